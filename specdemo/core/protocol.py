@@ -1,0 +1,106 @@
+"""The seams: what the loop asks of a target and of a drafter. B rows, S slots, A accepted columns, V, H as ever."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Generator, Tensor, nn
+
+from specdemo.core.sampling import Sampling
+from specdemo.core.tree import Draft
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A ceiling for one draft, never a promise: levels below the root, and nodes in all."""
+
+    depth: int = 5
+    nodes: int = 5
+
+    def __post_init__(self) -> None:
+        if self.depth < 0 or self.nodes < 0:
+            raise ValueError(f"a budget cannot be negative: depth {self.depth}, nodes {self.nodes}")
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationConfig:
+    max_new_tokens: int = 128
+    sampling: Sampling = Sampling()
+    budget: Budget = Budget()
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] | None = None  # None: those of the target; (): never stop early
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be 1 or more, not {self.max_new_tokens}")
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """What one target forward says. Tap n is the residual stream after layer n (0: the embedding); tap -1 is what
+    lm_head reads, after the final norm."""
+
+    logits: Tensor  # [B, S, V]; after `start` only the last position, [B, 1, V]
+    hidden: Mapping[int, Tensor] = field(default_factory=dict)  # tap -> [B, S, H]; after `start` [B, T, H]
+
+
+@runtime_checkable
+class Target(Protocol):
+    """A causal language model with one history. `forward` is provisional, `commit` makes history."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    supports_trees: bool  # False: the loop sends chains only
+    max_length: int  # positions the history can hold
+    stop_token_ids: tuple[int, ...]
+    device: torch.device
+    embed: nn.Module
+    lm_head: nn.Module
+
+    def start(self, tokens: Tensor, taps: tuple[int, ...] = (), reserve: int = 0) -> Forward:
+        """tokens [B, T] become a new history; `reserve` more positions will follow at most."""
+
+    def forward(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...] = ()) -> Forward:
+        """tokens [B, S] (slot 0 the root, ABSENT allowed), parents [B, N]; the history does not change."""
+
+    def commit(self, path: list[list[int]]) -> None:
+        """Per row the kept slots of the last forward, from the root down, become history."""
+
+    def release(self) -> None:
+        """Free the history and everything it holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What became history in one step, column a aligned everywhere; also the training example, offline and online."""
+
+    inputs: Tensor  # [B, A] now in the target's cache; columns from lengths[b] on are padding
+    outputs: Tensor  # [B, A] the token that follows each input; the last real one is the new root
+    lengths: list[int]
+    hidden: Mapping[int, Tensor] = field(default_factory=dict)  # tap -> [B, A, H]
+    probs: Tensor | None = None  # [B, A, V] the target's distribution there (of the last column only after prefill: None)
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Guesses; never touches the target's cache. The prompt arrives as the first `observe`."""
+
+    taps: tuple[int, ...]
+
+    def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
+        """A new history; everything remembered of the last one is gone."""
+
+    def propose(self, budget: Budget) -> Draft: ...
+
+    def observe(self, progress: Progress) -> None: ...
+
+
+@runtime_checkable
+class Trainable(Protocol):
+    """Optional second face of a drafter."""
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+    def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]: ...

@@ -1,0 +1,66 @@
+"""Logits -> probabilities -> tokens. The same transform is applied to the target (p) and to a sampled draft (q)."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Generator, Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a token is chosen. Temperature 0 is greedy: a one-hot on the argmax, every other knob without effect.
+
+    The order is transformers' own: temperature, top-k, top-p, min-p.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # 1: off
+    min_p: float = 0.0  # 0: off
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temperature <= 100.0:
+            raise ValueError(f"temperature must be between 0 (greedy) and 100, not {self.temperature}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be 0 (off) or more, not {self.top_k}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p must be above 0 and at most 1 (off), not {self.top_p}")
+        if not 0.0 <= self.min_p < 1.0:
+            raise ValueError(f"min_p must be at least 0 (off) and below 1, not {self.min_p}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+def to_probs(logits: Tensor, sampling: Sampling) -> Tensor:
+    """logits [..., V] -> float32 probabilities [..., V]; a one-hot when greedy."""
+    if sampling.greedy:
+        return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    scores = logits.float() / sampling.temperature
+    minus_infinity = float("-inf")
+    if 0 < sampling.top_k < scores.shape[-1]:
+        smallest = scores.topk(sampling.top_k, dim=-1).values[..., -1:]
+        scores = scores.masked_fill(scores < smallest, minus_infinity)
+    if sampling.top_p < 1.0:
+        ascending, order = scores.sort(dim=-1, descending=False)
+        outside = ascending.softmax(-1).cumsum(-1) <= 1.0 - sampling.top_p
+        outside[..., -1] = False  # the most likely token always stays
+        scores = scores.masked_fill(outside.scatter(-1, order, outside), minus_infinity)
+    probs = scores.softmax(-1)
+    if sampling.min_p > 0.0:
+        probs = probs.masked_fill(probs < sampling.min_p * probs.amax(-1, keepdim=True), 0.0)
+        probs = probs / probs.sum(-1, keepdim=True)
+    return probs
+
+
+def draw(probs: Tensor, rng: Generator | None) -> Tensor:
+    """probs [..., V], not necessarily normalised -> tokens [...] int64.
+
+    The exponential race (argmax of p / e) needs no host synchronisation; on a one-hot it is the argmax whatever the
+    noise, so greedy decoding takes no noise at all (`rng` None).
+    """
+    if rng is None:
+        return probs.argmax(-1)
+    noise = torch.empty_like(probs).exponential_(generator=rng)
+    return (probs / noise.clamp_min(torch.finfo(noise.dtype).tiny)).argmax(-1)

@@ -1,0 +1,210 @@
+"""What leaves the engine: one StepEvent per target pass, collected into LaneTrace and RunTrace (JSON, schema 1).
+
+Times are milliseconds of device time. Definitions of every derived number stand beside `summarise` and `compare`.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as checked
+
+SCHEMA = 1
+MAX_TRACE_BYTES = 16_000_000
+
+Finish = Literal["stop", "length", "cancelled", "error"]
+Kind = Literal["target", "accepted", "corrected", "bonus"]
+_strict = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+@checked(frozen=True, slots=True, config=_strict)
+class StepEvent:
+    """One target pass over B rows. The first event is the prefill: nothing drafted, one token emitted."""
+
+    index: int
+    drafted: list[list[int]]  # [B][N] token ids, -1 absent
+    parents: list[list[int]]  # [B][N] parent slot of each node
+    path: list[list[int]]  # [B][...] kept slots from the root (0) down
+    emitted: list[list[int]]  # [B][...] after trimming at stop token and length
+    draft_probs: list[list[float | None]]  # [B][N] the drafter's probability of each node; None: it has none
+    target_probs: list[list[float | None]]  # [B][N] the target's probability of each node at that place
+    ms: dict[str, float]  # prefill | draft verify accept commit observe
+    notes: dict[str, float] = field(default_factory=dict)
+
+
+def kinds(event: StepEvent, row: int = 0) -> list[Kind]:
+    """What each emitted token of a row is: accepted drafts, then one token of the target's own.
+
+    That one is `bonus` when the path ended where nothing more was drafted, `corrected` when it ended above drafts that
+    were all refused, and `target` when nothing was drafted at all.
+    """
+    drafted = [(n + 1, p) for n, (t, p) in enumerate(zip(event.drafted[row], event.parents[row], strict=True)) if t >= 0]
+    path = event.path[row]
+    if not drafted:
+        last: Kind = "target"
+    elif any(parent == path[-1] for _, parent in drafted):
+        last = "corrected"
+    else:
+        last = "bonus"
+    all_kinds: list[Kind] = ["accepted"] * (len(path) - 1) + [last]
+    return all_kinds[: len(event.emitted[row])]
+
+
+@checked(slots=True, config=_strict)
+class LaneTrace:
+    """One lane of a run. `pieces[i]` is the text token i added, so `"".join(pieces) == text`."""
+
+    name: str
+    method: str
+    options: dict[str, Any]
+    exact: bool
+    prompt_ids: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish: Finish = "cancelled"
+    events: list[StepEvent] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
+    pieces: list[str] = field(default_factory=list)
+    note: str | None = None  # why the lane failed or runs otherwise than asked
+
+
+@checked(slots=True, config=_strict)
+class RunTrace:
+    """A whole comparison; replays with no model. `vocabulary` gives the text of every drafted token id (as a string)."""
+
+    preset: str
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    schedule: Literal["race", "sequential"]
+    lanes: list[LaneTrace]
+    comparison: list[dict[str, Any]] = field(default_factory=list)
+    prompt: str = ""
+    vocabulary: dict[str, str] = field(default_factory=dict)
+    schema: int = SCHEMA
+
+
+_adapter = TypeAdapter(RunTrace)
+
+
+def to_json(trace: RunTrace, indent: int | None = None) -> str:
+    return _adapter.dump_json(trace, indent=indent).decode()
+
+
+def from_json(text: str | bytes) -> RunTrace:
+    """Parse and check a trace. Raises ValueError with one clear line."""
+    if len(text) > MAX_TRACE_BYTES:
+        raise ValueError(f"a trace may hold {MAX_TRACE_BYTES // 1_000_000} MB at most, this one has {len(text):,} bytes")
+    try:
+        trace = _adapter.validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise ValueError(f"not a specdemo trace: {where}: {first['msg']}") from None
+    if trace.schema != SCHEMA:
+        raise ValueError(f"this trace has schema {trace.schema}; this version reads schema {SCHEMA}")
+    for lane in trace.lanes:
+        _check(lane)
+    return trace
+
+
+def _check(lane: LaneTrace) -> None:
+    """What types cannot say: rows agree with each other."""
+    emitted = [t for e in lane.events for t in e.emitted[0]] if all(e.emitted for e in lane.events) else None
+    if emitted != lane.token_ids:
+        raise ValueError(f"not a specdemo trace: lane {lane.name!r}: token_ids differ from what its events emitted")
+    if len(lane.pieces) != len(lane.token_ids) or "".join(lane.pieces) != lane.text:
+        raise ValueError(f"not a specdemo trace: lane {lane.name!r}: pieces and text disagree")
+    for event in lane.events:
+        rows = {len(event.drafted), len(event.parents), len(event.path), len(event.draft_probs), len(event.target_probs)}
+        row_lengths = {len(event.drafted[0]), len(event.parents[0]), len(event.draft_probs[0]), len(event.target_probs[0])}
+        slots = range(len(event.drafted[0]) + 1)
+        inside = event.path[0][:1] == [0] and all(s in slots for s in event.path[0])
+        parents_first = all(0 <= p <= n for n, p in enumerate(event.parents[0]))
+        if len(rows) != 1 or len(row_lengths) != 1 or not inside or not parents_first:
+            raise ValueError(f"not a specdemo trace: lane {lane.name!r}: step {event.index} does not hold together")
+
+
+def summarise(lane: LaneTrace, peak_memory_bytes: int = 0) -> dict[str, Any]:
+    """The lane's numbers, of row 0.
+
+    tokens_per_s: tokens after the first / decode time, which is all steps but the prefill.
+    ttft_ms: the prefill step. itl_ms_p50, _p95: gaps between tokens; the tokens of one step arrive together, so the
+    first of them carries the whole step and the others 0 - averaged over the step, as servers report it, each token
+    gets an equal share. drafted counts verified draft nodes, accepted those kept, acceptance_rate their quotient.
+    tokens_per_step: emitted / target passes after the prefill, bonus included ("mean accepted length").
+    accept_histogram[n]: steps that kept n drafts. accept_by_position[i]: of the steps that drafted at depth i + 1,
+    the share that kept a node there.
+    """
+    steps = lane.events[1:]
+    decode_ms = sum(sum(e.ms.values()) for e in steps)
+    emitted = sum(len(e.emitted[0]) for e in steps)
+    drafted = sum(sum(t >= 0 for t in e.drafted[0]) for e in steps)
+    kept = [len(e.path[0]) - 1 for e in steps]
+    reach = [_depth(e) for e in steps]
+    gaps = sorted(sum(e.ms.values()) / len(e.emitted[0]) for e in steps for _ in e.emitted[0])
+    deepest = max(reach, default=0)
+    return {
+        "tokens": len(lane.token_ids),
+        "steps": len(steps),
+        "tokens_per_s": _ratio(emitted, decode_ms / 1000.0),
+        "ttft_ms": round(sum(lane.events[0].ms.values()), 3) if lane.events else None,
+        "itl_ms_p50": _quantile(gaps, 0.5),
+        "itl_ms_p95": _quantile(gaps, 0.95),
+        "drafted": drafted,
+        "accepted": sum(kept),
+        "acceptance_rate": _ratio(sum(kept), drafted),
+        "tokens_per_step": _ratio(emitted, len(steps)),
+        "accept_histogram": [kept.count(n) for n in range(deepest + 1)],
+        "accept_by_position": [
+            _ratio(sum(k > i for k in kept), sum(r > i for r in reach)) for i in range(deepest)
+        ],
+        "ms_draft": _total(steps, "draft", "observe"),
+        "ms_verify": _total(steps, "verify"),
+        "ms_other": _total(steps, "accept", "commit"),
+        "peak_memory_bytes": peak_memory_bytes,
+    }
+
+
+def _depth(event: StepEvent) -> int:
+    depth = [0]
+    deepest = 0
+    for token, parent in zip(event.drafted[0], event.parents[0], strict=True):
+        depth.append(depth[parent] + 1)
+        if token >= 0:
+            deepest = max(deepest, depth[-1])
+    return deepest
+
+
+def _ratio(a: float, b: float) -> float | None:
+    return round(a / b, 4) if b else None
+
+
+def _quantile(ordered: list[float], q: float) -> float | None:
+    return round(ordered[min(len(ordered) - 1, int(q * len(ordered)))], 3) if ordered else None
+
+
+def _total(steps: list[StepEvent], *names: str) -> float:
+    return round(sum(e.ms.get(n, 0.0) for e in steps for n in names), 3)
+
+
+def compare(baseline: LaneTrace, lane: LaneTrace, greedy: bool, margin: float | None = None) -> dict[str, Any]:
+    """A speculative lane against lane 0.
+
+    speedup: tokens_per_s / tokens_per_s. identical: the same token ids (over the common length when one was cancelled);
+    None under sampling, where only distributions agree. first_divergence: index of the first other token.
+    divergence_margin: there, the gap between the target's two best logits in a one-token pass, when it was measured.
+    """
+    a, b = baseline.token_ids, lane.token_ids
+    if "cancelled" in (baseline.finish, lane.finish):
+        a, b = a[: len(b)], b[: len(a)]
+    first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+    if first is None and len(a) != len(b):
+        first = min(len(a), len(b))
+    ours, theirs = lane.summary.get("tokens_per_s"), baseline.summary.get("tokens_per_s")
+    return {
+        "lane": lane.name,
+        "speedup": round(ours / theirs, 4) if ours and theirs else None,
+        "identical": first is None if greedy else None,
+        "first_divergence": first if greedy else None,
+        "divergence_margin": margin if greedy else None,
+    }

@@ -1,0 +1,91 @@
+"""Draft trees. B rows, N draft nodes, S = N + 1 slots, V vocabulary.
+
+Slot 0 is the root: the last emitted token, not yet in the target's cache. Node i sits in slot i + 1 and names a parent
+slot <= i, so parents always come first. A chain is `parents = arange(N)`, a star `zeros(N)`, plain decoding `N = 0`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+ABSENT = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What a drafter proposes for one step.
+
+    `probs` may be given only if node i really was drawn from q_i given its predecessors; any other proposal (n-gram,
+    argmax, a ranking) passes None, a one-hot q, which is exact for every draft.
+    """
+
+    tokens: Tensor  # [B, N] int64, ABSENT where a row drafted fewer; absent nodes have no present descendants
+    parents: Tensor  # [B, N] int64, parent slot of node i, always <= i
+    probs: Tensor | None = None  # [B, N, V] what node i was drawn from; None: one-hot
+    confidence: Tensor | None = None  # [B, N] the drafter's own probability of node i; for the inspector, never a test
+    notes: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def nodes(self) -> int:
+        return self.tokens.shape[1]
+
+    @staticmethod
+    def empty(batch: int, device: torch.device | str = "cpu") -> "Draft":
+        none = torch.empty(batch, 0, dtype=torch.int64, device=device)
+        return Draft(none, none)
+
+    @staticmethod
+    def chain(tokens: Tensor, probs: Tensor | None = None, confidence: Tensor | None = None) -> "Draft":
+        """tokens [B, N] as a chain below the root."""
+        parents = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+        return Draft(tokens, parents, probs, confidence)
+
+
+def ancestors(parents: Tensor) -> Tensor:
+    """parents [B, N] -> mask [B, S, S]; mask[b, s, t] is True when t is s or above s."""
+    batch, nodes = parents.shape
+    mask = torch.eye(nodes + 1, dtype=torch.bool, device=parents.device).repeat(batch, 1, 1)
+    rows = torch.arange(batch, device=parents.device)
+    for node in range(nodes):
+        mask[:, node + 1] |= mask[rows, parents[:, node]]
+    return mask
+
+
+def depths(parents: Tensor) -> Tensor:
+    """parents [B, N] -> [B, S] distance from the root; the root has depth 0."""
+    batch, nodes = parents.shape
+    depth = torch.zeros(batch, nodes + 1, dtype=torch.int64, device=parents.device)
+    rows = torch.arange(batch, device=parents.device)
+    for node in range(nodes):
+        depth[:, node + 1] = depth[rows, parents[:, node]] + 1
+    return depth
+
+
+def is_chain(parents: Tensor) -> bool:
+    """True when every node hangs below the slot before it."""
+    return bool((parents == torch.arange(parents.shape[1], device=parents.device)).all())
+
+
+def first_branch(draft: Draft) -> Draft:
+    """The path that takes the first child at every level, as a chain: what a target without tree support verifies."""
+    picked: list[list[int]] = []
+    for tokens, parents in zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True):
+        slot, branch = 0, []
+        for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+            if parent == slot and token != ABSENT:
+                branch.append(node)
+                slot = node + 1
+        picked.append(branch)
+    width = max(map(len, picked), default=0)
+    index = torch.tensor([b + [0] * (width - len(b)) for b in picked], dtype=torch.int64, device=draft.tokens.device)
+    index = index.view(len(picked), width)
+    real = torch.tensor([[a < len(b) for a in range(width)] for b in picked], device=index.device).view(index.shape)
+    tokens_ = draft.tokens.gather(1, index).masked_fill(~real, ABSENT)
+    probs = draft.probs
+    if probs is not None:
+        probs = probs.gather(1, index[..., None].expand(-1, -1, probs.shape[-1]))
+    confidence = None if draft.confidence is None else draft.confidence.gather(1, index)
+    chain = Draft.chain(tokens_, probs, confidence)
+    return Draft(chain.tokens, chain.parents, chain.probs, chain.confidence, draft.notes)

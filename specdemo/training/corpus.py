@@ -1,0 +1,139 @@
+"""Text -> tokens: documents, retold copies, the tokenizer, and windows of T + 1 tokens.
+
+A corpus is a directory of `*.txt` files whose documents are separated by `<|endoftext|>`. A file with
+`valid` in its name is held out. Every document begins with `<|endoftext|>` (id 0) in the token stream.
+"""
+
+import hashlib
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch import Tensor
+
+END = "<|endoftext|>"
+VOCAB_SIZE = 2048
+
+# Words that may stand in for each other when a story is told again.
+NAMES = (
+    "Lily Tom Ben Mia Timmy Sara Max Anna Sam Lucy Tim Jack Sue Amy Bob Jane John Emma Leo Billy Molly Mary Spot Daisy"
+).split()
+THINGS = (
+    "dog cat bird rabbit bear frog fish lion mouse ball car doll kite book hat cake cookie apple flower boat train "
+    "truck box bike"
+).split()
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    train: list[str]  # documents
+    valid: list[str]
+    sha256: str  # of all files in name order, for provenance
+
+
+def read_corpus(directory: Path) -> Corpus:
+    """Read every `*.txt` below `directory`; without a `*valid*` file every 100th document is held out.
+
+    Raises ValueError when there is no text.
+    """
+    train: list[str] = []
+    valid: list[str] = []
+    digest = hashlib.sha256()
+    for path in sorted(directory.glob("*.txt")):
+        text = path.read_text(encoding="utf-8")
+        digest.update(path.name.encode() + b"\0" + text.encode())
+        documents = [d.strip() for d in text.split(END) if d.strip()]
+        (valid if "valid" in path.stem else train).extend(documents)
+    if not train:
+        raise ValueError(f"no training text in {directory}: put *.txt files there, documents separated by {END}")
+    if not valid:
+        valid = train[::100]
+        train = [d for i, d in enumerate(train) if i % 100]
+    return Corpus(train, valid, digest.hexdigest())
+
+
+def retell(story: str, rng: random.Random, max_characters: int) -> str | None:
+    """An excerpt of `story`, then the same excerpt with one name or thing changed; None when nothing can be changed.
+
+    These documents put long exact copies into the corpus, so that prompt lookup has something to find.
+    """
+    excerpt = ""
+    for sentence in re.split(r"(?<=[.!?\"])\s+", story):
+        if len(excerpt) + len(sentence) > max_characters:
+            break
+        excerpt = f"{excerpt} {sentence}".strip()
+    words = set(re.findall(r"[A-Za-z]+", excerpt))
+    candidates = [(w, pool) for pool in (NAMES, THINGS) for w in pool if w in words]
+    if not candidates or len(excerpt) < 80:
+        return None
+    old, pool = rng.choice(candidates)
+    new = rng.choice([w for w in pool if w not in words])
+    again = re.sub(rf"\b{old}(?=s?\b)", new, excerpt)
+    return f"{excerpt}\n\nTell it again with {new}, not {old}.\n\n{again}"
+
+
+def train_tokenizer(documents: list[str]) -> Tokenizer:
+    """Byte-level BPE with 2,048 entries; `<|endoftext|>` is id 0 and is put before every encoded text."""
+    tokenizer = Tokenizer(models.BPE())
+    # Words, single digits, runs of punctuation, a line break with its indent; a word carries the space before it.
+    pattern = Regex(r"'(?:[sdmt]|ll|ve|re)| ?[A-Za-z]+|\d| ?[^\sA-Za-z\d]+|\n+ *|\s+(?!\S)|\s+")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(pattern, behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{END} $A", pair=f"{END} $A {END} $B", special_tokens=[(END, 0)]
+    )
+    return tokenizer
+
+
+def token_stream(documents: list[str], tokenizer: Tokenizer) -> Tensor:
+    """Documents -> one int64 stream [N], each document behind its `<|endoftext|>`."""
+    ids = [i for e in tokenizer.encode_batch(documents) for i in e.ids]
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def windows(stream: Tensor, length: int) -> Tensor:
+    """[N] -> [N // length, length], the rest dropped."""
+    return stream[: len(stream) // length * length].view(-1, length)
+
+
+@dataclass(frozen=True, slots=True)
+class StoryEpochs:
+    """Endless epochs of shuffled documents, `retold` of them (a fraction) told again, new ones in every epoch."""
+
+    documents: list[str]
+    tokenizer: Tokenizer
+    retold: float = 0.1
+
+    def stream(self, epoch: int, length: int) -> Tensor:
+        rng = random.Random(f"epoch {epoch}")
+        documents = self.documents.copy()
+        rng.shuffle(documents)
+        wanted = int(len(documents) * self.retold)
+        copies = (retell(d, rng, rng.choice([250, 400, 600])) for d in documents)
+        told = [c for c in copies if c is not None][:wanted]
+        documents = documents[: len(documents) - len(told)] + told
+        rng.shuffle(documents)
+        return token_stream(documents, self.tokenizer)[rng.randrange(length) :]
+
+    def batches(self, epoch: int, batch: int, length: int) -> Iterator[Tensor]:
+        """Batches [batch, length + 1] of one epoch in random order."""
+        rows = windows(self.stream(epoch, length), length + 1)
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(epoch))
+        for start in range(0, len(rows) - batch + 1, batch):
+            yield rows[order[start : start + batch]]
