@@ -193,6 +193,7 @@ def compare(baseline: LaneTrace, lane: LaneTrace, greedy: bool, margin: float | 
     speedup: tokens_per_s / tokens_per_s. identical: the same token ids (over the common length when one was cancelled);
     None under sampling, where only distributions agree. first_divergence: index of the first other token.
     divergence_margin: there, the gap between the target's two best logits in a one-token pass, when it was measured.
+    The session adds verdict: identical | rounding | differs (greedy), same distribution (sampling), lossy.
     """
     a, b = baseline.token_ids, lane.token_ids
     if "cancelled" in (baseline.finish, lane.finish):

@@ -1,0 +1,1 @@
+"""One loop, its clock, the race, and the session around them."""

@@ -1,0 +1,201 @@
+"""The one generation loop. It names no method: plain decoding is the empty draft, greedy is temperature 0, the prompt
+is the first observation.
+
+B rows, N draft nodes, S = N + 1 slots, A kept columns, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Generator, Tensor
+
+from specdemo.core.accept import AcceptRule, Lossless, Verdict
+from specdemo.core.protocol import Budget, Drafter, Forward, GenerationConfig, Progress, Target
+from specdemo.core.sampling import draw, to_probs
+from specdemo.core.trace import StepEvent
+from specdemo.core.tree import ABSENT, Draft, first_branch, is_chain
+from specdemo.engine.clock import Stopwatch, stopwatch_for
+
+
+def _never() -> bool:
+    return False
+
+
+@torch.no_grad()  # not inference_mode: online drafters train on these tensors
+def generate(
+    target: Target,
+    drafter: Drafter,
+    prompt_ids: Tensor,
+    config: GenerationConfig,
+    *,
+    accept: AcceptRule | None = None,
+    stopwatch: Stopwatch | None = None,
+    cancelled: Callable[[], bool] = _never,
+) -> Iterator[StepEvent]:
+    """Decode prompt_ids [B, T] int64; one StepEvent per target pass, the first is the prefill.
+
+    Ends when every row met a stop token or its limit, when `cancelled()` is true at the start of a step, or when the
+    caller closes the iterator; the target's and the drafter's memory is released in every case. `ms` counts decoding
+    alone: what the inspector shows is computed after the watch has stopped. Raises ValueError for an empty prompt and
+    for one that leaves no room.
+    """
+    _check(target, prompt_ids, config)
+    accept = accept or Lossless()
+    watch = stopwatch or stopwatch_for(prompt_ids.device)
+    rng = Generator(prompt_ids.device).manual_seed(config.seed)
+    noise = None if config.sampling.greedy else rng
+    rows = _Rows(len(prompt_ids), config, target)
+    try:
+        watch.start()
+        drafter.start(len(prompt_ids), config.sampling, rng)
+        forward = target.start(prompt_ids, drafter.taps, reserve=config.max_new_tokens + config.budget.nodes)
+        root = draw(to_probs(forward.logits[:, -1], config.sampling), noise)
+        watch.lap("prefill")
+        drafter.observe(_prompt_progress(prompt_ids, root, forward))
+        watch.lap("observe")
+        yield _prefill_event(watch.read(), rows.emit([[t] for t in root.tolist()]))
+        index = 0
+        while rows.running and not cancelled():
+            index += 1
+            watch.start()
+            draft = rows.trim(drafter.propose(rows.budget()))
+            if not target.supports_trees and not is_chain(draft.parents):
+                draft = first_branch(draft)
+            watch.lap("draft")
+            tokens = torch.cat([root[:, None], draft.tokens], 1)
+            forward = target.forward(tokens, draft.parents, drafter.taps)
+            watch.lap("verify")
+            probs = to_probs(forward.logits, config.sampling)
+            verdict = rows.freeze(accept(draft, probs, noise))
+            progress = _progress(tokens, verdict, forward)
+            watch.lap("accept")
+            target.commit(verdict.path)
+            watch.lap("commit")
+            drafter.observe(progress)
+            watch.lap("observe")
+            ms = watch.read()
+            root = torch.where(rows.alive(root.device), verdict.bonus, root)
+            emitted = rows.emit(_outputs(progress))
+            yield _event(index, draft, verdict, emitted, forward if config.sampling.greedy else probs, ms)
+    finally:
+        target.release()
+        release = getattr(drafter, "release", None)
+        if release:
+            release()
+
+
+class _Rows:
+    """How much each row may still emit. A finished row stays in the batch, drafts nothing and keeps nothing."""
+
+    def __init__(self, rows: int, config: GenerationConfig, target: Target) -> None:
+        stop = target.stop_token_ids if config.stop_token_ids is None else config.stop_token_ids
+        self._stop = frozenset(stop)
+        self._left = [config.max_new_tokens] * rows
+        self._budget = config.budget
+
+    @property
+    def running(self) -> bool:
+        return any(self._left)
+
+    def budget(self) -> Budget:
+        """Never deeper than what the longest row may still emit beside the target's own token."""
+        depth = min(self._budget.depth, max(self._left) - 1)
+        return Budget(depth, self._budget.nodes if depth else 0)
+
+    def alive(self, device: torch.device) -> Tensor:
+        return torch.tensor([left > 0 for left in self._left], device=device)
+
+    def trim(self, draft: Draft) -> Draft:
+        if all(self._left):
+            return draft
+        dead = ~self.alive(draft.tokens.device)[:, None]
+        return Draft(
+            draft.tokens.masked_fill(dead, ABSENT), draft.parents, draft.probs, draft.confidence, draft.notes
+        )
+
+    def freeze(self, verdict: Verdict) -> Verdict:
+        if all(self._left):
+            return verdict
+        return Verdict([p if left else [] for p, left in zip(verdict.path, self._left, strict=True)], verdict.bonus)
+
+    def emit(self, outputs: list[list[int]]) -> list[list[int]]:
+        """Cut each row's outputs at its limit and behind its first stop token, and count them."""
+        emitted = []
+        for row, tokens in enumerate(outputs):
+            kept = tokens[: self._left[row]]
+            stopped = next((i for i, t in enumerate(kept) if t in self._stop), None)
+            if stopped is not None:
+                kept = kept[: stopped + 1]
+            self._left[row] = 0 if stopped is not None else self._left[row] - len(kept)
+            emitted.append(kept)
+        return emitted
+
+
+def _check(target: Target, prompt_ids: Tensor, config: GenerationConfig) -> None:
+    if prompt_ids.ndim != 2 or prompt_ids.shape[1] == 0:
+        raise ValueError("the prompt is empty; write at least one word")
+    room = target.max_length - prompt_ids.shape[1]
+    if room < 1:
+        raise ValueError(
+            f"the prompt has {prompt_ids.shape[1]} tokens, the model's context holds {target.max_length}; shorten it"
+        )
+    if room < config.max_new_tokens:
+        raise ValueError(
+            f"a prompt of {prompt_ids.shape[1]} tokens leaves room for {room} of the {config.max_new_tokens} new tokens "
+            f"in a context of {target.max_length}; shorten it or ask for at most {room}"
+        )
+
+
+def _prompt_progress(prompt: Tensor, root: Tensor, forward: Forward) -> Progress:
+    outputs = torch.cat([prompt[:, 1:], root[:, None]], 1)
+    return Progress(prompt, outputs, [prompt.shape[1]] * len(prompt), forward.hidden)
+
+
+def _progress(tokens: Tensor, verdict: Verdict, forward: Forward) -> Progress:
+    """Gather the kept slots; short rows are padded with their slot 0."""
+    lengths = [len(p) for p in verdict.path]
+    width = max(lengths)
+    slots = torch.tensor([p + [0] * (width - len(p)) for p in verdict.path], device=tokens.device)
+    inputs = tokens.gather(1, slots)
+    outputs = torch.cat([inputs[:, 1:], verdict.bonus[:, None]], 1)
+    if min(lengths) < width:
+        last = torch.tensor([max(n - 1, 0) for n in lengths], device=tokens.device)[:, None]
+        outputs = outputs.scatter(1, last, verdict.bonus[:, None])
+    rows = torch.arange(len(tokens), device=tokens.device)[:, None]
+    return Progress(inputs, outputs, lengths, {tap: h[rows, slots] for tap, h in forward.hidden.items()})
+
+
+def _outputs(progress: Progress) -> list[list[int]]:
+    return [o[:n] for o, n in zip(progress.outputs.tolist(), progress.lengths, strict=True)]
+
+
+def _prefill_event(ms: dict[str, float], emitted: list[list[int]]) -> StepEvent:
+    none: list[list[int]] = [[] for _ in emitted]
+    return StepEvent(0, none, none, [[0] for _ in emitted], emitted, none, none, ms)
+
+
+def _event(
+    index: int, draft: Draft, verdict: Verdict, emitted: list[list[int]], seen: Forward | Tensor, ms: dict[str, float]
+) -> StepEvent:
+    """The event, with the probabilities the inspector shows: those of the test under sampling, the plain softmax when
+    greedy, where the test itself only asks for the argmax."""
+    tokens = draft.tokens.tolist()
+    if draft.nodes:
+        p = seen.logits.float().softmax(-1) if isinstance(seen, Forward) else seen
+        rows = torch.arange(len(tokens), device=p.device)[:, None]
+        target_probs = _rounded(p[rows, draft.parents, draft.tokens.clamp_min(0)], tokens)
+    else:
+        target_probs = [[] for _ in tokens]
+    draft_probs: list[list[float | None]] = [[None] * len(t) for t in tokens]
+    if draft.confidence is not None:
+        draft_probs = _rounded(draft.confidence, tokens)
+    notes = {name: float(value) for name, value in draft.notes.items()}
+    path = [p or [0] for p in verdict.path]
+    return StepEvent(index, tokens, draft.parents.tolist(), path, emitted, draft_probs, target_probs, ms, notes)
+
+
+def _rounded(probs: Tensor, tokens: list[list[int]]) -> list[list[float | None]]:
+    return [
+        [round(p, 4) if t != ABSENT else None for p, t in zip(ps, ts, strict=True)]
+        for ps, ts in zip(probs.tolist(), tokens, strict=True)
+    ]

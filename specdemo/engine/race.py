@@ -1,0 +1,47 @@
+"""The order in which lanes step on one device. A lane is an iterator of StepEvents; its clock is the device time its
+own steps took, so lanes never disturb each other's clock."""
+
+from collections.abc import Generator, Iterator, Sequence
+
+from specdemo.core.trace import StepEvent
+
+
+def step_ms(event: StepEvent) -> float:
+    """Device time of a whole step."""
+    return sum(event.ms.values())
+
+
+def race(lanes: Sequence[Iterator[StepEvent]]) -> Iterator[tuple[int, StepEvent]]:
+    """Virtual time: the lane whose clock is furthest behind steps next, ties to the first."""
+    clocks = [0.0] * len(lanes)
+    running = set(range(len(lanes)))
+    try:
+        while running:
+            lane = min(running, key=lambda i: (clocks[i], i))
+            event = next(lanes[lane], None)
+            if event is None:
+                running.remove(lane)
+            else:
+                clocks[lane] += step_ms(event)
+                yield lane, event
+    finally:
+        _close(lanes)
+
+
+def sequential(lanes: Sequence[Iterator[StepEvent]]) -> Iterator[tuple[int, StepEvent]]:
+    """One lane after the other."""
+    try:
+        for index, lane in enumerate(lanes):
+            for event in lane:
+                yield index, event
+    finally:
+        _close(lanes)
+
+
+SCHEDULES = {"race": race, "sequential": sequential}
+
+
+def _close(lanes: Sequence[Iterator[StepEvent]]) -> None:
+    for lane in lanes:
+        if isinstance(lane, Generator):
+            lane.close()

@@ -1,0 +1,395 @@
+"""From a comparison to its trace: load, warm up, race, collect. One run at a time in a process.
+
+`Session.stream` and `replay` yield the same messages, so whoever shows a run cannot tell a live one from a stored one.
+"""
+
+import platform
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+
+from specdemo.core.accept import AcceptRule, accept_rule
+from specdemo.core.protocol import Budget, Drafter, GenerationConfig
+from specdemo.core.sampling import Sampling
+from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, compare, summarise
+from specdemo.core.tree import ABSENT
+from specdemo.engine.loop import generate
+from specdemo.engine.race import SCHEDULES, race
+from specdemo.methods import load_drafter, method, validate_options
+from specdemo.models.load import LoadedModel, load_model
+from specdemo.models.target import HFTarget
+from specdemo.models.text import Detokenizer, encode, token_text
+
+WARM_UP_TOKENS = 12
+LoadProgress = Callable[[float, str], None]  # share done 0..1, what is being done
+Schedule = Literal["race", "sequential"]
+
+
+@dataclass(frozen=True)
+class LaneSpec:
+    """One speculative lane. k is the draft length, the depth of its budget."""
+
+    method: str
+    model: str | None = None
+    k: int = 4
+    options: Mapping[str, Any] = field(default_factory=dict)
+    acceptance: str = "lossless"
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """A comparison. `lanes` are the speculative ones; plain decoding is always lane 0."""
+
+    preset: str
+    target: str
+    prompt: str
+    lanes: tuple[LaneSpec, ...]
+    max_new_tokens: int = 128
+    sampling: Sampling = Sampling()
+    seed: int = 0
+    schedule: Schedule = "race"
+    dtype: str = "auto"
+    device: str = "auto"
+    quantization: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The trace as far as it is known before the first step; its lanes have no events yet."""
+
+    trace: RunTrace
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One event of one lane, with the text each emitted token added and of each drafted token alone."""
+
+    lane: int
+    event: StepEvent
+    pieces: list[str]
+    drafted: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    text: str
+    lane: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LaneDone:
+    lane: int
+    trace: LaneTrace
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    trace: RunTrace
+
+
+Message = Started | Step | Note | LaneDone | Finished
+
+
+@dataclass
+class _Lane:
+    trace: LaneTrace
+    target: HFTarget
+    drafter: Drafter
+    accept: AcceptRule
+    config: GenerationConfig
+    text: Detokenizer
+
+
+def _never() -> bool:
+    return False
+
+
+def _silent(share: float, what: str) -> None:
+    pass
+
+
+class Session:
+    """Keeps the models of the last comparison loaded; a second caller waits for `lock`."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._models: dict[tuple[str, ...], LoadedModel] = {}
+
+    def load(self, spec: RunSpec, progress: LoadProgress = _silent) -> None:
+        """Load what the comparison needs, forget the rest, and build every lane once to see that it fits.
+
+        Raises ValueError with one line that names the cure.
+        """
+        with self.lock:
+            self._load(spec, progress)
+            self._lanes(spec)
+
+    def run(self, spec: RunSpec, cancelled: Callable[[], bool] = _never, progress: LoadProgress = _silent) -> RunTrace:
+        """The whole comparison -> its trace."""
+        for message in self.stream(spec, cancelled, progress):
+            if isinstance(message, Finished):
+                return message.trace
+        raise AssertionError("a run ends with Finished")
+
+    def stream(
+        self, spec: RunSpec, cancelled: Callable[[], bool] = _never, progress: LoadProgress = _silent
+    ) -> Iterator[Message]:
+        """The comparison step by step. Closing the iterator, or `cancelled()`, stops every lane within one step."""
+        with self.lock:
+            self._load(spec, progress)
+            lanes = self._lanes(spec)
+            trace = RunTrace(
+                preset=spec.preset,
+                config=_config(spec),
+                environment=environment(lanes[0].target),
+                schedule=spec.schedule,
+                lanes=[lane.trace for lane in lanes],
+                prompt=spec.prompt,
+            )
+            yield Started(trace)
+            for lane in lanes:
+                _warm_up(lane, cancelled)
+            yield from _race(lanes, trace, spec, cancelled)
+            _compare(trace, lanes, spec)
+            yield Finished(trace)
+
+    def _load(self, spec: RunSpec, progress: LoadProgress) -> None:
+        wanted = {_key(spec, spec.target): spec.target}
+        wanted |= {_key(spec, lane.model): lane.model for lane in spec.lanes if lane.model is not None}
+        if torch.device(_device(spec)).type == "cpu":
+            torch.set_num_threads(1)  # two threads collapse as soon as anything else runs
+        self._models = {key: model for key, model in self._models.items() if key in wanted}
+        for done, (key, name) in enumerate(wanted.items()):
+            if key not in self._models:
+                progress(done / len(wanted), f"loading {name}")
+                quantization = spec.quantization if name == spec.target else None
+                self._models[key] = load_model(
+                    name, _dtype(spec, name), _device(spec), quantization, _scaled(progress, done, len(wanted))
+                )
+        progress(1.0, "models ready")
+
+    def _lanes(self, spec: RunSpec) -> list[_Lane]:
+        loaded = self._models[_key(spec, spec.target)]
+        if loaded.tokenizer is None:
+            raise ValueError(f"{spec.target} has no tokenizer; put its tokenizer.json into the same folder")
+        context = HFTarget(loaded.model, loaded.tokenizer, loaded.name).max_length
+        if not spec.prompt.strip():
+            raise ValueError("the prompt is empty; write at least one word")
+        prompt_ids = encode(loaded.tokenizer, spec.prompt, context - spec.max_new_tokens)
+        plain = LaneSpec("none", k=0, name="Baseline")
+        return [self._lane(spec, lane, prompt_ids) for lane in (plain, *spec.lanes)]
+
+    def _lane(self, spec: RunSpec, lane: LaneSpec, prompt_ids: list[int]) -> _Lane:
+        loaded = self._models[_key(spec, spec.target)]
+        target = HFTarget(loaded.model, loaded.tokenizer, loaded.name)
+        model = None if lane.model is None else self._models[_key(spec, lane.model)]
+        options = validate_options(lane.method, dict(lane.options))
+        drafter = load_drafter(lane.method, target, model, **options)
+        accept = accept_rule(lane.acceptance)
+        shown = {**options, **({"k": lane.k} if lane.k else {}), **({"model": lane.model} if lane.model else {})}
+        if not accept.exact:
+            shown["acceptance"] = lane.acceptance
+        trace = LaneTrace(lane.name or _lane_name(lane), lane.method, shown, accept.exact, prompt_ids)
+        config = GenerationConfig(spec.max_new_tokens, spec.sampling, Budget(lane.k, lane.k), spec.seed)
+        return _Lane(trace, target, drafter, accept, config, Detokenizer(loaded.tokenizer, prompt_ids))
+
+
+@lru_cache(maxsize=1)
+def session() -> Session:
+    """The session of this process."""
+    return Session()
+
+
+def replay(trace: RunTrace) -> Iterator[Message]:
+    """The messages of a stored run, in the order of the lanes' clocks; needs no model and no GPU."""
+    empty = [replace(lane, events=[], token_ids=[], pieces=[], text="", summary={}) for lane in trace.lanes]
+    yield Started(replace(trace, lanes=empty, comparison=[]))
+    given = [0] * len(trace.lanes)
+    left = [len(lane.events) for lane in trace.lanes]
+    for index, event in race([iter(lane.events) for lane in trace.lanes]):
+        start, given[index] = given[index], given[index] + len(event.emitted[0])
+        pieces = trace.lanes[index].pieces[start : given[index]]
+        yield Step(index, event, pieces, [trace.vocabulary.get(str(t), "") for t in event.drafted[0]])
+        left[index] -= 1
+        if not left[index]:
+            yield LaneDone(index, trace.lanes[index])
+    yield Finished(trace)
+
+
+def environment(target: HFTarget) -> dict[str, Any]:
+    """What the numbers were measured on."""
+    cuda = target.device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(target.device) if cuda else _cpu_name(),
+        "threads": None if cuda else torch.get_num_threads(),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "commit": commit(),
+    }
+
+
+@lru_cache(maxsize=1)
+def commit() -> str | None:
+    """The commit this code was checked out at; None outside a checkout."""
+    here = Path(__file__).parent
+    try:
+        done = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, cwd=here)
+    except OSError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+@lru_cache(maxsize=1)
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def _key(spec: RunSpec, name: str) -> tuple[str, ...]:
+    quantization = spec.quantization if name == spec.target else None
+    return name, _dtype(spec, name), _device(spec), str(quantization)
+
+
+def _device(spec: RunSpec) -> str:
+    if spec.device != "auto":
+        return spec.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _dtype(spec: RunSpec, name: str) -> str:
+    """A draft on a CPU stays in fp32: its one-token passes are not faster in bf16."""
+    return "auto" if _device(spec) == "cpu" and name != spec.target else spec.dtype
+
+
+def _scaled(progress: LoadProgress, done: int, total: int) -> LoadProgress:
+    return lambda share, what: progress((done + share) / total, what)
+
+
+def _lane_name(lane: LaneSpec) -> str:
+    title: str = method(lane.method).title
+    return title if lane.model is None else f"{title} ({lane.model.rpartition('/')[2]})"
+
+
+def _config(spec: RunSpec) -> dict[str, Any]:
+    kept = {"target", "max_new_tokens", "seed", "dtype", "device", "quantization"}
+    return {k: v for k, v in asdict(spec).items() if k in kept} | asdict(spec.sampling)
+
+
+def _warm_up(lane: _Lane, cancelled: Callable[[], bool]) -> None:
+    """Every code path and buffer of the lane once, off the clock."""
+    config = replace(lane.config, max_new_tokens=min(WARM_UP_TOKENS, lane.config.max_new_tokens), stop_token_ids=())
+    for _ in _events(lane, config, cancelled):
+        pass
+
+
+def _events(lane: _Lane, config: GenerationConfig, cancelled: Callable[[], bool]) -> Iterator[StepEvent]:
+    prompt = torch.tensor([lane.trace.prompt_ids], device=lane.target.device)
+    return generate(lane.target, lane.drafter, prompt, config, accept=lane.accept, cancelled=cancelled)
+
+
+def _race(
+    lanes: list[_Lane], trace: RunTrace, spec: RunSpec, cancelled: Callable[[], bool]
+) -> Iterator[Message]:
+    peaks = [0] * len(lanes)
+
+    def guarded(index: int) -> Iterator[StepEvent]:
+        """A lane that fails ends alone, with its reason; the others go on."""
+        lane = lanes[index]
+        try:
+            for event in _events(lane, lane.config, cancelled):
+                peaks[index] = max(peaks[index], _memory(lane))
+                yield event
+        except (RuntimeError, ValueError) as error:
+            lane.trace.finish = "error"
+            lane.trace.note = str(error).partition("\n")[0]
+
+    done = set[int]()
+    steps = SCHEDULES[spec.schedule]([guarded(i) for i in range(len(lanes))])
+    for index, event in steps:
+        lane = lanes[index]
+        yield _record(lane, index, event, trace.vocabulary, spec.max_new_tokens)
+        if lane.trace.finish != "cancelled":
+            done.add(index)
+            lane.trace.summary = summarise(lane.trace, peaks[index])
+            yield LaneDone(index, lane.trace)
+    for index, lane in enumerate(lanes):
+        if index not in done:
+            lane.trace.summary = summarise(lane.trace, peaks[index])
+            if lane.trace.note:
+                yield Note(lane.trace.note, index)
+            yield LaneDone(index, lane.trace)
+
+
+def _record(lane: _Lane, index: int, event: StepEvent, vocabulary: dict[str, str], limit: int) -> Step:
+    """Write one event into the lane's trace; `finish` stays `cancelled` until the lane has reached its end."""
+    lane.trace.token_ids += event.emitted[0]
+    pieces = lane.text.push(event.emitted[0])
+    if lane.trace.token_ids[-1] in lane.target.stop_token_ids:
+        lane.trace.finish = "stop"
+    elif len(lane.trace.token_ids) >= limit:
+        lane.trace.finish = "length"
+    if lane.trace.finish != "cancelled":
+        pieces[-1] += lane.text.flush()
+    drafted = ["" if t == ABSENT else token_text(lane.target.tokenizer, t) for t in event.drafted[0]]
+    vocabulary.update({str(t): text for t, text in zip(event.drafted[0], drafted, strict=True) if t != ABSENT})
+    lane.trace.events.append(event)
+    lane.trace.pieces += pieces
+    lane.trace.text += "".join(pieces)
+    return Step(index, event, pieces, drafted)
+
+
+def _memory(lane: _Lane) -> int:
+    """On a GPU the allocator's peak; on a CPU the weights and caches this lane holds, counted."""
+    if lane.target.device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(lane.target.device))
+    held = (lane.target, lane.drafter)
+    return sum(getattr(x, "weight_bytes", 0) + getattr(x, "history_bytes", 0) for x in held)
+
+
+def _compare(trace: RunTrace, lanes: list[_Lane], spec: RunSpec) -> None:
+    baseline = trace.lanes[0]
+    for lane in trace.lanes[1:]:
+        row = compare(baseline, lane, spec.sampling.greedy)
+        index = row["first_divergence"]
+        if not lane.exact:
+            row["verdict"] = "lossy"
+        elif index is None:
+            row["verdict"] = "identical" if spec.sampling.greedy else "same distribution"
+        else:
+            row["divergence_margin"], rounding = _divergence(lanes[0], baseline, lane, index)
+            row["verdict"] = "rounding" if rounding else "differs"
+        trace.comparison.append(row)
+
+
+@torch.no_grad()
+def _divergence(plain: _Lane, baseline: LaneTrace, lane: LaneTrace, index: int) -> tuple[float, bool]:
+    """The gap between the target's two best logits where the texts part, and whether it explains the parting.
+
+    Passes of different widths use different kernels and round differently; when the two texts chose the two best
+    tokens and these are a few units in the last place apart, that is rounding. Anything larger is a fault.
+    """
+    said = baseline.token_ids[:index]
+    tokens = torch.tensor([baseline.prompt_ids + said], device=plain.target.device)
+    logits = plain.target.start(tokens).logits[0, -1].float()
+    plain.target.release()
+    best = logits.topk(2)
+    margin = float(best.values[0] - best.values[1])
+    ours = {t[index] for t in (baseline.token_ids, lane.token_ids) if index < len(t)}
+    tolerance = max(1e-4, 4.0 * torch.finfo(plain.target.dtype).eps * float(best.values[0].abs()))
+    return round(margin, 6), ours == set(best.indices.tolist()) and margin <= tolerance

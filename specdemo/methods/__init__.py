@@ -1,0 +1,109 @@
+"""The methods: one file each, one line here. A method is a class with
+
+    title, summary   words for people
+    needs_model      whether it takes a second model or head
+    Options          a frozen dataclass whose fields are made by `knob`
+    __init__(target, model, options)     raises ValueError when it does not fit the target, with the reason
+    taps, start, propose, observe        core.protocol.Drafter
+"""
+
+import dataclasses
+import difflib
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+from specdemo.core.protocol import Drafter, Target
+
+METHODS = {
+    "none": "specdemo.methods.none:NoDraft",
+    "draft_model": "specdemo.methods.draft_model:DraftModel",
+    "ngram": "specdemo.methods.ngram:NGram",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """One option of a method, as the page, the presets and `--help` show it."""
+
+    name: str
+    type: type
+    default: Any
+    help: str
+    low: float | None = None
+    high: float | None = None
+    step: float | None = None
+    choices: tuple[str, ...] = ()
+
+    def check(self, value: Any) -> Any:
+        """The value in this knob's type. Raises ValueError with the range."""
+        if isinstance(value, str) and self.type in (int, float):
+            value = _number(self.name, value, self.type)
+        if self.type is float and type(value) is int:
+            value = float(value)
+        if type(value) is not self.type:
+            raise ValueError(f"option {self.name!r} must be of type {self.type.__name__}, not {value!r}")
+        if self.choices and value not in self.choices:
+            raise ValueError(f"option {self.name!r} must be one of {', '.join(self.choices)}, not {value!r}")
+        if self.low is not None and not self.low <= value <= (self.high if self.high is not None else value):
+            raise ValueError(f"option {self.name!r} must be between {self.low} and {self.high}, not {value}")
+        return value
+
+
+def _number(name: str, text: str, kind: type) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(f"option {name!r} must be a number, not {text!r}") from None
+
+
+def knob(default: Any, help: str, **limits: Any) -> Any:
+    """A dataclass field of an `Options` class: its default, one sentence, and low, high, step or choices."""
+    return field(default=default, metadata={"help": help, **limits})
+
+
+def method(name: str) -> Any:
+    """The class of a method. Raises ValueError for an unknown name."""
+    if name not in METHODS:
+        raise ValueError(f"unknown method {name!r}; {suggest(name, METHODS)}")
+    module, _, attribute = METHODS[name].partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def suggest(name: str, known: Any) -> str:
+    """`did you mean 'x'?` or the list of what there is."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(known) or 'none at all'}"
+
+
+def knobs(name: str) -> list[Knob]:
+    """The options of a method, read from its `Options` dataclass."""
+    return [
+        Knob(name=f.name, type=type(f.default), default=f.default, **f.metadata)
+        for f in dataclasses.fields(method(name).Options)
+    ]
+
+
+def validate_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The given options, checked, with defaults filled in. Raises ValueError with one line that names the cure."""
+    known = {k.name: k for k in knobs(name)}
+    for option in options:
+        if option not in known:
+            raise ValueError(f"unknown option {option!r} of method {name!r}; {suggest(option, known)}")
+    return {k.name: k.check(options[k.name]) if k.name in options else k.default for k in known.values()}
+
+
+def load_drafter(name: str, target: Target, model: Any = None, **options: Any) -> Drafter:
+    """Build the drafter `name` for `target`.
+
+    model: path, id or loaded module for methods that need one. Raises ValueError when the name or an option is
+    unknown, when a model is missing, or when the drafter does not fit the target.
+    """
+    cls = method(name)
+    checked = cls.Options(**validate_options(name, options))
+    if cls.needs_model and model is None:
+        raise ValueError(f"method {name!r} needs a model; name a draft model, e.g. 'stories-draft-wide'")
+    if not cls.needs_model and model is not None:
+        raise ValueError(f"method {name!r} takes no model; leave {model!r} out")
+    drafter: Drafter = cls(target, model, checked)
+    return drafter

@@ -1,0 +1,180 @@
+"""Draft model: a smaller causal LM with the same tokenizer guesses a chain (Leviathan et al. 2211.17192; Chen et al.
+2302.01318).
+
+The draft keeps a cache of its own that may lag: `propose` crops it to the longest common prefix of what it read and what
+became history, and feeds the rest. Sampled drafts carry the q they were drawn from; greedy ones are one-hot.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from specdemo.core.protocol import Budget, Progress, Target
+from specdemo.core.sampling import Sampling, draw, to_probs
+from specdemo.core.tree import ABSENT, Draft
+from specdemo.models.load import LoadedModel, load_model
+from specdemo.models.target import HFTarget
+
+
+class DraftModel:
+    title = "Draft model"
+    summary = "A small model of the same family writes ahead; the target checks its words in one pass."
+    needs_model = True
+    taps: tuple[int, ...] = ()
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        pass
+
+    def __init__(self, target: Target, model: Any, options: Options | None = None) -> None:
+        self.model = _as_target(model, target)
+        self._vocab_size = target.vocab_size
+        check_fit(target, self.model)
+        self._sampling = Sampling()
+        self._rng: Generator | None = None
+        self._history: list[list[int]] = []  # per row: what the target has committed, the root last
+        self._read: list[list[int]] = []  # per row: what the draft's cache holds
+        self._agreed: list[int] = []  # per row: a prefix length known to be common to both
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.model.weight_bytes
+
+    @property
+    def history_bytes(self) -> int:
+        return self.model.history_bytes
+
+    def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
+        self._sampling = sampling
+        self._rng = None if sampling.greedy else rng
+        self._history = [[] for _ in range(batch)]
+        self._read = [[] for _ in range(batch)]
+        self._agreed = [0] * batch
+
+    def release(self) -> None:
+        self.model.release()
+
+    def observe(self, progress: Progress) -> None:
+        outputs = progress.outputs.tolist()
+        if not self._history[0]:  # the prompt
+            inputs = progress.inputs.tolist()
+            self._history = [[*i, o[-1]] for i, o in zip(inputs, outputs, strict=True)]
+            if progress.inputs.shape[1] < self.model.max_length:
+                self.model.start(progress.inputs)
+                self._read = inputs
+                self._agreed = [len(i) for i in inputs]
+            return
+        for row, (new, length) in enumerate(zip(outputs, progress.lengths, strict=True)):
+            self._history[row] += new[:length]
+
+    def propose(self, budget: Budget) -> Draft:
+        longest = max(map(len, self._history))
+        depth = min(budget.depth, budget.nodes, self.model.max_length - longest)
+        if depth < 1 or not self._read[0]:  # the draft's context is shorter than the target's
+            return Draft.empty(len(self._history), self.model.device)
+        logits = self._catch_up()
+        tokens: list[Tensor] = []
+        seen: list[Tensor] = []
+        probs: list[Tensor] = []
+        for level in range(depth):
+            if level:
+                logits = self._read_on(tokens[-1])
+            logits = logits[:, : self._vocab_size]
+            seen.append(logits)
+            if self._rng is None:
+                tokens.append(logits.argmax(-1))
+            else:
+                probs.append(to_probs(logits, self._sampling))
+                tokens.append(draw(probs[-1], self._rng))
+        drafted = torch.stack(tokens, 1)
+        self._remember(drafted[:, : depth - 1].tolist())
+        if self._rng is None:
+            scores = torch.stack(seen, 1).float()
+            confidence = (scores.amax(-1) - scores.logsumexp(-1)).exp()
+            return Draft.chain(drafted, confidence=confidence)
+        q = torch.stack(probs, 1)
+        confidence = q.gather(-1, drafted[..., None]).squeeze(-1)
+        return Draft.chain(drafted, self._pad(q), confidence)
+
+    def _catch_up(self) -> Tensor:
+        """Crop to the common prefix, read what is missing; logits [B, V] after the root."""
+        missing = []
+        for row, (history, read) in enumerate(zip(self._history, self._read, strict=True)):
+            agreed = self._agreed[row]
+            top = min(len(read), len(history) - 1)  # the root is always read anew
+            while agreed < top and read[agreed] == history[agreed]:
+                agreed += 1
+            self._agreed[row] = agreed
+            missing.append(history[agreed:])
+        if any(a < len(r) for a, r in zip(self._agreed, self._read, strict=True)):
+            self.model.crop(self._agreed)
+        width = max(map(len, missing))
+        tokens = torch.tensor([m + [ABSENT] * (width - len(m)) for m in missing], device=self.model.device)
+        parents = torch.arange(width - 1, device=tokens.device).expand(len(missing), -1)
+        logits = self.model.forward(tokens, parents).logits
+        self.model.commit([list(range(len(m))) for m in missing])
+        self._read = [h.copy() for h in self._history]
+        self._agreed = [len(h) for h in self._history]
+        if len(missing) == 1:
+            return logits[:, -1]
+        last = torch.tensor([len(m) - 1 for m in missing], device=logits.device)
+        return logits[torch.arange(len(missing), device=logits.device), last]
+
+    def _read_on(self, tokens: Tensor) -> Tensor:
+        """tokens [B] -> logits [B, V]"""
+        batch = tokens.shape[0]
+        forward = self.model.forward(tokens[:, None], tokens.new_empty(batch, 0))
+        self.model.commit([[0]] * batch)
+        return forward.logits[:, -1]
+
+    def _remember(self, rows: list[list[int]]) -> None:
+        for read, new in zip(self._read, rows, strict=True):
+            read += new
+
+    def _pad(self, q: Tensor) -> Tensor:
+        """q over the draft's vocabulary -> over the target's; the target's extra entries are padding rows."""
+        missing = self._vocab_size - q.shape[-1]
+        return torch.nn.functional.pad(q, (0, missing)) if missing > 0 else q
+
+
+def _as_target(model: Any, target: Target) -> HFTarget:
+    if isinstance(model, HFTarget):
+        return model
+    if isinstance(model, PreTrainedModel):
+        return HFTarget(model)
+    loaded = model if isinstance(model, LoadedModel) else load_model(str(model), device=str(target.device))
+    return HFTarget(loaded.model, loaded.tokenizer, loaded.name)
+
+
+def check_fit(target: Target, draft: HFTarget) -> None:
+    """Raise ValueError with the reason unless both models read token ids the same way.
+
+    Vocabulary sizes may differ by padding rows as long as the tokenizers are the same.
+    """
+    ours = getattr(target, "tokenizer", None)
+    theirs = draft.tokenizer
+    draft_name, target_name = draft.name or "the draft model", getattr(target, "name", "") or "the target"
+    cure = "choose a draft of the same model family"
+    if ours is None or theirs is None:
+        if draft.vocab_size != target.vocab_size:
+            raise ValueError(
+                f"{draft_name} has a vocabulary of {draft.vocab_size}, {target_name} one of {target.vocab_size}; {cure}"
+            )
+        return
+    difference = _difference(ours, theirs)
+    if difference:
+        raise ValueError(f"{draft_name} has another tokenizer than {target_name}: {difference}; {cure}")
+
+
+def _difference(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase) -> str | None:
+    a, b = ours.get_vocab(), theirs.get_vocab()
+    if a == b:
+        return None
+    other = sum(b.get(word) != index for word, index in a.items())
+    if not other:
+        return f"it knows {len(b) - len(a)} more tokens"
+    word = min((w for w, i in a.items() if b.get(w) != i), key=a.__getitem__)
+    return f"{other} of {len(a)} tokens differ (the first is {word!r}, id {a[word]} here, {b.get(word, 'absent')} there)"

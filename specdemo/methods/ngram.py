@@ -1,0 +1,79 @@
+"""Prompt lookup: the draft is what followed the last time the current suffix occurred (Saxena 2023; no model at all).
+
+The longest suffix of at most `max_n` tokens that occurred before wins; among its occurrences the most recent one. A
+match that runs into the end of the text goes on copying itself, as an LZ77 copy does, so that loops are drafted whole.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Generator
+
+from specdemo.core.protocol import Budget, Progress, Target
+from specdemo.core.sampling import Sampling
+from specdemo.core.tree import ABSENT, Draft
+from specdemo.methods import knob
+
+
+class _Text:
+    """The tokens of one row and, for every n-gram in it but the last, where it ended most recently."""
+
+    def __init__(self, sizes: range) -> None:
+        self.ids: list[int] = []
+        self._sizes = sizes
+        self._ends: dict[tuple[int, ...], int] = {}
+
+    def extend(self, ids: list[int]) -> None:
+        for token in ids:
+            for n in self._sizes:  # grams that end here may be matched once something follows them
+                if len(self.ids) >= n:
+                    self._ends[tuple(self.ids[-n:])] = len(self.ids)
+            self.ids.append(token)
+
+    def continuation(self, length: int) -> list[int]:
+        for n in reversed(self._sizes):
+            end = self._ends.get(tuple(self.ids[-n:])) if len(self.ids) > n else None
+            if end is not None:
+                period = len(self.ids) - end
+                return [self.ids[end + i % period] for i in range(length)]
+        return []
+
+
+class NGram:
+    title = "Prompt lookup"
+    summary = "Drafts what followed the last occurrence of the current words; costs nothing, pays where text repeats."
+    needs_model = False
+    taps: tuple[int, ...] = ()
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        max_n: int = knob(3, "longest suffix to look for, in tokens", low=1, high=8, step=1)
+        min_n: int = knob(1, "shortest suffix that counts as a match, in tokens", low=1, high=8, step=1)
+
+        def __post_init__(self) -> None:
+            if self.min_n > self.max_n:
+                raise ValueError(f"option 'min_n' ({self.min_n}) must not exceed 'max_n' ({self.max_n})")
+
+    def __init__(self, target: Target, model: Any = None, options: Options | None = None) -> None:
+        options = options or self.Options()
+        self._sizes = range(options.min_n, options.max_n + 1)
+        self._device = target.device
+        self._rows: list[_Text] = []
+
+    def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
+        self._rows = [_Text(self._sizes) for _ in range(batch)]
+
+    def observe(self, progress: Progress) -> None:
+        for row, inputs, outputs, length in zip(
+            self._rows, progress.inputs.tolist(), progress.outputs.tolist(), progress.lengths, strict=True
+        ):
+            if not row.ids:
+                row.extend(inputs[:1])
+            row.extend(outputs[:length])
+
+    def propose(self, budget: Budget) -> Draft:
+        found = [row.continuation(min(budget.depth, budget.nodes)) for row in self._rows]
+        width = max(map(len, found))
+        padded = [f + [ABSENT] * (width - len(f)) for f in found]
+        return Draft.chain(torch.tensor(padded, dtype=torch.int64, device=self._device).view(len(found), width))

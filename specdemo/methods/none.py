@@ -1,0 +1,34 @@
+"""No drafting: the plain lane is this empty drafter in the same loop."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Generator
+
+from specdemo.core.protocol import Budget, Progress, Target
+from specdemo.core.sampling import Sampling
+from specdemo.core.tree import Draft
+
+
+class NoDraft:
+    title = "Plain decoding"
+    summary = "One token per target pass; the baseline every other lane is measured against."
+    needs_model = False
+    taps: tuple[int, ...] = ()
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        pass
+
+    def __init__(self, target: Target, model: Any = None, options: Options | None = None) -> None:
+        self._nothing = Draft.empty(1, torch.device(target.device))
+
+    def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
+        self._nothing = Draft.empty(batch, self._nothing.tokens.device)
+
+    def propose(self, budget: Budget) -> Draft:
+        return self._nothing
+
+    def observe(self, progress: Progress) -> None:
+        pass

@@ -1,0 +1,228 @@
+"""The loop on the toy target with scripted drafters: every way a generation can end, and what it leaves behind."""
+
+import pytest
+import torch
+
+from specdemo.core.accept import Typical
+from specdemo.core.protocol import Budget, GenerationConfig
+from specdemo.core.sampling import Sampling
+from specdemo.core.trace import kinds
+from specdemo.core.tree import ABSENT, Draft
+from specdemo.engine.loop import generate
+from specdemo.methods import load_drafter
+from specdemo.models.toy import ToyTarget
+
+PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
+
+
+class Oracle:
+    """Drafts the plain continuation, wrong where asked; remembers what it was told."""
+
+    taps = ()
+
+    def __init__(self, answer, wrong=lambda position: False, vocab=16):
+        self.answer, self.wrong, self.vocab = answer, wrong, vocab
+        self.budgets, self.progress, self.released = [], [], False
+
+    def start(self, batch, sampling, rng):
+        self.at = 0
+
+    def propose(self, budget):
+        self.budgets.append(budget)
+        tokens = []
+        for position in range(self.at, min(self.at + budget.depth, len(self.answer))):
+            right = self.answer[position]
+            tokens.append((right + 1) % self.vocab if self.wrong(position) else right)
+        return Draft.chain(torch.tensor([tokens], dtype=torch.int64).view(1, -1))
+
+    def observe(self, progress):
+        self.progress.append(progress)
+        self.at = 1 if len(self.progress) == 1 else self.at + progress.lengths[0]
+
+    def release(self):
+        self.released = True
+
+
+def plain(target, n=30, prompt=PROMPT):
+    events = generate(target, load_drafter("none", target), prompt, GenerationConfig(n))
+    return [t for e in events for t in e.emitted[0]]
+
+
+def tokens(events):
+    return [t for e in events for t in e.emitted[0]]
+
+
+@pytest.fixture
+def target():
+    return ToyTarget(16, seed=5)
+
+
+def test_a_perfect_draft_is_kept_whole(target):
+    answer = plain(target)
+    events = list(generate(target, Oracle(answer), PROMPT, GenerationConfig(30, budget=Budget(4, 4))))
+    assert tokens(events) == answer
+    assert [len(e.emitted[0]) for e in events[:6]] == [1, 5, 5, 5, 5, 5]
+    assert kinds(events[1]) == ["accepted"] * 4 + ["bonus"]
+
+
+def test_a_refused_draft_is_corrected(target):
+    answer = plain(target)
+    drafter = Oracle(answer, wrong=lambda position: position % 3 == 0)
+    events = list(generate(target, drafter, PROMPT, GenerationConfig(30, budget=Budget(4, 4))))
+    assert tokens(events) == answer
+    assert "corrected" in {k for e in events for k in kinds(e)}
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 5, 6, 7, 11])
+def test_the_limit_is_exact_and_the_budget_never_exceeds_what_remains(target, limit):
+    drafter = Oracle(plain(target))
+    events = list(generate(target, drafter, PROMPT, GenerationConfig(limit, budget=Budget(5, 5))))
+    assert len(tokens(events)) == limit
+    assert tokens(events) == plain(target, limit)
+    left = limit
+    for event, budget in zip(events, [None, *drafter.budgets], strict=True):
+        assert budget is None or budget.depth <= left - 1
+        left -= len(event.emitted[0])
+
+
+def test_a_stop_token_inside_an_accepted_run_ends_the_text_there():
+    free = plain(ToyTarget(16, seed=5))
+    stop = free[7]
+    first = free.index(stop)
+    target = ToyTarget(16, seed=5, stop_token_ids=(stop,))
+    for k in (1, 3, 6, 12):
+        events = list(generate(target, Oracle(free), PROMPT, GenerationConfig(30, budget=Budget(k, k))))
+        assert tokens(events) == free[: first + 1]
+        assert len(kinds(events[-1])) == len(events[-1].emitted[0])
+
+
+def test_stop_tokens_can_be_overruled():
+    free = plain(ToyTarget(16, seed=5))
+    target = ToyTarget(16, seed=5, stop_token_ids=(free[3],))
+    config = GenerationConfig(30, stop_token_ids=())
+    assert tokens(generate(target, Oracle(free), PROMPT, config)) == free
+
+
+def test_a_prompt_of_one_token(target):
+    one = PROMPT[:, :1]
+    answer = plain(target, 20, one)
+    assert tokens(generate(target, Oracle(answer), one, GenerationConfig(20))) == answer
+
+
+def test_progress_is_aligned_and_complete(target):
+    answer = plain(target)
+    drafter = Oracle(answer, wrong=lambda position: position == 6)
+    list(generate(target, drafter, PROMPT, GenerationConfig(20, budget=Budget(4, 4))))
+    inputs = [t for p in drafter.progress for t in p.inputs[0].tolist()]
+    outputs = [t for p in drafter.progress for t in p.outputs[0].tolist()]
+    assert inputs[1:] == outputs[:-1]
+    assert outputs == (PROMPT[0].tolist()[1:] + answer)[: len(outputs)]
+
+
+def test_taps_arrive_at_the_drafter(target):
+    drafter = Oracle(plain(target))
+    drafter.taps = (-1,)
+    list(generate(target, drafter, PROMPT, GenerationConfig(12)))
+    for progress in drafter.progress:
+        assert progress.hidden[-1].shape[:2] == progress.inputs.shape
+
+
+def test_cancel_takes_effect_before_the_next_step(target):
+    seen = []
+    config = GenerationConfig(30, budget=Budget(2, 2))
+    for event in generate(target, Oracle(plain(target)), PROMPT, config, cancelled=lambda: len(seen) >= 3):
+        seen.append(event)
+    assert len(seen) == 3
+
+
+def test_memory_is_released_however_it_ends(target, monkeypatch):
+    released = []
+    monkeypatch.setattr(ToyTarget, "release", lambda self: released.append(True))
+    drafter = Oracle(plain(target))
+    released.clear()
+    events = generate(target, drafter, PROMPT, GenerationConfig(30))
+    next(events)
+    next(events)
+    events.close()
+    assert released and drafter.released
+    released.clear()
+    broken = Oracle([])
+    broken.propose = lambda budget: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        list(generate(target, broken, PROMPT, GenerationConfig(30)))
+    assert released and broken.released
+
+
+def test_a_target_without_trees_gets_the_first_branch():
+    target = ToyTarget(16, seed=5)
+    answer = plain(target)
+    target.supports_trees = False
+
+    class Star(Oracle):
+        def propose(self, budget):
+            chain = super().propose(budget)
+            if not chain.nodes:
+                return chain
+            first = chain.tokens[:, :1]
+            return Draft(torch.cat([first, (first + 1) % 16, first], 1), torch.tensor([[0, 0, 1]]))
+
+    drafter = Star(answer)
+    events = list(generate(target, drafter, PROMPT, GenerationConfig(20)))
+    assert tokens(events) == answer[:20]
+    assert all(len(e.drafted[0]) <= 2 for e in events)
+
+
+def test_a_finished_row_stays_finished():
+    free = plain(ToyTarget(16, seed=5))
+    target = ToyTarget(16, seed=5, stop_token_ids=(free[2],))
+    prompts = torch.stack([PROMPT[0], PROMPT[0].flip(0)])
+    events = list(generate(target, load_drafter("ngram", target), prompts, GenerationConfig(25)))
+    stopped = [sum(bool(e.emitted[row]) for e in events) for row in range(2)]
+    assert stopped[0] != stopped[1]
+    for row, prompt in enumerate(prompts):
+        alone = plain(ToyTarget(16, seed=5, stop_token_ids=(free[2],)), 25, prompt[None])
+        assert [t for e in events for t in e.emitted[row]] == alone
+
+
+def test_refusals_name_the_cure(target):
+    drafter = load_drafter("none", target)
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        next(generate(target, drafter, PROMPT[:, :0], GenerationConfig(5)))
+    target.max_length = 8
+    with pytest.raises(ValueError, match="leaves room for 3 of the 5 new tokens"):
+        next(generate(target, drafter, PROMPT, GenerationConfig(5)))
+    with pytest.raises(ValueError, match="shorten it"):
+        next(generate(target, drafter, PROMPT.repeat(1, 2), GenerationConfig(5)))
+    for wrong in ({"max_new_tokens": 0}, {"budget": Budget(1, 1), "sampling": Sampling(), "max_new_tokens": -1}):
+        with pytest.raises(ValueError, match="1 or more"):
+            GenerationConfig(**wrong)
+
+
+@pytest.mark.parametrize("method", ["none", "ngram", "draft_model"])
+def test_sampling_is_exact_through_the_whole_loop(method, tiny_llama):
+    """First two tokens of 12 000 draws (as batch rows) against the exact joint distribution, by chi-square."""
+    vocabulary, draws = 6, 12_000
+    target = ToyTarget(vocabulary, seed=9)
+    prompt = torch.tensor([[1, 2, 3, 1, 2, 3, 1, 2]])
+    model = tiny_llama if method == "draft_model" else None
+    drafter = load_drafter(method, target, model)
+    config = GenerationConfig(3, Sampling(temperature=1.0), Budget(3, 3), seed=3)
+    rows = [[] for _ in range(draws)]
+    for event in generate(target, drafter, prompt.expand(draws, -1), config):
+        for row, emitted in zip(rows, event.emitted, strict=True):
+            row += emitted
+    counts = torch.zeros(vocabulary, vocabulary)
+    for first, second, *_ in rows:
+        counts[first, second] += 1
+    expected = torch.zeros_like(counts)
+    context = prompt[0].tolist()
+    for first, p in enumerate(target.next_probs(context).tolist()):
+        expected[first] = p * target.next_probs([*context, first]) * draws
+    kept = expected > 5
+    statistic = ((counts - expected)[kept] ** 2 / expected[kept]).sum()
+    free = int(kept.sum()) - 1
+    assert statistic < free + 4.0 * (2.0 * free) ** 0.5  # beyond 4 standard deviations: p < 1e-4
+
+
+def test_the_lossy_rule_is_labelled():
+    assert Typical().exact is False

@@ -1,0 +1,154 @@
+"""Greedy output, token for token, against transformers' own `generate` in fp32: every method, many models, 50 prompts."""
+
+import copy
+import random
+
+import pytest
+import torch
+from transformers import (
+    AutoTokenizer,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from specdemo.core.protocol import Budget, GenerationConfig
+from specdemo.engine.loop import generate
+from specdemo.methods import load_drafter
+from specdemo.models.load import load_target, resolve
+from specdemo.models.target import HFTarget
+from specdemo.models.text import encode
+
+VOCABULARY = 48
+SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256}
+MODELS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, **HEADS)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, **HEADS)),
+    "gemma3": lambda: Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            **SMALL, **HEADS, sliding_window=9, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
+        )
+    ),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=3, n_head=4, n_positions=256)),
+}
+STORIES = [
+    "Once upon a time, there was a little girl named Lily.",
+    "Tom had a red ball. Tom had a red ball. Tom had a red ball.",
+    "O",
+    "!",
+    "\n\n",
+    "One day",
+    "The dragon said, \"Hello! Who are you?\"",
+    "naïve café — “quotes”, ½ and €",
+    "日本語のテキスト",
+    "🐉🏰 a dragon and a castle",
+    "a a a a a a a a a a a a a a a a",
+    "Ben and Mia went to the park.\n\nTell it again with Tom, not Ben.\n\n",
+    "<b>bold</b> &amp; {{x}} ${1+1}",
+    "1 2 3 4 5 6 7 8 9 10",
+    "The end.",
+]
+
+
+def settle(model, stop):
+    """Sharp random weights (so that greedy text does not collapse) and a stop token that is met now and then."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(4.0 if "emb" in name or "wte" in name or "wpe" in name else 2.0)
+    for config in (model.config, model.generation_config):
+        config.eos_token_id, config.pad_token_id, config.bos_token_id = stop, 0, None
+    return model.eval()
+
+
+def near_copy(model):
+    """A draft that agrees with the target often but not always."""
+    draft = copy.deepcopy(model)
+    rng = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=rng) * 0.08 * parameter.std())
+    return draft
+
+
+def id_prompts():
+    rng = random.Random(0)
+    prompts = [[rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 40))] for _ in range(35)]
+    prompts += [[rng.randrange(VOCABULARY)] for _ in range(5)]
+    prompts += [[1, 2, 3, 4] * n for n in range(1, 6)] + [[7] * n for n in (2, 9, 30, 60, 90)]
+    assert len(prompts) == 50
+    return prompts
+
+
+def oracle(model, prompt, n):
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, do_sample=False)
+    return out[0, len(prompt) :].tolist()
+
+
+def ours(target, drafter, prompt, n, k):
+    config = GenerationConfig(n, budget=Budget(k, k))
+    return [t for e in generate(target, drafter, torch.tensor([prompt]), config) for t in e.emitted[0]]
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_random_models(architecture):
+    torch.manual_seed(1)
+    model = settle(MODELS[architecture](), stop=5)
+    draft = near_copy(model)
+    ended_early = drafted = 0
+    for index, prompt in enumerate(id_prompts()):
+        expected = oracle(model, prompt, 24)
+        ended_early += len(expected) < 24
+        for method in ("none", "draft_model", "ngram"):
+            target = HFTarget(model)
+            drafter = load_drafter(method, target, draft if method == "draft_model" else None)
+            got = ours(target, drafter, prompt, 24, k=1 + index % 6)
+            assert got == expected, f"{method}, prompt {prompt}"
+            drafted += method == "draft_model"
+    assert ended_early >= 3, "no prompt met the stop token: the test would not see one inside a draft"
+
+
+@pytest.fixture(scope="module")
+def stories():
+    return load_target("stories")
+
+
+@pytest.mark.parametrize("method, model", [("none", None), ("ngram", None), ("draft_model", "stories-draft-wide")])
+def test_embedded_models(stories, method, model):
+    drafter = load_drafter(method, stories, model)
+    openings = STORIES + [f"{a} {b}" for a in STORIES[:7] for b in ("Suddenly,", "The cat", "It was", "“Oh”", "And")]
+    assert len(openings) == 50
+    for index, text in enumerate(openings):
+        prompt = encode(stories.tokenizer, text, 256)
+        assert ours(stories, drafter, prompt, 24, k=1 + index % 7) == story_oracle(stories, tuple(prompt)), repr(text)
+
+
+_known = {}
+
+
+def story_oracle(stories, prompt):
+    if prompt not in _known:
+        _known[prompt] = oracle(stories.model, list(prompt), 24)
+    return _known[prompt]
+
+
+def test_the_deep_draft_too(stories):
+    drafter = load_drafter("draft_model", stories, "stories-draft-deep")
+    for text in STORIES[:6]:
+        prompt = encode(stories.tokenizer, text, 256)
+        assert ours(stories, drafter, prompt, 24, k=4) == story_oracle(stories, tuple(prompt))
+
+
+def test_the_embedded_folders_are_plain_hugging_face_folders(stories):
+    tokenizer = AutoTokenizer.from_pretrained(resolve("stories"))
+    text = "Once upon a time, naïve 🐉 dragons.\n\nThe end."
+    assert tokenizer.decode(encode(stories.tokenizer, text, 99), skip_special_tokens=True) == text
+    model = LlamaForCausalLM.from_pretrained(resolve("stories-draft-wide"))
+    assert model.config.num_hidden_layers == 1

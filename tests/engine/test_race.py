@@ -1,0 +1,88 @@
+"""The schedule and the clocks, on made-up events and a made-up clock."""
+
+import itertools
+
+import pytest
+
+from specdemo.core.trace import StepEvent
+from specdemo.engine.clock import CpuStopwatch
+from specdemo.engine.race import race, sequential
+
+
+def lane(name, durations, log=None):
+    """Events of the given milliseconds; `log` sees when the lane was closed."""
+    try:
+        for index, ms in enumerate(durations):
+            yield StepEvent(index, [[]], [[]], [[0]], [[name]], [[]], [[]], {"verify": ms})
+    finally:
+        if log is not None:
+            log.append(name)
+
+
+def order(steps):
+    return [index for index, _ in steps]
+
+
+def test_the_lane_furthest_behind_goes_next():
+    assert order(race([lane(0, [3.0] * 3), lane(1, [1.0] * 6)])) == [0, 1, 1, 1, 0, 1, 1, 1, 0]
+
+
+def test_every_lane_gets_the_same_time_whatever_its_steps_cost():
+    clocks = [0.0, 0.0, 0.0]
+    lanes = [lane(0, [7.0] * 100), lane(1, [1.0] * 1000), lane(2, itertools.cycle([2.0, 5.0]))]
+    for index, event in race(lanes):
+        clocks[index] += event.ms["verify"]
+        if min(clocks) > 100.0:
+            assert max(clocks) - min(clocks) <= 7.0
+        if max(clocks) > 400.0:
+            break
+
+
+def test_a_stall_in_one_lane_leaves_the_other_lane_clock_alone():
+    """The same lane beside a fast and beside a slowed rival: its own clock must not change at all."""
+
+    def clocked(stall):
+        now = {"seconds": 0.0}
+
+        def working(watch, extra):
+            for index in range(5):
+                watch.start()
+                now["seconds"] += 0.010 + extra
+                watch.lap("verify")
+                yield StepEvent(index, [[]], [[]], [[0]], [[1]], [[]], [[]], watch.read())
+                now["seconds"] += 5.0  # whatever happens between steps is on nobody's clock
+
+        watches = [CpuStopwatch(lambda: now["seconds"]) for _ in range(2)]
+        totals = [0.0, 0.0]
+        for index, event in race([working(watches[0], 0.0), working(watches[1], stall)]):
+            totals[index] += event.ms["verify"]
+        return totals
+
+    calm, stalled = clocked(0.0), clocked(0.5)
+    assert stalled[0] == pytest.approx(calm[0])
+    assert stalled[1] == pytest.approx(calm[1] + 5 * 500.0)
+
+
+def test_sequential_is_one_after_the_other():
+    assert order(sequential([lane(0, [1.0] * 2), lane(1, [1.0] * 2)])) == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("schedule", [race, sequential])
+def test_closing_the_schedule_closes_every_lane_that_began(schedule):
+    log = []
+    steps = schedule([lane(0, [1.0] * 9, log), lane(1, [1.0] * 9, log)])
+    next(steps)
+    next(steps)
+    steps.close()
+    assert 0 in log
+    assert log == ([0, 1] if schedule is race else [0])
+
+
+def test_stopwatch_adds_laps_of_one_name():
+    times = iter([0.0, 0.001, 0.003, 0.006])
+    watch = CpuStopwatch(lambda: next(times))
+    watch.start()
+    watch.lap("draft")
+    watch.lap("verify")
+    watch.lap("draft")
+    assert watch.read() == {"draft": 4.0, "verify": 2.0}

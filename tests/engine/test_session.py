@@ -1,0 +1,180 @@
+"""From a comparison to a trace, on the shipped models; and back from the trace without them."""
+
+import json
+import threading
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from specdemo.core.sampling import Sampling
+from specdemo.core.trace import from_json, to_json
+from specdemo.engine import session as engine
+from specdemo.engine.session import Finished, LaneDone, LaneSpec, Note, RunSpec, Session, Started, Step, replay
+from specdemo.models.load import resolve
+from specdemo.training.corpus import train_tokenizer
+
+WIDE = LaneSpec("draft_model", "stories-draft-wide", k=3)
+
+
+def spec(*lanes, **changes):
+    settings = {"preset": "test", "target": "stories", "prompt": "Once upon a time, a dog", "max_new_tokens": 24}
+    return RunSpec(lanes=lanes or (WIDE,), **{**settings, **changes})
+
+
+@pytest.fixture(scope="module")
+def runner():
+    return Session()
+
+
+@pytest.fixture(scope="module")
+def trace(runner):
+    return runner.run(spec(WIDE, LaneSpec("ngram", k=2, options={"max_n": 2})))
+
+
+def test_a_run_has_a_baseline_and_its_lanes(trace):
+    assert [lane.method for lane in trace.lanes] == ["none", "draft_model", "ngram"]
+    assert [lane.name for lane in trace.lanes] == ["Baseline", "Draft model (stories-draft-wide)", "Prompt lookup"]
+    assert [row["verdict"] for row in trace.comparison] == ["identical", "identical"]
+    assert trace.lanes[2].options == {"max_n": 2, "min_n": 1, "k": 2}
+
+
+def test_numbers_follow_from_the_events(trace):
+    for lane in trace.lanes:
+        steps = lane.events[1:]
+        seconds = sum(sum(e.ms.values()) for e in steps) / 1000
+        assert lane.summary["tokens_per_s"] == pytest.approx((len(lane.token_ids) - 1) / seconds, rel=1e-3)
+        assert lane.summary["steps"] == len(steps)
+        assert lane.summary["peak_memory_bytes"] > 1_000_000
+    speeds = [lane.summary["tokens_per_s"] for lane in trace.lanes]
+    assert trace.comparison[0]["speedup"] == pytest.approx(speeds[1] / speeds[0], rel=1e-3)
+
+
+def test_the_trace_says_where_it_was_measured(trace):
+    assert trace.environment["dtype"] == "float32"
+    assert trace.environment["threads"] == 1
+    assert set(trace.environment["versions"]) == {"python", "torch", "transformers"}
+
+
+def test_a_trace_survives_its_file_and_replays_without_models(trace, monkeypatch):
+    again = from_json(to_json(trace))
+    assert again == trace
+    monkeypatch.setattr(engine, "load_model", None)
+    messages = list(replay(again))
+    assert isinstance(messages[0], Started) and isinstance(messages[-1], Finished)
+    for index, lane in enumerate(trace.lanes):
+        steps = [m for m in messages if isinstance(m, Step) and m.lane == index]
+        assert "".join(p for s in steps for p in s.pieces) == lane.text
+        assert [s.event for s in steps] == lane.events
+    assert sum(isinstance(m, LaneDone) for m in messages) == 3
+    drafted = [m.drafted for m in messages if isinstance(m, Step) and m.lane == 1 and m.drafted]
+    assert all(isinstance(text, str) for texts in drafted for text in texts) and drafted
+
+
+def test_live_and_replayed_messages_are_alike(runner):
+    live = list(runner.stream(spec()))
+    stored = list(replay(live[-1].trace))
+    shape = [(type(m), getattr(m, "lane", None)) for m in live]
+    assert sorted(map(str, shape)) == sorted(str((type(m), getattr(m, "lane", None))) for m in stored)
+
+
+def test_sampling_makes_no_claim_of_identity(runner):
+    trace = runner.run(spec(sampling=Sampling(temperature=0.8), seed=3))
+    assert trace.comparison[0]["identical"] is None
+    assert trace.comparison[0]["verdict"] == "same distribution"
+
+
+def test_a_lossy_rule_is_labelled_everywhere(runner):
+    trace = runner.run(spec(LaneSpec("draft_model", "stories-draft-wide", acceptance="typical"), max_new_tokens=8))
+    assert trace.lanes[1].exact is False
+    assert trace.lanes[1].options["acceptance"] == "typical"
+    assert trace.comparison[0]["verdict"] == "lossy"
+
+
+def test_sequential_runs_one_lane_after_the_other(runner):
+    lanes = [m.lane for m in runner.stream(spec(schedule="sequential", max_new_tokens=6)) if isinstance(m, Step)]
+    assert lanes == sorted(lanes)
+
+
+def test_cancel_and_close_free_the_engine(runner):
+    seen = []
+    trace = runner.run(spec(max_new_tokens=200), cancelled=lambda: len(seen) > 4 or seen.append(1))
+    assert {lane.finish for lane in trace.lanes} == {"cancelled"}
+    stream = runner.stream(spec())
+    next(stream)
+    assert runner.lock.locked()
+    stream.close()
+    assert not runner.lock.locked()
+    assert runner.run(spec(max_new_tokens=4)).lanes[1].finish == "length"
+
+
+def test_one_run_at_a_time(runner):
+    first = runner.stream(spec(max_new_tokens=4))
+    next(first)
+    order = []
+    waiting = threading.Thread(target=lambda: order.append(runner.run(spec(max_new_tokens=2))))
+    waiting.start()
+    assert not order
+    list(first)
+    waiting.join(timeout=60)
+    assert len(order) == 1
+
+
+def test_a_failing_lane_ends_alone_with_its_reason(runner, monkeypatch):
+    from specdemo.methods.ngram import NGram
+
+    def fail(self, budget):
+        raise RuntimeError("out of patience\nand more lines")
+
+    monkeypatch.setattr(NGram, "propose", fail)
+    messages = list(runner.stream(spec(WIDE, LaneSpec("ngram"), max_new_tokens=8)))
+    trace = messages[-1].trace
+    assert [lane.finish for lane in trace.lanes] == ["length", "length", "error"]
+    assert trace.lanes[2].note == "out of patience"
+    assert any(isinstance(m, Note) and m.lane == 2 for m in messages)
+    json.loads(to_json(trace))
+
+
+@pytest.mark.parametrize(
+    "changes, line",
+    [
+        ({"prompt": "  \n "}, "the prompt is empty"),
+        ({"prompt": "word " * 600}, "shorten"),
+        ({"target": "storeys"}, "storeys"),
+        ({"lanes": (LaneSpec("draft_modell", "stories-draft-wide"),)}, "did you mean 'draft_model'"),
+        ({"lanes": (LaneSpec("ngram", options={"max_m": 2}),)}, "did you mean 'max_n'"),
+        ({"lanes": (LaneSpec("draft_model"),)}, "needs a model"),
+        ({"lanes": (LaneSpec("ngram", "stories"),)}, "takes no model"),
+        ({"lanes": (LaneSpec("ngram", acceptance="lax"),)}, "lossless"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_the_cure(runner, changes, line):
+    settings = {"lanes": (WIDE,)} | changes
+    with pytest.raises(ValueError, match=line) as error:
+        runner.load(spec(*settings.pop("lanes"), **settings))
+    assert "\n" not in str(error.value)
+
+
+def save_draft(folder, tokenizer, vocab_size):
+    config = LlamaConfig(
+        vocab_size=vocab_size, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_draft_with_another_tokenizer_is_refused_with_the_reason(runner, tmp_path):
+    words = PreTrainedTokenizerFast(tokenizer_object=train_tokenizer(["other words altogether, in another order"]))
+    folder = save_draft(tmp_path, words, 2048)
+    with pytest.raises(ValueError, match="another tokenizer than stories: .* tokens differ .*same model family"):
+        runner.load(spec(LaneSpec("draft_model", folder)))
+
+
+def test_a_padded_vocabulary_fits(runner, tmp_path):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(resolve("stories"))
+    folder = save_draft(tmp_path, tokenizer, 2048 + 64)
+    trace = runner.run(spec(LaneSpec("draft_model", folder, k=2), max_new_tokens=8))
+    assert trace.comparison[0]["verdict"] == "identical"
+    hot = runner.run(spec(LaneSpec("draft_model", folder, k=2), max_new_tokens=8, sampling=Sampling(temperature=1.0)))
+    assert len(hot.lanes[1].token_ids) == 8
