@@ -1,0 +1,1 @@
+"""Tensors and dataclasses of speculative decoding: draft trees, sampling, acceptance, the seams and the trace."""

@@ -1,0 +1,263 @@
+"""Which drafted tokens are kept. B rows, N draft nodes, S = N + 1 slots, V vocabulary; p target, q draft.
+
+A rule walks a draft tree from the root down with the target's distribution at every slot and ends with one token of the
+target's own. It is pure: no model, no cache, no global randomness. Coins [B, N] are drawn first, one per node whether
+used or not, then the noise of the bonus; two rules given equal generators therefore see equal coins.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import pairwise
+from math import log
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Generator, Tensor
+
+from specdemo.core.sampling import draw
+from specdemo.core.tree import ABSENT, Draft
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    path: list[list[int]]  # per row: kept slots from the root down, starts with 0
+    bonus: Tensor  # [B] int64, drawn from what is left of p after the path
+
+
+class AcceptRule(Protocol):
+    @property
+    def exact(self) -> bool:
+        """True: whatever the draft, the output is distributed as plain sampling from the target."""
+
+    def __call__(self, draft: Draft, target: Tensor, rng: Generator | None) -> Verdict:
+        """target [B, S, V] probabilities after each slot, one-hot when greedy; `rng` None says it is greedy."""
+
+
+class Lossless:
+    """Multi-round rejection sampling on any tree (SpecInfer, 2305.09781, section 4.3; a chain: 2211.17192, algorithm 1).
+
+    The children of a slot are tried in order. Child x, drawn from q, is kept when `coin * q(x) < p(x)`: strict, so a
+    token with p = 0 never passes. Refused, it leaves p <- norm(max(p - q, 0)) to the next child and, after the last
+    one, to the bonus.
+
+    Exact when every node was drawn from its own q given what was drawn before it: a round puts out min(p, q) and leaves
+    what is missing from p to the next. Siblings may so be drawn i.i.d. with replacement from one q (each gives that q;
+    a repeated token finds p = 0, since refusal means q >= p there) or without replacement (each gives the q that is left).
+    Whether a node exists must not depend on its own token; whether it has children may. `probs` None is a one-hot q:
+    refusal strikes the token out of p, exact for every draft.
+    """
+
+    exact: ClassVar[bool] = True
+
+    def __call__(self, draft: Draft, target: Tensor, rng: Generator | None) -> Verdict:
+        if rng is None:
+            return _greedy(draft, target)
+        bars = _coins(draft, rng)
+        chances = _pick(target, draft.parents, draft.tokens)
+        if draft.probs is not None:
+            bars = bars * draft.probs.gather(-1, draft.tokens.clamp_min(0)[..., None])[..., 0]
+        nodes = _nodes(draft)
+        given = None
+        if draft.probs is not None and any(len(set(row)) < len(row) for row in nodes.parents):
+            given = _given_elders(draft, draft.probs, target, nodes)
+            chances = given.gather(-1, draft.tokens.clamp_min(0)[..., None])[..., 0]
+        lists = zip(nodes.tokens, nodes.parents, bars.tolist(), chances.tolist(), strict=True)
+        path = [_walk(*row, one_hot=draft.probs is None) for row in lists]
+        return Verdict(path, draw(_left(draft, target, given, nodes, path), rng))
+
+
+def lossless_reference(draft: Draft, target: Tensor, rng: Generator | None) -> Verdict:
+    """The rule of `Lossless` as one reads it: row by row, node by node, each residual normalised. Slow; the oracle."""
+    coins = torch.zeros(draft.tokens.shape) if rng is None else _coins(draft, rng)
+    path, left = [], []
+    for row in range(len(target)):
+        slots, p = [0], target[row, 0]
+        for node in range(draft.nodes):
+            x = int(draft.tokens[row, node])
+            if x == ABSENT or int(draft.parents[row, node]) != slots[-1]:
+                continue
+            q = _one_hot(x, p) if draft.probs is None else draft.probs[row, node]
+            if coins[row, node] * q[x] < p[x]:  # strict: a zero-probability token is never kept
+                slots.append(node + 1)
+                p = target[row, node + 1]
+            else:
+                p = _residual(p, q)
+        path.append(slots)
+        left.append(_unless_empty(p, target[row, slots[-1]]))
+    return Verdict(path, draw(torch.stack(left), rng))
+
+
+@dataclass(frozen=True, slots=True)
+class Typical:
+    """Medusa's typical acceptance (2401.10774, section 3.3.1). Lossy: the output is not distributed as the target's.
+
+    A node is kept when p(x) > min(epsilon, delta * exp(-H(p))), H the entropy of p at its parent, and its parent is kept.
+    The longest kept path wins, then the likelier one. The bonus is drawn from the whole p behind the path, so every
+    step emits a token that no threshold can veto. Greedy, p is a one-hot and the rule the lossless one.
+    """
+
+    epsilon: float = 0.09
+    delta: float = 0.3
+    exact: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.epsilon < 1.0 or self.delta <= 0.0:
+            raise ValueError(f"epsilon must be in (0, 1) and delta above 0, not {self.epsilon} and {self.delta}")
+
+    def __call__(self, draft: Draft, target: Tensor, rng: Generator | None) -> Verdict:
+        if rng is None:
+            return _greedy(draft, target)
+        entropy = torch.special.entr(target).sum(-1)
+        thresholds = (self.delta * torch.exp(-entropy)).clamp_max(self.epsilon).gather(1, draft.parents)
+        chances = _pick(target, draft.parents, draft.tokens)
+        nodes = _nodes(draft)
+        lists = zip(nodes.tokens, nodes.parents, chances.tolist(), thresholds.tolist(), strict=True)
+        path = [_longest(*row) for row in lists]
+        return Verdict(path, draw(_ends(target, path), rng))
+
+
+RULES: dict[str, Callable[[], AcceptRule]] = {"lossless": Lossless, "typical": Typical}
+
+
+def accept_rule(name: str) -> AcceptRule:
+    """The rule of that name with its default options. Raises ValueError for an unknown name."""
+    if name not in RULES:
+        near = get_close_matches(name, RULES, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"choose one of: {', '.join(RULES)}"
+        raise ValueError(f"unknown acceptance rule {name!r}; {hint}")
+    return RULES[name]()
+
+
+@dataclass(frozen=True, slots=True)
+class _Nodes:
+    """A draft on the host."""
+
+    tokens: list[list[int]]
+    parents: list[list[int]]
+
+    def children(self, row: int, slot: int) -> list[int]:
+        pairs = zip(self.tokens[row], self.parents[row], strict=True)
+        return [node for node, (x, parent) in enumerate(pairs) if parent == slot and x != ABSENT]
+
+
+def _nodes(draft: Draft) -> _Nodes:
+    both = torch.cat([draft.tokens, draft.parents], 1).tolist()  # one host synchronisation, not two
+    return _Nodes([row[: draft.nodes] for row in both], [row[draft.nodes :] for row in both])
+
+
+def _coins(draft: Draft, rng: Generator) -> Tensor:
+    return torch.rand(draft.tokens.shape, generator=rng, device=draft.tokens.device)
+
+
+def _pick(target: Tensor, parents: Tensor, tokens: Tensor) -> Tensor:
+    """target [B, S, V] -> [B, N] the probability of each node's token after its parent; any number where ABSENT."""
+    rows = torch.arange(len(tokens), device=tokens.device)[:, None]
+    return target[rows, parents, tokens.clamp_min(0)]
+
+
+def _one_hot(x: int, like: Tensor) -> Tensor:
+    return torch.zeros_like(like).index_fill_(0, torch.tensor([x], device=like.device), 1.0)
+
+
+def _residual(p: Tensor, q: Tensor) -> Tensor:
+    """p, q [..., V] -> norm(max(p - q, 0)); all zero where nothing is left, never NaN."""
+    left = (p - q).clamp_min_(0.0)
+    return left / left.sum(-1, keepdim=True).clamp_min(torch.finfo(left.dtype).tiny)
+
+
+def _unless_empty(left: Tensor, p: Tensor) -> Tensor:
+    """Rounding can leave nothing of a p that was refused with q == p up to the last bit; then p itself."""
+    return torch.where(left.sum(-1, keepdim=True) > 0.0, left, p)
+
+
+def _greedy(draft: Draft, target: Tensor) -> Verdict:
+    """Follow the argmax: the test `coin * q(x) < p(x)` on a one-hot p, whatever coin and q."""
+    best = target.argmax(-1)
+    path, bonus = [], []
+    n = draft.nodes
+    for row in torch.cat([draft.tokens, draft.parents, best], 1).tolist():
+        slots, wanted = [0], row[2 * n]
+        for node in range(n):
+            if row[node] == wanted and row[n + node] == slots[-1]:
+                slots.append(node + 1)
+                wanted = row[2 * n + node + 1]
+        path.append(slots)
+        bonus.append(wanted)
+    return Verdict(path, torch.tensor(bonus, device=target.device))
+
+
+def _walk(tokens: list[int], parents: list[int], bars: list[float], chances: list[float], one_hot: bool) -> list[int]:
+    """One row's kept slots. bars: coin * q(x). chances: p(x) after the elder siblings, or p(x) as it stands for a one-hot
+    q, whose residual needs no vocabulary-wide work: what refused tokens had is missing from the mass."""
+    slots, mass = [0], 1.0
+    refused: set[int] = set()
+    for node, (x, parent) in enumerate(zip(tokens, parents, strict=True)):
+        if parent != slots[-1] or x == ABSENT or x in refused:
+            continue
+        if bars[node] * mass < chances[node]:
+            slots.append(node + 1)
+            refused, mass = set(), 1.0
+        elif one_hot:
+            refused.add(x)
+            mass = max(mass - chances[node], 0.0)  # below zero, rounding would let a zero-probability token pass
+    return slots
+
+
+def _given_elders(draft: Draft, probs: Tensor, target: Tensor, nodes: _Nodes) -> Tensor:
+    """-> [B, N, V] what each node finds left of p once its elder siblings were refused.
+
+    That does not depend on the coins, so all k-th children of all slots of all rows are worked out together.
+    """
+    rows = torch.arange(len(target), device=target.device)[:, None]
+    given = target[rows, draft.parents]
+    for pairs in _generations(nodes):
+        row, elder, node = torch.tensor(pairs, device=target.device).T
+        given[row, node] = _residual(given[row, elder], probs[row, elder])
+    return given
+
+
+def _generations(nodes: _Nodes) -> list[list[tuple[int, int, int]]]:
+    """(row, elder, node) of every present node with an elder sibling; entry k holds the children k + 1 of their slots."""
+    generations: list[list[tuple[int, int, int]]] = []
+    for row, parents in enumerate(nodes.parents):
+        for slot in set(parents):
+            siblings = nodes.children(row, slot)
+            generations += [[] for _ in range(len(siblings) - 1 - len(generations))]
+            for k, (elder, node) in enumerate(pairwise(siblings)):
+                generations[k].append((row, elder, node))
+    return generations
+
+
+def _ends(target: Tensor, path: list[list[int]]) -> Tensor:
+    """-> [B, V] the target's distribution behind each row's path."""
+    end = torch.tensor([slots[-1] for slots in path], device=target.device)
+    return target[torch.arange(len(path), device=target.device), end]
+
+
+def _left(draft: Draft, target: Tensor, given: Tensor | None, nodes: _Nodes, path: list[list[int]]) -> Tensor:
+    """-> [B, V] what is left of p behind each row's path after all children there were refused."""
+    p = _ends(target, path)
+    refused = [(row, node) for row, slots in enumerate(path) for node in nodes.children(row, slots[-1])]
+    if not refused:
+        return p
+    if draft.probs is None:
+        row, node = torch.tensor(refused, device=target.device).T
+        left = p.clone()
+        left[row, draft.tokens[row, node]] = 0.0
+    else:
+        row, node = torch.tensor(list(dict(refused).items()), device=target.device).T  # the last child of each row
+        found = p[row] if given is None else given[row, node]
+        left = p.clone()
+        left[row] = _residual(found, draft.probs[row, node])
+    return _unless_empty(left, p)
+
+
+def _longest(tokens: list[int], parents: list[int], chances: list[float], thresholds: list[float]) -> list[int]:
+    """One row's longest path of nodes above their thresholds, ties to the higher product of probabilities."""
+    paths: dict[int, tuple[int, float, list[int]]] = {0: (0, 0.0, [0])}
+    for node, (x, parent) in enumerate(zip(tokens, parents, strict=True)):
+        if x != ABSENT and parent in paths and chances[node] > thresholds[node]:
+            depth, likelihood, slots = paths[parent]
+            paths[node + 1] = (depth + 1, likelihood + log(chances[node]), [*slots, node + 1])
+    return max(paths.values(), key=lambda found: found[:2])[2]
