@@ -26,8 +26,8 @@ class Budget:
 @dataclass(frozen=True, slots=True)
 class GenerationConfig:
     max_new_tokens: int = 128
-    sampling: Sampling = Sampling()
-    budget: Budget = Budget()
+    sampling: Sampling = field(default_factory=Sampling)
+    budget: Budget = field(default_factory=Budget)
     seed: int = 0
     stop_token_ids: tuple[int, ...] | None = None  # None: those of the target; (): never stop early
 
@@ -80,7 +80,9 @@ class Progress:
     outputs: Tensor  # [B, A] the token that follows each input; the last real one is the new root
     lengths: list[int]
     hidden: Mapping[int, Tensor] = field(default_factory=dict)  # tap -> [B, A, H]
-    probs: Tensor | None = None  # [B, A, V] the target's distribution there (of the last column only after prefill: None)
+    probs: Tensor | None = (
+        None  # [B, A, V] the target's distribution there (of the last column only after prefill: None)
+    )
 
 
 @runtime_checkable

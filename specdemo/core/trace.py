@@ -3,7 +3,7 @@
 Times are milliseconds of device time. Definitions of every derived number stand beside `summarise` and `compare`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -38,7 +38,9 @@ def kinds(event: StepEvent, row: int = 0) -> list[Kind]:
     That one is `bonus` when the path ended where nothing more was drafted, `corrected` when it ended above drafts that
     were all refused, and `target` when nothing was drafted at all.
     """
-    drafted = [(n + 1, p) for n, (t, p) in enumerate(zip(event.drafted[row], event.parents[row], strict=True)) if t >= 0]
+    drafted = [
+        (n + 1, p) for n, (t, p) in enumerate(zip(event.drafted[row], event.parents[row], strict=True)) if t >= 0
+    ]
     path = event.path[row]
     if not drafted:
         last: Kind = "target"
@@ -46,8 +48,8 @@ def kinds(event: StepEvent, row: int = 0) -> list[Kind]:
         last = "corrected"
     else:
         last = "bonus"
-    all_kinds: list[Kind] = ["accepted"] * (len(path) - 1) + [last]
-    return all_kinds[: len(event.emitted[row])]
+    accepted: list[Kind] = ["accepted"] * (len(path) - 1)
+    return [*accepted, last][: len(event.emitted[row])]
 
 
 @checked(slots=True, config=_strict)
@@ -70,7 +72,7 @@ class LaneTrace:
 
 @checked(slots=True, config=_strict)
 class RunTrace:
-    """A whole comparison; replays with no model. `vocabulary` gives the text of every drafted token id (as a string)."""
+    """A whole comparison; replays with no model. `vocabulary`: id (as a string) of a drafted token -> its text."""
 
     preset: str
     config: dict[str, Any]
@@ -93,7 +95,9 @@ def to_json(trace: RunTrace, indent: int | None = None) -> str:
 def from_json(text: str | bytes) -> RunTrace:
     """Parse and check a trace. Raises ValueError with one clear line."""
     if len(text) > MAX_TRACE_BYTES:
-        raise ValueError(f"a trace may hold {MAX_TRACE_BYTES // 1_000_000} MB at most, this one has {len(text):,} bytes")
+        raise ValueError(
+            f"a trace may hold {MAX_TRACE_BYTES // 1_000_000} MB at most, this one has {len(text):,} bytes"
+        )
     try:
         trace = _adapter.validate_json(text)
     except ValidationError as error:
@@ -115,8 +119,19 @@ def _check(lane: LaneTrace) -> None:
     if len(lane.pieces) != len(lane.token_ids) or "".join(lane.pieces) != lane.text:
         raise ValueError(f"not a specdemo trace: lane {lane.name!r}: pieces and text disagree")
     for event in lane.events:
-        rows = {len(event.drafted), len(event.parents), len(event.path), len(event.draft_probs), len(event.target_probs)}
-        row_lengths = {len(event.drafted[0]), len(event.parents[0]), len(event.draft_probs[0]), len(event.target_probs[0])}
+        rows = {
+            len(event.drafted),
+            len(event.parents),
+            len(event.path),
+            len(event.draft_probs),
+            len(event.target_probs),
+        }
+        row_lengths = {
+            len(event.drafted[0]),
+            len(event.parents[0]),
+            len(event.draft_probs[0]),
+            len(event.target_probs[0]),
+        }
         slots = range(len(event.drafted[0]) + 1)
         inside = event.path[0][:1] == [0] and all(s in slots for s in event.path[0])
         parents_first = all(0 <= p <= n for n, p in enumerate(event.parents[0]))
@@ -155,9 +170,7 @@ def summarise(lane: LaneTrace, peak_memory_bytes: int = 0) -> dict[str, Any]:
         "acceptance_rate": _ratio(sum(kept), drafted),
         "tokens_per_step": _ratio(emitted, len(steps)),
         "accept_histogram": [kept.count(n) for n in range(deepest + 1)],
-        "accept_by_position": [
-            _ratio(sum(k > i for k in kept), sum(r > i for r in reach)) for i in range(deepest)
-        ],
+        "accept_by_position": [_ratio(sum(k > i for k in kept), sum(r > i for r in reach)) for i in range(deepest)],
         "ms_draft": _total(steps, "draft", "observe"),
         "ms_verify": _total(steps, "verify"),
         "ms_other": _total(steps, "accept", "commit"),

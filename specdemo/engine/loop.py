@@ -109,9 +109,7 @@ class _Rows:
         if all(self._left):
             return draft
         dead = ~self.alive(draft.tokens.device)[:, None]
-        return Draft(
-            draft.tokens.masked_fill(dead, ABSENT), draft.parents, draft.probs, draft.confidence, draft.notes
-        )
+        return Draft(draft.tokens.masked_fill(dead, ABSENT), draft.parents, draft.probs, draft.confidence, draft.notes)
 
     def freeze(self, verdict: Verdict) -> Verdict:
         if all(self._left):
@@ -141,8 +139,8 @@ def _check(target: Target, prompt_ids: Tensor, config: GenerationConfig) -> None
         )
     if room < config.max_new_tokens:
         raise ValueError(
-            f"a prompt of {prompt_ids.shape[1]} tokens leaves room for {room} of the {config.max_new_tokens} new tokens "
-            f"in a context of {target.max_length}; shorten it or ask for at most {room}"
+            f"a prompt of {prompt_ids.shape[1]} tokens leaves room for {room} of the {config.max_new_tokens} new "
+            f"tokens in a context of {target.max_length}; shorten it or ask for at most {room}"
         )
 
 

@@ -53,7 +53,7 @@ class RunSpec:
     prompt: str
     lanes: tuple[LaneSpec, ...]
     max_new_tokens: int = 128
-    sampling: Sampling = Sampling()
+    sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
     schedule: Schedule = "race"
     dtype: str = "auto"
@@ -303,9 +303,7 @@ def _events(lane: _Lane, config: GenerationConfig, cancelled: Callable[[], bool]
     return generate(lane.target, lane.drafter, prompt, config, accept=lane.accept, cancelled=cancelled)
 
 
-def _race(
-    lanes: list[_Lane], trace: RunTrace, spec: RunSpec, cancelled: Callable[[], bool]
-) -> Iterator[Message]:
+def _race(lanes: list[_Lane], trace: RunTrace, spec: RunSpec, cancelled: Callable[[], bool]) -> Iterator[Message]:
     peaks = [0] * len(lanes)
 
     def guarded(index: int) -> Iterator[StepEvent]:

@@ -1,10 +1,10 @@
 """The methods: one file each, one line here. A method is a class with
 
-    title, summary   words for people
-    needs_model      whether it takes a second model or head
-    Options          a frozen dataclass whose fields are made by `knob`
-    __init__(target, model, options)     raises ValueError when it does not fit the target, with the reason
-    taps, start, propose, observe        core.protocol.Drafter
+title, summary   words for people
+needs_model      whether it takes a second model or head
+Options          a frozen dataclass whose fields are made by `knob`
+__init__(target, model, options)     raises ValueError when it does not fit the target, with the reason
+taps, start, propose, observe        core.protocol.Drafter
 """
 
 import dataclasses

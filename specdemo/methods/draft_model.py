@@ -1,8 +1,8 @@
 """Draft model: a smaller causal LM with the same tokenizer guesses a chain (Leviathan et al. 2211.17192; Chen et al.
 2302.01318).
 
-The draft keeps a cache of its own that may lag: `propose` crops it to the longest common prefix of what it read and what
-became history, and feeds the rest. Sampled drafts carry the q they were drawn from; greedy ones are one-hot.
+The draft keeps a cache of its own that may lag: `propose` crops it to the longest common prefix of what it read and
+what became history, and feeds the rest. Sampled drafts carry the q they were drawn from; greedy ones are one-hot.
 """
 
 from dataclasses import dataclass
@@ -177,4 +177,6 @@ def _difference(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase) 
     if not other:
         return f"it knows {len(b) - len(a)} more tokens"
     word = min((w for w, i in a.items() if b.get(w) != i), key=a.__getitem__)
-    return f"{other} of {len(a)} tokens differ (the first is {word!r}, id {a[word]} here, {b.get(word, 'absent')} there)"
+    return (
+        f"{other} of {len(a)} tokens differ (the first is {word!r}, id {a[word]} here, {b.get(word, 'absent')} there)"
+    )

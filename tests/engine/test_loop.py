@@ -7,7 +7,7 @@ from specdemo.core.accept import Typical
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.sampling import Sampling
 from specdemo.core.trace import kinds
-from specdemo.core.tree import ABSENT, Draft
+from specdemo.core.tree import Draft
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
 from specdemo.models.toy import ToyTarget

@@ -1,4 +1,4 @@
-"""Greedy output, token for token, against transformers' own `generate` in fp32: every method, many models, 50 prompts."""
+"""Greedy output against transformers' own `generate`, token for token: every method, many models, 50 prompts."""
 
 import copy
 import random
@@ -44,7 +44,7 @@ STORIES = [
     "!",
     "\n\n",
     "One day",
-    "The dragon said, \"Hello! Who are you?\"",
+    'The dragon said, "Hello! Who are you?"',
     "naïve café — “quotes”, ½ and €",
     "日本語のテキスト",
     "🐉🏰 a dragon and a castle",
