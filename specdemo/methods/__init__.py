@@ -11,9 +11,10 @@ import dataclasses
 import difflib
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from specdemo.core.protocol import Drafter, Target
+if TYPE_CHECKING:  # the names of the methods can be had without torch
+    from specdemo.core.protocol import Drafter, Target
 
 METHODS = {
     "none": "specdemo.methods.none:NoDraft",
@@ -93,7 +94,7 @@ def validate_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
     return {k.name: k.check(options[k.name]) if k.name in options else k.default for k in known.values()}
 
 
-def load_drafter(name: str, target: Target, model: Any = None, **options: Any) -> Drafter:
+def load_drafter(name: str, target: "Target", model: Any = None, **options: Any) -> "Drafter":
     """Build the drafter `name` for `target`.
 
     model: path, id or loaded module for methods that need one. Raises ValueError when the name or an option is
@@ -105,5 +106,5 @@ def load_drafter(name: str, target: Target, model: Any = None, **options: Any) -
         raise ValueError(f"method {name!r} needs a model; name a draft model, e.g. 'stories-draft-wide'")
     if not cls.needs_model and model is not None:
         raise ValueError(f"method {name!r} takes no model; leave {model!r} out")
-    drafter: Drafter = cls(target, model, checked)
+    drafter: "Drafter" = cls(target, model, checked)
     return drafter
