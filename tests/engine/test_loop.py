@@ -204,7 +204,7 @@ def test_sampling_is_exact_through_the_whole_loop(method, tiny_llama):
     vocabulary, draws = 6, 12_000
     target = ToyTarget(vocabulary, seed=9)
     prompt = torch.tensor([[1, 2, 3, 1, 2, 3, 1, 2]])
-    model = tiny_llama if method == "draft_model" else None
+    model = tiny_llama(vocabulary) if method == "draft_model" else None
     drafter = load_drafter(method, target, model)
     config = GenerationConfig(3, Sampling(temperature=1.0), Budget(3, 3), seed=3)
     rows = [[] for _ in range(draws)]

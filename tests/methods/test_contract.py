@@ -15,7 +15,7 @@ PROMPT = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]])
 
 
 def drafter_for(name, target, tiny_llama):
-    return load_drafter(name, target, tiny_llama if method(name).needs_model else None)
+    return load_drafter(name, target, tiny_llama(target.vocab_size) if method(name).needs_model else None)
 
 
 def run(target, drafter, prompt=PROMPT, **config):
