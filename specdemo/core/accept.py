@@ -35,17 +35,17 @@ class AcceptRule(Protocol):
 
 
 class Lossless:
-    """Multi-round rejection sampling on any tree (SpecInfer, 2305.09781, section 4.3; a chain: 2211.17192, algorithm 1).
+    """Multi-round rejection sampling on any tree (SpecInfer, 2305.09781; on a chain 2211.17192, algorithm 1).
 
     The children of a slot are tried in order. Child x, drawn from q, is kept when `coin * q(x) < p(x)`: strict, so a
     token with p = 0 never passes. Refused, it leaves p <- norm(max(p - q, 0)) to the next child and, after the last
     one, to the bonus.
 
     Exact when every node was drawn from its own q given what was drawn before it: a round puts out min(p, q) and leaves
-    what is missing from p to the next. Siblings may so be drawn i.i.d. with replacement from one q (each gives that q;
-    a repeated token finds p = 0, since refusal means q >= p there) or without replacement (each gives the q that is left).
-    Whether a node exists must not depend on its own token; whether it has children may. `probs` None is a one-hot q:
-    refusal strikes the token out of p, exact for every draft.
+    what is missing from p to the next. So siblings may be drawn i.i.d. with replacement from one q (each gives that q;
+    a repeated token finds p = 0, since refusal means q >= p there), or without replacement (each gives the q that was
+    left for it). Whether a node exists must not depend on its own token; whether it has children may. `probs` None is a
+    one-hot q: refusal strikes the token out of p, exact for every draft.
     """
 
     exact: ClassVar[bool] = True
@@ -90,10 +90,10 @@ def lossless_reference(draft: Draft, target: Tensor, rng: Generator | None) -> V
 
 @dataclass(frozen=True, slots=True)
 class Typical:
-    """Medusa's typical acceptance (2401.10774, section 3.3.1). Lossy: the output is not distributed as the target's.
+    """Medusa's typical acceptance (2401.10774). Lossy: the output is not distributed as the target's.
 
-    A node is kept when p(x) > min(epsilon, delta * exp(-H(p))), H the entropy of p at its parent, and its parent is kept.
-    The longest kept path wins, then the likelier one. The bonus is drawn from the whole p behind the path, so every
+    A node is kept when its parent is and p(x) > min(epsilon, delta * exp(-H(p))), H the entropy of p at the parent. The
+    longest kept path wins, then the likelier one. The bonus is drawn from the whole p behind the path, so every
     step emits a token that no threshold can veto. Greedy, p is a one-hot and the rule the lossless one.
     """
 
@@ -188,8 +188,11 @@ def _greedy(draft: Draft, target: Tensor) -> Verdict:
 
 
 def _walk(tokens: list[int], parents: list[int], bars: list[float], chances: list[float], one_hot: bool) -> list[int]:
-    """One row's kept slots. bars: coin * q(x). chances: p(x) after the elder siblings, or p(x) as it stands for a one-hot
-    q, whose residual needs no vocabulary-wide work: what refused tokens had is missing from the mass."""
+    """One row's kept slots. bars: coin * q(x). chances: p(x) given that the elder siblings were refused.
+
+    For a one-hot q chances are p(x) as it stands: what refused tokens had is missing from the mass, which needs no
+    vocabulary-wide work.
+    """
     slots, mass = [0], 1.0
     refused: set[int] = set()
     for node, (x, parent) in enumerate(zip(tokens, parents, strict=True)):
@@ -218,7 +221,7 @@ def _given_elders(draft: Draft, probs: Tensor, target: Tensor, nodes: _Nodes) ->
 
 
 def _generations(nodes: _Nodes) -> list[list[tuple[int, int, int]]]:
-    """(row, elder, node) of every present node with an elder sibling; entry k holds the children k + 1 of their slots."""
+    """(row, elder, node) of every present node with an elder sibling; entry k holds all children number k + 1."""
     generations: list[list[tuple[int, int, int]]] = []
     for row, parents in enumerate(nodes.parents):
         for slot in set(parents):

@@ -80,9 +80,7 @@ class Progress:
     outputs: Tensor  # [B, A] the token that follows each input; the last real one is the new root
     lengths: list[int]
     hidden: Mapping[int, Tensor] = field(default_factory=dict)  # tap -> [B, A, H]
-    probs: Tensor | None = (
-        None  # [B, A, V] the target's distribution there (of the last column only after prefill: None)
-    )
+    probs: Tensor | None = None  # [B, A, V] the target's distribution there; None after prefill
 
 
 @runtime_checkable

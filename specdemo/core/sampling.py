@@ -19,8 +19,8 @@ class Sampling:
     min_p: float = 0.0  # 0: off
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature <= 100.0:
-            raise ValueError(f"temperature must be between 0 (greedy) and 100, not {self.temperature}")
+        if self.temperature != 0.0 and not 0.001 <= self.temperature <= 100.0:  # below, logits overflow float32
+            raise ValueError(f"temperature must be 0 (greedy) or between 0.001 and 100, not {self.temperature}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be 0 (off) or more, not {self.top_k}")
         if not 0.0 < self.top_p <= 1.0:

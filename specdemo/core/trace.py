@@ -4,17 +4,22 @@ Times are milliseconds of device time. Definitions of every derived number stand
 """
 
 from dataclasses import field
-from typing import Any, Literal
+from itertools import pairwise
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, FailFast, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
-SCHEMA = 1
+SCHEMA: Final = 1
 MAX_TRACE_BYTES = 16_000_000
 
 Finish = Literal["stop", "length", "cancelled", "error"]
 Kind = Literal["target", "accepted", "corrected", "bonus"]
 _strict = ConfigDict(extra="forbid", allow_inf_nan=False)
+_FAST = FailFast()  # a hostile file gets one error per list, not millions
+_Ids = Annotated[list[int], _FAST]
+_Rows = Annotated[list[_Ids], _FAST]
+_ProbRows = Annotated[list[Annotated[list[float | None], _FAST]], _FAST]
 
 
 @checked(frozen=True, slots=True, config=_strict)
@@ -22,13 +27,13 @@ class StepEvent:
     """One target pass over B rows. The first event is the prefill: nothing drafted, one token emitted."""
 
     index: int
-    drafted: list[list[int]]  # [B][N] token ids, -1 absent
-    parents: list[list[int]]  # [B][N] parent slot of each node
-    path: list[list[int]]  # [B][...] kept slots from the root (0) down
-    emitted: list[list[int]]  # [B][...] after trimming at stop token and length
-    draft_probs: list[list[float | None]]  # [B][N] the drafter's probability of each node; None: it has none
-    target_probs: list[list[float | None]]  # [B][N] the target's probability of each node at that place
-    ms: dict[str, float]  # prefill | draft verify accept commit observe
+    drafted: _Rows  # [B][N] token ids, -1 absent
+    parents: _Rows  # [B][N] parent slot of each node
+    path: _Rows  # [B][...] kept slots from the root (0) down
+    emitted: _Rows  # [B][...] after trimming at stop token and length
+    draft_probs: _ProbRows  # [B][N] the drafter's probability of each node; None: it has none
+    target_probs: _ProbRows  # [B][N] the target's probability of each node at that place
+    ms: dict[str, Annotated[float, Field(ge=0)]]  # prefill | draft verify accept commit observe
     notes: dict[str, float] = field(default_factory=dict)
 
 
@@ -60,13 +65,13 @@ class LaneTrace:
     method: str
     options: dict[str, Any]
     exact: bool
-    prompt_ids: list[int]
-    token_ids: list[int] = field(default_factory=list)
+    prompt_ids: _Ids
+    token_ids: _Ids = field(default_factory=list)
     text: str = ""
     finish: Finish = "cancelled"
-    events: list[StepEvent] = field(default_factory=list)
+    events: Annotated[list[StepEvent], _FAST] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
-    pieces: list[str] = field(default_factory=list)
+    pieces: Annotated[list[str], _FAST] = field(default_factory=list)
     note: str | None = None  # why the lane failed or runs otherwise than asked
 
 
@@ -78,11 +83,11 @@ class RunTrace:
     config: dict[str, Any]
     environment: dict[str, Any]
     schedule: Literal["race", "sequential"]
-    lanes: list[LaneTrace]
-    comparison: list[dict[str, Any]] = field(default_factory=list)
+    lanes: Annotated[list[LaneTrace], _FAST]
+    comparison: Annotated[list[dict[str, Any]], _FAST] = field(default_factory=list)
     prompt: str = ""
     vocabulary: dict[str, str] = field(default_factory=dict)
-    schema: int = SCHEMA
+    schema: Literal[1] = SCHEMA
 
 
 _adapter = TypeAdapter(RunTrace)
@@ -101,42 +106,50 @@ def from_json(text: str | bytes) -> RunTrace:
     try:
         trace = _adapter.validate_json(text)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        raise ValueError(f"not a specdemo trace: {where}: {first['msg']}") from None
-    if trace.schema != SCHEMA:
-        raise ValueError(f"this trace has schema {trace.schema}; this version reads schema {SCHEMA}")
+        raise ValueError(_reason(error)) from None
     for lane in trace.lanes:
         _check(lane)
     return trace
 
 
+def _reason(error: ValidationError) -> str:
+    if error.error_count() > 1000:  # a listing of millions of errors would take gigabytes
+        return f"not a specdemo trace: {error.error_count():,} fields are wrong"
+    errors = error.errors(include_url=False, include_context=False)
+    schema = next((e for e in errors if e["loc"] == ("schema",)), None)
+    if schema:
+        return f"this trace has schema {schema['input']!r:.20}; this version reads schema {SCHEMA}"
+    where = " ".join(".".join(map(str, errors[0]["loc"])).split())  # a key may hold line breaks
+    return f"not a specdemo trace: {where[:100] or 'the file'}: {errors[0]['msg']}"
+
+
 def _check(lane: LaneTrace) -> None:
     """What types cannot say: rows agree with each other."""
-    emitted = [t for e in lane.events for t in e.emitted[0]] if all(e.emitted for e in lane.events) else None
-    if emitted != lane.token_ids:
+    for event in lane.events:
+        if not _holds_together(event):
+            raise ValueError(f"not a specdemo trace: lane {lane.name!r}: step {event.index} does not hold together")
+    if [t for e in lane.events for t in e.emitted[0]] != lane.token_ids:
         raise ValueError(f"not a specdemo trace: lane {lane.name!r}: token_ids differ from what its events emitted")
     if len(lane.pieces) != len(lane.token_ids) or "".join(lane.pieces) != lane.text:
         raise ValueError(f"not a specdemo trace: lane {lane.name!r}: pieces and text disagree")
-    for event in lane.events:
-        rows = {
-            len(event.drafted),
-            len(event.parents),
-            len(event.path),
-            len(event.draft_probs),
-            len(event.target_probs),
-        }
-        row_lengths = {
-            len(event.drafted[0]),
-            len(event.parents[0]),
-            len(event.draft_probs[0]),
-            len(event.target_probs[0]),
-        }
-        slots = range(len(event.drafted[0]) + 1)
-        inside = event.path[0][:1] == [0] and all(s in slots for s in event.path[0])
-        parents_first = all(0 <= p <= n for n, p in enumerate(event.parents[0]))
-        if len(rows) != 1 or len(row_lengths) != 1 or not inside or not parents_first:
-            raise ValueError(f"not a specdemo trace: lane {lane.name!r}: step {event.index} does not hold together")
+
+
+def _holds_together(event: StepEvent) -> bool:
+    """Rows and columns agree, parents come first, a path goes from parent to child over drafted nodes."""
+    per_node = (event.drafted, event.parents, event.draft_probs, event.target_probs)
+    if not event.path or {len(event.path)} != {len(field) for field in (*per_node, event.emitted)}:
+        return False
+    for tokens, parents, path, emitted, *probs in zip(
+        event.drafted, event.parents, event.path, event.emitted, event.draft_probs, event.target_probs, strict=True
+    ):
+        same_width = len(tokens) == len(parents) == len(probs[0]) == len(probs[1])
+        if not same_width or path[:1] != [0] or len(emitted) > len(path):
+            return False
+        if not all(0 <= parent <= node for node, parent in enumerate(parents)):
+            return False
+        if not all(0 < s <= len(tokens) and tokens[s - 1] >= 0 and parents[s - 1] == up for up, s in pairwise(path)):
+            return False
+    return True
 
 
 def summarise(lane: LaneTrace, peak_memory_bytes: int = 0) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def first_branch(draft: Draft) -> Draft:
     width = max(map(len, picked), default=0)
     index = torch.tensor([b + [0] * (width - len(b)) for b in picked], dtype=torch.int64, device=draft.tokens.device)
     index = index.view(len(picked), width)
-    real = torch.tensor([[a < len(b) for a in range(width)] for b in picked], device=index.device).view(index.shape)
+    real = torch.arange(width, device=index.device) < torch.tensor([[len(b)] for b in picked], device=index.device)
     tokens_ = draft.tokens.gather(1, index).masked_fill(~real, ABSENT)
     probs = draft.probs
     if probs is not None:
