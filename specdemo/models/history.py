@@ -1,0 +1,242 @@
+"""What a target remembers between passes, in two ways.
+
+`GatherHistory` serves models made of attention alone: any kept path of a tree is picked out of the slab cache.
+`ReplayHistory` serves all others (recurrent layers, positions or windows counted in columns): rows run one by one on
+transformers' own cache, a snapshot is taken before each provisional pass, and a path shorter than the pass is run again
+from it. Chains only.
+
+B rows, S slots, T prompt tokens.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache
+
+from specdemo.core.protocol import Forward
+from specdemo.core.tree import ABSENT
+from specdemo.models.cache import SlabCache
+from specdemo.models.masks import Masks, Plan
+
+SNAPSHOTS = 24  # commits a replaying row can be cropped back to without reading its text again
+
+AttentionMask = Tensor | None | dict[str, Tensor | None]
+
+
+class Pass(Protocol):
+    """One call of the model: tokens [B, S] at positions [B, S] (None: counted by the model) behind a cache."""
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        cache: Cache,
+        positions: Tensor | None = None,
+        mask: AttentionMask = None,
+        taps: tuple[int, ...] = (),
+        last: bool = False,
+    ) -> Forward: ...
+
+
+class History(Protocol):
+    lengths: list[int]
+    bytes: int
+
+    def start(self, tokens: Tensor, taps: tuple[int, ...]) -> Forward: ...
+    def forward(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...]) -> Forward: ...
+    def commit(self, path: list[list[int]]) -> None: ...
+    def crop(self, lengths: list[int]) -> None: ...
+
+
+class GatherHistory:
+    """`windows` says how wide each kind of layer looks (0: everything); one kind gets its mask bare, several by name."""
+
+    def __init__(
+        self, run: Pass, cache: SlabCache, windows: Mapping[str, int], masks: Masks, limit: int
+    ) -> None:
+        self._run, self._cache, self._windows, self._masks, self._limit = run, cache, windows, masks, limit
+        self._only = next(iter(windows.values())) if len(windows) == 1 else None
+        masks.reserve(cache.cursor.capacity)
+
+    @property
+    def lengths(self) -> list[int]:
+        return self._cache.cursor.lengths
+
+    @property
+    def bytes(self) -> int:
+        return self._cache.bytes
+
+    def start(self, tokens: Tensor, taps: tuple[int, ...]) -> Forward:
+        rows, length = tokens.shape
+        positions = torch.arange(length, device=tokens.device).expand(rows, -1)
+        forward = self._run(tokens, self._cache, positions, taps=taps, last=True)
+        self._cache.set_lengths([length] * rows)
+        return forward
+
+    def forward(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...]) -> Forward:
+        rows, slots = tokens.shape
+        cursor = self._cache.cursor
+        self._cache.prepare(slots)
+        self._masks.reserve(cursor.longest)
+        plan = self._masks.plan(parents)
+        positions = plan.depth + (cursor.longest if cursor.each is None else cursor.each[:, None])
+        if cursor.longest + plan.deepest >= self._limit:
+            positions = positions.clamp_max(self._limit - 1)  # slots of finished rows; nobody reads their logits
+        if rows > 1:
+            positions = positions.expand(rows, -1)
+        if slots > 1:
+            tokens = tokens.clamp_min(0)  # absent slots: above nobody, so nobody sees them
+        return self._run(tokens, self._cache, positions, self._mask(plan), taps)
+
+    def commit(self, path: list[list[int]]) -> None:
+        self._cache.keep(path)
+
+    def crop(self, lengths: list[int]) -> None:
+        self._cache.set_lengths([min(old, new) for old, new in zip(self.lengths, lengths, strict=True)])
+
+    def _mask(self, plan: Plan) -> AttentionMask:
+        if self._only is not None:
+            return self._one_mask(plan, self._only)
+        return {kind: self._one_mask(plan, window) for kind, window in self._windows.items()}
+
+    def _one_mask(self, plan: Plan, window: int) -> Tensor | None:
+        cursor = self._cache.cursor
+        if cursor.each is None:
+            return self._masks.at(plan, window, cursor.longest)
+        return self._masks.at_each(plan, window, cursor.each, cursor.longest)
+
+
+@dataclass
+class _Row:
+    cache: DynamicCache
+    tokens: list[int]
+    fed: list[int]  # the provisional tokens now in the cache behind `tokens`
+    marks: deque[tuple[int, list[dict[str, Any]]]]  # (length, what the cache held then), oldest first
+
+
+class ReplayHistory:
+    """`at_once`: the model continues a history by several tokens in one pass as it would one by one."""
+
+    def __init__(self, run: Pass, config: Any, at_once: bool, device: torch.device) -> None:
+        self._run, self._config, self._at_once, self._device = run, config, at_once, device
+        self._rows: list[_Row] = []
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(row.tokens) for row in self._rows]
+
+    @property
+    def bytes(self) -> int:
+        return sum(_tensor_bytes(vars(layer)) for row in self._rows for layer in row.cache.layers)
+
+    def start(self, tokens: Tensor, taps: tuple[int, ...]) -> Forward:
+        self._rows = [_Row(self._empty(), row, [], deque(maxlen=SNAPSHOTS)) for row in tokens.tolist()]
+        return _stack([self._feed(row.cache, row.tokens, taps, first=True) for row in self._rows])
+
+    def forward(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...]) -> Forward:
+        width = tokens.shape[1]
+        forwards = []
+        for row, fed in zip(self._rows, tokens.tolist(), strict=True):
+            if row.fed:
+                self._rewind(row, len(row.tokens))
+            row.marks.append((len(row.tokens), _snapshot(row.cache)))
+            row.fed = [token for token in fed if token != ABSENT]
+            forwards.append(_widened(self._feed(row.cache, row.fed, taps), width))
+        return _stack(forwards)
+
+    def commit(self, path: list[list[int]]) -> None:
+        for row, slots in zip(self._rows, path, strict=True):
+            kept = row.fed[: len(slots)]
+            if len(kept) < len(row.fed):
+                self._rewind(row, len(row.tokens))
+                if kept:
+                    self._feed(row.cache, kept, ())
+            row.tokens += kept
+            row.fed = []
+
+    def crop(self, lengths: list[int]) -> None:
+        for row, length in zip(self._rows, lengths, strict=True):
+            if length < len(row.tokens):
+                self._rewind(row, length)
+                del row.tokens[length:]
+
+    def _rewind(self, row: _Row, length: int) -> None:
+        """The row's cache as it was after its first `length` tokens: from the nearest snapshot, or from nothing."""
+        while row.marks and row.marks[-1][0] > length:
+            row.marks.pop()
+        row.fed = []
+        start = 0
+        row.cache = self._empty()
+        if row.marks:
+            start, state = row.marks[-1]
+            _restore(row.cache, state)
+        if start < length:
+            self._feed(row.cache, row.tokens[start:length], (), first=not start)
+
+    def _feed(self, cache: DynamicCache, tokens: list[int], taps: tuple[int, ...], first: bool = False) -> Forward:
+        ids = torch.tensor([tokens], device=self._device)
+        if first or self._at_once or len(tokens) == 1:
+            return self._run(ids, cache, taps=taps, last=first)
+        return _joined([self._run(one, cache, taps=taps) for one in ids.split(1, 1)])
+
+    def _empty(self) -> DynamicCache:
+        return DynamicCache(config=self._config)
+
+
+def continues_at_once(run: Pass, config: Any, vocab_size: int, device: torch.device) -> bool:
+    """Whether several tokens behind a history give what they give one by one; some recurrent layers start afresh."""
+    tokens = torch.arange(1, 9, device=device)[None] % vocab_size
+    whole, parts = DynamicCache(config=config), DynamicCache(config=config)
+    expected = run(tokens, whole).logits[:, 5:].float()
+    run(tokens[:, :5], parts)
+    got = run(tokens[:, 5:], parts).logits.float()
+    exact = expected.dtype == run(tokens[:, :1], DynamicCache(config=config)).logits.dtype
+    tolerance = (1e-3 if exact else 3e-2) * float(expected.std())
+    return bool((got - expected).abs().max() <= tolerance)
+
+
+def _snapshot(cache: Cache) -> list[dict[str, Any]]:
+    """What every layer holds. Keys and values are replaced at every pass, never written to, so they need no copy."""
+    return [_copied(vars(layer)) for layer in cache.layers]
+
+
+def _restore(cache: Cache, state: list[dict[str, Any]]) -> None:
+    for layer, held in zip(cache.layers, state, strict=True):
+        vars(layer).update(_copied(held))
+
+
+def _copied(held: dict[str, Any]) -> dict[str, Any]:
+    return {name: value if name in ("keys", "values") else deepcopy(value) for name, value in held.items()}
+
+
+def _tensor_bytes(held: dict[Any, Any]) -> int:
+    tensors = [v for v in held.values() if isinstance(v, Tensor)]
+    inner = [v for v in held.values() if isinstance(v, dict)]
+    return sum(t.numel() * t.element_size() for t in tensors) + sum(map(_tensor_bytes, inner))
+
+
+def _joined(parts: list[Forward]) -> Forward:
+    hidden = {tap: torch.cat([p.hidden[tap] for p in parts], 1) for tap in parts[0].hidden}
+    return Forward(torch.cat([p.logits for p in parts], 1), hidden)
+
+
+def _stack(rows: list[Forward]) -> Forward:
+    if len(rows) == 1:
+        return rows[0]
+    hidden = {tap: torch.cat([r.hidden[tap] for r in rows]) for tap in rows[0].hidden}
+    return Forward(torch.cat([r.logits for r in rows]), hidden)
+
+
+def _widened(forward: Forward, width: int) -> Forward:
+    """Zeros where a row fed fewer tokens than the widest."""
+    missing = width - forward.logits.shape[1]
+    if not missing:
+        return forward
+    pad = torch.nn.functional.pad
+    hidden = {tap: pad(h, (0, 0, 0, missing)) for tap, h in forward.hidden.items()}
+    return Forward(pad(forward.logits, (0, 0, 0, missing)), hidden)
+

@@ -1,0 +1,326 @@
+"""A name -> a loaded model. Safetensors only, never remote code, one clear ValueError line for whatever goes wrong.
+
+A name is an embedded model ("stories"), a folder, or a Hugging Face id. Folders never touch the network; ids are
+downloaded into the Hugging Face cache first (HF_HUB_OFFLINE=1 uses what is there).
+"""
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import HfApi, snapshot_download
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from specdemo.models.target import HFTarget
+
+Progress = Callable[[float, str], None]  # share done 0..1, what is being done
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+BITS = {"4bit": 4, "8bit": 8}
+FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
+STORED_BITS = {"F64": 64, "F32": 32, "BF16": 16, "F16": 16, "I64": 64, "I32": 32, "I8": 8, "U8": 8, "F8_E4M3": 8}
+HEADROOM = 1.1  # memory besides the weights: activations and history
+VERIFY_TOKENS = 5
+VERIFY_LIMIT = 1.2  # times a one-token pass: above, speculation cannot pay
+
+
+@dataclass
+class LoadedModel:
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    name: str
+
+
+def resolve(name: str) -> str:
+    """An embedded name -> its folder; a path -> itself; anything else is a hub id and comes back unchanged."""
+    folder = embedded_folder() / name
+    if re.fullmatch(r"[\w.-]+", name) and (folder / "config.json").is_file():
+        return str(folder)
+    return str(Path(name).expanduser()) if _is_path(name) else name
+
+
+def embedded_folder() -> Path:
+    """Where the shipped models are; SPECDEMO_MODELS overrules it."""
+    return Path(os.environ.get("SPECDEMO_MODELS") or Path(__file__).parent / "embedded")
+
+
+def embedded_names() -> list[str]:
+    return sorted(config.parent.name for config in embedded_folder().glob("*/config.json"))
+
+
+def load_target(
+    name_or_model: str | PreTrainedModel | LoadedModel,
+    dtype: str = "auto",
+    device: str = "auto",
+    quantization: str | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    progress: Progress | None = None,
+) -> HFTarget:
+    """A name, a loaded transformers model or a LoadedModel -> a target. The options apply to names only."""
+    if isinstance(name_or_model, PreTrainedModel):
+        return HFTarget(name_or_model, tokenizer)
+    loaded = name_or_model
+    if not isinstance(loaded, LoadedModel):
+        loaded = load_model(str(loaded), dtype, device, quantization, progress)
+    return HFTarget(loaded.model, tokenizer or loaded.tokenizer, loaded.name)
+
+
+def load_model(
+    name: str,
+    dtype: str = "auto",
+    device: str = "auto",
+    quantization: str | None = None,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Load `name`; dtype auto | float32 | bfloat16 | float16, device auto | cpu | cuda | cuda:N, quantization 4bit | 8bit.
+
+    dtype auto is float32 on a CPU and bfloat16 on a GPU. Raises ValueError with one line that names the cure.
+    """
+    report = progress or _silent
+    where = _device(device)
+    bits = _bits(quantization, where)
+    kind = _dtype(dtype, where)
+    folder = _folder(name, report)
+    report(0.6, f"reading {name}")
+    needed = weight_bytes(folder, bits or 8 * kind.itemsize)
+    spread = _check_memory(name, needed, where, kind, bits)
+    with _one_line(name), _quiet():
+        tokenizer = _tokenizer(folder)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=kind,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            **_placement(where, kind, bits, spread),
+        )
+    if not bits and not spread:
+        model.to(where)
+    model.requires_grad_(False)
+    if where.type == "cpu" and kind != torch.float32:
+        _check_verify_cost(model, name, dtype)
+    report(1.0, f"{name} is ready")
+    return LoadedModel(model, tokenizer, name)
+
+
+def weight_bytes(folder: str, bits: int) -> int:
+    """Bytes the folder's weights take at `bits` per number, from the headers of its safetensors files alone."""
+    numbers = 0
+    for file in Path(folder).glob("*.safetensors"):
+        with file.open("rb") as opened:
+            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        header.pop("__metadata__", None)
+        for tensor in header.values():
+            start, end = tensor["data_offsets"]
+            numbers += 8 * (end - start) // STORED_BITS.get(tensor["dtype"], 8)
+    return numbers * bits // 8
+
+
+def verify_cost(model: PreTrainedModel, repeats: int = 5) -> float:
+    """Time of a pass over VERIFY_TOKENS tokens / time of a pass over one; medians, interleaved."""
+    target = HFTarget(model)
+    tokens = torch.arange(1, 33, device=target.device)[None] % target.vocab_size
+    times: dict[int, list[float]] = {1: [], VERIFY_TOKENS: []}
+    target.start(tokens)
+    for repeat in range(repeats + 1):
+        for width, measured in times.items():
+            begin = time.perf_counter()
+            target.forward(tokens[:, :width], torch.arange(width - 1)[None])
+            if repeat:  # the first round warms up
+                measured.append(time.perf_counter() - begin)
+    return median(times[VERIFY_TOKENS]) / median(times[1])
+
+
+def _check_verify_cost(model: PreTrainedModel, name: str, dtype: str) -> None:
+    ratio = verify_cost(model)
+    if ratio > VERIFY_LIMIT:
+        raise ValueError(
+            f"{name} in {dtype} on this CPU: checking {VERIFY_TOKENS} tokens takes {ratio:.2f} times as long as one, so "
+            f"speculation cannot pay (limit {VERIFY_LIMIT}); use dtype 'float32'"
+        )
+
+
+def _silent(share: float, what: str) -> None:
+    pass
+
+
+def _is_path(name: str) -> bool:
+    return name.startswith((".", "/", "~")) or os.sep * 2 in name or name.count("/") > 1 or Path(name).exists()
+
+
+def _device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        where = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"unknown device {device!r}; use auto, cpu, cuda or cuda:0") from None
+    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"there is no device {device!r} here ({torch.cuda.device_count()} GPUs found); use device 'auto'")
+    return where
+
+
+def _dtype(dtype: str, where: torch.device) -> torch.dtype:
+    if dtype == "auto":
+        return torch.bfloat16 if where.type == "cuda" else torch.float32
+    if dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}; {_choice(dtype, ['auto', *DTYPES])}")
+    return DTYPES[dtype]
+
+
+def _bits(quantization: str | None, where: torch.device) -> int | None:
+    if quantization is None:
+        return None
+    if quantization not in BITS:
+        raise ValueError(f"unknown quantization {quantization!r}; {_choice(quantization, list(BITS))}")
+    if not transformers.utils.is_bitsandbytes_available():
+        raise ValueError(f"quantization {quantization!r} needs bitsandbytes; run: pip install bitsandbytes")
+    if where.type != "cuda":
+        raise ValueError(f"quantization {quantization!r} needs a CUDA GPU; leave it out on {where.type}")
+    return BITS[quantization]
+
+
+def _choice(word: str, known: list[str]) -> str:
+    close = get_close_matches(word, known, 1)
+    return f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(known)}"
+
+
+def _folder(name: str, report: Progress) -> str:
+    """The local folder of a model, downloaded when it has to be; checked to hold a config and safetensors."""
+    path = resolve(name)
+    folder = Path(path)
+    if folder.is_file():
+        raise ValueError(f"{name} is a file; give the folder it is in")
+    if folder.is_dir():
+        return _checked(folder, name)
+    if _is_path(name):
+        raise ValueError(f"there is no folder {name}")
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):
+        raise ValueError(f"{name!r} is neither a folder nor a Hugging Face id (organisation/model)")
+    return _checked(Path(_download(path, report)), name)
+
+
+def _checked(folder: Path, name: str) -> str:
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{name} has no config.json; it is not a Hugging Face model folder")
+    if not any(folder.glob("*.safetensors")):
+        raise ValueError(f"{name} holds no .safetensors weights; convert it with model.save_pretrained(folder)")
+    return str(folder)
+
+
+def _download(repository: str, report: Progress) -> str:
+    """Fetch the files that are needed, and no others, into the Hugging Face cache."""
+    report(0.0, f"looking for {repository}")
+    with _one_line(repository):
+        if not _offline():
+            _check_disk_and_format(repository)
+        report(0.05, f"downloading {repository}")
+        return snapshot_download(repository, allow_patterns=list(FILES), local_files_only=_offline())
+
+
+def _offline() -> bool:
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    return bool(HF_HUB_OFFLINE)
+
+
+def _check_disk_and_format(repository: str) -> None:
+    files = [f.rfilename for f in HfApi().model_info(repository).siblings or []]
+    if "config.json" not in files:
+        raise ValueError(f"{repository} has no config.json; it is not a transformers model")
+    if not any(f.endswith(".safetensors") for f in files):
+        raise ValueError(f"{repository} holds no .safetensors weights; choose a model that does")
+
+
+@contextmanager
+def _one_line(name: str) -> Iterator[None]:
+    """Whatever the libraries raise while loading -> one ValueError line."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+        raise ValueError(_explained(name, error)) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' own progress bars."""
+    bars = transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if bars:
+            transformers.utils.logging.enable_progress_bar()
+
+
+def _explained(name: str, error: Exception) -> str:
+    kind, line = type(error).__name__, next((s for s in str(error).splitlines() if s.strip()), "")
+    if kind in ("RepositoryNotFoundError", "HFValidationError"):
+        return f"unknown model {name!r}; {_choice(name, embedded_names())}, or give a folder or a Hugging Face id"
+    if kind == "GatedRepoError":
+        return f"{name} is gated; accept its licence on huggingface.co and log in with: hf auth login"
+    if kind in ("LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "ConnectionError", "ConnectTimeout"):
+        return f"{name!r} is not on this machine and huggingface.co cannot be reached; {_choice(name, embedded_names())}"
+    if "trust_remote_code" in str(error):
+        return f"{name} needs code from its repository, which is never run here; choose a model transformers knows"
+    return line if line.startswith(name) else f"{name} cannot be loaded: {line or kind}"
+
+
+def _check_memory(name: str, needed: int, where: torch.device, kind: torch.dtype, bits: int | None) -> bool:
+    """True when the model has to be spread over several GPUs. Raises ValueError when it fits nowhere."""
+    frees = _free_bytes(where)
+    if HEADROOM * needed <= frees[0]:
+        return False
+    if HEADROOM * needed <= sum(frees):
+        return True
+    precision = f"{bits} bits" if bits else str(kind).removeprefix("torch.")
+    cure = "choose a smaller model" if bits or where.type == "cpu" else "choose a smaller model or quantization '4bit'"
+    raise ValueError(
+        f"{name} needs {HEADROOM * needed / 1e9:.1f} GB in {precision}, {sum(frees) / 1e9:.1f} GB are free on {where}; {cure}"
+    )
+
+
+def _free_bytes(where: torch.device) -> list[int]:
+    """Free memory of the device, first, and of the other GPUs it may be spread over."""
+    if where.type == "cuda":
+        first = where.index or 0
+        others = [i for i in range(torch.cuda.device_count()) if i != first] if where.index is None else []
+        return [torch.cuda.mem_get_info(i)[0] for i in [first, *others]]
+    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return [pages]
+    available = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), pages)
+    return [available]
+
+
+def _placement(where: torch.device, kind: torch.dtype, bits: int | None, spread: bool) -> dict[str, Any]:
+    placement: dict[str, Any] = {"device_map": "auto"} if spread else {}
+    if bits:
+        placement.setdefault("device_map", {"": where.index or 0})
+        placement["quantization_config"] = transformers.BitsAndBytesConfig(
+            load_in_4bit=bits == 4, load_in_8bit=bits == 8, bnb_4bit_compute_dtype=kind, bnb_4bit_quant_type="nf4"
+        )
+    return placement
+
+
+def _tokenizer(folder: str) -> PreTrainedTokenizerBase | None:
+    """None when the folder has none: a drafter can do without."""
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+    if not any((Path(folder) / name).is_file() for name in names):
+        return None
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        folder, trust_remote_code=False, local_files_only=True
+    )
+    return tokenizer

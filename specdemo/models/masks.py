@@ -1,0 +1,115 @@
+"""Attention masks for a draft tree behind a history.
+
+B rows, N draft nodes, S = N + 1 slots, L committed tokens, C the longest history foreseen, W = L + S columns.
+
+Row b's committed tokens lie in columns 0..L_b-1 of its cache, so column and position are one there; the S new slots
+follow in columns L_b..L_b+S-1, with positions L_b + depth. Windows count positions, never columns. What a slot may see
+does not depend on L once columns are counted from the end of the history: a `Plan` is made once per tree, for columns
+-C..S-1, and every step takes a slice of it.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+REMEMBERED = 32  # plans; chains of every length and a few static trees
+ALIGNMENT = 16  # elements; row strides the GPU kernels take without a copy of the mask in every layer
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One tree. R is 1 when all rows share the tree, else B."""
+
+    depth: Tensor  # [R, S] int64
+    deepest: int
+    masks: dict[int, Tensor]  # window (0: none) -> [R, S, C + S + 1] additive; the last column is never visible
+
+
+def ancestry(parents: Tensor) -> Tensor:
+    """parents [R, N] -> [R, S, S], 1.0 where t is s or above s. Doubling: log2(S) products instead of N steps."""
+    rows, nodes = parents.shape
+    up = torch.eye(nodes + 1, device=parents.device).repeat(rows, 1, 1)
+    if nodes:
+        up[:, 1:].scatter_(2, parents[..., None], 1.0)
+    for _ in range(nodes.bit_length()):
+        up = (up @ up).clamp_max_(1.0)
+    return up
+
+
+class Masks:
+    """Makes masks for one model; `windows` are the different attention windows of its layers, 0 for none."""
+
+    def __init__(self, windows: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self._windows, self._dtype, self._device = windows, dtype, device
+        self._plans: OrderedDict[object, Plan] = OrderedDict()
+        self._capacity = 0
+
+    def reserve(self, columns: int) -> None:
+        """Histories of up to `columns` tokens will follow."""
+        if columns > self._capacity:
+            self._capacity = columns
+            self._plans.clear()
+
+    def plan(self, parents: Tensor) -> Plan:
+        """The plan of a tree, remembered by the values of `parents`."""
+        key = _key(parents)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = self._make(_parents(key, self._device))
+            if len(self._plans) > REMEMBERED:
+                self._plans.popitem(last=False)
+        return plan
+
+    def at(self, plan: Plan, window: int, length: int) -> Tensor | None:
+        """The mask [R, 1, S, W] behind histories of `length` tokens; None where nothing is hidden."""
+        slots = plan.depth.shape[1]
+        if slots == 1 and not 0 < window <= length:
+            return None
+        start = self._capacity - length
+        return self._aligned(plan.masks[window][:, None, :, start : self._capacity + slots])
+
+    def at_each(self, plan: Plan, window: int, lengths: Tensor, longest: int) -> Tensor:
+        """The masks [B, 1, S, longest + S] behind histories of lengths[b] tokens, lengths [B] int64."""
+        slots = plan.depth.shape[1]
+        columns = torch.arange(longest + slots, device=self._device) + (self._capacity - lengths)[:, None]
+        columns = columns.clamp_max(self._capacity + slots)[:, None].expand(-1, slots, -1)
+        return self._aligned(plan.masks[window].expand(len(lengths), -1, -1).gather(2, columns)[:, None])
+
+    def _aligned(self, mask: Tensor) -> Tensor:
+        if self._device.type == "cpu":
+            return mask
+        width = mask.shape[-1]
+        whole = mask.new_empty(*mask.shape[:-1], -(-width // ALIGNMENT) * ALIGNMENT)
+        return whole[..., :width].copy_(mask)
+
+    def _make(self, parents: Tensor) -> Plan:
+        up = ancestry(parents)
+        depth = up.sum(-1).long() - 1
+        return Plan(depth, int(depth.max()), {window: self._mask(up, depth, window) for window in self._windows})
+
+    def _mask(self, up: Tensor, depth: Tensor, window: int) -> Tensor:
+        rows, slots, _ = up.shape
+        positions = torch.arange(-self._capacity, 0, device=self._device).expand(rows, -1)
+        positions = torch.cat([positions, depth], 1)
+        visible = torch.cat([up.new_ones(rows, slots, self._capacity), up], 2) > 0
+        if window:
+            visible &= depth[:, :, None] - positions[:, None, :] < window
+        visible = torch.nn.functional.pad(visible, (0, 1), value=False)
+        hidden = torch.finfo(self._dtype).min
+        return torch.zeros(visible.shape, dtype=self._dtype, device=self._device).masked_fill_(~visible, hidden)
+
+
+def _parents(key: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+    return torch.tensor(key, dtype=torch.int64, device=device).reshape(len(key), len(key[0]))
+
+
+def _key(parents: Tensor) -> tuple[tuple[int, ...], ...]:
+    """One row when all rows are alike."""
+    if parents.shape[1] == 0:
+        return ((),)
+    rows = parents.tolist()
+    if all(row == rows[0] for row in rows):
+        rows = rows[:1]
+    return tuple(map(tuple, rows))

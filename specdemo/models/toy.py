@@ -1,0 +1,109 @@
+"""A target small enough to know exactly: the next-token distribution depends on the last `order` tokens, through a
+seeded table. For tests of everything that is written against `core.protocol.Target`.
+
+B rows, T prompt tokens, N draft nodes, S = N + 1 slots, V vocabulary, H hidden, R table rows.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from specdemo.core.protocol import Forward
+
+TABLE_ROWS = 4096
+PEAKEDNESS = 1.5
+
+
+class ToyTarget:
+    """Implements `Target` on the CPU: trees, batches with ragged paths, taps, crop. Two with one seed are one model.
+
+    A context shorter than `order` counts as padded with token 0 in front.
+    """
+
+    name = "toy"
+    tokenizer = None
+    num_layers = 3
+    weight_bytes = 0
+    history_bytes = 0
+    dtype = torch.float32
+
+    def __init__(
+        self,
+        vocab_size: int = 16,
+        seed: int = 0,
+        order: int = 2,
+        hidden_size: int = 8,
+        stop_token_ids: tuple[int, ...] = (),
+    ) -> None:
+        self.vocab_size, self.hidden_size, self.stop_token_ids = vocab_size, hidden_size, stop_token_ids
+        self.supports_trees = True
+        self.max_length = 4096
+        self.device = torch.device("cpu")
+        rng = torch.Generator().manual_seed(seed)
+        rows = min(vocab_size**order, TABLE_ROWS)
+        self._states = torch.randn(self.num_layers + 1, rows, hidden_size, generator=rng)
+        self._powers = torch.tensor([vocab_size ** (order - 1 - i) % rows for i in range(order)])
+        self.embed = nn.Embedding.from_pretrained(torch.randn(vocab_size, hidden_size, generator=rng))
+        self.lm_head = nn.Linear(hidden_size, vocab_size, bias=False).requires_grad_(False)
+        self.lm_head.weight.copy_(PEAKEDNESS * torch.randn(vocab_size, hidden_size, generator=rng) / hidden_size**0.5)
+        self._order = order
+        self.release()
+
+    @property
+    def length(self) -> list[int]:
+        """Committed tokens per row."""
+        return [len(row) for row in self._history]
+
+    def next_probs(self, context: list[int]) -> Tensor:
+        """The exact distribution [V] of the token after `context`, at temperature 1."""
+        window = ([0] * self._order + context)[-self._order :]
+        state = self._states[-1, self._rows(torch.tensor(window))]
+        probs: Tensor = self.lm_head(state).softmax(-1)
+        return probs
+
+    def start(self, tokens: Tensor, taps: tuple[int, ...] = (), reserve: int = 0) -> Forward:
+        self._history = tokens.tolist()
+        windows = nn.functional.pad(tokens, (self._order - 1, 0)).unfold(1, self._order, 1)
+        return self._say(windows, taps, slice(-1, None))
+
+    def forward(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...] = ()) -> Forward:
+        self._require_start()
+        self._slots = tokens.clamp_min(0)
+        return self._say(self._windows(parents), taps, slice(None))
+
+    def commit(self, path: list[list[int]]) -> None:
+        for history, slots, kept in zip(self._history, self._slots.tolist(), path, strict=True):
+            history += [slots[slot] for slot in kept]
+
+    def crop(self, lengths: list[int]) -> None:
+        """Rows forget all but their first lengths[b] tokens."""
+        for history, length in zip(self._history, lengths, strict=True):
+            del history[length:]
+
+    def release(self) -> None:
+        self._history: list[list[int]] = []
+        self._slots = torch.empty(0, 0, dtype=torch.int64)
+
+    def _require_start(self) -> None:
+        if not self._history:
+            raise ValueError("there is no history; call start() with the prompt first")
+
+    def _windows(self, parents: Tensor) -> Tensor:
+        """The last `order` tokens at every slot, [B, S, order]."""
+        batch, nodes = parents.shape
+        tails = [([0] * self._order + history[-self._order :])[-self._order :] for history in self._history]
+        windows = torch.empty(batch, nodes + 1, self._order, dtype=torch.int64)
+        windows[:, 0] = torch.tensor(tails)
+        before, rows = windows[:, 0].clone(), torch.arange(batch)
+        for slot in range(nodes + 1):
+            above = before if slot == 0 else windows[rows, parents[:, slot - 1]]
+            windows[:, slot] = torch.cat([above[:, 1:], self._slots[:, slot, None]], 1)
+        return windows
+
+    def _rows(self, windows: Tensor) -> Tensor:
+        """Windows [..., order] -> rows of the table [...]."""
+        return (windows * self._powers).sum(-1) % self._states.shape[1]
+
+    def _say(self, windows: Tensor, taps: tuple[int, ...], kept: slice) -> Forward:
+        rows = self._rows(windows)
+        hidden = {tap: self.embed(windows[..., -1]) if tap == 0 else self._states[tap, rows] for tap in taps}
+        return Forward(self.lm_head(self._states[-1, rows[:, kept]]), hidden)
