@@ -7,9 +7,8 @@ end, on any machine; what it saw is written down beside the result.
 import json
 import platform
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,8 +49,9 @@ class History:
     evaluations: list[dict[str, float]] = field(default_factory=list)
 
 
-Batches = Callable[[float, int], Tensor]  # (progress 0..1, step) -> tokens [B, T]
-Loss = Callable[[Tensor], tuple[Tensor, dict[str, float]]]
+Batch = tuple[Tensor, ...]  # columns about the same rows, tokens [B, T] first
+Batches = Callable[[float, int], Batch]  # (progress 0..1, step) -> batch
+Loss = Callable[..., Tensor]  # (*columns) -> mean nats per token
 Evaluate = Callable[[], dict[str, float]]
 
 
@@ -72,6 +72,71 @@ def optimizers(module: nn.Module, schedule: Schedule) -> list[torch.optim.Optimi
     return built
 
 
+@dataclass(slots=True)
+class Run:
+    """A module, its optimizers and its history: all that a checkpoint must hold to go on exactly."""
+
+    module: nn.Module
+    optimizers: list[torch.optim.Optimizer]
+    history: History
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        state = {
+            "module": self.module.state_dict(),
+            "optimizers": [o.state_dict() for o in self.optimizers],
+            "history": asdict(self.history),
+            "rng": torch.get_rng_state(),
+        }
+        torch.save(state, part)
+        part.replace(path)  # a kill leaves either the old checkpoint or the new one
+
+    def load(self, path: Path) -> None:
+        saved = torch.load(path, weights_only=True)
+        self.module.load_state_dict(saved["module"])
+        for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        self.history = History(**saved["history"])
+        torch.set_rng_state(saved["rng"])
+
+    def step(self, batch: Batch, loss: Loss, scale: float, micro_tokens: int) -> float:
+        """One update at `scale` times the peak learning rates -> loss in nats per token."""
+        rows, length = batch[0].shape
+        pieces = zip(*(column.split(max(1, micro_tokens // length)) for column in batch), strict=True)
+        total = 0.0
+        for piece in pieces:
+            value = loss(*piece) * (len(piece[0]) / rows)
+            value.backward()
+            total += value.item()
+        nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak"] * scale
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.history.step += 1
+        self.history.tokens += batch[0].numel()
+        return total
+
+    def evaluate(self, evaluate: Evaluate, train_loss: float) -> dict[str, float]:
+        self.module.eval()
+        with torch.no_grad():
+            numbers = evaluate()
+        self.module.train()
+        h = self.history
+        h.evaluations.append(
+            {
+                "step": h.step,
+                "tokens": h.tokens,
+                "seconds": round(h.seconds),
+                "train_loss": round(train_loss, 4),
+                **numbers,
+            }
+        )
+        return h.evaluations[-1]
+
+
 def fit(
     module: nn.Module,
     batches: Batches,
@@ -81,96 +146,64 @@ def fit(
     checkpoint: Path,
     micro_tokens: int = 2048,
     evaluate_every_seconds: float = 240.0,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> History:
-    """Train `module` in place until `schedule.minutes` of training time are used; resume from `checkpoint` if it exists.
+    """Train `module` in place until `schedule.minutes` of training are used; go on from `checkpoint` if it exists.
 
     A batch runs in pieces of `micro_tokens` tokens whose gradients add up: small pieces stay in a CPU's cache.
+    Evaluations and checkpoints do not count as training time. `clock` tells seconds.
     """
-    built = optimizers(module, schedule)
-    history = History()
+    run = Run(module, optimizers(module, schedule), History())
     if checkpoint.exists():
-        saved = torch.load(checkpoint, weights_only=True)
-        module.load_state_dict(saved["module"])
-        for optimizer, state in zip(built, saved["optimizers"], strict=True):
-            optimizer.load_state_dict(state)
-        history = History(**saved["history"])
-        torch.set_rng_state(saved["rng"])
-
-    def save() -> None:
-        checkpoint.parent.mkdir(parents=True, exist_ok=True)
-        part = checkpoint.with_suffix(".part")
-        state = {
-            "module": module.state_dict(),
-            "optimizers": [o.state_dict() for o in built],
-            "history": asdict(history),
-            "rng": torch.get_rng_state(),
-        }
-        torch.save(state, part)
-        part.replace(checkpoint)  # a kill leaves either the old checkpoint or the new one
-
+        run.load(checkpoint)
+    history = run.history
     total = schedule.minutes * 60.0
     saved_at = evaluated_at = history.seconds
     bar = tqdm(total=round(total), initial=round(history.seconds), unit="s", desc=checkpoint.parent.name, mininterval=5)
     module.train()
     while history.seconds < total:
-        started = time.perf_counter()
+        started = clock()
         progress = history.seconds / total
-        scale = schedule.scale(history.step, progress)
-        for optimizer in built:
-            for group in optimizer.param_groups:
-                group["lr"] = group["peak"] * scale
         batch = batches(progress, history.step)
-        numbers: dict[str, float] = {}
-        total_loss = 0.0
-        for piece in batch.split(max(1, micro_tokens // batch.shape[1])):
-            value, numbers = loss(piece)
-            value = value * (len(piece) / len(batch))
-            value.backward()  # type: ignore[no-untyped-call]
-            total_loss += value.item()
-        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-        for optimizer in built:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        history.step += 1
-        history.tokens += batch.numel()
-        history.seconds += time.perf_counter() - started
+        train_loss = run.step(batch, loss, schedule.scale(history.step, progress), micro_tokens)
+        history.seconds += clock() - started
         if history.step % 10 == 0:
             bar.n = round(history.seconds)
-            bar.set_postfix({"step": history.step, "loss": f"{total_loss:.3f}", **numbers})
-        due = history.seconds - evaluated_at >= evaluate_every_seconds
-        if due or history.seconds >= total:
-            module.eval()
-            with torch.no_grad():
-                result = {"step": history.step, "tokens": history.tokens, "seconds": round(history.seconds)}
-                history.evaluations.append({**result, "train_loss": round(total_loss, 4), **evaluate()})
-            module.train()
+            bar.set_postfix(step=history.step, loss=f"{train_loss:.3f}")
+        ended = history.seconds >= total
+        if ended or history.seconds - evaluated_at >= evaluate_every_seconds:
+            bar.write(json.dumps(run.evaluate(evaluate, train_loss)))
             evaluated_at = history.seconds
-            bar.write(json.dumps(history.evaluations[-1]))
-        if history.seconds - saved_at >= CHECKPOINT_SECONDS or history.seconds >= total:
-            save()
+        if ended or history.seconds - saved_at >= CHECKPOINT_SECONDS:
+            run.save(checkpoint)
             saved_at = history.seconds
     bar.close()
     module.eval()
     return history
 
 
-def write_provenance(out: Path, history: History, data_sha256: str, **more: Any) -> None:
+def hardware(device: torch.device) -> str:
+    """The name of what a run was made on."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    listing = Path("/proc/cpuinfo")
+    lines = listing.read_text(encoding="utf-8").splitlines() if listing.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "CPU"
+
+
+def source_commit() -> str | None:
+    """The git commit of this source; None outside a checkout."""
+    asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    return asked.stdout.strip() or None
+
+
+def write_provenance(out: Path, history: History, **facts: Any) -> None:
     """`provenance.json` beside a result: what ran, on what, on which data, and the curve."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
-    facts = {
-        "argv": ["specdemo", *sys.argv[1:]],
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
-        "commit": commit.stdout.strip() or None,
-        "data_sha256": data_sha256,
-        **more,
-        **asdict(history),
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
     }
+    facts = {**facts, "versions": versions, "commit": source_commit(), **asdict(history)}
     (out / "provenance.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-
-
-def cycle(epoch: Callable[[int], Iterator[Tensor]]) -> Iterator[Tensor]:
-    """Epoch 0, 1, 2, ... without end."""
-    number = 0
-    while True:
-        yield from epoch(number)
-        number += 1

@@ -1,18 +1,30 @@
 """What made the shipped models: `specdemo train stories-target | stories-draft-wide | stories-draft-deep`.
 
-A recipe is a function `(corpus, out, minutes, device) -> None` that leaves a standard Hugging Face folder in `out`.
+A recipe leaves a standard Hugging Face folder with `MODEL_CARD.md` and `provenance.json`. Killed, it goes on from its
+last checkpoint when it is started again with the same folder.
 """
 
-import random
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
+from specdemo.models.load import resolve
+from specdemo.training.agreement import agreement, next_probs
+from specdemo.training.cards import write_attribution, write_card
+from specdemo.training.collect import Plan, Recorded, autocast, collect, load_cache
 from specdemo.training.corpus import (
     END,
     VOCAB_SIZE,
@@ -23,8 +35,8 @@ from specdemo.training.corpus import (
     train_tokenizer,
     windows,
 )
-from specdemo.training.fit import History, Schedule, fit, write_provenance
-from specdemo.training.losses import cross_entropy
+from specdemo.training.fit import Batch, History, Schedule, fit, hardware, write_provenance
+from specdemo.training.losses import cross_entropy, head_forward_kl, toward_argmax
 
 CONTEXT = 512
 
@@ -42,10 +54,34 @@ WIDE = Shape(layers=1, hidden=256, intermediate=672, heads=4)
 DEEP = Shape(layers=4, hidden=128, intermediate=512, heads=2)  # as many parameters as WIDE
 
 
-def build(shape: Shape) -> LlamaForCausalLM:
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One call of `train`, everything decided."""
+
+    recipe: str
+    shape: Shape
+    corpus: Path
+    out: Path
+    minutes: float
+    device: torch.device
+    target: str  # drafts only, as is the rest
+    cache: Path
+    plan: Plan
+    backwards: bool
+
+    @property
+    def large(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def micro_tokens(self) -> int:
+        return 65536 if self.large else 2048
+
+
+def build(shape: Shape, vocab_size: int = VOCAB_SIZE) -> LlamaForCausalLM:
     """A tied Llama with small initial residual branches."""
     config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
         num_hidden_layers=shape.layers,
@@ -57,10 +93,10 @@ def build(shape: Shape) -> LlamaForCausalLM:
         bos_token_id=0,
         eos_token_id=0,
         pad_token_id=0,
-        attn_implementation="eager",  # forward + backward 1.2x as fast as SDPA at these sizes on a CPU
     )
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)
+    model.set_attn_implementation("eager")  # forward + backward 1.2x as fast as SDPA at these sizes on a CPU
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.mul_((2 * shape.layers) ** -0.5)
@@ -68,13 +104,20 @@ def build(shape: Shape) -> LlamaForCausalLM:
     return model
 
 
-def logits_of(model: LlamaForCausalLM, tokens: Tensor) -> Tensor:
+def logits_of(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """tokens [B, T] -> logits [B, T, V], matrix products in bf16."""
-    with torch.autocast(tokens.device.type, torch.bfloat16):
-        return model(input_ids=tokens, use_cache=False).logits
+    with autocast(tokens.device):
+        logits: Tensor = model(input_ids=tokens, use_cache=False).logits
+    return logits
 
 
-def held_out_loss(model: LlamaForCausalLM, rows: Tensor) -> float:
+def held_out_rows(corpus: Corpus, tokenizer: Tokenizer, length: int) -> Tensor:
+    """The held-out text as [N, length]; one shorter row when there is less of it than that."""
+    stream = token_stream(corpus.valid, tokenizer)
+    return windows(stream, min(length, len(stream)))
+
+
+def held_out_loss(model: PreTrainedModel, rows: Tensor) -> float:
     """rows [N, T + 1] -> mean nats per token."""
     total = 0.0
     for chunk in rows.split(16):
@@ -95,9 +138,9 @@ class GrowingWindows:
 
     _epoch: int = -1
     _length: int = 0
-    _queue: list[Tensor] | None = None
+    _queue: list[Tensor] = field(default_factory=list)
 
-    def __call__(self, progress: float, step: int) -> Tensor:
+    def __call__(self, progress: float, step: int) -> Batch:
         length = self.long if progress >= self.long_from else self.short
         if not self._queue or length != self._length:
             if self._epoch < 0:  # a resumed run goes on with other epochs than those it has seen
@@ -105,12 +148,14 @@ class GrowingWindows:
             self._epoch += 1
             self._length = length
             self._queue = list(self.epochs.batches(self._epoch, self.tokens_per_batch // length, length))
-        return self._queue.pop().to(self.device)
+            if not self._queue:
+                raise ValueError(f"the corpus is smaller than one batch of {self.tokens_per_batch} tokens: add text")
+        return (self._queue.pop().to(self.device),)
 
 
 def save_model(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
     """bf16 safetensors in shards below 10 MB, tokenizer and generation config."""
-    model = model.to(torch.bfloat16)
+    model = nn.Module.to(model, torch.bfloat16)
     model.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=0, pad_token_id=0)
     model.save_pretrained(out, max_shard_size="9MB")
     PreTrainedTokenizerFast(
@@ -118,25 +163,40 @@ def save_model(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None
     ).save_pretrained(out)
 
 
-def stories_target(directory: Path, out: Path, minutes: float, device: torch.device) -> None:
-    """The target: 12 x 256, cross-entropy on the stories, about 10 % of them retold."""
-    corpus = read_corpus(directory)
-    out.mkdir(parents=True, exist_ok=True)
-    tokenizer = load_or_train_tokenizer(corpus, out)
-    model = build(TARGET).to(device)
-    valid = windows(token_stream(corpus.valid, tokenizer), CONTEXT + 1).to(device)
-    large = device.type == "cuda"
-    batches = GrowingWindows(StoryEpochs(corpus.train, tokenizer), 65536 if large else 4096, device)
+def finish(job: Job, model: LlamaForCausalLM, tokenizer: Tokenizer, corpus: Corpus, history: History) -> None:
+    """Write model, provenance, attribution and card."""
+    save_model(model, tokenizer, job.out)
+    write_provenance(
+        job.out,
+        history,
+        recipe=job.recipe,
+        minutes=job.minutes,
+        hardware=hardware(job.device),
+        threads=torch.get_num_threads(),
+        parameters=model.num_parameters(),
+        data_sha256=corpus.sha256,
+    )
+    write_attribution(job.corpus, job.out)
+    write_card(job.out)
 
-    def loss(tokens: Tensor) -> tuple[Tensor, dict[str, float]]:
-        return cross_entropy(logits_of(model, tokens[:, :-1]), tokens[:, 1:]), {}
+
+def stories_target(job: Job) -> None:
+    """The target: cross-entropy on the stories, about 10 % of them retold."""
+    corpus = read_corpus(job.corpus)
+    tokenizer = load_or_train_tokenizer(corpus, job.out)
+    model = nn.Module.to(build(job.shape), job.device)
+    valid = held_out_rows(corpus, tokenizer, CONTEXT + 1).to(job.device)
+    batches = GrowingWindows(StoryEpochs(corpus.train, tokenizer), 65536 if job.large else 4096, job.device)
+
+    def loss(tokens: Tensor) -> Tensor:
+        return cross_entropy(logits_of(model, tokens[:, :-1]), tokens[:, 1:])
 
     def evaluate() -> dict[str, float]:
         return {"held_out_loss": round(held_out_loss(model, valid), 4)}
 
-    history = fit(model, batches, loss, evaluate, Schedule(minutes, decay_from=0.4), out / "checkpoint.pt", 65536 if large else 2048)
-    save_model(model, tokenizer, out)
-    write_provenance(out, history, corpus.sha256, parameters=model.num_parameters())
+    schedule = Schedule(job.minutes, decay_from=0.4)
+    history = fit(model, batches, loss, evaluate, schedule, job.out / "checkpoint.pt", job.micro_tokens)
+    finish(job, model, tokenizer, corpus, history)
 
 
 def load_or_train_tokenizer(corpus: Corpus, out: Path) -> Tokenizer:
@@ -148,4 +208,142 @@ def load_or_train_tokenizer(corpus: Corpus, out: Path) -> Tokenizer:
     return tokenizer
 
 
-RECIPES: dict[str, Callable[[Path, Path, float, torch.device], None]] = {"stories-target": stories_target}
+@dataclass(frozen=True, slots=True)
+class Lessons:
+    """What a draft sees at a share `progress` of its time; a pure function, so that a resumed run goes on exactly.
+
+    Until `listen_from`: text, for cross-entropy. Then text with the target's distributions. From `samples_from` on,
+    half of the rows are the target's own samples, rows are `context` long and the loss leans to the target's choice.
+    """
+
+    text: Recorded  # rows of `context` tokens
+    samples: Recorded
+    tokens_per_batch: int
+    device: torch.device
+    listen_from: float = 0.1
+    samples_from: float = 0.6
+    lean: float = 0.2
+
+    def __call__(self, progress: float, step: int) -> Batch:
+        if progress >= self.samples_from:
+            half = max(1, self.tokens_per_batch // self.text.tokens.shape[1] // 2)
+            drawn = [turn(self.text, half, step), turn(self.samples, half, step)]
+            tokens, indices, probs = (torch.cat(columns) for columns in zip(*drawn, strict=True))
+            probs = toward_argmax(probs, self.lean)
+        else:
+            short = self.text.cut(2)
+            tokens, indices, probs = turn(short, self.tokens_per_batch // short.tokens.shape[1], step)
+        if progress < self.listen_from:  # the text itself: its next token with certainty
+            tokens, indices = tokens[:, :-1], tokens[:, 1:, None]
+            probs = torch.ones(indices.shape)
+        return tokens.to(self.device), indices.to(self.device), probs.to(self.device)
+
+
+def turn(recorded: Recorded, count: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`count` rows for `step`: every row once in an epoch, in an order of the epoch's own."""
+    per_epoch = max(1, len(recorded) // count)
+    epoch, place = divmod(step, per_epoch)
+    order = torch.randperm(len(recorded), generator=torch.Generator().manual_seed(epoch))
+    return recorded.rows(order[place * count : (place + 1) * count])
+
+
+def stories_draft(job: Job) -> None:
+    """A draft: cross-entropy first, then forward KL to the target on text, at last also on the target's own samples."""
+    corpus = read_corpus(job.corpus)
+    target, wrapped = load_target(job)
+    tokenizer = wrapped.backend_tokenizer
+    recorded = record(job, target, corpus, tokenizer)
+    valid = held_out_rows(corpus, tokenizer, CONTEXT)
+    truth = next_probs(target, valid)
+    model = nn.Module.to(build(job.shape, target.config.vocab_size), job.device)
+    if job.shape.hidden == target.config.hidden_size:
+        model.model.embed_tokens.load_state_dict(target.get_input_embeddings().state_dict())
+    batches = Lessons(*recorded, 65536 if job.large else 4096, job.device)
+
+    def loss(tokens: Tensor, indices: Tensor, probs: Tensor) -> Tensor:
+        with autocast(job.device):
+            hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
+        return head_forward_kl(hidden.flatten(0, 1), model.lm_head.weight, indices.flatten(0, 1), probs.flatten(0, 1))
+
+    def evaluate() -> dict[str, float]:
+        return agreement(model, truth, valid)
+
+    schedule = Schedule(job.minutes, decay_from=0.2)
+    history = fit(model, batches, loss, evaluate, schedule, job.out / "checkpoint.pt", job.micro_tokens, 120.0)
+    finish(job, model, tokenizer, corpus, history)
+
+
+def load_target(job: Job) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """The target in fp32 and its tokenizer. Raises ValueError when there is none at `job.target`."""
+    try:
+        target = AutoModelForCausalLM.from_pretrained(job.target, dtype=torch.float32)
+        return nn.Module.to(target.eval(), job.device), PreTrainedTokenizerFast.from_pretrained(job.target)
+    except OSError as error:
+        raise ValueError(f"no target model at {job.target}: name the folder of stories-target with --target") from error
+
+
+def record(job: Job, target: PreTrainedModel, corpus: Corpus, tokenizer: Tokenizer) -> tuple[Recorded, Recorded]:
+    """The target's cache of text and samples, completed if need be."""
+    text = windows(StoryEpochs(corpus.train, tokenizer).stream(0, CONTEXT), job.plan.context)
+    stories = [e.ids for e in tokenizer.encode_batch(corpus.train)]
+    collect(target, text, stories, job.cache, job.plan, job.backwards)
+    return load_cache(job.cache, ["text"]), load_cache(job.cache, ["samples"])
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    make: Callable[[Job], None]
+    shape: Shape
+    minutes: float  # on CPU
+    threads: int | None  # on CPU; None: one per core
+    plan: Plan = Plan()
+    backwards: bool = False  # the end of the shared cache to begin at, so that both drafts can collect at once
+
+
+RECIPES: dict[str, Recipe] = {
+    "stories-target": Recipe(stories_target, TARGET, minutes=88.0, threads=None),
+    "stories-draft-wide": Recipe(stories_draft, WIDE, minutes=25.0, threads=1),
+    "stories-draft-deep": Recipe(stories_draft, DEEP, minutes=25.0, threads=1, backwards=True),
+}
+
+
+def train(
+    recipe: str,
+    corpus: Path,
+    out: Path | None = None,
+    minutes: float | None = None,
+    device: str = "auto",
+    threads: int | None = None,
+    target: str | None = None,
+    cache: Path | None = None,
+) -> Path:
+    """Run a recipe and return its folder. Raises ValueError, one line, when something is missing.
+
+    `minutes` counts training alone; a draft first completes the target's cache in `cache` (default: `cache` beside
+    `out`), which drafts of one target share: started at the same time, they share that work too. `target` is a folder,
+    an embedded name or a hub id. `threads` of the CPU; a small draft is fastest with one.
+    """
+    if recipe not in RECIPES:
+        raise ValueError(f"unknown recipe '{recipe}'; there are {', '.join(RECIPES)}")
+    if not corpus.is_dir():
+        raise ValueError(f"no corpus folder {corpus}: name a folder of *.txt files with --corpus")
+    if minutes is not None and minutes <= 0.0:
+        raise ValueError(f"minutes must be positive, not {minutes:g}")
+    chosen = RECIPES[recipe]
+    out = out or Path("runs") / recipe
+    out.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(threads or chosen.threads or os.cpu_count() or 1)
+    job = Job(
+        recipe=recipe,
+        shape=chosen.shape,
+        corpus=corpus,
+        out=out,
+        minutes=minutes or chosen.minutes,
+        device=torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device),
+        target=resolve(target or "stories"),
+        cache=cache or out.parent / "cache",
+        plan=chosen.plan,
+        backwards=chosen.backwards,
+    )
+    chosen.make(job)
+    return out

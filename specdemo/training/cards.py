@@ -1,0 +1,166 @@
+"""`MODEL_CARD.md` and `ATTRIBUTION.md` of a trained folder, made from what the run wrote down and from the weights.
+
+The samples are the first ones drawn from fixed prompts and fixed seeds; nothing is picked or edited.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from specdemo.training.collect import continue_texts
+
+PROMPTS = (
+    "Once upon a time, there was a little dragon who",
+    "One day, Tom and his dog went to the park.",
+    "The old clock on the wall",
+)
+SAMPLE_TOKENS = 140
+CURVE_ROWS = 12
+BARS = "▁▂▃▄▅▆▇█"
+
+DATA = """\
+Excerpts of TinyStories (Eldan & Li 2023, arXiv 2305.07759; data licence CDLA-Sharing-1.0) and English picture books of
+the African Storybook and of Pratham Books' StoryWeaver (CC-BY; every title and author is named in {attribution}).
+About a tenth of the stories are told a second time with one name or thing changed, so that there is something to copy.
+150 stories were held out; the losses and agreements below are on them."""
+
+LICENCE = "The weights: Apache-2.0. The data keep their own licences, named above; they are not part of this folder."
+
+HONESTY = f"Unedited and not picked; a story ends where the model ended it, else after {SAMPLE_TOKENS} tokens."
+
+ABOUT = {
+    "stories-target": """\
+A small story teller: the target of specdemo's default comparison. It writes simple English stories in the manner of its
+data, nothing else.""",
+    "stories-draft-wide": """\
+A draft for speculative decoding of `stories`: one wide layer, so that a guess costs little time.""",
+    "stories-draft-deep": """\
+A draft for speculative decoding of `stories`: four narrow layers, as many parameters as `stories-draft-wide`, so that
+the two show what depth costs (arXiv 2402.01528).""",
+}
+
+METHOD = {
+    "stories-target": """\
+Cross-entropy; Muon for the hidden matrices, AdamW for the rest; matrix products in bf16; windows of 256 tokens, and of
+512 from 70 % of the time on; the learning rate is constant to 40 % of the time, then falls linearly to 2 %.""",
+    "draft": """\
+Cross-entropy on text first, then forward KL to the target's recorded distributions (its 32 most probable tokens at
+every position, the rest as one lump); in the last part half of the rows are the target's own samples (temperatures 0,
+0.7 and 1) and a share of the loss is cross-entropy to the target's greedy choice. Muon for the hidden matrices, AdamW
+for the rest; matrix products in bf16; the learning rate falls linearly to 2 %.""",
+}
+
+LIMITS = {
+    "stories-target": """\
+English children's stories only. It knows no facts, follows no instructions and was not made safe for any use beyond
+demonstrations. Greedy text tends to repeat itself; names and objects drift after a few sentences. A quarter of the
+training stories had their capitals restored by rule, so some names stay lower-case. The context is 512 tokens.""",
+    "draft": """\
+Made to guess what its target says, not to write: on its own its text falls apart quickly. It fits only a target with
+the same tokenizer, and its guesses get worse away from simple stories. The context is 512 tokens.""",
+}
+
+
+def sparkline(values: list[float]) -> str:
+    """One bar per value, lowest to highest."""
+    low, high = min(values), max(values)
+    step = (high - low) / (len(BARS) - 1) or 1.0
+    return "".join(BARS[round((v - low) / step)] for v in values)
+
+
+def evenly(rows: list[dict[str, float]], count: int) -> list[dict[str, float]]:
+    """At most `count` of `rows`, the first and the last among them."""
+    if len(rows) <= count:
+        return rows
+    return [rows[round(i * (len(rows) - 1) / (count - 1))] for i in range(count)]
+
+
+def curve(evaluations: list[dict[str, float]]) -> str:
+    """A sparkline of what was measured and a table of the run."""
+    if not evaluations:
+        return "(nothing was evaluated)"
+    names = [n for n in evaluations[0] if n not in ("step", "seconds", "tokens")]
+    lines = [f"`{sparkline([e[n] for e in evaluations])}` {n.replace('_', ' ')}  " for n in names]
+    heads = ["minutes", "tokens seen", *(n.replace("_", " ") for n in names)]
+    lines += ["", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for e in evenly(evaluations, CURVE_ROWS):
+        numbers = " | ".join(f"{e[n]:.3f}" for n in names)
+        lines.append(f"| {e['seconds'] / 60:.1f} | {e['tokens'] / 1e6:.2f} M | {numbers} |")
+    return "\n".join(lines)
+
+
+def sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompt: str, temperature: float) -> str:
+    """What the model says behind `prompt`, to the end of the story or for `SAMPLE_TOKENS` tokens; seed 0."""
+    ids = tokenizer.encode(prompt)
+    generator = torch.Generator().manual_seed(0)
+    text = continue_texts(model, torch.tensor([ids]), len(ids) + SAMPLE_TOKENS, torch.tensor([temperature]), generator)
+    said = text[0, len(ids) :].tolist()
+    ended = said.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in said else len(said)
+    return str(tokenizer.decode(said[:ended], clean_up_tokenization_spaces=False))
+
+
+def samples(folder: Path) -> str:
+    """The samples of the model in `folder`, in fp32 on one CPU thread's arithmetic."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    lines = []
+    for temperature, name in ((0.0, "greedy"), (0.7, "temperature 0.7, seed 0")):
+        for prompt in PROMPTS:
+            said = " ".join(sample(model, tokenizer, prompt, temperature).split())
+            lines.append(f"- {name}: **{prompt}** {said}")
+    return "\n".join(lines)
+
+
+def recipe_facts(facts: dict[str, Any], config: dict[str, Any], recipe: str) -> str:
+    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
+    minutes = facts.get("minutes", round(facts["seconds"] / 60))
+    shape = (
+        f"Llama, {config['num_hidden_layers']} x {config['hidden_size']}, feed-forward {config['intermediate_size']}, "
+        f"{config['num_attention_heads']} heads, vocabulary {config['vocab_size']}, tied"
+    )
+    source = f"source commit {facts['commit'] or 'not recorded'}, corpus sha256 `{facts['data_sha256'][:16]}`"
+    lines = [
+        f"- command: `python -m specdemo train {recipe} --corpus CORPUS --minutes {minutes:g}`",
+        f"- shape: {shape}; {facts['parameters']:,} parameters, stored in bf16",
+        f"- seen: {facts['tokens']:,} tokens in {facts['step']:,} steps and {facts['seconds'] / 60:.0f} minutes",
+        f"- software: {versions}; {source}",
+    ]
+    if "hardware" in facts:
+        lines.append(f"- hardware: {facts['hardware']}, {facts['threads']} thread(s)")
+    return "\n".join(lines)
+
+
+def write_card(folder: Path, recipe: str | None = None) -> Path:
+    """`MODEL_CARD.md` in `folder` from its provenance, config and weights; `recipe` if the provenance names none."""
+    facts = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    name = facts.get("recipe") or recipe or "stories-target"
+    kind = name if name in METHOD else "draft"
+    title = "stories" if name == "stories-target" else name
+    beside = (folder / "ATTRIBUTION.md").exists()
+    attribution = "[ATTRIBUTION.md](ATTRIBUTION.md)" if beside else "the ATTRIBUTION.md of `stories`"
+    sections = {
+        "Data": DATA.format(attribution=attribution),
+        "Licence": LICENCE,
+        "Recipe": f"{METHOD[kind]}\n\n{recipe_facts(facts, config, name)}",
+        "Curve": curve(facts["evaluations"]),
+        "Samples": f"{HONESTY}\n\n{samples(folder)}",
+        "Limits": LIMITS[kind],
+    }
+    body = "\n\n".join(f"## {head}\n\n{text}" for head, text in sections.items())
+    card = folder / "MODEL_CARD.md"
+    card.write_text(f"# {title}\n\n{ABOUT.get(name, 'A small model of stories.')}\n\n{body}\n", encoding="utf-8")
+    return card
+
+
+def write_attribution(corpus: Path, folder: Path) -> None:
+    """`ATTRIBUTION.md` in `folder`: the `ORIGIN-*.md` files of the corpus, which travel with what is made of it."""
+    origins = [p.read_text(encoding="utf-8").strip() for p in sorted(corpus.glob("ORIGIN-*.md"))]
+    if origins:
+        head = "# Where the training text comes from"
+        (folder / "ATTRIBUTION.md").write_text(
+            "\n\n".join([head, *("#" + o for o in origins)]) + "\n", encoding="utf-8"
+        )
