@@ -1,0 +1,38 @@
+"""Plain and speculative decoding of the same model, side by side, measured honestly.
+
+The public API; everything is imported when it is first used, so `import specdemo` costs nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specdemo.core.protocol import Budget, GenerationConfig
+    from specdemo.core.sampling import Sampling
+    from specdemo.engine.loop import generate
+    from specdemo.methods import load_drafter
+    from specdemo.models.load import load_target
+    from specdemo.presets.run import run
+
+__version__ = "0.1.0"
+__all__ = ["Budget", "GenerationConfig", "Sampling", "__version__", "generate", "load_drafter", "load_target", "run"]
+
+_HOMES = {
+    "Budget": "specdemo.core.protocol",
+    "GenerationConfig": "specdemo.core.protocol",
+    "Sampling": "specdemo.core.sampling",
+    "generate": "specdemo.engine.loop",
+    "load_drafter": "specdemo.methods",
+    "load_target": "specdemo.models.load",
+    "run": "specdemo.presets.run",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'specdemo' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

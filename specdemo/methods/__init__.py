@@ -74,7 +74,7 @@ def method(name: str) -> Any:
 def suggest(name: str, known: Any) -> str:
     """`did you mean 'x'?` or the list of what there is."""
     close = difflib.get_close_matches(name, list(known), n=1)
-    return f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(known) or 'none at all'}"
+    return f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(known)}" if known else "there is none"
 
 
 def knobs(name: str) -> list[Knob]:
@@ -106,5 +106,5 @@ def load_drafter(name: str, target: "Target", model: Any = None, **options: Any)
         raise ValueError(f"method {name!r} needs a model; name a draft model, e.g. 'stories-draft-wide'")
     if not cls.needs_model and model is not None:
         raise ValueError(f"method {name!r} takes no model; leave {model!r} out")
-    drafter: "Drafter" = cls(target, model, checked)
+    drafter: Drafter = cls(target, model, checked)
     return drafter

@@ -1,0 +1,50 @@
+"""A preset from end to end, and its trace on disk."""
+
+from pathlib import Path
+from typing import Any
+
+from specdemo.core.trace import RunTrace, from_json, to_json
+from specdemo.engine.session import session
+from specdemo.presets.schema import preset
+
+
+def run(preset_id: str, prompt: str | None = None, out: str | Path | None = None, **overrides: Any) -> RunTrace:
+    """Run the comparison and return its trace, also written to `out` when given.
+
+    overrides: any setting of `Preset.with_changes` (k, method, max_new_tokens, temperature, seed, ...). Raises ValueError
+    with one line that names the cure.
+    """
+    changes = overrides if prompt is None else {**overrides, "prompt": prompt}
+    spec = preset(preset_id).with_changes(**changes).spec()
+    if out is not None:
+        check_writable(out)
+    trace = session().run(spec)
+    if out is not None:
+        save_trace(trace, out)
+    return trace
+
+
+def check_writable(out: str | Path) -> None:
+    """Raises ValueError when a file cannot be put there: before the run, not after it."""
+    path = Path(out)
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name a file in it")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"there is no folder {path.parent}; make it first")
+
+
+def save_trace(trace: RunTrace, out: str | Path) -> None:
+    Path(out).write_text(to_json(trace) + "\n", encoding="utf-8")
+
+
+def load_trace(path: str | Path) -> RunTrace:
+    """Read and check a stored trace. Raises ValueError with one line."""
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(f"cannot read {path}: {reason}; record a trace with specdemo run PRESET --out {path}") from None
+    try:
+        return from_json(content)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
