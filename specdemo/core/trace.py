@@ -15,6 +15,7 @@ MAX_TRACE_BYTES = 16_000_000
 
 Finish = Literal["stop", "length", "cancelled", "error"]
 Kind = Literal["target", "accepted", "corrected", "bonus"]
+Number = int | float | None
 _strict = ConfigDict(extra="forbid", allow_inf_nan=False)
 _FAST = FailFast()  # a hostile file gets one error per list, not millions
 _Ids = Annotated[list[int], _FAST]
@@ -70,7 +71,7 @@ class LaneTrace:
     text: str = ""
     finish: Finish = "cancelled"
     events: Annotated[list[StepEvent], _FAST] = field(default_factory=list)
-    summary: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Number | list[Number]] = field(default_factory=dict)
     pieces: Annotated[list[str], _FAST] = field(default_factory=list)
     note: str | None = None  # why the lane failed or runs otherwise than asked
 
@@ -84,7 +85,7 @@ class RunTrace:
     environment: dict[str, Any]
     schedule: Literal["race", "sequential"]
     lanes: Annotated[list[LaneTrace], _FAST]
-    comparison: Annotated[list[dict[str, Any]], _FAST] = field(default_factory=list)
+    comparison: Annotated[list[dict[str, Number | bool | str]], _FAST] = field(default_factory=list)
     prompt: str = ""
     vocabulary: dict[str, str] = field(default_factory=dict)
     schema: Literal[1] = SCHEMA
@@ -227,7 +228,7 @@ def compare(baseline: LaneTrace, lane: LaneTrace, greedy: bool, margin: float | 
     first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
     if first is None and len(a) != len(b):
         first = min(len(a), len(b))
-    ours, theirs = lane.summary.get("tokens_per_s"), baseline.summary.get("tokens_per_s")
+    ours, theirs = _speed(lane), _speed(baseline)
     return {
         "lane": lane.name,
         "speedup": round(ours / theirs, 4) if ours and theirs else None,
@@ -235,3 +236,8 @@ def compare(baseline: LaneTrace, lane: LaneTrace, greedy: bool, margin: float | 
         "first_divergence": first if greedy else None,
         "divergence_margin": margin if greedy else None,
     }
+
+
+def _speed(lane: LaneTrace) -> float | None:
+    speed = lane.summary.get("tokens_per_s")
+    return speed if isinstance(speed, int | float) else None
