@@ -1,0 +1,36 @@
+"""Imports run one way: a package imports itself and what stands left of it, `core` nothing but torch and pydantic."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ORDER = ["core", "models", "training", "methods", "engine", "presets", "bench", "ui"]
+PACKAGE = Path(__file__).parents[1] / "specdemo"
+
+
+def imported(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("package", ORDER)
+def test_imports_run_one_way(package):
+    allowed = {"__version__", *ORDER[: ORDER.index(package) + 1]}
+    for path in (PACKAGE / package).rglob("*.py"):
+        inside = {name.split(".")[1] for name in imported(path) if name.startswith("specdemo.")}
+        assert inside <= allowed, f"{path.relative_to(PACKAGE)} imports {sorted(inside - allowed)}"
+
+
+def test_core_needs_torch_and_pydantic_alone():
+    outside = {name.split(".")[0] for path in (PACKAGE / "core").rglob("*.py") for name in imported(path)}
+    assert outside - sys.stdlib_module_names <= {"specdemo", "torch", "pydantic"}
+
+
+def test_every_package_has_its_place():
+    assert {path.parent.name for path in PACKAGE.glob("*/*.py")} <= set(ORDER)
