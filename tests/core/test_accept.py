@@ -1,0 +1,224 @@
+"""The acceptance rules one verdict at a time: the fast rule is the readable one, and corner cases by hand."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specdemo.core import accept
+from specdemo.core.accept import Lossless, Typical, accept_rule, lossless_reference
+from specdemo.core.tree import ABSENT, Draft
+
+
+def rng(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def random_probs(shape, seed, zeros):
+    """Distributions with a share of zeros, never all zero."""
+    generator = rng(seed)
+    weights = torch.rand(shape, generator=generator) ** 2
+    weights = weights * (torch.rand(shape, generator=generator) >= zeros) + 1e-12
+    weights[weights <= 1e-12] = 0.0
+    weights[..., 0] += (weights.sum(-1) == 0).float()
+    return weights / weights.sum(-1, keepdim=True)
+
+
+@st.composite
+def trees(draw, max_nodes=7, vocabulary=4):
+    """tokens, parents [B, N]: empty, ragged and duplicate siblings included; below an absent node all are absent."""
+    rows, nodes = draw(st.integers(1, 3)), draw(st.integers(0, max_nodes))
+    chain = draw(st.booleans())
+    tokens = torch.empty(rows, nodes, dtype=torch.int64)
+    parents = torch.empty(rows, nodes, dtype=torch.int64)
+    for row in range(rows):
+        for node in range(nodes):
+            parent = node if chain else draw(st.integers(0, node))
+            orphan = parent > 0 and tokens[row, parent - 1] == ABSENT
+            parents[row, node] = parent
+            tokens[row, node] = ABSENT if orphan else draw(st.integers(ABSENT, vocabulary - 1))
+    return tokens, parents
+
+
+@st.composite
+def cases(draw, one_hot_target=False):
+    tokens, parents = draw(trees())
+    rows, nodes = tokens.shape
+    seed, zeros = draw(st.integers(0, 10_000)), draw(st.sampled_from([0.0, 0.3, 0.7]))
+    target = random_probs((rows, nodes + 1, 4), seed, zeros)
+    if one_hot_target:
+        target = torch.zeros_like(target).scatter_(-1, target.argmax(-1, keepdim=True), 1.0)
+    probs = random_probs((rows, nodes, 4), seed + 1, zeros) if draw(st.booleans()) else None
+    return Draft(tokens, parents, probs), target, seed
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(cases())
+def test_the_fast_rule_is_the_readable_one(case):
+    draft, target, seed = case
+    fast, readable = Lossless()(draft, target, rng(seed)), lossless_reference(draft, target, rng(seed))
+    assert fast.path == readable.path
+    assert fast.bonus.tolist() == readable.bonus.tolist()
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(cases(one_hot_target=True))
+def test_greedy_follows_the_argmax_with_or_without_coins(case):
+    draft, target, seed = case
+    verdict = Lossless()(draft, target, None)
+    best = target.argmax(-1)
+    for row, path in enumerate(verdict.path):
+        kept = [int(draft.tokens[row, slot - 1]) for slot in path[1:]]
+        said = [int(best[row, slot]) for slot in path]
+        assert [*kept, int(verdict.bonus[row])] == said
+    assert Typical()(draft, target, None).path == verdict.path
+    if draft.probs is None:
+        for other in (lossless_reference(draft, target, None), Lossless()(draft, target, rng(seed))):
+            assert other.path == verdict.path
+            assert other.bonus.tolist() == verdict.bonus.tolist()
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(cases(), st.sampled_from([Lossless(), Typical()]))
+def test_a_path_descends_over_possible_tokens_only(case, rule):
+    draft, target, seed = case
+    verdict = rule(draft, target, rng(seed))
+    for row, path in enumerate(verdict.path):
+        assert path[0] == 0
+        for parent, slot in pairwise(path):
+            token = int(draft.tokens[row, slot - 1])
+            assert int(draft.parents[row, slot - 1]) == parent
+            assert token != ABSENT
+            assert target[row, parent, token] > 0
+        assert target[row, path[-1], verdict.bonus[row]] > 0
+
+
+def test_a_token_refused_once_is_not_the_bonus_nor_kept_as_a_duplicate():
+    star = Draft(torch.tensor([[2, 2, 1, 2]]), torch.zeros(1, 4, dtype=torch.int64))
+    target = torch.tensor([0.2, 0.2, 0.6]).expand(1, 5, 3)
+    for seed in range(200):
+        verdict = Lossless()(star, target, rng(seed))
+        assert verdict.path[0] in ([0], [0, 1], [0, 3])
+        if verdict.path[0] == [0]:
+            assert verdict.bonus.item() == 0
+
+
+@pytest.mark.parametrize("rule", [Lossless(), lossless_reference])
+@pytest.mark.parametrize("probs", [None, torch.tensor([[[0.5, 0.5, 0.0]]])])
+def test_a_coin_of_zero_does_not_keep_an_impossible_token(monkeypatch, rule, probs):
+    monkeypatch.setattr(accept, "_coins", lambda draft, rng: torch.zeros(draft.tokens.shape))
+    draft = Draft.chain(torch.tensor([[0]]), probs)
+    verdict = rule(draft, torch.tensor([[[0.0, 0.4, 0.6], [1.0, 0.0, 0.0]]]), rng())
+    assert verdict.path == [[0]]
+    assert verdict.bonus.item() != 0
+
+
+@pytest.mark.parametrize("rule", [Lossless(), lossless_reference])
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_a_residual_rounded_to_nothing_falls_back_to_the_target(monkeypatch, rule, nodes):
+    monkeypatch.setattr(accept, "_coins", lambda draft, rng: torch.ones(draft.tokens.shape))  # refuses even q == p
+    p = torch.tensor([0.0, 0.25, 0.75])
+    star = Draft(torch.full((1, nodes), 2), torch.zeros(1, nodes, dtype=torch.int64), p.expand(1, nodes, 3))
+    verdicts = [rule(star, p.expand(1, nodes + 1, 3), rng(seed)) for seed in range(20)]
+    assert {tuple(v.path[0]) for v in verdicts} == {(0,)}
+    assert {v.bonus.item() for v in verdicts} == {1, 2}
+
+
+def test_one_hot_mass_rounded_below_zero_keeps_no_impossible_token(monkeypatch):
+    monkeypatch.setattr(accept, "_coins", lambda draft, rng: torch.full(draft.tokens.shape, 1.5))
+    p = torch.tensor([0.6, 0.4 + 1e-6, 0.0])
+    star = Draft(torch.tensor([[0, 1, 2]]), torch.zeros(1, 3, dtype=torch.int64))
+    verdict = Lossless()(star, p.expand(1, 4, 3), rng())
+    assert verdict.path == [[0]]
+    assert verdict.bonus.item() in (0, 1)
+
+
+def test_a_draft_that_is_the_target_is_always_kept():
+    target = random_probs((4000, 6, 8), 3, 0.2)
+    tokens = torch.multinomial(target[:, :5].reshape(-1, 8), 1, generator=rng()).view(4000, 5)
+    verdict = Lossless()(Draft.chain(tokens, target[:, :5]), target, rng(1))
+    assert all(path == [0, 1, 2, 3, 4, 5] for path in verdict.path)
+
+
+def test_a_draft_of_other_tokens_is_never_kept():
+    target = torch.tensor([0.5, 0.5, 0.0, 0.0]).expand(500, 4, 4)
+    probs = torch.tensor([0.0, 0.0, 0.3, 0.7]).expand(500, 3, 4)
+    tokens = torch.multinomial(probs.reshape(-1, 4), 1, generator=rng()).view(500, 3)
+    verdict = Lossless()(Draft.chain(tokens, probs), target, rng(1))
+    assert all(path == [0] for path in verdict.path)
+    assert set(verdict.bonus.tolist()) == {0, 1}
+
+
+def test_the_acceptance_rate_is_the_overlap():
+    p, q, draws = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.5, 0.3]), 20_000
+    tokens = torch.multinomial(q, draws, replacement=True, generator=rng())[:, None]
+    verdict = Lossless()(Draft.chain(tokens, q.expand(draws, 1, 3)), p.expand(draws, 2, 3), rng(1))
+    kept = sum(len(path) - 1 for path in verdict.path) / draws
+    assert kept == pytest.approx(torch.minimum(p, q).sum().item(), abs=4 * (0.21 / draws) ** 0.5)
+    refused = [b for b, path in zip(verdict.bonus.tolist(), verdict.path, strict=True) if path == [0]]
+    assert set(refused) == {0}  # the residual norm(max(p - q, 0)) is (1, 0, 0)
+
+
+def test_no_draft_is_plain_decoding():
+    target = torch.tensor([[[0.1, 0.7, 0.2]], [[0.0, 0.0, 1.0]]])
+    greedy = Lossless()(Draft.empty(2), target, None)
+    assert greedy.path == [[0], [0]]
+    assert greedy.bonus.tolist() == [1, 2]
+    assert Lossless()(Draft.empty(2), target, rng()).bonus.tolist()[1] == 2
+
+
+@pytest.mark.parametrize("p, kept", [
+    ([0.25, 0.25, 0.25, 0.25], {0, 1, 2, 3}),  # flat: 0.3 exp(-ln 4) = 0.075 lets all pass
+    ([0.97, 0.01, 0.01, 0.01], {0}),  # sharp: 0.09 bars all but the top
+])  # fmt: skip
+def test_typical_thresholds(p, kept):
+    target = torch.tensor(p).expand(1, 2, 4)
+    verdicts = {x: Typical()(Draft.chain(torch.tensor([[x]])), target, rng()) for x in range(4)}
+    assert {x for x, verdict in verdicts.items() if verdict.path == [[0, 1]]} == kept
+
+
+def test_typical_takes_the_longest_path_then_the_likelier():
+    target = torch.tensor([0.4, 0.35, 0.25]).expand(1, 5, 3)
+    parents = torch.tensor([[0, 0, 2, 2]])
+    longest = Typical()(Draft(torch.tensor([[0, 1, 2, 0]]), parents), target, rng())
+    assert longest.path == [[0, 2, 4]]
+    first = Typical()(Draft(torch.tensor([[0, 1, 2, 2]]), parents), target, rng())
+    assert first.path == [[0, 2, 3]]
+
+
+def test_typical_stops_below_a_refused_node():
+    target = torch.tensor([[[0.99, 0.01], [0.5, 0.5], [0.5, 0.5]]])
+    assert Typical()(Draft.chain(torch.tensor([[1, 0]])), target, rng()).path == [[0]]
+
+
+def test_typical_refuses_senseless_thresholds():
+    with pytest.raises(ValueError, match="epsilon must be in"):
+        Typical(epsilon=0.0)
+    with pytest.raises(ValueError, match="delta above 0"):
+        Typical(delta=-1.0)
+
+
+def test_rules_by_name():
+    assert accept_rule("lossless").exact is True
+    assert accept_rule("typical").exact is False
+    with pytest.raises(ValueError, match="did you mean 'typical'"):
+        accept_rule("typcal")
+    with pytest.raises(ValueError, match="choose one of: lossless, typical"):
+        accept_rule("x")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("sampled", [True, False])
+def test_the_fast_rule_on_a_gpu_is_the_readable_one(sampled):
+    tokens = torch.randint(0, 4, (8, 6), generator=rng()).cuda()
+    parents = torch.tensor([0, 0, 1, 1, 2, 0]).expand(8, 6).cuda()
+    target, probs = random_probs((8, 7, 4), 1, 0.3).cuda(), random_probs((8, 6, 4), 2, 0.3).cuda()
+    draft = Draft(tokens, parents, probs if sampled else None)
+    for seed in range(20):
+        coins = [torch.Generator("cuda").manual_seed(seed) for _ in range(2)]
+        fast, readable = Lossless()(draft, target, coins[0]), lossless_reference(draft, target, coins[1])
+        assert fast.path == readable.path
+        assert fast.bonus.tolist() == readable.bonus.tolist()

@@ -1,0 +1,92 @@
+"""to_probs against transformers' own processors, draw against its distribution."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from specdemo.core.sampling import Sampling, draw, to_probs
+
+VOCABULARY = 50
+
+
+def oracle(logits, sampling):
+    """transformers' processors in the order its `generate` applies them."""
+    steps = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
+    if sampling.top_k:
+        steps.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1.0:
+        steps.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p > 0.0:
+        steps.append(MinPLogitsWarper(sampling.min_p))
+    return steps(torch.zeros(len(logits), 1, dtype=torch.int64), logits).softmax(-1)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    st.integers(0, 10_000),
+    st.sampled_from([0.1, 0.7, 1.0, 2.5]),
+    st.sampled_from([0, 1, 5, VOCABULARY, 1000]),
+    st.sampled_from([1.0, 0.95, 0.5, 0.01]),
+    st.sampled_from([0.0, 0.02, 0.3, 0.99]),
+    st.sampled_from([0.5, 3.0, 20.0]),
+)
+def test_the_same_as_transformers(seed, temperature, top_k, top_p, min_p, spread):
+    logits = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(seed)) * spread
+    sampling = Sampling(temperature, top_k, top_p, min_p)
+    probs, expected = to_probs(logits, sampling), oracle(logits, sampling)
+    assert torch.equal(probs > 0, expected > 0)
+    assert torch.allclose(probs, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_any_logits_become_float32_rows_that_sum_to_one(dtype):
+    logits = torch.randn(2, 3, VOCABULARY, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for sampling in (Sampling(), Sampling(0.8, 7, 0.9, 0.1), Sampling(0.001)):
+        probs = to_probs(logits, sampling)
+        assert probs.dtype == torch.float32
+        assert probs.shape == logits.shape
+        assert torch.allclose(probs.sum(-1), torch.ones(2, 3))
+
+
+def test_greedy_is_a_one_hot_on_the_argmax_whatever_the_other_knobs():
+    logits = torch.randn(4, VOCABULARY, generator=torch.Generator().manual_seed(2))
+    probs = to_probs(logits, Sampling(0.0, 3, 0.5, 0.5))
+    assert torch.equal(probs.argmax(-1), logits.argmax(-1))
+    assert probs.sum() == 4
+    assert probs.max() == 1
+    assert torch.equal(to_probs(logits, Sampling(0.001)).argmax(-1), logits.argmax(-1))
+
+
+def test_draw_follows_the_distribution(fits):
+    probs = torch.tensor([0.02, 0.0, 0.18, 0.5, 0.3])
+    rng = torch.Generator().manual_seed(3)
+    assert fits(draw(probs.expand(20_000, 5), rng), probs)
+    assert fits(draw(7 * probs.expand(20_000, 5), rng), probs)
+
+
+def test_draw_without_noise_is_the_argmax():
+    assert draw(torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]), None).tolist() == [1, 2]
+
+
+def test_draw_on_a_one_hot_needs_no_luck():
+    one_hot = torch.eye(9)
+    assert draw(one_hot, torch.Generator().manual_seed(4)).tolist() == list(range(9))
+
+
+@pytest.mark.parametrize("wrong, message", [
+    ({"temperature": -1.0}, "temperature must be 0"), ({"temperature": 1e-9}, "between 0.001 and 100"),
+    ({"temperature": float("nan")}, "temperature"), ({"temperature": float("inf")}, "temperature"),
+    ({"top_k": -1}, "top_k must be 0"), ({"top_p": 0.0}, "top_p must be above 0"), ({"top_p": 1.5}, "top_p"),
+    ({"min_p": 1.0}, "min_p must be at least 0"), ({"min_p": float("nan")}, "min_p"),
+])  # fmt: skip
+def test_senseless_knobs_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**wrong)
