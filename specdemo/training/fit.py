@@ -158,7 +158,8 @@ def fit(
         run.load(checkpoint)
     history = run.history
     total = schedule.minutes * 60.0
-    saved_at = evaluated_at = history.seconds
+    saved_at = history.seconds
+    evaluated_at = history.evaluations[-1]["seconds"] if history.evaluations else 0.0
     bar = tqdm(total=round(total), initial=round(history.seconds), unit="s", desc=checkpoint.parent.name, mininterval=5)
     module.train()
     while history.seconds < total:

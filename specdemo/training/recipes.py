@@ -176,7 +176,6 @@ def finish(job: Job, model: LlamaForCausalLM, tokenizer: Tokenizer, corpus: Corp
         parameters=model.num_parameters(),
         data_sha256=corpus.sha256,
     )
-    write_attribution(job.corpus, job.out)
     write_card(job.out)
 
 
@@ -196,6 +195,7 @@ def stories_target(job: Job) -> None:
 
     schedule = Schedule(job.minutes, decay_from=0.4)
     history = fit(model, batches, loss, evaluate, schedule, job.out / "checkpoint.pt", job.micro_tokens)
+    write_attribution(job.corpus, job.out)
     finish(job, model, tokenizer, corpus, history)
 
 

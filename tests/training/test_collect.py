@@ -1,0 +1,111 @@
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from specdemo.training.agreement import agreement, greedy_agreement, next_probs
+from specdemo.training.collect import Plan, collect, continue_texts, load_cache, sampled_rows, shards, top_k
+from specdemo.training.recipes import Shape, build
+
+PLAN = Plan(text_rows=10, sampled_rows=4, rows_per_shard=4, context=32, sample_length=16)
+STORIES = [[0, *range(i, i + 30)] for i in range(1, 40)]
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return build(Shape(1, 32, 48, 2), vocab_size=64).eval()
+
+
+@pytest.fixture(scope="module")
+def text() -> Tensor:
+    return torch.randint(0, 64, (12, 32), generator=torch.Generator().manual_seed(0))
+
+
+def test_the_best_entries_are_recorded_largest_first(model: LlamaForCausalLM, text: Tensor) -> None:
+    indices, probs = top_k(model, text, kept=64)
+    exact = next_probs(model, text)
+    assert torch.equal(indices.long().sort(-1).values, torch.arange(64).expand(12, 32, 64))
+    assert bool((probs[..., :-1] >= probs[..., 1:]).all())
+    torch.testing.assert_close(exact.gather(-1, indices.long()), probs.float(), atol=2e-3, rtol=2e-2)
+
+
+def test_greedy_samples_are_the_models_own_greedy_text(model: LlamaForCausalLM) -> None:
+    prompts = torch.tensor([[0, 5, 9], [0, 7, 7]])
+    told = continue_texts(model, prompts, 12, torch.tensor([0.0, 0.0]), torch.Generator().manual_seed(0))
+    assert torch.equal(told[:, :3], prompts)
+    for t in range(3, 12):
+        with torch.no_grad():
+            logits = model(input_ids=told[:, :t], use_cache=False).logits[:, -1]
+        lead = logits.max(-1).values - logits.gather(1, told[:, t : t + 1])[:, 0]
+        assert float(lead.max()) < 1e-2
+
+
+def test_samples_follow_seed_and_temperature(model: LlamaForCausalLM) -> None:
+    def drawn(seed: int, temperature: float) -> Tensor:
+        prompts, heat = torch.zeros(64, 1, dtype=torch.int64), torch.full((64,), temperature)
+        return continue_texts(model, prompts, 6, heat, torch.Generator().manual_seed(seed))
+
+    assert torch.equal(drawn(1, 1.0), drawn(1, 1.0))
+    assert not torch.equal(drawn(1, 1.0), drawn(2, 1.0))
+    assert len(drawn(1, 0.0).unique(dim=0)) == 1 < len(drawn(1, 1.0).unique(dim=0))
+
+
+def test_sampled_rows_begin_like_stories(model: LlamaForCausalLM) -> None:
+    rows = sampled_rows(model, STORIES, PLAN, 0)
+    assert rows.shape == (2, 32)
+    openings = {tuple(s[:8]) for s in STORIES}
+    assert all(tuple(r) in openings for r in rows.view(-1, 16)[:, :8].tolist())
+
+
+def test_a_cache_is_completed_from_both_ends_and_never_made_twice(
+    model: LlamaForCausalLM, text: Tensor, tmp_path: Path
+) -> None:
+    both, one = tmp_path / "both", tmp_path / "one"
+    collect(model, text, STORIES, one, PLAN)
+    collect(model, text, STORIES, both, PLAN, backwards=True)
+    assert [p.stem for p in sorted(one.glob("*.safetensors"))] == sorted(shards(PLAN, text))
+    recorded, other = load_cache(one), load_cache(both)
+    assert torch.equal(recorded.tokens, other.tokens) and torch.equal(recorded.indices, other.indices)
+    assert torch.equal(recorded.tokens[:10].long(), text[:10])
+
+    lost = one / "text-001.safetensors"
+    lost.unlink()
+    stamps = {p: p.stat().st_mtime_ns for p in one.glob("*.safetensors")}
+    collect(model, text, STORIES, one, PLAN)
+    assert lost.exists()
+    assert {p: p.stat().st_mtime_ns for p in stamps} == stamps
+
+
+def test_a_cache_of_another_target_is_refused(model: LlamaForCausalLM, text: Tensor, tmp_path: Path) -> None:
+    collect(model, text, STORIES, tmp_path, PLAN)
+    other = build(Shape(1, 32, 48, 4), vocab_size=64).eval()
+    with torch.no_grad():
+        other.lm_head.weight[3] += 1.0
+    with pytest.raises(ValueError, match="another target or corpus"):
+        collect(other, text, STORIES, tmp_path, PLAN)
+
+
+def test_cut_rows_hold_the_same_positions(model: LlamaForCausalLM, text: Tensor, tmp_path: Path) -> None:
+    collect(model, text, STORIES, tmp_path, PLAN)
+    recorded = load_cache(tmp_path, ["text"])
+    halves = recorded.cut(2)
+    tokens, indices, probs = halves.rows(torch.tensor([0, 1]))
+    assert torch.equal(torch.cat([tokens[0], tokens[1]]), recorded.tokens[0].long())
+    assert torch.equal(indices[1], recorded.indices[0, 16:]) and torch.equal(probs[1], recorded.probs[0, 16:])
+
+
+def test_a_model_agrees_with_itself_and_less_with_another(model: LlamaForCausalLM, text: Tensor) -> None:
+    p = next_probs(model, text)
+    assert agreement(model, p, text) == {"greedy_agreement": 1.0, "overlap": pytest.approx(1.0, abs=1e-4)}
+    other = build(Shape(2, 16, 24, 1), vocab_size=64).eval()
+    assert greedy_agreement(other, model, text) == agreement(other, p, text)["greedy_agreement"] < 1.0
+
+
+def test_overlap_is_one_minus_total_variation(model: LlamaForCausalLM, text: Tensor) -> None:
+    other = build(Shape(2, 16, 24, 1), vocab_size=64).eval()
+    p, q = next_probs(model, text), next_probs(other, text)
+    assert agreement(other, p, text)["overlap"] == pytest.approx(
+        1.0 - float((p - q).abs().sum(-1).mean()) / 2, abs=1e-3
+    )

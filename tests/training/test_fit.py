@@ -1,0 +1,128 @@
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from specdemo.training import fit as fitting
+from specdemo.training.fit import History, Run, Schedule, fit, optimizers, write_provenance
+
+
+class Bigram(nn.Module):
+    """Reads one token, guesses the next."""
+
+    def __init__(self, size: int = 8) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(size, 16)
+        self.hidden = nn.Linear(16, 16, bias=False)
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.linear(self.norm(self.embed(tokens) + self.hidden(self.embed(tokens))), self.embed.weight)
+
+
+def batches(progress: float, step: int) -> tuple[Tensor]:
+    start = torch.randint(0, 8, (4, 1), generator=torch.Generator().manual_seed(step))
+    return ((start + torch.arange(6)) % 8,)  # always counts up: learnable
+
+
+def loss_of(module: Bigram) -> Callable[[Tensor], Tensor]:
+    def loss(tokens: Tensor) -> Tensor:
+        return F.cross_entropy(module(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+    return loss
+
+
+def ticking() -> Callable[[], float]:
+    """A clock on which everything timed takes one second."""
+    return itertools.count().__next__
+
+
+def run(module: Bigram, folder: Path, minutes: float, of: fitting.Batches = batches) -> History:
+    return fit(
+        module,
+        of,
+        loss_of(module),
+        lambda: {"seen": 1.0},
+        Schedule(minutes, warmup_steps=1),
+        folder / "checkpoint.pt",
+        evaluate_every_seconds=20,
+        clock=ticking(),
+    )
+
+
+def test_a_run_uses_its_minutes_and_learns(tmp_path: Path) -> None:
+    module = Bigram()
+    history = run(module, tmp_path, 1.0)
+    assert (history.step, history.tokens, history.seconds) == (60, 60 * 24, 60.0)
+    assert [e["seconds"] for e in history.evaluations] == [20, 40, 60]
+    assert history.evaluations[-1]["train_loss"] < history.evaluations[0]["train_loss"] / 2
+    assert not module.training
+
+
+def test_a_killed_run_goes_on_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "CHECKPOINT_SECONDS", 7.0)
+    whole = Bigram()
+    expected = run(whole, tmp_path / "whole", 1.0)
+
+    class Killed(Exception):
+        pass
+
+    def dying(progress: float, step: int) -> tuple[Tensor]:
+        if step == 40:
+            raise Killed
+        return batches(progress, step)
+
+    first, second = Bigram(), Bigram()
+    with pytest.raises(Killed):
+        run(first, tmp_path, 1.0, dying)
+    resumed = run(second, tmp_path, 1.0)
+    assert (resumed.step, resumed.tokens, resumed.seconds) == (expected.step, expected.tokens, expected.seconds)
+    assert resumed.evaluations == expected.evaluations
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(second.state_dict()[name], value, rtol=0, atol=0)
+
+
+def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
+    first = run(Bigram(), tmp_path, 0.2)
+    assert run(Bigram(), tmp_path, 0.2) == first
+
+
+def test_micro_batches_add_up_to_the_batch() -> None:
+    whole, pieces = Bigram(), Bigram()
+    schedule = Schedule(1.0)
+    for module, micro in ((whole, 1000), (pieces, 5)):
+        Run(module, optimizers(module, schedule), History()).step(batches(0.0, 0), loss_of(module), 1.0, micro)
+    for a, b in zip(whole.parameters(), pieces.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
+
+
+def test_the_schedule_warms_up_holds_and_falls() -> None:
+    schedule = Schedule(10.0, warmup_steps=4, decay_from=0.5, floor=0.1)
+    assert [schedule.scale(s, 0.0) for s in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert schedule.scale(100, 0.5) == 1.0
+    assert schedule.scale(100, 0.75) == pytest.approx(0.55)
+    assert schedule.scale(100, 1.0) == pytest.approx(0.1)
+
+
+def test_muon_takes_the_hidden_matrices_alone() -> None:
+    module = Bigram()
+    muon, adamw = optimizers(module, Schedule(1.0))
+    assert [p is module.hidden.weight for g in muon.param_groups for p in g["params"]] == [True]
+    rest = {id(p) for g in adamw.param_groups for p in g["params"]}
+    assert rest == {id(p) for p in module.parameters()} - {id(module.hidden.weight)}
+
+
+def test_provenance_says_what_ran(tmp_path: Path) -> None:
+    history = History(step=3, tokens=72, seconds=3.0, evaluations=[{"step": 3, "loss": 0.5}])
+    write_provenance(tmp_path, history, recipe="r", data_sha256="abc")
+    facts = json.loads((tmp_path / "provenance.json").read_text(encoding="utf-8"))
+    assert facts["recipe"] == "r" and facts["data_sha256"] == "abc"
+    assert facts["versions"]["torch"] == torch.__version__
+    assert (facts["step"], facts["tokens"], facts["evaluations"]) == (3, 72, [{"step": 3, "loss": 0.5}])
+    assert "commit" in facts

@@ -1,0 +1,147 @@
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from specdemo.training import cards, recipes
+from specdemo.training.cards import curve, sparkline, write_card
+from specdemo.training.collect import Plan, Recorded
+from specdemo.training.recipes import DEEP, RECIPES, TARGET, WIDE, Lessons, Shape, build, train, turn
+
+PLAN = Plan(text_rows=8, sampled_rows=8, rows_per_shard=16, context=64, sample_length=32)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    rng = random.Random(0)
+    words = "the a Lily Tom dog cat ball saw took ran to park big red little was happy and".split()
+    stories = [" ".join(rng.choice(words) for _ in range(300)) + "." for _ in range(20)]
+    (folder / "stories.txt").write_text("<|endoftext|>".join(stories), encoding="utf-8")
+    (folder / "ORIGIN-stories.md").write_text("# stories.txt\nWritten by dice.", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cards, "SAMPLE_TOKENS", 8)
+    for name, recipe in list(RECIPES.items()):
+        monkeypatch.setitem(
+            RECIPES, name, replace(recipe, shape=Shape(1, 32, 48, 2), minutes=0.005, plan=PLAN, threads=1)
+        )
+
+
+def test_the_shapes_are_those_of_the_shipped_models() -> None:
+    parameters = [build(shape).num_parameters() for shape in (TARGET, WIDE, DEEP)]
+    assert parameters[0] == pytest.approx(9.9e6, rel=0.01)
+    assert parameters[1] == pytest.approx(parameters[2], rel=0.01) == pytest.approx(1.3e6, rel=0.02)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_target_then_draft_end_to_end(corpus: Path, tmp_path: Path) -> None:
+    target = train("stories-target", corpus, tmp_path / "stories")
+    cache = tmp_path / "cache"
+    draft = train("stories-draft-wide", corpus, tmp_path / "draft", target=str(target), cache=cache)
+    again = train("stories-draft-deep", corpus, tmp_path / "other", target=str(target), cache=cache)
+    for folder in (target, draft, again):
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        assert model.dtype == torch.bfloat16
+        assert model.generation_config.eos_token_id == 0
+        assert tokenizer("Lily saw").input_ids[0] == 0
+        assert all(p.stat().st_size < 10e6 for p in folder.glob("*.safetensors"))
+        card = (folder / "MODEL_CARD.md").read_text(encoding="utf-8")
+        assert "Apache-2.0" in card and "CDLA-Sharing-1.0" in card and "greedy: **" in card
+        facts = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
+        assert facts["seconds"] >= 0.3 and facts["parameters"] == model.num_parameters()
+        assert str(tmp_path) not in card + json.dumps(facts)
+    assert "Written by dice." in (target / "ATTRIBUTION.md").read_text(encoding="utf-8")
+    assert not (draft / "ATTRIBUTION.md").exists()
+    assert "greedy agreement" in (draft / "MODEL_CARD.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"recipe": "stories-draft-huge"}, "unknown recipe"),
+        ({"corpus": Path("nowhere")}, "no corpus folder nowhere"),
+        ({"minutes": 0.0}, "minutes must be positive"),
+        ({"target": "./missing"}, "no target model at"),
+    ],
+)
+def test_bad_input_is_one_line(
+    corpus: Path, tmp_path: Path, arguments: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    call = {"recipe": "stories-draft-wide", "corpus": corpus, **arguments}
+    with pytest.raises(ValueError, match=message) as error:
+        train(**call)  # type: ignore[arg-type]
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_corpus_smaller_than_a_batch_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("<|endoftext|>".join(["Lily ran.", "Tom ran."]), encoding="utf-8")
+    with pytest.raises(ValueError, match="smaller than one batch"):
+        train("stories-target", tmp_path, tmp_path / "out")
+
+
+def recorded(rows: int, first: int) -> Recorded:
+    tokens = torch.arange(rows * 8).view(rows, 8) + first
+    indices = (tokens[..., None] + torch.arange(3)).to(torch.int16)
+    return Recorded(tokens.to(torch.int16), indices, torch.tensor([0.5, 0.3, 0.1]).expand(rows, 8, 3).half())
+
+
+def test_a_draft_hears_text_then_the_target_then_its_samples() -> None:
+    lessons = Lessons(recorded(6, 0), recorded(4, 1000), 16, torch.device("cpu"))
+    tokens, labels, certain = lessons(0.0, 0)
+    assert tokens.shape == (4, 3) and labels.shape == (4, 3, 1)
+    assert torch.equal(labels[..., 0], tokens + 1) and bool((certain == 1.0).all())
+    tokens, indices, probs = lessons(0.3, 0)
+    assert tokens.shape == (4, 4) and int(tokens.max()) < 1000
+    assert torch.equal(indices[..., 0].long(), tokens) and float(probs[0, 0, 0]) == 0.5
+    tokens, _, probs = lessons(0.9, 0)
+    assert tokens.shape == (2, 8) and int(tokens[0].max()) < 1000 <= int(tokens[1].min())
+    assert float(probs[0, 0, 0]) == pytest.approx(0.5 * (1 - lessons.lean) + lessons.lean, abs=1e-3)
+
+
+def test_lessons_depend_on_progress_and_step_alone() -> None:
+    lessons = Lessons(recorded(6, 0), recorded(4, 1000), 16, torch.device("cpu"))
+    for progress in (0.0, 0.4, 0.8):
+        assert all(torch.equal(a, b) for a, b in zip(lessons(progress, 5), lessons(progress, 5), strict=True))
+
+
+def test_every_row_comes_once_in_an_epoch() -> None:
+    rows = recorded(6, 0)
+    seen = torch.cat([turn(rows, 2, step)[0][:, 0] for step in range(3)])
+    assert sorted(seen.tolist()) == rows.tokens[:, 0].tolist()
+    later = torch.cat([turn(rows, 2, step)[0][:, 0] for step in range(3, 6)])
+    assert seen.tolist() != later.tolist() and sorted(seen.tolist()) == sorted(later.tolist())
+
+
+def test_a_curve_is_a_line_of_bars_and_a_table_with_both_ends() -> None:
+    assert sparkline([1.0, 2.0, 8.0]) == "▁▂█"
+    assert sparkline([3.0, 3.0]) == "▁▁"
+    points = [{"step": i, "tokens": 1e6 * i, "seconds": 60.0 * i, "held_out_loss": 4.0 - i / 10} for i in range(31)]
+    table = curve(points).splitlines()
+    assert sum(line.startswith("| ") for line in table) == 1 + cards.CURVE_ROWS
+    assert "| 0.0 | 0.00 M | 4.000 |" in table and "| 30.0 | 30.00 M | 1.000 |" in table
+
+
+def test_a_card_can_be_written_for_an_older_run(corpus: Path, tmp_path: Path, tiny: None) -> None:
+    out = train("stories-target", corpus, tmp_path)
+    facts = json.loads((out / "provenance.json").read_text(encoding="utf-8"))
+    for name in ("recipe", "minutes", "hardware", "threads"):
+        del facts[name]
+    (out / "provenance.json").write_text(json.dumps(facts), encoding="utf-8")
+    text = write_card(out, recipe="stories-target").read_text(encoding="utf-8")
+    assert text.startswith("# stories\n") and "train stories-target" in text
+
+
+def test_every_recipe_is_described() -> None:
+    assert set(cards.ABOUT) == set(RECIPES)
+    assert recipes.CONTEXT == 512
