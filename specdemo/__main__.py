@@ -1,0 +1,337 @@
+"""The command line: `python -m specdemo` or, installed, `specdemo`.
+
+Exit code 0: done; 1: a lane failed; 2: bad input, told in one line on stderr that names the cure. Whatever needs torch
+is imported by the command that needs it.
+"""
+
+import json
+import os
+import platform
+import runpy
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from tqdm import tqdm
+from typer.exceptions import TyperException
+
+from specdemo import __version__
+from specdemo.methods import METHODS, knobs, method
+from specdemo.presets.schema import EMBEDDED, load_presets, preset
+
+if TYPE_CHECKING:
+    from specdemo.core.trace import RunTrace
+    from specdemo.engine.session import RunSpec
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Plain and speculative decoding of the same model, side by side, measured honestly.",
+)
+
+PAGE = Path(__file__).parents[1] / "app.py"
+AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable.")]
+PresetId = Annotated[str, typer.Argument(metavar="PRESET", help="One of `specdemo presets`.")]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = app(args=arguments or ["--help"], prog_name="specdemo", standalone_mode=False)
+    except (ValueError, TyperException) as error:
+        message = error.format_message() if isinstance(error, TyperException) else str(error)
+        print("specdemo:", " ".join(message.split()), file=sys.stderr)
+        return 2
+    except typer.Abort:
+        print("specdemo: interrupted", file=sys.stderr)
+        return 130
+    return code if isinstance(code, int) else 0
+
+
+@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def ui(context: typer.Context) -> None:
+    """Open the page: the same as `python app.py`, with the same options."""
+    if not PAGE.is_file():
+        raise ValueError(f"{PAGE} is missing; run specdemo from its checkout, or install it with pip install -e .")
+    sys.argv = [str(PAGE), *context.args]
+    runpy.run_path(str(PAGE), run_name="__main__")
+
+
+@app.command()
+def run(
+    preset_id: PresetId,
+    prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="The same, from a UTF-8 file.")] = None,
+    method: Annotated[str | None, typer.Option(help="Drafting method, one of `specdemo methods`.")] = None,
+    model: Annotated[str | None, typer.Option(help="Draft model: embedded name, folder or hub id.")] = None,
+    target: Annotated[str | None, typer.Option(help="Target model: embedded name, folder or hub id.")] = None,
+    k: Annotated[int | None, typer.Option(help="Draft length.")] = None,
+    option: Annotated[list[str] | None, typer.Option(help="Option of the method, name=value; repeatable.")] = None,
+    acceptance: Annotated[str | None, typer.Option(help="lossless, or typical: lossy.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Length limit.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="1 is off.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="0 is off.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="0 is off.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the sampling.")] = None,
+    schedule: Annotated[str | None, typer.Option(help="race or sequential.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the trace (JSON) there.")] = None,
+) -> int:
+    """Race plain decoding against the lanes of a preset and print what came out."""
+    changes = {
+        "prompt": _prompt(prompt, prompt_file),
+        "method": method,
+        "model": model,
+        "target": target,
+        "k": k,
+        "options": _options(option),
+        "acceptance": acceptance,
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "seed": seed,
+        "schedule": schedule,
+        "dtype": dtype,
+        "device": device,
+    }
+    chosen = preset(preset_id).with_changes(**{name: value for name, value in changes.items() if value is not None})
+
+    from specdemo.presets.run import check_writable, save_trace
+
+    if out is not None:
+        check_writable(out)
+    trace = _race(chosen.spec())
+    if out is not None:
+        save_trace(trace, out)
+    _show(trace)
+    return int(any(lane.finish == "error" for lane in trace.lanes))
+
+
+@app.command()
+def replay(
+    trace: Annotated[Path, typer.Argument(help="A trace written by `specdemo run --out` or by the page.")],
+) -> None:
+    """Print a stored comparison again; needs no model and no GPU."""
+    from specdemo.presets.run import load_trace
+
+    _show(load_trace(trace))
+
+
+@app.command()
+def bench(
+    suite: Annotated[str, typer.Argument(help="embedded or race-fairness.")],
+    repeats: Annotated[int, typer.Option(help="Interleaved repeats.")] = 5,
+    k: Annotated[str | None, typer.Option(help="Draft lengths of suite embedded: 4, or 1-8.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the numbers (JSON) there.")] = None,
+) -> None:
+    """Run a benchmark suite: interleaved repeats, medians and quartiles."""
+    ks = None if k is None else _range(k)
+
+    from specdemo.bench.report import bench_report, write_result
+    from specdemo.bench.suite import run_suite
+    from specdemo.presets.run import check_writable
+
+    if out is not None:
+        check_writable(out)
+    with _bar(1.0, "{l_bar}{bar}| {elapsed}") as bar:
+        result = run_suite(suite, repeats, ks, _moves(bar))
+    print(bench_report(result))
+    if out is not None:
+        write_result(result, out)
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="stories-target, stories-draft-wide or stories-draft-deep.")],
+    corpus: Annotated[Path, typer.Option(help="Folder of *.txt files, documents separated by <|endoftext|>.")],
+    out: Annotated[Path | None, typer.Option(help="Folder of the trained model.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Training time.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    target: Annotated[str | None, typer.Option(help="The target a draft learns from.")] = None,
+    cache: Annotated[Path | None, typer.Option(help="Folder of what the target said, shared by its drafts.")] = None,
+) -> None:
+    """Train an embedded model again; a killed run continues where it was."""
+    from specdemo.training import recipes
+
+    print(recipes.train(recipe, corpus, out, minutes, device=device, threads=threads, target=target, cache=cache))
+
+
+@app.command()
+def presets(as_json: AsJson = False) -> None:
+    """List the comparisons that are ready to run."""
+    listed = [
+        {"id": p.id, "title": p.title, "embedded": p.embedded, "methods": p.methods} for p in load_presets().values()
+    ]
+    if as_json:
+        print(json.dumps(listed, indent=1))
+        return
+    from specdemo.bench.table import table
+
+    rows = [(p["id"], "embedded" if p["embedded"] else "download", p["title"]) for p in listed]
+    print(table(("preset", "models", "title"), [tuple(map(str, row)) for row in rows]))
+
+
+@app.command()
+def methods(as_json: AsJson = False) -> None:
+    """List the drafting methods and their options."""
+    listed = [_method(name) for name in METHODS]
+    if as_json:
+        print(json.dumps(listed, indent=1))
+        return
+    for entry in listed:
+        kind = "exact" if entry["exact"] else "lossy"
+        print(f"{entry['name']}: {entry['title']} ({kind}{', needs a draft model' if entry['needs_model'] else ''})")
+        print(f"    {entry['summary']}")
+        for knob in entry["options"]:
+            print(f"    --option {knob['name']}={knob['default']}  {_knob_range(knob)}  {knob['help']}")
+    print("Exact holds for the default rule; --acceptance typical is lossy whatever the method.")
+
+
+@app.command()
+def doctor() -> int:
+    """Say what is installed, what the device is, and what verifying costs here."""
+    for name, value in {"specdemo": __version__, "python": platform.python_version(), **_versions()}.items():
+        print(f"{name:<16}{value}")
+    import torch
+
+    from specdemo.bench.suite import verify_cost
+    from specdemo.models.load import load_target, resolve
+
+    cuda = torch.cuda.is_available()
+    print(f"{'device':<16}{torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine()}")
+    print(f"{'cpu cores':<16}{os.cpu_count()}; decoding on a CPU uses one thread")
+    print(f"{'chromium':<16}{_chromium() or 'none (only the tests of the page need one)'}")
+    missing = [name for name in EMBEDDED if not Path(resolve(name)).is_dir()]
+    print(f"{'embedded models':<16}{'missing: ' + ', '.join(missing) if missing else ', '.join(EMBEDDED)}")
+    if missing:
+        return 1
+    if not cuda:
+        torch.set_num_threads(1)
+    one, five = verify_cost(load_target("stories"), 5)
+    print(f"{'verify cost':<16}one token {one:.2f} ms, five at once {five:.2f} ms: {five / one:.2f}x")
+    return 0
+
+
+def _prompt(text: str | None, file: Path | None) -> str | None:
+    if file is None:
+        return text
+    if text is not None:
+        raise ValueError("--prompt and --prompt-file exclude each other; give one of them")
+    try:
+        return file.read_text(encoding="utf-8").removesuffix("\n")
+    except OSError as error:
+        raise ValueError(f"cannot read {file}: {error.strerror}; name a text file with --prompt-file") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{file} is not UTF-8 text; convert it first") from None
+
+
+def _options(pairs: list[str] | None) -> dict[str, str] | None:
+    if not pairs:
+        return None
+    for pair in pairs:
+        if "=" not in pair:
+            raise ValueError(f"--option takes name=value, not {pair!r}")
+    return dict(pair.split("=", 1) for pair in pairs)
+
+
+def _range(text: str) -> list[int]:
+    """`4` -> [4], `1-8` -> [1, ..., 8]"""
+    first, _, last = text.partition("-")
+    try:
+        ks = list(range(int(first), int(last or first) + 1))
+    except ValueError:
+        ks = []
+    if not ks or ks[0] < 1 or ks[-1] > 16:
+        raise ValueError(f"--k takes a draft length from 1 to 16, or a range like 1-8, not {text!r}")
+    return ks
+
+
+def _bar(total: float, form: str) -> Any:
+    return tqdm(total=total, disable=None, leave=False, file=sys.stderr, bar_format=form)
+
+
+def _moves(bar: Any) -> Callable[[float, str], None]:
+    def report(share: float, what: str) -> None:
+        bar.set_description(what, refresh=False)
+        bar.update(share - bar.n)
+
+    return report
+
+
+def _race(spec: "RunSpec") -> "RunTrace":
+    from specdemo.engine.session import Finished, Step, session
+
+    with _bar(spec.max_new_tokens * (len(spec.lanes) + 1), "{l_bar}{bar}| {n:.0f}/{total:.0f} tokens {elapsed}") as bar:
+        for message in session().stream(spec, progress=lambda _, what: bar.set_description(what)):
+            if isinstance(message, Step):
+                bar.update(len(message.event.emitted[0]))
+            elif isinstance(message, Finished):
+                return message.trace
+    raise AssertionError("a run ends with Finished")
+
+
+def _show(trace: "RunTrace") -> None:
+    from specdemo.bench.report import race_report, texts
+
+    print(texts(trace), race_report(trace), sep="\n\n")
+
+
+def _method(name: str) -> dict[str, Any]:
+    cls = method(name)
+    options = [
+        {
+            "name": knob.name,
+            "type": knob.type.__name__,
+            "default": knob.default,
+            "help": knob.help,
+            "low": knob.low,
+            "high": knob.high,
+            "step": knob.step,
+            "choices": list(knob.choices),
+        }
+        for knob in knobs(name)
+    ]
+    return {
+        "name": name,
+        "title": cls.title,
+        "summary": cls.summary,
+        "exact": True,  # under the default acceptance rule every method is; the rule may be lossy, a method cannot
+        "needs_model": cls.needs_model,
+        "options": options,
+    }
+
+
+def _knob_range(knob: dict[str, Any]) -> str:
+    return " | ".join(knob["choices"]) if knob["choices"] else f"{knob['low']} to {knob['high']}"
+
+
+def _versions() -> dict[str, str]:
+    names = ("torch", "transformers", "gradio", "accelerate", "bitsandbytes", "safetensors", "tokenizers", "plotly")
+    return {name: _version(name) for name in names}
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _chromium() -> str | None:
+    names = ("chromium", "chromium-browser", "google-chrome")
+    return os.environ.get("SPECDEMO_CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
