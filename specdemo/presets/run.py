@@ -11,8 +11,8 @@ from specdemo.presets.schema import preset
 def run(preset_id: str, prompt: str | None = None, out: str | Path | None = None, **overrides: Any) -> RunTrace:
     """Run the comparison and return its trace, also written to `out` when given.
 
-    overrides: any setting of `Preset.with_changes` (k, method, max_new_tokens, temperature, seed, ...). Raises ValueError
-    with one line that names the cure.
+    overrides: any setting of `Preset.with_changes` (k, method, max_new_tokens, temperature, seed, ...).
+    Raises ValueError with one line that names the cure.
     """
     changes = overrides if prompt is None else {**overrides, "prompt": prompt}
     spec = preset(preset_id).with_changes(**changes).spec()
@@ -43,7 +43,9 @@ def load_trace(path: str | Path) -> RunTrace:
         content = Path(path).read_bytes()
     except OSError as error:
         reason = error.strerror or error
-        raise ValueError(f"cannot read {path}: {reason}; record a trace with specdemo run PRESET --out {path}") from None
+        raise ValueError(
+            f"cannot read {path}: {reason}; record a trace with specdemo run PRESET --out {path}"
+        ) from None
     try:
         return from_json(content)
     except ValueError as error:

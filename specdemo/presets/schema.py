@@ -99,7 +99,7 @@ class LaneConfig(BaseModel):
         if cls.needs_model and self.model is None:
             raise ValueError(f"method {self.method!r} needs a model; name a draft model, e.g. 'stories-draft-wide'")
         if not cls.needs_model and self.model is not None:
-            raise ValueError(f"method {self.method!r} takes no model; leave {self.model!r} out")
+            raise ValueError(f"method {self.method!r} takes no model; leave it out")
         default = {k.name: k.default for k in knobs(self.method)}
         return self.model_copy(update={"options": {n: v for n, v in options.items() if v != default[n]}})
 
@@ -206,7 +206,8 @@ def _one_line(error: ValidationError) -> str:
         "less_than_equal": "must be {le} or less",
         "less_than": "must be below {lt}",
         "string_too_long": "must have {max_length} characters at most",
-        "too_long": "must have {max_length} entries at most",
+        "too_long": f"must have 1 to {LIMITS.lanes - 1} entries",
+        "too_short": f"must have 1 to {LIMITS.lanes - 1} entries",
         "literal_error": "must be {expected}",
         "missing": "is missing",
         "int_type": "must be a whole number",
@@ -219,12 +220,12 @@ def _one_line(error: ValidationError) -> str:
     given = _shown(first["input"])
     match first["type"]:
         case "extra_forbidden":
-            known = {**Preset.model_fields, **LaneConfig.model_fields}
+            known = LaneConfig.model_fields if len(first["loc"]) > 1 else Preset.model_fields
             return f"unknown setting {where!r}; {suggest(where, known)}"
         case "value_error":
             message = str(limits["error"])
             return message if message.startswith("unknown") else f"the {where} {message}"
-        case "missing" | "string_too_long" | "too_long" as kind:
+        case "missing" | "string_too_short" | "string_too_long" | "too_short" | "too_long" as kind:
             return f"{where} {words[kind].format(**limits)}"
         case kind if kind in words:
             return f"{where} {words[kind].format(**limits)}, not {given}"

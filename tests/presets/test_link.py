@@ -1,0 +1,208 @@
+"""Share links: what is written is read again, and nothing a stranger writes does harm."""
+
+from urllib.parse import parse_qsl
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdemo.methods import knobs
+from specdemo.presets.schema import (
+    DEFAULT,
+    EMBEDDED,
+    LIMITS,
+    Preset,
+    allowed_models,
+    from_query,
+    load_presets,
+    to_query,
+)
+
+PRESETS = load_presets()
+BASE = PRESETS[DEFAULT]
+
+printable = st.text(st.characters(exclude_categories=["Cc", "Cs"]), max_size=40)
+names = st.sampled_from(EMBEDDED)
+lanes = st.one_of(
+    st.builds(
+        lambda **lane: {"method": "draft_model", **lane},
+        model=names,
+        k=st.integers(1, LIMITS.k),
+        acceptance=st.sampled_from(["lossless", "typical"]),
+        name=printable,
+    ),
+    st.builds(
+        lambda low, more, **lane: {"method": "ngram", "options": {"min_n": low, "max_n": min(low + more, 8)}, **lane},
+        low=st.integers(1, 8),
+        more=st.integers(0, 7),
+        k=st.integers(1, LIMITS.k),
+    ),
+)
+changes = st.fixed_dictionaries(
+    {},
+    optional={
+        "target": names,
+        "prompt": st.one_of(printable, st.sampled_from(["<b>&amp;${1+1}{{x}}\t😀 日本", "a=b&k=9#+ %00"])).filter(
+            str.strip
+        ),
+        "max_new_tokens": st.integers(1, LIMITS.max_new_tokens),
+        "temperature": st.floats(0, LIMITS.temperature),
+        "top_p": st.floats(0, 1, exclude_min=True),
+        "top_k": st.integers(0, LIMITS.top_k),
+        "min_p": st.floats(0, 1, exclude_max=True),
+        "seed": st.integers(0, LIMITS.seed),
+        "schedule": st.sampled_from(["race", "sequential"]),
+        "lanes": st.lists(lanes, min_size=1, max_size=LIMITS.lanes - 1),
+    },
+)
+
+
+@given(st.sampled_from(list(PRESETS)), changes)
+def test_a_link_brings_back_what_was_shared(id, changed):
+    shared = PRESETS[id].with_changes(**changed)
+    query = to_query(shared, PRESETS[id])
+    assert from_query(query, PRESETS) == (shared, [])
+    assert from_query(dict(parse_qsl(query, keep_blank_values=True)), PRESETS) == (shared, [])
+
+
+def test_a_link_holds_the_differences_alone():
+    assert to_query(BASE, BASE) == "preset=embedded-draft"
+    assert to_query(BASE.with_changes(k=7), BASE) == "preset=embedded-draft&k=7"
+    ngram = PRESETS["embedded-ngram"]
+    query = to_query(ngram.with_changes(options={"max_n": 5}, temperature=0.5), ngram)
+    assert query == "preset=embedded-ngram&temperature=0.5&option.max_n=5"
+    three = PRESETS["embedded-three-lanes"]
+    query = to_query(three.with_changes(lanes=[three.lanes[0], {"method": "ngram", "k": 6}]), three)
+    assert query == "preset=embedded-three-lanes&method2=ngram&k2=6"
+
+
+def test_what_belongs_to_the_machine_is_not_shared():
+    assert to_query(BASE.with_changes(device="cpu", dtype="float32"), BASE) == "preset=embedded-draft"
+
+
+def test_no_link_is_the_default_preset():
+    assert from_query({}, PRESETS) == from_query("", PRESETS) == (BASE, [])
+
+
+def test_a_prompt_too_long_for_a_link_is_said():
+    with pytest.raises(ValueError, match="a link holds a prompt of 2000 characters, this one has 2001"):
+        to_query(BASE.with_changes(prompt="a" * 2001), BASE)
+
+
+@pytest.mark.parametrize(
+    ("query", "note"),
+    [
+        ({"preset": "nope"}, "ignored preset='nope' from the link: unknown preset; choose one of embedded-draft, "),
+        ({"preset": "embedded-ngrm"}, "ignored preset='embedded-ngrm' from the link: unknown preset; did you mean"),
+        ({"preset": "x" * 100_000}, "ignored preset='xxxx"),
+        ({"k": "9999"}, "ignored k='9999' from the link: k must be 16 or less, not 9999"),
+        ({"k": "9" * 5000}, "ignored k='9999"),
+        ({"k": "9" * 400}, "ignored k='9999"),
+        ({"k": "4.5"}, "ignored k='4.5' from the link: k must be a number"),
+        ({"k": ""}, "ignored k='' from the link: k must be a number"),
+        ({"k": 7}, "ignored 'k' from the link: its value is no text"),
+        ({"k": ["7"]}, "ignored 'k' from the link: its value is no text"),
+        ({"k": None}, "ignored 'k' from the link: its value is no text"),
+        ({7: "k"}, "ignored 7 from the link: its value is no text"),
+        ({"temperature": "nan"}, "ignored temperature='nan' from the link: temperature must be finite"),
+        ({"temperature": "1e999"}, "ignored temperature='1e999' from the link: temperature must be finite"),
+        ({"temperature": "-0.1"}, "ignored temperature='-0.1' from the link: temperature must be 0.0 or more"),
+        ({"temperature": "hot"}, "ignored temperature='hot' from the link: temperature must be a number"),
+        ({"method": "rm -rf"}, "ignored method='rm -rf' from the link: unknown method 'rm -rf'; choose one of"),
+        ({"method": "m" * 100_000}, "ignored method='mmm"),
+        ({"model": "evil/model"}, "ignored model='evil/model' from the link: a link may only name models that are"),
+        ({"target": "/etc"}, "ignored target='/etc' from the link: a link may only name models that are"),
+        ({"prompt": "p" * 100_000}, "ignored prompt='ppp"),
+        ({"prompt": "  "}, "ignored prompt='  ' from the link: the prompt is empty"),
+        ({"prompt": "a\x1b[2Jb"}, "ignored prompt='a\\x1b[2Jb' from the link: the prompt must not hold the control"),
+        ({"prompt": "\ud800"}, "ignored prompt='\\ud800' from the link: prompt: "),
+        ({"name": "a\x07"}, "ignored name='a\\x07' from the link: the name must not hold the control character U+0007"),
+        ({"acceptance": "always"}, "ignored acceptance='always' from the link: acceptance must be 'lossless' or"),
+        ({"schedule": "fast"}, "ignored schedule='fast' from the link: schedule must be 'race' or 'sequential'"),
+        ({"lanes": "99"}, "ignored lanes='99' from the link: must be a number from 1 to 3"),
+        ({"lanes": "0"}, "ignored lanes='0' from the link: must be a number from 1 to 3"),
+        ({"option.max_n": "3"}, "ignored option.max_n='3' from the link: unknown option 'max_n' of method"),
+        ({"k2": "5"}, "ignored unknown setting 'k2' from the link"),
+        ({"device": "cuda"}, "ignored unknown setting 'device' from the link"),
+        ({"__class__": "x"}, None),
+        ({"__theme": "dark", "view": "api"}, None),
+    ],
+)
+def test_hostile_values_leave_the_default_and_a_note(query, note):
+    chosen, notes = from_query(query, PRESETS)
+    assert chosen == BASE
+    assert len(notes) == (note is not None)
+    for text in notes:
+        assert text.startswith(note)
+        assert len(text) < 400
+        assert text.isprintable()
+
+
+def test_one_bad_value_does_not_spoil_the_others():
+    chosen, notes = from_query("preset=embedded-ngram&k=99&seed=5&option.max_n=99&option.min_n=2", PRESETS)
+    assert chosen == PRESETS["embedded-ngram"].with_changes(seed=5, options={"min_n": 2})
+    assert len(notes) == 2
+
+
+def test_a_lane_that_does_not_hold_together_stays_as_it_was():
+    chosen, notes = from_query({"method": "ngram", "model": "stories", "k": "9"}, PRESETS)
+    assert chosen == BASE
+    assert notes == [
+        "ignored method='ngram' from the link: method 'ngram' takes no model; leave it out",
+    ]
+    chosen, notes = from_query("preset=embedded-ngram&method=draft_model", PRESETS)
+    assert chosen == PRESETS["embedded-ngram"]
+    assert "needs a model" in notes[0]
+
+
+def test_the_first_of_several_values_counts():
+    assert from_query("k=7&k=9", PRESETS) == (BASE.with_changes(k=7), ["ignored a second 'k' from the link"])
+
+    class Several(dict):
+        def multi_items(self):
+            return [("k", "7"), ("k", "9")]
+
+    assert from_query(Several(), PRESETS)[0] == BASE.with_changes(k=7)
+
+
+def test_a_flood_of_settings_gives_a_few_notes():
+    assert len(from_query({f"x{i}": "1" for i in range(10_000)}, PRESETS)[1]) == 7
+    chosen, notes = from_query("k=3&" * 10_000, PRESETS)
+    assert chosen == BASE
+    assert notes == ["ignored the link: it has 40000 characters, 20000 at most are read"]
+
+
+def test_any_model_only_where_the_owner_says_so():
+    query = {"target": "somebody/else", "model": "somebody/small"}
+    assert from_query(query, PRESETS)[0] == BASE
+    chosen, notes = from_query(query, PRESETS, allow_any_model=True)
+    assert (chosen.models, notes) == (("somebody/else", "somebody/small"), [])
+
+
+keys = st.sampled_from(
+    ["preset", "target", "prompt", "lanes", "temperature", "seed", "schedule", "top_p"]
+    + [f"{name}{n}" for name in ("method", "model", "k", "name", "acceptance") for n in ("", "2", "3")]
+    + [f"option{n}.{knob.name}" for knob in knobs("ngram") for n in ("", "2")]
+)
+values = st.one_of(
+    st.text(max_size=30),
+    st.sampled_from(["ngram", "draft_model", "none", "stories", "3", "-1", "1e9", "inf", "\ud800", "\x00", *PRESETS]),
+    st.none(),
+    st.floats(),
+    st.lists(st.integers(), max_size=2),
+)
+
+
+@given(st.dictionaries(st.one_of(keys, st.text(max_size=8)), values, max_size=12))
+def test_nothing_in_a_link_raises_or_passes_the_limits(query):
+    chosen, notes = from_query(query, PRESETS)
+    assert Preset.model_validate(chosen.model_dump()) == chosen
+    assert set(chosen.models) <= set(allowed_models(PRESETS))
+    assert chosen.with_changes() == chosen
+    assert all(note.isprintable() for note in notes)
+
+
+@given(st.text(max_size=200))
+def test_no_query_string_raises(query):
+    from_query(query, PRESETS)
+    from_query("?" + query, PRESETS)

@@ -1,0 +1,142 @@
+"""The shipped presets, and what a preset refuses."""
+
+import pytest
+
+from specdemo.presets.schema import (
+    DEFAULT,
+    EMBEDDED,
+    LIMITS,
+    LaneConfig,
+    allowed_models,
+    load_presets,
+    preset,
+    read_preset,
+)
+
+PRESETS = load_presets()
+BASE = PRESETS[DEFAULT]
+PROMISED = {
+    "embedded-draft",
+    "embedded-draft-wide",
+    "embedded-draft-deep",
+    "embedded-ngram",
+    "embedded-sampling",
+    "embedded-three-lanes",
+}
+
+
+def test_the_default_comes_first_then_what_needs_no_download():
+    assert next(iter(PRESETS)) == DEFAULT == "embedded-draft"
+    flags = [p.embedded for p in PRESETS.values()]
+    assert flags == sorted(flags, reverse=True)
+    assert {id for id, p in PRESETS.items() if p.embedded} >= PROMISED
+    assert not PRESETS["qwen3-8b"].embedded
+
+
+@pytest.mark.parametrize("id", PRESETS)
+def test_every_preset_is_what_the_engine_takes(id):
+    chosen = PRESETS[id]
+    assert chosen.with_changes() == chosen  # its options are known to the methods and none is at its default
+    spec = chosen.spec()
+    assert (spec.preset, spec.target, spec.prompt) == (id, chosen.target, chosen.prompt)
+    assert [lane.k for lane in spec.lanes] == [lane.k for lane in chosen.lanes]
+    assert len(chosen.prompt) <= LIMITS.link_prompt
+
+
+def test_the_presets_show_what_their_names_say():
+    assert PRESETS["embedded-draft"].lanes == [LaneConfig(method="draft_model", model="stories-draft-wide", k=4)]
+    assert PRESETS["embedded-sampling"].temperature == 0.8
+    wide, deep = PRESETS["embedded-draft-wide"], PRESETS["embedded-draft-deep"]
+    assert (wide.prompt, wide.lanes[0].k) == (deep.prompt, deep.lanes[0].k)  # they are there to be compared
+    assert [lane.model for lane in PRESETS["embedded-three-lanes"].lanes] == list(EMBEDDED[1:])
+    assert PRESETS["embedded-ngram"].prompt.endswith("\n\nTell it again with Max, not Tom.\n\n")
+
+
+def test_changes_reach_the_lanes_they_are_for():
+    three = preset("embedded-three-lanes")
+    assert [lane.k for lane in three.with_changes(k=7).lanes] == [7, 7]
+    assert [lane.acceptance for lane in three.with_changes(acceptance="typical").lanes] == ["typical"] * 2
+    assert three.with_changes(method="draft_model").lanes == three.lanes[:1]
+    assert BASE.with_changes(method="ngram", k=3).lanes == [LaneConfig(method="ngram", k=3)]
+    assert BASE.with_changes(method="ngram", options={"max_n": "5", "min_n": 1}).lanes[0].options == {"max_n": 5}
+    assert BASE.with_changes(temperature=1).temperature == 1.0
+    assert BASE.with_changes(lanes=[{"method": "ngram"}]).methods == ["ngram"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"k": 0}, "k must be 1 or more, not 0"),
+        ({"k": 9999}, "k must be 16 or less, not 9999"),
+        ({"k": "7"}, "k must be a whole number, not '7'"),
+        ({"k": True}, "k must be a whole number, not True"),
+        ({"temperature": -1.0}, "temperature must be 0.0 or more, not -1.0"),
+        ({"temperature": float("nan")}, "temperature must be a finite number, not nan"),
+        ({"top_p": 0.0}, "top_p must be above 0.0, not 0.0"),
+        ({"max_new_tokens": 5000}, "max_new_tokens must be 1024 or less, not 5000"),
+        ({"schedule": "rase"}, "schedule must be 'race' or 'sequential', not 'rase'"),
+        ({"device": "tpu"}, "the device must be auto, cpu, cuda or cuda:N"),
+        ({"target": 3}, "target must be text, not 3"),
+        ({"target": ""}, "target must not be empty"),
+        ({"prompt": " \n"}, "the prompt is empty; write at least one word"),
+        ({"prompt": "a\x00b"}, "the prompt must not hold the control character U+0000; remove it"),
+        ({"prompt": "a" * 100_001}, "prompt must have 100000 characters at most"),
+        ({"model": "a\nb"}, "the model must not hold the control character U+000A; remove it"),
+        ({"promt": "x"}, "unknown setting 'promt'; did you mean 'prompt'?"),
+        ({"method": "ngrm"}, "unknown method 'ngrm'; did you mean 'ngram'?"),
+        ({"method": 3}, "unknown method '3'; choose one of none, draft_model, ngram"),
+        ({"method": "ngram", "options": {"max": 3}}, "unknown option 'max' of method 'ngram'; did you mean 'max_n'?"),
+        ({"method": "ngram", "options": {"max_n": 99}}, "option 'max_n' must be between 1 and 8, not 99"),
+        (
+            {"method": "ngram", "options": {"max_n": 1, "min_n": 2}},
+            "option 'min_n' (2) must not exceed 'max_n' (1)",
+        ),
+        ({"options": {"max_n": 3}}, "unknown option 'max_n' of method 'draft_model'; there is none"),
+        ({"model": None}, "method 'draft_model' needs a model; name a draft model, e.g. 'stories-draft-wide'"),
+        ({"method": "ngram", "model": "x"}, "method 'ngram' takes no model; leave it out"),
+        ({"lanes": []}, "lanes must have 1 to 3 entries"),
+        ({"lanes": BASE.lanes * 4}, "lanes must have 1 to 3 entries"),
+        (
+            {"lanes": [{"method": "ngram", "depth": 3}]},
+            "unknown setting 'depth'; choose one of method, model, k, options, acceptance, name",
+        ),
+        ({"lanes": 5}, "lanes must be a list, not 5"),
+    ],
+)
+def test_bad_settings_are_refused_in_one_line_that_names_the_cure(changes, line):
+    with pytest.raises(ValueError) as refusal:
+        BASE.with_changes(**changes)
+    assert str(refusal.value) == line
+
+
+def test_a_setting_of_one_lane_needs_one_lane():
+    with pytest.raises(ValueError, match="model is for one lane and this preset has 2; name the method as well"):
+        preset("embedded-three-lanes").with_changes(model="stories-draft-deep")
+
+
+def test_an_unknown_preset_gets_a_suggestion():
+    with pytest.raises(ValueError, match=r"^unknown preset 'embeded-draft'; did you mean 'embedded-draft'\?$"):
+        preset("embeded-draft")
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("a: [1", "bad.yaml is not YAML: while parsing a flow sequence"),
+        ("- 1", "bad.yaml is not a preset: it must hold 'name: value' lines"),
+        ("title: x\ntarget: y\nlanes: [{method: ngram}]", "bad.yaml: prompt is missing"),
+        ("titel: x\ntarget: y\nlanes: [{method: ngram}]\nprompt: z\ntitle: x", "bad.yaml: unknown setting 'titel'"),
+    ],
+)
+def test_a_malformed_file_is_named(tmp_path, text, line):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError) as refusal:
+        read_preset(path)
+    assert str(refusal.value).startswith(line)
+    assert "\n" not in str(refusal.value)
+
+
+def test_visitors_may_name_the_models_of_the_presets():
+    assert set(allowed_models(PRESETS)) >= {*EMBEDDED, "Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B"}
+    assert allowed_models({}) == EMBEDDED
