@@ -6,6 +6,7 @@ slot <= i, so parents always come first. A chain is `parents = arange(N)`, a sta
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -39,8 +40,13 @@ class Draft:
     @staticmethod
     def chain(tokens: Tensor, probs: Tensor | None = None, confidence: Tensor | None = None) -> "Draft":
         """tokens [B, N] as a chain below the root."""
-        parents = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
-        return Draft(tokens, parents, probs, confidence)
+        return Draft(tokens, chain_parents(*tokens.shape, tokens.device), probs, confidence)
+
+
+@lru_cache(maxsize=256)
+def chain_parents(batch: int, nodes: int, device: torch.device) -> Tensor:
+    """The parents [B, N] of a chain; one tensor per shape, so a chain is known by identity, without reading it."""
+    return torch.arange(nodes, device=device).expand(batch, nodes)
 
 
 def ancestors(parents: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ class SlabLayer(CacheLayerMixin):
     is_sliding = False  # a windowed layer keeps everything too; its mask hides what is out of the window
 
     def __init__(self, cursor: Cursor) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.cursor = cursor
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -97,17 +97,17 @@ class SlabCache(Cache):
 
     def __init__(self, layers: int, rows: int, capacity: int, device: torch.device) -> None:
         self.cursor = Cursor(rows, capacity, device)
-        super().__init__(layers=[SlabLayer(self.cursor) for _ in range(layers)])
+        self.slabs = [SlabLayer(self.cursor) for _ in range(layers)]
+        super().__init__(layers=list(self.slabs))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        layer: SlabLayer = self.layers[layer_idx]
-        return layer.update(key_states, value_states)
+        return self.slabs[layer_idx].update(key_states, value_states)
 
     @property
     def bytes(self) -> int:
-        return sum(layer.bytes for layer in self.layers)
+        return sum(layer.bytes for layer in self.slabs)
 
     def prepare(self, slots: int) -> None:
         """Make room for a forward of S slots and say where it writes."""
@@ -115,7 +115,7 @@ class SlabCache(Cache):
         needed = cursor.longest + slots
         if needed > cursor.capacity:
             cursor.capacity = max(needed + SPARE, 2 * cursor.capacity)
-            for layer in self.layers:
+            for layer in self.slabs:
                 layer.grow()
         if cursor.each is not None:
             cursor.columns = (cursor.each[:, None] + torch.arange(slots, device=cursor.device))[:, None, :, None]
@@ -129,7 +129,7 @@ class SlabCache(Cache):
             start = torch.tensor(cursor.lengths, device=cursor.device)[:, None]
             moved = torch.tensor(source, device=cursor.device) + start
             kept = torch.arange(width, device=cursor.device) + start
-            for layer in self.layers:
+            for layer in self.slabs:
                 layer.move(moved, kept)
         self.set_lengths([n + len(slots) for n, slots in zip(cursor.lengths, path, strict=True)])
 

@@ -43,9 +43,10 @@ class Pass(Protocol):
 
 
 class History(Protocol):
-    lengths: list[int]
-    bytes: int
-
+    @property
+    def lengths(self) -> list[int]: ...
+    @property
+    def bytes(self) -> int: ...
     def start(self, tokens: Tensor, taps: tuple[int, ...]) -> Forward: ...
     def forward(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...]) -> Forward: ...
     def commit(self, path: list[list[int]]) -> None: ...
@@ -53,11 +54,9 @@ class History(Protocol):
 
 
 class GatherHistory:
-    """`windows` says how wide each kind of layer looks (0: everything); one kind gets its mask bare, several by name."""
+    """`windows`: how far each kind of layer looks (0: at everything); one kind gets its mask bare, several by name."""
 
-    def __init__(
-        self, run: Pass, cache: SlabCache, windows: Mapping[str, int], masks: Masks, limit: int
-    ) -> None:
+    def __init__(self, run: Pass, cache: SlabCache, windows: Mapping[str, int], masks: Masks, limit: int) -> None:
         self._run, self._cache, self._windows, self._masks, self._limit = run, cache, windows, masks, limit
         self._only = next(iter(windows.values())) if len(windows) == 1 else None
         masks.reserve(cache.cursor.capacity)
@@ -239,4 +238,3 @@ def _widened(forward: Forward, width: int) -> Forward:
     pad = torch.nn.functional.pad
     hidden = {tap: pad(h, (0, 0, 0, missing)) for tap, h in forward.hidden.items()}
     return Forward(pad(forward.logits, (0, 0, 0, missing)), hidden)
-

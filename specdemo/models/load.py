@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import HfApi, snapshot_download
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from specdemo.models.target import HFTarget
@@ -82,7 +84,7 @@ def load_model(
     quantization: str | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
-    """Load `name`; dtype auto | float32 | bfloat16 | float16, device auto | cpu | cuda | cuda:N, quantization 4bit | 8bit.
+    """dtype: auto, float32, bfloat16, float16; device: auto, cpu, cuda, cuda:N; quantization: 4bit, 8bit.
 
     dtype auto is float32 on a CPU and bfloat16 on a GPU. Raises ValueError with one line that names the cure.
     """
@@ -105,7 +107,7 @@ def load_model(
             **_placement(where, kind, bits, spread),
         )
     if not bits and not spread:
-        model.to(where)
+        nn.Module.to(model, where)
     model.requires_grad_(False)
     if where.type == "cpu" and kind != torch.float32:
         _check_verify_cost(model, name, dtype)
@@ -145,8 +147,8 @@ def _check_verify_cost(model: PreTrainedModel, name: str, dtype: str) -> None:
     ratio = verify_cost(model)
     if ratio > VERIFY_LIMIT:
         raise ValueError(
-            f"{name} in {dtype} on this CPU: checking {VERIFY_TOKENS} tokens takes {ratio:.2f} times as long as one, so "
-            f"speculation cannot pay (limit {VERIFY_LIMIT}); use dtype 'float32'"
+            f"{name} in {dtype} on this CPU: checking {VERIFY_TOKENS} tokens takes {ratio:.2f} times as long as one "
+            f"(limit {VERIFY_LIMIT}), so speculation cannot pay; use dtype 'float32'"
         )
 
 
@@ -166,7 +168,7 @@ def _device(device: str) -> torch.device:
     except RuntimeError:
         raise ValueError(f"unknown device {device!r}; use auto, cpu, cuda or cuda:0") from None
     if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"there is no device {device!r} here ({torch.cuda.device_count()} GPUs found); use device 'auto'")
+        raise ValueError(f"there is no device {device!r} here, {torch.cuda.device_count()} GPUs; use device 'auto'")
     return where
 
 
@@ -183,7 +185,7 @@ def _bits(quantization: str | None, where: torch.device) -> int | None:
         return None
     if quantization not in BITS:
         raise ValueError(f"unknown quantization {quantization!r}; {_choice(quantization, list(BITS))}")
-    if not transformers.utils.is_bitsandbytes_available():
+    if find_spec("bitsandbytes") is None:
         raise ValueError(f"quantization {quantization!r} needs bitsandbytes; run: pip install bitsandbytes")
     if where.type != "cuda":
         raise ValueError(f"quantization {quantization!r} needs a CUDA GPU; leave it out on {where.type}")
@@ -270,7 +272,7 @@ def _explained(name: str, error: Exception) -> str:
     if kind == "GatedRepoError":
         return f"{name} is gated; accept its licence on huggingface.co and log in with: hf auth login"
     if kind in ("LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "ConnectionError", "ConnectTimeout"):
-        return f"{name!r} is not on this machine and huggingface.co cannot be reached; {_choice(name, embedded_names())}"
+        return f"{name!r} is not here and huggingface.co cannot be reached; {_choice(name, embedded_names())}"
     if "trust_remote_code" in str(error):
         return f"{name} needs code from its repository, which is never run here; choose a model transformers knows"
     return line if line.startswith(name) else f"{name} cannot be loaded: {line or kind}"
@@ -286,16 +288,16 @@ def _check_memory(name: str, needed: int, where: torch.device, kind: torch.dtype
     precision = f"{bits} bits" if bits else str(kind).removeprefix("torch.")
     cure = "choose a smaller model" if bits or where.type == "cpu" else "choose a smaller model or quantization '4bit'"
     raise ValueError(
-        f"{name} needs {HEADROOM * needed / 1e9:.1f} GB in {precision}, {sum(frees) / 1e9:.1f} GB are free on {where}; {cure}"
+        f"{name} needs {HEADROOM * needed / 1e9:.1f} GB in {precision}, "
+        f"{sum(frees) / 1e9:.1f} GB are free on {where}; {cure}"
     )
 
 
 def _free_bytes(where: torch.device) -> list[int]:
     """Free memory of the device, first, and of the other GPUs it may be spread over."""
     if where.type == "cuda":
-        first = where.index or 0
-        others = [i for i in range(torch.cuda.device_count()) if i != first] if where.index is None else []
-        return [torch.cuda.mem_get_info(i)[0] for i in [first, *others]]
+        devices = range(torch.cuda.device_count()) if where.index is None else [where.index]
+        return [torch.cuda.mem_get_info(i)[0] for i in devices]
     pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specdemo.core.tree import chain_parents
+
 REMEMBERED = 32  # plans; chains of every length and a few static trees
 ALIGNMENT = 16  # elements; row strides the GPU kernels take without a copy of the mask in every layer
 
@@ -106,9 +108,10 @@ def _parents(key: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
 
 
 def _key(parents: Tensor) -> tuple[tuple[int, ...], ...]:
-    """One row when all rows are alike."""
-    if parents.shape[1] == 0:
-        return ((),)
+    """One row when all rows are alike. Read back from the device only if the tree is not a known chain."""
+    batch, nodes = parents.shape
+    if nodes < 2 or parents is chain_parents(batch, nodes, parents.device):
+        return (tuple(range(nodes)),)
     rows = parents.tolist()
     if all(row == rows[0] for row in rows):
         rows = rows[:1]

@@ -30,14 +30,16 @@ COLUMN_BOUND = ("gpt_neo",)  # count their windows in cache columns, whatever po
 class HFTarget:
     """One history on a shared model; several targets may share one model as long as they take turns."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str = "") -> None:
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str = ""
+    ) -> None:
         """Raises ValueError for a model that keeps its history where it cannot be reached."""
         self.model, self.tokenizer = model.eval(), tokenizer
         self.name = name or str(model.config.name_or_path) or str(model.config.model_type)
         config = model.config.get_text_config(decoder=True)
         self.embed: nn.Module = model.get_input_embeddings()
         self.lm_head: nn.Module = model.get_output_embeddings()
-        self.vocab_size = int(self.lm_head.weight.shape[0])  # type: ignore[arg-type,union-attr,index]
+        self.vocab_size = int(self.lm_head.weight.shape[0])
         self.hidden_size, self.num_layers = int(config.hidden_size), int(config.num_hidden_layers)
         self.max_length = int(getattr(config, "max_position_embeddings", None) or UNLIMITED)
         self.device: torch.device = self.embed.weight.device  # type: ignore[assignment]
@@ -166,17 +168,16 @@ class _Arguments:
 
     def __init__(self, model: PreTrainedModel) -> None:
         known = inspect.signature(model.forward).parameters
-        self.cache = next((name for name in ("past_key_values", "cache_params") if name in known), None)
-        if self.cache is None:
-            raise ValueError(
-                f"a {model.config.model_type} model keeps its history where it cannot be rolled back; choose another model"
-            )
+        cache = next((name for name in ("past_key_values", "cache_params") if name in known), None)
+        if cache is None:
+            kind = model.config.model_type
+            raise ValueError(f"a {kind} model keeps its history where it cannot be rolled back; choose another model")
+        self._cache = cache
         self.positions = "position_ids" in known
-        self._constant: dict[str, Any] = {"use_cache": True}
         self._last = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
 
     def of(self, cache: Cache, positions: Tensor | None, mask: AttentionMask, last: bool) -> dict[str, Any]:
-        arguments = {**self._constant, self.cache: cache, "attention_mask": mask}
+        arguments: dict[str, Any] = {self._cache: cache, "attention_mask": mask, "use_cache": True}
         if positions is not None:
             arguments["position_ids"] = positions
         if last:
@@ -187,7 +188,7 @@ class _Arguments:
 def _windows(model: PreTrainedModel, config: Any) -> dict[str, int] | None:
     """Kind of layer -> attention window in positions (0: none). None when the model can only continue chains."""
     plain = (DynamicLayer, DynamicSlidingWindowLayer)
-    caches = [layer for layer in DynamicCache(config=config).layers if type(layer).__name__ != "DummyLayer"]
+    caches: list[Any] = [c for c in DynamicCache(config=config).layers if type(c).__name__ != "DummyLayer"]
     if config._attn_implementation not in MASKED_ATTENTION or config.model_type in COLUMN_BOUND:
         return None
     if getattr(config, "alibi", False) or any(type(layer) not in plain for layer in caches):

@@ -11,8 +11,8 @@ CONTEXT = 6  # prompt tokens decoded along with the first piece: some tokenizers
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, max_length: int) -> list[int]:
     """The prompt's token ids, in the model's own chat template when it has one.
 
-    The beginning-of-sequence token comes first wherever the tokenizer has one. Raises ValueError for an empty prompt and
-    for one of more than max_length tokens.
+    The beginning-of-sequence token comes first wherever the tokenizer has one. Raises ValueError for an empty prompt
+    and for one of more than max_length tokens.
     """
     if not text.strip():
         raise ValueError("the prompt is empty; write at least one word")
@@ -22,7 +22,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, max_length: int) -> li
         ids = [bos, *ids]
     if len(ids) > max_length:
         raise ValueError(
-            f"the prompt has {len(ids)} tokens, there is room for {max(max_length, 0)}; shorten it or ask for fewer new tokens"
+            f"the prompt has {len(ids)} tokens, there is room for {max(max_length, 0)}; "
+            "shorten it or ask for fewer new tokens"
         )
     return list(ids)
 

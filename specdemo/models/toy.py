@@ -46,7 +46,8 @@ class ToyTarget:
         self.lm_head = nn.Linear(hidden_size, vocab_size, bias=False).requires_grad_(False)
         self.lm_head.weight.copy_(PEAKEDNESS * torch.randn(vocab_size, hidden_size, generator=rng) / hidden_size**0.5)
         self._order = order
-        self.release()
+        self._history: list[list[int]] = []
+        self._slots = torch.empty(0, 0, dtype=torch.int64)
 
     @property
     def length(self) -> list[int]:
@@ -80,8 +81,7 @@ class ToyTarget:
             del history[length:]
 
     def release(self) -> None:
-        self._history: list[list[int]] = []
-        self._slots = torch.empty(0, 0, dtype=torch.int64)
+        self._history = []
 
     def _require_start(self) -> None:
         if not self._history:

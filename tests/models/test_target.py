@@ -1,0 +1,319 @@
+"""Models as targets: whatever a tree proposes and whichever path is kept, the logits are those of the plain text."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from tests.models.tiny import CHAINS, TREES, VOCABULARY, build, fresh, texts
+from transformers import LlamaConfig, LlamaForCausalLM, RwkvConfig, RwkvForCausalLM
+
+from specdemo.core.protocol import Target
+from specdemo.core.tree import ABSENT, Draft
+from specdemo.models.target import HFTarget
+
+PROMPT = 13  # longer than every window of the tiny models
+TREE = [0, 0, 1, 1, 2, 5, 0, 6]
+
+
+@pytest.fixture(scope="module", params=TREES)
+def tree_target(request):
+    return HFTarget(build(request.param))
+
+
+@pytest.fixture(scope="module", params=CHAINS)
+def chain_target(request):
+    return HFTarget(build(request.param))
+
+
+@pytest.fixture(scope="module")
+def target():
+    return HFTarget(build("llama"))
+
+
+def path_to(slot, parents):
+    path = [slot]
+    while path[-1]:
+        path.append(parents[path[-1] - 1])
+    return path[::-1]
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-4)
+
+
+def chain(nodes, rows=1):
+    return torch.arange(nodes).expand(rows, nodes)
+
+
+def check_next(target, rows):
+    """One more token: every row's logits are those of its whole text."""
+    following = texts(len(rows), 1, seed=99)
+    logits = target.forward(following, chain(0, len(rows))).logits
+    for said, text, token in zip(logits, rows, following.tolist(), strict=True):
+        close(said[0], fresh(target.model, text + token))
+
+
+def keep(target, rows, tokens, path):
+    target.commit(path)
+    for row, said, kept in zip(rows, tokens.tolist(), path, strict=True):
+        row += [said[slot] for slot in kept]
+    assert target.length == [len(row) for row in rows]
+
+
+def test_start_says_the_logits_after_the_prompt(tree_target):
+    prompts = texts(2, PROMPT)
+    logits = tree_target.start(prompts).logits
+    assert logits.shape == (2, 1, VOCABULARY)
+    for said, prompt in zip(logits, prompts.tolist(), strict=True):
+        close(said[0], fresh(tree_target.model, prompt))
+
+
+@pytest.mark.parametrize("parents", [[], [0], [0, 1, 2, 3], [0, 0, 0], TREE])
+def test_every_path_of_a_tree(tree_target, parents):
+    prompt, tokens = texts(1, PROMPT), texts(1, len(parents) + 1, seed=1)
+    tree_target.start(prompt)
+    logits = tree_target.forward(tokens, torch.tensor([parents], dtype=torch.int64)).logits[0]
+    for slot, said in enumerate(logits):
+        path = path_to(slot, parents)
+        close(said, fresh(tree_target.model, prompt[0].tolist() + tokens[0, path].tolist()))
+
+
+def test_rows_may_have_trees_of_their_own(tree_target):
+    prompts, tokens = texts(3, PROMPT), texts(3, 5, seed=1)
+    trees = [[0, 1, 2, 3], [0, 0, 1, 2], [0, 0, 0, 0]]
+    tree_target.start(prompts)
+    logits = tree_target.forward(tokens, torch.tensor(trees)).logits
+    for row, parents in enumerate(trees):
+        for slot in range(5):
+            text = prompts[row].tolist() + tokens[row, path_to(slot, parents)].tolist()
+            close(logits[row, slot], fresh(tree_target.model, text))
+
+
+@pytest.mark.parametrize("slot", range(len(TREE) + 1))
+def test_any_path_can_be_kept(tree_target, slot):
+    rows, tokens = texts(1, PROMPT).tolist(), texts(1, len(TREE) + 1, seed=1)
+    tree_target.start(torch.tensor(rows))
+    tree_target.forward(tokens, torch.tensor([TREE]))
+    keep(tree_target, rows, tokens, [path_to(slot, TREE)])
+    check_next(tree_target, rows)
+
+
+def test_a_pass_without_a_commit_leaves_no_trace(tree_target):
+    rows = texts(2, PROMPT).tolist()
+    tree_target.start(torch.tensor(rows))
+    tree_target.forward(texts(2, 4, seed=3), chain(3, 2))
+    check_next(tree_target, rows)
+
+
+def test_rows_of_a_batch_keep_paths_of_unequal_length(tree_target):
+    rows = texts(3, PROMPT).tolist()
+    tree_target.start(torch.tensor(rows), reserve=8)  # less than follows: the history has to grow
+    for step, ends in enumerate([(0, 5, 8), (6, 0, 3), (4, 8, 0), (0, 0, 6), (2, 6, 1), (8, 0, 0)]):
+        tokens = texts(3, len(TREE) + 1, seed=10 + step)
+        logits = tree_target.forward(tokens, torch.tensor([TREE] * 3)).logits
+        for row, text in enumerate(rows):
+            close(logits[row, 5], fresh(tree_target.model, text + tokens[row, path_to(5, TREE)].tolist()))
+        keep(tree_target, rows, tokens, [path_to(end, TREE) for end in ends])
+    keep(tree_target, rows, tokens, [[], [], []])
+    check_next(tree_target, rows)
+
+
+def test_a_finished_row_keeps_nothing(tree_target):
+    rows = texts(2, PROMPT).tolist()
+    tree_target.start(torch.tensor(rows))
+    for step in range(4):
+        tokens = texts(2, 3, seed=step)
+        tokens[1, 1:] = ABSENT
+        tree_target.forward(tokens, chain(2, 2))
+        keep(tree_target, rows, tokens, [[0, 1, 2], []])
+    check_next(tree_target, rows)
+
+
+def test_ragged_rows_leave_no_holes(target):
+    target.start(texts(2, 10), reserve=40)
+    allocated = target.history_bytes
+    for _ in range(10):
+        target.forward(texts(2, 4), chain(3, 2))
+        target.commit([[0, 1, 2], [0]])
+    assert target.length == [40, 20]
+    assert target.history_bytes == allocated  # 10 + 40 columns: the longest row alone counts
+
+
+def test_crop_forgets_row_by_row(tree_target):
+    rows = texts(2, PROMPT).tolist()
+    tree_target.start(torch.tensor(rows))
+    tokens = texts(2, 6, seed=4)
+    tree_target.forward(tokens, chain(5, 2))
+    tree_target.commit([[0, 1, 2, 3, 4, 5], [0, 1]])
+    tree_target.crop([PROMPT + 2, PROMPT - 3])
+    assert tree_target.length == [PROMPT + 2, PROMPT - 3]
+    check_next(tree_target, [rows[0] + tokens[0, :2].tolist(), rows[1][:-3]])
+
+
+def test_absent_slots_affect_nobody(tree_target):
+    prompts, tokens = texts(2, PROMPT), texts(2, len(TREE) + 1, seed=5)
+    parents = torch.tensor([TREE, TREE])
+    tree_target.start(prompts)
+    whole = tree_target.forward(tokens, parents).logits
+    cut = tokens.clone()
+    cut[0, [5, 6, 8]] = ABSENT  # a branch of row 0
+    cut[1, 1:] = ABSENT
+    partly = tree_target.forward(cut, parents).logits
+    close(partly[0, [0, 1, 2, 3, 4, 7]], whole[0, [0, 1, 2, 3, 4, 7]])
+    close(partly[1, 0], whole[1, 0])
+
+
+@pytest.mark.parametrize("steps", [(), (0,), (0, 3)])
+def test_taps_are_the_hidden_states(tree_target, steps):
+    model, prompt = tree_target.model, texts(1, PROMPT)
+    last = tree_target.num_layers
+    taps = (*range(last), -1)
+    hidden = tree_target.start(prompt, taps).hidden
+    text = prompt
+    for nodes in steps:
+        tokens = texts(1, nodes + 1, seed=nodes)
+        hidden = tree_target.forward(tokens, chain(nodes), taps).hidden
+        tree_target.commit([list(range(nodes + 1))])
+        text = torch.cat([text, tokens], 1)
+    expected = model(text, output_hidden_states=True, use_cache=False).hidden_states
+    for tap in taps:
+        close(hidden[tap], expected[tap][:, -hidden[tap].shape[1] :])  # theirs too are normed in the last place
+
+
+def test_the_last_layers_tap_is_before_the_norm_and_the_models_hooks_are_gone(target):
+    forward = target.start(texts(1, PROMPT), (3, -1))
+    close(target.model.model.norm(forward.hidden[3]), forward.hidden[-1])
+    close(target.lm_head(forward.hidden[-1][:, -1:]), forward.logits)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in target.model.modules())
+
+
+def test_the_context_is_never_exceeded():
+    model = build("gpt2")  # learned positions: one too many is an error inside the model
+    target = HFTarget(model)
+    assert target.max_length == 96
+    rows = texts(2, 92).tolist()
+    target.start(torch.tensor(rows))
+    tokens = texts(2, 4, seed=2)
+    target.forward(tokens, chain(3, 2))
+    keep(target, rows, tokens, [[0, 1, 2], []])
+    target.forward(texts(2, 4), chain(3, 2))  # the slots beyond the context are nobody's
+    check_next(target, rows)
+    target.forward(texts(2, 2), chain(1, 2))
+    with pytest.raises(ValueError, match="holds 96 tokens, not 97"):
+        target.commit([[0, 1], [0]])
+    with pytest.raises(ValueError, match="holds 96 tokens, not 97"):
+        target.start(texts(1, 97))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_kernels_and_precisions(attention, dtype):
+    model = build("gemma3").to(dtype)
+    model.set_attn_implementation(attention)
+    target = HFTarget(model)
+    prompt, tokens = texts(1, PROMPT), texts(1, len(TREE) + 1, seed=1)
+    target.start(prompt)
+    logits = target.forward(tokens, torch.tensor([TREE])).logits[0]
+    assert logits.isfinite().all()
+    for slot, said in enumerate(logits):
+        expected = fresh(model, prompt[0].tolist() + tokens[0, path_to(slot, TREE)].tolist())
+        torch.testing.assert_close(said, expected, rtol=0, atol=2e-4 if dtype == torch.float32 else 0.3)
+
+
+def test_one_model_serves_several_targets_in_turn():
+    model = build("llama")
+    lanes = [HFTarget(model) for _ in range(2)]
+    rows = [texts(1, PROMPT, seed=i).tolist() for i in range(2)]
+    for lane, text in zip(lanes, rows, strict=True):
+        lane.start(torch.tensor(text))
+    for step in range(3):
+        for lane, text in zip(lanes, rows, strict=True):
+            tokens = texts(1, 3, seed=step)
+            lane.forward(tokens, chain(2))
+            keep(lane, text, tokens, [[0, 1]])
+    for lane, text in zip(lanes, rows, strict=True):
+        check_next(lane, text)
+
+
+def test_release_frees_the_history(target):
+    target.start(texts(1, PROMPT))
+    assert target.history_bytes > 0
+    slab = weakref.ref(target._history._cache.slabs[0].keys)
+    target.release()
+    gc.collect()
+    assert slab() is None
+    assert target.history_bytes == 0 and target.length == []
+    with pytest.raises(ValueError, match="call start"):
+        target.forward(texts(1, 1), chain(0))
+
+
+def test_what_a_target_says_of_itself():
+    model = build("llama")
+    model.generation_config.eos_token_id = [2, 5]
+    target = HFTarget(model)
+    assert isinstance(target, Target)
+    assert (target.vocab_size, target.hidden_size, target.num_layers) == (VOCABULARY, 32, 3)
+    assert target.stop_token_ids == (2, 5) and target.supports_trees
+    assert target.embed is model.get_input_embeddings() and target.lm_head is model.get_output_embeddings()
+    assert target.weight_bytes == 4 * sum(p.numel() for p in model.parameters())
+
+
+def test_a_padded_head_counts_its_rows():
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=70, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                                         num_attention_heads=2))  # fmt: skip
+    assert HFTarget(model).vocab_size == 70
+
+
+def test_histories_out_of_reach_are_refused():
+    model = RwkvForCausalLM(RwkvConfig(vocab_size=32, hidden_size=16, attention_hidden_size=16, num_hidden_layers=2))
+    with pytest.raises(ValueError, match="rwkv model keeps its history where it cannot be rolled back"):
+        HFTarget(model)
+
+
+def test_chains_are_checked_where_trees_cannot_be(chain_target):
+    assert not chain_target.supports_trees
+    prompt, tokens = texts(1, PROMPT), texts(1, 5, seed=1)
+    close(chain_target.start(prompt).logits[0, 0], fresh(chain_target.model, prompt[0].tolist()))
+    logits = chain_target.forward(tokens, chain(4)).logits[0]
+    for slot, said in enumerate(logits):
+        close(said, fresh(chain_target.model, prompt[0].tolist() + tokens[0, : slot + 1].tolist()))
+
+
+def test_chains_are_replayed_to_any_length(chain_target):
+    rows = texts(3, PROMPT).tolist()
+    chain_target.start(torch.tensor(rows))
+    for step, kept in enumerate([(5, 1, 0), (2, 5, 3), (0, 4, 1)]):
+        tokens = texts(3, 5, seed=step)
+        tokens[2, 4:] = ABSENT
+        chain_target.forward(tokens, chain(4, 3))
+        keep(chain_target, rows, tokens, [list(range(n)) for n in kept])
+    assert chain_target.history_bytes > 0
+    check_next(chain_target, rows)
+
+
+def test_replayed_rows_can_be_cropped(chain_target):
+    rows = texts(2, PROMPT).tolist()
+    chain_target.start(torch.tensor(rows))
+    for step in range(4):
+        tokens = texts(2, 1, seed=step)
+        chain_target.forward(tokens, chain(0, 2))
+        keep(chain_target, rows, tokens, [[0], [0]])
+    chain_target.crop([PROMPT + 2, PROMPT - 4])
+    check_next(chain_target, [rows[0][: PROMPT + 2], rows[1][: PROMPT - 4]])
+
+
+def test_replayed_taps(chain_target):
+    prompt, tokens = texts(1, PROMPT), texts(1, 3, seed=1)
+    chain_target.start(prompt, (-1,))
+    hidden = chain_target.forward(tokens, chain(2), (-1,)).hidden[-1]
+    text = torch.cat([prompt, tokens], 1)
+    close(hidden, chain_target.model(text, output_hidden_states=True, use_cache=False).hidden_states[-1][:, -3:])
+
+
+def test_a_known_chain_needs_no_reading(target, monkeypatch):
+    draft = Draft.chain(torch.tensor([[5, 6, 7]]))
+    target.start(texts(1, PROMPT))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "tolist", None)
+        target.forward(torch.cat([texts(1, 1), draft.tokens], 1), draft.parents)

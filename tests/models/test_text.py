@@ -1,0 +1,123 @@
+"""Text in and out: the pieces of any token sequence add up to the text, whatever characters the tokens cut through."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from specdemo.models.text import Detokenizer, encode, token_text
+
+TEXTS = ["Once upon a time there was a dog. " * 4, "def f(x):\n    return x\n" * 4]
+HARD = "naïve café — 日本語のテキスト 🙂👩‍👩‍👧‍👦 Ω≈ç√ \t\n  end"
+
+
+def byte_level():
+    """A byte-level BPE that knows English alone: every other character is cut into bytes."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=sorted(alphabet), show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<|endoftext|>", eos_token="<|endoftext|>", clean_up_tokenization_spaces=False
+    )
+
+
+def word_pieces():
+    """Spaces as a mark in front of words, dropped before the first word of a text, as sentencepiece models do."""
+    words = {w: i for i, w in enumerate(["<s>", "▁the", "▁dog", "s", "▁", "."])}
+    tokenizer = Tokenizer(models.BPE(words, []))
+    tokenizer.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", clean_up_tokenization_spaces=False)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return byte_level()
+
+
+def pieces(tokenizer, prompt, ids):
+    detokenizer = Detokenizer(tokenizer, prompt)
+    given_out = detokenizer.push(ids)
+    assert len(given_out) == len(ids)
+    return [*given_out, detokenizer.flush()]
+
+
+@given(text=st.text(min_size=1, max_size=60), cut=st.integers(0, 20))
+def test_pieces_add_up_to_the_text(text, cut):
+    tokenizer = BYTE_LEVEL
+    ids = tokenizer("A dog. " + text)["input_ids"]
+    cut = min(cut, len(ids) - 1)
+    said = "".join(pieces(tokenizer, ids[:cut], ids[cut:]))
+    whole, before = tokenizer.decode(ids), tokenizer.decode(ids[:cut]).rstrip("\ufffd")
+    assert said == whole[len(before) :]
+
+
+BYTE_LEVEL = byte_level()
+
+
+def test_a_character_cut_into_tokens_appears_once_it_is_whole(tokenizer):
+    ids = tokenizer("a🙂b")["input_ids"]
+    assert len(ids) == 6
+    assert pieces(tokenizer, [], ids) == ["a", "", "", "", "🙂", "b", ""]
+
+
+def test_hard_text_survives_every_way_of_being_pushed(tokenizer):
+    ids = tokenizer(HARD)["input_ids"]
+    detokenizer = Detokenizer(tokenizer, ids[:1])
+    said = ""
+    for start in range(1, len(ids), 5):
+        said += "".join(detokenizer.push(ids[start : start + 5]))
+    assert tokenizer.decode(ids[:1]) + said + detokenizer.flush() == HARD
+
+
+def test_bytes_that_never_become_a_character_come_at_the_end(tokenizer):
+    ids = tokenizer("a🙂")["input_ids"][:-1]
+    *given_out, rest = pieces(tokenizer, [], ids)
+    assert given_out == ["a", "", "", ""] and rest == "\ufffd"
+    assert Detokenizer(tokenizer, []).flush() == ""
+
+
+def test_special_tokens_add_no_text_and_have_a_name(tokenizer):
+    dog = tokenizer("dog")["input_ids"]
+    assert "".join(pieces(tokenizer, [], [*dog, 0, *dog])) == "dogdog"
+    assert token_text(tokenizer, 0) == "<|endoftext|>"
+
+
+def test_spaces_in_front_of_words_are_kept():
+    tokenizer = word_pieces()
+    assert pieces(tokenizer, [0, 1], [2, 3, 1, 2, 5]) == [" dog", "s", " the", " dog", ".", ""]
+    assert [token_text(tokenizer, t) for t in (1, 2, 3, 5)] == [" the", " dog", "s", "."]
+
+
+def test_token_text_of_bytes(tokenizer):
+    byte = tokenizer("🙂")["input_ids"][0]
+    assert token_text(tokenizer, byte) == "\ufffd"
+    assert token_text(tokenizer, tokenizer(" dog")["input_ids"][0]).startswith(" ")
+
+
+def test_encode_puts_the_beginning_of_sequence_first_once(tokenizer):
+    plain = tokenizer("A dog.")["input_ids"]
+    assert encode(tokenizer, "A dog.", 100) == [0, *plain]
+    assert encode(tokenizer, "<|endoftext|>A dog.", 100) == [0, *plain]
+
+
+def test_encode_uses_the_chat_template():
+    tokenizer = byte_level()
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant]"
+    assert tokenizer.decode(encode(tokenizer, "A dog.", 100)) == "[user] A dog.\n[assistant]"
+
+
+def test_encode_refuses_what_cannot_be_continued(tokenizer):
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        encode(tokenizer, " \n", 100)
+    length = len(encode(tokenizer, "A dog.", 100))
+    assert len(encode(tokenizer, "A dog.", length)) == length
+    with pytest.raises(ValueError, match=f"has {length} tokens, there is room for {length - 1}; shorten it"):
+        encode(tokenizer, "A dog.", length - 1)
+    with pytest.raises(ValueError, match="room for 0"):
+        encode(tokenizer, "A dog.", -7)

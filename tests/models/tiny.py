@@ -1,0 +1,104 @@
+"""Tiny random models of every kind of history, built from their configs."""
+
+import torch
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+
+VOCABULARY = 61
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 96,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def llama():
+    return LlamaForCausalLM(LlamaConfig(**SIZES))
+
+
+def qwen3():
+    return Qwen3ForCausalLM(Qwen3Config(**SIZES))
+
+
+def gemma3():
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    return Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, sliding_window=6, layer_types=kinds, query_pre_attn_scalar=8))
+
+
+def mistral():
+    return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5))
+
+
+def gpt2():
+    sizes = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 96}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2))
+
+
+def gpt_neo():
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "window_size": 5}
+    kinds = [[["global", "local"], 1]]
+    config = GPTNeoConfig(**sizes, attention_types=kinds, max_position_embeddings=96, bos_token_id=1, eos_token_id=2)
+    return GPTNeoForCausalLM(config)
+
+
+def mamba():
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "state_size": 8, "num_hidden_layers": 3}
+    return MambaForCausalLM(MambaConfig(**sizes, pad_token_id=0, bos_token_id=1, eos_token_id=2))
+
+
+def qwen3_next():
+    kinds = ["linear_attention", "full_attention", "linear_attention"]
+    linear = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    experts["shared_expert_intermediate_size"] = 16
+    config = Qwen3NextConfig(**SIZES, **linear, **experts, linear_value_head_dim=8, layer_types=kinds)
+    return Qwen3NextForCausalLM(config)
+
+
+TREES = {"llama": llama, "qwen3": qwen3, "gemma3": gemma3, "mistral": mistral, "gpt2": gpt2}
+CHAINS = {"gpt_neo": gpt_neo, "mamba": mamba, "qwen3_next": qwen3_next}
+
+
+def build(name):
+    """Weights far from their usual tiny start, so that a wrong mask cannot hide."""
+    torch.manual_seed(7)
+    model = {**TREES, **CHAINS}[name]().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0.0, 0.3)
+    return model.requires_grad_(False)
+
+
+@torch.no_grad()
+def fresh(model, tokens):
+    """The logits after a text, from one pass without any history."""
+    return model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
+
+
+def texts(rows, length, seed=0):
+    return torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
