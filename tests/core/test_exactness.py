@@ -21,7 +21,7 @@ JOINT = (P[0][:, None, None] * P[:, :, None] * P[None]).flatten()  # [V ** 3] of
 
 CHAIN = [0, 1, 2, 3]
 STAR = [0, 0, 0]
-BUSH = [0, 0, 0, 1, 1, 2, 4, 4]
+BUSH = [0, 0, 0, 1, 2, 3, 3, 5]
 
 
 def in_slots(tokens):
