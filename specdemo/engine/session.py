@@ -7,6 +7,7 @@ import platform
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -294,8 +295,9 @@ def _config(spec: RunSpec) -> dict[str, Any]:
 def _warm_up(lane: _Lane, cancelled: Callable[[], bool]) -> None:
     """Every code path and buffer of the lane once, off the clock."""
     config = replace(lane.config, max_new_tokens=min(WARM_UP_TOKENS, lane.config.max_new_tokens), stop_token_ids=())
-    for _ in _events(lane, config, cancelled):
-        pass
+    with suppress(RuntimeError, ValueError):  # a lane that cannot run says so in its own race, not here
+        for _ in _events(lane, config, cancelled):
+            pass
 
 
 def _events(lane: _Lane, config: GenerationConfig, cancelled: Callable[[], bool]) -> Iterator[StepEvent]:

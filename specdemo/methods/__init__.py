@@ -105,6 +105,6 @@ def load_drafter(name: str, target: "Target", model: Any = None, **options: Any)
     if cls.needs_model and model is None:
         raise ValueError(f"method {name!r} needs a model; name a draft model, e.g. 'stories-draft-wide'")
     if not cls.needs_model and model is not None:
-        raise ValueError(f"method {name!r} takes no model; leave {model!r} out")
+        raise ValueError(f"method {name!r} takes no model; leave it out")
     drafter: Drafter = cls(target, model, checked)
     return drafter

@@ -2,6 +2,7 @@
 
 import copy
 import random
+from collections import Counter
 
 import pytest
 import torch
@@ -35,14 +36,18 @@ MODELS = {
             **SMALL, **HEADS, sliding_window=9, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
         )
     ),
-    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=3, n_head=4, n_positions=256)),
+    "gpt2": lambda: GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=VOCABULARY, n_embd=32, n_layer=3, n_head=4, n_positions=256, eos_token_id=5, bos_token_id=5
+        )
+    ),
 }
 STORIES = [
     "Once upon a time, there was a little girl named Lily.",
     "Tom had a red ball. Tom had a red ball. Tom had a red ball.",
     "O",
     "!",
-    "\n\n",
+    "\n\n-",
     "One day",
     'The dragon said, "Hello! Who are you?"',
     "naïve café — “quotes”, ½ and €",
@@ -56,15 +61,18 @@ STORIES = [
 ]
 
 
-def settle(model, stop):
+def settle(model):
     """Sharp random weights (so that greedy text does not collapse) and a stop token that is met now and then."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 2:
                 parameter.mul_(4.0 if "emb" in name or "wte" in name or "wpe" in name else 2.0)
     for config in (model.config, model.generation_config):
-        config.eos_token_id, config.pad_token_id, config.bos_token_id = stop, 0, None
-    return model.eval()
+        config.eos_token_id, config.pad_token_id, config.bos_token_id = None, 0, None
+    met = Counter(t for p in id_prompts() for t in set(oracle(model.eval(), p, 24)[3:]))
+    stop = min(met, key=lambda token: abs(met[token] - 15))
+    model.config.eos_token_id = model.generation_config.eos_token_id = stop
+    return model
 
 
 def near_copy(model):
@@ -100,9 +108,9 @@ def ours(target, drafter, prompt, n, k):
 @pytest.mark.parametrize("architecture", MODELS)
 def test_random_models(architecture):
     torch.manual_seed(1)
-    model = settle(MODELS[architecture](), stop=5)
+    model = settle(MODELS[architecture]())
     draft = near_copy(model)
-    ended_early = drafted = 0
+    ended_early = 0
     for index, prompt in enumerate(id_prompts()):
         expected = oracle(model, prompt, 24)
         ended_early += len(expected) < 24
@@ -111,7 +119,6 @@ def test_random_models(architecture):
             drafter = load_drafter(method, target, draft if method == "draft_model" else None)
             got = ours(target, drafter, prompt, 24, k=1 + index % 6)
             assert got == expected, f"{method}, prompt {prompt}"
-            drafted += method == "draft_model"
     assert ended_early >= 3, "no prompt met the stop token: the test would not see one inside a draft"
 
 
