@@ -4,7 +4,6 @@ A name is an embedded model ("stories"), a folder, or a Hugging Face id. Folders
 downloaded into the Hugging Face cache first (HF_HUB_OFFLINE=1 uses what is there).
 """
 
-import json
 import os
 import re
 import time
@@ -13,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import HfApi, snapshot_download
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -30,7 +31,7 @@ Progress = Callable[[float, str], None]  # share done 0..1, what is being done
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BITS = {"4bit": 4, "8bit": 8}
 FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
-STORED_BITS = {"F64": 64, "F32": 32, "BF16": 16, "F16": 16, "I64": 64, "I32": 32, "I8": 8, "U8": 8, "F8_E4M3": 8}
+STORED_BITS = {"I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8}
 HEADROOM = 1.1  # memory besides the weights: activations and history
 VERIFY_TOKENS = 5
 VERIFY_LIMIT = 1.2  # times a one-token pass: above, speculation cannot pay
@@ -116,16 +117,19 @@ def load_model(
 
 
 def weight_bytes(folder: str, bits: int) -> int:
-    """Bytes the folder's weights take at `bits` per number, from the headers of its safetensors files alone."""
-    numbers = 0
+    """Bytes the folder's weights take at `bits` per number, from the headers of its safetensors files alone.
+
+    Numbers stored in fewer than 16 bits, or as integers, stay as they are. Raises ValueError for a damaged file.
+    """
+    total = 0
     for file in Path(folder).glob("*.safetensors"):
-        with file.open("rb") as opened:
-            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-        header.pop("__metadata__", None)
-        for tensor in header.values():
-            start, end = tensor["data_offsets"]
-            numbers += 8 * (end - start) // STORED_BITS.get(tensor["dtype"], 8)
-    return numbers * bits // 8
+        try:
+            with safe_open(file, "pt") as opened:
+                tensors = [opened.get_slice(name) for name in opened.keys()]  # noqa: SIM118 - not a mapping
+                total += sum(prod(t.get_shape()) * STORED_BITS.get(t.get_dtype(), bits) for t in tensors)
+        except SafetensorError:
+            raise ValueError(f"{file} is damaged; fetch it again") from None
+    return total // 8
 
 
 def verify_cost(model: PreTrainedModel, repeats: int = 5) -> float:

@@ -23,7 +23,10 @@ def byte_level():
     )
     tokenizer.train_from_iterator(TEXTS, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<|endoftext|>", eos_token="<|endoftext|>", clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer,
+        bos_token="<|endoftext|>",
+        eos_token="<|endoftext|>",
+        clean_up_tokenization_spaces=False,
     )
 
 

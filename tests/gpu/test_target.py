@@ -1,0 +1,73 @@
+"""On a GPU: trees, ragged rows and windows through the GPU's own attention kernels."""
+
+import pytest
+import torch
+
+from specdemo.core.tree import Draft
+from specdemo.models.target import HFTarget
+from tests.models.tiny import TREES, VOCABULARY, build, fresh, texts
+
+pytestmark = pytest.mark.gpu
+TREE = [0, 0, 1, 1, 2, 5, 0, 6]
+PATHS = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 4], [0, 2, 5], [0, 2, 5, 6], [0, 7], [0, 2, 5, 6, 8]]
+
+
+@pytest.fixture(params=TREES)
+def name(request):
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_path_of_a_tree(name, dtype):
+    reference = build(name)
+    target = HFTarget(build(name).to("cuda", dtype))
+    prompt, tokens = texts(1, 13), texts(1, len(TREE) + 1, seed=1)
+    target.start(prompt.cuda())
+    logits = target.forward(tokens.cuda(), torch.tensor([TREE]).cuda()).logits[0].float().cpu()
+    for path in PATHS:
+        said = fresh(reference, prompt[0].tolist() + tokens[0, path].tolist())
+        scale = float(said.std())
+        torch.testing.assert_close(
+            logits[path[-1]], said, rtol=0, atol=(5e-3 if dtype == torch.float32 else 0.3) * scale
+        )
+
+
+def test_ragged_rows(name):
+    reference, target = build(name), HFTarget(build(name).cuda())
+    rows = texts(3, 13).tolist()
+    target.start(torch.tensor(rows).cuda(), reserve=4)
+    for step, kept in enumerate([(0, 5, 8), (6, 0, 3), (4, 8, 0)]):
+        tokens = texts(3, len(TREE) + 1, seed=step)
+        target.forward(tokens.cuda(), torch.tensor([TREE] * 3).cuda())
+        paths = [PATHS[k] for k in kept]
+        target.commit(paths)
+        for row, said, path in zip(rows, tokens.tolist(), paths, strict=True):
+            row += [said[slot] for slot in path]
+    following = texts(3, 1, seed=9)
+    logits = target.forward(following.cuda(), torch.empty(3, 0, dtype=torch.int64).cuda()).logits.cpu()
+    for said, text, token in zip(logits, rows, following.tolist(), strict=True):
+        torch.testing.assert_close(said[0], fresh(reference, text + token), rtol=1e-3, atol=5e-3)
+
+
+def test_a_chain_is_verified_without_waiting_for_the_device():
+    target = HFTarget(build("llama").cuda())
+    target.start(texts(1, 13).cuda())
+    draft = Draft.chain(torch.tensor([[5, 6, 7]]).cuda())
+    tokens = torch.cat([texts(1, 1).cuda(), draft.tokens], 1)
+    target.forward(tokens, draft.parents)  # plans are made once
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        logits = target.forward(tokens, draft.parents).logits
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert logits.shape == (1, 4, VOCABULARY)
+
+
+def test_release_gives_the_memory_back():
+    target = HFTarget(build("llama").cuda())
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    target.start(texts(4, 13).cuda(), reserve=64)
+    assert torch.cuda.memory_allocated() > before
+    target.release()
+    assert torch.cuda.memory_allocated() == before

@@ -1,0 +1,75 @@
+"""The toy target keeps the target's contract: its trees are its own texts."""
+
+import pytest
+import torch
+
+from specdemo.core.protocol import Target
+from specdemo.core.tree import ABSENT
+from specdemo.models.toy import ToyTarget
+
+TREE = [0, 0, 1, 2, 2]
+PATHS = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4], [0, 2, 5]]
+
+
+@pytest.fixture(params=[1, 2, 4])
+def target(request):
+    return ToyTarget(11, seed=3, order=request.param)
+
+
+def test_it_is_a_target(target):
+    assert isinstance(target, Target)
+
+
+def test_one_seed_is_one_model():
+    text = [3, 1, 4]
+    assert torch.equal(ToyTarget(seed=5).next_probs(text), ToyTarget(seed=5).next_probs(text))
+    assert not torch.equal(ToyTarget(seed=5).next_probs(text), ToyTarget(seed=6).next_probs(text))
+
+
+def test_probabilities_are_peaked_but_never_zero(target):
+    probs = target.next_probs([1, 2, 3, 4])
+    assert probs.sum().item() == pytest.approx(1.0)
+    assert probs.min() > 0.0 and probs.max() < 0.95
+
+
+@pytest.mark.parametrize("order", [1, 2, 3])
+def test_only_the_last_tokens_count(order):
+    target = ToyTarget(7, order=order)
+    tail = [1, 2, 3][:order]
+    assert torch.equal(target.next_probs([5, *tail]), target.next_probs([0, 6, *tail]))
+    assert not torch.equal(target.next_probs([5, *tail]), target.next_probs([5, *tail[:-1], 4]))
+
+
+def test_every_path_of_a_tree(target):
+    prompts = [[5, 6], [7, 8]]
+    tokens = torch.tensor([[1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1]])
+    first = target.start(torch.tensor(prompts)).logits
+    logits = target.forward(tokens, torch.tensor([TREE, TREE])).logits
+    for row, prompt in enumerate(prompts):
+        torch.testing.assert_close(first[row, 0].softmax(-1), target.next_probs(prompt))
+        for slot, path in enumerate(PATHS):
+            said = logits[row, slot].softmax(-1)
+            torch.testing.assert_close(said, target.next_probs(prompt + tokens[row, path].tolist()))
+
+
+def test_ragged_paths_crop_and_release(target):
+    target.start(torch.tensor([[5, 6], [7, 8]]))
+    tokens = torch.tensor([[1, 2, 3, 4, 5, 6], [6, 5, ABSENT, 3, ABSENT, ABSENT]])
+    target.forward(tokens, torch.tensor([TREE, TREE]))
+    target.commit([[0, 2, 5], []])
+    assert target.length == [5, 2]
+    target.crop([4, 2])
+    logits = target.forward(torch.tensor([[9], [9]]), torch.empty(2, 0, dtype=torch.int64)).logits
+    for said, text in zip(logits, ([5, 6, 1, 3, 9], [7, 8, 9]), strict=True):
+        torch.testing.assert_close(said[0].softmax(-1), target.next_probs(text))
+    target.release()
+    with pytest.raises(ValueError, match="call start"):
+        target.forward(tokens, torch.tensor([TREE, TREE]))
+
+
+def test_taps(target):
+    prompt = torch.tensor([[5, 6, 7]])
+    forward = target.start(prompt, (0, 1, 3, -1))
+    assert {tap: tuple(h.shape) for tap, h in forward.hidden.items()} == dict.fromkeys((0, 1, 3, -1), (1, 3, 8))
+    torch.testing.assert_close(target.lm_head(forward.hidden[-1][:, -1:]), forward.logits)
+    torch.testing.assert_close(forward.hidden[0], target.embed(prompt))
