@@ -108,6 +108,8 @@ def from_json(text: str | bytes) -> RunTrace:
         trace = _adapter.validate_json(text)
     except ValidationError as error:
         raise ValueError(_reason(error)) from None
+    if not trace.lanes:
+        raise ValueError("not a specdemo trace: it has no lanes")
     for lane in trace.lanes:
         _check(lane)
     return trace

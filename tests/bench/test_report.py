@@ -1,0 +1,85 @@
+"""What a terminal shows of a trace."""
+
+from specdemo.bench.report import race_report, texts, visible
+from specdemo.bench.table import table
+from specdemo.core.trace import LaneTrace, RunTrace, StepEvent
+
+
+def step(index, drafted, kept, ms):
+    """A chain step that keeps the first `kept` drafts."""
+    nodes = [100 + i for i in range(drafted)]
+    probs = [[0.5] * drafted]
+    emitted = [[*nodes[:kept], 7]]
+    path = [list(range(kept + 1))]
+    return StepEvent(index, [nodes], [list(range(drafted))], path, emitted, probs, probs, ms)
+
+
+def lane(name, events, method="draft_model", **more):
+    ids = [t for e in events for t in e.emitted[0]]
+    pieces = [f"<{t}>" for t in ids]
+    return LaneTrace(
+        name, method, {}, True, [1], ids, "".join(pieces), more.pop("finish", "length"), events, pieces=pieces, **more
+    )
+
+
+PREFILL = step(0, 0, 0, {"prefill": 30.0})
+PLAIN = lane("Baseline", [PREFILL, *(step(i, 0, 0, {"verify": 10.0}) for i in range(1, 7))], "none")
+
+
+def trace(*lanes, verdict="identical", temperature=0.0):
+    return RunTrace(
+        "demo",
+        {"target": "stories", "temperature": temperature},
+        {"device": "Test CPU", "threads": 1, "dtype": "float32"},
+        "race",
+        [PLAIN, *lanes],
+        [{"lane": lane.name, "verdict": verdict} for lane in lanes],
+        prompt="Once",
+    )
+
+
+def rows(report):
+    lines = report.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("lane "))
+    return [line.split() for line in lines[start + 1 :] if line][: len(lines)]
+
+
+def test_a_faster_lane():
+    fast = lane("fast", [PREFILL, *(step(i, 2, 2, {"draft": 3.0, "verify": 12.0}) for i in (1, 2))])
+    report = race_report(trace(fast))
+    assert report.startswith("demo | target stories | float32 | Test CPU, 1 thread | greedy | race\n")
+    baseline, first, *_ = rows(report)
+    assert baseline == ["Baseline", "7", "100.0", "1.00x", "-", "1.00", "30.0", "-"]
+    assert first == ["fast", "7", "200.0", "2.00x", "100%", "3.00", "30.0", "identical"]
+    assert "fast: Faster: a step costs 1.50x a plain token" in report
+
+
+def test_a_slower_lane_is_said_to_be_slower_and_why():
+    slow = lane("slow", [PREFILL, *(step(i, 2, 0, {"draft": 15.0, "verify": 10.0}) for i in range(1, 7))])
+    report = race_report(trace(slow, verdict="same distribution", temperature=0.8))
+    assert rows(report)[1] == ["slow", "7", "40.0", "0.40x", "0%", "1.00", "30.0", "same", "distribution"]
+    assert "| temperature 0.8 |" in report
+    assert "slow: Slower: a step costs 2.50x a plain token (60% of it drafting)" in report
+
+
+def test_a_lane_that_failed_or_was_stopped_says_so():
+    report = race_report(trace(lane("broken", [], finish="error", note="out of memory"), verdict="differs"))
+    assert rows(report)[1] == ["broken", "0", "-", "-", "-", "-", "-", "error"]
+    assert "broken: out of memory" in report
+
+
+def test_equal_texts_are_shown_once():
+    fast = lane("fast", [PREFILL, *(step(i, 0, 0, {"verify": 5.0}) for i in range(1, 7))])
+    assert texts(trace(fast)) == "[Baseline, fast]\nOnce" + "<7>" * 7
+    other = lane("other", [PREFILL])
+    assert texts(trace(other)) == f"[Baseline]\nOnce{'<7>' * 7}\n\n[other]\nOnce<7>"
+
+
+def test_control_characters_do_not_reach_the_terminal():
+    assert visible("a\x1b[2J\tb\n\x00é😀") == "a\\x1b[2J\tb\n\\x00é😀"
+
+
+def test_columns_are_aligned():
+    assert table(("name", "n", "x"), [("a", "10", "b"), ("long name", "5", "")]) == (
+        "name        n  x\na          10  b\nlong name   5"
+    )

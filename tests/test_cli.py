@@ -1,0 +1,184 @@
+"""The command line as a user meets it: what it prints, and one line for everything that can be wrong."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from specdemo.__main__ import main
+from specdemo.core.trace import from_json
+from specdemo.presets.schema import load_presets
+
+SHORT = ("--max-new-tokens", "16")
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    path = tmp_path_factory.mktemp("trace") / "trace.json"
+    assert main(["run", "embedded-three-lanes", *SHORT, "--k", "3", "--out", str(path)]) == 0
+    return path
+
+
+def refusal(capsys, *arguments):
+    """The one line on stderr; nothing on stdout."""
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1, err
+    return err.removeprefix("specdemo: ").removesuffix("\n")
+
+
+def test_run_prints_a_row_per_lane_and_writes_the_trace(stored, capsys):
+    trace = from_json(stored.read_bytes())
+    assert [lane.method for lane in trace.lanes] == ["none", "draft_model", "draft_model"]
+    assert [lane.options["k"] for lane in trace.lanes[1:]] == [3, 3]
+    assert [row["verdict"] for row in trace.comparison] == ["identical", "identical"]
+    assert len(trace.lanes[0].token_ids) == 16
+
+
+def test_replay_prints_the_same_numbers_without_a_model(stored, capsys, monkeypatch):
+    monkeypatch.setenv("SPECDEMO_MODELS", "/nowhere")
+    assert main(["replay", str(stored)]) == 0
+    out = capsys.readouterr().out
+    trace = from_json(stored.read_bytes())
+    assert trace.prompt + trace.lanes[0].text in out
+    assert "[Baseline, Draft model (stories-draft-wide), Draft model (stories-draft-deep)]" in out
+    table = {line[:35].strip(): line[35:].split() for line in out.splitlines() if line.startswith(("Base", "Draft"))}
+    for lane in trace.lanes:
+        tokens, speed, *_ = table[lane.name]
+        assert (tokens, speed) == ("16", f"{lane.summary['tokens_per_s']:.1f}")
+    assert table["Draft model (stories-draft-deep)"][-1] == "identical"
+    assert "embedded-three-lanes | target stories | float32 | " in out
+    assert out.count(": a step costs ") == 2
+
+
+def test_settings_reach_the_run(tmp_path, capsys):
+    path, prompt = tmp_path / "t.json", tmp_path / "prompt.txt"
+    prompt.write_text("The cat sat. The cat sat. The cat\n", encoding="utf-8")
+    options = ["--method", "ngram", "--option", "max_n=2", "--k", "5", "--seed", "3", "--schedule", "sequential"]
+    sampling = ["--temperature", "0.7", "--top-p", "0.9", "--top-k", "50", "--min-p", "0.01"]
+    files = ["--prompt-file", str(prompt), "--out", str(path)]
+    assert main(["run", "embedded-draft", *SHORT, *options, *sampling, *files]) == 0
+    trace = from_json(path.read_bytes())
+    assert (trace.prompt, trace.schedule) == ("The cat sat. The cat sat. The cat", "sequential")
+    assert (trace.lanes[1].method, trace.lanes[1].options) == ("ngram", {"max_n": 2, "min_n": 1, "k": 5})
+    expected = {"temperature": 0.7, "top_p": 0.9, "top_k": 50, "min_p": 0.01, "seed": 3, "max_new_tokens": 16}
+    assert {name: trace.config[name] for name in expected} == expected
+    assert "same distribution" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["run", "embeded-draft"], "unknown preset 'embeded-draft'; did you mean 'embedded-draft'?"),
+        (["run", "embedded-draft", "--method", "ngrm"], "unknown method 'ngrm'; did you mean 'ngram'?"),
+        (
+            ["run", "embedded-ngram", "--option", "max=3"],
+            "unknown option 'max' of method 'ngram'; did you mean 'max_n'?",
+        ),
+        (["run", "embedded-ngram", "--option", "max_n"], "--option takes name=value, not 'max_n'"),
+        (["run", "embedded-ngram", "--option", "max_n=x"], "option 'max_n' must be a number, not 'x'"),
+        (["run", "embedded-draft", "--k", "0"], "k must be 1 or more, not 0"),
+        (["run", "embedded-draft", "--k", "five"], "Invalid value for '--k': Input should be a valid integer"),
+        (["run", "embedded-draft", "--temperature", "-1"], "temperature must be 0.0 or more, not -1.0"),
+        (["run", "embedded-draft", "--temperature", "nan"], "temperature must be a finite number, not nan"),
+        (["run", "embedded-draft", "--max-new-tokens", "0"], "max_new_tokens must be 1 or more, not 0"),
+        (["run", "embedded-draft", "--schedule", "x"], "schedule must be 'race' or 'sequential', not 'x'"),
+        (["run", "embedded-draft", "--prompt", ""], "the prompt is empty; write at least one word"),
+        (["run", "embedded-draft", "--prompt", "a", "--prompt-file", "b"], "--prompt and --prompt-file exclude each"),
+        (["run", "embedded-draft", "--prompt-file", "/no/file"], "cannot read /no/file: No such file or directory;"),
+        (["run", "embedded-draft", "--out", "/no/folder/x.json"], "there is no folder /no/folder; make it first"),
+        (["run", "embedded-draft", "--prompt", "word " * 600], "the prompt has "),
+        (["run", "embedded-draft", "--promt", "x"], "No such option: --promt"),
+        (["run"], "Missing argument 'PRESET'."),
+        (["rum"], "No such command 'rum'."),
+        (["replay", "/no/trace.json"], "cannot read /no/trace.json: No such file or directory; record a trace with"),
+        (["replay", "/"], "cannot read /: Is a directory; record a trace with"),
+        (["bench", "embeded"], "unknown suite 'embeded'; did you mean 'embedded'?"),
+        (["bench", "embedded", "--repeats", "0"], "repeats must be 1 or more, not 0"),
+        (["bench", "embedded", "--k", "8-1"], "--k takes a draft length from 1 to 16, or a range like 1-8, not '8-1'"),
+        (["bench", "race-fairness", "--k", "3"], "suite 'race-fairness' has no draft length to choose; leave --k out"),
+        (["train", "nothing", "--corpus", "/no"], "unknown recipe 'nothing'; there are stories-target, "),
+        (["train", "stories-target", "--corpus", "/no"], "no corpus folder /no: name a folder of *.txt files"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_the_cure(capsys, arguments, line):
+    assert refusal(capsys, *arguments).startswith(line)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"schema": 2}', b'{"lanes": [{"x": 1}]}'])
+def test_a_malformed_trace_is_one_line(capsys, tmp_path, content):
+    path = tmp_path / "bad.json"
+    path.write_bytes(content)
+    assert refusal(capsys, "replay", str(path)).startswith(f"{path}: ")
+
+
+def test_a_trace_without_lanes_is_one_line(capsys, tmp_path):
+    path = tmp_path / "empty.json"
+    run = {"preset": "x", "config": {}, "environment": {}, "schedule": "race", "lanes": []}
+    path.write_text(json.dumps(run), encoding="utf-8")
+    assert refusal(capsys, "replay", str(path)).startswith(f"{path}: ")
+
+
+def test_the_process_itself_exits_with_2_and_no_traceback():
+    done = subprocess.run(
+        [sys.executable, "-m", "specdemo", "run", "embedded-draft", "--k", "0"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "specdemo: k must be 1 or more, not 0\n")
+
+
+def test_presets_are_listed_quickly():
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-m", "specdemo", "presets", "--json"], capture_output=True, check=True)
+    assert time.perf_counter() - start < 10  # a few times what it takes on a busy machine
+    listed = json.loads(done.stdout)
+    assert [entry["id"] for entry in listed] == list(load_presets())
+    assert listed[0] == {
+        "id": "embedded-draft",
+        "title": load_presets()["embedded-draft"].title,
+        "embedded": True,
+        "methods": ["draft_model"],
+    }
+
+
+def test_presets_and_methods_as_text(capsys):
+    assert main(["presets"]) == 0
+    out = capsys.readouterr().out
+    assert all(id in out for id in load_presets())
+    assert main(["methods"]) == 0
+    assert "    --option max_n=3  1 to 8  longest suffix to look for" in capsys.readouterr().out
+
+
+def test_methods_name_their_options_with_range_and_help(capsys):
+    assert main(["methods", "--json"]) == 0
+    listed = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
+    assert set(listed) >= {"none", "draft_model", "ngram"}
+    assert listed["draft_model"]["needs_model"]
+    assert listed["ngram"]["title"] == "Prompt lookup"
+    assert all(entry["exact"] is True for entry in listed.values())
+    option = listed["ngram"]["options"][0]
+    assert (option["name"], option["type"], option["default"]) == ("max_n", "int", 3)
+    assert (option["low"], option["high"], option["step"], option["choices"]) == (1, 8, 1, [])
+    assert option["help"]
+
+
+def test_doctor_says_what_is_there(capsys):
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    for line in ("torch", "transformers", "gradio", "device", "chromium", "embedded models", "verify cost"):
+        assert f"\n{line}" in out
+
+
+def test_doctor_fails_when_models_are_missing(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("SPECDEMO_MODELS", str(tmp_path))
+    assert main(["doctor"]) == 1
+    assert "missing: stories, stories-draft-wide, stories-draft-deep" in capsys.readouterr().out
+
+
+def test_no_command_is_help(capsys):
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    for command in ("ui", "run", "bench", "train", "replay", "presets", "methods", "doctor"):
+        assert f"\n  {command} " in out
