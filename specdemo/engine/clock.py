@@ -48,7 +48,7 @@ class CudaStopwatch:
 
     def _record(self) -> None:
         event = torch.cuda.Event(enable_timing=True)
-        event.record()  # type: ignore[no-untyped-call]
+        event.record()
         self._events.append(event)
 
     def start(self) -> None:
@@ -60,10 +60,10 @@ class CudaStopwatch:
         self._record()
 
     def read(self) -> dict[str, float]:
-        self._events[-1].synchronize()  # type: ignore[no-untyped-call]
+        self._events[-1].synchronize()
         ms: dict[str, float] = {}
         for name, before, after in zip(self._names, self._events, self._events[1:], strict=False):
-            ms[name] = ms.get(name, 0.0) + before.elapsed_time(after)  # type: ignore[no-untyped-call]
+            ms[name] = ms.get(name, 0.0) + before.elapsed_time(after)
         return {name: round(value, 4) for name, value in ms.items()}
 
 

@@ -168,8 +168,9 @@ def _outputs(progress: Progress) -> list[list[int]]:
 
 
 def _prefill_event(ms: dict[str, float], emitted: list[list[int]]) -> StepEvent:
-    none: list[list[int]] = [[] for _ in emitted]
-    return StepEvent(0, none, none, [[0] for _ in emitted], emitted, none, none, ms)
+    nodes: list[list[int]] = [[] for _ in emitted]
+    probs: list[list[float | None]] = [[] for _ in emitted]
+    return StepEvent(0, nodes, nodes, [[0] for _ in emitted], emitted, probs, probs, ms)
 
 
 def _event(

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 import transformers
+from transformers import PreTrainedTokenizerBase
 
 from specdemo.core.accept import AcceptRule, accept_rule
 from specdemo.core.protocol import Budget, Drafter, GenerationConfig
@@ -103,6 +104,7 @@ Message = Started | Step | Note | LaneDone | Finished
 class _Lane:
     trace: LaneTrace
     target: HFTarget
+    tokenizer: PreTrainedTokenizerBase
     drafter: Drafter
     accept: AcceptRule
     config: GenerationConfig
@@ -186,9 +188,9 @@ class Session:
             raise ValueError("the prompt is empty; write at least one word")
         prompt_ids = encode(loaded.tokenizer, spec.prompt, context - spec.max_new_tokens)
         plain = LaneSpec("none", k=0, name="Baseline")
-        return [self._lane(spec, lane, prompt_ids) for lane in (plain, *spec.lanes)]
+        return [self._lane(spec, lane, prompt_ids, loaded.tokenizer) for lane in (plain, *spec.lanes)]
 
-    def _lane(self, spec: RunSpec, lane: LaneSpec, prompt_ids: list[int]) -> _Lane:
+    def _lane(self, spec: RunSpec, lane: LaneSpec, prompt_ids: list[int], tokenizer: PreTrainedTokenizerBase) -> _Lane:
         loaded = self._models[_key(spec, spec.target)]
         target = HFTarget(loaded.model, loaded.tokenizer, loaded.name)
         model = None if lane.model is None else self._models[_key(spec, lane.model)]
@@ -200,7 +202,7 @@ class Session:
             shown["acceptance"] = lane.acceptance
         trace = LaneTrace(lane.name or _lane_name(lane), lane.method, shown, accept.exact, prompt_ids)
         config = GenerationConfig(spec.max_new_tokens, spec.sampling, Budget(lane.k, lane.k), spec.seed)
-        return _Lane(trace, target, drafter, accept, config, Detokenizer(loaded.tokenizer, prompt_ids))
+        return _Lane(trace, target, tokenizer, drafter, accept, config, Detokenizer(tokenizer, prompt_ids))
 
 
 @lru_cache(maxsize=1)
@@ -346,7 +348,7 @@ def _record(lane: _Lane, index: int, event: StepEvent, vocabulary: dict[str, str
         lane.trace.finish = "length"
     if lane.trace.finish != "cancelled":
         pieces[-1] += lane.text.flush()
-    drafted = ["" if t == ABSENT else token_text(lane.target.tokenizer, t) for t in event.drafted[0]]
+    drafted = ["" if t == ABSENT else token_text(lane.tokenizer, t) for t in event.drafted[0]]
     vocabulary.update({str(t): text for t, text in zip(event.drafted[0], drafted, strict=True) if t != ABSENT})
     lane.trace.events.append(event)
     lane.trace.pieces += pieces

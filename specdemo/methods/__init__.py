@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 from dataclasses import dataclass, field
 from importlib import import_module
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the names of the methods can be had without torch
@@ -46,7 +47,9 @@ class Knob:
             raise ValueError(f"option {self.name!r} must be of type {self.type.__name__}, not {value!r}")
         if self.choices and value not in self.choices:
             raise ValueError(f"option {self.name!r} must be one of {', '.join(self.choices)}, not {value!r}")
-        if self.low is not None and not self.low <= value <= (self.high if self.high is not None else value):
+        low = -inf if self.low is None else self.low
+        high = inf if self.high is None else self.high
+        if isinstance(value, int | float) and not low <= value <= high:
             raise ValueError(f"option {self.name!r} must be between {self.low} and {self.high}, not {value}")
         return value
 
