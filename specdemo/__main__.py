@@ -203,22 +203,24 @@ def doctor() -> int:
     """Say what is installed, what the device is, and what verifying costs here."""
     for name, value in {"specdemo": __version__, "python": platform.python_version(), **_versions()}.items():
         print(f"{name:<16}{value}")
+    print(f"{'cpu cores':<16}{os.cpu_count()}; decoding on a CPU uses one thread")
+    print(f"{'chromium':<16}{_chromium() or 'none (only the tests of the page need one)'}")
+
     import torch
 
     from specdemo.bench.suite import verify_cost
+    from specdemo.engine.session import environment
     from specdemo.models.load import load_target, resolve
 
-    cuda = torch.cuda.is_available()
-    print(f"{'device':<16}{torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine()}")
-    print(f"{'cpu cores':<16}{os.cpu_count()}; decoding on a CPU uses one thread")
-    print(f"{'chromium':<16}{_chromium() or 'none (only the tests of the page need one)'}")
     missing = [name for name in EMBEDDED if not Path(resolve(name)).is_dir()]
     print(f"{'embedded models':<16}{'missing: ' + ', '.join(missing) if missing else ', '.join(EMBEDDED)}")
     if missing:
         return 1
-    if not cuda:
+    if not torch.cuda.is_available():
         torch.set_num_threads(1)
-    one, five = verify_cost(load_target("stories"), 5)
+    target = load_target("stories")
+    one, five = verify_cost(target, 5)
+    print(f"{'device':<16}{environment(target)['device']}")
     print(f"{'verify cost':<16}one token {one:.2f} ms, five at once {five:.2f} ms: {five / one:.2f}x")
     return 0
 
@@ -270,11 +272,13 @@ def _moves(bar: Any) -> Callable[[float, str], None]:
 
 
 def _race(spec: "RunSpec") -> "RunTrace":
-    from specdemo.engine.session import Finished, Step, session
+    from specdemo.engine.session import Finished, Started, Step, session
 
     with _bar(spec.max_new_tokens * (len(spec.lanes) + 1), "{l_bar}{bar}| {n:.0f}/{total:.0f} tokens {elapsed}") as bar:
         for message in session().stream(spec, progress=lambda _, what: bar.set_description(what)):
-            if isinstance(message, Step):
+            if isinstance(message, Started):
+                bar.set_description("decoding")
+            elif isinstance(message, Step):
                 bar.update(len(message.event.emitted[0]))
             elif isinstance(message, Finished):
                 return message.trace
