@@ -143,7 +143,7 @@ class HFTarget:
         try:
             for tap in taps:
                 if tap == -1:
-                    handles.append(self.model.base_model.register_forward_hook(_keep_output(hidden, tap)))
+                    handles.append(self._decoder.register_forward_hook(_keep_output(hidden, tap)))
                 elif tap == 0:
                     first = self._layers[0]
                     handles.append(first.register_forward_pre_hook(_keep_input(hidden), with_kwargs=True))
@@ -155,12 +155,18 @@ class HFTarget:
                 handle.remove()
 
     @cached_property
+    def _decoder(self) -> nn.Module:
+        """What runs between the token ids and lm_head: the module that owns the list of layers."""
+        module: nn.Module
+        for module in self.model.modules():
+            if any(isinstance(m, nn.ModuleList) and len(m) == self.num_layers for m in module.children()):
+                return module
+        raise ValueError(f"{self.name} has no list of {self.num_layers} layers to take hidden states from")
+
+    @cached_property
     def _layers(self) -> nn.ModuleList:
-        lists = (m for m in self.model.base_model.modules() if isinstance(m, nn.ModuleList))
-        found = next((m for m in lists if len(m) == self.num_layers), None)
-        if found is None:
-            raise ValueError(f"{self.name} has no list of {self.num_layers} layers to take hidden states from")
-        return found
+        lists = (m for m in self._decoder.children() if isinstance(m, nn.ModuleList))
+        return next(m for m in lists if len(m) == self.num_layers)
 
 
 class _Arguments:

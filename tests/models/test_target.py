@@ -5,12 +5,12 @@ import weakref
 
 import pytest
 import torch
-from tests.models.tiny import CHAINS, TREES, VOCABULARY, build, fresh, texts
 from transformers import LlamaConfig, LlamaForCausalLM, RwkvConfig, RwkvForCausalLM
 
 from specdemo.core.protocol import Target
 from specdemo.core.tree import ABSENT, Draft
 from specdemo.models.target import HFTarget
+from tests.models.tiny import CHAINS, TREES, VOCABULARY, build, fresh, texts
 
 PROMPT = 13  # longer than every window of the tiny models
 TREE = [0, 0, 1, 1, 2, 5, 0, 6]
