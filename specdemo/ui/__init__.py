@@ -1,0 +1,1 @@
+"""The page: controls in, lines of JSON out. No algorithm lives here."""

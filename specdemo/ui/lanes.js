@@ -1,0 +1,765 @@
+// Draws a log (lines of JSON, see views.py) into the skeleton of view.html. Model text enters the page through
+// textContent alone. Lines are kept as they come and drawn when the display's clock reaches their device time, so the
+// pace of the display, and a replay, never touch the engine.
+
+const SVG = "http://www.w3.org/2000/svg";
+const WINDOW = 16; // tokens the throughput is taken over
+const CHART_MS = 200;
+const GLYPHS = { "\n": "⏎", "\r": "␍", "\t": "⇥" };
+const VERDICTS = {
+  identical: ["✓ identical", "good"],
+  rounding: ["≈ rounding", "fair"],
+  differs: ["✗ differs", "bad"],
+  "same distribution": ["∼ same distribution", "good"],
+  lossy: ["⚠ lossy", "fair"],
+};
+const FATES = { accepted: "✓ accepted", rejected: "✗ rejected", "not reached": "· not reached" };
+const OWN = { corrected: "↺ corrected by target", bonus: "★ bonus of target", target: "target's own token" };
+
+const $ = (selector) => element.querySelector(selector);
+const make = (tag, cls = "", text = "") => {
+  const node = document.createElement(tag);
+  if (cls) node.className = cls;
+  if (text) node.textContent = text;
+  return node;
+};
+const isNumber = (x) => typeof x === "number" && isFinite(x);
+const fixed = (x, digits) => (isNumber(x) ? x.toFixed(digits) : "–");
+const percent = (x) => (isNumber(x) ? `${(100 * x).toFixed(0)} %` : "–");
+const total = (ms) => Object.values(ms).reduce((a, b) => a + b, 0);
+const milliseconds = (x) => fixed(x, x < 10 ? 2 : x < 100 ? 1 : 0);
+const megabytes = (x) => (!x ? "–" : x < 1e9 ? `${(x / 1e6).toFixed(1)} MB` : `${(x / 1e9).toFixed(2)} GB`);
+const visible = (text) => (text === "" ? "∅" : text.replace(/[\n\r\t]/g, (c) => GLYPHS[c]).replace(/^ | $/g, "·"));
+
+let seen = { head: "", length: 0 };
+let run = null; // the run on show: its start line, its end line, its lanes
+let coming = null; // a run that has not started yet; the last one stays on show
+const player = { replay: false, clock: 0, last: 0, frame: 0 };
+
+// ---- the log
+
+function read() {
+  const log = props.value || "";
+  const head = log.slice(0, log.indexOf("\n"));
+  if (head !== seen.head || log.length < seen.length) open(head);
+  const end = log.lastIndexOf("\n") + 1;
+  const lines = log.slice(seen.length, end).split("\n");
+  seen.length = Math.max(end, seen.length);
+  for (const line of lines) if (line) receive(JSON.parse(line));
+  if (!coming && run.start) play();
+}
+
+function open(head) {
+  seen = { head, length: 0 };
+  cancelAnimationFrame(player.frame);
+  player.frame = 0;
+  $(".sd-alert").hidden = true;
+  $(".sd-notes").hidden = true;
+  $(".sd-notes").replaceChildren();
+}
+
+function receive(line) {
+  const actions = { run: opened, start: started, step: kept, done: kept, end: ended, loading, error: failed, note: noted };
+  actions[line.type]?.(line);
+}
+
+function opened(line) {
+  coming = line;
+}
+
+function started(line) {
+  run = { recorded: coming.recorded, start: line, end: null };
+  coming = null;
+  Object.assign(player, { replay: run.recorded, clock: 0, last: 0 });
+  run.lanes = line.lanes.map((lane, index) => ({ ...lane, index, lines: [], received: 0, offset: null, over: false }));
+  stage();
+  if (!run.recorded) say(`Running ${line.lanes.length} lanes, ${line.schedule}.`);
+}
+
+function kept(line) {
+  const lane = run.lanes[line.lane];
+  if (!lane) return;
+  lane.offset ??= run.start.schedule === "sequential" ? sum(run.lanes.map((l) => l.received)) : 0;
+  if (line.type === "step") lane.received += total(line.ms);
+  else lane.over = true;
+  line.at = lane.received;
+  lane.lines.push(line);
+}
+
+function ended(line) {
+  $(".sd-loading").hidden = true;
+  if (coming) return say("Stopped before the first token.");
+  run.end = line;
+}
+
+function loading(line) {
+  const bar = $(".sd-loading");
+  bar.hidden = line.share >= 1;
+  bar.value = line.share;
+  say(line.share >= 1 ? "Warming up, off the clock." : `${sentence(line.text)}, ${percent(line.share)}`);
+}
+
+function failed(line) {
+  const alert = $(".sd-alert");
+  alert.hidden = false;
+  alert.textContent = sentence(line.text);
+  $(".sd-loading").hidden = true;
+  say(coming ? "Nothing was run." : "The run failed.");
+  if (coming) return;
+  for (const lane of run.lanes) if (!lane.finish) pill(lane, "failed", "bad");
+}
+
+function noted(line) {
+  if (!coming && run.lanes[line.lane]) return laneNote(run.lanes[line.lane], line.text);
+  $(".sd-notes").hidden = false;
+  $(".sd-notes").append(make("li", "", sentence(line.text)));
+}
+
+// ---- the display's clock
+
+const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
+const sentence = (text) => text.charAt(0).toUpperCase() + text.slice(1);
+const pace = () => Number(element.querySelector("[name=sd-pace]:checked").value);
+const atOnce = () => !player.replay && pace() === 1;
+const due = (lane, line) => line.at + (player.replay ? 0 : lane.offset);
+const drawnAll = () => run.lanes.every((lane) => lane.next >= lane.lines.length);
+
+function play() {
+  if (run.recorded && !player.last && matchMedia("(prefers-reduced-motion: reduce)").matches) {
+    player.replay = false;
+  }
+  if (atOnce() || (run.recorded && !player.replay)) return advance(Infinity);
+  if (!player.frame) {
+    player.last = performance.now();
+    player.frame = requestAnimationFrame(tick);
+  }
+}
+
+function tick(now) {
+  player.frame = 0;
+  const passed = Math.max(0, now - player.last);
+  player.last = now;
+  player.clock = Math.min(player.clock + passed * pace(), horizon());
+  advance(atOnce() ? Infinity : player.clock);
+  if (!(run.end && drawnAll())) player.frame = requestAnimationFrame(tick);
+}
+
+// How far the engine is known to have come: the display waits there and does not jump ahead afterwards.
+function horizon() {
+  const open = run.lanes.filter((lane) => !lane.over).map((lane) => lane.received + (player.replay ? 0 : lane.offset || 0));
+  if (run.end || !open.length) return Infinity;
+  return run.start.schedule === "sequential" ? Math.max(...open) : Math.min(...open);
+}
+
+function advance(clock) {
+  let drawn = 0;
+  for (const lane of run.lanes) {
+    const bottom = pinned(lane);
+    const text = document.createDocumentFragment();
+    while (lane.next < lane.lines.length && due(lane, lane.lines[lane.next]) <= clock) {
+      const line = lane.lines[lane.next++];
+      if (line.type === "step") drawStep(lane, line, text);
+      else drawDone(lane, line);
+      drawn += 1;
+    }
+    lane.view.text.append(text);
+    if (bottom) lane.view.text.scrollTop = lane.view.text.scrollHeight;
+  }
+  if (drawn) paint();
+  if (run.end && drawnAll()) finish();
+  replayButton();
+}
+
+function replay() {
+  if (!run.end) return;
+  if (player.frame) {
+    cancelAnimationFrame(player.frame);
+    player.frame = 0;
+    advance(Infinity);
+    return;
+  }
+  stage();
+  player.replay = true;
+  player.clock = 0;
+  player.last = performance.now();
+  say("Replaying at the run's own speed" + (pace() === 1 ? "." : `, slowed ${1 / pace()} times.`));
+  player.frame = requestAnimationFrame(tick);
+  replayButton();
+}
+
+function replayButton() {
+  $(".sd-replay").disabled = !run.end;
+  $(".sd-replay").textContent = player.frame && run.end ? "Skip" : "Replay";
+}
+
+// ---- lanes
+
+function stage() {
+  $(".sd-loading").hidden = true;
+  $(".sd-lanes").replaceChildren();
+  $(".sd-race").replaceChildren();
+  $(".sd-why").hidden = true;
+  $(".sd-lanes").dataset.lanes = run.lanes.length;
+  for (const lane of run.lanes) {
+    Object.assign(lane, { next: 0, clock: 0, decode: 0, tokens: 0, steps: [], finish: null, summary: null, comparison: null });
+    Object.assign(lane, { drafted: 0, accepted: 0, kept: [], reached: [], hits: [], split: { draft: 0, verify: 0, other: 0 } });
+    Object.assign(lane, { past: [[0, 0]], points: [[], []], charted: 0 });
+    lane.view = laneCard(lane);
+    lane.bar = raceBar(lane);
+    if (lane.note) laneNote(lane, lane.note);
+  }
+  run.picked = null;
+  run.focus = Math.min(1, run.lanes.length - 1);
+  run.chart = null;
+  run.done = false;
+  badge();
+  tabs();
+  inspect();
+  paint();
+}
+
+function badge() {
+  const node = $(".sd-badge");
+  const { device, date, dtype, threads } = run.start.environment || {};
+  node.hidden = false;
+  node.classList.toggle("sd-recorded", run.recorded);
+  const where = [device, threads ? `${threads} thread${threads > 1 ? "s" : ""}` : null, dtype];
+  const words = run.recorded ? ["Recorded run", ...where, String(date || "date unknown").slice(0, 10)] : where;
+  node.textContent = words.filter(Boolean).map(String).join(" · ");
+}
+
+function mark(lane) {
+  const node = make("span", "sd-mark", lane.index ? String(lane.index) : "0");
+  node.dataset.of = lane.index;
+  node.setAttribute("aria-label", lane.index ? `lane ${lane.index}` : "baseline");
+  return node;
+}
+
+function laneCard(lane) {
+  const card = make("article", "sd-lane");
+  card.dataset.of = lane.index;
+  const header = make("header");
+  const title = make("h3", "", lane.name);
+  const state = make("span", "sd-pill", "idle");
+  const speed = make("span", "sd-speed");
+  const number = make("b", "", "–");
+  number.dataset.metric = "tokens_per_s";
+  number.dataset.lane = lane.index;
+  speed.append(number, " tok/s");
+  header.append(mark(lane), title, make("span", "sd-how", how(lane)), state, speed);
+  if (lane.exact === false) title.append(make("em", "sd-lossy", "lossy"));
+  const text = make("div", "sd-text");
+  text.dataset.lane = lane.index;
+  text.tabIndex = 0;
+  text.setAttribute("role", "log");
+  text.setAttribute("aria-live", "off");
+  text.setAttribute("aria-label", `${lane.name}: text; arrow keys step through the decoding steps`);
+  text.append(span(run.start.prompt, "prompt", -1));
+  const note = make("p", "sd-note");
+  note.hidden = true;
+  card.append(header, note, text);
+  $(".sd-lanes").append(card);
+  return { card, state, number, text, note };
+}
+
+function how(lane) {
+  if (!lane.index) return "one token per target pass";
+  const { model, ...rest } = lane.options || {};
+  return Object.entries(rest).map(([name, value]) => `${name} = ${value}`).join(" · ");
+}
+
+function laneNote(lane, text) {
+  lane.view.note.hidden = false;
+  lane.view.note.textContent = sentence(text);
+}
+
+function pill(lane, text, tone = "") {
+  lane.view.state.textContent = text;
+  lane.view.state.dataset.tone = tone;
+}
+
+function span(text, kind, step) {
+  const node = make("span");
+  node.dataset.kind = kind;
+  if (step >= 0) node.dataset.step = step;
+  node.textContent = text;
+  return node;
+}
+
+const pinned = ({ view: { text } }) => text.scrollHeight - text.scrollTop - text.clientHeight < 30;
+
+function drawStep(lane, line, into) {
+  const at = lane.steps.push(line) - 1;
+  line.kinds.forEach((kind, i) => {
+    if (kind === "corrected") into.append(...refused(line, at));
+    into.append(span(line.text[i] ?? "", kind, at));
+  });
+  count(lane, line);
+  pill(lane, "generating", "busy");
+}
+
+// The first refused draft, struck through; how many more fell with it is said by CSS, so it is no text.
+function refused(line, step) {
+  const first = line.fates.indexOf("rejected");
+  if (first < 0) return [];
+  const node = span(visible(line.drafted[first] ?? ""), "rejected", step);
+  const more = line.fates.filter((fate) => fate === "rejected" || fate === "not reached").length - 1;
+  if (more) node.dataset.more = `+${more}`;
+  return [node];
+}
+
+function count(lane, line) {
+  const ms = total(line.ms);
+  lane.clock += ms;
+  lane.tokens += line.kinds.length;
+  if (line.index > 0) {
+    lane.decode += ms;
+    const keep = line.fates.filter((fate) => fate === "accepted").length;
+    const deep = depth(line);
+    lane.drafted += line.fates.filter(Boolean).length;
+    lane.accepted += keep;
+    lane.kept[keep] = (lane.kept[keep] || 0) + 1;
+    for (let i = 0; i < deep; i++) {
+      lane.reached[i] = (lane.reached[i] || 0) + 1;
+      lane.hits[i] = (lane.hits[i] || 0) + (keep > i ? 1 : 0);
+    }
+    lane.split.draft += (line.ms.draft || 0) + (line.ms.observe || 0);
+    lane.split.verify += line.ms.verify || 0;
+    lane.split.other += (line.ms.accept || 0) + (line.ms.commit || 0);
+  } else {
+    lane.ttft = ms;
+  }
+  measure(lane);
+}
+
+function depth(line) {
+  const levels = [0];
+  let deepest = 0;
+  line.parents.forEach((parent, i) => {
+    levels.push(levels[parent] + 1);
+    if (line.fates[i]) deepest = Math.max(deepest, levels[i + 1]);
+  });
+  return deepest;
+}
+
+function measure(lane) {
+  lane.past.push([lane.clock, lane.tokens]);
+  while (lane.past.length > 2 && lane.tokens - lane.past[1][1] >= WINDOW) lane.past.shift();
+  const [then, had] = lane.past[0];
+  const spacing = Math.max(1, (run.start.limit || 200) / 200);
+  if (lane.tokens < 4 || lane.tokens - (lane.lastPoint || 0) < spacing) return;
+  lane.lastPoint = lane.tokens;
+  lane.points[0].push(lane.clock / 1000);
+  lane.points[1].push((1000 * (lane.tokens - had)) / (lane.clock - then));
+}
+
+function drawDone(lane, line) {
+  lane.finish = line.finish;
+  lane.summary = line.summary;
+  if (line.note) laneNote(lane, line.note);
+  const seconds = `${(lane.clock / 1000).toFixed(2)} s`;
+  const words = { stop: [`done in ${seconds}`, "good"], length: [`done in ${seconds}`, "good"] };
+  words.cancelled = [`stopped at ${seconds}`, "fair"];
+  words.error = ["failed", "bad"];
+  pill(lane, ...(words[line.finish] || ["", ""]));
+}
+
+function finish() {
+  if (run.done) return;
+  run.done = true;
+  run.end.comparison.forEach((row, i) => {
+    if (run.lanes[i + 1]) run.lanes[i + 1].comparison = row;
+  });
+  for (const lane of run.lanes) if (!lane.finish && lane.view) pill(lane, "stopped", "fair");
+  $(".sd-loading").hidden = true;
+  paint();
+  say(verdictOfAll());
+}
+
+function verdictOfAll() {
+  const ends = { cancelled: "Stopped.", error: "A lane failed." };
+  const rows = run.lanes.slice(1).filter((lane) => lane.comparison && isNumber(lane.comparison.speedup));
+  const words = rows.map((lane) => `${lane.name}: ${factor(lane.comparison.speedup)}, ${lane.comparison.verdict}`);
+  return [ends[run.end.finish] || (run.recorded ? "Replayed." : "Finished."), ...words].join(" ");
+}
+
+const factor = (x) => (x < 1 ? `${x.toFixed(2)} times the baseline's speed, slower` : `${x.toFixed(2)} times as fast`);
+
+function say(text) {
+  if ($(".sd-status").textContent !== text) $(".sd-status").textContent = text;
+}
+
+// ---- numbers: live ones while it runs, the engine's own summary afterwards
+
+function numbers(lane) {
+  const s = lane.summary || {};
+  const rate = lane.decode ? (1000 * (lane.tokens - 1)) / lane.decode : null;
+  const live = {
+    tokens_per_s: rate,
+    acceptance_rate: lane.drafted ? lane.accepted / lane.drafted : null,
+    tokens_per_step: lane.steps.length > 1 ? (lane.tokens - 1) / (lane.steps.length - 1) : null,
+    ttft_ms: lane.ttft ?? null,
+    itl_ms_p50: null,
+    drafted: lane.drafted,
+    accepted: lane.accepted,
+    steps: Math.max(0, lane.steps.length - 1),
+    accept_histogram: Array.from(lane.kept, (n) => n || 0),
+    accept_by_position: lane.reached.map((n, i) => lane.hits[i] / n),
+    peak_memory_bytes: null,
+    ms_draft: lane.split.draft,
+    ms_verify: lane.split.verify,
+    ms_other: lane.split.other,
+  };
+  return { ...live, ...s };
+}
+
+function speedup(lane) {
+  if (lane.comparison) return lane.comparison.speedup;
+  const [ours, theirs] = [numbers(lane).tokens_per_s, numbers(run.lanes[0]).tokens_per_s];
+  return ours && theirs ? ours / theirs : null;
+}
+
+let painting = 0;
+function paint() {
+  if (!painting) painting = requestAnimationFrame(repaint);
+}
+
+function repaint() {
+  painting = 0;
+  const several = run.lanes.length > 2;
+  for (const lane of run.lanes) {
+    const n = numbers(lane);
+    lane.view.number.textContent = fixed(n.tokens_per_s, n.tokens_per_s < 100 ? 1 : 0);
+    lane.view.number.dataset.value = n.tokens_per_s ?? "";
+    const share = run.start.limit ? Math.min(1, lane.tokens / run.start.limit) : 0;
+    lane.bar.fill.style.transform = `scaleX(${lane.finish === "stop" ? 1 : share})`;
+    lane.bar.tokens.textContent = lane.tokens;
+    lane.bar.time.textContent = `${(lane.clock / 1000).toFixed(2)} s`;
+  }
+  const drafting = run.lanes.slice(1);
+  tile("speedup", drafting, several, (lane) => speedTile(lane));
+  tile("acceptance", drafting, several, ({ n }) => [percent(n.acceptance_rate), `${n.accepted} of ${n.drafted}`, "", n.acceptance_rate]);
+  tile("per-pass", drafting, several, ({ n }) => [fixed(n.tokens_per_step, 2), `${n.steps} passes`, "", n.tokens_per_step]);
+  tile("output", drafting, several, ({ lane }) => outputTile(lane));
+  tile("memory", run.lanes, true, ({ n }) => [megabytes(n.peak_memory_bytes), "", "", n.peak_memory_bytes]);
+  latency();
+  why();
+  histogram();
+  times();
+  chart();
+}
+
+function tile(name, lanes, several, cells) {
+  const rows = $(`[data-tile=${name}] .sd-rows`);
+  rows.classList.toggle("sd-several", several);
+  rows.replaceChildren(
+    ...lanes.map((lane) => {
+      const [big, small, tone, value] = cells({ lane, n: numbers(lane) });
+      const row = make("div", "sd-row");
+      if (several) row.append(mark(lane));
+      const number = make("b", "", big);
+      number.dataset.metric = name;
+      number.dataset.lane = lane.index;
+      number.dataset.value = value ?? "";
+      if (tone) number.dataset.tone = tone;
+      row.append(number, make("small", "", small));
+      return row;
+    })
+  );
+}
+
+function speedTile({ lane }) {
+  const x = speedup(lane);
+  if (!isNumber(x)) return ["–", "", "", null];
+  return [`${x.toFixed(2)}×`, x < 1 ? "▼ slower" : x > 1.005 ? "▲ faster" : "no change", x < 1 ? "bad" : "gain", x];
+}
+
+function outputTile(lane) {
+  const row = lane.comparison;
+  if (!row) return [lane.exact === false ? "⚠ lossy" : "–", "", lane.exact === false ? "fair" : "", null];
+  const [words, tone] = VERDICTS[row.verdict] || [String(row.verdict ?? "–"), ""];
+  const place = isNumber(row.first_divergence) ? `from token ${row.first_divergence + 1}` : "";
+  const gap = isNumber(row.divergence_margin) ? `gap of the two best ${row.divergence_margin}` : "";
+  return [words, [place, gap].filter(Boolean).join(", "), tone, row.verdict];
+}
+
+function latency() {
+  const grid = make("div", "sd-grid");
+  grid.append(make("span"), make("small", "", "first, ms"), make("small", "", "gap, ms"));
+  for (const lane of run.lanes) {
+    const n = numbers(lane);
+    const cells = [["ttft_ms", n.ttft_ms], ["itl_ms_p50", n.itl_ms_p50]].map(([metric, value]) => {
+      const cell = make("b", "", milliseconds(value));
+      cell.dataset.metric = metric;
+      cell.dataset.lane = lane.index;
+      cell.dataset.value = value ?? "";
+      return cell;
+    });
+    grid.append(mark(lane), ...cells);
+  }
+  $("[data-tile=latency] .sd-rows").replaceChildren(grid);
+}
+
+function why() {
+  const list = $(".sd-why");
+  const told = run.lanes.slice(1).filter((lane) => lane.comparison?.why);
+  list.hidden = !told.length;
+  list.replaceChildren(
+    ...told.map((lane) => {
+      const item = make("li");
+      item.append(mark(lane), make("span", "", lane.comparison.why));
+      return item;
+    })
+  );
+}
+
+function raceBar(lane) {
+  const row = make("div", "sd-run");
+  row.dataset.of = lane.index;
+  const track = make("div", "sd-track");
+  const fill = make("div", "sd-fill");
+  track.append(fill);
+  const result = make("span", "sd-result");
+  const tokens = make("b", "", "0");
+  const time = make("span", "sd-time", "");
+  result.append(tokens, " tok ", time);
+  const name = make("span", "sd-name");
+  name.append(mark(lane), make("span", "", lane.name));
+  row.append(name, track, result);
+  $(".sd-race").append(row);
+  return { fill, tokens, time };
+}
+
+// ---- charts
+
+function chart() {
+  const plot = element.querySelector(".js-plotly-plot");
+  if (!window.Plotly || !plot?.data || !run.lanes.length) return;
+  const now = performance.now();
+  const first = run.chart === null;
+  if (!first && !run.done && now - run.chart < CHART_MS) return;
+  run.chart = now;
+  const of = run.lanes.map((lane) => lane.index).filter((i) => i < plot.data.length);
+  if (first || run.done) {
+    const all = plot.data.map((_, i) => i);
+    const lanes = all.map((i) => run.lanes[i]);
+    window.Plotly.restyle(plot, {
+      x: lanes.map((lane) => [...(lane?.points[0] || [])]),
+      y: lanes.map((lane) => [...(lane?.points[1] || [])]),
+      name: lanes.map((lane) => (lane ? escapeMarkup(lane.name) : "")),
+      visible: lanes.map(Boolean),
+    }, all);
+  } else {
+    const fresh = of.filter((i) => run.lanes[i].charted < run.lanes[i].points[0].length);
+    if (!fresh.length) return;
+    const rest = (axis) => fresh.map((i) => run.lanes[i].points[axis].slice(run.lanes[i].charted));
+    window.Plotly.extendTraces(plot, { x: rest(0), y: rest(1) }, fresh);
+  }
+  for (const i of of) run.lanes[i].charted = run.lanes[i].points[0].length;
+}
+
+// Plotly reads a little HTML in names.
+const escapeMarkup = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+
+function svg(tag, attributes, text = "") {
+  const node = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  node.textContent = text;
+  return node;
+}
+
+function histogram() {
+  const lane = run.lanes[run.focus];
+  const n = numbers(lane);
+  const bars = n.accept_histogram || [];
+  const rates = n.accept_by_position || [];
+  const box = $(".sd-histogram");
+  if (!lane.index || !bars.length || !n.drafted) {
+    box.replaceChildren(make("p", "sd-small", lane.index ? "Nothing was drafted yet." : "The baseline drafts nothing."));
+    return;
+  }
+  const [width, height, base] = [340, 158, 132];
+  const step = (width - 16) / bars.length;
+  const top = Math.max(...bars, 1);
+  const x = (i) => 8 + step * (i + 0.5);
+  const words = bars.map((count, i) => `${count} passes kept ${i}`).join(", ");
+  const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": words, "data-of": lane.index });
+  bars.forEach((count, i) => {
+    const tall = (96 * count) / top;
+    const w = Math.min(44, step - 6);
+    picture.append(svg("rect", { x: x(i) - w / 2, y: base - tall, width: w, height: Math.max(tall, 1), rx: 3, class: "sd-b" }));
+    picture.append(svg("text", { x: x(i), y: base - tall - 5, class: "sd-n" }, count));
+    picture.append(svg("text", { x: x(i), y: height - 10, class: "sd-x" }, i));
+  });
+  const y = (rate) => base - 96 * rate;
+  const points = rates.map((rate, i) => [x(i + 1), isNumber(rate) ? rate : 0]);
+  picture.append(svg("polyline", { points: points.map(([px, r]) => `${px},${y(r)}`).join(" "), class: "sd-line" }));
+  for (const [px, rate] of points) {
+    const dot = svg("circle", { cx: px, cy: y(rate), r: 3.5, class: "sd-dot" });
+    dot.append(svg("title", {}, percent(rate)));
+    picture.append(dot);
+  }
+  const rate = make("p", "sd-small sd-rates", `kept at position: ${rates.map((r, i) => `${i + 1}: ${percent(r)}`).join("  ")}`);
+  box.replaceChildren(picture, rate);
+}
+
+function tabs() {
+  const several = run.lanes.length > 2;
+  $(".sd-tabs").hidden = !several;
+  $(".sd-tabs").replaceChildren(
+    ...run.lanes.slice(1).map((lane) => {
+      const button = make("button", "sd-tab");
+      button.type = "button";
+      button.setAttribute("aria-pressed", lane.index === run.focus);
+      button.append(mark(lane));
+      button.title = lane.name;
+      button.addEventListener("click", () => look(lane.index));
+      return button;
+    })
+  );
+}
+
+function look(index) {
+  run.focus = index;
+  tabs();
+  paint();
+}
+
+function times() {
+  const split = run.lanes.map((lane) => numbers(lane)).map((n) => [n.ms_draft, n.ms_verify, n.ms_other]);
+  const longest = Math.max(...split.map((parts) => sum(parts)), 1e-9);
+  $(".sd-times").replaceChildren(
+    ...run.lanes.map((lane, i) => {
+      const row = make("div", "sd-split");
+      const track = make("div", "sd-track");
+      const names = ["draft", "verify", "other"];
+      split[i].forEach((ms, j) => {
+        const part = make("div", `sd-part sd-${names[j]}`);
+        part.style.width = `${(100 * ms) / longest}%`;
+        part.title = `${names[j]} ${milliseconds(ms)} ms`;
+        track.append(part);
+      });
+      track.setAttribute("role", "img");
+      track.setAttribute("aria-label", names.map((name, j) => `${name} ${milliseconds(split[i][j])} ms`).join(", "));
+      const share = sum(split[i]) ? `${percent(split[i][0] / sum(split[i]))} draft` : "";
+      row.append(mark(lane), track, make("span", "sd-ms", `${(sum(split[i]) / 1000).toFixed(2)} s`));
+      if (lane.index) row.append(make("small", "", share));
+      return row;
+    })
+  );
+}
+
+// ---- step inspector
+
+function pick(lane, step) {
+  if (!lane.steps.length) return;
+  const index = Math.max(0, Math.min(step, lane.steps.length - 1));
+  for (const node of element.querySelectorAll(".sd-picked")) node.classList.remove("sd-picked");
+  const spans = lane.view.text.querySelectorAll(`[data-step="${index}"]`);
+  for (const node of spans) node.classList.add("sd-picked");
+  if (spans[0]) reveal(lane.view.text, spans[0]);
+  run.picked = { lane: lane.index, step: index };
+  if (lane.index) look(lane.index);
+  inspect();
+}
+
+function reveal(box, node) {
+  const [outer, inner] = [box.getBoundingClientRect(), node.getBoundingClientRect()];
+  if (inner.top < outer.top || inner.bottom > outer.bottom) box.scrollTop += inner.top - outer.top - box.clientHeight / 2;
+}
+
+function inspect() {
+  const box = $(".sd-table");
+  if (!run.picked) return box.replaceChildren();
+  const lane = run.lanes[run.picked.lane];
+  const line = lane.steps[run.picked.step];
+  const parts = Object.entries(line.ms).map(([name, ms]) => `${name} ${milliseconds(ms)}`);
+  const drafted = line.fates.filter(Boolean).length;
+  const kept = line.fates.filter((fate) => fate === "accepted").length;
+  const what = run.picked.step ? (drafted ? `${kept} of ${drafted} drafts kept` : "nothing drafted") : "prefill";
+  $(".sd-step").replaceChildren(
+    mark(lane),
+    ` Step ${run.picked.step} of ${lane.steps.length - 1} · ${what} · ${milliseconds(total(line.ms))} ms (${parts.join(", ")})`
+  );
+  box.replaceChildren(stepTable(line));
+}
+
+function stepTable(line) {
+  const table = make("table");
+  const head = table.createTHead().insertRow();
+  for (const [name, title] of [["#", ""], ["token", ""], ["draft q", "the drafter's probability"], ["target p", "the target's probability"], ["verdict", ""]]) {
+    const cell = make("th", "", name);
+    cell.scope = "col";
+    cell.title = title;
+    head.append(cell);
+  }
+  const body = table.createTBody();
+  line.fates.forEach((fate, i) => {
+    if (fate) tokenRow(body, i + 1, line.drafted[i], line.q[i], line.p[i], fate.replace(" ", "-"), FATES[fate]);
+  });
+  const own = line.kinds.at(-1);
+  if (own && own !== "accepted") tokenRow(body, "→", line.text.at(-1), null, null, own, OWN[own]);
+  return table;
+}
+
+function tokenRow(body, name, text, q, p, kind, verdict) {
+  const row = body.insertRow();
+  row.dataset.fate = kind;
+  row.append(make("td", "", String(name)));
+  const token = make("td");
+  token.append(make("code", "", visible(text ?? "")));
+  row.append(token, probability(q), probability(p), make("td", "sd-verdict", verdict));
+}
+
+function probability(value) {
+  const cell = make("td", "sd-prob");
+  if (!isNumber(value)) {
+    cell.textContent = "–";
+    return cell;
+  }
+  const meter = make("span", "sd-meter");
+  const fill = make("span");
+  fill.style.width = `${100 * Math.min(1, Math.max(0, value))}%`;
+  meter.append(fill);
+  cell.append(meter, value.toFixed(2));
+  return cell;
+}
+
+function onKey(event) {
+  const box = event.target.closest?.("[data-lane].sd-text");
+  const lane = box && run.lanes[Number(box.dataset.lane)];
+  if (!lane?.steps.length) return;
+  const now = run.picked?.lane === lane.index ? run.picked.step : -1;
+  const to = { ArrowRight: now + 1, ArrowLeft: now < 0 ? lane.steps.length - 1 : now - 1, Home: 0, End: lane.steps.length - 1 }[event.key];
+  if (to === undefined) return;
+  event.preventDefault();
+  pick(lane, to);
+}
+
+function onClick(event) {
+  const token = event.target.closest?.("span[data-step]");
+  const box = token?.closest("[data-lane].sd-text");
+  if (box) pick(run.lanes[Number(box.dataset.lane)], Number(token.dataset.step));
+}
+
+function idle() {
+  const lane = (name, index) => ({ name, options: {}, exact: true, note: null, index, lines: [], received: 0 });
+  run = { recorded: false, start: { environment: {}, prompt: "", lanes: [] }, end: null };
+  run.lanes = [lane("Baseline", 0), lane("Speculative", 1)];
+  stage();
+  $(".sd-badge").hidden = true;
+  run.lanes[1].view.card.querySelector(".sd-how").textContent = "drafts k tokens, keeps what the target agrees with";
+}
+
+element.addEventListener("keydown", onKey);
+element.addEventListener("click", onClick);
+$(".sd-replay").addEventListener("click", replay);
+for (const input of element.querySelectorAll("[name=sd-pace]")) {
+  input.addEventListener("change", () => (run.end || run.lanes.some((lane) => lane.lines.length)) && play());
+}
+$(".sd-rejected").addEventListener("change", (event) => {
+  $(".sd-lanes").classList.toggle("sd-hide-rejected", !event.target.checked);
+});
+idle();
+watch("value", read);
+if (props.value) read();

@@ -1,0 +1,168 @@
+"""Runs behind the page: the engine in a thread of its own, its messages read 15 times a second.
+
+The engine never waits for a reader: messages pile up in a list, bounded by the token limit. Whoever closes the reader
+stops the engine.
+"""
+
+import contextlib
+import os
+import secrets
+import threading
+import time
+from collections.abc import Generator, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from specdemo.core.trace import MAX_TRACE_BYTES, RunTrace, from_json
+from specdemo.engine.session import Finished, Note, RunSpec, replay, session
+from specdemo.presets.schema import Preset
+from specdemo.ui.views import Failed, Loading, Shown, opening, summary, to_line, tokens_csv, view
+
+__all__ = ["Engine", "Log", "compare", "notes", "open_trace", "preload", "recorded", "refusal", "run", "tokens_csv"]
+
+FLUSH_S = 1 / 15
+LIMIT_S = 120.0 if os.environ.get("SPACE_ID") else 1800.0  # wall clock of one run; a public machine is shared
+GRACE_S = 0.4  # how long Stop waits for the step in hand
+
+
+class Engine:
+    """One comparison in its own thread."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._spec = spec
+        self._messages: list[Shown] = []
+        self._read = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work, daemon=True, name="engine")
+
+    def batches(self) -> Iterator[list[Shown]]:
+        """What is new, 15 times a second, often nothing. Closing the iterator stops the engine within one step."""
+        deadline = time.monotonic() + LIMIT_S
+        self._thread.start()
+        try:
+            while self._thread.is_alive():
+                self._thread.join(FLUSH_S)
+                if time.monotonic() > deadline and not self._stop.is_set():
+                    self._stop.set()
+                    self._messages.append(Note(f"stopped: a run may take {LIMIT_S:.0f} seconds"))
+                yield self._new()
+            yield self._new()
+        finally:
+            self._stop.set()
+
+    def finish(self) -> list[Shown]:
+        """Stop, and what was said since the last batch."""
+        self._stop.set()
+        self._thread.join(GRACE_S)
+        return self._new()
+
+    def _new(self) -> list[Shown]:
+        start, self._read = self._read, len(self._messages)
+        return self._messages[start : self._read]
+
+    def _work(self) -> None:
+        try:
+            for message in session().stream(self._spec, self._stop.is_set, self._loading):
+                self._messages.append(message)
+        except (ValueError, RuntimeError, OSError) as error:
+            self._messages.append(Failed(str(error).partition("\n")[0]))
+
+    def _loading(self, share: float, what: str) -> None:
+        self._messages.append(Loading(share, what))
+
+
+class Log:
+    """The text a view shows: append-only lines. `trace` is there once the run has ended."""
+
+    def __init__(self, recorded: bool = False) -> None:
+        self.text = to_line(opening(secrets.token_hex(6), recorded))
+        self.trace: RunTrace | None = None
+        self.engine: Engine | None = None  # None where the engine is in another process
+
+    def add(self, messages: Iterable[Shown]) -> str:
+        for message in messages:
+            self.text += to_line(view(message))
+            if isinstance(message, Finished):
+                self.trace = message.trace
+        return self.text
+
+    def stop(self) -> str:
+        """End the run and the log: with what the engine says, or where it is out of reach without it."""
+        if self.engine is not None:
+            self.add(self.engine.finish())
+        if self.trace is None:
+            self.text += to_line({"type": "end", "finish": "cancelled", "comparison": []})
+        return self.text
+
+
+def notes(texts: Iterable[str]) -> str:
+    """A log that holds nothing but notes; empty without any."""
+    texts = list(texts)
+    return Log().add(Note(text) for text in texts) if texts else ""
+
+
+def refusal(error: Exception) -> Log:
+    """A log that says why there is no run."""
+    log = Log()
+    log.add([Failed(str(error))])
+    return log
+
+
+def recorded(trace: RunTrace) -> Log:
+    """A stored run, whole; needs no model."""
+    log = Log(recorded=True)
+    log.add(replay(trace))
+    return log
+
+
+try:  # on Hugging Face's shared GPUs a call to the GPU runs in another process
+    from spaces import GPU as _on_gpu
+except ImportError:
+
+    def _on_gpu(duration: Any) -> Any:
+        return lambda function: function
+
+
+def _seconds(spec: RunSpec, log: Log | None) -> int:
+    """What to ask a shared GPU for: loading, and 20 tokens a second in every lane."""
+    return min(120, 20 + (len(spec.lanes) + 1) * spec.max_new_tokens // 20)
+
+
+@_on_gpu(duration=_seconds)
+def _play(spec: RunSpec, log: Log | None) -> Generator[list[Shown]]:
+    """The run's messages in batches; `log` learns of the engine where both are in one process."""
+    engine = Engine(spec)
+    if log is not None:
+        log.engine = engine
+    yield from engine.batches()
+
+
+def run(spec: RunSpec, log: Log) -> Iterator[str]:
+    """The log so far, 15 times a second. Closing the iterator stops the engine."""
+    batches = _play(spec, None if os.environ.get("SPACES_ZERO_GPU") else log)
+    try:
+        for batch in batches:
+            yield log.add(batch)
+    finally:
+        batches.close()
+
+
+def compare(spec: RunSpec) -> dict[str, Any]:
+    """A run without its steps."""
+    return summary(session().run(spec))
+
+
+def open_trace(path: str) -> Log:
+    """A stored run, or why the file is none."""
+    try:
+        if Path(path).stat().st_size > MAX_TRACE_BYTES:
+            raise ValueError(f"a trace may hold {MAX_TRACE_BYTES // 1_000_000} MB at most")
+        return recorded(from_json(Path(path).read_bytes()))
+    except ValueError as error:
+        return refusal(error)
+
+
+def preload(chosen: Preset) -> None:
+    """Load the models while the visitor reads; what fails here is said when Run is pressed."""
+    with contextlib.suppress(ValueError, RuntimeError, OSError):
+        session().load(chosen.spec())

@@ -1,0 +1,299 @@
+"""The page: `build` draws it, `serve` shows it.
+
+The whole view is one component whose value is an append-only log (views.py) that lanes.js draws. Events of one group
+share the engine: one runs, the others queue and see their place. Everything that needs torch is behind `_live`, so that
+the page is there before torch is.
+"""
+
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
+
+import gradio as gr
+import plotly.graph_objects as go
+
+from specdemo.core.trace import MAX_TRACE_BYTES, to_json
+from specdemo.presets.schema import DEFAULT, LIMITS, Preset, from_query, load_presets, preset, to_query
+from specdemo.ui import controls
+from specdemo.ui.controls import QUIET, Controls, changed, fill, from_values
+
+if TYPE_CHECKING:
+    from specdemo.ui.live import Log
+
+HERE = Path(__file__).parent
+ENGINE: dict[str, Any] = {"concurrency_id": "engine", "concurrency_limit": 1}  # one run at a time in a process
+FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "Arial", "sans-serif"]
+MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"]
+
+
+def _live() -> ModuleType:
+    """The runs; imported with the first of them, or by the thread that loads the models."""
+    from specdemo.ui import live
+
+    return live
+
+
+@dataclass(frozen=True)
+class Buttons:
+    run: gr.Button
+    stop: gr.Button
+    share: gr.Button
+    save_json: gr.Button
+    save_csv: gr.Button
+    open: gr.UploadButton
+
+    @property
+    def switched(self) -> list[Any]:
+        """Those that `busy` and `idle` write."""
+        return [self.run, self.stop, self.open]
+
+
+def busy() -> list[Any]:
+    return [gr.update(interactive=on) for on in (False, True, False)]
+
+
+def idle() -> list[Any]:
+    return [gr.update(interactive=on) for on in (True, False, True)]
+
+
+class Visits:
+    """What the events of the page do. Keeps the latest log of every open page, for Stop and for the exports."""
+
+    def __init__(self, first: Preset, allow_any_model: bool) -> None:
+        self._first = first
+        self._any = allow_any_model
+        self._logs: dict[str, Log] = {}
+
+    def race(self, request: gr.Request, *values: Any) -> Iterator[str]:
+        """The growing log of a run, or one that says why there is none."""
+        try:
+            spec = from_values(values, self._any).spec()
+        except ValueError as error:
+            yield _live().refusal(error).text
+            return
+        yield from _live().run(spec, self._keep(request, _live().Log()))
+
+    def stop(self, request: gr.Request) -> list[Any]:
+        log = self._logs.get(_visitor(request))
+        return [gr.skip() if log is None or log.trace else log.stop(), *idle()]
+
+    def open(self, request: gr.Request, path: str) -> str:
+        """The whole log of a stored run, or one that says why the file is none."""
+        return self._keep(request, _live().open_trace(path)).text
+
+    def save(self, request: gr.Request, kind: str) -> dict[str, str]:
+        """The latest run as a file's name and text."""
+        log = self._logs.get(_visitor(request))
+        if log is None or log.trace is None:
+            raise gr.Error("there is no run to save yet; press Run first", print_exception=False)
+        text = to_json(log.trace, indent=1) if kind == "json" else _live().tokens_csv(log.trace)
+        return {"name": f"specdemo-{log.trace.preset}.{kind}", "text": text}
+
+    def share(self, *values: Any) -> tuple[Any, Any]:
+        """The link and, when there can be none, a log that says why."""
+        try:
+            return gr.update(value=share_link(from_values(values, self._any)), visible=True), gr.skip()
+        except ValueError as error:
+            return gr.skip(), _live().refusal(error).text
+
+    def restore(self, request: gr.Request, *drawn: int) -> list[Any]:
+        """The controls a link asks for, and a log that says what was refused."""
+        query = request.query_params
+        chosen, refused = from_query(query, load_presets(), self._any) if query else (self._first, [])
+        return [*fill(chosen, drawn), _live().notes(refused) if refused else gr.skip()]
+
+    def forget(self, request: gr.Request) -> None:
+        self._logs.pop(_visitor(request), None)
+
+    def _keep(self, request: gr.Request, log: "Log") -> "Log":
+        self._logs[_visitor(request)] = log
+        return log
+
+
+def _visitor(request: gr.Request) -> str:
+    return str(request.session_hash)
+
+
+def share_link(chosen: Preset) -> str:
+    """`?query`, or on a Space the public address, which a browser inside its frame cannot know."""
+    space = os.environ.get("SPACE_ID")
+    query = to_query(chosen, preset(chosen.id))
+    return f"https://huggingface.co/spaces/{space}?{query}" if space else f"?{query}"
+
+
+def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
+    """The page with a preset selected. Raises ValueError for an unknown preset."""
+    first = preset(start)
+    with gr.Blocks(title="specdemo: speculative decoding, side by side", analytics_enabled=False) as page:
+        gr.HTML(_text("title.html"), elem_id="title")
+        with gr.Tabs():
+            with gr.Tab("Race"):
+                _race_tab(page, first, allow_any_model)
+            with gr.Tab("How it works"):
+                gr.Markdown(_text("how_it_works.md"), elem_id="how")
+        _endpoints(allow_any_model)
+    return page.queue(max_size=20)
+
+
+def _race_tab(page: gr.Blocks, first: Preset, allow_any_model: bool) -> None:
+    form = controls.draw(first, allow_any_model)
+    with gr.Row(elem_id="prompt-row"):
+        form.whole["prompt"] = controls.draw_prompt(first)
+        with gr.Column(scale=1, min_width=180, elem_id="buttons"):
+            run = gr.Button("Run", variant="primary", size="lg", elem_id="run")
+            with gr.Row():
+                stop = gr.Button("Stop", interactive=False, elem_id="stop", min_width=70)
+                share = gr.Button("Share", elem_id="share", min_width=70)
+    link = gr.Textbox(label="Link to this comparison", visible=False, buttons=["copy"], elem_id="link")
+    with gr.Accordion("Sampling, length, schedule", open=False, elem_id="sampling"):
+        form.whole.update(controls.draw_sampling(first))
+    place = gr.HTML("", elem_id="queue")
+    view = _draw_view()
+    with gr.Row(elem_id="exports"):
+        buttons = Buttons(
+            run,
+            stop,
+            share,
+            gr.Button("Save trace (JSON)", size="sm", elem_id="save-json"),
+            gr.Button("Save tokens (CSV)", size="sm", elem_id="save-csv"),
+            gr.UploadButton("Open a trace", file_types=[".json"], size="sm", elem_id="open-trace"),
+        )
+    form.wire(page)
+    _wire(page, Visits(first, allow_any_model), form, buttons, view, place, link)
+
+
+def _wire(
+    page: gr.Blocks, visits: Visits, form: Controls, buttons: Buttons, view: gr.HTML, place: gr.HTML, link: gr.Textbox
+) -> None:
+    locked = buttons.run.click(busy, None, buttons.switched, trigger_mode="once", **QUIET)
+    racing = locked.then(
+        visits.race,
+        form.inputs,
+        view,
+        show_progress="full",
+        show_progress_on=place,
+        api_visibility="private",
+        **ENGINE,
+    )
+    racing.then(idle, None, buttons.switched, **QUIET)
+    buttons.stop.click(visits.stop, None, [view, *buttons.switched], cancels=[racing], **QUIET)
+    shared = buttons.share.click(visits.share, form.inputs, [link, view], **QUIET)
+    shared.then(None, link, link, js=_text("share.js"), **QUIET)
+    form.preset.input(lambda name, *drawn: fill(preset(name), drawn), [form.preset, *form.drawn], form.outputs, **QUIET)
+    buttons.open.upload(visits.open, buttons.open, view, **QUIET)
+    file = gr.JSON(visible=False)
+    for kind, button in (("json", buttons.save_json), ("csv", buttons.save_csv)):
+        saved = button.click(visits.save, gr.State(kind), file, **QUIET)
+        saved.success(None, file, None, js=_text("save.js"), **QUIET)
+    page.load(visits.restore, form.drawn, [*form.outputs, view], **QUIET)
+    page.unload(visits.forget)
+
+
+def _draw_view() -> gr.HTML:
+    """The lanes and everything drawn from the log, with the chart in their midst."""
+    with gr.HTML(
+        "", html_template=_text("view.html"), js_on_load=_text("lanes.js"), elem_id="view", apply_default_css=False
+    ) as view:
+        gr.Plot(_empty_chart(), show_label=False, container=False, elem_id="chart")
+    return view
+
+
+def _text(name: str) -> str:
+    return (HERE / name).read_text(encoding="utf-8")
+
+
+def _empty_chart() -> go.Figure:
+    """One line per lane, told apart by dash as well as by colour; lanes.js gives them points."""
+    styles = [("#7d8694", "dot"), ("#2f8fd0", "solid"), ("#d97f1e", "dash"), ("#17a088", "dashdot")]
+    lines = [
+        go.Scatter(x=[], y=[], mode="lines", name="", visible=False, line={"color": color, "dash": dash, "width": 2.5})
+        for color, dash in styles[: LIMITS.lanes]
+    ]
+    grid = {"gridcolor": "rgba(125,134,148,.22)", "zeroline": False, "rangemode": "tozero"}
+    layout = go.Layout(
+        height=240,
+        margin={"l": 52, "r": 12, "t": 28, "b": 42},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        font={"color": "#7d8694", "family": ", ".join(FONTS), "size": 12},
+        xaxis={**grid, "title": {"text": "seconds of the lane's own device time"}},
+        yaxis={**grid, "title": {"text": "tokens/s"}},
+        legend={"orientation": "h", "x": 1, "xanchor": "right", "y": 1.02, "yanchor": "bottom"},
+        showlegend=True,
+        uirevision="keep",
+    )
+    return go.Figure(lines, layout)
+
+
+def _endpoints(allow_any_model: bool) -> None:
+    """`/race` and `/compare`; their docstrings are shown by Gradio's API page."""
+
+    def race(preset_id: str = DEFAULT, overrides: dict[str, Any] | None = None) -> Iterator[str]:
+        """Run a comparison and stream it. Every output is the log so far: one JSON object a line.
+
+        preset_id: a preset, e.g. "embedded-draft". overrides: settings to change, e.g. {"k": 7, "temperature": 0.8}.
+        """
+        spec = _asked(preset_id, overrides, allow_any_model)
+        yield from _live().run(spec, _live().Log())
+
+    def compare(preset_id: str = DEFAULT, overrides: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Run a comparison and return one dict: environment, every lane's summary and text, and the comparison.
+
+        preset_id: a preset, e.g. "embedded-draft". overrides: settings to change, e.g. {"k": 7, "temperature": 0.8}.
+        """
+        return dict(_live().compare(_asked(preset_id, overrides, allow_any_model)))
+
+    gr.api(race, api_name="race", **ENGINE)
+    gr.api(compare, api_name="compare", **ENGINE)
+
+
+def _asked(preset_id: str, overrides: dict[str, Any] | None, allow_any_model: bool) -> Any:
+    try:
+        return changed(preset_id, overrides, allow_any_model).spec()
+    except ValueError as error:
+        raise gr.Error(str(error), print_exception=False) from None
+
+
+def theme() -> gr.themes.Base:
+    """System fonts only: a named web font would be fetched."""
+    return gr.themes.Default(primary_hue="sky", neutral_hue="slate", font=FONTS, font_mono=MONO, radius_size="md")
+
+
+def serve(
+    start: str = DEFAULT, host: str = "127.0.0.1", port: int = 7860, allow_any_model: bool = False, block: bool = True
+) -> gr.Blocks:
+    """Show the page; the models of the preset load meanwhile. Raises ValueError with one line, OSError for the port."""
+    page = build(start, allow_any_model)
+    if os.environ.get("SPACES_ZERO_GPU"):  # there the models must be in place before the first call
+        _live().preload(preset(start))
+    page.launch(
+        server_name=host,
+        server_port=port,
+        prevent_thread_lock=True,
+        quiet=True,
+        ssr_mode=False,
+        share=False,
+        footer_links=["api"],
+        run_history=False,
+        max_file_size=MAX_TRACE_BYTES,
+        theme=theme(),
+        css_paths=[HERE / "style.css"],
+    )
+    print(f"specdemo is on {page.local_url}", flush=True)
+    threading.Thread(target=_warm, args=(preset(start),), daemon=True, name="preload").start()
+    if block:
+        page.block_thread()
+    return page
+
+
+def _warm(chosen: Preset) -> None:
+    """Import the engine, and load the models when they are here already."""
+    live = _live()
+    if chosen.embedded:
+        live.preload(chosen)

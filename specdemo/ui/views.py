@@ -1,0 +1,179 @@
+"""What the page shows of a run, as plain data: one JSON line per message, one CSV row per token.
+
+A log is such lines, append-only; its first line names the run, so a reader can tell a new run from a longer one. The
+lines are documented for API users in `how_it_works.md`.
+"""
+
+import csv
+import io
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, kinds
+from specdemo.engine.cost import explain
+from specdemo.engine.session import Finished, LaneDone, Message, Note, Started, Step
+
+Fate = Literal["accepted", "rejected", "not reached"]
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """How far the models are loaded: share 0..1."""
+
+    share: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Why there is no run, in one line."""
+
+    text: str
+
+
+Shown = Message | Loading | Failed
+
+
+def to_line(shown: dict[str, Any]) -> str:
+    return json.dumps(shown, ensure_ascii=False, separators=(",", ":")) + "\n"
+
+
+def opening(run: str, recorded: bool) -> dict[str, Any]:
+    return {"type": "run", "run": run, "recorded": recorded}
+
+
+def view(message: Shown) -> dict[str, Any]:
+    """Any message as the dict that becomes its line."""
+    match message:
+        case Started(trace):
+            return _start(trace)
+        case Step(lane, event, pieces, drafted):
+            return _step(lane, event, pieces, drafted)
+        case LaneDone(lane, trace):
+            return {"type": "done", "lane": lane, "finish": trace.finish, "note": trace.note, "summary": trace.summary}
+        case Finished(trace):
+            return {"type": "end", "finish": finish(trace), "comparison": _comparison(trace)}
+        case Note(text, lane):
+            return {"type": "note", "lane": lane, "text": text}
+        case Loading(share, text):
+            return {"type": "loading", "share": round(share, 3), "text": text}
+        case Failed(text):
+            return {"type": "error", "text": text}
+
+
+def finish(trace: RunTrace) -> str:
+    """The worst end of any lane: error, cancelled, or done."""
+    ends = {lane.finish for lane in trace.lanes}
+    return next((end for end in ("error", "cancelled") if end in ends), "done")
+
+
+def fates(event: StepEvent) -> list[Fate | None]:
+    """What became of every drafted node of row 0; None where nothing was drafted.
+
+    Siblings are tried in order until one is accepted: those behind it, and nodes below a refused one, are not reached.
+    """
+    path = set(event.path[0])
+    served: set[int] = set()  # kept slots one of whose children was accepted already
+    verdicts: list[Fate | None] = []
+    for slot, (token, parent) in enumerate(zip(event.drafted[0], event.parents[0], strict=True), start=1):
+        if token < 0:
+            verdicts.append(None)
+        elif slot in path:
+            verdicts.append("accepted")
+            served.add(parent)
+        else:
+            verdicts.append("rejected" if parent in path and parent not in served else "not reached")
+    return verdicts
+
+
+def summary(trace: RunTrace) -> dict[str, Any]:
+    """The run without its steps: what `/compare` returns."""
+    return {
+        "preset": trace.preset,
+        "schedule": trace.schedule,
+        "config": trace.config,
+        "environment": trace.environment,
+        "finish": finish(trace),
+        "lanes": [_lane(lane) | {"finish": lane.finish, "text": lane.text, "summary": lane.summary} for lane in trace.lanes],
+        "comparison": _comparison(trace),
+    }
+
+
+CSV_COLUMNS = ("lane", "name", "step", "kind", "token_id", "text", "draft_prob", "target_prob", "step_ms")
+
+
+def tokens_csv(trace: RunTrace) -> str:
+    """One row per emitted or refused token. `text` is a JSON string, so that no spreadsheet takes it for a formula."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(CSV_COLUMNS)
+    for index, lane in enumerate(trace.lanes):
+        for row in _lane_rows(lane, trace.vocabulary):
+            writer.writerow([index, lane.name, *row])
+    return out.getvalue()
+
+
+def _start(trace: RunTrace) -> dict[str, Any]:
+    return {
+        "type": "start",
+        "preset": trace.preset,
+        "schedule": trace.schedule,
+        "greedy": trace.config.get("temperature", 0.0) == 0.0,
+        "limit": trace.config.get("max_new_tokens"),
+        "target": trace.config.get("target"),
+        "environment": trace.environment,
+        "prompt": trace.prompt,
+        "lanes": [_lane(lane) for lane in trace.lanes],
+    }
+
+
+def _lane(lane: LaneTrace) -> dict[str, Any]:
+    return {"name": lane.name, "method": lane.method, "options": lane.options, "exact": lane.exact, "note": lane.note}
+
+
+def _step(lane: int, event: StepEvent, pieces: list[str], drafted: list[str]) -> dict[str, Any]:
+    return {
+        "type": "step",
+        "lane": lane,
+        "index": event.index,
+        "ms": {name: round(value, 3) for name, value in event.ms.items()},
+        "kinds": kinds(event),
+        "text": pieces,
+        "drafted": drafted,
+        "fates": fates(event),
+        "parents": event.parents[0],
+        "path": event.path[0],
+        "q": event.draft_probs[0],
+        "p": event.target_probs[0],
+        "notes": event.notes,
+    }
+
+
+def _comparison(trace: RunTrace) -> list[dict[str, Any]]:
+    lanes = zip(trace.comparison, trace.lanes[1:], strict=False)
+    return [{**row, "why": _why(trace.lanes[0], lane)} for row, lane in lanes]
+
+
+def _why(plain: LaneTrace, lane: LaneTrace) -> str:
+    try:
+        return explain(plain.summary, lane.summary)
+    except (KeyError, TypeError):  # a stored trace may lack a number
+        return ""
+
+
+def _lane_rows(lane: LaneTrace, vocabulary: dict[str, str]) -> list[tuple[Any, ...]]:
+    rows: list[tuple[Any, ...]] = []
+    given = 0
+    for event in lane.events:
+        ms = round(sum(event.ms.values()), 3)
+        for kind, token, slot in zip(kinds(event), event.emitted[0], [*event.path[0][1:], None], strict=False):
+            q, p = (None, None) if slot is None else (event.draft_probs[0][slot - 1], event.target_probs[0][slot - 1])
+            rows.append((event.index, kind, token, json.dumps(lane.pieces[given], ensure_ascii=False), q, p, ms))
+            given += 1
+        for node, fate in enumerate(fates(event)):
+            if fate in ("rejected", "not reached"):
+                token = event.drafted[0][node]
+                text = json.dumps(vocabulary.get(str(token), ""), ensure_ascii=False)
+                rows.append((event.index, fate, token, text, event.draft_probs[0][node], event.target_probs[0][node], ms))
+    return rows
