@@ -3,18 +3,15 @@
 `Session.stream` and `replay` yield the same messages, so whoever shows a run cannot tell a live one from a stored one.
 """
 
-import platform
-import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import transformers
 from transformers import PreTrainedTokenizerBase
 
 from specdemo.core.accept import AcceptRule, accept_rule
@@ -26,6 +23,7 @@ from specdemo.engine.loop import generate
 from specdemo.engine.race import SCHEDULES, race
 from specdemo.methods import load_drafter, method, validate_options
 from specdemo.models.load import LoadedModel, load_model
+from specdemo.models.machine import commit, device_name, versions
 from specdemo.models.target import HFTarget
 from specdemo.models.text import Detokenizer, encode, token_text
 
@@ -229,39 +227,14 @@ def replay(trace: RunTrace) -> Iterator[Message]:
 
 def environment(target: HFTarget) -> dict[str, Any]:
     """What the numbers were measured on."""
-    cuda = target.device.type == "cuda"
     return {
-        "device": torch.cuda.get_device_name(target.device) if cuda else _cpu_name(),
-        "threads": None if cuda else torch.get_num_threads(),
+        "device": device_name(target.device),
+        "threads": None if target.device.type == "cuda" else torch.get_num_threads(),
         "dtype": str(target.dtype).removeprefix("torch."),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        "versions": versions(),
         "commit": commit(),
+        "date": datetime.now(UTC).date().isoformat(),
     }
-
-
-@lru_cache(maxsize=1)
-def commit() -> str | None:
-    """The commit this code was checked out at; None outside a checkout."""
-    here = Path(__file__).parent
-    try:
-        done = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, cwd=here)
-    except OSError:
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
-@lru_cache(maxsize=1)
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
 
 
 def _key(spec: RunSpec, name: str) -> tuple[str, ...]:

@@ -5,8 +5,6 @@ end, on any machine; what it saw is written down beside the result.
 """
 
 import json
-import platform
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -14,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from tqdm import tqdm
+
+from specdemo.models.machine import commit, versions
 
 CHECKPOINT_SECONDS = 120.0
 
@@ -183,28 +182,7 @@ def fit(
     return history
 
 
-def hardware(device: torch.device) -> str:
-    """The name of what a run was made on."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    listing = Path("/proc/cpuinfo")
-    lines = listing.read_text(encoding="utf-8").splitlines() if listing.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or "CPU"
-
-
-def source_commit() -> str | None:
-    """The git commit of this source; None outside a checkout."""
-    asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
-    return asked.stdout.strip() or None
-
-
 def write_provenance(out: Path, history: History, **facts: Any) -> None:
     """`provenance.json` beside a result: what ran, on what, on which data, and the curve."""
-    versions = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-    facts = {**facts, "versions": versions, "commit": source_commit(), **asdict(history)}
+    facts = {**facts, "versions": versions(), "commit": commit(), **asdict(history)}
     (out / "provenance.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from specdemo.models.load import resolve
+from specdemo.models.machine import device_name
 from specdemo.training.agreement import agreement, next_probs
 from specdemo.training.cards import write_attribution, write_card
 from specdemo.training.collect import Plan, Recorded, autocast, collect, load_cache
@@ -35,7 +36,7 @@ from specdemo.training.corpus import (
     train_tokenizer,
     windows,
 )
-from specdemo.training.fit import Batch, History, Schedule, fit, hardware, write_provenance
+from specdemo.training.fit import Batch, History, Schedule, fit, write_provenance
 from specdemo.training.losses import cross_entropy, head_forward_kl, toward_argmax
 
 CONTEXT = 512
@@ -171,7 +172,7 @@ def finish(job: Job, model: LlamaForCausalLM, tokenizer: Tokenizer, corpus: Corp
         history,
         recipe=job.recipe,
         minutes=job.minutes,
-        hardware=hardware(job.device),
+        hardware=device_name(job.device),
         threads=torch.get_num_threads(),
         parameters=model.num_parameters(),
         data_sha256=corpus.sha256,
