@@ -87,8 +87,7 @@ class GatherHistory:
             positions = positions.clamp_max(self._limit - 1)  # slots of finished rows; nobody reads their logits
         if rows > 1:
             positions = positions.expand(rows, -1)
-        if slots > 1:
-            tokens = tokens.clamp_min(0)  # absent slots: above nobody, so nobody sees them
+        tokens = tokens.clamp_min(0)  # absent slots: above nobody, so nobody sees them
         return self._run(tokens, self._cache, positions, self._mask(plan), taps)
 
     def commit(self, path: list[list[int]]) -> None:
@@ -137,15 +136,9 @@ class ReplayHistory:
         return _stack([self._feed(row.cache, row.tokens, taps, first=True) for row in self._rows])
 
     def forward(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...]) -> Forward:
-        width = tokens.shape[1]
-        forwards = []
-        for row, fed in zip(self._rows, tokens.tolist(), strict=True):
-            if row.fed:
-                self._rewind(row, len(row.tokens))
-            row.marks.append((len(row.tokens), _snapshot(row.cache)))
-            row.fed = [token for token in fed if token != ABSENT]
-            forwards.append(_widened(self._feed(row.cache, row.fed, taps), width))
-        return _stack(forwards)
+        forwards = [self._try(row, fed, taps) for row, fed in zip(self._rows, tokens.tolist(), strict=True)]
+        some = next(forward for forward in forwards if forward is not None)
+        return _stack([_widened(forward, some, tokens.shape[1]) for forward in forwards])
 
     def commit(self, path: list[list[int]]) -> None:
         for row, slots in zip(self._rows, path, strict=True):
@@ -162,6 +155,16 @@ class ReplayHistory:
             if length < len(row.tokens):
                 self._rewind(row, length)
                 del row.tokens[length:]
+
+    def _try(self, row: _Row, tokens: list[int], taps: tuple[int, ...]) -> Forward | None:
+        """None for a row without a single token."""
+        if row.fed:
+            self._rewind(row, len(row.tokens))
+        row.fed = [token for token in tokens if token != ABSENT]
+        if not row.fed:
+            return None
+        row.marks.append((len(row.tokens), _snapshot(row.cache)))
+        return self._feed(row.cache, row.fed, taps)
 
     def _rewind(self, row: _Row, length: int) -> None:
         """The row's cache as it was after its first `length` tokens: from the nearest snapshot, or from nothing."""
@@ -230,11 +233,14 @@ def _stack(rows: list[Forward]) -> Forward:
     return Forward(torch.cat([r.logits for r in rows]), hidden)
 
 
-def _widened(forward: Forward, width: int) -> Forward:
-    """Zeros where a row fed fewer tokens than the widest."""
-    missing = width - forward.logits.shape[1]
-    if not missing:
-        return forward
-    pad = torch.nn.functional.pad
-    hidden = {tap: pad(h, (0, 0, 0, missing)) for tap, h in forward.hidden.items()}
-    return Forward(pad(forward.logits, (0, 0, 0, missing)), hidden)
+def _widened(forward: Forward | None, like: Forward, width: int) -> Forward:
+    """`width` slots: zeros where a row fed fewer tokens, or none at all."""
+    held = 0 if forward is None else forward.logits.shape[1]
+    source = like if forward is None else forward
+    if held == width:
+        return source
+
+    def widened(x: Tensor) -> Tensor:
+        return torch.nn.functional.pad(x[:, :held], (0, 0, 0, width - held))
+
+    return Forward(widened(source.logits), {tap: widened(h) for tap, h in source.hidden.items()})

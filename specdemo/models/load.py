@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.util import find_spec
+from io import StringIO
 from math import prod
 from pathlib import Path
 from statistics import median
@@ -22,6 +23,7 @@ import transformers
 from huggingface_hub import HfApi, snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from specdemo.models.target import HFTarget
@@ -93,10 +95,10 @@ def load_model(
     where = _device(device)
     bits = _bits(quantization, where)
     kind = _dtype(dtype, where)
-    folder = _folder(name, report)
+    width = bits or 8 * kind.itemsize
+    folder = _folder(name, report, lambda numbers: _check_memory(name, numbers * width // 8, where, kind, bits))
     report(0.6, f"reading {name}")
-    needed = weight_bytes(folder, bits or 8 * kind.itemsize)
-    spread = _check_memory(name, needed, where, kind, bits)
+    spread = _check_memory(name, weight_bytes(folder, width), where, kind, bits)
     with _one_line(name), _quiet():
         tokenizer = _tokenizer(folder)
         model = AutoModelForCausalLM.from_pretrained(
@@ -201,7 +203,7 @@ def _choice(word: str, known: list[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(known)}"
 
 
-def _folder(name: str, report: Progress) -> str:
+def _folder(name: str, report: Progress, fits: Callable[[int], object]) -> str:
     """The local folder of a model, downloaded when it has to be; checked to hold a config and safetensors."""
     path = resolve(name)
     folder = Path(path)
@@ -213,7 +215,7 @@ def _folder(name: str, report: Progress) -> str:
         raise ValueError(f"there is no folder {name}")
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):
         raise ValueError(f"{name!r} is neither a folder nor a Hugging Face id (organisation/model)")
-    return _checked(Path(_download(path, report)), name)
+    return _checked(Path(_download(path, report, fits)), name)
 
 
 def _checked(folder: Path, name: str) -> str:
@@ -224,14 +226,32 @@ def _checked(folder: Path, name: str) -> str:
     return str(folder)
 
 
-def _download(repository: str, report: Progress) -> str:
-    """Fetch the files that are needed, and no others, into the Hugging Face cache."""
+def _download(repository: str, report: Progress, fits: Callable[[int], object]) -> str:
+    """Fetch the files that are needed, and no others, into the Hugging Face cache; not what will not fit."""
     report(0.0, f"looking for {repository}")
     with _one_line(repository):
         if not _offline():
-            _check_disk_and_format(repository)
-        report(0.05, f"downloading {repository}")
-        return snapshot_download(repository, allow_patterns=list(FILES), local_files_only=_offline())
+            fits(_count(repository))
+        bar = _bar(report, f"downloading {repository}")
+        return snapshot_download(repository, allow_patterns=list(FILES), local_files_only=_offline(), tqdm_class=bar)
+
+
+def _bar(report: Progress, what: str) -> type[Any]:
+    """The downloader's progress bars, sent to `report` instead of the terminal."""
+
+    class Bar(tqdm):  # type: ignore[type-arg]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            kwargs.pop("name", None)
+            super().__init__(*args, **kwargs | {"file": StringIO()})
+
+        def update(self, n: float | None = 1) -> bool | None:
+            shown: bool | None = super().update(n)
+            if self.unit == "B" and self.total:
+                report(0.05 + 0.5 * min(self.n / self.total, 1.0), what)
+            return shown
+
+    report(0.05, what)
+    return Bar
 
 
 def _offline() -> bool:
@@ -240,12 +260,15 @@ def _offline() -> bool:
     return bool(HF_HUB_OFFLINE)
 
 
-def _check_disk_and_format(repository: str) -> None:
-    files = [f.rfilename for f in HfApi().model_info(repository).siblings or []]
+def _count(repository: str) -> int:
+    """How many numbers the weights are, 0 when the hub does not know. Raises ValueError for an unusable format."""
+    info = HfApi().model_info(repository)
+    files = [f.rfilename for f in info.siblings or []]
     if "config.json" not in files:
         raise ValueError(f"{repository} has no config.json; it is not a transformers model")
     if not any(f.endswith(".safetensors") for f in files):
         raise ValueError(f"{repository} holds no .safetensors weights; choose a model that does")
+    return info.safetensors.total if info.safetensors else 0
 
 
 @contextmanager

@@ -158,16 +158,22 @@ class Hub:
     """A hub with one repository; counts what is asked of it."""
 
     def __init__(self, files, folder):
-        self.files, self.folder, self.patterns = files, folder, None
+        self.files, self.folder, self.patterns, self.numbers = files, folder, None, 1000
 
     def model_info(self, repository):
         if repository != "org/tiny":
             response = SimpleNamespace(headers={}, status_code=404, request=None)
             raise huggingface_hub.errors.RepositoryNotFoundError("404 Client Error.\nmore", response=response)
-        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=f) for f in self.files])
+        files = [SimpleNamespace(rfilename=f) for f in self.files]
+        return SimpleNamespace(siblings=files, safetensors=SimpleNamespace(total=self.numbers))
 
-    def download(self, repository, allow_patterns, local_files_only):
+    def download(self, repository, allow_patterns, local_files_only, tqdm_class):
         self.patterns = allow_patterns
+        bar = tqdm_class(desc="bytes", total=0, initial=0, unit="B", unit_scale=True, name="download")
+        bar.total = 4
+        bar.update(1)
+        bar.update(3)
+        bar.close()
         return str(self.folder)
 
 
@@ -181,13 +187,24 @@ def hub(monkeypatch, folder, files):
 
 def test_an_id_is_downloaded_without_code_or_pickles(folder, monkeypatch):
     made = hub(monkeypatch, folder, ["config.json", "model.safetensors", "pytorch_model.bin", "model.py"])
-    assert load_model("org/tiny").name == "org/tiny"
+    shares = []
+    assert load_model("org/tiny", progress=lambda share, what: shares.append(share)).name == "org/tiny"
+    assert shares == sorted(shares) and 0.6 in shares and len(set(shares)) > 4
     assert not any(pattern.endswith((".py", ".bin", ".pt", "*")) for pattern in made.patterns)
 
 
 def test_an_id_without_safetensors_is_refused_before_the_download(folder, monkeypatch):
     made = hub(monkeypatch, folder, ["config.json", "pytorch_model.bin"])
     assert refused("org/tiny") == "org/tiny holds no .safetensors weights; choose a model that does"
+    assert made.patterns is None
+
+
+def test_an_id_that_does_not_fit_is_not_downloaded(folder, monkeypatch):
+    made = hub(monkeypatch, folder, ["config.json", "model.safetensors"])
+    made.numbers = 10**15
+    assert re.match(
+        r"org/tiny needs 4400000\.0 GB in float32, .* are free on cpu; choose a smaller", refused("org/tiny")
+    )
     assert made.patterns is None
 
 

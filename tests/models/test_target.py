@@ -26,6 +26,11 @@ def chain_target(request):
     return HFTarget(build(request.param))
 
 
+@pytest.fixture(scope="module", params=[*TREES, *CHAINS])
+def any_target(request):
+    return HFTarget(build(request.param))
+
+
 @pytest.fixture(scope="module")
 def target():
     return HFTarget(build("llama"))
@@ -117,6 +122,17 @@ def test_rows_of_a_batch_keep_paths_of_unequal_length(tree_target):
         keep(tree_target, rows, tokens, [path_to(end, TREE) for end in ends])
     keep(tree_target, rows, tokens, [[], [], []])
     check_next(tree_target, rows)
+
+
+def test_a_row_may_have_nothing_to_say(any_target):
+    rows = texts(2, PROMPT).tolist()
+    any_target.start(torch.tensor(rows))
+    for width in (1, 2):
+        tokens = texts(2, width, seed=width)
+        tokens[1] = ABSENT
+        any_target.forward(tokens, chain(width - 1, 2), (-1,))
+        keep(any_target, rows, tokens, [list(range(width)), []])
+    check_next(any_target, rows)
 
 
 def test_a_finished_row_keeps_nothing(tree_target):
