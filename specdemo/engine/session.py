@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -226,7 +227,7 @@ def replay(trace: RunTrace) -> Iterator[Message]:
 
 
 def environment(target: HFTarget) -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """What the numbers were measured on, and when."""
     return {
         "device": device_name(target.device),
         "threads": None if target.device.type == "cuda" else torch.get_num_threads(),

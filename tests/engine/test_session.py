@@ -53,6 +53,7 @@ def test_the_trace_says_where_it_was_measured(trace):
     assert trace.environment["dtype"] == "float32"
     assert trace.environment["threads"] == 1
     assert set(trace.environment["versions"]) == {"python", "torch", "transformers"}
+    assert trace.environment["date"].endswith("+00:00")
 
 
 def test_a_trace_survives_its_file_and_replays_without_models(trace, monkeypatch):
