@@ -164,7 +164,7 @@ def draw(start: Preset, allow_any_model: bool) -> Controls:
 
 def draw_prompt(start: Preset) -> gr.Textbox:
     return gr.Textbox(
-        start.prompt, label="Prompt", lines=4, max_lines=10, max_length=LIMITS.prompt, elem_id="prompt", scale=5
+        start.prompt, label="Prompt", lines=3, max_lines=10, max_length=LIMITS.prompt, elem_id="prompt", scale=5
     )
 
 

@@ -224,8 +224,8 @@ function badge() {
   node.hidden = false;
   node.classList.toggle("sd-recorded", run.recorded);
   const where = [device, threads ? `${threads} thread${threads > 1 ? "s" : ""}` : null, dtype];
-  const words = run.recorded ? ["Recorded run", ...where, String(date || "date unknown").slice(0, 10)] : where;
-  node.textContent = words.filter(Boolean).map(String).join(" · ");
+  const words = run.recorded ? ["Recorded run", ...where, date || "date unknown"] : where;
+  node.textContent = words.filter(Boolean).map((word) => String(word).slice(0, 60)).join(" · ");
 }
 
 function mark(lane) {
@@ -379,11 +379,12 @@ function finish() {
 function verdictOfAll() {
   const ends = { cancelled: "Stopped.", error: "A lane failed." };
   const rows = run.lanes.slice(1).filter((lane) => lane.comparison && isNumber(lane.comparison.speedup));
-  const words = rows.map((lane) => `${lane.name}: ${factor(lane.comparison.speedup)}, ${lane.comparison.verdict}`);
+  const named = (lane) => (run.lanes.length > 2 ? `Lane ${lane.index}` : lane.name);
+  const words = rows.map((lane) => `${named(lane)}: ${factor(lane.comparison.speedup)}, ${lane.comparison.verdict}.`);
   return [ends[run.end.finish] || (run.recorded ? "Replayed." : "Finished."), ...words].join(" ");
 }
 
-const factor = (x) => (x < 1 ? `${x.toFixed(2)} times the baseline's speed, slower` : `${x.toFixed(2)} times as fast`);
+const factor = (x) => (x < 1 ? `slower, ${x.toFixed(2)} times the baseline's speed` : `${x.toFixed(2)} times as fast`);
 
 function say(text) {
   if ($(".sd-status").textContent !== text) $(".sd-status").textContent = text;

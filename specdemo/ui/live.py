@@ -5,6 +5,7 @@ stops the engine.
 """
 
 import contextlib
+import logging
 import os
 import secrets
 import threading
@@ -19,6 +20,8 @@ from specdemo.presets.schema import Preset
 from specdemo.ui.views import Failed, Loading, Shown, opening, summary, to_line, tokens_csv, view
 
 __all__ = ["Engine", "Log", "compare", "notes", "open_trace", "preload", "recorded", "refusal", "run", "tokens_csv"]
+
+logger = logging.getLogger(__name__)
 
 FLUSH_S = 1 / 15
 LIMIT_S = 120.0 if os.environ.get("SPACE_ID") else 1800.0  # wall clock of one run; a public machine is shared
@@ -64,8 +67,11 @@ class Engine:
         try:
             for message in session().stream(self._spec, self._stop.is_set, self._loading):
                 self._messages.append(message)
-        except (ValueError, RuntimeError, OSError) as error:
-            self._messages.append(Failed(str(error).partition("\n")[0]))
+        except ValueError as error:
+            self._messages.append(Failed(str(error)))
+        except Exception as error:
+            logger.exception("the run failed")
+            self._messages.append(Failed(f"the run failed: {str(error).partition(chr(10))[0] or type(error).__name__}"))
 
     def _loading(self, share: float, what: str) -> None:
         self._messages.append(Loading(share, what))
@@ -164,5 +170,5 @@ def open_trace(path: str) -> Log:
 
 def preload(chosen: Preset) -> None:
     """Load the models while the visitor reads; what fails here is said when Run is pressed."""
-    with contextlib.suppress(ValueError, RuntimeError, OSError):
+    with contextlib.suppress(Exception):
         session().load(chosen.spec())

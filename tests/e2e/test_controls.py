@@ -1,0 +1,88 @@
+"""Presets, lanes, options and share links in the browser."""
+
+import re
+
+from playwright.sync_api import expect
+
+
+def set_number(page, elem_id, value):
+    box = page.locator(f"#{elem_id} input[type=number]")
+    box.fill(str(value))
+    box.press("Enter")
+    box.blur()
+
+
+def choose(page, elem_id, label):
+    page.locator(f"#{elem_id} input").click()
+    page.get_by_role("option", name=label, exact=True).click()
+
+
+def settings(page):
+    ids = ("target", "method-1", "method-2", "model-2")
+    shown = {i: page.locator(f"#{i} input").input_value() for i in ids}
+    for i in ("k-1", "k-2", "option-max_n-1", "temperature", "seed", "max_new_tokens"):
+        shown[i] = page.locator(f"#{i} input[type=number]").input_value()
+    return shown | {"prompt": page.locator("#prompt textarea").input_value()}
+
+
+def test_a_link_restores_every_setting(visit):
+    page = visit()
+    page.get_by_label("embedded-ngram").check()
+    expect(page.locator("#about")).to_contain_text("Prompt lookup where text repeats")
+    expect(page.locator("#model-1")).to_be_hidden()
+    set_number(page, "option-max_n-1", 5)
+    page.locator("#add-lane").click()
+    choose(page, "model-2", "stories-draft-deep")
+    set_number(page, "k-2", 9)
+    set_number(page, "k-1", 7)
+    page.locator("#sampling button").first.click()
+    set_number(page, "temperature", 0.7)
+    set_number(page, "seed", 11)
+    set_number(page, "max_new_tokens", 40)
+    page.locator("#prompt textarea").fill("A <b> & ${x} {{y}} 日本 👩‍👧\n\ttab")
+    page.locator("#share").click()
+    link = page.locator("#link textarea, #link input")
+    expect(link).to_have_value(re.compile(r"^http://127.+\?preset=embedded-ngram&.*max_n=5"))
+    expect(page).to_have_url(link.input_value())
+
+    other = visit("?" + link.input_value().partition("?")[2])
+    expect(other.locator("#k-2 input[type=number]")).to_have_value("9")
+    expect(other.locator("#option-max_n-1 input[type=number]")).to_have_value("5")
+    other.locator("#sampling button").first.click()
+    assert settings(other) == settings(page)
+    expect(other.locator(".sd-notes")).to_be_hidden()
+
+
+def test_a_hostile_link_is_refused_with_notes(visit):
+    page = visit("?preset=../../etc&k=9999&target=evil/model&onload=<img src=x onerror=alert(1)>&temperature=nan")
+    notes = page.locator(".sd-notes li")
+    expect(notes).to_have_count(5)
+    expect(page.locator(".sd-notes")).to_contain_text("9999")
+    assert page.locator(".sd-notes img").count() == 0
+    expect(page.locator("#k-1 input[type=number]")).to_have_value("4")
+    expect(page.locator("#target input")).to_have_value("stories")
+
+
+def test_lanes_come_and_go(visit):
+    page = visit()
+    page.locator("#add-lane").click()
+    expect(page.locator("#lane-2")).to_be_visible()
+    page.locator("#add-lane").click()
+    expect(page.locator("#lane-3")).to_be_visible()
+    expect(page.locator("#add-lane")).to_be_hidden()
+    choose(page, "method-3", "Prompt lookup")
+    expect(page.locator("#model-3")).to_be_hidden()
+    expect(page.locator("#option-min_n-3")).to_be_visible()
+    page.locator("#remove-lane").click()
+    expect(page.locator("#lane-3")).to_be_hidden()
+
+
+def test_every_input_has_a_name(visit):
+    page = visit()
+    page.locator("#sampling button").first.click()
+    unnamed = page.evaluate(
+        """[...document.querySelectorAll('input, textarea, button, select')].filter(e => e.checkVisibility()
+           && !e.labels?.length && !e.ariaLabel && !e.title && !e.textContent.trim()
+           && !e.getAttribute('aria-labelledby')).map(e => e.outerHTML.slice(0, 120))"""
+    )
+    assert unnamed == []

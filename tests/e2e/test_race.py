@@ -1,0 +1,171 @@
+"""A run on the shipped models, and stored runs, as a visitor sees them."""
+
+import json
+import re
+
+import pytest
+from playwright.sync_api import expect
+from tests.traces import HOSTILE, PROMPT, hostile_trace
+
+from specdemo.core.trace import from_json
+
+SHORT = "?preset=embedded-draft&max_new_tokens=24"
+
+
+def run(page):
+    page.locator("#run").click()
+    expect(page.locator("#stop")).to_be_enabled()
+    expect(page.locator("#run")).to_be_enabled()
+
+
+def said(page, words):
+    expect(page.locator(".sd-status")).to_have_text(re.compile(words))
+
+
+def lane_text(page, lane):
+    return page.evaluate(
+        """lane => [...document.querySelectorAll(`[data-lane="${lane}"] span[data-kind]`)]
+           .filter(s => !["rejected", "prompt"].includes(s.dataset.kind)).map(s => s.textContent).join("")""",
+        lane,
+    )
+
+
+def value(page, metric, lane):
+    return page.locator(f'[data-metric="{metric}"][data-lane="{lane}"]').get_attribute("data-value")
+
+
+def save(page, kind):
+    with page.expect_download() as download:
+        page.locator(f"#save-{kind}").click()
+    return download.value
+
+
+def open_file(page, path):
+    with page.expect_file_chooser() as chooser:
+        page.locator("#open-trace").click()
+    chooser.value.set_files(path)
+
+
+def test_a_run_shows_what_its_trace_says(visit):
+    page = visit(SHORT)
+    run(page)
+    said(page, "^Finished")
+    file = save(page, "json")
+    trace = from_json(file.path().read_bytes())
+    assert file.suggested_filename == "specdemo-embedded-draft.json"
+    assert [lane.finish for lane in trace.lanes] == ["length", "length"]
+    for index, lane in enumerate(trace.lanes):
+        assert lane_text(page, index) == lane.text and lane.text
+        assert float(value(page, "tokens_per_s", index)) == lane.summary["tokens_per_s"]
+        assert float(value(page, "ttft_ms", index)) == lane.summary["ttft_ms"]
+        assert float(value(page, "itl_ms_p50", index)) == lane.summary["itl_ms_p50"]
+        assert float(value(page, "memory", index)) == lane.summary["peak_memory_bytes"]
+    row, lane = trace.comparison[0], trace.lanes[1]
+    assert float(value(page, "speedup", 1)) == row["speedup"]
+    assert float(value(page, "acceptance", 1)) == lane.summary["acceptance_rate"]
+    assert float(value(page, "per-pass", 1)) == lane.summary["tokens_per_step"]
+    expect(page.locator('[data-tile="speedup"] b')).to_have_text(f"{row['speedup']:.2f}×")
+    expect(page.locator('[data-tile="output"] b')).to_have_text("✓ identical")
+    rows = save(page, "csv").path().read_text(encoding="utf-8").splitlines()
+    assert len(rows) > 1 + 2 * 24
+
+    # opened again, the file shows the same without a model
+    other = visit()
+    open_file(other, file.path())
+    said(other, "^Replayed")
+    expect(other.locator(".sd-badge")).to_have_text(re.compile("^Recorded run · .+ · 20"))
+    assert [lane_text(other, i) for i in (0, 1)] == [lane.text for lane in trace.lanes]
+    assert float(value(other, "speedup", 1)) == row["speedup"]
+
+
+def test_hostile_text_stays_text(visit, trace_file):
+    page = visit()
+    title = page.title()
+    open_file(page, trace_file)
+    said(page, "^Replayed")
+    assert lane_text(page, 0) == lane_text(page, 1) == "".join(HOSTILE)
+    for lane in (0, 1):
+        expect(page.locator(f'[data-lane="{lane}"] [data-kind="prompt"]')).to_have_text(PROMPT)
+    assert page.locator("#view img, #view script, #view u, #view i").count() == 0
+    assert page.title() == title
+    kinds = page.evaluate("[...new Set([...document.querySelectorAll('#view [data-kind]')].map(s => s.dataset.kind))]")
+    assert set(kinds) == {"prompt", "target", "accepted", "rejected", "corrected", "bonus"}
+    expect(page.locator(".sd-badge")).to_have_text("Recorded run · Abacus <b>9000</b> · 1 thread · float32 · 2026-11-20")
+    expect(page.locator("#chart .legendtext").nth(1)).to_have_text("Speculative <em>lane</em>")
+
+
+def test_rejected_drafts_can_be_hidden_and_steps_inspected_by_keyboard(visit, trace_file):
+    page = visit()
+    open_file(page, trace_file)
+    said(page, "^Replayed")
+    rejected = page.locator('[data-lane="1"] [data-kind="rejected"]').first
+    expect(rejected).to_be_visible()
+    assert rejected.get_attribute("data-more") == "+1"
+    page.locator(".sd-rejected").uncheck()
+    expect(rejected).to_be_hidden()
+    page.locator('[data-lane="1"].sd-text').focus()
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowRight")
+    expect(page.locator(".sd-step")).to_contain_text("Step 1 of")
+    expect(page.locator(".sd-verdict")).to_have_text(["✓ accepted", "✗ rejected", "· not reached", "↺ corrected by target"])
+    page.locator('[data-lane="1"] [data-kind="bonus"]').first.click()
+    expect(page.locator(".sd-verdict").last).to_have_text("★ bonus of target")
+
+
+def test_replay_draws_the_same_again(visit, trace_file):
+    page = visit()
+    open_file(page, trace_file)
+    said(page, "^Replayed")
+    page.locator(".sd-replay").click()
+    said(page, "^Replaying")
+    said(page, "^Replayed")
+    assert lane_text(page, 1) == "".join(HOSTILE)
+
+
+def test_what_is_no_trace_is_refused_on_the_page(visit, tmp_path):
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps({"schema": 1, "lanes": "<img src=x onerror=alert(1)>"}))
+    page = visit()
+    open_file(page, path)
+    expect(page.locator(".sd-alert")).to_have_text(re.compile("^Not a specdemo trace"))
+
+
+def test_a_hostile_prompt_is_shown_as_it_is_and_bad_input_keeps_it(visit):
+    page = visit(SHORT)
+    page.locator("#prompt textarea").fill(PROMPT)
+    page.locator("#sampling button").first.click()
+    page.locator("#seed input").fill("-5")
+    page.locator("#run").click()
+    expect(page.locator(".sd-alert")).to_have_text("Seed must be 0 or more, not -5")
+    expect(page.locator("#run")).to_be_enabled()
+    expect(page.locator("#prompt textarea")).to_have_value(PROMPT)
+    page.locator("#seed input").fill("5")
+    run(page)
+    said(page, "^Finished")
+    expect(page.locator(".sd-alert")).to_be_hidden()
+    expect(page.locator('[data-lane="0"] [data-kind="prompt"]')).to_have_text(PROMPT)
+
+
+def test_a_narrow_dark_page_fits(visit, trace_file):
+    page = visit("?__theme=dark", viewport={"width": 390, "height": 800}, reduced_motion="reduce")
+    open_file(page, trace_file)
+    said(page, "^Replayed")
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    assert page.evaluate("document.body.classList.contains('dark')")
+    dark = page.evaluate("getComputedStyle(document.querySelector('.sd-tile')).backgroundColor")
+    assert sum(map(int, re.findall(r"\d+", dark)[:3])) < 200
+
+
+@pytest.mark.parametrize("lanes", [2, 3])
+def test_several_speculative_lanes(visit, tmp_path, lanes):
+    from specdemo.core.trace import to_json
+
+    path = tmp_path / "lanes.json"
+    path.write_text(to_json(hostile_trace(lanes)), encoding="utf-8")
+    page = visit(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
+    open_file(page, path)
+    said(page, "^Replayed")
+    expect(page.locator('[data-tile="speedup"] b')).to_have_count(lanes)
+    assert [lane_text(page, i) for i in range(lanes + 1)] == ["".join(HOSTILE)] * (lanes + 1)
+    page.locator(".sd-tab").last.click()
+    expect(page.locator(".sd-tab").last).to_have_attribute("aria-pressed", "true")

@@ -1,0 +1,91 @@
+"""Preset -> controls -> preset, and what the page refuses."""
+
+import pytest
+
+from specdemo.presets.schema import LIMITS, load_presets, preset
+from specdemo.ui import controls
+from specdemo.ui.controls import LANE, WHOLE, changed, from_values, to_values
+
+
+def test_one_flat_list():
+    values = to_values(preset("embedded-ngram"))
+    assert values[:2] == ["embedded-ngram", 1] and len(values) == 2 + len(WHOLE) + controls.LANES * len(LANE)
+
+
+@pytest.mark.parametrize("name", list(load_presets()))
+def test_controls_give_back_the_preset(name):
+    assert from_values(to_values(preset(name))) == preset(name)
+
+
+def place(name, lane=None):
+    return 2 + WHOLE.index(name) if lane is None else controls._place(lane, name)
+
+
+@pytest.fixture
+def values():
+    return to_values(preset("embedded-three-lanes"))
+
+
+def test_a_browser_may_send_whole_numbers_as_floats(values):
+    values[place("k", 1)], values[place("seed")] = 7.0, 3.0
+    chosen = from_values(values)
+    assert (chosen.lanes[1].k, chosen.seed) == (7, 3) and type(chosen.seed) is int
+
+
+def test_hidden_lanes_count_for_nothing(values):
+    values[1] = 1
+    values[place("k", 1)] = "nonsense"
+    assert len(from_values(values).lanes) == 1
+
+
+def test_a_method_without_a_model_drops_the_hidden_one(values):
+    values[place("method", 0)] = "ngram"
+    values[place("options", 0)] = {"max_n": 5.0, "left over": 1}
+    lane = from_values(values).lanes[0]
+    assert lane.model is None and lane.options == {"max_n": 5}
+
+
+@pytest.mark.parametrize(
+    ("name", "lane", "value", "message"),
+    [
+        ("k", 0, 99, "k must be 16 or less"),
+        ("k", 0, 2.5, "k must be a whole number"),
+        ("seed", None, None, "seed must be a whole number"),
+        ("temperature", None, -1, "temperature must be 0.0 or more"),
+        ("max_new_tokens", None, 10**9, f"max_new_tokens must be {LIMITS.max_new_tokens} or less"),
+        ("prompt", None, "  ", "the prompt is empty; write at least one word"),
+        ("method", 0, "dept", "unknown method"),
+        ("target", None, "/etc/passwd", "not on this page's list"),
+        ("model", 0, "evil/model", "not on this page's list"),
+        ("acceptance", 0, "always", "acceptance must be"),
+    ],
+)
+def test_limits_are_checked_in_python(values, name, lane, value, message):
+    values[place(name, lane)] = value
+    with pytest.raises(ValueError, match=message) as caught:
+        from_values(values)
+    assert "\n" not in str(caught.value)
+
+
+def test_any_model_only_where_it_was_allowed(values):
+    values[place("target")] = "some/model"
+    assert from_values(values, allow_any_model=True).target == "some/model"
+
+
+def test_overrides_of_the_endpoints():
+    assert changed("embedded-draft", {"k": 6, "temperature": 0.5}, False).lanes[0].k == 6
+    assert changed("embedded-draft", None, False) == preset("embedded-draft")
+    with pytest.raises(ValueError, match="did you mean 'temperature'"):
+        changed("embedded-draft", {"temprature": 1}, False)
+    with pytest.raises(ValueError, match="not on this page's list"):
+        changed("embedded-draft", {"target": "../../x"}, False)
+
+
+def test_a_draft_is_offered_that_fits():
+    assert controls.default_draft("stories") == "stories-draft-wide"
+    assert controls.default_draft("unheard/of")
+
+
+def test_lanes_are_added_and_removed_within_limits():
+    assert controls._shown(0)[0] == 1 and controls._shown(99)[0] == controls.LANES
+    assert [block["visible"] for block in controls._shown(2)[3:]] == [True, True, False]

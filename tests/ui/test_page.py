@@ -1,0 +1,68 @@
+"""The page without a browser: what it needs to be drawn, where its links point, what it opens."""
+
+import subprocess
+import sys
+
+import pytest
+from tests.traces import hostile_trace
+
+from specdemo.core.trace import MAX_TRACE_BYTES, to_json
+from specdemo.presets.schema import preset
+from specdemo.ui.live import Log, notes, open_trace
+from specdemo.ui.page import share_link
+
+
+def test_the_page_is_drawn_before_torch_is_imported():
+    code = "import sys; from specdemo.ui import page; page.build(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+def test_an_unknown_preset_is_one_line_and_exit_code_2():
+    done = subprocess.run(
+        [sys.executable, "app.py", "--preset", "embeded-draft"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2
+    assert done.stderr == "error: unknown preset 'embeded-draft'; did you mean 'embedded-draft'?\n"
+
+
+def test_a_link_holds_what_differs(monkeypatch):
+    monkeypatch.delenv("SPACE_ID", raising=False)
+    assert share_link(preset("embedded-draft").with_changes(k=7)) == "?preset=embedded-draft&k=7"
+
+
+def test_on_a_space_a_link_is_the_public_address(monkeypatch):
+    monkeypatch.setenv("SPACE_ID", "someone/specdemo")
+    link = share_link(preset("embedded-draft"))
+    assert link == "https://huggingface.co/spaces/someone/specdemo?preset=embedded-draft"
+
+
+def test_a_trace_file_opens(tmp_path):
+    path = tmp_path / "trace.json"
+    path.write_text(to_json(hostile_trace()), encoding="utf-8")
+    log = open_trace(str(path))
+    assert log.trace == hostile_trace() and '"recorded":true' in log.text.partition("\n")[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not a specdemo trace"),
+        (b"\xff\xfe\x00", "not a specdemo trace"),
+        (b'{"schema": 99}', "reads schema 1"),
+        (b"[" * 100_000, "not a specdemo trace"),
+        (b" " * (MAX_TRACE_BYTES + 1), "16 MB at most"),
+    ],
+)
+def test_what_is_no_trace_is_refused_in_one_line(tmp_path, content, message):
+    path = tmp_path / "trace.json"
+    path.write_bytes(content)
+    _, error = open_trace(str(path)).text.splitlines()
+    assert '"type":"error"' in error and message in error
+
+
+def test_a_stopped_log_ends_even_when_its_engine_is_elsewhere():
+    assert '"finish":"cancelled"' in Log().stop()
+
+
+def test_no_notes_no_log():
+    assert notes([]) == "" and notes(["a"]).count("\n") == 2

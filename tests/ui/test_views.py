@@ -1,0 +1,118 @@
+"""Messages as lines, steps as fates, traces as CSV."""
+
+import csv
+import io
+import json
+
+import pytest
+from tests.traces import HOSTILE, PROMPT, WRONG, hostile_trace
+
+from specdemo.core.trace import StepEvent, from_json, to_json
+from specdemo.engine.session import Note, replay
+from specdemo.ui.live import Log, recorded
+from specdemo.ui.views import Failed, Loading, fates, finish, summary, to_line, tokens_csv, view
+
+
+@pytest.fixture
+def lines():
+    return [json.loads(line) for line in recorded(hostile_trace()).text.splitlines()]
+
+
+def step(drafted, parents, path, emitted=()):
+    probs = [[0.5] * len(drafted)]
+    return StepEvent(1, [drafted], [parents], [path], [list(emitted)], probs, probs, {"verify": 1.0})
+
+
+def test_the_hand_made_trace_is_a_trace():
+    trace = hostile_trace()
+    assert from_json(to_json(trace)) == trace
+
+
+def test_a_log_opens_with_its_run_and_closes_with_the_comparison(lines):
+    assert [line["type"] for line in lines[:2]] == ["run", "start"] and lines[-1]["type"] == "end"
+    assert lines[0]["recorded"] is True
+    assert lines[1]["prompt"] == PROMPT and lines[1]["greedy"] is True and lines[1]["limit"] == len(HOSTILE)
+    assert lines[-1]["comparison"][0]["verdict"] == "identical" and "Faster" in lines[-1]["comparison"][0]["why"]
+
+
+def test_two_logs_never_open_alike():
+    assert Log().text != Log().text
+
+
+def test_the_text_of_a_lane_is_the_text_of_its_steps(lines):
+    for lane in (0, 1):
+        steps = [line for line in lines if line["type"] == "step" and line["lane"] == lane]
+        assert "".join(text for line in steps for text in line["text"]) == "".join(HOSTILE)
+        assert all(len(line["kinds"]) == len(line["text"]) for line in steps)
+
+
+def test_every_line_is_one_line():
+    text = recorded(hostile_trace()).text
+    assert all(json.loads(line) for line in text.split("\n")[:-1]) and text.endswith("\n")
+
+
+@pytest.mark.parametrize(
+    ("drafted", "parents", "path", "expected"),
+    [
+        ([], [], [0], []),
+        ([5, 6, 7], [0, 1, 2], [0, 1], ["accepted", "rejected", "not reached"]),
+        ([5, 6], [0, 1], [0, 1, 2], ["accepted", "accepted"]),
+        ([5, 6], [0, 1], [0], ["rejected", "not reached"]),
+        ([5, -1], [0, 1], [0, 1], ["accepted", None]),
+        ([5, 6, 7], [0, 0, 0], [0, 2], ["rejected", "accepted", "not reached"]),  # a star: tried in order
+        ([5, 6, 7, 8], [0, 0, 1, 2], [0, 2], ["rejected", "accepted", "not reached", "rejected"]),
+        ([5, 6], [0, 0], [0], ["rejected", "rejected"]),
+    ],
+)
+def test_fates(drafted, parents, path, expected):
+    assert fates(step(drafted, parents, path, [9] * len(path))) == expected
+
+
+def test_small_messages():
+    assert view(Loading(0.51234, "loading x")) == {"type": "loading", "share": 0.512, "text": "loading x"}
+    assert view(Failed("no")) == {"type": "error", "text": "no"}
+    assert view(Note("slow", 1)) == {"type": "note", "lane": 1, "text": "slow"}
+    assert to_line({"a": "é\n"}) == '{"a":"é\\n"}\n'
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [(("stop", "length"), "done"), (("cancelled", "stop"), "cancelled"), (("cancelled", "error"), "error")],
+)
+def test_a_run_ends_as_its_worst_lane(ends, expected):
+    trace = hostile_trace()
+    for lane, end in zip(trace.lanes, ends, strict=True):
+        lane.finish = end
+    assert finish(trace) == expected
+
+
+def test_csv_has_every_token_once_and_every_refused_draft():
+    trace = hostile_trace()
+    rows = list(csv.DictReader(io.StringIO(tokens_csv(trace))))
+    for index, lane in enumerate(trace.lanes):
+        mine = [r for r in rows if r["lane"] == str(index)]
+        kept = [r for r in mine if r["kind"] not in ("rejected", "not reached")]
+        assert "".join(json.loads(r["text"]) for r in kept) == lane.text
+        assert [int(r["token_id"]) for r in kept] == lane.token_ids
+        assert sum(r["kind"] == "accepted" for r in mine) == lane.summary["accepted"]
+        refused = [r for r in mine if r["kind"] in ("rejected", "not reached")]
+        assert len(refused) == lane.summary["drafted"] - lane.summary["accepted"]
+        assert all(json.loads(r["text"]) == WRONG for r in refused)
+
+
+def test_no_csv_cell_of_text_starts_a_formula():
+    assert all(r["text"].startswith('"') for r in csv.DictReader(io.StringIO(tokens_csv(hostile_trace()))))
+
+
+def test_the_summary_is_the_run_without_its_steps():
+    trace = hostile_trace(lanes=2)
+    short = summary(trace)
+    assert json.loads(json.dumps(short)) == short
+    assert [lane["summary"] for lane in short["lanes"]] == [lane.summary for lane in trace.lanes]
+    assert [row["speedup"] for row in short["comparison"]] == [row["speedup"] for row in trace.comparison]
+
+
+def test_a_stored_run_without_numbers_still_shows():
+    trace = hostile_trace()
+    trace.lanes[1].summary = {"tokens_per_s": 9.0}
+    assert view(list(replay(trace))[-1])["comparison"][0]["why"] == ""
