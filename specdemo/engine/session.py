@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -166,8 +165,6 @@ class Session:
     def _load(self, spec: RunSpec, progress: LoadProgress) -> None:
         wanted = {_key(spec, spec.target): spec.target}
         wanted |= {_key(spec, lane.model): lane.model for lane in spec.lanes if lane.model is not None}
-        if torch.device(_device(spec)).type == "cpu":
-            torch.set_num_threads(1)  # two threads collapse as soon as anything else runs
         self._models = {key: model for key, model in self._models.items() if key in wanted}
         for done, (key, name) in enumerate(wanted.items()):
             if key not in self._models:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling, draw, to_probs
-from specdemo.core.tree import ABSENT, Draft
+from specdemo.core.tree import ABSENT, Draft, chain_parents
 from specdemo.models.load import LoadedModel, load_model
 from specdemo.models.target import HFTarget
 
@@ -103,8 +103,8 @@ class DraftModel:
         """Crop to the common prefix, read what is missing; logits [B, V] after the root."""
         missing = []
         for row, (history, read) in enumerate(zip(self._history, self._read, strict=True)):
-            agreed = self._agreed[row]
             top = min(len(read), len(history) - 1)  # the root is always read anew
+            agreed = min(self._agreed[row], top)
             while agreed < top and read[agreed] == history[agreed]:
                 agreed += 1
             self._agreed[row] = agreed
@@ -113,8 +113,7 @@ class DraftModel:
             self.model.crop(self._agreed)
         width = max(map(len, missing))
         tokens = torch.tensor([m + [ABSENT] * (width - len(m)) for m in missing], device=self.model.device)
-        parents = torch.arange(width - 1, device=tokens.device).expand(len(missing), -1)
-        logits = self.model.forward(tokens, parents).logits
+        logits = self.model.forward(tokens, chain_parents(len(missing), width - 1, tokens.device)).logits
         self.model.commit([list(range(len(m))) for m in missing])
         self._read = [h.copy() for h in self._history]
         self._agreed = [len(h) for h in self._history]

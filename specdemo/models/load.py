@@ -93,6 +93,8 @@ def load_model(
     """
     report = progress or _silent
     where = _device(device)
+    if where.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # on small passes two threads gain little and collapse as soon as anything else runs
     bits = _bits(quantization, where)
     kind = _dtype(dtype, where)
     width = bits or 8 * kind.itemsize

@@ -1,6 +1,7 @@
 """From a comparison to a trace, on the shipped models; and back from the trace without them."""
 
 import json
+import re
 import threading
 
 import pytest
@@ -53,7 +54,7 @@ def test_the_trace_says_where_it_was_measured(trace):
     assert trace.environment["dtype"] == "float32"
     assert trace.environment["threads"] == 1
     assert set(trace.environment["versions"]) == {"python", "torch", "transformers"}
-    assert trace.environment["date"].endswith("+00:00")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", trace.environment["date"])
 
 
 def test_a_trace_survives_its_file_and_replays_without_models(trace, monkeypatch):
