@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         code = app(args=arguments or ["--help"], prog_name="specdemo", standalone_mode=False)
-    except (ValueError, TyperException) as error:
+    except (ValueError, OSError, TyperException) as error:
         message = error.format_message() if isinstance(error, TyperException) else str(error)
         print("specdemo:", " ".join(message.split()), file=sys.stderr)
         return 2

@@ -182,3 +182,16 @@ def test_no_command_is_help(capsys):
     out = capsys.readouterr().out
     for command in ("ui", "run", "bench", "train", "replay", "presets", "methods", "doctor"):
         assert f"\n  {command} " in out
+
+
+def test_ui_hands_its_options_to_the_page(capsys, monkeypatch, tmp_path):
+    page = tmp_path / "app.py"
+    page.write_text("import sys\nprint(__name__, sys.argv[1:])\n", encoding="utf-8")
+    monkeypatch.setattr("specdemo.__main__.PAGE", page)
+    monkeypatch.setattr(sys, "argv", ["specdemo"])
+    assert main(["ui", "--port", "7861", "--allow-any-model"]) == 0
+    assert capsys.readouterr().out == "__main__ ['--port', '7861', '--allow-any-model']\n"
+
+
+def test_a_file_that_cannot_be_written_is_one_line(capsys):
+    assert refusal(capsys, "run", "embedded-draft", "--max-new-tokens", "2", "--out", "/proc/trace.json")
