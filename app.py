@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from importlib import import_module
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -10,13 +11,17 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--preset", default="embedded-draft", metavar="ID", help="the comparison that is selected")
     parser.add_argument("--host", default=os.environ.get("GRADIO_SERVER_NAME", "127.0.0.1"))
     parser.add_argument("--port", type=int, default=int(os.environ.get("GRADIO_SERVER_PORT", "7860")))
-    parser.add_argument("--allow-any-model", action="store_true", help="accept any model id or path, not the list alone")
+    parser.add_argument(
+        "--allow-any-model", action="store_true", help="accept any model id or path, not the list alone"
+    )
     return parser.parse_args(given)
 
 
 def main() -> int:
     """0: served and closed; 2: bad input, one line."""
     chosen = arguments()
+    if os.environ.get("SPACES_ZERO_GPU"):
+        import_module("spaces")  # has to come before torch
     from specdemo.ui.page import serve
 
     try:

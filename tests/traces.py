@@ -3,9 +3,21 @@
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, compare, summarise
 
 HOSTILE = [
-    "<b>bold</b>", " &amp; ", "${1+1}", " {{x}} ", "<img src=x onerror=\"document.title='owned'\">", "\t\ttabs", "\n\n",
-    "日本語", " 👩‍👩‍👧", "`${alert(1)}`", "</span>", " \u202eidi\u202c", "<script>document.title='owned'</script>", "  end",
-]  # fmt: skip
+    "<b>bold</b>",
+    " &amp; ",
+    "${1+1}",
+    " {{x}} ",
+    "<img src=x onerror=\"document.title='owned'\">",
+    "\t\ttabs",
+    "\n\n",
+    "日本語",
+    " 👩‍👩‍👧",
+    "`${alert(1)}`",
+    "</span>",
+    " \u202eidi\u202c",
+    "<script>document.title='owned'</script>",
+    "  end",
+]
 PROMPT = "Say <i>this</i> ${again} {{please}} & go"
 WRONG = "<u>wrong</u>"
 PLAIN_MS = {"draft": 0.0, "verify": 4.0, "accept": 0.5, "commit": 0.5, "observe": 0.0}

@@ -1,8 +1,8 @@
 """Preset -> controls -> preset. A method's options are drawn from its `knobs`; nothing here names a method.
 
 The controls are one flat list, `Controls.inputs`; `to_values` and `from_values` convert between it and a Preset. Lanes
-that are not shown keep their place in the list. Drawing the page needs no torch: what only a method's code knows (title,
-options) is filled in by the first events of a visitor.
+that are not shown keep their place in the list. Drawing the page needs no torch: what only a method's code knows (its
+title, its options) is filled in by the first events of a visitor.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,6 +13,7 @@ import gradio as gr
 
 from specdemo.methods import METHODS, Knob, knobs, method
 from specdemo.presets.schema import LIMITS, LaneConfig, Preset, allowed_models, load_presets, preset
+from specdemo.ui import heavy
 
 LANES = LIMITS.lanes - 1
 WHOLE = ("target", "prompt", "temperature", "top_p", "top_k", "min_p", "seed", "max_new_tokens", "schedule")
@@ -80,7 +81,7 @@ def fill(chosen: Preset, drawn: Sequence[int]) -> list[Any]:
     values = [gr.update(value=value) for value in to_values(chosen)]
     for index, lane in enumerate(chosen.lanes):
         values[_place(index, "model")] = gr.update(visible=lane.model is not None, value=_model(lane, chosen.target))
-    count, *blocks = _shown(len(chosen.lanes))
+    blocks = _shown(len(chosen.lanes))[1:]
     return [*values, about(load_presets()[chosen.id]), *blocks, *(n + 1 for n in drawn)]
 
 
@@ -91,6 +92,7 @@ def about(chosen: Preset) -> str:
 
 def titles() -> list[Any]:
     """The methods' own words, in every lane."""
+    heavy.live()
     return [gr.update(choices=[(method(name).title, name) for name in DRAFTING])] * LANES
 
 
@@ -104,6 +106,7 @@ def to_values(chosen: Preset) -> list[Any]:
 
 def from_values(values: Sequence[Any], allow_any_model: bool = False) -> Preset:
     """The comparison the controls describe. Raises ValueError with one line."""
+    heavy.live()
     chosen, count, *rest = values
     base = preset(chosen)
     changes = dict(zip(WHOLE, rest, strict=False))
@@ -117,6 +120,7 @@ def from_values(values: Sequence[Any], allow_any_model: bool = False) -> Preset:
 
 def changed(preset_id: str, overrides: dict[str, Any] | None, allow_any_model: bool) -> Preset:
     """A preset with other settings, as API callers ask for it. Raises ValueError with one line."""
+    heavy.live()
     return check_models(preset(preset_id).with_changes(**(overrides or {})), allow_any_model)
 
 
@@ -149,13 +153,13 @@ def draw(start: Preset, allow_any_model: bool) -> Controls:
     lanes = []
     with gr.Group(elem_classes="lane-controls"):
         for index, lane in enumerate(_padded(start)):
-            with gr.Column(visible=lane is not None, elem_id=f"lane-{index + 1}", elem_classes="lane") as block:
-                with gr.Row(elem_classes="lane-row"):
-                    if index:
-                        gr.Markdown(f"Lane {index + 1}", elem_classes="lane-title")
-                    else:
-                        target = _model_choice("Target model, in every lane", start.target, "target", allow_any_model)
-                    lanes.append(_draw_lane(block, index + 1, lane or new_lane(start.target), start, allow_any_model))
+            block = gr.Column(visible=lane is not None, elem_id=f"lane-{index + 1}", elem_classes="lane")
+            with block, gr.Row(elem_classes="lane-row"):
+                if index:
+                    gr.Markdown(f"Lane {index + 1}", elem_classes="lane-title")
+                else:
+                    target = _model_choice("Target model, in every lane", start.target, "target", allow_any_model)
+                lanes.append(_draw_lane(block, index + 1, lane or new_lane(start.target), start, allow_any_model))
     with gr.Row(elem_id="lane-buttons"):
         add = gr.Button("Add a lane", size="sm", elem_id="add-lane", visible=len(start.lanes) < LANES)
         remove = gr.Button("Remove the last lane", size="sm", elem_id="remove-lane", visible=len(start.lanes) > 1)
@@ -234,23 +238,22 @@ def _model_choice(label: str, value: str, elem_id: str, allow_any_model: bool, v
 def _draw_options(page: gr.Blocks, lane: LaneControls, number: int) -> None:
     """A row of controls that follows the lane's method."""
 
-    @gr.render(
-        [lane.method, lane.options],
-        triggers=[page.load, lane.method.change, lane.drawn.change],
-        queue=False,
-        show_progress="hidden",
-    )
     def draw_knobs(name: str, options: dict[str, Any]) -> None:
+        heavy.live()
         with gr.Row(elem_classes="options"):
             for knob in knobs(name):
                 control = _draw_knob(knob, options.get(knob.name, knob.default), number)
                 setting = gr.State(knob.name)
                 control.change(_set, [lane.options, setting, control], lane.options, **QUIET)
 
+    follow = [page.load, lane.method.change, lane.drawn.change]
+    gr.render([lane.method, lane.options], triggers=follow, queue=False, show_progress="hidden")(draw_knobs)
 
-def _draw_knob(knob: Knob, value: Any, number: int) -> gr.components.Component:
+
+def _draw_knob(knob: Knob, value: Any, number: int) -> Any:
     """The control that suits an option."""
-    words = {"label": knob.name, "info": knob.help, "elem_id": f"option-{knob.name}-{number}", "interactive": True}
+    words: dict[str, Any] = {"label": knob.name, "info": knob.help, "interactive": True}
+    words["elem_id"] = f"option-{knob.name}-{number}"
     if knob.type is bool:
         return gr.Checkbox(value, **words)
     if knob.choices:
@@ -267,6 +270,7 @@ def _set(options: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
 
 
 def _needs_model(name: str) -> Any:
+    heavy.live()
     return gr.update(visible=bool(method(name).needs_model))
 
 

@@ -589,7 +589,6 @@ function histogram() {
     const tall = (96 * count) / top;
     const w = Math.min(44, step - 6);
     picture.append(svg("rect", { x: x(i) - w / 2, y: base - tall, width: w, height: Math.max(tall, 1), rx: 3, class: "sd-b" }));
-    picture.append(svg("text", { x: x(i), y: base - tall - 5, class: "sd-n" }, count));
     picture.append(svg("text", { x: x(i), y: height - 10, class: "sd-x" }, i));
   });
   const y = (rate) => base - 96 * rate;
@@ -600,6 +599,9 @@ function histogram() {
     dot.append(svg("title", {}, percent(rate)));
     picture.append(dot);
   }
+  bars.forEach((count, i) => {
+    picture.append(svg("text", { x: x(i), y: base - (96 * count) / top - 7, class: "sd-n" }, count));
+  });
   const rate = make("p", "sd-small sd-rates", `kept at position: ${rates.map((r, i) => `${i + 1}: ${percent(r)}`).join("  ")}`);
   box.replaceChildren(picture, rate);
 }

@@ -11,6 +11,7 @@ import secrets
 import threading
 import time
 from collections.abc import Generator, Iterable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 FLUSH_S = 1 / 15
 LIMIT_S = 120.0 if os.environ.get("SPACE_ID") else 1800.0  # wall clock of one run; a public machine is shared
+ELSEWHERE = bool(os.environ.get("SPACES_ZERO_GPU"))  # the engine runs in another process
 GRACE_S = 0.4  # how long Stop waits for the step in hand
 
 
@@ -121,21 +123,12 @@ def recorded(trace: RunTrace) -> Log:
     return log
 
 
-try:  # on Hugging Face's shared GPUs a call to the GPU runs in another process
-    from spaces import GPU as _on_gpu
-except ImportError:
-
-    def _on_gpu(duration: Any) -> Any:
-        return lambda function: function
-
-
 def _seconds(spec: RunSpec, log: Log | None) -> int:
     """What to ask a shared GPU for: loading, and 20 tokens a second in every lane."""
     return min(120, 20 + (len(spec.lanes) + 1) * spec.max_new_tokens // 20)
 
 
-@_on_gpu(duration=_seconds)
-def _play(spec: RunSpec, log: Log | None) -> Generator[list[Shown]]:
+def _play(spec: RunSpec, log: Log | None) -> Generator[list[Shown], None, None]:
     """The run's messages in batches; `log` learns of the engine where both are in one process."""
     engine = Engine(spec)
     if log is not None:
@@ -143,9 +136,13 @@ def _play(spec: RunSpec, log: Log | None) -> Generator[list[Shown]]:
     yield from engine.batches()
 
 
+if ELSEWHERE:  # Hugging Face's shared GPUs run what is marked so in another process
+    _play = import_module("spaces").GPU(duration=_seconds)(_play)
+
+
 def run(spec: RunSpec, log: Log) -> Iterator[str]:
     """The log so far, 15 times a second. Closing the iterator stops the engine."""
-    batches = _play(spec, None if os.environ.get("SPACES_ZERO_GPU") else log)
+    batches = _play(spec, None if ELSEWHERE else log)
     try:
         for batch in batches:
             yield log.add(batch)

@@ -1,8 +1,8 @@
 """The page: `build` draws it, `serve` shows it.
 
 The whole view is one component whose value is an append-only log (views.py) that lanes.js draws. Events of one group
-share the engine: one runs, the others queue and see their place. Everything that needs torch is behind `_live`, so that
-the page is there before torch is.
+share the engine: one runs, the others queue and see their place. Everything that needs torch is behind `heavy.live`, so
+that the page is there before torch is.
 """
 
 import os
@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
@@ -22,6 +21,7 @@ from specdemo.core.trace import MAX_TRACE_BYTES, to_json
 from specdemo.presets.schema import DEFAULT, LIMITS, Preset, from_query, load_presets, preset, to_query
 from specdemo.ui import controls
 from specdemo.ui.controls import QUIET, Controls, changed, fill, from_values
+from specdemo.ui.heavy import live
 
 if TYPE_CHECKING:
     from specdemo.ui.live import Log
@@ -30,13 +30,6 @@ HERE = Path(__file__).parent
 ENGINE: dict[str, Any] = {"concurrency_id": "engine", "concurrency_limit": 1}  # one run at a time in a process
 FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "Arial", "sans-serif"]
 MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"]
-
-
-def _live() -> ModuleType:
-    """The runs; imported with the first of them, or by the thread that loads the models."""
-    from specdemo.ui import live
-
-    return live
 
 
 @dataclass(frozen=True)
@@ -70,14 +63,14 @@ class Visits:
         self._any = allow_any_model
         self._logs: dict[str, Log] = {}
 
-    def race(self, request: gr.Request, *values: Any) -> Iterator[str]:
+    def run(self, request: gr.Request, *values: Any) -> Iterator[str]:
         """The growing log of a run, or one that says why there is none."""
         try:
             spec = from_values(values, self._any).spec()
         except ValueError as error:
-            yield _live().refusal(error).text
+            yield live().refusal(error).text
             return
-        yield from _live().run(spec, self._keep(request, _live().Log()))
+        yield from live().run(spec, self._keep(request, live().Log()))
 
     def stop(self, request: gr.Request) -> list[Any]:
         log = self._logs.get(_visitor(request))
@@ -85,14 +78,14 @@ class Visits:
 
     def open(self, request: gr.Request, path: str) -> str:
         """The whole log of a stored run, or one that says why the file is none."""
-        return self._keep(request, _live().open_trace(path)).text
+        return self._keep(request, live().open_trace(path)).text
 
     def save(self, request: gr.Request, kind: str) -> dict[str, str]:
         """The latest run as a file's name and text."""
         log = self._logs.get(_visitor(request))
         if log is None or log.trace is None:
             raise gr.Error("there is no run to save yet; press Run first", print_exception=False)
-        text = to_json(log.trace, indent=1) if kind == "json" else _live().tokens_csv(log.trace)
+        text = to_json(log.trace, indent=1) if kind == "json" else live().tokens_csv(log.trace)
         return {"name": f"specdemo-{log.trace.preset}.{kind}", "text": text}
 
     def share(self, *values: Any) -> tuple[Any, Any]:
@@ -100,13 +93,14 @@ class Visits:
         try:
             return gr.update(value=share_link(from_values(values, self._any)), visible=True), gr.skip()
         except ValueError as error:
-            return gr.skip(), _live().refusal(error).text
+            return gr.skip(), live().refusal(error).text
 
     def restore(self, request: gr.Request, *drawn: int) -> list[Any]:
         """The controls a link asks for, and a log that says what was refused."""
         query = request.query_params
+        runs = live()
         chosen, refused = from_query(query, load_presets(), self._any) if query else (self._first, [])
-        return [*fill(chosen, drawn), _live().notes(refused) if refused else gr.skip()]
+        return [*fill(chosen, drawn), runs.notes(refused) if refused else gr.skip()]
 
     def forget(self, request: gr.Request) -> None:
         self._logs.pop(_visitor(request), None)
@@ -130,7 +124,8 @@ def share_link(chosen: Preset) -> str:
 def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
     """The page with a preset selected. Raises ValueError for an unknown preset."""
     first = preset(start)
-    with gr.Blocks(title="specdemo: speculative decoding, side by side", analytics_enabled=False) as page:
+    page: gr.Blocks = gr.Blocks(title="specdemo: speculative decoding, side by side", analytics_enabled=False)
+    with page:
         gr.HTML(_text("title.html"), elem_id="title")
         with gr.Tabs():
             with gr.Tab("Race"):
@@ -138,7 +133,8 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
             with gr.Tab("How it works"):
                 gr.Markdown(_text("how_it_works.md"), elem_id="how")
         _endpoints(allow_any_model)
-    return page.queue(max_size=20)
+    page.queue(max_size=20)
+    return page
 
 
 def _race_tab(page: gr.Blocks, first: Preset, allow_any_model: bool) -> None:
@@ -173,7 +169,7 @@ def _wire(
 ) -> None:
     locked = buttons.run.click(busy, None, buttons.switched, trigger_mode="once", **QUIET)
     racing = locked.then(
-        visits.race,
+        visits.run,
         form.inputs,
         view,
         show_progress="full",
@@ -197,9 +193,9 @@ def _wire(
 
 def _draw_view() -> gr.HTML:
     """The lanes and everything drawn from the log, with the chart in their midst."""
-    with gr.HTML(
-        "", html_template=_text("view.html"), js_on_load=_text("lanes.js"), elem_id="view", apply_default_css=False
-    ) as view:
+    skeleton, script = _text("view.html"), _text("lanes.js")
+    view: gr.HTML = gr.HTML("", html_template=skeleton, js_on_load=script, elem_id="view", apply_default_css=False)
+    with view:
         gr.Plot(_empty_chart(), show_label=False, container=False, elem_id="chart")
     return view
 
@@ -240,14 +236,14 @@ def _endpoints(allow_any_model: bool) -> None:
         preset_id: a preset, e.g. "embedded-draft". overrides: settings to change, e.g. {"k": 7, "temperature": 0.8}.
         """
         spec = _asked(preset_id, overrides, allow_any_model)
-        yield from _live().run(spec, _live().Log())
+        yield from live().run(spec, live().Log())
 
     def compare(preset_id: str = DEFAULT, overrides: dict[str, Any] | None = None) -> dict[str, Any]:
         """Run a comparison and return one dict: environment, every lane's summary and text, and the comparison.
 
         preset_id: a preset, e.g. "embedded-draft". overrides: settings to change, e.g. {"k": 7, "temperature": 0.8}.
         """
-        return dict(_live().compare(_asked(preset_id, overrides, allow_any_model)))
+        return dict(live().compare(_asked(preset_id, overrides, allow_any_model)))
 
     gr.api(race, api_name="race", **ENGINE)
     gr.api(compare, api_name="compare", **ENGINE)
@@ -271,7 +267,7 @@ def serve(
     """Show the page; the models of the preset load meanwhile. Raises ValueError with one line, OSError for the port."""
     page = build(start, allow_any_model)
     if os.environ.get("SPACES_ZERO_GPU"):  # there the models must be in place before the first call
-        _live().preload(preset(start))
+        live().preload(preset(start))
     page.launch(
         server_name=host,
         server_port=port,
@@ -294,6 +290,6 @@ def serve(
 
 def _warm(chosen: Preset) -> None:
     """Import the engine, and load the models when they are here already."""
-    live = _live()
+    runs = live()
     if chosen.embedded:
-        live.preload(chosen)
+        runs.preload(chosen)

@@ -95,7 +95,9 @@ def summary(trace: RunTrace) -> dict[str, Any]:
         "config": trace.config,
         "environment": trace.environment,
         "finish": finish(trace),
-        "lanes": [_lane(lane) | {"finish": lane.finish, "text": lane.text, "summary": lane.summary} for lane in trace.lanes],
+        "lanes": [
+            _lane(lane) | {"finish": lane.finish, "text": lane.text, "summary": lane.summary} for lane in trace.lanes
+        ],
         "comparison": _comparison(trace),
     }
 
@@ -175,5 +177,7 @@ def _lane_rows(lane: LaneTrace, vocabulary: dict[str, str]) -> list[tuple[Any, .
             if fate in ("rejected", "not reached"):
                 token = event.drafted[0][node]
                 text = json.dumps(vocabulary.get(str(token), ""), ensure_ascii=False)
-                rows.append((event.index, fate, token, text, event.draft_probs[0][node], event.target_probs[0][node], ms))
+                rows.append(
+                    (event.index, fate, token, text, event.draft_probs[0][node], event.target_probs[0][node], ms)
+                )
     return rows

@@ -1,15 +1,20 @@
-"""The real page in a real Chromium. One server and one browser for all tests; every visitor has a context of its own."""
+"""The real page in a real Chromium. One browser for all tests; every visitor has a context of its own."""
 
+import multiprocessing
 import os
 import shutil
 import socket
+import subprocess
+import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import expect, sync_playwright
-from tests.traces import hostile_trace
 
 from specdemo.core.trace import to_json
+from tests.e2e.gated import Gates, serve_gated
+from tests.traces import hostile_trace
 
 FLAGS = (
     "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
@@ -22,7 +27,12 @@ expect.set_options(timeout=PATIENCE_MS)
 
 @pytest.fixture(scope="session")
 def chromium():
-    names = (os.environ.get("SPECDEMO_CHROMIUM"), "/usr/bin/chromium", shutil.which("chromium"), shutil.which("google-chrome"))
+    names = (
+        os.environ.get("SPECDEMO_CHROMIUM"),
+        "/usr/bin/chromium",
+        shutil.which("chromium"),
+        shutil.which("google-chrome"),
+    )
     path = next((name for name in names if name and Path(name).exists()), None)
     if path is None:
         pytest.fail("no Chromium; name one in SPECDEMO_CHROMIUM, or run bash tests/run")
@@ -34,11 +44,11 @@ def chromium():
 
 @pytest.fixture(scope="session")
 def address():
-    from specdemo.ui.page import serve
-
-    page = serve(port=free_port(), block=False)
-    yield page.local_url
-    page.close()
+    """`python app.py`, as a user starts it."""
+    command = [sys.executable, "app.py", "--port", str(free_port())]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as server:
+        yield server.stdout.readline().split()[-1]
+        server.terminate()
 
 
 def free_port():
@@ -49,14 +59,18 @@ def free_port():
 
 @pytest.fixture
 def visit(chromium, address):
-    """Open the page as a new visitor. What goes wrong in any of them fails the test: an outside request, a script
-    error, a dialog."""
+    with visitors(chromium, address) as opened:
+        yield opened
+
+
+@contextmanager
+def visitors(chromium, address):
+    """Opens the page, every time as a new visitor. What goes wrong in any of them fails the test: an outside request, a
+    script error, a dialog."""
     contexts, wrong = [], []
 
     def opened(query="", **settings):
-        context = chromium.new_context(viewport={"width": 1280, "height": 900}, accept_downloads=True) if not settings else (
-            chromium.new_context(**settings)
-        )
+        context = chromium.new_context(**{"viewport": {"width": 1280, "height": 900}, **settings})
         contexts.append(context)
         context.set_default_timeout(PATIENCE_MS)
         page = context.new_page()
@@ -78,3 +92,31 @@ def trace_file(tmp_path):
     path = tmp_path / "hostile.json"
     path.write_text(to_json(hostile_trace()), encoding="utf-8")
     return path
+
+
+@pytest.fixture(scope="session")
+def gated_server():
+    """The page on the stand-in engine of gated.py, in a process of its own."""
+    spawn = multiprocessing.get_context("spawn")
+    gates = Gates(spawn.Event(), spawn.Semaphore(0), spawn.Semaphore(0), spawn.Event())
+    port = free_port()
+    server = spawn.Process(target=serve_gated, args=(port, gates), daemon=True)
+    server.start()
+    assert gates.up.wait(120)
+    yield f"http://127.0.0.1:{port}/", gates
+    server.terminate()
+    server.join()
+
+
+@pytest.fixture
+def gates(gated_server):
+    gates = gated_server[1]
+    gates.open.clear()
+    yield gates
+    gates.open.set()
+
+
+@pytest.fixture
+def visit_gated(chromium, gated_server, gates):
+    with visitors(chromium, gated_server[0]) as opened:
+        yield opened

@@ -3,11 +3,10 @@
 import json
 import re
 
-import pytest
 from playwright.sync_api import expect
-from tests.traces import HOSTILE, PROMPT, hostile_trace
 
-from specdemo.core.trace import from_json
+from specdemo.core.trace import from_json, to_json
+from tests.traces import HOSTILE, PROMPT, hostile_trace
 
 SHORT = "?preset=embedded-draft&max_new_tokens=24"
 
@@ -46,12 +45,13 @@ def open_file(page, path):
     chooser.value.set_files(path)
 
 
-def test_a_run_shows_what_its_trace_says(visit):
+def test_a_run_shows_what_its_trace_says(visit, tmp_path):
     page = visit(SHORT)
     run(page)
     said(page, "^Finished")
     file = save(page, "json")
-    trace = from_json(file.path().read_bytes())
+    file.save_as(tmp_path / file.suggested_filename)
+    trace = from_json((tmp_path / file.suggested_filename).read_bytes())
     assert file.suggested_filename == "specdemo-embedded-draft.json"
     assert [lane.finish for lane in trace.lanes] == ["length", "length"]
     for index, lane in enumerate(trace.lanes):
@@ -71,7 +71,7 @@ def test_a_run_shows_what_its_trace_says(visit):
 
     # opened again, the file shows the same without a model
     other = visit()
-    open_file(other, file.path())
+    open_file(other, tmp_path / file.suggested_filename)
     said(other, "^Replayed")
     expect(other.locator(".sd-badge")).to_have_text(re.compile("^Recorded run · .+ · 20"))
     assert [lane_text(other, i) for i in (0, 1)] == [lane.text for lane in trace.lanes]
@@ -90,11 +90,13 @@ def test_hostile_text_stays_text(visit, trace_file):
     assert page.title() == title
     kinds = page.evaluate("[...new Set([...document.querySelectorAll('#view [data-kind]')].map(s => s.dataset.kind))]")
     assert set(kinds) == {"prompt", "target", "accepted", "rejected", "corrected", "bonus"}
-    expect(page.locator(".sd-badge")).to_have_text("Recorded run · Abacus <b>9000</b> · 1 thread · float32 · 2026-11-20")
+    expect(page.locator(".sd-badge")).to_have_text(
+        "Recorded run · Abacus <b>9000</b> · 1 thread · float32 · 2026-11-20"
+    )
     expect(page.locator("#chart .legendtext").nth(1)).to_have_text("Speculative <em>lane</em>")
 
 
-def test_rejected_drafts_can_be_hidden_and_steps_inspected_by_keyboard(visit, trace_file):
+def test_drafts_can_be_hidden_steps_inspected_and_the_run_replayed(visit, trace_file):
     page = visit()
     open_file(page, trace_file)
     said(page, "^Replayed")
@@ -107,15 +109,11 @@ def test_rejected_drafts_can_be_hidden_and_steps_inspected_by_keyboard(visit, tr
     page.keyboard.press("Home")
     page.keyboard.press("ArrowRight")
     expect(page.locator(".sd-step")).to_contain_text("Step 1 of")
-    expect(page.locator(".sd-verdict")).to_have_text(["✓ accepted", "✗ rejected", "· not reached", "↺ corrected by target"])
+    expect(page.locator(".sd-verdict")).to_have_text(
+        ["✓ accepted", "✗ rejected", "· not reached", "↺ corrected by target"]
+    )
     page.locator('[data-lane="1"] [data-kind="bonus"]').first.click()
     expect(page.locator(".sd-verdict").last).to_have_text("★ bonus of target")
-
-
-def test_replay_draws_the_same_again(visit, trace_file):
-    page = visit()
-    open_file(page, trace_file)
-    said(page, "^Replayed")
     page.locator(".sd-replay").click()
     said(page, "^Replaying")
     said(page, "^Replayed")
@@ -156,10 +154,7 @@ def test_a_narrow_dark_page_fits(visit, trace_file):
     assert sum(map(int, re.findall(r"\d+", dark)[:3])) < 200
 
 
-@pytest.mark.parametrize("lanes", [2, 3])
-def test_several_speculative_lanes(visit, tmp_path, lanes):
-    from specdemo.core.trace import to_json
-
+def test_four_lanes(visit, tmp_path, lanes=3):
     path = tmp_path / "lanes.json"
     path.write_text(to_json(hostile_trace(lanes)), encoding="utf-8")
     page = visit(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")

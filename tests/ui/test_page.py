@@ -4,12 +4,12 @@ import subprocess
 import sys
 
 import pytest
-from tests.traces import hostile_trace
 
 from specdemo.core.trace import MAX_TRACE_BYTES, to_json
 from specdemo.presets.schema import preset
 from specdemo.ui.live import Log, notes, open_trace
 from specdemo.ui.page import share_link
+from tests.traces import hostile_trace
 
 
 def test_the_page_is_drawn_before_torch_is_imported():

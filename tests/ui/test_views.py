@@ -5,12 +5,12 @@ import io
 import json
 
 import pytest
-from tests.traces import HOSTILE, PROMPT, WRONG, hostile_trace
 
 from specdemo.core.trace import StepEvent, from_json, to_json
 from specdemo.engine.session import Note, replay
 from specdemo.ui.live import Log, recorded
 from specdemo.ui.views import Failed, Loading, fates, finish, summary, to_line, tokens_csv, view
+from tests.traces import HOSTILE, PROMPT, WRONG, hostile_trace
 
 
 @pytest.fixture

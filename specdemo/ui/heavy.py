@@ -1,0 +1,18 @@
+"""What brings torch along is imported once, under a lock: transformers' lazy modules break when two threads import them
+at the same time, and a page has visitors while its engine is still being imported."""
+
+import threading
+from types import ModuleType
+
+_lock = threading.Lock()
+
+
+def live() -> ModuleType:
+    """specdemo.ui.live, with every method's module imported too."""
+    with _lock:
+        from specdemo.methods import METHODS, method
+        from specdemo.ui import live
+
+        for name in METHODS:
+            method(name)
+        return live
