@@ -58,8 +58,7 @@ def idle() -> list[Any]:
 class Visits:
     """What the events of the page do. Keeps the latest log of every open page, for Stop and for the exports."""
 
-    def __init__(self, first: Preset, allow_any_model: bool) -> None:
-        self._first = first
+    def __init__(self, allow_any_model: bool) -> None:
         self._any = allow_any_model
         self._logs: dict[str, Log] = {}
 
@@ -78,7 +77,8 @@ class Visits:
 
     def open(self, request: gr.Request, path: str) -> str:
         """The whole log of a stored run, or one that says why the file is none."""
-        return self._keep(request, live().open_trace(path)).text
+        log = live().open_trace(path)
+        return self._keep(request, log).text if log.trace else log.text
 
     def save(self, request: gr.Request, kind: str) -> dict[str, str]:
         """The latest run as a file's name and text."""
@@ -95,11 +95,12 @@ class Visits:
         except ValueError as error:
             return gr.skip(), live().refusal(error).text
 
-    def restore(self, request: gr.Request, *drawn: int) -> list[Any]:
+    def restore(self, request: gr.Request, *drawn: int) -> Any:
         """The controls a link asks for, and a log that says what was refused."""
-        query = request.query_params
+        if not request.query_params:
+            return gr.skip()
         runs = live()
-        chosen, refused = from_query(query, load_presets(), self._any) if query else (self._first, [])
+        chosen, refused = from_query(request.query_params, load_presets(), self._any)
         return [*fill(chosen, drawn), runs.notes(refused) if refused else gr.skip()]
 
     def forget(self, request: gr.Request) -> None:
@@ -161,7 +162,7 @@ def _race_tab(page: gr.Blocks, first: Preset, allow_any_model: bool) -> None:
             gr.UploadButton("Open a trace", file_types=[".json"], size="sm", elem_id="open-trace"),
         )
     form.wire(page)
-    _wire(page, Visits(first, allow_any_model), form, buttons, view, place, link)
+    _wire(page, Visits(allow_any_model), form, buttons, view, place, link)
 
 
 def _wire(

@@ -114,8 +114,9 @@ def test_drafts_can_be_hidden_steps_inspected_and_the_run_replayed(visit, trace_
     )
     page.locator('[data-lane="1"] [data-kind="bonus"]').first.click()
     expect(page.locator(".sd-verdict").last).to_have_text("★ bonus of target")
+    page.get_by_role("radio", name="1/16").check(force=True)
     page.locator(".sd-replay").click()
-    said(page, "^Replaying")
+    said(page, "slowed 16 times")
     said(page, "^Replayed")
     assert lane_text(page, 1) == "".join(HOSTILE)
 
