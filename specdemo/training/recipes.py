@@ -302,9 +302,9 @@ class Recipe:
 
 
 RECIPES: dict[str, Recipe] = {
-    "stories-target": Recipe(stories_target, TARGET, minutes=88.0, threads=None),
-    "stories-draft-wide": Recipe(stories_draft, WIDE, minutes=25.0, threads=1),
-    "stories-draft-deep": Recipe(stories_draft, DEEP, minutes=25.0, threads=1, backwards=True),
+    "stories-target": Recipe(stories_target, TARGET, minutes=100.0, threads=None),
+    "stories-draft-wide": Recipe(stories_draft, WIDE, minutes=19.0, threads=1),
+    "stories-draft-deep": Recipe(stories_draft, DEEP, minutes=19.0, threads=1, backwards=True),
 }
 
 
