@@ -8,7 +8,12 @@ from playwright.sync_api import expect
 from specdemo.core.trace import from_json, to_json
 from tests.traces import HOSTILE, PROMPT, hostile_trace
 
-SHORT = "?preset=embedded-draft&max_new_tokens=24"
+
+def visit_short(visit):
+    """A visitor with a link to a short run, once the controls show it."""
+    page = visit("?preset=embedded-draft&max_new_tokens=24&k=3")
+    expect(page.locator("#k-1 input[type=number]")).to_have_value("3")
+    return page
 
 
 def run(page):
@@ -46,7 +51,7 @@ def open_file(page, path):
 
 
 def test_a_run_shows_what_its_trace_says(visit, tmp_path):
-    page = visit(SHORT)
+    page = visit_short(visit)
     run(page)
     said(page, "^Finished")
     file = save(page, "json")
@@ -130,7 +135,7 @@ def test_what_is_no_trace_is_refused_on_the_page(visit, tmp_path):
 
 
 def test_a_hostile_prompt_is_shown_as_it_is_and_bad_input_keeps_it(visit):
-    page = visit(SHORT)
+    page = visit_short(visit)
     page.locator("#prompt textarea").fill(PROMPT)
     page.locator("#sampling button").first.click()
     page.locator("#seed input").fill("-5")
