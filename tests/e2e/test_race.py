@@ -155,6 +155,9 @@ def test_a_narrow_dark_page_fits(visit, trace_file):
     open_file(page, trace_file)
     said(page, "^Replayed")
     assert page.evaluate("document.documentElement.scrollWidth") == 390
+    page.get_by_role("tab", name="How it works").click()
+    expect(page.get_by_role("heading", name="Scripts")).to_be_visible()
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
     assert page.evaluate("document.body.classList.contains('dark')")
     dark = page.evaluate("getComputedStyle(document.querySelector('.sd-tile')).backgroundColor")
     assert sum(map(int, re.findall(r"\d+", dark)[:3])) < 200
