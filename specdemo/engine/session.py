@@ -21,7 +21,7 @@ from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, compare, summari
 from specdemo.core.tree import ABSENT
 from specdemo.engine.loop import generate
 from specdemo.engine.race import SCHEDULES, race
-from specdemo.methods import load_drafter, method, validate_options
+from specdemo.methods import BASELINE, load_drafter, method, validate_options
 from specdemo.models.load import LoadedModel, load_model
 from specdemo.models.machine import commit, device_name, versions
 from specdemo.models.target import HFTarget
@@ -183,7 +183,7 @@ class Session:
         if not spec.prompt.strip():
             raise ValueError("the prompt is empty; write at least one word")
         prompt_ids = encode(loaded.tokenizer, spec.prompt, context - spec.max_new_tokens)
-        plain = LaneSpec("none", k=0, name="Baseline")
+        plain = LaneSpec(BASELINE, k=0, name="Baseline")
         return [self._lane(spec, lane, prompt_ids, loaded.tokenizer) for lane in (plain, *spec.lanes)]
 
     def _lane(self, spec: RunSpec, lane: LaneSpec, prompt_ids: list[int], tokenizer: PreTrainedTokenizerBase) -> _Lane:

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # the names of the methods can be had without torch
     from specdemo.core.protocol import Drafter, Target
 
+BASELINE = "none"  # lane 0 of every comparison
+
 METHODS = {
     "none": "specdemo.methods.none:NoDraft",
     "draft_model": "specdemo.methods.draft_model:DraftModel",

@@ -11,7 +11,7 @@ from typing import Any
 
 import gradio as gr
 
-from specdemo.methods import METHODS, Knob, knobs, method
+from specdemo.methods import BASELINE, METHODS, Knob, knobs, method
 from specdemo.presets.schema import LIMITS, LaneConfig, Preset, allowed_models, load_presets, preset
 from specdemo.ui import heavy
 
@@ -20,7 +20,7 @@ WHOLE = ("target", "prompt", "temperature", "top_p", "top_k", "min_p", "seed", "
 LANE = ("method", "model", "k", "acceptance", "options")
 COUNTS = ("top_k", "seed", "max_new_tokens")  # whole numbers, which a browser may send as 4.0
 ACCEPTANCE = [("lossless", "lossless"), ("typical (lossy)", "typical")]
-DRAFTING = [name for name in METHODS if name != "none"]  # "none" is the baseline, always lane 0
+DRAFTING = [name for name in METHODS if name != BASELINE]
 QUIET: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
 
 
