@@ -7,7 +7,6 @@ used or not, then the noise of the bonus; two rules given equal generators there
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from itertools import pairwise
 from math import log
 from typing import ClassVar, Protocol
@@ -17,6 +16,7 @@ from torch import Generator, Tensor
 
 from specdemo.core.sampling import draw
 from specdemo.core.tree import ABSENT, Draft
+from specdemo.core.words import suggest
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +123,7 @@ RULES: dict[str, Callable[[], AcceptRule]] = {"lossless": Lossless, "typical": T
 def accept_rule(name: str) -> AcceptRule:
     """The rule of that name with its default options. Raises ValueError for an unknown name."""
     if name not in RULES:
-        near = get_close_matches(name, RULES, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"choose one of: {', '.join(RULES)}"
-        raise ValueError(f"unknown acceptance rule {name!r}; {hint}")
+        raise ValueError(f"unknown acceptance rule {name!r}; {suggest(name, RULES)}")
     return RULES[name]()
 
 

@@ -80,7 +80,16 @@ class Progress:
     outputs: Tensor  # [B, A] the token that follows each input; the last real one is the new root
     lengths: list[int]
     hidden: Mapping[int, Tensor] = field(default_factory=dict)  # tap -> [B, A, H]
-    probs: Tensor | None = None  # [B, A, V] the target's distribution there; None after prefill
+    probs: Tensor | None = None  # [B, A, V] the target's distribution there, if someone worked it out
+    forward: Forward | None = None  # the whole pass, refused slots included; None after prefill and offline
+    slots: Tensor | None = None  # [B, A] which of its slots the columns are
+
+    def target_probs(self) -> Tensor | None:
+        """[B, A, V] the target's softmax behind every input, at temperature 1; None where nobody knows it."""
+        if self.probs is not None or self.forward is None or self.slots is None:
+            return self.probs
+        rows = torch.arange(len(self.slots), device=self.slots.device)[:, None]
+        return self.forward.logits[rows, self.slots].float().softmax(-1)
 
 
 @runtime_checkable

@@ -221,7 +221,7 @@ def test_rules_by_name():
     assert accept_rule("typical").exact is False
     with pytest.raises(ValueError, match="did you mean 'typical'"):
         accept_rule("typcal")
-    with pytest.raises(ValueError, match="choose one of: lossless, typical"):
+    with pytest.raises(ValueError, match="choose one of lossless, typical"):
         accept_rule("x")
 
 

@@ -1,0 +1,17 @@
+"""Sentences that name the cure."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+LISTED = 18  # names; of a longer list half as many
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """`did you mean 'x'?` or what there is to choose from."""
+    names = list(known)
+    close = get_close_matches(name, names, n=1)
+    if close:
+        return f"did you mean {close[0]!r}?"
+    if len(names) > LISTED:
+        names = [*names[: LISTED // 2], f"... ({len(names)} in all)"]
+    return f"choose one of {', '.join(names)}" if names else "there is none"
