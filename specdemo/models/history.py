@@ -77,6 +77,18 @@ class GatherHistory:
         return forward
 
     def forward(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...]) -> Forward:
+        return self._forward(self._run, tokens, parents, taps)
+
+    def ahead(self, run: Pass, tokens: Tensor, columns: int) -> Forward:
+        """Another model's pass over tokens [B, 1] as if the `columns` columns behind the history were history too."""
+        lengths = self.lengths
+        self._cache.set_lengths([n + columns for n in lengths])
+        try:
+            return self._forward(run, tokens, tokens[:, 1:], ())
+        finally:
+            self._cache.set_lengths(lengths)
+
+    def _forward(self, run: Pass, tokens: Tensor, parents: Tensor, taps: tuple[int, ...]) -> Forward:
         rows, slots = tokens.shape
         cursor = self._cache.cursor
         self._cache.prepare(slots)
@@ -88,7 +100,7 @@ class GatherHistory:
         if rows > 1:
             positions = positions.expand(rows, -1)
         tokens = tokens.clamp_min(0)  # absent slots: above nobody, so nobody sees them
-        return self._run(tokens, self._cache, positions, self._mask(plan), taps)
+        return run(tokens, self._cache, positions, self._mask(plan), taps)
 
     def commit(self, path: list[list[int]]) -> None:
         self._cache.keep(path)

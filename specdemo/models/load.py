@@ -7,10 +7,9 @@ downloaded into the Hugging Face cache first (HF_HUB_OFFLINE=1 uses what is ther
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib.util import find_spec
 from io import StringIO
 from math import prod
@@ -26,9 +25,15 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from specdemo.core.words import suggest
 from specdemo.models.target import HFTarget
 
-Progress = Callable[[float, str], None]  # share done 0..1, what is being done
+LoadProgress = Callable[[float, str], None]  # share done 0..1, what is being done
+
+
+def silent(share: float, what: str) -> None:
+    pass
+
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BITS = {"4bit": 4, "8bit": 8}
@@ -69,7 +74,7 @@ def load_target(
     device: str = "auto",
     quantization: str | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    progress: Progress | None = None,
+    progress: LoadProgress | None = None,
 ) -> HFTarget:
     """A name, a loaded transformers model or a LoadedModel -> a target. The options apply to names only."""
     if isinstance(name_or_model, PreTrainedModel):
@@ -85,13 +90,13 @@ def load_model(
     dtype: str = "auto",
     device: str = "auto",
     quantization: str | None = None,
-    progress: Progress | None = None,
+    progress: LoadProgress | None = None,
 ) -> LoadedModel:
     """dtype: auto, float32, bfloat16, float16; device: auto, cpu, cuda, cuda:N; quantization: 4bit, 8bit.
 
     dtype auto is float32 on a CPU and bfloat16 on a GPU. Raises ValueError with one line that names the cure.
     """
-    report = progress or _silent
+    report = progress or silent
     where = _device(device)
     if where.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # on small passes two threads gain little and collapse as soon as anything else runs
@@ -136,32 +141,31 @@ def weight_bytes(folder: str, bits: int) -> int:
     return total // 8
 
 
-def verify_cost(model: PreTrainedModel, repeats: int = 5) -> float:
-    """Time of a pass over VERIFY_TOKENS tokens / time of a pass over one; medians, interleaved."""
-    target = HFTarget(model)
+def verify_cost(target: HFTarget, slots: int = VERIFY_TOKENS, repeats: int = 5) -> tuple[float, float]:
+    """Milliseconds of a one-token pass and of one that verifies `slots` tokens; medians, interleaved."""
     tokens = torch.arange(1, 33, device=target.device)[None] % target.vocab_size
-    times: dict[int, list[float]] = {1: [], VERIFY_TOKENS: []}
+    times: dict[int, list[float]] = {1: [], slots: []}
     target.start(tokens)
     for repeat in range(repeats + 1):
         for width, measured in times.items():
             begin = time.perf_counter()
-            target.forward(tokens[:, :width], torch.arange(width - 1)[None])
+            target.forward(tokens[:, :width], torch.arange(width - 1, device=target.device)[None])
+            if target.device.type == "cuda":
+                torch.cuda.synchronize(target.device)
             if repeat:  # the first round warms up
-                measured.append(time.perf_counter() - begin)
-    return median(times[VERIFY_TOKENS]) / median(times[1])
+                measured.append(1000.0 * (time.perf_counter() - begin))
+    target.release()
+    return median(times[1]), median(times[slots])
 
 
 def _check_verify_cost(model: PreTrainedModel, name: str, dtype: str) -> None:
-    ratio = verify_cost(model)
+    one, several = verify_cost(HFTarget(model))
+    ratio = several / one
     if ratio > VERIFY_LIMIT:
         raise ValueError(
             f"{name} in {dtype} on this CPU: checking {VERIFY_TOKENS} tokens takes {ratio:.2f} times as long as one "
             f"(limit {VERIFY_LIMIT}), so speculation cannot pay; use dtype 'float32'"
         )
-
-
-def _silent(share: float, what: str) -> None:
-    pass
 
 
 def _is_path(name: str) -> bool:
@@ -184,7 +188,7 @@ def _dtype(dtype: str, where: torch.device) -> torch.dtype:
     if dtype == "auto":
         return torch.bfloat16 if where.type == "cuda" else torch.float32
     if dtype not in DTYPES:
-        raise ValueError(f"unknown dtype {dtype!r}; {_choice(dtype, ['auto', *DTYPES])}")
+        raise ValueError(f"unknown dtype {dtype!r}; {suggest(dtype, ['auto', *DTYPES])}")
     return DTYPES[dtype]
 
 
@@ -192,7 +196,7 @@ def _bits(quantization: str | None, where: torch.device) -> int | None:
     if quantization is None:
         return None
     if quantization not in BITS:
-        raise ValueError(f"unknown quantization {quantization!r}; {_choice(quantization, list(BITS))}")
+        raise ValueError(f"unknown quantization {quantization!r}; {suggest(quantization, list(BITS))}")
     if find_spec("bitsandbytes") is None:
         raise ValueError(f"quantization {quantization!r} needs bitsandbytes; run: pip install bitsandbytes")
     if where.type != "cuda":
@@ -200,24 +204,28 @@ def _bits(quantization: str | None, where: torch.device) -> int | None:
     return BITS[quantization]
 
 
-def _choice(word: str, known: list[str]) -> str:
-    close = get_close_matches(word, known, 1)
-    return f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(known)}"
+def local_folder(name: str, report: LoadProgress = silent, extra: Sequence[str] = ()) -> str:
+    """A folder, an embedded name or a hub id -> the local folder with its config and weights, downloaded if need be.
+
+    extra: patterns of files wanted besides FILES. Raises ValueError with one line that names the cure.
+    """
+    return _folder(name, report, lambda numbers: None, tuple(extra))
 
 
-def _folder(name: str, report: Progress, fits: Callable[[int], object]) -> str:
-    """The local folder of a model, downloaded when it has to be; checked to hold a config and safetensors."""
+def _folder(name: str, report: LoadProgress, fits: Callable[[int], object], extra: tuple[str, ...] = ()) -> str:
+    """The local folder of a model, downloaded when it has to be; checked to hold a config and weights."""
     path = resolve(name)
     folder = Path(path)
     if folder.is_file():
         raise ValueError(f"{name} is a file; give the folder it is in")
     if folder.is_dir():
-        return _checked(folder, name)
+        return str(folder) if extra else _checked(folder, name)
     if _is_path(name):
         raise ValueError(f"there is no folder {name}")
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):
         raise ValueError(f"{name!r} is neither a folder nor a Hugging Face id (organisation/model)")
-    return _checked(Path(_download(path, report, fits)), name)
+    found = Path(_download(path, report, fits, extra))
+    return str(found) if extra else _checked(found, name)
 
 
 def _checked(folder: Path, name: str) -> str:
@@ -228,17 +236,18 @@ def _checked(folder: Path, name: str) -> str:
     return str(folder)
 
 
-def _download(repository: str, report: Progress, fits: Callable[[int], object]) -> str:
+def _download(repository: str, report: LoadProgress, fits: Callable[[int], object], extra: tuple[str, ...] = ()) -> str:
     """Fetch the files that are needed, and no others, into the Hugging Face cache; not what will not fit."""
     report(0.0, f"looking for {repository}")
     with _one_line(repository):
-        if not _offline():
+        if not _offline() and not extra:
             fits(_count(repository))
         bar = _bar(report, f"downloading {repository}")
-        return snapshot_download(repository, allow_patterns=list(FILES), local_files_only=_offline(), tqdm_class=bar)
+        patterns = [*FILES, *extra]
+        return snapshot_download(repository, allow_patterns=patterns, local_files_only=_offline(), tqdm_class=bar)
 
 
-def _bar(report: Progress, what: str) -> type[Any]:
+def _bar(report: LoadProgress, what: str) -> type[Any]:
     """The downloader's progress bars, sent to `report` instead of the terminal."""
 
     class Bar(tqdm):  # type: ignore[type-arg]
@@ -297,11 +306,11 @@ def _quiet() -> Iterator[None]:
 def _explained(name: str, error: Exception) -> str:
     kind, line = type(error).__name__, next((s for s in str(error).splitlines() if s.strip()), "")
     if kind in ("RepositoryNotFoundError", "HFValidationError"):
-        return f"unknown model {name!r}; {_choice(name, embedded_names())}, or give a folder or a Hugging Face id"
+        return f"unknown model {name!r}; {suggest(name, embedded_names())}, or give a folder or a Hugging Face id"
     if kind == "GatedRepoError":
         return f"{name} is gated; accept its licence on huggingface.co and log in with: hf auth login"
     if kind in ("LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "ConnectionError", "ConnectTimeout"):
-        return f"{name!r} is not here and huggingface.co cannot be reached; {_choice(name, embedded_names())}"
+        return f"{name!r} is not here and huggingface.co cannot be reached; {suggest(name, embedded_names())}"
     if "trust_remote_code" in str(error):
         return f"{name} needs code from its repository, which is never run here; choose a model transformers knows"
     return line if line.startswith(name) else f"{name} cannot be loaded: {line or kind}"

@@ -9,7 +9,8 @@ other model (`supports_trees` False) verifies chains. `model(...)` is called dir
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from copy import copy
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ class HFTarget:
         self._windows = windows or {}
         self._masks = Masks(tuple(set(self._windows.values())), self.dtype, self.device)
         self._history: History | None = None
+        self._short: dict[int, nn.Module] = {}  # layers -> the model that ends after them
 
     @property
     def length(self) -> list[int]:
@@ -77,6 +79,22 @@ class HFTarget:
     @torch.no_grad()
     def forward(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...] = ()) -> Forward:
         return self._started().forward(tokens, parents, taps)
+
+    @torch.no_grad()
+    def shallow(self, chain: Tensor, layers: int) -> Tensor:
+        """chain [B, n], drafted behind the history -> [B, V] logits behind it if the model ended after `layers` layers.
+
+        Reads the last token alone: of the others, keys and values are where the calls for them left them, behind the
+        history in the cache of those layers, until the next `forward` writes over them. Raises ValueError for a model
+        that verifies chains only: its cache cannot take tokens back.
+        """
+        history = self._started()
+        if not isinstance(history, GatherHistory):
+            raise ValueError(f"{self.name} cannot run its first layers alone: they keep what they once read")
+        if layers not in self._short:
+            self._short[layers] = _ending_after(self.model, self._layers, layers)
+        run = partial(self._run, model=self._short[layers])
+        return history.ahead(run, chain[:, -1:], chain.shape[1] - 1).logits[:, -1]
 
     @torch.no_grad()
     def commit(self, path: list[list[int]]) -> None:
@@ -121,12 +139,14 @@ class HFTarget:
         mask: AttentionMask = None,
         taps: tuple[int, ...] = (),
         last: bool = False,
+        model: nn.Module | None = None,
     ) -> Forward:
+        model = model or self.model
         arguments = self._arguments.of(cache, positions, mask, last)
         if not taps:
-            return Forward(self._logits(self.model(tokens, **arguments), last))
+            return Forward(self._logits(model(tokens, **arguments), last))
         with self._tapped(taps) as hidden:
-            output = self.model(tokens, **arguments)
+            output = model(tokens, **arguments)
         return Forward(self._logits(output, last), {tap: hidden[tap].to(self.device) for tap in taps})
 
     def _logits(self, output: Any, last: bool) -> Tensor:
@@ -189,6 +209,19 @@ class _Arguments:
         if last:
             arguments.update(self._last)
         return arguments
+
+
+def _ending_after(module: nn.Module, layers: nn.ModuleList, count: int) -> nn.Module:
+    """A twin of `module` with the first `count` of `layers`; whatever does not contain them is shared."""
+    if module is layers:
+        return layers[:count]
+    twin = copy(module)
+    twin.__dict__.pop("forward", None)  # accelerate's, which would run the original
+    twin._modules = {
+        name: _ending_after(part, layers, count) if part and any(m is layers for m in part.modules()) else part
+        for name, part in module._modules.items()
+    }
+    return twin
 
 
 def _windows(model: PreTrainedModel, config: Any) -> dict[str, int] | None:

@@ -71,6 +71,14 @@ class ToyTarget:
         self._slots = tokens.clamp_min(0)
         return self._say(self._windows(parents), taps, slice(None))
 
+    def shallow(self, chain: Tensor, layers: int) -> Tensor:
+        """chain [B, n], drafted behind the history -> [B, V] what lm_head reads in the state after `layers` layers."""
+        histories = self._history or [[]] * len(chain)
+        texts = [[0] * self._order + old + new for old, new in zip(histories, chain.tolist(), strict=True)]
+        windows = torch.tensor([text[-self._order :] for text in texts])
+        logits: Tensor = self.lm_head(self._states[layers, self._rows(windows)])
+        return logits
+
     def commit(self, path: list[list[int]]) -> None:
         for history, slots, kept in zip(self._history, self._slots.tolist(), path, strict=True):
             history += [slots[slot] for slot in kept]

@@ -1,5 +1,6 @@
 """Models as targets: whatever a tree proposes and whichever path is kept, the logits are those of the plain text."""
 
+import copy
 import gc
 import weakref
 
@@ -333,3 +334,55 @@ def test_a_known_chain_needs_no_reading(target, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "tolist", None)
         target.forward(torch.cat([texts(1, 1), draft.tokens], 1), draft.parents)
+
+
+def drafted(target, rows, layers, length, seed):
+    """A chain fed token by token to the first layers: every row's logits are those of the model cut off there."""
+    short = copy.deepcopy(target.model)
+    decoder = next(m for m in short.modules() if any(isinstance(c, torch.nn.ModuleList) for c in m.children()))
+    name, all_layers = next((n, c) for n, c in decoder.named_children() if isinstance(c, torch.nn.ModuleList))
+    setattr(decoder, name, all_layers[:layers])
+    chain = texts(len(rows), length, seed=seed)
+    for end in range(1, length + 1):
+        logits = target.shallow(chain[:, :end], layers)
+        for said, text, new in zip(logits, rows, chain[:, :end].tolist(), strict=True):
+            close(said, fresh(short, text + new))
+
+
+def test_the_first_layers_alone_read_behind_the_history(tree_target):
+    rows = texts(2, PROMPT).tolist()
+    tree_target.start(torch.tensor(rows), reserve=2)  # less than follows: the history has to grow
+    for step, path in enumerate([[[0, 1], [0, 1, 2, 3]], [[0], [0, 1]]]):
+        drafted(tree_target, rows, 1 + step, 4, seed=step)
+        tokens = texts(2, 4, seed=20 + step)
+        logits = tree_target.forward(tokens, chain(3, 2)).logits
+        for row, text in enumerate(rows):
+            close(logits[row, 3], fresh(tree_target.model, text + tokens[row].tolist()))
+        keep(tree_target, rows, tokens, path)
+    drafted(tree_target, rows, 1, 2, seed=5)
+    check_next(tree_target, rows)
+
+
+def test_the_first_layers_alone_leave_the_history_and_the_model_as_they_were(target):
+    target.start(texts(1, PROMPT))
+    slabs = target._history._cache.slabs
+    before = [(slab.keys.clone(), slab.values.clone()) for slab in slabs]
+    weights = target.weight_bytes
+    target.shallow(texts(1, 1), 2)
+    assert target.length == [PROMPT] and target.weight_bytes == weights and len(target.model.model.layers) == 3
+    for layer, (slab, (keys, values)) in enumerate(zip(slabs, before, strict=True)):
+        assert torch.equal(slab.keys[:, :, :PROMPT], keys[:, :, :PROMPT])
+        assert torch.equal(slab.keys, keys) == torch.equal(slab.values, values) == (layer == 2)
+
+
+def test_the_first_layers_alone_of_a_model_with_device_hooks():
+    target = HFTarget(build("llama"))
+    target.model.forward = target.model.forward  # as accelerate has it: bound to the whole model
+    target.start(texts(1, PROMPT))
+    drafted(target, texts(1, PROMPT).tolist(), 1, 2, seed=5)
+
+
+def test_a_model_of_chains_does_not_run_its_first_layers_alone(chain_target):
+    chain_target.start(texts(1, PROMPT))
+    with pytest.raises(ValueError, match="cannot run its first layers alone"):
+        chain_target.shallow(texts(1, 1), 1)
