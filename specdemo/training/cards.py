@@ -44,13 +44,14 @@ the two show what depth costs (arXiv 2402.01528).""",
 
 METHOD = {
     "stories-target": """\
-Cross-entropy; Muon for the hidden matrices, AdamW for the rest; matrix products in bf16; windows of 256 tokens, and of
-512 from 70 % of the time on; the learning rate is constant to 40 % of the time, then falls linearly to 2 %.""",
+Cross-entropy; Muon for the hidden matrices, AdamW for the rest; matrix products in bf16 where the processor has it;
+windows of 256 tokens, and of 512 from 70 % of the time on; the learning rate is constant to 40 % of the time, then
+falls linearly to 2 %.""",
     "draft": """\
 Cross-entropy on text first, then forward KL to the target's recorded distributions (its 32 most probable tokens at
 every position, the rest as one lump); in the last part half of the rows are the target's own samples (temperatures 0,
 0.7 and 1) and a share of the loss is cross-entropy to the target's greedy choice. Muon for the hidden matrices, AdamW
-for the rest; matrix products in bf16; the learning rate falls linearly to 2 %.""",
+for the rest; matrix products in bf16 where the processor has it; the learning rate falls linearly to 2 %.""",
 }
 
 LIMITS = {
@@ -153,6 +154,59 @@ def write_card(folder: Path, recipe: str | None = None) -> Path:
     body = "\n\n".join(f"## {head}\n\n{text}" for head, text in sections.items())
     card = folder / "MODEL_CARD.md"
     card.write_text(f"# {title}\n\n{ABOUT.get(name, 'A small model of stories.')}\n\n{body}\n", encoding="utf-8")
+    return card
+
+
+HEAD_METHOD = """\
+The target stayed frozen. The head learned from the target's recorded hidden states and distributions (its 32 most
+probable tokens at every position): on text first, then half on the target's own samples (temperatures 0, 0.7 and 1).
+Muon for the hidden matrices, AdamW for the rest; the learning rate is constant to 30 % of the time, then falls
+linearly to 2 %."""
+
+JOINT_METHOD = """\
+Model and heads were trained together from scratch: cross-entropy on the text for both, and in the second half the heads
+learn what the model itself says. Muon for the hidden matrices, AdamW for the rest; windows of 256 bytes, and of 1,024
+from 70 % of the time on."""
+
+
+def write_head_card(folder: Path, title: str, measured: dict[str, Any] | None = None) -> Path:
+    """`MODEL_CARD.md` of a head, from its provenance; `measured`: what a benchmark found, by name."""
+    facts = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
+    target = facts.get("target", "the model it was trained with")
+    last = facts["evaluations"][-1] if facts["evaluations"] else {}
+    positions = sorted(n for n in last if n.startswith("agree_"))
+    agreement = [f"| {n.removeprefix('agree_')} | {last[n]:.3f} |" for n in positions]
+    found = [f"- {name}: {value}" for name, value in (measured or {}).items()]
+    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
+    command = f"python -m specdemo train {facts['recipe']} --corpus CORPUS --minutes {facts['minutes']:g}"
+    accepted = [
+        "How often the head's first choice is the target's, held-out stories, true prefix:",
+        "",
+        "| tokens ahead | agreement |",
+        "|---|---|",
+        *agreement,
+    ]
+    made = [
+        f"{HEAD_METHOD if 'target' in facts else JOINT_METHOD}\n",
+        f"- command: `{command}`",
+        f"- {facts['parameters']:,} parameters, stored in bf16",
+        f"- seen: {facts['tokens']:,} tokens in {facts['step']:,} steps and {facts['seconds'] / 60:.0f} minutes",
+        f"- software: {versions}; source commit {facts['commit'] or 'not recorded'}",
+        f"- hardware: {facts['hardware']}, {facts['threads']} thread(s)",
+        *([f"- remark: {facts['remark']}"] if "remark" in facts else []),
+    ]
+    sections = {
+        "Acceptance by position": "\n".join(accepted),
+        "Speed": "\n".join(found) or "Not measured yet.",
+        "Data": DATA.format(attribution="the ATTRIBUTION.md of `stories`"),
+        "Licence": LICENCE,
+        "Recipe": "\n".join(made),
+        "Curve": curve([{k: v for k, v in e.items() if k != "train_loss"} for e in facts["evaluations"]]),
+    }
+    body = "\n\n".join(f"## {head}\n\n{text}" for head, text in sections.items())
+    card = folder / "MODEL_CARD.md"
+    about = f"{title}: a drafter for speculative decoding of `{target}`. It is of no use without it."
+    card.write_text(f"# {folder.name}\n\n{about}\n\n{body}\n", encoding="utf-8")
     return card
 
 

@@ -101,6 +101,17 @@ def train_tokenizer(documents: list[str]) -> Tokenizer:
     return tokenizer
 
 
+def byte_tokenizer() -> Tokenizer:
+    """One token a byte, `<|endoftext|>` is id 0 and is put before every encoded text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({END: 0} | {c: i for i, c in enumerate(alphabet, start=1)}, []))
+    tokenizer.add_special_tokens([END])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{END} $A", special_tokens=[(END, 0)])
+    return tokenizer
+
+
 def token_stream(documents: list[str], tokenizer: Tokenizer) -> Tensor:
     """Documents -> one int64 stream [N], each document behind its `<|endoftext|>`."""
     ids = [i for e in tokenizer.encode_batch(documents) for i in e.ids]

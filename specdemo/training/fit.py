@@ -6,8 +6,9 @@ end, on any machine; what it saw is written down beside the result.
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from specdemo.models.machine import commit, versions
+from specdemo.training.muon import Muon
 
 CHECKPOINT_SECONDS = 120.0
 
@@ -54,15 +56,16 @@ Loss = Callable[..., Tensor]  # (*columns) -> mean nats per token
 Evaluate = Callable[[], dict[str, float]]
 
 
-def optimizers(module: nn.Module, schedule: Schedule) -> list[torch.optim.Optimizer]:
-    """Muon for the hidden matrices, AdamW for everything else."""
+def optimizers(module: nn.Module, schedule: Schedule, vocab_size: int = 0) -> list[torch.optim.Optimizer]:
+    """Muon for the hidden matrices, AdamW for everything else: norms, embeddings, heads over `vocab_size` words."""
     outer = {id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    outer |= {id(p) for p in module.parameters() if p.ndim == 2 and p.shape[0] == vocab_size}
     parameters = [p for p in module.parameters() if p.requires_grad]
     hidden = [p for p in parameters if p.ndim == 2 and id(p) not in outer]
     rest = [p for p in parameters if p.ndim != 2 or id(p) in outer]
     built: list[torch.optim.Optimizer] = []
     if hidden:
-        built.append(torch.optim.Muon(hidden, lr=schedule.muon, weight_decay=schedule.weight_decay, momentum=0.95))
+        built.append(Muon(hidden, lr=schedule.muon, weight_decay=schedule.weight_decay, momentum=0.95))
     if rest:
         built.append(torch.optim.AdamW(rest, lr=schedule.adamw, betas=(0.9, 0.95), weight_decay=0.0, fused=True))
     for optimizer in built:
@@ -136,7 +139,16 @@ class Run:
         return h.evaluations[-1]
 
 
-def fit(
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """One step of a run; `evaluation` when there was one behind it."""
+
+    history: History
+    loss: float
+    evaluation: dict[str, float] | None
+
+
+def steps(
     module: nn.Module,
     batches: Batches,
     loss: Loss,
@@ -146,39 +158,71 @@ def fit(
     micro_tokens: int = 2048,
     evaluate_every_seconds: float = 240.0,
     clock: Callable[[], float] = time.perf_counter,
-) -> History:
+    vocab_size: int = 0,
+) -> Iterator[Tick]:
     """Train `module` in place until `schedule.minutes` of training are used; go on from `checkpoint` if it exists.
 
     A batch runs in pieces of `micro_tokens` tokens whose gradients add up: small pieces stay in a CPU's cache.
-    Evaluations and checkpoints do not count as training time. `clock` tells seconds.
+    Evaluations and checkpoints do not count as training time. `clock` tells seconds. Closing the iterator stops
+    behind a whole step and saves; ask for the same folder again to go on.
     """
-    run = Run(module, optimizers(module, schedule), History())
+    run = Run(module, optimizers(module, schedule, vocab_size), History())
     if checkpoint.exists():
         run.load(checkpoint)
     history = run.history
     total = schedule.minutes * 60.0
     saved_at = history.seconds
     evaluated_at = history.evaluations[-1]["seconds"] if history.evaluations else 0.0
-    bar = tqdm(total=round(total), initial=round(history.seconds), unit="s", desc=checkpoint.parent.name, mininterval=5)
     module.train()
-    while history.seconds < total:
-        started = clock()
-        progress = history.seconds / total
-        batch = batches(progress, history.step)
-        train_loss = run.step(batch, loss, schedule.scale(history.step, progress), micro_tokens)
-        history.seconds += clock() - started
-        if history.step % 10 == 0:
-            bar.n = round(history.seconds)
-            bar.set_postfix(step=history.step, loss=f"{train_loss:.3f}")
-        ended = history.seconds >= total
-        if ended or history.seconds - evaluated_at >= evaluate_every_seconds:
-            bar.write(json.dumps(run.evaluate(evaluate, train_loss)))
-            evaluated_at = history.seconds
-        if ended or history.seconds - saved_at >= CHECKPOINT_SECONDS:
-            run.save(checkpoint)
-            saved_at = history.seconds
-    bar.close()
-    module.eval()
+    try:
+        yield Tick(history, nan, None)  # where it begins
+        while history.seconds < total:
+            started = clock()
+            progress = history.seconds / total
+            batch = batches(progress, history.step)
+            train_loss = run.step(batch, loss, schedule.scale(history.step, progress), micro_tokens)
+            history.seconds += clock() - started
+            ended = history.seconds >= total
+            evaluation = None
+            if ended or history.seconds - evaluated_at >= evaluate_every_seconds:
+                evaluation = run.evaluate(evaluate, train_loss)
+                evaluated_at = history.seconds
+            if ended or history.seconds - saved_at >= CHECKPOINT_SECONDS:
+                run.save(checkpoint)
+                saved_at = history.seconds
+            yield Tick(history, train_loss, evaluation)
+    except GeneratorExit:
+        run.save(checkpoint)
+        raise
+    finally:
+        module.eval()
+
+
+def fit(
+    module: nn.Module,
+    batches: Batches,
+    loss: Loss,
+    evaluate: Evaluate,
+    schedule: Schedule,
+    checkpoint: Path,
+    **how: Any,
+) -> History:
+    """`steps` to the end behind a progress bar, a line for every evaluation."""
+    ticks = steps(module, batches, loss, evaluate, schedule, checkpoint, **how)
+    return show(ticks, schedule.minutes, checkpoint.parent.name)
+
+
+def show(ticks: Iterable[Tick], minutes: float, name: str) -> History:
+    """Draw the bar of a run while it goes to its end."""
+    history = History()
+    with tqdm(total=round(60.0 * minutes), unit="s", desc=name, mininterval=5) as bar:
+        for tick in ticks:
+            history = tick.history
+            bar.n = min(round(history.seconds), round(60.0 * minutes))
+            if history.step % 10 == 0:
+                bar.set_postfix(step=history.step, loss=f"{tick.loss:.3f}")
+            if tick.evaluation:
+                bar.write(json.dumps(tick.evaluation))
     return history
 
 

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specdemo.models.machine import matmul_dtype
+
 CHUNK = 256  # tokens whose V logits are worked on at once: 2 MB in fp32, what a core's own cache holds
 TINY = 1e-6
 
@@ -38,7 +40,8 @@ class _HeadForwardKL(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, indices: Tensor, probs: Tensor) -> Tensor:
-        h, w = hidden.to(torch.bfloat16), weight.to(torch.bfloat16)
+        dtype = matmul_dtype(hidden.device)
+        h, w = hidden.to(dtype), weight.to(dtype)
         gradient = h.new_empty(len(h), len(w))
         total = hidden.new_zeros((), dtype=torch.float32)
         for start in range(0, len(h), CHUNK):
@@ -63,7 +66,7 @@ class _HeadForwardKL(torch.autograd.Function):
 def head_forward_kl(hidden: Tensor, weight: Tensor, indices: Tensor, probs: Tensor) -> Tensor:
     """`sparse_forward_kl` of the logits `hidden @ weight.T`, which never exist as a whole (1.2x as fast on a CPU).
 
-    hidden [N, H], weight [V, H], both fp32, multiplied in bf16; indices [N, K], probs [N, K] -> mean nats per token.
+    hidden [N, H], weight [V, H], both fp32, multiplied in `matmul_dtype`; indices [N, K], probs [N, K] -> mean nats.
     With K = 1 and probs 1 it is the cross-entropy to `indices`.
     """
     value: Tensor = _HeadForwardKL.apply(hidden, weight, indices, probs)  # type: ignore[no-untyped-call]

@@ -48,6 +48,7 @@ class Shape:
     hidden: int
     intermediate: int
     heads: int
+    context: int = CONTEXT
 
 
 TARGET = Shape(layers=12, hidden=256, intermediate=672, heads=4)
@@ -69,6 +70,7 @@ class Job:
     cache: Path
     plan: Plan
     backwards: bool
+    start: str | None  # a trained draft to go on from
 
     @property
     def large(self) -> bool:
@@ -88,7 +90,7 @@ def build(shape: Shape, vocab_size: int = VOCAB_SIZE) -> LlamaForCausalLM:
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.heads,
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=shape.context,
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
         bos_token_id=0,
@@ -106,7 +108,7 @@ def build(shape: Shape, vocab_size: int = VOCAB_SIZE) -> LlamaForCausalLM:
 
 
 def logits_of(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """tokens [B, T] -> logits [B, T, V], matrix products in bf16."""
+    """tokens [B, T] -> logits [B, T, V]."""
     with autocast(tokens.device):
         logits: Tensor = model(input_ids=tokens, use_cache=False).logits
     return logits
@@ -160,7 +162,11 @@ def save_model(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None
     model.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=0, pad_token_id=0)
     model.save_pretrained(out, max_shard_size="9MB")
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=END, model_max_length=CONTEXT
+        tokenizer_object=tokenizer,
+        bos_token=END,
+        eos_token=END,
+        pad_token=END,
+        model_max_length=model.config.max_position_embeddings,
     ).save_pretrained(out)
 
 
@@ -195,7 +201,7 @@ def stories_target(job: Job) -> None:
         return {"held_out_loss": round(held_out_loss(model, valid), 4)}
 
     schedule = Schedule(job.minutes, decay_from=0.4)
-    history = fit(model, batches, loss, evaluate, schedule, job.out / "checkpoint.pt", job.micro_tokens)
+    history = fit(model, batches, loss, evaluate, schedule, job.out / "checkpoint.pt", micro_tokens=job.micro_tokens)
     write_attribution(job.corpus, job.out)
     finish(job, model, tokenizer, corpus, history)
 
@@ -213,8 +219,9 @@ def load_or_train_tokenizer(corpus: Corpus, out: Path) -> Tokenizer:
 class Lessons:
     """What a draft sees at a share `progress` of its time; a pure function, so that a resumed run goes on exactly.
 
-    Until `listen_from`: text, for cross-entropy. Then text with the target's distributions. From `samples_from` on,
-    half of the rows are the target's own samples, rows are `context` long and the loss leans to the target's choice.
+    Until `listen_from`: text, for cross-entropy, in short rows. Then text with the target's distributions, in rows of
+    `context` tokens: a draft is asked far into a text. From `samples_from` on half of the rows are the target's own
+    samples and the loss leans to the target's choice.
     """
 
     text: Recorded  # rows of `context` tokens
@@ -222,30 +229,23 @@ class Lessons:
     tokens_per_batch: int
     device: torch.device
     listen_from: float = 0.1
-    samples_from: float = 0.6
+    samples_from: float = 0.5
     lean: float = 0.2
 
     def __call__(self, progress: float, step: int) -> Batch:
         if progress >= self.samples_from:
             half = max(1, self.tokens_per_batch // self.text.tokens.shape[1] // 2)
-            drawn = [turn(self.text, half, step), turn(self.samples, half, step)]
-            tokens, indices, probs = (torch.cat(columns) for columns in zip(*drawn, strict=True))
-            probs = toward_argmax(probs, self.lean)
+            a, b = self.text.turn(half, step), self.samples.turn(half, step)
+            tokens, indices = torch.cat([a.tokens, b.tokens]), torch.cat([a.indices, b.indices])
+            probs = toward_argmax(torch.cat([a.probs, b.probs]), self.lean)
         else:
-            short = self.text.cut(2)
-            tokens, indices, probs = turn(short, self.tokens_per_batch // short.tokens.shape[1], step)
+            text = self.text if progress >= self.listen_from else self.text.cut(2)
+            rows = text.turn(max(1, self.tokens_per_batch // text.tokens.shape[1]), step)
+            tokens, indices, probs = rows.tokens, rows.indices, rows.probs
         if progress < self.listen_from:  # the text itself: its next token with certainty
             tokens, indices = tokens[:, :-1], tokens[:, 1:, None]
             probs = torch.ones(indices.shape)
         return tokens.to(self.device), indices.to(self.device), probs.to(self.device)
-
-
-def turn(recorded: Recorded, count: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`count` rows for `step`: every row once in an epoch, in an order of the epoch's own."""
-    per_epoch = max(1, len(recorded) // count)
-    epoch, place = divmod(step, per_epoch)
-    order = torch.randperm(len(recorded), generator=torch.Generator().manual_seed(epoch))
-    return recorded.rows(order[place * count : (place + 1) * count])
 
 
 def stories_draft(job: Job) -> None:
@@ -257,9 +257,12 @@ def stories_draft(job: Job) -> None:
     valid = held_out_rows(corpus, tokenizer, CONTEXT)
     truth = next_probs(target, valid)
     model = nn.Module.to(build(job.shape, target.config.vocab_size), job.device)
-    if job.shape.hidden == target.config.hidden_size:
+    if job.start:
+        model.load_state_dict(AutoModelForCausalLM.from_pretrained(resolve(job.start)).state_dict())
+    elif job.shape.hidden == target.config.hidden_size:
         model.model.embed_tokens.load_state_dict(target.get_input_embeddings().state_dict())
-    batches = Lessons(*recorded, 65536 if job.large else 4096, job.device)
+    listen_from = 0.0 if job.start else 0.1
+    batches = Lessons(*recorded, 65536 if job.large else 4096, job.device, listen_from)
 
     def loss(tokens: Tensor, indices: Tensor, probs: Tensor) -> Tensor:
         with autocast(job.device):
@@ -270,7 +273,16 @@ def stories_draft(job: Job) -> None:
         return agreement(model, truth, valid)
 
     schedule = Schedule(job.minutes, decay_from=0.2)
-    history = fit(model, batches, loss, evaluate, schedule, job.out / "checkpoint.pt", job.micro_tokens, 120.0)
+    history = fit(
+        model,
+        batches,
+        loss,
+        evaluate,
+        schedule,
+        job.out / "checkpoint.pt",
+        micro_tokens=job.micro_tokens,
+        evaluate_every_seconds=120.0,
+    )
     finish(job, model, tokenizer, corpus, history)
 
 
@@ -317,12 +329,14 @@ def train(
     threads: int | None = None,
     target: str | None = None,
     cache: Path | None = None,
+    start: str | None = None,
 ) -> Path:
     """Run a recipe and return its folder. Raises ValueError, one line, when something is missing.
 
     `minutes` counts training alone; a draft first completes the target's cache in `cache` (default: `cache` beside
     `out`), which drafts of one target share: started at the same time, they share that work too. `target` is a folder,
-    an embedded name or a hub id. `threads` of the CPU; a small draft is fastest with one.
+    an embedded name or a hub id, and so is `start`, a trained draft that is to be trained further. `threads` of the
+    CPU; a small draft is fastest with one.
     """
     if recipe not in RECIPES:
         raise ValueError(f"unknown recipe '{recipe}'; there are {', '.join(RECIPES)}")
@@ -345,6 +359,7 @@ def train(
         cache=cache or out.parent / "cache",
         plan=chosen.plan,
         backwards=chosen.backwards,
+        start=start,
     )
     chosen.make(job)
     return out

@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from specdemo.training.agreement import agreement, greedy_agreement, next_probs
-from specdemo.training.collect import Plan, collect, continue_texts, load_cache, sampled_rows, shards, top_k
+from specdemo.training.collect import Plan, collect, complete, continue_texts, listen, load_cache, sampled_rows, shards
 from specdemo.training.recipes import Shape, build
 
 PLAN = Plan(text_rows=10, sampled_rows=4, rows_per_shard=4, context=32, sample_length=16)
@@ -24,11 +24,15 @@ def text() -> Tensor:
 
 
 def test_the_best_entries_are_recorded_largest_first(model: LlamaForCausalLM, text: Tensor) -> None:
-    indices, probs = top_k(model, text, kept=64)
+    heard = listen(model, text, taps=(0, -1), kept=64)
+    indices, probs = heard["indices"], heard["probs"]
     exact = next_probs(model, text)
     assert torch.equal(indices.long().sort(-1).values, torch.arange(64).expand(12, 32, 64))
     assert bool((probs[..., :-1] >= probs[..., 1:]).all())
     torch.testing.assert_close(exact.gather(-1, indices.long()), probs.float(), atol=2e-3, rtol=2e-2)
+    torch.testing.assert_close(heard["tap.0"].float(), model.model.embed_tokens(text), atol=2e-3, rtol=2e-2)
+    logits = model.lm_head(heard["tap.-1"].float())
+    torch.testing.assert_close(logits.softmax(-1), exact, atol=2e-3, rtol=2e-2)
 
 
 def test_greedy_samples_are_the_models_own_greedy_text(model: LlamaForCausalLM) -> None:
@@ -65,13 +69,15 @@ def test_a_cache_is_completed_from_both_ends_and_never_made_twice(
     both, one = tmp_path / "both", tmp_path / "one"
     collect(model, text, STORIES, one, PLAN)
     collect(model, text, STORIES, both, PLAN, backwards=True)
-    assert [p.stem for p in sorted(one.glob("*.safetensors"))] == sorted(shards(PLAN, text))
+    assert [p.stem for p in sorted(one.glob("*.safetensors"))] == sorted(shards(PLAN, len(text)))
     recorded, other = load_cache(one), load_cache(both)
     assert torch.equal(recorded.tokens, other.tokens) and torch.equal(recorded.indices, other.indices)
     assert torch.equal(recorded.tokens[:10].long(), text[:10])
 
     lost = one / "text-001.safetensors"
+    assert complete(one)
     lost.unlink()
+    assert not complete(one)
     stamps = {p: p.stat().st_mtime_ns for p in one.glob("*.safetensors")}
     collect(model, text, STORIES, one, PLAN)
     assert lost.exists()
@@ -91,7 +97,8 @@ def test_cut_rows_hold_the_same_positions(model: LlamaForCausalLM, text: Tensor,
     collect(model, text, STORIES, tmp_path, PLAN)
     recorded = load_cache(tmp_path, ["text"])
     halves = recorded.cut(2)
-    tokens, indices, probs = halves.rows(torch.tensor([0, 1]))
+    taken = halves.rows(torch.tensor([0, 1]))
+    tokens, indices, probs = taken.tokens, taken.indices, taken.probs
     assert torch.equal(torch.cat([tokens[0], tokens[1]]), recorded.tokens[0].long())
     assert torch.equal(indices[1], recorded.indices[0, 16:]) and torch.equal(probs[1], recorded.probs[0, 16:])
 

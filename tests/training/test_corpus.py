@@ -9,6 +9,7 @@ from specdemo.training.corpus import (
     END,
     VOCAB_SIZE,
     StoryEpochs,
+    byte_tokenizer,
     read_corpus,
     retell,
     token_stream,
@@ -98,3 +99,12 @@ def test_epochs_differ_and_repeat(tokenizer: Tokenizer) -> None:
     batches = list(epochs.batches(0, 4, 16))
     assert all(b.shape == (4, 17) for b in batches)
     assert "Tell it again with" in tokenizer.decode(epochs.stream(0, 16).tolist())
+
+
+def test_the_byte_tokenizer_gives_a_token_a_byte() -> None:
+    tokenizer = byte_tokenizer()
+    assert tokenizer.get_vocab_size() == 257
+    for text in ("a b\n\n", "naïve “quotes” 日本 🐉", "<b>&amp;"):
+        ids = tokenizer.encode(text).ids
+        assert ids[0] == 0 and len(ids) == 1 + len(text.encode())
+        assert tokenizer.decode(ids) == text

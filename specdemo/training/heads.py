@@ -1,0 +1,290 @@
+"""Train a speculation head on what its target says. Names no method: whoever has `taps`, `head` and `loss` is welcome.
+
+R rows of T tokens, V vocabulary, H hidden. Text is a corpus, or, without one, what the target writes by itself; the
+second part of a run mixes in the target's own samples (the two stages of 2404.19124, section 3).
+"""
+
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from specdemo.core.protocol import Progress
+from specdemo.models.machine import device_name
+from specdemo.models.target import HFTarget
+from specdemo.training.collect import (
+    Plan,
+    Recorded,
+    autocast,
+    claim,
+    collecting,
+    complete,
+    continue_texts,
+    listen,
+    load_cache,
+    watched,
+)
+from specdemo.training.corpus import read_corpus, windows
+from specdemo.training.fit import Batch, Batches, History, Schedule, Tick, steps, write_provenance
+from specdemo.training.losses import cross_entropy
+
+CONTEXT = 512
+HELD_OUT_ROWS = 32
+DENSE = 1 << 22  # entries of a [B, A, V] distribution that a CPU works on at once; a GPU takes 64 times as many
+
+
+class Trainee(Protocol):
+    """A drafter with a head: what training needs of it."""
+
+    taps: tuple[int, ...]
+    head: nn.Module
+
+    def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]: ...
+
+    def save(self, folder: Path, target_name: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Material:
+    """What the target said: to learn from, and held out."""
+
+    text: Recorded
+    samples: Recorded
+    held_out: Recorded
+    source: str  # sha256 of the corpus, or who wrote the text
+
+
+def gathering(
+    target: HFTarget, cache: Path, taps: Sequence[int], corpus: Path | None = None, plan: Plan | None = None
+) -> Generator[float, None, Material]:
+    """Complete the cache of `target` and read it; gives the share that is done as it goes, at last the material.
+
+    A cache with more taps than asked for will do, and so will a complete one made of other text, such as that of a
+    draft model. Raises ValueError when the cache is of another target or lacks taps.
+    """
+    plan = plan or Plan(text_rows=2048, sampled_rows=512, taps=tuple(taps))
+    model, context = target.model, min(plan.context, target.max_length)
+    if corpus is None:
+        text, stories, held_out = yield from _own_text(target, plan, context)
+        source = f"text written by {target.name}"
+    else:
+        text, stories, held_out, source = _read(target, corpus, context)
+    if complete(cache):
+        claim(cache, model, None, plan)
+    else:
+        written = 0.5 if corpus is None else 0.0
+        for share in collecting(model, text, stories, cache, plan):
+            yield written + (1.0 - written) * share
+    recorded = Recorded.of(listen(model, held_out[:HELD_OUT_ROWS], taps))
+    return Material(load_cache(cache, ["text"], taps), load_cache(cache, ["samples"], taps), recorded, source)
+
+
+def gather(
+    target: HFTarget, cache: Path, taps: Sequence[int], corpus: Path | None = None, plan: Plan | None = None
+) -> Material:
+    """`gathering` to the end behind a progress bar."""
+    found: list[Material] = []
+
+    def steps() -> Iterator[float]:
+        found.append((yield from gathering(target, cache, taps, corpus, plan)))
+
+    for _ in watched(steps(), f"cache {cache.name}"):
+        pass
+    return found[0]
+
+
+def _read(target: HFTarget, corpus: Path, context: int) -> tuple[Tensor, list[list[int]], Tensor, str]:
+    """Text [R, context], documents, held-out text [R, context] and the corpus's sha256."""
+    assert target.tokenizer is not None
+    read = read_corpus(corpus)
+    documents = [[int(i) for i in target.tokenizer(d, verbose=False).input_ids] for d in read.train]
+    held_out = [int(i) for d in read.valid for i in target.tokenizer(d, verbose=False).input_ids]
+    stream = torch.tensor([i for d in documents for i in d])
+    held = torch.tensor(held_out)
+    return windows(stream, context), documents, windows(held, min(context, len(held))), read.sha256
+
+
+def _own_text(
+    target: HFTarget, plan: Plan, context: int
+) -> Generator[float, None, tuple[Tensor, list[list[int]], Tensor]]:
+    """What the target writes behind nothing but its first token, at temperature 1; the shares are of all gathering."""
+    count = plan.text_rows + HELD_OUT_ROWS // 4
+    first = target.stop_token_ids[0] if target.stop_token_ids else 0
+    generator = torch.Generator(target.device).manual_seed(0)
+    written: list[Tensor] = []
+    for start in range(0, count, plan.rows_per_shard):
+        prompts = torch.full((min(plan.rows_per_shard, count - start), 1), first, device=target.device)
+        heat = torch.ones(len(prompts), device=target.device)
+        written.append(continue_texts(target.model, prompts, context, heat, generator))
+        yield 0.5 * min(1.0, (start + plan.rows_per_shard) / count)
+    rows = torch.cat(written).cpu()
+    text = rows[: plan.text_rows]
+    return text, text.tolist(), rows[plan.text_rows :]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Batches of recorded columns; a pure function of progress and step, so that a resumed run goes on exactly."""
+
+    material: Material
+    taps: tuple[int, ...]
+    count: int  # rows of a batch
+    samples_from: float = 0.4
+
+    def __call__(self, progress: float, step: int) -> Batch:
+        if progress < self.samples_from:
+            return self._columns(self.material.text, self.count, step)
+        half = max(1, self.count // 2)
+        pairs = zip(
+            self._columns(self.material.text, half, step),
+            self._columns(self.material.samples, half, step),
+            strict=True,
+        )
+        return tuple(torch.cat(pair) for pair in pairs)
+
+    def _columns(self, recorded: Recorded, count: int, step: int) -> Batch:
+        return columns(recorded.turn(count, step), self.taps)
+
+
+def columns(recorded: Recorded, taps: Sequence[int]) -> Batch:
+    """tokens, indices, probs and the taps, in this order."""
+    return recorded.tokens.long(), recorded.indices, recorded.probs, *(recorded.hidden[tap] for tap in taps)
+
+
+def example(batch: Batch, taps: Sequence[int], vocab_size: int, device: torch.device) -> Progress:
+    """Columns [R, T, ...] -> the T - 1 positions whose next token is known, with the target's distribution there."""
+    tokens, indices, probs, *hidden = (column.to(device) for column in batch)
+    known = probs[:, :-1].float()
+    dense = known.new_zeros(*known.shape[:2], vocab_size)
+    dense.scatter_(-1, indices[:, :-1].long(), known / known.sum(-1, keepdim=True))
+    states = {tap: h[:, :-1].float() for tap, h in zip(taps, hidden, strict=True)}
+    inputs, outputs = tokens[:, :-1], tokens[:, 1:]
+    return Progress(inputs, outputs, [inputs.shape[1]] * len(inputs), states, dense)
+
+
+def train_head(
+    drafter: Trainee,
+    target: HFTarget,
+    material: Material,
+    out: Path,
+    minutes: float,
+    batch_tokens: int | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Iterator[Tick]:
+    """Train `drafter.head` in place, step by step; go on from the checkpoint in `out` if there is one."""
+    large = target.device.type == "cuda"
+    context = material.text.tokens.shape[1]
+    tokens = batch_tokens or (32768 if large else 4096)
+    micro = max(context, (64 * DENSE if large else DENSE) // target.vocab_size)
+    head = nn.Module.float(drafter.head).requires_grad_(True)
+
+    def progress_of(batch: Batch) -> Progress:
+        return example(batch, drafter.taps, target.vocab_size, target.device)
+
+    def loss(*batch: Tensor) -> Tensor:
+        with autocast(target.device):
+            return drafter.loss(progress_of(batch))[0]
+
+    def evaluate() -> dict[str, float]:
+        held_out = columns(material.held_out, drafter.taps)
+        rows = max(1, micro // context)
+        pieces = [
+            (len(piece[0]), _measured(drafter, progress_of(piece)))
+            for piece in zip(*(column.split(rows) for column in held_out), strict=True)
+        ]
+        total = sum(count for count, _ in pieces)
+        return {name: round(sum(c * m[name] for c, m in pieces) / total, 4) for name in pieces[0][1]}
+
+    yield from steps(
+        head,
+        Rows(material, drafter.taps, max(1, tokens // context)),
+        loss,
+        evaluate,
+        Schedule(minutes, muon=0.01, adamw=0.002, decay_from=0.3),
+        out / "checkpoint.pt",
+        micro_tokens=micro,
+        evaluate_every_seconds=max(10.0, 60.0 * minutes / 12),
+        vocab_size=target.vocab_size,
+        clock=clock,
+    )
+
+
+def train_jointly(
+    model: PreTrainedModel,
+    drafter: Trainee,
+    batches: Batches,
+    held_out: Tensor,
+    out: Path,
+    schedule: Schedule,
+    micro_tokens: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Iterator[Tick]:
+    """Train a model and the heads on it together from tokens [R, T + 1] (multi-token prediction, 2404.19737).
+
+    The model learns the text; the heads learn the text first and, in the second half, what the model itself would say.
+    Their gradients reach the model through its hidden states.
+    """
+    device, halfway = held_out.device, [False]
+
+    def parts(tokens: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
+        inputs, outputs = tokens[:, :-1], tokens[:, 1:]
+        told = model.base_model(input_ids=inputs, use_cache=False, output_hidden_states=True)
+        hidden = {tap: told.hidden_states[tap] for tap in drafter.taps}
+        logits = model.get_output_embeddings()(told.last_hidden_state)
+        said = logits.detach().float().softmax(-1) if halfway[0] else None
+        progress = Progress(inputs, outputs, [inputs.shape[1]] * len(inputs), hidden, said)
+        loss, metrics = drafter.loss(progress)
+        return cross_entropy(logits, outputs), loss, metrics
+
+    def both(tokens: Tensor) -> Tensor:
+        with autocast(device):
+            text, heads, _ = parts(tokens)
+        return text + heads
+
+    def evaluate() -> dict[str, float]:
+        pieces = [(len(rows), *parts(rows)) for rows in held_out.split(max(1, micro_tokens // held_out.shape[1]))]
+        total = sum(count for count, *_ in pieces)
+        found = [{"held_out_loss": float(text), "heads_loss": float(heads), **m} for _, text, heads, m in pieces]
+        return {n: round(sum(p[0] * f[n] for p, f in zip(pieces, found, strict=True)) / total, 4) for n in found[0]}
+
+    def in_turn(progress: float, step: int) -> Batch:
+        halfway[0] = progress >= 0.5
+        return batches(progress, step)
+
+    module = nn.ModuleDict({"model": model, "heads": drafter.head}).requires_grad_(True)
+    vocabulary = model.config.vocab_size
+    checkpoint = out / "checkpoint.pt"
+    yield from steps(
+        module, in_turn, both, evaluate, schedule, checkpoint, micro_tokens, clock=clock, vocab_size=vocabulary
+    )
+
+
+def _measured(drafter: Trainee, progress: Progress) -> dict[str, float]:
+    loss, metrics = drafter.loss(progress)
+    return {"held_out_loss": float(loss), **metrics}
+
+
+def save_head(
+    drafter: Trainee, target: HFTarget, out: Path, history: History, material: Material, **facts: str | float
+) -> None:
+    """The head in its public format, with provenance. A drafter that can `measure` how good it is does so first."""
+    measure = getattr(drafter, "measure", None)
+    if measure is not None:
+        measure(example(columns(material.held_out, drafter.taps), drafter.taps, target.vocab_size, target.device))
+    nn.Module.to(drafter.head, torch.bfloat16)
+    drafter.save(out, target.name)
+    write_provenance(
+        out,
+        history,
+        target=target.name,
+        hardware=device_name(target.device),
+        threads=torch.get_num_threads(),
+        parameters=sum(p.numel() for p in drafter.head.parameters()),
+        data_sha256=material.source,
+        **facts,
+    )

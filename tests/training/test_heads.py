@@ -1,0 +1,112 @@
+"""Training of heads, on a head small enough to read: it guesses the token after next from the last hidden state."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from specdemo.core.protocol import Progress
+from specdemo.models.target import HFTarget
+from specdemo.training.collect import Plan
+from specdemo.training.fit import Schedule
+from specdemo.training.heads import Material, columns, example, gather, save_head, train_head, train_jointly
+from specdemo.training.recipes import Shape
+from specdemo.training.recipes import build as small
+from tests.models.tiny import VOCABULARY, build
+from tests.training.test_fit import ticking
+
+PLAN = Plan(text_rows=8, sampled_rows=4, rows_per_shard=4, context=32, sample_length=16, taps=(1, -1))
+
+
+class Next:
+    """Anyone with taps, head, loss and save can be trained."""
+
+    taps = (-1,)
+
+    def __init__(self, hidden: int, vocabulary: int) -> None:
+        torch.manual_seed(1)
+        self.head: nn.Module = nn.Linear(hidden, vocabulary)
+
+    def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:
+        logits = self.head(batch.hidden[-1])[:, :-1].float()
+        p = F.one_hot(batch.outputs[:, 1:], logits.shape[-1]).float() if batch.probs is None else batch.probs[:, 1:]
+        agree = (logits.argmax(-1) == p.argmax(-1)).float().mean()
+        return F.cross_entropy(logits.flatten(0, 1), p.flatten(0, 1)), {"agree_1": float(agree)}
+
+    def save(self, folder: Path, target_name: str) -> None:
+        (folder / "saved.txt").write_text(target_name, encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def target() -> HFTarget:
+    return HFTarget(build("llama"), name="tiny")
+
+
+@pytest.fixture(scope="module")
+def material(target: HFTarget, tmp_path_factory: pytest.TempPathFactory) -> Material:
+    return gather(target, tmp_path_factory.mktemp("cache"), (1, -1), plan=PLAN)
+
+
+def test_without_a_corpus_the_target_writes_the_text(material: Material) -> None:
+    assert material.text.tokens.shape == (8, 32) and material.samples.tokens.shape == (4, 32)
+    assert set(material.text.hidden) == {1, -1}
+    assert material.source == "text written by tiny"
+    assert not any(bool((row == material.text.tokens).all(-1).any()) for row in material.held_out.tokens)
+
+
+def test_an_example_is_aligned_like_progress(target: HFTarget, material: Material) -> None:
+    batch = columns(material.text.rows(torch.tensor([0, 3])), (1, -1))
+    progress = example(batch, (1, -1), VOCABULARY, target.device)
+    assert progress.inputs.shape == progress.outputs.shape == (2, 31)
+    assert torch.equal(progress.inputs[:, 1:], progress.outputs[:, :-1])
+    with torch.no_grad():
+        said = target.model(batch[0], output_hidden_states=True)
+    torch.testing.assert_close(progress.hidden[1], said.hidden_states[1][:, :-1], atol=5e-3, rtol=5e-3)
+    torch.testing.assert_close(target.lm_head(progress.hidden[-1]), said.logits[:, :-1], atol=0.2, rtol=0.02)
+    assert progress.probs is not None
+    torch.testing.assert_close(progress.probs.sum(-1), torch.ones(2, 31))
+    assert torch.equal(progress.probs.argmax(-1), said.logits[:, :-1].argmax(-1))
+
+
+def test_a_head_learns_and_is_saved_with_its_history(target: HFTarget, material: Material, tmp_path: Path) -> None:
+    head = Next(32, VOCABULARY)
+    ticks = list(train_head(head, target, material, tmp_path, minutes=1.0, batch_tokens=64, clock=ticking()))
+    curve = ticks[-1].history.evaluations
+    assert len(curve) >= 1 and curve[-1]["held_out_loss"] < ticks[1].loss
+    assert 0.0 < curve[-1]["agree_1"] <= 1.0
+    save_head(head, target, tmp_path, ticks[-1].history, material, recipe="next", minutes=0.05)
+    assert (tmp_path / "saved.txt").read_text(encoding="utf-8") == "tiny"
+    assert '"recipe": "next"' in (tmp_path / "provenance.json").read_text(encoding="utf-8")
+
+
+def test_a_stopped_run_goes_on_where_it_was(target: HFTarget, material: Material, tmp_path: Path) -> None:
+    ticks = train_head(Next(32, VOCABULARY), target, material, tmp_path, minutes=1.0, batch_tokens=64)
+    for tick in ticks:
+        if tick.history.step == 5:
+            break
+    ticks.close()  # type: ignore[attr-defined]
+    again = next(train_head(Next(32, VOCABULARY), target, material, tmp_path, minutes=1.0, batch_tokens=64))
+    assert again.history.step == 5
+
+
+def test_model_and_heads_learn_together(tmp_path: Path) -> None:
+    model = small(Shape(1, 16, 24, 2), vocab_size=16)
+    head = Next(16, 16)
+    start = torch.randint(0, 16, (64, 1), generator=torch.Generator().manual_seed(0))
+    rows = (start + torch.arange(13)) % 16  # counts up
+
+    def batches(progress: float, step: int) -> tuple[Tensor]:
+        return (rows[step % 4 * 16 : step % 4 * 16 + 16],)
+
+    schedule = Schedule(2.0, warmup_steps=1)
+    ticks = list(train_jointly(model, head, batches, rows, tmp_path, schedule, 64, clock=ticking()))
+    end = ticks[-1].evaluation
+    assert end is not None and end["held_out_loss"] < 1.0 and end["heads_loss"] < 2.0  # ln 16 is 2.77
+
+
+def test_a_cache_without_the_taps_is_refused(target: HFTarget, tmp_path: Path) -> None:
+    gather(target, tmp_path, (-1,), plan=Plan(4, 2, 4, 32, 16, (-1,)))
+    with pytest.raises(ValueError, match="lacks taps"):
+        gather(target, tmp_path, (1, -1), plan=PLAN)
