@@ -17,7 +17,7 @@ from specdemo.core.tree import ABSENT, Draft, first_branch, is_chain
 from specdemo.engine.clock import Stopwatch, stopwatch_for
 
 
-def _never() -> bool:
+def never() -> bool:
     return False
 
 
@@ -30,7 +30,7 @@ def generate(
     *,
     accept: AcceptRule | None = None,
     stopwatch: Stopwatch | None = None,
-    cancelled: Callable[[], bool] = _never,
+    cancelled: Callable[[], bool] = never,
 ) -> Iterator[StepEvent]:
     """Decode prompt_ids [B, T] int64; one StepEvent per target pass, the first is the prefill.
 
@@ -160,7 +160,8 @@ def _progress(tokens: Tensor, verdict: Verdict, forward: Forward) -> Progress:
         last = torch.tensor([max(n - 1, 0) for n in lengths], device=tokens.device)[:, None]
         outputs = outputs.scatter(1, last, verdict.bonus[:, None])
     rows = torch.arange(len(tokens), device=tokens.device)[:, None]
-    return Progress(inputs, outputs, lengths, {tap: h[rows, slots] for tap, h in forward.hidden.items()})
+    hidden = {tap: h[rows, slots] for tap, h in forward.hidden.items()}
+    return Progress(inputs, outputs, lengths, hidden, forward=forward, slots=slots)
 
 
 def _outputs(progress: Progress) -> list[list[int]]:

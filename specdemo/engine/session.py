@@ -19,16 +19,15 @@ from specdemo.core.protocol import Budget, Drafter, GenerationConfig
 from specdemo.core.sampling import Sampling
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, compare, summarise
 from specdemo.core.tree import ABSENT
-from specdemo.engine.loop import generate
+from specdemo.engine.loop import generate, never
 from specdemo.engine.race import SCHEDULES, race
-from specdemo.methods import BASELINE, load_drafter, method, validate_options
-from specdemo.models.load import LoadedModel, load_model
+from specdemo.methods import BASELINE, check_model, load_drafter, method, reader, validate_options
+from specdemo.models.load import LoadProgress, load_model, silent
 from specdemo.models.machine import commit, device_name, versions
 from specdemo.models.target import HFTarget
 from specdemo.models.text import Detokenizer, encode, token_text
 
 WARM_UP_TOKENS = 12
-LoadProgress = Callable[[float, str], None]  # share done 0..1, what is being done
 Schedule = Literal["race", "sequential"]
 
 
@@ -109,22 +108,16 @@ class _Lane:
     text: Detokenizer
 
 
-def _never() -> bool:
-    return False
-
-
-def _silent(share: float, what: str) -> None:
-    pass
-
-
 class Session:
     """Keeps the models of the last comparison loaded; a second caller waits for `lock`."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self._models: dict[tuple[str, ...], LoadedModel] = {}
+        self._models: dict[tuple[str, ...], Any] = {}  # the target a LoadedModel, drafters what their `load` gave
+        self._target: tuple[str, ...] = ()
+        self._learners: dict[tuple[Any, ...], tuple[HFTarget, Drafter]] = {}  # drafters that get better with use
 
-    def load(self, spec: RunSpec, progress: LoadProgress = _silent) -> None:
+    def load(self, spec: RunSpec, progress: LoadProgress = silent) -> None:
         """Load what the comparison needs, forget the rest, and build every lane once to see that it fits.
 
         Raises ValueError with one line that names the cure.
@@ -133,7 +126,7 @@ class Session:
             self._load(spec, progress)
             self._lanes(spec)
 
-    def run(self, spec: RunSpec, cancelled: Callable[[], bool] = _never, progress: LoadProgress = _silent) -> RunTrace:
+    def run(self, spec: RunSpec, cancelled: Callable[[], bool] = never, progress: LoadProgress = silent) -> RunTrace:
         """The whole comparison -> its trace."""
         for message in self.stream(spec, cancelled, progress):
             if isinstance(message, Finished):
@@ -141,7 +134,7 @@ class Session:
         raise AssertionError("a run ends with Finished")
 
     def stream(
-        self, spec: RunSpec, cancelled: Callable[[], bool] = _never, progress: LoadProgress = _silent
+        self, spec: RunSpec, cancelled: Callable[[], bool] = never, progress: LoadProgress = silent
     ) -> Iterator[Message]:
         """The comparison step by step. Closing the iterator, or `cancelled()`, stops every lane within one step."""
         with self.lock:
@@ -156,49 +149,76 @@ class Session:
                 prompt=spec.prompt,
             )
             yield Started(trace)
-            for lane in lanes:
+            for index, lane in enumerate(lanes):
+                if getattr(lane.drafter, "note", ""):
+                    yield Note(lane.drafter.note, index)  # type: ignore[attr-defined]
                 _warm_up(lane, cancelled)
             yield from _race(lanes, trace, spec, cancelled)
             _compare(trace, lanes, spec)
             yield Finished(trace)
 
     def _load(self, spec: RunSpec, progress: LoadProgress) -> None:
-        wanted = {_key(spec, spec.target): spec.target}
-        wanted |= {_key(spec, lane.model): lane.model for lane in spec.lanes if lane.model is not None}
-        self._models = {key: model for key, model in self._models.items() if key in wanted}
-        for done, (key, name) in enumerate(wanted.items()):
+        target = (BASELINE, spec.target, _device(spec), spec.dtype, str(spec.quantization))
+        for lane in spec.lanes:
+            check_model(lane.method, validate_options(lane.method, dict(lane.options)), lane.model)
+        lanes = {_key(lane, target): lane for lane in spec.lanes if lane.model is not None}
+        self._models = {key: model for key, model in self._models.items() if key == target or key in lanes}
+        present = {_key(lane, target) for lane in spec.lanes}
+        self._learners = {key: pair for key, pair in self._learners.items() if key[0] in present}
+        total = 1 + len(lanes)
+        if target not in self._models:
+            report = _scaled(progress, 0, total)
+            self._models[target] = load_model(spec.target, spec.dtype, _device(spec), spec.quantization, report)
+        self._target = target
+        for done, (key, lane) in enumerate(lanes.items(), start=1):
             if key not in self._models:
-                progress(done / len(wanted), f"loading {name}")
-                quantization = spec.quantization if name == spec.target else None
-                self._models[key] = load_model(
-                    name, _dtype(spec, name), _device(spec), quantization, _scaled(progress, done, len(wanted))
-                )
+                loader = method(reader(lane.method, lane.options))
+                report = _scaled(progress, done, total)
+                report(0.0, f"loading {lane.model}")
+                self._models[key] = loader.load(lane.model, self._fresh_target(), report)
         progress(1.0, "models ready")
 
+    def _fresh_target(self) -> HFTarget:
+        """A history of its own on the shared weights."""
+        loaded = self._models[self._target]
+        return HFTarget(loaded.model, loaded.tokenizer, loaded.name)
+
     def _lanes(self, spec: RunSpec) -> list[_Lane]:
-        loaded = self._models[_key(spec, spec.target)]
-        if loaded.tokenizer is None:
+        tokenizer = self._models[self._target].tokenizer
+        if tokenizer is None:
             raise ValueError(f"{spec.target} has no tokenizer; put its tokenizer.json into the same folder")
-        context = HFTarget(loaded.model, loaded.tokenizer, loaded.name).max_length
+        context = self._fresh_target().max_length
         if not spec.prompt.strip():
             raise ValueError("the prompt is empty; write at least one word")
-        prompt_ids = encode(loaded.tokenizer, spec.prompt, context - spec.max_new_tokens)
+        prompt_ids = encode(tokenizer, spec.prompt, context - spec.max_new_tokens)
         plain = LaneSpec(BASELINE, k=0, name="Baseline")
-        return [self._lane(spec, lane, prompt_ids, loaded.tokenizer) for lane in (plain, *spec.lanes)]
+        return [self._lane(spec, i, lane, prompt_ids, tokenizer) for i, lane in enumerate((plain, *spec.lanes))]
 
-    def _lane(self, spec: RunSpec, lane: LaneSpec, prompt_ids: list[int], tokenizer: PreTrainedTokenizerBase) -> _Lane:
-        loaded = self._models[_key(spec, spec.target)]
-        target = HFTarget(loaded.model, loaded.tokenizer, loaded.name)
-        model = None if lane.model is None else self._models[_key(spec, lane.model)]
+    def _lane(
+        self, spec: RunSpec, index: int, lane: LaneSpec, prompt_ids: list[int], tokenizer: PreTrainedTokenizerBase
+    ) -> _Lane:
         options = validate_options(lane.method, dict(lane.options))
-        drafter = load_drafter(lane.method, target, model, **options)
+        target, drafter = self._drafter(index, lane, options)
         accept = accept_rule(lane.acceptance)
         shown = {**options, **({"k": lane.k} if lane.k else {}), **({"model": lane.model} if lane.model else {})}
         if not accept.exact:
             shown["acceptance"] = lane.acceptance
         trace = LaneTrace(lane.name or _lane_name(lane), lane.method, shown, accept.exact, prompt_ids)
-        config = GenerationConfig(spec.max_new_tokens, spec.sampling, Budget(lane.k, lane.k), spec.seed)
+        budget = Budget(lane.k, max(lane.k, int(options.get("nodes", 0))))
+        config = GenerationConfig(spec.max_new_tokens, spec.sampling, budget, spec.seed)
         return _Lane(trace, target, tokenizer, drafter, accept, config, Detokenizer(tokenizer, prompt_ids))
+
+    def _drafter(self, index: int, lane: LaneSpec, options: dict[str, Any]) -> tuple[HFTarget, Drafter]:
+        """A target with a history of its own and its drafter: a new one, unless it keeps what it learns."""
+        key = _key(lane, self._target), index, lane.method, *options.items()
+        if key in self._learners:
+            return self._learners[key]
+        target = self._fresh_target()
+        model = None if lane.model is None else self._models[_key(lane, self._target)]
+        pair = target, load_drafter(lane.method, target, model, **options)
+        if getattr(method(lane.method), "learns", False):
+            self._learners[key] = pair
+        return pair
 
 
 @lru_cache(maxsize=1)
@@ -235,20 +255,15 @@ def environment(target: HFTarget) -> dict[str, Any]:
     }
 
 
-def _key(spec: RunSpec, name: str) -> tuple[str, ...]:
-    quantization = spec.quantization if name == spec.target else None
-    return name, _dtype(spec, name), _device(spec), str(quantization)
+def _key(lane: LaneSpec, target: tuple[str, ...]) -> tuple[str, ...]:
+    """Names a loaded drafter; a head belongs to the target it was loaded for."""
+    return reader(lane.method, lane.options), str(lane.model), *target
 
 
 def _device(spec: RunSpec) -> str:
     if spec.device != "auto":
         return spec.device
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _dtype(spec: RunSpec, name: str) -> str:
-    """A draft on a CPU stays in fp32: its one-token passes are not faster in bf16."""
-    return "auto" if _device(spec) == "cpu" and name != spec.target else spec.dtype
 
 
 def _scaled(progress: LoadProgress, done: int, total: int) -> LoadProgress:

@@ -2,27 +2,57 @@
 
 title, summary   words for people
 needs_model      whether it takes a second model or head
-Options          a frozen dataclass whose fields are made by `knob`
-__init__(target, model, options)     raises ValueError when it does not fit the target, with the reason
+Options          a frozen dataclass whose fields are made by `knob`. By convention `nodes` is the size of its draft tree
+                 (0: a chain of k), a method that wraps another names it in `drafter` and hands the model on,
+                 and whatever is in MODEL_OPTIONS names further models, with commas between
+load(source, target)                 only if needs_model: a name, folder or hub id -> what __init__ takes as `model`, so
+                 that whoever races it again need not read it again. Raises ValueError with the cure
+__init__(target, model, options)     `model`: what `load` gives, or a source; raises ValueError when it does not fit
 taps, start, propose, observe        core.protocol.Drafter
+learns           optional: True for a drafter that gets better with use, so that a session keeps it from run to run
+note             optional: one sentence on what it decided for itself, such as a convention it had to probe for
+
+A method whose head can be trained here has three more:
+
+head             the nn.Module in use
+loss(batch)      core.protocol.Trainable
+fresh(target, **sizes)               class method: an untrained head for `target`, as `load` would give it
+save(folder, target_name)            writes the head in its family's public format
 """
 
 import dataclasses
-import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from math import inf
 from typing import TYPE_CHECKING, Any
+
+from specdemo.core.words import suggest
 
 if TYPE_CHECKING:  # the names of the methods can be had without torch
     from specdemo.core.protocol import Drafter, Target
 
 BASELINE = "none"  # lane 0 of every comparison
 
+MODEL_OPTIONS = ("drafts", "inner_model")
+
 METHODS = {
     "none": "specdemo.methods.none:NoDraft",
     "draft_model": "specdemo.methods.draft_model:DraftModel",
     "ngram": "specdemo.methods.ngram:NGram",
+    "suffix": "specdemo.methods.suffix:Suffix",
+    "medusa": "specdemo.methods.medusa:Medusa",
+    "hydra": "specdemo.methods.hydra:Hydra",
+    "mlp_speculator": "specdemo.methods.mlp_speculator:MLPSpeculator",
+    "mtp": "specdemo.methods.mtp:MTP",
+    "eagle": "specdemo.methods.eagle:Eagle",
+    "dflash": "specdemo.methods.dflash:DFlash",
+    "lookahead": "specdemo.methods.lookahead:Lookahead",
+    "layer_skip": "specdemo.methods.layer_skip:LayerSkip",
+    "adaptive": "specdemo.methods.adaptive:Adaptive",
+    "online": "specdemo.methods.online:Online",
+    "cascade": "specdemo.methods.cascade:Cascade",
+    "router": "specdemo.methods.router:Router",
 }
 
 
@@ -76,12 +106,6 @@ def method(name: str) -> Any:
     return getattr(import_module(module), attribute)
 
 
-def suggest(name: str, known: Any) -> str:
-    """`did you mean 'x'?` or the list of what there is."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(known)}" if known else "there is none"
-
-
 def knobs(name: str) -> list[Knob]:
     """The options of a method, read from its `Options` dataclass."""
     return [
@@ -99,6 +123,21 @@ def validate_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
     return {k.name: k.check(options[k.name]) if k.name in options else k.default for k in known.values()}
 
 
+def reader(name: str, options: Mapping[str, Any] | None = None) -> str:
+    """The method that reads the lane's model: a wrapper (one with an option `drafter`) hands it to what it wraps."""
+    inner = {k.name: k.default for k in knobs(name)} | dict(options or {})
+    return reader(inner["drafter"]) if "drafter" in inner else name
+
+
+def check_model(name: str, options: Mapping[str, Any] | None, model: Any) -> None:
+    """Raise ValueError when a model is missing, or given to a method that takes none."""
+    wanted = method(reader(name, options)).needs_model
+    if wanted and model is None:
+        raise ValueError(f"method {name!r} needs a model; name a draft model, e.g. 'stories-draft-wide'")
+    if not wanted and model is not None:
+        raise ValueError(f"method {name!r} takes no model; leave it out")
+
+
 def load_drafter(name: str, target: "Target", model: Any = None, **options: Any) -> "Drafter":
     """Build the drafter `name` for `target`.
 
@@ -106,10 +145,7 @@ def load_drafter(name: str, target: "Target", model: Any = None, **options: Any)
     unknown, when a model is missing, or when the drafter does not fit the target.
     """
     cls = method(name)
-    checked = cls.Options(**validate_options(name, options))
-    if cls.needs_model and model is None:
-        raise ValueError(f"method {name!r} needs a model; name a draft model, e.g. 'stories-draft-wide'")
-    if not cls.needs_model and model is not None:
-        raise ValueError(f"method {name!r} takes no model; leave it out")
-    drafter: Drafter = cls(target, model, checked)
+    checked = validate_options(name, options)
+    check_model(name, checked, model)
+    drafter: Drafter = cls(target, model, cls.Options(**checked))
     return drafter

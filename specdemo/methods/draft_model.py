@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling, draw, to_probs
 from specdemo.core.tree import ABSENT, Draft, chain_parents
-from specdemo.models.load import LoadedModel, load_model
+from specdemo.models.load import LoadedModel, LoadProgress, load_model
 from specdemo.models.target import HFTarget
 
 
@@ -29,6 +29,11 @@ class DraftModel:
     class Options:
         pass
 
+    @staticmethod
+    def load(source: str, target: Target, progress: LoadProgress | None = None) -> LoadedModel:
+        """On a CPU in fp32 whatever the target is in: one-token passes of a small draft are not faster in bf16."""
+        return load_model(source, "auto", str(target.device), progress=progress)
+
     def __init__(self, target: Target, model: Any, options: Options | None = None) -> None:
         self.model = _as_target(model, target)
         self._vocab_size = target.vocab_size
@@ -38,6 +43,12 @@ class DraftModel:
         self._history: list[list[int]] = []  # per row: what the target has committed, the root last
         self._read: list[list[int]] = []  # per row: what the draft's cache holds
         self._agreed: list[int] = []  # per row: a prefix length known to be common to both
+
+    @property
+    def head(self) -> nn.Module:
+        """What is trained: the draft model whole."""
+        model: nn.Module = self.model.model
+        return model
 
     @property
     def weight_bytes(self) -> int:
@@ -70,11 +81,24 @@ class DraftModel:
         for row, (new, length) in enumerate(zip(outputs, progress.lengths, strict=True)):
             self._history[row] += new[:length]
 
+    def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:
+        """Forward KL to the target, in nats per token up to the target's entropy (2310.08461, section 3)."""
+        logits = self.head(batch.inputs, use_cache=False).logits.float()
+        shared = min(logits.shape[-1], self._vocab_size)  # beyond are padding rows
+        logits = logits[..., :shared].flatten(0, 1)
+        wanted = batch.outputs.flatten() if batch.probs is None else batch.probs[..., :shared].flatten(0, 1)
+        best = wanted if batch.probs is None else wanted.argmax(-1)
+        agree = (logits.argmax(-1) == best).float().mean()
+        return nn.functional.cross_entropy(logits, wanted), {"agree_1": float(agree)}
+
     def propose(self, budget: Budget) -> Draft:
         longest = max(map(len, self._history))
         depth = min(budget.depth, budget.nodes, self.model.max_length - longest)
         if depth < 1 or not self._read[0]:  # the draft's context is shorter than the target's
             return Draft.empty(len(self._history), self.model.device)
+        return self._write(depth)
+
+    def _write(self, depth: int) -> Draft:
         logits = self._catch_up()
         tokens: list[Tensor] = []
         seen: list[Tensor] = []
@@ -91,16 +115,18 @@ class DraftModel:
                 tokens.append(draw(probs[-1], self._rng))
         drafted = torch.stack(tokens, 1)
         self._remember(drafted[:, : depth - 1].tolist())
-        if self._rng is None:
-            scores = torch.stack(seen, 1).float()
-            confidence = (scores.amax(-1) - scores.logsumexp(-1)).exp()
-            return Draft.chain(drafted, confidence=confidence)
-        q = torch.stack(probs, 1)
+        return self._chain(drafted, torch.stack(seen, 1), torch.stack(probs, 1) if probs else None)
+
+    def _chain(self, drafted: Tensor, logits: Tensor, q: Tensor | None) -> Draft:
+        """drafted [B, N], logits [B, N, V]; q [B, N, V] when they were drawn."""
+        if q is None:
+            scores = logits.float()
+            return Draft.chain(drafted, confidence=(scores.amax(-1) - scores.logsumexp(-1)).exp())
         confidence = q.gather(-1, drafted[..., None]).squeeze(-1)
         return Draft.chain(drafted, self._pad(q), confidence)
 
-    def _catch_up(self) -> Tensor:
-        """Crop to the common prefix, read what is missing; logits [B, V] after the root."""
+    def _missing(self) -> list[list[int]]:
+        """Crop to the common prefix; per row what is to be read, the root last."""
         missing = []
         for row, (history, read) in enumerate(zip(self._history, self._read, strict=True)):
             top = min(len(read), len(history) - 1)  # the root is always read anew
@@ -111,6 +137,11 @@ class DraftModel:
             missing.append(history[agreed:])
         if any(a < len(r) for a, r in zip(self._agreed, self._read, strict=True)):
             self.model.crop(self._agreed)
+        return missing
+
+    def _catch_up(self) -> Tensor:
+        """Read what is missing; logits [B, V] after the root."""
+        missing = self._missing()
         width = max(map(len, missing))
         tokens = torch.tensor([m + [ABSENT] * (width - len(m)) for m in missing], device=self.model.device)
         logits = self.model.forward(tokens, chain_parents(len(missing), width - 1, tokens.device)).logits
@@ -136,7 +167,7 @@ class DraftModel:
     def _pad(self, q: Tensor) -> Tensor:
         """q over the draft's vocabulary -> over the target's; the target's extra entries are padding rows."""
         missing = self._vocab_size - q.shape[-1]
-        return torch.nn.functional.pad(q, (0, missing)) if missing > 0 else q
+        return nn.functional.pad(q, (0, missing)) if missing > 0 else q
 
 
 def _as_target(model: Any, target: Target) -> HFTarget:
@@ -144,7 +175,7 @@ def _as_target(model: Any, target: Target) -> HFTarget:
         return model
     if isinstance(model, PreTrainedModel):
         return HFTarget(model)
-    loaded = model if isinstance(model, LoadedModel) else load_model(str(model), device=str(target.device))
+    loaded = model if isinstance(model, LoadedModel) else DraftModel.load(str(model), target)
     return HFTarget(loaded.model, loaded.tokenizer, loaded.name)
 
 

@@ -17,14 +17,25 @@ from urllib.parse import parse_qsl, urlencode
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from specdemo.methods import METHODS, knobs, method, suggest, validate_options
+from specdemo.core.words import suggest
+from specdemo.methods import METHODS, MODEL_OPTIONS, check_model, knobs, method, validate_options
 
 if TYPE_CHECKING:  # the engine brings torch and transformers along
     from specdemo.engine.session import RunSpec
 
 FOLDER = Path(__file__).parents[2] / "presets"
 DEFAULT = "embedded-draft"
-EMBEDDED = ("stories", "stories-draft-wide", "stories-draft-deep")
+EMBEDDED = (
+    "stories",
+    "stories-draft-wide",
+    "stories-draft-deep",
+    "stories-medusa",
+    "stories-mlp-speculator",
+    "stories-eagle-1",
+    "stories-eagle-3",
+    "stories-mtp",
+    "stories-dflash",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +102,18 @@ class LaneConfig(BaseModel):
     acceptance: Literal["lossless", "typical"] = "lossless"
     name: Name = ""
 
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Every model the lane names, those in its options too."""
+        inside = [name.strip() for option in MODEL_OPTIONS for name in str(self.options.get(option, "")).split(",")]
+        return tuple(name for name in (self.model, *inside) if name and name not in METHODS)
+
     def checked(self) -> "LaneConfig":
         """This lane as its method's own code accepts it; options that are at their default are left out."""
         cls = method(self.method)
         options = validate_options(self.method, self.options)
         cls.Options(**options)  # what holds between two options
-        if cls.needs_model and self.model is None:
-            raise ValueError(f"method {self.method!r} needs a model; name a draft model, e.g. 'stories-draft-wide'")
-        if not cls.needs_model and self.model is not None:
-            raise ValueError(f"method {self.method!r} takes no model; leave it out")
+        check_model(self.method, options, self.model)
         default = {k.name: k.default for k in knobs(self.method)}
         return self.model_copy(update={"options": {n: v for n, v in options.items() if v != default[n]}})
 
@@ -128,7 +142,7 @@ class Preset(BaseModel):
     @property
     def models(self) -> tuple[str, ...]:
         """Every model it names, the target first."""
-        return self.target, *(lane.model for lane in self.lanes if lane.model is not None)
+        return self.target, *(model for lane in self.lanes for model in lane.models)
 
     @property
     def embedded(self) -> bool:
@@ -149,7 +163,7 @@ class Preset(BaseModel):
                 raise ValueError(f"unknown setting {_shown(name)}; {suggest(name, _SETTINGS)}")
         of_lanes = {name: changes.pop(name) for name in _LANE_SETTINGS if name in changes}
         whole = _build(self.model_dump() | changes)
-        changed = _build(whole.model_dump() | {"lanes": _change_lanes(whole.lanes, of_lanes)})
+        changed = _build(whole.model_dump() | {"lanes": _change_lanes(whole.lanes, of_lanes, whole.target)})
         return changed.model_copy(update={"lanes": [lane.checked() for lane in changed.lanes]})
 
     def spec(self) -> "RunSpec":
@@ -177,15 +191,23 @@ _LANE_SETTINGS = ("method", "model", "k", "options", "acceptance")
 _SETTINGS = (*(n for n in Preset.model_fields if n not in ("id", "title", "description")), *_LANE_SETTINGS)
 
 
-def _change_lanes(lanes: list[LaneConfig], changes: dict[str, Any]) -> list[dict[str, Any]]:
+def _change_lanes(lanes: list[LaneConfig], changes: dict[str, Any], target: str) -> list[dict[str, Any]]:
     """The lanes with one setting each replaced, not checked yet."""
     if "method" in changes:
-        fresh = LaneConfig(method=_known_method(str(changes["method"])), k=lanes[0].k)
-        lanes = [next((lane for lane in lanes if lane.method == fresh.method), fresh)]
+        name = _known_method(str(changes["method"]))
+        lanes = [next((lane for lane in lanes if lane.method == name), None) or _usual_lane(name, target, lanes[0].k)]
     alone = [name for name in ("model", "options") if name in changes]
     if alone and len(lanes) > 1:
         raise ValueError(f"{alone[0]} is for one lane and this preset has {len(lanes)}; name the method as well")
     return [lane.model_dump() | changes for lane in lanes]
+
+
+def _usual_lane(name: str, target: str, k: int) -> LaneConfig:
+    """A lane of that method, with the model and options that a preset gives it on this target, if one does."""
+    shown = (lane for p in load_presets().values() if p.target == target for lane in p.lanes)
+    return next(
+        (lane.model_copy(update={"k": k}) for lane in shown if lane.method == name), LaneConfig(method=name, k=k)
+    )
 
 
 def _build(data: Any) -> Preset:
@@ -263,8 +285,9 @@ def load_presets() -> dict[str, Preset]:
 
 
 def preset(id: str) -> Preset:
-    """The preset of that id. Raises ValueError with a suggestion."""
+    """The preset of that id, in which - and _ are alike. Raises ValueError with a suggestion."""
     presets = load_presets()
+    id = next((known for known in presets if known.replace("_", "-") == id.replace("_", "-")), id)
     if id not in presets:
         raise ValueError(f"unknown preset {_shown(id)}; {suggest(id, presets)}")
     return presets[id]
@@ -290,6 +313,7 @@ _LINK_FIELDS: dict[str, type] = {
 }
 _LINK_LANE_FIELDS: dict[str, type] = {"model": str, "k": int, "acceptance": str, "name": str}
 _NOTES = 6
+FOREIGN = "a link may only name models that are embedded or in a preset"
 
 
 def to_query(preset: Preset, base: Preset) -> str:
@@ -408,11 +432,15 @@ class _Link:
         except ValueError as error:
             self.refuse(key, text, error)
             return lane
-        return lane.model_copy(update={"options": {**lane.options, name: checked[name]}})
+        changed = lane.model_copy(update={"options": {**lane.options, name: checked[name]}})
+        if name in MODEL_OPTIONS and self._models is not None and not set(changed.models) <= set(self._models):
+            self.refuse(key, text, FOREIGN)
+            return lane
+        return changed
 
     def _value(self, name: str, text: str, kind: type) -> Any:
         if name in ("target", "model") and self._models is not None and text not in self._models:
-            raise ValueError("a link may only name models that are embedded or in a preset")
+            raise ValueError(FOREIGN)
         if name == "prompt" and len(text) > LIMITS.link_prompt:
             raise ValueError(f"a prompt in a link has {LIMITS.link_prompt} characters at most, not {len(text)}")
         if kind is str:

@@ -18,9 +18,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from specdemo.bench.suite import shipped_lanes
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.engine.loop import generate
-from specdemo.methods import load_drafter
+from specdemo.engine.session import LaneSpec
+from specdemo.methods import METHODS, load_drafter, method, reader
 from specdemo.models.load import load_target, resolve
 from specdemo.models.target import HFTarget
 from specdemo.models.text import encode
@@ -100,8 +102,8 @@ def oracle(model, prompt, n):
     return out[0, len(prompt) :].tolist()
 
 
-def ours(target, drafter, prompt, n, k):
-    config = GenerationConfig(n, budget=Budget(k, k))
+def ours(target, drafter, prompt, n, k, nodes=0):
+    config = GenerationConfig(n, budget=Budget(k, nodes or k))
     return [t for e in generate(target, drafter, torch.tensor([prompt]), config) for t in e.emitted[0]]
 
 
@@ -114,12 +116,32 @@ def test_random_models(architecture):
     for index, prompt in enumerate(id_prompts()):
         expected = oracle(model, prompt, 24)
         ended_early += len(expected) < 24
-        for method in ("none", "draft_model", "ngram"):
+        for name in ("none", "draft_model", "ngram"):
             target = HFTarget(model)
-            drafter = load_drafter(method, target, draft if method == "draft_model" else None)
+            drafter = load_drafter(name, target, draft if name == "draft_model" else None)
             got = ours(target, drafter, prompt, 24, k=1 + index % 6)
-            assert got == expected, f"{method}, prompt {prompt}"
+            assert got == expected, f"{name}, prompt {prompt}"
     assert ended_early >= 3, "no prompt met the stop token: the test would not see one inside a draft"
+
+
+@pytest.fixture(scope="module")
+def random_llama():
+    """The model and what it says to every prompt."""
+    torch.manual_seed(1)
+    model = settle(MODELS["llama"]())
+    return model, [(prompt, oracle(model, prompt, 16)) for prompt in id_prompts()]
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("none", "draft_model", "ngram")])
+def test_every_other_method(random_llama, name):
+    model, answers = random_llama
+    target, cls = HFTarget(model), method(reader(name))
+    weights = None
+    if cls.needs_model:
+        weights = cls.fresh(target) if hasattr(cls, "fresh") else near_copy(model)
+    drafter = load_drafter(name, target, weights)
+    for index, (prompt, expected) in enumerate(answers):
+        assert ours(target, drafter, prompt, 16, 1 + index % 6, 12) == expected, f"prompt {prompt}"
 
 
 @pytest.fixture(scope="module")
@@ -127,14 +149,16 @@ def stories():
     return load_target("stories")
 
 
-@pytest.mark.parametrize("method, model", [("none", None), ("ngram", None), ("draft_model", "stories-draft-wide")])
-def test_embedded_models(stories, method, model):
-    drafter = load_drafter(method, stories, model)
+@pytest.mark.parametrize("lane", [LaneSpec("none"), *shipped_lanes()], ids=lambda lane: lane.name or lane.method)
+def test_everything_that_ships(stories, lane):
+    drafter = load_drafter(lane.method, stories, lane.model, **lane.options)
+    nodes = lane.options.get("nodes", 0)
     openings = STORIES + [f"{a} {b}" for a in STORIES[:7] for b in ("Suddenly,", "The cat", "It was", "“Oh”", "And")]
     assert len(openings) == 50
     for index, text in enumerate(openings):
         prompt = encode(stories.tokenizer, text, 256)
-        assert ours(stories, drafter, prompt, 24, k=1 + index % 7) == story_oracle(stories, tuple(prompt)), repr(text)
+        k = 1 + index % 7
+        assert ours(stories, drafter, prompt, 16, k, max(k, nodes)) == story_oracle(stories, tuple(prompt)), repr(text)
 
 
 _known = {}
@@ -142,15 +166,8 @@ _known = {}
 
 def story_oracle(stories, prompt):
     if prompt not in _known:
-        _known[prompt] = oracle(stories.model, list(prompt), 24)
+        _known[prompt] = oracle(stories.model, list(prompt), 16)
     return _known[prompt]
-
-
-def test_the_deep_draft_too(stories):
-    drafter = load_drafter("draft_model", stories, "stories-draft-deep")
-    for text in STORIES[:6]:
-        prompt = encode(stories.tokenizer, text, 256)
-        assert ours(stories, drafter, prompt, 24, k=4) == story_oracle(stories, tuple(prompt))
 
 
 def test_the_embedded_folders_are_plain_hugging_face_folders(stories):

@@ -180,3 +180,15 @@ def test_a_padded_vocabulary_fits(runner, tmp_path):
     assert trace.comparison[0]["verdict"] == "identical"
     hot = runner.run(spec(LaneSpec("draft_model", folder, k=2), max_new_tokens=8, sampling=Sampling(temperature=1.0)))
     assert len(hot.lanes[1].token_ids) == 8
+
+
+def test_a_drafter_that_learns_is_kept_from_run_to_run():
+    keeper = Session()
+    lane = LaneSpec("online", "stories-draft-deep", 2, {"every": 2})
+    learning = spec(lane, max_new_tokens=24)
+    for _ in range(2):
+        notes = [e.notes for e in keeper.run(learning).lanes[1].events if "updates" in e.notes]
+        first = notes[0]["updates"]
+    assert first > 0  # the second run goes on where the first one ended
+    keeper.run(spec(LaneSpec("ngram"), max_new_tokens=4))
+    assert not keeper._learners

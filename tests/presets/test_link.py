@@ -10,6 +10,7 @@ from specdemo.methods import knobs
 from specdemo.presets.schema import (
     DEFAULT,
     EMBEDDED,
+    FOREIGN,
     LIMITS,
     Preset,
     allowed_models,
@@ -206,3 +207,13 @@ def test_nothing_in_a_link_raises_or_passes_the_limits(query):
 def test_no_query_string_raises(query):
     from_query(query, PRESETS)
     from_query("?" + query, PRESETS)
+
+
+def test_a_model_named_in_an_option_must_be_allowed_too():
+    query = {"preset": "embedded-draft", "method": "cascade", "model": "stories-draft-wide"}
+    chosen, notes = from_query(query | {"option.inner_model": "someone/else"}, PRESETS)
+    assert chosen.lanes[0].options == {}
+    assert notes == [f"ignored option.inner_model='someone/else' from the link: {FOREIGN}"]
+    chosen, notes = from_query(query | {"option.inner_model": "stories-draft-deep"}, PRESETS)
+    assert chosen.models == ("stories", "stories-draft-wide", "stories-draft-deep") and not notes
+    assert "someone/else" in from_query(query | {"option.inner_model": "someone/else"}, PRESETS, True)[0].models

@@ -2,6 +2,7 @@
 
 import pytest
 
+from specdemo.methods import METHODS
 from specdemo.presets.schema import (
     DEFAULT,
     EMBEDDED,
@@ -48,7 +49,7 @@ def test_the_presets_show_what_their_names_say():
     assert PRESETS["embedded-sampling"].temperature == 0.8
     wide, deep = PRESETS["embedded-draft-wide"], PRESETS["embedded-draft-deep"]
     assert (wide.prompt, wide.lanes[0].k) == (deep.prompt, deep.lanes[0].k)  # they are there to be compared
-    assert [lane.model for lane in PRESETS["embedded-three-lanes"].lanes] == list(EMBEDDED[1:])
+    assert PRESETS["embedded-three-lanes"].models == ("stories", "stories-draft-wide", "stories-draft-deep")
     assert PRESETS["embedded-ngram"].prompt.endswith("\n\nTell it again with Max, not Tom.\n\n")
 
 
@@ -84,7 +85,7 @@ def test_changes_reach_the_lanes_they_are_for():
         ({"model": "a\nb"}, "the model must not hold the control character U+000A; remove it"),
         ({"promt": "x"}, "unknown setting 'promt'; did you mean 'prompt'?"),
         ({"method": "ngrm"}, "unknown method 'ngrm'; did you mean 'ngram'?"),
-        ({"method": 3}, "unknown method '3'; choose one of none, draft_model, ngram"),
+        ({"method": 3}, f"unknown method '3'; choose one of {', '.join(METHODS)}"),
         ({"method": "ngram", "options": {"max": 3}}, "unknown option 'max' of method 'ngram'; did you mean 'max_n'?"),
         ({"method": "ngram", "options": {"max_n": 99}}, "option 'max_n' must be between 1 and 8, not 99"),
         (

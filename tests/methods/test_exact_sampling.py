@@ -1,0 +1,61 @@
+"""Under sampling every exact method draws from the target's own distribution: chi-square over the first tokens of many
+runs on a toy target whose probabilities are known. A wrong q, a leak from a confidence cut or a node whose existence
+depends on its own token shows here and nowhere else."""
+
+import pytest
+import torch
+from scipy.stats import chi2
+
+from specdemo.core.protocol import Budget, GenerationConfig
+from specdemo.core.sampling import Sampling
+from specdemo.engine.loop import generate
+from specdemo.methods import METHODS
+from specdemo.models.toy import ToyTarget
+from tests.methods.test_contract import drafter_for
+
+VOCABULARY = 5
+DRAWS = 12_000
+BATCH = 3_000
+PROMPT = [3, 1, 4, 1, 3, 1]
+
+
+def joint(target, drafter, tokens, temperature=1.0):
+    """Counts of the first `tokens` new tokens as one number in base V."""
+    counts = torch.zeros(VOCABULARY**tokens, dtype=torch.int64)
+    powers = VOCABULARY ** torch.arange(tokens)
+    prompt = torch.tensor([PROMPT] * BATCH)
+    for seed in range(DRAWS // BATCH):
+        config = GenerationConfig(tokens, Sampling(temperature), Budget(2, 6), seed, stop_token_ids=())
+        rows = [[] for _ in range(BATCH)]
+        for event in generate(target, drafter, prompt, config):
+            for row, emitted in zip(rows, event.emitted, strict=True):
+                row += emitted
+        counts += torch.bincount((torch.tensor(rows) * powers).sum(1), minlength=len(counts))
+    return counts
+
+
+def expected(target, tokens):
+    """The exact joint distribution, in the same numbering."""
+    chances = {(): 1.0}
+    for _ in range(tokens):
+        chances = {
+            (*path, token): chance * float(p)
+            for path, chance in chances.items()
+            for token, p in enumerate(target.next_probs(PROMPT + list(path)))
+        }
+    probs = torch.zeros(VOCABULARY**tokens)
+    for path, chance in chances.items():
+        probs[sum(t * VOCABULARY**i for i, t in enumerate(path))] = chance
+    return probs
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "none"])
+def test_the_first_tokens_are_drawn_from_the_target(name, tiny_llama):
+    target = ToyTarget(VOCABULARY, seed=6)
+    counts = joint(target, drafter_for(name, target, tiny_llama), 3)
+    wanted = expected(target, 3) * DRAWS
+    kept = wanted >= 5.0  # rarer outcomes are pooled
+    observed = torch.cat([counts[kept].double(), counts[~kept].sum()[None].double()])
+    hoped = torch.cat([wanted[kept].double(), wanted[~kept].sum()[None].double()])
+    statistic = float(((observed - hoped) ** 2 / hoped.clamp_min(1e-9)).sum())
+    assert statistic < chi2.ppf(0.9999, len(hoped) - 1)
