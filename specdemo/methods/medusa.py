@@ -1,0 +1,364 @@
+"""Medusa: extra heads on the target's last hidden state guess the tokens after the next one (Cai et al. 2401.10774).
+
+B rows, A columns, N nodes, L heads, P places, R ranks, V vocabulary, H hidden. Head i (from 0) is
+W_i (h + SiLU(A_i h + b_i)), section 2.1.1: where h is tap -1 of column a, lm_head says token a + 1 and head i token
+a + 2 + i. All heads speak at once, so a node's token depends on its level and rank and not on its parent.
+
+Formats read: Medusa-1, `{i}.{l}.linear.*` and `{i}.{L}.weight`; Medusa-2, the same under `medusa_head.` in a whole
+model; vLLM's, `blocks.{i}.layers.{l}.*` and `lm_heads.{i}.weight`. `save` writes the last, the only one in safetensors
+that an engine of today reads as it is. Heads and layers are counted from the tensors: published configs say two heads
+where the file holds five.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.nn import functional as F
+
+from specdemo.core.protocol import Budget, Progress, Target
+from specdemo.core.sampling import Sampling, draw, to_probs
+from specdemo.core.tree import Draft
+from specdemo.methods import knob
+from specdemo.methods.grow import Shape, chain, fitted, within
+from specdemo.models.checkpoints import Checkpoint, expect, open_checkpoint, write_checkpoint
+from specdemo.models.load import LoadProgress, silent
+
+RANKS = 10
+MAX_HEADS = 16
+NEVER = -1e4  # the logit of a token outside a truncated vocabulary; finite, so that a loss stays so
+
+Chosen = tuple[Tensor, Tensor, Tensor | None]  # tokens [B, N], confidence [B, N], probs [B, N, V]
+Rates = tuple[tuple[float, ...], ...]  # per head, per rank: how often it is what the target says
+
+# Where nobody has measured: with 63 nodes a tree much like `mc_sim_7b_63`.
+USUAL_RATES: Rates = tuple(tuple(0.5 * 0.8**i / (rank + 1) ** 2 for rank in range(RANKS)) for i in range(MAX_HEADS))
+
+# The authors' trees, 63 nodes each. Per level, the number of children of every node of the level above, in order;
+# zeros at the end are left out.
+PUBLISHED = {
+    "mc_sim_7b_63": "10 / 10 7 3 2 1 1 1 1 1 1 / 10 3 2 1 1 1 1 1 0 0 2 0 0 0 0 0 0 1 / 2",
+    "vicuna_7b_stage1": "10 / 10 7 4 3 2 2 1 1 1 1 / 9 3 2 1 1 1 0 0 0 0 2 0 0 0 0 0 0 1 / 1",
+    "vicuna_7b_stage2": "10 / 10 5 2 2 1 1 1 1 / 9 4 2 1 1 1 0 0 0 0 3 1 0 0 0 1 / 4 1 1 0 0 0 0 0 0 1",
+    "vicuna_13b_stage1": "10 / 10 7 4 2 2 1 1 1 1 / 10 4 2 1 1 1 0 0 0 0 2 1 0 0 0 0 0 1 / 1",
+    "vicuna_13b_stage2": "10 / 10 4 2 1 1 1 / 10 4 2 1 1 1 0 0 0 0 3 1 0 0 1 0 1 / 4 2 1 0 0 0 0 0 0 0 1"
+    " 0 0 0 0 0 0 0 0 1",
+    "vicuna_33b_stage1": "10 / 10 8 5 3 2 2 1 1 1 1 / 9 3 2 1 1 0 0 0 0 0 2 0 0 0 0 0 0 0 1",
+    "vicuna_33b_stage2": "10 / 10 5 3 2 1 1 1 1 / 10 4 2 1 1 1 0 0 0 0 3 1 0 0 0 1 / 3 1 0 0 0 0 0 0 0 0 1",
+    "zephyr_stage2": "10 / 10 6 4 2 2 1 1 1 / 10 4 2 1 1 1 0 0 0 0 2 1 0 0 0 0 1 / 2 1",
+}
+
+
+@lru_cache(maxsize=len(PUBLISHED))
+def published(name: str) -> Shape:
+    """A tree of PUBLISHED."""
+    level: list[tuple[int, ...]] = [()]
+    paths: list[tuple[int, ...]] = []
+    for counts in PUBLISHED[name].split("/"):
+        level = [(*path, r) for path, count in zip(level, map(int, counts.split()), strict=False) for r in range(count)]
+        paths += level
+    return Shape.of(paths)
+
+
+_fitted = lru_cache(maxsize=64)(fitted)
+
+
+@lru_cache(maxsize=64)
+def _indices(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """parents, places among the levels, and ranks, each [N]."""
+    parents, levels, ranks = torch.tensor((shape.parents, shape.levels, shape.ranks), device=device)
+    return parents, levels - 1, ranks
+
+
+class Heads(nn.Module):
+    """What the heads of one target have in common."""
+
+    def __init__(self, hidden_size: int, vocab_size: int, heads: int, layers: int) -> None:
+        super().__init__()
+        self.hidden_size, self.vocab_size, self.heads, self.layers = hidden_size, vocab_size, heads, layers
+        self.rates: Rates | None = None
+
+    def __len__(self) -> int:
+        return self.heads
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+
+class ResBlocks(nn.Module):
+    def __init__(self, hidden_size: int, layers: int, bias: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(hidden_size, hidden_size, bias=bias) for _ in range(layers))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = hidden + F.silu(layer(hidden))
+        return hidden
+
+
+class MedusaHeads(Heads):
+    """Tensors are named as in vLLM. With a token map [T] the heads know T tokens of the vocabulary only."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        heads: int,
+        layers: int = 1,
+        bias: bool = True,
+        token_map: Tensor | None = None,
+    ) -> None:
+        super().__init__(hidden_size, vocab_size, heads, layers)
+        self.bias = bias
+        self.rows = vocab_size if token_map is None else len(token_map)
+        self.blocks = nn.ModuleList(ResBlocks(hidden_size, layers, bias) for _ in range(heads))
+        self.lm_heads = nn.ModuleList(nn.Linear(hidden_size, self.rows, bias=False) for _ in range(heads))
+        self.register_buffer("token_map", token_map)
+
+    def forward(self, hidden: Tensor, head: int) -> Tensor:
+        """hidden [..., H] -> logits [..., V] of one head"""
+        logits: Tensor = self.lm_heads[head](self.blocks[head](hidden))
+        if not isinstance(self.token_map, Tensor):
+            return logits
+        every = logits.new_full((*logits.shape[:-1], self.vocab_size), NEVER)
+        return every.index_copy(-1, self.token_map, logits)
+
+
+class Medusa:
+    title = "Medusa"
+    summary = "Extra heads on the target itself guess several words ahead at once; there is no second model to run."
+    needs_model = True
+    taps: tuple[int, ...] = (-1,)
+    head: Heads
+    decay: ClassVar[float] = 0.8  # a head's weight in the loss, relative to the one before it
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        nodes: int = knob(0, "nodes of the draft tree; 0 drafts a chain", low=0, high=128, step=1)
+        tree: str = knob(
+            "fitted",
+            "its shape: fitted to how often each rank of each head is right, or one that the authors published",
+            choices=("fitted", *PUBLISHED),
+        )
+        draft: str = knob(
+            "ranked",
+            "at a temperature: take the heads' likeliest tokens or draw from the heads; the output is exact either way",
+            choices=("ranked", "sampled"),
+        )
+
+    @staticmethod
+    def load(source: str, target: Target, progress: LoadProgress | None = None) -> Heads:
+        """Raises ValueError, one line, for other files and for heads of another target."""
+        checkpoint = open_checkpoint(source, progress or silent)
+        expect(checkpoint, "medusa")
+        tensors = _in_vllm_names(checkpoint, target)
+        if "lm_heads.0.weight" not in tensors:
+            raise ValueError(f"{source} holds no Medusa head known here; convert it to the authors' or vLLM's format")
+        rows, hidden_size = tensors["lm_heads.0.weight"].shape
+        token_map = tensors.get("token_map")
+        vocab_size = rows if token_map is None else int(checkpoint.config.get("vocab_size", target.vocab_size))
+        check_fit(checkpoint, target, hidden_size, vocab_size)
+        counted = count(tensors, r"lm_heads\.(\d+)\."), count(tensors, r"blocks\.\d+\.layers\.(\d+)\.")
+        bias = "blocks.0.layers.0.bias" in tensors
+        with torch.device("meta"):
+            heads = MedusaHeads(hidden_size, vocab_size, *counted, bias, token_map)
+        heads.rates = rates_in(checkpoint, "medusa_rank_rates")
+        fill(heads, tensors, checkpoint, target)
+        return heads
+
+    def __init__(self, target: Target, model: Any, options: Options | None = None) -> None:
+        self.head = model if isinstance(model, Heads) else self.load(str(model), target)
+        self.options = options or self.Options()
+        self._sampling = Sampling()
+        self._rng: Generator | None = None
+        self._hidden = torch.empty(0)  # [B, H] at every row's last column
+
+    @classmethod
+    def fresh(cls, target: Target, heads: int = 4, layers: int = 1) -> Heads:
+        """Every head says at first what lm_head says: A and b are zero, W is lm_head's."""
+        made = MedusaHeads(target.hidden_size, target.vocab_size, heads, layers)
+        as_target(made, target)
+        for parameter in made.blocks.parameters():
+            parameter.zero_()
+        for parameter in made.lm_heads.parameters():
+            parameter.copy_(target.lm_head.get_parameter("weight"))
+        return made
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(p.numel() * p.element_size() for p in self.head.parameters())
+
+    def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
+        self._sampling = sampling
+        self._rng = rng if self.options.draft == "sampled" and not sampling.greedy else None
+
+    def observe(self, progress: Progress) -> None:
+        self._hidden = at_last(progress, progress.hidden[-1]).to(self.head.dtype)
+
+    def propose(self, budget: Budget) -> Draft:
+        shape = self._shape(budget)
+        if not shape.parents:
+            return Draft.empty(len(self._hidden), self._hidden.device)
+        tokens, confidence, probs = self._fill(shape)
+        if not self.options.nodes:
+            return Draft.chain(tokens, probs, confidence)
+        return Draft(tokens, _indices(shape, tokens.device)[0].expand_as(tokens), probs, confidence)
+
+    def _shape(self, budget: Budget) -> Shape:
+        depth = min(budget.depth, len(self.head))
+        if not self.options.nodes:
+            return chain(min(depth, budget.nodes))
+        if self.options.tree != "fitted":
+            return within(published(self.options.tree), Budget(depth, budget.nodes))
+        rates = self.head.rates or USUAL_RATES
+        return _fitted(tuple(ranks[: self.head.vocab_size] for ranks in rates[:depth]), budget.nodes)
+
+    def _fill(self, shape: Shape) -> Chosen:
+        _, places, ranks = _indices(shape, self._hidden.device)
+        logits = torch.stack([self.head(self._hidden, i) for i in range(shape.depth)], 1)
+        return self._choose(logits, places, ranks, shape.width)
+
+    def _choose(self, logits: Tensor, places: Tensor, ranks: Tensor, width: int) -> Chosen:
+        """logits [B, P, V] at the places that the nodes are below, places and ranks [N], all ranks below width."""
+        if self._rng is None:
+            chances, ranked = logits.float().softmax(-1).topk(width)
+            return ranked[:, places, ranks], chances[:, places, ranks], None
+        probs = to_probs(logits, self._sampling)[:, places]
+        tokens = draw(probs, self._rng)  # siblings too: drawn again from one q, as the lossless rule allows
+        return tokens, probs.gather(-1, tokens[..., None])[..., 0], probs
+
+    def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:
+        """Cross-entropy to the target's distribution, or to the text where that is unknown; head i weighs decay^i."""
+        total = batch.hidden[self.taps[0]].new_zeros(())
+        metrics: dict[str, float] = {}
+        for i, (logits, wanted) in enumerate(self._taught(batch), start=1):
+            total = total + self.decay**i * F.cross_entropy(logits.flatten(0, 1), wanted.flatten(0, 1))
+            metrics[f"agree_{i}"] = float((logits.argmax(-1) == _best(wanted)).float().mean())
+        return total, metrics
+
+    @torch.no_grad()
+    def measure(self, batch: Progress) -> None:
+        """Count how often each rank of each head is right: what the fitted tree is fitted to, and `save` writes."""
+        width = min(RANKS, self.head.vocab_size)
+        right = [(q.topk(width).indices == _best(p)[..., None]).float().mean((0, 1)) for q, p in self._taught(batch)]
+        self.head.rates = tuple(tuple(ranks.tolist()) for ranks in right)
+
+    def _taught(self, batch: Progress) -> Iterator[tuple[Tensor, Tensor]]:
+        """Per head i its logits [B, A - 1 - i, V] and what the target says there, probabilities or else tokens."""
+        probs = batch.target_probs()
+        said = batch.outputs if probs is None else probs
+        states = self._states(batch.hidden[self.taps[0]].to(self.head.dtype))
+        for i in range(min(len(self.head), states.shape[1] - 1)):
+            yield self._ahead(states, batch.outputs, i).float(), said[:, i + 1 :]
+
+    def _states(self, hidden: Tensor) -> Tensor:
+        """What the heads read of the target, [B, A, H] of whole rows."""
+        return hidden
+
+    def _ahead(self, states: Tensor, outputs: Tensor, head: int) -> Tensor:
+        """-> logits [B, A - 1 - head, V] at the columns whose answer lies within the batch"""
+        logits: Tensor = self.head(states[:, : -1 - head], head)
+        return logits
+
+    def save(self, folder: Path, target_name: str) -> None:
+        heads = self.head
+        assert isinstance(heads, MedusaHeads)
+        config = {
+            "architectures": ["MedusaModel"],
+            "model_type": "medusa",
+            "base_model_name_or_path": target_name,
+            "hidden_size": heads.hidden_size,
+            "vocab_size": heads.vocab_size,
+            "truncated_vocab_size": heads.rows,
+            "num_heads": len(heads),
+            "num_hidden_layers": heads.layers,
+            "medusa_fc_bias": heads.bias,
+            "medusa_rank_rates": heads.rates,
+        }
+        write_checkpoint(folder, config, heads.state_dict())
+
+
+def _best(wanted: Tensor) -> Tensor:
+    """[B, A, V] probabilities or [B, A] tokens -> tokens [B, A]"""
+    return wanted.argmax(-1) if wanted.is_floating_point() else wanted
+
+
+def at_last(progress: Progress, columns: Tensor) -> Tensor:
+    """columns [B, A, ...] -> [B, ...] at every row's last real column; any column of a finished row"""
+    last = torch.tensor([max(n - 1, 0) for n in progress.lengths], device=columns.device)
+    return columns[torch.arange(len(last), device=columns.device), last]
+
+
+def check_fit(checkpoint: Checkpoint, target: Target, hidden_size: int, vocab_size: int) -> None:
+    """Raise ValueError unless heads of these sizes belong on this target."""
+    if (hidden_size, vocab_size) != (target.hidden_size, target.vocab_size):
+        base = checkpoint.config.get("base_model_name_or_path")
+        base = base if base not in (None, "N/A") else "it was trained for"
+        raise ValueError(
+            f"{checkpoint.name} is for hidden size {hidden_size} and vocabulary {vocab_size}, the target has "
+            f"{target.hidden_size} and {target.vocab_size}; choose the target {base}"
+        )
+
+
+def rates_in(checkpoint: Checkpoint, key: str) -> Rates | None:
+    rates = checkpoint.config.get(key)
+    return rates and tuple(map(tuple, rates))
+
+
+def fill(heads: Heads, tensors: dict[str, Tensor], checkpoint: Checkpoint, target: Target) -> None:
+    """Give heads made on the meta device these tensors, as the target needs them. Raises ValueError if one is odd."""
+    wanted = {name: tensor.shape for name, tensor in heads.state_dict().items()}
+    held = {name: tensor.shape for name, tensor in tensors.items()}
+    odd = sorted(name for name in wanted | held if wanted.get(name) != held.get(name))
+    if odd:
+        raise ValueError(
+            f"{checkpoint.name}: {odd[0]} is missing, of another shape or unknown; its heads must all be built alike"
+        )
+    heads.load_state_dict(tensors, assign=True)
+    as_target(heads, target)
+
+
+def as_target(heads: Heads, target: Target) -> None:
+    """Frozen, where the target is and in its precision."""
+    heads.to(target.device, getattr(target, "dtype", torch.float32)).requires_grad_(False).eval()
+
+
+def count(tensors: dict[str, Tensor], pattern: str) -> int:
+    """How many numbers the group of `pattern` takes in the names, counted from 0."""
+    found = (re.match(pattern, name) for name in tensors)
+    return 1 + max((int(match[1]) for match in found if match), default=-1)
+
+
+def _in_vllm_names(checkpoint: Checkpoint, target: Target) -> dict[str, Tensor]:
+    """The heads' tensors, whichever format they are in."""
+    inside = checkpoint.take("medusa_head.")
+    if len(inside) < len(checkpoint.tensors) and inside and not _is(target, checkpoint.name):
+        raise ValueError(f"{checkpoint.name} is a whole model trained together with its heads; make it the target too")
+    stored = inside or {name.removeprefix("medusa_heads."): t for name, t in checkpoint.tensors.items()}
+    tensors = {_in_vllm_name(name): tensor for name, tensor in stored.items()}
+    if checkpoint.config.get("original_lm_head"):  # one for all heads
+        shared = tensors.pop("lm_head.weight", tensors.get("lm_heads.0.weight"))
+        if shared is not None:
+            heads = count(tensors, r"blocks\.(\d+)\.")
+            tensors |= {f"lm_heads.{i}.weight": shared.clone() for i in range(heads)}
+    token_map = tensors.get("token_map")
+    if token_map is not None:  # the file may hold the LM heads of the whole vocabulary
+        for name, tensor in tensors.items():
+            if name.startswith("lm_heads.") and len(tensor) > len(token_map):
+                tensors[name] = tensor[token_map]
+    return tensors
+
+
+def _in_vllm_name(name: str) -> str:
+    name = re.sub(r"^(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", name)
+    return re.sub(r"^(\d+)\.\d+\.weight$", r"lm_heads.\1.weight", name)
+
+
+def _is(target: Target, source: str) -> bool:
+    return Path(getattr(target, "name", "")).name == Path(source).name
