@@ -1,0 +1,313 @@
+"""MLPSpeculator: a small recurrent MLP goes on from the target's last hidden state (Wertheimer et al. 2404.19124).
+
+B rows, A columns, P paths, N nodes, V vocabulary, H hidden, I inner. The state starts as h, tap -1 of the column that
+said the root. Step i (from 0) adds the last token to it and guesses the next one (section 2):
+
+    s <- P_i s + r E_i[token]        s <- GELU(norm_i(s))        logits = W_i s
+
+r is the ratio of two weights that keep the state's scale (`Speculator.ratio`); norm is RMS with a weight and a bias.
+All tables are the speculator's own, and may be tied, one for all steps; P_0 never is. Training is teacher-forced, on
+text first and then on what the target itself writes (section 3): a state at t and tokens up to t + 1 + i guess the
+token t + 2 + i.
+
+Format: `ibm-ai-platform/*-accelerator`, tensors `speculator.{emb,proj,head,ln}.{i}.*`. Of tied tensors a file may hold
+one copy or all; `save` writes one, as transformers does.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.nn import functional as F
+
+from specdemo.core.protocol import Budget, Progress, Target
+from specdemo.core.sampling import Sampling, draw, to_probs
+from specdemo.core.tree import Draft
+from specdemo.methods import knob
+from specdemo.methods.medusa import at_last
+from specdemo.models.checkpoints import Checkpoint, expect, open_checkpoint, write_checkpoint
+from specdemo.models.load import LoadProgress, silent
+
+EPSILON = 1e-6
+WIDTHS = (4, 3, 2, 2)  # tokens per step of the published trees; 1 at every further step
+CANDIDATES = 5  # paths that the authors' own engine verifies
+PADDED_TO = 512  # rows are added to a vocabulary until it is a multiple of this at most
+
+
+class Norm(nn.Module):
+    """x / rms(x) * weight + bias; the mean is not subtracted."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.weight, EPSILON) + self.bias
+
+
+class Speculator(nn.Module):
+    """Tensors are named as the authors name them."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        inner_dim: int,
+        vocab_size: int,
+        n_predict: int,
+        tie_weights: bool = False,
+        scale_input: bool = False,
+        widths: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__()
+        self.hidden_size, self.inner_dim, self.vocab_size = hidden_size, inner_dim, vocab_size
+        self.n_predict, self.tie_weights, self.scale_input = n_predict, tie_weights, scale_input
+        self.widths = (*widths, *WIDTHS[len(widths) :], *[1] * n_predict)[:n_predict]
+        made = 1 if tie_weights else n_predict
+        copies = n_predict // made
+        first = nn.Linear(hidden_size, inner_dim, bias=False)
+        further = [nn.Linear(inner_dim, inner_dim, bias=False) for _ in range(min(made, n_predict - 1))]
+        self.emb = nn.ModuleList([nn.Embedding(vocab_size, inner_dim) for _ in range(made)] * copies)
+        self.proj = nn.ModuleList([first, *(further * copies)[: n_predict - 1]])
+        self.head = nn.ModuleList([nn.Linear(inner_dim, vocab_size, bias=False) for _ in range(made)] * copies)
+        self.ln = nn.ModuleList([Norm(inner_dim) for _ in range(made)] * copies)
+
+    def __len__(self) -> int:
+        return self.n_predict
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    @property
+    def state_weight(self) -> float:
+        """So that after `n_predict` steps half of the state's variance is still that of the first state."""
+        return float(0.5 ** (0.5 / self.n_predict))
+
+    @property
+    def emb_weight(self) -> float:
+        return sqrt((1 - self.state_weight**2) * self.inner_dim / 2)
+
+    @property
+    def ratio(self) -> float:
+        return self.emb_weight / self.state_weight
+
+    def begin(self, hidden: Tensor) -> Tensor:
+        """hidden [..., H] -> the first state"""
+        hidden = hidden.to(self.dtype)
+        return F.rms_norm(hidden, hidden.shape[-1:], eps=EPSILON) / sqrt(2) if self.scale_input else hidden
+
+    def forward(self, state: Tensor, tokens: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """state [..., H or I], tokens [...] -> the next state [..., I] and logits [..., V] of the token after these"""
+        embedded = self.emb[step](tokens.clamp_max(self.vocab_size - 1))  # beyond are the target's padding rows
+        state = F.gelu(self.ln[step](self.proj[step](state) + self.ratio * embedded))
+        return state, self.head[step](state)
+
+
+class MLPSpeculator:
+    title = "MLPSpeculator"
+    summary = (
+        "A tiny recurrent network reads the target's last state and its own last guess, and guesses the next word."
+    )
+    needs_model = True
+    taps: tuple[int, ...] = (-1,)
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        draft: str = knob(
+            "chain",
+            "one guess after the other, drawn when the target samples; or a tree of the likeliest ones",
+            choices=("chain", "tree"),
+        )
+        nodes: int = knob(0, "nodes of the draft tree; 0 drafts as many as a chain has", low=0, high=128, step=1)
+
+    @staticmethod
+    def load(source: str, target: Target, progress: LoadProgress | None = None) -> Speculator:
+        """Raises ValueError, one line, for other files and for a speculator of another target."""
+        checkpoint = open_checkpoint(source, progress or silent)
+        expect(checkpoint, "mlp_speculator")
+        config = checkpoint.config
+        _check_fit(checkpoint, target)
+        vocab_size = min(config["vocab_size"], target.vocab_size)
+        with torch.device("meta"):
+            speculator = Speculator(
+                config["emb_dim"],
+                config.get("inner_dim") or config["emb_dim"],
+                vocab_size,
+                config["n_predict"],
+                config.get("tie_weights", False),
+                config.get("scale_input", False),
+                tuple(config.get("top_k_tokens_per_head", ())),
+            )
+        speculator.load_state_dict(_tensors(checkpoint, speculator), assign=True)
+        return _as_target(speculator, target)
+
+    def __init__(self, target: Target, model: Any, options: Options | None = None) -> None:
+        self.head: Speculator = self.load(model, target) if isinstance(model, str) else model
+        self.options = options or self.Options()
+        self._vocab_size = target.vocab_size
+        self._sampling = Sampling()
+        self._rng: Generator | None = None
+        self._hidden = torch.empty(0)  # [B, H] at every row's last column
+        self._root = torch.empty(0)  # [B]
+
+    @classmethod
+    def fresh(
+        cls, target: Target, n_predict: int = 4, inner_dim: int = 0, tie_weights: bool = True, scale_input: bool = True
+    ) -> Speculator:
+        """An inner dimension of 0 is the hidden size."""
+        inner = inner_dim or target.hidden_size
+        made = Speculator(target.hidden_size, inner, target.vocab_size, n_predict, tie_weights, scale_input)
+        for parameter in made.parameters():
+            if parameter.ndim > 1:  # what `ratio` is made for
+                nn.init.normal_(parameter, std=inner**-0.5)
+        return _as_target(made, target)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(p.numel() * p.element_size() for p in self.head.parameters())
+
+    def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
+        self._sampling = sampling
+        self._rng = None if sampling.greedy else rng
+
+    def observe(self, progress: Progress) -> None:
+        self._hidden, self._root = at_last(progress, progress.hidden[-1]), at_last(progress, progress.outputs)
+
+    def propose(self, budget: Budget) -> Draft:
+        depth = min(budget.depth, budget.nodes, len(self.head))
+        if depth < 1:
+            return Draft.empty(len(self._root), self._root.device)
+        return self._chain(depth) if self.options.draft == "chain" else self._tree(depth, budget.nodes)
+
+    def _chain(self, depth: int) -> Draft:
+        state, token = self.head.begin(self._hidden), self._root
+        tokens, confidence, drawn = [], [], []
+        for step in range(depth):
+            state, logits = self.head(state, token, step)
+            probs = logits.float().softmax(-1) if self._rng is None else to_probs(logits, self._sampling)
+            token = draw(probs, self._rng)
+            tokens.append(token)
+            confidence.append(probs.gather(-1, token[:, None])[:, 0])
+            if self._rng is not None:
+                drawn.append(F.pad(probs, (0, self._vocab_size - probs.shape[-1])))
+        q = torch.stack(drawn, 1) if drawn else None
+        return Draft.chain(torch.stack(tokens, 1), q, torch.stack(confidence, 1))
+
+    def _tree(self, depth: int, nodes: int) -> Draft:
+        """Every path goes on by the `widths[i]` likeliest tokens of step i; the likeliest nodes of all are drafted.
+
+        The authors keep whole paths, the `CANDIDATES` likeliest; chosen by nodes a budget goes further, since a node is
+        worth the probability of its path. They are ranked, not drawn: probs None.
+        """
+        state, tokens = self.head.begin(self._hidden)[:, None], self._root[:, None]
+        scores = torch.zeros_like(tokens, dtype=torch.float32)
+        ends = torch.zeros_like(tokens)  # the slots of the whole tree that the paths end in
+        slots, levels = 1, []
+        for step, width in enumerate(self.head.widths[:depth]):
+            state, logits = self.head(state, tokens, step)
+            chances, ranked = logits.float().log_softmax(-1).topk(min(width, logits.shape[-1]))
+            parents, state = (x.repeat_interleave(ranked.shape[-1], 1) for x in (ends, state))
+            scores, tokens = (scores[..., None] + chances).flatten(1), ranked.flatten(1)
+            ends = torch.arange(slots, slots + tokens.shape[1], device=tokens.device).expand_as(tokens)
+            slots += tokens.shape[1]
+            levels.append((tokens, parents, scores, chances.flatten(1).exp()))
+        drafted, parents, scores, confidence = (torch.cat(column, 1) for column in zip(*levels, strict=True))
+        return _likeliest(drafted, parents, scores, confidence, nodes)
+
+    def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:
+        """The sum over steps of the cross-entropy to the target's distribution, or to the text where it is unknown."""
+        total = batch.hidden[-1].new_zeros(())
+        metrics: dict[str, float] = {}
+        for i, (logits, wanted) in enumerate(self._taught(batch), start=1):
+            total = total + F.cross_entropy(logits.flatten(0, 1), wanted.flatten(0, 1))
+            best = wanted.argmax(-1) if wanted.is_floating_point() else wanted
+            metrics[f"agree_{i}"] = float((logits.argmax(-1) == best).float().mean())
+        return total, metrics
+
+    def _taught(self, batch: Progress) -> Iterator[tuple[Tensor, Tensor]]:
+        """Per step i its logits [B, A - 1 - i, V] and what the target says there, probabilities or else tokens."""
+        probs = batch.target_probs()
+        known = self.head.vocab_size
+        said = batch.outputs.clamp_max(known - 1) if probs is None else probs[..., :known]
+        state = self.head.begin(batch.hidden[-1])
+        columns = state.shape[1]
+        for i in range(min(len(self.head), columns - 1)):
+            state, logits = self.head(state[:, : columns - 1 - i], batch.outputs[:, i:-1], i)
+            yield logits.float(), said[:, i + 1 :]
+
+    def save(self, folder: Path, target_name: str) -> None:
+        speculator = self.head
+        config = {
+            "architectures": ["MLPSpeculatorPreTrainedModel"],
+            "model_type": "mlp_speculator",
+            "base_model_name_or_path": target_name,
+            "emb_dim": speculator.hidden_size,
+            "inner_dim": speculator.inner_dim,
+            "n_predict": speculator.n_predict,
+            "vocab_size": speculator.vocab_size,
+            "tie_weights": speculator.tie_weights,
+            "scale_input": speculator.scale_input,
+            "n_candidates": CANDIDATES,
+            "top_k_tokens_per_head": speculator.widths,
+            "torch_dtype": str(speculator.dtype).removeprefix("torch."),
+        }
+        # named_parameters names a tied tensor once, by its first name
+        write_checkpoint(folder, config, {f"speculator.{name}": p for name, p in speculator.named_parameters()})
+
+
+def _likeliest(tokens: Tensor, parents: Tensor, scores: Tensor, confidence: Tensor, nodes: int) -> Draft:
+    """The `nodes` best of a tree's nodes [B, N]; parents are slots and never score less than their children."""
+    # stable: of equal scores the earlier, so that a parent is never left out for its child
+    kept = torch.argsort(scores, dim=1, descending=True, stable=True)[:, :nodes].sort(1).values
+    slots = torch.zeros(len(tokens), tokens.shape[1] + 1, dtype=torch.int64, device=tokens.device)
+    slots.scatter_(1, kept + 1, torch.arange(1, kept.shape[1] + 1, device=tokens.device).expand_as(kept))
+    above = slots.gather(1, parents.gather(1, kept))
+    return Draft(tokens.gather(1, kept), above, confidence=confidence.gather(1, kept))
+
+
+def _as_target(speculator: Speculator, target: Target) -> Speculator:
+    """Frozen, where the target is and in its precision."""
+    dtype: torch.dtype = getattr(target, "dtype", torch.float32)
+    return nn.Module.to(speculator, target.device, dtype).requires_grad_(False).eval()
+
+
+def _check_fit(checkpoint: Checkpoint, target: Target) -> None:
+    """Raise ValueError unless it reads the target's states and vocabulary; both vocabularies may be padded."""
+    config = checkpoint.config
+    missing = [key for key in ("emb_dim", "n_predict", "vocab_size") if not config.get(key)]
+    if missing:
+        raise ValueError(f"{checkpoint.name}: config.json does not say {missing[0]}; fetch the whole speculator again")
+    smaller, larger = sorted((config["vocab_size"], target.vocab_size))
+    if config["emb_dim"] != target.hidden_size or larger > -(-smaller // PADDED_TO) * PADDED_TO:
+        base = config.get("base_model_name_or_path") or "it was trained for"
+        raise ValueError(
+            f"{checkpoint.name} is for hidden size {config['emb_dim']} and vocabulary {config['vocab_size']}, "
+            f"the target has {target.hidden_size} and {target.vocab_size}; choose the target {base}"
+        )
+
+
+def _tensors(checkpoint: Checkpoint, speculator: Speculator) -> Mapping[str, Tensor]:
+    """All tensors by name, tied ones by each of their names, without padding rows that the target lacks.
+
+    Raises ValueError when one is missing, unknown or of another shape.
+    """
+    stored = {
+        name: tensor[: speculator.vocab_size] if re.match(r"(emb|head)\.", name) else tensor
+        for name, tensor in (checkpoint.take("speculator.") or checkpoint.tensors).items()
+    }
+    wanted = speculator.state_dict(keep_vars=True)
+    first = {id(p): stored[name] for name, p in reversed(wanted.items()) if name in stored}
+    found = {name: first[id(p)] for name, p in wanted.items() if id(p) in first}
+    odd = [name for name in stored if name not in wanted]
+    odd += [name for name, p in wanted.items() if name not in found or found[name].shape != p.shape]
+    if odd:
+        raise ValueError(
+            f"{checkpoint.name}: {odd[0]} is missing, of another shape or unknown; fetch the whole speculator again"
+        )
+    return found
