@@ -1,0 +1,190 @@
+"""Files of EAGLE heads. Read are three dialects: the authors', SpecForge's (AngelSlim's is the same) and the one of
+vllm-project's speculators. `write_head` writes the authors'.
+
+H hidden size of the target, D of the head, V vocabulary, W the part of it that the head drafts from.
+
+The dialects name their tensors almost alike and leave open what no shape can tell: which layers feed the head, what the
+first residual is, which half of fc reads what. A wrong reading raises nothing, its drafts are only refused more often.
+So a file that leaves something open comes with several conventions, the documented one first.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from specdemo.core.protocol import Target
+from specdemo.methods.eagle_head import Convention, EagleHead, absolute
+from specdemo.models.checkpoints import Checkpoint, write_checkpoint
+
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+FIRST = "layers.0."
+SKIPPED = re.compile(r"t2d$|verifier_|.*inv_freq$")
+COPIED = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", "rms_norm_eps")
+WRITTEN = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "max_position_embeddings",
+)
+
+
+def default_taps(layers: int) -> tuple[int, int, int]:
+    """The authors' 2, n // 2 and n - 3; where a target is too shallow for that, some are the same."""
+    middle = max(1, layers // 2)
+    return min(2, middle), middle, max(layers - 3, middle)
+
+
+def read_head(checkpoint: Checkpoint, target: Target) -> tuple[EagleHead, tuple[Convention, ...]]:
+    """The head, frozen, where the target is and in its precision, and the conventions it may follow.
+
+    Raises ValueError, one line, when the head is of an unknown build or belongs on another target.
+    """
+    stored = {n: t for n, t in checkpoint.tensors.items() if not SKIPPED.match(n)}
+    tensors = {re.sub(r"^midlayer\.", FIRST, name): tensor for name, tensor in stored.items()}
+    for name in ("fc", FIRST + "self_attn.q_proj", FIRST + "self_attn.k_proj", FIRST + "mlp.gate_proj"):
+        if f"{name}.weight" not in tensors:
+            raise ValueError(f"{checkpoint.name} lacks {name}.weight; choose an EAGLE head in a format of its authors")
+    if FIRST + "hidden_norm.weight" in tensors:
+        conventions = _eagle3(checkpoint.config, target)
+    else:  # EAGLE-1: what else it holds are copies of the target's
+        tensors = {n: t for n, t in tensors.items() if not n.startswith(("embed_tokens.", "lm_head."))}
+        conventions = Convention((-1,)), Convention((-1,), feature_first=True)
+    _check_fit(checkpoint, tensors, conventions[0], target)
+    config = _layer_config(checkpoint, tensors, target)
+    with torch.device("meta"):
+        head = EagleHead(target, config, conventions[0], frozenset(tensors), tensors.get("d2t"))
+    wanted = {name: tensor.shape for name, tensor in head.state_dict().items()}
+    held = {name: tensor.shape for name, tensor in tensors.items()}
+    odd = sorted(name for name in wanted | held if wanted.get(name) != held.get(name))
+    if odd:
+        raise ValueError(
+            f"{checkpoint.name}: {odd[0]} is missing, unknown or odd in shape; choose a head of Llama layers"
+        )
+    head.load_state_dict(tensors, assign=True)
+    return as_target(head, target), conventions
+
+
+def as_target(head: EagleHead, target: Target) -> EagleHead:
+    """Frozen, where the target is and in its precision."""
+    return head.to(target.device, getattr(target, "dtype", torch.float32)).requires_grad_(False).eval()
+
+
+def _eagle3(said: Mapping[str, Any], target: Target) -> tuple[Convention, ...]:
+    """Ids at the top level count as transformers' hidden_states do, those in `eagle_config` count layers from 0.
+
+    Converters have copied lists from one place to the other unchanged, so the other way of counting is a reading too.
+    """
+    top, inner = said.get(LAYER_IDS), (said.get("eagle_config") or {}).get(LAYER_IDS)
+    readings: list[Sequence[int]] = [default_taps(target.num_layers)]
+    if top:
+        readings = [top] if inner and _plus_one(inner) == list(top) else [top, _plus_one(top)]
+    elif inner:
+        readings = [_plus_one(inner), inner]
+    residual = said.get("norm_before_residual")
+    residuals = [bool(residual)]
+    if residual is None and "speculators_model_type" in said:
+        residuals = [False, True]
+    fed_back = bool(said.get("norm_output"))
+    inside = [taps for taps in readings if max(taps) <= target.num_layers] or readings
+    return tuple(Convention(tuple(taps), before, fed_back) for taps in inside for before in residuals)
+
+
+def _plus_one(ids: Sequence[int]) -> list[int]:
+    return [i + 1 for i in ids]
+
+
+def _check_fit(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], convention: Convention, target: Target) -> None:
+    """Raise ValueError unless the head reads this target's hidden states, embeddings and vocabulary."""
+    taps, (size, read) = convention.taps, tensors["fc.weight"].shape
+    features = read - size if taps == (-1,) else read / len(taps)
+    embedded = tensors["embed_tokens.weight"].shape[1] if "embed_tokens.weight" in tensors else target.hidden_size
+    layer = _layer(checkpoint)
+    t2d, d2t = checkpoint.tensors.get("t2d"), checkpoint.tensors.get("d2t")
+    vocabulary = layer.get("vocab_size", target.vocab_size) if t2d is None else len(t2d)
+    cure = f"choose the target {_verifier(checkpoint.config)}"
+    if (features, embedded) != (target.hidden_size, size):
+        raise ValueError(
+            f"{checkpoint.name} reads {len(taps)} hidden states of size {features:g}, the target's have "
+            f"{target.hidden_size}; {cure}"
+        )
+    if vocabulary != target.vocab_size or (d2t is not None and int(absolute(d2t).max()) >= vocabulary):
+        raise ValueError(
+            f"{checkpoint.name} is for a vocabulary of {vocabulary}, the target's has {target.vocab_size}; {cure}"
+        )
+    if max(taps) > target.num_layers:
+        raise ValueError(f"{checkpoint.name} reads layer {max(taps)}, the target has {target.num_layers}; {cure}")
+
+
+def _verifier(said: Mapping[str, Any]) -> str:
+    verifier = (said.get("speculators_config") or {}).get("verifier") or {}
+    return str(verifier.get("name_or_path") or said.get("base_model_name_or_path") or "it was trained for")
+
+
+def _layer(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """What is said of the decoder layers; speculators nests it."""
+    layer: Mapping[str, Any] = checkpoint.config.get("transformer_layer_config") or checkpoint.config
+    return layer
+
+
+def _layer_config(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], target: Target) -> LlamaConfig:
+    """Sizes are those of the tensors, published configs leave some out; RoPE is the head's own, not the target's."""
+    said = _layer(checkpoint)
+    if said.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"{checkpoint.name} activates with {said['hidden_act']}; choose a head of Llama layers (silu)")
+    if "num_attention_heads" not in said:
+        raise ValueError(f"{checkpoint.name} does not say num_attention_heads; add them to its config.json")
+    heads = int(said["num_attention_heads"])
+    head_dim = len(tensors[FIRST + "self_attn.q_proj.weight"]) // heads
+    return LlamaConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=len(tensors["fc.weight"]),
+        intermediate_size=len(tensors[FIRST + "mlp.gate_proj.weight"]),
+        num_hidden_layers=1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("layers.")),
+        num_attention_heads=heads,
+        num_key_value_heads=len(tensors[FIRST + "self_attn.k_proj.weight"]) // head_dim,
+        head_dim=head_dim,
+        **{key: said[key] for key in COPIED if said.get(key) is not None},
+    )
+
+
+def write_head(folder: Path, head: EagleHead, target_name: str) -> None:
+    """Layer ids are written twice, as vLLM (top level) and as SpecForge count."""
+    config, convention, tensors = head.config, head.convention, head.state_dict()
+    rope = dict(config.rope_parameters or {})
+    said = {
+        "model_type": "llama",
+        "hidden_act": "silu",
+        **{name: getattr(config, name) for name in WRITTEN},
+        "rope_theta": rope.pop("rope_theta"),
+        "rope_scaling": None if rope.get("rope_type", "default") == "default" else rope,
+        "tie_word_embeddings": False,
+        "torch_dtype": str(tensors["fc.weight"].dtype).removeprefix("torch."),
+        "base_model_name_or_path": target_name,
+    }
+    if convention.taps == (-1,):
+        if convention.feature_first:
+            tensors["fc.weight"] = tensors["fc.weight"].roll(config.hidden_size, 1)
+        write_checkpoint(folder, said | {"architectures": ["LlamaForCausalLM"], "bias": "fc.bias" in tensors}, tensors)
+        return
+    if head.tokens is not None:
+        tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool)
+        tensors["t2d"][head.tokens.cpu()] = True
+    said |= {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": len(tensors["d2t"]) if "d2t" in tensors else config.vocab_size,
+        LAYER_IDS: convention.taps,
+        "eagle_config": {LAYER_IDS: [tap - 1 for tap in convention.taps], "use_aux_hidden_state": True},
+        "norm_before_residual": convention.norm_before_residual,
+        "norm_output": convention.norm_output,
+    }
+    write_checkpoint(folder, said, {re.sub(f"^{FIRST}", "midlayer.", name): t for name, t in tensors.items()})
