@@ -1,0 +1,257 @@
+"""DFlash checkpoints: what a config says, whatever its dialect, and the tensors under one set of names.
+
+h the drafter's hidden size (the target's too), V vocabulary, r rank. Dialects read:
+
+z-lab, SpecForge   `dflash_config` beside Qwen3's own keys; a key counts wherever of the two it stands. DFlash2 is the
+                   same with `attention_conv`, `mlp_conv` and `candidate_selector` tensors
+DeepSpec           flat, class Qwen3DSparkModel, for DSpark and for plain DFlash (Markov rank 0) alike
+speculators        Qwen3's keys in `transformer_layer_config`; a draft vocabulary has its own lm_head, and `d2t` says
+                   how far a draft token's id is from the target's
+transformers       model type muse_glimmer_assistant, tensors `encoder.*`
+
+Two conventions differ silently. Slots: in DFlash slot k of a block guesses its own token, so slot 0, the anchor,
+guesses nothing; in DSpark every slot guesses the next token. Layers: `target_layer_ids` counts what a layer puts out
+from 0, `aux_hidden_state_layer_ids` counts as taps do. `save` writes z-lab's dialect. Copies of the target's embedding
+and lm_head are not read, nor is DSpark's confidence head, which changes no token.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+from transformers import Qwen3Config
+
+from specdemo.core.protocol import Target
+from specdemo.models.checkpoints import Checkpoint, expect
+
+BODY = (
+    "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_act "
+    "rms_norm_eps attention_bias max_position_embeddings rope_parameters"
+).split()
+OLD_ROPE = ("rope_theta", "rope_scaling")  # what rope_parameters were before transformers 5
+NAMES = {
+    "model.": "",
+    "midlayer.": "layers.0.",
+    "encoder.fc.": "fc.",
+    "encoder.output_norm_enc.": "hidden_norm.",
+}
+UNUSED = ("embed_tokens.", "lm_head.", "t2d", "verifier_", "confidence_head.")
+
+Kind = tuple[int, bool]  # of attention: its window (0: none), and whether a slot is blind to those behind it
+
+
+@dataclass(frozen=True, slots=True)
+class Design:
+    """The shape of a drafter and how it is to be read."""
+
+    body: Qwen3Config
+    taps: tuple[int, ...]
+    block_size: int  # slots of a block, the anchor included
+    mask_token_id: int
+    vocab_size: int
+    kinds: tuple[Kind, ...]  # one per layer
+    from_anchor: bool = False  # slot k guesses the token after its own
+    embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    softcap: float = 0.0  # of the logits; 0: none
+    draft_vocab_size: int = 0  # 0: the target's vocabulary and lm_head
+    convolution: tuple[int, int] = (0, 0)  # DFlash2: positions it spans, channel groups; 0: none
+    selector: tuple[int, int] = (0, 0)  # DFlash2: rank, candidates; 0: none
+    markov_rank: int = 0  # DSpark; 0: none
+    markov_gated: bool = False
+
+    @property
+    def first(self) -> int:
+        """The first slot that guesses."""
+        return 0 if self.from_anchor else 1
+
+    @property
+    def drafts(self) -> int:
+        """Tokens that a block guesses."""
+        return self.block_size - self.first
+
+
+def read(checkpoint: Checkpoint, target: Target) -> tuple[Design, dict[str, Tensor], bool]:
+    """The design, the tensors, and whether the file says which of the two conventions it follows.
+
+    Raises ValueError, one line, for a checkpoint of another kind or another target.
+    """
+    checkpoint = replace(checkpoint, tensors={_renamed(key): tensor for key, tensor in checkpoint.tensors.items()})
+    expect(checkpoint, "dflash")
+    name, tensors, said = checkpoint.name, checkpoint.tensors, _said(checkpoint.config)
+    own_head = "d2t" in tensors
+    tensors = {n: t for n, t in tensors.items() if not n.startswith(UNUSED) or (own_head and n == "lm_head.weight")}
+    family = _family(said)
+    _refuse_kin(name, family, tensors)
+    for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "mask_token_id"):
+        if key not in said:
+            raise ValueError(f"the config of {name} lacks {key!r}; fetch the config.json of its authors")
+    if not own_head and said.get("draft_vocab_size", target.vocab_size) != target.vocab_size:
+        raise ValueError(f"{name} has a vocabulary of its own but no tensor d2t to the target's; fetch it again")
+    _check_fit(name, said, target)
+    certain = "sample_from_anchor" in said or any(word in family for word in ("dflash", "dspark", "museglimmer"))
+    return _design(said, family, tensors, _taps(name, said, tensors, target), target.vocab_size), tensors, certain
+
+
+def described(design: Design, target_name: str, target_layers: int) -> dict[str, Any]:
+    """The config.json of a drafter, in z-lab's dialect."""
+    body, windows = design.body, [window for window, _ in design.kinds]
+    (span, groups), (rank, candidates) = design.convolution, design.selector
+    usual = tuple((window, bool(window)) for window in windows)
+    more = {  # with what goes without saying
+        "causal": (design.kinds[0][1] if design.kinds != usual else None, None),
+        "sample_from_anchor": (design.from_anchor, False),
+        "input_embedding_scale": (design.embedding_scale, 1.0),
+        "output_multiplier": (design.output_multiplier, 1.0),
+        "final_logit_softcapping": (design.softcap, 0.0),
+        "conv_kernel_size": (span, 0),
+        "conv_group_size": (body.hidden_size // groups if groups else 0, 0),
+        "selector_rank": (rank, 0),
+        "selector_top_k": (candidates, 0),
+    }
+    return {
+        "architectures": ["DFlash2DraftModel" if span or rank else "DFlashDraftModel"],
+        "model_type": "qwen3",
+        "base_model_name_or_path": target_name,
+        **{key: getattr(body, key) for key in BODY},
+        "rope_theta": dict(body.rope_parameters or {})["rope_theta"],
+        "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
+        "sliding_window": max(windows) or None,
+        "use_sliding_window": any(windows),
+        "vocab_size": design.vocab_size,
+        "tie_word_embeddings": False,
+        "num_target_layers": target_layers,
+        "block_size": design.block_size,
+        "dflash_config": {
+            "mask_token_id": design.mask_token_id,
+            "target_layer_ids": [tap - 1 for tap in design.taps],
+            **{key: value for key, (value, usually) in more.items() if value != usually},
+        },
+    }
+
+
+def spread_taps(layers: int, points: int) -> tuple[int, ...]:
+    """z-lab's choice: outputs of layers 1 to layers - 3, counted from 0, evenly spaced; fewer where they coincide."""
+    ids = [layers // 2] if points == 1 else [round(1 + i * (layers - 4) / (points - 1)) for i in range(points)]
+    return tuple(sorted({min(max(i + 1, 0), layers - 1) for i in ids}))
+
+
+def _said(config: Mapping[str, Any]) -> dict[str, Any]:
+    """All keys on one level, the innermost of two alike."""
+    parts = config.get("transformer_layer_config"), config, config.get("dflash_config")
+    return {key: value for part in parts for key, value in (part or {}).items() if value is not None}
+
+
+def _family(said: Mapping[str, Any]) -> str:
+    """What it says it is, in lower case."""
+    names = said.get("speculators_model_type"), said.get("projector_type"), *(said.get("architectures") or ())
+    return " ".join(map(str, names)).lower()
+
+
+def _design(
+    said: Mapping[str, Any], family: str, tensors: Mapping[str, Tensor], taps: tuple[int, ...], vocab_size: int
+) -> Design:
+    selector, rank = tensors.get("candidate_selector.predecessor_codebook"), tensors.get("markov_head.markov_w1.weight")
+    return Design(
+        body=_body(said),
+        taps=taps,
+        block_size=int(said.get("block_size", 8 if "transformer_layer_config" in said else 16)),
+        mask_token_id=int(said["mask_token_id"]),
+        vocab_size=vocab_size,
+        kinds=_kinds(said),
+        from_anchor=bool(said.get("sample_from_anchor", "dspark" in family)),
+        embedding_scale=float(said.get("input_embedding_scale", 1.0)),
+        output_multiplier=float(said.get("output_multiplier", 1.0)),
+        softcap=float(said.get("final_logit_softcapping", 0.0)),
+        draft_vocab_size=len(tensors["d2t"]) if "d2t" in tensors else 0,
+        convolution=_convolution(tensors),
+        selector=(0, 0) if selector is None else (selector.shape[1], int(said.get("selector_top_k", 16))),
+        markov_rank=0 if rank is None else rank.shape[1],
+        markov_gated="markov_head.gate_proj.weight" in tensors,
+    )
+
+
+def _renamed(name: str) -> str:
+    for old, new in NAMES.items():
+        if name.startswith(old):
+            name = new + name.removeprefix(old)
+    return name
+
+
+def _refuse_kin(name: str, family: str, tensors: Mapping[str, Tensor]) -> None:
+    if "peagle" in family:
+        raise ValueError(
+            f"{name} is P-EAGLE, an EAGLE-3 head with mask rows, which nothing here reads; choose a DFlash"
+        )
+    if "markov_head.joint_proj.weight" in tensors:
+        raise ValueError(f"{name} is a DSpark with a recurrent Markov head; choose one of type vanilla or gated")
+
+
+def _check_fit(name: str, said: Mapping[str, Any], target: Target) -> None:
+    asked = {
+        "hidden size": (said["hidden_size"], target.hidden_size),
+        "vocabulary": (said.get("vocab_size", target.vocab_size), target.vocab_size),
+        "layers": (said.get("num_target_layers", target.num_layers), target.num_layers),
+    }
+    for what, (theirs, ours) in asked.items():
+        if theirs != ours:
+            raise ValueError(
+                f"{name} drafts for a target with {what} {theirs}, this one has {ours}; choose the one it was made for"
+            )
+    if not 0 <= int(said["mask_token_id"]) < target.vocab_size:
+        raise ValueError(
+            f"the mask token {said['mask_token_id']} of {name} is not in a vocabulary of {target.vocab_size}"
+        )
+
+
+def _taps(name: str, said: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Target) -> tuple[int, ...]:
+    if "fc.weight" not in tensors:
+        raise ValueError(f"{name} has no tensor fc.weight, so it is no DFlash; choose another method")
+    count = tensors["fc.weight"].shape[1] // target.hidden_size
+    if "aux_hidden_state_layer_ids" in said:
+        taps = tuple(map(int, said["aux_hidden_state_layer_ids"]))
+    elif "target_layer_ids" in said:
+        taps = tuple(int(i) + 1 for i in said["target_layer_ids"])
+    else:
+        taps = spread_taps(target.num_layers, count)
+    if len(taps) * target.hidden_size != tensors["fc.weight"].shape[1]:
+        raise ValueError(
+            f"{name} names {len(taps)} layers of its target, but its fc.weight reads {count}; mend its config"
+        )
+    if not all(0 <= tap < target.num_layers for tap in taps):
+        raise ValueError(
+            f"{name} reads layers {taps} of its target, which must lie between 0 and {target.num_layers - 1}: what the "
+            "last layer puts out is not the same everywhere"
+        )
+    return taps
+
+
+def _body(said: Mapping[str, Any]) -> Qwen3Config:
+    sizes = {key: said[key] for key in (*BODY, *OLD_ROPE) if key in said}
+    sizes.setdefault("head_dim", sizes["hidden_size"] // sizes["num_attention_heads"])
+    sizes.setdefault("num_key_value_heads", sizes["num_attention_heads"])
+    return Qwen3Config(**sizes)
+
+
+def _kinds(said: Mapping[str, Any]) -> tuple[Kind, ...]:
+    """Windowed layers are causal unless the config, or transformers' own class, says otherwise."""
+    layers, window = int(said["num_hidden_layers"]), int(said.get("sliding_window", 0))
+    causal = said.get("causal", said.get("is_causal"))
+    if said.get("sliding_window_non_causal"):
+        causal = False
+    if said.get("model_type") == "muse_glimmer_assistant":
+        causal, window = False, window + 1  # there a window counts the distance, not the positions
+    types = said.get("layer_types") or ["full_attention"] * layers
+    if said.get("use_swa") and "layer_types" not in said:
+        types, window, causal = ["sliding_attention"] * layers, int(said["swa_window_size"]), bool(causal)
+    sliding = ["sliding" in kind for kind in types]
+    return tuple((window if slides else 0, slides if causal is None else bool(causal)) for slides in sliding)
+
+
+def _convolution(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+    base = tensors.get("layers.0.attention_conv.base_kernel")
+    if base is None:
+        return 0, 0
+    span = base.shape[1]
+    return span, tensors["layers.0.attention_conv.kernel_projection.weight"].shape[0] // (2 * span)

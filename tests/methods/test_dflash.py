@@ -1,0 +1,636 @@
+import json
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specdemo.core.protocol import Budget, GenerationConfig, Progress
+from specdemo.core.sampling import Sampling
+from specdemo.engine.loop import generate
+from specdemo.methods import load_drafter
+from specdemo.methods.dflash import DFlash, written
+from specdemo.methods.dflash_formats import spread_taps
+from specdemo.models.target import HFTarget
+from specdemo.models.toy import ToyTarget
+from tests.models.tiny import VOCABULARY, build, texts
+
+H, HEADS, GROUPS, SIZE, MLP, LAYERS, BLOCK, MASK = 32, 4, 2, 8, 48, 2, 6, 3
+EPS, THETA = 1e-6, 50.0
+TAPS = (1, 2)
+BODY = {
+    "hidden_size": H,
+    "intermediate_size": MLP,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": GROUPS,
+    "head_dim": SIZE,
+    "hidden_act": "silu",
+    "rms_norm_eps": EPS,
+    "max_position_embeddings": 96,
+}
+ZLAB = BODY | {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "rope_theta": THETA,
+    "vocab_size": VOCABULARY,
+    "num_target_layers": 3,
+    "block_size": BLOCK,
+    "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 1]},
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return HFTarget(build("llama"), name="tiny")
+
+
+def drafter_tensors(seed=0):
+    """Tensors in z-lab's names and shapes."""
+    rng = torch.Generator().manual_seed(seed)
+    shapes = {"fc.weight": (H, len(TAPS) * H), "hidden_norm.weight": (H,), "norm.weight": (H,)}
+    for i in range(LAYERS):
+        shapes |= {
+            f"layers.{i}.input_layernorm.weight": (H,),
+            f"layers.{i}.post_attention_layernorm.weight": (H,),
+            f"layers.{i}.self_attn.q_proj.weight": (HEADS * SIZE, H),
+            f"layers.{i}.self_attn.k_proj.weight": (GROUPS * SIZE, H),
+            f"layers.{i}.self_attn.v_proj.weight": (GROUPS * SIZE, H),
+            f"layers.{i}.self_attn.o_proj.weight": (H, HEADS * SIZE),
+            f"layers.{i}.self_attn.q_norm.weight": (SIZE,),
+            f"layers.{i}.self_attn.k_norm.weight": (SIZE,),
+            f"layers.{i}.mlp.gate_proj.weight": (MLP, H),
+            f"layers.{i}.mlp.up_proj.weight": (MLP, H),
+            f"layers.{i}.mlp.down_proj.weight": (H, MLP),
+        }
+    return {
+        name: torch.randn(shape, generator=rng) * 0.2 + (1.0 if "norm" in name else 0.0)
+        for name, shape in shapes.items()
+    }
+
+
+def second_tensors(span=2, group=8, rank=4, seed=1):
+    """What DFlash2 has besides."""
+    rng = torch.Generator().manual_seed(seed)
+    shapes = {
+        "candidate_selector.predecessor_codebook": (VOCABULARY, rank),
+        "candidate_selector.successor_codebook": (VOCABULARY, rank),
+        "candidate_selector.hidden_projection.weight": (rank, H),
+    }
+    for i, name in product(range(LAYERS), ("attention_conv", "mlp_conv")):
+        shapes[f"layers.{i}.{name}.base_kernel"] = (2, span, H)
+        shapes[f"layers.{i}.{name}.kernel_projection.weight"] = (2 * span * H // group, H)
+    return {name: torch.randn(shape, generator=rng) * 0.4 for name, shape in shapes.items()}
+
+
+def write(folder, config, tensors):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return str(folder)
+
+
+def changed(config, **inner):
+    return config | {"dflash_config": config["dflash_config"] | inner}
+
+
+def norm(x, weight):
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
+
+
+def turned(x, positions):
+    """RoPE as a product of complex numbers, x [S, heads, SIZE]."""
+    angles = positions[:, None] / THETA ** (torch.arange(0, SIZE, 2) / SIZE)
+    z = torch.complex(*x.chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    return torch.cat([z.real, z.imag], -1)
+
+
+def convolved(w, prefix, x, sublayer):
+    """DFlash2's filter around a sublayer, channel by channel; without its tensors, the sublayer."""
+    if f"{prefix}.base_kernel" not in w:
+        return sublayer(x)
+    base, projection = w[f"{prefix}.base_kernel"], w[f"{prefix}.kernel_projection.weight"]
+    span = base.shape[1]
+    delta = (x @ projection.T).reshape(len(x), 2, span, -1)
+    group = H // delta.shape[-1]
+
+    def filtered(side, y):
+        out = torch.zeros_like(y)
+        for i, t, c in product(range(len(y)), range(span), range(H)):
+            if i >= t:
+                out[i, c] += (base[side, t, c] + delta[i, side, t, c // group]) * y[i - t, c]
+        return out
+
+    return filtered(1, sublayer(filtered(0, x)))
+
+
+def reference(w, features, x, start=0, window=0, causal=False):
+    """features [T, taps H], block embeddings x [S, H] -> states [S, H], from the paper's formulas without a cache."""
+    context = norm(features @ w["fc.weight"].T, w["hidden_norm.weight"])
+    length, slots = len(context), len(x)
+    positions = start + torch.arange(length + slots)
+    distance = positions[length:, None] - positions
+    hidden = (distance.abs() >= window) if window else torch.zeros_like(distance, dtype=torch.bool)
+    hidden |= (distance < 0) & causal
+    for i in range(LAYERS):
+        p = {n.removeprefix(f"layers.{i}."): t for n, t in w.items() if n.startswith(f"layers.{i}.")}
+
+        def attention(a, p=p):
+            q = turned(
+                norm((a @ p["self_attn.q_proj.weight"].T).view(-1, HEADS, SIZE), p["self_attn.q_norm.weight"]),
+                positions[length:],
+            )
+            both = torch.cat([context, a])
+            k = (both @ p["self_attn.k_proj.weight"].T).view(-1, GROUPS, SIZE)
+            k = turned(norm(k, p["self_attn.k_norm.weight"]), positions).repeat_interleave(HEADS // GROUPS, 1)
+            v = (both @ p["self_attn.v_proj.weight"].T).view(-1, GROUPS, SIZE).repeat_interleave(HEADS // GROUPS, 1)
+            scores = (torch.einsum("qhd,khd->hqk", q, k) / SIZE**0.5).masked_fill(hidden, -torch.inf)
+            found = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+            return found.flatten(1) @ p["self_attn.o_proj.weight"].T
+
+        def mlp(a, p=p):
+            gate = torch.nn.functional.silu(a @ p["mlp.gate_proj.weight"].T)
+            return (gate * (a @ p["mlp.up_proj.weight"].T)) @ p["mlp.down_proj.weight"].T
+
+        x = x + convolved(p, "attention_conv", norm(x, p["input_layernorm.weight"]), attention)
+        x = x + convolved(p, "mlp_conv", norm(x, p["post_attention_layernorm.weight"]), mlp)
+    return norm(x, w["norm.weight"])
+
+
+def block(target, anchor):
+    return target.embed(torch.tensor([anchor] + [MASK] * (BLOCK - 1)))
+
+
+def features_of(target, text):
+    hidden = target.start(text, TAPS).hidden
+    return torch.cat([hidden[tap] for tap in TAPS], -1)
+
+
+def told(target, model, text, steps=(), sampling=None, **options):
+    """A drafter that has seen text [B, T], the columns behind `steps[0]` in several observations."""
+    drafter = load_drafter("dflash", target, model, **options)
+    hidden = target.start(text, drafter.taps).hidden
+    drafter.start(len(text), sampling or Sampling(1.0), torch.Generator().manual_seed(0))
+    ends = [*steps, text.shape[1] - 1]
+    for begin, end in zip([0, *ends], ends, strict=False):
+        part = {tap: h[:, begin:end] for tap, h in hidden.items()}
+        drafter.observe(Progress(text[:, begin:end], text[:, begin + 1 : end + 1], [end - begin] * len(text), part))
+    return drafter
+
+
+def logits_of(target, model, text, steps=(9, 12)):
+    """log q [D, V] of every slot behind a text [1, T]."""
+    return told(target, model, text, steps).propose(Budget(16, 16)).probs[0].log()
+
+
+def agrees(target, model, w, text, first=1, logits=None, **how):
+    states = reference(w, features_of(target, text)[0, :-1], block(target, int(text[0, -1])), **how)[first:]
+    wanted = (logits or target.lm_head)(states).softmax(-1)
+    torch.testing.assert_close(logits_of(target, model, text).exp(), wanted, atol=1e-5, rtol=1e-3)
+
+
+TEXT = texts(1, 16, seed=3)
+
+
+# Public formats
+
+
+@pytest.mark.parametrize("place", ["outside", "inside"])
+def test_z_lab(target, tmp_path, place):
+    config, w = dict(ZLAB), drafter_tensors()
+    if place == "inside":
+        config = changed(config, block_size=config.pop("block_size"))
+    assert len(w) == 11 * LAYERS + 3
+    agrees(target, write(tmp_path, config, w), w, TEXT)
+    agrees(target, str(tmp_path), w, TEXT, start=100)  # only distances count
+
+
+def test_z_lab_without_a_list_of_layers(target, tmp_path):
+    model = DFlash.load(write(tmp_path, changed(ZLAB, target_layer_ids=None), drafter_tensors()), target)
+    assert model.design.taps == spread_taps(3, 2) == (1, 2)
+    assert spread_taps(36, 5) == (2, 10, 18, 26, 34)  # Qwen3-8B
+    assert spread_taps(16, 5) == (2, 5, 8, 11, 14)  # LFM2.5-1.2B
+    assert spread_taps(3, 1) == (2,)
+
+
+def test_scales_of_the_newer_configs(target, tmp_path):
+    w = drafter_tensors()
+    config = changed(ZLAB, input_embedding_scale=2.0, output_multiplier=0.5, final_logit_softcapping=1.5)
+    states = reference(w, features_of(target, TEXT)[0, :-1], 2.0 * block(target, int(TEXT[0, -1])))[1:]
+    wanted = (1.5 * torch.tanh(0.5 * target.lm_head(states) / 1.5)).log_softmax(-1)
+    torch.testing.assert_close(logits_of(target, write(tmp_path, config, w), TEXT), wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("extra", "causal"),
+    [({}, True), ({"is_causal": False}, False), ({"dflash_config": {"causal": False}}, False)],
+)
+def test_windowed_layers_are_causal_unless_the_config_says_otherwise(target, tmp_path, extra, causal):
+    config, w = ZLAB | {"layer_types": ["sliding_attention"] * LAYERS, "sliding_window": 5}, drafter_tensors()
+    config |= extra | {"dflash_config": ZLAB["dflash_config"] | extra.get("dflash_config", {})}
+    agrees(target, write(tmp_path, config, w), w, TEXT, window=5, causal=causal)
+
+
+def test_a_window_without_layer_types(target, tmp_path):
+    w = drafter_tensors()
+    agrees(target, write(tmp_path, changed(ZLAB, use_swa=True, swa_window_size=4), w), w, TEXT, window=4)
+
+
+@pytest.mark.parametrize("from_anchor", [False, True])
+def test_speculators(target, tmp_path, from_anchor):
+    w = drafter_tensors()
+    kept = torch.arange(1, VOCABULARY, 3)
+    rows = torch.randn(len(kept), H, generator=torch.Generator().manual_seed(4))
+    t2d = torch.zeros(VOCABULARY, dtype=torch.bool).index_fill(0, kept, True)
+    extra = {"lm_head.weight": rows, "d2t": kept - torch.arange(len(kept)), "t2d": t2d}
+    extra["embed_tokens.weight"] = target.embed.weight.clone()
+    config = {
+        "speculators_model_type": "dflash",
+        "architectures": ["DFlashDraftModel"],
+        "transformer_layer_config": BODY | {"rope_theta": THETA, "vocab_size": VOCABULARY, "model_type": "qwen3"},
+        "draft_vocab_size": len(kept),
+        "block_size": BLOCK,
+        "aux_hidden_state_layer_ids": list(TAPS),
+        "mask_token_id": MASK,
+        "sample_from_anchor": from_anchor,
+        "speculators_config": {"verifier": {"name_or_path": "tiny"}},
+    }
+
+    def logits(states):
+        every = torch.full((len(states), VOCABULARY), -1e4)
+        every[:, kept] = states @ rows.T
+        return every
+
+    model = DFlash.load(write(tmp_path, config, w | extra), target)
+    assert model.note == ""
+    agrees(target, model, w, TEXT, 0 if from_anchor else 1, logits)
+    draft = told(target, model, TEXT).propose(Budget(16, 16))
+    assert set(draft.tokens[0].tolist()) <= set(kept.tolist())
+
+
+@pytest.mark.parametrize("kind", ["none", "vanilla", "gated"])
+def test_deepspec(target, tmp_path, kind):
+    """Slots from the anchor on; a Markov head reads the token before."""
+    w, rng = drafter_tensors(), torch.Generator().manual_seed(5)
+    rank = 0 if kind == "none" else 4
+    extra = {"embed_tokens.weight": target.embed.weight.clone(), "lm_head.weight": target.lm_head.weight.clone()}
+    if rank:
+        extra["markov_head.markov_w1.weight"] = torch.randn(VOCABULARY, rank, generator=rng)
+        extra["markov_head.markov_w2.weight"] = torch.randn(VOCABULARY, rank, generator=rng)
+        extra["confidence_head.proj.weight"] = torch.randn(1, H + rank, generator=rng)
+        extra["confidence_head.proj.bias"] = torch.zeros(1)
+    if kind == "gated":
+        extra["markov_head.gate_proj.weight"] = torch.randn(rank, H + rank, generator=rng)
+        extra["markov_head.gate_proj.bias"] = torch.randn(rank, generator=rng)
+    config = {k: v for k, v in ZLAB.items() if k != "dflash_config"} | ZLAB["dflash_config"]
+    config |= {"architectures": ["Qwen3DSparkModel"], "markov_rank": rank, "markov_head_type": kind}
+    drafter = told(target, write(tmp_path, config, w | extra), TEXT, (9, 12))
+    draft = drafter.propose(Budget(16, 16))
+    assert draft.nodes == BLOCK
+    states = reference(w, features_of(target, TEXT)[0, :-1], block(target, int(TEXT[0, -1])))
+    wanted = target.lm_head(states)
+    if rank:
+        read = extra["markov_head.markov_w1.weight"][torch.cat([TEXT[0, -1:], draft.tokens[0, :-1]])]
+        if kind == "gated":
+            gate = torch.cat([states, read], -1) @ extra["markov_head.gate_proj.weight"].T
+            read = (gate + extra["markov_head.gate_proj.bias"]).sigmoid() * read
+        wanted = wanted + read @ extra["markov_head.markov_w2.weight"].T
+    torch.testing.assert_close(draft.probs[0].log(), wanted.log_softmax(-1), atol=2e-4, rtol=1e-4)
+
+
+def test_dflash2(target, tmp_path):
+    w, more = drafter_tensors(), second_tensors()
+    assert len(more) == 4 * LAYERS + 3
+    config = changed(ZLAB, conv_kernel_size=2, conv_group_size=8, selector_rank=4, selector_top_k=7)
+    model = write(tmp_path, config | {"architectures": ["DFlash2DraftModel"]}, w | more)
+    draft = told(target, model, TEXT, (9, 12)).propose(Budget(16, 16))
+    states = reference(w | more, features_of(target, TEXT)[0, :-1], block(target, int(TEXT[0, -1])))[1:]
+    before = torch.cat([TEXT[0, -1:], draft.tokens[0, :-1]])
+    a, b = more["candidate_selector.predecessor_codebook"], more["candidate_selector.successor_codebook"]
+    project = more["candidate_selector.hidden_projection.weight"]
+    for i, (state, token) in enumerate(zip(states, before, strict=True)):
+        unary = target.lm_head(state)
+        kept = unary.topk(7).indices
+        wanted = (unary[kept] + b[kept] @ (a[token] * (project @ state))).softmax(-1)
+        torch.testing.assert_close(draft.probs[0, i, kept], wanted, atol=1e-4, rtol=1e-4)
+        assert float(draft.probs[0, i].sum()) == pytest.approx(float(draft.probs[0, i, kept].sum()))
+
+
+MUSE_NAMES = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+
+
+def muse_config(**more):
+    rope = {"rope_type": "default", "rope_theta": THETA}
+    config = BODY | {"rope_parameters": rope, "block_size": BLOCK, "mask_token_id": MASK, "target_layer_ids": [0, 1]}
+    return config | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "sliding_window": 5} | more
+
+
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
+def test_transformers_drafts_the_same(target, tmp_path, kind):
+    """Against transformers' own model and generator: the first block, and one whose context is cached."""
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, "MuseGlimmerAssistantModel"):
+        pytest.skip("this transformers has no DFlash")
+    from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
+
+    config = transformers.MuseGlimmerAssistantConfig(**muse_config(layer_types=[kind] * LAYERS))
+    oracle = transformers.MuseGlimmerAssistantModel(config).eval()
+    weights = {MUSE_NAMES.get(name, name): tensor for name, tensor in drafter_tensors().items()}
+    oracle.load_state_dict(weights)
+    oracle.save_pretrained(tmp_path)
+    assert load_file(tmp_path / "model.safetensors").keys() == weights.keys()
+    settings = transformers.GenerationConfig(max_length=80, do_sample=False)
+    theirs = DFlashTokenCandidateGenerator(oracle, target.embed, target.lm_head, settings)
+    theirs.get_candidates(TEXT, {}, None, is_first_iteration=True, n_last_matches=0)
+    said = target.model(TEXT[:, :-1], output_hidden_states=True)
+    drafter = told(target, str(tmp_path), TEXT[:, :10])
+    for begin, end in ((0, 9), (9, 12), (12, 13)):  # the prompt, then three and one kept columns
+        ids = TEXT[:, : end + 1]
+        said.hidden_states = target.model(ids[:, :-1], output_hidden_states=True).hidden_states
+        said.hidden_states = tuple(h[:, begin:] for h in said.hidden_states)
+        arguments = {"position_ids": torch.arange(end + 1)[None], "attention_mask": torch.ones_like(ids)}
+        with torch.no_grad():
+            tokens, logits = theirs.get_candidates(ids, arguments, said, False, n_last_matches=end - begin - 1)
+        if begin:
+            hidden = {tap: said.hidden_states[tap] for tap in TAPS}
+            drafter.observe(Progress(ids[:, begin:end], ids[:, begin + 1 :], [end - begin], hidden))
+        draft = drafter.propose(Budget(16, 16))
+        torch.testing.assert_close(draft.probs.log(), logits.log_softmax(-1), atol=1e-4, rtol=1e-4)
+        assert tokens.shape[1] == end + BLOCK
+
+
+# Files that are refused
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (ZLAB | {"hidden_size": 64}, "hidden size 64, this one has 32; choose the one it was made for"),
+        (ZLAB | {"vocab_size": 99}, "vocabulary 99"),
+        (ZLAB | {"num_target_layers": 36}, "layers 36"),
+        (changed(ZLAB, mask_token_id=None), "lacks 'mask_token_id'"),
+        (changed(ZLAB, mask_token_id=61), "mask token 61"),
+        (changed(ZLAB, target_layer_ids=[0, 1, 1]), "names 3 layers of its target, but its fc.weight reads 2"),
+        (changed(ZLAB, target_layer_ids=[0, 2]), "must lie between 0 and 2"),
+        (ZLAB | {"num_hidden_layers": 3}, "layers.2.* is missing"),
+        (ZLAB | {"draft_vocab_size": 20}, "no tensor d2t"),
+        (ZLAB | {"speculators_model_type": "peagle"}, "P-EAGLE"),
+        (ZLAB | {"speculators_model_type": "mtp"}, "for method 'mtp'"),
+    ],
+)
+def test_what_does_not_fit_is_refused(target, tmp_path, config, reason):
+    with pytest.raises(ValueError, match=reason):
+        DFlash.load(write(tmp_path, config, drafter_tensors()), target)
+
+
+def test_a_recurrent_markov_head_and_unknown_tensors_are_refused(target, tmp_path):
+    with pytest.raises(ValueError, match="recurrent Markov head"):
+        DFlash.load(
+            write(tmp_path, ZLAB, drafter_tensors() | {"markov_head.joint_proj.weight": torch.zeros(12, 40)}), target
+        )
+    with pytest.raises(ValueError, match=r"g_proj.weight is .*its config asks for no such tensor"):
+        more = {"layers.0.self_attn.g_proj.weight": torch.zeros(4, 4)}
+        DFlash.load(write(tmp_path, ZLAB, drafter_tensors() | more), target)
+
+
+# The block
+
+
+def test_slots_see_those_behind_them_unless_the_layers_are_causal(target, tmp_path):
+    for causal in (False, True):
+        model = DFlash.load(write(tmp_path, changed(ZLAB, causal=causal), drafter_tensors()), target)
+        drafter = told(target, model, TEXT)
+        tokens = torch.full((1, BLOCK), MASK)
+        before = drafter._read(tokens)
+        tokens[0, -1] = MASK + 1
+        after = drafter._read(tokens)
+        assert torch.equal(before[:, 1], after[:, 1]) == causal
+
+
+def test_a_smaller_budget_cuts_the_block(target, tmp_path):
+    drafter = told(target, write(tmp_path, ZLAB, drafter_tensors()), TEXT, sampling=Sampling())
+    whole = drafter.propose(Budget(99, 99))
+    assert whole.nodes == BLOCK - 1
+    assert whole.probs is None
+    assert drafter.propose(Budget(2, 2)).tokens.tolist() == whole.tokens[:, :2].tolist()
+
+
+def test_only_observed_columns_are_kept(target, tmp_path):
+    drafter = told(target, write(tmp_path, ZLAB, drafter_tensors()), TEXT, (4, 5))
+    for _ in range(2):
+        assert drafter._cache.cursor.lengths == [TEXT.shape[1] - 1]
+        drafter.propose(Budget(3, 3))
+    once = told(target, drafter.head, TEXT).propose(Budget(5, 5))
+    torch.testing.assert_close(once.probs, drafter.propose(Budget(5, 5)).probs)
+
+
+def test_rows_of_unequal_length_do_not_mix(target, tmp_path):
+    model = DFlash.load(write(tmp_path, ZLAB, drafter_tensors()), target)
+    text, kept = texts(3, 14, seed=8), [5, 2, 0]
+    together = told(target, model, text[:, :9])
+    hidden = {tap: h[:, 8:13] for tap, h in target.start(text, TAPS).hidden.items()}
+    together.observe(Progress(text[:, 8:13], text[:, 9:14], kept, hidden))
+    draft = together.propose(Budget(5, 5))
+    for row, length in enumerate(kept[:2]):
+        alone = told(target, model, text[row : row + 1, : 9 + length]).propose(Budget(5, 5))
+        torch.testing.assert_close(draft.probs[row], alone.probs[0])
+
+
+@pytest.mark.parametrize("nodes", [0, 12])
+def test_greedy_text_is_the_targets_own(target, tmp_path, nodes):
+    prompts = texts(3, 7)
+    config = GenerationConfig(20, budget=Budget(5, max(5, nodes)), stop_token_ids=())
+
+    def rows(drafter):
+        events = list(generate(target, drafter, prompts, config))
+        return [[t for e in events for t in e.emitted[row]] for row in range(3)], events
+
+    plain, _ = rows(load_drafter("none", target))
+    kept = 0
+    for extra in ({}, second_tensors()):
+        model = write(tmp_path, ZLAB, drafter_tensors() | extra)
+        got, events = rows(load_drafter("dflash", target, model, nodes=nodes))
+        assert got == plain
+        kept += sum(len(path) - 1 for e in events for path in e.path)
+    assert kept > 0
+
+
+def test_the_tree_has_the_likeliest_paths(target, tmp_path):
+    model = DFlash.load(write(tmp_path, ZLAB, drafter_tensors()), target)
+    logq = logits_of(target, model, TEXT)[:3].topk(12)
+    drafter = told(target, model, TEXT, (9, 12), nodes=12)
+    draft = drafter.propose(Budget(3, 12))
+    assert draft.probs is None
+    paths = {}
+    for depth in (1, 2, 3):
+        for ranks in product(range(12), repeat=depth):
+            tokens = tuple(int(logq.indices[i, r]) for i, r in enumerate(ranks))
+            paths[tokens] = sum(float(logq.values[i, r]) for i, r in enumerate(ranks))
+    best = sorted(paths, key=paths.__getitem__, reverse=True)[:12]
+    found = [()]
+    for token, parent, chance in zip(
+        draft.tokens[0].tolist(), draft.parents[0].tolist(), draft.confidence[0].tolist(), strict=True
+    ):
+        found.append((*found[parent], token))
+        level = len(found[-1]) - 1
+        assert chance == pytest.approx(float(logq.values[level].exp()[logq.indices[level] == token]), rel=1e-3)
+    assert set(found[1:]) == set(best)
+
+
+def test_the_tree_of_a_last_stage_follows_it(target, tmp_path):
+    config = changed(ZLAB, selector_top_k=2)
+    model = DFlash.load(write(tmp_path, config, drafter_tensors() | second_tensors()), target)
+    chain = told(target, model, TEXT, sampling=Sampling()).propose(Budget(3, 3))
+    draft = told(target, model, TEXT, nodes=14).propose(Budget(3, 14))
+    slot = 0
+    for token, chance in zip(chain.tokens[0].tolist(), chain.confidence[0].tolist(), strict=True):
+        node = next(n for n in range(14) if int(draft.parents[0, n]) == slot and int(draft.tokens[0, n]) == token)
+        assert float(draft.confidence[0, node]) == pytest.approx(chance, rel=1e-3)
+        slot = node + 1
+
+
+# Conventions that a file does not tell
+
+
+@pytest.mark.parametrize(("from_anchor", "taps"), [(False, (1, 2)), (True, (0, 1))])
+def test_what_a_file_does_not_say_is_found_by_trying(target, tmp_path, from_anchor, taps):
+    """A drafter trained to one reading, saved without a word about it."""
+    torch.manual_seed(0)
+    head = DFlash.fresh(target, layers=1, block_size=4, taps=taps)
+    head.design = replace(head.design, from_anchor=from_anchor)
+    drafter = load_drafter("dflash", target, head)
+    learn(drafter, written(target, taps), 60)
+    folder = tmp_path / "drafter"
+    drafter.save(folder, "tiny")
+    config = json.loads((folder / "config.json").read_text())
+    config["architectures"] = []
+    config["dflash_config"].pop("sample_from_anchor", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    found = DFlash.load(str(folder), target)
+    assert (found.design.from_anchor, found.design.taps) == (from_anchor, taps)
+    assert "does not say how it counts" in load_drafter("dflash", target, found).note
+
+
+# Training
+
+
+def learn(drafter, batch, steps):
+    drafter.head.train().requires_grad_(True)
+    optimizer = torch.optim.Adam(drafter.head.parameters(), 0.01)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        drafter.loss(batch)[0].backward()
+        optimizer.step()
+    drafter.head.eval().requires_grad_(False)
+
+
+def example(target, taps, rows=4, columns=24, soft=True):
+    text = texts(rows, columns + 1, seed=11)
+    hidden = {tap: h.float() for tap, h in target.start(text[:, :-1], taps).hidden.items()}
+    probs = target.model(text[:, :-1]).logits.softmax(-1) if soft else None
+    return Progress(text[:, :-1], text[:, 1:], [columns] * rows, hidden, probs)
+
+
+@pytest.mark.parametrize("from_anchor", [False, True])
+def test_training_sees_what_drafting_sees(target, tmp_path, from_anchor):
+    """The block at anchor a is the one that is drafted after a columns, and its labels are the tokens that follow."""
+    config = changed(ZLAB | {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 6})
+    model = write(tmp_path, changed(config, sample_from_anchor=from_anchor), drafter_tensors())
+    drafter = load_drafter("dflash", target, model)
+    batch = example(target, drafter.taps, soft=False)
+    first, drafts = drafter.head.design.first, drafter.head.design.drafts
+    anchors = drafter._anchors(batch.inputs)
+    states = drafter._blocks(batch, anchors)
+    text = torch.cat([batch.inputs[:, :1], batch.outputs], 1)
+    nats, weights, hits = 0.0, 0.0, torch.zeros(drafts)
+    for row, places in enumerate(anchors.tolist()):
+        for place, anchor in enumerate(places):
+            part = text[row : row + 1, : anchor + 1]
+            probs = told(target, drafter.head, part).propose(Budget(16, 16)).probs[0]
+            said = target.lm_head(states[row, place, first:]).log_softmax(-1)
+            torch.testing.assert_close(said, probs.log(), atol=2e-4, rtol=1e-4)
+            wanted = text[row, anchor + 1 : anchor + 1 + drafts]
+            weight = torch.exp(-torch.arange(drafts) / 4.0)
+            nats += float((weight * -said.gather(1, wanted[:, None])[:, 0]).sum())
+            weights += float(weight.sum())
+            hits += said.argmax(-1) == wanted
+    loss, metrics = drafter.loss(batch)
+    assert float(loss) == pytest.approx(nats / weights, rel=1e-4)
+    assert list(metrics.values()) == pytest.approx((hits / anchors.numel()).tolist())
+
+
+def test_training_lowers_the_loss_and_what_is_saved_drafts_the_same(target, tmp_path):
+    torch.manual_seed(0)
+    drafter = load_drafter("dflash", target, DFlash.fresh(target, block_size=4))
+    batch = example(target, drafter.taps)
+    before, metrics = drafter.loss(batch)
+    learn(drafter, batch, 30)
+    after, better = drafter.loss(batch)
+    assert float(after) < 0.8 * float(before)
+    assert better["agree_1"] > metrics["agree_1"]
+    assert list(better) == ["agree_1", "agree_2", "agree_3"]
+    assert not target.model.lm_head.weight.requires_grad
+    drafter.save(tmp_path, "tiny")
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["DFlashDraftModel"]
+    assert config["dflash_config"] == {"mask_token_id": 2, "target_layer_ids": [tap - 1 for tap in drafter.taps]}
+    assert config["rope_theta"] == 10000.0
+    assert torch.equal(logits_of(target, str(tmp_path), TEXT), logits_of(target, drafter.head, TEXT))
+
+
+def test_every_variant_survives_saving(target, tmp_path):
+    config = changed(
+        ZLAB | {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 5},
+        causal=False,
+        sample_from_anchor=True,
+        output_multiplier=0.5,
+        selector_top_k=5,
+    )
+    tensors = drafter_tensors() | second_tensors()
+    model = DFlash.load(write(tmp_path / "theirs", config, tensors), target)
+    load_drafter("dflash", target, model).save(tmp_path / "ours", "tiny")
+    again = DFlash.load(str(tmp_path / "ours"), target)
+    assert replace(again.design, body=model.design.body) == model.design
+    assert torch.equal(logits_of(target, again, TEXT), logits_of(target, model, TEXT))
+
+
+def test_anchors_are_random_only_while_training(target):
+    drafter = load_drafter("dflash", target, DFlash.fresh(target, block_size=4))
+    batch = example(target, drafter.taps)
+    assert drafter.loss(batch)[0] == drafter.loss(batch)[0]
+    drafter.head.train()
+    torch.manual_seed(3)
+    losses = [float(drafter.loss(batch)[0]) for _ in range(2)]
+    assert losses[0] != losses[1]
+    torch.manual_seed(3)
+    assert float(drafter.loss(batch)[0]) == losses[0]
+
+
+def test_a_row_shorter_than_a_block_teaches_too(target):
+    drafter = load_drafter("dflash", target, DFlash.fresh(target, block_size=8))
+    loss, metrics = drafter.loss(example(target, drafter.taps, columns=3))
+    assert torch.isfinite(loss)
+    assert list(metrics) == [f"agree_{i}" for i in range(1, 8)]
+
+
+def test_the_mask_token_stands_in_no_text(target):
+    class Tokenizer:
+        def __len__(self):
+            return 50
+
+    padded = HFTarget(target.model, Tokenizer(), "padded")
+    assert DFlash.fresh(padded).design.mask_token_id == 50
+    assert DFlash.fresh(target).design.mask_token_id == target.stop_token_ids[0] == 2
+    assert DFlash.fresh(ToyTarget()).design.mask_token_id == 0
+
+
+def test_half_precision_drafts_and_a_full_one_learns():
+    target = HFTarget(build("llama").bfloat16(), name="half")
+    head = DFlash.fresh(target, block_size=4)
+    assert told(target, head, TEXT, (9,)).propose(Budget(3, 3)).nodes == 3
+    drafter = load_drafter("dflash", target, head.float().requires_grad_(True))
+    loss, _ = drafter.loss(example(target, drafter.taps))
+    loss.backward()
+    assert head.fc.weight.grad is not None
+    assert head.layers[0].self_attn.o_proj.weight.grad.abs().sum() > 0
