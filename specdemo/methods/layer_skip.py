@@ -1,0 +1,71 @@
+"""Layer skip: the target's own first layers, its last norm and lm_head draft a chain (Elhoushi et al. 2404.16710,
+section 4.3).
+
+B rows, n tokens of a chain, V vocabulary. No weights and no memory of its own: drafting reads the target's cache of
+those layers and writes behind the history there, where the verifying pass writes over it. Any model will do; those
+trained to exit early are guessed far better. Sampled drafts carry the q they were drawn from.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Generator, Tensor
+
+from specdemo.core.protocol import Budget, Progress, Target
+from specdemo.core.sampling import Sampling, draw, to_probs
+from specdemo.core.tree import Draft
+from specdemo.methods import knob
+
+
+@runtime_checkable
+class Shallow(Protocol):
+    def shallow(self, chain: Tensor, layers: int) -> Tensor:
+        """chain [B, n], drafted behind the history -> [B, V] logits behind it after `layers` layers."""
+
+
+class LayerSkip:
+    title = "Layer skip"
+    summary = "The target's own first layers write ahead, the whole of it checks; no second model, no extra memory."
+    needs_model = False
+    taps: tuple[int, ...] = ()
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        exit_layer: int = knob(0, "layers that draft; 0 takes a third of them", low=0, high=128, step=1)
+
+    def __init__(self, target: Target, model: Any = None, options: Options | None = None) -> None:
+        """Raises ValueError for a target that has too few layers or cannot run some of them alone."""
+        name = getattr(target, "name", "") or "the target"
+        if not isinstance(target, Shallow) or not target.supports_trees:
+            raise ValueError(f"{name} cannot take back what its first layers read; choose 'ngram' or 'draft_model'")
+        self.exit_layer = (options or self.Options()).exit_layer or max(1, round(target.num_layers / 3))
+        if self.exit_layer >= target.num_layers:
+            raise ValueError(
+                f"option 'exit_layer' ({self.exit_layer}) must be below the {target.num_layers} layers of {name}"
+            )
+        self.note = f"The first {self.exit_layer} of {target.num_layers} layers draft."
+        self._target = target
+        self._device = target.device
+        self._sampling = Sampling()
+        self._rng: Generator | None = None
+        self._roots = torch.empty(0, 1, dtype=torch.int64)
+
+    def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
+        self._sampling = Sampling(temperature=1.0) if sampling.greedy else sampling
+        self._rng = None if sampling.greedy else rng
+
+    def observe(self, progress: Progress) -> None:
+        last = torch.tensor([max(n - 1, 0) for n in progress.lengths], device=progress.outputs.device)
+        self._roots = progress.outputs.gather(1, last[:, None])  # of a finished row any token: its draft is dropped
+
+    def propose(self, budget: Budget) -> Draft:
+        chain, probs = self._roots, []
+        for _ in range(min(budget.depth, budget.nodes)):
+            probs.append(to_probs(self._target.shallow(chain, self.exit_layer), self._sampling))
+            chain = torch.cat([chain, draw(probs[-1], self._rng)[:, None]], 1)
+        if not probs:
+            return Draft.empty(len(chain), self._device)
+        q = torch.stack(probs, 1)
+        confidence = q.gather(-1, chain[:, 1:, None]).squeeze(-1)
+        return Draft.chain(chain[:, 1:], None if self._rng is None else q, confidence)

@@ -1,0 +1,144 @@
+"""Lookahead decoding: the target guesses its own n-grams beside the text (Fu et al. 2402.02057, sections 3.1 to 3.3).
+
+B rows, W window columns, N tokens per n-gram, G guesses per token. Every pass carries one exact tree with two kinds of
+nodes. Guesses: n-grams seen before that begin with the root. The window: a chain of W guesses below the root, and below
+each of them a column with what Jacobi iteration has made of the positions after it, N - 1 tokens high. What the target
+says behind the columns grows them by one token; a full column is an n-gram for the pool and loses its oldest token.
+Window nodes may be accepted like any other. Nothing is drawn, so probs is None.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Generator
+
+from specdemo.core.protocol import Budget, Progress, Target
+from specdemo.core.sampling import Sampling
+from specdemo.core.tree import ABSENT, Draft
+from specdemo.methods import knob
+
+Gram = tuple[int, ...]
+
+
+class _Tree:
+    """One row's draft; of equal siblings there is one."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self._slots: dict[tuple[int, int], int] = {}
+
+    def add(self, parent: int, token: int) -> int:
+        """-> the slot of `token` below `parent`"""
+        slot = self._slots.setdefault((parent, token), len(self.tokens) + 1)
+        if slot > len(self.tokens):
+            self.tokens.append(token)
+            self.parents.append(parent)
+        return slot
+
+
+@dataclass(slots=True)
+class _Row:
+    root: int
+    columns: list[list[int]]  # the window, from the root on
+    pool: dict[int, dict[Gram, None]] = field(default_factory=dict)  # first token -> the rest, the newest last
+    ends: list[int] = field(default_factory=list)  # the last slots of the columns in the last draft
+
+    def roll(self, said: list[int], height: int, guesses: int) -> None:
+        """said [S]: the target's argmax at every slot of the last draft."""
+        for column, end in zip(self.columns, self.ends, strict=False):  # a small budget runs the first columns only
+            column.append(said[end])
+            if len(column) > height:
+                first = column.pop(0)
+                grams = self.pool.setdefault(first, {})
+                grams.pop(tuple(column), None)
+                grams[tuple(column)] = None
+                if len(grams) > guesses:
+                    del grams[next(iter(grams))]
+
+
+class Lookahead:
+    title = "Lookahead decoding"
+    summary = "The target itself guesses ahead in the same pass, keeps what it guessed as n-grams and checks those."
+    needs_model = False
+    taps: tuple[int, ...] = ()
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        window: int = knob(7, "columns of the window, fewer where k is too small", low=1, high=32, step=1)
+        ngram: int = knob(5, "tokens of an n-gram, fewer where k is too small", low=2, high=8, step=1)
+        guesses: int = knob(7, "n-grams kept and checked per first token", low=1, high=32, step=1)
+        nodes: int = knob(56, "nodes in all: (window + guesses) * (ngram - 1), or both shrink", low=2, high=128, step=1)
+
+    def __init__(self, target: Target, model: Any = None, options: Options | None = None) -> None:
+        self._options = options or self.Options()
+        self._supports_trees = target.supports_trees
+        self._device = target.device
+        self._rows: list[_Row] = []
+        self._height = 0  # of the columns in the last draft
+        self._nodes = 0
+
+    def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
+        self._rows = []
+
+    def observe(self, progress: Progress) -> None:
+        outputs = progress.outputs.tolist()
+        if not self._rows:
+            prompts = zip(progress.inputs.tolist(), outputs, strict=True)
+            self._rows = [_Row(root=after[-1], columns=self._first_guesses(prompt)) for prompt, after in prompts]
+            return
+        said: list[list[int]] = []
+        if progress.forward is not None and progress.forward.logits.shape[1] == self._nodes + 1:
+            said = progress.forward.logits.argmax(-1).tolist()
+        for b, (row, length) in enumerate(zip(self._rows, progress.lengths, strict=True)):
+            if length:
+                row.root = outputs[b][length - 1]
+                if said:
+                    row.roll(said[b], self._height, self._options.guesses)
+
+    def _first_guesses(self, prompt: list[int]) -> list[list[int]]:
+        """Any token will do; those of the prompt's end are at least of its kind."""
+        return [[prompt[-1 - i % len(prompt)]] for i in reversed(range(self._options.window))]
+
+    def propose(self, budget: Budget) -> Draft:
+        if min(budget.depth, budget.nodes) < 1:
+            self._nodes = -1  # there is no window to read
+            return Draft.empty(len(self._rows), self._device)
+        trees = [self._tree(row, budget) for row in self._rows]
+        self._nodes = width = max(len(tree.tokens) for tree in trees)
+        tokens = torch.tensor([t.tokens + [ABSENT] * (width - len(t.tokens)) for t in trees], device=self._device)
+        if not self._supports_trees:
+            return Draft.chain(tokens)
+        parents = [t.parents + [0] * (width - len(t.parents)) for t in trees]
+        return Draft(tokens, torch.tensor(parents, device=self._device))
+
+    def _tree(self, row: _Row, budget: Budget) -> _Tree:
+        tree = _Tree()
+        columns = self._shape(budget)
+        grams = [gram[: budget.depth] for gram in reversed(row.pool.get(row.root, {}))]
+        if not self._supports_trees:  # the loop would cut the tree, and its slots be others
+            grams, columns = grams[:1], 0 if grams else 1
+        room = budget.nodes - columns * self._height
+        for gram in grams:
+            slot = 0
+            for token in gram:
+                if len(tree.tokens) < room:
+                    slot = tree.add(slot, token)
+        row.ends = []
+        slot = 0
+        for column in row.columns[:columns]:
+            del column[: -self._height]
+            slot = end = tree.add(slot, column[0])
+            for token in column[1:]:
+                end = tree.add(end, token)
+            row.ends.append(end)
+        return tree
+
+    def _shape(self, budget: Budget) -> int:
+        """How many columns fit; sets their height. Where the depth is short, both get half of it."""
+        options = self._options
+        self._height = min(options.ngram - 1, (budget.depth + 1) // 2, (budget.nodes + 1) // 2)
+        share = options.window / (options.window + options.guesses)
+        fitting = int(share * (budget.nodes // self._height))
+        return max(1, min(options.window, budget.depth - self._height + 1, fitting))

@@ -1,0 +1,247 @@
+"""Suffix decoding: what followed the longest endings of the text before, as often as it did (Oliaro et al. 2411.04975).
+
+B rows, N draft nodes. Two suffix trees: one over the row's own prompt and output; one, if asked for, over earlier
+answers of the same model. An ending of n tokens that occurred before may draft max_spec_factor * n + max_spec_offset
+tokens: the longer the match, the more it is trusted. Of all endings the one whose draft promises most tokens wins.
+Drafts are rankings, so probs is None.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from heapq import heappop, heappush, nlargest
+from itertools import count
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Generator, Tensor, nn
+
+from specdemo.core.protocol import Budget, Progress, Target
+from specdemo.core.sampling import Sampling
+from specdemo.core.tree import ABSENT, Draft
+from specdemo.methods import knob
+
+REMEMBERED = 256  # answers per model, the oldest forgotten first
+SHORTEST = 16  # tokens of an answer worth remembering; a lane's warm-up, which would give its text away, is shorter
+
+
+class _Node:
+    """A piece of text that occurred `count` times. While it occurred once nothing is stored below it: what follows is
+    read from the text it stands in, which may still grow."""
+
+    __slots__ = ("_children", "_place", "_text", "count")
+
+    def __init__(self, text: list[int], place: int) -> None:
+        self.count = 1
+        self._children: dict[int, _Node] = {}
+        self._text = text
+        self._place = place  # of the next token
+
+    @property
+    def children(self) -> dict[int, "_Node"]:
+        if self._place < len(self._text):
+            self._children[self._text[self._place]] = _Node(self._text, self._place + 1)
+            self._text, self._place = [], 0
+        return self._children
+
+
+@dataclass(slots=True)
+class _Text:
+    """Tokens that grow, and the nodes of those of its endings that occurred elsewhere in a tree, longest first: the
+    last one is that of its last token, the one before that of its last two."""
+
+    ids: list[int] = field(default_factory=list)
+    endings: list[_Node] = field(default_factory=list)
+
+
+class _Tree:
+    """The pieces of up to `depth` tokens of some texts, with their counts."""
+
+    def __init__(self, depth: int) -> None:
+        self._root = _Node([], 0)
+        self._depth = depth
+
+    def extend(self, text: _Text, token: int) -> None:
+        """One more token of a text of this tree. An ending that is new needs no more care: its node reads on itself."""
+        text.ids.append(token)
+        found = []
+        for node in (*text.endings[-self._depth + 1 :], self._root):
+            child = node.children.get(token)
+            if child is None:
+                node.children[token] = _Node(text.ids, len(text.ids))
+            else:
+                child.count += 1
+                found.append(child)
+        text.endings = found
+
+    def follow(self, endings: list[_Node], token: int) -> list[_Node]:
+        """`endings` after one more token of a text that is not in this tree."""
+        steps = (node.children.get(token) for node in (*endings[-self._depth + 1 :], self._root))
+        return [child for child in steps if child is not None]
+
+    def remove(self, ids: list[int]) -> None:
+        for start in range(len(ids)):
+            node = self._root
+            for token in ids[start : start + self._depth]:
+                child = node.children[token]
+                child.count -= 1
+                if not child.count:
+                    del node.children[token]
+                    break
+                node = child
+
+
+class _Memory:
+    """The last REMEMBERED answers of one model."""
+
+    def __init__(self, depth: int) -> None:
+        self.tree = _Tree(depth)
+        self._answers: deque[list[int]] = deque()
+
+    def add(self, ids: list[int]) -> None:
+        text = _Text()
+        for token in ids:
+            self.tree.extend(text, token)
+        self._answers.append(text.ids)
+        if len(self._answers) > REMEMBERED:
+            self.tree.remove(self._answers.popleft())
+
+
+# by the model's embedding, which all its targets share: a memory ends with its model
+_memories: WeakKeyDictionary[nn.Module, dict[int, _Memory]] = WeakKeyDictionary()
+
+
+@dataclass(slots=True)
+class _Row:
+    text: _Text = field(default_factory=_Text)
+    recalled: list[_Node] = field(default_factory=list)  # as text.endings, in the memory
+    prompt: int = 0  # tokens
+
+
+@dataclass(slots=True)
+class _Found:
+    """Drafted nodes: parents are slots, `chances` given the parent, `score` the tokens this promises."""
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    chances: list[float] = field(default_factory=list)
+    score: float = 0.0
+
+    def add(self, token: int, parent: int, chance: float, reached: float) -> None:
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.chances.append(chance)
+        self.score += reached
+
+
+class Suffix:
+    title = "Suffix decoding"
+    summary = "Counts what followed every ending of the text so far; the longer the ending, the longer the draft."
+    needs_model = False
+    taps: tuple[int, ...] = ()
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        max_depth: int = knob(24, "longest piece of text counted, match and draft together", low=2, high=64, step=1)
+        max_spec_factor: float = knob(1.0, "drafted tokens per matched token", low=0.0, high=8.0, step=0.25)
+        max_spec_offset: float = knob(0.0, "drafted tokens whatever the match", low=0.0, high=16.0, step=0.5)
+        min_token_prob: float = knob(0.1, "stop where a path is less likely than this", low=0.0, high=1.0, step=0.05)
+        nodes: int = knob(0, "nodes of the draft tree; 0 drafts a chain", low=0, high=64, step=1)
+        remember: bool = knob(
+            False,
+            "draft also from earlier answers of this model in this process; whoever shares it may see traces of them, "
+            "and a prompt asked again is answered faster",
+        )
+
+    def __init__(self, target: Target, model: Any = None, options: Options | None = None) -> None:
+        self._options = options or self.Options()
+        self._device = target.device
+        self._rows: list[_Row] = []
+        self._trees: list[_Tree] = []
+        self._memory: _Memory | None = None
+        if self._options.remember:
+            depth = self._options.max_depth
+            self._memory = _memories.setdefault(target.embed, {}).setdefault(depth, _Memory(depth))
+
+    def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
+        self._rows = [_Row() for _ in range(batch)]
+        self._trees = [_Tree(self._options.max_depth) for _ in range(batch)]
+
+    def release(self) -> None:
+        """What was answered goes into the memory, cancelled or not."""
+        if self._memory is not None:
+            for row in self._rows:
+                if len(row.text.ids) - row.prompt >= SHORTEST:
+                    self._memory.add(row.text.ids[row.prompt :])
+        self._rows, self._trees = [], []
+
+    def observe(self, progress: Progress) -> None:
+        for row, tree, inputs, outputs, length in zip(
+            self._rows,
+            self._trees,
+            progress.inputs.tolist(),
+            progress.outputs.tolist(),
+            progress.lengths,
+            strict=True,
+        ):
+            new = outputs[:length]
+            if not row.text.ids:
+                row.prompt = length
+                new = inputs[:1] + new
+            for token in new:
+                tree.extend(row.text, token)
+                if self._memory is not None:
+                    row.recalled = self._memory.tree.follow(row.recalled, token)
+
+    def propose(self, budget: Budget) -> Draft:
+        found = [self._best(row, budget) for row in self._rows]
+        width = max(len(f.tokens) for f in found)
+        tokens = self._tensor([_padded(f.tokens, width, ABSENT) for f in found], torch.int64)
+        confidence = self._tensor([_padded(f.chances, width, 0.0) for f in found], torch.float32)
+        if not self._options.nodes:
+            return Draft.chain(tokens, confidence=confidence)
+        parents = [_padded(f.parents, width, 0) for f in found]
+        return Draft(tokens, self._tensor(parents, torch.int64), confidence=confidence)
+
+    def _tensor(self, rows: list[list[Any]], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(rows, dtype=dtype, device=self._device)
+
+    def _best(self, row: _Row, budget: Budget) -> _Found:
+        """Of equal scores the longer match wins, and the row's own text before the memory."""
+        options = self._options
+        best = _Found()
+        for endings in (row.text.endings, row.recalled):
+            for length, node in zip(range(len(endings), 0, -1), endings, strict=True):
+                trusted = int(options.max_spec_factor * length + options.max_spec_offset)
+                depth = min(budget.depth, options.max_depth - length)
+                if trusted <= best.score:
+                    break  # nothing shorter can promise more
+                found = self._below(node, min(trusted, budget.nodes), depth)
+                if found.score > best.score:
+                    best = found
+        return best
+
+    def _below(self, ending: _Node, nodes: int, depth: int) -> _Found:
+        """The likeliest of what followed an ending: a tree of at most `nodes` nodes, or its best chain."""
+        options, found, order = self._options, _Found(), count()
+        width = nodes if options.nodes else 1
+        waiting: list[tuple[float, int, int, int, int, float, _Node]] = []  # the likeliest path first, then the oldest
+
+        def offer(above: _Node, slot: int, level: int, reached: float) -> None:
+            children = above.children if level <= depth else {}
+            total = sum(child.count for child in children.values())
+            for token, child in nlargest(width, children.items(), key=lambda pair: pair[1].count):
+                chance = child.count / total
+                if reached * chance >= options.min_token_prob:
+                    heappush(waiting, (-reached * chance, next(order), slot, level, token, chance, child))
+
+        offer(ending, 0, 1, 1.0)
+        while waiting and len(found.tokens) < nodes:
+            less, _, slot, level, token, chance, node = heappop(waiting)
+            found.add(token, slot, chance, -less)
+            offer(node, len(found.tokens), level + 1, -less)
+        return found
+
+
+def _padded(values: list[Any], width: int, filler: float) -> list[Any]:
+    return values + [filler] * (width - len(values))

@@ -1,0 +1,126 @@
+from copy import deepcopy
+
+import pytest
+import torch
+
+from specdemo.core.protocol import Budget, GenerationConfig
+from specdemo.core.sampling import Sampling, to_probs
+from specdemo.core.tree import ABSENT
+from specdemo.engine.loop import generate
+from specdemo.methods import load_drafter
+from specdemo.models.target import HFTarget
+from specdemo.models.toy import ToyTarget
+from tests.models.tiny import TREES, build, texts
+
+
+@pytest.fixture(scope="module", params=TREES)
+def model(request):
+    return build(request.param)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return build("llama")
+
+
+def shortened(model, layers):
+    """Transformers' own early exit: the same model, told that it has fewer layers."""
+    short = deepcopy(model)
+    short.config.num_hidden_layers = layers
+    return short
+
+
+def record(target, prompts, sampling=None, **options):
+    """One generation -> per step the committed texts and what was drafted, and its events."""
+    drafter = load_drafter("layer_skip", target, **options)
+    steps = []
+    propose = drafter.propose
+    written = prompts.tolist()
+
+    def proposing(budget):
+        draft = propose(budget)
+        steps.append(([row.copy() for row in written], draft))
+        return draft
+
+    drafter.propose = proposing
+    config = GenerationConfig(16, sampling or Sampling(), Budget(4, 4), stop_token_ids=())
+    events = []
+    for event in generate(target, drafter, prompts, config):
+        written = [row + new for row, new in zip(written, event.emitted, strict=True)]
+        events.append(event)
+    return steps, events, written
+
+
+def test_the_draft_is_that_of_the_shortened_model(llama):
+    """Token by token from the whole text, without any cache: early exit as transformers' own generate has it."""
+    short = shortened(llama, 2)
+    steps, events, _ = record(HFTarget(llama), texts(2, 7), exit_layer=2)
+    assert any(len(path[0]) != len(path[1]) for path in (event.path for event in events))  # ragged rows
+    for written, draft in steps:
+        if not draft.nodes:
+            continue  # one token to go
+        assert draft.probs is None
+        for row, text in enumerate(written):
+            if len(text) >= 7 + 16:
+                continue  # finished
+            for token, confidence in zip(draft.tokens[row].tolist(), draft.confidence[row], strict=True):
+                logits = short(torch.tensor([text]), use_cache=False).logits[0, -1]
+                assert token == int(logits.argmax())
+                torch.testing.assert_close(confidence, logits.softmax(-1)[token], rtol=1e-3, atol=1e-4)
+                text = [*text, token]
+
+
+def test_sampled_drafts_carry_what_they_were_drawn_from(llama):
+    short = shortened(llama, 1)
+    sampling = Sampling(temperature=0.8, top_k=7)
+    steps, _, _ = record(HFTarget(llama), texts(2, 5), sampling, exit_layer=1)
+    for written, draft in steps[:3]:
+        for row, text in enumerate(written):
+            for token, q in zip(draft.tokens[row].tolist(), draft.probs[row], strict=True):
+                logits = short(torch.tensor([text]), use_cache=False).logits[0, -1]
+                torch.testing.assert_close(q, to_probs(logits, sampling), rtol=1e-3, atol=1e-4)
+                assert q[token] > 0
+                text = [*text, token]
+
+
+def test_greedy_text_is_the_targets_own(model):
+    target = HFTarget(model)
+    prompts = texts(3, 9, seed=1)
+    config = GenerationConfig(16, stop_token_ids=())
+    plain = list(generate(target, load_drafter("none", target), prompts, config))
+    _, events, written = record(target, prompts)
+    assert [row[9:] for row in written] == [[t for e in plain for t in e.emitted[row]] for row in range(3)]
+    assert all(t != ABSENT for t in events[1].drafted[0])
+
+
+def test_nothing_is_refused_when_the_last_layers_add_nothing():
+    """With the last layer's outputs zero the shortened model is the model; a wrong cache would show as a refusal."""
+    model = build("llama")
+    last = model.model.layers[-1]
+    for part in (last.self_attn.o_proj, last.mlp.down_proj):
+        part.weight.zero_()
+    for sampling in (Sampling(), Sampling(temperature=1.0)):
+        _, events, _ = record(HFTarget(model), texts(2, 6), sampling, exit_layer=2)
+        for event in events[1:]:
+            assert all(len(path) == 1 + len(event.drafted[0]) for path in event.path)
+
+
+def test_all_layers_of_the_toy_are_the_toy():
+    target = ToyTarget(seed=2)
+    target.start(torch.tensor([[3, 1, 4], [1, 5, 9]]))
+    logits = target.shallow(torch.tensor([[2, 6], [5, 3]]), target.num_layers)
+    for row, text in enumerate(([3, 1, 4, 2, 6], [1, 5, 9, 5, 3])):
+        torch.testing.assert_close(logits[row].softmax(-1), target.next_probs(text))
+
+
+def test_a_third_of_the_layers_by_default():
+    drafter = load_drafter("layer_skip", ToyTarget())
+    assert drafter.exit_layer == 1
+    assert drafter.note == "The first 1 of 3 layers draft."
+
+
+def test_targets_it_does_not_fit():
+    with pytest.raises(ValueError, match="'exit_layer' \\(3\\) must be below the 3 layers of toy"):
+        load_drafter("layer_skip", ToyTarget(), exit_layer=3)
+    with pytest.raises(ValueError, match="cannot take back what its first layers read; choose 'ngram'"):
+        load_drafter("layer_skip", HFTarget(build("mamba")))
