@@ -1,0 +1,330 @@
+"""Adaptive draft length: at every step a policy says how deep the wrapped drafter may draft. The budget is the ceiling.
+
+B rows, N draft nodes, k the depth asked for. The policies:
+
+goodput     the k of most expected tokens per second (TurboSpec, 2406.14066), 0 included: sum over i <= k of the chance
+            that i drafted tokens are kept, over the seconds of drafting k and verifying them. Chances are estimated by
+            position while decoding, seconds are measured; both outlive the generation
+confidence  nothing is kept below a node of which the drafter is unsure. That looks at a node's ancestors only, never at
+            its own token, so it is exact under sampling too. It saves verification, not drafting
+heuristic   two more after a draft that was kept whole, one less after any other, at least 1 (that of transformers)
+
+Goodput listens to the clock. The text is exact all the same, but under sampling two runs of one seed may draft to other
+depths, draw other noise and so write other texts.
+"""
+
+from bisect import bisect
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import mul
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+from torch import Generator
+
+from specdemo.core.protocol import Budget, Progress, Target
+from specdemo.core.sampling import Sampling
+from specdemo.core.tree import ABSENT, Draft
+from specdemo.methods import knob, load_drafter
+from specdemo.methods.wrapper import Wrapper, judged, wrappable
+
+PRIOR, PRIOR_TRIES = 0.7, 2.0  # the acceptance believed before anything was seen, and how many tries that is worth
+MEMORY = 0.95  # what a try still counts after the next one: the last 20 matter
+MEASUREMENTS = 5  # per size
+PLAIN_STEPS = 2  # to begin with: nothing is lost by them, and all is measured against a plain step
+EXPLORATION = 0.01  # the share of time that may be lost in looking what another depth brings
+PATIENCE = 8  # steps between two such looks, at least
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One step: what was asked for and what came of it. Rows that have ended are left out."""
+
+    asked: int  # k
+    slots: int  # verified, the root included
+    rows: Sequence[tuple[int, int]]  # levels drafted and levels kept, per row
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+
+
+class Policy(Protocol):
+    notes: dict[str, float]
+
+    def start(self) -> None:
+        """A new generation."""
+
+    def choose(self, depth: int, nodes: int) -> int:
+        """How deep to draft, 0 to `depth`, when `nodes` nodes may be drafted at `depth`."""
+
+    def cut(self, draft: Draft) -> Draft:
+        """What of a draft to verify."""
+
+    def learn(self, outcome: Outcome) -> None: ...
+
+
+class Costs:
+    """Seconds by size: the median of the last measurements. Sizes between measured ones are interpolated, those below
+    cost what the smallest does, those above go on as the last two did."""
+
+    def __init__(self, known: Mapping[int, float]) -> None:
+        self._last = {size: deque([seconds], MEASUREMENTS) for size, seconds in known.items()}
+        self._median = dict(known)
+        self._sizes = sorted(known)
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def add(self, size: int, seconds: float) -> None:
+        if size not in self._last:
+            self._last[size] = deque(maxlen=MEASUREMENTS)
+            self._sizes.insert(bisect(self._sizes, size), size)
+        last = self._last[size]
+        last.append(seconds)
+        self._median[size] = sorted(last)[(len(last) - 1) // 2]  # the lower of two: disturbances only add time
+
+    def at(self, size: int) -> float:
+        """0 while nothing is known."""
+        median, sizes = self._median, self._sizes
+        if size in median:
+            return median[size]
+        place = bisect(sizes, size)
+        if not place or len(sizes) == 1:
+            return median[sizes[0]] if sizes else 0.0
+        beyond = place == len(sizes)
+        low, high = sizes[-2:] if beyond else sizes[place - 1 : place + 1]
+        slope = (median[high] - median[low]) / (high - low)
+        return median[high] + (max(slope, 0.0) if beyond else slope) * (size - high)
+
+
+class Acceptance:
+    """The chance that level i is kept when the level above was, from what happened to the last tries there.
+
+    Level 1 starts from an optimistic prior that is forgotten like any other try; a deeper level is believed to be like
+    the one above until it has tries of its own.
+    """
+
+    def __init__(self) -> None:
+        self._hits = [PRIOR * PRIOR_TRIES]
+        self._tries = [PRIOR_TRIES]
+
+    def add(self, drafted: int, kept: int) -> None:
+        hits, tries = self._hits, self._tries
+        reached = min(kept + 1, drafted)
+        while len(tries) < reached:
+            hits.append(0.0)
+            tries.append(0.0)
+        for level in range(reached):
+            hits[level] = MEMORY * hits[level] + (level < kept)
+            tries[level] = MEMORY * tries[level] + 1.0
+
+    def rates(self, depth: int) -> list[float]:
+        rate = self._hits[0] / self._tries[0]
+        rates = [rate] * depth
+        for level in range(1, min(depth, len(self._tries))):
+            rate = (self._hits[level] + PRIOR_TRIES * rate) / (self._tries[level] + PRIOR_TRIES)
+            rates[level] = rate
+        rates[len(self._tries) :] = [rate] * max(depth - len(self._tries), 0)
+        return rates
+
+
+def expected_tokens(rates: Sequence[float]) -> list[float]:
+    """Acceptance by level -> for k = 0, 1, .. the tokens that a step emits, the target's own one included."""
+    return list(accumulate(accumulate(rates, mul), initial=1.0))
+
+
+class Goodput:
+    """The first steps are plain and the next ones draft one token: so the costs are known before much is spent."""
+
+    def __init__(self) -> None:
+        self.notes: dict[str, float] = {}
+        self.acceptance = Acceptance()
+        self._drafting = Costs({0: 0.0})
+        self._verifying = Costs({})
+        self._plain = PLAIN_STEPS
+        self._drafted = False  # in the step before
+        self._since = 0  # steps, since a neighbour was looked at
+        self._deeper = False  # which one that was
+
+    def start(self) -> None:
+        self._drafted = False
+
+    def choose(self, depth: int, nodes: int) -> int:
+        rates = self.acceptance.rates(depth)
+        tokens = expected_tokens(rates)
+        seconds = self._seconds(depth, nodes)
+        if self._plain or len(self._drafting) == 1:
+            k = 0 if self._plain else min(depth, 1)
+            self._plain = max(self._plain - 1, 0)
+        else:
+            speeds = [t / s for t, s in zip(tokens, seconds, strict=True)]
+            k = self._explore(speeds.index(max(speeds)), tokens, seconds)
+        predicted = tokens[k] * seconds[0] / seconds[k] if seconds[k] else 1.0
+        alpha = sum(rates[: max(k, 1)]) / max(k, 1) if depth else 0.0
+        self.notes = {"k": k, "alpha": round(alpha, 4), "predicted": round(predicted, 4)}
+        return k
+
+    def cut(self, draft: Draft) -> Draft:
+        return draft
+
+    def learn(self, outcome: Outcome) -> None:
+        self._verifying.add(outcome.slots, outcome.verify_seconds)
+        if outcome.asked and self._drafted:  # a draft behind a plain step also reads what it has missed
+            self._drafting.add(outcome.asked, outcome.draft_seconds)
+        self._drafted = outcome.asked > 0
+        for drafted, kept in outcome.rows:
+            self.acceptance.add(drafted, kept)
+
+    def _seconds(self, depth: int, nodes: int) -> list[float]:
+        """Of a step, by k. More slots never take less time, so a plain step takes at most what any other does."""
+        slots = (1 + nodes * k // max(depth, 1) for k in range(depth, -1, -1))
+        verifying = [*accumulate(map(self._verifying.at, slots), min)]
+        return [self._drafting.at(k) + v for k, v in enumerate(reversed(verifying))]
+
+    def _explore(self, best: int, tokens: list[float], seconds: list[float]) -> int:
+        """Mostly `best`; now and then a neighbour, the rarer the more of the time that is expected to lose."""
+        if len(seconds) == 1:
+            return best
+        deeper = best == 0 or (best + 1 < len(seconds) and not self._deeper)
+        k = best + 1 if deeper else best - 1
+        lost = seconds[k] - tokens[k] * seconds[best] / tokens[best]
+        self._since += 1
+        if self._since < max(PATIENCE, lost / (EXPLORATION * seconds[best])):
+            return best
+        self._since, self._deeper = 0, deeper
+        return k
+
+
+class Confidence:
+    def __init__(self, threshold: float, drafter: str) -> None:
+        self.notes: dict[str, float] = {}
+        self._threshold = threshold
+        self._drafter = drafter
+
+    def start(self) -> None:
+        pass
+
+    def choose(self, depth: int, nodes: int) -> int:
+        return depth
+
+    def cut(self, draft: Draft) -> Draft:
+        if draft.nodes and draft.confidence is None:
+            raise ValueError(
+                f"{self._drafter!r} does not say how sure it is; choose policy 'goodput' or 'heuristic' for it"
+            )
+        draft = sure(draft, self._threshold)
+        self.notes = {"k": draft.nodes}
+        return draft
+
+    def learn(self, outcome: Outcome) -> None:
+        pass
+
+
+class Heuristic:
+    def __init__(self) -> None:
+        self.notes: dict[str, float] = {}
+        self._k: int | None = None
+
+    def start(self) -> None:
+        self._k = None
+
+    def choose(self, depth: int, nodes: int) -> int:
+        k = depth if self._k is None else min(self._k, depth)
+        self.notes = {"k": k}
+        return k
+
+    def cut(self, draft: Draft) -> Draft:
+        return draft
+
+    def learn(self, outcome: Outcome) -> None:
+        if any(drafted for drafted, _ in outcome.rows):
+            whole = all(kept >= drafted for drafted, kept in outcome.rows)
+            self._k = outcome.asked + 2 if whole else max(1, outcome.asked - 1)
+
+
+def sure(draft: Draft, threshold: float) -> Draft:
+    """The nodes all of whose ancestors have a confidence of at least `threshold`."""
+    if draft.confidence is None or not draft.nodes:
+        return draft
+    kept = []
+    for parents, confidence in zip(draft.parents.tolist(), draft.confidence.tolist(), strict=True):
+        open_slots = [True]  # whether anything below a slot is kept
+        row = []
+        for parent, sureness in zip(parents, confidence, strict=True):
+            row.append(open_slots[parent])
+            open_slots.append(row[-1] and sureness >= threshold)
+        kept.append(row)
+    columns = [node for node in range(draft.nodes) if any(row[node] for row in kept)]
+    if all(map(all, kept)):
+        return draft
+    device = draft.tokens.device
+    picked = torch.tensor(columns, device=device)
+    lost = ~torch.tensor(kept, device=device)
+    slots = torch.zeros(draft.nodes + 1, dtype=torch.int64, device=device)
+    slots[picked + 1] = torch.arange(1, len(columns) + 1, device=device)
+    return Draft(
+        draft.tokens.masked_fill(lost, ABSENT)[:, picked],
+        slots[draft.parents[:, picked]],
+        None if draft.probs is None else draft.probs[:, picked],
+        draft.confidence[:, picked],
+        draft.notes,
+    )
+
+
+class Adaptive(Wrapper):
+    learns = True
+    title = "Adaptive length"
+    summary = "Decides at every step how far to draft, down to not at all, from what was kept and what it cost."
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        drafter: str = knob("draft_model", "the method whose draft length is chosen", choices=wrappable("adaptive"))
+        policy: str = knob(
+            "goodput",
+            "what decides: expected tokens per second, the drafter's confidence, or what became of the last draft",
+            choices=("goodput", "confidence", "heuristic"),
+        )
+        threshold: float = knob(0.4, "policy confidence: draft no further below this", low=0.0, high=1.0, step=0.05)
+
+    def __init__(self, target: Target, model: Any = None, options: Options | None = None) -> None:
+        options = options or self.Options()
+        super().__init__(load_drafter(options.drafter, target, model))
+        self.policy = _policy(options)
+        self._nothing = Draft.empty(1, target.device)
+        self._draft: Draft | None = None  # None until the prompt has been observed
+        self._asked = 0
+        self._began = self._ended = 0.0
+
+    def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
+        super().start(batch, sampling, rng)
+        self.policy.start()
+        self._nothing = Draft.empty(batch, self._nothing.tokens.device)
+        self._draft = None
+
+    def propose(self, budget: Budget) -> Draft:
+        """Its notes have k; by goodput also alpha, the mean acceptance expected, and predicted, the speed-up over plain
+        decoding."""
+        depth = min(budget.depth, budget.nodes)
+        self._asked = k = self.policy.choose(depth, budget.nodes)
+        self._began = perf_counter()
+        draft = self._nothing
+        if k:
+            draft = self.policy.cut(super().propose(Budget(k, budget.nodes * k // depth)))
+        self._ended = perf_counter()
+        self._draft = replace(draft, notes={**draft.notes, "k": k, **self.policy.notes})
+        return self._draft
+
+    def observe(self, progress: Progress) -> None:
+        if self._draft is not None:
+            rows = judged(self._draft, self._asked, progress)
+            slots, drafting, verifying = self._draft.nodes + 1, self._ended - self._began, perf_counter() - self._ended
+            self.policy.learn(Outcome(self._asked, slots, rows, drafting, verifying))
+        super().observe(progress)
+
+
+def _policy(options: Adaptive.Options) -> Policy:
+    if options.policy == "confidence":
+        return Confidence(options.threshold, options.drafter)
+    return Heuristic() if options.policy == "heuristic" else Goodput()

@@ -1,0 +1,119 @@
+"""Cascade: a draft model that does not write its draft word by word, but checks the guess of a cheaper drafter in one
+pass (staged speculative decoding, 2308.04623; the vertical cascade of 2312.11462).
+
+B rows, G guessed tokens, k the depth of the draft, V vocabulary. The inner drafter guesses for the target as it would
+alone; the draft model, in the pass in which it catches up, judges the guess by the lossless rule, then goes on by
+itself. So the draft is what the draft model alone would have written: the same tokens when greedy, and when sampling
+every token follows the draft model's own q, which is what the target tests it with. The guess is made once per draft: a
+drafter cannot take back what it observed, and what follows the guess may yet be refused.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+
+from specdemo.core.accept import Lossless
+from specdemo.core.protocol import Budget, Progress, Target
+from specdemo.core.sampling import Sampling, draw, to_probs
+from specdemo.core.tree import ABSENT, Draft, chain_parents, first_branch, is_chain
+from specdemo.methods import knob, load_drafter
+from specdemo.methods.draft_model import DraftModel
+from specdemo.methods.wrapper import Wrapper, wrappable
+
+
+class Cascade(DraftModel):
+    title = "Cascade"
+    summary = "A cheap guess is checked by a draft model, whose draft is checked by the target."
+
+    @dataclass(frozen=True, slots=True)
+    class Options(DraftModel.Options):
+        inner: str = knob("ngram", "the method that guesses for the draft model", choices=wrappable("cascade"))
+        inner_model: str = knob("", "its model or head, where it needs one: a name, folder or hub id")
+
+    def __init__(self, target: Target, model: Any, options: Options | None = None) -> None:
+        options = options or self.Options()
+        super().__init__(target, model)
+        self._inner = Wrapper(load_drafter(options.inner, target, options.inner_model or None))
+        self.taps = self._inner.taps
+        self._rule = Lossless()
+
+    @property
+    def weight_bytes(self) -> int:
+        return super().weight_bytes + self._inner.weight_bytes
+
+    @property
+    def history_bytes(self) -> int:
+        return super().history_bytes + self._inner.history_bytes
+
+    def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
+        super().start(batch, sampling, rng)
+        self._inner.start(batch, sampling, rng)
+
+    def release(self) -> None:
+        super().release()
+        self._inner.release()
+
+    def observe(self, progress: Progress) -> None:
+        super().observe(progress)
+        self._inner.observe(progress)
+
+    def _write(self, depth: int) -> Draft:
+        """Its notes have passes: how often the draft model was asked."""
+        guess = self._guess(depth - 1)
+        missing = self._missing()
+        logits = self._read_both(missing, guess)
+        verdict = self._rule(guess, to_probs(logits, self._sampling), self._rng)
+        self.model.commit([list(range(len(m) + len(p) - 1)) for m, p in zip(missing, verdict.path, strict=True)])
+        tokens, seen = [], []
+        ends = zip(verdict.path, guess.tokens.tolist(), verdict.bonus.tolist(), strict=True)
+        for row, (path, guessed, bonus) in enumerate(ends):
+            kept = guessed[: len(path) - 1]
+            tokens.append([*kept, bonus])
+            seen.append([*logits[row, : len(path)]])
+            self._read[row] = self._history[row] + kept
+            self._agreed[row] = len(self._history[row])
+        passes = 1
+        while min(map(len, tokens)) < depth:
+            self._go_on(tokens, seen, depth)
+            passes += 1
+        logits = torch.stack([torch.stack(row) for row in seen])
+        q = None if self._rng is None else to_probs(logits, self._sampling)
+        draft = self._chain(torch.tensor(tokens, device=logits.device), logits, q)
+        return replace(draft, notes={"passes": passes})
+
+    def _guess(self, depth: int) -> Draft:
+        """A chain [B, G]."""
+        guess = self._inner.propose(Budget(depth, depth))
+        return guess if is_chain(guess.parents) else first_branch(guess)
+
+    def _read_both(self, missing: list[list[int]], guess: Draft) -> Tensor:
+        """One pass over what is missing and the guess; logits [B, 1 + G, V] after the root and every guessed token."""
+        fed = [m + [t for t in g if t != ABSENT] for m, g in zip(missing, guess.tokens.tolist(), strict=True)]
+        width = max(map(len, fed))
+        tokens = torch.tensor([row + [ABSENT] * (width - len(row)) for row in fed], device=self.model.device)
+        logits = self.model.forward(tokens, chain_parents(len(fed), width - 1, tokens.device)).logits
+        rows = torch.arange(len(fed), device=logits.device)[:, None]
+        roots = torch.tensor([[len(m) - 1] for m in missing], device=logits.device)
+        places = (roots + torch.arange(1 + guess.nodes, device=logits.device)).clamp_max(width - 1)
+        return self._widened(logits[rows, places])
+
+    def _go_on(self, tokens: list[list[int]], seen: list[list[Tensor]], depth: int) -> None:
+        """One more token for every row that is shorter than `depth`."""
+        short = [len(row) < depth for row in tokens]
+        last = [row[-1] if goes_on else ABSENT for row, goes_on in zip(tokens, short, strict=True)]
+        fed = torch.tensor(last, device=self.model.device)[:, None]
+        logits = self._widened(self.model.forward(fed, fed.new_empty(len(last), 0)).logits[:, -1])
+        self.model.commit([[0] if goes_on else [] for goes_on in short])
+        drawn = draw(to_probs(logits, self._sampling), self._rng).tolist()
+        for row, goes_on in enumerate(short):
+            if goes_on:
+                self._read[row].append(last[row])
+                tokens[row].append(drawn[row])
+                seen[row].append(logits[row])
+
+    def _widened(self, logits: Tensor) -> Tensor:
+        """Logits over the draft model's vocabulary -> over the target's; the extra entries of either are padding."""
+        logits = logits[..., : self._vocab_size]
+        return nn.functional.pad(logits, (0, self._vocab_size - logits.shape[-1]), value=float("-inf"))

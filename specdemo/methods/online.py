@@ -1,0 +1,175 @@
+"""Online speculative decoding: the draft learns from the target's verdicts while it drafts (Liu et al. 2310.07177).
+
+B rows, A columns, V vocabulary. Every verification says the target's distribution behind each kept token; nothing more
+is asked of the target. Every few steps, between two drafts, the wrapped drafter's own loss is lowered on the latest
+columns of text and on some of earlier texts. The weights that learn are a copy, so other lanes keep theirs, and what
+was learnt outlives a generation. That the cached keys of a draft are those of its older weights costs some acceptance,
+never exactness.
+"""
+
+from collections import deque
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from itertools import islice
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+
+from specdemo.core.protocol import Budget, Progress, Target
+from specdemo.core.sampling import Sampling
+from specdemo.core.tree import Draft
+from specdemo.methods import knob, load_drafter, method, reader
+from specdemo.methods.wrapper import Wrapper, judged, wrappable
+
+WINDOW = 64  # columns of a text learnt from at once: the new ones and those before them
+PAST = 8  # earlier texts whose last window is kept
+RECALLED = 3  # of them, read again in each update: against forgetting, and for a steadier gradient
+SHORTEST = 16  # less text teaches nothing to a head that looks several tokens ahead
+MEMORY = 0.98  # what a draft still counts in the running acceptance after the next one
+
+Columns = tuple[Tensor, ...]  # of one row: inputs [A], outputs [A], probs [A, V] and one [A, H] per tap
+
+
+class Online(Wrapper):
+    learns = True
+    title = "Online learning"
+    summary = "The draft learns from every verdict of the target while it writes, so it is accepted more and more."
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        drafter: str = knob("draft_model", "the method that learns", choices=wrappable("online"))
+        every: int = knob(4, "target passes between two updates", low=1, high=128, step=1)
+        lr: float = knob(0.0003, "learning rate of Adam", low=0.00001, high=0.1, step=0.0001)
+        reset: bool = knob(False, "forget at the start of a text what was learnt from others")
+
+    def __init__(self, target: Target, model: Any = None, options: Options | None = None) -> None:
+        self._options = options = options or self.Options()
+        super().__init__(load_drafter(options.drafter, target, _copy(options.drafter, target, model)))
+        self._drafter: Any = self.drafters[0]
+        if not hasattr(self._drafter, "head") or not hasattr(self._drafter, "loss"):
+            raise ValueError(
+                f"{options.drafter!r} has nothing to learn; choose a drafter with weights, as 'draft_model'"
+            )
+        self._learner = _Learner(self._drafter.head, options.lr)
+        self._first = [w.detach().clone() for w in self._learner.weights] if options.reset else []
+        self._vocab_size = target.vocab_size
+        self._text: list[list[Columns]] = []
+        self._past: deque[Columns] = deque(maxlen=PAST)
+        self._draft: Draft | None = None  # None until the prompt has been observed
+        self._depth = 0
+        self._steps = 0
+        self._kept = self._drafted = 0.0
+        self._train_ms = 0.0
+
+    def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
+        super().start(batch, sampling, rng)
+        self._text = [[] for _ in range(batch)]
+        self._draft = None
+        self._steps = 0
+        self._train_ms = 0.0
+        if self._options.reset:
+            self._forget()
+
+    def release(self) -> None:
+        super().release()
+        windows = [self._window(row) for row, text in enumerate(self._text) if text]
+        self._past += [window for window in windows if len(window[0]) == WINDOW]
+        self._text = []
+
+    def propose(self, budget: Budget) -> Draft:
+        """Its notes have updates, train_ms since the last draft, train_loss of the last update, and accepted: the share
+        of drafted tokens kept of late."""
+        self._depth = budget.depth
+        draft = super().propose(budget)
+        notes = {**draft.notes, "updates": self._learner.updates, "train_ms": self._train_ms}
+        if self._learner.updates:
+            notes["train_loss"] = self._learner.loss
+        if self._drafted:
+            notes["accepted"] = self._kept / self._drafted
+        self._train_ms = 0.0
+        self._draft = replace(draft, notes=notes)
+        return self._draft
+
+    def observe(self, progress: Progress) -> None:
+        super().observe(progress)
+        self._remember(progress)
+        if self._draft is None:
+            return
+        for drafted, kept in judged(self._draft, self._depth, progress):
+            self._drafted = MEMORY * self._drafted + drafted
+            self._kept = MEMORY * self._kept + kept
+        self._steps += 1
+        if self._steps % self._options.every == 0:
+            self._update([row for row, length in enumerate(progress.lengths) if length])
+
+    @torch.no_grad()
+    def _forget(self) -> None:
+        for weight, first in zip(self._learner.weights, self._first, strict=True):
+            weight.copy_(first)
+        self._learner = _Learner(self._drafter.head, self._options.lr)
+        self._past.clear()
+        self._kept = self._drafted = 0.0
+
+    def _remember(self, progress: Progress) -> None:
+        probs = progress.target_probs()
+        for row, length in enumerate(progress.lengths):
+            new = slice(max(0, length - WINDOW), length)
+            outputs = progress.outputs[row, new]
+            known = nn.functional.one_hot(outputs, self._vocab_size).float() if probs is None else probs[row, new]
+            hidden = (progress.hidden[tap][row, new] for tap in self.taps)
+            self._text[row].append((progress.inputs[row, new], outputs, known, *hidden))
+
+    def _window(self, row: int) -> Columns:
+        """The row's latest columns in one piece."""
+        window = tuple(torch.cat(parts)[-WINDOW:] for parts in zip(*self._text[row], strict=True))
+        self._text[row] = [window]
+        return window
+
+    def _update(self, rows: list[int]) -> None:
+        """One step on the latest text of these rows and on some of the past."""
+        began = perf_counter()
+        latest = [self._window(row) for row in rows]
+        length = min((len(window[0]) for window in latest), default=0)
+        if length < SHORTEST:
+            return
+        self._past.rotate(RECALLED)
+        windows = [[column[-length:] for column in window] for window in (*latest, *islice(self._past, RECALLED))]
+        inputs, outputs, probs, *hidden = (torch.stack(columns) for columns in zip(*windows, strict=True))
+        batch = Progress(inputs, outputs, [length] * len(windows), dict(zip(self.taps, hidden, strict=True)), probs)
+        with torch.enable_grad():
+            self._learner.step(self._drafter.loss(batch)[0])
+        self._train_ms = 1000.0 * (perf_counter() - began)
+
+
+class _Learner:
+    """Adam on the weights of a module. It works in fp32: a small step would be lost in the digits of bf16."""
+
+    def __init__(self, module: nn.Module, lr: float) -> None:
+        self.updates, self.loss = 0, 0.0
+        self.weights = [w.requires_grad_(True) for w in module.parameters() if w.is_floating_point()]
+        self._masters = [w if w.dtype == torch.float32 else w.detach().float() for w in self.weights]
+        self._adam = torch.optim.Adam(self._masters, lr)
+
+    def step(self, loss: Tensor) -> None:
+        for weight in self.weights:
+            weight.grad = None
+        loss.backward()
+        for weight, master in zip(self.weights, self._masters, strict=True):
+            master.grad = None if weight.grad is None else weight.grad.float()
+        nn.utils.clip_grad_norm_(self._masters, 1.0)
+        self._adam.step()
+        with torch.no_grad():
+            for weight, master in zip(self.weights, self._masters, strict=True):
+                weight.copy_(master)
+        self.updates += 1
+        self.loss = float(loss.detach())  # waits for the device, so that the time is that of the whole update
+
+
+def _copy(drafter: str, target: Target, model: Any) -> Any:
+    """The model with weights of its own, as `load` would give it; what belongs to the target is shared, not copied."""
+    loaded = method(reader(drafter)).load(model, target) if isinstance(model, str) else model
+    shared = [target, target.embed, target.lm_head, getattr(loaded, "tokenizer", None)]
+    shared += [*target.embed.parameters(), *target.lm_head.parameters()]
+    return deepcopy(loaded, {id(thing): thing for thing in shared})

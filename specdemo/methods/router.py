@@ -1,0 +1,66 @@
+"""Router: several drafts, of which each prompt gets the one that suits it, by measured acceptance.
+
+Every draft drafts for a few steps in turn; then the one that had most tokens accepted per step drafts for the rest of
+the generation. One choice holds for all rows of a batch.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Generator
+
+from specdemo.core.protocol import Budget, Drafter, Progress, Target
+from specdemo.core.sampling import Sampling
+from specdemo.core.tree import Draft
+from specdemo.methods import METHODS, knob, load_drafter
+from specdemo.methods.wrapper import Wrapper, wrappable
+
+
+class Router(Wrapper):
+    title = "Router"
+    summary = "Tries several drafts on the first words of a text and keeps the one that is accepted most."
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        drafter: str = knob("draft_model", "the method of the drafts", choices=wrappable("router"))
+        drafts: str = knob(
+            "", "the drafts beside the lane's model, with commas between: models, or methods that need none"
+        )
+        trial: int = knob(4, "steps that each draft is tried for", low=1, high=64, step=1)
+
+    def __init__(self, target: Target, model: Any = None, options: Options | None = None) -> None:
+        options = options or self.Options()
+        names = [name.strip() for name in options.drafts.split(",") if name.strip()]
+        others = (_draft(name, target, options.drafter) for name in names)
+        super().__init__(load_drafter(options.drafter, target, model), *others)
+        self._trial = options.trial
+        self._steps = -1  # decoding steps seen; -1 until the prompt has been observed
+        self._route = 0
+        self._kept: list[int] = []  # tokens, by draft
+
+    def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
+        super().start(batch, sampling, rng)
+        self._steps = -1
+        self._route = 0
+        self._kept = [0] * len(self.drafters)
+
+    def propose(self, budget: Budget) -> Draft:
+        """Its notes have route: which draft it is, 0 the lane's own model."""
+        draft = self.drafters[self._route].propose(budget)
+        return replace(draft, notes={**draft.notes, "route": self._route})
+
+    def observe(self, progress: Progress) -> None:
+        trials = self._trial * len(self.drafters)
+        if self._steps < trials:
+            super().observe(progress)
+            if self._steps >= 0:
+                self._kept[self._route] += sum(progress.lengths) - sum(length > 0 for length in progress.lengths)
+            self._steps += 1
+            done = self._steps == trials
+            self._route = self._kept.index(max(self._kept)) if done else self._steps // self._trial
+        else:
+            self.drafters[self._route].observe(progress)
+
+
+def _draft(name: str, target: Target, drafter: str) -> Drafter:
+    return load_drafter(name, target) if name in METHODS else load_drafter(drafter, target, name)

@@ -1,0 +1,231 @@
+import random
+
+import pytest
+import torch
+
+from specdemo.core.accept import Lossless
+from specdemo.core.protocol import Budget, GenerationConfig, Progress
+from specdemo.core.sampling import Sampling
+from specdemo.core.tree import ABSENT, Draft
+from specdemo.engine.loop import generate
+from specdemo.methods import load_drafter
+from specdemo.methods.adaptive import Acceptance, Costs, Goodput, Heuristic, Outcome, expected_tokens, sure
+from specdemo.models.target import HFTarget
+from specdemo.models.toy import ToyTarget
+
+ROWS = torch.randint(3, 61, (3, 9), generator=torch.Generator().manual_seed(3))
+
+
+def written(target, drafter, **config):
+    events = list(generate(target, drafter, ROWS, GenerationConfig(30, stop_token_ids=(5,), **config)))
+    return [[t for e in events for t in e.emitted[row]] for row in range(len(ROWS))], events
+
+
+@pytest.mark.parametrize("policy", ["goodput", "confidence", "heuristic"])
+def test_greedy_output_is_the_targets_own(policy, tiny_llama):
+    model = tiny_llama(61)
+    plain, _ = written(HFTarget(model), load_drafter("none", HFTarget(model)))
+    target = HFTarget(model)
+    near = tiny_llama(61)
+    near.lm_head.weight.data += 0.02 * torch.randn(61, 16, generator=torch.Generator().manual_seed(0))
+    drafter = load_drafter("adaptive", target, near, policy=policy, threshold=0.03)
+    got, events = written(target, drafter, budget=Budget(4, 4))
+    assert got == plain
+    assert all(0 <= e.notes["k"] <= 4 for e in events[1:])
+    assert sum(len(p) - 1 for e in events for p in e.path) > 0
+
+
+class World:
+    """Costs in plain steps and an acceptance by position, played on a policy without any model or clock."""
+
+    def __init__(self, draft, slot, rates, seed=0):
+        self.draft, self.slot, self.rates = draft, slot, rates
+        self._dice = random.Random(seed)
+
+    def step(self, k):
+        kept = next((i for i in range(k) if self._dice.random() >= self.rates[i]), k)
+        noise = 1.0 + 0.1 * self._dice.random()
+        return kept, self.draft * k * noise, (1.0 + self.slot * k) * noise
+
+    def speed(self, policy, steps, depth=8):
+        """Tokens per second, and how often each k was chosen."""
+        tokens, seconds, chosen = 0, 0.0, [0] * (depth + 1)
+        policy.start()
+        for _ in range(steps):
+            k = policy.choose(depth, depth) if isinstance(policy, Goodput) else policy
+            kept, drafting, verifying = self.step(k)
+            if isinstance(policy, Goodput):
+                policy.learn(Outcome(k, k + 1, [(k, kept)], drafting, verifying))
+            tokens, seconds, chosen[k] = tokens + kept + 1, seconds + drafting + verifying, chosen[k] + 1
+        return tokens / seconds, chosen
+
+
+class Fixed(int):
+    def start(self):
+        pass
+
+
+@pytest.mark.parametrize("alpha, draft, slot", [(0.8, 0.05, 0.02), (0.6, 0.1, 0.05), (0.5, 0.2, 0.1), (0.7, 0.0, 0.3)])
+def test_goodput_is_close_to_the_best_fixed_depth(alpha, draft, slot):
+    rates = [alpha] * 8
+    fixed = [World(draft, slot, rates, seed=1).speed(Fixed(k), 4000)[0] for k in range(9)]
+    got, _ = World(draft, slot, rates).speed(Goodput(), 4000)
+    assert got > 0.97 * max(fixed)
+
+
+@pytest.mark.parametrize("draft", [0.1, 0.3, 1.0, 3.0])
+def test_goodput_never_loses_much_to_plain_decoding(draft):
+    got, chosen = World(draft, 0.2, [0.0] * 8).speed(Goodput(), 400)
+    assert got > 0.97 / 1.05  # 1.05: the mean of the noise, which plain decoding has too
+    assert chosen[0] > 350
+
+
+def test_goodput_recovers_when_the_draft_becomes_good():
+    policy = Goodput()
+    World(0.1, 0.02, [0.0] * 8).speed(policy, 300)
+    _, chosen = World(0.1, 0.02, [0.9] * 8).speed(policy, 300)
+    assert sum(chosen[4:]) > 150
+
+
+def test_goodput_calibrates_and_outlives_a_generation():
+    policy = Goodput()
+    World(0.1, 0.02, [0.9] * 8).speed(policy, 60)
+    alpha = policy.notes["alpha"]
+    policy.start()
+    assert policy.choose(8, 8) > 2
+    assert policy.notes["alpha"] == pytest.approx(alpha, abs=0.05) and policy.notes["predicted"] > 1.5
+    assert [Goodput().choose(depth, depth) for depth in (0, 8)] == [0, 0]
+
+
+@pytest.mark.parametrize("cost, best", [(0.01, 7), (0.02, 6), (0.05, 4), (0.1, 3)])
+def test_the_best_depth_at_an_acceptance_of_six_tenths(cost, best):
+    tokens = expected_tokens([0.6] * 20)
+    assert max(range(21), key=lambda k: tokens[k] / (1.0 + cost * k)) == best
+
+
+def test_expected_tokens_by_position():
+    assert expected_tokens([]) == [1.0]
+    assert expected_tokens([0.5, 0.4, 1.0]) == pytest.approx([1.0, 1.5, 1.7, 1.9])
+
+
+def test_acceptance_is_counted_where_a_level_was_reached():
+    acceptance = Acceptance()
+    for _ in range(200):
+        acceptance.add(3, 1)  # the first kept, the second refused, the third never asked
+    first, second, third = acceptance.rates(3)
+    assert first == pytest.approx(1.0, abs=0.01)
+    assert second < 0.12 and third == second
+    assert Acceptance().rates(2) == [0.7, 0.7]
+
+
+def test_costs_are_medians_and_lines_between():
+    costs = Costs({0: 0.0})
+    for seconds in (2.0, 90.0, 2.2):
+        costs.add(2, seconds)
+    assert [costs.at(size) for size in (0, 1, 2, 4)] == pytest.approx([0.0, 1.1, 2.2, 4.4])
+    costs.add(4, 1.0)
+    assert [costs.at(size) for size in (3, 9)] == pytest.approx([1.6, 1.0])
+    assert Costs({}).at(3) == 0.0
+
+
+def test_a_slow_draft_is_given_up(tiny_llama, monkeypatch):
+    """Through the wrapper, by a clock that says drafting takes three times as long as verifying."""
+    target = ToyTarget(16, seed=1)
+    drafter = load_drafter("adaptive", target, tiny_llama(16))
+    now = [0.0]
+
+    def tick():
+        now[0] += 0.1
+        return now[0]
+
+    propose = drafter.drafters[0].propose
+    monkeypatch.setattr("specdemo.methods.adaptive.perf_counter", tick)
+    monkeypatch.setattr(drafter.drafters[0], "propose", lambda budget: (tick(), tick(), propose(budget))[-1])
+    events = list(generate(target, drafter, ROWS[:1] % 16, GenerationConfig(60, stop_token_ids=())))
+    depths = [int(e.notes["k"]) for e in events[1:]]
+    assert depths[:4] == [0, 0, 1, 1]
+    assert depths[-20:].count(0) >= 19
+    assert events[-1].notes["predicted"] == 1.0
+
+
+def test_rows_that_draft_less_are_judged_by_what_they_drafted(monkeypatch):
+    drafter = load_drafter("adaptive", ToyTarget(64), drafter="ngram", policy="heuristic")
+    outcomes = []
+    monkeypatch.setattr(drafter.policy, "learn", outcomes.append)
+    drafter.start(3, Sampling(), torch.Generator())
+    ids = torch.tensor([[1, 2, 1, 2], [1, 2, 3, 4], [5, 5, 5, 5]])
+    drafter.observe(Progress(ids[:, :-1], ids[:, 1:], [3, 3, 3]))
+    draft = drafter.propose(Budget(2, 2))
+    assert draft.tokens.tolist() == [[1, 2], [ABSENT, ABSENT], [5, 5]]
+    drafter.observe(Progress(torch.zeros(3, 3).long(), torch.zeros(3, 3).long(), [3, 1, 0]))
+    assert (outcomes[0].rows, outcomes[0].slots) == ([(2, 2), (0, 0)], 3)
+
+
+def test_heuristic_goes_up_by_two_and_down_by_one():
+    policy = Heuristic()
+    policy.start()
+    chosen = []
+    for kept in (3, 6, 0, 0, 0, 0, 0, 0, 1):
+        chosen.append(policy.choose(6, 6))
+        policy.learn(Outcome(chosen[-1], chosen[-1] + 1, [(chosen[-1], min(kept, chosen[-1]))]))
+    assert chosen == [6, 5, 6, 5, 4, 3, 2, 1, 1]
+    assert policy.choose(9, 9) == 3
+    policy.learn(Outcome(3, 1, [(0, 0)]))  # nothing was drafted, nothing is learnt
+    assert policy.choose(9, 9) == 3
+
+
+def test_nothing_is_drafted_below_a_doubtful_node():
+    tokens = torch.tensor([[4, 5, 6, 7]])
+    chain = Draft.chain(tokens, torch.eye(8)[tokens], torch.tensor([[0.9, 0.3, 0.9, 0.9]]))
+    cut = sure(chain, 0.4)
+    assert cut.tokens.tolist() == [[4, 5]] and cut.parents.tolist() == [[0, 1]]
+    assert cut.probs.argmax(-1).tolist() == [[4, 5]] and cut.confidence.shape == (1, 2)
+    assert sure(chain, 0.2) is chain
+    tree = Draft(tokens, torch.tensor([[0, 0, 1, 2]]), confidence=torch.tensor([[0.3, 0.6, 0.9, 0.9]]))
+    assert sure(tree, 0.4).tokens.tolist() == [[4, 5, 7]]
+    assert sure(tree, 0.4).parents.tolist() == [[0, 0, 2]]
+    two = Draft.chain(tokens.expand(2, -1), confidence=torch.tensor([[0.9, 0.9, 0.1, 0.9], [0.1, 0.9, 0.9, 0.9]]))
+    assert sure(two, 0.4).tokens.tolist() == [[4, 5, 6], [4, ABSENT, ABSENT]]
+
+
+def test_cutting_by_confidence_is_exact_under_sampling():
+    rows, vocabulary = 20000, 3
+    rng = torch.Generator().manual_seed(0)
+    p = torch.tensor([[0.6, 0.3, 0.1], [0.2, 0.5, 0.3], [0.1, 0.2, 0.7], [0.3, 0.4, 0.3]])  # after the root, after x
+    q = torch.tensor([[0.3, 0.3, 0.4], [0.6, 0.2, 0.2], [0.3, 0.3, 0.4], [0.1, 0.8, 0.1]])
+    first = torch.multinomial(q[0].expand(rows, -1), 1, generator=rng)[:, 0]
+    second = torch.multinomial(q[1 + first], 1, generator=rng)[:, 0]
+    tokens, probs = torch.stack([first, second], 1), torch.stack([q[0].expand(rows, -1), q[1 + first]], 1)
+    draft = sure(Draft.chain(tokens, probs, probs.gather(-1, tokens[..., None])[..., 0]), 0.35)
+    assert 0 < int((draft.tokens[:, 1] == ABSENT).sum()) < rows
+    target = torch.stack([p[0].expand(rows, -1), p[1 + first], p[1 + second]], 1)
+    verdict = Lossless()(draft, target, rng)
+    said = [
+        (*(tokens[row, s - 1].item() for s in path[1:]), int(verdict.bonus[row]))
+        for row, path in enumerate(verdict.path)
+    ]
+    heads = torch.bincount(torch.tensor([s[0] for s in said]), minlength=vocabulary) / rows
+    torch.testing.assert_close(heads, p[0], atol=0.015, rtol=0.0)
+    for x in range(vocabulary):
+        after = torch.tensor([s[1] for s in said if s[0] == x and len(s) > 1])
+        got = torch.bincount(after, minlength=vocabulary) / len(after)
+        torch.testing.assert_close(got, p[1 + x], atol=0.03, rtol=0.0)
+
+
+def test_a_drafter_that_is_never_unsure_is_refused_by_policy_confidence():
+    target = ToyTarget(16)
+    drafter = load_drafter("adaptive", target, drafter="ngram", policy="confidence")
+    with pytest.raises(ValueError, match="'ngram' does not say how sure it is; choose policy"):
+        list(generate(target, drafter, torch.tensor([[1, 2, 1, 2]]), GenerationConfig(8)))
+
+
+def test_the_model_goes_to_the_wrapped_drafter(tiny_llama):
+    with pytest.raises(ValueError, match="'adaptive' takes no model"):
+        load_drafter("adaptive", ToyTarget(16), tiny_llama(16), drafter="ngram")
+    with pytest.raises(ValueError, match="needs a model"):
+        load_drafter("adaptive", ToyTarget(16))
+    with pytest.raises(ValueError, match="must be one of"):
+        load_drafter("adaptive", ToyTarget(16), drafter="adaptive")
+    drafter = load_drafter("adaptive", ToyTarget(16), tiny_llama(16))
+    assert drafter.weight_bytes == drafter.drafters[0].weight_bytes > 0
+    assert drafter.history_bytes == 0

@@ -1,0 +1,159 @@
+from copy import deepcopy
+
+import pytest
+import torch
+
+from specdemo.core.protocol import Budget, GenerationConfig, Progress
+from specdemo.core.sampling import Sampling
+from specdemo.engine.loop import generate
+from specdemo.methods import METHODS, load_drafter, method
+from specdemo.methods.online import SHORTEST, WINDOW
+from specdemo.models.target import HFTarget
+from specdemo.models.toy import ToyTarget
+
+PROMPTS = torch.randint(3, 61, (3, 9), generator=torch.Generator().manual_seed(3))
+
+
+def written(target, drafter, prompts=PROMPTS, tokens=40, **config):
+    config = GenerationConfig(tokens, budget=Budget(3, 3), **config)
+    events = list(generate(target, drafter, prompts, config))
+    return [[t for e in events for t in e.emitted[row]] for row in range(len(prompts))], events
+
+
+def test_greedy_output_is_the_targets_own_while_rows_end_one_by_one(tiny_llama):
+    target = HFTarget(tiny_llama(61))
+    plain, _ = written(target, load_drafter("none", target), stop_token_ids=(5, 9))
+    draft = tiny_llama(61)
+    draft.lm_head.weight.data += 0.02 * torch.randn(61, 16, generator=torch.Generator().manual_seed(0))
+    drafter = load_drafter("online", target, draft, every=4)
+    got, events = written(target, drafter, stop_token_ids=(5, 9))
+    assert got == plain
+    assert events[-1].notes["updates"] >= 2
+
+
+def test_a_draft_that_knows_nothing_learns_to_be_accepted(tiny_llama):
+    target = ToyTarget(16, seed=3, order=1)
+    drafter = load_drafter("online", target, tiny_llama(16), every=2, lr=0.01)
+    prompt = torch.tensor([[3, 1, 4, 1]])
+    _, events = written(target, drafter, prompt, 120, sampling=Sampling(1.0), stop_token_ids=())
+    early = next(e for e in events if e.notes.get("updates") == 5)
+    late = events[-1]
+    assert late.notes["accepted"] > early.notes["accepted"] + 0.1
+    assert late.notes["train_loss"] < early.notes["train_loss"] - 0.3
+    trained = [e for e in events if e.notes.get("train_ms")]
+    assert len(trained) == pytest.approx(late.notes["updates"], abs=1)
+
+
+def test_what_was_learnt_outlives_a_text_unless_reset(tiny_llama):
+    target = ToyTarget(16, seed=3)
+    for reset in (False, True):
+        drafter = load_drafter("online", target, tiny_llama(16), every=4, reset=reset)
+        before = [w.clone() for w in drafter.drafters[0].head.parameters()]
+        written(target, drafter, PROMPTS[:1] % 16)
+        drafter.start(1, Sampling(), torch.Generator())
+        after = list(drafter.drafters[0].head.parameters())
+        assert all(map(torch.equal, before, after)) is reset
+
+
+def test_the_loaded_model_is_left_alone(tiny_llama):
+    target = HFTarget(tiny_llama(61))
+    draft = tiny_llama(61).requires_grad_(False)
+    before = deepcopy(draft.state_dict())
+    drafter = load_drafter("online", target, draft, every=2)
+    written(target, drafter)
+    assert all(torch.equal(before[name], w) for name, w in draft.state_dict().items())
+    assert not any(w.requires_grad for w in draft.parameters())
+    learnt = drafter.drafters[0].head.state_dict()
+    assert any(not torch.equal(before[name], w) for name, w in learnt.items())
+
+
+def test_it_learns_the_targets_distribution_behind_every_kept_token(tiny_llama, monkeypatch):
+    """What the loss is given: the latest columns of text in order, with exactly the target's probabilities."""
+    target = ToyTarget(16, seed=5)
+    drafter = load_drafter("online", target, tiny_llama(16), every=3)
+    batches = []
+    loss = drafter.drafters[0].loss
+    monkeypatch.setattr(drafter.drafters[0], "loss", lambda batch: (batches.append(batch), loss(batch))[1])
+    prompt = PROMPTS[:1] % 16
+    text, _ = written(target, drafter, prompt, 100, stop_token_ids=())
+    whole = prompt[0].tolist() + text[0]
+    assert SHORTEST <= batches[0].inputs.shape[1] < batches[-1].inputs.shape[1] == WINDOW
+    for batch in batches:
+        inputs, outputs = batch.inputs[0].tolist(), batch.outputs[0].tolist()
+        assert inputs[1:] == outputs[:-1]
+        end = next(i for i in range(len(whole)) if whole[i : i + len(inputs)] == inputs) + len(inputs)
+        assert outputs[-1] == whole[end]
+        for column in range(len(inputs)):
+            place = end - len(inputs) + column
+            got = batch.probs[0, column]
+            if place < prompt.shape[1]:  # the prompt: nobody asked the target, its text is the lesson
+                assert int(got.argmax()) == whole[place + 1] and float(got.max()) == 1.0
+            else:
+                torch.testing.assert_close(got, target.next_probs(whole[: place + 1]))
+
+
+def test_earlier_texts_are_read_again(tiny_llama, monkeypatch):
+    target = ToyTarget(16, seed=5)
+    drafter = load_drafter("online", target, tiny_llama(16), every=8)
+    batches = []
+    loss = drafter.drafters[0].loss
+    monkeypatch.setattr(drafter.drafters[0], "loss", lambda batch: (batches.append(batch), loss(batch))[1])
+    first, _ = written(target, drafter, PROMPTS[:1] % 16, 80, stop_token_ids=())
+    assert {len(batch.inputs) for batch in batches} == {1}
+    batches.clear()
+    written(target, drafter, PROMPTS[1:2] % 16, 30, stop_token_ids=())
+    length = batches[0].inputs.shape[1]
+    assert batches[0].inputs.shape[0] == 2
+    assert batches[0].outputs[1].tolist() == first[0][-length:]
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if hasattr(method(name), "fresh")])
+def test_every_head_learns_without_a_change_to_the_one_that_was_loaded(name):
+    target = ToyTarget(16, seed=3)
+    torch.manual_seed(0)
+    head = method(name).fresh(target)
+    before = deepcopy(head.state_dict())
+    drafter = load_drafter("online", target, head, drafter=name, every=2, lr=0.003)
+    prompt = PROMPTS[:1] % 16
+    got, events = written(target, drafter, prompt, 30, stop_token_ids=())
+    assert got == written(target, load_drafter("none", target), prompt, 30, stop_token_ids=())[0]
+    assert events[-1].notes["updates"] > 3
+    assert all(torch.equal(before[key], weight) for key, weight in head.state_dict().items())
+    losses = [e.notes["train_loss"] for e in events if "train_loss" in e.notes]
+    assert min(losses[-3:]) < losses[0]
+
+
+def test_the_loss_of_a_draft_model_falls_and_is_the_forward_kl(tiny_llama):
+    target = HFTarget(tiny_llama(61))
+    drafter = load_drafter("draft_model", target, tiny_llama(61))
+    inputs = torch.randint(0, 61, (2, 20), generator=torch.Generator().manual_seed(1))
+    logits = torch.randn(2, 20, 61, generator=torch.Generator().manual_seed(2))
+    batch = Progress(inputs, inputs.roll(-1, 1), [20, 20], probs=logits.softmax(-1))
+    value, metrics = drafter.loss(batch)
+    q = drafter.head(inputs).logits
+    torch.testing.assert_close(value, -(batch.probs * q.log_softmax(-1)).sum(-1).mean())
+    assert metrics["agree_1"] == pytest.approx(float((q.argmax(-1) == logits.argmax(-1)).float().mean()))
+    hard, _ = drafter.loss(Progress(inputs, batch.outputs, [20, 20]))
+    torch.testing.assert_close(hard, torch.nn.functional.cross_entropy(q.flatten(0, 1), batch.outputs.flatten()))
+    adam = torch.optim.Adam(drafter.head.parameters(), 0.01)
+    for _ in range(5):
+        adam.zero_grad()
+        loss, _ = drafter.loss(batch)
+        loss.backward()
+        adam.step()
+    assert float(loss.detach()) < float(value.detach()) - 0.01
+
+
+def test_half_precision_weights_keep_small_steps(tiny_llama):
+    target = HFTarget(tiny_llama(61))
+    drafter = load_drafter("online", target, tiny_llama(61).bfloat16(), every=1, lr=0.00002)
+    written(target, drafter)
+    learner = drafter._learner
+    assert all(w.dtype == torch.bfloat16 for w in learner.weights)
+    assert all(m.dtype == torch.float32 for m in learner._masters)
+    assert any(bool((m != w.float()).any()) for m, w in zip(learner._masters, learner.weights, strict=True))
+
+
+def test_a_drafter_without_weights_is_refused():
+    with pytest.raises(ValueError, match="'ngram' has nothing to learn; choose a drafter with weights"):
+        load_drafter("online", ToyTarget(16), drafter="ngram")
