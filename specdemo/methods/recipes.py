@@ -1,0 +1,175 @@
+"""Which heads can be trained: `specdemo train medusa --target TARGET`, and the same step by step for the page.
+
+A recipe is a method, the sizes of an untrained head of it, and a name; the training itself is training/heads.py.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from specdemo.core.words import suggest
+from specdemo.methods import load_drafter, method
+from specdemo.models.load import load_target
+from specdemo.models.machine import device_name
+from specdemo.models.target import HFTarget
+from specdemo.training.collect import Plan
+from specdemo.training.corpus import StoryEpochs, byte_tokenizer, read_corpus
+from specdemo.training.fit import Schedule, Tick, show, write_provenance
+from specdemo.training.heads import Material, Trainee, gather, gathering, save_head, train_head, train_jointly
+from specdemo.training.recipes import GrowingWindows, Shape, build, held_out_rows, save_model
+
+ROWS_PER_MINUTE = 120  # what a small head reads in a minute on one CPU core, several times over
+CONTEXT = 256  # tokens of a row: on a CPU the target spends more time on writing them than the head on learning
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRecipe:
+    title: str
+    method: str
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+
+
+HEAD_RECIPES: dict[str, HeadRecipe] = {
+    "medusa": HeadRecipe("Medusa, 4 heads", "medusa", {"heads": 4}),
+    "hydra": HeadRecipe("Hydra, 4 heads", "hydra", {"heads": 4}),
+    "mlp-speculator": HeadRecipe("MLPSpeculator, 4 tokens", "mlp_speculator", {"n_predict": 4}),
+    "eagle-1": HeadRecipe("EAGLE-1", "eagle", {"kind": "eagle1"}),
+    "eagle-3": HeadRecipe("EAGLE-3", "eagle", {"kind": "eagle3"}),
+    "mtp": HeadRecipe("Multi-token prediction, 1 module", "mtp"),
+    "dflash": HeadRecipe("DFlash, blocks of 8", "dflash", {"block_size": 8}),
+}
+
+
+def recipes() -> dict[str, str]:
+    """Name -> title of every head that can be trained."""
+    return {name: recipe.title for name, recipe in HEAD_RECIPES.items()}
+
+
+def head_recipe(name: str) -> HeadRecipe:
+    """Raises ValueError for an unknown name."""
+    if name not in HEAD_RECIPES:
+        raise ValueError(f"unknown recipe {name!r}; {suggest(name, HEAD_RECIPES)}")
+    return HEAD_RECIPES[name]
+
+
+def untrained(recipe: HeadRecipe, target: HFTarget) -> Trainee:
+    """A drafter of the recipe's method with a fresh head."""
+    fresh = method(recipe.method).fresh(target, **recipe.sizes)
+    return cast(Trainee, load_drafter(recipe.method, target, fresh))
+
+
+def train_head_recipe(
+    name: str,
+    out: Path | None = None,
+    minutes: float | None = None,
+    target: str | HFTarget = "stories",
+    corpus: Path | None = None,
+    cache: Path | None = None,
+    device: str = "auto",
+    quantization: str | None = None,
+) -> Path:
+    """Train a head and return its folder. A killed run goes on when it is started again with the same folder.
+
+    Without a corpus the head learns from what the target writes by itself. `cache` keeps what the target said; heads
+    of one target may share it. `quantization` is the frozen target's. Raises ValueError, one line.
+    """
+    recipe, minutes = head_recipe(name), _positive(20.0 if minutes is None else minutes)
+    if corpus is not None and not corpus.is_dir():
+        raise ValueError(f"no corpus folder {corpus}: name a folder of *.txt files with --corpus")
+    out = out or Path("runs") / name
+    out.mkdir(parents=True, exist_ok=True)
+    loaded = target if isinstance(target, HFTarget) else load_target(target, "auto", device, quantization)
+    drafter = untrained(recipe, loaded)
+    material = gather(loaded, cache or out / "cache", drafter.taps, corpus, _plan(drafter, minutes))
+    history = show(train_head(drafter, loaded, material, out, minutes), minutes, name)
+    save_head(drafter, loaded, out, history, material, recipe=name, minutes=minutes)
+    return out
+
+
+BYTE_MODEL = "stories-bytes"
+BYTES = Shape(layers=6, hidden=192, intermediate=512, heads=3, context=1024)
+CONTEXTS = (256, BYTES.context)  # windows of the first part of a run, and of the last
+BYTE_HEADS = HeadRecipe("Eight heads on a byte-level model", "mtp", {"modules": 7, "kind": "parallel"})
+
+
+def train_bytes(corpus: Path, out: Path | None = None, minutes: float | None = None, device: str = "auto") -> Path:
+    """A byte-level model and seven heads beside its own, trained together from scratch: `out` and `out`-heads.
+
+    Bytes are easy to guess and many, so multi-token prediction shows most here. Raises ValueError, one line.
+    """
+    if not corpus.is_dir():
+        raise ValueError(f"no corpus folder {corpus}: name a folder of *.txt files with --corpus")
+    out, minutes = out or Path("runs") / BYTE_MODEL, _positive(60.0 if minutes is None else minutes)
+    out.mkdir(parents=True, exist_ok=True)
+    where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    text, tokenizer = read_corpus(corpus), byte_tokenizer()
+    model = nn.Module.to(build(BYTES, tokenizer.get_vocab_size()), where)
+    target = HFTarget(model, name=out.name)
+    drafter = untrained(BYTE_HEADS, target)
+    large = where.type == "cuda"
+    batches = GrowingWindows(StoryEpochs(text.train, tokenizer), 65536 if large else 4096, where, *CONTEXTS)
+    held_out = held_out_rows(text, tokenizer, CONTEXTS[0] + 1)[:128].to(where)
+    schedule = Schedule(minutes, decay_from=0.4)
+    ticks = train_jointly(model, drafter, batches, held_out, out, schedule, 65536 if large else 2048)
+    history = show(ticks, minutes, out.name)
+    save_model(model, tokenizer, out)
+    facts = {"recipe": BYTE_MODEL, "minutes": minutes, "hardware": device_name(where)}
+    facts |= {"threads": torch.get_num_threads(), "data_sha256": text.sha256}
+    heads = out.with_name(f"{out.name}-heads")
+    heads.mkdir(exist_ok=True)
+    drafter.save(heads, out.name)
+    for folder, module in ((out, model), (heads, drafter.head)):
+        write_provenance(folder, history, **facts, parameters=sum(p.numel() for p in module.parameters()))
+    return out
+
+
+def train_live(
+    name: str, minutes: float, out: Path, cancelled: Callable[[], bool], target: str = "stories"
+) -> Iterator[dict[str, Any]]:
+    """The same, told as it goes: a note while the text is written, what `tick` says at every step, at last `done` and
+    the folder. A run that is cancelled keeps the head as far as it got, and nothing if it had not begun.
+    """
+    recipe, minutes = head_recipe(name), _positive(minutes)
+    loaded = load_target(target)
+    drafter = untrained(recipe, loaded)
+    texts = gathering(loaded, out / "cache", drafter.taps, None, _plan(drafter, minutes))
+    while True:
+        try:
+            share = next(texts)
+        except StopIteration as end:
+            material: Material = end.value
+            break
+        yield {"note": f"{loaded.name} is writing the text that the head will learn from: {share:.0%}"}
+        if cancelled():
+            return
+    ticks = train_head(drafter, loaded, material, out, minutes)
+    last = None
+    for last in ticks:
+        yield tick(last, minutes)
+        if cancelled():
+            break
+    if last is not None:
+        save_head(drafter, loaded, out, last.history, material, recipe=name, minutes=minutes)
+        yield {"done": True, "folder": str(out)}
+
+
+def tick(now: Tick, minutes: float) -> dict[str, Any]:
+    """One step for people: seconds of `of_seconds`, step, tokens, loss, and the evaluation if there was one."""
+    history = now.history
+    said = {"seconds": history.seconds, "of_seconds": 60.0 * minutes, "step": history.step, "tokens": history.tokens}
+    return said | {"loss": now.loss} | (now.evaluation or {})
+
+
+def _plan(drafter: Trainee, minutes: float) -> Plan:
+    rows = min(2048, max(64, round(minutes * ROWS_PER_MINUTE)))
+    return Plan(text_rows=rows, sampled_rows=rows // 3, rows_per_shard=32, context=CONTEXT, taps=drafter.taps)
+
+
+def _positive(minutes: float) -> float:
+    if minutes <= 0.0:
+        raise ValueError(f"minutes must be positive, not {minutes:g}")
+    return minutes

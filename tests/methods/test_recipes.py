@@ -1,0 +1,102 @@
+"""Every head that can be trained: some training (on a clock that ticks a second a look) makes it guess better, it comes
+back from its folder as it was, and a stopped run goes on to the same end."""
+
+from itertools import islice
+
+import pytest
+import torch
+
+from specdemo.core.protocol import Budget, GenerationConfig
+from specdemo.engine.loop import generate
+from specdemo.methods import load_drafter, recipes
+from specdemo.methods.recipes import HEAD_RECIPES, train_live, untrained
+from specdemo.models.load import load_target
+from specdemo.training.collect import Plan
+from specdemo.training.heads import columns, example, gather, save_head, train_head
+from specdemo.training.recipes import Shape
+from tests.training.test_fit import ticking
+
+PLAN = Plan(text_rows=24, sampled_rows=8, rows_per_shard=24, context=48, sample_length=24, taps=(2, 6, 9, 10, -1))
+
+
+@pytest.fixture(scope="module")
+def target():
+    return load_target("stories")
+
+
+@pytest.fixture(scope="module")
+def cache(target, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cache")
+    gather(target, folder, PLAN.taps, plan=PLAN)
+    return folder
+
+
+def held_out(drafter, target, material):
+    drafter.head.float()
+    batch = example(columns(material.held_out, drafter.taps), drafter.taps, target.vocab_size, target.device)
+    with torch.no_grad():
+        return drafter.loss(batch)
+
+
+@pytest.mark.parametrize("name", HEAD_RECIPES)
+def test_training_makes_a_head_guess_better(name, target, cache, tmp_path):
+    recipe = HEAD_RECIPES[name]
+    torch.manual_seed(0)
+    drafter = untrained(recipe, target)
+    material = gather(target, cache, drafter.taps, plan=PLAN)
+    before, chance = held_out(drafter, target, material)
+    ticks = list(train_head(drafter, target, material, tmp_path, 1.2, batch_tokens=384, clock=ticking()))
+    after, metrics = held_out(drafter, target, material)
+    assert float(after) < float(before)
+    assert metrics["agree_1"] > chance["agree_1"]
+    save_head(drafter, target, tmp_path, ticks[-1].history, material, recipe=name, minutes=1.2)
+    again = load_drafter(recipe.method, target, str(tmp_path))
+    torch.testing.assert_close(held_out(again, target, material)[0], after, atol=0.05, rtol=0.02)  # saved in bf16
+
+
+def test_a_stopped_run_ends_as_one_that_never_stopped(target, cache, tmp_path):
+    recipe = HEAD_RECIPES["medusa"]
+
+    def run(folder, steps):
+        torch.manual_seed(0)
+        drafter = untrained(recipe, target)
+        material = gather(target, cache, drafter.taps, plan=PLAN)
+        ticks = train_head(drafter, target, material, folder, 0.2, batch_tokens=96, clock=ticking())
+        for _ in islice(ticks, steps):
+            pass
+        ticks.close()
+        return drafter.head.state_dict()
+
+    whole = run(tmp_path / "whole", None)
+    run(tmp_path / "parts", 5)
+    parts = run(tmp_path / "parts", None)
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_the_page_hears_every_step_and_the_folder(target, tmp_path, monkeypatch):
+    monkeypatch.setattr("specdemo.methods.recipes.load_target", lambda name: target)
+    monkeypatch.setattr("specdemo.methods.recipes._plan", lambda drafter, minutes: PLAN)
+    heard = []
+    for said in train_live("medusa", 30.0, tmp_path, cancelled=lambda: len(heard) > 6):
+        heard.append(said)
+    steps = [said for said in heard if "step" in said]
+    assert [said["step"] for said in steps] == list(range(len(steps)))
+    assert steps[-1]["of_seconds"] == 1800.0 and steps[-1]["loss"] > 0.0
+    assert heard[-1] == {"done": True, "folder": str(tmp_path)}
+    assert load_drafter("medusa", target, str(tmp_path))
+
+
+def test_a_byte_model_and_its_heads_can_be_loaded_and_raced(tmp_path, monkeypatch):
+    monkeypatch.setattr(recipes, "BYTES", Shape(layers=2, hidden=32, intermediate=48, heads=2, context=256))
+    monkeypatch.setattr(recipes, "CONTEXTS", (32, 64))
+    stories = "\n<|endoftext|>\n".join(f"Tom saw {n} cats. The cats saw Tom." for n in range(400))
+    (tmp_path / "stories.txt").write_text(stories, encoding="utf-8")
+    folder = recipes.train_bytes(tmp_path, tmp_path / "bytes", minutes=0.02, device="cpu")
+    target = load_target(str(folder))
+    drafter = load_drafter("mtp", target, str(tmp_path / "bytes-heads"))
+    prompt = torch.tensor([target.tokenizer("Tom saw").input_ids])
+    config = GenerationConfig(24, budget=Budget(7, 7), stop_token_ids=())
+    plain = [t for e in generate(target, load_drafter("none", target), prompt, config) for t in e.emitted[0]]
+    events = list(generate(target, drafter, prompt, config))
+    assert [t for e in events for t in e.emitted[0]] == plain
+    assert max(len(e.drafted[0]) for e in events) == 7
