@@ -5,14 +5,16 @@ that are not shown keep their place in the list. Drawing the page needs no torch
 title, its options) is filled in by the first events of a visitor.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
 
-from specdemo.methods import BASELINE, METHODS, Knob, knobs, method
-from specdemo.presets.schema import LIMITS, LaneConfig, Preset, allowed_models, load_presets, preset
+from specdemo.methods import BASELINE, METHODS, Knob, knobs, method, reader
+from specdemo.presets.schema import DEFAULT, LIMITS, LaneConfig, Preset, allowed_models, load_presets, preset
 from specdemo.ui import heavy
 
 LANES = LIMITS.lanes - 1
@@ -21,6 +23,8 @@ LANE = ("method", "model", "k", "acceptance", "options")
 COUNTS = ("top_k", "seed", "max_new_tokens")  # whole numbers, which a browser may send as 4.0
 ACCEPTANCE = [("lossless", "lossless"), ("typical (lossy)", "typical")]
 DRAFTING = [name for name in METHODS if name != BASELINE]
+TRAINED: list[str] = []  # folders of the heads that this process's visitors trained on the page
+ENGINE: dict[str, Any] = {"concurrency_id": "engine", "concurrency_limit": 1}  # one user of it at a time in a process
 QUIET: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
 
 
@@ -32,7 +36,7 @@ class LaneControls:
     k: gr.Slider
     acceptance: gr.Dropdown
     options: gr.State  # knob -> value, of the knobs that are not at their default
-    drawn: gr.State  # counts up when the option controls have to be drawn anew
+    drawn: gr.Number  # counts up when the option controls have to be drawn anew; unseen
 
     @property
     def inputs(self) -> list[Any]:
@@ -41,7 +45,9 @@ class LaneControls:
 
 @dataclass(frozen=True)
 class Controls:
-    preset: gr.Radio
+    preset: gr.State  # the id of what is chosen in either of the next two
+    chips: gr.Radio  # comparisons of the models that ship with the project
+    downloads: gr.Dropdown  # and of those that come from the hub
     about: gr.Markdown
     whole: dict[str, gr.components.Component]
     lanes: list[LaneControls]
@@ -56,33 +62,65 @@ class Controls:
         return [self.preset, self.count, *whole, *(control for lane in self.lanes for control in lane.inputs)]
 
     @property
-    def drawn(self) -> list[gr.State]:
+    def drawn(self) -> list[gr.Number]:
         return [lane.drawn for lane in self.lanes]
 
     @property
     def outputs(self) -> list[Any]:
         """What `fill` writes."""
-        return [*self.inputs, self.about, self.add, self.remove, *(lane.block for lane in self.lanes), *self.drawn]
+        rest = [self.chips, self.downloads, self.about, self.add, self.remove]
+        return [*self.inputs, *rest, *(lane.block for lane in self.lanes), *self.drawn]
 
     def wire(self, page: gr.Blocks) -> None:
-        """Lanes come and go; each shows the controls of its method."""
+        """Presets fill the rest, lanes come and go, each shows the controls of its method."""
+        for choice in (self.chips, self.downloads):
+            choice.input(
+                lambda name, *drawn: fill(preset(name or DEFAULT), drawn), [choice, *self.drawn], self.outputs, **QUIET
+            )
         count = [self.count, self.add, self.remove, *(lane.block for lane in self.lanes)]
         self.add.click(lambda n: _shown(n + 1), self.count, count, **QUIET)
         self.remove.click(lambda n: _shown(n - 1), self.count, count, **QUIET)
         page.load(titles, None, [lane.method for lane in self.lanes], **QUIET)
         for number, lane in enumerate(self.lanes, start=1):
-            lane.method.input(_needs_model, lane.method, lane.model, **QUIET)
+            chosen, changes = [self.whole["target"], lane.method, lane.drawn], [lane.model, lane.options, lane.drawn]
+            lane.method.input(_switch, chosen, changes, **QUIET)
             with lane.block:
-                _draw_options(page, lane, number)
+                _draw_options(page, self.whole["target"], lane, number)
+
+
+def visitor(request: gr.Request) -> str:
+    """Names an open page."""
+    return str(request.session_hash)
 
 
 def fill(chosen: Preset, drawn: Sequence[int]) -> list[Any]:
     """Updates of `Controls.outputs` that show this comparison."""
     values = [gr.update(value=value) for value in to_values(chosen)]
     for index, lane in enumerate(chosen.lanes):
-        values[_place(index, "model")] = gr.update(visible=lane.model is not None, value=_model(lane, chosen.target))
+        value = _model(lane, chosen.target)
+        update = gr.update(visible=lane.model is not None, value=value, choices=_model_choices(value))
+        values[_place(index, "model")] = update
     blocks = _shown(len(chosen.lanes))[1:]
-    return [*values, about(load_presets()[chosen.id]), *blocks, *(n + 1 for n in drawn)]
+    return [*values, *_picked(chosen), about(load_presets()[chosen.id]), *blocks, *(n + 1 for n in drawn)]
+
+
+def fill_untouched(chosen: Preset, start: Preset, now: Sequence[Any], drawn: Sequence[int]) -> list[Any]:
+    """`fill`, but what a visitor has changed since the page showed `start` stays; a lane is changed as a whole.
+
+    now: the values of `Controls.inputs`.
+    """
+    updates = fill(chosen, drawn)
+    touched = [ours != theirs for ours, theirs in zip(now, to_values(start), strict=True)]
+    if touched[0]:
+        return [gr.skip()] * len(updates)
+    for index in range(LANES):
+        lane = slice(_place(index, LANE[0]), _place(index + 1, LANE[0]))
+        if any(touched[lane]):
+            touched[lane] = [True] * len(LANE)
+            updates[index - LANES] = gr.skip()  # its options stay as they are drawn
+    if touched[1]:
+        updates[-LANES - LANES - 2 : -LANES] = [gr.skip()] * (LANES + 2)  # as many lanes as now, and the two buttons
+    return [gr.skip() if old else new for old, new in zip_longest(touched, updates, fillvalue=False)]
 
 
 def about(chosen: Preset) -> str:
@@ -125,12 +163,25 @@ def changed(preset_id: str, overrides: dict[str, Any] | None, allow_any_model: b
 
 
 def check_models(chosen: Preset, allow_any_model: bool) -> Preset:
-    """The preset again. Raises ValueError when it names a model that is neither embedded nor in a preset."""
-    allowed = allowed_models(load_presets())
+    """The preset again. Raises ValueError when it names a model that is neither embedded, nor in a preset, nor trained
+    on this page."""
+    allowed = {*allowed_models(load_presets()), *TRAINED}
     foreign = [] if allow_any_model else [name for name in chosen.models if name not in allowed]
     if foreign:
         raise ValueError(f"model {foreign[0][:80]!r} is not on this page's list; start it with --allow-any-model")
     return chosen
+
+
+def needs_model(name: str, options: Mapping[str, Any]) -> bool:
+    """Whether a lane has to name a model; of `options` only those that the method knows count."""
+    return bool(method(reader(name, _known(name, options))).needs_model)
+
+
+def fitting_model(target: str, reads: str) -> str:
+    """What a preset lets this method read on this target, or else the draft model for the target."""
+    lanes = [lane for p in load_presets().values() if p.target == target for lane in p.lanes if lane.model]
+    fitting = [str(lane.model) for lane in lanes if reader(lane.method, lane.options) == reads]
+    return fitting[0] if fitting else default_draft(target)
 
 
 def default_draft(target: str) -> str:
@@ -146,9 +197,19 @@ def new_lane(target: str) -> LaneConfig:
 
 def draw(start: Preset, allow_any_model: bool) -> Controls:
     """Every control but prompt and sampling, inside the current Blocks, showing `start`."""
-    chips = gr.Radio(
-        list(load_presets()), value=start.id, label="Preset", elem_id="presets", elem_classes="chips", container=False
-    )
+    chip, download = _picked(start)
+    shipped = [(_chip(p.id), p.id) for p in load_presets().values() if p.embedded]
+    others = [(p.title, p.id) for p in load_presets().values() if not p.embedded]
+    with gr.Row(elem_id="presets"):
+        chips = gr.Radio(shipped, value=chip, label="Preset", elem_classes="chips", container=False, scale=4)
+        downloads = gr.Dropdown(
+            [("larger models, downloaded …", ""), *others],
+            value=download,
+            label="Preset with larger models",
+            elem_id="downloads",
+            container=False,
+            scale=1,
+        )
     described = gr.Markdown(about(start), elem_id="about")
     lanes = []
     with gr.Group(elem_classes="lane-controls"):
@@ -163,7 +224,8 @@ def draw(start: Preset, allow_any_model: bool) -> Controls:
     with gr.Row(elem_id="lane-buttons"):
         add = gr.Button("Add a lane", size="sm", elem_id="add-lane", visible=len(start.lanes) < LANES)
         remove = gr.Button("Remove the last lane", size="sm", elem_id="remove-lane", visible=len(start.lanes) > 1)
-    return Controls(chips, described, {"target": target}, lanes, gr.State(len(start.lanes)), add, remove)
+    count = gr.State(len(start.lanes))
+    return Controls(gr.State(start.id), chips, downloads, described, {"target": target}, lanes, count, add, remove)
 
 
 def draw_prompt(start: Preset) -> gr.Textbox:
@@ -211,21 +273,20 @@ def _draw_lane(block: gr.Column, number: int, lane: LaneConfig, start: Preset, a
         block,
         gr.Dropdown(named, value=lane.method, label="Method", min_width=150, elem_id=f"method-{number}"),
         _model_choice(
-            "Draft model", _model(lane, start.target), f"model-{number}", allow_any_model, lane.model is not None
+            "Drafter weights", _model(lane, start.target), f"model-{number}", allow_any_model, lane.model is not None
         ),
         gr.Slider(1, LIMITS.k, lane.k, step=1, label="Draft length k", min_width=170, elem_id=f"k-{number}"),
         gr.Dropdown(
             ACCEPTANCE, value=lane.acceptance, label="Acceptance", min_width=140, elem_id=f"acceptance-{number}"
         ),
         gr.State(dict(lane.options)),
-        gr.State(0),
+        gr.Number(0, elem_classes="unseen"),  # no State: its change would not be noticed outside the queue
     )
 
 
 def _model_choice(label: str, value: str, elem_id: str, allow_any_model: bool, visible: bool = True) -> gr.Dropdown:
-    choices = list(dict.fromkeys([value, *allowed_models(load_presets())]))
     return gr.Dropdown(
-        choices,
+        _model_choices(value),
         value=value,
         label=label,
         visible=visible,
@@ -235,7 +296,13 @@ def _model_choice(label: str, value: str, elem_id: str, allow_any_model: bool, v
     )
 
 
-def _draw_options(page: gr.Blocks, lane: LaneControls, number: int) -> None:
+def _model_choices(value: str) -> list[tuple[str, str]]:
+    """Labels and values: what may be named, and what is."""
+    names = dict.fromkeys([value, *allowed_models(load_presets()), *TRAINED])
+    return [(Path(name).name if name in TRAINED else name, name) for name in names]
+
+
+def _draw_options(page: gr.Blocks, target: gr.components.Component, lane: LaneControls, number: int) -> None:
     """A row of controls that follows the lane's method."""
 
     def draw_knobs(name: str, options: dict[str, Any]) -> None:
@@ -244,9 +311,10 @@ def _draw_options(page: gr.Blocks, lane: LaneControls, number: int) -> None:
             for knob in knobs(name):
                 control = _draw_knob(knob, options.get(knob.name, knob.default), number)
                 setting = gr.State(knob.name)
-                control.change(_set, [lane.options, setting, control], lane.options, **QUIET)
+                given = [target, lane.method, lane.options, setting, control]
+                control.change(_set, given, [lane.options, lane.model], **QUIET)
 
-    follow = [page.load, lane.method.change, lane.drawn.change]
+    follow = [page.load, lane.drawn.change]
     gr.render([lane.method, lane.options], triggers=follow, queue=False, show_progress="hidden")(draw_knobs)
 
 
@@ -265,13 +333,31 @@ def _draw_knob(knob: Knob, value: Any, number: int) -> Any:
     return gr.Textbox(value, **words)
 
 
-def _set(options: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
-    return {**options, name: value}
+def _set(target: str, method: str, options: dict[str, Any], option: str, value: Any) -> list[Any]:
+    """A lane's options with one of them changed, and its model if that decides who reads it."""
+    changed = {**options, option: value}
+    before, after = (reader(method, _known(method, given)) for given in (options, changed))
+    return [changed, gr.skip() if before == after else _fit_model(target, method, changed)]
 
 
-def _needs_model(name: str) -> Any:
+def _switch(target: str, name: str, drawn: int) -> list[Any]:
+    """A lane's model, options and `drawn` once the visitor has chosen another method."""
     heavy.live()
-    return gr.update(visible=bool(method(name).needs_model))
+    return [_fit_model(target, name, {}), {}, drawn + 1]
+
+
+def _fit_model(target: str, name: str, options: Mapping[str, Any]) -> Any:
+    model = fitting_model(target, reader(name, _known(name, options)))
+    return gr.update(visible=needs_model(name, options), value=model, choices=_model_choices(model))
+
+
+def _picked(chosen: Preset) -> tuple[str | None, str]:
+    """The values of the chips and of the list beside them: one of them names the preset."""
+    return (chosen.id, "") if load_presets()[chosen.id].embedded else (None, chosen.id)
+
+
+def _chip(id: str) -> str:
+    return id.removeprefix("embedded-").replace("-", " ")
 
 
 def _shown(count: int) -> list[Any]:
@@ -301,20 +387,22 @@ def _lane_values(lane: LaneConfig, target: str) -> Iterator[Any]:
 def _lane_config(values: Sequence[Any], named: Sequence[LaneConfig]) -> dict[str, Any]:
     """One lane's controls as data; it keeps the name the preset gave it as long as it is the same method and model."""
     name, model, k, acceptance, options = values
-    known = {k.name: k for k in knobs(name)}
-    model = (model or None) if method(name).needs_model else None
+    options = _known(name, options)
+    model = (model or None) if needs_model(name, options) else None
     return {
         "method": name,
         "model": model,
         "k": _count("k", k),
-        "options": {n: _typed(known[n], v) for n, v in options.items() if n in known},
+        "options": options,
         "acceptance": acceptance,
         "name": next((lane.name for lane in named if (lane.method, lane.model) == (name, model)), ""),
     }
 
 
-def _typed(knob: Knob, value: Any) -> Any:
-    return _count(knob.name, value) if knob.type is int else value
+def _known(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the options those that the method has, whole numbers as such."""
+    given = {k: options[k.name] for k in knobs(name) if k.name in options}
+    return {k.name: _count(k.name, value) if k.type is int else value for k, value in given.items()}
 
 
 def _count(name: str, value: Any) -> int:

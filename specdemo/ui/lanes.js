@@ -1,11 +1,9 @@
-// Draws a log (lines of JSON, see views.py) into the skeleton of view.html. Model text enters the page through
-// textContent alone. Lines are kept as they come and drawn when the display's clock reaches their device time, so the
-// pace of the display, and a replay, never touch the engine.
+// Draws a log (lines of JSON, see views.py) into the skeleton of view.html; kit.js and tree.js stand before it. Lines are
+// kept as they come and drawn when the display's clock reaches their device time, so the pace of the display, and a
+// replay, never touch the engine.
 
-const SVG = "http://www.w3.org/2000/svg";
 const WINDOW = 16; // tokens the throughput is taken over
 const CHART_MS = 200;
-const GLYPHS = { "\n": "⏎", "\r": "␍", "\t": "⇥" };
 const VERDICTS = {
   identical: ["✓ identical", "good"],
   rounding: ["≈ rounding", "fair"],
@@ -16,41 +14,24 @@ const VERDICTS = {
 const FATES = { accepted: "✓ accepted", rejected: "✗ rejected", "not reached": "· not reached" };
 const OWN = { corrected: "↺ corrected by target", bonus: "★ bonus of target", target: "target's own token" };
 
-const $ = (selector) => element.querySelector(selector);
-const make = (tag, cls = "", text = "") => {
-  const node = document.createElement(tag);
-  if (cls) node.className = cls;
-  if (text) node.textContent = text;
-  return node;
-};
-const isNumber = (x) => typeof x === "number" && isFinite(x);
-const fixed = (x, digits) => (isNumber(x) ? x.toFixed(digits) : "–");
-const percent = (x) => (isNumber(x) ? `${(100 * x).toFixed(0)} %` : "–");
 const total = (ms) => Object.values(ms).reduce((a, b) => a + b, 0);
 const milliseconds = (x) => fixed(x, x < 10 ? 2 : x < 100 ? 1 : 0);
 const megabytes = (x) => (!x ? "–" : x < 1e9 ? `${(x / 1e6).toFixed(1)} MB` : `${(x / 1e9).toFixed(2)} GB`);
-const visible = (text) => (text === "" ? "∅" : text.replace(/[\n\r\t]/g, (c) => GLYPHS[c]).replace(/^ | $/g, "·"));
 
-let seen = { head: "", length: 0 };
 let run = null; // the run on show: its start line, its end line, its lanes
 let coming = null; // a run that has not started yet; the last one stays on show
 const player = { replay: false, clock: 0, last: 0, frame: 0 };
 
 // ---- the log
 
+const readLog = reader(clear, receive);
+
 function read() {
-  const log = props.value || "";
-  const head = log.slice(0, log.indexOf("\n"));
-  if (head !== seen.head || log.length < seen.length) open(head);
-  const end = log.lastIndexOf("\n") + 1;
-  const lines = log.slice(seen.length, end).split("\n");
-  seen.length = Math.max(end, seen.length);
-  for (const line of lines) if (line) receive(JSON.parse(line));
+  readLog(props.value || "");
   if (!coming && run.start) play();
 }
 
-function open(head) {
-  seen = { head, length: 0 };
+function clear() {
   cancelAnimationFrame(player.frame);
   player.frame = 0;
   $(".sd-alert").hidden = true;
@@ -117,8 +98,6 @@ function noted(line) {
 
 // ---- the display's clock
 
-const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
-const sentence = (text) => text.charAt(0).toUpperCase() + text.slice(1);
 const pace = () => Number(element.querySelector("[name=sd-pace]:checked").value);
 const atOnce = () => !player.replay && pace() === 1;
 const due = (lane, line) => line.at + (player.replay ? 0 : lane.offset);
@@ -203,7 +182,7 @@ function stage() {
   for (const lane of run.lanes) {
     Object.assign(lane, { next: 0, clock: 0, decode: 0, tokens: 0, steps: [], finish: null, summary: null, comparison: null });
     Object.assign(lane, { drafted: 0, accepted: 0, kept: [], reached: [], hits: [], split: { draft: 0, verify: 0, other: 0 } });
-    Object.assign(lane, { past: [[0, 0]], points: [[], []], charted: 0 });
+    Object.assign(lane, { past: [[0, 0]], points: [[], []], charted: 0, told: {}, notes: {}, trainMs: 0 });
     lane.view = laneCard(lane);
     lane.bar = raceBar(lane);
     if (lane.note) laneNote(lane, lane.note);
@@ -212,6 +191,7 @@ function stage() {
   run.focus = Math.min(1, run.lanes.length - 1);
   run.chart = null;
   run.done = false;
+  $(".sd-inspector").classList.remove("sd-wide");
   badge();
   tabs();
   inspect();
@@ -235,6 +215,8 @@ function mark(lane) {
   return node;
 }
 
+const lossy = (lane) => (lane.exact === false ? [make("em", "sd-lossy", "lossy")] : []);
+
 function laneCard(lane) {
   const card = make("article", "sd-lane");
   card.dataset.of = lane.index;
@@ -247,7 +229,7 @@ function laneCard(lane) {
   number.dataset.lane = lane.index;
   speed.append(number, " tok/s");
   header.append(mark(lane), title, make("span", "sd-how", how(lane)), state, speed);
-  if (lane.exact === false) title.append(make("em", "sd-lossy", "lossy"));
+  title.append(...lossy(lane));
   const text = make("div", "sd-text");
   text.dataset.lane = lane.index;
   text.tabIndex = 0;
@@ -295,12 +277,15 @@ function drawStep(lane, line, into) {
     into.append(span(line.text[i] ?? "", kind, at));
   });
   count(lane, line);
+  if (isTree(line)) $(".sd-inspector").classList.add("sd-wide");
   pill(lane, "generating", "busy");
 }
 
-// The first refused draft, struck through; how many more fell with it is said by CSS, so it is no text.
+// The first draft refused where the path ended, struck through; how many more fell with it is said by CSS, so it is no
+// text.
 function refused(line, step) {
-  const first = line.fates.indexOf("rejected");
+  const end = line.path.at(-1);
+  const first = line.fates.findIndex((fate, i) => fate === "rejected" && line.parents[i] === end);
   if (first < 0) return [];
   const node = span(visible(line.drafted[first] ?? ""), "rejected", step);
   const more = line.fates.filter((fate) => fate === "rejected" || fate === "not reached").length - 1;
@@ -326,6 +311,7 @@ function count(lane, line) {
     lane.split.draft += (line.ms.draft || 0) + (line.ms.observe || 0);
     lane.split.verify += line.ms.verify || 0;
     lane.split.other += (line.ms.accept || 0) + (line.ms.commit || 0);
+    tell(lane, line);
   } else {
     lane.ttft = ms;
   }
@@ -447,6 +433,7 @@ function repaint() {
   why();
   histogram();
   times();
+  told();
   chart();
 }
 
@@ -463,7 +450,7 @@ function tile(name, lanes, several, cells) {
       number.dataset.lane = lane.index;
       number.dataset.value = value ?? "";
       if (tone) number.dataset.tone = tone;
-      row.append(number, make("small", "", small));
+      row.append(number, make("small", "", small), ...(name === "speedup" ? lossy(lane) : []));
       return row;
     })
   );
@@ -525,7 +512,7 @@ function raceBar(lane) {
   const time = make("span", "sd-time", "");
   result.append(tokens, " tok ", time);
   const name = make("span", "sd-name");
-  name.append(mark(lane), make("span", "", lane.name));
+  name.append(mark(lane), make("span", "", lane.name), ...lossy(lane));
   row.append(name, track, result);
   $(".sd-race").append(row);
   return { fill, tokens, time };
@@ -561,13 +548,6 @@ function chart() {
 
 // Plotly reads a little HTML in names.
 const escapeMarkup = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
-
-function svg(tag, attributes, text = "") {
-  const node = document.createElementNS(SVG, tag);
-  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  node.textContent = text;
-  return node;
-}
 
 function histogram() {
   const lane = run.lanes[run.focus];
@@ -644,12 +624,61 @@ function times() {
       });
       track.setAttribute("role", "img");
       track.setAttribute("aria-label", names.map((name, j) => `${name} ${milliseconds(split[i][j])} ms`).join(", "));
-      const share = sum(split[i]) ? `${percent(split[i][0] / sum(split[i]))} draft` : "";
+      const learning = lane.trainMs ? `, ${milliseconds(lane.trainMs)} ms of it training` : "";
+      const share = sum(split[i]) ? `${percent(split[i][0] / sum(split[i]))} draft${learning}` : "";
       row.append(mark(lane), track, make("span", "sd-ms", `${(sum(split[i]) / 1000).toFixed(2)} s`));
       if (lane.index) row.append(make("small", "", share));
       return row;
     })
   );
+}
+
+// ---- what a drafter says of itself in the notes of its steps
+
+const TOLD = {
+  k: { title: "Draft length k", whole: true, say: (y) => fixed(y, 0) },
+  accepted: { title: "Acceptance while it learns", high: 1, say: percent },
+  route: { title: "Route", whole: true, say: (y) => fixed(y, 0) },
+};
+
+function tell(lane, { notes }) {
+  for (const name of Object.keys(TOLD)) {
+    if (isNumber(notes[name])) (lane.told[name] ??= []).push([lane.steps.length - 1, notes[name]]);
+  }
+  lane.notes = notes;
+  lane.trainMs += notes.train_ms || 0;
+}
+
+function told() {
+  const telling = run.lanes.filter((lane) => Object.keys(lane.told).length);
+  $(".sd-told").hidden = !telling.length;
+  const told = telling.flatMap((lane) => Object.entries(lane.told).map(([name, points]) => toldOf(lane, name, points)));
+  $(".sd-told-lanes").replaceChildren(...told.map(({ figure }) => figure));
+  for (const { figure, draw } of told) figure.append(draw(figure)); // a chart is as wide as its place
+}
+
+function toldOf(lane, name, points) {
+  const { title, ...scale } = TOLD[name];
+  const figure = make("figure");
+  figure.dataset.of = lane.index;
+  const caption = make("figcaption");
+  const now = `now ${scale.say(points.at(-1)[1])}`;
+  caption.append(mark(lane), make("b", "", title), make("span", "sd-small", [now, ...remarks(lane, name)].join(" · ")));
+  const words = `${lane.name}: ${title} over ${points.at(-1)[0]} target passes, ${now}`;
+  figure.append(caption);
+  return { figure, draw: (box) => lineChart(box, [{ points }], { unit: "target passes", words, ...scale }) };
+}
+
+function remarks(lane, name) {
+  const { alpha, predicted, updates, train_loss } = lane.notes;
+  if (name === "k" && isNumber(alpha)) return [`estimated acceptance ${percent(alpha)}`, `predicted ${fixed(predicted, 2)}×`];
+  if (name === "route") {
+    const { model, drafter, drafts = "" } = lane.options;
+    return [[model ?? drafter, ...drafts.split(",")][lane.notes.route]?.trim()].filter(Boolean);
+  }
+  if (name !== "accepted") return [];
+  const loss = isNumber(train_loss) ? [`training loss ${fixed(train_loss, 3)}`] : [];
+  return [`${updates} updates`, `${milliseconds(lane.trainMs)} ms of training`, ...loss];
 }
 
 // ---- step inspector
@@ -684,7 +713,10 @@ function inspect() {
     mark(lane),
     ` Step ${run.picked.step} of ${lane.steps.length - 1} · ${what} · ${milliseconds(total(line.ms))} ms (${parts.join(", ")})`
   );
-  box.replaceChildren(stepTable(line));
+  if (!isTree(line)) return box.replaceChildren(stepTable(line));
+  const tree = treeView(line, lane.steps[run.picked.step - 1]?.text.at(-1) ?? "");
+  box.replaceChildren(tree.whole);
+  tree.show();
 }
 
 function stepTable(line) {

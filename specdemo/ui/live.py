@@ -1,7 +1,7 @@
 """Runs behind the page: the engine in a thread of its own, its messages read 15 times a second.
 
 The engine never waits for a reader: messages pile up in a list, bounded by the token limit. Whoever closes the reader
-stops the engine.
+stops the engine. Training (lab.py) is such work too.
 """
 
 import contextlib
@@ -10,13 +10,14 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from specdemo.core.trace import MAX_TRACE_BYTES, RunTrace, from_json
-from specdemo.engine.session import Finished, Note, RunSpec, replay, session
+from specdemo.engine.session import Finished, Note, RunSpec, Started, replay, session
+from specdemo.models.load import LoadProgress
 from specdemo.presets.schema import Preset
 from specdemo.ui.views import Failed, Loading, Shown, opening, summary, to_line, tokens_csv, view
 
@@ -30,44 +31,49 @@ ELSEWHERE = bool(os.environ.get("SPACES_ZERO_GPU"))  # the engine runs in anothe
 GRACE_S = 0.4  # how long Stop waits for the step in hand
 
 
-class Engine:
-    """One comparison in its own thread."""
+Work = Callable[[Callable[[], bool], LoadProgress], Iterator[Any]]
 
-    def __init__(self, spec: RunSpec) -> None:
-        self._spec = spec
-        self._messages: list[Shown] = []
+
+class Engine:
+    """Work in its own thread: given `cancelled` and where to report loading, it yields messages."""
+
+    def __init__(self, work: Work, limit_s: float = LIMIT_S) -> None:
+        self._do = work
+        self._limit_s = limit_s
+        self._messages: list[Any] = []
         self._read = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, daemon=True, name="engine")
 
-    def batches(self) -> Iterator[list[Shown]]:
+    def batches(self) -> Iterator[list[Any]]:
         """What is new, 15 times a second, often nothing. Closing the iterator stops the engine within one step."""
-        deadline = time.monotonic() + LIMIT_S
+        deadline = time.monotonic() + self._limit_s
         self._thread.start()
         try:
             while self._thread.is_alive():
                 self._thread.join(FLUSH_S)
                 if time.monotonic() > deadline and not self._stop.is_set():
                     self._stop.set()
-                    self._messages.append(Note(f"stopped: a run may take {LIMIT_S:.0f} seconds"))
+                    self._messages.append(Note(f"stopped: a run may take {self._limit_s:.0f} seconds"))
                 yield self._new()
             yield self._new()
         finally:
             self._stop.set()
 
-    def finish(self) -> list[Shown]:
+    def finish(self, grace_s: float = GRACE_S) -> list[Any]:
         """Stop, and what was said since the last batch."""
         self._stop.set()
-        self._thread.join(GRACE_S)
+        if self._thread.is_alive():
+            self._thread.join(grace_s)
         return self._new()
 
-    def _new(self) -> list[Shown]:
+    def _new(self) -> list[Any]:
         start, self._read = self._read, len(self._messages)
         return self._messages[start : self._read]
 
     def _work(self) -> None:
         try:
-            for message in session().stream(self._spec, self._stop.is_set, self._loading):
+            for message in self._do(self._stop.is_set, self._loading):
                 self._messages.append(message)
         except ValueError as error:
             self._messages.append(Failed(str(error)))
@@ -80,25 +86,31 @@ class Engine:
 
 
 class Log:
-    """The text a view shows: append-only lines. `trace` is there once the run has ended."""
+    """The text a view shows: append-only lines.
 
-    def __init__(self, recorded: bool = False) -> None:
+    `trace` is the run on show once it has ended: until this one starts, that is the run `before` it.
+    """
+
+    def __init__(self, recorded: bool = False, before: RunTrace | None = None) -> None:
         self.text = to_line(opening(secrets.token_hex(6), recorded))
-        self.trace: RunTrace | None = None
+        self.trace = before
+        self.ended = False
         self.engine: Engine | None = None  # None where the engine is in another process
 
     def add(self, messages: Iterable[Shown]) -> str:
         for message in messages:
             self.text += to_line(view(message))
-            if isinstance(message, Finished):
-                self.trace = message.trace
+            if isinstance(message, Started):
+                self.trace = None
+            elif isinstance(message, Finished):
+                self.trace, self.ended = message.trace, True
         return self.text
 
     def stop(self) -> str:
         """End the run and the log: with what the engine says, or where it is out of reach without it."""
         if self.engine is not None:
             self.add(self.engine.finish())
-        if self.trace is None:
+        if not self.ended:
             self.text += to_line({"type": "end", "finish": "cancelled", "comparison": []})
         return self.text
 
@@ -130,7 +142,7 @@ def _seconds(spec: RunSpec, log: Log | None) -> int:
 
 def _play(spec: RunSpec, log: Log | None) -> Generator[list[Shown], None, None]:
     """The run's messages in batches; `log` learns of the engine where both are in one process."""
-    engine = Engine(spec)
+    engine = Engine(lambda cancelled, loading: session().stream(spec, cancelled, loading))
     if log is not None:
         log.engine = engine
     yield from engine.batches()

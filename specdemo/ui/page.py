@@ -9,7 +9,6 @@ import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
@@ -19,15 +18,13 @@ import plotly.graph_objects as go
 
 from specdemo.core.trace import MAX_TRACE_BYTES, to_json
 from specdemo.presets.schema import DEFAULT, LIMITS, Preset, from_query, load_presets, preset, to_query
-from specdemo.ui import controls
-from specdemo.ui.controls import QUIET, Controls, changed, fill, from_values
+from specdemo.ui import assets, controls, lab
+from specdemo.ui.controls import ENGINE, QUIET, Controls, changed, fill_untouched, from_values, visitor
 from specdemo.ui.heavy import live
 
 if TYPE_CHECKING:
     from specdemo.ui.live import Log
 
-HERE = Path(__file__).parent
-ENGINE: dict[str, Any] = {"concurrency_id": "engine", "concurrency_limit": 1}  # one run at a time in a process
 FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "Arial", "sans-serif"]
 MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"]
 
@@ -58,7 +55,8 @@ def idle() -> list[Any]:
 class Visits:
     """What the events of the page do. Keeps the latest log of every open page, for Stop and for the exports."""
 
-    def __init__(self, allow_any_model: bool) -> None:
+    def __init__(self, start: Preset, allow_any_model: bool) -> None:
+        self._start = start
         self._any = allow_any_model
         self._logs: dict[str, Log] = {}
 
@@ -69,20 +67,21 @@ class Visits:
         except ValueError as error:
             yield live().refusal(error).text
             return
-        yield from live().run(spec, self._keep(request, live().Log()))
+        last = self._logs.get(visitor(request))
+        yield from live().run(spec, self._keep(request, live().Log(before=last and last.trace)))
 
     def stop(self, request: gr.Request) -> list[Any]:
-        log = self._logs.get(_visitor(request))
-        return [gr.skip() if log is None or log.trace else log.stop(), *idle()]
+        log = self._logs.get(visitor(request))
+        return [gr.skip() if log is None or log.ended else log.stop(), *idle()]
 
     def open(self, request: gr.Request, path: str) -> str:
         """The whole log of a stored run, or one that says why the file is none."""
         log = live().open_trace(path)
-        return self._keep(request, log).text if log.trace else log.text
+        return self._keep(request, log).text if log.ended else log.text
 
     def save(self, request: gr.Request, kind: str) -> dict[str, str]:
         """The latest run as a file's name and text."""
-        log = self._logs.get(_visitor(request))
+        log = self._logs.get(visitor(request))
         if log is None or log.trace is None:
             raise gr.Error("there is no run to save yet; press Run first", print_exception=False)
         text = to_json(log.trace, indent=1) if kind == "json" else live().tokens_csv(log.trace)
@@ -95,24 +94,27 @@ class Visits:
         except ValueError as error:
             return gr.skip(), live().refusal(error).text
 
-    def restore(self, request: gr.Request, *drawn: int) -> Any:
-        """The controls a link asks for, and a log that says what was refused."""
+    def read_link(self, request: gr.Request) -> tuple[Preset, list[str]] | None:
+        """The comparison a link asks for and what of it was refused. On a cold server this takes seconds."""
         if not request.query_params:
+            return None
+        live()
+        return from_query(request.query_params, load_presets(), self._any)
+
+    def restore(self, asked: tuple[Preset, list[str]] | None, *values: Any) -> Any:
+        """The controls a link asks for, but for what the visitor has changed by now, and a log of what was refused."""
+        if asked is None:
             return gr.skip()
-        runs = live()
-        chosen, refused = from_query(request.query_params, load_presets(), self._any)
-        return [*fill(chosen, drawn), runs.notes(refused) if refused else gr.skip()]
+        chosen, refused = asked
+        now, drawn = values[: -controls.LANES], values[-controls.LANES :]
+        return [*fill_untouched(chosen, self._start, now, drawn), live().notes(refused) if refused else gr.skip()]
 
     def forget(self, request: gr.Request) -> None:
-        self._logs.pop(_visitor(request), None)
+        self._logs.pop(visitor(request), None)
 
     def _keep(self, request: gr.Request, log: "Log") -> "Log":
-        self._logs[_visitor(request)] = log
+        self._logs[visitor(request)] = log
         return log
-
-
-def _visitor(request: gr.Request) -> str:
-    return str(request.session_hash)
 
 
 def share_link(chosen: Preset) -> str:
@@ -127,18 +129,20 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
     first = preset(start)
     page: gr.Blocks = gr.Blocks(title="specdemo: speculative decoding, side by side", analytics_enabled=False)
     with page:
-        gr.HTML(_text("title.html"), elem_id="title")
-        with gr.Tabs():
-            with gr.Tab("Race"):
-                _race_tab(page, first, allow_any_model)
+        gr.HTML(assets.text("title.html"), elem_id="title")
+        with gr.Tabs() as tabs:
+            with gr.Tab("Race", id="race"):
+                form = _race_tab(page, first, allow_any_model)
+            with gr.Tab("Lab"):
+                lab.draw(page, tabs, form)
             with gr.Tab("How it works"):
-                gr.Markdown(_text("how_it_works.md"), elem_id="how")
+                gr.Markdown(assets.text("how_it_works.md"), elem_id="how")
         _endpoints(allow_any_model)
     page.queue(max_size=20)
     return page
 
 
-def _race_tab(page: gr.Blocks, first: Preset, allow_any_model: bool) -> None:
+def _race_tab(page: gr.Blocks, first: Preset, allow_any_model: bool) -> Controls:
     form = controls.draw(first, allow_any_model)
     with gr.Row(elem_id="prompt-row"):
         form.whole["prompt"] = controls.draw_prompt(first)
@@ -150,7 +154,7 @@ def _race_tab(page: gr.Blocks, first: Preset, allow_any_model: bool) -> None:
     link = gr.Textbox(label="Link to this comparison", visible=False, buttons=["copy"], elem_id="link")
     with gr.Accordion("Sampling, length, schedule", open=False, elem_id="sampling"):
         form.whole.update(controls.draw_sampling(first))
-    place = gr.HTML("", elem_id="queue")
+    place = gr.HTML("", elem_id="queue", elem_classes="queue")
     view = _draw_view()
     with gr.Row(elem_id="exports"):
         buttons = Buttons(
@@ -162,7 +166,8 @@ def _race_tab(page: gr.Blocks, first: Preset, allow_any_model: bool) -> None:
             gr.UploadButton("Open a trace", file_types=[".json"], size="sm", elem_id="open-trace"),
         )
     form.wire(page)
-    _wire(page, Visits(allow_any_model), form, buttons, view, place, link)
+    _wire(page, Visits(first, allow_any_model), form, buttons, view, place, link)
+    return form
 
 
 def _wire(
@@ -181,28 +186,24 @@ def _wire(
     racing.then(idle, None, buttons.switched, **QUIET)
     buttons.stop.click(visits.stop, None, [view, *buttons.switched], cancels=[racing], **QUIET)
     shared = buttons.share.click(visits.share, form.inputs, [link, view], **QUIET)
-    shared.then(None, link, link, js=_text("share.js"), **QUIET)
-    form.preset.input(lambda name, *drawn: fill(preset(name), drawn), [form.preset, *form.drawn], form.outputs, **QUIET)
+    shared.then(None, link, link, js=assets.text("share.js"), **QUIET)
     buttons.open.upload(visits.open, buttons.open, view, **QUIET)
     file = gr.JSON(visible=False)
     for kind, button in (("json", buttons.save_json), ("csv", buttons.save_csv)):
         saved = button.click(visits.save, gr.State(kind), file, **QUIET)
-        saved.success(None, file, None, js=_text("save.js"), **QUIET)
-    page.load(visits.restore, form.drawn, [*form.outputs, view], **QUIET)
+        saved.success(None, file, None, js=assets.text("save.js"), **QUIET)
+    asked = gr.State()
+    linked = page.load(visits.read_link, None, asked, **QUIET)
+    linked.then(visits.restore, [asked, *form.inputs, *form.drawn], [*form.outputs, view], **QUIET)
     page.unload(visits.forget)
 
 
 def _draw_view() -> gr.HTML:
     """The lanes and everything drawn from the log, with the chart in their midst."""
-    skeleton, script = _text("view.html"), _text("lanes.js")
-    view: gr.HTML = gr.HTML("", html_template=skeleton, js_on_load=script, elem_id="view", apply_default_css=False)
+    view = assets.view("view.html", "kit.js", "tree.js", "lanes.js", elem_id="view")
     with view:
         gr.Plot(_empty_chart(), show_label=False, container=False, elem_id="chart")
     return view
-
-
-def _text(name: str) -> str:
-    return (HERE / name).read_text(encoding="utf-8")
 
 
 def _empty_chart() -> go.Figure:
@@ -280,7 +281,7 @@ def serve(
         run_history=False,
         max_file_size=MAX_TRACE_BYTES,
         theme=theme(),
-        css_paths=[HERE / "style.css"],
+        css_paths=[assets.HERE / "style.css"],
     )
     print(f"specdemo is on {page.local_url}", flush=True)
     threading.Thread(target=_warm, args=(preset(start),), daemon=True, name="preload").start()

@@ -102,7 +102,7 @@ def summary(trace: RunTrace) -> dict[str, Any]:
     }
 
 
-CSV_COLUMNS = ("lane", "name", "step", "kind", "token_id", "text", "draft_prob", "target_prob", "step_ms")
+CSV_COLUMNS = ("lane", "name", "exact", "step", "kind", "token_id", "text", "draft_prob", "target_prob", "step_ms")
 
 
 def tokens_csv(trace: RunTrace) -> str:
@@ -112,7 +112,7 @@ def tokens_csv(trace: RunTrace) -> str:
     writer.writerow(CSV_COLUMNS)
     for index, lane in enumerate(trace.lanes):
         for row in _lane_rows(lane, trace.vocabulary):
-            writer.writerow([index, lane.name, *row])
+            writer.writerow([index, lane.name, json.dumps(lane.exact), *row])
     return out.getvalue()
 
 

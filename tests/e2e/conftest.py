@@ -15,6 +15,7 @@ from playwright.sync_api import expect, sync_playwright
 from specdemo.core.trace import to_json
 from tests.e2e.gated import Gates, serve_gated
 from tests.traces import hostile_trace
+from tests.ui.stand_ins import tree_trace
 
 FLAGS = (
     "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
@@ -94,11 +95,18 @@ def trace_file(tmp_path):
     return path
 
 
+@pytest.fixture
+def tree_file(tmp_path):
+    path = tmp_path / "tree.json"
+    path.write_text(to_json(tree_trace()), encoding="utf-8")
+    return path
+
+
 @pytest.fixture(scope="session")
 def gated_server():
     """The page on the stand-in engine of gated.py, in a process of its own."""
     spawn = multiprocessing.get_context("spawn")
-    gates = Gates(spawn.Event(), spawn.Semaphore(0), spawn.Semaphore(0), spawn.Event())
+    gates = Gates(spawn.Event(), spawn.Semaphore(0), spawn.Semaphore(0), spawn.Event(), spawn.Event())
     port = free_port()
     server = spawn.Process(target=serve_gated, args=(port, gates), daemon=True)
     server.start()
@@ -112,6 +120,7 @@ def gated_server():
 def gates(gated_server):
     gates = gated_server[1]
     gates.open.clear()
+    gates.warm.set()
     yield gates
     gates.open.set()
 

@@ -1,11 +1,16 @@
-"""The page on a stand-in engine whose runs stay at their first tokens until a test opens the gate."""
+"""The page on a stand-in engine whose runs stay at their first tokens until a test opens the gate, and with a stand-in
+for what trains."""
 
 import multiprocessing.synchronize
+import threading
 from dataclasses import dataclass
 
+import gradio as gr
+
 from specdemo.engine.session import Finished, replay
-from specdemo.ui import live, page
+from specdemo.ui import lab, live, page
 from tests.traces import hostile_trace
+from tests.ui.stand_ins import Trainer
 
 
 @dataclass
@@ -16,11 +21,13 @@ class Gates:
     begun: multiprocessing.synchronize.Semaphore
     stopped: multiprocessing.synchronize.Semaphore
     up: multiprocessing.synchronize.Event
+    warm: multiprocessing.synchronize.Event  # cleared: a link is not read yet, as on a server that still imports torch
 
 
 class Gated:
     def __init__(self, gates):
         self.gates = gates
+        self.lock = threading.Lock()
 
     def stream(self, spec, cancelled, progress):
         progress(0.5, "loading stories")
@@ -42,7 +49,15 @@ class Gated:
 
 
 def serve_gated(port, gates):
-    live.session = lambda: Gated(gates)
+    engine, trainer, read_link = Gated(gates), Trainer(), page.Visits.read_link
+
+    def read_when_warm(self, request: gr.Request):  # Gradio passes what is annotated so
+        gates.warm.wait(60)
+        return read_link(self, request)
+
+    live.session = lambda: engine
+    lab.trainer = lambda: trainer
+    page.Visits.read_link = read_when_warm
     server = page.serve(port=port, block=False)
     gates.up.set()
     server.block_thread()

@@ -27,9 +27,10 @@ def settings(page):
 
 def test_a_link_restores_every_setting(visit):
     page = visit()
-    page.get_by_label("embedded-ngram").check()
+    page.get_by_label("ngram", exact=True).check()
     expect(page.locator("#about")).to_contain_text("Prompt lookup where text repeats")
     expect(page.locator("#model-1")).to_be_hidden()
+    expect(page.locator(".unseen:visible")).to_have_count(0)
     set_number(page, "option-max_n-1", 5)
     page.locator("#add-lane").click()
     choose(page, "model-2", "stories-draft-deep")
@@ -51,6 +52,35 @@ def test_a_link_restores_every_setting(visit):
     other.locator("#sampling button").first.click()
     assert settings(other) == settings(page)
     expect(other.locator(".sd-notes")).to_be_hidden()
+
+
+def test_edits_made_before_the_link_was_read_stay(visit_gated, gates):
+    gates.warm.clear()
+    page = visit_gated("?preset=embedded-draft&k=7&temperature=0.5&prompt=theirs")
+    page.locator("#prompt textarea").fill("mine")
+    gates.warm.set()
+    expect(page.locator("#k-1 input[type=number]")).to_have_value("7")
+    expect(page.locator("#prompt textarea")).to_have_value("mine")
+
+
+def test_presets_of_larger_models_are_in_a_list(visit_gated):
+    page = visit_gated()
+    choose(page, "downloads", "Qwen3 8B with Qwen3 0.6B")
+    expect(page.locator("#target input")).to_have_value("Qwen/Qwen3-8B")
+    expect(page.locator("#presets input[type=radio]:checked")).to_have_count(0)
+    page.get_by_label("sampling", exact=True).check()
+    expect(page.locator("#target input")).to_have_value("stories")
+    expect(page.locator("#downloads input")).to_have_value(re.compile("^larger models"))
+
+
+def test_what_a_wrapper_wraps_decides_whether_a_model_is_shown(visit_gated):
+    page = visit_gated()
+    choose(page, "method-1", "Adaptive length")
+    expect(page.locator("#model-1")).to_be_visible()
+    choose(page, "option-drafter-1", "ngram")
+    expect(page.locator("#model-1")).to_be_hidden()
+    choose(page, "method-1", "Draft model")
+    expect(page.locator("#model-1")).to_be_visible()
 
 
 def test_a_hostile_link_is_refused_with_notes(visit):

@@ -38,6 +38,11 @@ def value(page, metric, lane):
     return page.locator(f'[data-metric="{metric}"][data-lane="{lane}"]').get_attribute("data-value")
 
 
+def visible(text):
+    """As the step inspector writes it."""
+    return re.sub("^ | $", "·", text.translate({9: "⇥", 10: "⏎", 13: "␍"}))
+
+
 def save(page, kind):
     with page.expect_download() as download:
         page.locator(f"#save-{kind}").click()
@@ -124,6 +129,64 @@ def test_drafts_can_be_hidden_steps_inspected_and_the_run_replayed(visit, trace_
     said(page, "slowed 16 times")
     said(page, "^Replayed")
     assert lane_text(page, 1) == "".join(HOSTILE)
+
+
+def test_a_lossy_lane_says_so_everywhere(visit, tmp_path):
+    page = visit("?preset=embedded-sampling&max_new_tokens=12&acceptance=typical")
+    expect(page.locator("#acceptance-1 input")).to_have_value("typical (lossy)")
+    run(page)
+    said(page, "lossy")
+    for place in (".sd-lane h3", '[data-tile="speedup"]', ".sd-name"):
+        expect(page.locator(f"{place} .sd-lossy")).to_have_text("lossy")
+    expect(page.locator('[data-tile="output"] b')).to_have_text("⚠ lossy")
+    trace = from_json(save(page, "json").path().read_bytes())
+    assert [lane.exact for lane in trace.lanes] == [True, False] and trace.config["temperature"] > 0
+    assert trace.lanes[1].options["acceptance"] == "typical" and trace.comparison[0]["verdict"] == "lossy"
+    assert ",false," in save(page, "csv").path().read_text(encoding="utf-8")
+
+
+def test_a_tree_is_drawn_and_walked_by_keyboard(visit, tree_file):
+    page = visit("?__theme=dark", viewport={"width": 390, "height": 800}, reduced_motion="reduce")
+    open_file(page, tree_file)
+    said(page, "^Replayed")
+    page.locator('[data-lane="1"].sd-text').focus()
+    page.keyboard.press("End")
+    expect(page.locator(".sd-table table")).to_be_visible()  # a chain
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowRight")
+    nodes = page.get_by_role("treeitem")
+    expect(nodes).to_have_count(1 + 64 + 1)
+    kept = page.locator('.sd-node:is([data-fate="accepted"], [data-fate="bonus"], [data-fate="corrected"]) code')
+    assert kept.all_text_contents() == [visible(text) for text in HOSTILE[1:5]]
+    assert page.locator(".sd-tree img, .sd-tree b, .sd-tree script").count() == 0
+    struck = page.locator('[data-fate="rejected"] code').first
+    assert "line-through" in struck.evaluate("e => getComputedStyle(e).textDecorationLine")
+    box = page.locator(".sd-tree")
+    assert box.evaluate("e => e.scrollWidth > e.clientWidth && e.scrollHeight > e.clientHeight")
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    page.locator('.sd-node[tabindex="0"]').focus()
+    expect(page.locator(".sd-node-words")).to_contain_text("depth 4 · ")
+    page.keyboard.press("ArrowLeft")
+    expect(page.locator(".sd-node-words")).to_have_text(
+        re.compile(r"depth 3 · draft q 0\.50 · target p 0\.25 · ✓ accepted$")
+    )
+    expect(page.locator(".sd-node:focus")).to_have_attribute("aria-level", "4")
+    page.keyboard.press("Home")
+    expect(page.locator(".sd-node-words")).to_contain_text("root")
+
+
+def test_what_a_drafter_says_of_itself_is_drawn_over_the_run(visit, tree_file, trace_file):
+    page = visit(reduced_motion="reduce")
+    open_file(page, tree_file)
+    said(page, "^Replayed")
+    told = page.locator(".sd-told figure")
+    expect(told).to_have_count(2)
+    expect(told.first).to_contain_text("Draft length know 2 · estimated acceptance 75 % · predicted 1.50×")
+    expect(told.last).to_contain_text("now 60 % · 4 updates · 16.0 ms of training · training loss 1.250")
+    expect(told.first.locator("svg")).to_have_attribute("aria-label", re.compile("over 4 target passes, now 2$"))
+    expect(page.locator(".sd-times small")).to_contain_text("16.0 ms of it training")
+    open_file(page, trace_file)
+    expect(page.locator(".sd-told")).to_be_hidden()
 
 
 def test_what_is_no_trace_is_refused_on_the_page(visit, tmp_path):

@@ -1,10 +1,11 @@
 """Preset -> controls -> preset, and what the page refuses."""
 
+import gradio as gr
 import pytest
 
-from specdemo.presets.schema import LIMITS, load_presets, preset
+from specdemo.presets.schema import EMBEDDED, LIMITS, load_presets, preset
 from specdemo.ui import controls
-from specdemo.ui.controls import LANE, WHOLE, changed, from_values, to_values
+from specdemo.ui.controls import LANE, WHOLE, changed, fill, fill_untouched, from_values, needs_model, to_values
 
 
 def test_one_flat_list():
@@ -14,7 +15,7 @@ def test_one_flat_list():
 
 @pytest.mark.parametrize("name", list(load_presets()))
 def test_controls_give_back_the_preset(name):
-    assert from_values(to_values(preset(name))) == preset(name)
+    assert from_values(to_values(preset(name))) == preset(name).with_changes()  # without options at their default
 
 
 def place(name, lane=None):
@@ -43,6 +44,83 @@ def test_a_method_without_a_model_drops_the_hidden_one(values):
     values[place("options", 0)] = {"max_n": 5.0, "left over": 1}
     lane = from_values(values).lanes[0]
     assert lane.model is None and lane.options == {"max_n": 5}
+
+
+def test_what_a_wrapper_wraps_decides_whether_a_model_is_named(values):
+    assert needs_model("adaptive", {"drafter": "draft_model"}) and not needs_model("adaptive", {"drafter": "ngram"})
+    assert not needs_model("ngram", {"drafter": "draft_model"})  # an option that another method left behind
+    values[place("method", 0)] = "adaptive"
+    values[place("options", 0)] = {"drafter": "ngram"}
+    assert from_values(values).lanes[0].model is None
+
+
+def test_another_method_starts_with_its_own_options():
+    model, options, drawn = controls._switch("stories", "ngram", 3)
+    assert options == {} and drawn == 4 and model["visible"] is False
+    model, _, _ = controls._switch("stories", "draft_model", 0)
+    assert model["visible"] is True and model["value"] == "stories-draft-wide"
+
+
+def test_a_head_trained_on_the_page_may_race(values, monkeypatch):
+    values[place("model", 0)] = "runs/medusa-1"
+    monkeypatch.setattr(controls, "TRAINED", ["runs/medusa-1"])
+    assert from_values(values).lanes[0].model == "runs/medusa-1"
+    assert ("medusa-1", "runs/medusa-1") in controls._model_choices("stories-draft-wide")
+
+
+def test_options_that_name_models_may_name_those_of_the_list():
+    asked = {"method": "router", "model": "stories-draft-wide", "options": {"drafts": "stories-draft-deep, ngram"}}
+    assert changed("embedded-draft", {"lanes": [asked]}, False).lanes[0].options["drafts"]
+    foreign = asked | {"options": {"drafts": "ngram,evil/model"}}
+    with pytest.raises(ValueError, match="'evil/model' is not on this page's list"):
+        changed("embedded-draft", {"lanes": [foreign]}, False)
+    assert changed("embedded-draft", {"lanes": [foreign]}, True)
+
+
+def test_every_preset_is_a_chip_or_in_the_list():
+    for chosen in load_presets().values():
+        chip, download = controls._picked(chosen)
+        assert (chip or download) == chosen.id and bool(chip) != bool(download)
+        assert bool(chip) == set(chosen.models).issubset(EMBEDDED)
+    assert controls._chip("embedded-three-lanes") == "three lanes"
+
+
+DRAWN = [0] * controls.LANES
+SKIPPED = gr.skip()
+
+
+def untouched(now):
+    asked = preset("embedded-three-lanes").with_changes(k=9, temperature=0.5)
+    updates = fill_untouched(asked, preset("embedded-draft"), now, DRAWN)
+    assert len(updates) == len(fill(asked, DRAWN))
+    return updates
+
+
+def test_a_link_fills_a_page_that_nobody_has_touched():
+    updates = untouched(to_values(preset("embedded-draft")))
+    assert updates[place("temperature")]["value"] == 0.5 and updates[place("k", 1)]["value"] == 9
+    assert SKIPPED not in updates
+
+
+def test_edits_made_before_the_link_was_read_stay():
+    now = to_values(preset("embedded-draft"))
+    now[place("prompt")], now[place("k", 0)] = "mine", 2
+    updates = untouched(now)
+    assert updates[place("prompt")] == updates[place("k", 0)] == updates[place("method", 0)] == SKIPPED
+    assert updates[place("temperature")]["value"] == 0.5 and updates[place("k", 1)]["value"] == 9
+    assert updates[-controls.LANES :] == [SKIPPED, 1, 1]
+
+
+def test_a_preset_chosen_before_the_link_was_read_stays_whole():
+    assert untouched(to_values(preset("embedded-ngram"))) == [SKIPPED] * len(fill(preset("embedded-draft"), DRAWN))
+
+
+def test_lanes_added_before_the_link_was_read_stay():
+    now = to_values(preset("embedded-draft"))
+    now[1] = 3
+    updates = untouched(now)
+    blocks = slice(-2 * controls.LANES - 2, -controls.LANES)
+    assert updates[1] == SKIPPED and updates[blocks] == [SKIPPED] * (controls.LANES + 2)
 
 
 @pytest.mark.parametrize(

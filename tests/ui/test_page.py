@@ -2,13 +2,18 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import gradio as gr
 import pytest
 
 from specdemo.core.trace import MAX_TRACE_BYTES, to_json
+from specdemo.engine.session import replay
 from specdemo.presets.schema import preset
+from specdemo.ui import live
+from specdemo.ui.controls import to_values
 from specdemo.ui.live import Log, notes, open_trace
-from specdemo.ui.page import share_link
+from specdemo.ui.page import Visits, share_link
 from tests.traces import hostile_trace
 
 
@@ -62,6 +67,37 @@ def test_what_is_no_trace_is_refused_in_one_line(tmp_path, content, message):
 
 def test_a_stopped_log_ends_even_when_its_engine_is_elsewhere():
     assert '"finish":"cancelled"' in Log().stop()
+
+
+class Session:
+    """Runs the hand-made trace once; afterwards its models do not load, or its first step fails."""
+
+    def __init__(self, late):
+        self.runs, self.late = 0, late
+
+    def stream(self, spec, cancelled, loading):
+        self.runs += 1
+        messages = list(replay(hostile_trace()))
+        if self.runs > 1:
+            yield from messages[: self.late]
+            raise ValueError("no such file; name another model")
+        yield from messages
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_run_that_fails_while_loading_leaves_the_one_on_show_exportable(monkeypatch, late):
+    session, visitor = Session(late), SimpleNamespace(session_hash="a")
+    monkeypatch.setattr(live, "session", lambda: session)
+    visits, values = Visits(preset("embedded-draft"), False), to_values(preset("embedded-draft"))
+    list(visits.run(visitor, *values))
+    before = visits.save(visitor, "json")
+    assert "no such file" in list(visits.run(visitor, *values))[-1]
+    if late:  # it had begun, so the page shows it in place of the other
+        with pytest.raises(gr.Error, match="no run to save"):
+            visits.save(visitor, "json")
+    else:
+        assert visits.save(visitor, "json") == before
+        assert visits.stop(visitor)[0].endswith('"comparison":[]}\n')
 
 
 def test_no_notes_no_log():

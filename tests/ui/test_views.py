@@ -98,6 +98,17 @@ def test_csv_has_every_token_once_and_every_refused_draft():
         refused = [r for r in mine if r["kind"] in ("rejected", "not reached")]
         assert len(refused) == lane.summary["drafted"] - lane.summary["accepted"]
         assert all(json.loads(r["text"]) == WRONG for r in refused)
+        assert all(r["exact"] == "true" for r in mine)
+
+
+def test_a_lossy_lane_says_so_in_the_trace_the_log_the_summary_and_the_csv():
+    trace = hostile_trace()
+    trace.lanes[1].exact = False
+    assert from_json(to_json(trace)).lanes[1].exact is False
+    assert [lane["exact"] for lane in json.loads(recorded(trace).text.splitlines()[1])["lanes"]] == [True, False]
+    assert [lane["exact"] for lane in summary(trace)["lanes"]] == [True, False]
+    rows = list(csv.DictReader(io.StringIO(tokens_csv(trace))))
+    assert {(r["lane"], r["exact"]) for r in rows} == {("0", "true"), ("1", "false")}
 
 
 def test_no_csv_cell_of_text_starts_a_formula():

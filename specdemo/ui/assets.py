@@ -1,0 +1,20 @@
+"""The page's own files: markup, scripts, style."""
+
+from pathlib import Path
+
+import gradio as gr
+
+HERE = Path(__file__).parent
+
+
+def text(name: str) -> str:
+    return (HERE / name).read_text(encoding="utf-8")
+
+
+def view(skeleton: str, *scripts: str, elem_id: str) -> gr.HTML:
+    """A component whose value is an append-only log that the scripts, one after the other, draw into the skeleton."""
+    script = "\n".join(map(text, scripts))
+    drawn: gr.HTML = gr.HTML(
+        "", html_template=text(skeleton), js_on_load=script, elem_id=elem_id, apply_default_css=False
+    )
+    return drawn

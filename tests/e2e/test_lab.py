@@ -1,0 +1,23 @@
+"""Training on the page, with a stand-in for what trains."""
+
+import re
+
+from playwright.sync_api import expect
+
+
+def test_a_head_is_trained_and_raced(visit_gated):
+    page = visit_gated(viewport={"width": 390, "height": 800})
+    page.get_by_role("tab", name="Lab").click()
+    expect(page.locator("#recipe input")).to_have_value("Medusa, 4 heads")
+    expect(page.locator("#race-head")).to_be_disabled()
+    page.locator("#train").click()
+    expect(page.locator("#lab .sd-status")).to_have_text(re.compile("^Done. The head is in runs/medusa-"))
+    expect(page.locator("#lab svg[role=img]").first).to_have_attribute("aria-label", "1st token 30 %, 2nd 15 %")
+    expect(page.locator("#lab .sd-facts")).to_have_text("120 of 120 s · 3 steps · 1,536 tokens")
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    page.locator("#race-head").click()
+    expect(page.locator("#model-1 input")).to_have_value(re.compile(r"^medusa-\d+-\d+$"))
+    expect(page.locator("#run")).to_be_visible()
+    page.locator("#share").click()  # nothing refuses the new model
+    expect(page.locator("#link")).to_be_visible()
+    expect(page.locator("#view .sd-alert")).to_be_hidden()

@@ -1,0 +1,76 @@
+"""What stands in for slow parts behind the page."""
+
+import math
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
+
+from specdemo.core.trace import StepEvent, summarise
+from tests.traces import HOSTILE, hostile_trace
+
+
+class Trainer:
+    """Trains nothing, in four steps; when `endless`, the last of them lasts until it is cancelled."""
+
+    def __init__(self):
+        self.endless = self.fails = self.begun = self.stopped = False
+        self.minutes = 0.0
+
+    def recipes(self):
+        return {"medusa": "Medusa, 4 heads", "eagle-3": "EAGLE-3"}
+
+    def head_recipe(self, name):
+        if name not in self.recipes():
+            raise ValueError(f"unknown recipe {name!r}")
+        return SimpleNamespace(method="draft_model")
+
+    def train_live(self, name, minutes, out, cancelled):
+        self.begun, self.minutes = True, minutes
+        if self.fails:
+            raise ValueError("no text to learn from")
+        yield {"note": "stories is writing the text that the head will learn from"}
+        of = 60.0 * minutes
+        for step in range(4):
+            measured = {"agree_1": 0.1 * step, "agree_2": 0.05 * step, "loss": 3.0 / step if step else math.nan}
+            yield {"seconds": of * step / 3, "of_seconds": of, "step": step, "tokens": 512 * step} | measured
+        while self.endless and not cancelled():
+            threading.Event().wait(0.01)
+        self.stopped = self.endless
+        yield {"done": True, "folder": str(out)}
+
+
+def tree_trace(nodes=64):
+    """A run made by hand whose drafter tells of itself: a tree of which three nodes are kept, then chains."""
+    trace = hostile_trace()
+    prefill, *rest = trace.lanes[0].events
+    wrong = len(HOSTILE)
+    drafted, parents = [wrong] * nodes, [(i + 1) // 2 for i in range(nodes)]
+    parents[0] = 0
+    path = [0, 1]
+    while len(path) < 4:
+        path.append(max(i + 1 for i, parent in enumerate(parents) if parent == path[-1]))
+    for depth, slot in enumerate(path[1:], start=1):
+        drafted[slot - 1] = depth
+    told = {
+        "k": 4.0,
+        "alpha": 0.75,
+        "predicted": 1.5,
+        "updates": 1.0,
+        "train_ms": 4.0,
+        "train_loss": 1.25,
+        "accepted": 0.6,
+    }
+    probs = [[0.5] * nodes], [[0.25] * nodes]
+    events = [prefill, StepEvent(1, [drafted], [parents], [path], [[1, 2, 3, 4]], *probs, rest[0].ms, told)]
+    at = 5
+    while at < len(HOSTILE):
+        end = min(at + 3, len(HOSTILE) - 1)
+        size = end - at
+        chain = [[*range(at, end)]], [[*range(size)]], [[*range(size + 1)]], [[*range(at, end + 1)]]
+        told = told | {"k": 2.0, "updates": told["updates"] + 1.0}
+        events.append(StepEvent(len(events), *chain, [[0.5] * size], [[0.25] * size], rest[0].ms, told))
+        at = end + 1
+    lane = replace(trace.lanes[1], name="Tree", options={"k": 4, "nodes": nodes}, events=events)
+    lane.summary = summarise(lane)
+    trace.lanes[1] = lane
+    return trace

@@ -1,0 +1,106 @@
+"""Training on the page, with a stand-in for what trains."""
+
+import json
+import math
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+
+from specdemo.presets.schema import preset
+from specdemo.ui import controls, lab
+from specdemo.ui.lab import Lab, Training, race_with
+from tests.ui.stand_ins import Trainer
+
+VISITOR = SimpleNamespace(session_hash="a")
+
+
+@pytest.fixture
+def trainer(monkeypatch):
+    stand_in = Trainer()
+    monkeypatch.setattr(lab, "trainer", lambda: stand_in)
+    monkeypatch.setattr(lab, "TRAINED", [])
+    monkeypatch.delenv("SPACE_ID", raising=False)
+    return stand_in
+
+
+def lines(text):
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_the_stand_in_has_what_the_lab_asks_for():
+    real = lab.trainer()
+    assert all(callable(getattr(real, name)) for name in ("recipes", "head_recipe", "train_live"))
+    assert all(real.head_recipe(name).method for name in real.recipes())
+
+
+def test_a_training_is_a_growing_text(trainer):
+    texts = list(Lab().train(VISITOR, "medusa", 1.0))
+    assert all(after.startswith(before) for before, after in pairwise(texts))
+    seen = lines(texts[-1])
+    assert [line["type"] for line in seen] == ["run", "note", *["tick"] * 4, "done"]
+    assert "loss" not in seen[2] and seen[3]["loss"] == 3.0  # JSON has no NaN
+    assert [seen[-1]["folder"]] == lab.TRAINED and "medusa-" in seen[-1]["folder"]
+
+
+def test_one_line_a_point_of_the_curve(trainer):
+    training = Training("medusa", 1.0)
+    steps = [{"seconds": 0.001 * i, "of_seconds": 60.0, "step": i, "loss": 1.0} for i in range(1000)]
+    training.add([*steps, {**steps[-1], "agree_1": 0.5}])
+    points = [line for line in lines(training.text) if line["type"] == "tick"]
+    assert len(points) == 1000 * 0.001 * lab.POINTS // 60 + 2 and points[-1]["agree_1"] == 0.5
+
+
+def test_stop_keeps_the_head_as_far_as_it_got(trainer):
+    visits, trainer.endless = Lab(), True
+    texts = visits.train(VISITOR, "medusa", 1.0)
+    while '"step":1' not in next(texts):
+        pass
+    assert visits.idle(VISITOR)[2]["interactive"] is False
+    visits.ask_to_stop(VISITOR)
+    text, *buttons = visits.stop(VISITOR)
+    assert [line["type"] for line in lines(text)][-2:] == ["done", "stopped"]
+    assert [button["interactive"] for button in buttons] == [True, False, True]
+    texts.close()
+
+
+def test_a_tab_that_is_closed_stops_the_training(trainer):
+    trainer.endless = True
+    training = Training("medusa", 1.0)
+    texts = training.batches()
+    next(texts)
+    texts.close()
+    training.engine.finish(grace_s=10.0)
+    assert trainer.stopped
+
+
+def test_the_engine_is_held_while_it_trains(trainer):
+    lock = lab.live().session().lock
+    training = Training("medusa", 1.0)
+    with lock:
+        texts = training.batches()
+        assert next(texts) == training.text and not trainer.begun
+    list(texts)
+    assert trainer.begun and lock.acquire(blocking=False)
+    lock.release()
+
+
+def test_what_is_wrong_is_one_line(trainer, monkeypatch):
+    assert "unknown recipe" in list(Lab().train(VISITOR, "elephant", 1.0))[-1]
+    trainer.fails = True
+    assert lines(list(Lab().train(VISITOR, "medusa", 1.0))[-1])[-1]["text"] == "no text to learn from"
+    monkeypatch.setenv("SPACE_ID", "someone/specdemo")
+    assert "Training is off" in list(Lab().train(VISITOR, "medusa", 1.0))[-1]
+
+
+def test_minutes_have_limits(trainer):
+    list(Training("medusa", math.inf).batches())
+    assert trainer.minutes == 30.0
+
+
+def test_the_new_head_takes_lane_one(monkeypatch):
+    monkeypatch.setattr(controls, "TRAINED", ["runs/draft-1"])
+    updates = race_with("draft_model", "runs/draft-1", [0] * controls.LANES)
+    model = updates[controls._place(0, "model")]
+    assert model["value"] == "runs/draft-1" and model["visible"] and ("draft-1", "runs/draft-1") in model["choices"]
+    assert updates[0]["value"] == preset("embedded-draft").id
