@@ -20,6 +20,7 @@ from tqdm import tqdm
 from typer.exceptions import TyperException
 
 from specdemo import __version__
+from specdemo.core.words import suggest
 from specdemo.methods import METHODS, knobs, method
 from specdemo.presets.schema import EMBEDDED, load_presets, preset
 
@@ -152,19 +153,35 @@ def bench(
 
 @app.command()
 def train(
-    recipe: Annotated[str, typer.Argument(help="stories-target, stories-draft-wide or stories-draft-deep.")],
-    corpus: Annotated[Path, typer.Option(help="Folder of *.txt files, documents separated by <|endoftext|>.")],
+    recipe: Annotated[str, typer.Argument(help="A shipped model (stories-target, stories-draft-wide, ...) or a head.")],
+    corpus: Annotated[
+        Path | None, typer.Option(help="Folder of *.txt files, documents separated by <|endoftext|>.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the trained model.")] = None,
     minutes: Annotated[float | None, typer.Option(help="Training time.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
-    target: Annotated[str | None, typer.Option(help="The target a draft learns from.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; models only.")] = None,
+    target: Annotated[str, typer.Option(help="The target a draft or head learns from.")] = "stories",
     cache: Annotated[Path | None, typer.Option(help="Folder of what the target said, shared by its drafts.")] = None,
+    start: Annotated[str | None, typer.Option(help="A trained draft to go on from; drafts only.")] = None,
+    quantization: Annotated[str | None, typer.Option(help="4bit or 8bit, of the frozen target; heads only.")] = None,
 ) -> None:
-    """Train an embedded model again; a killed run continues where it was."""
+    """Train a speculation head, or an embedded model again; a killed run continues where it was."""
+    from specdemo.methods.recipes import BYTE_MODEL, HEAD_RECIPES, train_bytes, train_head_recipe
     from specdemo.training import recipes
 
-    print(recipes.train(recipe, corpus, out, minutes, device=device, threads=threads, target=target, cache=cache))
+    if recipe in HEAD_RECIPES:
+        print(train_head_recipe(recipe, out, minutes, target, corpus, cache, device, quantization))
+        return
+    if recipe not in (BYTE_MODEL, *recipes.RECIPES):
+        known = [*HEAD_RECIPES, BYTE_MODEL, *recipes.RECIPES]
+        raise ValueError(f"unknown recipe {recipe!r}; {suggest(recipe, known)}")
+    if corpus is None:
+        raise ValueError(f"recipe {recipe!r} needs a corpus: name a folder of *.txt files with --corpus")
+    if recipe == BYTE_MODEL:
+        print(train_bytes(corpus, out, minutes, device))
+        return
+    print(recipes.train(recipe, corpus, out, minutes, device, threads, target, cache, start))
 
 
 @app.command()
@@ -206,20 +223,15 @@ def doctor() -> int:
     print(f"{'cpu cores':<16}{os.cpu_count()}; decoding on a CPU uses one thread")
     print(f"{'chromium':<16}{_chromium() or 'none (only the tests of the page need one)'}")
 
-    import torch
-
-    from specdemo.bench.suite import verify_cost
     from specdemo.engine.session import environment
-    from specdemo.models.load import load_target, resolve
+    from specdemo.models.load import load_target, resolve, verify_cost
 
     missing = [name for name in EMBEDDED if not Path(resolve(name)).is_dir()]
     print(f"{'embedded models':<16}{'missing: ' + ', '.join(missing) if missing else ', '.join(EMBEDDED)}")
     if missing:
         return 1
-    if not torch.cuda.is_available():
-        torch.set_num_threads(1)
     target = load_target("stories")
-    one, five = verify_cost(target, 5)
+    one, five = verify_cost(target, repeats=15)
     print(f"{'device':<16}{environment(target)['device']}")
     print(f"{'verify cost':<16}one token {one:.2f} ms, five at once {five:.2f} ms: {five / one:.2f}x")
     return 0

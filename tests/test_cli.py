@@ -100,7 +100,7 @@ def test_settings_reach_the_run(tmp_path, capsys):
         (["bench", "embedded", "--repeats", "0"], "repeats must be 1 or more, not 0"),
         (["bench", "embedded", "--k", "8-1"], "--k takes a draft length from 1 to 16, or a range like 1-8, not '8-1'"),
         (["bench", "race-fairness", "--k", "3"], "suite 'race-fairness' has no draft length to choose; leave --k out"),
-        (["train", "nothing", "--corpus", "/no"], "unknown recipe 'nothing'; there are stories-target, "),
+        (["train", "nothing", "--corpus", "/no"], "unknown recipe 'nothing'; choose one of medusa, "),
         (["train", "stories-target", "--corpus", "/no"], "no corpus folder /no: name a folder of *.txt files"),
     ],
 )

@@ -5,7 +5,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,13 +15,15 @@ from specdemo.core.protocol import Budget, Drafter, GenerationConfig, Progress
 from specdemo.core.sampling import Sampling
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent
 from specdemo.core.tree import Draft
+from specdemo.core.words import suggest
 from specdemo.engine.loop import generate
 from specdemo.engine.race import race, step_ms
 from specdemo.engine.session import LaneSpec, RunSpec, Session, environment
-from specdemo.methods import load_drafter, suggest
+from specdemo.methods import load_drafter
 from specdemo.models.load import load_target
 from specdemo.models.target import HFTarget
 from specdemo.models.text import encode
+from specdemo.presets.schema import load_presets
 
 PROMPTS = (
     "Once upon a time, there was a girl named Sue. She had a big kite. One windy day,",
@@ -32,6 +34,16 @@ PROMPTS = (
     "In a small house near the woods lived an old man and his cat. Every morning they",
     "Lily baked cookies with her grandma. They smelled so good that",
     "The red truck was stuck in the mud. All the animals came to help.",
+)
+COPYING = (
+    "Tom had a red ball. He played with it in the park. A big dog took the ball and ran away. Tom was sad. Then the dog"
+    " came back and gave him the ball.\n\nTell it again with Ben, not Tom.\n\n",
+    "Mia saw a small bird in the garden. The bird could not fly. Mia took it home and gave it some bread. Soon the bird"
+    " was well again.\n\nTell it again with Anna, not Mia.\n\n",
+    "Sam and his mom went to the shop. They wanted to buy a cake. The cake was big and sweet. Sam was very happy.\n\n"
+    "Tell it again with Max, not Sam.\n\n",
+    "One day, Lily found a key in the sand. She looked for a door. The door was in an old tree. Inside she saw a tiny"
+    " house.\n\nTell it again with Sue, not Lily.\n\n",
 )
 NEW_TOKENS = 96
 STALL_MS = 20.0
@@ -107,6 +119,23 @@ def embedded(repeats: int, ks: Sequence[int], report: Report) -> Result:
         for k in ks
     ]
     return compare_lanes("embedded", "stories", tuple(lanes), PROMPTS, repeats, report)
+
+
+def methods(repeats: int, _ks: Sequence[int], report: Report) -> Result:
+    """Every embedded preset of one greedy lane on the story model, each as it ships, all on the same prompts."""
+    return compare_lanes("methods", "stories", shipped_lanes(), PROMPTS, repeats, report)
+
+
+def copying(repeats: int, _ks: Sequence[int], report: Report) -> Result:
+    """The methods without weights on prompts whose answer repeats the prompt."""
+    lanes = tuple(lane for lane in shipped_lanes() if lane.model is None)
+    return compare_lanes("copying", "stories", lanes, COPYING, repeats, report)
+
+
+def shipped_lanes() -> tuple[LaneSpec, ...]:
+    """The lanes of those presets, named by their preset."""
+    chosen = [p for p in load_presets().values() if p.embedded and p.target == "stories" and p.temperature == 0.0]
+    return tuple(replace(p.spec().lanes[0], name=p.id) for p in chosen if len(p.lanes) == 1)
 
 
 def compare_lanes(
@@ -221,22 +250,9 @@ def _race_once(target: HFTarget, other: HFTarget, opponent: Drafter, prompt: str
     return plain, rival
 
 
-def verify_cost(target: HFTarget, slots: int, repeats: int = 15) -> tuple[float, float]:
-    """Milliseconds of a target pass over 1 and over `slots` positions, behind 64 tokens: medians, interleaved."""
-    target.start(torch.zeros(1, 64, dtype=torch.int64, device=target.device), reserve=slots)
-    times: dict[int, list[float]] = {1: [], slots: []}
-    for _ in range(repeats + 2):
-        for width, measured in times.items():
-            tokens = torch.zeros(1, width, dtype=torch.int64, device=target.device)
-            start = time.perf_counter()
-            logits = target.forward(tokens, torch.arange(width - 1, device=target.device)[None]).logits
-            logits[0, -1, 0].item()  # waits for the device
-            measured.append((time.perf_counter() - start) * 1000.0)
-    target.release()
-    return statistics.median(times[1][2:]), statistics.median(times[slots][2:])
-
-
 SUITES: dict[str, Callable[[int, Sequence[int], Report], Result]] = {
     "embedded": embedded,
+    "methods": methods,
+    "copying": copying,
     "race-fairness": race_fairness,
 }
