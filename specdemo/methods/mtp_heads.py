@@ -167,7 +167,7 @@ class ParallelHeads(Heads):
 
     @property
     def weights(self) -> tuple[float, ...]:
-        return (1.0,) * len(self)
+        return (1 / len(self),) * len(self)  # together as much as the text: a small trunk has to serve that first
 
     @property
     def tap(self) -> int:
