@@ -198,9 +198,10 @@ def test_what_is_no_trace_is_refused_on_the_page(visit, tmp_path):
 
 
 def test_a_hostile_prompt_is_shown_as_it_is_and_bad_input_keeps_it(visit):
-    page = visit_short(visit)
-    page.locator("#prompt textarea").fill(PROMPT)
+    page = visit("?preset=embedded-draft&max_new_tokens=24&k=3&seed=7")
     page.locator("#sampling button").first.click()
+    expect(page.locator("#seed input")).to_have_value("7")  # what is folded away takes the link's values when it opens
+    page.locator("#prompt textarea").fill(PROMPT)
     page.locator("#seed input").fill("-5")
     page.locator("#run").click()
     expect(page.locator(".sd-alert")).to_have_text("Seed must be 0 or more, not -5")
