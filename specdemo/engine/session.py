@@ -249,6 +249,7 @@ def environment(target: HFTarget) -> dict[str, Any]:
         "device": device_name(target.device),
         "threads": None if target.device.type == "cuda" else torch.get_num_threads(),
         "dtype": str(target.dtype).removeprefix("torch."),
+        "kernels": target.kernels,
         "versions": versions(),
         "commit": commit(),
         "date": datetime.now(UTC).date().isoformat(),

@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from specdemo.core.protocol import Target
+from specdemo.models.kernels import layer_class
 
 UNROLLED = (0.51, 0.31, 0.18)  # FastMTP: weights of the steps of a module that is applied again and again
 
@@ -211,7 +212,7 @@ def _family(target: Target, layers: int) -> tuple[Any, type[nn.Module], type[nn.
         if getattr(config, name, None):
             setattr(config, name, value)
     config._attn_implementation = "sdpa"  # takes any mask, and is causal without one
-    return config, type(decoder.layers[-1]), type(decoder.norm), decoder.rotary_emb
+    return config, layer_class(decoder.layers[-1]), type(decoder.norm), decoder.rotary_emb
 
 
 def _llama(target: Target, layers: int) -> LlamaConfig:

@@ -82,7 +82,11 @@ def train_head_recipe(
         raise ValueError(f"no corpus folder {corpus}: name a folder of *.txt files with --corpus")
     out = out or Path("runs") / name
     out.mkdir(parents=True, exist_ok=True)
-    loaded = target if isinstance(target, HFTarget) else load_target(target, "auto", device, quantization)
+    loaded = (
+        target
+        if isinstance(target, HFTarget)
+        else load_target(target, "auto", device, quantization, kernels="transformers")
+    )
     drafter = untrained(recipe, loaded)
     material = gather(loaded, cache or out / "cache", drafter.taps, corpus, _plan(drafter, minutes))
     history = show(train_head(drafter, loaded, material, out, minutes), minutes, name)
@@ -134,7 +138,7 @@ def train_live(
     the folder. A run that is cancelled keeps the head as far as it got, and nothing if it had not begun.
     """
     recipe, minutes = head_recipe(name), _positive(minutes)
-    loaded = load_target(target)
+    loaded = load_target(target, kernels="transformers")
     drafter = untrained(recipe, loaded)
     texts = gathering(loaded, out / "cache", drafter.taps, None, _plan(drafter, minutes))
     while True:

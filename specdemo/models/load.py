@@ -26,6 +26,7 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from specdemo.core.words import suggest
+from specdemo.models.kernels import hasten
 from specdemo.models.target import HFTarget
 
 LoadProgress = Callable[[float, str], None]  # share done 0..1, what is being done
@@ -37,6 +38,7 @@ def silent(share: float, what: str) -> None:
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BITS = {"4bit": 4, "8bit": 8}
+KERNELS = ("auto", "transformers")
 FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
 STORED_BITS = {"I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8}
 HEADROOM = 1.1  # memory besides the weights: activations and history
@@ -75,13 +77,14 @@ def load_target(
     quantization: str | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: LoadProgress | None = None,
+    kernels: str = "auto",
 ) -> HFTarget:
     """A name, a loaded transformers model or a LoadedModel -> a target. The options apply to names only."""
     if isinstance(name_or_model, PreTrainedModel):
         return HFTarget(name_or_model, tokenizer)
     loaded = name_or_model
     if not isinstance(loaded, LoadedModel):
-        loaded = load_model(str(loaded), dtype, device, quantization, progress)
+        loaded = load_model(str(loaded), dtype, device, quantization, progress, kernels)
     return HFTarget(loaded.model, tokenizer or loaded.tokenizer, loaded.name)
 
 
@@ -91,11 +94,15 @@ def load_model(
     device: str = "auto",
     quantization: str | None = None,
     progress: LoadProgress | None = None,
+    kernels: str = "auto",
 ) -> LoadedModel:
-    """dtype: auto, float32, bfloat16, float16; device: auto, cpu, cuda, cuda:N; quantization: 4bit, 8bit.
+    """dtype: auto, float32, bfloat16, float16; device: auto, cpu, cuda, cuda:N; quantization: 4bit, 8bit; kernels: auto
+    (models/kernels.py) or transformers (its own layers, which can be trained and saved).
 
     dtype auto is float32 on a CPU and bfloat16 on a GPU. Raises ValueError with one line that names the cure.
     """
+    if kernels not in KERNELS:
+        raise ValueError(f"unknown kernels {kernels!r}; {suggest(kernels, KERNELS)}")
     report = progress or silent
     where = _device(device)
     if where.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
@@ -119,6 +126,8 @@ def load_model(
     if not bits and not spread:
         nn.Module.to(model, where)
     model.requires_grad_(False)
+    if kernels == "auto":
+        hasten(model)
     if where.type == "cpu" and kind != torch.float32:
         _check_verify_cost(model, name, dtype)
     report(1.0, f"{name} is ready")

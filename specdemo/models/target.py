@@ -3,7 +3,8 @@
 B rows, T prompt tokens, N draft nodes, S = N + 1 slots, V vocabulary rows of lm_head (padding included), H hidden size.
 
 A model of plain attention layers verifies trees through its own 4D mask and position ids; windows count positions. Any
-other model (`supports_trees` False) verifies chains. `model(...)` is called directly, one pass per forward.
+other model (`supports_trees` False) verifies chains. `model(...)` is called directly, one pass per forward; where its
+layers are fused (models/kernels.py), these are run one after the other.
 """
 
 import inspect
@@ -21,6 +22,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from specdemo.core.protocol import Forward
 from specdemo.models.cache import SPARE, SlabCache
 from specdemo.models.history import AttentionMask, GatherHistory, History, ReplayHistory, continues_at_once
+from specdemo.models.kernels import fused_decoder, kernels, packed_bytes
 from specdemo.models.masks import Masks
 
 UNLIMITED = 1 << 20  # positions, for models that name no limit
@@ -51,6 +53,7 @@ class HFTarget:
         windows = _windows(model, config) if self._arguments.positions else None
         self.supports_trees = windows is not None
         self._windows = windows or {}
+        self._fused = None if windows is None or any(windows.values()) else fused_decoder(model)
         self._masks = Masks(tuple(set(self._windows.values())), self.dtype, self.device)
         self._history: History | None = None
         self._short: dict[int, nn.Module] = {}  # layers -> the model that ends after them
@@ -66,7 +69,12 @@ class HFTarget:
 
     @cached_property
     def weight_bytes(self) -> int:
-        return sum(p.numel() * p.element_size() for p in self.model.parameters())
+        return packed_bytes(self.model) + sum(int(p.numel() * p.element_size()) for p in self.model.parameters())
+
+    @cached_property
+    def kernels(self) -> str:
+        """What runs the weights: transformers' layers, or fused ones, or fused ones on packed weights."""
+        return kernels(self.model)
 
     @torch.no_grad()
     def start(self, tokens: Tensor, taps: tuple[int, ...] = (), reserve: int = 0) -> Forward:
@@ -91,9 +99,7 @@ class HFTarget:
         history = self._started()
         if not isinstance(history, GatherHistory):
             raise ValueError(f"{self.name} cannot run its first layers alone: they keep what they once read")
-        if layers not in self._short:
-            self._short[layers] = _ending_after(self.model, self._layers, layers)
-        run = partial(self._run, model=self._short[layers])
+        run = partial(self._run, layers=layers)
         return history.ahead(run, chain[:, -1:], chain.shape[1] - 1).logits[:, -1]
 
     @torch.no_grad()
@@ -139,15 +145,24 @@ class HFTarget:
         mask: AttentionMask = None,
         taps: tuple[int, ...] = (),
         last: bool = False,
-        model: nn.Module | None = None,
+        layers: int | None = None,
     ) -> Forward:
-        model = model or self.model
+        """layers: of the model so many alone."""
+        if self._fused is not None:
+            assert positions is not None and not isinstance(mask, dict)
+            return Forward(*self._fused(tokens, cache, positions, mask, taps, last, layers))
+        model = self.model if layers is None else self._ending_after(layers)
         arguments = self._arguments.of(cache, positions, mask, last)
         if not taps:
             return Forward(self._logits(model(tokens, **arguments), last))
         with self._tapped(taps) as hidden:
             output = model(tokens, **arguments)
         return Forward(self._logits(output, last), {tap: hidden[tap].to(self.device) for tap in taps})
+
+    def _ending_after(self, layers: int) -> nn.Module:
+        if layers not in self._short:
+            self._short[layers] = _ending_after(self.model, self._layers, layers)
+        return self._short[layers]
 
     def _logits(self, output: Any, last: bool) -> Tensor:
         logits: Tensor = output.logits

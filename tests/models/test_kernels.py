@@ -1,0 +1,132 @@
+"""Fused and packed layers against the ones they replace."""
+
+import copy
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from specdemo.core.tree import chain_parents
+from specdemo.models import kernels as module
+from specdemo.models.kernels import PackedLinear, fused_decoder, hasten, kernels, packing_pays
+from specdemo.models.load import load_model
+from specdemo.models.target import HFTarget
+from tests.models.tiny import SIZES, build, texts
+
+TREE = torch.tensor([[0, 0, 1, 1, 2, 5]])
+
+
+def qwen2():
+    torch.manual_seed(3)
+    sizes = {name: size for name, size in SIZES.items() if name != "head_dim"}
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes)).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.normal_(0.0, 0.3)
+    return model
+
+
+MODELS = {name: lambda name=name: build(name) for name in ("llama", "qwen3", "mistral")} | {"qwen2": qwen2}
+
+
+@pytest.fixture(params=["packed", "plain"])
+def packing(request, monkeypatch):
+    if request.param == "packed" and not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch has no oneDNN")
+    monkeypatch.setattr(module, "PACKED_SIZE", 0)
+    monkeypatch.setattr(module, "packing_pays", lambda dtype: request.param == "packed")
+    return request.param
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_they_say_the_same_of_a_prompt_of_trees_and_of_rows_of_unequal_length(name, rows, packing):
+    model = MODELS[name]()
+    expected = HFTarget(copy.deepcopy(model))
+    hasten(model)
+    fused = HFTarget(model)
+    assert fused.kernels == {"packed": "fused, packed", "plain": "fused"}[packing]
+    taps = (0, 2, 3, -1)
+    for step, tokens in enumerate((texts(rows, 9), texts(rows, 7, 1), texts(rows, 1, 2))):
+        forwards = []
+        for target in (expected, fused):
+            parents = TREE.expand(rows, -1) if step == 1 else chain_parents(rows, 0, tokens.device)
+            forwards.append(target.forward(tokens, parents, taps) if step else target.start(tokens, taps))
+            if step:
+                target.commit([[0, 2, 5][: 1 + (row if step == 1 else 0)] for row in range(rows)])
+        torch.testing.assert_close(forwards[1].logits, forwards[0].logits, rtol=1e-4, atol=2e-4)
+        for tap in taps:
+            torch.testing.assert_close(forwards[1].hidden[tap], forwards[0].hidden[tap], rtol=1e-4, atol=2e-4)
+
+
+def test_the_first_layers_alone_say_the_same(packing):
+    model = build("llama")
+    untouched = HFTarget(copy.deepcopy(model))
+    hasten(model)
+    said = []
+    for target in (untouched, HFTarget(model)):
+        target.start(texts(1, 6))
+        said.append(target.shallow(texts(1, 1, 5), 2))
+    torch.testing.assert_close(said[1], said[0], rtol=1e-4, atol=2e-4)
+
+
+def test_a_deep_copy_can_be_trained_and_leaves_the_original_alone(packing):
+    model = build("llama")
+    hasten(model)
+    tokens = texts(1, 8)
+    before = model(tokens).logits
+    twin = copy.deepcopy(model).requires_grad_(True)
+    assert not any(isinstance(m, PackedLinear) for m in twin.modules())
+    torch.testing.assert_close(twin(tokens).logits, before, rtol=1e-4, atol=2e-4)
+    twin(tokens).logits.square().mean().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in twin.model.layers.parameters())
+    torch.optim.SGD(twin.parameters(), 0.1).step()
+    assert torch.equal(model(tokens).logits, before)
+
+
+def test_a_head_learns_through_a_packed_lm_head(packing):
+    model = build("llama")
+    hasten(model)
+    state = torch.randn(1, 2, 32, generator=torch.Generator().manual_seed(0)).requires_grad_(True)
+    model.lm_head(state).sum().backward()
+    expected = model.lm_head.weight.sum(0).expand(1, 2, -1)
+    torch.testing.assert_close(state.grad, expected)
+
+
+def test_a_layer_that_would_say_something_else_stays(monkeypatch):
+    model = build("llama")
+    model.model.layers[1].self_attn.scaling *= 2.0
+    model.model.layers[1].forward = lambda *args, **named: args[0]  # a layer of somebody's own
+    hasten(model)
+    fused = [type(layer).__name__ for layer in model.model.layers]
+    assert fused == ["FusedLayer", "LlamaDecoderLayer", "FusedLayer"]
+    assert fused_decoder(model) is None
+
+
+def test_angles_that_follow_the_length_of_the_text_are_left_to_transformers():
+    model = build("llama")
+    hasten(model)
+    assert fused_decoder(model) is not None
+    model.model.rotary_emb.rope_type = "dynamic"
+    assert fused_decoder(model) is None
+
+
+def test_models_of_another_build_stay_as_they_are():
+    for name in ("gpt2", "gemma3"):
+        model = build(name)
+        hasten(model)
+        assert kernels(model) == "transformers"
+
+
+def test_where_the_private_operations_are_missing_nothing_is_packed(monkeypatch):
+    packing_pays.cache_clear()
+    monkeypatch.setattr(module, "PackedLinear", lambda linear: torch.ops.mkldnn.no_such_operation)
+    assert packing_pays(torch.float32) is False
+    assert packing_pays(torch.float16) is False
+    packing_pays.cache_clear()
+
+
+def test_a_model_is_loaded_with_either_kind_of_kernels():
+    assert kernels(load_model("stories-draft-deep").model).startswith("fused")
+    assert kernels(load_model("stories-draft-deep", kernels="transformers").model) == "transformers"
+    with pytest.raises(ValueError, match=r"unknown kernels 'fast'; choose one of auto"):
+        load_model("stories-draft-deep", kernels="fast")
