@@ -32,7 +32,7 @@ from specdemo.core.tree import Draft
 from specdemo.methods import knob
 from specdemo.methods.dflash_formats import Design, Kind, described, read, spread_taps
 from specdemo.methods.grow import grow
-from specdemo.methods.medusa import NEVER, at_last
+from specdemo.methods.heads import NEVER, HeadDrafter, as_target, at_last, odd_tensors
 from specdemo.models.cache import SPARE, SlabCache
 from specdemo.models.checkpoints import Checkpoint, open_checkpoint, write_checkpoint
 from specdemo.models.load import LoadProgress, silent
@@ -243,7 +243,7 @@ class DFlashDraftModel(nn.Module):
         return cast(list[Layer], self.layers)
 
 
-class DFlash:
+class DFlash(HeadDrafter):
     title = "DFlash"
     summary = "A small network guesses a whole block of words at once from what the target's layers say of the text."
     needs_model = True
@@ -264,7 +264,7 @@ class DFlash:
         with torch.device("meta"):
             head = DFlashDraftModel(design)
         _fill(head, tensors, checkpoint)
-        _as_target(head, target)
+        as_target(head, target)
         if not certain:
             _settle(head, target)
         return head
@@ -317,16 +317,8 @@ class DFlash:
                 nn.init.zeros_(parameter)
             elif parameter.ndim > 1:
                 nn.init.normal_(parameter, 0.0, 0.02)
-        _as_target(made, target)
+        as_target(made, target)
         return made
-
-    @property
-    def weight_bytes(self) -> int:
-        return sum(p.numel() * p.element_size() for p in self.head.parameters())
-
-    @property
-    def history_bytes(self) -> int:
-        return self._cache.bytes if self._cache else 0
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
         self._sampling = sampling
@@ -546,20 +538,14 @@ def _mask_token(target: Target) -> int:
     return target.stop_token_ids[0] if target.stop_token_ids else 0
 
 
-def _as_target(head: DFlashDraftModel, target: Target) -> None:
-    """Frozen, where the target is and in its precision."""
-    head.to(target.device, getattr(target, "dtype", torch.float32)).requires_grad_(False).eval()
-
-
 def _fill(head: DFlashDraftModel, tensors: dict[str, Tensor], checkpoint: Checkpoint) -> None:
     """Raises ValueError when a tensor is missing, unknown or of another shape than the config says."""
-    wanted = {name: tensor.shape for name, tensor in head.state_dict().items()}
-    held = {name: tensor.shape for name, tensor in tensors.items()}
-    odd = sorted(name for name in wanted | held if wanted.get(name) != held.get(name))
+    odd = odd_tensors(head, tensors)
     if odd:
+        name, held, wanted = odd[0]
         raise ValueError(
-            f"{checkpoint.name}: {odd[0]} is {held.get(odd[0], 'missing')}, its config asks for "
-            f"{wanted.get(odd[0], 'no such tensor')}; fetch config.json and weights of one revision"
+            f"{checkpoint.name}: {name} is {held or 'missing'}, its config asks for {wanted or 'no such tensor'}; "
+            f"fetch config.json and weights of one revision"
         )
     head.load_state_dict(tensors, assign=True)
 

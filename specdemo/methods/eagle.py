@@ -26,9 +26,10 @@ from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling, draw, to_probs
 from specdemo.core.tree import Draft
 from specdemo.methods import knob
-from specdemo.methods.eagle_formats import as_target, default_taps, read_head, write_head
+from specdemo.methods.eagle_formats import default_taps, read_head, write_head
 from specdemo.methods.eagle_head import Convention, EagleHead, Mask
 from specdemo.methods.grow import grow
+from specdemo.methods.heads import HeadDrafter, as_target, greedy_text
 from specdemo.models.cache import SPARE, SlabCache
 from specdemo.models.checkpoints import expect, open_checkpoint
 from specdemo.models.load import LoadProgress, silent
@@ -36,11 +37,9 @@ from specdemo.models.load import LoadProgress, silent
 UNROLLED = 4  # steps of EAGLE-3's training-time test
 DECAY = 0.8  # weight of a step in the loss, relative to the one before it
 TOKENS_WEIGHT = 0.1  # EAGLE-1: weight of the cross-entropy beside the distance of the features
-PROMPT = "Once upon a time"
-WRITTEN_TOKENS = 48
 
 
-class Eagle:
+class Eagle(HeadDrafter):
     title = "EAGLE"
     summary = (
         "A single layer writes ahead from the target's own hidden states, and widens its draft where it is unsure."
@@ -100,14 +99,6 @@ class Eagle:
             d2t = torch.zeros(draft_vocab, dtype=torch.int64) if 0 < draft_vocab < target.vocab_size else None
             head = EagleHead(target, config, Convention(default_taps(target.num_layers)), frozenset(names), d2t)
         return as_target(head, target)
-
-    @property
-    def weight_bytes(self) -> int:
-        return sum(p.numel() * p.element_size() for p in self.head.parameters())
-
-    @property
-    def history_bytes(self) -> int:
-        return self._cache.bytes if self._cache else 0
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
         self._sampling, self._rng = sampling, None if sampling.greedy else rng
@@ -308,18 +299,3 @@ def _settle(head: EagleHead, conventions: tuple[Convention, ...], target: Target
     head.convention = conventions[best]
     shares = "; ".join(f"{100 * share:.0f} % right by {way}" for share, way in zip(found, conventions, strict=True))
     head.note = f"Read by {head.convention}, since of the guesses at a short text were {shares}."
-
-
-def greedy_text(target: Target) -> Tensor:
-    """[1, T] what the target writes."""
-    tokenizer = getattr(target, "tokenizer", None)
-    prompt = tokenizer(PROMPT, verbose=False).input_ids if tokenizer else [0]
-    text = torch.tensor([prompt], device=target.device)
-    logits = target.start(text, reserve=WRITTEN_TOKENS).logits
-    alone = text.new_empty(1, 0)
-    for _ in range(min(WRITTEN_TOKENS, target.max_length - text.shape[1])):
-        token = logits[:, -1:].argmax(-1)
-        text = torch.cat([text, token], 1)
-        logits = target.forward(token, alone).logits
-        target.commit([[0]])
-    return text

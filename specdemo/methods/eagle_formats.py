@@ -19,6 +19,7 @@ from transformers import LlamaConfig
 
 from specdemo.core.protocol import Target
 from specdemo.methods.eagle_head import Convention, EagleHead, absolute
+from specdemo.methods.heads import as_target, odd_tensors
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -63,20 +64,13 @@ def read_head(checkpoint: Checkpoint, target: Target) -> tuple[EagleHead, tuple[
     config = _layer_config(checkpoint, tensors, target)
     with torch.device("meta"):
         head = EagleHead(target, config, conventions[0], frozenset(tensors), tensors.get("d2t"))
-    wanted = {name: tensor.shape for name, tensor in head.state_dict().items()}
-    held = {name: tensor.shape for name, tensor in tensors.items()}
-    odd = sorted(name for name in wanted | held if wanted.get(name) != held.get(name))
+    odd = odd_tensors(head, tensors)
     if odd:
         raise ValueError(
-            f"{checkpoint.name}: {odd[0]} is missing, unknown or odd in shape; choose a head of Llama layers"
+            f"{checkpoint.name}: {odd[0][0]} is missing, unknown or odd in shape; choose a head of Llama layers"
         )
     head.load_state_dict(tensors, assign=True)
     return as_target(head, target), conventions
-
-
-def as_target(head: EagleHead, target: Target) -> EagleHead:
-    """Frozen, where the target is and in its precision."""
-    return head.to(target.device, getattr(target, "dtype", torch.float32)).requires_grad_(False).eval()
 
 
 def _eagle3(said: Mapping[str, Any], target: Target) -> tuple[Convention, ...]:

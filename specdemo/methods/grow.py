@@ -97,7 +97,6 @@ def grow(first: Tensor, expand: Expand, budget: Budget, top_k: int) -> Draft:
     level are expanded, and of all nodes seen the best are drafted. They are ranked, not drawn: probs None.
     """
     batch, vocabulary = first.shape
-    rows = torch.arange(batch, device=first.device)[:, None]
     if budget.depth < 1 or budget.nodes < 1:
         return Draft.empty(batch, first.device)
     width = min(top_k, vocabulary)
@@ -119,11 +118,16 @@ def grow(first: Tensor, expand: Expand, budget: Budget, top_k: int) -> Draft:
         tokens = children.flatten(1).gather(1, best)
         frontier = best + seen
         seen += paths.shape[1]
-    every = torch.cat(all_scores, 1)
+    above = torch.cat(all_parents, 1) + 1  # as slots; the root is 0
+    scored = torch.cat(all_scores, 1), torch.cat(all_chances, 1).exp().clamp_max(1.0)
+    return pruned(torch.cat(all_tokens, 1), above, *scored, budget.nodes)
+
+
+def pruned(tokens: Tensor, parents: Tensor, scores: Tensor, confidence: Tensor, nodes: int) -> Draft:
+    """The `nodes` best of a tree's nodes [B, N]; parents are slots and never score less than their children."""
     # stable: of equal scores the earlier, so that a parent is never left out for its child
-    kept = torch.argsort(every, dim=1, descending=True, stable=True)[:, : min(budget.nodes, seen)].sort(1).values
-    slots = torch.zeros(batch, seen + 1, dtype=torch.int64, device=first.device)  # last column: the root
-    slots[rows, kept] = torch.arange(1, kept.shape[1] + 1, device=first.device)
-    above = slots.gather(1, torch.cat(all_parents, 1).gather(1, kept) % (seen + 1))
-    confidence = torch.cat(all_chances, 1).gather(1, kept).exp().clamp_max(1.0)
-    return Draft(torch.cat(all_tokens, 1).gather(1, kept), above, confidence=confidence)
+    kept = torch.argsort(scores, dim=1, descending=True, stable=True)[:, :nodes].sort(1).values
+    slots = torch.zeros(len(tokens), tokens.shape[1] + 1, dtype=torch.int64, device=tokens.device)
+    slots.scatter_(1, kept + 1, torch.arange(1, kept.shape[1] + 1, device=tokens.device).expand_as(kept))
+    above = slots.gather(1, parents.gather(1, kept))
+    return Draft(tokens.gather(1, kept), above, confidence=confidence.gather(1, kept))

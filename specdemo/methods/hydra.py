@@ -28,7 +28,8 @@ from specdemo.core.protocol import Forward, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import chain_parents
 from specdemo.methods.grow import Shape
-from specdemo.methods.medusa import Chosen, Heads, Medusa, as_target, at_last, check_fit, count, fill, rates_in
+from specdemo.methods.heads import as_target, at_last
+from specdemo.methods.medusa import Chosen, Heads, Medusa, check_fit, count, fill, rates_in
 from specdemo.models.cache import SPARE, SlabCache
 from specdemo.models.checkpoints import expect, open_checkpoint, write_checkpoint
 from specdemo.models.history import AttentionMask, GatherHistory
@@ -154,10 +155,6 @@ class Hydra(Medusa):
             mlp.get_parameter("0.res_connection.weight")[:, : target.hidden_size].fill_diagonal_(1.0)
             lm_head.get_parameter("weight").copy_(target.lm_head.get_parameter("weight"))
         return made
-
-    @property
-    def history_bytes(self) -> int:
-        return self._cache.bytes if self._cache else 0
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
         super().start(batch, sampling, rng)

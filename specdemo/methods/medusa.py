@@ -26,12 +26,12 @@ from specdemo.core.sampling import Sampling, draw, to_probs
 from specdemo.core.tree import Draft
 from specdemo.methods import knob
 from specdemo.methods.grow import Shape, chain, fitted, within
+from specdemo.methods.heads import NEVER, HeadDrafter, as_target, at_last, likeliest, odd_tensors
 from specdemo.models.checkpoints import Checkpoint, expect, open_checkpoint, write_checkpoint
 from specdemo.models.load import LoadProgress, silent
 
 RANKS = 10
 MAX_HEADS = 16
-NEVER = -1e4  # the logit of a token outside a truncated vocabulary; finite, so that a loss stays so
 
 Chosen = tuple[Tensor, Tensor, Tensor | None]  # tokens [B, N], confidence [B, N], probs [B, N, V]
 Rates = tuple[tuple[float, ...], ...]  # per head, per rank: how often it is what the target says
@@ -130,7 +130,7 @@ class MedusaHeads(Heads):
         return every.index_copy(-1, self.token_map, logits)
 
 
-class Medusa:
+class Medusa(HeadDrafter):
     title = "Medusa"
     summary = "Extra heads on the target itself guess several words ahead at once; there is no second model to run."
     needs_model = True
@@ -190,10 +190,6 @@ class Medusa:
             parameter.copy_(target.lm_head.get_parameter("weight"))
         return made
 
-    @property
-    def weight_bytes(self) -> int:
-        return sum(p.numel() * p.element_size() for p in self.head.parameters())
-
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
         self._sampling = sampling
         self._rng = rng if self.options.draft == "sampled" and not sampling.greedy else None
@@ -239,14 +235,16 @@ class Medusa:
         metrics: dict[str, float] = {}
         for i, (logits, wanted) in enumerate(self._taught(batch), start=1):
             total = total + self.decay**i * F.cross_entropy(logits.flatten(0, 1), wanted.flatten(0, 1))
-            metrics[f"agree_{i}"] = float((logits.argmax(-1) == _best(wanted)).float().mean())
+            metrics[f"agree_{i}"] = float((logits.argmax(-1) == likeliest(wanted)).float().mean())
         return total, metrics
 
     @torch.no_grad()
     def measure(self, batch: Progress) -> None:
         """Count how often each rank of each head is right: what the fitted tree is fitted to, and `save` writes."""
         width = min(RANKS, self.head.vocab_size)
-        right = [(q.topk(width).indices == _best(p)[..., None]).float().mean((0, 1)) for q, p in self._taught(batch)]
+        right = [
+            (q.topk(width).indices == likeliest(p)[..., None]).float().mean((0, 1)) for q, p in self._taught(batch)
+        ]
         self.head.rates = tuple(tuple(ranks.tolist()) for ranks in right)
 
     def _taught(self, batch: Progress) -> Iterator[tuple[Tensor, Tensor]]:
@@ -284,17 +282,6 @@ class Medusa:
         write_checkpoint(folder, config, heads.state_dict())
 
 
-def _best(wanted: Tensor) -> Tensor:
-    """[B, A, V] probabilities or [B, A] tokens -> tokens [B, A]"""
-    return wanted.argmax(-1) if wanted.is_floating_point() else wanted
-
-
-def at_last(progress: Progress, columns: Tensor) -> Tensor:
-    """columns [B, A, ...] -> [B, ...] at every row's last real column; any column of a finished row"""
-    last = torch.tensor([max(n - 1, 0) for n in progress.lengths], device=columns.device)
-    return columns[torch.arange(len(last), device=columns.device), last]
-
-
 def check_fit(checkpoint: Checkpoint, target: Target, hidden_size: int, vocab_size: int) -> None:
     """Raise ValueError unless heads of these sizes belong on this target."""
     if (hidden_size, vocab_size) != (target.hidden_size, target.vocab_size):
@@ -313,20 +300,13 @@ def rates_in(checkpoint: Checkpoint, key: str) -> Rates | None:
 
 def fill(heads: Heads, tensors: dict[str, Tensor], checkpoint: Checkpoint, target: Target) -> None:
     """Give heads made on the meta device these tensors, as the target needs them. Raises ValueError if one is odd."""
-    wanted = {name: tensor.shape for name, tensor in heads.state_dict().items()}
-    held = {name: tensor.shape for name, tensor in tensors.items()}
-    odd = sorted(name for name in wanted | held if wanted.get(name) != held.get(name))
+    odd = odd_tensors(heads, tensors)
     if odd:
         raise ValueError(
-            f"{checkpoint.name}: {odd[0]} is missing, of another shape or unknown; its heads must all be built alike"
+            f"{checkpoint.name}: {odd[0][0]} is missing, of another shape or unknown; its heads must all be built alike"
         )
     heads.load_state_dict(tensors, assign=True)
     as_target(heads, target)
-
-
-def as_target(heads: Heads, target: Target) -> None:
-    """Frozen, where the target is and in its precision."""
-    heads.to(target.device, getattr(target, "dtype", torch.float32)).requires_grad_(False).eval()
 
 
 def count(tensors: dict[str, Tensor], pattern: str) -> int:

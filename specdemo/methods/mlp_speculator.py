@@ -29,7 +29,8 @@ from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling, draw, to_probs
 from specdemo.core.tree import Draft
 from specdemo.methods import knob
-from specdemo.methods.medusa import at_last
+from specdemo.methods.grow import pruned
+from specdemo.methods.heads import HeadDrafter, as_target, at_last, likeliest
 from specdemo.models.checkpoints import Checkpoint, expect, open_checkpoint, write_checkpoint
 from specdemo.models.load import LoadProgress, silent
 
@@ -109,7 +110,7 @@ class Speculator(nn.Module):
         return state, self.head[step](state)
 
 
-class MLPSpeculator:
+class MLPSpeculator(HeadDrafter):
     title = "MLPSpeculator"
     summary = (
         "A tiny recurrent network reads the target's last state and its own last guess, and guesses the next word."
@@ -145,7 +146,7 @@ class MLPSpeculator:
                 tuple(config.get("top_k_tokens_per_head", ())),
             )
         speculator.load_state_dict(_tensors(checkpoint, speculator), assign=True)
-        return _as_target(speculator, target)
+        return as_target(speculator, target)
 
     def __init__(self, target: Target, model: Any, options: Options | None = None) -> None:
         self.head: Speculator = self.load(model, target) if isinstance(model, str) else model
@@ -166,11 +167,7 @@ class MLPSpeculator:
         for parameter in made.parameters():
             if parameter.ndim > 1:  # what `ratio` is made for
                 nn.init.normal_(parameter, std=inner**-0.5)
-        return _as_target(made, target)
-
-    @property
-    def weight_bytes(self) -> int:
-        return sum(p.numel() * p.element_size() for p in self.head.parameters())
+        return as_target(made, target)
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
         self._sampling = sampling
@@ -218,7 +215,7 @@ class MLPSpeculator:
             slots += tokens.shape[1]
             levels.append((tokens, parents, scores, chances.flatten(1).exp()))
         drafted, parents, scores, confidence = (torch.cat(column, 1) for column in zip(*levels, strict=True))
-        return _likeliest(drafted, parents, scores, confidence, nodes)
+        return pruned(drafted, parents, scores, confidence, nodes)
 
     def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:
         """The sum over steps of the cross-entropy to the target's distribution, or to the text where it is unknown."""
@@ -226,8 +223,7 @@ class MLPSpeculator:
         metrics: dict[str, float] = {}
         for i, (logits, wanted) in enumerate(self._taught(batch), start=1):
             total = total + F.cross_entropy(logits.flatten(0, 1), wanted.flatten(0, 1))
-            best = wanted.argmax(-1) if wanted.is_floating_point() else wanted
-            metrics[f"agree_{i}"] = float((logits.argmax(-1) == best).float().mean())
+            metrics[f"agree_{i}"] = float((logits.argmax(-1) == likeliest(wanted)).float().mean())
         return total, metrics
 
     def _taught(self, batch: Progress) -> Iterator[tuple[Tensor, Tensor]]:
@@ -259,22 +255,6 @@ class MLPSpeculator:
         }
         # named_parameters names a tied tensor once, by its first name
         write_checkpoint(folder, config, {f"speculator.{name}": p for name, p in speculator.named_parameters()})
-
-
-def _likeliest(tokens: Tensor, parents: Tensor, scores: Tensor, confidence: Tensor, nodes: int) -> Draft:
-    """The `nodes` best of a tree's nodes [B, N]; parents are slots and never score less than their children."""
-    # stable: of equal scores the earlier, so that a parent is never left out for its child
-    kept = torch.argsort(scores, dim=1, descending=True, stable=True)[:, :nodes].sort(1).values
-    slots = torch.zeros(len(tokens), tokens.shape[1] + 1, dtype=torch.int64, device=tokens.device)
-    slots.scatter_(1, kept + 1, torch.arange(1, kept.shape[1] + 1, device=tokens.device).expand_as(kept))
-    above = slots.gather(1, parents.gather(1, kept))
-    return Draft(tokens.gather(1, kept), above, confidence=confidence.gather(1, kept))
-
-
-def _as_target(speculator: Speculator, target: Target) -> Speculator:
-    """Frozen, where the target is and in its precision."""
-    dtype: torch.dtype = getattr(target, "dtype", torch.float32)
-    return nn.Module.to(speculator, target.device, dtype).requires_grad_(False).eval()
 
 
 def _check_fit(checkpoint: Checkpoint, target: Target) -> None:

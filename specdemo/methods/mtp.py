@@ -27,8 +27,9 @@ from transformers.cache_utils import Cache
 from specdemo.core.protocol import Budget, Forward, Progress, Target
 from specdemo.core.sampling import Sampling, draw, to_probs
 from specdemo.core.tree import Draft, chain_parents
-from specdemo.methods.eagle import greedy_text, unrolled_mask
-from specdemo.methods.mtp_formats import as_target, read_heads, write_heads
+from specdemo.methods.eagle import unrolled_mask
+from specdemo.methods.heads import HeadDrafter, as_target, greedy_text, likeliest
+from specdemo.methods.mtp_formats import read_heads, write_heads
 from specdemo.methods.mtp_heads import Convention, Heads, ParallelHeads, SequentialModules
 from specdemo.models.cache import SPARE, SlabCache
 from specdemo.models.history import AttentionMask, GatherHistory
@@ -38,7 +39,7 @@ from specdemo.models.masks import Masks
 Chosen = tuple[Tensor, ...]  # tokens [B], confidence [B] and, when they were drawn, probs [B, V]
 
 
-class MTP:
+class MTP(HeadDrafter):
     title = "Multi-token prediction"
     summary = "Layers that were trained together with the target carry on from its last state, a word at a time."
     needs_model = True
@@ -84,14 +85,6 @@ class MTP:
             if parameter.ndim > 1:
                 nn.init.normal_(parameter, std=target.hidden_size**-0.5)
         return as_target(made, target)
-
-    @property
-    def weight_bytes(self) -> int:
-        return sum(p.numel() * p.element_size() for p in self.head.parameters())
-
-    @property
-    def history_bytes(self) -> int:
-        return self._cache.bytes if self._cache else 0
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
         self._sampling, self._rng = sampling, None if sampling.greedy else rng
@@ -220,9 +213,8 @@ class MTP:
 
     def _compare(self, state: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.head.logits(state).float()
-        best = wanted.argmax(-1) if wanted.is_floating_point() else wanted
         loss = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(0, 1))
-        return loss, (logits.argmax(-1) == best).float().mean()
+        return loss, (logits.argmax(-1) == likeliest(wanted)).float().mean()
 
     def save(self, folder: Path, target_name: str) -> None:
         write_heads(folder, self.head, target_name)

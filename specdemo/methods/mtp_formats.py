@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from specdemo.core.protocol import Target
+from specdemo.methods.heads import as_target, odd_tensors
 from specdemo.methods.mtp_heads import Convention, Heads, ParallelHeads, SequentialModules
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
 from specdemo.models.load import LoadProgress, local_folder, silent
@@ -78,12 +79,6 @@ def read_heads(source: str, target: Target, progress: LoadProgress = silent) -> 
     if any(PARALLEL.match(name) for name in checkpoint.tensors):
         return _parallel(checkpoint, target), ()
     return _sequential(checkpoint, target)
-
-
-def as_target(heads: Heads, target: Target) -> Heads:
-    """Frozen, where the target is and in its precision."""
-    dtype: torch.dtype = getattr(target, "dtype", torch.float32)
-    return nn.Module.to(heads, target.device, dtype).requires_grad_(False).eval()
 
 
 def _open(source: str, target: Target, progress: LoadProgress) -> Checkpoint:
@@ -208,13 +203,11 @@ def _neighbours(part: str, weight: Tensor, config: Any) -> Tensor:
 
 def _fill(heads: Heads, tensors: Tensors, checkpoint: Checkpoint) -> None:
     """Give heads made on the meta device these tensors. Raises ValueError if one is odd."""
-    wanted = {name: tensor.shape for name, tensor in heads.state_dict().items()}
-    held = {name: tensor.shape for name, tensor in tensors.items()}
-    odd = sorted(name for name in wanted | held if wanted.get(name) != held.get(name))
+    odd = odd_tensors(heads, tensors)
     if odd:
         raise ValueError(
-            f"{checkpoint.name}: {odd[0]} is missing, of another shape or unknown; its layers must be built like the "
-            "target's and not be quantised"
+            f"{checkpoint.name}: {odd[0][0]} is missing, of another shape or unknown; its layers must be built "
+            "like the target's and not be quantised"
         )
     heads.load_state_dict(tensors, assign=True)
 

@@ -65,8 +65,11 @@ def gathering(
     """Complete the cache of `target` and read it; gives the share that is done as it goes, at last the material.
 
     A cache with more taps than asked for will do, and so will a complete one made of other text, such as that of a
-    draft model. Raises ValueError when the cache is of another target or lacks taps.
+    draft model. Raises ValueError when the cache is of another target or lacks taps, and for a target on fused layers,
+    which tell no hidden states to transformers.
     """
+    if target.kernels != "transformers":
+        raise ValueError(f"{target.name} runs on fused layers; load it with kernels='transformers'")
     plan = plan or Plan(text_rows=2048, sampled_rows=512, taps=tuple(taps))
     model, context = target.model, min(plan.context, target.max_length)
     if corpus is None:

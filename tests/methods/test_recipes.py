@@ -21,7 +21,7 @@ PLAN = Plan(text_rows=24, sampled_rows=8, rows_per_shard=24, context=48, sample_
 
 @pytest.fixture(scope="module")
 def target():
-    return load_target("stories")
+    return load_target("stories", kernels="transformers")
 
 
 @pytest.fixture(scope="module")
@@ -100,3 +100,8 @@ def test_a_byte_model_and_its_heads_can_be_loaded_and_raced(tmp_path, monkeypatc
     events = list(generate(target, drafter, prompt, config))
     assert [t for e in events for t in e.emitted[0]] == plain
     assert max(len(e.drafted[0]) for e in events) == 7
+
+
+def test_a_target_on_fused_layers_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(ValueError, match="load it with kernels='transformers'"):
+        recipes.train_head_recipe("medusa", tmp_path, 1.0, target=load_target("stories"))
