@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from specdemo.core.protocol import Progress, Target
 from specdemo.models.cache import SlabCache
+from specdemo.models.kernels import packed_bytes
 
 NEVER = -1e4  # the logit of a token outside a truncated vocabulary; finite, so that a loss stays so
 PROMPT = "Once upon a time"
@@ -27,7 +28,7 @@ class HeadDrafter:
 
     @property
     def weight_bytes(self) -> int:
-        return sum(p.numel() * p.element_size() for p in self.head.parameters())
+        return packed_bytes(self.head) + sum(int(p.numel() * p.element_size()) for p in self.head.parameters())
 
     @property
     def history_bytes(self) -> int:

@@ -59,6 +59,7 @@ class MTP(HeadDrafter):
         if isinstance(heads, SequentialModules) and len(conventions) > 1:
             (progress or silent)(0.9, f"finding out how to read {source}")
             _settle(heads, conventions, target)
+        heads.hasten()
         return heads
 
     def __init__(self, target: Target, model: Any, options: Options | None = None) -> None:

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from specdemo.core.protocol import Target
-from specdemo.models.kernels import layer_class
+from specdemo.models.kernels import fused, layer_class
 
 UNROLLED = (0.51, 0.31, 0.18)  # FastMTP: weights of the steps of a module that is applied again and again
 
@@ -92,6 +92,10 @@ class Heads(nn.Module):
         """
         raise NotImplementedError
 
+    def hasten(self) -> None:
+        """Fuse the layers; such heads can no longer be saved."""
+        raise NotImplementedError
+
     def logits(self, state: Tensor) -> Tensor:
         """state [..., H] of `step` -> [..., V]"""
         logits: Tensor = self.shared.lm_head(state.to(self._spoken))
@@ -158,6 +162,11 @@ class SequentialModules(Heads):
         state = module.norm(plain)
         return state, state if self.convention.hands_on_normed else plain
 
+    def hasten(self) -> None:
+        module: Any
+        for module in self.layers:
+            module.block = fused(module.block, self.shared.rotary)
+
 
 class ParallelHeads(Heads):
     """One Llama layer per head on the trunk's output, tap `num_layers - 1`; final norm and lm_head are the target's."""
@@ -173,6 +182,10 @@ class ParallelHeads(Heads):
     @property
     def tap(self) -> int:
         return self.below - 1
+
+    def hasten(self) -> None:
+        for index, layer in enumerate(self.layers):
+            self.layers[index] = fused(layer, self.shared.rotary)
 
     def forward(self, trunk: Tensor) -> list[Tensor]:
         """The trunk's output [B, A, H] on whole rows -> per head i the logits [B, A, V] of tokens a + 2 + i."""

@@ -10,7 +10,6 @@ B rows, S slots, H heads, K key/value heads, D head size, L columns of the cache
 """
 
 import time
-from collections.abc import Callable
 from copy import deepcopy
 from functools import lru_cache
 from typing import Any
@@ -85,7 +84,7 @@ class PackedHead(nn.Module):
 class FusedLayer(nn.Module):
     """A decoder layer of `KNOWN_LAYERS` that can stand in its place."""
 
-    def __init__(self, layer: Any, pack: bool) -> None:
+    def __init__(self, layer: Any) -> None:
         super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
         self.origin: type[nn.Module] = type(layer)
@@ -95,11 +94,10 @@ class FusedLayer(nn.Module):
         self.attention_type = getattr(layer, "attention_type", None)
         self.before_attention, self.before_mlp = layer.input_layernorm, layer.post_attention_layernorm
         self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
-        made: Callable[[nn.Linear], nn.Module] = _packed if pack else lambda linear: linear
-        self.qkv = made(_joined(attention.q_proj, attention.k_proj, attention.v_proj))
-        self.out = made(attention.o_proj)
-        self.gate_up = made(_joined(mlp.gate_proj, mlp.up_proj))
-        self.down = made(mlp.down_proj)
+        self.qkv = _packed(_joined(attention.q_proj, attention.k_proj, attention.v_proj))
+        self.out = _packed(attention.o_proj)
+        self.gate_up = _packed(_joined(mlp.gate_proj, mlp.up_proj))
+        self.down = _packed(mlp.down_proj)
         self.act = mlp.act_fn
 
     def forward(
@@ -209,15 +207,20 @@ def hasten(model: PreTrainedModel) -> None:
     layers = getattr(decoder, "layers", None)
     if not isinstance(layers, nn.ModuleList) or not hasattr(decoder, "rotary_emb"):
         return
-    pack = model.device.type == "cpu" and packing_pays(model.dtype)
     for index, layer in enumerate(layers):
-        if type(layer) in KNOWN_LAYERS and _plain(layer):
-            replacement = FusedLayer(layer, pack)
-            if _alike(layer, replacement, decoder.rotary_emb):
-                layers[index] = replacement
+        layers[index] = fused(layer, decoder.rotary_emb)
     head = model.get_output_embeddings()
-    if pack and _all_fused(model) and type(head) is nn.Linear and head.weight.numel() >= PACKED_SIZE:
+    if _all_fused(model) and type(head) is nn.Linear and _packs(head.weight):
         model.set_output_embeddings(PackedHead(head))
+
+
+@torch.no_grad()
+def fused(layer: nn.Module, rotary: nn.Module) -> nn.Module:
+    """The layer fused, which is to replace it; the layer itself where that is unknown or says something else."""
+    if type(layer) not in KNOWN_LAYERS or not _plain(layer):
+        return layer
+    replacement = FusedLayer(layer)
+    return replacement if _alike(layer, replacement, rotary) else layer
 
 
 def fused_decoder(model: PreTrainedModel) -> FusedDecoder | None:
@@ -337,4 +340,8 @@ def _frozen(tensor: Tensor) -> nn.Parameter:
 
 
 def _packed(linear: nn.Linear) -> nn.Module:
-    return PackedLinear(linear) if linear.weight.numel() >= PACKED_SIZE else linear
+    return PackedLinear(linear) if _packs(linear.weight) else linear
+
+
+def _packs(weight: Tensor) -> bool:
+    return weight.device.type == "cpu" and weight.numel() >= PACKED_SIZE and packing_pays(weight.dtype)

@@ -219,7 +219,7 @@ def test_several_modules_of_qwen_share_what_joins(tmp_path, target):
     tensors |= {n.replace("layers.0", "layers.1"): -t for n, t in tensors.items() if ".layers." in n}
     head = MTP.load(folder_with(tmp_path, tensors, {}), target)
     assert len(head) == 2 and torch.equal(head.layers[0].eh_proj.weight, head.layers[1].eh_proj.weight)
-    assert torch.equal(head.layers[0].block.mlp.up_proj.weight, -head.layers[1].block.mlp.up_proj.weight)
+    assert torch.equal(head.layers[0].block.down.weight, -head.layers[1].block.down.weight)
 
 
 def without(tensors, part):
