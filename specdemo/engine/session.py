@@ -22,7 +22,7 @@ from specdemo.core.tree import ABSENT
 from specdemo.engine.loop import generate, never
 from specdemo.engine.race import SCHEDULES, race
 from specdemo.methods import BASELINE, check_model, load_drafter, method, reader, validate_options
-from specdemo.models.load import LoadProgress, load_model, silent
+from specdemo.models.load import LoadProgress, load_model, rounding_noise, silent
 from specdemo.models.machine import commit, device_name, versions
 from specdemo.models.target import HFTarget
 from specdemo.models.text import Detokenizer, encode, token_text
@@ -371,7 +371,8 @@ def _divergence(plain: _Lane, baseline: LaneTrace, lane: LaneTrace, index: int) 
     """The gap between the target's two best logits where the texts part, and whether it explains the parting.
 
     Passes of different widths use different kernels and round differently; when the two texts chose the two best
-    tokens and these are a few units in the last place apart, that is rounding. Anything larger is a fault.
+    tokens and these are no further apart than that noise, as measured on this text, or a few units in the last place,
+    it is rounding. Anything larger is a fault.
     """
     said = baseline.token_ids[:index]
     tokens = torch.tensor([baseline.prompt_ids + said], device=plain.target.device)
@@ -379,6 +380,8 @@ def _divergence(plain: _Lane, baseline: LaneTrace, lane: LaneTrace, index: int) 
     plain.target.release()
     best = logits.topk(2)
     margin = float(best.values[0] - best.values[1])
+    noise = rounding_noise(plain.target, tokens)
     ours = {t[index] for t in (baseline.token_ids, lane.token_ids) if index < len(t)}
-    tolerance = max(1e-4, 4.0 * torch.finfo(plain.target.dtype).eps * float(best.values[0].abs()))
+    units = torch.finfo(plain.target.dtype).eps * float(best.values[0].abs())
+    tolerance = max(1e-4, 4.0 * units, 2.0 * noise)
     return round(margin, 6), ours == set(best.indices.tolist()) and margin <= tolerance

@@ -21,7 +21,7 @@ import torch
 import transformers
 from huggingface_hub import HfApi, snapshot_download
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -165,6 +165,22 @@ def verify_cost(target: HFTarget, slots: int = VERIFY_TOKENS, repeats: int = 5) 
                 measured.append(1000.0 * (time.perf_counter() - begin))
     target.release()
     return median(times[1]), median(times[slots])
+
+
+def rounding_noise(target: HFTarget, tokens: Tensor, slots: int = VERIFY_TOKENS) -> float:
+    """How far the logits of one-token passes and of one pass over the same `slots` tokens, the last of tokens [1, T],
+    lie apart: kernels for other widths add in another order. 0.0 for a text too short to tell."""
+    if tokens.shape[1] <= slots:
+        return 0.0
+    last = tokens[:, -slots:]
+    target.start(tokens[:, :-slots])
+    together = target.forward(last, torch.arange(slots - 1, device=tokens.device)[None]).logits.float()
+    alone = []
+    for token in last.split(1, 1):
+        alone.append(target.forward(token, token[:, 1:]).logits.float())
+        target.commit([[0]])
+    target.release()
+    return float((torch.cat(alone, 1) - together).abs().max())
 
 
 def _check_verify_cost(model: PreTrainedModel, name: str, dtype: str) -> None:

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import huggingface_hub.errors
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specdemo.models import load
-from specdemo.models.load import LoadedModel, load_model, load_target, resolve, weight_bytes
+from specdemo.models.load import LoadedModel, load_model, load_target, resolve, rounding_noise, weight_bytes
 from specdemo.models.target import HFTarget
 from tests.models.test_text import byte_level
 from tests.models.tiny import build, fresh, texts
@@ -212,3 +212,13 @@ def test_an_id_that_does_not_fit_is_not_downloaded(folder, monkeypatch):
 def test_an_id_nobody_knows(folder, embedded, monkeypatch):
     hub(monkeypatch, folder, [])
     assert refused("org/tine").startswith("unknown model 'org/tine'")
+
+
+def test_rounding_noise_is_that_of_the_precision():
+    tokens = torch.arange(1, 40)[None]
+    noise = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = LlamaForCausalLM.from_pretrained(resolve("stories-draft-deep"), dtype=dtype)
+        noise[dtype] = rounding_noise(HFTarget(model), tokens)
+        assert rounding_noise(HFTarget(model), tokens[:, :3]) == 0.0
+    assert 0.0 < noise[torch.float32] < 1e-4 and noise[torch.bfloat16] < 0.5
