@@ -8,7 +8,7 @@ from typing import Any
 from specdemo.bench.suite import Result, Spread
 from specdemo.bench.table import table
 from specdemo.core.trace import LaneTrace, RunTrace, summarise
-from specdemo.engine.cost import explain
+from specdemo.engine.cost import prediction
 
 NONE = "-"
 
@@ -19,7 +19,8 @@ def race_report(trace: RunTrace) -> str:
     header = ("lane", "tokens", "tokens/s", "speed-up", "accepted", "tokens/pass", "TTFT ms", "output")
     rows = [_race_row(*plain, plain[1], NONE)]
     rows += [_race_row(lane, numbers, plain[1], _output(trace, index)) for index, (lane, numbers) in enumerate(lanes)]
-    sentences = [f"{lane.name}: {lane.note or explain(plain[1], numbers)}" for lane, numbers in lanes]
+    told = zip(trace.lanes[1:], prediction(trace), strict=True)
+    sentences = [f"{lane.name}: {lane.note or predicted['sentence']}" for lane, predicted in told]
     return visible("\n".join([_conditions(trace), "", table(header, rows), "", *sentences]))
 
 

@@ -1,38 +1,292 @@
-"""Why a lane is as fast as it is. c: time of drafting one token, v(n): time of a target pass over n slots, both in
-units of a one-token target pass; alpha: acceptance per drafted token; k: draft length (Leviathan et al. 2211.17192,
-theorem 3.8, with v(k + 1) measured instead of taken as 1)."""
+"""Why a lane is as fast as it is, and which draft length would be the fastest.
 
-from collections.abc import Callable
+c: the time of drafting one token, v(n): that of a target pass over n slots, both against a one-token pass; alpha: the
+chance that a drafted token is kept where the one above it was. A step that drafts k tokens emits 1 + a1 + a1 a2 + ...
+and takes k c + v(k + 1) and what accepting costs (Leviathan et al. 2211.17192, theorem 3.8, with v measured instead of
+taken as 1 and alpha known for every position). All of it can be read from the events of two lanes.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import mul
+from statistics import fmean, linear_regression
 from typing import Any
 
+from torch import Tensor
 
-def tokens_per_step(alpha: float, k: int) -> float:
-    """Expected tokens of one step, the target's own included: 1 + alpha + ... + alpha^k."""
-    return float(k + 1) if alpha >= 1.0 else (1.0 - alpha ** (k + 1)) / (1.0 - alpha)
+from specdemo.core.protocol import Budget, Drafter, GenerationConfig, Target
+from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, summarise
+from specdemo.engine.loop import generate
+from specdemo.engine.race import step_ms
+from specdemo.methods import BASELINE, load_drafter
+from specdemo.models.load import verify_costs
+
+LONGEST = 16  # tokens of the longest draft that is considered
+FEW = 4  # fewer steps than this are not believed
+CLEAR = 1.03  # a gain below this is within what runs differ by
+WIDTHS = (1, 2, 3, 5, 9, 17)
+
+Runs = Sequence[Sequence[StepEvent]]  # the events of one lane, one or several runs, prefill included
 
 
-def predicted_speedup(alpha: float, k: int, c: float, v: Callable[[int], float] = lambda n: 1.0) -> float:
-    return tokens_per_step(alpha, k) / (k * c + v(k + 1))
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What a step costs, in milliseconds, and what it yields. Positions start at 1; past its end a list goes on with
+    its last entry."""
+
+    plain_ms: float  # a step of plain decoding
+    pass_ms: float  # of it, the target's pass over one slot
+    verify: Mapping[int, float]  # v: slots -> time of a pass over them, in units of pass_ms; v(1) is 1
+    draft_ms: float  # drafting one token
+    draft_step_ms: float  # drafting at all, however little
+    other_ms: float  # accepting and committing
+    alpha: Sequence[float]  # the chance that the token at this position is kept where those above it are
+    k: int  # the draft length these costs were seen at
+    reach: Sequence[float] = (1.0,)  # the share of steps that draft as far as this position
+    tree_nodes: float | None = None  # nodes of the average tree; None: drafts are chains
+
+    def tokens(self, k: int) -> float:
+        """What a step emits that may draft k deep, the target's own token included."""
+        kept: Iterator[float] = accumulate(_first(self.alpha, k), mul)
+        return 1.0 + sum(kept)
+
+    def drafted(self, k: int) -> float:
+        """How many tokens it drafts."""
+        return sum(_first(self.reach, k)) if self.tree_nodes is None else self.tree_nodes
+
+    def verify_ms(self, k: int) -> float:
+        """The target's pass over the root and the draft."""
+        if self.tree_nodes is not None:
+            return self.pass_ms * self.v(self.tree_nodes + 1.0)
+        reach = [1.0, *_first(self.reach, k), 0.0]
+        return self.pass_ms * sum((reach[n] - reach[n + 1]) * self.v(n + 1.0) for n in range(k + 1))
+
+    def drafting_ms(self, k: int) -> float:
+        return self.draft_step_ms + self.draft_ms * self.drafted(k) if k else 0.0
+
+    def step_ms(self, k: int) -> float:
+        return self.drafting_ms(k) + self.verify_ms(k) + self.other_ms
+
+    def speedup(self, k: int) -> float:
+        """Against plain decoding; 0 stands for off. A tree is known at its own depth alone."""
+        return self.tokens(k) * self.plain_ms / self.step_ms(k) if k else 1.0
+
+    def best_k(self, longest: int = LONGEST) -> int:
+        """The draft length predicted to be the fastest, 0 for off. Of a tree only: as it is, or off."""
+        ks: Iterable[int] = range(1, longest + 1) if self.tree_nodes is None else [self.k]
+        return max([0, *ks], key=self.speedup)
+
+    def v(self, slots: float) -> float:
+        """Linear between the measured widths; beyond them as between the last two, but never falling."""
+        known = sorted(self.verify)
+        above = next((n for n in known if n >= slots), known[-1])
+        below = max((n for n in known if n < above), default=above)
+        if below == above:
+            return self.verify[above]
+        slope = (self.verify[above] - self.verify[below]) / (above - below)
+        return self.verify[above] + (max(slope, 0.0) if slots > above else slope) * (slots - above)
+
+    def terms(self) -> dict[str, float]:
+        """Where a step's time goes besides one pass over one slot: shares of the step. Refused drafts carry the part of
+        drafting and of the wider pass that was spent on them."""
+        step, drafted = self.step_ms(self.k), self.drafted(self.k)
+        kept = min((self.tokens(self.k) - 1.0) / drafted, 1.0) if drafted else 0.0
+        drafting = self.drafting_ms(self.k) / step
+        wider = max(self.verify_ms(self.k) - self.pass_ms, 0.0) / step
+        return {
+            "drafting": drafting * kept,
+            "checking more than one token at a time": wider * kept,
+            "drafts that were refused": (drafting + wider) * (1.0 - kept),
+            "overhead": self.other_ms / step,
+        }
+
+    def probed(self, ms: Mapping[int, float]) -> "Costs":
+        """The same with v from a probe, slots -> milliseconds of the pass alone. Between drafts a wide pass takes
+        another time than alone; so the probe gives the shape and the widest pass of the lane the height."""
+        alone = replace(self, verify={n: taken / ms[1] for n, taken in ms.items()})
+        widest = max(self.verify)
+        height = self.verify[widest] / alone.v(widest) if widest > 1 else 1.0
+        return replace(alone, verify={n: v * height if n > 1 else 1.0 for n, v in alone.verify.items()})
 
 
-def best_k(alpha: float, c: float, v: Callable[[int], float] = lambda n: 1.0, longest: int = 16) -> int:
-    """The k in 0..longest that is predicted to be fastest; 0 means: do not speculate."""
-    return max(range(longest + 1), key=lambda k: predicted_speedup(alpha, k, c, v))
+def observed(plain: Runs, lane: Runs, k: int = 0) -> Costs | None:
+    """The costs that the events of a plain lane and of a drafting one show; rows after the first are not looked at.
+
+    k: the draft length that was asked for, where it may be more than was ever drafted. None where nothing was drafted
+    or no time passed.
+    """
+    plain_steps = [event for run in plain for event in run[1:]]
+    steps = [_Step.of(event) for run in lane for event in run[1:]]
+    deepest = max((step.depth for step in steps), default=0)
+    plain_ms = _mean(step_ms(e) for e in plain_steps)
+    pass_ms = _mean(e.ms.get("verify", 0.0) for e in plain_steps)
+    if not deepest or not pass_ms or not all(step.ms for step in steps):
+        return None
+    draft_ms, draft_step_ms = _line([(step.nodes, step.draft_ms) for step in steps])
+    whole = [step for run in lane for step in _whole(run, deepest)] or steps
+    verify = _means([(step.nodes, step.verify_ms / pass_ms) for step in steps])
+    return Costs(
+        plain_ms=plain_ms,
+        pass_ms=pass_ms,
+        verify={nodes + 1: v for nodes, v in verify.items()} | {1: 1.0},
+        draft_ms=draft_ms,
+        draft_step_ms=draft_step_ms,
+        other_ms=_mean(step.ms - step.draft_ms - step.verify_ms for step in steps),
+        alpha=_alpha(whole, deepest, exhausted=deepest < k),
+        k=max(k, deepest),
+        reach=_reach(whole, max(k, deepest)),
+        tree_nodes=_mean(s.nodes for s in steps) if any(s.nodes > s.depth for s in steps) else None,
+    )
 
 
-def explain(plain: dict[str, Any], lane: dict[str, Any]) -> str:
-    """One sentence from two lane summaries (core.trace.summarise): what the speed-up or slow-down is made of."""
+def measure(
+    target: Target,
+    drafter: Drafter,
+    prompt_ids: Tensor,
+    k: int = 4,
+    new_tokens: int = 64,
+    widths: Sequence[int] = WIDTHS,
+) -> Costs | None:
+    """Costs from a short greedy run of each kind, after one to warm up, and a probe of the target's pass over `widths`
+    slots. prompt_ids [1, T]."""
+    config = GenerationConfig(new_tokens, budget=Budget(k, k), stop_token_ids=())
+    plain, lane = (
+        [list(generate(target, one, prompt_ids, config)) for _ in range(2)]
+        for one in (load_drafter(BASELINE, target), drafter)
+    )
+    costs = observed(plain[1:], lane[1:], k)
+    return costs and costs.probed(verify_costs(target, sorted({1, *widths})))
+
+
+def prediction(trace: RunTrace) -> list[dict[str, Any]]:
+    """One entry per speculative lane: lane, predicted_speedup (as it ran), best_k (0: off), best_speedup, sentence.
+    The numbers are None where too little was decoded to say."""
+    plain = trace.lanes[0]
+    return [_predicted(plain, lane) for lane in trace.lanes[1:]]
+
+
+def _predicted(plain: LaneTrace, lane: LaneTrace) -> dict[str, Any]:
+    asked = lane.options.get("k")
+    costs = observed([plain.events], [lane.events], asked if isinstance(asked, int) else 0)
+    entry: dict[str, Any] = {"lane": lane.name, "predicted_speedup": None, "best_k": None, "best_speedup": None}
+    if costs is not None:
+        best = _limited_best(costs)
+        entry |= {"predicted_speedup": round(costs.speedup(costs.k), 4)}
+        entry |= {"best_k": best, "best_speedup": round(costs.speedup(best), 4)}
+    return entry | {"sentence": explain(summarise(plain), summarise(lane), costs)}
+
+
+def explain(plain: Mapping[str, Any], lane: Mapping[str, Any], costs: Costs | None = None) -> str:
+    """One sentence from two lane summaries (core.trace.summarise): what the speed-up or slow-down is made of. With the
+    costs, also what takes most of the time and what would be faster."""
     speeds = plain.get("tokens_per_s"), lane.get("tokens_per_s")
     if not speeds[0] or not speeds[1] or not lane["steps"]:
         return "Too few tokens to say."
-    plain_ms = 1000.0 / speeds[0]
-    step_ms = lane["tokens_per_step"] * 1000.0 / speeds[1]
-    draft_ms = lane["ms_draft"] / lane["steps"]
-    verdict = "Faster" if step_ms < lane["tokens_per_step"] * plain_ms else "Slower"
+    speedup = speeds[1] / speeds[0]
     sentence = (
-        f"{verdict}: a step costs {step_ms / plain_ms:.2f}x a plain token ({draft_ms / step_ms:.0%} of it drafting) "
-        f"and yields {lane['tokens_per_step']:.2f} tokens"
+        f"{'Faster' if speedup >= 1.0 else 'Slower'}: a step costs {lane['tokens_per_step'] / speedup:.2f}x a plain "
+        f"token and yields {lane['tokens_per_step']:.2f} tokens"
     )
     if not lane["drafted"]:
         return sentence + "; nothing was drafted."
-    return sentence + f"; {lane['acceptance_rate']:.0%} of the drafted tokens were kept."
+    sentence += f"; {lane['acceptance_rate']:.0%} of the drafted tokens were kept"
+    return sentence + (f"; {_dearest(costs)}; {_advice(costs, speedup)}." if costs else ".")
+
+
+def _dearest(costs: Costs) -> str:
+    terms = costs.terms()
+    name = max(terms, key=terms.__getitem__)
+    return f"most of the extra time goes into {name} ({terms[name]:.0%} of a step)"
+
+
+def _advice(costs: Costs, speedup: float) -> str:
+    best = _limited_best(costs)
+    if not best and speedup < 1.0:
+        return "turn it off: no draft length is predicted to beat plain decoding"
+    own = f"k = {costs.k} measured {speedup:.2f}x"
+    if best and costs.speedup(best) > CLEAR * max(costs.speedup(costs.k), speedup):
+        return f"k = {best} is predicted to be {costs.speedup(best):.2f}x; {own}"
+    return f"{own}, and no other k is predicted to be clearly faster"
+
+
+def _limited_best(costs: Costs) -> int:
+    """No further out than twice what was seen: there a prediction is a guess."""
+    return costs.best_k(min(LONGEST, 2 * costs.k))
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Row 0 of one event: what was drafted and kept, and the milliseconds."""
+
+    nodes: int
+    depth: int
+    kept: int
+    ms: float
+    draft_ms: float
+    verify_ms: float
+
+    @classmethod
+    def of(cls, event: StepEvent) -> "_Step":
+        depths = [0]
+        for token, parent in zip(event.drafted[0], event.parents[0], strict=True):
+            depths.append(depths[parent] + 1 if token >= 0 else 0)
+        draft_ms = event.ms.get("draft", 0.0) + event.ms.get("observe", 0.0)
+        kept = len(event.path[0]) - 1
+        return cls(sum(map(bool, depths)), max(depths), kept, step_ms(event), draft_ms, event.ms.get("verify", 0.0))
+
+
+def _whole(run: Sequence[StepEvent], depth: int) -> list[_Step]:
+    """The steps in which nothing but the drafter can have cut the draft: not those at the end of the text."""
+    left = sum(len(event.emitted[0]) for event in run)
+    steps = []
+    for event in run:
+        if event.index and left > depth:
+            steps.append(_Step.of(event))
+        left -= len(event.emitted[0])
+    return steps
+
+
+def _alpha(steps: Sequence[_Step], deepest: int, exhausted: bool) -> list[float]:
+    """Per position kept / tried, as far as there are enough tries. Behind that the lower of the last one and of all
+    positions together, so that luck at the end is not taken for a rule; 0 where the drafter does not reach."""
+    kept = [sum(step.kept >= position for step in steps) for position in range(deepest + 1)]
+    known = [kept[i] / kept[i - 1] for i in range(1, deepest + 1) if kept[i - 1] >= FEW]
+    together = sum(kept[1:]) / max(sum(kept[:-1]), 1)
+    guess = min(known[-1], together) if known else together
+    return [*known, *[guess] * (deepest - len(known)), 0.0 if exhausted else guess]
+
+
+def _reach(steps: Sequence[_Step], k: int) -> list[float]:
+    return [fmean(step.depth >= position for step in steps) for position in range(1, min(k, LONGEST) + 1)]
+
+
+def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Slope and height at 0 of the line through the mean times by size, neither below 0; where only one size is
+    frequent, the line through the origin."""
+    frequent = _means(points)
+    sizes, times = zip(*(point for point in points if point[0] in frequent), strict=True)
+    x, y = fmean(sizes), fmean(times)
+    slope = linear_regression(sizes, times).slope if len(frequent) > 1 else y / x
+    if slope < 0.0:
+        return 0.0, y
+    return (slope, y - slope * x) if slope * x < y else (y / x, 0.0)
+
+
+def _means(points: Sequence[tuple[int, float]]) -> dict[int, float]:
+    """Size -> mean; sizes met a few times only are left out, unless no size above 0 is met more often."""
+    groups = defaultdict[int, list[float]](list)
+    for size, value in points:
+        groups[size].append(value)
+    frequent = {size: fmean(values) for size, values in groups.items() if len(values) >= FEW}
+    return frequent if any(frequent) else {size: fmean(values) for size, values in groups.items()}
+
+
+def _mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return fmean(values) if values else 0.0
+
+
+def _first(values: Sequence[float], count: int) -> list[float]:
+    return [*values[:count], *[values[-1]] * (count - len(values))]

@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from specdemo.core.protocol import Target
+from specdemo.core.tree import chain_parents
 from specdemo.core.words import suggest
 from specdemo.models.kernels import hasten
 from specdemo.models.target import HFTarget
@@ -151,20 +153,27 @@ def weight_bytes(folder: str, bits: int) -> int:
 
 
 def verify_cost(target: HFTarget, slots: int = VERIFY_TOKENS, repeats: int = 5) -> tuple[float, float]:
-    """Milliseconds of a one-token pass and of one that verifies `slots` tokens; medians, interleaved."""
-    tokens = torch.arange(1, 33, device=target.device)[None] % target.vocab_size
-    times: dict[int, list[float]] = {1: [], slots: []}
-    target.start(tokens)
+    """Milliseconds of a one-token pass and of one that verifies `slots` tokens."""
+    times = verify_costs(target, (1, slots), repeats)
+    return times[1], times[slots]
+
+
+def verify_costs(target: Target, widths: Sequence[int], repeats: int = 5) -> dict[int, float]:
+    """Slots -> milliseconds of a pass over a chain of that many; medians, interleaved."""
+    prompt = torch.arange(1, 33, device=target.device)[None] % target.vocab_size
+    times: dict[int, list[float]] = {width: [] for width in widths}
+    target.start(prompt)
     for repeat in range(repeats + 1):
         for width, measured in times.items():
+            tokens = torch.arange(width, device=target.device)[None] % target.vocab_size
             begin = time.perf_counter()
-            target.forward(tokens[:, :width], torch.arange(width - 1, device=target.device)[None])
+            target.forward(tokens, chain_parents(1, width - 1, target.device))
             if target.device.type == "cuda":
                 torch.cuda.synchronize(target.device)
             if repeat:  # the first round warms up
                 measured.append(1000.0 * (time.perf_counter() - begin))
     target.release()
-    return median(times[1]), median(times[slots])
+    return {width: median(measured) for width, measured in times.items()}
 
 
 def rounding_noise(target: HFTarget, tokens: Tensor, slots: int = VERIFY_TOKENS) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, kinds
-from specdemo.engine.cost import explain
+from specdemo.engine.cost import prediction
 from specdemo.engine.session import Finished, LaneDone, Message, Note, Started, Step
 
 Fate = Literal["accepted", "rejected", "not reached"]
@@ -153,15 +153,8 @@ def _step(lane: int, event: StepEvent, pieces: list[str], drafted: list[str]) ->
 
 
 def _comparison(trace: RunTrace) -> list[dict[str, Any]]:
-    lanes = zip(trace.comparison, trace.lanes[1:], strict=False)
-    return [{**row, "why": _why(trace.lanes[0], lane)} for row, lane in lanes]
-
-
-def _why(plain: LaneTrace, lane: LaneTrace) -> str:
-    try:
-        return explain(plain.summary, lane.summary)
-    except (KeyError, TypeError):  # a stored trace may lack a number
-        return ""
+    rows = zip(trace.comparison, prediction(trace) if trace.comparison else [], strict=False)
+    return [{**row, "why": predicted["sentence"]} for row, predicted in rows]
 
 
 def _lane_rows(lane: LaneTrace, vocabulary: dict[str, str]) -> list[tuple[Any, ...]]:

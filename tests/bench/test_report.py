@@ -59,7 +59,8 @@ def test_a_slower_lane_is_said_to_be_slower_and_why():
     report = race_report(trace(slow, verdict="same distribution", temperature=0.8))
     assert rows(report)[1] == ["slow", "7", "40.0", "0.40x", "0%", "1.00", "30.0", "same", "distribution"]
     assert "| temperature 0.8 |" in report
-    assert "slow: Slower: a step costs 2.50x a plain token (60% of it drafting)" in report
+    assert "slow: Slower: a step costs 2.50x a plain token and yields 1.00 tokens; 0% of the drafted" in report
+    assert "turn it off: no draft length is predicted to beat plain decoding." in report
 
 
 def test_a_lane_that_failed_or_was_stopped_says_so():

@@ -1,27 +1,209 @@
+"""The cost model: hand-computed numbers, a simulated run, and what is said of a run."""
+
+import random
+
 import pytest
+import torch
 
-from specdemo.engine.cost import best_k, explain, predicted_speedup, tokens_per_step
-
-
-def test_published_best_k():
-    """Leviathan et al. / OSD's cost model at alpha 0.6 and a free verification."""
-    assert [best_k(0.6, c) for c in (0.01, 0.02, 0.05, 0.1)] == [7, 6, 4, 3]
-
-
-def test_limits_of_the_formula():
-    assert tokens_per_step(1.0, 4) == 5.0
-    assert tokens_per_step(0.0, 4) == 1.0
-    assert predicted_speedup(0.8, 0, 0.1) == 1.0
-    assert best_k(0.1, 0.5) == 0
+from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, summarise
+from specdemo.engine.cost import Costs, explain, measure, observed, prediction
+from specdemo.methods import load_drafter
+from specdemo.models.load import verify_costs
+from specdemo.models.toy import ToyTarget
 
 
-def test_a_dear_verification_shortens_the_draft():
-    assert best_k(0.8, 0.05, lambda n: 1.0 + 0.2 * (n - 1)) < best_k(0.8, 0.05)
+def costs(**changes):
+    usual = {"plain_ms": 10.0, "pass_ms": 10.0, "verify": {1: 1.0}, "draft_ms": 1.0, "draft_step_ms": 0.0}
+    return Costs(**usual | {"other_ms": 0.0, "alpha": [0.6], "k": 4} | changes)
 
 
-@pytest.mark.parametrize("speed, word", [(150.0, "Faster"), (80.0, "Slower")])
-def test_explanation_says_which_way_and_why(speed, word):
-    lane = {"tokens_per_s": speed, "steps": 10, "tokens_per_step": 2.0, "ms_draft": 60.0, "drafted": 40}
-    sentence = explain({"tokens_per_s": 100.0}, lane | {"acceptance_rate": 0.25})
-    assert sentence.startswith(word)
-    assert "25% of the drafted tokens were kept" in sentence
+def chain(index, drafted, kept, draft_ms, verify_ms, other_ms=0.0):
+    nodes = [100 + i for i in range(drafted)]
+    probs = [[None] * drafted]
+    ms = {"draft": draft_ms, "verify": verify_ms, "accept": other_ms}
+    parents = [list(range(drafted))]
+    return StepEvent(index, [nodes], parents, [list(range(kept + 1))], [[*nodes[:kept], 7]], probs, probs, ms)
+
+
+def prefill():
+    return StepEvent(0, [[]], [[]], [[0]], [[7]], [[]], [[]], {"prefill": 20.0})
+
+
+def plain_run(steps=40, ms=10.0):
+    return [prefill(), *(chain(i, 0, 0, 0.0, ms) for i in range(1, steps + 1))]
+
+
+def simulated(rng, alphas, k, steps=4000, v=None, c=1.0, fixed=0.5, other=0.25):
+    """A lane whose costs and acceptance are known."""
+    v = v or (lambda n: 10.0 + n)
+    events = [prefill()]
+    for index in range(1, steps + 1):
+        kept = next((i for i in range(k) if rng.random() >= alphas[i]), k)
+        events.append(chain(index, k, kept, fixed + c * k, v(k + 1), other))
+    return events
+
+
+def speed(events):
+    return sum(len(e.emitted[0]) for e in events[1:]) / sum(sum(e.ms.values()) for e in events[1:])
+
+
+def trace(*lanes, options=None):
+    traces = []
+    for name, events in (("Baseline", plain_run()), *lanes):
+        ids = [t for e in events for t in e.emitted[0]]
+        pieces = ["x"] * len(ids)
+        traces.append(
+            LaneTrace(name, "any", options or {}, True, [1], ids, "".join(pieces), "length", events, {}, pieces)
+        )
+    return RunTrace("p", {"temperature": 0.0}, {}, "race", traces)
+
+
+@pytest.mark.parametrize(("cost", "best"), [(0.01, 7), (0.02, 6), (0.05, 4), (0.1, 3)])
+def test_the_published_best_lengths(cost, best):
+    """Acceptance 0.6 and a free verification (Leviathan et al., and OSD's table of it)."""
+    assert costs(plain_ms=1.0, pass_ms=1.0, draft_ms=cost).best_k() == best
+
+
+def test_a_step_by_hand():
+    one = costs(verify={1: 1.0, 3: 1.4}, draft_step_ms=0.5, other_ms=0.3, alpha=[0.8, 0.5])
+    assert one.tokens(2) == pytest.approx(1.0 + 0.8 + 0.4)
+    assert one.tokens(3) == pytest.approx(1.0 + 0.8 + 0.4 + 0.2)
+    assert one.step_ms(2) == pytest.approx(0.5 + 2.0 + 14.0 + 0.3)
+    assert one.speedup(2) == pytest.approx(2.2 * 10.0 / 16.8)
+    assert one.speedup(0) == 1.0
+
+
+def test_verification_lies_on_lines_between_the_measured_widths():
+    one = costs(verify={1: 1.0, 3: 1.4, 5: 1.5})
+    assert [one.v(n) for n in (1, 2, 3, 4, 7)] == pytest.approx([1.0, 1.2, 1.4, 1.45, 1.6])
+    assert costs(verify={1: 1.0, 3: 1.4, 5: 1.2}).v(9) == pytest.approx(1.2)
+    assert costs().v(9) == 1.0
+
+
+def test_off_is_best_when_nothing_is_kept_or_drafting_is_dear():
+    assert costs(alpha=[0.1], draft_ms=5.0).best_k() == 0
+    assert costs(alpha=[0.0], draft_ms=0.0, verify={1: 1.0, 2: 1.01}).best_k() == 0
+
+
+def test_a_drafter_that_is_often_silent_pays_for_what_it_drafts_alone():
+    one = costs(verify={1: 1.0, 3: 1.4}, reach=[0.5, 0.25])
+    assert one.drafted(2) == 0.75
+    assert one.verify_ms(2) == pytest.approx(10.0 * (0.5 * 1.0 + 0.25 * 1.2 + 0.25 * 1.4))
+
+
+def test_the_costs_of_a_simulated_run_are_found_again():
+    found = observed([plain_run()], [simulated(random.Random(0), [0.8, 0.6, 0.5], 3)])
+    assert found.alpha[:3] == pytest.approx([0.8, 0.6, 0.5], abs=0.03)
+    assert found.verify == pytest.approx({1: 1.0, 4: 1.4})
+    assert found.step_ms(3) == pytest.approx(0.5 + 3.0 + 14.0 + 0.25)
+    assert found.other_ms == pytest.approx(0.25)
+    assert (found.k, found.tree_nodes) == (3, None)
+
+
+def test_a_run_at_one_length_predicts_the_others():
+    rng, alphas = random.Random(1), [0.8, 0.75, 0.7, 0.65, 0.6, 0.6]
+    seen = observed([plain_run()], [simulated(rng, alphas, 6, fixed=0.0)])
+    seen = seen.probed({n: 2.0 * (10.0 + n) for n in range(1, 8)})
+    for k in range(1, 7):
+        measured = speed(simulated(rng, alphas, k, fixed=0.0)) * 10.0
+        assert seen.speedup(k) == pytest.approx(measured, rel=0.05)
+
+
+def test_the_fixed_part_of_drafting_is_found_where_lengths_differ():
+    steps = [chain(i, n, 0, 0.5 + 2.0 * n, 10.0) for i, n in enumerate([1, 3, 1, 3] * 10, start=1)]
+    found = observed([plain_run()], [[prefill(), *steps]])
+    assert (found.draft_ms, found.draft_step_ms) == pytest.approx((2.0, 0.5))
+
+
+def test_the_end_of_the_text_does_not_count_as_a_refusal():
+    steps = [chain(i, 4, 4, 1.0, 10.0) for i in range(1, 9)] + [chain(9, 1, 1, 1.0, 10.0)]
+    found = observed([plain_run()], [[prefill(), *steps]])
+    assert found.tokens(4) == pytest.approx(5.0)
+    assert found.drafted(4) == pytest.approx(4.0)
+
+
+def test_a_length_that_was_never_reached_is_not_promised():
+    events = [prefill(), *(chain(i, 2, 2, 1.0, 10.0) for i in range(1, 30))]
+    found = observed([plain_run()], [events], k=6)
+    assert found.tokens(6) == found.tokens(2) == pytest.approx(3.0)
+    assert found.best_k() == 2
+
+
+def test_a_tree_is_known_as_it_is():
+    ms = {"draft": 1.0, "verify": 12.0}
+    star = StepEvent(1, [[4, 5, 6]], [[0, 0, 1]], [[0, 2]], [[5, 7]], [[None] * 3], [[None] * 3], ms)
+    found = observed([plain_run()], [[prefill(), *[star] * 20]])
+    assert (found.k, found.tree_nodes) == (2, 3.0)
+    assert found.tokens(2) == pytest.approx(2.0)
+    assert found.best_k() == 2
+    assert found.speedup(2) == pytest.approx(20.0 / 13.0)
+
+
+def test_nothing_is_claimed_of_nothing():
+    assert observed([plain_run()], [[prefill()]]) is None
+    assert observed([plain_run()], [plain_run()]) is None
+    assert observed([[prefill()]], [simulated(random.Random(0), [0.5] * 2, 2, 10)]) is None
+    empty = prediction(trace(("stopped", [prefill()])))
+    assert empty == [
+        {
+            "lane": "stopped",
+            "predicted_speedup": None,
+            "best_k": None,
+            "best_speedup": None,
+            "sentence": "Too few tokens to say.",
+        }
+    ]
+
+
+def test_the_prediction_of_a_run_agrees_with_its_own_measurement():
+    lane = simulated(random.Random(2), [0.7] * 4, 4, 400)
+    (entry,) = prediction(trace(("lane", lane)))
+    assert entry["predicted_speedup"] == pytest.approx(speed(lane) * 10.0, rel=0.02)
+    assert entry["best_speedup"] >= entry["predicted_speedup"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"c": 4.0, "alphas": [0.95] * 4}, "drafting"),
+        ({"v": lambda n: 10.0 + 3.0 * (n - 1), "c": 0.1, "alphas": [0.95] * 4}, "checking more than one token"),
+        ({"alphas": [0.2] * 4}, "drafts that were refused"),
+        ({"other": 9.0, "alphas": [0.95] * 4}, "overhead"),
+    ],
+)
+def test_the_dearest_term_is_named(changes, word):
+    (entry,) = prediction(trace(("lane", simulated(random.Random(3), k=4, steps=200, **changes))))
+    assert f"most of the extra time goes into {word}" in entry["sentence"]
+
+
+def test_a_hopeless_lane_is_told_to_stop():
+    (entry,) = prediction(trace(("lane", simulated(random.Random(4), [0.05] * 4, 4, 200, c=3.0))))
+    assert entry["best_k"] == 0
+    assert entry["sentence"].startswith("Slower: a step costs ")
+    assert entry["sentence"].endswith("; turn it off: no draft length is predicted to beat plain decoding.")
+
+
+def test_a_better_length_is_named():
+    lane = simulated(random.Random(5), [0.8] * 8, 8, 400, c=3.0, fixed=0.0)
+    (entry,) = prediction(trace(("lane", lane), options={"k": 8}))
+    assert 0 < entry["best_k"] < 8
+    assert f"; k = {entry['best_k']} is predicted to be " in entry["sentence"]
+    assert "; k = 8 measured " in entry["sentence"]
+
+
+def test_summaries_alone_give_the_measured_half():
+    plain, lane = trace(("lane", simulated(random.Random(6), [0.5] * 4, 4, 100))).lanes
+    sentence = explain(summarise(plain), summarise(lane))
+    assert sentence.endswith("% of the drafted tokens were kept.")
+    assert sentence.startswith(("Faster: a step costs ", "Slower: a step costs "))
+
+
+def test_a_measurement_takes_a_target_and_a_drafter():
+    target = ToyTarget()
+    found = measure(target, load_drafter("ngram", target), torch.tensor([[1, 2, 1, 2, 1]]), k=3, widths=(1, 2, 4))
+    assert set(found.verify) == {1, 2, 4}
+    assert found.speedup(3) > 0.0
+
+
+def test_the_probe_measures_every_width():
+    assert set(verify_costs(ToyTarget(), (1, 4, 40), repeats=1)) == {1, 4, 40}
