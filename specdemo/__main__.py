@@ -36,6 +36,8 @@ app = typer.Typer(
 )
 
 PAGE = Path(__file__).parents[1] / "app.py"
+SUITES = "embedded, methods, k, batch, prompt, depth-width, copying, peers, floor, race-fairness."
+LONG_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable.")]
 PresetId = Annotated[str, typer.Argument(metavar="PRESET", help="One of `specdemo presets`.")]
 
@@ -130,25 +132,47 @@ def replay(
 
 @app.command()
 def bench(
-    suite: Annotated[str, typer.Argument(help="embedded or race-fairness.")],
+    suite: Annotated[
+        str,
+        typer.Argument(
+            help="embedded, methods, k, batch, prompt, depth-width, copying, peers, floor or race-fairness."
+        ),
+    ],
     repeats: Annotated[int, typer.Option(help="Interleaved repeats.")] = 5,
-    k: Annotated[str | None, typer.Option(help="Draft lengths of suite embedded: 4, or 1-8.")] = None,
+    preset_id: Annotated[str | None, typer.Option("--preset", help="Whose target and first lane to measure.")] = None,
+    k: Annotated[str | None, typer.Option(help="Draft lengths: 4, or 1-8.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="Instead of the suite's own; repeatable.")] = None,
+    questions: Annotated[
+        Path | None, typer.Option(help="A question.jsonl in Spec-Bench's form; results by category too.")
+    ] = None,
+    new_tokens: Annotated[int | None, typer.Option(help="Tokens to decode behind every prompt.")] = None,
+    pair: Annotated[str | None, typer.Option(help="Models of peers and floor: embedded, 8m, 98m, 342m or 8b.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, fp32, bf16 or fp16.")] = "auto",
     out: Annotated[Path | None, typer.Option(help="Write the numbers (JSON) there.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with the plot there; it needs nothing else.")] = None,
 ) -> None:
     """Run a benchmark suite: interleaved repeats, medians and quartiles."""
     ks = None if k is None else _range(k)
 
+    from specdemo.bench.measure import Ask
     from specdemo.bench.report import bench_report, write_result
     from specdemo.bench.suite import run_suite
     from specdemo.presets.run import check_writable
 
-    if out is not None:
-        check_writable(out)
+    for path in (out, html):
+        if path is not None:
+            check_writable(path)
+    ask = Ask(repeats, preset_id, ks, prompt, new_tokens, device, LONG_DTYPES.get(dtype, dtype), pair, questions)
     with _bar(1.0, "{l_bar}{bar}| {elapsed}") as bar:
-        result = run_suite(suite, repeats, ks, _moves(bar))
+        result = run_suite(suite, ask, _moves(bar))
     print(bench_report(result))
     if out is not None:
         write_result(result, out)
+    if html is not None:
+        from specdemo.bench.page import write_page
+
+        write_page(result, html)
 
 
 @app.command()

@@ -1,14 +1,13 @@
 """Numbers -> text for a terminal and JSON for a file. Everything is derived from events; nothing is measured here."""
 
-import json
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from specdemo.bench.suite import Result, Spread
+from specdemo.bench.result import Result, Spread, write_result
 from specdemo.bench.table import table
 from specdemo.core.trace import LaneTrace, RunTrace, summarise
 from specdemo.engine.cost import prediction
+
+__all__ = ["bench_report", "race_report", "texts", "visible", "write_result"]
 
 NONE = "-"
 
@@ -78,10 +77,6 @@ def bench_report(result: Result) -> str:
     where = f"{environment['device']}, {environment['threads']} thread(s), {environment['dtype']}"
     title = f"{result.suite} | {where} | {result.repeats} repeats, median [quartiles]"
     return "\n".join([title, "", table(names, rows), "", *result.remarks])
-
-
-def write_result(result: Result, out: Path) -> None:
-    out.write_text(json.dumps({"schema": 1, **asdict(result)}, indent=1) + "\n", encoding="utf-8")
 
 
 def _cell(value: Any) -> str:

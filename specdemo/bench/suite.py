@@ -1,258 +1,309 @@
-"""The suites. Repeats are interleaved (A B C A B C) so that a machine that warms up or slows down touches every lane
-alike; a result is the median over the repeats with their quartiles."""
+"""The suites by name."""
 
-import statistics
-import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from torch import Generator
 
-from specdemo.core.protocol import Budget, Drafter, GenerationConfig, Progress
-from specdemo.core.sampling import Sampling
-from specdemo.core.trace import LaneTrace, RunTrace, StepEvent
-from specdemo.core.tree import Draft
+from specdemo.bench.fairness import race_fairness
+from specdemo.bench.floor import floor
+from specdemo.bench.measure import (
+    Ask,
+    Place,
+    Question,
+    Report,
+    along,
+    compare_lanes,
+    read_questions,
+    windows,
+)
+from specdemo.bench.peers import peers
+from specdemo.bench.prompts import COPYING, PROMPTS
+from specdemo.bench.result import Result, Spread, read_result
+from specdemo.core.protocol import Budget, Drafter, GenerationConfig
 from specdemo.core.words import suggest
-from specdemo.engine.loop import generate
-from specdemo.engine.race import race, step_ms
+from specdemo.engine.cost import WIDTHS, Costs, observed
+from specdemo.engine.loop import never
 from specdemo.engine.session import LaneSpec, RunSpec, Session, environment
-from specdemo.methods import load_drafter
-from specdemo.models.load import load_target
+from specdemo.methods import BASELINE, load_drafter
+from specdemo.models.load import load_target, verify_costs
 from specdemo.models.target import HFTarget
 from specdemo.models.text import encode
-from specdemo.presets.schema import load_presets
+from specdemo.presets.schema import DEFAULT, LIMITS, Preset, load_presets, preset
 
-PROMPTS = (
-    "Once upon a time, there was a girl named Sue. She had a big kite. One windy day,",
-    "Tom and his dog went to the beach. They found a shiny shell in the sand. Tom said,",
-    "There was a little bear who could not sleep. He asked his mom,",
-    "One day, Anna saw a frog sitting on a rock by the pond. The frog was sad because",
-    "Max liked to build tall towers with his blocks. His sister wanted to play too, but",
-    "In a small house near the woods lived an old man and his cat. Every morning they",
-    "Lily baked cookies with her grandma. They smelled so good that",
-    "The red truck was stuck in the mud. All the animals came to help.",
-)
-COPYING = (
-    "Tom had a red ball. He played with it in the park. A big dog took the ball and ran away. Tom was sad. Then the dog"
-    " came back and gave him the ball.\n\nTell it again with Ben, not Tom.\n\n",
-    "Mia saw a small bird in the garden. The bird could not fly. Mia took it home and gave it some bread. Soon the bird"
-    " was well again.\n\nTell it again with Anna, not Mia.\n\n",
-    "Sam and his mom went to the shop. They wanted to buy a cake. The cake was big and sweet. Sam was very happy.\n\n"
-    "Tell it again with Max, not Sam.\n\n",
-    "One day, Lily found a key in the sand. She looked for a door. The door was in an old tree. Inside she saw a tiny"
-    " house.\n\nTell it again with Sue, not Lily.\n\n",
-)
+__all__ = ["SUITES", "Ask", "Result", "Spread", "read_result", "run_suite", "shipped_lanes"]
+
 NEW_TOKENS = 96
-STALL_MS = 20.0
+BATCHES = (1, 2, 4, 8, 16, 32)
+LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+TEXTS = 3  # prompts of each length
+STORIES = "stories"
 
-Report = Callable[[float, str], None]  # share done 0..1, what is being done
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    median: float
-    q1: float
-    q3: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> "Spread":
-        q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
-        return cls(round(median, 4), round(q1, 4), round(q3, 4))
+Suite = Callable[[Ask, Report, Callable[[], bool]], Result]
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    suite: str
-    repeats: int
-    config: dict[str, Any]
-    environment: dict[str, Any]
-    rows: list[dict[str, Any]]  # column -> text, number, Spread or None
-    remarks: list[str] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Total:
-    """One lane over all prompts of one repeat."""
-
-    tokens: int = 0
-    ms: float = 0.0
-    drafted: int = 0
-    accepted: int = 0
-    passes: int = 0
-
-    def add(self, lane: LaneTrace) -> None:
-        steps = lane.events[1:]  # decoding; the prefill is not
-        self.tokens += sum(len(e.emitted[0]) for e in steps)
-        self.ms += sum(map(step_ms, steps))
-        self.passes += len(steps)
-        self.drafted += sum(t >= 0 for e in steps for t in e.drafted[0])
-        self.accepted += sum(len(e.path[0]) - 1 for e in steps)
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.ms * 1000.0
-
-
-def run_suite(name: str, repeats: int, ks: Sequence[int] | None, report: Report) -> Result:
-    """Run a suite. ks: the draft lengths of suite `embedded`. Raises ValueError with one line that names the cure."""
+def run_suite(name: str, ask: Ask, report: Report, cancelled: Callable[[], bool] = never) -> Result:
+    """Run a suite. When `cancelled()` turns true the result covers the finished repeats. Raises ValueError with one
+    line that names the cure."""
     if name not in SUITES:
         raise ValueError(f"unknown suite {name!r}; {suggest(name, SUITES)}")
-    if repeats < 1:
-        raise ValueError(f"repeats must be 1 or more, not {repeats}")
-    if ks is not None and name != "embedded":
-        raise ValueError(f"suite {name!r} has no draft length to choose; leave --k out")
-    return SUITES[name](repeats, ks or (4,), report)
+    _check(name, ask)
+    return SUITES[name].run(ask, report, cancelled)
 
 
-def embedded(repeats: int, ks: Sequence[int], report: Report) -> Result:
+def _check(name: str, ask: Ask) -> None:
+    if ask.repeats < 1:
+        raise ValueError(f"repeats must be 1 or more, not {ask.repeats}")
+    usual = Ask()
+    for field in fields(Ask):
+        if field.name in NOUNS and getattr(ask, field.name) != getattr(usual, field.name):
+            noun, option = NOUNS[field.name]
+            if field.name not in SUITES[name].takes:
+                raise ValueError(f"suite {name!r} has no {noun} to choose; leave {option} out")
+    if ask.ks is not None and not (ask.ks and all(1 <= k <= LIMITS.k for k in ask.ks)):
+        raise ValueError(f"draft lengths go from 1 to {LIMITS.k}, not {list(ask.ks)[:20]}")
+    if ask.new_tokens is not None and not 2 <= ask.new_tokens <= LIMITS.max_new_tokens:
+        raise ValueError(f"new tokens must be 2 to {LIMITS.max_new_tokens}, not {ask.new_tokens}")
+    if ask.prompts is not None and not (ask.prompts and all(text.strip() for text in ask.prompts)):
+        raise ValueError("a prompt is empty; write at least one word")
+    if ask.prompts is not None and ask.questions is not None:
+        raise ValueError("prompts and a question file exclude each other; give one of them")
+
+
+def embedded(ask: Ask, report: Report, cancelled: Callable[[], bool]) -> Result:
     """Plain decoding against the wide draft, the deep draft and prompt lookup, greedy, on the shipped models."""
-    lanes = [
-        LaneSpec(method, model, k, name=f"{title}, k={k}")
-        for method, model, title in (
-            ("draft_model", "stories-draft-wide", "wide draft"),
-            ("draft_model", "stories-draft-deep", "deep draft"),
-            ("ngram", None, "prompt lookup"),
-        )
-        for k in ks
-    ]
-    return compare_lanes("embedded", "stories", tuple(lanes), PROMPTS, repeats, report)
+    return _sweep("embedded", ask, STORIES, {**DRAFTS, "prompt lookup": LaneSpec("ngram")}, (4,), report, cancelled)
 
 
-def methods(repeats: int, _ks: Sequence[int], report: Report) -> Result:
-    """Every embedded preset of one greedy lane on the story model, each as it ships, all on the same prompts."""
-    return compare_lanes("methods", "stories", shipped_lanes(), PROMPTS, repeats, report)
+def depth_width(ask: Ask, report: Report, cancelled: Callable[[], bool]) -> Result:
+    """Two drafts of as many parameters, one layer against four, over the draft length (Yan et al. 2402.01528)."""
+    return _sweep("depth-width", ask, STORIES, DRAFTS, range(1, 9), report, cancelled)
 
 
-def copying(repeats: int, _ks: Sequence[int], report: Report) -> Result:
+def sweep_k(ask: Ask, report: Report, cancelled: Callable[[], bool]) -> Result:
+    """The first lane of a preset at every draft length, and what its run at one of them predicts for the others."""
+    chosen = _greedy(ask)
+    lane = chosen.spec().lanes[0]
+    name = lane.name or chosen.id
+    return _sweep("k", ask, chosen.target, {name: lane}, range(1, 9), report, cancelled)
+
+
+def methods(ask: Ask, report: Report, cancelled: Callable[[], bool]) -> Result:
+    """Every embedded preset of one greedy lane on one target, each as it ships, all on the same prompts."""
+    target = STORIES if ask.preset is None else preset(ask.preset).target
+    return _as_shipped("methods", ask, target, shipped_lanes(target), PROMPTS, report, cancelled)
+
+
+def copying(ask: Ask, report: Report, cancelled: Callable[[], bool]) -> Result:
     """The methods without weights on prompts whose answer repeats the prompt."""
     lanes = tuple(lane for lane in shipped_lanes() if lane.model is None)
-    return compare_lanes("copying", "stories", lanes, COPYING, repeats, report)
+    return _as_shipped("copying", ask, STORIES, lanes, COPYING, report, cancelled)
 
 
-def shipped_lanes() -> tuple[LaneSpec, ...]:
+def batch(ask: Ask, report: Report, cancelled: Callable[[], bool]) -> Result:
+    """The first lane of a preset at growing batch sizes, against plain decoding of the same batch."""
+    chosen = _greedy(ask)
+    target, lanes = _lanes(chosen, ask)
+    texts = [encode(_tokenizer(target), text, _room(target, ask)) for text in _texts(ask, PROMPTS)]
+    width = min(map(len, texts))
+    places = []
+    for size in BATCHES:
+        taken = [texts[i % len(texts)][-width:] for i in range(size)]
+        places.append(Place(size, [torch.tensor(taken, device=target.device)]))
+    rows, remarks, done = along(target, lanes, places, "batch", ask.repeats, report, cancelled)
+    remark = _gain(rows, "batch", "batch size")
+    return Result("batch", done, _config(ask, chosen.target), environment(target), rows, [remark, *remarks], "batch")
+
+
+def prompt(ask: Ask, report: Report, cancelled: Callable[[], bool]) -> Result:
+    """The first lane of a preset behind prompts of growing length, as far as the context reaches."""
+    chosen = _greedy(ask)
+    target, lanes = _lanes(chosen, ask)
+    text = encode(_tokenizer(target), " ".join(_texts(ask, PROMPTS)), LIMITS.prompt)
+    lengths = [n for n in LENGTHS if n <= _room(target, ask)]
+    places = [Place(n, windows(text, n, TEXTS, target.device)) for n in lengths]
+    axis = "prompt tokens"
+    rows, remarks, done = along(target, lanes, places, axis, ask.repeats, report, cancelled)
+    remarks = ["The prompts are windows on the suite's texts, one behind the other and over again.", *remarks]
+    return Result("prompt", done, _config(ask, chosen.target), environment(target), rows, remarks, axis)
+
+
+def shipped_lanes(target: str = STORIES) -> tuple[LaneSpec, ...]:
     """The lanes of those presets, named by their preset."""
-    chosen = [p for p in load_presets().values() if p.embedded and p.target == "stories" and p.temperature == 0.0]
+    chosen = [p for p in load_presets().values() if p.embedded and p.target == target and p.temperature == 0.0]
     return tuple(replace(p.spec().lanes[0], name=p.id) for p in chosen if len(p.lanes) == 1)
 
 
-def compare_lanes(
+DRAFTS = {
+    "wide draft": LaneSpec("draft_model", "stories-draft-wide"),
+    "deep draft": LaneSpec("draft_model", "stories-draft-deep"),
+}
+
+
+def _sweep(
     suite: str,
+    ask: Ask,
+    target: str,
+    families: dict[str, LaneSpec],
+    usual_ks: Sequence[int],
+    report: Report,
+    cancelled: Callable[[], bool],
+) -> Result:
+    """Every family at every k; what is predicted for a family comes from its run at one k, its own if it is there."""
+    ks = sorted(set(ask.ks or usual_ks))
+    lanes = [(name, replace(lane, k=k, name=f"{name}, k={k}")) for name, lane in families.items() for k in ks]
+    runner = Session()
+    spec = _spec(suite, ask, target, tuple(lane for _, lane in lanes))
+    seen = compare_lanes(runner, spec, _questions(ask, PROMPTS), ask.repeats, report, cancelled)
+    rows = seen.rows([{"lane": "Baseline", "k": 0}, *({"lane": name, "k": lane.k} for name, lane in lanes)])
+    probe = verify_costs(runner.target(), sorted({*WIDTHS, *(k + 1 for k in ks)}))
+    remarks = []
+    for family, lane in families.items():
+        own = lane.k if lane.k in ks else ks[len(ks) // 2]
+        index = 1 + next(i for i, (name, at) in enumerate(lanes) if (name, at.k) == (family, own))
+        costs = observed(seen.runs[0], seen.runs[index], own)
+        if costs is not None:
+            remarks.append(_predict(family, own, costs.probed(probe), rows))
+    rows = [{name: row.get(name) for name in COLUMNS if any(name in r for r in rows)} for row in rows]
+    axis = "k" if len(ks) > 1 else "lane"
+    config = _config(ask, target)
+    return Result(suite, len(seen.tallies), config, seen.environment, rows, [*remarks, *seen.remarks], axis)
+
+
+COLUMNS = ("lane", "k", "category", "tokens/s", "speed-up", "predicted", "accepted", "tokens/pass", "output")
+
+
+def _predict(family: str, own: int, costs: Costs, rows: list[dict[str, Any]]) -> str:
+    """Write the predictions into the family's rows; how far they are off."""
+    off = {}
+    for row in rows:
+        if row["lane"] != family or row.get("category", "all") != "all":
+            continue
+        if costs.tree_nodes is None or row["k"] == own:
+            row["predicted"] = round(costs.speedup(row["k"]), 4)
+            off[row["k"]] = row["predicted"] / (row["speed-up"].median or 1.0) - 1.0
+    worst = max(off, key=lambda k: abs(off[k]))
+    best = costs.best_k(max(off))
+    advice = "off, nothing is predicted to pay" if not best else f"k = {best} with {costs.speedup(best):.2f}x"
+    return (
+        f"{family}: predicted from its run at k = {own}, at most {abs(off[worst]):.1%} off the measurement "
+        f"(k = {worst}); predicted best: {advice}."
+    )
+
+
+def _as_shipped(
+    suite: str,
+    ask: Ask,
     target: str,
     lanes: tuple[LaneSpec, ...],
-    prompts: Sequence[str],
-    repeats: int,
+    texts: Sequence[str],
     report: Report,
-    new_tokens: int = NEW_TOKENS,
+    cancelled: Callable[[], bool],
 ) -> Result:
-    """Lanes against plain decoding, one lane after the other on every prompt, all of it `repeats` times."""
-    runner = Session()
-    totals: list[list[_Total]] = []
-    verdicts: list[Counter[str]] = [Counter() for _ in lanes]
-    trace: RunTrace | None = None
-    for repeat in range(repeats):
-        totals.append([_Total() for _ in range(len(lanes) + 1)])
-        for number, prompt in enumerate(prompts):
-            report((repeat + number / len(prompts)) / repeats, f"repeat {repeat + 1} of {repeats}")
-            spec = RunSpec(f"bench-{suite}", target, prompt, lanes, new_tokens, schedule="sequential")
-            trace = runner.run(spec)
-            for total, lane in zip(totals[-1], trace.lanes, strict=True):
-                if lane.note:
-                    raise ValueError(f"lane {lane.name!r} failed: {lane.note}")
-                total.add(lane)
-            for verdict, row in zip(verdicts, trace.comparison, strict=True):
-                verdict[str(row["verdict"])] += 1
-    assert trace is not None
-    names = [lane.name for lane in trace.lanes]
-    rows = [_row(name, [t[i] for t in totals], [t[0] for t in totals]) for i, name in enumerate(names)]
-    for row, verdict in zip(rows[1:], verdicts, strict=True):
-        row["output"] = ", ".join(f"{count} {word}" if len(verdict) > 1 else word for word, count in verdict.items())
-    config = {"target": target, "prompts": len(prompts), "new_tokens": new_tokens, "temperature": 0.0}
-    return Result(suite, repeats, config, trace.environment, rows)
+    if not lanes:
+        raise ValueError(f"no embedded preset of one greedy lane runs on {target}; choose another preset")
+    spec = _spec(suite, ask, target, lanes)
+    seen = compare_lanes(Session(), spec, _questions(ask, texts), ask.repeats, report, cancelled)
+    rows = seen.rows([{} for _ in seen.names])
+    remarks = seen.remarks
+    return Result(suite, len(seen.tallies), _config(ask, target), seen.environment, rows, remarks, "lane")
 
 
-def _row(name: str, totals: list[_Total], plain: list[_Total]) -> dict[str, Any]:
-    last = totals[-1]  # greedy: every repeat drafts and accepts the same
-    return {
-        "lane": name,
-        "tokens/s": Spread.of([t.tokens_per_s for t in totals]),
-        "speed-up": Spread.of([t.tokens_per_s / p.tokens_per_s for t, p in zip(totals, plain, strict=True)]),
-        "accepted": round(last.accepted / last.drafted, 4) if last.drafted else None,
-        "tokens/pass": round(last.tokens / last.passes, 4),
-        "output": None,
+def _spec(suite: str, ask: Ask, target: str, lanes: tuple[LaneSpec, ...]) -> RunSpec:
+    tokens = ask.new_tokens or NEW_TOKENS
+    return RunSpec(
+        f"bench-{suite}", target, "-", lanes, tokens, schedule="sequential", dtype=ask.dtype, device=ask.device
+    )
+
+
+def _greedy(ask: Ask) -> Preset:
+    return preset(ask.preset or DEFAULT).with_changes(temperature=0.0)
+
+
+def _lanes(chosen: Preset, ask: Ask) -> tuple[HFTarget, dict[str, tuple[Drafter, GenerationConfig]]]:
+    """The preset's target, and its first lane beside plain decoding on it. No lane stops early."""
+    lane = chosen.spec().lanes[0]
+    target = load_target(chosen.target, ask.dtype, ask.device, chosen.quantization)
+    drafter = load_drafter(lane.method, target, lane.model, **lane.options)
+    plain = GenerationConfig(ask.new_tokens or NEW_TOKENS, stop_token_ids=())
+    budget = Budget(lane.k, max(lane.k, int(lane.options.get("nodes", 0))))
+    name = lane.name or chosen.id
+    return target, {
+        "Baseline": (load_drafter(BASELINE, target), plain),
+        name: (drafter, replace(plain, budget=budget)),
     }
 
 
-def race_fairness(repeats: int, _ks: Sequence[int], report: Report) -> Result:
-    """Does a slow lane slow the other one's clock? A plain lane races a draft lane, once as it is, once stalled."""
-    target, other = load_target("stories"), load_target("stories")
-    drafter = load_drafter("draft_model", other, "stories-draft-wide")
-    beside = {"its usual rival": drafter, f"a rival stalled {STALL_MS:.0f} ms a step": Stalled(drafter, STALL_MS)}
-    _race_once(target, other, drafter, PROMPTS[0])  # warm-up
-    own: dict[str, list[float]] = {name: [] for name in beside}
-    rival: dict[str, list[float]] = {name: [] for name in beside}
-    for repeat in range(repeats):
-        report(repeat / repeats, f"repeat {repeat + 1} of {repeats}")
-        for name, opponent in beside.items():
-            clocks = [_race_once(target, other, opponent, prompt) for prompt in PROMPTS[:3]]
-            own[name].append(statistics.fmean(a for a, _ in clocks))
-            rival[name].append(statistics.fmean(b for _, b in clocks))
-    rows: list[dict[str, Any]] = [
-        {"plain lane beside": n, "its ms/token": Spread.of(own[n]), "the rival's ms/token": Spread.of(rival[n])}
-        for n in beside
-    ]
-    usual, stalled = (row["its ms/token"] for row in rows)
-    change = stalled.median / usual.median - 1.0
-    noise = max(s.q3 - s.q1 for s in (usual, stalled)) / usual.median
-    remark = f"The plain lane's own clock changed by {change:+.1%}; the quartiles of its repeats lie {noise:.1%} apart."
-    config = {"target": "stories", "prompts": 3, "new_tokens": NEW_TOKENS, "stall_ms": STALL_MS}
-    return Result("race-fairness", repeats, config, environment(target), rows, [remark])
+def _gain(rows: list[dict[str, Any]], axis: str, noun: str) -> str:
+    drafting = [row for row in rows if row["lane"] != "Baseline"]
+    lost = next((row for row in drafting if row["speed-up"].median < 1.0), None)
+    if lost is None:
+        last = drafting[-1]
+        return f"Drafting still pays at {noun} {last[axis]}: {last['speed-up'].median:.2f}x."
+    return f"The gain is gone at {noun} {lost[axis]}: {lost['speed-up'].median:.2f}x."
 
 
-class Stalled:
-    """A drafter that wastes `ms` before every draft; else it is the one it wraps."""
-
-    def __init__(self, drafter: Drafter, ms: float, now: Callable[[], float] = time.perf_counter) -> None:
-        self.taps = drafter.taps
-        self._drafter = drafter
-        self._seconds = ms / 1000.0
-        self._now = now
-
-    def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
-        self._drafter.start(batch, sampling, rng)
-
-    def propose(self, budget: Budget) -> Draft:
-        end = self._now() + self._seconds
-        while self._now() < end:  # busy, as a slow draft is: a sleeping core would clock down
-            pass
-        return self._drafter.propose(budget)
-
-    def observe(self, progress: Progress) -> None:
-        self._drafter.observe(progress)
+def _room(target: HFTarget, ask: Ask) -> int:
+    return target.max_length - (ask.new_tokens or NEW_TOKENS)
 
 
-def _race_once(target: HFTarget, other: HFTarget, opponent: Drafter, prompt: str) -> tuple[float, float]:
-    """Milliseconds per token on the clocks of the plain lane and of its opponent."""
-    tokenizer = target.tokenizer
-    assert tokenizer is not None
-    ids = torch.tensor([encode(tokenizer, prompt, target.max_length - NEW_TOKENS)], device=target.device)
-    config = GenerationConfig(NEW_TOKENS, budget=Budget(4, 4), stop_token_ids=())
-    lanes = [
-        generate(target, load_drafter("none", target), ids, config),
-        generate(other, opponent, ids, config),
-    ]
-    events: list[list[StepEvent]] = [[], []]
-    for index, event in race(lanes):
-        events[index].append(event)
-    plain, rival = (sum(map(step_ms, e[1:])) / (NEW_TOKENS - 1) for e in events)
-    return plain, rival
+def _tokenizer(target: HFTarget) -> Any:
+    if target.tokenizer is None:
+        raise ValueError(f"{target.name} has no tokenizer; put its tokenizer.json into the same folder")
+    return target.tokenizer
 
 
-SUITES: dict[str, Callable[[int, Sequence[int], Report], Result]] = {
-    "embedded": embedded,
-    "methods": methods,
-    "copying": copying,
-    "race-fairness": race_fairness,
+def _texts(ask: Ask, usual: Sequence[str]) -> Sequence[str]:
+    return ask.prompts if ask.prompts is not None else usual
+
+
+def _questions(ask: Ask, usual: Sequence[str]) -> list[Question]:
+    if ask.questions is not None:
+        return read_questions(ask.questions)
+    return [Question(text) for text in _texts(ask, usual)]
+
+
+def _config(ask: Ask, target: str) -> dict[str, Any]:
+    """What was asked for and the target it was asked of."""
+    asked = {field.name: getattr(ask, field.name) for field in fields(Ask) if field.name != "repeats"}
+    kept = {name: value for name, value in asked.items() if value is not None}
+    if ask.questions is not None:
+        kept["questions"] = ask.questions.name
+    if ask.ks is not None:
+        kept["ks"] = list(ask.ks)
+    if ask.prompts is not None:
+        kept["prompts"] = len(ask.prompts)
+    return {"target": target, "temperature": 0.0, **kept, "new_tokens": ask.new_tokens or NEW_TOKENS}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    run: Suite
+    takes: frozenset[str]  # the fields of Ask that mean something to it
+
+
+NOUNS = {
+    "preset": ("preset", "--preset"),
+    "ks": ("draft length", "--k"),
+    "prompts": ("prompt", "--prompt"),
+    "new_tokens": ("number of new tokens", "--new-tokens"),
+    "device": ("device", "--device"),
+    "dtype": ("dtype", "--dtype"),
+    "pair": ("model pair", "--pair"),
+    "questions": ("question file", "--questions"),
+}
+_PLACE = frozenset({"device", "dtype", "new_tokens"})
+_ASKED = _PLACE | {"prompts", "questions"}
+SUITES = {
+    "embedded": Entry(embedded, _ASKED | {"ks"}),
+    "methods": Entry(methods, _ASKED | {"preset"}),
+    "k": Entry(sweep_k, _ASKED | {"preset", "ks"}),
+    "batch": Entry(batch, _PLACE | {"preset", "prompts"}),
+    "prompt": Entry(prompt, _PLACE | {"preset", "prompts"}),
+    "depth-width": Entry(depth_width, _ASKED | {"ks"}),
+    "copying": Entry(copying, _PLACE),
+    "peers": Entry(peers, _PLACE | {"pair"}),
+    "floor": Entry(floor, _PLACE | {"pair"}),
+    "race-fairness": Entry(race_fairness, frozenset()),
 }

@@ -135,7 +135,7 @@ def observed(plain: Runs, lane: Runs, k: int = 0) -> Costs | None:
         draft_step_ms=draft_step_ms,
         other_ms=_mean(step.ms - step.draft_ms - step.verify_ms for step in steps),
         alpha=_alpha(whole, deepest, exhausted=deepest < k),
-        k=max(k, deepest),
+        k=max(min(k, LONGEST), deepest),
         reach=_reach(whole, max(k, deepest)),
         tree_nodes=_mean(s.nodes for s in steps) if any(s.nodes > s.depth for s in steps) else None,
     )

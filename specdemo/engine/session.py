@@ -178,6 +178,10 @@ class Session:
                 self._models[key] = loader.load(lane.model, self._fresh_target(), report)
         progress(1.0, "models ready")
 
+    def target(self) -> HFTarget:
+        """The target of the last comparison, with a history of its own."""
+        return self._fresh_target()
+
     def _fresh_target(self) -> HFTarget:
         """A history of its own on the shared weights."""
         loaded = self._models[self._target]

@@ -106,11 +106,11 @@ def load_model(
     if kernels not in KERNELS:
         raise ValueError(f"unknown kernels {kernels!r}; {suggest(kernels, KERNELS)}")
     report = progress or silent
-    where = _device(device)
+    where = pick_device(device)
     if where.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # on small passes two threads gain little and collapse as soon as anything else runs
     bits = _bits(quantization, where)
-    kind = _dtype(dtype, where)
+    kind = pick_dtype(dtype, where)
     width = bits or 8 * kind.itemsize
     folder = _folder(name, report, lambda numbers: _check_memory(name, numbers * width // 8, where, kind, bits))
     report(0.6, f"reading {name}")
@@ -206,7 +206,7 @@ def _is_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or os.sep * 2 in name or name.count("/") > 1 or Path(name).exists()
 
 
-def _device(device: str) -> torch.device:
+def pick_device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -218,7 +218,7 @@ def _device(device: str) -> torch.device:
     return where
 
 
-def _dtype(dtype: str, where: torch.device) -> torch.dtype:
+def pick_dtype(dtype: str, where: torch.device) -> torch.dtype:
     if dtype == "auto":
         return torch.bfloat16 if where.type == "cuda" else torch.float32
     if dtype not in DTYPES:
@@ -352,7 +352,7 @@ def _explained(name: str, error: Exception) -> str:
 
 def _check_memory(name: str, needed: int, where: torch.device, kind: torch.dtype, bits: int | None) -> bool:
     """True when the model has to be spread over several GPUs. Raises ValueError when it fits nowhere."""
-    frees = _free_bytes(where)
+    frees = free_bytes(where)
     if HEADROOM * needed <= frees[0]:
         return False
     if HEADROOM * needed <= sum(frees):
@@ -365,7 +365,7 @@ def _check_memory(name: str, needed: int, where: torch.device, kind: torch.dtype
     )
 
 
-def _free_bytes(where: torch.device) -> list[int]:
+def free_bytes(where: torch.device) -> list[int]:
     """Free memory of the device, first, and of the other GPUs it may be spread over."""
     if where.type == "cuda":
         devices = range(torch.cuda.device_count()) if where.index is None else [where.index]

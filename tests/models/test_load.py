@@ -128,7 +128,7 @@ def test_quantization_says_what_it_lacks(folder, monkeypatch):
 
 
 def test_a_model_that_does_not_fit_is_refused_before_loading(folder, monkeypatch):
-    monkeypatch.setattr(load, "_free_bytes", lambda where: [1000])
+    monkeypatch.setattr(load, "free_bytes", lambda where: [1000])
     line = refused(str(folder))
     assert re.search(r"needs 0\.0 GB in float32, 0\.0 GB are free on cpu; choose a smaller model", line)
 

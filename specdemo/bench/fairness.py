@@ -1,0 +1,98 @@
+"""Does a slow lane slow the other one's clock?"""
+
+import time
+from collections.abc import Callable
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Generator
+
+from specdemo.bench.measure import Ask, Report, Tick, repeated
+from specdemo.bench.prompts import PROMPTS
+from specdemo.bench.result import Result, Spread
+from specdemo.core.protocol import Budget, Drafter, GenerationConfig, Progress
+from specdemo.core.sampling import Sampling
+from specdemo.core.trace import StepEvent
+from specdemo.core.tree import Draft
+from specdemo.engine.loop import generate
+from specdemo.engine.race import race, step_ms
+from specdemo.engine.session import environment
+from specdemo.methods import BASELINE, load_drafter
+from specdemo.models.load import load_target
+from specdemo.models.target import HFTarget
+from specdemo.models.text import encode
+
+NEW_TOKENS = 96
+STALL_MS = 20.0
+
+
+def race_fairness(ask: Ask, report: Report, cancelled: Callable[[], bool]) -> Result:
+    """Does a slow lane slow the other one's clock? A plain lane races a draft lane, once as it is, once stalled."""
+    target, other = load_target("stories"), load_target("stories")
+    drafter = load_drafter("draft_model", other, "stories-draft-wide")
+    beside = {"its usual rival": drafter, f"a rival stalled {STALL_MS:.0f} ms a step": Stalled(drafter, STALL_MS)}
+    _race_once(target, other, drafter, PROMPTS[0])  # warm-up
+
+    def once(_repeat: int, tick: Tick) -> dict[str, tuple[float, float]]:
+        clocks = {}
+        for number, (name, opponent) in enumerate(beside.items()):
+            tick(number / len(beside))
+            both = [_race_once(target, other, opponent, prompt) for prompt in PROMPTS[:3]]
+            clocks[name] = fmean(plain for plain, _ in both), fmean(rival for _, rival in both)
+        return clocks
+
+    done, remarks = repeated(ask.repeats, report, cancelled, once)
+    rows: list[dict[str, Any]] = [
+        {
+            "plain lane beside": name,
+            "its ms/token": Spread.of([clocks[name][0] for clocks in done]),
+            "the rival's ms/token": Spread.of([clocks[name][1] for clocks in done]),
+        }
+        for name in beside
+    ]
+    usual, stalled = (row["its ms/token"] for row in rows)
+    change = stalled.median / usual.median - 1.0
+    noise = max(s.q3 - s.q1 for s in (usual, stalled)) / usual.median
+    remark = f"The plain lane's own clock changed by {change:+.1%}; the quartiles of its repeats lie {noise:.1%} apart."
+    config = {"target": "stories", "prompts": 3, "new_tokens": NEW_TOKENS, "stall_ms": STALL_MS}
+    return Result("race-fairness", len(done), config, environment(target), rows, [remark, *remarks])
+
+
+class Stalled:
+    """A drafter that wastes `ms` before every draft; else it is the one it wraps."""
+
+    def __init__(self, drafter: Drafter, ms: float, now: Callable[[], float] = time.perf_counter) -> None:
+        self.taps = drafter.taps
+        self._drafter = drafter
+        self._seconds = ms / 1000.0
+        self._now = now
+
+    def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
+        self._drafter.start(batch, sampling, rng)
+
+    def propose(self, budget: Budget) -> Draft:
+        end = self._now() + self._seconds
+        while self._now() < end:  # busy, as a slow draft is: a sleeping core would clock down
+            pass
+        return self._drafter.propose(budget)
+
+    def observe(self, progress: Progress) -> None:
+        self._drafter.observe(progress)
+
+
+def _race_once(target: HFTarget, other: HFTarget, opponent: Drafter, prompt: str) -> tuple[float, float]:
+    """Milliseconds per token on the clocks of the plain lane and of its opponent."""
+    tokenizer = target.tokenizer
+    assert tokenizer is not None
+    ids = torch.tensor([encode(tokenizer, prompt, target.max_length - NEW_TOKENS)], device=target.device)
+    config = GenerationConfig(NEW_TOKENS, budget=Budget(4, 4), stop_token_ids=())
+    lanes = [
+        generate(target, load_drafter(BASELINE, target), ids, config),
+        generate(other, opponent, ids, config),
+    ]
+    events: list[list[StepEvent]] = [[], []]
+    for index, event in race(lanes):
+        events[index].append(event)
+    plain, rival = (sum(map(step_ms, e[1:])) / (NEW_TOKENS - 1) for e in events)
+    return plain, rival

@@ -1,0 +1,270 @@
+"""How suites measure. Repeats are interleaved (A B C A B C), so that a machine that warms up or slows down touches
+every lane alike; a number is the median over the repeats with their quartiles. A suite that is stopped keeps its
+finished repeats."""
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from specdemo.bench.result import Spread
+from specdemo.core.protocol import Drafter, GenerationConfig, Target
+from specdemo.core.trace import RunTrace, StepEvent
+from specdemo.engine.loop import generate
+from specdemo.engine.race import step_ms
+from specdemo.engine.session import RunSpec, Session
+
+Report = Callable[[float, str], None]  # share done 0..1, what is being done
+Tick = Callable[[float], None]  # share of a repeat done; raises Stopped
+T = TypeVar("T")
+
+ALL = "all"
+WARM_UP_TOKENS = 8
+MAX_QUESTIONS = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a suite is asked to do. None: the suite's own default."""
+
+    repeats: int = 3
+    preset: str | None = None
+    ks: Sequence[int] | None = None
+    prompts: Sequence[str] | None = None
+    new_tokens: int | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    pair: str | None = None  # the models of suite `peers`
+    questions: Path | None = None  # a question.jsonl in Spec-Bench's form
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    text: str
+    category: str = ""
+
+
+class Stopped(Exception):
+    """Whoever asked has changed their mind."""
+
+
+def repeated(
+    count: int, report: Report, cancelled: Callable[[], bool], once: Callable[[int, Tick], T]
+) -> tuple[list[T], list[str]]:
+    """once(repeat, tick) `count` times -> what it gave, and a remark if it was stopped. Raises ValueError when it was
+    stopped before the first repeat was complete."""
+    done: list[T] = []
+    try:
+        for repeat in range(count):
+
+            def tick(share: float, repeat: int = repeat) -> None:
+                if cancelled():
+                    raise Stopped
+                report((repeat + share) / count, f"repeat {repeat + 1} of {count}")
+
+            tick(0.0)
+            done.append(once(repeat, tick))
+    except Stopped:
+        if not done:
+            raise ValueError("stopped before the first repeat was complete: nothing was measured") from None
+        return done, [f"stopped after {len(done)} of {count} repeats"]
+    return done, []
+
+
+@dataclass(slots=True)
+class Tally:
+    """Decoding, not the prefill, of one lane over some prompts; all rows count."""
+
+    tokens: int = 0
+    ms: float = 0.0
+    drafted: int = 0
+    accepted: int = 0
+    passes: int = 0  # of a row
+    prefills: list[float] = field(default_factory=list)
+
+    def add(self, events: Sequence[StepEvent]) -> None:
+        self.prefills.append(step_ms(events[0]))
+        for event in events[1:]:
+            self.tokens += sum(map(len, event.emitted))
+            self.ms += step_ms(event)
+            self.passes += sum(map(bool, event.emitted))
+            self.drafted += sum(t >= 0 for row in event.drafted for t in row)
+            self.accepted += sum(len(path) - 1 for path in event.path)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.ms * 1000.0 if self.ms else 0.0
+
+
+def tally_row(lane: str, where: Mapping[str, Any], own: Sequence[Tally], plain: Sequence[Tally]) -> dict[str, Any]:
+    """The row of a lane from its tallies and those of plain decoding, one per repeat. `where`: the columns that say
+    which row it is."""
+    last = own[-1]  # greedy: every repeat drafts and accepts the same
+    return {
+        "lane": lane,
+        **where,
+        "tokens/s": Spread.of([t.tokens_per_s for t in own]),
+        "speed-up": Spread.of([t.tokens_per_s / (p.tokens_per_s or 1.0) for t, p in zip(own, plain, strict=True)]),
+        "accepted": round(last.accepted / last.drafted, 4) if last.drafted else None,
+        "tokens/pass": round(last.tokens / last.passes, 4) if last.passes else None,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What `compare_lanes` saw. Lane 0 is plain decoding."""
+
+    names: list[str]
+    tallies: list[dict[str, list[Tally]]]  # per repeat: category -> a tally per lane
+    runs: list[list[list[StepEvent]]]  # per lane: the events of every run
+    verdicts: list[Counter[str]]  # per lane
+    environment: dict[str, Any]
+    remarks: list[str]
+
+    def rows(self, where: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """One row per lane over all prompts, then by category where there are several. where[i]: lane i's columns."""
+        categories = list(self.tallies[0])
+        return [
+            self._row(lane, {**columns, **({"category": category} if len(categories) > 1 else {})}, category)
+            for category in (categories if len(categories) > 1 else [ALL])
+            for lane, columns in enumerate(where)
+        ]
+
+    def _row(self, lane: int, where: Mapping[str, Any], category: str) -> dict[str, Any]:
+        of = [tallies[category] for tallies in self.tallies]
+        row = tally_row(self.names[lane], where, [t[lane] for t in of], [t[0] for t in of])
+        verdict = self.verdicts[lane]
+        words = (f"{count} {word}" if len(verdict) > 1 else word for word, count in verdict.items())
+        return row | {"output": ", ".join(words) or None}
+
+
+def compare_lanes(
+    runner: Session,
+    spec: RunSpec,
+    questions: Sequence[Question],
+    repeats: int,
+    report: Report,
+    cancelled: Callable[[], bool],
+) -> Comparison:
+    """The lanes of `spec` against plain decoding, one after the other on every question, all of it `repeats` times."""
+    lanes = len(spec.lanes) + 1
+
+    def once(_repeat: int, tick: Tick) -> list[tuple[str, RunTrace]]:
+        traces = []
+        for number, question in enumerate(questions):
+            tick(number / len(questions))
+            traces.append((question.category, _run(runner, replace(spec, prompt=question.text), cancelled)))
+            tick((number + 1) / len(questions))  # a run that was cut short is not counted
+        return traces
+
+    done, remarks = repeated(repeats, report, cancelled, once)
+    verdicts: list[Counter[str]] = [Counter() for _ in range(lanes)]
+    runs: list[list[list[StepEvent]]] = [[] for _ in range(lanes)]
+    tallies = []
+    for traces in done:
+        tallies.append(defaultdict[str, list[Tally]](lambda: [Tally() for _ in range(lanes)]))
+        for category, trace in traces:
+            for index, lane in enumerate(trace.lanes):
+                runs[index].append(lane.events)
+                for name in {category, ALL} - {""}:
+                    tallies[-1][name][index].add(lane.events)
+            for verdict, row in zip(verdicts[1:], trace.comparison, strict=True):
+                verdict[str(row["verdict"])] += 1
+    trace = done[-1][-1][1]
+    by_category = [{**{c: t for c, t in tally.items() if c != ALL}, ALL: tally[ALL]} for tally in tallies]
+    return Comparison([ln.name for ln in trace.lanes], by_category, runs, verdicts, trace.environment, remarks)
+
+
+def _run(runner: Session, spec: RunSpec, cancelled: Callable[[], bool]) -> RunTrace:
+    trace = runner.run(spec, cancelled)
+    for lane in trace.lanes:
+        if lane.finish == "error":
+            raise ValueError(f"lane {lane.name!r} failed: {lane.note}")
+        if not lane.events and not cancelled():
+            raise ValueError(f"lane {lane.name!r} decoded nothing")
+    return trace
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One place on an axis: its value and the prompts [B, T] decoded there."""
+
+    value: int
+    prompts: list[Tensor]
+
+
+def along(
+    target: Target,
+    lanes: Mapping[str, tuple[Drafter, GenerationConfig]],
+    places: Sequence[Place],
+    axis: str,
+    repeats: int,
+    report: Report,
+    cancelled: Callable[[], bool],
+) -> tuple[list[dict[str, Any]], list[str], int]:
+    """Every lane at every place, the lanes next to each other -> rows, remarks, repeats done. The first lane is the
+    plain one."""
+
+    def once(repeat: int, tick: Tick) -> list[list[Tally]]:
+        tallies = []
+        for number, place in enumerate(places):
+            tallies.append([Tally() for _ in lanes])
+            for tally, (drafter, config) in zip(tallies[-1], lanes.values(), strict=True):
+                if not repeat:  # every shape once, off the clock
+                    tick(number / len(places))
+                    short = replace(config, max_new_tokens=min(WARM_UP_TOKENS, config.max_new_tokens))
+                    list(generate(target, drafter, place.prompts[0], short))
+                for prompt in place.prompts:
+                    tick(number / len(places))
+                    tally.add(list(generate(target, drafter, prompt, config)))
+        return tallies
+
+    done, remarks = repeated(repeats, report, cancelled, once)
+    rows = []
+    for number, place in enumerate(places):
+        for index, name in enumerate(lanes):
+            own, plain = ([tallies[number][i] for tallies in done] for i in (index, 0))
+            row = tally_row(name, {axis: place.value}, own, plain)
+            rows.append(row | {"TTFT ms": Spread.of([sum(t.prefills) / len(t.prefills) for t in own])})
+    return rows, remarks, len(done)
+
+
+def read_questions(path: Path) -> list[Question]:
+    """Spec-Bench's question.jsonl: question_id, category, turns; the first turn is asked. Raises ValueError with one
+    line."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}; name a question.jsonl with --questions") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not UTF-8 text; convert it first") from None
+    questions = [_question(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not questions:
+        raise ValueError(f"{path} holds no questions")
+    if len(questions) > MAX_QUESTIONS:
+        raise ValueError(f"{path} holds {len(questions)} questions; {MAX_QUESTIONS} at most")
+    return questions
+
+
+def _question(path: Path, number: int, line: str) -> Question:
+    try:
+        read = json.loads(line)
+        text, category = read["turns"][0], read["category"]
+    except (ValueError, KeyError, IndexError, TypeError, RecursionError):
+        text = category = None
+    if not isinstance(text, str) or not isinstance(category, str) or not text.strip() or not category.strip():
+        form = '{"question_id": 1, "category": "...", "turns": ["..."]}'
+        raise ValueError(f"{path}, line {number}: not a question; it has the form {form}")
+    return Question(text, category.strip()[:80])
+
+
+def windows(text: Sequence[int], width: int, count: int, device: torch.device) -> list[Tensor]:
+    """`count` windows [1, width] on token ids that repeat without end, evenly spread over them."""
+    endless = [*text] * (2 + width // len(text))
+    starts = [i * len(text) // count for i in range(count)]
+    return [torch.tensor([endless[start : start + width]], device=device) for start in starts]

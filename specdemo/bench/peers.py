@@ -1,0 +1,293 @@
+"""The engine against transformers' own generation and against a bare loop, on the same weights, greedy, one text at a
+time. Everything is timed from the outside, prompt and all, and every repeat runs the peers in another order."""
+
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers import GenerationConfig as HFGenerationConfig
+from transformers.utils import logging
+
+from specdemo.bench.floor import Overhead, overhead, overhead_columns
+from specdemo.bench.measure import Ask, Report, Tick, repeated
+from specdemo.bench.pairs import Pair, make_pair
+from specdemo.bench.result import Result, Spread
+from specdemo.core.protocol import Budget, Drafter, GenerationConfig
+from specdemo.core.trace import StepEvent
+from specdemo.engine.loop import generate
+from specdemo.engine.session import environment
+from specdemo.methods import BASELINE, load_drafter
+from specdemo.models.target import HFTarget
+
+NEW_TOKENS = 96
+K = 5
+LOOKUP = 10  # tokens of a prompt-lookup draft, transformers' usual number
+SEED = 5
+WARM_UP_TOKENS = 16
+COPIES = 8  # repeats of the copy that measures the bandwidth
+COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
+
+OUR_PLAIN, OUR_DRAFT, OUR_LOOKUP = "specdemo plain", f"specdemo draft model, k={K}", "specdemo prompt lookup"
+BARE = f"bare loop, k={K}"
+PLAIN, ASSISTED = "transformers generate", f"transformers assisted, k={K}"
+ASSISTED_USUAL, LOOKUP_THEIRS = "transformers assisted, default", "transformers prompt lookup"
+
+Peer = Callable[[Tensor, int], list[int]]  # prompt [1, T], new tokens -> what it wrote
+
+
+@dataclass(slots=True)
+class Ours:
+    """The engine as a peer; remembers what its last run did."""
+
+    target: HFTarget
+    drafter: Drafter
+    budget: Budget
+    events: list[StepEvent] = field(default_factory=list)
+
+    def config(self, new_tokens: int) -> GenerationConfig:
+        return GenerationConfig(new_tokens, budget=self.budget, stop_token_ids=())
+
+    def __call__(self, prompt: Tensor, new_tokens: int) -> list[int]:
+        self.events = list(generate(self.target, self.drafter, prompt, self.config(new_tokens)))
+        return [token for event in self.events for token in event.emitted[0]]
+
+
+def transformers_peer(pair: Pair, settings: Mapping[str, Any], assistant: Mapping[str, Any] | None = None) -> Peer:
+    """`generate` with these settings; with `assistant`, helped by the draft under those of its own."""
+
+    def run(prompt: Tensor, new_tokens: int) -> list[int]:
+        more: dict[str, Any] = dict(settings)
+        if assistant is not None:
+            pair.draft.generation_config = HFGenerationConfig(pad_token_id=0, **assistant)
+            more["assistant_model"] = pair.draft
+        mask = torch.ones_like(prompt)
+        written: Any = pair.target.generate(  # type: ignore[operator]
+            prompt, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, **more
+        )
+        ids: list[int] = written[0, prompt.shape[1] :].tolist()
+        return ids
+
+    return run
+
+
+@torch.no_grad()
+def bare_loop(target: PreTrainedModel, draft: PreTrainedModel, prompt: Tensor, new_tokens: int, k: int) -> list[int]:
+    """Chains of k, greedy, on `model(...)` and transformers' growing cache, with nothing that could be left out."""
+    caches = {m: DynamicCache(config=m.config) for m in (target, draft)}
+    end = prompt.shape[1] + new_tokens
+    text = prompt
+    logits = target(text, past_key_values=caches[target], logits_to_keep=1).logits
+    draft(text, past_key_values=caches[draft], logits_to_keep=1)
+    text = torch.cat([text, logits.argmax(-1)], 1)
+    while text.shape[1] < end:
+        length = text.shape[1]
+        drafted = text
+        for _ in range(min(k, end - length - 1)):
+            unread = drafted[:, caches[draft].get_seq_length() :]
+            seen = draft(unread, past_key_values=caches[draft], logits_to_keep=1).logits
+            drafted = torch.cat([drafted, seen.argmax(-1)], 1)
+        chosen = target(drafted[:, length - 1 :], past_key_values=caches[target]).logits.argmax(-1)
+        kept = int((drafted[:, length:] == chosen[:, :-1]).long().cumprod(1).sum())
+        text = torch.cat([text, chosen[:, : kept + 1]], 1)
+        for cache in caches.values():
+            surplus = cache.get_seq_length() - (length + kept)
+            if surplus > 0:
+                cache.crop(-surplus)
+    return text[0, prompt.shape[1] :].tolist()
+
+
+def cast(pair: Pair, target: HFTarget) -> dict[str, Peer]:
+    """Everybody who takes part, by name."""
+    fixed = {
+        "num_assistant_tokens": K,
+        "num_assistant_tokens_schedule": "constant",
+        "assistant_confidence_threshold": 0.0,
+    }
+    return {
+        OUR_PLAIN: Ours(target, load_drafter(BASELINE, target), Budget(0, 0)),
+        OUR_DRAFT: Ours(target, load_drafter("draft_model", target, pair.draft), Budget(K, K)),
+        OUR_LOOKUP: Ours(target, load_drafter("ngram", target), Budget(LOOKUP, LOOKUP)),
+        BARE: lambda prompt, new_tokens: bare_loop(pair.target, pair.draft, prompt, new_tokens, K),
+        PLAIN: transformers_peer(pair, {}),
+        ASSISTED: transformers_peer(pair, {}, fixed),
+        ASSISTED_USUAL: transformers_peer(pair, {}, {}),
+        LOOKUP_THEIRS: transformers_peer(pair, {"prompt_lookup_num_tokens": LOOKUP}),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    seconds: float
+    written: list[list[int]]  # per prompt
+    events: list[list[StepEvent]]  # the engine's own, per prompt
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(map(len, self.written)) / self.seconds
+
+
+def contest(
+    peers: Mapping[str, Peer],
+    prompts: Sequence[Tensor],
+    new_tokens: int,
+    repeat: int,
+    tick: Tick,
+    now: Callable[[], float] = time.perf_counter,
+) -> dict[str, Timed]:
+    """Every peer on every prompt once, in an order of its own for every repeat."""
+    order = list(peers)
+    random.Random(SEED + repeat).shuffle(order)
+    spent = dict.fromkeys(order, 0.0)
+    written: dict[str, list[list[int]]] = {name: [] for name in order}
+    events: dict[str, list[list[StepEvent]]] = {name: [] for name in order}
+    for number, prompt in enumerate(prompts):
+        for place, name in enumerate(order):
+            tick((number + place / len(order)) / len(prompts))
+            _settle(prompt.device)
+            begin = now()
+            said = peers[name](prompt, new_tokens)
+            _settle(prompt.device)
+            spent[name] += now() - begin
+            written[name].append(said)
+            peer = peers[name]
+            if isinstance(peer, Ours):
+                events[name].append(peer.events)
+    return {name: Timed(spent[name], written[name], events[name]) for name in order}
+
+
+def peers(ask: Ask, report: Report, cancelled: Callable[[], bool]) -> Result:
+    """Ours against transformers, against a bare loop, and against its own forwards replayed."""
+    report(0.0, "making the models")
+    pair = make_pair(ask.pair, ask.device, ask.dtype)
+    return compete(pair, ask.repeats, ask.new_tokens or NEW_TOKENS, report, cancelled)
+
+
+def compete(pair: Pair, repeats: int, new_tokens: int, report: Report, cancelled: Callable[[], bool]) -> Result:
+    target = HFTarget(pair.target)
+    everybody = cast(pair, target)
+    ours = {name: peer for name, peer in everybody.items() if isinstance(peer, Ours)}
+
+    def once(repeat: int, tick: Tick) -> tuple[dict[str, Timed], dict[str, list[Overhead]]]:
+        if not repeat:
+            for peer in everybody.values():
+                tick(0.0)
+                peer(pair.prompts[0], min(WARM_UP_TOKENS, new_tokens))
+        timed = contest(everybody, pair.prompts, new_tokens, repeat, lambda share: tick(0.8 * share))
+        floors: dict[str, list[Overhead]] = {}
+        for name in (OUR_PLAIN, OUR_DRAFT):
+            tick(0.8)
+            peer = ours[name]
+            found = [overhead(target, peer.drafter, prompt, peer.config(new_tokens)) for prompt in pair.prompts]
+            floors[name] = [run for run in found if run is not None]
+        return timed, floors
+
+    with _quiet():
+        done, stopped = repeated(repeats, report, cancelled, once)
+    contests = [timed for timed, _ in done]
+    rows = [_row(name, contests) for name in everybody]
+    for row in rows:
+        floors = [found[row["lane"]] for _, found in done if found.get(row["lane"])]
+        if len(floors) == len(done):
+            row |= overhead_columns(floors)
+    config = {"pair": pair.name, "agreement": round(pair.agreement, 3), "k": K, "new_tokens": new_tokens}
+    config |= {"prompts": len(pair.prompts), "parameters": pair.target.num_parameters()}
+    remarks = [_agreement(pair), *_ratios(contests), _bandwidth(pair.target, contests), *stopped]
+    if target.dtype != torch.float32 and any(row["output"] != "identical" for row in rows):
+        remarks.append("In half precision texts part where two tokens are a rounding apart.")
+    return Result("peers", len(done), config, environment(target), rows, remarks, "lane")
+
+
+def _row(name: str, contests: Sequence[Mapping[str, Timed]]) -> dict[str, Any]:
+    last = contests[-1]
+    events = [event for run in last[name].events for event in run[1:]]
+    drafted = sum(t >= 0 for e in events for t in e.drafted[0])
+    same = sum(a == b for a, b in zip(last[name].written, last[PLAIN].written, strict=True))
+    total = len(last[PLAIN].written)
+    return {
+        "lane": name,
+        "tokens/s": Spread.of([timed[name].tokens_per_s for timed in contests]),
+        "speed-up": _ratio(contests, name, PLAIN),
+        "accepted": round(sum(len(e.path[0]) - 1 for e in events) / drafted, 4) if drafted else None,
+        "tokens/pass": round(sum(len(e.emitted[0]) for e in events) / len(events), 4) if events else None,
+        "output": "identical" if same == total else f"{same} of {total} identical",
+    }
+
+
+def _ratio(contests: Sequence[Mapping[str, Timed]], one: str, other: str) -> Spread:
+    return Spread.of([timed[one].tokens_per_s / timed[other].tokens_per_s for timed in contests])
+
+
+def _agreement(pair: Pair) -> str:
+    kind = "trained" if pair.name == "embedded" else "random"
+    return (
+        f"Models: {kind}, {pair.target.num_parameters() / 1e6:.1f} M and {pair.draft.num_parameters() / 1e6:.1f} M "
+        f"parameters; the draft's first choice is the target's for {pair.agreement:.0%} of the tokens."
+    )
+
+
+def _ratios(contests: Sequence[Mapping[str, Timed]]) -> list[str]:
+    versus = [
+        (OUR_PLAIN, PLAIN),
+        (OUR_DRAFT, ASSISTED),
+        (OUR_DRAFT, ASSISTED_USUAL),
+        (OUR_DRAFT, BARE),
+        (OUR_LOOKUP, LOOKUP_THEIRS),
+    ]
+    ratios = [(one, other, _ratio(contests, one, other)) for one, other in versus]
+    return [f"{one} / {other}: {r.median:.2f}x [{r.q1:.2f} {r.q3:.2f}]" for one, other, r in ratios]
+
+
+def _bandwidth(model: PreTrainedModel, contests: Sequence[Mapping[str, Timed]]) -> str:
+    """What share of the memory bandwidth plain decoding uses: every weight is read once a token."""
+    times = [e.ms for timed in contests for run in timed[OUR_PLAIN].events for e in run[1:]]
+    seconds = median(sum(ms.values()) for ms in times) / 1000.0
+    read = read_bytes(model) / seconds / 1e9
+    copy = copy_bandwidth(model.device) / 1e9
+    return (
+        f"Plain decoding reads {read:.1f} GB/s of weights, {read / copy:.0%} of a copy's {copy:.1f} GB/s (both ways)."
+    )
+
+
+def read_bytes(model: PreTrainedModel) -> int:
+    """Bytes of the weights that a token reads: all but the embedding table, unless it is the head as well."""
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    return total if table is head else total - table.numel() * table.element_size()  # type: ignore[operator]
+
+
+def copy_bandwidth(device: torch.device, now: Callable[[], float] = time.perf_counter) -> float:
+    """Bytes per second that a copy inside the device's memory reads and writes; the best of a few."""
+    size = COPY_BYTES[device.type]
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(COPIES):
+        _settle(device)
+        begin = now()
+        target.copy_(source)
+        _settle(device)
+        times.append(now() - begin)
+    return 2.0 * size / min(times)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what transformers logs about its own calls of itself."""
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,105 @@
+"""What a suite found, and its file."""
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, FailFast, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as checked
+
+SCHEMA = 1
+MAX_RESULT_BYTES = 4_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    median: float
+    q1: float
+    q3: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
+        return cls(round(median, 4), round(q1, 4), round(q3, 4))
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    suite: str
+    repeats: int  # that were finished
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    rows: list[dict[str, Any]]  # column -> text, number, Spread or None
+    remarks: list[str] = field(default_factory=list)
+    axis: str | None = None  # the column of a plot's x axis
+
+
+def write_result(result: Result, out: Path) -> None:
+    out.write_text(json.dumps({"schema": SCHEMA, **asdict(result)}, indent=1) + "\n", encoding="utf-8")
+
+
+_strict = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
+_Text = Annotated[str, Field(max_length=2000)]
+
+
+@checked(frozen=True, config=_strict)
+class _Spread:
+    median: float
+    q1: float
+    q3: float
+
+
+_Cell = _Spread | float | int | bool | _Text | None
+_Row = Annotated[dict[Annotated[str, Field(max_length=80)], _Cell], Field(max_length=40)]
+
+
+@checked(frozen=True, config=_strict)
+class _Stored:
+    schema: Literal[1]
+    suite: _Text
+    repeats: Annotated[int, Field(ge=1)]
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    rows: Annotated[list[_Row], Field(max_length=5000), FailFast()]
+    remarks: Annotated[list[_Text], Field(max_length=200), FailFast()] = field(default_factory=list)
+    axis: _Text | None = None
+
+
+_adapter = TypeAdapter(_Stored)
+
+
+def read_result(source: str | bytes | Path) -> Result:
+    """A file that `write_result` made, or its text (anything that starts with a brace). Raises ValueError with one
+    line."""
+    if isinstance(source, bytes) or (isinstance(source, str) and source.lstrip()[:1] == "{"):
+        return _parsed(source)
+    try:
+        size = Path(source).stat().st_size
+        content = Path(source).read_bytes() if size <= MAX_RESULT_BYTES else b" " * (MAX_RESULT_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"cannot read {str(source)[:100]!r}: {reason}") from None
+    return _parsed(content)
+
+
+def _parsed(content: str | bytes) -> Result:
+    if len(content) > MAX_RESULT_BYTES:
+        raise ValueError(f"a result may hold {MAX_RESULT_BYTES // 1_000_000} MB at most")
+    try:
+        stored = _adapter.validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        where = " ".join(".".join(map(str, first["loc"])).split())
+        raise ValueError(f"not a specdemo result: {where[:100] or 'the file'}: {first['msg']}") from None
+    if stored.axis is not None and not any(stored.axis in row for row in stored.rows):
+        raise ValueError(f"not a specdemo result: no row has its axis {stored.axis[:40]!r}")
+    rows = [{name: _cell(value) for name, value in row.items()} for row in stored.rows]
+    known = (stored.suite, stored.repeats, stored.config, stored.environment, rows, stored.remarks, stored.axis)
+    return Result(*known)
+
+
+def _cell(value: Any) -> Any:
+    return Spread(value.median, value.q1, value.q3) if isinstance(value, _Spread) else value
