@@ -1,31 +1,31 @@
 """How far the engine is from its own forwards: a step's time against that of the same model calls, made again with the
 same widths on the same caches and nothing else between them."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 
 from specdemo.bench.measure import Ask, Report, Tick, repeated
-from specdemo.bench.pairs import Pair, make_pair
+from specdemo.bench.pairs import make_pair
 from specdemo.bench.result import Result, Spread
-from specdemo.core.protocol import Budget, Drafter, GenerationConfig, Progress, Target
+from specdemo.core.protocol import Budget, Drafter, Forward, GenerationConfig, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
 from specdemo.engine.clock import stopwatch_for
 from specdemo.engine.loop import generate
 from specdemo.engine.session import environment
 from specdemo.methods import BASELINE, load_drafter
+from specdemo.models.kernels import hasten
 from specdemo.models.target import HFTarget
 
 NEW_TOKENS = 64
 K = 5
 TREE = (0, 0, 0, 0, 1, 1, 2, 2, 5, 6)  # parent slots of ten nodes
+LAPS = ("draft", "verify", "accept", "commit", "observe")
 TARGET, DRAFT = "target", "draft"
 
 
@@ -45,34 +45,51 @@ class Overhead:
         return self.step_ms / self.floor_ms
 
 
+class Recorded(HFTarget):
+    """A target that keeps, on request, every call of its model, so that it can be made again."""
+
+    calls: list["_Call"] | None = None  # in order; of all that share the list
+
+    def _run(self, tokens: Tensor, cache: Any, *more: Any, **named: Any) -> Forward:
+        if self.calls is not None:
+            cursor = getattr(cache, "cursor", None)
+            state = {name: copy(value) for name, value in vars(cursor).items()} if cursor else {}
+            self.calls.append(_Call(self, (tokens, cache, *more), named, state))
+        return super()._run(tokens, cache, *more, **named)
+
+    def again(self, call: "_Call") -> None:
+        vars(call.inputs[1].cursor).update(call.cursor)
+        super()._run(*call.inputs, **call.named)
+
+
 @dataclass(frozen=True, slots=True)
 class _Call:
-    role: str
-    model: nn.Module
-    inputs: tuple[Any, ...]
+    of: Recorded
+    inputs: tuple[Any, ...]  # tokens, cache, ..
     named: dict[str, Any]
-    cursor: dict[str, Any]  # where its cache stood
-
-    def again(self) -> None:
-        vars(self.named["past_key_values"].cursor).update(self.cursor)
-        self.model(*self.inputs, **self.named)
+    cursor: dict[str, Any]  # where the cache stood; empty: it has no cursor to set back
 
 
-def overhead(target: HFTarget, drafter: Drafter, prompt: Tensor, config: GenerationConfig) -> Overhead | None:
-    """Run, then make the run's forwards again. None where they cannot be: the model's cache is not one of slabs, or
-    not every pass of the target is a call of its model."""
-    models: dict[str, Any] = {TARGET: target.model, DRAFT: getattr(drafter, "head", None)}
+def overhead(
+    target: Recorded, drafter: Drafter, draft: Recorded | None, prompt: Tensor, config: GenerationConfig
+) -> Overhead | None:
+    """Run, then make the run's forwards again. draft: the model that the drafter runs, if it runs one. None where the
+    forwards cannot be made again, because the cache is not one of slabs."""
     steps = generate(target, drafter, prompt, config)
     next(steps)  # the prefill
-    with _recorded({role: m for role, m in models.items() if isinstance(m, PreTrainedModel)}) as calls:
+    calls: list[_Call] = []
+    models = [model for model in (target, draft) if model is not None]
+    for model in models:
+        model.calls = calls
+    try:
         events = list(steps)
-    passes = sum(call.role == TARGET for call in calls)
-    if not events or passes != len(events) or not all(call.cursor for call in calls):
+    finally:
+        for model in models:
+            model.calls = None
+    if not events or not all(call.cursor for call in calls):
         return None
-    floor = _replayed(calls, target.device)
-    spent = {
-        name: sum(e.ms.get(name, 0.0) for e in events) for name in ("draft", "verify", "accept", "commit", "observe")
-    }
+    floor = _replayed(calls, target)
+    spent = {name: sum(e.ms.get(name, 0.0) for e in events) for name in LAPS}
     drafting = spent["draft"] + spent["observe"]
     judging = spent["verify"] + spent["accept"] + spent["commit"]
     return Overhead(
@@ -84,34 +101,13 @@ def overhead(target: HFTarget, drafter: Drafter, prompt: Tensor, config: Generat
     )
 
 
-@contextmanager
-def _recorded(models: dict[str, PreTrainedModel]) -> Iterator[list[_Call]]:
-    """Every call of these models, in order, with where its cache stood."""
-    calls: list[_Call] = []
-
-    def keep(role: str) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-            cursor = getattr(named.get("past_key_values"), "cursor", None)
-            state = {name: copy(value) for name, value in vars(cursor).items()} if cursor else {}
-            calls.append(_Call(role, module, inputs, dict(named), state))
-
-        return hook
-
-    handles = [m.register_forward_pre_hook(keep(role), with_kwargs=True) for role, m in models.items()]
-    try:
-        yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 @torch.no_grad()
-def _replayed(calls: Sequence[_Call], device: torch.device) -> dict[str, float]:
-    watch = stopwatch_for(device)
+def _replayed(calls: Sequence[_Call], target: Recorded) -> dict[str, float]:
+    watch = stopwatch_for(target.device)
     watch.start()
     for call in calls:
-        call.again()
-        watch.lap(call.role)
+        call.of.again(call)
+        watch.lap(TARGET if call.of is target else DRAFT)
     return watch.read()
 
 
@@ -135,41 +131,38 @@ class FixedTree:
         pass
 
 
-def lanes(pair: Pair) -> tuple[HFTarget, dict[str, tuple[Drafter, Budget]]]:
-    """What the engine does in its three shapes on a pair of models."""
-    target = HFTarget(pair.target)
-    return target, {
-        "plain": (load_drafter(BASELINE, target), Budget(0, 0)),
-        f"chain, k={K}": (load_drafter("draft_model", target, pair.draft), Budget(K, K)),
-        f"tree of {len(TREE)}": (FixedTree(target), Budget(len(TREE), len(TREE))),
-    }
-
-
 def floor(ask: Ask, report: Report, cancelled: Callable[[], bool]) -> Result:
     """The engine's step against its own forwards replayed: plain, a chain and a tree, greedy and sampling."""
     pair = make_pair(ask.pair or "embedded", ask.device, ask.dtype)
-    target, drafters = lanes(pair)
+    for model in (pair.target, pair.draft):
+        hasten(model)
+    target, draft = Recorded(pair.target), Recorded(pair.draft)
+    lanes: dict[str, tuple[Drafter, Recorded | None, Budget]] = {
+        "plain": (load_drafter(BASELINE, target), None, Budget(0, 0)),
+        f"chain, k={K}": (load_drafter("draft_model", target, draft), draft, Budget(K, K)),
+        f"tree of {len(TREE)}": (FixedTree(target), None, Budget(len(TREE), len(TREE))),
+    }
     config = GenerationConfig(ask.new_tokens or NEW_TOKENS, stop_token_ids=())
     cells = [
-        (name, mode, drafter, replace(config, budget=budget, sampling=Sampling(temperature)))
-        for name, (drafter, budget) in drafters.items()
+        (name, mode, drafter, model, replace(config, budget=budget, sampling=Sampling(temperature)))
+        for name, (drafter, model, budget) in lanes.items()
         for mode, temperature in (("greedy", 0.0), ("temperature 1", 1.0))
     ]
 
     def once(repeat: int, tick: Tick) -> list[list[Overhead]]:
         found = []
-        for number, (_, _, drafter, settings) in enumerate(cells):
+        for number, (_, _, drafter, model, settings) in enumerate(cells):
             tick(number / len(cells))
             if not repeat:
-                overhead(target, drafter, pair.prompts[0], settings)  # warm-up
-            runs = [overhead(target, drafter, prompt, settings) for prompt in pair.prompts]
+                overhead(target, drafter, model, pair.prompts[0], settings)  # warm-up
+            runs = [overhead(target, drafter, model, prompt, settings) for prompt in pair.prompts]
             found.append([run for run in runs if run is not None])
         return found
 
     done, remarks = repeated(ask.repeats, report, cancelled, once)
-    rows = [_row(name, mode, [found[i] for found in done]) for i, (name, mode, _, _) in enumerate(cells)]
+    rows = [_row(name, mode, [found[i] for found in done]) for i, (name, mode, *_) in enumerate(cells)]
     if any(not found for repeat in done for found in repeat):
-        remarks.append("Rows without numbers: their forwards cannot be made again one by one.")
+        remarks.append("Rows without numbers: this model keeps its history where its forwards cannot be made again.")
     settings = {"pair": pair.name, "agreement": round(pair.agreement, 3), "k": K, "new_tokens": config.max_new_tokens}
     return Result("floor", len(done), settings, environment(target), rows, remarks, "lane")
 

@@ -30,7 +30,7 @@ PROBE_TOKENS = 48
 STD = 0.02
 PEAKED = 8.0  # queries and keys against their usual size
 SEED = 11
-ROOM = 1.25  # memory besides the weights: histories and activations
+ROOM = 2.4  # times the weights: the engine's own copy, histories and activations
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ PAIRS = ("embedded", *SIZES)
 @dataclass(frozen=True, slots=True)
 class Pair:
     name: str
-    target: PreTrainedModel
+    target: PreTrainedModel  # both run by transformers' own layers
     draft: PreTrainedModel
     prompts: list[Tensor]  # [1, T] each
     agreement: float  # how often both choose the same token on the target's greedy text
@@ -162,8 +162,8 @@ def _prompts(vocabulary: int, count: int, device: torch.device) -> list[Tensor]:
 
 def _embedded(where: torch.device, dtype: str, texts: int) -> Pair:
     """The shipped story model and its wide draft, on story prompts."""
-    loaded = load_model("stories", dtype, str(where))
-    draft = load_model("stories-draft-wide", dtype, str(where))
+    loaded = load_model("stories", dtype, str(where), kernels="transformers")
+    draft = load_model("stories-draft-wide", dtype, str(where), kernels="transformers")
     assert loaded.tokenizer is not None
     ids = [encode(loaded.tokenizer, text, loaded.model.config.max_position_embeddings) for text in PROMPTS]
     width = min(map(len, ids))

@@ -5,6 +5,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -15,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers import GenerationConfig as HFGenerationConfig
 from transformers.utils import logging
 
-from specdemo.bench.floor import Overhead, overhead, overhead_columns
+from specdemo.bench.floor import Overhead, Recorded, overhead, overhead_columns
 from specdemo.bench.measure import Ask, Report, Tick, repeated
 from specdemo.bench.pairs import Pair, make_pair
 from specdemo.bench.result import Result, Spread
@@ -24,6 +25,7 @@ from specdemo.core.trace import StepEvent
 from specdemo.engine.loop import generate
 from specdemo.engine.session import environment
 from specdemo.methods import BASELINE, load_drafter
+from specdemo.models.kernels import hasten
 from specdemo.models.target import HFTarget
 
 NEW_TOKENS = 96
@@ -103,8 +105,8 @@ def bare_loop(target: PreTrainedModel, draft: PreTrainedModel, prompt: Tensor, n
     return text[0, prompt.shape[1] :].tolist()
 
 
-def cast(pair: Pair, target: HFTarget) -> dict[str, Peer]:
-    """Everybody who takes part, by name."""
+def cast(pair: Pair, target: Recorded, draft: Recorded) -> dict[str, Peer]:
+    """Everybody who takes part, by name; target and draft are the engine's own copies."""
     fixed = {
         "num_assistant_tokens": K,
         "num_assistant_tokens_schedule": "constant",
@@ -112,7 +114,7 @@ def cast(pair: Pair, target: HFTarget) -> dict[str, Peer]:
     }
     return {
         OUR_PLAIN: Ours(target, load_drafter(BASELINE, target), Budget(0, 0)),
-        OUR_DRAFT: Ours(target, load_drafter("draft_model", target, pair.draft), Budget(K, K)),
+        OUR_DRAFT: Ours(target, load_drafter("draft_model", target, draft), Budget(K, K)),
         OUR_LOOKUP: Ours(target, load_drafter("ngram", target), Budget(LOOKUP, LOOKUP)),
         BARE: lambda prompt, new_tokens: bare_loop(pair.target, pair.draft, prompt, new_tokens, K),
         PLAIN: transformers_peer(pair, {}),
@@ -170,8 +172,8 @@ def peers(ask: Ask, report: Report, cancelled: Callable[[], bool]) -> Result:
 
 
 def compete(pair: Pair, repeats: int, new_tokens: int, report: Report, cancelled: Callable[[], bool]) -> Result:
-    target = HFTarget(pair.target)
-    everybody = cast(pair, target)
+    target, draft = _hastened(pair.target), _hastened(pair.draft)
+    everybody = cast(pair, target, draft)
     ours = {name: peer for name, peer in everybody.items() if isinstance(peer, Ours)}
 
     def once(repeat: int, tick: Tick) -> tuple[dict[str, Timed], dict[str, list[Overhead]]]:
@@ -184,7 +186,7 @@ def compete(pair: Pair, repeats: int, new_tokens: int, report: Report, cancelled
         for name in (OUR_PLAIN, OUR_DRAFT):
             tick(0.8)
             peer = ours[name]
-            found = [overhead(target, peer.drafter, prompt, peer.config(new_tokens)) for prompt in pair.prompts]
+            found = [overhead(target, peer.drafter, draft, prompt, peer.config(new_tokens)) for prompt in pair.prompts]
             floors[name] = [run for run in found if run is not None]
         return timed, floors
 
@@ -202,6 +204,13 @@ def compete(pair: Pair, repeats: int, new_tokens: int, report: Report, cancelled
     if target.dtype != torch.float32 and any(row["output"] != "identical" for row in rows):
         remarks.append("In half precision texts part where two tokens are a rounding apart.")
     return Result("peers", len(done), config, environment(target), rows, remarks, "lane")
+
+
+def _hastened(model: PreTrainedModel) -> Recorded:
+    """A copy as the engine would run it; the peers keep what transformers made of the weights."""
+    own = deepcopy(model)
+    hasten(own)
+    return Recorded(own)
 
 
 def _row(name: str, contests: Sequence[Mapping[str, Timed]]) -> dict[str, Any]:

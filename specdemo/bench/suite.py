@@ -37,6 +37,7 @@ __all__ = ["SUITES", "Ask", "Result", "Spread", "read_result", "run_suite", "shi
 NEW_TOKENS = 96
 BATCHES = (1, 2, 4, 8, 16, 32)
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+PROBES = 15  # of each width, for v
 TEXTS = 3  # prompts of each length
 STORIES = "stories"
 
@@ -157,7 +158,7 @@ def _sweep(
     spec = _spec(suite, ask, target, tuple(lane for _, lane in lanes))
     seen = compare_lanes(runner, spec, _questions(ask, PROMPTS), ask.repeats, report, cancelled)
     rows = seen.rows([{"lane": "Baseline", "k": 0}, *({"lane": name, "k": lane.k} for name, lane in lanes)])
-    probe = verify_costs(runner.target(), sorted({*WIDTHS, *(k + 1 for k in ks)}))
+    probe = verify_costs(runner.target(), sorted({*WIDTHS, *(k + 1 for k in ks)}), PROBES)
     remarks = []
     for family, lane in families.items():
         own = lane.k if lane.k in ks else ks[len(ks) // 2]
