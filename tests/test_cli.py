@@ -100,6 +100,12 @@ def test_settings_reach_the_run(tmp_path, capsys):
         (["bench", "embedded", "--repeats", "0"], "repeats must be 1 or more, not 0"),
         (["bench", "embedded", "--k", "8-1"], "--k takes a draft length from 1 to 16, or a range like 1-8, not '8-1'"),
         (["bench", "race-fairness", "--k", "3"], "suite 'race-fairness' has no draft length to choose; leave --k out"),
+        (["bench", "k", "--preset", "embeded-draft"], "unknown preset 'embeded-draft'; did you mean 'embedded-draft'?"),
+        (["bench", "peers", "--pair", "98mm"], "unknown pair '98mm'; did you mean '98m'?"),
+        (["bench", "peers", "--pair", "8m", "--dtype", "fp8"], "unknown dtype 'fp8'; "),
+        (["bench", "embedded", "--questions", "/no/q.jsonl"], "cannot read /no/q.jsonl: No such file or directory;"),
+        (["bench", "embedded", "--prompt", "a", "--questions", "b"], "prompts and a question file exclude each other;"),
+        (["bench", "embedded", "--html", "/no/folder/x.html"], "there is no folder /no/folder; make it first"),
         (["train", "nothing", "--corpus", "/no"], "unknown recipe 'nothing'; choose one of medusa, "),
         (["train", "stories-target", "--corpus", "/no"], "no corpus folder /no: name a folder of *.txt files"),
     ],
@@ -127,6 +133,15 @@ def test_the_process_itself_exits_with_2_and_no_traceback():
         [sys.executable, "-m", "specdemo", "run", "embedded-draft", "--k", "0"], capture_output=True, text=True
     )
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "specdemo: k must be 1 or more, not 0\n")
+
+
+def test_bench_prints_and_writes_its_numbers(capsys, tmp_path):
+    options = ["--repeats", "1", "--k", "2", "--preset", "embedded-ngram", "--new-tokens", "6", "--prompt", "Once upon"]
+    assert main(["bench", "k", *options, "--out", str(tmp_path / "r.json")]) == 0
+    out = capsys.readouterr().out
+    assert "embedded-ngram  2 " in out and "| 1 repeats, median [quartiles]" in out
+    stored = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
+    assert (stored["suite"], stored["config"]["ks"], stored["config"]["preset"]) == ("k", [2], "embedded-ngram")
 
 
 def test_presets_are_listed_quickly():

@@ -4,11 +4,29 @@ import json
 
 import pytest
 
-from specdemo.bench import suite
+from specdemo.bench import fairness, suite
+from specdemo.bench.fairness import Stalled
+from specdemo.bench.measure import Ask, Question, Tally, compare_lanes, read_questions, repeated, windows
 from specdemo.bench.report import bench_report, write_result
-from specdemo.bench.suite import Spread, Stalled, compare_lanes, run_suite
+from specdemo.bench.result import Result, Spread, read_result
+from specdemo.bench.suite import SUITES, run_suite
 from specdemo.core.protocol import Budget
-from specdemo.engine.session import LaneSpec
+from specdemo.core.trace import StepEvent
+from specdemo.engine.loop import never
+from specdemo.engine.session import LaneSpec, RunSpec, Session
+
+SHORT = {"new_tokens": 12, "prompts": ["Once upon a time"]}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(suite, "PROBES", 1)
+        patch.setattr(suite, "WIDTHS", (1,))
+        patch.setattr(fairness, "NEW_TOKENS", 8)
+        patch.setattr(fairness, "STALL_MS", 100.0)
+        patch.setattr(fairness, "PROMPTS", fairness.PROMPTS[:1])
+        yield
 
 
 def silent(share, what):
@@ -16,53 +34,187 @@ def silent(share, what):
     assert what
 
 
+def cancelled_after(calls):
+    left = iter(range(calls))
+    return lambda: next(left, None) is None
+
+
 @pytest.fixture(scope="module")
 def result():
-    lanes = (LaneSpec("draft_model", "stories-draft-wide", 3, name="wide"), LaneSpec("ngram", k=2, name="lookup"))
-    return compare_lanes("short", "stories", lanes, ("Once upon a time",), 2, silent, new_tokens=12)
+    return run_suite("embedded", Ask(2, ks=(3,), **SHORT), silent)
+
+
+@pytest.fixture(scope="module")
+def swept():
+    return run_suite("k", Ask(1, ks=(1, 2, 4), preset="embedded-ngram", **SHORT), silent)
 
 
 def test_a_row_per_lane_with_medians_and_quartiles(result):
-    assert [row["lane"] for row in result.rows] == ["Baseline", "wide", "lookup"]
+    assert [row["lane"] for row in result.rows] == ["Baseline", "wide draft", "deep draft", "prompt lookup"]
     for row in result.rows:
         spread = row["tokens/s"]
         assert 0 < spread.q1 <= spread.median <= spread.q3
     assert result.rows[0]["speed-up"] == Spread(1.0, 1.0, 1.0)
     assert result.rows[0]["tokens/pass"] == 1.0
     assert 0.0 < result.rows[1]["accepted"] <= 1.0
-    assert [row["output"] for row in result.rows] == [None, "identical", "identical"]
+    assert [row["output"] for row in result.rows] == [None, *["identical"] * 3]
+    assert (result.repeats, result.axis) == (2, "lane")
 
 
 def test_the_report_and_the_file_name_the_machine(result, tmp_path):
     text = bench_report(result)
-    assert text.startswith(f"short | {result.environment['device']}, 1 thread(s), float32 | 2 repeats")
-    assert len(text.splitlines()) == 2 + 4
+    assert text.startswith(f"embedded | {result.environment['device']}, 1 thread(s), float32 | 2 repeats")
     write_result(result, tmp_path / "r.json")
     stored = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
-    assert (stored["schema"], stored["suite"], stored["repeats"]) == (1, "short", 2)
+    assert (stored["schema"], stored["suite"], stored["repeats"]) == (1, "embedded", 2)
     assert stored["environment"]["versions"]["torch"]
-    assert set(stored["rows"][1]["tokens/s"]) == {"median", "q1", "q3"}
+    assert read_result(tmp_path / "r.json") == result
 
 
-def test_the_sweep_has_a_lane_per_method_and_k(monkeypatch):
-    asked = []
-    monkeypatch.setattr(suite, "compare_lanes", lambda name, target, lanes, *rest: asked.extend(lanes))
-    suite.embedded(1, (1, 2), silent)
-    assert [(lane.method, lane.model, lane.k) for lane in asked] == [
+def test_a_sweep_says_what_was_predicted_beside_what_was_measured(swept):
+    assert [(row["lane"], row["k"]) for row in swept.rows] == [
+        ("Baseline", 0),
+        *(("embedded-ngram", k) for k in (1, 2, 4)),
+    ]
+    assert swept.axis == "k"
+    assert [row["predicted"] is not None for row in swept.rows] == [False, True, True, True]
+    (remark,) = swept.remarks
+    assert remark.startswith("embedded-ngram: predicted from its run at k = 2, at most ")
+    assert "predicted best: " in remark
+
+
+def test_results_by_category(tmp_path):
+    asked = [("writing", "Once upon a time"), ("math", "Lily had two apples"), ("writing", "Tom saw a dog")]
+    lines = [json.dumps({"question_id": i, "category": c, "turns": [t, "More"]}) for i, (c, t) in enumerate(asked)]
+    path = tmp_path / "question.jsonl"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    result = run_suite("k", Ask(1, "embedded-ngram", (2,), new_tokens=6, questions=path), silent)
+    assert [row["category"] for row in result.rows[::2]] == ["writing", "math", "all"]
+    assert [row.get("predicted") is not None for row in result.rows] == [False] * 5 + [True]
+    assert result.config["questions"] == "question.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ("", "holds no questions"),
+        ("{", "line 1: not a question; it has the form "),
+        ('{"category": "a", "turns": []}', "line 1: not a question"),
+        ('{"category": 1, "turns": ["x"]}', "line 1: not a question"),
+        ('{"category": "a", "turns": ["x"]}\n7', "line 2: not a question"),
+    ],
+)
+def test_a_file_of_something_else_is_one_line(tmp_path, content, line):
+    path = tmp_path / "q.jsonl"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError) as refused:
+        read_questions(path)
+    assert line in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_depth_width_has_a_lane_per_draft_and_k(monkeypatch):
+    class Asked(Exception):
+        pass
+
+    def keep(runner, spec, *_):
+        raise Asked(*spec.lanes)
+
+    monkeypatch.setattr(suite, "compare_lanes", keep)
+    with pytest.raises(Asked) as asked:
+        run_suite("depth-width", Ask(1, ks=(1, 2)), silent)
+    assert [(lane.method, lane.model, lane.k) for lane in asked.value.args] == [
         ("draft_model", "stories-draft-wide", 1),
         ("draft_model", "stories-draft-wide", 2),
         ("draft_model", "stories-draft-deep", 1),
         ("draft_model", "stories-draft-deep", 2),
-        ("ngram", None, 1),
-        ("ngram", None, 2),
     ]
 
 
-def test_race_fairness_reports_both_clocks(monkeypatch):
-    monkeypatch.setattr(suite, "NEW_TOKENS", 8)
-    monkeypatch.setattr(suite, "STALL_MS", 200.0)
-    monkeypatch.setattr(suite, "PROMPTS", suite.PROMPTS[:1])
-    result = run_suite("race-fairness", 1, None, silent)
+def test_batches_grow_and_every_row_is_decoded(monkeypatch):
+    monkeypatch.setattr(suite, "BATCHES", (1, 3))
+    result = run_suite("batch", Ask(1, preset="embedded-ngram", new_tokens=8), silent)
+    assert [(row["lane"], row["batch"]) for row in result.rows] == [
+        ("Baseline", 1),
+        ("embedded-ngram", 1),
+        ("Baseline", 3),
+        ("embedded-ngram", 3),
+    ]
+    assert [row["tokens/pass"] for row in result.rows[::2]] == [1.0, 1.0]
+    assert result.rows[2]["speed-up"].median == 1.0
+    assert result.remarks[0].startswith(("Drafting still pays at batch size 3", "The gain is gone at batch size "))
+
+
+def test_prompts_grow_as_far_as_the_context_reaches(monkeypatch):
+    monkeypatch.setattr(suite, "LENGTHS", (16, 32, 1024))
+    result = run_suite("prompt", Ask(1, preset="embedded-ngram", new_tokens=4), silent)
+    assert [row["prompt tokens"] for row in result.rows[::2]] == [16, 32]
+    assert all(row["TTFT ms"].median > 0 for row in result.rows)
+
+
+def test_a_stopped_suite_keeps_its_finished_repeats():
+    done, remarks = repeated(3, silent, cancelled_after(3), lambda repeat, tick: tick(0.5) or repeat)
+    assert (done, remarks) == ([0], ["stopped after 1 of 3 repeats"])
+    with pytest.raises(ValueError, match="stopped before the first repeat was complete: nothing was measured"):
+        repeated(3, silent, cancelled_after(1), lambda repeat, tick: tick(0.5))
+
+
+def test_stopping_reaches_the_run_itself():
+    stop = []
+    spec = RunSpec("bench", "stories", "-", (LaneSpec("ngram", k=2),), 400, schedule="sequential")
+    runner = Session()
+
+    def report(share, what):
+        stop.append(share)
+
+    with pytest.raises(ValueError, match="stopped before the first repeat"):
+        compare_lanes(runner, spec, [Question("Once upon a time")], 1, report, lambda: len(stop) > 1)
+
+
+def test_windows_lie_evenly_on_an_endless_text():
+    assert [w.tolist() for w in windows([1, 2, 3, 4], 6, 2, "cpu")] == [[[1, 2, 3, 4, 1, 2]], [[3, 4, 1, 2, 3, 4]]]
+
+
+def test_a_tally_counts_rows_and_leaves_the_prefill_out():
+    probs = [[None, None], [None, None]]
+    prefill = StepEvent(0, [[], []], [[], []], [[0], [0]], [[1], [1]], [[], []], [[], []], {"prefill": 50.0})
+    step = StepEvent(
+        1, [[5, 6], [7, -1]], [[0, 1], [0, 1]], [[0, 1, 2], [0]], [[5, 6, 9], [8]], probs, probs, {"verify": 10.0}
+    )
+    tally = Tally()
+    tally.add([prefill, step])
+    assert (tally.tokens, tally.passes, tally.drafted, tally.accepted) == (4, 2, 3, 2)
+    assert tally.tokens_per_s == 400.0
+    assert tally.prefills == [50.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "ask", "line"),
+    [
+        ("embeded", Ask(), "unknown suite 'embeded'; did you mean 'embedded'?"),
+        ("k", Ask(0), "repeats must be 1 or more, not 0"),
+        ("k", Ask(ks=(0,)), "draft lengths go from 1 to 16, not [0]"),
+        ("k", Ask(ks=()), "draft lengths go from 1 to 16, not []"),
+        ("k", Ask(preset="nothing"), "unknown preset 'nothing'; "),
+        ("k", Ask(prompts=[" "]), "a prompt is empty; write at least one word"),
+        ("k", Ask(new_tokens=1), "new tokens must be 2 to 1024, not 1"),
+        ("peers", Ask(ks=(1,)), "suite 'peers' has no draft length to choose; leave --k out"),
+        ("race-fairness", Ask(device="cpu"), "suite 'race-fairness' has no device to choose; leave --device out"),
+        ("methods", Ask(preset="qwen3-8b"), "no embedded preset of one greedy lane runs on "),
+    ],
+)
+def test_a_wrong_ask_is_one_line(name, ask, line):
+    with pytest.raises(ValueError) as refused:
+        run_suite(name, ask, silent, never)
+    assert str(refused.value).startswith(line)
+
+
+def test_every_suite_takes_fields_that_exist():
+    assert all(entry.takes <= set(suite.NOUNS) for entry in SUITES.values())
+
+
+def test_race_fairness_reports_both_clocks():
+    result = run_suite("race-fairness", Ask(1), silent)
+    assert isinstance(result, Result)
     usual, stalled = result.rows
     assert stalled["the rival's ms/token"].median > usual["the rival's ms/token"].median
     assert result.remarks[0].startswith("The plain lane's own clock changed by ")
@@ -80,8 +232,3 @@ def test_a_stalled_drafter_waits_and_then_drafts():
     assert stalled.taps == (-1,)
     assert stalled.propose(Budget(2, 2)) == Budget(2, 2)
     assert next(times) == 5.0  # it looked until a second had passed, and not longer
-
-
-def test_spread_is_median_and_quartiles():
-    assert Spread.of([4.0, 1.0, 2.0, 3.0, 5.0]) == Spread(3.0, 2.0, 4.0)
-    assert Spread.of([2.0]) == Spread(2.0, 2.0, 2.0)

@@ -1,0 +1,136 @@
+"""Peers and floor on a tiny random pair: who takes part, who agrees, what is recorded and replayed."""
+
+import pytest
+import torch
+
+from specdemo.bench import floor as floors
+from specdemo.bench.floor import FixedTree, Recorded, overhead
+from specdemo.bench.measure import Ask
+from specdemo.bench.pairs import SIZES, Size, agreement, make_pair, random_pair
+from specdemo.bench.peers import BARE, OUR_DRAFT, OUR_PLAIN, PLAIN, cast, compete, contest, read_bytes
+from specdemo.bench.suite import run_suite
+from specdemo.core.protocol import Budget, GenerationConfig
+from specdemo.engine.loop import never
+from specdemo.methods import load_drafter
+
+TINY = Size(layers=4, hidden=64, feed_forward=96, heads=4, kv_heads=2, vocabulary=211, draft_layers=1)
+CPU = torch.device("cpu")
+
+
+def silent(share, what):
+    assert 0.0 <= share <= 1.0
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return random_pair("tiny", TINY, CPU, torch.float32, texts=2)
+
+
+def test_a_random_pair_agrees_about_as_often_as_asked(pair):
+    assert 0.6 < pair.agreement < 0.95
+    assert agreement(pair.target, pair.draft, torch.cat(pair.prompts)) == pytest.approx(pair.agreement, abs=0.2)
+    assert pair.draft.num_parameters() < pair.target.num_parameters()
+    assert pair.target.get_input_embeddings().weight is not pair.draft.get_input_embeddings().weight
+
+
+def test_the_same_pair_every_time(pair):
+    again = random_pair("tiny", TINY, CPU, torch.float32, texts=2)
+    assert torch.equal(again.target.lm_head.weight, pair.target.lm_head.weight)
+    assert [p.tolist() for p in again.prompts] == [p.tolist() for p in pair.prompts]
+
+
+def test_the_sizes_are_what_they_are_called():
+    assert [round(size.parameters / 1e6) for size in SIZES.values()] == [8, 98, 342, 8030]
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "line"),
+    [("98mm", "cpu", "unknown pair '98mm'; did you mean '98m'?"), (None, "gpu", "unknown device 'gpu'; use auto, cpu")],
+)
+def test_an_unknown_pair_or_device_is_one_line(name, device, line):
+    with pytest.raises(ValueError, match=line.replace("?", "\\?")):
+        make_pair(name, device, "auto")
+
+
+def test_a_pair_that_does_not_fit_is_refused(monkeypatch):
+    monkeypatch.setattr("specdemo.bench.pairs.free_bytes", lambda where: [10_000_000])
+    with pytest.raises(ValueError, match="pair '98m' needs .* GB, 0.0 GB are free on cpu; choose a smaller --pair"):
+        make_pair("98m", "cpu", "auto")
+
+
+def test_everybody_writes_the_same_text(pair):
+    result = compete(pair, 1, 20, silent, never)
+    assert result.rows[0]["lane"] == OUR_PLAIN
+    assert len(result.rows) == 8
+    assert [row["output"] for row in result.rows] == ["identical"] * 8
+    by_name = {row["lane"]: row for row in result.rows}
+    assert by_name[PLAIN]["speed-up"].median == 1.0
+    assert by_name[OUR_DRAFT]["tokens/pass"] > 1.5
+    for name in (OUR_PLAIN, OUR_DRAFT):
+        assert by_name[name]["overhead"].median > 0.0
+    assert by_name[OUR_DRAFT]["of drafting"].median > 0.0
+    assert result.remarks[0].startswith("Models: random, 0.2 M and 0.1 M parameters; the draft's first choice is ")
+
+
+def test_the_order_changes_from_repeat_to_repeat_and_the_clock_is_read_around_each_peer(pair):
+    called = []
+    peers = {name: lambda prompt, n, name=name: called.append(name) or [1] * n for name in "abcd"}
+    ticks = iter(range(10_000))
+    timed = contest(peers, pair.prompts, 5, 0, lambda share: None, lambda: float(next(ticks)))
+    assert called[:4] == called[4:]  # one order for all prompts of a repeat
+    assert {name: t.tokens_per_s for name, t in timed.items()} == dict.fromkeys("abcd", 10 / 2)
+    contest(peers, pair.prompts[:1], 5, 1, lambda share: None, lambda: float(next(ticks)))
+    assert sorted(called[8:]) == sorted(called[:4]) and called[8:] != called[:4]
+
+
+def test_the_bare_loop_drafts(pair):
+    everybody = cast(pair, Recorded(pair.target), Recorded(pair.draft))
+    passes = []
+    handle = pair.target.register_forward_hook(lambda *_: passes.append(1))
+    written = everybody[BARE](pair.prompts[0], 20)
+    handle.remove()
+    assert len(written) == 20
+    assert len(passes) < 16
+
+
+def test_the_forwards_of_a_run_are_made_again_on_caches_set_back(pair):
+    target, draft = Recorded(pair.target), Recorded(pair.draft)
+    drafter = load_drafter("draft_model", target, draft)
+    config = GenerationConfig(16, budget=Budget(3, 3), stop_token_ids=())
+
+    def shape(inputs, named):
+        return inputs[0].shape[1], named["past_key_values"].cursor.longest
+
+    seen = []
+    handle = pair.target.register_forward_pre_hook(
+        lambda _, inputs, named: seen.append(shape(inputs, named)),
+        with_kwargs=True,
+    )
+    found = overhead(target, drafter, draft, pair.prompts[0], config)
+    handle.remove()
+    _prefill, *calls = seen
+    assert found.steps > 1
+    assert calls[: found.steps] == calls[found.steps :]  # the same widths at the same places
+    assert found.whole == pytest.approx(found.step_ms / found.floor_ms)
+    assert found.draft is not None
+
+
+def test_a_fixed_tree_is_verified_and_changes_nothing(pair):
+    target = Recorded(pair.target)
+    config = GenerationConfig(8, budget=Budget(10, 10), stop_token_ids=())
+    assert overhead(target, FixedTree(target), None, pair.prompts[0], config).steps <= 7
+
+
+def test_the_floor_suite_has_a_row_per_shape_and_mode(pair, monkeypatch):
+    monkeypatch.setattr(floors, "make_pair", lambda *_: random_pair("tiny", TINY, CPU, torch.float32, texts=1))
+    result = run_suite("floor", Ask(1, new_tokens=6), silent)
+    assert [(row["lane"], row["sampling"]) for row in result.rows] == [
+        (lane, mode) for lane in ("plain", "chain, k=5", "tree of 10") for mode in ("greedy", "temperature 1")
+    ]
+    assert all(row["overhead"].median > 0.0 for row in result.rows)
+    assert [row["of drafting"] is not None for row in result.rows] == [False, False, True, True, False, False]
+
+
+def test_a_token_reads_every_weight_but_the_embedding_table(pair):
+    total = sum(p.numel() for p in pair.target.parameters())
+    assert read_bytes(pair.target) == 4 * (total - TINY.vocabulary * TINY.hidden)

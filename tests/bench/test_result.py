@@ -1,0 +1,85 @@
+"""A result's file, and what else is taken for one."""
+
+import json
+
+import pytest
+
+from specdemo.bench import page
+from specdemo.bench.result import MAX_RESULT_BYTES, Result, Spread, read_result, write_result
+
+RESULT = Result(
+    "k",
+    2,
+    {"target": "stories"},
+    {"device": "CPU <1>", "threads": 1, "dtype": "float32", "commit": "abc"},
+    [{"lane": "a", "k": 1, "tokens/s": Spread(3.0, 2.0, 4.0), "predicted": 1.5, "output": None}],
+    ["Fine."],
+    "k",
+)
+
+
+def stored(**changes):
+    return json.dumps({"schema": 1, "suite": "k", "repeats": 1, "config": {}, "environment": {}, "rows": []} | changes)
+
+
+def test_a_result_comes_back_as_it_was(tmp_path):
+    write_result(RESULT, tmp_path / "r.json")
+    assert read_result(tmp_path / "r.json") == RESULT
+    assert read_result(str(tmp_path / "r.json")) == RESULT
+    assert read_result((tmp_path / "r.json").read_text(encoding="utf-8")) == RESULT
+
+
+def test_spread_is_median_and_quartiles():
+    assert Spread.of([4.0, 1.0, 2.0, 3.0, 5.0]) == Spread(3.0, 2.0, 4.0)
+    assert Spread.of([2.0]) == Spread(2.0, 2.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        ("/no/file.json", "cannot read '/no/file.json': No such file or directory"),
+        ("a\0b", "cannot read "),
+        (b"[]", "not a specdemo result: the file: "),
+        (b"\xff", "not a specdemo result: the file: "),
+        (stored(schema=2), "not a specdemo result: schema: "),
+        (stored(repeats=0), "not a specdemo result: repeats: "),
+        (stored(rows=[{"a": [1]}]), "not a specdemo result: rows.0.a."),
+        (stored(rows=[{"a": {"median": 1.0}}]), "not a specdemo result: rows.0.a."),
+        (stored(axis="k"), "not a specdemo result: no row has its axis 'k'"),
+        (stored(extra=1), "not a specdemo result: extra: "),
+        (stored(suite="x" * 5000), "not a specdemo result: suite: "),
+        (b" " * (MAX_RESULT_BYTES + 1), "a result may hold 4 MB at most"),
+    ],
+)
+def test_anything_else_is_one_line(source, line):
+    with pytest.raises(ValueError) as refused:
+        read_result(source)
+    assert str(refused.value).startswith(line)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_page_holds_plot_table_and_machine(tmp_path, monkeypatch):
+    class Figure:
+        def to_html(self, full_html, include_plotlyjs):
+            assert include_plotlyjs is True
+            return "<div>plot</div>"
+
+    class Plot:
+        figure = staticmethod(lambda result: Figure())
+
+    monkeypatch.setattr(page, "import_module", lambda name: Plot)
+    page.write_page(RESULT, tmp_path / "r.html")
+    text = (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert "<div>plot</div>" in text and "CPU &lt;1&gt;" in text and "<dd>abc</dd>" in text and "3 [2 4]" in text
+    assert "http" not in text
+
+
+def test_a_suite_without_a_plot_has_its_table(tmp_path, monkeypatch):
+    class Plot:
+        @staticmethod
+        def figure(result):
+            raise ValueError("nothing to draw")
+
+    monkeypatch.setattr(page, "import_module", lambda name: Plot)
+    page.write_page(RESULT, tmp_path / "r.html")
+    assert "3 [2 4]" in (tmp_path / "r.html").read_text(encoding="utf-8")
