@@ -168,14 +168,23 @@ def prediction(trace: RunTrace) -> list[dict[str, Any]]:
 
 
 def _predicted(plain: LaneTrace, lane: LaneTrace) -> dict[str, Any]:
+    nothing = {"lane": lane.name, "predicted_speedup": None, "best_k": None, "best_speedup": None}
     asked = lane.options.get("k")
-    costs = observed([plain.events], [lane.events], asked if isinstance(asked, int) else 0)
-    entry: dict[str, Any] = {"lane": lane.name, "predicted_speedup": None, "best_k": None, "best_speedup": None}
-    if costs is not None:
+    summaries = summarise(plain), summarise(lane)
+    try:
+        costs = observed([plain.events], [lane.events], asked if isinstance(asked, int) else 0)
+        if costs is None:
+            return {**nothing, "sentence": explain(*summaries)}
         best = _limited_best(costs)
-        entry |= {"predicted_speedup": round(costs.speedup(costs.k), 4)}
-        entry |= {"best_k": best, "best_speedup": round(costs.speedup(best), 4)}
-    return entry | {"sentence": explain(summarise(plain), summarise(lane), costs)}
+        return {
+            "lane": lane.name,
+            "predicted_speedup": round(costs.speedup(costs.k), 4),
+            "best_k": best,
+            "best_speedup": round(costs.speedup(best), 4),
+            "sentence": explain(*summaries, costs),
+        }
+    except (ArithmeticError, ValueError):  # a stored trace may hold any times
+        return {**nothing, "sentence": explain(*summaries)}
 
 
 def explain(plain: Mapping[str, Any], lane: Mapping[str, Any], costs: Costs | None = None) -> str:

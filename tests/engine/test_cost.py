@@ -33,7 +33,7 @@ def plain_run(steps=40, ms=10.0):
     return [prefill(), *(chain(i, 0, 0, 0.0, ms) for i in range(1, steps + 1))]
 
 
-def simulated(rng, alphas, k, steps=4000, v=None, c=1.0, fixed=0.5, other=0.25):
+def simulated(rng, alphas, k, steps=2500, v=None, c=1.0, fixed=0.5, other=0.25):
     """A lane whose costs and acceptance are known."""
     v = v or (lambda n: 10.0 + n)
     events = [prefill()]
@@ -93,7 +93,7 @@ def test_a_drafter_that_is_often_silent_pays_for_what_it_drafts_alone():
 
 def test_the_costs_of_a_simulated_run_are_found_again():
     found = observed([plain_run()], [simulated(random.Random(0), [0.8, 0.6, 0.5], 3)])
-    assert found.alpha[:3] == pytest.approx([0.8, 0.6, 0.5], abs=0.03)
+    assert found.alpha[:3] == pytest.approx([0.8, 0.6, 0.5], abs=0.04)
     assert found.verify == pytest.approx({1: 1.0, 4: 1.4})
     assert found.step_ms(3) == pytest.approx(0.5 + 3.0 + 14.0 + 0.25)
     assert found.other_ms == pytest.approx(0.25)
@@ -106,7 +106,7 @@ def test_a_run_at_one_length_predicts_the_others():
     seen = seen.probed({n: 2.0 * (10.0 + n) for n in range(1, 8)})
     for k in range(1, 7):
         measured = speed(simulated(rng, alphas, k, fixed=0.0)) * 10.0
-        assert seen.speedup(k) == pytest.approx(measured, rel=0.05)
+        assert seen.speedup(k) == pytest.approx(measured, rel=0.06)
 
 
 def test_the_fixed_part_of_drafting_is_found_where_lengths_differ():
@@ -153,6 +153,13 @@ def test_nothing_is_claimed_of_nothing():
             "sentence": "Too few tokens to say.",
         }
     ]
+
+
+@pytest.mark.parametrize("ms", [0.0, 5e-324, 1.7e308])
+def test_times_that_cannot_be_break_nothing(ms):
+    lane = [prefill(), *(chain(i, 3, 1, ms, ms) for i in range(1, 9))]
+    (entry,) = prediction(trace(("lane", lane), options={"k": 10**9}))
+    assert isinstance(entry["sentence"], str)
 
 
 def test_the_prediction_of_a_run_agrees_with_its_own_measurement():
