@@ -14,6 +14,13 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--allow-any-model", action="store_true", help="accept any model id or path, not the list alone"
     )
+    parser.add_argument(
+        "--server",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="a server that lanes may run on, as in SPECDEMO_SERVERS; repeatable",
+    )
     return parser.parse_args(given)
 
 
@@ -22,9 +29,11 @@ def main() -> int:
     chosen = arguments()
     if os.environ.get("SPACES_ZERO_GPU"):
         import_module("spaces")  # has to come before torch
+    from specdemo.engine.servers import allow
     from specdemo.ui.page import serve
 
     try:
+        allow(chosen.server)
         serve(chosen.preset, chosen.host, chosen.port, chosen.allow_any_model)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -21,6 +21,7 @@ from typer.exceptions import TyperException
 
 from specdemo import __version__
 from specdemo.core.words import suggest
+from specdemo.engine.servers import allow
 from specdemo.methods import METHODS, knobs, method
 from specdemo.presets.schema import EMBEDDED, load_presets, preset
 
@@ -86,6 +87,11 @@ def run(
     schedule: Annotated[str | None, typer.Option(help="race or sequential.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")] = None,
+    server: Annotated[
+        list[str] | None,
+        typer.Option(help="A lane's OpenAI-compatible server; repeatable, the baseline's first if each lane has one."),
+    ] = None,
+    served_model: Annotated[str | None, typer.Option(help="What --server calls the target.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the trace (JSON) there.")] = None,
 ) -> int:
     """Race plain decoding against the lanes of a preset and print what came out."""
@@ -108,6 +114,10 @@ def run(
         "device": device,
     }
     chosen = preset(preset_id).with_changes(**{name: value for name, value in changes.items() if value is not None})
+    if served_model is not None and not server:
+        raise ValueError("--served-model is for a server; name one with --server")
+    allow(server or [])
+    chosen = chosen.on_servers(server or [], served_model)
 
     from specdemo.presets.run import check_writable, save_trace
 

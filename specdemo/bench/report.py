@@ -19,7 +19,7 @@ def race_report(trace: RunTrace) -> str:
     rows = [_race_row(*plain, plain[1], NONE)]
     rows += [_race_row(lane, numbers, plain[1], _output(trace, index)) for index, (lane, numbers) in enumerate(lanes)]
     told = zip(trace.lanes[1:], prediction(trace), strict=True)
-    sentences = [f"{lane.name}: {lane.note or predicted['sentence']}" for lane, predicted in told]
+    sentences = [f"{lane.name}: {_why(lane, predicted['sentence'])}" for lane, predicted in told]
     return visible("\n".join([_conditions(trace), "", table(header, rows), "", *sentences]))
 
 
@@ -40,7 +40,7 @@ def _race_row(lane: LaneTrace, numbers: dict[str, Any], plain: dict[str, Any], o
     speeds = numbers["tokens_per_s"], plain["tokens_per_s"]
     return (
         lane.name,
-        str(numbers["tokens"]),
+        _number(numbers["tokens"], "{}"),
         _number(speeds[0], "{:.1f}"),
         _number(speeds[0] / speeds[1] if all(speeds) else None, "{:.2f}x"),
         _number(numbers["acceptance_rate"], "{:.0%}"),
@@ -48,6 +48,12 @@ def _race_row(lane: LaneTrace, numbers: dict[str, Any], plain: dict[str, Any], o
         _number(numbers["ttft_ms"], "{:.1f}"),
         output if lane.finish in ("stop", "length") else lane.finish,
     )
+
+
+def _why(lane: LaneTrace, sentence: str) -> str:
+    if lane.note and lane.finish == "error":
+        return lane.note
+    return f"{sentence} Note: {lane.note}." if lane.note else sentence
 
 
 def _output(trace: RunTrace, index: int) -> str:

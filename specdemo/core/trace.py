@@ -3,6 +3,7 @@
 Times are milliseconds of device time. Definitions of every derived number stand beside `summarise` and `compare`.
 """
 
+from collections.abc import Sequence
 from dataclasses import field
 from itertools import pairwise
 from typing import Annotated, Any, Final, Literal
@@ -14,7 +15,8 @@ SCHEMA: Final = 1
 MAX_TRACE_BYTES = 16_000_000
 
 Finish = Literal["stop", "length", "cancelled", "error"]
-Kind = Literal["target", "accepted", "corrected", "bonus"]
+Kind = Literal["target", "accepted", "corrected", "bonus", "unknown"]
+Counter = Literal["steps", "drafted", "accepted", "acceptance_rate", "tokens_per_step"]
 Number = int | float | None
 _strict = ConfigDict(extra="forbid", allow_inf_nan=False)
 _FAST = FailFast()  # a hostile file gets one error per list, not millions
@@ -25,16 +27,19 @@ _ProbRows = Annotated[list[Annotated[list[float | None], _FAST]], _FAST]
 
 @checked(frozen=True, slots=True, config=_strict)
 class StepEvent:
-    """One target pass over B rows. The first event is the prefill: nothing drafted, one token emitted."""
+    """One target pass over B rows. The first event is the prefill: nothing drafted, one token emitted.
+
+    On a server (LaneTrace.remote) an event is a piece of text as it arrived: nothing is known of its passes.
+    """
 
     index: int
     drafted: _Rows  # [B][N] token ids, -1 absent
     parents: _Rows  # [B][N] parent slot of each node
-    path: _Rows  # [B][...] kept slots from the root (0) down
+    path: _Rows  # [B][...] kept slots from the root (0) down; empty: which tokens were drafted is unknown
     emitted: _Rows  # [B][...] after trimming at stop token and length
     draft_probs: _ProbRows  # [B][N] the drafter's probability of each node; None: it has none
     target_probs: _ProbRows  # [B][N] the target's probability of each node at that place
-    ms: dict[str, Annotated[float, Field(ge=0)]]  # prefill | draft verify accept commit observe
+    ms: dict[str, Annotated[float, Field(ge=0)]]  # prefill | draft verify accept commit observe | stream
     notes: dict[str, float] = field(default_factory=dict)
 
 
@@ -42,8 +47,10 @@ def kinds(event: StepEvent, row: int = 0) -> list[Kind]:
     """What each emitted token of a row is: accepted drafts, then one token of the target's own.
 
     That one is `bonus` when the path ended where nothing more was drafted, `corrected` when it ended above drafts that
-    were all refused, and `target` when nothing was drafted at all.
+    were all refused, and `target` when nothing was drafted at all. On a server every token is `unknown`.
     """
+    if not event.path[row]:
+        return ["unknown"] * len(event.emitted[row])
     drafted = [
         (n + 1, p) for n, (t, p) in enumerate(zip(event.drafted[row], event.parents[row], strict=True)) if t >= 0
     ]
@@ -58,9 +65,27 @@ def kinds(event: StepEvent, row: int = 0) -> list[Kind]:
     return [*accepted, last][: len(event.emitted[row])]
 
 
+@checked(frozen=True, slots=True, config=_strict)
+class Remote:
+    """The server a lane ran on, and what it told of the run. Times are wall times of arrival, the network included."""
+
+    server: str  # host:port
+    model: str  # its name there
+    endpoint: str  # which of the server's interfaces was used
+    tokens: int | None = None  # of the whole text, as the server counted them
+    counted: bool = False  # an emitted entry is a token; otherwise a piece of text, of unknown length
+    counters: dict[Counter, Number] = field(default_factory=dict)  # what it tells of a summary's numbers
+    accept_by_position: Annotated[list[Number], _FAST] = field(default_factory=list)
+    source: str = ""  # how the server defines its counters, and whom they count
+
+
 @checked(slots=True, config=_strict)
 class LaneTrace:
-    """One lane of a run. `pieces[i]` is the text token i added, so `"".join(pieces) == text`."""
+    """One lane of a run. `pieces[i]` is the text token i added, so `"".join(pieces) == text`.
+
+    token_ids of a remote lane are -1 where the server did not tell them; its prompt_ids and options are empty, and its
+    method is what the server was meant to run.
+    """
 
     name: str
     method: str
@@ -74,6 +99,7 @@ class LaneTrace:
     summary: dict[str, Number | list[Number]] = field(default_factory=dict)
     pieces: Annotated[list[str], _FAST] = field(default_factory=list)
     note: str | None = None  # why the lane failed or runs otherwise than asked
+    remote: Remote | None = None  # None: decoded here
 
 
 @checked(slots=True, config=_strict)
@@ -129,7 +155,7 @@ def _reason(error: ValidationError) -> str:
 def _check(lane: LaneTrace) -> None:
     """What types cannot say: rows agree with each other."""
     for event in lane.events:
-        if not _holds_together(event):
+        if not _holds_together(event, lane.remote is not None):
             raise ValueError(f"not a specdemo trace: lane {lane.name!r}: step {event.index} does not hold together")
     if [t for e in lane.events for t in e.emitted[0]] != lane.token_ids:
         raise ValueError(f"not a specdemo trace: lane {lane.name!r}: token_ids differ from what its events emitted")
@@ -137,11 +163,16 @@ def _check(lane: LaneTrace) -> None:
         raise ValueError(f"not a specdemo trace: lane {lane.name!r}: pieces and text disagree")
 
 
-def _holds_together(event: StepEvent) -> bool:
-    """Rows and columns agree, parents come first, a path goes from parent to child over drafted nodes."""
+def _holds_together(event: StepEvent, remote: bool) -> bool:
+    """Rows and columns agree, parents come first, a path goes from parent to child over drafted nodes.
+
+    Of a remote event neither drafts nor path are known.
+    """
     per_node = (event.drafted, event.parents, event.draft_probs, event.target_probs)
     if not event.path or {len(event.path)} != {len(field) for field in (*per_node, event.emitted)}:
         return False
+    if remote:
+        return not any(cells for rows in (*per_node, event.path) for cells in rows)
     for tokens, parents, path, emitted, *probs in zip(
         event.drafted, event.parents, event.path, event.emitted, event.draft_probs, event.target_probs, strict=True
     ):
@@ -164,8 +195,10 @@ def summarise(lane: LaneTrace, peak_memory_bytes: int = 0) -> dict[str, Any]:
     gets an equal share. drafted counts verified draft nodes, accepted those kept, acceptance_rate their quotient.
     tokens_per_step: emitted / target passes after the prefill, bonus included ("mean accepted length").
     accept_histogram[n]: steps that kept n drafts. accept_by_position[i]: of the steps that drafted at depth i + 1,
-    the share that kept a node there.
+    the share that kept a node there. None: unknown, as most of this is of a remote lane.
     """
+    if lane.remote is not None:
+        return _summarise_remote(lane, lane.remote)
     steps = lane.events[1:]
     decode_ms = sum(sum(e.ms.values()) for e in steps)
     emitted = sum(len(e.emitted[0]) for e in steps)
@@ -191,6 +224,31 @@ def summarise(lane: LaneTrace, peak_memory_bytes: int = 0) -> dict[str, Any]:
         "ms_verify": _total(steps, "verify"),
         "ms_other": _total(steps, "accept", "commit"),
         "peak_memory_bytes": peak_memory_bytes,
+    }
+
+
+def _summarise_remote(lane: LaneTrace, remote: Remote) -> dict[str, Any]:
+    """What can be seen from outside, and under it what the server's own counters say.
+
+    Where pieces do not come with their number of tokens, the first is taken for one token, as the servers' own
+    benchmarks do, and gaps between tokens are unknown.
+    """
+    steps = lane.events[1:]
+    tokens = len(lane.token_ids) if remote.counted else remote.tokens
+    first = len(lane.events[0].emitted[0]) if lane.events and remote.counted else 1
+    stream_ms = sum(sum(e.ms.values()) for e in steps)
+    gaps = sorted(sum(e.ms.values()) / len(e.emitted[0]) for e in steps for _ in e.emitted[0]) if remote.counted else []
+    unknown = "steps drafted accepted acceptance_rate tokens_per_step ms_draft ms_verify ms_other peak_memory_bytes"
+    return {
+        "tokens": tokens,
+        "tokens_per_s": None if tokens is None else _ratio(max(tokens - first, 0), stream_ms / 1000.0),
+        "ttft_ms": round(sum(lane.events[0].ms.values()), 3) if lane.events else None,
+        "itl_ms_p50": _quantile(gaps, 0.5),
+        "itl_ms_p95": _quantile(gaps, 0.95),
+        **dict.fromkeys(unknown.split()),
+        "accept_histogram": [],
+        "accept_by_position": remote.accept_by_position,
+        **{str(name): value for name, value in remote.counters.items()},
     }
 
 
@@ -222,9 +280,15 @@ def compare(baseline: LaneTrace, lane: LaneTrace, greedy: bool, margin: float | 
     speedup: tokens_per_s / tokens_per_s. identical: the same token ids (over the common length when one was cancelled);
     None under sampling, where only distributions agree. first_divergence: index of the first other token.
     divergence_margin: there, the gap between the target's two best logits in a one-token pass, when it was measured.
-    The session adds verdict: identical | rounding | differs (greedy), same distribution (sampling), lossy.
+    Where a server did not tell the ids, identical compares the texts, and first_divergence is unknown.
+    The session adds verdict: identical | rounding | differs (greedy), same distribution (sampling), lossy; and with a
+    server same text | text differs (greedy), unknown.
     """
-    a, b = baseline.token_ids, lane.token_ids
+    a: Sequence[Any] = baseline.token_ids
+    b: Sequence[Any] = lane.token_ids
+    known = not any(t < 0 for ids in (a, b) for t in ids)
+    if not known:
+        a, b = baseline.text, lane.text
     if "cancelled" in (baseline.finish, lane.finish):
         a, b = a[: len(b)], b[: len(a)]
     first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
@@ -235,7 +299,7 @@ def compare(baseline: LaneTrace, lane: LaneTrace, greedy: bool, margin: float | 
         "lane": lane.name,
         "speedup": round(ours / theirs, 4) if ours and theirs else None,
         "identical": first is None if greedy else None,
-        "first_divergence": first if greedy else None,
+        "first_divergence": first if greedy and known else None,
         "divergence_margin": margin if greedy else None,
     }
 

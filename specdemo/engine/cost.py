@@ -171,6 +171,9 @@ def _predicted(plain: LaneTrace, lane: LaneTrace) -> dict[str, Any]:
     nothing = {"lane": lane.name, "predicted_speedup": None, "best_k": None, "best_speedup": None}
     asked = lane.options.get("k")
     summaries = summarise(plain), summarise(lane)
+    if plain.remote or lane.remote:
+        source = f" {lane.remote.source}." if lane.remote and lane.remote.source else ""
+        return {**nothing, "sentence": explain(*summaries) + source}
     try:
         costs = observed([plain.events], [lane.events], asked if isinstance(asked, int) else 0)
         if costs is None:
@@ -191,6 +194,8 @@ def explain(plain: Mapping[str, Any], lane: Mapping[str, Any], costs: Costs | No
     """One sentence from two lane summaries (core.trace.summarise): what the speed-up or slow-down is made of. With the
     costs, also what takes most of the time and what would be faster."""
     speeds = plain.get("tokens_per_s"), lane.get("tokens_per_s")
+    if speeds[0] and speeds[1] and None in (plain["ms_verify"], lane["ms_verify"]):
+        return _from_outside(speeds[1] / speeds[0], lane)
     if not speeds[0] or not speeds[1] or not lane["steps"]:
         return "Too few tokens to say."
     speedup = speeds[1] / speeds[0]
@@ -202,6 +207,15 @@ def explain(plain: Mapping[str, Any], lane: Mapping[str, Any], costs: Costs | No
         return sentence + "; nothing was drafted."
     sentence += f"; {lane['acceptance_rate']:.0%} of the drafted tokens were kept"
     return sentence + (f"; {_dearest(costs)}; {_advice(costs, speedup)}." if costs else ".")
+
+
+def _from_outside(ratio: float, lane: dict[str, Any]) -> str:
+    """The sentence where a lane ran on a server, whose time nobody here can split."""
+    said = f"{'Faster' if ratio > 1 else 'Slower'}: {ratio:.2f}x the baseline's tokens/s, timed from outside"
+    rate, length = lane["acceptance_rate"], lane["tokens_per_step"]
+    kept = [] if rate is None else [f"{rate:.0%} of the drafted tokens were kept"]
+    emitted = [] if length is None else [f"a pass yielded {length:.2f} tokens"]
+    return "; ".join([said, *kept, *emitted]) + "."
 
 
 def _dearest(costs: Costs) -> str:

@@ -21,6 +21,8 @@ from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, compare, summari
 from specdemo.core.tree import ABSENT
 from specdemo.engine.loop import generate, never
 from specdemo.engine.race import SCHEDULES, race
+from specdemo.engine.remote import Form, RemoteLane
+from specdemo.engine.servers import check_listed, host, machine
 from specdemo.methods import BASELINE, check_model, load_drafter, method, reader, validate_options
 from specdemo.models.load import LoadProgress, load_model, rounding_noise, silent
 from specdemo.models.machine import commit, device_name, versions
@@ -33,7 +35,11 @@ Schedule = Literal["race", "sequential"]
 
 @dataclass(frozen=True)
 class LaneSpec:
-    """One speculative lane. k is the draft length, the depth of its budget."""
+    """One speculative lane. k is the draft length, the depth of its budget.
+
+    server: the address of a server on which it runs (remote.py), served_model what the target is called there; method,
+    model, k and options then say what that server is meant to run, which nobody checks.
+    """
 
     method: str
     model: str | None = None
@@ -41,11 +47,13 @@ class LaneSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
     acceptance: str = "lossless"
     name: str = ""
+    server: str | None = None
+    served_model: str | None = None
 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """A comparison. `lanes` are the speculative ones; plain decoding is always lane 0."""
+    """A comparison. `lanes` are the speculative ones; plain decoding is always lane 0, here or on `server`."""
 
     preset: str
     target: str
@@ -58,6 +66,19 @@ class RunSpec:
     dtype: str = "auto"
     device: str = "auto"
     quantization: str | None = None
+    server: str | None = None
+    served_model: str | None = None
+
+    @property
+    def all_lanes(self) -> tuple[LaneSpec, ...]:
+        """Lane 0 too."""
+        plain = LaneSpec(BASELINE, k=0, name="Baseline", server=self.server, served_model=self.served_model)
+        return plain, *self.lanes
+
+    @property
+    def all_remote(self) -> bool:
+        """True: no model is needed here."""
+        return all(lane.server for lane in self.all_lanes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,28 +161,37 @@ class Session:
         with self.lock:
             self._load(spec, progress)
             lanes = self._lanes(spec)
+            here = next((lane for lane in lanes if isinstance(lane, _Lane)), None)
             trace = RunTrace(
                 preset=spec.preset,
                 config=_config(spec),
-                environment=environment(lanes[0].target),
+                environment=environment(here.target if here else None),
                 schedule=spec.schedule,
                 lanes=[lane.trace for lane in lanes],
                 prompt=spec.prompt,
             )
             yield Started(trace)
             for index, lane in enumerate(lanes):
-                if getattr(lane.drafter, "note", ""):
-                    yield Note(lane.drafter.note, index)  # type: ignore[attr-defined]
-                _warm_up(lane, cancelled)
+                if isinstance(lane, _Lane):
+                    if getattr(lane.drafter, "note", ""):
+                        yield Note(lane.drafter.note, index)  # type: ignore[attr-defined]
+                    _warm_up(lane, cancelled)
             yield from _race(lanes, trace, spec, cancelled)
+            for index, lane in enumerate(lanes):
+                if isinstance(lane, RemoteLane):
+                    yield from _listen(lane, index, cancelled)
             _compare(trace, lanes, spec)
             yield Finished(trace)
 
     def _load(self, spec: RunSpec, progress: LoadProgress) -> None:
         target = (BASELINE, spec.target, _device(spec), spec.dtype, str(spec.quantization))
-        for lane in spec.lanes:
+        for lane in spec.all_lanes:
+            if lane.server is not None:
+                check_listed(lane.server)
             check_model(lane.method, validate_options(lane.method, dict(lane.options)), lane.model)
-        lanes = {_key(lane, target): lane for lane in spec.lanes if lane.model is not None}
+        if spec.all_remote:
+            return
+        lanes = {_key(lane, target): lane for lane in spec.lanes if lane.model is not None and lane.server is None}
         self._models = {key: model for key, model in self._models.items() if key == target or key in lanes}
         present = {_key(lane, target) for lane in spec.lanes}
         self._learners = {key: pair for key, pair in self._learners.items() if key[0] in present}
@@ -187,16 +217,24 @@ class Session:
         loaded = self._models[self._target]
         return HFTarget(loaded.model, loaded.tokenizer, loaded.name)
 
-    def _lanes(self, spec: RunSpec) -> list[_Lane]:
+    def _lanes(self, spec: RunSpec) -> list[_Lane | RemoteLane]:
+        if not spec.prompt.strip():
+            raise ValueError("the prompt is empty; write at least one word")
+        if spec.all_remote:
+            return [_remote_lane(spec, lane, ("chat/completions", "completions")) for lane in spec.all_lanes]
         tokenizer = self._models[self._target].tokenizer
         if tokenizer is None:
             raise ValueError(f"{spec.target} has no tokenizer; put its tokenizer.json into the same folder")
         context = self._fresh_target().max_length
-        if not spec.prompt.strip():
-            raise ValueError("the prompt is empty; write at least one word")
         prompt_ids = encode(tokenizer, spec.prompt, context - spec.max_new_tokens)
-        plain = LaneSpec(BASELINE, k=0, name="Baseline")
-        return [self._lane(spec, i, lane, prompt_ids, tokenizer) for i, lane in enumerate((plain, *spec.lanes))]
+        # as `encode` puts it: a server's chat interface applies the same template
+        forms: tuple[Form, ...] = ("completions", "chat/completions")
+        if tokenizer.chat_template:
+            forms = ("chat/completions",)
+        return [
+            _remote_lane(spec, lane, forms) if lane.server else self._lane(spec, i, lane, prompt_ids, tokenizer)
+            for i, lane in enumerate(spec.all_lanes)
+        ]
 
     def _lane(
         self, spec: RunSpec, index: int, lane: LaneSpec, prompt_ids: list[int], tokenizer: PreTrainedTokenizerBase
@@ -208,6 +246,7 @@ class Session:
         if not accept.exact:
             shown["acceptance"] = lane.acceptance
         trace = LaneTrace(lane.name or _lane_name(lane), lane.method, shown, accept.exact, prompt_ids)
+        _note_machine(trace, spec, lane)
         budget = Budget(lane.k, max(lane.k, int(options.get("nodes", 0))))
         config = GenerationConfig(spec.max_new_tokens, spec.sampling, budget, spec.seed)
         return _Lane(trace, target, tokenizer, drafter, accept, config, Detokenizer(tokenizer, prompt_ids))
@@ -244,16 +283,21 @@ def replay(trace: RunTrace) -> Iterator[Message]:
         left[index] -= 1
         if not left[index]:
             yield LaneDone(index, trace.lanes[index])
+    for index, lane in enumerate(trace.lanes):
+        if not lane.events:
+            yield LaneDone(index, lane)
     yield Finished(trace)
 
 
-def environment(target: HFTarget) -> dict[str, Any]:
-    """What the numbers were measured on, and when."""
+def environment(target: HFTarget | None) -> dict[str, Any]:
+    """What the numbers were measured on, and when. Without a target every lane ran on a server, of which no more is
+    known."""
+    on_cpu = target is not None and target.device.type != "cuda"
     return {
-        "device": device_name(target.device),
-        "threads": None if target.device.type == "cuda" else torch.get_num_threads(),
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "kernels": target.kernels,
+        "device": device_name(target.device) if target else "servers",
+        "threads": torch.get_num_threads() if on_cpu else None,
+        "dtype": str(target.dtype).removeprefix("torch.") if target else "unknown precision",
+        "kernels": target.kernels if target else "unknown",
         "versions": versions(),
         "commit": commit(),
         "date": datetime.now(UTC).date().isoformat(),
@@ -263,6 +307,21 @@ def environment(target: HFTarget) -> dict[str, Any]:
 def _key(lane: LaneSpec, target: tuple[str, ...]) -> tuple[str, ...]:
     """Names a loaded drafter; a head belongs to the target it was loaded for."""
     return reader(lane.method, lane.options), str(lane.model), *target
+
+
+def _remote_lane(spec: RunSpec, lane: LaneSpec, forms: tuple[Form, ...]) -> RemoteLane:
+    assert lane.server is not None
+    exact = accept_rule(lane.acceptance).exact
+    name = lane.name or f"Server {host(check_listed(lane.server))}"  # what it runs is for the preset to claim
+    trace = LaneTrace(name, lane.method, {}, exact, [])
+    _note_machine(trace, spec, lane)
+    config = GenerationConfig(spec.max_new_tokens, spec.sampling, Budget(0, 0), spec.seed)
+    return RemoteLane(trace, lane.server, lane.served_model, spec.target, spec.prompt, config, forms)
+
+
+def _note_machine(trace: LaneTrace, spec: RunSpec, lane: LaneSpec) -> None:
+    if machine(lane.server) != machine(spec.server):
+        trace.note = "it runs on another machine than the baseline, so the ratio of speeds is not speculation's alone"
 
 
 def _device(spec: RunSpec) -> str:
@@ -298,8 +357,12 @@ def _events(lane: _Lane, config: GenerationConfig, cancelled: Callable[[], bool]
     return generate(lane.target, lane.drafter, prompt, config, accept=lane.accept, cancelled=cancelled)
 
 
-def _race(lanes: list[_Lane], trace: RunTrace, spec: RunSpec, cancelled: Callable[[], bool]) -> Iterator[Message]:
-    peaks = [0] * len(lanes)
+def _race(
+    all_lanes: list[_Lane | RemoteLane], trace: RunTrace, spec: RunSpec, cancelled: Callable[[], bool]
+) -> Iterator[Message]:
+    """The lanes that run here."""
+    lanes = {index: lane for index, lane in enumerate(all_lanes) if isinstance(lane, _Lane)}
+    peaks = dict.fromkeys(lanes, 0)
 
     def guarded(index: int) -> Iterator[StepEvent]:
         """A lane that fails ends alone, with its reason; the others go on."""
@@ -313,20 +376,36 @@ def _race(lanes: list[_Lane], trace: RunTrace, spec: RunSpec, cancelled: Callabl
             lane.trace.note = str(error).partition("\n")[0]
 
     done = set[int]()
-    steps = SCHEDULES[spec.schedule]([guarded(i) for i in range(len(lanes))])
-    for index, event in steps:
+    order = list(lanes)
+    steps = SCHEDULES[spec.schedule]([guarded(i) for i in order])
+    for place, event in steps:
+        index = order[place]
         lane = lanes[index]
         yield _record(lane, index, event, trace.vocabulary, spec.max_new_tokens)
         if lane.trace.finish != "cancelled":
             done.add(index)
             lane.trace.summary = summarise(lane.trace, peaks[index])
             yield LaneDone(index, lane.trace)
-    for index, lane in enumerate(lanes):
+    for index, lane in lanes.items():
         if index not in done:
             lane.trace.summary = summarise(lane.trace, peaks[index])
             if lane.trace.note:
                 yield Note(lane.trace.note, index)
             yield LaneDone(index, lane.trace)
+
+
+def _listen(lane: RemoteLane, index: int, cancelled: Callable[[], bool]) -> Iterator[Message]:
+    """A lane on a server, alone: nothing here runs meanwhile. One that fails ends alone, with its reason."""
+    try:
+        for event, text in lane.events(cancelled):
+            yield Step(index, event, [*[""] * (len(event.emitted[0]) - 1), text], [])
+    except RuntimeError as error:
+        lane.trace.finish = "error"
+        lane.trace.note = str(error)
+    lane.trace.summary = summarise(lane.trace)
+    if lane.trace.note:
+        yield Note(lane.trace.note, index)
+    yield LaneDone(index, lane.trace)
 
 
 def _record(lane: _Lane, index: int, event: StepEvent, vocabulary: dict[str, str], limit: int) -> Step:
@@ -355,19 +434,31 @@ def _memory(lane: _Lane) -> int:
     return sum(getattr(x, "weight_bytes", 0) + getattr(x, "history_bytes", 0) for x in held)
 
 
-def _compare(trace: RunTrace, lanes: list[_Lane], spec: RunSpec) -> None:
+def _compare(trace: RunTrace, lanes: list[_Lane | RemoteLane], spec: RunSpec) -> None:
     baseline = trace.lanes[0]
     for lane in trace.lanes[1:]:
         row = compare(baseline, lane, spec.sampling.greedy)
         index = row["first_divergence"]
         if not lane.exact:
             row["verdict"] = "lossy"
+        elif baseline.remote or lane.remote:
+            row["verdict"] = _from_outside(baseline, lane, row["identical"])
         elif index is None:
             row["verdict"] = "identical" if spec.sampling.greedy else "same distribution"
         else:
+            assert isinstance(lanes[0], _Lane)
             row["divergence_margin"], rounding = _divergence(lanes[0], baseline, lane, index)
             row["verdict"] = "rounding" if rounding else "differs"
         trace.comparison.append(row)
+
+
+def _from_outside(baseline: LaneTrace, lane: LaneTrace, same: bool | None) -> str:
+    """The verdict where a server wrote one of the texts. Its rule of sampling, and why a text differs, are unknown."""
+    if same is None or "error" in (baseline.finish, lane.finish):
+        return "unknown"
+    if not same:
+        return "text differs"
+    return "same text" if -1 in (*baseline.token_ids, *lane.token_ids) else "identical"
 
 
 @torch.no_grad()

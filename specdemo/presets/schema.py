@@ -7,7 +7,7 @@ checked when it is read; what only a method's own code knows (its options, wheth
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +18,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from specdemo.core.words import suggest
+from specdemo.engine.servers import address, check_listed
 from specdemo.methods import METHODS, MODEL_OPTIONS, check_model, knobs, method, validate_options
 
 if TYPE_CHECKING:  # the engine brings torch and transformers along
@@ -85,6 +86,7 @@ def _device(name: str) -> str:
     return name
 
 
+Server = Annotated[str, Field(max_length=300), AfterValidator(address)]
 Name = Annotated[str, Field(max_length=80), AfterValidator(_label)]
 Model = Annotated[str, Field(min_length=1, max_length=300), AfterValidator(_label)]
 Prompt = Annotated[str, Field(max_length=LIMITS.prompt), AfterValidator(_printable), AfterValidator(_some_words)]
@@ -92,7 +94,7 @@ _strict = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=Fal
 
 
 class LaneConfig(BaseModel):
-    """One speculative lane; `k` is the draft length."""
+    """One speculative lane; `k` is the draft length. On a `server` the rest says what that server is meant to run."""
 
     model_config = _strict
     method: Annotated[str, AfterValidator(_known_method)]
@@ -101,6 +103,8 @@ class LaneConfig(BaseModel):
     options: dict[str, int | float | bool | str] = {}
     acceptance: Literal["lossless", "typical"] = "lossless"
     name: Name = ""
+    server: Server | None = None
+    served_model: Model | None = None
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -119,7 +123,7 @@ class LaneConfig(BaseModel):
 
 
 class Preset(BaseModel):
-    """One comparison. Lane 0, plain decoding, is always there and not listed."""
+    """One comparison. Lane 0, plain decoding, is always there and not listed; it runs on `server`, None: here."""
 
     model_config = _strict
     id: Name
@@ -138,6 +142,8 @@ class Preset(BaseModel):
     min_p: float = Field(0.0, ge=0.0, lt=1.0)
     seed: int = Field(0, ge=0, le=LIMITS.seed)
     schedule: Literal["race", "sequential"] = "race"
+    server: Server | None = None
+    served_model: Model | None = None
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -166,6 +172,22 @@ class Preset(BaseModel):
         changed = _build(whole.model_dump() | {"lanes": _change_lanes(whole.lanes, of_lanes, whole.target)})
         return changed.model_copy(update={"lanes": [lane.checked() for lane in changed.lanes]})
 
+    def on_servers(self, servers: Sequence[str], served_model: str | None = None) -> "Preset":
+        """The same comparison with a server a lane, in their order; of one more the first is the baseline's.
+
+        Raises ValueError for more than that.
+        """
+        if len(servers) > len(self.lanes) + 1:
+            raise ValueError(f"{len(servers)} servers for {len(self.lanes)} lanes and the baseline; name fewer")
+        first = list(servers[: -len(self.lanes)])
+        named = dict(zip(range(len(self.lanes)), servers[len(first) :], strict=False))
+        lanes = [
+            lane.model_dump() | ({"server": named[i], "served_model": served_model} if i in named else {})
+            for i, lane in enumerate(self.lanes)
+        ]
+        baseline = {"server": first[0], "served_model": served_model} if first else {}
+        return _build(self.model_dump() | {"lanes": lanes} | baseline)
+
     def spec(self) -> "RunSpec":
         """What the engine runs."""
         from specdemo.core.sampling import Sampling
@@ -176,7 +198,10 @@ class Preset(BaseModel):
             preset=self.id,
             target=self.target,
             prompt=self.prompt,
-            lanes=tuple(LaneSpec(ln.method, ln.model, ln.k, ln.options, ln.acceptance, ln.name) for ln in lanes),
+            lanes=tuple(
+                LaneSpec(ln.method, ln.model, ln.k, ln.options, ln.acceptance, ln.name, ln.server, ln.served_model)
+                for ln in lanes
+            ),
             max_new_tokens=self.max_new_tokens,
             sampling=Sampling(self.temperature, self.top_k, self.top_p, self.min_p),
             seed=self.seed,
@@ -184,6 +209,8 @@ class Preset(BaseModel):
             dtype=self.dtype,
             device=self.device,
             quantization=self.quantization,
+            server=self.server,
+            served_model=self.served_model,
         )
 
 
@@ -298,7 +325,8 @@ def allowed_models(presets: Mapping[str, Preset]) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*EMBEDDED, *(model for p in presets.values() for model in p.models)]))
 
 
-# Share links. dtype, device and quantization stay out: they belong to the machine, not to the comparison.
+# Share links. dtype, device, quantization and what servers call their models stay out: they belong to the machine, not
+# to the comparison. A lane's server counts only where the operator of the page that reads the link has listed it.
 
 _LINK_FIELDS: dict[str, type] = {
     "target": str,
@@ -311,7 +339,7 @@ _LINK_FIELDS: dict[str, type] = {
     "seed": int,
     "schedule": str,
 }
-_LINK_LANE_FIELDS: dict[str, type] = {"model": str, "k": int, "acceptance": str, "name": str}
+_LINK_LANE_FIELDS: dict[str, type] = {"model": str, "k": int, "acceptance": str, "name": str, "server": str}
 _NOTES = 6
 FOREIGN = "a link may only name models that are embedded or in a preset"
 
@@ -443,6 +471,8 @@ class _Link:
             raise ValueError(FOREIGN)
         if name == "prompt" and len(text) > LIMITS.link_prompt:
             raise ValueError(f"a prompt in a link has {LIMITS.link_prompt} characters at most, not {len(text)}")
+        if name == "server":
+            return check_listed(text) if text else None
         if kind is str:
             return text
         try:
@@ -505,4 +535,4 @@ def _lane_pairs(lane: LaneConfig, reference: LaneConfig, suffix: str) -> list[tu
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else repr(value)
+    return value if isinstance(value, str) else "" if value is None else repr(value)

@@ -13,13 +13,15 @@ from typing import Any
 
 import gradio as gr
 
+from specdemo.engine.servers import host, listed
 from specdemo.methods import BASELINE, METHODS, Knob, knobs, method, reader
 from specdemo.presets.schema import DEFAULT, LIMITS, LaneConfig, Preset, allowed_models, load_presets, preset
 from specdemo.ui import heavy
 
 LANES = LIMITS.lanes - 1
 WHOLE = ("target", "prompt", "temperature", "top_p", "top_k", "min_p", "seed", "max_new_tokens", "schedule")
-LANE = ("method", "model", "k", "acceptance", "options")
+LANE = ("method", "model", "k", "acceptance", "options", "server")
+HERE = ("this machine", "")
 COUNTS = ("top_k", "seed", "max_new_tokens")  # whole numbers, which a browser may send as 4.0
 ACCEPTANCE = [("lossless", "lossless"), ("typical (lossy)", "typical")]
 DRAFTING = [name for name in METHODS if name != BASELINE]
@@ -36,11 +38,12 @@ class LaneControls:
     k: gr.Slider
     acceptance: gr.Dropdown
     options: gr.State  # knob -> value, of the knobs that are not at their default
+    server: gr.Dropdown  # where it runs; unseen unless the operator listed servers
     drawn: gr.Number  # counts up when the option controls have to be drawn anew; unseen
 
     @property
     def inputs(self) -> list[Any]:
-        return [self.method, self.model, self.k, self.acceptance, self.options]
+        return [self.method, self.model, self.k, self.acceptance, self.options, self.server]
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,7 @@ def fill(chosen: Preset, drawn: Sequence[int]) -> list[Any]:
         value = _model(lane, chosen.target)
         update = gr.update(visible=lane.model is not None, value=value, choices=_model_choices(value))
         values[_place(index, "model")] = update
+        values[_place(index, "server")] = gr.update(value=lane.server or "", choices=_servers(lane.server))
     blocks = _shown(len(chosen.lanes))[1:]
     return [*values, *_picked(chosen), about(load_presets()[chosen.id]), *blocks, *(n + 1 for n in drawn)]
 
@@ -280,6 +284,14 @@ def _draw_lane(block: gr.Column, number: int, lane: LaneConfig, start: Preset, a
             ACCEPTANCE, value=lane.acceptance, label="Acceptance", min_width=140, elem_id=f"acceptance-{number}"
         ),
         gr.State(dict(lane.options)),
+        gr.Dropdown(
+            _servers(lane.server),
+            value=lane.server or "",
+            label="Runs on",
+            visible=bool(listed()),
+            min_width=150,
+            elem_id=f"server-{number}",
+        ),
         gr.Number(0, elem_classes="unseen"),  # no State: its change would not be noticed outside the queue
     )
 
@@ -300,6 +312,12 @@ def _model_choices(value: str) -> list[tuple[str, str]]:
     """Labels and values: what may be named, and what is."""
     names = dict.fromkeys([value, *allowed_models(load_presets()), *TRAINED])
     return [(Path(name).name if name in TRAINED else name, name) for name in names]
+
+
+def _servers(chosen: str | None) -> list[tuple[str, str]]:
+    """Labels and values of the places where a lane can run."""
+    named = dict.fromkeys(name for name in (chosen, *listed()) if name)
+    return [HERE, *((f"server {host(name)}", name) for name in named)]
 
 
 def _draw_options(page: gr.Blocks, target: gr.components.Component, lane: LaneControls, number: int) -> None:
@@ -381,12 +399,13 @@ def _model(lane: LaneConfig, target: str) -> str:
 
 
 def _lane_values(lane: LaneConfig, target: str) -> Iterator[Any]:
-    return iter((lane.method, _model(lane, target), lane.k, lane.acceptance, dict(lane.options)))
+    server = lane.server or ""
+    return iter((lane.method, _model(lane, target), lane.k, lane.acceptance, dict(lane.options), server))
 
 
 def _lane_config(values: Sequence[Any], named: Sequence[LaneConfig]) -> dict[str, Any]:
     """One lane's controls as data; it keeps the name the preset gave it as long as it is the same method and model."""
-    name, model, k, acceptance, options = values
+    name, model, k, acceptance, options, server = values
     options = _known(name, options)
     model = (model or None) if needs_model(name, options) else None
     return {
@@ -396,6 +415,8 @@ def _lane_config(values: Sequence[Any], named: Sequence[LaneConfig]) -> dict[str
         "options": options,
         "acceptance": acceptance,
         "name": next((lane.name for lane in named if (lane.method, lane.model) == (name, model)), ""),
+        "server": server or None,
+        "served_model": next((lane.served_model for lane in named if lane.server == server), None),
     }
 
 

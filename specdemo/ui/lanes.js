@@ -10,9 +10,17 @@ const VERDICTS = {
   differs: ["✗ differs", "bad"],
   "same distribution": ["∼ same distribution", "good"],
   lossy: ["⚠ lossy", "fair"],
+  "same text": ["✓ same text", "good"],
+  "text differs": ["≠ text differs", "fair"],
+  unknown: ["? unknown", ""],
 };
 const FATES = { accepted: "✓ accepted", rejected: "✗ rejected", "not reached": "· not reached" };
-const OWN = { corrected: "↺ corrected by target", bonus: "★ bonus of target", target: "target's own token" };
+const OWN = { corrected: "↺ corrected by target", bonus: "★ bonus of target", target: "target's own token", unknown: "? unknown: its server does not tell" };
+// What cannot be seen of a lane on a server, unless its summary brings the server's own counters.
+const UNSEEN = {
+  acceptance_rate: null, tokens_per_step: null, drafted: null, accepted: null, steps: null,
+  accept_histogram: [], accept_by_position: [], ms_draft: null, ms_verify: null, ms_other: null,
+};
 
 const total = (ms) => Object.values(ms).reduce((a, b) => a + b, 0);
 const milliseconds = (x) => fixed(x, x < 10 ? 2 : x < 100 ? 1 : 0);
@@ -217,6 +225,13 @@ function mark(lane) {
 
 const lossy = (lane) => (lane.exact === false ? [make("em", "sd-lossy", "lossy")] : []);
 
+function remote(lane) {
+  if (!lane.remote) return [];
+  const node = make("em", "sd-remote", `remote: ${lane.remote.server}, what was drafted is unknown`);
+  node.title = [lane.remote.model, lane.remote.endpoint].filter(Boolean).join(" at ");
+  return [node];
+}
+
 function laneCard(lane) {
   const card = make("article", "sd-lane");
   card.dataset.of = lane.index;
@@ -227,9 +242,10 @@ function laneCard(lane) {
   const number = make("b", "", "–");
   number.dataset.metric = "tokens_per_s";
   number.dataset.lane = lane.index;
-  speed.append(number, " tok/s");
+  const unit = make("span", "", "tok/s");
+  speed.append(number, " ", unit);
   header.append(mark(lane), title, make("span", "sd-how", how(lane)), state, speed);
-  title.append(...lossy(lane));
+  title.append(...lossy(lane), ...remote(lane));
   const text = make("div", "sd-text");
   text.dataset.lane = lane.index;
   text.tabIndex = 0;
@@ -241,10 +257,11 @@ function laneCard(lane) {
   note.hidden = true;
   card.append(header, note, text);
   $(".sd-lanes").append(card);
-  return { card, state, number, text, note };
+  return { card, state, number, unit, text, note };
 }
 
 function how(lane) {
+  if (lane.remote) return "";
   if (!lane.index) return "one token per target pass";
   const { model, ...rest } = lane.options || {};
   return Object.entries(rest).map(([name, value]) => `${name} = ${value}`).join(" · ");
@@ -342,6 +359,7 @@ function measure(lane) {
 function drawDone(lane, line) {
   lane.finish = line.finish;
   lane.summary = line.summary;
+  if (lane.remote) lane.remote = line.remote;
   if (line.note) laneNote(lane, line.note);
   const seconds = `${(lane.clock / 1000).toFixed(2)} s`;
   const words = { stop: [`done in ${seconds}`, "good"], length: [`done in ${seconds}`, "good"] };
@@ -397,11 +415,15 @@ function numbers(lane) {
     ms_verify: lane.split.verify,
     ms_other: lane.split.other,
   };
-  return { ...live, ...s };
+  return { ...live, ...(lane.remote ? UNSEEN : {}), ...s };
 }
+
+// A piece that a server sends may be several tokens; how many there were is known at the end, if at all.
+const inPieces = (lane) => lane.remote && !isNumber(lane.summary?.tokens);
 
 function speedup(lane) {
   if (lane.comparison) return lane.comparison.speedup;
+  if ([lane, run.lanes[0]].some(inPieces)) return null;
   const [ours, theirs] = [numbers(lane).tokens_per_s, numbers(run.lanes[0]).tokens_per_s];
   return ours && theirs ? ours / theirs : null;
 }
@@ -418,15 +440,20 @@ function repaint() {
     const n = numbers(lane);
     lane.view.number.textContent = fixed(n.tokens_per_s, n.tokens_per_s < 100 ? 1 : 0);
     lane.view.number.dataset.value = n.tokens_per_s ?? "";
+    lane.view.unit.textContent = inPieces(lane) ? "pieces/s" : "tok/s";
     const share = run.start.limit ? Math.min(1, lane.tokens / run.start.limit) : 0;
     lane.bar.fill.style.transform = `scaleX(${lane.finish === "stop" ? 1 : share})`;
-    lane.bar.tokens.textContent = lane.tokens;
+    lane.bar.tokens.textContent = inPieces(lane) ? `${lane.tokens} pieces` : `${n.tokens ?? lane.tokens} tok`;
     lane.bar.time.textContent = `${(lane.clock / 1000).toFixed(2)} s`;
   }
   const drafting = run.lanes.slice(1);
   tile("speedup", drafting, several, (lane) => speedTile(lane));
-  tile("acceptance", drafting, several, ({ n }) => [percent(n.acceptance_rate), `${n.accepted} of ${n.drafted}`, "", n.acceptance_rate]);
-  tile("per-pass", drafting, several, ({ n }) => [fixed(n.tokens_per_step, 2), `${n.steps} passes`, "", n.tokens_per_step]);
+  tile("acceptance", drafting, several, ({ lane, n }) => {
+    return [percent(n.acceptance_rate), isNumber(n.drafted) ? `${n.accepted} of ${n.drafted}` : byServer(lane, n.acceptance_rate), "", n.acceptance_rate];
+  });
+  tile("per-pass", drafting, several, ({ lane, n }) => {
+    return [fixed(n.tokens_per_step, 2), isNumber(n.steps) ? `${n.steps} passes` : byServer(lane, n.tokens_per_step), "", n.tokens_per_step];
+  });
   tile("output", drafting, several, ({ lane }) => outputTile(lane));
   tile("memory", run.lanes, true, ({ n }) => [megabytes(n.peak_memory_bytes), "", "", n.peak_memory_bytes]);
   latency();
@@ -455,6 +482,9 @@ function tile(name, lanes, several, cells) {
     })
   );
 }
+
+// What stands under a number that a server's counters may or may not give.
+const byServer = (lane, value) => (lane.remote && isNumber(value) ? "by its server's metrics" : lane.remote ? "unknown" : "");
 
 function speedTile({ lane }) {
   const x = speedup(lane);
@@ -508,9 +538,9 @@ function raceBar(lane) {
   const fill = make("div", "sd-fill");
   track.append(fill);
   const result = make("span", "sd-result");
-  const tokens = make("b", "", "0");
+  const tokens = make("b", "", "0 tok");
   const time = make("span", "sd-time", "");
-  result.append(tokens, " tok ", time);
+  result.append(tokens, " ", time);
   const name = make("span", "sd-name");
   name.append(mark(lane), make("span", "", lane.name), ...lossy(lane));
   row.append(name, track, result);
@@ -555,6 +585,11 @@ function histogram() {
   const bars = n.accept_histogram || [];
   const rates = n.accept_by_position || [];
   const box = $(".sd-histogram");
+  if (lane.remote) {
+    const kept = rates.length ? [`Its server kept at position: ${rates.map((r, i) => `${i + 1}: ${percent(r)}`).join("  ")}. ${lane.remote.source}.`] : [];
+    box.replaceChildren(...["How many drafts each pass kept is unknown.", ...kept].map((words) => make("p", "sd-small", words)));
+    return;
+  }
   if (!lane.index || !bars.length || !n.drafted) {
     box.replaceChildren(make("p", "sd-small", lane.index ? "Nothing was drafted yet." : "The baseline drafts nothing."));
     return;
@@ -626,8 +661,8 @@ function times() {
       track.setAttribute("aria-label", names.map((name, j) => `${name} ${milliseconds(split[i][j])} ms`).join(", "));
       const learning = lane.trainMs ? `, ${milliseconds(lane.trainMs)} ms of it training` : "";
       const share = sum(split[i]) ? `${percent(split[i][0] / sum(split[i]))} draft${learning}` : "";
-      row.append(mark(lane), track, make("span", "sd-ms", `${(sum(split[i]) / 1000).toFixed(2)} s`));
-      if (lane.index) row.append(make("small", "", share));
+      row.append(mark(lane), track, make("span", "sd-ms", lane.remote ? "unknown" : `${(sum(split[i]) / 1000).toFixed(2)} s`));
+      if (lane.index && !lane.remote) row.append(make("small", "", share));
       return row;
     })
   );
@@ -708,7 +743,7 @@ function inspect() {
   const parts = Object.entries(line.ms).map(([name, ms]) => `${name} ${milliseconds(ms)}`);
   const drafted = line.fates.filter(Boolean).length;
   const kept = line.fates.filter((fate) => fate === "accepted").length;
-  const what = run.picked.step ? (drafted ? `${kept} of ${drafted} drafts kept` : "nothing drafted") : "prefill";
+  const what = lane.remote ? "a piece as it arrived, what was drafted is unknown" : run.picked.step ? (drafted ? `${kept} of ${drafted} drafts kept` : "nothing drafted") : "prefill";
   $(".sd-step").replaceChildren(
     mark(lane),
     ` Step ${run.picked.step} of ${lane.steps.length - 1} · ${what} · ${milliseconds(total(line.ms))} ms (${parts.join(", ")})`

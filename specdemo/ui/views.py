@@ -8,6 +8,7 @@ import csv
 import io
 import json
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any, Literal
 
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, kinds
@@ -51,7 +52,8 @@ def view(message: Shown) -> dict[str, Any]:
         case Step(lane, event, pieces, drafted):
             return _step(lane, event, pieces, drafted)
         case LaneDone(lane, trace):
-            return {"type": "done", "lane": lane, "finish": trace.finish, "note": trace.note, "summary": trace.summary}
+            done = {"type": "done", "lane": lane, "finish": trace.finish, "note": trace.note, "summary": trace.summary}
+            return done | {"remote": _remote(trace)}
         case Finished(trace):
             return {"type": "end", "finish": finish(trace), "comparison": _comparison(trace)}
         case Note(text, lane):
@@ -131,7 +133,15 @@ def _start(trace: RunTrace) -> dict[str, Any]:
 
 
 def _lane(lane: LaneTrace) -> dict[str, Any]:
-    return {"name": lane.name, "method": lane.method, "options": lane.options, "exact": lane.exact, "note": lane.note}
+    of_preset = {"name": lane.name, "method": lane.method, "options": lane.options, "exact": lane.exact}
+    return of_preset | {"note": lane.note, "remote": _remote(lane)}
+
+
+def _remote(lane: LaneTrace) -> dict[str, Any] | None:
+    """The server a lane ran on and what its numbers mean; None: it ran here."""
+    if lane.remote is None:
+        return None
+    return {name: getattr(lane.remote, name) for name in ("server", "model", "endpoint", "source")}
 
 
 def _step(lane: int, event: StepEvent, pieces: list[str], drafted: list[str]) -> dict[str, Any]:
@@ -162,7 +172,8 @@ def _lane_rows(lane: LaneTrace, vocabulary: dict[str, str]) -> list[tuple[Any, .
     given = 0
     for event in lane.events:
         ms = round(sum(event.ms.values()), 3)
-        for kind, token, slot in zip(kinds(event), event.emitted[0], [*event.path[0][1:], None], strict=False):
+        slots = chain(event.path[0][1:], repeat(None))
+        for kind, token, slot in zip(kinds(event), event.emitted[0], slots, strict=False):
             q, p = (None, None) if slot is None else (event.draft_probs[0][slot - 1], event.target_probs[0][slot - 1])
             rows.append((event.index, kind, token, json.dumps(lane.pieces[given], ensure_ascii=False), q, p, ms))
             given += 1

@@ -1,0 +1,64 @@
+"""Which servers a lane may run on: those the operator listed, `SPECDEMO_SERVERS=host:port,https://host`, no others."""
+
+import os
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+LISTED = "SPECDEMO_SERVERS"
+
+
+def address(text: str) -> str:
+    """`host:port` or a URL, with or without /v1 -> `http://host:port`. Raises ValueError: `must ...`."""
+    wrong = ValueError(f"must be like http://host:port, not {text[:80]!r}")
+    try:
+        parts = urlsplit(text if "://" in text else f"http://{text}")
+        port = parts.port
+    except ValueError:
+        raise wrong from None
+    if parts.username is not None or parts.password is not None:
+        raise ValueError("must hold no user and no password; put the key into SPECDEMO_API_KEY")
+    plain = not (parts.query or parts.fragment or any(c.isspace() for c in text))
+    if parts.scheme not in ("http", "https") or not parts.hostname or not plain:
+        raise wrong
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    path = parts.path.rstrip("/").removesuffix("/v1")
+    return f"{parts.scheme}://{host}{'' if port is None else f':{port}'}{path}"
+
+
+def host(server: str) -> str:
+    """The host and port of an address, for people."""
+    return urlsplit(server).netloc
+
+
+def machine(server: str | None) -> str:
+    """Names the machine an address leads to; no address, and a loopback one, is this machine."""
+    name = urlsplit(server).hostname if server else None
+    return "this machine" if name in (None, "localhost", "127.0.0.1", "::1") else str(name)
+
+
+def listed() -> tuple[str, ...]:
+    """The addresses that may be asked. Raises ValueError when one of them is none."""
+    given = os.environ.get(LISTED, "").split(",")
+    return tuple(dict.fromkeys(_checked(text.strip()) for text in given if text.strip()))
+
+
+def allow(servers: Iterable[str]) -> None:
+    """List these too, for this process and those it starts. Raises ValueError when one is no address."""
+    os.environ[LISTED] = ",".join(dict.fromkeys([*listed(), *map(_checked, servers)]))
+
+
+def check_listed(server: str) -> str:
+    """The server's address. Raises ValueError when the operator has not listed it."""
+    wanted = _checked(server)
+    if wanted not in listed():
+        raise ValueError(
+            f"server {wanted} is not listed; whoever runs specdemo lists it with --server {wanted} or {LISTED}"
+        )
+    return wanted
+
+
+def _checked(text: str) -> str:
+    try:
+        return address(text)
+    except ValueError as error:
+        raise ValueError(f"a server {error}") from None
