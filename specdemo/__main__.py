@@ -234,6 +234,20 @@ def presets(as_json: AsJson = False) -> None:
 
 
 @app.command()
+def serve_command(
+    preset_id: PresetId,
+    engine: Annotated[str, typer.Option("--for", help="vllm or sglang.")] = "vllm",
+) -> None:
+    """Print the lines that start a preset's lanes on servers, to be raced with `run --server`."""
+    from specdemo.models.load import embedded_folder
+    from specdemo.presets.serve import serve_commands
+
+    if engine not in ("vllm", "sglang"):
+        raise ValueError(f"--for takes vllm or sglang, not {engine!r}")
+    print("\n".join(serve_commands(preset(preset_id), "vllm" if engine == "vllm" else "sglang", embedded_folder())))
+
+
+@app.command()
 def methods(as_json: AsJson = False) -> None:
     """List the drafting methods and their options."""
     listed = [_method(name) for name in METHODS]
