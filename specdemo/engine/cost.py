@@ -194,7 +194,7 @@ def explain(plain: Mapping[str, Any], lane: Mapping[str, Any], costs: Costs | No
     """One sentence from two lane summaries (core.trace.summarise): what the speed-up or slow-down is made of. With the
     costs, also what takes most of the time and what would be faster."""
     speeds = plain.get("tokens_per_s"), lane.get("tokens_per_s")
-    if speeds[0] and speeds[1] and None in (plain["ms_verify"], lane["ms_verify"]):
+    if speeds[0] and speeds[1] and None in (plain.get("ms_draft", 0.0), lane["ms_draft"]):
         return _from_outside(speeds[1] / speeds[0], lane)
     if not speeds[0] or not speeds[1] or not lane["steps"]:
         return "Too few tokens to say."

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -137,14 +138,20 @@ class RemoteLane:
 
         -> the form, and whether standard settings are all that it takes. Raises the first refusal when all are refused.
         """
-        from openai import APIStatusError
+        from openai import APIConnectionError, APIStatusError, APITimeoutError
 
         refusal: APIStatusError | None = None
         for form in self._forms:
             for standard in (False, True) if self._droppable else (False,):
                 limit = min(WARM_UP_TOKENS, self._config.max_new_tokens)
+                ask = partial(self._stream, client, form, standard, WARM_UP, limit)
                 try:
-                    await self._stream(client, form, standard, WARM_UP, limit, _Heard(lambda piece: None))
+                    try:
+                        await ask(_Heard(lambda piece: None))
+                    except APIConnectionError as error:
+                        if refusal is None or isinstance(error, APITimeoutError):
+                            raise
+                        await ask(_Heard(lambda piece: None))  # a refusal may have closed the connection it came on
                 except APIStatusError as error:
                     refusal = refusal or error
                     continue

@@ -246,7 +246,7 @@ class Session:
         if not accept.exact:
             shown["acceptance"] = lane.acceptance
         trace = LaneTrace(lane.name or _lane_name(lane), lane.method, shown, accept.exact, prompt_ids)
-        _note_machine(trace, spec, lane)
+        _note_unlike(trace, spec, lane)
         budget = Budget(lane.k, max(lane.k, int(options.get("nodes", 0))))
         config = GenerationConfig(spec.max_new_tokens, spec.sampling, budget, spec.seed)
         return _Lane(trace, target, tokenizer, drafter, accept, config, Detokenizer(tokenizer, prompt_ids))
@@ -314,14 +314,16 @@ def _remote_lane(spec: RunSpec, lane: LaneSpec, forms: tuple[Form, ...]) -> Remo
     exact = accept_rule(lane.acceptance).exact
     name = lane.name or f"Server {host(check_listed(lane.server))}"  # what it runs is for the preset to claim
     trace = LaneTrace(name, lane.method, {}, exact, [])
-    _note_machine(trace, spec, lane)
+    _note_unlike(trace, spec, lane)
     config = GenerationConfig(spec.max_new_tokens, spec.sampling, Budget(0, 0), spec.seed)
     return RemoteLane(trace, lane.server, lane.served_model, spec.target, spec.prompt, config, forms)
 
 
-def _note_machine(trace: LaneTrace, spec: RunSpec, lane: LaneSpec) -> None:
-    if machine(lane.server) != machine(spec.server):
-        trace.note = "it runs on another machine than the baseline, so the ratio of speeds is not speculation's alone"
+def _note_unlike(trace: LaneTrace, spec: RunSpec, lane: LaneSpec) -> None:
+    """Say what else but speculation makes a lane faster or slower than the baseline."""
+    other = "machine" if machine(lane.server) != machine(spec.server) else "software"
+    if other == "machine" or (lane.server is None) != (spec.server is None):
+        trace.note = f"its {other} is not the baseline's, so the ratio of speeds is not speculation's alone"
 
 
 def _device(spec: RunSpec) -> str:
