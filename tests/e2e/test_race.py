@@ -145,6 +145,28 @@ def test_a_lossy_lane_says_so_everywhere(visit, tmp_path):
     assert ",false," in save(page, "csv").path().read_text(encoding="utf-8")
 
 
+def test_what_a_server_does_not_tell_is_shown_as_unknown(visit, remote_file):
+    page = visit()
+    open_file(page, remote_file)
+    said(page, "^Replayed")
+    assert lane_text(page, 1) == "".join(HOSTILE)
+    badge = page.locator(".sd-remote")
+    expect(badge).to_have_text("remote: <b>host</b>:8000, what was drafted is unknown")
+    kinds = "[...new Set([...document.querySelectorAll('[data-lane=\"1\"] span[data-kind]')].map(s => s.dataset.kind))]"
+    assert set(page.evaluate(kinds)) == {"prompt", "unknown"}
+    token = page.locator('[data-lane="1"] [data-kind="unknown"]').last
+    assert token.evaluate("e => getComputedStyle(e).backgroundColor") == "rgba(0, 0, 0, 0)"
+    assert value(page, "acceptance", 1) == "0.45" and value(page, "per-pass", 1) == "2.5"
+    expect(page.locator('[data-tile="acceptance"]')).to_contain_text("9 of 20")
+    expect(page.locator('[data-tile="output"] b')).to_have_text("✓ same text")
+    expect(page.locator(".sd-why")).to_contain_text("other users of the server are counted in")
+    expect(page.locator(".sd-histogram")).to_contain_text("How many drafts each pass kept is unknown.")
+    expect(page.locator('.sd-run[data-of="1"]')).to_contain_text(f"{len(HOSTILE)} tok ")
+    expect(page.locator(".sd-times")).to_contain_text("unknown")
+    token.click()
+    expect(page.locator(".sd-step")).to_contain_text("what was drafted is unknown")
+
+
 def test_a_tree_is_drawn_and_walked_by_keyboard(visit, tree_file):
     page = visit("?__theme=dark", viewport={"width": 390, "height": 800}, reduced_motion="reduce")
     open_file(page, tree_file)

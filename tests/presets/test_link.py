@@ -182,7 +182,7 @@ def test_any_model_only_where_the_owner_says_so():
 
 keys = st.sampled_from(
     ["preset", "target", "prompt", "lanes", "temperature", "seed", "schedule", "top_p"]
-    + [f"{name}{n}" for name in ("method", "model", "k", "name", "acceptance") for n in ("", "2", "3")]
+    + [f"{name}{n}" for name in ("method", "model", "k", "name", "acceptance", "server") for n in ("", "2", "3")]
     + [f"option{n}.{knob.name}" for knob in knobs("ngram") for n in ("", "2")]
 )
 values = st.one_of(
@@ -217,3 +217,15 @@ def test_a_model_named_in_an_option_must_be_allowed_too():
     chosen, notes = from_query(query | {"option.inner_model": "stories-draft-deep"}, PRESETS)
     assert chosen.models == ("stories", "stories-draft-wide", "stories-draft-deep") and not notes
     assert "someone/else" in from_query(query | {"option.inner_model": "someone/else"}, PRESETS, True)[0].models
+
+
+def test_a_link_may_name_the_servers_that_the_operator_listed(monkeypatch):
+    base = PRESETS["embedded-draft"]
+    query = to_query(base.on_servers(["http://127.0.0.1:8001"]), base)
+    assert query == "preset=embedded-draft&server=http%3A%2F%2F127.0.0.1%3A8001"
+    monkeypatch.setenv("SPECDEMO_SERVERS", "")
+    chosen, notes = from_query(query, PRESETS)
+    assert chosen == base and "server http://127.0.0.1:8001 is not listed" in notes[0]
+    monkeypatch.setenv("SPECDEMO_SERVERS", "127.0.0.1:8001")
+    assert from_query(query, PRESETS)[0].lanes[0].server == "http://127.0.0.1:8001"
+    assert from_query("preset=two-servers&server=", PRESETS)[0].lanes[0].server is None

@@ -99,15 +99,28 @@ def test_changes_reach_the_lanes_they_are_for():
         ({"lanes": BASE.lanes * 4}, "lanes must have 1 to 3 entries"),
         (
             {"lanes": [{"method": "ngram", "depth": 3}]},
-            "unknown setting 'depth'; choose one of method, model, k, options, acceptance, name",
+            "unknown setting 'depth'; choose one of method, model, k, options, acceptance, name, server, served_model",
         ),
         ({"lanes": 5}, "lanes must be a list, not 5"),
+        ({"server": "ftp://x"}, "the server must be like http://host:port, not 'ftp://x'"),
     ],
 )
 def test_bad_settings_are_refused_in_one_line_that_names_the_cure(changes, line):
     with pytest.raises(ValueError) as refusal:
         BASE.with_changes(**changes)
     assert str(refusal.value) == line
+
+
+def test_servers_go_to_the_lanes_and_one_more_to_the_baseline():
+    three = preset("embedded-three-lanes")
+    one = three.on_servers(["a:1"], "m")
+    assert (one.server, one.lanes[0].server, one.lanes[1].server) == (None, "http://a:1", None)
+    every = three.on_servers(["a:1", "https://b/v1/", "c:3"], "m").spec()
+    assert [lane.server for lane in every.all_lanes] == ["http://a:1", "https://b", "http://c:3"]
+    assert {lane.served_model for lane in every.all_lanes} == {"m"} and every.all_remote
+    assert three.on_servers([]) == three
+    with pytest.raises(ValueError, match="4 servers for 2 lanes and the baseline; name fewer"):
+        three.on_servers(["a:1"] * 4)
 
 
 def test_a_setting_of_one_lane_needs_one_lane():

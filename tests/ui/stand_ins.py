@@ -5,7 +5,7 @@ import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
-from specdemo.core.trace import StepEvent, summarise
+from specdemo.core.trace import Remote, RunTrace, StepEvent, compare, summarise
 from tests.traces import HOSTILE, hostile_trace
 
 
@@ -73,4 +73,24 @@ def tree_trace(nodes=64):
     lane = replace(trace.lanes[1], name="Tree", options={"k": 4, "nodes": nodes}, events=events)
     lane.summary = summarise(lane)
     trace.lanes[1] = lane
+    return trace
+
+
+def remote_trace(hostile="<b>host</b>:8000") -> RunTrace:
+    """A run made by hand whose lane ran on a server: two tokens a piece, and counters of the whole server."""
+    trace = hostile_trace()
+    baseline, lane = trace.lanes
+    pairs = [[-1]] + [[-1, -1][: len(HOSTILE) - i] for i in range(1, len(HOSTILE), 2)]
+    events = [
+        StepEvent(i, [[]], [[]], [[]], [ids], [[]], [[]], {"stream" if i else "prefill": 5.0})
+        for i, ids in enumerate(pairs)
+    ]
+    trace.lanes[1] = replace(
+        lane, name="Far away", events=events, token_ids=[-1] * len(HOSTILE), options={}, prompt_ids=[]
+    )
+    told = {"steps": 6, "drafted": 20, "accepted": 9, "acceptance_rate": 0.45, "tokens_per_step": 2.5}
+    source = "accepted / drafted tokens; other users of the server are counted in"
+    trace.lanes[1].remote = Remote(hostile, "m", "/v1/completions", len(HOSTILE), True, told, [0.9, 0.6], source)
+    trace.lanes[1].summary = summarise(trace.lanes[1])
+    trace.comparison = [{**compare(baseline, trace.lanes[1], greedy=True), "verdict": "same text"}]
     return trace

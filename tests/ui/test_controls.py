@@ -167,3 +167,12 @@ def test_a_draft_is_offered_that_fits():
 def test_lanes_are_added_and_removed_within_limits():
     assert controls._shown(0)[0] == 1 and controls._shown(99)[0] == controls.LANES
     assert [block["visible"] for block in controls._shown(2)[3:]] == [True, True, False]
+
+
+def test_a_lane_may_run_on_a_server_that_the_operator_listed(values, monkeypatch):
+    monkeypatch.setenv("SPECDEMO_SERVERS", "gpu-box:8000")
+    values[place("server", 1)] = "http://gpu-box:8000"
+    assert [lane.server for lane in from_values(values).lanes] == [None, "http://gpu-box:8000"]
+    assert controls._servers(None) == [("this machine", ""), ("server gpu-box:8000", "http://gpu-box:8000")]
+    monkeypatch.delenv("SPECDEMO_SERVERS")
+    assert controls._servers(None) == [("this machine", "")]

@@ -11,6 +11,7 @@ from specdemo.engine.session import Note, replay
 from specdemo.ui.live import Log, recorded
 from specdemo.ui.views import Failed, Loading, fates, finish, summary, to_line, tokens_csv, view
 from tests.traces import HOSTILE, PROMPT, WRONG, hostile_trace
+from tests.ui.stand_ins import remote_trace
 
 
 @pytest.fixture
@@ -33,6 +34,23 @@ def test_a_log_opens_with_its_run_and_closes_with_the_comparison(lines):
     assert lines[0]["recorded"] is True
     assert lines[1]["prompt"] == PROMPT and lines[1]["greedy"] is True and lines[1]["limit"] == len(HOSTILE)
     assert lines[-1]["comparison"][0]["verdict"] == "identical" and "Faster" in lines[-1]["comparison"][0]["why"]
+
+
+def test_of_a_lane_on_a_server_nothing_is_claimed_but_what_it_told():
+    trace = remote_trace()
+    assert from_json(to_json(trace)) == trace
+    lines = [json.loads(line) for line in recorded(trace).text.splitlines()]
+    assert lines[1]["lanes"][0]["remote"] is None and lines[1]["lanes"][1]["remote"]["server"] == "<b>host</b>:8000"
+    steps = [line for line in lines if line["type"] == "step" and line["lane"] == 1]
+    assert {kind for line in steps for kind in line["kinds"]} == {"unknown"}
+    assert "".join(text for line in steps for text in line["text"]) == "".join(HOSTILE)
+    assert (
+        "counted in" in next(line for line in lines if line["type"] == "done" and line["lane"] == 1)["remote"]["source"]
+    )
+    why = lines[-1]["comparison"][0]["why"]
+    assert "45% of the drafted tokens were kept; a pass yielded 2.50 tokens" in why and why.endswith("counted in.")
+    rows = [row for row in csv.DictReader(io.StringIO(tokens_csv(trace))) if row["lane"] == "1"]
+    assert len(rows) == len(HOSTILE) and {(row["kind"], row["token_id"]) for row in rows} == {("unknown", "-1")}
 
 
 def test_two_logs_never_open_alike():

@@ -1,0 +1,292 @@
+"""Lanes on servers: a real one, transformers' own, and stand-ins for what a real one does only when it breaks."""
+
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from specdemo.bench.report import race_report
+from specdemo.core.sampling import Sampling
+from specdemo.core.trace import from_json, kinds, summarise, to_json
+from specdemo.engine import counters, remote
+from specdemo.engine.servers import LISTED, address, allow, listed
+from specdemo.engine.session import Finished, LaneDone, LaneSpec, RunSpec, Session, Step, replay
+from specdemo.models.load import resolve
+from tests.servers import Broken, completion_server, piece
+
+WORDS = ["Once", " upon", " a time", "."]
+GOOD = [piece(word, total=i + 1) for i, word in enumerate(WORDS[:-1])] + [piece(".", total=4, finish="length")]
+DEAD = "http://127.0.0.1:9"
+
+VLLM = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
+# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{{engine="0",model_name="a,}}b\\"c"}} {drafts}
+vllm:spec_decode_num_drafts_total{{engine="1",model_name="m"}} 0.0
+vllm:spec_decode_num_draft_tokens_total{{engine="0",model_name="m"}} {drafted}
+vllm:spec_decode_num_accepted_tokens_total{{engine="0",model_name="m"}} {accepted}
+vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="m",position="0"}} {first}
+vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="m",position="1"}} {second}
+vllm:spec_decode_num_drafts_created{{engine="0",model_name="m"}} 1.7e+09
+"""
+BEFORE = VLLM.format(drafts=100.0, drafted=200.0, accepted=90.0, first=60.0, second=30.0)
+AFTER = VLLM.format(drafts=110.0, drafted=220.0, accepted=104.0, first=69.0, second=35.0)
+SGLANG = """# TYPE sglang:spec_accept_length gauge
+sglang:spec_accept_length{{model_name="m",tp_rank="0"}} {length}
+sglang:spec_accept_rate{{model_name="m",tp_rank="0"}} {rate}
+sglang:generation_tokens_total{{model_name="m"}} {tokens}
+"""
+
+
+def spec(*servers, **changes):
+    """The baseline on the first server, a lane on every other one; None: here."""
+    first, *rest = servers
+    lanes = tuple(LaneSpec("ngram", k=2, server=server, name=f"Lane {i}") for i, server in enumerate(rest, start=1))
+    settings = {"preset": "test", "target": "stories", "prompt": "Say it", "max_new_tokens": 16}
+    return RunSpec(lanes=lanes, server=first, **{**settings, **changes})
+
+
+@pytest.fixture(autouse=True)
+def unlisted(monkeypatch):
+    monkeypatch.setenv(LISTED, "")
+    monkeypatch.delenv(remote.KEY, raising=False)
+
+
+@pytest.fixture(scope="module")
+def good():
+    with completion_server(GOOD) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def real():
+    """`transformers serve` with the embedded model, as a user would start it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    serve = "from transformers.cli.transformers import main; main()"
+    options = f"--host 127.0.0.1 --port {port} --device cpu --dtype float32".split()
+    command = [sys.executable, "-c", serve, "serve", resolve("stories"), *options]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as server:
+        assert any("Uvicorn running" in line for line in server.stderr), "transformers serve did not start"
+        yield f"http://127.0.0.1:{port}", server
+        server.kill()
+
+
+def run(given, *servers):
+    allow(filter(None, servers))
+    return Session().run(given)
+
+
+def test_the_text_of_a_real_server_is_the_baselines(real):
+    given = spec(None, real[0], prompt="Once upon a time, a dog", max_new_tokens=40)
+    given = replace(given, lanes=(replace(given.lanes[0], served_model=resolve("stories")),))
+    trace = run(given, real[0])
+    baseline, lane = trace.lanes
+    assert lane.text == baseline.text and lane.finish == baseline.finish == "length"
+    assert trace.comparison[0]["verdict"] == "same text" and trace.comparison[0]["identical"] is True
+    assert lane.summary["tokens"] == 40 and lane.summary["tokens_per_s"] > 0 and lane.summary["ttft_ms"] > 0
+    assert lane.summary["acceptance_rate"] is None and {k for e in lane.events for k in kinds(e)} == {"unknown"}
+    assert lane.remote.endpoint == "/v1/completions" and "standard settings only" in lane.note
+    assert "its software is not the baseline's" in lane.note and baseline.note is None
+    assert from_json(to_json(trace)) == trace
+
+
+def test_a_real_server_killed_in_mid_run_fails_its_lane_alone(real, good):
+    address, process = real
+    given = spec(good.address, address, max_new_tokens=400)
+    given = replace(given, lanes=(replace(given.lanes[0], served_model=resolve("stories")),))
+    allow([address, good.address])
+    for message in Session().stream(given):
+        if isinstance(message, Step) and message.lane == 1 and message.event.index == 3:
+            process.kill()
+        if isinstance(message, Finished):
+            baseline, lane = message.trace.lanes
+    assert baseline.finish == "length" and lane.finish == "error"
+    assert "broke off after" in lane.note and lane.text and len(lane.events) < 400
+
+
+def test_two_deployments_and_their_counters(good):
+    ids = [[5], [6, 7], [8, 9], [0]]
+    pieces = [
+        piece(w, ids=i, finish="stop" if i == [0] else None) for w, i in zip(["A", " b", " c", ""], ids, strict=True)
+    ]
+    with completion_server(pieces, metrics=[BEFORE, AFTER]) as drafting:
+        trace = run(spec(good.address, drafting.address), good.address, drafting.address)
+    plain, lane = trace.lanes
+    assert (plain.text, plain.finish, plain.token_ids) == ("Once upon a time.", "length", [-1] * 4)
+    assert plain.summary["tokens"] == 4 and plain.remote.counted and plain.remote.counters == {}
+    assert (lane.token_ids, lane.text, lane.finish) == ([5, 6, 7, 8, 9, 0], "A b c", "stop")
+    assert lane.pieces == ["A", "", " b", "", " c", ""]
+    numbers = lane.summary
+    assert (numbers["steps"], numbers["drafted"], numbers["accepted"]) == (10, 20, 14)
+    assert (numbers["acceptance_rate"], numbers["tokens_per_step"]) == (0.7, 2.4)
+    assert numbers["accept_by_position"] == [0.9, 0.5]
+    assert "other users of the server are counted in" in lane.remote.source
+    assert trace.comparison[0]["verdict"] == "text differs" and trace.comparison[0]["first_divergence"] is None
+    assert trace.environment["device"] == "servers"
+    report = race_report(from_json(to_json(trace)))
+    assert "70%" in report and "2.40" in report and "counted in" in report
+    assert {m.lane for m in replay(trace) if isinstance(m, LaneDone)} == {0, 1}
+
+
+def test_everything_a_server_might_choose_by_itself_is_asked_for(good):
+    good.asked.clear()
+    run(spec(good.address, good.address, sampling=Sampling(0.7, 5, 0.9, 0.1), seed=3), good.address)
+    path, body, _ = good.asked[-1]
+    assert path == "/v1/chat/completions" and body["messages"] == [{"role": "user", "content": "Say it"}]
+    wanted = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 3, "max_tokens": 16}
+    assert wanted.items() <= body.items() and body["repetition_penalty"] == 1.0
+
+
+def test_tokens_that_are_told_only_as_a_sum():
+    with completion_server([piece("a b c"), piece(" d"), piece("", total=9, finish="length")]) as server:
+        lane = run(spec(server.address, server.address), server.address).lanes[1]
+    assert not lane.remote.counted and lane.summary["tokens"] == 9 and lane.summary["itl_ms_p50"] is None
+    seconds = sum(e.ms["stream"] for e in lane.events[1:]) / 1000
+    assert lane.summary["tokens_per_s"] == pytest.approx(8 / seconds, rel=0.01)
+
+
+def test_tokens_that_are_not_told_at_all_are_unknown():
+    with completion_server([piece("a b c"), piece(" d", finish="stop")]) as server:
+        lane = run(spec(server.address, server.address), server.address).lanes[1]
+    assert lane.summary["tokens"] is None and lane.summary["tokens_per_s"] is None and lane.summary["ttft_ms"] > 0
+
+
+def test_llama_cpp_counts_the_answer_itself():
+    timings = {"draft_n": 12, "draft_n_accepted": 9}
+    with completion_server([piece("a"), piece("b", finish="stop", timings=timings)], metrics=[BEFORE, AFTER]) as server:
+        lane = run(spec(server.address, server.address), server.address).lanes[1]
+    assert lane.summary["acceptance_rate"] == 0.75 and "llama.cpp" in lane.remote.source
+
+
+def test_a_server_with_one_interface_and_standard_settings_alone():
+    def refusal(path, body):
+        if path != "/v1/completions":
+            return 404, {"error": {"message": "no such page"}}
+        return (422, {"detail": "unexpected fields"}) if "top_k" in body else (200, None)
+
+    with completion_server(GOOD, refusal=refusal) as server:
+        lane = run(spec(server.address, server.address), server.address).lanes[1]
+        assert lane.text == "Once upon a time." and "at /v1/completions only" in lane.note
+        picky = run(spec(server.address, server.address, sampling=Sampling(0.7, 5)), server.address).lanes[1]
+    assert picky.finish == "error" and "404" in picky.note  # a setting that was asked for is never dropped
+
+
+@pytest.mark.parametrize(
+    ("pieces", "reason"),
+    [
+        ([Broken("reset")], "broke off after 0 pieces of text"),
+        ([GOOD[0], GOOD[1], Broken("close")], "broke off after 2 pieces of text"),
+        ([GOOD[0], Broken("quiet")], "was silent for 0.3 seconds"),
+        ([GOOD[0], {"error": {"message": "out of memory"}}], "out of memory"),
+        ([GOOD[0], piece("", finish="abort")], "ended the text early: abort"),
+        ([piece(" x") for _ in range(40)], "more than the 16 tokens"),
+    ],
+)
+def test_an_answer_that_breaks_fails_its_lane_alone(good, monkeypatch, pieces, reason):
+    monkeypatch.setattr(remote, "SILENCE_S", 0.3)
+    with completion_server(pieces) as bad:
+        trace = run(spec(good.address, bad.address, good.address), good.address, bad.address)
+    first, failed, last = trace.lanes
+    assert failed.finish == "error" and reason in failed.note and "\n" not in failed.note
+    assert bool(failed.text) == isinstance(pieces[0], dict)  # what had come is kept
+    assert first.text == last.text == "Once upon a time." and last.finish == "length"
+    assert trace.comparison[0]["verdict"] == "unknown" and failed.summary == summarise(failed)
+    assert from_json(to_json(trace)) == trace
+    race_report(trace)
+
+
+@pytest.mark.parametrize("status", [401, 404, 500])
+def test_a_refusal_is_told_without_the_key(good, monkeypatch, status):
+    monkeypatch.setenv(remote.KEY, "hush-hush")
+    refusal = lambda path, body: (status, {"error": {"message": "wrong key hush-hush"}})  # noqa: E731
+    with completion_server(GOOD, refusal=refusal) as bad:
+        trace = run(spec(good.address, bad.address), good.address, bad.address)
+        assert bad.asked[0][2]["Authorization"] == "Bearer hush-hush"
+    assert trace.lanes[1].finish == "error" and f"answered Error code: {status}" in trace.lanes[1].note
+    assert "hush" not in to_json(trace)
+
+
+def test_a_redirect_is_not_followed(good):
+    with completion_server(GOOD, refusal=lambda path, body: (307, None)) as bad:
+        bad.elsewhere = f"{good.address}/v1/completions"
+        good.asked.clear()
+        lane = run(spec(bad.address, bad.address), bad.address).lanes[1]
+    assert lane.finish == "error" and "307" in lane.note and not good.asked
+
+
+def test_a_server_that_is_not_there_or_not_known(good):
+    trace = run(spec(good.address, DEAD), good.address, DEAD)
+    assert trace.lanes[1].note == "127.0.0.1:9 cannot be reached; start the server, or mend its address"
+    with completion_server(GOOD, models=("a", "b")) as several:
+        note = run(spec(good.address, several.address), good.address, several.address).lanes[1].note
+    assert "it serves a, b; say which one with served_model" in note
+
+
+def test_stop_reaches_a_silent_server(good):
+    seen = []
+    with completion_server([GOOD[0], Broken("quiet")]) as quiet:
+        allow([good.address, quiet.address])
+        for message in Session().stream(spec(good.address, quiet.address), cancelled=lambda: len(seen) > 4):
+            if isinstance(message, Step):
+                seen.append(message)
+        assert quiet.left.wait(20)
+    assert message.trace.lanes[1].finish == "cancelled" and message.trace.lanes[1].text == "Once"
+
+
+def test_only_listed_servers_are_asked(good, monkeypatch):
+    with pytest.raises(ValueError, match=f"server {good.address} is not listed; whoever runs specdemo lists it"):
+        Session().load(spec(good.address, None))
+    monkeypatch.setenv(LISTED, f" {good.address.removeprefix('http://')}/v1 ,https://gpu-box")
+    assert listed() == (good.address, "https://gpu-box")
+    Session().load(spec(good.address, good.address))
+    with pytest.raises(ValueError, match="http://gpu-box is not listed"):  # the key would travel in the clear
+        Session().load(spec(good.address, "http://gpu-box"))
+
+
+@pytest.mark.parametrize("text", ["", "ftp://a", "http://", "http://a:b", "http://a b", "http://a?x=1"])
+def test_what_is_no_address(text):
+    with pytest.raises(ValueError, match="must be like http://host:port"):
+        address(text)
+
+
+def test_a_key_in_an_address_is_refused_and_not_repeated():
+    with pytest.raises(ValueError, match="SPECDEMO_API_KEY") as refusal:
+        allow(["http://me:secret@host"])
+    assert "secret" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "numbers"),
+    [
+        ("", AFTER, {"drafted": 220, "accepted": 104}),
+        (AFTER, BEFORE, {}),  # restarted in between
+        (BEFORE, BEFORE, {}),
+        ("", "<html>", {}),
+        (SGLANG.format(length=0, rate=0, tokens=10), SGLANG.format(length=0.0, rate=0.0, tokens=50), {}),
+        (
+            SGLANG.format(length=0, rate=0, tokens=10),
+            SGLANG.format(length=2.5, rate=0.5, tokens=50),
+            {"acceptance_rate": 0.5, "tokens_per_step": 2.5},
+        ),
+        (
+            SGLANG.format(length=9, rate=0.5, tokens=10) + "sglang:spec_verify_calls_total 5",
+            SGLANG.format(length=9, rate=0.5, tokens=50) + "sglang:spec_verify_calls_total 25",
+            {"acceptance_rate": 0.5, "tokens_per_step": 2.0},
+        ),
+    ],
+)
+def test_counters(before, after, numbers):
+    told = counters.between(before, after)
+    assert numbers.items() <= told.counters.items() and bool(told.counters) == bool(numbers) == bool(told.source)
+
+
+def test_a_trace_of_a_server_holds_no_drafts(good):
+    trace = run(spec(good.address, good.address), good.address)
+    forged = to_json(trace).replace('"path":[[]]', '"path":[[0]]', 1)
+    with pytest.raises(ValueError, match="does not hold together"):
+        from_json(forged)

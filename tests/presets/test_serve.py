@@ -1,0 +1,137 @@
+"""Start-up lines, read back as a shell would read them."""
+
+import json
+import shlex
+
+import pytest
+
+from specdemo.__main__ import main
+from specdemo.methods import METHODS
+from specdemo.presets.schema import load_presets, preset
+from specdemo.presets.serve import serve_commands
+
+BASE = preset("two-servers")
+VLLM = {"draft_model", "ngram", "suffix", "medusa", "mlp_speculator", "mtp", "eagle", "dflash"}
+SGLANG = {"draft_model", "ngram", "mtp", "eagle", "dflash"}
+
+
+def lane(**settings):
+    return BASE.with_changes(lanes=[settings])
+
+
+def command(engine, **settings):
+    """The words of the lane's line; of a lane that is not served, the line that says why."""
+    lines = serve_commands(lane(**settings), engine)
+    place = next(i for i, line in enumerate(lines) if line.startswith("# lane 1"))
+    return lines[place] if "not served" in lines[place] else shlex.split(lines[place + 1])
+
+
+def after(words, flag):
+    return words[words.index(flag) + 1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "config"),
+    [
+        (
+            {"method": "draft_model", "model": "Qwen/Qwen3-0.6B", "k": 5},
+            {"method": "draft_model", "model": "Qwen/Qwen3-0.6B", "num_speculative_tokens": 5},
+        ),
+        (
+            {"method": "ngram", "k": 5, "options": {"min_n": 2, "max_n": 5}},
+            {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 5},
+        ),
+        ({"method": "suffix", "k": 8}, {"method": "suffix", "num_speculative_tokens": 8}),
+        ({"method": "mtp", "model": "Qwen/Qwen3-8B", "k": 1}, {"method": "mtp", "num_speculative_tokens": 1}),
+        (
+            {"method": "eagle", "model": "a/Qwen3-8B_eagle3", "k": 3},
+            {"method": "eagle3", "model": "a/Qwen3-8B_eagle3", "num_speculative_tokens": 3},
+        ),
+        (
+            {"method": "eagle", "model": "amazon/GPT-OSS-20B-P-EAGLE", "k": 7},
+            {
+                "method": "eagle3",
+                "model": "amazon/GPT-OSS-20B-P-EAGLE",
+                "num_speculative_tokens": 7,
+                "parallel_drafting": True,
+            },
+        ),
+        (
+            {"method": "dflash", "model": "z-lab/Qwen3-8B-DFlash-b16", "k": 15},
+            {"method": "dflash", "model": "z-lab/Qwen3-8B-DFlash-b16", "num_speculative_tokens": 15},
+        ),
+        (
+            {"method": "dflash", "model": "deepseek-ai/dspark_qwen3_8b_block7", "k": 7},
+            {"method": "dspark", "model": "deepseek-ai/dspark_qwen3_8b_block7", "num_speculative_tokens": 7},
+        ),
+    ],
+)
+def test_vllm_is_told_in_json(settings, config):
+    words = command("vllm", **settings)
+    assert words[:3] == ["vllm", "serve", "Qwen/Qwen3-8B"] and after(words, "--dtype") == "bfloat16"
+    assert json.loads(after(words, "--speculative-config")) == config
+
+
+@pytest.mark.parametrize(
+    ("settings", "flags"),
+    [
+        (
+            {"method": "draft_model", "model": "Qwen/Qwen3-0.6B", "k": 4},
+            {"algorithm": "STANDALONE", "draft-model-path": "Qwen/Qwen3-0.6B", "num-steps": "4", "eagle-topk": "1"},
+        ),
+        ({"method": "dflash", "model": "z-lab/Qwen3-8B-DFlash-b16", "k": 15}, {"num-draft-tokens": "16"}),
+        ({"method": "mtp", "model": "Qwen/Qwen3-8B", "k": 3}, {"algorithm": "NEXTN", "num-draft-tokens": "4"}),
+        (
+            {"method": "eagle", "model": "a/eagle3", "k": 5, "options": {"top_k": 8, "nodes": 31}},
+            {"algorithm": "EAGLE3", "num-steps": "5", "eagle-topk": "8", "num-draft-tokens": "32"},
+        ),
+    ],
+)
+def test_sglang_counts_the_root_as_a_token_to_verify(settings, flags):
+    words = command("sglang", **settings)
+    assert words[:5] == ["python", "-m", "sglang.launch_server", "--model-path", "Qwen/Qwen3-8B"]
+    assert "--enable-metrics" in words  # without it there are no counters to read
+    assert {name: after(words, f"--speculative-{name}") for name in flags} == flags
+
+
+def test_what_a_server_cannot_do_is_said_in_one_line():
+    models = {name: {"model": "some/drafter"} for name in ("draft_model", "medusa", "hydra", "mlp_speculator")}
+    models |= {name: {"model": "some/drafter"} for name in ("mtp", "eagle", "dflash", "adaptive", "online")}
+    models |= {name: {"model": "some/drafter"} for name in ("cascade", "router")}
+    for engine, able in (("vllm", VLLM), ("sglang", SGLANG)):
+        said = {name: command(engine, method=name, **models.get(name, {})) for name in METHODS if name != "none"}
+        assert {name for name, words in said.items() if isinstance(words, list)} == able
+        assert all("has no such method" in line for line in said.values() if isinstance(line, str))
+
+
+def test_every_line_has_its_own_port_and_the_last_one_races_them():
+    lines = serve_commands(preset("embedded-three-lanes"), "vllm")
+    ports = [after(shlex.split(line), "--port") for line in lines if line.startswith("vllm")]
+    assert ports == ["8000", "8001", "8002"]
+    assert lines[-1].count("--server http://127.0.0.1:800") == 3 and "--tensor-parallel-size N" in lines[0]
+
+
+def test_models_of_the_project_are_named_by_their_folder(capsys):
+    assert main(["serve-command", "embedded-draft", "--for", "sglang"]) == 0
+    words = shlex.split(capsys.readouterr().out.splitlines()[4])
+    assert (
+        after(words, "--model-path").endswith("embedded/stories") and after(words, "--served-model-name") == "stories"
+    )
+    assert after(words, "--speculative-draft-model-path").endswith("embedded/stories-draft-wide")
+
+
+def test_quantised_where_the_server_can():
+    four = BASE.with_changes(quantization="4bit")
+    assert "--quantization bitsandbytes" in serve_commands(four, "vllm")[2]
+    assert "serve a checkpoint that is quantised already" in serve_commands(four, "sglang")[1]
+
+
+def test_an_unknown_engine_is_one_line(capsys):
+    assert main(["serve-command", "two-servers", "--for", "tgi"]) == 2
+    assert capsys.readouterr().err == "specdemo: --for takes vllm or sglang, not 'tgi'\n"
+
+
+def test_every_preset_has_lines():
+    for chosen in load_presets().values():
+        for engine in ("vllm", "sglang"):
+            assert len(serve_commands(chosen, engine)) >= 3

@@ -1,0 +1,102 @@
+"""A completion server that says what it is told to say."""
+
+import json
+import socket
+import struct
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from specdemo.engine.remote import WARM_UP
+
+
+def piece(text, ids=None, total=None, finish=None, **more):
+    """One streamed chunk; `total`: tokens so far, as servers count them with continuous_usage_stats."""
+    choice = {"index": 0, "text": text, "finish_reason": finish, "logprobs": None}
+    if ids is not None:
+        choice["token_ids"] = ids
+    usage = None if total is None else {"prompt_tokens": 3, "completion_tokens": total, "total_tokens": total + 3}
+    return {
+        "id": "x",
+        "object": "text_completion",
+        "created": 0,
+        "model": "m",
+        "choices": [choice],
+        "usage": usage,
+    } | more
+
+
+class Broken:
+    """Where an answer ends: `reset` drops the connection, `quiet` says nothing until it is gone, `close` just ends."""
+
+    def __init__(self, how):
+        self.how = how
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        server = self.server
+        if self.path == "/metrics" and server.metrics:
+            server.readings += 1
+            return self.answer(200, server.metrics[min(server.readings, len(server.metrics)) - 1].encode())
+        if self.path == "/v1/models":
+            return self.answer(200, json.dumps({"object": "list", "data": [{"id": m} for m in server.models]}).encode())
+        return self.answer(404, b"")
+
+    def do_POST(self):
+        server = self.server
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        server.asked.append((self.path, body, self.headers))
+        status, message = server.refusal(self.path, body)
+        if status != 200:
+            return self.answer(status, json.dumps(message).encode(), {"Location": server.elsewhere})
+        warm_up = WARM_UP in (body.get("prompt"), body.get("messages", [{}])[0].get("content"))
+        return self.stream([piece("ok", total=1, finish="stop")] if warm_up else server.pieces)
+
+    def answer(self, status, content, headers=None):
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(content)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def stream(self, pieces):
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.close_connection = True
+        for said in pieces:
+            if isinstance(said, Broken):
+                return self.end(said.how)
+            self.wfile.write(f"data: {json.dumps(said)}\n\n".encode())
+        self.wfile.write(b"data: [DONE]\n\n")
+        return None
+
+    def end(self, how):
+        if how == "reset":
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.connection.close()
+        if how == "quiet":
+            self.connection.recv(1)  # nothing comes but the end of the connection
+            self.server.left.set()
+
+    def log_message(self, *args):
+        pass
+
+
+@contextmanager
+def completion_server(pieces, metrics=(), models=("m",), refusal=lambda path, body: (200, None)):
+    """Serves `pieces` to every request but warm-ups, and the next of `metrics` to every reading."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    server.pieces, server.metrics, server.models, server.refusal = pieces, metrics, models, refusal
+    server.asked, server.readings, server.elsewhere, server.left = [], 0, "", threading.Event()
+    server.address = f"http://127.0.0.1:{server.server_port}"
+    server.handle_error = lambda *args: None
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
