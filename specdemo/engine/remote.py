@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 KEY = "SPECDEMO_API_KEY"
 NO_KEY = "none"  # the client wants one
 CONNECT_S = 5.0
-SILENCE_S = (
-    60.0  # the longest wait for the next piece; the first may have to wait until the server has loaded its model
-)
+SILENCE_S = 60.0  # the longest wait for the next piece; a server may load its model before the first
 METRICS_S = 3.0
 POLL_S = 0.05  # how soon a lane notices that it was stopped
 WARM_UP = "Count to ten: one, two, three,"  # not the run's prompt, which a server would then have in its cache

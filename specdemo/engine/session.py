@@ -456,7 +456,7 @@ def _compare(trace: RunTrace, lanes: list[_Lane | RemoteLane], spec: RunSpec) ->
 
 def _from_outside(baseline: LaneTrace, lane: LaneTrace, same: bool | None) -> str:
     """The verdict where a server wrote one of the texts. Its rule of sampling, and why a text differs, are unknown."""
-    if same is None or "error" in (baseline.finish, lane.finish):
+    if same is None or "error" in (baseline.finish, lane.finish) or not lane.text:
         return "unknown"
     if not same:
         return "text differs"
