@@ -209,7 +209,7 @@ def explain(plain: Mapping[str, Any], lane: Mapping[str, Any], costs: Costs | No
     return sentence + (f"; {_dearest(costs)}; {_advice(costs, speedup)}." if costs else ".")
 
 
-def _from_outside(ratio: float, lane: dict[str, Any]) -> str:
+def _from_outside(ratio: float, lane: Mapping[str, Any]) -> str:
     """The sentence where a lane ran on a server, whose time nobody here can split."""
     said = f"{'Faster' if ratio > 1 else 'Slower'}: {ratio:.2f}x the baseline's tokens/s, timed from outside"
     rate, length = lane["acceptance_rate"], lane["tokens_per_step"]
