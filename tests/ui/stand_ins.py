@@ -5,6 +5,8 @@ import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
+from specdemo.bench.result import Result, Spread
+from specdemo.bench.suite import Ask
 from specdemo.core.trace import Remote, RunTrace, StepEvent, compare, summarise
 from tests.traces import HOSTILE, hostile_trace
 
@@ -37,6 +39,56 @@ class Trainer:
             threading.Event().wait(0.01)
         self.stopped = self.endless
         yield {"done": True, "folder": str(out)}
+
+
+ENVIRONMENT = {
+    "device": "Test CPU <b>",
+    "threads": 1,
+    "dtype": "float32",
+    "commit": "0123456789abcdef",
+    "date": "2026-11-21",
+}
+
+
+def swept(axis="k", places=(1, 2, 4, 8), repeats=3):
+    """A result made by hand: plain decoding and two lanes, of which the second is foretold and loses at the end."""
+    rows = [{"lane": "Baseline", axis: None, "tokens/s": Spread(100.0, 99.0, 101.0), "speed-up": Spread(1.0, 1.0, 1.0)}]
+    for lane, gain in (("wide", 0.4), ("<i>deep</i> & co", 0.2)):
+        for i, place in enumerate(places):
+            speed = round(1.0 + gain * i * (2.5 - i) / 2, 4) if i < 4 else 0.5
+            row = {"lane": lane, axis: place, "tokens/s": Spread(100 * speed, 98 * speed, 102 * speed)}
+            row |= {
+                "speed-up": Spread(speed, round(speed - 0.05, 4), round(speed + 0.1, 4)),
+                "accepted": 0.5,
+                "output": "identical",
+            }
+            rows.append(row if lane == "wide" else row | {"predicted": speed + 0.02})
+    config = {"target": "stories", "prompts": 8, "new_tokens": 96}
+    return Result("batch" if axis == "batch" else "k", repeats, config, ENVIRONMENT, rows, ["a remark <b>"], axis)
+
+
+class Bench:
+    """Stands in for specdemo.bench.suite, measures nothing. `endless`: the last repeat lasts until it is cancelled."""
+
+    Ask = Ask
+    endless = fails = False
+    finished = 1  # repeats done when it is cancelled
+    asked = None
+
+    def run_suite(self, name, ask, report, cancelled):
+        self.asked = (name, ask)
+        if self.fails:
+            raise ValueError("the preset has no lane with a draft length")
+        for repeat in range(ask.repeats):
+            report(repeat / ask.repeats, f"repeat {repeat + 1} of {ask.repeats}, k = 4")
+        while self.endless and not cancelled():
+            threading.Event().wait(0.01)
+        if not cancelled():
+            return swept(repeats=ask.repeats)
+        if not self.finished:
+            raise ValueError("stopped before a repeat was done")
+        remark = f"Stopped after {self.finished} of {ask.repeats} repeats."
+        return replace(swept(repeats=self.finished), remarks=[remark])
 
 
 def tree_trace(nodes=64):

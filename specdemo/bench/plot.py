@@ -1,0 +1,177 @@
+"""A result as a picture: speed-up over what was swept, with the middle half of the repeats and, where the cost model
+spoke, what it predicted."""
+
+from collections.abc import Iterable
+from html import escape
+from itertools import cycle
+from typing import Any
+
+import plotly.graph_objects as go
+
+from specdemo.bench.look import GREY, LINES, axis, layout
+from specdemo.bench.result import Result, Spread
+
+BARS = "lane"
+ALL = "all"  # of the categories of a question file
+AXES = {"k": "draft length", "batch": "batch size", "prompt tokens": "prompt length"}
+UNITS = {"k": "k, tokens drafted at once", "batch": "texts decoded at once", "prompt tokens": "tokens"}
+DOUBLING = ("batch", "prompt tokens")
+TIMES = "×"
+PLAIN = "plain decoding"
+
+Row = dict[str, Any]
+
+
+def figure(result: Result) -> go.Figure:
+    """Lines over k, batch or prompt length, one per lane; bars where the lanes themselves are compared.
+
+    Plain decoding is the line at 1. Raises ValueError when the result holds no speed-up.
+    """
+    over = result.axis or BARS
+    place = str if over == BARS else (int, float)
+    rows = [row for row in result.rows if isinstance(row.get("speed-up"), Spread) and isinstance(row.get(over), place)]
+    rows = [row for row in rows if row.get("category", ALL) == ALL]
+    rows = [row for row in rows if isinstance(row.get("lane"), str) and not _is_baseline(row["lane"], rows)]
+    if not rows:
+        raise ValueError(f"suite {result.suite} measures no speed-up; there is nothing to draw")
+    drawn = _bars(rows) if over == BARS else _lines(rows, over)
+    drawn.update_layout(title=_title(result, over))
+    return drawn
+
+
+def _is_baseline(lane: str, rows: list[Row]) -> bool:
+    """True for the lane that the others are divided by: its speed-up is 1 in every repeat."""
+    return all(row["speed-up"] == Spread(1.0, 1.0, 1.0) for row in rows if row.get("lane") == lane)
+
+
+def _lines(rows: list[Row], over: str) -> go.Figure:
+    places = sorted({row[over] for row in rows})
+    drawn = go.Figure(layout=layout(height=430, margin={"l": 56, "r": 16, "t": 92, "b": 40}))
+    drawn.add_scatter(
+        x=[places[0], places[-1]],
+        y=[1.0, 1.0],
+        mode="lines",
+        name=PLAIN,
+        line={"color": GREY, "dash": "dot", "width": 2},
+        hoverinfo="skip",
+    )
+    for lane, (color, _, marker) in zip(_lanes(rows), cycle(LINES[1:]), strict=False):
+        points = sorted((row for row in rows if row["lane"] == lane), key=lambda row: float(row[over]))
+        name = _plain(lane)
+        drawn.add_scatter(
+            x=[row[over] for row in points],
+            y=[row["speed-up"].median for row in points],
+            error_y=_quartiles(points) | {"color": color},
+            mode="lines+markers",
+            name=name,
+            line={"color": color, "width": 2.5},
+            marker={"symbol": marker, "size": 9},
+            customdata=_told(points),
+            hovertemplate=f"%{{x}}: <b>%{{y:.2f}}{TIMES}</b>, quartiles %{{customdata[0]}}<extra>{name}</extra>",
+        )
+        foreseen = [row for row in points if _is_number(row.get("predicted"))]
+        if foreseen:
+            drawn.add_scatter(
+                x=[row[over] for row in foreseen],
+                y=[row["predicted"] for row in foreseen],
+                mode="lines+markers",
+                name=f"{name}, predicted",
+                line={"color": color, "width": 1.75, "dash": "dash"},
+                marker={"symbol": f"{marker}-open", "size": 8},
+                hovertemplate=f"%{{x}}: %{{y:.2f}}{TIMES} predicted<extra>{name}</extra>",
+            )
+    ticks = {"tickmode": "array", "tickvals": places, "ticktext": [f"{place:g}" for place in places]}
+    scale = {"type": "log", "rangemode": "normal"} if over in DOUBLING else {"rangemode": "normal"}
+    drawn.update_xaxes(axis(title={"text": UNITS.get(over, _plain(over))}, **ticks) | scale)
+    drawn.update_yaxes(axis(title={"text": "speed-up"}, ticksuffix=TIMES))
+    drawn.update_layout(legend={"orientation": "h", "x": 0, "y": -0.2, "yanchor": "top"}, showlegend=True)
+    return drawn
+
+
+def _bars(rows: list[Row]) -> go.Figure:
+    names = [_plain(row["lane"]) for row in rows]
+    drawn = go.Figure(layout=layout(height=150 + 27 * len(rows), margin={"l": 8, "r": 16, "t": 92, "b": 44}))
+    faster, slower = LINES[1][0], LINES[2][0]
+    drawn.add_bar(
+        x=[row["speed-up"].median for row in rows],
+        y=names,
+        error_x=_quartiles(rows) | {"color": GREY},
+        orientation="h",
+        name="measured",
+        marker={"color": [faster if row["speed-up"].median >= 1.0 else slower for row in rows], "opacity": 0.6},
+        text=[f"{row['speed-up'].median:.2f}{TIMES}" for row in rows],
+        textposition="inside",
+        insidetextanchor="start",
+        constraintext="none",
+        textfont={"color": "#0b1220"},
+        customdata=_told(rows),
+        hovertemplate=f"%{{y}}: <b>%{{x:.2f}}{TIMES}</b>, quartiles %{{customdata[0]}}<extra></extra>",
+    )
+    foreseen = [
+        (name, row["predicted"]) for name, row in zip(names, rows, strict=True) if _is_number(row.get("predicted"))
+    ]
+    if foreseen:
+        drawn.add_scatter(
+            x=[value for _, value in foreseen],
+            y=[name for name, _ in foreseen],
+            mode="markers",
+            name="predicted",
+            marker={"symbol": "diamond-open", "size": 10, "color": GREY, "line": {"width": 2}},
+            hovertemplate=f"%{{y}}: %{{x:.2f}}{TIMES} predicted<extra></extra>",
+        )
+    drawn.update_xaxes(axis(title={"text": "speed-up; ◇ predicted" if foreseen else "speed-up"}, ticksuffix=TIMES))
+    drawn.update_yaxes(axis(autorange="reversed", automargin=True, showgrid=False))
+    drawn.update_layout(showlegend=False)
+    drawn.add_vline(
+        x=1.0,
+        line={"color": GREY, "dash": "dot"},
+        annotation_text=PLAIN,
+        annotation_position="top",
+        annotation_font={"color": GREY, "size": 11},
+    )
+    return drawn
+
+
+def _lanes(rows: Iterable[Row]) -> list[str]:
+    return list(dict.fromkeys(row["lane"] for row in rows))
+
+
+def _quartiles(rows: list[Row]) -> dict[str, Any]:
+    """Error bars from the first to the third quartile."""
+    spreads = [row["speed-up"] for row in rows]
+    up, down = [s.q3 - s.median for s in spreads], [s.median - s.q1 for s in spreads]
+    return {"type": "data", "symmetric": False, "array": up, "arrayminus": down, "thickness": 1.5, "width": 5}
+
+
+def _told(rows: list[Row]) -> list[tuple[str]]:
+    return [(f"{row['speed-up'].q1:.2f} to {row['speed-up'].q3:.2f}",) for row in rows]
+
+
+def _title(result: Result, over: str) -> dict[str, Any]:
+    """What was measured, on what, when and by which code."""
+    told = result.environment
+    threads = f"{told['threads']} thread{'s' * (told['threads'] != 1)}" if told.get("threads") else None
+    where = [told.get("device"), threads, told.get("dtype")]
+    commit = f"commit {str(told['commit'])[:7]}" if told.get("commit") else None
+    when = [f"suite {result.suite}", told.get("date"), commit]
+    lines = [", ".join(_plain(part) for part in parts if part) for parts in (where, when)]
+    small = "".join(f'<br><span style="font-size:12px">{line}</span>' for line in lines if line)
+    head = "Speed-up by lane" if over == BARS else f"Speed-up over {AXES.get(over, _plain(over))}"
+    return {
+        "text": f"<b>{head}</b>{small}",
+        "font": {"size": 15},
+        "x": 0.012,
+        "xanchor": "left",
+        "y": 0.965,
+        "yref": "container",
+        "yanchor": "top",
+    }
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
+def _plain(text: Any) -> str:
+    """Plotly reads a little HTML in names."""
+    return escape(str(text), quote=False)
