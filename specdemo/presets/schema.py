@@ -1,4 +1,4 @@
-"""A preset is one comparison: models, lanes, prompt, generation. A share link is what differs from a preset.
+"""A preset is one comparison: models, lanes, prompt, generation. A link is what differs from a preset, or a sweep.
 
 Reading presets needs neither torch nor transformers. What a file says by itself (types, ranges, method names) is
 checked when it is read; what only a method's own code knows (its options, whether it takes a model) is checked by
@@ -49,6 +49,7 @@ class Limits:
     prompt: int = 100_000  # characters
     link_prompt: int = 2000  # characters of a prompt that a link can carry
     link: int = 20_000  # characters of a whole query string
+    sweep_repeats: int = 10
     temperature: float = 5.0
     top_k: int = 1000
     seed: int = 2**31 - 1
@@ -212,6 +213,23 @@ class Preset(BaseModel):
             server=self.server,
             served_model=self.served_model,
         )
+
+
+class Sweep(BaseModel):
+    """A benchmark suite on a preset's target. It names no model, so that any sweep is one for any visitor."""
+
+    model_config = _strict
+    sweep: Literal["k", "methods", "batch", "prompt"] = "k"
+    preset: Annotated[str, AfterValidator(lambda id: preset(id).id)] = DEFAULT
+    repeats: int = Field(3, ge=1, le=LIMITS.sweep_repeats)
+    new_tokens: int = Field(96, ge=8, le=LIMITS.max_new_tokens)
+
+    def with_changes(self, **changes: Any) -> "Sweep":
+        """Raises ValueError with one line."""
+        try:
+            return Sweep.model_validate(self.model_dump() | changes)
+        except ValidationError as error:
+            raise ValueError(_one_line(error)) from None
 
 
 _LANE_SETTINGS = ("method", "model", "k", "options", "acceptance")
@@ -388,6 +406,30 @@ def from_query(
     return chosen, link.all_notes()
 
 
+def sweep_to_query(sweep: Sweep) -> str:
+    """`sweep=k&preset=embedded-draft&repeats=3&new_tokens=96`"""
+    return urlencode(sweep.model_dump())
+
+
+def sweep_from_query(query: Mapping[str, Any] | str) -> tuple[Sweep, list[str]]:
+    """The sweep a link asks for, and a note for everything in it that was refused. Never raises."""
+    link = _Link(*_pairs(query), None)
+    chosen = Sweep()
+    for name, field in Sweep.model_fields.items():
+        text = link.take(name)
+        try:
+            if text is not None:
+                chosen = chosen.with_changes(**{name: link.value(name, text, int if field.annotation is int else str)})
+        except ValueError as error:
+            link.refuse(name, str(text), error)
+    return chosen, link.all_notes()
+
+
+def is_sweep(query: Mapping[str, Any]) -> bool:
+    """Whether a link is one to a sweep, not to a race."""
+    return "sweep" in query
+
+
 class _Link:
     """The values of one link, taken out one by one; what cannot be used leaves a note."""
 
@@ -407,7 +449,7 @@ class _Link:
         if text is None:
             return preset
         try:
-            return _build(preset.model_dump() | {key: self._value(key, text, kind)})
+            return _build(preset.model_dump() | {key: self.value(key, text, kind)})
         except ValueError as error:
             self.refuse(key, text, error)
             return preset
@@ -445,7 +487,7 @@ class _Link:
     ) -> LaneConfig:
         name = key.rstrip("23")
         try:
-            value = self._value(name, text, kind)
+            value = self.value(name, text, kind)
             return LaneConfig.model_validate(lane.model_dump() | (also or {}) | {name: value})
         except ValidationError as error:
             self.refuse(key, text, _one_line(error))
@@ -466,7 +508,7 @@ class _Link:
             return lane
         return changed
 
-    def _value(self, name: str, text: str, kind: type) -> Any:
+    def value(self, name: str, text: str, kind: type) -> Any:
         if name in ("target", "model") and self._models is not None and text not in self._models:
             raise ValueError(FOREIGN)
         if name == "prompt" and len(text) > LIMITS.link_prompt:

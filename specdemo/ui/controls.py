@@ -5,6 +5,7 @@ that are not shown keep their place in the list. Drawing the page needs no torch
 title, its options) is filled in by the first events of a visitor.
 """
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -91,6 +92,12 @@ class Controls:
                 _draw_options(page, self.whole["target"], lane, number)
 
 
+def address(query: str) -> str:
+    """`?query`, or on a Space the public address, which a browser inside its frame cannot know."""
+    space = os.environ.get("SPACE_ID")
+    return f"https://huggingface.co/spaces/{space}?{query}" if space else f"?{query}"
+
+
 def visitor(request: gr.Request) -> str:
     """Names an open page."""
     return str(request.session_hash)
@@ -152,7 +159,7 @@ def from_values(values: Sequence[Any], allow_any_model: bool = False) -> Preset:
     chosen, count, *rest = values
     base = preset(chosen)
     changes = dict(zip(WHOLE, rest, strict=False))
-    changes |= {name: _count(name, changes[name]) for name in COUNTS}
+    changes |= {name: whole_number(name, changes[name]) for name in COUNTS}
     changes["lanes"] = [
         _lane_config(rest[_place(index, "method") - 2 :][: len(LANE)], base.lanes[index : index + 1])
         for index in range(int(count))
@@ -197,6 +204,13 @@ def default_draft(target: str) -> str:
 def new_lane(target: str) -> LaneConfig:
     """What a lane that is added starts as."""
     return LaneConfig(method=DRAFTING[0], model=default_draft(target))
+
+
+def whole_number(name: str, value: Any) -> int:
+    """What a slider means, which a browser may send as 4.0. Raises ValueError with one line."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+        raise ValueError(f"{name} must be a whole number, not {value!r}")
+    return int(value)
 
 
 def draw(start: Preset, allow_any_model: bool) -> Controls:
@@ -411,7 +425,7 @@ def _lane_config(values: Sequence[Any], named: Sequence[LaneConfig]) -> dict[str
     return {
         "method": name,
         "model": model,
-        "k": _count("k", k),
+        "k": whole_number("k", k),
         "options": options,
         "acceptance": acceptance,
         "name": next((lane.name for lane in named if (lane.method, lane.model) == (name, model)), ""),
@@ -423,10 +437,4 @@ def _lane_config(values: Sequence[Any], named: Sequence[LaneConfig]) -> dict[str
 def _known(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Of the options those that the method has, whole numbers as such."""
     given = {k: options[k.name] for k in knobs(name) if k.name in options}
-    return {k.name: _count(k.name, value) if k.type is int else value for k, value in given.items()}
-
-
-def _count(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
-        raise ValueError(f"{name} must be a whole number, not {value!r}")
-    return int(value)
+    return {k.name: whole_number(k.name, value) if k.type is int else value for k, value in given.items()}

@@ -5,7 +5,6 @@ of_seconds, step, tokens, loss and agree_1, agree_2, ... as they become known, o
 and folder. Training is work of the engine: races and it wait for each other in one queue.
 """
 
-import json
 import math
 import os
 import secrets
@@ -20,6 +19,7 @@ from specdemo.presets.schema import DEFAULT, LaneConfig, preset
 from specdemo.ui import assets
 from specdemo.ui.controls import ENGINE, QUIET, TRAINED, Controls, fill, visitor
 from specdemo.ui.heavy import live
+from specdemo.ui.lines import to_line
 
 MINUTES = (0.5, 30.0)
 RUNS = Path("runs")
@@ -71,7 +71,7 @@ class Training:
         self.engine = runs.Engine(work, math.inf)
         self.folder: str | None = None
         self._due = 0.0  # seconds of training at which the next point of the curve is worth a line
-        self.text = _line({"type": "run", "run": secrets.token_hex(6), "recipe": recipe})
+        self.text = to_line({"type": "run", "run": secrets.token_hex(6), "recipe": recipe})
 
     def batches(self) -> Iterator[str]:
         """The text so far, as long as the training runs, 15 times a second. Closing the iterator stops it."""
@@ -90,29 +90,23 @@ class Training:
     def stop(self) -> str:
         """End the training and the text: with the head as far as it was trained, if it is written in time."""
         self.add(self.engine.finish(SAVING_S))
-        self.text += _line({"type": "stopped"})
+        self.text += to_line({"type": "stopped"})
         return self.text
 
     def add(self, messages: Iterable[Any]) -> str:
         for message in messages:
             if not isinstance(message, dict):
-                self.text += _line(live().view(message))
+                self.text += to_line(live().view(message))
             elif message.get("done"):
                 self.folder = message["folder"]
                 TRAINED.append(self.folder)
-                self.text += _line({"type": "done", "folder": self.folder})
+                self.text += to_line({"type": "done", "folder": self.folder})
             elif "note" in message:
-                self.text += _line({"type": "note", "text": message["note"]})
+                self.text += to_line({"type": "note", "text": message["note"]})
             elif "agree_1" in message or message["seconds"] >= self._due:
                 self._due = message["seconds"] + message["of_seconds"] / POINTS
-                self.text += _line({"type": "tick", **message})
+                self.text += to_line({"type": "tick", **message})
         return self.text
-
-
-def _line(fields: dict[str, Any]) -> str:
-    """JSON knows no NaN: a loss that is not known yet is left out."""
-    known = {k: v for k, v in fields.items() if not isinstance(v, float) or math.isfinite(v)}
-    return json.dumps(known, ensure_ascii=False, separators=(",", ":")) + "\n"
 
 
 class Lab:

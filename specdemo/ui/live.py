@@ -19,7 +19,8 @@ from specdemo.core.trace import MAX_TRACE_BYTES, RunTrace, from_json
 from specdemo.engine.session import Finished, Note, RunSpec, Started, replay, session
 from specdemo.models.load import LoadProgress
 from specdemo.presets.schema import Preset
-from specdemo.ui.views import Failed, Loading, Shown, opening, summary, to_line, tokens_csv, view
+from specdemo.ui.lines import to_line
+from specdemo.ui.views import Failed, Loading, Shown, opening, summary, tokens_csv, view
 
 __all__ = ["Engine", "Log", "compare", "notes", "open_trace", "preload", "recorded", "refusal", "run", "tokens_csv"]
 

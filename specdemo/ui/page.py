@@ -16,16 +16,16 @@ os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
 import gradio as gr
 import plotly.graph_objects as go
 
+from specdemo.bench.look import FONTS, LINES, axis, layout
 from specdemo.core.trace import MAX_TRACE_BYTES, to_json
-from specdemo.presets.schema import DEFAULT, LIMITS, Preset, from_query, load_presets, preset, to_query
-from specdemo.ui import assets, controls, lab
-from specdemo.ui.controls import ENGINE, QUIET, Controls, changed, fill_untouched, from_values, visitor
+from specdemo.presets.schema import DEFAULT, LIMITS, Preset, from_query, is_sweep, load_presets, preset, to_query
+from specdemo.ui import assets, controls, lab, sweep
+from specdemo.ui.controls import ENGINE, QUIET, Controls, address, changed, fill_untouched, from_values, visitor
 from specdemo.ui.heavy import live
 
 if TYPE_CHECKING:
     from specdemo.ui.live import Log
 
-FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "Arial", "sans-serif"]
 MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"]
 
 
@@ -96,7 +96,7 @@ class Visits:
 
     def read_link(self, request: gr.Request) -> tuple[Preset, list[str]] | None:
         """The comparison a link asks for and what of it was refused. On a cold server this takes seconds."""
-        if not request.query_params:
+        if not request.query_params or is_sweep(request.query_params):
             return None
         live()
         return from_query(request.query_params, load_presets(), self._any)
@@ -118,10 +118,7 @@ class Visits:
 
 
 def share_link(chosen: Preset) -> str:
-    """`?query`, or on a Space the public address, which a browser inside its frame cannot know."""
-    space = os.environ.get("SPACE_ID")
-    query = to_query(chosen, preset(chosen.id))
-    return f"https://huggingface.co/spaces/{space}?{query}" if space else f"?{query}"
+    return address(to_query(chosen, preset(chosen.id)))
 
 
 def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
@@ -133,6 +130,8 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
         with gr.Tabs() as tabs:
             with gr.Tab("Race", id="race"):
                 form = _race_tab(page, first, allow_any_model)
+            with gr.Tab("Sweep", id="sweep"):
+                sweep.draw(page, tabs)
             with gr.Tab("Lab"):
                 lab.draw(page, tabs, form)
             with gr.Tab("How it works"):
@@ -208,25 +207,20 @@ def _draw_view() -> gr.HTML:
 
 def _empty_chart() -> go.Figure:
     """One line per lane, told apart by dash as well as by colour; lanes.js gives them points."""
-    styles = [("#7d8694", "dot"), ("#2f8fd0", "solid"), ("#d97f1e", "dash"), ("#17a088", "dashdot")]
     lines = [
         go.Scatter(x=[], y=[], mode="lines", name="", visible=False, line={"color": color, "dash": dash, "width": 2.5})
-        for color, dash in styles[: LIMITS.lanes]
+        for color, dash, _ in LINES[: LIMITS.lanes]
     ]
-    grid = {"gridcolor": "rgba(125,134,148,.22)", "zeroline": False, "rangemode": "tozero"}
-    layout = go.Layout(
+    drawn = layout(
         height=240,
         margin={"l": 52, "r": 12, "t": 28, "b": 42},
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)",
-        font={"color": "#7d8694", "family": ", ".join(FONTS), "size": 12},
-        xaxis={**grid, "title": {"text": "seconds of the lane's own device time"}},
-        yaxis={**grid, "title": {"text": "tokens/s"}},
+        xaxis=axis(title={"text": "seconds of the lane's own device time"}),
+        yaxis=axis(title={"text": "tokens/s"}),
         legend={"orientation": "h", "x": 1, "xanchor": "right", "y": 1.02, "yanchor": "bottom"},
         showlegend=True,
         uirevision="keep",
     )
-    return go.Figure(lines, layout)
+    return go.Figure(lines, drawn)
 
 
 def _endpoints(allow_any_model: bool) -> None:

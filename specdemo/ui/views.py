@@ -36,10 +36,6 @@ class Failed:
 Shown = Message | Loading | Failed
 
 
-def to_line(shown: dict[str, Any]) -> str:
-    return json.dumps(shown, ensure_ascii=False, separators=(",", ":")) + "\n"
-
-
 def opening(run: str, recorded: bool) -> dict[str, Any]:
     return {"type": "run", "run": run, "recorded": recorded}
 

@@ -1,5 +1,5 @@
-"""The page on a stand-in engine whose runs stay at their first tokens until a test opens the gate, and with a stand-in
-for what trains."""
+"""The page on a stand-in engine whose runs stay at their first tokens until a test opens the gate, and with stand-ins
+for what trains and what measures."""
 
 import multiprocessing.synchronize
 import threading
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import gradio as gr
 
 from specdemo.engine.session import Finished, replay
-from specdemo.ui import lab, live, page
+from specdemo.ui import lab, live, page, sweep
 from tests.traces import hostile_trace
-from tests.ui.stand_ins import Trainer
+from tests.ui.stand_ins import Bench, Trainer
 
 
 @dataclass
@@ -48,8 +48,27 @@ class Gated:
         pass
 
 
+class GatedBench(Bench):
+    """The last repeat of a sweep ends when the gate is open."""
+
+    def __init__(self, gates):
+        self.gates = gates
+
+    @property
+    def endless(self):
+        return not self.gates.open.is_set()
+
+    def run_suite(self, name, ask, report, cancelled):
+        try:
+            return super().run_suite(name, ask, report, cancelled)
+        finally:
+            if cancelled():
+                self.gates.stopped.release()
+
+
 def serve_gated(port, gates):
     engine, trainer, read_link = Gated(gates), Trainer(), page.Visits.read_link
+    bench = GatedBench(gates)
 
     def read_when_warm(self, request: gr.Request):  # Gradio passes what is annotated so
         gates.warm.wait(60)
@@ -57,6 +76,7 @@ def serve_gated(port, gates):
 
     live.session = lambda: engine
     lab.trainer = lambda: trainer
+    sweep.suite = lambda: bench
     page.Visits.read_link = read_when_warm
     server = page.serve(port=port, block=False)
     gates.up.set()

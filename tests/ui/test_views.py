@@ -8,8 +8,9 @@ import pytest
 
 from specdemo.core.trace import StepEvent, from_json, to_json
 from specdemo.engine.session import Note, replay
+from specdemo.ui.lines import to_line
 from specdemo.ui.live import Log, recorded
-from specdemo.ui.views import Failed, Loading, fates, finish, summary, to_line, tokens_csv, view
+from specdemo.ui.views import Failed, Loading, fates, finish, summary, tokens_csv, view
 from tests.traces import HOSTILE, PROMPT, WRONG, hostile_trace
 from tests.ui.stand_ins import remote_trace
 

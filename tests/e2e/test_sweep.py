@@ -1,0 +1,63 @@
+"""A sweep as a visitor sees it, with a stand-in for what measures."""
+
+import re
+
+from playwright.sync_api import expect
+
+
+def said(page, words):
+    expect(page.locator("#sweep .sd-status")).to_have_text(re.compile(words))
+
+
+def test_run_stop_save_open_share(visit_gated, gates, tmp_path):
+    page = visit_gated("?sweep=batch&preset=<b>&repeats=2&new_tokens=32")
+    expect(page.locator("#sweep .sd-notes li")).to_have_count(1)
+    expect(page.get_by_label("Batch size")).to_be_checked()
+    expect(page.locator("#question")).to_contain_text("Where does the gain end?")
+    expect(page.locator("#repeats input[type=number]")).to_have_value("2")
+    said(page, "^Ready")
+
+    page.locator("#sweep-run").click()
+    said(page, r"^50 % done: repeat 2 of 2, k = 4\.")
+    expect(page.locator("#sweep-run")).to_be_disabled()
+    page.locator("#sweep-stop").click()
+    said(page, r"^Stopped\. The numbers are those of the finished repeats\.")
+    assert gates.stopped.acquire(timeout=60)
+    expect(page.locator("#sweep .sd-remarks")).to_have_text("Stopped after 1 of 2 repeats.")
+    expect(page.locator("#sweep-chart .js-plotly-plot .legendtext").last).to_have_text("<i>deep</i> & co, predicted")
+    cell = page.locator("#sweep tr", has_text="wide").nth(1).locator("td").nth(2)
+    expect(cell).to_have_text("1.30 [1.25 1.40]")
+    expect(page.locator("#sweep-run")).to_be_enabled()
+
+    gates.open.set()
+    page.locator("#sweep-run").click()
+    said(page, r"^Finished: at best 1\.30× as fast as plain decoding, wide at k = 2\.")
+    with page.expect_download() as download:
+        page.locator("#save-result").click()
+    path = tmp_path / download.value.suggested_filename
+    download.value.save_as(path)
+    page.locator("#sweep-share").click()
+    expect(page).to_have_url(re.compile(r"\?sweep=batch&preset=embedded-draft&repeats=2&new_tokens=32$"))
+
+    other = visit_gated("?" + page.url.partition("?")[2], viewport={"width": 390, "height": 800})
+    expect(other.locator("#repeats input[type=number]")).to_have_value("2")
+    expect(other.locator("#sweep .sd-notes")).to_be_hidden()
+    with other.expect_file_chooser() as chooser:
+        other.locator("#open-result").click()
+    chooser.value.set_files(path)
+    said(other, "^Opened: at best")
+    expect(other.locator("#sweep .sd-badge")).to_have_text("recorded · Test CPU <b> · 2026-11-21")
+    expect(other.locator("#sweep tbody tr")).to_have_count(9)
+    expect(other.locator("#sweep-chart .js-plotly-plot .legendtext")).to_have_count(4)
+    assert other.evaluate("document.documentElement.scrollWidth") == 390
+
+
+def test_a_closed_tab_frees_the_engine_for_a_race(visit_gated, gates):
+    first, second = visit_gated("?sweep=k"), visit_gated()
+    first.locator("#sweep-run").click()
+    said(first, "^67 %")
+    second.locator("#run").click()
+    expect(second.locator("#queue")).to_contain_text(re.compile(r"queue: \d/\d", re.I))
+    first.close()
+    assert gates.stopped.acquire(timeout=60)
+    assert gates.begun.acquire(timeout=60)

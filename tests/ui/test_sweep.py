@@ -1,0 +1,187 @@
+"""The Sweep tab without a browser, with a stand-in for what measures."""
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
+
+import gradio as gr
+import pytest
+from starlette.datastructures import QueryParams
+
+from specdemo.bench.result import read_result, write_result
+from specdemo.presets.schema import Sweep, preset
+from specdemo.ui import sweep
+from specdemo.ui.page import Visits
+from specdemo.ui.sweep import Sweeping, Sweeps, restore, result_line
+from tests.ui.stand_ins import Bench, swept
+
+VISITOR = SimpleNamespace(session_hash="a")
+VALUES = ("k", "embedded-draft", 3, 96)
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    stand_in = Bench()
+    monkeypatch.setattr(sweep, "suite", lambda: stand_in)
+    monkeypatch.delenv("SPACE_ID", raising=False)
+    return stand_in
+
+
+def lines(text):
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def visit(query):
+    return SimpleNamespace(session_hash="a", query_params=QueryParams(query))
+
+
+def test_a_sweep_is_a_growing_text_and_then_curves(bench):
+    outputs = list(Sweeps().run(VISITOR, "batch", "embedded-ngram", 2.0, 32))
+    texts = [text for text, _ in outputs]
+    assert all(after.startswith(before) for before, after in pairwise(texts))
+    seen = lines(texts[-1])
+    assert [line["type"] for line in seen] == ["run", "start", "loading", "loading", "result"]
+    assert seen[3] == {"type": "loading", "share": 0.5, "text": "repeat 2 of 2, k = 4"}
+    assert bench.asked == ("batch", bench.Ask(repeats=2, preset="embedded-ngram", new_tokens=32))
+    chart = outputs[-1][1]
+    assert chart["visible"] and len(chart["value"].data) == 4
+    assert seen[-1]["rows"][2]["speed-up"] == {"median": 1.3, "q1": 1.25, "q3": 1.4}
+    assert seen[-1]["conditions"] == "suite k · 2 repeats · target stories · prompts 8 · new tokens 96"
+
+
+def test_progress_that_nobody_could_see_is_not_sent(bench):
+    running = Sweeping(Sweep())
+    running.add(sweep.live().Loading(0.001 * i, "repeat 1 of 1") for i in range(1000))
+    assert running.text.count('"loading"') == 100
+
+
+def test_stop_keeps_the_finished_repeats(bench):
+    sweeps, bench.endless = Sweeps(), True
+    texts = sweeps.run(VISITOR, *VALUES)
+    while "repeat 3" not in next(texts)[0]:
+        pass
+    assert lines(sweeps.ask_to_stop(VISITOR)[0])[-1]["type"] == "stopping"
+    texts.close()
+    text, chart, *buttons = sweeps.stop(VISITOR)
+    assert [line["type"] for line in lines(text)][-2:] == ["result", "stopped"]
+    assert lines(text)[-2]["remarks"] == ["Stopped after 1 of 3 repeats."] and chart["visible"]
+    assert [button["interactive"] for button in buttons] == [True, False, True]
+
+
+def test_stop_before_the_first_repeat_is_no_error(bench):
+    sweeps, bench.endless, bench.finished = Sweeps(), True, 0
+    texts = sweeps.run(VISITOR, *VALUES)
+    next(texts)
+    sweeps.ask_to_stop(VISITOR)
+    texts.close()
+    text, chart, *_ = sweeps.stop(VISITOR)
+    assert "error" not in text and lines(text)[-1]["type"] == "stopped" and "value" not in chart
+
+
+def test_stop_while_waiting_for_the_engine(bench):
+    sweeps = Sweeps()
+    list(sweeps.run(VISITOR, *VALUES))
+    sweeps.busy(VISITOR)
+    assert "value" not in sweeps.stop(VISITOR)[0]
+
+
+def test_a_tab_that_is_closed_frees_the_engine(bench):
+    bench.endless = True
+    sweeps, lock = Sweeps(), sweep.live().session().lock
+    texts = sweeps.run(VISITOR, *VALUES)
+    while "repeat 3" not in next(texts)[0]:
+        pass
+    assert not lock.acquire(blocking=False)
+    texts.close()
+    assert lock.acquire(timeout=10.0)
+    lock.release()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (("elephant", *VALUES[1:]), "sweep must be 'k', 'methods', 'batch' or 'prompt'"),
+        (("k", "evil/model", 3, 96), "unknown preset 'evil/model'"),
+        (("k", "embedded-draft", 11, 96), "repeats must be 10 or less, not 11"),
+        (("k", "embedded-draft", 2.5, 96), "repeats must be a whole number"),
+        (("k", "embedded-draft", 3, 100_000), "new_tokens must be 1024 or less"),
+        (("k", "embedded-draft", None, 96), "repeats must be a whole number"),
+    ],
+)
+def test_limits_hold_whatever_a_client_sends(bench, values, message):
+    ((text, _),) = Sweeps().run(VISITOR, *values)
+    assert lines(text)[-1]["type"] == "error" and message in lines(text)[-1]["text"] and bench.asked is None
+
+
+def test_what_the_suite_refuses_is_one_line(bench):
+    bench.fails = True
+    assert lines(list(Sweeps().run(VISITOR, *VALUES))[-1][0])[-1] == {
+        "type": "error",
+        "text": "the preset has no lane with a draft length",
+    }
+
+
+def test_a_borrowed_gpu_is_too_short_for_a_sweep(bench, monkeypatch):
+    monkeypatch.setattr(sweep.live(), "ELSEWHERE", True)
+    ((text, _),) = Sweeps().run(VISITOR, *VALUES)
+    assert "a sweep needs minutes" in text
+
+
+def test_a_saved_result_opens_again(bench, tmp_path):
+    sweeps = Sweeps()
+    with pytest.raises(gr.Error, match="no result to save"):
+        sweeps.save(VISITOR)
+    list(sweeps.run(VISITOR, *VALUES))
+    file = sweeps.save(VISITOR)
+    path = tmp_path / file["name"]
+    path.write_text(file["text"], encoding="utf-8")
+    assert file["name"] == "specdemo-k.json" and read_result(path) == swept()
+    text, chart = sweeps.open(VISITOR, str(path))
+    assert lines(text)[-1]["recorded"] and lines(text)[-1]["rows"] and chart["visible"]
+
+
+def test_a_result_without_speed_ups_is_a_table_alone(bench, tmp_path):
+    write_result(replace(swept(), axis=None, rows=[{"lane": "plain", "ms": 1.0}]), tmp_path / "r.json")
+    text, chart = Sweeps().open(VISITOR, str(tmp_path / "r.json"))
+    assert lines(text)[-1]["rows"] == [{"lane": "plain", "ms": 1.0}] and chart["visible"] is False
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[" * 100_000, b'{"schema": 1}', b" " * 5_000_000])
+def test_what_is_no_result_is_one_line_and_leaves_the_one_on_show(bench, tmp_path, content):
+    sweeps, path = Sweeps(), tmp_path / "r.json"
+    list(sweeps.run(VISITOR, *VALUES))
+    path.write_bytes(content)
+    text, chart = sweeps.open(VISITOR, str(path))
+    assert lines(text)[-1]["type"] == "error" and "value" not in chart
+    assert sweeps.save(VISITOR)["name"] == "specdemo-k.json"
+
+
+def test_a_strangers_numbers_stay_readable():
+    odd = replace(swept(), config={"a": float("nan"), "b": [1]}, environment={"device": {"x": float("inf")}})
+    assert lines(result_line(odd, recorded=True))[0]["conditions"] == "suite k · 3 repeats · a nan"
+
+
+def test_a_link_fills_the_controls_and_runs_nothing(bench):
+    *values, notes, tab = restore(visit("sweep=batch&preset=embedded-ngram&repeats=2&new_tokens=32"))
+    assert values == ["batch", "embedded-ngram", 2, 32] and tab["selected"] == "sweep"
+    assert "note" not in notes and bench.asked is None
+    _, link = sweep.share(*values)
+    assert link["value"] == "?sweep=batch&preset=embedded-ngram&repeats=2&new_tokens=32"
+
+
+def test_a_race_and_a_sweep_leave_the_other_ones_links_alone():
+    assert "value" not in restore(visit("preset=embedded-draft&k=7"))
+    assert Visits(preset("embedded-draft"), False).read_link(visit("sweep=k&repeats=2")) is None
+
+
+def test_a_hostile_link_leaves_notes():
+    *values, text, _ = restore(visit("sweep=<b>&preset=../../etc&repeats=9999&new_tokens=nan&onload=x&repeats=2"))
+    assert values == list(Sweep().model_dump().values())
+    assert [line["type"] for line in lines(text)] == ["run", *["note"] * 6]
+    assert "repeats must be 10 or less, not 9999" in text
+
+
+def test_on_a_space_a_link_is_the_public_address(monkeypatch):
+    monkeypatch.setenv("SPACE_ID", "someone/specdemo")
+    assert sweep.share(*VALUES)[1]["value"].startswith("https://huggingface.co/spaces/someone/specdemo?sweep=k&")
