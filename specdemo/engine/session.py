@@ -3,6 +3,7 @@
 `Session.stream` and `replay` yield the same messages, so whoever shows a run cannot tell a live one from a stored one.
 """
 
+import gc
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -24,12 +25,24 @@ from specdemo.engine.race import SCHEDULES, race
 from specdemo.engine.remote import Form, RemoteLane
 from specdemo.engine.servers import check_listed, host, machine
 from specdemo.methods import BASELINE, check_model, load_drafter, method, reader, validate_options
-from specdemo.models.load import LoadProgress, load_model, rounding_noise, silent
+from specdemo.models.footprint import Precision, free_bytes, measure
+from specdemo.models.load import (
+    Cancelled,
+    LoadProgress,
+    check_memory,
+    load_model,
+    locate,
+    placed,
+    plan,
+    rounding_noise,
+    silent,
+)
 from specdemo.models.machine import commit, device_name, versions
 from specdemo.models.target import HFTarget
 from specdemo.models.text import Detokenizer, encode, token_text
 
 WARM_UP_TOKENS = 12
+ANY_WEIGHTS = ("*.pt", "*.bin", "*.pth")  # of published speculators without safetensors
 Schedule = Literal["race", "sequential"]
 
 
@@ -129,14 +142,36 @@ class _Lane:
     text: Detokenizer
 
 
-class Session:
-    """Keeps the models of the last comparison loaded; a second caller waits for `lock`."""
+@dataclass(slots=True)
+class _Loaded:
+    """model: of the target a LoadedModel, of a drafter what its method's `load` gave."""
 
-    def __init__(self) -> None:
+    model: Any
+    bytes: int
+
+
+class Session:
+    """Keeps the models of the last comparisons loaded, the least recently used going first where memory is short.
+
+    A second caller waits for `lock`. A drafter is kept with the target it was loaded for, and goes when that goes.
+    """
+
+    def __init__(self, budget_bytes: int | None = None) -> None:
+        """budget_bytes: what models that are not in use may take with those that are; None: half of what is free."""
         self.lock = threading.Lock()
-        self._models: dict[tuple[str, ...], Any] = {}  # the target a LoadedModel, drafters what their `load` gave
+        self._budget = budget_bytes
+        self._models: dict[tuple[str, ...], _Loaded] = {}  # the least recently used first, a target after its drafters
         self._target: tuple[str, ...] = ()
         self._learners: dict[tuple[Any, ...], tuple[HFTarget, Drafter]] = {}  # drafters that get better with use
+
+    def loaded(self) -> list[tuple[str, int]]:
+        """Name and bytes of every model that is in memory, the last used first."""
+        return [(key[1], held.bytes) for key, held in reversed(list(self._models.items()))]
+
+    def unload(self) -> None:
+        """Forget every model; waits for a run that is under way."""
+        with self.lock:
+            self._forget()
 
     def load(self, spec: RunSpec, progress: LoadProgress = silent) -> None:
         """Load what the comparison needs, forget the rest, and build every lane once to see that it fits.
@@ -157,9 +192,18 @@ class Session:
     def stream(
         self, spec: RunSpec, cancelled: Callable[[], bool] = never, progress: LoadProgress = silent
     ) -> Iterator[Message]:
-        """The comparison step by step. Closing the iterator, or `cancelled()`, stops every lane within one step."""
+        """The comparison step by step. Closing the iterator, or `cancelled()`, stops every lane within one step.
+
+        Raises ValueError for what cannot be loaded, and Cancelled, a ValueError too, when that was to stop.
+        """
+
+        def report(share: float, what: str) -> None:
+            if cancelled():
+                raise Cancelled(f"stopped while {what}; files that were complete are kept")
+            progress(share, what)
+
         with self.lock:
-            self._load(spec, progress)
+            self._load(spec, report)
             lanes = self._lanes(spec)
             here = next((lane for lane in lanes if isinstance(lane, _Lane)), None)
             trace = RunTrace(
@@ -171,6 +215,9 @@ class Session:
                 prompt=spec.prompt,
             )
             yield Started(trace)
+            spread = placed(here.target.model) if here else ""
+            if spread:
+                yield Note(f"{spec.target} does not fit into one device: {spread}")
             for index, lane in enumerate(lanes):
                 if isinstance(lane, _Lane):
                     if getattr(lane.drafter, "note", ""):
@@ -192,37 +239,78 @@ class Session:
         if spec.all_remote:
             return
         lanes = {_key(lane, target): lane for lane in spec.lanes if lane.model is not None and lane.server is None}
-        self._models = {key: model for key, model in self._models.items() if key == target or key in lanes}
         present = {_key(lane, target) for lane in spec.lanes}
         self._learners = {key: pair for key, pair in self._learners.items() if key[0] in present}
+        bytes_of = self._make_room(spec, target, lanes, progress)
         total = 1 + len(lanes)
         if target not in self._models:
             report = _scaled(progress, 0, total)
-            self._models[target] = load_model(spec.target, spec.dtype, _device(spec), spec.quantization, report)
+            loaded = load_model(spec.target, spec.dtype, _device(spec), spec.quantization, report)
+            self._models[target] = _Loaded(loaded, bytes_of[target])
         self._target = target
         for done, (key, lane) in enumerate(lanes.items(), start=1):
             if key not in self._models:
                 loader = method(reader(lane.method, lane.options))
                 report = _scaled(progress, done, total)
                 report(0.0, f"loading {lane.model}")
-                self._models[key] = loader.load(lane.model, self._fresh_target(), report)
+                self._models[key] = _Loaded(loader.load(lane.model, self._fresh_target(), report), bytes_of[key])
+        for key in (*lanes, target):  # now the last used
+            self._models[key] = self._models.pop(key)
         progress(1.0, "models ready")
 
     def target(self) -> HFTarget:
         """The target of the last comparison, with a history of its own."""
         return self._fresh_target()
 
+    def _make_room(
+        self, spec: RunSpec, target: tuple[str, ...], lanes: Mapping[tuple[str, ...], LaneSpec], progress: LoadProgress
+    ) -> dict[tuple[str, ...], int]:
+        """Bytes of every model that is to be loaded; others are forgotten until these fit.
+
+        Raises ValueError, before anything is downloaded, when they do not fit even alone.
+        """
+        wanted = {key: str(lane.model) for key, lane in lanes.items() if key not in self._models}
+        if target not in self._models:
+            wanted[target] = spec.target
+        if not wanted:
+            return {}
+        progress(0.0, f"looking for {', '.join(wanted.values())}")
+        where, precision = plan(spec.dtype, _device(spec), spec.quantization)
+        beside = Precision(precision.dtype)  # drafters and heads are not quantised
+        new = {key: name for key, name in wanted.items() if key == target or name != spec.target}  # not its own heads
+        sizes = {
+            key: measure(locate(name, ANY_WEIGHTS), precision if key == target else beside) for key, name in new.items()
+        }
+        tokens = len(spec.prompt) // 2 + spec.max_new_tokens  # a token is seldom shorter than two characters
+        histories = {key: tokens * (1 + len(spec.lanes) if key == target else 1) for key in sizes}
+        needed = sum(size.of(histories[key]) for key, size in sizes.items())
+        budget = (sum(free_bytes(where)) + self._held()) // 2 if self._budget is None else self._budget
+        for key in [key for key in self._models if key != target and key not in lanes]:
+            if self._held() + needed <= budget:
+                break
+            self._forget(key)
+        check_memory(" with ".join([new[key] for key in reversed(new)]), needed, where, precision)
+        return {key: sizes[key].weights if key in sizes else 0 for key in wanted}
+
+    def _held(self) -> int:
+        return sum(loaded.bytes for loaded in self._models.values())
+
+    def _forget(self, gone: tuple[str, ...] | None = None) -> None:
+        """A model, a target's drafters with it; None: all."""
+        self._models = {key: m for key, m in self._models.items() if gone and gone not in (key, key[2:])}
+        self._learners = {key: p for key, p in self._learners.items() if gone and gone not in (key[0], key[0][2:])}
+        gc.collect()  # transformers' models hold themselves in cycles
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
     def _fresh_target(self) -> HFTarget:
         """A history of its own on the shared weights."""
-        loaded = self._models[self._target]
+        loaded = self._models[self._target].model
         return HFTarget(loaded.model, loaded.tokenizer, loaded.name)
 
-    def _lanes(self, spec: RunSpec) -> list[_Lane | RemoteLane]:
-        if not spec.prompt.strip():
-            raise ValueError("the prompt is empty; write at least one word")
         if spec.all_remote:
-            return [_remote_lane(spec, lane, ("chat/completions", "completions")) for lane in spec.all_lanes]
-        tokenizer = self._models[self._target].tokenizer
+            return
+        lanes = {_key(lane, target): lane for lane in spec.lanes if lane.model is not None and lane.server is None}
         if tokenizer is None:
             raise ValueError(f"{spec.target} has no tokenizer; put its tokenizer.json into the same folder")
         context = self._fresh_target().max_length
@@ -257,7 +345,7 @@ class Session:
         if key in self._learners:
             return self._learners[key]
         target = self._fresh_target()
-        model = None if lane.model is None else self._models[_key(lane, self._target)]
+        model = None if lane.model is None else self._models[_key(lane, self._target)].model
         pair = target, load_drafter(lane.method, target, model, **options)
         if getattr(method(lane.method), "learns", False):
             self._learners[key] = pair
@@ -338,7 +426,7 @@ def _scaled(progress: LoadProgress, done: int, total: int) -> LoadProgress:
 
 def _lane_name(lane: LaneSpec) -> str:
     title: str = method(lane.method).title
-    return title if lane.model is None else f"{title} ({lane.model.rpartition('/')[2]})"
+    return title if lane.model is None else f"{title} ({lane.model.partition('@')[0].rpartition('/')[2]})"
 
 
 def _config(spec: RunSpec) -> dict[str, Any]:

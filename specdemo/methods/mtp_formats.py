@@ -83,7 +83,7 @@ def read_heads(source: str, target: Target, progress: LoadProgress = silent) -> 
 
 def _open(source: str, target: Target, progress: LoadProgress) -> Checkpoint:
     """The config, and of the tensors those of the heads alone."""
-    folder = Path(local_folder(source, progress, extra=("*.pth",)))
+    folder = Path(local_folder(source, progress, ("*.pth",)))
     tensors: Tensors = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:

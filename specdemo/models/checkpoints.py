@@ -42,7 +42,7 @@ def open_checkpoint(source: str, progress: LoadProgress = silent) -> Checkpoint:
 
     Raises ValueError, one line, when there is none, when a file is damaged or when it would have to run code.
     """
-    folder = Path(local_folder(source, progress, extra=PICKLED))
+    folder = Path(local_folder(source, progress, PICKLED))
     files = sorted(folder.glob("*.safetensors")) or sorted(f for kind in PICKLED for f in folder.glob(kind))
     if not files:
         raise ValueError(f"{source} holds no weights (*.safetensors, *.pt or *.bin); name the folder of a speculator")

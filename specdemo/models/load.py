@@ -1,51 +1,67 @@
 """A name -> a loaded model. Safetensors only, never remote code, one clear ValueError line for whatever goes wrong.
 
-A name is an embedded model ("stories"), a folder, or a Hugging Face id. Folders never touch the network; ids are
-downloaded into the Hugging Face cache first (HF_HUB_OFFLINE=1 uses what is there).
+A name is an embedded model ("stories"), a folder, or a Hugging Face id with or without @revision. Folders never touch
+the network; ids are downloaded into the Hugging Face cache first (hub.py).
 """
 
+import json
+import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from io import StringIO
-from math import prod
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import HfApi, snapshot_download
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
-from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from specdemo.core.protocol import Target
 from specdemo.core.tree import chain_parents
 from specdemo.core.words import suggest
+from specdemo.models import hub
+from specdemo.models.footprint import HEADROOM, Precision, free_bytes, free_ram, gigabytes, measure
+from specdemo.models.hub import Cancelled, LoadProgress, embedded_folder, embedded_names, silent
 from specdemo.models.kernels import hasten
 from specdemo.models.target import HFTarget
 
-LoadProgress = Callable[[float, str], None]  # share done 0..1, what is being done
-
-
-def silent(share: float, what: str) -> None:
-    pass
-
+__all__ = [
+    "Cancelled",
+    "LoadProgress",
+    "LoadedModel",
+    "check_memory",
+    "embedded_folder",
+    "embedded_names",
+    "load_model",
+    "load_target",
+    "local_folder",
+    "locate",
+    "free_bytes",
+    "outline",
+    "pick_device",
+    "pick_dtype",
+    "placed",
+    "plan",
+    "resolve",
+    "rounding_noise",
+    "silent",
+    "verify_cost",
+    "verify_costs",
+]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BITS = {"4bit": 4, "8bit": 8}
 KERNELS = ("auto", "transformers")
-FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
-STORED_BITS = {"I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8}
-HEADROOM = 1.1  # memory besides the weights: activations and history
 VERIFY_TOKENS = 5
 VERIFY_LIMIT = 1.2  # times a one-token pass: above, speculation cannot pay
+SAMPLED = 4096  # numbers of each tensor that are looked at for NaN
 
 
 @dataclass
@@ -61,15 +77,6 @@ def resolve(name: str) -> str:
     if re.fullmatch(r"[\w.-]+", name) and (folder / "config.json").is_file():
         return str(folder)
     return str(Path(name).expanduser()) if _is_path(name) else name
-
-
-def embedded_folder() -> Path:
-    """Where the shipped models are; SPECDEMO_MODELS overrules it."""
-    return Path(os.environ.get("SPECDEMO_MODELS") or Path(__file__).parent / "embedded")
-
-
-def embedded_names() -> list[str]:
-    return sorted(config.parent.name for config in embedded_folder().glob("*/config.json"))
 
 
 def load_target(
@@ -101,55 +108,76 @@ def load_model(
     """dtype: auto, float32, bfloat16, float16; device: auto, cpu, cuda, cuda:N; quantization: 4bit, 8bit; kernels: auto
     (models/kernels.py) or transformers (its own layers, which can be trained and saved).
 
-    dtype auto is float32 on a CPU and bfloat16 on a GPU. Raises ValueError with one line that names the cure.
+    dtype auto is float32 on a CPU and bfloat16 on a GPU. What one GPU cannot hold is spread over all, and the rest put
+    into main memory. `progress` may raise to stop. Raises ValueError with one line that names the cure.
     """
     if kernels not in KERNELS:
         raise ValueError(f"unknown kernels {kernels!r}; {suggest(kernels, KERNELS)}")
     report = progress or silent
-    where = pick_device(device)
+    where, precision = plan(dtype, device, quantization)
     if where.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # on small passes two threads gain little and collapse as soon as anything else runs
-    bits = _bits(quantization, where)
-    kind = pick_dtype(dtype, where)
-    width = bits or 8 * kind.itemsize
-    folder = _folder(name, report, lambda numbers: _check_memory(name, numbers * width // 8, where, kind, bits))
+    report(0.0, f"looking for {name}")
+    source = locate(name)
+    spread = check_memory(name, measure(source, precision).weights, where, precision)
+    folder = str(_checked(_folder(source, report), name))
     report(0.6, f"reading {name}")
-    spread = _check_memory(name, weight_bytes(folder, width), where, kind, bits)
     with _one_line(name), _quiet():
         tokenizer = _tokenizer(folder)
-        model = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
-            dtype=kind,
+            dtype=precision.dtype,
             use_safetensors=True,
             trust_remote_code=False,
             local_files_only=True,
-            **_placement(where, kind, bits, spread),
+            output_loading_info=True,
+            **_placement(where, precision, spread),
         )
-    if not bits and not spread:
+    model, info = loaded
+    _check_weights(name, model, info["missing_keys"])
+    if not precision.bits and not spread:
         nn.Module.to(model, where)
     model.requires_grad_(False)
     if kernels == "auto":
         hasten(model)
-    if where.type == "cpu" and kind != torch.float32:
+    if where.type == "cpu" and precision.dtype != torch.float32:
         _check_verify_cost(model, name, dtype)
     report(1.0, f"{name} is ready")
     return LoadedModel(model, tokenizer, name)
 
 
-def weight_bytes(folder: str, bits: int) -> int:
-    """Bytes the folder's weights take at `bits` per number, from the headers of its safetensors files alone.
+def plan(dtype: str = "auto", device: str = "auto", quantization: str | None = None) -> tuple[torch.device, Precision]:
+    """Where a model goes and what it is held in. Raises ValueError with one line for what is not to be had here."""
+    where = pick_device(device)
+    return where, Precision(pick_dtype(dtype, where), _bits(quantization))
 
-    Numbers stored in fewer than 16 bits, or as integers, stay as they are. Raises ValueError for a damaged file.
+
+def outline(name: str) -> HFTarget:
+    """The model without its weights, on the meta device, with its tokenizer: what can be told from config files alone.
+
+    Raises ValueError with one line.
     """
-    total = 0
-    for file in Path(folder).glob("*.safetensors"):
-        try:
-            with safe_open(file, "pt") as opened:
-                tensors = [opened.get_slice(name) for name in opened.keys()]  # noqa: SIM118 - not a mapping
-                total += sum(prod(t.get_shape()) * STORED_BITS.get(t.get_dtype(), bits) for t in tensors)
-        except SafetensorError:
-            raise ValueError(f"{file} is damaged; fetch it again") from None
-    return total // 8
+    folder = str(_described(name))
+    with _one_line(name), _quiet():
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        return HFTarget(model, _tokenizer(folder), name)
+
+
+def placed(model: PreTrainedModel) -> str:
+    """Which of its parts are where, if not all in one place: `cuda:0: embed_tokens, layers 0-20; cpu: lm_head`."""
+    devices: dict[str, list[str]] = {}
+    for part, device in getattr(model, "hf_device_map", {}).items():
+        devices.setdefault(f"cuda:{device}" if isinstance(device, int) else str(device), []).append(part)
+    return "; ".join(f"{device}: {_listed(parts)}" for device, parts in devices.items()) if len(devices) > 1 else ""
+
+
+def _listed(parts: Sequence[str]) -> str:
+    """Names without their path; a run of numbered layers as one."""
+    numbers = [int(part.rpartition(".")[2]) for part in parts if part.rpartition(".")[2].isdigit()]
+    names = [part.rpartition(".")[2] for part in parts if not part.rpartition(".")[2].isdigit()]
+    return ", ".join([*names, *([f"layers {min(numbers)}-{max(numbers)}"] if numbers else [])])
 
 
 def verify_cost(target: HFTarget, slots: int = VERIFY_TOKENS, repeats: int = 5) -> tuple[float, float]:
@@ -203,7 +231,8 @@ def _check_verify_cost(model: PreTrainedModel, name: str, dtype: str) -> None:
 
 
 def _is_path(name: str) -> bool:
-    return name.startswith((".", "/", "~")) or os.sep * 2 in name or name.count("/") > 1 or Path(name).exists()
+    several = hub.split(name)[0].count("/") > 1
+    return name.startswith((".", "/", "~")) or os.sep * 2 in name or several or Path(name).exists()
 
 
 def pick_device(device: str) -> torch.device:
@@ -226,94 +255,85 @@ def pick_dtype(dtype: str, where: torch.device) -> torch.dtype:
     return DTYPES[dtype]
 
 
-def _bits(quantization: str | None, where: torch.device) -> int | None:
+def _bits(quantization: str | None) -> int | None:
     if quantization is None:
         return None
     if quantization not in BITS:
         raise ValueError(f"unknown quantization {quantization!r}; {suggest(quantization, list(BITS))}")
-    if find_spec("bitsandbytes") is None:
-        raise ValueError(f"quantization {quantization!r} needs bitsandbytes; run: pip install bitsandbytes")
-    if where.type != "cuda":
-        raise ValueError(f"quantization {quantization!r} needs a CUDA GPU; leave it out on {where.type}")
+    if find_spec("bitsandbytes") is None or find_spec("accelerate") is None:
+        raise ValueError(f"quantization {quantization!r} needs bitsandbytes; run: pip install bitsandbytes accelerate")
     return BITS[quantization]
 
 
-def local_folder(name: str, report: LoadProgress = silent, extra: Sequence[str] = ()) -> str:
+def local_folder(name: str, report: LoadProgress = silent, pickled: Sequence[str] = ()) -> str:
     """A folder, an embedded name or a hub id -> the local folder with its config and weights, downloaded if need be.
 
-    extra: patterns of files wanted besides FILES. Raises ValueError with one line that names the cure.
+    pickled: patterns of weights that will do where there are no safetensors; with them the folder is not checked.
+    Raises ValueError with one line that names the cure.
     """
-    return _folder(name, report, lambda numbers: None, tuple(extra))
+    folder = _folder(locate(name, pickled), report)
+    return str(folder if pickled else _checked(folder, name))
 
 
-def _folder(name: str, report: LoadProgress, fits: Callable[[int], object], extra: tuple[str, ...] = ()) -> str:
-    """The local folder of a model, downloaded when it has to be; checked to hold a config and weights."""
+def locate(name: str, pickled: Sequence[str] = ()) -> Path | hub.Repository:
+    """The folder of a model, or what the hub holds under its name; nothing is downloaded. Raises ValueError."""
     path = resolve(name)
     folder = Path(path)
     if folder.is_file():
         raise ValueError(f"{name} is a file; give the folder it is in")
     if folder.is_dir():
-        return str(folder) if extra else _checked(folder, name)
+        return folder
     if _is_path(name):
         raise ValueError(f"there is no folder {name}")
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):
-        raise ValueError(f"{name!r} is neither a folder nor a Hugging Face id (organisation/model)")
-    found = Path(_download(path, report, fits, extra))
-    return str(found) if extra else _checked(found, name)
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?", path):
+        raise ValueError(f"{name!r} is neither a folder nor a Hugging Face id (organisation/model, or with @revision)")
+    if hub.offline():
+        return hub.cached(path)
+    found = hub.look(path, pickled)
+    if not pickled and "config.json" not in found.files:
+        raise ValueError(f"{name} has no config.json; it is not a transformers model")
+    if not found.weights:
+        raise ValueError(f"{name} holds no .safetensors weights; choose a model that does")
+    return found
 
 
-def _checked(folder: Path, name: str) -> str:
+def _folder(source: Path | hub.Repository, report: LoadProgress) -> Path:
+    if isinstance(source, Path):
+        return source
+    return hub.fetch(source, lambda share, what: report(0.05 + 0.5 * share, what))
+
+
+def _described(name: str) -> Path:
+    """The folder with the config and the tokenizer of a model."""
+    source = locate(name)
+    return source if isinstance(source, Path) else hub.describe(source)
+
+
+def _checked(folder: Path, name: str) -> Path:
     if not (folder / "config.json").is_file():
         raise ValueError(f"{name} has no config.json; it is not a Hugging Face model folder")
     if not any(folder.glob("*.safetensors")):
         raise ValueError(f"{name} holds no .safetensors weights; convert it with model.save_pretrained(folder)")
-    return str(folder)
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        with _one_line(name):
+            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        absent = sorted(shard for shard in shards if not (folder / shard).is_file())
+        if absent:
+            raise ValueError(f"{name} lacks {absent[0]} of {len(shards)} files of weights; fetch it again")
+    return folder
 
 
-def _download(repository: str, report: LoadProgress, fits: Callable[[int], object], extra: tuple[str, ...] = ()) -> str:
-    """Fetch the files that are needed, and no others, into the Hugging Face cache; not what will not fit."""
-    report(0.0, f"looking for {repository}")
-    with _one_line(repository):
-        if not _offline() and not extra:
-            fits(_count(repository))
-        bar = _bar(report, f"downloading {repository}")
-        patterns = [*FILES, *extra]
-        return snapshot_download(repository, allow_patterns=patterns, local_files_only=_offline(), tqdm_class=bar)
-
-
-def _bar(report: LoadProgress, what: str) -> type[Any]:
-    """The downloader's progress bars, sent to `report` instead of the terminal."""
-
-    class Bar(tqdm):  # type: ignore[type-arg]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            kwargs.pop("name", None)
-            super().__init__(*args, **kwargs | {"file": StringIO()})
-
-        def update(self, n: float | None = 1) -> bool | None:
-            shown: bool | None = super().update(n)
-            if self.unit == "B" and self.total:
-                report(0.05 + 0.5 * min(self.n / self.total, 1.0), what)
-            return shown
-
-    report(0.05, what)
-    return Bar
-
-
-def _offline() -> bool:
-    from huggingface_hub.constants import HF_HUB_OFFLINE
-
-    return bool(HF_HUB_OFFLINE)
-
-
-def _count(repository: str) -> int:
-    """How many numbers the weights are, 0 when the hub does not know. Raises ValueError for an unusable format."""
-    info = HfApi().model_info(repository)
-    files = [f.rfilename for f in info.siblings or []]
-    if "config.json" not in files:
-        raise ValueError(f"{repository} has no config.json; it is not a transformers model")
-    if not any(f.endswith(".safetensors") for f in files):
-        raise ValueError(f"{repository} holds no .safetensors weights; choose a model that does")
-    return info.safetensors.total if info.safetensors else 0
+def _check_weights(name: str, model: PreTrainedModel, missing: set[str]) -> None:
+    """Raise ValueError when a tensor is absent from the files, or holds what is no number in a sample of it."""
+    if missing:
+        first = min(missing)
+        raise ValueError(f"{name} lacks {len(missing)} tensors ({first} is the first); fetch the whole model again")
+    for part, tensor in model.named_parameters():
+        if tensor.is_floating_point() and tensor.device.type != "meta":
+            flat = tensor.detach().flatten()
+            if not torch.isfinite(flat[:: 1 + len(flat) // SAMPLED]).all():
+                raise ValueError(f"{name} holds NaN or infinity in {part}; fetch it again, or take another revision")
 
 
 @contextmanager
@@ -321,7 +341,7 @@ def _one_line(name: str) -> Iterator[None]:
     """Whatever the libraries raise while loading -> one ValueError line."""
     try:
         yield
-    except Exception as error:  # the hub client raises its transport's own errors, which share no base with OSError
+    except Exception as error:
         raise ValueError(_explained(name, error)) from error
 
 
@@ -338,54 +358,43 @@ def _quiet() -> Iterator[None]:
 
 
 def _explained(name: str, error: Exception) -> str:
-    kind, line = type(error).__name__, next((s for s in str(error).splitlines() if s.strip()), "")
-    if kind in ("RepositoryNotFoundError", "HFValidationError"):
-        return f"unknown model {name!r}; {suggest(name, embedded_names())}, or give a folder or a Hugging Face id"
-    if kind == "GatedRepoError":
-        return f"{name} is gated; accept its licence on huggingface.co and log in with: hf auth login"
-    if kind in ("LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "ConnectionError", "ConnectTimeout"):
-        return f"{name!r} is not here and huggingface.co cannot be reached; {suggest(name, embedded_names())}"
+    line = next((s for s in str(error).splitlines() if s.strip()), "")
     if "trust_remote_code" in str(error):
         return f"{name} needs code from its repository, which is never run here; choose a model transformers knows"
-    return line if line.startswith(name) else f"{name} cannot be loaded: {line or kind}"
+    if isinstance(error, SafetensorError):
+        return f"a file of {name} is damaged or cut short ({line}); delete it and fetch it again"
+    return line if line.startswith(name) else f"{name} cannot be loaded: {line or type(error).__name__}"
 
 
-def _check_memory(name: str, needed: int, where: torch.device, kind: torch.dtype, bits: int | None) -> bool:
-    """True when the model has to be spread over several GPUs. Raises ValueError when it fits nowhere."""
+def check_memory(name: str, needed: int, where: torch.device, precision: Precision) -> bool:
+    """True when the model has to be spread over several devices. Raises ValueError when it fits nowhere."""
     frees = free_bytes(where)
     if HEADROOM * needed <= frees[0]:
         return False
+    if where.type == "cuda" and where.index is None and not precision.bits:
+        frees = [*frees, free_ram()]  # bitsandbytes computes on one kind of device
     if HEADROOM * needed <= sum(frees):
         return True
-    precision = f"{bits} bits" if bits else str(kind).removeprefix("torch.")
-    cure = "choose a smaller model" if bits or where.type == "cpu" else "choose a smaller model or quantization '4bit'"
+    cure = "a smaller model" if precision.bits == 4 else "quantization 4bit or a smaller model"
     raise ValueError(
-        f"{name} needs {HEADROOM * needed / 1e9:.1f} GB in {precision}, "
-        f"{sum(frees) / 1e9:.1f} GB are free on {where}; {cure}"
+        f"{name} needs about {gigabytes(HEADROOM * needed)} in {precision}, this machine has {gigabytes(sum(frees))} "
+        f"free on {where}; choose {cure}"
     )
 
 
-def free_bytes(where: torch.device) -> list[int]:
-    """Free memory of the device, first, and of the other GPUs it may be spread over."""
-    if where.type == "cuda":
-        devices = range(torch.cuda.device_count()) if where.index is None else [where.index]
-        return [torch.cuda.mem_get_info(i)[0] for i in devices]
-    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return [pages]
-    available = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), pages)
-    return [available]
-
-
-def _placement(where: torch.device, kind: torch.dtype, bits: int | None, spread: bool) -> dict[str, Any]:
+def _placement(where: torch.device, precision: Precision, spread: bool) -> dict[str, Any]:
     placement: dict[str, Any] = {"device_map": "auto"} if spread else {}
-    if bits:
-        placement.setdefault("device_map", {"": where.index or 0})
+    if precision.bits:
+        placement.setdefault("device_map", {"": where if where.index is not None or where.type == "cpu" else 0})
         placement["quantization_config"] = transformers.BitsAndBytesConfig(
-            load_in_4bit=bits == 4, load_in_8bit=bits == 8, bnb_4bit_compute_dtype=kind, bnb_4bit_quant_type="nf4"
+            load_in_4bit=precision.bits == 4,
+            load_in_8bit=precision.bits == 8,
+            bnb_4bit_compute_dtype=precision.dtype,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
         )
+        # it says at every product of every layer that it casts what it multiplies
+        logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     return placement
 
 

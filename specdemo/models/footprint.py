@@ -1,0 +1,137 @@
+"""What a model will take, before it is loaded or even downloaded, and what there is to take it from.
+
+Weights are counted from the headers of safetensors files, or from what the hub says of them; keys and values from the
+config. Both leave out what a library adds on top, so compare them with `HEADROOM`.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from specdemo.models.hub import Repository, describe
+
+HEADROOM = 1.1  # times: activations, buffers, what the allocator cannot reuse
+STORED_BITS = {"I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F4": 4}
+WHOLE = ("embed", "lm_head", "wte", "wpe", "experts")  # parts of names that bitsandbytes leaves in 16 bits
+SCALES = {4: 4.13, 8: 8.03}  # bits of one number and its share of the scales (4: doubly quantised)
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """What weights are held in: `dtype`, but for the matrices that are quantised to `bits`."""
+
+    dtype: torch.dtype
+    bits: int | None = None
+
+    @property
+    def width(self) -> int:
+        return 8 * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.bits} bits" if self.bits else str(self.dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes."""
+
+    weights: int
+    per_token: int  # keys and values that one token of one lane adds
+
+    def of(self, tokens: int) -> int:
+        """With a history of so many tokens, all lanes together."""
+        return self.weights + self.per_token * tokens
+
+
+def measure(source: Path | Repository, precision: Precision) -> Footprint:
+    """Raises ValueError for a damaged file, and for a repository that is out of reach."""
+    folder = describe(source) if isinstance(source, Repository) else source
+    described = folder / "config.json"
+    config = json.loads(described.read_text(encoding="utf-8")) if described.is_file() else {}
+    config = config.get("text_config") or config.get("transformer_layer_config") or config
+    weights = (
+        _announced(source, precision, config) if isinstance(source, Repository) else weight_bytes(folder, precision)
+    )
+    return Footprint(weights, _per_token(config, precision))
+
+
+def weight_bytes(folder: Path, precision: Precision) -> int:
+    """Of a folder's safetensors, or else of whatever files of weights it has. Raises ValueError for a damaged one."""
+    files = list(folder.glob("*.safetensors"))
+    if not files:
+        return sum(f.stat().st_size for kind in ("*.pt", "*.bin", "*.pth") for f in folder.glob(kind))
+    bits = sum(prod(shape) * _bits(name, len(shape), stored, precision) for name, shape, stored in headers(files))
+    return int(bits) // 8
+
+
+def headers(files: list[Path]) -> Iterator[tuple[str, list[int], str]]:
+    """Name, shape and stored precision of every tensor. Raises ValueError for a damaged file."""
+    for file in files:
+        try:
+            with safe_open(file, "pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - not a mapping
+                    tensor = opened.get_slice(name)
+                    yield name, tensor.get_shape(), tensor.get_dtype()
+        except (SafetensorError, OSError):
+            raise ValueError(f"{file} is damaged or cut short; delete it and fetch it again") from None
+
+
+def free_bytes(where: torch.device) -> list[int]:
+    """Free memory of the device, first, and of the other GPUs that a model may be spread over."""
+    if where.type == "cuda":
+        devices = range(torch.cuda.device_count()) if where.index is None else [where.index]
+        return [torch.cuda.mem_get_info(i)[0] for i in devices]
+    return [free_ram()]
+
+
+def free_ram() -> int:
+    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return pages
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), pages)
+
+
+def gigabytes(count: float) -> str:
+    return f"{count / 1e9:.1f} GB"
+
+
+def _bits(name: str, dimensions: int, stored: str, precision: Precision) -> float:
+    """Numbers stored in fewer than 16 bits, or as integers, stay as they are."""
+    if stored in STORED_BITS:
+        return STORED_BITS[stored]
+    if precision.bits is None or dimensions != 2 or any(part in name for part in WHOLE):
+        return precision.width
+    return SCALES[precision.bits]
+
+
+def _announced(found: Repository, precision: Precision, config: Mapping[str, Any]) -> int:
+    """What the hub says there is; where it does not know, the size of the files."""
+    if not found.numbers:
+        return sum(found.files[file] for file in found.weights)
+    whole = 0  # numbers that are not quantised
+    if precision.bits:
+        tables = 1 if config.get("tie_word_embeddings") else 2
+        whole = tables * int(config.get("vocab_size", 0)) * int(config.get("hidden_size", 0))
+    per_number = SCALES[precision.bits] if precision.bits else precision.width
+    bits = sum(count * STORED_BITS.get(stored, per_number) for stored, count in found.numbers.items())
+    return int(bits + whole * (precision.width - per_number)) // 8
+
+
+def _per_token(config: Mapping[str, Any], precision: Precision) -> int:
+    """Keys and values of every layer of attention."""
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    if not heads or not hidden:
+        return 0
+    kinds = config.get("layer_types") or ["attention"] * int(config.get("num_hidden_layers") or 0)
+    layers = sum("attention" in kind and "linear" not in kind for kind in kinds)
+    head_dim = config.get("head_dim") or hidden // heads
+    return int(2 * layers * (config.get("num_key_value_heads") or heads) * head_dim * precision.dtype.itemsize)
