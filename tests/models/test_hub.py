@@ -1,0 +1,174 @@
+"""Models of the hub, from a hub on loopback: what is fetched, what is said meanwhile, and what can go wrong."""
+
+import re
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from specdemo.models import hub
+from specdemo.models.checkpoints import PICKLED
+from specdemo.models.load import load_model, local_folder, outline
+from tests.models.fake_hub import SHA, serve
+from tests.models.test_text import byte_level
+from tests.models.tiny import build
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A model as the hub holds it: in three shards, with copies in other formats beside them."""
+    folder = tmp_path_factory.mktemp("saved")
+    build("llama").save_pretrained(folder, max_shard_size="30KB")
+    byte_level().save_pretrained(folder)
+    held = {file.name: file.read_bytes() for file in folder.iterdir()}
+    others = ("consolidated.safetensors", "original/model.safetensors", "pytorch_model.bin", "modeling_tiny.py")
+    return held | dict.fromkeys((*others, "README.md", "training_args.bin"), b"not to be fetched")
+
+
+@pytest.fixture
+def repositories(files):
+    return {"org/tiny": dict(files)}
+
+
+@pytest.fixture
+def server(repositories, monkeypatch, tmp_path):
+    with serve(repositories, monkeypatch, tmp_path / "cache") as served:
+        yield served
+
+
+def weights(files):
+    return sorted(f for f in files if re.fullmatch(r"model-.*\.safetensors", f))
+
+
+def refused(name, **options):
+    with pytest.raises(ValueError) as caught:
+        load_model(name, **options)
+    line = str(caught.value)
+    assert "\n" not in line
+    return line
+
+
+def test_what_a_model_needs_is_fetched_and_nothing_else(server, files):
+    assert len(weights(files)) > 2
+    said = []
+    loaded = load_model("org/tiny@v1", progress=lambda share, what: said.append((share, what)))
+    assert loaded.name == "org/tiny@v1" and loaded.tokenizer is not None
+    torch.testing.assert_close(loaded.model.state_dict(), build("llama").state_dict())
+    fetched = {file for file, _ in server.requests}
+    assert {*weights(files), "config.json", "tokenizer.json", "model.safetensors.index.json"} <= fetched
+    assert not fetched & {"consolidated.safetensors", "original/model.safetensors", "pytorch_model.bin", "README.md"}
+    shares = [share for share, _ in said]
+    assert shares == sorted(shares) and shares[-1] == 1.0
+    assert any(re.match(r"downloading org/tiny@v1: [\d.]+ MB of [\d.]+ MB", what) for _, what in said)
+
+
+def test_what_is_here_is_not_fetched_again_and_needs_no_network(server, monkeypatch):
+    load_model("org/tiny")
+    before = len(server.requests)
+    load_model("org/tiny")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    load_model("org/tiny")
+    assert len(server.requests) == before
+    assert "'org/none' is not on this machine and HF_HUB_OFFLINE is set" in refused("org/none")
+
+
+def test_a_cut_connection_goes_on_where_it_broke_off(server, files):
+    shard = weights(files)[0]
+    server.cuts[shard] = 5000
+    load_model("org/tiny")
+    ranges = [asked for file, asked in server.requests if file == shard]
+    assert len(ranges) == 2 and re.match(r"bytes=(\d+)-", ranges[1])
+    assert 0 < int(ranges[1].removeprefix("bytes=").rstrip("-")) <= 5000
+
+
+def test_stopping_keeps_what_is_complete(server, files):
+    server.hold = threading.Event()
+
+    def stop(share, what):
+        if "downloading" in what and len([f for f, _ in server.requests if f in weights(files)]) >= 2:
+            raise hub.Cancelled("stopped")
+
+    with pytest.raises(hub.Cancelled):
+        load_model("org/tiny", progress=stop)
+    server.hold.set()
+    server.hold = None
+    assert load_model("org/tiny").name == "org/tiny"
+    assert sum(file == "config.json" for file, _ in server.requests) == 1
+
+
+def test_progress_counts_bytes_and_says_how_long(monkeypatch):
+    counter = hub._Counter(2_000_000_000, "org/big")
+    assert counter.line() == "downloading org/big: 0.0 MB of 2.0 GB"
+    bar = counter.bar()(total=0, unit="B", name="huggingface_hub.snapshot_download")
+    monkeypatch.setattr(hub.time, "monotonic", lambda: counter._begin + 10)
+    bar.update(500_000_000)
+    assert counter.line() == "downloading org/big: 0.5 GB of 2.0 GB, 50.0 MB/s, 30 s left"
+    assert counter.share() == 0.25
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("org/none", "unknown model 'org/none'; choose one of .*, or give a folder or a Hugging Face id"),
+        ("org/tiny@v2", "org/tiny has no revision 'v2'; name a branch, a tag or a commit, or leave @v2 out"),
+        ("org/gated", "org/gated is gated; accept its licence on huggingface.co/org/gated and log in with: hf auth"),
+        ("org/pickled", "org/pickled holds no .safetensors weights; choose a model that does"),
+        ("org/empty", "org/empty has no config.json; it is not a transformers model"),
+        ("org/tiny@v 2", "'org/tiny@v 2' is neither a folder nor a Hugging Face id"),
+    ],
+)
+def test_what_cannot_be_had_is_one_line(server, repositories, name, line):
+    config = repositories["org/tiny"]["config.json"]
+    repositories |= {"org/gated": {}, "org/empty": {}, "org/pickled": {"config.json": config, "pytorch_model.bin": b""}}
+    server.gated.add("org/gated")
+    assert re.match(line, refused(name))
+    assert not [file for file, _ in server.requests if not file.endswith(".json")]
+
+
+def test_no_network_is_one_line(server, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    assert "'org/tiny' is not here and http://127.0.0.1:9 cannot be reached" in refused("org/tiny")
+
+
+def test_what_does_not_fit_is_refused_before_the_download(server, monkeypatch):
+    server.numbers["org/tiny"] = 10**13
+    assert re.match(
+        r"org/tiny needs about 44000\.0 GB in float32, this machine has [\d.]+ GB free on cpu; choose quantization "
+        "4bit or a smaller model",
+        refused("org/tiny"),
+    )
+    server.numbers.clear()
+    monkeypatch.setattr(hub.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10**6}))
+    assert re.match(
+        r"org/tiny: 0\.\d MB are to be downloaded and 1\.0 MB of disk are free; make room", refused("org/tiny")
+    )
+    assert not [file for file, _ in server.requests if file.endswith(".safetensors")]
+
+
+def test_an_index_may_name_a_file_that_is_gone(server, repositories, files):
+    del repositories["org/tiny"][weights(files)[1]]
+    assert (
+        refused("org/tiny")
+        == f"org/tiny lacks {weights(files)[1]} of {len(weights(files))} files of weights; fetch it again"
+    )
+
+
+def test_only_a_head_without_safetensors_may_be_pickled(server, repositories):
+    repositories["org/head"] = {"config.json": b"{}", "medusa_lm_head.pt": b"x", "optimizer.pt": b"x"}
+    folder = Path(local_folder("org/head", pickled=PICKLED))
+    assert {file.name for file in folder.iterdir()} == {"config.json", "medusa_lm_head.pt"}
+    repositories["org/head"]["model.safetensors"] = b"x"
+    assert hub.look("org/head", PICKLED).weights == ["model.safetensors"]
+
+
+def test_an_outline_needs_no_weights(server):
+    target = outline("org/tiny")
+    assert (target.hidden_size, target.num_layers, target.device.type) == (32, 3, "meta")
+    assert target.tokenizer is not None
+    assert not [file for file, _ in server.requests if file.endswith(".safetensors")]
+
+
+def test_revisions_may_be_commits(server):
+    assert hub.split(f"org/tiny@{SHA}") == ("org/tiny", SHA)
+    assert load_model(f"org/tiny@{SHA}").name == f"org/tiny@{SHA}"
