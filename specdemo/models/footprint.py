@@ -53,13 +53,22 @@ class Footprint:
 def measure(source: Path | Repository, precision: Precision) -> Footprint:
     """Raises ValueError for a damaged file, and for a repository that is out of reach."""
     folder = describe(source) if isinstance(source, Repository) else source
-    described = folder / "config.json"
-    config = json.loads(described.read_text(encoding="utf-8")) if described.is_file() else {}
+    config = read_config(folder)
     config = config.get("text_config") or config.get("transformer_layer_config") or config
     weights = (
         _announced(source, precision, config) if isinstance(source, Repository) else weight_bytes(folder, precision)
     )
     return Footprint(weights, _per_token(config, precision))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json; empty without one. Raises ValueError when it is no JSON."""
+    described = folder / "config.json"
+    try:
+        config = json.loads(described.read_text(encoding="utf-8")) if described.is_file() else {}
+    except ValueError:
+        raise ValueError(f"{described} is damaged; delete it and fetch it again") from None
+    return dict(config)
 
 
 def weight_bytes(folder: Path, precision: Precision) -> int:

@@ -389,6 +389,9 @@ def _placement(where: torch.device, precision: Precision, spread: bool) -> dict[
         placement["quantization_config"] = transformers.BitsAndBytesConfig(
             load_in_4bit=precision.bits == 4,
             load_in_8bit=precision.bits == 8,
+            # outliers are kept in 16 bits for all tokens of a pass where one has them, so what a token gives would
+            # depend on those it is verified with
+            llm_int8_threshold=0.0,
             bnb_4bit_compute_dtype=precision.dtype,
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
