@@ -1,0 +1,119 @@
+"""What a session keeps in memory: the last models used, within a budget, and nothing once they are gone."""
+
+import os
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from specdemo.engine import session as engine
+from specdemo.engine.session import LaneSpec, Note, RunSpec, Session
+from specdemo.models.load import Cancelled
+from tests.models.test_text import byte_level
+
+MEGABYTES = 4  # of every model
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    tokenizer = byte_level()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+    )
+    made = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        path = tmp_path_factory.mktemp(f"model-{seed}")
+        LlamaForCausalLM(config).save_pretrained(path)
+        tokenizer.save_pretrained(path)
+        made.append(str(path))
+    return made
+
+
+def spec(target, *lanes, **changes):
+    lanes = lanes or (LaneSpec("ngram"),)
+    return RunSpec("test", target, "Once upon a time", lanes, **{"max_new_tokens": 4, **changes})
+
+
+def names(session):
+    return [Path(name).name[:7] for name, _ in session.loaded()]
+
+
+def resident():
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def test_models_stay_until_others_need_the_room(folders):
+    a, b, c = folders
+    one = engine.measure(Path(a), engine.Precision(torch.float32)).weights
+    session = Session(budget_bytes=int(2.5 * one))
+    session.load(spec(a))
+    first = weakref.ref(session._models[session._target].model.model)
+    session.load(spec(b))
+    assert names(session) == ["model-1", "model-0"]
+    session.load(spec(a))
+    assert names(session) == ["model-0", "model-1"] and first() is session._models[session._target].model.model
+    session.load(spec(c))  # b was used longest ago
+    assert names(session) == ["model-2", "model-0"]
+    assert all(size == one for _, size in session.loaded())
+
+
+def test_a_target_takes_its_drafters_along(folders):
+    a, b, c = folders
+    session = Session(budget_bytes=1)
+    session.load(spec(a, LaneSpec("online", b, options={"drafter": "draft_model"})))
+    assert names(session) == ["model-0", "model-1"]
+    held = [weakref.ref(loaded.model.model) for loaded in session._models.values()]
+    session.load(spec(c))
+    assert names(session) == ["model-2"]
+    assert [ref() for ref in held] == [None, None]
+    session.unload()
+    assert session.loaded() == [] and not session._learners
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's count of memory")
+def test_fifty_switches_leave_nothing_behind(folders):
+    session = Session(budget_bytes=1)
+    seen = []
+    for switch in range(50):
+        target, draft = folders[switch % 3], folders[(switch + 1) % 3]
+        session.load(spec(target, LaneSpec("draft_model", draft, 2)))
+        seen += [weakref.ref(loaded.model.model) for loaded in session._models.values()]
+        if switch == 9:
+            before = resident()
+    assert resident() - before < 10 * MEGABYTES  # forty switches load 320 MB
+    session.unload()
+    assert [ref for ref in seen if ref() is not None] == []
+
+
+def test_what_cannot_fit_together_is_refused_before_it_is_loaded(folders, monkeypatch):
+    a, b, _ = folders
+    need = engine.measure(Path(a), engine.Precision(torch.float32)).weights
+    monkeypatch.setattr("specdemo.models.load.free_bytes", lambda where: [int(1.5 * need)])
+    monkeypatch.setattr(engine, "load_model", None)
+    with pytest.raises(ValueError, match=f"^{a} with {b} needs about 0.0 GB in float32, .* smaller model$"):
+        Session().load(spec(a, LaneSpec("draft_model", b)))
+
+
+def test_loading_stops_when_it_is_told_to(folders):
+    session = Session()
+    asked = []
+    with pytest.raises(Cancelled, match="^stopped while "):
+        list(session.stream(spec(folders[0]), cancelled=lambda: len(asked) > 1 or asked.append(1)))
+    assert not session.lock.locked() and session.loaded() == []
+    assert session.run(spec(folders[0])).lanes[1].finish == "length"
+
+
+def test_a_model_on_several_devices_says_so(folders, monkeypatch):
+    session = Session()
+    monkeypatch.setattr(engine, "placed", lambda model: "cuda:0: embed_tokens; cpu: lm_head")
+    notes = [m for m in session.stream(spec(folders[0])) if isinstance(m, Note)]
+    assert notes[0].lane is None and "does not fit into one device: cuda:0: embed_tokens" in notes[0].text
