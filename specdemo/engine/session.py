@@ -299,8 +299,8 @@ class Session:
         """A model, a target's drafters with it; None: all."""
         self._models = {key: m for key, m in self._models.items() if gone and gone not in (key, key[2:])}
         self._learners = {key: p for key, p in self._learners.items() if gone and gone not in (key[0], key[0][2:])}
-        gc.collect()  # transformers' models hold themselves in cycles
         if torch.cuda.is_available():
+            gc.collect()  # models that accelerate put its hooks on hold themselves in cycles
             torch.cuda.empty_cache()
 
     def _fresh_target(self) -> HFTarget:

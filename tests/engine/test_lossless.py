@@ -27,6 +27,7 @@ from specdemo.methods import METHODS, load_drafter, method, reader
 from specdemo.models.load import load_target, resolve
 from specdemo.models.target import HFTarget
 from specdemo.models.text import encode
+from tests.models.tiny import CHAINS, HYBRIDS, build, texts
 
 VOCABULARY = 48
 SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
@@ -143,6 +144,21 @@ def test_every_other_method(random_llama, name):
     drafter = load_drafter(name, target, weights)
     for index, (prompt, expected) in enumerate(answers):
         assert ours(target, drafter, prompt, 16, 1 + index % 6, 12) == expected, f"prompt {prompt}"
+
+
+@pytest.mark.parametrize("architecture", [*CHAINS, *HYBRIDS, "mistral", "gpt_oss"])
+def test_recurrent_hybrid_and_windowed_targets(architecture):
+    """Past the window, and with drafts that are kept, cut short and refused."""
+    model = build(architecture)
+    target, draft = HFTarget(model), HFTarget(copy.deepcopy(model))
+    prompt = texts(1, 13)
+    settings = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)[0, 13:].tolist()
+    config = GenerationConfig(24, budget=Budget(4, 4), stop_token_ids=())
+    for name, given in (("none", None), ("ngram", None), ("draft_model", draft)):
+        events = list(generate(target, load_drafter(name, target, given), prompt, config))
+        assert [token for event in events for token in event.emitted[0]] == expected
+    assert len(events) < 9  # drafts of its own weights are kept
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,14 @@ import weakref
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, RwkvConfig, RwkvForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
+)
 
 from specdemo.core.protocol import Target
 from specdemo.core.tree import ABSENT, Draft
@@ -286,6 +293,17 @@ def test_histories_out_of_reach_are_refused():
     model = RwkvForCausalLM(RwkvConfig(vocab_size=32, hidden_size=16, attention_hidden_size=16, num_hidden_layers=2))
     with pytest.raises(ValueError, match="rwkv model keeps its history where it cannot be rolled back"):
         HFTarget(model)
+
+
+def test_a_state_inside_the_model_is_noticed():
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "lru_width": 32, "num_hidden_layers": 3}
+    kinds = ["recurrent", "recurrent", "attention"]
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_window_size": 6}
+    torch.manual_seed(7)
+    config = RecurrentGemmaConfig(vocab_size=VOCABULARY, **sizes, **heads, block_types=kinds)
+    model = RecurrentGemmaForCausalLM(config)
+    with pytest.raises(ValueError, match="a recurrent_gemma model cannot be continued from its cache"):
+        HFTarget(model).start(texts(1, PROMPT))
 
 
 def test_chains_are_checked_where_trees_cannot_be(chain_target):

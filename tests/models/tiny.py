@@ -2,18 +2,26 @@
 
 import torch
 from transformers import (
+    FalconH1Config,
+    FalconH1ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoConfig,
     GPTNeoForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3NextConfig,
@@ -79,14 +87,39 @@ def qwen3_next():
     return Qwen3NextForCausalLM(config)
 
 
-TREES = {"llama": llama, "qwen3": qwen3, "gemma3": gemma3, "mistral": mistral, "gpt2": gpt2}
+def qwen3_5():
+    kinds = ["linear_attention", "full_attention", "linear_attention"]
+    linear = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
+    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SIZES, **linear, linear_value_head_dim=8, layer_types=kinds))
+
+
+def mamba2():
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "state_size": 8, "num_hidden_layers": 3, "num_heads": 8}
+    return Mamba2ForCausalLM(Mamba2Config(**sizes, head_dim=8, n_groups=2, chunk_size=4, pad_token_id=0))
+
+
+def falcon_h1():
+    """Attention and a state space side by side in every layer."""
+    sizes = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 4}
+    return FalconH1ForCausalLM(FalconH1Config(**SIZES, **sizes, mamba_n_groups=1))
+
+
+def gpt_oss():
+    """Experts, attention sinks, and windows in every other layer."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    return GptOssForCausalLM(GptOssConfig(**SIZES, **experts, sliding_window=6, layer_types=kinds))
+
+
+TREES = {"llama": llama, "qwen3": qwen3, "gemma3": gemma3, "mistral": mistral, "gpt2": gpt2, "gpt_oss": gpt_oss}
 CHAINS = {"gpt_neo": gpt_neo, "mamba": mamba, "qwen3_next": qwen3_next}
+HYBRIDS = {"qwen3_5": qwen3_5, "mamba2": mamba2, "falcon_h1": falcon_h1}  # slow to run; chains only, too
 
 
 def build(name):
     """Weights far from their usual tiny start, so that a wrong mask cannot hide."""
     torch.manual_seed(7)
-    model = {**TREES, **CHAINS}[name]().eval()
+    model = {**TREES, **CHAINS, **HYBRIDS}[name]().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
