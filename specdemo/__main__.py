@@ -73,8 +73,10 @@ def run(
     prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="The same, from a UTF-8 file.")] = None,
     method: Annotated[str | None, typer.Option(help="Drafting method, one of `specdemo methods`.")] = None,
-    model: Annotated[str | None, typer.Option(help="Draft model: embedded name, folder or hub id.")] = None,
-    target: Annotated[str | None, typer.Option(help="Target model: embedded name, folder or hub id.")] = None,
+    model: Annotated[str | None, typer.Option(help="Draft model: embedded name, folder or hub id[@revision].")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Target model: embedded name, folder or hub id[@revision].")
+    ] = None,
     k: Annotated[int | None, typer.Option(help="Draft length.")] = None,
     option: Annotated[list[str] | None, typer.Option(help="Option of the method, name=value; repeatable.")] = None,
     acceptance: Annotated[str | None, typer.Option(help="lossless, or typical: lossy.")] = None,
@@ -87,6 +89,7 @@ def run(
     schedule: Annotated[str | None, typer.Option(help="race or sequential.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")] = None,
+    quantization: Annotated[str | None, typer.Option(help="4bit or 8bit, of the target.")] = None,
     server: Annotated[
         list[str] | None,
         typer.Option(help="A lane's OpenAI-compatible server; repeatable, the baseline's first if each lane has one."),
@@ -112,6 +115,7 @@ def run(
         "schedule": schedule,
         "dtype": dtype,
         "device": device,
+        "quantization": quantization,
     }
     chosen = preset(preset_id).with_changes(**{name: value for name, value in changes.items() if value is not None})
     if served_model is not None and not server:
@@ -228,9 +232,15 @@ def presets(as_json: AsJson = False) -> None:
         print(json.dumps(listed, indent=1))
         return
     from specdemo.bench.table import table
+    from specdemo.presets.runnable import nearest_runnable, why_not
 
-    rows = [(p["id"], "embedded" if p["embedded"] else "download", p["title"]) for p in listed]
-    print(table(("preset", "models", "title"), [tuple(map(str, row)) for row in rows]))
+    rows = [(p.id, "embedded" if p.embedded else p.group or "download", p.title) for p in load_presets().values()]
+    print(table(("preset", "models", "title"), rows))
+    reasons = {id: why_not(chosen) for id, chosen in load_presets().items()}
+    if any(reasons.values()):
+        print("\nNot on this machine, and the nearest that runs on it:")
+        rows = [(id, nearest_runnable(preset(id)).id, why) for id, why in reasons.items() if why]
+        print(table(("preset", "nearest", "reason"), rows))
 
 
 @app.command()

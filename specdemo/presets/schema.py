@@ -145,6 +145,11 @@ class Preset(BaseModel):
     schedule: Literal["race", "sequential"] = "race"
     server: Server | None = None
     served_model: Model | None = None
+    # of presets whose models are downloaded
+    group: Literal["16 GB", "24 GB", "80 GB"] | None = None  # a card that holds it
+    memory_gb: float | None = Field(None, gt=0.0)  # weights and history, about
+    gated: bool = False  # the hub asks for a login and an accepted licence
+    licence: str = ""  # of the target, in a few words
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -233,7 +238,8 @@ class Sweep(BaseModel):
 
 
 _LANE_SETTINGS = ("method", "model", "k", "options", "acceptance")
-_SETTINGS = (*(n for n in Preset.model_fields if n not in ("id", "title", "description")), *_LANE_SETTINGS)
+_ABOUT = ("id", "title", "description", "group", "memory_gb", "gated", "licence")
+_SETTINGS = (*(n for n in Preset.model_fields if n not in _ABOUT), *_LANE_SETTINGS)
 
 
 def _change_lanes(lanes: list[LaneConfig], changes: dict[str, Any], target: str) -> list[dict[str, Any]]:
@@ -321,11 +327,11 @@ def read_preset(path: Path) -> Preset:
 
 @lru_cache(maxsize=1)
 def load_presets() -> dict[str, Preset]:
-    """Every preset by id: the default first, then the other embedded ones, then those that download a model."""
+    """Every preset by id: the default first, then the other embedded ones, then what is downloaded, by size of card."""
     presets = [read_preset(path) for path in FOLDER.glob("*.yaml")]
     if not presets:
         raise ValueError(f"no presets in {FOLDER}; run specdemo from its checkout, or install it with pip install -e .")
-    presets.sort(key=lambda p: (p.id != DEFAULT, not p.embedded, p.id))
+    presets.sort(key=lambda p: (p.id != DEFAULT, not p.embedded, p.group or "", p.id))
     return {preset.id: preset for preset in presets}
 
 

@@ -16,6 +16,7 @@ import gradio as gr
 
 from specdemo.engine.servers import host, listed
 from specdemo.methods import BASELINE, METHODS, Knob, knobs, method, reader
+from specdemo.presets.runnable import nearest_runnable, why_not
 from specdemo.presets.schema import DEFAULT, LIMITS, LaneConfig, Preset, allowed_models, load_presets, preset
 from specdemo.ui import heavy
 
@@ -135,8 +136,15 @@ def fill_untouched(chosen: Preset, start: Preset, now: Sequence[Any], drawn: Seq
 
 
 def about(chosen: Preset) -> str:
-    """What a preset is for."""
-    return f"**{chosen.title}.** {chosen.description}"
+    """What a preset is for, what it takes, and what there is instead where this machine cannot run it."""
+    words = [f"**{chosen.title}.** {chosen.description}"]
+    if chosen.memory_gb is not None:
+        login = "gated: needs a login, " if chosen.gated else ""
+        words.append(f"Downloaded from the Hugging Face hub; about {chosen.memory_gb:g} GB, {login}{chosen.licence}.")
+    reason = why_not(chosen)
+    if reason:
+        words.append(f"**This machine cannot run it: {reason}.** The nearest it can: {nearest_runnable(chosen).title}.")
+    return " ".join(words)
 
 
 def titles() -> list[Any]:
@@ -217,7 +225,7 @@ def draw(start: Preset, allow_any_model: bool) -> Controls:
     """Every control but prompt and sampling, inside the current Blocks, showing `start`."""
     chip, download = _picked(start)
     shipped = [(_chip(p.id), p.id) for p in load_presets().values() if p.embedded]
-    others = [(p.title, p.id) for p in load_presets().values() if not p.embedded]
+    others = [(f"{p.group or ''} {p.title}".strip(), p.id) for p in load_presets().values() if not p.embedded]
     with gr.Row(elem_id="presets"):
         chips = gr.Radio(shipped, value=chip, label="Preset", elem_classes="chips", container=False, scale=4)
         downloads = gr.Dropdown(

@@ -1,0 +1,54 @@
+"""Which presets this machine can run, and what to run instead of one that it cannot.
+
+Sizes are those a preset states; what its files take is measured when it is loaded.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+from specdemo.presets.schema import Preset, load_presets
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    gpu_gb: float  # memory of all GPUs together
+    logged_in: bool  # to the Hugging Face hub
+
+
+@lru_cache(maxsize=1)
+def this_machine() -> Machine:
+    import torch
+    from huggingface_hub import get_token
+
+    gpus = range(torch.cuda.device_count())
+    return Machine(sum(torch.cuda.get_device_properties(i).total_memory for i in gpus) / 1e9, get_token() is not None)
+
+
+def why_not(preset: Preset, machine: Machine | None = None) -> str:
+    """One clause on why a preset cannot run on the machine (default: this one); empty when it can."""
+    if preset.memory_gb is None:
+        return ""
+    machine = machine or this_machine()
+    if not machine.gpu_gb:
+        return f"it needs a GPU with about {preset.memory_gb:g} GB and there is none"
+    if machine.gpu_gb < preset.memory_gb:
+        return f"it needs about {preset.memory_gb:g} GB of GPU memory and there are {machine.gpu_gb:.0f}"
+    if preset.gated and not machine.logged_in:
+        return f"{preset.target} is gated: accept its licence on huggingface.co, then run hf auth login"
+    return ""
+
+
+def nearest_runnable(preset: Preset, machine: Machine | None = None) -> Preset:
+    """Of those that can run: the one with most of its methods, then of its target, then the most alike by title."""
+    able = [other for other in load_presets().values() if not why_not(other, machine)]
+
+    def likeness(other: Preset) -> tuple[int, bool, int, float]:
+        methods, words = {*preset.methods} & {*other.methods}, _words(preset.title) & _words(other.title)
+        return len(methods), preset.target == other.target, len(words), other.memory_gb or 0.0
+
+    return max(able, key=likeness)
+
+
+def _words(title: str) -> set[str]:
+    return set(re.findall(r"[\w.-]{4,}", title.lower()))

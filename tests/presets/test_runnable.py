@@ -1,0 +1,51 @@
+"""What a preset of the hub says of itself, and what to run instead where it cannot run."""
+
+import pytest
+
+from specdemo.presets.runnable import Machine, nearest_runnable, why_not
+from specdemo.presets.schema import load_presets
+from specdemo.ui.controls import about
+
+PRESETS = load_presets()
+DOWNLOADED = [p for p in PRESETS.values() if not p.embedded]
+NONE, SMALL, LARGE = Machine(0, False), Machine(16, False), Machine(85, True)
+
+
+def test_there_are_pairs_for_every_card():
+    assert {p.group for p in DOWNLOADED} == {"16 GB", "24 GB", "80 GB"}
+    assert all(len([p for p in DOWNLOADED if p.group == g]) >= 5 for g in ("16 GB", "24 GB", "80 GB"))
+    families = {"Qwen/Qwen3", "meta-llama/", "openai/gpt-oss", "google/gemma", "lmsys/vicuna"}
+    assert all(any(p.target.startswith(family) for p in DOWNLOADED) for family in families)
+    assert {"medusa", "hydra", "eagle", "draft_model"} <= {m for p in DOWNLOADED if "vicuna" in p.id for m in p.methods}
+
+
+@pytest.mark.parametrize("chosen", DOWNLOADED, ids=lambda p: p.id)
+def test_what_is_downloaded_says_what_it_takes(chosen):
+    assert chosen.group and chosen.licence and chosen.memory_gb
+    assert chosen.memory_gb < int(chosen.group.split()[0])
+    assert chosen.gated == chosen.target.startswith(("meta-llama/", "facebook/", "google/gemma-3"))
+
+
+def test_what_cannot_run_says_why():
+    assert why_not(PRESETS["embedded-draft"], NONE) == ""
+    assert why_not(PRESETS["qwen3-8b"], NONE) == "it needs a GPU with about 20 GB and there is none"
+    assert why_not(PRESETS["qwen3-8b"], SMALL) == "it needs about 20 GB of GPU memory and there are 16"
+    assert "meta-llama/Llama-3.1-8B-Instruct is gated: accept its licence" in why_not(
+        PRESETS["llama-3.1-8b"], Machine(85, False)
+    )
+    assert [p.id for p in PRESETS.values() if why_not(p, LARGE)] == []
+
+
+def test_the_nearest_does_the_same_with_what_there_is():
+    assert nearest_runnable(PRESETS["gpt-oss-20b"], NONE).id == "embedded-eagle-3"
+    assert nearest_runnable(PRESETS["qwen3-8b"], SMALL).id == "qwen3-8b-4bit"
+    assert nearest_runnable(PRESETS["layerskip-1b"], NONE).id == "embedded-layer-skip"
+    assert all(nearest_runnable(p, LARGE) == p for p in PRESETS.values())
+
+
+def test_the_page_says_so(monkeypatch):
+    monkeypatch.setattr("specdemo.presets.runnable.this_machine", lambda: NONE)
+    assert "cannot run" not in about(PRESETS["embedded-draft"])
+    said = about(PRESETS["llama-3.1-8b"])
+    assert "about 20 GB, gated: needs a login, Llama 3.1 Community License" in said
+    assert f"there is none.** The nearest it can: {PRESETS['embedded-draft'].title}." in said
