@@ -234,7 +234,7 @@ def presets(as_json: AsJson = False) -> None:
     from specdemo.bench.table import table
     from specdemo.presets.runnable import nearest_runnable, why_not
 
-    rows = [(p.id, "embedded" if p.embedded else p.group or "download", p.title) for p in load_presets().values()]
+    rows = [(p.id, "embedded" if p.embedded else str(p.group or "download"), p.title) for p in load_presets().values()]
     print(table(("preset", "models", "title"), rows))
     reasons = {id: why_not(chosen) for id, chosen in load_presets().items()}
     if any(reasons.values()):
@@ -274,8 +274,13 @@ def methods(as_json: AsJson = False) -> None:
 
 
 @app.command()
-def doctor() -> int:
-    """Say what is installed, what the device is, and what verifying costs here."""
+def doctor(
+    target: Annotated[str | None, typer.Argument(help="A target: its drafters are checked, not the machine.")] = None,
+    drafter: Annotated[str | None, typer.Argument(help="Only this one; exit code 2 if it does not fit.")] = None,
+) -> int:
+    """Say what is installed, what the device is, and what verifying costs here; or which drafters fit a target."""
+    if target is not None:
+        return _pairs(target, drafter)
     for name, value in {"specdemo": __version__, "python": platform.python_version(), **_versions()}.items():
         print(f"{name:<16}{value}")
     print(f"{'cpu cores':<16}{os.cpu_count()}; decoding on a CPU uses one thread")
@@ -288,11 +293,25 @@ def doctor() -> int:
     print(f"{'embedded models':<16}{'missing: ' + ', '.join(missing) if missing else ', '.join(EMBEDDED)}")
     if missing:
         return 1
-    target = load_target("stories")
-    one, five = verify_cost(target, repeats=15)
-    print(f"{'device':<16}{environment(target)['device']}")
+    stories = load_target("stories")
+    one, five = verify_cost(stories, repeats=15)
+    print(f"{'device':<16}{environment(stories)['device']}")
     print(f"{'verify cost':<16}one token {one:.2f} ms, five at once {five:.2f} ms: {five / one:.2f}x")
     return 0
+
+
+def _pairs(target: str, drafter: str | None) -> int:
+    from specdemo.bench.table import table
+    from specdemo.methods.pairs import check_pair, check_pairs
+    from specdemo.models.load import outline
+    from specdemo.presets.schema import known_drafters
+
+    described = outline(target)
+    known = known_drafters(target)
+    found = [check_pair(described, drafter)] if drafter else check_pairs(described, known)
+    fits = {True: "fits", False: "no", None: "unknown"}
+    print(table(("drafter", "method", "fits", "why"), [(p.drafter, p.method, fits[p.fits], p.reason) for p in found]))
+    return 2 if drafter and not found[0].fits else 0
 
 
 def _prompt(text: str | None, file: Path | None) -> str | None:

@@ -7,6 +7,8 @@ Options          a frozen dataclass whose fields are made by `knob`. By conventi
                  and whatever is in MODEL_OPTIONS names further models, with commas between
 load(source, target)                 only if needs_model: a name, folder or hub id -> what __init__ takes as `model`, so
                  that whoever races it again need not read it again. Raises ValueError with the cure
+read(checkpoint, target)             of heads: what `load` makes of an open checkpoint; it looks at names and shapes
+                 alone, so that pairs.py can ask it without weights. Raises ValueError with the cure
 __init__(target, model, options)     `model`: what `load` gives, or a source; raises ValueError when it does not fit
 taps, start, propose, observe        core.protocol.Drafter
 learns           optional: True for a drafter that gets better with use, so that a session keeps it from run to run

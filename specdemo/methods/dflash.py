@@ -260,14 +260,15 @@ class DFlash(HeadDrafter):
         Raises ValueError, one line, for other files and for a drafter of another target.
         """
         checkpoint = open_checkpoint(source, progress or silent)
-        design, tensors, certain = read(checkpoint, target)
-        with torch.device("meta"):
-            head = DFlashDraftModel(design)
-        _fill(head, tensors, checkpoint)
-        as_target(head, target)
+        head, certain = _head(checkpoint, target)
         if not certain:
             _settle(head, target)
         return head
+
+    @staticmethod
+    def read(checkpoint: Checkpoint, target: Target) -> DFlashDraftModel:
+        """What `load` makes of a checkpoint that is open, without asking the target's text."""
+        return _head(checkpoint, target)[0]
 
     def __init__(self, target: Target, model: Any, options: Options | None = None) -> None:
         self.head: DFlashDraftModel = self.load(model, target) if isinstance(model, str) else model
@@ -536,6 +537,15 @@ def _mask_token(target: Target) -> int:
     if tokenizer is not None and len(tokenizer) < target.vocab_size:
         return len(tokenizer)
     return target.stop_token_ids[0] if target.stop_token_ids else 0
+
+
+def _head(checkpoint: Checkpoint, target: Target) -> tuple[DFlashDraftModel, bool]:
+    """The drafter, and whether the file says which convention it follows."""
+    design, tensors, certain = read(checkpoint, target)
+    with torch.device("meta"):
+        head = DFlashDraftModel(design)
+    _fill(head, tensors, checkpoint)
+    return as_target(head, target), certain
 
 
 def _fill(head: DFlashDraftModel, tensors: dict[str, Tensor], checkpoint: Checkpoint) -> None:

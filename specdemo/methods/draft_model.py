@@ -18,6 +18,14 @@ from specdemo.core.tree import ABSENT, Draft, chain_parents
 from specdemo.models.load import LoadedModel, LoadProgress, load_model
 from specdemo.models.target import HFTarget
 
+PROBES = (  # what tokenizers of one vocabulary may still cut differently
+    "Once upon a time, there was a little girl named Lily.",
+    "  two spaces\n\n\ta tab, CAPITALS and camelCase don't",
+    "for i in range(10):\n    x[i] += 3.14159e-10  # 1234567",
+    "naïve café, Ünïcödé, 日本語のテキスト, Привет, مرحبا, 🐉🏰",
+    "e\u0301 is é twice; \u00a0 and \u200b hide",
+)
+
 
 class DraftModel:
     title = "Draft model"
@@ -200,13 +208,17 @@ def check_fit(target: Target, draft: HFTarget) -> None:
 
 
 def _difference(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase) -> str | None:
+    """In the vocabulary, or in how PROBES and the special tokens are read; None when both are alike."""
     a, b = ours.get_vocab(), theirs.get_vocab()
-    if a == b:
-        return None
-    other = sum(b.get(word) != index for word, index in a.items())
-    if not other:
-        return f"it knows {len(b) - len(a)} more tokens"
-    word = min((w for w, i in a.items() if b.get(w) != i), key=a.__getitem__)
-    return (
-        f"{other} of {len(a)} tokens differ (the first is {word!r}, id {a[word]} here, {b.get(word, 'absent')} there)"
-    )
+    if a != b:
+        other = sum(b.get(word) != index for word, index in a.items())
+        if not other:
+            return f"it knows {len(b) - len(a)} more tokens"
+        word = min((w for w, i in a.items() if b.get(w) != i), key=a.__getitem__)
+        there = b.get(word, "absent")
+        return f"{other} of {len(a)} tokens differ (the first is {word!r}, id {a[word]} here, {there} there)"
+    for text in (*PROBES, "".join(map(str, ours.all_special_tokens))):
+        here, there = (t.encode(text, add_special_tokens=False) for t in (ours, theirs))
+        if here != there:
+            return f"it cuts {text[:24]!r} into {len(there)} tokens, others than these {len(here)}"
+    return None

@@ -31,7 +31,7 @@ from specdemo.methods.eagle_head import Convention, EagleHead, Mask
 from specdemo.methods.grow import grow
 from specdemo.methods.heads import HeadDrafter, as_target, greedy_text
 from specdemo.models.cache import SPARE, SlabCache
-from specdemo.models.checkpoints import expect, open_checkpoint
+from specdemo.models.checkpoints import Checkpoint, expect, open_checkpoint
 from specdemo.models.load import LoadProgress, silent
 
 UNROLLED = 4  # steps of EAGLE-3's training-time test
@@ -71,6 +71,12 @@ class Eagle(HeadDrafter):
             (progress or silent)(0.9, f"finding out how to read {source}")
             _settle(head, conventions, target)
         return head
+
+    @staticmethod
+    def read(checkpoint: Checkpoint, target: Target) -> EagleHead:
+        """What `load` makes of a checkpoint that is open, without asking the target's text."""
+        expect(checkpoint, "eagle")
+        return read_head(checkpoint, target)[0]
 
     def __init__(self, target: Target, model: Any, options: Options | None = None) -> None:
         self.head: EagleHead = self.load(model, target) if isinstance(model, str) else model

@@ -31,7 +31,7 @@ from specdemo.methods.grow import Shape
 from specdemo.methods.heads import as_target, at_last
 from specdemo.methods.medusa import Chosen, Heads, Medusa, check_fit, count, fill, rates_in
 from specdemo.models.cache import SPARE, SlabCache
-from specdemo.models.checkpoints import expect, open_checkpoint, write_checkpoint
+from specdemo.models.checkpoints import Checkpoint, expect, open_checkpoint, write_checkpoint
 from specdemo.models.history import AttentionMask, GatherHistory
 from specdemo.models.load import LoadProgress, silent
 from specdemo.models.masks import Masks
@@ -114,7 +114,12 @@ class Hydra(Medusa):
     @staticmethod
     def load(source: str, target: Target, progress: LoadProgress | None = None) -> Heads:
         """Raises ValueError, one line, for other files, other kinds of Hydra heads and heads of another target."""
-        checkpoint = open_checkpoint(source, progress or silent)
+        return Hydra.read(open_checkpoint(source, progress or silent), target)
+
+    @staticmethod
+    def read(checkpoint: Checkpoint, target: Target) -> Heads:
+        """What `load` makes of a checkpoint that is open."""
+        source = checkpoint.name
         expect(checkpoint, "hydra")
         tensors = {n: t for n, t in checkpoint.tensors.items() if n.startswith(USED) and not n.endswith("inv_freq")}
         prefixed = any(name.startswith("prefix") for name in tensors)

@@ -155,11 +155,17 @@ class Medusa(HeadDrafter):
     @staticmethod
     def load(source: str, target: Target, progress: LoadProgress | None = None) -> Heads:
         """Raises ValueError, one line, for other files and for heads of another target."""
-        checkpoint = open_checkpoint(source, progress or silent)
+        return Medusa.read(open_checkpoint(source, progress or silent), target)
+
+    @staticmethod
+    def read(checkpoint: Checkpoint, target: Target) -> Heads:
+        """What `load` makes of a checkpoint that is open."""
         expect(checkpoint, "medusa")
         tensors = _in_vllm_names(checkpoint, target)
         if "lm_heads.0.weight" not in tensors:
-            raise ValueError(f"{source} holds no Medusa head known here; convert it to the authors' or vLLM's format")
+            raise ValueError(
+                f"{checkpoint.name} holds no Medusa head known here; convert it to the authors' or vLLM's format"
+            )
         rows, hidden_size = tensors["lm_heads.0.weight"].shape
         token_map = tensors.get("token_map")
         vocab_size = rows if token_map is None else int(checkpoint.config.get("vocab_size", target.vocab_size))

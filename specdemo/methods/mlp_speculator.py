@@ -130,7 +130,11 @@ class MLPSpeculator(HeadDrafter):
     @staticmethod
     def load(source: str, target: Target, progress: LoadProgress | None = None) -> Speculator:
         """Raises ValueError, one line, for other files and for a speculator of another target."""
-        checkpoint = open_checkpoint(source, progress or silent)
+        return MLPSpeculator.read(open_checkpoint(source, progress or silent), target)
+
+    @staticmethod
+    def read(checkpoint: Checkpoint, target: Target) -> Speculator:
+        """What `load` makes of a checkpoint that is open."""
         expect(checkpoint, "mlp_speculator")
         config = checkpoint.config
         _check_fit(checkpoint, target)

@@ -29,9 +29,10 @@ from specdemo.core.sampling import Sampling, draw, to_probs
 from specdemo.core.tree import Draft, chain_parents
 from specdemo.methods.eagle import unrolled_mask
 from specdemo.methods.heads import HeadDrafter, as_target, greedy_text, likeliest
-from specdemo.methods.mtp_formats import read_heads, write_heads
+from specdemo.methods.mtp_formats import heads_in, read_heads, write_heads
 from specdemo.methods.mtp_heads import Convention, Heads, ParallelHeads, SequentialModules
 from specdemo.models.cache import SPARE, SlabCache
+from specdemo.models.checkpoints import Checkpoint
 from specdemo.models.history import AttentionMask, GatherHistory
 from specdemo.models.load import LoadProgress, silent
 from specdemo.models.masks import Masks
@@ -61,6 +62,11 @@ class MTP(HeadDrafter):
             _settle(heads, conventions, target)
         heads.hasten()
         return heads
+
+    @staticmethod
+    def read(checkpoint: Checkpoint, target: Target) -> Heads:
+        """What `load` makes of a checkpoint that is open, without asking the target's text."""
+        return heads_in(checkpoint, target)[0]
 
     def __init__(self, target: Target, model: Any, options: Options | None = None) -> None:
         self.head: Heads = self.load(model, target) if isinstance(model, str) else model

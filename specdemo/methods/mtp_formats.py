@@ -12,6 +12,7 @@ What no file says is whether states are read and handed on behind a norm: severa
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -70,11 +71,17 @@ def read_heads(source: str, target: Target, progress: LoadProgress = silent) -> 
 
     Raises ValueError, one line, when there are none or when they belong on another target.
     """
-    checkpoint = _open(source, target, progress)
-    if not checkpoint.tensors:
+    return heads_in(_open(source, target, progress), target)
+
+
+def heads_in(checkpoint: Checkpoint, target: Target) -> tuple[Heads, tuple[Convention, ...]]:
+    """`read_heads` of a checkpoint that is open; what else it holds is left out."""
+    wanted = {name: tensor for name, tensor in checkpoint.tensors.items() if _wanted(name, target)}
+    checkpoint = replace(checkpoint, tensors=wanted)
+    if not wanted:
         raise ValueError(
-            f"{source} holds no multi-token prediction for {target.num_layers} layers; copies often leave it out, so "
-            "choose the original upload of the target"
+            f"{checkpoint.name} holds no multi-token prediction for {target.num_layers} layers; copies often leave it "
+            "out, so choose the original upload of the target"
         )
     if any(PARALLEL.match(name) for name in checkpoint.tensors):
         return _parallel(checkpoint, target), ()

@@ -6,7 +6,7 @@ Weights are safetensors. Where a public family has nothing else (Medusa-1, Hydra
 
 import json
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specdemo.models.load import LoadProgress, local_folder, silent
+from specdemo.models.footprint import headers, read_config
+from specdemo.models.hub import describe, remote_headers
+from specdemo.models.load import LoadProgress, local_folder, locate, silent
 
 PICKLED = ("*.pt", "*.bin")
 SHARD = "9MB"
@@ -50,9 +52,36 @@ def open_checkpoint(source: str, progress: LoadProgress = silent) -> Checkpoint:
     for done, file in enumerate(files):
         progress(done / len(files), f"reading {file.name}")
         tensors |= _read(file)
-    described = folder / "config.json"
-    config = json.loads(described.read_text(encoding="utf-8")) if described.is_file() else {}
-    return Checkpoint(source, config, tensors, tuple(f.name for f in files))
+    return Checkpoint(source, read_config(folder), tensors, tuple(f.name for f in files))
+
+
+def outline_checkpoint(source: str) -> Checkpoint:
+    """`open_checkpoint` from the headers of its files: tensors of the right shape, on the meta device.
+
+    Tables of integers are zeros. Raises ValueError, one line, also for a repository whose weights are pickled: these
+    have no headers, so only a download shows what is in them.
+    """
+    found = locate(source, PICKLED)
+    if isinstance(found, Path):
+        folder, files = found, sorted(found.glob("*.safetensors"))
+        if not files:
+            opened = open_checkpoint(source)
+            tensors = {n: t.to("meta") if t.is_floating_point() else t for n, t in opened.tensors.items()}
+            return Checkpoint(source, opened.config, tensors, opened.files)
+        described, names = headers(files), [file.name for file in files]
+    else:
+        pickled = [file for file in found.weights if not file.endswith(".safetensors")]
+        if pickled:
+            raise ValueError(f"{source} is pickled ({pickled[0]}); what is in it shows only when it is downloaded")
+        folder, described, names = describe(found), remote_headers(found), found.weights
+    shapes = {name: _stand_in(shape, stored) for name, shape, stored in described}
+    return Checkpoint(source, read_config(folder), shapes, tuple(names))
+
+
+def _stand_in(shape: Sequence[int], stored: str) -> Tensor:
+    if stored[0] in "IUB" and stored != "BF16":
+        return torch.zeros(list(shape), dtype=torch.bool if stored == "BOOL" else torch.int64)
+    return torch.empty(list(shape), device="meta")
 
 
 def _read(file: Path) -> dict[str, Tensor]:

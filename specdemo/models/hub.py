@@ -115,6 +115,16 @@ def describe(found: Repository) -> Path:
     return _snapshot(found.name, [file for file in found.files if file not in found.weights], 0, silent)
 
 
+def remote_headers(found: Repository) -> Iterator[tuple[str, list[int], str]]:
+    """Name, shape and stored precision of every tensor of its safetensors; only their first bytes are fetched."""
+    repository, revision = split(found.name)
+    for file in found.weights:
+        with one_line(found.name):
+            header = HfApi().parse_safetensors_file_metadata(repository, file, revision=revision)
+        for name, tensor in header.tensors.items():
+            yield name, list(tensor.shape), str(tensor.dtype)
+
+
 def cached(name: str) -> Path:
     """The folder of what was fetched before. Raises ValueError, one line, when nothing was."""
     # one file's name: the client takes a folder for incomplete that lacks any file a pattern matches

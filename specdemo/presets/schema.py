@@ -19,7 +19,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from specdemo.core.words import suggest
 from specdemo.engine.servers import address, check_listed
-from specdemo.methods import METHODS, MODEL_OPTIONS, check_model, knobs, method, validate_options
+from specdemo.methods import METHODS, MODEL_OPTIONS, check_model, knobs, method, reader, validate_options
 
 if TYPE_CHECKING:  # the engine brings torch and transformers along
     from specdemo.engine.session import RunSpec
@@ -347,6 +347,12 @@ def preset(id: str) -> Preset:
 def allowed_models(presets: Mapping[str, Preset]) -> tuple[str, ...]:
     """What a visitor may name: the embedded models and those of the presets."""
     return tuple(dict.fromkeys([*EMBEDDED, *(model for p in presets.values() for model in p.models)]))
+
+
+def known_drafters(target: str) -> list[tuple[str, str]]:
+    """A method and the drafter it reads: all that ship, and those of the hub that a preset pairs with this target."""
+    presets = [p for p in load_presets().values() if p.embedded or p.target == target]
+    return [(reader(lane.method, lane.options), lane.model) for p in presets for lane in p.lanes if lane.model]
 
 
 # Share links. dtype, device, quantization and what servers call their models stay out: they belong to the machine, not

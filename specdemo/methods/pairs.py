@@ -1,0 +1,63 @@
+"""Which drafters fit a target, and why the others do not; told from configs, tokenizers and file headers alone.
+
+Whether a head fits is for its method to say (`read`), and of a draft model for `draft_model.check_fit`; here their
+answers are collected.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from specdemo.methods import method
+from specdemo.methods.draft_model import check_fit
+from specdemo.models.checkpoints import kind_of, outline_checkpoint
+from specdemo.models.load import outline
+from specdemo.models.target import HFTarget
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """fits: None where it cannot be told here."""
+
+    drafter: str
+    method: str
+    fits: bool | None
+    reason: str
+
+
+def check_pair(target: HFTarget, drafter: str, method_name: str | None = None) -> Pair:
+    """target: an outline will do. method_name: who reads the drafter; None: what its files say.
+
+    Raises ValueError when the drafter's files cannot be had.
+    """
+    checkpoint = outline_checkpoint(drafter)
+    try:
+        name = method_name or kind_of(checkpoint)
+    except ValueError as error:
+        return Pair(drafter, "?", False, str(error))
+    if not hasattr(method(name), "read"):  # it takes a whole model
+        draft = outline(drafter)
+        try:
+            check_fit(target, draft)
+        except ValueError as error:
+            return Pair(drafter, name, False, str(error))
+        rows = f"{draft.vocab_size} rows against {target.vocab_size}, the rest is padding"
+        same = draft.vocab_size == target.vocab_size
+        return Pair(drafter, name, True, "same tokenizer" if same else f"same tokenizer; {rows}")
+    try:
+        method(name).read(checkpoint, target)
+    except ValueError as error:
+        return Pair(drafter, name, False, str(error))
+    return Pair(drafter, name, True, f"made for hidden size {target.hidden_size}, vocabulary {target.vocab_size}")
+
+
+def check_pairs(target: HFTarget, known: Iterable[tuple[str, str]]) -> list[Pair]:
+    """known: a method and the drafter that it reads. Those that fit come first, those that cannot be told last."""
+    pairs = [_told(target, drafter, name) for name, drafter in dict.fromkeys(known)]
+    return sorted(pairs, key=lambda pair: (pair.fits is None, not pair.fits, pair.method, pair.drafter))
+
+
+def _told(target: HFTarget, drafter: str, name: str) -> Pair:
+    try:
+        return check_pair(target, drafter, name)
+    except ValueError as error:
+        return Pair(drafter, name, None, str(error))

@@ -1,0 +1,113 @@
+"""Which drafters fit a target, from config and headers alone."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from specdemo.__main__ import main
+from specdemo.methods.pairs import check_pair, check_pairs
+from specdemo.models.load import outline, resolve
+from specdemo.presets.schema import EMBEDDED, known_drafters
+from specdemo.training.corpus import train_tokenizer
+from tests.models.fake_hub import serve
+
+
+@pytest.fixture(scope="module")
+def stories():
+    return outline("stories")
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory):
+    """A target of the same tokenizer and half the width."""
+    folder = tmp_path_factory.mktemp("narrow")
+    save(folder, PreTrainedTokenizerFast.from_pretrained(resolve("stories")), 2048)
+    return str(folder)
+
+
+def save(folder, tokenizer, vocab_size):
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 12, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, **sizes)).save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def test_all_that_ships_fits_its_target(stories):
+    pairs = check_pairs(stories, known_drafters("stories"))
+    assert {pair.drafter for pair in pairs} == {*EMBEDDED} - {"stories"}
+    assert [pair for pair in pairs if not pair.fits] == []
+    assert all(check_pair(stories, name).fits for name in EMBEDDED)  # without being told who reads it
+
+
+def test_heads_say_why_they_do_not_fit_another_target(narrow):
+    pairs = check_pairs(outline(narrow), known_drafters(narrow))
+    fits = {pair.drafter for pair in pairs if pair.fits}
+    assert fits == {"stories-draft-wide", "stories-draft-deep"}
+    assert [pair.fits for pair in pairs] == sorted((pair.fits for pair in pairs), reverse=True)
+    reasons = [pair.reason for pair in pairs if not pair.fits]
+    assert len(reasons) == 6 and all("128" in reason and "\n" not in reason for reason in reasons)
+
+
+def test_tokenizers_are_compared_by_vocabulary_and_by_what_they_do(stories, tmp_path):
+    shipped = PreTrainedTokenizerFast.from_pretrained(resolve("stories"))
+    save(tmp_path / "padded", shipped, 2048 + 64)
+    padded = check_pair(stories, str(tmp_path / "padded"))
+    assert padded.fits and padded.reason == "same tokenizer; 2112 rows against 2048, the rest is padding"
+    save(tmp_path / "other", PreTrainedTokenizerFast(tokenizer_object=train_tokenizer(["other words"])), 2048)
+    assert "tokens differ" in check_pair(stories, str(tmp_path / "other")).reason
+    save(tmp_path / "merges", shipped, 2048)
+    file = tmp_path / "merges" / "tokenizer.json"
+    described = json.loads(file.read_text(encoding="utf-8"))
+    described["model"]["merges"] = described["model"]["merges"][:40]
+    file.write_text(json.dumps(described), encoding="utf-8")
+    odd = check_pair(stories, str(tmp_path / "merges"))
+    assert odd.fits is False and "it cuts 'Once upon a time, there ' into" in odd.reason
+    save(tmp_path / "mute", None, 512)
+    assert "has a vocabulary of 512, stories one of 2048" in check_pair(stories, str(tmp_path / "mute")).reason
+
+
+def test_the_format_is_checked_too(stories, tmp_path):
+    shutil.copytree(resolve("stories-eagle-3"), tmp_path / "head")
+    for file in (tmp_path / "head").glob("*.safetensors*"):
+        file.unlink()
+    tensors = {}
+    for file in sorted(Path(resolve("stories-eagle-3")).glob("*.safetensors")):
+        tensors |= load_file(file)
+    del tensors["fc.weight"]
+    save_file(tensors, tmp_path / "head" / "model.safetensors")
+    pair = check_pair(stories, str(tmp_path / "head"))
+    assert (pair.fits, pair.method) == (False, "eagle") and "lacks fc.weight" in pair.reason
+    save_file({"a": torch.zeros(2)}, tmp_path / "head" / "model.safetensors")
+    assert "is no speculator known here" in check_pair(stories, str(tmp_path / "head"), None).reason
+
+
+def test_drafters_of_the_hub_are_judged_by_their_first_bytes(stories, monkeypatch, tmp_path):
+    held = {file.name: file.read_bytes() for file in Path(resolve("stories-eagle-3")).iterdir() if file.is_file()}
+    pickled = {"config.json": b"{}", "medusa_lm_head.pt": b"x"}
+    with serve({"org/head": held, "org/pickled": pickled}, monkeypatch, tmp_path) as server:
+        assert check_pair(stories, "org/head").fits
+        read = [(file, asked) for file, asked in server.requests if file.endswith(".safetensors")]
+        assert read and all(asked for _, asked in read)
+        pairs = check_pairs(stories, [("medusa", "org/pickled"), ("eagle", "org/none"), ("eagle", "org/head")])
+    assert [(pair.drafter, pair.fits) for pair in pairs] == [
+        ("org/head", True),
+        ("org/none", None),
+        ("org/pickled", None),
+    ]
+    assert "shows only when it is downloaded" in pairs[2].reason
+
+
+def test_the_command_line_prints_a_table(narrow, capsys):
+    assert main(["doctor", "stories", "stories-medusa"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["stories-medusa", "medusa", "fits"]
+    assert main(["doctor", narrow, "stories-medusa"]) == 2
+    assert "no  stories-medusa is for hidden size 256 and vocabulary 2048" in capsys.readouterr().out
+    assert main(["doctor", narrow]) == 0
+    assert len(capsys.readouterr().out.splitlines()) > 8
+    assert main(["doctor", "storys"]) == 2
+    assert "did you mean 'stories'" in capsys.readouterr().err
