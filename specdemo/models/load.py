@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -174,10 +175,12 @@ def placed(model: PreTrainedModel) -> str:
 
 
 def _listed(parts: Sequence[str]) -> str:
-    """Names without their path; a run of numbered layers as one."""
-    numbers = [int(part.rpartition(".")[2]) for part in parts if part.rpartition(".")[2].isdigit()]
-    names = [part.rpartition(".")[2] for part in parts if not part.rpartition(".")[2].isdigit()]
-    return ", ".join([*names, *([f"layers {min(numbers)}-{max(numbers)}"] if numbers else [])])
+    """Names without their path; numbered layers in runs."""
+    ends = [part.rpartition(".")[2] for part in parts]
+    numbers = sorted(int(end) for end in ends if end.isdigit())
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    layers = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return ", ".join([*(end for end in ends if not end.isdigit()), *(f"layers {run}" for run in layers)])
 
 
 def verify_cost(target: HFTarget, slots: int = VERIFY_TOKENS, repeats: int = 5) -> tuple[float, float]:

@@ -22,7 +22,19 @@ from specdemo.presets.schema import Preset
 from specdemo.ui.lines import to_line
 from specdemo.ui.views import Failed, Loading, Shown, opening, summary, tokens_csv, view
 
-__all__ = ["Engine", "Log", "compare", "notes", "open_trace", "preload", "recorded", "refusal", "run", "tokens_csv"]
+__all__ = [
+    "Engine",
+    "Log",
+    "compare",
+    "free_memory",
+    "notes",
+    "open_trace",
+    "preload",
+    "recorded",
+    "refusal",
+    "run",
+    "tokens_csv",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -166,6 +178,15 @@ def run(spec: RunSpec, log: Log) -> Iterator[str]:
 def compare(spec: RunSpec) -> dict[str, Any]:
     """A run without its steps."""
     return summary(session().run(spec))
+
+
+def free_memory() -> str:
+    """Forget every loaded model; says which."""
+    held = session().loaded()
+    session().unload()
+    if not held:
+        return "no models were loaded"
+    return f"freed {sum(size for _, size in held) / 1e6:.0f} MB: {', '.join(name for name, _ in held)}"
 
 
 def open_trace(path: str) -> Log:

@@ -117,6 +117,10 @@ class Visits:
         return log
 
 
+def _free_memory() -> None:
+    gr.Info(live().free_memory())
+
+
 def share_link(chosen: Preset) -> str:
     return address(to_query(chosen, preset(chosen.id)))
 
@@ -164,6 +168,8 @@ def _race_tab(page: gr.Blocks, first: Preset, allow_any_model: bool) -> Controls
             gr.Button("Save tokens (CSV)", size="sm", elem_id="save-csv"),
             gr.UploadButton("Open a trace", file_types=[".json"], size="sm", elem_id="open-trace"),
         )
+        free = gr.Button("Free memory", size="sm", elem_id="free-memory")
+        free.click(_free_memory, show_progress="hidden", api_visibility="private", **ENGINE)
     form.wire(page)
     _wire(page, Visits(first, allow_any_model), form, buttons, view, place, link)
     return form

@@ -224,7 +224,22 @@ def test_what_went_where_is_said(folder):
         "lm_head": "cpu",
     }
     model.hf_device_map = parts
-    assert placed(model) == "cuda:0: embed_tokens, layers 0-1; cpu: lm_head, layers 2-2"
+    assert placed(model) == "cuda:0: embed_tokens, layers 0-1; cpu: lm_head, layers 2"
+
+
+def test_layers_that_lie_elsewhere_make_no_difference(folder, tmp_path):
+    """What accelerate does where one device is too small: here one layer and lm_head stay on the disk."""
+    places = {f"model.layers.{i}": "disk" if i == 1 else "cpu" for i in range(3)}
+    places |= {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "disk"}
+    spread = LlamaForCausalLM.from_pretrained(folder, device_map=places, offload_folder=tmp_path)
+    assert placed(spread) == "cpu: embed_tokens, norm, rotary_emb, layers 0, layers 2; disk: lm_head, layers 1"
+    prompt, config = texts(1, 12), GenerationConfig(20, budget=Budget(4, 4))
+    said = []
+    for model in (load_target(str(folder)).model, spread):
+        target = HFTarget(model)
+        events = list(generate(target, load_drafter("layer_skip", target, exit_layer=2), prompt, config))
+        said.append([token for event in events for token in event.emitted[0]])
+    assert said[0] == said[1]
 
 
 @pytest.fixture(scope="module")
