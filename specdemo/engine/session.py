@@ -174,7 +174,7 @@ class Session:
             self._forget()
 
     def load(self, spec: RunSpec, progress: LoadProgress = silent) -> None:
-        """Load what the comparison needs, forget the rest, and build every lane once to see that it fits.
+        """Load what the comparison needs, in place of others where memory is short, and build every lane once.
 
         Raises ValueError with one line that names the cure.
         """

@@ -84,12 +84,12 @@ def test_fifty_switches_leave_nothing_behind(folders):
     session = Session(budget_bytes=1)
     seen = []
     for switch in range(50):
-        target, draft = folders[switch % 3], folders[(switch + 1) % 3]
-        session.load(spec(target, LaneSpec("draft_model", draft, 2)))
+        draft = LaneSpec("ngram") if switch % 5 else LaneSpec("draft_model", folders[(switch + 1) % 3], 2)
+        session.load(spec(folders[switch % 3], draft))
         seen += [weakref.ref(loaded.model.model) for loaded in session._models.values()]
         if switch == 9:
             before = resident()
-    assert resident() - before < 10 * MEGABYTES  # forty switches load 320 MB
+    assert resident() - before < 10 * MEGABYTES  # forty switches load about 190 MB
     session.unload()
     assert [ref for ref in seen if ref() is not None] == []
 

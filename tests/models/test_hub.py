@@ -12,7 +12,7 @@ from specdemo.models.checkpoints import PICKLED
 from specdemo.models.load import load_model, local_folder, outline
 from tests.models.fake_hub import SHA, serve
 from tests.models.test_text import byte_level
-from tests.models.tiny import build
+from tests.models.tiny import build, fresh, texts
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,8 @@ def test_what_a_model_needs_is_fetched_and_nothing_else(server, files):
     said = []
     loaded = load_model("org/tiny@v1", progress=lambda share, what: said.append((share, what)))
     assert loaded.name == "org/tiny@v1" and loaded.tokenizer is not None
-    torch.testing.assert_close(loaded.model.state_dict(), build("llama").state_dict())
+    prompt = texts(1, 9)
+    torch.testing.assert_close(fresh(loaded.model, prompt[0].tolist()), fresh(build("llama"), prompt[0].tolist()))
     fetched = {file for file, _ in server.requests}
     assert {*weights(files), "config.json", "tokenizer.json", "model.safetensors.index.json"} <= fetched
     assert not fetched & {"consolidated.safetensors", "original/model.safetensors", "pytorch_model.bin", "README.md"}
