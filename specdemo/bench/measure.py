@@ -18,6 +18,7 @@ from specdemo.core.trace import RunTrace, StepEvent
 from specdemo.engine.loop import generate
 from specdemo.engine.race import step_ms
 from specdemo.engine.session import RunSpec, Session
+from specdemo.models.load import Cancelled
 
 Report = Callable[[float, str], None]  # share done 0..1, what is being done
 Tick = Callable[[float], None]  # share of a repeat done; raises Stopped
@@ -69,7 +70,7 @@ def repeated(
 
             tick(0.0)
             done.append(once(repeat, tick))
-    except Stopped:
+    except (Stopped, Cancelled):
         if not done:
             raise ValueError("stopped before the first repeat was complete: nothing was measured") from None
         return done, [f"stopped after {len(done)} of {count} repeats"]
