@@ -308,9 +308,12 @@ class Session:
         loaded = self._models[self._target].model
         return HFTarget(loaded.model, loaded.tokenizer, loaded.name)
 
+    def _lanes(self, spec: RunSpec) -> list[_Lane | RemoteLane]:
+        if not spec.prompt.strip():
+            raise ValueError("the prompt is empty; write at least one word")
         if spec.all_remote:
-            return
-        lanes = {_key(lane, target): lane for lane in spec.lanes if lane.model is not None and lane.server is None}
+            return [_remote_lane(spec, lane, ("chat/completions", "completions")) for lane in spec.all_lanes]
+        tokenizer = self._models[self._target].model.tokenizer
         if tokenizer is None:
             raise ValueError(f"{spec.target} has no tokenizer; put its tokenizer.json into the same folder")
         context = self._fresh_target().max_length
