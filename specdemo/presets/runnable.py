@@ -41,7 +41,8 @@ def why_not(preset: Preset, machine: Machine | None = None) -> str:
 
 def nearest_runnable(preset: Preset, machine: Machine | None = None) -> Preset:
     """Of those that can run: the one with most of its methods, then of its target, then the most alike by title."""
-    able = [other for other in load_presets().values() if not why_not(other, machine)]
+    here = [other for other in load_presets().values() if other.server is None]
+    able = [other for other in here if not why_not(other, machine)]
 
     def likeness(other: Preset) -> tuple[int, bool, int, float]:
         methods, words = {*preset.methods} & {*other.methods}, _words(preset.title) & _words(other.title)
