@@ -35,6 +35,7 @@ from specdemo.methods.grow import grow
 from specdemo.methods.heads import NEVER, HeadDrafter, as_target, at_last, odd_tensors
 from specdemo.models.cache import SPARE, SlabCache
 from specdemo.models.checkpoints import Checkpoint, open_checkpoint, write_checkpoint
+from specdemo.models.kernels import dtype_of, pack
 from specdemo.models.load import LoadProgress, silent
 
 PROBE_ROWS, PROBE_COLUMNS = 8, 48  # of the target's own text, which tells one convention from another
@@ -209,7 +210,7 @@ class DFlashDraftModel(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.fc.weight.dtype
+        return dtype_of(self)
 
     @property
     def stage(self) -> CandidateSelector | MarkovHead | None:
@@ -545,7 +546,7 @@ def _head(checkpoint: Checkpoint, target: Target) -> tuple[DFlashDraftModel, boo
     with torch.device("meta"):
         head = DFlashDraftModel(design)
     _fill(head, tensors, checkpoint)
-    return as_target(head, target), certain
+    return pack(as_target(head, target)), certain
 
 
 def _fill(head: DFlashDraftModel, tensors: dict[str, Tensor], checkpoint: Checkpoint) -> None:

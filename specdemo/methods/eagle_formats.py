@@ -21,6 +21,7 @@ from specdemo.core.protocol import Target
 from specdemo.methods.eagle_head import Convention, EagleHead, absolute
 from specdemo.methods.heads import as_target, odd_tensors
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
+from specdemo.models.kernels import pack
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 FIRST = "layers.0."
@@ -70,7 +71,7 @@ def read_head(checkpoint: Checkpoint, target: Target) -> tuple[EagleHead, tuple[
             f"{checkpoint.name}: {odd[0][0]} is missing, unknown or odd in shape; choose a head of Llama layers"
         )
     head.load_state_dict(tensors, assign=True)
-    return as_target(head, target), conventions
+    return pack(as_target(head, target)), conventions
 
 
 def _eagle3(said: Mapping[str, Any], target: Target) -> tuple[Convention, ...]:

@@ -16,6 +16,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdemo.core.protocol import Progress, Target
+from specdemo.models.kernels import dtype_of
 
 Names = frozenset[str]  # of the tensors a head has
 Rotary = tuple[Tensor, Tensor]  # cos and signed sin, [B or 1, 1, S, E]
@@ -178,7 +179,7 @@ class EagleHead(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.fc.weight.dtype
+        return dtype_of(self)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens [B, S] of the target's vocabulary -> [B, S, D]"""
@@ -212,7 +213,7 @@ class EagleHead(nn.Module):
         """states [..., D] -> [..., W]"""
         normed = states if self.norm is None else self.norm(states)
         lm_head = self.lm_head or self._targets[1]
-        logits: Tensor = lm_head(normed.to(lm_head.weight.dtype))
+        logits: Tensor = lm_head(normed.to(dtype_of(lm_head)))
         return logits
 
     def fed_back(self, states: Tensor) -> Tensor:
@@ -235,7 +236,7 @@ class EagleHead(nn.Module):
 
     @cached_property
     def _frequencies(self) -> tuple[Tensor, float]:
-        rope = LlamaRotaryEmbedding(self.config).to(self.fc.weight.device)
+        rope = LlamaRotaryEmbedding(self.config).to(next(self.parameters()).device)
         return rope.get_buffer("inv_freq"), float(rope.attention_scaling)
 
     def _rotary(self, positions: Tensor) -> Rotary:

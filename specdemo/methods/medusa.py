@@ -28,6 +28,7 @@ from specdemo.methods import knob
 from specdemo.methods.grow import Shape, chain, fitted, within
 from specdemo.methods.heads import NEVER, HeadDrafter, as_target, at_last, likeliest, odd_tensors
 from specdemo.models.checkpoints import Checkpoint, expect, open_checkpoint, write_checkpoint
+from specdemo.models.kernels import dtype_of, pack
 from specdemo.models.load import LoadProgress, silent
 
 RANKS = 10
@@ -88,7 +89,7 @@ class Heads(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(self.parameters()).dtype
+        return dtype_of(self)
 
 
 class ResBlocks(nn.Module):
@@ -312,7 +313,7 @@ def fill(heads: Heads, tensors: dict[str, Tensor], checkpoint: Checkpoint, targe
             f"{checkpoint.name}: {odd[0][0]} is missing, of another shape or unknown; its heads must all be built alike"
         )
     heads.load_state_dict(tensors, assign=True)
-    as_target(heads, target)
+    pack(as_target(heads, target))
 
 
 def count(tensors: dict[str, Tensor], pattern: str) -> int:

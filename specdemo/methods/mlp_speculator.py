@@ -32,6 +32,7 @@ from specdemo.methods import knob
 from specdemo.methods.grow import pruned
 from specdemo.methods.heads import HeadDrafter, as_target, at_last, likeliest
 from specdemo.models.checkpoints import Checkpoint, expect, open_checkpoint, write_checkpoint
+from specdemo.models.kernels import dtype_of, pack
 from specdemo.models.load import LoadProgress, silent
 
 EPSILON = 1e-6
@@ -83,7 +84,7 @@ class Speculator(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(self.parameters()).dtype
+        return dtype_of(self)
 
     @property
     def state_weight(self) -> float:
@@ -150,7 +151,7 @@ class MLPSpeculator(HeadDrafter):
                 tuple(config.get("top_k_tokens_per_head", ())),
             )
         speculator.load_state_dict(_tensors(checkpoint, speculator), assign=True)
-        return as_target(speculator, target)
+        return pack(as_target(speculator, target))
 
     def __init__(self, target: Target, model: Any, options: Options | None = None) -> None:
         self.head: Speculator = self.load(model, target) if isinstance(model, str) else model

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from specdemo.core.protocol import Target
-from specdemo.models.kernels import fused, layer_class
+from specdemo.models.kernels import dtype_of, fused, layer_class, pack
 
 UNROLLED = (0.51, 0.31, 0.18)  # FastMTP: weights of the steps of a module that is applied again and again
 
@@ -66,7 +66,7 @@ class Heads(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(self.parameters()).dtype
+        return dtype_of(self)
 
     @property
     def weights(self) -> tuple[float, ...]:
@@ -93,7 +93,7 @@ class Heads(nn.Module):
         raise NotImplementedError
 
     def hasten(self) -> None:
-        """Fuse the layers; such heads can no longer be saved."""
+        """Fuse and pack the layers of heads that are only read from now on."""
         raise NotImplementedError
 
     def logits(self, state: Tensor) -> Tensor:
@@ -166,6 +166,7 @@ class SequentialModules(Heads):
         module: Any
         for module in self.layers:
             module.block = fused(module.block, self.shared.rotary)
+        pack(self)
 
 
 class ParallelHeads(Heads):

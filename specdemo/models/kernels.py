@@ -12,7 +12,7 @@ B rows, S slots, H heads, K key/value heads, D head size, L columns of the cache
 import time
 from copy import deepcopy
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaFor
 from transformers.models.mistral.modeling_mistral import MistralDecoderLayer, MistralForCausalLM, MistralRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2ForCausalLM, Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM, Qwen3RMSNorm
+
+Module = TypeVar("Module", bound=nn.Module)
 
 KNOWN_MODELS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 KNOWN_LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
@@ -44,6 +46,11 @@ class PackedLinear(nn.Module):
         self._blocks = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().contiguous(), PACKED_ROWS)
         self._bias = None if linear.bias is None else linear.bias.detach()
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self._blocks.dtype
+        return dtype
 
     @property
     def bytes(self) -> int:
@@ -223,6 +230,19 @@ def fused(layer: nn.Module, rotary: nn.Module) -> nn.Module:
     return replacement if _alike(layer, replacement, rotary) else layer
 
 
+@torch.no_grad()
+def pack(head: Module) -> Module:
+    """Pack the linear layers of a head that is only read from now on: it can no longer be saved, and trained only as a
+    deep copy."""
+    made: dict[nn.Module, PackedLinear] = {}
+    for name, layer in list(head.named_modules(remove_duplicate=False)):
+        if type(layer) is nn.Linear and _packs(layer.weight):
+            if layer not in made:
+                made[layer] = PackedLinear(layer)
+            head.set_submodule(name, made[layer])
+    return head
+
+
 def fused_decoder(model: PreTrainedModel) -> FusedDecoder | None:
     """None unless every layer of the model is fused and nothing else stands between ids and logits."""
     steady = type(model) in KNOWN_MODELS and _all_fused(model) and model.model.rotary_emb.rope_type in STEADY_ROPE
@@ -240,6 +260,16 @@ def kernels(model: PreTrainedModel) -> str:
 def layer_class(layer: nn.Module) -> type[nn.Module]:
     """The class a layer came as."""
     return layer.origin if isinstance(layer, FusedLayer) else type(layer)
+
+
+def dtype_of(module: nn.Module) -> torch.dtype:
+    """Of its weights, packed or not. Raises ValueError for a module without any."""
+    for part in module.modules():
+        if isinstance(part, PackedLinear):
+            return part.dtype
+        for parameter in part.parameters(recurse=False):
+            return parameter.dtype
+    raise ValueError(f"{type(module).__name__} has no weights")
 
 
 def packed_bytes(model: nn.Module) -> int:

@@ -8,7 +8,16 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from specdemo.core.tree import chain_parents
 from specdemo.models import kernels as module
-from specdemo.models.kernels import PackedLinear, fused_decoder, hasten, kernels, packing_pays
+from specdemo.models.kernels import (
+    PackedLinear,
+    dtype_of,
+    fused_decoder,
+    hasten,
+    kernels,
+    pack,
+    packed_bytes,
+    packing_pays,
+)
 from specdemo.models.load import load_model
 from specdemo.models.target import HFTarget
 from tests.models.tiny import SIZES, build, texts
@@ -130,3 +139,18 @@ def test_a_model_is_loaded_with_either_kind_of_kernels():
     assert kernels(load_model("stories-draft-deep", kernels="transformers").model) == "transformers"
     with pytest.raises(ValueError, match=r"unknown kernels 'fast'; choose one of auto"):
         load_model("stories-draft-deep", kernels="fast")
+
+
+def test_a_packed_head_keeps_what_its_layers_share(packing):
+    shared = torch.nn.Linear(32, 16, bias=False)
+    head = torch.nn.ModuleDict({"a": shared, "b": torch.nn.Sequential(shared, torch.nn.Linear(16, 8))})
+    x = torch.randn(2, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        before = head["b"](x)
+        assert pack(head) is head
+        assert head["a"] is head["b"][0]
+        assert isinstance(head["a"], PackedLinear) == (packing == "packed")
+        torch.testing.assert_close(head["b"](x), before)
+    assert dtype_of(head) == torch.float32
+    if packing == "packed":
+        assert packed_bytes(head) == 4 * (32 * 16 + 16 * 8 + 8)
