@@ -27,7 +27,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """0: served and closed; 2: bad input, one line."""
     chosen = arguments()
-    if os.environ.get("SPACES_ZERO_GPU"):
+    from specdemo.ui import space
+
+    if space.zero_gpu():
         import_module("spaces")  # has to come before torch
     from specdemo.engine.servers import allow
     from specdemo.ui.page import serve

@@ -77,6 +77,10 @@ def run(
     target: Annotated[
         str | None, typer.Option(help="Target model: embedded name, folder or hub id[@revision].")
     ] = None,
+    chat: Annotated[
+        bool | None, typer.Option(help="Prompt as a message in the target's chat template, or as a text.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt of the chat.")] = None,
     k: Annotated[int | None, typer.Option(help="Draft length.")] = None,
     option: Annotated[list[str] | None, typer.Option(help="Option of the method, name=value; repeatable.")] = None,
     acceptance: Annotated[str | None, typer.Option(help="lossless, or typical: lossy.")] = None,
@@ -100,6 +104,8 @@ def run(
     """Race plain decoding against the lanes of a preset and print what came out."""
     changes = {
         "prompt": _prompt(prompt, prompt_file),
+        "chat": chat,
+        "system": system,
         "method": method,
         "model": model,
         "target": target,
@@ -361,7 +367,8 @@ def _moves(bar: Any) -> Callable[[float, str], None]:
 
 
 def _race(spec: "RunSpec") -> "RunTrace":
-    from specdemo.engine.session import Finished, Started, Step, session
+    from specdemo.engine.messages import Finished, Started, Step
+    from specdemo.engine.session import session
 
     with _bar(spec.max_new_tokens * (len(spec.lanes) + 1), "{l_bar}{bar}| {n:.0f}/{total:.0f} tokens {elapsed}") as bar:
         for message in session().stream(spec, progress=lambda _, what: bar.set_description(what)):

@@ -99,6 +99,7 @@ class LaneTrace:
     summary: dict[str, Number | list[Number]] = field(default_factory=dict)
     pieces: Annotated[list[str], _FAST] = field(default_factory=list)
     note: str | None = None  # why the lane failed or runs otherwise than asked
+    messages: Annotated[list[dict[str, str]], _FAST] = field(default_factory=list)  # the chat so far; of a text none
     remote: Remote | None = None  # None: decoded here
 
 

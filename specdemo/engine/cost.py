@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
 from statistics import fmean, linear_regression
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from specdemo.core.protocol import Budget, Drafter, GenerationConfig, Target
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, summarise
-from specdemo.engine.loop import generate
 from specdemo.engine.race import step_ms
 from specdemo.methods import BASELINE, load_drafter
-from specdemo.models.load import verify_costs
+
+if TYPE_CHECKING:  # a page predicts from a stored run before torch is there
+    from torch import Tensor
+
+    from specdemo.core.protocol import Drafter, Target
 
 LONGEST = 16  # tokens of the longest draft that is considered
 FEW = 4  # fewer steps than this are not believed
@@ -142,15 +142,19 @@ def observed(plain: Runs, lane: Runs, k: int = 0) -> Costs | None:
 
 
 def measure(
-    target: Target,
-    drafter: Drafter,
-    prompt_ids: Tensor,
+    target: "Target",
+    drafter: "Drafter",
+    prompt_ids: "Tensor",
     k: int = 4,
     new_tokens: int = 64,
     widths: Sequence[int] = WIDTHS,
 ) -> Costs | None:
     """Costs from a short greedy run of each kind, after one to warm up, and a probe of the target's pass over `widths`
     slots. prompt_ids [1, T]."""
+    from specdemo.core.protocol import Budget, GenerationConfig
+    from specdemo.engine.loop import generate
+    from specdemo.models.load import verify_costs
+
     config = GenerationConfig(new_tokens, budget=Budget(k, k), stop_token_ids=())
     plain, lane = (
         [list(generate(target, one, prompt_ids, config)) for _ in range(2)]

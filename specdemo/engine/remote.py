@@ -38,6 +38,7 @@ WARM_UP_TOKENS = 8
 
 Form = Literal["completions", "chat/completions"]
 Piece = tuple[StepEvent, str]
+Prompt = str | list[dict[str, str]]  # a text, or messages with role and content
 
 
 class RemoteLane:
@@ -54,7 +55,7 @@ class RemoteLane:
         server: str,
         model: str | None,
         target: str,
-        prompt: str,
+        prompt: Prompt,
         config: "GenerationConfig",
         forms: Sequence[Form],
     ) -> None:
@@ -166,10 +167,11 @@ class RemoteLane:
         """Without the settings that are not standard the same is asked for."""
         return not self._config.sampling.top_k and not self._config.sampling.min_p
 
-    def _request(self, form: Form, standard: bool, prompt: str, limit: int) -> dict[str, Any]:
+    def _request(self, form: Form, standard: bool, prompt: Prompt, limit: int) -> dict[str, Any]:
         """Everything a server might set by itself is named: many take defaults from the model's generation_config."""
         sampling = self._config.sampling
-        put = {"prompt": prompt} if form == "completions" else {"messages": [{"role": "user", "content": prompt}]}
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        put: dict[str, Any] = {"prompt": prompt} if form == "completions" else {"messages": messages}
         request: dict[str, Any] = {
             "model": self._remote.model,
             "max_tokens": limit,
@@ -191,7 +193,7 @@ class RemoteLane:
         return request
 
     async def _stream(
-        self, client: "AsyncOpenAI", form: Form, standard: bool, prompt: str, limit: int, heard: "_Heard"
+        self, client: "AsyncOpenAI", form: Form, standard: bool, prompt: Prompt, limit: int, heard: "_Heard"
     ) -> None:
         ask: Any = client.completions if form == "completions" else client.chat.completions
         heard.begin()

@@ -1,6 +1,6 @@
 """From a comparison to its trace: load, warm up, race, collect. One run at a time in a process.
 
-`Session.stream` and `replay` yield the same messages, so whoever shows a run cannot tell a live one from a stored one.
+`Session.stream` yields the messages of messages.py, as `replay` there does for a stored run.
 """
 
 import gc
@@ -21,7 +21,8 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, compare, summarise
 from specdemo.core.tree import ABSENT
 from specdemo.engine.loop import generate, never
-from specdemo.engine.race import SCHEDULES, race
+from specdemo.engine.messages import Finished, LaneDone, Message, Note, Started, Step
+from specdemo.engine.race import SCHEDULES
 from specdemo.engine.remote import Form, RemoteLane
 from specdemo.engine.servers import check_listed, host, machine
 from specdemo.methods import BASELINE, check_model, load_drafter, method, reader, validate_options
@@ -44,6 +45,7 @@ from specdemo.models.text import Detokenizer, encode, token_text
 WARM_UP_TOKENS = 12
 ANY_WEIGHTS = ("*.pt", "*.bin", "*.pth")  # of published speculators without safetensors
 Schedule = Literal["race", "sequential"]
+Messages = tuple[Mapping[str, str], ...]  # each with role and content
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ class LaneSpec:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """A comparison. `lanes` are the speculative ones; plain decoding is always lane 0, here or on `server`."""
+    """A comparison. `lanes` are the speculative ones; plain decoding is always lane 0, here or on `server`. `follow_up`
+    asks on."""
 
     preset: str
     target: str
@@ -81,6 +84,9 @@ class RunSpec:
     quantization: str | None = None
     server: str | None = None
     served_model: str | None = None
+    chat: bool | None = None  # the prompt is a message in the model's chat template; None: where it has one
+    system: str = ""
+    history: tuple[Messages, ...] = ()  # of every lane, the baseline first: the chat before the prompt
 
     @property
     def all_lanes(self) -> tuple[LaneSpec, ...]:
@@ -92,43 +98,6 @@ class RunSpec:
     def all_remote(self) -> bool:
         """True: no model is needed here."""
         return all(lane.server for lane in self.all_lanes)
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """The trace as far as it is known before the first step; its lanes have no events yet."""
-
-    trace: RunTrace
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One event of one lane, with the text each emitted token added and of each drafted token alone."""
-
-    lane: int
-    event: StepEvent
-    pieces: list[str]
-    drafted: list[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    text: str
-    lane: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class LaneDone:
-    lane: int
-    trace: LaneTrace
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    trace: RunTrace
-
-
-Message = Started | Step | Note | LaneDone | Finished
 
 
 @dataclass
@@ -181,6 +150,11 @@ class Session:
         with self.lock:
             self._load(spec, progress)
             self._lanes(spec)
+
+    def place(self, spec: RunSpec, progress: LoadProgress = silent) -> None:
+        """Put the models where they will run, and compute nothing: the device may not be there yet."""
+        with self.lock:
+            self._load(spec, progress)
 
     def run(self, spec: RunSpec, cancelled: Callable[[], bool] = never, progress: LoadProgress = silent) -> RunTrace:
         """The whole comparison -> its trace."""
@@ -311,32 +285,36 @@ class Session:
     def _lanes(self, spec: RunSpec) -> list[_Lane | RemoteLane]:
         if not spec.prompt.strip():
             raise ValueError("the prompt is empty; write at least one word")
+        forms: tuple[Form, ...]
         if spec.all_remote:
-            return [_remote_lane(spec, lane, ("chat/completions", "completions")) for lane in spec.all_lanes]
+            chat = bool(spec.chat or spec.system or spec.history)
+            forms = ("chat/completions", "completions") if spec.chat is None else ("completions",)
+            asked = [_messages(spec, i, chat) for i in range(len(spec.all_lanes))]
+            return [_remote_lane(spec, lane, said, forms) for lane, said in zip(spec.all_lanes, asked, strict=True)]
         tokenizer = self._models[self._target].model.tokenizer
         if tokenizer is None:
             raise ValueError(f"{spec.target} has no tokenizer; put its tokenizer.json into the same folder")
-        context = self._fresh_target().max_length
-        prompt_ids = encode(tokenizer, spec.prompt, context - spec.max_new_tokens)
+        template = bool(tokenizer.chat_template)
         # as `encode` puts it: a server's chat interface applies the same template
-        forms: tuple[Form, ...] = ("completions", "chat/completions")
-        if tokenizer.chat_template:
-            forms = ("chat/completions",)
+        forms = ("completions",) if template else ("completions", "chat/completions")
         return [
-            _remote_lane(spec, lane, forms) if lane.server else self._lane(spec, i, lane, prompt_ids, tokenizer)
+            _remote_lane(spec, lane, _messages(spec, i, template), forms)
+            if lane.server
+            else self._lane(spec, i, lane, tokenizer)
             for i, lane in enumerate(spec.all_lanes)
         ]
 
-    def _lane(
-        self, spec: RunSpec, index: int, lane: LaneSpec, prompt_ids: list[int], tokenizer: PreTrainedTokenizerBase
-    ) -> _Lane:
+    def _lane(self, spec: RunSpec, index: int, lane: LaneSpec, tokenizer: PreTrainedTokenizerBase) -> _Lane:
         options = validate_options(lane.method, dict(lane.options))
         target, drafter = self._drafter(index, lane, options)
+        messages = _messages(spec, index, bool(tokenizer.chat_template))
+        prompt_ids = encode(tokenizer, messages or spec.prompt, target.max_length - spec.max_new_tokens)
         accept = accept_rule(lane.acceptance)
         shown = {**options, **({"k": lane.k} if lane.k else {}), **({"model": lane.model} if lane.model else {})}
         if not accept.exact:
             shown["acceptance"] = lane.acceptance
-        trace = LaneTrace(lane.name or _lane_name(lane), lane.method, shown, accept.exact, prompt_ids)
+        name = lane.name or _lane_name(lane)
+        trace = LaneTrace(name, lane.method, shown, accept.exact, prompt_ids, messages=messages)
         _note_unlike(trace, spec, lane)
         budget = Budget(lane.k, max(lane.k, int(options.get("nodes", 0))))
         config = GenerationConfig(spec.max_new_tokens, spec.sampling, budget, spec.seed)
@@ -361,23 +339,28 @@ def session() -> Session:
     return Session()
 
 
-def replay(trace: RunTrace) -> Iterator[Message]:
-    """The messages of a stored run, in the order of the lanes' clocks; needs no model and no GPU."""
-    empty = [replace(lane, events=[], token_ids=[], pieces=[], text="", summary={}) for lane in trace.lanes]
-    yield Started(replace(trace, lanes=empty, comparison=[]))
-    given = [0] * len(trace.lanes)
-    left = [len(lane.events) for lane in trace.lanes]
-    for index, event in race([iter(lane.events) for lane in trace.lanes]):
-        start, given[index] = given[index], given[index] + len(event.emitted[0])
-        pieces = trace.lanes[index].pieces[start : given[index]]
-        yield Step(index, event, pieces, [trace.vocabulary.get(str(t), "") for t in event.drafted[0]])
-        left[index] -= 1
-        if not left[index]:
-            yield LaneDone(index, trace.lanes[index])
-    for index, lane in enumerate(trace.lanes):
-        if not lane.events:
-            yield LaneDone(index, lane)
-    yield Finished(trace)
+def follow_up(spec: RunSpec, trace: RunTrace, message: str) -> RunSpec:
+    """The comparison that goes on from a finished one: every lane asks the message in a chat of its own, after its own
+    answer. Raises ValueError when there is no chat to go on with."""
+    if not all(lane.messages for lane in trace.lanes):
+        raise ValueError("this run went on with a text; only a chat, of a model with a chat template, has a next turn")
+    if len(trace.lanes) != len(spec.lanes) + 1 or any(lane.finish not in ("stop", "length") for lane in trace.lanes):
+        raise ValueError("a lane has no whole answer to go on from; run the comparison again")
+    start = 1 if spec.system else 0
+    said = [(*lane.messages[start:], {"role": "assistant", "content": lane.text}) for lane in trace.lanes]
+    return replace(spec, prompt=message, history=tuple(said))
+
+
+def _messages(spec: RunSpec, lane: int, template: bool) -> list[dict[str, str]]:
+    """The chat a lane answers; empty when it completes a text."""
+    chat = template if spec.chat is None else spec.chat
+    if chat and not template:
+        raise ValueError(f"{spec.target} has no chat template, so it completes texts alone; turn chat off")
+    if not chat and spec.system:
+        raise ValueError("a text that is completed has no system prompt; leave it empty or turn chat on")
+    system = [{"role": "system", "content": spec.system}] if spec.system else []
+    before = [dict(message) for message in spec.history[lane]] if spec.history else []
+    return [*system, *before, {"role": "user", "content": spec.prompt}] if chat else []
 
 
 def environment(target: HFTarget | None) -> dict[str, Any]:
@@ -400,14 +383,17 @@ def _key(lane: LaneSpec, target: tuple[str, ...]) -> tuple[str, ...]:
     return reader(lane.method, lane.options), str(lane.model), *target
 
 
-def _remote_lane(spec: RunSpec, lane: LaneSpec, forms: tuple[Form, ...]) -> RemoteLane:
+def _remote_lane(spec: RunSpec, lane: LaneSpec, messages: list[dict[str, str]], forms: tuple[Form, ...]) -> RemoteLane:
+    """forms: how a text may be put; a chat has one form alone."""
     assert lane.server is not None
     exact = accept_rule(lane.acceptance).exact
     name = lane.name or f"Server {host(check_listed(lane.server))}"  # what it runs is for the preset to claim
-    trace = LaneTrace(name, lane.method, {}, exact, [])
+    trace = LaneTrace(name, lane.method, {}, exact, [], messages=messages)
     _note_unlike(trace, spec, lane)
     config = GenerationConfig(spec.max_new_tokens, spec.sampling, Budget(0, 0), spec.seed)
-    return RemoteLane(trace, lane.server, lane.served_model, spec.target, spec.prompt, config, forms)
+    prompt = messages or spec.prompt
+    forms = ("chat/completions",) if messages else forms
+    return RemoteLane(trace, lane.server, lane.served_model, spec.target, prompt, config, forms)
 
 
 def _note_unlike(trace: LaneTrace, spec: RunSpec, lane: LaneSpec) -> None:
@@ -433,7 +419,7 @@ def _lane_name(lane: LaneSpec) -> str:
 
 
 def _config(spec: RunSpec) -> dict[str, Any]:
-    kept = {"target", "max_new_tokens", "seed", "dtype", "device", "quantization"}
+    kept = {"target", "max_new_tokens", "seed", "dtype", "device", "quantization", "chat", "system"}
     return {k: v for k, v in asdict(spec).items() if k in kept} | asdict(spec.sampling)
 
 

@@ -1,37 +1,47 @@
 """Prompt text -> token ids, and token ids -> text, piece by piece, so that the pieces always add up to the text."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 UNFINISHED = "\ufffd"  # what a decoder shows for bytes that are not a character yet
 CONTEXT = 6  # prompt tokens decoded along with the first piece: some tokenizers drop a leading space at the start
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, text: str, max_length: int) -> list[int]:
-    """The prompt's token ids, in the model's own chat template when it has one.
+def encode(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Mapping[str, str]], max_length: int) -> list[int]:
+    """The token ids of a text to complete, or of a conversation (messages with role and content) to answer.
 
-    The beginning-of-sequence token comes first wherever the tokenizer has one. Raises ValueError for an empty prompt
-    and for one of more than max_length tokens.
+    A text starts with the beginning-of-sequence token wherever the tokenizer has one; a conversation is written by the
+    model's own chat template. Raises ValueError for an empty prompt, for one of more than max_length tokens, and for a
+    conversation that the template does not take.
     """
-    if not text.strip():
+    last = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    if not last.strip():
         raise ValueError("the prompt is empty; write at least one word")
-    ids = _chat(tokenizer, text) if tokenizer.chat_template else tokenizer(text)["input_ids"]
-    bos = tokenizer.bos_token_id
-    if bos is not None and not tokenizer.chat_template and ids[:1] != [bos]:
-        ids = [bos, *ids]
+    ids = _text(tokenizer, prompt) if isinstance(prompt, str) else _chat(tokenizer, prompt)
     if len(ids) > max_length:
+        what = "prompt" if isinstance(prompt, str) or len(prompt) == 1 else "conversation"
         raise ValueError(
-            f"the prompt has {len(ids)} tokens, there is room for {max(max_length, 0)}; "
+            f"the {what} has {len(ids)} tokens, there is room for {max(max_length, 0)}; "
             "shorten it or ask for fewer new tokens"
         )
-    return list(ids)
+    return ids
 
 
-def _chat(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    messages = [{"role": "user", "content": text}]
-    written: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    return list(tokenizer(written, add_special_tokens=False)["input_ids"])
+def _text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    ids, bos = list(tokenizer(text)["input_ids"]), tokenizer.bos_token_id
+    return [bos, *ids] if bos is not None and ids[:1] != [bos] else ids
+
+
+def _chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    said = [dict(message) for message in messages]
+    try:
+        written: Any = tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=True)
+    except TemplateError as error:
+        raise ValueError(f"the model's chat template refuses this conversation: {error}") from None
+    return list(written["input_ids"])
 
 
 class Detokenizer:

@@ -136,6 +136,8 @@ class Preset(BaseModel):
     quantization: Literal["4bit", "8bit"] | None = None
     lanes: list[LaneConfig] = Field(min_length=1, max_length=LIMITS.lanes - 1)
     prompt: Prompt
+    chat: bool | None = None  # the prompt is a message in the target's chat template; None: where it has one
+    system: Annotated[str, Field(max_length=LIMITS.prompt), AfterValidator(_printable)] = ""
     max_new_tokens: int = Field(128, ge=1, le=LIMITS.max_new_tokens)
     temperature: float = Field(0.0, ge=0.0, le=LIMITS.temperature)
     top_p: float = Field(1.0, gt=0.0, le=1.0)
@@ -204,6 +206,8 @@ class Preset(BaseModel):
             preset=self.id,
             target=self.target,
             prompt=self.prompt,
+            chat=self.chat,
+            system=self.system,
             lanes=tuple(
                 LaneSpec(ln.method, ln.model, ln.k, ln.options, ln.acceptance, ln.name, ln.server, ln.served_model)
                 for ln in lanes
@@ -361,6 +365,8 @@ def known_drafters(target: str) -> list[tuple[str, str]]:
 _LINK_FIELDS: dict[str, type] = {
     "target": str,
     "prompt": str,
+    "chat": bool,
+    "system": str,
     "max_new_tokens": int,
     "temperature": float,
     "top_p": float,
@@ -380,11 +386,12 @@ def to_query(preset: Preset, base: Preset) -> str:
     The second lane's settings end in 2, the third's in 3: `k2=5`; an option is `option.max_n=4`, `option2.max_n=4`.
     Raises ValueError when the prompt is too long for a link.
     """
-    if preset.prompt != base.prompt and len(preset.prompt) > LIMITS.link_prompt:
-        raise ValueError(
-            f"a link holds a prompt of {LIMITS.link_prompt} characters, this one has {len(preset.prompt)}; "
-            "shorten it or export the trace"
-        )
+    for text, usual in ((preset.prompt, base.prompt), (preset.system, base.system)):
+        if text != usual and len(text) > LIMITS.link_prompt:
+            raise ValueError(
+                f"a link holds a prompt of {LIMITS.link_prompt} characters, this one has {len(text)}; "
+                "shorten it or export the trace"
+            )
     pairs = [("preset", base.id)]
     pairs += [(n, _text(getattr(preset, n))) for n in _LINK_FIELDS if getattr(preset, n) != getattr(base, n)]
     if len(preset.lanes) != len(base.lanes):
@@ -523,12 +530,16 @@ class _Link:
     def value(self, name: str, text: str, kind: type) -> Any:
         if name in ("target", "model") and self._models is not None and text not in self._models:
             raise ValueError(FOREIGN)
-        if name == "prompt" and len(text) > LIMITS.link_prompt:
+        if name in ("prompt", "system") and len(text) > LIMITS.link_prompt:
             raise ValueError(f"a prompt in a link has {LIMITS.link_prompt} characters at most, not {len(text)}")
         if name == "server":
             return check_listed(text) if text else None
         if kind is str:
             return text
+        if kind is bool:
+            if text not in ("True", "False"):
+                raise ValueError(f"{name} must be True or False")
+            return text == "True"
         try:
             number = kind(text)
         except ValueError:

@@ -17,14 +17,16 @@ import gradio as gr
 from specdemo.engine.servers import host, listed
 from specdemo.methods import BASELINE, METHODS, Knob, knobs, method, reader
 from specdemo.presets.runnable import nearest_runnable, why_not
-from specdemo.presets.schema import DEFAULT, LIMITS, LaneConfig, Preset, allowed_models, load_presets, preset
-from specdemo.ui import heavy
+from specdemo.presets.schema import DEFAULT, EMBEDDED, LIMITS, LaneConfig, Preset, allowed_models, load_presets, preset
+from specdemo.ui import heavy, space
 
 LANES = LIMITS.lanes - 1
-WHOLE = ("target", "prompt", "temperature", "top_p", "top_k", "min_p", "seed", "max_new_tokens", "schedule")
+PROMPT = ("target", "prompt", "chat", "system")
+WHOLE = (*PROMPT, "temperature", "top_p", "top_k", "min_p", "seed", "max_new_tokens", "schedule")
 LANE = ("method", "model", "k", "acceptance", "options", "server")
 HERE = ("this machine", "")
 COUNTS = ("top_k", "seed", "max_new_tokens")  # whole numbers, which a browser may send as 4.0
+CHAT, TEXT = "chat", "text"
 ACCEPTANCE = [("lossless", "lossless"), ("typical (lossy)", "typical")]
 DRAFTING = [name for name in METHODS if name != BASELINE]
 TRAINED: list[str] = []  # folders of the heads that this process's visitors trained on the page
@@ -79,9 +81,10 @@ class Controls:
     def wire(self, page: gr.Blocks) -> None:
         """Presets fill the rest, lanes come and go, each shows the controls of its method."""
         for choice in (self.chips, self.downloads):
-            choice.input(
-                lambda name, *drawn: fill(preset(name or DEFAULT), drawn), [choice, *self.drawn], self.outputs, **QUIET
-            )
+            choice.input(_choose, [choice, *self.drawn], self.outputs, **QUIET)
+        target, chat = self.whole["target"], [self.whole["chat"], self.whole["system"]]
+        assert isinstance(target, gr.Dropdown)
+        target.input(lambda name: _chat_updates(name, None), target, chat, **QUIET)
         count = [self.count, self.add, self.remove, *(lane.block for lane in self.lanes)]
         self.add.click(lambda n: _shown(n + 1), self.count, count, **QUIET)
         self.remove.click(lambda n: _shown(n - 1), self.count, count, **QUIET)
@@ -112,6 +115,8 @@ def fill(chosen: Preset, drawn: Sequence[int]) -> list[Any]:
         update = gr.update(visible=lane.model is not None, value=value, choices=_model_choices(value))
         values[_place(index, "model")] = update
         values[_place(index, "server")] = gr.update(value=lane.server or "", choices=_servers(lane.server))
+    place = 2 + WHOLE.index("chat")
+    values[place : place + 2] = _chat_updates(chosen.target, chosen.chat, chosen.system)
     blocks = _shown(len(chosen.lanes))[1:]
     return [*values, *_picked(chosen), about(load_presets()[chosen.id]), *blocks, *(n + 1 for n in drawn)]
 
@@ -135,6 +140,10 @@ def fill_untouched(chosen: Preset, start: Preset, now: Sequence[Any], drawn: Seq
     return [gr.skip() if old else new for old, new in zip_longest(touched, updates, fillvalue=False)]
 
 
+def _choose(preset_id: str | None, *drawn: int) -> list[Any]:
+    return fill(space.fit(preset(preset_id or DEFAULT)), drawn)
+
+
 def about(chosen: Preset) -> str:
     """What a preset is for, what it takes, and what there is instead where this machine cannot run it."""
     words = [f"**{chosen.title}.** {chosen.description}"]
@@ -155,7 +164,7 @@ def titles() -> list[Any]:
 
 def to_values(chosen: Preset) -> list[Any]:
     """The values of `Controls.inputs`, in its order."""
-    whole = [getattr(chosen, name) for name in WHOLE]
+    whole = [_prompt_as(chosen.target, chosen.chat) if n == "chat" else getattr(chosen, n) for n in WHOLE]
     lanes = [lane or new_lane(chosen.target) for lane in _padded(chosen)]
     of_lanes = [value for lane in lanes for value in _lane_values(lane, chosen.target)]
     return [chosen.id, len(chosen.lanes), *whole, *of_lanes]
@@ -168,17 +177,20 @@ def from_values(values: Sequence[Any], allow_any_model: bool = False) -> Preset:
     base = preset(chosen)
     changes = dict(zip(WHOLE, rest, strict=False))
     changes |= {name: whole_number(name, changes[name]) for name in COUNTS}
+    usual = base.chat if changes["target"] == base.target else None
+    asked = changes["chat"]
+    changes["chat"] = usual if asked == _prompt_as(changes["target"], usual) else asked == CHAT
     changes["lanes"] = [
         _lane_config(rest[_place(index, "method") - 2 :][: len(LANE)], base.lanes[index : index + 1])
         for index in range(int(count))
     ]
-    return check_models(base.with_changes(**changes), allow_any_model)
+    return space.admit(check_models(base.with_changes(**changes), allow_any_model))
 
 
 def changed(preset_id: str, overrides: dict[str, Any] | None, allow_any_model: bool) -> Preset:
     """A preset with other settings, as API callers ask for it. Raises ValueError with one line."""
     heavy.live()
-    return check_models(preset(preset_id).with_changes(**(overrides or {})), allow_any_model)
+    return space.admit(check_models(space.fit(preset(preset_id)).with_changes(**(overrides or {})), allow_any_model))
 
 
 def check_models(chosen: Preset, allow_any_model: bool) -> Preset:
@@ -225,7 +237,8 @@ def draw(start: Preset, allow_any_model: bool) -> Controls:
     """Every control but prompt and sampling, inside the current Blocks, showing `start`."""
     chip, download = _picked(start)
     shipped = [(_chip(p.id), p.id) for p in load_presets().values() if p.embedded]
-    others = [(f"{p.group or ''} {p.title}".strip(), p.id) for p in load_presets().values() if not p.embedded]
+    offered = space.at_hand() if space.public() else load_presets().values()
+    others = [(f"{p.group or ''} {p.title}".strip(), p.id) for p in offered if not p.embedded]
     with gr.Row(elem_id="presets"):
         chips = gr.Radio(shipped, value=chip, label="Preset", elem_classes="chips", container=False, scale=4)
         downloads = gr.Dropdown(
@@ -248,7 +261,7 @@ def draw(start: Preset, allow_any_model: bool) -> Controls:
                     target = _model_choice("Target model, in every lane", start.target, "target", allow_any_model)
                 lanes.append(_draw_lane(block, index + 1, lane or new_lane(start.target), start, allow_any_model))
     with gr.Row(elem_id="lane-buttons"):
-        add = gr.Button("Add a lane", size="sm", elem_id="add-lane", visible=len(start.lanes) < LANES)
+        add = gr.Button("Add a lane", size="sm", elem_id="add-lane", visible=len(start.lanes) < _most_lanes())
         remove = gr.Button("Remove the last lane", size="sm", elem_id="remove-lane", visible=len(start.lanes) > 1)
     count = gr.State(len(start.lanes))
     return Controls(gr.State(start.id), chips, downloads, described, {"target": target}, lanes, count, add, remove)
@@ -256,8 +269,33 @@ def draw(start: Preset, allow_any_model: bool) -> Controls:
 
 def draw_prompt(start: Preset) -> gr.Textbox:
     return gr.Textbox(
-        start.prompt, label="Prompt", lines=3, max_lines=10, max_length=LIMITS.prompt, elem_id="prompt", scale=5
+        start.prompt, label="Prompt", lines=3, max_lines=10, max_length=space.limits().prompt, elem_id="prompt", scale=5
     )
+
+
+def draw_chat(start: Preset) -> dict[str, gr.components.Component]:
+    """How the prompt is given to the model, by the names of WHOLE."""
+    words = _chat_words(start.target)
+    with gr.Row():
+        return {
+            "chat": gr.Radio(
+                [("chat template", CHAT), ("raw completion", TEXT)],
+                value=_prompt_as(start.target, start.chat),
+                label="Prompt as",
+                elem_id="chat",
+                min_width=260,
+                **words,
+            ),
+            "system": gr.Textbox(
+                start.system,
+                label="System prompt",
+                max_length=space.limits().prompt,
+                visible=words["interactive"],
+                elem_id="system",
+                min_width=320,
+                scale=2,
+            ),
+        }
 
 
 def draw_sampling(start: Preset) -> dict[str, gr.components.Component]:
@@ -276,7 +314,7 @@ def draw_sampling(start: Preset) -> dict[str, gr.components.Component]:
         shown["seed"] = gr.Number(start.seed, precision=0, label="Seed", info="the same in every lane", elem_id="seed")
         shown["max_new_tokens"] = gr.Slider(
             1,
-            LIMITS.max_new_tokens,
+            space.limits().max_new_tokens,
             start.max_new_tokens,
             step=1,
             label="New tokens",
@@ -301,7 +339,7 @@ def _draw_lane(block: gr.Column, number: int, lane: LaneConfig, start: Preset, a
         _model_choice(
             "Drafter weights", _model(lane, start.target), f"model-{number}", allow_any_model, lane.model is not None
         ),
-        gr.Slider(1, LIMITS.k, lane.k, step=1, label="Draft length k", min_width=170, elem_id=f"k-{number}"),
+        gr.Slider(1, space.limits().k, lane.k, step=1, label="Draft length k", min_width=170, elem_id=f"k-{number}"),
         gr.Dropdown(
             ACCEPTANCE, value=lane.acceptance, label="Acceptance", min_width=140, elem_id=f"acceptance-{number}"
         ),
@@ -391,6 +429,25 @@ def _fit_model(target: str, name: str, options: Mapping[str, Any]) -> Any:
     return gr.update(visible=needs_model(name, options), value=model, choices=_model_choices(model))
 
 
+def _prompt_as(target: str, chat: bool | None) -> str:
+    """What the control shows for a preset's `chat`: a model of the hub is taken to have a template."""
+    return CHAT if (target not in EMBEDDED if chat is None else chat) else TEXT
+
+
+def _chat_words(target: str) -> dict[str, Any]:
+    if target in EMBEDDED:
+        return {"interactive": False, "info": f"{target} has no chat template: it goes on with the text"}
+    return {"interactive": True, "info": "a message to the model, or a text it goes on with"}
+
+
+def _chat_updates(target: str, chat: bool | None, system: str = "") -> list[Any]:
+    words = _chat_words(target)
+    return [
+        gr.update(value=_prompt_as(target, chat), **words),
+        gr.update(value=system, visible=words["interactive"]),
+    ]
+
+
 def _picked(chosen: Preset) -> tuple[str | None, str]:
     """The values of the chips and of the list beside them: one of them names the preset."""
     return (chosen.id, "") if load_presets()[chosen.id].embedded else (None, chosen.id)
@@ -400,10 +457,14 @@ def _chip(id: str) -> str:
     return id.removeprefix("embedded-").replace("-", " ")
 
 
+def _most_lanes() -> int:
+    return space.limits().lanes - 1
+
+
 def _shown(count: int) -> list[Any]:
     """The count, the two buttons and the blocks for so many lanes."""
     count = min(max(count, 1), LANES)
-    buttons = [gr.update(visible=count < LANES), gr.update(visible=count > 1)]
+    buttons = [gr.update(visible=count < _most_lanes()), gr.update(visible=count > 1)]
     return [count, *buttons, *(gr.update(visible=index < count) for index in range(LANES))]
 
 

@@ -6,7 +6,6 @@ and folder. Training is work of the engine: races and it wait for each other in 
 """
 
 import math
-import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
@@ -16,17 +15,19 @@ from typing import Any, Protocol
 import gradio as gr
 
 from specdemo.presets.schema import DEFAULT, LaneConfig, preset
-from specdemo.ui import assets
+from specdemo.ui import assets, space
 from specdemo.ui.controls import ENGINE, QUIET, TRAINED, Controls, fill, visitor
 from specdemo.ui.heavy import live
 from specdemo.ui.lines import to_line
+from specdemo.ui.log import refusal
+from specdemo.ui.views import view
 
 MINUTES = (0.5, 30.0)
 RUNS = Path("runs")
 POINTS = 500  # of a curve, evaluations apart: steps come by the thousand
 SAVING_S = 30.0  # how long Stop waits until the head is written
 OFF = (
-    "Training is off on this public Space: it would keep the shared machine busy for minutes. "
+    "Training is off on this public page: it would keep the shared machine busy for minutes. "
     "At home it is on: start the page with `python app.py`."
 )
 
@@ -51,7 +52,7 @@ def trainer() -> Trainer:
 
 def allowed() -> bool:
     """False on a public machine."""
-    return not os.environ.get("SPACE_ID")
+    return not space.public()
 
 
 class Training:
@@ -96,7 +97,7 @@ class Training:
     def add(self, messages: Iterable[Any]) -> str:
         for message in messages:
             if not isinstance(message, dict):
-                self.text += to_line(live().view(message))
+                self.text += to_line(view(message))
             elif message.get("done"):
                 self.folder = message["folder"]
                 TRAINED.append(self.folder)
@@ -122,7 +123,7 @@ class Lab:
                 raise ValueError(OFF)
             training = Training(recipe, minutes)
         except ValueError as error:
-            yield live().refusal(error).text
+            yield refusal(error).text
             return
         self._trainings[visitor(request)] = training
         yield training.text

@@ -35,7 +35,8 @@ const player = { replay: false, clock: 0, last: 0, frame: 0 };
 const readLog = reader(clear, receive);
 
 function read() {
-  readLog(props.value || "");
+  if (!props.value) return idle();
+  readLog(props.value);
   if (!coming && run.start) play();
 }
 
@@ -57,9 +58,9 @@ function opened(line) {
 }
 
 function started(line) {
-  run = { recorded: coming.recorded, start: line, end: null };
+  run = { recorded: coming.recorded, still: coming.still, start: line, end: null };
   coming = null;
-  Object.assign(player, { replay: run.recorded, clock: 0, last: 0 });
+  Object.assign(player, { replay: run.recorded && !run.still, clock: 0, last: 0 });
   run.lanes = line.lanes.map((lane, index) => ({ ...lane, index, lines: [], received: 0, offset: null, over: false }));
   stage();
   if (!run.recorded) say(`Running ${line.lanes.length} lanes, ${line.schedule}.`);
@@ -150,7 +151,7 @@ function advance(clock) {
       drawn += 1;
     }
     lane.view.text.append(text);
-    if (bottom) lane.view.text.scrollTop = lane.view.text.scrollHeight;
+    if (bottom && !run.still) lane.view.text.scrollTop = lane.view.text.scrollHeight;
   }
   if (drawn) paint();
   if (run.end && drawnAll()) finish();
@@ -166,6 +167,7 @@ function replay() {
     return;
   }
   stage();
+  run.still = false;
   player.replay = true;
   player.clock = 0;
   player.last = performance.now();
@@ -190,6 +192,7 @@ function stage() {
   for (const lane of run.lanes) {
     Object.assign(lane, { next: 0, clock: 0, decode: 0, tokens: 0, steps: [], finish: null, summary: null, comparison: null });
     Object.assign(lane, { drafted: 0, accepted: 0, kept: [], reached: [], hits: [], split: { draft: 0, verify: 0, other: 0 } });
+    Object.assign(lane, { answer: [], tail: "", thought: null });
     Object.assign(lane, { past: [[0, 0]], points: [[], []], charted: 0, told: {}, notes: {}, trainMs: 0 });
     lane.view = laneCard(lane);
     lane.bar = raceBar(lane);
@@ -208,11 +211,12 @@ function stage() {
 
 function badge() {
   const node = $(".sd-badge");
-  const { device, date, dtype, threads } = run.start.environment || {};
+  const { device, date, dtype, threads, commit } = run.start.environment || {};
   node.hidden = false;
   node.classList.toggle("sd-recorded", run.recorded);
   const where = [device, threads ? `${threads} thread${threads > 1 ? "s" : ""}` : null, dtype];
-  const words = run.recorded ? ["Recorded run", ...where, date || "date unknown"] : where;
+  const when = [date || "date unknown", commit ? `commit ${String(commit).slice(0, 7)}` : null];
+  const words = run.recorded ? ["Recorded run", ...where, ...when] : where;
   node.textContent = words.filter(Boolean).map((word) => String(word).slice(0, 60)).join(" · ");
 }
 
@@ -252,12 +256,68 @@ function laneCard(lane) {
   text.setAttribute("role", "log");
   text.setAttribute("aria-live", "off");
   text.setAttribute("aria-label", `${lane.name}: text; arrow keys step through the decoding steps`);
-  text.append(span(run.start.prompt, "prompt", -1));
+  text.append(...asked(lane));
   const note = make("p", "sd-note");
   note.hidden = true;
   card.append(header, note, text);
   $(".sd-lanes").append(card);
   return { card, state, number, unit, text, note };
+}
+
+// What the lane was asked: a text to go on with, or the last message of its chat behind a fold of those before it.
+function asked(lane) {
+  const said = lane.messages || [];
+  if (!said.length) return [span(run.start.prompt, "prompt", -1)];
+  const turns = said.map(({ role, content }) => {
+    const turn = make("div", "sd-turn");
+    turn.append(make("b", "sd-role", role), span(content, "prompt", -1));
+    return turn;
+  });
+  const last = turns.pop();
+  if (!turns.length) return [last];
+  const before = fold(turns);
+  before.head.textContent = `Before this: ${said.slice(0, -1).map(({ role }) => role).join(", ")}`;
+  return [before.box, last];
+}
+
+// Closed until someone opens it; stands where the first of its nodes stood.
+function fold(nodes) {
+  const [box, head, body] = [make("details", "sd-fold"), make("summary"), make("div", "sd-folded")];
+  if (nodes[0].parentNode) nodes[0].before(box);
+  box.append(head, body);
+  body.append(...nodes);
+  return { box, head, body };
+}
+
+// Puts a token where it belongs: what a model thinks, from <think> to </think>, is folded. Some templates write <think>
+// themselves, so a </think> without one folds all that came before it.
+function put(lane, node, into) {
+  (lane.thought?.body ?? into).append(node);
+  if (node.dataset.kind === "rejected") return lane.thought ? 0 : lane.answer.push(node);
+  lane.tail += node.textContent;
+  if (lane.thought) lane.thought.tokens += 1;
+  else lane.answer.push(node);
+  if (!lane.thought && lane.tail.includes("<think>")) {
+    let tag = lane.answer.length - 1;
+    while (tag > 0 && !joined(lane.answer.slice(tag)).includes("<think>")) tag -= 1;
+    think(lane, lane.answer.splice(tag));
+  } else if (lane.tail.includes("</think>")) {
+    if (!lane.thought) think(lane, lane.answer.splice(0));
+    lane.thought.head.textContent = `Thought · ${lane.thought.tokens} tokens`;
+    Object.assign(lane, { thought: null, tail: "" });
+  } else if (lane.thought) {
+    lane.thought.head.textContent = `Thinking … ${lane.thought.tokens} tokens`;
+  }
+  lane.tail = lane.tail.slice(-20);
+}
+
+const emitted = (nodes) => nodes.filter((node) => node.dataset.kind !== "rejected");
+const joined = (nodes) => emitted(nodes).map((node) => node.textContent).join("");
+
+function think(lane, nodes) {
+  lane.thought = { ...fold(nodes), tokens: emitted(nodes).length };
+  lane.thought.head.textContent = "Thinking …";
+  lane.tail = "";
 }
 
 function how(lane) {
@@ -290,8 +350,8 @@ const pinned = ({ view: { text } }) => text.scrollHeight - text.scrollTop - text
 function drawStep(lane, line, into) {
   const at = lane.steps.push(line) - 1;
   line.kinds.forEach((kind, i) => {
-    if (kind === "corrected") into.append(...refused(line, at));
-    into.append(span(line.text[i] ?? "", kind, at));
+    if (kind === "corrected") for (const node of refused(line, at)) put(lane, node, into);
+    put(lane, span(line.text[i] ?? "", kind, at), into);
   });
   count(lane, line);
   if (isTree(line)) $(".sd-inspector").classList.add("sd-wide");
@@ -385,6 +445,7 @@ function verdictOfAll() {
   const rows = run.lanes.slice(1).filter((lane) => lane.comparison && isNumber(lane.comparison.speedup));
   const named = (lane) => (run.lanes.length > 2 ? `Lane ${lane.index}` : lane.name);
   const words = rows.map((lane) => `${named(lane)}: ${factor(lane.comparison.speedup)}, ${lane.comparison.verdict}.`);
+  if (run.still) return "Recorded earlier. Press Run for a race of your own.";
   return [ends[run.end.finish] || (run.recorded ? "Replayed." : "Finished."), ...words].join(" ");
 }
 
@@ -724,6 +785,8 @@ function pick(lane, step) {
   for (const node of element.querySelectorAll(".sd-picked")) node.classList.remove("sd-picked");
   const spans = lane.view.text.querySelectorAll(`[data-step="${index}"]`);
   for (const node of spans) node.classList.add("sd-picked");
+  const folded = spans[0]?.closest("details");
+  if (folded) folded.open = true;
   if (spans[0]) reveal(lane.view.text, spans[0]);
   run.picked = { lane: lane.index, step: index };
   if (lane.index) look(lane.index);
@@ -813,6 +876,9 @@ function onClick(event) {
 }
 
 function idle() {
+  readLog("");
+  coming = null;
+  say("Ready. Press Run to race plain against speculative decoding.");
   const lane = (name, index) => ({ name, options: {}, exact: true, note: null, index, lines: [], received: 0 });
   run = { recorded: false, start: { environment: {}, prompt: "", lanes: [] }, end: null };
   run.lanes = [lane("Baseline", 0), lane("Speculative", 1)];

@@ -6,41 +6,31 @@ stops the engine. Training (lab.py) is such work too.
 
 import contextlib
 import logging
-import os
-import secrets
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
-from specdemo.core.trace import MAX_TRACE_BYTES, RunTrace, from_json
-from specdemo.engine.session import Finished, Note, RunSpec, Started, replay, session
-from specdemo.models.load import LoadProgress
-from specdemo.presets.schema import Preset
-from specdemo.ui.lines import to_line
-from specdemo.ui.views import Failed, Loading, Shown, opening, summary, tokens_csv, view
+import torch
 
-__all__ = [
-    "Engine",
-    "Log",
-    "compare",
-    "free_memory",
-    "notes",
-    "open_trace",
-    "preload",
-    "recorded",
-    "refusal",
-    "run",
-    "tokens_csv",
-]
+from specdemo.core.trace import RunTrace
+from specdemo.engine.messages import Note
+from specdemo.engine.session import RunSpec, follow_up, session
+from specdemo.models.load import LoadProgress
+from specdemo.presets.recorded import recorded
+from specdemo.presets.schema import EMBEDDED, Preset
+from specdemo.ui import space
+from specdemo.ui.log import Lines, Log, lines
+from specdemo.ui.views import Failed, Loading, summary
+
+__all__ = ["Engine", "compare", "follow_up", "free_memory", "preload", "run", "session"]
 
 logger = logging.getLogger(__name__)
 
 FLUSH_S = 1 / 15
-LIMIT_S = 120.0 if os.environ.get("SPACE_ID") else 1800.0  # wall clock of one run; a public machine is shared
-ELSEWHERE = bool(os.environ.get("SPACES_ZERO_GPU"))  # the engine runs in another process
+LIMIT_S = 120.0 if space.public() else 1800.0  # wall clock of one run; a public machine is shared
+ELSEWHERE = space.zero_gpu()  # the engine runs in another process
+INSTEAD = "Shown in its place: this preset's recorded run, with the preset's own settings."
 GRACE_S = 0.4  # how long Stop waits for the step in hand
 
 
@@ -58,7 +48,7 @@ class Engine:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, daemon=True, name="engine")
 
-    def batches(self) -> Iterator[list[Any]]:
+    def batches(self) -> Generator[list[Any], None, None]:
         """What is new, 15 times a second, often nothing. Closing the iterator stops the engine within one step."""
         deadline = time.monotonic() + self._limit_s
         self._thread.start()
@@ -98,86 +88,64 @@ class Engine:
         self._messages.append(Loading(share, what))
 
 
-class Log:
-    """The text a view shows: append-only lines.
-
-    `trace` is the run on show once it has ended: until this one starts, that is the run `before` it.
-    """
-
-    def __init__(self, recorded: bool = False, before: RunTrace | None = None) -> None:
-        self.text = to_line(opening(secrets.token_hex(6), recorded))
-        self.trace = before
-        self.ended = False
-        self.engine: Engine | None = None  # None where the engine is in another process
-
-    def add(self, messages: Iterable[Shown]) -> str:
-        for message in messages:
-            self.text += to_line(view(message))
-            if isinstance(message, Started):
-                self.trace = None
-            elif isinstance(message, Finished):
-                self.trace, self.ended = message.trace, True
-        return self.text
-
-    def stop(self) -> str:
-        """End the run and the log: with what the engine says, or where it is out of reach without it."""
-        if self.engine is not None:
-            self.add(self.engine.finish())
-        if not self.ended:
-            self.text += to_line({"type": "end", "finish": "cancelled", "comparison": []})
-        return self.text
-
-
-def notes(texts: Iterable[str]) -> str:
-    """A log that holds nothing but notes; empty without any."""
-    texts = list(texts)
-    return Log().add(Note(text) for text in texts) if texts else ""
-
-
-def refusal(error: Exception) -> Log:
-    """A log that says why there is no run."""
-    log = Log()
-    log.add([Failed(str(error))])
-    return log
-
-
-def recorded(trace: RunTrace) -> Log:
-    """A stored run, whole; needs no model."""
-    log = Log(recorded=True)
-    log.add(replay(trace))
-    return log
-
-
-def _seconds(spec: RunSpec, log: Log | None) -> int:
-    """What to ask a shared GPU for: loading, and 20 tokens a second in every lane."""
-    return min(120, 20 + (len(spec.lanes) + 1) * spec.max_new_tokens // 20)
-
-
-def _play(spec: RunSpec, log: Log | None) -> Generator[list[Shown], None, None]:
-    """The run's messages in batches; `log` learns of the engine where both are in one process."""
-    engine = Engine(lambda cancelled, loading: session().stream(spec, cancelled, loading))
+@space.lent(lambda spec, log: space.seconds(spec))
+def _play(spec: RunSpec, log: Log | None) -> Generator[Lines, None, None]:
+    """The run, 15 times a second what is new of it; `log` learns of the engine where both are in one process."""
+    engine = Engine(
+        lambda cancelled, loading: session().stream(spec, cancelled, loading),
+        space.seconds(spec) - space.BACK_S if ELSEWHERE else LIMIT_S,
+    )
     if log is not None:
         log.engine = engine
-    yield from engine.batches()
-
-
-if ELSEWHERE:  # Hugging Face's shared GPUs run what is marked so in another process
-    _play = import_module("spaces").GPU(duration=_seconds)(_play)
+    with contextlib.closing(engine.batches()) as batches:
+        for batch in batches:
+            yield lines(batch)
 
 
 def run(spec: RunSpec, log: Log) -> Iterator[str]:
-    """The log so far, 15 times a second. Closing the iterator stops the engine."""
-    batches = _play(spec, None if ELSEWHERE else log)
-    try:
-        for batch in batches:
-            yield log.add(batch)
-    finally:
-        batches.close()
+    """The log so far, 15 times a second. Closing the iterator stops the engine.
+
+    A run that cannot start for want of a GPU ends as the preset's recorded one, where there is one, and says so.
+    """
+    log.spec = spec
+    reason = _no_gpu(spec)
+    if reason and space.public():  # trying all the same would keep a shared machine busy
+        log.add([Failed(reason)])
+    else:
+        try:
+            with contextlib.closing(_play(spec, None if ELSEWHERE else log)) as batches:
+                for new in batches:
+                    yield log.take(new)
+        except Exception as error:  # from whoever lends the GPU: the engine tells its own failures
+            said = getattr(error, "message", None) or str(error) or type(error).__name__
+            reason = f"{'the GPU is gone' if log.started else 'no GPU for this run'}: {said}"
+            log.add([Failed(reason)])
+    if log.failure:
+        trace = _stand_in(spec) if reason and not log.started else None
+        yield log.fall_back(f"{log.failure.rstrip('.')}. {INSTEAD}", trace) if trace else log.text
+
+
+def _no_gpu(spec: RunSpec) -> str:
+    """Why a model that does not ship with the project may be too large for this machine; empty where there is a GPU."""
+    if spec.target in EMBEDDED or spec.all_remote or torch.cuda.is_available():
+        return ""
+    return f"{spec.target} needs a GPU and there is none here"
+
+
+def _stand_in(spec: RunSpec) -> RunTrace | None:
+    """The preset's recorded run, unless the page was asked for another target or for the next turn of a chat."""
+    trace = recorded(spec.preset)
+    return trace if trace and trace.config.get("target") == spec.target and not spec.history else None
 
 
 def compare(spec: RunSpec) -> dict[str, Any]:
-    """A run without its steps."""
-    return summary(session().run(spec))
+    """A run without its steps. Raises ValueError with one line where there is none."""
+    log = Log()
+    for _ in run(spec, log):
+        pass
+    if log.trace is None or log.recorded:
+        raise ValueError(log.failure or "the run came to no end; ask again")
+    return summary(log.trace)
 
 
 def free_memory() -> str:
@@ -189,17 +157,8 @@ def free_memory() -> str:
     return f"freed {sum(size for _, size in held) / 1e6:.0f} MB: {', '.join(name for name, _ in held)}"
 
 
-def open_trace(path: str) -> Log:
-    """A stored run, or why the file is none."""
-    try:
-        if Path(path).stat().st_size > MAX_TRACE_BYTES:
-            raise ValueError(f"a trace may hold {MAX_TRACE_BYTES // 1_000_000} MB at most")
-        return recorded(from_json(Path(path).read_bytes()))
-    except ValueError as error:
-        return refusal(error)
-
-
-def preload(chosen: Preset) -> None:
+def preload(presets: Iterable[Preset]) -> None:
     """Load the models while the visitor reads; what fails here is said when Run is pressed."""
-    with contextlib.suppress(Exception):
-        session().load(chosen.spec())
+    for chosen in presets:
+        with contextlib.suppress(Exception):
+            session().place(chosen.spec())

@@ -9,7 +9,8 @@ import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import Any
 
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
 
@@ -18,15 +19,24 @@ import plotly.graph_objects as go
 
 from specdemo.bench.look import FONTS, LINES, axis, layout
 from specdemo.core.trace import MAX_TRACE_BYTES, to_json
+from specdemo.presets.recorded import recorded
 from specdemo.presets.schema import DEFAULT, LIMITS, Preset, from_query, is_sweep, load_presets, preset, to_query
-from specdemo.ui import assets, controls, lab, sweep
+from specdemo.ui import assets, controls, lab, space, sweep
 from specdemo.ui.controls import ENGINE, QUIET, Controls, address, changed, fill_untouched, from_values, visitor
 from specdemo.ui.heavy import live
-
-if TYPE_CHECKING:
-    from specdemo.ui.live import Log
+from specdemo.ui.log import Log, notes, open_trace, refusal, replayed
+from specdemo.ui.views import tokens_csv
 
 MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"]
+
+
+@dataclass(frozen=True)
+class FollowUp:
+    """Asks on in a chat; shown once there is one."""
+
+    row: gr.Row
+    message: gr.Textbox
+    ask: gr.Button
 
 
 @dataclass(frozen=True)
@@ -37,19 +47,20 @@ class Buttons:
     save_json: gr.Button
     save_csv: gr.Button
     open: gr.UploadButton
+    follow: FollowUp
 
     @property
     def switched(self) -> list[Any]:
         """Those that `busy` and `idle` write."""
-        return [self.run, self.stop, self.open]
+        return [self.run, self.stop, self.open, self.follow.ask]
 
 
 def busy() -> list[Any]:
-    return [gr.update(interactive=on) for on in (False, True, False)]
+    return [gr.update(interactive=on) for on in (False, True, False, False)]
 
 
 def idle() -> list[Any]:
-    return [gr.update(interactive=on) for on in (True, False, True)]
+    return [gr.update(interactive=on) for on in (True, False, True, True)]
 
 
 class Visits:
@@ -65,10 +76,32 @@ class Visits:
         try:
             spec = from_values(values, self._any).spec()
         except ValueError as error:
-            yield live().refusal(error).text
+            yield refusal(error).text
             return
         last = self._logs.get(visitor(request))
-        yield from live().run(spec, self._keep(request, live().Log(before=last and last.trace)))
+        yield from live().run(spec, self._keep(request, Log(before=last.trace if last else None)))
+
+    def follow(self, request: gr.Request, message: str) -> Iterator[str]:
+        """The growing log of the chat's next turn, or one that says why there is none."""
+        last = self._logs.get(visitor(request))
+        try:
+            if last is None or last.spec is None or last.trace is None or last.recorded:
+                raise ValueError("there is no chat to go on with; press Run first")
+            base = space.fit(preset(last.spec.preset))
+            message = space.admit(base.with_changes(prompt=message)).prompt
+            spec = live().follow_up(last.spec, last.trace, message)
+        except ValueError as error:
+            yield refusal(error).text
+            return
+        yield from live().run(spec, self._keep(request, Log(before=last.trace)))
+
+    def offer(self, request: gr.Request, message: str) -> list[Any]:
+        """What asks on, shown when the run on show is a chat of this page; empty again once its message is answered."""
+        log = self._logs.get(visitor(request))
+        if log is None or log.spec is None or log.trace is None or log.recorded:
+            return [gr.update(visible=False), gr.skip()]
+        answered = log.ended and log.spec.prompt == message
+        return [gr.update(visible=bool(log.trace.lanes[0].messages)), "" if answered else gr.skip()]
 
     def stop(self, request: gr.Request) -> list[Any]:
         log = self._logs.get(visitor(request))
@@ -76,15 +109,27 @@ class Visits:
 
     def open(self, request: gr.Request, path: str) -> str:
         """The whole log of a stored run, or one that says why the file is none."""
-        log = live().open_trace(path)
+        log = open_trace(path)
         return self._keep(request, log).text if log.ended else log.text
+
+    def first(self, request: gr.Request) -> Any:
+        """What is on show before anything has run: the recorded race of the preset. A link is another matter."""
+        return gr.skip() if request.query_params else self.select(request, self._start.id)
+
+    def select(self, request: gr.Request, preset_id: str | None) -> Any:
+        """The recorded race of a preset that was chosen, as long as the visitor has had no other on show."""
+        last = self._logs.get(visitor(request))
+        if last is not None and not last.still:
+            return gr.skip()
+        shown = _recorded(preset_id or DEFAULT)
+        return self._keep(request, shown).text if shown else ""
 
     def save(self, request: gr.Request, kind: str) -> dict[str, str]:
         """The latest run as a file's name and text."""
         log = self._logs.get(visitor(request))
         if log is None or log.trace is None:
             raise gr.Error("there is no run to save yet; press Run first", print_exception=False)
-        text = to_json(log.trace, indent=1) if kind == "json" else live().tokens_csv(log.trace)
+        text = to_json(log.trace, indent=1) if kind == "json" else tokens_csv(log.trace)
         return {"name": f"specdemo-{log.trace.preset}.{kind}", "text": text}
 
     def share(self, *values: Any) -> tuple[Any, Any]:
@@ -92,27 +137,35 @@ class Visits:
         try:
             return gr.update(value=share_link(from_values(values, self._any)), visible=True), gr.skip()
         except ValueError as error:
-            return gr.skip(), live().refusal(error).text
+            return gr.skip(), refusal(error).text
 
     def read_link(self, request: gr.Request) -> tuple[Preset, list[str]] | None:
         """The comparison a link asks for and what of it was refused. On a cold server this takes seconds."""
         if not request.query_params or is_sweep(request.query_params):
             return None
         live()
-        return from_query(request.query_params, load_presets(), self._any)
+        chosen, refused = from_query(request.query_params, load_presets(), self._any)
+        fitting = space.fit(chosen)
+        if fitting != chosen:
+            refused.append(f"the link asks for more than this public page runs; {space.HOME}")
+        return fitting, refused
 
-    def restore(self, asked: tuple[Preset, list[str]] | None, *values: Any) -> Any:
-        """The controls a link asks for, but for what the visitor has changed by now, and a log of what was refused."""
+    def restore(self, request: gr.Request, asked: tuple[Preset, list[str]] | None, *values: Any) -> Any:
+        """The controls a link asks for, but for what the visitor has changed by now; with them a log of what was
+        refused or, when the link asks for a preset as it is, that preset's recorded race. Nothing is ever run."""
         if asked is None:
             return gr.skip()
         chosen, refused = asked
         now, drawn = values[: -controls.LANES], values[-controls.LANES :]
-        return [*fill_untouched(chosen, self._start, now, drawn), live().notes(refused) if refused else gr.skip()]
+        updates = fill_untouched(chosen, self._start, now, drawn)
+        if refused:
+            return [*updates, notes(refused)]
+        return [*updates, self.select(request, chosen.id) if chosen == preset(chosen.id) else gr.skip()]
 
     def forget(self, request: gr.Request) -> None:
         self._logs.pop(visitor(request), None)
 
-    def _keep(self, request: gr.Request, log: "Log") -> "Log":
+    def _keep(self, request: gr.Request, log: Log) -> Log:
         self._logs[visitor(request)] = log
         return log
 
@@ -121,13 +174,23 @@ def _free_memory() -> None:
     gr.Info(live().free_memory())
 
 
+@lru_cache
+def _recorded(preset_id: str) -> Log | None:
+    """The recorded race of a preset as a log that stands still; the same for every visitor."""
+    trace = recorded(preset(preset_id).id)
+    return replayed(trace, still=True) if trace else None
+
+
 def share_link(chosen: Preset) -> str:
     return address(to_query(chosen, preset(chosen.id)))
 
 
 def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
-    """The page with a preset selected. Raises ValueError for an unknown preset."""
-    first = preset(start)
+    """The page with a preset selected. Raises ValueError for an unknown preset, and where a public page would take any
+    model."""
+    if allow_any_model and space.public():
+        raise ValueError("a public page takes listed models alone; leave --allow-any-model out")
+    first = space.fit(preset(start))
     page: gr.Blocks = gr.Blocks(title="specdemo: speculative decoding, side by side", analytics_enabled=False)
     with page:
         gr.HTML(assets.text("title.html"), elem_id="title")
@@ -155,9 +218,19 @@ def _race_tab(page: gr.Blocks, first: Preset, allow_any_model: bool) -> Controls
                 stop = gr.Button("Stop", interactive=False, elem_id="stop", min_width=70)
                 share = gr.Button("Share", elem_id="share", min_width=70)
     link = gr.Textbox(label="Link to this comparison", visible=False, buttons=["copy"], elem_id="link")
-    with gr.Accordion("Sampling, length, schedule", open=False, elem_id="sampling"):
+    with gr.Accordion("Chat, sampling, length, schedule", open=False, elem_id="sampling"):
+        form.whole.update(controls.draw_chat(first))
         form.whole.update(controls.draw_sampling(first))
     place = gr.HTML("", elem_id="queue", elem_classes="queue")
+    with gr.Row(visible=False, elem_id="follow-row") as row:
+        message = gr.Textbox(
+            label="Next message",
+            info="every lane answers it after its own answer",
+            max_length=space.limits().prompt,
+            elem_id="message",
+            scale=5,
+        )
+        again = gr.Button("Continue", variant="primary", elem_id="continue", min_width=180)
     view = _draw_view()
     with gr.Row(elem_id="exports"):
         buttons = Buttons(
@@ -167,8 +240,9 @@ def _race_tab(page: gr.Blocks, first: Preset, allow_any_model: bool) -> Controls
             gr.Button("Save trace (JSON)", size="sm", elem_id="save-json"),
             gr.Button("Save tokens (CSV)", size="sm", elem_id="save-csv"),
             gr.UploadButton("Open a trace", file_types=[".json"], size="sm", elem_id="open-trace"),
+            FollowUp(row, message, again),
         )
-        free = gr.Button("Free memory", size="sm", elem_id="free-memory")
+        free = gr.Button("Free memory", size="sm", elem_id="free-memory", visible=not space.public())
         free.click(_free_memory, show_progress="hidden", api_visibility="private", **ENGINE)
     form.wire(page)
     _wire(page, Visits(first, allow_any_model), form, buttons, view, place, link)
@@ -178,18 +252,19 @@ def _race_tab(page: gr.Blocks, first: Preset, allow_any_model: bool) -> Controls
 def _wire(
     page: gr.Blocks, visits: Visits, form: Controls, buttons: Buttons, view: gr.HTML, place: gr.HTML, link: gr.Textbox
 ) -> None:
-    locked = buttons.run.click(busy, None, buttons.switched, trigger_mode="once", **QUIET)
-    racing = locked.then(
-        visits.run,
-        form.inputs,
-        view,
-        show_progress="full",
-        show_progress_on=place,
-        api_visibility="private",
-        **ENGINE,
-    )
-    racing.then(idle, None, buttons.switched, **QUIET)
-    buttons.stop.click(visits.stop, None, [view, *buttons.switched], cancels=[racing], **QUIET)
+    follow, runs = buttons.follow, []
+    for pressed, start, given in (
+        ([buttons.run.click], visits.run, form.inputs),
+        ([follow.ask.click, follow.message.submit], visits.follow, [follow.message]),
+    ):
+        locked = gr.on(pressed, busy, None, buttons.switched, trigger_mode="once", **QUIET)
+        racing = locked.then(
+            start, given, view, show_progress="full", show_progress_on=place, api_visibility="private", **ENGINE
+        )
+        racing.then(idle, None, buttons.switched, **QUIET)
+        racing.success(visits.offer, follow.message, [follow.row, follow.message], **QUIET)
+        runs.append(racing)
+    buttons.stop.click(visits.stop, None, [view, *buttons.switched], cancels=runs, **QUIET)
     shared = buttons.share.click(visits.share, form.inputs, [link, view], **QUIET)
     shared.then(None, link, link, js=assets.text("share.js"), **QUIET)
     buttons.open.upload(visits.open, buttons.open, view, **QUIET)
@@ -197,6 +272,9 @@ def _wire(
     for kind, button in (("json", buttons.save_json), ("csv", buttons.save_csv)):
         saved = button.click(visits.save, gr.State(kind), file, **QUIET)
         saved.success(None, file, None, js=assets.text("save.js"), **QUIET)
+    page.load(visits.first, None, view, **QUIET)
+    for choice in (form.chips, form.downloads):
+        choice.input(visits.select, choice, view, **QUIET)
     asked = gr.State()
     linked = page.load(visits.read_link, None, asked, **QUIET)
     linked.then(visits.restore, [asked, *form.inputs, *form.drawn], [*form.outputs, view], **QUIET)
@@ -238,14 +316,18 @@ def _endpoints(allow_any_model: bool) -> None:
         preset_id: a preset, e.g. "embedded-draft". overrides: settings to change, e.g. {"k": 7, "temperature": 0.8}.
         """
         spec = _asked(preset_id, overrides, allow_any_model)
-        yield from live().run(spec, live().Log())
+        yield from live().run(spec, Log())
 
     def compare(preset_id: str = DEFAULT, overrides: dict[str, Any] | None = None) -> dict[str, Any]:
         """Run a comparison and return one dict: environment, every lane's summary and text, and the comparison.
 
         preset_id: a preset, e.g. "embedded-draft". overrides: settings to change, e.g. {"k": 7, "temperature": 0.8}.
         """
-        return dict(live().compare(_asked(preset_id, overrides, allow_any_model)))
+        spec = _asked(preset_id, overrides, allow_any_model)
+        try:
+            return dict(live().compare(spec))
+        except ValueError as error:
+            raise gr.Error(str(error), print_exception=False) from None
 
     gr.api(race, api_name="race", **ENGINE)
     gr.api(compare, api_name="compare", **ENGINE)
@@ -268,8 +350,8 @@ def serve(
 ) -> gr.Blocks:
     """Show the page; the models of the preset load meanwhile. Raises ValueError with one line, OSError for the port."""
     page = build(start, allow_any_model)
-    if os.environ.get("SPACES_ZERO_GPU"):  # there the models must be in place before the first call
-        live().preload(preset(start))
+    if space.zero_gpu():  # models must be in place before the first call; the first one shown is loaded last
+        live().preload([*(p for p in space.at_hand() if p.id != preset(start).id), preset(start)])
     page.launch(
         server_name=host,
         server_port=port,
@@ -284,7 +366,8 @@ def serve(
         css_paths=[assets.HERE / "style.css"],
     )
     print(f"specdemo is on {page.local_url}", flush=True)
-    threading.Thread(target=_warm, args=(preset(start),), daemon=True, name="preload").start()
+    if not space.zero_gpu():
+        threading.Thread(target=_warm, args=(preset(start),), daemon=True, name="preload").start()
     if block:
         page.block_thread()
     return page
@@ -294,4 +377,4 @@ def _warm(chosen: Preset) -> None:
     """Import the engine, and load the models when they are here already."""
     runs = live()
     if chosen.embedded:
-        runs.preload(chosen)
+        runs.preload([chosen])

@@ -29,6 +29,7 @@ from specdemo.ui import assets
 from specdemo.ui.controls import ENGINE, QUIET, address, visitor, whole_number
 from specdemo.ui.heavy import live, suite
 from specdemo.ui.lines import to_line
+from specdemo.ui.views import view
 
 SUITES = {
     "k": (
@@ -107,7 +108,7 @@ class Sweeping:
                 self.result = message
                 self.text += result_line(message, recorded=False)
             else:
-                self._say(live().view(message))
+                self._say(view(message))
         return self.text
 
     def _say(self, line: dict[str, Any]) -> None:

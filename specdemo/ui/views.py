@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, kinds
 from specdemo.engine.cost import prediction
-from specdemo.engine.session import Finished, LaneDone, Message, Note, Started, Step
+from specdemo.engine.messages import Finished, LaneDone, Message, Note, Started, Step
 
 Fate = Literal["accepted", "rejected", "not reached"]
 
@@ -36,8 +36,9 @@ class Failed:
 Shown = Message | Loading | Failed
 
 
-def opening(run: str, recorded: bool) -> dict[str, Any]:
-    return {"type": "run", "run": run, "recorded": recorded}
+def opening(run: str, recorded: bool, still: bool) -> dict[str, Any]:
+    """A log's first line. A recorded run is played when it comes, unless it is to stand still until someone asks."""
+    return {"type": "run", "run": run, "recorded": recorded, "still": still}
 
 
 def view(message: Shown) -> dict[str, Any]:
@@ -130,7 +131,7 @@ def _start(trace: RunTrace) -> dict[str, Any]:
 
 def _lane(lane: LaneTrace) -> dict[str, Any]:
     of_preset = {"name": lane.name, "method": lane.method, "options": lane.options, "exact": lane.exact}
-    return of_preset | {"note": lane.note, "remote": _remote(lane)}
+    return of_preset | {"note": lane.note, "messages": lane.messages, "remote": _remote(lane)}
 
 
 def _remote(lane: LaneTrace) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from playwright.sync_api import expect, sync_playwright
 from specdemo.core.trace import to_json
 from tests.e2e.gated import Gates, serve_gated
 from tests.traces import hostile_trace
-from tests.ui.stand_ins import remote_trace, tree_trace
+from tests.ui.stand_ins import chat_trace, remote_trace, tree_trace
 
 FLAGS = (
     "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
@@ -99,6 +99,13 @@ def trace_file(tmp_path):
 def tree_file(tmp_path):
     path = tmp_path / "tree.json"
     path.write_text(to_json(tree_trace()), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def chat_file(tmp_path):
+    path = tmp_path / "chat.json"
+    path.write_text(to_json(chat_trace()), encoding="utf-8")
     return path
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import gradio as gr
 
-from specdemo.engine.session import Finished, replay
+from specdemo.engine.messages import Finished, replay
 from specdemo.ui import lab, live, page, sweep
 from tests.traces import hostile_trace
 from tests.ui.stand_ins import Bench, Trainer
@@ -44,7 +44,7 @@ class Gated:
                 return
         yield from messages[5:]
 
-    def load(self, spec):
+    def place(self, spec):
         pass
 
 

@@ -7,6 +7,7 @@ from playwright.sync_api import expect
 
 from specdemo.core.trace import from_json, to_json
 from tests.traces import HOSTILE, PROMPT, hostile_trace
+from tests.ui.stand_ins import chat_trace
 
 
 def visit_short(visit):
@@ -259,3 +260,38 @@ def test_four_lanes(visit, tmp_path, lanes=3):
     assert [lane_text(page, i) for i in range(lanes + 1)] == ["".join(HOSTILE)] * (lanes + 1)
     page.locator(".sd-tab").last.click()
     expect(page.locator(".sd-tab").last).to_have_attribute("aria-pressed", "true")
+
+
+def test_a_first_visit_shows_the_recorded_race_of_the_preset(visit):
+    page = visit()
+    said(page, "^Recorded earlier. Press Run")
+    expect(page.locator(".sd-badge")).to_have_text(re.compile(r"^Recorded run · .+ · 20\d\d-\d\d-\d\d · commit \w{7}$"))
+    first = lane_text(page, 1)
+    assert first and first == lane_text(page, 0)
+    page.get_by_label("medusa", exact=True).check()  # nothing is recorded
+    said(page, "^Ready")
+    expect(page.locator(".sd-badge")).to_be_hidden()
+    page.get_by_label("ngram", exact=True).check()
+    said(page, "^Recorded")
+    assert lane_text(page, 1) not in ("", first)
+    page.locator(".sd-replay").click()
+    said(page, "^Replaying")
+    page.locator(".sd-replay").click()
+    said(page, "^Replayed")
+
+
+def test_a_chat_shows_its_turns_and_folds_what_is_thought(visit, chat_file):
+    page = visit(reduced_motion="reduce")
+    open_file(page, chat_file)
+    said(page, "^Replayed")
+    assert [lane_text(page, i) for i in (0, 1)] == [lane.text for lane in chat_trace().lanes]
+    for lane, heads in ((0, ["Thought · 6 tokens"]), (1, ["Thought · 7 tokens"])):
+        box = page.locator(f'[data-lane="{lane}"].sd-text')
+        expect(box.locator("summary")).to_have_text(["Before this: system, user, assistant", *heads])
+        expect(box.locator(".sd-turn").last).to_have_text("userA piano!")
+        expect(box.locator('[data-kind="prompt"]').first).to_have_text("Be <b>brief</b>.")
+        expect(box.locator('[data-kind="prompt"]').first).to_be_hidden()
+    page.locator('[data-lane="1"].sd-text').focus()
+    page.keyboard.press("Home")
+    expect(page.locator('[data-lane="1"] .sd-picked')).to_be_visible()  # the step is in the fold, which opens
+    expect(page.locator("#follow-row")).to_be_hidden()  # there is no model behind it

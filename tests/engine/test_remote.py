@@ -12,8 +12,9 @@ from specdemo.bench.report import race_report
 from specdemo.core.sampling import Sampling
 from specdemo.core.trace import from_json, kinds, summarise, to_json
 from specdemo.engine import counters, remote
+from specdemo.engine.messages import Finished, LaneDone, Step, replay
 from specdemo.engine.servers import LISTED, address, allow, listed
-from specdemo.engine.session import Finished, LaneDone, LaneSpec, RunSpec, Session, Step, replay
+from specdemo.engine.session import LaneSpec, RunSpec, Session
 from specdemo.models.load import resolve
 from tests.servers import Broken, completion_server, piece
 

@@ -10,8 +10,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from specdemo.core.sampling import Sampling
 from specdemo.core.trace import from_json, to_json
 from specdemo.engine import session as engine
-from specdemo.engine.session import Finished, LaneDone, LaneSpec, Note, RunSpec, Session, Started, Step, replay
+from specdemo.engine.messages import Finished, LaneDone, Note, Started, Step, replay
+from specdemo.engine.session import LaneSpec, RunSpec, Session, follow_up
 from specdemo.models.load import resolve
+from specdemo.models.text import encode
 from specdemo.training.corpus import train_tokenizer
 
 WIDE = LaneSpec("draft_model", "stories-draft-wide", k=3)
@@ -192,3 +194,56 @@ def test_a_drafter_that_learns_is_kept_from_run_to_run():
     assert first > 0  # the second run goes on where the first one ended
     keeper.run(spec(LaneSpec("ngram"), max_new_tokens=4))
     assert not keeper._learners
+
+
+TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant]"
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory):
+    """A small model of random weights with a chat template."""
+    folder = tmp_path_factory.mktemp("chatty")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(resolve("stories"))
+    tokenizer.chat_template = TEMPLATE
+    return save_draft(folder, tokenizer, 2048)
+
+
+def test_every_lane_goes_on_with_its_own_conversation(runner, chatty):
+    typical = LaneSpec("draft_model", "stories-draft-wide", k=3, acceptance="typical")  # says something else
+    first = spec(typical, target=chatty, system="Be brief.", sampling=Sampling(temperature=1.0), max_new_tokens=8)
+    trace = runner.run(first)
+    assert trace.lanes[0].text != trace.lanes[1].text
+    second = follow_up(first, trace, "And then?")
+    again = runner.run(second)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(chatty)
+    for before, lane in zip(trace.lanes, again.lanes, strict=True):
+        assert [m["role"] for m in lane.messages] == ["system", "user", "assistant", "user"]
+        assert lane.messages[2]["content"] == before.text
+        assert lane.prompt_ids == encode(tokenizer, lane.messages, 2048)
+    third = follow_up(second, from_json(to_json(again)), "Why?")
+    assert [m["role"] for m in third.history[0]] == ["user", "assistant"] * 2
+
+
+def test_a_follow_up_says_what_a_fresh_run_on_the_whole_conversation_says(runner, chatty):
+    first = spec(LaneSpec("ngram"), target=chatty, max_new_tokens=8)
+    asked = follow_up(first, runner.run(first), "And then?")
+    again = runner.run(asked)
+    fresh = Session().run(asked)
+    assert [lane.token_ids for lane in again.lanes] == [lane.token_ids for lane in fresh.lanes]
+    assert again.comparison[0]["verdict"] == "identical"
+
+
+def test_only_a_whole_chat_has_a_next_turn(runner, chatty, trace):
+    raw = spec(target=chatty, chat=False, max_new_tokens=4)
+    for done in (runner.run(raw), trace):
+        assert not done.lanes[0].messages
+        with pytest.raises(ValueError, match="only a chat"):
+            follow_up(raw, done, "And then?")
+    stopped = runner.run(spec(target=chatty, max_new_tokens=4))
+    stopped.lanes[1].finish = "cancelled"
+    with pytest.raises(ValueError, match="no whole answer"):
+        follow_up(spec(target=chatty), stopped, "And then?")
+    with pytest.raises(ValueError, match="stories has no chat template, .* turn chat off"):
+        runner.load(spec(chat=True))
+    with pytest.raises(ValueError, match="has no system prompt; leave it empty or turn chat on"):
+        runner.load(spec(system="Be brief."))

@@ -9,7 +9,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdemo.engine import session as engine
-from specdemo.engine.session import LaneSpec, Note, RunSpec, Session
+from specdemo.engine.messages import Note
+from specdemo.engine.session import LaneSpec, RunSpec, Session
 from specdemo.models.load import Cancelled
 from tests.models.test_text import byte_level
 

@@ -109,10 +109,29 @@ def test_encode_puts_the_beginning_of_sequence_first_once(tokenizer):
     assert encode(tokenizer, "<|endoftext|>A dog.", 100) == [0, *plain]
 
 
-def test_encode_uses_the_chat_template():
+def chat(*texts):
+    return [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, texts, strict=False)]
+
+
+def test_a_conversation_is_written_by_the_chat_template():
     tokenizer = byte_level()
     tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant]"
-    assert tokenizer.decode(encode(tokenizer, "A dog.", 100)) == "[user] A dog.\n[assistant]"
+    said = chat("A dog.", "Yes?", "A dog, I say.")
+    ids = encode(tokenizer, said, 100)
+    assert ids == tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert tokenizer.decode(ids) == "[user] A dog.\n[assistant] Yes?\n[user] A dog, I say.\n[assistant]"
+    assert encode(tokenizer, "A dog.", 100)[0] == 0  # a text does not pass through the template
+    with pytest.raises(ValueError, match=f"the conversation has {len(ids)} tokens, there is room for 9"):
+        encode(tokenizer, said, 9)
+
+
+def test_a_conversation_that_the_template_does_not_take_is_one_line():
+    tokenizer = byte_level()
+    tokenizer.chat_template = "{{ raise_exception('system prompts are not supported') }}"
+    with pytest.raises(ValueError, match="refuses this conversation: system prompts are not supported"):
+        encode(tokenizer, chat("A dog."), 100)
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        encode(tokenizer, chat(" "), 100)
 
 
 def test_encode_refuses_what_cannot_be_continued(tokenizer):

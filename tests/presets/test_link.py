@@ -46,6 +46,8 @@ changes = st.fixed_dictionaries(
         "prompt": st.one_of(printable, st.sampled_from(["<b>&amp;${1+1}{{x}}\t😀 日本", "a=b&k=9#+ %00"])).filter(
             str.strip
         ),
+        "chat": st.booleans(),
+        "system": printable,
         "max_new_tokens": st.integers(1, LIMITS.max_new_tokens),
         "temperature": st.floats(0, LIMITS.temperature),
         "top_p": st.floats(0, 1, exclude_min=True),
@@ -119,6 +121,8 @@ def test_a_prompt_too_long_for_a_link_is_said():
         ({"prompt": "\ud800"}, "ignored prompt='\\ud800' from the link: prompt: "),
         ({"name": "a\x07"}, "ignored name='a\\x07' from the link: the name must not hold the control character U+0007"),
         ({"acceptance": "always"}, "ignored acceptance='always' from the link: acceptance must be 'lossless' or"),
+        ({"chat": "maybe"}, "ignored chat='maybe' from the link: chat must be True or False"),
+        ({"system": "p" * 100_000}, "ignored system='ppp"),
         ({"schedule": "fast"}, "ignored schedule='fast' from the link: schedule must be 'race' or 'sequential'"),
         ({"lanes": "99"}, "ignored lanes='99' from the link: must be a number from 1 to 3"),
         ({"lanes": "0"}, "ignored lanes='0' from the link: must be a number from 1 to 3"),

@@ -128,6 +128,23 @@ def tree_trace(nodes=64):
     return trace
 
 
+def chat_trace():
+    """A second turn made by hand. Lane 0 writes both tags of its thoughts, the first cut in two; in lane 1 the template
+    wrote the first one."""
+    trace = hostile_trace()
+    said = [
+        ("system", "Be <b>brief</b>."),
+        ("user", "A riddle?"),
+        ("assistant", "What has keys?"),
+        ("user", "A piano!"),
+    ]
+    for lane, tags in zip(trace.lanes, ({1: "<th", 2: "ink>", 6: "</think>"}, {6: "</think>"}), strict=True):
+        lane.messages = [{"role": role, "content": content} for role, content in said]
+        lane.pieces = [tags.get(i, piece) for i, piece in enumerate(lane.pieces)]
+        lane.text = "".join(lane.pieces)
+    return trace
+
+
 def remote_trace(hostile="<b>host</b>:8000") -> RunTrace:
     """A run made by hand whose lane ran on a server: two tokens a piece, and counters of the whole server."""
     trace = hostile_trace()

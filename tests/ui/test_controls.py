@@ -169,6 +169,22 @@ def test_lanes_are_added_and_removed_within_limits():
     assert [block["visible"] for block in controls._shown(2)[3:]] == [True, True, False]
 
 
+def test_the_prompt_is_a_message_where_the_target_has_a_template():
+    large = load_presets()["qwen3-8b"]
+    values = to_values(large)
+    assert values[place("chat")] == controls.CHAT and from_values(values).chat is None
+    values[place("chat")] = controls.TEXT
+    assert from_values(values).chat is False
+    values[place("target")] = "stories"
+    assert from_values(values).chat is None  # it cannot chat in any case
+    radio, system = controls._chat_updates("stories", None)
+    assert radio["interactive"] is False and "no chat template" in radio["info"] and system["visible"] is False
+    updates = dict(
+        zip(WHOLE, fill(large.with_changes(chat=False, system="Be brief."), [0] * controls.LANES)[2:], strict=False)
+    )
+    assert updates["chat"]["value"] == controls.TEXT and updates["system"]["value"] == "Be brief."
+
+
 def test_a_lane_may_run_on_a_server_that_the_operator_listed(values, monkeypatch):
     monkeypatch.setenv("SPECDEMO_SERVERS", "gpu-box:8000")
     values[place("server", 1)] = "http://gpu-box:8000"

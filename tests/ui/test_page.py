@@ -8,17 +8,25 @@ import gradio as gr
 import pytest
 
 from specdemo.core.trace import MAX_TRACE_BYTES, to_json
-from specdemo.engine.session import replay
+from specdemo.engine.messages import replay
 from specdemo.presets.schema import preset
 from specdemo.ui import live
 from specdemo.ui.controls import to_values
-from specdemo.ui.live import Log, notes, open_trace
+from specdemo.ui.log import Log, notes, open_trace
 from specdemo.ui.page import Visits, share_link
 from tests.traces import hostile_trace
 
 
 def test_the_page_is_drawn_before_torch_is_imported():
-    code = "import sys; from specdemo.ui import page; page.build(); sys.exit('torch' in sys.modules)"
+    code = """
+import sys
+from types import SimpleNamespace
+from specdemo.ui import page
+page.build()
+visitor = SimpleNamespace(session_hash="a", query_params={})
+shown = page.Visits(page.preset("embedded-draft"), False).first(visitor)
+sys.exit("torch" in sys.modules or '"type":"end"' not in shown)
+"""
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
@@ -102,3 +110,58 @@ def test_a_run_that_fails_while_loading_leaves_the_one_on_show_exportable(monkey
 
 def test_no_notes_no_log():
     assert notes([]) == "" and notes(["a"]).count("\n") == 2
+
+
+def test_a_visitor_sees_recorded_races_until_there_is_one_of_their_own(monkeypatch):
+    monkeypatch.setattr(live, "session", lambda: Session(0))
+    visits, visitor = Visits(preset("embedded-draft"), False), SimpleNamespace(session_hash="a", query_params={})
+    first, other = visits.first(visitor), visits.select(visitor, "embedded-ngram")
+    assert '"still":true' in first.partition("\n")[0] and first != other
+    assert visits.save(visitor, "json")["name"] == "specdemo-embedded-ngram.json"
+    assert visits.select(visitor, "embedded-medusa") == ""  # none is recorded
+    list(visits.run(visitor, *to_values(preset("embedded-draft"))))
+    assert visits.select(visitor, "embedded-ngram") == gr.skip()
+
+
+@pytest.mark.parametrize(("query", "shown"), [("preset=embedded-ngram", True), ("preset=embedded-ngram&k=3", False)])
+def test_a_link_shows_the_recorded_race_only_of_what_it_asks_for(query, shown):
+    start = preset("embedded-draft")
+    visits = Visits(start, False)
+    visitor = SimpleNamespace(session_hash="a", query_params=dict(pair.split("=") for pair in query.split("&")))
+    assert visits.first(visitor) == gr.skip()
+    *_, log = visits.restore(visitor, visits.read_link(visitor), *to_values(start), 0, 0, 0)
+    assert ('"preset":"embedded-ngram"' in log) is shown
+
+
+class ChatSession:
+    """Answers in a chat; keeps what it was asked."""
+
+    def __init__(self):
+        self.asked = []
+
+    def stream(self, spec, cancelled, loading):
+        self.asked.append(spec)
+        trace = hostile_trace()
+        for lane, before in zip(trace.lanes, spec.history or ((), ()), strict=True):
+            lane.messages = [*before, {"role": "user", "content": spec.prompt}]
+        yield from replay(trace)
+
+
+def test_a_chat_goes_on_from_every_lanes_answer(monkeypatch):
+    session, visitor = ChatSession(), SimpleNamespace(session_hash="a")
+    monkeypatch.setattr(live, "session", lambda: session)
+    visits = Visits(preset("embedded-draft"), False)
+    assert "press Run first" in list(visits.follow(visitor, "Why?"))[-1]
+    assert visits.offer(visitor, "")[0]["visible"] is False
+    list(visits.run(visitor, *to_values(preset("embedded-draft"))))
+    assert visits.offer(visitor, "")[0]["visible"] is True
+    assert "is empty" in list(visits.follow(visitor, "  "))[-1]
+    assert visits.offer(visitor, "  ")[1] == gr.skip()  # what was refused stays in its box
+    for message in ("Why?", "And then?"):
+        list(visits.follow(visitor, message))
+        assert visits.offer(visitor, message)[1] == ""
+    prompts = [spec.prompt for spec in session.asked]
+    assert prompts[1:] == ["Why?", "And then?"]
+    answer = hostile_trace().lanes[1].text
+    said = [message["content"] for message in session.asked[-1].history[1]]
+    assert said == [prompts[0], answer, "Why?", answer]

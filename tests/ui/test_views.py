@@ -7,9 +7,9 @@ import json
 import pytest
 
 from specdemo.core.trace import StepEvent, from_json, to_json
-from specdemo.engine.session import Note, replay
+from specdemo.engine.messages import Note, replay
 from specdemo.ui.lines import to_line
-from specdemo.ui.live import Log, recorded
+from specdemo.ui.log import Log, replayed
 from specdemo.ui.views import Failed, Loading, fates, finish, summary, tokens_csv, view
 from tests.traces import HOSTILE, PROMPT, WRONG, hostile_trace
 from tests.ui.stand_ins import remote_trace
@@ -17,7 +17,7 @@ from tests.ui.stand_ins import remote_trace
 
 @pytest.fixture
 def lines():
-    return [json.loads(line) for line in recorded(hostile_trace()).text.splitlines()]
+    return [json.loads(line) for line in replayed(hostile_trace()).text.splitlines()]
 
 
 def step(drafted, parents, path, emitted=()):
@@ -40,7 +40,7 @@ def test_a_log_opens_with_its_run_and_closes_with_the_comparison(lines):
 def test_of_a_lane_on_a_server_nothing_is_claimed_but_what_it_told():
     trace = remote_trace()
     assert from_json(to_json(trace)) == trace
-    lines = [json.loads(line) for line in recorded(trace).text.splitlines()]
+    lines = [json.loads(line) for line in replayed(trace).text.splitlines()]
     assert lines[1]["lanes"][0]["remote"] is None and lines[1]["lanes"][1]["remote"]["server"] == "<b>host</b>:8000"
     steps = [line for line in lines if line["type"] == "step" and line["lane"] == 1]
     assert {kind for line in steps for kind in line["kinds"]} == {"unknown"}
@@ -66,7 +66,7 @@ def test_the_text_of_a_lane_is_the_text_of_its_steps(lines):
 
 
 def test_every_line_is_one_line():
-    text = recorded(hostile_trace()).text
+    text = replayed(hostile_trace()).text
     assert all(json.loads(line) for line in text.split("\n")[:-1]) and text.endswith("\n")
 
 
@@ -124,7 +124,7 @@ def test_a_lossy_lane_says_so_in_the_trace_the_log_the_summary_and_the_csv():
     trace = hostile_trace()
     trace.lanes[1].exact = False
     assert from_json(to_json(trace)).lanes[1].exact is False
-    assert [lane["exact"] for lane in json.loads(recorded(trace).text.splitlines()[1])["lanes"]] == [True, False]
+    assert [lane["exact"] for lane in json.loads(replayed(trace).text.splitlines()[1])["lanes"]] == [True, False]
     assert [lane["exact"] for lane in summary(trace)["lanes"]] == [True, False]
     rows = list(csv.DictReader(io.StringIO(tokens_csv(trace))))
     assert {(r["lane"], r["exact"]) for r in rows} == {("0", "true"), ("1", "false")}

@@ -1,0 +1,64 @@
+"""What a run says while it runs. `Session.stream` and `replay` yield the same messages, so whoever shows a run cannot
+tell a live one from a stored one. Needs no torch: a page shows a stored run before the engine is there."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from specdemo.core.trace import LaneTrace, RunTrace, StepEvent
+from specdemo.engine.race import race
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The trace as far as it is known before the first step; its lanes have no events yet."""
+
+    trace: RunTrace
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One event of one lane, with the text each emitted token added and of each drafted token alone."""
+
+    lane: int
+    event: StepEvent
+    pieces: list[str]
+    drafted: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    text: str
+    lane: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LaneDone:
+    lane: int
+    trace: LaneTrace
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    trace: RunTrace
+
+
+Message = Started | Step | Note | LaneDone | Finished
+
+
+def replay(trace: RunTrace) -> Iterator[Message]:
+    """The messages of a stored run, in the order of the lanes' clocks; needs no model and no GPU."""
+    empty = [replace(lane, events=[], token_ids=[], pieces=[], text="", summary={}) for lane in trace.lanes]
+    yield Started(replace(trace, lanes=empty, comparison=[]))
+    given = [0] * len(trace.lanes)
+    left = [len(lane.events) for lane in trace.lanes]
+    for index, event in race([iter(lane.events) for lane in trace.lanes]):
+        start, given[index] = given[index], given[index] + len(event.emitted[0])
+        pieces = trace.lanes[index].pieces[start : given[index]]
+        yield Step(index, event, pieces, [trace.vocabulary.get(str(t), "") for t in event.drafted[0]])
+        left[index] -= 1
+        if not left[index]:
+            yield LaneDone(index, trace.lanes[index])
+    for index, lane in enumerate(trace.lanes):
+        if not lane.events:
+            yield LaneDone(index, lane)
+    yield Finished(trace)

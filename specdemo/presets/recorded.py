@@ -1,0 +1,19 @@
+"""Recorded runs of presets, `presets/recorded/ID.json`: traces as `specdemo run ID --out` writes them, shown where
+nothing has run yet or nothing can. Needs neither torch nor a model."""
+
+from functools import lru_cache
+
+from specdemo.core.trace import RunTrace, from_json
+from specdemo.presets.schema import FOLDER
+
+
+@lru_cache
+def recorded(preset_id: str) -> RunTrace | None:
+    """The recorded run of a preset; None where there is none. Raises ValueError for a damaged file."""
+    path = FOLDER / "recorded" / f"{preset_id}.json"
+    if not path.is_file():
+        return None
+    try:
+        return from_json(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path.name}: {error}") from None

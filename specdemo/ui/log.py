@@ -1,0 +1,108 @@
+"""A log: the append-only text a view shows, one line of JSON per message (views.py). Needs no torch."""
+
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specdemo.core.trace import MAX_TRACE_BYTES, RunTrace, from_json
+from specdemo.engine.messages import Finished, Note, Started, replay
+from specdemo.ui.lines import to_line
+from specdemo.ui.views import Failed, Shown, opening, view
+
+if TYPE_CHECKING:
+    from specdemo.engine.session import RunSpec
+    from specdemo.ui.live import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """Some lines of a log and what they amount to; plain data, since on a lent GPU it crosses from another process."""
+
+    text: str
+    started: bool = False
+    failure: str = ""
+    trace: RunTrace | None = None  # of a run that has ended
+
+
+def lines(messages: Iterable[Shown]) -> Lines:
+    messages = list(messages)
+    return Lines(
+        "".join(to_line(view(message)) for message in messages),
+        any(isinstance(message, Started) for message in messages),
+        next((message.text for message in messages if isinstance(message, Failed)), ""),
+        next((message.trace for message in messages if isinstance(message, Finished)), None),
+    )
+
+
+class Log:
+    """The text a view shows.
+
+    `trace` is the run on show once it has ended: until this one starts, that is the run `before` it. `recorded`: the
+    run was not made for this log; `still`: it is shown as it ended and moves only when it is replayed.
+    """
+
+    def __init__(self, recorded: bool = False, before: RunTrace | None = None, still: bool = False) -> None:
+        self.text = to_line(opening(secrets.token_hex(6), recorded, still))
+        self.trace = before
+        self.recorded, self.still = recorded, still
+        self.spec: RunSpec | None = None  # what is run
+        self.started = self.ended = False
+        self.failure = ""  # why it failed, if it did
+        self.engine: Engine | None = None  # None where the engine is in another process
+
+    def add(self, messages: Iterable[Shown]) -> str:
+        return self.take(lines(messages))
+
+    def take(self, new: Lines) -> str:
+        self.text += new.text
+        self.failure = new.failure or self.failure
+        if new.started:
+            self.started, self.trace = True, None
+        if new.trace is not None:
+            self.trace, self.ended = new.trace, True
+        return self.text
+
+    def fall_back(self, why: str, trace: RunTrace) -> str:
+        """Begin again, as a stored run that stands in for one that could not start."""
+        self.text, self.recorded = to_line(opening(secrets.token_hex(6), recorded=True, still=False)), True
+        return self.add([Note(why), *replay(trace)])
+
+    def stop(self) -> str:
+        """End the run and the log: with what the engine says, or where it is out of reach without it."""
+        if self.engine is not None:
+            self.add(self.engine.finish())
+        if not self.ended:
+            self.text += to_line({"type": "end", "finish": "cancelled", "comparison": []})
+        return self.text
+
+
+def notes(texts: Iterable[str]) -> str:
+    """A log that holds nothing but notes; empty without any."""
+    texts = list(texts)
+    return Log().add(Note(text) for text in texts) if texts else ""
+
+
+def refusal(error: Exception) -> Log:
+    """A log that says why there is no run."""
+    log = Log()
+    log.add([Failed(str(error))])
+    return log
+
+
+def replayed(trace: RunTrace, still: bool = False) -> Log:
+    """A stored run, whole; needs no model."""
+    log = Log(recorded=True, still=still)
+    log.add(replay(trace))
+    return log
+
+
+def open_trace(path: str) -> Log:
+    """A stored run, or why the file is none."""
+    try:
+        if Path(path).stat().st_size > MAX_TRACE_BYTES:
+            raise ValueError(f"a trace may hold {MAX_TRACE_BYTES // 1_000_000} MB at most")
+        return replayed(from_json(Path(path).read_bytes()))
+    except ValueError as error:
+        return refusal(error)

@@ -1,0 +1,47 @@
+"""The recorded runs that ship: they load, are whole, and are runs of the presets as they are."""
+
+from pathlib import Path
+
+import pytest
+
+from specdemo.engine.session import RunSpec
+from specdemo.presets import recorded as module
+from specdemo.presets.recorded import recorded
+from specdemo.presets.schema import FOLDER, preset
+from specdemo.ui.views import finish
+
+SHIPPED = sorted((FOLDER / "recorded").glob("*.json"))
+
+
+def test_at_least_three_ship():
+    assert len(SHIPPED) >= 3 and FOLDER / "recorded" / "embedded-draft.json" in SHIPPED
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_recorded_run_is_a_run_of_its_preset(path):
+    assert path.stat().st_size < 300_000
+    trace, spec = recorded(path.stem), preset(path.stem).spec()
+    assert isinstance(spec, RunSpec) and trace.preset == path.stem
+    assert trace.prompt == spec.prompt and trace.schedule == spec.schedule
+    assert {name: trace.config[name] for name in ("target", "max_new_tokens", "seed", "temperature")} == {
+        "target": spec.target,
+        "max_new_tokens": spec.max_new_tokens,
+        "seed": spec.seed,
+        "temperature": spec.sampling.temperature,
+    }
+    assert [lane.method for lane in trace.lanes[1:]] == [lane.method for lane in spec.lanes]
+    for ran, asked in zip(trace.lanes[1:], spec.lanes, strict=True):
+        assert {"k": asked.k, **asked.options}.items() <= ran.options.items()
+    assert finish(trace) == "done" and {row["verdict"] for row in trace.comparison} <= {"identical", "lossy"}
+    assert trace.environment["device"] and trace.environment["date"] and trace.environment["commit"]
+
+
+def test_a_damaged_recording_names_itself(monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "FOLDER", tmp_path)
+    Path(tmp_path / "recorded").mkdir()
+    Path(tmp_path / "recorded" / "odd.json").write_text("{}", encoding="utf-8")
+    recorded.cache_clear()
+    with pytest.raises(ValueError, match="odd.json: not a specdemo trace"):
+        recorded("odd")
+    assert recorded("absent") is None
+    recorded.cache_clear()

@@ -1,0 +1,189 @@
+"""A public page, a GPU lent by the call, and what is shown where no GPU can be had."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from specdemo.presets.schema import load_presets, preset
+from specdemo.ui import live, space
+from specdemo.ui.controls import changed
+from specdemo.ui.log import Log
+from specdemo.ui.page import Visits, build
+from tests.traces import hostile_trace
+
+ZERO_GPU = """
+import json, os, sys
+import torch
+from specdemo.presets.schema import preset
+from specdemo.ui import live
+from specdemo.ui.log import Log
+
+chosen = preset("embedded-draft").with_changes(max_new_tokens=12)
+live.preload([chosen])
+assert live.ELSEWHERE and not torch.cuda.is_initialized()
+done, stopped, refused = Log(), Log(), Log()
+outputs = list(live.run(chosen.spec(), done))
+
+running = live.run(chosen.with_changes(max_new_tokens=400).spec(), stopped)
+while "step" not in next(running):
+    pass
+running.close()
+stopped.stop()
+
+os.environ["REFUSED"] = "You have exceeded your GPU quota (13s requested vs. 0s left)"
+list(live.run(chosen.spec(), refused))
+try:
+    live.compare(chosen.spec())
+except ValueError as error:
+    compared = str(error)
+json.dump([outputs[-1], done.trace.comparison[0], stopped.text, refused.text, refused.recorded, compared], sys.stdout)
+"""
+
+
+def lines(text):
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_on_a_lent_gpu_the_engine_runs_in_a_forked_process():
+    paths = os.pathsep.join(["tests/ui/zero_gpu", "."])
+    settings = os.environ | {"SPACES_ZERO_GPU": "1", "SPACE_ID": "someone/specdemo", "PYTHONPATH": paths}
+    ran = subprocess.run([sys.executable, "-c", ZERO_GPU], env=settings, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    text, comparison, stopped, refused, recorded, compared = json.loads(ran.stdout)
+    said = lines(text)
+    assert said[-1]["type"] == "end" and comparison["verdict"] == "identical"
+    assert [line["text"] for line in said if line["type"] == "loading"] == ["models ready"]  # loaded before the fork
+    assert lines(stopped)[-1] == {"type": "end", "finish": "cancelled", "comparison": []}
+    first, note, start, *_ = lines(refused)
+    assert first["recorded"] and recorded and start["environment"]["date"]
+    assert note["text"] == (
+        "no GPU for this run: You have exceeded your GPU quota (13s requested vs. 0s left). " + live.INSTEAD
+    )
+    assert compared.startswith("no GPU for this run")  # a script is never given another run than its own
+
+
+def test_without_zero_gpu_nothing_is_lent(monkeypatch):
+    monkeypatch.syspath_prepend("tests/ui/zero_gpu")
+    monkeypatch.delenv("SPACES_ZERO_GPU", raising=False)
+    assert space.lent(lambda: 1)(build) is build
+    assert not space.zero_gpu() and not live.ELSEWHERE
+
+
+def test_the_estimate_grows_with_the_run_and_stays_below_what_is_lent():
+    short, long = (preset("embedded-draft").with_changes(max_new_tokens=n).spec() for n in (32, 1024))
+    assert space.seconds(short) < space.seconds(long) < space.LEND_S
+    large = load_presets()["qwen3-8b"].spec()
+    assert space.seconds(long) < space.seconds(large) <= space.LEND_S
+
+
+@pytest.fixture
+def public(monkeypatch):
+    monkeypatch.setenv("SPECDEMO_PUBLIC", "1")
+    return Visits(space.fit(preset("embedded-draft")), False)
+
+
+@pytest.mark.parametrize(
+    "changes, line",
+    [
+        ({"target": "meta-llama/Llama-3.1-8B-Instruct"}, "is not on this public page"),
+        ({"target": "someone/else"}, "is not on this page's list"),
+        ({"max_new_tokens": 257}, "256 new tokens at most, not 257; for more, duplicate this Space"),
+        ({"lanes": [{"method": "ngram"}] * 3}, "3 lanes at most, not 4"),
+        ({"k": 11}, "10 tokens of draft at most"),
+        ({"prompt": "word " * 1000}, "4000 characters of prompt at most"),
+    ],
+)
+def test_a_public_page_runs_listed_models_and_short_runs(public, monkeypatch, changes, line):
+    with pytest.raises(ValueError, match=line):
+        changed("embedded-draft", changes, False)
+    monkeypatch.delenv("SPECDEMO_PUBLIC")
+    assert changed("embedded-draft", changes, True)
+
+
+def test_a_public_page_offers_every_preset_within_its_limits(public):
+    for chosen in load_presets().values():
+        if chosen in space.at_hand():
+            assert space.admit(space.fit(chosen))
+    with pytest.raises(ValueError, match="leave --allow-any-model out"):
+        build(allow_any_model=True)
+
+
+def test_a_link_never_runs_anything_and_is_cut_to_what_is_public(public, monkeypatch):
+    monkeypatch.setattr(live, "session", None)
+    query = {"preset": "embedded-draft", "max_new_tokens": "1024", "run": "1", "go": "1"}
+    request = SimpleNamespace(session_hash="a", query_params=query)
+    chosen, refused = public.read_link(request)
+    assert chosen.max_new_tokens == space.PUBLIC.max_new_tokens
+    assert [note.partition(";")[0] for note in refused] == [
+        "ignored unknown setting 'run' from the link",
+        "ignored unknown setting 'go' from the link",
+        "the link asks for more than this public page runs",
+    ]
+
+
+def qwen(**changes):
+    return replace(load_presets()["qwen3-8b"].spec(), **changes)
+
+
+def recorded_qwen(preset_id):
+    trace = hostile_trace()
+    trace.config["target"] = "Qwen/Qwen3-8B"
+    return trace
+
+
+def test_a_public_machine_without_a_gpu_shows_the_recorded_run_and_says_why(public, monkeypatch):
+    monkeypatch.setattr(live.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(live, "session", None)
+    monkeypatch.setattr(live, "recorded", lambda preset_id: None)
+    (text,) = live.run(qwen(), Log())
+    assert lines(text)[-1] == {"type": "error", "text": "Qwen/Qwen3-8B needs a GPU and there is none here"}
+    monkeypatch.setattr(live, "recorded", recorded_qwen)
+    (text,) = live.run(qwen(), Log())
+    first, note, start, *_, end = lines(text)
+    assert first["recorded"] and end["type"] == "end" and start["environment"] == hostile_trace().environment
+    assert note["text"] == f"Qwen/Qwen3-8B needs a GPU and there is none here. {live.INSTEAD}"
+
+
+class Engine:
+    def stream(self, spec, cancelled, loading):
+        raise ValueError("Qwen/Qwen3-8B needs 18.0 GB in float32, 2.0 GB are free on cpu; choose a smaller model")
+        yield
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_at_home_a_model_that_does_not_start_is_replaced_only_for_want_of_a_gpu(monkeypatch, gpu):
+    monkeypatch.setattr(live.torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(live, "session", Engine)
+    monkeypatch.setattr(live, "recorded", recorded_qwen)
+    log = Log()
+    list(live.run(qwen(), log))
+    assert log.recorded is not gpu and "needs 18.0 GB" in log.text
+
+
+@pytest.mark.parametrize(
+    "changes", [{"target": "someone/else"}, {"history": (({"role": "user", "content": "Hi"},),) * 3}]
+)
+def test_no_recorded_run_stands_in_for_another_target_or_for_the_next_turn_of_a_chat(monkeypatch, changes):
+    monkeypatch.setattr(live.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(live, "session", Engine)
+    monkeypatch.setattr(live, "recorded", recorded_qwen)
+    log = Log(before=hostile_trace())
+    list(live.run(qwen(**changes), log))
+    assert not log.recorded and log.trace == hostile_trace()  # a chat can still go on from where it was
+
+
+def test_the_front_matter_makes_a_space():
+    _, front, _ = Path("README.md").read_text(encoding="utf-8").split("---\n", 2)
+    front = yaml.safe_load(front)
+    assert front["sdk"] == "gradio" and Path(front["app_file"]).is_file()
+    assert f"gradio=={front['sdk_version']}" in Path("requirements.txt").read_text(encoding="utf-8").split()
+    assert tuple(front["preload_from_hub"]) == space.preloaded() == tuple(front["models"])
+    assert any(not p.embedded for p in space.at_hand())  # what is fetched makes a whole preset
+    assert len(front["short_description"]) <= 60
