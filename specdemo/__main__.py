@@ -27,7 +27,7 @@ from specdemo.presets.schema import EMBEDDED, load_presets, preset
 
 if TYPE_CHECKING:
     from specdemo.core.trace import RunTrace
-    from specdemo.engine.session import RunSpec
+    from specdemo.engine.spec import RunSpec
 
 app = typer.Typer(
     add_completion=False,

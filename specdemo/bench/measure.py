@@ -17,7 +17,8 @@ from specdemo.core.protocol import Drafter, GenerationConfig, Target
 from specdemo.core.trace import RunTrace, StepEvent
 from specdemo.engine.loop import generate
 from specdemo.engine.race import step_ms
-from specdemo.engine.session import RunSpec, Session
+from specdemo.engine.session import Session
+from specdemo.engine.spec import RunSpec
 from specdemo.models.load import Cancelled
 
 Report = Callable[[float, str], None]  # share done 0..1, what is being done

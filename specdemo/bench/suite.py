@@ -25,7 +25,8 @@ from specdemo.core.protocol import Budget, Drafter, GenerationConfig
 from specdemo.core.words import suggest
 from specdemo.engine.cost import WIDTHS, Costs, observed
 from specdemo.engine.loop import never
-from specdemo.engine.session import LaneSpec, RunSpec, Session, environment
+from specdemo.engine.session import Session, environment
+from specdemo.engine.spec import LaneSpec, RunSpec
 from specdemo.methods import BASELINE, load_drafter
 from specdemo.models.load import load_target, verify_costs
 from specdemo.models.target import HFTarget

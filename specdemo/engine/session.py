@@ -3,39 +3,34 @@
 `Session.stream` yields the messages of messages.py, as `replay` there does for a stored run.
 """
 
-import gc
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from specdemo.core.accept import AcceptRule, accept_rule
 from specdemo.core.protocol import Budget, Drafter, GenerationConfig
-from specdemo.core.sampling import Sampling
-from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, compare, summarise
+from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, summarise
 from specdemo.core.tree import ABSENT
 from specdemo.engine.loop import generate, never
 from specdemo.engine.messages import Finished, LaneDone, Message, Note, Started, Step
 from specdemo.engine.race import SCHEDULES
 from specdemo.engine.remote import Form, RemoteLane
 from specdemo.engine.servers import check_listed, host, machine
-from specdemo.methods import BASELINE, check_model, load_drafter, method, reader, validate_options
-from specdemo.models.footprint import Precision, free_bytes, measure
+from specdemo.engine.shelf import Shelf, drafter_key
+from specdemo.engine.spec import LaneSpec, RunSpec
+from specdemo.engine.verdict import judge
+from specdemo.methods import check_model, load_drafter, method, validate_options
 from specdemo.models.load import (
     Cancelled,
     LoadProgress,
-    check_memory,
-    load_model,
-    locate,
     placed,
-    plan,
-    rounding_noise,
     silent,
 )
 from specdemo.models.machine import commit, device_name, versions
@@ -43,61 +38,6 @@ from specdemo.models.target import HFTarget
 from specdemo.models.text import Detokenizer, encode, token_text
 
 WARM_UP_TOKENS = 12
-ANY_WEIGHTS = ("*.pt", "*.bin", "*.pth")  # of published speculators without safetensors
-Schedule = Literal["race", "sequential"]
-Messages = tuple[Mapping[str, str], ...]  # each with role and content
-
-
-@dataclass(frozen=True)
-class LaneSpec:
-    """One speculative lane. k is the draft length, the depth of its budget.
-
-    server: the address of a server on which it runs (remote.py), served_model what the target is called there; method,
-    model, k and options then say what that server is meant to run, which nobody checks.
-    """
-
-    method: str
-    model: str | None = None
-    k: int = 4
-    options: Mapping[str, Any] = field(default_factory=dict)
-    acceptance: str = "lossless"
-    name: str = ""
-    server: str | None = None
-    served_model: str | None = None
-
-
-@dataclass(frozen=True)
-class RunSpec:
-    """A comparison. `lanes` are the speculative ones; plain decoding is always lane 0, here or on `server`. `follow_up`
-    asks on."""
-
-    preset: str
-    target: str
-    prompt: str
-    lanes: tuple[LaneSpec, ...]
-    max_new_tokens: int = 128
-    sampling: Sampling = field(default_factory=Sampling)
-    seed: int = 0
-    schedule: Schedule = "race"
-    dtype: str = "auto"
-    device: str = "auto"
-    quantization: str | None = None
-    server: str | None = None
-    served_model: str | None = None
-    chat: bool | None = None  # the prompt is a message in the model's chat template; None: where it has one
-    system: str = ""
-    history: tuple[Messages, ...] = ()  # of every lane, the baseline first: the chat before the prompt
-
-    @property
-    def all_lanes(self) -> tuple[LaneSpec, ...]:
-        """Lane 0 too."""
-        plain = LaneSpec(BASELINE, k=0, name="Baseline", server=self.server, served_model=self.served_model)
-        return plain, *self.lanes
-
-    @property
-    def all_remote(self) -> bool:
-        """True: no model is needed here."""
-        return all(lane.server for lane in self.all_lanes)
 
 
 @dataclass
@@ -111,36 +51,24 @@ class _Lane:
     text: Detokenizer
 
 
-@dataclass(slots=True)
-class _Loaded:
-    """model: of the target a LoadedModel, of a drafter what its method's `load` gave."""
-
-    model: Any
-    bytes: int
-
-
 class Session:
-    """Keeps the models of the last comparisons loaded, the least recently used going first where memory is short.
-
-    A second caller waits for `lock`. A drafter is kept with the target it was loaded for, and goes when that goes.
-    """
+    """Runs comparisons on the models of its shelf. A second caller waits for `lock`."""
 
     def __init__(self, budget_bytes: int | None = None) -> None:
-        """budget_bytes: what models that are not in use may take with those that are; None: half of what is free."""
+        """budget_bytes: see Shelf."""
         self.lock = threading.Lock()
-        self._budget = budget_bytes
-        self._models: dict[tuple[str, ...], _Loaded] = {}  # the least recently used first, a target after its drafters
-        self._target: tuple[str, ...] = ()
+        self.shelf = Shelf(budget_bytes)
         self._learners: dict[tuple[Any, ...], tuple[HFTarget, Drafter]] = {}  # drafters that get better with use
 
     def loaded(self) -> list[tuple[str, int]]:
         """Name and bytes of every model that is in memory, the last used first."""
-        return [(key[1], held.bytes) for key, held in reversed(list(self._models.items()))]
+        return self.shelf.loaded()
 
     def unload(self) -> None:
         """Forget every model; waits for a run that is under way."""
         with self.lock:
-            self._forget()
+            self._learners.clear()
+            self.shelf.forget()
 
     def load(self, spec: RunSpec, progress: LoadProgress = silent) -> None:
         """Load what the comparison needs, in place of others where memory is short, and build every lane once.
@@ -201,86 +129,22 @@ class Session:
             for index, lane in enumerate(lanes):
                 if isinstance(lane, RemoteLane):
                     yield from _listen(lane, index, cancelled)
-            _compare(trace, lanes, spec)
+            judge(trace, here.target if here else None)
             yield Finished(trace)
 
+    def target(self) -> HFTarget:
+        """The target of the last comparison, with a history of its own."""
+        return self.shelf.target()
+
     def _load(self, spec: RunSpec, progress: LoadProgress) -> None:
-        target = (BASELINE, spec.target, _device(spec), spec.dtype, str(spec.quantization))
         for lane in spec.all_lanes:
             if lane.server is not None:
                 check_listed(lane.server)
             check_model(lane.method, validate_options(lane.method, dict(lane.options)), lane.model)
-        if spec.all_remote:
-            return
-        lanes = {_key(lane, target): lane for lane in spec.lanes if lane.model is not None and lane.server is None}
-        present = {_key(lane, target) for lane in spec.lanes}
-        self._learners = {key: pair for key, pair in self._learners.items() if key[0] in present}
-        bytes_of = self._make_room(spec, target, lanes, progress)
-        total = 1 + len(lanes)
-        if target not in self._models:
-            report = _scaled(progress, 0, total)
-            loaded = load_model(spec.target, spec.dtype, _device(spec), spec.quantization, report)
-            self._models[target] = _Loaded(loaded, bytes_of[target])
-        self._target = target
-        for done, (key, lane) in enumerate(lanes.items(), start=1):
-            if key not in self._models:
-                loader = method(reader(lane.method, lane.options))
-                report = _scaled(progress, done, total)
-                report(0.0, f"loading {lane.model}")
-                self._models[key] = _Loaded(loader.load(lane.model, self._fresh_target(), report), bytes_of[key])
-        for key in (*lanes, target):  # now the last used
-            self._models[key] = self._models.pop(key)
-        progress(1.0, "models ready")
-
-    def target(self) -> HFTarget:
-        """The target of the last comparison, with a history of its own."""
-        return self._fresh_target()
-
-    def _make_room(
-        self, spec: RunSpec, target: tuple[str, ...], lanes: Mapping[tuple[str, ...], LaneSpec], progress: LoadProgress
-    ) -> dict[tuple[str, ...], int]:
-        """Bytes of every model that is to be loaded; others are forgotten until these fit.
-
-        Raises ValueError, before anything is downloaded, when they do not fit even alone.
-        """
-        wanted = {key: str(lane.model) for key, lane in lanes.items() if key not in self._models}
-        if target not in self._models:
-            wanted[target] = spec.target
-        if not wanted:
-            return {}
-        progress(0.0, f"looking for {', '.join(wanted.values())}")
-        where, precision = plan(spec.dtype, _device(spec), spec.quantization)
-        beside = Precision(precision.dtype)  # drafters and heads are not quantised
-        new = {key: name for key, name in wanted.items() if key == target or name != spec.target}  # not its own heads
-        sizes = {
-            key: measure(locate(name, ANY_WEIGHTS), precision if key == target else beside) for key, name in new.items()
-        }
-        tokens = len(spec.prompt) // 2 + spec.max_new_tokens  # a token is seldom shorter than two characters
-        histories = {key: tokens * (1 + len(spec.lanes) if key == target else 1) for key in sizes}
-        needed = sum(size.of(histories[key]) for key, size in sizes.items())
-        budget = (sum(free_bytes(where)) + self._held()) // 2 if self._budget is None else self._budget
-        for key in [key for key in self._models if key != target and key not in lanes]:
-            if self._held() + needed <= budget:
-                break
-            self._forget(key)
-        check_memory(" with ".join([new[key] for key in reversed(new)]), needed, where, precision)
-        return {key: sizes[key].weights if key in sizes else 0 for key in wanted}
-
-    def _held(self) -> int:
-        return sum(loaded.bytes for loaded in self._models.values())
-
-    def _forget(self, gone: tuple[str, ...] | None = None) -> None:
-        """A model, a target's drafters with it; None: all."""
-        self._models = {key: m for key, m in self._models.items() if gone and gone not in (key, key[2:])}
-        self._learners = {key: p for key, p in self._learners.items() if gone and gone not in (key[0], key[0][2:])}
-        if torch.cuda.is_available():
-            gc.collect()  # models that accelerate put its hooks on hold themselves in cycles
-            torch.cuda.empty_cache()
-
-    def _fresh_target(self) -> HFTarget:
-        """A history of its own on the shared weights."""
-        loaded = self._models[self._target].model
-        return HFTarget(loaded.model, loaded.tokenizer, loaded.name)
+        if not spec.all_remote:
+            present = {drafter_key(lane, spec) for lane in spec.lanes}
+            self._learners = {key: pair for key, pair in self._learners.items() if key[0] in present}
+            self.shelf.bring(spec, progress)
 
     def _lanes(self, spec: RunSpec) -> list[_Lane | RemoteLane]:
         if not spec.prompt.strip():
@@ -291,7 +155,7 @@ class Session:
             forms = ("chat/completions", "completions") if spec.chat is None else ("completions",)
             asked = [_messages(spec, i, chat) for i in range(len(spec.all_lanes))]
             return [_remote_lane(spec, lane, said, forms) for lane, said in zip(spec.all_lanes, asked, strict=True)]
-        tokenizer = self._models[self._target].model.tokenizer
+        tokenizer = self.shelf.tokenizer
         if tokenizer is None:
             raise ValueError(f"{spec.target} has no tokenizer; put its tokenizer.json into the same folder")
         template = bool(tokenizer.chat_template)
@@ -306,7 +170,7 @@ class Session:
 
     def _lane(self, spec: RunSpec, index: int, lane: LaneSpec, tokenizer: PreTrainedTokenizerBase) -> _Lane:
         options = validate_options(lane.method, dict(lane.options))
-        target, drafter = self._drafter(index, lane, options)
+        target, drafter = self._drafter(spec, index, lane, options)
         messages = _messages(spec, index, bool(tokenizer.chat_template))
         prompt_ids = encode(tokenizer, messages or spec.prompt, target.max_length - spec.max_new_tokens)
         accept = accept_rule(lane.acceptance)
@@ -320,14 +184,13 @@ class Session:
         config = GenerationConfig(spec.max_new_tokens, spec.sampling, budget, spec.seed)
         return _Lane(trace, target, tokenizer, drafter, accept, config, Detokenizer(tokenizer, prompt_ids))
 
-    def _drafter(self, index: int, lane: LaneSpec, options: dict[str, Any]) -> tuple[HFTarget, Drafter]:
+    def _drafter(self, spec: RunSpec, index: int, lane: LaneSpec, options: dict[str, Any]) -> tuple[HFTarget, Drafter]:
         """A target with a history of its own and its drafter: a new one, unless it keeps what it learns."""
-        key = _key(lane, self._target), index, lane.method, *options.items()
+        key = drafter_key(lane, spec), index, lane.method, *options.items()
         if key in self._learners:
             return self._learners[key]
-        target = self._fresh_target()
-        model = None if lane.model is None else self._models[_key(lane, self._target)].model
-        pair = target, load_drafter(lane.method, target, model, **options)
+        target = self.shelf.target()
+        pair = target, load_drafter(lane.method, target, self.shelf.drafter(lane, spec), **options)
         if getattr(method(lane.method), "learns", False):
             self._learners[key] = pair
         return pair
@@ -378,11 +241,6 @@ def environment(target: HFTarget | None) -> dict[str, Any]:
     }
 
 
-def _key(lane: LaneSpec, target: tuple[str, ...]) -> tuple[str, ...]:
-    """Names a loaded drafter; a head belongs to the target it was loaded for."""
-    return reader(lane.method, lane.options), str(lane.model), *target
-
-
 def _remote_lane(spec: RunSpec, lane: LaneSpec, messages: list[dict[str, str]], forms: tuple[Form, ...]) -> RemoteLane:
     """forms: how a text may be put; a chat has one form alone."""
     assert lane.server is not None
@@ -401,16 +259,6 @@ def _note_unlike(trace: LaneTrace, spec: RunSpec, lane: LaneSpec) -> None:
     other = "machine" if machine(lane.server) != machine(spec.server) else "software"
     if other == "machine" or (lane.server is None) != (spec.server is None):
         trace.note = f"its {other} is not the baseline's, so the ratio of speeds is not speculation's alone"
-
-
-def _device(spec: RunSpec) -> str:
-    if spec.device != "auto":
-        return spec.device
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _scaled(progress: LoadProgress, done: int, total: int) -> LoadProgress:
-    return lambda share, what: progress((done + share) / total, what)
 
 
 def _lane_name(lane: LaneSpec) -> str:
@@ -511,51 +359,3 @@ def _memory(lane: _Lane) -> int:
         return int(torch.cuda.max_memory_allocated(lane.target.device))
     held = (lane.target, lane.drafter)
     return sum(getattr(x, "weight_bytes", 0) + getattr(x, "history_bytes", 0) for x in held)
-
-
-def _compare(trace: RunTrace, lanes: list[_Lane | RemoteLane], spec: RunSpec) -> None:
-    baseline = trace.lanes[0]
-    for lane in trace.lanes[1:]:
-        row = compare(baseline, lane, spec.sampling.greedy)
-        index = row["first_divergence"]
-        if not lane.exact:
-            row["verdict"] = "lossy"
-        elif baseline.remote or lane.remote:
-            row["verdict"] = _from_outside(baseline, lane, row["identical"])
-        elif index is None:
-            row["verdict"] = "identical" if spec.sampling.greedy else "same distribution"
-        else:
-            assert isinstance(lanes[0], _Lane)
-            row["divergence_margin"], rounding = _divergence(lanes[0], baseline, lane, index)
-            row["verdict"] = "rounding" if rounding else "differs"
-        trace.comparison.append(row)
-
-
-def _from_outside(baseline: LaneTrace, lane: LaneTrace, same: bool | None) -> str:
-    """The verdict where a server wrote one of the texts. Its rule of sampling, and why a text differs, are unknown."""
-    if same is None or "error" in (baseline.finish, lane.finish) or not lane.text:
-        return "unknown"
-    if not same:
-        return "text differs"
-    return "same text" if -1 in (*baseline.token_ids, *lane.token_ids) else "identical"
-
-
-@torch.no_grad()
-def _divergence(plain: _Lane, baseline: LaneTrace, lane: LaneTrace, index: int) -> tuple[float, bool]:
-    """The gap between the target's two best logits where the texts part, and whether it explains the parting.
-
-    Passes of different widths use different kernels and round differently; when the two texts chose the two best
-    tokens and these are no further apart than that noise, as measured on this text, or a few units in the last place,
-    it is rounding. Anything larger is a fault.
-    """
-    said = baseline.token_ids[:index]
-    tokens = torch.tensor([baseline.prompt_ids + said], device=plain.target.device)
-    logits = plain.target.start(tokens).logits[0, -1].float()
-    plain.target.release()
-    best = logits.topk(2)
-    margin = float(best.values[0] - best.values[1])
-    noise = rounding_noise(plain.target, tokens)
-    ours = {t[index] for t in (baseline.token_ids, lane.token_ids) if index < len(t)}
-    units = torch.finfo(plain.target.dtype).eps * float(best.values[0].abs())
-    tolerance = max(1e-4, 4.0 * units, 2.0 * noise)
-    return round(margin, 6), ours == set(best.indices.tolist()) and margin <= tolerance

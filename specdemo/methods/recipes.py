@@ -16,6 +16,7 @@ from specdemo.methods import load_drafter, method
 from specdemo.models.load import load_target
 from specdemo.models.machine import device_name
 from specdemo.models.target import HFTarget
+from specdemo.training.cards import write_card, write_head_card
 from specdemo.training.collect import Plan
 from specdemo.training.corpus import StoryEpochs, byte_tokenizer, read_corpus
 from specdemo.training.fit import Schedule, Tick, show, write_provenance
@@ -128,6 +129,8 @@ def train_bytes(corpus: Path, out: Path | None = None, minutes: float | None = N
     drafter.save(heads, out.name)
     for folder, module in ((out, model), (heads, drafter.head)):
         write_provenance(folder, history, **facts, parameters=sum(p.numel() for p in module.parameters()))
+    write_card(out)
+    write_head_card(heads, BYTE_HEADS.title)
     return out
 
 

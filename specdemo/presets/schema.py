@@ -22,7 +22,7 @@ from specdemo.engine.servers import address, check_listed
 from specdemo.methods import METHODS, MODEL_OPTIONS, check_model, knobs, method, reader, validate_options
 
 if TYPE_CHECKING:  # the engine brings torch and transformers along
-    from specdemo.engine.session import RunSpec
+    from specdemo.engine.spec import RunSpec
 
 FOLDER = Path(__file__).parents[2] / "presets"
 DEFAULT = "embedded-draft"
@@ -199,7 +199,7 @@ class Preset(BaseModel):
     def spec(self) -> "RunSpec":
         """What the engine runs."""
         from specdemo.core.sampling import Sampling
-        from specdemo.engine.session import LaneSpec, RunSpec
+        from specdemo.engine.spec import LaneSpec, RunSpec
 
         lanes = [lane.checked() for lane in self.lanes]
         return RunSpec(

@@ -40,13 +40,23 @@ A draft for speculative decoding of `stories`: one wide layer, so that a guess c
     "stories-draft-deep": """\
 A draft for speculative decoding of `stories`: four narrow layers, as many parameters as `stories-draft-wide`, so that
 the two show what depth costs (arXiv 2402.01528).""",
+    "stories-bytes": """\
+A story teller that writes letter by letter, trained together with seven heads (`stories-bytes-heads`) that say the
+letters behind the next one: the exhibit of multi-token prediction.""",
 }
+
+JOINT_METHOD = """\
+Model and heads were trained together from scratch: cross-entropy on the text for both, and in the second half the heads
+learn what the model itself says; all heads together weigh as much as the model's own loss. Muon for the hidden
+matrices, AdamW for the rest; matrix products in bf16 where the processor has it; windows of 256 bytes, and of 1,024
+from 70 % of the time on; the learning rate is constant to 40 % of the time, then falls linearly to 2 %."""
 
 METHOD = {
     "stories-target": """\
 Cross-entropy; Muon for the hidden matrices, AdamW for the rest; matrix products in bf16 where the processor has it;
 windows of 256 tokens, and of 512 from 70 % of the time on; the learning rate is constant to 40 % of the time, then
 falls linearly to 2 %.""",
+    "stories-bytes": JOINT_METHOD,
     "draft": """\
 Cross-entropy on text first, then forward KL to the target's recorded distributions (its 32 most probable tokens at
 every position, the rest as one lump); in the last part half of the rows are the target's own samples (temperatures 0,
@@ -59,6 +69,10 @@ LIMITS = {
 English children's stories only. It knows no facts, follows no instructions and was not made safe for any use beyond
 demonstrations. Greedy text tends to repeat itself; names and objects drift after a few sentences. A quarter of the
 training stories had their capitals restored by rule, so some names stay lower-case. The context is 512 tokens.""",
+    "stories-bytes": """\
+English children's stories only, and less well told than by `stories`: a letter is little to go by for a model of this
+size. It knows no facts, follows no instructions and was not made safe for any use beyond demonstrations. The context is
+1,024 bytes.""",
     "draft": """\
 Made to guess what its target says, not to write: on its own its text falls apart quickly. It fits only a target with
 the same tokenizer, and its guesses get worse away from simple stories. The context is 512 tokens.""",
@@ -162,11 +176,6 @@ The target stayed frozen. The head learned from the target's recorded hidden sta
 probable tokens at every position): on text first, then half on the target's own samples (temperatures 0, 0.7 and 1).
 Muon for the hidden matrices, AdamW for the rest; the learning rate is constant to 30 % of the time, then falls
 linearly to 2 %."""
-
-JOINT_METHOD = """\
-Model and heads were trained together from scratch: cross-entropy on the text for both, and in the second half the heads
-learn what the model itself says. Muon for the hidden matrices, AdamW for the rest; windows of 256 bytes, and of 1,024
-from 70 % of the time on."""
 
 
 def write_head_card(folder: Path, title: str, measured: dict[str, Any] | None = None) -> Path:

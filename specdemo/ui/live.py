@@ -15,7 +15,8 @@ import torch
 
 from specdemo.core.trace import RunTrace
 from specdemo.engine.messages import Note
-from specdemo.engine.session import RunSpec, follow_up, session
+from specdemo.engine.session import follow_up, session
+from specdemo.engine.spec import RunSpec
 from specdemo.models.load import LoadProgress
 from specdemo.presets.recorded import recorded
 from specdemo.presets.schema import EMBEDDED, Preset

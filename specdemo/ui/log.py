@@ -12,7 +12,7 @@ from specdemo.ui.lines import to_line
 from specdemo.ui.views import Failed, Shown, opening, view
 
 if TYPE_CHECKING:
-    from specdemo.engine.session import RunSpec
+    from specdemo.engine.spec import RunSpec
     from specdemo.ui.live import Engine
 
 

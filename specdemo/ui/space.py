@@ -18,7 +18,7 @@ import yaml
 from specdemo.presets.schema import EMBEDDED, FOLDER, LIMITS, Limits, Preset, load_presets
 
 if TYPE_CHECKING:
-    from specdemo.engine.session import RunSpec
+    from specdemo.engine.spec import RunSpec
 
 README = FOLDER.parent / "README.md"
 PUBLIC = Limits(max_new_tokens=256, k=10, lanes=3, prompt=4000)

@@ -13,7 +13,8 @@ from specdemo.bench.suite import SUITES, run_suite
 from specdemo.core.protocol import Budget
 from specdemo.core.trace import StepEvent
 from specdemo.engine.loop import never
-from specdemo.engine.session import LaneSpec, RunSpec, Session
+from specdemo.engine.session import Session
+from specdemo.engine.spec import LaneSpec, RunSpec
 
 SHORT = {"new_tokens": 12, "prompts": ["Once upon a time"]}
 

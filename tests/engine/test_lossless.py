@@ -22,7 +22,7 @@ from transformers import (
 from specdemo.bench.suite import shipped_lanes
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.engine.loop import generate
-from specdemo.engine.session import LaneSpec
+from specdemo.engine.spec import LaneSpec
 from specdemo.methods import METHODS, load_drafter, method, reader
 from specdemo.models.load import load_target, resolve
 from specdemo.models.target import HFTarget

@@ -14,7 +14,8 @@ from specdemo.core.trace import from_json, kinds, summarise, to_json
 from specdemo.engine import counters, remote
 from specdemo.engine.messages import Finished, LaneDone, Step, replay
 from specdemo.engine.servers import LISTED, address, allow, listed
-from specdemo.engine.session import LaneSpec, RunSpec, Session
+from specdemo.engine.session import Session
+from specdemo.engine.spec import LaneSpec, RunSpec
 from specdemo.models.load import resolve
 from tests.servers import Broken, completion_server, piece
 

@@ -9,9 +9,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specdemo.core.sampling import Sampling
 from specdemo.core.trace import from_json, to_json
-from specdemo.engine import session as engine
+from specdemo.engine import shelf
 from specdemo.engine.messages import Finished, LaneDone, Note, Started, Step, replay
-from specdemo.engine.session import LaneSpec, RunSpec, Session, follow_up
+from specdemo.engine.session import Session, follow_up
+from specdemo.engine.spec import LaneSpec, RunSpec
 from specdemo.models.load import resolve
 from specdemo.models.text import encode
 from specdemo.training.corpus import train_tokenizer
@@ -62,7 +63,7 @@ def test_the_trace_says_where_it_was_measured(trace):
 def test_a_trace_survives_its_file_and_replays_without_models(trace, monkeypatch):
     again = from_json(to_json(trace))
     assert again == trace
-    monkeypatch.setattr(engine, "load_model", None)
+    monkeypatch.setattr(shelf, "load_model", None)
     messages = list(replay(again))
     assert isinstance(messages[0], Started) and isinstance(messages[-1], Finished)
     for index, lane in enumerate(trace.lanes):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from specdemo.engine.session import RunSpec
+from specdemo.engine.spec import RunSpec
 from specdemo.presets import recorded as module
 from specdemo.presets.recorded import recorded
 from specdemo.presets.schema import FOLDER, preset

@@ -1,0 +1,56 @@
+"""Whether a lane said what plain decoding said, and if not, why."""
+
+import torch
+
+from specdemo.core.trace import LaneTrace, RunTrace, compare
+from specdemo.models.load import rounding_noise
+from specdemo.models.target import HFTarget
+
+
+def judge(trace: RunTrace, target: HFTarget | None) -> None:
+    """Fill in `comparison`. target: that of the baseline, which reads a text again where two part; None: a server's."""
+    baseline, greedy = trace.lanes[0], not trace.config.get("temperature")
+    for lane in trace.lanes[1:]:
+        row = compare(baseline, lane, greedy)
+        index = row["first_divergence"]
+        if not lane.exact:
+            row["verdict"] = "lossy"
+        elif baseline.remote or lane.remote:
+            row["verdict"] = _from_outside(baseline, lane, row["identical"])
+        elif index is None:
+            row["verdict"] = "identical" if greedy else "same distribution"
+        else:
+            assert target is not None
+            row["divergence_margin"], rounding = _divergence(target, baseline, lane, index)
+            row["verdict"] = "rounding" if rounding else "differs"
+        trace.comparison.append(row)
+
+
+def _from_outside(baseline: LaneTrace, lane: LaneTrace, same: bool | None) -> str:
+    """The verdict where a server wrote one of the texts. Its rule of sampling, and why a text differs, are unknown."""
+    if same is None or "error" in (baseline.finish, lane.finish) or not lane.text:
+        return "unknown"
+    if not same:
+        return "text differs"
+    return "same text" if -1 in (*baseline.token_ids, *lane.token_ids) else "identical"
+
+
+@torch.no_grad()
+def _divergence(target: HFTarget, baseline: LaneTrace, lane: LaneTrace, index: int) -> tuple[float, bool]:
+    """The gap between the target's two best logits where the texts part, and whether it explains the parting.
+
+    Passes of different widths use different kernels and round differently; when the two texts chose the two best
+    tokens and these are no further apart than that noise, as measured on this text, or a few units in the last place,
+    it is rounding. Anything larger is a fault.
+    """
+    said = baseline.token_ids[:index]
+    tokens = torch.tensor([baseline.prompt_ids + said], device=target.device)
+    logits = target.start(tokens).logits[0, -1].float()
+    target.release()
+    best = logits.topk(2)
+    margin = float(best.values[0] - best.values[1])
+    noise = rounding_noise(target, tokens)
+    ours = {t[index] for t in (baseline.token_ids, lane.token_ids) if index < len(t)}
+    units = torch.finfo(target.dtype).eps * float(best.values[0].abs())
+    tolerance = max(1e-4, 4.0 * units, 2.0 * noise)
+    return round(margin, 6), ours == set(best.indices.tolist()) and margin <= tolerance
