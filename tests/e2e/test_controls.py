@@ -66,7 +66,7 @@ def test_edits_made_before_the_link_was_read_stay(visit_gated, gates):
 
 def test_presets_of_larger_models_are_in_a_list(visit_gated):
     page = visit_gated()
-    choose(page, "downloads", "Qwen3 8B with Qwen3 0.6B")
+    choose(page, "downloads", "24 GB Qwen3 8B with Qwen3 0.6B")
     expect(page.locator("#target input")).to_have_value("Qwen/Qwen3-8B")
     expect(page.locator("#presets input[type=radio]:checked")).to_have_count(0)
     page.get_by_label("sampling", exact=True).check()

@@ -46,7 +46,9 @@ def target() -> HFTarget:
 
 @pytest.fixture(scope="module")
 def material(target: HFTarget, tmp_path_factory: pytest.TempPathFactory) -> Material:
-    return gather(target, tmp_path_factory.mktemp("cache"), (1, -1), plan=PLAN)
+    with pytest.MonkeyPatch.context() as patched:  # the same on every processor
+        patched.setattr("specdemo.training.collect.matmul_dtype", lambda device: torch.float32)
+        return gather(target, tmp_path_factory.mktemp("cache"), (1, -1), plan=PLAN)
 
 
 def test_without_a_corpus_the_target_writes_the_text(material: Material) -> None:
