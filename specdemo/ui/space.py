@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from specdemo.engine.spec import RunSpec
 
 README = FOLDER.parent / "README.md"
-PUBLIC = Limits(max_new_tokens=256, k=10, lanes=3, prompt=4000)
+PUBLIC = Limits(max_new_tokens=256, k=10, lanes=3, prompt=4000, sweep_repeats=3)
 START_S = 10  # until a lent GPU has the weights and every lane is warm
 BACK_S = 2  # a run ends itself so long before the GPU is taken away
 LEND_S = 120  # longer calls are refused

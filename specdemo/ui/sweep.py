@@ -22,10 +22,11 @@ from specdemo.presets.schema import (
     Sweep,
     is_sweep,
     load_presets,
+    preset,
     sweep_from_query,
     sweep_to_query,
 )
-from specdemo.ui import assets
+from specdemo.ui import assets, space
 from specdemo.ui.controls import ENGINE, QUIET, address, visitor, whole_number
 from specdemo.ui.heavy import live, suite
 from specdemo.ui.lines import to_line
@@ -163,7 +164,7 @@ class Sweeps:
     def run(self, request: gr.Request, *values: Any) -> Iterator[Outputs]:
         """The growing text of a sweep, or why there is none; at its end the curves."""
         try:
-            sweeping = Sweeping(from_values(*values))
+            sweeping = Sweeping(admit(from_values(*values)))
         except ValueError as error:
             yield refusal(error), gr.skip()
             return
@@ -222,6 +223,15 @@ def from_values(sweep: str, preset: str, repeats: Any, new_tokens: Any) -> Sweep
     """The sweep the controls describe. Raises ValueError with one line."""
     numbers = {"repeats": whole_number("repeats", repeats), "new_tokens": whole_number("new_tokens", new_tokens)}
     return Sweep().with_changes(sweep=sweep, preset=preset, **numbers)
+
+
+def admit(asked: Sweep) -> Sweep:
+    """The sweep again. Raises ValueError on a public page for one that is too large for it."""
+    space.admit(space.fit(preset(asked.preset)).with_changes(max_new_tokens=asked.new_tokens))
+    most = space.limits().sweep_repeats
+    if asked.repeats > most:
+        raise ValueError(f"this public page repeats a sweep {most} times at most, not {asked.repeats}; {space.HOME}")
+    return asked
 
 
 def share(*values: Any) -> tuple[Any, Any]:

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from specdemo.presets.schema import load_presets, preset
-from specdemo.ui import live, space
+from specdemo.presets.schema import Sweep, load_presets, preset
+from specdemo.ui import live, space, sweep
 from specdemo.ui.controls import changed
 from specdemo.ui.log import Log
 from specdemo.ui.page import Visits, build
@@ -105,6 +105,22 @@ def test_a_public_page_runs_listed_models_and_short_runs(public, monkeypatch, ch
         changed("embedded-draft", changes, False)
     monkeypatch.delenv("SPECDEMO_PUBLIC")
     assert changed("embedded-draft", changes, True)
+
+
+@pytest.mark.parametrize(
+    "changes, line",
+    [
+        ({"preset": "llama-3.1-8b"}, "is not on this public page"),
+        ({"new_tokens": 512}, "256 new tokens at most, not 512"),
+        ({"repeats": 4}, "repeats a sweep 3 times at most, not 4"),
+    ],
+)
+def test_a_public_page_sweeps_listed_models_and_few_repeats(public, monkeypatch, changes, line):
+    assert sweep.admit(Sweep())
+    with pytest.raises(ValueError, match=line):
+        sweep.admit(Sweep().with_changes(**changes))
+    monkeypatch.delenv("SPECDEMO_PUBLIC")
+    assert sweep.admit(Sweep().with_changes(**changes))
 
 
 def test_a_public_page_offers_every_preset_within_its_limits(public):
