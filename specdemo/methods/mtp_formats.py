@@ -237,6 +237,7 @@ def _write_sequential(folder: Path, heads: SequentialModules, target_name: str) 
         inside = kind if part == "block" else f"{WRITTEN[part]}.{kind}"
         tensors[f"model.layers.{layers + int(index)}.{inside}"] = tensor
     config = heads.config.to_dict() | {
+        "_name_or_path": target_name,  # transformers' own is a folder of this machine
         "num_hidden_layers": layers,
         "num_nextn_predict_layers": len(heads),
         "base_model_name_or_path": target_name,

@@ -448,6 +448,7 @@ def test_what_is_saved_is_what_was_trained(tmp_path, target, kind):
         assert params.items() >= PARAMS.items()
     else:
         config = json.loads((tmp_path / "config.json").read_text())
+        assert config["_name_or_path"] == "some/llama"
         assert (config["num_hidden_layers"], config["num_nextn_predict_layers"]) == (LAYERS, len(head))
 
 
