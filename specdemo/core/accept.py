@@ -31,7 +31,8 @@ class AcceptRule(Protocol):
         """True: whatever the draft, the output is distributed as plain sampling from the target."""
 
     def __call__(self, draft: Draft, target: Tensor, rng: Generator | None) -> Verdict:
-        """target [B, S, V] probabilities after each slot, one-hot when greedy; `rng` None says it is greedy."""
+        """target [B, S, V] probabilities after each slot. `rng` None says that decoding is greedy: then each is a
+        one-hot, or anything else with its maximum there, such as the logits."""
 
 
 class Lossless:

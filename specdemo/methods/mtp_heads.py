@@ -59,6 +59,7 @@ class Heads(nn.Module):
         decoder = _decoder(target)
         norm = nn.Identity() if decoder is None else decoder.norm
         self.shared = Shared(target.embed, target.lm_head, norm, rotary)
+        self._angles: tuple[Tensor, tuple[Tensor, Tensor]] | None = None  # positions, and cos and sin there
         self._spoken: torch.dtype = getattr(target, "dtype", torch.float32)  # that lm_head reads
 
     def __len__(self) -> int:
@@ -104,9 +105,11 @@ class Heads(nn.Module):
     def _run(
         self, layer: nn.Module, hidden: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache | None
     ) -> Tensor:
+        if self._angles is None or self._angles[0] is not positions:  # the heads of one pass share them
+            self._angles = positions, self.shared.rotary(hidden, positions)
         state: Tensor = layer(
             hidden,
-            position_embeddings=self.shared.rotary(hidden, positions),
+            position_embeddings=self._angles[1],
             attention_mask=mask,
             position_ids=positions,
             past_key_values=cache,

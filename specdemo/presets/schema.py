@@ -36,6 +36,8 @@ EMBEDDED = (
     "stories-eagle-3",
     "stories-mtp",
     "stories-dflash",
+    "stories-bytes",
+    "stories-bytes-heads",
 )
 
 
