@@ -14,7 +14,7 @@ from specdemo.methods.dflash import DFlash, written
 from specdemo.methods.dflash_formats import spread_taps
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
-from tests.models.tiny import VOCABULARY, build, texts
+from tests.models.tiny import VOCABULARY, build, pinned, texts
 
 H, HEADS, GROUPS, SIZE, MLP, LAYERS, BLOCK, MASK = 32, 4, 2, 8, 48, 2, 6, 3
 EPS, THETA = 1e-6, 50.0
@@ -326,6 +326,7 @@ def muse_config(**more):
     return config | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "sliding_window": 5} | more
 
 
+@pinned
 @pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
 def test_transformers_drafts_the_same(target, tmp_path, kind):
     """Against transformers' own model and generator: the first block, and one whose context is cached."""

@@ -18,7 +18,7 @@ from transformers import (
 from specdemo.core.protocol import Target
 from specdemo.core.tree import ABSENT, Draft
 from specdemo.models.target import HFTarget
-from tests.models.tiny import CHAINS, TREES, VOCABULARY, build, fresh, texts
+from tests.models.tiny import CHAINS, TREES, VOCABULARY, build, fresh, pinned, texts
 
 PROMPT = 13  # longer than every window of the tiny models
 TREE = [0, 0, 1, 1, 2, 5, 0, 6]
@@ -295,6 +295,7 @@ def test_histories_out_of_reach_are_refused():
         HFTarget(model)
 
 
+@pinned
 def test_a_state_inside_the_model_is_noticed():
     sizes = {"hidden_size": 32, "intermediate_size": 48, "lru_width": 32, "num_hidden_layers": 3}
     kinds = ["recurrent", "recurrent", "attention"]
