@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from safetensors import safe_open
@@ -116,10 +116,7 @@ def _sequential(checkpoint: Checkpoint, target: Target) -> tuple[Heads, tuple[Co
     count = 1 + max(int(name.split(".")[1]) for name in tensors)
     joined = tensors.get("layers.0.eh_proj.weight")
     if joined is not None and joined.shape != (target.hidden_size, 2 * target.hidden_size):
-        raise ValueError(
-            f"{checkpoint.name} is for hidden size {joined.shape[0]}, the target has {target.hidden_size}; "
-            f"choose the target {checkpoint.config.get('base_model_name_or_path') or 'it came with'}"
-        )
+        _refuse(checkpoint, "hidden size", joined.shape[0], target.hidden_size)
     with torch.device("meta"):
         heads = SequentialModules(target, count, hidden_first)
     _fill(heads, tensors, checkpoint)
@@ -172,6 +169,13 @@ def _fused(tensors: Tensors) -> Tensors:
     return tensors
 
 
+def _refuse(checkpoint: Checkpoint, what: str, theirs: int, ours: int) -> NoReturn:
+    raise ValueError(
+        f"{checkpoint.name} is for {what} {theirs}, the target has {ours}; "
+        f"choose the target {checkpoint.config.get('base_model_name_or_path') or 'it came with'}"
+    )
+
+
 def _parallel(checkpoint: Checkpoint, target: Target) -> Heads:
     params = checkpoint.config
     future, below = params.get("n_future_tokens"), params.get("n_layers", 0)
@@ -180,6 +184,10 @@ def _parallel(checkpoint: Checkpoint, target: Target) -> Heads:
             f"{checkpoint.name} belongs on a model of {below - (future or 1) + 1} layers, its own `layers`, the target "
             f"has {target.num_layers}; choose the target {params.get('base_model_name_or_path') or 'it came with'}"
         )
+    if params.get("dim", target.hidden_size) != target.hidden_size:
+        _refuse(checkpoint, "hidden size", params["dim"], target.hidden_size)
+    if params.get("vocab_size", -1) not in (-1, target.vocab_size):  # -1: Meta's for a tokenizer to say
+        _refuse(checkpoint, "vocabulary", params["vocab_size"], target.vocab_size)
     with torch.device("meta"):
         heads = ParallelHeads(target, future - 1)
     tensors: Tensors = {}

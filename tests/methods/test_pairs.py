@@ -16,6 +16,8 @@ from specdemo.presets.schema import EMBEDDED, known_drafters
 from specdemo.training.corpus import train_tokenizer
 from tests.models.fake_hub import serve
 
+BYTES = ("stories-bytes", "stories-bytes-heads")  # a target of its own and its heads
+
 
 @pytest.fixture(scope="module")
 def stories():
@@ -39,9 +41,12 @@ def save(folder, tokenizer, vocab_size):
 
 def test_all_that_ships_fits_its_target(stories):
     pairs = check_pairs(stories, known_drafters("stories"))
-    assert {pair.drafter for pair in pairs} == {*EMBEDDED} - {"stories"}
-    assert [pair for pair in pairs if not pair.fits] == []
-    assert all(check_pair(stories, name).fits for name in EMBEDDED)  # without being told who reads it
+    assert {pair.drafter for pair in pairs} == {*EMBEDDED} - {"stories", "stories-bytes"}
+    assert [pair.drafter for pair in pairs if not pair.fits] == ["stories-bytes-heads"]
+    # without being told who reads it
+    assert all(check_pair(stories, name).fits for name in EMBEDDED if name not in BYTES)
+    assert "hidden size 128" in check_pair(stories, "stories-bytes-heads").reason
+    assert check_pair(outline("stories-bytes"), "stories-bytes-heads").fits
 
 
 def test_heads_say_why_they_do_not_fit_another_target(narrow):
@@ -50,7 +55,9 @@ def test_heads_say_why_they_do_not_fit_another_target(narrow):
     assert fits == {"stories-draft-wide", "stories-draft-deep"}
     assert [pair.fits for pair in pairs] == sorted((pair.fits for pair in pairs), reverse=True)
     reasons = [pair.reason for pair in pairs if not pair.fits]
-    assert len(reasons) == 6 and all("128" in reason and "\n" not in reason for reason in reasons)
+    assert len(reasons) == 7 and not any("\n" in reason for reason in reasons)
+    assert sum("128" in reason for reason in reasons) == 6
+    assert "stories-bytes-heads is for vocabulary 257, the target has 2048; choose the target stories-bytes" in reasons
 
 
 def test_tokenizers_are_compared_by_vocabulary_and_by_what_they_do(stories, tmp_path):
