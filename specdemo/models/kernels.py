@@ -3,8 +3,8 @@
 transformers runs a Llama-like layer as some thirty small operations. `hasten` replaces such a layer, in place, by one
 that multiplies by query, key and value (and by gate and up) at once, turns queries and keys together and never repeats
 the keys of grouped queries. On a CPU it also lays weights out in blocks for oneDNN: five rows then cost little more
-than one, which is what verification lives on. Every replacement is first compared with what it replaces. The weights
-are the model's own; only the order of additions changes.
+than one, which is what verification lives on. Every layer is first compared with the one it replaces. The weights are
+the model's own; only the order of additions changes.
 
 B rows, S slots, H heads, K key/value heads, D head size, L columns of the cache.
 """
@@ -119,9 +119,7 @@ class FusedLayer(nn.Module):
     ) -> Tensor:
         assert position_embeddings is not None
         cos, sin = position_embeddings
-        half = self.head_dim // 2
-        turned = torch.cat([-sin[..., :half], sin[..., half:]], -1)
-        return self.run(hidden_states, cos[:, :, None], turned[:, :, None], attention_mask, past_key_values)
+        return self.run(hidden_states, cos[:, :, None], _turning(sin)[:, :, None], attention_mask, past_key_values)
 
     def run(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache | None) -> Tensor:
         """x [B, S, hidden] -> the same shape. cos and sin [B, S, 1, D], the first half of sin negated; mask additive
@@ -198,9 +196,7 @@ class FusedDecoder:
         if self._angles is None or len(self._angles) < needed:
             every = torch.arange(2 * needed, device=x.device)[None]
             cos, sin = self._rotary(x, every)
-            half = cos.shape[-1] // 2
-            turned = torch.cat([-sin[..., :half], sin[..., half:]], -1)
-            self._angles = torch.stack([cos[0], turned[0]], 1)[:, :, None]
+            self._angles = torch.stack([cos[0], _turning(sin)[0]], 1)[:, :, None]
         cos, sin = self._angles[positions].unbind(2)
         return cos, sin
 
@@ -340,6 +336,12 @@ class _OneLayer(DynamicCache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         return super().update(key_states, value_states, 0, *args, **kwargs)
+
+
+def _turning(sin: Tensor) -> Tensor:
+    """[..., D] with its first half negated: what a state rolled by half its size is multiplied by."""
+    first, second = sin.chunk(2, -1)
+    return torch.cat([-first, second], -1)
 
 
 def _normed(norm: Any, x: Tensor) -> Tensor:
