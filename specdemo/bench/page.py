@@ -1,13 +1,11 @@
 """A result as one HTML file that needs nothing else: its plot, its table and what it was measured on."""
 
 from html import escape
-from importlib import import_module
 from pathlib import Path
 
+from specdemo.bench.plot import figure
 from specdemo.bench.report import bench_report
 from specdemo.bench.result import Result
-
-PLOT = "specdemo.bench.plot"
 
 PAGE = """<!doctype html>
 <html lang="en">
@@ -39,8 +37,8 @@ def write_page(result: Result, out: Path) -> None:
 
 def _plot(result: Result) -> str:
     try:
-        figure = import_module(PLOT).figure(result)
+        drawn = figure(result)
     except ValueError:  # a suite without speed-ups has its table alone
         return ""
-    html: str = figure.to_html(full_html=False, include_plotlyjs=True)
+    html: str = drawn.to_html(full_html=False, include_plotlyjs=True)
     return html
