@@ -18,7 +18,7 @@ from specdemo.models.machine import device_name
 from specdemo.models.target import HFTarget
 from specdemo.training.cards import write_card, write_head_card
 from specdemo.training.collect import Plan
-from specdemo.training.corpus import StoryEpochs, byte_tokenizer, read_corpus
+from specdemo.training.corpus import StoryEpochs, byte_tokenizer, check_corpus, read_corpus
 from specdemo.training.fit import Schedule, Tick, show, write_provenance
 from specdemo.training.heads import Material, Trainee, gather, gathering, save_head, train_head, train_jointly
 from specdemo.training.recipes import GrowingWindows, Shape, build, held_out_rows, save_model
@@ -79,8 +79,8 @@ def train_head_recipe(
     of one target may share it. `quantization` is the frozen target's. Raises ValueError, one line.
     """
     recipe, minutes = head_recipe(name), _positive(20.0 if minutes is None else minutes)
-    if corpus is not None and not corpus.is_dir():
-        raise ValueError(f"no corpus folder {corpus}: name a folder of *.txt files with --corpus")
+    if corpus is not None:
+        check_corpus(corpus)
     out = out or Path("runs") / name
     out.mkdir(parents=True, exist_ok=True)
     loaded = (
@@ -106,8 +106,7 @@ def train_bytes(corpus: Path, out: Path | None = None, minutes: float | None = N
 
     Bytes are easy to guess and many, so multi-token prediction shows most here. Raises ValueError, one line.
     """
-    if not corpus.is_dir():
-        raise ValueError(f"no corpus folder {corpus}: name a folder of *.txt files with --corpus")
+    check_corpus(corpus)
     out, minutes = out or Path("runs") / BYTE_MODEL, _positive(60.0 if minutes is None else minutes)
     out.mkdir(parents=True, exist_ok=True)
     where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)

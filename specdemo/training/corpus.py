@@ -35,6 +35,12 @@ class Corpus:
     sha256: str  # of all files in name order, for provenance
 
 
+def check_corpus(folder: Path) -> None:
+    """Raises ValueError, one line, unless there is such a folder."""
+    if not folder.is_dir():
+        raise ValueError(f"no corpus folder {folder}: name a folder of *.txt files with --corpus")
+
+
 def read_corpus(directory: Path) -> Corpus:
     """Read every `*.txt` below `directory`; without a `*valid*` file every 100th document is held out.
 

@@ -31,6 +31,7 @@ from specdemo.training.corpus import (
     VOCAB_SIZE,
     Corpus,
     StoryEpochs,
+    check_corpus,
     read_corpus,
     token_stream,
     train_tokenizer,
@@ -340,8 +341,7 @@ def train(
     """
     if recipe not in RECIPES:
         raise ValueError(f"unknown recipe '{recipe}'; there are {', '.join(RECIPES)}")
-    if not corpus.is_dir():
-        raise ValueError(f"no corpus folder {corpus}: name a folder of *.txt files with --corpus")
+    check_corpus(corpus)
     if minutes is not None and minutes <= 0.0:
         raise ValueError(f"minutes must be positive, not {minutes:g}")
     chosen = RECIPES[recipe]
