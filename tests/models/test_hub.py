@@ -11,6 +11,7 @@ from specdemo.models import hub
 from specdemo.models.checkpoints import PICKLED
 from specdemo.models.load import load_model, local_folder, outline
 from tests.models.fake_hub import SHA, serve
+from tests.models.test_load import refused
 from tests.models.test_text import byte_level
 from tests.models.tiny import build, fresh, texts
 
@@ -39,14 +40,6 @@ def server(repositories, monkeypatch, tmp_path):
 
 def weights(files):
     return sorted(f for f in files if re.fullmatch(r"model-.*\.safetensors", f))
-
-
-def refused(name, **options):
-    with pytest.raises(ValueError) as caught:
-        load_model(name, **options)
-    line = str(caught.value)
-    assert "\n" not in line
-    return line
 
 
 def test_what_a_model_needs_is_fetched_and_nothing_else(server, files):
