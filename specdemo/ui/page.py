@@ -118,10 +118,10 @@ class Visits:
 
     def select(self, request: gr.Request, preset_id: str | None) -> Any:
         """The recorded race of a preset that was chosen, as long as the visitor has had no other on show."""
+        shown = _recorded(preset_id or DEFAULT)  # may take a second, in which another event may show something
         last = self._logs.get(visitor(request))
         if last is not None and not last.still:
             return gr.skip()
-        shown = _recorded(preset_id or DEFAULT)
         return self._keep(request, shown).text if shown else ""
 
     def save(self, request: gr.Request, kind: str) -> dict[str, str]:
@@ -194,7 +194,8 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
     page: gr.Blocks = gr.Blocks(title="specdemo: speculative decoding, side by side", analytics_enabled=False)
     with page:
         gr.HTML(assets.text("title.html"), elem_id="title")
-        with gr.Tabs() as tabs:
+        # "menu" hides tabs that fit whenever it measures them before the page has its width
+        with gr.Tabs(overflow_behavior="wrap") as tabs:
             with gr.Tab("Race", id="race"):
                 form = _race_tab(page, first, allow_any_model)
             with gr.Tab("Sweep", id="sweep"):
