@@ -173,8 +173,10 @@ def _unless_empty(left: Tensor, p: Tensor) -> Tensor:
 def _greedy(draft: Draft, target: Tensor) -> Verdict:
     """Follow the argmax: the test `coin * q(x) < p(x)` on a one-hot p, whatever coin and q."""
     best = target.argmax(-1)
-    path, bonus = [], []
     n = draft.nodes
+    if not n:
+        return Verdict([[0] for _ in best], best[:, 0])
+    path = []
     for row in torch.cat([draft.tokens, draft.parents, best], 1).tolist():
         slots, wanted = [0], row[2 * n]
         for node in range(n):
@@ -182,8 +184,10 @@ def _greedy(draft: Draft, target: Tensor) -> Verdict:
                 slots.append(node + 1)
                 wanted = row[2 * n + node + 1]
         path.append(slots)
-        bonus.append(wanted)
-    return Verdict(path, torch.tensor(bonus, device=target.device))
+    if len(path) == 1:
+        return Verdict(path, best[:, path[0][-1]])
+    ends = torch.tensor([[slots[-1]] for slots in path], device=best.device)
+    return Verdict(path, best.gather(1, ends)[:, 0])
 
 
 def _walk(tokens: list[int], parents: list[int], bars: list[float], chances: list[float], one_hot: bool) -> list[int]:

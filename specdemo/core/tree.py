@@ -71,6 +71,8 @@ def depths(parents: Tensor) -> Tensor:
 
 def is_chain(parents: Tensor) -> bool:
     """True when every node hangs below the slot before it."""
+    if parents is chain_parents(*parents.shape, parents.device):
+        return True
     return bool((parents == torch.arange(parents.shape[1], device=parents.device)).all())
 
 

@@ -13,7 +13,7 @@ from specdemo.core.accept import AcceptRule, Lossless, Verdict
 from specdemo.core.protocol import Budget, Drafter, Forward, GenerationConfig, Progress, Target
 from specdemo.core.sampling import draw, to_probs
 from specdemo.core.trace import StepEvent
-from specdemo.core.tree import ABSENT, Draft, first_branch, is_chain
+from specdemo.core.tree import ABSENT, Draft, chain_parents, first_branch, is_chain
 from specdemo.engine.clock import Stopwatch, stopwatch_for
 
 
@@ -74,7 +74,7 @@ def generate(
             drafter.observe(progress)
             watch.lap("observe")
             ms = watch.read()
-            root = torch.where(rows.alive(root.device), verdict.bonus, root)
+            root = verdict.bonus if rows.all_alive else torch.where(rows.alive(root.device), verdict.bonus, root)
             emitted = rows.emit(_outputs(progress))
             yield _event(index, draft, verdict, emitted, forward if noise is None else said, ms)
     finally:
@@ -102,17 +102,21 @@ class _Rows:
         depth = min(self._budget.depth, max(self._left) - 1)
         return Budget(depth, self._budget.nodes if depth else 0)
 
+    @property
+    def all_alive(self) -> bool:
+        return all(self._left)
+
     def alive(self, device: torch.device) -> Tensor:
         return torch.tensor([left > 0 for left in self._left], device=device)
 
     def trim(self, draft: Draft) -> Draft:
-        if all(self._left):
+        if self.all_alive:
             return draft
         dead = ~self.alive(draft.tokens.device)[:, None]
         return Draft(draft.tokens.masked_fill(dead, ABSENT), draft.parents, draft.probs, draft.confidence, draft.notes)
 
     def freeze(self, verdict: Verdict) -> Verdict:
-        if all(self._left):
+        if self.all_alive:
             return verdict
         return Verdict([p if left else [] for p, left in zip(verdict.path, self._left, strict=True)], verdict.bonus)
 
@@ -150,9 +154,16 @@ def _prompt_progress(prompt: Tensor, root: Tensor, forward: Forward) -> Progress
 
 
 def _progress(tokens: Tensor, verdict: Verdict, forward: Forward) -> Progress:
-    """Gather the kept slots; short rows are padded with their slot 0."""
+    """The kept slots; short rows are padded with their slot 0."""
     lengths = [len(p) for p in verdict.path]
     width = max(lengths)
+    if verdict.path == [list(range(width))] * len(lengths):  # a prefix of the chain in every row: nothing to gather
+        slots = chain_parents(len(lengths), width, tokens.device)
+        inputs, hidden = tokens[:, :width], {tap: h[:, :width] for tap, h in forward.hidden.items()}
+        outputs = verdict.bonus[:, None]
+        if width > 1:
+            outputs = torch.cat([inputs[:, 1:], outputs], 1)
+        return Progress(inputs, outputs, lengths, hidden, forward=forward, slots=slots)
     slots = torch.tensor([p + [0] * (width - len(p)) for p in verdict.path], device=tokens.device)
     inputs = tokens.gather(1, slots)
     outputs = torch.cat([inputs[:, 1:], verdict.bonus[:, None]], 1)

@@ -24,6 +24,14 @@ class Cursor:
         self.longest = 0
         self.each: Tensor | None = None  # [B] lengths when they differ
         self.columns: Tensor | None = None  # [B, 1, S, 1] target columns of this forward when lengths differ
+        self._every = torch.empty(0, dtype=torch.int64, device=device)
+
+    @property
+    def position(self) -> Tensor:
+        """[1, 1] where the next token goes, when all rows are equally long."""
+        if len(self._every) <= self.longest:
+            self._every = torch.arange(max(self.capacity, self.longest + 1), device=self.device)
+        return self._every[None, self.longest : self.longest + 1]
 
 
 class SlabLayer(CacheLayerMixin):
@@ -74,6 +82,12 @@ class SlabLayer(CacheLayerMixin):
             self.keys.narrow(2, 0, old_keys.shape[2]).copy_(old_keys)
             self.values.narrow(2, 0, old_values.shape[2]).copy_(old_values)
 
+    def move_together(self, source: Tensor, target: int) -> None:
+        """Copy columns source [A] of every row to the A columns from target on."""
+        for slab in (self.keys, self.values):
+            if slab is not None:
+                slab.narrow(2, target, len(source)).copy_(slab.index_select(2, source.to(slab.device)))
+
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy columns source [B, A] to target [B, A], row by row."""
         for slab in (self.keys, self.values):
@@ -123,11 +137,16 @@ class SlabCache(Cache):
     def keep(self, path: list[list[int]]) -> None:
         """The kept slots of the last forward become history."""
         cursor = self.cursor
-        if any(slots != list(range(len(slots))) for slots in path):
+        stray = [slots for slots in path if slots != list(range(len(slots)))]
+        if stray and len(path) == 1:
+            stays = next(i for i, slot in enumerate(stray[0]) if i != slot)
+            source = torch.tensor([cursor.longest + slot for slot in stray[0][stays:]], device=cursor.device)
+            for layer in self.slabs:
+                layer.move_together(source, cursor.longest + stays)
+        elif stray:
             width = max(map(len, path))
-            source = [_padded(slots, width) for slots in path]
             start = torch.tensor(cursor.lengths, device=cursor.device)[:, None]
-            moved = torch.tensor(source, device=cursor.device) + start
+            moved = torch.tensor([_padded(slots, width) for slots in path], device=cursor.device) + start
             kept = torch.arange(width, device=cursor.device) + start
             for layer in self.slabs:
                 layer.move(moved, kept)

@@ -92,6 +92,8 @@ class GatherHistory:
         rows, slots = tokens.shape
         cursor = self._cache.cursor
         self._cache.prepare(slots)
+        if rows == slots == 1 and self._only == 0 and cursor.longest < self._limit:  # one more token: nothing to hide
+            return run(tokens, self._cache, cursor.position, None, taps)
         self._masks.reserve(cursor.longest)
         plan = self._masks.plan(parents)
         positions = plan.depth + (cursor.longest if cursor.each is None else cursor.each[:, None])

@@ -102,14 +102,12 @@ class HFTarget:
         run = partial(self._run, layers=layers)
         return history.ahead(run, chain[:, -1:], chain.shape[1] - 1).logits[:, -1]
 
-    @torch.no_grad()
     def commit(self, path: list[list[int]]) -> None:
         """Raises ValueError when the history would exceed the model's context."""
         history = self._started()
         history.commit(path)
         self._check_length(max(history.lengths))
 
-    @torch.no_grad()
     def crop(self, lengths: list[int]) -> None:
         """Rows forget all but their first lengths[b] tokens."""
         self._started().crop(lengths)
