@@ -71,7 +71,7 @@ def read_head(checkpoint: Checkpoint, target: Target) -> tuple[EagleHead, tuple[
             f"{checkpoint.name}: {odd[0][0]} is missing, unknown or odd in shape; choose a head of Llama layers"
         )
     head.load_state_dict(tensors, assign=True)
-    return pack(as_target(head, target)), conventions
+    return pack(as_target(head, target).join()), conventions
 
 
 def _eagle3(said: Mapping[str, Any], target: Target) -> tuple[Convention, ...]:

@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdemo.core.protocol import Progress, Target
-from specdemo.models.kernels import dtype_of
+from specdemo.models.kernels import dtype_of, joined, packs
 
 Names = frozenset[str]  # of the tensors a head has
 Rotary = tuple[Tensor, Tensor]  # cos and signed sin, [B or 1, 1, S, E]
@@ -70,29 +70,35 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaConfig, inputs: int, prefix: str, names: Names) -> None:
         super().__init__()
         self.head_dim = size = int(config.head_dim or 0)
-        queries, keys = config.num_attention_heads * size, (config.num_key_value_heads or 0) * size
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads or 0
+        queries, keys = self.heads * size, self.kv_heads * size
         self.q_proj = _linear(inputs, queries, f"{prefix}.q_proj", names)
         self.k_proj = _linear(inputs, keys, f"{prefix}.k_proj", names)
         self.v_proj = _linear(inputs, keys, f"{prefix}.v_proj", names)
+        self.qkv: nn.Linear | None = None
         self.o_proj = _linear(queries, config.hidden_size, f"{prefix}.o_proj", names)
         normed = f"{prefix}.q_norm.weight" in names
         self.q_norm = Norm(size, config.rms_norm_eps) if normed else None
         self.k_norm = Norm(size, config.rms_norm_eps) if normed else None
-        self.grouped = queries != keys
 
     def forward(self, x: Tensor, rotary: Rotary, cache: KeyValues, layer: int, mask: Mask) -> Tensor:
         """x [B, S, D] or [B, S, 2 D] -> [B, S, D]"""
-        split = (*x.shape[:2], -1, self.head_dim)
-        q, k, v = (part(x).view(split) for part in (self.q_proj, self.k_proj, self.v_proj))
+        qkv = self.qkv(x) if self.qkv else torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
+        q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split([self.heads, self.kv_heads, self.kv_heads], 2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         k = _rotated(k.transpose(1, 2), rotary)
         k, v = cache.update(k, v.transpose(1, 2), layer)
         q = _rotated(q.transpose(1, 2), rotary)
         causal = mask is None and x.shape[1] > 1
-        seen = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=self.grouped)
+        grouped = self.heads != self.kv_heads
+        seen = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
         out: Tensor = self.o_proj(seen.transpose(1, 2).flatten(2))
         return out
+
+    def join(self) -> None:
+        self.qkv = joined(self.q_proj, self.k_proj, self.v_proj)
+        del self.q_proj, self.k_proj, self.v_proj
 
 
 class Mlp(nn.Module):
@@ -101,11 +107,17 @@ class Mlp(nn.Module):
         inner, size = config.intermediate_size, config.hidden_size
         self.gate_proj = _linear(size, inner, f"{prefix}.gate_proj", names)
         self.up_proj = _linear(size, inner, f"{prefix}.up_proj", names)
+        self.gate_up: nn.Linear | None = None
         self.down_proj = _linear(inner, size, f"{prefix}.down_proj", names)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_up(x).chunk(2, -1) if self.gate_up else (self.gate_proj(x), self.up_proj(x))
+        out: Tensor = self.down_proj(F.silu(gate) * up)
         return out
+
+    def join(self) -> None:
+        self.gate_up = joined(self.gate_proj, self.up_proj)
+        del self.gate_proj, self.up_proj
 
 
 class Layer(nn.Module):
@@ -180,6 +192,15 @@ class EagleHead(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         return dtype_of(self)
+
+    def join(self) -> "EagleHead":
+        """Multiply once where several read the same states, if they are to be packed: a packed head is not saved."""
+        for part in self.modules():
+            if isinstance(part, Attention) and packs(part.q_proj.weight):
+                part.join()
+            if isinstance(part, Mlp) and packs(part.gate_proj.weight):
+                part.join()
+        return self
 
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens [B, S] of the target's vocabulary -> [B, S, D]"""

@@ -37,7 +37,7 @@ from specdemo.models.history import AttentionMask, GatherHistory
 from specdemo.models.load import LoadProgress, silent
 from specdemo.models.masks import Masks
 
-Chosen = tuple[Tensor, ...]  # tokens [B], confidence [B] and, when they were drawn, probs [B, V]
+Chosen = tuple[Tensor, ...]  # of n steps: tokens [B, n], confidence [B, n] and, when they were drawn, probs [B, n, V]
 
 
 class MTP(HeadDrafter):
@@ -117,7 +117,7 @@ class MTP(HeadDrafter):
         if depth < 1:
             return Draft.empty(len(self._columns), self._device)
         chosen = self._write(depth)
-        tokens, confidence, *q = (torch.stack(column, 1) for column in zip(*chosen, strict=True))
+        tokens, confidence, *q = (torch.cat(column, 1) for column in zip(*chosen, strict=True))
         return Draft.chain(tokens, q[0] if q else None, confidence)
 
     def _write(self, depth: int) -> list[Chosen]:
@@ -128,7 +128,7 @@ class MTP(HeadDrafter):
         ends = torch.tensor(lengths, device=self._device) - 1
         chosen: list[Chosen] = []
         if self._cache is None:
-            self._cache = SlabCache(len(self.head), batch, width + SPARE, self._device)
+            self._cache = SlabCache(self.head.slabs, batch, width + SPARE, self._device)
             history, before = self._history(chosen, depth, hidden, ends), [0] * batch
             state = history.start(tokens, ()).logits
             history.crop(lengths)
@@ -137,9 +137,9 @@ class MTP(HeadDrafter):
             before = history.lengths
             state = history.forward(tokens, chain_parents(batch, width - 1, self._device), ()).logits
             history.commit([list(range(n)) for n in lengths])
-        while len(chosen) < depth:
+        while self._repeats and len(chosen) < depth:
             history = self._history(chosen, depth, state, torch.zeros_like(ends))
-            state = history.forward(chosen[-1][0][:, None], chain_parents(batch, 0, self._device), ()).logits
+            state = history.forward(chosen[-1][0], chain_parents(batch, 0, self._device), ()).logits
             history.commit([[0]] * batch)
         settled = [max(n - self._provisional, 0) for n in lengths]
         history.crop([old + n for old, n in zip(before, settled, strict=True)])
@@ -167,23 +167,27 @@ class MTP(HeadDrafter):
     ) -> Forward:
         """A `history.Pass` of all steps that chooses a token after each, behind the column `ends` [B] of every row.
 
-        The hidden state [B, 1, H] that a next step would read there comes as `logits`.
+        The hidden state [B, 1, H] that a next step would read there comes as `logits`; parallel heads have none.
         """
         assert positions is not None and not isinstance(mask, dict)
         rows, width = torch.arange(len(tokens), device=tokens.device), tokens.shape[1]
+        if isinstance(self.head, ParallelHeads):
+            states = self.head.ahead(hidden, ends, depth, positions, mask, cache)
+            chosen += [self._choose(self.head.logits(states))]
+            return Forward(states)
         ahead = F.pad(tokens, (0, len(self.head)))
         for i in range(len(self.head)):
             state, hidden = self.head.step(i, hidden, ahead[:, i : i + width], positions, mask, cache)
             if len(chosen) < depth:
-                chosen.append(self._choose(self.head.logits(state[rows, ends])))
-                ahead[rows, ends + 1 + i] = chosen[-1][0]
+                chosen.append(self._choose(self.head.logits(state[rows, ends][:, None])))
+                ahead[rows, ends + 1 + i] = chosen[-1][0][:, 0]
         return Forward(hidden[rows, ends][:, None])
 
     def _choose(self, logits: Tensor) -> Chosen:
-        """logits [B, V] -> tokens [B], confidence [B] and, when they are drawn, what from, [B, V]"""
+        """logits [B, n, V] of steps that follow each other"""
         probs = logits.float().softmax(-1) if self._rng is None else to_probs(logits, self._sampling)
         tokens = draw(probs, self._rng)
-        confidence = probs.gather(-1, tokens[:, None])[:, 0]
+        confidence = probs.gather(-1, tokens[..., None])[..., 0]
         return (tokens, confidence) if self._rng is None else (tokens, confidence, probs)
 
     def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from specdemo.core.protocol import Target
-from specdemo.models.kernels import dtype_of, fused, layer_class, pack
+from specdemo.models.kernels import Stack, dtype_of, fused, layer_class, pack, stacked
 
 UNROLLED = (0.51, 0.31, 0.18)  # FastMTP: weights of the steps of a module that is applied again and again
 
@@ -93,8 +93,13 @@ class Heads(nn.Module):
         """
         raise NotImplementedError
 
+    @property
+    def slabs(self) -> int:
+        """Layers of their cache."""
+        return len(self)
+
     def hasten(self) -> None:
-        """Fuse and pack the layers of heads that are only read from now on."""
+        """Run with fewer and larger operations from now on. The heads are only read, or else deep copies trained."""
         raise NotImplementedError
 
     def logits(self, state: Tensor) -> Tensor:
@@ -105,17 +110,20 @@ class Heads(nn.Module):
     def _run(
         self, layer: nn.Module, hidden: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache | None
     ) -> Tensor:
-        if self._angles is None or self._angles[0] is not positions:  # the heads of one pass share them
-            self._angles = positions, self.shared.rotary(hidden, positions)
         state: Tensor = layer(
             hidden,
-            position_embeddings=self._angles[1],
+            position_embeddings=self._at(hidden, positions),
             attention_mask=mask,
             position_ids=positions,
             past_key_values=cache,
             use_cache=cache is not None,
         )
         return state
+
+    def _at(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        if self._angles is None or self._angles[0] is not positions:  # the heads of one pass share them
+            self._angles = positions, self.shared.rotary(hidden, positions)
+        return self._angles[1]
 
 
 class Module(nn.Module):
@@ -178,6 +186,7 @@ class ParallelHeads(Heads):
     def __init__(self, target: Target, heads: int) -> None:
         config = _llama(target, heads)
         super().__init__(target, config, _angles(config, target), [LlamaDecoderLayer(config, i) for i in range(heads)])
+        self._stack: Stack | None = None  # runs the layers at once
 
     @property
     def weights(self) -> tuple[float, ...]:
@@ -187,9 +196,28 @@ class ParallelHeads(Heads):
     def tap(self) -> int:
         return self.below - 1
 
+    @property
+    def slabs(self) -> int:
+        return 1 if self._stack else len(self)
+
     def hasten(self) -> None:
-        for index, layer in enumerate(self.layers):
-            self.layers[index] = fused(layer, self.shared.rotary)
+        self._stack = stacked(self.layers, self.shared.rotary)
+
+    def ahead(
+        self, hidden: Tensor, ends: Tensor, heads: int, positions: Tensor, mask: Tensor | None, cache: Cache
+    ) -> Tensor:
+        """hidden [B, A, H] -> states [B, heads, H] of the first heads in column ends[b]; mask as for `step`.
+
+        Keys and values are kept for all of them.
+        """
+        if self._stack:
+            states = self._stack(hidden, ends, heads, self._at(hidden, positions), mask, cache)
+        else:
+            rows = torch.arange(len(hidden), device=hidden.device)
+            every = [self._run(layer, hidden, positions, mask, cache)[rows, ends] for layer in self.layers]
+            states = torch.stack(every[:heads], 1)
+        normed: Tensor = self.shared.norm(states)
+        return normed
 
     def forward(self, trunk: Tensor) -> list[Tensor]:
         """The trunk's output [B, A, H] on whole rows -> per head i the logits [B, A, V] of tokens a + 2 + i."""

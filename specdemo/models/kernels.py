@@ -10,6 +10,7 @@ B rows, S slots, H heads, K key/value heads, D head size, L columns of the cache
 """
 
 import time
+from collections.abc import Iterable
 from copy import deepcopy
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -101,9 +102,9 @@ class FusedLayer(nn.Module):
         self.attention_type = getattr(layer, "attention_type", None)
         self.before_attention, self.before_mlp = layer.input_layernorm, layer.post_attention_layernorm
         self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
-        self.qkv = _packed(_joined(attention.q_proj, attention.k_proj, attention.v_proj))
+        self.qkv = _packed(joined(attention.q_proj, attention.k_proj, attention.v_proj))
         self.out = _packed(attention.o_proj)
-        self.gate_up = _packed(_joined(mlp.gate_proj, mlp.up_proj))
+        self.gate_up = _packed(joined(mlp.gate_proj, mlp.up_proj))
         self.down = _packed(mlp.down_proj)
         self.act = mlp.act_fn
 
@@ -156,6 +157,65 @@ class FusedLayer(nn.Module):
             mask = mask.repeat(1, 1, group, 1)
         out = F.scaled_dot_product_attention(folded, key, value, mask, scale=self.scaling)
         return out.view(rows, heads, slots, size).transpose(1, 2)
+
+
+class Stack:
+    """Llama layers that read the same states, each operation run once for all of them: of heads that work side by side.
+
+    N layers. Their weights become views of the stack's, so that they take no more memory and can still be used one by
+    one. A deep copy is None, since what it copies may be trained.
+    """
+
+    def __init__(self, layers: Any) -> None:
+        first = layers[0].self_attn
+        self.head_dim, self.scaling, self.act = first.head_dim, first.scaling, layers[0].mlp.act_fn
+        self.heads = first.q_proj.out_features // self.head_dim
+        self.kv_heads = first.k_proj.out_features // self.head_dim
+        self.eps = layers[0].input_layernorm.variance_epsilon
+        self.before_attention = _stacked([layer.input_layernorm.weight] for layer in layers)[:, None]
+        self.before_mlp = _stacked([layer.post_attention_layernorm.weight] for layer in layers)[:, None]
+        attention = [layer.self_attn for layer in layers]
+        self.qkv = _stacked([a.q_proj.weight, a.k_proj.weight, a.v_proj.weight] for a in attention)
+        self.out = _stacked([a.o_proj.weight] for a in attention)
+        self.gate_up = _stacked([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight] for layer in layers)
+        self.down = _stacked([layer.mlp.down_proj.weight] for layer in layers)
+
+    def __call__(
+        self, x: Tensor, ends: Tensor, count: int, angles: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache
+    ) -> Tensor:
+        """x [B, S, hidden] -> [B, count, hidden]: what the first `count` layers make of column ends[b].
+
+        angles: cos and sin [B, S, D]; mask as for a layer, [B or 1, 1, S, L], None: causal. Keys and values of all
+        layers go into the first layer of the cache.
+        """
+        rows, slots, _ = x.shape
+        each, (cos, sin) = torch.arange(rows, device=x.device), angles
+        normed = self._normed(x).flatten(0, 1) * self.before_attention
+        qkv = _times(self.qkv, normed).unflatten(-1, (-1, self.head_dim)).unflatten(1, (rows, slots))
+        qk, value = qkv.split([self.heads + self.kv_heads, self.kv_heads], 3)  # [N, B, S, heads, D]
+        qk = torch.addcmul(qk * cos[:, :, None], qk.roll(self.head_dim // 2, -1), _turning(sin)[:, :, None])
+        query, key = qk.split([self.heads, self.kv_heads], 3)
+        key, value = cache.update(_side_by_side(key), _side_by_side(value), 0)
+        query = query[:count, each, ends].transpose(0, 1).flatten(1, 2)[:, :, None]
+        used = count * self.kv_heads
+        out = F.scaled_dot_product_attention(
+            query,
+            key[:, :used],
+            value[:, :used],
+            _seen_from(ends, slots, mask),
+            scale=self.scaling,
+            enable_gqa=self.heads > self.kv_heads,
+        )
+        out = out.reshape(rows, count, -1).transpose(0, 1)
+        state = x[each, ends] + _times(self.out[:count], out)
+        gate, up = _times(self.gate_up[:count], self._normed(state) * self.before_mlp[:count]).chunk(2, -1)
+        return (state + _times(self.down[:count], self.act(gate) * up)).transpose(0, 1)
+
+    def _normed(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), x.shape[-1:], None, self.eps).to(x.dtype)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
 
 
 class FusedDecoder:
@@ -213,7 +273,7 @@ def hasten(model: PreTrainedModel) -> None:
     for index, layer in enumerate(layers):
         layers[index] = fused(layer, decoder.rotary_emb)
     head = model.get_output_embeddings()
-    if _all_fused(model) and type(head) is nn.Linear and _packs(head.weight):
+    if _all_fused(model) and type(head) is nn.Linear and packs(head.weight):
         model.set_output_embeddings(PackedHead(head))
 
 
@@ -227,12 +287,30 @@ def fused(layer: nn.Module, rotary: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
+def stacked(layers: nn.ModuleList, rotary: nn.Module) -> Stack | None:
+    """Layers that are to read the same states as one stack; None where they are of another kind or it differs."""
+    linears = [m for layer in layers for m in layer.modules() if isinstance(m, nn.Linear)]
+    if any(type(layer) is not LlamaDecoderLayer or not _plain(layer) for layer in layers):
+        return None
+    if any(linear.bias is not None for linear in linears):
+        return None
+    weight = linears[0].weight
+    x, positions = _sample(weight, linears[0].in_features)
+    angles = rotary(x, positions)
+    expected = torch.cat([layer(x, position_embeddings=angles)[:, -1:] for layer in layers], 1).float()
+    stack = Stack(layers)
+    last = positions[:, -1]
+    said = stack(x, last, len(layers), angles, None, _OneLayer()).float()
+    return stack if _close(said, expected, weight.dtype) else None
+
+
+@torch.no_grad()
 def pack(head: Module) -> Module:
     """Pack the linear layers of a head that is only read from now on: it can no longer be saved, and trained only as a
     deep copy."""
     made: dict[nn.Module, PackedLinear] = {}
     for name, layer in list(head.named_modules(remove_duplicate=False)):
-        if type(layer) is nn.Linear and _packs(layer.weight):
+        if type(layer) is nn.Linear and packs(layer.weight):
             if layer not in made:
                 made[layer] = PackedLinear(layer)
             head.set_submodule(name, made[layer])
@@ -315,9 +393,7 @@ def _plain(layer: Any) -> bool:
 def _alike(layer: Any, replacement: FusedLayer, rotary: nn.Module) -> bool:
     """Whether both say the same of five tokens and of one behind them."""
     weight = layer.input_layernorm.weight
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, 6, len(weight), generator=generator).to(weight)
-    positions = torch.arange(6, device=x.device)[None]
+    x, positions = _sample(weight, len(weight))
     outputs = []
     for module in (layer, replacement):
         cache = _OneLayer()
@@ -327,8 +403,17 @@ def _alike(layer: Any, replacement: FusedLayer, rotary: nn.Module) -> bool:
             out = module(x[:, columns], position_embeddings=angles, past_key_values=cache, use_cache=True)
             parts.append(out if isinstance(out, Tensor) else out[0])
         outputs.append(torch.cat(parts, 1).float())
-    error = (outputs[0] - outputs[1]).abs().max()
-    return bool(error <= TOLERANCE[weight.dtype] * outputs[0].abs().max())
+    return _close(outputs[1], outputs[0], weight.dtype)
+
+
+def _sample(like: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Six states [1, 6, size] and their positions."""
+    x = torch.randn(1, 6, size, generator=torch.Generator().manual_seed(0)).to(like)
+    return x, torch.arange(6, device=x.device)[None]
+
+
+def _close(said: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    return bool((said - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max())
 
 
 class _OneLayer(DynamicCache):
@@ -336,6 +421,36 @@ class _OneLayer(DynamicCache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         return super().update(key_states, value_states, 0, *args, **kwargs)
+
+
+def _stacked(groups: Iterable[list[nn.Parameter]]) -> Tensor:
+    """Per layer parameters [.., size] -> [N, all their rows, size] or, of vectors, [N, size]; they become its views."""
+    groups = list(groups)
+    stack = torch.stack([torch.cat([p.detach() for p in group]) for group in groups])
+    for whole, group in zip(stack, groups, strict=True):
+        for parameter, part in zip(group, whole.split([len(p) for p in group]), strict=True):
+            parameter.data = part
+    return stack
+
+
+def _times(weights: Tensor, states: Tensor) -> Tensor:
+    """weights [N, out, in], states [N, S, in] -> [N, S, out]. The few states stand on the right: that is what a CPU
+    multiplies faster."""
+    return torch.bmm(weights, states.mT).mT
+
+
+def _side_by_side(states: Tensor) -> Tensor:
+    """[N, B, S, K, D] -> [B, N * K, S, D]"""
+    return states.permute(1, 0, 3, 2, 4).flatten(1, 2)
+
+
+def _seen_from(ends: Tensor, slots: int, mask: Tensor | None) -> Tensor | None:
+    """What column ends[b] of S slots sees, [B, 1, 1, L]; None: all there is."""
+    if mask is not None:
+        return mask.expand(len(ends), -1, -1, -1)[torch.arange(len(ends), device=ends.device), :, ends][:, :, None]
+    if slots == 1:
+        return None
+    return (torch.arange(slots, device=ends.device) <= ends[:, None])[:, None, None]
 
 
 def _turning(sin: Tensor) -> Tensor:
@@ -351,10 +466,13 @@ def _normed(norm: Any, x: Tensor) -> Tensor:
     return normed
 
 
-def _joined(*linears: nn.Linear) -> nn.Linear:
+def joined(*linears: nn.Linear) -> nn.Linear:
     """One layer with the outputs of several."""
-    bias = None if linears[0].bias is None else torch.cat([linear.bias.detach() for linear in linears])
-    return _linear(torch.cat([linear.weight.detach() for linear in linears]), bias)
+    weight, bias = torch.cat([linear.weight.detach() for linear in linears]), None
+    if any(linear.bias is not None for linear in linears):
+        none = [weight.new_zeros(linear.out_features) for linear in linears]
+        bias = torch.cat([n if m.bias is None else m.bias.detach() for m, n in zip(linears, none, strict=True)])
+    return _linear(weight, bias)
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
@@ -372,8 +490,9 @@ def _frozen(tensor: Tensor) -> nn.Parameter:
 
 
 def _packed(linear: nn.Linear) -> nn.Module:
-    return PackedLinear(linear) if _packs(linear.weight) else linear
+    return PackedLinear(linear) if packs(linear.weight) else linear
 
 
-def _packs(weight: Tensor) -> bool:
+def packs(weight: Tensor) -> bool:
+    """Whether `pack` would take it."""
     return weight.device.type == "cpu" and weight.numel() >= PACKED_SIZE and packing_pays(weight.dtype)

@@ -308,11 +308,16 @@ def test_one_module_is_applied_again_and_again(tmp_path, target, normed):
         torch.testing.assert_close(draft.confidence[row], wanted.softmax(-1).amax(-1), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "stacked"])
 def test_drafts_read_on_behind_ragged_rows(target, kind):
     """After every step the draft is that of the whole text, read at once and alone."""
-    head = fresh(target, kind)
-    drafter, alone = load_drafter("mtp", target, head), load_drafter("mtp", target, head)
+    head = fresh(target, "parallel" if kind == "stacked" else kind)
+    head.load_state_dict(random(head.state_dict()))
+    own = deepcopy(head)
+    if kind == "stacked":
+        own.hasten()
+        assert own.slabs == 1
+    drafter, alone = load_drafter("mtp", target, own), load_drafter("mtp", target, head)
     drafter.start(2, Sampling(), torch.Generator())
     read = [(torch.empty(0, dtype=torch.int64), torch.empty(0, HIDDEN))] * 2
     for step, lengths in enumerate([[2, 2], [1, 3], [2, 0], [3, 1], [1, 1]]):
@@ -451,6 +456,18 @@ def test_what_is_saved_is_what_was_trained(tmp_path, target, kind):
         config = json.loads((tmp_path / "config.json").read_text())
         assert config["_name_or_path"] == "some/llama"
         assert (config["num_hidden_layers"], config["num_nextn_predict_layers"]) == (LAYERS, len(head))
+
+
+def test_stacked_heads_are_saved_and_copied_as_they_came(target):
+    heads = fresh(target, "parallel")
+    before = deepcopy(heads.state_dict())
+    heads.hasten()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in heads.state_dict().items())
+    taught = deepcopy(heads)
+    assert taught.slabs == len(heads) > heads.slabs == 1
+    for parameter in taught.parameters():
+        parameter.zero_()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in heads.state_dict().items())
 
 
 def test_half_precision_modules_read_full_precision_states(target):
