@@ -275,6 +275,9 @@ def hasten(model: PreTrainedModel) -> None:
     head = model.get_output_embeddings()
     if _all_fused(model) and type(head) is nn.Linear and packs(head.weight):
         model.set_output_embeddings(PackedHead(head))
+    for parameter in model.parameters():  # one that is still the file's keeps the whole file in memory
+        if parameter.device.type == "cpu":
+            parameter.data = parameter.data.clone()
 
 
 @torch.no_grad()
