@@ -40,7 +40,7 @@ class StepEvent:
     draft_probs: _ProbRows  # [B][N] the drafter's probability of each node; None: it has none
     target_probs: _ProbRows  # [B][N] the target's probability of each node at that place
     ms: dict[str, Annotated[float, Field(ge=0)]]  # prefill | draft verify accept commit observe | stream
-    notes: dict[str, float] = field(default_factory=dict)
+    notes: dict[str, float] = field(default_factory=dict)  # the drafter's; of the prefill: kept prompt tokens, if any
 
 
 def kinds(event: StepEvent, row: int = 0) -> list[Kind]:

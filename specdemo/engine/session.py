@@ -5,7 +5,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -29,15 +29,26 @@ from specdemo.engine.verdict import judge
 from specdemo.methods import check_model, load_drafter, method, validate_options
 from specdemo.models.load import (
     Cancelled,
+    LoadedModel,
     LoadProgress,
     placed,
     silent,
 )
 from specdemo.models.machine import commit, device_name, versions
+from specdemo.models.memory import Remembering
 from specdemo.models.target import HFTarget
 from specdemo.models.text import Detokenizer, encode, token_text
 
 WARM_UP_TOKENS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """memories: the models among them that remember the chat's last turn."""
+
+    target: HFTarget
+    drafter: Drafter
+    memories: tuple[Remembering, ...] = ()
 
 
 @dataclass
@@ -46,6 +57,7 @@ class _Lane:
     target: HFTarget
     tokenizer: PreTrainedTokenizerBase
     drafter: Drafter
+    memories: tuple[Remembering, ...]
     accept: AcceptRule
     config: GenerationConfig
     text: Detokenizer
@@ -58,15 +70,19 @@ class Session:
         """budget_bytes: see Shelf."""
         self.lock = threading.Lock()
         self.shelf = Shelf(budget_bytes)
-        self._learners: dict[tuple[Any, ...], tuple[HFTarget, Drafter]] = {}  # drafters that get better with use
+        self._learners: dict[tuple[Any, ...], _Pair] = {}  # drafters that get better with use
+        self._chat: dict[tuple[Any, ...], _Pair] = {}  # what remembers the chat so far
+        self._turn: RunSpec | None = None  # its last turn
 
     def loaded(self) -> list[tuple[str, int]]:
-        """Name and bytes of every model that is in memory, the last used first."""
-        return self.shelf.loaded()
+        """Name and bytes of every model that is in memory, the last used first, and of the chat that may go on."""
+        chat = sum(memory.history_bytes for pair in list(self._chat.values()) for memory in pair.memories)
+        return [*self.shelf.loaded(), *([("the chat so far", chat)] if chat else [])]
 
     def unload(self) -> None:
         """Forget every model; waits for a run that is under way."""
         with self.lock:
+            self._forget_chat()
             self._learners.clear()
             self.shelf.forget()
 
@@ -75,8 +91,9 @@ class Session:
 
         Raises ValueError with one line that names the cure.
         """
-        with self.lock:
+        with self.lock, self._remembering():
             self._load(spec, progress)
+            self._turn = None
             self._lanes(spec)
 
     def place(self, spec: RunSpec, progress: LoadProgress = silent) -> None:
@@ -104,8 +121,9 @@ class Session:
                 raise Cancelled(f"stopped while {what}; files that were complete are kept")
             progress(share, what)
 
-        with self.lock:
+        with self.lock, self._remembering():
             self._load(spec, report)
+            self._turn = None
             lanes = self._lanes(spec)
             here = next((lane for lane in lanes if isinstance(lane, _Lane)), None)
             trace = RunTrace(
@@ -129,14 +147,33 @@ class Session:
             for index, lane in enumerate(lanes):
                 if isinstance(lane, RemoteLane):
                     yield from _listen(lane, index, cancelled)
-            judge(trace, here.target if here else None)
+            judge(trace, self.shelf.target() if here else None)
+            self._turn = spec if _can_go_on(trace) else None
             yield Finished(trace)
 
     def target(self) -> HFTarget:
         """The target of the last comparison, with a history of its own."""
         return self.shelf.target()
 
+    @contextmanager
+    def _remembering(self) -> Iterator[None]:
+        """Around a run: what its models remember goes, unless it was a turn of a chat that can go on."""
+        try:
+            yield
+        finally:
+            if self._turn is None:
+                self._forget_chat()
+
+    def _forget_chat(self) -> None:
+        for pair in self._chat.values():
+            for memory in pair.memories:
+                memory.forget()
+        self._chat.clear()
+        self._turn = None
+
     def _load(self, spec: RunSpec, progress: LoadProgress) -> None:
+        if not _is_next(self._turn, spec):
+            self._forget_chat()
         for lane in spec.all_lanes:
             if lane.server is not None:
                 check_listed(lane.server)
@@ -170,8 +207,9 @@ class Session:
 
     def _lane(self, spec: RunSpec, index: int, lane: LaneSpec, tokenizer: PreTrainedTokenizerBase) -> _Lane:
         options = validate_options(lane.method, dict(lane.options))
-        target, drafter = self._drafter(spec, index, lane, options)
         messages = _messages(spec, index, bool(tokenizer.chat_template))
+        pair = self._pair(spec, index, lane, options, chat=bool(messages))
+        target = pair.target
         prompt_ids = encode(tokenizer, messages or spec.prompt, target.max_length - spec.max_new_tokens)
         accept = accept_rule(lane.acceptance)
         shown = {**options, **({"k": lane.k} if lane.k else {}), **({"model": lane.model} if lane.model else {})}
@@ -182,17 +220,23 @@ class Session:
         _note_unlike(trace, spec, lane)
         budget = Budget(lane.k, max(lane.k, int(options.get("nodes", 0))))
         config = GenerationConfig(spec.max_new_tokens, spec.sampling, budget, spec.seed)
-        return _Lane(trace, target, tokenizer, drafter, accept, config, Detokenizer(tokenizer, prompt_ids))
+        text = Detokenizer(tokenizer, prompt_ids)
+        return _Lane(trace, target, tokenizer, pair.drafter, pair.memories, accept, config, text)
 
-    def _drafter(self, spec: RunSpec, index: int, lane: LaneSpec, options: dict[str, Any]) -> tuple[HFTarget, Drafter]:
-        """A target with a history of its own and its drafter: a new one, unless it keeps what it learns."""
+    def _pair(self, spec: RunSpec, index: int, lane: LaneSpec, options: dict[str, Any], chat: bool) -> _Pair:
+        """A target with a history of its own and its drafter: new ones, unless they go on with a chat or the drafter
+        keeps what it learns."""
         key = drafter_key(lane, spec), index, lane.method, *options.items()
-        if key in self._learners:
-            return self._learners[key]
-        target = self.shelf.target()
-        pair = target, load_drafter(lane.method, target, self.shelf.drafter(lane, spec), **options)
+        pair = self._chat.get(key) or self._learners.get(key)
+        if pair is None:
+            models = self.shelf.target(), self.shelf.drafter(lane, spec)
+            target, model = map(_remembering, models) if chat else models
+            drafter = load_drafter(lane.method, target, model, **options)
+            pair = _Pair(target, drafter, tuple(m for m in (target, model) if isinstance(m, Remembering)))
         if getattr(method(lane.method), "learns", False):
             self._learners[key] = pair
+        if pair.memories:
+            self._chat[key] = pair
         return pair
 
 
@@ -212,6 +256,23 @@ def follow_up(spec: RunSpec, trace: RunTrace, message: str) -> RunSpec:
     start = 1 if spec.system else 0
     said = [(*lane.messages[start:], {"role": "assistant", "content": lane.text}) for lane in trace.lanes]
     return replace(spec, prompt=message, history=tuple(said))
+
+
+def _can_go_on(trace: RunTrace) -> bool:
+    return all(lane.messages and lane.finish in ("stop", "length") for lane in trace.lanes)
+
+
+def _is_next(turn: RunSpec | None, spec: RunSpec) -> bool:
+    """Whether a comparison is that of a chat's last turn, with another message. What was said is compared later, token
+    by token."""
+    return turn is not None and bool(spec.history) and replace(turn, prompt=spec.prompt, history=spec.history) == spec
+
+
+def _remembering(model: Any) -> Any:
+    """The model, if it is one and no head, as a target that remembers its last text."""
+    if not isinstance(model, HFTarget | LoadedModel):
+        return model
+    return Remembering(model.model, model.tokenizer, model.name)
 
 
 def _messages(spec: RunSpec, lane: int, template: bool) -> list[dict[str, str]]:
@@ -277,11 +338,16 @@ def _warm_up(lane: _Lane, cancelled: Callable[[], bool]) -> None:
     with suppress(RuntimeError, ValueError):  # a lane that cannot run says so in its own race, not here
         for _ in _events(lane, config, cancelled):
             pass
+    for memory in lane.memories:
+        memory.rewind()
 
 
 def _events(lane: _Lane, config: GenerationConfig, cancelled: Callable[[], bool]) -> Iterator[StepEvent]:
+    """The prefill's notes have kept: the tokens of the prompt that the target did not read again."""
     prompt = torch.tensor([lane.trace.prompt_ids], device=lane.target.device)
-    return generate(lane.target, lane.drafter, prompt, config, accept=lane.accept, cancelled=cancelled)
+    for event in generate(lane.target, lane.drafter, prompt, config, accept=lane.accept, cancelled=cancelled):
+        kept = lane.target.kept if isinstance(lane.target, Remembering) else 0
+        yield replace(event, notes={**event.notes, "kept": float(kept)}) if kept and not event.index else event
 
 
 def _race(

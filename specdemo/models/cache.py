@@ -123,14 +123,19 @@ class SlabCache(Cache):
     def bytes(self) -> int:
         return sum(layer.bytes for layer in self.slabs)
 
+    def reserve(self, columns: int) -> None:
+        """Make room for histories of so many tokens."""
+        if columns > self.cursor.capacity:
+            self.cursor.capacity = columns
+            for layer in self.slabs:
+                layer.grow()
+
     def prepare(self, slots: int) -> None:
         """Make room for a forward of S slots and say where it writes."""
         cursor = self.cursor
         needed = cursor.longest + slots
         if needed > cursor.capacity:
-            cursor.capacity = max(needed + SPARE, 2 * cursor.capacity)
-            for layer in self.slabs:
-                layer.grow()
+            self.reserve(max(needed + SPARE, 2 * cursor.capacity))
         if cursor.each is not None:
             cursor.columns = (cursor.each[:, None] + torch.arange(slots, device=cursor.device))[:, None, :, None]
 

@@ -9,7 +9,7 @@ B rows, S slots, T prompt tokens.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -43,14 +43,21 @@ class Pass(Protocol):
 
 
 class History(Protocol):
+    """`go_on` reads tokens [B, T] behind histories of one length, as `start` does in front; `reserve` more will follow.
+    `reach` and `settle` are for one row: how much of its first `length` tokens `crop` can leave without reading them
+    again, and forgetting what only helps `crop`, other than to `length` or to where the last pass began."""
+
     @property
     def lengths(self) -> list[int]: ...
     @property
     def bytes(self) -> int: ...
     def start(self, tokens: Tensor, taps: tuple[int, ...]) -> Forward: ...
+    def go_on(self, tokens: Tensor, taps: tuple[int, ...], reserve: int) -> Forward: ...
     def forward(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...]) -> Forward: ...
     def commit(self, path: list[list[int]]) -> None: ...
     def crop(self, lengths: list[int]) -> None: ...
+    def reach(self, length: int) -> int: ...
+    def settle(self, length: int) -> None: ...
 
 
 class GatherHistory:
@@ -70,10 +77,18 @@ class GatherHistory:
         return self._cache.bytes
 
     def start(self, tokens: Tensor, taps: tuple[int, ...]) -> Forward:
-        rows, length = tokens.shape
-        positions = torch.arange(length, device=tokens.device).expand(rows, -1)
-        forward = self._run(tokens, self._cache, positions, taps=taps, last=True)
-        self._cache.set_lengths([length] * rows)
+        return self.go_on(tokens, taps)
+
+    def go_on(self, tokens: Tensor, taps: tuple[int, ...], reserve: int = 0) -> Forward:
+        rows, slots = tokens.shape
+        cursor = self._cache.cursor
+        length = cursor.longest
+        self._cache.reserve(length + slots + reserve)
+        self._masks.reserve(cursor.capacity)
+        positions = torch.arange(length, length + slots, device=tokens.device).expand(rows, -1)
+        mask = self._by_kind(lambda window: self._masks.behind(slots, window, length)) if length else None
+        forward = self._run(tokens, self._cache, positions, mask, taps, last=True)
+        self._cache.set_lengths([length + slots] * rows)
         return forward
 
     def forward(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...]) -> Forward:
@@ -102,7 +117,8 @@ class GatherHistory:
         if rows > 1:
             positions = positions.expand(rows, -1)
         tokens = tokens.clamp_min(0)  # absent slots: above nobody, so nobody sees them
-        return run(tokens, self._cache, positions, self._mask(plan), taps)
+        mask = self._by_kind(lambda window: self._mask(plan, window))
+        return run(tokens, self._cache, positions, mask, taps)
 
     def commit(self, path: list[list[int]]) -> None:
         self._cache.keep(path)
@@ -110,12 +126,19 @@ class GatherHistory:
     def crop(self, lengths: list[int]) -> None:
         self._cache.set_lengths([min(old, new) for old, new in zip(self.lengths, lengths, strict=True)])
 
-    def _mask(self, plan: Plan) -> AttentionMask:
-        if self._only is not None:
-            return self._one_mask(plan, self._only)
-        return {kind: self._one_mask(plan, window) for kind, window in self._windows.items()}
+    def reach(self, length: int) -> int:
+        return min(length, *self.lengths)
 
-    def _one_mask(self, plan: Plan, window: int) -> Tensor | None:
+    def settle(self, length: int) -> None:
+        pass
+
+    def _by_kind(self, mask: Callable[[int], Tensor | None]) -> AttentionMask:
+        """Every kind of layer gets the mask of its window."""
+        if self._only is not None:
+            return mask(self._only)
+        return {kind: mask(window) for kind, window in self._windows.items()}
+
+    def _mask(self, plan: Plan, window: int) -> Tensor | None:
         cursor = self._cache.cursor
         if cursor.each is None:
             return self._masks.at(plan, window, cursor.longest)
@@ -149,6 +172,11 @@ class ReplayHistory:
         self._rows = [_Row(self._empty(), row, [], deque(maxlen=SNAPSHOTS)) for row in tokens.tolist()]
         return _stack([self._feed(row.cache, row.tokens, taps, first=True) for row in self._rows])
 
+    def go_on(self, tokens: Tensor, taps: tuple[int, ...], reserve: int) -> Forward:
+        forwards = [self._try(row, new, taps, last=True) for row, new in zip(self._rows, tokens.tolist(), strict=True)]
+        self.commit([list(range(tokens.shape[1]))] * len(tokens))
+        return _stack([forward for forward in forwards if forward is not None])
+
     def forward(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...]) -> Forward:
         forwards = [self._try(row, fed, taps) for row, fed in zip(self._rows, tokens.tolist(), strict=True)]
         some = next(forward for forward in forwards if forward is not None)
@@ -170,7 +198,17 @@ class ReplayHistory:
                 self._rewind(row, length)
                 del row.tokens[length:]
 
-    def _try(self, row: _Row, tokens: list[int], taps: tuple[int, ...]) -> Forward | None:
+    def reach(self, length: int) -> int:
+        """0, too, for a model that reads on one token at a time: a fresh start is one pass."""
+        (row,) = self._rows
+        ends = [len(row.tokens), *(marked for marked, _ in row.marks)] if self._at_once else []
+        return max((end for end in ends if end <= length), default=0)
+
+    def settle(self, length: int) -> None:
+        (row,) = self._rows
+        row.marks = deque((m for m in row.marks if m[0] == length or m is row.marks[-1]), maxlen=SNAPSHOTS)
+
+    def _try(self, row: _Row, tokens: list[int], taps: tuple[int, ...], last: bool = False) -> Forward | None:
         """None for a row without a single token."""
         if row.fed:
             self._rewind(row, len(row.tokens))
@@ -178,7 +216,7 @@ class ReplayHistory:
         if not row.fed:
             return None
         row.marks.append((len(row.tokens), _snapshot(row.cache)))
-        return self._feed(row.cache, row.fed, taps)
+        return self._feed(row.cache, row.fed, taps, last=last)
 
     def _rewind(self, row: _Row, length: int) -> None:
         """The row's cache as it was after its first `length` tokens: from the nearest snapshot, or from nothing."""
@@ -193,10 +231,13 @@ class ReplayHistory:
         if start < length:
             self._feed(row.cache, row.tokens[start:length], (), first=not start)
 
-    def _feed(self, cache: DynamicCache, tokens: list[int], taps: tuple[int, ...], first: bool = False) -> Forward:
+    def _feed(
+        self, cache: DynamicCache, tokens: list[int], taps: tuple[int, ...], first: bool = False, last: bool = False
+    ) -> Forward:
+        """first: nothing was read before; last: the logits behind the last token are enough, as they are then."""
         ids = torch.tensor([tokens], device=self._device)
         if first or self._at_once or len(tokens) == 1:
-            return self._run(ids, cache, taps=taps, last=first)
+            return self._run(ids, cache, taps=taps, last=first or last)
         return _joined([self._run(one, cache, taps=taps) for one in ids.split(1, 1)])
 
     def _empty(self) -> DynamicCache:

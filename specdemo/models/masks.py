@@ -79,6 +79,16 @@ class Masks:
         columns = columns.clamp_max(self._capacity + slots)[:, None].expand(-1, slots, -1)
         return self._aligned(plan.masks[window].expand(len(lengths), -1, -1).gather(2, columns)[:, None])
 
+    def behind(self, slots: int, window: int, length: int) -> Tensor:
+        """The mask [1, 1, slots, length + slots] of a text behind a history of `length` tokens; not remembered."""
+        columns = torch.arange(length + slots, device=self._device)
+        positions = columns[length:, None]
+        hidden = columns > positions
+        if window:
+            hidden |= positions - columns >= window
+        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
+        return self._aligned(mask.masked_fill_(hidden, torch.finfo(self._dtype).min)[None, None])
+
     def _aligned(self, mask: Tensor) -> Tensor:
         if self._device.type == "cpu":
             return mask

@@ -812,7 +812,7 @@ function inspect() {
   const parts = Object.entries(line.ms).map(([name, ms]) => `${name} ${milliseconds(ms)}`);
   const drafted = line.fates.filter(Boolean).length;
   const kept = line.fates.filter((fate) => fate === "accepted").length;
-  const what = lane.remote ? "a piece as it arrived, what was drafted is unknown" : run.picked.step ? (drafted ? `${kept} of ${drafted} drafts kept` : "nothing drafted") : "prefill";
+  const what = lane.remote ? "a piece as it arrived, what was drafted is unknown" : run.picked.step ? (drafted ? `${kept} of ${drafted} drafts kept` : "nothing drafted") : prefill(line);
   $(".sd-step").replaceChildren(
     mark(lane),
     ` Step ${run.picked.step} of ${lane.steps.length - 1} · ${what} · ${milliseconds(total(line.ms))} ms (${parts.join(", ")})`
@@ -821,6 +821,10 @@ function inspect() {
   const tree = treeView(line, lane.steps[run.picked.step - 1]?.text.at(-1) ?? "");
   box.replaceChildren(tree.whole);
   tree.show();
+}
+
+function prefill({ notes }) {
+  return notes.kept ? `prefill, ${notes.kept} prompt tokens kept from the turn before` : "prefill";
 }
 
 function stepTable(line) {
