@@ -44,11 +44,11 @@ WARM_UP_TOKENS = 12
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """memories: the models among them that remember the chat's last turn."""
+    """model: what the drafter was built from."""
 
     target: HFTarget
+    model: Any
     drafter: Drafter
-    memories: tuple[Remembering, ...] = ()
 
 
 @dataclass
@@ -57,7 +57,7 @@ class _Lane:
     target: HFTarget
     tokenizer: PreTrainedTokenizerBase
     drafter: Drafter
-    memories: tuple[Remembering, ...]
+    memories: list[Remembering]
     accept: AcceptRule
     config: GenerationConfig
     text: Detokenizer
@@ -71,12 +71,12 @@ class Session:
         self.lock = threading.Lock()
         self.shelf = Shelf(budget_bytes)
         self._learners: dict[tuple[Any, ...], _Pair] = {}  # drafters that get better with use
-        self._chat: dict[tuple[Any, ...], _Pair] = {}  # what remembers the chat so far
+        self._chat: dict[tuple[Any, ...], tuple[HFTarget, Any]] = {}  # targets and models that remember the chat so far
         self._turn: RunSpec | None = None  # its last turn
 
     def loaded(self) -> list[tuple[str, int]]:
         """Name and bytes of every model that is in memory, the last used first, and of the chat that may go on."""
-        chat = sum(memory.history_bytes for pair in list(self._chat.values()) for memory in pair.memories)
+        chat = sum(memory.history_bytes for models in list(self._chat.values()) for memory in _memories(*models))
         return [*self.shelf.loaded(), *([("the chat so far", chat)] if chat else [])]
 
     def unload(self) -> None:
@@ -165,8 +165,8 @@ class Session:
                 self._forget_chat()
 
     def _forget_chat(self) -> None:
-        for pair in self._chat.values():
-            for memory in pair.memories:
+        for models in self._chat.values():
+            for memory in _memories(*models):
                 memory.forget()
         self._chat.clear()
         self._turn = None
@@ -221,23 +221,27 @@ class Session:
         budget = Budget(lane.k, max(lane.k, int(options.get("nodes", 0))))
         config = GenerationConfig(spec.max_new_tokens, spec.sampling, budget, spec.seed)
         text = Detokenizer(tokenizer, prompt_ids)
-        return _Lane(trace, target, tokenizer, pair.drafter, pair.memories, accept, config, text)
+        memories = _memories(target, pair.model)
+        return _Lane(trace, target, tokenizer, pair.drafter, memories, accept, config, text)
 
     def _pair(self, spec: RunSpec, index: int, lane: LaneSpec, options: dict[str, Any], chat: bool) -> _Pair:
-        """A target with a history of its own and its drafter: new ones, unless they go on with a chat or the drafter
+        """A target with a history of its own and its drafter: new, unless the target remembers the chat or the drafter
         keeps what it learns."""
         key = drafter_key(lane, spec), index, lane.method, *options.items()
-        pair = self._chat.get(key) or self._learners.get(key)
+        pair = self._learners.get(key)
         if pair is None:
-            models = self.shelf.target(), self.shelf.drafter(lane, spec)
-            target, model = map(_remembering, models) if chat else models
-            drafter = load_drafter(lane.method, target, model, **options)
-            pair = _Pair(target, drafter, tuple(m for m in (target, model) if isinstance(m, Remembering)))
+            target, model = self._chat.get(key) or self._models(spec, lane, chat)
+            pair = _Pair(target, model, load_drafter(lane.method, target, model, **options))
         if getattr(method(lane.method), "learns", False):
             self._learners[key] = pair
-        if pair.memories:
-            self._chat[key] = pair
+        if _memories(pair.target, pair.model):
+            self._chat[key] = pair.target, pair.model
         return pair
+
+    def _models(self, spec: RunSpec, lane: LaneSpec, chat: bool) -> tuple[HFTarget, Any]:
+        """Of a lane: its target, and what its drafter is built from. Those of a chat remember."""
+        target, model = self.shelf.target(), self.shelf.drafter(lane, spec)
+        return (_remembering(target), _remembering(model)) if chat else (target, model)
 
 
 @lru_cache(maxsize=1)
@@ -273,6 +277,10 @@ def _remembering(model: Any) -> Any:
     if not isinstance(model, HFTarget | LoadedModel):
         return model
     return Remembering(model.model, model.tokenizer, model.name)
+
+
+def _memories(*models: Any) -> list[Remembering]:
+    return [model for model in models if isinstance(model, Remembering)]
 
 
 def _messages(spec: RunSpec, lane: int, template: bool) -> list[dict[str, str]]:

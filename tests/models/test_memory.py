@@ -1,0 +1,202 @@
+"""A target that remembers: what it says after a text is what a fresh reading says, and only the new tokens are read."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from specdemo.core.tree import chain_parents
+from specdemo.models.memory import Remembering
+from specdemo.models.target import HFTarget
+from tests.models.tiny import CHAINS, TREES, VOCABULARY, build, fresh, texts
+
+PROMPT, ANSWER, QUESTION = 13, 4, 6  # tokens; the prompt is longer than every window of the tiny models
+TAPS = (0, 2, -1)
+
+
+@pytest.fixture(scope="module", params=[*TREES, *CHAINS])
+def model(request):
+    return request.param, build(request.param)
+
+
+@pytest.fixture
+def target():
+    return Remembering(build("llama"))
+
+
+@pytest.fixture
+def fed(monkeypatch):
+    """Tokens of every pass over one of the remembering targets' models."""
+    seen = []
+
+    def run(self, tokens, *more, **named):
+        if isinstance(self, Remembering):
+            seen.append(tokens.shape[1])
+        return HFTarget.__dict__["_run"](self, tokens, *more, **named)
+
+    monkeypatch.setattr(Remembering, "_run", run, raising=False)
+    return seen
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=3e-4)
+
+
+def turn(target, prompt, seed=1, taps=TAPS):
+    """Read a prompt, write an answer in two passes with one refused draft each, release -> the text in the history."""
+    target.start(prompt, taps, reserve=8)
+    text = prompt
+    for step in range(2):
+        tokens = texts(1, 3, seed=seed + step)
+        target.forward(tokens, chain_parents(1, 2, tokens.device), taps)
+        target.commit([[0, 1]])
+        text = torch.cat([text, tokens[:, :2]], 1)
+    target.release()
+    return text
+
+
+def asked(text, seed=9):
+    return torch.cat([text, texts(1, QUESTION, seed=seed)], 1)
+
+
+def same(target, text, taps=TAPS, **named):
+    """The target says after the text what a fresh one says."""
+    said, expected = target.start(text, taps, **named), HFTarget(target.model).start(text, taps)
+    close(said.logits, expected.logits)
+    assert said.hidden.keys() == expected.hidden.keys()
+    for tap, hidden in expected.hidden.items():
+        close(said.hidden[tap], hidden)
+    following = texts(1, 1, seed=99)
+    logits = target.forward(following, following[:, 1:], taps).logits[0, 0]
+    close(logits, fresh(target.model, [*text[0].tolist(), *following[0].tolist()]))
+
+
+def test_the_next_turns_are_read_from_where_they_are_new(model, fed):
+    name, weights = model
+    target = Remembering(weights)
+    text = turn(target, texts(1, PROMPT))
+    for seed in (20, 30):
+        prompt = asked(text, seed)
+        fed.clear()
+        same(target, prompt)
+        at_once = name != "mamba"  # which reads on one token at a time
+        assert target.kept == (text.shape[1] if at_once else 0)
+        assert fed == [QUESTION if at_once else prompt.shape[1], 1]
+        text = turn(target, prompt, seed)
+        assert target.length == [text.shape[1]]
+
+
+def test_an_answer_that_was_written_otherwise_is_read_from_there(target, fed):
+    text = turn(target, texts(1, PROMPT))
+    prompt = asked(text)
+    prompt[0, PROMPT + 1] = (prompt[0, PROMPT + 1] + 1) % VOCABULARY
+    fed.clear()
+    same(target, prompt)
+    assert target.kept == PROMPT + 1 and fed[0] == ANSWER - 1 + QUESTION
+
+
+def test_a_replayed_answer_that_was_written_otherwise_is_read_from_a_snapshot_or_from_the_start():
+    target = Remembering(build("qwen3_next"))
+    text = turn(target, texts(1, PROMPT))
+    for place, kept in ((PROMPT + ANSWER - 1, PROMPT + ANSWER - 2), (PROMPT + 1, 0)):  # the last pass, the one before
+        prompt = asked(text)
+        prompt[0, place] = (prompt[0, place] + 1) % VOCABULARY
+        same(target, prompt)
+        assert target.kept == kept
+        text = turn(target, text[:, :PROMPT])
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neo"])
+def test_the_same_text_again_is_read_in_its_last_token(name, fed):
+    target = Remembering(build(name))
+    text = texts(1, PROMPT)
+    target.start(text)
+    following = texts(1, 3, seed=2)
+    target.forward(following, chain_parents(1, 2, following.device))  # a pass that nobody commits
+    target.release()
+    again = torch.cat([text, texts(1, 1, seed=5)], 1)
+    fed.clear()
+    same(target, again, ())
+    assert target.kept == PROMPT and fed[0] == 1
+    target.release()
+    same(target, text, ())
+    assert target.kept == (PROMPT - 1 if name == "llama" else 0)
+
+
+def test_what_was_cropped_is_not_remembered(target):
+    """As a draft model does whose guess was refused."""
+    text, guess, other = texts(1, PROMPT), texts(1, 4, seed=2), texts(1, 2, seed=3)
+    alone = text[:, :0]
+    target.start(text, TAPS)
+    for token in guess.split(1, 1):
+        target.forward(token, alone, TAPS)
+        target.commit([[0]])
+    target.crop([PROMPT + 1])
+    target.forward(other, chain_parents(1, 1, other.device), TAPS)
+    target.commit([[0, 1]])
+    target.crop([PROMPT + 2])
+    target.release()
+    same(target, asked(torch.cat([text, guess[:, :1], other], 1)))
+    assert target.kept == PROMPT + 2
+
+
+def test_other_taps_other_texts_and_batches_are_read_from_their_start(target):
+    text = turn(target, texts(1, PROMPT))
+    same(target, asked(text), (1, *TAPS))
+    assert target.kept == 0
+    target.release()
+    same(target, asked(text), (2,))  # some of those that were kept
+    assert target.kept == text.shape[1] + QUESTION - 1
+    target.release()
+    same(target, (texts(1, PROMPT) + 1) % VOCABULARY)
+    assert target.kept == 0
+    rows = texts(2, PROMPT, seed=4)
+    target.release()
+    target.start(rows)
+    assert target.kept == 0 and target.length == [PROMPT] * 2
+    target.forward(rows[:, :1], rows[:, :0])
+    target.commit([[0], [0]])
+    target.release()
+    assert target.history_bytes == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_rewinding_leaves_what_was_kept(name):
+    target = Remembering(build(name))
+    text = turn(target, texts(1, PROMPT))
+    prompt = asked(text)
+    for _ in range(2):  # as a warm-up and a run
+        turn(target, prompt)
+        assert target.kept == text.shape[1]
+        target.rewind()
+        assert target.length == [text.shape[1]]
+    same(target, prompt)
+    assert target.kept == text.shape[1]
+    target.forget()
+    turn(target, prompt)
+    target.rewind()
+    assert target.history_bytes == 0 and target.length == []
+
+
+def test_memory_grows_by_what_follows_and_is_freed(target):
+    text = turn(target, texts(1, PROMPT))
+    assert target.history_bytes > 0
+    prompt, other = asked(text), HFTarget(target.model)
+    target.start(prompt, reserve=50)
+    other.start(prompt, reserve=50)
+    assert target.history_bytes == other.history_bytes
+    target.release()
+    slab = weakref.ref(target._history._cache.slabs[0].keys)
+    target.forget()
+    gc.collect()
+    assert slab() is None and target.history_bytes == 0
+
+
+def test_a_text_that_could_not_be_read_leaves_nothing(target, monkeypatch):
+    text = turn(target, texts(1, PROMPT))
+    with pytest.raises(ValueError, match="holds 96 tokens, not 97"):
+        target.start(torch.cat([text, texts(1, 97 - text.shape[1])], 1))
+    target.release()
+    assert target.history_bytes == 0
+    same(target, asked(text))
