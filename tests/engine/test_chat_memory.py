@@ -1,0 +1,214 @@
+"""A chat's next turn goes on from the keys and values of the turn before: nothing is said otherwise, less is read."""
+
+import gc
+import shutil
+import weakref
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from specdemo.engine.messages import Started, Step
+from specdemo.engine.session import Session, follow_up
+from specdemo.engine.spec import LaneSpec, RunSpec
+from specdemo.models.load import resolve
+from specdemo.models.memory import Remembering
+from specdemo.models.target import HFTarget
+from tests.models.test_text import byte_level
+from tests.models.tiny import build
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+ANSWERS_CUT = "{% for m in messages %}{{ m.content if m.role == 'user' else m.content[:9] }}\n{% endfor %}"
+LANES = (
+    LaneSpec("draft_model", "stories-draft-wide", 3),
+    LaneSpec("eagle", "stories-eagle-3", 4),
+    LaneSpec("medusa", "stories-medusa", 3),
+    LaneSpec("adaptive", "stories-draft-wide", 4, {"drafter": "cascade"}),
+    LaneSpec("layer_skip", k=2),
+)
+NGRAM = (LaneSpec("ngram"),)
+
+
+def with_template(folder, template):
+    shutil.copytree(resolve("stories"), folder, dirs_exist_ok=True)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(resolve("stories"))
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory):
+    return with_template(tmp_path_factory.mktemp("chatty"), TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def runner():
+    return Session()
+
+
+@pytest.fixture
+def session(runner):
+    """Its models may be loaded; it remembers nothing."""
+    runner._forget_chat()
+    return runner
+
+
+@pytest.fixture(scope="module")
+def without():
+    """A run that remembers nothing of the turn before."""
+    other = Session()
+
+    def run(asked):
+        other._forget_chat()
+        return other.run(asked)
+
+    return run
+
+
+def spec(target, lanes=NGRAM, **changes):
+    settings = {"max_new_tokens": 12, "prompt": "Once upon a time, a dog", **changes}
+    return RunSpec("test", target, lanes=lanes, **settings)
+
+
+def tokens_read(monkeypatch):
+    """By the prefill of every target and draft model."""
+    seen = []
+    start = Remembering.start
+
+    def counted(self, tokens, *more, **named):
+        forward = start(self, tokens, *more, **named)
+        seen.append(tokens.shape[1] - self.kept)
+        return forward
+
+    monkeypatch.setattr(Remembering, "start", counted)
+    return seen
+
+
+def prefix(a, b):
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def kept(trace):
+    return [lane.events[0].notes.get("kept", 0) for lane in trace.lanes]
+
+
+def said(trace):
+    return [(lane.prompt_ids, lane.token_ids, lane.text) for lane in trace.lanes]
+
+
+def test_the_next_turns_say_what_they_say_without_memory(session, without, chatty):
+    asked = spec(chatty, LANES)
+    trace = session.run(asked)
+    assert kept(trace) == [0] * 6  # the warm-up's reading does not count
+    for message in ("The dog saw a ball", "Then the ball"):
+        asked, before = follow_up(asked, trace, message), trace
+        trace = session.run(asked)
+        fresh = without(asked)
+        assert said(trace) == said(fresh) and kept(fresh) == [0] * 6
+        assert [row["verdict"] for row in trace.comparison] == ["identical"] * 5
+        for number, old, lane in zip(kept(trace), before.lanes, trace.lanes, strict=True):
+            shared = prefix([*old.prompt_ids, *old.token_ids], lane.prompt_ids)
+            # the last token said was not read yet, unless it had been drafted
+            assert len(old.prompt_ids) < shared - 1 <= number <= shared < len(lane.prompt_ids)
+
+
+def test_only_what_is_new_is_read_by_the_target_and_by_its_draft_model(session, chatty, monkeypatch):
+    asked = spec(chatty, LANES[:1])
+    again = follow_up(asked, session.run(asked), "The dog saw a ball")
+    read = tokens_read(monkeypatch)
+    trace = session.run(again)
+    whole = len(trace.lanes[0].prompt_ids)
+    assert len(read) == 6 and max(read) < 12 < whole  # three models, in the warm-up and in the race
+    assert sorted(read[:3]) == sorted(read[3:])
+
+
+def test_an_answer_that_the_template_writes_otherwise_is_read_again(session, without, tmp_path):
+    asked = spec(with_template(tmp_path, ANSWERS_CUT), LANES[:2])
+    before = session.run(asked)
+    again = follow_up(asked, before, "The dog saw a ball")
+    trace = session.run(again)
+    assert said(trace) == said(without(again))
+    for number, old, lane in zip(kept(trace), before.lanes, trace.lanes, strict=True):
+        assert number == prefix([*old.prompt_ids, *old.token_ids], lane.prompt_ids)
+        assert len(old.prompt_ids) <= number < len(old.prompt_ids) + 8
+
+
+def test_a_recurrent_target_goes_on_too(session, without, tmp_path):
+    tokenizer = byte_level()
+    tokenizer.chat_template = TEMPLATE
+    model = build("qwen3_next")
+    model.resize_token_embeddings(len(tokenizer))
+    model.config.max_position_embeddings = 512
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    asked = spec(str(tmp_path), prompt="Once", max_new_tokens=6)
+    again = follow_up(asked, session.run(asked), "And")
+    trace = session.run(again)
+    assert said(trace) == said(without(again))
+    assert kept(trace)[0] > 0
+
+
+def test_what_is_remembered_counts_as_memory_and_is_freed_with_it(session, chatty):
+    asked = spec(chatty, LANES[:2])
+    trace = session.run(asked)
+    *models, (name, size) = session.loaded()
+    assert name == "the chat so far" and size > 0 and models == session.shelf.loaded()
+    slabs = [weakref.ref(target._history._cache.slabs[0].keys) for target, _ in session._chat.values()]
+    again = follow_up(asked, trace, "The dog saw a ball")
+    session.unload()
+    gc.collect()
+    assert session.loaded() == [] and [slab() for slab in slabs] == [None] * 3
+    assert kept(session.run(again)) == [0] * 3
+
+
+@pytest.mark.parametrize("other", ["text", "chat", "load", "place"])
+def test_another_comparison_ends_the_chat(session, chatty, other):
+    asked = spec(chatty)
+    again = follow_up(asked, session.run(asked), "The dog saw a ball")
+    if other == "text":
+        session.run(spec(chatty, chat=False, max_new_tokens=2))
+        assert session.loaded() == session.shelf.loaded()
+    elif other == "chat":
+        session.run(spec(chatty, max_new_tokens=2))
+    else:
+        getattr(session, other)(spec("stories"))
+        assert not session._chat
+    assert kept(session.run(again)) == [0, 0]
+
+
+def test_a_run_that_was_stopped_leaves_nothing(session, chatty):
+    asked = spec(chatty)
+    again = follow_up(asked, session.run(asked), "The dog saw a ball")
+    for message in (run := session.stream(again)):
+        assert session._chat
+        if isinstance(message, Step):
+            run.close()
+    assert not session._chat and session.loaded() == session.shelf.loaded()
+    stop = [False, False, False, False, True]
+    for _ in session.stream(asked, cancelled=lambda: stop.pop(0) if len(stop) > 1 else True):
+        pass
+    assert not session._chat
+
+
+def test_a_comparison_that_cannot_be_loaded_leaves_the_chat_as_it_was(session, chatty):
+    asked = spec(chatty)
+    again = follow_up(asked, session.run(asked), "The dog saw a ball")
+    with pytest.raises(ValueError, match="stopped while"):
+        list(session.stream(again, cancelled=lambda: True))
+    assert min(kept(session.run(again))) > 0
+
+
+def test_a_drafter_that_learns_goes_on_as_well(session, chatty):
+    asked = spec(chatty, (LaneSpec("online", "stories-draft-deep", 2, {"every": 2}),))
+    again = follow_up(asked, session.run(asked), "The dog saw a ball")
+    assert min(kept(session.run(again))) > 0
+    session.run(spec(chatty, asked.lanes, chat=False))
+    (pair,) = session._learners.values()
+    assert isinstance(pair.target, Remembering) and pair.target.history_bytes == 0 and not session._chat
+
+
+def test_texts_are_not_remembered(session, chatty):
+    for message in session.stream(spec(chatty, chat=False, max_new_tokens=4)):
+        if isinstance(message, Started):
+            assert not session._chat
+    assert [type(session.target())] == [HFTarget] and not session._chat
