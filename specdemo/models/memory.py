@@ -46,8 +46,10 @@ class Remembering(HFTarget):
     @property
     def history_bytes(self) -> int:
         """Kept hidden states too."""
-        held = [self._text.hidden] if self._text else [piece.hidden for piece in self._pieces or ()]
-        return super().history_bytes + sum(h.numel() * h.element_size() for hidden in held for h in hidden.values())
+        kept = self._text or (self._pieces[0] if self._pieces else None)
+        if kept is None:
+            return super().history_bytes
+        return super().history_bytes + self.length[0] * sum(h[0, 0].nbytes for h in kept.hidden.values())
 
     @torch.no_grad()
     def start(self, tokens: Tensor, taps: tuple[int, ...] = (), reserve: int = 0) -> Forward:

@@ -180,12 +180,12 @@ def test_rewinding_leaves_what_was_kept(name):
 
 
 def test_memory_grows_by_what_follows_and_is_freed(target):
-    text = turn(target, texts(1, PROMPT))
-    assert target.history_bytes > 0
-    prompt, other = asked(text), HFTarget(target.model)
-    target.start(prompt, reserve=50)
-    other.start(prompt, reserve=50)
-    assert target.history_bytes == other.history_bytes
+    prompt, other = asked(turn(target, texts(1, PROMPT))), HFTarget(target.model)
+    for reserve in (50, 60):
+        target.start(prompt, TAPS, reserve=reserve)
+        other.start(prompt, TAPS, reserve=reserve)
+        hidden = len(TAPS) * 4 * target.hidden_size * prompt.shape[1]
+        assert target.history_bytes == other.history_bytes + hidden
     target.release()
     slab = weakref.ref(target._history._cache.slabs[0].keys)
     target.forget()
