@@ -4,6 +4,7 @@ the two part.
 T tokens of a text, S slots, A kept slots, H hidden size.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import NamedTuple
@@ -63,13 +64,11 @@ class Remembering(HFTarget):
         self._pieces = [_Piece(0, tokens, dict(forward.hidden))] if len(tokens) == 1 else None
         return forward
 
-    @torch.no_grad()
     def forward(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...] = ()) -> Forward:
         forward = super().forward(tokens, parents, taps)
         self._fed = tokens, dict(forward.hidden)
         return forward
 
-    @torch.no_grad()
     def commit(self, path: list[list[int]]) -> None:
         before = self.length
         super().commit(path)
@@ -84,9 +83,10 @@ class Remembering(HFTarget):
         """Keep the history where it is known what it holds, and free it where it is not."""
         pieces, self._pieces, self._fed = self._pieces, None, None
         if pieces is not None:
-            self._text = _joined(pieces, self.length[0])
             self._started().settle(self.kept)
-        elif self._text is None:
+            with suppress(torch.OutOfMemoryError):  # remembering is a favour: it must not fail a text that was written
+                self._text = _joined(pieces, self.length[0])
+        if self._text is None:
             super().release()
 
     def rewind(self) -> None:

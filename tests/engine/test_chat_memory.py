@@ -14,7 +14,7 @@ from specdemo.models.load import resolve
 from specdemo.models.memory import Remembering
 from specdemo.models.target import HFTarget
 from tests.models.test_text import byte_level
-from tests.models.tiny import build
+from tests.models.tiny import build, pinned
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
 ANSWERS_CUT = "{% for m in messages %}{{ m.content if m.role == 'user' else m.content[:9] }}\n{% endfor %}"
@@ -133,6 +133,7 @@ def test_an_answer_that_the_template_writes_otherwise_is_read_again(session, wit
         assert len(old.prompt_ids) <= number < len(old.prompt_ids) + 8
 
 
+@pinned
 def test_a_recurrent_target_goes_on_too(session, without, tmp_path):
     tokenizer = byte_level()
     tokenizer.chat_template = TEMPLATE
