@@ -11,6 +11,12 @@ def text(name: str) -> str:
     return (HERE / name).read_text(encoding="utf-8")
 
 
+def to_tab(tab_id: str) -> str:
+    """A script that shows a tab. Tabs must not be the output of an event: from then on Gradio's front end would copy
+    them, with all they hold, at every message of every run."""
+    return f"""() => document.querySelector('[role="tab"][data-tab-id="{tab_id}"]').click()"""
+
+
 def view(skeleton: str, *scripts: str, elem_id: str) -> gr.HTML:
     """A component whose value is an append-only log that the scripts, one after the other, draw into the skeleton."""
     script = "\n".join(map(text, scripts))

@@ -149,10 +149,10 @@ class Lab:
         return [gr.update(interactive=on) for on in (True, False, ready)]
 
     def race_head(self, request: gr.Request, *drawn: int) -> list[Any]:
-        """The controls of the Race with the new head in lane 1, and that tab."""
+        """The controls of the Race with the new head in lane 1."""
         training = self._trainings[visitor(request)]
         assert training.folder is not None
-        return [*race_with(training.method, training.folder, drawn), gr.update(selected="race")]
+        return race_with(training.method, training.folder, drawn)
 
     def forget(self, request: gr.Request) -> None:
         self._trainings.pop(visitor(request), None)
@@ -164,7 +164,7 @@ def race_with(method: str, folder: str, drawn: Sequence[int]) -> list[Any]:
     return fill(preset(DEFAULT).with_changes(lanes=[lane.model_dump()]), drawn)
 
 
-def draw(page: gr.Blocks, tabs: gr.Tabs, form: Controls) -> None:
+def draw(page: gr.Blocks, form: Controls) -> None:
     """The tab, inside the current Blocks."""
     lab = Lab()
     gr.Markdown(assets.text("lab.md") + ("" if allowed() else f"\n\n**{OFF}**"), elem_id="lab-about")
@@ -193,7 +193,8 @@ def draw(page: gr.Blocks, tabs: gr.Tabs, form: Controls) -> None:
     training.then(lab.idle, None, buttons, **QUIET)
     stopping = stop.click(lab.ask_to_stop, None, [view, stop], cancels=[training], **QUIET)
     stopping.then(lab.stop, None, [view, *buttons], **QUIET)
-    race.click(lab.race_head, form.drawn, [*form.outputs, tabs], **QUIET)
+    raced = race.click(lab.race_head, form.drawn, form.outputs, **QUIET)
+    raced.then(None, None, None, js=assets.to_tab("race"), **QUIET)
     if allowed():
         page.load(_recipes, None, recipe, **QUIET)
     page.unload(lab.forget)

@@ -195,13 +195,13 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
     with page:
         gr.HTML(assets.text("title.html"), elem_id="title")
         # "menu" hides tabs that fit whenever it measures them before the page has its width
-        with gr.Tabs(overflow_behavior="wrap") as tabs:
+        with gr.Tabs(overflow_behavior="wrap"):
             with gr.Tab("Race", id="race"):
                 form = _race_tab(page, first, allow_any_model)
             with gr.Tab("Sweep", id="sweep"):
-                sweep.draw(page, tabs)
+                sweep.draw(page)
             with gr.Tab("Lab"):
-                lab.draw(page, tabs, form)
+                lab.draw(page, form)
             with gr.Tab("How it works"):
                 gr.Markdown(assets.text("how_it_works.md"), elem_id="how")
         _endpoints(allow_any_model)

@@ -50,6 +50,7 @@ SUITES = {
         "What does a long prompt change? The preset's first lane behind shorter and longer prompts.",
     ),
 }
+IF_LINKED = f"() => {{ if (new URLSearchParams(location.search).has('sweep')) ({assets.to_tab('sweep')})(); }}"
 STOPPING_S = 30.0  # how long Stop waits for the finished repeats
 OFF = (
     "this Space borrows a GPU for seconds and a sweep needs minutes; open a stored result, "
@@ -243,15 +244,15 @@ def share(*values: Any) -> tuple[Any, Any]:
 
 
 def restore(request: gr.Request) -> Any:
-    """The controls a link to a sweep asks for, a text of what was refused, and this tab. It runs nothing."""
+    """The controls a link to a sweep asks for and a text of what was refused. It runs nothing."""
     if not is_sweep(request.query_params):
         return gr.skip()
     asked, refused = sweep_from_query(request.query_params)
     notes = opening() + "".join(to_line({"type": "note", "text": text}) for text in refused)
-    return [*asked.model_dump().values(), notes, gr.update(selected="sweep")]
+    return [*asked.model_dump().values(), notes]
 
 
-def draw(page: gr.Blocks, tabs: gr.Tabs) -> None:
+def draw(page: gr.Blocks) -> None:
     """The tab, inside the current Blocks."""
     sweeps, start = Sweeps(), Sweep()
     gr.Markdown(assets.text("sweep.md"), elem_id="sweep-about")
@@ -322,5 +323,6 @@ def draw(page: gr.Blocks, tabs: gr.Tabs) -> None:
     linked.then(None, link, link, js=assets.text("share.js"), **QUIET)
     file = gr.JSON(visible=False)
     save.click(sweeps.save, None, file, **QUIET).success(None, file, None, js=assets.text("save.js"), **QUIET)
-    page.load(restore, None, [*inputs, view, tabs], **QUIET)
+    page.load(restore, None, [*inputs, view], **QUIET)
+    page.load(None, None, None, js=IF_LINKED, **QUIET)
     page.unload(sweeps.forget)

@@ -163,8 +163,8 @@ def test_a_strangers_numbers_stay_readable():
 
 
 def test_a_link_fills_the_controls_and_runs_nothing(bench):
-    *values, notes, tab = restore(visit("sweep=batch&preset=embedded-ngram&repeats=2&new_tokens=32"))
-    assert values == ["batch", "embedded-ngram", 2, 32] and tab["selected"] == "sweep"
+    *values, notes = restore(visit("sweep=batch&preset=embedded-ngram&repeats=2&new_tokens=32"))
+    assert values == ["batch", "embedded-ngram", 2, 32]
     assert "note" not in notes and bench.asked is None
     _, link = sweep.share(*values)
     assert link["value"] == "?sweep=batch&preset=embedded-ngram&repeats=2&new_tokens=32"
@@ -176,7 +176,7 @@ def test_a_race_and_a_sweep_leave_the_other_ones_links_alone():
 
 
 def test_a_hostile_link_leaves_notes():
-    *values, text, _ = restore(visit("sweep=<b>&preset=../../etc&repeats=9999&new_tokens=nan&onload=x&repeats=2"))
+    *values, text = restore(visit("sweep=<b>&preset=../../etc&repeats=9999&new_tokens=nan&onload=x&repeats=2"))
     assert values == list(Sweep().model_dump().values())
     assert [line["type"] for line in lines(text)] == ["run", *["note"] * 6]
     assert "repeats must be 10 or less, not 9999" in text
