@@ -37,7 +37,7 @@ app = typer.Typer(
 )
 
 PAGE = Path(__file__).parents[1] / "app.py"
-SUITES = "embedded, methods, k, batch, prompt, depth-width, copying, peers, floor, race-fairness."
+SUITES = "embedded, methods, k, batch, prompt, depth-width, copying, losslessness, peers, floor, race-fairness."
 LONG_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable.")]
 PresetId = Annotated[str, typer.Argument(metavar="PRESET", help="One of `specdemo presets`.")]
@@ -155,7 +155,8 @@ def bench(
     suite: Annotated[
         str,
         typer.Argument(
-            help="embedded, methods, k, batch, prompt, depth-width, copying, peers, floor or race-fairness."
+            help="embedded, methods, k, batch, prompt, depth-width, copying, losslessness, peers, floor or "
+            "race-fairness."
         ),
     ],
     repeats: Annotated[int, typer.Option(help="Interleaved repeats.")] = 5,

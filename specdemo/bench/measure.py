@@ -56,7 +56,7 @@ class Stopped(Exception):
 
 
 def repeated(
-    count: int, report: Report, cancelled: Callable[[], bool], once: Callable[[int, Tick], T]
+    count: int, report: Report, cancelled: Callable[[], bool], once: Callable[[int, Tick], T], noun: str = "repeat"
 ) -> tuple[list[T], list[str]]:
     """once(repeat, tick) `count` times -> what it gave, and a remark if it was stopped. Raises ValueError when it was
     stopped before the first repeat was complete."""
@@ -67,14 +67,14 @@ def repeated(
             def tick(share: float, repeat: int = repeat) -> None:
                 if cancelled():
                     raise Stopped
-                report((repeat + share) / count, f"repeat {repeat + 1} of {count}")
+                report((repeat + share) / count, f"{noun} {repeat + 1} of {count}")
 
             tick(0.0)
             done.append(once(repeat, tick))
     except (Stopped, Cancelled):
         if not done:
-            raise ValueError("stopped before the first repeat was complete: nothing was measured") from None
-        return done, [f"stopped after {len(done)} of {count} repeats"]
+            raise ValueError(f"stopped before the first {noun} was complete: nothing was measured") from None
+        return done, [f"stopped after {len(done)} of {count} {noun}s"]
     return done, []
 
 

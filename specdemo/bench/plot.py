@@ -1,5 +1,5 @@
 """A result as a picture: speed-up over what was swept, with the middle half of the repeats and, where the cost model
-spoke, what it predicted."""
+spoke, what it predicted; of two samples of tokens both histograms."""
 
 from collections.abc import Iterable
 from html import escape
@@ -9,7 +9,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from specdemo.bench.look import GREY, LINES, axis, layout
-from specdemo.bench.result import Result, Spread
+from specdemo.bench.result import DRAFTED, PLAIN, TOKEN, Result, Spread
 
 BARS = "lane"
 ALL = "all"  # of the categories of a question file
@@ -17,7 +17,7 @@ AXES = {"k": "draft length", "batch": "batch size", "prompt tokens": "prompt len
 UNITS = {"k": "k, tokens drafted at once", "batch": "texts decoded at once", "prompt tokens": "tokens"}
 DOUBLING = ("batch", "prompt tokens")
 TIMES = "×"
-PLAIN = "plain decoding"
+BASELINE = "plain decoding"
 
 Row = dict[str, Any]
 
@@ -25,8 +25,10 @@ Row = dict[str, Any]
 def figure(result: Result) -> go.Figure:
     """Lines over k, batch or prompt length, one per lane; bars where the lanes themselves are compared.
 
-    Plain decoding is the line at 1. Raises ValueError when the result holds no speed-up.
+    Plain decoding is the line at 1. Raises ValueError when the result holds no speed-up and no histogram.
     """
+    if result.axis == TOKEN:
+        return _histograms(result)
     over = result.axis or BARS
     place = str if over == BARS else (int, float)
     rows = [row for row in result.rows if isinstance(row.get("speed-up"), Spread) and isinstance(row.get(over), place)]
@@ -35,7 +37,8 @@ def figure(result: Result) -> go.Figure:
     if not rows:
         raise ValueError(f"suite {result.suite} measures no speed-up; there is nothing to draw")
     drawn = _bars(rows) if over == BARS else _lines(rows, over)
-    drawn.update_layout(title=_title(result, over))
+    head = "Speed-up by lane" if over == BARS else f"Speed-up over {AXES.get(over, _plain(over))}"
+    drawn.update_layout(title=_title(result, head))
     return drawn
 
 
@@ -51,7 +54,7 @@ def _lines(rows: list[Row], over: str) -> go.Figure:
         x=[places[0], places[-1]],
         y=[1.0, 1.0],
         mode="lines",
-        name=PLAIN,
+        name=BASELINE,
         line={"color": GREY, "dash": "dot", "width": 2},
         hoverinfo="skip",
     )
@@ -125,11 +128,57 @@ def _bars(rows: list[Row]) -> go.Figure:
     drawn.add_vline(
         x=1.0,
         line={"color": GREY, "dash": "dot"},
-        annotation_text=PLAIN,
+        annotation_text=BASELINE,
         annotation_position="top",
         annotation_font={"color": GREY, "size": 11},
     )
     return drawn
+
+
+def _histograms(result: Result) -> go.Figure:
+    """The first place's tokens in either sample, with two standard errors each way."""
+    place = min((row["place"] for row in result.rows if _is_number(row.get("place"))), default=None)
+    rows = [row for row in result.rows if row.get("place") == place]
+    rows = [row for row in rows if all(_is_share(row.get(name)) for name in (PLAIN, DRAFTED))]
+    draws = result.config.get("draws")
+    if not rows or not _is_number(draws) or draws < 1:
+        raise ValueError(f"suite {result.suite} holds no histogram; there is nothing to draw")
+    drawn = go.Figure(layout=layout(height=430, margin={"l": 8, "r": 16, "t": 92, "b": 44}))
+    for name, (color, _, _) in zip((PLAIN, DRAFTED), LINES, strict=False):
+        shares = [row[name] for row in rows]
+        drawn.add_bar(
+            x=shares,
+            y=[_plain(_seen(str(row[TOKEN]))) for row in rows],
+            error_x={
+                "array": [2.0 * (share * (1.0 - share) / draws) ** 0.5 for share in shares],
+                "color": color,
+                "thickness": 1.5,
+                "width": 4,
+            },
+            orientation="h",
+            name=name,
+            marker={"color": color, "opacity": 0.6, "pattern": {"shape": "/" if name == DRAFTED else ""}},
+            hovertemplate=f"%{{y}}: <b>%{{x:.1%}}</b><extra>{name}</extra>",
+        )
+    drawn.update_xaxes(axis(title={"text": f"share of {draws} continuations"}, tickformat=".0%"))
+    drawn.update_yaxes(axis(autorange="reversed", automargin=True, showgrid=False, type="category"))
+    drawn.update_layout(
+        barmode="group",
+        bargap=0.25,
+        legend={"orientation": "h", "x": 1, "xanchor": "right", "y": 0.02, "yanchor": "bottom"},
+        showlegend=True,
+        title=_title(result, f"Token {place} behind the prompt"),
+    )
+    return drawn
+
+
+def _seen(token: str) -> str:
+    """A token with its white space to be seen."""
+    return token.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "␣") if token.strip("\n\t ") != token else token
+
+
+def _is_share(value: Any) -> bool:
+    return _is_number(value) and 0.0 <= value <= 1.0
 
 
 def _lanes(rows: Iterable[Row]) -> list[str]:
@@ -147,7 +196,7 @@ def _told(rows: list[Row]) -> list[tuple[str]]:
     return [(f"{row['speed-up'].q1:.2f} to {row['speed-up'].q3:.2f}",) for row in rows]
 
 
-def _title(result: Result, over: str) -> dict[str, Any]:
+def _title(result: Result, head: str) -> dict[str, Any]:
     """What was measured, on what, when and by which code."""
     told = result.environment
     threads = f"{told['threads']} thread{'s' * (told['threads'] != 1)}" if told.get("threads") else None
@@ -156,7 +205,6 @@ def _title(result: Result, over: str) -> dict[str, Any]:
     when = [f"suite {result.suite}", told.get("date"), commit]
     lines = [", ".join(_plain(part) for part in parts if part) for parts in (where, when)]
     small = "".join(f'<br><span style="font-size:12px">{line}</span>' for line in lines if line)
-    head = "Speed-up by lane" if over == BARS else f"Speed-up over {AXES.get(over, _plain(over))}"
     return {
         "text": f"<b>{head}</b>{small}",
         "font": {"size": 15},

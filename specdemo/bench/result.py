@@ -12,6 +12,8 @@ from pydantic.dataclasses import dataclass as checked
 
 SCHEMA = 1
 MAX_RESULT_BYTES = 4_000_000
+TOKEN = "token"  # the axis of histograms: rows hold a token's place and its share in either sample, PLAIN and DRAFTED
+PLAIN, DRAFTED = "plain", "speculative"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import torch
 
 from specdemo.bench.fairness import race_fairness
 from specdemo.bench.floor import floor
+from specdemo.bench.losslessness import losslessness
 from specdemo.bench.measure import (
     Ask,
     Place,
@@ -33,7 +34,7 @@ from specdemo.models.target import HFTarget
 from specdemo.models.text import encode
 from specdemo.presets.schema import DEFAULT, LIMITS, Preset, load_presets, preset
 
-__all__ = ["SUITES", "Ask", "Result", "Spread", "read_result", "run_suite", "shipped_lanes"]
+__all__ = ["SUITES", "Ask", "Result", "Spread", "losslessness", "read_result", "run_suite", "shipped_lanes"]
 
 NEW_TOKENS = 96
 BATCHES = (1, 2, 4, 8, 16, 32)
@@ -41,6 +42,7 @@ LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 PROBES = 15  # of each width, for v
 TEXTS = 3  # prompts of each length
 STORIES = "stories"
+SAMPLING = "embedded-sampling"
 
 Suite = Callable[[Ask, Report, Callable[[], bool]], Result]
 
@@ -129,6 +131,12 @@ def prompt(ask: Ask, report: Report, cancelled: Callable[[], bool]) -> Result:
     rows, remarks, done = along(target, lanes, places, axis, ask.repeats, report, cancelled)
     remarks = ["The prompts are windows on the suite's texts, one behind the other and over again.", *remarks]
     return Result("prompt", done, _config(ask, chosen.target), environment(target), rows, remarks, axis)
+
+
+def lossless(ask: Ask, report: Report, cancelled: Callable[[], bool]) -> Result:
+    """Is the first lane of a preset distributed as plain decoding? With the preset's own sampling and acceptance."""
+    chosen = preset(ask.preset or SAMPLING)
+    return losslessness(chosen, ask.repeats, report, cancelled, ask.device, ask.dtype)
 
 
 def shipped_lanes(target: str = STORIES) -> tuple[LaneSpec, ...]:
@@ -305,6 +313,7 @@ SUITES = {
     "prompt": Entry(prompt, _PLACE | {"preset", "prompts"}),
     "depth-width": Entry(depth_width, _ASKED | {"ks"}),
     "copying": Entry(copying, _PLACE),
+    "losslessness": Entry(lossless, frozenset({"preset", "device", "dtype"})),
     "peers": Entry(peers, _PLACE | {"pair"}),
     "floor": Entry(floor, _PLACE | {"pair"}),
     "race-fairness": Entry(race_fairness, frozenset()),

@@ -1,0 +1,213 @@
+"""Is speculative decoding distributed as plain decoding? A preset's first lane against plain decoding.
+
+Sampling: many continuations of one prompt from either, drawn apart from each other, and at every place a two-sample
+chi-square test of the tokens there. Greedy: the same tokens, prompt by prompt.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from specdemo.bench.measure import Report, Tick, repeated
+from specdemo.bench.prompts import PROMPTS
+from specdemo.bench.result import DRAFTED, PLAIN, TOKEN, Result
+from specdemo.core.accept import AcceptRule, accept_rule
+from specdemo.core.protocol import Budget, Drafter, GenerationConfig, Target
+from specdemo.engine.loop import generate
+from specdemo.engine.session import Session, environment
+from specdemo.methods import BASELINE, load_drafter
+from specdemo.models.load import load_target
+from specdemo.models.text import encode, token_text
+from specdemo.presets.schema import Preset
+
+ROWS = 256  # continuations decoded at once, and so in a repeat
+PLACES = (2, 3, 4)  # tokens that are compared; the first is the prefill's, which speculates nothing
+SHOWN = 10  # the commonest tokens of a place
+POOLED = 10  # rarer tokens, of both samples together, are counted as one
+ALARM = 0.001  # a p-value below it calls the distributions different
+GREEDY_TOKENS = 64
+OTHERS = "(all others)"
+
+
+@dataclass(frozen=True, slots=True)
+class ChiSquare:
+    statistic: float
+    freedom: int
+    p: float
+
+
+def chi_square(a: Mapping[Any, int], b: Mapping[Any, int]) -> ChiSquare:
+    """Are two samples of counts from one distribution? p is the chance of a statistic as large if they are. Outcomes
+    with fewer than POOLED counts in both together are pooled; with one outcome left there is nothing to compare."""
+    pairs = [(a.get(outcome, 0), b.get(outcome, 0)) for outcome in {**a, **b}]
+    kept = [pair for pair in pairs if sum(pair) >= POOLED]
+    rest = [sum(column) for column in zip((0, 0), *(pair for pair in pairs if sum(pair) < POOLED), strict=True)]
+    if sum(rest) < POOLED and kept:
+        least = min(range(len(kept)), key=lambda i: sum(kept[i]))
+        kept[least] = (kept[least][0] + rest[0], kept[least][1] + rest[1])
+    elif sum(rest):
+        kept.append((rest[0], rest[1]))
+    sizes = sum(x for x, _ in kept), sum(y for _, y in kept)
+    if len(kept) < 2 or not all(sizes):
+        return ChiSquare(0.0, 0, 1.0)
+    scale = (sizes[1] / sizes[0]) ** 0.5
+    statistic = sum((scale * x - y / scale) ** 2 / (x + y) for x, y in kept)
+    half = torch.tensor([(len(kept) - 1) / 2, statistic / 2], dtype=torch.float64)
+    return ChiSquare(statistic, len(kept) - 1, float(torch.special.gammaincc(half[0], half[1])))
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to decode."""
+
+    drafter: Drafter
+    accept: AcceptRule
+    config: GenerationConfig
+
+
+def drawn(target: Target, way: Way, prompt: Sequence[int], seed: int, tick: Callable[[], None]) -> list[list[int]]:
+    """ROWS continuations of the prompt; `tick` is called before every step."""
+    rows: list[list[int]] = [[] for _ in range(ROWS)]
+    prompts = torch.tensor([prompt] * ROWS, device=target.device)
+    config = replace(way.config, seed=seed)
+    for event in generate(target, way.drafter, prompts, config, accept=way.accept):
+        tick()
+        for row, emitted in zip(rows, event.emitted, strict=True):
+            row += emitted
+    return rows
+
+
+def losslessness(
+    chosen: Preset,
+    repeats: int,
+    report: Report,
+    cancelled: Callable[[], bool],
+    device: str = "auto",
+    dtype: str = "auto",
+) -> Result:
+    """The test that suits the preset's temperature. repeats: of ROWS continuations each; greedy decoding repeats
+    nothing. Raises ValueError with one line."""
+    if chosen.temperature == 0.0:
+        return _same_tokens(chosen, report, cancelled, device, dtype)
+    return _same_distribution(chosen, repeats, report, cancelled, device, dtype)
+
+
+def _same_distribution(
+    chosen: Preset, repeats: int, report: Report, cancelled: Callable[[], bool], device: str, dtype: str
+) -> Result:
+    spec = chosen.spec()
+    lane = spec.lanes[0]
+    target = load_target(chosen.target, dtype, device, chosen.quantization)
+    if target.tokenizer is None:
+        raise ValueError(f"{target.name} has no tokenizer; put its tokenizer.json into the same folder")
+    budget = Budget(lane.k, max(lane.k, int(lane.options.get("nodes", 0))))
+    tokens = PLACES[-1] + 1  # one more, so that a draft may reach the last place
+    plain = GenerationConfig(tokens, spec.sampling, stop_token_ids=())
+    rule = accept_rule(lane.acceptance)
+    ways = {
+        PLAIN: Way(load_drafter(BASELINE, target), accept_rule("lossless"), plain),
+        DRAFTED: Way(
+            load_drafter(lane.method, target, lane.model, **lane.options), rule, replace(plain, budget=budget)
+        ),
+    }
+    prompt = encode(target.tokenizer, spec.prompt, target.max_length - tokens)
+
+    def once(repeat: int, tick: Tick) -> list[list[list[int]]]:
+        """Of every way its continuations. No two have one seed: equal noise would make the samples alike."""
+        samples = []
+        for number, way in enumerate(ways.values()):
+            seed = chosen.seed + len(ways) * repeat + number
+
+            def tell(number: int = number) -> None:
+                tick(number / len(ways))
+
+            samples.append(drawn(target, way, prompt, seed, tell))
+        return samples
+
+    done, remarks = repeated(repeats, report, cancelled, once)
+    draws = ROWS * len(done)
+    samples = [[row for samples in done for row in samples[number]] for number in range(len(ways))]
+    name = lane.name or lane.method.replace("_", " ")
+    verdicts, rows = [], []
+    for place in PLACES:
+        counts = [Counter(row[place - 1] for row in sample) for sample in samples]
+        verdicts.append(chi_square(counts[0], counts[1]))
+        rows += _histogram(target.tokenizer, place, counts)
+    said = [
+        f"Token {place}: chi-square {v.statistic:.1f} with {v.freedom} degrees of freedom, p = {_p(v.p)}."
+        for place, v in zip(PLACES, verdicts, strict=True)
+    ]
+    config = {
+        "target": chosen.target,
+        "lane": name,
+        "k": lane.k,
+        "acceptance": lane.acceptance,
+        "temperature": chosen.temperature,
+        "top_p": chosen.top_p,
+        "top_k": chosen.top_k,
+        "min_p": chosen.min_p,
+        "draws": draws,
+        "prompt": chosen.prompt[:200],
+    }
+    remarks = [_verdict(verdicts, draws, rule.exact), *said, *remarks]
+    return Result("losslessness", len(done), config, environment(target), rows, remarks, TOKEN)
+
+
+def _verdict(verdicts: Sequence[ChiSquare], draws: int, exact: bool) -> str:
+    """All places in one sentence; the bar is divided among them."""
+    least = min(verdict.p for verdict in verdicts)
+    if least < ALARM / len(verdicts):
+        fault = "as expected of a lossy rule" if not exact else "which is a fault of the method or the engine"
+        return f"The distributions differ, {fault}: equal ones give such samples once in {_once_in(least)} times."
+    words = "No difference was found" if exact else "No difference was found yet, though the rule is lossy,"
+    return f"{words} between {draws} continuations of each."
+
+
+def _once_in(p: float) -> str:
+    return f"{1.0 / p:,.0f}" if p > 1e-9 else "more than a billion"
+
+
+def _p(p: float) -> str:
+    return f"{p:.3f}" if p >= ALARM else f"{p:.1e}"
+
+
+def _histogram(tokenizer: Any, place: int, counts: Sequence[Counter[int]]) -> list[dict[str, Any]]:
+    """The commonest tokens of a place, then all others as one: the share of each in both samples."""
+    commonest = [token for token, _ in (counts[0] + counts[1]).most_common(SHOWN)]
+    sizes = [count.total() for count in counts]
+    rows = []
+    for token in commonest:
+        shares = [round(count[token] / size, 4) for count, size in zip(counts, sizes, strict=True)]
+        rows.append({TOKEN: token_text(tokenizer, token), "place": place, PLAIN: shares[0], DRAFTED: shares[1]})
+    left = [1.0 - sum(count[t] for t in commonest) / size for count, size in zip(counts, sizes, strict=True)]
+    if max(left) > 0.0:
+        rows.append({TOKEN: OTHERS, "place": place, PLAIN: round(left[0], 4), DRAFTED: round(left[1], 4)})
+    return rows
+
+
+def _same_tokens(chosen: Preset, report: Report, cancelled: Callable[[], bool], device: str, dtype: str) -> Result:
+    """Plain and speculative decoding of every prompt, one after the other, token by token."""
+    runner = Session()
+    first = chosen.with_changes(lanes=[chosen.lanes[0].model_dump()], max_new_tokens=GREEDY_TOKENS).spec()
+    spec = replace(first, schedule="sequential", device=device, dtype=dtype)
+    prompts = [chosen.prompt, *PROMPTS]
+
+    def once(number: int, tick: Tick) -> dict[str, Any]:
+        trace = runner.run(replace(spec, prompt=prompts[number]), cancelled)
+        tick(0.0)  # a run that was cut short is not counted
+        if any(lane.finish == "error" for lane in trace.lanes):
+            raise ValueError(next(lane.note for lane in trace.lanes if lane.finish == "error"))
+        found = trace.comparison[0]
+        same = found["first_divergence"]
+        tokens = len(trace.lanes[0].token_ids)
+        return {"prompt": prompts[number][:40], "tokens": tokens, "parts at": same, "output": found["verdict"]}
+
+    rows, remarks = repeated(len(prompts), report, cancelled, once, "prompt")
+    alike = Counter(str(row["output"]) for row in rows)
+    told = ", ".join(f"{count} {word}" for word, count in alike.items())
+    config = {"target": chosen.target, "temperature": 0.0, "k": spec.lanes[0].k, "prompts": len(rows)}
+    remark = f"Greedy, {len(rows)} prompts: {told}."
+    return Result("losslessness", len(rows), config, environment(runner.target()), rows, [remark, *remarks])
