@@ -1,6 +1,7 @@
 """A result as a picture: speed-up over what was swept, with the middle half of the repeats and, where the cost model
 spoke, what it predicted; of two samples of tokens both histograms."""
 
+import re
 from collections.abc import Iterable
 from html import escape
 from itertools import cycle
@@ -141,7 +142,7 @@ def _histograms(result: Result) -> go.Figure:
     rows = [row for row in result.rows if row.get("place") == place]
     rows = [row for row in rows if all(_is_share(row.get(name)) for name in (PLAIN, DRAFTED))]
     draws = result.config.get("draws")
-    if not rows or not _is_number(draws) or draws < 1:
+    if not rows or not isinstance(draws, int) or draws < 1:
         raise ValueError(f"suite {result.suite} holds no histogram; there is nothing to draw")
     drawn = go.Figure(layout=layout(height=430, margin={"l": 8, "r": 16, "t": 92, "b": 44}))
     for name, (color, _, _) in zip((PLAIN, DRAFTED), LINES, strict=False):
@@ -174,7 +175,8 @@ def _histograms(result: Result) -> go.Figure:
 
 def _seen(token: str) -> str:
     """A token with its white space to be seen."""
-    return token.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "␣") if token.strip("\n\t ") != token else token
+    glyphs = token.replace("\n", "⏎").replace("\r", "␍").replace("\t", "⇥")
+    return re.sub("^ | $", "·", glyphs)
 
 
 def _is_share(value: Any) -> bool:

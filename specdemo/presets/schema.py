@@ -230,7 +230,7 @@ class Sweep(BaseModel):
     """A benchmark suite on a preset's target. It names no model, so that any sweep is one for any visitor."""
 
     model_config = _strict
-    sweep: Literal["k", "methods", "batch", "prompt"] = "k"
+    sweep: Literal["k", "methods", "batch", "prompt", "depth-width"] = "k"
     preset: Annotated[str, AfterValidator(lambda id: preset(id).id)] = DEFAULT
     repeats: int = Field(3, ge=1, le=LIMITS.sweep_repeats)
     new_tokens: int = Field(96, ge=8, le=LIMITS.max_new_tokens)

@@ -1,4 +1,4 @@
-"""The Lab: train a head for the shipped target, watch it learn, race it.
+"""The Lab: train a head for the shipped target, watch it learn, race it; compare drafts; test losslessness.
 
 `trainer` gives what trains: specdemo.methods.recipes, or a stand-in. Its `train_live` yields dicts with seconds,
 of_seconds, step, tokens, loss and agree_1, agree_2, ... as they become known, or with a note, and at last one with done
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import gradio as gr
 
 from specdemo.presets.schema import DEFAULT, LaneConfig, preset
-from specdemo.ui import assets, space
+from specdemo.ui import assets, losslessness, space
 from specdemo.ui.controls import ENGINE, QUIET, TRAINED, Controls, fill, visitor
 from specdemo.ui.heavy import live
 from specdemo.ui.lines import to_line
@@ -164,8 +164,17 @@ def race_with(method: str, folder: str, drawn: Sequence[int]) -> list[Any]:
     return fill(preset(DEFAULT).with_changes(lanes=[lane.model_dump()]), drawn)
 
 
-def draw(page: gr.Blocks, form: Controls) -> None:
-    """The tab, inside the current Blocks."""
+def draw(page: gr.Blocks, form: Controls, sweep: gr.Radio) -> None:
+    """The tab, inside the current Blocks. sweep: what chooses the suite of the Sweep tab."""
+    _draw_training(page, form)
+    gr.Markdown(assets.text("depth_width.md"), elem_id="depth-width-about")
+    compare = gr.Button("Open the sweep", elem_id="depth-width")
+    opened = compare.click(lambda: "depth-width", None, sweep, **QUIET)
+    opened.then(None, None, None, js=assets.to_tab("sweep"), **QUIET)
+    losslessness.draw(page)
+
+
+def _draw_training(page: gr.Blocks, form: Controls) -> None:
     lab = Lab()
     gr.Markdown(assets.text("lab.md") + ("" if allowed() else f"\n\n**{OFF}**"), elem_id="lab-about")
     with gr.Row(elem_id="lab-controls"):

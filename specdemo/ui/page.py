@@ -199,9 +199,9 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
             with gr.Tab("Race", id="race"):
                 form = _race_tab(page, first, allow_any_model)
             with gr.Tab("Sweep", id="sweep"):
-                sweep.draw(page)
+                suite = sweep.draw(page)
             with gr.Tab("Lab"):
-                lab.draw(page, form)
+                lab.draw(page, form, suite)
             with gr.Tab("How it works"):
                 gr.Markdown(assets.text("how_it_works.md"), elem_id="how")
         _endpoints(allow_any_model)

@@ -1,7 +1,8 @@
-// Draws the text of a sweep (lines of JSON, see sweep.py) into the skeleton of sweep.html; kit.js stands before it. The
-// curves are Python's; the result on show stays, faint, until the next one comes.
+// Draws the text of a sweep (lines of JSON, see sweep.py) into the skeleton of sweep.html, or of a page like it; kit.js
+// stands before it. The curves are Python's; the result on show stays, faint, until the next one comes.
 
 const AXES = { k: "k =", batch: "batch size", "prompt tokens": "prompt length" };
+const SHARES = ["plain", "speculative"];
 
 let came = false; // this text's result
 
@@ -69,10 +70,10 @@ function say(text) {
   $(".sd-status").textContent = text;
 }
 
-function verdict({ rows, axis }) {
+function verdict({ rows, axis, remarks }) {
   const whole = rows.filter((row) => (row.category ?? "all") === "all");
   const best = whole.reduce((a, b) => ((b["speed-up"]?.median ?? 0) > (a?.["speed-up"]?.median ?? 0) ? b : a), null);
-  if (!best) return "this suite measures no speed-up.";
+  if (!best) return remarks[0] || "this suite measures no speed-up.";
   const speed = best["speed-up"].median;
   if (speed <= 1) return "nothing was faster than plain decoding.";
   const at = AXES[axis] ? ` at ${AXES[axis]} ${best[axis]}` : "";
@@ -88,7 +89,7 @@ function table({ rows }) {
   drawn.tHead.append(head);
   for (const row of rows) {
     const line = make("tr");
-    names.forEach((name, i) => line.append(i ? cell(name, row[name]) : heading(String(row[name] ?? "–"), "row")));
+    names.forEach((name, i) => line.append(i ? cell(name, row[name]) : heading(visible(String(row[name] ?? "–")), "row")));
     drawn.tBodies[0].append(line);
   }
   return drawn;
@@ -111,6 +112,7 @@ function cell(name, value) {
 
 function words(name, value) {
   if (name === "accepted" && isNumber(value)) return percent(value);
+  if (SHARES.includes(name) && isNumber(value)) return `${fixed(100 * value, 1)} %`;
   if (isNumber(value)) return Number.isInteger(value) ? String(value) : fixed(value, 2);
   return value == null ? "–" : String(value);
 }

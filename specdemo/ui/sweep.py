@@ -1,7 +1,8 @@
 """The Sweep tab: a benchmark suite run from the page, its curves, its file, its link.
 
 A sweep is work of the engine: races, trainings and sweeps wait for each other in one queue. Stored results open without
-any model. A visitor names presets alone, so no model that the page does not offer.
+any model. A visitor names presets alone, so no model that the page does not offer. The Lab shows its own suite with the
+same parts.
 """
 
 import json
@@ -10,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 
@@ -32,6 +33,9 @@ from specdemo.ui.heavy import live, suite
 from specdemo.ui.lines import to_line
 from specdemo.ui.views import view
 
+if TYPE_CHECKING:
+    from specdemo.models.load import LoadProgress
+
 SUITES = {
     "k": (
         "Draft length k",
@@ -49,7 +53,12 @@ SUITES = {
         "Prompt length",
         "What does a long prompt change? The preset's first lane behind shorter and longer prompts.",
     ),
+    "depth-width": (
+        "Depth or width",
+        "Which shape should a draft have? One layer against four, with as many parameters, at every draft length.",
+    ),
 }
+OWN_MODELS = ("depth-width",)  # suites without a preset
 IF_LINKED = f"() => {{ if (new URLSearchParams(location.search).has('sweep')) ({assets.to_tab('sweep')})(); }}"
 STOPPING_S = 30.0  # how long Stop waits for the finished repeats
 OFF = (
@@ -58,27 +67,28 @@ OFF = (
 )
 
 Outputs = tuple[Any, Any]  # the text of the view and an update of the chart
+Suite = Callable[["LoadProgress", Callable[[], bool]], Result]  # given where to report and whether it is to stop
 
 
 class Sweeping:
     """One sweep: its engine and the append-only text the tab shows. `result` is there once it has ended."""
 
-    def __init__(self, asked: Sweep) -> None:
-        runs, bench = live(), suite()
+    def __init__(self, name: str, measure: Suite) -> None:
+        """Raises ValueError with one line where no sweep can run."""
+        runs = live()
         if runs.ELSEWHERE:
             raise ValueError(OFF)
-        ask = bench.Ask(repeats=asked.repeats, preset=asked.preset, new_tokens=asked.new_tokens)
 
         def work(cancelled: Callable[[], bool], report: Any) -> Iterator[Result]:
             with runs.session().lock:
-                yield bench.run_suite(asked.sweep, ask, report, cancelled)
+                yield measure(report, cancelled)
 
         self.engine = runs.Engine(work)
         self.result: Result | None = None
         self._told: tuple[int, str] | None = None
         self._stopping = False
         self._unread = threading.Event()  # nobody reads `batches` any more
-        self.text = opening() + to_line({"type": "start", "name": f"{SUITES[asked.sweep][0]}, {asked.preset}"})
+        self.text = opening() + to_line({"type": "start", "name": name})
 
     def batches(self) -> Iterator[str]:
         """The text so far, as long as the sweep runs, 15 times a second. Closing the iterator stops it."""
@@ -155,17 +165,28 @@ def curves(result: Result) -> Any:
         return gr.update(visible=False)
 
 
-class Sweeps:
-    """What the events of the tab do. Keeps the latest sweep and the result on show of every open page."""
+def begin(*values: Any) -> Sweeping:
+    """The sweep the controls describe. Raises ValueError with one line."""
+    asked, bench = admit(from_values(*values)), suite()
+    chosen = None if asked.sweep in OWN_MODELS else asked.preset
+    ask = bench.Ask(repeats=asked.repeats, preset=chosen, new_tokens=asked.new_tokens)
+    name = ", ".join(filter(None, (SUITES[asked.sweep][0], chosen)))
+    return Sweeping(name, lambda report, cancelled: bench.run_suite(asked.sweep, ask, report, cancelled))
 
-    def __init__(self) -> None:
+
+class Sweeps:
+    """What the events of a tab do. Keeps the latest sweep and the result on show of every open page."""
+
+    def __init__(self, begin: Callable[..., Sweeping]) -> None:
+        """begin: from the values of the controls, or ValueError with one line."""
+        self._begin = begin
         self._running: dict[str, Sweeping] = {}
         self._results: dict[str, Result] = {}
 
     def run(self, request: gr.Request, *values: Any) -> Iterator[Outputs]:
         """The growing text of a sweep, or why there is none; at its end the curves."""
         try:
-            sweeping = Sweeping(admit(from_values(*values)))
+            sweeping = self._begin(*values)
         except ValueError as error:
             yield refusal(error), gr.skip()
             return
@@ -229,10 +250,15 @@ def from_values(sweep: str, preset: str, repeats: Any, new_tokens: Any) -> Sweep
 def admit(asked: Sweep) -> Sweep:
     """The sweep again. Raises ValueError on a public page for one that is too large for it."""
     space.admit(space.fit(preset(asked.preset)).with_changes(max_new_tokens=asked.new_tokens))
-    most = space.limits().sweep_repeats
-    if asked.repeats > most:
-        raise ValueError(f"this public page repeats a sweep {most} times at most, not {asked.repeats}; {space.HOME}")
+    admit_repeats(asked.repeats)
     return asked
+
+
+def admit_repeats(repeats: int) -> None:
+    """Raises ValueError for more than this page runs."""
+    most = space.limits().sweep_repeats
+    if not 1 <= repeats <= most:
+        raise ValueError(f"this public page repeats a sweep {most} times at most, not {repeats}; {space.HOME}")
 
 
 def share(*values: Any) -> tuple[Any, Any]:
@@ -252,9 +278,9 @@ def restore(request: gr.Request) -> Any:
     return [*asked.model_dump().values(), notes]
 
 
-def draw(page: gr.Blocks) -> None:
-    """The tab, inside the current Blocks."""
-    sweeps, start = Sweeps(), Sweep()
+def draw(page: gr.Blocks) -> gr.Radio:
+    """The tab, inside the current Blocks -> what chooses its suite."""
+    start = Sweep()
     gr.Markdown(assets.text("sweep.md"), elem_id="sweep-about")
     names = [(name, id) for id, (name, _) in SUITES.items()]
     presets = [(p.title, p.id) for p in load_presets().values()]
@@ -263,11 +289,12 @@ def draw(page: gr.Blocks) -> None:
     )
     question = gr.Markdown(SUITES[start.sweep][1], elem_id="question")
     with gr.Row(elem_id="sweep-controls"):
+        on = gr.Dropdown(
+            presets, value=DEFAULT, label="Preset: target and lane", elem_id="sweep-preset", scale=6, min_width=300
+        )
         inputs = [
             chosen,
-            gr.Dropdown(
-                presets, value=DEFAULT, label="Preset: target and lane", elem_id="sweep-preset", scale=6, min_width=300
-            ),
+            on,
             gr.Slider(
                 1,
                 LIMITS.sweep_repeats,
@@ -295,16 +322,30 @@ def draw(page: gr.Blocks) -> None:
                 stop = gr.Button("Stop", interactive=False, elem_id="sweep-stop", min_width=70)
                 shared = gr.Button("Share", elem_id="sweep-share", min_width=70)
     link = gr.Textbox(label="Link to this sweep", visible=False, buttons=["copy"], elem_id="sweep-link")
-    place = gr.HTML("", elem_classes="queue")
-    view = assets.view("sweep.html", "kit.js", "sweep.js", elem_id="sweep")
-    with view:
-        chart = gr.Plot(visible=False, show_label=False, container=False, elem_id="sweep-chart")
-    with gr.Row(elem_id="sweep-exports"):
-        save = gr.Button("Save the result (JSON)", size="sm", elem_id="save-result")
-        opened = gr.UploadButton("Open a result", file_types=[".json"], size="sm", elem_id="open-result")
-    buttons = [run, stop, opened]
+    view = draw_result(page, Sweeps(begin), inputs, run, stop, "sweep")
+    chosen.change(_describe, chosen, [question, on], **QUIET)
+    linked = shared.click(share, inputs, [view, link], **QUIET)
+    linked.then(None, link, link, js=assets.text("share.js"), **QUIET)
+    page.load(restore, None, [*inputs, view], **QUIET)
+    page.load(None, None, None, js=IF_LINKED, **QUIET)
+    return chosen
 
-    chosen.change(lambda id: SUITES[id][1], chosen, question, **QUIET)
+
+def draw_result(
+    page: gr.Blocks, sweeps: Sweeps, inputs: list[Any], run: gr.Button, stop: gr.Button, name: str
+) -> gr.HTML:
+    """The view of a result below its controls, and what the two buttons do. name: of the skeleton, and what ids begin
+    with."""
+    place = gr.HTML("", elem_classes="queue")
+    view = assets.view(f"{name}.html", "kit.js", "sweep.js", elem_id=name)
+    with view:
+        chart = gr.Plot(
+            visible=False, show_label=False, container=False, elem_id=f"{name}-chart", elem_classes="swept-chart"
+        )
+    with gr.Row(elem_id=f"{name}-exports", elem_classes="swept-exports"):
+        save = gr.Button("Save the result (JSON)", size="sm", elem_id=f"{name}-save")
+        opened = gr.UploadButton("Open a result", file_types=[".json"], size="sm", elem_id=f"{name}-open")
+    buttons = [run, stop, opened]
     locked = run.click(sweeps.busy, None, buttons, trigger_mode="once", **QUIET)
     running = locked.then(
         sweeps.run,
@@ -319,10 +360,12 @@ def draw(page: gr.Blocks) -> None:
     stopping = stop.click(sweeps.ask_to_stop, None, [view, stop], cancels=[running], **QUIET)
     stopping.then(sweeps.stop, None, [view, chart, *buttons], **QUIET)
     opened.upload(sweeps.open, opened, [view, chart], **QUIET)
-    linked = shared.click(share, inputs, [view, link], **QUIET)
-    linked.then(None, link, link, js=assets.text("share.js"), **QUIET)
     file = gr.JSON(visible=False)
     save.click(sweeps.save, None, file, **QUIET).success(None, file, None, js=assets.text("save.js"), **QUIET)
-    page.load(restore, None, [*inputs, view], **QUIET)
-    page.load(None, None, None, js=IF_LINKED, **QUIET)
     page.unload(sweeps.forget)
+    return view
+
+
+def _describe(suite: str) -> tuple[str, Any]:
+    """A suite's question, and the preset where it takes one."""
+    return SUITES[suite][1], gr.update(visible=suite not in OWN_MODELS)

@@ -33,7 +33,7 @@ def test_run_stop_save_open_share(visit_gated, gates, tmp_path):
     page.locator("#sweep-run").click()
     said(page, r"^Finished: at best 1\.30× as fast as plain decoding, wide at k = 2\.")
     with page.expect_download() as download:
-        page.locator("#save-result").click()
+        page.locator("#sweep-save").click()
     path = tmp_path / download.value.suggested_filename
     download.value.save_as(path)
     page.locator("#sweep-share").click()
@@ -43,7 +43,7 @@ def test_run_stop_save_open_share(visit_gated, gates, tmp_path):
     expect(other.locator("#repeats input[type=number]")).to_have_value("2")
     expect(other.locator("#sweep .sd-notes")).to_be_hidden()
     with other.expect_file_chooser() as chooser:
-        other.locator("#open-result").click()
+        other.locator("#sweep-open").click()
     chooser.value.set_files(path)
     said(other, "^Opened: at best")
     expect(other.locator("#sweep .sd-badge")).to_have_text("recorded · Test CPU <b> · 2026-11-21")

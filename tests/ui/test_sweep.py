@@ -13,7 +13,7 @@ from specdemo.bench.result import read_result, write_result
 from specdemo.presets.schema import Sweep, preset
 from specdemo.ui import sweep
 from specdemo.ui.page import Visits
-from specdemo.ui.sweep import Sweeping, Sweeps, restore, result_line
+from specdemo.ui.sweep import Sweeps, begin, restore, result_line
 from tests.ui.stand_ins import Bench, swept
 
 VISITOR = SimpleNamespace(session_hash="a")
@@ -37,7 +37,7 @@ def visit(query):
 
 
 def test_a_sweep_is_a_growing_text_and_then_curves(bench):
-    outputs = list(Sweeps().run(VISITOR, "batch", "embedded-ngram", 2.0, 32))
+    outputs = list(Sweeps(begin).run(VISITOR, "batch", "embedded-ngram", 2.0, 32))
     texts = [text for text, _ in outputs]
     assert all(after.startswith(before) for before, after in pairwise(texts))
     seen = lines(texts[-1])
@@ -50,14 +50,20 @@ def test_a_sweep_is_a_growing_text_and_then_curves(bench):
     assert seen[-1]["conditions"] == "suite k · 2 repeats · target stories · prompts 8 · new tokens 96"
 
 
+def test_a_suite_with_models_of_its_own_gets_no_preset(bench):
+    text = list(Sweeps(begin).run(VISITOR, "depth-width", "embedded-ngram", 2, 32))[-1][0]
+    assert bench.asked == ("depth-width", bench.Ask(repeats=2, preset=None, new_tokens=32))
+    assert lines(text)[1]["name"] == "Depth or width"
+
+
 def test_progress_that_nobody_could_see_is_not_sent(bench):
-    running = Sweeping(Sweep())
+    running = begin(*VALUES)
     running.add(sweep.live().Loading(0.001 * i, "repeat 1 of 1") for i in range(1000))
     assert running.text.count('"loading"') == 100
 
 
 def test_stop_keeps_the_finished_repeats(bench):
-    sweeps, bench.endless = Sweeps(), True
+    sweeps, bench.endless = Sweeps(begin), True
     texts = sweeps.run(VISITOR, *VALUES)
     while "repeat 3" not in next(texts)[0]:
         pass
@@ -70,7 +76,7 @@ def test_stop_keeps_the_finished_repeats(bench):
 
 
 def test_stop_before_the_first_repeat_is_no_error(bench):
-    sweeps, bench.endless, bench.finished = Sweeps(), True, 0
+    sweeps, bench.endless, bench.finished = Sweeps(begin), True, 0
     texts = sweeps.run(VISITOR, *VALUES)
     next(texts)
     sweeps.ask_to_stop(VISITOR)
@@ -80,7 +86,7 @@ def test_stop_before_the_first_repeat_is_no_error(bench):
 
 
 def test_stop_while_waiting_for_the_engine(bench):
-    sweeps = Sweeps()
+    sweeps = Sweeps(begin)
     list(sweeps.run(VISITOR, *VALUES))
     sweeps.busy(VISITOR)
     assert "value" not in sweeps.stop(VISITOR)[0]
@@ -88,7 +94,7 @@ def test_stop_while_waiting_for_the_engine(bench):
 
 def test_a_tab_that_is_closed_frees_the_engine(bench):
     bench.endless = True
-    sweeps, lock = Sweeps(), sweep.live().session().lock
+    sweeps, lock = Sweeps(begin), sweep.live().session().lock
     texts = sweeps.run(VISITOR, *VALUES)
     while "repeat 3" not in next(texts)[0]:
         pass
@@ -101,7 +107,7 @@ def test_a_tab_that_is_closed_frees_the_engine(bench):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (("elephant", *VALUES[1:]), "sweep must be 'k', 'methods', 'batch' or 'prompt'"),
+        (("elephant", *VALUES[1:]), "sweep must be 'k', 'methods', 'batch', 'prompt' or 'depth-width'"),
         (("k", "evil/model", 3, 96), "unknown preset 'evil/model'"),
         (("k", "embedded-draft", 11, 96), "repeats must be 10 or less, not 11"),
         (("k", "embedded-draft", 2.5, 96), "repeats must be a whole number"),
@@ -110,13 +116,13 @@ def test_a_tab_that_is_closed_frees_the_engine(bench):
     ],
 )
 def test_limits_hold_whatever_a_client_sends(bench, values, message):
-    ((text, _),) = Sweeps().run(VISITOR, *values)
+    ((text, _),) = Sweeps(begin).run(VISITOR, *values)
     assert lines(text)[-1]["type"] == "error" and message in lines(text)[-1]["text"] and bench.asked is None
 
 
 def test_what_the_suite_refuses_is_one_line(bench):
     bench.fails = True
-    assert lines(list(Sweeps().run(VISITOR, *VALUES))[-1][0])[-1] == {
+    assert lines(list(Sweeps(begin).run(VISITOR, *VALUES))[-1][0])[-1] == {
         "type": "error",
         "text": "the preset has no lane with a draft length",
     }
@@ -124,12 +130,12 @@ def test_what_the_suite_refuses_is_one_line(bench):
 
 def test_a_borrowed_gpu_is_too_short_for_a_sweep(bench, monkeypatch):
     monkeypatch.setattr(sweep.live(), "ELSEWHERE", True)
-    ((text, _),) = Sweeps().run(VISITOR, *VALUES)
+    ((text, _),) = Sweeps(begin).run(VISITOR, *VALUES)
     assert "a sweep needs minutes" in text
 
 
 def test_a_saved_result_opens_again(bench, tmp_path):
-    sweeps = Sweeps()
+    sweeps = Sweeps(begin)
     with pytest.raises(gr.Error, match="no result to save"):
         sweeps.save(VISITOR)
     list(sweeps.run(VISITOR, *VALUES))
@@ -143,13 +149,13 @@ def test_a_saved_result_opens_again(bench, tmp_path):
 
 def test_a_result_without_speed_ups_is_a_table_alone(bench, tmp_path):
     write_result(replace(swept(), axis=None, rows=[{"lane": "plain", "ms": 1.0}]), tmp_path / "r.json")
-    text, chart = Sweeps().open(VISITOR, str(tmp_path / "r.json"))
+    text, chart = Sweeps(begin).open(VISITOR, str(tmp_path / "r.json"))
     assert lines(text)[-1]["rows"] == [{"lane": "plain", "ms": 1.0}] and chart["visible"] is False
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[" * 100_000, b'{"schema": 1}', b" " * 5_000_000])
 def test_what_is_no_result_is_one_line_and_leaves_the_one_on_show(bench, tmp_path, content):
-    sweeps, path = Sweeps(), tmp_path / "r.json"
+    sweeps, path = Sweeps(begin), tmp_path / "r.json"
     list(sweeps.run(VISITOR, *VALUES))
     path.write_bytes(content)
     text, chart = sweeps.open(VISITOR, str(path))
