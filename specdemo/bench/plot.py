@@ -137,10 +137,14 @@ def _bars(rows: list[Row]) -> go.Figure:
 
 
 def _histograms(result: Result) -> go.Figure:
-    """The first place's tokens in either sample, with two standard errors each way."""
-    place = min((row["place"] for row in result.rows if _is_number(row.get("place"))), default=None)
-    rows = [row for row in result.rows if row.get("place") == place]
-    rows = [row for row in rows if all(_is_share(row.get(name)) for name in (PLAIN, DRAFTED))]
+    """The tokens in either sample, with two standard errors each way, at the place where they differ most."""
+    places: dict[Any, list[Row]] = {}
+    for row in result.rows:
+        if _is_number(row.get("place")) and all(_is_share(row.get(name)) for name in (PLAIN, DRAFTED)):
+            places.setdefault(row["place"], []).append(row)
+    unlike = {place: sum(abs(row[PLAIN] - row[DRAFTED]) for row in rows) for place, rows in places.items()}
+    place = max(unlike, key=unlike.__getitem__, default=None)
+    rows = places.get(place, [])
     draws = result.config.get("draws")
     if not rows or not isinstance(draws, int) or draws < 1:
         raise ValueError(f"suite {result.suite} holds no histogram; there is nothing to draw")
@@ -168,7 +172,7 @@ def _histograms(result: Result) -> go.Figure:
         bargap=0.25,
         legend={"orientation": "h", "x": 1, "xanchor": "right", "y": 0.02, "yanchor": "bottom"},
         showlegend=True,
-        title=_title(result, f"Token {place} behind the prompt"),
+        title=_title(result, f"Token {place:g}, where the samples differ most"),
     )
     return drawn
 

@@ -4,28 +4,35 @@ from typing import Any
 
 import gradio as gr
 
-from specdemo.presets.schema import DEFAULT, LIMITS, load_presets, preset
+from specdemo.presets.schema import LIMITS, load_presets, preset
 from specdemo.ui import assets, space
 from specdemo.ui.controls import ACCEPTANCE, whole_number
 from specdemo.ui.heavy import suite
-from specdemo.ui.sweep import Sweeping, Sweeps, admit_repeats, draw_result
+from specdemo.ui.sweep import Sweeping, Sweeps, draw_result
 
 ROWS = 256  # continuations of a repeat, as in specdemo.bench.losslessness
 DRAWS = 1024
+START = "embedded-sampling"
 
 
-def begin(preset_id: str, acceptance: str, temperature: float, top_p: float, draws: Any) -> Sweeping:
+def most_draws() -> int:
+    return ROWS * space.limits().sweep_repeats
+
+
+def begin(preset_id: str, acceptance: str, temperature: Any, top_p: Any, draws: Any) -> Sweeping:
     """The test the controls describe. Raises ValueError with one line."""
     base = space.fit(preset(preset_id))
     if not base.embedded:
         raise ValueError(f"losslessness is tested on the models that ship with the project, not on {base.target[:80]}")
-    chosen = base.with_changes(acceptance=acceptance, temperature=float(temperature), top_p=float(top_p))
+    chosen = base.with_changes(acceptance=acceptance, temperature=temperature, top_p=top_p)
     space.admit(chosen)
-    repeats = whole_number("continuations", draws) // ROWS
-    admit_repeats(repeats)
-    bench = suite()
-    name = f"Losslessness, {chosen.id}"
-    return Sweeping(name, lambda report, cancelled: bench.losslessness(chosen, repeats, report, cancelled))
+    draws = whole_number("continuations", draws)
+    if not ROWS <= draws <= most_draws():
+        raise ValueError(f"continuations must be {ROWS} to {most_draws()} on this page, not {draws}")
+    bench, repeats = suite(), draws // ROWS
+    return Sweeping(
+        f"Losslessness, {chosen.id}", lambda report, cancelled: bench.losslessness(chosen, repeats, report, cancelled)
+    )
 
 
 def draw(page: gr.Blocks) -> None:
@@ -35,24 +42,24 @@ def draw(page: gr.Blocks) -> None:
     with gr.Row(elem_id="losslessness-controls"):
         inputs = [
             gr.Dropdown(
-                presets, value=DEFAULT, label="Preset: target and lane", elem_id="tested", scale=4, min_width=240
+                presets, value=START, label="Preset: target and lane", elem_id="tested", scale=4, min_width=380
             ),
             gr.Dropdown(
-                ACCEPTANCE, value="lossless", label="Acceptance", elem_id="tested-acceptance", scale=2, min_width=150
+                ACCEPTANCE, value="lossless", label="Acceptance", elem_id="tested-acceptance", scale=2, min_width=190
             ),
             gr.Slider(
-                0, LIMITS.temperature, 0.8, step=0.05, label="Temperature", info="0: greedy", scale=2, min_width=150
+                0, LIMITS.temperature, 0.8, step=0.05, label="Temperature", info="0: greedy", scale=2, min_width=190
             ),
-            gr.Slider(0.01, 1, 1, step=0.01, label="Top-p", info="1: off", scale=2, min_width=150),
+            gr.Slider(0.01, 1, 1, step=0.01, label="Top-p", info="1: off", scale=2, min_width=190),
             gr.Slider(
                 ROWS,
-                ROWS * space.limits().sweep_repeats,
-                min(DRAWS, ROWS * space.limits().sweep_repeats),
+                most_draws(),
+                min(DRAWS, most_draws()),
                 step=ROWS,
                 label="Continuations",
                 info="of each kind",
                 scale=2,
-                min_width=150,
+                min_width=190,
                 elem_id="continuations",
             ),
         ]

@@ -250,15 +250,10 @@ def from_values(sweep: str, preset: str, repeats: Any, new_tokens: Any) -> Sweep
 def admit(asked: Sweep) -> Sweep:
     """The sweep again. Raises ValueError on a public page for one that is too large for it."""
     space.admit(space.fit(preset(asked.preset)).with_changes(max_new_tokens=asked.new_tokens))
-    admit_repeats(asked.repeats)
-    return asked
-
-
-def admit_repeats(repeats: int) -> None:
-    """Raises ValueError for more than this page runs."""
     most = space.limits().sweep_repeats
-    if not 1 <= repeats <= most:
-        raise ValueError(f"this public page repeats a sweep {most} times at most, not {repeats}; {space.HOME}")
+    if asked.repeats > most:
+        raise ValueError(f"this public page repeats a sweep {most} times at most, not {asked.repeats}; {space.HOME}")
+    return asked
 
 
 def share(*values: Any) -> tuple[Any, Any]:

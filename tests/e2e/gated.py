@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import gradio as gr
 
 from specdemo.engine.messages import Finished, replay
-from specdemo.ui import lab, live, page, sweep
+from specdemo.ui import lab, live, losslessness, page, sweep
 from tests.traces import hostile_trace
 from tests.ui.stand_ins import Bench, Trainer
 
@@ -76,7 +76,7 @@ def serve_gated(port, gates):
 
     live.session = lambda: engine
     lab.trainer = lambda: trainer
-    sweep.suite = lambda: bench
+    sweep.suite = losslessness.suite = lambda: bench
     page.Visits.read_link = read_when_warm
     server = page.serve(port=port, block=False)
     gates.up.set()

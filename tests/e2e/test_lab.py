@@ -21,3 +21,21 @@ def test_a_head_is_trained_and_raced(visit_gated):
     page.locator("#share").click()  # nothing refuses the new model
     expect(page.locator("#link")).to_be_visible()
     expect(page.locator("#view .sd-alert")).to_be_hidden()
+
+
+def test_the_lab_leads_to_depth_against_width_and_tests_losslessness(visit_gated, gates):
+    page = visit_gated(viewport={"width": 390, "height": 800})
+    page.get_by_role("tab", name="Lab").click()
+    page.locator("#losslessness-run").click()
+    said = page.locator("#losslessness .sd-status")
+    expect(said).to_have_text("Finished: No difference was found between 1024 continuations of each.")
+    expect(page.locator("#losslessness tbody tr").first).to_have_text("<b>bold</b>275.0 %70.0 %")
+    expect(page.locator("#losslessness-chart .js-plotly-plot .legendtext")).to_have_text(["plain", "speculative"])
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    page.locator("#depth-width").click()
+    expect(page.locator("#question")).to_contain_text("One layer against four")
+    expect(page.get_by_label("Depth or width")).to_be_checked()
+    expect(page.locator("#sweep-preset")).to_be_hidden()
+    gates.open.set()
+    page.locator("#sweep-run").click()
+    expect(page.locator("#sweep .sd-status")).to_have_text(re.compile("^Finished"))

@@ -90,6 +90,21 @@ class Bench:
         remark = f"Stopped after {self.finished} of {ask.repeats} repeats."
         return replace(swept(repeats=self.finished), remarks=[remark])
 
+    def losslessness(self, chosen, repeats, report, cancelled):
+        self.asked = (chosen, repeats)
+        report(0.5, f"repeat 1 of {repeats}")
+        return sampled(repeats)
+
+
+def sampled(repeats=2):
+    """The result of a test of losslessness, made by hand."""
+    shares = [("<b>bold</b>", 0.75, 0.7), (" cat", 0.25, 0.3)]
+    rows = [
+        {"token": token, "place": place, "plain": p, "speculative": s} for place in (2, 3) for token, p, s in shares
+    ]
+    remarks = [f"No difference was found between {256 * repeats} continuations of each.", "Token 2: p = 0.5."]
+    return Result("losslessness", repeats, {"draws": 256 * repeats}, ENVIRONMENT, rows, remarks, "token")
+
 
 def tree_trace(nodes=64):
     """A run made by hand whose drafter tells of itself: a tree of which three nodes are kept, then chains."""
