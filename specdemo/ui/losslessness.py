@@ -42,15 +42,15 @@ def draw(page: gr.Blocks) -> None:
     with gr.Row(elem_id="losslessness-controls"):
         inputs = [
             gr.Dropdown(
-                presets, value=START, label="Preset: target and lane", elem_id="tested", scale=4, min_width=380
+                presets, value=START, label="Preset: target and lane", elem_id="tested", scale=2, min_width=220
             ),
             gr.Dropdown(
-                ACCEPTANCE, value="lossless", label="Acceptance", elem_id="tested-acceptance", scale=2, min_width=190
+                ACCEPTANCE, value="lossless", label="Acceptance", elem_id="tested-acceptance", scale=1, min_width=140
             ),
             gr.Slider(
-                0, LIMITS.temperature, 0.8, step=0.05, label="Temperature", info="0: greedy", scale=2, min_width=190
+                0, LIMITS.temperature, 0.8, step=0.05, label="Temperature", info="0: greedy", scale=2, min_width=185
             ),
-            gr.Slider(0.01, 1, 1, step=0.01, label="Top-p", info="1: off", scale=2, min_width=190),
+            gr.Slider(0.01, 1, 1, step=0.01, label="Top-p", info="1: off", scale=2, min_width=185),
             gr.Slider(
                 ROWS,
                 most_draws(),
@@ -59,7 +59,7 @@ def draw(page: gr.Blocks) -> None:
                 label="Continuations",
                 info="of each kind",
                 scale=2,
-                min_width=190,
+                min_width=185,
                 elem_id="continuations",
             ),
         ]
