@@ -140,7 +140,8 @@ def _histograms(result: Result) -> go.Figure:
     """The tokens in either sample, with two standard errors each way, at the place where they differ most."""
     places: dict[Any, list[Row]] = {}
     for row in result.rows:
-        if _is_number(row.get("place")) and all(_is_share(row.get(name)) for name in (PLAIN, DRAFTED)):
+        known = isinstance(row.get(TOKEN), str) and _is_number(row.get("place"))
+        if known and all(_is_share(row.get(name)) for name in (PLAIN, DRAFTED)):
             places.setdefault(row["place"], []).append(row)
     unlike = {place: sum(abs(row[PLAIN] - row[DRAFTED]) for row in rows) for place, rows in places.items()}
     place = max(unlike, key=unlike.__getitem__, default=None)
@@ -153,7 +154,7 @@ def _histograms(result: Result) -> go.Figure:
         shares = [row[name] for row in rows]
         drawn.add_bar(
             x=shares,
-            y=[_plain(_seen(str(row[TOKEN]))) for row in rows],
+            y=[_plain(_seen(row[TOKEN])) for row in rows],
             error_x={
                 "array": [2.0 * (share * (1.0 - share) / draws) ** 0.5 for share in shares],
                 "color": color,

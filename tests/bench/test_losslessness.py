@@ -93,7 +93,14 @@ def test_greedy_compares_tokens(few):
     assert [row["tokens"] for row in result.rows] == [8, 8] and result.remarks == ["Greedy, 2 prompts: 2 identical."]
 
 
-@pytest.mark.parametrize("row", [{}, {"place": 2, "plain": 7.0, "speculative": 0.1}])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {},
+        {"place": 2, "plain": 7.0, "speculative": 0.1},
+        {"place": 2, "plain": 0.2, "speculative": 0.1, "token": None},
+    ],
+)
 def test_a_strangers_histogram_may_be_none(row):
     with pytest.raises(ValueError, match="nothing to draw"):
         figure(Result("losslessness", 1, {"draws": 10}, {}, [{"token": "a", **row}], [], "token"))
