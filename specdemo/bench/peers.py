@@ -1,5 +1,5 @@
-"""The engine against transformers' own generation and against a bare loop, on the same weights, greedy, one text at a
-time. Everything is timed from the outside, prompt and all, and every repeat runs the peers in another order."""
+"""The engine against transformers' own generation, a bare loop and llama.cpp, on the same weights, greedy, one text at
+a time. Everything is timed from the outside, prompt and all, and every repeat runs the peers in another order."""
 
 import random
 import time
@@ -17,6 +17,7 @@ from transformers import GenerationConfig as HFGenerationConfig
 from transformers.utils import logging
 
 from specdemo.bench.floor import Overhead, Recorded, overhead, overhead_columns
+from specdemo.bench.llamacpp import LlamaCpp
 from specdemo.bench.measure import Ask, Report, Tick, repeated
 from specdemo.bench.pairs import Pair, make_pair
 from specdemo.bench.result import Result, Spread
@@ -40,6 +41,7 @@ OUR_PLAIN, OUR_DRAFT, OUR_LOOKUP = "specdemo plain", f"specdemo draft model, k={
 BARE = f"bare loop, k={K}"
 PLAIN, ASSISTED = "transformers generate", f"transformers assisted, k={K}"
 ASSISTED_USUAL, LOOKUP_THEIRS = "transformers assisted, default", "transformers prompt lookup"
+LLAMA_CPP = "llama.cpp plain"
 
 Peer = Callable[[Tensor, int], list[int]]  # prompt [1, T], new tokens -> what it wrote
 
@@ -174,6 +176,11 @@ def peers(ask: Ask, report: Report, cancelled: Callable[[], bool]) -> Result:
 def compete(pair: Pair, repeats: int, new_tokens: int, report: Report, cancelled: Callable[[], bool]) -> Result:
     target, draft = _hastened(pair.target), _hastened(pair.draft)
     everybody = cast(pair, target, draft)
+    absent = []
+    try:
+        everybody[LLAMA_CPP] = LlamaCpp(pair.target)
+    except ValueError as error:
+        absent.append(f"{str(error)[0].upper()}{str(error)[1:]}.")
     ours = {name: peer for name, peer in everybody.items() if isinstance(peer, Ours)}
 
     def once(repeat: int, tick: Tick) -> tuple[dict[str, Timed], dict[str, list[Overhead]]]:
@@ -200,7 +207,7 @@ def compete(pair: Pair, repeats: int, new_tokens: int, report: Report, cancelled
             row |= overhead_columns(floors)
     config = {"pair": pair.name, "agreement": round(pair.agreement, 3), "k": K, "new_tokens": new_tokens}
     config |= {"prompts": len(pair.prompts), "parameters": pair.target.num_parameters()}
-    remarks = [_agreement(pair), *_ratios(contests), _bandwidth(pair.target, contests), *stopped]
+    remarks = [_agreement(pair), *_ratios(contests), _bandwidth(pair.target, contests), *absent, *stopped]
     if target.dtype != torch.float32 and any(row["output"] != "identical" for row in rows):
         remarks.append("In half precision texts part where two tokens are a rounding apart.")
     return Result("peers", len(done), config, environment(target), rows, remarks, "lane")
@@ -244,12 +251,13 @@ def _agreement(pair: Pair) -> str:
 def _ratios(contests: Sequence[Mapping[str, Timed]]) -> list[str]:
     versus = [
         (OUR_PLAIN, PLAIN),
+        (OUR_PLAIN, LLAMA_CPP),
         (OUR_DRAFT, ASSISTED),
         (OUR_DRAFT, ASSISTED_USUAL),
         (OUR_DRAFT, BARE),
         (OUR_LOOKUP, LOOKUP_THEIRS),
     ]
-    ratios = [(one, other, _ratio(contests, one, other)) for one, other in versus]
+    ratios = [(one, other, _ratio(contests, one, other)) for one, other in versus if other in contests[0]]
     return [f"{one} / {other}: {r.median:.2f}x [{r.q1:.2f} {r.q3:.2f}]" for one, other, r in ratios]
 
 

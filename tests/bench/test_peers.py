@@ -1,13 +1,27 @@
 """Peers and floor on a tiny random pair: who takes part, who agrees, what is recorded and replayed."""
 
+import copy
+
 import pytest
 import torch
 
 from specdemo.bench import floor as floors
+from specdemo.bench import llamacpp
 from specdemo.bench.floor import FixedTree, Recorded, overhead
+from specdemo.bench.llamacpp import LlamaCpp
 from specdemo.bench.measure import Ask
 from specdemo.bench.pairs import SIZES, Size, agreement, make_pair, random_pair
-from specdemo.bench.peers import BARE, OUR_DRAFT, OUR_PLAIN, PLAIN, cast, compete, contest, read_bytes
+from specdemo.bench.peers import (
+    BARE,
+    OUR_DRAFT,
+    OUR_PLAIN,
+    PLAIN,
+    cast,
+    compete,
+    contest,
+    read_bytes,
+    transformers_peer,
+)
 from specdemo.bench.suite import run_suite
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.engine.loop import never
@@ -61,8 +75,8 @@ def test_a_pair_that_does_not_fit_is_refused(monkeypatch):
 def test_everybody_writes_the_same_text(pair):
     result = compete(pair, 1, 20, silent, never)
     assert result.rows[0]["lane"] == OUR_PLAIN
-    assert len(result.rows) == 8
-    assert [row["output"] for row in result.rows] == ["identical"] * 8
+    assert len(result.rows) == 9
+    assert [row["output"] for row in result.rows] == ["identical"] * 9
     by_name = {row["lane"]: row for row in result.rows}
     assert by_name[PLAIN]["speed-up"].median == 1.0
     assert by_name[OUR_DRAFT]["tokens/pass"] > 1.5
@@ -134,3 +148,17 @@ def test_the_floor_suite_has_a_row_per_shape_and_mode(pair, monkeypatch):
 def test_a_token_reads_every_weight_but_the_embedding_table(pair):
     total = sum(p.numel() for p in pair.target.parameters())
     assert read_bytes(pair.target) == 4 * (total - TINY.vocabulary * TINY.hidden)
+
+
+def test_llama_cpp_writes_what_transformers_writes(pair):
+    peer = LlamaCpp(pair.target)
+    for prompt in pair.prompts:
+        assert peer(prompt, 24) == transformers_peer(pair, {})(prompt, 24)
+
+
+def test_without_its_packages_or_in_half_precision_llama_cpp_does_not_take_part(pair, monkeypatch):
+    with pytest.raises(ValueError, match="on Llama in float32 on a CPU"):
+        LlamaCpp(copy.deepcopy(pair.target).to(torch.bfloat16))
+    monkeypatch.setattr(llamacpp, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install xllamacpp gguf"):
+        LlamaCpp(pair.target)
