@@ -32,8 +32,8 @@ from specdemo.methods import knob, load_drafter
 from specdemo.methods.wrapper import Wrapper, judged, wrappable
 
 PRIOR, PRIOR_TRIES = 0.7, 2.0  # the acceptance believed before anything was seen, and how many tries that is worth
-MEMORY = 0.95  # what a try still counts after the next one: the last 20 matter
-MEASUREMENTS = 5  # per size
+MEMORY = 0.98  # what a try still counts after the next one: the last 50 matter
+MEASUREMENTS = 9  # per size
 PLAIN_STEPS = 2  # to begin with: nothing is lost by them, and all is measured against a plain step
 EXPLORATION = 0.01  # the share of time that may be lost in looking what another depth brings
 PATIENCE = 8  # steps between two such looks, at least

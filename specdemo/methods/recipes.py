@@ -171,7 +171,7 @@ def tick(now: Tick, minutes: float) -> dict[str, Any]:
 
 
 def _plan(drafter: Trainee, minutes: float) -> Plan:
-    rows = min(2048, max(64, round(minutes * ROWS_PER_MINUTE)))
+    rows = min(6144, max(64, round(minutes * ROWS_PER_MINUTE)))
     return Plan(text_rows=rows, sampled_rows=rows // 3, rows_per_shard=32, context=CONTEXT, taps=drafter.taps)
 
 
