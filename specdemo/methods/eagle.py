@@ -130,9 +130,9 @@ class Eagle(HeadDrafter):
         if self._observed:
             self._root = self._catch_up()
         self._states, logits = self._root  # [B, K, D] of the frontier
-        self._above = self._real.new_ones(len(self._rows), 1, 0)  # [B, K, drafted columns] which of them it sees
         if self.options.draft == "chain":
             return self._chain(logits, depth)
+        self._above = self._real.new_ones(len(self._rows), 1, 0)  # [B, K, drafted columns] which of them it sees
         drafted = grow(
             _log(logits), lambda tokens, parents: _log(self._ahead(tokens, parents)), budget, self.options.top_k
         )
@@ -142,19 +142,25 @@ class Eagle(HeadDrafter):
         """Read what was observed -> the state [B, 1, D] in every row's last column and its logits [B, W]."""
         outputs = torch.cat([p.outputs for p in self._observed], 1)
         features = torch.cat([self.head.features(p) for p in self._observed], 1)
-        real = torch.cat([_real(p) for p in self._observed], 1)
-        self._padded = self._padded or any(min(p.lengths) < p.outputs.shape[1] for p in self._observed)
-        self._observed = []
+        whole = all(min(p.lengths) == p.outputs.shape[1] for p in self._observed)
         past, width = self._real.shape[1], outputs.shape[1]
-        positions = self._count + real.cumsum(1) - 1
+        columns = torch.arange(width, device=self._device)
+        if whole:
+            real, positions = self._real.new_ones(len(outputs), width), self._count + columns
+            self._count = self._count + width
+        else:
+            real, self._padded = torch.cat([_real(p) for p in self._observed], 1), True
+            positions = self._count + real.cumsum(1) - 1
+            self._count = self._count + real.sum(1, keepdim=True)
+        self._observed = []
         self._real = torch.cat([self._real, real], 1)
-        self._count = self._count + real.sum(1, keepdim=True)
         mask: Mask = None
         if self._padded or (past and width > 1):
-            mask = real.new_ones(width, past + width).tril(past) & self._real[:, None, None]
+            mask = real.new_ones(width, past + width).tril(past)[None, None]
+        if mask is not None and self._padded:
+            mask = mask & self._real[:, None, None]
         states = self._read(outputs, features, positions, past, mask)
-        last = (real * torch.arange(1, width + 1, device=self._device)).argmax(1, keepdim=True)
-        at_root = states[self._rows, last]
+        at_root = states[:, -1:] if whole else states[self._rows, (real * (columns + 1)).argmax(1, keepdim=True)]
         return self.head.fed_back(at_root), self.head.logits(at_root[:, 0])
 
     def _ahead(self, tokens: Tensor, parents: Tensor) -> Tensor:
@@ -183,17 +189,28 @@ class Eagle(HeadDrafter):
 
     def _chain(self, logits: Tensor, depth: int) -> Draft:
         tokens: list[Tensor] = []
-        probs: list[Tensor] = []
-        below = torch.zeros_like(self._rows)
+        said: list[Tensor] = []  # logits, or what was drawn from
         for level in range(depth):
             if level:
-                logits = self._ahead(tokens[-1], below)[:, 0]
-            q = logits.float().softmax(-1) if self._rng is None else to_probs(logits, self._sampling)
-            probs.append(q)
-            tokens.append(draw(q, self._rng)[:, None])
-        drafted, q = torch.cat(tokens, 1), torch.stack(probs, 1)
-        confidence = q.gather(-1, drafted[..., None])[..., 0]
-        return Draft.chain(self.head.in_target(drafted), None if self._rng is None else self.head.spread(q), confidence)
+                logits = self._onward(tokens[-1], level)
+            said.append(logits if self._rng is None else to_probs(logits, self._sampling))
+            tokens.append(draw(said[-1], self._rng)[:, None])
+        drafted, q = torch.cat(tokens, 1), torch.stack(said, 1)
+        chosen = q.gather(-1, drafted[..., None])[..., 0]
+        if self._rng is None:
+            return Draft.chain(self.head.in_target(drafted), confidence=(chosen - q.logsumexp(-1)).float().exp())
+        return Draft.chain(self.head.in_target(drafted), self.head.spread(q), chosen)
+
+    def _onward(self, tokens: Tensor, level: int) -> Tensor:
+        """Tokens [B, 1] of the head, each below the one before it -> logits [B, W] behind them."""
+        past = self._real.shape[1] + level - 1
+        mask: Mask = None
+        if self._padded:
+            mask = torch.cat([self._real, self._real.new_ones(len(tokens), level)], 1)[:, None, None]
+        positions = self._count + (level - 1)
+        states = self._read(self.head.in_target(tokens), self._states, positions, past, mask)
+        self._states = self.head.fed_back(states)
+        return self.head.logits(states[:, 0])
 
     def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:
         """EAGLE-1: smooth L1 to the next feature and a tenth of the cross-entropy to the target's distribution.

@@ -19,7 +19,7 @@ from specdemo.core.protocol import Progress, Target
 from specdemo.models.kernels import dtype_of, joined, packs
 
 Names = frozenset[str]  # of the tensors a head has
-Rotary = tuple[Tensor, Tensor]  # cos and signed sin, [B or 1, 1, S, E]
+Rotary = tuple[Tensor, Tensor]  # cos and signed sin, [B or 1, S, 1, E]
 Mask = Tensor | None  # [B or 1, 1, S, C], True where visible; None: causal, C = S or S = 1
 
 
@@ -61,7 +61,7 @@ def _linear(inputs: int, outputs: int, name: str, names: Names) -> nn.Linear:
 
 
 def _rotated(x: Tensor, rotary: Rotary) -> Tensor:
-    """x [B, heads, S, E]"""
+    """x [B, S, heads, E]"""
     cos, sin = rotary
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).type_as(x)
 
@@ -84,12 +84,12 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotary: Rotary, cache: KeyValues, layer: int, mask: Mask) -> Tensor:
         """x [B, S, D] or [B, S, 2 D] -> [B, S, D]"""
         qkv = self.qkv(x) if self.qkv else torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
-        q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split([self.heads, self.kv_heads, self.kv_heads], 2)
+        qk, v = qkv.unflatten(-1, (-1, self.head_dim)).split([self.heads + self.kv_heads, self.kv_heads], 2)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        k = _rotated(k.transpose(1, 2), rotary)
+            q, k = qk.split([self.heads, self.kv_heads], 2)
+            qk = torch.cat([self.q_norm(q), self.k_norm(k)], 2)
+        q, k = _rotated(qk, rotary).transpose(1, 2).split([self.heads, self.kv_heads], 1)
         k, v = cache.update(k, v.transpose(1, 2), layer)
-        q = _rotated(q.transpose(1, 2), rotary)
         causal = mask is None and x.shape[1] > 1
         grouped = self.heads != self.kv_heads
         seen = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
@@ -262,6 +262,6 @@ class EagleHead(nn.Module):
 
     def _rotary(self, positions: Tensor) -> Rotary:
         frequencies, scale = self._frequencies
-        angles = positions[:, None, :, None] * frequencies
+        angles = positions[:, :, None, None] * frequencies
         cos, sin = angles.cos() * scale, angles.sin() * scale
         return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
