@@ -220,10 +220,11 @@ def along(
                 if not repeat:  # every shape once, off the clock
                     tick(number / len(places))
                     short = replace(config, max_new_tokens=min(WARM_UP_TOKENS, config.max_new_tokens))
-                    list(generate(target, drafter, place.prompts[0], short))
+                    list(generate(target, drafter, place.prompts[0], short, cancelled=cancelled))
                 for prompt in place.prompts:
                     tick(number / len(places))
-                    tally.add(list(generate(target, drafter, prompt, config)))
+                    tally.add(list(generate(target, drafter, prompt, config, cancelled=cancelled)))
+        tick(1.0)  # the last run may have been cut short
         return tallies
 
     done, remarks = repeated(repeats, report, cancelled, once)

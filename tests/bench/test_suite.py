@@ -3,18 +3,21 @@
 import json
 
 import pytest
+import torch
 
 from specdemo.bench import fairness, suite
 from specdemo.bench.fairness import Stalled
-from specdemo.bench.measure import Ask, Question, Tally, compare_lanes, read_questions, repeated, windows
+from specdemo.bench.measure import Ask, Place, Question, Tally, along, compare_lanes, read_questions, repeated, windows
 from specdemo.bench.report import bench_report, write_result
 from specdemo.bench.result import Result, Spread, read_result
 from specdemo.bench.suite import SUITES, run_suite
-from specdemo.core.protocol import Budget
+from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.trace import StepEvent
 from specdemo.engine.loop import never
 from specdemo.engine.session import Session
 from specdemo.engine.spec import LaneSpec, RunSpec
+from specdemo.methods import load_drafter
+from specdemo.models.toy import ToyTarget
 
 SHORT = {"new_tokens": 12, "prompts": ["Once upon a time"]}
 
@@ -157,6 +160,17 @@ def test_a_stopped_suite_keeps_its_finished_repeats():
     assert (done, remarks) == ([0], ["stopped after 1 of 3 repeats"])
     with pytest.raises(ValueError, match="stopped before the first repeat was complete: nothing was measured"):
         repeated(3, silent, cancelled_after(1), lambda repeat, tick: tick(0.5))
+
+
+def test_stopping_reaches_a_text_that_is_being_written():
+    target, passes = ToyTarget(64), []
+    forward = target.forward
+    target.forward = lambda *given: passes.append(1) or forward(*given)
+    lanes = {"plain": (load_drafter("none", target), GenerationConfig(60, stop_token_ids=()))}
+    place = Place(1, [torch.tensor([[1, 2, 3]])])
+    with pytest.raises(ValueError, match="stopped before the first repeat"):
+        along(target, lanes, [place], "batch", 1, silent, lambda: len(passes) >= 30)
+    assert len(passes) == 30
 
 
 def test_stopping_reaches_the_run_itself():
