@@ -293,9 +293,8 @@ def fused(layer: nn.Module, rotary: nn.Module) -> nn.Module:
 def stacked(layers: nn.ModuleList, rotary: nn.Module) -> Stack | None:
     """Layers that are to read the same states as one stack; None where they are of another kind or it differs."""
     linears = [m for layer in layers for m in layer.modules() if isinstance(m, nn.Linear)]
-    if any(type(layer) is not LlamaDecoderLayer or not _plain(layer) for layer in layers):
-        return None
-    if any(linear.bias is not None for linear in linears):
+    known = all(type(layer) is LlamaDecoderLayer and _plain(layer) for layer in layers)
+    if not known or any(linear.bias is not None for linear in linears):
         return None
     weight = linears[0].weight
     x, positions = _sample(weight, linears[0].in_features)
