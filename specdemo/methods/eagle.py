@@ -156,9 +156,7 @@ class Eagle(HeadDrafter):
         self._real = torch.cat([self._real, real], 1)
         mask: Mask = None
         if self._padded or (past and width > 1):
-            mask = real.new_ones(width, past + width).tril(past)[None, None]
-        if mask is not None and self._padded:
-            mask = mask & self._real[:, None, None]
+            mask = real.new_ones(width, past + width).tril(past) & self._real[:, None, None]
         states = self._read(outputs, features, positions, past, mask)
         at_root = states[:, -1:] if whole else states[self._rows, (real * (columns + 1)).argmax(1, keepdim=True)]
         return self.head.fed_back(at_root), self.head.logits(at_root[:, 0])
