@@ -180,7 +180,7 @@ def compete(pair: Pair, repeats: int, new_tokens: int, report: Report, cancelled
     try:
         everybody[LLAMA_CPP] = LlamaCpp(pair.target)
     except ValueError as error:
-        absent.append(f"{str(error)[0].upper()}{str(error)[1:]}.")
+        absent.append(f"{error}.")
     ours = {name: peer for name, peer in everybody.items() if isinstance(peer, Ours)}
 
     def once(repeat: int, tick: Tick) -> tuple[dict[str, Timed], dict[str, list[Overhead]]]:
