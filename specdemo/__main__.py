@@ -208,7 +208,8 @@ def train(
     threads: Annotated[int | None, typer.Option(help="CPU threads; models only.")] = None,
     target: Annotated[str, typer.Option(help="The target a draft or head learns from.")] = "stories",
     cache: Annotated[Path | None, typer.Option(help="Folder of what the target said, shared by its drafts.")] = None,
-    start: Annotated[str | None, typer.Option(help="A trained draft to go on from; drafts only.")] = None,
+    start: Annotated[str | None, typer.Option(help="A trained model to go on from; models only.")] = None,
+    compile: Annotated[bool, typer.Option(help="Run the target through torch.compile; stories-target only.")] = False,
     quantization: Annotated[str | None, typer.Option(help="4bit or 8bit, of the frozen target; heads only.")] = None,
 ) -> None:
     """Train a speculation head, or an embedded model again; a killed run continues where it was."""
@@ -226,7 +227,7 @@ def train(
     if recipe == BYTE_MODEL:
         print(train_bytes(corpus, out, minutes, device))
         return
-    print(recipes.train(recipe, corpus, out, minutes, device, threads, target, cache, start))
+    print(recipes.train(recipe, corpus, out, minutes, device, threads, target, cache, start, compile))
 
 
 @app.command()

@@ -7,6 +7,7 @@ end, on any machine; what it saw is written down beside the result.
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, field
 from math import nan
 from pathlib import Path
@@ -81,6 +82,7 @@ class Run:
     module: nn.Module
     optimizers: list[torch.optim.Optimizer]
     history: History
+    pool: Executor | None = None  # runs the pieces of a batch side by side
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -106,11 +108,13 @@ class Run:
         """One update at `scale` times the peak learning rates -> loss in nats per token."""
         rows, length = batch[0].shape
         pieces = zip(*(column.split(max(1, micro_tokens // length)) for column in batch), strict=True)
-        total = 0.0
-        for piece in pieces:
+
+        def backward(piece: Batch) -> float:
             value = loss(*piece) * (len(piece[0]) / rows)
             value.backward()
-            total += value.item()
+            return value.item()
+
+        total = sum(self.pool.map(backward, pieces) if self.pool else map(backward, pieces))
         nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -159,14 +163,16 @@ def steps(
     evaluate_every_seconds: float = 240.0,
     clock: Callable[[], float] = time.perf_counter,
     vocab_size: int = 0,
+    pool: Executor | None = None,
 ) -> Iterator[Tick]:
     """Train `module` in place until `schedule.minutes` of training are used; go on from `checkpoint` if it exists.
 
-    A batch runs in pieces of `micro_tokens` tokens whose gradients add up: small pieces stay in a CPU's cache.
+    A batch runs in pieces of `micro_tokens` tokens whose gradients add up: small pieces stay in a CPU's cache,
+    and a `pool` of single-threaded workers runs them side by side without the barriers of a parallel operation.
     Evaluations and checkpoints do not count as training time. `clock` tells seconds. Closing the iterator stops
     behind a whole step and saves; ask for the same folder again to go on.
     """
-    run = Run(module, optimizers(module, schedule, vocab_size), History())
+    run = Run(module, optimizers(module, schedule, vocab_size), History(), pool)
     if checkpoint.exists():
         run.load(checkpoint)
     history = run.history

@@ -6,6 +6,8 @@ last checkpoint when it is started again with the same folder.
 
 import os
 from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -71,7 +73,9 @@ class Job:
     cache: Path
     plan: Plan
     backwards: bool
-    start: str | None  # a trained draft to go on from
+    start: str | None  # a trained model of this shape to go on from
+    threads: int
+    compile: bool
 
     @property
     def large(self) -> bool:
@@ -136,6 +140,7 @@ class GrowingWindows:
     epochs: StoryEpochs
     tokens_per_batch: int
     device: torch.device
+    first_epoch: int = 0
     short: int = 256
     long: int = CONTEXT
     long_from: float = 0.7
@@ -148,7 +153,7 @@ class GrowingWindows:
         length = self.long if progress >= self.long_from else self.short
         if not self._queue or length != self._length:
             if self._epoch < 0:  # a resumed run goes on with other epochs than those it has seen
-                self._epoch = step
+                self._epoch = self.first_epoch + step
             self._epoch += 1
             self._length = length
             self._queue = list(self.epochs.batches(self._epoch, self.tokens_per_batch // length, length))
@@ -180,7 +185,7 @@ def finish(job: Job, model: LlamaForCausalLM, tokenizer: Tokenizer, corpus: Corp
         recipe=job.recipe,
         minutes=job.minutes,
         hardware=device_name(job.device),
-        threads=torch.get_num_threads(),
+        threads=job.threads,
         parameters=model.num_parameters(),
         data_sha256=corpus.sha256,
     )
@@ -190,25 +195,50 @@ def finish(job: Job, model: LlamaForCausalLM, tokenizer: Tokenizer, corpus: Corp
 def stories_target(job: Job) -> None:
     """The target: cross-entropy on the stories, about 10 % of them retold."""
     corpus = read_corpus(job.corpus)
-    tokenizer = load_or_train_tokenizer(corpus, job.out)
+    tokenizer = load_or_train_tokenizer(corpus, job.out, job.start)
     model = nn.Module.to(build(job.shape), job.device)
+    if job.start:
+        model.load_state_dict(AutoModelForCausalLM.from_pretrained(job.start).state_dict())
     valid = held_out_rows(corpus, tokenizer, CONTEXT + 1).to(job.device)
-    batches = GrowingWindows(StoryEpochs(corpus.train, tokenizer), 65536 if job.large else 4096, job.device)
+    tokens_per_batch = 65536 if job.large else 8192 if job.start else 4096
+    first_epoch = 100_000 if job.start else 0  # a model that goes on sees other orders and other copies
+    batches = GrowingWindows(StoryEpochs(corpus.train, tokenizer), tokens_per_batch, job.device, first_epoch)
+    forward = torch.compile(model, dynamic=False) if job.compile else model
 
     def loss(tokens: Tensor) -> Tensor:
-        return cross_entropy(logits_of(model, tokens[:, :-1]), tokens[:, 1:])
+        return cross_entropy(logits_of(forward, tokens[:, :-1]), tokens[:, 1:])
 
     def evaluate() -> dict[str, float]:
         return {"held_out_loss": round(held_out_loss(model, valid), 4)}
 
-    schedule = Schedule(job.minutes, decay_from=0.4)
-    history = fit(model, batches, loss, evaluate, schedule, job.out / "checkpoint.pt", micro_tokens=job.micro_tokens)
+    schedule = Schedule(job.minutes, decay_from=0.2 if job.start else 0.4)
+    with side_by_side(job) as pool:
+        history = fit(
+            model,
+            batches,
+            loss,
+            evaluate,
+            schedule,
+            job.out / "checkpoint.pt",
+            micro_tokens=job.micro_tokens + 8,  # a row is its window and one token more
+            pool=pool,
+        )
     write_attribution(job.corpus, job.out)
     finish(job, model, tokenizer, corpus, history)
 
 
-def load_or_train_tokenizer(corpus: Corpus, out: Path) -> Tokenizer:
+def side_by_side(job: Job) -> AbstractContextManager[Executor | None]:
+    """Workers for the pieces of a batch: on a CPU one for every thread asked for, each computing on one."""
+    if job.device.type != "cpu" or job.threads < 2:
+        return nullcontext()
+    torch.set_num_threads(1)  # a piece that waits for a busy core must not hold up the others' operations
+    return ThreadPoolExecutor(job.threads, initializer=torch.set_num_threads, initargs=(1,))
+
+
+def load_or_train_tokenizer(corpus: Corpus, out: Path, start: str | None) -> Tokenizer:
     path = out / "tokenizer.json"
+    if start and not path.exists():
+        path = Path(start) / "tokenizer.json"
     if path.exists():
         return Tokenizer.from_file(str(path))
     tokenizer = train_tokenizer(corpus.train)
@@ -259,7 +289,7 @@ def stories_draft(job: Job) -> None:
     truth = next_probs(target, valid)
     model = nn.Module.to(build(job.shape, target.config.vocab_size), job.device)
     if job.start:
-        model.load_state_dict(AutoModelForCausalLM.from_pretrained(resolve(job.start)).state_dict())
+        model.load_state_dict(AutoModelForCausalLM.from_pretrained(job.start).state_dict())
     elif job.shape.hidden == target.config.hidden_size:
         model.model.embed_tokens.load_state_dict(target.get_input_embeddings().state_dict())
     listen_from = 0.0 if job.start else 0.1
@@ -331,13 +361,15 @@ def train(
     target: str | None = None,
     cache: Path | None = None,
     start: str | None = None,
+    compile: bool = False,
 ) -> Path:
     """Run a recipe and return its folder. Raises ValueError, one line, when something is missing.
 
     `minutes` counts training alone; a draft first completes the target's cache in `cache` (default: `cache` beside
     `out`), which drafts of one target share: started at the same time, they share that work too. `target` is a folder,
-    an embedded name or a hub id, and so is `start`, a trained draft that is to be trained further. `threads` of the
-    CPU; a small draft is fastest with one.
+    an embedded name or a hub id, and so is `start`, a trained model that is to be trained further. `threads` of the
+    CPU; a small draft is fastest with one. `compile` runs the target through `torch.compile`, for which the machine
+    needs a C++ compiler.
     """
     if recipe not in RECIPES:
         raise ValueError(f"unknown recipe '{recipe}'; there are {', '.join(RECIPES)}")
@@ -347,7 +379,8 @@ def train(
     chosen = RECIPES[recipe]
     out = out or Path("runs") / recipe
     out.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(threads or chosen.threads or os.cpu_count() or 1)
+    threads = threads or chosen.threads or os.cpu_count() or 1
+    torch.set_num_threads(threads)
     job = Job(
         recipe=recipe,
         shape=chosen.shape,
@@ -359,7 +392,9 @@ def train(
         cache=cache or out.parent / "cache",
         plan=chosen.plan,
         backwards=chosen.backwards,
-        start=start,
+        start=resolve(start) if start else None,
+        threads=threads,
+        compile=compile,
     )
     chosen.make(job)
     return out
