@@ -4,10 +4,12 @@ same widths on the same caches and nothing else between them."""
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from specdemo.bench.measure import Ask, Report, Tick, repeated
 from specdemo.bench.pairs import make_pair
@@ -19,6 +21,7 @@ from specdemo.engine.clock import stopwatch_for
 from specdemo.engine.loop import generate
 from specdemo.engine.session import environment
 from specdemo.methods import BASELINE, load_drafter
+from specdemo.models.graphs import Recorder, Run, recorder_for
 from specdemo.models.kernels import hasten
 from specdemo.models.target import HFTarget
 
@@ -50,24 +53,42 @@ class Recorded(HFTarget):
 
     calls: list["_Call"] | None = None  # in order; of all that share the list
 
+    def __init__(self, model: PreTrainedModel) -> None:
+        recorder = recorder_for(model.device)
+        super().__init__(model, recorder=self._kept(recorder) if recorder else None)
+
     def _run(self, tokens: Tensor, cache: Any, *more: Any, **named: Any) -> Forward:
+        run = partial(super()._run, tokens, cache, *more, **named)
         if self.calls is not None:
             cursor = getattr(cache, "cursor", None)
-            state = {name: copy(value) for name, value in vars(cursor).items()} if cursor else {}
-            self.calls.append(_Call(self, (tokens, cache, *more), named, state))
-        return super()._run(tokens, cache, *more, **named)
+            self.calls.append(_Call(self, partial(_again, run, cursor, copy(vars(cursor))) if cursor else None))
+        return run()
 
-    def again(self, call: "_Call") -> None:
-        vars(call.inputs[1].cursor).update(call.cursor)
-        super()._run(*call.inputs, **call.named)
+    def _kept(self, recorder: Recorder) -> Recorder:
+        """A replay is a call too, and is made again as it was."""
+
+        def record(run: Run) -> Run:
+            replay = recorder(run)
+
+            def called() -> Forward:
+                if self.calls is not None:
+                    self.calls.append(_Call(self, replay))
+                return replay()
+
+            return called
+
+        return record
+
+
+def _again(run: Run, cursor: Any, stood: dict[str, Any]) -> Forward:
+    vars(cursor).update(stood)
+    return run()
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
     of: Recorded
-    inputs: tuple[Any, ...]  # tokens, cache, ..
-    named: dict[str, Any]
-    cursor: dict[str, Any]  # where the cache stood; empty: it has no cursor to set back
+    again: Run | None  # None: its cache has no cursor to set back
 
 
 def overhead(
@@ -86,7 +107,7 @@ def overhead(
     finally:
         for model in models:
             model.calls = None
-    if not events or not all(call.cursor for call in calls):
+    if not events or not all(call.again for call in calls):
         return None
     floor = _replayed(calls, target)
     spent = {name: sum(e.ms.get(name, 0.0) for e in events) for name in LAPS}
@@ -106,7 +127,8 @@ def _replayed(calls: Sequence[_Call], target: Recorded) -> dict[str, float]:
     watch = stopwatch_for(target.device)
     watch.start()
     for call in calls:
-        call.of.again(call)
+        assert call.again is not None
+        call.again()
         watch.lap(TARGET if call.of is target else DRAFT)
     return watch.read()
 

@@ -185,9 +185,10 @@ def compete(pair: Pair, repeats: int, new_tokens: int, report: Report, cancelled
 
     def once(repeat: int, tick: Tick) -> tuple[dict[str, Timed], dict[str, list[Overhead]]]:
         if not repeat:
-            for peer in everybody.values():
+            longest = max(pair.prompts, key=lambda prompt: prompt.shape[1])
+            for peer in everybody.values():  # ours over a whole text: recorded passes are as long as their text's cache
                 tick(0.0)
-                peer(pair.prompts[0], min(WARM_UP_TOKENS, new_tokens))
+                peer(longest, new_tokens if isinstance(peer, Ours) else min(WARM_UP_TOKENS, new_tokens))
         timed = contest(everybody, pair.prompts, new_tokens, repeat, lambda share: tick(0.8 * share))
         floors: dict[str, list[Overhead]] = {}
         for name in (OUR_PLAIN, OUR_DRAFT):

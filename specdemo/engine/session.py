@@ -4,8 +4,8 @@
 """
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -140,9 +140,12 @@ class Session:
                 yield Note(f"{spec.target} does not fit into one device: {spread}")
             for index, lane in enumerate(lanes):
                 if isinstance(lane, _Lane):
-                    if getattr(lane.drafter, "note", ""):
-                        yield Note(lane.drafter.note, index)  # type: ignore[attr-defined]
                     _warm_up(lane, cancelled)
+                    for part in (lane.target, lane.drafter):
+                        if getattr(part, "note", ""):
+                            yield Note(part.note, index)  # type: ignore[union-attr]
+            if here:  # the warm-up may have shown that passes cannot be recorded
+                trace.environment["kernels"] = here.target.kernels
             yield from _race(lanes, trace, spec, cancelled)
             for index, lane in enumerate(lanes):
                 if isinstance(lane, RemoteLane):
@@ -341,16 +344,21 @@ def _config(spec: RunSpec) -> dict[str, Any]:
 
 
 def _warm_up(lane: _Lane, cancelled: Callable[[], bool]) -> None:
-    """Every code path and buffer of the lane once, off the clock."""
-    config = replace(lane.config, max_new_tokens=min(WARM_UP_TOKENS, lane.config.max_new_tokens), stop_token_ids=())
-    with suppress(RuntimeError, ValueError):  # a lane that cannot run says so in its own race, not here
-        for _ in _events(lane, config, cancelled):
-            pass
+    """Every code path and buffer of the lane once, off the clock: the first tokens of the same run."""
+    written = 0
+    with (
+        suppress(RuntimeError, ValueError),
+        closing(_events(lane, replace(lane.config, stop_token_ids=()), cancelled)) as run,
+    ):
+        for event in run:  # a lane that cannot run says so in its own race, not here
+            written += len(event.emitted[0])
+            if written >= WARM_UP_TOKENS:
+                break
     for memory in lane.memories:
         memory.rewind()
 
 
-def _events(lane: _Lane, config: GenerationConfig, cancelled: Callable[[], bool]) -> Iterator[StepEvent]:
+def _events(lane: _Lane, config: GenerationConfig, cancelled: Callable[[], bool]) -> Generator[StepEvent, None, None]:
     """The prefill's notes have kept: the tokens of the prompt that the target did not read again."""
     prompt = torch.tensor([lane.trace.prompt_ids], device=lane.target.device)
     for event in generate(lane.target, lane.drafter, prompt, config, accept=lane.accept, cancelled=cancelled):

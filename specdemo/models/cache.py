@@ -5,6 +5,8 @@ B rows, H key/value heads, D head size, S slots, L_b committed tokens of row b. 
 rejected slot costs nothing: the next forward writes over it. Rows of unequal length leave no holes.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ class Cursor:
         self.longest = 0
         self.each: Tensor | None = None  # [B] lengths when they differ
         self.columns: Tensor | None = None  # [B, 1, S, 1] target columns of this forward when lengths differ
+        self.whole = False  # a forward reads all columns, those behind the new ones too, which its mask hides
         self._every = torch.empty(0, dtype=torch.int64, device=device)
 
     @property
@@ -44,9 +47,10 @@ class SlabLayer(CacheLayerMixin):
         self.cursor = cursor
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys = self._slab(key_states)
-        self.values = self._slab(value_states)
-        self.is_initialized = True
+        self.hold(self._slab(key_states), self._slab(value_states))
+
+    def hold(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values, self.is_initialized = keys, values, True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write S new columns behind the history; history and new columns come back as views."""
@@ -63,6 +67,8 @@ class SlabLayer(CacheLayerMixin):
             columns = cursor.columns.to(key_states.device)
             self.keys.scatter_(2, columns.expand_as(key_states), key_states)
             self.values.scatter_(2, columns.expand_as(value_states), value_states)
+        if cursor.whole:
+            return self.keys, self.values
         return self.keys.narrow(2, 0, start + slots), self.values.narrow(2, 0, start + slots)
 
     def get_seq_length(self) -> int:
@@ -92,9 +98,7 @@ class SlabLayer(CacheLayerMixin):
         """Copy columns source [B, A] to target [B, A], row by row."""
         for slab in (self.keys, self.values):
             if slab is not None:
-                shape = (-1, slab.shape[1], -1, slab.shape[3])
-                taken = slab.gather(2, source.to(slab.device)[:, None, :, None].expand(shape))
-                slab.scatter_(2, target.to(slab.device)[:, None, :, None].expand(shape), taken)
+                _move(slab, source.to(slab.device), target.to(slab.device))
 
     @property
     def bytes(self) -> int:
@@ -109,15 +113,30 @@ class SlabLayer(CacheLayerMixin):
 class SlabCache(Cache):
     """What a model with attention alone sees as `past_key_values`."""
 
-    def __init__(self, layers: int, rows: int, capacity: int, device: torch.device) -> None:
+    def __init__(self, layers: int, rows: int, capacity: int, device: torch.device, alike: bool = False) -> None:
+        """alike: all layers have keys and values of one shape; their slabs are one tensor, and move as one."""
         self.cursor = Cursor(rows, capacity, device)
         self.slabs = [SlabLayer(self.cursor) for _ in range(layers)]
+        self._alike = alike
+        self._block: Tensor | None = None  # [2 * layers, B, H, capacity, D]
         super().__init__(layers=list(self.slabs))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        if self._alike and self._block is None:
+            self._share(key_states)
         return self.slabs[layer_idx].update(key_states, value_states)
+
+    def _share(self, like: Tensor) -> None:
+        """Lay out one block for all layers, like states [B, H, S, D], and take over what the last one held."""
+        before = self._block
+        rows, heads, _, size = like.shape
+        self._block = like.new_zeros(2 * len(self.slabs), rows, heads, self.cursor.capacity, size)
+        if before is not None:
+            self._block.narrow(3, 0, before.shape[3]).copy_(before)
+        for layer, keys, values in zip(self.slabs, self._block[::2], self._block[1::2], strict=True):
+            layer.hold(keys, values)
 
     @property
     def bytes(self) -> int:
@@ -127,6 +146,9 @@ class SlabCache(Cache):
         """Make room for histories of so many tokens."""
         if columns > self.cursor.capacity:
             self.cursor.capacity = columns
+            if self._block is not None:
+                self._share(self._block[0])
+                return
             for layer in self.slabs:
                 layer.grow()
 
@@ -139,6 +161,16 @@ class SlabCache(Cache):
         if cursor.each is not None:
             cursor.columns = (cursor.each[:, None] + torch.arange(slots, device=cursor.device))[:, None, :, None]
 
+    @contextmanager
+    def whole(self, columns: Tensor) -> Iterator[None]:
+        """A forward in it writes to columns [B, 1, S, 1] and reads all there are."""
+        cursor = self.cursor
+        before, cursor.columns, cursor.whole = cursor.columns, columns, True
+        try:
+            yield
+        finally:
+            cursor.columns, cursor.whole = before, False
+
     def keep(self, path: list[list[int]]) -> None:
         """The kept slots of the last forward become history."""
         cursor = self.cursor
@@ -146,15 +178,21 @@ class SlabCache(Cache):
         if stray and len(path) == 1:
             stays = next(i for i, slot in enumerate(stray[0]) if i != slot)
             source = torch.tensor([cursor.longest + slot for slot in stray[0][stays:]], device=cursor.device)
-            for layer in self.slabs:
-                layer.move_together(source, cursor.longest + stays)
+            if self._block is not None:
+                self._block.narrow(3, cursor.longest + stays, len(source)).copy_(self._block.index_select(3, source))
+            else:
+                for layer in self.slabs:
+                    layer.move_together(source, cursor.longest + stays)
         elif stray:
             width = max(map(len, path))
             start = torch.tensor(cursor.lengths, device=cursor.device)[:, None]
             moved = torch.tensor([_padded(slots, width) for slots in path], device=cursor.device) + start
             kept = torch.arange(width, device=cursor.device) + start
-            for layer in self.slabs:
-                layer.move(moved, kept)
+            if self._block is not None:
+                _move(self._block, moved[None], kept[None])
+            else:
+                for layer in self.slabs:
+                    layer.move(moved, kept)
         self.set_lengths([n + len(slots) for n, slots in zip(cursor.lengths, path, strict=True)])
 
     def set_lengths(self, lengths: list[int]) -> None:
@@ -162,6 +200,13 @@ class SlabCache(Cache):
         cursor = self.cursor
         cursor.lengths, cursor.longest, cursor.columns = lengths, max(lengths), None
         cursor.each = None if min(lengths) == cursor.longest else torch.tensor(lengths, device=cursor.device)
+
+
+def _move(slabs: Tensor, source: Tensor, target: Tensor) -> None:
+    """Copy columns source [.., B, A] of slabs [.., B, H, C, D] to target [.., B, A], row by row."""
+    shape = (*slabs.shape[:-2], source.shape[-1], slabs.shape[-1])
+    taken = slabs.gather(-2, source[..., None, :, None].expand(shape))
+    slabs.scatter_(-2, target[..., None, :, None].expand(shape), taken)
 
 
 def _padded(slots: list[int], width: int) -> list[int]:

@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from specdemo.core.protocol import Forward
 from specdemo.core.tree import ABSENT
 from specdemo.models.cache import SlabCache
+from specdemo.models.graphs import Graphs
 from specdemo.models.masks import Masks, Plan
 
 SNAPSHOTS = 24  # commits a replaying row can be cropped back to without reading its text again
@@ -61,10 +62,20 @@ class History(Protocol):
 
 
 class GatherHistory:
-    """`windows`: how far each kind of layer looks (0: at everything); one kind gets its mask bare, several by name."""
+    """`windows`: how far each kind of layer looks (0: at everything); one kind gets its mask bare, several by name.
+    `graphs` are for a model without windows."""
 
-    def __init__(self, run: Pass, cache: SlabCache, windows: Mapping[str, int], masks: Masks, limit: int) -> None:
+    def __init__(
+        self,
+        run: Pass,
+        cache: SlabCache,
+        windows: Mapping[str, int],
+        masks: Masks,
+        limit: int,
+        graphs: Graphs | None = None,
+    ) -> None:
         self._run, self._cache, self._windows, self._masks, self._limit = run, cache, windows, masks, limit
+        self.graphs = graphs
         self._only = next(iter(windows.values())) if len(windows) == 1 else None
         masks.reserve(cache.cursor.capacity)
 
@@ -92,7 +103,19 @@ class GatherHistory:
         return forward
 
     def forward(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...]) -> Forward:
+        width = self.graphs.width(tokens.shape[1], taps) if self.graphs else None
+        if self.graphs is not None and width is not None:
+            self._cache.prepare(width)
+            tokens, positions, mask = self._inputs(tokens, parents)
+            assert not isinstance(mask, dict)
+            forward = self.graphs(tokens, positions, mask, taps, width)
+            if forward is not None:
+                return forward
         return self._forward(self._run, tokens, parents, taps)
+
+    def fits(self, rows: int, columns: int) -> bool:
+        """Whether it could hold such texts as it is."""
+        return len(self.lengths) == rows and self._cache.cursor.capacity >= columns
 
     def ahead(self, run: Pass, tokens: Tensor, columns: int) -> Forward:
         """Another model's pass over tokens [B, 1] as if the `columns` columns behind the history were history too."""
@@ -109,6 +132,12 @@ class GatherHistory:
         self._cache.prepare(slots)
         if rows == slots == 1 and self._only == 0 and cursor.longest < self._limit:  # one more token: nothing to hide
             return run(tokens, self._cache, cursor.position, None, taps)
+        tokens, positions, mask = self._inputs(tokens, parents)
+        return run(tokens, self._cache, positions, mask, taps)
+
+    def _inputs(self, tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor, AttentionMask]:
+        """Of a pass over a tree: tokens and positions [B, S], mask."""
+        rows, cursor = len(tokens), self._cache.cursor
         self._masks.reserve(cursor.longest)
         plan = self._masks.plan(parents)
         positions = plan.depth + (cursor.longest if cursor.each is None else cursor.each[:, None])
@@ -117,8 +146,7 @@ class GatherHistory:
         if rows > 1:
             positions = positions.expand(rows, -1)
         tokens = tokens.clamp_min(0)  # absent slots: above nobody, so nobody sees them
-        mask = self._by_kind(lambda window: self._mask(plan, window))
-        return run(tokens, self._cache, positions, mask, taps)
+        return tokens, positions, self._by_kind(lambda window: self._mask(plan, window))
 
     def commit(self, path: list[list[int]]) -> None:
         self._cache.keep(path)

@@ -103,6 +103,7 @@ class Remembering(HFTarget):
         """Free the history and everything kept of it."""
         self._pieces = self._fed = self._text = None
         self.kept = 0
+        self._last = None
         super().release()
 
     def _agreed(self, text: _Text | None, tokens: Tensor, taps: tuple[int, ...]) -> int:

@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from specdemo.core.protocol import Forward
 from specdemo.models.cache import SPARE, SlabCache
+from specdemo.models.graphs import COLUMNS, Graphs, Recorder, Recording, recorder_for
 from specdemo.models.history import AttentionMask, GatherHistory, History, ReplayHistory, continues_at_once
 from specdemo.models.kernels import fused_decoder, kernels, packed_bytes
 from specdemo.models.masks import Masks
@@ -34,9 +35,16 @@ class HFTarget:
     """One history on a shared model; several targets may share one model as long as they take turns."""
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str = ""
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        name: str = "",
+        recorder: Recorder | None = None,
     ) -> None:
-        """Raises ValueError for a model that keeps its history where it cannot be reached."""
+        """recorder: what records the passes of fused layers; None: CUDA graphs on a GPU.
+
+        Raises ValueError for a model that keeps its history where it cannot be reached.
+        """
         self.model, self.tokenizer = model.eval(), tokenizer
         self.name = name or str(model.config.name_or_path) or str(model.config.model_type)
         config = model.config.get_text_config(decoder=True)
@@ -55,7 +63,10 @@ class HFTarget:
         self._windows = windows or {}
         self._fused = None if windows is None or any(windows.values()) else fused_decoder(model)
         self._masks = Masks(tuple(set(self._windows.values())), self.dtype, self.device)
+        recorder = recorder or recorder_for(self.device)
+        self._recording = Recording(recorder) if recorder and self._fused else None
         self._history: History | None = None
+        self._last: GatherHistory | None = None  # with recorded passes: of the last text, they serve the next one
         self._short: dict[int, nn.Module] = {}  # layers -> the model that ends after them
 
     @property
@@ -65,16 +76,23 @@ class HFTarget:
 
     @property
     def history_bytes(self) -> int:
-        return self._history.bytes if self._history else 0
+        held = self._history or self._last
+        return held.bytes if held else 0
 
     @cached_property
     def weight_bytes(self) -> int:
         return packed_bytes(self.model) + sum(int(p.numel() * p.element_size()) for p in self.model.parameters())
 
-    @cached_property
+    @property
     def kernels(self) -> str:
-        """What runs the weights: transformers' layers, or fused ones, or fused ones on packed weights."""
-        return kernels(self.model)
+        """What runs the weights: transformers' layers, or fused ones, packed or in recorded passes."""
+        return kernels(self.model) + (", graphs" if self._recording and not self.note else "")
+
+    @property
+    def note(self) -> str:
+        """Why passes are not recorded that were to be."""
+        refused = self._recording.refused if self._recording else ""
+        return f"{refused}, so every operation is started on its own" if refused else ""
 
     @torch.no_grad()
     def start(self, tokens: Tensor, taps: tuple[int, ...] = (), reserve: int = 0) -> Forward:
@@ -128,8 +146,21 @@ class HFTarget:
         if not self.supports_trees:
             return ReplayHistory(self._run, self._config, self._at_once, self.device)
         layers = len(DynamicCache(config=self._config).layers)
-        cache = SlabCache(layers, rows, columns, self.device)
-        return GatherHistory(self._run, cache, self._windows, self._masks, self.max_length)
+        if self._recording is None or self._recording.refused:
+            cache = SlabCache(layers, rows, columns, self.device, alike=self._fused is not None)
+            return GatherHistory(self._run, cache, self._windows, self._masks, self.max_length)
+        if self._last is not None and self._last.fits(rows, columns):
+            self._last.crop([0] * rows)
+            return self._last
+        self._last = None  # before the next one is allocated
+        cache = SlabCache(layers, rows, -(-columns // COLUMNS) * COLUMNS, self.device, alike=True)
+
+        def run(tokens: Tensor, positions: Tensor, mask: Tensor, taps: tuple[int, ...]) -> Forward:
+            return self._run(tokens, cache, positions, mask, taps)
+
+        graphs = Graphs(run, cache, self.dtype, self._recording)
+        self._last = GatherHistory(self._run, cache, self._windows, self._masks, self.max_length, graphs)
+        return self._last
 
     @cached_property
     def _at_once(self) -> bool:

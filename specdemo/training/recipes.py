@@ -10,6 +10,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -112,7 +113,7 @@ def build(shape: Shape, vocab_size: int = VOCAB_SIZE) -> LlamaForCausalLM:
     return model
 
 
-def logits_of(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+def logits_of(model: Callable[..., Any], tokens: Tensor) -> Tensor:
     """tokens [B, T] -> logits [B, T, V]."""
     with autocast(tokens.device):
         logits: Tensor = model(input_ids=tokens, use_cache=False).logits

@@ -24,9 +24,11 @@ from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.engine.loop import generate
 from specdemo.engine.spec import LaneSpec
 from specdemo.methods import METHODS, load_drafter, method, reader
+from specdemo.models.kernels import hasten
 from specdemo.models.load import load_target, resolve
 from specdemo.models.target import HFTarget
 from specdemo.models.text import encode
+from tests.models.recorders import Replayed
 from tests.models.tiny import CHAINS, HYBRIDS, build, texts
 
 VOCABULARY = 48
@@ -134,11 +136,21 @@ def random_llama():
     return model, [(prompt, oracle(model, prompt, 16)) for prompt in id_prompts()]
 
 
+@pytest.fixture(scope="module")
+def fused_llama(random_llama):
+    model = copy.deepcopy(random_llama[0])
+    hasten(model)
+    return model
+
+
+@pytest.mark.parametrize("passes", ["plain", "recorded"])
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in ("none", "draft_model", "ngram")])
-def test_every_other_method(random_llama, name):
+def test_every_other_method(random_llama, fused_llama, name, passes):
     model, answers = random_llama
     target, cls = HFTarget(model), method(reader(name))
     weights = None
+    if passes == "recorded":
+        target, answers = HFTarget(fused_llama, recorder=Replayed()), answers[::3]
     if cls.needs_model:
         weights = cls.fresh(target) if hasattr(cls, "fresh") else near_copy(model)
     drafter = load_drafter(name, target, weights)

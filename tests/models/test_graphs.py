@@ -1,0 +1,166 @@
+"""Recorded passes against the passes themselves."""
+
+import copy
+
+import pytest
+import torch
+
+from specdemo.core.protocol import Budget, GenerationConfig
+from specdemo.core.tree import chain_parents
+from specdemo.engine.loop import generate
+from specdemo.methods.draft_model import DraftModel
+from specdemo.methods.none import NoDraft
+from specdemo.models import graphs as module
+from specdemo.models.graphs import WIDTHS
+from specdemo.models.kernels import hasten
+from specdemo.models.memory import Remembering
+from specdemo.models.target import HFTarget
+from tests.models.recorders import Replayed, failing, forgetful
+from tests.models.test_kernels import MODELS
+from tests.models.tiny import build, texts
+
+TREE = torch.tensor([[0, 0, 1, 1, 2, 5]])
+TAPS = (0, 2, -1)
+
+
+def fast(name="llama", recorder=None, kind=HFTarget):
+    model = MODELS[name]()
+    hasten(model)
+    return kind(model, recorder=recorder)
+
+
+def chain(rows, nodes):
+    return chain_parents(rows, nodes, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_they_say_the_same_of_trees_chains_and_rows_of_unequal_length(name, rows):
+    recorder = Replayed()
+    plain, recorded = fast(name), fast(name, recorder)
+    assert recorded.kernels == plain.kernels + ", graphs"
+    kept = []
+    for step, slots in enumerate((9, 7, 1, 4, 7, 10)):
+        forwards = []
+        for target in (plain, recorded):
+            tokens = texts(rows, slots, step)
+            parents = TREE.expand(rows, -1) if slots == 7 else chain(rows, slots - 1)
+            forwards.append(target.forward(tokens, parents, TAPS) if step else target.start(tokens, TAPS))
+            if step:
+                target.commit([[0, 2, 5][: 1 + (row if slots == 7 else 0)] for row in range(rows)])
+        torch.testing.assert_close(forwards[1].logits, forwards[0].logits, rtol=1e-4, atol=2e-4)
+        for tap in TAPS:
+            torch.testing.assert_close(forwards[1].hidden[tap], forwards[0].hidden[tap], rtol=1e-4, atol=2e-4)
+        kept.append((forwards[1].logits, forwards[1].logits.clone()))
+    assert recorder.recorded == 2  # of 8 and 12 slots
+    for result, as_it_was in kept:
+        assert torch.equal(result, as_it_was), "a later replay wrote over it"
+
+
+def test_a_text_after_another_needs_no_recording():
+    recorder = Replayed()
+    target = fast(recorder=recorder)
+    said = []
+    for _ in range(2):
+        target.start(texts(1, 9), reserve=20)
+        said.append(target.forward(texts(1, 5, 1), chain(1, 4)).logits)
+        target.release()
+        assert target.length == []
+    assert recorder.recorded == 1
+    assert torch.equal(*said)
+
+
+def test_a_text_that_outgrows_the_cache_is_recorded_anew():
+    recorder = Replayed()
+    plain, target = fast(), fast(recorder=recorder)
+    for step in range(40):
+        for each in (plain, target):
+            if not step:
+                each.start(texts(1, 30), reserve=1)
+            logits = each.forward(texts(1, 2, step), chain(1, 1)).logits
+            each.commit([[0, 1]])
+            if each is plain:
+                expected = logits
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=2e-4)
+        if plain.length == [94]:
+            break
+    assert recorder.recorded == 2
+
+
+def test_shorter_passes_use_a_recording_that_is_there():
+    recorder = Replayed()
+    target = fast(recorder=recorder)
+    target.start(texts(1, 9))
+    for slots in (6, 5, 3, 2, 1):
+        target.forward(texts(1, slots), chain(1, slots - 1))
+    assert recorder.recorded == 1
+    target.forward(texts(1, 1), chain(1, 0), TAPS)
+    assert recorder.recorded == 2
+
+
+def test_passes_wider_than_the_widest_run_as_they_are():
+    recorder = Replayed()
+    plain, target = fast(), fast(recorder=recorder)
+    slots = WIDTHS[-1] + 1
+    said = []
+    for each in (plain, target):
+        each.start(texts(1, 9))
+        said.append(each.forward(texts(1, slots), chain(1, slots - 1)).logits)
+    torch.testing.assert_close(said[1], said[0])
+    assert recorder.recorded == 0
+
+
+@pytest.mark.parametrize(
+    ("recorder", "reason"),
+    [
+        (failing, "could not be recorded (operation not permitted when stream is capturing)"),
+        (forgetful, "said something else"),
+    ],
+)
+def test_what_cannot_be_recorded_runs_as_it_is_and_says_so(recorder, reason):
+    plain, target = fast(), fast(recorder=recorder)
+    for _ in range(2):
+        said = []
+        for each in (plain, target):
+            each.start(texts(1, 9))
+            said.append(each.forward(texts(1, 5), chain(1, 4)).logits)
+        torch.testing.assert_close(said[1], said[0])
+    assert reason in target.note
+    assert target.kernels == plain.kernels
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral"])
+def test_models_with_windows_are_not_recorded(name):
+    recorder = Replayed()
+    target = fast(name, recorder) if name in MODELS else HFTarget(build(name), recorder=recorder)
+    target.start(texts(1, 9))
+    target.forward(texts(1, 5), chain(1, 4))
+    assert recorder.recorded == 0
+    assert "graphs" not in target.kernels
+
+
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_they_are_for_gpus_and_can_be_switched_off(monkeypatch, switch):
+    monkeypatch.setenv(module.SWITCH, switch)
+    assert module.recorder_for(torch.device("cpu")) is None
+    assert (module.recorder_for(torch.device("cuda")) is None) == (switch == "0")
+
+
+@pytest.mark.parametrize("kind", [HFTarget, Remembering])
+@pytest.mark.parametrize("k", [0, 1, 5])
+def test_a_text_is_the_same(k, kind):
+    config = GenerationConfig(60, budget=Budget(k, k), stop_token_ids=())
+    texts_of = []
+    for recorder in (None, Replayed()):
+        target = fast(recorder=recorder, kind=kind)
+        draft = copy.deepcopy(build("llama"))
+        with torch.no_grad():
+            for parameter in draft.parameters():
+                parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+        hasten(draft)
+        drafter = DraftModel(target, HFTarget(draft, recorder=recorder)) if k else NoDraft(target, None)
+        for turn in range(2):
+            events = list(generate(target, drafter, texts(2 if kind is HFTarget else 1, 9, turn), config))
+            rows = zip(*(event.emitted for event in events), strict=True)
+            texts_of.append([[token for part in row for token in part] for row in rows])
+    assert texts_of[:2] == texts_of[2:]
