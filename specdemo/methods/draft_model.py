@@ -51,6 +51,9 @@ class DraftModel:
         self._history: list[list[int]] = []  # per row: what the target has committed, the root last
         self._read: list[list[int]] = []  # per row: what the draft's cache holds
         self._agreed: list[int] = []  # per row: a prefix length known to be common to both
+        # [B, N - 1] what it read of its own last draft; asked for late, so that a GPU need not finish drafting before
+        # the target's pass is started
+        self._written: Tensor | None = None
 
     @property
     def head(self) -> nn.Module:
@@ -72,6 +75,7 @@ class DraftModel:
         self._history = [[] for _ in range(batch)]
         self._read = [[] for _ in range(batch)]
         self._agreed = [0] * batch
+        self._written = None
 
     def release(self) -> None:
         self.model.release()
@@ -122,7 +126,7 @@ class DraftModel:
                 probs.append(to_probs(logits, self._sampling))
                 tokens.append(draw(probs[-1], self._rng))
         drafted = torch.stack(tokens, 1)
-        self._remember(drafted[:, : depth - 1].tolist())
+        self._written = drafted[:, : depth - 1]
         return self._chain(drafted, torch.stack(seen, 1), torch.stack(probs, 1) if probs else None)
 
     def _chain(self, drafted: Tensor, logits: Tensor, q: Tensor | None) -> Draft:
@@ -135,6 +139,10 @@ class DraftModel:
 
     def _missing(self) -> list[list[int]]:
         """Crop to the common prefix; per row what is to be read, the root last."""
+        if self._written is not None:
+            for read, new in zip(self._read, self._written.tolist(), strict=True):
+                read += new
+            self._written = None
         missing = []
         for row, (history, read) in enumerate(zip(self._history, self._read, strict=True)):
             top = min(len(read), len(history) - 1)  # the root is always read anew
@@ -167,10 +175,6 @@ class DraftModel:
         forward = self.model.forward(tokens[:, None], tokens.new_empty(batch, 0))
         self.model.commit([[0]] * batch)
         return forward.logits[:, -1]
-
-    def _remember(self, rows: list[list[int]]) -> None:
-        for read, new in zip(self._read, rows, strict=True):
-            read += new
 
     def _pad(self, q: Tensor) -> Tensor:
         """q over the draft's vocabulary -> over the target's; the target's extra entries are padding rows."""

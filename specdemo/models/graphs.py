@@ -58,7 +58,7 @@ class CudaGraphs:
                     run()
             torch.cuda.current_stream().wait_stream(beside)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # a server has others
                 said = run()
             self._pool = graph.pool()
 

@@ -28,7 +28,7 @@ from specdemo.models.load import resolve
 from specdemo.models.machine import device_name
 from specdemo.training.agreement import agreement, next_probs
 from specdemo.training.cards import write_attribution, write_card
-from specdemo.training.collect import Plan, Recorded, autocast, collect, load_cache
+from specdemo.training.collect import Plan, Recorded, autocast, claim, collect, complete, load_cache
 from specdemo.training.corpus import (
     END,
     VOCAB_SIZE,
@@ -262,7 +262,7 @@ class Lessons:
     device: torch.device
     listen_from: float = 0.1
     samples_from: float = 0.5
-    lean: float = 0.2
+    lean: float = 0.4
 
     def __call__(self, progress: float, step: int) -> Batch:
         if progress >= self.samples_from:
@@ -328,7 +328,10 @@ def load_target(job: Job) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
 
 
 def record(job: Job, target: PreTrainedModel, corpus: Corpus, tokenizer: Tokenizer) -> tuple[Recorded, Recorded]:
-    """The target's cache of text and samples, completed if need be."""
+    """The target's cache of text and samples, completed if need be; a complete one of other text will do."""
+    if complete(job.cache):
+        claim(job.cache, target, None, job.plan)
+        return load_cache(job.cache, ["text"]), load_cache(job.cache, ["samples"])
     text = windows(StoryEpochs(corpus.train, tokenizer).stream(0, CONTEXT), job.plan.context)
     stories = [e.ids for e in tokenizer.encode_batch(corpus.train)]
     collect(target, text, stories, job.cache, job.plan, job.backwards)
