@@ -26,6 +26,8 @@ from specdemo.bench.suite import run_suite
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.engine.loop import never
 from specdemo.methods import load_drafter
+from specdemo.models.kernels import hasten
+from tests.models.recorders import Replayed
 
 TINY = Size(layers=4, hidden=64, feed_forward=96, heads=4, kv_heads=2, vocabulary=211, draft_layers=1)
 CPU = torch.device("cpu")
@@ -127,6 +129,23 @@ def test_the_forwards_of_a_run_are_made_again_on_caches_set_back(pair):
     assert calls[: found.steps] == calls[found.steps :]  # the same widths at the same places
     assert found.whole == pytest.approx(found.step_ms / found.floor_ms)
     assert found.draft is not None
+
+
+def test_recorded_passes_are_replayed_again(pair, monkeypatch):
+    recorder = Replayed()
+    monkeypatch.setattr(floors, "recorder_for", lambda device: recorder)
+    model = copy.deepcopy(pair.target)
+    hasten(model)
+    target = Recorded(model)
+    config = GenerationConfig(16, stop_token_ids=())
+    plain = load_drafter("none", target)
+    overhead(target, plain, None, pair.prompts[0], config)  # what is recorded on the way is no step's forward
+    assert recorder.recorded == 1
+    before = recorder.replayed
+    found = overhead(target, plain, None, pair.prompts[0], config)
+    assert found.steps == 15
+    assert recorder.replayed - before == 30
+    assert recorder.recorded == 1
 
 
 def test_a_fixed_tree_is_verified_and_changes_nothing(pair):

@@ -1,6 +1,8 @@
 import itertools
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -93,11 +95,14 @@ def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
     assert run(Bigram(), tmp_path, 0.2) == first
 
 
-def test_micro_batches_add_up_to_the_batch() -> None:
+@pytest.mark.parametrize("workers", [0, 2])
+def test_micro_batches_add_up_to_the_batch(workers: int) -> None:
     whole, pieces = Bigram(), Bigram()
     schedule = Schedule(1.0)
-    for module, micro in ((whole, 1000), (pieces, 5)):
-        Run(module, optimizers(module, schedule), History()).step(batches(0.0, 0), loss_of(module), 1.0, micro)
+    with ThreadPoolExecutor(workers) if workers else nullcontext() as pool:
+        for module, micro in ((whole, 1000), (pieces, 5)):
+            run = Run(module, optimizers(module, schedule), History(), pool)
+            run.step(batches(0.0, 0), loss_of(module), 1.0, micro)
     for a, b in zip(whole.parameters(), pieces.parameters(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
 

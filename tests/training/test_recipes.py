@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from specdemo.training import cards, recipes
 from specdemo.training.cards import curve, sparkline, write_card
-from specdemo.training.collect import Plan, Recorded
+from specdemo.training.collect import Plan, Recorded, collect
 from specdemo.training.recipes import DEEP, RECIPES, TARGET, WIDE, Lessons, Shape, build, train
 
 PLAN = Plan(text_rows=8, sampled_rows=8, rows_per_shard=16, context=64, sample_length=32)
@@ -20,7 +20,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
     rng = random.Random(0)
     words = "the a Lily Tom dog cat ball saw took ran to park big red little was happy and".split()
-    stories = [" ".join(rng.choice(words) for _ in range(300)) + "." for _ in range(20)]
+    stories = [" ".join(rng.choice(words) for _ in range(300)) + "." for _ in range(40)]
     (folder / "stories.txt").write_text("<|endoftext|>".join(stories), encoding="utf-8")
     (folder / "ORIGIN-stories.md").write_text("# stories.txt\nWritten by dice.", encoding="utf-8")
     return folder
@@ -62,6 +62,31 @@ def test_target_then_draft_end_to_end(corpus: Path, tmp_path: Path) -> None:
     assert "Written by dice." in (target / "ATTRIBUTION.md").read_text(encoding="utf-8")
     assert not (draft / "ATTRIBUTION.md").exists()
     assert "greedy agreement" in (draft / "MODEL_CARD.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_target_goes_on_from_its_weights(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda model, **how: compiled.append(model) or model)
+    first = train("stories-target", corpus, tmp_path / "first")
+    again = train("stories-target", corpus, tmp_path / "again", start=str(first), threads=2, compile=True)
+    assert len(compiled) == 1
+    assert (again / "tokenizer.json").read_text() == (first / "tokenizer.json").read_text()
+    losses = [
+        json.loads((f / "provenance.json").read_text())["evaluations"][-1]["held_out_loss"] for f in (first, again)
+    ]
+    assert losses[1] < losses[0]
+
+
+@pytest.mark.usefixtures("tiny")
+def test_drafts_learn_from_a_complete_recording_of_other_text(corpus: Path, tmp_path: Path) -> None:
+    target = train("stories-target", corpus, tmp_path / "stories")
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    rows = torch.randint(1, 40, (8, 64), generator=torch.Generator().manual_seed(0))
+    collect(model, rows, rows.tolist(), tmp_path / "cache", PLAN)
+    before = sorted((tmp_path / "cache").iterdir())
+    train("stories-draft-wide", corpus, tmp_path / "draft", target=str(target), cache=tmp_path / "cache")
+    assert sorted((tmp_path / "cache").iterdir()) == before
 
 
 @pytest.mark.parametrize(
