@@ -175,7 +175,7 @@ def _greedy(draft: Draft, target: Tensor) -> Verdict:
     best = target.argmax(-1)
     n = draft.nodes
     if not n:
-        return Verdict([[0] for _ in best], best[:, 0])
+        return Verdict([[0] for _ in range(len(best))], best[:, 0])
     path = []
     for row in torch.cat([draft.tokens, draft.parents, best], 1).tolist():
         slots, wanted = [0], row[2 * n]

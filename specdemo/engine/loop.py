@@ -62,7 +62,7 @@ def generate(
             if not target.supports_trees and not is_chain(draft.parents):
                 draft = first_branch(draft)
             watch.lap("draft")
-            tokens = torch.cat([root[:, None], draft.tokens], 1)
+            tokens = torch.cat([root[:, None], draft.tokens], 1) if draft.nodes else root[:, None]
             forward = target.forward(tokens, draft.parents, drafter.taps)
             watch.lap("verify")
             said = forward.logits if noise is None else to_probs(forward.logits, config.sampling)
