@@ -79,15 +79,9 @@ class _Frame:
 
 
 class Graphs:
-    """The recorded passes over one cache. `run(tokens, positions, mask, taps)` is the pass itself."""
+    """The recorded passes over one cache. `run(tokens, cache, positions, mask, taps)` is the pass itself."""
 
-    def __init__(
-        self,
-        run: Callable[[Tensor, Tensor, Tensor, tuple[int, ...]], Forward],
-        cache: SlabCache,
-        dtype: torch.dtype,
-        recording: Recording,
-    ) -> None:
+    def __init__(self, run: Callable[..., Forward], cache: SlabCache, dtype: torch.dtype, recording: Recording) -> None:
         self._run, self._cache, self._dtype, self._recording = run, cache, dtype, recording
         self._capacity = 0
         self._frames: dict[tuple[int, tuple[int, ...]], _Frame] = {}
@@ -130,7 +124,7 @@ class Graphs:
 
         def run() -> Forward:
             with self._cache.whole(columns):
-                return self._run(tokens, positions, mask, taps)
+                return self._run(tokens, self._cache, positions, mask, taps)
 
         return _Frame(tokens, positions, columns, mask, run)
 

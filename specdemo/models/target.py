@@ -145,22 +145,20 @@ class HFTarget:
     def _new_history(self, rows: int, columns: int) -> History:
         if not self.supports_trees:
             return ReplayHistory(self._run, self._config, self._at_once, self.device)
-        layers = len(DynamicCache(config=self._config).layers)
-        if self._recording is None or self._recording.refused:
-            cache = SlabCache(layers, rows, columns, self.device, alike=self._fused is not None)
-            return GatherHistory(self._run, cache, self._windows, self._masks, self.max_length)
-        if self._last is not None and self._last.fits(rows, columns):
+        recording = self._recording if self._recording and not self._recording.refused else None
+        if recording and self._last is not None and self._last.fits(rows, columns):
             self._last.crop([0] * rows)
             return self._last
         self._last = None  # before the next one is allocated
-        cache = SlabCache(layers, rows, -(-columns // COLUMNS) * COLUMNS, self.device, alike=True)
-
-        def run(tokens: Tensor, positions: Tensor, mask: Tensor, taps: tuple[int, ...]) -> Forward:
-            return self._run(tokens, cache, positions, mask, taps)
-
-        graphs = Graphs(run, cache, self.dtype, self._recording)
-        self._last = GatherHistory(self._run, cache, self._windows, self._masks, self.max_length, graphs)
-        return self._last
+        layers = len(DynamicCache(config=self._config).layers)
+        if recording:
+            columns = -(-columns // COLUMNS) * COLUMNS
+        cache = SlabCache(layers, rows, columns, self.device, alike=self._fused is not None)
+        graphs = Graphs(self._run, cache, self.dtype, recording) if recording else None
+        history = GatherHistory(self._run, cache, self._windows, self._masks, self.max_length, graphs)
+        if recording:
+            self._last = history
+        return history
 
     @cached_property
     def _at_once(self) -> bool:
