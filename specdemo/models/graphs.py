@@ -11,7 +11,7 @@ B rows, S slots, W columns of the cache.
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -23,8 +23,12 @@ WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)  # wider passes are not r
 COLUMNS = 64  # a cache of recorded passes holds a multiple of so many; rows of a mask are then aligned
 WARM_UPS = 3  # passes before a recording: libraries choose their kernels and take their memory in the first ones
 TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 4e-2, torch.float16: 5e-3}  # of the largest logit
-SWITCH = "SPECDEMO_GRAPHS"  # environment: 0 runs every operation on its own
+SWITCH = (
+    "SPECDEMO_GRAPHS"  # environment: 0 starts every operation on its own, compile lets torch.compile join some first
+)
+COMPILATIONS = 64  # a target has one for every width and set of taps; the usual limit of 8 would end in eager passes
 
+Decoder = TypeVar("Decoder", bound=Callable[..., Any])
 Run = Callable[[], Forward]
 Recorder = Callable[[Run], Run]  # what runs -> what replays it, into the same memory
 
@@ -39,7 +43,16 @@ class Recording:
 
 def recorder_for(device: torch.device) -> Recorder | None:
     """CUDA graphs where there are any; None: nothing is recorded."""
-    return CudaGraphs(device) if device.type == "cuda" and os.environ.get(SWITCH, "1") != "0" else None
+    return CudaGraphs(device) if device.type == "cuda" and os.environ.get(SWITCH) != "0" else None
+
+
+def compiled(decoder: Decoder) -> Decoder:
+    """Through torch.compile where that was asked for: its first pass of every width then takes a minute or so."""
+    if os.environ.get(SWITCH) != "compile":
+        return decoder
+    config: Any = torch._dynamo.config  # public nowhere else
+    config.recompile_limit = max(config.recompile_limit, COMPILATIONS)
+    return cast(Decoder, torch.compile(decoder, dynamic=False))
 
 
 class CudaGraphs:

@@ -8,7 +8,7 @@ layers are fused (models/kernels.py), these are run one after the other.
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from functools import cached_property, partial
@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from specdemo.core.protocol import Forward
 from specdemo.models.cache import SPARE, SlabCache
-from specdemo.models.graphs import COLUMNS, Graphs, Recorder, Recording, recorder_for
+from specdemo.models.graphs import COLUMNS, Graphs, Recorder, Recording, compiled, recorder_for
 from specdemo.models.history import AttentionMask, GatherHistory, History, ReplayHistory, continues_at_once
 from specdemo.models.kernels import fused_decoder, kernels, packed_bytes
 from specdemo.models.masks import Masks
@@ -154,11 +154,15 @@ class HFTarget:
         if recording:
             columns = -(-columns // COLUMNS) * COLUMNS
         cache = SlabCache(layers, rows, columns, self.device, alike=self._fused is not None)
-        graphs = Graphs(self._run, cache, self.dtype, recording) if recording else None
+        graphs = Graphs(partial(self._run, decoder=self._compiled), cache, self.dtype, recording) if recording else None
         history = GatherHistory(self._run, cache, self._windows, self._masks, self.max_length, graphs)
         if recording:
             self._last = history
         return history
+
+    @cached_property
+    def _compiled(self) -> Any:
+        return compiled(self._fused.__call__) if self._fused else None
 
     @cached_property
     def _at_once(self) -> bool:
@@ -173,11 +177,13 @@ class HFTarget:
         taps: tuple[int, ...] = (),
         last: bool = False,
         layers: int | None = None,
+        decoder: Callable[..., tuple[Tensor, dict[int, Tensor]]] | None = None,
     ) -> Forward:
-        """layers: of the model so many alone."""
-        if self._fused is not None:
+        """layers: of the model so many alone. decoder: what runs them instead of the fused ones as they are."""
+        decoder = decoder or self._fused
+        if decoder is not None:
             assert positions is not None and not isinstance(mask, dict)
-            return Forward(*self._fused(tokens, cache, positions, mask, taps, last, layers))
+            return Forward(*decoder(tokens, cache, positions, mask, taps, last, layers))
         model = self.model if layers is None else self._ending_after(layers)
         arguments = self._arguments.of(cache, positions, mask, last)
         if not taps:

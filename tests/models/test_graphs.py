@@ -1,6 +1,7 @@
 """Recorded passes against the passes themselves."""
 
 import copy
+import shutil
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from specdemo.engine.loop import generate
 from specdemo.methods.draft_model import DraftModel
 from specdemo.methods.none import NoDraft
 from specdemo.models import graphs as module
+from specdemo.models import kernels
 from specdemo.models.graphs import WIDTHS
 from specdemo.models.kernels import hasten
 from specdemo.models.memory import Remembering
@@ -144,6 +146,25 @@ def test_they_are_for_gpus_and_can_be_switched_off(monkeypatch, switch):
     monkeypatch.setenv(module.SWITCH, switch)
     assert module.recorder_for(torch.device("cpu")) is None
     assert (module.recorder_for(torch.device("cuda")) is None) == (switch == "0")
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler, of other parts of torch
+def test_passes_can_be_compiled_first(monkeypatch):
+    monkeypatch.setattr(kernels, "packing_pays", lambda dtype: False)  # packed weights are for CPUs, compiling for GPUs
+    monkeypatch.setenv(module.SWITCH, "compile")
+    passes = []
+    monkeypatch.setattr(
+        torch, "compile", lambda f, _compile=torch.compile, **how: passes.append(f) or _compile(f, **how)
+    )
+    plain, target = fast(), fast(recorder=Replayed())
+    said = []
+    for each in (plain, target):
+        each.start(texts(1, 9), TAPS)
+        said.append(each.forward(texts(1, 7, 1), TREE, TAPS))
+    torch.testing.assert_close(said[1].logits, said[0].logits, rtol=1e-4, atol=2e-4)
+    assert len(passes) == 1
+    assert target.note == ""
 
 
 @pytest.mark.parametrize("kind", [HFTarget, Remembering])
