@@ -27,7 +27,7 @@ from specdemo.core.sampling import Sampling, draw, to_probs
 from specdemo.core.tree import Draft
 from specdemo.methods import knob
 from specdemo.methods.eagle_formats import default_taps, read_head, write_head
-from specdemo.methods.eagle_head import Convention, EagleHead, Mask
+from specdemo.methods.eagle_head import Convention, EagleHead, Mask, Rotary
 from specdemo.methods.grow import grow
 from specdemo.methods.heads import HeadDrafter, as_target, greedy_text
 from specdemo.models.cache import SPARE, SlabCache
@@ -87,6 +87,7 @@ class Eagle(HeadDrafter):
         self._sampling = Sampling()
         self._rng: Generator | None = None
         self._cache: SlabCache | None = None
+        self._angles: Tensor | None = None  # [P, 2, 1, E] cos and signed sin of every position
         self._observed: list[Progress] = []  # not read yet
 
     @classmethod
@@ -182,8 +183,18 @@ class Eagle(HeadDrafter):
             self._cache = SlabCache(len(self.head.layers), batch, width + SPARE, self._device)
         self._cache.set_lengths([past] * batch)
         self._cache.prepare(width)
-        states: Tensor = self.head(self.head.embed(tokens), features, positions, self._cache, mask)
+        states: Tensor = self.head(
+            self.head.embed(tokens), features, self._rotary(positions, past + width), self._cache, mask
+        )
         return states
+
+    def _rotary(self, positions: Tensor, columns: int) -> Rotary:
+        """At positions [B or 1, S] below `columns`, looked up."""
+        if self._angles is None or len(self._angles) < columns:
+            every = torch.arange(2 * columns, device=self._device)[None]
+            self._angles = torch.stack(self.head.rotary(every), 2)[0]
+        cos, sin = self._angles[positions].unbind(2)
+        return cos, sin
 
     def _chain(self, logits: Tensor, depth: int) -> Draft:
         tokens: list[Tensor] = []
@@ -227,7 +238,7 @@ class Eagle(HeadDrafter):
         metrics: dict[str, float] = {}
         for step in range(min(1 if head.eagle1 else UNROLLED, last)):
             mask = unrolled_mask(columns, step) if step else None
-            states = head(embedded[:, step:], features, columns[None, step:], cache, mask)
+            states = head(embedded[:, step:], features, head.rotary(columns[None, step:]), cache, mask)
             loss, agreed = _compare(head, states, said[:, step + 1 :])
             if head.eagle1:
                 loss = TOKENS_WEIGHT * loss + F.smooth_l1_loss(states.float(), batch.hidden[-1][:, 1:].float())

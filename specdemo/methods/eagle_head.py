@@ -196,9 +196,9 @@ class EagleHead(nn.Module):
     def join(self) -> "EagleHead":
         """Multiply once where several read the same states, if they are to be packed: a packed head is not saved."""
         for part in self.modules():
-            if isinstance(part, Attention) and packs(part.q_proj.weight):
+            if isinstance(part, Attention) and packs(part.q_proj.weight, part.k_proj.weight, part.v_proj.weight):
                 part.join()
-            if isinstance(part, Mlp) and packs(part.gate_proj.weight):
+            if isinstance(part, Mlp) and packs(part.gate_proj.weight, part.up_proj.weight):
                 part.join()
         return self
 
@@ -219,10 +219,10 @@ class EagleHead(nn.Module):
         return features
 
     def forward(
-        self, embedded: Tensor, features: Tensor, positions: Tensor, cache: KeyValues, mask: Mask = None
+        self, embedded: Tensor, features: Tensor, rotary: Rotary, cache: KeyValues, mask: Mask = None
     ) -> Tensor:
-        """embedded and features [B, S, D], positions [B or 1, S] -> states [B, S, D]"""
-        convention, rotary, state = self.convention, self._rotary(positions), features
+        """embedded and features [B, S, D] -> states [B, S, D]"""
+        convention, state = self.convention, features
         if self.eagle1:
             pair = [features, embedded] if convention.feature_first else [embedded, features]
             state = self.fc(torch.cat(pair, -1))
@@ -260,7 +260,8 @@ class EagleHead(nn.Module):
         rope = LlamaRotaryEmbedding(self.config).to(next(self.parameters()).device)
         return rope.get_buffer("inv_freq"), float(rope.attention_scaling)
 
-    def _rotary(self, positions: Tensor) -> Rotary:
+    def rotary(self, positions: Tensor) -> Rotary:
+        """Of columns at positions [B or 1, S]."""
         frequencies, scale = self._frequencies
         angles = positions[:, :, None, None] * frequencies
         cos, sin = angles.cos() * scale, angles.sin() * scale

@@ -495,6 +495,7 @@ def _packed(linear: nn.Linear) -> nn.Module:
     return PackedLinear(linear) if packs(linear.weight) else linear
 
 
-def packs(weight: Tensor) -> bool:
-    """Whether `pack` would take it."""
-    return weight.device.type == "cpu" and weight.numel() >= PACKED_SIZE and packing_pays(weight.dtype)
+def packs(*weights: Tensor) -> bool:
+    """Whether `pack` would take it, or several joined to one."""
+    size = sum(weight.numel() for weight in weights)
+    return weights[0].device.type == "cpu" and size >= PACKED_SIZE and packing_pays(weights[0].dtype)
