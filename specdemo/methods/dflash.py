@@ -35,7 +35,7 @@ from specdemo.methods.grow import grow
 from specdemo.methods.heads import NEVER, HeadDrafter, as_target, at_last, odd_tensors
 from specdemo.models.cache import SPARE, SlabCache
 from specdemo.models.checkpoints import Checkpoint, open_checkpoint, write_checkpoint
-from specdemo.models.kernels import dtype_of, pack
+from specdemo.models.kernels import RMSNorm, dtype_of, pack
 from specdemo.models.load import LoadProgress, silent
 
 PROBE_ROWS, PROBE_COLUMNS = 8, 48  # of the target's own text, which tells one convention from another
@@ -51,16 +51,6 @@ Chosen = tuple[Tensor, Tensor, Tensor | None]  # tokens [...], confidence [...],
 def _rotated(states: Tensor, rope: Rope) -> Tensor:
     cosine, sine = (part.to(states.dtype) for part in rope)
     return torch.addcmul(states * cosine, states.roll(states.shape[-1] // 2, -1), sine)
-
-
-class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, states: Tensor) -> Tensor:
-        return F.rms_norm(states, self.weight.shape, self.weight.to(states.dtype), self.eps)
 
 
 class Attention(nn.Module):

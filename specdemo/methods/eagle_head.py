@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdemo.core.protocol import Progress, Target
-from specdemo.models.kernels import dtype_of, joined, packs
+from specdemo.models.kernels import RMSNorm, dtype_of, joined, packs
 
 Names = frozenset[str]  # of the tensors a head has
 Rotary = tuple[Tensor, Tensor]  # cos and signed sin, [B or 1, S, 1, E]
@@ -44,18 +44,6 @@ class KeyValues(Protocol):
         """New keys and values [B, heads, S, E] -> all [B, heads, C, E]."""
 
 
-class Norm(nn.Module):
-    """RMS norm, in the precision of its weight."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps)
-
-
 def _linear(inputs: int, outputs: int, name: str, names: Names) -> nn.Linear:
     return nn.Linear(inputs, outputs, bias=f"{name}.bias" in names)
 
@@ -78,8 +66,8 @@ class Attention(nn.Module):
         self.qkv: nn.Linear | None = None
         self.o_proj = _linear(queries, config.hidden_size, f"{prefix}.o_proj", names)
         normed = f"{prefix}.q_norm.weight" in names
-        self.q_norm = Norm(size, config.rms_norm_eps) if normed else None
-        self.k_norm = Norm(size, config.rms_norm_eps) if normed else None
+        self.q_norm = RMSNorm(size, config.rms_norm_eps) if normed else None
+        self.k_norm = RMSNorm(size, config.rms_norm_eps) if normed else None
 
     def forward(self, x: Tensor, rotary: Rotary, cache: KeyValues, layer: int, mask: Mask) -> Tensor:
         """x [B, S, D] or [B, S, 2 D] -> [B, S, D]"""
@@ -128,10 +116,10 @@ class Layer(nn.Module):
         prefix, size, eps = f"layers.{index}", config.hidden_size, config.rms_norm_eps
         self.index = index
         normed = f"{prefix}.input_layernorm.weight" in names
-        self.input_layernorm = Norm(size, eps) if normed else nn.Identity()
-        self.hidden_norm = Norm(size, eps) if f"{prefix}.hidden_norm.weight" in names else None
+        self.input_layernorm = RMSNorm(size, eps) if normed else nn.Identity()
+        self.hidden_norm = RMSNorm(size, eps) if f"{prefix}.hidden_norm.weight" in names else None
         self.self_attn = Attention(config, 2 * size if self.hidden_norm else size, f"{prefix}.self_attn", names)
-        self.post_attention_layernorm = Norm(size, eps)
+        self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = Mlp(config, f"{prefix}.mlp", names)
 
     def forward(
@@ -180,12 +168,12 @@ class EagleHead(nn.Module):
         drafted = config.vocab_size if d2t is None else len(d2t)
         self.fc = _linear(read, size, "fc", names)
         self.layers = nn.ModuleList(Layer(config, i, names) for i in range(config.num_hidden_layers))
-        self.norm = Norm(size, eps) if "norm.weight" in names else None
+        self.norm = RMSNorm(size, eps) if "norm.weight" in names else None
         self.lm_head = nn.Linear(size, drafted, bias=False) if "lm_head.weight" in names else None
         self.embed_tokens = nn.Embedding(config.vocab_size, size) if "embed_tokens.weight" in names else None
-        self.input_norm = Norm(read, eps) if "input_norm.weight" in names else None
+        self.input_norm = RMSNorm(read, eps) if "input_norm.weight" in names else None
         normed = range(taps if "fc_norm.0.weight" in names else 0)
-        self.fc_norm = nn.ModuleList(Norm(target.hidden_size, eps) for _ in normed)
+        self.fc_norm = nn.ModuleList(RMSNorm(target.hidden_size, eps) for _ in normed)
         self.register_buffer("d2t", d2t)
         self._targets: tuple[Any, Any] = (target.embed, target.lm_head)  # a tuple, so that they are not registered
 

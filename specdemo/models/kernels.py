@@ -89,6 +89,41 @@ class PackedHead(nn.Module):
         return _linear(deepcopy(self.weight, memo), deepcopy(self.bias, memo))
 
 
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight, in the precision of its weight."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps)
+
+
+class QuickNorm(nn.Module):
+    """An RMS norm of n features in fp32 on a CPU, for which torch has no kernel of its own: as x * sqrt(n) w /
+    sqrt(|x|^2 + n eps) it takes half the time. A deep copy is the norm it stands for, which can be trained."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight = norm.weight
+        self._norm = (norm,)  # in a tuple: not a part of its own
+        size = norm.weight.numel()
+        eps = norm.eps if isinstance(norm, RMSNorm) else norm.variance_epsilon
+        self._scaled = norm.weight.detach() * size**0.5
+        self._least = torch.tensor((size * eps) ** 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        length: Tensor = torch.linalg.vector_norm(x, 2, -1, True)
+        normed: Tensor = (x * self._scaled).div_(length.hypot_(self._least))
+        return normed
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        made: nn.Module = deepcopy(self._norm[0], memo)
+        return made
+
+
 class FusedLayer(nn.Module):
     """A decoder layer of `KNOWN_LAYERS` that can stand in its place."""
 
@@ -100,8 +135,8 @@ class FusedLayer(nn.Module):
         self.heads = attention.q_proj.out_features // self.head_dim
         self.kv_heads = attention.k_proj.out_features // self.head_dim
         self.attention_type = getattr(layer, "attention_type", None)
-        self.before_attention, self.before_mlp = layer.input_layernorm, layer.post_attention_layernorm
-        self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        self.before_attention, self.before_mlp = _quick(layer.input_layernorm), _quick(layer.post_attention_layernorm)
+        self.q_norm, self.k_norm = (_quick(getattr(attention, name, None)) for name in ("q_norm", "k_norm"))
         self.qkv = _packed(joined(attention.q_proj, attention.k_proj, attention.v_proj))
         self.out = _packed(attention.o_proj)
         self.gate_up = _packed(joined(mlp.gate_proj, mlp.up_proj))
@@ -223,7 +258,7 @@ class FusedDecoder:
 
     def __init__(self, model: Any) -> None:
         decoder = model.get_decoder()
-        self._embed, self._layers, self._norm = decoder.embed_tokens, list(decoder.layers), decoder.norm
+        self._embed, self._layers, self._norm = decoder.embed_tokens, list(decoder.layers), _quick(decoder.norm)
         self._rotary, self._lm_head = decoder.rotary_emb, model.get_output_embeddings()
         self._angles: Tensor | None = None  # [P, 2, 1, D]: cos, and sin with its first half negated
 
@@ -308,13 +343,13 @@ def stacked(layers: nn.ModuleList, rotary: nn.Module) -> Stack | None:
 
 @torch.no_grad()
 def pack(head: Module) -> Module:
-    """Pack the linear layers of a head that is only read from now on: it can no longer be saved, and trained only as a
-    deep copy."""
-    made: dict[nn.Module, PackedLinear] = {}
+    """Pack the linear layers of a head that is only read from now on, and quicken its norms: it can no longer be saved,
+    and trained only as a deep copy."""
+    made: dict[nn.Module, nn.Module] = {}
     for name, layer in list(head.named_modules(remove_duplicate=False)):
-        if type(layer) is nn.Linear and packs(layer.weight):
-            if layer not in made:
-                made[layer] = PackedLinear(layer)
+        if layer not in made:
+            made[layer] = _packed(layer) if type(layer) is nn.Linear else _quick(layer)
+        if made[layer] is not layer:
             head.set_submodule(name, made[layer])
     return head
 
@@ -459,6 +494,12 @@ def _turning(sin: Tensor) -> Tensor:
     """[..., D] with its first half negated: what a state rolled by half its size is multiplied by."""
     first, second = sin.chunk(2, -1)
     return torch.cat([-first, second], -1)
+
+
+def _quick(norm: Any) -> Any:
+    """The norm for states in fp32 on a CPU; whatever else comes is returned."""
+    known = type(norm) in (RMSNorm, *KNOWN_NORMS)
+    return QuickNorm(norm) if known and (norm.weight.device.type, norm.weight.dtype) == ("cpu", torch.float32) else norm
 
 
 def _normed(norm: Any, x: Tensor) -> Tensor:
