@@ -10,6 +10,8 @@ from specdemo.core.tree import chain_parents
 from specdemo.models import kernels as module
 from specdemo.models.kernels import (
     PackedLinear,
+    QuickNorm,
+    RMSNorm,
     dtype_of,
     fused_decoder,
     hasten,
@@ -154,3 +156,26 @@ def test_a_packed_head_keeps_what_its_layers_share(packing):
     assert dtype_of(head) == torch.float32
     if packing == "packed":
         assert packed_bytes(head) == 4 * (32 * 16 + 16 * 8 + 8)
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e3])
+def test_a_quick_norm_is_the_norm(scale):
+    norm = RMSNorm(48, 1e-5).requires_grad_(False)
+    norm.weight.normal_()
+    head = pack(torch.nn.Sequential(copy.deepcopy(norm)))
+    assert type(head[0]) is QuickNorm
+    assert list(head.state_dict()) == ["0.weight"]
+    x = scale * torch.randn(2, 3, 5, 48, generator=torch.Generator().manual_seed(0))
+    before = x.clone()
+    torch.testing.assert_close(head(x), norm(x))
+    assert torch.equal(x, before)
+    assert torch.equal(head(torch.zeros(1, 48)), torch.zeros(1, 48))
+    again = copy.deepcopy(head)
+    assert type(again[0]) is RMSNorm
+    again.requires_grad_(True)(x).sum().backward()
+    assert again[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_norms_in_half_precision_stay_as_they_are(dtype):
+    assert type(pack(torch.nn.Sequential(RMSNorm(48, 1e-5).to(dtype)))[0]) is RMSNorm
