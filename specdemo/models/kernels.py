@@ -115,8 +115,11 @@ class QuickNorm(nn.Module):
         self._least = torch.tensor((size * eps) ** 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        length: Tensor = torch.linalg.vector_norm(x, 2, -1, True)
-        normed: Tensor = (x * self._scaled).div_(length.hypot_(self._least))
+        if torch.is_grad_enabled() or x.dtype != torch.float32:
+            normed: Tensor = self._norm[0](x)
+        else:
+            length: Tensor = torch.linalg.vector_norm(x, 2, -1, True)
+            normed = (x * self._scaled).div_(length.hypot_(self._least))
         return normed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
