@@ -261,7 +261,11 @@ class FusedDecoder:
 
     def __init__(self, model: Any) -> None:
         decoder = model.get_decoder()
-        self._embed, self._layers, self._norm = decoder.embed_tokens, list(decoder.layers), _quick(decoder.norm)
+        self._embed, self._layers, self._norm = decoder.embed_tokens, list(decoder.layers), decoder.norm
+        if any(
+            isinstance(layer.before_mlp, QuickNorm) for layer in self._layers
+        ):  # else a copy, and its weights may change
+            self._norm = _quick(decoder.norm)
         self._rotary, self._lm_head = decoder.rotary_emb, model.get_output_embeddings()
         self._angles: Tensor | None = None  # [P, 2, 1, D]: cos, and sin with its first half negated
 

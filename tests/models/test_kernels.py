@@ -94,6 +94,18 @@ def test_a_deep_copy_can_be_trained_and_leaves_the_original_alone(packing):
     assert torch.equal(model(tokens).logits, before)
 
 
+def test_a_copy_that_is_trained_drafts_with_what_it_learned(packing):
+    model = build("llama")
+    hasten(model)
+    twin = copy.deepcopy(model)
+    target = HFTarget(twin)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(1.5)
+        expected = twin(texts(1, 8)).logits[:, -1:]
+    torch.testing.assert_close(target.start(texts(1, 8)).logits, expected, rtol=1e-4, atol=2e-4)
+
+
 def test_a_head_learns_through_a_packed_lm_head(packing):
     model = build("llama")
     hasten(model)
