@@ -53,9 +53,10 @@ from 70 % of the time on; the learning rate is constant to 40 % of the time, the
 
 METHOD = {
     "stories-target": """\
-Cross-entropy; Muon for the hidden matrices, AdamW for the rest; matrix products in bf16 where the processor has it;
-windows of 256 tokens, and of 512 from 70 % of the time on; the learning rate is constant to 40 % of the time, then
-falls linearly to 2 %.""",
+Cross-entropy, with 15 % of what the embedding and every branch add to the residual stream dropped out; Muon for the
+hidden matrices, AdamW for the rest; matrix products in bf16 where the processor has it; windows of 256 tokens, and of
+512 from 70 % of the time on; the learning rate is constant to 40 % of the time (to 20 % where the run goes on from
+trained weights), then falls linearly to 2 %.""",
     "stories-bytes": JOINT_METHOD,
     "draft": """\
 Cross-entropy on text first, then forward KL to the target's recorded distributions (its 32 most probable tokens at
@@ -136,9 +137,10 @@ def recipe_facts(facts: dict[str, Any], config: dict[str, Any], recipe: str) -> 
         f"Llama, {config['num_hidden_layers']} x {config['hidden_size']}, feed-forward {config['intermediate_size']}, "
         f"{config['num_attention_heads']} heads, vocabulary {config['vocab_size']}, tied"
     )
+    start = f" --start {facts['start']}" if "start" in facts else ""
     source = f"source commit {facts['commit'] or 'not recorded'}, corpus sha256 `{facts['data_sha256'][:16]}`"
     lines = [
-        f"- command: `python -m specdemo train {recipe} --corpus CORPUS --minutes {minutes:g}`",
+        f"- command: `python -m specdemo train {recipe} --corpus CORPUS{start} --minutes {minutes:g}`",
         f"- shape: {shape}; {facts['parameters']:,} parameters, stored in bf16",
         f"- seen: {facts['tokens']:,} tokens in {facts['step']:,} steps and {facts['seconds'] / 60:.0f} minutes",
         f"- software: {versions}; {source}",

@@ -186,6 +186,7 @@ def finish(job: Job, model: LlamaForCausalLM, tokenizer: Tokenizer, corpus: Corp
         history,
         recipe=job.recipe,
         minutes=job.minutes,
+        **({"start": Path(job.start).name} if job.start else {}),
         hardware=device_name(job.device),
         threads=job.threads,
         parameters=model.num_parameters(),

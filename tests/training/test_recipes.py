@@ -71,6 +71,7 @@ def test_a_target_goes_on_from_its_weights(corpus: Path, tmp_path: Path, monkeyp
     first = train("stories-target", corpus, tmp_path / "first")
     again = train("stories-target", corpus, tmp_path / "again", start=str(first), threads=2, compile=True)
     assert len(compiled) == 1
+    assert f"--start {first.name} --minutes" in (again / "MODEL_CARD.md").read_text(encoding="utf-8")
     assert (again / "tokenizer.json").read_text() == (first / "tokenizer.json").read_text()
     losses = [
         json.loads((f / "provenance.json").read_text())["evaluations"][-1]["held_out_loss"] for f in (first, again)
