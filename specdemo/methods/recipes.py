@@ -115,7 +115,9 @@ def train_bytes(corpus: Path, out: Path | None = None, minutes: float | None = N
     target = HFTarget(model, name=out.name)
     drafter = untrained(BYTE_HEADS, target)
     large = where.type == "cuda"
-    batches = GrowingWindows(StoryEpochs(text.train, tokenizer), 65536 if large else 4096, where, *CONTEXTS)
+    batches = GrowingWindows(
+        StoryEpochs(text.train, tokenizer), 65536 if large else 4096, where, short=CONTEXTS[0], long=CONTEXTS[1]
+    )
     held_out = held_out_rows(text, tokenizer, CONTEXTS[0] + 1)[:128].to(where)
     schedule = Schedule(minutes, decay_from=0.4)
     ticks = train_jointly(model, drafter, batches, held_out, out, schedule, 65536 if large else 2048)

@@ -142,10 +142,10 @@ class GrowingWindows:
     epochs: StoryEpochs
     tokens_per_batch: int
     device: torch.device
-    first_epoch: int = 0
     short: int = 256
     long: int = CONTEXT
     long_from: float = 0.7
+    first_epoch: int = 0
 
     _epoch: int = -1
     _length: int = 0
@@ -217,7 +217,9 @@ def stories_target(job: Job) -> None:
     valid = held_out_rows(corpus, tokenizer, CONTEXT + 1).to(job.device)
     tokens_per_batch = 65536 if job.large else 8192 if job.start else 4096
     first_epoch = 100_000 if job.start else 0  # a model that goes on sees other orders and other copies
-    batches = GrowingWindows(StoryEpochs(corpus.train, tokenizer), tokens_per_batch, job.device, first_epoch)
+    batches = GrowingWindows(
+        StoryEpochs(corpus.train, tokenizer), tokens_per_batch, job.device, first_epoch=first_epoch
+    )
     drop_out(model, DROPOUT)
     forward = torch.compile(model, dynamic=False) if job.compile else model
 
