@@ -21,6 +21,7 @@ from specdemo.models.cache import SlabCache
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)  # wider passes are not recorded
 COLUMNS = 64  # a cache of recorded passes holds a multiple of so many; rows of a mask are then aligned
+ROOM = 512  # columns kept free when nobody said how many will follow: a cache that grows is recorded anew
 WARM_UPS = 3  # passes before a recording: libraries choose their kernels and take their memory in the first ones
 TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 4e-2, torch.float16: 5e-3}  # of the largest logit
 SWITCH = (
@@ -113,22 +114,26 @@ class Graphs:
         """tokens and positions [B or 1, S] behind the history, mask [B or 1, 1, S, L + S] over it and the slots, None:
         nothing is hidden. The cache has room for `width` slots. None: the pass was refused.
         """
-        rows, slots = tokens.shape
+        slots = tokens.shape[1]
         if self._cache.cursor.capacity != self._capacity:  # what was recorded writes to memory that is gone
             self._frames.clear()
             self._capacity = self._cache.cursor.capacity
-        frame = self._frames.get((width, taps))
-        new = frame is None
-        if frame is None:
-            frame = self._frame(rows, width, tokens.device, taps)
+        if (width, taps) not in self._frames:
+            widths = (1, 2) if width == 1 and self._cache.cursor.longest + 2 <= self._capacity else (width,)
+            for each in widths:  # who reads one token at a time, as a draft model does, now and then reads two
+                self._add(each, tokens, positions, mask, taps)
+                if self._recording.refused:
+                    return None
+        frame = self._frames[width, taps]
         self._fill(frame, tokens, positions, mask)
-        if new:
-            self._check_in(frame)
-            if self._recording.refused:
-                return None
-            self._frames[width, taps] = frame
         said = frame.replay()
         return Forward(said.logits[:, :slots].clone(), {tap: h[:, :slots].clone() for tap, h in said.hidden.items()})
+
+    def _add(self, width: int, tokens: Tensor, positions: Tensor, mask: Tensor | None, taps: tuple[int, ...]) -> None:
+        frame = self._frame(len(tokens), width, tokens.device, taps)
+        self._fill(frame, tokens, positions, mask)
+        self._check_in(frame)
+        self._frames[width, taps] = frame
 
     def _frame(self, rows: int, width: int, device: torch.device, taps: tuple[int, ...]) -> _Frame:
         tokens, positions = (torch.zeros(rows, width, dtype=torch.int64, device=device) for _ in range(2))

@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from specdemo.core.protocol import Forward
 from specdemo.models.cache import SPARE, SlabCache
-from specdemo.models.graphs import COLUMNS, Graphs, Recorder, Recording, compiled, recorder_for
+from specdemo.models.graphs import COLUMNS, ROOM, Graphs, Recorder, Recording, compiled, recorder_for
 from specdemo.models.history import AttentionMask, GatherHistory, History, ReplayHistory, continues_at_once
 from specdemo.models.kernels import fused_decoder, kernels, packed_bytes
 from specdemo.models.masks import Masks
@@ -86,7 +86,7 @@ class HFTarget:
     @property
     def kernels(self) -> str:
         """What runs the weights: transformers' layers, or fused ones, packed or in recorded passes."""
-        return kernels(self.model) + (", graphs" if self._recording and not self.note else "")
+        return kernels(self.model) + (", graphs" if self._records else "")
 
     @property
     def note(self) -> str:
@@ -99,7 +99,7 @@ class HFTarget:
         """Raises ValueError when the tokens exceed the model's context."""
         self._check_length(tokens.shape[1])
         self._history = None  # before the next one is allocated
-        self._history = self._new_history(tokens.shape[0], tokens.shape[1] + (reserve or SPARE))
+        self._history = self._new_history(tokens.shape[0], tokens.shape[1] + (reserve or self._spare))
         return self._history.start(tokens, taps)
 
     @torch.no_grad()
@@ -145,7 +145,7 @@ class HFTarget:
     def _new_history(self, rows: int, columns: int) -> History:
         if not self.supports_trees:
             return ReplayHistory(self._run, self._config, self._at_once, self.device)
-        recording = self._recording if self._recording and not self._recording.refused else None
+        recording = self._records
         if recording and self._last is not None and self._last.fits(rows, columns):
             self._last.crop([0] * rows)
             return self._last
@@ -159,6 +159,14 @@ class HFTarget:
         if recording:
             self._last = history
         return history
+
+    @property
+    def _records(self) -> Recording | None:
+        return self._recording if self._recording and not self._recording.refused else None
+
+    @property
+    def _spare(self) -> int:
+        return ROOM if self._records else SPARE
 
     @cached_property
     def _compiled(self) -> Any:
