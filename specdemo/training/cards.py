@@ -55,8 +55,8 @@ METHOD = {
     "stories-target": """\
 Cross-entropy, with 15 % of what the embedding and every branch add to the residual stream dropped out; Muon for the
 hidden matrices, AdamW for the rest; matrix products in bf16 where the processor has it; windows of 256 tokens, and of
-512 from 70 % of the time on; the learning rate is constant to 40 % of the time (to 20 % where the run goes on from
-trained weights), then falls linearly to 2 %.""",
+512 from 70 % of the time on; the learning rate is constant to 40 % of the time, then falls linearly to 2 %. A run that
+goes on from trained weights has windows of 512 throughout, half the learning rates, and holds them to 20 %.""",
     "stories-bytes": JOINT_METHOD,
     "draft": """\
 Cross-entropy on text first, then forward KL to the target's recorded distributions (its 32 most probable tokens at

@@ -229,7 +229,9 @@ def stories_target(job: Job) -> None:
     def evaluate() -> dict[str, float]:
         return {"held_out_loss": round(held_out_loss(model, valid), 4)}
 
-    schedule = Schedule(job.minutes, decay_from=0.2 if job.start else 0.4)
+    schedule = Schedule(job.minutes, decay_from=0.4)
+    if job.start:
+        schedule = Schedule(job.minutes, muon=0.01, adamw=0.002, decay_from=0.2)
     with side_by_side(job) as pool:
         history = fit(
             model,
