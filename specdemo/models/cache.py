@@ -88,18 +88,6 @@ class SlabLayer(CacheLayerMixin):
             self.keys.narrow(2, 0, old_keys.shape[2]).copy_(old_keys)
             self.values.narrow(2, 0, old_values.shape[2]).copy_(old_values)
 
-    def move_together(self, source: Tensor, target: int) -> None:
-        """Copy columns source [A] of every row to the A columns from target on."""
-        for slab in (self.keys, self.values):
-            if slab is not None:
-                slab.narrow(2, target, len(source)).copy_(slab.index_select(2, source.to(slab.device)))
-
-    def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy columns source [B, A] to target [B, A], row by row."""
-        for slab in (self.keys, self.values):
-            if slab is not None:
-                _move(slab, source.to(slab.device), target.to(slab.device))
-
     @property
     def bytes(self) -> int:
         return sum(slab.numel() * slab.element_size() for slab in (self.keys, self.values) if slab is not None)
@@ -178,22 +166,23 @@ class SlabCache(Cache):
         if stray and len(path) == 1:
             stays = next(i for i, slot in enumerate(stray[0]) if i != slot)
             source = torch.tensor([cursor.longest + slot for slot in stray[0][stays:]], device=cursor.device)
-            if self._block is not None:
-                self._block.narrow(3, cursor.longest + stays, len(source)).copy_(self._block.index_select(3, source))
-            else:
-                for layer in self.slabs:
-                    layer.move_together(source, cursor.longest + stays)
+            for slabs in self._held():
+                kept = slabs.index_select(-2, source.to(slabs.device))
+                slabs.narrow(-2, cursor.longest + stays, len(source)).copy_(kept)
         elif stray:
             width = max(map(len, path))
             start = torch.tensor(cursor.lengths, device=cursor.device)[:, None]
             moved = torch.tensor([_padded(slots, width) for slots in path], device=cursor.device) + start
-            kept = torch.arange(width, device=cursor.device) + start
-            if self._block is not None:
-                _move(self._block, moved[None], kept[None])
-            else:
-                for layer in self.slabs:
-                    layer.move(moved, kept)
+            target = torch.arange(width, device=cursor.device) + start
+            for slabs in self._held():
+                _move(slabs, moved.to(slabs.device), target.to(slabs.device))
         self.set_lengths([n + len(slots) for n, slots in zip(cursor.lengths, path, strict=True)])
+
+    def _held(self) -> list[Tensor]:
+        """All keys and values, [.., B, H, capacity, D] each."""
+        if self._block is not None:
+            return [self._block]
+        return [slab for layer in self.slabs for slab in (layer.keys, layer.values) if slab is not None]
 
     def set_lengths(self, lengths: list[int]) -> None:
         """Shorter than before forgets, longer takes over what the last forward wrote."""
@@ -203,10 +192,10 @@ class SlabCache(Cache):
 
 
 def _move(slabs: Tensor, source: Tensor, target: Tensor) -> None:
-    """Copy columns source [.., B, A] of slabs [.., B, H, C, D] to target [.., B, A], row by row."""
+    """Copy columns source [B, A] of slabs [.., B, H, C, D] to target [B, A], row by row."""
     shape = (*slabs.shape[:-2], source.shape[-1], slabs.shape[-1])
-    taken = slabs.gather(-2, source[..., None, :, None].expand(shape))
-    slabs.scatter_(-2, target[..., None, :, None].expand(shape), taken)
+    taken = slabs.gather(-2, source[:, None, :, None].expand(shape))
+    slabs.scatter_(-2, target[:, None, :, None].expand(shape), taken)
 
 
 def _padded(slots: list[int], width: int) -> list[int]:
