@@ -18,12 +18,12 @@ from torch import Tensor
 
 from specdemo.core.protocol import Forward
 from specdemo.models.cache import SlabCache
+from specdemo.models.kernels import close
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)  # wider passes are not recorded
 COLUMNS = 64  # a cache of recorded passes holds a multiple of so many; rows of a mask are then aligned
 ROOM = 512  # columns kept free when nobody said how many will follow: a cache that grows is recorded anew
 WARM_UPS = 3  # passes before a recording: libraries choose their kernels and take their memory in the first ones
-TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 4e-2, torch.float16: 5e-3}  # of the largest logit
 SWITCH = (
     "SPECDEMO_GRAPHS"  # environment: 0 starts every operation on its own, compile lets torch.compile join some first
 )
@@ -168,6 +168,5 @@ class Graphs:
         except RuntimeError as error:
             self._recording.refused = f"passes could not be recorded ({str(error).partition(chr(10))[0]})"
             return
-        apart = (frame.replay().logits.float() - expected).abs().max()
-        if not bool(apart <= TOLERANCE[self._dtype] * expected.abs().max()):
+        if not close(frame.replay().logits.float(), expected, self._dtype):
             self._recording.refused = "a recorded pass said something else than the pass itself"

@@ -345,7 +345,7 @@ def stacked(layers: nn.ModuleList, rotary: nn.Module) -> Stack | None:
     stack = Stack(layers)
     last = positions[:, -1]
     said = stack(x, last, len(layers), angles, None, _OneLayer()).float()
-    return stack if _close(said, expected, weight.dtype) else None
+    return stack if close(said, expected, weight.dtype) else None
 
 
 @torch.no_grad()
@@ -447,7 +447,7 @@ def _alike(layer: Any, replacement: FusedLayer, rotary: nn.Module) -> bool:
             out = module(x[:, columns], position_embeddings=angles, past_key_values=cache, use_cache=True)
             parts.append(out if isinstance(out, Tensor) else out[0])
         outputs.append(torch.cat(parts, 1).float())
-    return _close(outputs[1], outputs[0], weight.dtype)
+    return close(outputs[1], outputs[0], weight.dtype)
 
 
 def _sample(like: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -456,7 +456,8 @@ def _sample(like: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return x, torch.arange(6, device=x.device)[None]
 
 
-def _close(said: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+def close(said: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    """Whether what was worked out in `dtype` differs by rounding alone."""
     return bool((said - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max())
 
 
