@@ -5,7 +5,7 @@ last checkpoint when it is started again with the same folder.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -45,6 +45,8 @@ from specdemo.training.losses import cross_entropy, head_forward_kl, toward_argm
 
 CONTEXT = 512
 DROPOUT = 0.15  # of the target: it reads its 2.6 M tokens many times over, and without it learns them by heart
+DROPOUT_UNTIL = 0.8  # share of the time; what is left fits the network to being whole
+START_SHARES = (0.0, 0.2, 0.3, 0.4, 0.5)  # of the weights that a run began with, tried in its result
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +180,15 @@ def save_model(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None
     ).save_pretrained(out)
 
 
-def finish(job: Job, model: LlamaForCausalLM, tokenizer: Tokenizer, corpus: Corpus, history: History) -> None:
-    """Write model, provenance, attribution and card."""
+def finish(
+    job: Job,
+    model: LlamaForCausalLM,
+    tokenizer: Tokenizer,
+    corpus: Corpus,
+    history: History,
+    start_share: float = 0.0,
+) -> None:
+    """Write model, provenance, attribution and card. start_share: how much of the weights is the start's."""
     save_model(model, tokenizer, job.out)
     write_provenance(
         job.out,
@@ -187,6 +196,7 @@ def finish(job: Job, model: LlamaForCausalLM, tokenizer: Tokenizer, corpus: Corp
         recipe=job.recipe,
         minutes=job.minutes,
         **({"start": Path(job.start).name} if job.start else {}),
+        **({"start_share": start_share} if start_share else {}),
         hardware=device_name(job.device),
         threads=job.threads,
         parameters=model.num_parameters(),
@@ -212,15 +222,20 @@ def stories_target(job: Job) -> None:
     corpus = read_corpus(job.corpus)
     tokenizer = load_or_train_tokenizer(corpus, job.out, job.start)
     model = nn.Module.to(build(job.shape), job.device)
-    if job.start:
-        model.load_state_dict(AutoModelForCausalLM.from_pretrained(job.start).state_dict())
+    start = AutoModelForCausalLM.from_pretrained(job.start).state_dict() if job.start else {}
+    if start:
+        model.load_state_dict(start)
     valid = held_out_rows(corpus, tokenizer, CONTEXT + 1).to(job.device)
     tokens_per_batch = 65536 if job.large else 8192 if job.start else 4096
-    first_epoch = 100_000 if job.start else 0  # a model that goes on sees other orders and other copies
-    batches = GrowingWindows(
-        StoryEpochs(corpus.train, tokenizer), tokens_per_batch, job.device, first_epoch=first_epoch
-    )
+    batches = GrowingWindows(StoryEpochs(corpus.train, tokenizer), tokens_per_batch, job.device)
+    if job.start:  # it sees other orders and other copies, and has read short windows enough
+        batches.first_epoch, batches.long_from = 100_000, 0.0
     drop_out(model, DROPOUT)
+
+    def lesson(progress: float, step: int) -> Batch:
+        model.train(progress < DROPOUT_UNTIL)
+        return batches(progress, step)
+
     forward = torch.compile(model, dynamic=False) if job.compile else model
 
     def loss(tokens: Tensor) -> Tensor:
@@ -235,7 +250,7 @@ def stories_target(job: Job) -> None:
     with side_by_side(job) as pool:
         history = fit(
             model,
-            batches,
+            lesson,
             loss,
             evaluate,
             schedule,
@@ -244,7 +259,28 @@ def stories_target(job: Job) -> None:
             pool=pool,
         )
     write_attribution(job.corpus, job.out)
-    finish(job, model, tokenizer, corpus, history)
+    share = average(model, start, lambda: held_out_loss(model, valid)) if start else 0.0
+    if share:
+        history.evaluations.append({**history.evaluations[-1], **evaluate()})
+    finish(job, model, tokenizer, corpus, history, share)
+
+
+@torch.no_grad()
+def average(model: nn.Module, start: Mapping[str, Tensor], loss: Callable[[], float]) -> float:
+    """Mix the weights of `start` into `model` where that lowers `loss` (Wortsman et al. 2022, arXiv 2203.05482) -> the
+    share of `start`, one of START_SHARES."""
+    end = {name: weight.clone() for name, weight in model.state_dict().items()}
+
+    def mix(share: float) -> None:
+        model.load_state_dict({name: weight.lerp(start[name].to(weight), share) for name, weight in end.items()})
+
+    def mixed(share: float) -> float:
+        mix(share)
+        return loss()
+
+    best = min(START_SHARES, key=mixed)
+    mix(best)
+    return best
 
 
 def side_by_side(job: Job) -> AbstractContextManager[Executor | None]:

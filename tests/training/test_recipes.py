@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from specdemo.training import cards, recipes
 from specdemo.training.cards import curve, sparkline, write_card
 from specdemo.training.collect import Plan, Recorded, collect
-from specdemo.training.recipes import DEEP, RECIPES, TARGET, WIDE, Lessons, Shape, build, train
+from specdemo.training.recipes import DEEP, RECIPES, TARGET, WIDE, Lessons, Shape, average, build, train
 
 PLAN = Plan(text_rows=8, sampled_rows=8, rows_per_shard=16, context=64, sample_length=32)
 
@@ -77,6 +77,15 @@ def test_a_target_goes_on_from_its_weights(corpus: Path, tmp_path: Path, monkeyp
         json.loads((f / "provenance.json").read_text())["evaluations"][-1]["held_out_loss"] for f in (first, again)
     ]
     assert losses[1] < losses[0]
+
+
+@pytest.mark.parametrize("best, share", [(0.3, 0.3), (0.0, 0.0), (0.9, 0.5)])
+def test_the_weights_a_run_began_with_are_averaged_in_where_that_helps(best: float, share: float) -> None:
+    model = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    start = {"weight": torch.zeros(1, 2, dtype=torch.bfloat16)}
+    assert average(model, start, lambda: abs(1.0 - best - float(model.weight[0, 0]))) == share
+    assert model.weight.tolist() == [[pytest.approx(1.0 - share)] * 2]
 
 
 @pytest.mark.usefixtures("tiny")
@@ -163,9 +172,10 @@ def test_a_card_can_be_written_for_an_older_run(corpus: Path, tmp_path: Path, ti
     facts = json.loads((out / "provenance.json").read_text(encoding="utf-8"))
     for name in ("recipe", "minutes", "hardware", "threads"):
         del facts[name]
+    facts["remark"] = "Stopped once."
     (out / "provenance.json").write_text(json.dumps(facts), encoding="utf-8")
     text = write_card(out, recipe="stories-target").read_text(encoding="utf-8")
-    assert text.startswith("# stories\n") and "train stories-target" in text
+    assert text.startswith("# stories\n") and "train stories-target" in text and "- remark: Stopped once.\n" in text
 
 
 def test_every_recipe_is_described() -> None:
