@@ -20,6 +20,8 @@ def race_report(trace: RunTrace) -> str:
     rows += [_race_row(lane, numbers, plain[1], _output(trace, index)) for index, (lane, numbers) in enumerate(lanes)]
     told = zip(trace.lanes[1:], prediction(trace), strict=True)
     sentences = [f"{lane.name}: {_why(lane, predicted['sentence'])}" for lane, predicted in told]
+    if plain[0].finish == "error":
+        sentences.insert(0, f"{plain[0].name}: {plain[0].note}")
     return visible("\n".join([_conditions(trace), "", table(header, rows), "", *sentences]))
 
 

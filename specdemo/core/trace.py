@@ -3,6 +3,7 @@
 Times are milliseconds of device time. Definitions of every derived number stand beside `summarise` and `compare`.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import field
 from itertools import pairwise
@@ -12,6 +13,7 @@ from pydantic import ConfigDict, FailFast, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
 SCHEMA: Final = 1
+LISTS: Final = ("accept_histogram", "accept_by_position")  # of a summary; its other values are single ones
 MAX_TRACE_BYTES = 16_000_000
 
 Finish = Literal["stop", "length", "cancelled", "error"]
@@ -137,6 +139,10 @@ def from_json(text: str | bytes) -> RunTrace:
         raise ValueError(_reason(error)) from None
     if not trace.lanes:
         raise ValueError("not a specdemo trace: it has no lanes")
+    try:
+        json.dumps([trace.config, trace.environment, *(lane.options for lane in trace.lanes)], allow_nan=False)
+    except ValueError:
+        raise ValueError("not a specdemo trace: config, environment or options hold what is no finite number") from None
     for lane in trace.lanes:
         _check(lane)
     return trace
@@ -162,6 +168,10 @@ def _check(lane: LaneTrace) -> None:
         raise ValueError(f"not a specdemo trace: lane {lane.name!r}: token_ids differ from what its events emitted")
     if len(lane.pieces) != len(lane.token_ids) or "".join(lane.pieces) != lane.text:
         raise ValueError(f"not a specdemo trace: lane {lane.name!r}: pieces and text disagree")
+    wrong = [name for name, value in lane.summary.items() if isinstance(value, list) != (name in LISTS)]
+    wrong += [name for name, value in lane.options.items() if isinstance(value, list | dict)]
+    if wrong:
+        raise ValueError(f"not a specdemo trace: lane {lane.name!r}: {wrong[0]!r:.60} has a value of the wrong type")
 
 
 def _holds_together(event: StepEvent, remote: bool) -> bool:
@@ -283,7 +293,7 @@ def compare(baseline: LaneTrace, lane: LaneTrace, greedy: bool, margin: float | 
     divergence_margin: there, the gap between the target's two best logits in a one-token pass, when it was measured.
     Where a server did not tell the ids, identical compares the texts, and first_divergence is unknown.
     The session adds verdict: identical | rounding | differs (greedy), same distribution (sampling), lossy; and with a
-    server same text | text differs (greedy), unknown.
+    server same text | text differs (greedy); unknown where a lane failed or a server does not tell.
     """
     a: Sequence[Any] = baseline.token_ids
     b: Sequence[Any] = lane.token_ids

@@ -203,19 +203,28 @@ def explain(plain: Mapping[str, Any], lane: Mapping[str, Any], costs: Costs | No
     if not speeds[0] or not speeds[1] or not lane["steps"]:
         return "Too few tokens to say."
     speedup = speeds[1] / speeds[0]
+    cost = round(lane["tokens_per_step"] / speedup, 2)
     sentence = (
-        f"{'Faster' if speedup >= 1.0 else 'Slower'}: a step costs {lane['tokens_per_step'] / speedup:.2f}x a plain "
-        f"token and yields {lane['tokens_per_step']:.2f} tokens"
+        f"{_verdict(speedup)}: a step costs {cost:.2f}x a plain token and yields {lane['tokens_per_step']:.2f} tokens"
     )
     if not lane["drafted"]:
         return sentence + "; nothing was drafted."
     sentence += f"; {lane['acceptance_rate']:.0%} of the drafted tokens were kept"
-    return sentence + (f"; {_dearest(costs)}; {_advice(costs, speedup)}." if costs else ".")
+    if costs is None:
+        return sentence + "."
+    extra = _dearest(costs) if cost > 1.0 else "a step takes no extra time"
+    return f"{sentence}; {extra}; {_advice(costs, speedup)}."
+
+
+def _verdict(speedup: float) -> str:
+    if abs(speedup - 1.0) <= 0.005:
+        return "Same speed"
+    return "Faster" if speedup > 1.0 else "Slower"
 
 
 def _from_outside(ratio: float, lane: Mapping[str, Any]) -> str:
     """The sentence where a lane ran on a server, whose time nobody here can split."""
-    said = f"{'Faster' if ratio > 1 else 'Slower'}: {ratio:.2f}x the baseline's tokens/s, timed from outside"
+    said = f"{_verdict(ratio)}: {ratio:.2f}x the baseline's tokens/s, timed from outside"
     rate, length = lane["acceptance_rate"], lane["tokens_per_step"]
     kept = [] if rate is None else [f"{rate:.0%} of the drafted tokens were kept"]
     emitted = [] if length is None else [f"a pass yielded {length:.2f} tokens"]

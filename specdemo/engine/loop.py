@@ -5,6 +5,7 @@ B rows, N draft nodes, S = N + 1 slots, A kept columns, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Generator, Tensor
@@ -13,7 +14,7 @@ from specdemo.core.accept import AcceptRule, Lossless, Verdict
 from specdemo.core.protocol import Budget, Drafter, Forward, GenerationConfig, Progress, Target
 from specdemo.core.sampling import draw, to_probs
 from specdemo.core.trace import StepEvent
-from specdemo.core.tree import ABSENT, Draft, chain_parents, first_branch, is_chain
+from specdemo.core.tree import ABSENT, Draft, chain_parents, depths, first_branch, is_chain
 from specdemo.engine.clock import Stopwatch, stopwatch_for
 
 
@@ -110,10 +111,13 @@ class _Rows:
         return torch.tensor([left > 0 for left in self._left], device=device)
 
     def trim(self, draft: Draft) -> Draft:
-        if self.all_alive:
+        """Without the nodes that a row has no room for: the budget is the longest row's. That a node is absent does
+        not depend on its token, so what is left is still verified exactly."""
+        if len(set(self._left)) == 1 or min(self._left) > draft.nodes:
             return draft
-        dead = ~self.alive(draft.tokens.device)[:, None]
-        return Draft(draft.tokens.masked_fill(dead, ABSENT), draft.parents, draft.probs, draft.confidence, draft.notes)
+        left = torch.tensor(self._left, device=draft.tokens.device)[:, None]
+        beyond = depths(draft.parents)[:, 1:] >= left
+        return replace(draft, tokens=draft.tokens.masked_fill(beyond, ABSENT))
 
     def freeze(self, verdict: Verdict) -> Verdict:
         if self.all_alive:

@@ -144,6 +144,9 @@ class Session:
                     for part in (lane.target, lane.drafter):
                         if getattr(part, "note", ""):
                             yield Note(part.note, index)  # type: ignore[union-attr]
+                    reads = getattr(lane.drafter, "max_length", None)
+                    if reads is not None and reads < len(lane.trace.prompt_ids) + spec.max_new_tokens:
+                        yield Note(f"its draft reads {reads} tokens; nothing is drafted behind them", index)
             if here:  # the warm-up may have shown that passes cannot be recorded
                 trace.environment["kernels"] = here.target.kernels
             yield from _race(lanes, trace, spec, cancelled)
@@ -218,8 +221,7 @@ class Session:
         shown = {**options, **({"k": lane.k} if lane.k else {}), **({"model": lane.model} if lane.model else {})}
         if not accept.exact:
             shown["acceptance"] = lane.acceptance
-        name = lane.name or _lane_name(lane)
-        trace = LaneTrace(name, lane.method, shown, accept.exact, prompt_ids, messages=messages)
+        trace = LaneTrace(lane_name(lane), lane.method, shown, accept.exact, prompt_ids, messages=messages)
         _note_unlike(trace, spec, lane)
         budget = Budget(lane.k, max(lane.k, int(options.get("nodes", 0))))
         config = GenerationConfig(spec.max_new_tokens, spec.sampling, budget, spec.seed)
@@ -333,7 +335,10 @@ def _note_unlike(trace: LaneTrace, spec: RunSpec, lane: LaneSpec) -> None:
         trace.note = f"its {other} is not the baseline's, so the ratio of speeds is not speculation's alone"
 
 
-def _lane_name(lane: LaneSpec) -> str:
+def lane_name(lane: LaneSpec) -> str:
+    """Its own, or else its method's title and its model."""
+    if lane.name:
+        return lane.name
     title: str = method(lane.method).title
     return title if lane.model is None else f"{title} ({lane.model.partition('@')[0].rpartition('/')[2]})"
 
@@ -377,9 +382,11 @@ def _race(
         """A lane that fails ends alone, with its reason; the others go on."""
         lane = lanes[index]
         try:
+            _forget_peak(lane)
             for event in _events(lane, lane.config, cancelled):
                 peaks[index] = max(peaks[index], _memory(lane))
                 yield event
+                _forget_peak(lane)
         except (RuntimeError, ValueError) as error:
             lane.trace.finish = "error"
             lane.trace.note = str(error).partition("\n")[0]
@@ -435,8 +442,13 @@ def _record(lane: _Lane, index: int, event: StepEvent, vocabulary: dict[str, str
     return Step(index, event, pieces, drafted)
 
 
+def _forget_peak(lane: _Lane) -> None:
+    if lane.target.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(lane.target.device)
+
+
 def _memory(lane: _Lane) -> int:
-    """On a GPU the allocator's peak; on a CPU the weights and caches this lane holds, counted."""
+    """On a GPU the allocator's peak in this lane's last step; on a CPU the weights and caches it holds, counted."""
     if lane.target.device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(lane.target.device))
     held = (lane.target, lane.drafter)

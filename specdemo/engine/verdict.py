@@ -13,7 +13,9 @@ def judge(trace: RunTrace, target: HFTarget | None) -> None:
     for lane in trace.lanes[1:]:
         row = compare(baseline, lane, greedy)
         index = row["first_divergence"]
-        if not lane.exact:
+        if "error" in (baseline.finish, lane.finish):
+            row |= {"identical": None, "first_divergence": None, "verdict": "unknown"}
+        elif not lane.exact:
             row["verdict"] = "lossy"
         elif baseline.remote or lane.remote:
             row["verdict"] = _from_outside(baseline, lane, row["identical"])
@@ -28,7 +30,7 @@ def judge(trace: RunTrace, target: HFTarget | None) -> None:
 
 def _from_outside(baseline: LaneTrace, lane: LaneTrace, same: bool | None) -> str:
     """The verdict where a server wrote one of the texts. Its rule of sampling, and why a text differs, are unknown."""
-    if same is None or "error" in (baseline.finish, lane.finish) or not lane.text:
+    if same is None or not lane.text:
         return "unknown"
     if not same:
         return "text differs"

@@ -12,6 +12,7 @@ read(checkpoint, target)             of heads: what `load` makes of an open chec
 __init__(target, model, options)     `model`: what `load` gives, or a source; raises ValueError when it does not fit
 taps, start, propose, observe        core.protocol.Drafter
 learns           optional: True for a drafter that gets better with use, so that a session keeps it from run to run
+max_length       optional: the tokens it can read; it drafts nothing behind a longer text
 note             optional: one sentence on what it decided for itself, such as a convention it had to probe for
 
 A method whose head can be trained here has three more:

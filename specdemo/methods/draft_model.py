@@ -15,7 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling, draw, to_probs
 from specdemo.core.tree import ABSENT, Draft, chain_parents
-from specdemo.models.load import LoadedModel, LoadProgress, load_model
+from specdemo.models.checkpoints import expect, outline_checkpoint
+from specdemo.models.load import Incomplete, LoadedModel, LoadProgress, load_model
 from specdemo.models.target import HFTarget
 
 PROBES = (  # what tokenizers of one vocabulary may still cut differently
@@ -40,7 +41,11 @@ class DraftModel:
     @staticmethod
     def load(source: str, target: Target, progress: LoadProgress | None = None) -> LoadedModel:
         """On a CPU in fp32 whatever the target is in: one-token passes of a small draft are not faster in bf16."""
-        return load_model(source, "auto", str(target.device), progress=progress)
+        try:
+            return load_model(source, "auto", str(target.device), progress=progress)
+        except Incomplete:
+            expect(outline_checkpoint(source), "draft_model")  # heads are no whole model: name the method they are for
+            raise
 
     def __init__(self, target: Target, model: Any, options: Options | None = None) -> None:
         self.model = _as_target(model, target)
@@ -60,6 +65,10 @@ class DraftModel:
         """What is trained: the draft model whole."""
         model: nn.Module = self.model.model
         return model
+
+    @property
+    def max_length(self) -> int:
+        return self.model.max_length
 
     @property
     def weight_bytes(self) -> int:

@@ -327,11 +327,15 @@ def _checked(folder: Path, name: str) -> Path:
     return folder
 
 
+class Incomplete(ValueError):
+    """The files lack tensors of the model that their config describes."""
+
+
 def _check_weights(name: str, model: PreTrainedModel, missing: set[str]) -> None:
-    """Raise ValueError when a tensor is absent from the files, or holds what is no number in a sample of it."""
+    """Raise Incomplete when a tensor is absent, ValueError when a sample of one holds what is no number."""
     if missing:
         first = min(missing)
-        raise ValueError(f"{name} lacks {len(missing)} tensors ({first} is the first); fetch the whole model again")
+        raise Incomplete(f"{name} lacks {len(missing)} tensors ({first} is the first); fetch the whole model again")
     for part, tensor in model.named_parameters():
         if tensor.is_floating_point() and tensor.device.type != "meta":
             flat = tensor.detach().flatten()
@@ -350,14 +354,17 @@ def _one_line(name: str) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' own progress bars."""
-    bars = transformers.utils.logging.is_progress_bar_enabled()
-    transformers.utils.logging.disable_progress_bar()
+    """Without transformers' own progress bars and reports: what matters in them is checked here."""
+    log = transformers.utils.logging
+    bars, verbosity = log.is_progress_bar_enabled(), log.get_verbosity()
+    log.disable_progress_bar()
+    log.set_verbosity_error()
     try:
         yield
     finally:
+        log.set_verbosity(verbosity)
         if bars:
-            transformers.utils.logging.enable_progress_bar()
+            log.enable_progress_bar()
 
 
 def _explained(name: str, error: Exception) -> str:

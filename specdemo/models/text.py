@@ -21,24 +21,27 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Mapping[st
     if not last.strip():
         raise ValueError("the prompt is empty; write at least one word")
     ids = _text(tokenizer, prompt) if isinstance(prompt, str) else _chat(tokenizer, prompt)
+    if max_length < 1:
+        raise ValueError("the new tokens asked for fill the model's context; ask for fewer")
     if len(ids) > max_length:
         what = "prompt" if isinstance(prompt, str) or len(prompt) == 1 else "conversation"
         raise ValueError(
-            f"the {what} has {len(ids)} tokens, there is room for {max(max_length, 0)}; "
-            "shorten it or ask for fewer new tokens"
+            f"the {what} has {len(ids)} tokens, there is room for {max_length}; shorten it or ask for fewer new tokens"
         )
     return ids
 
 
 def _text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    ids, bos = list(tokenizer(text)["input_ids"]), tokenizer.bos_token_id
+    ids, bos = list(tokenizer(text, verbose=False)["input_ids"]), tokenizer.bos_token_id
     return [bos, *ids] if bos is not None and ids[:1] != [bos] else ids
 
 
 def _chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> list[int]:
     said = [dict(message) for message in messages]
     try:
-        written: Any = tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=True)
+        written: Any = tokenizer.apply_chat_template(
+            said, add_generation_prompt=True, return_dict=True, tokenizer_kwargs={"verbose": False}
+        )
     except TemplateError as error:
         raise ValueError(f"the model's chat template refuses this conversation: {error}") from None
     return list(written["input_ids"])

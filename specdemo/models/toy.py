@@ -33,10 +33,11 @@ class ToyTarget:
         order: int = 2,
         hidden_size: int = 8,
         stop_token_ids: tuple[int, ...] = (),
+        max_length: int = 4096,
     ) -> None:
         self.vocab_size, self.hidden_size, self.stop_token_ids = vocab_size, hidden_size, stop_token_ids
         self.supports_trees = True
-        self.max_length = 4096
+        self.max_length = max_length
         self.device = torch.device("cpu")
         rng = torch.Generator().manual_seed(seed)
         rows = min(vocab_size**order, TABLE_ROWS)
@@ -82,6 +83,8 @@ class ToyTarget:
     def commit(self, path: list[list[int]]) -> None:
         for history, slots, kept in zip(self._history, self._slots.tolist(), path, strict=True):
             history += [slots[slot] for slot in kept]
+            if len(history) > self.max_length:
+                raise ValueError(f"{self.name} holds {self.max_length} tokens, not {len(history)}; shorten the prompt")
 
     def crop(self, lengths: list[int]) -> None:
         """Rows forget all but their first lengths[b] tokens."""

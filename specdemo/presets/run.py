@@ -49,4 +49,4 @@ def load_trace(path: str | Path) -> RunTrace:
     try:
         return from_json(content)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise ValueError(f"{path}: {error}; record it again with specdemo run PRESET --out {path}") from None

@@ -67,6 +67,9 @@ def test_a_lane_that_failed_or_was_stopped_says_so():
     report = race_report(trace(lane("broken", [], finish="error", note="out of memory"), verdict="differs"))
     assert rows(report)[1] == ["broken", "0", "-", "-", "-", "-", "-", "error"]
     assert "broken: out of memory" in report
+    failed = trace(lane("fast", [PREFILL]), verdict="unknown")
+    failed.lanes[0].finish, failed.lanes[0].note = "error", "out of patience"
+    assert "Baseline: out of patience\n" in race_report(failed)
 
 
 def test_equal_texts_are_shown_once():

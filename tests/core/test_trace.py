@@ -192,6 +192,15 @@ def test_other_faults_are_named(fields, reason):
     assert reason in refused(changed(**fields))
 
 
+@pytest.mark.parametrize("part, name, value", [
+    ("summary", "accept_by_position", 5), ("summary", "tokens_per_s", [5.0]), ("options", "drafts", {"toString": 1}),
+])  # fmt: skip
+def test_a_value_that_no_reader_expects_is_refused(part, name, value):
+    data = json.loads(to_json(run()))
+    data["lanes"][1][part][name] = value
+    assert f"lane 'chain': '{name}' has a value of the wrong type" in refused(json.dumps(data))
+
+
 def test_files_that_are_no_traces_are_refused():
     assert "Invalid JSON" in refused("")
     assert "Invalid JSON" in refused(b"\xff\xfe\x00")
@@ -200,6 +209,14 @@ def test_files_that_are_no_traces_are_refused():
     assert "Field required" in refused("{}")
     assert "16 MB at most" in refused(" " * 16_000_001)
     assert refused("\ud800")
+
+
+@pytest.mark.parametrize("place", [("environment",), ("config",), ("lanes", 1, "options")])
+@pytest.mark.parametrize("number", ["NaN", "1e999"])
+def test_a_number_that_json_does_not_know_is_refused_anywhere(place, number):
+    document = copy.deepcopy(DOCUMENT)
+    mutate(document, (*place, "x"), "replace", [{"y": "?"}])
+    assert "no finite number" in refused(json.dumps(document).replace('"?"', number))
 
 
 def test_a_later_schema_is_refused_by_its_number():

@@ -183,6 +183,24 @@ def test_the_dearest_term_is_named(changes, word):
     assert f"most of the extra time goes into {word}" in entry["sentence"]
 
 
+def test_a_step_that_costs_less_than_a_plain_token_has_no_extra_time():
+    quick = simulated(random.Random(3), [0.3] * 4, 4, 200, v=lambda n: 8.0, c=0.1, fixed=0.0, other=0.1)
+    (entry,) = prediction(trace(("lane", quick)))
+    assert (
+        entry["sentence"].startswith("Faster: a step costs 0.")
+        and "; a step takes no extra time; k = " in entry["sentence"]
+    )
+    assert "most of the extra time" not in entry["sentence"]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "word"), [(0.99, "Slower"), (0.998, "Same speed"), (1.002, "Same speed"), (1.01, "Faster")]
+)
+def test_what_rounds_to_one_is_the_same_speed(ratio, word):
+    lane = {"tokens_per_s": 100.0 * ratio, "tokens_per_step": 1.0, "steps": 9, "drafted": 0, "ms_draft": 1.0}
+    assert explain({"tokens_per_s": 100.0}, lane).startswith(f"{word}: ")
+
+
 def test_a_hopeless_lane_is_told_to_stop():
     (entry,) = prediction(trace(("lane", simulated(random.Random(4), [0.05] * 4, 4, 200, c=3.0))))
     assert entry["best_k"] == 0

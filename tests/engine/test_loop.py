@@ -43,6 +43,26 @@ class Oracle:
         self.released = True
 
 
+class Pair:
+    """Drafts two rows: the first always right, the second always wrong."""
+
+    taps = ()
+
+    def __init__(self, answer, vocab=16):
+        self.answer, self.vocab = answer, vocab
+
+    def start(self, batch, sampling, rng):
+        self.at = [0, 0]
+
+    def propose(self, budget):
+        right, other = (self.answer[at : at + budget.depth] for at in self.at)
+        return Draft.chain(torch.tensor([right, [(token + 1) % self.vocab for token in other]]))
+
+    def observe(self, progress):
+        first = self.at == [0, 0]
+        self.at = [at + (1 if first else length) for at, length in zip(self.at, progress.lengths, strict=True)]
+
+
 def plain(target, n=30, prompt=PROMPT):
     events = generate(target, load_drafter("none", target), prompt, GenerationConfig(n))
     return [t for e in events for t in e.emitted[0]]
@@ -226,3 +246,14 @@ def test_sampling_is_exact_through_the_whole_loop(method, tiny_llama):
 
 def test_the_lossy_rule_is_labelled():
     assert Typical().exact is False
+
+
+@pytest.mark.parametrize("k", [2, 3, 5, 7])
+def test_a_row_that_is_ahead_keeps_no_more_than_the_context_holds(k):
+    """The budget follows the row that is behind; the other one has less room than that."""
+    target = ToyTarget(16, seed=5, max_length=PROMPT.shape[1] + 12)
+    answer = plain(ToyTarget(16, seed=5), n=30)
+    config = GenerationConfig(12, budget=Budget(k, k))
+    events = list(generate(target, Pair(answer), PROMPT.expand(2, -1), config))
+    for row in range(2):
+        assert [t for e in events for t in e.emitted[row]] == answer[:12]

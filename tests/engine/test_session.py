@@ -136,6 +136,8 @@ def test_a_failing_lane_ends_alone_with_its_reason(runner, monkeypatch):
     assert [lane.finish for lane in trace.lanes] == ["length", "length", "error"]
     assert trace.lanes[2].note == "out of patience"
     assert any(isinstance(m, Note) and m.lane == 2 for m in messages)
+    assert [row["verdict"] for row in trace.comparison] == ["identical", "unknown"]
+    assert trace.comparison[1]["identical"] is None and trace.comparison[1]["first_divergence"] is None
     json.loads(to_json(trace))
 
 
