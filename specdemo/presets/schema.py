@@ -131,6 +131,7 @@ class Preset(BaseModel):
     model_config = _strict
     id: Name
     title: Name
+    chip: Name = ""  # its title among the few that the page shows first; without one it stands in the list behind them
     description: str = ""
     target: Model
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -244,7 +245,7 @@ class Sweep(BaseModel):
 
 
 _LANE_SETTINGS = ("method", "model", "k", "options", "acceptance")
-_ABOUT = ("id", "title", "description", "group", "memory_gb", "gated", "licence")
+_ABOUT = ("id", "title", "chip", "description", "group", "memory_gb", "gated", "licence")
 _SETTINGS = (*(n for n in Preset.model_fields if n not in _ABOUT), *_LANE_SETTINGS)
 
 
@@ -295,6 +296,7 @@ def _one_line(error: ValidationError) -> str:
         "string_type": "must be text",
         "list_type": "must be a list",
         "string_too_short": "must not be empty",
+        "string_unicode": "must be valid text",
     }
     given = _shown(first["input"])
     match first["type"]:
@@ -404,16 +406,19 @@ def to_query(preset: Preset, base: Preset) -> str:
 
 
 def from_query(
-    query: Mapping[str, Any] | str, presets: Mapping[str, Preset], allow_any_model: bool = False
+    query: Mapping[str, Any] | str,
+    presets: Mapping[str, Preset],
+    allow_any_model: bool = False,
+    start: Preset | None = None,
 ) -> tuple[Preset, list[str]]:
     """The comparison a link asks for, and a note for everything in it that was refused. Never raises.
 
     query: a query string, or a mapping (of several values under one key the first counts). Models must be embedded
-    or named in a preset unless `allow_any_model`.
+    or named in a preset unless `allow_any_model`. start: what a link without a preset changes; None: the first one.
     """
     link = _Link(*_pairs(query), None if allow_any_model else allowed_models(presets))
     wanted = link.take("preset")
-    chosen = next(iter(presets.values()))
+    chosen = start or next(iter(presets.values()))
     if wanted is not None and wanted in presets:
         chosen = presets[wanted]
     elif wanted is not None:
@@ -444,6 +449,11 @@ def sweep_from_query(query: Mapping[str, Any] | str) -> tuple[Sweep, list[str]]:
         except ValueError as error:
             link.refuse(name, str(text), error)
     return chosen, link.all_notes()
+
+
+def is_link(query: Mapping[str, Any]) -> bool:
+    """Whether a page's address asks for anything but how Gradio shows it."""
+    return not all(map(_of_gradio, query))
 
 
 def is_sweep(query: Mapping[str, Any]) -> bool:
@@ -551,10 +561,15 @@ class _Link:
         return number
 
     def all_notes(self) -> list[str]:
-        unknown = [key for key in self._values if not key.startswith("__") and key != "view"]  # those are Gradio's own
+        unknown = [key for key in self._values if not _of_gradio(key)]
         notes = [*self._notes, *(f"ignored unknown setting {_shown(key)} from the link" for key in unknown)]
         rest = len(notes) - _NOTES
         return notes if rest <= 0 else [*notes[:_NOTES], f"and {rest} more settings of the link were ignored"]
+
+
+def _of_gradio(key: str) -> bool:
+    """`?__theme=dark`, `?view=api`"""
+    return key.startswith("__") or key == "view"
 
 
 def _pairs(query: Mapping[str, Any] | str) -> tuple[dict[str, str], list[str]]:

@@ -6,7 +6,7 @@ title, its options) is filled in by the first events of a visitor.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -18,7 +18,7 @@ from specdemo.engine.servers import host, listed
 from specdemo.methods import BASELINE, METHODS, Knob, knobs, method, reader
 from specdemo.presets.runnable import nearest_runnable, why_not
 from specdemo.presets.schema import DEFAULT, EMBEDDED, LIMITS, LaneConfig, Preset, allowed_models, load_presets, preset
-from specdemo.ui import heavy, space
+from specdemo.ui import assets, heavy, space
 
 LANES = LIMITS.lanes - 1
 PROMPT = ("target", "prompt", "chat", "system")
@@ -53,8 +53,8 @@ class LaneControls:
 @dataclass(frozen=True)
 class Controls:
     preset: gr.State  # the id of what is chosen in either of the next two
-    chips: gr.Radio  # comparisons of the models that ship with the project
-    downloads: gr.Dropdown  # and of those that come from the hub
+    chips: gr.Radio  # the comparisons to start with
+    more: gr.Dropdown  # all others
     about: gr.Markdown
     whole: dict[str, gr.components.Component]
     lanes: list[LaneControls]
@@ -75,12 +75,12 @@ class Controls:
     @property
     def outputs(self) -> list[Any]:
         """What `fill` writes."""
-        rest = [self.chips, self.downloads, self.about, self.add, self.remove]
+        rest = [self.chips, self.more, self.about, self.add, self.remove]
         return [*self.inputs, *rest, *(lane.block for lane in self.lanes), *self.drawn]
 
     def wire(self, page: gr.Blocks) -> None:
         """Presets fill the rest, lanes come and go, each shows the controls of its method."""
-        for choice in (self.chips, self.downloads):
+        for choice in (self.chips, self.more):
             choice.input(_choose, [choice, *self.drawn], self.outputs, **QUIET)
         target, chat = self.whole["target"], [self.whole["chat"], self.whole["system"]]
         assert isinstance(target, gr.Dropdown)
@@ -88,6 +88,7 @@ class Controls:
         count = [self.count, self.add, self.remove, *(lane.block for lane in self.lanes)]
         self.add.click(lambda n: _shown(n + 1), self.count, count, **QUIET)
         self.remove.click(lambda n: _shown(n - 1), self.count, count, **QUIET)
+        page.load(None, js=assets.text("names.js"), **QUIET)
         page.load(titles, None, [lane.method for lane in self.lanes], **QUIET)
         for number, lane in enumerate(self.lanes, start=1):
             chosen, changes = [self.whole["target"], lane.method, lane.drawn], [lane.model, lane.options, lane.drawn]
@@ -100,6 +101,18 @@ def address(query: str) -> str:
     """`?query`, or on a Space the public address, which a browser inside its frame cannot know."""
     space = os.environ.get("SPACE_ID")
     return f"https://huggingface.co/spaces/{space}?{query}" if space else f"?{query}"
+
+
+def wire_share(button: gr.Button, share: Callable[..., str], inputs: list[Any], link: gr.Textbox) -> None:
+    """The button shows and copies the link; where `share` raises ValueError its place says why there is none."""
+
+    def shown(*values: Any) -> Any:
+        try:
+            return gr.update(value=share(*values), label=link.label, visible=True)
+        except ValueError as error:
+            return gr.update(value=str(error), label="No link", visible=True)
+
+    button.click(shown, inputs, link, **QUIET).then(None, link, link, js=assets.text("share.js"), **QUIET)
 
 
 def visitor(request: gr.Request) -> str:
@@ -235,21 +248,17 @@ def whole_number(name: str, value: Any) -> int:
 
 def draw(start: Preset, allow_any_model: bool) -> Controls:
     """Every control but prompt and sampling, inside the current Blocks, showing `start`."""
-    chip, download = _picked(start)
-    shipped = [(_chip(p.id), p.id) for p in load_presets().values() if p.embedded]
-    offered = space.at_hand() if space.public() else load_presets().values()
-    others = [(f"{p.group or ''} {p.title}".strip(), p.id) for p in offered if not p.embedded]
+    chip, other = _picked(start)
+    few, others = _offered()
     with gr.Row(elem_id="presets"):
-        chips = gr.Radio(shipped, value=chip, label="Preset", elem_classes="chips", container=False, scale=4)
-        downloads = gr.Dropdown(
-            [("larger models, downloaded …", ""), *others],
-            value=download,
-            label="Preset with larger models",
-            elem_id="downloads",
-            container=False,
-            scale=1,
+        chips = gr.Radio(few, value=chip, label="Preset", elem_classes="chips", container=False)
+        more = gr.Dropdown(
+            [("more presets …", ""), *others], value=other, label="More presets", elem_id="more", container=False
         )
-    described = gr.Markdown(about(start), elem_id="about")
+    with gr.Row(elem_id="about-row"):
+        described = gr.Markdown(about(start), elem_id="about")
+        add = gr.Button("Add a lane", size="sm", elem_id="add-lane", visible=len(start.lanes) < _most_lanes())
+        remove = gr.Button("Remove the last lane", size="sm", elem_id="remove-lane", visible=len(start.lanes) > 1)
     lanes = []
     with gr.Group(elem_classes="lane-controls"):
         for index, lane in enumerate(_padded(start)):
@@ -260,16 +269,13 @@ def draw(start: Preset, allow_any_model: bool) -> Controls:
                 else:
                     target = _model_choice("Target model, in every lane", start.target, "target", allow_any_model)
                 lanes.append(_draw_lane(block, index + 1, lane or new_lane(start.target), start, allow_any_model))
-    with gr.Row(elem_id="lane-buttons"):
-        add = gr.Button("Add a lane", size="sm", elem_id="add-lane", visible=len(start.lanes) < _most_lanes())
-        remove = gr.Button("Remove the last lane", size="sm", elem_id="remove-lane", visible=len(start.lanes) > 1)
     count = gr.State(len(start.lanes))
-    return Controls(gr.State(start.id), chips, downloads, described, {"target": target}, lanes, count, add, remove)
+    return Controls(gr.State(start.id), chips, more, described, {"target": target}, lanes, count, add, remove)
 
 
 def draw_prompt(start: Preset) -> gr.Textbox:
     return gr.Textbox(
-        start.prompt, label="Prompt", lines=3, max_lines=10, max_length=space.limits().prompt, elem_id="prompt", scale=5
+        start.prompt, label="Prompt", lines=2, max_lines=10, max_length=space.limits().prompt, elem_id="prompt", scale=5
     )
 
 
@@ -448,13 +454,16 @@ def _chat_updates(target: str, chat: bool | None, system: str = "") -> list[Any]
     ]
 
 
+def _offered() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """Labels and values of the chips and of the list beside them."""
+    offered = space.at_hand() if space.public() else load_presets().values()
+    few = [(p.chip, p.id) for p in offered if p.chip]
+    return few, [(f"{p.group or ''} {p.title}".strip(), p.id) for p in offered if not p.chip]
+
+
 def _picked(chosen: Preset) -> tuple[str | None, str]:
     """The values of the chips and of the list beside them: one of them names the preset."""
-    return (chosen.id, "") if load_presets()[chosen.id].embedded else (None, chosen.id)
-
-
-def _chip(id: str) -> str:
-    return id.removeprefix("embedded-").replace("-", " ")
+    return (chosen.id, "") if load_presets()[chosen.id].chip else (None, chosen.id)
 
 
 def _most_lanes() -> int:

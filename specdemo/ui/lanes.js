@@ -38,7 +38,7 @@ function read() {
   if (run.own && late(props.value)) return;
   if (!props.value) return idle();
   readLog(props.value);
-  if (!coming && run.start) play();
+  if (!coming && run.start.lanes.length) play();
 }
 
 // A recorded race is offered only to a visitor who has no run on show, so this answer was overtaken by a later one.
@@ -47,15 +47,13 @@ function late(log) {
 }
 
 function clear() {
-  cancelAnimationFrame(player.frame);
-  player.frame = 0;
   $(".sd-alert").hidden = true;
   $(".sd-notes").hidden = true;
   $(".sd-notes").replaceChildren();
 }
 
 function receive(line) {
-  const actions = { run: opened, start: started, step: kept, done: kept, end: ended, loading, error: failed, note: noted };
+  const actions = { run: opened, start: started, step: kept, done: kept, end: ended, loading, error: failed, note: noted, idle: waiting };
   actions[line.type]?.(line);
 }
 
@@ -63,7 +61,22 @@ function opened(line) {
   coming = line;
 }
 
+// A run that begins out of sight comes into it, once.
+function come() {
+  if (!coming || coming.still || coming.seen) return;
+  coming.seen = true;
+  const { top, bottom, height } = $(".sd-lanes").getBoundingClientRect();
+  const seen = Math.min(bottom, innerHeight) - Math.max(top, 0);
+  if (seen < Math.min(height, innerHeight) / 2) glide($(".sd-bar"), "start");
+}
+
+function glide(node, block) {
+  const calm = matchMedia("(prefers-reduced-motion: reduce)").matches;
+  node.scrollIntoView({ block, behavior: calm ? "instant" : "smooth" });
+}
+
 function started(line) {
+  come();
   run = { recorded: coming.recorded, still: coming.still, own: !coming.still, start: line, end: null };
   coming = null;
   Object.assign(player, { replay: run.recorded && !run.still, clock: 0, last: 0 });
@@ -90,19 +103,23 @@ function ended(line) {
 
 function loading(line) {
   const bar = $(".sd-loading");
+  if (coming) coming.loading = true;
   bar.hidden = line.share >= 1;
   bar.value = line.share;
   say(line.share >= 1 ? "Warming up, off the clock." : `${sentence(line.text)}, ${percent(line.share)}`);
+  come();
 }
 
 function failed(line) {
   const alert = $(".sd-alert");
   alert.hidden = false;
   alert.textContent = sentence(line.text);
+  glide(alert, "nearest");
   $(".sd-loading").hidden = true;
-  say(coming ? "Nothing was run." : "The run failed.");
-  if (coming) return;
-  for (const lane of run.lanes) if (!lane.finish) pill(lane, "failed", "bad");
+  if (coming) return say("Nothing was run.");
+  run.end ??= { finish: "error", comparison: [] };
+  advance(Infinity);
+  say("The run failed.");
 }
 
 function noted(line) {
@@ -152,6 +169,7 @@ function advance(clock) {
     const text = document.createDocumentFragment();
     while (lane.next < lane.lines.length && due(lane, lane.lines[lane.next]) <= clock) {
       const line = lane.lines[lane.next++];
+      player.clock = Math.max(player.clock, due(lane, line)); // what is drawn at once is behind the clock too
       if (line.type === "step") drawStep(lane, line, text);
       else drawDone(lane, line);
       drawn += 1;
@@ -190,11 +208,14 @@ function replayButton() {
 // ---- lanes
 
 function stage() {
+  cancelAnimationFrame(player.frame);
+  player.frame = 0;
   $(".sd-loading").hidden = true;
   $(".sd-lanes").replaceChildren();
   $(".sd-race").replaceChildren();
   $(".sd-why").hidden = true;
   $(".sd-lanes").dataset.lanes = run.lanes.length;
+  delete $(".sd-lanes").dataset.idle;
   for (const lane of run.lanes) {
     Object.assign(lane, { next: 0, clock: 0, decode: 0, tokens: 0, steps: [], finish: null, summary: null, comparison: null });
     Object.assign(lane, { drafted: 0, accepted: 0, kept: [], reached: [], hits: [], split: { draft: 0, verify: 0, other: 0 } });
@@ -229,6 +250,7 @@ function badge() {
 function mark(lane) {
   const node = make("span", "sd-mark", lane.index ? String(lane.index) : "0");
   node.dataset.of = lane.index;
+  node.setAttribute("role", "img");
   node.setAttribute("aria-label", lane.index ? `lane ${lane.index}` : "baseline");
   return node;
 }
@@ -251,7 +273,7 @@ function laneCard(lane) {
   const speed = make("span", "sd-speed");
   const number = make("b", "", "–");
   number.dataset.metric = "tokens_per_s";
-  number.dataset.lane = lane.index;
+  number.dataset.ofLane = lane.index;
   const unit = make("span", "", "tok/s");
   speed.append(number, " ", unit);
   header.append(mark(lane), title, make("span", "sd-how", how(lane)), state, speed);
@@ -440,10 +462,10 @@ function finish() {
   run.end.comparison.forEach((row, i) => {
     if (run.lanes[i + 1]) run.lanes[i + 1].comparison = row;
   });
-  for (const lane of run.lanes) if (!lane.finish && lane.view) pill(lane, "stopped", "fair");
-  $(".sd-loading").hidden = true;
+  const cut = run.end.finish === "error" ? ["failed", "bad"] : ["stopped", "fair"];
+  for (const lane of run.lanes) if (!lane.finish && lane.view) pill(lane, ...cut);
   paint();
-  say(verdictOfAll());
+  if (!coming?.loading) say(verdictOfAll()); // else the status is that of the next run
 }
 
 function verdictOfAll() {
@@ -451,11 +473,12 @@ function verdictOfAll() {
   const rows = run.lanes.slice(1).filter((lane) => lane.comparison && isNumber(lane.comparison.speedup));
   const named = (lane) => (run.lanes.length > 2 ? `Lane ${lane.index}` : lane.name);
   const words = rows.map((lane) => `${named(lane)}: ${factor(lane.comparison.speedup)}, ${lane.comparison.verdict}.`);
-  if (run.still) return "Recorded earlier. Press Run for a race of your own.";
+  if (run.still) return "Recorded earlier. Press Run for your own.";
   return [ends[run.end.finish] || (run.recorded ? "Replayed." : "Finished."), ...words].join(" ");
 }
 
-const factor = (x) => (x < 1 ? `slower, ${x.toFixed(2)} times the baseline's speed` : `${x.toFixed(2)} times as fast`);
+const same = (x) => Math.abs(x - 1) <= 0.005;
+const factor = (x) => (same(x) ? "the same speed" : x < 1 ? `slower, ${x.toFixed(2)} times the baseline's speed` : `${x.toFixed(2)} times as fast`);
 
 function say(text) {
   if ($(".sd-status").textContent !== text) $(".sd-status").textContent = text;
@@ -510,16 +533,16 @@ function repaint() {
     lane.view.unit.textContent = inPieces(lane) ? "pieces/s" : "tok/s";
     const share = run.start.limit ? Math.min(1, lane.tokens / run.start.limit) : 0;
     lane.bar.fill.style.transform = `scaleX(${lane.finish === "stop" ? 1 : share})`;
-    lane.bar.tokens.textContent = inPieces(lane) ? `${lane.tokens} pieces` : `${n.tokens ?? lane.tokens} tok`;
-    lane.bar.time.textContent = `${(lane.clock / 1000).toFixed(2)} s`;
+    lane.bar.tokens.textContent = inPieces(lane) ? `${lane.tokens} pieces` : `${n.tokens ?? (lane.tokens || "–")} tok`;
+    lane.bar.time.textContent = lane.clock ? `${(lane.clock / 1000).toFixed(2)} s` : "";
   }
   const drafting = run.lanes.slice(1);
   tile("speedup", drafting, several, (lane) => speedTile(lane));
   tile("acceptance", drafting, several, ({ lane, n }) => {
-    return [percent(n.acceptance_rate), isNumber(n.drafted) ? `${n.accepted} of ${n.drafted}` : byServer(lane, n.acceptance_rate), "", n.acceptance_rate];
+    return [percent(n.acceptance_rate), isNumber(n.drafted) ? n.drafted && `${n.accepted} of ${n.drafted}` : byServer(lane, n.acceptance_rate), "", n.acceptance_rate];
   });
   tile("per-pass", drafting, several, ({ lane, n }) => {
-    return [fixed(n.tokens_per_step, 2), isNumber(n.steps) ? `${n.steps} passes` : byServer(lane, n.tokens_per_step), "", n.tokens_per_step];
+    return [fixed(n.tokens_per_step, 2), isNumber(n.steps) ? n.steps && `${n.steps} passes` : byServer(lane, n.tokens_per_step), "", n.tokens_per_step];
   });
   tile("output", drafting, several, ({ lane }) => outputTile(lane));
   tile("memory", run.lanes, true, ({ n }) => [megabytes(n.peak_memory_bytes), "", "", n.peak_memory_bytes]);
@@ -541,7 +564,7 @@ function tile(name, lanes, several, cells) {
       if (several) row.append(mark(lane));
       const number = make("b", "", big);
       number.dataset.metric = name;
-      number.dataset.lane = lane.index;
+      number.dataset.ofLane = lane.index;
       number.dataset.value = value ?? "";
       if (tone) number.dataset.tone = tone;
       row.append(number, make("small", "", small), ...(name === "speedup" ? lossy(lane) : []));
@@ -556,13 +579,15 @@ const byServer = (lane, value) => (lane.remote && isNumber(value) ? "by its serv
 function speedTile({ lane }) {
   const x = speedup(lane);
   if (!isNumber(x)) return ["–", "", "", null];
-  return [`${x.toFixed(2)}×`, x < 1 ? "▼ slower" : x > 1.005 ? "▲ faster" : "no change", x < 1 ? "bad" : "gain", x];
+  const [words, tone] = same(x) ? ["same speed", ""] : x < 1 ? ["▼ slower", "bad"] : ["▲ faster", "gain"];
+  return [`${x.toFixed(2)}×`, words, tone, x];
 }
 
 function outputTile(lane) {
   const row = lane.comparison;
   if (!row) return [lane.exact === false ? "⚠ lossy" : "–", "", lane.exact === false ? "fair" : "", null];
-  const [words, tone] = VERDICTS[row.verdict] || [String(row.verdict ?? "–"), ""];
+  const known = Object.hasOwn(VERDICTS, row.verdict);
+  const [words, tone] = known ? VERDICTS[row.verdict] : [String(row.verdict ?? "–"), ""];
   const place = isNumber(row.first_divergence) ? `from token ${row.first_divergence + 1}` : "";
   const gap = isNumber(row.divergence_margin) ? `gap of the two best ${row.divergence_margin}` : "";
   return [words, [place, gap].filter(Boolean).join(", "), tone, row.verdict];
@@ -570,13 +595,15 @@ function outputTile(lane) {
 
 function latency() {
   const grid = make("div", "sd-grid");
-  grid.append(make("span"), make("small", "", "first, ms"), make("small", "", "gap, ms"));
+  const gap = make("small", "", "gap, ms");
+  gap.title = "a step's time is shared evenly among the tokens it emits";
+  grid.append(make("span"), make("small", "", "first, ms"), gap);
   for (const lane of run.lanes) {
     const n = numbers(lane);
     const cells = [["ttft_ms", n.ttft_ms], ["itl_ms_p50", n.itl_ms_p50]].map(([metric, value]) => {
       const cell = make("b", "", milliseconds(value));
       cell.dataset.metric = metric;
-      cell.dataset.lane = lane.index;
+      cell.dataset.ofLane = lane.index;
       cell.dataset.value = value ?? "";
       return cell;
     });
@@ -728,7 +755,7 @@ function times() {
       track.setAttribute("aria-label", names.map((name, j) => `${name} ${milliseconds(split[i][j])} ms`).join(", "));
       const learning = lane.trainMs ? `, ${milliseconds(lane.trainMs)} ms of it training` : "";
       const share = sum(split[i]) ? `${percent(split[i][0] / sum(split[i]))} draft${learning}` : "";
-      row.append(mark(lane), track, make("span", "sd-ms", lane.remote ? "unknown" : `${(sum(split[i]) / 1000).toFixed(2)} s`));
+      row.append(mark(lane), track, make("span", "sd-ms", lane.remote ? "unknown" : sum(split[i]) ? `${(sum(split[i]) / 1000).toFixed(2)} s` : "–"));
       if (lane.index && !lane.remote) row.append(make("small", "", share));
       return row;
     })
@@ -776,7 +803,7 @@ function remarks(lane, name) {
   if (name === "k" && isNumber(alpha)) return [`estimated acceptance ${percent(alpha)}`, `predicted ${fixed(predicted, 2)}×`];
   if (name === "route") {
     const { model, drafter, drafts = "" } = lane.options;
-    return [[model ?? drafter, ...drafts.split(",")][lane.notes.route]?.trim()].filter(Boolean);
+    return [[model ?? drafter ?? "", ...String(drafts).split(",")].map(String)[lane.notes.route]?.trim()].filter(Boolean);
   }
   if (name !== "accepted") return [];
   const loss = isNumber(train_loss) ? [`training loss ${fixed(train_loss, 3)}`] : [];
@@ -887,14 +914,20 @@ function onClick(event) {
 
 function idle() {
   readLog("");
+  waiting({ lanes: ["Speculative"] });
+}
+
+function waiting(line) {
   coming = null;
   say("Ready. Press Run to race plain against speculative decoding.");
   const lane = (name, index) => ({ name, options: {}, exact: true, note: null, index, lines: [], received: 0 });
   run = { recorded: false, own: false, start: { environment: {}, prompt: "", lanes: [] }, end: null };
-  run.lanes = [lane("Baseline", 0), lane("Speculative", 1)];
+  run.lanes = ["Baseline", ...line.lanes].map(lane);
   stage();
+  $(".sd-lanes").dataset.idle = "";
   $(".sd-badge").hidden = true;
-  run.lanes[1].view.card.querySelector(".sd-how").textContent = "drafts k tokens, keeps what the target agrees with";
+  replayButton();
+  if (run.lanes.length === 2) run.lanes[1].view.card.querySelector(".sd-how").textContent = "drafts k tokens, keeps what the target agrees with";
 }
 
 element.addEventListener("keydown", onKey);

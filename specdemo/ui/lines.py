@@ -6,6 +6,6 @@ from typing import Any
 
 
 def to_line(fields: dict[str, Any]) -> str:
-    """JSON knows no NaN: a number that is not known yet is left out."""
+    """JSON knows no NaN: a number that is not known yet is left out. Raises ValueError where one is deeper inside."""
     known = {k: v for k, v in fields.items() if not isinstance(v, float) or math.isfinite(v)}
-    return json.dumps(known, ensure_ascii=False, separators=(",", ":")) + "\n"
+    return json.dumps(known, ensure_ascii=False, separators=(",", ":"), allow_nan=False) + "\n"

@@ -15,7 +15,7 @@ import torch
 
 from specdemo.core.trace import RunTrace
 from specdemo.engine.messages import Note
-from specdemo.engine.session import follow_up, session
+from specdemo.engine.session import follow_up, lane_name, session
 from specdemo.engine.spec import RunSpec
 from specdemo.models.load import LoadProgress
 from specdemo.presets.recorded import recorded
@@ -24,7 +24,7 @@ from specdemo.ui import space
 from specdemo.ui.log import Lines, Log, lines
 from specdemo.ui.views import Failed, Loading, summary
 
-__all__ = ["Engine", "compare", "follow_up", "free_memory", "preload", "run", "session"]
+__all__ = ["Engine", "compare", "follow_up", "free_memory", "lane_name", "preload", "run", "session"]
 
 logger = logging.getLogger(__name__)
 

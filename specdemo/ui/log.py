@@ -1,7 +1,7 @@
 """A log: the append-only text a view shows, one line of JSON per message (views.py). Needs no torch."""
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -78,6 +78,11 @@ class Log:
         return self.text
 
 
+def waiting(lanes: Sequence[str]) -> str:
+    """A log of nothing but the names of the lanes that would run."""
+    return Log(still=True).text + to_line({"type": "idle", "lanes": list(lanes)})
+
+
 def notes(texts: Iterable[str]) -> str:
     """A log that holds nothing but notes; empty without any."""
     texts = list(texts)
@@ -105,4 +110,4 @@ def open_trace(path: str) -> Log:
             raise ValueError(f"a trace may hold {MAX_TRACE_BYTES // 1_000_000} MB at most")
         return replayed(from_json(Path(path).read_bytes()))
     except ValueError as error:
-        return refusal(error)
+        return refusal(ValueError(f"{error}; open a file that was exported here"))

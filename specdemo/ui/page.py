@@ -20,11 +20,31 @@ import plotly.graph_objects as go
 from specdemo.bench.look import FONTS, LINES, axis, layout
 from specdemo.core.trace import MAX_TRACE_BYTES, to_json
 from specdemo.presets.recorded import recorded
-from specdemo.presets.schema import DEFAULT, LIMITS, Preset, from_query, is_sweep, load_presets, preset, to_query
+from specdemo.presets.schema import (
+    DEFAULT,
+    LIMITS,
+    Preset,
+    from_query,
+    is_link,
+    is_sweep,
+    load_presets,
+    preset,
+    to_query,
+)
 from specdemo.ui import assets, controls, lab, space, sweep
-from specdemo.ui.controls import ENGINE, QUIET, Controls, address, changed, fill_untouched, from_values, visitor
+from specdemo.ui.controls import (
+    ENGINE,
+    QUIET,
+    Controls,
+    address,
+    changed,
+    fill_untouched,
+    from_values,
+    visitor,
+    wire_share,
+)
 from specdemo.ui.heavy import live
-from specdemo.ui.log import Log, notes, open_trace, refusal, replayed
+from specdemo.ui.log import Log, notes, open_trace, refusal, replayed, waiting
 from specdemo.ui.views import tokens_csv
 
 MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"]
@@ -114,15 +134,15 @@ class Visits:
 
     def first(self, request: gr.Request) -> Any:
         """What is on show before anything has run: the recorded race of the preset. A link is another matter."""
-        return gr.skip() if request.query_params else self.select(request, self._start.id)
+        return gr.skip() if is_link(request.query_params) else self.select(request, self._start.id)
 
     def select(self, request: gr.Request, preset_id: str | None) -> Any:
-        """The recorded race of a preset that was chosen, as long as the visitor has had no other on show."""
+        """The recorded race of a preset that was chosen, or else its lanes, as long as no other run is on show."""
         shown = _recorded(preset_id or DEFAULT)  # may take a second, in which another event may show something
         last = self._logs.get(visitor(request))
         if last is not None and not last.still:
             return gr.skip()
-        return self._keep(request, shown).text if shown else ""
+        return self._keep(request, shown).text if shown else _lanes(space.fit(preset(preset_id or DEFAULT)))
 
     def save(self, request: gr.Request, kind: str) -> dict[str, str]:
         """The latest run as a file's name and text."""
@@ -132,19 +152,16 @@ class Visits:
         text = to_json(log.trace, indent=1) if kind == "json" else tokens_csv(log.trace)
         return {"name": f"specdemo-{log.trace.preset}.{kind}", "text": text}
 
-    def share(self, *values: Any) -> tuple[Any, Any]:
-        """The link and, when there can be none, a log that says why."""
-        try:
-            return gr.update(value=share_link(from_values(values, self._any)), visible=True), gr.skip()
-        except ValueError as error:
-            return gr.skip(), refusal(error).text
+    def share(self, *values: Any) -> str:
+        """The link. Raises ValueError with one line."""
+        return share_link(from_values(values, self._any))
 
     def read_link(self, request: gr.Request) -> tuple[Preset, list[str]] | None:
         """The comparison a link asks for and what of it was refused. On a cold server this takes seconds."""
-        if not request.query_params or is_sweep(request.query_params):
+        if not is_link(request.query_params) or is_sweep(request.query_params):
             return None
         live()
-        chosen, refused = from_query(request.query_params, load_presets(), self._any)
+        chosen, refused = from_query(request.query_params, load_presets(), self._any, self._start)
         fitting = space.fit(chosen)
         if fitting != chosen:
             refused.append(f"the link asks for more than this public page runs; {space.HOME}")
@@ -152,7 +169,8 @@ class Visits:
 
     def restore(self, request: gr.Request, asked: tuple[Preset, list[str]] | None, *values: Any) -> Any:
         """The controls a link asks for, but for what the visitor has changed by now; with them a log of what was
-        refused or, when the link asks for a preset as it is, that preset's recorded race. Nothing is ever run."""
+        refused or, when the link asks for a preset as it is, that preset's recorded race, else the lanes it asks
+        for. Nothing is ever run."""
         if asked is None:
             return gr.skip()
         chosen, refused = asked
@@ -160,7 +178,7 @@ class Visits:
         updates = fill_untouched(chosen, self._start, now, drawn)
         if refused:
             return [*updates, notes(refused)]
-        return [*updates, self.select(request, chosen.id) if chosen == preset(chosen.id) else gr.skip()]
+        return [*updates, self.select(request, chosen.id) if chosen == preset(chosen.id) else _lanes(chosen)]
 
     def forget(self, request: gr.Request) -> None:
         self._logs.pop(visitor(request), None)
@@ -172,6 +190,11 @@ class Visits:
 
 def _free_memory() -> None:
     gr.Info(live().free_memory())
+
+
+def _lanes(chosen: Preset) -> str:
+    """A log that shows the lanes of a preset, empty."""
+    return waiting([live().lane_name(lane) for lane in chosen.spec().lanes])
 
 
 @lru_cache
@@ -266,15 +289,14 @@ def _wire(
         racing.success(visits.offer, follow.message, [follow.row, follow.message], **QUIET)
         runs.append(racing)
     buttons.stop.click(visits.stop, None, [view, *buttons.switched], cancels=runs, **QUIET)
-    shared = buttons.share.click(visits.share, form.inputs, [link, view], **QUIET)
-    shared.then(None, link, link, js=assets.text("share.js"), **QUIET)
+    wire_share(buttons.share, visits.share, form.inputs, link)
     buttons.open.upload(visits.open, buttons.open, view, **QUIET)
     file = gr.JSON(visible=False)
     for kind, button in (("json", buttons.save_json), ("csv", buttons.save_csv)):
         saved = button.click(visits.save, gr.State(kind), file, **QUIET)
         saved.success(None, file, None, js=assets.text("save.js"), **QUIET)
     page.load(visits.first, None, view, **QUIET)
-    for choice in (form.chips, form.downloads):
+    for choice in (form.chips, form.more):
         choice.input(visits.select, choice, view, **QUIET)
     asked = gr.State()
     linked = page.load(visits.read_link, None, asked, **QUIET)
@@ -342,8 +364,11 @@ def _asked(preset_id: str, overrides: dict[str, Any] | None, allow_any_model: bo
 
 
 def theme() -> gr.themes.Base:
-    """System fonts only: a named web font would be fetched."""
-    return gr.themes.Default(primary_hue="sky", neutral_hue="slate", font=FONTS, font_mono=MONO, radius_size="md")
+    """System fonts only: a named web font would be fetched. White on 500 to 700 and the subdued text reach 4.5:1."""
+    blue = "#eef7fd #d8ebf8 #b5d9f1 #8cc4ea #3f9ad4 #0072b2 #00669f #005889 #00466d #003755 #002438".split()
+    hue = gr.themes.Color(*blue)
+    base = gr.themes.Default(primary_hue=hue, neutral_hue="slate", font=FONTS, font_mono=MONO, radius_size="md")
+    return base.set(body_text_color_subdued="*neutral_500", slider_color_dark="*primary_400", layout_gap="*spacing_xl")
 
 
 def serve(

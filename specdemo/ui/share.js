@@ -1,4 +1,5 @@
 (link) => {
+  if (!/^(\?|https:)/.test(link)) return link; // why there is none
   // The address bar and the clipboard; the text box shows the link in any case, since a frame may forbid both.
   const query = link.slice(link.indexOf("?"));
   const url = link.startsWith("?") ? location.origin + location.pathname + link : link;

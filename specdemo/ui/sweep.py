@@ -28,7 +28,7 @@ from specdemo.presets.schema import (
     sweep_to_query,
 )
 from specdemo.ui import assets, space
-from specdemo.ui.controls import ENGINE, QUIET, address, visitor, whole_number
+from specdemo.ui.controls import ENGINE, QUIET, address, visitor, whole_number, wire_share
 from specdemo.ui.heavy import live, suite
 from specdemo.ui.lines import to_line
 from specdemo.ui.views import view
@@ -256,12 +256,9 @@ def admit(asked: Sweep) -> Sweep:
     return asked
 
 
-def share(*values: Any) -> tuple[Any, Any]:
-    """A text when there can be no link, and the link."""
-    try:
-        return gr.skip(), gr.update(value=address(sweep_to_query(from_values(*values))), visible=True)
-    except ValueError as error:
-        return refusal(error), gr.skip()
+def share(*values: Any) -> str:
+    """The link. Raises ValueError with one line."""
+    return address(sweep_to_query(from_values(*values)))
 
 
 def restore(request: gr.Request) -> Any:
@@ -319,8 +316,7 @@ def draw(page: gr.Blocks) -> gr.Radio:
     link = gr.Textbox(label="Link to this sweep", visible=False, buttons=["copy"], elem_id="sweep-link")
     view = draw_result(page, Sweeps(begin), inputs, run, stop, "sweep")
     chosen.change(_describe, chosen, [question, on], **QUIET)
-    linked = shared.click(share, inputs, [view, link], **QUIET)
-    linked.then(None, link, link, js=assets.text("share.js"), **QUIET)
+    wire_share(shared, share, inputs, link)
     page.load(restore, None, [*inputs, view], **QUIET)
     page.load(None, None, None, js=IF_LINKED, **QUIET)
     return chosen

@@ -1,6 +1,7 @@
 """Presets, lanes, options and share links in the browser."""
 
 import re
+from itertools import pairwise
 
 from playwright.sync_api import expect
 
@@ -27,7 +28,7 @@ def settings(page):
 
 def test_a_link_restores_every_setting(visit):
     page = visit()
-    page.get_by_label("ngram", exact=True).check()
+    page.get_by_label("Prompt lookup", exact=True).check()
     expect(page.locator("#about")).to_contain_text("Prompt lookup where text repeats")
     expect(page.locator("#model-1")).to_be_hidden()
     expect(page.locator(".unseen:visible")).to_have_count(0)
@@ -55,6 +56,27 @@ def test_a_link_restores_every_setting(visit):
     expect(other.locator(".sd-notes")).to_be_hidden()
 
 
+def test_where_no_link_can_be_its_place_says_why(visit_gated):
+    page = visit_gated()
+    link = page.locator("#link")
+    said = link.locator("textarea, input")
+    expect(page.locator(".sd-status")).to_have_text(re.compile("^Recorded"))
+    page.locator("#share").click()
+    expect(said).to_have_value(re.compile("preset=embedded-draft$"))
+    shown = said.input_value()
+    expect(page).to_have_url(shown)
+    page.locator("#prompt textarea").fill("<u>" * 1000)
+    page.locator("#share").click()
+    expect(link).to_contain_text("No link")
+    expect(said).to_have_value(re.compile("^a link holds a prompt of 2000 characters, this one has 3000"))
+    expect(page.locator(".sd-status")).to_have_text(re.compile("^Recorded"))
+    expect(page).to_have_url(shown)
+    page.locator("#prompt textarea").fill("short")
+    page.locator("#share").click()
+    expect(said).to_have_value(re.compile("prompt=short$"))
+    expect(link).not_to_contain_text("No link")
+
+
 def test_edits_made_before_the_link_was_read_stay(visit_gated, gates):
     gates.warm.clear()
     page = visit_gated("?preset=embedded-draft&k=7&temperature=0.5&prompt=theirs")
@@ -66,12 +88,12 @@ def test_edits_made_before_the_link_was_read_stay(visit_gated, gates):
 
 def test_presets_of_larger_models_are_in_a_list(visit_gated):
     page = visit_gated()
-    choose(page, "downloads", "24 GB Qwen3 8B with Qwen3 0.6B")
+    choose(page, "more", "24 GB Qwen3 8B with Qwen3 0.6B")
     expect(page.locator("#target input")).to_have_value("Qwen/Qwen3-8B")
     expect(page.locator("#presets input[type=radio]:checked")).to_have_count(0)
-    page.get_by_label("sampling", exact=True).check()
+    page.get_by_label("Sampling", exact=True).check()
     expect(page.locator("#target input")).to_have_value("stories")
-    expect(page.locator("#downloads input")).to_have_value(re.compile("^larger models"))
+    expect(page.locator("#more input")).to_have_value(re.compile("^more presets"))
 
 
 def test_what_a_wrapper_wraps_decides_whether_a_model_is_shown(visit_gated):
@@ -117,3 +139,6 @@ def test_every_input_has_a_name(visit):
            && !e.getAttribute('aria-labelledby')).map(e => e.outerHTML.slice(0, 120))"""
     )
     assert unnamed == []
+    expect(page.get_by_role("group", name="Preset", exact=True)).to_be_visible()
+    levels = page.evaluate("[...document.querySelectorAll('h1, h2, h3')].map(e => Number(e.tagName[1]))")
+    assert levels[0] == 1 and all(below - above <= 1 for above, below in pairwise(levels))

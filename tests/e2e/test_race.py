@@ -36,7 +36,7 @@ def lane_text(page, lane):
 
 
 def value(page, metric, lane):
-    return page.locator(f'[data-metric="{metric}"][data-lane="{lane}"]').get_attribute("data-value")
+    return page.locator(f'[data-metric="{metric}"][data-of-lane="{lane}"]').get_attribute("data-value")
 
 
 def visible(text):
@@ -74,7 +74,7 @@ def test_a_link_answered_late_replaces_no_run_opened_meanwhile(visit, trace_file
     said(page, "^Replayed")
     for route, answer in late:
         route.fulfill(response=answer)
-    expect(page.get_by_label("ngram", exact=True)).to_be_checked()
+    expect(page.get_by_label("Prompt lookup", exact=True)).to_be_checked()
     said(page, "^Replayed")
 
 
@@ -121,8 +121,11 @@ def test_hostile_text_stays_text(visit, trace_file):
         expect(page.locator(f'[data-lane="{lane}"] [data-kind="prompt"]')).to_have_text(PROMPT)
     assert page.locator("#view img, #view script, #view u, #view i").count() == 0
     assert page.title() == title
-    kinds = page.evaluate("[...new Set([...document.querySelectorAll('#view [data-kind]')].map(s => s.dataset.kind))]")
+    kinds = page.locator("[data-lane] [data-kind]").evaluate_all("spans => spans.map(s => s.dataset.kind)")
     assert set(kinds) == {"prompt", "target", "accepted", "rejected", "corrected", "bonus"}
+    # the hooks of outside tests stand for this text alone
+    assert [page.locator(f'[data-lane="{lane}"]').count() for lane in (0, 1)] == [1, 1]
+    assert page.locator("[data-kind]").count() == len(kinds)
     expect(page.locator(".sd-badge")).to_have_text(
         "Recorded run · Abacus <b>9000</b> · 1 thread · float32 · 2026-11-20"
     )
@@ -290,12 +293,15 @@ def test_a_first_visit_shows_the_recorded_race_of_the_preset(visit):
     expect(page.locator(".sd-badge")).to_have_text(re.compile(r"^Recorded run · .+ · 20\d\d-\d\d-\d\d · commit \w{7}$"))
     first = lane_text(page, 1)
     assert first and first == lane_text(page, 0)
-    page.get_by_label("medusa", exact=True).check()  # nothing is recorded
+    page.locator("#more input").click()
+    page.get_by_role("option", name="DFlash, a block in one pass", exact=True).click()  # nothing is recorded
     said(page, "^Ready")
     expect(page.locator(".sd-badge")).to_be_hidden()
-    page.get_by_label("ngram", exact=True).check()
+    expect(page.locator(".sd-lane h3")).to_have_text(["Baseline", "DFlash (stories-dflash)"])
+    page.get_by_label("Prompt lookup", exact=True).check()
     said(page, "^Recorded")
     assert lane_text(page, 1) not in ("", first)
+    page.get_by_text("1/16", exact=True).click()  # the race itself took a third of a second
     page.locator(".sd-replay").click()
     said(page, "^Replaying")
     page.locator(".sd-replay").click()

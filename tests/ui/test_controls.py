@@ -3,7 +3,7 @@
 import gradio as gr
 import pytest
 
-from specdemo.presets.schema import EMBEDDED, LIMITS, load_presets, preset
+from specdemo.presets.schema import LIMITS, load_presets, preset
 from specdemo.ui import controls
 from specdemo.ui.controls import LANE, WHOLE, changed, fill, fill_untouched, from_values, needs_model, to_values
 
@@ -78,11 +78,11 @@ def test_options_that_name_models_may_name_those_of_the_list():
 
 
 def test_every_preset_is_a_chip_or_in_the_list():
+    chips, listed = ({id for _, id in choices} for choices in controls._offered())
+    assert chips | listed == {*load_presets()} and not chips & listed
+    assert 6 <= len(chips) <= 8 and all(load_presets()[id].embedded for id in chips)
     for chosen in load_presets().values():
-        chip, download = controls._picked(chosen)
-        assert (chip or download) == chosen.id and bool(chip) != bool(download)
-        assert bool(chip) == set(chosen.models).issubset(EMBEDDED)
-    assert controls._chip("embedded-three-lanes") == "three lanes"
+        assert controls._picked(chosen) == ((chosen.id, "") if chosen.id in chips else (None, chosen.id))
 
 
 DRAWN = [0] * controls.LANES

@@ -1,5 +1,6 @@
 """The page without a browser: what it needs to be drawn, where its links point, what it opens."""
 
+import json
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -118,7 +119,8 @@ def test_a_visitor_sees_recorded_races_until_there_is_one_of_their_own(monkeypat
     first, other = visits.first(visitor), visits.select(visitor, "embedded-ngram")
     assert '"still":true' in first.partition("\n")[0] and first != other
     assert visits.save(visitor, "json")["name"] == "specdemo-embedded-ngram.json"
-    assert visits.select(visitor, "embedded-medusa") == ""  # none is recorded
+    lanes = visits.select(visitor, "embedded-dflash")  # none is recorded
+    assert json.loads(lanes.splitlines()[1]) == {"type": "idle", "lanes": ["DFlash (stories-dflash)"]}
     list(visits.run(visitor, *to_values(preset("embedded-draft"))))
     assert visits.select(visitor, "embedded-ngram") == gr.skip()
 
@@ -131,6 +133,16 @@ def test_a_link_shows_the_recorded_race_only_of_what_it_asks_for(query, shown):
     assert visits.first(visitor) == gr.skip()
     *_, log = visits.restore(visitor, visits.read_link(visitor), *to_values(start), 0, 0, 0)
     assert ('"preset":"embedded-ngram"' in log) is shown
+
+
+def test_a_page_keeps_its_preset_under_an_address_that_names_none():
+    visits = Visits(preset("embedded-ngram"), False)
+    visitor = SimpleNamespace(session_hash="a", query_params={"__theme": "dark", "view": "api"})
+    assert '"preset":"embedded-ngram"' in visits.first(visitor)
+    assert visits.read_link(visitor) is None
+    visitor.query_params = {"__theme": "dark", "seed": "5"}
+    assert visits.first(visitor) == gr.skip()
+    assert visits.read_link(visitor) == (preset("embedded-ngram").with_changes(seed=5), [])
 
 
 class ChatSession:

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 
 import pytest
 
@@ -91,7 +92,9 @@ def test_small_messages():
     assert view(Loading(0.51234, "loading x")) == {"type": "loading", "share": 0.512, "text": "loading x"}
     assert view(Failed("no")) == {"type": "error", "text": "no"}
     assert view(Note("slow", 1)) == {"type": "note", "lane": 1, "text": "slow"}
-    assert to_line({"a": "é\n"}) == '{"a":"é\\n"}\n'
+    assert to_line({"a": "é\n", "b": math.nan}) == '{"a":"é\\n"}\n'
+    with pytest.raises(ValueError, match="JSON"):
+        to_line({"a": {"b": math.nan}})
 
 
 @pytest.mark.parametrize(
