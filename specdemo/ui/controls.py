@@ -25,6 +25,7 @@ PROMPT = ("target", "prompt", "chat", "system")
 WHOLE = (*PROMPT, "temperature", "top_p", "top_k", "min_p", "seed", "max_new_tokens", "schedule")
 LANE = ("method", "model", "k", "acceptance", "options", "server")
 HERE = ("this machine", "")
+FOLDED = ("chat", "temperature", "top_p", "top_k", "min_p", "max_new_tokens", "schedule")  # named where it is folded
 COUNTS = ("top_k", "seed", "max_new_tokens")  # whole numbers, which a browser may send as 4.0
 CHAT, TEXT = "chat", "text"
 ACCEPTANCE = [("lossless", "lossless"), ("typical (lossy)", "typical")]
@@ -276,6 +277,22 @@ def draw(start: Preset, allow_any_model: bool) -> Controls:
 def draw_prompt(start: Preset) -> gr.Textbox:
     return gr.Textbox(
         start.prompt, label="Prompt", lines=2, max_lines=10, max_length=space.limits().prompt, elem_id="prompt", scale=5
+    )
+
+
+def in_force(
+    chat: str, temperature: float, top_p: float, top_k: int, min_p: float, max_new_tokens: int, schedule: str
+) -> str:
+    """The accordion's label: what holds while it is shut, by the controls of FOLDED."""
+    cuts = ((top_p, 1, "top-p"), (top_k, 0, "top-k"), (min_p, 0, "min-p"))
+    heat = [f"temperature {temperature}", *(f"{name} {value}" for value, off, name in cuts if value != off)]
+    return "Settings: " + " · ".join(
+        (
+            "chat template" if chat == CHAT else "raw completion",
+            *(heat if temperature else ["greedy"]),
+            f"at most {max_new_tokens} tokens",
+            "lanes in turn" if schedule == "race" else "one lane after the other",
+        )
     )
 
 

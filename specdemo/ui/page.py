@@ -242,9 +242,19 @@ def _race_tab(page: gr.Blocks, first: Preset, allow_any_model: bool) -> Controls
                 stop = gr.Button("Stop", interactive=False, elem_id="stop", min_width=70)
                 share = gr.Button("Share", elem_id="share", min_width=70)
     link = gr.Textbox(label="Link to this comparison", visible=False, buttons=["copy"], elem_id="link")
-    with gr.Accordion("Chat, sampling, length, schedule", open=False, elem_id="sampling"):
+    with gr.Accordion(open=False, elem_id="sampling") as fold:
         form.whole.update(controls.draw_chat(first))
         form.whole.update(controls.draw_sampling(first))
+    folded = [form.whole[name] for name in controls.FOLDED]
+    fold.label = controls.in_force(*(control.value for control in folded))
+    gr.on(
+        [control.change for control in folded],
+        lambda *values: gr.update(label=controls.in_force(*values)),
+        folded,
+        fold,
+        trigger_mode="always_last",
+        **QUIET,
+    )
     place = gr.HTML("", elem_id="queue", elem_classes="queue")
     with gr.Row(visible=False, elem_id="follow-row") as row:
         message = gr.Textbox(

@@ -50,7 +50,9 @@ def test_a_link_restores_every_setting(visit):
     other = visit("?" + link.input_value().partition("?")[2])
     expect(other.locator("#k-2 input[type=number]")).to_have_value("9")
     expect(other.locator("#option-max_n-1 input[type=number]")).to_have_value("5")
-    other.locator("#sampling button").first.click()
+    folded = other.locator("#sampling button").first
+    expect(folded).to_contain_text("temperature 0.7 · at most 40 tokens")
+    folded.click()
     expect(other.locator("#seed input")).to_have_value("11")
     assert settings(other) == settings(page)
     expect(other.locator(".sd-notes")).to_be_hidden()
