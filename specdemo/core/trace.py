@@ -15,6 +15,7 @@ from pydantic.dataclasses import dataclass as checked
 SCHEMA: Final = 1
 LISTS: Final = ("accept_histogram", "accept_by_position")  # of a summary; its other values are single ones
 MAX_TRACE_BYTES = 16_000_000
+MAX_DEPTH = 1024  # entries of such a list, of which the page draws every one
 
 Finish = Literal["stop", "length", "cancelled", "error"]
 Kind = Literal["target", "accepted", "corrected", "bonus", "unknown"]
@@ -168,10 +169,16 @@ def _check(lane: LaneTrace) -> None:
         raise ValueError(f"not a specdemo trace: lane {lane.name!r}: token_ids differ from what its events emitted")
     if len(lane.pieces) != len(lane.token_ids) or "".join(lane.pieces) != lane.text:
         raise ValueError(f"not a specdemo trace: lane {lane.name!r}: pieces and text disagree")
-    wrong = [name for name, value in lane.summary.items() if isinstance(value, list) != (name in LISTS)]
+    lists = {name: value for name, value in lane.summary.items() if isinstance(value, list)}
+    wrong = [name for name in lane.summary if (name in lists) != (name in LISTS)]
     wrong += [name for name, value in lane.options.items() if isinstance(value, list | dict)]
     if wrong:
         raise ValueError(f"not a specdemo trace: lane {lane.name!r}: {wrong[0]!r:.60} has a value of the wrong type")
+    if lane.remote:
+        lists["remote.accept_by_position"] = lane.remote.accept_by_position
+    long = [name for name, value in lists.items() if len(value) > MAX_DEPTH]
+    if long:
+        raise ValueError(f"not a specdemo trace: lane {lane.name!r}: {long[0]!r} has more than {MAX_DEPTH:,} entries")
 
 
 def _holds_together(event: StepEvent, remote: bool) -> bool:

@@ -142,13 +142,16 @@ class Visits:
         last = self._logs.get(visitor(request))
         if last is not None and not last.still:
             return gr.skip()
-        return self._keep(request, shown).text if shown else _lanes(space.fit(preset(preset_id or DEFAULT)))
+        if shown:
+            return self._keep(request, shown).text
+        self.forget(request)  # the recorded race of the preset before is no longer on show
+        return _lanes(space.fit(preset(preset_id or DEFAULT)))
 
     def save(self, request: gr.Request, kind: str) -> dict[str, str]:
         """The latest run as a file's name and text."""
         log = self._logs.get(visitor(request))
         if log is None or log.trace is None:
-            raise gr.Error("there is no run to save yet; press Run first", print_exception=False)
+            raise gr.Error(_nothing_to_save(log), print_exception=False)
         text = to_json(log.trace, indent=1) if kind == "json" else tokens_csv(log.trace)
         return {"name": f"specdemo-{log.trace.preset}.{kind}", "text": text}
 
@@ -186,6 +189,14 @@ class Visits:
     def _keep(self, request: gr.Request, log: Log) -> Log:
         self._logs[visitor(request)] = log
         return log
+
+
+def _nothing_to_save(log: Log | None) -> str:
+    if log is None or not log.started:
+        return "there is no run to save yet; press Run first"
+    if log.failure:
+        return "the run failed, so there is nothing to save; press Run again"
+    return "the run has not ended yet; press Stop to save what there is of it"
 
 
 def _free_memory() -> None:

@@ -201,6 +201,12 @@ def test_a_value_that_no_reader_expects_is_refused(part, name, value):
     assert f"lane 'chain': '{name}' has a value of the wrong type" in refused(json.dumps(data))
 
 
+def test_a_list_too_long_to_draw_is_refused():
+    data = json.loads(to_json(run()))
+    data["lanes"][1]["summary"]["accept_histogram"] = [0] * 1025
+    assert "lane 'chain': 'accept_histogram' has more than 1,024 entries" in refused(json.dumps(data))
+
+
 def test_files_that_are_no_traces_are_refused():
     assert "Invalid JSON" in refused("")
     assert "Invalid JSON" in refused(b"\xff\xfe\x00")

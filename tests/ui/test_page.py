@@ -102,11 +102,21 @@ def test_a_run_that_fails_while_loading_leaves_the_one_on_show_exportable(monkey
     before = visits.save(visitor, "json")
     assert "no such file" in list(visits.run(visitor, *values))[-1]
     if late:  # it had begun, so the page shows it in place of the other
-        with pytest.raises(gr.Error, match="no run to save"):
+        with pytest.raises(gr.Error, match="the run failed, so there is nothing to save"):
             visits.save(visitor, "json")
     else:
         assert visits.save(visitor, "json") == before
         assert visits.stop(visitor)[0].endswith('"comparison":[]}\n')
+
+
+def test_a_run_is_saved_once_it_has_ended():
+    visits, visitor = Visits(preset("embedded-draft"), False), SimpleNamespace(session_hash="a")
+    log = visits._keep(visitor, Log())
+    log.add(list(replay(hostile_trace()))[:3])
+    with pytest.raises(gr.Error, match="has not ended yet; press Stop"):
+        visits.save(visitor, "csv")
+    log.add(list(replay(hostile_trace()))[3:])
+    assert visits.save(visitor, "csv")["name"] == "specdemo-embedded-draft.csv"
 
 
 def test_no_notes_no_log():
@@ -121,6 +131,8 @@ def test_a_visitor_sees_recorded_races_until_there_is_one_of_their_own(monkeypat
     assert visits.save(visitor, "json")["name"] == "specdemo-embedded-ngram.json"
     lanes = visits.select(visitor, "embedded-dflash")  # none is recorded
     assert json.loads(lanes.splitlines()[1]) == {"type": "idle", "lanes": ["DFlash (stories-dflash)"]}
+    with pytest.raises(gr.Error, match="no run to save"):  # what is no longer on show
+        visits.save(visitor, "json")
     list(visits.run(visitor, *to_values(preset("embedded-draft"))))
     assert visits.select(visitor, "embedded-ngram") == gr.skip()
 
