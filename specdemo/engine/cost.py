@@ -96,7 +96,7 @@ class Costs:
         drafting = self.drafting_ms(self.k) / step
         wider = max(self.verify_ms(self.k) - self.pass_ms, 0.0) / step
         return {
-            "drafting": drafting * kept,
+            "drafting what was kept": drafting * kept,
             "checking more than one token at a time": wider * kept,
             "drafts that were refused": (drafting + wider) * (1.0 - kept),
             "overhead": self.other_ms / step,

@@ -172,7 +172,7 @@ def test_the_prediction_of_a_run_agrees_with_its_own_measurement():
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"c": 4.0, "alphas": [0.95] * 4}, "drafting"),
+        ({"c": 4.0, "alphas": [0.95] * 4}, "drafting what was kept"),
         ({"v": lambda n: 10.0 + 3.0 * (n - 1), "c": 0.1, "alphas": [0.95] * 4}, "checking more than one token"),
         ({"alphas": [0.2] * 4}, "drafts that were refused"),
         ({"other": 9.0, "alphas": [0.95] * 4}, "overhead"),
