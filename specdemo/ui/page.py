@@ -256,7 +256,7 @@ def _race_tab(page: gr.Blocks, first: Preset, allow_any_model: bool) -> Controls
     with gr.Accordion(open=False, elem_id="sampling") as fold:
         form.whole.update(controls.draw_chat(first))
         form.whole.update(controls.draw_sampling(first))
-    folded = [form.whole[name] for name in controls.FOLDED]
+    folded: list[Any] = [form.whole[name] for name in controls.FOLDED]
     fold.label = controls.in_force(*(control.value for control in folded))
     gr.on(
         [control.change for control in folded],
