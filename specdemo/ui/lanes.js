@@ -26,6 +26,8 @@ const total = (ms) => Object.values(ms).reduce((a, b) => a + b, 0);
 const milliseconds = (x) => fixed(x, x < 10 ? 2 : x < 100 ? 1 : 0);
 const megabytes = (x) => (!x ? "–" : x < 1e9 ? `${(x / 1e6).toFixed(1)} MB` : `${(x / 1e9).toFixed(2)} GB`);
 
+const HINT = $(".sd-step").textContent; // until a step is picked
+
 let run = null; // the run on show: its start line, its end line, its lanes
 let coming = null; // a run that has not started yet; the last one stays on show
 const player = { replay: false, clock: 0, last: 0, frame: 0 };
@@ -833,7 +835,10 @@ function reveal(box, node) {
 
 function inspect() {
   const box = $(".sd-table");
-  if (!run.picked) return box.replaceChildren();
+  if (!run.picked) {
+    $(".sd-step").textContent = HINT;
+    return box.replaceChildren();
+  }
   const lane = run.lanes[run.picked.lane];
   const line = lane.steps[run.picked.step];
   const parts = Object.entries(line.ms).map(([name, ms]) => `${name} ${milliseconds(ms)}`);

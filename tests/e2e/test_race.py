@@ -237,6 +237,17 @@ def test_what_a_drafter_says_of_itself_is_drawn_over_the_run(visit, tree_file, t
     expect(page.locator(".sd-told")).to_be_hidden()
 
 
+def test_the_same_file_opens_twice(visit, trace_file):
+    page = visit(reduced_motion="reduce")
+    for _ in range(2):
+        open_file(page, trace_file)
+        expect(page.locator(".sd-step")).to_contain_text("Click a token")  # no step of the file opened before
+        said(page, "^Replayed")
+        page.locator('[data-lane="1"].sd-text').focus()
+        page.keyboard.press("End")
+        expect(page.locator(".sd-step")).to_contain_text("Step ")
+
+
 def test_what_is_no_trace_is_refused_on_the_page(visit, tmp_path):
     path = tmp_path / "bad.json"
     path.write_text(json.dumps({"schema": 1, "lanes": "<img src=x onerror=alert(1)>"}))

@@ -52,6 +52,22 @@ def test_a_second_visitor_sees_the_queue_and_gets_the_engine_when_the_first_one_
     said(second, "^Running")
 
 
+def test_stop_leaves_the_queue_and_the_one_who_runs_alone(visit_gated, gates):
+    first, second = visit_gated(), visit_gated()
+    begin(first, gates)
+    second.locator("#run").click()
+    expect(second.locator("#queue")).to_contain_text(re.compile(r"queue: \d/\d", re.I))
+    second.locator("#stop").click()
+    expect(second.locator("#run")).to_be_enabled()
+    expect(second.locator("#stop")).to_be_disabled()
+    expect(second.locator("#queue")).not_to_contain_text(re.compile("queue", re.I))
+    said(first, "^Running")
+    gates.open.set()
+    said(first, "^Finished")
+    begin(second, gates)
+    said(second, "^Finished")
+
+
 def test_run_by_keyboard_alone(visit_gated, gates):
     gates.open.set()
     page = visit_gated()
