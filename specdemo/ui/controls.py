@@ -70,6 +70,13 @@ class Controls:
         return [self.preset, self.count, *whole, *(control for lane in self.lanes for control in lane.inputs)]
 
     @property
+    def edits(self) -> list[Any]:
+        """The events of a visitor who changes the comparison. Options are drawn later and have none here."""
+        seen: list[Any] = [self.chips, self.more, *self.whole.values()]
+        seen += [c for lane in self.lanes for c in (lane.method, lane.model, lane.k, lane.acceptance, lane.server)]
+        return [*(control.input for control in seen), self.add.click, self.remove.click]
+
+    @property
     def drawn(self) -> list[gr.Number]:
         return [lane.drawn for lane in self.lanes]
 
@@ -281,7 +288,7 @@ def draw_prompt(start: Preset) -> gr.Textbox:
 
 
 def in_force(
-    chat: str, temperature: float, top_p: float, top_k: int, min_p: float, max_new_tokens: int, schedule: str
+    chat: str, temperature: float, top_p: float, top_k: int, min_p: float, max_new_tokens: Any, schedule: str
 ) -> str:
     """The accordion's label: what holds while it is shut, by the controls of FOLDED."""
     cuts = ((top_p, 1, "top-p"), (top_k, 0, "top-k"), (min_p, 0, "min-p"))
@@ -290,7 +297,7 @@ def in_force(
         (
             "chat template" if chat == CHAT else "raw completion",
             *(heat if temperature else ["greedy"]),
-            f"at most {max_new_tokens} tokens",
+            f"at most {max_new_tokens} token{'' if max_new_tokens == 1 else 's'}",
             "lanes in turn" if schedule == "race" else "one lane after the other",
         )
     )

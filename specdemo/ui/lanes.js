@@ -192,6 +192,7 @@ function replay() {
     advance(Infinity);
     return;
   }
+  clear();
   stage();
   run.still = false;
   player.replay = true;
@@ -222,7 +223,7 @@ function stage() {
     Object.assign(lane, { next: 0, clock: 0, decode: 0, tokens: 0, steps: [], finish: null, summary: null, comparison: null });
     Object.assign(lane, { drafted: 0, accepted: 0, kept: [], reached: [], hits: [], split: { draft: 0, verify: 0, other: 0 } });
     Object.assign(lane, { answer: [], tail: "", thought: null });
-    Object.assign(lane, { past: [[0, 0]], points: [[], []], charted: 0, told: {}, notes: {}, trainMs: 0 });
+    Object.assign(lane, { past: [[0, 0]], points: [[], []], charted: 0, lastPoint: 0, ttft: null, told: {}, notes: {}, trainMs: 0 });
     lane.view = laneCard(lane);
     lane.bar = raceBar(lane);
     if (lane.note) laneNote(lane, lane.note);
@@ -440,7 +441,7 @@ function measure(lane) {
   while (lane.past.length > 2 && lane.tokens - lane.past[1][1] >= WINDOW) lane.past.shift();
   const [then, had] = lane.past[0];
   const spacing = Math.max(1, (run.start.limit || 200) / 200);
-  if (lane.tokens < 4 || lane.tokens - (lane.lastPoint || 0) < spacing) return;
+  if (lane.tokens < 4 || lane.tokens - lane.lastPoint < spacing) return;
   lane.lastPoint = lane.tokens;
   lane.points[0].push(lane.clock / 1000);
   lane.points[1].push((1000 * (lane.tokens - had)) / (lane.clock - then));
@@ -495,7 +496,7 @@ function numbers(lane) {
     tokens_per_s: rate,
     acceptance_rate: lane.drafted ? lane.accepted / lane.drafted : null,
     tokens_per_step: lane.steps.length > 1 ? (lane.tokens - 1) / (lane.steps.length - 1) : null,
-    ttft_ms: lane.ttft ?? null,
+    ttft_ms: lane.ttft,
     itl_ms_p50: null,
     drafted: lane.drafted,
     accepted: lane.accepted,
@@ -544,7 +545,7 @@ function repaint() {
     return [percent(n.acceptance_rate), isNumber(n.drafted) ? n.drafted && `${n.accepted} of ${n.drafted}` : byServer(lane, n.acceptance_rate), "", n.acceptance_rate];
   });
   tile("per-pass", drafting, several, ({ lane, n }) => {
-    return [fixed(n.tokens_per_step, 2), isNumber(n.steps) ? n.steps && `${n.steps} passes` : byServer(lane, n.tokens_per_step), "", n.tokens_per_step];
+    return [fixed(n.tokens_per_step, 2), isNumber(n.steps) ? n.steps && `${n.steps} pass${n.steps === 1 ? "" : "es"}` : byServer(lane, n.tokens_per_step), "", n.tokens_per_step];
   });
   tile("output", drafting, several, ({ lane }) => outputTile(lane));
   tile("memory", run.lanes, true, ({ n }) => [megabytes(n.peak_memory_bytes), "", "", n.peak_memory_bytes]);
@@ -687,7 +688,7 @@ function histogram() {
     return;
   }
   if (!lane.index || !bars.length || !n.drafted) {
-    box.replaceChildren(make("p", "sd-small", lane.index ? "Nothing was drafted yet." : "The baseline drafts nothing."));
+    box.replaceChildren(make("p", "sd-small", lane.index ? `Nothing was drafted${run.done ? "" : " yet"}.` : "The baseline drafts nothing."));
     return;
   }
   const [width, height, base] = [340, 158, 132];

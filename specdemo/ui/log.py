@@ -39,18 +39,25 @@ def lines(messages: Iterable[Shown]) -> Lines:
 class Log:
     """The text a view shows.
 
-    `trace` is the run on show once it has ended: until this one starts, that is the run `before` it. `recorded`: the
-    run was not made for this log; `still`: it is shown as it ended and moves only when it is replayed.
+    `trace` is the run on show once it has ended: until this one starts, that is the run of the log `before` it.
+    `recorded`: the run was not made for this log; `still`: it is shown as it ended and moves only when it is replayed.
     """
 
-    def __init__(self, recorded: bool = False, before: RunTrace | None = None, still: bool = False) -> None:
+    def __init__(self, recorded: bool = False, before: "Log | None" = None, still: bool = False) -> None:
         self.text = to_line(opening(secrets.token_hex(6), recorded, still))
-        self.trace = before
+        self.trace: RunTrace | None = before.trace if before else None
         self.recorded, self.still = recorded, still
         self.spec: RunSpec | None = None  # what is run
-        self.started = self.ended = False
+        self.started = self.ended = self.stopped = False
+        self._own_before = before is not None and before.own
         self.failure = ""  # why it failed, if it did
         self.engine: Engine | None = None  # None where the engine is in another process
+
+    @property
+    def own(self) -> bool:
+        """Whether the visitor asked for what is on show, a run or a file; a preset's recorded race comes by itself."""
+        begins = self.started or not (self.failure or self.stopped)
+        return not self.still and (begins or self._own_before)
 
     def add(self, messages: Iterable[Shown]) -> str:
         return self.take(lines(messages))
@@ -71,6 +78,7 @@ class Log:
 
     def stop(self) -> str:
         """End the run and the log: with what the engine says, or where it is out of reach without it."""
+        self.stopped = True
         if self.engine is not None:
             self.add(self.engine.finish())
         if not self.ended:

@@ -99,7 +99,7 @@ class Visits:
             yield refusal(error).text
             return
         last = self._logs.get(visitor(request))
-        yield from live().run(spec, self._keep(request, Log(before=last.trace if last else None)))
+        yield from live().run(spec, self._keep(request, Log(before=last)))
 
     def follow(self, request: gr.Request, message: str) -> Iterator[str]:
         """The growing log of the chat's next turn, or one that says why there is none."""
@@ -113,7 +113,7 @@ class Visits:
         except ValueError as error:
             yield refusal(error).text
             return
-        yield from live().run(spec, self._keep(request, Log(before=last.trace)))
+        yield from live().run(spec, self._keep(request, Log(before=last)))
 
     def offer(self, request: gr.Request, message: str) -> list[Any]:
         """What asks on, shown when the run on show is a chat of this page; empty again once its message is answered."""
@@ -140,7 +140,7 @@ class Visits:
         """The recorded race of a preset that was chosen, or else its lanes, as long as no other run is on show."""
         shown = _recorded(preset_id or DEFAULT)  # may take a second, in which another event may show something
         last = self._logs.get(visitor(request))
-        if last is not None and not last.still:
+        if last is not None and last.own:
             return gr.skip()
         if shown:
             return self._keep(request, shown).text
@@ -264,6 +264,7 @@ def _race_tab(page: gr.Blocks, first: Preset, allow_any_model: bool) -> Controls
         folded,
         fold,
         trigger_mode="always_last",
+        preprocess=False,  # a number that is half typed is no error yet
         **QUIET,
     )
     place = gr.HTML("", elem_id="queue", elem_classes="queue")
@@ -319,6 +320,8 @@ def _wire(
     page.load(visits.first, None, view, **QUIET)
     for choice in (form.chips, form.more):
         choice.input(visits.select, choice, view, **QUIET)
+        choice.input(None, js=assets.text("unalarm.js"), **QUIET)
+    gr.on(form.edits, lambda: gr.update(visible=False), None, link, trigger_mode="once", **QUIET)
     asked = gr.State()
     linked = page.load(visits.read_link, None, asked, **QUIET)
     linked.then(visits.restore, [asked, *form.inputs, *form.drawn], [*form.outputs, view], **QUIET)

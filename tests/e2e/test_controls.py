@@ -59,13 +59,13 @@ def test_a_link_restores_every_setting(visit):
 
 
 def test_where_no_link_can_be_its_place_says_why(visit_gated):
-    page = visit_gated()
+    page = visit_gated("?__theme=dark")
     link = page.locator("#link")
     said = link.locator("textarea, input")
     expect(page.locator(".sd-status")).to_have_text(re.compile("^Recorded"))
     page.locator("#share").click()
     expect(said).to_have_value(re.compile("preset=embedded-draft$"))
-    shown = said.input_value()
+    shown = f"{said.input_value()}&__theme=dark"  # how one's own page looks is not a part of the link
     expect(page).to_have_url(shown)
     page.locator("#prompt textarea").fill("<u>" * 1000)
     page.locator("#share").click()
@@ -77,6 +77,17 @@ def test_where_no_link_can_be_its_place_says_why(visit_gated):
     page.locator("#share").click()
     expect(said).to_have_value(re.compile("prompt=short$"))
     expect(link).not_to_contain_text("No link")
+    page.get_by_label("Sampling", exact=True).check()
+    expect(link).to_be_hidden()  # it is of another comparison now
+
+
+def test_what_was_refused_is_forgotten_with_the_preset(visit):
+    page = visit()
+    page.locator("#prompt textarea").fill(" ")
+    page.locator("#run").click()
+    expect(page.locator(".sd-alert")).to_have_text(re.compile("^The prompt is empty"))
+    page.get_by_label("Sampling", exact=True).check()
+    expect(page.locator(".sd-alert")).to_be_hidden()
 
 
 def test_edits_made_before_the_link_was_read_stay(visit_gated, gates):

@@ -237,6 +237,17 @@ def test_what_a_drafter_says_of_itself_is_drawn_over_the_run(visit, tree_file, t
     expect(page.locator(".sd-told")).to_be_hidden()
 
 
+def test_what_is_copied_from_a_lane_is_the_models_text(visit, trace_file):
+    page = visit(reduced_motion="reduce")
+    open_file(page, trace_file)
+    said(page, "^Replayed")
+    expect(page.locator('[data-lane="1"] [data-kind="rejected"]').first).to_be_visible()
+    copied = page.evaluate(
+        "getSelection().selectAllChildren(document.querySelector('[data-lane=\"1\"].sd-text')), `${getSelection()}`"
+    )
+    assert HOSTILE[0] in copied and "wrong" not in copied
+
+
 def test_the_same_file_opens_twice(visit, trace_file):
     page = visit(reduced_motion="reduce")
     for _ in range(2):
@@ -312,11 +323,14 @@ def test_a_first_visit_shows_the_recorded_race_of_the_preset(visit):
     page.get_by_label("Prompt lookup", exact=True).check()
     said(page, "^Recorded")
     assert lane_text(page, 1) not in ("", first)
+    charted = "document.querySelector('#chart .js-plotly-plot').data.map(line => line.x.length).join()"
+    points = page.wait_for_function(f"() => {{ const n = {charted}; return /^[1-9]/.test(n) && n; }}").json_value()
     page.get_by_text("1/16", exact=True).click()  # the race itself took a third of a second
     page.locator(".sd-replay").click()
     said(page, "^Replaying")
     page.locator(".sd-replay").click()
     said(page, "^Replayed")
+    page.wait_for_function(f"points => {charted} === points", arg=points)
 
 
 def test_a_chat_shows_its_turns_and_folds_what_is_thought(visit, chat_file):

@@ -109,6 +109,20 @@ def test_a_run_that_fails_while_loading_leaves_the_one_on_show_exportable(monkey
         assert visits.stop(visitor)[0].endswith('"comparison":[]}\n')
 
 
+@pytest.mark.parametrize(("before", "kept"), [(0, False), (1, True)])
+def test_a_run_that_never_began_keeps_no_preset_from_being_shown(monkeypatch, before, kept):
+    session, visitor = Session(0), SimpleNamespace(session_hash="a", query_params={})
+    session.runs = 1 - before
+    monkeypatch.setattr(live, "session", lambda: session)
+    visits, values = Visits(preset("embedded-draft"), False), to_values(preset("embedded-draft"))
+    visits.first(visitor)
+    for _ in range(before + 1):
+        last = list(visits.run(visitor, *values))[-1]
+    assert "no such file" in last
+    assert (visits.select(visitor, "embedded-ngram") == gr.skip()) is kept
+    assert visits.save(visitor, "json")["name"] == f"specdemo-embedded-{'draft' if kept else 'ngram'}.json"
+
+
 def test_a_run_is_saved_once_it_has_ended():
     visits, visitor = Visits(preset("embedded-draft"), False), SimpleNamespace(session_hash="a")
     log = visits._keep(visitor, Log())

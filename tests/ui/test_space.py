@@ -14,7 +14,7 @@ import yaml
 from specdemo.presets.schema import Sweep, load_presets, preset
 from specdemo.ui import live, space, sweep
 from specdemo.ui.controls import changed
-from specdemo.ui.log import Log
+from specdemo.ui.log import Log, replayed
 from specdemo.ui.page import Visits, build
 from tests.traces import hostile_trace
 
@@ -190,7 +190,7 @@ def test_no_recorded_run_stands_in_for_another_target_or_for_the_next_turn_of_a_
     monkeypatch.setattr(live.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(live, "session", Engine)
     monkeypatch.setattr(live, "recorded", recorded_qwen)
-    log = Log(before=hostile_trace())
+    log = Log(before=replayed(hostile_trace()))
     list(live.run(qwen(**changes), log))
     assert not log.recorded and log.trace == hostile_trace()  # a chat can still go on from where it was
 

@@ -1,0 +1,4 @@
+() => {
+  // What was refused was asked for under the preset before.
+  document.querySelector("#view .sd-alert").hidden = true;
+}
