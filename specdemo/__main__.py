@@ -12,6 +12,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,6 +37,7 @@ app = typer.Typer(
     help="Plain and speculative decoding of the same model, side by side, measured honestly.",
 )
 
+INTERRUPTED = 130  # what a shell calls a program ended by Ctrl-C
 PAGE = Path(__file__).parents[1] / "app.py"
 SUITES = "embedded, methods, k, batch, prompt, depth-width, copying, losslessness, peers, floor, race-fairness."
 LONG_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -46,6 +48,8 @@ PresetId = Annotated[str, typer.Argument(metavar="PRESET", help="One of `specdem
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, TextIOWrapper):  # a terminal without a letter of the text still gets the rest
+        sys.stdout.reconfigure(errors="replace")
     try:
         code = app(args=arguments or ["--help"], prog_name="specdemo", standalone_mode=False)
     except (ValueError, OSError, TyperException) as error:
@@ -53,8 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("specdemo:", " ".join(message.split()), file=sys.stderr)
         return 2
     except typer.Abort:
+        code = INTERRUPTED
+    if code == INTERRUPTED:
         print("specdemo: interrupted", file=sys.stderr)
-        return 130
     return code if isinstance(code, int) else 0
 
 
@@ -134,9 +139,9 @@ def run(
     if out is not None:
         check_writable(out)
     trace = _race(chosen.spec())
+    _show(trace)
     if out is not None:
         save_trace(trace, out)
-    _show(trace)
     return int(any(lane.finish == "error" for lane in trace.lanes))
 
 

@@ -90,6 +90,7 @@ def test_settings_reach_the_run(tmp_path, capsys):
         (["run", "embedded-draft", "--prompt", "a", "--prompt-file", "b"], "--prompt and --prompt-file exclude each"),
         (["run", "embedded-draft", "--prompt-file", "/no/file"], "cannot read /no/file: No such file or directory;"),
         (["run", "embedded-draft", "--out", "/no/folder/x.json"], "there is no folder /no/folder; make it first"),
+        (["run", "embedded-draft", "--out", "/proc/x.json"], "cannot write /proc/x.json: No such file or directory;"),
         (["run", "embedded-draft", "--prompt", "word " * 600], "the prompt has "),
         (["run", "embedded-draft", "--promt", "x"], "No such option: --promt"),
         (["run"], "Missing argument 'PRESET'."),
@@ -107,11 +108,20 @@ def test_settings_reach_the_run(tmp_path, capsys):
         (["bench", "embedded", "--prompt", "a", "--questions", "b"], "prompts and a question file exclude each other;"),
         (["bench", "embedded", "--html", "/no/folder/x.html"], "there is no folder /no/folder; make it first"),
         (["train", "nothing", "--corpus", "/no"], "unknown recipe 'nothing'; choose one of medusa, "),
+        (["train", "medusa", "--minutes", "inf"], "minutes must be positive, not inf"),
         (["train", "stories-target", "--corpus", "/no"], "no corpus folder /no: name a folder of *.txt files"),
     ],
 )
 def test_bad_input_is_one_line_that_names_the_cure(capsys, arguments, line):
     assert refusal(capsys, *arguments).startswith(line)
+
+
+@pytest.mark.parametrize("name, kind", [("stories-medusa", "medusa"), ("stories-eagle-1", "eagle")])
+def test_a_head_in_the_place_of_a_model_is_named(capsys, name, kind):
+    line = f"{name} is a checkpoint for method {kind!r}, not 'draft_model'; choose that method"
+    assert refusal(capsys, "run", "embedded-draft", "--model", name) == line
+    line = f"{name} holds a head for method {kind!r}; choose a whole model as the target"
+    assert refusal(capsys, "run", "embedded-draft", "--target", name) == line
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"schema": 2}', b'{"lanes": [{"x": 1}]}'])

@@ -285,7 +285,12 @@ def _ratio(a: float, b: float) -> float | None:
 
 
 def _quantile(ordered: list[float], q: float) -> float | None:
-    return round(ordered[min(len(ordered) - 1, int(q * len(ordered)))], 3) if ordered else None
+    """Linear between neighbours, as in bench.result and numpy."""
+    if not ordered:
+        return None
+    place = q * (len(ordered) - 1)
+    below, above = ordered[int(place)], ordered[min(int(place) + 1, len(ordered) - 1)]
+    return round(below + (place - int(place)) * (above - below), 3)
 
 
 def _total(steps: list[StepEvent], *names: str) -> float:

@@ -138,8 +138,14 @@ class _Rows:
 
 
 def _check(target: Target, prompt_ids: Tensor, config: GenerationConfig) -> None:
-    if prompt_ids.ndim != 2 or prompt_ids.shape[1] == 0:
+    if prompt_ids.ndim != 2:
+        raise ValueError(f"prompt_ids must be [B, T], not {list(prompt_ids.shape)}; add a dimension with [None]")
+    if prompt_ids.numel() == 0:
         raise ValueError("the prompt is empty; write at least one word")
+    if not 0 <= int(prompt_ids.min()) <= int(prompt_ids.max()) < target.vocab_size:
+        raise ValueError(
+            f"prompt_ids must be 0 to {target.vocab_size - 1}; encode the text with the target's tokenizer"
+        )
     room = target.max_length - prompt_ids.shape[1]
     if room < 1:
         raise ValueError(

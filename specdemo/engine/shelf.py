@@ -10,7 +10,7 @@ import torch
 from specdemo.engine.spec import LaneSpec, RunSpec
 from specdemo.methods import BASELINE, method, reader
 from specdemo.models.footprint import Precision, free_bytes, measure
-from specdemo.models.load import LoadProgress, check_memory, load_model, locate, plan, silent
+from specdemo.models.load import LoadProgress, check_memory, load_whole, locate, plan, silent
 from specdemo.models.target import HFTarget
 
 ANY_WEIGHTS = ("*.pt", "*.bin", "*.pth")  # of published speculators without safetensors
@@ -48,7 +48,7 @@ class Shelf:
         total = 1 + len(lanes)
         if target not in self._models:
             report = _scaled(progress, 0, total)
-            loaded = load_model(spec.target, spec.dtype, _device(spec), spec.quantization, report)
+            loaded = load_whole(spec.target, spec.dtype, _device(spec), spec.quantization, report)
             self._models[target] = _Loaded(loaded, bytes_of[target])
         self._target = target
         for done, (key, lane) in enumerate(lanes.items(), start=1):

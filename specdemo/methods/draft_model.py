@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling, draw, to_probs
 from specdemo.core.tree import ABSENT, Draft, chain_parents
-from specdemo.models.checkpoints import expect, outline_checkpoint
+from specdemo.models.checkpoints import expect, head_of, outline_checkpoint
 from specdemo.models.load import Incomplete, LoadedModel, LoadProgress, load_model
 from specdemo.models.target import HFTarget
 
@@ -43,8 +43,9 @@ class DraftModel:
         """On a CPU in fp32 whatever the target is in: one-token passes of a small draft are not faster in bf16."""
         try:
             return load_model(source, "auto", str(target.device), progress=progress)
-        except Incomplete:
-            expect(outline_checkpoint(source), "draft_model")  # heads are no whole model: name the method they are for
+        except ValueError as error:
+            if isinstance(error, Incomplete) or head_of(source):
+                expect(outline_checkpoint(source), "draft_model")  # heads are no whole model: name the method for them
             raise
 
     def __init__(self, target: Target, model: Any, options: Options | None = None) -> None:

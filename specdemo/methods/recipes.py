@@ -19,7 +19,7 @@ from specdemo.models.target import HFTarget
 from specdemo.training.cards import write_card, write_head_card
 from specdemo.training.collect import Plan
 from specdemo.training.corpus import StoryEpochs, byte_tokenizer, check_corpus, read_corpus
-from specdemo.training.fit import Schedule, Tick, show, write_provenance
+from specdemo.training.fit import Schedule, Tick, make_folder, positive, show, write_provenance
 from specdemo.training.heads import Material, Trainee, gather, gathering, save_head, train_head, train_jointly
 from specdemo.training.recipes import GrowingWindows, Shape, build, held_out_rows, save_model
 
@@ -78,17 +78,17 @@ def train_head_recipe(
     Without a corpus the head learns from what the target writes by itself. `cache` keeps what the target said; heads
     of one target may share it. `quantization` is the frozen target's. Raises ValueError, one line.
     """
-    recipe, minutes = head_recipe(name), _positive(20.0 if minutes is None else minutes)
+    recipe, minutes = head_recipe(name), positive(20.0 if minutes is None else minutes)
     if corpus is not None:
         check_corpus(corpus)
     out = out or Path("runs") / name
-    out.mkdir(parents=True, exist_ok=True)
     loaded = (
         target
         if isinstance(target, HFTarget)
         else load_target(target, "auto", device, quantization, kernels="transformers")
     )
     drafter = untrained(recipe, loaded)
+    make_folder(out)
     material = gather(loaded, cache or out / "cache", drafter.taps, corpus, _plan(drafter, minutes))
     history = show(train_head(drafter, loaded, material, out, minutes), minutes, name)
     save_head(drafter, loaded, out, history, material, recipe=name, minutes=minutes)
@@ -107,10 +107,10 @@ def train_bytes(corpus: Path, out: Path | None = None, minutes: float | None = N
     Bytes are easy to guess and many, so multi-token prediction shows most here. Raises ValueError, one line.
     """
     check_corpus(corpus)
-    out, minutes = out or Path("runs") / BYTE_MODEL, _positive(60.0 if minutes is None else minutes)
-    out.mkdir(parents=True, exist_ok=True)
+    out, minutes = out or Path("runs") / BYTE_MODEL, positive(60.0 if minutes is None else minutes)
     where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     text, tokenizer = read_corpus(corpus), byte_tokenizer()
+    make_folder(out)
     model = nn.Module.to(build(BYTES, tokenizer.get_vocab_size()), where)
     target = HFTarget(model, name=out.name)
     drafter = untrained(BYTE_HEADS, target)
@@ -141,7 +141,7 @@ def train_live(
     """The same, told as it goes: a note while the text is written, what `tick` says at every step, at last `done` and
     the folder. A run that is cancelled keeps the head as far as it got, and nothing if it had not begun.
     """
-    recipe, minutes = head_recipe(name), _positive(minutes)
+    recipe, minutes = head_recipe(name), positive(minutes)
     loaded = load_target(target, kernels="transformers")
     drafter = untrained(recipe, loaded)
     texts = gathering(loaded, out / "cache", drafter.taps, None, _plan(drafter, minutes))
@@ -175,9 +175,3 @@ def tick(now: Tick, minutes: float) -> dict[str, Any]:
 def _plan(drafter: Trainee, minutes: float) -> Plan:
     rows = min(6144, max(64, round(minutes * ROWS_PER_MINUTE)))
     return Plan(text_rows=rows, sampled_rows=rows // 3, rows_per_shard=32, context=CONTEXT, taps=drafter.taps)
-
-
-def _positive(minutes: float) -> float:
-    if minutes <= 0.0:
-        raise ValueError(f"minutes must be positive, not {minutes:g}")
-    return minutes

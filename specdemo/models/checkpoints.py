@@ -19,7 +19,7 @@ from torch import Tensor
 
 from specdemo.models.footprint import headers, read_config
 from specdemo.models.hub import describe, remote_headers
-from specdemo.models.load import LoadProgress, local_folder, locate, silent
+from specdemo.models.load import LoadProgress, local_folder, locate, resolve, silent
 
 PICKLED = ("*.pt", "*.bin")
 SHARD = "9MB"
@@ -154,6 +154,17 @@ def expect(checkpoint: Checkpoint, kind: str) -> None:
     found = kind_of(checkpoint)
     if found != kind:
         raise ValueError(f"{checkpoint.name} is a checkpoint for method {found!r}, not {kind!r}; choose that method")
+
+
+def head_of(source: str) -> str | None:
+    """The method whose head lies in a folder; None for whole models, for what is not here and for anything else."""
+    if not Path(resolve(source)).is_dir():
+        return None
+    try:
+        kind = kind_of(outline_checkpoint(source))
+    except ValueError:
+        return None
+    return None if kind == "draft_model" else kind
 
 
 def _some(tensors: Mapping[str, Tensor]) -> str:

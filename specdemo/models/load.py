@@ -94,8 +94,21 @@ def load_target(
         return HFTarget(name_or_model, tokenizer)
     loaded = name_or_model
     if not isinstance(loaded, LoadedModel):
-        loaded = load_model(str(loaded), dtype, device, quantization, progress, kernels)
+        loaded = load_whole(str(loaded), dtype, device, quantization, progress, kernels)
     return HFTarget(loaded.model, tokenizer or loaded.tokenizer, loaded.name)
+
+
+def load_whole(name: str, *how: Any) -> LoadedModel:
+    """`load_model`, where a head is not what was meant: the error names the method it is for."""
+    try:
+        return load_model(name, *how)
+    except ValueError:
+        from specdemo.models.checkpoints import head_of  # which reads folders through this module
+
+        head = head_of(name)
+        if head is None:
+            raise
+        raise ValueError(f"{name} holds a head for method {head!r}; choose a whole model as the target") from None
 
 
 def load_model(
@@ -282,6 +295,8 @@ def locate(name: str, pickled: Sequence[str] = ()) -> Path | hub.Repository:
     """The folder of a model, or what the hub holds under its name; nothing is downloaded. Raises ValueError."""
     path = resolve(name)
     folder = Path(path)
+    if not name.strip():
+        raise ValueError("name a model: a folder, a Hugging Face id or one that ships with the project")
     if folder.is_file():
         raise ValueError(f"{name} is a file; give the folder it is in")
     if folder.is_dir():

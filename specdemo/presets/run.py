@@ -31,6 +31,13 @@ def check_writable(out: str | Path) -> None:
         raise ValueError(f"{path} is a folder; name a file in it")
     if not path.absolute().parent.is_dir():
         raise ValueError(f"there is no folder {path.parent}; make it first")
+    there = path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}; name another file") from None
+    if not there:
+        path.unlink()
 
 
 def save_trace(trace: RunTrace, out: str | Path) -> None:

@@ -345,6 +345,8 @@ def load_presets() -> dict[str, Preset]:
 
 def preset(id: str) -> Preset:
     """The preset of that id, in which - and _ are alike. Raises ValueError with a suggestion."""
+    if not isinstance(id, str):
+        raise ValueError(f"a preset is named in text, not by {_shown(id)}")
     presets = load_presets()
     id = next((known for known in presets if known.replace("_", "-") == id.replace("_", "-")), id)
     if id not in presets:

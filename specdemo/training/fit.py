@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, field
-from math import nan
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +230,21 @@ def show(ticks: Iterable[Tick], minutes: float, name: str) -> History:
             if tick.evaluation:
                 bar.write(json.dumps(tick.evaluation))
     return history
+
+
+def positive(minutes: float) -> float:
+    """The minutes again. Raises ValueError unless they are a positive number."""
+    if not 0.0 < minutes < inf:
+        raise ValueError(f"minutes must be positive, not {minutes:g}")
+    return minutes
+
+
+def make_folder(out: Path) -> None:
+    """Raises ValueError with one line when it cannot be made."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot make the folder {out}: {error.strerror}; name another with --out") from None
 
 
 def write_provenance(out: Path, history: History, **facts: Any) -> None:

@@ -40,7 +40,7 @@ from specdemo.training.corpus import (
     train_tokenizer,
     windows,
 )
-from specdemo.training.fit import Batch, History, Schedule, fit, write_provenance
+from specdemo.training.fit import Batch, History, Schedule, fit, make_folder, positive, write_provenance
 from specdemo.training.losses import cross_entropy, head_forward_kl, toward_argmax
 
 CONTEXT = 512
@@ -220,6 +220,7 @@ def drop_out(model: LlamaForCausalLM, share: float) -> None:
 def stories_target(job: Job) -> None:
     """The target: cross-entropy on the stories, about 10 % of them retold."""
     corpus = read_corpus(job.corpus)
+    make_folder(job.out)
     tokenizer = load_or_train_tokenizer(corpus, job.out, job.start)
     model = nn.Module.to(build(job.shape), job.device)
     start = AutoModelForCausalLM.from_pretrained(job.start).state_dict() if job.start else {}
@@ -339,6 +340,7 @@ def stories_draft(job: Job) -> None:
     """A draft: cross-entropy first, then forward KL to the target on text, at last also on the target's own samples."""
     corpus = read_corpus(job.corpus)
     target, wrapped = load_target(job)
+    make_folder(job.out)
     tokenizer = wrapped.backend_tokenizer
     recorded = record(job, target, corpus, tokenizer)
     valid = held_out_rows(corpus, tokenizer, CONTEXT)
@@ -433,11 +435,9 @@ def train(
     if recipe not in RECIPES:
         raise ValueError(f"unknown recipe '{recipe}'; there are {', '.join(RECIPES)}")
     check_corpus(corpus)
-    if minutes is not None and minutes <= 0.0:
-        raise ValueError(f"minutes must be positive, not {minutes:g}")
     chosen = RECIPES[recipe]
+    minutes = positive(chosen.minutes if minutes is None else minutes)
     out = out or Path("runs") / recipe
-    out.mkdir(parents=True, exist_ok=True)
     threads = threads or chosen.threads or os.cpu_count() or 1
     torch.set_num_threads(threads)
     job = Job(
@@ -445,7 +445,7 @@ def train(
         shape=chosen.shape,
         corpus=corpus,
         out=out,
-        minutes=minutes or chosen.minutes,
+        minutes=minutes,
         device=torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device),
         target=resolve(target or "stories"),
         cache=cache or out.parent / "cache",

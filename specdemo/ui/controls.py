@@ -211,6 +211,8 @@ def from_values(values: Sequence[Any], allow_any_model: bool = False) -> Preset:
 def changed(preset_id: str, overrides: dict[str, Any] | None, allow_any_model: bool) -> Preset:
     """A preset with other settings, as API callers ask for it. Raises ValueError with one line."""
     heavy.live()
+    if not isinstance(overrides or {}, Mapping):
+        raise ValueError(f"overrides must be an object of settings, not {overrides!r:.40}")
     return space.admit(check_models(space.fit(preset(preset_id)).with_changes(**(overrides or {})), allow_any_model))
 
 

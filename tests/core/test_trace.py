@@ -74,7 +74,7 @@ def test_summary_of_a_chain():
         "steps": 4,
         "tokens_per_s": round(8 / 0.030, 4),
         "ttft_ms": 42.0,
-        "itl_ms_p50": 5.0,  # the steps' 10, 10, 5 and 5 ms, shared: 2.5 2.5 2.5 2.5 5 5 5 5
+        "itl_ms_p50": 3.75,  # the steps' 10, 10, 5 and 5 ms, shared: 2.5 2.5 2.5 2.5 5 5 5 5
         "itl_ms_p95": 5.0,
         "drafted": 8,
         "accepted": 4,
@@ -87,6 +87,12 @@ def test_summary_of_a_chain():
         "ms_other": 1.0,
         "peak_memory_bytes": 12,
     }
+
+
+def test_gaps_between_their_neighbours():
+    events = [prefill(1), *(step(i, [], [], [0], [i], verify=10.0 * i) for i in range(1, 5))]
+    summary = summarise(lane(events))
+    assert (summary["itl_ms_p50"], summary["itl_ms_p95"]) == (25.0, 38.5)  # of 10, 20, 30 and 40 ms
 
 
 def test_summary_of_a_tree():

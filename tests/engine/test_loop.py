@@ -208,6 +208,11 @@ def test_refusals_name_the_cure(target):
     drafter = load_drafter("none", target)
     with pytest.raises(ValueError, match="the prompt is empty"):
         next(generate(target, drafter, PROMPT[:, :0], GenerationConfig(5)))
+    with pytest.raises(ValueError, match=r"must be \[B, T\], not \[3\]"):
+        next(generate(target, drafter, torch.tensor([1, 2, 3]), GenerationConfig(5)))
+    for strange in (-1, target.vocab_size):
+        with pytest.raises(ValueError, match=f"must be 0 to {target.vocab_size - 1};"):
+            next(generate(target, drafter, torch.tensor([[1, strange]]), GenerationConfig(5)))
     target.max_length = 8
     with pytest.raises(ValueError, match="leaves room for 3 of the 5 new tokens"):
         next(generate(target, drafter, PROMPT, GenerationConfig(5)))

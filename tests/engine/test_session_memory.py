@@ -103,7 +103,7 @@ def test_what_cannot_fit_together_is_refused_before_it_is_loaded(folders, monkey
     a, b, _ = folders
     need = shelf.measure(Path(a), shelf.Precision(torch.float32)).weights
     monkeypatch.setattr("specdemo.models.load.free_bytes", lambda where: [int(1.5 * need)])
-    monkeypatch.setattr(shelf, "load_model", None)
+    monkeypatch.setattr(shelf, "load_whole", None)
     with pytest.raises(ValueError, match=f"^{a} with {b} needs about 0.0 GB in float32, .* smaller model$"):
         Session().load(spec(a, LaneSpec("draft_model", b)))
 

@@ -105,6 +105,8 @@ def test_drafts_learn_from_a_complete_recording_of_other_text(corpus: Path, tmp_
         ({"recipe": "stories-draft-huge"}, "unknown recipe"),
         ({"corpus": Path("nowhere")}, "no corpus folder nowhere"),
         ({"minutes": 0.0}, "minutes must be positive"),
+        ({"minutes": float("nan")}, "minutes must be positive"),
+        ({"minutes": float("inf")}, "minutes must be positive"),
         ({"target": "./missing"}, "no target model at"),
     ],
 )
@@ -115,7 +117,13 @@ def test_bad_input_is_one_line(
     call = {"recipe": "stories-draft-wide", "corpus": corpus, **arguments}
     with pytest.raises(ValueError, match=message) as error:
         train(**call)  # type: ignore[arg-type]
-    assert "\n" not in str(error.value)
+    assert "\n" not in str(error.value) and not Path("runs").exists()
+
+
+def test_a_file_in_the_way_of_the_folder_is_named(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").touch()
+    with pytest.raises(ValueError, match="cannot make the folder .*out: File exists; name another with --out"):
+        train("stories-target", corpus, tmp_path / "out")
 
 
 @pytest.mark.usefixtures("tiny")

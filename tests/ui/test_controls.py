@@ -153,6 +153,11 @@ def test_any_model_only_where_it_was_allowed(values):
 def test_overrides_of_the_endpoints():
     assert changed("embedded-draft", {"k": 6, "temperature": 0.5}, False).lanes[0].k == 6
     assert changed("embedded-draft", None, False) == preset("embedded-draft")
+    for odd in ([1, 2], "k", 5):
+        with pytest.raises(ValueError, match="overrides must be an object of settings"):
+            changed("embedded-draft", odd, False)
+    with pytest.raises(ValueError, match="named in text, not by 5"):
+        changed(5, None, False)
     with pytest.raises(ValueError, match="did you mean 'temperature'"):
         changed("embedded-draft", {"temprature": 1}, False)
     with pytest.raises(ValueError, match="not on this page's list"):

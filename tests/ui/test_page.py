@@ -1,6 +1,7 @@
 """The page without a browser: what it needs to be drawn, where its links point, what it opens."""
 
 import json
+import socket
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -31,12 +32,25 @@ sys.exit("torch" in sys.modules or '"type":"end"' not in shown)
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
-def test_an_unknown_preset_is_one_line_and_exit_code_2():
-    done = subprocess.run(
-        [sys.executable, "app.py", "--preset", "embeded-draft"], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 2
-    assert done.stderr == "error: unknown preset 'embeded-draft'; did you mean 'embedded-draft'?\n"
+@pytest.mark.parametrize(("given", "line"), [
+    (["--preset", "embeded-draft"], "unknown preset 'embeded-draft'; did you mean 'embedded-draft'?"),
+    (["--port", "99999"], "argument --port: '99999' is not from 1 to 65535; see --help"),
+    (["--prt", "1"], "unrecognized arguments: --prt 1; see --help"),
+])  # fmt: skip
+def test_bad_input_is_one_line_and_exit_code_2(given, line):
+    done = subprocess.run([sys.executable, "app.py", *given], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (2, f"error: {line}\n")
+
+
+def test_a_port_that_is_taken_is_named():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        command = [sys.executable, "app.py", "--port", str(port)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    line = f"error: port {port} of 127.0.0.1 cannot be had; choose others with --port and --host"
+    assert (done.returncode, done.stderr.strip()) == (2, line)
 
 
 def test_a_link_holds_what_differs(monkeypatch):
