@@ -149,6 +149,8 @@ def load_model(
         )
     model, info = loaded
     _check_weights(name, model, info["missing_keys"])
+    if precision.bits == 4 and where.type == "cpu":
+        _check_four_bits(model, name)
     if not precision.bits and not spread:
         nn.Module.to(model, where)
     model.requires_grad_(False)
@@ -234,6 +236,16 @@ def rounding_noise(target: HFTarget, tokens: Tensor, slots: int = VERIFY_TOKENS)
         target.commit([[0]])
     target.release()
     return float((torch.cat(alone, 1) - together).abs().max())
+
+
+@torch.no_grad()
+def _check_four_bits(model: PreTrainedModel, name: str) -> None:
+    """bitsandbytes finds out in the first pass which widths its kernels for CPUs take."""
+    try:
+        model(torch.zeros(1, 1, dtype=torch.int64), use_cache=False)
+    except (AssertionError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{name} does not run in 4 bit on this CPU ({reason}); use 8bit or none") from None
 
 
 def _check_verify_cost(model: PreTrainedModel, name: str, dtype: str) -> None:

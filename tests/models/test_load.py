@@ -257,6 +257,11 @@ def wider(tmp_path_factory):
     return str(path)
 
 
+def test_widths_that_cannot_be_held_in_4_bit_are_refused():
+    line = refused("stories", quantization="4bit")
+    assert line.startswith("stories does not run in 4 bit on this CPU (") and line.endswith("; use 8bit or none")
+
+
 @pytest.mark.parametrize("quantization", ["4bit", "8bit"])
 def test_a_quantised_target_keeps_to_its_own_plain_lane(wider, quantization):
     target = load_target(wider, quantization=quantization)
