@@ -21,8 +21,6 @@ from specdemo.core.tree import ABSENT
 from specdemo.engine.loop import generate, never
 from specdemo.engine.messages import Finished, LaneDone, Message, Note, Started, Step
 from specdemo.engine.race import SCHEDULES
-from specdemo.engine.remote import Form, RemoteLane
-from specdemo.engine.servers import check_listed, host, machine
 from specdemo.engine.shelf import Shelf, drafter_key
 from specdemo.engine.spec import LaneSpec, RunSpec
 from specdemo.engine.verdict import judge
@@ -38,6 +36,8 @@ from specdemo.models.machine import commit, device_name, versions
 from specdemo.models.memory import Remembering
 from specdemo.models.target import HFTarget
 from specdemo.models.text import Detokenizer, encode, token_text
+from specdemo.servers.address import check_listed, host, machine
+from specdemo.servers.lane import Form, RemoteLane
 
 WARM_UP_TOKENS = 12
 

@@ -19,8 +19,8 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal
 
 from specdemo.core.trace import LaneTrace, Remote, StepEvent
-from specdemo.engine import counters
-from specdemo.engine.servers import check_listed, host
+from specdemo.servers import counters
+from specdemo.servers.address import check_listed, host
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

@@ -11,13 +11,14 @@ import pytest
 from specdemo.bench.report import race_report
 from specdemo.core.sampling import Sampling
 from specdemo.core.trace import from_json, kinds, summarise, to_json
-from specdemo.engine import counters, remote
 from specdemo.engine.messages import Finished, LaneDone, Step, replay
-from specdemo.engine.servers import LISTED, address, allow, listed
 from specdemo.engine.session import Session
 from specdemo.engine.spec import LaneSpec, RunSpec
 from specdemo.models.load import resolve
-from tests.servers import Broken, completion_server, piece
+from specdemo.servers import counters
+from specdemo.servers import lane as remote
+from specdemo.servers.address import LISTED, address, allow, listed
+from tests.completion_server import Broken, completion_server, piece
 
 WORDS = ["Once", " upon", " a time", "."]
 GOOD = [piece(word, total=i + 1) for i, word in enumerate(WORDS[:-1])] + [piece(".", total=4, finish="length")]

@@ -7,7 +7,7 @@ import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from specdemo.engine.remote import WARM_UP
+from specdemo.servers.lane import WARM_UP
 
 
 def piece(text, ids=None, total=None, finish=None, **more):
