@@ -5,7 +5,7 @@ other lane does, so that no lane waits for another's machine. What the server do
 were drafted, and with some servers the tokens' ids and even their number.
 
 The key for servers that want one is the environment's SPECDEMO_API_KEY; it goes to listed servers alone, and nowhere
-into traces, links or messages. Redirects are not followed.
+into traces, links or messages.
 """
 
 import asyncio
@@ -13,32 +13,43 @@ import os
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from specdemo.core.trace import LaneTrace, Remote, StepEvent
-from specdemo.servers import counters
+import httpx
+from pydantic import BaseModel, Field, ValidationError
+
+from specdemo.core.trace import LaneTrace, Remote
+from specdemo.servers import client, counters
 from specdemo.servers.address import check_listed, host
+from specdemo.servers.answer import Heard, Piece
+from specdemo.servers.client import Client, Refused
 
 if TYPE_CHECKING:
-    from openai import AsyncOpenAI
-
     from specdemo.core.protocol import GenerationConfig
 
 KEY = "SPECDEMO_API_KEY"
-NO_KEY = "none"  # the client wants one
-CONNECT_S = 5.0
-SILENCE_S = 60.0  # the longest wait for the next piece; a server may load its model before the first
+TOKEN_S = 0.5  # that a lane may take for each token, on top of one silence
 METRICS_S = 3.0
+METRICS_BYTES = 4_000_000
+MODELS_BYTES = 1_000_000
 POLL_S = 0.05  # how soon a lane notices that it was stopped
 WARM_UP = "Count to ten: one, two, three,"  # not the run's prompt, which a server would then have in its cache
 WARM_UP_TOKENS = 8
 
 Form = Literal["completions", "chat/completions"]
-Piece = tuple[StepEvent, str]
 Prompt = str | list[dict[str, str]]  # a text, or messages with role and content
+
+
+class _Model(BaseModel):
+    id: Annotated[str, Field(max_length=500, pattern=r"^\P{C}*$")]  # of characters that can be seen
+
+
+class _Models(BaseModel):
+    data: list[_Model]
 
 
 class RemoteLane:
@@ -70,16 +81,21 @@ class RemoteLane:
         trace.remote = Remote(host(self._server), model or "", "")
 
     def events(self, cancelled: Callable[[], bool]) -> Iterator[Piece]:
-        """Each event with the text it added. Raises RuntimeError, one line, when the server fails; what had arrived
-        stays in the trace."""
+        """Each event with the text it added. Raises RuntimeError, one line, when the server fails or takes longer than
+        it may; what had arrived stays in the trace."""
         self.trace.finish = "cancelled"
-        for event, text in _in_background(self._talk, cancelled):
-            ids = event.emitted[0]
-            self.trace.events.append(event)
-            self.trace.token_ids += ids
-            self.trace.pieces += [*[""] * (len(ids) - 1), text]
-            self.trace.text += text
-            yield event, text
+        limit, seconds = self._config.max_new_tokens, client.SILENCE_S + self._config.max_new_tokens * TOKEN_S
+        try:
+            for event, text in _in_background(self._talk, cancelled, seconds):
+                ids = event.emitted[0]
+                self.trace.events.append(event)
+                self.trace.token_ids += ids
+                self.trace.pieces += [*[""] * (len(ids) - 1), text]
+                self.trace.text += text
+                yield event, text
+        except TimeoutError:
+            where = host(self._server)
+            raise RuntimeError(f"{where} took longer than {seconds:g} seconds for {limit} tokens") from None
         if not cancelled() and self._finish:
             self.trace.finish = self._finish
 
@@ -95,24 +111,16 @@ class RemoteLane:
         self.trace.note = f"{self.trace.note}; {text}" if self.trace.note else text
 
     async def _talk(self, say: Callable[[Piece], None]) -> None:
-        from openai import AsyncOpenAI, DefaultAsyncHttpxClient, Timeout
-
-        limits = Timeout(SILENCE_S, connect=CONNECT_S)
-        key = os.environ.get(KEY) or NO_KEY
-        heard = _Heard(say)
+        key = os.environ.get(KEY)
+        heard = Heard(say, self._config.max_new_tokens)
         try:
-            async with (
-                DefaultAsyncHttpxClient(timeout=limits, follow_redirects=False) as http,
-                AsyncOpenAI(
-                    base_url=f"{self._server}/v1", api_key=key, max_retries=0, timeout=limits, http_client=http
-                ) as client,
-            ):
-                self._tell(model=self._model or await self._served(client))
-                form, standard = await self._warm_up(client)
+            async with Client(self._server, key) as http:
+                self._tell(model=self._model or await self._served(http))
+                form, standard = await self._warm_up(http)
                 self._tell(endpoint=f"/v1/{form}")
-                before = await self._metrics(http)
-                await self._stream(client, form, standard, self._prompt, self._config.max_new_tokens, heard)
-                told = heard.drafted or counters.between(before, await self._metrics(http))
+                before = await _metrics(http)
+                await self._stream(http, form, standard, self._prompt, self._config.max_new_tokens, heard)
+                told = heard.drafted or counters.between(before, await _metrics(http))
         except Exception as error:
             raise RuntimeError(_reason(error, host(self._server), key, heard.pieces)) from None
         finally:
@@ -120,38 +128,35 @@ class RemoteLane:
         self._tell(counters=told.counters, accept_by_position=told.accept_by_position, source=told.source)
         self._finish = heard.finish
 
-    async def _served(self, client: "AsyncOpenAI") -> str:
-        from openai import APIStatusError
-
+    async def _served(self, http: Client) -> str:
         try:
-            names = [model.id for model in (await client.models.list()).data]
-        except APIStatusError:  # it does not list what it serves
+            listed = await http.read("/v1/models", MODELS_BYTES)
+        except Refused:  # it does not list what it serves
             return self._target
+        names = [model.id for model in _Models.model_validate_json(listed).data]
         if self._target in names or len(names) == 1:
             return self._target if self._target in names else names[0]
         shown = ", ".join(names[:5]) or "nothing it lists"
         raise ValueError(f"it serves {shown}; say which one with served_model")
 
-    async def _warm_up(self, client: "AsyncOpenAI") -> tuple[Form, bool]:
+    async def _warm_up(self, http: Client) -> tuple[Form, bool]:
         """A few tokens off the clock, which also find out how the server wants to be asked.
 
         -> the form, and whether standard settings are all that it takes. Raises the first refusal when all are refused.
         """
-        from openai import APIConnectionError, APIStatusError, APITimeoutError
-
-        refusal: APIStatusError | None = None
+        refusal: Refused | None = None
         for form in self._forms:
             for standard in (False, True) if self._droppable else (False,):
                 limit = min(WARM_UP_TOKENS, self._config.max_new_tokens)
-                ask = partial(self._stream, client, form, standard, WARM_UP, limit)
+                ask = partial(self._stream, http, form, standard, WARM_UP, limit)
                 try:
                     try:
-                        await ask(_Heard(lambda piece: None))
-                    except APIConnectionError as error:
-                        if refusal is None or isinstance(error, APITimeoutError):
+                        await ask()
+                    except httpx.TransportError as error:
+                        if refusal is None or isinstance(error, httpx.TimeoutException):
                             raise
-                        await ask(_Heard(lambda piece: None))  # a refusal may have closed the connection it came on
-                except APIStatusError as error:
+                        await ask()  # a refusal may have closed the connection it came on
+                except Refused as error:
                     refusal = refusal or error
                     continue
                 if standard:
@@ -184,7 +189,7 @@ class RemoteLane:
         }
         if not standard:
             request["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
-            request["extra_body"] = {
+            request |= {
                 "top_k": sampling.top_k or -1,
                 "min_p": sampling.min_p,
                 "repetition_penalty": 1.0,
@@ -193,97 +198,32 @@ class RemoteLane:
         return request
 
     async def _stream(
-        self, client: "AsyncOpenAI", form: Form, standard: bool, prompt: Prompt, limit: int, heard: "_Heard"
+        self, http: Client, form: Form, standard: bool, prompt: Prompt, limit: int, heard: Heard | None = None
     ) -> None:
-        ask: Any = client.completions if form == "completions" else client.chat.completions
+        """heard: None: whatever it says is checked and forgotten."""
+        heard = heard or Heard(lambda piece: None, limit)
         heard.begin()
-        async with await ask.create(**self._request(form, standard, prompt, limit)) as stream:
-            async for chunk in stream:
-                heard.hear(chunk.to_dict(warnings=False))
-                if heard.tokens > limit:
-                    raise ValueError(f"it sends more than the {limit} tokens it was asked for")
+        async with aclosing(http.events(f"/v1/{form}", self._request(form, standard, prompt, limit), limit)) as said:
+            async for chunk in said:
+                heard.hear(chunk)
         if heard.finish is None:
             raise ConnectionError
 
-    async def _metrics(self, http: Any) -> str:
-        """The text of /metrics; empty where there is none."""
-        key = os.environ.get(KEY)
-        try:
-            headers = {"Authorization": f"Bearer {key}"} if key else {}
-            response = await http.get(f"{self._server}/metrics", headers=headers, timeout=METRICS_S)
-        except Exception:  # whatever it is, a server without metrics is one whose counters are unknown
-            return ""
-        return str(response.text) if response.status_code == 200 else ""
 
-
-class _Heard:
-    """Turns the chunks of one answer into events."""
-
-    def __init__(self, say: Callable[[Piece], None]) -> None:
-        self._say = say
-        self._last = 0.0
-        self.pieces = 0
-        self.tokens = 0  # as many as are told, and where nothing is told one a piece
-        self.counted = False  # every piece so far came with the number of its tokens
-        self.told: int | None = None  # tokens of the whole text so far, in the server's own count
-        self.finish: Literal["stop", "length"] | None = None
-        self.drafted: counters.Told | None = None
-
-    def begin(self) -> None:
-        self._last = time.perf_counter()
-
-    def hear(self, chunk: dict[str, Any]) -> None:
-        usage = chunk.get("usage") or {}
-        total = usage.get("completion_tokens")
-        for choice in chunk.get("choices") or []:
-            said = choice.get("delta") or choice
-            parts = (said.get("reasoning_content") or said.get("reasoning"), said.get("content") or said.get("text"))
-            text = "".join(part for part in parts if isinstance(part, str))
-            ids = choice.get("token_ids") or []
-            # a count that comes with every piece tells each one's tokens, one that comes at the end only their sum
-            grown = 0
-            if total is not None and (self.counted or not self.pieces):
-                grown = max(total - (self.told or 0), 0)
-            if text or ids or grown:
-                self._piece(text, ids, grown)
-            self._end(choice.get("finish_reason"))
-        if total is not None:
-            self.told = total
-        self._timings(chunk.get("timings"))
-
-    def _piece(self, text: str, ids: list[int], grown: int) -> None:
-        now = time.perf_counter()
-        emitted = ids or [-1] * (grown or 1)
-        self.counted = bool(ids or grown) and (self.counted or not self.pieces)
-        ms = {"stream" if self.pieces else "prefill": round((now - self._last) * 1000.0, 4)}
-        whole = text.encode("utf-8", "replace").decode()  # JSON can hold halves of characters that UTF-8 cannot
-        self._say((StepEvent(self.pieces, [[]], [[]], [[]], [emitted], [[]], [[]], ms), whole))
-        self._last = now
-        self.pieces += 1
-        self.tokens += len(emitted)
-
-    def _end(self, reason: str | None) -> None:
-        if reason is None:
-            return
-        if reason not in ("stop", "length"):
-            raise ValueError(f"it ended the text early: {reason}")
-        self.finish = "stop" if reason == "stop" else "length"
-
-    def _timings(self, timings: Any) -> None:
-        """llama.cpp's own count of this one answer."""
-        drafted, accepted = (timings or {}).get("draft_n"), (timings or {}).get("draft_n_accepted")
-        if drafted and accepted is not None:
-            self.drafted = counters.Told(
-                {"drafted": drafted, "accepted": accepted, "acceptance_rate": round(accepted / drafted, 4)},
-                [],
-                "llama.cpp's count for this answer: accepted / drafted tokens",
-            )
+async def _metrics(http: Client) -> str | None:
+    """The text of /metrics. None: there is none, or too much of it, or it comes too slowly."""
+    try:
+        async with asyncio.timeout(METRICS_S):
+            return (await http.read("/metrics", METRICS_BYTES)).decode(errors="replace")
+    except Exception:  # whatever it is, a server without metrics is one whose counters are unknown
+        return None
 
 
 def _in_background(
-    work: Callable[[Callable[[Any], None]], Awaitable[None]], cancelled: Callable[[], bool]
+    work: Callable[[Callable[[Any], None]], Awaitable[None]], cancelled: Callable[[], bool], seconds: float
 ) -> Iterator[Any]:
-    """What `work` says, as it says it: arrival times do not depend on who reads, nor stopping on what comes."""
+    """What `work` says, as it says it: arrival times do not depend on who reads, nor stopping on what comes. Raises
+    what it raises, and TimeoutError when it is not over after so many seconds."""
     said: SimpleQueue[Any] = SimpleQueue()
     over = object()
     stop = threading.Event()
@@ -299,9 +239,12 @@ def _in_background(
         said.put(over)
 
     thread = threading.Thread(target=lambda: asyncio.run(watched()), daemon=True, name="remote lane")
+    deadline = time.monotonic() + seconds
     thread.start()
     try:
         while not cancelled():
+            if time.monotonic() > deadline:
+                raise TimeoutError
             try:
                 item = said.get(timeout=POLL_S)
             except Empty:
@@ -313,23 +256,23 @@ def _in_background(
             yield item
     finally:
         stop.set()
-        thread.join(CONNECT_S)
+        thread.join(client.CONNECT_S)
 
 
-def _reason(error: Exception, where: str, key: str, pieces: int) -> str:
-    """One line, without the key, which a server may quote back."""
-    from openai import APIConnectionError, APIError, APIStatusError
-
-    words = " ".join(str(error).split())[:300]
-    if key != NO_KEY:
-        words = words.replace(key, "***")
-    cause = type(error.__cause__ or error).__name__  # of the HTTP library below
-    if cause in ("ConnectError", "ConnectTimeout"):
+def _reason(error: Exception, where: str, key: str | None, pieces: int) -> str:
+    """One line, without the key, which a server may quote back, and with nothing in it that no page could show."""
+    words = str(error)
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        words = f"{'.'.join(map(str, first['loc'])) or 'an event'}: {first['msg']}"
+    words = words.replace(key, "***") if key else words
+    words = " ".join("".join(c if c.isprintable() else " " for c in words[:1000]).split())[:300]
+    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
         return f"{where} cannot be reached; start the server, or mend its address"
-    if "Timeout" in cause:
-        return f"{where} was silent for {SILENCE_S:g} seconds"
-    if isinstance(error, APIStatusError):
+    if isinstance(error, httpx.TimeoutException):
+        return f"{where} was silent for {client.SILENCE_S:g} seconds"
+    if isinstance(error, Refused):
         return f"{where} answered {words}"
-    if isinstance(error, ValueError) or (isinstance(error, APIError) and not isinstance(error, APIConnectionError)):
+    if isinstance(error, ValueError | RecursionError):
         return f"{where} gave no usable answer: {words}"
     return f"{where} broke off after {pieces} pieces of text"

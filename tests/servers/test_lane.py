@@ -15,7 +15,7 @@ from specdemo.engine.messages import Finished, LaneDone, Step, replay
 from specdemo.engine.session import Session
 from specdemo.engine.spec import LaneSpec, RunSpec
 from specdemo.models.load import resolve
-from specdemo.servers import counters
+from specdemo.servers import client, counters
 from specdemo.servers import lane as remote
 from specdemo.servers.address import LISTED, address, allow, listed
 from tests.completion_server import Broken, completion_server, piece
@@ -191,7 +191,7 @@ def test_a_server_with_one_interface_and_standard_settings_alone():
     ],
 )
 def test_an_answer_that_breaks_fails_its_lane_alone(good, monkeypatch, pieces, reason):
-    monkeypatch.setattr(remote, "SILENCE_S", 0.3)
+    monkeypatch.setattr(client, "SILENCE_S", 0.3)
     with completion_server(pieces) as bad:
         trace = run(spec(good.address, bad.address, good.address), good.address, bad.address)
     first, failed, last = trace.lanes
