@@ -15,6 +15,7 @@ from specdemo.engine.messages import Finished, LaneDone, Step, replay
 from specdemo.engine.session import Session
 from specdemo.engine.spec import LaneSpec, RunSpec
 from specdemo.models.load import resolve
+from specdemo.servers import address as addresses
 from specdemo.servers import client, counters
 from specdemo.servers import lane as remote
 from specdemo.servers.address import LISTED, address, allow, listed
@@ -54,6 +55,7 @@ def spec(*servers, **changes):
 @pytest.fixture(autouse=True)
 def unlisted(monkeypatch):
     monkeypatch.setenv(LISTED, "")
+    monkeypatch.setattr(addresses, "_added", {})
     monkeypatch.delenv(remote.KEY, raising=False)
 
 
