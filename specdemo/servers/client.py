@@ -14,6 +14,7 @@ CONNECT_S = 5.0
 SILENCE_S = 60.0  # the longest wait for the next bytes; a server may load its model before the first
 DRAIN_S = 0.1
 LINE_BYTES = 1_000_000  # one may hold the ids of a long prompt
+SPARE_BYTES = 2_000_000  # of an answer, on top of its tokens' events
 EVENT_BYTES = 4_000  # of a token's event, on average
 REFUSAL_BYTES = 4_000
 
@@ -50,7 +51,7 @@ class Client:
     async def events(self, path: str, question: dict[str, Any], tokens: int) -> AsyncGenerator[Any, None]:
         """The JSON of every event of an answer of so many tokens. Raises as `read` does."""
         async with self._answer("POST", path, question) as answer:
-            parts = _bounded(answer, LINE_BYTES + tokens * EVENT_BYTES)
+            parts = _bounded(answer, SPARE_BYTES + tokens * EVENT_BYTES)
             heard = False
             async for line in _lines(parts):
                 name, _, value = line.partition(b":")

@@ -81,10 +81,11 @@ class RemoteLane:
         trace.remote = Remote(host(self._server), model or "", "")
 
     def events(self, cancelled: Callable[[], bool]) -> Iterator[Piece]:
-        """Each event with the text it added. Raises RuntimeError, one line, when the server fails or takes longer than
-        it may; what had arrived stays in the trace."""
+        """Each event with the text it added. Raises RuntimeError and nothing else, one line, when the server fails or
+        takes longer than it may; what had arrived stays in the trace."""
         self.trace.finish = "cancelled"
-        limit, seconds = self._config.max_new_tokens, client.SILENCE_S + self._config.max_new_tokens * TOKEN_S
+        limit = self._config.max_new_tokens
+        seconds = client.SILENCE_S + limit * TOKEN_S
         try:
             for event, text in _in_background(self._talk, cancelled, seconds):
                 ids = event.emitted[0]
@@ -94,8 +95,8 @@ class RemoteLane:
                 self.trace.text += text
                 yield event, text
         except TimeoutError:
-            where = host(self._server)
-            raise RuntimeError(f"{where} took longer than {seconds:g} seconds for {limit} tokens") from None
+            late = f"{host(self._server)} took longer than {seconds:g} seconds for {limit} tokens"
+            raise RuntimeError(late) from None
         if not cancelled() and self._finish:
             self.trace.finish = self._finish
 
@@ -243,11 +244,11 @@ def _in_background(
     thread.start()
     try:
         while not cancelled():
-            if time.monotonic() > deadline:
-                raise TimeoutError
             try:
                 item = said.get(timeout=POLL_S)
             except Empty:
+                if time.monotonic() > deadline:
+                    raise TimeoutError from None
                 continue
             if item is over:
                 return
