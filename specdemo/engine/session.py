@@ -6,7 +6,7 @@
 import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any
@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from specdemo.core.accept import AcceptRule, accept_rule
 from specdemo.core.protocol import Budget, Drafter, GenerationConfig
-from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, summarise
+from specdemo.core.tally import Tally, so_far, summarise
+from specdemo.core.trace import LaneTrace, RunTrace, StepEvent
 from specdemo.core.tree import ABSENT
 from specdemo.engine.loop import generate, never
 from specdemo.engine.messages import Finished, LaneDone, Message, Note, Started, Step
@@ -61,6 +62,7 @@ class _Lane:
     accept: AcceptRule
     config: GenerationConfig
     text: Detokenizer
+    tally: Tally = field(default_factory=Tally)
 
 
 class Session:
@@ -412,9 +414,11 @@ def _race(
 
 def _listen(lane: RemoteLane, index: int, cancelled: Callable[[], bool]) -> Iterator[Message]:
     """A lane on a server, alone: nothing here runs meanwhile. One that fails ends alone, with its reason."""
+    tally = Tally()
     try:
         for event, text in lane.events(cancelled):
-            yield Step(index, event, [*[""] * (len(event.emitted[0]) - 1), text], [])
+            tally.add(event)
+            yield Step(index, event, [*[""] * (len(event.emitted[0]) - 1), text], [], so_far(tally, remote=True))
     except RuntimeError as error:
         lane.trace.finish = "error"
         lane.trace.note = str(error)
@@ -439,7 +443,8 @@ def _record(lane: _Lane, index: int, event: StepEvent, vocabulary: dict[str, str
     lane.trace.events.append(event)
     lane.trace.pieces += pieces
     lane.trace.text += "".join(pieces)
-    return Step(index, event, pieces, drafted)
+    lane.tally.add(event)
+    return Step(index, event, pieces, drafted, so_far(lane.tally, remote=False))
 
 
 def _forget_peak(lane: _Lane) -> None:

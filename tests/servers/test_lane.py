@@ -10,7 +10,8 @@ import pytest
 
 from specdemo.bench.report import race_report
 from specdemo.core.sampling import Sampling
-from specdemo.core.trace import from_json, kinds, summarise, to_json
+from specdemo.core.tally import summarise
+from specdemo.core.trace import from_json, kinds, to_json
 from specdemo.engine.messages import Finished, LaneDone, Step, replay
 from specdemo.engine.session import Session
 from specdemo.engine.spec import LaneSpec, RunSpec
