@@ -61,12 +61,13 @@ function paragraphs(box, texts) {
 function keptChart(box, lane, passes, rates) {
   const bars = { type: "bar", x: passes.map((_, kept) => kept), y: passes, text: passes.map(String), textposition: "outside", cliponaxis: false };
   const share = { x: rates.map((_, i) => i + 1), y: rates, yaxis: "y2", mode: "lines+markers", hovertemplate: "%{y:.0%}<extra></extra>" };
-  const look = LINES[lane.index % LINES.length];
+  const [look, ink] = [LINES[lane.index % LINES.length], getComputedStyle(box).color];
   figure(box, [
     { ...bars, marker: { color: look.color }, hoverinfo: "skip" },
-    { ...share, line: { color: GREY, dash: "dot", width: 1.5 }, marker: { size: 7, color: GREY } },
+    { ...share, line: { color: ink, dash: "dot", width: 1.5 }, marker: { size: 7, color: ink } },
   ], {
     words: passes.map((count, kept) => `${count} passes kept ${kept}`).join(", "),
+    bargap: 0.35,
     xaxis: { dtick: 1, showgrid: false },
     yaxis: { visible: false, range: [0, 1.2 * Math.max(...passes)] },
     yaxis2: { visible: false, overlaying: "y", range: [0, 1.2], fixedrange: true },
