@@ -5,13 +5,13 @@ config. Both leave out what a library adds on top, so compare them with `HEADROO
 """
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -101,12 +101,8 @@ def free_bytes(where: torch.device) -> list[int]:
 
 
 def free_ram() -> int:
-    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return pages
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), pages)
+    """Bytes that can be had without swapping."""
+    return int(psutil.virtual_memory().available)
 
 
 def gigabytes(count: float) -> str:
