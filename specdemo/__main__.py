@@ -12,6 +12,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from inspect import Parameter, Signature, signature
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +22,8 @@ from tqdm import tqdm
 from typer.exceptions import TyperException
 
 from specdemo import __version__
+from specdemo.bench.base import OPTIONS
+from specdemo.bench.suites import suite, suites
 from specdemo.core.words import suggest
 from specdemo.methods import METHODS, knobs, method
 from specdemo.presets.schema import EMBEDDED, load_presets, preset
@@ -39,8 +42,6 @@ app = typer.Typer(
 
 INTERRUPTED = 130  # what a shell calls a program ended by Ctrl-C
 PAGE = Path(__file__).parents[1] / "app.py"
-SUITES = "embedded, methods, k, batch, prompt, depth-width, copying, losslessness, peers, floor, race-fairness."
-LONG_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable.")]
 PresetId = Annotated[str, typer.Argument(metavar="PRESET", help="One of `specdemo presets`.")]
 
@@ -155,43 +156,42 @@ def replay(
     _show(load_trace(trace))
 
 
-@app.command()
+def _with_suite_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with an option for every one that suites have, in the place of its `**asked`."""
+    *own, _ = signature(command).parameters.values()
+    kind = Parameter.KEYWORD_ONLY
+    more = [
+        Parameter(name, kind, default=None, annotation=Annotated[o.kind | None, typer.Option(o.flag, help=o.help)])
+        for name, o in OPTIONS.items()
+    ]
+    command.__signature__ = Signature([own[0], *more, *(p.replace(kind=kind) for p in own[1:])])  # type: ignore[attr-defined]
+    return command
+
+
+def _suites() -> str:
+    listed = [f"{name}: {suite.__doc__}" for name, suite in suites().items()]
+    return "\n\n".join(["Run a benchmark suite: interleaved repeats, medians and quartiles.", *listed])
+
+
+@app.command(help=_suites())
+@_with_suite_options
 def bench(
-    suite: Annotated[
-        str,
-        typer.Argument(
-            help="embedded, methods, k, batch, prompt, depth-width, copying, losslessness, peers, floor or "
-            "race-fairness."
-        ),
-    ],
-    repeats: Annotated[int, typer.Option(help="Interleaved repeats.")] = 5,
-    preset_id: Annotated[str | None, typer.Option("--preset", help="Whose target and first lane to measure.")] = None,
-    k: Annotated[str | None, typer.Option(help="Draft lengths: 4, or 1-8.")] = None,
-    prompt: Annotated[list[str] | None, typer.Option(help="Instead of the suite's own; repeatable.")] = None,
-    questions: Annotated[
-        Path | None, typer.Option(help="A question.jsonl in Spec-Bench's form; results by category too.")
-    ] = None,
-    new_tokens: Annotated[int | None, typer.Option(help="Tokens to decode behind every prompt.")] = None,
-    pair: Annotated[str | None, typer.Option(help="Models of peers and floor: embedded, 8m, 98m, 342m or 8b.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, fp32, bf16 or fp16.")] = "auto",
+    suite_name: Annotated[str, typer.Argument(metavar="SUITE", help="One of those above.")],
     out: Annotated[Path | None, typer.Option(help="Write the numbers (JSON) there.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with the plot there; it needs nothing else.")] = None,
+    **asked: Any,
 ) -> None:
-    """Run a benchmark suite: interleaved repeats, medians and quartiles."""
-    ks = None if k is None else _range(k)
+    chosen = suite(suite_name, **{n: OPTIONS[n].read(value) for n, value in asked.items() if value is not None})
 
-    from specdemo.bench.measure import Ask
     from specdemo.bench.report import bench_report, write_result
-    from specdemo.bench.suite import run_suite
+    from specdemo.engine.loop import never
     from specdemo.presets.run import check_writable
 
     for path in (out, html):
         if path is not None:
             check_writable(path)
-    ask = Ask(repeats, preset_id, ks, prompt, new_tokens, device, LONG_DTYPES.get(dtype, dtype), pair, questions)
     with _bar(1.0, "{l_bar}{bar}| {elapsed}") as bar:
-        result = run_suite(suite, ask, _moves(bar))
+        result = chosen.run(_moves(bar), never)
     print(bench_report(result))
     if out is not None:
         write_result(result, out)
@@ -347,18 +347,6 @@ def _options(pairs: list[str] | None) -> dict[str, str] | None:
         if "=" not in pair:
             raise ValueError(f"--option takes name=value, not {pair!r}")
     return dict(pair.split("=", 1) for pair in pairs)
-
-
-def _range(text: str) -> list[int]:
-    """`4` -> [4], `1-8` -> [1, ..., 8]"""
-    first, _, last = text.partition("-")
-    try:
-        ks = list(range(int(first), int(last or first) + 1))
-    except ValueError:
-        ks = []
-    if not ks or ks[0] < 1 or ks[-1] > 16:
-        raise ValueError(f"--k takes a draft length from 1 to 16, or a range like 1-8, not {text!r}")
-    return ks
 
 
 def _bar(total: float, form: str) -> Any:

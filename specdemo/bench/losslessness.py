@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from specdemo.bench.measure import Report, Tick, repeated
+from specdemo.bench.base import ROWS, Report
+from specdemo.bench.measure import Tick, repeated
 from specdemo.bench.prompts import PROMPTS
 from specdemo.bench.result import DRAFTED, PLAIN, TOKEN, Result
 from specdemo.core.accept import AcceptRule, accept_rule
-from specdemo.core.protocol import Budget, Drafter, GenerationConfig, Target
+from specdemo.core.protocol import Drafter, GenerationConfig, Target
 from specdemo.engine.loop import generate
 from specdemo.engine.session import Session, environment
 from specdemo.methods import BASELINE, load_drafter
@@ -23,7 +24,6 @@ from specdemo.models.load import load_target
 from specdemo.models.text import encode, token_text
 from specdemo.presets.schema import Preset
 
-ROWS = 256  # continuations decoded at once, and so in a repeat
 PLACES = (2, 3, 4)  # tokens that are compared; the first is the prefill's, which speculates nothing
 SHOWN = 10  # the commonest tokens of a place
 POOLED = 10  # rarer tokens, of both samples together, are counted as one
@@ -103,14 +103,13 @@ def _same_distribution(
     target = load_target(chosen.target, dtype, device, chosen.quantization)
     if target.tokenizer is None:
         raise ValueError(f"{target.name} has no tokenizer; put its tokenizer.json into the same folder")
-    budget = Budget(lane.k, max(lane.k, int(lane.options.get("nodes", 0))))
     tokens = PLACES[-1] + 1  # one more, so that a draft may reach the last place
     plain = GenerationConfig(tokens, spec.sampling, stop_token_ids=())
     rule = accept_rule(lane.acceptance)
     ways = {
         PLAIN: Way(load_drafter(BASELINE, target), accept_rule("lossless"), plain),
         DRAFTED: Way(
-            load_drafter(lane.method, target, lane.model, **lane.options), rule, replace(plain, budget=budget)
+            load_drafter(lane.method, target, lane.model, **lane.options), rule, replace(plain, budget=lane.budget)
         ),
     }
     prompt = encode(target.tokenizer, spec.prompt, target.max_length - tokens)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from specdemo.bench.base import Report
 from specdemo.bench.result import Spread
 from specdemo.core.protocol import Drafter, GenerationConfig, Target
 from specdemo.core.tally import Tally, ratio, step_ms
@@ -21,28 +22,12 @@ from specdemo.engine.session import Session
 from specdemo.engine.spec import RunSpec
 from specdemo.models.load import Cancelled
 
-Report = Callable[[float, str], None]  # share done 0..1, what is being done
 Tick = Callable[[float], None]  # share of a repeat done; raises Stopped
 T = TypeVar("T")
 
 ALL = "all"
 WARM_UP_TOKENS = 8
 MAX_QUESTIONS = 2000
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """What a suite is asked to do. None: the suite's own default."""
-
-    repeats: int = 3
-    preset: str | None = None
-    ks: Sequence[int] | None = None
-    prompts: Sequence[str] | None = None
-    new_tokens: int | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    pair: str | None = None  # the models of suite `peers`
-    questions: Path | None = None  # a question.jsonl in Spec-Bench's form
 
 
 @dataclass(frozen=True, slots=True)

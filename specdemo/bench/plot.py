@@ -9,14 +9,13 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from specdemo.bench.base import Axis
 from specdemo.bench.look import GREY, LINES, axis, layout
 from specdemo.bench.result import DRAFTED, PLAIN, TOKEN, Result, Spread
+from specdemo.bench.suites import suites
 
 BARS = "lane"
 ALL = "all"  # of the categories of a question file
-AXES = {"k": "draft length", "batch": "batch size", "prompt tokens": "prompt length"}
-UNITS = {"k": "k, tokens drafted at once", "batch": "texts decoded at once", "prompt tokens": "tokens"}
-DOUBLING = ("batch", "prompt tokens")
 TIMES = "×"
 BASELINE = "plain decoding"
 
@@ -37,8 +36,10 @@ def figure(result: Result) -> go.Figure:
     rows = [row for row in rows if isinstance(row.get("lane"), str) and not _is_baseline(row["lane"], rows)]
     if not rows:
         raise ValueError(f"suite {result.suite} measures no speed-up; there is nothing to draw")
-    drawn = _bars(rows) if over == BARS else _lines(rows, over)
-    head = "Speed-up by lane" if over == BARS else f"Speed-up over {AXES.get(over, _plain(over))}"
+    known = {suite.axis.column: suite.axis for suite in suites().values() if suite.axis}
+    along = known.get(over, Axis(over, _plain(over), _plain(over)))
+    drawn = _bars(rows) if over == BARS else _lines(rows, along)
+    head = "Speed-up by lane" if over == BARS else f"Speed-up over {along.title}"
     drawn.update_layout(title=_title(result, head))
     return drawn
 
@@ -48,7 +49,8 @@ def _is_baseline(lane: str, rows: list[Row]) -> bool:
     return all(row["speed-up"] == Spread(1.0, 1.0, 1.0) for row in rows if row.get("lane") == lane)
 
 
-def _lines(rows: list[Row], over: str) -> go.Figure:
+def _lines(rows: list[Row], along: Axis) -> go.Figure:
+    over = along.column
     places = sorted({row[over] for row in rows})
     drawn = go.Figure(layout=layout(height=430, margin={"l": 56, "r": 16, "t": 92, "b": 40}))
     drawn.add_scatter(
@@ -85,8 +87,8 @@ def _lines(rows: list[Row], over: str) -> go.Figure:
                 hovertemplate=f"%{{x}}: %{{y:.2f}}{TIMES} predicted<extra>{name}</extra>",
             )
     ticks = {"tickmode": "array", "tickvals": places, "ticktext": [f"{place:g}" for place in places]}
-    scale = {"type": "log", "rangemode": "normal"} if over in DOUBLING else {"rangemode": "normal"}
-    drawn.update_xaxes(axis(title={"text": UNITS.get(over, _plain(over))}, **ticks) | scale)
+    scale = {"type": "log", "rangemode": "normal"} if along.doubling else {"rangemode": "normal"}
+    drawn.update_xaxes(axis(title={"text": along.unit}, **ticks) | scale)
     drawn.update_yaxes(axis(title={"text": "speed-up"}, ticksuffix=TIMES))
     drawn.update_layout(legend={"orientation": "h", "x": 0, "y": -0.2, "yanchor": "top"}, showlegend=True)
     return drawn

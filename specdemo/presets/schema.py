@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from urllib.parse import parse_qsl, urlencode
 
 import yaml
@@ -227,21 +227,35 @@ class Preset(BaseModel):
         )
 
 
-class Sweep(BaseModel):
-    """A benchmark suite on a preset's target. It names no model, so that any sweep is one for any visitor."""
+class Linked(BaseModel):
+    """Settings of which a link carries every one, by its name."""
 
     model_config = _strict
-    sweep: Literal["k", "methods", "batch", "prompt", "depth-width"] = "k"
-    preset: Annotated[str, AfterValidator(lambda id: preset(id).id)] = DEFAULT
-    repeats: int = Field(3, ge=1, le=LIMITS.sweep_repeats)
-    new_tokens: int = Field(96, ge=8, le=LIMITS.max_new_tokens)
 
-    def with_changes(self, **changes: Any) -> "Sweep":
+    def with_changes(self, **changes: Any) -> Self:
         """Raises ValueError with one line."""
         try:
-            return Sweep.model_validate(self.model_dump() | changes)
+            return type(self).model_validate(self.model_dump() | changes)
         except ValidationError as error:
             raise ValueError(_one_line(error)) from None
+
+    def to_query(self) -> str:
+        """`sweep=k&preset=embedded-draft&repeats=3&new_tokens=96`"""
+        return urlencode(self.model_dump())
+
+    def from_query(self, query: Mapping[str, Any] | str) -> tuple[Self, list[str]]:
+        """These settings as a link changes them, and a note for everything in it that was refused. Never raises."""
+        link = _Link(*_pairs(query), None)
+        chosen = self
+        for name, field in type(self).model_fields.items():
+            text = link.take(name)
+            try:
+                if text is not None:
+                    kind = int if field.annotation is int else str
+                    chosen = chosen.with_changes(**{name: link.value(name, text, kind)})
+            except ValueError as error:
+                link.refuse(name, str(text), error)
+        return chosen, link.all_notes()
 
 
 _LANE_SETTINGS = ("method", "model", "k", "options", "acceptance")
@@ -431,25 +445,6 @@ def from_query(
     lanes = [link.lane(_reference(base, index), _suffix(index)) for index in range(link.lanes(len(base.lanes)))]
     if lanes != base.lanes:
         chosen = chosen.model_copy(update={"lanes": lanes})
-    return chosen, link.all_notes()
-
-
-def sweep_to_query(sweep: Sweep) -> str:
-    """`sweep=k&preset=embedded-draft&repeats=3&new_tokens=96`"""
-    return urlencode(sweep.model_dump())
-
-
-def sweep_from_query(query: Mapping[str, Any] | str) -> tuple[Sweep, list[str]]:
-    """The sweep a link asks for, and a note for everything in it that was refused. Never raises."""
-    link = _Link(*_pairs(query), None)
-    chosen = Sweep()
-    for name, field in Sweep.model_fields.items():
-        text = link.take(name)
-        try:
-            if text is not None:
-                chosen = chosen.with_changes(**{name: link.value(name, text, int if field.annotation is int else str)})
-        except ValueError as error:
-            link.refuse(name, str(text), error)
     return chosen, link.all_notes()
 
 

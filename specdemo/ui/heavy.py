@@ -16,12 +16,3 @@ def live() -> ModuleType:
         for name in METHODS:
             method(name)
         return live
-
-
-def suite() -> ModuleType:
-    """specdemo.bench.suite."""
-    live()
-    with _lock:
-        from specdemo.bench import suite
-
-        return suite

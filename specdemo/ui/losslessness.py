@@ -4,13 +4,13 @@ from typing import Any
 
 import gradio as gr
 
+from specdemo.bench.base import ROWS
+from specdemo.bench.suites import suite
 from specdemo.presets.schema import LIMITS, load_presets, preset
 from specdemo.ui import assets, space
 from specdemo.ui.controls import ACCEPTANCE, whole_number
-from specdemo.ui.heavy import suite
 from specdemo.ui.sweep import Sweeping, Sweeps, draw_result
 
-ROWS = 256  # continuations of a repeat, as in specdemo.bench.losslessness
 DRAWS = 1024
 START = "embedded-sampling"
 
@@ -29,10 +29,7 @@ def begin(preset_id: str, acceptance: str, temperature: Any, top_p: Any, draws: 
     draws = whole_number("continuations", draws)
     if not ROWS <= draws <= most_draws():
         raise ValueError(f"continuations must be {ROWS} to {most_draws()} on this page, not {draws}")
-    bench, repeats = suite(), draws // ROWS
-    return Sweeping(
-        f"Losslessness, {chosen.id}", lambda report, cancelled: bench.losslessness(chosen, repeats, report, cancelled)
-    )
+    return Sweeping(f"Losslessness, {chosen.id}", suite("losslessness", preset=chosen, repeats=draws // ROWS).run)
 
 
 def draw(page: gr.Blocks) -> None:

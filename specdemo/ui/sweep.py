@@ -17,48 +17,23 @@ import gradio as gr
 
 from specdemo.bench.plot import figure
 from specdemo.bench.result import SCHEMA, Result, read_result
+from specdemo.bench.suites import Sweep, swept, takes
 from specdemo.presets.schema import (
     DEFAULT,
     LIMITS,
-    Sweep,
     is_sweep,
     load_presets,
     preset,
-    sweep_from_query,
-    sweep_to_query,
 )
 from specdemo.ui import assets, space
 from specdemo.ui.controls import ENGINE, QUIET, address, visitor, whole_number, wire_share
-from specdemo.ui.heavy import live, suite
+from specdemo.ui.heavy import live
 from specdemo.ui.lines import to_line
 from specdemo.ui.views import view
 
 if TYPE_CHECKING:
     from specdemo.models.load import LoadProgress
 
-SUITES = {
-    "k": (
-        "Draft length k",
-        "How many tokens should a draft have? The preset's first lane, from short drafts to long ones.",
-    ),
-    "methods": (
-        "Methods",
-        "Which method wins? Every preset of one lane on the same target, as it ships, on the same prompts.",
-    ),
-    "batch": (
-        "Batch size",
-        "Where does the gain end? The preset's first lane on one text, then on more and more at once.",
-    ),
-    "prompt": (
-        "Prompt length",
-        "What does a long prompt change? The preset's first lane behind shorter and longer prompts.",
-    ),
-    "depth-width": (
-        "Depth or width",
-        "Which shape should a draft have? One layer against four, with as many parameters, at every draft length.",
-    ),
-}
-OWN_MODELS = ("depth-width",)  # suites without a preset
 IF_LINKED = f"() => {{ if (new URLSearchParams(location.search).has('sweep')) ({assets.to_tab('sweep')})(); }}"
 STOPPING_S = 30.0  # how long Stop waits for the finished repeats
 OFF = (
@@ -67,13 +42,13 @@ OFF = (
 )
 
 Outputs = tuple[Any, Any]  # the text of the view and an update of the chart
-Suite = Callable[["LoadProgress", Callable[[], bool]], Result]  # given where to report and whether it is to stop
+Measure = Callable[["LoadProgress", Callable[[], bool]], Result]  # given where to report and whether it is to stop
 
 
 class Sweeping:
     """One sweep: its engine and the append-only text the tab shows. `result` is there once it has ended."""
 
-    def __init__(self, name: str, measure: Suite) -> None:
+    def __init__(self, name: str, measure: Measure) -> None:
         """Raises ValueError with one line where no sweep can run."""
         runs = live()
         if runs.ELSEWHERE:
@@ -167,11 +142,9 @@ def curves(result: Result) -> Any:
 
 def begin(*values: Any) -> Sweeping:
     """The sweep the controls describe. Raises ValueError with one line."""
-    asked, bench = admit(from_values(*values)), suite()
-    chosen = None if asked.sweep in OWN_MODELS else asked.preset
-    ask = bench.Ask(repeats=asked.repeats, preset=chosen, new_tokens=asked.new_tokens)
-    name = ", ".join(filter(None, (SUITES[asked.sweep][0], chosen)))
-    return Sweeping(name, lambda report, cancelled: bench.run_suite(asked.sweep, ask, report, cancelled))
+    asked = admit(from_values(*values))
+    on = asked.preset if takes(asked.sweep, "preset") else None
+    return Sweeping(", ".join(filter(None, (swept()[asked.sweep].title, on))), asked.suite().run)
 
 
 class Sweeps:
@@ -258,14 +231,14 @@ def admit(asked: Sweep) -> Sweep:
 
 def share(*values: Any) -> str:
     """The link. Raises ValueError with one line."""
-    return address(sweep_to_query(from_values(*values)))
+    return address(from_values(*values).to_query())
 
 
 def restore(request: gr.Request) -> Any:
     """The controls a link to a sweep asks for and a text of what was refused. It runs nothing."""
     if not is_sweep(request.query_params):
         return gr.skip()
-    asked, refused = sweep_from_query(request.query_params)
+    asked, refused = Sweep().from_query(request.query_params)
     notes = opening() + "".join(to_line({"type": "note", "text": text}) for text in refused)
     return [*asked.model_dump().values(), notes]
 
@@ -274,12 +247,12 @@ def draw(page: gr.Blocks) -> gr.Radio:
     """The tab, inside the current Blocks -> what chooses its suite."""
     start = Sweep()
     gr.Markdown(assets.text("sweep.md"), elem_id="sweep-about")
-    names = [(name, id) for id, (name, _) in SUITES.items()]
+    names = [(suite.title, id) for id, suite in swept().items()]
     presets = [(p.title, p.id) for p in load_presets().values()]
     chosen = gr.Radio(
         names, value=start.sweep, label="What to sweep", elem_id="suite", elem_classes="chips", container=False
     )
-    question = gr.Markdown(SUITES[start.sweep][1], elem_id="question")
+    question = gr.Markdown(swept()[start.sweep].question, elem_id="question")
     with gr.Row(elem_id="sweep-controls"):
         on = gr.Dropdown(
             presets, value=DEFAULT, label="Preset: target and lane", elem_id="sweep-preset", scale=6, min_width=300
@@ -359,4 +332,4 @@ def draw_result(
 
 def _describe(suite: str) -> tuple[str, Any]:
     """A suite's question, and the preset where it takes one."""
-    return SUITES[suite][1], gr.update(visible=suite not in OWN_MODELS)
+    return swept()[suite].question, gr.update(visible=takes(suite, "preset"))

@@ -1,16 +1,21 @@
 """Suites on the shipped models, short; numbers follow from the traces, the clock is a fake one where time matters."""
 
 import json
+import subprocess
+import sys
+from dataclasses import dataclass, fields
 
 import pytest
 import torch
 
-from specdemo.bench import fairness, suite
-from specdemo.bench.fairness import Stalled
-from specdemo.bench.measure import Ask, Place, Question, Totals, along, compare_lanes, read_questions, repeated, windows
+from specdemo.__main__ import main
+from specdemo.bench import suites as registry
+from specdemo.bench import sweeps
+from specdemo.bench.base import OPTIONS, Decoding
+from specdemo.bench.measure import Place, Question, Totals, along, compare_lanes, read_questions, repeated, windows
 from specdemo.bench.report import bench_report, write_result
 from specdemo.bench.result import Result, Spread, read_result
-from specdemo.bench.suite import SUITES, run_suite
+from specdemo.bench.suites import SHIPPED, Sweep, suite, suites
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.trace import StepEvent
 from specdemo.engine.loop import never
@@ -25,17 +30,18 @@ SHORT = {"new_tokens": 12, "prompts": ["Once upon a time"]}
 @pytest.fixture(scope="module", autouse=True)
 def quick():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(suite, "PROBES", 1)
-        patch.setattr(suite, "WIDTHS", (1,))
-        patch.setattr(fairness, "NEW_TOKENS", 8)
-        patch.setattr(fairness, "STALL_MS", 100.0)
-        patch.setattr(fairness, "PROMPTS", fairness.PROMPTS[:1])
+        patch.setattr(sweeps, "PROBES", 1)
+        patch.setattr(sweeps, "WIDTHS", (1,))
         yield
 
 
 def silent(share, what):
     assert 0.0 <= share <= 1.0
     assert what
+
+
+def run_suite(name, **options):
+    return suite(name, **options).run(silent, never)
 
 
 def cancelled_after(calls):
@@ -45,12 +51,12 @@ def cancelled_after(calls):
 
 @pytest.fixture(scope="module")
 def result():
-    return run_suite("embedded", Ask(2, ks=(3,), **SHORT), silent)
+    return run_suite("embedded", repeats=2, ks=(3,), **SHORT)
 
 
 @pytest.fixture(scope="module")
 def swept():
-    return run_suite("k", Ask(1, ks=(1, 2, 4), preset="embedded-ngram", **SHORT), silent)
+    return run_suite("k", repeats=1, ks=(1, 2, 4), preset="embedded-ngram", **SHORT)
 
 
 def test_a_row_per_lane_with_medians_and_quartiles(result):
@@ -92,7 +98,7 @@ def test_results_by_category(tmp_path):
     lines = [json.dumps({"question_id": i, "category": c, "turns": [t, "More"]}) for i, (c, t) in enumerate(asked)]
     path = tmp_path / "question.jsonl"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    result = run_suite("k", Ask(1, "embedded-ngram", (2,), new_tokens=6, questions=path), silent)
+    result = run_suite("k", repeats=1, preset="embedded-ngram", ks=(2,), new_tokens=6, questions=path)
     assert [row["category"] for row in result.rows[::2]] == ["writing", "math", "all"]
     assert [row.get("predicted") is not None for row in result.rows] == [False] * 5 + [True]
     assert result.config["questions"] == "question.jsonl"
@@ -123,9 +129,9 @@ def test_depth_width_has_a_lane_per_draft_and_k(monkeypatch):
     def keep(runner, spec, *_):
         raise Asked(*spec.lanes)
 
-    monkeypatch.setattr(suite, "compare_lanes", keep)
+    monkeypatch.setattr(sweeps, "compare_lanes", keep)
     with pytest.raises(Asked) as asked:
-        run_suite("depth-width", Ask(1, ks=(1, 2)), silent)
+        run_suite("depth-width", repeats=1, ks=(1, 2))
     assert [(lane.method, lane.model, lane.k) for lane in asked.value.args] == [
         ("draft_model", "stories-draft-wide", 1),
         ("draft_model", "stories-draft-wide", 2),
@@ -135,8 +141,8 @@ def test_depth_width_has_a_lane_per_draft_and_k(monkeypatch):
 
 
 def test_batches_grow_and_every_row_is_decoded(monkeypatch):
-    monkeypatch.setattr(suite, "BATCHES", (1, 3))
-    result = run_suite("batch", Ask(1, preset="embedded-ngram", new_tokens=8), silent)
+    monkeypatch.setattr(sweeps, "BATCHES", (1, 3))
+    result = run_suite("batch", repeats=1, preset="embedded-ngram", new_tokens=8)
     assert [(row["lane"], row["batch"]) for row in result.rows] == [
         ("Baseline", 1),
         ("embedded-ngram", 1),
@@ -149,8 +155,8 @@ def test_batches_grow_and_every_row_is_decoded(monkeypatch):
 
 
 def test_prompts_grow_as_far_as_the_context_reaches(monkeypatch):
-    monkeypatch.setattr(suite, "LENGTHS", (16, 32, 1024))
-    result = run_suite("prompt", Ask(1, preset="embedded-ngram", new_tokens=4), silent)
+    monkeypatch.setattr(sweeps, "LENGTHS", (16, 32, 1024))
+    result = run_suite("prompt", repeats=1, preset="embedded-ngram", new_tokens=4)
     assert [row["prompt tokens"] for row in result.rows[::2]] == [16, 32]
     assert all(row["TTFT ms"].median > 0 for row in result.rows)
 
@@ -204,47 +210,74 @@ def test_totals_count_rows_and_leave_the_prefill_out():
 
 
 @pytest.mark.parametrize(
-    ("name", "ask", "line"),
+    ("name", "options", "line"),
     [
-        ("embeded", Ask(), "unknown suite 'embeded'; did you mean 'embedded'?"),
-        ("k", Ask(0), "repeats must be 1 or more, not 0"),
-        ("k", Ask(ks=(0,)), "draft lengths go from 1 to 16, not [0]"),
-        ("k", Ask(ks=()), "draft lengths go from 1 to 16, not []"),
-        ("k", Ask(preset="nothing"), "unknown preset 'nothing'; "),
-        ("k", Ask(prompts=[" "]), "a prompt is empty; write at least one word"),
-        ("k", Ask(new_tokens=1), "new tokens must be 2 to 1024, not 1"),
-        ("peers", Ask(ks=(1,)), "suite 'peers' has no draft length to choose; leave --k out"),
-        ("race-fairness", Ask(device="cpu"), "suite 'race-fairness' has no device to choose; leave --device out"),
-        ("methods", Ask(preset="qwen3-8b"), "no embedded preset of one greedy lane runs on "),
+        ("embeded", {}, "unknown suite 'embeded'; did you mean 'embedded'?"),
+        ("k", {"repeats": 0}, "repeats must be 1 or more, not 0"),
+        ("k", {"ks": (0,)}, "draft lengths go from 1 to 16, not [0]"),
+        ("k", {"ks": ()}, "draft lengths go from 1 to 16, not []"),
+        ("k", {"preset": "nothing"}, "unknown preset 'nothing'; "),
+        ("k", {"prompts": [" "]}, "a prompt is empty; write at least one word"),
+        ("k", {"new_tokens": 1}, "new tokens must be 2 to 1024, not 1"),
+        ("peers", {"ks": (1,)}, "suite 'peers' has no draft length to choose; leave --k out"),
+        ("race-fairness", {"device": "cpu"}, "suite 'race-fairness' has no device to choose; leave --device out"),
+        ("methods", {"preset": "qwen3-8b"}, "no embedded preset of one greedy lane runs on "),
     ],
 )
-def test_a_wrong_ask_is_one_line(name, ask, line):
+def test_a_wrong_ask_is_one_line(name, options, line):
     with pytest.raises(ValueError) as refused:
-        run_suite(name, ask, silent, never)
+        run_suite(name, **options)
     assert str(refused.value).startswith(line)
 
 
-def test_every_suite_takes_fields_that_exist():
-    assert all(entry.takes <= set(suite.NOUNS) for entry in SUITES.values())
+def test_every_option_of_a_suite_is_one_of_the_command_line():
+    assert all({f.name for f in fields(suite)} <= set(OPTIONS) for suite in suites().values())
 
 
-def test_race_fairness_reports_both_clocks():
-    result = run_suite("race-fairness", Ask(1), silent)
-    assert isinstance(result, Result)
-    usual, stalled = result.rows
-    assert stalled["the rival's ms/token"].median > usual["the rival's ms/token"].median
-    assert result.remarks[0].startswith("The plain lane's own clock changed by ")
+@dataclass(frozen=True, kw_only=True)
+class Coin(Decoding):
+    """Heads or tails."""
+
+    name, title, question = "coin", "Coin", "Which side is faster?"
+
+    def run(self, report, cancelled):
+        environment = {"device": "a thumb", "threads": 1, "dtype": "copper"}
+        return Result(self.name, self.repeats, self.config("none"), environment, [{"lane": "heads"}])
 
 
-def test_a_stalled_drafter_waits_and_then_drafts():
-    class Counting:
-        taps = (-1,)
+@pytest.fixture
+def with_coin(monkeypatch):
+    monkeypatch.setattr(registry, "SHIPPED", (*SHIPPED, Coin))
+    suites.cache_clear()
+    yield
+    suites.cache_clear()
 
-        def propose(self, budget):
-            return budget
 
-    times = iter([0.0, 0.3, 0.9, 1.1, 5.0])
-    stalled = Stalled(Counting(), 1000.0, lambda: next(times))
-    assert stalled.taps == (-1,)
-    assert stalled.propose(Budget(2, 2)) == Budget(2, 2)
-    assert next(times) == 5.0  # it looked until a second had passed, and not longer
+def test_a_suite_in_the_list_is_in_the_command_line_the_page_and_its_links(with_coin, capsys):
+    assert main(["bench", "coin", "--repeats", "2", "--dtype", "bf16"]) == 0
+    assert capsys.readouterr().out.startswith("coin | a thumb, 1 thread(s), copper | 2 repeats")
+    assert main(["bench", "coin", "--preset", "embedded-draft"]) == 2
+    assert "suite 'coin' has no preset to choose" in capsys.readouterr().err
+    assert registry.swept()["coin"].title == "Coin"
+    linked, refused = Sweep().from_query("sweep=coin&repeats=4")
+    assert (linked.suite(), refused) == (Coin(repeats=4, new_tokens=96), [])
+
+
+def test_the_list_needs_no_torch():
+    code = "from specdemo.bench.suites import suites; suites(); import sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_outside_a_checkout_the_projects_own_suites_are_one_line(monkeypatch, tmp_path):
+    monkeypatch.setattr(registry, "FOLDER", tmp_path / "presets")
+    suites.cache_clear()
+    with pytest.raises(ValueError, match="suite 'peers' measures specdemo itself and comes with its checkout"):
+        suite("peers", pair="8m")
+    assert "peers" not in suites()
+    suites.cache_clear()
+
+
+def test_a_lane_has_the_tree_of_its_method_whether_or_not_its_size_is_named():
+    assert LaneSpec("eagle", "stories-eagle-3", k=4).budget == Budget(4, 24)
+    assert LaneSpec("eagle", "stories-eagle-3", k=4, options={"nodes": 8}).budget == Budget(4, 8)
+    assert LaneSpec("ngram", k=5).budget == Budget(5, 5)

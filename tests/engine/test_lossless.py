@@ -19,7 +19,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from specdemo.bench.suite import shipped_lanes
+from specdemo.bench.sweeps import shipped_lanes
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.engine.loop import generate
 from specdemo.engine.spec import LaneSpec

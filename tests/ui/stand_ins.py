@@ -3,10 +3,10 @@
 import math
 import threading
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 from specdemo.bench.result import Result, Spread
-from specdemo.bench.suite import Ask
 from specdemo.core.tally import summarise
 from specdemo.core.trace import Remote, RunTrace, StepEvent, compare
 from tests.traces import HOSTILE, hostile_trace
@@ -69,30 +69,32 @@ def swept(axis="k", places=(1, 2, 4, 8), repeats=3):
 
 
 class Bench:
-    """Stands in for specdemo.bench.suite, measures nothing. `endless`: the last repeat lasts until it is cancelled."""
+    """Stands in for `suite` of specdemo.bench.suites, measures nothing. `endless`: the last repeat lasts until it is
+    cancelled."""
 
-    Ask = Ask
     endless = fails = False
     finished = 1  # repeats done when it is cancelled
     asked = None
 
-    def run_suite(self, name, ask, report, cancelled):
-        self.asked = (name, ask)
+    def __call__(self, name, **asked):
+        self.asked, repeats = (name, asked), asked["repeats"]
+        return SimpleNamespace(run=partial(self.losslessness if name == "losslessness" else self.run, repeats))
+
+    def run(self, repeats, report, cancelled):
         if self.fails:
             raise ValueError("the preset has no lane with a draft length")
-        for repeat in range(ask.repeats):
-            report(repeat / ask.repeats, f"repeat {repeat + 1} of {ask.repeats}, k = 4")
+        for repeat in range(repeats):
+            report(repeat / repeats, f"repeat {repeat + 1} of {repeats}, k = 4")
         while self.endless and not cancelled():
             threading.Event().wait(0.01)
         if not cancelled():
-            return swept(repeats=ask.repeats)
+            return swept(repeats=repeats)
         if not self.finished:
             raise ValueError("stopped before a repeat was done")
-        remark = f"Stopped after {self.finished} of {ask.repeats} repeats."
+        remark = f"Stopped after {self.finished} of {repeats} repeats."
         return replace(swept(repeats=self.finished), remarks=[remark])
 
-    def losslessness(self, chosen, repeats, report, cancelled):
-        self.asked = (chosen, repeats)
+    def losslessness(self, repeats, report, cancelled):
         report(0.5, f"repeat 1 of {repeats}")
         return sampled(repeats)
 

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from specdemo.bench import losslessness as bench_losslessness
 from specdemo.presets.schema import preset
 from specdemo.ui import losslessness
 from specdemo.ui.losslessness import begin
@@ -19,7 +18,7 @@ VALUES = ("embedded-draft", "typical", 0.7, 0.9, 512)
 @pytest.fixture
 def bench(monkeypatch):
     stand_in = Bench()
-    monkeypatch.setattr(losslessness, "suite", lambda: stand_in)
+    monkeypatch.setattr(losslessness, "suite", stand_in)
     monkeypatch.delenv("SPACE_ID", raising=False)
     return stand_in
 
@@ -30,16 +29,11 @@ def lines(text):
 
 def test_the_visitors_sampling_and_rule_are_tested(bench):
     outputs = list(Sweeps(begin).run(VISITOR, *VALUES))
-    chosen, repeats = bench.asked
     wanted = preset("embedded-draft").with_changes(acceptance="typical", temperature=0.7, top_p=0.9)
-    assert (chosen, repeats) == (wanted, 2)
+    assert bench.asked == ("losslessness", {"preset": wanted, "repeats": 2})
     last = lines(outputs[-1][0])[-1]
     assert last["type"] == "result" and last["axis"] == "token" and last["rows"][0]["plain"] == 0.75
     assert len(outputs[-1][1]["value"].data) == 2
-
-
-def test_the_page_counts_as_the_suite_does():
-    assert losslessness.ROWS == bench_losslessness.ROWS
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from specdemo.presets.schema import Sweep, load_presets, preset
+from specdemo.bench.suites import Sweep
+from specdemo.presets.schema import load_presets, preset
 from specdemo.ui import live, space, sweep
 from specdemo.ui.controls import changed
 from specdemo.ui.log import Log, replayed

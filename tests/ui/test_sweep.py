@@ -9,8 +9,10 @@ import gradio as gr
 import pytest
 from starlette.datastructures import QueryParams
 
+from specdemo.bench import suites
 from specdemo.bench.result import read_result, write_result
-from specdemo.presets.schema import Sweep, preset
+from specdemo.bench.suites import Sweep
+from specdemo.presets.schema import preset
 from specdemo.ui import sweep
 from specdemo.ui.page import Visits
 from specdemo.ui.sweep import Sweeps, begin, restore, result_line
@@ -23,7 +25,7 @@ VALUES = ("k", "embedded-draft", 3, 96)
 @pytest.fixture
 def bench(monkeypatch):
     stand_in = Bench()
-    monkeypatch.setattr(sweep, "suite", lambda: stand_in)
+    monkeypatch.setattr(suites, "suite", stand_in)
     monkeypatch.delenv("SPACE_ID", raising=False)
     return stand_in
 
@@ -43,7 +45,7 @@ def test_a_sweep_is_a_growing_text_and_then_curves(bench):
     seen = lines(texts[-1])
     assert [line["type"] for line in seen] == ["run", "start", "loading", "loading", "result"]
     assert seen[3] == {"type": "loading", "share": 0.5, "text": "repeat 2 of 2, k = 4"}
-    assert bench.asked == ("batch", bench.Ask(repeats=2, preset="embedded-ngram", new_tokens=32))
+    assert bench.asked == ("batch", {"repeats": 2, "preset": "embedded-ngram", "new_tokens": 32})
     chart = outputs[-1][1]
     assert chart["visible"] and len(chart["value"].data) == 4
     assert seen[-1]["rows"][2]["speed-up"] == {"median": 1.3, "q1": 1.25, "q3": 1.4}
@@ -52,7 +54,7 @@ def test_a_sweep_is_a_growing_text_and_then_curves(bench):
 
 def test_a_suite_with_models_of_its_own_gets_no_preset(bench):
     text = list(Sweeps(begin).run(VISITOR, "depth-width", "embedded-ngram", 2, 32))[-1][0]
-    assert bench.asked == ("depth-width", bench.Ask(repeats=2, preset=None, new_tokens=32))
+    assert bench.asked == ("depth-width", {"repeats": 2, "new_tokens": 32})
     assert lines(text)[1]["name"] == "Depth or width"
 
 

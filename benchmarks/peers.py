@@ -16,10 +16,11 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers import GenerationConfig as HFGenerationConfig
 from transformers.utils import logging
 
-from specdemo.bench.floor import Overhead, Recorded, overhead, overhead_columns
-from specdemo.bench.llamacpp import LlamaCpp
-from specdemo.bench.measure import Ask, Report, Tick, repeated
-from specdemo.bench.pairs import Pair, make_pair
+from benchmarks.floor import Overhead, Recorded, overhead, overhead_columns
+from benchmarks.llamacpp import LlamaCpp
+from benchmarks.pairs import Pair
+from specdemo.bench.base import Report
+from specdemo.bench.measure import Tick, repeated
 from specdemo.bench.result import Result, Spread
 from specdemo.core.protocol import Budget, Drafter, GenerationConfig
 from specdemo.core.trace import StepEvent
@@ -29,7 +30,6 @@ from specdemo.methods import BASELINE, load_drafter
 from specdemo.models.kernels import hasten
 from specdemo.models.target import HFTarget
 
-NEW_TOKENS = 96
 K = 5
 LOOKUP = 10  # tokens of a prompt-lookup draft, transformers' usual number
 SEED = 5
@@ -166,14 +166,8 @@ def contest(
     return {name: Timed(spent[name], written[name], events[name]) for name in order}
 
 
-def peers(ask: Ask, report: Report, cancelled: Callable[[], bool]) -> Result:
-    """Ours against transformers, against a bare loop, and against its own forwards replayed."""
-    report(0.0, "making the models")
-    pair = make_pair(ask.pair, ask.device, ask.dtype)
-    return compete(pair, ask.repeats, ask.new_tokens or NEW_TOKENS, report, cancelled)
-
-
 def compete(pair: Pair, repeats: int, new_tokens: int, report: Report, cancelled: Callable[[], bool]) -> Result:
+    """Ours against transformers, against a bare loop, and against its own forwards replayed."""
     target, draft = _hastened(pair.target), _hastened(pair.draft)
     everybody = cast(pair, target, draft)
     absent = []

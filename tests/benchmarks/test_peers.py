@@ -5,13 +5,12 @@ import copy
 import pytest
 import torch
 
-from specdemo.bench import floor as floors
-from specdemo.bench import llamacpp
-from specdemo.bench.floor import FixedTree, Recorded, overhead
-from specdemo.bench.llamacpp import LlamaCpp
-from specdemo.bench.measure import Ask
-from specdemo.bench.pairs import SIZES, Size, agreement, make_pair, random_pair
-from specdemo.bench.peers import (
+from benchmarks import floor as floors
+from benchmarks import llamacpp
+from benchmarks.floor import FixedTree, Recorded, overhead
+from benchmarks.llamacpp import LlamaCpp
+from benchmarks.pairs import SIZES, Size, agreement, make_pair, random_pair
+from benchmarks.peers import (
     BARE,
     OUR_DRAFT,
     OUR_PLAIN,
@@ -22,7 +21,6 @@ from specdemo.bench.peers import (
     read_bytes,
     transformers_peer,
 )
-from specdemo.bench.suite import run_suite
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.engine.loop import never
 from specdemo.methods import load_drafter
@@ -69,7 +67,7 @@ def test_an_unknown_pair_or_device_is_one_line(name, device, line):
 
 
 def test_a_pair_that_does_not_fit_is_refused(monkeypatch):
-    monkeypatch.setattr("specdemo.bench.pairs.free_bytes", lambda where: [10_000_000])
+    monkeypatch.setattr("benchmarks.pairs.free_bytes", lambda where: [10_000_000])
     with pytest.raises(ValueError, match="pair '98m' needs .* GB, 0.0 GB are free on cpu; choose a smaller --pair"):
         make_pair("98m", "cpu", "auto")
 
@@ -154,9 +152,9 @@ def test_a_fixed_tree_is_verified_and_changes_nothing(pair):
     assert overhead(target, FixedTree(target), None, pair.prompts[0], config).steps <= 7
 
 
-def test_the_floor_suite_has_a_row_per_shape_and_mode(pair, monkeypatch):
-    monkeypatch.setattr(floors, "make_pair", lambda *_: random_pair("tiny", TINY, CPU, torch.float32, texts=1))
-    result = run_suite("floor", Ask(1, new_tokens=6), silent)
+def test_the_floor_suite_has_a_row_per_shape_and_mode():
+    pair = random_pair("tiny", TINY, CPU, torch.float32, texts=1)
+    result = floors.floor(pair, 1, 6, silent, never)
     assert [(row["lane"], row["sampling"]) for row in result.rows] == [
         (lane, mode) for lane in ("plain", "chain, k=5", "tree of 10") for mode in ("greedy", "temperature 1")
     ]

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Generator
 
-from specdemo.bench.measure import Ask, Report, Tick, repeated
+from specdemo.bench.base import Report
+from specdemo.bench.measure import Tick, repeated
 from specdemo.bench.prompts import PROMPTS
 from specdemo.bench.result import Result, Spread
 from specdemo.core.protocol import Budget, Drafter, GenerationConfig, Progress
@@ -28,7 +29,7 @@ NEW_TOKENS = 96
 STALL_MS = 20.0
 
 
-def race_fairness(ask: Ask, report: Report, cancelled: Callable[[], bool]) -> Result:
+def race_fairness(repeats: int, report: Report, cancelled: Callable[[], bool]) -> Result:
     """Does a slow lane slow the other one's clock? A plain lane races a draft lane, once as it is, once stalled."""
     target, other = load_target("stories"), load_target("stories")
     drafter = load_drafter("draft_model", other, "stories-draft-wide")
@@ -43,7 +44,7 @@ def race_fairness(ask: Ask, report: Report, cancelled: Callable[[], bool]) -> Re
             clocks[name] = fmean(plain for plain, _ in both), fmean(rival for _, rival in both)
         return clocks
 
-    done, remarks = repeated(ask.repeats, report, cancelled, once)
+    done, remarks = repeated(repeats, report, cancelled, once)
     rows: list[dict[str, Any]] = [
         {
             "plain lane beside": name,

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdemo.bench.measure import Ask, Report, Tick, repeated
-from specdemo.bench.pairs import make_pair
+from benchmarks.pairs import Pair
+from specdemo.bench.base import Report
+from specdemo.bench.measure import Tick, repeated
 from specdemo.bench.result import Result, Spread
 from specdemo.core.protocol import Budget, Drafter, Forward, GenerationConfig, Progress, Target
 from specdemo.core.sampling import Sampling
@@ -25,7 +26,6 @@ from specdemo.models.graphs import Recorder, Run, recorder_for
 from specdemo.models.kernels import hasten
 from specdemo.models.target import HFTarget
 
-NEW_TOKENS = 64
 K = 5
 TREE = (0, 0, 0, 0, 1, 1, 2, 2, 5, 6)  # parent slots of ten nodes
 LAPS = ("draft", "verify", "accept", "commit", "observe")
@@ -153,9 +153,8 @@ class FixedTree:
         pass
 
 
-def floor(ask: Ask, report: Report, cancelled: Callable[[], bool]) -> Result:
+def floor(pair: Pair, repeats: int, new_tokens: int, report: Report, cancelled: Callable[[], bool]) -> Result:
     """The engine's step against its own forwards replayed: plain, a chain and a tree, greedy and sampling."""
-    pair = make_pair(ask.pair or "embedded", ask.device, ask.dtype)
     for model in (pair.target, pair.draft):
         hasten(model)
     target, draft = Recorded(pair.target), Recorded(pair.draft)
@@ -164,7 +163,7 @@ def floor(ask: Ask, report: Report, cancelled: Callable[[], bool]) -> Result:
         f"chain, k={K}": (load_drafter("draft_model", target, draft), draft, Budget(K, K)),
         f"tree of {len(TREE)}": (FixedTree(target), None, Budget(len(TREE), len(TREE))),
     }
-    config = GenerationConfig(ask.new_tokens or NEW_TOKENS, stop_token_ids=())
+    config = GenerationConfig(new_tokens, stop_token_ids=())
     cells = [
         (name, mode, drafter, model, replace(config, budget=budget, sampling=Sampling(temperature)))
         for name, (drafter, model, budget) in lanes.items()
@@ -181,7 +180,7 @@ def floor(ask: Ask, report: Report, cancelled: Callable[[], bool]) -> Result:
             found.append([run for run in runs if run is not None])
         return found
 
-    done, remarks = repeated(ask.repeats, report, cancelled, once)
+    done, remarks = repeated(repeats, report, cancelled, once)
     rows = [_row(name, mode, [found[i] for found in done]) for i, (name, mode, *_) in enumerate(cells)]
     if any(not found for repeat in done for found in repeat):
         remarks.append("Rows without numbers: this model keeps its history where its forwards cannot be made again.")

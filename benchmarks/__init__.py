@@ -1,0 +1,53 @@
+"""Benchmarks of the project itself: suites of `python -m specdemo bench` that come with the checkout alone."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from specdemo.bench.base import Decoding, Report, Suite
+from specdemo.bench.result import Result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peers(Decoding):
+    """The engine against transformers, a bare loop and llama.cpp, and against its own forwards replayed."""
+
+    name = "peers"
+    pair: str | None = None  # None: the largest that fits
+
+    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
+        from benchmarks.pairs import make_pair
+        from benchmarks.peers import compete
+
+        report(0.0, "making the models")
+        pair = make_pair(self.pair, self.device, self.dtype)
+        return compete(pair, self.repeats, self.new_tokens, report, cancelled)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Floor(Decoding):
+    """The engine's step against its own forwards replayed: plain, a chain and a tree, greedy and sampling."""
+
+    name = "floor"
+    pair: str = "embedded"
+    new_tokens: int = 64
+
+    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
+        from benchmarks.floor import floor
+        from benchmarks.pairs import make_pair
+
+        return floor(make_pair(self.pair, self.device, self.dtype), self.repeats, self.new_tokens, report, cancelled)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaceFairness(Suite):
+    """Does a slow lane slow the other one's clock? A plain lane races a draft lane, once as it is, once stalled."""
+
+    name = "race-fairness"
+
+    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
+        from benchmarks.fairness import race_fairness
+
+        return race_fairness(self.repeats, report, cancelled)
+
+
+SUITES: tuple[type[Suite], ...] = (Peers, Floor, RaceFairness)

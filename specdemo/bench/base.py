@@ -1,0 +1,170 @@
+"""What a suite is, and the options that suites share. Needs no torch; `run` does."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+from specdemo.bench.prompts import PROMPTS
+from specdemo.bench.result import Result
+from specdemo.presets.schema import LIMITS
+
+Report = Callable[[float, str], None]  # share done 0..1, what is being done
+
+NEW_TOKENS = 96
+ROWS = 256  # of losslessness: continuations decoded at once, and so in a repeat
+LONG_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """What the points of a suite's curves are: a column of its rows, in words, with a unit."""
+
+    column: str
+    title: str
+    unit: str
+    doubling: bool = False  # the points double, so the axis is logarithmic
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suite(ABC):
+    """One thing to measure; its fields are its options. With title and question it is on the page's Sweep tab.
+
+    Raises ValueError with one line that names the cure for an option it cannot use.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str] = ""
+    question: ClassVar[str] = ""
+    axis: ClassVar[Axis | None] = None  # None: the lanes themselves are compared
+    repeats: int = 5
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                OPTIONS[field.name].check(value)
+
+    @abstractmethod
+    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
+        """Measure. When `cancelled()` turns true the result covers the finished repeats. Raises ValueError with one
+        line, also when there is none."""
+
+    def config(self, target: str) -> dict[str, Any]:
+        """What was asked for and the target it was asked of, for the result's file."""
+        asked = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "repeats"}
+        told = {name: OPTIONS[name].told(value) for name, value in asked.items() if value is not None}
+        return {"target": target, "temperature": 0.0, **told}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding(Suite):
+    """Texts of a length, decoded on a device."""
+
+    device: str = "auto"
+    dtype: str = "auto"
+    new_tokens: int = NEW_TOKENS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompted(Decoding):
+    """Texts of one's own, or the suite's."""
+
+    prompts: Sequence[str] | None = None
+
+    @property
+    def texts(self) -> Sequence[str] | Path:
+        return self.prompts or PROMPTS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Questioned(Prompted):
+    """A file of questions may stand in for the prompts."""
+
+    questions: Path | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prompts is not None and self.questions is not None:
+            raise ValueError("prompts and a question file exclude each other; give one of them")
+
+    @property
+    def texts(self) -> Sequence[str] | Path:
+        return self.questions or super().texts
+
+
+def _any(value: Any) -> None:
+    pass
+
+
+def _repeats(value: int) -> None:
+    if value < 1:
+        raise ValueError(f"repeats must be 1 or more, not {value}")
+
+
+def _ks(value: Sequence[int]) -> None:
+    if not (value and all(1 <= k <= LIMITS.k for k in value)):
+        raise ValueError(f"draft lengths go from 1 to {LIMITS.k}, not {list(value)[:20]}")
+
+
+def _new_tokens(value: int) -> None:
+    if not 2 <= value <= LIMITS.max_new_tokens:
+        raise ValueError(f"new tokens must be 2 to {LIMITS.max_new_tokens}, not {value}")
+
+
+def _prompts(value: Sequence[str]) -> None:
+    if not (value and all(text.strip() for text in value)):
+        raise ValueError("a prompt is empty; write at least one word")
+
+
+def _range(text: str) -> list[int]:
+    """`4` -> [4], `1-8` -> [1, ..., 8]"""
+    first, _, last = text.partition("-")
+    try:
+        ks = list(range(int(first), int(last or first) + 1))
+    except ValueError:
+        ks = []
+    if not ks or ks[0] < 1 or ks[-1] > LIMITS.k:
+        raise ValueError(f"--k takes a draft length from 1 to {LIMITS.k}, or a range like 1-8, not {text!r}")
+    return ks
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A field that suites may have: how the command line gives it, how it is checked, how a result's file tells it."""
+
+    flag: str
+    noun: str
+    help: str
+    kind: Any = str  # as the command line takes it
+    read: Callable[[Any], Any] = _same  # what the command line took -> the field
+    check: Callable[[Any], None] = _any
+    told: Callable[[Any], Any] = _same
+
+
+OPTIONS: Mapping[str, Option] = {
+    "repeats": Option("--repeats", "number of repeats", "Interleaved repeats; 5 unless told.", int, check=_repeats),
+    "preset": Option("--preset", "preset", "Whose target and first lane to measure."),
+    "ks": Option("--k", "draft length", "Draft lengths: 4, or 1-8.", read=_range, check=_ks, told=list),
+    "prompts": Option(
+        "--prompt", "prompt", "Instead of the suite's own; repeatable.", list[str], check=_prompts, told=len
+    ),
+    "questions": Option(
+        "--questions",
+        "question file",
+        "A question.jsonl in Spec-Bench's form; results by category too.",
+        Path,
+        told=lambda path: path.name,
+    ),
+    "new_tokens": Option(
+        "--new-tokens", "number of new tokens", "Tokens to decode behind every prompt.", int, check=_new_tokens
+    ),
+    "pair": Option("--pair", "model pair", "Models of peers and floor: embedded, 8m, 98m, 342m or 8b."),
+    "device": Option("--device", "device", "auto, cpu, cuda or cuda:N."),
+    "dtype": Option("--dtype", "dtype", "auto, fp32, bf16 or fp16.", read=lambda dtype: LONG_DTYPES.get(dtype, dtype)),
+}

@@ -1,0 +1,214 @@
+"""The suites: what each asks, what it takes, how it runs. The command line and the page's Sweep tab read this list.
+
+A new suite is a dataclass here and a place in SHIPPED. Reading the list needs no torch: `run` imports what measures.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from importlib import import_module
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
+
+from specdemo.bench.base import OPTIONS, Axis, Decoding, Prompted, Questioned, Report, Suite
+from specdemo.bench.prompts import COPYING
+from specdemo.bench.result import TOKEN, Result
+from specdemo.core.words import suggest
+from specdemo.presets.schema import DEFAULT, FOLDER, LIMITS, Linked, Preset, preset
+
+STORIES = "stories"
+DRAFT_LENGTH = Axis("k", "draft length", "k, tokens drafted at once")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftLength(Questioned):
+    """The first lane of a preset at every draft length, and what its run at one of them predicts for the others."""
+
+    name = "k"
+    title = "Draft length k"
+    question = "How many tokens should a draft have? The preset's first lane, from short drafts to long ones."
+    axis = DRAFT_LENGTH
+    preset: str = DEFAULT
+    ks: Sequence[int] = range(1, 9)
+
+    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
+        from specdemo.bench.sweeps import every_k
+
+        chosen = preset(self.preset).with_changes(temperature=0.0)
+        lane = chosen.spec().lanes[0]
+        return every_k(self, self.ks, chosen.target, {lane.name or chosen.id: lane}, report, cancelled)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Methods(Questioned):
+    """Every embedded preset of one greedy lane on one target, each as it ships, all on the same prompts."""
+
+    name = "methods"
+    title = "Methods"
+    question = "Which method wins? Every preset of one lane on the same target, as it ships, on the same prompts."
+    preset: str = DEFAULT
+
+    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
+        from specdemo.bench.sweeps import as_shipped, shipped_lanes
+
+        target = preset(self.preset).target
+        return as_shipped(self, target, shipped_lanes(target), self.texts, report, cancelled)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch(Prompted):
+    """The first lane of a preset at growing batch sizes, against plain decoding of the same batch."""
+
+    name = "batch"
+    title = "Batch size"
+    question = "Where does the gain end? The preset's first lane on one text, then on more and more at once."
+    axis = Axis("batch", "batch size", "texts decoded at once", doubling=True)
+    preset: str = DEFAULT
+
+    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
+        from specdemo.bench.sweeps import over_batches
+
+        return over_batches(self, self.preset, report, cancelled)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptLength(Prompted):
+    """The first lane of a preset behind prompts of growing length, as far as the context reaches."""
+
+    name = "prompt"
+    title = "Prompt length"
+    question = "What does a long prompt change? The preset's first lane behind shorter and longer prompts."
+    axis = Axis("prompt tokens", "prompt length", "tokens", doubling=True)
+    preset: str = DEFAULT
+
+    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
+        from specdemo.bench.sweeps import over_lengths
+
+        return over_lengths(self, self.preset, report, cancelled)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DepthWidth(Questioned):
+    """Two drafts of as many parameters, one layer against four, over the draft length (Yan et al. 2402.01528)."""
+
+    name = "depth-width"
+    title = "Depth or width"
+    question = (
+        "Which shape should a draft have? One layer against four, with as many parameters, at every draft length."
+    )
+    axis = DRAFT_LENGTH
+    ks: Sequence[int] = range(1, 9)
+
+    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
+        from specdemo.bench.sweeps import DRAFTS, every_k
+
+        return every_k(self, self.ks, STORIES, DRAFTS, report, cancelled)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Embedded(Questioned):
+    """Plain decoding against the wide draft, the deep draft and prompt lookup, greedy, on the shipped models."""
+
+    name = "embedded"
+    axis = DRAFT_LENGTH
+    ks: Sequence[int] = (4,)
+
+    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
+        from specdemo.bench.sweeps import DRAFTS, LOOKUP, every_k
+
+        return every_k(self, self.ks, STORIES, DRAFTS | LOOKUP, report, cancelled)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copying(Decoding):
+    """The methods without weights on prompts whose answer repeats the prompt."""
+
+    name = "copying"
+
+    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
+        from specdemo.bench.sweeps import as_shipped, shipped_lanes
+
+        lanes = tuple(lane for lane in shipped_lanes() if lane.model is None)
+        return as_shipped(self, STORIES, lanes, COPYING, report, cancelled)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Losslessness(Suite):
+    """Is the first lane of a preset distributed as plain decoding? With the preset's own sampling and acceptance."""
+
+    name = "losslessness"
+    axis = Axis(TOKEN, "token", "share of the continuations")
+    preset: str | Preset = "embedded-sampling"
+    device: str = "auto"
+    dtype: str = "auto"
+
+    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
+        from specdemo.bench.losslessness import losslessness
+
+        chosen = self.preset if isinstance(self.preset, Preset) else preset(self.preset)
+        return losslessness(chosen, self.repeats, report, cancelled, self.device, self.dtype)
+
+
+SHIPPED: tuple[type[Suite], ...] = (
+    DraftLength, Methods, Batch, PromptLength, DepthWidth, Embedded, Copying, Losslessness
+)  # fmt: skip
+OF_THE_PROJECT = ("peers", "floor", "race-fairness")  # in the checkout's folder `benchmarks`
+
+
+@lru_cache(maxsize=1)
+def suites() -> dict[str, type[Suite]]:
+    """Every suite by name: those that ship and, in a checkout, the project's benchmarks of itself."""
+    checkout = FOLDER.parent
+    if not (checkout / "benchmarks").is_dir():
+        return {suite.name: suite for suite in SHIPPED}
+    if str(checkout) not in sys.path:  # installed with pip install -e
+        sys.path.insert(0, str(checkout))
+    return {suite.name: suite for suite in (*SHIPPED, *import_module("benchmarks").SUITES)}
+
+
+def suite(name: str, **options: Any) -> Suite:
+    """The suite with these options, the others at their defaults. Raises ValueError with one line that names the
+    cure."""
+    if name not in suites():
+        if name in OF_THE_PROJECT:
+            raise ValueError(f"suite {name!r} measures specdemo itself and comes with its checkout; run it there")
+        raise ValueError(f"unknown suite {name!r}; {suggest(name, suites())}")
+    for option in options:
+        if not takes(name, option):
+            told = OPTIONS[option]
+            raise ValueError(f"suite {name!r} has no {told.noun} to choose; leave {told.flag} out")
+    return suites()[name](**options)
+
+
+def takes(name: str, option: str) -> bool:
+    """Whether a suite has that option."""
+    return option in (field.name for field in fields(suites()[name]))
+
+
+def swept() -> dict[str, type[Suite]]:
+    """The suites of the Sweep tab by name."""
+    return {name: suite for name, suite in suites().items() if suite.question}
+
+
+def _swept(name: str) -> str:
+    if name not in swept():
+        *others, last = map(repr, swept())
+        raise ValueError(f"must be {', '.join(others)} or {last}, not {name[:60]!r}")
+    return name
+
+
+class Sweep(Linked):
+    """A suite on a preset's target, as the Sweep tab asks for it. It names no model, so that any sweep is one for any
+    visitor."""
+
+    sweep: Annotated[str, AfterValidator(_swept)] = "k"
+    preset: Annotated[str, AfterValidator(lambda id: preset(id).id)] = DEFAULT
+    repeats: int = Field(3, ge=1, le=LIMITS.sweep_repeats)
+    new_tokens: int = Field(96, ge=8, le=LIMITS.max_new_tokens)
+
+    def suite(self) -> Suite:
+        """What it measures; a suite on models of its own gets no preset."""
+        chosen = {"preset": self.preset} if takes(self.sweep, "preset") else {}
+        return suite(self.sweep, repeats=self.repeats, new_tokens=self.new_tokens, **chosen)

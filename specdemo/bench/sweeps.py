@@ -1,0 +1,172 @@
+"""What suites run: lanes at every draft length, lanes as they ship, a lane over batches or prompt lengths."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdemo.bench.base import Decoding, Prompted, Questioned, Report
+from specdemo.bench.measure import Place, Question, along, compare_lanes, read_questions, windows
+from specdemo.bench.result import Result
+from specdemo.core.protocol import Drafter, GenerationConfig
+from specdemo.engine.cost import WIDTHS, Costs, observed
+from specdemo.engine.session import Session, environment
+from specdemo.engine.spec import LaneSpec, RunSpec
+from specdemo.methods import BASELINE, load_drafter
+from specdemo.models.load import load_target, verify_costs
+from specdemo.models.target import HFTarget
+from specdemo.models.text import encode
+from specdemo.presets.schema import LIMITS, load_presets, preset
+
+BATCHES = (1, 2, 4, 8, 16, 32)
+LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+PROBES = 15  # of each width, for v
+TEXTS = 3  # prompts of each length
+DRAFTS = {
+    "wide draft": LaneSpec("draft_model", "stories-draft-wide"),
+    "deep draft": LaneSpec("draft_model", "stories-draft-deep"),
+}
+LOOKUP = {"prompt lookup": LaneSpec("ngram")}
+
+
+def shipped_lanes(target: str = "stories") -> tuple[LaneSpec, ...]:
+    """The lanes of those presets, named by their preset."""
+    chosen = [p for p in load_presets().values() if p.embedded and p.target == target and p.temperature == 0.0]
+    return tuple(replace(p.spec().lanes[0], name=p.id) for p in chosen if len(p.lanes) == 1)
+
+
+def every_k(
+    suite: Questioned,
+    ks: Sequence[int],
+    target: str,
+    families: Mapping[str, LaneSpec],
+    report: Report,
+    cancelled: Callable[[], bool],
+) -> Result:
+    """Every family at every k; what is predicted for a family comes from its run at one k, its own if it is there."""
+    ks = sorted(set(ks))
+    lanes = [(name, replace(lane, k=k, name=f"{name}, k={k}")) for name, lane in families.items() for k in ks]
+    runner = Session()
+    spec = _spec(suite, target, tuple(lane for _, lane in lanes))
+    seen = compare_lanes(runner, spec, _questions(suite.texts), suite.repeats, report, cancelled)
+    rows = seen.rows([{"lane": "Baseline", "k": 0}, *({"lane": name, "k": lane.k} for name, lane in lanes)])
+    probe = verify_costs(runner.target(), sorted({*WIDTHS, *(k + 1 for k in ks)}), PROBES)
+    remarks = []
+    for family, lane in families.items():
+        own = lane.k if lane.k in ks else ks[len(ks) // 2]
+        index = 1 + next(i for i, (name, at) in enumerate(lanes) if (name, at.k) == (family, own))
+        costs = observed(seen.runs[0], seen.runs[index], own)
+        if costs is not None:
+            remarks.append(_predict(family, own, costs.probed(probe), rows))
+    rows = [{name: row.get(name) for name in COLUMNS if any(name in r for r in rows)} for row in rows]
+    axis = "k" if len(ks) > 1 else "lane"
+    config = suite.config(target)
+    return Result(suite.name, len(seen.tallies), config, seen.environment, rows, [*remarks, *seen.remarks], axis)
+
+
+COLUMNS = ("lane", "k", "category", "tokens/s", "speed-up", "predicted", "accepted", "tokens/pass", "output")
+
+
+def _predict(family: str, own: int, costs: Costs, rows: list[dict[str, Any]]) -> str:
+    """Write the predictions into the family's rows; how far they are off."""
+    off = {}
+    for row in rows:
+        if row["lane"] != family or row.get("category", "all") != "all":
+            continue
+        if costs.tree_nodes is None or row["k"] == own:
+            row["predicted"] = round(costs.speedup(row["k"]), 4)
+            off[row["k"]] = row["predicted"] / (row["speed-up"].median or 1.0) - 1.0
+    worst = max(off, key=lambda k: abs(off[k]))
+    best = costs.best_k(max(off))
+    advice = "off, nothing is predicted to pay" if not best else f"k = {best} with {costs.speedup(best):.2f}x"
+    return (
+        f"{family}: predicted from its run at k = {own}, at most {abs(off[worst]):.1%} off the measurement "
+        f"(k = {worst}); predicted best: {advice}."
+    )
+
+
+def as_shipped(
+    suite: Decoding,
+    target: str,
+    lanes: tuple[LaneSpec, ...],
+    texts: Sequence[str] | Path,
+    report: Report,
+    cancelled: Callable[[], bool],
+) -> Result:
+    """The lanes next to each other, each with the draft length it has."""
+    if not lanes:
+        raise ValueError(f"no embedded preset of one greedy lane runs on {target}; choose another preset")
+    spec = _spec(suite, target, lanes)
+    seen = compare_lanes(Session(), spec, _questions(texts), suite.repeats, report, cancelled)
+    rows = seen.rows([{} for _ in seen.names])
+    return Result(suite.name, len(seen.tallies), suite.config(target), seen.environment, rows, seen.remarks, "lane")
+
+
+def over_batches(suite: Prompted, chosen: str, report: Report, cancelled: Callable[[], bool]) -> Result:
+    """The first lane of the preset `chosen` on 1, 2, 4, ... texts of one length at once."""
+    name, target, lanes = _first_lane(suite, chosen)
+    texts = [encode(_tokenizer(target), text, _room(target, suite)) for text in suite.texts]
+    width = min(map(len, texts))
+    places = []
+    for size in BATCHES:
+        taken = [texts[i % len(texts)][-width:] for i in range(size)]
+        places.append(Place(size, [torch.tensor(taken, device=target.device)]))
+    rows, remarks, done = along(target, lanes, places, "batch", suite.repeats, report, cancelled)
+    remark = _gain(rows, "batch", "batch size")
+    return Result(suite.name, done, suite.config(name), environment(target), rows, [remark, *remarks], "batch")
+
+
+def over_lengths(suite: Prompted, chosen: str, report: Report, cancelled: Callable[[], bool]) -> Result:
+    """The first lane of the preset `chosen` behind windows of 16, 32, 64, ... tokens."""
+    name, target, lanes = _first_lane(suite, chosen)
+    text = encode(_tokenizer(target), " ".join(suite.texts), LIMITS.prompt)
+    lengths = [n for n in LENGTHS if n <= _room(target, suite)]
+    places = [Place(n, windows(text, n, TEXTS, target.device)) for n in lengths]
+    axis = "prompt tokens"
+    rows, remarks, done = along(target, lanes, places, axis, suite.repeats, report, cancelled)
+    remarks = ["The prompts are windows on the suite's texts, one behind the other and over again.", *remarks]
+    return Result(suite.name, done, suite.config(name), environment(target), rows, remarks, axis)
+
+
+def _spec(suite: Decoding, target: str, lanes: tuple[LaneSpec, ...]) -> RunSpec:
+    where = {"dtype": suite.dtype, "device": suite.device}
+    return RunSpec(f"bench-{suite.name}", target, "-", lanes, suite.new_tokens, schedule="sequential", **where)
+
+
+def _first_lane(suite: Decoding, chosen: str) -> tuple[str, HFTarget, dict[str, tuple[Drafter, GenerationConfig]]]:
+    """The name of the preset's target, that target, and its first lane beside plain decoding. No lane stops early."""
+    base = preset(chosen).with_changes(temperature=0.0)
+    lane = base.spec().lanes[0]
+    target = load_target(base.target, suite.dtype, suite.device, base.quantization)
+    drafter = load_drafter(lane.method, target, lane.model, **lane.options)
+    plain = GenerationConfig(suite.new_tokens, stop_token_ids=())
+    lanes = {
+        "Baseline": (load_drafter(BASELINE, target), plain),
+        lane.name or base.id: (drafter, replace(plain, budget=lane.budget)),
+    }
+    return base.target, target, lanes
+
+
+def _gain(rows: list[dict[str, Any]], axis: str, noun: str) -> str:
+    drafting = [row for row in rows if row["lane"] != "Baseline"]
+    lost = next((row for row in drafting if row["speed-up"].median < 1.0), None)
+    if lost is None:
+        last = drafting[-1]
+        return f"Drafting still pays at {noun} {last[axis]}: {last['speed-up'].median:.2f}x."
+    return f"The gain is gone at {noun} {lost[axis]}: {lost['speed-up'].median:.2f}x."
+
+
+def _room(target: HFTarget, suite: Decoding) -> int:
+    return target.max_length - suite.new_tokens
+
+
+def _tokenizer(target: HFTarget) -> Any:
+    if target.tokenizer is None:
+        raise ValueError(f"{target.name} has no tokenizer; put its tokenizer.json into the same folder")
+    return target.tokenizer
+
+
+def _questions(texts: Sequence[str] | Path) -> list[Question]:
+    return read_questions(texts) if isinstance(texts, Path) else [Question(text) for text in texts]
