@@ -225,8 +225,7 @@ class Session:
             shown["acceptance"] = lane.acceptance
         trace = LaneTrace(lane_name(lane), lane.method, shown, accept.exact, prompt_ids, messages=messages)
         _note_unlike(trace, spec, lane)
-        budget = Budget(lane.k, max(lane.k, int(options.get("nodes", 0))))
-        config = GenerationConfig(spec.max_new_tokens, spec.sampling, budget, spec.seed)
+        config = GenerationConfig(spec.max_new_tokens, spec.sampling, lane.budget, spec.seed)
         text = Detokenizer(tokenizer, prompt_ids)
         memories = _memories(target, pair.model)
         return _Lane(trace, target, tokenizer, pair.drafter, memories, accept, config, text)

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from specdemo.core.protocol import Budget
 from specdemo.core.sampling import Sampling
-from specdemo.methods import BASELINE
+from specdemo.methods import BASELINE, validate_options
 
 Schedule = Literal["race", "sequential"]
 Messages = tuple[Mapping[str, str], ...]  # each with role and content
@@ -27,6 +28,12 @@ class LaneSpec:
     name: str = ""
     server: str | None = None
     served_model: str | None = None
+
+    @property
+    def budget(self) -> Budget:
+        """k levels, and as many nodes as the method's tree has with these options."""
+        nodes = validate_options(self.method, dict(self.options)).get("nodes", 0)
+        return Budget(self.k, max(self.k, int(nodes)))
 
 
 @dataclass(frozen=True)
