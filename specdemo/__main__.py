@@ -7,7 +7,6 @@ is imported by the command that needs it.
 import json
 import os
 import platform
-import runpy
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -28,6 +27,7 @@ from specdemo.core.words import suggest
 from specdemo.methods import METHODS, knobs, method
 from specdemo.presets.schema import EMBEDDED, load_presets, preset
 from specdemo.servers.address import allow
+from specdemo.ui.app import ui
 
 if TYPE_CHECKING:
     from specdemo.core.trace import RunTrace
@@ -41,13 +41,12 @@ app = typer.Typer(
 )
 
 INTERRUPTED = 130  # what a shell calls a program ended by Ctrl-C
-PAGE = Path(__file__).parents[1] / "app.py"
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable.")]
 PresetId = Annotated[str, typer.Argument(metavar="PRESET", help="One of `specdemo presets`.")]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code."""
+def main(argv: Sequence[str] | None = None, told_by: str = "specdemo") -> int:
+    """Run a command; returns the exit code. told_by: what the line of a refusal begins with."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, TextIOWrapper):  # a terminal without a letter of the text still gets the rest
         sys.stdout.reconfigure(errors="replace")
@@ -55,22 +54,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = app(args=arguments or ["--help"], prog_name="specdemo", standalone_mode=False)
     except (ValueError, OSError, TyperException) as error:
         message = error.format_message() if isinstance(error, TyperException) else str(error)
-        print("specdemo:", " ".join(message.split()), file=sys.stderr)
+        print(f"{told_by}:", " ".join(message.split()), file=sys.stderr)
         return 2
     except typer.Abort:
         code = INTERRUPTED
     if code == INTERRUPTED:
-        print("specdemo: interrupted", file=sys.stderr)
+        print(f"{told_by}: interrupted", file=sys.stderr)
     return code if isinstance(code, int) else 0
 
 
-@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def ui(context: typer.Context) -> None:
-    """Open the page: the same as `python app.py`, with the same options."""
-    if not PAGE.is_file():
-        raise ValueError(f"{PAGE} is missing; run specdemo from its checkout, or install it with pip install -e .")
-    sys.argv = [str(PAGE), *context.args]
-    runpy.run_path(str(PAGE), run_name="__main__")
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(ui)
 
 
 @app.command()

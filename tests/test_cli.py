@@ -95,6 +95,8 @@ def test_settings_reach_the_run(tmp_path, capsys):
         (["run", "embedded-draft", "--promt", "x"], "No such option: --promt"),
         (["run"], "Missing argument 'PRESET'."),
         (["rum"], "No such command 'rum'."),
+        (["ui", "--port", "99999"], "argument --port: '99999' is not from 1 to 65535; see --help"),
+        (["ui", "--prt", "1"], "unrecognized arguments: --prt 1; see --help"),
         (["replay", "/no/trace.json"], "cannot read /no/trace.json: No such file or directory; record a trace with"),
         (["replay", "/"], "cannot read /: Is a directory; record a trace with"),
         (["bench", "embeded"], "unknown suite 'embeded'; did you mean 'embedded'?"),
@@ -219,13 +221,13 @@ def test_no_command_is_help(capsys):
         assert f"\n  {command} " in out
 
 
-def test_ui_hands_its_options_to_the_page(capsys, monkeypatch, tmp_path):
-    page = tmp_path / "app.py"
-    page.write_text("import sys\nprint(__name__, sys.argv[1:])\n", encoding="utf-8")
-    monkeypatch.setattr("specdemo.__main__.PAGE", page)
-    monkeypatch.setattr(sys, "argv", ["specdemo"])
+def test_ui_hands_its_options_to_the_page(monkeypatch):
+    served = []
+    monkeypatch.setattr("specdemo.ui.page.serve", lambda *given: served.append(given))
+    monkeypatch.setenv("GRADIO_SERVER_NAME", "0.0.0.0")
     assert main(["ui", "--port", "7861", "--allow-any-model"]) == 0
-    assert capsys.readouterr().out == "__main__ ['--port', '7861', '--allow-any-model']\n"
+    assert main(["ui", "--preset", "embedded-ngram", "--host", "::1"]) == 0
+    assert served == [("embedded-draft", "0.0.0.0", 7861, True), ("embedded-ngram", "::1", 7860, False)]
 
 
 def test_a_file_that_cannot_be_written_is_one_line(capsys):

@@ -74,7 +74,7 @@ class Prompted(Decoding):
     prompts: Sequence[str] | None = None
 
     @property
-    def texts(self) -> Sequence[str] | Path:
+    def texts(self) -> Sequence[str]:
         return self.prompts or PROMPTS
 
 
@@ -90,8 +90,8 @@ class Questioned(Prompted):
             raise ValueError("prompts and a question file exclude each other; give one of them")
 
     @property
-    def texts(self) -> Sequence[str] | Path:
-        return self.questions or super().texts
+    def asked(self) -> Sequence[str] | Path:
+        return self.questions or self.texts
 
 
 def _any(value: Any) -> None:

@@ -54,7 +54,7 @@ class Methods(Questioned):
         from specdemo.bench.sweeps import as_shipped, shipped_lanes
 
         target = preset(self.preset).target
-        return as_shipped(self, target, shipped_lanes(target), self.texts, report, cancelled)
+        return as_shipped(self, target, shipped_lanes(target), self.asked, report, cancelled)
 
 
 @dataclass(frozen=True, kw_only=True)

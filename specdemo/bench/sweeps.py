@@ -50,7 +50,7 @@ def every_k(
     lanes = [(name, replace(lane, k=k, name=f"{name}, k={k}")) for name, lane in families.items() for k in ks]
     runner = Session()
     spec = _spec(suite, target, tuple(lane for _, lane in lanes))
-    seen = compare_lanes(runner, spec, _questions(suite.texts), suite.repeats, report, cancelled)
+    seen = compare_lanes(runner, spec, _questions(suite.asked), suite.repeats, report, cancelled)
     rows = seen.rows([{"lane": "Baseline", "k": 0}, *({"lane": name, "k": lane.k} for name, lane in lanes)])
     probe = verify_costs(runner.target(), sorted({*WIDTHS, *(k + 1 for k in ks)}), PROBES)
     remarks = []
@@ -131,8 +131,16 @@ def over_lengths(suite: Prompted, chosen: str, report: Report, cancelled: Callab
 
 
 def _spec(suite: Decoding, target: str, lanes: tuple[LaneSpec, ...]) -> RunSpec:
-    where = {"dtype": suite.dtype, "device": suite.device}
-    return RunSpec(f"bench-{suite.name}", target, "-", lanes, suite.new_tokens, schedule="sequential", **where)
+    return RunSpec(
+        f"bench-{suite.name}",
+        target,
+        "-",
+        lanes,
+        suite.new_tokens,
+        schedule="sequential",
+        dtype=suite.dtype,
+        device=suite.device,
+    )
 
 
 def _first_lane(suite: Decoding, chosen: str) -> tuple[str, HFTarget, dict[str, tuple[Drafter, GenerationConfig]]]:

@@ -1,0 +1,42 @@
+"""What opens the page, with its options: the command `ui`, and `python app.py`."""
+
+from importlib import import_module
+from typing import Annotated
+
+import typer
+
+from specdemo.presets.schema import DEFAULT
+from specdemo.servers.address import allow
+from specdemo.ui import space
+
+
+def ui(
+    context: typer.Context,
+    preset: Annotated[str, typer.Option(metavar="ID", help="The comparison that is selected.")] = DEFAULT,
+    host: Annotated[str, typer.Option(envvar="GRADIO_SERVER_NAME")] = "127.0.0.1",
+    port: Annotated[str, typer.Option(envvar="GRADIO_SERVER_PORT", metavar="PORT")] = "7860",
+    allow_any_model: Annotated[
+        bool, typer.Option("--allow-any-model", help="Accept any model id or path, not the list alone.")
+    ] = False,
+    server: Annotated[
+        list[str] | None,
+        typer.Option(metavar="URL", help="A server that lanes may run on, as in SPECDEMO_SERVERS; repeatable."),
+    ] = None,
+) -> None:
+    """Open the page: plain and speculative decoding, side by side. The same as `python app.py`."""
+    if context.args:
+        raise ValueError(f"unrecognized arguments: {' '.join(context.args)}; see --help")
+    if not (port.isdecimal() and 1 <= int(port) <= 65535):
+        raise ValueError(f"argument --port: {port!r} is not from 1 to 65535; see --help")
+    if space.zero_gpu():
+        import_module("spaces")  # has to come before torch
+    from specdemo.ui.page import serve
+
+    allow(server or [])
+    try:
+        serve(preset, host, int(port), allow_any_model)
+    except OSError as error:
+        if "empty port" not in str(error):
+            raise
+        taken = f"port {port} of {host} cannot be had; choose others with --port and --host"
+        raise ValueError(taken) from None  # Gradio's words name settings of its own
