@@ -26,7 +26,9 @@ def versions() -> dict[str, str]:
 @lru_cache(maxsize=1)
 def commit() -> str | None:
     """The git commit this code was checked out at; None outside a checkout."""
-    here = Path(__file__).parent
+    here = Path(__file__).parents[2]
+    if not (here / ".git").exists():  # installed, perhaps into some other repository
+        return None
     try:
         asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=here)
     except OSError:  # no git

@@ -24,7 +24,8 @@ from specdemo.servers.address import address, check_listed
 if TYPE_CHECKING:  # the engine brings torch and transformers along
     from specdemo.engine.spec import RunSpec
 
-FOLDER = Path(__file__).parents[2] / "presets"
+INSTALLED = Path(__file__).parent / "files"  # where a wheel has them
+FOLDER = INSTALLED if INSTALLED.is_dir() else Path(__file__).parents[2] / "presets"
 DEFAULT = "embedded-draft"
 EMBEDDED = (
     "stories",
@@ -352,7 +353,7 @@ def load_presets() -> dict[str, Preset]:
     """Every preset by id: the default first, then the other embedded ones, then what is downloaded, by size of card."""
     presets = [read_preset(path) for path in FOLDER.glob("*.yaml")]
     if not presets:
-        raise ValueError(f"no presets in {FOLDER}; run specdemo from its checkout, or install it with pip install -e .")
+        raise ValueError(f"no presets in {FOLDER}; install specdemo again")
     presets.sort(key=lambda p: (p.id != DEFAULT, not p.embedded, p.group or "", p.id))
     return {preset.id: preset for preset in presets}
 

@@ -1,0 +1,1 @@
+"""Learning from what a target says; names no method."""

@@ -1,0 +1,80 @@
+"""What `pip install` gives: everything the package reads, and a command line and a page that work from any folder."""
+
+import os
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[1]
+USE = """
+import sys
+from types import SimpleNamespace
+from specdemo.__main__ import main
+from specdemo.ui.page import Visits, build, preset
+
+assert main(["presets", "--json"]) == 0
+build()
+visitor = SimpleNamespace(session_hash="a", query_params={})
+assert '"recorded":true' in Visits(preset("embedded-draft"), False).first(visitor)
+assert main(["bench", "peers", "--pair", "8m"]) == 2
+sys.exit(main(["run", "embedded-draft", "--max-new-tokens", "4"]))
+"""
+
+
+def pip(*arguments, **settings):
+    quiet = ["--quiet", "--disable-pip-version-check", "--no-deps"]
+    command = [sys.executable, "-m", "pip", arguments[0], *quiet, *arguments[1:]]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | settings)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    elsewhere = folder / "elsewhere.cfg"  # what is built leaves nothing in the checkout
+    lines = ["[build]", f"build_base = {folder / 'build'}", "[egg_info]", f"egg_base = {folder}"]
+    elsewhere.write_text("\n".join(lines), encoding="utf-8")
+    pip("wheel", "--no-build-isolation", "--wheel-dir", str(folder), str(ROOT), DIST_EXTRA_CONFIG=str(elsewhere))
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def files(folder):
+    found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return {name for name in found if "__pycache__" not in name and not name.startswith(".")}
+
+
+def test_the_wheel_holds_every_file_of_the_package_and_the_presets_and_nothing_else(wheel):
+    with zipfile.ZipFile(wheel) as opened:
+        held = {name for name in opened.namelist() if ".dist-info/" not in name}
+    package = {f"specdemo/{name}" for name in files(ROOT / "specdemo")}
+    assert held == package | {f"specdemo/presets/files/{name}" for name in files(ROOT / "presets")}
+    assert {"specdemo/py.typed", "specdemo/ui/style.css", "specdemo/ui/lanes.js"} <= held
+
+
+def test_an_installed_copy_works_in_an_empty_folder(wheel, tmp_path):
+    installed, empty = tmp_path / "installed", tmp_path / "empty"
+    empty.mkdir()
+    pip("install", "--no-compile", "--no-index", "--target", str(installed), str(wheel))
+    where = os.environ | {"PYTHONPATH": str(installed)}
+    done = subprocess.run([sys.executable, "-c", USE], capture_output=True, text=True, cwd=empty, env=where)
+    assert done.returncode == 0, done.stderr
+    assert '"id": "qwen3-8b"' in done.stdout and "Draft model (stories-draft-wide)" in done.stdout
+    assert done.stderr.startswith("specdemo: suite 'peers' measures specdemo itself and comes with its checkout")
+    assert not list(empty.iterdir())
+
+
+def test_what_is_pinned_is_within_what_an_installed_package_accepts():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    accepted = {wanted.name: wanted for wanted in map(Requirement, project["dependencies"])}
+    pinned = [Requirement(line) for line in (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()]
+    assert [pin.name for pin in pinned] == list(accepted)
+    for pin in pinned:
+        (version,) = (clause.version for clause in pin.specifier)
+        assert accepted[pin.name].specifier.contains(version), pin
+        assert accepted[pin.name].marker == pin.marker
