@@ -37,7 +37,7 @@ def test_spread_is_median_and_quartiles():
 @pytest.mark.parametrize(
     ("source", "line"),
     [
-        ("/no/file.json", "cannot read '/no/file.json': No such file or directory"),
+        ("none.json", "cannot read 'none.json': No such file or directory"),
         ("a\0b", "cannot read "),
         (b"[]", "not a specdemo result: the file: "),
         (b"\xff", "not a specdemo result: the file: "),

@@ -52,6 +52,7 @@ def lines(text):
     return [json.loads(line) for line in text.splitlines()]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="GPUs are lent on Linux, to forked processes")
 def test_on_a_lent_gpu_the_engine_runs_in_a_forked_process():
     paths = os.pathsep.join(["tests/ui/zero_gpu", "."])
     settings = os.environ | {"SPACES_ZERO_GPU": "1", "SPACE_ID": "someone/specdemo", "PYTHONPATH": paths}

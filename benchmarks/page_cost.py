@@ -1,4 +1,4 @@
-"""What the open page costs: `python tests/e2e/page_cost.py [REPEATS]`.
+"""What the open page costs: `python benchmarks/page_cost.py [REPEATS]`.
 
 The same race, in one server process, in turn without any browser (through the endpoint `/compare`) and pressed in a
 real Chromium that streams and draws it. Prints how much slower a lane's own device time per token is with the page, and
@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from gradio_client import Client
 from playwright.sync_api import Playwright, expect, sync_playwright
