@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import gradio as gr
 
+from specdemo.bench import suites
 from specdemo.engine.messages import Finished, replay
-from specdemo.ui import lab, live, losslessness, page, sweep
+from specdemo.ui import lab, live, losslessness, page
 from tests.traces import hostile_trace
 from tests.ui.stand_ins import Bench, Trainer
 
@@ -58,9 +59,9 @@ class GatedBench(Bench):
     def endless(self):
         return not self.gates.open.is_set()
 
-    def run_suite(self, name, ask, report, cancelled):
+    def run(self, repeats, report, cancelled):
         try:
-            return super().run_suite(name, ask, report, cancelled)
+            return super().run(repeats, report, cancelled)
         finally:
             if cancelled():
                 self.gates.stopped.release()
@@ -68,7 +69,6 @@ class GatedBench(Bench):
 
 def serve_gated(port, gates):
     engine, trainer, read_link = Gated(gates), Trainer(), page.Visits.read_link
-    bench = GatedBench(gates)
 
     def read_when_warm(self, request: gr.Request):  # Gradio passes what is annotated so
         gates.warm.wait(60)
@@ -76,7 +76,7 @@ def serve_gated(port, gates):
 
     live.session = lambda: engine
     lab.trainer = lambda: trainer
-    sweep.suite = losslessness.suite = lambda: bench
+    suites.suite = losslessness.suite = GatedBench(gates)
     page.Visits.read_link = read_when_warm
     server = page.serve(port=port, block=False)
     gates.up.set()
