@@ -11,7 +11,14 @@ settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.load_profile("fixed")
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--soak", action="store_true", help="run the long tests too, and try 100 times as many examples")
+
+
+def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if item.get_closest_marker("soak") and not config.getoption("--soak"):
+            item.add_marker(pytest.mark.skip(reason="takes minutes; run by --soak"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
