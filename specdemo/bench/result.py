@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, FailFast, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
+from specdemo.core.bounds import FILE, Bounds, judge, read
+
 SCHEMA = 1
-MAX_RESULT_BYTES = 4_000_000
 TOKEN = "token"  # the axis of histograms: rows hold a token's place and its share in either sample, PLAIN and DRAFTED
 PLAIN, DRAFTED = "plain", "speculative"
 
@@ -73,23 +74,22 @@ class _Stored:
 _adapter = TypeAdapter(_Stored)
 
 
-def read_result(source: str | bytes | Path) -> Result:
+def read_result(source: str | bytes | Path, bounds: Bounds = FILE) -> Result:
     """A file that `write_result` made, or its text (anything that starts with a brace). Raises ValueError with one
     line."""
     if isinstance(source, bytes) or (isinstance(source, str) and source.lstrip()[:1] == "{"):
-        return _parsed(source)
+        return _parsed(source, bounds)
     try:
-        size = Path(source).stat().st_size
-        content = Path(source).read_bytes() if size <= MAX_RESULT_BYTES else b" " * (MAX_RESULT_BYTES + 1)
+        content = read(source, bounds)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"cannot read {str(source)[:100]!r}: {reason}") from None
-    return _parsed(content)
+    return _parsed(content, bounds)
 
 
-def _parsed(content: str | bytes) -> Result:
-    if len(content) > MAX_RESULT_BYTES:
-        raise ValueError(f"a result may hold {MAX_RESULT_BYTES // 1_000_000} MB at most")
+def _parsed(content: str | bytes, bounds: Bounds) -> Result:
+    content = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
+    judge(content, bounds, "a result")
     try:
         stored = _adapter.validate_json(content)
     except ValidationError as error:

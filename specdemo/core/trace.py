@@ -5,16 +5,18 @@ Times are milliseconds of device time. Derived numbers are defined beside `tally
 
 import json
 from collections.abc import Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from itertools import pairwise
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import ConfigDict, FailFast, Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, FailFast, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
+
+from specdemo.core.bounds import FILE, Bounds, judge
 
 SCHEMA: Final = 1
 LISTS: Final = ("accept_histogram", "accept_by_position")  # of a summary; its other values are single ones
-MAX_TRACE_BYTES = 16_000_000
+MAX_TEXT = 50_000  # characters of a lane on a server: three such lanes, whatever they say, open on a public page
 MAX_DEPTH = 1024  # entries of such a list, of which the page draws every one
 
 Finish = Literal["stop", "length", "cancelled", "error"]
@@ -26,6 +28,18 @@ _FAST = FailFast()  # a hostile file gets one error per list, not millions
 _Ids = Annotated[list[int], _FAST]
 _Rows = Annotated[list[_Ids], _FAST]
 _ProbRows = Annotated[list[Annotated[list[float | None], _FAST]], _FAST]
+_Ms = Annotated[float, Field(ge=0)]
+_SHORT = Field(max_length=64)
+
+
+def _small(entries: Any) -> Any:
+    if isinstance(entries, dict) and len(entries) > 64:  # before an error is made for every one of them
+        raise ValueError("holds more than 64 entries")
+    return entries
+
+
+_SMALL = BeforeValidator(_small)
+_Compared = Annotated[dict[str, Number | bool | str], _SMALL]
 
 
 @checked(frozen=True, slots=True, config=_strict)
@@ -42,8 +56,8 @@ class StepEvent:
     emitted: _Rows  # [B][...] after trimming at stop token and length
     draft_probs: _ProbRows  # [B][N] the drafter's probability of each node; None: it has none
     target_probs: _ProbRows  # [B][N] the target's probability of each node at that place
-    ms: dict[str, Annotated[float, Field(ge=0)]]  # prefill | draft verify accept commit observe | stream
-    notes: dict[str, float] = field(default_factory=dict)  # the drafter's; of the prefill: kept prompt tokens, if any
+    ms: Annotated[dict[str, _Ms], _SMALL]  # prefill | draft verify accept commit observe | stream
+    notes: Annotated[dict[str, float], _SMALL] = field(default_factory=dict)  # the drafter's; prefill: tokens kept
 
 
 def kinds(event: StepEvent, row: int = 0) -> list[Kind]:
@@ -77,7 +91,7 @@ class Remote:
     endpoint: str  # which of the server's interfaces was used
     tokens: int | None = None  # of the whole text, as the server counted them
     counted: bool = False  # an emitted entry is a token; otherwise a piece of text, of unknown length
-    counters: dict[Counter, Number] = field(default_factory=dict)  # what it tells of a summary's numbers
+    counters: Annotated[dict[Counter, Number], _SMALL] = field(default_factory=dict)  # what it tells of a summary
     accept_by_position: Annotated[list[Number], _FAST] = field(default_factory=list)
     source: str = ""  # how the server defines its counters, and whom they count
 
@@ -99,7 +113,7 @@ class LaneTrace:
     text: str = ""
     finish: Finish = "cancelled"
     events: Annotated[list[StepEvent], _FAST] = field(default_factory=list)
-    summary: dict[str, Number | list[Number]] = field(default_factory=dict)
+    summary: Annotated[dict[str, Number | list[Number]], _SMALL] = field(default_factory=dict)
     pieces: Annotated[list[str], _FAST] = field(default_factory=list)
     note: str | None = None  # why the lane failed or runs otherwise than asked
     messages: Annotated[list[dict[str, str]], _FAST] = field(default_factory=list)  # the chat so far; of a text none
@@ -114,8 +128,8 @@ class RunTrace:
     config: dict[str, Any]
     environment: dict[str, Any]
     schedule: Literal["race", "sequential"]
-    lanes: Annotated[list[LaneTrace], _FAST]
-    comparison: Annotated[list[dict[str, Number | bool | str]], _FAST] = field(default_factory=list)
+    lanes: Annotated[list[LaneTrace], _FAST, _SHORT]
+    comparison: Annotated[list[_Compared], _FAST, _SHORT] = field(default_factory=list)
     prompt: str = ""
     vocabulary: dict[str, str] = field(default_factory=dict)
     schema: Literal[1] = SCHEMA
@@ -124,16 +138,45 @@ class RunTrace:
 _adapter = TypeAdapter(RunTrace)
 
 
-def to_json(trace: RunTrace, indent: int | None = None) -> str:
-    return _adapter.dump_json(trace, indent=indent).decode()
+def to_json(trace: RunTrace, indent: int | None = None, bounds: Bounds = FILE) -> str:
+    """What `from_json` opens. A trace that would be beyond the bounds has no indentation, and if that does not do, no
+    probabilities: `draft_probs` and `target_probs` are then empty."""
+    text = _adapter.dump_json(trace, indent=indent)
+    if indent is not None and not _fits(text, bounds):
+        text = _adapter.dump_json(trace)
+    if not _fits(text, bounds):
+        text = _adapter.dump_json(_without_probabilities(trace))
+    return text.decode()
 
 
-def from_json(text: str | bytes) -> RunTrace:
+def _fits(text: bytes, bounds: Bounds) -> bool:
+    try:
+        judge(text, bounds, "a trace")
+    except ValueError:
+        return False
+    return True
+
+
+def _without_probabilities(trace: RunTrace) -> RunTrace:
+    lanes = [
+        replace(lane, events=[replace(event, draft_probs=[], target_probs=[]) for event in lane.events])
+        for lane in trace.lanes
+    ]
+    return replace(trace, lanes=lanes)
+
+
+def _with_probabilities(event: StepEvent) -> StepEvent:
+    """Those that were left out are unknown."""
+    if event.draft_probs or event.target_probs:
+        return event
+    unknown: list[list[float | None]] = [[None] * len(tokens) for tokens in event.drafted]
+    return replace(event, draft_probs=unknown, target_probs=unknown)
+
+
+def from_json(text: str | bytes, bounds: Bounds = FILE) -> RunTrace:
     """Parse and check a trace. Raises ValueError with one clear line."""
-    if len(text) > MAX_TRACE_BYTES:
-        raise ValueError(
-            f"a trace may hold {MAX_TRACE_BYTES // 1_000_000} MB at most, this one has {len(text):,} bytes"
-        )
+    text = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+    judge(text, bounds, "a trace")
     try:
         trace = _adapter.validate_json(text)
     except ValidationError as error:
@@ -145,6 +188,7 @@ def from_json(text: str | bytes) -> RunTrace:
     except ValueError:
         raise ValueError("not a specdemo trace: config, environment or options hold what is no finite number") from None
     for lane in trace.lanes:
+        lane.events = [_with_probabilities(event) for event in lane.events]
         _check(lane)
     return trace
 

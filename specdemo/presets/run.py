@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from specdemo.core.bounds import FILE, read
 from specdemo.core.trace import RunTrace, from_json, to_json
 from specdemo.engine.session import session
 from specdemo.presets.schema import preset
@@ -47,7 +48,7 @@ def save_trace(trace: RunTrace, out: str | Path) -> None:
 def load_trace(path: str | Path) -> RunTrace:
     """Read and check a stored trace. Raises ValueError with one line."""
     try:
-        content = Path(path).read_bytes()
+        content = read(path, FILE)
     except OSError as error:
         reason = error.strerror or error
         raise ValueError(

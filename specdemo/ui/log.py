@@ -3,10 +3,10 @@
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specdemo.core.trace import MAX_TRACE_BYTES, RunTrace, from_json
+from specdemo.core.bounds import FILE, Bounds, read
+from specdemo.core.trace import RunTrace, from_json
 from specdemo.engine.messages import Finished, Note, Started, replay
 from specdemo.ui.lines import to_line
 from specdemo.ui.views import Failed, Shown, opening, view
@@ -111,11 +111,9 @@ def replayed(trace: RunTrace, still: bool = False) -> Log:
     return log
 
 
-def open_trace(path: str) -> Log:
+def open_trace(path: str, bounds: Bounds = FILE) -> Log:
     """A stored run, or why the file is none."""
     try:
-        if Path(path).stat().st_size > MAX_TRACE_BYTES:
-            raise ValueError(f"a trace may hold {MAX_TRACE_BYTES // 1_000_000} MB at most")
-        return replayed(from_json(Path(path).read_bytes()))
+        return replayed(from_json(read(path, bounds), bounds))
     except ValueError as error:
         return refusal(ValueError(f"{error}; open a file that was exported here"))

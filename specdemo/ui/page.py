@@ -18,7 +18,7 @@ import gradio as gr
 import plotly.graph_objects as go
 
 from specdemo.bench.look import FONTS, LINES, axis, layout
-from specdemo.core.trace import MAX_TRACE_BYTES, to_json
+from specdemo.core.trace import to_json
 from specdemo.presets.recorded import recorded
 from specdemo.presets.schema import (
     DEFAULT,
@@ -129,7 +129,7 @@ class Visits:
 
     def open(self, request: gr.Request, path: str) -> str:
         """The whole log of a stored run, or one that says why the file is none."""
-        log = open_trace(path)
+        log = open_trace(path, space.bounds())
         return self._keep(request, log).text if log.ended else log.text
 
     def first(self, request: gr.Request) -> Any:
@@ -152,7 +152,7 @@ class Visits:
         log = self._logs.get(visitor(request))
         if log is None or log.trace is None:
             raise gr.Error(_nothing_to_save(log), print_exception=False)
-        text = to_json(log.trace, indent=1) if kind == "json" else tokens_csv(log.trace)
+        text = to_json(log.trace, 1, space.bounds()) if kind == "json" else tokens_csv(log.trace)
         return {"name": f"specdemo-{log.trace.preset}.{kind}", "text": text}
 
     def share(self, *values: Any) -> str:
@@ -411,7 +411,7 @@ def serve(
         share=False,
         footer_links=["api"],
         run_history=False,
-        max_file_size=MAX_TRACE_BYTES,
+        max_file_size=space.bounds().bytes,
         theme=theme(),
         css_paths=[assets.HERE / "style.css"],
     )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 
+from specdemo.core.bounds import FILE, PUBLIC_FILE, Bounds
 from specdemo.presets.schema import EMBEDDED, FOLDER, LIMITS, Limits, Preset, load_presets
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 README = FOLDER.parent / "README.md"
 PUBLIC = Limits(max_new_tokens=256, k=10, lanes=3, prompt=4000, sweep_repeats=3)
+NODES = 64  # of a draft tree, so that the trace of the longest run opens here again
 START_S = 10  # until a lent GPU has the weights and every lane is warm
 BACK_S = 2  # a run ends itself so long before the GPU is taken away
 LEND_S = 120  # longer calls are refused
@@ -43,6 +45,11 @@ def zero_gpu() -> bool:
 
 def limits() -> Limits:
     return PUBLIC if public() else LIMITS
+
+
+def bounds() -> Bounds:
+    """Of a file that a visitor opens."""
+    return PUBLIC_FILE if public() else FILE
 
 
 def lent(duration: Callable[..., int]) -> Callable[[Function], Function]:
@@ -86,6 +93,7 @@ def admit(chosen: Preset) -> Preset:
         "lanes": (len(chosen.lanes) + 1, PUBLIC.lanes),
         "characters of prompt": (len(chosen.prompt) + len(chosen.system), PUBLIC.prompt),
         "tokens of draft": (max(lane.k for lane in chosen.lanes), PUBLIC.k),
+        "nodes of a draft tree": (max(int(lane.options.get("nodes", 0)) for lane in chosen.lanes), NODES),
     }
     for what, (wanted, most) in asked.items():
         if wanted > most:

@@ -187,7 +187,7 @@ class Sweeps:
     def open(self, request: gr.Request, path: str) -> Outputs:
         """A stored result, or why the file is none."""
         try:
-            result = read_result(Path(path))
+            result = read_result(Path(path), space.bounds())
         except ValueError as error:
             return refusal(error), gr.skip()
         return opening() + result_line(result, recorded=True), self._show(request, result)

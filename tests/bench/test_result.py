@@ -5,7 +5,8 @@ import json
 import pytest
 
 from specdemo.bench import page
-from specdemo.bench.result import MAX_RESULT_BYTES, Result, Spread, read_result, write_result
+from specdemo.bench.result import Result, Spread, read_result, write_result
+from specdemo.core.bounds import FILE
 
 RESULT = Result(
     "k",
@@ -48,7 +49,8 @@ def test_spread_is_median_and_quartiles():
         (stored(axis="k"), "not a specdemo result: no row has its axis 'k'"),
         (stored(extra=1), "not a specdemo result: extra: "),
         (stored(suite="x" * 5000), "not a specdemo result: suite: "),
-        (b" " * (MAX_RESULT_BYTES + 1), "a result may hold 4 MB at most"),
+        (b" " * (FILE.bytes + 1), "a result may hold 16 MB at most"),
+        (b'{"rows":[' + b"[]," * 1_000_000, "a result may hold 2,000,000 values at most"),
     ],
 )
 def test_anything_else_is_one_line(source, line):

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import gradio as gr
 import pytest
 
-from specdemo.core.trace import MAX_TRACE_BYTES, to_json
+from specdemo.core.bounds import FILE
+from specdemo.core.trace import to_json
 from specdemo.engine.messages import replay
 from specdemo.presets.schema import preset
 from specdemo.ui import live
@@ -77,8 +78,8 @@ def test_a_trace_file_opens(tmp_path):
         (b"", "not a specdemo trace"),
         (b"\xff\xfe\x00", "not a specdemo trace"),
         (b'{"schema": 99}', "reads schema 1"),
-        (b"[" * 100_000, "not a specdemo trace"),
-        (b" " * (MAX_TRACE_BYTES + 1), "16 MB at most"),
+        (b"[" * 100_000, "nest 32 brackets at most"),
+        (b" " * (FILE.bytes + 1), "16 MB at most"),
     ],
 )
 def test_what_is_no_trace_is_refused_in_one_line(tmp_path, content, message):

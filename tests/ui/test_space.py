@@ -99,6 +99,7 @@ def public(monkeypatch):
         ({"max_new_tokens": 257}, "256 new tokens at most, not 257; for more, duplicate this Space"),
         ({"lanes": [{"method": "ngram"}] * 3}, "3 lanes at most, not 4"),
         ({"k": 11}, "10 tokens of draft at most"),
+        ({"lanes": [{"method": "lookahead", "options": {"nodes": 65}}]}, "64 nodes of a draft tree at most, not 65"),
         ({"prompt": "word " * 1000}, "4000 characters of prompt at most"),
     ],
 )

@@ -1,0 +1,255 @@
+"""Files that nobody should have written: what opening them costs, whoever opens them."""
+
+import json
+import random
+import subprocess
+import sys
+import time
+import tracemalloc
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+
+from specdemo.bench.result import read_result
+from specdemo.core.bounds import FILE, PUBLIC_FILE, Bounds, judge
+from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, from_json, summarise, to_json
+from specdemo.presets.run import load_trace
+from specdemo.ui.log import open_trace, replayed
+from tests.traces import hostile_trace
+
+M = FILE.bytes
+LANE = {"name": "a", "method": "none", "options": {}, "exact": True, "prompt_ids": []}
+EVENT = {name: [[]] for name in ("drafted", "parents", "emitted", "draft_probs", "target_probs")}
+EVENT |= {"index": 0, "path": [[0]], "ms": {}}
+FEW_KEYS = {str(n): 1 for n in range(59_000)}  # as many as a public page lets pass
+MANY = {str(n): 1 for n in range(1_200_000)}
+
+
+def document(**fields):
+    run = {"preset": "", "config": {}, "environment": {}, "schedule": "race", "lanes": [LANE]}
+    return json.dumps(run | fields, separators=(",", ":")).encode()
+
+
+def one_event(**fields):
+    return document(lanes=[LANE | {"events": [EVENT | fields]}])
+
+
+TOO_MUCH = {
+    "empty events": (b'{"lanes":[{"events":[' + b"[]," * (M // 3 - 20), "2,000,000 values at most"),
+    "objects": (b"[" + b"{}," * (M // 3 - 1), "2,000,000 values at most"),
+    "commas": (b"," * M, "2,000,000 values at most"),
+    "opening brackets": (b"[" * M, "2,000,000 values at most"),
+    "closing brackets": (b"]" * M, "2,000,000 values at most"),
+    "strings": (b'["",' * (M // 4), "2,000,000 values at most"),
+    "deep": (b"[" * 100_000, "nest 32 brackets at most"),
+    "deep objects": (b'{"a":' * 33 + b"1" + b"}" * 33, "nest 32 brackets at most"),
+    "large": (b" " * (M + 1), "16 MB at most"),
+    "keys": (one_event(ms=MANY), "600,000 keys at most"),
+    "too many for a step": (one_event(ms=FEW_KEYS), "lanes.0.events.0.ms: Value error, holds more than 64 entries"),
+    "lanes": (document(lanes=[LANE] * 65), "lanes: List should have at most 64 items"),
+}
+WITHIN = {
+    "brackets in a string": b'"' + b"[{" * (M // 2 - 1) + b'"',
+    "escaped quotes": b'"' + b'[\\"' * (M // 3 - 1) + b'"',
+    "escaped backslashes": b'["' + b"\\\\" * 1000 + b'",[],"\\\\\\"[[["]',
+    "a quote where a chunk ends": b'"' + b"[" * ((1 << 18) - 2) + b'"' + b'"' + b"[" * (1 << 18) + b'"',
+    "32 deep": b"[" * 32 + b"]" * 32,
+    "wide": (b"[" * 32 + b"]" * 32 + b",") * 60_000,
+    "cut off": b'{"a":[1,{"b":[',
+    "quotes": b'"' * M,
+}
+
+
+def cpu(work, *given):
+    """Seconds of this thread alone: the machine may be busy."""
+    start = time.thread_time()
+    with suppress(ValueError):
+        work(*given)
+    return time.thread_time() - start
+
+
+@pytest.mark.parametrize("kind", TOO_MUCH)
+def test_what_is_too_much_is_refused_in_one_line_that_names_the_bound(kind, tmp_path):
+    text, line = TOO_MUCH[kind]
+    path = tmp_path / "trace.json"
+    path.write_bytes(text)
+    for reader, source in ((from_json, text), (load_trace, path), (read_result, text)):
+        with pytest.raises(ValueError) as refused:
+            reader(source)
+        said = str(refused.value)
+        assert "\n" not in said and len(said) < 300 + len(str(path)) * 2
+        assert line in said or reader is read_result
+    assert line in open_trace(str(path)).text
+
+
+@pytest.mark.parametrize("kind", [*TOO_MUCH, *WITHIN])
+def test_judging_takes_little_time(kind):
+    text = TOO_MUCH[kind][0] if kind in TOO_MUCH else WITHIN[kind]
+    assert cpu(judge, text, FILE, "a trace") < 1.0  # 0.3 on an idle machine
+
+
+@pytest.mark.parametrize("text", [TOO_MUCH["objects"][0], TOO_MUCH["keys"][0], WITHIN["quotes"]])
+def test_judging_takes_little_memory(text):
+    tracemalloc.start()
+    with suppress(ValueError):
+        judge(text, FILE, "a trace")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100e6
+
+
+@pytest.mark.parametrize("kind", WITHIN)
+def test_what_is_within_the_bounds_is_not_refused_for_its_looks(kind):
+    judge(WITHIN[kind], FILE, "a trace")
+
+
+strings = st.text(st.sampled_from('"\\[]{},:é a'), max_size=6)
+anything = st.recursive(
+    st.none() | st.integers() | strings,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(strings, inner, max_size=4),
+    max_leaves=20,
+)
+
+
+def count(node):
+    """-> depth of brackets; commas with opening brackets; keys."""
+    if not isinstance(node, dict | list):
+        return 0, 0, 0
+    keys = len(node) if isinstance(node, dict) else 0
+    depths, values, inside = zip(*map(count, node.values() if keys else node), strict=True) if node else ([0], [], [])
+    return 1 + max(depths), 1 + max(len(node) - 1, 0) + sum(values), keys + sum(inside)
+
+
+@settings(settings.get_profile("hardening"))
+@given(anything)
+def test_the_judge_counts_as_a_parser_would(node):
+    text = json.dumps(node, ensure_ascii=False).encode()
+    depth, values, keys = count(node)
+    exact = Bounds(len(text), values, keys, depth)
+    judge(text, exact, "it")
+    for name, line in {"bytes": "MB", "values": "values", "keys": "keys", "depth": "nest"}.items():
+        if most := getattr(exact, name):
+            with pytest.raises(ValueError, match=line):
+                judge(text, replace(exact, **{name: most - 1}), "it")
+
+
+PUBLIC_WORST = {
+    "ms": one_event(ms=FEW_KEYS),
+    "wrong ms": one_event(ms=dict.fromkeys(FEW_KEYS, "x")),
+    "summary": document(lanes=[LANE | {"summary": dict.fromkeys(FEW_KEYS, "x")}]),
+    "counters": document(lanes=[LANE | {"remote": {"server": "", "model": "", "endpoint": "", "counters": FEW_KEYS}}]),
+    "comparison": document(comparison=[{str(n): [] for n in range(50_000)}]),
+    "vocabulary": document(vocabulary=FEW_KEYS),
+    "unknown keys": document(**FEW_KEYS),
+    "config": document(config=FEW_KEYS),
+    "lists": document(config={"a": [json.loads("[" * 13 + "]" * 13)] * 13_000}),
+    "events": document(lanes=[LANE | {"events": [EVENT] * 5_400}]),
+    "lanes": document(lanes=[LANE] * 11_900),
+    "wide event": one_event(
+        drafted=[[1] * 48_000], parents=[[0] * 48_000], draft_probs=[[0.5] * 48_000], target_probs=[[0.5] * 48_000]
+    ),
+    "digits": document(config={"a": 0}).replace(b'"a":0', b'"a":[' + b",".join([b"1" * 4290] * 450) + b"]"),
+    "a number": document(config={"a": 0}).replace(b'"a":0', b'"a":' + b"1" * 1_900_000),
+}
+
+
+@pytest.mark.parametrize("kind", PUBLIC_WORST)
+def test_a_public_page_parses_without_holding_up_the_others(kind):
+    text = PUBLIC_WORST[kind]
+    judge(text, PUBLIC_FILE, "a trace")
+    assert cpu(TypeAdapter(RunTrace).validate_json, text) < 0.4  # in one go; less than 0.2 on an idle machine
+    assert cpu(lambda: replayed(from_json(text))) < 3.0
+
+
+def wide_run(new_tokens, lanes, nodes, vocabulary=150_000):
+    """Every array of every step full."""
+    rng = random.Random(7)
+
+    def event(index, token, nodes):
+        drafted, parents = [rng.randrange(vocabulary) for _ in range(nodes)], [rng.randint(0, n) for n in range(nodes)]
+        q, p = ([rng.randrange(1000, 9999) / 1e4 for _ in range(nodes)] for _ in range(2))
+        ms = {name: rng.random() * 30 for name in ("draft", "verify", "accept", "commit", "observe")}
+        return StepEvent(index, [drafted], [parents], [[0]], [[token]], [q], [p], ms, {"depth": 5.0})
+
+    def lane(number):
+        ids = [rng.randrange(vocabulary) for _ in range(new_tokens)]
+        events = [event(i, token, nodes if i and number else 0) for i, token in enumerate(ids)]
+        pieces = [f" token{token % 100}" for token in ids]
+        made = LaneTrace(f"{number}", "eagle", {}, True, ids, ids, "".join(pieces), "length", events, {}, pieces)
+        made.summary = summarise(made)
+        return made
+
+    made = [lane(number) for number in range(lanes)]
+    drafted = {token for one in made for event in one.events for token in event.drafted[0]}
+    return RunTrace("p", {}, {}, "race", made, [], "", {str(token): f" token{token % 100}" for token in drafted})
+
+
+@pytest.mark.parametrize("shape, bounds", [
+    ((2048, 4, 64), FILE), ((1024, 4, 128), FILE), ((256, 3, 64), PUBLIC_FILE),
+])  # fmt: skip
+def test_the_largest_run_opens_again(shape, bounds):
+    run = wide_run(*shape)
+    text = to_json(run, 1, bounds)
+    assert from_json(text, bounds) == run
+
+
+def test_a_run_that_is_larger_still_opens_without_its_probabilities():
+    run = wide_run(256, 3, 80)
+    again = from_json(to_json(run, 1, PUBLIC_FILE), PUBLIC_FILE)
+    assert again.lanes[1].events[5].target_probs == [[None] * 80]
+    assert again.lanes[1].events[5].drafted == run.lanes[1].events[5].drafted
+    assert again.lanes[1].summary == run.lanes[1].summary
+    assert replayed(again).ended
+
+
+DOCUMENT = to_json(hostile_trace()).encode()
+PARTS = [*b'[ ] { } , " \\ : 1e999 NaN null "a": \xff'.split(), b"[" * 40, b"0" * 5000]
+edit = st.tuples(
+    st.integers(0, len(DOCUMENT)), st.integers(0, 200), st.sampled_from(PARTS), st.sampled_from([0, 1, 1000])
+)
+UNDER_A_LIMIT = """
+import resource, sys
+from specdemo.core.trace import from_json
+room = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + 400_000_000
+resource.setrlimit(resource.RLIMIT_AS, (room, room))
+for line in sys.stdin:
+    try:
+        from_json(bytes.fromhex(line))
+        print("opened", flush=True)
+    except ValueError as error:
+        print(repr(str(error)), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def reader():
+    """Opens a trace in a process of 400 MB more than it takes to start -> what it says."""
+    command = [sys.executable, "-c", UNDER_A_LIMIT]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+
+        def read(text):
+            process.stdin.write(text.hex() + "\n")
+            process.stdin.flush()
+            return process.stdout.readline()
+
+        yield read
+        process.stdin.close()
+
+
+@settings(settings.get_profile("hardening"))
+@given(edits=st.lists(edit, max_size=4))
+def test_a_damaged_trace_opens_or_is_refused_in_one_line_and_little_memory(reader, edits):
+    text = DOCUMENT
+    for at, width, part, times in edits:
+        text = text[:at] + part * times + text[at + width :]
+    said = reader(text)
+    assert said == "opened\n" or (0 < len(said) < 400 and "\\n" not in said)
+
+
+@pytest.mark.parametrize("kind", ["empty events", "deep", "keys", "lanes"])
+def test_what_is_too_much_takes_little_memory(reader, kind):
+    assert TOO_MUCH[kind][1] in reader(TOO_MUCH[kind][0])
