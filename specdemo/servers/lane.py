@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import httpx
 from pydantic import BaseModel, Field, ValidationError
 
-from specdemo.core.trace import LaneTrace, Remote
+from specdemo.core.trace import MAX_TEXT, LaneTrace, Remote
 from specdemo.servers import client, counters
 from specdemo.servers.address import check_listed, host
 from specdemo.servers.answer import Heard, Piece
@@ -88,12 +88,17 @@ class RemoteLane:
         seconds = client.SILENCE_S + limit * TOKEN_S
         try:
             for event, text in _in_background(self._talk, cancelled, seconds):
-                ids = event.emitted[0]
+                ids, room = event.emitted[0], MAX_TEXT - len(self.trace.text)
+                text, cut = text[:room], len(text) > room
                 self.trace.events.append(event)
                 self.trace.token_ids += ids
                 self.trace.pieces += [*[""] * (len(ids) - 1), text]
                 self.trace.text += text
                 yield event, text
+                if cut:
+                    self._note(f"cut off at {MAX_TEXT:,} characters, as many as a trace can hold")
+                    self.trace.finish = "length"
+                    return
         except TimeoutError:
             late = f"{host(self._server)} took longer than {seconds:g} seconds for {limit} tokens"
             raise RuntimeError(late) from None

@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 
 from specdemo.bench.report import race_report
+from specdemo.core.bounds import PUBLIC_FILE
 from specdemo.core.sampling import Sampling
 from specdemo.core.tally import summarise
-from specdemo.core.trace import from_json, kinds, to_json
+from specdemo.core.trace import MAX_TEXT, from_json, kinds, to_json
 from specdemo.engine.messages import Finished, LaneDone, Step, replay
 from specdemo.engine.session import Session
 from specdemo.engine.spec import LaneSpec, RunSpec
@@ -160,6 +161,15 @@ def test_tokens_that_are_not_told_at_all_are_unknown():
     with completion_server([piece("a b c"), piece(" d", finish="stop")]) as server:
         lane = run(spec(server.address, server.address), server.address).lanes[1]
     assert lane.summary["tokens"] is None and lane.summary["tokens_per_s"] is None and lane.summary["ttft_ms"] > 0
+
+
+def test_a_text_that_no_trace_can_hold_is_cut_off():
+    with completion_server([piece("x" * 30_000), piece("\0" * 30_000), piece("y", finish="stop")]) as server:
+        trace = run(spec(server.address, server.address), server.address)
+    lane = trace.lanes[1]
+    assert len(lane.text) == MAX_TEXT and lane.finish == "length" and "cut off at 50,000 characters" in lane.note
+    text = to_json(trace, bounds=PUBLIC_FILE)
+    assert from_json(text, PUBLIC_FILE) == trace
 
 
 def test_llama_cpp_counts_the_answer_itself():
