@@ -16,6 +16,7 @@ os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
 
 import gradio as gr
 import plotly.graph_objects as go
+from starlette.middleware import Middleware
 
 from specdemo.bench.look import FONTS, LINES, axis, layout
 from specdemo.core.trace import to_json
@@ -43,6 +44,7 @@ from specdemo.ui.controls import (
     visitor,
     wire_share,
 )
+from specdemo.ui.guard import ENVELOPE, WINDOW_S, Guard
 from specdemo.ui.heavy import live
 from specdemo.ui.log import Log, notes, open_trace, refusal, replayed, waiting
 from specdemo.ui.views import tokens_csv
@@ -225,7 +227,11 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
     if allow_any_model and space.public():
         raise ValueError("a public page takes listed models alone; leave --allow-any-model out")
     first = space.fit(preset(start))
-    page: gr.Blocks = gr.Blocks(title="specdemo: speculative decoding, side by side", analytics_enabled=False)
+    page: gr.Blocks = gr.Blocks(
+        title="specdemo: speculative decoding, side by side",
+        analytics_enabled=False,
+        delete_cache=(int(WINDOW_S / 2), int(WINDOW_S)),
+    )
     with page:
         gr.HTML(assets.text("title.html"), elem_id="title")
         # "menu" hides tabs that fit whenever it measures them before the page has its width
@@ -411,7 +417,8 @@ def serve(
         share=False,
         footer_links=["api"],
         run_history=False,
-        max_file_size=space.bounds().bytes,
+        max_file_size=space.bounds().bytes + ENVELOPE,  # the guard's own, which leaves nothing on disk
+        app_kwargs={"middleware": [Middleware(Guard, space.bounds().bytes)]},
         theme=theme(),
         css_paths=[assets.HERE / "style.css"],
     )

@@ -1,0 +1,125 @@
+"""What stands between the network and Gradio: no foreign page may write here, and no body comes in that Gradio would
+keep on disk for ever, or parse while nobody else is served."""
+
+import os
+import re
+import time
+from collections import deque
+from collections.abc import Iterator
+
+from python_multipart.multipart import parse_options_header
+from starlette.datastructures import Headers
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from specdemo.core.bounds import Bounds, judge
+
+REQUEST = Bounds(1_000_000, 50_000, 10_000)  # of what the page and its API send
+ENVELOPE = 4_096  # bytes around the file in the body of an upload
+WINDOW_S = 600.0  # in which uploads are counted, and after which they are deleted
+UPLOADS, ALL_UPLOADS = 60, 300  # of one visitor, or of a class behind one address; and of everybody
+FILE = (
+    rb'--%b\r\nContent-Disposition: form-data; name="files"; filename="[^"\r\n]*"\r\n(Content-Type:[^\r\n]*\r\n)?\r\n'
+)
+
+
+class Refused(Exception):
+    """status: of HTTP. The text is one line."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class Guard:
+    """ASGI middleware. most: bytes of an upload."""
+
+    def __init__(self, app: ASGIApp, most: int) -> None:
+        self._app = app
+        self._most = most
+        self._uploads: deque[tuple[float, str]] = deque()  # when and whose
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] not in ("GET", "HEAD", "OPTIONS"):
+            try:
+                receive = await self._admitted(scope, receive)
+            except Refused as refused:
+                await PlainTextResponse(str(refused), refused.status)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    async def _admitted(self, scope: Scope, receive: Receive) -> Receive:
+        """The request again, with a body that was looked at."""
+        headers = Headers(scope=scope)
+        if not same_origin(headers):
+            raise Refused(403, "this page takes nothing from another site")
+        upload = scope["path"].rstrip("/").endswith("/upload")
+        if upload:
+            self._count(_address(scope, headers))
+        body = await _body(receive, self._most + ENVELOPE if upload else REQUEST.bytes)
+        if upload:
+            _check_upload(headers, body)
+        else:
+            _check_request(body)
+        messages: Iterator[Message] = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+        async def again() -> Message:
+            return next(messages, None) or await receive()
+
+        return again
+
+    def _count(self, whose: str) -> None:
+        now = time.monotonic()
+        while self._uploads and self._uploads[0][0] < now - WINDOW_S:
+            self._uploads.popleft()
+        if len(self._uploads) >= ALL_UPLOADS or sum(who == whose for _, who in self._uploads) >= UPLOADS:
+            raise Refused(429, f"too many files were opened here; wait {WINDOW_S / 60:.0f} minutes")
+        self._uploads.append((now, whose))
+
+
+def same_origin(headers: Headers) -> bool:
+    """Whether no other site's page sent this. What is no browser names no origin."""
+    origin = headers.get("origin")
+    forwarded = [host.strip() for host in headers.get("x-forwarded-host", "").split(",")]
+    own = {headers.get("host"), *forwarded, os.environ.get("SPACE_HOST")} - {"", None}
+    # a foreign script may forge X-Forwarded-Host, but not what its browser says of it
+    within = headers.get("sec-fetch-site", "none") in ("same-origin", "none")
+    return origin is None or (within and origin.partition("://")[2] in own)
+
+
+def _address(scope: Scope, headers: Headers) -> str:
+    """The visitor's; behind the proxy of a Space the one that the proxy added, which the visitor cannot choose."""
+    forwarded = headers.get("x-forwarded-for", "") if os.environ.get("SPACE_ID") else ""
+    return forwarded.rpartition(",")[2].strip() or (scope.get("client") or ("",))[0]
+
+
+async def _body(receive: Receive, most: int) -> bytes:
+    body, more = bytearray(), True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Refused(400, "the request broke off")
+        body += message.get("body", b"")
+        if len(body) > most:
+            raise Refused(413, f"a request may hold {most / 1e6:.3g} MB at most")
+        more = message.get("more_body", False)
+    return bytes(body)
+
+
+def _check_upload(headers: Headers, body: bytes) -> None:
+    """One whole file. Of anything else Gradio leaves parts on disk that it never deletes."""
+    kind, options = parse_options_header(headers.get("content-type"))
+    boundary = options.get(b"boundary")
+    if kind != b"multipart/form-data" or not boundary:
+        raise Refused(400, "a file is sent as multipart/form-data")
+    mark = b"--" + boundary
+    whole = re.match(FILE % re.escape(boundary), body, re.IGNORECASE) and body.rstrip(b"\r\n").endswith(mark + b"--")
+    if not whole or body.count(mark) != 2:
+        raise Refused(400, "send one whole file, as `files`")
+
+
+def _check_request(body: bytes) -> None:
+    try:
+        judge(body, REQUEST, "a request")
+    except ValueError as error:
+        raise Refused(413, str(error)) from None

@@ -1,0 +1,103 @@
+"""What a running public page takes from strangers."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from specdemo.core.bounds import PUBLIC_FILE
+from specdemo.ui.guard import UPLOADS
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where Gradio keeps what is uploaded."""
+    return tmp_path_factory.mktemp("uploads")
+
+
+@pytest.fixture(scope="module")
+def public_page(folder):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "app.py", "--port", str(port)]
+    where = os.environ | {"SPECDEMO_PUBLIC": "1", "GRADIO_TEMP_DIR": str(folder)}
+    root = Path(__file__).parents[2]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root, env=where) as server,
+        httpx.Client(base_url=server.stdout.readline().split()[-1], timeout=60) as client,
+    ):
+        yield client
+        server.terminate()
+
+
+def upload(page, content=b"{}", name="files", **headers):
+    return page.post("/gradio_api/upload", files={name: ("t.json", content, "application/json")}, headers=headers)
+
+
+def on_disk(folder):
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def test_a_file_comes_in(public_page, folder):
+    own = str(public_page.base_url).rstrip("/")
+    for headers in ({}, {"Origin": own}, {"Origin": own, "Sec-Fetch-Site": "same-origin"}):
+        assert upload(public_page, b" " * PUBLIC_FILE.bytes, **headers).status_code == 200
+    forwarded = {"Origin": "https://me-demo.hf.space", "X-Forwarded-Host": "me-demo.hf.space"}
+    assert upload(public_page, b" " * PUBLIC_FILE.bytes, **forwarded).status_code == 200
+    assert [path.name for path in on_disk(folder)] == ["t.json"]
+
+
+@pytest.mark.parametrize("headers", [
+    {"Origin": "http://evil.example"},
+    {"Origin": "null"},
+    {"Origin": "http://127.0.0.1:1"},
+    {"Origin": "http://evil.example", "X-Forwarded-Host": "evil.example", "Sec-Fetch-Site": "cross-site"},
+])  # fmt: skip
+def test_another_sites_page_can_send_nothing(public_page, folder, headers):
+    before = on_disk(folder)
+    assert upload(public_page, b"foreign", **headers).status_code == 403
+    assert public_page.post("/gradio_api/queue/join", json={}, headers=headers).status_code == 403
+    assert on_disk(folder) == before
+
+
+HEAD = b'--b\r\nContent-Disposition: form-data; name="files"; filename="a"\r\n'
+PART = HEAD + b"\r\nx\r\n"
+
+
+@pytest.mark.parametrize("status, body", [
+    (400, PART * 2 + b"--b--\r\n"),
+    (400, PART),
+    (400, PART.replace(b'"files"', b'"other"') + b"--b--\r\n"),
+    (400, PART.replace(b'"a"', b'"a"; name="other"') + b"--b--\r\n"),
+    (400, HEAD + b'Content-Disposition: form-data; name="other"; filename="b"\r\n\r\nx\r\n--b--\r\n'),
+    (400, b""),
+    (413, HEAD + b"\r\n" + b"x" * (PUBLIC_FILE.bytes + 5000) + b"\r\n--b--\r\n"),
+], ids=["two", "unfinished", "unnamed", "renamed", "redisposed", "empty", "large"])  # fmt: skip
+def test_what_is_not_one_small_file_leaves_nothing_on_disk(public_page, folder, status, body):
+    before = on_disk(folder)
+    sent = public_page.post(
+        "/gradio_api/upload", content=body, headers={"Content-Type": "multipart/form-data; boundary=b"}
+    )
+    assert sent.status_code == status and "\n" not in sent.text
+    assert on_disk(folder) == before
+
+
+@pytest.mark.parametrize("body, line", [
+    (b"[" * 900_000, "values at most"),
+    (b"[" * 100, "nest 32 brackets at most"),
+    (b'"' + b"x" * 2_000_000 + b'"', "1 MB at most"),
+])  # fmt: skip
+def test_a_request_is_judged_before_it_is_parsed(public_page, body, line):
+    sent = public_page.post("/gradio_api/queue/join", content=body, headers={"Content-Type": "application/json"})
+    assert sent.status_code == 413 and line in sent.text
+
+
+def test_a_visitor_opens_so_many_files_and_no_more(public_page):
+    statuses = [upload(public_page).status_code for _ in range(UPLOADS + 1)]
+    assert statuses[-1] == 429 and "wait 10 minutes" in upload(public_page).text
+    assert public_page.get("/").status_code == 200
