@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, FailFast, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
-from specdemo.core.bounds import FILE, Bounds, judge, read
+from specdemo.core.bounds import FILE, Bounds, judge, parsing, read
 
 SCHEMA = 1
 TOKEN = "token"  # the axis of histograms: rows hold a token's place and its share in either sample, PLAIN and DRAFTED
@@ -91,7 +91,8 @@ def _parsed(content: str | bytes, bounds: Bounds) -> Result:
     content = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
     judge(content, bounds, "a result")
     try:
-        stored = _adapter.validate_json(content)
+        with parsing():
+            stored = _adapter.validate_json(content)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         where = " ".join(".".join(map(str, first["loc"])).split())

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
-from specdemo.core.bounds import FILE, Bounds, judge
+from specdemo.core.bounds import FILE, Bounds, judge, parsing
 
 SCHEMA: Final = 1
 LISTS: Final = ("accept_histogram", "accept_by_position")  # of a summary; its other values are single ones
@@ -178,7 +178,8 @@ def from_json(text: str | bytes, bounds: Bounds = FILE) -> RunTrace:
     text = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     judge(text, bounds, "a trace")
     try:
-        trace = _adapter.validate_json(text)
+        with parsing():
+            trace = _adapter.validate_json(text)
     except ValidationError as error:
         raise ValueError(_reason(error)) from None
     if not trace.lanes:

@@ -5,6 +5,7 @@ share the engine: one runs, the others queue and see their place. Everything tha
 that the page is there before torch is.
 """
 
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -435,3 +436,4 @@ def _warm(chosen: Preset) -> None:
     runs = live()
     if chosen.embedded:
         runs.preload([chosen])
+    gc.freeze()  # what is here now stays: a search for garbage through it would hold up every visitor

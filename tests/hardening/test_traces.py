@@ -1,5 +1,6 @@
 """Files that nobody should have written: what opening them costs, whoever opens them."""
 
+import gc
 import json
 import random
 import subprocess
@@ -163,6 +164,12 @@ def test_a_public_page_parses_without_holding_up_the_others(kind):
     judge(text, PUBLIC_FILE, "a trace")
     assert cpu(TypeAdapter(RunTrace).validate_json, text) < 0.4  # in one go; less than 0.2 on an idle machine
     assert cpu(lambda: replayed(from_json(text))) < 3.0
+
+
+def test_parsing_does_not_search_the_whole_process_for_garbage():
+    before = gc.get_stats()[2]["collections"]
+    from_json(PUBLIC_WORST["lists"])
+    assert gc.isenabled() and gc.get_stats()[2]["collections"] <= before + 1
 
 
 def wide_run(new_tokens, lanes, nodes, vocabulary=150_000):
