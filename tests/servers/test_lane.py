@@ -165,7 +165,7 @@ def test_tokens_that_are_not_told_at_all_are_unknown():
 
 def test_a_text_that_no_trace_can_hold_is_cut_off():
     with completion_server([piece("x" * 30_000), piece("\0" * 30_000), piece("y", finish="stop")]) as server:
-        trace = run(spec(server.address, server.address), server.address)
+        trace = run(spec(server.address, server.address, max_new_tokens=1000), server.address)
     lane = trace.lanes[1]
     assert len(lane.text) == MAX_TEXT and lane.finish == "length" and "cut off at 50,000 characters" in lane.note
     text = to_json(trace, bounds=PUBLIC_FILE)
