@@ -23,6 +23,7 @@ from typer.exceptions import TyperException
 from specdemo import __version__
 from specdemo.bench.base import OPTIONS
 from specdemo.bench.suites import suite, suites
+from specdemo.core.reading import read_text
 from specdemo.core.words import suggest
 from specdemo.methods import METHODS, knobs, method
 from specdemo.presets.schema import EMBEDDED, load_presets, preset
@@ -203,7 +204,7 @@ def train(
     out: Annotated[Path | None, typer.Option(help="Folder of the trained model.")] = None,
     minutes: Annotated[float | None, typer.Option(help="Training time.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    threads: Annotated[int | None, typer.Option(help="CPU threads; models only.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; models only.", min=1, max=1024)] = None,
     target: Annotated[str, typer.Option(help="The target a draft or head learns from.")] = "stories",
     cache: Annotated[Path | None, typer.Option(help="Folder of what the target said, shared by its drafts.")] = None,
     start: Annotated[str | None, typer.Option(help="A trained model to go on from; models only.")] = None,
@@ -325,12 +326,7 @@ def _prompt(text: str | None, file: Path | None) -> str | None:
         return text
     if text is not None:
         raise ValueError("--prompt and --prompt-file exclude each other; give one of them")
-    try:
-        return file.read_text(encoding="utf-8").removesuffix("\n")
-    except OSError as error:
-        raise ValueError(f"cannot read {file}: {error.strerror}; name a text file with --prompt-file") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{file} is not UTF-8 text; convert it first") from None
+    return read_text(file, 4 * LIMITS.prompt + 1, "name a text file with --prompt-file").removesuffix("\n")
 
 
 def _options(pairs: list[str] | None) -> dict[str, str] | None:

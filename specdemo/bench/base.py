@@ -13,6 +13,7 @@ from specdemo.presets.schema import LIMITS
 Report = Callable[[float, str], None]  # share done 0..1, what is being done
 
 NEW_TOKENS = 96
+REPEATS = 1000  # at most
 ROWS = 256  # of losslessness: continuations decoded at once, and so in a repeat
 LONG_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -99,8 +100,8 @@ def _any(value: Any) -> None:
 
 
 def _repeats(value: int) -> None:
-    if value < 1:
-        raise ValueError(f"repeats must be 1 or more, not {value}")
+    if not 1 <= value <= REPEATS:
+        raise ValueError(f"repeats must be 1 or more, not {value}; {REPEATS} at most")
 
 
 def _ks(value: Sequence[int]) -> None:
@@ -122,12 +123,12 @@ def _range(text: str) -> list[int]:
     """`4` -> [4], `1-8` -> [1, ..., 8]"""
     first, _, last = text.partition("-")
     try:
-        ks = list(range(int(first), int(last or first) + 1))
+        ks = range(int(first), int(last or first) + 1)
     except ValueError:
-        ks = []
+        ks = range(0)
     if not ks or ks[0] < 1 or ks[-1] > LIMITS.k:
-        raise ValueError(f"--k takes a draft length from 1 to {LIMITS.k}, or a range like 1-8, not {text!r}")
-    return ks
+        raise ValueError(f"--k takes a draft length from 1 to {LIMITS.k}, or a range like 1-8, not {text[:40]!r}")
+    return list(ks)
 
 
 def _same(value: Any) -> Any:

@@ -15,6 +15,7 @@ from torch import Tensor
 from specdemo.bench.base import Report
 from specdemo.bench.result import Spread
 from specdemo.core.protocol import Drafter, GenerationConfig, Target
+from specdemo.core.reading import read_text
 from specdemo.core.tally import Tally, ratio, step_ms
 from specdemo.core.trace import RunTrace, StepEvent
 from specdemo.engine.loop import generate
@@ -28,6 +29,8 @@ T = TypeVar("T")
 ALL = "all"
 WARM_UP_TOKENS = 8
 MAX_QUESTIONS = 2000
+QUESTIONS_BYTES = 16_000_000
+QUESTION = 100_000  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,12 +230,7 @@ def along(
 def read_questions(path: Path) -> list[Question]:
     """Spec-Bench's question.jsonl: question_id, category, turns; the first turn is asked. Raises ValueError with one
     line."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}; name a question.jsonl with --questions") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not UTF-8 text; convert it first") from None
+    lines = read_text(path, QUESTIONS_BYTES, "name a question.jsonl with --questions").splitlines()
     questions = [_question(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not questions:
         raise ValueError(f"{path} holds no questions")
@@ -250,6 +248,8 @@ def _question(path: Path, number: int, line: str) -> Question:
     if not isinstance(text, str) or not isinstance(category, str) or not text.strip() or not category.strip():
         form = '{"question_id": 1, "category": "...", "turns": ["..."]}'
         raise ValueError(f"{path}, line {number}: not a question; it has the form {form}")
+    if len(text) > QUESTION:
+        raise ValueError(f"{path}, line {number}: a question of {len(text):,} characters; {QUESTION:,} at most")
     return Question(text, category.strip()[:80])
 
 

@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, FailFast, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
-from specdemo.core.bounds import FILE, Bounds, judge, parsing, read
+from specdemo.core.bounds import FILE, Bounds, judge, parsing
+from specdemo.core.reading import read
 
 SCHEMA = 1
 TOKEN = "token"  # the axis of histograms: rows hold a token's place and its share in either sample, PLAIN and DRAFTED

@@ -5,7 +5,6 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 SQUARE: Final = bytes.maketrans(b"{}", b"[]")
@@ -44,12 +43,6 @@ def judge(text: bytes, bounds: Bounds, what: str) -> None:
         brackets = brackets.replace(b"[]", b"")
     if brackets:
         raise ValueError(f"{what} may nest {bounds.depth} brackets at most, each closed by its own")
-
-
-def read(path: str | Path, bounds: Bounds) -> bytes:
-    """No more of a file than it takes to see that it is too large."""
-    with Path(path).open("rb") as file:
-        return file.read(bounds.bytes + 1)
 
 
 @contextmanager

@@ -34,6 +34,8 @@ class GenerationConfig:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be 1 or more, not {self.max_new_tokens}")
+        if not 0 <= self.seed < 1 << 63:
+            raise ValueError("a seed must be from 0 to 2**63 - 1")
 
 
 @dataclass(frozen=True, slots=True)

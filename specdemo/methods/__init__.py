@@ -79,9 +79,9 @@ class Knob:
         if self.type is float and type(value) is int:
             value = float(value)
         if type(value) is not self.type:
-            raise ValueError(f"option {self.name!r} must be of type {self.type.__name__}, not {value!r}")
+            raise ValueError(f"option {self.name!r} must be of type {self.type.__name__}, not {value!r:.60}")
         if self.choices and value not in self.choices:
-            raise ValueError(f"option {self.name!r} must be one of {', '.join(self.choices)}, not {value!r}")
+            raise ValueError(f"option {self.name!r} must be one of {', '.join(self.choices)}, not {value!r:.60}")
         low = -inf if self.low is None else self.low
         high = inf if self.high is None else self.high
         if isinstance(value, int | float) and not low <= value <= high:
@@ -93,7 +93,7 @@ def _number(name: str, text: str, kind: type) -> Any:
     try:
         return kind(text)
     except ValueError:
-        raise ValueError(f"option {name!r} must be a number, not {text!r}") from None
+        raise ValueError(f"option {name!r} must be a number, not {text!r:.60}") from None
 
 
 def knob(default: Any, help: str, **limits: Any) -> Any:
@@ -122,7 +122,7 @@ def validate_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
     known = {k.name: k for k in knobs(name)}
     for option in options:
         if option not in known:
-            raise ValueError(f"unknown option {option!r} of method {name!r}; {suggest(option, known)}")
+            raise ValueError(f"unknown option {option!r:.60} of method {name!r}; {suggest(str(option)[:60], known)}")
     return {k.name: k.check(options[k.name]) if k.name in options else k.default for k in known.values()}
 
 
@@ -150,5 +150,8 @@ def load_drafter(name: str, target: "Target", model: Any = None, **options: Any)
     cls = method(name)
     checked = validate_options(name, options)
     check_model(name, checked, model)
-    drafter: Drafter = cls(target, model, cls.Options(**checked))
+    from specdemo.models.checkpoints import readable
+
+    with readable(model if isinstance(model, str) else name):
+        drafter: Drafter = cls(target, model, cls.Options(**checked))
     return drafter

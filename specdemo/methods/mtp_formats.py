@@ -24,7 +24,8 @@ from torch import Tensor
 from specdemo.core.protocol import Target
 from specdemo.methods.heads import as_target, odd_tensors
 from specdemo.methods.mtp_heads import Convention, Heads, ParallelHeads, SequentialModules
-from specdemo.models.checkpoints import Checkpoint, write_checkpoint
+from specdemo.models.checkpoints import Checkpoint, check_weights, write_checkpoint
+from specdemo.models.footprint import read_config
 from specdemo.models.load import LoadProgress, local_folder, silent
 
 Tensors = dict[str, Tensor]
@@ -78,6 +79,7 @@ def heads_in(checkpoint: Checkpoint, target: Target) -> tuple[Heads, tuple[Conve
     """`read_heads` of a checkpoint that is open; what else it holds is left out."""
     wanted = {name: tensor for name, tensor in checkpoint.tensors.items() if _wanted(name, target)}
     checkpoint = replace(checkpoint, tensors=wanted)
+    check_weights(checkpoint)
     if not wanted:
         raise ValueError(
             f"{checkpoint.name} holds no multi-token prediction for {target.num_layers} layers; copies often leave it "
@@ -98,9 +100,7 @@ def _open(source: str, target: Target, progress: LoadProgress) -> Checkpoint:
     for file in sorted(folder.glob("*.pth")):
         stored = torch.load(file, "cpu", weights_only=True, mmap=True)
         tensors |= {name: tensor for name, tensor in stored.items() if _wanted(name, target)}
-    described = [f for f in (folder / "params.json", folder / "config.json") if f.is_file()]
-    config = json.loads(described[0].read_text(encoding="utf-8")) if described else {}
-    return Checkpoint(source, config, tensors)
+    return Checkpoint(source, read_config(folder, "params.json", "config.json"), tensors)
 
 
 def _wanted(name: str, target: Target) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from specdemo.methods import method
 from specdemo.methods.draft_model import check_fit
-from specdemo.models.checkpoints import kind_of, outline_checkpoint
+from specdemo.models.checkpoints import kind_of, outline_checkpoint, readable
 from specdemo.models.load import outline
 from specdemo.models.target import HFTarget
 
@@ -44,7 +44,8 @@ def check_pair(target: HFTarget, drafter: str, method_name: str | None = None) -
         same = draft.vocab_size == target.vocab_size
         return Pair(drafter, name, True, "same tokenizer" if same else f"same tokenizer; {rows}")
     try:
-        method(name).read(checkpoint, target)
+        with readable(drafter):
+            method(name).read(checkpoint, target)
     except ValueError as error:
         return Pair(drafter, name, False, str(error))
     return Pair(drafter, name, True, f"made for hidden size {target.hidden_size}, vocabulary {target.vocab_size}")

@@ -13,7 +13,7 @@ from torch import nn
 
 from specdemo.core.words import suggest
 from specdemo.methods import load_drafter, method
-from specdemo.models.load import load_target
+from specdemo.models.load import load_target, pick_device
 from specdemo.models.machine import device_name
 from specdemo.models.target import HFTarget
 from specdemo.training.cards import write_card, write_head_card
@@ -108,7 +108,7 @@ def train_bytes(corpus: Path, out: Path | None = None, minutes: float | None = N
     """
     check_corpus(corpus)
     out, minutes = out or Path("runs") / BYTE_MODEL, positive(60.0 if minutes is None else minutes)
-    where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    where = pick_device(device)
     text, tokenizer = read_corpus(corpus), byte_tokenizer()
     make_folder(out)
     model = nn.Module.to(build(BYTES, tokenizer.get_vocab_size()), where)

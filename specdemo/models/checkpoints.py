@@ -5,24 +5,27 @@ Weights are safetensors. Where a public family has nothing else (Medusa-1, Hydra
 """
 
 import json
-import pickle
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from specdemo.models.footprint import headers, read_config
 from specdemo.models.hub import describe, remote_headers
-from specdemo.models.load import LoadProgress, local_folder, locate, resolve, silent
+from specdemo.models.load import Cancelled, LoadProgress, local_folder, locate, resolve, silent
 
 PICKLED = ("*.pt", "*.bin")
 SHARD = "9MB"
+NUMBERED = 2048  # layers, heads or experts; each number in a tensor's name is below it
+TABLE = 1 << 24  # integers in the largest table that an outline holds
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ def outline_checkpoint(source: str) -> Checkpoint:
 
 
 def _stand_in(shape: Sequence[int], stored: str) -> Tensor:
-    if stored[0] in "IUB" and stored != "BF16":
+    if stored[0] in "IUB" and stored != "BF16" and prod(shape) <= TABLE:
         return torch.zeros(list(shape), dtype=torch.bool if stored == "BOOL" else torch.int64)
     return torch.empty(list(shape), device="meta")
 
@@ -87,7 +90,7 @@ def _stand_in(shape: Sequence[int], stored: str) -> Tensor:
 def _read(file: Path) -> dict[str, Tensor]:
     try:
         loaded = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError):
+    except Exception:  # a damaged pickle raises anything
         raise ValueError(f"{file} is damaged or not plain weights; fetch it again") from None
     if not isinstance(loaded, Mapping) or not all(isinstance(t, Tensor) for t in loaded.values()):
         raise ValueError(f"{file} holds more than tensors; convert it to safetensors")
@@ -154,6 +157,31 @@ def expect(checkpoint: Checkpoint, kind: str) -> None:
     found = kind_of(checkpoint)
     if found != kind:
         raise ValueError(f"{checkpoint.name} is a checkpoint for method {found!r}, not {kind!r}; choose that method")
+    if kind != "draft_model":
+        check_weights(checkpoint)
+
+
+def check_weights(checkpoint: Checkpoint) -> None:
+    """Raise ValueError unless a head's weights are of floating point and numbered as modules can be."""
+    for name, tensor in checkpoint.tensors.items():
+        if name.endswith((".weight", ".bias")) and not tensor.is_floating_point():
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise ValueError(f"{checkpoint.name} holds {name} as {kind}; choose a head that is not quantised")
+        if any(len(number) > 4 or int(number) >= NUMBERED for number in re.findall(r"\d+", name)):
+            raise ValueError(f"{checkpoint.name} holds {name[:80]}, numbered beyond {NUMBERED}; choose another head")
+
+
+@contextmanager
+def readable(name: str) -> Iterator[None]:
+    """Whatever a head's files make Python and its libraries raise -> one ValueError line."""
+    try:
+        yield
+    except Cancelled:
+        raise
+    except Exception as error:
+        line = str(error).partition("\n")[0] or type(error).__name__
+        told = isinstance(error, ValueError)
+        raise ValueError(line if told else f"{name} cannot be read ({line}); fetch it again") from error
 
 
 def head_of(source: str) -> str | None:
@@ -161,7 +189,8 @@ def head_of(source: str) -> str | None:
     if not Path(resolve(source)).is_dir():
         return None
     try:
-        kind = kind_of(outline_checkpoint(source))
+        with readable(source):
+            kind = kind_of(outline_checkpoint(source))
     except ValueError:
         return None
     return None if kind == "draft_model" else kind

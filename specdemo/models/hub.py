@@ -70,6 +70,11 @@ def embedded_folder() -> Path:
     return Path(os.environ.get("SPECDEMO_MODELS") or Path(__file__).parent / "embedded")
 
 
+def shipped(folder: str | Path) -> bool:
+    """Whether the folder is that of an embedded model."""
+    return Path(folder).resolve().is_relative_to(embedded_folder().resolve())
+
+
 def embedded_names() -> list[str]:
     return sorted(config.parent.name for config in embedded_folder().glob("*/config.json"))
 

@@ -4,7 +4,6 @@ A name is an embedded model ("stories"), a folder, or a Hugging Face id with or 
 the network; ids are downloaded into the Hugging Face cache first (hub.py).
 """
 
-import json
 import logging
 import os
 import re
@@ -25,10 +24,20 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from specdemo.core.protocol import Target
+from specdemo.core.reading import check_regular, read_json
 from specdemo.core.tree import chain_parents
 from specdemo.core.words import suggest
-from specdemo.models import hub
-from specdemo.models.footprint import HEADROOM, Precision, free_bytes, free_ram, gigabytes, measure
+from specdemo.models import hub, probe
+from specdemo.models.footprint import (
+    HEADROOM,
+    Precision,
+    check_described,
+    free_bytes,
+    free_ram,
+    gigabytes,
+    measure,
+    read_config,
+)
 from specdemo.models.hub import Cancelled, LoadProgress, embedded_folder, embedded_names, silent
 from specdemo.models.kernels import hasten
 from specdemo.models.target import HFTarget
@@ -62,6 +71,7 @@ BITS = {"4bit": 4, "8bit": 8}
 KERNELS = ("auto", "transformers")
 VERIFY_TOKENS = 5
 VERIFY_LIMIT = 1.2  # times a one-token pass: above, speculation cannot pay
+DESCRIPTION_BYTES = 64_000_000  # of a tokenizer or an index; the largest public ones have half of that
 SAMPLED = 4096  # numbers of each tensor that are looked at for NaN
 
 
@@ -135,6 +145,8 @@ def load_model(
     source = locate(name)
     spread = check_memory(name, measure(source, precision).weights, where, precision)
     folder = str(_checked(_folder(source, report), name))
+    if not hub.shipped(folder):
+        _blank(name, folder)
     report(0.6, f"reading {name}")
     with _one_line(name), _quiet():
         tokenizer = _tokenizer(folder)
@@ -174,11 +186,20 @@ def outline(name: str) -> HFTarget:
     Raises ValueError with one line.
     """
     folder = str(_described(name))
+    model = _blank(name, folder)
+    with _one_line(name), _quiet():
+        return HFTarget(model, _tokenizer(folder), name)
+
+
+def _blank(name: str, folder: str) -> Any:
+    """The model of a config without weights, no larger than the files beside it. Raises ValueError with one line."""
+    read_config(Path(folder))
     with _one_line(name), _quiet():
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        return HFTarget(model, _tokenizer(folder), name)
+    check_described(name, Path(folder), model)
+    return model
 
 
 def placed(model: PreTrainedModel) -> str:
@@ -312,7 +333,7 @@ def locate(name: str, pickled: Sequence[str] = ()) -> Path | hub.Repository:
     if folder.is_file():
         raise ValueError(f"{name} is a file; give the folder it is in")
     if folder.is_dir():
-        return folder
+        return _readable(folder)
     if _is_path(name):
         raise ValueError(f"there is no folder {name}")
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?", path):
@@ -325,6 +346,15 @@ def locate(name: str, pickled: Sequence[str] = ()) -> Path | hub.Repository:
     if not found.weights:
         raise ValueError(f"{name} holds no .safetensors weights; choose a model that does")
     return found
+
+
+def _readable(folder: Path) -> Path:
+    """The folder again. Raises ValueError when what is to be read of it is no file, or one without measure."""
+    for file in folder.iterdir():
+        described = file.suffix in (".json", ".txt", ".model", ".jinja")
+        if file.exists() and (described or file.suffix in (".safetensors", ".pt", ".bin", ".pth")):
+            check_regular(file, DESCRIPTION_BYTES if described else None)
+    return folder
 
 
 def _folder(source: Path | hub.Repository, report: LoadProgress) -> Path:
@@ -347,7 +377,7 @@ def _checked(folder: Path, name: str) -> Path:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         with _one_line(name):
-            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            shards = set(map(str, read_json(index, FILE)["weight_map"].values()))
         absent = sorted(shard for shard in shards if not (folder / shard).is_file())
         if absent:
             raise ValueError(f"{name} lacks {absent[0]} of {len(shards)} files of weights; fetch it again")
@@ -443,6 +473,12 @@ def _tokenizer(folder: str) -> PreTrainedTokenizerBase | None:
     names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
     if not any((Path(folder) / name).is_file() for name in names):
         return None
+    path = Path(folder) / "tokenizer.json"
+    if path.is_file() and not hub.shipped(folder):
+        try:
+            probe.try_tokenizer(str(path))
+        except ValueError as error:
+            raise ValueError(f"its tokenizer {error}; choose another model") from None
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
         folder, trust_remote_code=False, local_files_only=True
     )

@@ -1,10 +1,19 @@
 """Prompt text -> token ids, and token ids -> text, piece by piece, so that the pieces always add up to the text."""
 
+import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
+from weakref import ref
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from specdemo.models import probe
+from specdemo.models.hub import shipped
+
+Chat = tuple[tuple[tuple[str, str], ...], ...]  # messages, each the items of a dict
 
 UNFINISHED = "\ufffd"  # what a decoder shows for bytes that are not a character yet
 CONTEXT = 6  # prompt tokens decoded along with the first piece: some tokenizers drop a leading space at the start
@@ -20,7 +29,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Mapping[st
     last = prompt if isinstance(prompt, str) else prompt[-1]["content"]
     if not last.strip():
         raise ValueError("the prompt is empty; write at least one word")
-    ids = _text(tokenizer, prompt) if isinstance(prompt, str) else _chat(tokenizer, prompt)
+    ids = _ids(tokenizer, prompt)
     if max_length < 1:
         raise ValueError("the new tokens asked for fill the model's context; ask for fewer")
     if len(ids) > max_length:
@@ -31,20 +40,54 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Mapping[st
     return ids
 
 
-def _text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    ids, bos = list(tokenizer(text, verbose=False)["input_ids"]), tokenizer.bos_token_id
-    return [bos, *ids] if bos is not None and ids[:1] != [bos] else ids
+def _ids(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
+    chat = None if isinstance(prompt, str) else tuple(tuple(message.items()) for message in prompt)
+    source = str(tokenizer.name_or_path)  # empty: it was made in this process
+    if source and not shipped(source):
+        text = _tried(ref(tokenizer), chat or str(prompt))
+    else:
+        text = str(prompt) if chat is None else _written(tokenizer, chat)
+    ids = list(tokenizer(text, add_special_tokens=chat is None, verbose=False)["input_ids"])
+    bos = tokenizer.bos_token_id
+    return [bos, *ids] if chat is None and bos is not None and ids[:1] != [bos] else ids
 
 
-def _chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    said = [dict(message) for message in messages]
+def _written(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> str:
+    """What the model's chat template makes of a conversation."""
     try:
-        written: Any = tokenizer.apply_chat_template(
-            said, add_generation_prompt=True, return_dict=True, tokenizer_kwargs={"verbose": False}
-        )
+        return str(tokenizer.apply_chat_template(list(map(dict, chat)), add_generation_prompt=True, tokenize=False))
     except TemplateError as error:
         raise ValueError(f"the model's chat template refuses this conversation: {error}") from None
-    return list(written["input_ids"])
+
+
+@lru_cache(maxsize=16)
+def _tried(tokenizer: ref[PreTrainedTokenizerBase], prompt: str | Chat) -> str:
+    """The text to encode of a prompt, written and split in a process of its own before it is here; once for all lanes.
+
+    Raises ValueError when that does not go well.
+    """
+    known, text = tokenizer(), prompt
+    assert known is not None
+    try:
+        if not isinstance(text, str):
+            template = known.get_chat_template()
+            text = probe.render(template, list(map(dict, text)), known.special_tokens_map)
+    except ValueError as error:
+        raise ValueError(f"the model's chat template {error}") from None
+    if isinstance(known, PreTrainedTokenizerFast):
+        try:
+            probe.try_text(_parts(known.backend_tokenizer), text)
+        except ValueError as error:
+            raise ValueError(f"the tokenizer of {known.name_or_path} {error}; choose another model") from None
+    return text
+
+
+def _parts(tokenizer: Tokenizer) -> dict[str, Any]:
+    """What splits a text, without the vocabulary."""
+    parts: dict[str, Any] = {"normalizer": tokenizer.normalizer, "pre_tokenizer": tokenizer.pre_tokenizer}
+    names = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+    tokens = [{name: getattr(t, name) for name in names} for t in tokenizer.get_added_tokens_decoder().values()]
+    return {n: json.loads(part.__getstate__()) if part else None for n, part in parts.items()} | {"tokens": tokens}
 
 
 class Detokenizer:

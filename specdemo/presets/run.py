@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from specdemo.core.bounds import FILE, read
+from specdemo.core.bounds import FILE
+from specdemo.core.reading import read
 from specdemo.core.trace import RunTrace, from_json, to_json
 from specdemo.engine.session import session
 from specdemo.presets.schema import preset

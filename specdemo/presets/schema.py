@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from urllib.parse import parse_qsl, urlencode
 
-import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from specdemo.core.words import suggest
 from specdemo.methods import METHODS, MODEL_OPTIONS, check_model, knobs, method, reader, validate_options
+from specdemo.presets.reading import read_yaml
 from specdemo.servers.address import address, check_listed
 
 if TYPE_CHECKING:  # the engine brings torch and transformers along
@@ -330,16 +330,15 @@ def _one_line(error: ValidationError) -> str:
 
 def _shown(value: Any) -> str:
     """The value, short enough for one line."""
+    if isinstance(value, int) and value.bit_length() > 256:  # Python refuses to write out what is much longer
+        return f"a number of {value.bit_length()} bits"
     text = repr(value[:60]) if isinstance(value, str) else repr(value)
     return text if len(text) <= 48 else text[:45] + "..."
 
 
 def read_preset(path: Path) -> Preset:
     """Raises ValueError naming the file."""
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path.name} is not YAML: {str(error).partition(chr(10))[0]}") from None
+    data = read_yaml(path)
     if not isinstance(data, dict):
         raise ValueError(f"{path.name} is not a preset: it must hold 'name: value' lines")
     try:
@@ -398,6 +397,7 @@ _LINK_FIELDS: dict[str, type] = {
 }
 _LINK_LANE_FIELDS: dict[str, type] = {"model": str, "k": int, "acceptance": str, "name": str, "server": str}
 _NOTES = 6
+_OPTIONS = 32  # of one lane that are looked at; no method has as many
 FOREIGN = "a link may only name models that are embedded or in a preset"
 
 
@@ -495,7 +495,7 @@ class _Link:
     def lane(self, reference: LaneConfig, suffix: str) -> LaneConfig:
         given = {key: self.take(key + suffix) for key in ("method", *_LINK_LANE_FIELDS)}
         start = f"option{suffix}."
-        options = {key: self._values.pop(key) for key in [k for k in self._values if k.startswith(start)]}
+        options = {key: self._values.pop(key) for key in [k for k in self._values if k.startswith(start)][:_OPTIONS]}
         lane = reference
         if given["method"] is not None and given["method"] != lane.method:
             lane = self._change_lane(lane, "method" + suffix, given["method"], {"model": None, "options": {}})

@@ -15,6 +15,9 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 
+from specdemo.core.reading import read_text
+
+CORPUS_BYTES = 4 << 30  # of one file
 END = "<|endoftext|>"
 VOCAB_SIZE = 2048
 
@@ -50,7 +53,7 @@ def read_corpus(directory: Path) -> Corpus:
     valid: list[str] = []
     digest = hashlib.sha256()
     for path in sorted(directory.glob("*.txt")):
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, CORPUS_BYTES)
         digest.update(path.name.encode() + b"\0" + text.encode())
         documents = [d.strip() for d in text.split(END) if d.strip()]
         (valid if "valid" in path.stem else train).extend(documents)

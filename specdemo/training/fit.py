@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, field
-from math import inf, nan
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from specdemo.models.machine import commit, versions
 from specdemo.training.muon import Muon
 
 CHECKPOINT_SECONDS = 120.0
+MOST_MINUTES = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,8 +235,8 @@ def show(ticks: Iterable[Tick], minutes: float, name: str) -> History:
 
 def positive(minutes: float) -> float:
     """The minutes again. Raises ValueError unless they are a positive number."""
-    if not 0.0 < minutes < inf:
-        raise ValueError(f"minutes must be positive, not {minutes:g}")
+    if not 0.0 < minutes <= MOST_MINUTES:
+        raise ValueError(f"minutes must be positive, not {minutes:g}; {MOST_MINUTES:,} at most")
     return minutes
 
 

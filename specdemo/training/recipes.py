@@ -24,7 +24,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from specdemo.models.load import resolve
+from specdemo.models.load import pick_device, resolve
 from specdemo.models.machine import device_name
 from specdemo.training.agreement import agreement, next_probs
 from specdemo.training.cards import write_attribution, write_card
@@ -446,7 +446,7 @@ def train(
         corpus=corpus,
         out=out,
         minutes=minutes,
-        device=torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device),
+        device=pick_device(device),
         target=resolve(target or "stories"),
         cache=cache or out.parent / "cache",
         plan=chosen.plan,

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from specdemo.core.bounds import FILE, Bounds, read
+from specdemo.core.bounds import FILE, Bounds
+from specdemo.core.reading import read
 from specdemo.core.trace import RunTrace, from_json
 from specdemo.engine.messages import Finished, Note, Started, replay
 from specdemo.ui.lines import to_line

@@ -1,0 +1,129 @@
+"""Other people's tokenizers and chat templates, tried in a process of their own before they are used in this one.
+
+Their regular expressions, normalisers and templates are programs: they may run without end, take all memory, or panic
+where that ends the whole process. Here it ends a child, within CPU_S seconds of its work and MEMORY_BYTES, and becomes
+one line. This file is both sides: the child runs it as a script, so nothing of this package is imported at its top.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+CPU_S = 3  # of work, so that a busy machine refuses nothing
+WALL_S = 30
+MEMORY_BYTES = 2 << 30
+TEXT = 4_000_000  # characters that a template may write
+PIECE = 4096  # characters of a vocabulary's longest entry
+DECODERS = 8
+EMPTY = {"model": {"type": "WordLevel", "vocab": {"?": 0}, "unk_token": "?"}, "added_tokens": []}
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
+SAMPLE = "Once upon a time, there was a dog.\n" + "a" * 10_000
+
+
+def try_tokenizer(path: str) -> None:
+    """Load a tokenizer.json and let it read a sample. Raises ValueError with what is wrong, a clause."""
+    _ask({"path": path})
+
+
+def try_text(parts: Mapping[str, Any], text: str) -> None:
+    """Split a text as a tokenizer would. parts: its normalizer and pre_tokenizer, as tokenizer.json has them, and its
+    `tokens`, the added ones, as arguments of AddedToken. Raises ValueError with what is wrong, a clause."""
+    _ask({"parts": parts, "text": text})
+
+
+def render(template: str, messages: Sequence[Mapping[str, str]], special: Mapping[str, Any]) -> str:
+    """What a chat template writes, the answer to come included. Raises ValueError with what is wrong, a clause."""
+    return str(_ask({"template": template, "messages": messages, "special": special})["text"])
+
+
+def _ask(request: Mapping[str, Any]) -> dict[str, Any]:
+    command, said = [sys.executable, "-P", __file__], json.dumps(request).encode()
+    try:
+        done = subprocess.run(command, input=said, capture_output=True, timeout=WALL_S, env=os.environ | ONE_THREAD)
+        answer: dict[str, Any] = json.loads(done.stdout)
+    except subprocess.TimeoutExpired:
+        raise ValueError("does not come to an end") from None
+    except ValueError:  # no answer: it was killed, or has killed itself
+        raise ValueError(f"takes more than {CPU_S} s or {MEMORY_BYTES >> 30} GB, or crashes") from None
+    if "error" in answer:
+        raise ValueError(answer["error"])
+    return answer
+
+
+def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
+    if "template" in request:
+        return _render(request)
+    from tokenizers import AddedToken, Tokenizer
+
+    if "path" in request:
+        tokenizer = Tokenizer.from_file(request["path"])
+        for problem in _problems(tokenizer):
+            return {"error": problem}
+        return {}
+    parts = dict(request["parts"])
+    tokens = parts.pop("tokens")
+    tokenizer = Tokenizer.from_str(json.dumps(EMPTY | parts))
+    tokenizer.add_tokens([AddedToken(**token) for token in tokens])
+    tokenizer.encode(request["text"])
+    return {}
+
+
+def _render(request: Mapping[str, Any]) -> dict[str, Any]:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    written: Any = render_jinja_template(
+        [request["messages"]], chat_template=request["template"], add_generation_prompt=True, **request["special"]
+    )
+    text = str(written[0][0])
+    return {"text": text} if len(text) <= TEXT else {"error": f"writes {len(text):,} characters"}
+
+
+def _problems(tokenizer: Any) -> Iterator[str]:
+    """What no text has to show: the entries of the vocabulary, and a decoder that could let a text grow without end."""
+    longest = max(map(len, tokenizer.get_vocab()), default=0)
+    if longest > PIECE:
+        yield f"has an entry of {longest:,} characters"
+    if len(tokenizer.encode(SAMPLE).ids) > 10 * len(SAMPLE):
+        yield "makes more than ten tokens of a character"
+    decoder = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else {}
+    steps = list(_steps(decoder))  # each of them could double a text
+    if len(steps) > DECODERS or len(json.dumps(decoder)) > PIECE or any(map(_grows, steps)):
+        yield "has a decoder that rewrites texts as no known one does"
+
+
+def _steps(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    if "decoders" not in decoder:
+        yield decoder
+    for step in decoder.get("decoders", ()):
+        yield from _steps(step)
+
+
+def _grows(step: Mapping[str, Any]) -> bool:
+    found = step.get("pattern", {})
+    return "Regex" in found or len(step.get("content", "")) > len(found.get("String", " "))
+
+
+def _main() -> None:
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
+    with suppress(OSError, ValueError):  # macOS has no limit of memory
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    request = json.load(sys.stdin)
+    try:
+        answer = _answer(request)
+    except MemoryError:
+        answer = {"error": "takes too much memory"}
+    except BaseException as error:  # a panic of Rust's is no Exception
+        lines = str(error).splitlines() or [type(error).__name__]
+        what = "this conversation" if "template" in request else "to work"
+        answer = {"error": f"refuses {what}: {lines[0][:200]}"}
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,551 @@
+"""Files and numbers that mean harm: one line, exit code 2, and neither a wait nor memory worth mentioning."""
+
+import json
+import os
+import re
+import resource
+import shutil
+import string
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from specdemo.__main__ import main
+from specdemo.bench.measure import read_questions
+from specdemo.bench.result import read_result
+from specdemo.core.protocol import GenerationConfig
+from specdemo.core.reading import CONFIG, read_json, read_text
+from specdemo.methods import METHODS, load_drafter
+from specdemo.methods.pairs import check_pair
+from specdemo.models import probe
+from specdemo.models.checkpoints import outline_checkpoint
+from specdemo.models.footprint import read_config
+from specdemo.models.hub import embedded_folder
+from specdemo.models.load import load_target, outline
+from specdemo.models.text import encode
+from specdemo.presets.run import load_trace
+from specdemo.presets.schema import Preset, from_query, load_presets, preset, read_preset, sweep_from_query
+from specdemo.training.corpus import read_corpus
+from specdemo.training.fit import positive
+from tests.models.tiny import build
+
+SECONDS = 5.0  # of this process and of its children, whatever else the machine does
+BYTES = 1 << 29  # of address space beside what is taken already
+FEW = settings(max_examples=50)
+
+
+@contextmanager
+def bounded():
+    """Work that takes neither SECONDS nor BYTES."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    taken = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + BYTES, hard))
+    begin = sum(os.times()[:4])
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    assert sum(os.times()[:4]) - begin < SECONDS
+
+
+def refused(call, *arguments):
+    """The one line of a refusal."""
+    with bounded(), pytest.raises(ValueError) as error:
+        call(*arguments)
+    line = str(error.value)
+    assert line.strip() and "\n" not in line and len(line) < 1000
+    return line
+
+
+# Files that are none, or without end.
+
+
+def endless(folder, kind):
+    path = folder / f"x.{kind}"
+    if kind == "sparse":
+        path.touch()
+        os.truncate(path, 1 << 43)
+    elif kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    return path
+
+
+READERS = {
+    "text": lambda path: read_text(path, 1000),
+    "json": read_json,
+    "trace": load_trace,
+    "result": read_result,
+    "questions": read_questions,
+    "preset": read_preset,
+    "corpus": lambda path: read_corpus(path.rename(path.with_suffix(".txt")).parent),
+    "prompt": lambda path: exit_2("run", "embedded-draft", "--prompt-file", str(path)),
+}
+
+
+def exit_2(*arguments):
+    assert main(arguments) == 2
+    raise ValueError("refused")
+
+
+@pytest.mark.parametrize("kind", ["fifo", "zero", "sparse"])
+@pytest.mark.parametrize("reader", READERS)
+def test_what_has_no_end_is_not_opened(tmp_path, reader, kind):
+    assert refused(READERS[reader], endless(tmp_path, kind))
+
+
+@pytest.mark.parametrize("kind", ["fifo", "zero", "sparse"])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_no_part_of_a_model_is_without_end(tmp_path, name, kind):
+    shutil.copytree(embedded_folder() / "stories-medusa", tmp_path / "head")
+    (tmp_path / "head" / name).unlink(missing_ok=True)
+    endless(tmp_path, kind).rename(tmp_path / "head" / name)
+    assert refused(outline_checkpoint, str(tmp_path / "head"))
+
+
+def test_questions_are_bounded(tmp_path):
+    path = tmp_path / "question.jsonl"
+    path.write_text(json.dumps({"category": "x", "turns": ["a" * 1_000_000]}), encoding="utf-8")
+    assert "line 1: a question of 1,000,000 characters" in refused(read_questions, path)
+    path.write_text('{"category": "x", "turns": ' + "[" * 100_000, encoding="utf-8")
+    assert "line 1: not a question" in refused(read_questions, path)
+
+
+@pytest.mark.parametrize(
+    "text, line",
+    [
+        ("[1]", "damaged"),
+        ("[" * 100_000, "damaged"),
+        ('{"a":' * 100_000, "damaged"),
+        ('{"a":' * (CONFIG.depth + 1) + "1" + "}" * (CONFIG.depth + 1), "may nest 32 brackets at most"),
+        ('{"a": ' + "9" * 100_000 + "}", "damaged"),
+        ('{"a": "' + "x" * 5_000_000 + '"}', "4,000,000 at most"),
+        ('{"a": "\udc80"}', "not UTF-8"),
+    ],
+)
+def test_json_is_judged(tmp_path, text, line):
+    path = tmp_path / "config.json"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    assert line in refused(read_json, path)
+
+
+def test_json_as_deep_as_is_read(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text('{"a":' * CONFIG.depth + "1" + "}" * CONFIG.depth, encoding="utf-8")
+    assert read_json(path)
+
+
+# Presets.
+
+PLAIN = {"title": "t", "target": "stories", "prompt": "p", "lanes": [{"method": "ngram"}]}
+
+
+@pytest.mark.parametrize(
+    "text, line",
+    [
+        ("a: " + "[" * 100_000, "deeper than"),
+        ("\n".join(" " * i + "a:" for i in range(200)), "deeper than"),
+        ("a: &a [x]\nb: *a", "aliases are not read"),
+        ("a: &a {<<: *a}", "aliases are not read"),
+        ("k: " + "9" * 100_000, "a number or date of 100,000 characters"),
+        ("k: " + ":".join(["1"] * 400_000), "a number or date of"),
+        ("k: " + "9" * 39 + "\n", "title is missing"),
+        ("k: 2001-99-99", "not YAML"),
+        ("lanes: [" + "{method: ngram}, " * 100_000 + "]", "1,000,000 at most"),
+        ("lanes: [" + "{method: ngram}, " * 5000 + "]", "more than 2000 values"),
+        (json.dumps(PLAIN | {"lanes": PLAIN["lanes"] * 500}), "lanes must have 1 to 3 entries"),
+        (yaml.safe_dump(PLAIN | {"prompt": "p" * 100_001}), "prompt must have 100000 characters at most"),
+        (yaml.safe_dump(PLAIN | {"temperature": float("nan")}), "temperature must be a finite number"),
+        (yaml.safe_dump(PLAIN | {"seed": 10**38}), "seed must be 2147483647 or less"),
+        ("!!python/object/apply:os.system [exit]", "not YAML"),
+        ("? [a]\n: b", "not YAML"),
+        ("\x00", "not YAML"),
+        ("a: b\n" * 3, "title is missing"),
+        ("", "not a preset"),
+    ],
+)
+def test_presets_are_judged(tmp_path, text, line):
+    path = tmp_path / "p.yaml"
+    path.write_text(text, encoding="utf-8")
+    told = refused(read_preset, path)
+    assert line in told and "p.yaml" in told
+
+
+LETTERS = st.text(st.sampled_from("{}[]&*!|>'\"#%@`:-?, \n\t01aé\u0085~=<"), max_size=60)
+NUMBERS = st.integers() | st.floats() | st.sampled_from([10**30, -(10**400), 10**4000, float("nan"), float("inf")])
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | NUMBERS | st.text(max_size=20) | st.just("9" * 100_000),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+SETTINGS = sorted({*Preset.model_fields, "method", "model", "k", "options", "acceptance", "nonsense"})
+
+
+@FEW
+@given(LETTERS)
+def test_any_text_is_a_preset_or_refused(tmp_path_factory, text):
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_text(text, encoding="utf-8")
+    refused(read_preset, path)
+
+
+@FEW
+@given(st.dictionaries(st.sampled_from(SETTINGS), ANYTHING, max_size=4))
+def test_any_override_is_a_preset_or_refused(changes):
+    with bounded():
+        try:
+            chosen = preset("embedded-draft").with_changes(**changes)
+        except ValueError as error:
+            assert len(str(error)) < 500
+        else:
+            assert Preset.model_validate(chosen.model_dump()) == chosen
+
+
+KEYS = ("preset lanes k k2 k3 method method2 model option.nodes option2.x seed temperature prompt target sweep").split()
+TEXTS = st.text(max_size=30) | st.sampled_from(["9" * 100_000, "x" * 100_000, "-1", "nan", "1e999", "1_0", *METHODS])
+
+
+@FEW
+@given(st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=12), TEXTS, max_size=8))
+def test_any_link_is_read(query):
+    presets = load_presets()
+    with bounded():
+        chosen, notes = from_query(query, presets)
+        sweep, more = sweep_from_query(query)
+    assert chosen.spec() and sweep and all(len(note) < 1000 for note in (*notes, *more))
+
+
+def test_a_link_of_thousands_of_options_is_cheap():
+    with bounded():
+        assert from_query({f"option.x{i}": "1" for i in range(10_000)}, load_presets())[1]
+
+
+# Numbers.
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["bench", "k", "--k", "1-99999999999"],
+        ["bench", "k", "--k", "9" * 5000],
+        ["bench", "k", "--repeats", str(10**30)],
+        ["bench", "k", "--new-tokens", str(10**30)],
+        ["run", "embedded-draft", "--k", str(10**30)],
+        ["run", "embedded-draft", "--seed", str(10**400)],
+        ["run", "embedded-draft", "--seed", "9" * 5000],
+        ["run", "embedded-draft", "--max-new-tokens", str(10**30)],
+        ["run", "embedded-draft", "--temperature", "nan"],
+        ["run", "embedded-draft", "--top-p", "inf"],
+        ["run", "embedded-draft", "--option", "nodes=" + "9" * 5000],
+        ["run", "embedded-medusa", "--option", "nodes=" + "9" * 5000],
+        ["train", "medusa", "--minutes", "nan"],
+        ["train", "medusa", "--minutes", "1e300"],
+        ["train", "stories-target", "--corpus", "/", "--threads", str(10**9)],
+        ["train", "stories-target", "--corpus", "/", "--device", "nonsense"],
+    ],
+)
+def test_numbers_on_the_command_line(capsys, arguments):
+    with bounded():
+        assert main(arguments) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_numbers_of_the_library():
+    assert "minutes must be positive" in refused(positive, float("nan"))
+    assert "a seed must be" in refused(lambda: GenerationConfig(seed=10**400))
+
+
+# Heads. Each is an embedded one with something changed.
+
+
+@pytest.fixture(scope="module")
+def stories():
+    return load_target("stories")
+
+
+@pytest.fixture
+def head(tmp_path):
+    """Name, what is said otherwise, what is held otherwise -> folder."""
+
+    def make(name, said, held=None):
+        folder = tmp_path / name
+        shutil.copytree(embedded_folder() / name, folder)
+        for file in ("config.json", "params.json"):
+            if (folder / file).is_file():
+                config = json.loads((folder / file).read_text(encoding="utf-8"))
+                (folder / file).write_text(json.dumps(said(config)), encoding="utf-8")
+        if held is not None:
+            tensors = load_file(folder / "model.safetensors")
+            save_file({n: t.contiguous() for n, t in held(tensors).items()}, folder / "model.safetensors")
+        return str(folder)
+
+    return make
+
+
+HEADS = {
+    "stories-medusa": "medusa",
+    "stories-mlp-speculator": "mlp_speculator",
+    "stories-eagle-1": "eagle",
+    "stories-eagle-3": "eagle",
+    "stories-mtp": "mtp",
+    "stories-dflash": "dflash",
+}
+
+
+def changed(**said):
+    return lambda config: config | said
+
+
+def same(config):
+    return config
+
+
+def numbered(tensors):
+    first = next((name for name in sorted(tensors) if re.search(r"\.\d+\.", name)), "layers.0.x")
+    return tensors | {re.sub(r"\.\d+\.", ".99999999.", first, count=1): next(iter(tensors.values())).clone()}
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize(
+    "said, held, line",
+    [
+        (lambda config: [config], None, "is damaged"),
+        (lambda config: {"a": json.loads("[" * 200 + "]" * 200)} | config, None, "may nest 32 brackets"),
+        (same, lambda tensors: {n: t.to(torch.int64) for n, t in tensors.items()}, "as int64"),
+        (same, lambda tensors: {n: t[:0] for n, t in tensors.items()}, ""),
+        (same, lambda tensors: {n: t.flatten() for n, t in tensors.items()}, ""),
+        (same, lambda tensors: dict([next(iter(tensors.items()))]), ""),
+        (same, numbered, "numbered beyond"),
+        (changed(vocab_size=10**12), None, "vocab_size must be a whole number of 16,777,216 at most"),
+        (changed(hidden_size="x"), None, "hidden_size must be a whole number"),
+        (changed(num_hidden_layers=1e7), None, "num_hidden_layers must be a whole number of 512 at most"),
+    ],
+)
+def test_heads_are_judged(stories, head, name, said, held, line):
+    source = head(name, said, held)
+    assert line in refused(load_drafter, HEADS[name], stories, source)
+
+
+@pytest.mark.parametrize(
+    "name, said, line",
+    [
+        ("stories-mlp-speculator", {"n_predict": 10**7}, "n_predict must be a whole number of 512 at most"),
+        ("stories-mlp-speculator", {"n_predict": 0}, "does not say n_predict"),
+        ("stories-mlp-speculator", {"top_k_tokens_per_head": [4000, 4000]}, "a tree of more than"),
+        ("stories-eagle-3", {"num_attention_heads": 0}, "cannot be read"),
+        ("stories-eagle-3", {"num_attention_heads": None}, "cannot be read"),
+        ("stories-eagle-3", {"eagle_config": [1]}, "eagle_config must be an object"),
+        ("stories-eagle-3", {"eagle_aux_hidden_state_layer_ids": ["a"]}, "cannot be read"),
+        ("stories-eagle-3", {"max_position_embeddings": 10**15}, "max_position_embeddings must be"),
+        ("stories-dflash", {"block_size": 10**9}, "block_size must be a whole number of 512 at most"),
+        ("stories-dflash", {"num_attention_heads": 0}, "cannot be read"),
+        ("stories-dflash", {"dflash_config": 3}, "dflash_config must be an object"),
+        ("stories-mtp", {"num_nextn_predict_layers": 10**9}, "num_nextn_predict_layers must be"),
+    ],
+)
+def test_sizes_of_heads_are_judged(stories, head, name, said, line):
+    assert line in refused(load_drafter, HEADS[name], stories, head(name, changed(**said)))
+
+
+VALUES = [None, True, -1, 0, 1.5, float("nan"), "x", "9" * 5000, [], [-1], ["x"], {}, {"a": 1}, 511, 10**6, 10**30]
+
+
+@FEW
+@given(st.sampled_from(list(HEADS)), st.data())
+def test_whatever_a_head_says_it_is_read_or_refused(stories, tmp_path_factory, name, data):
+    folder = tmp_path_factory.mktemp("head") / name
+    shutil.copytree(embedded_folder() / name, folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config[data.draw(st.sampled_from(sorted(config)))] = data.draw(st.sampled_from(VALUES))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with bounded():
+        try:
+            assert check_pair(stories, str(folder)).reason
+        except ValueError as error:
+            assert "\n" not in str(error) and len(str(error)) < 1000
+
+
+@pytest.mark.parametrize("length", [0, 1 << 30, (1 << 64) - 1])
+def test_a_header_of_absurd_size(tmp_path, length):
+    (tmp_path / "model.safetensors").write_bytes(length.to_bytes(8, "little") + b"{" * 1000)
+    assert "damaged" in refused(outline_checkpoint, str(tmp_path))
+
+
+def test_a_header_of_absurd_shapes(tmp_path):
+    header = json.dumps({"fc.weight": {"dtype": "I64", "shape": [1 << 60], "data_offsets": [0, 8]}}).encode()
+    content = len(header).to_bytes(8, "little") + header + bytes(8)
+    (tmp_path / "model.safetensors").write_bytes(content)
+    assert "damaged" in refused(outline_checkpoint, str(tmp_path))
+
+
+# Models.
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A folder with a tiny model and a tokenizer of single letters."""
+    folder = tmp_path_factory.mktemp("model")
+    build("llama").save_pretrained(folder)
+    letters = dict(zip(["<unk>", *string.ascii_lowercase, " ", "!"], range(61), strict=False))
+    tokenizer = Tokenizer(models.BPE(letters, [], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_tokens([AddedToken("<user>", normalized=False)])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def copied(model, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    return folder
+
+
+def rewrite(path, **said):
+    value = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(value | said), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "said, line",
+    [
+        ({"num_hidden_layers": 10**7}, "num_hidden_layers must be"),
+        ({"num_hidden_layers": 500}, "numbers and its files hold"),
+        ({"vocab_size": 10**10}, "vocab_size must be"),
+        ({"vocab_size": 10**7}, "numbers and its files hold"),
+        ({"intermediate_size": 10**7}, "numbers and its files hold"),
+        ({"hidden_size": 0}, ""),
+        ({"num_attention_heads": 0}, ""),
+        ({"hidden_size": [32]}, ""),
+        ({"text_config": [1]}, "text_config must be an object"),
+        ({"layer_types": 5}, ""),
+    ],
+)
+@pytest.mark.parametrize("how", [load_target, outline])
+def test_models_that_describe_what_they_are_not(copied, said, line, how):
+    rewrite(copied / "config.json", **said)
+    assert line in refused(how, str(copied))
+
+
+def test_sizes_of_public_models_are_allowed(tmp_path):
+    """The largest there are: Kimi K2, Llama 4 Scout, Meta's params.json, and what has no number."""
+    said = {"num_hidden_layers": 126, "n_routed_experts": 512, "max_position_embeddings": 10_485_760}
+    said |= {"vocab_size": -1, "tie_word_embeddings": True, "head_dim": None, "intermediate_size": [8192, 16384]}
+    (tmp_path / "config.json").write_text(json.dumps(said | {"text_config": said}), encoding="utf-8")
+    assert read_config(tmp_path)["num_hidden_layers"] == 126
+
+
+# Tokenizers and chat templates.
+
+LETTER = {"String": "a"}
+SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
+TOKENIZERS = {
+    "grows": {"normalizer": {"type": "Prepend", "prepend": "x" * 10**7}},
+    "multiplies": {
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [{"type": "Replace", "pattern": LETTER, "content": "a" * 100}] * 8,
+        }
+    },
+    "pads": {
+        "padding": {
+            "strategy": {"Fixed": 10**12},
+            "direction": "Right",
+            "pad_to_multiple_of": None,
+            "pad_id": 0,
+            "pad_type_id": 0,
+            "pad_token": "x",
+        }
+    },
+    "is no regular expression": {"pre_tokenizer": SPLIT | {"pattern": {"Regex": "("}}},
+    "backtracks": {"pre_tokenizer": SPLIT | {"pattern": {"Regex": "(a+)+$"}}},
+    "decodes by one": {"decoder": {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": ""}},
+    "decodes to more": {"decoder": {"type": "Replace", "pattern": LETTER, "content": "a" * 1000}},
+    "doubles": {"decoder": {"type": "Sequence", "decoders": [{"type": "BPEDecoder", "suffix": ""}] * 30}},
+}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TOKENIZERS if kind != "backtracks"])
+def test_tokenizers_that_would_end_or_hold_up_the_process(copied, kind):
+    rewrite(copied / "tokenizer.json", **TOKENIZERS[kind])
+    assert "its tokenizer" in refused(load_target, str(copied))
+
+
+def test_one_that_aborts_is_one_line_of_the_process(copied):
+    rewrite(copied / "tokenizer.json", **TOKENIZERS["pads"])
+    command = [sys.executable, "-m", "specdemo", "run", "embedded-ngram", "--target", str(copied)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "its tokenizer" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_prompt_that_its_tokenizer_chokes_on(copied):
+    rewrite(copied / "tokenizer.json", **TOKENIZERS["backtracks"])
+    target = load_target(str(copied))
+    assert encode(target.tokenizer, "abc", 100)
+    assert "refuses to work: Onig" in refused(encode, target.tokenizer, "a" * 40 + "!", 100)
+
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        LOOPS,
+        "{{ range(10 ** 12) | list }}",
+        "{{ 'a' * 10 ** 10 }}",
+        "{{ 'a' * 10 ** 7 }}",
+        "{{ '%99999999999d' % 1 }}",
+        "{{ 10 ** (10 ** 9) }}",
+        "{{ " + "(" * 5000 + ")" * 5000 + " }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ messages.x.y.z }}",
+        "{{ raise_exception('no') }}",
+        "{% if %}",
+    ],
+)
+def test_templates_that_would_end_or_hold_up_the_process(copied, template):
+    tokenizer = load_target(str(copied)).tokenizer
+    tokenizer.chat_template = template
+    line = refused(encode, tokenizer, [{"role": "user", "content": "a"}], 100)
+    assert line.startswith("the model's chat template ")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        TEMPLATE,
+        "{{ messages | tojson }}{{ bos_token }}{% if add_generation_prompt %}a{% endif %}",
+        "{% set n = namespace(x=1) %}{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
+        "{% generation %}{{ m.content }}{{ n.x }}{% endgeneration %}\n{% endfor %}",
+    ],
+)
+def test_what_a_child_writes_is_what_the_library_writes(copied, template):
+    tokenizer = load_target(str(copied)).tokenizer
+    tokenizer.chat_template = template
+    said = [{"role": "user", "content": "a <user> b"}, {"role": "assistant", "content": "c"}]
+    expected = tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert encode(tokenizer, said, 200) == expected
+
+
+def test_one_child_for_all_lanes_and_none_for_the_models_that_ship(copied, stories, monkeypatch):
+    asked = []
+    monkeypatch.setattr(probe, "try_text", lambda parts, text: asked.append(text))
+    assert encode(stories.tokenizer, "Once", 100) and not asked
+    tokenizer = load_target(str(copied)).tokenizer
+    for text in ("one", "one", "two", "one"):
+        encode(tokenizer, text, 100)
+    assert asked == ["one", "two"]
