@@ -186,20 +186,21 @@ def outline(name: str) -> HFTarget:
     Raises ValueError with one line.
     """
     folder = str(_described(name))
-    model = _blank(name, folder)
+    model = _blank(name, folder).model
     with _one_line(name), _quiet():
         return HFTarget(model, _tokenizer(folder), name)
 
 
-def _blank(name: str, folder: str) -> Any:
-    """The model of a config without weights, no larger than the files beside it. Raises ValueError with one line."""
+def _blank(name: str, folder: str) -> HFTarget:
+    """The target of a config without weights, no larger than the files beside it. Raises ValueError with one line."""
     read_config(Path(folder))
     with _one_line(name), _quiet():
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        target = HFTarget(model, name=name)
     check_described(name, Path(folder), model)
-    return model
+    return target
 
 
 def placed(model: PreTrainedModel) -> str:

@@ -430,6 +430,7 @@ def rewrite(path, **said):
         ({"hidden_size": [32]}, ""),
         ({"text_config": [1]}, "text_config must be an object"),
         ({"layer_types": 5}, ""),
+        ({"sliding_window": {"a": 1}}, ""),
     ],
 )
 @pytest.mark.parametrize("how", [load_target, outline])
