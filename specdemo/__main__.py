@@ -26,7 +26,7 @@ from specdemo.bench.suites import suite, suites
 from specdemo.core.reading import read_text
 from specdemo.core.words import suggest
 from specdemo.methods import METHODS, knobs, method
-from specdemo.presets.schema import EMBEDDED, load_presets, preset
+from specdemo.presets.schema import EMBEDDED, LIMITS, load_presets, preset
 from specdemo.servers.address import allow
 from specdemo.ui.app import ui
 

@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from specdemo.core.bounds import Bounds
 from specdemo.core.protocol import Target
 from specdemo.core.reading import check_regular, read_json
 from specdemo.core.tree import chain_parents
@@ -71,7 +72,9 @@ BITS = {"4bit": 4, "8bit": 8}
 KERNELS = ("auto", "transformers")
 VERIFY_TOKENS = 5
 VERIFY_LIMIT = 1.2  # times a one-token pass: above, speculation cannot pay
-DESCRIPTION_BYTES = 64_000_000  # of a tokenizer or an index; the largest public ones have half of that
+DESCRIPTION = Bounds(
+    64_000_000, 2_000_000, 600_000
+)  # of a tokenizer or an index; the largest public ones have half of that
 SAMPLED = 4096  # numbers of each tensor that are looked at for NaN
 
 
@@ -354,7 +357,7 @@ def _readable(folder: Path) -> Path:
     for file in folder.iterdir():
         described = file.suffix in (".json", ".txt", ".model", ".jinja")
         if file.exists() and (described or file.suffix in (".safetensors", ".pt", ".bin", ".pth")):
-            check_regular(file, DESCRIPTION_BYTES if described else None)
+            check_regular(file, DESCRIPTION.bytes if described else None)
     return folder
 
 
@@ -378,7 +381,7 @@ def _checked(folder: Path, name: str) -> Path:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         with _one_line(name):
-            shards = set(map(str, read_json(index, FILE)["weight_map"].values()))
+            shards = set(map(str, read_json(index, DESCRIPTION)["weight_map"].values()))
         absent = sorted(shard for shard in shards if not (folder / shard).is_file())
         if absent:
             raise ValueError(f"{name} lacks {absent[0]} of {len(shards)} files of weights; fetch it again")
