@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from specdemo.__main__ import main
 from specdemo.bench.measure import read_questions
 from specdemo.bench.result import read_result
+from specdemo.bench.suites import Sweep
 from specdemo.core.protocol import GenerationConfig
 from specdemo.core.reading import CONFIG, read_json, read_text
 from specdemo.methods import METHODS, load_drafter
@@ -34,7 +35,7 @@ from specdemo.models.hub import embedded_folder
 from specdemo.models.load import load_target, outline
 from specdemo.models.text import encode
 from specdemo.presets.run import load_trace
-from specdemo.presets.schema import Preset, from_query, load_presets, preset, read_preset, sweep_from_query
+from specdemo.presets.schema import Preset, from_query, load_presets, preset, read_preset
 from specdemo.training.corpus import read_corpus
 from specdemo.training.fit import positive
 from tests.models.tiny import build
@@ -222,7 +223,7 @@ def test_any_link_is_read(query):
     presets = load_presets()
     with bounded():
         chosen, notes = from_query(query, presets)
-        sweep, more = sweep_from_query(query)
+        sweep, more = Sweep().from_query(query)
     assert chosen.spec() and sweep and all(len(note) < 1000 for note in (*notes, *more))
 
 
