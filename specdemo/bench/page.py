@@ -6,6 +6,7 @@ from pathlib import Path
 from specdemo.bench.plot import figure
 from specdemo.bench.report import bench_report
 from specdemo.bench.result import Result
+from specdemo.core.files import write_text
 
 PAGE = """<!doctype html>
 <html lang="en">
@@ -32,7 +33,7 @@ def write_page(result: Result, out: Path) -> None:
     facts = {**result.config, **result.environment}
     listed = "\n".join(f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in facts.items())
     page = PAGE.format(title=escape(result.suite), plot=_plot(result), table=escape(bench_report(result)), facts=listed)
-    out.write_text(page, encoding="utf-8")
+    write_text(out, page)
 
 
 def _plot(result: Result) -> str:

@@ -11,6 +11,7 @@ from pydantic import ConfigDict, FailFast, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
 from specdemo.core.bounds import FILE, Bounds, judge, parsing
+from specdemo.core.files import write_text
 from specdemo.core.reading import read
 
 SCHEMA = 1
@@ -42,7 +43,7 @@ class Result:
 
 
 def write_result(result: Result, out: Path) -> None:
-    out.write_text(json.dumps({"schema": SCHEMA, **asdict(result)}, indent=1) + "\n", encoding="utf-8")
+    write_text(out, json.dumps({"schema": SCHEMA, **asdict(result)}, indent=1) + "\n")
 
 
 _strict = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)

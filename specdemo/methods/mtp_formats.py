@@ -21,6 +21,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from specdemo.core.files import write_text
 from specdemo.core.protocol import Target
 from specdemo.methods.heads import as_target, odd_tensors
 from specdemo.methods.mtp_heads import Convention, Heads, ParallelHeads, SequentialModules
@@ -272,4 +273,4 @@ def _write_parallel(folder: Path, heads: Heads, target_name: str) -> None:
         "base_model_name_or_path": target_name,
     }
     write_checkpoint(folder, params, tensors)
-    (folder / "params.json").write_text(json.dumps(params, indent=2) + "\n", encoding="utf-8")
+    write_text(folder / "params.json", json.dumps(params, indent=2) + "\n")

@@ -18,6 +18,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file
 from torch import Tensor
 
+from specdemo.core.files import replacing_all, write_text
 from specdemo.models.footprint import headers, read_config
 from specdemo.models.hub import describe, remote_headers
 from specdemo.models.load import Cancelled, LoadProgress, local_folder, locate, resolve, silent
@@ -26,6 +27,7 @@ PICKLED = ("*.pt", "*.bin")
 SHARD = "9MB"
 NUMBERED = 2048  # layers, heads or experts; each number in a tensor's name is below it
 TABLE = 1 << 24  # integers in the largest table that an outline holds
+SHARDS = "model*.safetensors*"  # as they are written here
 
 
 @dataclass(frozen=True)
@@ -98,13 +100,13 @@ def _read(file: Path) -> dict[str, Tensor]:
 
 
 def write_checkpoint(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """config.json and safetensors in shards below 10 MB."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("model*.safetensors*"):
-        old.unlink()
+    """config.json and safetensors in shards below 10 MB, all at once in the place of those that are there.
+
+    Raises ValueError, one line, when they cannot be written."""
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_torch_state_dict(state, folder, max_shard_size=SHARD)
-    (folder / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
+    with replacing_all(folder, SHARDS, "config.json") as beside:
+        save_torch_state_dict(state, beside, max_shard_size=SHARD)
+        write_text(beside / "config.json", json.dumps(dict(config), indent=2) + "\n")
 
 
 # Rules in order; the first that holds names the method that reads the checkpoint.

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from specdemo.core.bounds import FILE
+from specdemo.core.files import check_writable, write_text
 from specdemo.core.reading import read
 from specdemo.core.trace import RunTrace, from_json, to_json
 from specdemo.engine.session import session
@@ -26,24 +27,9 @@ def run(preset_id: str, prompt: str | None = None, out: str | Path | None = None
     return trace
 
 
-def check_writable(out: str | Path) -> None:
-    """Raises ValueError when a file cannot be put there: before the run, not after it."""
-    path = Path(out)
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder; name a file in it")
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"there is no folder {path.parent}; make it first")
-    there = path.exists()
-    try:
-        path.open("ab").close()
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}; name another file") from None
-    if not there:
-        path.unlink()
-
-
 def save_trace(trace: RunTrace, out: str | Path) -> None:
-    Path(out).write_text(to_json(trace) + "\n", encoding="utf-8")
+    """Raises ValueError, one line, when it cannot be written."""
+    write_text(out, to_json(trace) + "\n")
 
 
 def load_trace(path: str | Path) -> RunTrace:

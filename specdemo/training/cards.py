@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from specdemo.core.files import write_text
 from specdemo.training.collect import continue_texts
 
 PROMPTS = (
@@ -177,7 +178,7 @@ def write_card(folder: Path, recipe: str | None = None) -> Path:
     }
     body = "\n\n".join(f"## {head}\n\n{text}" for head, text in sections.items())
     card = folder / "MODEL_CARD.md"
-    card.write_text(f"# {title}\n\n{ABOUT.get(name, 'A small model of stories.')}\n\n{body}\n", encoding="utf-8")
+    write_text(card, f"# {title}\n\n{ABOUT.get(name, 'A small model of stories.')}\n\n{body}\n")
     return card
 
 
@@ -225,7 +226,7 @@ def write_head_card(folder: Path, title: str, measured: dict[str, Any] | None = 
     body = "\n\n".join(f"## {head}\n\n{text}" for head, text in sections.items())
     card = folder / "MODEL_CARD.md"
     about = f"{title}: a drafter for speculative decoding of `{target}`. It is of no use without it."
-    card.write_text(f"# {folder.name}\n\n{about}\n\n{body}\n", encoding="utf-8")
+    write_text(card, f"# {folder.name}\n\n{about}\n\n{body}\n")
     return card
 
 
@@ -234,6 +235,4 @@ def write_attribution(corpus: Path, folder: Path) -> None:
     origins = [p.read_text(encoding="utf-8").strip() for p in sorted(corpus.glob("ORIGIN-*.md"))]
     if origins:
         head = "# Where the training text comes from"
-        (folder / "ATTRIBUTION.md").write_text(
-            "\n\n".join([head, *("#" + o for o in origins)]) + "\n", encoding="utf-8"
-        )
+        write_text(folder / "ATTRIBUTION.md", "\n\n".join([head, *("#" + o for o in origins)]) + "\n")

@@ -24,6 +24,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from specdemo.core.files import replacing, replacing_all
+from specdemo.models.checkpoints import SHARD, SHARDS
 from specdemo.models.load import pick_device, resolve
 from specdemo.models.machine import device_name
 from specdemo.training.agreement import agreement, next_probs
@@ -167,17 +169,20 @@ class GrowingWindows:
 
 
 def save_model(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
-    """bf16 safetensors in shards below 10 MB, tokenizer and generation config."""
+    """bf16 safetensors in shards below 10 MB, tokenizer and generation config, all at once in the place of those that
+    are there. Raises ValueError, one line, when they cannot be written."""
     model = nn.Module.to(model, torch.bfloat16)
     model.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=0, pad_token_id=0)
-    model.save_pretrained(out, max_shard_size="9MB")
-    PreTrainedTokenizerFast(
+    wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=END,
         eos_token=END,
         pad_token=END,
         model_max_length=model.config.max_position_embeddings,
-    ).save_pretrained(out)
+    )
+    with replacing_all(out, SHARDS, "config.json") as beside:
+        model.save_pretrained(beside, max_shard_size=SHARD)
+        wrapped.save_pretrained(beside)
 
 
 def finish(
@@ -299,7 +304,8 @@ def load_or_train_tokenizer(corpus: Corpus, out: Path, start: str | None) -> Tok
     if path.exists():
         return Tokenizer.from_file(str(path))
     tokenizer = train_tokenizer(corpus.train)
-    tokenizer.save(str(path))
+    with replacing(path) as part:
+        tokenizer.save(str(part))
     return tokenizer
 
 

@@ -1,0 +1,141 @@
+import signal
+import stat
+from pathlib import Path
+
+import pytest
+
+import specdemo
+from specdemo.core.files import check_writable, replacing, replacing_all, write_text
+from tests.disk import full_disk
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_file_is_the_old_one_until_it_is_the_new_one(tmp_path):
+    path = tmp_path / "a.json"
+    write_text(path, "old")
+    with replacing(path) as part:
+        part.write_text("new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new" and names(tmp_path) == ["a.json"]
+
+
+def test_a_full_disk_leaves_the_old_file_and_one_line_that_names_it(tmp_path):
+    path = tmp_path / "a.json"
+    write_text(path, "old")
+    with full_disk(100), pytest.raises(ValueError) as error:
+        write_text(path, "new" * 100)
+    assert str(error.value) == f"cannot write {path}: File too large; make room there or name another place"
+    assert path.read_text() == "old" and names(tmp_path) == ["a.json"]
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit])
+def test_an_interrupted_writer_leaves_the_old_file(tmp_path, end):
+    path = tmp_path / "a.json"
+    write_text(path, "old")
+    with pytest.raises(end), replacing(path) as part:
+        part.write_text("half")
+        raise end
+    assert path.read_text() == "old" and names(tmp_path) == ["a.json"]
+
+
+def test_a_link_stays_a_link_and_a_device_a_device(tmp_path):
+    path, link = tmp_path / "a.json", tmp_path / "link.json"
+    link.symlink_to(path)
+    write_text(link, "text")
+    assert link.is_symlink() and path.read_text() == "text"
+    write_text("/dev/null", "text")
+    assert stat.S_ISCHR(Path("/dev/null").stat().st_mode)
+
+
+def fill(folder, word, *shards):
+    with replacing_all(folder, "model*.safetensors*", "config.json") as beside:
+        (beside / "config.json").write_text(word)
+        for shard in shards:
+            (beside / shard).write_text(word)
+
+
+def test_a_folder_gets_all_new_files_and_loses_old_shards_alone(tmp_path):
+    fill(tmp_path, "old", "model-1.safetensors", "model-2.safetensors")
+    write_text(tmp_path / "checkpoint.pt", "kept")
+    fill(tmp_path, "new", "model.safetensors")
+    assert names(tmp_path) == ["checkpoint.pt", "config.json", "model.safetensors"]
+    assert (tmp_path / "config.json").read_text() == (tmp_path / "model.safetensors").read_text() == "new"
+
+
+def test_a_full_disk_leaves_the_old_folder_and_names_it(tmp_path):
+    fill(tmp_path, "old", "model.safetensors")
+    with full_disk(100), pytest.raises(ValueError, match=f"cannot write {tmp_path}: File too large;"):
+        fill(tmp_path, "new" * 100, "model.safetensors")
+    assert names(tmp_path) == ["config.json", "model.safetensors"]
+    assert (tmp_path / "model.safetensors").read_text() == "old"
+
+
+@pytest.mark.parametrize("dies_at", range(4))
+def test_old_and_new_shards_are_never_taken_for_one_model(tmp_path, monkeypatch, dies_at):
+    """Killed before any of the renames: the folder is the old one whole or lacks its config."""
+    fill(tmp_path, "old", "model-1.safetensors", "model-2.safetensors")
+    moved, replace = [], Path.replace
+
+    class Killed(BaseException):
+        pass
+
+    def dying(path, target):
+        if len(moved) == dies_at:
+            raise Killed
+        moved.append(target)
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", dying)
+    if dies_at < 3:
+        with pytest.raises(Killed):
+            fill(tmp_path, "new", "model-1.safetensors", "model-2.safetensors")
+        assert not (tmp_path / "config.json").exists()
+    else:
+        fill(tmp_path, "new", "model-1.safetensors", "model-2.safetensors")
+        assert {(tmp_path / name).read_text() for name in names(tmp_path)} == {"new"}
+
+
+def test_ctrl_c_waits_until_the_files_have_changed_places(tmp_path, monkeypatch):
+    fill(tmp_path, "old", "model.safetensors")
+    replace = Path.replace
+
+    def interrupted(path, target):
+        if path.name != "config.json":
+            signal.raise_signal(signal.SIGINT)
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fill(tmp_path, "new", "model.safetensors")
+    assert {(tmp_path / name).read_text() for name in names(tmp_path)} == {"new"}
+
+
+def test_asking_whether_a_file_can_be_written_changes_nothing(tmp_path):
+    path = tmp_path / "a.json"
+    check_writable(path)
+    assert names(tmp_path) == []
+    write_text(path, "old")
+    before = path.stat()
+    check_writable(path)
+    assert path.stat() == before and names(tmp_path) == ["a.json"]
+    check_writable("/dev/null")
+    for odd, line in (
+        (tmp_path, "is a folder"),
+        (tmp_path / "x" / "y", "there is no folder"),
+        ("/proc/x", "cannot wr"),
+    ):
+        with pytest.raises(ValueError, match=line):
+            check_writable(odd)
+
+
+def test_nothing_else_writes_files():
+    package = Path(specdemo.__file__).parent
+    writes = (".write_text(", ".write_bytes(", '.open("w', '.open("a', "json.dump(", ", 'w", ', "w"')
+    for path in package.rglob("*.py"):
+        if path != package / "core" / "files.py":
+            lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+            lines = [line for line in lines if not line.startswith(("part.", "with part."))]
+            assert not [line for line in lines for call in writes if call in line], path

@@ -1,0 +1,75 @@
+import signal
+import threading
+
+import pytest
+
+from specdemo.core.signals import held, tidy
+
+
+@pytest.fixture(autouse=True)
+def handlers():
+    """The same behind every test as before it."""
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    yield
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_a_polite_kill_leaves_like_an_exception():
+    closed = []
+    with pytest.raises(SystemExit) as left, tidy():
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            closed.append(True)
+    assert left.value.code == 143 and closed
+
+
+def test_ctrl_c_waits_for_the_end_of_the_block():
+    done = []
+    with pytest.raises(KeyboardInterrupt), held() as noted:
+        signal.raise_signal(signal.SIGINT)
+        done.append(list(noted))
+    assert done == [[signal.SIGINT]]
+
+
+def test_a_polite_kill_waits_too():
+    with pytest.raises(SystemExit) as left, tidy(), held() as noted:
+        signal.raise_signal(signal.SIGTERM)
+        assert noted
+    assert left.value.code == 143
+
+
+def test_the_second_ctrl_c_ends_it_at_once():
+    with pytest.raises(KeyboardInterrupt), held():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("it went on")
+
+
+def test_what_fails_meanwhile_is_told_instead():
+    with pytest.raises(ValueError, match="full"), held():
+        signal.raise_signal(signal.SIGINT)
+        raise ValueError("full")
+
+
+def test_an_ignored_signal_stays_ignored(monkeypatch):
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with held() as noted:
+            signal.raise_signal(signal.SIGINT)
+        assert not noted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_thread_changes_no_handlers():
+    found = []
+
+    def work():
+        with tidy(), held() as noted:
+            found.append(noted)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [[]]
