@@ -5,9 +5,11 @@ end, on any machine; what it saw is written down beside the result.
 """
 
 import json
+import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Executor
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from math import nan
 from pathlib import Path
@@ -17,11 +19,16 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from specdemo.core.files import replacing, write_text
+from specdemo.core.signals import held
 from specdemo.models.machine import commit, versions
 from specdemo.training.muon import Muon
 
 CHECKPOINT_SECONDS = 120.0
 MOST_MINUTES = 1_000_000
+FIRST_CHECKPOINT_SECONDS = 10.0  # so that no machine that is slow at the rest loses its first 20
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,24 +93,48 @@ class Run:
     pool: Executor | None = None  # runs the pieces of a batch side by side
 
     def save(self, path: Path) -> None:
+        """The one before stays as `*.previous`. Raises ValueError, one line, and both are what they were."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
         state = {
             "module": self.module.state_dict(),
             "optimizers": [o.state_dict() for o in self.optimizers],
             "history": asdict(self.history),
             "rng": torch.get_rng_state(),
         }
-        torch.save(state, part)
-        part.replace(path)  # a kill leaves either the old checkpoint or the new one
+        with replacing(path) as part:
+            with part.open("wb") as file:  # what torch opens itself tells no reason why it is not written
+                torch.save(state, file)
+            if path.exists():
+                path.replace(_previous(path))
+
+    def resume(self, path: Path) -> None:
+        """Go on from the checkpoint or, with a line that says so, from the one before; begin where neither will do.
+
+        One that is damaged or of another run is put aside as `*.unusable`.
+        """
+        for file in (path, _previous(path)):
+            if not file.exists():
+                continue
+            try:
+                self.load(file)
+                return
+            except (OSError, MemoryError):
+                raise
+            except Exception:  # torch and pickle raise all there is for a file that is not theirs
+                aside = file.replace(file.with_name(f"{file.name}.unusable"))
+                logger.warning("%s is damaged or of another run; it is now %s", file, aside.name)
 
     def load(self, path: Path) -> None:
-        saved = torch.load(path, weights_only=True)
-        self.module.load_state_dict(saved["module"])
+        """Raises for what is no checkpoint of this module, before anything is changed."""
+        saved = torch.load(path, "cpu", weights_only=True)
+        history = History(**saved["history"])
+        if _shapes(saved["module"]) != _shapes(self.module.state_dict()):
+            raise ValueError("it is of another model or head")
         for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(state)
-        self.history = History(**saved["history"])
         torch.set_rng_state(saved["rng"])
+        self.module.load_state_dict(saved["module"])
+        self.history = history
 
     def step(self, batch: Batch, loss: Loss, scale: float, micro_tokens: int) -> float:
         """One update at `scale` times the peak learning rates -> loss in nats per token."""
@@ -144,6 +175,14 @@ class Run:
         return h.evaluations[-1]
 
 
+def _previous(path: Path) -> Path:
+    return path.with_name(f"{path.name}.previous")
+
+
+def _shapes(state: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in state.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class Tick:
     """One step of a run; `evaluation` when there was one behind it."""
@@ -165,7 +204,7 @@ def steps(
     clock: Callable[[], float] = time.perf_counter,
     vocab_size: int = 0,
     pool: Executor | None = None,
-) -> Iterator[Tick]:
+) -> Generator[Tick, None, None]:
     """Train `module` in place until `schedule.minutes` of training are used; go on from `checkpoint` if it exists.
 
     A batch runs in pieces of `micro_tokens` tokens whose gradients add up: small pieces stay in a CPU's cache,
@@ -174,11 +213,10 @@ def steps(
     behind a whole step and saves; ask for the same folder again to go on.
     """
     run = Run(module, optimizers(module, schedule, vocab_size), History(), pool)
-    if checkpoint.exists():
-        run.load(checkpoint)
+    run.resume(checkpoint)
     history = run.history
     total = schedule.minutes * 60.0
-    saved_at = history.seconds
+    save_at = history.seconds + min(FIRST_CHECKPOINT_SECONDS, CHECKPOINT_SECONDS)
     evaluated_at = history.evaluations[-1]["seconds"] if history.evaluations else 0.0
     module.train()
     try:
@@ -194,9 +232,9 @@ def steps(
             if ended or history.seconds - evaluated_at >= evaluate_every_seconds:
                 evaluation = run.evaluate(evaluate, train_loss)
                 evaluated_at = history.seconds
-            if ended or history.seconds - saved_at >= CHECKPOINT_SECONDS:
+            if ended or history.seconds >= save_at:
                 run.save(checkpoint)
-                saved_at = history.seconds
+                save_at = history.seconds + CHECKPOINT_SECONDS
             yield Tick(history, train_loss, evaluation)
     except GeneratorExit:
         run.save(checkpoint)
@@ -219,17 +257,23 @@ def fit(
     return show(ticks, schedule.minutes, checkpoint.parent.name)
 
 
-def show(ticks: Iterable[Tick], minutes: float, name: str) -> History:
-    """Draw the bar of a run while it goes to its end."""
+def show(ticks: Generator[Tick, None, None], minutes: float, name: str) -> History:
+    """Draw the bar of a run while it goes to its end, or to the end of the step in which SIGINT or SIGTERM comes."""
     history = History()
-    with tqdm(total=round(60.0 * minutes), unit="s", desc=name, mininterval=5) as bar:
-        for tick in ticks:
-            history = tick.history
-            bar.n = min(round(history.seconds), round(60.0 * minutes))
-            if history.step % 10 == 0:
-                bar.set_postfix(step=history.step, loss=f"{tick.loss:.3f}")
-            if tick.evaluation:
-                bar.write(json.dumps(tick.evaluation))
+    bar = tqdm(total=round(60.0 * minutes), unit="s", desc=name, mininterval=5)
+    with held() as stop:
+        with bar, closing(ticks):
+            for tick in ticks:
+                history = tick.history
+                bar.n = min(round(history.seconds), round(60.0 * minutes))
+                if history.step % 10 == 0:
+                    bar.set_postfix(step=history.step, loss=f"{tick.loss:.3f}")
+                if tick.evaluation:
+                    bar.write(json.dumps(tick.evaluation))
+                if stop:
+                    break
+        if stop:
+            logger.warning("%s is saved after %.0f s; the same command goes on from there", name, history.seconds)
     return history
 
 
@@ -251,4 +295,4 @@ def make_folder(out: Path) -> None:
 def write_provenance(out: Path, history: History, **facts: Any) -> None:
     """`provenance.json` beside a result: what ran, on what, on which data, and the curve."""
     facts = {**facts, "versions": versions(), "commit": commit(), **asdict(history)}
-    (out / "provenance.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    write_text(out / "provenance.json", json.dumps(facts, indent=1) + "\n")
