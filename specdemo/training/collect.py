@@ -3,26 +3,33 @@
 The cache is a folder of shards `text-000.safetensors`, `samples-000.safetensors`, ... Each holds R rows of T tokens
 and, for every position, the target's K most probable next tokens: `tokens` [R, T] int32, `indices` [R, T, K] int32,
 `probs` [R, T, K] float16, largest first; with `taps`, also the hidden states `tap.N` [R, T, H] float16 that heads read
-(numbered as in core.protocol). A shard appears only when it is complete, so a kill costs one shard at most.
-Two processes that begin at different ends (`backwards`) share the work without talking to each other.
+(numbered as in core.protocol). A shard appears only when it is complete, so a kill costs one shard at most; a damaged
+one is gathered again. Where there is no text, the target writes it, shard by shard. Two processes that begin at
+different ends (`backwards`) share the work without talking to each other.
 """
 
 import copy
 import hashlib
 import json
+import logging
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
+from specdemo.core.files import replacing, write_text
 from specdemo.models.machine import matmul_dtype
+
+logger = logging.getLogger(__name__)
 
 KEPT = 32  # K: at a held-out loss of 1.75 nats the 32 best hold 97 % of the probability
 TEMPERATURES = (1.0, 0.7, 1.0, 0.0)  # of sampled rows, in turn
@@ -96,6 +103,14 @@ def sampled_rows(model: PreTrainedModel, stories: list[list[int]], plan: Plan, n
     return torch.cat(drawn).view(-1, plan.context).cpu()
 
 
+def own_rows(model: PreTrainedModel, first: int, count: int, length: int, seed: int) -> Tensor:
+    """What the target writes behind a token at temperature 1 [count, length]."""
+    prompts = torch.full((count, 1), first, device=model.device)
+    generator = torch.Generator(model.device).manual_seed(seed)
+    heat = torch.ones(count, device=model.device)
+    return continue_texts(model, prompts, length, heat, generator).cpu()
+
+
 def sampler(model: PreTrainedModel) -> PreTrainedModel:
     """A copy in the device's fastest precision; what it draws is scored by `model` itself afterwards."""
     fast = nn.Module.to(copy.deepcopy(model), matmul_dtype(model.device))
@@ -112,28 +127,53 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 
 def complete(folder: Path) -> bool:
-    """Whether every shard is there."""
+    """Whether every shard is there and whole."""
+    begun = _label(folder)
+    return bool(begun) and all(sound(folder / f"{name}.safetensors") for name in begun["shards"])
+
+
+def _label(folder: Path) -> dict[str, Any]:
+    """What the cache was begun with; empty for none. Raises ValueError when that cannot be read."""
     label = folder / "cache.json"
-    begun = json.loads(label.read_text(encoding="utf-8")) if label.exists() else {}
-    return bool(begun) and all((folder / f"{name}.safetensors").exists() for name in begun["shards"])
+    try:
+        return dict(json.loads(label.read_text(encoding="utf-8"))) if label.exists() else {}
+    except (TypeError, ValueError):
+        raise ValueError(f"{label} is damaged: remove its folder or name another with --cache") from None
 
 
-def claim(folder: Path, model: PreTrainedModel, text: Tensor | None, plan: Plan) -> Plan:
-    """Make `folder` the cache of model, text and plan; one that has begun keeps its own plan, which comes back.
+def sound(shard: Path) -> bool:
+    """Whether it is there; one that is cut short is taken away, with a line that says so."""
+    if not shard.exists():
+        return False
+    try:
+        with safe_open(shard, "pt"):  # compares the header with the length
+            return True
+    except SafetensorError:
+        logger.warning("%s is damaged; it is gathered again", shard)
+        shard.unlink()
+        return False
 
-    text None: whatever text it was made of will do. Raises ValueError when it is another model's or another text's, or
-    lacks one of the plan's taps.
+
+def keep(shard: Path, columns: Mapping[str, Tensor]) -> None:
+    """Raises ValueError, one line, when it cannot be written."""
+    with replacing(shard) as part:
+        save_file(dict(columns), part)
+
+
+def claim(folder: Path, model: PreTrainedModel, text: str | None, plan: Plan, rows: int = 0) -> Plan:
+    """Make `folder` the cache of model, text, so many of its rows, and plan; one that has begun keeps its own plan,
+    which comes back.
+
+    text: what tells it from others; None: whatever text it was made of will do. Raises ValueError when it is another
+    model's or another text's, or lacks one of the plan's taps.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    label = folder / "cache.json"
-    mark = {"model": fingerprint(model)}
-    if text is not None:
-        mark["text"] = hashlib.sha256(text.int().numpy().tobytes()).hexdigest()
-    if text is not None and not label.exists():
-        begun = {**mark, "plan": asdict(plan), "shards": shards(plan, len(text))}
-        label.write_text(json.dumps(begun) + "\n", encoding="utf-8")
+    mark = {"model": fingerprint(model)} | ({} if text is None else {"text": text})
+    begun = _label(folder)
+    if not begun:
+        begun = {**mark, "plan": asdict(plan), "shards": shards(plan, rows)}
+        write_text(folder / "cache.json", json.dumps(begun) + "\n")
         return plan
-    begun = json.loads(label.read_text(encoding="utf-8"))
     own = Plan(**begun["plan"] | {"taps": tuple(begun["plan"]["taps"])})
     if any(begun.get(name) != value for name, value in mark.items()):
         raise ValueError(f"the cache {folder} is of another target or corpus: remove it or name another with --cache")
@@ -150,31 +190,51 @@ def shards(plan: Plan, rows: int) -> list[str]:
 
 
 def collecting(
-    model: PreTrainedModel, text: Tensor, stories: list[list[int]], folder: Path, plan: Plan, backwards: bool = False
+    model: PreTrainedModel,
+    text: Tensor | int,
+    stories: list[list[int]],
+    folder: Path,
+    plan: Plan,
+    backwards: bool = False,
 ) -> Iterator[float]:
     """Complete the cache in `folder`: rows of text [R, context] and samples begun like `stories` (token ids).
 
-    Gives the share that is done after every shard.
+    text a token: what the target writes behind it; the samples begin like that. Gives the share that is done after
+    every shard.
     """
-    plan = claim(folder, model, text, plan)
-    fast = sampler(model)
-    rows: dict[str, Callable[[int], Tensor]] = {
-        "text": lambda i: text[: plan.text_rows][i * plan.rows_per_shard : (i + 1) * plan.rows_per_shard],
-        "samples": lambda i: sampled_rows(fast, stories, plan, i),
-    }
-    names = shards(plan, len(text))
+    if isinstance(text, int):
+        plan = claim(folder, model, f"its own behind {text}", plan, plan.text_rows)
+    else:
+        digest = hashlib.sha256(text.int().numpy().tobytes()).hexdigest()
+        plan = claim(folder, model, digest, plan, len(text))
+    fast, size = sampler(model), plan.rows_per_shard
+
+    def texts(number: int) -> Tensor:
+        if isinstance(text, int):
+            return own_rows(fast, text, min(size, plan.text_rows - number * size), plan.context, number)
+        return text[: plan.text_rows][number * size : (number + 1) * size]
+
+    @cache
+    def openings() -> list[list[int]]:
+        return stories or [row.tolist() for row in load_cache(folder, ["text"]).tokens]
+
+    kinds = {"text": texts, "samples": lambda number: sampled_rows(fast, openings(), plan, number)}
+    names = _label(folder)["shards"]
     for done, name in enumerate(names[::-1] if backwards else names, start=1):
-        path = folder / f"{name}.safetensors"
-        if not path.exists():
+        shard = folder / f"{name}.safetensors"
+        if not sound(shard):
             kind, number = name.split("-")
-            part = path.with_suffix(".backwards" if backwards else ".forwards")
-            save_file(listen(model, rows[kind](int(number)), plan.taps), part)
-            part.replace(path)
+            keep(shard, listen(model, kinds[kind](int(number)), plan.taps))
         yield done / len(names)
 
 
 def collect(
-    model: PreTrainedModel, text: Tensor, stories: list[list[int]], folder: Path, plan: Plan, backwards: bool = False
+    model: PreTrainedModel,
+    text: Tensor | int,
+    stories: list[list[int]],
+    folder: Path,
+    plan: Plan,
+    backwards: bool = False,
 ) -> None:
     """`collecting` to the end behind a progress bar."""
     for _ in watched(collecting(model, text, stories, folder, plan, backwards), f"cache {folder.name}"):

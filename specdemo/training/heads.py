@@ -6,11 +6,12 @@ second part of a run mixes in the target's own samples (the two stages of 2404.1
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -24,9 +25,11 @@ from specdemo.training.collect import (
     claim,
     collecting,
     complete,
-    continue_texts,
+    keep,
     listen,
     load_cache,
+    own_rows,
+    sound,
     watched,
 )
 from specdemo.training.corpus import read_corpus, windows
@@ -35,6 +38,7 @@ from specdemo.training.losses import cross_entropy
 
 CONTEXT = 512
 HELD_OUT_ROWS = 32
+HELD_OUT_SEED = -1  # the text's are its shards' numbers
 DENSE = 1 << 22  # entries of a [B, A, V] distribution that a CPU works on at once; a GPU takes 64 times as many
 
 
@@ -72,17 +76,19 @@ def gathering(
         raise ValueError(f"{target.name} runs on fused layers; load it with kernels='transformers'")
     plan = plan or Plan(text_rows=2048, sampled_rows=512, taps=tuple(taps))
     model, context = target.model, min(plan.context, target.max_length)
+    plan = replace(plan, context=context, sample_length=min(plan.sample_length, context))
+    first = target.stop_token_ids[0] if target.stop_token_ids else 0
+    text: Tensor | int
     if corpus is None:
-        text, stories, held_out = yield from _own_text(target, plan, context)
-        source = f"text written by {target.name}"
+        text, stories, source = first, [], f"text written by {target.name}"
     else:
         text, stories, held_out, source = _read(target, corpus, context)
     if complete(cache):
         claim(cache, model, None, plan)
     else:
-        written = 0.5 if corpus is None else 0.0
-        for share in collecting(model, text, stories, cache, plan):
-            yield written + (1.0 - written) * share
+        yield from collecting(model, text, stories, cache, plan)
+    if corpus is None:
+        held_out = _own_held_out(model, first, cache, context)
     recorded = Recorded.of(listen(model, held_out[:HELD_OUT_ROWS], taps))
     return Material(load_cache(cache, ["text"], taps), load_cache(cache, ["samples"], taps), recorded, source)
 
@@ -112,22 +118,12 @@ def _read(target: HFTarget, corpus: Path, context: int) -> tuple[Tensor, list[li
     return windows(stream, context), documents, windows(held, min(context, len(held))), read.sha256
 
 
-def _own_text(
-    target: HFTarget, plan: Plan, context: int
-) -> Generator[float, None, tuple[Tensor, list[list[int]], Tensor]]:
-    """What the target writes behind nothing but its first token, at temperature 1; the shares are of all gathering."""
-    count = plan.text_rows + HELD_OUT_ROWS // 4
-    first = target.stop_token_ids[0] if target.stop_token_ids else 0
-    generator = torch.Generator(target.device).manual_seed(0)
-    written: list[Tensor] = []
-    for start in range(0, count, plan.rows_per_shard):
-        prompts = torch.full((min(plan.rows_per_shard, count - start), 1), first, device=target.device)
-        heat = torch.ones(len(prompts), device=target.device)
-        written.append(continue_texts(target.model, prompts, context, heat, generator))
-        yield 0.5 * min(1.0, (start + plan.rows_per_shard) / count)
-    rows = torch.cat(written).cpu()
-    text = rows[: plan.text_rows]
-    return text, text.tolist(), rows[plan.text_rows :]
+def _own_held_out(model: PreTrainedModel, first: int, cache: Path, context: int) -> Tensor:
+    """Rows [R, context] that the target writes by itself, kept in its cache."""
+    shard = cache / "held-out.safetensors"
+    if not sound(shard):
+        keep(shard, {"tokens": own_rows(model, first, HELD_OUT_ROWS // 4, context, HELD_OUT_SEED)})
+    return load_file(shard)["tokens"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +174,7 @@ def train_head(
     minutes: float,
     batch_tokens: int | None = None,
     clock: Callable[[], float] = time.perf_counter,
-) -> Iterator[Tick]:
+) -> Generator[Tick, None, None]:
     """Train `drafter.head` in place, step by step; go on from the checkpoint in `out` if there is one."""
     large = target.device.type == "cuda"
     context = material.text.tokens.shape[1]
@@ -226,7 +222,7 @@ def train_jointly(
     schedule: Schedule,
     micro_tokens: int,
     clock: Callable[[], float] = time.perf_counter,
-) -> Iterator[Tick]:
+) -> Generator[Tick, None, None]:
     """Train a model and the heads on it together from tokens [R, T + 1] (multi-token prediction, 2404.19737).
 
     The model learns the text; the heads learn the text first and, in the second half, what the model itself would say.
