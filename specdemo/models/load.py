@@ -41,6 +41,7 @@ from specdemo.models.footprint import (
 )
 from specdemo.models.hub import Cancelled, LoadProgress, embedded_folder, embedded_names, silent
 from specdemo.models.kernels import hasten
+from specdemo.models.shipped import check_shipped
 from specdemo.models.target import HFTarget
 
 __all__ = [
@@ -363,6 +364,7 @@ def _readable(folder: Path) -> Path:
 
 def _folder(source: Path | hub.Repository, report: LoadProgress) -> Path:
     if isinstance(source, Path):
+        check_shipped(source)
         return source
     return hub.fetch(source, lambda share, what: report(0.05 + 0.5 * share, what))
 

@@ -28,6 +28,7 @@ from specdemo.core.files import replacing, replacing_all
 from specdemo.models.checkpoints import SHARD, SHARDS
 from specdemo.models.load import pick_device, resolve
 from specdemo.models.machine import device_name
+from specdemo.models.shipped import check_shipped
 from specdemo.training.agreement import agreement, next_probs
 from specdemo.training.cards import write_attribution, write_card
 from specdemo.training.collect import Plan, Recorded, autocast, claim, collect, complete, load_cache
@@ -228,7 +229,7 @@ def stories_target(job: Job) -> None:
     make_folder(job.out)
     tokenizer = load_or_train_tokenizer(corpus, job.out, job.start)
     model = nn.Module.to(build(job.shape), job.device)
-    start = AutoModelForCausalLM.from_pretrained(job.start).state_dict() if job.start else {}
+    start = weights(job.start) if job.start else {}
     if start:
         model.load_state_dict(start)
     valid = held_out_rows(corpus, tokenizer, CONTEXT + 1).to(job.device)
@@ -269,6 +270,11 @@ def stories_target(job: Job) -> None:
     if share:
         history.evaluations.append({**history.evaluations[-1], **evaluate()})
     finish(job, model, tokenizer, corpus, history, share)
+
+
+def weights(folder: str) -> Mapping[str, Tensor]:
+    check_shipped(Path(folder))
+    return dict(AutoModelForCausalLM.from_pretrained(folder).state_dict())
 
 
 @torch.no_grad()
@@ -353,7 +359,7 @@ def stories_draft(job: Job) -> None:
     truth = next_probs(target, valid)
     model = nn.Module.to(build(job.shape, target.config.vocab_size), job.device)
     if job.start:
-        model.load_state_dict(AutoModelForCausalLM.from_pretrained(job.start).state_dict())
+        model.load_state_dict(weights(job.start))
     elif job.shape.hidden == target.config.hidden_size:
         model.model.embed_tokens.load_state_dict(target.get_input_embeddings().state_dict())
     listen_from = 0.0 if job.start else 0.1
@@ -383,6 +389,7 @@ def stories_draft(job: Job) -> None:
 
 def load_target(job: Job) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """The target in fp32 and its tokenizer. Raises ValueError when there is none at `job.target`."""
+    check_shipped(Path(job.target))
     try:
         target = AutoModelForCausalLM.from_pretrained(job.target, dtype=torch.float32)
         return nn.Module.to(target.eval(), job.device), PreTrainedTokenizerFast.from_pretrained(job.target)
