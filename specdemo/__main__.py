@@ -1,7 +1,7 @@
 """The command line: `python -m specdemo` or, installed, `specdemo`.
 
-Exit code 0: done; 1: a lane failed; 2: bad input, told in one line on stderr that names the cure. Whatever needs torch
-is imported by the command that needs it.
+Exit code 0: done; 1: a lane failed; 2: bad input, told in one line on stderr that names the cure; 130 and 143: ended by
+Ctrl-C and by SIGTERM. Whatever needs torch is imported by the command that needs it.
 """
 
 import json
@@ -23,7 +23,9 @@ from typer.exceptions import TyperException
 from specdemo import __version__
 from specdemo.bench.base import OPTIONS
 from specdemo.bench.suites import suite, suites
+from specdemo.core.files import check_writable
 from specdemo.core.reading import read_text
+from specdemo.core.signals import tidy
 from specdemo.core.words import suggest
 from specdemo.methods import METHODS, knobs, method
 from specdemo.presets.schema import EMBEDDED, LIMITS, load_presets, preset
@@ -52,10 +54,14 @@ def main(argv: Sequence[str] | None = None, told_by: str = "specdemo") -> int:
     if isinstance(sys.stdout, TextIOWrapper):  # a terminal without a letter of the text still gets the rest
         sys.stdout.reconfigure(errors="replace")
     try:
-        code = app(args=arguments or ["--help"], prog_name="specdemo", standalone_mode=False)
+        with tidy():
+            code = app(args=arguments or ["--help"], prog_name="specdemo", standalone_mode=False)
     except (ValueError, OSError, TyperException) as error:
         message = error.format_message() if isinstance(error, TyperException) else str(error)
         print(f"{told_by}:", " ".join(message.split()), file=sys.stderr)
+        return 2
+    except MemoryError:
+        print("specdemo: out of memory; choose smaller models or end other programs", file=sys.stderr)
         return 2
     except typer.Abort:
         code = INTERRUPTED
@@ -129,7 +135,7 @@ def run(
     allow(server or [])
     chosen = chosen.on_servers(server or [], served_model)
 
-    from specdemo.presets.run import check_writable, save_trace
+    from specdemo.presets.run import save_trace
 
     if out is not None:
         check_writable(out)
@@ -179,7 +185,6 @@ def bench(
 
     from specdemo.bench.report import bench_report, write_result
     from specdemo.engine.loop import never
-    from specdemo.presets.run import check_writable
 
     for path in (out, html):
         if path is not None:
