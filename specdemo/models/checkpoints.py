@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specdemo.core.files import replacing_all, write_text
-from specdemo.models.footprint import headers, read_config
+from specdemo.models.footprint import TOO_LARGE, headers, read_config
 from specdemo.models.hub import describe, remote_headers
 from specdemo.models.load import Cancelled, LoadProgress, local_folder, locate, resolve, silent
 
@@ -92,6 +92,8 @@ def _stand_in(shape: Sequence[int], stored: str) -> Tensor:
 def _read(file: Path) -> dict[str, Tensor]:
     try:
         loaded = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+    except MemoryError:
+        raise ValueError(f"{file} {TOO_LARGE}") from None
     except Exception:  # a damaged pickle raises anything
         raise ValueError(f"{file} is damaged or not plain weights; fetch it again") from None
     if not isinstance(loaded, Mapping) or not all(isinstance(t, Tensor) for t in loaded.values()):

@@ -124,6 +124,9 @@ def weight_bytes(folder: Path, precision: Precision) -> int:
     return int(bits) // 8
 
 
+TOO_LARGE = "does not fit into the memory that this process may have; choose a smaller model"
+
+
 def headers(files: list[Path]) -> Iterator[tuple[str, list[int], str]]:
     """Name, shape and stored precision of every tensor. Raises ValueError for a damaged file."""
     for file in files:
@@ -134,6 +137,8 @@ def headers(files: list[Path]) -> Iterator[tuple[str, list[int], str]]:
                     yield name, tensor.get_shape(), tensor.get_dtype()
         except (SafetensorError, OSError, MemoryError):
             raise ValueError(f"{file} is damaged or cut short; delete it and fetch it again") from None
+        except (MemoryError, RuntimeError):  # it is mapped whole
+            raise ValueError(f"{file} {TOO_LARGE}") from None
 
 
 def free_bytes(where: torch.device) -> list[int]:
