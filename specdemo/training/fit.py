@@ -118,7 +118,7 @@ class Run:
             try:
                 self.load(file)
                 return
-            except (OSError, MemoryError):
+            except (PermissionError, MemoryError):
                 raise
             except Exception:  # torch and pickle raise all there is for a file that is not theirs
                 aside = file.replace(file.with_name(f"{file.name}.unusable"))

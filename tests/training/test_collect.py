@@ -6,8 +6,19 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from specdemo.training.agreement import agreement, greedy_agreement, next_probs
-from specdemo.training.collect import Plan, collect, complete, continue_texts, listen, load_cache, sampled_rows, shards
+from specdemo.training.collect import (
+    Plan,
+    collect,
+    collecting,
+    complete,
+    continue_texts,
+    listen,
+    load_cache,
+    sampled_rows,
+    shards,
+)
 from specdemo.training.recipes import Shape, build
+from tests.disk import full_disk
 
 PLAN = Plan(text_rows=10, sampled_rows=4, rows_per_shard=4, context=32, sample_length=16)
 STORIES = [[0, *range(i, i + 30)] for i in range(1, 40)]
@@ -116,3 +127,51 @@ def test_overlap_is_one_minus_total_variation(model: LlamaForCausalLM, text: Ten
     assert agreement(other, p, text)["overlap"] == pytest.approx(
         1.0 - float((p - q).abs().sum(-1).mean()) / 2, abs=1e-3
     )
+
+
+def test_a_target_writes_its_own_text_once(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    """Stopped behind any shard, what is there stays and the rest comes to the same."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    collect(model, 0, [], one, PLAN)
+    begun = collecting(model, 0, [], two, PLAN)
+    next(begun)
+    stamps = {p: p.stat().st_mtime_ns for p in two.iterdir()}
+    assert sorted(p.name for p in stamps) == ["cache.json", "text-000.safetensors"]
+    collect(model, 0, [], two, PLAN)
+    assert {p: p.stat().st_mtime_ns for p in stamps} == stamps
+    whole, parts = load_cache(one), load_cache(two)
+    assert torch.equal(whole.tokens, parts.tokens) and len(whole) == 14
+    assert len(whole.tokens[:10].unique(dim=0)) == 10 and not whole.tokens[:10, 0].any()
+    openings = {tuple(row[:8].tolist()) for row in whole.tokens[:10]}
+    assert all(tuple(row.tolist()) in openings for row in whole.tokens[10:].view(-1, 16)[:4, :8])
+
+
+def test_a_shard_that_is_cut_short_is_gathered_again(
+    model: LlamaForCausalLM, text: Tensor, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    collect(model, text, STORIES, tmp_path, PLAN)
+    before = load_cache(tmp_path)
+    shard = tmp_path / "text-001.safetensors"
+    for length in (shard.stat().st_size - 1, 100, 4, 0):
+        shard.write_bytes(shard.read_bytes()[:length])
+        caplog.clear()
+        assert not complete(tmp_path)
+        assert caplog.messages == [f"{shard} is damaged; it is gathered again"]
+        collect(model, text, STORIES, tmp_path, PLAN)
+        assert torch.equal(load_cache(tmp_path).indices, before.indices)
+
+
+def test_a_damaged_label_is_one_line(model: LlamaForCausalLM, text: Tensor, tmp_path: Path) -> None:
+    for content in ("", "{", "[1]", "7"):
+        (tmp_path / "cache.json").write_text(content, encoding="utf-8")
+        with pytest.raises(ValueError, match="cache.json is damaged: remove its folder or name another with --cache"):
+            collect(model, text, STORIES, tmp_path, PLAN)
+
+
+def test_a_full_disk_keeps_the_shards(model: LlamaForCausalLM, text: Tensor, tmp_path: Path) -> None:
+    begun = collecting(model, text, STORIES, tmp_path, PLAN)
+    next(begun)
+    names = sorted(p.name for p in tmp_path.iterdir())
+    with full_disk(1000), pytest.raises(ValueError, match="cannot write .*text-001.safetensors: .*File too large"):
+        next(begun)
+    assert sorted(p.name for p in tmp_path.iterdir()) == names

@@ -1,5 +1,6 @@
 import itertools
 import json
+import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from specdemo.core.signals import tidy
 from specdemo.training import fit as fitting
 from specdemo.training.fit import History, Run, Schedule, fit, optimizers, write_provenance
+from tests.disk import full_disk
 
 
 class Bigram(nn.Module):
@@ -131,3 +134,79 @@ def test_provenance_says_what_ran(tmp_path: Path) -> None:
     assert facts["versions"]["torch"] == torch.__version__
     assert (facts["step"], facts["tokens"], facts["evaluations"]) == (3, 72, [{"step": 3, "loss": 0.5}])
     assert "commit" in facts
+
+
+def test_a_checkpoint_comes_early_and_then_as_usual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = []
+    monkeypatch.setattr(Run, "save", lambda run, path: saved.append(run.history.seconds))
+    run(Bigram(), tmp_path, 5.0)
+    assert saved == [fitting.FIRST_CHECKPOINT_SECONDS, 130.0, 250.0, 300.0]
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-500])
+
+
+def foreign(path: Path) -> None:
+    torch.save(torch.load(path, weights_only=True) | {"module": Bigram(9).state_dict()}, path)
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def garbage(path: Path) -> None:
+    path.write_text("checkpoint", encoding="utf-8")
+
+
+@pytest.mark.parametrize("spoil", [cut, foreign, empty, garbage])
+def test_a_spoilt_checkpoint_is_put_aside_for_the_one_before(
+    spoil: Callable[[Path], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "checkpoint.pt"
+    first = Run(Bigram(), [], History(step=1))
+    first.save(path)
+    first.history.step = 2
+    first.save(path)
+    spoil(path)
+    again = Run(Bigram(), [], History())
+    again.resume(path)
+    assert again.history.step == 1 and len(caplog.records) == 1
+    assert caplog.messages == [f"{path} is damaged or of another run; it is now checkpoint.pt.unusable"]
+    spoilt = Run(Bigram(), [], History())
+    (tmp_path / "checkpoint.pt.previous").write_bytes(b"x")
+    before = {name: value.clone() for name, value in spoilt.module.state_dict().items()}
+    spoilt.resume(path)
+    assert spoilt.history.step == 0
+    assert all(torch.equal(value, before[name]) for name, value in spoilt.module.state_dict().items())
+
+
+def test_a_full_disk_leaves_the_checkpoint_and_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pt"
+    some = Run(Bigram(), [], History(step=1))
+    some.save(path)
+    some.history.step = 2
+    with full_disk(1000), pytest.raises(ValueError, match=f"cannot write {path}: File too large; make room"):
+        some.save(path)
+    some.resume(path)
+    assert some.history.step == 1 and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_run_behind_a_step_that_is_saved(number: signal.Signals, tmp_path: Path) -> None:
+    handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+
+    def signalled(progress: float, step: int) -> tuple[Tensor]:
+        if step == 5:
+            signal.raise_signal(number)
+        return batches(progress, step)
+
+    with pytest.raises((KeyboardInterrupt, SystemExit)), tidy():
+        run(Bigram(), tmp_path, 1.0, signalled)
+    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["history"]["step"] == 6
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+def test_a_thread_trains_without_handlers(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(run, Bigram(), tmp_path, 0.2).result().seconds == 12.0

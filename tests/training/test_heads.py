@@ -58,6 +58,16 @@ def test_without_a_corpus_the_target_writes_the_text(material: Material) -> None
     assert not any(bool((row == material.text.tokens).all(-1).any()) for row in material.held_out.tokens)
 
 
+def test_what_is_gathered_is_not_written_again(
+    target: HFTarget, material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = gather(target, tmp_path, (1, -1), plan=PLAN)
+    monkeypatch.setattr("specdemo.training.collect.continue_texts", lambda *_: pytest.fail("written again"))
+    again = gather(target, tmp_path, (1, -1), plan=PLAN)
+    assert torch.equal(first.text.tokens, again.text.tokens) and torch.equal(first.samples.tokens, again.samples.tokens)
+    assert torch.equal(first.held_out.tokens, again.held_out.tokens)
+
+
 def test_an_example_is_aligned_like_progress(target: HFTarget, material: Material) -> None:
     batch = columns(material.text.rows(torch.tensor([0, 3])), (1, -1))
     progress = example(batch, (1, -1), VOCABULARY, target.device)

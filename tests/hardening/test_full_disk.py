@@ -1,0 +1,84 @@
+"""A full disk under every command that writes: the old file stays, one line names it, exit code 2."""
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specdemo.__main__ import main
+from specdemo.methods import load_drafter
+from specdemo.models.load import load_target
+from specdemo.training.collect import Plan
+from specdemo.training.corpus import byte_tokenizer
+from specdemo.training.recipes import Shape, save_model
+from specdemo.training.recipes import build as story_model
+from tests.disk import full_disk
+from tests.models.tiny import build
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    build("llama").save_pretrained(folder)
+    return folder
+
+
+def refused(capsys, left, *arguments):
+    """The line on stderr of a command on a disk with so many bytes left."""
+    with full_disk(left):
+        assert main([str(argument) for argument in arguments]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("specdemo: cannot write ") and line.endswith("; make room there or name another place")
+    return line
+
+
+RUN = ("run", "embedded-ngram", "--max-new-tokens", 8)
+BENCH = ("bench", "k", "--repeats", 1, "--k", 2, "--preset", "embedded-ngram", "--new-tokens", 4, "--prompt", "Tom ran")
+
+
+@pytest.mark.parametrize("command", [(*RUN, "--out"), (*BENCH, "--out"), (*BENCH, "--html")])
+def test_a_result_stays_what_it_was(capsys, tmp_path, command):
+    out = tmp_path / "out.json"
+    out.write_text("old", encoding="utf-8")
+    assert str(out) in refused(capsys, 300, *command, out)
+    assert out.read_text() == "old" and list(tmp_path.iterdir()) == [out]
+
+
+def test_training_keeps_what_it_has_at_every_stage(capsys, monkeypatch, tmp_path, target):
+    plan = Plan(text_rows=8, sampled_rows=4, rows_per_shard=4, context=32, sample_length=16, taps=(-1,))
+    monkeypatch.setattr("specdemo.methods.recipes._plan", lambda drafter, minutes: plan)
+    train = ("train", "medusa", "--target", target, "--out", tmp_path, "--minutes")
+    cache = tmp_path / "cache"
+    assert str(cache / "cache.json") in refused(capsys, 10, *train, 0.001)
+    assert str(cache / "text-000.safetensors") in refused(capsys, 10_000, *train, 0.001)
+    assert main([str(argument) for argument in (*train, 0.001)]) == 0
+    saved = {path: path.read_bytes() for path in tmp_path.glob("*.*")}
+    monkeypatch.setattr("specdemo.training.fit.FIRST_CHECKPOINT_SECONDS", 0.0)
+    assert str(tmp_path / "checkpoint.pt") in refused(capsys, 10_000, *train, 5)
+    assert f"cannot write {tmp_path}:" in refused(capsys, 3_000, *train, 0.001)  # trained enough: only the head is left
+    assert {path: path.read_bytes() for path in tmp_path.glob("*.*")} == saved
+    assert load_drafter("medusa", load_target(str(target)), str(tmp_path))
+
+
+@pytest.mark.parametrize("left", [100, 20_000])
+def test_a_model_that_cannot_be_written_leaves_the_old_one(tmp_path, left):
+    tokenizer, shape = byte_tokenizer(), Shape(1, 32, 48, 2)
+    save_model(story_model(shape, tokenizer.get_vocab_size()), tokenizer, tmp_path)
+    saved = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with full_disk(left), pytest.raises(ValueError, match=f"cannot write {tmp_path}: .*File too large"):
+        save_model(story_model(shape, tokenizer.get_vocab_size()), tokenizer, tmp_path)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == saved
+
+
+def test_the_process_itself_ends_with_2_and_no_traceback(tmp_path):
+    def full():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))
+
+    command = [sys.executable, "-m", "specdemo", "run", "embedded-ngram", "--max-new-tokens", "4", "--out", "t.json"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=full, cwd=tmp_path, env=environment)
+    assert done.returncode == 2 and not list(tmp_path.iterdir())
+    assert done.stderr == "specdemo: cannot write t.json: File too large; make room there or name another place\n"
