@@ -1,0 +1,143 @@
+"""Processes ended by a signal: no traceback, the exit code of a shell, nothing half written, the port free again."""
+
+import os
+import pty
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from specdemo.models.load import load_target
+from specdemo.training.collect import Plan
+from specdemo.training.heads import gather
+from tests.models.tiny import build
+
+KILL, TERM, INT = signal.SIGKILL, signal.SIGTERM, signal.SIGINT
+CODES = {KILL: -9, TERM: 143, INT: 130}
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 120.0  # of anything waited for; a machine may be busy
+
+
+class Process:
+    """A command, its stderr and stdout on a terminal, as one text."""
+
+    def __init__(self, *command):
+        ours, theirs = pty.openpty()
+        termios.tcsetwinsize(theirs, (24, 120))  # without a width there are no progress bars
+        self.text, self._from, self.ended = "", ours, False
+        self.process = subprocess.Popen([sys.executable, *map(str, command)], cwd=ROOT, stdout=theirs, stderr=theirs)
+        os.close(theirs)
+
+    def until(self, pattern):
+        """Read on until it is found; None: until the end."""
+        deadline = time.monotonic() + LIMIT_S
+        while not self.ended and not (pattern and re.search(pattern, self.text, re.DOTALL)):
+            assert time.monotonic() < deadline, self.text
+            if select.select([self._from], [], [], 0.1)[0]:
+                self._read()
+        assert not (pattern and self.ended), self.text
+        return self
+
+    def _read(self):
+        try:
+            said = os.read(self._from, 1 << 16)
+        except OSError:  # the other end is closed
+            said = b""
+        self.text, self.ended = self.text + said.decode(errors="replace"), not said
+
+    def end(self, number=None):
+        """Send the signal, or wait for the end -> exit code."""
+        if number is not None:
+            self.process.send_signal(number)
+        self.until(None)
+        os.close(self._from)
+        code = self.process.wait(LIMIT_S)
+        assert "Traceback" not in self.text, self.text
+        return code
+
+
+@pytest.fixture
+def started():
+    """Starts processes and leaves none."""
+    processes = []
+
+    def start(*command):
+        processes.append(Process(*command))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.process.kill()
+        process.process.wait()
+
+
+def bound(port):
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        s.bind(("127.0.0.1", port))
+        return s.getsockname()[1]
+
+
+@pytest.mark.parametrize("number", CODES)
+def test_the_page_ends_and_frees_its_port(started, number):
+    port = bound(0)
+    page = started("app.py", "--port", port).until("specdemo is on")
+    assert page.end(number) == CODES[number]
+    assert bound(port) == port
+
+
+@pytest.mark.parametrize("number", CODES)
+def test_a_run_ends_and_leaves_the_old_trace(started, number, tmp_path):
+    out = tmp_path / "trace.json"
+    out.write_text("old", encoding="utf-8")
+    command = ["run", "embedded-bytes", "--max-new-tokens", "900", "--out", out]
+    run = started("-m", "specdemo", *command).until("decoding")
+    assert run.end(number) == CODES[number]
+    assert out.read_text() == "old" and list(tmp_path.iterdir()) == [out]
+    assert number != INT or run.text.endswith("specdemo: interrupted\r\n")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A tiny target, and a little of what it says."""
+    folder, cache = tmp_path_factory.mktemp("tiny"), tmp_path_factory.mktemp("cache")
+    build("llama").save_pretrained(folder)
+    plan = Plan(text_rows=8, sampled_rows=4, rows_per_shard=4, context=32, sample_length=16, taps=(-1,))
+    gather(load_target(str(folder), kernels="transformers"), cache, (-1,), plan=plan)
+    return folder, cache
+
+
+TRAINS = r"step=(\d+)\b.*step=(?!\1\b)\d"
+
+
+def steps(folder):
+    return torch.load(folder / "checkpoint.pt", weights_only=True)["history"]["step"]
+
+
+def test_training_is_saved_whatever_ends_it_and_goes_on(started, folders, tmp_path):
+    target, cache = folders
+    command = ["-m", "specdemo", "train", "medusa", "--target", target, "--cache", cache, "--out", tmp_path]
+    done = 0
+    for number in (TERM, INT):
+        run = started(*command, "--minutes", "10").until(TRAINS)
+        assert run.end(number) == CODES[number]
+        assert "the same command goes on from there" in run.text
+        assert steps(tmp_path) > done
+        done = steps(tmp_path)
+    before = (tmp_path / "checkpoint.pt").stat().st_ino
+    run = started(*command, "--minutes", "10").until(TRAINS)
+    deadline = time.monotonic() + LIMIT_S
+    while not (path := tmp_path / "checkpoint.pt").exists() or path.stat().st_ino == before:
+        assert time.monotonic() < deadline
+    assert run.end(KILL) == -9
+    assert steps(tmp_path) > done
+    assert started(*command, "--minutes", "0.001").end() == 0
+    assert {"config.json", "model.safetensors", "provenance.json"} <= {path.name for path in tmp_path.iterdir()}
