@@ -218,7 +218,10 @@ def collecting(
     def openings() -> list[list[int]]:
         return stories or [row.tolist() for row in load_cache(folder, ["text"]).tokens]
 
-    kinds = {"text": texts, "samples": lambda number: sampled_rows(fast, openings(), plan, number)}
+    def samples(number: int) -> Tensor:
+        return sampled_rows(fast, openings(), plan, number)
+
+    kinds = {"text": texts, "samples": samples}
     names = _label(folder)["shards"]
     for done, name in enumerate(names[::-1] if backwards else names, start=1):
         shard = folder / f"{name}.safetensors"

@@ -79,6 +79,7 @@ def gathering(
     plan = replace(plan, context=context, sample_length=min(plan.sample_length, context))
     first = target.stop_token_ids[0] if target.stop_token_ids else 0
     text: Tensor | int
+    stories: list[list[int]]
     if corpus is None:
         text, stories, source = first, [], f"text written by {target.name}"
     else:
