@@ -135,7 +135,7 @@ def headers(files: list[Path]) -> Iterator[tuple[str, list[int], str]]:
                 for name in opened.keys():  # noqa: SIM118 - not a mapping
                     tensor = opened.get_slice(name)
                     yield name, tensor.get_shape(), tensor.get_dtype()
-        except (SafetensorError, OSError, MemoryError):
+        except (SafetensorError, OSError):
             raise ValueError(f"{file} is damaged or cut short; delete it and fetch it again") from None
         except (MemoryError, RuntimeError):  # it is mapped whole
             raise ValueError(f"{file} {TOO_LARGE}") from None
