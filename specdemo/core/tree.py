@@ -49,6 +49,35 @@ def chain_parents(batch: int, nodes: int, device: torch.device) -> Tensor:
     return torch.arange(nodes, device=device).expand(batch, nodes)
 
 
+def bounded(draft: Draft, rows: int, vocab_size: int) -> Draft:
+    """The draft with ids and parents that are safe to index with, whatever they were; nothing is read back for that,
+    so `check` has to follow. Raises ValueError for tensors of other shapes or types than a draft of `rows` rows has."""
+    tokens, parents = draft.tokens, draft.parents
+    if not tokens.numel():
+        return draft
+    shape = rows, tokens.shape[-1] if tokens.ndim else 0
+    fits = tokens.shape == parents.shape == shape and tokens.dtype == parents.dtype == torch.int64
+    if not fits or (draft.probs is not None and draft.probs.shape != (*shape, vocab_size)):
+        given = ", ".join(f"{list(t.shape)} {t.dtype}" for t in (tokens, parents, draft.probs) if t is not None)
+        wanted = f"int64 ids and parents [{rows}, N], with or without q [{rows}, N, {vocab_size}]"
+        raise ValueError(f"a draft has {wanted}, not {given}")
+    chain = chain_parents(*shape, parents.device)
+    if parents is not chain:
+        parents = torch.minimum(parents, chain).clamp_min_(0)
+    return Draft(tokens.clamp(ABSENT, vocab_size - 1), parents, draft.probs, draft.confidence, draft.notes)
+
+
+def check(tokens: list[list[int]], parents: list[list[int]], vocab_size: int) -> None:
+    """Raises ValueError for ids outside the vocabulary, and for a node that does not come after its parent."""
+    for ids, above in zip(tokens, parents, strict=True):
+        if ids and not ABSENT <= min(ids) <= max(ids) < vocab_size:
+            stray = next(x for x in ids if not ABSENT <= x < vocab_size)
+            raise ValueError(f"it drafted token {stray}; the vocabulary has 0 to {vocab_size - 1}")
+        for node, slot in enumerate(above):
+            if not 0 <= slot <= node:
+                raise ValueError(f"node {node} of its draft names slot {slot} as its parent, which does not come first")
+
+
 def ancestors(parents: Tensor) -> Tensor:
     """parents [B, N] -> mask [B, S, S]; mask[b, s, t] is True when t is s or above s."""
     batch, nodes = parents.shape

@@ -4,17 +4,17 @@ is the first observation.
 B rows, N draft nodes, S = N + 1 slots, A kept columns, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import replace
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from specdemo.core.accept import AcceptRule, Lossless, Verdict
 from specdemo.core.protocol import Budget, Drafter, Forward, GenerationConfig, Progress, Target
 from specdemo.core.sampling import draw, to_probs
 from specdemo.core.trace import StepEvent
-from specdemo.core.tree import ABSENT, Draft, chain_parents, depths, first_branch, is_chain
+from specdemo.core.tree import ABSENT, Draft, bounded, chain_parents, check, depths, first_branch, is_chain
 from specdemo.engine.clock import Stopwatch, stopwatch_for
 
 
@@ -32,18 +32,19 @@ def generate(
     accept: AcceptRule | None = None,
     stopwatch: Stopwatch | None = None,
     cancelled: Callable[[], bool] = never,
-) -> Iterator[StepEvent]:
+) -> Generator[StepEvent, None, None]:
     """Decode prompt_ids [B, T] int64; one StepEvent per target pass, the first is the prefill.
 
     Ends when every row met a stop token or its limit, when `cancelled()` is true at the start of a step, or when the
     caller closes the iterator; the target's and the drafter's memory is released in every case. `ms` counts decoding
-    alone: what the inspector shows is computed after the watch has stopped. Raises ValueError for an empty prompt and
-    for one that leaves no room.
+    alone: what the inspector shows is computed after the watch has stopped. Raises ValueError for an empty prompt, for
+    one that leaves no room, and for a draft that is none: its ids and parents are bounded on the device and checked
+    where they are read back for the event, so that a stray one neither reads foreign memory nor costs a wait.
     """
     _check(target, prompt_ids, config)
     accept = accept or Lossless()
     watch = stopwatch or stopwatch_for(prompt_ids.device)
-    rng = Generator(prompt_ids.device).manual_seed(config.seed)
+    rng = torch.Generator(prompt_ids.device).manual_seed(config.seed)
     noise = None if config.sampling.greedy else rng
     rows = _Rows(len(prompt_ids), config, target)
     try:
@@ -59,9 +60,10 @@ def generate(
         while rows.running and not cancelled():
             index += 1
             watch.start()
-            draft = rows.trim(drafter.propose(rows.budget()))
-            if not target.supports_trees and not is_chain(draft.parents):
-                draft = first_branch(draft)
+            proposed = rows.trim(drafter.propose(rows.budget()))
+            if not target.supports_trees and not is_chain(proposed.parents):
+                proposed = first_branch(proposed)
+            draft = bounded(proposed, len(root), target.vocab_size)
             watch.lap("draft")
             tokens = torch.cat([root[:, None], draft.tokens], 1) if draft.nodes else root[:, None]
             forward = target.forward(tokens, draft.parents, drafter.taps)
@@ -76,13 +78,17 @@ def generate(
             watch.lap("observe")
             ms = watch.read()
             root = verdict.bonus if rows.all_alive else torch.where(rows.alive(root.device), verdict.bonus, root)
+            nodes = proposed.tokens.tolist(), proposed.parents.tolist()
+            check(*nodes, target.vocab_size)
             emitted = rows.emit(_outputs(progress))
-            yield _event(index, draft, verdict, emitted, forward if noise is None else said, ms)
+            yield _event(index, draft, nodes, verdict, emitted, forward if noise is None else said, ms)
     finally:
-        target.release()
-        release = getattr(drafter, "release", None)
-        if release:
-            release()
+        try:
+            target.release()
+        finally:
+            release = getattr(drafter, "release", None)
+            if release:
+                release()
 
 
 class _Rows:
@@ -196,11 +202,17 @@ def _prefill_event(ms: dict[str, float], emitted: list[list[int]]) -> StepEvent:
 
 
 def _event(
-    index: int, draft: Draft, verdict: Verdict, emitted: list[list[int]], seen: Forward | Tensor, ms: dict[str, float]
+    index: int,
+    draft: Draft,
+    nodes: tuple[list[list[int]], list[list[int]]],
+    verdict: Verdict,
+    emitted: list[list[int]],
+    seen: Forward | Tensor,
+    ms: dict[str, float],
 ) -> StepEvent:
     """The event, with the probabilities the inspector shows: those of the test under sampling, the plain softmax when
-    greedy, where the test itself only asks for the argmax."""
-    tokens = draft.tokens.tolist()
+    greedy, where the test itself only asks for the argmax. nodes: the draft's tokens and parents, as read back."""
+    tokens, parents = nodes
     if draft.nodes:
         p = seen.logits.float().softmax(-1) if isinstance(seen, Forward) else seen
         rows = torch.arange(len(tokens), device=p.device)[:, None]
@@ -212,7 +224,7 @@ def _event(
         draft_probs = _rounded(draft.confidence, tokens)
     notes = {name: float(value) for name, value in draft.notes.items()}
     path = [p or [0] for p in verdict.path]
-    return StepEvent(index, tokens, draft.parents.tolist(), path, emitted, draft_probs, target_probs, ms, notes)
+    return StepEvent(index, tokens, parents, path, emitted, draft_probs, target_probs, ms, notes)
 
 
 def _rounded(probs: Tensor, tokens: list[list[int]]) -> list[list[float | None]]:
