@@ -7,7 +7,7 @@ from specdemo.core.tally import step_ms
 from specdemo.core.trace import StepEvent
 
 
-def race(lanes: Sequence[Iterator[StepEvent]]) -> Iterator[tuple[int, StepEvent]]:
+def race(lanes: Sequence[Iterator[StepEvent]]) -> Generator[tuple[int, StepEvent], None, None]:
     """Virtual time: the lane whose clock is furthest behind steps next, ties to the first."""
     clocks = [0.0] * len(lanes)
     running = set(range(len(lanes)))
@@ -24,7 +24,7 @@ def race(lanes: Sequence[Iterator[StepEvent]]) -> Iterator[tuple[int, StepEvent]
         _close(lanes)
 
 
-def sequential(lanes: Sequence[Iterator[StepEvent]]) -> Iterator[tuple[int, StepEvent]]:
+def sequential(lanes: Sequence[Iterator[StepEvent]]) -> Generator[tuple[int, StepEvent], None, None]:
     """One lane after the other."""
     try:
         for index, lane in enumerate(lanes):

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from specdemo.core.trace import RunTrace
+from specdemo.engine.lanes import lane_name
 from specdemo.engine.messages import Note
-from specdemo.engine.session import follow_up, lane_name, session
+from specdemo.engine.session import follow_up, session
 from specdemo.engine.spec import RunSpec
 from specdemo.models.load import LoadProgress
 from specdemo.presets.recorded import recorded

@@ -49,7 +49,7 @@ def runner():
 @pytest.fixture
 def session(runner):
     """Its models may be loaded; it remembers nothing."""
-    runner._forget_chat()
+    runner.kept.forget_chat()
     return runner
 
 
@@ -59,7 +59,7 @@ def without():
     other = Session()
 
     def run(asked):
-        other._forget_chat()
+        other.kept.forget_chat()
         return other.run(asked)
 
     return run
@@ -154,7 +154,7 @@ def test_what_is_remembered_counts_as_memory_and_is_freed_with_it(session, chatt
     trace = session.run(asked)
     *models, (name, size) = session.loaded()
     assert name == "the chat so far" and size > 0 and models == session.shelf.loaded()
-    slabs = [weakref.ref(target._history._cache.slabs[0].keys) for target, _ in session._chat.values()]
+    slabs = [weakref.ref(target._history._cache.slabs[0].keys) for target, _ in session.kept.chat.values()]
     again = follow_up(asked, trace, "The dog saw a ball")
     session.unload()
     gc.collect()
@@ -173,7 +173,7 @@ def test_another_comparison_ends_the_chat(session, chatty, other):
         session.run(spec(chatty, max_new_tokens=2))
     else:
         getattr(session, other)(spec("stories"))
-        assert not session._chat
+        assert not session.kept.chat
     assert kept(session.run(again)) == [0, 0]
 
 
@@ -181,14 +181,14 @@ def test_a_run_that_was_stopped_leaves_nothing(session, chatty):
     asked = spec(chatty)
     again = follow_up(asked, session.run(asked), "The dog saw a ball")
     for message in (run := session.stream(again)):
-        assert session._chat
+        assert session.kept.chat
         if isinstance(message, Step):
             run.close()
-    assert not session._chat and session.loaded() == session.shelf.loaded()
+    assert not session.kept.chat and session.loaded() == session.shelf.loaded()
     stop = [False, False, False, False, True]
     for _ in session.stream(asked, cancelled=lambda: stop.pop(0) if len(stop) > 1 else True):
         pass
-    assert not session._chat
+    assert not session.kept.chat
 
 
 def test_a_comparison_that_cannot_be_loaded_leaves_the_chat_as_it_was(session, chatty):
@@ -204,12 +204,12 @@ def test_a_drafter_that_learns_goes_on_as_well(session, chatty):
     again = follow_up(asked, session.run(asked), "The dog saw a ball")
     assert min(kept(session.run(again))) > 0
     session.run(spec(chatty, asked.lanes, chat=False))
-    (pair,) = session._learners.values()
-    assert isinstance(pair.target, Remembering) and pair.target.history_bytes == 0 and not session._chat
+    (pair,) = session.kept.learners.values()
+    assert isinstance(pair.target, Remembering) and pair.target.history_bytes == 0 and not session.kept.chat
 
 
 def test_texts_are_not_remembered(session, chatty):
     for message in session.stream(spec(chatty, chat=False, max_new_tokens=4)):
         if isinstance(message, Started):
-            assert not session._chat
-    assert [type(session.target())] == [HFTarget] and not session._chat
+            assert not session.kept.chat
+    assert [type(session.target())] == [HFTarget] and not session.kept.chat

@@ -196,7 +196,7 @@ def test_a_drafter_that_learns_is_kept_from_run_to_run():
         first = notes[0]["updates"]
     assert first > 0  # the second run goes on where the first one ended
     keeper.run(spec(LaneSpec("ngram"), max_new_tokens=4))
-    assert not keeper._learners
+    assert not keeper.kept.learners
 
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant]"

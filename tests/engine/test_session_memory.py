@@ -81,7 +81,7 @@ def test_a_target_takes_its_drafters_along(folders):
     assert names(session) == ["model-2"]
     assert [ref() for ref in held] == [None, None]
     session.unload()
-    assert session.loaded() == [] and not session._learners
+    assert session.loaded() == [] and not session.kept.learners
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's count of memory")

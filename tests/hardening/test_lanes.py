@@ -1,0 +1,273 @@
+"""A lane that fails ends alone, whatever its drafter, its target or its rule does: it says why, the others finish, the
+next run works, and nothing of it stays in memory."""
+
+import weakref
+from dataclasses import replace
+from itertools import count
+
+import pytest
+import torch
+
+from specdemo.core.accept import Typical
+from specdemo.core.protocol import Budget, GenerationConfig
+from specdemo.core.sampling import Sampling
+from specdemo.core.trace import from_json, to_json
+from specdemo.core.tree import Draft
+from specdemo.engine import verdict
+from specdemo.engine.loop import generate
+from specdemo.engine.messages import LaneDone, Note, Step
+from specdemo.engine.session import Session
+from specdemo.engine.spec import LaneSpec, RunSpec
+from specdemo.methods.ngram import NGram
+from specdemo.models.target import HFTarget
+from specdemo.models.toy import ToyTarget
+from tests.models.tiny import build
+
+SHAPES = "int64 ids and parents [1, N], with or without q [1, N, 2048]"
+ERRORS = {
+    KeyError("x"): "KeyError: 'x' (test_lanes.py:",
+    IndexError("list index out of range"): "IndexError: list index out of range (test_lanes.py:",
+    TypeError("unhashable"): "TypeError: unhashable (test_lanes.py:",
+    AssertionError(): "AssertionError (test_lanes.py:",
+    AttributeError("no such thing\nand more lines"): "AttributeError: no such thing (test_lanes.py:",
+    MemoryError(): "MemoryError (test_lanes.py:",
+    OSError(28, "No space left on device"): "OSError: [Errno 28] No space left on device (test_lanes.py:",
+    ZeroDivisionError("division by zero"): "ZeroDivisionError: division by zero (test_lanes.py:",
+    torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"): "CUDA out of memory. Tried to",
+    StopIteration(3): "generator raised StopIteration",
+    RuntimeError(): "RuntimeError (test_lanes.py:",
+    ValueError("a half \ud83d of a character" + 9_000 * "!"): "a half ? of a character!!!",
+}
+
+
+def spec(*lanes, **changes):
+    settings = {"target": "stories", "prompt": "Once upon a time, a dog saw a dog", "max_new_tokens": 10, **changes}
+    return RunSpec("test", lanes=lanes or (LaneSpec("ngram", k=2), LaneSpec("suffix", k=2)), **settings)
+
+
+@pytest.fixture(scope="module")
+def runner():
+    return Session()
+
+
+@pytest.fixture(scope="module")
+def whole(runner):
+    """What all lanes say."""
+    return runner.run(spec()).lanes[0].token_ids
+
+
+@pytest.fixture
+def caches(monkeypatch):
+    """Those of every lane since, as far as they are still in memory."""
+    seen = []
+    make = HFTarget._new_history
+
+    def made(self, rows, columns):
+        history = make(self, rows, columns)
+        seen.append(weakref.ref(history._cache))
+        return history
+
+    monkeypatch.setattr(HFTarget, "_new_history", made)
+    return lambda: [cache() for cache in seen]
+
+
+def breaks(monkeypatch, owner, name, error, when=lambda *args: True):
+    """`name` raises where `when` says so; otherwise it does what it did."""
+    real = getattr(owner, name, lambda *args: None)
+
+    def fail(self, *args, **named):
+        if when(self, *args):
+            raise error
+        return real(self, *args, **named)
+
+    monkeypatch.setattr(owner, name, fail, raising=False)
+
+
+def fails_alone(trace, whole, why):
+    """Lane 1 does, for that reason."""
+    baseline, failed, other = trace.lanes
+    assert [lane.finish for lane in trace.lanes] == ["length", "error", "length"]
+    assert baseline.token_ids == other.token_ids == whole
+    assert failed.token_ids == whole[: len(failed.token_ids)] and failed.summary["tokens"] < len(whole)
+    assert failed.note.startswith(why) and "\n" not in failed.note and len(failed.note) < 600
+    assert from_json(to_json(trace)) == trace
+    return True
+
+
+def is_gone(runner, caches):
+    return caches() and not any(cache is not None for cache in caches()) and not runner.lock.locked()
+
+
+def is_free(runner, caches, whole):
+    assert is_gone(runner, caches)
+    assert [lane.token_ids for lane in runner.run(spec()).lanes] == [whole] * 3
+    return True
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_a_drafter_that_raises(runner, whole, caches, monkeypatch, error):
+    """Three lanes, one at each of its three calls."""
+    calls = {1: "start", 2: "propose", 3: "observe"}
+    lanes = [LaneSpec("ngram", k=2, options={"max_n": n}) for n in calls]
+    with monkeypatch.context() as broken:
+        for n, call in calls.items():
+            breaks(broken, NGram, call, error, lambda self, *args, n=n: len(self._sizes) == n)
+        *messages, finished = runner.stream(spec(*lanes, LaneSpec("suffix", k=2)))
+    first, *failed, last = finished.trace.lanes
+    for lane in failed:
+        assert fails_alone(replace(finished.trace, lanes=[first, lane, last], comparison=[]), whole, ERRORS[error])
+    assert [row["verdict"] for row in finished.trace.comparison] == [*["unknown"] * 3, "identical"]
+    assert [m.text for m in messages if isinstance(m, Note)] == [lane.note for lane in failed]
+    assert sorted(m.lane for m in messages if isinstance(m, LaneDone)) == [0, 1, 2, 3, 4]
+    del messages
+    assert is_free(runner, caches, whole)
+
+
+def test_a_drafter_that_raises_late_keeps_what_it_wrote(runner, whole, caches, monkeypatch):
+    calls = count()
+    with monkeypatch.context() as broken:
+        breaks(broken, NGram, "observe", KeyError("late"), lambda *args: next(calls) > 15)
+        trace = runner.run(spec())
+    assert fails_alone(trace, whole, "KeyError: 'late'") and len(trace.lanes[1].token_ids) > 1
+    assert is_free(runner, caches, whole)
+
+
+def test_a_lane_that_fails_off_the_clock_alone_does_not_fail(runner, whole, monkeypatch):
+    calls = count()
+    breaks(monkeypatch, NGram, "start", KeyError("cold"), lambda *args: not next(calls))
+    assert [lane.token_ids for lane in runner.run(spec()).lanes] == [whole] * 3
+
+
+def test_a_drafter_that_cannot_be_built(runner, whole, caches, monkeypatch):
+    with monkeypatch.context() as broken:
+        breaks(broken, NGram, "__init__", KeyError("weights"))
+        assert fails_alone(runner.run(spec()), whole, "KeyError: 'weights' (test_lanes.py:")
+    assert is_free(runner, caches, whole)
+    breaks(monkeypatch, NGram, "__init__", ValueError("it does not fit; choose another"))
+    with pytest.raises(ValueError, match="^it does not fit; choose another$"):
+        runner.run(spec())
+
+
+@pytest.mark.parametrize("error", [KeyError("gone"), MemoryError(), RuntimeError("no kernel")])
+def test_a_target_that_raises(runner, whole, caches, monkeypatch, error):
+    with monkeypatch.context() as broken:
+        breaks(broken, HFTarget, "forward", error, lambda self, tokens, *more: tokens.shape[1] == 3)
+        trace = runner.run(spec(LaneSpec("ngram", k=2), LaneSpec("suffix", k=1)))
+    assert fails_alone(trace, whole, str(error) if isinstance(error, RuntimeError) else type(error).__name__)
+    assert is_free(runner, caches, whole)
+
+
+def test_a_rule_that_raises(runner, whole, caches, monkeypatch):
+    with monkeypatch.context() as broken:
+        breaks(broken, Typical, "__call__", IndexError("slot 9"))
+        trace = runner.run(spec(LaneSpec("ngram", k=2, acceptance="typical"), LaneSpec("suffix", k=2)))
+    assert fails_alone(trace, whole, "IndexError: slot 9")
+    assert is_free(runner, caches, whole)
+
+
+def chain(*ids, **changes):
+    return replace(Draft.chain(torch.tensor([ids])), **changes)
+
+
+STRAY = {
+    "minus two": (chain(-2), "it drafted token -2; the vocabulary has 0 to 2047"),
+    "one too far": (chain(5, 2048), "it drafted token 2048; the vocabulary has 0 to 2047"),
+    "huge": (chain(2**40), f"it drafted token {2**40}; the vocabulary has 0 to 2047"),
+    "in a tree": (Draft(torch.tensor([[5, 6, 9**9]]), torch.tensor([[0, 0, 1]])), f"it drafted token {9**9};"),
+    "its own parent": (chain(5, 6, parents=torch.tensor([[0, 2]])), "node 1 of its draft names slot 2 as its parent"),
+    "no parent": (chain(5, parents=torch.tensor([[-1]])), "node 0 of its draft names slot -1 as its parent"),
+    "reals": (chain(5.0, 6.0), f"a draft has {SHAPES}, not [1, 2] torch.float32, [1, 2] torch.int64"),
+    "half": (Draft.chain(torch.tensor([[5]], dtype=torch.int32)), f"a draft has {SHAPES}, not [1, 1] torch.int32"),
+    "flat": (Draft(torch.tensor([5]), torch.tensor([0])), f"a draft has {SHAPES}, not [1]"),
+    "a number": (Draft(torch.tensor(5), torch.tensor(0)), f"a draft has {SHAPES}, not []"),
+    "two rows": (Draft.chain(torch.tensor([[5], [6]])), f"a draft has {SHAPES}, not [2, 1]"),
+    "too few parents": (chain(5, 6, parents=torch.tensor([[0]])), f"a draft has {SHAPES}, not [1, 2]"),
+    "narrow q": (chain(5, probs=torch.ones(1, 1, 9)), f"a draft has {SHAPES}, not [1, 1] torch.int64, "),
+    "nothing": (None, "AttributeError: 'NoneType' object has no attribute 'tokens'"),
+}
+
+
+@pytest.mark.parametrize("hot", [0.0, 1.0])
+@pytest.mark.parametrize("case", STRAY)
+def test_a_draft_that_is_none(runner, caches, monkeypatch, case, hot):
+    draft, why = STRAY[case]
+    with monkeypatch.context() as broken:
+        broken.setattr(NGram, "propose", lambda self, budget: draft)
+        trace = runner.run(spec(sampling=Sampling(hot)))
+    failed = trace.lanes[1]
+    assert [lane.finish for lane in trace.lanes] == ["length", "error", "length"]
+    assert failed.note.startswith(why) and "\n" not in failed.note and len(failed.events) == 1
+    assert not any(event.drafted[0] for event in failed.events) and from_json(to_json(trace)) == trace
+    assert is_gone(runner, caches)
+
+
+@pytest.mark.parametrize("hot", [0.0, 1.0])
+@pytest.mark.parametrize("model", ["toy", "llama", "qwen3_next"])
+@pytest.mark.parametrize("case", ["minus two", "one too far", "huge"])
+def test_the_library_itself_raises_on_every_kind_of_target(model, case, hot):
+    target = ToyTarget(2048) if model == "toy" else HFTarget(build(model))
+    draft, _ = STRAY[case]
+    drafter = NGram(target)
+    drafter.propose = lambda budget: draft
+    config = GenerationConfig(8, Sampling(hot), Budget(2, 2))
+    with pytest.raises(ValueError, match="^it drafted token"):
+        list(generate(target, drafter, torch.tensor([[3, 4, 5]]), config))
+
+
+def test_memory_that_cannot_be_released_is_the_lanes_own_affair(runner, whole, caches, monkeypatch):
+    with monkeypatch.context() as broken:
+        breaks(broken, NGram, "release", KeyError("handle"))
+        trace = runner.run(spec())
+        stream = runner.stream(spec())
+        while not isinstance(next(stream), Step):
+            pass
+        stream.close()
+    assert [lane.token_ids for lane in trace.lanes] == [whole] * 3
+    assert [lane.finish for lane in trace.lanes] == ["length"] * 3  # its text was whole
+    assert trace.lanes[1].note.startswith("KeyError: 'handle'")
+    del stream
+    assert is_free(runner, caches, whole)
+
+
+def test_both_are_released_even_if_the_first_fails(monkeypatch):
+    target = ToyTarget(16)
+    drafter = NGram(target)
+    drafter.release = lambda: released.append(True)
+    released = []
+    breaks(monkeypatch, ToyTarget, "release", OSError("stuck"))
+    with pytest.raises(OSError, match="stuck"):
+        list(generate(target, drafter, torch.tensor([[3, 4, 5]]), GenerationConfig(4)))
+    assert released
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_whoever_ends_the_process_ends_the_run(runner, whole, caches, monkeypatch, error):
+    with monkeypatch.context() as broken:
+        breaks(broken, NGram, "propose", error)
+        with pytest.raises(error):
+            runner.run(spec())
+    assert is_free(runner, caches, whole)
+
+
+def test_a_lane_keeps_one_learner_and_none_that_failed(monkeypatch):
+    session = Session()
+    for every in (3, 2):
+        lane = LaneSpec("online", "stories-draft-deep", 2, {"every": every})
+        session.run(spec(lane))
+        assert len(session.kept.learners) == 1
+    assert session.run(spec(lane)).lanes[1].finish == "length" and session.kept.learners
+    breaks(monkeypatch, type(next(iter(session.kept.learners.values())).drafter), "_update", KeyError("loss"))
+    assert session.run(spec(lane)).lanes[1].finish == "error" and not session.kept.learners
+
+
+def test_a_text_that_cannot_be_read_again_leaves_the_verdict_open(runner, monkeypatch):
+    lanes = runner.run(spec()).lanes
+    other = replace(lanes[1], token_ids=[*lanes[1].token_ids[:-1], 7])
+    trace = replace(runner.run(spec()), lanes=[lanes[0], other], comparison=[])
+
+    def no_memory(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(verdict, "_divergence", no_memory)
+    verdict.judge(trace, runner.target())
+    assert trace.comparison[0]["verdict"] == "unknown" and trace.comparison[0]["identical"] is False
