@@ -50,6 +50,11 @@ class Session:
             self.kept.forget()
             self.shelf.forget()
 
+    def unlearn(self) -> None:
+        """Forget what drafters learned from earlier runs; waits for a run that is under way."""
+        with self.lock:
+            self.kept.learners.clear()
+
     def load(self, spec: RunSpec, progress: LoadProgress = silent) -> None:
         """Load what the comparison needs, in place of others where memory is short, and build every lane once.
 

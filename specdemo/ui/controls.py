@@ -1,14 +1,14 @@
 """Preset -> controls -> preset. A method's options are drawn from its `knobs`; nothing here names a method.
 
-The controls are one flat list, `Controls.inputs`; `to_values` and `from_values` convert between it and a Preset. Lanes
-that are not shown keep their place in the list. Drawing the page needs no torch: what only a method's code knows (its
+Controls and their values go by name; `to_values` and `from_values` convert between the values and a Preset. Lanes that
+are not shown have values too. Drawing the page needs no torch: what only a method's code knows (its
 title, its options) is filled in by the first events of a visitor.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,15 @@ from specdemo.presets.runnable import nearest_runnable, why_not
 from specdemo.presets.schema import DEFAULT, EMBEDDED, LIMITS, LaneConfig, Preset, allowed_models, load_presets, preset
 from specdemo.servers.address import host, listed
 from specdemo.ui import assets, heavy, space
+from specdemo.ui.job import QUIET, Values, named
 
 LANES = LIMITS.lanes - 1
+NUMBERS = range(1, LANES + 1)
 PROMPT = ("target", "prompt", "chat", "system")
 WHOLE = (*PROMPT, "temperature", "top_p", "top_k", "min_p", "seed", "max_new_tokens", "schedule")
 LANE = ("method", "model", "k", "acceptance", "options", "server")
+NAMES = ("preset", "count", *WHOLE, *(f"{name}-{n}" for n in NUMBERS for name in LANE))
+DRAWN = tuple(f"drawn-{n}" for n in NUMBERS)
 HERE = ("this machine", "")
 FOLDED = ("chat", "temperature", "top_p", "top_k", "min_p", "max_new_tokens", "schedule")  # named where it is folded
 COUNTS = ("top_k", "seed", "max_new_tokens")  # whole numbers, which a browser may send as 4.0
@@ -31,78 +35,70 @@ CHAT, TEXT = "chat", "text"
 ACCEPTANCE = [("lossless", "lossless"), ("typical (lossy)", "typical")]
 DRAFTING = [name for name in METHODS if name != BASELINE]
 TRAINED: list[str] = []  # folders of the heads that this process's visitors trained on the page
-ENGINE: dict[str, Any] = {"concurrency_id": "engine", "concurrency_limit": 1}  # one user of it at a time in a process
-QUIET: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
-
-
-@dataclass(frozen=True)
-class LaneControls:
-    block: gr.Column
-    method: gr.Dropdown
-    model: gr.Dropdown
-    k: gr.Slider
-    acceptance: gr.Dropdown
-    options: gr.State  # knob -> value, of the knobs that are not at their default
-    server: gr.Dropdown  # where it runs; unseen unless the operator listed servers
-    drawn: gr.Number  # counts up when the option controls have to be drawn anew; unseen
-
-    @property
-    def inputs(self) -> list[Any]:
-        return [self.method, self.model, self.k, self.acceptance, self.options, self.server]
 
 
 @dataclass(frozen=True)
 class Controls:
-    preset: gr.State  # the id of what is chosen in either of the next two
-    chips: gr.Radio  # the comparisons to start with
-    more: gr.Dropdown  # all others
-    about: gr.Markdown
-    whole: dict[str, gr.components.Component]
-    lanes: list[LaneControls]
-    count: gr.State  # how many lanes are shown
-    add: gr.Button
-    remove: gr.Button
+    """Every control of a comparison by its name, that of a lane with the lane's number: "k-2".
+
+    preset: the id of what is chosen in `chips`, the comparisons to start with, or in `more`. count: how many lanes are
+    shown. options: knob -> value, of the knobs that are not at their default. server: where a lane runs; unseen unless
+    the operator listed servers. drawn: counts up when a lane's option controls have to be drawn anew; unseen.
+    """
+
+    parts: dict[str, Any]
 
     @property
-    def inputs(self) -> list[Any]:
+    def inputs(self) -> dict[str, Any]:
         """What `from_values` reads."""
-        whole = [self.whole[name] for name in WHOLE]
-        return [self.preset, self.count, *whole, *(control for lane in self.lanes for control in lane.inputs)]
+        return {name: self.parts[name] for name in NAMES}
+
+    @property
+    def drawn(self) -> dict[str, Any]:
+        return {name: self.parts[name] for name in DRAWN}
 
     @property
     def edits(self) -> list[Any]:
         """The events of a visitor who changes the comparison. Options are drawn later and have none here."""
-        seen: list[Any] = [self.chips, self.more, *self.whole.values()]
-        seen += [c for lane in self.lanes for c in (lane.method, lane.model, lane.k, lane.acceptance, lane.server)]
-        return [*(control.input for control in seen), self.add.click, self.remove.click]
-
-    @property
-    def drawn(self) -> list[gr.Number]:
-        return [lane.drawn for lane in self.lanes]
-
-    @property
-    def outputs(self) -> list[Any]:
-        """What `fill` writes."""
-        rest = [self.chips, self.more, self.about, self.add, self.remove]
-        return [*self.inputs, *rest, *(lane.block for lane in self.lanes), *self.drawn]
+        seen = [name for name in self.inputs if name.partition("-")[0] not in ("preset", "count", "options")]
+        inputs = [self.parts[name].input for name in ("chips", "more", *seen)]
+        return [*inputs, self.parts["add"].click, self.parts["remove"].click]
 
     def wire(self, page: gr.Blocks) -> None:
         """Presets fill the rest, lanes come and go, each shows the controls of its method."""
-        for choice in (self.chips, self.more):
-            choice.input(_choose, [choice, *self.drawn], self.outputs, **QUIET)
-        target, chat = self.whole["target"], [self.whole["chat"], self.whole["system"]]
-        assert isinstance(target, gr.Dropdown)
-        target.input(lambda name: _chat_updates(name, None), target, chat, **QUIET)
-        count = [self.count, self.add, self.remove, *(lane.block for lane in self.lanes)]
-        self.add.click(lambda n: _shown(n + 1), self.count, count, **QUIET)
-        self.remove.click(lambda n: _shown(n - 1), self.count, count, **QUIET)
+        parts = self.parts
+        for name in ("chips", "more"):
+            named(parts[name].input, _choose, {"id": parts[name], **self.drawn}, parts, **QUIET)
+        chat = {name: parts[name] for name in ("chat", "system")}
+        target, count = {"target": parts["target"]}, {"count": parts["count"]}
+        named(parts["target"].input, lambda _, values: _chat_updates(values["target"], None), target, chat, **QUIET)
+        for name, more in (("add", 1), ("remove", -1)):
+            named(parts[name].click, partial(_count_on, more), count, parts, **QUIET)
         page.load(None, js=assets.text("names.js"), **QUIET)
-        page.load(titles, None, [lane.method for lane in self.lanes], **QUIET)
-        for number, lane in enumerate(self.lanes, start=1):
-            chosen, changes = [self.whole["target"], lane.method, lane.drawn], [lane.model, lane.options, lane.drawn]
-            lane.method.input(_switch, chosen, changes, **QUIET)
-            with lane.block:
-                _draw_options(page, self.whole["target"], lane, number)
+        named(page.load, titles, {}, parts, **QUIET)
+        for n in NUMBERS:
+            given = target | {name: parts[f"{name}-{n}"] for name in ("method", "drawn")}
+            named(parts[f"method-{n}"].input, _switch, given, self._of_lane(n), **QUIET)
+            with parts[f"lane-{n}"]:
+                self._draw_options(page, n)
+
+    def _of_lane(self, n: int) -> dict[str, Any]:
+        return {name: self.parts[f"{name}-{n}"] for name in ("method", "model", "options", "drawn")}
+
+    def _draw_options(self, page: gr.Blocks, n: int) -> None:
+        """A row of controls that follows the lane's method."""
+        lane = self._of_lane(n)
+
+        def draw_knobs(name: str, options: dict[str, Any]) -> None:
+            heavy.live()
+            with gr.Row(elem_classes="options"):
+                for knob in knobs(name):
+                    control = _draw_knob(knob, options.get(knob.name, knob.default), n)
+                    given = {"target": self.parts["target"], **lane, "knob": gr.State(knob.name), "value": control}
+                    named(control.change, _set, given, lane, **QUIET)
+
+        follow = [page.load, lane["drawn"].change]
+        gr.render([lane["method"], lane["options"]], triggers=follow, queue=False, show_progress="hidden")(draw_knobs)
 
 
 def address(query: str) -> str:
@@ -111,58 +107,51 @@ def address(query: str) -> str:
     return f"https://huggingface.co/spaces/{space}?{query}" if space else f"?{query}"
 
 
-def wire_share(button: gr.Button, share: Callable[..., str], inputs: list[Any], link: gr.Textbox) -> None:
+def wire_share(button: gr.Button, share: Callable[[Values], str], inputs: dict[str, Any], link: gr.Textbox) -> None:
     """The button shows and copies the link; where `share` raises ValueError its place says why there is none."""
 
-    def shown(*values: Any) -> Any:
+    def shown(_: gr.Request, values: Values) -> Values:
         try:
-            return gr.update(value=share(*values), label=link.label, visible=True)
+            return {"link": gr.update(value=share(values), label=link.label, visible=True)}
         except ValueError as error:
-            return gr.update(value=str(error), label="No link", visible=True)
+            return {"link": gr.update(value=str(error), label="No link", visible=True)}
 
-    button.click(shown, inputs, link, **QUIET).then(None, link, link, js=assets.text("share.js"), **QUIET)
-
-
-def visitor(request: gr.Request) -> str:
-    """Names an open page."""
-    return str(request.session_hash)
+    shared = named(button.click, shown, inputs, {"link": link}, **QUIET)
+    shared.then(None, link, link, js=assets.text("share.js"), **QUIET)
 
 
-def fill(chosen: Preset, drawn: Sequence[int]) -> list[Any]:
-    """Updates of `Controls.outputs` that show this comparison."""
-    values = [gr.update(value=value) for value in to_values(chosen)]
-    for index, lane in enumerate(chosen.lanes):
+def fill(chosen: Preset, drawn: Mapping[str, int]) -> Values:
+    """Updates of `Controls.parts` that show this comparison."""
+    updates: Values = {name: gr.update(value=value) for name, value in to_values(chosen).items()}
+    for n, lane in enumerate(chosen.lanes, start=1):
         value = _model(lane, chosen.target)
-        update = gr.update(visible=lane.model is not None, value=value, choices=_model_choices(value))
-        values[_place(index, "model")] = update
-        values[_place(index, "server")] = gr.update(value=lane.server or "", choices=_servers(lane.server))
-    place = 2 + WHOLE.index("chat")
-    values[place : place + 2] = _chat_updates(chosen.target, chosen.chat, chosen.system)
-    blocks = _shown(len(chosen.lanes))[1:]
-    return [*values, *_picked(chosen), about(load_presets()[chosen.id]), *blocks, *(n + 1 for n in drawn)]
+        updates[f"model-{n}"] = gr.update(visible=lane.model is not None, value=value, choices=_model_choices(value))
+        updates[f"server-{n}"] = gr.update(value=lane.server or "", choices=_servers(lane.server))
+    chips, more = _picked(chosen)
+    updates |= {"chips": chips, "more": more, "about": about(load_presets()[chosen.id])}
+    updates |= _chat_updates(chosen.target, chosen.chat, chosen.system) | _shown(len(chosen.lanes))
+    return updates | {name: drawn[name] + 1 for name in DRAWN}
 
 
-def fill_untouched(chosen: Preset, start: Preset, now: Sequence[Any], drawn: Sequence[int]) -> list[Any]:
+def fill_untouched(chosen: Preset, start: Preset, now: Values) -> Values:
     """`fill`, but what a visitor has changed since the page showed `start` stays; a lane is changed as a whole.
 
-    now: the values of `Controls.inputs`.
+    now: the values of `Controls.inputs` and `Controls.drawn`.
     """
-    updates = fill(chosen, drawn)
-    touched = [ours != theirs for ours, theirs in zip(now, to_values(start), strict=True)]
-    if touched[0]:
-        return [gr.skip()] * len(updates)
-    for index in range(LANES):
-        lane = slice(_place(index, LANE[0]), _place(index + 1, LANE[0]))
-        if any(touched[lane]):
-            touched[lane] = [True] * len(LANE)
-            updates[index - LANES] = gr.skip()  # its options stay as they are drawn
-    if touched[1]:
-        updates[-LANES - LANES - 2 : -LANES] = [gr.skip()] * (LANES + 2)  # as many lanes as now, and the two buttons
-    return [gr.skip() if old else new for old, new in zip_longest(touched, updates, fillvalue=False)]
+    touched = {name for name, value in to_values(start).items() if now[name] != value}
+    if "preset" in touched:
+        return {}
+    for n in NUMBERS:
+        lane = {f"{name}-{n}" for name in LANE}
+        if lane & touched:
+            touched |= lane | {f"drawn-{n}"}  # its options stay as they are drawn
+    if "count" in touched:
+        touched |= {*_shown(1)}
+    return {name: update for name, update in fill(chosen, now).items() if name not in touched}
 
 
-def _choose(preset_id: str | None, *drawn: int) -> list[Any]:
-    return fill(space.fit(preset(preset_id or DEFAULT)), drawn)
+def _choose(_: gr.Request, values: Values) -> Values:
+    return fill(space.fit(preset(values["id"] or DEFAULT)), values)
 
 
 def about(chosen: Preset) -> str:
@@ -177,34 +166,36 @@ def about(chosen: Preset) -> str:
     return " ".join(words)
 
 
-def titles() -> list[Any]:
+def titles(_: gr.Request, __: Values) -> Values:
     """The methods' own words, in every lane."""
     heavy.live()
-    return [gr.update(choices=[(method(name).title, name) for name in DRAFTING])] * LANES
+    choices = [(method(name).title, name) for name in DRAFTING]
+    return {f"method-{n}": gr.update(choices=choices) for n in NUMBERS}
 
 
-def to_values(chosen: Preset) -> list[Any]:
-    """The values of `Controls.inputs`, in its order."""
-    whole = [_prompt_as(chosen.target, chosen.chat) if n == "chat" else getattr(chosen, n) for n in WHOLE]
-    lanes = [lane or new_lane(chosen.target) for lane in _padded(chosen)]
-    of_lanes = [value for lane in lanes for value in _lane_values(lane, chosen.target)]
-    return [chosen.id, len(chosen.lanes), *whole, *of_lanes]
+def to_values(chosen: Preset) -> Values:
+    """The values of `Controls.inputs`."""
+    values = {"preset": chosen.id, "count": len(chosen.lanes), **{name: getattr(chosen, name) for name in WHOLE}}
+    values["chat"] = _prompt_as(chosen.target, chosen.chat)
+    for n, lane in zip(NUMBERS, _padded(chosen), strict=True):
+        shown = lane or new_lane(chosen.target)
+        values |= {f"{name}-{n}": getattr(shown, name) for name in LANE}
+        values[f"model-{n}"], values[f"server-{n}"] = _model(shown, chosen.target), shown.server or ""
+        values[f"options-{n}"] = dict(shown.options)
+    return values
 
 
-def from_values(values: Sequence[Any], allow_any_model: bool = False) -> Preset:
+def from_values(values: Values, allow_any_model: bool = False) -> Preset:
     """The comparison the controls describe. Raises ValueError with one line."""
     heavy.live()
-    chosen, count, *rest = values
-    base = preset(chosen)
-    changes = dict(zip(WHOLE, rest, strict=False))
+    base = preset(values["preset"])
+    changes = {name: values[name] for name in WHOLE}
     changes |= {name: whole_number(name, changes[name]) for name in COUNTS}
     usual = base.chat if changes["target"] == base.target else None
     asked = changes["chat"]
     changes["chat"] = usual if asked == _prompt_as(changes["target"], usual) else asked == CHAT
-    changes["lanes"] = [
-        _lane_config(rest[_place(index, "method") - 2 :][: len(LANE)], base.lanes[index : index + 1])
-        for index in range(int(count))
-    ]
+    lanes = [{name: values[f"{name}-{n}"] for name in LANE} for n in NUMBERS[: int(values["count"])]]
+    changes["lanes"] = [_lane_config(lane, base.lanes[i : i + 1]) for i, lane in enumerate(lanes)]
     return space.admit(check_models(base.with_changes(**changes), allow_any_model))
 
 
@@ -260,27 +251,29 @@ def draw(start: Preset, allow_any_model: bool) -> Controls:
     """Every control but prompt and sampling, inside the current Blocks, showing `start`."""
     chip, other = _picked(start)
     few, others = _offered()
+    shown = _shown(len(start.lanes))
+    parts: dict[str, Any] = {"preset": gr.State(start.id), "count": gr.State(shown["count"])}
     with gr.Row(elem_id="presets"):
-        chips = gr.Radio(few, value=chip, label="Preset", elem_classes="chips", container=False)
-        more = gr.Dropdown(
+        parts["chips"] = gr.Radio(few, value=chip, label="Preset", elem_classes="chips", container=False)
+        parts["more"] = gr.Dropdown(
             [("more presets …", ""), *others], value=other, label="More presets", elem_id="more", container=False
         )
     with gr.Row(elem_id="about-row"):
-        described = gr.Markdown(about(start), elem_id="about")
-        add = gr.Button("Add a lane", size="sm", elem_id="add-lane", visible=len(start.lanes) < _most_lanes())
-        remove = gr.Button("Remove the last lane", size="sm", elem_id="remove-lane", visible=len(start.lanes) > 1)
-    lanes = []
+        parts["about"] = gr.Markdown(about(start), elem_id="about")
+        for name, words in (("add", "Add a lane"), ("remove", "Remove the last lane")):
+            parts[name] = gr.Button(words, size="sm", elem_id=f"{name}-lane", visible=shown[name]["visible"])
     with gr.Group(elem_classes="lane-controls"):
-        for index, lane in enumerate(_padded(start)):
-            block = gr.Column(visible=lane is not None, elem_id=f"lane-{index + 1}", elem_classes="lane")
-            with block, gr.Row(elem_classes="lane-row"):
-                if index:
-                    gr.Markdown(f"Lane {index + 1}", elem_classes="lane-title")
+        for n, lane in zip(NUMBERS, _padded(start), strict=True):
+            parts[f"lane-{n}"] = gr.Column(visible=lane is not None, elem_id=f"lane-{n}", elem_classes="lane")
+            with parts[f"lane-{n}"], gr.Row(elem_classes="lane-row"):
+                if n > 1:
+                    gr.Markdown(f"Lane {n}", elem_classes="lane-title")
                 else:
-                    target = _model_choice("Target model, in every lane", start.target, "target", allow_any_model)
-                lanes.append(_draw_lane(block, index + 1, lane or new_lane(start.target), start, allow_any_model))
-    count = gr.State(len(start.lanes))
-    return Controls(gr.State(start.id), chips, more, described, {"target": target}, lanes, count, add, remove)
+                    words = "Target model, in every lane"
+                    parts["target"] = _model_choice(words, start.target, "target", allow_any_model)
+                drawn = _draw_lane(n, lane or new_lane(start.target), start, allow_any_model)
+                parts |= {f"{name}-{n}": control for name, control in drawn.items()}
+    return Controls(parts)
 
 
 def draw_prompt(start: Preset) -> gr.Textbox:
@@ -363,29 +356,28 @@ def draw_sampling(start: Preset) -> dict[str, gr.components.Component]:
     return shown
 
 
-def _draw_lane(block: gr.Column, number: int, lane: LaneConfig, start: Preset, allow_any_model: bool) -> LaneControls:
-    named = [(name.replace("_", " ").capitalize(), name) for name in DRAFTING]  # until `titles` comes
-    return LaneControls(
-        block,
-        gr.Dropdown(named, value=lane.method, label="Method", min_width=150, elem_id=f"method-{number}"),
-        _model_choice(
-            "Drafter weights", _model(lane, start.target), f"model-{number}", allow_any_model, lane.model is not None
+def _draw_lane(n: int, lane: LaneConfig, start: Preset, allow_any_model: bool) -> dict[str, Any]:
+    """The controls of a lane by the names of LANE, and `drawn`."""
+    names = [(name.replace("_", " ").capitalize(), name) for name in DRAFTING]  # until `titles` comes
+    model, seen = _model(lane, start.target), lane.model is not None
+    return {
+        "method": gr.Dropdown(names, value=lane.method, label="Method", min_width=150, elem_id=f"method-{n}"),
+        "model": _model_choice("Drafter weights", model, f"model-{n}", allow_any_model, seen),
+        "k": gr.Slider(1, space.limits().k, lane.k, step=1, label="Draft length k", min_width=170, elem_id=f"k-{n}"),
+        "acceptance": gr.Dropdown(
+            ACCEPTANCE, value=lane.acceptance, label="Acceptance", min_width=140, elem_id=f"acceptance-{n}"
         ),
-        gr.Slider(1, space.limits().k, lane.k, step=1, label="Draft length k", min_width=170, elem_id=f"k-{number}"),
-        gr.Dropdown(
-            ACCEPTANCE, value=lane.acceptance, label="Acceptance", min_width=140, elem_id=f"acceptance-{number}"
-        ),
-        gr.State(dict(lane.options)),
-        gr.Dropdown(
+        "options": gr.State(dict(lane.options)),
+        "server": gr.Dropdown(
             _servers(lane.server),
             value=lane.server or "",
             label="Runs on",
             visible=bool(listed()),
             min_width=150,
-            elem_id=f"server-{number}",
+            elem_id=f"server-{n}",
         ),
-        gr.Number(0, elem_classes="unseen"),  # no State: its change would not be noticed outside the queue
-    )
+        "drawn": gr.Number(0, elem_classes="unseen"),  # no State: its change would not be noticed outside the queue
+    }
 
 
 def _model_choice(label: str, value: str, elem_id: str, allow_any_model: bool, visible: bool = True) -> gr.Dropdown:
@@ -412,22 +404,6 @@ def _servers(chosen: str | None) -> list[tuple[str, str]]:
     return [HERE, *((f"server {host(name)}", name) for name in named)]
 
 
-def _draw_options(page: gr.Blocks, target: gr.components.Component, lane: LaneControls, number: int) -> None:
-    """A row of controls that follows the lane's method."""
-
-    def draw_knobs(name: str, options: dict[str, Any]) -> None:
-        heavy.live()
-        with gr.Row(elem_classes="options"):
-            for knob in knobs(name):
-                control = _draw_knob(knob, options.get(knob.name, knob.default), number)
-                setting = gr.State(knob.name)
-                given = [target, lane.method, lane.options, setting, control]
-                control.change(_set, given, [lane.options, lane.model], **QUIET)
-
-    follow = [page.load, lane.drawn.change]
-    gr.render([lane.method, lane.options], triggers=follow, queue=False, show_progress="hidden")(draw_knobs)
-
-
 def _draw_knob(knob: Knob, value: Any, number: int) -> Any:
     """The control that suits an option."""
     words: dict[str, Any] = {"label": knob.name, "info": knob.help, "interactive": True}
@@ -443,22 +419,24 @@ def _draw_knob(knob: Knob, value: Any, number: int) -> Any:
     return gr.Textbox(value, **words)
 
 
-def _set(target: str, method: str, options: dict[str, Any], option: str, value: Any) -> list[Any]:
+def _set(_: gr.Request, values: Values) -> Values:
     """A lane's options with one of them changed, and its model if that decides who reads it."""
-    changed = {**options, option: value}
-    before, after = (reader(method, _known(method, given)) for given in (options, changed))
-    return [changed, gr.skip() if before == after else _fit_model(target, method, changed)]
+    options = values["options"]
+    changed = {**options, values["knob"]: values["value"]}
+    before, after = (reader(values["method"], _known(values["method"], given)) for given in (options, changed))
+    fitted = {} if before == after else _fit_model(values["target"], values["method"], changed)
+    return {"options": changed, **fitted}
 
 
-def _switch(target: str, name: str, drawn: int) -> list[Any]:
+def _switch(_: gr.Request, values: Values) -> Values:
     """A lane's model, options and `drawn` once the visitor has chosen another method."""
     heavy.live()
-    return [_fit_model(target, name, {}), {}, drawn + 1]
+    return {**_fit_model(values["target"], values["method"], {}), "options": {}, "drawn": values["drawn"] + 1}
 
 
-def _fit_model(target: str, name: str, options: Mapping[str, Any]) -> Any:
+def _fit_model(target: str, name: str, options: Mapping[str, Any]) -> Values:
     model = fitting_model(target, reader(name, _known(name, options)))
-    return gr.update(visible=needs_model(name, options), value=model, choices=_model_choices(model))
+    return {"model": gr.update(visible=needs_model(name, options), value=model, choices=_model_choices(model))}
 
 
 def _prompt_as(target: str, chat: bool | None) -> str:
@@ -472,12 +450,12 @@ def _chat_words(target: str) -> dict[str, Any]:
     return {"interactive": True, "info": "a message to the model, or a text it goes on with"}
 
 
-def _chat_updates(target: str, chat: bool | None, system: str = "") -> list[Any]:
+def _chat_updates(target: str, chat: bool | None, system: str = "") -> Values:
     words = _chat_words(target)
-    return [
-        gr.update(value=_prompt_as(target, chat), **words),
-        gr.update(value=system, visible=words["interactive"]),
-    ]
+    return {
+        "chat": gr.update(value=_prompt_as(target, chat), **words),
+        "system": gr.update(value=system, visible=words["interactive"]),
+    }
 
 
 def _offered() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
@@ -496,42 +474,34 @@ def _most_lanes() -> int:
     return space.limits().lanes - 1
 
 
-def _shown(count: int) -> list[Any]:
+def _count_on(more: int, _: gr.Request, values: Values) -> Values:
+    return _shown(values["count"] + more)
+
+
+def _shown(count: int) -> Values:
     """The count, the two buttons and the blocks for so many lanes."""
     count = min(max(count, 1), LANES)
-    buttons = [gr.update(visible=count < _most_lanes()), gr.update(visible=count > 1)]
-    return [count, *buttons, *(gr.update(visible=index < count) for index in range(LANES))]
+    buttons = {"add": gr.update(visible=count < _most_lanes()), "remove": gr.update(visible=count > 1)}
+    return {"count": count, **buttons, **{f"lane-{n}": gr.update(visible=n <= count) for n in NUMBERS}}
 
 
 def _padded(chosen: Preset) -> list[LaneConfig | None]:
     return [*chosen.lanes, *[None] * (LANES - len(chosen.lanes))]
 
 
-def _place(index: int, name: str) -> int:
-    """Where a control of a lane stands in `Controls.inputs`."""
-    return 2 + len(WHOLE) + index * len(LANE) + LANE.index(name)
-
-
 def _model(lane: LaneConfig, target: str) -> str:
     return lane.model or default_draft(target)
 
 
-def _lane_values(lane: LaneConfig, target: str) -> Iterator[Any]:
-    server = lane.server or ""
-    return iter((lane.method, _model(lane, target), lane.k, lane.acceptance, dict(lane.options), server))
-
-
-def _lane_config(values: Sequence[Any], named: Sequence[LaneConfig]) -> dict[str, Any]:
+def _lane_config(lane: Values, named: Sequence[LaneConfig]) -> Values:
     """One lane's controls as data; it keeps the name the preset gave it as long as it is the same method and model."""
-    name, model, k, acceptance, options, server = values
-    options = _known(name, options)
-    model = (model or None) if needs_model(name, options) else None
-    return {
-        "method": name,
+    name, server = lane["method"], lane["server"]
+    options = _known(name, lane["options"])
+    model = (lane["model"] or None) if needs_model(name, options) else None
+    return lane | {
         "model": model,
-        "k": whole_number("k", k),
+        "k": whole_number("k", lane["k"]),
         "options": options,
-        "acceptance": acceptance,
         "name": next((lane.name for lane in named if (lane.method, lane.model) == (name, model)), ""),
         "server": server or None,
         "served_model": next((lane.served_model for lane in named if lane.server == server), None),

@@ -1,20 +1,19 @@
 """A log: the append-only text a view shows, one line of JSON per message (views.py). Needs no torch."""
 
-import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specdemo.core.bounds import FILE, Bounds
 from specdemo.core.reading import read
-from specdemo.core.trace import RunTrace, from_json
+from specdemo.core.trace import RunTrace, from_json, to_json
 from specdemo.engine.messages import Finished, Note, Started, replay
-from specdemo.ui.lines import to_line
-from specdemo.ui.views import Failed, Shown, opening, view
+from specdemo.ui.job import ENTRY, Job
+from specdemo.ui.lines import Packed, opening, to_line
+from specdemo.ui.views import Failed, Shown, view
 
 if TYPE_CHECKING:
     from specdemo.engine.spec import RunSpec
-    from specdemo.ui.live import Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +36,29 @@ def lines(messages: Iterable[Shown]) -> Lines:
     )
 
 
-class Log:
-    """The text a view shows.
+class Log(Job):
+    """The text of a run.
 
     `trace` is the run on show once it has ended: until this one starts, that is the run of the log `before` it.
     `recorded`: the run was not made for this log; `still`: it is shown as it ended and moves only when it is replayed.
     """
 
     def __init__(self, recorded: bool = False, before: "Log | None" = None, still: bool = False) -> None:
-        self.text = to_line(opening(secrets.token_hex(6), recorded, still))
-        self.trace: RunTrace | None = before.trace if before else None
+        super().__init__(opening(recorded=recorded, still=still))
+        self._trace: Packed | None = before._trace if before else None
         self.recorded, self.still = recorded, still
         self.spec: RunSpec | None = None  # what is run
-        self.started = self.ended = self.stopped = False
+        self.started = self.stopped = self.is_chat = False
         self._own_before = before is not None and before.own
         self.failure = ""  # why it failed, if it did
-        self.engine: Engine | None = None  # None where the engine is in another process
+
+    @property
+    def trace(self) -> RunTrace | None:
+        return from_json(self._trace.text) if self._trace else None
+
+    @property
+    def size(self) -> int:
+        return ENTRY if self.still else super().size + (self._trace.size if self._trace else 0)
 
     @property
     def own(self) -> bool:
@@ -67,15 +73,19 @@ class Log:
         self.text += new.text
         self.failure = new.failure or self.failure
         if new.started:
-            self.started, self.trace = True, None
+            self.started, self._trace = True, None
         if new.trace is not None:
-            self.trace, self.ended = new.trace, True
+            self._trace, self.ended = Packed(to_json(new.trace)), True
+            self.is_chat = not self.recorded and bool(new.trace.lanes[0].messages)
         return self.text
 
     def fall_back(self, why: str, trace: RunTrace) -> str:
         """Begin again, as a stored run that stands in for one that could not start."""
-        self.text, self.recorded = to_line(opening(secrets.token_hex(6), recorded=True, still=False)), True
+        self.text, self.recorded = opening(recorded=True), True
         return self.add([Note(why), *replay(trace)])
+
+    def ask_to_stop(self) -> str:
+        return self.text  # `stop` does not take long
 
     def stop(self) -> str:
         """End the run and the log: with what the engine says, or where it is out of reach without it."""

@@ -9,6 +9,7 @@ from specdemo.bench.suites import suite
 from specdemo.presets.schema import LIMITS, load_presets, preset
 from specdemo.ui import assets, space
 from specdemo.ui.controls import ACCEPTANCE, whole_number
+from specdemo.ui.job import Store, Values
 from specdemo.ui.sweep import Sweeping, Sweeps, draw_result
 
 DRAWS = 1024
@@ -19,48 +20,48 @@ def most_draws() -> int:
     return ROWS * space.limits().sweep_repeats
 
 
-def begin(preset_id: str, acceptance: str, temperature: Any, top_p: Any, draws: Any) -> Sweeping:
+def begin(values: Values, last: Sweeping | None) -> Sweeping:
     """The test the controls describe. Raises ValueError with one line."""
-    base = space.fit(preset(preset_id))
+    base = space.fit(preset(values["preset"]))
     if not base.embedded:
         raise ValueError(f"losslessness is tested on the models that ship with the project, not on {base.target[:80]}")
-    chosen = base.with_changes(acceptance=acceptance, temperature=temperature, top_p=top_p)
-    space.admit(chosen)
-    draws = whole_number("continuations", draws)
+    chosen = space.admit(base.with_changes(**{name: values[name] for name in ("acceptance", "temperature", "top_p")}))
+    draws = whole_number("continuations", values["draws"])
     if not ROWS <= draws <= most_draws():
         raise ValueError(f"continuations must be {ROWS} to {most_draws()} on this page, not {draws}")
-    return Sweeping(f"Losslessness, {chosen.id}", suite("losslessness", preset=chosen, repeats=draws // ROWS).run)
+    title = f"Losslessness, {chosen.id}"
+    return Sweeping.measuring(title, suite("losslessness", preset=chosen, repeats=draws // ROWS).run, last)
 
 
-def draw(page: gr.Blocks) -> None:
+def draw(store: Store) -> None:
     """The block, inside the current Blocks."""
     gr.Markdown(assets.text("losslessness.md"), elem_id="losslessness-about")
     presets = [(p.title, p.id) for p in load_presets().values() if p.embedded]
     with gr.Row(elem_id="losslessness-controls"):
-        inputs = [
-            gr.Dropdown(
+        heat: dict[str, Any] = {"scale": 2, "min_width": 185}
+        inputs: dict[str, Any] = {
+            "preset": gr.Dropdown(
                 presets, value=START, label="Preset: target and lane", elem_id="tested", scale=2, min_width=220
             ),
-            gr.Dropdown(
+            "acceptance": gr.Dropdown(
                 ACCEPTANCE, value="lossless", label="Acceptance", elem_id="tested-acceptance", scale=1, min_width=140
             ),
-            gr.Slider(
-                0, LIMITS.temperature, 0.8, step=0.05, label="Temperature", info="0: greedy", scale=2, min_width=185
+            "temperature": gr.Slider(
+                0, LIMITS.temperature, 0.8, step=0.05, label="Temperature", info="0: greedy", **heat
             ),
-            gr.Slider(0.01, 1, 1, step=0.01, label="Top-p", info="1: off", scale=2, min_width=185),
-            gr.Slider(
+            "top_p": gr.Slider(0.01, 1, 1, step=0.01, label="Top-p", info="1: off", **heat),
+            "draws": gr.Slider(
                 ROWS,
                 most_draws(),
                 min(DRAWS, most_draws()),
                 step=ROWS,
                 label="Continuations",
                 info="of each kind",
-                scale=2,
-                min_width=185,
                 elem_id="continuations",
+                **heat,
             ),
-        ]
+        }
         with gr.Column(scale=2, min_width=180):
             run = gr.Button("Test", variant="primary", size="lg", elem_id="losslessness-run")
             stop = gr.Button("Stop", interactive=False, elem_id="losslessness-stop")
-    draw_result(page, Sweeps(begin), inputs, run, stop, "losslessness")
+    draw_result(Sweeps(begin, "losslessness", store), inputs, run, stop, "losslessness")

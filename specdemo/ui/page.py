@@ -9,11 +9,14 @@ import gc
 import os
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from specdemo.ui import space
+
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
+if space.public() and not space.zero_gpu():
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no visitor makes a public machine fetch anything
 
 import gradio as gr
 import plotly.graph_objects as go
@@ -33,107 +36,67 @@ from specdemo.presets.schema import (
     preset,
     to_query,
 )
-from specdemo.ui import assets, controls, lab, space, sweep
-from specdemo.ui.controls import (
-    ENGINE,
-    QUIET,
-    Controls,
-    address,
-    changed,
-    fill_untouched,
-    from_values,
-    visitor,
-    wire_share,
-)
+from specdemo.ui import assets, controls, headers, lab, space, sweep, turns
+from specdemo.ui.controls import Controls, address, changed, fill_untouched, from_values, wire_share
 from specdemo.ui.guard import ENVELOPE, WINDOW_S, Guard
 from specdemo.ui.heavy import live
-from specdemo.ui.log import Log, notes, open_trace, refusal, replayed, waiting
+from specdemo.ui.job import ENGINE, QUIET, Jobs, Start, Store, Values, named, wire
+from specdemo.ui.log import Log, notes, open_trace, replayed, waiting
 from specdemo.ui.views import tokens_csv
 
+SESSIONS = 64  # whose components Gradio keeps a copy of, 0.3 MB each
 MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"]
 
 
-@dataclass(frozen=True)
-class FollowUp:
-    """Asks on in a chat; shown once there is one."""
+class Race(Log):
+    """The log of a run that a visitor asked for."""
 
-    row: gr.Row
-    message: gr.Textbox
-    ask: gr.Button
+    def __init__(self, spec: Any, before: Log | None) -> None:
+        super().__init__(before=before)
+        self.spec = spec
 
-
-@dataclass(frozen=True)
-class Buttons:
-    run: gr.Button
-    stop: gr.Button
-    share: gr.Button
-    save_json: gr.Button
-    save_csv: gr.Button
-    open: gr.UploadButton
-    follow: FollowUp
-
-    @property
-    def switched(self) -> list[Any]:
-        """Those that `busy` and `idle` write."""
-        return [self.run, self.stop, self.open, self.follow.ask]
+    def stream(self) -> Iterator[str]:
+        yield from live().run(self.spec, self)
 
 
-def busy() -> list[Any]:
-    return [gr.update(interactive=on) for on in (False, True, False, False)]
+class Visits(Jobs[Log]):
+    """What the events of the Race tab do, for every visitor."""
 
-
-def idle() -> list[Any]:
-    return [gr.update(interactive=on) for on in (True, False, True, True)]
-
-
-class Visits:
-    """What the events of the page do. Keeps the latest log of every open page, for Stop and for the exports."""
-
-    def __init__(self, start: Preset, allow_any_model: bool) -> None:
+    def __init__(self, start: Preset, allow_any_model: bool, store: Store | None = None) -> None:
+        super().__init__("race", store)
         self._start = start
         self._any = allow_any_model
-        self._logs: dict[str, Log] = {}
 
-    def run(self, request: gr.Request, *values: Any) -> Iterator[str]:
+    def race(self, request: gr.Request, values: Values) -> Iterator[Values]:
         """The growing log of a run, or one that says why there is none."""
-        try:
-            spec = from_values(values, self._any).spec()
-        except ValueError as error:
-            yield refusal(error).text
-            return
-        last = self._logs.get(visitor(request))
-        yield from live().run(spec, self._keep(request, Log(before=last)))
+        yield from self.run(request, lambda last: Race(from_values(values, self._any).spec(), last))
 
-    def follow(self, request: gr.Request, message: str) -> Iterator[str]:
+    def follow(self, request: gr.Request, values: Values) -> Iterator[Values]:
         """The growing log of the chat's next turn, or one that says why there is none."""
-        last = self._logs.get(visitor(request))
-        try:
+
+        def begin(last: Log | None) -> Race:
             if last is None or last.spec is None or last.trace is None or last.recorded:
                 raise ValueError("there is no chat to go on with; press Run first")
             base = space.fit(preset(last.spec.preset))
-            message = space.admit(base.with_changes(prompt=message)).prompt
-            spec = live().follow_up(last.spec, last.trace, message)
-        except ValueError as error:
-            yield refusal(error).text
-            return
-        yield from live().run(spec, self._keep(request, Log(before=last)))
+            message = space.admit(base.with_changes(prompt=values["message"])).prompt
+            return Race(live().follow_up(last.spec, last.trace, message), last)
 
-    def offer(self, request: gr.Request, message: str) -> list[Any]:
+        yield from self.run(request, begin)
+
+    def offer(self, request: gr.Request, values: Values) -> Values:
         """What asks on, shown when the run on show is a chat of this page; empty again once its message is answered."""
-        log = self._logs.get(visitor(request))
-        if log is None or log.spec is None or log.trace is None or log.recorded:
-            return [gr.update(visible=False), gr.skip()]
-        answered = log.ended and log.spec.prompt == message
-        return [gr.update(visible=bool(log.trace.lanes[0].messages)), "" if answered else gr.skip()]
-
-    def stop(self, request: gr.Request) -> list[Any]:
-        log = self._logs.get(visitor(request))
-        return [gr.skip() if log is None or log.ended else log.stop(), *idle()]
+        log = self.last(request)
+        shown: Values = {"row": gr.update(visible=log is not None and log.is_chat)}
+        if log is None or log.spec is None or not log.ended or log.spec.prompt != values["message"]:
+            return shown
+        return shown | {"message": ""}
 
     def open(self, request: gr.Request, path: str) -> str:
         """The whole log of a stored run, or one that says why the file is none."""
         log = open_trace(path, space.bounds())
-        return self._keep(request, log).text if log.ended else log.text
+        if log.ended:
+            self.keep(request, log)
+        return str(log.whole()["view"])
 
     def first(self, request: gr.Request) -> Any:
         """What is on show before anything has run: the recorded race of the preset. A link is another matter."""
@@ -142,23 +105,25 @@ class Visits:
     def select(self, request: gr.Request, preset_id: str | None) -> Any:
         """The recorded race of a preset that was chosen, or else its lanes, as long as no other run is on show."""
         shown = _recorded(preset_id or DEFAULT)  # may take a second, in which another event may show something
-        last = self._logs.get(visitor(request))
+        last = self.last(request)
         if last is not None and last.own:
             return gr.skip()
         if shown:
-            return self._keep(request, shown).text
-        self.forget(request)  # the recorded race of the preset before is no longer on show
+            self.keep(request, shown)
+            return shown.text
+        self.keep(request, Log(still=True))  # the recorded race of the preset before is no longer on show
         return _lanes(space.fit(preset(preset_id or DEFAULT)))
 
     def save(self, request: gr.Request, kind: str) -> dict[str, str]:
         """The latest run as a file's name and text."""
-        log = self._logs.get(visitor(request))
-        if log is None or log.trace is None:
+        log = self.last(request)
+        trace = log.trace if log else None
+        if trace is None:
             raise gr.Error(_nothing_to_save(log), print_exception=False)
-        text = to_json(log.trace, 1, space.bounds()) if kind == "json" else tokens_csv(log.trace)
-        return {"name": f"specdemo-{log.trace.preset}.{kind}", "text": text}
+        text = to_json(trace, 1, space.bounds()) if kind == "json" else tokens_csv(trace)
+        return {"name": f"specdemo-{trace.preset}.{kind}", "text": text}
 
-    def share(self, *values: Any) -> str:
+    def share(self, values: Values) -> str:
         """The link. Raises ValueError with one line."""
         return share_link(from_values(values, self._any))
 
@@ -170,28 +135,21 @@ class Visits:
         chosen, refused = from_query(request.query_params, load_presets(), self._any, self._start)
         fitting = space.fit(chosen)
         if fitting != chosen:
-            refused.append(f"the link asks for more than this public page runs; {space.HOME}")
+            more = f"the link asks for more than this public page runs; {space.HOME}"
+            refused.append(space.PRIVATE if space.shares(chosen) else more)
         return fitting, refused
 
-    def restore(self, request: gr.Request, asked: tuple[Preset, list[str]] | None, *values: Any) -> Any:
+    def restore(self, request: gr.Request, values: Values) -> Values:
         """The controls a link asks for, but for what the visitor has changed by now; with them a log of what was
         refused or, when the link asks for a preset as it is, that preset's recorded race, else the lanes it asks
         for. Nothing is ever run."""
-        if asked is None:
-            return gr.skip()
-        chosen, refused = asked
-        now, drawn = values[: -controls.LANES], values[-controls.LANES :]
-        updates = fill_untouched(chosen, self._start, now, drawn)
+        if values["asked"] is None:
+            return {}
+        chosen, refused = values["asked"]
+        updates = fill_untouched(chosen, self._start, values)
         if refused:
-            return [*updates, notes(refused)]
-        return [*updates, self.select(request, chosen.id) if chosen == preset(chosen.id) else _lanes(chosen)]
-
-    def forget(self, request: gr.Request) -> None:
-        self._logs.pop(visitor(request), None)
-
-    def _keep(self, request: gr.Request, log: Log) -> Log:
-        self._logs[visitor(request)] = log
-        return log
+            return updates | {"view": notes(refused)}
+        return updates | {"view": self.select(request, chosen.id) if chosen == preset(chosen.id) else _lanes(chosen)}
 
 
 def _nothing_to_save(log: Log | None) -> str:
@@ -203,6 +161,8 @@ def _nothing_to_save(log: Log | None) -> str:
 
 
 def _free_memory() -> None:
+    if space.public():
+        raise gr.Error("the models of a public page are everybody's; they stay", print_exception=False)
     gr.Info(live().free_memory())
 
 
@@ -228,6 +188,7 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
     if allow_any_model and space.public():
         raise ValueError("a public page takes listed models alone; leave --allow-any-model out")
     first = space.fit(preset(start))
+    store = Store()
     page: gr.Blocks = gr.Blocks(
         title="specdemo: speculative decoding, side by side",
         analytics_enabled=False,
@@ -238,42 +199,30 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
         # "menu" hides tabs that fit whenever it measures them before the page has its width
         with gr.Tabs(overflow_behavior="wrap"):
             with gr.Tab("Race", id="race"):
-                form = _race_tab(page, first, allow_any_model)
+                form = _race_tab(page, Visits(first, allow_any_model, store), first, allow_any_model)
             with gr.Tab("Sweep", id="sweep"):
-                suite = sweep.draw(page)
+                suite = sweep.draw(page, store)
             with gr.Tab("Lab"):
-                lab.draw(page, form, suite)
+                lab.draw(page, form, suite, store)
             with gr.Tab("How it works"):
                 gr.Markdown(assets.text("how_it_works.md"), elem_id="how")
         _endpoints(allow_any_model)
-    page.queue(max_size=20)
+        page.unload(store.forget)
+    turns.queue(page)
     return page
 
 
-def _race_tab(page: gr.Blocks, first: Preset, allow_any_model: bool) -> Controls:
+def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: bool) -> Controls:
     form = controls.draw(first, allow_any_model)
     with gr.Row(elem_id="prompt-row"):
-        form.whole["prompt"] = controls.draw_prompt(first)
+        form.parts["prompt"] = controls.draw_prompt(first)
         with gr.Column(scale=1, min_width=180, elem_id="buttons"):
             run = gr.Button("Run", variant="primary", size="lg", elem_id="run")
             with gr.Row():
                 stop = gr.Button("Stop", interactive=False, elem_id="stop", min_width=70)
                 share = gr.Button("Share", elem_id="share", min_width=70)
     link = gr.Textbox(label="Link to this comparison", visible=False, buttons=["copy"], elem_id="link")
-    with gr.Accordion(open=False, elem_id="sampling") as fold:
-        form.whole.update(controls.draw_chat(first))
-        form.whole.update(controls.draw_sampling(first))
-    folded: list[Any] = [form.whole[name] for name in controls.FOLDED]
-    fold.label = controls.in_force(*(control.value for control in folded))
-    gr.on(
-        [control.change for control in folded],
-        lambda *values: gr.update(label=controls.in_force(*values)),
-        folded,
-        fold,
-        trigger_mode="always_last",
-        preprocess=False,  # a number that is half typed is no error yet
-        **QUIET,
-    )
+    _fold_settings(form, first)
     place = gr.HTML("", elem_id="queue", elem_classes="queue")
     with gr.Row(visible=False, elem_id="follow-row") as row:
         message = gr.Textbox(
@@ -286,53 +235,60 @@ def _race_tab(page: gr.Blocks, first: Preset, allow_any_model: bool) -> Controls
         again = gr.Button("Continue", variant="primary", elem_id="continue", min_width=180)
     view = _draw_view()
     with gr.Row(elem_id="exports"):
-        buttons = Buttons(
-            run,
-            stop,
-            share,
-            gr.Button("Save trace (JSON)", size="sm", elem_id="save-json"),
-            gr.Button("Save tokens (CSV)", size="sm", elem_id="save-csv"),
-            gr.UploadButton("Open a trace", file_types=[".json"], size="sm", elem_id="open-trace"),
-            FollowUp(row, message, again),
-        )
+        _saves(visits)
+        opened = gr.UploadButton("Open a trace", file_types=[".json"], size="sm", elem_id="open-trace")
         free = gr.Button("Free memory", size="sm", elem_id="free-memory", visible=not space.public())
         free.click(_free_memory, show_progress="hidden", api_visibility="private", **ENGINE)
     form.wire(page)
-    _wire(page, Visits(first, allow_any_model), form, buttons, view, place, link)
+    asked = {"message": message}
+    starts: list[Start] = [
+        ([run.click], visits.race, form.inputs),
+        ([again.click, message.submit], visits.follow, asked),
+    ]
+    for racing in wire(visits, starts, {"view": view}, stop, [run, opened, again], place):
+        named(racing.success, visits.offer, asked, {"row": row, **asked}, **QUIET)
+    wire_share(share, visits.share, form.inputs, link)
+    gr.on(form.edits, lambda: gr.update(visible=False), None, link, trigger_mode="once", **QUIET)
+    opened.upload(visits.open, opened, view, **QUIET)
+    _show_what_is_chosen(page, visits, form, view)
     return form
 
 
-def _wire(
-    page: gr.Blocks, visits: Visits, form: Controls, buttons: Buttons, view: gr.HTML, place: gr.HTML, link: gr.Textbox
-) -> None:
-    follow, runs = buttons.follow, []
-    for pressed, start, given in (
-        ([buttons.run.click], visits.run, form.inputs),
-        ([follow.ask.click, follow.message.submit], visits.follow, [follow.message]),
-    ):
-        locked = gr.on(pressed, busy, None, buttons.switched, trigger_mode="once", **QUIET)
-        racing = locked.then(
-            start, given, view, show_progress="full", show_progress_on=place, api_visibility="private", **ENGINE
-        )
-        racing.then(idle, None, buttons.switched, **QUIET)
-        racing.success(visits.offer, follow.message, [follow.row, follow.message], **QUIET)
-        runs.append(racing)
-    buttons.stop.click(visits.stop, None, [view, *buttons.switched], cancels=runs, **QUIET)
-    wire_share(buttons.share, visits.share, form.inputs, link)
-    buttons.open.upload(visits.open, buttons.open, view, **QUIET)
+def _fold_settings(form: Controls, first: Preset) -> None:
+    with gr.Accordion(open=False, elem_id="sampling") as fold:
+        form.parts.update(controls.draw_chat(first))
+        form.parts.update(controls.draw_sampling(first))
+    folded: list[Any] = [form.parts[name] for name in controls.FOLDED]
+    fold.label = controls.in_force(*(control.value for control in folded))
+    gr.on(
+        [control.change for control in folded],
+        lambda *values: gr.update(label=controls.in_force(*values)),
+        folded,
+        fold,
+        trigger_mode="always_last",
+        preprocess=False,  # a number that is half typed is no error yet
+        **QUIET,
+    )
+
+
+def _saves(visits: Visits) -> None:
     file = gr.JSON(visible=False)
-    for kind, button in (("json", buttons.save_json), ("csv", buttons.save_csv)):
+    for kind, words in (("json", "Save trace (JSON)"), ("csv", "Save tokens (CSV)")):
+        button = gr.Button(words, size="sm", elem_id=f"save-{kind}")
         saved = button.click(visits.save, gr.State(kind), file, **QUIET)
         saved.success(None, file, None, js=assets.text("save.js"), **QUIET)
+
+
+def _show_what_is_chosen(page: gr.Blocks, visits: Visits, form: Controls, view: gr.HTML) -> None:
+    """The recorded race of a preset, or what a link asks for."""
     page.load(visits.first, None, view, **QUIET)
-    for choice in (form.chips, form.more):
+    for choice in (form.parts["chips"], form.parts["more"]):
         choice.input(visits.select, choice, view, **QUIET)
         choice.input(None, js=assets.text("unalarm.js"), **QUIET)
-    gr.on(form.edits, lambda: gr.update(visible=False), None, link, trigger_mode="once", **QUIET)
     asked = gr.State()
     linked = page.load(visits.read_link, None, asked, **QUIET)
-    linked.then(visits.restore, [asked, *form.inputs, *form.drawn], [*form.outputs, view], **QUIET)
-    page.unload(visits.forget)
+    given = {"asked": asked, **form.inputs, **form.drawn}
+    named(linked.then, visits.restore, given, {**form.parts, "view": view}, **QUIET)
 
 
 def _draw_view() -> gr.HTML:
@@ -419,7 +375,8 @@ def serve(
         footer_links=["api"],
         run_history=False,
         max_file_size=space.bounds().bytes + ENVELOPE,  # the guard's own, which leaves nothing on disk
-        app_kwargs={"middleware": [Middleware(Guard, space.bounds().bytes)]},
+        state_session_capacity=SESSIONS,
+        app_kwargs=headers.of_app(Middleware(Guard, space.bounds().bytes)),
         theme=theme(),
         css_paths=[assets.HERE / "style.css"],
     )

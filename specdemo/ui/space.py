@@ -28,7 +28,10 @@ START_S = 10  # until a lent GPU has the weights and every lane is warm
 BACK_S = 2  # a run ends itself so long before the GPU is taken away
 LEND_S = 120  # longer calls are refused
 EMBEDDED_RATE, RATE = 60, 20  # tokens a second of one lane, at the least
+SHARED = "remember"  # an option that shows one visitor what another wrote
 HOME = "for more, duplicate this Space or run python app.py at home"
+
+PRIVATE = f"{SHARED} is off on this public page: it drafts from what other visitors were answered; {HOME}"
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -41,6 +44,11 @@ def zero_gpu() -> bool:
     """True where a GPU is lent by the call."""
     asked = os.environ.get("SPACES_ZERO_GPU", "").lower() in ("1", "t", "true")  # as `spaces` reads it
     return asked and find_spec("spaces") is not None
+
+
+def turn_s() -> float:
+    """Wall clock that one run, sweep or test may take; a public machine is shared."""
+    return 120.0 if public() else 1800.0
 
 
 def limits() -> Limits:
@@ -88,6 +96,8 @@ def admit(chosen: Preset) -> Preset:
     far = next((model for model in chosen.models if model not in (*EMBEDDED, *preloaded())), None)
     if far is not None:
         raise ValueError(f"{far} is not on this public page; {HOME}")
+    if shares(chosen):
+        raise ValueError(PRIVATE)
     asked = {
         "new tokens": (chosen.max_new_tokens, PUBLIC.max_new_tokens),
         "lanes": (len(chosen.lanes) + 1, PUBLIC.lanes),
@@ -105,7 +115,19 @@ def fit(chosen: Preset) -> Preset:
     """The comparison as this page offers it: on a public one cut to its limits."""
     if not public():
         return chosen
-    lanes = [lane.model_copy(update={"k": min(lane.k, PUBLIC.k)}) for lane in chosen.lanes[: PUBLIC.lanes - 1]]
+    lanes = [
+        lane.model_copy(
+            update={
+                "k": min(lane.k, PUBLIC.k),
+                "options": {name: value for name, value in lane.options.items() if name != SHARED},
+            }
+        )
+        for lane in chosen.lanes[: PUBLIC.lanes - 1]
+    ]
     return chosen.model_copy(
         update={"lanes": lanes, "max_new_tokens": min(chosen.max_new_tokens, PUBLIC.max_new_tokens)}
     )
+
+
+def shares(chosen: Preset) -> bool:
+    return any(lane.options.get(SHARED) for lane in chosen.lanes)

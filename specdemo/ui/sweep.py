@@ -6,8 +6,6 @@ same parts.
 """
 
 import json
-import secrets
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -20,83 +18,87 @@ from specdemo.bench.result import SCHEMA, Result, read_result
 from specdemo.bench.suites import Sweep, swept, takes
 from specdemo.presets.schema import (
     DEFAULT,
-    LIMITS,
     is_sweep,
     load_presets,
     preset,
 )
 from specdemo.ui import assets, space
-from specdemo.ui.controls import ENGINE, QUIET, address, visitor, whole_number, wire_share
+from specdemo.ui.controls import address, whole_number, wire_share
 from specdemo.ui.heavy import live
-from specdemo.ui.lines import to_line
+from specdemo.ui.job import QUIET, Engine, Job, Jobs, Store, Values, named, refusal, wire
+from specdemo.ui.lines import Packed, opening, to_line
 from specdemo.ui.views import view
 
 if TYPE_CHECKING:
     from specdemo.models.load import LoadProgress
 
 IF_LINKED = f"() => {{ if (new URLSearchParams(location.search).has('sweep')) ({assets.to_tab('sweep')})(); }}"
-STOPPING_S = 30.0  # how long Stop waits for the finished repeats
 OFF = (
     "this Space borrows a GPU for seconds and a sweep needs minutes; open a stored result, "
     "or start the page at home with `python app.py`"
 )
 
-Outputs = tuple[Any, Any]  # the text of the view and an update of the chart
 Measure = Callable[["LoadProgress", Callable[[], bool]], Result]  # given where to report and whether it is to stop
 
 
-class Sweeping:
-    """One sweep: its engine and the append-only text the tab shows. `result` is there once it has ended."""
+class Sweeping(Job):
+    """One sweep, or a result from a file. `file` is the result on show, which until this one ends is that of the job
+    `before` it."""
 
-    def __init__(self, name: str, measure: Measure) -> None:
-        """Raises ValueError with one line where no sweep can run."""
-        runs = live()
-        if runs.ELSEWHERE:
-            raise ValueError(OFF)
-
-        def work(cancelled: Callable[[], bool], report: Any) -> Iterator[Result]:
-            with runs.session().lock:
-                yield measure(report, cancelled)
-
-        self.engine = runs.Engine(work)
+    def __init__(self, text: str, before: "Sweeping | None" = None) -> None:
+        super().__init__(opening() + text)
         self.result: Result | None = None
+        self.file: tuple[str, Packed] | None = before.file if before else None
         self._told: tuple[int, str] | None = None
         self._stopping = False
-        self._unread = threading.Event()  # nobody reads `batches` any more
-        self.text = opening() + to_line({"type": "start", "name": name})
 
-    def batches(self) -> Iterator[str]:
-        """The text so far, as long as the sweep runs, 15 times a second. Closing the iterator stops it."""
-        batches = self.engine.batches()
-        try:
-            yield self.text
-            for batch in batches:
-                yield self.add(batch)
-        finally:
-            batches.close()
-            self._unread.set()
+    @classmethod
+    def measuring(cls, name: str, measure: Measure, before: "Sweeping | None" = None) -> "Sweeping":
+        """Raises ValueError with one line where no sweep can run."""
+        if live().ELSEWHERE:
+            raise ValueError(OFF)
+
+        def work(cancelled: Callable[[], bool], report: "LoadProgress") -> Iterator[Result]:
+            yield measure(report, cancelled)
+
+        sweeping = cls(to_line({"type": "start", "name": name}), before)
+        sweeping.engine = Engine(live().held(work))
+        return sweeping
+
+    @property
+    def size(self) -> int:
+        return super().size + (self.file[1].size if self.file else 0)
 
     def ask_to_stop(self) -> str:
-        """The text, which ends with what happens now; `stop` waits for that."""
         self._stopping = True
-        self.text += to_line({"type": "stopping"})
-        return self.text
-
-    def stop(self) -> str:
-        """End the sweep and the text: with the numbers of the finished repeats, if there are any."""
-        self._unread.wait(STOPPING_S)  # two readers would each get a part
-        self.add(self.engine.finish(STOPPING_S))
-        self.text += to_line({"type": "stopped"})
-        return self.text
+        return super().ask_to_stop()
 
     def add(self, messages: Iterable[Any]) -> str:
         for message in messages:
             if isinstance(message, Result):
-                self.result = message
-                self.text += result_line(message, recorded=False)
+                self.conclude(message, recorded=False)
             else:
                 self._say(view(message))
         return self.text
+
+    def conclude(self, result: Result, recorded: bool) -> None:
+        self.result = result
+        self.file = f"specdemo-{result.suite}.json", Packed(text(result))
+        self.text += result_line(result, recorded)
+
+    def beside(self) -> Values:
+        """The curves; of a suite without speed-ups the table says all."""
+        if self.result is None:
+            return {}
+        try:
+            return {"chart": gr.update(value=figure(self.result), visible=True)}
+        except ValueError:
+            return {"chart": gr.update(visible=False)}
+
+    def whole(self) -> Values:
+        shown = super().whole()
+        self.result = None  # `file` is kept
+        return shown
 
     def _say(self, line: dict[str, Any]) -> None:
         """Of the progress what a reader can see; of an end that was asked for nothing."""
@@ -107,8 +109,8 @@ class Sweeping:
         self.text += to_line(line)
 
 
-def opening() -> str:
-    return to_line({"type": "run", "run": secrets.token_hex(6)})
+def text(result: Result) -> str:
+    return json.dumps({"schema": SCHEMA, **asdict(result)}, indent=1) + "\n"
 
 
 def result_line(result: Result, recorded: bool) -> str:
@@ -127,97 +129,53 @@ def conditions(result: Result) -> str:
     return " · ".join([f"suite {result.suite}", repeats, *config])
 
 
-def refusal(error: Exception) -> str:
-    """A text that says why there is no sweep."""
-    return opening() + to_line({"type": "error", "text": str(error)})
-
-
-def curves(result: Result) -> Any:
-    """An update of the chart."""
-    try:
-        return gr.update(value=figure(result), visible=True)
-    except ValueError:  # a suite without speed-ups: the table says all
-        return gr.update(visible=False)
-
-
-def begin(*values: Any) -> Sweeping:
+def begin(values: Values, last: Sweeping | None) -> Sweeping:
     """The sweep the controls describe. Raises ValueError with one line."""
-    asked = admit(from_values(*values))
+    asked = admit(from_values(values))
     on = asked.preset if takes(asked.sweep, "preset") else None
-    return Sweeping(", ".join(filter(None, (swept()[asked.sweep].title, on))), asked.suite().run)
+    return Sweeping.measuring(", ".join(filter(None, (swept()[asked.sweep].title, on))), asked.suite().run, last)
 
 
-class Sweeps:
-    """What the events of a tab do. Keeps the latest sweep and the result on show of every open page."""
+class Sweeps(Jobs[Sweeping]):
+    """What the events of a tab do, for every visitor. begin: from the values of the controls, or ValueError with one
+    line."""
 
-    def __init__(self, begin: Callable[..., Sweeping]) -> None:
-        """begin: from the values of the controls, or ValueError with one line."""
+    def __init__(
+        self, begin: Callable[[Values, Sweeping | None], Sweeping], name: str = "sweep", store: Store | None = None
+    ) -> None:
+        super().__init__(name, store)
         self._begin = begin
-        self._running: dict[str, Sweeping] = {}
-        self._results: dict[str, Result] = {}
 
-    def run(self, request: gr.Request, *values: Any) -> Iterator[Outputs]:
+    def measure(self, request: gr.Request, values: Values) -> Iterator[Values]:
         """The growing text of a sweep, or why there is none; at its end the curves."""
-        try:
-            sweeping = self._begin(*values)
-        except ValueError as error:
-            yield refusal(error), gr.skip()
-            return
-        self._running[visitor(request)] = sweeping
-        for text in sweeping.batches():
-            yield text, self._show(request, sweeping.result) if sweeping.result else gr.skip()
+        yield from self.run(request, lambda last: self._begin(values, last))
 
-    def ask_to_stop(self, request: gr.Request) -> list[Any]:
-        """The text, and Stop as pressed."""
-        sweeping = self._running.get(visitor(request))
-        return [sweeping.ask_to_stop() if sweeping else gr.skip(), gr.update(interactive=False)]
-
-    def stop(self, request: gr.Request) -> list[Any]:
-        sweeping = self._running.get(visitor(request))
-        if sweeping is None:
-            return [gr.skip(), gr.skip(), *idle()]
-        text, result = sweeping.stop(), sweeping.result
-        return [text, self._show(request, result) if result else gr.skip(), *idle()]
-
-    def busy(self, request: gr.Request) -> list[Any]:
-        """Run, Stop and Open while it runs or waits for the engine."""
-        self._running.pop(visitor(request), None)
-        return [gr.update(interactive=on) for on in (False, True, False)]
-
-    def open(self, request: gr.Request, path: str) -> Outputs:
+    def open(self, request: gr.Request, values: Values) -> Values:
         """A stored result, or why the file is none."""
         try:
-            result = read_result(Path(path), space.bounds())
+            result = read_result(Path(values["file"]), space.bounds())
         except ValueError as error:
-            return refusal(error), gr.skip()
-        return opening() + result_line(result, recorded=True), self._show(request, result)
+            return {"view": refusal(error)}
+        opened = Sweeping("")
+        opened.conclude(result, recorded=True)
+        opened.ended = True
+        self.keep(request, opened)
+        return opened.whole()
 
     def save(self, request: gr.Request) -> dict[str, str]:
         """The result on show as a file's name and text."""
-        result = self._results.get(visitor(request))
-        if result is None:
+        last = self.last(request)
+        if last is None or last.file is None:
             raise gr.Error("there is no result to save yet; press Run first", print_exception=False)
-        text = json.dumps({"schema": SCHEMA, **asdict(result)}, indent=1) + "\n"
-        return {"name": f"specdemo-{result.suite}.json", "text": text}
-
-    def forget(self, request: gr.Request) -> None:
-        self._running.pop(visitor(request), None)
-        self._results.pop(visitor(request), None)
-
-    def _show(self, request: gr.Request, result: Result) -> Any:
-        """An update of the chart; the result is kept."""
-        self._results[visitor(request)] = result
-        return curves(result)
+        name, packed = last.file
+        return {"name": name, "text": packed.text}
 
 
-def idle() -> list[Any]:
-    return [gr.update(interactive=on) for on in (True, False, True)]
-
-
-def from_values(sweep: str, preset: str, repeats: Any, new_tokens: Any) -> Sweep:
+def from_values(values: Values) -> Sweep:
     """The sweep the controls describe. Raises ValueError with one line."""
-    numbers = {"repeats": whole_number("repeats", repeats), "new_tokens": whole_number("new_tokens", new_tokens)}
-    return Sweep().with_changes(sweep=sweep, preset=preset, **numbers)
+    return Sweep().with_changes(
+        **values | {name: whole_number(name, values[name]) for name in ("repeats", "new_tokens")}
+    )
 
 
 def admit(asked: Sweep) -> Sweep:
@@ -226,24 +184,27 @@ def admit(asked: Sweep) -> Sweep:
     most = space.limits().sweep_repeats
     if asked.repeats > most:
         raise ValueError(f"this public page repeats a sweep {most} times at most, not {asked.repeats}; {space.HOME}")
+    reason = live().no_gpu(preset(asked.preset).spec()) if space.public() else ""
+    if reason:
+        raise ValueError(f"{reason}; {space.HOME}")
     return asked
 
 
-def share(*values: Any) -> str:
+def share(values: Values) -> str:
     """The link. Raises ValueError with one line."""
-    return address(from_values(*values).to_query())
+    return address(from_values(values).to_query())
 
 
-def restore(request: gr.Request) -> Any:
+def restore(request: gr.Request, _: Values) -> Values:
     """The controls a link to a sweep asks for and a text of what was refused. It runs nothing."""
     if not is_sweep(request.query_params):
-        return gr.skip()
+        return {}
     asked, refused = Sweep().from_query(request.query_params)
     notes = opening() + "".join(to_line({"type": "note", "text": text}) for text in refused)
-    return [*asked.model_dump().values(), notes]
+    return {**asked.model_dump(), "view": notes}
 
 
-def draw(page: gr.Blocks) -> gr.Radio:
+def draw(page: gr.Blocks, store: Store) -> gr.Radio:
     """The tab, inside the current Blocks -> what chooses its suite."""
     start = Sweep()
     gr.Markdown(assets.text("sweep.md"), elem_id="sweep-about")
@@ -257,47 +218,29 @@ def draw(page: gr.Blocks) -> gr.Radio:
         on = gr.Dropdown(
             presets, value=DEFAULT, label="Preset: target and lane", elem_id="sweep-preset", scale=6, min_width=300
         )
-        inputs = [
-            chosen,
-            on,
-            gr.Slider(
-                1,
-                LIMITS.sweep_repeats,
-                start.repeats,
-                step=1,
-                label="Repeats",
-                elem_id="repeats",
-                scale=3,
-                min_width=170,
-            ),
-            gr.Slider(
-                8,
-                LIMITS.max_new_tokens,
-                start.new_tokens,
-                step=1,
-                label="New tokens",
-                elem_id="new-tokens",
-                scale=3,
-                min_width=170,
-            ),
-        ]
+        inputs: dict[str, Any] = {"sweep": chosen, "preset": on}
+        for name, words, low, high in (
+            ("repeats", "Repeats", 1, space.limits().sweep_repeats),
+            ("new_tokens", "New tokens", 8, space.limits().max_new_tokens),
+        ):
+            at = min(getattr(start, name), high)
+            size: dict[str, Any] = {"elem_id": name.replace("_", "-"), "scale": 3, "min_width": 170}
+            inputs[name] = gr.Slider(low, high, at, step=1, label=words, **size)
         with gr.Column(scale=2, min_width=180):
             run = gr.Button("Run", variant="primary", size="lg", elem_id="sweep-run")
             with gr.Row():
                 stop = gr.Button("Stop", interactive=False, elem_id="sweep-stop", min_width=70)
                 shared = gr.Button("Share", elem_id="sweep-share", min_width=70)
     link = gr.Textbox(label="Link to this sweep", visible=False, buttons=["copy"], elem_id="sweep-link")
-    view = draw_result(page, Sweeps(begin), inputs, run, stop, "sweep")
+    view = draw_result(Sweeps(begin, "sweep", store), inputs, run, stop, "sweep")
     chosen.change(_describe, chosen, [question, on], **QUIET)
     wire_share(shared, share, inputs, link)
-    page.load(restore, None, [*inputs, view], **QUIET)
+    named(page.load, restore, {}, {**inputs, "view": view}, **QUIET)
     page.load(None, None, None, js=IF_LINKED, **QUIET)
     return chosen
 
 
-def draw_result(
-    page: gr.Blocks, sweeps: Sweeps, inputs: list[Any], run: gr.Button, stop: gr.Button, name: str
-) -> gr.HTML:
+def draw_result(sweeps: Sweeps, inputs: dict[str, Any], run: gr.Button, stop: gr.Button, name: str) -> gr.HTML:
     """The view of a result below its controls, and what the two buttons do. name: of the skeleton, and what ids begin
     with."""
     place = gr.HTML("", elem_classes="queue")
@@ -309,24 +252,11 @@ def draw_result(
     with gr.Row(elem_id=f"{name}-exports", elem_classes="swept-exports"):
         save = gr.Button("Save the result (JSON)", size="sm", elem_id=f"{name}-save")
         opened = gr.UploadButton("Open a result", file_types=[".json"], size="sm", elem_id=f"{name}-open")
-    buttons = [run, stop, opened]
-    locked = run.click(sweeps.busy, None, buttons, trigger_mode="once", **QUIET)
-    running = locked.then(
-        sweeps.run,
-        inputs,
-        [view, chart],
-        show_progress="full",
-        show_progress_on=place,
-        api_visibility="private",
-        **ENGINE,
-    )
-    running.then(idle, None, buttons, **QUIET)
-    stopping = stop.click(sweeps.ask_to_stop, None, [view, stop], cancels=[running], **QUIET)
-    stopping.then(sweeps.stop, None, [view, chart, *buttons], **QUIET)
-    opened.upload(sweeps.open, opened, [view, chart], **QUIET)
+    parts = {"view": view, "chart": chart}
+    wire(sweeps, [([run.click], sweeps.measure, inputs)], parts, stop, [run, opened], place)
+    named(opened.upload, sweeps.open, {"file": opened}, parts, **QUIET)
     file = gr.JSON(visible=False)
     save.click(sweeps.save, None, file, **QUIET).success(None, file, None, js=assets.text("save.js"), **QUIET)
-    page.unload(sweeps.forget)
     return view
 
 

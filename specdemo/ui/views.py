@@ -36,11 +36,6 @@ class Failed:
 Shown = Message | Loading | Failed
 
 
-def opening(run: str, recorded: bool, still: bool) -> dict[str, Any]:
-    """A log's first line. A recorded run is played when it comes, unless it is to stand still until someone asks."""
-    return {"type": "run", "run": run, "recorded": recorded, "still": still}
-
-
 def view(message: Shown) -> dict[str, Any]:
     """Any message as the dict that becomes its line."""
     match message:

@@ -1,6 +1,5 @@
 """Preset -> controls -> preset, and what the page refuses."""
 
-import gradio as gr
 import pytest
 
 from specdemo.presets.schema import LIMITS, load_presets, preset
@@ -8,9 +7,10 @@ from specdemo.ui import controls
 from specdemo.ui.controls import LANE, WHOLE, changed, fill, fill_untouched, from_values, needs_model, to_values
 
 
-def test_one_flat_list():
+def test_every_control_has_a_value_by_its_name():
     values = to_values(preset("embedded-ngram"))
-    assert values[:2] == ["embedded-ngram", 1] and len(values) == 2 + len(WHOLE) + controls.LANES * len(LANE)
+    assert (values["preset"], values["count"]) == ("embedded-ngram", 1) and {*values} == {*controls.NAMES}
+    assert len(values) == 2 + len(WHOLE) + controls.LANES * len(LANE)
 
 
 @pytest.mark.parametrize("name", list(load_presets()))
@@ -19,7 +19,7 @@ def test_controls_give_back_the_preset(name):
 
 
 def place(name, lane=None):
-    return 2 + WHOLE.index(name) if lane is None else controls._place(lane, name)
+    return name if lane is None else f"{name}-{lane + 1}"
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_a_browser_may_send_whole_numbers_as_floats(values):
 
 
 def test_hidden_lanes_count_for_nothing(values):
-    values[1] = 1
+    values["count"] = 1
     values[place("k", 1)] = "nonsense"
     assert len(from_values(values).lanes) == 1
 
@@ -55,9 +55,9 @@ def test_what_a_wrapper_wraps_decides_whether_a_model_is_named(values):
 
 
 def test_another_method_starts_with_its_own_options():
-    model, options, drawn = controls._switch("stories", "ngram", 3)
-    assert options == {} and drawn == 4 and model["visible"] is False
-    model, _, _ = controls._switch("stories", "draft_model", 0)
+    switched = controls._switch(None, {"target": "stories", "method": "ngram", "drawn": 3})
+    assert switched["options"] == {} and switched["drawn"] == 4 and switched["model"]["visible"] is False
+    model = controls._switch(None, {"target": "stories", "method": "draft_model", "drawn": 0})["model"]
     assert model["visible"] is True and model["value"] == "stories-draft-wide"
 
 
@@ -85,42 +85,38 @@ def test_every_preset_is_a_chip_or_in_the_list():
         assert controls._picked(chosen) == ((chosen.id, "") if chosen.id in chips else (None, chosen.id))
 
 
-DRAWN = [0] * controls.LANES
-SKIPPED = gr.skip()
+DRAWN = dict.fromkeys(controls.DRAWN, 0)
+ASKED = preset("embedded-three-lanes").with_changes(k=9, temperature=0.5)
 
 
 def untouched(now):
-    asked = preset("embedded-three-lanes").with_changes(k=9, temperature=0.5)
-    updates = fill_untouched(asked, preset("embedded-draft"), now, DRAWN)
-    assert len(updates) == len(fill(asked, DRAWN))
-    return updates
+    updates = fill_untouched(ASKED, preset("embedded-draft"), now | DRAWN)
+    return updates, {*fill(ASKED, DRAWN)} - {*updates}  # and what stays
 
 
 def test_a_link_fills_a_page_that_nobody_has_touched():
-    updates = untouched(to_values(preset("embedded-draft")))
-    assert updates[place("temperature")]["value"] == 0.5 and updates[place("k", 1)]["value"] == 9
-    assert SKIPPED not in updates
+    updates, left = untouched(to_values(preset("embedded-draft")))
+    assert updates["temperature"]["value"] == 0.5 and updates["k-2"]["value"] == 9
+    assert not left
 
 
 def test_edits_made_before_the_link_was_read_stay():
     now = to_values(preset("embedded-draft"))
-    now[place("prompt")], now[place("k", 0)] = "mine", 2
-    updates = untouched(now)
-    assert updates[place("prompt")] == updates[place("k", 0)] == updates[place("method", 0)] == SKIPPED
-    assert updates[place("temperature")]["value"] == 0.5 and updates[place("k", 1)]["value"] == 9
-    assert updates[-controls.LANES :] == [SKIPPED, 1, 1]
+    now["prompt"], now["k-1"] = "mine", 2
+    updates, left = untouched(now)
+    assert left == {"prompt", "drawn-1", *(f"{name}-1" for name in LANE)}
+    assert updates["temperature"]["value"] == 0.5 and updates["k-2"]["value"] == 9
+    assert (updates["drawn-2"], updates["drawn-3"]) == (1, 1)
 
 
 def test_a_preset_chosen_before_the_link_was_read_stays_whole():
-    assert untouched(to_values(preset("embedded-ngram"))) == [SKIPPED] * len(fill(preset("embedded-draft"), DRAWN))
+    assert untouched(to_values(preset("embedded-ngram")))[0] == {}
 
 
 def test_lanes_added_before_the_link_was_read_stay():
     now = to_values(preset("embedded-draft"))
-    now[1] = 3
-    updates = untouched(now)
-    blocks = slice(-2 * controls.LANES - 2, -controls.LANES)
-    assert updates[1] == SKIPPED and updates[blocks] == [SKIPPED] * (controls.LANES + 2)
+    now["count"] = 3
+    assert untouched(now)[1] == {"count", "add", "remove", "lane-1", "lane-2", "lane-3"}
 
 
 @pytest.mark.parametrize(
@@ -170,8 +166,9 @@ def test_a_draft_is_offered_that_fits():
 
 
 def test_lanes_are_added_and_removed_within_limits():
-    assert controls._shown(0)[0] == 1 and controls._shown(99)[0] == controls.LANES
-    assert [block["visible"] for block in controls._shown(2)[3:]] == [True, True, False]
+    assert controls._shown(0)["count"] == 1 and controls._shown(99)["count"] == controls.LANES
+    shown = controls._shown(2)
+    assert [shown[f"lane-{n}"]["visible"] for n in controls.NUMBERS] == [True, True, False]
 
 
 def test_the_prompt_is_a_message_where_the_target_has_a_template():
@@ -182,11 +179,9 @@ def test_the_prompt_is_a_message_where_the_target_has_a_template():
     assert from_values(values).chat is False
     values[place("target")] = "stories"
     assert from_values(values).chat is None  # it cannot chat in any case
-    radio, system = controls._chat_updates("stories", None)
+    radio, system = controls._chat_updates("stories", None).values()
     assert radio["interactive"] is False and "no chat template" in radio["info"] and system["visible"] is False
-    updates = dict(
-        zip(WHOLE, fill(large.with_changes(chat=False, system="Be brief."), [0] * controls.LANES)[2:], strict=False)
-    )
+    updates = fill(large.with_changes(chat=False, system="Be brief."), DRAWN)
     assert updates["chat"]["value"] == controls.TEXT and updates["system"]["value"] == "Be brief."
 
 

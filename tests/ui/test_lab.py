@@ -13,6 +13,7 @@ from specdemo.ui.lab import Lab, Training, race_with
 from tests.ui.stand_ins import Trainer
 
 VISITOR = SimpleNamespace(session_hash="a")
+ASKED = {"recipe": "medusa", "minutes": 1.0}
 
 
 @pytest.fixture
@@ -28,6 +29,10 @@ def lines(text):
     return [json.loads(line) for line in text.splitlines()]
 
 
+def last(asked):
+    return list(Lab().train(VISITOR, asked))[-1]["view"]
+
+
 def test_the_stand_in_has_what_the_lab_asks_for():
     real = lab.trainer()
     assert all(callable(getattr(real, name)) for name in ("recipes", "head_recipe", "train_live"))
@@ -35,7 +40,7 @@ def test_the_stand_in_has_what_the_lab_asks_for():
 
 
 def test_a_training_is_a_growing_text(trainer):
-    texts = list(Lab().train(VISITOR, "medusa", 1.0))
+    texts = [shown["view"] for shown in Lab().train(VISITOR, ASKED)]
     assert all(after.startswith(before) for before, after in pairwise(texts))
     seen = lines(texts[-1])
     assert [line["type"] for line in seen] == ["run", "note", *["tick"] * 4, "done"]
@@ -53,22 +58,23 @@ def test_one_line_a_point_of_the_curve(trainer):
 
 def test_stop_keeps_the_head_as_far_as_it_got(trainer):
     visits, trainer.endless = Lab(), True
-    texts = visits.train(VISITOR, "medusa", 1.0)
-    while '"step":1' not in next(texts):
+    shown = visits.train(VISITOR, ASKED)
+    while '"step":1' not in (update := next(shown))["view"]:
         pass
-    assert visits.idle(VISITOR)[2]["interactive"] is False
-    visits.ask_to_stop(VISITOR)
-    text, *buttons = visits.stop(VISITOR)
-    assert [line["type"] for line in lines(text)][-2:] == ["done", "stopped"]
-    assert [button["interactive"] for button in buttons] == [True, False, True]
-    texts.close()
+    assert update["race"]["interactive"] is False
+    assert "is written as far as it is trained" in visits.ask_to_stop(VISITOR)["view"]
+    shown.close()
+    update = visits.stop(VISITOR)
+    assert [line["type"] for line in lines(update["view"])][-2:] == ["done", "stopped"]
+    assert update["race"]["interactive"] is True
 
 
 def test_a_tab_that_is_closed_stops_the_training(trainer):
     trainer.endless = True
     training = Training("medusa", 1.0)
-    texts = training.batches()
-    next(texts)
+    texts = training.stream()
+    while '"step":1' not in next(texts):
+        pass
     texts.close()
     training.engine.finish(grace_s=10.0)
     assert trainer.stopped
@@ -78,29 +84,29 @@ def test_the_engine_is_held_while_it_trains(trainer):
     lock = lab.live().session().lock
     training = Training("medusa", 1.0)
     with lock:
-        texts = training.batches()
-        assert next(texts) == training.text and not trainer.begun
+        texts = training.stream()
+        assert next(texts) == next(texts) == training.text and not trainer.begun
     list(texts)
     assert trainer.begun and lock.acquire(blocking=False)
     lock.release()
 
 
 def test_what_is_wrong_is_one_line(trainer, monkeypatch):
-    assert "unknown recipe" in list(Lab().train(VISITOR, "elephant", 1.0))[-1]
+    assert "unknown recipe" in last(ASKED | {"recipe": "elephant"})
     trainer.fails = True
-    assert lines(list(Lab().train(VISITOR, "medusa", 1.0))[-1])[-1]["text"] == "no text to learn from"
+    assert lines(last(ASKED))[-1]["text"] == "no text to learn from"
     monkeypatch.setenv("SPACE_ID", "someone/specdemo")
-    assert "Training is off" in list(Lab().train(VISITOR, "medusa", 1.0))[-1]
+    assert "Training is off" in last(ASKED)
 
 
 def test_minutes_have_limits(trainer):
-    list(Training("medusa", math.inf).batches())
+    list(Training("medusa", math.inf).stream())
     assert trainer.minutes == 30.0
 
 
 def test_the_new_head_takes_lane_one(monkeypatch):
     monkeypatch.setattr(controls, "TRAINED", ["runs/draft-1"])
-    updates = race_with("draft_model", "runs/draft-1", [0] * controls.LANES)
-    model = updates[controls._place(0, "model")]
+    updates = race_with("draft_model", "runs/draft-1", dict.fromkeys(controls.DRAWN, 0))
+    model = updates["model-1"]
     assert model["value"] == "runs/draft-1" and model["visible"] and ("draft-1", "runs/draft-1") in model["choices"]
-    assert updates[0]["value"] == preset("embedded-draft").id
+    assert updates["preset"]["value"] == preset("embedded-draft").id

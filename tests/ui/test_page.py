@@ -14,7 +14,7 @@ from specdemo.core.trace import to_json
 from specdemo.engine.messages import replay
 from specdemo.presets.schema import preset
 from specdemo.ui import live
-from specdemo.ui.controls import to_values
+from specdemo.ui.controls import DRAWN, to_values
 from specdemo.ui.log import Log, notes, open_trace
 from specdemo.ui.page import Visits, share_link
 from tests.traces import hostile_trace
@@ -113,15 +113,15 @@ def test_a_run_that_fails_while_loading_leaves_the_one_on_show_exportable(monkey
     session, visitor = Session(late), SimpleNamespace(session_hash="a")
     monkeypatch.setattr(live, "session", lambda: session)
     visits, values = Visits(preset("embedded-draft"), False), to_values(preset("embedded-draft"))
-    list(visits.run(visitor, *values))
+    list(visits.race(visitor, values))
     before = visits.save(visitor, "json")
-    assert "no such file" in list(visits.run(visitor, *values))[-1]
+    assert "no such file" in list(visits.race(visitor, values))[-1]["view"]
     if late:  # it had begun, so the page shows it in place of the other
         with pytest.raises(gr.Error, match="the run failed, so there is nothing to save"):
             visits.save(visitor, "json")
     else:
         assert visits.save(visitor, "json") == before
-        assert visits.stop(visitor)[0].endswith('"comparison":[]}\n')
+        assert visits.stop(visitor)["view"].endswith('"comparison":[]}\n')
 
 
 @pytest.mark.parametrize(("before", "kept"), [(0, False), (1, True)])
@@ -132,7 +132,7 @@ def test_a_run_that_never_began_keeps_no_preset_from_being_shown(monkeypatch, be
     visits, values = Visits(preset("embedded-draft"), False), to_values(preset("embedded-draft"))
     visits.first(visitor)
     for _ in range(before + 1):
-        last = list(visits.run(visitor, *values))[-1]
+        last = list(visits.race(visitor, values))[-1]["view"]
     assert "no such file" in last
     assert (visits.select(visitor, "embedded-ngram") == gr.skip()) is kept
     assert visits.save(visitor, "json")["name"] == f"specdemo-embedded-{'draft' if kept else 'ngram'}.json"
@@ -140,7 +140,8 @@ def test_a_run_that_never_began_keeps_no_preset_from_being_shown(monkeypatch, be
 
 def test_a_run_is_saved_once_it_has_ended():
     visits, visitor = Visits(preset("embedded-draft"), False), SimpleNamespace(session_hash="a")
-    log = visits._keep(visitor, Log())
+    log = Log()
+    visits.keep(visitor, log)
     log.add(list(replay(hostile_trace()))[:3])
     with pytest.raises(gr.Error, match="has not ended yet; press Stop"):
         visits.save(visitor, "csv")
@@ -162,7 +163,7 @@ def test_a_visitor_sees_recorded_races_until_there_is_one_of_their_own(monkeypat
     assert json.loads(lanes.splitlines()[1]) == {"type": "idle", "lanes": ["DFlash (stories-dflash)"]}
     with pytest.raises(gr.Error, match="no run to save"):  # what is no longer on show
         visits.save(visitor, "json")
-    list(visits.run(visitor, *to_values(preset("embedded-draft"))))
+    list(visits.race(visitor, to_values(preset("embedded-draft"))))
     assert visits.select(visitor, "embedded-ngram") == gr.skip()
 
 
@@ -172,8 +173,8 @@ def test_a_link_shows_the_recorded_race_only_of_what_it_asks_for(query, shown):
     visits = Visits(start, False)
     visitor = SimpleNamespace(session_hash="a", query_params=dict(pair.split("=") for pair in query.split("&")))
     assert visits.first(visitor) == gr.skip()
-    *_, log = visits.restore(visitor, visits.read_link(visitor), *to_values(start), 0, 0, 0)
-    assert ('"preset":"embedded-ngram"' in log) is shown
+    now = {"asked": visits.read_link(visitor), **to_values(start), **dict.fromkeys(DRAWN, 0)}
+    assert ('"preset":"embedded-ngram"' in visits.restore(visitor, now)["view"]) is shown
 
 
 def test_a_page_keeps_its_preset_under_an_address_that_names_none():
@@ -204,15 +205,15 @@ def test_a_chat_goes_on_from_every_lanes_answer(monkeypatch):
     session, visitor = ChatSession(), SimpleNamespace(session_hash="a")
     monkeypatch.setattr(live, "session", lambda: session)
     visits = Visits(preset("embedded-draft"), False)
-    assert "press Run first" in list(visits.follow(visitor, "Why?"))[-1]
-    assert visits.offer(visitor, "")[0]["visible"] is False
-    list(visits.run(visitor, *to_values(preset("embedded-draft"))))
-    assert visits.offer(visitor, "")[0]["visible"] is True
-    assert "is empty" in list(visits.follow(visitor, "  "))[-1]
-    assert visits.offer(visitor, "  ")[1] == gr.skip()  # what was refused stays in its box
+    assert "press Run first" in list(visits.follow(visitor, {"message": "Why?"}))[-1]["view"]
+    assert visits.offer(visitor, {"message": ""})["row"]["visible"] is False
+    list(visits.race(visitor, to_values(preset("embedded-draft"))))
+    assert visits.offer(visitor, {"message": ""})["row"]["visible"] is True
+    assert "is empty" in list(visits.follow(visitor, {"message": "  "}))[-1]["view"]
+    assert "message" not in visits.offer(visitor, {"message": "  "})  # what was refused stays in its box
     for message in ("Why?", "And then?"):
-        list(visits.follow(visitor, message))
-        assert visits.offer(visitor, message)[1] == ""
+        list(visits.follow(visitor, {"message": message}))
+        assert visits.offer(visitor, {"message": message})["message"] == ""
     prompts = [spec.prompt for spec in session.asked]
     assert prompts[1:] == ["Why?", "And then?"]
     answer = hostile_trace().lanes[1].text

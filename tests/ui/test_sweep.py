@@ -16,10 +16,11 @@ from specdemo.presets.schema import preset
 from specdemo.ui import sweep
 from specdemo.ui.page import Visits
 from specdemo.ui.sweep import Sweeps, begin, restore, result_line
+from specdemo.ui.views import Loading
 from tests.ui.stand_ins import Bench, swept
 
 VISITOR = SimpleNamespace(session_hash="a")
-VALUES = ("k", "embedded-draft", 3, 96)
+VALUES = {"sweep": "k", "preset": "embedded-draft", "repeats": 3, "new_tokens": 96}
 
 
 @pytest.fixture
@@ -28,6 +29,14 @@ def bench(monkeypatch):
     monkeypatch.setattr(suites, "suite", stand_in)
     monkeypatch.delenv("SPACE_ID", raising=False)
     return stand_in
+
+
+def asked(*values):
+    return dict(zip(VALUES, values, strict=True))
+
+
+def last(values):
+    return list(Sweeps(begin).measure(VISITOR, values))[-1]["view"]
 
 
 def lines(text):
@@ -39,66 +48,66 @@ def visit(query):
 
 
 def test_a_sweep_is_a_growing_text_and_then_curves(bench):
-    outputs = list(Sweeps(begin).run(VISITOR, "batch", "embedded-ngram", 2.0, 32))
-    texts = [text for text, _ in outputs]
+    outputs = list(Sweeps(begin).measure(VISITOR, asked("batch", "embedded-ngram", 2.0, 32)))
+    texts = [output["view"] for output in outputs]
     assert all(after.startswith(before) for before, after in pairwise(texts))
     seen = lines(texts[-1])
     assert [line["type"] for line in seen] == ["run", "start", "loading", "loading", "result"]
     assert seen[3] == {"type": "loading", "share": 0.5, "text": "repeat 2 of 2, k = 4"}
     assert bench.asked == ("batch", {"repeats": 2, "preset": "embedded-ngram", "new_tokens": 32})
-    chart = outputs[-1][1]
+    chart = outputs[-1]["chart"]
     assert chart["visible"] and len(chart["value"].data) == 4
     assert seen[-1]["rows"][2]["speed-up"] == {"median": 1.3, "q1": 1.25, "q3": 1.4}
     assert seen[-1]["conditions"] == "suite k · 2 repeats · target stories · prompts 8 · new tokens 96"
 
 
 def test_a_suite_with_models_of_its_own_gets_no_preset(bench):
-    text = list(Sweeps(begin).run(VISITOR, "depth-width", "embedded-ngram", 2, 32))[-1][0]
+    text = last(asked("depth-width", "embedded-ngram", 2, 32))
     assert bench.asked == ("depth-width", {"repeats": 2, "new_tokens": 32})
     assert lines(text)[1]["name"] == "Depth or width"
 
 
 def test_progress_that_nobody_could_see_is_not_sent(bench):
-    running = begin(*VALUES)
-    running.add(sweep.live().Loading(0.001 * i, "repeat 1 of 1") for i in range(1000))
+    running = begin(VALUES, None)
+    running.add(Loading(0.001 * i, "repeat 1 of 1") for i in range(1000))
     assert running.text.count('"loading"') == 100
 
 
 def test_stop_keeps_the_finished_repeats(bench):
     sweeps, bench.endless = Sweeps(begin), True
-    texts = sweeps.run(VISITOR, *VALUES)
-    while "repeat 3" not in next(texts)[0]:
+    texts = sweeps.measure(VISITOR, VALUES)
+    while "repeat 3" not in next(texts)["view"]:
         pass
-    assert lines(sweeps.ask_to_stop(VISITOR)[0])[-1]["type"] == "stopping"
+    assert lines(sweeps.ask_to_stop(VISITOR)["view"])[-1]["type"] == "stopping"
     texts.close()
-    text, chart, *buttons = sweeps.stop(VISITOR)
+    stopped = sweeps.stop(VISITOR)
+    text, chart = stopped["view"], stopped["chart"]
     assert [line["type"] for line in lines(text)][-2:] == ["result", "stopped"]
     assert lines(text)[-2]["remarks"] == ["Stopped after 1 of 3 repeats."] and chart["visible"]
-    assert [button["interactive"] for button in buttons] == [True, False, True]
 
 
 def test_stop_before_the_first_repeat_is_no_error(bench):
     sweeps, bench.endless, bench.finished = Sweeps(begin), True, 0
-    texts = sweeps.run(VISITOR, *VALUES)
+    texts = sweeps.measure(VISITOR, VALUES)
     next(texts)
     sweeps.ask_to_stop(VISITOR)
     texts.close()
-    text, chart, *_ = sweeps.stop(VISITOR)
-    assert "error" not in text and lines(text)[-1]["type"] == "stopped" and "value" not in chart
+    stopped = sweeps.stop(VISITOR)
+    text = stopped["view"]
+    assert "error" not in text and lines(text)[-1]["type"] == "stopped" and "chart" not in stopped
 
 
 def test_stop_while_waiting_for_the_engine(bench):
     sweeps = Sweeps(begin)
-    list(sweeps.run(VISITOR, *VALUES))
-    sweeps.busy(VISITOR)
-    assert "value" not in sweeps.stop(VISITOR)[0]
+    list(sweeps.measure(VISITOR, VALUES))
+    assert sweeps.ask_to_stop(VISITOR) == sweeps.stop(VISITOR) == {}  # the sweep before has ended
 
 
 def test_a_tab_that_is_closed_frees_the_engine(bench):
     bench.endless = True
     sweeps, lock = Sweeps(begin), sweep.live().session().lock
-    texts = sweeps.run(VISITOR, *VALUES)
-    while "repeat 3" not in next(texts)[0]:
+    texts = sweeps.measure(VISITOR, VALUES)
+    while "repeat 3" not in next(texts)["view"]:
         pass
     assert not lock.acquire(blocking=False)
     texts.close()
@@ -109,7 +118,7 @@ def test_a_tab_that_is_closed_frees_the_engine(bench):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (("elephant", *VALUES[1:]), "sweep must be 'k', 'methods', 'batch', 'prompt' or 'depth-width'"),
+        (("elephant", "embedded-draft", 3, 96), "sweep must be 'k', 'methods', 'batch', 'prompt' or 'depth-width'"),
         (("k", "evil/model", 3, 96), "unknown preset 'evil/model'"),
         (("k", "embedded-draft", 11, 96), "repeats must be 10 or less, not 11"),
         (("k", "embedded-draft", 2.5, 96), "repeats must be a whole number"),
@@ -118,13 +127,13 @@ def test_a_tab_that_is_closed_frees_the_engine(bench):
     ],
 )
 def test_limits_hold_whatever_a_client_sends(bench, values, message):
-    ((text, _),) = Sweeps(begin).run(VISITOR, *values)
+    text = last(asked(*values))
     assert lines(text)[-1]["type"] == "error" and message in lines(text)[-1]["text"] and bench.asked is None
 
 
 def test_what_the_suite_refuses_is_one_line(bench):
     bench.fails = True
-    assert lines(list(Sweeps(begin).run(VISITOR, *VALUES))[-1][0])[-1] == {
+    assert lines(last(VALUES))[-1] == {
         "type": "error",
         "text": "the preset has no lane with a draft length",
     }
@@ -132,36 +141,36 @@ def test_what_the_suite_refuses_is_one_line(bench):
 
 def test_a_borrowed_gpu_is_too_short_for_a_sweep(bench, monkeypatch):
     monkeypatch.setattr(sweep.live(), "ELSEWHERE", True)
-    ((text, _),) = Sweeps(begin).run(VISITOR, *VALUES)
-    assert "a sweep needs minutes" in text
+    assert "a sweep needs minutes" in last(VALUES)
 
 
 def test_a_saved_result_opens_again(bench, tmp_path):
     sweeps = Sweeps(begin)
     with pytest.raises(gr.Error, match="no result to save"):
         sweeps.save(VISITOR)
-    list(sweeps.run(VISITOR, *VALUES))
+    list(sweeps.measure(VISITOR, VALUES))
     file = sweeps.save(VISITOR)
     path = tmp_path / file["name"]
     path.write_text(file["text"], encoding="utf-8")
     assert file["name"] == "specdemo-k.json" and read_result(path) == swept()
-    text, chart = sweeps.open(VISITOR, str(path))
-    assert lines(text)[-1]["recorded"] and lines(text)[-1]["rows"] and chart["visible"]
+    shown = sweeps.open(VISITOR, {"file": str(path)})
+    result = lines(shown["view"])[-1]
+    assert result["recorded"] and result["rows"] and shown["chart"]["visible"]
 
 
 def test_a_result_without_speed_ups_is_a_table_alone(bench, tmp_path):
     write_result(replace(swept(), axis=None, rows=[{"lane": "plain", "ms": 1.0}]), tmp_path / "r.json")
-    text, chart = Sweeps(begin).open(VISITOR, str(tmp_path / "r.json"))
-    assert lines(text)[-1]["rows"] == [{"lane": "plain", "ms": 1.0}] and chart["visible"] is False
+    shown = Sweeps(begin).open(VISITOR, {"file": str(tmp_path / "r.json")})
+    assert lines(shown["view"])[-1]["rows"] == [{"lane": "plain", "ms": 1.0}] and shown["chart"]["visible"] is False
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[" * 100_000, b'{"schema": 1}', b" " * 5_000_000])
 def test_what_is_no_result_is_one_line_and_leaves_the_one_on_show(bench, tmp_path, content):
     sweeps, path = Sweeps(begin), tmp_path / "r.json"
-    list(sweeps.run(VISITOR, *VALUES))
+    list(sweeps.measure(VISITOR, VALUES))
     path.write_bytes(content)
-    text, chart = sweeps.open(VISITOR, str(path))
-    assert lines(text)[-1]["type"] == "error" and "value" not in chart
+    shown = sweeps.open(VISITOR, {"file": str(path)})
+    assert lines(shown["view"])[-1]["type"] == "error" and "chart" not in shown
     assert sweeps.save(VISITOR)["name"] == "specdemo-k.json"
 
 
@@ -171,24 +180,26 @@ def test_a_strangers_numbers_stay_readable():
 
 
 def test_a_link_fills_the_controls_and_runs_nothing(bench):
-    *values, notes = restore(visit("sweep=batch&preset=embedded-ngram&repeats=2&new_tokens=32"))
-    assert values == ["batch", "embedded-ngram", 2, 32]
+    values = restore(visit("sweep=batch&preset=embedded-ngram&repeats=2&new_tokens=32"), {})
+    notes = values.pop("view")
+    assert values == asked("batch", "embedded-ngram", 2, 32)
     assert "note" not in notes and bench.asked is None
-    assert sweep.share(*values) == "?sweep=batch&preset=embedded-ngram&repeats=2&new_tokens=32"
+    assert sweep.share(values) == "?sweep=batch&preset=embedded-ngram&repeats=2&new_tokens=32"
 
 
 def test_a_race_and_a_sweep_leave_the_other_ones_links_alone():
-    assert "value" not in restore(visit("preset=embedded-draft&k=7"))
+    assert restore(visit("preset=embedded-draft&k=7"), {}) == {}
     assert Visits(preset("embedded-draft"), False).read_link(visit("sweep=k&repeats=2")) is None
 
 
 def test_a_hostile_link_leaves_notes():
-    *values, text = restore(visit("sweep=<b>&preset=../../etc&repeats=9999&new_tokens=nan&onload=x&repeats=2"))
-    assert values == list(Sweep().model_dump().values())
+    values = restore(visit("sweep=<b>&preset=../../etc&repeats=9999&new_tokens=nan&onload=x&repeats=2"), {})
+    text = values.pop("view")
+    assert values == Sweep().model_dump()
     assert [line["type"] for line in lines(text)] == ["run", *["note"] * 6]
     assert "repeats must be 10 or less, not 9999" in text
 
 
 def test_on_a_space_a_link_is_the_public_address(monkeypatch):
     monkeypatch.setenv("SPACE_ID", "someone/specdemo")
-    assert sweep.share(*VALUES).startswith("https://huggingface.co/spaces/someone/specdemo?sweep=k&")
+    assert sweep.share(VALUES).startswith("https://huggingface.co/spaces/someone/specdemo?sweep=k&")

@@ -1,0 +1,104 @@
+"""What a browser is told to allow: a content security policy, no guessing of types, no foreign frames or origins.
+
+What the policy has to allow, since Gradio's page is made so: 'unsafe-eval', by which it compiles `js=` handlers and the
+templates of gr.HTML, and inline styles, which its components write. Inline scripts are allowed by their hashes alone;
+they hold the page's settings, so that every answer has hashes of its own.
+"""
+
+import re
+from base64 import b64encode
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from hashlib import sha256
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.datastructures import MutableHeaders
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from specdemo.ui import space
+
+INLINE = re.compile(rb"<script(?![^>]*\ssrc=)[^>]*>(.*?)</script>", re.DOTALL)
+HUB = "https://huggingface.co https://*.hf.space"  # a Space is shown in a frame of the hub, with a header of the hub's
+
+
+def policy(page: bytes) -> str:
+    """The content security policy of an HTML page."""
+    hub = f" {HUB}" if space.public() else ""
+    scripts = "".join(f" 'sha256-{b64encode(sha256(text).digest()).decode()}'" for text in INLINE.findall(page))
+    return "; ".join(
+        (
+            f"default-src 'self'{hub}",
+            f"script-src 'self' 'unsafe-eval'{scripts}",
+            "style-src 'self' 'unsafe-inline'",
+            f"img-src 'self' data: blob:{hub}",
+            "font-src 'self' data:",
+            "worker-src 'self' blob:",
+            "object-src 'none'",
+            "base-uri 'self'",
+            "form-action 'self'",
+            f"frame-ancestors 'self'{hub}",
+        )
+    )
+
+
+class Policy:
+    """Holds a page back until it is whole, to hash its scripts. It stands behind what compresses answers."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun: list[Message] = []  # the start of an answer that is a page
+        body = b""
+
+        async def held(message: Message) -> None:
+            nonlocal body
+            if message["type"] == "http.response.start" and _is_page(message):
+                begun.append(message)
+            elif not begun:
+                await send(message)
+            else:
+                body += message.get("body", b"")
+                if not message.get("more_body"):
+                    MutableHeaders(scope=begun[0])["Content-Security-Policy"] = policy(body)
+                    await send(begun[0])
+                    await send({"type": "http.response.body", "body": body})
+
+        await self._app(scope, receive, held)
+
+
+def guarded(app: ASGIApp) -> ASGIApp:
+    """The whole server: without the headers by which Gradio lets other origins read what it answers."""
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        async def told(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name in [name for name in headers if name.startswith("access-control-")]:
+                    del headers[name]
+                headers["X-Content-Type-Options"] = "nosniff"
+                headers["Referrer-Policy"] = "no-referrer"
+            await send(message)
+
+        await app(scope, receive, told)
+
+    return serve
+
+
+@asynccontextmanager
+async def _outermost(app: FastAPI) -> AsyncIterator[None]:
+    """Gradio puts its own layers around any that it is given, so the last one is put there when the server starts."""
+    assert app.middleware_stack is not None
+    app.middleware_stack = guarded(app.middleware_stack)
+    yield
+
+
+def of_app(*inner: Middleware) -> dict[str, Any]:
+    """What `launch` takes as `app_kwargs`."""
+    return {"middleware": [Middleware(Policy), *inner], "lifespan": _outermost}
+
+
+def _is_page(start: Message) -> bool:
+    return MutableHeaders(scope=start).get("content-type", "").startswith("text/html")

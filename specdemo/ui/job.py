@@ -1,0 +1,296 @@
+"""What every tab that runs something shares: a job of the engine, begun, streamed, stopped and forgotten by visitor.
+
+The engine works in a thread of its own and never waits for a reader: messages pile up in a list, bounded by the token
+limit. A job turns them into the append-only text that its view draws. Needs no torch.
+"""
+
+import contextlib
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import OrderedDict, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from inspect import isgeneratorfunction
+from typing import Any, ClassVar, Generic, TypeVar, cast
+
+import gradio as gr
+
+from specdemo.engine.messages import Note
+from specdemo.ui import space
+from specdemo.ui.lines import opening, to_line
+from specdemo.ui.views import Failed, Loading, view
+
+logger = logging.getLogger(__name__)
+
+ENGINE: dict[str, Any] = {"concurrency_id": "engine", "concurrency_limit": 1}  # one user of it at a time in a process
+QUIET: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
+FLUSH_S = 1 / 15
+GRACE_S = 0.4  # how long Stop waits for the step in hand of a run
+STOPPING_S = 30.0  # how long Stop waits for what a training or a sweep has to show
+BUDGET = 16_000_000  # bytes of all that is kept for visitors
+ENTRY = 4_000  # bytes that a job takes beside its texts
+
+Values = dict[str, Any]  # of controls, or updates of them, by name
+Work = Callable[[Callable[[], bool], Callable[[float, str], None]], Iterator[Any]]
+
+
+class Engine:
+    """Work in its own thread: given `cancelled` and where to report loading, it yields messages."""
+
+    def __init__(self, work: Work, limit_s: float | None = None) -> None:
+        self._do = work
+        self._limit_s = space.turn_s() if limit_s is None else limit_s
+        self._messages: deque[Any] = deque()  # that nobody has read
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work, daemon=True, name="engine")
+
+    def batches(self) -> Generator[list[Any], None, None]:
+        """What is new, 15 times a second, often nothing. Closing the iterator stops the engine within one step."""
+        deadline = time.monotonic() + self._limit_s
+        self._thread.start()
+        try:
+            while self._thread.is_alive():
+                self._thread.join(FLUSH_S)
+                if time.monotonic() > deadline and not self._stop.is_set():
+                    self._stop.set()
+                    self._messages.append(Note(f"stopped: a run may take {self._limit_s:.0f} seconds"))
+                yield self._new()
+            yield self._new()
+        finally:
+            self._stop.set()
+
+    def finish(self, grace_s: float = GRACE_S) -> list[Any]:
+        """Stop, and what was said since the last batch."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(grace_s)
+        return self._new()
+
+    def _new(self) -> list[Any]:
+        new = []
+        with contextlib.suppress(IndexError):  # Stop may read at the same time
+            while True:
+                new.append(self._messages.popleft())
+        return new
+
+    def _work(self) -> None:
+        try:
+            for message in self._do(self._stop.is_set, self._loading):
+                self._messages.append(message)
+        except ValueError as error:
+            self._messages.append(Failed(str(error)))
+        except Exception as error:
+            logger.exception("the run failed")
+            self._messages.append(Failed(f"the run failed: {str(error).partition(chr(10))[0] or type(error).__name__}"))
+
+    def _loading(self, share: float, what: str) -> None:
+        self._messages.append(Loading(share, what))
+
+
+class Job(ABC):
+    """Work that a visitor asked for and the text that shows it."""
+
+    STOPPING: ClassVar[Values] = {"type": "stopping"}  # the line that says so
+    engine: Engine | None = None  # None where it is in another process
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.ended = False  # nothing more will be said
+        self._unread = threading.Event()  # nobody reads `stream` any more
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes, about."""
+        return ENTRY + len(self.text)
+
+    @abstractmethod
+    def add(self, messages: Iterable[Any]) -> str:
+        """The text, with what the engine said."""
+
+    def stream(self) -> Iterator[str]:
+        """The text so far, 15 times a second. Closing the iterator stops the engine."""
+        assert self.engine is not None
+        with contextlib.closing(self.engine.batches()) as batches:
+            try:
+                yield self.text
+                for batch in batches:
+                    yield self.add(batch)
+                self.ended = True
+            finally:
+                self._unread.set()
+
+    def ask_to_stop(self) -> str:
+        """The text, which ends with what happens now; `stop` waits for that."""
+        self.text += to_line(self.STOPPING)
+        return self.text
+
+    def stop(self) -> str:
+        """End the work and the text, with what there is to show of it if that comes in time."""
+        assert self.engine is not None
+        self._unread.wait(STOPPING_S)  # two readers would each get a part
+        self.add(self.engine.finish(STOPPING_S))
+        self.text += to_line({"type": "stopped"})
+        self.ended = True
+        return self.text
+
+    def beside(self) -> Values:
+        """Updates of what a tab shows beside the text."""
+        return {}
+
+    def whole(self) -> Values:
+        """What a tab shows of it. The page has the text of a job that has ended then, so it is not kept here."""
+        shown = {"view": self.text, **self.beside()}
+        if self.ended:
+            self.text = ""
+        return shown
+
+
+Kind = TypeVar("Kind", bound=Job)
+
+
+class Store:
+    """The jobs of every open page. Beyond `budget` bytes those go that were not asked for for the longest time, since a
+    page is named by a hash of its own choice and may never say that it was closed."""
+
+    def __init__(self, budget: int = BUDGET) -> None:
+        self._budget = budget
+        self._jobs: OrderedDict[tuple[str, str], Job] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def size(self) -> int:
+        return sum(job.size for job in self._jobs.values())
+
+    def get(self, key: tuple[str, str]) -> Job | None:
+        with self._lock:
+            if key not in self._jobs:
+                return None
+            self._jobs.move_to_end(key)
+            while self.size > self._budget and len(self._jobs) > 1:
+                self._jobs.popitem(last=False)
+            return self._jobs[key]
+
+    def put(self, key: tuple[str, str], job: Job) -> None:
+        with self._lock:
+            self._jobs[key] = job
+        self.get(key)
+
+    def forget(self, request: gr.Request) -> None:
+        """Everything of a page."""
+        with self._lock:
+            for key in [key for key in self._jobs if key[0] == request.session_hash]:
+                del self._jobs[key]
+
+
+class Jobs(Generic[Kind]):
+    """What Run and Stop of a tab do, for every visitor. name: which of a visitor's jobs these are."""
+
+    def __init__(self, name: str, store: Store | None = None) -> None:
+        self._name = name
+        self._store = Store() if store is None else store
+
+    def last(self, request: gr.Request) -> Kind | None:
+        return cast(Kind | None, self._store.get(self._key(request)))
+
+    def run(self, request: gr.Request, begin: Callable[[Kind | None], Kind]) -> Iterator[Values]:
+        """The growing text of a job, or one that says why there is none: `begin`, given the last one, raises ValueError
+        then."""
+        try:
+            job = begin(self.last(request))
+        except ValueError as error:
+            yield {"view": refusal(error)}
+            return
+        self.keep(request, job)
+        for text in job.stream():
+            self.last(request)  # it has grown
+            yield {"view": text, **job.beside()}
+        job.whole()
+
+    def ask_to_stop(self, request: gr.Request) -> Values:
+        job = self.last(request)
+        return {} if job is None or job.ended else {"view": job.ask_to_stop()}
+
+    def stop(self, request: gr.Request) -> Values:
+        job = self.last(request)
+        if job is None or job.ended:
+            return {}
+        text = job.stop()
+        return {**job.whole(), "view": text}
+
+    def keep(self, request: gr.Request, job: Kind) -> None:
+        self._store.put(self._key(request), job)
+
+    def _key(self, request: gr.Request) -> tuple[str, str]:
+        return str(request.session_hash), self._name
+
+
+def refusal(error: Exception) -> str:
+    """A text that says why there is no job."""
+    return opening() + to_line(view(Failed(str(error))))
+
+
+Start = tuple[Sequence[Any], Callable[[gr.Request, Values], Iterator[Values]], Mapping[str, Any]]
+
+
+def wire(
+    jobs: Jobs[Any],
+    starts: Sequence[Start],
+    parts: Mapping[str, Any],
+    stop: gr.Button,
+    off: Sequence[Any],
+    place: gr.HTML,
+) -> list[Any]:
+    """Run and Stop of a tab -> the events at which a job of each start has ended.
+
+    starts: ways to start a job: events, the function, and the controls whose values it is given. parts: `view`, which
+    shows the text, and what a job updates beside it. off: the buttons that wait for its end. place: shows the queue.
+    """
+    switched = {"stop": stop, **{str(i): button for i, button in enumerate(off)}}
+    shown: dict[str, Any] = {"show_progress": "full", "show_progress_on": place, "api_visibility": "private"}
+
+    def switch(running: bool) -> Values:
+        return {name: gr.update(interactive=running == (name == "stop")) for name in switched}
+
+    ended = []
+    for pressed, run, given in starts:
+        on = partial(gr.on, pressed, trigger_mode="once")
+        locked = named(on, lambda *_: switch(True), {}, switched, **QUIET)
+        ended.append(named(locked.then, run, given, parts, **shown, **ENGINE))
+        named(ended[-1].then, lambda *_: switch(False), {}, switched, **QUIET)
+
+    def ask(request: gr.Request, _: Values) -> Values:
+        return {**jobs.ask_to_stop(request), "stop": gr.update(interactive=False)}
+
+    def end(request: gr.Request, _: Values) -> Values:
+        return {**jobs.stop(request), **switch(False)}
+
+    everything = {**parts, **switched}
+    named(named(stop.click, ask, {}, everything, cancels=ended, **QUIET).then, end, {}, everything, **QUIET)
+    return ended
+
+
+def named(
+    event: Callable[..., Any],
+    function: Callable[[gr.Request, Values], Any],
+    given: Mapping[str, Any],
+    shown: Mapping[str, Any],
+    **settings: Any,
+) -> Any:
+    """Wire an event to a function that takes the values of controls and gives updates, both by name; {} changes
+    nothing."""
+
+    def placed(updates: Values) -> Any:
+        return {shown[name]: update for name, update in updates.items()} or gr.skip()
+
+    def handle(values: dict[Any, Any], request: gr.Request) -> Any:
+        return placed(function(request, {name: values[control] for name, control in given.items()}))
+
+    def stream(values: dict[Any, Any], request: gr.Request) -> Iterator[Any]:
+        results = function(request, {name: values[control] for name, control in given.items()})
+        with contextlib.closing(results):
+            yield from map(placed, results)
+
+    chosen = stream if isgeneratorfunction(function) else handle
+    return event(chosen, {*given.values()}, [*shown.values()], **settings)

@@ -1,0 +1,166 @@
+"""Whose turn it is on the engine: Gradio's queue, but fair by visitor.
+
+Gradio's own is first come, first served: one visitor may fill it, the next is refused. Taking its place costs less than
+a turnstile behind it: those who wait hold no thread, and the page shows place and time by Gradio's own messages.
+
+Nobody has two turns while another waits: a call waits since it came or since its visitor's last turn ended, whatever is
+later, and who waits longest is next. Who had the engine for more than SHARE_S of the last hour waits until nobody else
+does; one turn is bounded by `space.turn_s`. A page names its session itself: a visitor is an address and a session, and
+calls without a session are one visitor. An address, which a whole class may share, has a share and places too.
+"""
+
+import time
+from collections import Counter, deque
+from ipaddress import ip_address
+from typing import Any, Literal
+
+import fastapi
+import gradio as gr
+from gradio.data_classes import PredictBodyInternal
+from gradio.queueing import Event, Queue
+from gradio.route_utils import get_fn
+from gradio.server_messages import EstimationMessage, EventMessage
+from gradio.utils import LRUCache
+
+from specdemo.ui import space
+from specdemo.ui.job import ENGINE
+
+SHARE_S, ADDRESS_SHARE_S, HOUR_S = 300.0, 1200.0, 3600.0
+PLACES, ADDRESS_PLACES, VISITOR_PLACES = 200, 64, 20  # that may wait
+TURNS = 2000  # of the past that are remembered
+FIRST_S = 10.0  # what a turn is taken to last while none has ended
+SESSIONS = 300  # that messages are kept for
+
+Visitor = tuple[str, str]
+
+
+class Turns:
+    """Who had the engine, and when."""
+
+    def __init__(self) -> None:
+        self._past: deque[tuple[Visitor, float, float]] = deque(maxlen=TURNS)
+        self._now: tuple[str, Visitor, float] | None = None  # call, visitor and begin of the turn that is on
+
+    def begin(self, call: str, visitor: Visitor, now: float) -> None:
+        self._now = call, visitor, now
+
+    def end(self, now: float, call: str | None = None) -> None:
+        """Of the turn that is on, if it is this call's."""
+        if self._now is not None and call in (None, self._now[0]):
+            _, visitor, begun = self._now
+            self._past.append((visitor, begun, now))
+            self._now = None
+
+    def order(self, waiting: list[tuple[str, Visitor, float]], now: float) -> list[str]:
+        """The calls in the order of their turns, from call, visitor and when it came."""
+        used: Counter[Visitor | str] = Counter()
+        last: dict[Visitor, float] = {}
+        for visitor, begun, ended in self._past:
+            if ended > now - HOUR_S:
+                used.update({visitor: ended - begun, visitor[0]: ended - begun})
+                last[visitor] = ended
+        if self._now is not None:
+            last[self._now[1]] = now
+        ahead: Counter[Visitor] = Counter()
+        places: dict[str, tuple[bool, int, float]] = {}
+        for call, visitor, came in sorted(waiting, key=lambda one: one[2]):
+            late = used[visitor] > SHARE_S or used[visitor[0]] > ADDRESS_SHARE_S
+            places[call] = late, ahead[visitor], max(came, last.get(visitor, came))
+            ahead[visitor] += 1
+        return sorted(places, key=places.__getitem__)
+
+    def seconds(self, waiting: int, now: float) -> list[float]:
+        """When so many calls will have had their turns, as far as the last ten tell."""
+        recent = [ended - begun for _, begun, ended in list(self._past)[-10:]]
+        usual = sum(recent) / len(recent) if recent else FIRST_S
+        rest = max(usual - (now - self._now[2]), 0.0) if self._now else 0.0
+        return [rest + usual * place for place in range(1, waiting + 1)]
+
+
+class FairQueue(Queue):
+    """Every call in it wants the engine, one at a time."""
+
+    def __init__(self, page: gr.Blocks) -> None:
+        super().__init__(False, page.max_threads, 1, None, page)  # places and times are told every second
+        self._turns = Turns()
+        self.pending_messages_per_session = LRUCache(SESSIONS)
+        self.ANALYTICS_MAX_EVENTS = 100
+
+    async def push(
+        self, body: PredictBodyInternal, request: fastapi.Request, username: str | None
+    ) -> tuple[bool, str | list[dict[str, Any]], Literal["success", "error", "queue_full", "validator_error"]]:
+        if body.fn_index is not None and not get_fn(self.blocks, None, body).queue:
+            return False, "this function is not called through the queue", "error"
+        refused = self._full(address(request), body.session_hash or "")
+        if refused:
+            return False, refused, "queue_full"
+        for session in [s for s, calls in self.pending_event_ids_session.items() if not calls]:
+            del self.pending_event_ids_session[session]  # Gradio keeps them for good
+        pushed = await super().push(body, request, username)
+        self._arrange()
+        return pushed
+
+    def get_events(self) -> tuple[list[Event], bool, str] | None:
+        lane = self.event_queue_per_concurrency_id.get(ENGINE["concurrency_id"])
+        if lane is not None and lane.queue and not lane.current_concurrency:
+            self._turns.end(time.monotonic())
+            self._arrange()
+        picked = super().get_events()
+        if picked:
+            event = picked[0][0]
+            self._turns.begin(event._id, _visitor(event), time.monotonic())
+        return picked
+
+    async def process_events(self, events: list[Event], *rest: Any, **more: Any) -> None:
+        try:
+            await super().process_events(events, *rest, **more)
+        finally:
+            self._turns.end(time.monotonic(), events[0]._id)
+
+    def send_message(self, event: Event, event_message: EventMessage) -> None:
+        if event.session_hash in self.pending_messages_per_session:  # else Gradio's queue would end here
+            super().send_message(event, event_message)
+
+    def broadcast_estimations(self, concurrency_id: str, after: int | None = None) -> None:
+        waiting = self.event_queue_per_concurrency_id[concurrency_id].queue
+        times = self._turns.seconds(len(waiting), time.monotonic())
+        for rank, (event, eta) in enumerate(zip(waiting, times, strict=True)):
+            self.send_message(event, EstimationMessage(rank=rank, rank_eta=eta, queue_size=len(waiting)))
+
+    def _arrange(self) -> None:
+        for lane in self.event_queue_per_concurrency_id.values():
+            calls = [(event._id, _visitor(event), event.enqueue_time) for event in lane.queue]
+            order = {call: place for place, call in enumerate(self._turns.order(calls, time.monotonic()))}
+            lane.queue.sort(key=lambda event: order[event._id])
+
+    def _full(self, address: str, session: str) -> str:
+        """Why a visitor cannot wait here; empty where there is a place."""
+        waiting = [_visitor(event) for lane in self.event_queue_per_concurrency_id.values() for event in lane.queue]
+        if waiting.count((address, session)) >= VISITOR_PLACES:
+            return f"{VISITOR_PLACES} of your calls are waiting already; let one of them end first"
+        if len(waiting) >= PLACES or [where for where, _ in waiting].count(address) >= ADDRESS_PLACES:
+            return "too many are waiting; try again in a minute"
+        return ""
+
+
+def address(request: fastapi.Request) -> str:
+    """Where a call came from. On a public page, behind a proxy, the last public hop: those before it may be made up by
+    the caller."""
+    hops = request.headers.get("x-forwarded-for", "").split(",") if space.public() else []
+    for hop in reversed(hops):
+        try:
+            if ip_address(hop.strip()).is_global:
+                return hop.strip()
+        except ValueError:
+            continue
+    return request.client.host if request.client else ""
+
+
+def _visitor(event: Event) -> Visitor:
+    return address(event.request), "" if event.session_hash == event._id else event.session_hash
+
+
+def queue(page: gr.Blocks) -> None:
+    """Give a page this queue. What wants the engine cannot be called past it."""
+    page.queue(api_open=False)
+    page._queue = FairQueue(page)

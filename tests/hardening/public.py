@@ -1,0 +1,98 @@
+"""A public page in a process of its own, and callers of it that need no browser."""
+
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+ROOT = Path(__file__).parents[2]
+
+
+@contextmanager
+def served(**settings):
+    """`python app.py` -> the process and the page's address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "app.py", "--port", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ | settings) as server:
+        try:
+            yield server, server.stdout.readline().split()[-1]
+        finally:
+            server.terminate()
+
+
+@contextmanager
+def visitors(page):
+    """Opens the page, every time as a new visitor."""
+    opened = []
+
+    def visit(address=None):
+        opened.append(Caller(page, address))
+        return opened[-1]
+
+    yield visit
+    for caller in opened:
+        caller.client.close()
+
+
+class Caller:
+    """A visitor with a session of its own; `address`: where it seems to come from."""
+
+    def __init__(self, page, address=None):
+        headers = {"X-Forwarded-For": address} if address else {}
+        self.client = httpx.Client(base_url=page, headers=headers, timeout=300.0)
+        self.config = self.client.get("config").json()
+        self.session = secrets.token_hex(6)
+
+    def fn(self, event, elem_id=None):
+        """The last event of a control; of an endpoint its name is enough."""
+        ids = {c["id"] for c in self.config["components"] if elem_id and c["props"].get("elem_id") == elem_id}
+        for fn in reversed(self.config["dependencies"]):
+            if (
+                fn["api_name"] == event
+                if elem_id is None
+                else any(t[0] in ids and t[1] == event for t in fn["targets"])
+            ):
+                return fn
+        raise LookupError(event)
+
+    def after(self, fn):
+        """The event that follows another and wants the engine."""
+        return next(f for f in self.config["dependencies"] if f["trigger_after"] == fn["id"])
+
+    def values(self, fn, **changed):
+        """What a page that nobody touched sends, but for some controls by their elem_id."""
+        controls = {c["id"]: c["props"] for c in self.config["components"]}
+        return [changed.get(controls[i].get("elem_id"), controls[i].get("value")) for i in fn["inputs"]]
+
+    def join(self, fn, data):
+        body = {"fn_index": fn["id"], "data": data, "session_hash": self.session}
+        return self.client.post("gradio_api/queue/join", json=body)
+
+    def messages(self):
+        """What the queue tells this session, until it has no call left."""
+        with self.client.stream("GET", "gradio_api/queue/data", params={"session_hash": self.session}) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data:"):
+                    yield json.loads(line[5:])
+
+    def call(self, fn, data):
+        """The messages of one call."""
+        self.join(fn, data).raise_for_status()
+        return list(self.messages())
+
+    def now(self, fn, data):
+        """A call that does not wait."""
+        body = {"fn_index": fn["id"], "data": data, "session_hash": self.session}
+        return self.client.post("gradio_api/run/predict", json=body)
+
+    def upload(self, name, content):
+        path = self.client.post("gradio_api/upload", files={"files": (name, content, "application/json")}).json()[0]
+        return {"path": path, "orig_name": name, "meta": {"_type": "gradio.FileData"}}

@@ -1,0 +1,265 @@
+"""A public page: what it refuses whoever asks and however, what it tells browsers, and whose turn it is."""
+
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+
+from specdemo.presets.schema import preset
+from specdemo.ui import live, space, sweep
+from specdemo.ui.controls import changed, from_values, to_values
+from specdemo.ui.headers import policy
+from specdemo.ui.page import Visits
+from specdemo.ui.turns import ADDRESS_SHARE_S, HOUR_S, SHARE_S, Turns, address
+from tests.hardening.public import served, visitors
+
+CLASS = 30
+
+
+@pytest.fixture(scope="module")
+def page():
+    with served(SPECDEMO_PUBLIC="1", HF_HUB_OFFLINE="1") as (_, address):
+        yield address
+
+
+@pytest.fixture
+def visit(page):
+    with visitors(page) as opened:
+        yield opened
+
+
+def ends(messages):
+    return next(message for message in messages if message["msg"] == "process_completed")
+
+
+def text(messages):
+    return ends(messages)["output"]["data"][0]
+
+
+# What is hidden
+
+
+def test_what_the_page_hides_is_refused_when_it_is_called(visit):
+    caller = visit()
+    free = ends(caller.call(caller.fn("click", "free-memory"), []))
+    assert not free["success"] and "they stay" in free["output"]["error"]
+    train = caller.after(caller.fn("click", "train"))
+    assert "Training is off" in text(caller.call(train, [None, 2]))
+    raced = caller.now(caller.fn("click", "race-head"), [0, 0, 0])
+    assert raced.status_code == 500 and "no new head yet" in raced.json()["error"]
+
+
+def test_nothing_gets_past_the_queue_or_into_it(visit):
+    caller = visit()
+    run, quiet = caller.after(caller.fn("click", "run")), caller.fn("click", "stop")
+    assert caller.now(run, caller.values(run)).status_code == 404
+    assert caller.join(quiet, []).status_code == 400
+
+
+# Limits
+
+
+@pytest.mark.parametrize(
+    ("asked", "line"),
+    [
+        (["k", "llama-3.1-8b", 1, 32], "is not on this public page"),
+        (["methods", "qwen3-8b", 1, 32], "needs a GPU and there is none here"),
+        (["k", "embedded-draft", 1, 512], "256"),
+        (["k", "embedded-draft", 9, 32], "3"),
+    ],
+)
+def test_a_sweep_obeys_the_limits_of_a_race(visit, asked, line):
+    caller = visit()
+    fn = caller.after(caller.fn("click", "sweep-run"))
+    names = {"suite": asked[0], "sweep-preset": asked[1], "repeats": asked[2], "new-tokens": asked[3]}
+    told = ends(caller.call(fn, caller.values(fn, **names)))["output"]
+    assert line in (told.get("error") or told["data"][0]) and '"type":"start"' not in str(told)
+
+
+def test_a_turn_is_two_minutes_at_most(monkeypatch):
+    monkeypatch.setenv("SPECDEMO_PUBLIC", "1")
+    assert sweep.Engine(lambda *_: iter(()))._limit_s == 120.0
+
+
+# What one visitor wrote
+
+
+REMEMBER = {"method": "suffix", "options": {"remember": True}}
+
+
+@pytest.fixture
+def public(monkeypatch):
+    monkeypatch.setenv("SPECDEMO_PUBLIC", "1")
+
+
+def test_remember_is_off_whoever_asks_for_it(public, monkeypatch):
+    line = "remember is off on this public page"
+    with pytest.raises(ValueError, match=line):
+        changed("embedded-draft", {"lanes": [REMEMBER]}, False)
+    values = to_values(preset("embedded-draft")) | {"method-1": "suffix", "options-1": {"remember": True}}
+    with pytest.raises(ValueError, match=line):
+        from_values(values)
+    visits = Visits(preset("embedded-draft"), False)
+    query = {"preset": "embedded-draft", "method": "suffix", "option.remember": "True"}
+    chosen, refused = visits.read_link(SimpleNamespace(session_hash="a", query_params=query))
+    assert not space.shares(chosen) and ["remember" in note for note in refused] == [True]
+    asked = preset("embedded-draft").with_changes(lanes=[REMEMBER])
+    assert space.shares(asked) and not space.shares(space.fit(asked))
+    monkeypatch.delenv("SPECDEMO_PUBLIC")
+    assert from_values(values).lanes[0].options == {"remember": True}
+
+
+def test_what_a_draft_learned_from_one_visitor_is_forgotten_before_the_next(public, monkeypatch):
+    said = []
+    engine = SimpleNamespace(unlearn=lambda: said.append("unlearn"), stream=lambda *_: said.append("run") or iter(()))
+    monkeypatch.setattr(live, "session", lambda: engine)
+    list(live.run(preset("embedded-draft").spec(), live.Log()))
+    assert said == ["unlearn", "run"]
+
+
+# What browsers are told
+
+
+def test_headers(visit):
+    answer = visit().client.get("")
+    told = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
+    assert "unsafe-inline" not in told["script-src"] and told["script-src"].count("sha256-") == 5
+    assert told["frame-ancestors"] == "'self' https://huggingface.co https://*.hf.space"
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.headers["referrer-policy"] == "no-referrer"
+
+
+def test_at_home_nobody_else_frames_the_page(monkeypatch):
+    monkeypatch.delenv("SPACE_ID", raising=False)
+    monkeypatch.delenv("SPECDEMO_PUBLIC", raising=False)
+    assert "frame-ancestors 'self'" in policy(b"") and "huggingface" not in policy(b"")
+    assert not re.search("  | ;| $", policy(b""))  # a server refuses to send it
+    assert re.findall("sha256-.{44}", policy(b"<script>1</script><script src='a.js'></script>")) == [
+        "sha256-a4ayc/80/OGda4BO/1o/V0etpOqiLx1JwB5S3beHW0s="
+    ]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:7860", "someone-specdemo.hf.space"])
+def test_no_other_origin_reads_an_answer(visit, host):
+    asked = {"Origin": "https://evil.example", "Host": host}
+    client = visit().client
+    for answer in (
+        client.get("config", headers=asked),
+        client.options("gradio_api/queue/join", headers=asked | {"Access-Control-Request-Method": "POST"}),
+    ):
+        assert not [name for name in answer.headers if name.startswith("access-control-")]
+
+
+# Whose turn it is
+
+
+def told(turns, calls, now=0.0):
+    """The order of calls (visitor, session or pair; second they came)."""
+    waiting = [(f"{i}{who}", who if isinstance(who, tuple) else ("", who), came) for i, (who, came) in enumerate(calls)]
+    return "".join(call[1:] if call[1:].isalpha() else call[0] for call in turns.order(waiting, now))
+
+
+def had(turns, who, begun, ended):
+    turns.begin("call", who if isinstance(who, tuple) else ("", who), begun)
+    turns.end(ended)
+
+
+def test_nobody_has_two_turns_while_another_waits():
+    turns = Turns()
+    assert told(turns, [("a", 0), ("a", 1), ("a", 2), ("b", 3), ("c", 4)]) == "abcaa"
+    turns.begin("call", ("", "a"), 0.0)
+    assert told(turns, [("a", 1), ("b", 3)], now=5.0) == "ba"
+    turns.end(5.0)
+    assert told(turns, [("a", 1), ("b", 3)], now=5.0) == "ba"
+    assert told(turns, [("a", 1), ("b", 6)], now=7.0) == "ab"  # its last turn ended before the other one came
+
+
+def test_who_had_the_engine_for_long_waits_until_nobody_else_does():
+    turns = Turns()
+    had(turns, "a", 0.0, SHARE_S + 1)
+    now = SHARE_S + 10
+    assert told(turns, [("a", now - 5), ("b", now - 1), ("b", now)], now) == "bba"
+    assert told(turns, [("a", now + HOUR_S - 5), ("b", now + HOUR_S)], now + HOUR_S) == "ab"  # an hour later
+
+
+def test_new_sessions_of_one_address_do_not_add_up():
+    turns, times = Turns(), int(ADDRESS_SHARE_S // 100) + 1
+    for i in range(times):
+        had(turns, ("far", f"s{i}"), 100.0 * i, 100.0 * (i + 1))
+    now = 100.0 * times
+    assert turns.order([("new", ("far", "new"), now), ("b", ("near", "b"), now + 1)], now + 2) == ["b", "new"]
+
+
+def test_a_turn_ends_once_and_only_by_its_own_call():
+    turns = Turns()
+    turns.begin("x", ("", "a"), 0.0)
+    turns.end(1.0, "y")
+    assert turns.seconds(1, 1.0) == [19.0]
+    turns.end(4.0, "x")
+    turns.end(9.0)
+    assert turns.seconds(2, 9.0) == [4.0, 8.0]
+
+
+@pytest.mark.parametrize(
+    ("hops", "where"),
+    [
+        ("", "10.0.0.1"),
+        ("8.8.8.8", "8.8.8.8"),
+        ("1.1.1.1, 8.8.8.8", "8.8.8.8"),  # the first one was sent by the caller
+        ("8.8.8.8, 10.3.0.9", "8.8.8.8"),
+        ("nonsense", "10.0.0.1"),
+    ],
+)
+def test_an_address_is_what_the_proxy_saw(public, monkeypatch, hops, where):
+    request = SimpleNamespace(headers={"x-forwarded-for": hops}, client=SimpleNamespace(host="10.0.0.1"))
+    assert address(request) == where
+    monkeypatch.delenv("SPECDEMO_PUBLIC")
+    assert address(request) == "10.0.0.1"  # at home anyone could send it
+
+
+def test_a_class_that_presses_run_at_once_all_gets_its_turn(visit):
+    pupils = [visit("8.8.8.8") for _ in range(CLASS)]
+    fn = pupils[0].after(pupils[0].fn("click", "run"))
+    with ThreadPoolExecutor(CLASS) as threads:
+        runs = [*threads.map(lambda pupil: pupil.call(fn, pupil.values(fn, max_new_tokens=32)), pupils)]
+    assert all(ends(messages)["success"] and '"finish":"done"' in text(messages) for messages in runs)
+    waits = [[m for m in messages if m["msg"] == "estimation"] for messages in runs]
+    for wait in waits:
+        ranks = [told["rank"] for told in wait]
+        assert ranks == sorted(ranks, reverse=True)
+        if ranks[0] > CLASS // 2:
+            assert wait[-1]["rank_eta"] < wait[0]["rank_eta"] / 2
+    assert max(wait[0]["rank"] for wait in waits) >= CLASS // 2
+
+
+def test_one_who_sends_many_calls_waits_behind_each_of_the_others(visit):
+    greedy, others = visit("8.8.4.4"), [visit("9.9.9.9") for _ in range(3)]
+    fn = greedy.after(greedy.fn("click", "run"))
+    values = greedy.values(fn, max_new_tokens=128)
+    for _ in range(8):
+        assert greedy.join(fn, values).status_code == 200
+
+    def starts(caller):
+        return [time.monotonic() for message in caller.messages() if message["msg"] == "process_starts"]
+
+    with ThreadPoolExecutor(4) as threads:
+        many = threads.submit(starts, greedy)
+        came = []
+        for other in others:
+            assert other.join(fn, values).status_code == 200
+            came.append(time.monotonic())
+        begun = [start for (start,) in threads.map(starts, others)]
+        turns = many.result()
+    assert len(turns) == 8
+    for joined, start in zip(came, begun, strict=True):
+        assert len([turn for turn in turns if joined < turn < start]) <= 1
+
+
+def test_places_are_limited_by_visitor(visit):
+    caller = visit("9.9.9.10")
+    fn = caller.fn("race")
+    answers = [caller.join(fn, ["nope", None]) for _ in range(60)]
+    refused = [answer for answer in answers if answer.status_code != 200]
+    assert all(answer.status_code == 503 and "waiting already" in answer.text for answer in refused)

@@ -1,0 +1,59 @@
+"""What is kept for visitors, and for how long."""
+
+from types import SimpleNamespace
+
+from specdemo.ui.job import ENTRY, Engine, Job, Jobs, Store
+
+
+class Text(Job):
+    def __init__(self, text, work=None):
+        super().__init__(text)
+        self.engine = Engine(work) if work else None
+
+    def add(self, messages):
+        self.text += "".join(messages)
+        return self.text
+
+
+def visitor(name):
+    return SimpleNamespace(session_hash=name)
+
+
+def test_beyond_the_budget_the_job_goes_that_was_not_asked_for_for_the_longest_time():
+    store = Store(3 * ENTRY + 250)
+    a, b, c = (Text("x" * 100) for _ in range(3))
+    store.put(("a", ""), a)
+    store.put(("b", ""), b)
+    assert store.get(("a", "")) is a
+    store.put(("c", ""), c)  # 300 bytes: b has to go
+    assert [store.get((name, "")) for name in "abc"] == [a, None, c] and store.size <= 3 * ENTRY + 250
+    a.text *= 50
+    assert store.get(("a", "")) is a  # it has grown
+    assert store.get(("c", "")) is None and store.size == a.size
+    store.forget(visitor("a"))
+    assert store.size == 0
+
+
+def test_whatever_pages_call_themselves_what_is_kept_of_them_is_bounded():
+    jobs, budget = Jobs("race", Store(100 * ENTRY)), 100 * ENTRY
+    for i in range(1000):
+        jobs.keep(visitor(f"page {i}"), Text("x" * 100))
+    assert jobs._store.size <= budget and jobs.last(visitor("page 0")) is None
+    assert jobs.last(visitor("page 999")) is not None
+
+
+def test_a_text_is_kept_until_the_page_has_it():
+    jobs = Jobs("race")
+    shown = list(jobs.run(visitor("a"), lambda last: Text("begun ", lambda *_: iter(["a ", "b"]))))
+    job = jobs.last(visitor("a"))
+    assert shown[-1]["view"] == "begun a b" and job.ended and job.text == ""
+    assert jobs.ask_to_stop(visitor("a")) == jobs.stop(visitor("a")) == {}
+
+
+def test_a_job_of_a_page_that_was_closed_is_not_kept_again():
+    jobs = Jobs("race")
+    shown = jobs.run(visitor("a"), lambda last: Text("begun ", lambda *_: iter("ab")))
+    next(shown)
+    jobs._store.forget(visitor("a"))
+    list(shown)
+    assert jobs.last(visitor("a")) is None and jobs._store.size == 0
