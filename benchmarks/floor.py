@@ -22,8 +22,8 @@ from specdemo.engine.clock import stopwatch_for
 from specdemo.engine.loop import generate
 from specdemo.engine.session import environment
 from specdemo.methods import BASELINE, load_drafter
+from specdemo.models.fused import hasten
 from specdemo.models.graphs import Recorder, Run, recorder_for
-from specdemo.models.kernels import hasten
 from specdemo.models.target import HFTarget
 
 K = 5

@@ -27,7 +27,7 @@ from specdemo.core.trace import StepEvent
 from specdemo.engine.loop import generate
 from specdemo.engine.session import environment
 from specdemo.methods import BASELINE, load_drafter
-from specdemo.models.kernels import hasten
+from specdemo.models.fused import hasten
 from specdemo.models.target import HFTarget
 
 K = 5

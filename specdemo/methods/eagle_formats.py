@@ -21,7 +21,7 @@ from specdemo.core.protocol import Target
 from specdemo.methods.eagle_head import Convention, EagleHead, absolute
 from specdemo.methods.heads import as_target, odd_tensors
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
-from specdemo.models.kernels import pack
+from specdemo.models.packed import pack
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 FIRST = "layers.0."

@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdemo.core.protocol import Progress, Target
-from specdemo.models.kernels import RMSNorm, dtype_of, joined, packs
+from specdemo.models.packed import RMSNorm, dtype_of, joined, packs
 
 Names = frozenset[str]  # of the tensors a head has
 Rotary = tuple[Tensor, Tensor]  # cos and signed sin, [B or 1, S, 1, E]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from specdemo.core.protocol import Progress, Target
 from specdemo.models.cache import SlabCache
-from specdemo.models.kernels import packed_bytes
+from specdemo.models.packed import packed_bytes
 
 NEVER = -1e4  # the logit of a token outside a truncated vocabulary; finite, so that a loss stays so
 PROMPT = "Once upon a time"

@@ -28,8 +28,8 @@ from specdemo.methods import knob
 from specdemo.methods.grow import Shape, chain, fitted, within
 from specdemo.methods.heads import NEVER, HeadDrafter, as_target, at_last, likeliest, odd_tensors
 from specdemo.models.checkpoints import Checkpoint, expect, open_checkpoint, write_checkpoint
-from specdemo.models.kernels import dtype_of, pack
 from specdemo.models.load import LoadProgress, silent
+from specdemo.models.packed import dtype_of, pack
 
 RANKS = 10
 MAX_HEADS = 16

@@ -20,7 +20,9 @@ from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from specdemo.core.protocol import Target
-from specdemo.models.kernels import Stack, dtype_of, fused, layer_class, pack, stacked
+from specdemo.models.fused import fused, layer_class
+from specdemo.models.packed import dtype_of, pack
+from specdemo.models.stack import Stack, stacked
 
 UNROLLED = (0.51, 0.31, 0.18)  # FastMTP: weights of the steps of a module that is applied again and again
 

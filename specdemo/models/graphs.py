@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specdemo.core.protocol import Forward
 from specdemo.models.cache import SlabCache
-from specdemo.models.kernels import close
+from specdemo.models.fused import close
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)  # wider passes are not recorded
 COLUMNS = 64  # a cache of recorded passes holds a multiple of so many; rows of a mask are then aligned

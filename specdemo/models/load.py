@@ -39,8 +39,8 @@ from specdemo.models.footprint import (
     measure,
     read_config,
 )
+from specdemo.models.fused import hasten
 from specdemo.models.hub import Cancelled, LoadProgress, embedded_folder, embedded_names, silent
-from specdemo.models.kernels import hasten
 from specdemo.models.shipped import check_shipped
 from specdemo.models.target import HFTarget
 
@@ -134,7 +134,7 @@ def load_model(
     kernels: str = "auto",
 ) -> LoadedModel:
     """dtype: auto, float32, bfloat16, float16; device: auto, cpu, cuda, cuda:N; quantization: 4bit, 8bit; kernels: auto
-    (models/kernels.py) or transformers (its own layers, which can be trained and saved).
+    (models/fused.py) or transformers (its own layers, which can be trained and saved).
 
     dtype auto is float32 on a CPU and bfloat16 on a GPU. What one GPU cannot hold is spread over all, and the rest put
     into main memory. `progress` may raise to stop. Raises ValueError with one line that names the cure.

@@ -4,7 +4,7 @@ B rows, T prompt tokens, N draft nodes, S = N + 1 slots, V vocabulary rows of lm
 
 A model of plain attention layers verifies trees through its own 4D mask and position ids; windows count positions. Any
 other model (`supports_trees` False) verifies chains. `model(...)` is called directly, one pass per forward; where its
-layers are fused (models/kernels.py), these are run one after the other.
+layers are fused (models/fused.py), these are run one after the other.
 """
 
 import inspect
@@ -21,10 +21,11 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from specdemo.core.protocol import Forward
 from specdemo.models.cache import SPARE, SlabCache
+from specdemo.models.fused import fused_decoder, kernels
 from specdemo.models.graphs import COLUMNS, ROOM, Graphs, Recorder, Recording, compiled, recorder_for
 from specdemo.models.history import AttentionMask, GatherHistory, History, ReplayHistory, continues_at_once
-from specdemo.models.kernels import fused_decoder, kernels, packed_bytes
 from specdemo.models.masks import Masks
+from specdemo.models.packed import packed_bytes
 
 UNLIMITED = 1 << 20  # positions, for models that name no limit
 MASKED_ATTENTION = ("sdpa", "eager")  # the implementations that take any mask

@@ -24,7 +24,7 @@ from benchmarks.peers import (
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.engine.loop import never
 from specdemo.methods import load_drafter
-from specdemo.models.kernels import hasten
+from specdemo.models.fused import hasten
 from tests.models.recorders import Replayed
 
 TINY = Size(layers=4, hidden=64, feed_forward=96, heads=4, kv_heads=2, vocabulary=211, draft_layers=1)

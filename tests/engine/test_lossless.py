@@ -24,7 +24,7 @@ from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.engine.loop import generate
 from specdemo.engine.spec import LaneSpec
 from specdemo.methods import METHODS, load_drafter, method, reader
-from specdemo.models.kernels import hasten
+from specdemo.models.fused import hasten
 from specdemo.models.load import load_target, resolve
 from specdemo.models.target import HFTarget
 from specdemo.models.text import encode

@@ -6,8 +6,8 @@ import torch
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
+from specdemo.models.fused import hasten
 from specdemo.models.graphs import SWITCH
-from specdemo.models.kernels import hasten
 from specdemo.models.target import HFTarget
 from tests.models.tiny import build, texts
 

@@ -12,7 +12,7 @@ from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
 from specdemo.methods.eagle import Eagle
 from specdemo.methods.eagle_formats import default_taps
-from specdemo.models import kernels
+from specdemo.models import packed as module
 from specdemo.models.checkpoints import open_checkpoint
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
@@ -258,8 +258,8 @@ def quick_reference(target, head, **said):
 def test_drafts_of_every_dialect_are_what_its_tensors_say(dialect, packed, target, tmp_path, monkeypatch):
     if packed and not torch.backends.mkldnn.is_available():
         pytest.skip("this torch has no oneDNN")
-    monkeypatch.setattr(kernels, "PACKED_SIZE", 0)
-    monkeypatch.setattr(kernels, "packing_pays", lambda dtype: packed)
+    monkeypatch.setattr(module, "PACKED_SIZE", 0)
+    monkeypatch.setattr(module, "packing_pays", lambda dtype: packed)
     config, tensors, said = dialects()[dialect]
     source = write(tmp_path, config, tensors, pickled=dialect in ("eagle1", "official"))
     head = Eagle.load(source, target)

@@ -12,9 +12,9 @@ from specdemo.engine.loop import generate
 from specdemo.methods.draft_model import DraftModel
 from specdemo.methods.none import NoDraft
 from specdemo.models import graphs as module
-from specdemo.models import kernels
+from specdemo.models import packed
+from specdemo.models.fused import hasten
 from specdemo.models.graphs import WIDTHS
-from specdemo.models.kernels import hasten
 from specdemo.models.memory import Remembering
 from specdemo.models.target import HFTarget
 from tests.models.recorders import Replayed, failing, forgetful
@@ -152,7 +152,7 @@ def test_they_are_for_gpus_and_can_be_switched_off(monkeypatch, switch):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler, of other parts of torch
 def test_passes_can_be_compiled_first(monkeypatch):
-    monkeypatch.setattr(kernels, "packing_pays", lambda dtype: False)  # packed weights are for CPUs, compiling for GPUs
+    monkeypatch.setattr(packed, "packing_pays", lambda dtype: False)  # packed weights are for CPUs, compiling for GPUs
     monkeypatch.setenv(module.SWITCH, "compile")
     passes = []
     monkeypatch.setattr(

@@ -7,20 +7,10 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from specdemo.core.tree import chain_parents
-from specdemo.models import kernels as module
-from specdemo.models.kernels import (
-    PackedLinear,
-    QuickNorm,
-    RMSNorm,
-    dtype_of,
-    fused_decoder,
-    hasten,
-    kernels,
-    pack,
-    packed_bytes,
-    packing_pays,
-)
+from specdemo.models import packed as module
+from specdemo.models.fused import fused_decoder, hasten, kernels
 from specdemo.models.load import load_model
+from specdemo.models.packed import PackedLinear, QuickNorm, RMSNorm, dtype_of, pack, packed_bytes, packing_pays
 from specdemo.models.target import HFTarget
 from tests.models.tiny import SIZES, build, texts
 

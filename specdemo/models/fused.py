@@ -1,0 +1,252 @@
+"""Llama-like layers with fewer and larger kernels, on the same weights.
+
+transformers runs such a layer as some thirty small operations. `hasten` replaces it, in place, by one that multiplies
+by query, key and value (and by gate and up) at once, turns queries and keys together and never repeats the keys of
+grouped queries. Every layer is first compared with the one it replaces; only the order of additions changes.
+
+B rows, S slots, H heads, K key/value heads, D head size, L columns of the cache.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaForCausalLM
+from transformers.models.mistral.modeling_mistral import MistralDecoderLayer, MistralForCausalLM
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2ForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
+
+from specdemo.models.packed import KNOWN_NORMS, PackedHead, PackedLinear, QuickNorm, joined, packed, packs, quick
+
+KNOWN_MODELS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+KNOWN_LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
+STEADY_ROPE = ("default", "linear", "llama3", "yarn")  # kinds of angles that do not depend on the text's length
+TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 4e-2, torch.float16: 5e-3}  # of the largest output
+
+
+class FusedLayer(nn.Module):
+    """A decoder layer of `KNOWN_LAYERS` that can stand in its place."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        attention, mlp = layer.self_attn, layer.mlp
+        self.origin: type[nn.Module] = type(layer)
+        self.index, self.head_dim, self.scaling = attention.layer_idx, attention.head_dim, attention.scaling
+        self.heads = attention.q_proj.out_features // self.head_dim
+        self.kv_heads = attention.k_proj.out_features // self.head_dim
+        self.attention_type = getattr(layer, "attention_type", None)
+        self.before_attention, self.before_mlp = quick(layer.input_layernorm), quick(layer.post_attention_layernorm)
+        self.q_norm, self.k_norm = (quick(getattr(attention, name, None)) for name in ("q_norm", "k_norm"))
+        self.qkv = packed(joined(attention.q_proj, attention.k_proj, attention.v_proj))
+        self.out = packed(attention.o_proj)
+        self.gate_up = packed(joined(mlp.gate_proj, mlp.up_proj))
+        self.down = packed(mlp.down_proj)
+        self.act = mlp.act_fn
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **unused: Any,  # whatever else transformers hands to a layer
+    ) -> Tensor:
+        assert position_embeddings is not None
+        cos, sin = position_embeddings
+        return self.run(hidden_states, cos[:, :, None], turning(sin)[:, :, None], attention_mask, past_key_values)
+
+    def run(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache | None) -> Tensor:
+        """x [B, S, hidden] -> the same shape. cos and sin [B, S, 1, D], the first half of sin negated; mask additive
+        [B or 1, 1, S, L], None: causal."""
+        rows, slots, _ = x.shape
+        qkv = self.qkv(_normed(self.before_attention, x)).view(rows, slots, -1, self.head_dim)
+        qk, value = qkv.split([self.heads + self.kv_heads, self.kv_heads], 2)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = qk.split([self.heads, self.kv_heads], 2)
+            qk = torch.cat([_normed(self.q_norm, query), _normed(self.k_norm, key)], 2)
+        qk = torch.addcmul(qk * cos, qk.roll(self.head_dim // 2, -1), sin)
+        query, key = qk.transpose(1, 2).split([self.heads, self.kv_heads], 1)
+        value = value.transpose(1, 2)
+        if cache is not None:
+            key, value = cache.update(key, value, self.index)
+        x = x + self.out(self._attend(query, key, value, mask).reshape(rows, slots, -1))
+        gate, up = self.gate_up(_normed(self.before_mlp, x)).chunk(2, -1)
+        out: Tensor = x + self.down(self.act(gate) * up)
+        return out
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """query [B, H, S, D], key and value [B, K, L, D] -> [B, S, H, D]. The queries of a group become rows of one
+        head, so that its keys are read once."""
+        rows, heads, slots, size = query.shape
+        causal = mask is None and slots > 1
+        group = heads // self.kv_heads
+        if group == 1 or causal:
+            out = F.scaled_dot_product_attention(
+                query, key, value, mask, is_causal=causal, scale=self.scaling, enable_gqa=group > 1
+            )
+            return out.transpose(1, 2)
+        folded = query.reshape(rows, self.kv_heads, group * slots, size)
+        if mask is not None:
+            mask = mask.repeat(1, 1, group, 1)
+        out = F.scaled_dot_product_attention(folded, key, value, mask, scale=self.scaling)
+        return out.view(rows, heads, slots, size).transpose(1, 2)
+
+
+class FusedDecoder:
+    """What runs between token ids and logits, where every layer is fused: without the outer layers of transformers."""
+
+    def __init__(self, model: Any) -> None:
+        decoder = model.get_decoder()
+        self._embed, self._layers, self._norm = decoder.embed_tokens, list(decoder.layers), decoder.norm
+        if any(
+            isinstance(layer.before_mlp, QuickNorm) for layer in self._layers
+        ):  # else a copy, and its weights may change
+            self._norm = quick(decoder.norm)
+        self._rotary, self._lm_head = decoder.rotary_emb, model.get_output_embeddings()
+        self._angles: Tensor | None = None  # [P, 2, 1, D]: cos, and sin with its first half negated
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        cache: Cache,
+        positions: Tensor,
+        mask: Tensor | None,
+        taps: tuple[int, ...],
+        last: bool,
+        layers: int | None = None,
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """tokens and positions [B, S] -> logits [B, S or 1, V] and tap -> hidden state [B, S, hidden]. layers: so many
+        of them alone."""
+        x = self._embed(tokens)
+        cos, sin = self._at(positions, x, cache)
+        hidden = {0: x} if 0 in taps else {}
+        for number, layer in enumerate(self._layers[:layers], start=1):
+            x = layer.run(x, cos, sin, mask, cache)
+            if number in taps:
+                hidden[number] = x
+        x = _normed(self._norm, x)
+        if -1 in taps:
+            hidden[-1] = x
+        return self._lm_head(x[:, -1:] if last else x), hidden
+
+    def _at(self, positions: Tensor, x: Tensor, cache: Any) -> tuple[Tensor, Tensor]:
+        needed = cache.cursor.capacity + positions.shape[1]
+        if self._angles is None or len(self._angles) < needed:
+            every = torch.arange(2 * needed, device=x.device)[None]
+            cos, sin = self._rotary(x, every)
+            self._angles = torch.stack([cos[0], turning(sin)[0]], 1)[:, :, None]
+        cos, sin = self._angles[positions].unbind(2)
+        return cos, sin
+
+
+@torch.no_grad()
+def hasten(model: PreTrainedModel) -> None:
+    """Replace what can be replaced, in place. Models that are quantised or spread over devices stay as they are."""
+    if getattr(model, "hf_quantizer", None) is not None or getattr(model, "hf_device_map", None):
+        return
+    decoder: Any = model.get_decoder()
+    layers = getattr(decoder, "layers", None)
+    if not isinstance(layers, nn.ModuleList) or not hasattr(decoder, "rotary_emb"):
+        return
+    for index, layer in enumerate(layers):
+        layers[index] = fused(layer, decoder.rotary_emb)
+    head = model.get_output_embeddings()
+    if _all_fused(model) and type(head) is nn.Linear and packs(head.weight):
+        model.set_output_embeddings(PackedHead(head))
+    for parameter in model.parameters():  # one that is still the file's keeps the whole file in memory
+        if parameter.device.type == "cpu":
+            parameter.data = parameter.data.clone()
+
+
+@torch.no_grad()
+def fused(layer: nn.Module, rotary: nn.Module) -> nn.Module:
+    """The layer fused, which is to replace it; the layer itself where that is unknown or says something else."""
+    if type(layer) not in KNOWN_LAYERS or not is_plain(layer):
+        return layer
+    replacement = FusedLayer(layer)
+    return replacement if _alike(layer, replacement, rotary) else layer
+
+
+def fused_decoder(model: PreTrainedModel) -> FusedDecoder | None:
+    """None unless every layer of the model is fused and nothing else stands between ids and logits."""
+    steady = type(model) in KNOWN_MODELS and _all_fused(model) and model.model.rotary_emb.rope_type in STEADY_ROPE
+    return FusedDecoder(model) if steady else None
+
+
+def kernels(model: PreTrainedModel) -> str:
+    """What runs its weights, in words."""
+    modules = list(model.modules())
+    if not any(isinstance(m, FusedLayer) for m in modules):
+        return "transformers"
+    return "fused, packed" if any(isinstance(m, PackedLinear) for m in modules) else "fused"
+
+
+def layer_class(layer: nn.Module) -> type[nn.Module]:
+    """The class a layer came as."""
+    return layer.origin if isinstance(layer, FusedLayer) else type(layer)
+
+
+def close(said: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    """Whether what was worked out in `dtype` differs by rounding alone."""
+    return bool((said - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max())
+
+
+def is_plain(layer: Any) -> bool:
+    """Whether its matrices are ordinary linear layers and its norms the ones known here."""
+    attention, mlp = layer.self_attn, layer.mlp
+    linear = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+    linear += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    norms = (layer.input_layernorm, layer.post_attention_layernorm)
+    return all(type(m) is nn.Linear for m in linear) and all(type(n) in KNOWN_NORMS for n in norms)
+
+
+def sample(like: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Six states [1, 6, size] and their positions."""
+    x = torch.randn(1, 6, size, generator=torch.Generator().manual_seed(0)).to(like)
+    return x, torch.arange(6, device=x.device)[None]
+
+
+class OneLayer(DynamicCache):
+    """The cache of whichever layer asks."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        return super().update(key_states, value_states, 0, *args, **kwargs)
+
+
+def turning(sin: Tensor) -> Tensor:
+    """[..., D] with its first half negated: what a state rolled by half its size is multiplied by."""
+    first, second = sin.chunk(2, -1)
+    return torch.cat([-first, second], -1)
+
+
+def _normed(norm: Any, x: Tensor) -> Tensor:
+    if x.dtype == torch.float32 and type(norm) in KNOWN_NORMS:  # elsewhere transformers rounds in between
+        return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+    normed: Tensor = norm(x)
+    return normed
+
+
+def _alike(layer: Any, replacement: FusedLayer, rotary: nn.Module) -> bool:
+    """Whether both say the same of five tokens and of one behind them."""
+    weight = layer.input_layernorm.weight
+    x, positions = sample(weight, len(weight))
+    outputs = []
+    for module in (layer, replacement):
+        cache = OneLayer()
+        parts = []
+        for columns in (slice(0, 5), slice(5, 6)):
+            angles = rotary(x, positions[:, columns])
+            out = module(x[:, columns], position_embeddings=angles, past_key_values=cache, use_cache=True)
+            parts.append(out if isinstance(out, Tensor) else out[0])
+        outputs.append(torch.cat(parts, 1).float())
+    return close(outputs[1], outputs[0], weight.dtype)
+
+
+def _all_fused(model: Any) -> bool:
+    layers = getattr(model.get_decoder(), "layers", None)
+    return isinstance(layers, nn.ModuleList) and all(isinstance(layer, FusedLayer) for layer in layers)

@@ -1,0 +1,204 @@
+"""Weights laid out in blocks for oneDNN on a CPU, where five rows then cost little more than one, which is what
+verification lives on; and RMS norms that take half the time there. The weights are the model's own."""
+
+import time
+from copy import deepcopy
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.mistral.modeling_mistral import MistralRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+Module = TypeVar("Module", bound=nn.Module)
+
+KNOWN_NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
+PACKED_ROWS = 5  # the blocks suit a pass over so many tokens; one token is no slower for it
+PACKED_SIZE = 100_000  # smaller matrices stay in the cache, where a plain product is faster
+
+
+class PackedLinear(nn.Module):
+    """y = x W^T + b with W in oneDNN's blocked layout, which is its only copy. A deep copy is a plain, trainable
+    `nn.Linear`."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.out_features, self.in_features = linear.weight.shape
+        # no buffer: a blocked tensor can be neither moved nor saved
+        self._blocks = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().contiguous(), PACKED_ROWS)
+        self._bias = None if linear.bias is None else linear.bias.detach()
+        self._multiply = torch.ops.mkldnn._linear_pointwise.default
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self._blocks.dtype
+        return dtype
+
+    @property
+    def bytes(self) -> int:
+        bias = 0 if self._bias is None else self._bias.numel() * self._bias.element_size()
+        return int(self.out_features * self.in_features * self._blocks.element_size()) + bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        product: Tensor = self._multiply(x, self._blocks, self._bias, "none", [], "")
+        return product
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:
+        return linear_of(self._blocks.to_dense(), None if self._bias is None else self._bias.clone())
+
+
+class PackedHead(nn.Module):
+    """An lm_head that keeps its `weight`, which embedding and heads may share, beside the blocks."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        self._packed = (PackedLinear(linear),)  # in a tuple: not a part of its own
+
+    @property
+    def bytes(self) -> int:
+        """Beside `weight`."""
+        return self._packed[0].bytes
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad):
+            return F.linear(x, self.weight, self.bias)  # what a head learns through
+        product: Tensor = self._packed[0](x)
+        return product
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:
+        return linear_of(deepcopy(self.weight, memo), deepcopy(self.bias, memo))
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight, in the precision of its weight."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps)
+
+
+class QuickNorm(nn.Module):
+    """An RMS norm of n features in fp32 on a CPU, for which torch has no kernel of its own: as x * sqrt(n) w /
+    sqrt(|x|^2 + n eps) it takes half the time. A deep copy is the norm it stands for, which can be trained."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight = norm.weight
+        self._norm = (norm,)  # in a tuple: not a part of its own
+        size = norm.weight.numel()
+        eps = norm.eps if isinstance(norm, RMSNorm) else norm.variance_epsilon
+        self._scaled = norm.weight.detach() * size**0.5
+        self._least = torch.tensor((size * eps) ** 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() or x.dtype != torch.float32:
+            normed: Tensor = self._norm[0](x)
+        else:
+            length: Tensor = torch.linalg.vector_norm(x, 2, -1, True)
+            normed = (x * self._scaled).div_(length.hypot_(self._least))
+        return normed
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        made: nn.Module = deepcopy(self._norm[0], memo)
+        return made
+
+
+@torch.no_grad()
+def pack(head: Module) -> Module:
+    """Pack the linear layers of a head that is only read from now on, and quicken its norms: it can no longer be saved,
+    and trained only as a deep copy."""
+    made: dict[nn.Module, nn.Module] = {}
+    for name, layer in list(head.named_modules(remove_duplicate=False)):
+        if layer not in made:
+            made[layer] = packed(layer) if type(layer) is nn.Linear else quick(layer)
+        if made[layer] is not layer:
+            head.set_submodule(name, made[layer])
+    return head
+
+
+def packs(*weights: Tensor) -> bool:
+    """Whether `pack` would take it, or several joined to one."""
+    size = sum(weight.numel() for weight in weights)
+    return weights[0].device.type == "cpu" and size >= PACKED_SIZE and packing_pays(weights[0].dtype)
+
+
+def dtype_of(module: nn.Module) -> torch.dtype:
+    """Of its weights, packed or not. Raises ValueError for a module without any."""
+    for part in module.modules():
+        if isinstance(part, PackedLinear):
+            return part.dtype
+        for parameter in part.parameters(recurse=False):
+            return parameter.dtype
+    raise ValueError(f"{type(module).__name__} has no weights")
+
+
+def packed_bytes(model: nn.Module) -> int:
+    """What packed weights take besides the model's parameters."""
+    return sum(m.bytes for m in model.modules() if isinstance(m, PackedLinear | PackedHead))
+
+
+def joined(*linears: nn.Linear) -> nn.Linear:
+    """One layer with the outputs of several."""
+    weight, bias = torch.cat([linear.weight.detach() for linear in linears]), None
+    if any(linear.bias is not None for linear in linears):
+        none = [weight.new_zeros(linear.out_features) for linear in linears]
+        bias = torch.cat([n if m.bias is None else m.bias.detach() for m, n in zip(linears, none, strict=True)])
+    return linear_of(weight, bias)
+
+
+def packed(linear: nn.Linear) -> nn.Module:
+    return PackedLinear(linear) if packs(linear.weight) else linear
+
+
+def quick(norm: Any) -> Any:
+    """The norm for states in fp32 on a CPU; whatever else comes is returned."""
+    known = type(norm) in (RMSNorm, *KNOWN_NORMS)
+    return QuickNorm(norm) if known and (norm.weight.device.type, norm.weight.dtype) == ("cpu", torch.float32) else norm
+
+
+def linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """Parameters are taken as they are."""
+    outputs, inputs = weight.shape
+    made = nn.Linear(inputs, outputs, bias=False, device="meta")
+    made.weight = _frozen(weight)
+    if bias is not None:
+        made.bias = _frozen(bias)
+    return made
+
+
+def _frozen(tensor: Tensor) -> nn.Parameter:
+    return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor.detach(), requires_grad=False)
+
+
+@lru_cache(maxsize=4)
+def packing_pays(dtype: torch.dtype) -> bool:
+    """Measured: whether one token and five together are cheaper with blocked weights on this CPU."""
+    if dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():
+        return False
+    linear = linear_of(torch.randn(768, 512, generator=torch.Generator().manual_seed(0)).to(dtype), None)
+    try:
+        packed = PackedLinear(linear)
+        seconds = {kind: sum(_seconds(kind, rows, dtype) for rows in (1, PACKED_ROWS)) for kind in (linear, packed)}
+    except (AttributeError, RuntimeError, NotImplementedError):  # private operations: they may be missing or differ
+        return False
+    return seconds[packed] < seconds[linear]
+
+
+@torch.no_grad()
+def _seconds(kind: nn.Module, rows: int, dtype: torch.dtype, repeats: int = 30) -> float:
+    x = torch.ones(1, rows, 512, dtype=dtype)
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        kind(x)
+        times.append(time.perf_counter() - begin)
+    return min(times)

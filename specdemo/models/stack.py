@@ -1,0 +1,121 @@
+"""Llama layers that read the same states, run as one: heads that work side by side.
+
+N layers, B rows, S slots, K key/value heads, D head size, L columns of the cache.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.cache_utils import Cache
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from specdemo.models.fused import OneLayer, close, is_plain, sample, turning
+
+
+class Stack:
+    """Llama layers that read the same states, each operation run once for all of them: of heads that work side by side.
+
+    N layers. Their weights become views of the stack's, so that they take no more memory and can still be used one by
+    one. A deep copy is None, since what it copies may be trained.
+    """
+
+    def __init__(self, layers: Any) -> None:
+        first = layers[0].self_attn
+        self.head_dim, self.scaling, self.act = first.head_dim, first.scaling, layers[0].mlp.act_fn
+        self.heads = first.q_proj.out_features // self.head_dim
+        self.kv_heads = first.k_proj.out_features // self.head_dim
+        self.eps = layers[0].input_layernorm.variance_epsilon
+        self.before_attention = _stacked([layer.input_layernorm.weight] for layer in layers)[:, None]
+        self.before_mlp = _stacked([layer.post_attention_layernorm.weight] for layer in layers)[:, None]
+        attention = [layer.self_attn for layer in layers]
+        self.qkv = _stacked([a.q_proj.weight, a.k_proj.weight, a.v_proj.weight] for a in attention)
+        self.out = _stacked([a.o_proj.weight] for a in attention)
+        self.gate_up = _stacked([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight] for layer in layers)
+        self.down = _stacked([layer.mlp.down_proj.weight] for layer in layers)
+
+    def __call__(
+        self, x: Tensor, ends: Tensor, count: int, angles: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache
+    ) -> Tensor:
+        """x [B, S, hidden] -> [B, count, hidden]: what the first `count` layers make of column ends[b].
+
+        angles: cos and sin [B, S, D]; mask as for a layer, [B or 1, 1, S, L], None: causal. Keys and values of all
+        layers go into the first layer of the cache.
+        """
+        rows, slots, _ = x.shape
+        each, (cos, sin) = torch.arange(rows, device=x.device), angles
+        normed = self._normed(x).flatten(0, 1) * self.before_attention
+        qkv = _times(self.qkv, normed).unflatten(-1, (-1, self.head_dim)).unflatten(1, (rows, slots))
+        qk, value = qkv.split([self.heads + self.kv_heads, self.kv_heads], 3)  # [N, B, S, heads, D]
+        qk = torch.addcmul(qk * cos[:, :, None], qk.roll(self.head_dim // 2, -1), turning(sin)[:, :, None])
+        query, key = qk.split([self.heads, self.kv_heads], 3)
+        key, value = cache.update(_side_by_side(key), _side_by_side(value), 0)
+        query = query[:count, each, ends].transpose(0, 1).flatten(1, 2)[:, :, None]
+        used = count * self.kv_heads
+        out = F.scaled_dot_product_attention(
+            query,
+            key[:, :used],
+            value[:, :used],
+            _seen_from(ends, slots, mask),
+            scale=self.scaling,
+            enable_gqa=self.heads > self.kv_heads,
+        )
+        out = out.reshape(rows, count, -1).transpose(0, 1)
+        state = x[each, ends] + _times(self.out[:count], out)
+        gate, up = _times(self.gate_up[:count], self._normed(state) * self.before_mlp[:count]).chunk(2, -1)
+        return (state + _times(self.down[:count], self.act(gate) * up)).transpose(0, 1)
+
+    def _normed(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), x.shape[-1:], None, self.eps).to(x.dtype)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+
+@torch.no_grad()
+def stacked(layers: nn.ModuleList, rotary: nn.Module) -> Stack | None:
+    """Layers that are to read the same states as one stack; None where they are of another kind or it differs."""
+    linears = [m for layer in layers for m in layer.modules() if isinstance(m, nn.Linear)]
+    known = all(type(layer) is LlamaDecoderLayer and is_plain(layer) for layer in layers)
+    if not known or any(linear.bias is not None for linear in linears):
+        return None
+    weight = linears[0].weight
+    x, positions = sample(weight, linears[0].in_features)
+    angles = rotary(x, positions)
+    expected = torch.cat([layer(x, position_embeddings=angles)[:, -1:] for layer in layers], 1).float()
+    stack = Stack(layers)
+    last = positions[:, -1]
+    said = stack(x, last, len(layers), angles, None, OneLayer()).float()
+    return stack if close(said, expected, weight.dtype) else None
+
+
+def _stacked(groups: Iterable[list[nn.Parameter]]) -> Tensor:
+    """Per layer parameters [.., size] -> [N, all their rows, size] or, of vectors, [N, size]; they become its views."""
+    groups = list(groups)
+    stack = torch.stack([torch.cat([p.detach() for p in group]) for group in groups])
+    for whole, group in zip(stack, groups, strict=True):
+        for parameter, part in zip(group, whole.split([len(p) for p in group]), strict=True):
+            parameter.data = part
+    return stack
+
+
+def _times(weights: Tensor, states: Tensor) -> Tensor:
+    """weights [N, out, in], states [N, S, in] -> [N, S, out]. The few states stand on the right: that is what a CPU
+    multiplies faster."""
+    return torch.bmm(weights, states.mT).mT
+
+
+def _side_by_side(states: Tensor) -> Tensor:
+    """[N, B, S, K, D] -> [B, N * K, S, D]"""
+    return states.permute(1, 0, 3, 2, 4).flatten(1, 2)
+
+
+def _seen_from(ends: Tensor, slots: int, mask: Tensor | None) -> Tensor | None:
+    """What column ends[b] of S slots sees, [B, 1, 1, L]; None: all there is."""
+    if mask is not None:
+        return mask.expand(len(ends), -1, -1, -1)[torch.arange(len(ends), device=ends.device), :, ends][:, :, None]
+    if slots == 1:
+        return None
+    return (torch.arange(slots, device=ends.device) <= ends[:, None])[:, None, None]
