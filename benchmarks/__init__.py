@@ -17,10 +17,12 @@ class Peers(Decoding):
     def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
         from benchmarks.pairs import make_pair
         from benchmarks.peers import compete
+        from specdemo.models.machine import one_thread
 
         report(0.0, "making the models")
         pair = make_pair(self.pair, self.device, self.dtype)
-        return compete(pair, self.repeats, self.new_tokens, report, cancelled)
+        with one_thread(pair.target.device):  # every peer has as many as the engine
+            return compete(pair, self.repeats, self.new_tokens, report, cancelled)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +36,11 @@ class Floor(Decoding):
     def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
         from benchmarks.floor import floor
         from benchmarks.pairs import make_pair
+        from specdemo.models.machine import one_thread
 
-        return floor(make_pair(self.pair, self.device, self.dtype), self.repeats, self.new_tokens, report, cancelled)
+        pair = make_pair(self.pair, self.device, self.dtype)
+        with one_thread(pair.target.device):
+            return floor(pair, self.repeats, self.new_tokens, report, cancelled)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,9 @@ from specdemo.core.protocol import GenerationConfig
 from specdemo.core.words import suggest
 from specdemo.engine.loop import generate
 from specdemo.methods import BASELINE, load_drafter
-from specdemo.models.load import free_bytes, load_model, pick_device, pick_dtype
+from specdemo.models.footprint import free_bytes
+from specdemo.models.load import load_model
+from specdemo.models.place import pick_device, pick_dtype
 from specdemo.models.target import HFTarget
 from specdemo.models.text import encode
 

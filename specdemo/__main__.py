@@ -261,7 +261,7 @@ def serve_command(
     engine: Annotated[str, typer.Option("--for", help="vllm or sglang.")] = "vllm",
 ) -> None:
     """Print the lines that start a preset's lanes on servers, to be raced with `run --server`."""
-    from specdemo.models.load import embedded_folder
+    from specdemo.models.hub import embedded_folder
     from specdemo.presets.serve import serve_commands
 
     if engine not in ("vllm", "sglang"):
@@ -299,7 +299,9 @@ def doctor(
     print(f"{'chromium':<16}{_chromium() or 'none (only the tests of the page need one)'}")
 
     from specdemo.engine.session import environment
-    from specdemo.models.load import load_target, resolve, verify_cost
+    from specdemo.models.load import load_target
+    from specdemo.models.pass_cost import verify_cost
+    from specdemo.models.resolve import resolve
 
     missing = [name for name in EMBEDDED if not Path(resolve(name)).is_dir()]
     print(f"{'embedded models':<16}{'missing: ' + ', '.join(missing) if missing else ', '.join(EMBEDDED)}")

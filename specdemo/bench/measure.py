@@ -21,7 +21,7 @@ from specdemo.core.trace import RunTrace, StepEvent
 from specdemo.engine.loop import generate
 from specdemo.engine.session import Session
 from specdemo.engine.spec import RunSpec
-from specdemo.models.load import Cancelled
+from specdemo.models.hub import Cancelled
 
 Tick = Callable[[float], None]  # share of a repeat done; raises Stopped
 T = TypeVar("T")

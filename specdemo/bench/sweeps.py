@@ -15,7 +15,8 @@ from specdemo.engine.cost import WIDTHS, Costs, observed
 from specdemo.engine.session import Session, environment
 from specdemo.engine.spec import LaneSpec, RunSpec
 from specdemo.methods import BASELINE, load_drafter
-from specdemo.models.load import load_target, verify_costs
+from specdemo.models.load import load_target
+from specdemo.models.pass_cost import verify_costs
 from specdemo.models.target import HFTarget
 from specdemo.models.text import encode
 from specdemo.presets.schema import LIMITS, load_presets, preset

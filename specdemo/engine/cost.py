@@ -153,7 +153,7 @@ def measure(
     slots. prompt_ids [1, T]."""
     from specdemo.core.protocol import Budget, GenerationConfig
     from specdemo.engine.loop import generate
-    from specdemo.models.load import verify_costs
+    from specdemo.models.pass_cost import verify_costs
 
     config = GenerationConfig(new_tokens, budget=Budget(k, k), stop_token_ids=())
     plain, lane = (

@@ -5,6 +5,7 @@ B rows, N draft nodes, S = N + 1 slots, A kept columns, V vocabulary.
 """
 
 from collections.abc import Callable, Generator
+from contextlib import closing
 from dataclasses import replace
 
 import torch
@@ -16,13 +17,13 @@ from specdemo.core.sampling import draw, to_probs
 from specdemo.core.trace import StepEvent
 from specdemo.core.tree import ABSENT, Draft, bounded, chain_parents, check, depths, first_branch, is_chain
 from specdemo.engine.clock import Stopwatch, stopwatch_for
+from specdemo.models.machine import one_thread
 
 
 def never() -> bool:
     return False
 
 
-@torch.no_grad()  # not inference_mode: online drafters train on these tensors
 def generate(
     target: Target,
     drafter: Drafter,
@@ -42,8 +43,26 @@ def generate(
     where they are read back for the event, so that a stray one neither reads foreign memory nor costs a wait.
     """
     _check(target, prompt_ids, config)
-    accept = accept or Lossless()
     watch = stopwatch or stopwatch_for(prompt_ids.device)
+    with closing(_steps(target, drafter, prompt_ids, config, accept or Lossless(), watch, cancelled)) as steps:
+        while True:
+            with one_thread(prompt_ids.device):
+                event = next(steps, None)
+            if event is None:
+                return
+            yield event
+
+
+@torch.no_grad()  # not inference_mode: online drafters train on these tensors
+def _steps(
+    target: Target,
+    drafter: Drafter,
+    prompt_ids: Tensor,
+    config: GenerationConfig,
+    accept: AcceptRule,
+    watch: Stopwatch,
+    cancelled: Callable[[], bool],
+) -> Generator[StepEvent, None, None]:
     rng = torch.Generator(prompt_ids.device).manual_seed(config.seed)
     noise = None if config.sampling.greedy else rng
     rows = _Rows(len(prompt_ids), config, target)

@@ -25,8 +25,9 @@ from specdemo.engine.shelf import Shelf
 from specdemo.engine.spec import RunSpec
 from specdemo.engine.verdict import judge
 from specdemo.methods import check_model, validate_options
-from specdemo.models.load import Cancelled, LoadProgress, placed, silent
-from specdemo.models.machine import commit, device_name, versions
+from specdemo.models.hub import Cancelled, LoadProgress, silent
+from specdemo.models.machine import commit, device_name, one_thread, versions
+from specdemo.models.place import placed
 from specdemo.models.target import HFTarget
 from specdemo.servers.address import check_listed
 
@@ -172,10 +173,13 @@ def follow_up(spec: RunSpec, trace: RunTrace, message: str) -> RunSpec:
 def environment(target: HFTarget | None) -> dict[str, Any]:
     """What the numbers were measured on, and when. Without a target every lane ran on a server, of which no more is
     known."""
-    on_cpu = target is not None and target.device.type != "cuda"
+    threads = None
+    if target is not None and target.device.type != "cuda":
+        with one_thread(target.device):
+            threads = torch.get_num_threads()
     return {
         "device": device_name(target.device) if target else "servers",
-        "threads": torch.get_num_threads() if on_cpu else None,
+        "threads": threads,
         "dtype": str(target.dtype).removeprefix("torch.") if target else "unknown precision",
         "kernels": target.kernels if target else "unknown",
         "versions": versions(),

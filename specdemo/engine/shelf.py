@@ -11,7 +11,10 @@ from specdemo.engine.spec import LaneSpec, RunSpec
 from specdemo.methods import BASELINE, method, reader
 from specdemo.models.checkpoints import readable
 from specdemo.models.footprint import Precision, free_bytes, measure
-from specdemo.models.load import LoadProgress, check_memory, load_whole, locate, plan, silent
+from specdemo.models.hub import LoadProgress, silent
+from specdemo.models.load import load_whole
+from specdemo.models.place import check_memory, plan
+from specdemo.models.resolve import locate
 from specdemo.models.target import HFTarget
 
 ANY_WEIGHTS = ("*.pt", "*.bin", "*.pth")  # of published speculators without safetensors

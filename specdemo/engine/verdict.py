@@ -5,7 +5,8 @@ from contextlib import suppress
 import torch
 
 from specdemo.core.trace import LaneTrace, RunTrace, compare
-from specdemo.models.load import rounding_noise
+from specdemo.models.machine import one_thread
+from specdemo.models.pass_cost import rounding_noise
 from specdemo.models.target import HFTarget
 
 
@@ -26,7 +27,7 @@ def judge(trace: RunTrace, target: HFTarget | None) -> None:
         else:
             assert target is not None
             row["verdict"] = "unknown"
-            with suppress(Exception):  # such as no memory to read it again: what was decoded stands
+            with suppress(Exception), one_thread(target.device):  # such as no memory to read it again
                 row["divergence_margin"], rounding = _divergence(target, baseline, lane, index)
                 row["verdict"] = "rounding" if rounding else "differs"
         trace.comparison.append(row)

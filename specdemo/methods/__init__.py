@@ -25,6 +25,7 @@ save(folder, target_name)            writes the head in its family's public form
 
 import dataclasses
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
 from math import inf
@@ -152,6 +153,6 @@ def load_drafter(name: str, target: "Target", model: Any = None, **options: Any)
     check_model(name, checked, model)
     from specdemo.models.checkpoints import readable
 
-    with readable(model if isinstance(model, str) else name):
+    with readable(model) if isinstance(model, str) else nullcontext():
         drafter: Drafter = cls(target, model, cls.Options(**checked))
     return drafter

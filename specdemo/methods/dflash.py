@@ -35,7 +35,7 @@ from specdemo.methods.grow import grow
 from specdemo.methods.heads import NEVER, HeadDrafter, as_target, at_last, odd_tensors
 from specdemo.models.cache import SPARE, SlabCache
 from specdemo.models.checkpoints import Checkpoint, open_checkpoint, write_checkpoint
-from specdemo.models.load import LoadProgress, silent
+from specdemo.models.hub import LoadProgress, silent
 from specdemo.models.packed import RMSNorm, dtype_of, pack
 
 PROBE_ROWS, PROBE_COLUMNS = 8, 48  # of the target's own text, which tells one convention from another

@@ -16,7 +16,8 @@ from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling, draw, to_probs
 from specdemo.core.tree import ABSENT, Draft, chain_parents
 from specdemo.models.checkpoints import expect, head_of, outline_checkpoint
-from specdemo.models.load import Incomplete, LoadedModel, LoadProgress, load_model
+from specdemo.models.hub import LoadProgress
+from specdemo.models.load import Incomplete, LoadedModel, load_model
 from specdemo.models.target import HFTarget
 
 PROBES = (  # what tokenizers of one vocabulary may still cut differently

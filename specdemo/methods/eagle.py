@@ -32,7 +32,7 @@ from specdemo.methods.grow import grow
 from specdemo.methods.heads import HeadDrafter, as_target, greedy_text
 from specdemo.models.cache import SPARE, SlabCache
 from specdemo.models.checkpoints import Checkpoint, expect, open_checkpoint
-from specdemo.models.load import LoadProgress, silent
+from specdemo.models.hub import LoadProgress, silent
 
 UNROLLED = 4  # steps of EAGLE-3's training-time test
 DECAY = 0.8  # weight of a step in the loss, relative to the one before it

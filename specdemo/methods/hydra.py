@@ -33,7 +33,7 @@ from specdemo.methods.medusa import Chosen, Heads, Medusa, check_fit, count, fil
 from specdemo.models.cache import SPARE, SlabCache
 from specdemo.models.checkpoints import Checkpoint, expect, open_checkpoint, write_checkpoint
 from specdemo.models.history import AttentionMask, GatherHistory
-from specdemo.models.load import LoadProgress, silent
+from specdemo.models.hub import LoadProgress, silent
 from specdemo.models.masks import Masks
 
 USED = ("hydra_mlp.", "hydra_lm_head.", "prefix_embeding_layer.layers.", "prefix_embeding_layer.norm.")

@@ -28,7 +28,7 @@ from specdemo.methods import knob
 from specdemo.methods.grow import Shape, chain, fitted, within
 from specdemo.methods.heads import NEVER, HeadDrafter, as_target, at_last, likeliest, odd_tensors
 from specdemo.models.checkpoints import Checkpoint, expect, open_checkpoint, write_checkpoint
-from specdemo.models.load import LoadProgress, silent
+from specdemo.models.hub import LoadProgress, silent
 from specdemo.models.packed import dtype_of, pack
 
 RANKS = 10

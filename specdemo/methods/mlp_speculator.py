@@ -32,7 +32,7 @@ from specdemo.methods import knob
 from specdemo.methods.grow import pruned
 from specdemo.methods.heads import HeadDrafter, as_target, at_last, likeliest
 from specdemo.models.checkpoints import Checkpoint, expect, open_checkpoint, write_checkpoint
-from specdemo.models.load import LoadProgress, silent
+from specdemo.models.hub import LoadProgress, silent
 from specdemo.models.packed import dtype_of, pack
 
 EPSILON = 1e-6

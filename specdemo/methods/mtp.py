@@ -34,7 +34,7 @@ from specdemo.methods.mtp_heads import Convention, Heads, ParallelHeads, Sequent
 from specdemo.models.cache import SPARE, SlabCache
 from specdemo.models.checkpoints import Checkpoint
 from specdemo.models.history import AttentionMask, GatherHistory
-from specdemo.models.load import LoadProgress, silent
+from specdemo.models.hub import LoadProgress, silent
 from specdemo.models.masks import Masks
 
 Chosen = tuple[Tensor, ...]  # of n steps: tokens [B, n], confidence [B, n] and, when they were drawn, probs [B, n, V]

@@ -27,7 +27,8 @@ from specdemo.methods.heads import as_target, odd_tensors
 from specdemo.methods.mtp_heads import Convention, Heads, ParallelHeads, SequentialModules
 from specdemo.models.checkpoints import Checkpoint, check_weights, write_checkpoint
 from specdemo.models.footprint import read_config
-from specdemo.models.load import LoadProgress, local_folder, silent
+from specdemo.models.hub import LoadProgress, silent
+from specdemo.models.resolve import local_folder
 
 Tensors = dict[str, Tensor]
 

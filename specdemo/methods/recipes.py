@@ -13,8 +13,9 @@ from torch import nn
 
 from specdemo.core.words import suggest
 from specdemo.methods import load_drafter, method
-from specdemo.models.load import load_target, pick_device
+from specdemo.models.load import load_target
 from specdemo.models.machine import device_name
+from specdemo.models.place import pick_device
 from specdemo.models.target import HFTarget
 from specdemo.training.cards import write_card, write_head_card
 from specdemo.training.collect import Plan

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from specdemo.core.files import replacing_all, write_text
 from specdemo.models.footprint import TOO_LARGE, headers, read_config
-from specdemo.models.hub import describe, remote_headers
-from specdemo.models.load import Cancelled, LoadProgress, local_folder, locate, resolve, silent
+from specdemo.models.hub import Cancelled, LoadProgress, describe, remote_headers, silent
+from specdemo.models.resolve import local_folder, locate, resolve
 
 PICKLED = ("*.pt", "*.bin")
 SHARD = "9MB"

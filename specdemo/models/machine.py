@@ -1,13 +1,33 @@
 """What ran, and on what: the facts that stand beside every measured or trained result."""
 
+import os
 import platform
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 import transformers
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """torch's threads for the work inside; afterwards there are as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def one_thread(device: torch.device) -> AbstractContextManager[None]:
+    """On a CPU `threads(1)`, unless OMP_NUM_THREADS says how many: on small passes two gain little and collapse as soon
+    as anything else runs."""
+    return threads(1) if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ else nullcontext()
 
 
 def device_name(device: torch.device) -> str:

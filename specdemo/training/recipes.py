@@ -25,9 +25,11 @@ from transformers import (
 )
 
 from specdemo.core.files import replacing, replacing_all
+from specdemo.models import machine
 from specdemo.models.checkpoints import SHARD, SHARDS
-from specdemo.models.load import pick_device, resolve
 from specdemo.models.machine import device_name
+from specdemo.models.place import pick_device
+from specdemo.models.resolve import resolve
 from specdemo.models.shipped import check_shipped
 from specdemo.training.agreement import agreement, next_probs
 from specdemo.training.cards import write_attribution, write_card
@@ -451,8 +453,7 @@ def train(
     chosen = RECIPES[recipe]
     minutes = positive(chosen.minutes if minutes is None else minutes)
     out = out or Path("runs") / recipe
-    threads = threads or chosen.threads or os.cpu_count() or 1
-    torch.set_num_threads(threads)
+    count = threads or chosen.threads or os.cpu_count() or 1
     job = Job(
         recipe=recipe,
         shape=chosen.shape,
@@ -465,8 +466,9 @@ def train(
         plan=chosen.plan,
         backwards=chosen.backwards,
         start=resolve(start) if start else None,
-        threads=threads,
+        threads=count,
         compile=compile,
     )
-    chosen.make(job)
+    with machine.threads(count):
+        chosen.make(job)
     return out

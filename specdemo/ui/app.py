@@ -1,8 +1,6 @@
 """What opens the page, with its options: the command `ui`, and `python app.py`."""
 
-from contextlib import closing
 from importlib import import_module
-from threading import Event
 from typing import Annotated
 
 import typer
@@ -36,8 +34,7 @@ def ui(
 
     allow(server or [])
     try:
-        with closing(serve(preset, host, int(port), allow_any_model, block=False)):
-            Event().wait()
+        serve(preset, host, int(port), allow_any_model)
     except OSError as error:
         if "empty port" not in str(error):
             raise

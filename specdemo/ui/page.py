@@ -9,6 +9,7 @@ import gc
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from functools import lru_cache
 from typing import Any
 
@@ -384,7 +385,8 @@ def serve(
     if not space.zero_gpu():
         threading.Thread(target=_warm, args=(preset(start),), daemon=True, name="preload").start()
     if block:
-        page.block_thread()
+        with closing(page):
+            threading.Event().wait()
     return page
 
 

@@ -30,7 +30,7 @@ from specdemo.ui.lines import Packed, opening, to_line
 from specdemo.ui.views import view
 
 if TYPE_CHECKING:
-    from specdemo.models.load import LoadProgress
+    from specdemo.models.hub import LoadProgress
 
 IF_LINKED = f"() => {{ if (new URLSearchParams(location.search).has('sweep')) ({assets.to_tab('sweep')})(); }}"
 OFF = (

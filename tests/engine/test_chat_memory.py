@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerFast
 from specdemo.engine.messages import Started, Step
 from specdemo.engine.session import Session, follow_up
 from specdemo.engine.spec import LaneSpec, RunSpec
-from specdemo.models.load import resolve
 from specdemo.models.memory import Remembering
+from specdemo.models.resolve import resolve
 from specdemo.models.target import HFTarget
 from tests.models.test_text import byte_level
 from tests.models.tiny import build, pinned

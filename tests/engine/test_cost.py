@@ -9,7 +9,7 @@ from specdemo.core.tally import summarise
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent
 from specdemo.engine.cost import Costs, explain, measure, observed, prediction
 from specdemo.methods import load_drafter
-from specdemo.models.load import verify_costs
+from specdemo.models.pass_cost import verify_costs
 from specdemo.models.toy import ToyTarget
 
 

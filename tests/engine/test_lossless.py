@@ -25,7 +25,8 @@ from specdemo.engine.loop import generate
 from specdemo.engine.spec import LaneSpec
 from specdemo.methods import METHODS, load_drafter, method, reader
 from specdemo.models.fused import hasten
-from specdemo.models.load import load_target, resolve
+from specdemo.models.load import load_target
+from specdemo.models.resolve import resolve
 from specdemo.models.target import HFTarget
 from specdemo.models.text import encode
 from tests.models.recorders import Replayed

@@ -13,7 +13,7 @@ from specdemo.engine import shelf
 from specdemo.engine.messages import Finished, LaneDone, Note, Started, Step, replay
 from specdemo.engine.session import Session, follow_up
 from specdemo.engine.spec import LaneSpec, RunSpec
-from specdemo.models.load import resolve
+from specdemo.models.resolve import resolve
 from specdemo.models.text import encode
 from specdemo.training.corpus import train_tokenizer
 

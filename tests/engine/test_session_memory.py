@@ -13,7 +13,7 @@ from specdemo.engine import shelf
 from specdemo.engine.messages import Note
 from specdemo.engine.session import Session
 from specdemo.engine.spec import LaneSpec, RunSpec
-from specdemo.models.load import Cancelled
+from specdemo.models.hub import Cancelled
 from tests.models.test_text import byte_level
 
 MEGABYTES = 4  # of every model
@@ -102,7 +102,7 @@ def test_fifty_switches_leave_nothing_behind(folders):
 def test_what_cannot_fit_together_is_refused_before_it_is_loaded(folders, monkeypatch):
     a, b, _ = folders
     need = shelf.measure(Path(a), shelf.Precision(torch.float32)).weights
-    monkeypatch.setattr("specdemo.models.load.free_bytes", lambda where: [int(1.5 * need)])
+    monkeypatch.setattr("specdemo.models.place.free_bytes", lambda where: [int(1.5 * need)])
     monkeypatch.setattr(shelf, "load_whole", None)
     with pytest.raises(ValueError, match=f"^{a} with {b} needs about 0.0 GB in float32, .* smaller model$"):
         Session().load(spec(a, LaneSpec("draft_model", b)))

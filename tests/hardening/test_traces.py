@@ -17,7 +17,8 @@ from pydantic import TypeAdapter
 
 from specdemo.bench.result import read_result
 from specdemo.core.bounds import FILE, PUBLIC_FILE, Bounds, judge
-from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, from_json, summarise, to_json
+from specdemo.core.tally import summarise
+from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, from_json, to_json
 from specdemo.presets.run import load_trace
 from specdemo.ui.log import open_trace, replayed
 from tests.traces import hostile_trace

@@ -9,7 +9,8 @@ import torch
 
 from specdemo.models import hub
 from specdemo.models.checkpoints import PICKLED
-from specdemo.models.load import load_model, local_folder, outline
+from specdemo.models.load import load_model, outline
+from specdemo.models.resolve import local_folder
 from tests.models.fake_hub import SHA, serve
 from tests.models.test_load import refused
 from tests.models.test_text import byte_level

@@ -13,10 +13,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
-from specdemo.models import load
+from specdemo.models import hub, pass_cost, place
 from specdemo.models.checkpoints import open_checkpoint
 from specdemo.models.footprint import Precision, measure
-from specdemo.models.load import LoadedModel, load_model, load_target, placed, resolve, rounding_noise
+from specdemo.models.load import LoadedModel, load_model, load_target
+from specdemo.models.pass_cost import rounding_noise
+from specdemo.models.place import placed
+from specdemo.models.resolve import resolve
 from specdemo.models.target import HFTarget
 from tests.models.test_text import byte_level
 from tests.models.tiny import VOCABULARY, build, fresh, texts
@@ -73,8 +76,8 @@ def test_a_folder_never_touches_the_network(folder, monkeypatch):
     def unreachable(*args, **kwargs):
         raise AssertionError("a folder needs no network")
 
-    monkeypatch.setattr(load.hub, "snapshot_download", unreachable)
-    monkeypatch.setattr(load.hub, "HfApi", unreachable)
+    monkeypatch.setattr(hub, "snapshot_download", unreachable)
+    monkeypatch.setattr(hub, "HfApi", unreachable)
     load_model(str(folder))
 
 
@@ -120,26 +123,26 @@ def test_wrong_options_are_refused(folder):
 
 
 def test_quantization_says_what_it_lacks(folder, monkeypatch):
-    monkeypatch.setattr(load, "find_spec", lambda name: None)
+    monkeypatch.setattr(place, "find_spec", lambda name: None)
     assert "pip install bitsandbytes" in refused(str(folder), quantization="4bit")
 
 
 def test_a_model_that_does_not_fit_is_refused_before_loading(folder, monkeypatch):
-    monkeypatch.setattr(load, "free_bytes", lambda where: [1000])
+    monkeypatch.setattr(place, "free_bytes", lambda where: [1000])
     line = refused(str(folder))
     assert "in float32, this machine has 0.0 GB free on cpu; choose quantization 4bit or a smaller model" in line
 
 
 def test_half_precision_on_a_cpu_has_to_earn_its_place(folder, monkeypatch):
-    monkeypatch.setattr(load, "verify_cost", lambda target: (1.0, 1.53))
+    monkeypatch.setattr(pass_cost, "verify_cost", lambda target: (1.0, 1.53))
     line = refused(str(folder), dtype="bfloat16")
     assert "checking 5 tokens takes 1.53 times as long as one (limit 1.2)" in line and "float32" in line
-    monkeypatch.setattr(load, "verify_cost", lambda target: (1.0, 1.1))
+    monkeypatch.setattr(pass_cost, "verify_cost", lambda target: (1.0, 1.1))
     assert load_model(str(folder), dtype="bfloat16").model.dtype == torch.bfloat16
 
 
 def test_the_cost_of_verifying_is_measured():
-    one, five = load.verify_cost(HFTarget(build("llama")), repeats=2)
+    one, five = pass_cost.verify_cost(HFTarget(build("llama")), repeats=2)
     assert 0.1 < five / one < 50.0
 
 

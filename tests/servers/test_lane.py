@@ -16,7 +16,7 @@ from specdemo.core.trace import MAX_TEXT, from_json, kinds, to_json
 from specdemo.engine.messages import Finished, LaneDone, Step, replay
 from specdemo.engine.session import Session
 from specdemo.engine.spec import LaneSpec, RunSpec
-from specdemo.models.load import resolve
+from specdemo.models.resolve import resolve
 from specdemo.servers import address as addresses
 from specdemo.servers import client, counters
 from specdemo.servers import lane as remote

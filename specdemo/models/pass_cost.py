@@ -1,0 +1,73 @@
+"""What a pass of a target costs by its width, and how far passes of different widths round apart."""
+
+import time
+from collections.abc import Sequence
+from statistics import median
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specdemo.core.protocol import Target
+from specdemo.core.tree import chain_parents
+from specdemo.models.machine import one_thread
+from specdemo.models.target import HFTarget
+
+VERIFY_TOKENS = 5
+VERIFY_LIMIT = 1.2  # times a one-token pass: above, speculation cannot pay
+
+
+def verify_cost(target: HFTarget, slots: int = VERIFY_TOKENS, repeats: int = 5) -> tuple[float, float]:
+    """Milliseconds of a one-token pass and of one that verifies `slots` tokens."""
+    times = verify_costs(target, (1, slots), repeats)
+    return times[1], times[slots]
+
+
+def verify_costs(target: Target, widths: Sequence[int], repeats: int = 5) -> dict[int, float]:
+    """Slots -> milliseconds of a pass over a chain of that many; medians, interleaved."""
+    prompt = torch.arange(1, 33, device=target.device)[None] % target.vocab_size
+    times: dict[int, list[float]] = {width: [] for width in widths}
+    with one_thread(target.device):
+        target.start(prompt)
+        for repeat in range(repeats + 1):
+            for width, measured in times.items():
+                seconds = _seconds(target, width)
+                if repeat:  # the first round warms up
+                    measured.append(1000.0 * seconds)
+        target.release()
+    return {width: median(measured) for width, measured in times.items()}
+
+
+def _seconds(target: Target, width: int) -> float:
+    tokens = torch.arange(width, device=target.device)[None] % target.vocab_size
+    begin = time.perf_counter()
+    target.forward(tokens, chain_parents(1, width - 1, target.device))
+    if target.device.type == "cuda":
+        torch.cuda.synchronize(target.device)
+    return time.perf_counter() - begin
+
+
+def rounding_noise(target: HFTarget, tokens: Tensor, slots: int = VERIFY_TOKENS) -> float:
+    """How far the logits of one-token passes and of one pass over the same `slots` tokens, the last of tokens [1, T],
+    lie apart: kernels for other widths add in another order. 0.0 for a text too short to tell."""
+    if tokens.shape[1] <= slots:
+        return 0.0
+    last = tokens[:, -slots:]
+    target.start(tokens[:, :-slots])
+    together = target.forward(last, torch.arange(slots - 1, device=tokens.device)[None]).logits.float()
+    alone = []
+    for token in last.split(1, 1):
+        alone.append(target.forward(token, token[:, 1:]).logits.float())
+        target.commit([[0]])
+    target.release()
+    return float((torch.cat(alone, 1) - together).abs().max())
+
+
+def check_verify_cost(model: PreTrainedModel, name: str, dtype: str) -> None:
+    one, several = verify_cost(HFTarget(model))
+    ratio = several / one
+    if ratio > VERIFY_LIMIT:
+        raise ValueError(
+            f"{name} in {dtype} on this CPU: checking {VERIFY_TOKENS} tokens takes {ratio:.2f} times as long as one "
+            f"(limit {VERIFY_LIMIT}), so speculation cannot pay; use dtype 'float32'"
+        )

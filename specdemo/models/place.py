@@ -1,0 +1,105 @@
+"""Where a model goes and what it is held in: devices, precisions, the memory there is."""
+
+import logging
+from collections.abc import Sequence
+from importlib.util import find_spec
+from itertools import groupby
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from specdemo.core.words import suggest
+from specdemo.models.footprint import HEADROOM, Precision, free_bytes, free_ram, gigabytes
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+BITS = {"4bit": 4, "8bit": 8}
+
+
+def plan(dtype: str = "auto", device: str = "auto", quantization: str | None = None) -> tuple[torch.device, Precision]:
+    """Where a model goes and what it is held in. Raises ValueError with one line for what is not to be had here."""
+    where = pick_device(device)
+    return where, Precision(pick_dtype(dtype, where), _bits(quantization))
+
+
+def pick_device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        where = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"unknown device {device!r}; use auto, cpu, cuda or cuda:0") from None
+    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"there is no device {device!r} here, {torch.cuda.device_count()} GPUs; use device 'auto'")
+    return where
+
+
+def pick_dtype(dtype: str, where: torch.device) -> torch.dtype:
+    if dtype == "auto":
+        return torch.bfloat16 if where.type == "cuda" else torch.float32
+    if dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}; {suggest(dtype, ['auto', *DTYPES])}")
+    return DTYPES[dtype]
+
+
+def _bits(quantization: str | None) -> int | None:
+    if quantization is None:
+        return None
+    if quantization not in BITS:
+        raise ValueError(f"unknown quantization {quantization!r}; {suggest(quantization, list(BITS))}")
+    if find_spec("bitsandbytes") is None or find_spec("accelerate") is None:
+        raise ValueError(f"quantization {quantization!r} needs bitsandbytes; run: pip install bitsandbytes accelerate")
+    return BITS[quantization]
+
+
+def check_memory(name: str, needed: int, where: torch.device, precision: Precision) -> bool:
+    """True when the model has to be spread over several devices. Raises ValueError when it fits nowhere."""
+    frees = free_bytes(where)
+    if HEADROOM * needed <= frees[0]:
+        return False
+    if where.type == "cuda" and where.index is None and not precision.bits:
+        frees = [*frees, free_ram()]  # bitsandbytes computes on one kind of device
+    if HEADROOM * needed <= sum(frees):
+        return True
+    cure = "a smaller model" if precision.bits == 4 else "quantization 4bit or a smaller model"
+    raise ValueError(
+        f"{name} needs about {gigabytes(HEADROOM * needed)} in {precision}, this machine has {gigabytes(sum(frees))} "
+        f"free on {where}; choose {cure}"
+    )
+
+
+def placement(where: torch.device, precision: Precision, spread: bool) -> dict[str, Any]:
+    placement: dict[str, Any] = {"device_map": "auto"} if spread else {}
+    if precision.bits:
+        placement.setdefault("device_map", {"": where if where.index is not None or where.type == "cpu" else 0})
+        placement["quantization_config"] = transformers.BitsAndBytesConfig(
+            load_in_4bit=precision.bits == 4,
+            load_in_8bit=precision.bits == 8,
+            # outliers are kept in 16 bits for all tokens of a pass where one has them, so what a token gives would
+            # depend on those it is verified with
+            llm_int8_threshold=0.0,
+            bnb_4bit_compute_dtype=precision.dtype,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+        )
+        # it says at every product of every layer that it casts what it multiplies
+        logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+    return placement
+
+
+def placed(model: PreTrainedModel) -> str:
+    """Which of its parts are where, if not all in one place: `cuda:0: embed_tokens, layers 0-20; cpu: lm_head`."""
+    devices: dict[str, list[str]] = {}
+    for part, device in getattr(model, "hf_device_map", {}).items():
+        devices.setdefault(f"cuda:{device}" if isinstance(device, int) else str(device), []).append(part)
+    return "; ".join(f"{device}: {_listed(parts)}" for device, parts in devices.items()) if len(devices) > 1 else ""
+
+
+def _listed(parts: Sequence[str]) -> str:
+    """Names without their path; numbered layers in runs."""
+    ends = [part.rpartition(".")[2] for part in parts]
+    numbers = sorted(int(end) for end in ends if end.isdigit())
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    layers = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return ", ".join([*(end for end in ends if not end.isdigit()), *(f"layers {run}" for run in layers)])

@@ -1,0 +1,120 @@
+"""A name -> the folder of a model: an embedded model ("stories"), a folder, or a Hugging Face id with or without
+@revision. Folders never touch the network; ids are downloaded into the Hugging Face cache first (hub.py)."""
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from specdemo.core.bounds import Bounds
+from specdemo.core.reading import check_regular, read_json
+from specdemo.models import hub
+from specdemo.models.hub import LoadProgress, embedded_folder, silent
+from specdemo.models.shipped import check_shipped
+
+DESCRIPTION = Bounds(64_000_000, 2_000_000, 600_000)  # a tokenizer, an index: the largest public one has half of it
+
+
+def resolve(name: str) -> str:
+    """An embedded name -> its folder; a path -> itself; anything else is a hub id and comes back unchanged."""
+    folder = embedded_folder() / name
+    if re.fullmatch(r"[\w.-]+", name) and (folder / "config.json").is_file():
+        return str(folder)
+    return str(Path(name).expanduser()) if _is_path(name) else name
+
+
+def _is_path(name: str) -> bool:
+    several = hub.split(name)[0].count("/") > 1
+    return name.startswith((".", "/", "~")) or os.sep * 2 in name or several or Path(name).exists()
+
+
+def local_folder(name: str, report: LoadProgress = silent, pickled: Sequence[str] = ()) -> str:
+    """A folder, an embedded name or a hub id -> the local folder with its config and weights, downloaded if need be.
+
+    pickled: patterns of weights that will do where there are no safetensors; with them the folder is not checked.
+    Raises ValueError with one line that names the cure.
+    """
+    folder = fetched(locate(name, pickled), report)
+    return str(folder if pickled else checked(folder, name))
+
+
+def locate(name: str, pickled: Sequence[str] = ()) -> Path | hub.Repository:
+    """The folder of a model, or what the hub holds under its name; nothing is downloaded. Raises ValueError."""
+    path = resolve(name)
+    folder = Path(path)
+    if not name.strip():
+        raise ValueError("name a model: a folder, a Hugging Face id or one that ships with the project")
+    if folder.is_file():
+        raise ValueError(f"{name} is a file; give the folder it is in")
+    if folder.is_dir():
+        return _readable(folder)
+    if _is_path(name):
+        raise ValueError(f"there is no folder {name}")
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?", path):
+        raise ValueError(f"{name!r} is neither a folder nor a Hugging Face id (organisation/model, or with @revision)")
+    if hub.offline():
+        return hub.cached(path)
+    found = hub.look(path, pickled)
+    if not pickled and "config.json" not in found.files:
+        raise ValueError(f"{name} has no config.json; it is not a transformers model")
+    if not found.weights:
+        raise ValueError(f"{name} holds no .safetensors weights; choose a model that does")
+    return found
+
+
+def _readable(folder: Path) -> Path:
+    """The folder again. Raises ValueError when what is to be read of it is no file, or one without measure."""
+    for file in folder.iterdir():
+        described = file.suffix in (".json", ".txt", ".model", ".jinja")
+        if file.exists() and (described or file.suffix in (".safetensors", ".pt", ".bin", ".pth")):
+            check_regular(file, DESCRIPTION.bytes if described else None)
+    return folder
+
+
+def fetched(source: Path | hub.Repository, report: LoadProgress) -> Path:
+    if isinstance(source, Path):
+        check_shipped(source)
+        return source
+    return hub.fetch(source, lambda share, what: report(0.05 + 0.5 * share, what))
+
+
+def described(name: str) -> Path:
+    """The folder with the config and the tokenizer of a model."""
+    source = locate(name)
+    return source if isinstance(source, Path) else hub.describe(source)
+
+
+def checked(folder: Path, name: str) -> Path:
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{name} has no config.json; it is not a Hugging Face model folder")
+    if not any(folder.glob("*.safetensors")):
+        raise ValueError(f"{name} holds no .safetensors weights; convert it with model.save_pretrained(folder)")
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        with one_line(name):
+            shards = set(map(str, read_json(index, DESCRIPTION)["weight_map"].values()))
+        absent = sorted(shard for shard in shards if not (folder / shard).is_file())
+        if absent:
+            raise ValueError(f"{name} lacks {absent[0]} of {len(shards)} files of weights; fetch it again")
+    return folder
+
+
+@contextmanager
+def one_line(name: str) -> Iterator[None]:
+    """Whatever the libraries raise while loading -> one ValueError line."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(_explained(name, error)) from error
+
+
+def _explained(name: str, error: Exception) -> str:
+    line = next((s for s in str(error).splitlines() if s.strip()), "")
+    if "trust_remote_code" in str(error):
+        return f"{name} needs code from its repository, which is never run here; choose a model transformers knows"
+    if isinstance(error, SafetensorError):
+        return f"a file of {name} is damaged or cut short ({line}); delete it and fetch it again"
+    return line if line.startswith(name) else f"{name} cannot be loaded: {line or type(error).__name__}"
