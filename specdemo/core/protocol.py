@@ -49,6 +49,8 @@ class Forward:
 class Target(Protocol):
     """A causal language model with one history. `forward` is provisional, `commit` makes history."""
 
+    name: str
+    dtype: torch.dtype
     vocab_size: int
     hidden_size: int
     num_layers: int

@@ -34,6 +34,7 @@ from specdemo.core.words import suggest
 
 if TYPE_CHECKING:  # the names of the methods can be had without torch
     from specdemo.core.protocol import Drafter, Target
+    from specdemo.models.checkpoints import Checkpoint
 
 BASELINE = "none"  # lane 0 of every comparison
 
@@ -44,7 +45,7 @@ METHODS = {
     "draft_model": "specdemo.methods.draft_model:DraftModel",
     "ngram": "specdemo.methods.ngram:NGram",
     "suffix": "specdemo.methods.suffix:Suffix",
-    "medusa": "specdemo.methods.medusa:Medusa",
+    "medusa": "specdemo.methods.heads.medusa:Medusa",
     "hydra": "specdemo.methods.hydra:Hydra",
     "mlp_speculator": "specdemo.methods.mlp_speculator:MLPSpeculator",
     "mtp": "specdemo.methods.mtp:MTP",
@@ -152,3 +153,9 @@ def load_drafter(name: str, target: "Target", model: Any = None, **options: Any)
     check_model(name, checked, model)
     drafter: Drafter = cls(target, model, cls.Options(**checked))
     return drafter
+
+
+def expect(checkpoint: "Checkpoint", name: str) -> None:
+    from specdemo.models import checkpoints
+
+    checkpoints.expect(checkpoint, name)

@@ -29,7 +29,8 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.tree import chain_parents
 from specdemo.methods.grow import Shape
 from specdemo.methods.heads import as_target, at_last
-from specdemo.methods.medusa import Chosen, Heads, Medusa, check_fit, count, fill, rates_in
+from specdemo.methods.heads.medusa import ALIKE, Chosen, Heads, Medusa
+from specdemo.methods.heads.formats.medusa import check_fit, count
 from specdemo.models.cache import SPARE, SlabCache
 from specdemo.models.checkpoints import Checkpoint, expect, open_checkpoint, write_checkpoint
 from specdemo.models.history import AttentionMask, GatherHistory
@@ -134,8 +135,8 @@ class Hydra(Medusa):
         with torch.device("meta"):
             prefix = _prefix(target, source) if prefixed else None
             heads = HydraHeads(hidden_size, vocab_size, count(tensors, r"hydra_mlp\.(\d+)\."), layers, prefix, offset)
-        heads.rates = rates_in(checkpoint, "hydra_rank_rates")
-        fill(heads, tensors, checkpoint, target)
+        heads.rates = heads.rates_in(checkpoint, "hydra_rank_rates")
+        heads.fill(tensors, checkpoint, target, ALIKE)
         if prefix is not None:  # behind `fill`, so that it stays in full precision
             prefix.rotary_emb = LlamaRotaryEmbedding(prefix.config).to(target.device)
         return heads
@@ -197,7 +198,7 @@ class Hydra(Medusa):
             tokens = chosen[-1][0][:, level.kept]
             paths = torch.cat([paths[:, level.places[level.kept]], self._embed(tokens)], -1)
         drafted, confidence, probs = zip(*chosen, strict=True)
-        return torch.cat(drafted, 1), torch.cat(confidence, 1), None if self._rng is None else torch.cat(probs, 1)
+        return torch.cat(drafted, 1), torch.cat(confidence, 1), None if not self.choice.drawn else torch.cat(probs, 1)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         embedded: Tensor = self._target.embed(tokens)

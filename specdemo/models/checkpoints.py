@@ -38,6 +38,15 @@ class Checkpoint:
         """The tensors whose names begin with `prefix`, without it."""
         return {name.removeprefix(prefix): t for name, t in self.tensors.items() if name.startswith(prefix)}
 
+    def has(self, *parts: str) -> bool:
+        """Whether the name of a tensor holds one of these."""
+        return any(part in name for name in self.tensors for part in parts)
+
+    def says(self, key: str, *values: str) -> bool:
+        """Whether its config has one of these values, or holds one in a list of them."""
+        said = self.config.get(key)
+        return any(str(value) in values for value in (said if isinstance(said, list) else [said]))
+
 
 def open_checkpoint(source: str, progress: LoadProgress = silent) -> Checkpoint:
     """A folder, an embedded name or a hub id -> its checkpoint.

@@ -11,7 +11,7 @@ from specdemo.core.protocol import Budget, GenerationConfig, Progress
 from specdemo.core.sampling import Sampling
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
-from specdemo.methods.medusa import Medusa
+from specdemo.methods.heads.medusa import Medusa
 from specdemo.methods.mtp import MTP
 from specdemo.methods.mtp_heads import Convention, ParallelHeads
 from specdemo.models.target import HFTarget
