@@ -46,7 +46,7 @@ METHODS = {
     "ngram": "specdemo.methods.ngram:NGram",
     "suffix": "specdemo.methods.suffix:Suffix",
     "medusa": "specdemo.methods.heads.medusa:Medusa",
-    "hydra": "specdemo.methods.hydra:Hydra",
+    "hydra": "specdemo.methods.heads.hydra:Hydra",
     "mlp_speculator": "specdemo.methods.mlp_speculator:MLPSpeculator",
     "mtp": "specdemo.methods.mtp:MTP",
     "eagle": "specdemo.methods.eagle:Eagle",

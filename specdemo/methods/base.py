@@ -131,8 +131,8 @@ class Network(nn.Module):
         odd = next((name for name in sorted(wanted | held) if held.get(name) != wanted.get(name)), None)
         if odd:
             raise ValueError(
-                f"{checkpoint.name}: {odd} is missing, of another shape or unknown: it is {held.get(odd, 'missing')}, its "
-                f"config asks for {wanted.get(odd, 'no such tensor')}; {cure}"
+                f"{checkpoint.name}: {odd} is missing, of another shape or unknown: it is {held.get(odd, 'missing')}, "
+                f"its config asks for {wanted.get(odd, 'no such tensor')}; {cure}"
             )
         self.load_state_dict(tensors, assign=True)
         return as_target(self, target)

@@ -10,7 +10,7 @@ from specdemo.core.protocol import Budget, GenerationConfig, Progress
 from specdemo.core.sampling import Sampling
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
-from specdemo.methods.hydra import Hydra
+from specdemo.methods.heads.hydra import Hydra
 from specdemo.methods.heads.medusa import Medusa, published
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget

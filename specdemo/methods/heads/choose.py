@@ -1,4 +1,7 @@
-"""Which token, and with which q. B rows, D tokens that follow each other, V vocabulary, W the part of it a head knows."""
+"""Which token, and with which q.
+
+B rows, D tokens that follow each other, V vocabulary, W the part of it that a head knows.
+"""
 
 from dataclasses import dataclass, field
 
@@ -57,11 +60,12 @@ class Writing:
     def draft(self, vocabulary: "Vocabulary | None" = None) -> Draft:
         """vocabulary: of the logits, where it is not the target's."""
         tokens, said = (parts[0] if len(parts) == 1 else torch.cat(parts, 1) for parts in (self._tokens, self._said))
+        said = said.float()
         chosen = said.gather(-1, tokens[..., None])[..., 0]
         if vocabulary is not None:
             tokens = vocabulary.in_target(tokens)
         if not self._choice.drawn:
-            return Draft.chain(tokens, None, (chosen - said.logsumexp(-1)).float().exp())
+            return Draft.chain(tokens, None, (chosen - said.logsumexp(-1)).exp())
         return Draft.chain(tokens, said if vocabulary is None else vocabulary.spread(said, 0.0), chosen)
 
 

@@ -162,13 +162,13 @@ class Medusa(Head[Heads]):
         token_map = tensors.get("token_map")
         vocab_size = rows if token_map is None else int(checkpoint.config.get("vocab_size", target.vocab_size))
         files.check_fit(checkpoint, target, hidden_size, vocab_size)
-        heads, layers = (
+        counted = (
             files.count(tensors, r"lm_heads\.(\d+)\."),
             files.count(tensors, r"blocks\.\d+\.layers\.(\d+)\."),
         )
         bias = "blocks.0.layers.0.bias" in tensors
         with torch.device("meta"):
-            made = MedusaHeads(hidden_size, vocab_size, heads, layers, bias, token_map)
+            made = MedusaHeads(hidden_size, vocab_size, *counted, bias, token_map)
         made.rates = made.rates_in(checkpoint, "medusa_rank_rates")
         return made.fill(tensors, checkpoint, target, ALIKE)
 
@@ -195,7 +195,7 @@ class Medusa(Head[Heads]):
             self.choice = Choice(sampling)
 
     def observe(self, progress: Progress) -> None:
-        self._hidden = at_last(progress, progress.hidden[-1]).to(self.head.dtype)
+        self._hidden = at_last(progress, self.tapped(progress))
 
     def propose(self, budget: Budget) -> Draft:
         shape = self._shape(budget)
@@ -247,7 +247,7 @@ class Medusa(Head[Heads]):
         """Per head i its logits [B, A - 1 - i, V] and what the target says there, probabilities or else tokens."""
         probs = batch.target_probs()
         said = batch.outputs if probs is None else probs
-        states = self._states(batch.hidden[self.taps[0]].to(self.head.dtype))
+        states = self._states(self.tapped(batch))
         for i in range(min(len(self.head), states.shape[1] - 1)):
             yield self._ahead(states, batch.outputs, i).float(), said[:, i + 1 :]
 

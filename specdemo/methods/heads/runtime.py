@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import PretrainedConfig
+from transformers import DynamicCache, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdemo.core.protocol import Progress
@@ -82,6 +82,13 @@ class Columns:
         if self.ends is None:
             return states[:, -1:]
         return states[torch.arange(len(states), device=states.device), self.ends][:, None]
+
+
+def whole_rows(
+    positions: Tensor, angles: Angles, beyond: int, mask: Tensor | None = None, cache: KeyValues | None = None
+) -> Columns:
+    """Columns that are trained on; behind those in `cache` where there are some."""
+    return Columns(positions, angles(positions, beyond), {FULL: mask}, cache or DynamicCache())
 
 
 class HeadHistory:

@@ -47,9 +47,7 @@ def settle(head: Readable, target: Target, drafter: Callable[[], Guesser]) -> No
     kept = head.readings[max(range(len(found)), key=found.__getitem__)]
     head.read_as(kept)
     shares = "; ".join(f"{share:.0%} right by {way}" for share, way in zip(found, head.readings, strict=True))
-    head.note = (
-        f"Read by {kept}, since of the guesses at a short text were {shares}: its file does not say which it is."
-    )
+    head.note = f"Read by {kept}, since of the guesses at a short text were {shares}: its file does not say."
 
 
 def written(target: Target, taps: tuple[int, ...]) -> Progress:
