@@ -47,7 +47,7 @@ METHODS = {
     "suffix": "specdemo.methods.suffix:Suffix",
     "medusa": "specdemo.methods.heads.medusa:Medusa",
     "hydra": "specdemo.methods.heads.hydra:Hydra",
-    "mlp_speculator": "specdemo.methods.mlp_speculator:MLPSpeculator",
+    "mlp_speculator": "specdemo.methods.heads.mlp_speculator:MLPSpeculator",
     "mtp": "specdemo.methods.mtp:MTP",
     "eagle": "specdemo.methods.eagle:Eagle",
     "dflash": "specdemo.methods.dflash:DFlash",

@@ -10,7 +10,7 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.tree import depths
 from specdemo.methods import load_drafter
 from specdemo.methods.heads.medusa import Medusa
-from specdemo.methods.mlp_speculator import MLPSpeculator, Speculator
+from specdemo.methods.heads.mlp_speculator import MLPSpeculator, Speculator
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
 from tests.methods.test_medusa import check_greedy, check_sampling, example, folder_with, train
