@@ -201,9 +201,9 @@ class Head(Learner, Generic[Net]):
         if self.history is not None:
             self.history.start(0)
 
-    def tapped(self, progress: Progress) -> Tensor:
-        """What the target's layers say, [B, A, taps H]."""
-        hidden = [progress.hidden[tap] for tap in self.taps]
+    def tapped(self, progress: Progress, taps: tuple[int, ...] = ()) -> Tensor:
+        """What the target's layers say, [B, A, taps H]; those of `taps`, in that order, which may name some twice."""
+        hidden = [progress.hidden[tap] for tap in taps or self.taps]
         return (hidden[0] if len(hidden) == 1 else torch.cat(hidden, -1)).to(self.head.dtype)
 
     @property

@@ -4,22 +4,45 @@ would be what it costs.
 B rows, S columns, W columns of keys, D hidden, E size of an attention head.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PretrainedConfig
+from transformers import LlamaConfig, PretrainedConfig
 from transformers.activations import ACT2FN
 
+from specdemo.core.protocol import Target
 from specdemo.methods.heads.runtime import FULL, Columns, Kind, Rope
 from specdemo.models.kernels import RMSNorm, joined, packs
+from specdemo.models.target import HFTarget
 
 Names = Container[str]  # the optional tensors there are, such as self_attn.q_proj.bias
 
 
 def linear(inputs: int, outputs: int, name: str, names: Names) -> nn.Linear:
     return nn.Linear(inputs, outputs, bias=f"{name}.bias" in names)
+
+
+def below(names: Iterable[str], prefix: str) -> frozenset[str]:
+    """The names that begin so, without it."""
+    return frozenset(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+
+
+def like(target: Target) -> LlamaConfig:
+    """Of one Llama layer of the target's sizes, with RoPE as published heads have it."""
+    theirs = target.model.config.get_text_config(decoder=True).to_dict() if isinstance(target, HFTarget) else {}
+    heads = theirs.get("num_attention_heads") or max(1, target.hidden_size // 64)
+    return LlamaConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        intermediate_size=theirs.get("intermediate_size") or 4 * target.hidden_size,
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=theirs.get("num_key_value_heads") or heads,
+        head_dim=theirs.get("head_dim") or target.hidden_size // heads,
+        max_position_embeddings=target.max_length,
+    )
 
 
 def rotated(x: Tensor, rope: Rope) -> Tensor:
@@ -52,9 +75,11 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk.split([self.heads, self.kv_heads], 2)
             qk = torch.cat([self.q_norm(q), self.k_norm(k)], 2)
-        assert at.rope is not None and at.cache is not None
+        assert at.rope is not None
         q, k = rotated(qk, at.rope).transpose(1, 2).split([self.heads, self.kv_heads], 1)
-        k, v = at.cache.update(k, v.transpose(1, 2), self.index)
+        v = v.transpose(1, 2)
+        if at.cache is not None:
+            k, v = at.cache.update(k, v, self.index)
         mask = at.mask(self.kind)
         causal = mask is None and self.kind[1] and x.shape[1] > 1
         grouped = self.heads != self.kv_heads

@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import DynamicCache, PretrainedConfig
+from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdemo.core.protocol import Progress
@@ -88,7 +88,19 @@ def whole_rows(
     positions: Tensor, angles: Angles, beyond: int, mask: Tensor | None = None, cache: KeyValues | None = None
 ) -> Columns:
     """Columns that are trained on; behind those in `cache` where there are some."""
-    return Columns(positions, angles(positions, beyond), {FULL: mask}, cache or DynamicCache())
+    return Columns(positions, angles(positions, beyond), {FULL: mask}, cache)
+
+
+def unrolled_mask(columns: Tensor, step: int) -> Tensor:
+    """The mask [1, 1, S, W] of unrolled step `step` (from 0): columns [A] from `step` on, keys of all steps in turn.
+
+    A draft of `step` tokens ends in column a: what is before it are observed columns, of step 0; of each later step
+    it sees the one column that is its own ancestor, and itself.
+    """
+    queries = columns[step:, None]
+    seen = [columns <= queries - step]
+    seen += [columns[i:] == queries - step + i for i in range(1, step + 1)]
+    return torch.cat(seen, 1)[None, None]
 
 
 class HeadHistory:
