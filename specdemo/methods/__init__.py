@@ -50,7 +50,7 @@ METHODS = {
     "mlp_speculator": "specdemo.methods.heads.mlp_speculator:MLPSpeculator",
     "mtp": "specdemo.methods.heads.mtp:MTP",
     "eagle": "specdemo.methods.heads.eagle:Eagle",
-    "dflash": "specdemo.methods.dflash:DFlash",
+    "dflash": "specdemo.methods.heads.dflash:DFlash",
     "lookahead": "specdemo.methods.lookahead:Lookahead",
     "layer_skip": "specdemo.methods.layer_skip:LayerSkip",
     "adaptive": "specdemo.methods.adaptive:Adaptive",

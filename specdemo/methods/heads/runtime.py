@@ -8,8 +8,8 @@ is read (`catch_up`). Drafted columns stand behind (`ahead`), level by level, an
 Heads say what runs over new columns; where these stand, what they see and how a pass is started is said here.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Protocol, TypeVar
 
@@ -65,17 +65,21 @@ class Columns:
 
     positions: Tensor  # [B or 1, S]
     rope: Rope | None = None
-    masks: Mapping[Kind, Tensor | None] | None = None  # additive [B or 1, 1, S, W]; None: all there is, or causal
+    see: Callable[[Kind], Tensor | None] | None = None  # makes masks
     cache: KeyValues | None = None
     inputs: tuple[Tensor, ...] = ()
     ends: Tensor | None = None  # [B] each row's last real column; None: the last one
+    _masks: dict[Kind, Tensor | None] = field(default_factory=dict)
 
     def run(self, network: Callable[..., Said], *inputs: Tensor) -> Said:
         """The one place where a pass over columns is started: `network(*inputs, columns)`."""
         return network(*inputs, self)
 
     def mask(self, kind: Kind = FULL) -> Tensor | None:
-        return self.masks[kind] if self.masks else None
+        """Additive, or True where visible, [B or 1, 1, S, W]. None: nothing is hidden but, where S = W, later ones."""
+        if self.see is not None and kind not in self._masks:
+            self._masks[kind] = self.see(kind)
+        return self._masks.get(kind)
 
     def last(self, states: Tensor) -> Tensor:
         """states [B, S, D] -> [B, 1, D] in every row's last real column"""
@@ -88,7 +92,7 @@ def whole_rows(
     positions: Tensor, angles: Angles, beyond: int, mask: Tensor | None = None, cache: KeyValues | None = None
 ) -> Columns:
     """Columns that are trained on; behind those in `cache` where there are some."""
-    return Columns(positions, angles(positions, beyond), {FULL: mask}, cache)
+    return Columns(positions, angles(positions, beyond), lambda kind: mask, cache)
 
 
 def unrolled_mask(columns: Tensor, step: int) -> Tensor:
@@ -104,7 +108,7 @@ def unrolled_mask(columns: Tensor, step: int) -> Tensor:
 
 
 class HeadHistory:
-    """Keys and values of one head. `kinds`: of attention, that its layers have."""
+    """Keys and values of one head."""
 
     def __init__(
         self,
@@ -112,12 +116,11 @@ class HeadHistory:
         dtype: torch.dtype,
         device: torch.device,
         angles: Angles | None = None,
-        kinds: Iterable[Kind] = (FULL,),
         limit: int = UNLIMITED,
     ) -> None:
         """limit: positions there are; slots beyond, which nobody reads, stand on the last one."""
         self._layers, self._dtype, self._device = layers, dtype, device
-        self._angles, self._kinds, self._limit = angles, frozenset(kinds), limit
+        self._angles, self._limit = angles, limit
         self._every = torch.arange(0, device=device)
         self.start(0)
 
@@ -184,8 +187,7 @@ class HeadHistory:
             positions = self._every[None, cursor.longest : total]
         else:
             positions = cursor.each[:, None] + self._every[:width]
-        masks = {kind: self._mask(kind, positions, total) for kind in self._kinds}
-        return self._columns(positions, total, masks)
+        return self._columns(positions, total, lambda kind: self._mask(kind, positions, total))
 
     def _level(self, parents: Tensor) -> Columns:
         rows, width = parents.shape
@@ -197,19 +199,20 @@ class HeadHistory:
         seen = self._seen[torch.arange(rows, device=self._device)[:, None], parents]
         own = (ends[:, None] + self._every[:width]).expand(rows, -1)[..., None]
         self._seen = F.pad(seen, (0, width)).scatter_(2, own, True)
-        mask = None if width == 1 and cursor.each is None else additive(self._seen, self._dtype)[:, None]
+        alone = width == 1 and cursor.each is None
+        mask = None if alone else additive(self._seen, self._dtype)[:, None]
         positions = ends[:, None] + (self._depth - drafted)
         self._depth += 1
-        return self._columns(positions, cursor.longest + width, {FULL: mask})
+        return self._columns(positions, cursor.longest + width, lambda kind: mask)
 
-    def _columns(self, positions: Tensor, beyond: int, masks: Mapping[Kind, Tensor | None]) -> Columns:
+    def _columns(self, positions: Tensor, beyond: int, see: Callable[[Kind], Tensor | None]) -> Columns:
         if beyond > self._limit:
             positions, beyond = positions.clamp_max(self._limit - 1), self._limit
         rope = None
         if self._angles is not None:
             cos, sin = self._angles(positions, beyond)
             rope = cos.to(self._dtype), sin.to(self._dtype)
-        return Columns(positions, rope, masks, self._cache)
+        return Columns(positions, rope, see, self._cache)
 
     def _prepared(self, width: int) -> Cursor:
         """With room for `width` columns behind all others."""
