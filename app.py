@@ -43,7 +43,7 @@ def main() -> int:
 
     if space.zero_gpu():
         import_module("spaces")  # has to come before torch
-    from specdemo.engine.servers import allow
+    from specdemo.servers.address import allow
     from specdemo.ui.page import serve
 
     try:

@@ -22,9 +22,9 @@ from typer.exceptions import TyperException
 
 from specdemo import __version__
 from specdemo.core.words import suggest
-from specdemo.engine.servers import allow
 from specdemo.methods import METHODS, knobs, method
 from specdemo.presets.schema import EMBEDDED, load_presets, preset
+from specdemo.servers.address import allow
 
 if TYPE_CHECKING:
     from specdemo.core.trace import RunTrace

@@ -1,6 +1,7 @@
 """A run made by hand, of text that would do harm if anything took it for markup."""
 
-from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, compare, summarise
+from specdemo.core.tally import summarise
+from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, compare
 
 HOSTILE = [
     "<b>bold</b>",

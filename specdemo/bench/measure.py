@@ -14,9 +14,9 @@ from torch import Tensor
 
 from specdemo.bench.result import Spread
 from specdemo.core.protocol import Drafter, GenerationConfig, Target
+from specdemo.core.tally import Tally, ratio, step_ms
 from specdemo.core.trace import RunTrace, StepEvent
 from specdemo.engine.loop import generate
-from specdemo.engine.race import step_ms
 from specdemo.engine.session import Session
 from specdemo.engine.spec import RunSpec
 from specdemo.models.load import Cancelled
@@ -79,31 +79,33 @@ def repeated(
 
 
 @dataclass(slots=True)
-class Tally:
-    """Decoding, not the prefill, of one lane over some prompts; all rows count."""
+class Totals:
+    """One lane over some prompts; all rows count."""
 
-    tokens: int = 0
-    ms: float = 0.0
-    drafted: int = 0
-    accepted: int = 0
-    passes: int = 0  # of a row
+    rows: list[Tally] = field(default_factory=list)
+    ms: float = 0.0  # of decoding, not the prefill
     prefills: list[float] = field(default_factory=list)
 
     def add(self, events: Sequence[StepEvent]) -> None:
+        rows = [Tally.of(events, row) for row in range(len(events[0].emitted))]
+        self.rows += rows
+        self.ms += rows[0].ms
         self.prefills.append(step_ms(events[0]))
-        for event in events[1:]:
-            self.tokens += sum(map(len, event.emitted))
-            self.ms += step_ms(event)
-            self.passes += sum(map(bool, event.emitted))
-            self.drafted += sum(t >= 0 for row in event.drafted for t in row)
-            self.accepted += sum(len(path) - 1 for path in event.path)
 
     @property
     def tokens_per_s(self) -> float:
-        return self.tokens / self.ms * 1000.0 if self.ms else 0.0
+        return ratio(sum(row.tokens for row in self.rows), self.ms / 1000.0) or 0.0
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        return ratio(sum(row.accepted for row in self.rows), sum(row.drafted for row in self.rows))
+
+    @property
+    def tokens_per_pass(self) -> float | None:
+        return ratio(sum(row.tokens for row in self.rows), sum(row.steps for row in self.rows))
 
 
-def tally_row(lane: str, where: Mapping[str, Any], own: Sequence[Tally], plain: Sequence[Tally]) -> dict[str, Any]:
+def tally_row(lane: str, where: Mapping[str, Any], own: Sequence[Totals], plain: Sequence[Totals]) -> dict[str, Any]:
     """The row of a lane from its tallies and those of plain decoding, one per repeat. `where`: the columns that say
     which row it is."""
     last = own[-1]  # greedy: every repeat drafts and accepts the same
@@ -112,8 +114,8 @@ def tally_row(lane: str, where: Mapping[str, Any], own: Sequence[Tally], plain: 
         **where,
         "tokens/s": Spread.of([t.tokens_per_s for t in own]),
         "speed-up": Spread.of([t.tokens_per_s / (p.tokens_per_s or 1.0) for t, p in zip(own, plain, strict=True)]),
-        "accepted": round(last.accepted / last.drafted, 4) if last.drafted else None,
-        "tokens/pass": round(last.tokens / last.passes, 4) if last.passes else None,
+        "accepted": last.acceptance_rate,
+        "tokens/pass": last.tokens_per_pass,
     }
 
 
@@ -122,7 +124,7 @@ class Comparison:
     """What `compare_lanes` saw. Lane 0 is plain decoding."""
 
     names: list[str]
-    tallies: list[dict[str, list[Tally]]]  # per repeat: category -> a tally per lane
+    tallies: list[dict[str, list[Totals]]]  # per repeat: category -> a tally per lane
     runs: list[list[list[StepEvent]]]  # per lane: the events of every run
     verdicts: list[Counter[str]]  # per lane
     environment: dict[str, Any]
@@ -169,7 +171,7 @@ def compare_lanes(
     runs: list[list[list[StepEvent]]] = [[] for _ in range(lanes)]
     tallies = []
     for traces in done:
-        tallies.append(defaultdict[str, list[Tally]](lambda: [Tally() for _ in range(lanes)]))
+        tallies.append(defaultdict[str, list[Totals]](lambda: [Totals() for _ in range(lanes)]))
         for category, trace in traces:
             for index, lane in enumerate(trace.lanes):
                 runs[index].append(lane.events)
@@ -212,10 +214,10 @@ def along(
     """Every lane at every place, the lanes next to each other -> rows, remarks, repeats done. The first lane is the
     plain one."""
 
-    def once(repeat: int, tick: Tick) -> list[list[Tally]]:
+    def once(repeat: int, tick: Tick) -> list[list[Totals]]:
         tallies = []
         for number, place in enumerate(places):
-            tallies.append([Tally() for _ in lanes])
+            tallies.append([Totals() for _ in lanes])
             for tally, (drafter, config) in zip(tallies[-1], lanes.values(), strict=True):
                 if not repeat:  # every shape once, off the clock
                     tick(number / len(places))

@@ -4,7 +4,8 @@ from typing import Any
 
 from specdemo.bench.result import Result, Spread, write_result
 from specdemo.bench.table import table
-from specdemo.core.trace import LaneTrace, RunTrace, summarise
+from specdemo.core.tally import summarise
+from specdemo.core.trace import LaneTrace, RunTrace
 from specdemo.engine.cost import prediction
 
 __all__ = ["bench_report", "race_report", "texts", "visible", "write_result"]

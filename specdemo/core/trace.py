@@ -1,6 +1,6 @@
 """What leaves the engine: one StepEvent per target pass, collected into LaneTrace and RunTrace (JSON, schema 1).
 
-Times are milliseconds of device time. Definitions of every derived number stand beside `summarise` and `compare`.
+Times are milliseconds of device time. Derived numbers are defined beside `tally.summarise` and `compare`.
 """
 
 import json
@@ -202,99 +202,6 @@ def _holds_together(event: StepEvent, remote: bool) -> bool:
         if not all(0 < s <= len(tokens) and tokens[s - 1] >= 0 and parents[s - 1] == up for up, s in pairwise(path)):
             return False
     return True
-
-
-def summarise(lane: LaneTrace, peak_memory_bytes: int = 0) -> dict[str, Any]:
-    """The lane's numbers, of row 0.
-
-    tokens_per_s: tokens after the first / decode time, which is all steps but the prefill.
-    ttft_ms: the prefill step. itl_ms_p50, _p95: gaps between tokens; the tokens of one step arrive together, so the
-    first of them carries the whole step and the others 0 - averaged over the step, as servers report it, each token
-    gets an equal share. drafted counts verified draft nodes, accepted those kept, acceptance_rate their quotient.
-    tokens_per_step: emitted / target passes after the prefill, bonus included ("mean accepted length").
-    accept_histogram[n]: steps that kept n drafts. accept_by_position[i]: of the steps that drafted at depth i + 1,
-    the share that kept a node there. None: unknown, as most of this is of a remote lane.
-    """
-    if lane.remote is not None:
-        return _summarise_remote(lane, lane.remote)
-    steps = lane.events[1:]
-    decode_ms = sum(sum(e.ms.values()) for e in steps)
-    emitted = sum(len(e.emitted[0]) for e in steps)
-    drafted = sum(sum(t >= 0 for t in e.drafted[0]) for e in steps)
-    kept = [len(e.path[0]) - 1 for e in steps]
-    reach = [_depth(e) for e in steps]
-    gaps = sorted(sum(e.ms.values()) / len(e.emitted[0]) for e in steps for _ in e.emitted[0])
-    deepest = max(reach, default=0)
-    return {
-        "tokens": len(lane.token_ids),
-        "steps": len(steps),
-        "tokens_per_s": _ratio(emitted, decode_ms / 1000.0),
-        "ttft_ms": round(sum(lane.events[0].ms.values()), 3) if lane.events else None,
-        "itl_ms_p50": _quantile(gaps, 0.5),
-        "itl_ms_p95": _quantile(gaps, 0.95),
-        "drafted": drafted,
-        "accepted": sum(kept),
-        "acceptance_rate": _ratio(sum(kept), drafted),
-        "tokens_per_step": _ratio(emitted, len(steps)),
-        "accept_histogram": [kept.count(n) for n in range(deepest + 1)],
-        "accept_by_position": [_ratio(sum(k > i for k in kept), sum(r > i for r in reach)) for i in range(deepest)],
-        "ms_draft": _total(steps, "draft", "observe"),
-        "ms_verify": _total(steps, "verify"),
-        "ms_other": _total(steps, "accept", "commit"),
-        "peak_memory_bytes": peak_memory_bytes,
-    }
-
-
-def _summarise_remote(lane: LaneTrace, remote: Remote) -> dict[str, Any]:
-    """What can be seen from outside, and under it what the server's own counters say.
-
-    Where pieces do not come with their number of tokens, the first is taken for one token, as the servers' own
-    benchmarks do, and gaps between tokens are unknown.
-    """
-    steps = lane.events[1:]
-    tokens = len(lane.token_ids) if remote.counted else remote.tokens
-    first = len(lane.events[0].emitted[0]) if lane.events and remote.counted else 1
-    stream_ms = sum(sum(e.ms.values()) for e in steps)
-    gaps = sorted(sum(e.ms.values()) / len(e.emitted[0]) for e in steps for _ in e.emitted[0]) if remote.counted else []
-    unknown = "steps drafted accepted acceptance_rate tokens_per_step ms_draft ms_verify ms_other peak_memory_bytes"
-    return {
-        "tokens": tokens,
-        "tokens_per_s": None if tokens is None else _ratio(max(tokens - first, 0), stream_ms / 1000.0),
-        "ttft_ms": round(sum(lane.events[0].ms.values()), 3) if lane.events else None,
-        "itl_ms_p50": _quantile(gaps, 0.5),
-        "itl_ms_p95": _quantile(gaps, 0.95),
-        **dict.fromkeys(unknown.split()),
-        "accept_histogram": [],
-        "accept_by_position": remote.accept_by_position,
-        **{str(name): value for name, value in remote.counters.items()},
-    }
-
-
-def _depth(event: StepEvent) -> int:
-    depth = [0]
-    deepest = 0
-    for token, parent in zip(event.drafted[0], event.parents[0], strict=True):
-        depth.append(depth[parent] + 1)
-        if token >= 0:
-            deepest = max(deepest, depth[-1])
-    return deepest
-
-
-def _ratio(a: float, b: float) -> float | None:
-    return round(a / b, 4) if b else None
-
-
-def _quantile(ordered: list[float], q: float) -> float | None:
-    """Linear between neighbours, as in bench.result and numpy."""
-    if not ordered:
-        return None
-    place = q * (len(ordered) - 1)
-    below, above = ordered[int(place)], ordered[min(int(place) + 1, len(ordered) - 1)]
-    return round(below + (place - int(place)) * (above - below), 3)
-
-
-def _total(steps: list[StepEvent], *names: str) -> float:
-    return round(sum(e.ms.get(n, 0.0) for e in steps for n in names), 3)
 
 
 def compare(baseline: LaneTrace, lane: LaneTrace, greedy: bool, margin: float | None = None) -> dict[str, Any]:

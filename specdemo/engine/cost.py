@@ -14,8 +14,8 @@ from operator import mul
 from statistics import fmean, linear_regression
 from typing import TYPE_CHECKING, Any
 
-from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, summarise
-from specdemo.engine.race import step_ms
+from specdemo.core.tally import Step, step_ms, summarise
+from specdemo.core.trace import LaneTrace, RunTrace, StepEvent
 from specdemo.methods import BASELINE, load_drafter
 
 if TYPE_CHECKING:  # a page predicts from a stored run before torch is there
@@ -118,15 +118,15 @@ def observed(plain: Runs, lane: Runs, k: int = 0) -> Costs | None:
     or no time passed.
     """
     plain_steps = [event for run in plain for event in run[1:]]
-    steps = [_Step.of(event) for run in lane for event in run[1:]]
+    steps = [Step.of(event) for run in lane for event in run[1:]]
     deepest = max((step.depth for step in steps), default=0)
     plain_ms = _mean(step_ms(e) for e in plain_steps)
     pass_ms = _mean(e.ms.get("verify", 0.0) for e in plain_steps)
     if not deepest or not pass_ms or not all(step.ms for step in steps):
         return None
-    draft_ms, draft_step_ms = _line([(step.nodes, step.draft_ms) for step in steps])
+    draft_ms, draft_step_ms = _line([(step.drafted, step.draft_ms) for step in steps])
     whole = [step for run in lane for step in _whole(run, deepest)] or steps
-    verify = _means([(step.nodes, step.verify_ms / pass_ms) for step in steps])
+    verify = _means([(step.drafted, step.verify_ms / pass_ms) for step in steps])
     return Costs(
         plain_ms=plain_ms,
         pass_ms=pass_ms,
@@ -137,7 +137,7 @@ def observed(plain: Runs, lane: Runs, k: int = 0) -> Costs | None:
         alpha=_alpha(whole, deepest, exhausted=deepest < k),
         k=max(min(k, LONGEST), deepest),
         reach=_reach(whole, max(k, deepest)),
-        tree_nodes=_mean(s.nodes for s in steps) if any(s.nodes > s.depth for s in steps) else None,
+        tree_nodes=_mean(s.drafted for s in steps) if any(s.drafted > s.depth for s in steps) else None,
     )
 
 
@@ -195,7 +195,7 @@ def _predicted(plain: LaneTrace, lane: LaneTrace) -> dict[str, Any]:
 
 
 def explain(plain: Mapping[str, Any], lane: Mapping[str, Any], costs: Costs | None = None) -> str:
-    """One sentence from two lane summaries (core.trace.summarise): what the speed-up or slow-down is made of. With the
+    """One sentence from two lane summaries (core.tally.summarise): what the speed-up or slow-down is made of. With the
     costs, also what takes most of the time and what would be faster."""
     speeds = plain.get("tokens_per_s"), lane.get("tokens_per_s")
     if speeds[0] and speeds[1] and None in (plain.get("ms_draft", 0.0), lane["ms_draft"]):
@@ -252,39 +252,18 @@ def _limited_best(costs: Costs) -> int:
     return costs.best_k(min(LONGEST, 2 * costs.k))
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """Row 0 of one event: what was drafted and kept, and the milliseconds."""
-
-    nodes: int
-    depth: int
-    kept: int
-    ms: float
-    draft_ms: float
-    verify_ms: float
-
-    @classmethod
-    def of(cls, event: StepEvent) -> "_Step":
-        depths = [0]
-        for token, parent in zip(event.drafted[0], event.parents[0], strict=True):
-            depths.append(depths[parent] + 1 if token >= 0 else 0)
-        draft_ms = event.ms.get("draft", 0.0) + event.ms.get("observe", 0.0)
-        kept = len(event.path[0]) - 1
-        return cls(sum(map(bool, depths)), max(depths), kept, step_ms(event), draft_ms, event.ms.get("verify", 0.0))
-
-
-def _whole(run: Sequence[StepEvent], depth: int) -> list[_Step]:
+def _whole(run: Sequence[StepEvent], depth: int) -> list[Step]:
     """The steps in which nothing but the drafter can have cut the draft: not those at the end of the text."""
     left = sum(len(event.emitted[0]) for event in run)
     steps = []
     for event in run:
         if event.index and left > depth:
-            steps.append(_Step.of(event))
+            steps.append(Step.of(event))
         left -= len(event.emitted[0])
     return steps
 
 
-def _alpha(steps: Sequence[_Step], deepest: int, exhausted: bool) -> list[float]:
+def _alpha(steps: Sequence[Step], deepest: int, exhausted: bool) -> list[float]:
     """Per position kept / tried, as far as there are enough tries. Behind that the lower of the last one and of all
     positions together, so that luck at the end is not taken for a rule; 0 where the drafter does not reach."""
     kept = [sum(step.kept >= position for step in steps) for position in range(deepest + 1)]
@@ -294,7 +273,7 @@ def _alpha(steps: Sequence[_Step], deepest: int, exhausted: bool) -> list[float]
     return [*known, *[guess] * (deepest - len(known)), 0.0 if exhausted else guess]
 
 
-def _reach(steps: Sequence[_Step], k: int) -> list[float]:
+def _reach(steps: Sequence[Step], k: int) -> list[float]:
     return [fmean(step.depth >= position for step in steps) for position in range(1, min(k, LONGEST) + 1)]
 
 

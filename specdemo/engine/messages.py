@@ -4,6 +4,7 @@ tell a live one from a stored one. Needs no torch: a page shows a stored run bef
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from specdemo.core.tally import Numbers, Tally, so_far
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent
 from specdemo.engine.race import race
 
@@ -17,12 +18,14 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One event of one lane, with the text each emitted token added and of each drafted token alone."""
+    """One event of one lane, with the text each emitted token added and of each drafted token alone, and what the lane
+    adds up to behind it (core.tally.so_far)."""
 
     lane: int
     event: StepEvent
     pieces: list[str]
     drafted: list[str]
+    so_far: Numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +52,15 @@ def replay(trace: RunTrace) -> Iterator[Message]:
     """The messages of a stored run, in the order of the lanes' clocks; needs no model and no GPU."""
     empty = [replace(lane, events=[], token_ids=[], pieces=[], text="", summary={}) for lane in trace.lanes]
     yield Started(replace(trace, lanes=empty, comparison=[]))
+    tallies = [Tally() for _ in trace.lanes]
     given = [0] * len(trace.lanes)
     left = [len(lane.events) for lane in trace.lanes]
     for index, event in race([iter(lane.events) for lane in trace.lanes]):
         start, given[index] = given[index], given[index] + len(event.emitted[0])
         pieces = trace.lanes[index].pieces[start : given[index]]
-        yield Step(index, event, pieces, [trace.vocabulary.get(str(t), "") for t in event.drafted[0]])
+        tallies[index].add(event)
+        numbers = so_far(tallies[index], trace.lanes[index].remote is not None)
+        yield Step(index, event, pieces, [trace.vocabulary.get(str(t), "") for t in event.drafted[0]], numbers)
         left[index] -= 1
         if not left[index]:
             yield LaneDone(index, trace.lanes[index])

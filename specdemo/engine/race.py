@@ -3,12 +3,8 @@ own steps took, so lanes never disturb each other's clock."""
 
 from collections.abc import Generator, Iterator, Sequence
 
+from specdemo.core.tally import step_ms
 from specdemo.core.trace import StepEvent
-
-
-def step_ms(event: StepEvent) -> float:
-    """Device time of a whole step."""
-    return sum(event.ms.values())
 
 
 def race(lanes: Sequence[Iterator[StepEvent]]) -> Iterator[tuple[int, StepEvent]]:

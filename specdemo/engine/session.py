@@ -6,7 +6,7 @@
 import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any
@@ -16,13 +16,12 @@ from transformers import PreTrainedTokenizerBase
 
 from specdemo.core.accept import AcceptRule, accept_rule
 from specdemo.core.protocol import Budget, Drafter, GenerationConfig
-from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, summarise
+from specdemo.core.tally import Tally, so_far, summarise
+from specdemo.core.trace import LaneTrace, RunTrace, StepEvent
 from specdemo.core.tree import ABSENT
 from specdemo.engine.loop import generate, never
 from specdemo.engine.messages import Finished, LaneDone, Message, Note, Started, Step
 from specdemo.engine.race import SCHEDULES
-from specdemo.engine.remote import Form, RemoteLane
-from specdemo.engine.servers import check_listed, host, machine
 from specdemo.engine.shelf import Shelf, drafter_key
 from specdemo.engine.spec import LaneSpec, RunSpec
 from specdemo.engine.verdict import judge
@@ -38,6 +37,8 @@ from specdemo.models.machine import commit, device_name, versions
 from specdemo.models.memory import Remembering
 from specdemo.models.target import HFTarget
 from specdemo.models.text import Detokenizer, encode, token_text
+from specdemo.servers.address import check_listed, host, machine
+from specdemo.servers.lane import Form, RemoteLane
 
 WARM_UP_TOKENS = 12
 
@@ -61,6 +62,7 @@ class _Lane:
     accept: AcceptRule
     config: GenerationConfig
     text: Detokenizer
+    tally: Tally = field(default_factory=Tally)
 
 
 class Session:
@@ -412,9 +414,11 @@ def _race(
 
 def _listen(lane: RemoteLane, index: int, cancelled: Callable[[], bool]) -> Iterator[Message]:
     """A lane on a server, alone: nothing here runs meanwhile. One that fails ends alone, with its reason."""
+    tally = Tally()
     try:
         for event, text in lane.events(cancelled):
-            yield Step(index, event, [*[""] * (len(event.emitted[0]) - 1), text], [])
+            tally.add(event)
+            yield Step(index, event, [*[""] * (len(event.emitted[0]) - 1), text], [], so_far(tally, remote=True))
     except RuntimeError as error:
         lane.trace.finish = "error"
         lane.trace.note = str(error)
@@ -439,7 +443,8 @@ def _record(lane: _Lane, index: int, event: StepEvent, vocabulary: dict[str, str
     lane.trace.events.append(event)
     lane.trace.pieces += pieces
     lane.trace.text += "".join(pieces)
-    return Step(index, event, pieces, drafted)
+    lane.tally.add(event)
+    return Step(index, event, pieces, drafted, so_far(lane.tally, remote=False))
 
 
 def _forget_peak(lane: _Lane) -> None:

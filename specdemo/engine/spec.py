@@ -15,8 +15,8 @@ Messages = tuple[Mapping[str, str], ...]  # each with role and content
 class LaneSpec:
     """One speculative lane. k is the draft length, the depth of its budget.
 
-    server: the address of a server on which it runs (remote.py), served_model what the target is called there; method,
-    model, k and options then say what that server is meant to run, which nobody checks.
+    server: the address of a server on which it runs (servers/lane.py), served_model what the target is called there;
+    method, model, k and options then say what that server is meant to run, which nobody checks.
     """
 
     method: str

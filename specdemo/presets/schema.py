@@ -18,8 +18,8 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from specdemo.core.words import suggest
-from specdemo.engine.servers import address, check_listed
 from specdemo.methods import METHODS, MODEL_OPTIONS, check_model, knobs, method, reader, validate_options
+from specdemo.servers.address import address, check_listed
 
 if TYPE_CHECKING:  # the engine brings torch and transformers along
     from specdemo.engine.spec import RunSpec

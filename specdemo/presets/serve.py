@@ -4,10 +4,10 @@ import shlex
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from specdemo.engine.servers import address
 from specdemo.methods import BASELINE, validate_options
-from specdemo.methods.serving import Engine, NotServed, speculation_flags
 from specdemo.presets.schema import EMBEDDED, LaneConfig, Preset
+from specdemo.servers.address import address
+from specdemo.servers.flags import Engine, NotServed, speculation_flags
 
 FIRST_PORT = 8000
 PARALLEL = {"vllm": "--tensor-parallel-size", "sglang": "--tp-size"}

@@ -5,6 +5,7 @@ from pathlib import Path
 import gradio as gr
 
 HERE = Path(__file__).parent
+RACE = tuple(f"{name}.js" for name in "kit player chart tree lanes tiles panels inspector race".split())
 
 
 def text(name: str) -> str:

@@ -14,10 +14,10 @@ from typing import Any
 
 import gradio as gr
 
-from specdemo.engine.servers import host, listed
 from specdemo.methods import BASELINE, METHODS, Knob, knobs, method, reader
 from specdemo.presets.runnable import nearest_runnable, why_not
 from specdemo.presets.schema import DEFAULT, EMBEDDED, LIMITS, LaneConfig, Preset, allowed_models, load_presets, preset
+from specdemo.servers.address import host, listed
 from specdemo.ui import assets, heavy, space
 
 LANES = LIMITS.lanes - 1

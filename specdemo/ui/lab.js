@@ -69,16 +69,15 @@ function draw() {
   const agree = named(depths.map((name, i) => [name, NAMES[i] || `${i + 1}th`]));
   const losses = named(Object.entries(LOSSES));
   $(".sd-lab-charts").hidden = !losses.length && !agree.length;
-  chart($(".sd-agree"), agree, { high: 1, say: percent });
+  chart($(".sd-agree"), agree, { high: 1, percentage: true, say: percent });
   chart($(".sd-loss"), losses, {});
 }
 
-function chart(box, lines, scale) {
+function chart(box, lines, { say = (y) => fixed(y, 3), ...scale }) {
   if (!lines.length) return box.replaceChildren(make("p", "sd-small", "Not measured yet."));
-  const latest = lines.map((line) => `${line.name} ${(scale.say || ((y) => fixed(y, 3)))(line.points.at(-1)[1])}`);
-  const words = latest.join(", ");
-  const key = chartKey(lines.map((line, i) => ({ name: latest[i] })));
-  box.replaceChildren(lineChart(box, lines, { unit: "s", words, height: 190, ...scale }), key);
+  const latest = lines.map((line) => ({ ...line, name: `${line.name} ${say(line.points.at(-1)[1])}` }));
+  if (!box.querySelector(".sd-lab-chart")) box.replaceChildren(make("div", "sd-lab-chart"));
+  lineChart(box.firstChild, latest, { unit: "s", words: latest.map((line) => line.name).join(", "), ...scale });
 }
 
 new ResizeObserver(draw).observe($(".sd-lab-charts"));

@@ -186,7 +186,7 @@ def _draw_training(page: gr.Blocks, form: Controls) -> None:
             start = gr.Button("Train", variant="primary", size="lg", elem_id="train", interactive=allowed())
             stop = gr.Button("Stop and keep it", interactive=False, elem_id="stop-training")
     place = gr.HTML("", elem_classes="queue")
-    view = assets.view("lab.html", "kit.js", "lab.js", elem_id="lab")
+    view = assets.view("lab.html", "kit.js", "chart.js", "lab.js", elem_id="lab")
     race = gr.Button("Race the new head", interactive=False, elem_id="race-head")
     buttons = [start, stop, race]
     locked = start.click(lab.busy, None, buttons, trigger_mode="once", **QUIET)

@@ -330,7 +330,7 @@ def _wire(
 
 def _draw_view() -> gr.HTML:
     """The lanes and everything drawn from the log, with the chart in their midst."""
-    view = assets.view("view.html", "kit.js", "tree.js", "lanes.js", elem_id="view")
+    view = assets.view("view.html", *assets.RACE, elem_id="view")
     with view:
         gr.Plot(_empty_chart(), show_label=False, container=False, elem_id="chart")
     return view

@@ -70,7 +70,7 @@ function treeView(line, root) {
 
 function edges(nodes, { width, height }, left, middle) {
   const picture = svg("svg", { width, height, "aria-hidden": "true" });
-  const order = [...nodes.slice(1)].sort((a, b) => KEPT.includes(a.fate) - KEPT.includes(b.fate)); // the path on top
+  const order = [...nodes.slice(1)].sort((a, b) => Number(KEPT.includes(a.fate)) - Number(KEPT.includes(b.fate))); // the path on top
   for (const node of order) {
     const [x1, x2] = [left(node.above) + COLUMN.node, left(node)];
     const [y1, y2] = [middle(node.above), middle(node)];

@@ -46,8 +46,8 @@ def view(message: Shown) -> dict[str, Any]:
     match message:
         case Started(trace):
             return _start(trace)
-        case Step(lane, event, pieces, drafted):
-            return _step(lane, event, pieces, drafted)
+        case Step():
+            return _step(message)
         case LaneDone(lane, trace):
             done = {"type": "done", "lane": lane, "finish": trace.finish, "note": trace.note, "summary": trace.summary}
             return done | {"remote": _remote(trace)}
@@ -141,21 +141,23 @@ def _remote(lane: LaneTrace) -> dict[str, Any] | None:
     return {name: getattr(lane.remote, name) for name in ("server", "model", "endpoint", "source")}
 
 
-def _step(lane: int, event: StepEvent, pieces: list[str], drafted: list[str]) -> dict[str, Any]:
+def _step(step: Step) -> dict[str, Any]:
+    event = step.event
     return {
         "type": "step",
-        "lane": lane,
+        "lane": step.lane,
         "index": event.index,
         "ms": {name: round(value, 3) for name, value in event.ms.items()},
         "kinds": kinds(event),
-        "text": pieces,
-        "drafted": drafted,
+        "text": step.pieces,
+        "drafted": step.drafted,
         "fates": fates(event),
         "parents": event.parents[0],
         "path": event.path[0],
         "q": event.draft_probs[0],
         "p": event.target_probs[0],
         "notes": event.notes,
+        "so_far": step.so_far,
     }
 
 

@@ -7,7 +7,7 @@ import torch
 
 from specdemo.bench import fairness, suite
 from specdemo.bench.fairness import Stalled
-from specdemo.bench.measure import Ask, Place, Question, Tally, along, compare_lanes, read_questions, repeated, windows
+from specdemo.bench.measure import Ask, Place, Question, Totals, along, compare_lanes, read_questions, repeated, windows
 from specdemo.bench.report import bench_report, write_result
 from specdemo.bench.result import Result, Spread, read_result
 from specdemo.bench.suite import SUITES, run_suite
@@ -189,17 +189,18 @@ def test_windows_lie_evenly_on_an_endless_text():
     assert [w.tolist() for w in windows([1, 2, 3, 4], 6, 2, "cpu")] == [[[1, 2, 3, 4, 1, 2]], [[3, 4, 1, 2, 3, 4]]]
 
 
-def test_a_tally_counts_rows_and_leaves_the_prefill_out():
+def test_totals_count_rows_and_leave_the_prefill_out():
     probs = [[None, None], [None, None]]
     prefill = StepEvent(0, [[], []], [[], []], [[0], [0]], [[1], [1]], [[], []], [[], []], {"prefill": 50.0})
     step = StepEvent(
         1, [[5, 6], [7, -1]], [[0, 1], [0, 1]], [[0, 1, 2], [0]], [[5, 6, 9], [8]], probs, probs, {"verify": 10.0}
     )
-    tally = Tally()
-    tally.add([prefill, step])
-    assert (tally.tokens, tally.passes, tally.drafted, tally.accepted) == (4, 2, 3, 2)
-    assert tally.tokens_per_s == 400.0
-    assert tally.prefills == [50.0]
+    totals = Totals()
+    totals.add([prefill, step])
+    counts = [(row.tokens, row.steps, row.drafted, row.accepted) for row in totals.rows]
+    assert counts == [(3, 1, 2, 2), (1, 1, 1, 0)]
+    assert (totals.tokens_per_s, totals.tokens_per_pass, totals.acceptance_rate) == (400.0, 2.0, round(2 / 3, 4))
+    assert totals.prefills == [50.0]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, compare, from_json, kinds, summarise, to_json
+from specdemo.core.tally import summarise
+from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, compare, from_json, kinds, to_json
 
 
 def step(index, drafted, parents, path, emitted, **ms):

@@ -8,7 +8,6 @@ from specdemo.ui.log import Log, notes, refusal, replayed
 from specdemo.ui.views import Failed, Loading
 from tests.traces import HOSTILE, hostile_trace
 
-SCRIPTS = ("kit.js", "tree.js", "lanes.js")
 LOAD = """scripts => {
   window.props = { value: "" };
   new Function("element", "props", "watch", scripts)(document.body, props, (name, read) => (window.read = read));
@@ -43,7 +42,7 @@ def display(chromium):
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.clock.install(time=0)
     page.set_content(assets.text("view.html"))
-    page.evaluate(LOAD, "\n".join(map(assets.text, SCRIPTS)))
+    page.evaluate(LOAD, "\n".join(map(assets.text, assets.RACE)))
     yield Display(page)
     page.close()
     assert not wrong

@@ -12,7 +12,7 @@ def test_a_head_is_trained_and_raced(visit_gated):
     expect(page.locator("#race-head")).to_be_disabled()
     page.locator("#train").click()
     expect(page.locator("#lab .sd-status")).to_have_text(re.compile("^Done. The head is in runs/medusa-"))
-    expect(page.locator("#lab svg[role=img]").first).to_have_attribute("aria-label", "1st token 30 %, 2nd 15 %")
+    expect(page.locator("#lab .sd-figure").first).to_have_attribute("aria-label", "1st token 30 %, 2nd 15 %")
     expect(page.locator("#lab .sd-facts")).to_have_text("120 of 120 s · 3 steps · 1,536 tokens")
     assert page.evaluate("document.documentElement.scrollWidth") == 390
     page.locator("#race-head").click()

@@ -231,7 +231,9 @@ def test_what_a_drafter_says_of_itself_is_drawn_over_the_run(visit, tree_file, t
     expect(told).to_have_count(2)
     expect(told.first).to_contain_text("Draft length know 2 · estimated acceptance 75 % · predicted 1.50×")
     expect(told.last).to_contain_text("now 60 % · 4 updates · 16.0 ms of training · training loss 1.250")
-    expect(told.first.locator("svg")).to_have_attribute("aria-label", re.compile("over 4 target passes, now 2$"))
+    expect(told.first.locator("[role=img]").last).to_have_attribute(
+        "aria-label", re.compile("over 4 target passes, now 2$")
+    )
     expect(page.locator(".sd-times small")).to_contain_text("16.0 ms of it training")
     open_file(page, trace_file)
     expect(page.locator(".sd-told")).to_be_hidden()

@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 
-from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, summarise
+from specdemo.core.tally import summarise
+from specdemo.core.trace import LaneTrace, RunTrace, StepEvent
 from specdemo.engine.cost import Costs, explain, measure, observed, prediction
 from specdemo.methods import load_drafter
 from specdemo.models.load import verify_costs

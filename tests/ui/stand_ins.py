@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 from specdemo.bench.result import Result, Spread
 from specdemo.bench.suite import Ask
-from specdemo.core.trace import Remote, RunTrace, StepEvent, compare, summarise
+from specdemo.core.tally import summarise
+from specdemo.core.trace import Remote, RunTrace, StepEvent, compare
 from tests.traces import HOSTILE, hostile_trace
 
 

@@ -1,4 +1,4 @@
-"""A completion server that says what it is told to say."""
+"""A completion server that says what it is told to say, down to the bytes."""
 
 import json
 import socket
@@ -7,7 +7,7 @@ import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from specdemo.engine.remote import WARM_UP
+from specdemo.servers.lane import WARM_UP
 
 
 def piece(text, ids=None, total=None, finish=None, **more):
@@ -33,11 +33,24 @@ class Broken:
         self.how = how
 
 
+def head(kind="text/event-stream", status=200, **headers):
+    """A response up to its body, which ends with the connection unless a header says where."""
+    lines = [f"HTTP/1.1 {status} X", f"Content-Type: {kind}", "Connection: close"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+def events(*said):
+    return b"".join(b"data: %s\n\n" % (x if isinstance(x, bytes) else json.dumps(x).encode()) for x in said)
+
+
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self):
         server = self.server
+        if self.misbehaves({"/metrics": "metrics", "/v1/models": "models"}.get(self.path)):
+            return None
         if self.path == "/metrics" and server.metrics:
             server.readings += 1
             return self.answer(200, server.metrics[min(server.readings, len(server.metrics)) - 1].encode())
@@ -53,7 +66,21 @@ class Handler(BaseHTTPRequestHandler):
         if status != 200:
             return self.answer(status, json.dumps(message).encode(), {"Location": server.elsewhere})
         warm_up = WARM_UP in (body.get("prompt"), body.get("messages", [{}])[0].get("content"))
+        if self.misbehaves("warm-up" if warm_up else "answer"):
+            return None
         return self.stream([piece("ok", total=1, finish="stop")] if warm_up else server.pieces)
+
+    def misbehaves(self, stage):
+        """Send the bytes that were given for this stage, if any were."""
+        if stage not in self.server.faults:
+            return False
+        self.close_connection = True
+        for said in self.server.faults[stage]():
+            if isinstance(said, Broken):
+                self.end(said.how)
+                break
+            self.wfile.write(said)
+        return True
 
     def answer(self, status, content, headers=None):
         self.send_response(status)
@@ -88,11 +115,16 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def completion_server(pieces, metrics=(), models=("m",), refusal=lambda path, body: (200, None)):
-    """Serves `pieces` to every request but warm-ups, and the next of `metrics` to every reading."""
+def completion_server(pieces, metrics=(), models=("m",), refusal=lambda path, body: (200, None), faults=()):
+    """Serves `pieces` to every request but warm-ups, and the next of `metrics` to every reading.
+
+    faults: what to send as it is in the place of a whole response: models, warm-up, answer or metrics -> a function
+    that makes the parts, which may be endless.
+    """
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     server.pieces, server.metrics, server.models, server.refusal = pieces, metrics, models, refusal
+    server.faults = dict(faults)
     server.asked, server.readings, server.elsewhere, server.left = [], 0, "", threading.Event()
     server.address = f"http://127.0.0.1:{server.server_port}"
     server.handle_error = lambda *args: None

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 LISTED = "SPECDEMO_SERVERS"
+_added: dict[str, None] = {}  # an ordered set
 
 
 def address(text: str) -> str:
@@ -39,12 +40,12 @@ def machine(server: str | None) -> str:
 def listed() -> tuple[str, ...]:
     """The addresses that may be asked. Raises ValueError when one of them is none."""
     given = os.environ.get(LISTED, "").split(",")
-    return tuple(dict.fromkeys(_checked(text.strip()) for text in given if text.strip()))
+    return tuple(dict.fromkeys([*(_checked(text.strip()) for text in given if text.strip()), *_added]))
 
 
 def allow(servers: Iterable[str]) -> None:
-    """List these too, for this process and those it starts. Raises ValueError when one is no address."""
-    os.environ[LISTED] = ",".join(dict.fromkeys([*listed(), *map(_checked, servers)]))
+    """List these too, in this process. Raises ValueError when one is no address."""
+    _added.update(dict.fromkeys(map(_checked, servers)))
 
 
 def check_listed(server: str) -> str:

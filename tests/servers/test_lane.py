@@ -10,14 +10,17 @@ import pytest
 
 from specdemo.bench.report import race_report
 from specdemo.core.sampling import Sampling
-from specdemo.core.trace import from_json, kinds, summarise, to_json
-from specdemo.engine import counters, remote
+from specdemo.core.tally import summarise
+from specdemo.core.trace import from_json, kinds, to_json
 from specdemo.engine.messages import Finished, LaneDone, Step, replay
-from specdemo.engine.servers import LISTED, address, allow, listed
 from specdemo.engine.session import Session
 from specdemo.engine.spec import LaneSpec, RunSpec
 from specdemo.models.load import resolve
-from tests.servers import Broken, completion_server, piece
+from specdemo.servers import address as addresses
+from specdemo.servers import client, counters
+from specdemo.servers import lane as remote
+from specdemo.servers.address import LISTED, address, allow, listed
+from tests.completion_server import Broken, completion_server, piece
 
 WORDS = ["Once", " upon", " a time", "."]
 GOOD = [piece(word, total=i + 1) for i, word in enumerate(WORDS[:-1])] + [piece(".", total=4, finish="length")]
@@ -53,6 +56,7 @@ def spec(*servers, **changes):
 @pytest.fixture(autouse=True)
 def unlisted(monkeypatch):
     monkeypatch.setenv(LISTED, "")
+    monkeypatch.setattr(addresses, "_added", {})
     monkeypatch.delenv(remote.KEY, raising=False)
 
 
@@ -190,7 +194,7 @@ def test_a_server_with_one_interface_and_standard_settings_alone():
     ],
 )
 def test_an_answer_that_breaks_fails_its_lane_alone(good, monkeypatch, pieces, reason):
-    monkeypatch.setattr(remote, "SILENCE_S", 0.3)
+    monkeypatch.setattr(client, "SILENCE_S", 0.3)
     with completion_server(pieces) as bad:
         trace = run(spec(good.address, bad.address, good.address), good.address, bad.address)
     first, failed, last = trace.lanes

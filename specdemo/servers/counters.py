@@ -1,20 +1,29 @@
 """What a server's Prometheus /metrics tells of its speculation between two moments.
 
 Every number counts the whole server: whoever else used it in between is counted in. What a server does not export is
-left out. Names: vLLM v1/spec_decode/metrics.py, SGLang's metrics collector.
+left out, and so is a number that is none, below zero, beyond reason or at odds with another. Names: vLLM
+v1/spec_decode/metrics.py, SGLang's metrics collector.
 """
 
 import re
 from collections import defaultdict
 from dataclasses import dataclass, field
+from math import isnan, nan
 from statistics import fmean
 
-from specdemo.core.trace import Counter, Number
+from specdemo.core.trace import MAX_DEPTH, Counter, Number
 
-_SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
-_POSITION = re.compile(r'(?:^|,)\s*position="(\d+)"')
+BEYOND = 2**53  # no server has counted so far, and a browser's numbers hold no more
+_NAME = re.compile(r"(?:vllm|sglang):\w+")
+_POSITION = re.compile(r'[{,]\s*position="(\d{1,4})"')
 _VLLM = "vllm:spec_decode_num_"
+_PER_POSITION = _VLLM + "accepted_tokens_per_pos"
 _SGLANG = "sglang:"
+_READ = {
+    _PER_POSITION,
+    *(_VLLM + name for name in ("drafts", "draft_tokens", "accepted_tokens")),
+    *(_SGLANG + name for name in ("spec_accept_rate", "spec_accept_length", "generation_tokens", "spec_verify_calls")),
+}
 
 Samples = dict[tuple[str, int | None], list[float]]  # name without _total, position -> a value per engine
 
@@ -29,29 +38,38 @@ class Told:
 
 
 def parse(text: str) -> Samples:
-    """Prometheus' text format; lines that are none of it are skipped."""
+    """What is read here of Prometheus' text format; other lines are skipped."""
     samples: Samples = defaultdict(list)
     for line in text.splitlines():
-        match = _SAMPLE.match(line)
-        if match is None:
+        match = _NAME.match(line)
+        name = match[0].removesuffix("_total") if match else ""
+        if match is None or name not in _READ:
             continue
-        name, labels, value = match.groups()
-        position = _POSITION.search(labels or "")
-        try:
-            samples[name.removesuffix("_total"), int(position[1]) if position else None].append(float(value))
-        except ValueError:
-            continue
+        position = _POSITION.search(line)
+        values = line[match.end() :].rpartition("}")[2].split(maxsplit=1)  # a label's value may hold braces
+        samples[name, int(position[1]) if position else None].append(_number(values[0] if values else ""))
     return dict(samples)
 
 
-def between(before: str, after: str) -> Told:
-    """What happened between two readings of /metrics."""
+def _number(text: str) -> float:
+    """NaN for what is no count, which makes whatever is computed from it unknown."""
+    try:
+        value = float(text)
+    except ValueError:
+        return nan
+    return value if 0 <= value < BEYOND else nan
+
+
+def between(before: str | None, after: str | None) -> Told:
+    """What happened between two readings of /metrics. None: it could not be read."""
+    if before is None or after is None:
+        return Told()
     old, new = parse(before), parse(after)
     return _vllm(old, new) or _sglang(old, new) or Told()
 
 
 def _grown(old: Samples, new: Samples, name: str, position: int | None = None) -> float | None:
-    """How far a counter has come, all engines together; None: not exported, or the server was restarted."""
+    """How far a counter has come, all engines together; None: not exported, no number, or the server was restarted."""
     if (name, position) not in new:
         return None
     grown = sum(new[name, position]) - sum(old.get((name, position), []))
@@ -62,11 +80,10 @@ def _vllm(old: Samples, new: Samples) -> Told | None:
     drafts, drafted, accepted = (
         _grown(old, new, _VLLM + name) for name in ("drafts", "draft_tokens", "accepted_tokens")
     )
-    if not drafts or not drafted or accepted is None:
+    if not drafts or not drafted or accepted is None or accepted > drafted:
         return None
-    per_position = _VLLM + "accepted_tokens_per_pos"
-    positions = sorted(p for name, p in new if name == per_position and p is not None)
-    kept = [_grown(old, new, per_position, p) for p in positions]
+    positions = sorted(p for name, p in new if name == _PER_POSITION and p is not None)
+    kept = [_grown(old, new, _PER_POSITION, p) for p in positions[:MAX_DEPTH]]
     return Told(
         {
             "steps": int(drafts),
@@ -75,7 +92,7 @@ def _vllm(old: Samples, new: Samples) -> Told | None:
             "acceptance_rate": round(accepted / drafted, 4),
             "tokens_per_step": round(1 + accepted / drafts, 4),
         },
-        [None if n is None else round(n / drafts, 4) for n in kept],
+        [None if n is None or n > drafts else round(n / drafts, 4) for n in kept],
         "vLLM's counters over the run: accepted / drafted tokens; 1 + accepted tokens / drafts; "
         "other users of the server are counted in",
     )
@@ -89,6 +106,7 @@ def _sglang(old: Samples, new: Samples) -> Told | None:
         length, means = tokens / passes, "generated tokens / verify calls over the run"
     else:
         means = "tokens per pass a gauge over its last log interval"
+    rate = None if rate and rate > 1 else rate
     if rate is None and length is None:
         return None
     counters: dict[Counter, float | None] = {"acceptance_rate": rate, "tokens_per_step": length}
@@ -101,5 +119,6 @@ def _sglang(old: Samples, new: Samples) -> Told | None:
 
 
 def _gauge(samples: Samples, name: str) -> float | None:
-    busy = [value for value in samples.get((name, None), []) if value > 0]
-    return fmean(busy) if busy else None
+    busy = [value for value in samples.get((name, None), []) if value]
+    mean = fmean(busy) if busy else nan
+    return None if isnan(mean) else mean

@@ -1,0 +1,207 @@
+"""What the steps of a lane add up to, computed once: summaries, the cost model, benchmarks and the page read it here.
+
+A step is one target pass for one row of a batch; times are milliseconds of device time.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Self
+
+from specdemo.core.trace import LaneTrace, Number, Remote, StepEvent
+
+WINDOW = 16  # tokens that the rate of the moment is taken over
+UNSEEN = (  # of a lane on a server
+    "steps drafted accepted acceptance_rate tokens_per_step accept_histogram accept_by_position "
+    "ms_draft ms_verify ms_other peak_memory_bytes"
+).split()
+
+Numbers = dict[str, Number | list[Number]]
+
+
+def step_ms(event: StepEvent) -> float:
+    """Device time of a whole step."""
+    return sum(event.ms.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One row of one event: how many tokens it emitted, how many nodes it drafted and how deep, how many it kept."""
+
+    emitted: int
+    drafted: int
+    depth: int
+    kept: int
+    ms: float
+    draft_ms: float
+    verify_ms: float
+
+    @classmethod
+    def of(cls, event: StepEvent, row: int = 0) -> Self:
+        depths = [0]
+        for token, parent in zip(event.drafted[row], event.parents[row], strict=True):
+            depths.append(depths[parent] + 1 if token >= 0 else 0)
+        draft_ms = event.ms.get("draft", 0.0) + event.ms.get("observe", 0.0)
+        return cls(
+            emitted=len(event.emitted[row]),
+            drafted=sum(map(bool, depths)),
+            depth=max(depths),
+            kept=max(len(event.path[row]) - 1, 0),
+            ms=step_ms(event),
+            draft_ms=draft_ms,
+            verify_ms=event.ms.get("verify", 0.0),
+        )
+
+
+@dataclass(slots=True)
+class Tally:
+    """Running totals of one row. Decoding is all steps but the prefill, which emits the first token."""
+
+    first: int = 0  # tokens of the prefill
+    prefill_ms: float | None = None
+    tokens: int = 0  # decoded, without the first
+    steps: int = 0  # that emitted anything
+    ms: float = 0.0  # of decoding
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0
+    train_ms: float = 0.0  # of drafting, a drafter's own learning
+    drafted: int = 0
+    kept: list[int] = field(default_factory=lambda: [0])  # [n] steps that kept n drafts
+    reached: list[int] = field(default_factory=list)  # [i] steps that drafted at depth i + 1
+    gaps: list[float] = field(default_factory=list)  # a step's time in equal shares of its tokens
+    _past: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])  # clock and tokens, step by step
+
+    @classmethod
+    def of(cls, events: Iterable[StepEvent], row: int = 0) -> Self:
+        tally = cls()
+        for event in events:
+            tally.add(event, row)
+        return tally
+
+    def add(self, event: StepEvent, row: int = 0) -> None:
+        step = Step.of(event, row)
+        if event.index == 0:
+            self.first, self.prefill_ms = step.emitted, step.ms
+        else:
+            self._decode(step)
+            self.train_ms += event.notes.get("train_ms", 0.0)
+        self._past.append((self.clock_ms, self.first + self.tokens))
+        while len(self._past) > 2 and self._past[-1][1] - self._past[1][1] >= WINDOW:
+            del self._past[0]
+
+    def _decode(self, step: Step) -> None:
+        self.tokens += step.emitted
+        self.steps += bool(step.emitted)
+        self.ms += step.ms
+        self.draft_ms += step.draft_ms
+        self.verify_ms += step.verify_ms
+        self.drafted += step.drafted
+        longer = [0] * (step.depth - len(self.reached))
+        self.kept += longer
+        self.reached += longer
+        self.kept[step.kept] += 1
+        for depth in range(step.depth):
+            self.reached[depth] += 1
+        self.gaps += [step.ms / max(step.emitted, 1)] * step.emitted
+
+    @property
+    def clock_ms(self) -> float:
+        """Device time so far, the prefill included."""
+        return self.ms + (self.prefill_ms or 0.0)
+
+    @property
+    def accepted(self) -> int:
+        return sum(kept * steps for kept, steps in enumerate(self.kept))
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return ratio(self.tokens, self.ms / 1000.0)
+
+    @property
+    def recent_tokens_per_s(self) -> float | None:
+        """Over the last WINDOW tokens or few more."""
+        (then, had), (now, have) = self._past[0], self._past[-1]
+        return ratio(have - had, (now - then) / 1000.0)
+
+    def numbers(self) -> Numbers:
+        """The part of `summarise` that is known at every step."""
+        hits = accumulate(reversed(self.kept[1:]))  # steps that kept a node at a depth kept one at each before it
+        by_position = zip(reversed([*hits]), self.reached, strict=True)
+        return {
+            "tokens": self.first + self.tokens,
+            "steps": self.steps,
+            "tokens_per_s": self.tokens_per_s,
+            "ttft_ms": None if self.prefill_ms is None else round(self.prefill_ms, 3),
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "acceptance_rate": ratio(self.accepted, self.drafted),
+            "tokens_per_step": ratio(self.tokens, self.steps),
+            "accept_histogram": [*self.kept],
+            "accept_by_position": [ratio(kept, reached) for kept, reached in by_position],
+            "ms_draft": round(self.draft_ms, 3),
+            "ms_verify": round(self.verify_ms, 3),
+            "ms_other": round(self.ms - self.draft_ms - self.verify_ms, 3),
+        }
+
+    def latencies(self) -> Numbers:
+        gaps = sorted(self.gaps)
+        return {"itl_ms_p50": _quantile(gaps, 0.5), "itl_ms_p95": _quantile(gaps, 0.95)}
+
+
+def summarise(lane: LaneTrace, peak_memory_bytes: int = 0) -> Numbers:
+    """The lane's numbers, of row 0.
+
+    tokens_per_s: tokens after the first / decode time, which is all steps but the prefill.
+    ttft_ms: the prefill step. itl_ms_p50, _p95: gaps between tokens; the tokens of one step arrive together, so the
+    first of them carries the whole step and the others 0 - averaged over the step, as servers report it, each token
+    gets an equal share. drafted counts verified draft nodes, accepted those kept, acceptance_rate their quotient.
+    tokens_per_step: emitted / target passes after the prefill, bonus included ("mean accepted length").
+    accept_histogram[n]: steps that kept n drafts. accept_by_position[i]: of the steps that drafted at depth i + 1,
+    the share that kept a node there. None: unknown, as most of this is of a remote lane.
+    """
+    tally = Tally.of(lane.events)
+    if lane.remote is not None:
+        return _from_outside(tally, lane.remote, len(lane.token_ids))
+    return {**tally.numbers(), **tally.latencies(), "peak_memory_bytes": peak_memory_bytes}
+
+
+def so_far(tally: Tally, remote: bool) -> Numbers:
+    """What can be said of a lane that is still running: `numbers`, its clock and its speed at the moment. Of a lane on
+    a server a token is a piece of text, and nothing is known of its passes."""
+    known = tally.numbers() | dict.fromkeys(UNSEEN if remote else ())
+    clocks = {"clock_ms": tally.clock_ms, "ms_train": tally.train_ms, "recent": tally.recent_tokens_per_s}
+    return known | {name: None if ms is None else round(ms, 3) for name, ms in clocks.items()}
+
+
+def _from_outside(tally: Tally, remote: Remote, pieces: int) -> Numbers:
+    """What can be seen from outside, and under it what the server's own counters say.
+
+    Where pieces do not come with their number of tokens, the first is taken for one token, as the servers' own
+    benchmarks do, and gaps between tokens are unknown.
+    """
+    tokens = pieces if remote.counted else remote.tokens
+    first = tally.first if remote.counted else 1
+    speed = None if tokens is None else ratio(max(tokens - first, 0), tally.ms / 1000.0)
+    return {
+        **tally.numbers(),
+        **(tally.latencies() if remote.counted else dict.fromkeys(("itl_ms_p50", "itl_ms_p95"))),
+        **dict.fromkeys(UNSEEN),
+        "tokens": tokens,
+        "tokens_per_s": speed,
+        "accept_histogram": [],
+        "accept_by_position": remote.accept_by_position,
+        **{str(name): value for name, value in remote.counters.items()},
+    }
+
+
+def ratio(a: float, b: float) -> float | None:
+    return round(a / b, 4) if b else None
+
+
+def _quantile(ordered: list[float], q: float) -> float | None:
+    """Linear between neighbours, as in bench.result and numpy."""
+    if not ordered:
+        return None
+    place = q * (len(ordered) - 1)
+    below, above = ordered[int(place)], ordered[min(int(place) + 1, len(ordered) - 1)]
+    return round(below + (place - int(place)) * (above - below), 3)

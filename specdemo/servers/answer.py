@@ -1,0 +1,142 @@
+"""What a server streams, checked and bounded, and the events it becomes. A number that is none, or is below zero or
+beyond reason, counts as not told; text that is none, or more of anything than was asked for, ends the answer."""
+
+import time
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+
+from specdemo.core.trace import StepEvent
+from specdemo.servers.counters import BEYOND, Told
+
+TOKEN_CHARS = 64  # of a token's text, on average
+SPARE_CHARS = 4_000
+
+Piece = tuple[StepEvent, str]
+
+
+def _or_none(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    try:
+        return check(value)
+    except ValidationError:
+        return None
+
+
+_IF_RIGHT = WrapValidator(_or_none)
+_Count = Annotated[Annotated[int, Field(strict=True, ge=0, lt=BEYOND)] | None, _IF_RIGHT]
+_Id = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+
+
+class _Text(BaseModel):
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    content: str | None = None
+    text: str | None = None
+
+    @property
+    def whole(self) -> str:
+        return (self.reasoning_content or self.reasoning or "") + (self.content or self.text or "")
+
+
+class _Choice(_Text):
+    delta: _Text | None = None
+    token_ids: Annotated[Annotated[list[_Id], Field(fail_fast=True)] | None, _IF_RIGHT] = None
+    finish_reason: str | None = None
+
+
+class _Usage(BaseModel):
+    completion_tokens: _Count = None
+
+
+class _Timings(BaseModel):
+    """llama.cpp's own count of this one answer."""
+
+    draft_n: _Count = None
+    draft_n_accepted: _Count = None
+
+
+class _Chunk(BaseModel):
+    choices: Annotated[list[_Choice], Field(max_length=1)] | None = None
+    usage: Annotated[_Usage | None, _IF_RIGHT] = None
+    timings: Annotated[_Timings | None, _IF_RIGHT] = None
+    error: Any = None
+
+
+class Heard:
+    """Turns the chunks of one answer of at most `limit` tokens into events."""
+
+    def __init__(self, say: Callable[[Piece], None], limit: int) -> None:
+        self._say = say
+        self._limit = limit
+        self._room = SPARE_CHARS + TOKEN_CHARS * limit
+        self._last = 0.0
+        self._steady = True  # no count has shrunk
+        self.pieces = 0
+        self.tokens = 0  # as many as are told, and where nothing is told one a piece
+        self.counted = False  # every piece so far came with the number of its tokens
+        self.told: int | None = None  # tokens of the whole text so far, in the server's own count
+        self.finish: Literal["stop", "length"] | None = None
+        self.drafted: Told | None = None
+
+    def begin(self) -> None:
+        self._last = time.perf_counter()
+
+    def hear(self, said: Any) -> None:
+        """One chunk as it came. Raises ValueError for what is none, and for more than was asked for."""
+        chunk = _Chunk.model_validate(said)
+        if chunk.error:
+            raise ValueError(chunk.error.get("message", "") if isinstance(chunk.error, dict) else str(chunk.error))
+        grown = self._grown(chunk.usage.completion_tokens if chunk.usage else None)
+        for choice in chunk.choices or []:
+            text, ids = (choice.delta or choice).whole, choice.token_ids or []
+            if text or ids or grown:
+                self._piece(text, ids, grown)
+            self._end(choice.finish_reason)
+        if chunk.timings:
+            self._timed(chunk.timings)
+
+    def _grown(self, total: int | None) -> int:
+        """The tokens since the last count, where every piece has come with one: one at the end tells only their sum."""
+        if total is None or not self._steady:
+            return 0
+        before, self.told = self.told or 0, total
+        self._check(total)
+        if total < before:
+            self._steady, self.told, self.counted = False, None, False
+            return 0
+        return total - before if self.counted or not self.pieces else 0
+
+    def _check(self, tokens: int) -> None:
+        if tokens > self._limit:
+            raise ValueError(f"it sends more than the {self._limit} tokens it was asked for")
+
+    def _piece(self, text: str, ids: list[int], grown: int) -> None:
+        now = time.perf_counter()
+        self.tokens += len(ids) or grown or 1
+        self._check(self.tokens)
+        self._room -= len(text)
+        if self._room < 0:
+            raise ValueError(f"it sends more text than {self._limit} tokens hold")
+        self.counted = bool(ids or grown) and (self.counted or not self.pieces)
+        ms = {"stream" if self.pieces else "prefill": round((now - self._last) * 1000.0, 4)}
+        whole = text.encode("utf-8", "replace").decode()  # JSON can hold halves of characters that UTF-8 cannot
+        self._say((StepEvent(self.pieces, [[]], [[]], [[]], [ids or [-1] * (grown or 1)], [[]], [[]], ms), whole))
+        self._last = now
+        self.pieces += 1
+
+    def _end(self, reason: str | None) -> None:
+        if reason is None:
+            return
+        if reason not in ("stop", "length"):
+            raise ValueError(f"it ended the text early: {reason}")
+        self.finish = "stop" if reason == "stop" else "length"
+
+    def _timed(self, timings: _Timings) -> None:
+        drafted, accepted = timings.draft_n, timings.draft_n_accepted
+        if drafted and accepted is not None and accepted <= drafted:
+            self.drafted = Told(
+                {"drafted": drafted, "accepted": accepted, "acceptance_rate": round(accepted / drafted, 4)},
+                [],
+                "llama.cpp's count for this answer: accepted / drafted tokens",
+            )

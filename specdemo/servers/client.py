@@ -1,0 +1,115 @@
+"""HTTP to one server, which may send anything: every answer is bounded in bytes, compressed ones are refused, redirects
+are not followed. Bounds on time are the caller's, but for silence."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+CONNECT_S = 5.0
+SILENCE_S = 60.0  # the longest wait for the next bytes; a server may load its model before the first
+DRAIN_S = 0.1
+LINE_BYTES = 1_000_000  # one may hold the ids of a long prompt
+SPARE_BYTES = 2_000_000  # of an answer, on top of its tokens' events
+EVENT_BYTES = 4_000  # of a token's event, on average
+REFUSAL_BYTES = 4_000
+
+
+class Refused(Exception):
+    """An answer with another status than 200, in words that may be hostile."""
+
+
+class Client:
+    """One connection, kept between requests. key: sent to this server with every request; None: it wants none."""
+
+    def __init__(self, server: str, key: str | None) -> None:
+        self._server = server
+        self._http = httpx.AsyncClient(
+            headers={"Accept-Encoding": "identity", **({"Authorization": f"Bearer {key}"} if key else {})},
+            timeout=httpx.Timeout(SILENCE_S, connect=CONNECT_S),
+            follow_redirects=False,
+        )
+
+    async def __aenter__(self) -> Self:
+        await self._http.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        await self._http.__aexit__(kind, error, where)
+
+    async def read(self, path: str, most: int) -> bytes:
+        """The whole answer. Raises Refused, httpx.TransportError, and ValueError for more than `most` bytes."""
+        async with self._answer("GET", path) as answer:
+            return b"".join([part async for part in _bounded(answer, most)])
+
+    async def events(self, path: str, question: dict[str, Any], tokens: int) -> AsyncGenerator[Any, None]:
+        """The JSON of every event of an answer of so many tokens. Raises as `read` does."""
+        async with self._answer("POST", path, question) as answer:
+            parts = _bounded(answer, SPARE_BYTES + tokens * EVENT_BYTES)
+            heard = False
+            async for line in _lines(parts):
+                name, _, value = line.partition(b":")
+                if name != b"data":
+                    continue
+                if value.strip() == b"[DONE]":
+                    await _drain(parts)
+                    return
+                yield json.loads(value.decode())
+                heard = True
+            kind = answer.headers.get("content-type", "nothing it names")
+            if not heard and "text/event-stream" not in kind:
+                raise ValueError(f"it sends {kind} in place of a stream of events")
+
+    @asynccontextmanager
+    async def _answer(
+        self, method: str, path: str, question: dict[str, Any] | None = None
+    ) -> AsyncIterator[httpx.Response]:
+        async with self._http.stream(method, self._server + path, json=question) as answer:
+            if answer.status_code == 200:
+                yield answer
+                return
+            said = b""
+            async for part in answer.aiter_raw():
+                said += part
+                if len(said) > REFUSAL_BYTES:
+                    break
+            raise Refused(f"Error code: {answer.status_code} - {said[:REFUSAL_BYTES].decode(errors='replace')}")
+
+
+async def _bounded(answer: httpx.Response, most: int) -> AsyncGenerator[bytes, None]:
+    """What arrives, as it arrives."""
+    if answer.headers.get("content-encoding", "identity") != "identity":
+        raise ValueError("it compresses its answer, which was not asked for")
+    seen = 0
+    async for part in answer.aiter_raw():
+        seen += len(part)
+        if seen > most:
+            raise ValueError(f"it sends more than {most:,} bytes")
+        yield part
+
+
+async def _lines(parts: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+    held = bytearray()
+    async for part in parts:
+        *ends, rest = part.split(b"\n")
+        for end in ends:
+            yield bytes(held + end)
+            held.clear()
+        held += rest
+        if len(held) > LINE_BYTES:
+            raise ValueError(f"it sends a line of more than {LINE_BYTES:,} bytes")
+    yield bytes(held)
+
+
+async def _drain(parts: AsyncIterator[bytes]) -> None:
+    """Read what ends an answer, without which the connection cannot be kept."""
+    with suppress(TimeoutError, ValueError, httpx.TransportError):
+        async with asyncio.timeout(DRAIN_S):
+            async for _ in parts:
+                pass

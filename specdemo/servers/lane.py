@@ -1,0 +1,279 @@
+"""A lane that runs on a server: any that speaks OpenAI's completions, such as vLLM, SGLang, llama.cpp's or TGI.
+
+Its clock is wall time, from the request to the arrival of each piece of text, the network included. It runs when no
+other lane does, so that no lane waits for another's machine. What the server does not tell stays unknown: which tokens
+were drafted, and with some servers the tokens' ids and even their number.
+
+The key for servers that want one is the environment's SPECDEMO_API_KEY; it goes to listed servers alone, and nowhere
+into traces, links or messages.
+"""
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import httpx
+from pydantic import BaseModel, Field, ValidationError
+
+from specdemo.core.trace import LaneTrace, Remote
+from specdemo.servers import client, counters
+from specdemo.servers.address import check_listed, host
+from specdemo.servers.answer import Heard, Piece
+from specdemo.servers.client import Client, Refused
+
+if TYPE_CHECKING:
+    from specdemo.core.protocol import GenerationConfig
+
+KEY = "SPECDEMO_API_KEY"
+TOKEN_S = 0.5  # that a lane may take for each token, on top of one silence
+METRICS_S = 3.0
+METRICS_BYTES = 4_000_000
+MODELS_BYTES = 1_000_000
+POLL_S = 0.05  # how soon a lane notices that it was stopped
+WARM_UP = "Count to ten: one, two, three,"  # not the run's prompt, which a server would then have in its cache
+WARM_UP_TOKENS = 8
+
+Form = Literal["completions", "chat/completions"]
+Prompt = str | list[dict[str, str]]  # a text, or messages with role and content
+
+
+class _Model(BaseModel):
+    id: Annotated[str, Field(max_length=500, pattern=r"^\P{C}*$")]  # of characters that can be seen
+
+
+class _Models(BaseModel):
+    data: list[_Model]
+
+
+class RemoteLane:
+    """Streams one continuation. `trace` is written as it comes; its `remote` and `finish` are right once `events` ends.
+
+    model: the target's name on the server, None: what the server serves, which then has to be one model or one named
+    as `target`. forms: how the prompt may be put, the first that the server takes. Raises ValueError for a server
+    that is not listed.
+    """
+
+    def __init__(
+        self,
+        trace: LaneTrace,
+        server: str,
+        model: str | None,
+        target: str,
+        prompt: Prompt,
+        config: "GenerationConfig",
+        forms: Sequence[Form],
+    ) -> None:
+        self.trace = trace
+        self._server = check_listed(server)
+        self._model = model
+        self._target = target
+        self._prompt = prompt
+        self._config = config
+        self._forms = forms
+        self._finish: Literal["stop", "length"] | None = None
+        trace.remote = Remote(host(self._server), model or "", "")
+
+    def events(self, cancelled: Callable[[], bool]) -> Iterator[Piece]:
+        """Each event with the text it added. Raises RuntimeError and nothing else, one line, when the server fails or
+        takes longer than it may; what had arrived stays in the trace."""
+        self.trace.finish = "cancelled"
+        limit = self._config.max_new_tokens
+        seconds = client.SILENCE_S + limit * TOKEN_S
+        try:
+            for event, text in _in_background(self._talk, cancelled, seconds):
+                ids = event.emitted[0]
+                self.trace.events.append(event)
+                self.trace.token_ids += ids
+                self.trace.pieces += [*[""] * (len(ids) - 1), text]
+                self.trace.text += text
+                yield event, text
+        except TimeoutError:
+            late = f"{host(self._server)} took longer than {seconds:g} seconds for {limit} tokens"
+            raise RuntimeError(late) from None
+        if not cancelled() and self._finish:
+            self.trace.finish = self._finish
+
+    @property
+    def _remote(self) -> Remote:
+        assert self.trace.remote is not None
+        return self.trace.remote
+
+    def _tell(self, **known: Any) -> None:
+        self.trace.remote = replace(self._remote, **known)
+
+    def _note(self, text: str) -> None:
+        self.trace.note = f"{self.trace.note}; {text}" if self.trace.note else text
+
+    async def _talk(self, say: Callable[[Piece], None]) -> None:
+        key = os.environ.get(KEY)
+        heard = Heard(say, self._config.max_new_tokens)
+        try:
+            async with Client(self._server, key) as http:
+                self._tell(model=self._model or await self._served(http))
+                form, standard = await self._warm_up(http)
+                self._tell(endpoint=f"/v1/{form}")
+                before = await _metrics(http)
+                await self._stream(http, form, standard, self._prompt, self._config.max_new_tokens, heard)
+                told = heard.drafted or counters.between(before, await _metrics(http))
+        except Exception as error:
+            raise RuntimeError(_reason(error, host(self._server), key, heard.pieces)) from None
+        finally:
+            self._tell(tokens=heard.told, counted=heard.counted or heard.told == heard.pieces)
+        self._tell(counters=told.counters, accept_by_position=told.accept_by_position, source=told.source)
+        self._finish = heard.finish
+
+    async def _served(self, http: Client) -> str:
+        try:
+            listed = await http.read("/v1/models", MODELS_BYTES)
+        except Refused:  # it does not list what it serves
+            return self._target
+        names = [model.id for model in _Models.model_validate_json(listed).data]
+        if self._target in names or len(names) == 1:
+            return self._target if self._target in names else names[0]
+        shown = ", ".join(names[:5]) or "nothing it lists"
+        raise ValueError(f"it serves {shown}; say which one with served_model")
+
+    async def _warm_up(self, http: Client) -> tuple[Form, bool]:
+        """A few tokens off the clock, which also find out how the server wants to be asked.
+
+        -> the form, and whether standard settings are all that it takes. Raises the first refusal when all are refused.
+        """
+        refusal: Refused | None = None
+        for form in self._forms:
+            for standard in (False, True) if self._droppable else (False,):
+                limit = min(WARM_UP_TOKENS, self._config.max_new_tokens)
+                ask = partial(self._stream, http, form, standard, WARM_UP, limit)
+                try:
+                    try:
+                        await ask()
+                    except httpx.TransportError as error:
+                        if refusal is None or isinstance(error, httpx.TimeoutException):
+                            raise
+                        await ask()  # a refusal may have closed the connection it came on
+                except Refused as error:
+                    refusal = refusal or error
+                    continue
+                if standard:
+                    self._note("its server takes standard settings only, the others are at its own defaults")
+                if form != self._forms[0]:
+                    self._note(f"its server takes the prompt at /v1/{form} only")
+                return form, standard
+        assert refusal is not None
+        raise refusal
+
+    @property
+    def _droppable(self) -> bool:
+        """Without the settings that are not standard the same is asked for."""
+        return not self._config.sampling.top_k and not self._config.sampling.min_p
+
+    def _request(self, form: Form, standard: bool, prompt: Prompt, limit: int) -> dict[str, Any]:
+        """Everything a server might set by itself is named: many take defaults from the model's generation_config."""
+        sampling = self._config.sampling
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        put: dict[str, Any] = {"prompt": prompt} if form == "completions" else {"messages": messages}
+        request: dict[str, Any] = {
+            "model": self._remote.model,
+            "max_tokens": limit,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": self._config.seed,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **put,
+        }
+        if not standard:
+            request["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+            request |= {
+                "top_k": sampling.top_k or -1,
+                "min_p": sampling.min_p,
+                "repetition_penalty": 1.0,
+                "return_token_ids": True,
+            }
+        return request
+
+    async def _stream(
+        self, http: Client, form: Form, standard: bool, prompt: Prompt, limit: int, heard: Heard | None = None
+    ) -> None:
+        """heard: None: whatever it says is checked and forgotten."""
+        heard = heard or Heard(lambda piece: None, limit)
+        heard.begin()
+        async with aclosing(http.events(f"/v1/{form}", self._request(form, standard, prompt, limit), limit)) as said:
+            async for chunk in said:
+                heard.hear(chunk)
+        if heard.finish is None:
+            raise ConnectionError
+
+
+async def _metrics(http: Client) -> str | None:
+    """The text of /metrics. None: there is none, or too much of it, or it comes too slowly."""
+    try:
+        async with asyncio.timeout(METRICS_S):
+            return (await http.read("/metrics", METRICS_BYTES)).decode(errors="replace")
+    except Exception:  # whatever it is, a server without metrics is one whose counters are unknown
+        return None
+
+
+def _in_background(
+    work: Callable[[Callable[[Any], None]], Awaitable[None]], cancelled: Callable[[], bool], seconds: float
+) -> Iterator[Any]:
+    """What `work` says, as it says it: arrival times do not depend on who reads, nor stopping on what comes. Raises
+    what it raises, and TimeoutError when it is not over after so many seconds."""
+    said: SimpleQueue[Any] = SimpleQueue()
+    over = object()
+    stop = threading.Event()
+
+    async def watched() -> None:
+        task = asyncio.ensure_future(work(said.put))
+        while not task.done():
+            await asyncio.wait({task}, timeout=POLL_S)
+            if stop.is_set():
+                task.cancel()
+        if not task.cancelled() and task.exception():
+            said.put(task.exception())
+        said.put(over)
+
+    thread = threading.Thread(target=lambda: asyncio.run(watched()), daemon=True, name="remote lane")
+    deadline = time.monotonic() + seconds
+    thread.start()
+    try:
+        while not cancelled():
+            try:
+                item = said.get(timeout=POLL_S)
+            except Empty:
+                if time.monotonic() > deadline:
+                    raise TimeoutError from None
+                continue
+            if item is over:
+                return
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        stop.set()
+        thread.join(client.CONNECT_S)
+
+
+def _reason(error: Exception, where: str, key: str | None, pieces: int) -> str:
+    """One line, without the key, which a server may quote back, and with nothing in it that no page could show."""
+    words = str(error)
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        words = f"{'.'.join(map(str, first['loc'])) or 'an event'}: {first['msg']}"
+    words = words.replace(key, "***") if key else words
+    words = " ".join("".join(c if c.isprintable() else " " for c in words[:1000]).split())[:300]
+    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+        return f"{where} cannot be reached; start the server, or mend its address"
+    if isinstance(error, httpx.TimeoutException):
+        return f"{where} was silent for {client.SILENCE_S:g} seconds"
+    if isinstance(error, Refused):
+        return f"{where} answered {words}"
+    if isinstance(error, ValueError | RecursionError):
+        return f"{where} gave no usable answer: {words}"
+    return f"{where} broke off after {pieces} pieces of text"

@@ -1,0 +1,290 @@
+"""A server of every bad kind: its lane says why in one line, or leaves unknown what the server lied about; nothing else
+notices, and what is written can be opened again."""
+
+import gzip
+import json
+import time
+import tracemalloc
+from dataclasses import dataclass, field
+from itertools import repeat
+from threading import Event
+
+import pytest
+
+from specdemo.core.trace import MAX_DEPTH, from_json, to_json
+from specdemo.engine.session import Session
+from specdemo.engine.spec import LaneSpec, RunSpec
+from specdemo.servers import address, client, counters, lane
+from tests.completion_server import Broken, completion_server, events, head, piece
+
+TOKENS = 4
+GOOD = [piece("Once", total=1), piece(" upon", total=2), piece(" a time.", total=3, finish="stop")]
+DONE = b"data: [DONE]\n\n"
+QUICK = {"silence": 0.3}
+SOON = {"silence": 1.0, "token": 0.01}  # the whole lane's time is 1.04 s, of silence 1 s
+DEEP = b"[" * 100_000
+NUL = b"\0" * 1000
+HUGE = b"9" * 5000
+SHARP = b"data: " + json.dumps(piece("Ünïcödé 🙂", finish="stop"), ensure_ascii=False).encode() + b"\r\n\r\n" + DONE
+BOMB = gzip.compress(bytes(50_000_000))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """parts: a response as it is sent. why: what its lane says; None: the lane ends well, with what `known` says."""
+
+    stage: str
+    name: str
+    parts: object
+    why: str | None = None
+    limits: dict = field(default_factory=dict)
+    known: dict = field(default_factory=dict)
+    text: str = "Once upon a time."
+
+
+def drip(start, each):
+    """Never silent for long and never done."""
+    yield start
+    while True:
+        Event().wait(0.02)
+        yield each
+
+
+def models(name, body, why, **headers):
+    return Kind("models", name, [head("application/json", **headers), body], why)
+
+
+def said(name, chunk, why, **more):
+    """A good start, then a chunk."""
+    return Kind("answer", name, [head(), events(GOOD[0], chunk), DONE], why, **more)
+
+
+def whole(name, *chunks, text="Once upon a time.", **known):
+    return Kind("answer", name, [head(), events(*chunks), DONE], known=known, text=text)
+
+
+def ended(**changes):
+    """The last chunk, with odd fields."""
+    return piece(" upon a time.", finish="stop") | changes
+
+
+def choice(**changes):
+    return {"choices": [{"index": 0, "text": "x", "finish_reason": None} | changes]}
+
+
+def readings(name, body):
+    return Kind("metrics", name, [head("text/plain"), body])
+
+
+def drafted(drafts, tokens, accepted, *positions):
+    names = {"drafts": drafts, "draft_tokens": tokens, "accepted_tokens": accepted}
+    names |= {f'accepted_tokens_per_pos{{position="{i}"}}': value for i, value in enumerate(positions)}
+    return "".join(f"vllm:spec_decode_num_{name} {value}\n" for name, value in names.items())
+
+
+def in_chunks_of_one(body):
+    yield head(Transfer_Encoding="chunked")
+    for byte in body:
+        yield b"1\r\n%c\r\n" % byte
+    yield b"0\r\n\r\n"
+
+
+HEAVY = {"endless", "a-bomb", "a-line-without-end", "a-piece-of-900-kb", "100000-ids", "deep", "a-million-names"}
+UNUSABLE = "gave no usable answer: "
+MORE = f"{UNUSABLE}it sends more than the {TOKENS} tokens it was asked for"
+UNKNOWN = {"acceptance_rate": None}
+UNCOUNTED = {"tokens": None, "tokens_per_s": None}
+KINDS = [
+    models("no-json", b"<html>", UNUSABLE),
+    models("a-dict-of-models", b'{"data": {"a": 1}}', "data: Input should be a valid array"),
+    models("numbers-as-names", b'{"data": [{"id": 7}]}', "data.0.id: Input should be a valid string"),
+    models("a-huge-name", json.dumps({"data": [{"id": "m" * 900}]}).encode(), "at most 500 characters"),
+    models("a-name-with-escapes", b'{"data": [{"id": "\\u001b[2J"}]}', "data.0.id: "),
+    models("half-a-character", b'{"data": [{"id": "\\ud800"}]}', UNUSABLE),
+    models("deep", DEEP, UNUSABLE),
+    models("a-bomb", BOMB, "it compresses its answer", Content_Encoding="gzip"),
+    models("too-short", b"{}", "broke off after 0 pieces", Content_Length=99),
+    Kind("models", "endless", lambda: (head(), *repeat(NUL, 5000)), "it sends more than 1,000,000 bytes"),
+    Kind("models", "reset", [Broken("reset")], "broke off after 0 pieces"),
+    Kind("models", "silent", [Broken("quiet")], "was silent for 0.3 seconds", QUICK),
+    Kind("models", "a-byte-at-a-time", lambda: drip(head(), b" "), "took longer than 1.04 seconds", SOON),
+    Kind("models", "headers-without-end", lambda: drip(b"HTTP/1.1 200 X\r\nA: ", b"a"), "took longer", SOON),
+    Kind("models", "interim-answers-without-end", lambda: drip(b"", b"HTTP/1.1 100 X\r\n\r\n"), "took longer", SOON),
+    Kind("models", "elsewhere", [head(status=302, Location="http://127.0.0.1:9/v1/models")]),
+    Kind("warm-up", "reset", [Broken("reset")], "broke off after 0 pieces"),
+    Kind("warm-up", "no-http", [b"220 mail.example ESMTP\r\n"], "broke off after 0 pieces"),
+    Kind("warm-up", "a-flood-of-headers", [b"HTTP/1.1 200 X\r\n", b"A: a\r\n" * 50_000], "broke off after 0 pieces"),
+    Kind("warm-up", "elsewhere", [head(status=307, Location="http://127.0.0.1:9")], "answered Error code: 307"),
+    Kind("warm-up", "an-endless-refusal", lambda: (head(status=500), *repeat(NUL, 5000)), "answered Error code: 500"),
+    Kind("warm-up", "a-refusal-with-escapes", [head(status=400), b"\x1b]0;\xff\n\x1b[2J"], "answered Error code: 400"),
+    Kind("warm-up", "nothing-but-good-manners", [head(), DONE], "broke off after 0 pieces"),
+    Kind("answer", "a-page", [head("text/html"), b"<html>"], f"{UNUSABLE}it sends text/html in place of a stream"),
+    Kind("answer", "all-at-once", [head("application/json"), b'{"choices": []}'], "it sends application/json in place"),
+    Kind("answer", "empty", [head()], "broke off after 0 pieces"),
+    Kind("answer", "a-bomb", [head(Content_Encoding="gzip"), BOMB], "it compresses its answer"),
+    Kind("answer", "chunks-that-are-none", [head(Transfer_Encoding="chunked"), b"zz\r\n"], "broke off after 0 pieces"),
+    Kind("answer", "half-a-chunk", [head(Transfer_Encoding="chunked"), b"99\r\ndata:"], "broke off after 0 pieces"),
+    Kind("answer", "reset-in-a-piece", [head(), events(GOOD[0]), b"data: {", Broken("reset")], "broke off after"),
+    Kind("answer", "silent", [head(), events(GOOD[0]), Broken("quiet")], "was silent for 0.3 seconds", QUICK),
+    Kind("answer", "silent-at-its-end", [head(), events(*GOOD), Broken("quiet")], "was silent", QUICK),
+    Kind("answer", "a-byte-at-a-time", lambda: drip(head() + b"data: ", b" "), "took longer than 1.04 seconds", SOON),
+    Kind("answer", "comments-without-end", lambda: drip(head(), b": ping\n\n"), "took longer than", SOON),
+    Kind("answer", "a-flood-of-comments", lambda: (head(), *repeat(b": ping\n\n" * 500, 900)), "2,016,000 bytes"),
+    Kind("answer", "a-flood-of-nothing", lambda: (head(), *repeat(events({}) * 500, 900)), "2,016,000 bytes"),
+    Kind("answer", "a-line-without-end", lambda: (head(), *repeat(NUL, 5000)), "a line of more than 1,000,000 bytes"),
+    Kind("answer", "many-tiny-pieces", [head(), events(*repeat(piece("."), 5000))], MORE),
+    said("no-json", b"{oops", UNUSABLE),
+    said("not-utf-8", b'{"choices": "\xff\xfe"}', "'utf-8' codec can't decode"),
+    said("deep", DEEP, f"{UNUSABLE}maximum recursion depth"),
+    said("a-number-of-5000-digits", b'{"usage": %s}' % HUGE, UNUSABLE),
+    said("a-list", [1, 2], "an event: Input should be a valid dictionary"),
+    said("a-text", "x", "an event: Input should be a valid dictionary"),
+    said("null", None, "an event: Input should be a valid dictionary"),
+    said("an-error", {"error": {"message": "\x1b[2Jout of\nmemory\ud800"}}, f"{UNUSABLE}[2Jout of memory"),
+    said("an-error-of-another-shape", {"error": [["x"]]}, f"{UNUSABLE}[['x']]"),
+    said("a-dict-of-choices", {"choices": {"0": 1}}, "choices: Input should be a valid list"),
+    said("two-choices", {"choices": choice()["choices"] * 2}, "choices: List should have at most 1 item"),
+    said("a-number-for-a-choice", {"choices": [3]}, "choices.0: Input should be a valid dictionary"),
+    said("a-number-for-text", choice(text=3), "choices.0.text: Input should be a valid string"),
+    said("a-text-for-a-delta", choice(delta="x"), "choices.0.delta: Input should be a valid dictionary"),
+    said("a-list-for-a-reason", choice(finish_reason=["stop"]), "choices.0.finish_reason: Input should be a valid str"),
+    said("an-unknown-reason", choice(finish_reason="x" * 9000), "it ended the text early: xxx"),
+    said("a-piece-of-900-kb", choice(text="x" * 900_000), f"it sends more text than {TOKENS} tokens hold"),
+    said("a-billion-tokens", choice() | {"usage": {"completion_tokens": 10**9}}, MORE),
+    said("100000-ids", choice(token_ids=[5] * 100_000), MORE),
+    whole("usage-a-text", piece("Once"), ended(usage="3"), **UNCOUNTED),
+    whole("usage-below-zero", piece("Once"), ended(usage={"completion_tokens": -3}), **UNCOUNTED),
+    whole("usage-a-truth", piece("Once"), ended(usage={"completion_tokens": True}), **UNCOUNTED),
+    whole("usage-nan", piece("Once"), ended(usage={"completion_tokens": float("nan")}), **UNCOUNTED),
+    whole("usage-beyond-reason", piece("Once"), ended(usage={"completion_tokens": 10**400}), **UNCOUNTED),
+    whole("usage-that-shrinks", piece("Once", total=2), piece("", total=1), ended(), **UNCOUNTED),
+    whole("ids-of-texts", piece("Once"), ended() | choice(text=" upon a time.", finish_reason="stop", token_ids=["5"])),
+    whole("ids-below-zero", piece("Once", ids=[-5]), piece(" upon a time.", ids=[True], finish="stop")),
+    whole("ids-beyond-reason", piece("Once", ids=[2**70]), piece(" upon a time.", ids={"a": 1}, finish="stop")),
+    whole("an-odd-index", piece("Once"), ended() | choice(index=[-9], text=" upon a time.", finish_reason="stop")),
+    whole("half-a-character", piece("\ud83d"), piece("!", finish="stop"), text="?!"),
+    *(
+        whole(f"timings-{name}", piece("Once"), ended(timings=timings), **UNKNOWN)
+        for name, timings in {
+            "nan": {"draft_n": float("nan"), "draft_n_accepted": 1},
+            "infinite": {"draft_n": float("inf"), "draft_n_accepted": float("inf")},
+            "below-zero": {"draft_n": 5, "draft_n_accepted": -1},
+            "texts": {"draft_n": "5", "draft_n_accepted": "1"},
+            "more-kept-than-drafted": {"draft_n": 5, "draft_n_accepted": 6},
+            "beyond-reason": {"draft_n": 10**300, "draft_n_accepted": 1},
+            "a-list": [5, 1],
+        }.items()
+    ),
+    Kind("answer", "chunks-of-one-byte", lambda: in_chunks_of_one(SHARP), text="Ünïcödé 🙂"),
+    Kind("answer", "talks-on-after-its-end", lambda: drip(head() + events(*GOOD) + DONE, b"x"), known=UNKNOWN),
+    Kind("metrics", "endless", lambda: (head(), *repeat(NUL, 9000))),
+    Kind("metrics", "a-byte-at-a-time", lambda: drip(head(), b"a"), limits={"metrics": 0.2}),
+    Kind("metrics", "reset", [head(), b"vllm:", Broken("reset")]),
+    Kind("metrics", "a-bomb", [head(Content_Encoding="gzip"), BOMB]),
+    readings("not-utf-8", b"\xff\xfe" * 1000),
+    readings("braces", b"vllm:spec_decode_num_drafts" + b"{}} " * 500_000),
+    readings("a-million-names", b"".join(b"sglang:a%d 1\n" % i for i in range(200_000))),
+    readings("a-name-many-times", b"sglang:generation_tokens 1\n" * 100_000),
+]
+
+
+@pytest.fixture(autouse=True)
+def limits(monkeypatch):
+    monkeypatch.setattr(address, "_added", {})
+    monkeypatch.delenv(lane.KEY, raising=False)
+
+
+@pytest.fixture(scope="module")
+def session():
+    """One for all: what a bad server leaves behind would meet the next."""
+    return Session()
+
+
+@pytest.fixture(scope="module")
+def good():
+    with completion_server(GOOD) as server:
+        yield server
+
+
+def serving(kind):
+    make = kind.parts if callable(kind.parts) else lambda: kind.parts
+    return completion_server(GOOD, faults={kind.stage: make})
+
+
+def race(session, baseline, server):
+    """Plain decoding, on a server or here, against a lane on a server."""
+    first, second = (each and each.address for each in (baseline, server))
+    address.allow(filter(None, (first, second)))
+    lanes = (LaneSpec("ngram", k=2, server=second),)
+    return session.run(RunSpec("test", "stories", "Once upon a time", lanes, max_new_tokens=TOKENS, server=first))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.stage}-{kind.name}")
+def test_a_bad_server(kind, session, good, monkeypatch):
+    for place, name in ((client, "silence"), (lane, "token"), (lane, "metrics")):
+        if name in kind.limits:
+            monkeypatch.setattr(place, f"{name.upper()}_S", kind.limits[name])
+    start = time.perf_counter()
+    with serving(kind) as bad:
+        trace = race(session, None, bad)
+    assert time.perf_counter() - start < 20  # no bound but that nothing waits for a server's pleasure
+    here, there = trace.lanes
+    assert here.finish == "length" and len(here.token_ids) == TOKENS and here.summary["tokens_per_s"]
+    if kind.why is None:
+        assert (there.finish, there.text) == ("stop", kind.text), there.note
+        assert kind.known.items() <= there.summary.items() and not there.remote.counters
+        assert set(there.token_ids) == {-1}
+    else:
+        assert there.finish == "error" and kind.why in there.note, there.note
+        assert there.note.isprintable() and len(there.note) < 500
+        assert trace.comparison[0]["verdict"] == "unknown"
+    stored = to_json(trace)
+    assert from_json(stored) == trace and len(stored) < 100_000
+    assert race(session, good, good).lanes[1].text == "Once upon a time."
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.name in HEAVY], ids=lambda k: f"{k.stage}-{k.name}")
+def test_memory_stays_bounded(kind, session, good):
+    with serving(kind) as bad:
+        tracemalloc.start()
+        race(session, good, bad)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 60e6
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (drafted(1, 2, 1), drafted("NaN", "NaN", "NaN")),
+        (drafted(1, 2, 1), drafted("+Inf", "+Inf", "+Inf")),
+        (drafted("NaN", 2, 1), drafted(9, 18, 9)),
+        (drafted(-100, -100, -100), drafted(9, 18, 9)),
+        (drafted(1, 2, 1), drafted(-1, -2, -1)),
+        (drafted(1, 2, 1), drafted(1e300, 1e300, 1e300)),
+        (drafted(1, 2, 1), drafted("many", "more", "most")),
+        (drafted(1, 2, 1), drafted("9" * 9000, 18, 9)),
+        (drafted(1, 2, 1), drafted("", "", "")),
+        (drafted(9, 18, 9), drafted(1, 2, 1)),  # shrinks
+        (drafted(1, 2, 1), drafted(9, 18, 99)),  # more kept than drafted
+        (drafted(1, 2, 1), drafted(9, 18, 9).replace("drafts", "drafts{engine")),
+        ("", "sglang:spec_accept_rate NaN\nsglang:spec_accept_length -2\n"),
+        ("", "sglang:spec_accept_rate 1e400\nsglang:spec_accept_length 1e99\n"),
+        ("", "sglang:spec_accept_rate 1.5\n"),
+    ],
+)
+def test_counters_that_are_none_are_unknown(before, after):
+    assert counters.between(before, after) == counters.Told()
+    assert counters.between(drafted(1, 2, 1), drafted(9, 18, 9)).counters["accepted"] == 8
+
+
+def test_a_reading_that_failed_is_no_zero():
+    assert counters.between(None, drafted(9, 18, 9)) == counters.Told()
+
+
+def test_positions_are_as_many_as_a_trace_holds(session, good):
+    readings = [drafted(1, 2, 1, *[0] * 3000), drafted(9, 18, 9, *[4, 40] * 1500)]
+    with completion_server(GOOD, metrics=readings) as many:
+        trace = race(session, good, many)
+    told = trace.lanes[1].remote.accept_by_position
+    assert len(told) == MAX_DEPTH and told[:2] == [0.5, None] and from_json(to_json(trace)) == trace

@@ -1,0 +1,90 @@
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import { load } from "./load.js";
+
+const { Player } = load(["kit", "player"], "Player");
+
+const step = (clock_ms) => ({ type: "step", so_far: { clock_ms } });
+const done = { type: "done" };
+
+/** A player whose frames are drawn by hand, and what it has shown. */
+function staged({ schedule = "race", recorded = false, replay = false, pace = 1 } = {}) {
+  const shown = [];
+  let frame = null;
+  const lanes = [0, 1].map((index) => ({ index, lines: [], received: 0, offset: null, over: false, next: 0 }));
+  const run = { recorded, start: { schedule }, end: null, lanes };
+  const player = new Player({
+    pace: () => pace,
+    show: (lane, lines) => shown.push(...lines.map((line) => `${lane.index}:${line.type === "done" ? "end" : line.at}`)),
+    after: () => {},
+    request: (draw) => ((frame = draw), 1),
+    cancel: () => (frame = null),
+    now: () => 0,
+  });
+  player.load(run, replay);
+  return { player, run, shown, at: (ms) => frame?.(ms), waits: () => frame !== null && player.playing };
+}
+
+test("live lines are shown as they come", () => {
+  const { player, run, shown } = staged();
+  player.receive(run.lanes[0], step(10));
+  player.play();
+  player.receive(run.lanes[1], step(4));
+  player.play();
+  assert.deepEqual(shown, ["0:10", "1:4"]);
+  assert.equal(player.playing, false);
+});
+
+test("a slower pace shows lines at their device time, in the order of the clocks", () => {
+  const { player, run, shown, at } = staged({ pace: 0.5 });
+  for (const ms of [10, 20]) player.receive(run.lanes[0], step(ms));
+  for (const ms of [15, 30]) player.receive(run.lanes[1], step(ms));
+  player.play();
+  at(20); // 10 ms of device time
+  assert.deepEqual(shown, ["0:10"]);
+  at(32);
+  assert.deepEqual(shown, ["0:10", "1:15"]);
+});
+
+test("the display waits for the lane that the engine knows least of", () => {
+  const { player, run, shown, at } = staged({ pace: 0.5 });
+  for (const ms of [10, 20, 30]) player.receive(run.lanes[0], step(ms));
+  player.receive(run.lanes[1], step(12));
+  player.play();
+  at(1000);
+  assert.deepEqual(shown, ["0:10", "1:12"]);
+  player.receive(run.lanes[1], step(25));
+  at(1002); // no jump: one more millisecond has passed
+  assert.equal(player.clock, 13);
+});
+
+test("lanes that ran one after the other are shown so, and together when they are replayed", () => {
+  const { player, run, shown, at } = staged({ schedule: "sequential", pace: 0.5 });
+  for (const line of [step(10), step(20), done]) player.receive(run.lanes[0], line);
+  for (const line of [step(5), done]) player.receive(run.lanes[1], line);
+  run.end = {};
+  player.play();
+  at(48);
+  assert.deepEqual(shown, ["0:10", "0:20", "0:end"]);
+  at(52);
+  assert.deepEqual(shown.slice(3), ["1:5", "1:end"]);
+  assert.equal(player.over, true);
+  assert.equal(player.playing, false);
+
+  shown.length = 0;
+  for (const lane of run.lanes) lane.next = 0;
+  player.load(run, true);
+  player.start();
+  at(12);
+  assert.deepEqual(shown, ["1:5", "1:end"]);
+  player.skip();
+  assert.deepEqual(shown.slice(2), ["0:10", "0:20", "0:end"]);
+});
+
+test("a recorded run stands still until somebody replays it", () => {
+  const { player, run, shown } = staged({ recorded: true, pace: 0.25 });
+  for (const line of [step(10), done]) player.receive(run.lanes[0], line);
+  run.end = {};
+  player.play();
+  assert.deepEqual(shown, ["0:10", "0:end"]);
+});

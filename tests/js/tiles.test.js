@@ -1,0 +1,44 @@
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import { load, plain } from "./load.js";
+
+const of = (run) => load(["kit", "tiles"], "numbers, speedup, speedTile, outputTile, factor", { run });
+const lane = (speed, more = {}) => ({ exact: true, soFar: { tokens: 9, tokens_per_s: speed }, summary: null, comparison: null, ...more });
+
+test("numbers are those of the step on show, then the engine's summary", () => {
+  const { numbers } = of({});
+  assert.deepEqual(plain(numbers(lane(10))), { tokens: 9, tokens_per_s: 10 });
+  assert.deepEqual(plain(numbers(lane(10, { summary: { tokens_per_s: 12 } }))), { tokens: 9, tokens_per_s: 12 });
+});
+
+test("the speed-up is the engine's as soon as it has one", () => {
+  const run = { lanes: [lane(10), lane(25)] };
+  const { speedup } = of(run);
+  assert.equal(speedup(run.lanes[1]), 2.5);
+  run.lanes[1].comparison = { speedup: 2.4 };
+  assert.equal(speedup(run.lanes[1]), 2.4);
+});
+
+test("pieces of a server are compared with nothing before their tokens are known", () => {
+  const run = { lanes: [lane(10), lane(25, { remote: { server: "a:1" } })] };
+  const { speedup } = of(run);
+  assert.equal(speedup(run.lanes[1]), null);
+  run.lanes[1].summary = { tokens: 20, tokens_per_s: 30 };
+  assert.equal(speedup(run.lanes[1]), 3);
+});
+
+test("a slow-down is said as plainly as a gain", () => {
+  const { speedTile, factor } = of({ lanes: [lane(10)] });
+  const told = (x) => plain(speedTile({ lane: lane(1, { comparison: { speedup: x } }) })).slice(0, 2);
+  assert.deepEqual(told(1.97), ["1.97×", "▲ faster"]);
+  assert.deepEqual(told(0.7), ["0.70×", "▼ slower"]);
+  assert.deepEqual(told(1.002), ["1.00×", "same speed"]);
+  assert.match(factor(0.7), /^slower/);
+});
+
+test("a verdict nobody knows is shown as it is", () => {
+  const { outputTile } = of({});
+  const told = (row) => plain(outputTile(lane(1, { comparison: row })));
+  assert.deepEqual(told({ verdict: "toString" }), ["toString", "", "", "toString"]);
+  assert.deepEqual(told({ verdict: "differs", first_divergence: 4 }), ["✗ differs", "from token 5", "bad", "differs"]);
+});
