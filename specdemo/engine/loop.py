@@ -80,9 +80,7 @@ def generate(
             yield _event(index, draft, verdict, emitted, forward if noise is None else said, ms)
     finally:
         target.release()
-        release = getattr(drafter, "release", None)
-        if release:
-            release()
+        drafter.release()
 
 
 class _Rows:

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from specdemo.core.accept import AcceptRule, accept_rule
-from specdemo.core.protocol import Budget, Drafter, GenerationConfig
+from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.tally import Tally, so_far, summarise
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent
 from specdemo.core.tree import ABSENT
@@ -26,6 +26,7 @@ from specdemo.engine.shelf import Shelf, drafter_key
 from specdemo.engine.spec import LaneSpec, RunSpec
 from specdemo.engine.verdict import judge
 from specdemo.methods import check_model, load_drafter, method, validate_options
+from specdemo.methods.base import Method
 from specdemo.models.load import (
     Cancelled,
     LoadedModel,
@@ -49,7 +50,7 @@ class _Pair:
 
     target: HFTarget
     model: Any
-    drafter: Drafter
+    drafter: Method
 
 
 @dataclass
@@ -57,7 +58,7 @@ class _Lane:
     trace: LaneTrace
     target: HFTarget
     tokenizer: PreTrainedTokenizerBase
-    drafter: Drafter
+    drafter: Method
     memories: list[Remembering]
     accept: AcceptRule
     config: GenerationConfig
@@ -144,9 +145,9 @@ class Session:
                 if isinstance(lane, _Lane):
                     _warm_up(lane, cancelled)
                     for part in (lane.target, lane.drafter):
-                        if getattr(part, "note", ""):
-                            yield Note(part.note, index)  # type: ignore[union-attr]
-                    reads = getattr(lane.drafter, "max_length", None)
+                        if part.note:
+                            yield Note(part.note, index)
+                    reads = lane.drafter.max_length
                     if reads is not None and reads < len(lane.trace.prompt_ids) + spec.max_new_tokens:
                         yield Note(f"its draft reads {reads} tokens; nothing is drafted behind them", index)
             if here:  # the warm-up may have shown that passes cannot be recorded
@@ -239,7 +240,7 @@ class Session:
         if pair is None:
             target, model = self._chat.get(key) or self._models(spec, lane, chat)
             pair = _Pair(target, model, load_drafter(lane.method, target, model, **options))
-        if getattr(method(lane.method), "learns", False):
+        if method(lane.method).learns:
             self._learners[key] = pair
         if _memories(pair.target, pair.model):
             self._chat[key] = pair.target, pair.model
@@ -456,5 +457,4 @@ def _memory(lane: _Lane) -> int:
     """On a GPU the allocator's peak in this lane's last step; on a CPU the weights and caches it holds, counted."""
     if lane.target.device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(lane.target.device))
-    held = (lane.target, lane.drafter)
-    return sum(getattr(x, "weight_bytes", 0) + getattr(x, "history_bytes", 0) for x in held)
+    return sum(held.weight_bytes + held.history_bytes for held in (lane.target, lane.drafter))

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from specdemo.engine.spec import LaneSpec, RunSpec
-from specdemo.methods import BASELINE, method, reader
+from specdemo.methods import BASELINE, load_whole, method, reader
 from specdemo.models.footprint import Precision, free_bytes, measure
-from specdemo.models.load import LoadProgress, check_memory, load_whole, locate, plan, silent
+from specdemo.models.load import LoadProgress, check_memory, locate, plan, silent
 from specdemo.models.target import HFTarget
 
 ANY_WEIGHTS = ("*.pt", "*.bin", "*.pth")  # of published speculators without safetensors
@@ -56,7 +56,7 @@ class Shelf:
                 loader = method(reader(lane.method, lane.options))
                 report = _scaled(progress, done, total)
                 report(0.0, f"loading {lane.model}")
-                self._models[key] = _Loaded(loader.load(lane.model, self.target(), report), bytes_of[key])
+                self._models[key] = _Loaded(loader.load(str(lane.model), self.target(), report), bytes_of[key])
         for key in (*lanes, target):  # now the last used
             self._models[key] = self._models.pop(key)
         progress(1.0, "models ready")

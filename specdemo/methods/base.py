@@ -151,8 +151,8 @@ class Head(Learner, Generic[Net]):
     head: Net
     history: HeadHistory | None = None  # of heads with keys and values
 
-    def __init__(self, target: Target, model: Any, options: Any = None) -> None:
-        self.head = model if isinstance(model, nn.Module) else self.load(str(model), target)
+    def __init__(self, target: Target, model: Net | str, options: Any = None) -> None:
+        self.head = self.load(model, target) if isinstance(model, str) else model
         self.options = options or self.Options()
         self.note = self.head.note
         self.choice = Choice()
@@ -182,7 +182,7 @@ class Head(Learner, Generic[Net]):
 
     @classmethod
     @abstractmethod
-    def fresh(cls, target: Target, **sizes: Any) -> Net:
+    def fresh(cls, target: Target, *sizes: Any, **named: Any) -> Net:
         """Untrained weights for `target`, as `load` would give them."""
 
     @abstractmethod

@@ -21,6 +21,7 @@ from specdemo.core.tree import ABSENT, Draft, chain_parents, first_branch, is_ch
 from specdemo.methods import knob, load_drafter
 from specdemo.methods.draft_model import DraftModel
 from specdemo.methods.wrapper import Wrapper, wrappable
+from specdemo.models.checkpoints import Checkpoint
 
 
 class Cascade(DraftModel):
@@ -28,7 +29,7 @@ class Cascade(DraftModel):
     summary = "A cheap guess is checked by a draft model, whose draft is checked by the target."
 
     @dataclass(frozen=True, slots=True)
-    class Options(DraftModel.Options):
+    class Options:
         inner: str = knob("ngram", "the method that guesses for the draft model", choices=wrappable("cascade"))
         inner_model: str = knob("", "its model or head, where it needs one: a name, folder or hub id")
 
@@ -38,6 +39,10 @@ class Cascade(DraftModel):
         self._inner = Wrapper(load_drafter(options.inner, target, options.inner_model or None))
         self.taps = self._inner.taps
         self._rule = Lossless()
+
+    @classmethod
+    def recognises(cls, checkpoint: Checkpoint) -> bool:
+        return False  # what it reads is a draft model
 
     @property
     def weight_bytes(self) -> int:

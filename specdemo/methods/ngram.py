@@ -14,6 +14,7 @@ from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft
 from specdemo.methods import knob
+from specdemo.methods.base import Method
 
 
 class _Text:
@@ -40,11 +41,9 @@ class _Text:
         return []
 
 
-class NGram:
+class NGram(Method):
     title = "Prompt lookup"
     summary = "Drafts what followed the last occurrence of the current words; costs nothing, pays where text repeats."
-    needs_model = False
-    taps: tuple[int, ...] = ()
 
     @dataclass(frozen=True, slots=True)
     class Options:

@@ -20,6 +20,7 @@ from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft
 from specdemo.methods import knob
+from specdemo.methods.base import Method
 
 REMEMBERED = 256  # answers per model, the oldest forgotten first
 SHORTEST = 16  # tokens of an answer worth remembering; a lane's warm-up, which would give its text away, is shorter
@@ -134,11 +135,9 @@ class _Found:
         self.score += reached
 
 
-class Suffix:
+class Suffix(Method):
     title = "Suffix decoding"
     summary = "Counts what followed every ending of the text so far; the longer the ending, the longer the draft."
-    needs_model = False
-    taps: tuple[int, ...] = ()
 
     @dataclass(frozen=True, slots=True)
     class Options:

@@ -25,6 +25,8 @@ from transformers.models.mistral.modeling_mistral import MistralDecoderLayer, Mi
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2ForCausalLM, Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM, Qwen3RMSNorm
 
+from specdemo.models.cache import KeyValues
+
 Module = TypeVar("Module", bound=nn.Module)
 
 KNOWN_MODELS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
@@ -219,7 +221,7 @@ class Stack:
         self.down = _stacked([layer.mlp.down_proj.weight] for layer in layers)
 
     def __call__(
-        self, x: Tensor, ends: Tensor, count: int, angles: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache
+        self, x: Tensor, ends: Tensor, count: int, angles: tuple[Tensor, Tensor], mask: Tensor | None, cache: KeyValues
     ) -> Tensor:
         """x [B, S, hidden] -> [B, count, hidden]: what the first `count` layers make of column ends[b].
 

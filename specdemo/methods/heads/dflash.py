@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -89,7 +89,8 @@ class Slots(Layer):
         if self.attention_conv is None or self.mlp_conv is None:
             return super().forward(x, at)
         x = x + self.attention_conv(self.input_layernorm(x), lambda states: self.self_attn(states, at))
-        return x + self.mlp_conv(self.post_attention_layernorm(x), self.mlp)
+        out: Tensor = x + self.mlp_conv(self.post_attention_layernorm(x), self.mlp)
+        return out
 
 
 class CandidateSelector(nn.Module):
@@ -153,6 +154,10 @@ class DFlashDraftModel(Network):
         """What makes a token depend on the one before it."""
         return self.candidate_selector or self.markov_head
 
+    @property
+    def slots(self) -> list[Slots]:
+        return cast(list[Slots], self.layers)
+
     def context(self, features: Tensor) -> Tensor:
         """features [B, A, taps H] -> [B, A, H] what the keys and values of all layers are made of"""
         states: Tensor = self.hidden_norm(self.fc(features))
@@ -160,7 +165,7 @@ class DFlashDraftModel(Network):
 
     def remember(self, features: Tensor, at: Columns) -> None:
         states = self.context(features)
-        for layer in self.layers:
+        for layer in self.slots:
             layer.self_attn.remember(states, at)
 
     def forward(self, x: Tensor, at: Columns) -> Tensor:
@@ -216,7 +221,7 @@ class DFlash(Head[DFlashDraftModel]):
         head.readings = designs
         return head.fill(tensors, checkpoint, target, "fetch config.json and weights of one revision")
 
-    def __init__(self, target: Target, model: nn.Module | str, options: Options | None = None) -> None:
+    def __init__(self, target: Target, model: DFlashDraftModel | str, options: Options | None = None) -> None:
         super().__init__(target, model, options)
         head = self.head
         self.taps = head.design.taps
@@ -356,15 +361,15 @@ class DFlash(Head[DFlashDraftModel]):
         design, (rows, columns) = self.head.design, batch.inputs.shape
         positions = (anchors[..., None] + torch.arange(design.block_size, device=anchors.device)).flatten(1)
         beyond = columns + design.block_size
-        states = self.head.context(self.tapped(batch))
+        read = self.head.context(self.tapped(batch))
         before = self._angles(torch.arange(columns, device=anchors.device)[None], beyond)
-        context = [layer.self_attn.keys_values(states, before) for layer in self.head.layers]
+        context = [layer.self_attn.keys_values(read, before) for layer in self.head.slots]
         tokens = torch.full_like(positions, design.mask_token_id)
         tokens[:, :: design.block_size] = batch.inputs.gather(1, anchors.clamp_max(columns - 1))
 
         masks = _training_masks(design, anchors, positions, columns)
         at = Columns(positions, self._angles(positions, beyond), masks.get, Beside(context))
-        states = self.head(self._embed(tokens), at)
+        states: Tensor = self.head(self._embed(tokens), at)
         return states.view(rows, -1, design.block_size, states.shape[-1])
 
     def save(self, folder: Path, target_name: str) -> None:

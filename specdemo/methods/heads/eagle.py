@@ -17,7 +17,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -53,10 +53,10 @@ class EagleLayer(Layer):
             self.input_layernorm = nn.Identity()
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if doubled else None
 
-    def forward(self, state: Tensor, at: Columns, embedded: Tensor, norm_before_residual: bool) -> Tensor:
+    def read(self, state: Tensor, embedded: Tensor, norm_before_residual: bool, at: Columns) -> Tensor:
         """state [B, S, D], read together with embedded [B, S, D] by EAGLE-3's first layer -> [B, S, D]"""
         if self.hidden_norm is None:
-            return super().forward(state, at)
+            return self.forward(state, at)
         normed = self.hidden_norm(state)
         x = torch.cat([self.input_layernorm(embedded), normed], -1)
         state = (normed if norm_before_residual else state) + self.self_attn(x, at)
@@ -104,7 +104,7 @@ class EagleHead(Network):
         self.convention = reading
 
     def hasten(self) -> "EagleHead":
-        for layer in self.layers:
+        for layer in self._layers:
             layer.self_attn.join()
             layer.mlp.join()
         return super().hasten()
@@ -130,8 +130,8 @@ class EagleHead(Network):
         if self.convention.eagle1:
             pair = [features, embedded] if self.convention.feature_first else [embedded, features]
             state = self.fc(torch.cat(pair, -1))
-        for layer in self.layers:
-            state = layer(state, at, embedded, self.convention.norm_before_residual)
+        for layer in self._layers:
+            state = layer.read(state, embedded, self.convention.norm_before_residual, at)
         return state
 
     def logits(self, states: Tensor) -> Tensor:
@@ -144,6 +144,10 @@ class EagleHead(Network):
     def fed_back(self, states: Tensor) -> Tensor:
         """What takes the feature's place below a drafted token."""
         return self.norm(states) if self.convention.norm_output and self.norm is not None else states
+
+    @property
+    def _layers(self) -> list[EagleLayer]:
+        return cast(list[EagleLayer], self.layers)
 
     @cached_property
     def words(self) -> Vocabulary:
@@ -187,7 +191,7 @@ class Eagle(Head[EagleHead]):
         head.readings = conventions
         return head.fill(tensors, checkpoint, target, "choose a head of Llama layers")
 
-    def __init__(self, target: Target, model: nn.Module | str, options: Options | None = None) -> None:
+    def __init__(self, target: Target, model: EagleHead | str, options: Options | None = None) -> None:
         super().__init__(target, model, options)
         head = self.head
         self.taps = tuple(sorted(set(head.convention.taps)))

@@ -139,7 +139,7 @@ class Hydra(Medusa):
         made.rates = made.rates_in(checkpoint, "hydra_rank_rates")
         return made.fill(tensors, checkpoint, target, ALIKE)
 
-    def __init__(self, target: Target, model: nn.Module | str, options: Medusa.Options | None = None) -> None:
+    def __init__(self, target: Target, model: Heads | str, options: Medusa.Options | None = None) -> None:
         super().__init__(target, model, options)
         offset, prefix = self.head.hidden_state_offset, self.head.prefix_embeding_layer
         self.taps = (target.num_layers - offset if offset else -1,)

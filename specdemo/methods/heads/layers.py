@@ -9,7 +9,7 @@ from collections.abc import Container, Iterable
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import LlamaConfig, PretrainedConfig
+from transformers import LlamaConfig, Qwen3Config
 from transformers.activations import ACT2FN
 
 from specdemo.core.protocol import Target
@@ -52,12 +52,14 @@ def rotated(x: Tensor, rope: Rope) -> Tensor:
 
 
 class Attention(nn.Module):
-    def __init__(self, config: PretrainedConfig, index: int, names: Names, inputs: int = 0, kind: Kind = FULL) -> None:
+    def __init__(
+        self, config: LlamaConfig | Qwen3Config, index: int, names: Names, inputs: int = 0, kind: Kind = FULL
+    ) -> None:
         """index: of its keys and values in the cache; inputs: features read, 0: D."""
         super().__init__()
         size, self.index, self.kind = config.hidden_size, index, kind
-        self.head_dim: int = config.head_dim
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = int(config.head_dim or 0)
+        self.heads, self.kv_heads = config.num_attention_heads, int(config.num_key_value_heads or 0)
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         self.q_proj = linear(inputs or size, queries, "self_attn.q_proj", names)
         self.k_proj = linear(inputs or size, keys, "self_attn.k_proj", names)
@@ -110,7 +112,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config: PretrainedConfig, names: Names) -> None:
+    def __init__(self, config: LlamaConfig | Qwen3Config, names: Names) -> None:
         super().__init__()
         inner, size = config.intermediate_size, config.hidden_size
         self.gate_proj = linear(size, inner, "mlp.gate_proj", names)
@@ -134,7 +136,9 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """`names` as in a file, without the layer's own prefix."""
 
-    def __init__(self, config: PretrainedConfig, index: int, names: Names, inputs: int = 0, kind: Kind = FULL) -> None:
+    def __init__(
+        self, config: LlamaConfig | Qwen3Config, index: int, names: Names, inputs: int = 0, kind: Kind = FULL
+    ) -> None:
         super().__init__()
         self.input_layernorm: nn.Module = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, index, names, inputs, kind)

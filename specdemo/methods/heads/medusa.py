@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Generator, Tensor, nn
@@ -174,7 +174,7 @@ class Medusa(Head[Heads]):
 
     options: Options
 
-    def __init__(self, target: Target, model: Any, options: Options | None = None) -> None:
+    def __init__(self, target: Target, model: Heads | str, options: Options | None = None) -> None:
         super().__init__(target, model, options)
         self._hidden = torch.empty(0)  # [B, H] at every row's last column
 

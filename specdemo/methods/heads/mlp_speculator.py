@@ -145,7 +145,7 @@ class MLPSpeculator(Head[Speculator]):
         tensors = files.named(checkpoint, made, made.vocab_size)
         return made.fill(tensors, checkpoint, target, "fetch the whole speculator again")
 
-    def __init__(self, target: Target, model: nn.Module | str, options: Options | None = None) -> None:
+    def __init__(self, target: Target, model: Speculator | str, options: Options | None = None) -> None:
         super().__init__(target, model, options)
         self._words = Vocabulary(None, target.vocab_size)
         self._hidden = torch.empty(0)  # [B, H] at every row's last column

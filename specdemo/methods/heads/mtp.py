@@ -188,6 +188,7 @@ class ParallelHeads(Heads):
         """
         if self._stack:
             ends = at.positions.new_full((len(hidden),), hidden.shape[1] - 1) if at.ends is None else at.ends
+            assert at.rope is not None and at.cache is not None
             states = self._stack(hidden, ends, heads, at.rope, at.mask(), at.cache)
         else:
             every = [at.last(self._run(layer, hidden, at)) for layer in self.layers]
@@ -230,11 +231,11 @@ class MTP(Head[Heads]):
             return parallel.fill(files.parallel(checkpoint, parallel.config), checkpoint, target, cure)
         found = files.sequential(checkpoint, target)
         with torch.device("meta"):
-            made = SequentialModules(target, found.count, found.hidden_first)
+            made = SequentialModules(target, found.number, found.hidden_first)
         made.readings, made.convention = found.conventions, found.conventions[0]
         return made.fill(found.tensors, checkpoint, target, cure)
 
-    def __init__(self, target: Target, model: nn.Module | str, options: NoOptions | None = None) -> None:
+    def __init__(self, target: Target, model: Heads | str, options: NoOptions | None = None) -> None:
         super().__init__(target, model, options)
         head = self.head
         self.taps = (head.tap,)
@@ -267,7 +268,7 @@ class MTP(Head[Heads]):
             at = self.history.catch_up(again=len(head)) if depth > 0 else None
             if at is not None:
                 self._write(head, at, written, depth)
-        elif depth > 0 and (at := self.history.catch_up(again=1)):
+        elif isinstance(head, ParallelHeads) and depth > 0 and (at := self.history.catch_up(again=1)):
             written.take(head.logits(at.run(partial(head.ahead, depth), at.inputs[0])))
         return written.draft() if written else Draft.empty(self.history.rows, self._device)
 

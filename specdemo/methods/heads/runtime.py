@@ -11,16 +11,16 @@ Heads say what runs over new columns; where these stand, what they see and how a
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import PretrainedConfig
+from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdemo.core.protocol import Progress
-from specdemo.models.cache import SPARE, Cursor, SlabCache
+from specdemo.models.cache import SPARE, Cursor, KeyValues, SlabCache
 from specdemo.models.masks import additive
 from specdemo.models.target import UNLIMITED
 
@@ -31,11 +31,6 @@ Waiting = tuple[list[int], tuple[Tensor, ...]]  # per row how many columns are r
 Said = TypeVar("Said")
 
 
-class KeyValues(Protocol):
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """New keys and values [B, heads, S, E] -> all [B, heads, W, E]."""
-
-
 class Angles(Protocol):
     def __call__(self, positions: Tensor, beyond: int) -> Rope:
         """Of positions [B or 1, S], all below `beyond`."""
@@ -44,9 +39,9 @@ class Angles(Protocol):
 class Rotary:
     """A table of angles, made as far as it is asked for."""
 
-    def __init__(self, config: PretrainedConfig, device: torch.device) -> None:
+    def __init__(self, config: LlamaConfig | Qwen3Config, device: torch.device) -> None:
         with device:
-            rope = LlamaRotaryEmbedding(config)
+            rope = LlamaRotaryEmbedding(cast(LlamaConfig, config))
         self._frequencies, self._scale = rope.get_buffer("inv_freq"), float(rope.attention_scaling)
         self._table = torch.empty(0)  # [P, 2, 1, E]
 

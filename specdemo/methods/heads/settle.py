@@ -1,7 +1,7 @@
 """Which reading of a file that leaves open how it is meant.
 
 A wrong reading raises nothing, its drafts are only refused more often. So the target writes, and the reading is kept
-whose guesses are right most often.
+whose guesses are right most often, the documented one where there is little between them.
 """
 
 from collections.abc import Callable
@@ -14,6 +14,7 @@ from specdemo.core.protocol import Progress, Target
 from specdemo.core.sampling import draw
 
 ROWS, COLUMNS = 8, 48  # of the target's own text
+MARGIN = 0.02  # of the guesses: what is less may be chance, and then the likeliest reading stands
 
 
 class Readable(Protocol):
@@ -44,9 +45,10 @@ def settle(head: Readable, target: Target, drafter: Callable[[], Guesser]) -> No
         head.read_as(reading)
         metrics = drafter().loss(text)[1]
         found.append(sum(metrics.values()) / len(metrics))
-    kept = head.readings[max(range(len(found)), key=found.__getitem__)]
+    best = max(range(len(found)), key=found.__getitem__)
+    kept = head.readings[best if found[best] >= found[0] + MARGIN else 0]
     head.read_as(kept)
-    shares = "; ".join(f"{share:.0%} right by {way}" for share, way in zip(found, head.readings, strict=True))
+    shares = "; ".join(f"{100 * share:.0f} % right by {way}" for share, way in zip(found, head.readings, strict=True))
     head.note = f"Read by {kept}, since of the guesses at a short text were {shares}: its file does not say."
 
 

@@ -35,4 +35,5 @@ def parts(checkpoint: Checkpoint) -> tuple[dict[str, Tensor], Sizes]:
             f"{checkpoint.name} holds {arch} heads; choose grounded heads of kind mlp or prefix-mlp (Hydra++)"
         )
     layers = sum(bool(re.fullmatch(r"hydra_mlp\.0\.\d+\.linear\.weight", name)) for name in tensors)
-    return tensors, Sizes(*tensors[f"{lm_head}.weight"].shape, layers, prefixed)
+    vocab_size, hidden_size = tensors[f"{lm_head}.weight"].shape
+    return tensors, Sizes(vocab_size, hidden_size, layers, prefixed)

@@ -81,7 +81,7 @@ class Modules(NamedTuple):
     """Sequential modules: their tensors, how many, what eh_proj reads first, and the conventions they may follow."""
 
     tensors: Tensors
-    count: int
+    number: int
     hidden_first: bool
     conventions: tuple[Convention, ...]
 
@@ -222,7 +222,7 @@ def _halves(part: str, weight: Tensor, config: LlamaConfig) -> Tensor:
     """Rows of queries and keys: angles of neighbours, as Meta has them -> of halves, as transformers has them."""
     if not part.endswith(("q_proj", "k_proj")):
         return weight
-    size = config.head_dim
+    size = int(config.head_dim or 0)
     return weight.view(-1, size // 2, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
@@ -230,7 +230,7 @@ def _neighbours(part: str, weight: Tensor, config: LlamaConfig) -> Tensor:
     """The inverse of `_halves`."""
     if not part.endswith(("q_proj", "k_proj")):
         return weight
-    size = config.head_dim
+    size = int(config.head_dim or 0)
     return weight.view(-1, 2, size // 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
@@ -249,7 +249,7 @@ def written_sequential(
     said = config.to_dict() | {
         "_name_or_path": target_name,  # transformers' own is a folder of this machine
         "num_hidden_layers": layers,
-        "num_nextn_predict_layers": modules.count,
+        "num_nextn_predict_layers": modules.number,
         "base_model_name_or_path": target_name,
         READS: convention.reads_normed,
         HANDS_ON: convention.hands_on_normed,
