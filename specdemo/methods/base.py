@@ -4,7 +4,7 @@ B rows, A columns, H hidden.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
@@ -15,14 +15,13 @@ from torch import Generator, Tensor, nn
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
+from specdemo.methods.flags import ServeLine
 from specdemo.methods.heads.choose import Choice
 from specdemo.methods.heads.runtime import HeadHistory
 from specdemo.methods.heads.settle import settle
 from specdemo.models.checkpoints import Checkpoint, open_checkpoint
 from specdemo.models.kernels import dtype_of, pack, packed_bytes
 from specdemo.models.load import LoadProgress, silent
-
-ServeLine = Callable[[str | None, int, Mapping[str, Any]], list[str]]  # model, k, options -> arguments of a server
 
 
 @dataclass(frozen=True, slots=True)

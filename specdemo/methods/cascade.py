@@ -9,7 +9,7 @@ drafter cannot take back what it observed, and what follows the guess may yet be
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Generator, Tensor, nn
@@ -27,6 +27,8 @@ from specdemo.models.checkpoints import Checkpoint
 class Cascade(DraftModel):
     title = "Cascade"
     summary = "A cheap guess is checked by a draft model, whose draft is checked by the target."
+
+    serves: ClassVar = {}  # no server has it
 
     @dataclass(frozen=True, slots=True)
     class Options:

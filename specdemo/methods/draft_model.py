@@ -5,7 +5,7 @@ The draft keeps a cache of its own that may lag: `propose` crops it to the longe
 what became history, and feeds the rest. Sampled drafts carry the q they were drawn from; greedy ones are one-hot.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Generator, Tensor, nn
@@ -16,6 +16,7 @@ from specdemo.core.sampling import Sampling, draw, to_probs
 from specdemo.core.tree import ABSENT, Draft, chain_parents
 from specdemo.methods import expect, head_of
 from specdemo.methods.base import Learner, NoOptions
+from specdemo.methods.flags import sglang_chain, vllm
 from specdemo.models.checkpoints import Checkpoint, outline_checkpoint
 from specdemo.models.load import Incomplete, LoadedModel, LoadProgress, load_model
 from specdemo.models.target import HFTarget
@@ -33,6 +34,7 @@ class DraftModel(Learner):
     title = "Draft model"
     summary = "A small model of the same family writes ahead; the target checks its words in one pass."
     needs_model = True
+    serves: ClassVar = {"vllm": vllm("draft_model"), "sglang": sglang_chain("STANDALONE")}
 
     @classmethod
     def recognises(cls, checkpoint: Checkpoint) -> bool:

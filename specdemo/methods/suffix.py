@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, nlargest
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,6 +21,7 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft
 from specdemo.methods import knob
 from specdemo.methods.base import Method
+from specdemo.methods.flags import vllm
 
 REMEMBERED = 256  # answers per model, the oldest forgotten first
 SHORTEST = 16  # tokens of an answer worth remembering; a lane's warm-up, which would give its text away, is shorter
@@ -138,6 +139,7 @@ class _Found:
 class Suffix(Method):
     title = "Suffix decoding"
     summary = "Counts what followed every ending of the text so far; the longer the ending, the longer the draft."
+    serves: ClassVar = {"vllm": vllm("suffix")}
 
     @dataclass(frozen=True, slots=True)
     class Options:

@@ -13,11 +13,11 @@ Slots are drawn independently of each other, each with its own q, or (DFlash2, D
 not here: its body is EAGLE-3's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
 from specdemo.methods import expect, knob
 from specdemo.methods.base import Head, Network, Recipe, as_target
+from specdemo.methods.flags import Flags, NotServed, says, sglang, vllm_config
 from specdemo.methods.grow import grow
 from specdemo.methods.heads.choose import NEVER, Vocabulary, Writing
 from specdemo.methods.heads.formats import dflash as files
@@ -194,10 +195,24 @@ class Beside:
         return torch.cat([keys, key_states], 2), torch.cat([values, value_states], 2)
 
 
+def _vllm(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
+    if says(model, "dspark"):
+        return vllm_config(method="dspark", model=model, num_speculative_tokens=k)
+    dflash = vllm_config(method="dflash", model=model, num_speculative_tokens=k)
+    return [*dflash, "--attention-backend", "flash_attn"]
+
+
+def _sglang(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
+    if says(model, "dspark"):
+        raise NotServed("SGLang documents DSpark for DeepSeek-V4 checkpoints only")
+    return sglang("DFLASH", model, num_draft_tokens=k + 1)
+
+
 class DFlash(Head[DFlashDraftModel]):
     title = "DFlash"
     summary = "A small network guesses a whole block of words at once from what the target's layers say of the text."
     recipes: ClassVar = {"dflash": Recipe("DFlash, blocks of 8", {"block_size": 8})}
+    serves: ClassVar = {"vllm": _vllm, "sglang": _sglang}
     history: HeadHistory
     gamma: ClassVar[float] = 4.0  # a slot counts exp(1 / gamma) times as much in the loss as the one behind it
 

@@ -13,11 +13,11 @@ The head's keys and values are those of observed columns; drafted columns follow
 drops them.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
 from specdemo.methods import expect, knob
 from specdemo.methods.base import Head, Network, Recipe, as_target
+from specdemo.methods.flags import Flags, says, sglang, sglang_chain, vllm_config
 from specdemo.methods.grow import grow
 from specdemo.methods.heads.choose import Vocabulary, Writing
 from specdemo.methods.heads.formats import eagle as files
@@ -154,6 +155,24 @@ class EagleHead(Network):
         return Vocabulary(None if self.d2t is None else absolute(self.d2t), self.config.vocab_size)
 
 
+def _third(model: str | None) -> str:
+    """EAGLE-3, which a server has to be told by name."""
+    return "3" if says(model, "eagle3") or says(model, "eagle-3") else ""
+
+
+def _vllm(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
+    if says(model, "p-eagle"):
+        return vllm_config(method="eagle3", model=model, num_speculative_tokens=k, parallel_drafting=True)
+    return vllm_config(method=f"eagle{_third(model)}", model=model, num_speculative_tokens=k)
+
+
+def _sglang(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
+    algorithm = f"EAGLE{_third(model)}"
+    if options["draft"] == "chain":
+        return sglang_chain(algorithm)(model, k, options)
+    return sglang(algorithm, model, num_steps=k, eagle_topk=options["top_k"], num_draft_tokens=options["nodes"] + 1)
+
+
 class Eagle(Head[EagleHead]):
     title = "EAGLE"
     summary = (
@@ -163,6 +182,7 @@ class Eagle(Head[EagleHead]):
         "eagle-1": Recipe("EAGLE-1", {"kind": "eagle1"}),
         "eagle-3": Recipe("EAGLE-3", {"kind": "eagle3"}),
     }
+    serves: ClassVar = {"vllm": _vllm, "sglang": _sglang}
     history: HeadHistory
 
     @dataclass(frozen=True, slots=True)

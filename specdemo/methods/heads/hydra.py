@@ -119,6 +119,7 @@ class Hydra(Medusa):
     summary = "Medusa's heads, one after the other: each reads the words that those before it have guessed."
     head: HydraHeads
     recipes: ClassVar = {"hydra": Recipe("Hydra, 4 heads", {"heads": 4})}
+    serves: ClassVar = {}  # no server has it
     decay: ClassVar[float] = 1.0
 
     @classmethod

@@ -21,6 +21,7 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
 from specdemo.methods import expect, knob
 from specdemo.methods.base import Head, Network, Recipe, as_target
+from specdemo.methods.flags import vllm
 from specdemo.methods.grow import Shape, chain, fitted, within
 from specdemo.methods.heads.choose import Choice, Vocabulary
 from specdemo.methods.heads.formats import medusa as files
@@ -134,6 +135,7 @@ class Medusa(Head[Heads]):
     summary = "Extra heads on the target itself guess several words ahead at once; there is no second model to run."
     taps: tuple[int, ...] = (-1,)
     recipes: ClassVar = {"medusa": Recipe("Medusa, 4 heads", {"heads": 4})}
+    serves: ClassVar = {"vllm": vllm("medusa")}
     decay: ClassVar[float] = 0.8  # a head's weight in the loss, relative to the one before it
 
     @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
 from specdemo.methods.base import Head, Network, NoOptions, Recipe, as_target
+from specdemo.methods.flags import sglang_chain, vllm
 from specdemo.methods.heads.choose import Writing
 from specdemo.methods.heads.formats import mtp as files
 from specdemo.methods.heads.formats.mtp import Convention
@@ -210,6 +211,7 @@ class MTP(Head[Heads]):
     title = "Multi-token prediction"
     summary = "Layers that were trained together with the target carry on from its last state, a word at a time."
     recipes: ClassVar = {"mtp": Recipe("Multi-token prediction, 1 module", {})}
+    serves: ClassVar = {"vllm": vllm("mtp"), "sglang": sglang_chain("NEXTN")}
     history: HeadHistory
 
     @classmethod
