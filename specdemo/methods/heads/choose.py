@@ -60,13 +60,12 @@ class Writing:
     def draft(self, vocabulary: "Vocabulary | None" = None) -> Draft:
         """vocabulary: of the logits, where it is not the target's."""
         tokens, said = (parts[0] if len(parts) == 1 else torch.cat(parts, 1) for parts in (self._tokens, self._said))
-        said = said.float()
-        chosen = said.gather(-1, tokens[..., None])[..., 0]
+        q = said if self._choice.drawn else said.float().softmax(-1)
+        confidence = q.gather(-1, tokens[..., None])[..., 0]
         if vocabulary is not None:
             tokens = vocabulary.in_target(tokens)
-        if not self._choice.drawn:
-            return Draft.chain(tokens, None, (chosen - said.logsumexp(-1)).exp())
-        return Draft.chain(tokens, said if vocabulary is None else vocabulary.spread(said, 0.0), chosen)
+            q = vocabulary.spread(q, 0.0) if self._choice.drawn else q
+        return Draft.chain(tokens, q if self._choice.drawn else None, confidence)
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ class Heads(Network):
         logits: Tensor = self.shared.lm_head(state.to(self._spoken))
         return logits
 
-    def angles(self, positions: Tensor, beyond: int) -> Rope:
+    def angles(self, positions: Tensor, beyond: int, last: bool = False) -> Rope:
         cos, sin = self.shared.rotary(positions.new_empty(0, dtype=self.dtype), positions)
         return cos, sin
 

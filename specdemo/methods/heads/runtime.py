@@ -32,8 +32,8 @@ Said = TypeVar("Said")
 
 
 class Angles(Protocol):
-    def __call__(self, positions: Tensor, beyond: int) -> Rope:
-        """Of positions [B or 1, S], all below `beyond`."""
+    def __call__(self, positions: Tensor, beyond: int, last: bool = False) -> Rope:
+        """Of positions [B or 1, S], all below `beyond`; last: they are the S last below it."""
 
 
 class Rotary:
@@ -45,12 +45,13 @@ class Rotary:
         self._frequencies, self._scale = rope.get_buffer("inv_freq"), float(rope.attention_scaling)
         self._table = torch.empty(0)  # [P, 2, 1, E]
 
-    def __call__(self, positions: Tensor, beyond: int) -> Rope:
+    def __call__(self, positions: Tensor, beyond: int, last: bool = False) -> Rope:
         if len(self._table) < beyond:
             angles = torch.arange(2 * beyond, device=positions.device)[:, None, None] * self._frequencies
             cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
             self._table = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], 1)
-        cos, sin = self._table[positions].unbind(2)
+        part = self._table[None, beyond - positions.shape[1] : beyond] if last else self._table[positions]
+        cos, sin = part.unbind(2)
         return cos, sin
 
 
@@ -125,7 +126,7 @@ class HeadHistory:
         self._read = [0] * rows  # columns that stay
         self._tips = [0] * rows  # behind them those that are read again
         self._ends = [0] * rows  # and behind these the drafted ones
-        self._seen: Tensor | None = None  # [B, K, W] what the frontier of a tree sees
+        self._above: Tensor | None = None  # [B, K, drafted columns] what the frontier of a tree sees of it
         self._depth = 0  # levels of the tree
 
     @property
@@ -148,7 +149,7 @@ class HeadHistory:
     def catch_up(self, again: int = 0) -> Columns | None:
         """Drop what was drafted, and place all that waits: its pass is to follow. None where nothing waits. The last
         `again` columns of every row are read again the next time."""
-        self._seen, self._ends = None, self._tips
+        self._above, self._ends = None, self._tips
         if not self._waiting:
             return None
         lengths, inputs = _joined(self._waiting)
@@ -185,27 +186,36 @@ class HeadHistory:
         return self._columns(positions, total, lambda kind: self._mask(kind, positions, total))
 
     def _level(self, parents: Tensor) -> Columns:
+        """In the same columns of all rows, behind the longest."""
         rows, width = parents.shape
-        drafted = self._ends[0] - self._tips[0]  # columns, of every row
-        cursor = self._prepared(width)
-        ends = self._every[cursor.longest : cursor.longest + 1] if cursor.each is None else cursor.each
-        if self._seen is None:
-            self._depth, self._seen = 0, (self._every[: cursor.longest] < ends[:, None]).expand(rows, -1)[:, None]
-        seen = self._seen[torch.arange(rows, device=self._device)[:, None], parents]
-        own = (ends[:, None] + self._every[:width]).expand(rows, -1)[..., None]
-        self._seen = F.pad(seen, (0, width)).scatter_(2, own, True)
-        alone = width == 1 and cursor.each is None
-        mask = None if alone else additive(self._seen, self._dtype)[:, None]
-        positions = ends[:, None] + (self._depth - drafted)
+        if self._above is None:
+            self._depth, self._above = 0, torch.ones(rows, 1, 0, dtype=torch.bool, device=self._device)
+            self._ends = [max(self._tips)] * rows
+        above = self._above[torch.arange(rows, device=self._device)[:, None], parents]
+        themselves = torch.eye(width, dtype=torch.bool, device=self._device).expand(rows, -1, -1)
+        self._above = torch.cat([above, themselves], 2)
+        self._prepared(width)
+        longest = max(self._tips)
+        position, alike = longest + self._depth, min(self._tips) == longest
         self._depth += 1
-        return self._columns(positions, cursor.longest + width, lambda kind: mask)
+        positions = self._every[None, position : position + 1]
+        if not alike:
+            tips = torch.tensor(self._tips, device=self._device)[:, None]
+            positions = tips + (position - longest)
+        if alike and width == 1:
+            return self._columns(positions, position + 1, lambda kind: None)
+        visible = F.pad(self._above, (longest, 0), value=True)
+        if not alike:
+            visible[:, :, :longest] &= (self._every[:longest] < tips)[:, None]
+        return self._columns(positions, position + 1, lambda kind: additive(visible, self._dtype)[:, None])
 
     def _columns(self, positions: Tensor, beyond: int, see: Callable[[Kind], Tensor | None]) -> Columns:
-        if beyond > self._limit:
+        inside = beyond <= self._limit
+        if not inside:
             positions, beyond = positions.clamp_max(self._limit - 1), self._limit
         rope = None
         if self._angles is not None:
-            cos, sin = self._angles(positions, beyond)
+            cos, sin = self._angles(positions, beyond, inside and len(positions) == 1)
             rope = cos.to(self._dtype), sin.to(self._dtype)
         return Columns(positions, rope, see, self._cache)
 
