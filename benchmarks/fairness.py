@@ -33,7 +33,10 @@ def race_fairness(repeats: int, report: Report, cancelled: Callable[[], bool]) -
     """Does a slow lane slow the other one's clock? A plain lane races a draft lane, once as it is, once stalled."""
     target, other = load_target("stories"), load_target("stories")
     drafter = load_drafter("draft_model", other, "stories-draft-wide")
-    beside = {"its usual rival": drafter, f"a rival stalled {STALL_MS:.0f} ms a step": Stalled(drafter, STALL_MS)}
+    beside: dict[str, Drafter] = {
+        "its usual rival": drafter,
+        f"a rival stalled {STALL_MS:.0f} ms a step": Stalled(drafter, STALL_MS),
+    }
     _race_once(target, other, drafter, PROMPTS[0])  # warm-up
 
     def once(_repeat: int, tick: Tick) -> dict[str, tuple[float, float]]:
@@ -81,6 +84,9 @@ class Stalled:
 
     def observe(self, progress: Progress) -> None:
         self._drafter.observe(progress)
+
+    def release(self) -> None:
+        self._drafter.release()
 
 
 def _race_once(target: HFTarget, other: HFTarget, opponent: Drafter, prompt: str) -> tuple[float, float]:

@@ -152,6 +152,9 @@ class FixedTree:
     def observe(self, progress: Progress) -> None:
         pass
 
+    def release(self) -> None:
+        pass
+
 
 def floor(pair: Pair, repeats: int, new_tokens: int, report: Report, cancelled: Callable[[], bool]) -> Result:
     """The engine's step against its own forwards replayed: plain, a chain and a tree, greedy and sampling."""

@@ -10,11 +10,12 @@ import torch
 from specdemo.bench.base import Decoding, Prompted, Questioned, Report
 from specdemo.bench.measure import Place, Question, along, compare_lanes, read_questions, windows
 from specdemo.bench.result import Result
-from specdemo.core.protocol import Drafter, GenerationConfig
+from specdemo.core.protocol import GenerationConfig
 from specdemo.engine.cost import WIDTHS, Costs, observed
 from specdemo.engine.session import Session, environment
 from specdemo.engine.spec import LaneSpec, RunSpec
 from specdemo.methods import BASELINE, load_drafter
+from specdemo.methods.base import Method
 from specdemo.models.load import load_target
 from specdemo.models.pass_cost import verify_costs
 from specdemo.models.target import HFTarget
@@ -144,7 +145,7 @@ def _spec(suite: Decoding, target: str, lanes: tuple[LaneSpec, ...]) -> RunSpec:
     )
 
 
-def _first_lane(suite: Decoding, chosen: str) -> tuple[str, HFTarget, dict[str, tuple[Drafter, GenerationConfig]]]:
+def _first_lane(suite: Decoding, chosen: str) -> tuple[str, HFTarget, dict[str, tuple[Method, GenerationConfig]]]:
     """The name of the preset's target, that target, and its first lane beside plain decoding. No lane stops early."""
     base = preset(chosen).with_changes(temperature=0.0)
     lane = base.spec().lanes[0]

@@ -1,7 +1,8 @@
 """The seams: what the loop asks of a target and of a drafter. B rows, S slots, A accepted columns, V, H as ever."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -51,6 +52,8 @@ class Forward:
 class Target(Protocol):
     """A causal language model with one history. `forward` is provisional, `commit` makes history."""
 
+    name: str
+    dtype: torch.dtype
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -107,11 +110,22 @@ class Drafter(Protocol):
 
     def observe(self, progress: Progress) -> None: ...
 
+    def release(self) -> None:
+        """Free what is remembered of a text."""
 
-@runtime_checkable
+
 class Trainable(Protocol):
-    """Optional second face of a drafter."""
+    """What training asks of a drafter with a head."""
 
-    def parameters(self) -> Iterator[nn.Parameter]: ...
+    taps: tuple[int, ...]
 
-    def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]: ...
+    @property
+    def head(self) -> nn.Module: ...
+
+    def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:
+        """What to lower, and metrics."""
+
+    def measure(self, batch: Progress) -> None:
+        """Find out on held-out text what is saved beside the weights."""
+
+    def save(self, folder: Path, target_name: str) -> None: ...

@@ -5,12 +5,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from specdemo.core.protocol import Drafter
 from specdemo.core.trace import RunTrace
 from specdemo.engine.failure import let_go, reason
 from specdemo.engine.shelf import drafter_key
 from specdemo.engine.spec import RunSpec
 from specdemo.methods import BASELINE, load_drafter, method, validate_options
+from specdemo.methods.base import Method
 from specdemo.models.load import LoadedModel
 from specdemo.models.memory import Remembering
 from specdemo.models.target import HFTarget
@@ -26,7 +26,7 @@ class Pair:
 
     target: HFTarget
     model: Any
-    drafter: Drafter
+    drafter: Method
     failure: str = ""
 
     @property
@@ -86,7 +86,7 @@ class Kept:
         if pair is None:
             target, model = self.chat.get(key) or (map(_remembering, fresh()) if chat else fresh())
             pair = _pair(lane.method, target, model, options)
-        if getattr(method(lane.method), "learns", False):
+        if method(lane.method).learns:
             self.learners = {k: p for k, p in self.learners.items() if k[1] != index} | {key: pair}
         if pair.memories:
             self.chat[key] = pair.target, pair.model

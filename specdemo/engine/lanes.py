@@ -114,8 +114,8 @@ class LocalLane(Lane):
             memory.rewind()
 
     def _notes(self) -> list[str]:
-        notes = [self.target.note, getattr(self._pair.drafter, "note", "")]
-        reads = getattr(self._pair.drafter, "max_length", None)
+        notes = [self.target.note, self._pair.drafter.note]
+        reads = self._pair.drafter.max_length
         if reads is not None and reads < len(self.trace.prompt_ids) + self._config.max_new_tokens:
             notes.append(f"its draft reads {reads} tokens; nothing is drafted behind them")
         return [note for note in notes if note]
@@ -166,8 +166,7 @@ class LocalLane(Lane):
         """On a GPU the allocator's peak in this lane's last step; on a CPU the weights and caches it holds, counted."""
         if self.target.device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self.target.device))
-        held = (self.target, self._pair.drafter)
-        return sum(getattr(x, "weight_bytes", 0) + getattr(x, "history_bytes", 0) for x in held)
+        return sum(held.weight_bytes + held.history_bytes for held in (self.target, self._pair.drafter))
 
 
 class RemoteLane(Lane):

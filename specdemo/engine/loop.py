@@ -105,9 +105,7 @@ def _steps(
         try:
             target.release()
         finally:
-            release = getattr(drafter, "release", None)
-            if release:
-                release()
+            drafter.release()
 
 
 class _Rows:

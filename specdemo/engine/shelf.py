@@ -8,11 +8,10 @@ from typing import Any
 import torch
 
 from specdemo.engine.spec import LaneSpec, RunSpec
-from specdemo.methods import BASELINE, method, reader
+from specdemo.methods import BASELINE, load_whole, method, reader
 from specdemo.models.checkpoints import readable
 from specdemo.models.footprint import Precision, free_bytes, measure
 from specdemo.models.hub import LoadProgress, silent
-from specdemo.models.load import load_whole
 from specdemo.models.place import check_memory, plan
 from specdemo.models.resolve import locate
 from specdemo.models.target import HFTarget
@@ -61,7 +60,7 @@ class Shelf:
                 report = _scaled(progress, done, total)
                 report(0.0, f"loading {lane.model}")
                 with readable(str(lane.model)):
-                    self._models[key] = _Loaded(loader.load(lane.model, self.target(), report), bytes_of[key])
+                    self._models[key] = _Loaded(loader.load(str(lane.model), self.target(), report), bytes_of[key])
         for key in (*lanes, target):  # now the last used
             self._models[key] = self._models.pop(key)
         progress(1.0, "models ready")

@@ -1,56 +1,39 @@
-"""The methods: one file each, one line here. A method is a class with
-
-title, summary   words for people
-needs_model      whether it takes a second model or head
-Options          a frozen dataclass whose fields are made by `knob`. By convention `nodes` is the size of its draft tree
-                 (0: a chain of k), a method that wraps another names it in `drafter` and hands the model on,
-                 and whatever is in MODEL_OPTIONS names further models, with commas between
-load(source, target)                 only if needs_model: a name, folder or hub id -> what __init__ takes as `model`, so
-                 that whoever races it again need not read it again. Raises ValueError with the cure
-read(checkpoint, target)             of heads: what `load` makes of an open checkpoint; it looks at names and shapes
-                 alone, so that pairs.py can ask it without weights. Raises ValueError with the cure
-__init__(target, model, options)     `model`: what `load` gives, or a source; raises ValueError when it does not fit
-taps, start, propose, observe        core.protocol.Drafter
-learns           optional: True for a drafter that gets better with use, so that a session keeps it from run to run
-max_length       optional: the tokens it can read; it drafts nothing behind a longer text
-note             optional: one sentence on what it decided for itself, such as a convention it had to probe for
-
-A method whose head can be trained here has three more:
-
-head             the nn.Module in use
-loss(batch)      core.protocol.Trainable
-fresh(target, **sizes)               class method: an untrained head for `target`, as `load` would give it
-save(folder, target_name)            writes the head in its family's public format
-"""
+"""The methods by name. What a method is: methods/base.py. They are imported when they are first asked for, so the names
+can be had without torch."""
 
 import dataclasses
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
+from importlib.metadata import entry_points
 from math import inf
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdemo.core.words import suggest
 
-if TYPE_CHECKING:  # the names of the methods can be had without torch
-    from specdemo.core.protocol import Drafter, Target
+if TYPE_CHECKING:
+    from specdemo.core.protocol import Target
+    from specdemo.methods.base import Method
+    from specdemo.models.checkpoints import Checkpoint
+    from specdemo.models.load import LoadedModel
 
 BASELINE = "none"  # lane 0 of every comparison
 
-MODEL_OPTIONS = ("drafts", "inner_model")
+MODEL_OPTIONS = ("drafts", "inner_model")  # what these name are further models, with commas between
 
-METHODS = {
+BUILT_IN = {
     "none": "specdemo.methods.none:NoDraft",
     "draft_model": "specdemo.methods.draft_model:DraftModel",
     "ngram": "specdemo.methods.ngram:NGram",
     "suffix": "specdemo.methods.suffix:Suffix",
-    "medusa": "specdemo.methods.medusa:Medusa",
-    "hydra": "specdemo.methods.hydra:Hydra",
-    "mlp_speculator": "specdemo.methods.mlp_speculator:MLPSpeculator",
-    "mtp": "specdemo.methods.mtp:MTP",
-    "eagle": "specdemo.methods.eagle:Eagle",
-    "dflash": "specdemo.methods.dflash:DFlash",
+    "medusa": "specdemo.methods.heads.medusa:Medusa",
+    "hydra": "specdemo.methods.heads.hydra:Hydra",
+    "mlp_speculator": "specdemo.methods.heads.mlp_speculator:MLPSpeculator",
+    "mtp": "specdemo.methods.heads.mtp:MTP",
+    "eagle": "specdemo.methods.heads.eagle:Eagle",
+    "dflash": "specdemo.methods.heads.dflash:DFlash",
     "lookahead": "specdemo.methods.lookahead:Lookahead",
     "layer_skip": "specdemo.methods.layer_skip:LayerSkip",
     "adaptive": "specdemo.methods.adaptive:Adaptive",
@@ -58,6 +41,8 @@ METHODS = {
     "cascade": "specdemo.methods.cascade:Cascade",
     "router": "specdemo.methods.router:Router",
 }
+PLUG_INS = {entry.name: entry.value for entry in entry_points(group="specdemo.methods") if entry.name not in BUILT_IN}
+METHODS = BUILT_IN | PLUG_INS  # name -> module:class
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +87,20 @@ def knob(default: Any, help: str, **limits: Any) -> Any:
     return field(default=default, metadata={"help": help, **limits})
 
 
-def method(name: str) -> Any:
-    """The class of a method. Raises ValueError for an unknown name."""
+def method(name: str) -> "type[Method]":
+    """The class of a method. Raises ValueError for an unknown name, and for a plug-in that cannot be imported."""
     if name not in METHODS:
         raise ValueError(f"unknown method {name!r}; {suggest(name, METHODS)}")
     module, _, attribute = METHODS[name].partition(":")
-    return getattr(import_module(module), attribute)
+    try:
+        found: type[Method] = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        if name in BUILT_IN:
+            raise
+        raise ValueError(
+            f"method {name!r} of another package cannot be imported ({error}); mend or uninstall it"
+        ) from None
+    return found
 
 
 def knobs(name: str) -> list[Knob]:
@@ -142,7 +135,7 @@ def check_model(name: str, options: Mapping[str, Any] | None, model: Any) -> Non
         raise ValueError(f"method {name!r} takes no model; leave it out")
 
 
-def load_drafter(name: str, target: "Target", model: Any = None, **options: Any) -> "Drafter":
+def load_drafter(name: str, target: "Target", model: Any = None, **options: Any) -> "Method":
     """Build the drafter `name` for `target`.
 
     model: path, id or loaded module for methods that need one. Raises ValueError when the name or an option is
@@ -154,5 +147,56 @@ def load_drafter(name: str, target: "Target", model: Any = None, **options: Any)
     from specdemo.models.checkpoints import readable
 
     with readable(model) if isinstance(model, str) else nullcontext():
-        drafter: Drafter = cls(target, model, cls.Options(**checked))
-    return drafter
+        return cls(target, model, cls.Options(**checked))
+
+
+def kind_of(checkpoint: "Checkpoint") -> str:
+    """The method that reads it. Asked are the last of METHODS first: plug-ins before what is built in, heads before
+    `draft_model`, which any whole model is for.
+
+    Raises ValueError when it is nothing known.
+    """
+    for name in reversed(METHODS):
+        if method(name).recognises(checkpoint):
+            return name
+    first = ", ".join(list(checkpoint.tensors)[:3]) or "nowhere"
+    raise ValueError(f"{checkpoint.name} is no speculator known here; its tensors begin {first}")
+
+
+def expect(checkpoint: "Checkpoint", name: str) -> None:
+    """Raise ValueError when the checkpoint is for another method than `name`, naming that."""
+    found = kind_of(checkpoint)
+    if found != name:
+        raise ValueError(f"{checkpoint.name} is a checkpoint for method {found!r}, not {name!r}; choose that method")
+    if found != "draft_model":
+        from specdemo.models.checkpoints import check_weights
+
+        check_weights(checkpoint)
+
+
+def head_of(source: str) -> str | None:
+    """The method whose head lies in a folder; None for whole models, for what is not here and for anything else."""
+    from specdemo.models.checkpoints import outline_checkpoint, readable
+    from specdemo.models.resolve import resolve
+
+    if not Path(resolve(source)).is_dir():
+        return None
+    try:
+        with readable(source):
+            kind = kind_of(outline_checkpoint(source))
+    except ValueError:
+        return None
+    return None if kind == "draft_model" else kind
+
+
+def load_whole(name: str, *how: Any) -> "LoadedModel":
+    """`models.load.load_model`, where a head is not what was meant: the error names the method it is for."""
+    from specdemo.models.load import load_model
+
+    try:
+        return load_model(name, *how)
+    except ValueError:
+        head = head_of(name)
+        if head is None:
+            raise
+        raise ValueError(f"{name} holds a head for method {head!r}; choose a whole model as the target") from None

@@ -9,7 +9,7 @@ drafter cannot take back what it observed, and what follows the guess may yet be
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Generator, Tensor, nn
@@ -21,14 +21,17 @@ from specdemo.core.tree import ABSENT, Draft, chain_parents, first_branch, is_ch
 from specdemo.methods import knob, load_drafter
 from specdemo.methods.draft_model import DraftModel
 from specdemo.methods.wrapper import Wrapper, wrappable
+from specdemo.models.checkpoints import Checkpoint
 
 
 class Cascade(DraftModel):
     title = "Cascade"
     summary = "A cheap guess is checked by a draft model, whose draft is checked by the target."
 
+    serves: ClassVar = {}  # no server has it
+
     @dataclass(frozen=True, slots=True)
-    class Options(DraftModel.Options):
+    class Options:
         inner: str = knob("ngram", "the method that guesses for the draft model", choices=wrappable("cascade"))
         inner_model: str = knob("", "its model or head, where it needs one: a name, folder or hub id")
 
@@ -38,6 +41,10 @@ class Cascade(DraftModel):
         self._inner = Wrapper(load_drafter(options.inner, target, options.inner_model or None))
         self.taps = self._inner.taps
         self._rule = Lossless()
+
+    @classmethod
+    def recognises(cls, checkpoint: Checkpoint) -> bool:
+        return False  # what it reads is a draft model
 
     @property
     def weight_bytes(self) -> int:

@@ -5,8 +5,7 @@ The draft keeps a cache of its own that may lag: `propose` crops it to the longe
 what became history, and feeds the rest. Sampled drafts carry the q they were drawn from; greedy ones are one-hot.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Generator, Tensor, nn
@@ -15,7 +14,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling, draw, to_probs
 from specdemo.core.tree import ABSENT, Draft, chain_parents
-from specdemo.models.checkpoints import expect, head_of, outline_checkpoint
+from specdemo.methods import expect, head_of
+from specdemo.methods.base import Learner, NoOptions
+from specdemo.methods.flags import sglang_chain, vllm
+from specdemo.models.checkpoints import Checkpoint, outline_checkpoint
 from specdemo.models.hub import LoadProgress
 from specdemo.models.load import Incomplete, LoadedModel, load_model
 from specdemo.models.target import HFTarget
@@ -29,18 +31,18 @@ PROBES = (  # what tokenizers of one vocabulary may still cut differently
 )
 
 
-class DraftModel:
+class DraftModel(Learner):
     title = "Draft model"
     summary = "A small model of the same family writes ahead; the target checks its words in one pass."
     needs_model = True
-    taps: tuple[int, ...] = ()
+    serves: ClassVar = {"vllm": vllm("draft_model"), "sglang": sglang_chain("STANDALONE")}
 
-    @dataclass(frozen=True, slots=True)
-    class Options:
-        pass
+    @classmethod
+    def recognises(cls, checkpoint: Checkpoint) -> bool:
+        return checkpoint.has("embed_tokens", "wte")
 
-    @staticmethod
-    def load(source: str, target: Target, progress: LoadProgress | None = None) -> LoadedModel:
+    @classmethod
+    def load(cls, source: str, target: Target, progress: LoadProgress | None = None) -> LoadedModel:
         """On a CPU in fp32 whatever the target is in: one-token passes of a small draft are not faster in bf16."""
         try:
             return load_model(source, "auto", str(target.device), progress=progress)
@@ -49,8 +51,9 @@ class DraftModel:
                 expect(outline_checkpoint(source), "draft_model")  # heads are no whole model: name the method for them
             raise
 
-    def __init__(self, target: Target, model: Any, options: Options | None = None) -> None:
+    def __init__(self, target: Target, model: Any, options: NoOptions | None = None) -> None:
         self.model = _as_target(model, target)
+        self.head: nn.Module = self.model.model  # what is trained: the draft model whole
         self._vocab_size = target.vocab_size
         check_fit(target, self.model)
         self._sampling = Sampling()
@@ -61,12 +64,6 @@ class DraftModel:
         # [B, N - 1] what it read of its own last draft; asked for late, so that a GPU need not finish drafting before
         # the target's pass is started
         self._written: Tensor | None = None
-
-    @property
-    def head(self) -> nn.Module:
-        """What is trained: the draft model whole."""
-        model: nn.Module = self.model.model
-        return model
 
     @property
     def max_length(self) -> int:
@@ -207,9 +204,9 @@ def check_fit(target: Target, draft: HFTarget) -> None:
 
     Vocabulary sizes may differ by padding rows as long as the tokenizers are the same.
     """
-    ours = getattr(target, "tokenizer", None)
+    ours = target.tokenizer if isinstance(target, HFTarget) else None
     theirs = draft.tokenizer
-    draft_name, target_name = draft.name or "the draft model", getattr(target, "name", "") or "the target"
+    draft_name, target_name = draft.name or "the draft model", target.name or "the target"
     cure = "choose a draft of the same model family"
     if ours is None or theirs is None:
         if draft.vocab_size != target.vocab_size:

@@ -16,6 +16,7 @@ from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling, draw, to_probs
 from specdemo.core.tree import Draft
 from specdemo.methods import knob
+from specdemo.methods.base import Method
 
 
 @runtime_checkable
@@ -24,11 +25,9 @@ class Shallow(Protocol):
         """chain [B, n], drafted behind the history -> [B, V] logits behind it after `layers` layers."""
 
 
-class LayerSkip:
+class LayerSkip(Method):
     title = "Layer skip"
     summary = "The target's own first layers write ahead, the whole of it checks; no second model, no extra memory."
-    needs_model = False
-    taps: tuple[int, ...] = ()
 
     @dataclass(frozen=True, slots=True)
     class Options:
@@ -36,7 +35,7 @@ class LayerSkip:
 
     def __init__(self, target: Target, model: Any = None, options: Options | None = None) -> None:
         """Raises ValueError for a target that has too few layers or cannot run some of them alone."""
-        name = getattr(target, "name", "") or "the target"
+        name = target.name or "the target"
         if not isinstance(target, Shallow) or not target.supports_trees:
             raise ValueError(f"{name} cannot take back what its first layers read; choose 'ngram' or 'draft_model'")
         self.exit_layer = (options or self.Options()).exit_layer or max(1, round(target.num_layers / 3))

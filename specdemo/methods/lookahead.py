@@ -17,6 +17,7 @@ from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft
 from specdemo.methods import knob
+from specdemo.methods.base import Method
 
 Gram = tuple[int, ...]
 
@@ -58,11 +59,9 @@ class _Row:
                     del grams[next(iter(grams))]
 
 
-class Lookahead:
+class Lookahead(Method):
     title = "Lookahead decoding"
     summary = "The target itself guesses ahead in the same pass, keeps what it guessed as n-grams and checks those."
-    needs_model = False
-    taps: tuple[int, ...] = ()
 
     @dataclass(frozen=True, slots=True)
     class Options:

@@ -4,8 +4,9 @@ The longest suffix of at most `max_n` tokens that occurred before wins; among it
 match that runs into the end of the text goes on copying itself, as an LZ77 copy does, so that loops are drafted whole.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Generator
@@ -14,6 +15,8 @@ from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft
 from specdemo.methods import knob
+from specdemo.methods.base import Method
+from specdemo.methods.flags import Flags, sglang, vllm_config
 
 
 class _Text:
@@ -40,11 +43,19 @@ class _Text:
         return []
 
 
-class NGram:
+def _vllm(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
+    sizes = {"prompt_lookup_min": options["min_n"], "prompt_lookup_max": options["max_n"]}
+    return vllm_config(method="ngram", num_speculative_tokens=k, **sizes)
+
+
+def _sglang(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
+    return sglang("NGRAM", num_draft_tokens=k + 1)
+
+
+class NGram(Method):
     title = "Prompt lookup"
     summary = "Drafts what followed the last occurrence of the current words; costs nothing, pays where text repeats."
-    needs_model = False
-    taps: tuple[int, ...] = ()
+    serves: ClassVar = {"vllm": _vllm, "sglang": _sglang}
 
     @dataclass(frozen=True, slots=True)
     class Options:

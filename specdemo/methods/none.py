@@ -1,6 +1,5 @@
 """No drafting: the plain lane is this empty drafter in the same loop."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,19 +8,14 @@ from torch import Generator
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
+from specdemo.methods.base import Method, NoOptions
 
 
-class NoDraft:
+class NoDraft(Method):
     title = "Plain decoding"
     summary = "One token per target pass; the baseline every other lane is measured against."
-    needs_model = False
-    taps: tuple[int, ...] = ()
 
-    @dataclass(frozen=True, slots=True)
-    class Options:
-        pass
-
-    def __init__(self, target: Target, model: Any = None, options: Options | None = None) -> None:
+    def __init__(self, target: Target, model: Any = None, options: NoOptions | None = None) -> None:
         self._nothing = Draft.empty(1, torch.device(target.device))
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:

@@ -21,7 +21,10 @@ from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
 from specdemo.methods import knob, load_drafter, method, reader
+from specdemo.methods.base import Learner
 from specdemo.methods.wrapper import Wrapper, judged, wrappable
+from specdemo.models.load import LoadedModel
+from specdemo.models.target import HFTarget
 
 WINDOW = 64  # columns of a text learnt from at once: the new ones and those before them
 PAST = 8  # earlier texts whose last window is kept
@@ -47,12 +50,13 @@ class Online(Wrapper):
     def __init__(self, target: Target, model: Any = None, options: Options | None = None) -> None:
         self._options = options = options or self.Options()
         super().__init__(load_drafter(options.drafter, target, _copy(options.drafter, target, model)))
-        self._drafter: Any = self.drafters[0]
-        if not hasattr(self._drafter, "head") or not hasattr(self._drafter, "loss"):
+        drafter = self.drafters[0]
+        if not isinstance(drafter, Learner):
             raise ValueError(
                 f"{options.drafter!r} has nothing to learn; choose a drafter with weights, as 'draft_model'"
             )
-        self._learner = _Learner(self._drafter.head, options.lr)
+        self._drafter = drafter
+        self._learner = _Learner(drafter.head, options.lr)
         self._first = [w.detach().clone() for w in self._learner.weights] if options.reset else []
         self._vocab_size = target.vocab_size
         self._text: list[list[Columns]] = []
@@ -170,6 +174,8 @@ class _Learner:
 def _copy(drafter: str, target: Target, model: Any) -> Any:
     """The model with weights of its own, as `load` would give it; what belongs to the target is shared, not copied."""
     loaded = method(reader(drafter)).load(model, target) if isinstance(model, str) else model
-    shared = [target, target.embed, target.lm_head, getattr(loaded, "tokenizer", None)]
+    shared = [target, target.embed, target.lm_head]
+    if isinstance(loaded, LoadedModel | HFTarget):
+        shared.append(loaded.tokenizer)
     shared += [*target.embed.parameters(), *target.lm_head.parameters()]
     return deepcopy(loaded, {id(thing): thing for thing in shared})

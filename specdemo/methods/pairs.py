@@ -7,9 +7,10 @@ answers are collected.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from specdemo.methods import method
+from specdemo.methods import kind_of, method
+from specdemo.methods.base import Head
 from specdemo.methods.draft_model import check_fit
-from specdemo.models.checkpoints import kind_of, outline_checkpoint, readable
+from specdemo.models.checkpoints import outline_checkpoint, readable
 from specdemo.models.load import outline
 from specdemo.models.target import HFTarget
 
@@ -34,7 +35,8 @@ def check_pair(target: HFTarget, drafter: str, method_name: str | None = None) -
         name = method_name or kind_of(checkpoint)
     except ValueError as error:
         return Pair(drafter, "?", False, str(error))
-    if not hasattr(method(name), "read"):  # it takes a whole model
+    cls = method(name)
+    if not issubclass(cls, Head):  # it takes a whole model
         draft = outline(drafter)
         try:
             check_fit(target, draft)
@@ -45,7 +47,7 @@ def check_pair(target: HFTarget, drafter: str, method_name: str | None = None) -
         return Pair(drafter, name, True, "same tokenizer" if same else f"same tokenizer; {rows}")
     try:
         with readable(drafter):
-            method(name).read(checkpoint, target)
+            cls.read(checkpoint, target)
     except ValueError as error:
         return Pair(drafter, name, False, str(error))
     return Pair(drafter, name, True, f"made for hidden size {target.hidden_size}, vocabulary {target.vocab_size}")

@@ -6,13 +6,14 @@ A recipe is a method, the sizes of an untrained head of it, and a name; the trai
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
 from specdemo.core.words import suggest
-from specdemo.methods import load_drafter, method
+from specdemo.methods import METHODS, method
+from specdemo.methods.base import Head, Network
 from specdemo.models.load import load_target
 from specdemo.models.machine import device_name
 from specdemo.models.place import pick_device
@@ -21,7 +22,7 @@ from specdemo.training.cards import write_card, write_head_card
 from specdemo.training.collect import Plan
 from specdemo.training.corpus import StoryEpochs, byte_tokenizer, check_corpus, read_corpus
 from specdemo.training.fit import Schedule, Tick, make_folder, positive, show, write_provenance
-from specdemo.training.heads import Material, Trainee, gather, gathering, save_head, train_head, train_jointly
+from specdemo.training.heads import Material, gather, gathering, save_head, train_head, train_jointly
 from specdemo.training.recipes import GrowingWindows, Shape, build, held_out_rows, save_model
 
 ROWS_PER_MINUTE = 120  # what a small head reads in a minute on one CPU core, several times over
@@ -35,15 +36,15 @@ class HeadRecipe:
     sizes: Mapping[str, Any] = field(default_factory=dict)
 
 
-HEAD_RECIPES: dict[str, HeadRecipe] = {
-    "medusa": HeadRecipe("Medusa, 4 heads", "medusa", {"heads": 4}),
-    "hydra": HeadRecipe("Hydra, 4 heads", "hydra", {"heads": 4}),
-    "mlp-speculator": HeadRecipe("MLPSpeculator, 4 tokens", "mlp_speculator", {"n_predict": 4}),
-    "eagle-1": HeadRecipe("EAGLE-1", "eagle", {"kind": "eagle1"}),
-    "eagle-3": HeadRecipe("EAGLE-3", "eagle", {"kind": "eagle3"}),
-    "mtp": HeadRecipe("Multi-token prediction, 1 module", "mtp"),
-    "dflash": HeadRecipe("DFlash, blocks of 8", "dflash", {"block_size": 8}),
-}
+def _of_methods() -> Iterator[tuple[str, HeadRecipe]]:
+    for name in METHODS:
+        cls = method(name)
+        if issubclass(cls, Head):
+            for recipe, told in cls.recipes.items():
+                yield recipe, HeadRecipe(told.title, name, told.sizes)
+
+
+HEAD_RECIPES = dict(_of_methods())
 
 
 def recipes() -> dict[str, str]:
@@ -58,10 +59,11 @@ def head_recipe(name: str) -> HeadRecipe:
     return HEAD_RECIPES[name]
 
 
-def untrained(recipe: HeadRecipe, target: HFTarget) -> Trainee:
+def untrained(recipe: HeadRecipe, target: HFTarget) -> Head[Network]:
     """A drafter of the recipe's method with a fresh head."""
-    fresh = method(recipe.method).fresh(target, **recipe.sizes)
-    return cast(Trainee, load_drafter(recipe.method, target, fresh))
+    cls = method(recipe.method)
+    assert issubclass(cls, Head)
+    return cls(target, cls.fresh(target, **recipe.sizes))
 
 
 def train_head_recipe(
@@ -173,6 +175,6 @@ def tick(now: Tick, minutes: float) -> dict[str, Any]:
     return said | {"loss": now.loss} | (now.evaluation or {})
 
 
-def _plan(drafter: Trainee, minutes: float) -> Plan:
+def _plan(drafter: Head[Network], minutes: float) -> Plan:
     rows = min(6144, max(64, round(minutes * ROWS_PER_MINUTE)))
     return Plan(text_rows=rows, sampled_rows=rows // 3, rows_per_shard=32, context=CONTEXT, taps=drafter.taps)

@@ -9,10 +9,11 @@ from typing import Any
 
 from torch import Generator
 
-from specdemo.core.protocol import Budget, Drafter, Progress, Target
+from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
 from specdemo.methods import METHODS, knob, load_drafter
+from specdemo.methods.base import Method
 from specdemo.methods.wrapper import Wrapper, wrappable
 
 
@@ -62,5 +63,5 @@ class Router(Wrapper):
             self.drafters[self._route].observe(progress)
 
 
-def _draft(name: str, target: Target, drafter: str) -> Drafter:
+def _draft(name: str, target: Target, drafter: str) -> Method:
     return load_drafter(name, target) if name in METHODS else load_drafter(drafter, target, name)

@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, nlargest
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,6 +20,8 @@ from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft
 from specdemo.methods import knob
+from specdemo.methods.base import Method
+from specdemo.methods.flags import vllm
 
 REMEMBERED = 256  # answers per model, the oldest forgotten first
 SHORTEST = 16  # tokens of an answer worth remembering; a lane's warm-up, which would give its text away, is shorter
@@ -134,11 +136,10 @@ class _Found:
         self.score += reached
 
 
-class Suffix:
+class Suffix(Method):
     title = "Suffix decoding"
     summary = "Counts what followed every ending of the text so far; the longer the ending, the longer the draft."
-    needs_model = False
-    taps: tuple[int, ...] = ()
+    serves: ClassVar = {"vllm": vllm("suffix")}
 
     @dataclass(frozen=True, slots=True)
     class Options:

@@ -1,13 +1,12 @@
 """What the methods that wrap other drafters share. The lane's model is the wrapped drafter's."""
 
-from typing import Any
-
 from torch import Generator
 
-from specdemo.core.protocol import Budget, Drafter, Progress
+from specdemo.core.protocol import Budget, Progress
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft
 from specdemo.methods import BASELINE, METHODS
+from specdemo.methods.base import Method
 
 
 def wrappable(wrapper: str) -> tuple[str, ...]:
@@ -23,22 +22,20 @@ def judged(draft: Draft, depth: int, progress: Progress) -> list[tuple[int, int]
     return [(min(d, depth), length - 1) for d, length in zip(drafted, progress.lengths, strict=True) if length]
 
 
-class Wrapper:
+class Wrapper(Method):
     """Hands everything on to the drafters it holds; the first one drafts."""
 
-    needs_model = False  # never asked: `methods.reader` names who reads the model
-
-    def __init__(self, *drafters: Drafter) -> None:
+    def __init__(self, *drafters: Method) -> None:
         self.drafters = drafters
         self.taps = tuple(dict.fromkeys(tap for drafter in drafters for tap in drafter.taps))
 
     @property
     def weight_bytes(self) -> int:
-        return self._total("weight_bytes")
+        return sum(drafter.weight_bytes for drafter in self.drafters)
 
     @property
     def history_bytes(self) -> int:
-        return self._total("history_bytes")
+        return sum(drafter.history_bytes for drafter in self.drafters)
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
         for drafter in self.drafters:
@@ -53,9 +50,4 @@ class Wrapper:
 
     def release(self) -> None:
         for drafter in self.drafters:
-            release: Any = getattr(drafter, "release", None)
-            if release:
-                release()
-
-    def _total(self, name: str) -> int:
-        return sum(getattr(drafter, name, 0) for drafter in self.drafters)
+            drafter.release()

@@ -7,13 +7,20 @@ rejected slot costs nothing: the next forward writes over it. Rows of unequal le
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 SPARE = 64  # columns kept free when nobody said how many will follow
+
+
+class KeyValues(Protocol):
+    """What layers ask of a cache."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """New keys and values [B, H, S, D] of a layer -> those there are and the new ones [B, H, L, D]."""
 
 
 class Cursor:

@@ -1,4 +1,4 @@
-"""Speculator checkpoints: open one, tell whose it is, write one. Formats and their traps: see the methods' own files.
+"""Speculator checkpoints: open one, write one. Whose it is, formats and their traps: see the methods' own files.
 
 Weights are safetensors. Where a public family has nothing else (Medusa-1, Hydra, MLPSpeculator, EAGLE-1), a `.pt` or
 `.bin` is read with `torch.load(weights_only=True)`, which runs no code from the file.
@@ -6,7 +6,7 @@ Weights are safetensors. Where a public family has nothing else (Medusa-1, Hydra
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -21,7 +21,7 @@ from torch import Tensor
 from specdemo.core.files import replacing_all, write_text
 from specdemo.models.footprint import TOO_LARGE, headers, read_config
 from specdemo.models.hub import Cancelled, LoadProgress, describe, remote_headers, silent
-from specdemo.models.resolve import local_folder, locate, resolve
+from specdemo.models.resolve import local_folder, locate
 
 PICKLED = ("*.pt", "*.bin")
 SHARD = "9MB"
@@ -42,6 +42,15 @@ class Checkpoint:
     def take(self, prefix: str) -> dict[str, Tensor]:
         """The tensors whose names begin with `prefix`, without it."""
         return {name.removeprefix(prefix): t for name, t in self.tensors.items() if name.startswith(prefix)}
+
+    def has(self, *parts: str) -> bool:
+        """Whether the name of a tensor holds one of these."""
+        return any(part in name for name in self.tensors for part in parts)
+
+    def says(self, key: str, *values: str) -> bool:
+        """Whether its config has one of these values, or holds one in a list of them."""
+        said = self.config.get(key)
+        return any(str(value) in values for value in (said if isinstance(said, list) else [said]))
 
 
 def open_checkpoint(source: str, progress: LoadProgress = silent) -> Checkpoint:
@@ -111,60 +120,6 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any], tensors: Mapping[s
         write_text(beside / "config.json", json.dumps(dict(config), indent=2) + "\n")
 
 
-# Rules in order; the first that holds names the method that reads the checkpoint.
-Rule = Callable[[Checkpoint], bool]
-
-
-def _has(*parts: str) -> Rule:
-    return lambda c: any(part in name for name in c.tensors for part in parts)
-
-
-def _says(key: str, *values: str) -> Rule:
-    return lambda c: str(c.config.get(key)) in values
-
-
-def _architecture(*parts: str) -> Rule:
-    return lambda c: any(part in str(name) for name in c.config.get("architectures") or () for part in parts)
-
-
-KINDS: tuple[tuple[str, Rule], ...] = (
-    ("eagle", _says("speculators_model_type", "eagle3", "eagle")),
-    ("dflash", _says("speculators_model_type", "dflash", "dspark", "peagle")),
-    ("mtp", _says("speculators_model_type", "mtp")),
-    ("mlp_speculator", _says("model_type", "mlp_speculator")),
-    ("hydra", lambda c: "hydra_lm_head.pt" in c.files or "hydra_num_heads" in c.config),
-    ("medusa", lambda c: any(f.startswith("medusa_lm_head.") for f in c.files) or "medusa_num_heads" in c.config),
-    ("medusa", lambda c: _says("model_type", "medusa")(c) or _has("medusa_head.", "blocks.0.layers.")(c)),
-    ("dflash", lambda c: "dflash_config" in c.config or _architecture("DFlash", "DSpark", "PEagle")(c)),
-    ("dflash", lambda c: "hidden_norm.weight" in c.tensors and "fc.weight" in c.tensors and "norm.weight" in c.tensors),
-    ("dflash", _has("encoder.output_norm_enc.")),
-    ("eagle", lambda c: _has("midlayer.")(c) or "fc.weight" in c.tensors),
-    ("mtp", lambda c: _has("mtp.", "mtp_layers.", "eh_proj")(c) or "n_future_tokens" in c.config),
-)
-
-
-def kind_of(checkpoint: Checkpoint) -> str:
-    """The method that reads it: a name of METHODS, or `draft_model` for a plain causal model.
-
-    Raises ValueError when it is nothing known.
-    """
-    for kind, rule in KINDS:
-        if rule(checkpoint):
-            return kind
-    if _has("embed_tokens", "wte")(checkpoint):
-        return "draft_model"
-    raise ValueError(f"{checkpoint.name} is no speculator known here; its tensors begin {_some(checkpoint.tensors)}")
-
-
-def expect(checkpoint: Checkpoint, kind: str) -> None:
-    """Raise ValueError when the checkpoint is of another family than `kind`, naming that."""
-    found = kind_of(checkpoint)
-    if found != kind:
-        raise ValueError(f"{checkpoint.name} is a checkpoint for method {found!r}, not {kind!r}; choose that method")
-    if kind != "draft_model":
-        check_weights(checkpoint)
-
-
 def check_weights(checkpoint: Checkpoint) -> None:
     """Raise ValueError unless a head's weights are of floating point and numbered as modules can be."""
     for name, tensor in checkpoint.tensors.items():
@@ -186,19 +141,3 @@ def readable(name: str) -> Iterator[None]:
         line = str(error).partition("\n")[0] or type(error).__name__
         told = isinstance(error, ValueError)
         raise ValueError(line if told else f"{name} cannot be read ({line}); fetch it again") from error
-
-
-def head_of(source: str) -> str | None:
-    """The method whose head lies in a folder; None for whole models, for what is not here and for anything else."""
-    if not Path(resolve(source)).is_dir():
-        return None
-    try:
-        with readable(source):
-            kind = kind_of(outline_checkpoint(source))
-    except ValueError:
-        return None
-    return None if kind == "draft_model" else kind
-
-
-def _some(tensors: Mapping[str, Tensor]) -> str:
-    return ", ".join(list(tensors)[:3]) or "nowhere"

@@ -47,21 +47,8 @@ def load_target(
         return HFTarget(name_or_model, tokenizer)
     loaded = name_or_model
     if not isinstance(loaded, LoadedModel):
-        loaded = load_whole(str(loaded), dtype, device, quantization, progress, kernels)
+        loaded = load_model(str(loaded), dtype, device, quantization, progress, kernels)
     return HFTarget(loaded.model, tokenizer or loaded.tokenizer, loaded.name)
-
-
-def load_whole(name: str, *how: Any) -> LoadedModel:
-    """`load_model`, where a head is not what was meant: the error names the method it is for."""
-    try:
-        return load_model(name, *how)
-    except ValueError:
-        from specdemo.models.checkpoints import head_of  # which reads folders through this module
-
-        head = head_of(name)
-        if head is None:
-            raise
-        raise ValueError(f"{name} holds a head for method {head!r}; choose a whole model as the target") from None
 
 
 def load_model(

@@ -70,31 +70,23 @@ class Masks:
         if slots == 1 and not 0 < window <= length:
             return None
         start = self._capacity - length
-        return self._aligned(plan.masks[window][:, None, :, start : self._capacity + slots])
+        return aligned(plan.masks[window][:, None, :, start : self._capacity + slots])
 
     def at_each(self, plan: Plan, window: int, lengths: Tensor, longest: int) -> Tensor:
         """The masks [B, 1, S, longest + S] behind histories of lengths[b] tokens, lengths [B] int64."""
         slots = plan.depth.shape[1]
         columns = torch.arange(longest + slots, device=self._device) + (self._capacity - lengths)[:, None]
         columns = columns.clamp_max(self._capacity + slots)[:, None].expand(-1, slots, -1)
-        return self._aligned(plan.masks[window].expand(len(lengths), -1, -1).gather(2, columns)[:, None])
+        return aligned(plan.masks[window].expand(len(lengths), -1, -1).gather(2, columns)[:, None])
 
     def behind(self, slots: int, window: int, length: int) -> Tensor:
         """The mask [1, 1, slots, length + slots] of a text behind a history of `length` tokens; not remembered."""
         columns = torch.arange(length + slots, device=self._device)
         positions = columns[length:, None]
-        hidden = columns > positions
+        visible = columns <= positions
         if window:
-            hidden |= positions - columns >= window
-        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
-        return self._aligned(mask.masked_fill_(hidden, torch.finfo(self._dtype).min)[None, None])
-
-    def _aligned(self, mask: Tensor) -> Tensor:
-        if self._device.type == "cpu":
-            return mask
-        width = mask.shape[-1]
-        whole = mask.new_empty(*mask.shape[:-1], -(-width // ALIGNMENT) * ALIGNMENT)
-        return whole[..., :width].copy_(mask)
+            visible &= positions - columns < window
+        return additive(visible, self._dtype)[None, None]
 
     def _make(self, parents: Tensor) -> Plan:
         up = ancestry(parents)
@@ -108,9 +100,20 @@ class Masks:
         visible = torch.cat([up.new_ones(rows, slots, self._capacity), up], 2) > 0
         if window:
             visible &= depth[:, :, None] - positions[:, None, :] < window
-        visible = torch.nn.functional.pad(visible, (0, 1), value=False)
-        hidden = torch.finfo(self._dtype).min
-        return torch.zeros(visible.shape, dtype=self._dtype, device=self._device).masked_fill_(~visible, hidden)
+        return additive(torch.nn.functional.pad(visible, (0, 1), value=False), self._dtype)
+
+
+def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """visible [..., W] -> what is added to the scores: 0, or the least number of `dtype`."""
+    return aligned(torch.where(visible, 0.0, torch.finfo(dtype).min).to(dtype))
+
+
+def aligned(mask: Tensor) -> Tensor:
+    if mask.device.type == "cpu":
+        return mask
+    width = mask.shape[-1]
+    whole = mask.new_empty(*mask.shape[:-1], -(-width // ALIGNMENT) * ALIGNMENT)
+    return whole[..., :width].copy_(mask)
 
 
 def _parents(key: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from specdemo.models.cache import KeyValues
 from specdemo.models.fused import OneLayer, close, is_plain, sample, turning
 
 
@@ -37,7 +37,7 @@ class Stack:
         self.down = _stacked([layer.mlp.down_proj.weight] for layer in layers)
 
     def __call__(
-        self, x: Tensor, ends: Tensor, count: int, angles: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache
+        self, x: Tensor, ends: Tensor, count: int, angles: tuple[Tensor, Tensor], mask: Tensor | None, cache: KeyValues
     ) -> Tensor:
         """x [B, S, hidden] -> [B, count, hidden]: what the first `count` layers make of column ends[b].
 

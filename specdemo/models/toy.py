@@ -43,9 +43,10 @@ class ToyTarget:
         rows = min(vocab_size**order, TABLE_ROWS)
         self._states = torch.randn(self.num_layers + 1, rows, hidden_size, generator=rng)
         self._powers = torch.tensor([vocab_size ** (order - 1 - i) % rows for i in range(order)])
-        self.embed = nn.Embedding.from_pretrained(torch.randn(vocab_size, hidden_size, generator=rng))
-        self.lm_head = nn.Linear(hidden_size, vocab_size, bias=False).requires_grad_(False)
-        self.lm_head.weight.copy_(PEAKEDNESS * torch.randn(vocab_size, hidden_size, generator=rng) / hidden_size**0.5)
+        self.embed: nn.Module = nn.Embedding.from_pretrained(torch.randn(vocab_size, hidden_size, generator=rng))
+        self.lm_head: nn.Module = nn.Linear(hidden_size, vocab_size, bias=False).requires_grad_(False)
+        weight = PEAKEDNESS * torch.randn(vocab_size, hidden_size, generator=rng) / hidden_size**0.5
+        self.lm_head.get_parameter("weight").copy_(weight)
         self._order = order
         self._history: list[list[int]] = []
         self._slots = torch.empty(0, 0, dtype=torch.int64)

@@ -5,9 +5,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from specdemo.methods import BASELINE, validate_options
+from specdemo.methods.flags import NotServed
 from specdemo.presets.schema import EMBEDDED, LaneConfig, Preset
 from specdemo.servers.address import address
-from specdemo.servers.flags import Engine, NotServed, speculation_flags
+from specdemo.servers.flags import Engine, speculation_flags
 
 FIRST_PORT = 8000
 PARALLEL = {"vllm": "--tensor-parallel-size", "sglang": "--tp-size"}

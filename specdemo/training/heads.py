@@ -1,4 +1,4 @@
-"""Train a speculation head on what its target says. Names no method: whoever has `taps`, `head` and `loss` is welcome.
+"""Train a speculation head on what its target says. Names no method: whoever is `Trainable` is welcome.
 
 R rows of T tokens, V vocabulary, H hidden. Text is a corpus, or, without one, what the target writes by itself; the
 second part of a run mixes in the target's own samples (the two stages of 2404.19124, section 3).
@@ -8,14 +8,13 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specdemo.core.protocol import Progress
+from specdemo.core.protocol import Progress, Trainable
 from specdemo.models.machine import device_name
 from specdemo.models.target import HFTarget
 from specdemo.training.collect import (
@@ -40,17 +39,6 @@ CONTEXT = 512
 HELD_OUT_ROWS = 32
 HELD_OUT_SEED = -1  # the text's are its shards' numbers
 DENSE = 1 << 22  # entries of a [B, A, V] distribution that a CPU works on at once; a GPU takes 64 times as many
-
-
-class Trainee(Protocol):
-    """A drafter with a head: what training needs of it."""
-
-    taps: tuple[int, ...]
-    head: nn.Module
-
-    def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]: ...
-
-    def save(self, folder: Path, target_name: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -168,7 +156,7 @@ def example(batch: Batch, taps: Sequence[int], vocab_size: int, device: torch.de
 
 
 def train_head(
-    drafter: Trainee,
+    drafter: Trainable,
     target: HFTarget,
     material: Material,
     out: Path,
@@ -216,7 +204,7 @@ def train_head(
 
 def train_jointly(
     model: PreTrainedModel,
-    drafter: Trainee,
+    drafter: Trainable,
     batches: Batches,
     held_out: Tensor,
     out: Path,
@@ -264,18 +252,16 @@ def train_jointly(
     )
 
 
-def _measured(drafter: Trainee, progress: Progress) -> dict[str, float]:
+def _measured(drafter: Trainable, progress: Progress) -> dict[str, float]:
     loss, metrics = drafter.loss(progress)
     return {"held_out_loss": float(loss), **metrics}
 
 
 def save_head(
-    drafter: Trainee, target: HFTarget, out: Path, history: History, material: Material, **facts: str | float
+    drafter: Trainable, target: HFTarget, out: Path, history: History, material: Material, **facts: str | float
 ) -> None:
-    """The head in its public format, with provenance. A drafter that can `measure` how good it is does so first."""
-    measure = getattr(drafter, "measure", None)
-    if measure is not None:
-        measure(example(columns(material.held_out, drafter.taps), drafter.taps, target.vocab_size, target.device))
+    """The head in its public format, with provenance. Measured first is what is saved beside it."""
+    drafter.measure(example(columns(material.held_out, drafter.taps), drafter.taps, target.vocab_size, target.device))
     nn.Module.to(drafter.head, torch.bfloat16)
     drafter.save(out, target.name)
     write_provenance(

@@ -1,5 +1,6 @@
 """Losses of language models and of drafts. Pure functions; N tokens, H hidden, V vocabulary, K kept entries."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,6 +16,27 @@ TINY = 1e-6
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """logits [..., V], labels [...] int64 -> mean nats per token."""
     return F.cross_entropy(logits.float().flatten(0, -2), labels.flatten())
+
+
+def likeliest(said: Tensor) -> Tensor:
+    """[..., V] probabilities or [...] tokens -> tokens [...]"""
+    return said.argmax(-1) if said.is_floating_point() else said
+
+
+def compare(logits: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """logits [R, A, V]; wanted [R, A, V] probabilities or [R, A] tokens -> mean nats, and the share that agrees."""
+    logits = logits.float()
+    nats = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(0, 1))
+    return nats, (logits.argmax(-1) == likeliest(wanted)).float().mean()
+
+
+def steps_loss(steps: Iterable[tuple[Tensor, Tensor]], weights: Iterable[float]) -> tuple[Tensor, dict[str, float]]:
+    """What `compare` says of every step of a draft -> the weighted sum of the nats, and agree_1, agree_2, .."""
+    total, metrics = torch.zeros(()), {}
+    for i, ((nats, agreed), weight) in enumerate(zip(steps, weights, strict=False), start=1):
+        total = total + weight * nats
+        metrics[f"agree_{i}"] = float(agreed)
+    return total, metrics
 
 
 def sparse_forward_kl(logits: Tensor, indices: Tensor, probs: Tensor) -> Tensor:

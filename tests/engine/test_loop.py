@@ -58,6 +58,9 @@ class Pair:
         right, other = (self.answer[at : at + budget.depth] for at in self.at)
         return Draft.chain(torch.tensor([right, [(token + 1) % self.vocab for token in other]]))
 
+    def release(self):
+        pass
+
     def observe(self, progress):
         first = self.at == [0, 0]
         self.at = [at + (1 if first else length) for at, length in zip(self.at, progress.lengths, strict=True)]

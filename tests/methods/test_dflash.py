@@ -10,8 +10,9 @@ from specdemo.core.protocol import Budget, GenerationConfig, Progress
 from specdemo.core.sampling import Sampling
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
-from specdemo.methods.dflash import DFlash, written
-from specdemo.methods.dflash_formats import spread_taps
+from specdemo.methods.heads.dflash import DFlash
+from specdemo.methods.heads.formats.dflash import spread_taps
+from specdemo.methods.heads.settle import written
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
 from tests.models.tiny import VOCABULARY, build, pinned, texts
@@ -420,7 +421,7 @@ def test_a_smaller_budget_cuts_the_block(target, tmp_path):
 def test_only_observed_columns_are_kept(target, tmp_path):
     drafter = told(target, write(tmp_path, ZLAB, drafter_tensors()), TEXT, (4, 5))
     for _ in range(2):
-        assert drafter._cache.cursor.lengths == [TEXT.shape[1] - 1]
+        assert drafter.history.lengths == [TEXT.shape[1] - 1]
         drafter.propose(Budget(3, 3))
     once = told(target, drafter.head, TEXT).propose(Budget(5, 5))
     torch.testing.assert_close(once.probs, drafter.propose(Budget(5, 5)).probs)
@@ -510,7 +511,7 @@ def test_what_a_file_does_not_say_is_found_by_trying(target, tmp_path, from_anch
     (folder / "config.json").write_text(json.dumps(config))
     found = DFlash.load(str(folder), target)
     assert (found.design.from_anchor, found.design.taps) == (from_anchor, taps)
-    assert "does not say how it counts" in load_drafter("dflash", target, found).note
+    assert "its file does not say" in load_drafter("dflash", target, found).note
 
 
 # Training

@@ -10,8 +10,9 @@ from specdemo.core.protocol import Budget, GenerationConfig, Progress
 from specdemo.core.sampling import Sampling, to_probs
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
-from specdemo.methods.eagle import Eagle
-from specdemo.methods.eagle_formats import default_taps
+from specdemo.methods.heads import settle
+from specdemo.methods.heads.eagle import Eagle
+from specdemo.methods.heads.formats.eagle import default_taps
 from specdemo.models import packed as module
 from specdemo.models.checkpoints import open_checkpoint
 from specdemo.models.target import HFTarget
@@ -473,20 +474,13 @@ def test_saved_files_have_the_authors_names(target, tmp_path):
 # --- files that leave open how they are to be read ---
 
 
-def own_words(target, taps):
-    """What the target says behind token 0, as the loader asks it to."""
-    tokens = torch.tensor(record(target, load_drafter("none", target), torch.tensor([[0]]), tokens=48)[1])
-    hidden = target.start(tokens[:, :-1], taps).hidden
-    return Progress(tokens[:, :-1], tokens[:, 1:], [48], hidden)
-
-
 @pytest.mark.parametrize("lists", ["top", "inner"])
 @pytest.mark.parametrize("before", [False, True])
 def test_the_reading_that_guesses_best_is_kept(lists, before, target, tmp_path):
     torch.manual_seed(1)
     head = Eagle.fresh(target)
     head.convention = type(head.convention)((1, 2, 3), before)
-    taught(target, head, own_words(target, (1, 2, 3)), steps=40)
+    taught(target, head, settle.written(target, (1, 2, 3)), steps=40)
     said = speculators() if lists == "top" else dict(LAYER)
     if lists == "top":
         said["transformer_layer_config"].pop("rope_theta")
@@ -507,7 +501,7 @@ def test_the_reading_that_guesses_best_is_kept(lists, before, target, tmp_path):
 def test_either_order_of_fc_is_found(target, tmp_path):
     torch.manual_seed(1)
     head = Eagle.fresh(target, "eagle1")
-    taught(target, head, own_words(target, (-1,)), steps=40)
+    taught(target, head, settle.written(target, (-1,)), steps=40)
     tensors = dict(head.state_dict())
     assert not Eagle.load(write(tmp_path, LAYER, tensors), target).convention.feature_first
     swapped = Eagle.load(write(tmp_path, LAYER, tensors | {"fc.weight": tensors["fc.weight"].roll(H, 1)}), target)
@@ -538,7 +532,9 @@ def test_files_that_do_not_fit_are_refused_with_the_cure(target, tmp_path):
     refused("hidden states of size 32, the target's have 8; choose the target some/verifier", target=ToyTarget(61))
     refused("a vocabulary of 60, the target's has 61", tensors={**tensors, "t2d": torch.ones(60, dtype=torch.bool)})
     refused("reads layer 7, the target has 3", {**config, ID_LIST: [2, 5, 7]})
-    refused("gadget.weight is missing, unknown", tensors={**tensors, "gadget.weight": torch.ones(3)})
+    refused(
+        "gadget.weight is missing, of another shape or unknown", tensors={**tensors, "gadget.weight": torch.ones(3)}
+    )
     refused("norm.weight is missing", tensors={n: t for n, t in tensors.items() if "post_" not in n})
     refused("activates with gelu", speculators(transformer_layer_config={**LAYER, "hidden_act": "gelu"}))
     refused("add them to its config.json", speculators(transformer_layer_config={"vocab_size": VOCABULARY}))

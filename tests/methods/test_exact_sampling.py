@@ -6,12 +6,12 @@ import pytest
 import torch
 from scipy.stats import chi2
 
+from specdemo import testing
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.sampling import Sampling
 from specdemo.engine.loop import generate
 from specdemo.methods import METHODS
 from specdemo.models.toy import ToyTarget
-from tests.methods.test_contract import drafter_for
 
 VOCABULARY = 5
 DRAWS = 12_000
@@ -50,9 +50,9 @@ def expected(target, tokens):
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "none"])
-def test_the_first_tokens_are_drawn_from_the_target(name, tiny_llama):
+def test_the_first_tokens_are_drawn_from_the_target(name):
     target = ToyTarget(VOCABULARY, seed=6)
-    counts = joint(target, drafter_for(name, target, tiny_llama), 3)
+    counts = joint(target, testing.drafter(name, target), 3)
     wanted = expected(target, 3) * DRAWS
     kept = wanted >= 5.0  # rarer outcomes are pooled
     observed = torch.cat([counts[kept].double(), counts[~kept].sum()[None].double()])

@@ -10,8 +10,8 @@ from specdemo.core.protocol import Budget, GenerationConfig, Progress
 from specdemo.core.sampling import Sampling
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
-from specdemo.methods.hydra import Hydra
-from specdemo.methods.medusa import Medusa, published
+from specdemo.methods.heads.hydra import Hydra
+from specdemo.methods.heads.medusa import Medusa, published
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
 from tests.methods.test_medusa import HIDDEN, check_greedy, check_sampling, example, folder_with, rows_of, train

@@ -11,7 +11,7 @@ from specdemo.core.protocol import Budget, GenerationConfig, Progress
 from specdemo.core.sampling import Sampling
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter, method
-from specdemo.methods.medusa import PUBLISHED, Medusa, published
+from specdemo.methods.heads.medusa import PUBLISHED, Medusa, published
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
 from tests.methods.test_exact_sampling import DRAWS, expected, joint

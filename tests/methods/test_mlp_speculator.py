@@ -9,8 +9,8 @@ from specdemo.core.protocol import Budget, Progress
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import depths
 from specdemo.methods import load_drafter
-from specdemo.methods.medusa import Medusa
-from specdemo.methods.mlp_speculator import MLPSpeculator, Speculator
+from specdemo.methods.heads.medusa import Medusa
+from specdemo.methods.heads.mlp_speculator import MLPSpeculator, Speculator
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
 from tests.methods.test_medusa import check_greedy, check_sampling, example, folder_with, train

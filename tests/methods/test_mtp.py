@@ -11,9 +11,11 @@ from specdemo.core.protocol import Budget, GenerationConfig, Progress
 from specdemo.core.sampling import Sampling
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
-from specdemo.methods.medusa import Medusa
-from specdemo.methods.mtp import MTP
-from specdemo.methods.mtp_heads import Convention, ParallelHeads
+from specdemo.methods.heads.formats.mtp import Convention
+from specdemo.methods.heads.medusa import Medusa
+from specdemo.methods.heads.mtp import MTP, ParallelHeads
+from specdemo.methods.heads.runtime import whole_rows
+from specdemo.methods.heads.settle import written
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
 from tests.methods.test_medusa import check_greedy, check_sampling, example, folder_with, train
@@ -121,8 +123,8 @@ def columns(seed=2, rows=2, width=7):
 
 
 def said_by(head, tokens, hidden, index=0):
-    positions = torch.arange(tokens.shape[1])[None]
-    return head.logits(head.step(index, hidden, tokens, positions)[0])
+    width = tokens.shape[1]
+    return head.logits(head.step(index, hidden, tokens, whole_rows(torch.arange(width)[None], head.angles, width))[0])
 
 
 # formats
@@ -141,7 +143,7 @@ def test_sequential_modules(tmp_path, name, dialect):
     head = MTP.load(folder_with(tmp_path, whole(target, tensors), config), target)
     assert len(head) == 1 and head.hidden_first == (dialect == "mimo")
     torch.testing.assert_close(said_by(head, *columns()), reference.logits(*columns()), atol=1e-4, rtol=1e-4)
-    assert head.note.startswith(f"It takes {head.convention}, since of its guesses at a short text were ")
+    assert head.note.startswith(f"Read by {head.convention}, since of the guesses at a short text were ")
 
 
 def test_experts_stored_one_by_one_and_norms_around_zero(tmp_path):
@@ -270,10 +272,8 @@ def test_the_convention_is_found_out(tmp_path, convention):
     head.layers[0].norm.weight.copy_(torch.randn(HIDDEN))
     target = HFTarget(model)
     head.convention = convention
-    drafter, first = load_drafter("mtp", target, head), torch.tensor([[0]])
-    written = generate(target, load_drafter("none", target), first, GenerationConfig(40, stop_token_ids=()))
-    tokens = torch.tensor([[0, *(t for event in written for t in event.emitted[0])]])
-    train(drafter, Progress(tokens[:, :-1], tokens[:, 1:], [40], target.start(tokens[:, :-1], drafter.taps).hidden), 25)
+    drafter = load_drafter("mtp", target, head)
+    train(drafter, written(target, drafter.taps), 25)
     drafter.save(tmp_path, "some/llama")
     settled = MTP.load(str(tmp_path), target)
     assert (settled.convention, settled.note) == (convention, "")

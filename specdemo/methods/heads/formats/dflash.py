@@ -17,13 +17,13 @@ and lm_head are not read, nor is DSpark's confidence head, which changes no toke
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from transformers import Qwen3Config
 
 from specdemo.core.protocol import Target
-from specdemo.models.checkpoints import Checkpoint, expect
+from specdemo.models.checkpoints import Checkpoint
 
 BODY = (
     "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_act "
@@ -36,6 +36,7 @@ NAMES = {
     "encoder.fc.": "fc.",
     "encoder.output_norm_enc.": "hidden_norm.",
 }
+CLASSES = ("DFlash", "DSpark", "PEagle")
 UNUSED = ("embed_tokens.", "lm_head.", "t2d", "verifier_", "confidence_head.")
 
 Kind = tuple[int, bool]  # of attention: its window (0: none), and whether a slot is blind to those behind it
@@ -61,6 +62,9 @@ class Design:
     markov_rank: int = 0  # DSpark; 0: none
     markov_gated: bool = False
 
+    def __str__(self) -> str:
+        return f"{'every slot' if self.from_anchor else 'the slots after the anchor'} and layers {self.taps}"
+
     @property
     def first(self) -> int:
         """The first slot that guesses."""
@@ -72,13 +76,33 @@ class Design:
         return self.block_size - self.first
 
 
-def read(checkpoint: Checkpoint, target: Target) -> tuple[Design, dict[str, Tensor], bool]:
-    """The design, the tensors, and whether the file says which of the two conventions it follows.
+class Found(NamedTuple):
+    """Tensors, and the designs that they may have."""
 
-    Raises ValueError, one line, for a checkpoint of another kind or another target.
-    """
-    checkpoint = replace(checkpoint, tensors={_renamed(key): tensor for key, tensor in checkpoint.tensors.items()})
-    expect(checkpoint, "dflash")
+    tensors: dict[str, Tensor]
+    designs: tuple[Design, ...]
+
+
+def recognises(checkpoint: Checkpoint) -> bool:
+    family, config, names = (
+        checkpoint.config.get("speculators_model_type"),
+        checkpoint.config,
+        checkpoint.tensors.keys(),
+    )
+    if family:
+        return family in ("dflash", "dspark", "peagle")
+    called = any(part in str(name) for name in config.get("architectures") or () for part in CLASSES)
+    shaped = {"hidden_norm.weight", "fc.weight", "norm.weight"} <= names or checkpoint.has("encoder.output_norm_enc.")
+    return "dflash_config" in config or called or shaped
+
+
+def renamed(checkpoint: Checkpoint) -> Checkpoint:
+    """With one set of names for all dialects."""
+    return replace(checkpoint, tensors={_renamed(key): tensor for key, tensor in checkpoint.tensors.items()})
+
+
+def found(checkpoint: Checkpoint, target: Target) -> Found:
+    """Raises ValueError, one line, for a checkpoint of another kind or another target."""
     name, tensors, said = checkpoint.name, checkpoint.tensors, _said(checkpoint.config)
     own_head = "d2t" in tensors
     tensors = {n: t for n, t in tensors.items() if not n.startswith(UNUSED) or (own_head and n == "lm_head.weight")}
@@ -90,8 +114,11 @@ def read(checkpoint: Checkpoint, target: Target) -> tuple[Design, dict[str, Tens
     if not own_head and said.get("draft_vocab_size", target.vocab_size) != target.vocab_size:
         raise ValueError(f"{name} has a vocabulary of its own but no tensor d2t to the target's; fetch it again")
     _check_fit(name, said, target)
-    certain = "sample_from_anchor" in said or any(word in family for word in ("dflash", "dspark", "museglimmer"))
-    return _design(said, family, tensors, _taps(name, said, tensors, target), target.vocab_size), tensors, certain
+    design = _design(said, family, tensors, _taps(name, said, tensors, target), target.vocab_size)
+    if "sample_from_anchor" in said or any(word in family for word in ("dflash", "dspark", "museglimmer")):
+        return Found(tensors, (design,))
+    counted = [taps for shift in (0, 1) if min(taps := tuple(tap - shift for tap in design.taps)) >= 0]
+    return Found(tensors, tuple(replace(design, taps=t, from_anchor=a) for t in counted for a in (False, True)))
 
 
 def described(design: Design, target_name: str, target_layers: int) -> dict[str, Any]:
@@ -114,7 +141,7 @@ def described(design: Design, target_name: str, target_layers: int) -> dict[str,
         "architectures": ["DFlash2DraftModel" if span or rank else "DFlashDraftModel"],
         "model_type": "qwen3",
         "base_model_name_or_path": target_name,
-        **{key: getattr(body, key) for key in BODY},
+        **{key: value for key, value in body.to_dict().items() if key in BODY},
         "rope_theta": dict(body.rope_parameters or {})["rope_theta"],
         "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
         "sliding_window": max(windows) or None,

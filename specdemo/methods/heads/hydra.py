@@ -6,37 +6,31 @@ with a bias. Tokens depend on their path, so a tree is filled level by level, on
 
 Hydra++ passes h through one decoder layer of the target's kind first, which has keys and values of its
 own: of observed columns only, never of drafted ones.
-
-Format: `hydra_lm_head.pt`, with `hydra_mlp.{i}.*` and `hydra_lm_head.{i}.*`; `save` writes the same tensors, but as
-safetensors. In Hydra++ dropouts shift the numbers in the names. Blocks 1.. of a head are one and the same.
 """
 
-import re
-from copy import deepcopy
-from functools import lru_cache, partial
+from collections.abc import Container
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaModel
-from transformers.cache_utils import Cache
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers import LlamaConfig
 
-from specdemo.core.protocol import Forward, Progress, Target
-from specdemo.core.sampling import Sampling
-from specdemo.core.tree import chain_parents
+from specdemo.core.protocol import Budget, Progress, Target
+from specdemo.core.tree import Draft
+from specdemo.methods import expect
+from specdemo.methods.base import Recipe, as_target
 from specdemo.methods.grow import Shape
-from specdemo.methods.heads import as_target, at_last
-from specdemo.methods.medusa import Chosen, Heads, Medusa, check_fit, count, fill, rates_in
-from specdemo.models.cache import SPARE, SlabCache
-from specdemo.models.checkpoints import Checkpoint, expect, open_checkpoint, write_checkpoint
-from specdemo.models.history import AttentionMask, GatherHistory
-from specdemo.models.hub import LoadProgress, silent
-from specdemo.models.masks import Masks
-
-USED = ("hydra_mlp.", "hydra_lm_head.", "prefix_embeding_layer.layers.", "prefix_embeding_layer.norm.")
+from specdemo.methods.heads.formats import hydra as files
+from specdemo.methods.heads.formats.medusa import check_fit, count
+from specdemo.methods.heads.layers import Layer
+from specdemo.methods.heads.medusa import ALIKE, Chosen, Heads, Medusa
+from specdemo.methods.heads.runtime import Columns, HeadHistory, Rotary, at_last, whole_rows
+from specdemo.models.checkpoints import Checkpoint, write_checkpoint
+from specdemo.models.packed import RMSNorm
+from specdemo.models.target import HFTarget
 
 
 class ResBlock(nn.Module):
@@ -52,6 +46,21 @@ class ResBlock(nn.Module):
         return state
 
 
+class Prefix(nn.Module):
+    """Hydra++: a decoder layer like the target's."""
+
+    def __init__(self, config: LlamaConfig, names: Container[str]) -> None:
+        super().__init__()
+        self.config = config
+        self.layers = nn.ModuleList([Layer(config, 0, names)])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, hidden: Tensor, at: Columns) -> Tensor:
+        """hidden [B, S, H] -> [B, S, H]"""
+        states: Tensor = self.norm(self.layers[0](hidden, at))
+        return states
+
+
 class HydraHeads(Heads):
     """Tensors are named as the authors name them, so where they drop out something must stand (`prefix` given)."""
 
@@ -61,7 +70,7 @@ class HydraHeads(Heads):
         vocab_size: int,
         heads: int,
         layers: int = 1,
-        prefix: LlamaModel | None = None,
+        prefix: Prefix | None = None,
         hidden_state_offset: int = 0,
     ) -> None:
         super().__init__(hidden_size, vocab_size, heads, layers)
@@ -109,45 +118,37 @@ class Hydra(Medusa):
     title = "Hydra"
     summary = "Medusa's heads, one after the other: each reads the words that those before it have guessed."
     head: HydraHeads
+    recipes: ClassVar = {"hydra": Recipe("Hydra, 4 heads", {"heads": 4})}
+    serves: ClassVar = {}  # no server has it
     decay: ClassVar[float] = 1.0
 
-    @staticmethod
-    def load(source: str, target: Target, progress: LoadProgress | None = None) -> Heads:
-        """Raises ValueError, one line, for other files, other kinds of Hydra heads and heads of another target."""
-        return Hydra.read(open_checkpoint(source, progress or silent), target)
+    @classmethod
+    def recognises(cls, checkpoint: Checkpoint) -> bool:
+        return files.recognises(checkpoint)
 
-    @staticmethod
-    def read(checkpoint: Checkpoint, target: Target) -> Heads:
-        """What `load` makes of a checkpoint that is open."""
-        source = checkpoint.name
+    @classmethod
+    def read(cls, checkpoint: Checkpoint, target: Target) -> Heads:
+        """Raises ValueError, one line, also for other kinds of Hydra heads."""
         expect(checkpoint, "hydra")
-        tensors = {n: t for n, t in checkpoint.tensors.items() if n.startswith(USED) and not n.endswith("inv_freq")}
-        prefixed = any(name.startswith("prefix") for name in tensors)
-        lm_head, first = ("hydra_lm_head.0.1", "hydra_mlp.0.1") if prefixed else ("hydra_lm_head.0", "hydra_mlp.0.0")
-        if f"{lm_head}.weight" not in tensors or f"{first}.res_connection.weight" not in tensors:
-            arch = checkpoint.config.get("hydra_head_arch", "unknown")
-            raise ValueError(f"{source} holds {arch} heads; choose grounded heads of kind mlp or prefix-mlp (Hydra++)")
-        vocab_size, hidden_size = tensors[f"{lm_head}.weight"].shape
-        check_fit(checkpoint, target, hidden_size, vocab_size)
-        layers = sum(bool(re.fullmatch(r"hydra_mlp\.0\.\d+\.linear\.weight", name)) for name in tensors)
+        tensors, sizes = files.parts(checkpoint)
+        check_fit(checkpoint, target, sizes.hidden_size, sizes.vocab_size)
+        heads = count(tensors, r"hydra_mlp\.(\d+)\.")
         offset = int(checkpoint.config.get("hidden_state_offset", 0))
         with torch.device("meta"):
-            prefix = _prefix(target, source) if prefixed else None
-            heads = HydraHeads(hidden_size, vocab_size, count(tensors, r"hydra_mlp\.(\d+)\."), layers, prefix, offset)
-        heads.rates = rates_in(checkpoint, "hydra_rank_rates")
-        fill(heads, tensors, checkpoint, target)
-        if prefix is not None:  # behind `fill`, so that it stays in full precision
-            prefix.rotary_emb = LlamaRotaryEmbedding(prefix.config).to(target.device)
-        return heads
+            prefix = _prefix(target, checkpoint) if sizes.prefixed else None
+            made = HydraHeads(sizes.hidden_size, sizes.vocab_size, heads, sizes.layers, prefix, offset)
+        made.rates = made.rates_in(checkpoint, "hydra_rank_rates")
+        return made.fill(tensors, checkpoint, target, ALIKE)
 
-    def __init__(self, target: Target, model: Any, options: Medusa.Options | None = None) -> None:
+    def __init__(self, target: Target, model: Heads | str, options: Medusa.Options | None = None) -> None:
         super().__init__(target, model, options)
-        offset = self.head.hidden_state_offset
+        offset, prefix = self.head.hidden_state_offset, self.head.prefix_embeding_layer
         self.taps = (target.num_layers - offset if offset else -1,)
         self._target = target
-        self._cache: SlabCache | None = None
-        self._masks = Masks((0,), self.head.dtype, target.device)
         self._root = torch.empty(0)  # [B]
+        if prefix is not None:
+            self._angles = Rotary(prefix.config, target.device)
+            self.history = HeadHistory(1, self.head.dtype, target.device, self._angles, limit=target.max_length)
 
     @classmethod
     def fresh(cls, target: Target, heads: int = 4, layers: int = 1) -> Heads:
@@ -161,33 +162,18 @@ class Hydra(Medusa):
             lm_head.get_parameter("weight").copy_(target.lm_head.get_parameter("weight"))
         return made
 
-    def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
-        super().start(batch, sampling, rng)
-        self._cache = None
-
-    def release(self) -> None:
-        self._cache = None
-
     def observe(self, progress: Progress) -> None:
-        hidden = progress.hidden[self.taps[0]].to(self.head.dtype)
-        prefix = self.head.prefix_embeding_layer
-        if prefix is not None:
-            hidden = self._read_on(prefix, hidden, progress)
-        self._root, self._hidden = at_last(progress, progress.outputs), at_last(progress, hidden)
+        self._root = at_last(progress, progress.outputs)
+        if self.history is None:
+            super().observe(progress)
+        else:
+            self.history.observe(progress.lengths, self.tapped(progress))
 
-    def _read_on(self, prefix: LlamaModel, hidden: Tensor, progress: Progress) -> Tensor:
-        """hidden [B, A, H] -> what the prefix layer makes of it behind the columns it has read"""
-        rows, columns = progress.inputs.shape
-        first = self._cache is None
-        if self._cache is None:
-            self._cache = SlabCache(1, rows, columns + SPARE, hidden.device)
-        run = partial(_pass, prefix, hidden)
-        history = GatherHistory(run, self._cache, {"all": 0}, self._masks, self._target.max_length)
-        if first:
-            return history.start(progress.inputs, ()).logits
-        forward = history.forward(progress.inputs, chain_parents(rows, columns - 1, hidden.device), ())
-        history.commit([list(range(length)) for length in progress.lengths])
-        return forward.logits
+    def propose(self, budget: Budget) -> Draft:
+        prefix = self.head.prefix_embeding_layer
+        if self.history is not None and prefix is not None and (at := self.history.catch_up()):
+            self._hidden = at.last(at.run(prefix, *at.inputs))[:, 0]
+        return super().propose(budget)
 
     def _fill(self, shape: Shape) -> Chosen:
         paths = torch.cat([self._hidden, self._embed(self._root)], -1)[:, None]
@@ -197,15 +183,19 @@ class Hydra(Medusa):
             tokens = chosen[-1][0][:, level.kept]
             paths = torch.cat([paths[:, level.places[level.kept]], self._embed(tokens)], -1)
         drafted, confidence, probs = zip(*chosen, strict=True)
-        return torch.cat(drafted, 1), torch.cat(confidence, 1), None if self._rng is None else torch.cat(probs, 1)
+        return torch.cat(drafted, 1), torch.cat(confidence, 1), None if not self.choice.drawn else torch.cat(probs, 1)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         embedded: Tensor = self._target.embed(tokens)
         return embedded.to(self.head.dtype)
 
     def _states(self, hidden: Tensor) -> Tensor:
-        prefix = self.head.prefix_embeding_layer
-        return hidden if prefix is None else prefix(inputs_embeds=hidden, use_cache=False).last_hidden_state
+        prefix, width = self.head.prefix_embeding_layer, hidden.shape[1]
+        if prefix is None:
+            return hidden
+        at = whole_rows(torch.arange(width, device=hidden.device)[None], self._angles, width)
+        states: Tensor = prefix(hidden, at)
+        return states
 
     def _ahead(self, states: Tensor, outputs: Tensor, head: int) -> Tensor:
         columns = outputs.shape[1] - 1 - head
@@ -228,29 +218,9 @@ class Hydra(Medusa):
         write_checkpoint(folder, config, {name: tensor.clone() for name, tensor in heads.state_dict().items()})
 
 
-def _prefix(target: Target, source: str) -> LlamaModel:
-    """One decoder layer like the target's, without what no checkpoint needs to hold."""
-    config = deepcopy(getattr(getattr(target, "model", None), "config", None))
+def _prefix(target: Target, checkpoint: Checkpoint) -> Prefix:
+    """One decoder layer like the target's."""
+    config = target.model.get_decoder().config if isinstance(target, HFTarget) else None
     if not isinstance(config, LlamaConfig):
-        raise ValueError(f"{source} is Hydra++, whose first layer is a Llama's; choose a Llama as the target")
-    config.num_hidden_layers, config.vocab_size, config.pad_token_id = 1, 1, None
-    prefix = LlamaModel(config)
-    del prefix.embed_tokens, prefix.rotary_emb
-    return prefix
-
-
-def _pass(
-    prefix: LlamaModel,
-    hidden: Tensor,
-    tokens: Tensor,
-    cache: Cache,
-    positions: Tensor | None = None,
-    mask: AttentionMask = None,
-    taps: tuple[int, ...] = (),
-    last: bool = False,
-) -> Forward:
-    """A `history.Pass` that reads hidden states [B, S, H] in place of the tokens; the states come as `logits`."""
-    output = prefix(
-        inputs_embeds=hidden, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
-    )
-    return Forward(output.last_hidden_state)
+        raise ValueError(f"{checkpoint.name} is Hydra++, whose first layer is a Llama's; choose a Llama as the target")
+    return Prefix(config, checkpoint.take("prefix_embeding_layer.layers.0."))

@@ -13,85 +13,38 @@ Slots are drawn independently of each other, each with its own q, or (DFlash2, D
 not here: its body is EAGLE-3's.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Qwen3Config
-from transformers.activations import ACT2FN
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from specdemo.core.protocol import Budget, Progress, Target
-from specdemo.core.sampling import Sampling, draw, to_probs
 from specdemo.core.tree import Draft
-from specdemo.methods import knob
-from specdemo.methods.dflash_formats import Design, Kind, described, read, spread_taps
+from specdemo.methods import expect, knob
+from specdemo.methods.base import Head, Network, Recipe, as_target
+from specdemo.methods.flags import Flags, NotServed, says, sglang, vllm_config
 from specdemo.methods.grow import grow
-from specdemo.methods.heads import NEVER, HeadDrafter, as_target, at_last, odd_tensors
-from specdemo.models.cache import SPARE, SlabCache
-from specdemo.models.checkpoints import Checkpoint, open_checkpoint, write_checkpoint
-from specdemo.models.hub import LoadProgress, silent
-from specdemo.models.packed import RMSNorm, dtype_of, pack
+from specdemo.methods.heads.choose import NEVER, Vocabulary, Writing
+from specdemo.methods.heads.formats import dflash as files
+from specdemo.methods.heads.formats.dflash import Design, Kind, spread_taps
+from specdemo.methods.heads.layers import Layer
+from specdemo.methods.heads.runtime import Columns, HeadHistory, Rotary, at_last
+from specdemo.models.checkpoints import Checkpoint, write_checkpoint
+from specdemo.models.packed import RMSNorm
+from specdemo.models.target import HFTarget
+from specdemo.training.losses import likeliest
 
-PROBE_ROWS, PROBE_COLUMNS = 8, 48  # of the target's own text, which tells one convention from another
 TAPS = 3
 HEAD_SIZE = 64  # of a fresh drafter
 BRANCHES = 10  # children of a node, where they depend on it
 
-Rope = tuple[Tensor, Tensor]  # cosine and signed sine, each [..., positions, head size]
 KeysValues = tuple[Tensor, Tensor]  # each [B, G, columns, head size]
-Chosen = tuple[Tensor, Tensor, Tensor | None]  # tokens [...], confidence [...], probs [..., V]
-
-
-def _rotated(states: Tensor, rope: Rope) -> Tensor:
-    cosine, sine = (part.to(states.dtype) for part in rope)
-    return torch.addcmul(states * cosine, states.roll(states.shape[-1] // 2, -1), sine)
-
-
-class Attention(nn.Module):
-    def __init__(self, body: Qwen3Config) -> None:
-        super().__init__()
-        self.head_dim: int = body.head_dim
-        self.grouped = body.num_attention_heads != body.num_key_value_heads
-        inner, shared = (int(n or 1) * self.head_dim for n in (body.num_attention_heads, body.num_key_value_heads))
-        self.q_proj = nn.Linear(body.hidden_size, inner, bias=body.attention_bias)
-        self.k_proj = nn.Linear(body.hidden_size, shared, bias=body.attention_bias)
-        self.v_proj = nn.Linear(body.hidden_size, shared, bias=body.attention_bias)
-        self.o_proj = nn.Linear(inner, body.hidden_size, bias=body.attention_bias)
-        self.q_norm = RMSNorm(self.head_dim, body.rms_norm_eps)
-        self.k_norm = RMSNorm(self.head_dim, body.rms_norm_eps)
-
-    def keys_values(self, states: Tensor, rope: Rope) -> KeysValues:
-        keys = self.k_norm(self._heads(self.k_proj(states)))
-        return _rotated(keys.transpose(1, 2), rope), self._heads(self.v_proj(states)).transpose(1, 2)
-
-    def forward(self, states: Tensor, keys: Tensor, values: Tensor, rope: Rope, mask: Tensor | None) -> Tensor:
-        queries = _rotated(self.q_norm(self._heads(self.q_proj(states))).transpose(1, 2), rope)
-        found = F.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=self.grouped)
-        out: Tensor = self.o_proj(found.transpose(1, 2).flatten(2))
-        return out
-
-    def _heads(self, states: Tensor) -> Tensor:
-        heads: Tensor = states.unflatten(-1, (-1, self.head_dim))
-        return heads
-
-
-class MLP(nn.Module):
-    def __init__(self, body: Qwen3Config) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(body.hidden_size, body.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(body.hidden_size, body.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(body.intermediate_size, body.hidden_size, bias=False)
-        self.act = ACT2FN[body.hidden_act]
-
-    def forward(self, states: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(self.act(self.gate_proj(states)) * self.up_proj(states))
-        return out
 
 
 class Convolution(nn.Module):
@@ -120,29 +73,25 @@ class Convolution(nn.Module):
         return mixed
 
 
-class Layer(nn.Module):
-    def __init__(self, design: Design) -> None:
-        super().__init__()
+class Slots(Layer):
+    """A layer over the slots of blocks."""
+
+    def __init__(self, design: Design, index: int) -> None:
         body, (span, groups) = design.body, design.convolution
-        self.input_layernorm = RMSNorm(body.hidden_size, body.rms_norm_eps)
-        self.self_attn = Attention(body)
-        self.post_attention_layernorm = RMSNorm(body.hidden_size, body.rms_norm_eps)
-        self.mlp = MLP(body)
+        names = {"self_attn.q_norm.weight"}
+        if body.attention_bias:
+            names |= {f"self_attn.{part}_proj.bias" for part in "qkvo"}
+        super().__init__(body, index, names, kind=design.kinds[index])
         self.attention_conv = Convolution(body.hidden_size, design.block_size, span, groups) if span else None
         self.mlp_conv = Convolution(body.hidden_size, design.block_size, span, groups) if span else None
 
-    def forward(self, x: Tensor, rope: Rope, mask: Tensor | None, among: Callable[..., KeysValues]) -> Tensor:
-        def attend(states: Tensor) -> Tensor:
-            keys, values = among(*self.self_attn.keys_values(states, rope))
-            out: Tensor = self.self_attn(states, keys, values, rope, mask)
-            return out
-
-        x = x + _around(self.attention_conv, attend, self.input_layernorm(x))
-        return x + _around(self.mlp_conv, self.mlp, self.post_attention_layernorm(x))
-
-
-def _around(convolution: Convolution | None, sublayer: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
-    return sublayer(states) if convolution is None else convolution(states, sublayer)
+    def forward(self, x: Tensor, at: Columns) -> Tensor:
+        """x [B, N S, H] -> the same shape"""
+        if self.attention_conv is None or self.mlp_conv is None:
+            return super().forward(x, at)
+        x = x + self.attention_conv(self.input_layernorm(x), lambda states: self.self_attn(states, at))
+        out: Tensor = x + self.mlp_conv(self.post_attention_layernorm(x), self.mlp)
+        return out
 
 
 class CandidateSelector(nn.Module):
@@ -179,16 +128,16 @@ class MarkovHead(nn.Module):
         return scores
 
 
-class DFlashDraftModel(nn.Module):
+class DFlashDraftModel(Network):
     """Tensors are named as z-lab, DFlash2 and DeepSpec name them."""
 
     def __init__(self, design: Design) -> None:
         super().__init__()
-        self.design, self.note = design, ""
+        self.design = design
         body, vocab_size = design.body, design.draft_vocab_size or design.vocab_size
         self.fc = nn.Linear(len(design.taps) * body.hidden_size, body.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(body.hidden_size, body.rms_norm_eps)
-        self.layers = nn.ModuleList(Layer(design) for _ in range(body.num_hidden_layers))
+        self.layers = nn.ModuleList(Slots(design, i) for i in range(body.num_hidden_layers))
         self.norm = RMSNorm(body.hidden_size, body.rms_norm_eps)
         own = bool(design.draft_vocab_size)
         self.lm_head = nn.Linear(body.hidden_size, vocab_size, bias=False) if own else None
@@ -198,26 +147,32 @@ class DFlashDraftModel(nn.Module):
         rank, gated = design.markov_rank, design.markov_gated
         self.markov_head = MarkovHead(body.hidden_size, design.vocab_size, vocab_size, rank, gated) if rank else None
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return dtype_of(self)
+    def read_as(self, reading: Design) -> None:
+        self.design = reading
 
     @property
     def stage(self) -> CandidateSelector | MarkovHead | None:
         """What makes a token depend on the one before it."""
         return self.candidate_selector or self.markov_head
 
-    def context(self, features: Tensor, rope: Rope) -> list[KeysValues]:
-        """features [B, A, taps H] -> keys and values for every layer"""
-        states = self.hidden_norm(self.fc(features))
-        return [layer.self_attn.keys_values(states, rope) for layer in self._layers]
+    @property
+    def slots(self) -> list[Slots]:
+        return cast(list[Slots], self.layers)
 
-    def forward(
-        self, x: Tensor, rope: Rope, masks: dict[Kind, Tensor | None], among: Callable[..., KeysValues]
-    ) -> Tensor:
-        """x [B, N S, H] -> the same; `among(keys, values, i)` puts those of the blocks beside those of the context."""
-        for i, (layer, kind) in enumerate(zip(self._layers, self.design.kinds, strict=True)):
-            x = layer(x, rope, masks[kind], lambda keys, values, i=i: among(keys, values, i))
+    def context(self, features: Tensor) -> Tensor:
+        """features [B, A, taps H] -> [B, A, H] what the keys and values of all layers are made of"""
+        states: Tensor = self.hidden_norm(self.fc(features))
+        return states
+
+    def remember(self, features: Tensor, at: Columns) -> None:
+        states = self.context(features)
+        for layer in self.slots:
+            layer.self_attn.remember(states, at)
+
+    def forward(self, x: Tensor, at: Columns) -> Tensor:
+        """x [B, N S, H] -> the same"""
+        for layer in self.layers:
+            x = layer(x, at)
         out: Tensor = self.norm(x)
         return out
 
@@ -225,53 +180,70 @@ class DFlashDraftModel(nn.Module):
         """Logits over the draft's vocabulary -> over the target's."""
         if not isinstance(self.d2t, Tensor):
             return logits
-        every = logits.new_full((*logits.shape[:-1], self.design.vocab_size), NEVER)
         ids = torch.arange(len(self.d2t), device=logits.device) + self.d2t
-        return every.index_copy(-1, ids, logits)
-
-    @property
-    def _layers(self) -> list[Layer]:
-        return cast(list[Layer], self.layers)
+        return Vocabulary(ids, self.design.vocab_size).spread(logits)
 
 
-class DFlash(HeadDrafter):
+class Beside:
+    """Keys and values of blocks beside those of their context, layer by layer."""
+
+    def __init__(self, context: list[KeysValues]) -> None:
+        self._context = context
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> KeysValues:
+        keys, values = self._context[layer_idx]
+        return torch.cat([keys, key_states], 2), torch.cat([values, value_states], 2)
+
+
+def _vllm(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
+    if says(model, "dspark"):
+        return vllm_config(method="dspark", model=model, num_speculative_tokens=k)
+    dflash = vllm_config(method="dflash", model=model, num_speculative_tokens=k)
+    return [*dflash, "--attention-backend", "flash_attn"]
+
+
+def _sglang(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
+    if says(model, "dspark"):
+        raise NotServed("SGLang documents DSpark for DeepSeek-V4 checkpoints only")
+    return sglang("DFLASH", model, num_draft_tokens=k + 1)
+
+
+class DFlash(Head[DFlashDraftModel]):
     title = "DFlash"
     summary = "A small network guesses a whole block of words at once from what the target's layers say of the text."
-    needs_model = True
+    recipes: ClassVar = {"dflash": Recipe("DFlash, blocks of 8", {"block_size": 8})}
+    serves: ClassVar = {"vllm": _vllm, "sglang": _sglang}
+    history: HeadHistory
     gamma: ClassVar[float] = 4.0  # a slot counts exp(1 / gamma) times as much in the loss as the one behind it
 
     @dataclass(frozen=True, slots=True)
     class Options:
         nodes: int = knob(0, "nodes of the draft tree; 0 drafts a chain", low=0, high=128, step=1)
 
-    @staticmethod
-    def load(source: str, target: Target, progress: LoadProgress | None = None) -> DFlashDraftModel:
-        """Where a file does not say how it counts slots and layers, the target's own text decides, and `note` says so.
+    options: Options
 
-        Raises ValueError, one line, for other files and for a drafter of another target.
-        """
-        checkpoint = open_checkpoint(source, progress or silent)
-        head, certain = _head(checkpoint, target)
-        if not certain:
-            _settle(head, target)
-        return head
+    @classmethod
+    def recognises(cls, checkpoint: Checkpoint) -> bool:
+        return files.recognises(checkpoint)
 
-    @staticmethod
-    def read(checkpoint: Checkpoint, target: Target) -> DFlashDraftModel:
-        """What `load` makes of a checkpoint that is open, without asking the target's text."""
-        return _head(checkpoint, target)[0]
+    @classmethod
+    def read(cls, checkpoint: Checkpoint, target: Target) -> DFlashDraftModel:
+        checkpoint = files.renamed(checkpoint)
+        expect(checkpoint, "dflash")
+        tensors, designs = files.found(checkpoint, target)
+        with torch.device("meta"):
+            head = DFlashDraftModel(designs[0])
+        head.readings = designs
+        return head.fill(tensors, checkpoint, target, "fetch config.json and weights of one revision")
 
-    def __init__(self, target: Target, model: Any, options: Options | None = None) -> None:
-        self.head: DFlashDraftModel = self.load(model, target) if isinstance(model, str) else model
-        design = self.head.design
-        self.taps, self.note = design.taps, self.head.note
-        self._target, self._nodes = target, (options or self.Options()).nodes
+    def __init__(self, target: Target, model: DFlashDraftModel | str, options: Options | None = None) -> None:
+        super().__init__(target, model, options)
+        head = self.head
+        self.taps = head.design.taps
+        self._target = target
         self._embedding = target.embed.get_parameter("weight")  # raw rows: some models scale what they look up
-        self._rotary = Qwen3RotaryEmbedding(design.body)
-        self._table: Rope = (torch.empty(0), torch.empty(0))
-        self._sampling = Sampling()
-        self._rng: Generator | None = None
-        self._cache: SlabCache | None = None  # of the context alone
+        self._angles = Rotary(head.design.body, target.device)
+        self.history = HeadHistory(len(head.layers), head.dtype, target.device, self._angles)  # of the context alone
         self._root = torch.empty(0, dtype=torch.int64)  # [B]
 
     @classmethod
@@ -312,25 +284,14 @@ class DFlash(HeadDrafter):
         as_target(made, target)
         return made
 
-    def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
-        self._sampling = sampling
-        self._rng = None if sampling.greedy else rng
-        self._cache = None
-
-    def release(self) -> None:
-        self._cache = None
-
     def observe(self, progress: Progress) -> None:
-        rows, columns = progress.inputs.shape
-        if self._cache is None:
-            self._cache = SlabCache(len(self.head.layers), rows, columns + SPARE, progress.inputs.device)
-        self._cache.prepare(columns)
-        context = self.head.context(self._features(progress).to(self.head.dtype), self._rope(self._cache, columns))
-        for i, (keys, values) in enumerate(context):
-            self._cache.update(keys, values, i)
-        known = zip(self._cache.cursor.lengths, progress.lengths, strict=True)
-        self._cache.set_lengths([old + new for old, new in known])
+        self.history.observe(progress.lengths, self.tapped(progress))
+        self._catch_up()
         self._root = at_last(progress, progress.outputs)
+
+    def _catch_up(self) -> None:
+        if at := self.history.catch_up():
+            at.run(self.head.remember, *at.inputs)
 
     def propose(self, budget: Budget) -> Draft:
         design = self.head.design
@@ -340,41 +301,32 @@ class DFlash(HeadDrafter):
         tokens = self._root.new_full((len(self._root), design.block_size), design.mask_token_id)
         tokens[:, 0] = self._root
         states = self._read(tokens)[:, design.first : design.first + depth]
-        if self._nodes:
-            return self._tree(states, self._logits(states), Budget(depth, budget.nodes))
-        tokens, confidence, probs = self._chain(states, self._logits(states))
-        return Draft.chain(tokens, probs, confidence)
+        logits = self._logits(states)
+        return (
+            self._tree(states, logits, Budget(depth, budget.nodes))
+            if self.options.nodes
+            else self._chain(states, logits)
+        )
 
     def _read(self, tokens: Tensor) -> Tensor:
-        """A block [B, S] -> its states [B, S, H]; its keys and values lie behind the context until the next call writes
-        over them."""
-        assert self._cache is not None
-        cache, slots = self._cache, tokens.shape[1]
-        cache.prepare(slots)
-        masks = {kind: _mask(kind, cache, slots) for kind in set(self.head.design.kinds)}
-        states: Tensor = self.head(self._embed(tokens), self._rope(cache, slots), masks, cache.update)
+        """A block [B, S] behind all that was observed -> its states [B, S, H]."""
+        self._catch_up()  # of an earlier block nothing stays
+        return self.history.ahead(tokens.shape[1]).run(self._block, tokens)
+
+    def _block(self, tokens: Tensor, at: Columns) -> Tensor:
+        states: Tensor = self.head(self._embed(tokens), at)
         return states
 
-    def _chain(self, states: Tensor, logits: Tensor) -> Chosen:
+    def _chain(self, states: Tensor, logits: Tensor) -> Draft:
         """states [B, D, H], logits [B, D, V] before the last stage -> a token per slot"""
-        stage, previous = self.head.stage, self._root
+        stage, previous, written = self.head.stage, self._root, Writing(self.choice)
         if stage is None:
-            return self._choose(logits)
-        chosen: list[Chosen] = []
+            written.take(self.head.whole(logits))
+            return written.draft()
         for i in range(states.shape[1]):
-            chosen.append(self._choose(stage(previous, states[:, i], logits[:, i])))
-            previous = chosen[-1][0]
-        tokens, confidence, probs = zip(*chosen, strict=True)
-        return torch.stack(tokens, 1), torch.stack(confidence, 1), None if self._rng is None else torch.stack(probs, 1)
-
-    def _choose(self, logits: Tensor) -> Chosen:
-        logits = self.head.whole(logits)
-        if self._rng is None:
-            best, tokens = logits.max(-1)
-            return tokens, (best - logits.logsumexp(-1)).exp(), None
-        probs = to_probs(logits, self._sampling)
-        tokens = draw(probs, self._rng)
-        return tokens, probs.gather(-1, tokens[..., None]).squeeze(-1), probs
+            said = self.head.whole(stage(previous, states[:, i], logits[:, i]))
+            previous = written.take(said[:, None])[:, 0]
+        return written.draft()
 
     def _tree(self, states: Tensor, logits: Tensor, budget: Budget) -> Draft:
         """The likeliest nodes."""
@@ -406,8 +358,7 @@ class DFlash(HeadDrafter):
         wanted = batch.outputs[rows, asked] if probs is None else probs[rows, asked]
         nats = F.cross_entropy(logits.flatten(0, 2), wanted.flatten(0, 2), reduction="none").view_as(known)
         weights = known * torch.exp(-torch.arange(design.drafts, device=known.device) / self.gamma)
-        best = wanted if probs is None else wanted.argmax(-1)
-        right = ((logits.argmax(-1) == best) & known).sum((0, 1)) / known.sum((0, 1)).clamp_min(1)
+        right = ((logits.argmax(-1) == likeliest(wanted)) & known).sum((0, 1)) / known.sum((0, 1)).clamp_min(1)
         metrics = {f"agree_{i}": share for i, share in enumerate(right.tolist(), start=1)}
         return (nats * weights).sum() / weights.sum(), metrics
 
@@ -423,29 +374,23 @@ class DFlash(HeadDrafter):
     def _blocks(self, batch: Progress, anchors: Tensor) -> Tensor:
         """The states [B, N, S, H] of blocks at anchors [B, N]; each sees what is before its anchor, and itself."""
         design, (rows, columns) = self.head.design, batch.inputs.shape
-        features = self._features(batch).to(self.head.dtype)
         positions = (anchors[..., None] + torch.arange(design.block_size, device=anchors.device)).flatten(1)
-        cosine, sine = self._rotations(columns + design.block_size, features.device)
-        context = self.head.context(features, (cosine[:columns], sine[:columns]))
+        beyond = columns + design.block_size
+        read = self.head.context(self.tapped(batch))
+        before = self._angles(torch.arange(columns, device=anchors.device)[None], beyond)
+        context = [layer.self_attn.keys_values(read, before) for layer in self.head.slots]
         tokens = torch.full_like(positions, design.mask_token_id)
         tokens[:, :: design.block_size] = batch.inputs.gather(1, anchors.clamp_max(columns - 1))
 
-        def among(keys: Tensor, values: Tensor, i: int) -> KeysValues:
-            return torch.cat([context[i][0], keys], 2), torch.cat([context[i][1], values], 2)
-
-        rope = cosine[positions][:, None], sine[positions][:, None]
         masks = _training_masks(design, anchors, positions, columns)
-        states: Tensor = self.head(self._embed(tokens), rope, masks, among)
+        at = Columns(positions, self._angles(positions, beyond), masks.get, Beside(context))
+        states: Tensor = self.head(self._embed(tokens), at)
         return states.view(rows, -1, design.block_size, states.shape[-1])
 
     def save(self, folder: Path, target_name: str) -> None:
         write_checkpoint(
-            folder, described(self.head.design, target_name, self._target.num_layers), self.head.state_dict()
+            folder, files.described(self.head.design, target_name, self._target.num_layers), self.head.state_dict()
         )
-
-    def _features(self, progress: Progress) -> Tensor:
-        """[B, A, taps H]"""
-        return torch.cat([progress.hidden[tap] for tap in self.taps], -1)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, self._embedding).to(self.head.dtype) * self.head.design.embedding_scale
@@ -457,26 +402,6 @@ class DFlash(HeadDrafter):
         logits: Tensor = self._target.lm_head(states.to(self._embedding.dtype)) if own is None else own(states)
         logits = logits.float() * design.output_multiplier
         return design.softcap * torch.tanh(logits / design.softcap) if design.softcap else logits
-
-    def _rope(self, cache: SlabCache, columns: int) -> Rope:
-        """The rotations of the next `columns` positions of every row."""
-        cursor = cache.cursor
-        table = self._rotations(cursor.capacity, cursor.device)
-        if cursor.each is None:
-            cosine, sine = (part.narrow(0, cursor.longest, columns) for part in table)
-        else:
-            positions = cursor.each[:, None] + torch.arange(columns, device=cursor.device)
-            cosine, sine = (part[positions][:, None] for part in table)
-        return cosine.to(self.head.dtype), sine.to(self.head.dtype)
-
-    def _rotations(self, positions: int, device: torch.device) -> Rope:
-        """Of at least so many positions, from 0."""
-        if len(self._table[0]) < positions or self._table[0].device != device:
-            frequencies = cast(Tensor, self._rotary.inv_freq).to(device)
-            angles = torch.arange(positions, device=device)[:, None] * frequencies
-            cosine, sine = (part * self._rotary.attention_scaling for part in (angles.cos(), angles.sin()))
-            self._table = torch.cat([cosine, cosine], -1), torch.cat([-sine, sine], -1)
-        return self._table
 
 
 def _independent_tree(chances: Tensor, budget: Budget) -> Draft:
@@ -500,18 +425,6 @@ def _within(kind: Kind, queries: Tensor, keys: Tensor) -> Tensor:
     return near & (distance >= 0) if causal else near
 
 
-def _mask(kind: Kind, cache: SlabCache, slots: int) -> Tensor | None:
-    """[B or 1, 1, S, W] for a block behind the context; None where nothing is hidden."""
-    cursor, (window, causal) = cache.cursor, kind
-    width = cursor.longest + slots
-    if cursor.each is None and not causal and not 0 < window < width:
-        return None
-    lengths = torch.tensor([cursor.longest], device=cursor.device) if cursor.each is None else cursor.each
-    columns = torch.arange(width, device=cursor.device)  # column and position are one
-    queries = lengths[:, None] + columns[:slots]
-    return (_within(kind, queries, columns) & (columns < lengths[:, None] + slots)[:, None])[:, None]
-
-
 def _training_masks(design: Design, anchors: Tensor, positions: Tensor, columns: int) -> dict[Kind, Tensor | None]:
     """[B, 1, N S, A + N S] for blocks of slots at positions [B, N S], side by side behind A columns of context."""
     before = torch.arange(columns, device=anchors.device)
@@ -524,72 +437,7 @@ def _training_masks(design: Design, anchors: Tensor, positions: Tensor, columns:
 
 
 def _mask_token(target: Target) -> int:
-    tokenizer = getattr(target, "tokenizer", None)
+    tokenizer = target.tokenizer if isinstance(target, HFTarget) else None
     if tokenizer is not None and len(tokenizer) < target.vocab_size:
         return len(tokenizer)
     return target.stop_token_ids[0] if target.stop_token_ids else 0
-
-
-def _head(checkpoint: Checkpoint, target: Target) -> tuple[DFlashDraftModel, bool]:
-    """The drafter, and whether the file says which convention it follows."""
-    design, tensors, certain = read(checkpoint, target)
-    with torch.device("meta"):
-        head = DFlashDraftModel(design)
-    _fill(head, tensors, checkpoint)
-    return pack(as_target(head, target)), certain
-
-
-def _fill(head: DFlashDraftModel, tensors: dict[str, Tensor], checkpoint: Checkpoint) -> None:
-    """Raises ValueError when a tensor is missing, unknown or of another shape than the config says."""
-    odd = odd_tensors(head, tensors)
-    if odd:
-        name, held, wanted = odd[0]
-        raise ValueError(
-            f"{checkpoint.name}: {name} is {held or 'missing'}, its config asks for {wanted or 'no such tensor'}; "
-            f"fetch config.json and weights of one revision"
-        )
-    head.load_state_dict(tensors, assign=True)
-
-
-def _settle(head: DFlashDraftModel, target: Target) -> None:
-    """Keep the reading of the file that guesses the target's own text best."""
-    given = head.design
-    readings = [
-        replace(given, taps=taps, from_anchor=from_anchor)
-        for shift in (0, 1)
-        if min(taps := tuple(tap - shift for tap in given.taps)) >= 0
-        for from_anchor in (False, True)
-    ]
-    text = written(target, tuple({tap for design in readings for tap in design.taps}))
-
-    def guessed(design: Design) -> float:
-        head.design = design
-        shares = torch.tensor(list(DFlash(target, head).loss(text)[1].values()))
-        return float(shares.cumprod(0).sum())
-
-    (most, best), (second, _) = sorted(((guessed(d), -i) for i, d in enumerate(readings)), reverse=True)[:2]
-    head.design = design = readings[-best]
-    slots = "every slot" if design.from_anchor else "the slots after the anchor"
-    head.note = (
-        f"the file does not say how it counts: with {slots} and layers {design.taps} of the target it guessed "
-        f"{most:.1f} tokens of a block, read otherwise {second:.1f}"
-    )
-
-
-@torch.no_grad()
-def written(target: Target, taps: tuple[int, ...]) -> Progress:
-    """Texts drawn from the target behind a stop token, and what it finds likeliest at every place: written greedily, a
-    text soon repeats itself, and then any reading does."""
-    rng = Generator(target.device).manual_seed(0)
-    first = target.stop_token_ids[0] if target.stop_token_ids else 0
-    tokens = torch.full((PROBE_ROWS, 1), first, device=target.device)
-    forward, texts, said = target.start(tokens), [tokens], []
-    for _ in range(PROBE_COLUMNS):
-        said.append(forward.logits[:, -1].argmax(-1))
-        texts.append(draw(forward.logits[:, -1].float().softmax(-1), rng)[:, None])
-        forward = target.forward(texts[-1], tokens[:, 1:])
-        target.commit([[0]] * PROBE_ROWS)
-    inputs = torch.cat(texts[:-1], 1)
-    hidden = target.start(inputs, taps).hidden
-    target.release()
-    return Progress(inputs, torch.stack(said, 1), [PROBE_COLUMNS] * PROBE_ROWS, hidden)

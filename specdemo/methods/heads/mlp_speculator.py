@@ -9,36 +9,34 @@ r is the ratio of two weights that keep the state's scale (`Speculator.ratio`); 
 All tables are the speculator's own, and may be tied, one for all steps; P_0 never is. Training is teacher-forced, on
 text first and then on what the target itself writes (section 3): a state at t and tokens up to t + 1 + i guess the
 token t + 2 + i.
-
-Format: `ibm-ai-platform/*-accelerator`, tensors `speculator.{emb,proj,head,ln}.{i}.*`. Of tied tensors a file may hold
-one copy or all; `save` writes one, as transformers does.
 """
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from math import sqrt
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specdemo.core.protocol import Budget, Progress, Target
-from specdemo.core.sampling import Sampling, draw, to_probs
 from specdemo.core.tree import Draft
-from specdemo.methods import knob
+from specdemo.methods import expect, knob
+from specdemo.methods.base import Head, Network, Recipe, as_target
+from specdemo.methods.flags import vllm
 from specdemo.methods.grow import pruned
-from specdemo.methods.heads import HeadDrafter, as_target, at_last, likeliest
-from specdemo.models.checkpoints import Checkpoint, expect, open_checkpoint, write_checkpoint
-from specdemo.models.hub import LoadProgress, silent
-from specdemo.models.packed import dtype_of, pack
+from specdemo.methods.heads.choose import Vocabulary, Writing
+from specdemo.methods.heads.formats import mlp_speculator as files
+from specdemo.methods.heads.runtime import at_last
+from specdemo.models.checkpoints import Checkpoint, write_checkpoint
+from specdemo.training.losses import compare, steps_loss
 
 EPSILON = 1e-6
 WIDTHS = (4, 3, 2, 2)  # tokens per step of the published trees; 1 at every further step
 CANDIDATES = 5  # paths that the authors' own engine verifies
-PADDED_TO = 512  # rows are added to a vocabulary until it is a multiple of this at most
 
 
 class Norm(nn.Module):
@@ -53,7 +51,7 @@ class Norm(nn.Module):
         return F.rms_norm(x, x.shape[-1:], self.weight, EPSILON) + self.bias
 
 
-class Speculator(nn.Module):
+class Speculator(Network):
     """Tensors are named as the authors name them."""
 
     def __init__(
@@ -83,10 +81,6 @@ class Speculator(nn.Module):
         return self.n_predict
 
     @property
-    def dtype(self) -> torch.dtype:
-        return dtype_of(self)
-
-    @property
     def state_weight(self) -> float:
         """So that after `n_predict` steps half of the state's variance is still that of the first state."""
         return float(0.5 ** (0.5 / self.n_predict))
@@ -111,13 +105,14 @@ class Speculator(nn.Module):
         return state, self.head[step](state)
 
 
-class MLPSpeculator(HeadDrafter):
+class MLPSpeculator(Head[Speculator]):
     title = "MLPSpeculator"
     summary = (
         "A tiny recurrent network reads the target's last state and its own last guess, and guesses the next word."
     )
-    needs_model = True
     taps: tuple[int, ...] = (-1,)
+    recipes: ClassVar = {"mlp-speculator": Recipe("MLPSpeculator, 4 tokens", {"n_predict": 4})}
+    serves: ClassVar = {"vllm": vllm("mlp_speculator")}
 
     @dataclass(frozen=True, slots=True)
     class Options:
@@ -128,37 +123,33 @@ class MLPSpeculator(HeadDrafter):
         )
         nodes: int = knob(0, "nodes of the draft tree; 0 drafts as many as a chain has", low=0, high=128, step=1)
 
-    @staticmethod
-    def load(source: str, target: Target, progress: LoadProgress | None = None) -> Speculator:
-        """Raises ValueError, one line, for other files and for a speculator of another target."""
-        return MLPSpeculator.read(open_checkpoint(source, progress or silent), target)
+    options: Options
 
-    @staticmethod
-    def read(checkpoint: Checkpoint, target: Target) -> Speculator:
-        """What `load` makes of a checkpoint that is open."""
+    @classmethod
+    def recognises(cls, checkpoint: Checkpoint) -> bool:
+        return files.recognises(checkpoint)
+
+    @classmethod
+    def read(cls, checkpoint: Checkpoint, target: Target) -> Speculator:
         expect(checkpoint, "mlp_speculator")
+        files.check_fit(checkpoint, target)
         config = checkpoint.config
-        _check_fit(checkpoint, target)
-        vocab_size = min(config["vocab_size"], target.vocab_size)
         with torch.device("meta"):
-            speculator = Speculator(
+            made = Speculator(
                 config["emb_dim"],
                 config.get("inner_dim") or config["emb_dim"],
-                vocab_size,
+                min(config["vocab_size"], target.vocab_size),
                 config["n_predict"],
                 config.get("tie_weights", False),
                 config.get("scale_input", False),
                 tuple(config.get("top_k_tokens_per_head", ())),
             )
-        speculator.load_state_dict(_tensors(checkpoint, speculator), assign=True)
-        return pack(as_target(speculator, target))
+        tensors = files.named(checkpoint, made, made.vocab_size)
+        return made.fill(tensors, checkpoint, target, "fetch the whole speculator again")
 
-    def __init__(self, target: Target, model: Any, options: Options | None = None) -> None:
-        self.head: Speculator = self.load(model, target) if isinstance(model, str) else model
-        self.options = options or self.Options()
-        self._vocab_size = target.vocab_size
-        self._sampling = Sampling()
-        self._rng: Generator | None = None
+    def __init__(self, target: Target, model: Speculator | str, options: Options | None = None) -> None:
+        super().__init__(target, model, options)
+        self._words = Vocabulary(None, target.vocab_size)
         self._hidden = torch.empty(0)  # [B, H] at every row's last column
         self._root = torch.empty(0)  # [B]
 
@@ -174,10 +165,6 @@ class MLPSpeculator(HeadDrafter):
                 nn.init.normal_(parameter, std=inner**-0.5)
         return as_target(made, target)
 
-    def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
-        self._sampling = sampling
-        self._rng = None if sampling.greedy else rng
-
     def observe(self, progress: Progress) -> None:
         self._hidden, self._root = at_last(progress, progress.hidden[-1]), at_last(progress, progress.outputs)
 
@@ -189,17 +176,11 @@ class MLPSpeculator(HeadDrafter):
 
     def _chain(self, depth: int) -> Draft:
         state, token = self.head.begin(self._hidden), self._root
-        tokens, confidence, drawn = [], [], []
+        written = Writing(self.choice)
         for step in range(depth):
             state, logits = self.head(state, token, step)
-            probs = logits.float().softmax(-1) if self._rng is None else to_probs(logits, self._sampling)
-            token = draw(probs, self._rng)
-            tokens.append(token)
-            confidence.append(probs.gather(-1, token[:, None])[:, 0])
-            if self._rng is not None:
-                drawn.append(F.pad(probs, (0, self._vocab_size - probs.shape[-1])))
-        q = torch.stack(drawn, 1) if drawn else None
-        return Draft.chain(torch.stack(tokens, 1), q, torch.stack(confidence, 1))
+            token = written.take(logits[:, None])[:, 0]
+        return written.draft(self._words)
 
     def _tree(self, depth: int, nodes: int) -> Draft:
         """Every path goes on by the `widths[i]` likeliest tokens of step i; the likeliest nodes of all are drafted.
@@ -224,12 +205,7 @@ class MLPSpeculator(HeadDrafter):
 
     def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:
         """The sum over steps of the cross-entropy to the target's distribution, or to the text where it is unknown."""
-        total = batch.hidden[-1].new_zeros(())
-        metrics: dict[str, float] = {}
-        for i, (logits, wanted) in enumerate(self._taught(batch), start=1):
-            total = total + F.cross_entropy(logits.flatten(0, 1), wanted.flatten(0, 1))
-            metrics[f"agree_{i}"] = float((logits.argmax(-1) == likeliest(wanted)).float().mean())
-        return total, metrics
+        return steps_loss((compare(logits, wanted) for logits, wanted in self._taught(batch)), repeat(1.0))
 
     def _taught(self, batch: Progress) -> Iterator[tuple[Tensor, Tensor]]:
         """Per step i its logits [B, A - 1 - i, V] and what the target says there, probabilities or else tokens."""
@@ -260,39 +236,3 @@ class MLPSpeculator(HeadDrafter):
         }
         # named_parameters names a tied tensor once, by its first name
         write_checkpoint(folder, config, {f"speculator.{name}": p for name, p in speculator.named_parameters()})
-
-
-def _check_fit(checkpoint: Checkpoint, target: Target) -> None:
-    """Raise ValueError unless it reads the target's states and vocabulary; both vocabularies may be padded."""
-    config = checkpoint.config
-    missing = [key for key in ("emb_dim", "n_predict", "vocab_size") if not config.get(key)]
-    if missing:
-        raise ValueError(f"{checkpoint.name}: config.json does not say {missing[0]}; fetch the whole speculator again")
-    smaller, larger = sorted((config["vocab_size"], target.vocab_size))
-    if config["emb_dim"] != target.hidden_size or larger > -(-smaller // PADDED_TO) * PADDED_TO:
-        base = config.get("base_model_name_or_path") or "it was trained for"
-        raise ValueError(
-            f"{checkpoint.name} is for hidden size {config['emb_dim']} and vocabulary {config['vocab_size']}, "
-            f"the target has {target.hidden_size} and {target.vocab_size}; choose the target {base}"
-        )
-
-
-def _tensors(checkpoint: Checkpoint, speculator: Speculator) -> Mapping[str, Tensor]:
-    """All tensors by name, tied ones by each of their names, without padding rows that the target lacks.
-
-    Raises ValueError when one is missing, unknown or of another shape.
-    """
-    stored = {
-        name: tensor[: speculator.vocab_size] if re.match(r"(emb|head)\.", name) else tensor
-        for name, tensor in (checkpoint.take("speculator.") or checkpoint.tensors).items()
-    }
-    wanted = speculator.state_dict(keep_vars=True)
-    first = {id(p): stored[name] for name, p in reversed(wanted.items()) if name in stored}
-    found = {name: first[id(p)] for name, p in wanted.items() if id(p) in first}
-    odd = [name for name in stored if name not in wanted]
-    odd += [name for name, p in wanted.items() if name not in found or found[name].shape != p.shape]
-    if odd:
-        raise ValueError(
-            f"{checkpoint.name}: {odd[0]} is missing, of another shape or unknown; fetch the whole speculator again"
-        )
-    return found

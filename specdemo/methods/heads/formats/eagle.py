@@ -1,5 +1,5 @@
 """Files of EAGLE heads. Read are three dialects: the authors', SpecForge's (AngelSlim's is the same) and the one of
-vllm-project's speculators. `write_head` writes the authors'.
+vllm-project's speculators. `written` is the authors'.
 
 H hidden size of the target, D of the head, V vocabulary, W the part of it that the head drafts from.
 
@@ -10,18 +10,15 @@ So a file that leaves something open comes with several conventions, the documen
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
 from specdemo.core.protocol import Target
-from specdemo.methods.eagle_head import Convention, EagleHead, absolute
-from specdemo.methods.heads import as_target, odd_tensors
-from specdemo.models.checkpoints import Checkpoint, write_checkpoint
-from specdemo.models.packed import pack
+from specdemo.models.checkpoints import Checkpoint
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 FIRST = "layers.0."
@@ -40,17 +37,52 @@ WRITTEN = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Convention:
+    """One way to read a head. Taps are those of `core.protocol`, in the order fc reads them."""
+
+    taps: tuple[int, ...]
+    norm_before_residual: bool = False  # the first residual is the feature behind hidden_norm
+    norm_output: bool = False  # EAGLE-3.1: the state is fed back behind the last norm
+    feature_first: bool = False  # EAGLE-1: fc reads [feature; embedding]
+
+    @property
+    def eagle1(self) -> bool:
+        return self.taps == (-1,)
+
+    def __str__(self) -> str:
+        if self.eagle1:
+            return f"fc over {'feature and embedding' if self.feature_first else 'embedding and feature'}"
+        residual = "normed" if self.norm_before_residual else "plain"
+        return f"layers {', '.join(map(str, self.taps))} and the {residual} residual"
+
+
+class Found(NamedTuple):
+    """Tensors, the sizes they have, and the conventions that the head may follow."""
+
+    tensors: dict[str, Tensor]
+    config: LlamaConfig
+    conventions: tuple[Convention, ...]
+
+
 def default_taps(layers: int) -> tuple[int, int, int]:
     """The authors' 2, n // 2 and n - 3; where a target is too shallow for that, some are the same."""
     middle = max(1, layers // 2)
     return min(2, middle), middle, max(layers - 3, middle)
 
 
-def read_head(checkpoint: Checkpoint, target: Target) -> tuple[EagleHead, tuple[Convention, ...]]:
-    """The head, frozen, where the target is and in its precision, and the conventions it may follow.
+def absolute(d2t: Tensor) -> Tensor:
+    """Offsets [W] -> ids of the target's vocabulary [W]"""
+    return torch.arange(len(d2t), device=d2t.device) + d2t
 
-    Raises ValueError, one line, when the head is of an unknown build or belongs on another target.
-    """
+
+def recognises(checkpoint: Checkpoint) -> bool:
+    family = checkpoint.config.get("speculators_model_type")
+    return family in ("eagle", "eagle3") if family else checkpoint.has("midlayer.") or "fc.weight" in checkpoint.tensors
+
+
+def found(checkpoint: Checkpoint, target: Target) -> Found:
+    """Raises ValueError, one line, when the head is of an unknown build or belongs on another target."""
     stored = {n: t for n, t in checkpoint.tensors.items() if not SKIPPED.match(n)}
     tensors = {re.sub(r"^midlayer\.", FIRST, name): tensor for name, tensor in stored.items()}
     for name in ("fc", FIRST + "self_attn.q_proj", FIRST + "self_attn.k_proj", FIRST + "mlp.gate_proj"):
@@ -62,16 +94,7 @@ def read_head(checkpoint: Checkpoint, target: Target) -> tuple[EagleHead, tuple[
         tensors = {n: t for n, t in tensors.items() if not n.startswith(("embed_tokens.", "lm_head."))}
         conventions = Convention((-1,)), Convention((-1,), feature_first=True)
     _check_fit(checkpoint, tensors, conventions[0], target)
-    config = _layer_config(checkpoint, tensors, target)
-    with torch.device("meta"):
-        head = EagleHead(target, config, conventions[0], frozenset(tensors), tensors.get("d2t"))
-    odd = odd_tensors(head, tensors)
-    if odd:
-        raise ValueError(
-            f"{checkpoint.name}: {odd[0][0]} is missing, unknown or odd in shape; choose a head of Llama layers"
-        )
-    head.load_state_dict(tensors, assign=True)
-    return pack(as_target(head, target).join()), conventions
+    return Found(tensors, _layer_config(checkpoint, tensors, target.vocab_size), conventions)
 
 
 def _eagle3(said: Mapping[str, Any], target: Target) -> tuple[Convention, ...]:
@@ -101,7 +124,7 @@ def _plus_one(ids: Sequence[int]) -> list[int]:
 def _check_fit(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], convention: Convention, target: Target) -> None:
     """Raise ValueError unless the head reads this target's hidden states, embeddings and vocabulary."""
     taps, (size, read) = convention.taps, tensors["fc.weight"].shape
-    features = read - size if taps == (-1,) else read / len(taps)
+    features = read - size if convention.eagle1 else read / len(taps)
     embedded = tensors["embed_tokens.weight"].shape[1] if "embed_tokens.weight" in tensors else target.hidden_size
     layer = _layer(checkpoint)
     t2d, d2t = checkpoint.tensors.get("t2d"), checkpoint.tensors.get("d2t")
@@ -131,7 +154,7 @@ def _layer(checkpoint: Checkpoint) -> Mapping[str, Any]:
     return layer
 
 
-def _layer_config(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], target: Target) -> LlamaConfig:
+def _layer_config(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], vocab_size: int) -> LlamaConfig:
     """Sizes are those of the tensors, published configs leave some out; RoPE is the head's own, not the target's."""
     said = _layer(checkpoint)
     if said.get("hidden_act", "silu") != "silu":
@@ -141,7 +164,7 @@ def _layer_config(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], target:
     heads = int(said["num_attention_heads"])
     head_dim = len(tensors[FIRST + "self_attn.q_proj.weight"]) // heads
     return LlamaConfig(
-        vocab_size=target.vocab_size,
+        vocab_size=vocab_size,
         hidden_size=len(tensors["fc.weight"]),
         intermediate_size=len(tensors[FIRST + "mlp.gate_proj.weight"]),
         num_hidden_layers=1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("layers.")),
@@ -152,34 +175,35 @@ def _layer_config(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], target:
     )
 
 
-def write_head(folder: Path, head: EagleHead, target_name: str) -> None:
-    """Layer ids are written twice, as vLLM (top level) and as SpecForge count."""
-    config, convention, tensors = head.config, head.convention, head.state_dict()
+def written(
+    tensors: dict[str, Tensor], config: LlamaConfig, convention: Convention, target_name: str
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json and the tensors. Layer ids are written twice, as vLLM (top level) and as SpecForge count."""
     rope = dict(config.rope_parameters or {})
     said = {
         "model_type": "llama",
         "hidden_act": "silu",
-        **{name: getattr(config, name) for name in WRITTEN},
+        **{name: value for name, value in config.to_dict().items() if name in WRITTEN},
         "rope_theta": rope.pop("rope_theta"),
         "rope_scaling": None if rope.get("rope_type", "default") == "default" else rope,
         "tie_word_embeddings": False,
         "torch_dtype": str(tensors["fc.weight"].dtype).removeprefix("torch."),
         "base_model_name_or_path": target_name,
     }
-    if convention.taps == (-1,):
+    if convention.eagle1:
         if convention.feature_first:
             tensors["fc.weight"] = tensors["fc.weight"].roll(config.hidden_size, 1)
-        write_checkpoint(folder, said | {"architectures": ["LlamaForCausalLM"], "bias": "fc.bias" in tensors}, tensors)
-        return
-    if head.tokens is not None:
+        return said | {"architectures": ["LlamaForCausalLM"], "bias": "fc.bias" in tensors}, tensors
+    d2t = tensors.get("d2t")
+    if d2t is not None:
         tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool)
-        tensors["t2d"][head.tokens.cpu()] = True
+        tensors["t2d"][absolute(d2t).cpu()] = True
     said |= {
         "architectures": ["LlamaForCausalLMEagle3"],
-        "draft_vocab_size": len(tensors["d2t"]) if "d2t" in tensors else config.vocab_size,
+        "draft_vocab_size": config.vocab_size if d2t is None else len(d2t),
         LAYER_IDS: convention.taps,
         "eagle_config": {LAYER_IDS: [tap - 1 for tap in convention.taps], "use_aux_hidden_state": True},
         "norm_before_residual": convention.norm_before_residual,
         "norm_output": convention.norm_output,
     }
-    write_checkpoint(folder, said, {re.sub(f"^{FIRST}", "midlayer.", name): t for name, t in tensors.items()})
+    return said, {re.sub(f"^{FIRST}", "midlayer.", name): tensor for name, tensor in tensors.items()}

@@ -9,25 +9,22 @@ the file's `layers`, of which there are n_layers - n_future_tokens + 1.
 What no file says is whether states are read and handed on behind a norm: several conventions, the likeliest first.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from transformers import LlamaConfig, PretrainedConfig
 
-from specdemo.core.files import write_text
 from specdemo.core.protocol import Target
-from specdemo.methods.heads import as_target, odd_tensors
-from specdemo.methods.mtp_heads import Convention, Heads, ParallelHeads, SequentialModules
-from specdemo.models.checkpoints import Checkpoint, check_weights, write_checkpoint
+from specdemo.models.checkpoints import Checkpoint, check_weights
 from specdemo.models.footprint import read_config
-from specdemo.models.hub import LoadProgress, silent
+from specdemo.models.hub import LoadProgress
 from specdemo.models.resolve import local_folder
 
 Tensors = dict[str, Tensor]
@@ -69,36 +66,58 @@ META = {
 READS, HANDS_ON = "mtp_reads_normed", "mtp_hands_on_normed"  # config keys of this project
 
 
-def read_heads(source: str, target: Target, progress: LoadProgress = silent) -> tuple[Heads, tuple[Convention, ...]]:
-    """The heads, frozen, where the target is and in its precision, and the conventions they may follow.
+@dataclass(frozen=True, slots=True)
+class Convention:
+    """Whether a module reads the target's state behind the target's final norm, and hands on its own behind its own."""
 
-    Raises ValueError, one line, when there are none or when they belong on another target.
-    """
-    return heads_in(_open(source, target, progress), target)
+    reads_normed: bool = True
+    hands_on_normed: bool = True
+
+    def __str__(self) -> str:
+        words = {True: "normed", False: "plain"}
+        return f"{words[self.reads_normed]} states in, {words[self.hands_on_normed]} states on"
 
 
-def heads_in(checkpoint: Checkpoint, target: Target) -> tuple[Heads, tuple[Convention, ...]]:
-    """`read_heads` of a checkpoint that is open; what else it holds is left out."""
-    wanted = {name: tensor for name, tensor in checkpoint.tensors.items() if _wanted(name, target)}
-    checkpoint = replace(checkpoint, tensors=wanted)
-    check_weights(checkpoint)
-    if not wanted:
+class Modules(NamedTuple):
+    """Sequential modules: their tensors, how many, what eh_proj reads first, and the conventions they may follow."""
+
+    tensors: Tensors
+    number: int
+    hidden_first: bool
+    conventions: tuple[Convention, ...]
+
+
+def recognises(checkpoint: Checkpoint) -> bool:
+    family = checkpoint.config.get("speculators_model_type")
+    if family:
+        return bool(family == "mtp")
+    return checkpoint.has("mtp.", "mtp_layers.", "eh_proj") or "n_future_tokens" in checkpoint.config
+
+
+def wanted(checkpoint: Checkpoint, target: Target) -> Checkpoint:
+    """Without what else it holds. Raises ValueError when nothing is left."""
+    tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if _wanted(name, target)}
+    if not tensors:
         raise ValueError(
             f"{checkpoint.name} holds no multi-token prediction for {target.num_layers} layers; copies often leave it "
             "out, so choose the original upload of the target"
         )
-    if any(PARALLEL.match(name) for name in checkpoint.tensors):
-        return _parallel(checkpoint, target), ()
-    return _sequential(checkpoint, target)
+    left = replace(checkpoint, tensors=tensors)
+    check_weights(left)
+    return left
 
 
-def _open(source: str, target: Target, progress: LoadProgress) -> Checkpoint:
+def is_parallel(checkpoint: Checkpoint) -> bool:
+    return any(PARALLEL.match(name) for name in checkpoint.tensors)
+
+
+def opened(source: str, target: Target, progress: LoadProgress) -> Checkpoint:
     """The config, and of the tensors those of the heads alone."""
     folder = Path(local_folder(source, progress, ("*.pth",)))
     tensors: Tensors = {}
     for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            tensors |= {name: opened.get_tensor(name) for name in opened.keys() if _wanted(name, target)}  # noqa: SIM118
+        with safe_open(file, "pt") as held:
+            tensors |= {name: held.get_tensor(name) for name in held.keys() if _wanted(name, target)}  # noqa: SIM118
     for file in sorted(folder.glob("*.pth")):
         stored = torch.load(file, "cpu", weights_only=True, mmap=True)
         tensors |= {name: tensor for name, tensor in stored.items() if _wanted(name, target)}
@@ -112,23 +131,19 @@ def _wanted(name: str, target: Target) -> bool:
     return any(pattern.fullmatch(name) for pattern in (MIMO, QWEN, PARALLEL))
 
 
-def _sequential(checkpoint: Checkpoint, target: Target) -> tuple[Heads, tuple[Convention, ...]]:
+def sequential(checkpoint: Checkpoint, target: Target) -> Modules:
+    """Raises ValueError when they belong on a target of another width."""
     tensors = _fused(dict(_named(checkpoint.tensors, target.num_layers)))
     hidden_first = any(MIMO.fullmatch(name) for name in checkpoint.tensors)
-    count = 1 + max(int(name.split(".")[1]) for name in tensors)
     joined = tensors.get("layers.0.eh_proj.weight")
     if joined is not None and joined.shape != (target.hidden_size, 2 * target.hidden_size):
         _refuse(checkpoint, "hidden size", joined.shape[0], target.hidden_size)
-    with torch.device("meta"):
-        heads = SequentialModules(target, count, hidden_first)
-    _fill(heads, tensors, checkpoint)
-    conventions = _conventions(checkpoint)
-    heads.convention = conventions[0]
-    return as_target(heads, target), conventions
+    count = 1 + max(int(name.split(".")[1]) for name in tensors)
+    return Modules(tensors, count, hidden_first, _conventions(checkpoint))
 
 
 def _conventions(checkpoint: Checkpoint) -> tuple[Convention, ...]:
-    """DeepSeek's modules hand their state on as it is, others behind their norm; what `write_heads` wrote is sure."""
+    """DeepSeek's modules hand their state on as it is, others behind their norm; what was written here is sure."""
     config = checkpoint.config
     if READS in config:
         return (Convention(config[READS], config[HANDS_ON]),)
@@ -178,7 +193,8 @@ def _refuse(checkpoint: Checkpoint, what: str, theirs: int, ours: int) -> NoRetu
     )
 
 
-def _parallel(checkpoint: Checkpoint, target: Target) -> Heads:
+def parallel_heads(checkpoint: Checkpoint, target: Target) -> int:
+    """How many. Raises ValueError when they belong on another target."""
     params = checkpoint.config
     future, below = params.get("n_future_tokens"), params.get("n_layers", 0)
     if future is None or below - future + 1 != target.num_layers:
@@ -190,88 +206,74 @@ def _parallel(checkpoint: Checkpoint, target: Target) -> Heads:
         _refuse(checkpoint, "hidden size", params["dim"], target.hidden_size)
     if params.get("vocab_size", -1) not in (-1, target.vocab_size):  # -1: Meta's for a tokenizer to say
         _refuse(checkpoint, "vocabulary", params["vocab_size"], target.vocab_size)
-    with torch.device("meta"):
-        heads = ParallelHeads(target, future - 1)
+    return int(future) - 1
+
+
+def parallel(checkpoint: Checkpoint, config: LlamaConfig) -> Tensors:
     tensors: Tensors = {}
     for name, tensor in checkpoint.tensors.items():
         match = PARALLEL.fullmatch(name)
         assert match
         part = META.get(match[2].removesuffix(".weight"), match[2])
-        tensors[f"layers.{match[1]}.{part}.weight"] = _halves(part, tensor, heads.config)
-    _fill(heads, tensors, checkpoint)
-    return as_target(heads, target)
+        tensors[f"layers.{match[1]}.{part}.weight"] = _halves(part, tensor, config)
+    return tensors
 
 
-def _halves(part: str, weight: Tensor, config: Any) -> Tensor:
+def _halves(part: str, weight: Tensor, config: LlamaConfig) -> Tensor:
     """Rows of queries and keys: angles of neighbours, as Meta has them -> of halves, as transformers has them."""
     if not part.endswith(("q_proj", "k_proj")):
         return weight
-    size = config.head_dim
+    size = int(config.head_dim or 0)
     return weight.view(-1, size // 2, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
-def _neighbours(part: str, weight: Tensor, config: Any) -> Tensor:
+def _neighbours(part: str, weight: Tensor, config: LlamaConfig) -> Tensor:
     """The inverse of `_halves`."""
     if not part.endswith(("q_proj", "k_proj")):
         return weight
-    size = config.head_dim
+    size = int(config.head_dim or 0)
     return weight.view(-1, 2, size // 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
-def _fill(heads: Heads, tensors: Tensors, checkpoint: Checkpoint) -> None:
-    """Give heads made on the meta device these tensors. Raises ValueError if one is odd."""
-    odd = odd_tensors(heads, tensors)
-    if odd:
-        raise ValueError(
-            f"{checkpoint.name}: {odd[0][0]} is missing, of another shape or unknown; its layers must be built "
-            "like the target's and not be quantised"
-        )
-    heads.load_state_dict(tensors, assign=True)
-
-
-def write_heads(folder: Path, heads: Heads, target_name: str) -> None:
-    """Sequential modules in DeepSeek's names, parallel heads in Meta's."""
-    if isinstance(heads, SequentialModules):
-        _write_sequential(folder, heads, target_name)
-    else:
-        _write_parallel(folder, heads, target_name)
-
-
-def _write_sequential(folder: Path, heads: SequentialModules, target_name: str) -> None:
-    layers = heads.below
-    if heads.hidden_first:
+def written_sequential(
+    tensors: Tensors, modules: Modules, config: PretrainedConfig, layers: int, target_name: str
+) -> tuple[dict[str, Any], Tensors]:
+    """config.json and tensors in DeepSeek's names, behind so many layers of the target."""
+    if modules.hidden_first:
         raise ValueError("modules that join [hidden; embedding] have no place in DeepSeek's format; train a fresh head")
-    tensors = {}
-    for name, tensor in heads.state_dict().items():
+    named = {}
+    for name, tensor in tensors.items():
         _, index, part, kind = name.split(".", 3)
         inside = kind if part == "block" else f"{WRITTEN[part]}.{kind}"
-        tensors[f"model.layers.{layers + int(index)}.{inside}"] = tensor
-    config = heads.config.to_dict() | {
+        named[f"model.layers.{layers + int(index)}.{inside}"] = tensor
+    (convention,) = modules.conventions
+    said = config.to_dict() | {
         "_name_or_path": target_name,  # transformers' own is a folder of this machine
         "num_hidden_layers": layers,
-        "num_nextn_predict_layers": len(heads),
+        "num_nextn_predict_layers": modules.number,
         "base_model_name_or_path": target_name,
-        READS: heads.convention.reads_normed,
-        HANDS_ON: heads.convention.hands_on_normed,
+        READS: convention.reads_normed,
+        HANDS_ON: convention.hands_on_normed,
     }
-    write_checkpoint(folder, config, tensors)
+    return said, named
 
 
-def _write_parallel(folder: Path, heads: Heads, target_name: str) -> None:
-    config, names = heads.config, {ours: theirs for theirs, ours in META.items()}
-    tensors = {}
-    for name, tensor in heads.state_dict().items():
+def written_parallel(
+    tensors: Tensors, heads: int, config: LlamaConfig, layers: int, target_name: str
+) -> tuple[dict[str, Any], Tensors]:
+    """params.json, which is config.json too, and tensors in Meta's names, behind so many layers of the target."""
+    names, named = {ours: theirs for theirs, ours in META.items()}, {}
+    for name, tensor in tensors.items():
         _, index, part = name.removesuffix(".weight").split(".", 2)
-        tensors[f"extra_heads.{index}.{names[part]}.weight"] = _neighbours(part, tensor, config)
+        named[f"extra_heads.{index}.{names[part]}.weight"] = _neighbours(part, tensor, config)
     params = {
         "dim": config.hidden_size,
-        "n_layers": heads.below + len(heads),
+        "n_layers": layers + heads,
         "n_heads": config.num_attention_heads,
         "n_kv_heads": config.num_key_value_heads,
         "vocab_size": config.vocab_size,
         "norm_eps": config.rms_norm_eps,
-        "n_future_tokens": len(heads) + 1,
+        "n_future_tokens": heads + 1,
         "base_model_name_or_path": target_name,
     }
-    write_checkpoint(folder, params, tensors)
-    write_text(folder / "params.json", json.dumps(params, indent=2) + "\n")
+    return params, named

@@ -3,36 +3,35 @@
 B rows, A columns, N nodes, L heads, P places, R ranks, V vocabulary, H hidden. Head i (from 0) is
 W_i (h + SiLU(A_i h + b_i)), section 2.1.1: where h is tap -1 of column a, lm_head says token a + 1 and head i token
 a + 2 + i. All heads speak at once, so a node's token depends on its level and rank and not on its parent.
-
-Formats read: Medusa-1, `{i}.{l}.linear.*` and `{i}.{L}.weight`; Medusa-2, the same under `medusa_head.` in a whole
-model; vLLM's, `blocks.{i}.layers.{l}.*` and `lm_heads.{i}.weight`. `save` writes the last, the only one in safetensors
-that an engine of today reads as it is. Heads and layers are counted from the tensors: published configs say two heads
-where the file holds five.
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import count
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from specdemo.core.protocol import Budget, Progress, Target
-from specdemo.core.sampling import Sampling, draw, to_probs
+from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
-from specdemo.methods import knob
+from specdemo.methods import expect, knob
+from specdemo.methods.base import Head, Network, Recipe, as_target
+from specdemo.methods.flags import vllm
 from specdemo.methods.grow import Shape, chain, fitted, within
-from specdemo.methods.heads import NEVER, HeadDrafter, as_target, at_last, likeliest, odd_tensors
-from specdemo.models.checkpoints import Checkpoint, expect, open_checkpoint, write_checkpoint
-from specdemo.models.hub import LoadProgress, silent
-from specdemo.models.packed import dtype_of, pack
+from specdemo.methods.heads.choose import Choice, Vocabulary
+from specdemo.methods.heads.formats import medusa as files
+from specdemo.methods.heads.runtime import at_last
+from specdemo.models.checkpoints import Checkpoint, write_checkpoint
+from specdemo.training.losses import compare, likeliest, steps_loss
 
 RANKS = 10
 MAX_HEADS = 16
+ALIKE = "its heads must all be built alike"
 
 Chosen = tuple[Tensor, Tensor, Tensor | None]  # tokens [B, N], confidence [B, N], probs [B, N, V]
 Rates = tuple[tuple[float, ...], ...]  # per head, per rank: how often it is what the target says
@@ -76,7 +75,7 @@ def _indices(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Tensor
     return parents, levels - 1, ranks
 
 
-class Heads(nn.Module):
+class Heads(Network):
     """What the heads of one target have in common."""
 
     def __init__(self, hidden_size: int, vocab_size: int, heads: int, layers: int) -> None:
@@ -87,9 +86,10 @@ class Heads(nn.Module):
     def __len__(self) -> int:
         return self.heads
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return dtype_of(self)
+    @staticmethod
+    def rates_in(checkpoint: Checkpoint, key: str) -> Rates | None:
+        rates = checkpoint.config.get(key)
+        return rates and tuple(map(tuple, rates))
 
 
 class ResBlocks(nn.Module):
@@ -127,16 +127,15 @@ class MedusaHeads(Heads):
         logits: Tensor = self.lm_heads[head](self.blocks[head](hidden))
         if not isinstance(self.token_map, Tensor):
             return logits
-        every = logits.new_full((*logits.shape[:-1], self.vocab_size), NEVER)
-        return every.index_copy(-1, self.token_map, logits)
+        return Vocabulary(self.token_map, self.vocab_size).spread(logits)
 
 
-class Medusa(HeadDrafter):
+class Medusa(Head[Heads]):
     title = "Medusa"
     summary = "Extra heads on the target itself guess several words ahead at once; there is no second model to run."
-    needs_model = True
     taps: tuple[int, ...] = (-1,)
-    head: Heads
+    recipes: ClassVar = {"medusa": Recipe("Medusa, 4 heads", {"heads": 4})}
+    serves: ClassVar = {"vllm": vllm("medusa")}
     decay: ClassVar[float] = 0.8  # a head's weight in the loss, relative to the one before it
 
     @dataclass(frozen=True, slots=True)
@@ -153,37 +152,32 @@ class Medusa(HeadDrafter):
             choices=("ranked", "sampled"),
         )
 
-    @staticmethod
-    def load(source: str, target: Target, progress: LoadProgress | None = None) -> Heads:
-        """Raises ValueError, one line, for other files and for heads of another target."""
-        return Medusa.read(open_checkpoint(source, progress or silent), target)
+    @classmethod
+    def recognises(cls, checkpoint: Checkpoint) -> bool:
+        return files.recognises(checkpoint)
 
-    @staticmethod
-    def read(checkpoint: Checkpoint, target: Target) -> Heads:
-        """What `load` makes of a checkpoint that is open."""
+    @classmethod
+    def read(cls, checkpoint: Checkpoint, target: Target) -> Heads:
         expect(checkpoint, "medusa")
-        tensors = _in_vllm_names(checkpoint, target)
-        if "lm_heads.0.weight" not in tensors:
-            raise ValueError(
-                f"{checkpoint.name} holds no Medusa head known here; convert it to the authors' or vLLM's format"
-            )
+        tensors = files.in_vllm_names(checkpoint, target)
         rows, hidden_size = tensors["lm_heads.0.weight"].shape
         token_map = tensors.get("token_map")
         vocab_size = rows if token_map is None else int(checkpoint.config.get("vocab_size", target.vocab_size))
-        check_fit(checkpoint, target, hidden_size, vocab_size)
-        counted = count(tensors, r"lm_heads\.(\d+)\."), count(tensors, r"blocks\.\d+\.layers\.(\d+)\.")
+        files.check_fit(checkpoint, target, hidden_size, vocab_size)
+        counted = (
+            files.count(tensors, r"lm_heads\.(\d+)\."),
+            files.count(tensors, r"blocks\.\d+\.layers\.(\d+)\."),
+        )
         bias = "blocks.0.layers.0.bias" in tensors
         with torch.device("meta"):
-            heads = MedusaHeads(hidden_size, vocab_size, *counted, bias, token_map)
-        heads.rates = rates_in(checkpoint, "medusa_rank_rates")
-        fill(heads, tensors, checkpoint, target)
-        return heads
+            made = MedusaHeads(hidden_size, vocab_size, *counted, bias, token_map)
+        made.rates = made.rates_in(checkpoint, "medusa_rank_rates")
+        return made.fill(tensors, checkpoint, target, ALIKE)
 
-    def __init__(self, target: Target, model: Any, options: Options | None = None) -> None:
-        self.head = model if isinstance(model, Heads) else self.load(str(model), target)
-        self.options = options or self.Options()
-        self._sampling = Sampling()
-        self._rng: Generator | None = None
+    options: Options
+
+    def __init__(self, target: Target, model: Heads | str, options: Options | None = None) -> None:
+        super().__init__(target, model, options)
         self._hidden = torch.empty(0)  # [B, H] at every row's last column
 
     @classmethod
@@ -198,11 +192,12 @@ class Medusa(HeadDrafter):
         return made
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
-        self._sampling = sampling
-        self._rng = rng if self.options.draft == "sampled" and not sampling.greedy else None
+        super().start(batch, sampling, rng)
+        if self.options.draft == "ranked":
+            self.choice = Choice(sampling)
 
     def observe(self, progress: Progress) -> None:
-        self._hidden = at_last(progress, progress.hidden[-1]).to(self.head.dtype)
+        self._hidden = at_last(progress, self.tapped(progress))
 
     def propose(self, budget: Budget) -> Draft:
         shape = self._shape(budget)
@@ -229,21 +224,17 @@ class Medusa(HeadDrafter):
 
     def _choose(self, logits: Tensor, places: Tensor, ranks: Tensor, width: int) -> Chosen:
         """logits [B, P, V] at the places that the nodes are below, places and ranks [N], all ranks below width."""
-        if self._rng is None:
+        if not self.choice.drawn:
             chances, ranked = logits.float().softmax(-1).topk(width)
             return ranked[:, places, ranks], chances[:, places, ranks], None
-        probs = to_probs(logits, self._sampling)[:, places]
-        tokens = draw(probs, self._rng)  # siblings too: drawn again from one q, as the lossless rule allows
+        probs = self.choice.said(logits)[:, places]
+        tokens = self.choice.token(probs)  # siblings too: drawn again from one q, as the lossless rule allows
         return tokens, probs.gather(-1, tokens[..., None])[..., 0], probs
 
     def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:
         """Cross-entropy to the target's distribution, or to the text where that is unknown; head i weighs decay^i."""
-        total = batch.hidden[self.taps[0]].new_zeros(())
-        metrics: dict[str, float] = {}
-        for i, (logits, wanted) in enumerate(self._taught(batch), start=1):
-            total = total + self.decay**i * F.cross_entropy(logits.flatten(0, 1), wanted.flatten(0, 1))
-            metrics[f"agree_{i}"] = float((logits.argmax(-1) == likeliest(wanted)).float().mean())
-        return total, metrics
+        steps = (compare(logits, wanted) for logits, wanted in self._taught(batch))
+        return steps_loss(steps, (self.decay**i for i in count(1)))
 
     @torch.no_grad()
     def measure(self, batch: Progress) -> None:
@@ -258,7 +249,7 @@ class Medusa(HeadDrafter):
         """Per head i its logits [B, A - 1 - i, V] and what the target says there, probabilities or else tokens."""
         probs = batch.target_probs()
         said = batch.outputs if probs is None else probs
-        states = self._states(batch.hidden[self.taps[0]].to(self.head.dtype))
+        states = self._states(self.tapped(batch))
         for i in range(min(len(self.head), states.shape[1] - 1)):
             yield self._ahead(states, batch.outputs, i).float(), said[:, i + 1 :]
 
@@ -287,65 +278,3 @@ class Medusa(HeadDrafter):
             "medusa_rank_rates": heads.rates,
         }
         write_checkpoint(folder, config, heads.state_dict())
-
-
-def check_fit(checkpoint: Checkpoint, target: Target, hidden_size: int, vocab_size: int) -> None:
-    """Raise ValueError unless heads of these sizes belong on this target."""
-    if (hidden_size, vocab_size) != (target.hidden_size, target.vocab_size):
-        base = checkpoint.config.get("base_model_name_or_path")
-        base = base if base not in (None, "N/A") else "it was trained for"
-        raise ValueError(
-            f"{checkpoint.name} is for hidden size {hidden_size} and vocabulary {vocab_size}, the target has "
-            f"{target.hidden_size} and {target.vocab_size}; choose the target {base}"
-        )
-
-
-def rates_in(checkpoint: Checkpoint, key: str) -> Rates | None:
-    rates = checkpoint.config.get(key)
-    return rates and tuple(map(tuple, rates))
-
-
-def fill(heads: Heads, tensors: dict[str, Tensor], checkpoint: Checkpoint, target: Target) -> None:
-    """Give heads made on the meta device these tensors, as the target needs them. Raises ValueError if one is odd."""
-    odd = odd_tensors(heads, tensors)
-    if odd:
-        raise ValueError(
-            f"{checkpoint.name}: {odd[0][0]} is missing, of another shape or unknown; its heads must all be built alike"
-        )
-    heads.load_state_dict(tensors, assign=True)
-    pack(as_target(heads, target))
-
-
-def count(tensors: dict[str, Tensor], pattern: str) -> int:
-    """How many numbers the group of `pattern` takes in the names, counted from 0."""
-    found = (re.match(pattern, name) for name in tensors)
-    return 1 + max((int(match[1]) for match in found if match), default=-1)
-
-
-def _in_vllm_names(checkpoint: Checkpoint, target: Target) -> dict[str, Tensor]:
-    """The heads' tensors, whichever format they are in."""
-    inside = checkpoint.take("medusa_head.")
-    if len(inside) < len(checkpoint.tensors) and inside and not _is(target, checkpoint.name):
-        raise ValueError(f"{checkpoint.name} is a whole model trained together with its heads; make it the target too")
-    stored = inside or {name.removeprefix("medusa_heads."): t for name, t in checkpoint.tensors.items()}
-    tensors = {_in_vllm_name(name): tensor for name, tensor in stored.items()}
-    if checkpoint.config.get("original_lm_head"):  # one for all heads
-        shared = tensors.pop("lm_head.weight", tensors.get("lm_heads.0.weight"))
-        if shared is not None:
-            heads = count(tensors, r"blocks\.(\d+)\.")
-            tensors |= {f"lm_heads.{i}.weight": shared.clone() for i in range(heads)}
-    token_map = tensors.get("token_map")
-    if token_map is not None:  # the file may hold the LM heads of the whole vocabulary
-        for name, tensor in tensors.items():
-            if name.startswith("lm_heads.") and len(tensor) > len(token_map):
-                tensors[name] = tensor[token_map]
-    return tensors
-
-
-def _in_vllm_name(name: str) -> str:
-    name = re.sub(r"^(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", name)
-    return re.sub(r"^(\d+)\.\d+\.weight$", r"lm_heads.\1.weight", name)
-
-
-def _is(target: Target, source: str) -> bool:
-    return Path(getattr(target, "name", "")).name == Path(source).name

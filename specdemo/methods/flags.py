@@ -1,0 +1,44 @@
+"""What a method's class says of servers: the arguments that make vLLM or SGLang draft so. Names of flags: vLLM
+config/speculative.py and SGLang's speculative_decoding page, read in autumn 2026; both change, so `--help` of the
+installed version decides."""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Flags = list[str]
+Options = Mapping[str, Any]  # all of the method's, with their defaults
+ServeLine = Callable[[str | None, int, Options], Flags]  # model (None: the target holds the heads), k, options
+
+
+class NotServed(Exception):
+    """Why a server cannot run a method, in one sentence."""
+
+
+def vllm(name: str) -> ServeLine:
+    def flags(model: str | None, k: int, options: Options) -> Flags:
+        return vllm_config(method=name, **({"model": model} if model else {}), num_speculative_tokens=k)
+
+    return flags
+
+
+def vllm_config(**values: Any) -> Flags:
+    return ["--speculative-config", json.dumps(values, separators=(",", ":"))]
+
+
+def sglang(algorithm: str, model: str | None = None, **more: Any) -> Flags:
+    """A chain of k drafts is k steps of one branch, and k + 1 tokens to verify."""
+    paths = ["--speculative-draft-model-path", model] if model else []
+    rest = [part for name, value in more.items() for part in (f"--speculative-{name.replace('_', '-')}", str(value))]
+    return ["--speculative-algorithm", algorithm, *paths, *rest]
+
+
+def sglang_chain(algorithm: str) -> ServeLine:
+    def flags(model: str | None, k: int, options: Options) -> Flags:
+        return sglang(algorithm, model, num_steps=k, eagle_topk=1, num_draft_tokens=k + 1)
+
+    return flags
+
+
+def says(model: str | None, word: str) -> bool:
+    return word in (model or "").lower()

@@ -1,0 +1,1 @@
+"""Heads: what they share, one file each for what is their own, and their files in `formats`."""

@@ -1,0 +1,152 @@
+"""Decoder layers of Llama's kind, for heads. No transformers module runs in them: for a layer this small their overhead
+would be what it costs.
+
+B rows, S columns, W columns of keys, D hidden, E size of an attention head.
+"""
+
+from collections.abc import Container, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig, Qwen3Config
+from transformers.activations import ACT2FN
+
+from specdemo.core.protocol import Target
+from specdemo.methods.heads.runtime import FULL, Columns, Kind, Rope
+from specdemo.models.packed import RMSNorm, joined, packs
+from specdemo.models.target import HFTarget
+
+Names = Container[str]  # the optional tensors there are, such as self_attn.q_proj.bias
+
+
+def linear(inputs: int, outputs: int, name: str, names: Names) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias=f"{name}.bias" in names)
+
+
+def below(names: Iterable[str], prefix: str) -> frozenset[str]:
+    """The names that begin so, without it."""
+    return frozenset(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+
+
+def like(target: Target) -> LlamaConfig:
+    """Of one Llama layer of the target's sizes, with RoPE as published heads have it."""
+    theirs = target.model.config.get_text_config(decoder=True).to_dict() if isinstance(target, HFTarget) else {}
+    heads = theirs.get("num_attention_heads") or max(1, target.hidden_size // 64)
+    return LlamaConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        intermediate_size=theirs.get("intermediate_size") or 4 * target.hidden_size,
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=theirs.get("num_key_value_heads") or heads,
+        head_dim=theirs.get("head_dim") or target.hidden_size // heads,
+        max_position_embeddings=target.max_length,
+    )
+
+
+def rotated(x: Tensor, rope: Rope) -> Tensor:
+    """x [B, S, heads, E]"""
+    cos, sin = rope
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).type_as(x)
+
+
+class Attention(nn.Module):
+    def __init__(
+        self, config: LlamaConfig | Qwen3Config, index: int, names: Names, inputs: int = 0, kind: Kind = FULL
+    ) -> None:
+        """index: of its keys and values in the cache; inputs: features read, 0: D."""
+        super().__init__()
+        size, self.index, self.kind = config.hidden_size, index, kind
+        self.head_dim = int(config.head_dim or 0)
+        self.heads, self.kv_heads = config.num_attention_heads, int(config.num_key_value_heads or 0)
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        self.q_proj = linear(inputs or size, queries, "self_attn.q_proj", names)
+        self.k_proj = linear(inputs or size, keys, "self_attn.k_proj", names)
+        self.v_proj = linear(inputs or size, keys, "self_attn.v_proj", names)
+        self.qkv: nn.Linear | None = None
+        self.o_proj = linear(queries, size, "self_attn.o_proj", names)
+        normed = "self_attn.q_norm.weight" in names
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if normed else None
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if normed else None
+
+    def forward(self, x: Tensor, at: Columns) -> Tensor:
+        """x [B, S, D or inputs] -> [B, S, D]"""
+        qkv = self.qkv(x) if self.qkv else torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
+        qk, v = self._apart(qkv).split([self.heads + self.kv_heads, self.kv_heads], 2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = qk.split([self.heads, self.kv_heads], 2)
+            qk = torch.cat([self.q_norm(q), self.k_norm(k)], 2)
+        assert at.rope is not None
+        q, k = rotated(qk, at.rope).transpose(1, 2).split([self.heads, self.kv_heads], 1)
+        v = v.transpose(1, 2)
+        if at.cache is not None:
+            k, v = at.cache.update(k, v, self.index)
+        mask = at.mask(self.kind)
+        causal = mask is None and self.kind[1] and x.shape[1] > 1
+        grouped = self.heads != self.kv_heads
+        seen = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
+        out: Tensor = self.o_proj(seen.transpose(1, 2).flatten(2))
+        return out
+
+    def remember(self, x: Tensor, at: Columns) -> None:
+        """Put the keys and values of x [B, S, D] into the cache, and no more."""
+        assert at.rope is not None and at.cache is not None
+        at.cache.update(*self.keys_values(x, at.rope), self.index)
+
+    def keys_values(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        k, v = self._apart(self.k_proj(x)), self._apart(self.v_proj(x))
+        if self.k_norm is not None:
+            k = self.k_norm(k)
+        return rotated(k, rope).transpose(1, 2), v.transpose(1, 2)
+
+    def _apart(self, states: Tensor) -> Tensor:
+        heads: Tensor = states.unflatten(-1, (-1, self.head_dim))
+        return heads
+
+    def join(self) -> None:
+        """Multiply once where several read the same states, if they are to be packed: then they cannot be saved."""
+        if packs(self.q_proj.weight, self.k_proj.weight, self.v_proj.weight):
+            self.qkv = joined(self.q_proj, self.k_proj, self.v_proj)
+            del self.q_proj, self.k_proj, self.v_proj
+
+
+class MLP(nn.Module):
+    def __init__(self, config: LlamaConfig | Qwen3Config, names: Names) -> None:
+        super().__init__()
+        inner, size = config.intermediate_size, config.hidden_size
+        self.gate_proj = linear(size, inner, "mlp.gate_proj", names)
+        self.up_proj = linear(size, inner, "mlp.up_proj", names)
+        self.gate_up: nn.Linear | None = None
+        self.down_proj = linear(inner, size, "mlp.down_proj", names)
+        self.act = ACT2FN[config.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1) if self.gate_up else (self.gate_proj(x), self.up_proj(x))
+        out: Tensor = self.down_proj(self.act(gate) * up)
+        return out
+
+    def join(self) -> None:
+        """As that of `Attention`."""
+        if packs(self.gate_proj.weight, self.up_proj.weight):
+            self.gate_up = joined(self.gate_proj, self.up_proj)
+            del self.gate_proj, self.up_proj
+
+
+class Layer(nn.Module):
+    """`names` as in a file, without the layer's own prefix."""
+
+    def __init__(
+        self, config: LlamaConfig | Qwen3Config, index: int, names: Names, inputs: int = 0, kind: Kind = FULL
+    ) -> None:
+        super().__init__()
+        self.input_layernorm: nn.Module = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, index, names, inputs, kind)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config, names)
+
+    def forward(self, x: Tensor, at: Columns) -> Tensor:
+        """x [B, S, D] -> [B, S, D]"""
+        x = x + self.self_attn(self.input_layernorm(x), at)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out

@@ -1,0 +1,162 @@
+"""The contract of a method as a test that anyone can run on a method of their own: `check_method("name")`.
+
+Everything runs on the toy target (models/toy.py), whose distributions are known exactly, in a few seconds.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from specdemo.core.protocol import Budget, GenerationConfig, Progress, Target
+from specdemo.core.sampling import Sampling
+from specdemo.core.trace import StepEvent
+from specdemo.core.tree import ABSENT, depths
+from specdemo.engine.loop import generate
+from specdemo.methods import BASELINE, kind_of, knobs, load_drafter, method, reader
+from specdemo.methods.base import Head, Method
+from specdemo.models.checkpoints import open_checkpoint
+from specdemo.models.toy import ToyTarget
+
+VOCABULARY = 16
+PROMPT = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]])
+
+
+def check_method(name: str) -> None:
+    """Raises AssertionError where the method of this name breaks the contract of methods/base.py."""
+    for check in CHECKS:
+        check(name)
+
+
+def greedy_output_is_the_baseline(name: str) -> None:
+    """Whatever it drafts, a greedy text is the target's own."""
+    target = ToyTarget(VOCABULARY, seed=1)
+    plain = written(target, load_drafter(BASELINE, target), GenerationConfig(40))
+    for k in (1, 2, 5, 12):
+        assert written(target, drafter(name, target), GenerationConfig(40, budget=Budget(k, k))) == plain
+
+
+def rows_are_independent(name: str) -> None:
+    """A row of a batch is written as it is alone, whether others are longer or have ended."""
+    target = ToyTarget(VOCABULARY, seed=2, stop_token_ids=(7,))
+    prompts = torch.stack([PROMPT[0], PROMPT[0].flip(0), PROMPT[0].roll(3)])
+    config = GenerationConfig(30)
+    alone = [written(target, load_drafter(BASELINE, target), config, prompt[None])[0] for prompt in prompts]
+    assert written(target, drafter(name, target), config, prompts) == alone
+
+
+def a_budget_is_a_ceiling(name: str) -> None:
+    target = ToyTarget(VOCABULARY)
+    made = drafter(name, target)
+    made.start(1, Sampling(), torch.Generator().manual_seed(0))
+    said = target.start(PROMPT[:, :-1], made.taps)
+    made.observe(Progress(PROMPT[:, :-1], PROMPT[:, 1:], [PROMPT.shape[1] - 1], said.hidden))
+    for budget in (Budget(0, 0), Budget(1, 1), Budget(3, 2), Budget(4, 4)):
+        draft = made.propose(budget)
+        assert draft.nodes <= budget.nodes
+        assert int(depths(draft.parents).max()) <= budget.depth
+        assert bool(((draft.tokens >= 0) | (draft.tokens == ABSENT)).all())
+        assert bool((draft.tokens < VOCABULARY).all())
+
+
+def a_second_start_is_clean(name: str) -> None:
+    """Nothing of one text is left in the next, and nothing is held between them."""
+    target = ToyTarget(VOCABULARY, seed=3)
+    made = drafter(name, target)
+    first = events(target, made, GenerationConfig(25))
+    assert made.history_bytes == 0
+    written(target, made, GenerationConfig(9), PROMPT.flip(1))
+    again = events(target, made, GenerationConfig(25))
+    assert [event.emitted for event in again] == [event.emitted for event in first]
+    assert made.learns or [event.drafted for event in again] == [event.drafted for event in first]
+
+
+def sampling_repeats_with_the_seed(name: str, **options: Any) -> None:
+    target = ToyTarget(VOCABULARY, seed=4)
+    config = GenerationConfig(25, Sampling(temperature=1.0), seed=11)
+    first, second = (written(target, drafter(name, target, **options), config) for _ in range(2))
+    assert first == second
+
+
+def confidence_is_a_probability(name: str) -> None:
+    target = ToyTarget(VOCABULARY, seed=5)
+    for event in events(target, drafter(name, target), GenerationConfig(20)):
+        assert len(event.draft_probs[0]) == len(event.target_probs[0]) == len(event.drafted[0])
+        assert all(p is None or 0.0 <= p <= 1.0 for p in event.draft_probs[0] + event.target_probs[0])
+
+
+def words_and_options_are_said(name: str) -> None:
+    """A title, a sentence, and of every option its help and a default within its own range."""
+    assert method(name).title and method(name).summary.endswith(".")
+    for knob in knobs(name):
+        assert knob.help
+        assert knob.check(knob.default) == knob.default
+
+
+def a_saved_head_comes_back(name: str) -> None:
+    """It is recognised, and says what it said before."""
+    cls = method(name)
+    if not issubclass(cls, Head):
+        return
+    target = ToyTarget(VOCABULARY, seed=6, hidden_size=32)
+    torch.manual_seed(0)
+    made = cls(target, cls.fresh(target))
+    with TemporaryDirectory() as folder:
+        made.save(Path(folder), "toy")
+        assert kind_of(open_checkpoint(folder)) == name
+        again = cls(target, folder)
+    batch = Progress(PROMPT[:, :-1], PROMPT[:, 1:], [15], target.start(PROMPT[:, :-1], made.taps).hidden)
+    (loss, metrics), (other, _) = made.loss(batch), again.loss(batch)
+    assert "agree_1" in metrics
+    torch.testing.assert_close(loss, other)
+
+
+CHECKS: tuple[Callable[[str], None], ...] = (
+    greedy_output_is_the_baseline,
+    rows_are_independent,
+    a_budget_is_a_ceiling,
+    a_second_start_is_clean,
+    sampling_repeats_with_the_seed,
+    confidence_is_a_probability,
+    words_and_options_are_said,
+    a_saved_head_comes_back,
+)
+
+
+def drafter(name: str, target: Target, **options: Any) -> Method:
+    """With an untrained head or a random draft model where it needs one."""
+    cls = method(reader(name))
+    if not cls.needs_model:
+        return load_drafter(name, target, **options)
+    torch.manual_seed(0)
+    model = cls.fresh(target) if issubclass(cls, Head) else tiny_llama(target.vocab_size)
+    return load_drafter(name, target, model, **options)
+
+
+def tiny_llama(vocab_size: int) -> LlamaForCausalLM:
+    """A random one-layer Llama, the same every time."""
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=256,
+    )
+    model: LlamaForCausalLM = LlamaForCausalLM(config).eval()
+    return model
+
+
+def events(target: Target, drafter: Method, config: GenerationConfig, prompt: Tensor = PROMPT) -> list[StepEvent]:
+    return list(generate(target, drafter, prompt, config))
+
+
+def written(target: Target, drafter: Method, config: GenerationConfig, prompt: Tensor = PROMPT) -> list[list[int]]:
+    """What every row of a batch is given."""
+    said = events(target, drafter, config, prompt)
+    return [[token for event in said for token in event.emitted[row]] for row in range(len(prompt))]
