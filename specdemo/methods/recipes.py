@@ -15,7 +15,7 @@ from specdemo.core.words import suggest
 from specdemo.methods import METHODS, method
 from specdemo.methods.base import Head, Network
 from specdemo.models.load import load_target
-from specdemo.models.machine import device_name
+from specdemo.models.machine import device_name, one_thread
 from specdemo.models.place import pick_device
 from specdemo.models.target import HFTarget
 from specdemo.training.cards import write_card, write_head_card
@@ -92,9 +92,10 @@ def train_head_recipe(
     )
     drafter = untrained(recipe, loaded)
     make_folder(out)
-    material = gather(loaded, cache or out / "cache", drafter.taps, corpus, _plan(drafter, minutes))
-    history = show(train_head(drafter, loaded, material, out, minutes), minutes, name)
-    save_head(drafter, loaded, out, history, material, recipe=name, minutes=minutes)
+    with one_thread(loaded.device):
+        material = gather(loaded, cache or out / "cache", drafter.taps, corpus, _plan(drafter, minutes))
+        history = show(train_head(drafter, loaded, material, out, minutes), minutes, name)
+        save_head(drafter, loaded, out, history, material, recipe=name, minutes=minutes)
     return out
 
 
@@ -147,6 +148,13 @@ def train_live(
     recipe, minutes = head_recipe(name), positive(minutes)
     loaded = load_target(target, kernels="transformers")
     drafter = untrained(recipe, loaded)
+    with one_thread(loaded.device):
+        yield from _live(name, drafter, loaded, minutes, out, cancelled)
+
+
+def _live(
+    name: str, drafter: Head[Network], loaded: HFTarget, minutes: float, out: Path, cancelled: Callable[[], bool]
+) -> Iterator[dict[str, Any]]:
     texts = gathering(loaded, out / "cache", drafter.taps, None, _plan(drafter, minutes))
     while True:
         try:
