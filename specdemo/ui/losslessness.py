@@ -9,6 +9,7 @@ from specdemo.bench.suites import suite
 from specdemo.presets.schema import LIMITS, load_presets, preset
 from specdemo.ui import assets, space
 from specdemo.ui.controls import ACCEPTANCE, whole_number
+from specdemo.ui.heavy import live
 from specdemo.ui.job import Store, Values
 from specdemo.ui.sweep import Sweeping, Sweeps, draw_result
 
@@ -22,6 +23,7 @@ def most_draws() -> int:
 
 def begin(values: Values, last: Sweeping | None) -> Sweeping:
     """The test the controls describe. Raises ValueError with one line."""
+    live()  # brings torch along, under its lock; a preset's methods are checked here
     base = space.fit(preset(values["preset"]))
     if not base.embedded:
         raise ValueError(f"losslessness is tested on the models that ship with the project, not on {base.target[:80]}")

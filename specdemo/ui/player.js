@@ -11,7 +11,7 @@ class Player {
    * @param {(frame: number) => void} [does.cancel]
    * @param {() => number} [does.now] milliseconds
    */
-  constructor({ pace, show, after, request = requestAnimationFrame, cancel = cancelAnimationFrame, now = () => performance.now() }) {
+  constructor({ pace, show, after, request = (draw) => requestAnimationFrame(draw), cancel = (frame) => cancelAnimationFrame(frame), now = () => performance.now() }) {
     this.pace = pace;
     this.show = show;
     this.after = after;

@@ -131,6 +131,7 @@ def conditions(result: Result) -> str:
 
 def begin(values: Values, last: Sweeping | None) -> Sweeping:
     """The sweep the controls describe. Raises ValueError with one line."""
+    live()  # brings torch along, under its lock; a preset's methods are checked here
     asked = admit(from_values(values))
     on = asked.preset if takes(asked.sweep, "preset") else None
     return Sweeping.measuring(", ".join(filter(None, (swept()[asked.sweep].title, on))), asked.suite().run, last)

@@ -21,7 +21,7 @@ PLAN = Plan(text_rows=8, sampled_rows=4, rows_per_shard=4, context=32, sample_le
 
 
 class Next:
-    """Anyone with taps, head, loss and save can be trained."""
+    """Anyone with taps, head, loss, measure and save can be trained."""
 
     taps = (-1,)
 
@@ -34,6 +34,9 @@ class Next:
         p = F.one_hot(batch.outputs[:, 1:], logits.shape[-1]).float() if batch.probs is None else batch.probs[:, 1:]
         agree = (logits.argmax(-1) == p.argmax(-1)).float().mean()
         return F.cross_entropy(logits.flatten(0, 1), p.flatten(0, 1)), {"agree_1": float(agree)}
+
+    def measure(self, batch: Progress) -> None:
+        pass
 
     def save(self, folder: Path, target_name: str) -> None:
         (folder / "saved.txt").write_text(target_name, encoding="utf-8")
