@@ -29,12 +29,13 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
-from specdemo.methods.base import Head, Network, NoOptions, Recipe, as_target
+from specdemo.methods.base import Head, NoOptions, Recipe
 from specdemo.methods.flags import sglang_chain, vllm
 from specdemo.methods.heads.choose import Writing
 from specdemo.methods.heads.formats import mtp as files
 from specdemo.methods.heads.formats.mtp import Convention
 from specdemo.methods.heads.layers import like
+from specdemo.methods.heads.network import Network, as_target
 from specdemo.methods.heads.runtime import Columns, HeadHistory, Rope, unrolled_mask, whole_rows
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
 from specdemo.models.kernels import Stack, fused, layer_class, stacked
