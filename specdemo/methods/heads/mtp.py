@@ -190,7 +190,7 @@ class ParallelHeads(Heads):
         """
         if self._stack:
             ends = at.positions.new_full((len(hidden),), hidden.shape[1] - 1) if at.ends is None else at.ends
-            assert at.rope is not None and at.cache is not None
+            assert at.cache is not None
             states = self._stack(hidden, ends, heads, at.rope, at.mask(), at.cache)
         else:
             every = [at.last(self._run(layer, hidden, at)) for layer in self.layers]
