@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Generator, Tensor, nn
@@ -17,11 +17,12 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
 from specdemo.methods.flags import ServeLine
 from specdemo.methods.heads.choose import Choice
+from specdemo.methods.heads.network import Network
 from specdemo.methods.heads.runtime import HeadHistory
 from specdemo.methods.heads.settle import settle
 from specdemo.models.checkpoints import Checkpoint, open_checkpoint
 from specdemo.models.hub import LoadProgress, silent
-from specdemo.models.packed import dtype_of, pack, packed_bytes
+from specdemo.models.packed import packed_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,42 +104,7 @@ class Learner(Method):
         """What to lower, and metrics: agree_i, how often the i-th token ahead is what the target says."""
 
 
-class Network(nn.Module):
-    """The weights of a head. Files that leave open how they are meant have several `readings`, the likeliest first."""
-
-    note = ""  # which reading was kept, and why
-    readings: tuple[Any, ...] = ()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return dtype_of(self)
-
-    def read_as(self, reading: Any) -> None:
-        """Follow one of `readings` from now on."""
-
-    def hasten(self) -> Self:
-        """Run with fewer and larger operations; from now on it is only read, or else deep copies are trained."""
-        return pack(self)
-
-    def fill(self, tensors: Mapping[str, Tensor], checkpoint: Checkpoint, target: Target, cure: str) -> Self:
-        """Made on the meta device, it takes these tensors, where the target is and in its precision.
-
-        Raises ValueError when one is missing, unknown or of another shape than in `state_dict`.
-        """
-        wanted = {name: tuple(tensor.shape) for name, tensor in self.state_dict().items()}
-        held = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        odd = next((name for name in sorted(wanted | held) if held.get(name) != wanted.get(name)), None)
-        if odd:
-            raise ValueError(
-                f"{checkpoint.name}: {odd} is missing, of another shape or unknown: it is {held.get(odd, 'missing')}, "
-                f"its config asks for {wanted.get(odd, 'no such tensor')}; {cure}"
-            )
-        self.load_state_dict(tensors, assign=True)
-        return as_target(self, target)
-
-
 Net = TypeVar("Net", bound=Network)
-Module = TypeVar("Module", bound=nn.Module)
 
 
 class Head(Learner, Generic[Net]):
@@ -212,8 +178,3 @@ class Head(Learner, Generic[Net]):
     @property
     def history_bytes(self) -> int:
         return 0 if self.history is None else self.history.bytes
-
-
-def as_target(head: Module, target: Target) -> Module:
-    """The head frozen, where the target is and in its precision."""
-    return nn.Module.to(head, target.device, target.dtype).requires_grad_(False).eval()

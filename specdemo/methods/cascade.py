@@ -71,7 +71,7 @@ class Cascade(DraftModel):
         guess = self._guess(depth - 1)
         missing = self._missing()
         logits = self._read_both(missing, guess)
-        verdict = self._rule(guess, to_probs(logits, self._sampling), self._rng)
+        verdict = self._rule(guess, to_probs(logits, self.choice.sampling), self.choice.noise)
         self.model.commit([list(range(len(m) + len(p) - 1)) for m, p in zip(missing, verdict.path, strict=True)])
         tokens, seen = [], []
         ends = zip(verdict.path, guess.tokens.tolist(), verdict.bonus.tolist(), strict=True)
@@ -86,8 +86,7 @@ class Cascade(DraftModel):
             self._go_on(tokens, seen, depth)
             passes += 1
         logits = torch.stack([torch.stack(row) for row in seen])
-        q = None if self._rng is None else to_probs(logits, self._sampling)
-        draft = self._chain(torch.tensor(tokens, device=logits.device), logits, q)
+        draft = self.choice.chain(torch.tensor(tokens, device=logits.device), self.choice.said(logits))
         return replace(draft, notes={"passes": passes})
 
     def _guess(self, depth: int) -> Draft:
@@ -113,7 +112,7 @@ class Cascade(DraftModel):
         fed = torch.tensor(last, device=self.model.device)[:, None]
         logits = self._widened(self.model.forward(fed, fed.new_empty(len(last), 0)).logits[:, -1])
         self.model.commit([[0] if goes_on else [] for goes_on in short])
-        drawn = draw(to_probs(logits, self._sampling), self._rng).tolist()
+        drawn = draw(to_probs(logits, self.choice.sampling), self.choice.noise).tolist()
         for row, goes_on in enumerate(short):
             if goes_on:
                 self._read[row].append(last[row])
@@ -122,5 +121,5 @@ class Cascade(DraftModel):
 
     def _widened(self, logits: Tensor) -> Tensor:
         """Logits over the draft model's vocabulary -> over the target's; the extra entries of either are padding."""
-        logits = logits[..., : self._vocab_size]
-        return nn.functional.pad(logits, (0, self._vocab_size - logits.shape[-1]), value=float("-inf"))
+        logits = logits[..., : self._words.size]
+        return nn.functional.pad(logits, (0, self._words.size - logits.shape[-1]), value=float("-inf"))

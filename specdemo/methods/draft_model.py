@@ -12,15 +12,17 @@ from torch import Generator, Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdemo.core.protocol import Budget, Progress, Target
-from specdemo.core.sampling import Sampling, draw, to_probs
+from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft, chain_parents
 from specdemo.methods import expect, head_of
 from specdemo.methods.base import Learner, NoOptions
 from specdemo.methods.flags import sglang_chain, vllm
+from specdemo.methods.heads.choose import Choice, Vocabulary, Writing
 from specdemo.models.checkpoints import Checkpoint, outline_checkpoint
 from specdemo.models.hub import LoadProgress
 from specdemo.models.load import Incomplete, LoadedModel, load_model
 from specdemo.models.target import HFTarget
+from specdemo.training.losses import likeliest
 
 PROBES = (  # what tokenizers of one vocabulary may still cut differently
     "Once upon a time, there was a little girl named Lily.",
@@ -54,10 +56,9 @@ class DraftModel(Learner):
     def __init__(self, target: Target, model: Any, options: NoOptions | None = None) -> None:
         self.model = _as_target(model, target)
         self.head: nn.Module = self.model.model  # what is trained: the draft model whole
-        self._vocab_size = target.vocab_size
         check_fit(target, self.model)
-        self._sampling = Sampling()
-        self._rng: Generator | None = None
+        self._words = Vocabulary(None, target.vocab_size)
+        self.choice = Choice()
         self._history: list[list[int]] = []  # per row: what the target has committed, the root last
         self._read: list[list[int]] = []  # per row: what the draft's cache holds
         self._agreed: list[int] = []  # per row: a prefix length known to be common to both
@@ -78,8 +79,7 @@ class DraftModel(Learner):
         return self.model.history_bytes
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
-        self._sampling = sampling
-        self._rng = None if sampling.greedy else rng
+        self.choice = Choice(sampling, rng)
         self._history = [[] for _ in range(batch)]
         self._read = [[] for _ in range(batch)]
         self._agreed = [0] * batch
@@ -104,11 +104,10 @@ class DraftModel(Learner):
     def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:
         """Forward KL to the target, in nats per token up to the target's entropy (2310.08461, section 3)."""
         logits = self.head(batch.inputs, use_cache=False).logits.float()
-        shared = min(logits.shape[-1], self._vocab_size)  # beyond are padding rows
+        shared = min(logits.shape[-1], self._words.size)  # beyond are padding rows
         logits = logits[..., :shared].flatten(0, 1)
         wanted = batch.outputs.flatten() if batch.probs is None else batch.probs[..., :shared].flatten(0, 1)
-        best = wanted if batch.probs is None else wanted.argmax(-1)
-        agree = (logits.argmax(-1) == best).float().mean()
+        agree = (logits.argmax(-1) == likeliest(wanted)).float().mean()
         return nn.functional.cross_entropy(logits, wanted), {"agree_1": float(agree)}
 
     def propose(self, budget: Budget) -> Draft:
@@ -119,31 +118,12 @@ class DraftModel(Learner):
         return self._write(depth)
 
     def _write(self, depth: int) -> Draft:
-        logits = self._catch_up()
-        tokens: list[Tensor] = []
-        seen: list[Tensor] = []
-        probs: list[Tensor] = []
-        for level in range(depth):
-            if level:
-                logits = self._read_on(tokens[-1])
-            logits = logits[:, : self._vocab_size]
-            seen.append(logits)
-            if self._rng is None:
-                tokens.append(logits.argmax(-1))
-            else:
-                probs.append(to_probs(logits, self._sampling))
-                tokens.append(draw(probs[-1], self._rng))
-        drafted = torch.stack(tokens, 1)
-        self._written = drafted[:, : depth - 1]
-        return self._chain(drafted, torch.stack(seen, 1), torch.stack(probs, 1) if probs else None)
-
-    def _chain(self, drafted: Tensor, logits: Tensor, q: Tensor | None) -> Draft:
-        """drafted [B, N], logits [B, N, V]; q [B, N, V] when they were drawn."""
-        if q is None:
-            scores = logits.float()
-            return Draft.chain(drafted, confidence=(scores.amax(-1) - scores.logsumexp(-1)).exp())
-        confidence = q.gather(-1, drafted[..., None]).squeeze(-1)
-        return Draft.chain(drafted, self._pad(q), confidence)
+        written, known = Writing(self.choice), self._words.size
+        tokens = written.take(self._catch_up()[:, None, :known])
+        while len(written) < depth:
+            tokens = written.take(self._read_on(tokens)[:, None, :known])
+        self._written = written.tokens[:, : depth - 1]
+        return written.draft(self._words)
 
     def _missing(self) -> list[list[int]]:
         """Crop to the common prefix; per row what is to be read, the root last."""
@@ -178,16 +158,10 @@ class DraftModel(Learner):
         return logits[torch.arange(len(missing), device=logits.device), last]
 
     def _read_on(self, tokens: Tensor) -> Tensor:
-        """tokens [B] -> logits [B, V]"""
-        batch = tokens.shape[0]
-        forward = self.model.forward(tokens[:, None], tokens.new_empty(batch, 0))
-        self.model.commit([[0]] * batch)
+        """tokens [B, 1] -> logits [B, V]"""
+        forward = self.model.forward(tokens, tokens[:, 1:])
+        self.model.commit([[0]] * len(tokens))
         return forward.logits[:, -1]
-
-    def _pad(self, q: Tensor) -> Tensor:
-        """q over the draft's vocabulary -> over the target's; the target's extra entries are padding rows."""
-        missing = self._vocab_size - q.shape[-1]
-        return nn.functional.pad(q, (0, missing)) if missing > 0 else q
 
 
 def _as_target(model: Any, target: Target) -> HFTarget:

@@ -13,10 +13,11 @@ import torch
 from torch import Generator, Tensor
 
 from specdemo.core.protocol import Budget, Progress, Target
-from specdemo.core.sampling import Sampling, draw, to_probs
+from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
 from specdemo.methods import knob
 from specdemo.methods.base import Method
+from specdemo.methods.heads.choose import Choice, Writing
 
 
 @runtime_checkable
@@ -46,25 +47,19 @@ class LayerSkip(Method):
         self.note = f"The first {self.exit_layer} of {target.num_layers} layers draft."
         self._target = target
         self._device = target.device
-        self._sampling = Sampling()
-        self._rng: Generator | None = None
+        self.choice = Choice()
         self._roots = torch.empty(0, 1, dtype=torch.int64)
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
-        self._sampling = Sampling(temperature=1.0) if sampling.greedy else sampling
-        self._rng = None if sampling.greedy else rng
+        self.choice = Choice(sampling, rng)
 
     def observe(self, progress: Progress) -> None:
         last = torch.tensor([max(n - 1, 0) for n in progress.lengths], device=progress.outputs.device)
         self._roots = progress.outputs.gather(1, last[:, None])  # of a finished row any token: its draft is dropped
 
     def propose(self, budget: Budget) -> Draft:
-        chain, probs = self._roots, []
-        for _ in range(min(budget.depth, budget.nodes)):
-            probs.append(to_probs(self._target.shallow(chain, self.exit_layer), self._sampling))
-            chain = torch.cat([chain, draw(probs[-1], self._rng)[:, None]], 1)
-        if not probs:
-            return Draft.empty(len(chain), self._device)
-        q = torch.stack(probs, 1)
-        confidence = q.gather(-1, chain[:, 1:, None]).squeeze(-1)
-        return Draft.chain(chain[:, 1:], None if self._rng is None else q, confidence)
+        chain, written = self._roots, Writing(self.choice)
+        while len(written) < min(budget.depth, budget.nodes):
+            logits = self._target.shallow(chain, self.exit_layer)
+            chain = torch.cat([chain, written.take(logits[:, None])], 1)
+        return written.draft() if written else Draft.empty(len(chain), self._device)

@@ -13,7 +13,8 @@ from torch import nn
 
 from specdemo.core.words import suggest
 from specdemo.methods import METHODS, method
-from specdemo.methods.base import Head, Network
+from specdemo.methods.base import Head
+from specdemo.methods.heads.network import Network
 from specdemo.models.load import load_target
 from specdemo.models.machine import device_name, one_thread
 from specdemo.models.place import pick_device

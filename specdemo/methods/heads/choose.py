@@ -22,22 +22,26 @@ class Choice:
     rng: Generator | None = None
 
     @property
-    def drawn(self) -> bool:
-        return self.rng is not None and not self.sampling.greedy
+    def noise(self) -> Generator | None:
+        """None: nothing is drawn."""
+        return None if self.sampling.greedy else self.rng
 
     def said(self, logits: Tensor) -> Tensor:
         """Logits [..., V] -> what is chosen from: q, or where nothing is drawn the logits themselves."""
-        return to_probs(logits, self.sampling) if self.drawn else logits
+        return to_probs(logits, self.sampling) if self.noise else logits
 
     def token(self, said: Tensor) -> Tensor:
         """[..., V] -> [...]"""
-        return draw(said, self.rng if self.drawn else None)
+        return draw(said, self.noise)
 
-    def chain(self, logits: Tensor, vocabulary: "Vocabulary | None" = None) -> Draft:
-        """logits [B, D, V] of tokens that do not depend on each other"""
-        written = Writing(self)
-        written.take(logits)
-        return written.draft(vocabulary)
+    def chain(self, tokens: Tensor, said: Tensor, vocabulary: "Vocabulary | None" = None) -> Draft:
+        """tokens [B, D] taken from what was said [B, D, W], where `vocabulary` is not the target's."""
+        q = said if self.noise else said.float().softmax(-1)
+        confidence = q.gather(-1, tokens[..., None])[..., 0]
+        if vocabulary is not None:
+            tokens = vocabulary.in_target(tokens)
+            q = vocabulary.spread(q, 0.0) if self.noise else q
+        return Draft.chain(tokens, q if self.noise else None, confidence)
 
 
 class Writing:
@@ -51,21 +55,21 @@ class Writing:
     def __len__(self) -> int:
         return sum(tokens.shape[1] for tokens in self._tokens)
 
+    @property
+    def tokens(self) -> Tensor:
+        """[B, D]"""
+        return self._tokens[0] if len(self._tokens) == 1 else torch.cat(self._tokens, 1)
+
     def take(self, logits: Tensor) -> Tensor:
-        """logits [B, n, V] -> tokens [B, n]"""
+        """logits [B, n, W] -> tokens [B, n]"""
         self._said.append(self._choice.said(logits))
         self._tokens.append(self._choice.token(self._said[-1]))
         return self._tokens[-1]
 
     def draft(self, vocabulary: "Vocabulary | None" = None) -> Draft:
         """vocabulary: of the logits, where it is not the target's."""
-        tokens, said = (parts[0] if len(parts) == 1 else torch.cat(parts, 1) for parts in (self._tokens, self._said))
-        q = said if self._choice.drawn else said.float().softmax(-1)
-        confidence = q.gather(-1, tokens[..., None])[..., 0]
-        if vocabulary is not None:
-            tokens = vocabulary.in_target(tokens)
-            q = vocabulary.spread(q, 0.0) if self._choice.drawn else q
-        return Draft.chain(tokens, q if self._choice.drawn else None, confidence)
+        said = self._said[0] if len(self._said) == 1 else torch.cat(self._said, 1)
+        return self._choice.chain(self.tokens, said, vocabulary)
 
 
 @dataclass(frozen=True, slots=True)

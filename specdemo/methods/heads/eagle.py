@@ -27,13 +27,14 @@ from transformers import DynamicCache, LlamaConfig
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
 from specdemo.methods import expect, knob
-from specdemo.methods.base import Head, Network, Recipe, as_target
+from specdemo.methods.base import Head, Recipe
 from specdemo.methods.flags import Flags, says, sglang, sglang_chain, vllm_config
 from specdemo.methods.grow import grow
 from specdemo.methods.heads.choose import Vocabulary, Writing
 from specdemo.methods.heads.formats import eagle as files
 from specdemo.methods.heads.formats.eagle import Convention, absolute, default_taps
 from specdemo.methods.heads.layers import Layer, below, like, linear
+from specdemo.methods.heads.network import Network, as_target
 from specdemo.methods.heads.runtime import Columns, HeadHistory, Rotary, unrolled_mask, whole_rows
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
 from specdemo.models.packed import RMSNorm, dtype_of

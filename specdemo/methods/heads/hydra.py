@@ -21,12 +21,13 @@ from transformers import LlamaConfig
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
 from specdemo.methods import expect
-from specdemo.methods.base import Recipe, as_target
+from specdemo.methods.base import Recipe
 from specdemo.methods.grow import Shape
 from specdemo.methods.heads.formats import hydra as files
 from specdemo.methods.heads.formats.medusa import check_fit, count
 from specdemo.methods.heads.layers import Layer
 from specdemo.methods.heads.medusa import ALIKE, Chosen, Heads, Medusa
+from specdemo.methods.heads.network import as_target
 from specdemo.methods.heads.runtime import Columns, HeadHistory, Rotary, at_last, whole_rows
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
 from specdemo.models.packed import RMSNorm
@@ -183,7 +184,7 @@ class Hydra(Medusa):
             tokens = chosen[-1][0][:, level.kept]
             paths = torch.cat([paths[:, level.places[level.kept]], self._embed(tokens)], -1)
         drafted, confidence, probs = zip(*chosen, strict=True)
-        return torch.cat(drafted, 1), torch.cat(confidence, 1), None if not self.choice.drawn else torch.cat(probs, 1)
+        return torch.cat(drafted, 1), torch.cat(confidence, 1), torch.cat(probs, 1) if self.choice.noise else None
 
     def _embed(self, tokens: Tensor) -> Tensor:
         embedded: Tensor = self._target.embed(tokens)

@@ -77,7 +77,6 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk.split([self.heads, self.kv_heads], 2)
             qk = torch.cat([self.q_norm(q), self.k_norm(k)], 2)
-        assert at.rope is not None
         q, k = rotated(qk, at.rope).transpose(1, 2).split([self.heads, self.kv_heads], 1)
         v = v.transpose(1, 2)
         if at.cache is not None:
@@ -91,7 +90,7 @@ class Attention(nn.Module):
 
     def remember(self, x: Tensor, at: Columns) -> None:
         """Put the keys and values of x [B, S, D] into the cache, and no more."""
-        assert at.rope is not None and at.cache is not None
+        assert at.cache is not None
         at.cache.update(*self.keys_values(x, at.rope), self.index)
 
     def keys_values(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:

@@ -20,11 +20,12 @@ from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
 from specdemo.methods import expect, knob
-from specdemo.methods.base import Head, Network, Recipe, as_target
+from specdemo.methods.base import Head, Recipe
 from specdemo.methods.flags import vllm
 from specdemo.methods.grow import Shape, chain, fitted, within
 from specdemo.methods.heads.choose import Choice, Vocabulary
 from specdemo.methods.heads.formats import medusa as files
+from specdemo.methods.heads.network import Network, as_target
 from specdemo.methods.heads.runtime import at_last
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
 from specdemo.training.losses import compare, likeliest, steps_loss
@@ -224,7 +225,7 @@ class Medusa(Head[Heads]):
 
     def _choose(self, logits: Tensor, places: Tensor, ranks: Tensor, width: int) -> Chosen:
         """logits [B, P, V] at the places that the nodes are below, places and ranks [N], all ranks below width."""
-        if not self.choice.drawn:
+        if not self.choice.noise:
             chances, ranked = logits.float().softmax(-1).topk(width)
             return ranked[:, places, ranks], chances[:, places, ranks], None
         probs = self.choice.said(logits)[:, places]

@@ -25,11 +25,12 @@ from torch.nn import functional as F
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
 from specdemo.methods import expect, knob
-from specdemo.methods.base import Head, Network, Recipe, as_target
+from specdemo.methods.base import Head, Recipe
 from specdemo.methods.flags import vllm
 from specdemo.methods.grow import pruned
 from specdemo.methods.heads.choose import Vocabulary, Writing
 from specdemo.methods.heads.formats import mlp_speculator as files
+from specdemo.methods.heads.network import Network, as_target
 from specdemo.methods.heads.runtime import at_last
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
 from specdemo.training.losses import compare, steps_loss

@@ -30,12 +30,13 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 from specdemo.core.files import write_text
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
-from specdemo.methods.base import Head, Network, NoOptions, Recipe, as_target
+from specdemo.methods.base import Head, NoOptions, Recipe
 from specdemo.methods.flags import sglang_chain, vllm
 from specdemo.methods.heads.choose import Writing
 from specdemo.methods.heads.formats import mtp as files
 from specdemo.methods.heads.formats.mtp import Convention
 from specdemo.methods.heads.layers import like
+from specdemo.methods.heads.network import Network, as_target
 from specdemo.methods.heads.runtime import Columns, HeadHistory, Rope, unrolled_mask, whole_rows
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
 from specdemo.models.fused import fused, layer_class
@@ -191,7 +192,7 @@ class ParallelHeads(Heads):
         """
         if self._stack:
             ends = at.positions.new_full((len(hidden),), hidden.shape[1] - 1) if at.ends is None else at.ends
-            assert at.rope is not None and at.cache is not None
+            assert at.cache is not None
             states = self._stack(hidden, ends, heads, at.rope, at.mask(), at.cache)
         else:
             every = [at.last(self._run(layer, hidden, at)) for layer in self.layers]

@@ -60,7 +60,7 @@ class Columns:
     """New columns, where they stand and what they see. `inputs` are those that were observed, [B, S, ..] each."""
 
     positions: Tensor  # [B or 1, S]
-    rope: Rope | None = None
+    rope: Rope
     see: Callable[[Kind], Tensor | None] | None = None  # makes masks
     cache: KeyValues | None = None
     inputs: tuple[Tensor, ...] = ()
@@ -68,7 +68,7 @@ class Columns:
     _masks: dict[Kind, Tensor | None] = field(default_factory=dict)
 
     def run(self, network: Callable[..., Said], *inputs: Tensor) -> Said:
-        """The one place where a pass over columns is started: `network(*inputs, columns)`."""
+        """`network(*inputs, columns)`: the one place where a pass is started, and so the one to replay a recording."""
         return network(*inputs, self)
 
     def mask(self, kind: Kind = FULL) -> Tensor | None:
@@ -107,12 +107,7 @@ class HeadHistory:
     """Keys and values of one head."""
 
     def __init__(
-        self,
-        layers: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        angles: Angles | None = None,
-        limit: int = UNLIMITED,
+        self, layers: int, dtype: torch.dtype, device: torch.device, angles: Angles, limit: int = UNLIMITED
     ) -> None:
         """limit: positions there are; slots beyond, which nobody reads, stand on the last one."""
         self._layers, self._dtype, self._device = layers, dtype, device
@@ -213,11 +208,8 @@ class HeadHistory:
         inside = beyond <= self._limit
         if not inside:
             positions, beyond = positions.clamp_max(self._limit - 1), self._limit
-        rope = None
-        if self._angles is not None:
-            cos, sin = self._angles(positions, beyond, inside and len(positions) == 1)
-            rope = cos.to(self._dtype), sin.to(self._dtype)
-        return Columns(positions, rope, see, self._cache)
+        cos, sin = self._angles(positions, beyond, inside and len(positions) == 1)
+        return Columns(positions, (cos.to(self._dtype), sin.to(self._dtype)), see, self._cache)
 
     def _prepared(self, width: int) -> Cursor:
         """With room for `width` columns behind all others."""

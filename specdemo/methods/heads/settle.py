@@ -5,35 +5,20 @@ whose guesses are right most often, the documented one where there is little bet
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator
 
-from specdemo.core.protocol import Progress, Target
+from specdemo.core.protocol import Progress, Target, Trainable
 from specdemo.core.sampling import draw
+from specdemo.methods.heads.network import Network
 
 ROWS, COLUMNS = 8, 48  # of the target's own text
 MARGIN = 0.02  # of the guesses: what is less may be chance, and then the likeliest reading stands
 
 
-class Readable(Protocol):
-    """`methods.base.Network`"""
-
-    note: str
-    readings: tuple[Any, ...]
-
-    def read_as(self, reading: Any) -> None: ...
-
-
-class Guesser(Protocol):
-    taps: tuple[int, ...]
-
-    def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]: ...
-
-
 @torch.no_grad()
-def settle(head: Readable, target: Target, drafter: Callable[[], Guesser]) -> None:
+def settle(head: Network, target: Target, drafter: Callable[[], Trainable]) -> None:
     """Keep the reading by which the head guesses texts of the target best, and note it. `drafter` makes one of the head
     as it is read now."""
     taps: set[int] = set()
