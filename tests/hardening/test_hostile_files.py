@@ -42,7 +42,7 @@ from tests.models.tiny import build
 
 SECONDS = 5.0  # of this process and of its children, whatever else the machine does
 BYTES = 1 << 29  # of address space beside what is taken already
-FEW = settings(max_examples=50)
+FEW = settings(settings.get_profile("hardening"))
 
 
 @contextmanager
