@@ -9,10 +9,12 @@ from collections.abc import Iterator
 
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import Headers
+from starlette.requests import HTTPConnection
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdemo.core.bounds import Bounds, judge
+from specdemo.ui.turns import address
 
 REQUEST = Bounds(1_000_000, 50_000, 10_000)  # of what the page and its API send
 ENVELOPE = 4_096  # bytes around the file in the body of an upload
@@ -55,7 +57,7 @@ class Guard:
             raise Refused(403, "this page takes nothing from another site")
         upload = scope["path"].rstrip("/").endswith("/upload")
         if upload:
-            self._count(_address(scope, headers))
+            self._count(address(HTTPConnection(scope)))
         body = await _body(receive, self._most + ENVELOPE if upload else REQUEST.bytes)
         if upload:
             _check_upload(headers, body)
@@ -85,12 +87,6 @@ def same_origin(headers: Headers) -> bool:
     # a foreign script may forge X-Forwarded-Host, but not what its browser says of it
     within = headers.get("sec-fetch-site", "none") in ("same-origin", "none")
     return origin is None or (within and origin.partition("://")[2] in own)
-
-
-def _address(scope: Scope, headers: Headers) -> str:
-    """The visitor's; behind the proxy of a Space the one that the proxy added, which the visitor cannot choose."""
-    forwarded = headers.get("x-forwarded-for", "") if os.environ.get("SPACE_ID") else ""
-    return forwarded.rpartition(",")[2].strip() or (scope.get("client") or ("",))[0]
 
 
 async def _body(receive: Receive, most: int) -> bytes:

@@ -21,6 +21,7 @@ from gradio.queueing import Event, Queue
 from gradio.route_utils import get_fn
 from gradio.server_messages import EstimationMessage, EventMessage
 from gradio.utils import LRUCache
+from starlette.requests import HTTPConnection
 
 from specdemo.ui import space
 from specdemo.ui.job import ENGINE
@@ -143,7 +144,7 @@ class FairQueue(Queue):
         return ""
 
 
-def address(request: fastapi.Request) -> str:
+def address(request: HTTPConnection) -> str:
     """Where a call came from. On a public page, behind a proxy, the last public hop: those before it may be made up by
     the caller."""
     hops = request.headers.get("x-forwarded-for", "").split(",") if space.public() else []
