@@ -62,6 +62,8 @@ class Knob:
         """The value in this knob's type. Raises ValueError with the range."""
         if isinstance(value, str) and self.type in (int, float):
             value = _number(self.name, value, self.type)
+        if isinstance(value, str) and self.type is bool:  # as links and the command line write it
+            value = {"true": True, "false": False}.get(value.lower(), value)
         if self.type is float and type(value) is int:
             value = float(value)
         if type(value) is not self.type:

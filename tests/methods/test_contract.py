@@ -44,6 +44,9 @@ def test_unknown_names_are_answered_with_the_cure():
         validate_options("ngram", {"max_n": 99})
     with pytest.raises(ValueError, match="must be a number"):
         validate_options("ngram", {"max_n": "many"})
+    assert validate_options("suffix", {"remember": "True"})["remember"] is True
+    with pytest.raises(ValueError, match="option 'remember' must be of type bool, not 'yes'"):
+        validate_options("suffix", {"remember": "yes"})
     with pytest.raises(ValueError, match="needs a model"):
         load_drafter("draft_model", ToyTarget(16))
     with pytest.raises(ValueError, match="takes no model"):
