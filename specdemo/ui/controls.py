@@ -7,32 +7,32 @@ title, its options) is filled in by the first events of a visitor.
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
 
+from specdemo.engine.comparison import Comparison, Lane, Settings, bounds, choices, kind, linked, settings
 from specdemo.methods import BASELINE, METHODS, Knob, knobs, method, reader
+from specdemo.presets.files import DEFAULT, EMBEDDED, Preset, allowed_models, load_presets, preset
+from specdemo.presets.limits import LIMITS
 from specdemo.presets.runnable import nearest_runnable, why_not
-from specdemo.presets.schema import DEFAULT, EMBEDDED, LIMITS, LaneConfig, Preset, allowed_models, load_presets, preset
 from specdemo.servers.address import host, listed
 from specdemo.ui import assets, heavy, space
 from specdemo.ui.job import QUIET, Values, named
 
 LANES = LIMITS.lanes - 1
 NUMBERS = range(1, LANES + 1)
-PROMPT = ("target", "prompt", "chat", "system")
-WHOLE = (*PROMPT, "temperature", "top_p", "top_k", "min_p", "seed", "max_new_tokens", "schedule")
-LANE = ("method", "model", "k", "acceptance", "options", "server")
+WHOLE = tuple(linked(Comparison))
+LANE = tuple(name for name in linked(Lane) if name != "name")
 NAMES = ("preset", "count", *WHOLE, *(f"{name}-{n}" for n in NUMBERS for name in LANE))
 DRAWN = tuple(f"drawn-{n}" for n in NUMBERS)
 HERE = ("this machine", "")
 FOLDED = ("chat", "temperature", "top_p", "top_k", "min_p", "max_new_tokens", "schedule")  # named where it is folded
-COUNTS = ("top_k", "seed", "max_new_tokens")  # whole numbers, which a browser may send as 4.0
+FOLDED_AWAY = [name for name, setting in settings(Comparison).items() if setting.label]  # in the accordion
 CHAT, TEXT = "chat", "text"
-ACCEPTANCE = [("lossless", "lossless"), ("typical (lossy)", "typical")]
 DRAFTING = [name for name in METHODS if name != BASELINE]
 TRAINED: list[str] = []  # folders of the heads that this process's visitors trained on the page
 
@@ -189,8 +189,7 @@ def from_values(values: Values, allow_any_model: bool = False) -> Preset:
     """The comparison the controls describe. Raises ValueError with one line."""
     heavy.live()
     base = preset(values["preset"])
-    changes = {name: values[name] for name in WHOLE}
-    changes |= {name: whole_number(name, changes[name]) for name in COUNTS}
+    changes = _counts(Comparison, {name: values[name] for name in WHOLE})
     usual = base.chat if changes["target"] == base.target else None
     asked = changes["chat"]
     changes["chat"] = usual if asked == _prompt_as(changes["target"], usual) else asked == CHAT
@@ -235,9 +234,9 @@ def default_draft(target: str) -> str:
     return next((model for name, model in pairs if name == target), pairs[0][1])
 
 
-def new_lane(target: str) -> LaneConfig:
+def new_lane(target: str) -> Lane:
     """What a lane that is added starts as."""
-    return LaneConfig(method=DRAFTING[0], model=default_draft(target))
+    return Lane(method=DRAFTING[0], model=default_draft(target))
 
 
 def whole_number(name: str, value: Any) -> int:
@@ -245,6 +244,11 @@ def whole_number(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
         raise ValueError(f"{name} must be a whole number, not {value!r}")
     return int(value)
+
+
+def _counts(of: type[Settings], values: Values) -> Values:
+    """The values of a comparison or a lane, whole numbers as such."""
+    return {name: whole_number(name, value) if kind(of, name) is int else value for name, value in values.items()}
 
 
 def draw(start: Preset, allow_any_model: bool) -> Controls:
@@ -324,49 +328,27 @@ def draw_chat(start: Preset) -> dict[str, gr.components.Component]:
 
 
 def draw_sampling(start: Preset) -> dict[str, gr.components.Component]:
-    """The controls of the accordion, by the names of WHOLE."""
+    """The controls of the accordion, four in a row, by the names of WHOLE."""
     shown: dict[str, gr.components.Component] = {}
-    with gr.Row():
-        for name, label, low, high, step, info in (
-            ("temperature", "Temperature", 0, LIMITS.temperature, 0.05, "0: greedy"),
-            ("top_p", "Top-p", 0.01, 1, 0.01, "1: off"),
-            ("top_k", "Top-k", 0, LIMITS.top_k, 1, "0: off"),
-            ("min_p", "Min-p", 0, 0.99, 0.01, "0: off"),
-        ):
-            value = getattr(start, name)
-            shown[name] = gr.Slider(low, high, value, step=step, label=label, info=info, elem_id=name, min_width=150)
-    with gr.Row():
-        shown["seed"] = gr.Number(start.seed, precision=0, label="Seed", info="the same in every lane", elem_id="seed")
-        shown["max_new_tokens"] = gr.Slider(
-            1,
-            space.limits().max_new_tokens,
-            start.max_new_tokens,
-            step=1,
-            label="New tokens",
-            info="at most",
-            elem_id="max_new_tokens",
-        )
-        shown["schedule"] = gr.Radio(
-            [("race: step by step in turn", "race"), ("sequential: one after the other", "sequential")],
-            value=start.schedule,
-            label="Schedule",
-            info="in both, a lane's clock counts its own device time alone",
-            elem_id="schedule",
-        )
+    for first in range(0, len(FOLDED_AWAY), 4):
+        with gr.Row():
+            for name in FOLDED_AWAY[first : first + 4]:
+                shown[name] = draw_setting(Comparison, name, getattr(start, name), elem_id=name)
     return shown
 
 
-def _draw_lane(n: int, lane: LaneConfig, start: Preset, allow_any_model: bool) -> dict[str, Any]:
+def _draw_lane(n: int, lane: Lane, start: Preset, allow_any_model: bool) -> dict[str, Any]:
     """The controls of a lane by the names of LANE, and `drawn`."""
     names = [(name.replace("_", " ").capitalize(), name) for name in DRAFTING]  # until `titles` comes
     model, seen = _model(lane, start.target), lane.model is not None
     return {
         "method": gr.Dropdown(names, value=lane.method, label="Method", min_width=150, elem_id=f"method-{n}"),
         "model": _model_choice("Drafter weights", model, f"model-{n}", allow_any_model, seen),
-        "k": gr.Slider(1, space.limits().k, lane.k, step=1, label="Draft length k", min_width=170, elem_id=f"k-{n}"),
-        "acceptance": gr.Dropdown(
-            ACCEPTANCE, value=lane.acceptance, label="Acceptance", min_width=140, elem_id=f"acceptance-{n}"
-        ),
+        **{
+            name: draw_setting(Lane, name, getattr(lane, name), elem_id=f"{name}-{n}")
+            for name, setting in settings(Lane).items()
+            if setting.label
+        },
         "options": gr.State(dict(lane.options)),
         "server": gr.Dropdown(
             _servers(lane.server),
@@ -404,18 +386,43 @@ def _servers(chosen: str | None) -> list[tuple[str, str]]:
     return [HERE, *((f"server {host(name)}", name) for name in named)]
 
 
+def draw_setting(of: type[Settings], name: str, value: Any, **place: Any) -> gr.components.Component:
+    """The control that suits a field, within the limits of this page. place: elem_id, scale, min_width."""
+    setting = settings(of)[name]
+    low, high = bounds(of, name, setting.step or 0) if setting.step else (None, None)
+    high = asdict(space.limits()).get(name, high)
+    whole = of is Comparison
+    words = {"label": setting.label, "info": (setting.info or setting.help.rstrip(".")) if whole else None, **place}
+    choose = gr.Radio if whole else gr.Dropdown
+    return _control(kind(of, name), value, low, high, setting.step, choices(of, name), choose, **words)
+
+
 def _draw_knob(knob: Knob, value: Any, number: int) -> Any:
     """The control that suits an option."""
-    words: dict[str, Any] = {"label": knob.name, "info": knob.help, "interactive": True}
-    words["elem_id"] = f"option-{knob.name}-{number}"
-    if knob.type is bool:
+    words = {"label": knob.name, "info": knob.help, "interactive": True, "elem_id": f"option-{knob.name}-{number}"}
+    named = [(choice, choice) for choice in knob.choices]
+    return _control(knob.type, value, knob.low, knob.high, knob.step, named, gr.Dropdown, **words)
+
+
+def _control(
+    type: type,
+    value: Any,
+    low: float | None,
+    high: float | None,
+    step: float | None,
+    named: list[tuple[str, str]],
+    choose: Callable[..., gr.components.Component],
+    **words: Any,
+) -> gr.components.Component:
+    """named: labels and values of the choices, which `choose` shows."""
+    if type is bool:
         return gr.Checkbox(value, **words)
-    if knob.choices:
-        return gr.Dropdown(list(knob.choices), value=value, **words)
-    if knob.low is not None and knob.high is not None:
-        return gr.Slider(knob.low, knob.high, value, step=knob.step, **words)
-    if knob.type in (int, float):
-        return gr.Number(value, precision=0 if knob.type is int else None, **words)
+    if named:
+        return choose(named, value=value, **words)
+    if low is not None and high is not None:
+        return gr.Slider(low, high, value, step=step, **words)
+    if type in (int, float):
+        return gr.Number(value, precision=0 if type is int else None, **words)
     return gr.Textbox(value, **words)
 
 
@@ -485,22 +492,21 @@ def _shown(count: int) -> Values:
     return {"count": count, **buttons, **{f"lane-{n}": gr.update(visible=n <= count) for n in NUMBERS}}
 
 
-def _padded(chosen: Preset) -> list[LaneConfig | None]:
+def _padded(chosen: Preset) -> list[Lane | None]:
     return [*chosen.lanes, *[None] * (LANES - len(chosen.lanes))]
 
 
-def _model(lane: LaneConfig, target: str) -> str:
+def _model(lane: Lane, target: str) -> str:
     return lane.model or default_draft(target)
 
 
-def _lane_config(lane: Values, named: Sequence[LaneConfig]) -> Values:
+def _lane_config(lane: Values, named: Sequence[Lane]) -> Values:
     """One lane's controls as data; it keeps the name the preset gave it as long as it is the same method and model."""
     name, server = lane["method"], lane["server"]
     options = _known(name, lane["options"])
     model = (lane["model"] or None) if needs_model(name, options) else None
-    return lane | {
+    return _counts(Lane, lane) | {
         "model": model,
-        "k": whole_number("k", lane["k"]),
         "options": options,
         "name": next((lane.name for lane in named if (lane.method, lane.model) == (name, model)), ""),
         "server": server or None,

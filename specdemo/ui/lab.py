@@ -13,7 +13,8 @@ from typing import Any, ClassVar, Protocol
 
 import gradio as gr
 
-from specdemo.presets.schema import DEFAULT, LaneConfig, preset
+from specdemo.engine.comparison import Lane
+from specdemo.presets.files import DEFAULT, preset
 from specdemo.ui import assets, losslessness, space
 from specdemo.ui.controls import TRAINED, Controls, fill
 from specdemo.ui.heavy import live
@@ -113,7 +114,7 @@ class Lab(Jobs[Training]):
 
 def race_with(method: str, folder: str, drawn: Mapping[str, int]) -> Values:
     """Updates of `Controls.parts`: the first preset, with this head as its only lane."""
-    lane = LaneConfig(method=method, model=folder)
+    lane = Lane(method=method, model=folder)
     return fill(preset(DEFAULT).with_changes(lanes=[lane.model_dump()]), drawn)
 
 

@@ -24,18 +24,10 @@ from starlette.middleware import Middleware
 
 from specdemo.bench.look import FONTS, LINES, axis, layout
 from specdemo.core.trace import to_json
+from specdemo.presets.files import DEFAULT, Preset, load_presets, preset
+from specdemo.presets.limits import LIMITS
+from specdemo.presets.link import from_query, is_link, is_sweep, to_query
 from specdemo.presets.recorded import recorded
-from specdemo.presets.schema import (
-    DEFAULT,
-    LIMITS,
-    Preset,
-    from_query,
-    is_link,
-    is_sweep,
-    load_presets,
-    preset,
-    to_query,
-)
 from specdemo.ui import assets, controls, headers, lab, space, sweep, turns
 from specdemo.ui.controls import Controls, address, changed, fill_untouched, from_values, wire_share
 from specdemo.ui.guard import ENVELOPE, WINDOW_S, Guard
@@ -69,7 +61,7 @@ class Visits(Jobs[Log]):
 
     def race(self, request: gr.Request, values: Values) -> Iterator[Values]:
         """The growing log of a run, or one that says why there is none."""
-        yield from self.run(request, lambda last: Race(from_values(values, self._any).spec(), last))
+        yield from self.run(request, lambda last: Race(from_values(values, self._any).checked(), last))
 
     def follow(self, request: gr.Request, values: Values) -> Iterator[Values]:
         """The growing log of the chat's next turn, or one that says why there is none."""
@@ -77,7 +69,7 @@ class Visits(Jobs[Log]):
         def begin(last: Log | None) -> Race:
             if last is None or last.spec is None or last.trace is None or last.recorded:
                 raise ValueError("there is no chat to go on with; press Run first")
-            base = space.fit(preset(last.spec.preset))
+            base = space.fit(preset(last.spec.id))
             message = space.admit(base.with_changes(prompt=values["message"])).prompt
             return Race(live().follow_up(last.spec, last.trace, message), last)
 
@@ -168,7 +160,7 @@ def _free_memory() -> None:
 
 def _lanes(chosen: Preset) -> str:
     """A log that shows the lanes of a preset, empty."""
-    return waiting([live().lane_name(lane) for lane in chosen.spec().lanes])
+    return waiting([live().lane_name(lane) for lane in chosen.checked().lanes])
 
 
 @lru_cache
@@ -345,7 +337,7 @@ def _endpoints(allow_any_model: bool) -> None:
 
 def _asked(preset_id: str, overrides: dict[str, Any] | None, allow_any_model: bool) -> Any:
     try:
-        return changed(preset_id, overrides, allow_any_model).spec()
+        return changed(preset_id, overrides, allow_any_model).checked()
     except ValueError as error:
         raise gr.Error(str(error), print_exception=False) from None
 

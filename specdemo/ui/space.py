@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import yaml
 
 from specdemo.core.bounds import FILE, PUBLIC_FILE, Bounds
-from specdemo.presets.schema import EMBEDDED, FOLDER, LIMITS, Limits, Preset, load_presets
+from specdemo.presets.files import EMBEDDED, FOLDER, Preset, load_presets
+from specdemo.presets.limits import LIMITS, PUBLIC, Limits
 
 if TYPE_CHECKING:
-    from specdemo.engine.spec import RunSpec
+    from specdemo.engine.comparison import Comparison
 
 README = FOLDER.parent / "README.md"
-PUBLIC = Limits(max_new_tokens=256, k=10, lanes=3, prompt=4000, sweep_repeats=3)
 NODES = 64  # of a draft tree, so that the trace of the longest run opens here again
 START_S = 10  # until a lent GPU has the weights and every lane is warm
 BACK_S = 2  # a run ends itself so long before the GPU is taken away
@@ -68,7 +68,7 @@ def lent(duration: Callable[..., int]) -> Callable[[Function], Function]:
     return decorator
 
 
-def seconds(spec: "RunSpec") -> int:
+def seconds(spec: "Comparison") -> int:
     """What a run may take at the most, loaded models given: the shorter the estimate, the sooner a GPU is lent."""
     rate = EMBEDDED_RATE if spec.target in EMBEDDED else RATE
     return min(LEND_S, START_S + ceil((len(spec.lanes) + 1) * spec.max_new_tokens / rate))

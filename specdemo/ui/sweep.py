@@ -16,12 +16,8 @@ import gradio as gr
 from specdemo.bench.plot import figure
 from specdemo.bench.result import SCHEMA, Result, read_result
 from specdemo.bench.suites import Sweep, swept, takes
-from specdemo.presets.schema import (
-    DEFAULT,
-    is_sweep,
-    load_presets,
-    preset,
-)
+from specdemo.presets.files import DEFAULT, load_presets, preset
+from specdemo.presets.link import is_sweep
 from specdemo.ui import assets, space
 from specdemo.ui.controls import address, whole_number, wire_share
 from specdemo.ui.heavy import live
@@ -173,9 +169,8 @@ class Sweeps(Jobs[Sweeping]):
 
 def from_values(values: Values) -> Sweep:
     """The sweep the controls describe. Raises ValueError with one line."""
-    return Sweep().with_changes(
-        **values | {name: whole_number(name, values[name]) for name in ("repeats", "new_tokens")}
-    )
+    counts = {name: whole_number(name, values[name]) for name in ("repeats", "new_tokens")}
+    return Sweep().changed(**values | counts)
 
 
 def admit(asked: Sweep) -> Sweep:
@@ -184,7 +179,7 @@ def admit(asked: Sweep) -> Sweep:
     most = space.limits().sweep_repeats
     if asked.repeats > most:
         raise ValueError(f"this public page repeats a sweep {most} times at most, not {asked.repeats}; {space.HOME}")
-    reason = live().no_gpu(preset(asked.preset).spec()) if space.public() else ""
+    reason = live().no_gpu(preset(asked.preset).checked()) if space.public() else ""
     if reason:
         raise ValueError(f"{reason}; {space.HOME}")
     return asked

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from specdemo.presets.schema import preset
+from specdemo.presets.files import preset
 from specdemo.ui import live, space, sweep
 from specdemo.ui.controls import changed, from_values, to_values
 from specdemo.ui.headers import policy
@@ -115,7 +115,7 @@ def test_what_a_draft_learned_from_one_visitor_is_forgotten_before_the_next(publ
     said = []
     engine = SimpleNamespace(unlearn=lambda: said.append("unlearn"), stream=lambda *_: said.append("run") or iter(()))
     monkeypatch.setattr(live, "session", lambda: engine)
-    list(live.run(preset("embedded-draft").spec(), live.Log()))
+    list(live.run(preset("embedded-draft").checked(), live.Log()))
     assert said == ["unlearn", "run"]
 
 

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +11,7 @@ import pytest
 import yaml
 
 from specdemo.bench.suites import Sweep
-from specdemo.presets.schema import load_presets, preset
+from specdemo.presets.files import load_presets, preset
 from specdemo.ui import live, space, sweep
 from specdemo.ui.controls import changed
 from specdemo.ui.log import Log, replayed
@@ -22,7 +21,7 @@ from tests.traces import hostile_trace
 ZERO_GPU = """
 import json, os, sys
 import torch
-from specdemo.presets.schema import preset
+from specdemo.presets.files import preset
 from specdemo.ui import live
 from specdemo.ui.log import Log
 
@@ -30,18 +29,18 @@ chosen = preset("embedded-draft").with_changes(max_new_tokens=12)
 live.preload([chosen])
 assert live.ELSEWHERE and not torch.cuda.is_initialized()
 done, stopped, refused = Log(), Log(), Log()
-outputs = list(live.run(chosen.spec(), done))
+outputs = list(live.run(chosen.checked(), done))
 
-running = live.run(chosen.with_changes(max_new_tokens=400).spec(), stopped)
+running = live.run(chosen.with_changes(max_new_tokens=400).checked(), stopped)
 while "step" not in next(running):
     pass
 running.close()
 stopped.stop()
 
 os.environ["REFUSED"] = "You have exceeded your GPU quota (13s requested vs. 0s left)"
-list(live.run(chosen.spec(), refused))
+list(live.run(chosen.checked(), refused))
 try:
-    live.compare(chosen.spec())
+    live.compare(chosen.checked())
 except ValueError as error:
     compared = str(error)
 json.dump([outputs[-1], done.trace.comparison[0], stopped.text, refused.text, refused.recorded, compared], sys.stdout)
@@ -79,9 +78,9 @@ def test_without_zero_gpu_nothing_is_lent(monkeypatch):
 
 
 def test_the_estimate_grows_with_the_run_and_stays_below_what_is_lent():
-    short, long = (preset("embedded-draft").with_changes(max_new_tokens=n).spec() for n in (32, 1024))
+    short, long = (preset("embedded-draft").with_changes(max_new_tokens=n).checked() for n in (32, 1024))
     assert space.seconds(short) < space.seconds(long) < space.LEND_S
-    large = load_presets()["qwen3-8b"].spec()
+    large = load_presets()["qwen3-8b"].checked()
     assert space.seconds(long) < space.seconds(large) <= space.LEND_S
 
 
@@ -148,7 +147,7 @@ def test_a_link_never_runs_anything_and_is_cut_to_what_is_public(public, monkeyp
 
 
 def qwen(**changes):
-    return replace(load_presets()["qwen3-8b"].spec(), **changes)
+    return load_presets()["qwen3-8b"].model_copy(update=changes)
 
 
 def recorded_qwen(preset_id):
