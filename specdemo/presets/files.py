@@ -17,7 +17,7 @@ from specdemo.engine.comparison import Comparison, Lane, Name, Settings, known_m
 from specdemo.methods import reader
 from specdemo.presets.reading import read_yaml
 
-INSTALLED = Path(__file__).parent / "files"  # where a wheel has them
+INSTALLED = Path(__file__).parent / "installed"  # where a wheel has them
 FOLDER = INSTALLED if INSTALLED.is_dir() else Path(__file__).parents[2] / "presets"
 DEFAULT = "embedded-draft"
 EMBEDDED = (

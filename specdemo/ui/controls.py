@@ -31,7 +31,7 @@ NAMES = ("preset", "count", *WHOLE, *(f"{name}-{n}" for n in NUMBERS for name in
 DRAWN = tuple(f"drawn-{n}" for n in NUMBERS)
 HERE = ("this machine", "")
 FOLDED = ("chat", "temperature", "top_p", "top_k", "min_p", "max_new_tokens", "schedule")  # named where it is folded
-FOLDED_AWAY = [name for name, setting in settings(Comparison).items() if setting.label]  # in the accordion
+SAMPLING = [name for name, setting in settings(Comparison).items() if setting.label]  # in the accordion
 CHAT, TEXT = "chat", "text"
 DRAFTING = [name for name in METHODS if name != BASELINE]
 TRAINED: list[str] = []  # folders of the heads that this process's visitors trained on the page
@@ -330,9 +330,9 @@ def draw_chat(start: Preset) -> dict[str, gr.components.Component]:
 def draw_sampling(start: Preset) -> dict[str, gr.components.Component]:
     """The controls of the accordion, four in a row, by the names of WHOLE."""
     shown: dict[str, gr.components.Component] = {}
-    for first in range(0, len(FOLDED_AWAY), 4):
+    for first in range(0, len(SAMPLING), 4):
         with gr.Row():
-            for name in FOLDED_AWAY[first : first + 4]:
+            for name in SAMPLING[first : first + 4]:
                 shown[name] = draw_setting(Comparison, name, getattr(start, name), elem_id=name)
     return shown
 
