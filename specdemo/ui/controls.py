@@ -16,11 +16,12 @@ import gradio as gr
 
 from specdemo.engine.comparison import Comparison, Lane, Settings, bounds, choices, kind, linked, settings
 from specdemo.methods import BASELINE, METHODS, Knob, knobs, method, reader
+from specdemo.presets import limits
 from specdemo.presets.files import DEFAULT, EMBEDDED, Preset, allowed_models, load_presets, preset
 from specdemo.presets.limits import LIMITS
 from specdemo.presets.runnable import nearest_runnable, why_not
 from specdemo.servers.address import host, listed
-from specdemo.ui import assets, heavy, space
+from specdemo.ui import assets, heavy
 from specdemo.ui.job import QUIET, Values, named
 
 LANES = LIMITS.lanes - 1
@@ -151,7 +152,7 @@ def fill_untouched(chosen: Preset, start: Preset, now: Values) -> Values:
 
 
 def _choose(_: gr.Request, values: Values) -> Values:
-    return fill(space.fit(preset(values["id"] or DEFAULT)), values)
+    return fill(limits.fit(preset(values["id"] or DEFAULT)), values)
 
 
 def about(chosen: Preset) -> str:
@@ -195,7 +196,7 @@ def from_values(values: Values, allow_any_model: bool = False) -> Preset:
     changes["chat"] = usual if asked == _prompt_as(changes["target"], usual) else asked == CHAT
     lanes = [{name: values[f"{name}-{n}"] for name in LANE} for n in NUMBERS[: int(values["count"])]]
     changes["lanes"] = [_lane_config(lane, base.lanes[i : i + 1]) for i, lane in enumerate(lanes)]
-    return space.admit(check_models(base.with_changes(**changes), allow_any_model))
+    return limits.admit(check_models(base.with_changes(**changes), allow_any_model))
 
 
 def changed(preset_id: str, overrides: dict[str, Any] | None, allow_any_model: bool) -> Preset:
@@ -203,7 +204,7 @@ def changed(preset_id: str, overrides: dict[str, Any] | None, allow_any_model: b
     heavy.live()
     if not isinstance(overrides or {}, Mapping):
         raise ValueError(f"overrides must be an object of settings, not {overrides!r:.40}")
-    return space.admit(check_models(space.fit(preset(preset_id)).with_changes(**(overrides or {})), allow_any_model))
+    return limits.admit(check_models(limits.fit(preset(preset_id)).with_changes(**(overrides or {})), allow_any_model))
 
 
 def check_models(chosen: Preset, allow_any_model: bool) -> Preset:
@@ -282,7 +283,7 @@ def draw(start: Preset, allow_any_model: bool) -> Controls:
 
 def draw_prompt(start: Preset) -> gr.Textbox:
     return gr.Textbox(
-        start.prompt, label="Prompt", lines=2, max_lines=10, max_length=space.limits().prompt, elem_id="prompt", scale=5
+        start.prompt, label="Prompt", lines=2, max_lines=10, max_length=limits.here().prompt, elem_id="prompt", scale=5
     )
 
 
@@ -318,7 +319,7 @@ def draw_chat(start: Preset) -> dict[str, gr.components.Component]:
             "system": gr.Textbox(
                 start.system,
                 label="System prompt",
-                max_length=space.limits().prompt,
+                max_length=limits.here().prompt,
                 visible=words["interactive"],
                 elem_id="system",
                 min_width=320,
@@ -390,7 +391,7 @@ def draw_setting(of: type[Settings], name: str, value: Any, **place: Any) -> gr.
     """The control that suits a field, within the limits of this page. place: elem_id, scale, min_width."""
     setting = settings(of)[name]
     low, high = bounds(of, name, setting.step or 0) if setting.step else (None, None)
-    high = asdict(space.limits()).get(name, high)
+    high = asdict(limits.here()).get(name, high)
     whole = of is Comparison
     words = {"label": setting.label, "info": (setting.info or setting.help.rstrip(".")) if whole else None, **place}
     choose = gr.Radio if whole else gr.Dropdown
@@ -467,7 +468,7 @@ def _chat_updates(target: str, chat: bool | None, system: str = "") -> Values:
 
 def _offered() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """Labels and values of the chips and of the list beside them."""
-    offered = space.at_hand() if space.public() else load_presets().values()
+    offered = limits.at_hand() if limits.public() else load_presets().values()
     few = [(p.chip, p.id) for p in offered if p.chip]
     return few, [(f"{p.group or ''} {p.title}".strip(), p.id) for p in offered if not p.chip]
 
@@ -478,7 +479,7 @@ def _picked(chosen: Preset) -> tuple[str | None, str]:
 
 
 def _most_lanes() -> int:
-    return space.limits().lanes - 1
+    return limits.here().lanes - 1
 
 
 def _count_on(more: int, _: gr.Request, values: Values) -> Values:

@@ -14,8 +14,9 @@ from typing import Any, ClassVar, Protocol
 import gradio as gr
 
 from specdemo.engine.comparison import Lane
+from specdemo.presets import limits
 from specdemo.presets.files import DEFAULT, preset
-from specdemo.ui import assets, losslessness, space
+from specdemo.ui import assets, losslessness
 from specdemo.ui.controls import TRAINED, Controls, fill
 from specdemo.ui.heavy import live
 from specdemo.ui.job import QUIET, Engine, Job, Jobs, Store, Values, named, wire
@@ -52,7 +53,7 @@ def trainer() -> Trainer:
 
 def allowed() -> bool:
     """False on a public machine."""
-    return not space.public()
+    return not limits.public()
 
 
 class Training(Job):

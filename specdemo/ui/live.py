@@ -10,6 +10,7 @@ from specdemo.core.trace import RunTrace
 from specdemo.engine.comparison import Comparison
 from specdemo.engine.lanes import lane_name
 from specdemo.engine.session import follow_up, session
+from specdemo.presets import limits
 from specdemo.presets.files import EMBEDDED, Preset
 from specdemo.presets.recorded import recorded
 from specdemo.ui import space
@@ -38,7 +39,7 @@ def _play(spec: Comparison, log: Log | None) -> Generator[Lines, None, None]:
     """The run, 15 times a second what is new of it; `log` learns of the engine where both are in one process."""
 
     def work(cancelled: Callable[[], bool], loading: Callable[[float, str], None]) -> Iterator[Any]:
-        if space.public():
+        if limits.public():
             session().unlearn()  # what a draft learned from one visitor's text is not shown to another
         return session().stream(spec, cancelled, loading)
 
@@ -60,7 +61,7 @@ def run(spec: Comparison, log: Log) -> Iterator[str]:
     """
     log.spec = spec
     reason = no_gpu(spec)
-    if reason and space.public():  # trying all the same would keep a shared machine busy
+    if reason and limits.public():  # trying all the same would keep a shared machine busy
         log.add([Failed(reason)])
     else:
         try:

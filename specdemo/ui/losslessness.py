@@ -7,8 +7,9 @@ import gradio as gr
 from specdemo.bench.base import ROWS
 from specdemo.bench.suites import suite
 from specdemo.engine.comparison import Comparison, Lane
+from specdemo.presets import limits
 from specdemo.presets.files import load_presets, preset
-from specdemo.ui import assets, space
+from specdemo.ui import assets
 from specdemo.ui.controls import draw_setting, whole_number
 from specdemo.ui.job import Store, Values
 from specdemo.ui.sweep import Sweeping, Sweeps, draw_result
@@ -18,15 +19,15 @@ START = "embedded-sampling"
 
 
 def most_draws() -> int:
-    return ROWS * space.limits().sweep_repeats
+    return ROWS * limits.here().sweep_repeats
 
 
 def begin(values: Values, last: Sweeping | None) -> Sweeping:
     """The test the controls describe. Raises ValueError with one line."""
-    base = space.fit(preset(values["preset"]))
+    base = limits.fit(preset(values["preset"]))
     if not base.embedded:
         raise ValueError(f"losslessness is tested on the models that ship with the project, not on {base.target[:80]}")
-    chosen = space.admit(base.with_changes(**{name: values[name] for name in ("acceptance", "temperature", "top_p")}))
+    chosen = limits.admit(base.with_changes(**{name: values[name] for name in ("acceptance", "temperature", "top_p")}))
     draws = whole_number("continuations", values["draws"])
     if not ROWS <= draws <= most_draws():
         raise ValueError(f"continuations must be {ROWS} to {most_draws()} on this page, not {draws}")

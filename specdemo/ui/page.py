@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
+from specdemo.presets import limits
 from specdemo.ui import space
 
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
-if space.public() and not space.zero_gpu():
+if limits.public() and not space.zero_gpu():
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no visitor makes a public machine fetch anything
 
 import gradio as gr
@@ -69,8 +70,8 @@ class Visits(Jobs[Log]):
         def begin(last: Log | None) -> Race:
             if last is None or last.spec is None or last.trace is None or last.recorded:
                 raise ValueError("there is no chat to go on with; press Run first")
-            base = space.fit(preset(last.spec.id))
-            message = space.admit(base.with_changes(prompt=values["message"])).prompt
+            base = limits.fit(preset(last.spec.id))
+            message = limits.admit(base.with_changes(prompt=values["message"])).prompt
             return Race(live().follow_up(last.spec, last.trace, message), last)
 
         yield from self.run(request, begin)
@@ -104,7 +105,7 @@ class Visits(Jobs[Log]):
             self.keep(request, shown)
             return shown.text
         self.keep(request, Log(still=True))  # the recorded race of the preset before is no longer on show
-        return _lanes(space.fit(preset(preset_id or DEFAULT)))
+        return _lanes(limits.fit(preset(preset_id or DEFAULT)))
 
     def save(self, request: gr.Request, kind: str) -> dict[str, str]:
         """The latest run as a file's name and text."""
@@ -125,10 +126,10 @@ class Visits(Jobs[Log]):
             return None
         live()
         chosen, refused = from_query(request.query_params, load_presets(), self._any, self._start)
-        fitting = space.fit(chosen)
+        fitting = limits.fit(chosen)
         if fitting != chosen:
-            more = f"the link asks for more than this public page runs; {space.HOME}"
-            refused.append(space.PRIVATE if space.shares(chosen) else more)
+            more = f"the link asks for more than this public page runs; {limits.HOME}"
+            refused.append(limits.PRIVATE if limits.shares(chosen) else more)
         return fitting, refused
 
     def restore(self, request: gr.Request, values: Values) -> Values:
@@ -153,7 +154,7 @@ def _nothing_to_save(log: Log | None) -> str:
 
 
 def _free_memory() -> None:
-    if space.public():
+    if limits.public():
         raise gr.Error("the models of a public page are everybody's; they stay", print_exception=False)
     gr.Info(live().free_memory())
 
@@ -177,9 +178,9 @@ def share_link(chosen: Preset) -> str:
 def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
     """The page with a preset selected. Raises ValueError for an unknown preset, and where a public page would take any
     model."""
-    if allow_any_model and space.public():
+    if allow_any_model and limits.public():
         raise ValueError("a public page takes listed models alone; leave --allow-any-model out")
-    first = space.fit(preset(start))
+    first = limits.fit(preset(start))
     store = Store()
     page: gr.Blocks = gr.Blocks(
         title="specdemo: speculative decoding, side by side",
@@ -220,7 +221,7 @@ def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: b
         message = gr.Textbox(
             label="Next message",
             info="every lane answers it after its own answer",
-            max_length=space.limits().prompt,
+            max_length=limits.here().prompt,
             elem_id="message",
             scale=5,
         )
@@ -229,7 +230,7 @@ def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: b
     with gr.Row(elem_id="exports"):
         _saves(visits)
         opened = gr.UploadButton("Open a trace", file_types=[".json"], size="sm", elem_id="open-trace")
-        free = gr.Button("Free memory", size="sm", elem_id="free-memory", visible=not space.public())
+        free = gr.Button("Free memory", size="sm", elem_id="free-memory", visible=not limits.public())
         free.click(_free_memory, show_progress="hidden", api_visibility="private", **ENGINE)
     form.wire(page)
     asked = {"message": message}
@@ -356,7 +357,7 @@ def serve(
     """Show the page; the models of the preset load meanwhile. Raises ValueError with one line, OSError for the port."""
     page = build(start, allow_any_model)
     if space.zero_gpu():  # models must be in place before the first call; the first one shown is loaded last
-        live().preload([*(p for p in space.at_hand() if p.id != preset(start).id), preset(start)])
+        live().preload([*(p for p in limits.at_hand() if p.id != preset(start).id), preset(start)])
     page.launch(
         server_name=host,
         server_port=port,

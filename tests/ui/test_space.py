@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from specdemo.bench.suites import Sweep
+from specdemo.presets import limits
 from specdemo.presets.files import load_presets, preset
 from specdemo.ui import live, space, sweep
 from specdemo.ui.controls import changed
@@ -87,7 +88,7 @@ def test_the_estimate_grows_with_the_run_and_stays_below_what_is_lent():
 @pytest.fixture
 def public(monkeypatch):
     monkeypatch.setenv("SPECDEMO_PUBLIC", "1")
-    return Visits(space.fit(preset("embedded-draft")), False)
+    return Visits(limits.fit(preset("embedded-draft")), False)
 
 
 @pytest.mark.parametrize(
@@ -127,8 +128,8 @@ def test_a_public_page_sweeps_listed_models_and_few_repeats(public, monkeypatch,
 
 def test_a_public_page_offers_every_preset_within_its_limits(public):
     for chosen in load_presets().values():
-        if chosen in space.at_hand():
-            assert space.admit(space.fit(chosen))
+        if chosen in limits.at_hand():
+            assert limits.admit(limits.fit(chosen))
     with pytest.raises(ValueError, match="leave --allow-any-model out"):
         build(allow_any_model=True)
 
@@ -138,7 +139,7 @@ def test_a_link_never_runs_anything_and_is_cut_to_what_is_public(public, monkeyp
     query = {"preset": "embedded-draft", "max_new_tokens": "1024", "run": "1", "go": "1"}
     request = SimpleNamespace(session_hash="a", query_params=query)
     chosen, refused = public.read_link(request)
-    assert chosen.max_new_tokens == space.PUBLIC.max_new_tokens
+    assert chosen.max_new_tokens == limits.PUBLIC.max_new_tokens
     assert [note.partition(";")[0] for note in refused] == [
         "ignored unknown setting 'run' from the link",
         "ignored unknown setting 'go' from the link",
@@ -202,6 +203,6 @@ def test_the_front_matter_makes_a_space():
     front = yaml.safe_load(front)
     assert front["sdk"] == "gradio" and Path(front["app_file"]).is_file()
     assert f"gradio=={front['sdk_version']}" in Path("requirements.txt").read_text(encoding="utf-8").split()
-    assert tuple(front["preload_from_hub"]) == space.preloaded() == tuple(front["models"])
-    assert any(not p.embedded for p in space.at_hand())  # what is fetched makes a whole preset
+    assert tuple(front["preload_from_hub"]) == limits.preloaded() == tuple(front["models"])
+    assert any(not p.embedded for p in limits.at_hand())  # what is fetched makes a whole preset
     assert len(front["short_description"]) <= 60
