@@ -28,7 +28,7 @@ from specdemo.core.files import check_writable
 from specdemo.core.reading import read_text
 from specdemo.core.signals import tidy
 from specdemo.core.words import suggest
-from specdemo.engine.comparison import Comparison, Lane, kind, settings
+from specdemo.engine.comparison import Comparison, Lane, settings, type_of
 from specdemo.methods import METHODS, knobs, method
 from specdemo.presets.files import EMBEDDED, load_presets, preset
 from specdemo.presets.limits import LIMITS
@@ -92,8 +92,8 @@ def _settings() -> Iterator[tuple[str, Any, OptionInfo]]:
     """The settings of a comparison and of its lanes that have one value."""
     for of in (Comparison, Lane):
         for name, setting in settings(of).items():
-            if setting.help and kind(of, name) is not dict:
-                yield name, kind(of, name), typer.Option(help=setting.help)
+            if setting.help and type_of(of, name) is not dict:
+                yield name, type_of(of, name), typer.Option(help=setting.help)
 
 
 @app.command()

@@ -136,18 +136,9 @@ def over_lengths(suite: Prompted, chosen: str, report: Report, cancelled: Callab
 
 
 def _spec(suite: Decoding, target: str, lanes: tuple[Lane, ...]) -> Comparison:
-    spec = Comparison.build(
-        {
-            "id": f"bench-{suite.name}",
-            "target": target,
-            "prompt": "-",
-            "lanes": [*lanes[:1]],
-            "max_new_tokens": suite.new_tokens,
-            "schedule": "sequential",
-            "dtype": suite.dtype,
-            "device": suite.device,
-        }
-    )
+    asked = {"id": f"bench-{suite.name}", "target": target, "prompt": "-", "max_new_tokens": suite.new_tokens}
+    how = {"schedule": "sequential", "dtype": suite.dtype, "device": suite.device}
+    spec = Comparison.build({**asked, **how, "lanes": [*lanes[:1]]})
     return spec.model_copy(update={"lanes": [*lanes]})  # as many as there are, which no page shows at once
 
 

@@ -8,14 +8,13 @@ Importing this needs no torch. Every refusal of data is a ValueError of one line
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Union, get_args, get_origin
+from functools import lru_cache
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from specdemo.core.words import shown, suggest
-from specdemo.methods import BASELINE, METHODS, MODEL_OPTIONS, check_model, knobs, method, validate_options
+from specdemo.methods import BASELINE, METHODS, MODEL_OPTIONS, Knob, check_model, knobs, method, validate_options
 from specdemo.servers.address import address
 
 if TYPE_CHECKING:  # they bring torch along
@@ -23,6 +22,8 @@ if TYPE_CHECKING:  # they bring torch along
     from specdemo.core.sampling import Sampling
 
 LANES = 3  # beside the baseline
+DRAFT = 16  # tokens
+TOKENS = 1024
 PROMPT = 100_000  # characters
 
 
@@ -72,40 +73,28 @@ def linked(of: type[Settings]) -> list[str]:
     return [name for name, setting in settings(of).items() if setting.link]
 
 
-def kind(of: type[Settings], name: str) -> type:
-    """A field's plain type: int, float, bool, str, list or dict."""
-    return _plain(of.model_fields[name].annotation)
+@lru_cache
+def _schema(of: type[Settings]) -> dict[str, dict[str, Any]]:
+    said: dict[str, dict[str, Any]] = of.model_json_schema()["properties"]
+    return {name: field | field.get("anyOf", [{}])[0] for name, field in said.items()}  # what may be None is so first
 
 
-def choices(of: type[Settings], name: str) -> list[tuple[str, str]]:
-    """Words and values of a field that names all it takes; of others none."""
-    annotation = of.model_fields[name].annotation
-    words = settings(of)[name].words
-    return [(words.get(value, value), value) for value in get_args(annotation) if get_origin(annotation) is Literal]
+def type_of(of: type[Settings], name: str) -> type:
+    """A field's plain type."""
+    return {"integer": int, "number": float, "boolean": bool, "string": str, "object": dict}[_schema(of)[name]["type"]]
 
 
-def _plain(annotation: Any) -> type:
-    origin = get_origin(annotation)
-    if origin in (Annotated, Union, UnionType):
-        return _plain(get_args(annotation)[0])
-    plain: type = type(get_args(annotation)[0]) if origin is Literal else origin or annotation
-    return plain
-
-
-def bounds(of: type[Settings], name: str, step: float = 0) -> tuple[Any, Any]:
-    """The least and the greatest value of a field, None without; a step inside a bound that it may not reach."""
-    low = high = None
-    for limit in of.model_fields[name].metadata:
-        match limit:
-            case Ge(ge=edge):
-                low = edge
-            case Gt(gt=int() | float() as edge):
-                low = edge + step
-            case Le(le=edge):
-                high = edge
-            case Lt(lt=int() | float() as edge):
-                high = edge - step
-    return low, high
+def as_knob(of: type[Settings], name: str) -> Knob:
+    """A field as the options of methods are described; its bounds where it has a step, which leads off an open one."""
+    field, setting = _schema(of)[name], settings(of)[name]
+    step, low, high = setting.step, field.get("minimum"), field.get("maximum")
+    if step is None:
+        low = high = None
+    elif low is None or high is None:
+        low = field["exclusiveMinimum"] + step if low is None else low
+        high = field["exclusiveMaximum"] - step if high is None else high
+    choices = tuple(field.get("enum", ()))
+    return Knob(name, type_of(of, name), field.get("default"), setting.help, low, high, step, choices)
 
 
 def _printable(text: str, allowed: str = "\t\n\r") -> str:
@@ -156,7 +145,7 @@ class Lane(Settings):
         str, AfterValidator(known_method), Setting("Drafting method, one of `specdemo methods`.")
     ]  # fmt: skip
     model: Annotated[Model | None, Setting("Draft model: embedded name, folder or hub id[@revision].")] = None
-    k: Annotated[int, Setting("Draft length.", label="Draft length k", step=1)] = Field(4, ge=1, le=16)
+    k: Annotated[int, Setting("Draft length.", label="Draft length k", step=1)] = Field(4, ge=1, le=DRAFT)
     options: Annotated[dict[str, int | float | bool | str], Setting("Options of the method.")] = {}
     acceptance: Annotated[
         Literal["lossless", "typical"],
@@ -212,7 +201,7 @@ class Comparison(Settings):
         0, ge=0, le=2**31 - 1
     )
     max_new_tokens: Annotated[int, Setting("Length limit.", label="New tokens", info="at most", step=1)] = Field(
-        128, ge=1, le=1024
+        128, ge=1, le=TOKENS
     )
     schedule: Annotated[
         Literal["race", "sequential"],

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import yaml
 
-from specdemo.engine.comparison import LANES, PROMPT, Comparison, Lane, bounds
+from specdemo.engine.comparison import DRAFT, LANES, PROMPT, TOKENS
 from specdemo.presets.files import EMBEDDED, FOLDER, Preset, load_presets
 
 README = FOLDER.parent / "README.md"
@@ -23,8 +23,8 @@ PRIVATE = f"{SHARED} is off on this public page: it drafts from what other visit
 class Limits:
     """The greatest values; `lanes` counts the baseline, `prompt` characters."""
 
-    max_new_tokens: int = bounds(Comparison, "max_new_tokens")[1]
-    k: int = bounds(Lane, "k")[1]
+    max_new_tokens: int = TOKENS
+    k: int = DRAFT
     lanes: int = LANES + 1
     prompt: int = PROMPT
     sweep_repeats: int = 10

@@ -11,8 +11,7 @@ from typing import Any, Self, TypeVar
 from urllib.parse import parse_qsl, urlencode
 
 from specdemo.core.words import shown, suggest
-from specdemo.engine.comparison import Comparison, Lane, Settings, linked
-from specdemo.engine.comparison import kind as kind_of
+from specdemo.engine.comparison import Comparison, Lane, Settings, linked, type_of
 from specdemo.methods import MODEL_OPTIONS, knobs, validate_options
 from specdemo.presets.files import Preset, allowed_models
 from specdemo.presets.limits import LIMITS
@@ -123,7 +122,7 @@ class _Link:
         if text is None:
             return one
         try:
-            return one.changed(**also, **{name: self.value(name, text, kind_of(type(one), name))})
+            return one.changed(**also, **{name: self.value(name, text, type_of(type(one), name))})
         except ValueError as error:
             self.refuse(key, text, error)
             return one

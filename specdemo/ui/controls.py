@@ -7,14 +7,14 @@ title, its options) is filled in by the first events of a visitor.
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
 
-from specdemo.engine.comparison import Comparison, Lane, Settings, bounds, choices, kind, linked, settings
+from specdemo.engine.comparison import Comparison, Lane, Settings, as_knob, linked, settings, type_of
 from specdemo.methods import BASELINE, METHODS, Knob, knobs, method, reader
 from specdemo.presets import limits
 from specdemo.presets.files import DEFAULT, EMBEDDED, Preset, allowed_models, load_presets, preset
@@ -94,7 +94,9 @@ class Controls:
             heavy.live()
             with gr.Row(elem_classes="options"):
                 for knob in knobs(name):
-                    control = _draw_knob(knob, options.get(knob.name, knob.default), n)
+                    words = {"label": knob.name, "info": knob.help, "elem_id": f"option-{knob.name}-{n}"}
+                    value = options.get(knob.name, knob.default)
+                    control = _draw_knob(knob, value, {}, gr.Dropdown, **words, interactive=True)
                     given = {"target": self.parts["target"], **lane, "knob": gr.State(knob.name), "value": control}
                     named(control.change, _set, given, lane, **QUIET)
 
@@ -249,7 +251,7 @@ def whole_number(name: str, value: Any) -> int:
 
 def _counts(of: type[Settings], values: Values) -> Values:
     """The values of a comparison or a lane, whole numbers as such."""
-    return {name: whole_number(name, value) if kind(of, name) is int else value for name, value in values.items()}
+    return {name: whole_number(name, value) if type_of(of, name) is int else value for name, value in values.items()}
 
 
 def draw(start: Preset, allow_any_model: bool) -> Controls:
@@ -387,43 +389,25 @@ def _servers(chosen: str | None) -> list[tuple[str, str]]:
     return [HERE, *((f"server {host(name)}", name) for name in named)]
 
 
-def draw_setting(of: type[Settings], name: str, value: Any, **place: Any) -> gr.components.Component:
+def draw_setting(of: type[Settings], name: str, value: object, **place: Any) -> Any:
     """The control that suits a field, within the limits of this page. place: elem_id, scale, min_width."""
-    setting = settings(of)[name]
-    low, high = bounds(of, name, setting.step or 0) if setting.step else (None, None)
-    high = asdict(limits.here()).get(name, high)
-    whole = of is Comparison
-    words = {"label": setting.label, "info": (setting.info or setting.help.rstrip(".")) if whole else None, **place}
+    setting, found, whole = settings(of)[name], as_knob(of, name), of is Comparison
+    found = replace(found, high=asdict(limits.here()).get(name, found.high))
+    info = (setting.info or setting.help.rstrip(".")) if whole else None
     choose = gr.Radio if whole else gr.Dropdown
-    return _control(kind(of, name), value, low, high, setting.step, choices(of, name), choose, **words)
+    return _draw_knob(found, value, setting.words, choose, label=setting.label, info=info, **place)
 
 
-def _draw_knob(knob: Knob, value: Any, number: int) -> Any:
-    """The control that suits an option."""
-    words = {"label": knob.name, "info": knob.help, "interactive": True, "elem_id": f"option-{knob.name}-{number}"}
-    named = [(choice, choice) for choice in knob.choices]
-    return _control(knob.type, value, knob.low, knob.high, knob.step, named, gr.Dropdown, **words)
-
-
-def _control(
-    type: type,
-    value: Any,
-    low: float | None,
-    high: float | None,
-    step: float | None,
-    named: list[tuple[str, str]],
-    choose: Callable[..., gr.components.Component],
-    **words: Any,
-) -> gr.components.Component:
-    """named: labels and values of the choices, which `choose` shows."""
-    if type is bool:
+def _draw_knob(knob: Knob, value: Any, named: Mapping[str, str], choose: Callable[..., Any], **words: Any) -> Any:
+    """The control that suits an option; `choose` shows its choices, of which some are named in words."""
+    if knob.type is bool:
         return gr.Checkbox(value, **words)
-    if named:
-        return choose(named, value=value, **words)
-    if low is not None and high is not None:
-        return gr.Slider(low, high, value, step=step, **words)
-    if type in (int, float):
-        return gr.Number(value, precision=0 if type is int else None, **words)
+    if knob.choices:
+        return choose([(named.get(choice, choice), choice) for choice in knob.choices], value=value, **words)
+    if knob.low is not None and knob.high is not None:
+        return gr.Slider(knob.low, knob.high, value, step=knob.step, **words)
+    if knob.type in (int, float):
+        return gr.Number(value, precision=0 if knob.type is int else None, **words)
     return gr.Textbox(value, **words)
 
 

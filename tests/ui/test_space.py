@@ -121,9 +121,9 @@ def test_a_public_page_runs_listed_models_and_short_runs(public, monkeypatch, ch
 def test_a_public_page_sweeps_listed_models_and_few_repeats(public, monkeypatch, changes, line):
     assert sweep.admit(Sweep())
     with pytest.raises(ValueError, match=line):
-        sweep.admit(Sweep().with_changes(**changes))
+        sweep.admit(Sweep().changed(**changes))
     monkeypatch.delenv("SPECDEMO_PUBLIC")
-    assert sweep.admit(Sweep().with_changes(**changes))
+    assert sweep.admit(Sweep().changed(**changes))
 
 
 def test_a_public_page_offers_every_preset_within_its_limits(public):
