@@ -4,7 +4,6 @@ import os
 import socket
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 
@@ -89,7 +88,7 @@ def run(given, *servers):
 
 def test_the_text_of_a_real_server_is_the_baselines(real):
     given = spec(None, real[0], prompt="Once upon a time, a dog", max_new_tokens=40)
-    given = replace(given, lanes=(replace(given.lanes[0], served_model=resolve("stories")),))
+    given = given.changed(lanes=[given.lanes[0].changed(served_model=resolve("stories"))])
     trace = run(given, real[0])
     baseline, lane = trace.lanes
     assert lane.text == baseline.text and lane.finish == baseline.finish == "length"
@@ -104,7 +103,7 @@ def test_the_text_of_a_real_server_is_the_baselines(real):
 def test_a_real_server_killed_in_mid_run_fails_its_lane_alone(real, good):
     address, process = real
     given = spec(good.address, address, max_new_tokens=400)
-    given = replace(given, lanes=(replace(given.lanes[0], served_model=resolve("stories")),))
+    given = given.changed(lanes=[given.lanes[0].changed(served_model=resolve("stories"))])
     allow([address, good.address])
     for message in Session().stream(given):
         if isinstance(message, Step) and message.lane == 1 and message.event.index == 3:
