@@ -1,8 +1,8 @@
-"""Puts presets/ into the wheel, as specdemo/presets/files; all else is said in pyproject.toml."""
+"""Puts presets/ into the wheel, as specdemo/presets/installed; all else is said in pyproject.toml."""
 
 from setuptools import find_packages, setup
 
 setup(
-    packages=[*find_packages(include=["specdemo*"]), "specdemo.presets.files"],
-    package_dir={"specdemo.presets.files": "presets"},
+    packages=[*find_packages(include=["specdemo*"]), "specdemo.presets.installed"],
+    package_dir={"specdemo.presets.installed": "presets"},
 )

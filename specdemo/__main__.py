@@ -9,7 +9,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from inspect import Parameter, Signature, signature
 from io import TextIOWrapper
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from tqdm import tqdm
 from typer.exceptions import TyperException
+from typer.models import OptionInfo
 
 from specdemo import __version__
 from specdemo.bench.base import OPTIONS
@@ -27,14 +28,15 @@ from specdemo.core.files import check_writable
 from specdemo.core.reading import read_text
 from specdemo.core.signals import tidy
 from specdemo.core.words import suggest
+from specdemo.engine.comparison import Comparison, Lane, settings, type_of
 from specdemo.methods import METHODS, knobs, method
-from specdemo.presets.schema import EMBEDDED, LIMITS, load_presets, preset
+from specdemo.presets.files import EMBEDDED, load_presets, preset
+from specdemo.presets.limits import LIMITS
 from specdemo.servers.address import allow
 from specdemo.ui.app import ui
 
 if TYPE_CHECKING:
     from specdemo.core.trace import RunTrace
-    from specdemo.engine.spec import RunSpec
 
 app = typer.Typer(
     add_completion=False,
@@ -73,62 +75,43 @@ def main(argv: Sequence[str] | None = None, told_by: str = "specdemo") -> int:
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(ui)
 
 
+def _with_options(options: Iterable[tuple[str, Any, OptionInfo]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator: the command with an option of each name and type, behind its argument, in the place of `**asked`."""
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        first, *own, _ = signature(command).parameters.values()
+        word = Parameter.KEYWORD_ONLY
+        more = [Parameter(name, word, default=None, annotation=Annotated[of | None, it]) for name, of, it in options]
+        command.__signature__ = Signature([first, *more, *(p.replace(kind=word) for p in own)])  # type: ignore[attr-defined]
+        return command
+
+    return add
+
+
+def _settings() -> Iterator[tuple[str, Any, OptionInfo]]:
+    """The settings of a comparison and of its lanes that have one value."""
+    for of in (Comparison, Lane):
+        for name, setting in settings(of).items():
+            if setting.help and type_of(of, name) is not dict:
+                yield name, type_of(of, name), typer.Option(help=setting.help)
+
+
 @app.command()
+@_with_options(_settings())
 def run(
     preset_id: PresetId,
-    prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="The same, from a UTF-8 file.")] = None,
-    method: Annotated[str | None, typer.Option(help="Drafting method, one of `specdemo methods`.")] = None,
-    model: Annotated[str | None, typer.Option(help="Draft model: embedded name, folder or hub id[@revision].")] = None,
-    target: Annotated[
-        str | None, typer.Option(help="Target model: embedded name, folder or hub id[@revision].")
-    ] = None,
-    chat: Annotated[
-        bool | None, typer.Option(help="Prompt as a message in the target's chat template, or as a text.")
-    ] = None,
-    system: Annotated[str | None, typer.Option(help="System prompt of the chat.")] = None,
-    k: Annotated[int | None, typer.Option(help="Draft length.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="The prompt, from a UTF-8 file.")] = None,
     option: Annotated[list[str] | None, typer.Option(help="Option of the method, name=value; repeatable.")] = None,
-    acceptance: Annotated[str | None, typer.Option(help="lossless, or typical: lossy.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Length limit.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="1 is off.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="0 is off.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="0 is off.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the sampling.")] = None,
-    schedule: Annotated[str | None, typer.Option(help="race or sequential.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")] = None,
-    quantization: Annotated[str | None, typer.Option(help="4bit or 8bit, of the target.")] = None,
     server: Annotated[
         list[str] | None,
         typer.Option(help="A lane's OpenAI-compatible server; repeatable, the baseline's first if each lane has one."),
     ] = None,
     served_model: Annotated[str | None, typer.Option(help="What --server calls the target.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the trace (JSON) there.")] = None,
+    **asked: Any,
 ) -> int:
     """Race plain decoding against the lanes of a preset and print what came out."""
-    changes = {
-        "prompt": _prompt(prompt, prompt_file),
-        "chat": chat,
-        "system": system,
-        "method": method,
-        "model": model,
-        "target": target,
-        "k": k,
-        "options": _options(option),
-        "acceptance": acceptance,
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "min_p": min_p,
-        "seed": seed,
-        "schedule": schedule,
-        "dtype": dtype,
-        "device": device,
-        "quantization": quantization,
-    }
+    changes = {**asked, "prompt": _prompt(asked["prompt"], prompt_file), "options": _options(option)}
     chosen = preset(preset_id).with_changes(**{name: value for name, value in changes.items() if value is not None})
     if served_model is not None and not server:
         raise ValueError("--served-model is for a server; name one with --server")
@@ -139,7 +122,7 @@ def run(
 
     if out is not None:
         check_writable(out)
-    trace = _race(chosen.spec())
+    trace = _race(chosen.checked())
     _show(trace)
     if out is not None:
         save_trace(trace, out)
@@ -156,25 +139,13 @@ def replay(
     _show(load_trace(trace))
 
 
-def _with_suite_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with an option for every one that suites have, in the place of its `**asked`."""
-    *own, _ = signature(command).parameters.values()
-    kind = Parameter.KEYWORD_ONLY
-    more = [
-        Parameter(name, kind, default=None, annotation=Annotated[o.kind | None, typer.Option(o.flag, help=o.help)])
-        for name, o in OPTIONS.items()
-    ]
-    command.__signature__ = Signature([own[0], *more, *(p.replace(kind=kind) for p in own[1:])])  # type: ignore[attr-defined]
-    return command
-
-
 def _suites() -> str:
     listed = [f"{name}: {suite.__doc__}" for name, suite in suites().items()]
     return "\n\n".join(["Run a benchmark suite: interleaved repeats, medians and quartiles.", *listed])
 
 
 @app.command(help=_suites())
-@_with_suite_options
+@_with_options((name, o.kind, typer.Option(o.flag, help=o.help)) for name, o in OPTIONS.items())
 def bench(
     suite_name: Annotated[str, typer.Argument(metavar="SUITE", help="One of those above.")],
     out: Annotated[Path | None, typer.Option(help="Write the numbers (JSON) there.")] = None,
@@ -318,7 +289,7 @@ def _pairs(target: str, drafter: str | None) -> int:
     from specdemo.bench.table import table
     from specdemo.methods.pairs import check_pair, check_pairs
     from specdemo.models.load import outline
-    from specdemo.presets.schema import known_drafters
+    from specdemo.presets.files import known_drafters
 
     described = outline(target)
     known = known_drafters(target)
@@ -357,7 +328,7 @@ def _moves(bar: Any) -> Callable[[float, str], None]:
     return report
 
 
-def _race(spec: "RunSpec") -> "RunTrace":
+def _race(spec: Comparison) -> "RunTrace":
     from specdemo.engine.messages import Finished, Started, Step
     from specdemo.engine.session import session
 

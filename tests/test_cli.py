@@ -9,7 +9,7 @@ import pytest
 
 from specdemo.__main__ import main
 from specdemo.core.trace import from_json
-from specdemo.presets.schema import load_presets
+from specdemo.presets.files import load_presets
 
 SHORT = ("--max-new-tokens", "16")
 

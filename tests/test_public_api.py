@@ -32,7 +32,7 @@ def test_an_unknown_name_is_an_attribute_error():
 
 
 @pytest.mark.parametrize(
-    "first", ["import specdemo", "from specdemo.presets.schema import load_presets; load_presets()"]
+    "first", ["import specdemo", "from specdemo.presets.files import load_presets; load_presets()"]
 )
 def test_nothing_heavy_is_imported_early(first):
     code = f"{first}; import sys; print({{'torch', 'transformers', 'gradio'}} & set(sys.modules))"

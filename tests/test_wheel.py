@@ -53,7 +53,7 @@ def test_the_wheel_holds_every_file_of_the_package_and_the_presets_and_nothing_e
     with zipfile.ZipFile(wheel) as opened:
         held = {name for name in opened.namelist() if ".dist-info/" not in name}
     package = {f"specdemo/{name}" for name in files(ROOT / "specdemo")}
-    assert held == package | {f"specdemo/presets/files/{name}" for name in files(ROOT / "presets")}
+    assert held == package | {f"specdemo/presets/installed/{name}" for name in files(ROOT / "presets")}
     assert {"specdemo/py.typed", "specdemo/ui/style.css", "specdemo/ui/lanes.js"} <= held
 
 

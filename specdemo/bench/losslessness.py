@@ -22,7 +22,7 @@ from specdemo.engine.session import Session, environment
 from specdemo.methods import BASELINE, load_drafter
 from specdemo.models.load import load_target
 from specdemo.models.text import encode, token_text
-from specdemo.presets.schema import Preset
+from specdemo.presets.files import Preset
 
 PLACES = (2, 3, 4)  # tokens that are compared; the first is the prefill's, which speculates nothing
 SHOWN = 10  # the commonest tokens of a place
@@ -98,7 +98,7 @@ def losslessness(
 def _same_distribution(
     chosen: Preset, repeats: int, report: Report, cancelled: Callable[[], bool], device: str, dtype: str
 ) -> Result:
-    spec = chosen.spec()
+    spec = chosen.checked()
     lane = spec.lanes[0]
     target = load_target(chosen.target, dtype, device, chosen.quantization)
     if target.tokenizer is None:
@@ -190,12 +190,12 @@ def _histogram(tokenizer: Any, place: int, counts: Sequence[Counter[int]]) -> li
 def _same_tokens(chosen: Preset, report: Report, cancelled: Callable[[], bool], device: str, dtype: str) -> Result:
     """Plain and speculative decoding of every prompt, one after the other, token by token."""
     runner = Session()
-    first = chosen.with_changes(lanes=[chosen.lanes[0].model_dump()], max_new_tokens=GREEDY_TOKENS).spec()
-    spec = replace(first, schedule="sequential", device=device, dtype=dtype)
+    first = chosen.with_changes(lanes=[chosen.lanes[0].model_dump()], max_new_tokens=GREEDY_TOKENS).checked()
+    spec = first.changed(schedule="sequential", device=device, dtype=dtype)
     prompts = [chosen.prompt, *PROMPTS]
 
     def once(number: int, tick: Tick) -> dict[str, Any]:
-        trace = runner.run(replace(spec, prompt=prompts[number]), cancelled)
+        trace = runner.run(spec.model_copy(update={"prompt": prompts[number]}), cancelled)
         tick(0.0)  # a run that was cut short is not counted
         if any(lane.finish == "error" for lane in trace.lanes):
             raise ValueError(next(lane.note for lane in trace.lanes if lane.finish == "error"))

@@ -18,9 +18,9 @@ from specdemo.core.protocol import Drafter, GenerationConfig, Target
 from specdemo.core.reading import read_text
 from specdemo.core.tally import Tally, ratio, step_ms
 from specdemo.core.trace import RunTrace, StepEvent
+from specdemo.engine.comparison import Comparison
 from specdemo.engine.loop import generate
 from specdemo.engine.session import Session
-from specdemo.engine.spec import RunSpec
 from specdemo.models.hub import Cancelled
 
 Tick = Callable[[float], None]  # share of a repeat done; raises Stopped
@@ -108,7 +108,7 @@ def tally_row(lane: str, where: Mapping[str, Any], own: Sequence[Totals], plain:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class Compared:
     """What `compare_lanes` saw. Lane 0 is plain decoding."""
 
     names: list[str]
@@ -137,12 +137,12 @@ class Comparison:
 
 def compare_lanes(
     runner: Session,
-    spec: RunSpec,
+    spec: Comparison,
     questions: Sequence[Question],
     repeats: int,
     report: Report,
     cancelled: Callable[[], bool],
-) -> Comparison:
+) -> Compared:
     """The lanes of `spec` against plain decoding, one after the other on every question, all of it `repeats` times."""
     lanes = len(spec.lanes) + 1
 
@@ -150,7 +150,9 @@ def compare_lanes(
         traces = []
         for number, question in enumerate(questions):
             tick(number / len(questions))
-            traces.append((question.category, _run(runner, replace(spec, prompt=question.text), cancelled)))
+            traces.append(
+                (question.category, _run(runner, spec.model_copy(update={"prompt": question.text}), cancelled))
+            )
             tick((number + 1) / len(questions))  # a run that was cut short is not counted
         return traces
 
@@ -169,10 +171,10 @@ def compare_lanes(
                 verdict[str(row["verdict"])] += 1
     trace = done[-1][-1][1]
     by_category = [{**{c: t for c, t in tally.items() if c != ALL}, ALL: tally[ALL]} for tally in tallies]
-    return Comparison([ln.name for ln in trace.lanes], by_category, runs, verdicts, trace.environment, remarks)
+    return Compared([ln.name for ln in trace.lanes], by_category, runs, verdicts, trace.environment, remarks)
 
 
-def _run(runner: Session, spec: RunSpec, cancelled: Callable[[], bool]) -> RunTrace:
+def _run(runner: Session, spec: Comparison, cancelled: Callable[[], bool]) -> RunTrace:
     trace = runner.run(spec, cancelled)
     for lane in trace.lanes:
         if lane.finish == "error":

@@ -16,7 +16,9 @@ from specdemo.bench.base import OPTIONS, Axis, Decoding, Prompted, Questioned, R
 from specdemo.bench.prompts import COPYING
 from specdemo.bench.result import TOKEN, Result
 from specdemo.core.words import suggest
-from specdemo.presets.schema import DEFAULT, FOLDER, LIMITS, Linked, Preset, preset
+from specdemo.presets.files import DEFAULT, FOLDER, Preset, preset
+from specdemo.presets.limits import LIMITS
+from specdemo.presets.link import Linked
 
 STORIES = "stories"
 DRAFT_LENGTH = Axis("k", "draft length", "k, tokens drafted at once")
@@ -37,7 +39,7 @@ class DraftLength(Questioned):
         from specdemo.bench.sweeps import every_k
 
         chosen = preset(self.preset).with_changes(temperature=0.0)
-        lane = chosen.spec().lanes[0]
+        lane = chosen.lanes[0]
         return every_k(self, self.ks, chosen.target, {lane.name or chosen.id: lane}, report, cancelled)
 
 

@@ -11,45 +11,50 @@ from specdemo.bench.base import Decoding, Prompted, Questioned, Report
 from specdemo.bench.measure import Place, Question, along, compare_lanes, read_questions, windows
 from specdemo.bench.result import Result
 from specdemo.core.protocol import GenerationConfig
+from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.cost import WIDTHS, Costs, observed
 from specdemo.engine.session import Session, environment
-from specdemo.engine.spec import LaneSpec, RunSpec
 from specdemo.methods import BASELINE, load_drafter
 from specdemo.methods.base import Method
 from specdemo.models.load import load_target
 from specdemo.models.pass_cost import verify_costs
 from specdemo.models.target import HFTarget
 from specdemo.models.text import encode
-from specdemo.presets.schema import LIMITS, load_presets, preset
+from specdemo.presets.files import load_presets, preset
+from specdemo.presets.limits import LIMITS
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 PROBES = 15  # of each width, for v
 TEXTS = 3  # prompts of each length
 DRAFTS = {
-    "wide draft": LaneSpec("draft_model", "stories-draft-wide"),
-    "deep draft": LaneSpec("draft_model", "stories-draft-deep"),
+    "wide draft": Lane(method="draft_model", model="stories-draft-wide"),
+    "deep draft": Lane(method="draft_model", model="stories-draft-deep"),
 }
-LOOKUP = {"prompt lookup": LaneSpec("ngram")}
+LOOKUP = {"prompt lookup": Lane(method="ngram")}
 
 
-def shipped_lanes(target: str = "stories") -> tuple[LaneSpec, ...]:
+def shipped_lanes(target: str = "stories") -> tuple[Lane, ...]:
     """The lanes of those presets, named by their preset."""
     chosen = [p for p in load_presets().values() if p.embedded and p.target == target and p.temperature == 0.0]
-    return tuple(replace(p.spec().lanes[0], name=p.id) for p in chosen if len(p.lanes) == 1)
+    return tuple(p.lanes[0].checked().model_copy(update={"name": p.id}) for p in chosen if len(p.lanes) == 1)
 
 
 def every_k(
     suite: Questioned,
     ks: Sequence[int],
     target: str,
-    families: Mapping[str, LaneSpec],
+    families: Mapping[str, Lane],
     report: Report,
     cancelled: Callable[[], bool],
 ) -> Result:
     """Every family at every k; what is predicted for a family comes from its run at one k, its own if it is there."""
     ks = sorted(set(ks))
-    lanes = [(name, replace(lane, k=k, name=f"{name}, k={k}")) for name, lane in families.items() for k in ks]
+    lanes = [
+        (name, lane.model_copy(update={"k": k, "name": f"{name}, k={k}"}))
+        for name, lane in families.items()
+        for k in ks
+    ]
     runner = Session()
     spec = _spec(suite, target, tuple(lane for _, lane in lanes))
     seen = compare_lanes(runner, spec, _questions(suite.asked), suite.repeats, report, cancelled)
@@ -92,7 +97,7 @@ def _predict(family: str, own: int, costs: Costs, rows: list[dict[str, Any]]) ->
 def as_shipped(
     suite: Decoding,
     target: str,
-    lanes: tuple[LaneSpec, ...],
+    lanes: tuple[Lane, ...],
     texts: Sequence[str] | Path,
     report: Report,
     cancelled: Callable[[], bool],
@@ -132,23 +137,17 @@ def over_lengths(suite: Prompted, chosen: str, report: Report, cancelled: Callab
     return Result(suite.name, done, suite.config(name), environment(target), rows, remarks, axis)
 
 
-def _spec(suite: Decoding, target: str, lanes: tuple[LaneSpec, ...]) -> RunSpec:
-    return RunSpec(
-        f"bench-{suite.name}",
-        target,
-        "-",
-        lanes,
-        suite.new_tokens,
-        schedule="sequential",
-        dtype=suite.dtype,
-        device=suite.device,
-    )
+def _spec(suite: Decoding, target: str, lanes: tuple[Lane, ...]) -> Comparison:
+    asked = {"id": f"bench-{suite.name}", "target": target, "prompt": "-", "max_new_tokens": suite.new_tokens}
+    how = {"schedule": "sequential", "dtype": suite.dtype, "device": suite.device}
+    spec = Comparison.build({**asked, **how, "lanes": [*lanes[:1]]})
+    return spec.model_copy(update={"lanes": [*lanes]})  # as many as there are, which no page shows at once
 
 
 def _first_lane(suite: Decoding, chosen: str) -> tuple[str, HFTarget, dict[str, tuple[Method, GenerationConfig]]]:
     """The name of the preset's target, that target, and its first lane beside plain decoding. No lane stops early."""
     base = preset(chosen).with_changes(temperature=0.0)
-    lane = base.spec().lanes[0]
+    lane = base.lanes[0]
     target = load_target(base.target, suite.dtype, suite.device, base.quantization)
     drafter = load_drafter(lane.method, target, lane.model, **lane.options)
     plain = GenerationConfig(suite.new_tokens, stop_token_ids=())

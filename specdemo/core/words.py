@@ -15,3 +15,11 @@ def suggest(name: str, known: Iterable[str]) -> str:
     if len(names) > LISTED:
         names = [*names[: LISTED // 2], f"... ({len(names)} in all)"]
     return f"choose one of {', '.join(names)}" if names else "there is none"
+
+
+def shown(value: object) -> str:
+    """The value, short enough for one line."""
+    if isinstance(value, int) and value.bit_length() > 256:  # Python refuses to write out what is much longer
+        return f"a number of {value.bit_length()} bits"
+    text = repr(value[:60]) if isinstance(value, str) else repr(value)
+    return text if len(text) <= 48 else text[:45] + "..."

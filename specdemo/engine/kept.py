@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from specdemo.core.trace import RunTrace
+from specdemo.engine.comparison import Comparison
 from specdemo.engine.failure import let_go, reason
 from specdemo.engine.shelf import drafter_key
-from specdemo.engine.spec import RunSpec
 from specdemo.methods import BASELINE, load_drafter, method, validate_options
 from specdemo.methods.base import Method
 from specdemo.models.load import LoadedModel
@@ -40,7 +40,7 @@ class Kept:
     def __init__(self) -> None:
         self.learners: dict[Key, Pair] = {}  # one per lane
         self.chat: dict[Key, Models] = {}
-        self._turn: RunSpec | None = None  # the chat's last
+        self._turn: Comparison | None = None  # the chat's last
 
     def held(self) -> list[tuple[str, int]]:
         """Name and bytes of what is kept beside the models."""
@@ -56,7 +56,7 @@ class Kept:
             if self._turn is None:
                 self.forget_chat()
 
-    def prepare(self, spec: RunSpec) -> None:
+    def prepare(self, spec: Comparison) -> None:
         """Before the models of a comparison are loaded: forget what belongs to another one."""
         if not _is_next(self._turn, spec):
             self.forget_chat()
@@ -68,13 +68,13 @@ class Kept:
         """From here on a run that does not reach `end` leaves no chat."""
         self._turn = None
 
-    def end(self, spec: RunSpec, trace: RunTrace) -> None:
+    def end(self, spec: Comparison, trace: RunTrace) -> None:
         """What a lane that failed has learned is not trusted."""
         failed = {index for index, lane in enumerate(trace.lanes) if lane.finish == "error"}
         self.learners = {key: pair for key, pair in self.learners.items() if key[1] not in failed}
         self._turn = spec if all(lane.messages and lane.finish in ("stop", "length") for lane in trace.lanes) else None
 
-    def pair(self, spec: RunSpec, index: int, chat: bool, fresh: Callable[[], Models]) -> Pair:
+    def pair(self, spec: Comparison, index: int, chat: bool, fresh: Callable[[], Models]) -> Pair:
         """Of a lane: new, from `fresh` models, unless these remember the chat or the drafter keeps what it learns.
 
         Raises ValueError for a drafter that does not fit.
@@ -116,10 +116,11 @@ def _pair(name: str, target: HFTarget, model: Any, options: dict[str, Any]) -> P
         return Pair(target, model, load_drafter(BASELINE, target), why)
 
 
-def _is_next(turn: RunSpec | None, spec: RunSpec) -> bool:
+def _is_next(turn: Comparison | None, spec: Comparison) -> bool:
     """Whether a comparison is that of a chat's last turn, with another message. What was said is compared later, token
     by token."""
-    return turn is not None and bool(spec.history) and replace(turn, prompt=spec.prompt, history=spec.history) == spec
+    said = {"prompt": spec.prompt, "history": spec.history}
+    return turn is not None and bool(spec.history) and turn.model_copy(update=said) == spec
 
 
 def _remembering(model: Any) -> Any:

@@ -17,10 +17,10 @@ from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.tally import summarise
 from specdemo.core.trace import LaneTrace, StepEvent
 from specdemo.core.tree import ABSENT
+from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.failure import let_go, reason
 from specdemo.engine.kept import Pair
 from specdemo.engine.loop import generate
-from specdemo.engine.spec import LaneSpec, RunSpec
 from specdemo.methods import method, validate_options
 from specdemo.models.memory import Remembering
 from specdemo.models.text import Detokenizer, encode, token_text
@@ -34,7 +34,7 @@ Events = Generator[StepEvent, None, None]
 Message = dict[str, str]  # role and content
 
 
-class Lane(ABC):
+class RunningLane(ABC):
     """trace: grows with every event that is read; its `finish` stays `cancelled` until the text is whole."""
 
     alone = False  # True: no other lane runs meanwhile
@@ -71,10 +71,10 @@ class Lane(ABC):
         return self.trace
 
 
-class LocalLane(Lane):
+class LocalLane(RunningLane):
     """Raises ValueError for a prompt that does not fit."""
 
-    def __init__(self, spec: RunSpec, index: int, pair: Pair, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, spec: Comparison, index: int, pair: Pair, tokenizer: PreTrainedTokenizerBase) -> None:
         lane = spec.all_lanes[index]
         options = validate_options(lane.method, dict(lane.options))
         messages = chat_of(spec, index, bool(tokenizer.chat_template))
@@ -169,13 +169,13 @@ class LocalLane(Lane):
         return sum(held.weight_bytes + held.history_bytes for held in (self.target, self._pair.drafter))
 
 
-class RemoteLane(Lane):
+class RemoteLane(RunningLane):
     """On a server, alone: nothing here runs meanwhile. `template`: whether the target has a chat template; None: no
     lane is here to know."""
 
     alone = True
 
-    def __init__(self, spec: RunSpec, index: int, template: bool | None) -> None:
+    def __init__(self, spec: Comparison, index: int, template: bool | None) -> None:
         lane = spec.all_lanes[index]
         assert lane.server is not None
         messages = chat_of(
@@ -195,14 +195,14 @@ class RemoteLane(Lane):
             yield event
 
 
-def _forms(spec: RunSpec, template: bool | None) -> tuple[servers.Form, ...]:
+def _forms(spec: Comparison, template: bool | None) -> tuple[servers.Form, ...]:
     """How a text may be put. A server's chat interface applies the same template as `encode`."""
     if template is None:
         return ("chat/completions", "completions") if spec.chat is None else ("completions",)
     return ("completions",) if template else ("completions", "chat/completions")
 
 
-def chat_of(spec: RunSpec, lane: int, template: bool) -> list[Message]:
+def chat_of(spec: Comparison, lane: int, template: bool) -> list[Message]:
     """The chat a lane answers; empty when it completes a text. Raises ValueError where there is no template for it."""
     chat = template if spec.chat is None else spec.chat
     if chat and not template:
@@ -214,7 +214,7 @@ def chat_of(spec: RunSpec, lane: int, template: bool) -> list[Message]:
     return [*system, *before, {"role": "user", "content": spec.prompt}] if chat else []
 
 
-def lane_name(lane: LaneSpec) -> str:
+def lane_name(lane: Lane) -> str:
     """Its own, or else its method's title and its model."""
     if lane.name:
         return lane.name
@@ -222,7 +222,7 @@ def lane_name(lane: LaneSpec) -> str:
     return title if lane.model is None else f"{title} ({lane.model.partition('@')[0].rpartition('/')[2]})"
 
 
-def _note_unlike(trace: LaneTrace, spec: RunSpec, lane: LaneSpec) -> None:
+def _note_unlike(trace: LaneTrace, spec: Comparison, lane: Lane) -> None:
     """Say what else but speculation makes a lane faster or slower than the baseline."""
     other = "machine" if machine(lane.server) != machine(spec.server) else "software"
     if other == "machine" or (lane.server is None) != (spec.server is None):

@@ -6,7 +6,7 @@
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any
@@ -16,13 +16,13 @@ import torch
 from specdemo.core.tally import Tally, so_far
 from specdemo.core.trace import RunTrace
 from specdemo.core.tree import ABSENT
+from specdemo.engine.comparison import Comparison
 from specdemo.engine.kept import Kept
-from specdemo.engine.lanes import Lane, LocalLane, RemoteLane, chat_of
+from specdemo.engine.lanes import LocalLane, RemoteLane, RunningLane, chat_of
 from specdemo.engine.loop import never
 from specdemo.engine.messages import Finished, LaneDone, Message, Note, Started, Step
 from specdemo.engine.race import SCHEDULES
 from specdemo.engine.shelf import Shelf
-from specdemo.engine.spec import RunSpec
 from specdemo.engine.verdict import judge
 from specdemo.methods import check_model, validate_options
 from specdemo.models.hub import Cancelled, LoadProgress, silent
@@ -56,7 +56,7 @@ class Session:
         with self.lock:
             self.kept.learners.clear()
 
-    def load(self, spec: RunSpec, progress: LoadProgress = silent) -> None:
+    def load(self, spec: Comparison, progress: LoadProgress = silent) -> None:
         """Load what the comparison needs, in place of others where memory is short, and build every lane once.
 
         Raises ValueError with one line that names the cure.
@@ -65,12 +65,12 @@ class Session:
             self._load(spec, progress)
             self._lanes(spec)
 
-    def place(self, spec: RunSpec, progress: LoadProgress = silent) -> None:
+    def place(self, spec: Comparison, progress: LoadProgress = silent) -> None:
         """Put the models where they will run, and compute nothing: the device may not be there yet."""
         with self.lock:
             self._load(spec, progress)
 
-    def run(self, spec: RunSpec, cancelled: Callable[[], bool] = never, progress: LoadProgress = silent) -> RunTrace:
+    def run(self, spec: Comparison, cancelled: Callable[[], bool] = never, progress: LoadProgress = silent) -> RunTrace:
         """The whole comparison -> its trace."""
         for message in self.stream(spec, cancelled, progress):
             if isinstance(message, Finished):
@@ -78,7 +78,7 @@ class Session:
         raise AssertionError("a run ends with Finished")
 
     def stream(
-        self, spec: RunSpec, cancelled: Callable[[], bool] = never, progress: LoadProgress = silent
+        self, spec: Comparison, cancelled: Callable[[], bool] = never, progress: LoadProgress = silent
     ) -> Iterator[Message]:
         """The comparison step by step. Closing the iterator, or `cancelled()`, stops every lane within one step. A lane
         that fails says why in its trace and ends alone.
@@ -96,7 +96,7 @@ class Session:
             lanes = self._lanes(spec)
             here = next((lane.target for lane in lanes if isinstance(lane, LocalLane)), None)
             trace = RunTrace(
-                preset=spec.preset,
+                preset=spec.id,
                 config=_config(spec),
                 environment=environment(here),
                 schedule=spec.schedule,
@@ -122,7 +122,7 @@ class Session:
         """The target of the last comparison, with a history of its own."""
         return self.shelf.target()
 
-    def _load(self, spec: RunSpec, progress: LoadProgress) -> None:
+    def _load(self, spec: Comparison, progress: LoadProgress) -> None:
         self.kept.prepare(spec)
         for lane in spec.all_lanes:
             if lane.server is not None:
@@ -131,7 +131,7 @@ class Session:
         if not spec.all_remote:
             self.shelf.bring(spec, progress)
 
-    def _lanes(self, spec: RunSpec) -> Sequence[Lane]:
+    def _lanes(self, spec: Comparison) -> Sequence[RunningLane]:
         self.kept.begin()
         if not spec.prompt.strip():
             raise ValueError("the prompt is empty; write at least one word")
@@ -158,7 +158,7 @@ def session() -> Session:
     return Session()
 
 
-def follow_up(spec: RunSpec, trace: RunTrace, message: str) -> RunSpec:
+def follow_up(spec: Comparison, trace: RunTrace, message: str) -> Comparison:
     """The comparison that goes on from a finished one: every lane asks the message in a chat of its own, after its own
     answer. Raises ValueError when there is no chat to go on with."""
     if not all(lane.messages for lane in trace.lanes):
@@ -167,7 +167,7 @@ def follow_up(spec: RunSpec, trace: RunTrace, message: str) -> RunSpec:
         raise ValueError("a lane has no whole answer to go on from; run the comparison again")
     start = 1 if spec.system else 0
     said = [(*lane.messages[start:], {"role": "assistant", "content": lane.text}) for lane in trace.lanes]
-    return replace(spec, prompt=message, history=tuple(said))
+    return spec.model_copy(update={"prompt": message, "history": tuple(said)})
 
 
 def environment(target: HFTarget | None) -> dict[str, Any]:
@@ -188,13 +188,13 @@ def environment(target: HFTarget | None) -> dict[str, Any]:
     }
 
 
-def _turns(lanes: Sequence[Lane]) -> list[dict[int, Lane]]:
+def _turns(lanes: Sequence[RunningLane]) -> list[dict[int, RunningLane]]:
     """Which lanes run at one time, by their index: all that may share the machine, then every other one."""
     alone = [{index: lane} for index, lane in enumerate(lanes) if lane.alone]
     return [{index: lane for index, lane in enumerate(lanes) if not lane.alone}, *alone]
 
 
-def _play(lanes: Mapping[int, Lane], trace: RunTrace, cancelled: Callable[[], bool]) -> Iterator[Message]:
+def _play(lanes: Mapping[int, RunningLane], trace: RunTrace, cancelled: Callable[[], bool]) -> Iterator[Message]:
     """The lanes by the trace's schedule. One that has reached its end is done at once, others when all are."""
     waiting = list(lanes)
     tallies = {index: Tally() for index in lanes}
@@ -218,6 +218,6 @@ def _play(lanes: Mapping[int, Lane], trace: RunTrace, cancelled: Callable[[], bo
         yield LaneDone(index, done)
 
 
-def _config(spec: RunSpec) -> dict[str, Any]:
+def _config(spec: Comparison) -> dict[str, Any]:
     kept = {"target", "max_new_tokens", "seed", "dtype", "device", "quantization", "chat", "system"}
-    return {k: v for k, v in asdict(spec).items() if k in kept} | asdict(spec.sampling)
+    return spec.model_dump(include=kept) | asdict(spec.sampling)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from specdemo.engine.spec import LaneSpec, RunSpec
+from specdemo.engine.comparison import Comparison, Lane
 from specdemo.methods import BASELINE, load_whole, method, reader
 from specdemo.models.checkpoints import readable
 from specdemo.models.footprint import Precision, free_bytes, measure
@@ -43,7 +43,7 @@ class Shelf:
         """Name and bytes of every model that is in memory, the last used first."""
         return [(key[1], held.bytes) for key, held in reversed(list(self._models.items()))]
 
-    def bring(self, spec: RunSpec, progress: LoadProgress = silent) -> None:
+    def bring(self, spec: Comparison, progress: LoadProgress = silent) -> None:
         """Load what its lanes need here, in place of others where memory is short. Raises ValueError with one line."""
         target = target_key(spec)
         lanes = {drafter_key(lane, spec): lane for lane in spec.lanes if lane.model is not None and lane.server is None}
@@ -70,7 +70,7 @@ class Shelf:
         loaded = self._models[self._target].model
         return HFTarget(loaded.model, loaded.tokenizer, loaded.name)
 
-    def drafter(self, lane: LaneSpec, spec: RunSpec) -> Any:
+    def drafter(self, lane: Lane, spec: Comparison) -> Any:
         """What the lane's method loaded for it; None where it needs nothing."""
         return None if lane.model is None else self._models[drafter_key(lane, spec)].model
 
@@ -80,7 +80,7 @@ class Shelf:
         return self._models[self._target].model.tokenizer
 
     def _make_room(
-        self, spec: RunSpec, target: Key, lanes: Mapping[Key, LaneSpec], progress: LoadProgress
+        self, spec: Comparison, target: Key, lanes: Mapping[Key, Lane], progress: LoadProgress
     ) -> dict[Key, int]:
         """Bytes of every model that is to be loaded; others are forgotten until these fit.
 
@@ -120,16 +120,16 @@ class Shelf:
             torch.cuda.empty_cache()
 
 
-def target_key(spec: RunSpec) -> Key:
+def target_key(spec: Comparison) -> Key:
     return BASELINE, spec.target, _device(spec), spec.dtype, str(spec.quantization)
 
 
-def drafter_key(lane: LaneSpec, spec: RunSpec) -> Key:
+def drafter_key(lane: Lane, spec: Comparison) -> Key:
     """Names a loaded drafter; a head belongs to the target it was loaded for."""
     return reader(lane.method, lane.options), str(lane.model), *target_key(spec)
 
 
-def _device(spec: RunSpec) -> str:
+def _device(spec: Comparison) -> str:
     if spec.device != "auto":
         return spec.device
     return "cuda" if torch.cuda.is_available() else "cpu"

@@ -4,7 +4,7 @@ nothing has run yet or nothing can. Needs neither torch nor a model."""
 from functools import lru_cache
 
 from specdemo.core.trace import RunTrace, from_json
-from specdemo.presets.schema import FOLDER
+from specdemo.presets.files import FOLDER
 
 
 @lru_cache

@@ -8,7 +8,7 @@ from specdemo.core.files import check_writable, write_text
 from specdemo.core.reading import read
 from specdemo.core.trace import RunTrace, from_json, to_json
 from specdemo.engine.session import session
-from specdemo.presets.schema import preset
+from specdemo.presets.files import preset
 
 
 def run(preset_id: str, prompt: str | None = None, out: str | Path | None = None, **overrides: Any) -> RunTrace:
@@ -18,7 +18,7 @@ def run(preset_id: str, prompt: str | None = None, out: str | Path | None = None
     Raises ValueError with one line that names the cure.
     """
     changes = overrides if prompt is None else {**overrides, "prompt": prompt}
-    spec = preset(preset_id).with_changes(**changes).spec()
+    spec = preset(preset_id).with_changes(**changes).checked()
     if out is not None:
         check_writable(out)
     trace = session().run(spec)

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-from specdemo.presets.schema import Preset, load_presets
+from specdemo.presets.files import Preset, load_presets
 
 
 @dataclass(frozen=True, slots=True)

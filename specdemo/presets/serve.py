@@ -4,9 +4,10 @@ import shlex
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from specdemo.engine.comparison import Lane
 from specdemo.methods import BASELINE, validate_options
 from specdemo.methods.flags import NotServed
-from specdemo.presets.schema import EMBEDDED, LaneConfig, Preset
+from specdemo.presets.files import EMBEDDED, Preset
 from specdemo.servers.address import address
 from specdemo.servers.flags import Engine, speculation_flags
 
@@ -19,7 +20,7 @@ def serve_commands(preset: Preset, engine: Engine, models: Path | None = None) -
 
     models: the folder of the embedded models, whose names no server knows.
     """
-    plain = LaneConfig(method=BASELINE, server=preset.server)
+    plain = Lane(method=BASELINE, server=preset.server)
     lines = [f"# {preset.title}; over N GPUs add {PARALLEL[engine]} N to a line"]
     if preset.quantization and not _quantises(preset, engine):
         lines.append(f"# {preset.quantization} is left out: serve a checkpoint that is quantised already")

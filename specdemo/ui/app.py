@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from specdemo.presets.schema import DEFAULT
+from specdemo.presets.files import DEFAULT
 from specdemo.servers.address import allow
 from specdemo.ui import space
 

@@ -7,32 +7,33 @@ title, its options) is filled in by the first events of a visitor.
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
 
+from specdemo.engine.comparison import Comparison, Lane, Settings, as_knob, linked, settings, type_of
 from specdemo.methods import BASELINE, METHODS, Knob, knobs, method, reader
+from specdemo.presets import limits
+from specdemo.presets.files import DEFAULT, EMBEDDED, Preset, allowed_models, load_presets, preset
+from specdemo.presets.limits import LIMITS
 from specdemo.presets.runnable import nearest_runnable, why_not
-from specdemo.presets.schema import DEFAULT, EMBEDDED, LIMITS, LaneConfig, Preset, allowed_models, load_presets, preset
 from specdemo.servers.address import host, listed
-from specdemo.ui import assets, heavy, space
+from specdemo.ui import assets, heavy
 from specdemo.ui.job import QUIET, Values, named
 
 LANES = LIMITS.lanes - 1
 NUMBERS = range(1, LANES + 1)
-PROMPT = ("target", "prompt", "chat", "system")
-WHOLE = (*PROMPT, "temperature", "top_p", "top_k", "min_p", "seed", "max_new_tokens", "schedule")
-LANE = ("method", "model", "k", "acceptance", "options", "server")
+WHOLE = tuple(linked(Comparison))
+LANE = tuple(name for name in linked(Lane) if name != "name")
 NAMES = ("preset", "count", *WHOLE, *(f"{name}-{n}" for n in NUMBERS for name in LANE))
 DRAWN = tuple(f"drawn-{n}" for n in NUMBERS)
 HERE = ("this machine", "")
 FOLDED = ("chat", "temperature", "top_p", "top_k", "min_p", "max_new_tokens", "schedule")  # named where it is folded
-COUNTS = ("top_k", "seed", "max_new_tokens")  # whole numbers, which a browser may send as 4.0
+SAMPLING = [name for name, setting in settings(Comparison).items() if setting.label]  # in the accordion
 CHAT, TEXT = "chat", "text"
-ACCEPTANCE = [("lossless", "lossless"), ("typical (lossy)", "typical")]
 DRAFTING = [name for name in METHODS if name != BASELINE]
 TRAINED: list[str] = []  # folders of the heads that this process's visitors trained on the page
 
@@ -93,7 +94,9 @@ class Controls:
             heavy.live()
             with gr.Row(elem_classes="options"):
                 for knob in knobs(name):
-                    control = _draw_knob(knob, options.get(knob.name, knob.default), n)
+                    words = {"label": knob.name, "info": knob.help, "elem_id": f"option-{knob.name}-{n}"}
+                    value = options.get(knob.name, knob.default)
+                    control = _draw_knob(knob, value, {}, gr.Dropdown, **words, interactive=True)
                     given = {"target": self.parts["target"], **lane, "knob": gr.State(knob.name), "value": control}
                     named(control.change, _set, given, lane, **QUIET)
 
@@ -151,7 +154,7 @@ def fill_untouched(chosen: Preset, start: Preset, now: Values) -> Values:
 
 
 def _choose(_: gr.Request, values: Values) -> Values:
-    return fill(space.fit(preset(values["id"] or DEFAULT)), values)
+    return fill(limits.fit(preset(values["id"] or DEFAULT)), values)
 
 
 def about(chosen: Preset) -> str:
@@ -189,14 +192,13 @@ def from_values(values: Values, allow_any_model: bool = False) -> Preset:
     """The comparison the controls describe. Raises ValueError with one line."""
     heavy.live()
     base = preset(values["preset"])
-    changes = {name: values[name] for name in WHOLE}
-    changes |= {name: whole_number(name, changes[name]) for name in COUNTS}
+    changes = _counts(Comparison, {name: values[name] for name in WHOLE})
     usual = base.chat if changes["target"] == base.target else None
     asked = changes["chat"]
     changes["chat"] = usual if asked == _prompt_as(changes["target"], usual) else asked == CHAT
     lanes = [{name: values[f"{name}-{n}"] for name in LANE} for n in NUMBERS[: int(values["count"])]]
     changes["lanes"] = [_lane_config(lane, base.lanes[i : i + 1]) for i, lane in enumerate(lanes)]
-    return space.admit(check_models(base.with_changes(**changes), allow_any_model))
+    return limits.admit(check_models(base.with_changes(**changes), allow_any_model))
 
 
 def changed(preset_id: str, overrides: dict[str, Any] | None, allow_any_model: bool) -> Preset:
@@ -204,7 +206,7 @@ def changed(preset_id: str, overrides: dict[str, Any] | None, allow_any_model: b
     heavy.live()
     if not isinstance(overrides or {}, Mapping):
         raise ValueError(f"overrides must be an object of settings, not {overrides!r:.40}")
-    return space.admit(check_models(space.fit(preset(preset_id)).with_changes(**(overrides or {})), allow_any_model))
+    return limits.admit(check_models(limits.fit(preset(preset_id)).with_changes(**(overrides or {})), allow_any_model))
 
 
 def check_models(chosen: Preset, allow_any_model: bool) -> Preset:
@@ -235,9 +237,9 @@ def default_draft(target: str) -> str:
     return next((model for name, model in pairs if name == target), pairs[0][1])
 
 
-def new_lane(target: str) -> LaneConfig:
+def new_lane(target: str) -> Lane:
     """What a lane that is added starts as."""
-    return LaneConfig(method=DRAFTING[0], model=default_draft(target))
+    return Lane(method=DRAFTING[0], model=default_draft(target))
 
 
 def whole_number(name: str, value: Any) -> int:
@@ -245,6 +247,11 @@ def whole_number(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
         raise ValueError(f"{name} must be a whole number, not {value!r}")
     return int(value)
+
+
+def _counts(of: type[Settings], values: Values) -> Values:
+    """The values of a comparison or a lane, whole numbers as such."""
+    return {name: whole_number(name, value) if type_of(of, name) is int else value for name, value in values.items()}
 
 
 def draw(start: Preset, allow_any_model: bool) -> Controls:
@@ -278,7 +285,7 @@ def draw(start: Preset, allow_any_model: bool) -> Controls:
 
 def draw_prompt(start: Preset) -> gr.Textbox:
     return gr.Textbox(
-        start.prompt, label="Prompt", lines=2, max_lines=10, max_length=space.limits().prompt, elem_id="prompt", scale=5
+        start.prompt, label="Prompt", lines=2, max_lines=10, max_length=limits.here().prompt, elem_id="prompt", scale=5
     )
 
 
@@ -314,7 +321,7 @@ def draw_chat(start: Preset) -> dict[str, gr.components.Component]:
             "system": gr.Textbox(
                 start.system,
                 label="System prompt",
-                max_length=space.limits().prompt,
+                max_length=limits.here().prompt,
                 visible=words["interactive"],
                 elem_id="system",
                 min_width=320,
@@ -324,49 +331,27 @@ def draw_chat(start: Preset) -> dict[str, gr.components.Component]:
 
 
 def draw_sampling(start: Preset) -> dict[str, gr.components.Component]:
-    """The controls of the accordion, by the names of WHOLE."""
+    """The controls of the accordion, four in a row, by the names of WHOLE."""
     shown: dict[str, gr.components.Component] = {}
-    with gr.Row():
-        for name, label, low, high, step, info in (
-            ("temperature", "Temperature", 0, LIMITS.temperature, 0.05, "0: greedy"),
-            ("top_p", "Top-p", 0.01, 1, 0.01, "1: off"),
-            ("top_k", "Top-k", 0, LIMITS.top_k, 1, "0: off"),
-            ("min_p", "Min-p", 0, 0.99, 0.01, "0: off"),
-        ):
-            value = getattr(start, name)
-            shown[name] = gr.Slider(low, high, value, step=step, label=label, info=info, elem_id=name, min_width=150)
-    with gr.Row():
-        shown["seed"] = gr.Number(start.seed, precision=0, label="Seed", info="the same in every lane", elem_id="seed")
-        shown["max_new_tokens"] = gr.Slider(
-            1,
-            space.limits().max_new_tokens,
-            start.max_new_tokens,
-            step=1,
-            label="New tokens",
-            info="at most",
-            elem_id="max_new_tokens",
-        )
-        shown["schedule"] = gr.Radio(
-            [("race: step by step in turn", "race"), ("sequential: one after the other", "sequential")],
-            value=start.schedule,
-            label="Schedule",
-            info="in both, a lane's clock counts its own device time alone",
-            elem_id="schedule",
-        )
+    for first in range(0, len(SAMPLING), 4):
+        with gr.Row():
+            for name in SAMPLING[first : first + 4]:
+                shown[name] = draw_setting(Comparison, name, getattr(start, name), elem_id=name)
     return shown
 
 
-def _draw_lane(n: int, lane: LaneConfig, start: Preset, allow_any_model: bool) -> dict[str, Any]:
+def _draw_lane(n: int, lane: Lane, start: Preset, allow_any_model: bool) -> dict[str, Any]:
     """The controls of a lane by the names of LANE, and `drawn`."""
     names = [(name.replace("_", " ").capitalize(), name) for name in DRAFTING]  # until `titles` comes
     model, seen = _model(lane, start.target), lane.model is not None
     return {
         "method": gr.Dropdown(names, value=lane.method, label="Method", min_width=150, elem_id=f"method-{n}"),
         "model": _model_choice("Drafter weights", model, f"model-{n}", allow_any_model, seen),
-        "k": gr.Slider(1, space.limits().k, lane.k, step=1, label="Draft length k", min_width=170, elem_id=f"k-{n}"),
-        "acceptance": gr.Dropdown(
-            ACCEPTANCE, value=lane.acceptance, label="Acceptance", min_width=140, elem_id=f"acceptance-{n}"
-        ),
+        **{
+            name: draw_setting(Lane, name, getattr(lane, name), elem_id=f"{name}-{n}")
+            for name, setting in settings(Lane).items()
+            if setting.label
+        },
         "options": gr.State(dict(lane.options)),
         "server": gr.Dropdown(
             _servers(lane.server),
@@ -404,14 +389,21 @@ def _servers(chosen: str | None) -> list[tuple[str, str]]:
     return [HERE, *((f"server {host(name)}", name) for name in named)]
 
 
-def _draw_knob(knob: Knob, value: Any, number: int) -> Any:
-    """The control that suits an option."""
-    words: dict[str, Any] = {"label": knob.name, "info": knob.help, "interactive": True}
-    words["elem_id"] = f"option-{knob.name}-{number}"
+def draw_setting(of: type[Settings], name: str, value: object, **place: Any) -> Any:
+    """The control that suits a field, within the limits of this page. place: elem_id, scale, min_width."""
+    setting, found, whole = settings(of)[name], as_knob(of, name), of is Comparison
+    found = replace(found, high=asdict(limits.here()).get(name, found.high))
+    info = (setting.info or setting.help.rstrip(".")) if whole else None
+    choose = gr.Radio if whole else gr.Dropdown
+    return _draw_knob(found, value, setting.words, choose, label=setting.label, info=info, **place)
+
+
+def _draw_knob(knob: Knob, value: Any, named: Mapping[str, str], choose: Callable[..., Any], **words: Any) -> Any:
+    """The control that suits an option; `choose` shows its choices, of which some are named in words."""
     if knob.type is bool:
         return gr.Checkbox(value, **words)
     if knob.choices:
-        return gr.Dropdown(list(knob.choices), value=value, **words)
+        return choose([(named.get(choice, choice), choice) for choice in knob.choices], value=value, **words)
     if knob.low is not None and knob.high is not None:
         return gr.Slider(knob.low, knob.high, value, step=knob.step, **words)
     if knob.type in (int, float):
@@ -460,7 +452,7 @@ def _chat_updates(target: str, chat: bool | None, system: str = "") -> Values:
 
 def _offered() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """Labels and values of the chips and of the list beside them."""
-    offered = space.at_hand() if space.public() else load_presets().values()
+    offered = limits.at_hand() if limits.public() else load_presets().values()
     few = [(p.chip, p.id) for p in offered if p.chip]
     return few, [(f"{p.group or ''} {p.title}".strip(), p.id) for p in offered if not p.chip]
 
@@ -471,7 +463,7 @@ def _picked(chosen: Preset) -> tuple[str | None, str]:
 
 
 def _most_lanes() -> int:
-    return space.limits().lanes - 1
+    return limits.here().lanes - 1
 
 
 def _count_on(more: int, _: gr.Request, values: Values) -> Values:
@@ -485,22 +477,21 @@ def _shown(count: int) -> Values:
     return {"count": count, **buttons, **{f"lane-{n}": gr.update(visible=n <= count) for n in NUMBERS}}
 
 
-def _padded(chosen: Preset) -> list[LaneConfig | None]:
+def _padded(chosen: Preset) -> list[Lane | None]:
     return [*chosen.lanes, *[None] * (LANES - len(chosen.lanes))]
 
 
-def _model(lane: LaneConfig, target: str) -> str:
+def _model(lane: Lane, target: str) -> str:
     return lane.model or default_draft(target)
 
 
-def _lane_config(lane: Values, named: Sequence[LaneConfig]) -> Values:
+def _lane_config(lane: Values, named: Sequence[Lane]) -> Values:
     """One lane's controls as data; it keeps the name the preset gave it as long as it is the same method and model."""
     name, server = lane["method"], lane["server"]
     options = _known(name, lane["options"])
     model = (lane["model"] or None) if needs_model(name, options) else None
-    return lane | {
+    return _counts(Lane, lane) | {
         "model": model,
-        "k": whole_number("k", lane["k"]),
         "options": options,
         "name": next((lane.name for lane in named if (lane.method, lane.model) == (name, model)), ""),
         "server": server or None,

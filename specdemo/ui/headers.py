@@ -17,7 +17,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specdemo.ui import space
+from specdemo.presets import limits
 
 INLINE = re.compile(rb"<script(?![^>]*\ssrc=)[^>]*>(.*?)</script>", re.DOTALL)
 HUB = "https://huggingface.co https://*.hf.space"  # a Space is shown in a frame of the hub, with a header of the hub's
@@ -25,7 +25,7 @@ HUB = "https://huggingface.co https://*.hf.space"  # a Space is shown in a frame
 
 def policy(page: bytes) -> str:
     """The content security policy of an HTML page."""
-    hub = f" {HUB}" if space.public() else ""
+    hub = f" {HUB}" if limits.public() else ""
     scripts = "".join(f" 'sha256-{b64encode(sha256(text).digest()).decode()}'" for text in INLINE.findall(page))
     return "; ".join(
         (

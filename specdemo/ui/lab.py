@@ -13,8 +13,10 @@ from typing import Any, ClassVar, Protocol
 
 import gradio as gr
 
-from specdemo.presets.schema import DEFAULT, LaneConfig, preset
-from specdemo.ui import assets, losslessness, space
+from specdemo.engine.comparison import Lane
+from specdemo.presets import limits
+from specdemo.presets.files import DEFAULT, preset
+from specdemo.ui import assets, losslessness
 from specdemo.ui.controls import TRAINED, Controls, fill
 from specdemo.ui.heavy import live
 from specdemo.ui.job import QUIET, Engine, Job, Jobs, Store, Values, named, wire
@@ -51,7 +53,7 @@ def trainer() -> Trainer:
 
 def allowed() -> bool:
     """False on a public machine."""
-    return not space.public()
+    return not limits.public()
 
 
 class Training(Job):
@@ -113,7 +115,7 @@ class Lab(Jobs[Training]):
 
 def race_with(method: str, folder: str, drawn: Mapping[str, int]) -> Values:
     """Updates of `Controls.parts`: the first preset, with this head as its only lane."""
-    lane = LaneConfig(method=method, model=folder)
+    lane = Lane(method=method, model=folder)
     return fill(preset(DEFAULT).with_changes(lanes=[lane.model_dump()]), drawn)
 
 

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from specdemo.core.trace import RunTrace
+from specdemo.engine.comparison import Comparison
 from specdemo.engine.lanes import lane_name
 from specdemo.engine.session import follow_up, session
-from specdemo.engine.spec import RunSpec
+from specdemo.presets import limits
+from specdemo.presets.files import EMBEDDED, Preset
 from specdemo.presets.recorded import recorded
-from specdemo.presets.schema import EMBEDDED, Preset
 from specdemo.ui import space
 from specdemo.ui.job import Engine, Work
 from specdemo.ui.log import Lines, Log, lines
@@ -34,11 +35,11 @@ def held(work: Work) -> Work:
 
 
 @space.lent(lambda spec, log: space.seconds(spec))
-def _play(spec: RunSpec, log: Log | None) -> Generator[Lines, None, None]:
+def _play(spec: Comparison, log: Log | None) -> Generator[Lines, None, None]:
     """The run, 15 times a second what is new of it; `log` learns of the engine where both are in one process."""
 
     def work(cancelled: Callable[[], bool], loading: Callable[[float, str], None]) -> Iterator[Any]:
-        if space.public():
+        if limits.public():
             session().unlearn()  # what a draft learned from one visitor's text is not shown to another
         return session().stream(spec, cancelled, loading)
 
@@ -53,14 +54,14 @@ def _play(spec: RunSpec, log: Log | None) -> Generator[Lines, None, None]:
             yield lines(batch)
 
 
-def run(spec: RunSpec, log: Log) -> Iterator[str]:
+def run(spec: Comparison, log: Log) -> Iterator[str]:
     """The log so far, 15 times a second. Closing the iterator stops the engine.
 
     A run that cannot start for want of a GPU ends as the preset's recorded one, where there is one, and says so.
     """
     log.spec = spec
     reason = no_gpu(spec)
-    if reason and space.public():  # trying all the same would keep a shared machine busy
+    if reason and limits.public():  # trying all the same would keep a shared machine busy
         log.add([Failed(reason)])
     else:
         try:
@@ -76,20 +77,20 @@ def run(spec: RunSpec, log: Log) -> Iterator[str]:
         yield log.fall_back(f"{log.failure.rstrip('.')}. {INSTEAD}", trace) if trace else log.text
 
 
-def no_gpu(spec: RunSpec) -> str:
+def no_gpu(spec: Comparison) -> str:
     """Why a model that does not ship with the project may be too large for this machine; empty where there is a GPU."""
     if spec.target in EMBEDDED or spec.all_remote or torch.cuda.is_available():
         return ""
     return f"{spec.target} needs a GPU and there is none here"
 
 
-def _stand_in(spec: RunSpec) -> RunTrace | None:
+def _stand_in(spec: Comparison) -> RunTrace | None:
     """The preset's recorded run, unless the page was asked for another target or for the next turn of a chat."""
-    trace = recorded(spec.preset)
+    trace = recorded(spec.id)
     return trace if trace and trace.config.get("target") == spec.target and not spec.history else None
 
 
-def compare(spec: RunSpec) -> dict[str, Any]:
+def compare(spec: Comparison) -> dict[str, Any]:
     """A run without its steps. Raises ValueError with one line where there is none."""
     log = Log()
     for _ in run(spec, log):
@@ -112,4 +113,4 @@ def preload(presets: Iterable[Preset]) -> None:
     """Load the models while the visitor reads; what fails here is said when Run is pressed."""
     for chosen in presets:
         with contextlib.suppress(Exception):
-            session().place(chosen.spec())
+            session().place(chosen.checked())

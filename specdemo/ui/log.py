@@ -13,7 +13,7 @@ from specdemo.ui.lines import Packed, opening, to_line
 from specdemo.ui.views import Failed, Shown, view
 
 if TYPE_CHECKING:
-    from specdemo.engine.spec import RunSpec
+    from specdemo.engine.comparison import Comparison
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Log(Job):
         super().__init__(opening(recorded=recorded, still=still))
         self._trace: Packed | None = before._trace if before else None
         self.recorded, self.still = recorded, still
-        self.spec: RunSpec | None = None  # what is run
+        self.spec: Comparison | None = None  # what is run
         self.started = self.stopped = self.is_chat = False
         self._own_before = before is not None and before.own
         self.failure = ""  # why it failed, if it did

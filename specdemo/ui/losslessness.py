@@ -6,9 +6,11 @@ import gradio as gr
 
 from specdemo.bench.base import ROWS
 from specdemo.bench.suites import suite
-from specdemo.presets.schema import LIMITS, load_presets, preset
-from specdemo.ui import assets, space
-from specdemo.ui.controls import ACCEPTANCE, whole_number
+from specdemo.engine.comparison import Comparison, Lane
+from specdemo.presets import limits
+from specdemo.presets.files import load_presets, preset
+from specdemo.ui import assets
+from specdemo.ui.controls import draw_setting, whole_number
 from specdemo.ui.heavy import live
 from specdemo.ui.job import Store, Values
 from specdemo.ui.sweep import Sweeping, Sweeps, draw_result
@@ -18,16 +20,16 @@ START = "embedded-sampling"
 
 
 def most_draws() -> int:
-    return ROWS * space.limits().sweep_repeats
+    return ROWS * limits.here().sweep_repeats
 
 
 def begin(values: Values, last: Sweeping | None) -> Sweeping:
     """The test the controls describe. Raises ValueError with one line."""
     live()  # brings torch along, under its lock; a preset's methods are checked here
-    base = space.fit(preset(values["preset"]))
+    base = limits.fit(preset(values["preset"]))
     if not base.embedded:
         raise ValueError(f"losslessness is tested on the models that ship with the project, not on {base.target[:80]}")
-    chosen = space.admit(base.with_changes(**{name: values[name] for name in ("acceptance", "temperature", "top_p")}))
+    chosen = limits.admit(base.with_changes(**{name: values[name] for name in ("acceptance", "temperature", "top_p")}))
     draws = whole_number("continuations", values["draws"])
     if not ROWS <= draws <= most_draws():
         raise ValueError(f"continuations must be {ROWS} to {most_draws()} on this page, not {draws}")
@@ -45,13 +47,11 @@ def draw(store: Store) -> None:
             "preset": gr.Dropdown(
                 presets, value=START, label="Preset: target and lane", elem_id="tested", scale=2, min_width=220
             ),
-            "acceptance": gr.Dropdown(
-                ACCEPTANCE, value="lossless", label="Acceptance", elem_id="tested-acceptance", scale=1, min_width=140
+            "acceptance": draw_setting(
+                Lane, "acceptance", "lossless", elem_id="tested-acceptance", scale=1, min_width=140
             ),
-            "temperature": gr.Slider(
-                0, LIMITS.temperature, 0.8, step=0.05, label="Temperature", info="0: greedy", **heat
-            ),
-            "top_p": gr.Slider(0.01, 1, 1, step=0.01, label="Top-p", info="1: off", **heat),
+            "temperature": draw_setting(Comparison, "temperature", 0.8, **heat),
+            "top_p": draw_setting(Comparison, "top_p", 1, **heat),
             "draws": gr.Slider(
                 ROWS,
                 most_draws(),

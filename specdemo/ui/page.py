@@ -13,10 +13,11 @@ from contextlib import closing
 from functools import lru_cache
 from typing import Any
 
+from specdemo.presets import limits
 from specdemo.ui import space
 
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
-if space.public() and not space.zero_gpu():
+if limits.public() and not space.zero_gpu():
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no visitor makes a public machine fetch anything
 
 import gradio as gr
@@ -25,18 +26,10 @@ from starlette.middleware import Middleware
 
 from specdemo.bench.look import FONTS, LINES, axis, layout
 from specdemo.core.trace import to_json
+from specdemo.presets.files import DEFAULT, Preset, load_presets, preset
+from specdemo.presets.limits import LIMITS
+from specdemo.presets.link import from_query, is_link, is_sweep, to_query
 from specdemo.presets.recorded import recorded
-from specdemo.presets.schema import (
-    DEFAULT,
-    LIMITS,
-    Preset,
-    from_query,
-    is_link,
-    is_sweep,
-    load_presets,
-    preset,
-    to_query,
-)
 from specdemo.ui import assets, controls, headers, lab, space, sweep, turns
 from specdemo.ui.controls import Controls, address, changed, fill_untouched, from_values, wire_share
 from specdemo.ui.guard import ENVELOPE, WINDOW_S, Guard
@@ -70,7 +63,7 @@ class Visits(Jobs[Log]):
 
     def race(self, request: gr.Request, values: Values) -> Iterator[Values]:
         """The growing log of a run, or one that says why there is none."""
-        yield from self.run(request, lambda last: Race(from_values(values, self._any).spec(), last))
+        yield from self.run(request, lambda last: Race(from_values(values, self._any).checked(), last))
 
     def follow(self, request: gr.Request, values: Values) -> Iterator[Values]:
         """The growing log of the chat's next turn, or one that says why there is none."""
@@ -78,8 +71,8 @@ class Visits(Jobs[Log]):
         def begin(last: Log | None) -> Race:
             if last is None or last.spec is None or last.trace is None or last.recorded:
                 raise ValueError("there is no chat to go on with; press Run first")
-            base = space.fit(preset(last.spec.preset))
-            message = space.admit(base.with_changes(prompt=values["message"])).prompt
+            base = limits.fit(preset(last.spec.id))
+            message = limits.admit(base.with_changes(prompt=values["message"])).prompt
             return Race(live().follow_up(last.spec, last.trace, message), last)
 
         yield from self.run(request, begin)
@@ -113,7 +106,7 @@ class Visits(Jobs[Log]):
             self.keep(request, shown)
             return shown.text
         self.keep(request, Log(still=True))  # the recorded race of the preset before is no longer on show
-        return _lanes(space.fit(preset(preset_id or DEFAULT)))
+        return _lanes(limits.fit(preset(preset_id or DEFAULT)))
 
     def save(self, request: gr.Request, kind: str) -> dict[str, str]:
         """The latest run as a file's name and text."""
@@ -134,10 +127,10 @@ class Visits(Jobs[Log]):
             return None
         live()
         chosen, refused = from_query(request.query_params, load_presets(), self._any, self._start)
-        fitting = space.fit(chosen)
+        fitting = limits.fit(chosen)
         if fitting != chosen:
-            more = f"the link asks for more than this public page runs; {space.HOME}"
-            refused.append(space.PRIVATE if space.shares(chosen) else more)
+            more = f"the link asks for more than this public page runs; {limits.HOME}"
+            refused.append(limits.PRIVATE if limits.shares(chosen) else more)
         return fitting, refused
 
     def restore(self, request: gr.Request, values: Values) -> Values:
@@ -162,14 +155,14 @@ def _nothing_to_save(log: Log | None) -> str:
 
 
 def _free_memory() -> None:
-    if space.public():
+    if limits.public():
         raise gr.Error("the models of a public page are everybody's; they stay", print_exception=False)
     gr.Info(live().free_memory())
 
 
 def _lanes(chosen: Preset) -> str:
     """A log that shows the lanes of a preset, empty."""
-    return waiting([live().lane_name(lane) for lane in chosen.spec().lanes])
+    return waiting([live().lane_name(lane) for lane in chosen.checked().lanes])
 
 
 @lru_cache
@@ -186,9 +179,9 @@ def share_link(chosen: Preset) -> str:
 def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
     """The page with a preset selected. Raises ValueError for an unknown preset, and where a public page would take any
     model."""
-    if allow_any_model and space.public():
+    if allow_any_model and limits.public():
         raise ValueError("a public page takes listed models alone; leave --allow-any-model out")
-    first = space.fit(preset(start))
+    first = limits.fit(preset(start))
     store = Store()
     page: gr.Blocks = gr.Blocks(
         title="specdemo: speculative decoding, side by side",
@@ -229,7 +222,7 @@ def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: b
         message = gr.Textbox(
             label="Next message",
             info="every lane answers it after its own answer",
-            max_length=space.limits().prompt,
+            max_length=limits.here().prompt,
             elem_id="message",
             scale=5,
         )
@@ -238,7 +231,7 @@ def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: b
     with gr.Row(elem_id="exports"):
         _saves(visits)
         opened = gr.UploadButton("Open a trace", file_types=[".json"], size="sm", elem_id="open-trace")
-        free = gr.Button("Free memory", size="sm", elem_id="free-memory", visible=not space.public())
+        free = gr.Button("Free memory", size="sm", elem_id="free-memory", visible=not limits.public())
         free.click(_free_memory, show_progress="hidden", api_visibility="private", **ENGINE)
     form.wire(page)
     asked = {"message": message}
@@ -346,7 +339,7 @@ def _endpoints(allow_any_model: bool) -> None:
 
 def _asked(preset_id: str, overrides: dict[str, Any] | None, allow_any_model: bool) -> Any:
     try:
-        return changed(preset_id, overrides, allow_any_model).spec()
+        return changed(preset_id, overrides, allow_any_model).checked()
     except ValueError as error:
         raise gr.Error(str(error), print_exception=False) from None
 
@@ -365,7 +358,7 @@ def serve(
     """Show the page; the models of the preset load meanwhile. Raises ValueError with one line, OSError for the port."""
     page = build(start, allow_any_model)
     if space.zero_gpu():  # models must be in place before the first call; the first one shown is loaded last
-        live().preload([*(p for p in space.at_hand() if p.id != preset(start).id), preset(start)])
+        live().preload([*(p for p in limits.at_hand() if p.id != preset(start).id), preset(start)])
     page.launch(
         server_name=host,
         server_port=port,

@@ -16,12 +16,9 @@ import gradio as gr
 from specdemo.bench.plot import figure
 from specdemo.bench.result import SCHEMA, Result, read_result
 from specdemo.bench.suites import Sweep, swept, takes
-from specdemo.presets.schema import (
-    DEFAULT,
-    is_sweep,
-    load_presets,
-    preset,
-)
+from specdemo.presets import limits
+from specdemo.presets.files import DEFAULT, load_presets, preset
+from specdemo.presets.link import is_sweep
 from specdemo.ui import assets, space
 from specdemo.ui.controls import address, whole_number, wire_share
 from specdemo.ui.heavy import live
@@ -174,20 +171,19 @@ class Sweeps(Jobs[Sweeping]):
 
 def from_values(values: Values) -> Sweep:
     """The sweep the controls describe. Raises ValueError with one line."""
-    return Sweep().with_changes(
-        **values | {name: whole_number(name, values[name]) for name in ("repeats", "new_tokens")}
-    )
+    counts = {name: whole_number(name, values[name]) for name in ("repeats", "new_tokens")}
+    return Sweep().changed(**values | counts)
 
 
 def admit(asked: Sweep) -> Sweep:
     """The sweep again. Raises ValueError on a public page for one that is too large for it."""
-    space.admit(space.fit(preset(asked.preset)).with_changes(max_new_tokens=asked.new_tokens))
-    most = space.limits().sweep_repeats
+    limits.admit(limits.fit(preset(asked.preset)).with_changes(max_new_tokens=asked.new_tokens))
+    most = limits.here().sweep_repeats
     if asked.repeats > most:
-        raise ValueError(f"this public page repeats a sweep {most} times at most, not {asked.repeats}; {space.HOME}")
-    reason = live().no_gpu(preset(asked.preset).spec()) if space.public() else ""
+        raise ValueError(f"this public page repeats a sweep {most} times at most, not {asked.repeats}; {limits.HOME}")
+    reason = live().no_gpu(preset(asked.preset).checked()) if limits.public() else ""
     if reason:
-        raise ValueError(f"{reason}; {space.HOME}")
+        raise ValueError(f"{reason}; {limits.HOME}")
     return asked
 
 
@@ -221,8 +217,8 @@ def draw(page: gr.Blocks, store: Store) -> gr.Radio:
         )
         inputs: dict[str, Any] = {"sweep": chosen, "preset": on}
         for name, words, low, high in (
-            ("repeats", "Repeats", 1, space.limits().sweep_repeats),
-            ("new_tokens", "New tokens", 8, space.limits().max_new_tokens),
+            ("repeats", "Repeats", 1, limits.here().sweep_repeats),
+            ("new_tokens", "New tokens", 8, limits.here().max_new_tokens),
         ):
             at = min(getattr(start, name), high)
             size: dict[str, Any] = {"elem_id": name.replace("_", "-"), "scale": 3, "min_width": 170}

@@ -23,7 +23,7 @@ from gradio.server_messages import EstimationMessage, EventMessage
 from gradio.utils import LRUCache
 from starlette.requests import HTTPConnection
 
-from specdemo.ui import space
+from specdemo.presets import limits
 from specdemo.ui.job import ENGINE
 
 SHARE_S, ADDRESS_SHARE_S, HOUR_S = 300.0, 1200.0, 3600.0
@@ -147,7 +147,7 @@ class FairQueue(Queue):
 def address(request: HTTPConnection) -> str:
     """Where a call came from. On a public page, behind a proxy, the last public hop: those before it may be made up by
     the caller."""
-    hops = request.headers.get("x-forwarded-for", "").split(",") if space.public() else []
+    hops = request.headers.get("x-forwarded-for", "").split(",") if limits.public() else []
     for hop in reversed(hops):
         try:
             if ip_address(hop.strip()).is_global:

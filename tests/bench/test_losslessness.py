@@ -16,7 +16,7 @@ from specdemo.core.sampling import Sampling
 from specdemo.engine.loop import never
 from specdemo.methods import load_drafter
 from specdemo.models.toy import ToyTarget
-from specdemo.presets.schema import preset
+from specdemo.presets.files import preset
 
 
 def ignore(*_):

@@ -18,9 +18,9 @@ from specdemo.bench.result import Result, Spread, read_result
 from specdemo.bench.suites import SHIPPED, Sweep, suite, suites
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.trace import StepEvent
+from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.loop import never
 from specdemo.engine.session import Session
-from specdemo.engine.spec import LaneSpec, RunSpec
 from specdemo.methods import load_drafter
 from specdemo.models.toy import ToyTarget
 
@@ -181,7 +181,14 @@ def test_stopping_reaches_a_text_that_is_being_written():
 
 def test_stopping_reaches_the_run_itself():
     stop = []
-    spec = RunSpec("bench", "stories", "-", (LaneSpec("ngram", k=2),), 400, schedule="sequential")
+    spec = Comparison(
+        id="bench",
+        target="stories",
+        prompt="-",
+        lanes=[Lane(method="ngram", k=2)],
+        max_new_tokens=400,
+        schedule="sequential",
+    )
     runner = Session()
 
     def report(share, what):
@@ -278,6 +285,6 @@ def test_outside_a_checkout_the_projects_own_suites_are_one_line(monkeypatch, tm
 
 
 def test_a_lane_has_the_tree_of_its_method_whether_or_not_its_size_is_named():
-    assert LaneSpec("eagle", "stories-eagle-3", k=4).budget == Budget(4, 24)
-    assert LaneSpec("eagle", "stories-eagle-3", k=4, options={"nodes": 8}).budget == Budget(4, 8)
-    assert LaneSpec("ngram", k=5).budget == Budget(5, 5)
+    assert Lane(method="eagle", model="stories-eagle-3", k=4).budget == Budget(4, 24)
+    assert Lane(method="eagle", model="stories-eagle-3", k=4, options={"nodes": 8}).budget == Budget(4, 8)
+    assert Lane(method="ngram", k=5).budget == Budget(5, 5)

@@ -7,9 +7,9 @@ import weakref
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.messages import Started, Step
 from specdemo.engine.session import Session, follow_up
-from specdemo.engine.spec import LaneSpec, RunSpec
 from specdemo.models.memory import Remembering
 from specdemo.models.resolve import resolve
 from specdemo.models.target import HFTarget
@@ -19,13 +19,13 @@ from tests.models.tiny import build, pinned
 TEMPLATE = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
 ANSWERS_CUT = "{% for m in messages %}{{ m.content if m.role == 'user' else m.content[:9] }}\n{% endfor %}"
 LANES = (
-    LaneSpec("draft_model", "stories-draft-wide", 3),
-    LaneSpec("eagle", "stories-eagle-3", 4),
-    LaneSpec("medusa", "stories-medusa", 3),
-    LaneSpec("adaptive", "stories-draft-wide", 4, {"drafter": "cascade"}),
-    LaneSpec("layer_skip", k=2),
+    Lane(method="draft_model", model="stories-draft-wide", k=3),
+    Lane(method="eagle", model="stories-eagle-3", k=4),
+    Lane(method="medusa", model="stories-medusa", k=3),
+    Lane(method="adaptive", model="stories-draft-wide", k=4, options={"drafter": "cascade"}),
+    Lane(method="layer_skip", k=2),
 )
-NGRAM = (LaneSpec("ngram"),)
+NGRAM = (Lane(method="ngram"),)
 
 
 def with_template(folder, template):
@@ -67,7 +67,8 @@ def without():
 
 def spec(target, lanes=NGRAM, **changes):
     settings = {"max_new_tokens": 12, "prompt": "Once upon a time, a dog", **changes}
-    return RunSpec("test", target, lanes=lanes, **settings)
+    one = Comparison(id="test", target=target, lanes=[*lanes[:1]], **settings)
+    return one.model_copy(update={"lanes": [*lanes]})
 
 
 def tokens_read(monkeypatch):
@@ -200,7 +201,7 @@ def test_a_comparison_that_cannot_be_loaded_leaves_the_chat_as_it_was(session, c
 
 
 def test_a_drafter_that_learns_goes_on_as_well(session, chatty):
-    asked = spec(chatty, (LaneSpec("online", "stories-draft-deep", 2, {"every": 2}),))
+    asked = spec(chatty, (Lane(method="online", model="stories-draft-deep", k=2, options={"every": 2}),))
     again = follow_up(asked, session.run(asked), "The dog saw a ball")
     assert min(kept(session.run(again))) > 0
     session.run(spec(chatty, asked.lanes, chat=False))

@@ -21,8 +21,8 @@ from transformers import (
 
 from specdemo.bench.sweeps import shipped_lanes
 from specdemo.core.protocol import Budget, GenerationConfig
+from specdemo.engine.comparison import Lane
 from specdemo.engine.loop import generate
-from specdemo.engine.spec import LaneSpec
 from specdemo.methods import METHODS, load_drafter, method, reader
 from specdemo.models.fused import hasten
 from specdemo.models.load import load_target
@@ -179,7 +179,7 @@ def stories():
     return load_target("stories")
 
 
-@pytest.mark.parametrize("lane", [LaneSpec("none"), *shipped_lanes()], ids=lambda lane: lane.name or lane.method)
+@pytest.mark.parametrize("lane", [Lane(method="none"), *shipped_lanes()], ids=lambda lane: lane.name or lane.method)
 def test_everything_that_ships(stories, lane):
     drafter = load_drafter(lane.method, stories, lane.model, **lane.options)
     nodes = lane.options.get("nodes", 0)

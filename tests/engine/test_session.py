@@ -7,22 +7,21 @@ import threading
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from specdemo.core.sampling import Sampling
 from specdemo.core.trace import from_json, to_json
 from specdemo.engine import shelf
+from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.messages import Finished, LaneDone, Note, Started, Step, replay
 from specdemo.engine.session import Session, follow_up
-from specdemo.engine.spec import LaneSpec, RunSpec
 from specdemo.models.resolve import resolve
 from specdemo.models.text import encode
 from specdemo.training.corpus import train_tokenizer
 
-WIDE = LaneSpec("draft_model", "stories-draft-wide", k=3)
+WIDE = Lane(method="draft_model", model="stories-draft-wide", k=3)
 
 
 def spec(*lanes, **changes):
-    settings = {"preset": "test", "target": "stories", "prompt": "Once upon a time, a dog", "max_new_tokens": 24}
-    return RunSpec(lanes=lanes or (WIDE,), **{**settings, **changes})
+    settings = {"id": "test", "target": "stories", "prompt": "Once upon a time, a dog", "max_new_tokens": 24}
+    return Comparison.build({**settings, **changes, "lanes": [*lanes] or [WIDE]})
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +31,7 @@ def runner():
 
 @pytest.fixture(scope="module")
 def trace(runner):
-    return runner.run(spec(WIDE, LaneSpec("ngram", k=2, options={"max_n": 2})))
+    return runner.run(spec(WIDE, Lane(method="ngram", k=2, options={"max_n": 2})))
 
 
 def test_a_run_has_a_baseline_and_its_lanes(trace):
@@ -83,13 +82,15 @@ def test_live_and_replayed_messages_are_alike(runner):
 
 
 def test_sampling_makes_no_claim_of_identity(runner):
-    trace = runner.run(spec(sampling=Sampling(temperature=0.8), seed=3))
+    trace = runner.run(spec(temperature=0.8, seed=3))
     assert trace.comparison[0]["identical"] is None
     assert trace.comparison[0]["verdict"] == "same distribution"
 
 
 def test_a_lossy_rule_is_labelled_everywhere(runner):
-    trace = runner.run(spec(LaneSpec("draft_model", "stories-draft-wide", acceptance="typical"), max_new_tokens=8))
+    trace = runner.run(
+        spec(Lane(method="draft_model", model="stories-draft-wide", acceptance="typical"), max_new_tokens=8)
+    )
     assert trace.lanes[1].exact is False
     assert trace.lanes[1].options["acceptance"] == "typical"
     assert trace.comparison[0]["verdict"] == "lossy"
@@ -131,7 +132,7 @@ def test_a_failing_lane_ends_alone_with_its_reason(runner, monkeypatch):
         raise RuntimeError("out of patience\nand more lines")
 
     monkeypatch.setattr(NGram, "propose", fail)
-    messages = list(runner.stream(spec(WIDE, LaneSpec("ngram"), max_new_tokens=8)))
+    messages = list(runner.stream(spec(WIDE, Lane(method="ngram"), max_new_tokens=8)))
     trace = messages[-1].trace
     assert [lane.finish for lane in trace.lanes] == ["length", "length", "error"]
     assert trace.lanes[2].note == "out of patience"
@@ -147,11 +148,11 @@ def test_a_failing_lane_ends_alone_with_its_reason(runner, monkeypatch):
         ({"prompt": "  \n "}, "the prompt is empty"),
         ({"prompt": "word " * 600}, "shorten"),
         ({"target": "storeys"}, "storeys"),
-        ({"lanes": (LaneSpec("draft_modell", "stories-draft-wide"),)}, "did you mean 'draft_model'"),
-        ({"lanes": (LaneSpec("ngram", options={"max_m": 2}),)}, "did you mean 'max_n'"),
-        ({"lanes": (LaneSpec("draft_model"),)}, "needs a model"),
-        ({"lanes": (LaneSpec("ngram", "stories"),)}, "takes no model"),
-        ({"lanes": (LaneSpec("ngram", acceptance="lax"),)}, "lossless"),
+        ({"lanes": ({"method": "draft_modell", "model": "stories-draft-wide"},)}, "did you mean 'draft_model'"),
+        ({"lanes": (Lane(method="ngram", options={"max_m": 2}),)}, "did you mean 'max_n'"),
+        ({"lanes": (Lane(method="draft_model"),)}, "needs a model"),
+        ({"lanes": (Lane(method="ngram", model="stories"),)}, "takes no model"),
+        ({"lanes": ({"method": "ngram", "acceptance": "lax"},)}, "lossless"),
     ],
 )
 def test_bad_input_is_one_line_that_names_the_cure(runner, changes, line):
@@ -175,27 +176,27 @@ def test_a_draft_with_another_tokenizer_is_refused_with_the_reason(runner, tmp_p
     words = PreTrainedTokenizerFast(tokenizer_object=train_tokenizer(["other words altogether, in another order"]))
     folder = save_draft(tmp_path, words, 2048)
     with pytest.raises(ValueError, match="another tokenizer than stories: .* tokens differ .*same model family"):
-        runner.load(spec(LaneSpec("draft_model", folder)))
+        runner.load(spec(Lane(method="draft_model", model=folder)))
 
 
 def test_a_padded_vocabulary_fits(runner, tmp_path):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(resolve("stories"))
     folder = save_draft(tmp_path, tokenizer, 2048 + 64)
-    trace = runner.run(spec(LaneSpec("draft_model", folder, k=2), max_new_tokens=8))
+    trace = runner.run(spec(Lane(method="draft_model", model=folder, k=2), max_new_tokens=8))
     assert trace.comparison[0]["verdict"] == "identical"
-    hot = runner.run(spec(LaneSpec("draft_model", folder, k=2), max_new_tokens=8, sampling=Sampling(temperature=1.0)))
+    hot = runner.run(spec(Lane(method="draft_model", model=folder, k=2), max_new_tokens=8, temperature=1.0))
     assert len(hot.lanes[1].token_ids) == 8
 
 
 def test_a_drafter_that_learns_is_kept_from_run_to_run():
     keeper = Session()
-    lane = LaneSpec("online", "stories-draft-deep", 2, {"every": 2})
+    lane = Lane(method="online", model="stories-draft-deep", k=2, options={"every": 2})
     learning = spec(lane, max_new_tokens=24)
     for _ in range(2):
         notes = [e.notes for e in keeper.run(learning).lanes[1].events if "updates" in e.notes]
         first = notes[0]["updates"]
     assert first > 0  # the second run goes on where the first one ended
-    keeper.run(spec(LaneSpec("ngram"), max_new_tokens=4))
+    keeper.run(spec(Lane(method="ngram"), max_new_tokens=4))
     assert not keeper.kept.learners
 
 
@@ -212,8 +213,8 @@ def chatty(tmp_path_factory):
 
 
 def test_every_lane_goes_on_with_its_own_conversation(runner, chatty):
-    typical = LaneSpec("draft_model", "stories-draft-wide", k=3, acceptance="typical")  # says something else
-    first = spec(typical, target=chatty, system="Be brief.", sampling=Sampling(temperature=1.0), max_new_tokens=8)
+    typical = Lane(method="draft_model", model="stories-draft-wide", k=3, acceptance="typical")  # says something else
+    first = spec(typical, target=chatty, system="Be brief.", temperature=1.0, max_new_tokens=8)
     trace = runner.run(first)
     assert trace.lanes[0].text != trace.lanes[1].text
     second = follow_up(first, trace, "And then?")
@@ -228,7 +229,7 @@ def test_every_lane_goes_on_with_its_own_conversation(runner, chatty):
 
 
 def test_a_follow_up_says_what_a_fresh_run_on_the_whole_conversation_says(runner, chatty):
-    first = spec(LaneSpec("ngram"), target=chatty, max_new_tokens=8)
+    first = spec(Lane(method="ngram"), target=chatty, max_new_tokens=8)
     asked = follow_up(first, runner.run(first), "And then?")
     again = runner.run(asked)
     fresh = Session().run(asked)

@@ -10,9 +10,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdemo.engine import session as engine
 from specdemo.engine import shelf
+from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.messages import Note
 from specdemo.engine.session import Session
-from specdemo.engine.spec import LaneSpec, RunSpec
 from specdemo.models.hub import Cancelled
 from tests.models.test_text import byte_level
 
@@ -41,8 +41,8 @@ def folders(tmp_path_factory):
 
 
 def spec(target, *lanes, **changes):
-    lanes = lanes or (LaneSpec("ngram"),)
-    return RunSpec("test", target, "Once upon a time", lanes, **{"max_new_tokens": 4, **changes})
+    settings = {"prompt": "Once upon a time", "max_new_tokens": 4, **changes}
+    return Comparison(id="test", target=target, lanes=[*lanes] or [Lane(method="ngram")], **settings)
 
 
 def names(session):
@@ -74,7 +74,7 @@ def test_models_stay_until_others_need_the_room(folders):
 def test_a_target_takes_its_drafters_along(folders):
     a, b, c = folders
     session = Session(budget_bytes=1)
-    session.load(spec(a, LaneSpec("online", b, options={"drafter": "draft_model"})))
+    session.load(spec(a, Lane(method="online", model=b, options={"drafter": "draft_model"})))
     assert names(session) == ["model-0", "model-1"]
     held = [weakref.ref(loaded.model.model) for loaded in session.shelf._models.values()]
     session.load(spec(c))
@@ -89,7 +89,7 @@ def test_fifty_switches_leave_nothing_behind(folders):
     session = Session(budget_bytes=1)
     seen = []
     for switch in range(50):
-        draft = LaneSpec("ngram") if switch % 5 else LaneSpec("draft_model", folders[(switch + 1) % 3], 2)
+        draft = Lane(method="ngram") if switch % 5 else Lane(method="draft_model", model=folders[(switch + 1) % 3], k=2)
         session.load(spec(folders[switch % 3], draft))
         seen += [weakref.ref(loaded.model.model) for loaded in session.shelf._models.values()]
         if switch == 9:
@@ -105,7 +105,7 @@ def test_what_cannot_fit_together_is_refused_before_it_is_loaded(folders, monkey
     monkeypatch.setattr("specdemo.models.place.free_bytes", lambda where: [int(1.5 * need)])
     monkeypatch.setattr(shelf, "load_whole", None)
     with pytest.raises(ValueError, match=f"^{a} with {b} needs about 0.0 GB in float32, .* smaller model$"):
-        Session().load(spec(a, LaneSpec("draft_model", b)))
+        Session().load(spec(a, Lane(method="draft_model", model=b)))
 
 
 def test_loading_stops_when_it_is_told_to(folders):

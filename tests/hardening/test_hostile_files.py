@@ -34,8 +34,9 @@ from specdemo.models.footprint import read_config
 from specdemo.models.hub import embedded_folder
 from specdemo.models.load import load_target, outline
 from specdemo.models.text import encode
+from specdemo.presets.files import Preset, load_presets, preset, read_preset
+from specdemo.presets.link import from_query
 from specdemo.presets.run import load_trace
-from specdemo.presets.schema import Preset, from_query, load_presets, preset, read_preset
 from specdemo.training.corpus import read_corpus
 from specdemo.training.fit import positive
 from tests.models.tiny import build
@@ -224,7 +225,7 @@ def test_any_link_is_read(query):
     with bounded():
         chosen, notes = from_query(query, presets)
         sweep, more = Sweep().from_query(query)
-    assert chosen.spec() and sweep and all(len(note) < 1000 for note in (*notes, *more))
+    assert chosen.checked() and sweep and all(len(note) < 1000 for note in (*notes, *more))
 
 
 def test_a_link_of_thousands_of_options_is_cheap():

@@ -14,10 +14,10 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.trace import from_json, to_json
 from specdemo.core.tree import Draft
 from specdemo.engine import verdict
+from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.loop import generate
 from specdemo.engine.messages import LaneDone, Note, Step
 from specdemo.engine.session import Session
-from specdemo.engine.spec import LaneSpec, RunSpec
 from specdemo.methods.ngram import NGram
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
@@ -42,7 +42,8 @@ ERRORS = {
 
 def spec(*lanes, **changes):
     settings = {"target": "stories", "prompt": "Once upon a time, a dog saw a dog", "max_new_tokens": 10, **changes}
-    return RunSpec("test", lanes=lanes or (LaneSpec("ngram", k=2), LaneSpec("suffix", k=2)), **settings)
+    lanes = [*lanes] or [Lane(method="ngram", k=2), Lane(method="suffix", k=2)]
+    return Comparison(id="test", lanes=lanes[:1], **settings).model_copy(update={"lanes": lanes})
 
 
 @pytest.fixture(scope="module")
@@ -108,11 +109,11 @@ def is_free(runner, caches, whole):
 def test_a_drafter_that_raises(runner, whole, caches, monkeypatch, error):
     """Three lanes, one at each of its three calls."""
     calls = {1: "start", 2: "propose", 3: "observe"}
-    lanes = [LaneSpec("ngram", k=2, options={"max_n": n}) for n in calls]
+    lanes = [Lane(method="ngram", k=2, options={"max_n": n}) for n in calls]
     with monkeypatch.context() as broken:
         for n, call in calls.items():
             breaks(broken, NGram, call, error, lambda self, *args, n=n: len(self._sizes) == n)
-        *messages, finished = runner.stream(spec(*lanes, LaneSpec("suffix", k=2)))
+        *messages, finished = runner.stream(spec(*lanes, Lane(method="suffix", k=2)))
     first, *failed, last = finished.trace.lanes
     for lane in failed:
         assert fails_alone(replace(finished.trace, lanes=[first, lane, last], comparison=[]), whole, ERRORS[error])
@@ -152,7 +153,7 @@ def test_a_drafter_that_cannot_be_built(runner, whole, caches, monkeypatch):
 def test_a_target_that_raises(runner, whole, caches, monkeypatch, error):
     with monkeypatch.context() as broken:
         breaks(broken, HFTarget, "forward", error, lambda self, tokens, *more: tokens.shape[1] == 3)
-        trace = runner.run(spec(LaneSpec("ngram", k=2), LaneSpec("suffix", k=1)))
+        trace = runner.run(spec(Lane(method="ngram", k=2), Lane(method="suffix", k=1)))
     assert fails_alone(trace, whole, str(error) if isinstance(error, RuntimeError) else type(error).__name__)
     assert is_free(runner, caches, whole)
 
@@ -160,7 +161,7 @@ def test_a_target_that_raises(runner, whole, caches, monkeypatch, error):
 def test_a_rule_that_raises(runner, whole, caches, monkeypatch):
     with monkeypatch.context() as broken:
         breaks(broken, Typical, "__call__", IndexError("slot 9"))
-        trace = runner.run(spec(LaneSpec("ngram", k=2, acceptance="typical"), LaneSpec("suffix", k=2)))
+        trace = runner.run(spec(Lane(method="ngram", k=2, acceptance="typical"), Lane(method="suffix", k=2)))
     assert fails_alone(trace, whole, "IndexError: slot 9")
     assert is_free(runner, caches, whole)
 
@@ -193,7 +194,7 @@ def test_a_draft_that_is_none(runner, caches, monkeypatch, case, hot):
     draft, why = STRAY[case]
     with monkeypatch.context() as broken:
         broken.setattr(NGram, "propose", lambda self, budget: draft)
-        trace = runner.run(spec(sampling=Sampling(hot)))
+        trace = runner.run(spec(temperature=hot))
     failed = trace.lanes[1]
     assert [lane.finish for lane in trace.lanes] == ["length", "error", "length"]
     assert failed.note.startswith(why) and "\n" not in failed.note and len(failed.events) == 1
@@ -252,7 +253,7 @@ def test_whoever_ends_the_process_ends_the_run(runner, whole, caches, monkeypatc
 def test_a_lane_keeps_one_learner_and_none_that_failed(monkeypatch):
     session = Session()
     for every in (3, 2):
-        lane = LaneSpec("online", "stories-draft-deep", 2, {"every": every})
+        lane = Lane(method="online", model="stories-draft-deep", k=2, options={"every": every})
         session.run(spec(lane))
         assert len(session.kept.learners) == 1
     assert session.run(spec(lane)).lanes[1].finish == "length" and session.kept.learners

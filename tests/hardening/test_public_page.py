@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from specdemo.presets.schema import preset
-from specdemo.ui import live, space, sweep
+from specdemo.presets import limits
+from specdemo.presets.files import preset
+from specdemo.ui import live, sweep
 from specdemo.ui.controls import changed, from_values, to_values
 from specdemo.ui.headers import policy
 from specdemo.ui.page import Visits
@@ -104,9 +105,9 @@ def test_remember_is_off_whoever_asks_for_it(public, monkeypatch):
     visits = Visits(preset("embedded-draft"), False)
     query = {"preset": "embedded-draft", "method": "suffix", "option.remember": "True"}
     chosen, refused = visits.read_link(SimpleNamespace(session_hash="a", query_params=query))
-    assert not space.shares(chosen) and ["remember" in note for note in refused] == [True]
+    assert not limits.shares(chosen) and ["remember" in note for note in refused] == [True]
     asked = preset("embedded-draft").with_changes(lanes=[REMEMBER])
-    assert space.shares(asked) and not space.shares(space.fit(asked))
+    assert limits.shares(asked) and not limits.shares(limits.fit(asked))
     monkeypatch.delenv("SPECDEMO_PUBLIC")
     assert from_values(values).lanes[0].options == {"remember": True}
 
@@ -115,7 +116,7 @@ def test_what_a_draft_learned_from_one_visitor_is_forgotten_before_the_next(publ
     said = []
     engine = SimpleNamespace(unlearn=lambda: said.append("unlearn"), stream=lambda *_: said.append("run") or iter(()))
     monkeypatch.setattr(live, "session", lambda: engine)
-    list(live.run(preset("embedded-draft").spec(), live.Log()))
+    list(live.run(preset("embedded-draft").checked(), live.Log()))
     assert said == ["unlearn", "run"]
 
 

@@ -12,8 +12,8 @@ from threading import Event
 import pytest
 
 from specdemo.core.trace import MAX_DEPTH, from_json, to_json
+from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.session import Session
-from specdemo.engine.spec import LaneSpec, RunSpec
 from specdemo.servers import address, client, counters, lane
 from tests.completion_server import Broken, completion_server, events, head, piece
 
@@ -215,8 +215,9 @@ def race(session, baseline, server):
     """Plain decoding, on a server or here, against a lane on a server."""
     first, second = (each and each.address for each in (baseline, server))
     address.allow(filter(None, (first, second)))
-    lanes = (LaneSpec("ngram", k=2, server=second),)
-    return session.run(RunSpec("test", "stories", "Once upon a time", lanes, max_new_tokens=TOKENS, server=first))
+    lanes = [Lane(method="ngram", k=2, server=second)]
+    asked = {"target": "stories", "prompt": "Once upon a time", "max_new_tokens": TOKENS, "server": first}
+    return session.run(Comparison(id="test", lanes=lanes, **asked))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.stage}-{kind.name}")

@@ -2,22 +2,21 @@
 
 import gc
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.session import Session
-from specdemo.engine.spec import LaneSpec, RunSpec
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's count of memory")
 
 RUNS, REFUSED, SETTLED = 200, 1_000, 20
 LANES = (
-    LaneSpec("draft_model", "stories-draft-wide", 3),
-    LaneSpec("ngram", k=2),
-    LaneSpec("medusa", "stories-medusa", 3),
-    LaneSpec("online", "stories-draft-deep", 2, {"every": 2}),
+    Lane(method="draft_model", model="stories-draft-wide", k=3),
+    Lane(method="ngram", k=2),
+    Lane(method="medusa", model="stories-medusa", k=3),
+    Lane(method="online", model="stories-draft-deep", k=2, options={"every": 2}),
 )
 
 
@@ -29,7 +28,8 @@ def resident():
 def spec(number):
     """Other lanes, another prompt and another length every time."""
     prompt = "Once upon a time, " + "a dog saw a cat and " * (number % 13)
-    return RunSpec("test", "stories", prompt, LANES[number % 4 :][:2], max_new_tokens=4 + number % 9)
+    lanes = [*LANES[number % 4 :][:2]]
+    return Comparison(id="test", target="stories", prompt=prompt, lanes=lanes, max_new_tokens=4 + number % 9)
 
 
 @pytest.mark.soak
@@ -39,15 +39,15 @@ def test_runs_and_refused_calls_leave_memory_where_it_was():
         {"prompt": " "},
         {"prompt": "word " * 600},
         {"target": "storeys"},
-        {"lanes": (LaneSpec("ngram", options={"max_m": 2}),)},
-        {"lanes": (LaneSpec("online", "stories-draft-deep", options={"lr": 99.0}),)},
+        {"lanes": (Lane(method="ngram", options={"max_m": 2}),)},
+        {"lanes": (Lane(method="online", model="stories-draft-deep", options={"lr": 99.0}),)},
     )
     seen = []
     for number in range(RUNS):
         session.run(spec(number))
         for call in range(REFUSED // RUNS):
             with pytest.raises(ValueError):
-                session.run(replace(spec(number), **wrong[call % len(wrong)]))
+                session.run(spec(number).model_copy(update=wrong[call % len(wrong)]))
         seen.append(resident())
     settled, last = seen[SETTLED - 1], seen[-1]
     assert last < 1.05 * settled, f"{settled:.0f} MB after {SETTLED} runs, {last:.0f} MB after {RUNS}"

@@ -13,7 +13,7 @@ from specdemo.__main__ import main
 from specdemo.methods.pairs import check_pair, check_pairs
 from specdemo.models.load import outline
 from specdemo.models.resolve import resolve
-from specdemo.presets.schema import EMBEDDED, known_drafters
+from specdemo.presets.files import EMBEDDED, known_drafters
 from specdemo.training.corpus import train_tokenizer
 from tests.models.fake_hub import serve
 

@@ -7,17 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdemo.methods import knobs
-from specdemo.presets.schema import (
-    DEFAULT,
-    EMBEDDED,
-    FOREIGN,
-    LIMITS,
-    Preset,
-    allowed_models,
-    from_query,
-    load_presets,
-    to_query,
-)
+from specdemo.presets.files import DEFAULT, EMBEDDED, Preset, allowed_models, load_presets
+from specdemo.presets.limits import LIMITS
+from specdemo.presets.link import FOREIGN, from_query, to_query
 
 PRESETS = load_presets()
 BASE = PRESETS[DEFAULT]
@@ -49,11 +41,11 @@ changes = st.fixed_dictionaries(
         "chat": st.booleans(),
         "system": printable,
         "max_new_tokens": st.integers(1, LIMITS.max_new_tokens),
-        "temperature": st.floats(0, LIMITS.temperature),
+        "temperature": st.floats(0, 5.0),
         "top_p": st.floats(0, 1, exclude_min=True),
-        "top_k": st.integers(0, LIMITS.top_k),
+        "top_k": st.integers(0, 1000),
         "min_p": st.floats(0, 1, exclude_max=True),
-        "seed": st.integers(0, LIMITS.seed),
+        "seed": st.integers(0, 2**31 - 1),
         "schedule": st.sampled_from(["race", "sequential"]),
         "lanes": st.lists(lanes, min_size=1, max_size=LIMITS.lanes - 1),
     },

@@ -2,17 +2,10 @@
 
 import pytest
 
+from specdemo.engine.comparison import Lane
 from specdemo.methods import METHODS
-from specdemo.presets.schema import (
-    DEFAULT,
-    EMBEDDED,
-    LIMITS,
-    LaneConfig,
-    allowed_models,
-    load_presets,
-    preset,
-    read_preset,
-)
+from specdemo.presets.files import DEFAULT, EMBEDDED, allowed_models, load_presets, preset, read_preset
+from specdemo.presets.link import LONGEST_TEXT
 
 PRESETS = load_presets()
 BASE = PRESETS[DEFAULT]
@@ -38,14 +31,14 @@ def test_the_default_comes_first_then_what_needs_no_download():
 def test_every_preset_is_what_the_engine_takes(id):
     chosen = PRESETS[id]
     assert chosen.with_changes() == chosen  # its options are known to the methods and none is at its default
-    spec = chosen.spec()
-    assert (spec.preset, spec.target, spec.prompt) == (id, chosen.target, chosen.prompt)
+    spec = chosen.checked()
+    assert (spec.id, spec.target, spec.prompt) == (id, chosen.target, chosen.prompt)
     assert [lane.k for lane in spec.lanes] == [lane.k for lane in chosen.lanes]
-    assert len(chosen.prompt) <= LIMITS.link_prompt
+    assert len(chosen.prompt) <= LONGEST_TEXT
 
 
 def test_the_presets_show_what_their_names_say():
-    assert PRESETS["embedded-draft"].lanes == [LaneConfig(method="draft_model", model="stories-draft-wide", k=4)]
+    assert PRESETS["embedded-draft"].lanes == [Lane(method="draft_model", model="stories-draft-wide", k=4)]
     assert PRESETS["embedded-sampling"].temperature == 0.8
     wide, deep = PRESETS["embedded-draft-wide"], PRESETS["embedded-draft-deep"]
     assert (wide.prompt, wide.lanes[0].k) == (deep.prompt, deep.lanes[0].k)  # they are there to be compared
@@ -58,7 +51,7 @@ def test_changes_reach_the_lanes_they_are_for():
     assert [lane.k for lane in three.with_changes(k=7).lanes] == [7, 7]
     assert [lane.acceptance for lane in three.with_changes(acceptance="typical").lanes] == ["typical"] * 2
     assert three.with_changes(method="draft_model").lanes == three.lanes[:1]
-    assert BASE.with_changes(method="ngram", k=3).lanes == [LaneConfig(method="ngram", k=3)]
+    assert BASE.with_changes(method="ngram", k=3).lanes == [Lane(method="ngram", k=3)]
     assert BASE.with_changes(method="ngram", options={"max_n": "5", "min_n": 1}).lanes[0].options == {"max_n": 5}
     assert BASE.with_changes(temperature=1).temperature == 1.0
     assert BASE.with_changes(lanes=[{"method": "ngram"}]).methods == ["ngram"]
@@ -115,7 +108,7 @@ def test_servers_go_to_the_lanes_and_one_more_to_the_baseline():
     three = preset("embedded-three-lanes")
     one = three.on_servers(["a:1"], "m")
     assert (one.server, one.lanes[0].server, one.lanes[1].server) == (None, "http://a:1", None)
-    every = three.on_servers(["a:1", "https://b/v1/", "c:3"], "m").spec()
+    every = three.on_servers(["a:1", "https://b/v1/", "c:3"], "m").checked()
     assert [lane.server for lane in every.all_lanes] == ["http://a:1", "https://b", "http://c:3"]
     assert {lane.served_model for lane in every.all_lanes} == {"m"} and every.all_remote
     assert three.on_servers([]) == three

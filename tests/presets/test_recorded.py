@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from specdemo.engine.spec import RunSpec
+from specdemo.engine.comparison import Comparison
 from specdemo.presets import recorded as module
+from specdemo.presets.files import FOLDER, preset
 from specdemo.presets.recorded import recorded
-from specdemo.presets.schema import FOLDER, preset
 from specdemo.ui.views import finish
 
 SHIPPED = sorted((FOLDER / "recorded").glob("*.json"))
@@ -20,8 +20,8 @@ def test_at_least_three_ship():
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_a_recorded_run_is_a_run_of_its_preset(path):
     assert path.stat().st_size < 300_000
-    trace, spec = recorded(path.stem), preset(path.stem).spec()
-    assert isinstance(spec, RunSpec) and trace.preset == path.stem
+    trace, spec = recorded(path.stem), preset(path.stem).checked()
+    assert isinstance(spec, Comparison) and trace.preset == path.stem
     assert trace.prompt == spec.prompt and trace.schedule == spec.schedule
     assert {name: trace.config[name] for name in ("target", "max_new_tokens", "seed", "temperature")} == {
         "target": spec.target,

@@ -2,8 +2,8 @@
 
 import pytest
 
+from specdemo.presets.files import load_presets
 from specdemo.presets.runnable import Machine, nearest_runnable, why_not
-from specdemo.presets.schema import load_presets
 from specdemo.ui.controls import about
 
 PRESETS = load_presets()

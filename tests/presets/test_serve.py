@@ -7,7 +7,7 @@ import pytest
 
 from specdemo.__main__ import main
 from specdemo.methods import METHODS
-from specdemo.presets.schema import load_presets, preset
+from specdemo.presets.files import load_presets, preset
 from specdemo.presets.serve import serve_commands
 
 BASE = preset("two-servers")

@@ -4,18 +4,16 @@ import os
 import socket
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 
 from specdemo.bench.report import race_report
 from specdemo.core.bounds import PUBLIC_FILE
-from specdemo.core.sampling import Sampling
 from specdemo.core.tally import summarise
 from specdemo.core.trace import MAX_TEXT, from_json, kinds, to_json
+from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.messages import Finished, LaneDone, Step, replay
 from specdemo.engine.session import Session
-from specdemo.engine.spec import LaneSpec, RunSpec
 from specdemo.models.resolve import resolve
 from specdemo.servers import address as addresses
 from specdemo.servers import client, counters
@@ -49,9 +47,9 @@ sglang:generation_tokens_total{{model_name="m"}} {tokens}
 def spec(*servers, **changes):
     """The baseline on the first server, a lane on every other one; None: here."""
     first, *rest = servers
-    lanes = tuple(LaneSpec("ngram", k=2, server=server, name=f"Lane {i}") for i, server in enumerate(rest, start=1))
-    settings = {"preset": "test", "target": "stories", "prompt": "Say it", "max_new_tokens": 16}
-    return RunSpec(lanes=lanes, server=first, **{**settings, **changes})
+    lanes = [Lane(method="ngram", k=2, server=server, name=f"Lane {i}") for i, server in enumerate(rest, start=1)]
+    settings = {"id": "test", "target": "stories", "prompt": "Say it", "max_new_tokens": 16}
+    return Comparison(lanes=lanes, server=first, **{**settings, **changes})
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +88,7 @@ def run(given, *servers):
 
 def test_the_text_of_a_real_server_is_the_baselines(real):
     given = spec(None, real[0], prompt="Once upon a time, a dog", max_new_tokens=40)
-    given = replace(given, lanes=(replace(given.lanes[0], served_model=resolve("stories")),))
+    given = given.changed(lanes=[given.lanes[0].changed(served_model=resolve("stories"))])
     trace = run(given, real[0])
     baseline, lane = trace.lanes
     assert lane.text == baseline.text and lane.finish == baseline.finish == "length"
@@ -105,7 +103,7 @@ def test_the_text_of_a_real_server_is_the_baselines(real):
 def test_a_real_server_killed_in_mid_run_fails_its_lane_alone(real, good):
     address, process = real
     given = spec(good.address, address, max_new_tokens=400)
-    given = replace(given, lanes=(replace(given.lanes[0], served_model=resolve("stories")),))
+    given = given.changed(lanes=[given.lanes[0].changed(served_model=resolve("stories"))])
     allow([address, good.address])
     for message in Session().stream(given):
         if isinstance(message, Step) and message.lane == 1 and message.event.index == 3:
@@ -142,7 +140,7 @@ def test_two_deployments_and_their_counters(good):
 
 def test_everything_a_server_might_choose_by_itself_is_asked_for(good):
     good.asked.clear()
-    run(spec(good.address, good.address, sampling=Sampling(0.7, 5, 0.9, 0.1), seed=3), good.address)
+    run(spec(good.address, good.address, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=3), good.address)
     path, body, _ = good.asked[-1]
     assert path == "/v1/chat/completions" and body["messages"] == [{"role": "user", "content": "Say it"}]
     wanted = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 3, "max_tokens": 16}
@@ -188,7 +186,7 @@ def test_a_server_with_one_interface_and_standard_settings_alone():
     with completion_server(GOOD, refusal=refusal) as server:
         lane = run(spec(server.address, server.address), server.address).lanes[1]
         assert lane.text == "Once upon a time." and "at /v1/completions only" in lane.note
-        picky = run(spec(server.address, server.address, sampling=Sampling(0.7, 5)), server.address).lanes[1]
+        picky = run(spec(server.address, server.address, temperature=0.7, top_k=5), server.address).lanes[1]
     assert picky.finish == "error" and "404" in picky.note  # a setting that was asked for is never dropped
 
 

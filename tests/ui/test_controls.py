@@ -2,7 +2,8 @@
 
 import pytest
 
-from specdemo.presets.schema import LIMITS, load_presets, preset
+from specdemo.presets.files import load_presets, preset
+from specdemo.presets.limits import LIMITS
 from specdemo.ui import controls
 from specdemo.ui.controls import LANE, WHOLE, changed, fill, fill_untouched, from_values, needs_model, to_values
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from specdemo.presets.schema import preset
+from specdemo.presets.files import preset
 from specdemo.ui import controls, lab
 from specdemo.ui.lab import Lab, Training, race_with
 from tests.ui.stand_ins import Trainer

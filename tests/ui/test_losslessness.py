@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from specdemo.presets.schema import preset
+from specdemo.presets.files import preset
 from specdemo.ui import losslessness
 from specdemo.ui.losslessness import begin
 from specdemo.ui.sweep import Sweeps

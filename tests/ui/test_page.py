@@ -12,7 +12,7 @@ import pytest
 from specdemo.core.bounds import FILE
 from specdemo.core.trace import to_json
 from specdemo.engine.messages import replay
-from specdemo.presets.schema import preset
+from specdemo.presets.files import preset
 from specdemo.ui import live
 from specdemo.ui.controls import DRAWN, to_values
 from specdemo.ui.log import Log, notes, open_trace

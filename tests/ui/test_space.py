@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +11,8 @@ import pytest
 import yaml
 
 from specdemo.bench.suites import Sweep
-from specdemo.presets.schema import load_presets, preset
+from specdemo.presets import limits
+from specdemo.presets.files import load_presets, preset
 from specdemo.ui import live, space, sweep
 from specdemo.ui.controls import changed
 from specdemo.ui.log import Log, replayed
@@ -22,7 +22,7 @@ from tests.traces import hostile_trace
 ZERO_GPU = """
 import json, os, sys
 import torch
-from specdemo.presets.schema import preset
+from specdemo.presets.files import preset
 from specdemo.ui import live
 from specdemo.ui.log import Log
 
@@ -30,18 +30,18 @@ chosen = preset("embedded-draft").with_changes(max_new_tokens=12)
 live.preload([chosen])
 assert live.ELSEWHERE and not torch.cuda.is_initialized()
 done, stopped, refused = Log(), Log(), Log()
-outputs = list(live.run(chosen.spec(), done))
+outputs = list(live.run(chosen.checked(), done))
 
-running = live.run(chosen.with_changes(max_new_tokens=400).spec(), stopped)
+running = live.run(chosen.with_changes(max_new_tokens=400).checked(), stopped)
 while "step" not in next(running):
     pass
 running.close()
 stopped.stop()
 
 os.environ["REFUSED"] = "You have exceeded your GPU quota (13s requested vs. 0s left)"
-list(live.run(chosen.spec(), refused))
+list(live.run(chosen.checked(), refused))
 try:
-    live.compare(chosen.spec())
+    live.compare(chosen.checked())
 except ValueError as error:
     compared = str(error)
 json.dump([outputs[-1], done.trace.comparison[0], stopped.text, refused.text, refused.recorded, compared], sys.stdout)
@@ -79,16 +79,16 @@ def test_without_zero_gpu_nothing_is_lent(monkeypatch):
 
 
 def test_the_estimate_grows_with_the_run_and_stays_below_what_is_lent():
-    short, long = (preset("embedded-draft").with_changes(max_new_tokens=n).spec() for n in (32, 1024))
+    short, long = (preset("embedded-draft").with_changes(max_new_tokens=n).checked() for n in (32, 1024))
     assert space.seconds(short) < space.seconds(long) < space.LEND_S
-    large = load_presets()["qwen3-8b"].spec()
+    large = load_presets()["qwen3-8b"].checked()
     assert space.seconds(long) < space.seconds(large) <= space.LEND_S
 
 
 @pytest.fixture
 def public(monkeypatch):
     monkeypatch.setenv("SPECDEMO_PUBLIC", "1")
-    return Visits(space.fit(preset("embedded-draft")), False)
+    return Visits(limits.fit(preset("embedded-draft")), False)
 
 
 @pytest.mark.parametrize(
@@ -121,15 +121,15 @@ def test_a_public_page_runs_listed_models_and_short_runs(public, monkeypatch, ch
 def test_a_public_page_sweeps_listed_models_and_few_repeats(public, monkeypatch, changes, line):
     assert sweep.admit(Sweep())
     with pytest.raises(ValueError, match=line):
-        sweep.admit(Sweep().with_changes(**changes))
+        sweep.admit(Sweep().changed(**changes))
     monkeypatch.delenv("SPECDEMO_PUBLIC")
-    assert sweep.admit(Sweep().with_changes(**changes))
+    assert sweep.admit(Sweep().changed(**changes))
 
 
 def test_a_public_page_offers_every_preset_within_its_limits(public):
     for chosen in load_presets().values():
-        if chosen in space.at_hand():
-            assert space.admit(space.fit(chosen))
+        if chosen in limits.at_hand():
+            assert limits.admit(limits.fit(chosen))
     with pytest.raises(ValueError, match="leave --allow-any-model out"):
         build(allow_any_model=True)
 
@@ -139,7 +139,7 @@ def test_a_link_never_runs_anything_and_is_cut_to_what_is_public(public, monkeyp
     query = {"preset": "embedded-draft", "max_new_tokens": "1024", "run": "1", "go": "1"}
     request = SimpleNamespace(session_hash="a", query_params=query)
     chosen, refused = public.read_link(request)
-    assert chosen.max_new_tokens == space.PUBLIC.max_new_tokens
+    assert chosen.max_new_tokens == limits.PUBLIC.max_new_tokens
     assert [note.partition(";")[0] for note in refused] == [
         "ignored unknown setting 'run' from the link",
         "ignored unknown setting 'go' from the link",
@@ -148,7 +148,7 @@ def test_a_link_never_runs_anything_and_is_cut_to_what_is_public(public, monkeyp
 
 
 def qwen(**changes):
-    return replace(load_presets()["qwen3-8b"].spec(), **changes)
+    return load_presets()["qwen3-8b"].model_copy(update=changes)
 
 
 def recorded_qwen(preset_id):
@@ -203,6 +203,6 @@ def test_the_front_matter_makes_a_space():
     front = yaml.safe_load(front)
     assert front["sdk"] == "gradio" and Path(front["app_file"]).is_file()
     assert f"gradio=={front['sdk_version']}" in Path("requirements.txt").read_text(encoding="utf-8").split()
-    assert tuple(front["preload_from_hub"]) == space.preloaded() == tuple(front["models"])
-    assert any(not p.embedded for p in space.at_hand())  # what is fetched makes a whole preset
+    assert tuple(front["preload_from_hub"]) == limits.preloaded() == tuple(front["models"])
+    assert any(not p.embedded for p in limits.at_hand())  # what is fetched makes a whole preset
     assert len(front["short_description"]) <= 60

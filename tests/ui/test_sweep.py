@@ -12,7 +12,7 @@ from starlette.datastructures import QueryParams
 from specdemo.bench import suites
 from specdemo.bench.result import read_result, write_result
 from specdemo.bench.suites import Sweep
-from specdemo.presets.schema import preset
+from specdemo.presets.files import preset
 from specdemo.ui import sweep
 from specdemo.ui.page import Visits
 from specdemo.ui.sweep import Sweeps, begin, restore, result_line

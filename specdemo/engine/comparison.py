@@ -1,0 +1,280 @@
+"""A comparison and its lanes: every setting is declared here, once.
+
+A field's type, bounds and default are pydantic's, and a `Setting` beside them says what people are told of it. Presets,
+share links, the options of `specdemo run`, the page's controls and the overrides of its API are read from the fields.
+Importing this needs no torch. Every refusal of data is a ValueError of one line.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from specdemo.core.words import shown, suggest
+from specdemo.methods import BASELINE, METHODS, MODEL_OPTIONS, Knob, check_model, knobs, method, validate_options
+from specdemo.servers.address import address
+
+if TYPE_CHECKING:  # they bring torch along
+    from specdemo.core.protocol import Budget
+    from specdemo.core.sampling import Sampling
+
+LANES = 3  # beside the baseline
+DRAFT = 16  # tokens
+TOKENS = 1024
+PROMPT = 100_000  # characters
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a field tells people.
+
+    help: of its option of `specdemo run`, which goes to every lane; "": it has none. link: whether it belongs to the
+    comparison, so that a share link carries it and the page has a control for it, and not to the machine. label: of a
+    control that the page draws by the field's type, with info, else help, below it; "": the page has a place of its own
+    for it. step: of a slider over the field's bounds; None: numbers are typed. words: of the choices.
+    """
+
+    help: str = ""
+    link: bool = True
+    label: str = ""
+    info: str = ""
+    step: float | None = None
+    words: Mapping[str, str] = field(default_factory=dict)
+
+
+class Settings(BaseModel):
+    """Data from outside, taken as it is or refused in one line."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @classmethod
+    def build(cls, data: Mapping[str, Any]) -> Self:
+        """Raises ValueError with one line."""
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise ValueError(_one_line(error, cls)) from None
+
+    def changed(self, **changes: Any) -> Self:
+        """The same with other fields, checked. Raises ValueError with one line."""
+        return self.build(self.model_dump() | changes)
+
+
+def settings(of: type[Settings]) -> dict[str, Setting]:
+    """The fields that say something of themselves, in their order."""
+    return {name: s for name, f in of.model_fields.items() for s in f.metadata if isinstance(s, Setting)}
+
+
+def linked(of: type[Settings]) -> list[str]:
+    """The fields that a share link may carry."""
+    return [name for name, setting in settings(of).items() if setting.link]
+
+
+@lru_cache
+def _schema(of: type[Settings]) -> dict[str, dict[str, Any]]:
+    said: dict[str, dict[str, Any]] = of.model_json_schema()["properties"]
+    return {name: field | field.get("anyOf", [{}])[0] for name, field in said.items()}  # what may be None is so first
+
+
+def type_of(of: type[Settings], name: str) -> type:
+    """A field's plain type."""
+    return {"integer": int, "number": float, "boolean": bool, "string": str, "object": dict}[_schema(of)[name]["type"]]
+
+
+def as_knob(of: type[Settings], name: str) -> Knob:
+    """A field as the options of methods are described; its bounds where it has a step, which leads off an open one."""
+    field, setting = _schema(of)[name], settings(of)[name]
+    step, low, high = setting.step, field.get("minimum"), field.get("maximum")
+    if step is None:
+        low = high = None
+    elif low is None or high is None:
+        low = field["exclusiveMinimum"] + step if low is None else low
+        high = field["exclusiveMaximum"] - step if high is None else high
+    choices = tuple(field.get("enum", ()))
+    return Knob(name, type_of(of, name), field.get("default"), setting.help, low, high, step, choices)
+
+
+def _printable(text: str, allowed: str = "\t\n\r") -> str:
+    bad = next((c for c in text if (c < " " and c not in allowed) or "\x7f" <= c <= "\x9f"), None)
+    if bad is not None:
+        raise ValueError(f"must not hold the control character U+{ord(bad):04X}; remove it")
+    return text
+
+
+def _label(text: str) -> str:
+    return _printable(text, allowed="")
+
+
+def _some_words(text: str) -> str:
+    if not text.strip():
+        raise ValueError("is empty; write at least one word")
+    return text
+
+
+def known_method(name: str) -> str:
+    """The name again. Raises ValueError for one that no method has."""
+    if name not in METHODS:
+        raise ValueError(f"unknown method {shown(name)}; {suggest(name[:60], METHODS)}")
+    return name
+
+
+def _device(name: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
+        raise ValueError("must be auto, cpu, cuda or cuda:N")
+    return name
+
+
+Server = Annotated[str, Field(max_length=300), AfterValidator(address)]
+Name = Annotated[str, Field(max_length=80), AfterValidator(_label)]
+Model = Annotated[str, Field(min_length=1, max_length=300), AfterValidator(_label)]
+Text = Annotated[str, Field(max_length=PROMPT), AfterValidator(_printable)]
+Messages = tuple[Mapping[str, str], ...]  # each with role and content
+
+
+class Lane(Settings):
+    """One speculative lane.
+
+    On a `server` (servers/lane.py) the target is called `served_model`, and method, model, k and options say what that
+    server is meant to run, which nobody checks.
+    """
+
+    method: Annotated[
+        str, AfterValidator(known_method), Setting("Drafting method, one of `specdemo methods`.")
+    ]  # fmt: skip
+    model: Annotated[Model | None, Setting("Draft model: embedded name, folder or hub id[@revision].")] = None
+    k: Annotated[int, Setting("Draft length.", label="Draft length k", step=1)] = Field(4, ge=1, le=DRAFT)
+    options: Annotated[dict[str, int | float | bool | str], Setting("Options of the method.")] = {}
+    acceptance: Annotated[
+        Literal["lossless", "typical"],
+        Setting("lossless, or typical: lossy.", label="Acceptance", words={"typical": "typical (lossy)"}),
+    ] = "lossless"
+    name: Annotated[Name, Setting()] = ""
+    server: Annotated[Server | None, Setting()] = None
+    served_model: Model | None = None
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Every model the lane names, those in its options too."""
+        inside = [name.strip() for option in MODEL_OPTIONS for name in str(self.options.get(option, "")).split(",")]
+        return tuple(name for name in (self.model, *inside) if name and name not in METHODS)
+
+    @property
+    def budget(self) -> "Budget":
+        """k levels, and as many nodes as the method's tree has with these options."""
+        from specdemo.core.protocol import Budget
+
+        nodes = validate_options(self.method, self.options).get("nodes", 0)
+        return Budget(self.k, max(self.k, int(nodes)))
+
+    def checked(self) -> Self:
+        """This lane as its method's own code accepts it; options that are at their default are left out."""
+        cls = method(self.method)
+        options = validate_options(self.method, self.options)
+        cls.Options(**options)  # what holds between two options
+        check_model(self.method, options, self.model)
+        default = {k.name: k.default for k in knobs(self.method)}
+        return self.model_copy(update={"options": {n: v for n, v in options.items() if v != default[n]}})
+
+
+class Comparison(Settings):
+    """What is compared. Lane 0, plain decoding, is always there and not listed; it runs on `server`, None: here."""
+
+    id: Name  # of the preset it comes from, and so of its trace
+    target: Annotated[Model, Setting("Target model: embedded name, folder or hub id[@revision].")]
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"], Setting("auto, float32, bfloat16 or float16.", link=False)
+    ] = "auto"
+    device: Annotated[str, AfterValidator(_device), Setting("auto, cpu, cuda or cuda:N.", link=False)] = "auto"
+    quantization: Annotated[Literal["4bit", "8bit"] | None, Setting("4bit or 8bit, of the target.", link=False)] = None
+    lanes: list[Lane] = Field(min_length=1, max_length=LANES)
+    prompt: Annotated[Text, AfterValidator(_some_words), Setting("Text to continue.")]
+    chat: Annotated[bool | None, Setting("Prompt as a message in the target's chat template, or as a text.")] = None
+    system: Annotated[Text, Setting("System prompt of the chat.")] = ""
+    temperature: Annotated[float, Setting("0 is greedy.", label="Temperature", step=0.05)] = Field(0.0, ge=0.0, le=5.0)
+    top_p: Annotated[float, Setting("1 is off.", label="Top-p", step=0.01)] = Field(1.0, gt=0.0, le=1.0)
+    top_k: Annotated[int, Setting("0 is off.", label="Top-k", step=1)] = Field(0, ge=0, le=1000)
+    min_p: Annotated[float, Setting("0 is off.", label="Min-p", step=0.01)] = Field(0.0, ge=0.0, lt=1.0)
+    seed: Annotated[int, Setting("Of the sampling.", label="Seed", info="the same in every lane")] = Field(
+        0, ge=0, le=2**31 - 1
+    )
+    max_new_tokens: Annotated[int, Setting("Length limit.", label="New tokens", info="at most", step=1)] = Field(
+        128, ge=1, le=TOKENS
+    )
+    schedule: Annotated[
+        Literal["race", "sequential"],
+        Setting(
+            "race or sequential.",
+            label="Schedule",
+            info="in both, a lane's clock counts its own device time alone",
+            words={"race": "race: step by step in turn", "sequential": "sequential: one after the other"},
+        ),
+    ] = "race"
+    server: Annotated[Server | None, Setting(link=False)] = None
+    served_model: Annotated[Model | None, Setting(link=False)] = None
+    history: tuple[Messages, ...] = Field((), exclude=True)  # of every lane, the baseline first: before the prompt
+
+    @property
+    def all_lanes(self) -> tuple[Lane, ...]:
+        """Lane 0 too; it drafts nothing, so its k is 0."""
+        plain = Lane(method=BASELINE, name="Baseline", server=self.server, served_model=self.served_model)
+        return plain.model_copy(update={"k": 0}), *self.lanes
+
+    @property
+    def all_remote(self) -> bool:
+        """True: no model is needed here."""
+        return all(lane.server for lane in self.all_lanes)
+
+    @property
+    def sampling(self) -> "Sampling":
+        """Raises ValueError for a temperature that is too low to sample at."""
+        from specdemo.core.sampling import Sampling
+
+        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
+
+    def checked(self) -> Self:
+        """This comparison as the engine and its methods' own code accept it. Raises ValueError with one line."""
+        _ = self.sampling
+        return self.model_copy(update={"lanes": [lane.checked() for lane in self.lanes]})
+
+
+_WORDS = {
+    "greater_than_equal": "must be {ge} or more",
+    "greater_than": "must be above {gt}",
+    "less_than_equal": "must be {le} or less",
+    "less_than": "must be below {lt}",
+    "literal_error": "must be {expected}",
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "string_type": "must be text",
+    "list_type": "must be a list",
+    "string_unicode": "must be valid text",
+}
+_WORDS_ALONE = {  # which need no value beside them
+    "string_too_long": "must have {max_length} characters at most",
+    "string_too_short": "must not be empty",
+    "too_long": f"must have 1 to {LANES} entries",
+    "too_short": f"must have 1 to {LANES} entries",
+    "missing": "is missing",
+}
+
+
+def _one_line(error: ValidationError, of: type[Settings]) -> str:
+    """The first complaint as `k must be 16 or less, not 9999`."""
+    first = error.errors()[0]
+    where = next((str(part) for part in reversed(first["loc"]) if isinstance(part, str)), "the preset")
+    limits, given = first.get("ctx", {}), shown(first["input"])
+    match first["type"]:
+        case "extra_forbidden":
+            return f"unknown setting {where!r}; {suggest(where, (Lane if len(first['loc']) > 1 else of).model_fields)}"
+        case "value_error":
+            message = str(limits["error"])
+            return message if message.startswith("unknown") else f"the {where} {message}"
+        case known if known in _WORDS_ALONE:
+            return f"{where} {_WORDS_ALONE[known].format(**limits)}"
+        case known if known in _WORDS:
+            return f"{where} {_WORDS[known].format(**limits)}, not {given}"
+    return f"{where}: {first['msg'].lower()}, not {given}"

@@ -1,0 +1,158 @@
+"""Presets: one YAML file each, which holds a comparison and what is to be known of it before it runs.
+
+Reading them needs neither torch nor transformers. What a file says by itself (types, ranges, method names) is checked
+when it is read; what only a method's own code knows (its options, whether it takes a model) when it is changed or run.
+Every refusal is a ValueError of one line.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from specdemo.core.words import shown, suggest
+from specdemo.engine.comparison import Comparison, Lane, Name, Settings, known_method, settings
+from specdemo.methods import reader
+from specdemo.presets.reading import read_yaml
+
+INSTALLED = Path(__file__).parent / "installed"  # where a wheel has them
+FOLDER = INSTALLED if INSTALLED.is_dir() else Path(__file__).parents[2] / "presets"
+DEFAULT = "embedded-draft"
+EMBEDDED = (
+    "stories",
+    "stories-draft-wide",
+    "stories-draft-deep",
+    "stories-medusa",
+    "stories-mlp-speculator",
+    "stories-eagle-1",
+    "stories-eagle-3",
+    "stories-mtp",
+    "stories-dflash",
+    "stories-bytes",
+    "stories-bytes-heads",
+)
+
+_OF_LANES = [name for name, setting in settings(Lane).items() if setting.help]
+SETTINGS = (*settings(Comparison), "lanes", *_OF_LANES)
+
+
+class About(Settings):
+    """What a preset is for, and what it takes."""
+
+    title: Name
+    chip: Name = ""  # its title among the few that the page shows first; without one it stands in the list behind them
+    description: str = ""
+    # of presets whose models are downloaded
+    group: Literal["16 GB", "24 GB", "80 GB"] | None = None  # a card that holds it
+    memory_gb: float | None = Field(None, gt=0.0)  # weights and history, about
+    gated: bool = False  # the hub asks for a login and an accepted licence
+    licence: str = ""  # of the target, in a few words
+
+
+class Preset(Comparison, About):
+    """A comparison that is ready to run."""
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Every model it names, the target first."""
+        return self.target, *(model for lane in self.lanes for model in lane.models)
+
+    @property
+    def embedded(self) -> bool:
+        """True: it runs on the models that ship with the project; nothing is downloaded."""
+        return all(model in EMBEDDED for model in self.models)
+
+    @property
+    def methods(self) -> list[str]:
+        return list(dict.fromkeys(lane.method for lane in self.lanes))
+
+    def with_changes(self, **changes: Any) -> "Preset":
+        """The same comparison with other settings: any of SETTINGS.
+
+        `k` and `acceptance` go to every lane. `method` leaves one lane; `model` and `options` need that there is one.
+        """
+        for name in changes:
+            if name not in SETTINGS:
+                raise ValueError(f"unknown setting {shown(name)}; {suggest(name, SETTINGS)}")
+        of_lanes = {name: changes.pop(name) for name in _OF_LANES if name in changes}
+        whole = self.changed(**changes)
+        whole = whole.changed(lanes=_change_lanes(whole.lanes, of_lanes, whole.target))
+        return whole.model_copy(update={"lanes": [lane.checked() for lane in whole.lanes]})
+
+    def on_servers(self, servers: Sequence[str], served_model: str | None = None) -> "Preset":
+        """The same comparison with a server a lane, in their order; of one more the first is the baseline's.
+
+        Raises ValueError for more than that.
+        """
+        if len(servers) > len(self.lanes) + 1:
+            raise ValueError(f"{len(servers)} servers for {len(self.lanes)} lanes and the baseline; name fewer")
+        first = list(servers[: -len(self.lanes)])
+        named = dict(zip(range(len(self.lanes)), servers[len(first) :], strict=False))
+        lanes = [
+            lane.model_dump() | ({"server": named[i], "served_model": served_model} if i in named else {})
+            for i, lane in enumerate(self.lanes)
+        ]
+        baseline = {"server": first[0], "served_model": served_model} if first else {}
+        return self.changed(lanes=lanes, **baseline)
+
+
+def _change_lanes(lanes: list[Lane], changes: dict[str, Any], target: str) -> list[dict[str, Any]]:
+    """The lanes with one setting each replaced, not checked yet."""
+    if "method" in changes:
+        name = known_method(str(changes["method"]))
+        lanes = [next((lane for lane in lanes if lane.method == name), None) or _usual_lane(name, target, lanes[0].k)]
+    alone = [name for name in ("model", "options") if name in changes]
+    if alone and len(lanes) > 1:
+        raise ValueError(f"{alone[0]} is for one lane and this preset has {len(lanes)}; name the method as well")
+    return [lane.model_dump() | changes for lane in lanes]
+
+
+def _usual_lane(name: str, target: str, k: int) -> Lane:
+    """A lane of that method, with the model and options that a preset gives it on this target, if one does."""
+    shown = (lane for p in load_presets().values() if p.target == target for lane in p.lanes)
+    return next((lane.model_copy(update={"k": k}) for lane in shown if lane.method == name), Lane(method=name, k=k))
+
+
+def read_preset(path: Path) -> Preset:
+    """Raises ValueError naming the file."""
+    data = read_yaml(path)
+    if not isinstance(data, dict):
+        raise ValueError(f"{path.name} is not a preset: it must hold 'name: value' lines")
+    try:
+        return Preset.build({"id": path.stem, **data})
+    except ValueError as error:
+        raise ValueError(f"{path.name}: {error}") from None
+
+
+@lru_cache(maxsize=1)
+def load_presets() -> dict[str, Preset]:
+    """Every preset by id: the default first, then the other embedded ones, then what is downloaded, by size of card."""
+    presets = [read_preset(path) for path in FOLDER.glob("*.yaml")]
+    if not presets:
+        raise ValueError(f"no presets in {FOLDER}; install specdemo again")
+    presets.sort(key=lambda p: (p.id != DEFAULT, not p.embedded, p.group or "", p.id))
+    return {preset.id: preset for preset in presets}
+
+
+def preset(id: str) -> Preset:
+    """The preset of that id, in which - and _ are alike. Raises ValueError with a suggestion."""
+    if not isinstance(id, str):
+        raise ValueError(f"a preset is named in text, not by {shown(id)}")
+    presets = load_presets()
+    id = next((known for known in presets if known.replace("_", "-") == id.replace("_", "-")), id)
+    if id not in presets:
+        raise ValueError(f"unknown preset {shown(id)}; {suggest(id, presets)}")
+    return presets[id]
+
+
+def allowed_models(presets: Mapping[str, Preset]) -> tuple[str, ...]:
+    """What a visitor may name: the embedded models and those of the presets."""
+    return tuple(dict.fromkeys([*EMBEDDED, *(model for p in presets.values() for model in p.models)]))
+
+
+def known_drafters(target: str) -> list[tuple[str, str]]:
+    """A method and the drafter it reads: all that ship, and those of the hub that a preset pairs with this target."""
+    presets = [p for p in load_presets().values() if p.embedded or p.target == target]
+    return [(reader(lane.method, lane.options), lane.model) for p in presets for lane in p.lanes if lane.model]

@@ -1,0 +1,102 @@
+"""What a page lets its visitors ask for: one at home anything a preset can say, a public one listed models, short runs.
+
+SPECDEMO_PUBLIC=1, or SPACE_ID as every Space has it, makes the page public.
+"""
+
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+
+import yaml
+
+from specdemo.engine.comparison import DRAFT, LANES, PROMPT, TOKENS
+from specdemo.presets.files import EMBEDDED, FOLDER, Preset, load_presets
+
+README = FOLDER.parent / "README.md"
+NODES = 64  # of a draft tree, so that the trace of the longest run opens here again
+SHARED = "remember"  # an option that shows one visitor what another wrote
+HOME = "for more, duplicate this Space or run python app.py at home"
+PRIVATE = f"{SHARED} is off on this public page: it drafts from what other visitors were answered; {HOME}"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The greatest values; `lanes` counts the baseline, `prompt` characters."""
+
+    max_new_tokens: int = TOKENS
+    k: int = DRAFT
+    lanes: int = LANES + 1
+    prompt: int = PROMPT
+    sweep_repeats: int = 10
+
+
+LIMITS = Limits()
+PUBLIC = Limits(max_new_tokens=256, k=10, lanes=3, prompt=4000, sweep_repeats=3)
+
+
+def public() -> bool:
+    return os.environ.get("SPECDEMO_PUBLIC") == "1" or bool(os.environ.get("SPACE_ID"))
+
+
+def here() -> Limits:
+    """Those of this page."""
+    return PUBLIC if public() else LIMITS
+
+
+@lru_cache(maxsize=1)
+def preloaded() -> tuple[str, ...]:
+    """The models that the Space fetches when it is built: `preload_from_hub` in the README's front matter."""
+    text = README.read_text(encoding="utf-8") if README.is_file() else ""
+    if not text.startswith("---\n"):
+        return ()
+    front = yaml.safe_load(text.split("---\n")[1])
+    return tuple(entry.split()[0] for entry in front.get("preload_from_hub", ()))
+
+
+def at_hand() -> list[Preset]:
+    """The presets whose models are all here."""
+    return [p for p in load_presets().values() if {*p.models} <= {*EMBEDDED, *preloaded()}]
+
+
+def admit(chosen: Preset) -> Preset:
+    """The comparison again. Raises ValueError on a public page for one that is too large for it."""
+    if not public():
+        return chosen
+    far = next((model for model in chosen.models if model not in (*EMBEDDED, *preloaded())), None)
+    if far is not None:
+        raise ValueError(f"{far} is not on this public page; {HOME}")
+    if shares(chosen):
+        raise ValueError(PRIVATE)
+    asked = {
+        "new tokens": (chosen.max_new_tokens, PUBLIC.max_new_tokens),
+        "lanes": (len(chosen.lanes) + 1, PUBLIC.lanes),
+        "characters of prompt": (len(chosen.prompt) + len(chosen.system), PUBLIC.prompt),
+        "tokens of draft": (max(lane.k for lane in chosen.lanes), PUBLIC.k),
+        "nodes of a draft tree": (max(int(lane.options.get("nodes", 0)) for lane in chosen.lanes), NODES),
+    }
+    for what, (wanted, most) in asked.items():
+        if wanted > most:
+            raise ValueError(f"this public page runs {most} {what} at most, not {wanted}; {HOME}")
+    return chosen
+
+
+def fit(chosen: Preset) -> Preset:
+    """The comparison as this page offers it: on a public one cut to its limits."""
+    if not public():
+        return chosen
+    lanes = [
+        lane.model_copy(
+            update={
+                "k": min(lane.k, PUBLIC.k),
+                "options": {name: value for name, value in lane.options.items() if name != SHARED},
+            }
+        )
+        for lane in chosen.lanes[: PUBLIC.lanes - 1]
+    ]
+    return chosen.model_copy(
+        update={"lanes": lanes, "max_new_tokens": min(chosen.max_new_tokens, PUBLIC.max_new_tokens)}
+    )
+
+
+def shares(chosen: Preset) -> bool:
+    return any(lane.options.get(SHARED) for lane in chosen.lanes)

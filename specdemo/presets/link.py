@@ -1,0 +1,247 @@
+"""Share links: what differs from a preset, or a sweep. A link is written by a stranger: whatever in it cannot be used
+is left out and said.
+
+A field of a comparison or a lane stands in links when its `Setting` says so (engine/comparison.py). What belongs to the
+machine stays out, and a lane's server counts only where the operator of the page that reads the link has listed it.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, Self, TypeVar
+from urllib.parse import parse_qsl, urlencode
+
+from specdemo.core.words import shown, suggest
+from specdemo.engine.comparison import Comparison, Lane, Settings, linked, type_of
+from specdemo.methods import MODEL_OPTIONS, knobs, validate_options
+from specdemo.presets.files import Preset, allowed_models
+from specdemo.presets.limits import LIMITS
+from specdemo.servers.address import check_listed
+
+LONGEST = 20_000  # characters of a whole query string
+LONGEST_TEXT = 2000  # characters
+_OF_LANE = [name for name in linked(Lane) if name not in ("method", "options")]  # written as no other
+_NOTES = 6
+_OPTIONS = 32  # of one lane that are looked at; no method has as many
+FOREIGN = "a link may only name models that are embedded or in a preset"
+
+
+Linkable = TypeVar("Linkable", bound=Settings)
+
+
+class Linked(Settings):
+    """Settings of which a link carries every one, by its name."""
+
+    def to_query(self) -> str:
+        """`sweep=k&preset=embedded-draft&repeats=3&new_tokens=96`"""
+        return urlencode(self.model_dump())
+
+    def from_query(self, query: Mapping[str, Any] | str) -> tuple[Self, list[str]]:
+        """These settings as a link changes them, and a note for everything in it that was refused. Never raises."""
+        link = _Link(*_pairs(query), None)
+        chosen = self
+        for name in type(self).model_fields:
+            chosen = link.change(chosen, name, name)
+        return chosen, link.all_notes()
+
+
+def to_query(preset: Preset, base: Preset) -> str:
+    """What differs from `base`, as a query string: `preset=embedded-draft&k=7`.
+
+    The second lane's settings end in 2, the third's in 3: `k2=5`; an option is `option.max_n=4`, `option2.max_n=4`.
+    Raises ValueError when the prompt is too long for a link.
+    """
+    changed = {n: _text(getattr(preset, n)) for n in linked(Comparison) if getattr(preset, n) != getattr(base, n)}
+    for name, text in changed.items():
+        if len(text) > LONGEST_TEXT:
+            raise ValueError(
+                f"a link holds a {name} of {LONGEST_TEXT} characters, this one has {len(text)}; "
+                "shorten it or export the trace"
+            )
+    pairs = [("preset", base.id), *changed.items()]
+    if len(preset.lanes) != len(base.lanes):
+        pairs.append(("lanes", str(len(preset.lanes))))
+    for index, lane in enumerate(preset.lanes):
+        pairs += _lane_pairs(lane, _reference(base, index), _suffix(index))
+    return urlencode(pairs)
+
+
+def from_query(
+    query: Mapping[str, Any] | str,
+    presets: Mapping[str, Preset],
+    allow_any_model: bool = False,
+    start: Preset | None = None,
+) -> tuple[Preset, list[str]]:
+    """The comparison a link asks for, and a note for everything in it that was refused. Never raises.
+
+    query: a query string, or a mapping (of several values under one key the first counts). Models must be embedded
+    or named in a preset unless `allow_any_model`. start: what a link without a preset changes; None: the first one.
+    """
+    link = _Link(*_pairs(query), None if allow_any_model else allowed_models(presets))
+    wanted = link.take("preset")
+    chosen = start or next(iter(presets.values()))
+    if wanted is not None and wanted in presets:
+        chosen = presets[wanted]
+    elif wanted is not None:
+        link.refuse("preset", wanted, f"unknown preset; {suggest(wanted[:60], presets)}")
+    base = chosen
+    for name in linked(Comparison):
+        chosen = link.change(chosen, name, name)
+    lanes = [link.lane(_reference(base, index), _suffix(index)) for index in range(link.lanes(len(base.lanes)))]
+    if lanes != base.lanes:
+        chosen = chosen.model_copy(update={"lanes": lanes})
+    return chosen, link.all_notes()
+
+
+def is_link(query: Mapping[str, Any]) -> bool:
+    """Whether a page's address asks for anything but how Gradio shows it."""
+    return not all(map(_of_gradio, query))
+
+
+def is_sweep(query: Mapping[str, Any]) -> bool:
+    """Whether a link is one to a sweep, not to a race."""
+    return "sweep" in query
+
+
+class _Link:
+    """The values of one link, taken out one by one; what cannot be used leaves a note."""
+
+    def __init__(self, values: dict[str, str], notes: list[str], models: tuple[str, ...] | None) -> None:
+        self._values = values
+        self._notes = notes
+        self._models = models
+
+    def take(self, key: str) -> str | None:
+        return self._values.pop(key, None)
+
+    def refuse(self, key: str, text: str, why: object) -> None:
+        self._notes.append(f"ignored {key}={shown(text)} from the link: {why}")
+
+    def change(self, one: Linkable, key: str, name: str, **also: Any) -> Linkable:
+        """One of a comparison or a lane, with the field `name` as the link has it under `key`, and others beside it."""
+        text = self.take(key)
+        if text is None:
+            return one
+        try:
+            return one.changed(**also, **{name: self.value(name, text, type_of(type(one), name))})
+        except ValueError as error:
+            self.refuse(key, text, error)
+            return one
+
+    def lanes(self, default: int) -> int:
+        text = self.take("lanes")
+        if text is None:
+            return default
+        if text in map(str, range(1, LIMITS.lanes)):
+            return int(text)
+        self.refuse("lanes", text, f"must be a number from 1 to {LIMITS.lanes - 1}")
+        return default
+
+    def lane(self, reference: Lane, suffix: str) -> Lane:
+        start = f"option{suffix}."
+        options = {key: self._values.pop(key) for key in [k for k in self._values if k.startswith(start)][:_OPTIONS]}
+        lane = reference
+        if self._values.get("method" + suffix) == lane.method:
+            self.take("method" + suffix)
+        lane = self.change(lane, "method" + suffix, "method", model=None, options={})
+        for name in _OF_LANE:
+            lane = self.change(lane, name + suffix, name)
+        for key, text in options.items():
+            lane = self._change_option(lane, key, text)
+        try:
+            return lane if lane == reference else lane.checked()
+        except ValueError as error:
+            self.refuse("method" + suffix, lane.method, error)
+            return reference
+
+    def _change_option(self, lane: Lane, key: str, text: str) -> Lane:
+        name = key.partition(".")[2]
+        try:
+            checked = validate_options(lane.method, {name: text})
+        except ValueError as error:
+            self.refuse(key, text, error)
+            return lane
+        changed = lane.model_copy(update={"options": {**lane.options, name: checked[name]}})
+        if name in MODEL_OPTIONS and self._models is not None and not set(changed.models) <= set(self._models):
+            self.refuse(key, text, FOREIGN)
+            return lane
+        return changed
+
+    def value(self, name: str, text: str, kind: type) -> Any:
+        if name in ("target", "model") and self._models is not None and text not in self._models:
+            raise ValueError(FOREIGN)
+        if kind is str and len(text) > LONGEST_TEXT:
+            raise ValueError(f"a {name} in a link has {LONGEST_TEXT} characters at most, not {len(text)}")
+        if name == "server":
+            return check_listed(text) if text else None
+        if kind is str:
+            return text
+        if kind is bool:
+            if text not in ("True", "False"):
+                raise ValueError(f"{name} must be True or False")
+            return text == "True"
+        try:
+            number = kind(text)
+        except ValueError:
+            raise ValueError(f"{name} must be a number") from None
+        if kind is float and not math.isfinite(number):
+            raise ValueError(f"{name} must be finite")
+        return number
+
+    def all_notes(self) -> list[str]:
+        unknown = [key for key in self._values if not _of_gradio(key)]
+        notes = [*self._notes, *(f"ignored unknown setting {shown(key)} from the link" for key in unknown)]
+        rest = len(notes) - _NOTES
+        return notes if rest <= 0 else [*notes[:_NOTES], f"and {rest} more settings of the link were ignored"]
+
+
+def _of_gradio(key: str) -> bool:
+    """`?__theme=dark`, `?view=api`"""
+    return key.startswith("__") or key == "view"
+
+
+def _pairs(query: Mapping[str, Any] | str) -> tuple[dict[str, str], list[str]]:
+    """The first value under every key, and notes on what else there was."""
+    values: dict[str, str] = {}
+    notes: list[str] = []
+    if isinstance(query, str):
+        if len(query) > LONGEST:
+            return {}, [f"ignored the link: it has {len(query)} characters, {LONGEST} at most are read"]
+        items: Iterable[tuple[Any, Any]] = parse_qsl(query.removeprefix("?"), keep_blank_values=True)
+    else:
+        multi_items = getattr(query, "multi_items", query.items)  # starlette's QueryParams keeps every value
+        items = multi_items()
+    for key, value in items:
+        if not isinstance(key, str) or not isinstance(value, str):
+            notes.append(f"ignored {shown(key)} from the link: its value is no text")
+        elif key in values:
+            notes.append(f"ignored a second {shown(key)} from the link")
+        else:
+            values[key] = value
+    return values, notes
+
+
+def _reference(base: Preset, index: int) -> Lane:
+    """What a lane of a link is described against: the same lane of the preset, or its last one."""
+    return base.lanes[min(index, len(base.lanes) - 1)]
+
+
+def _suffix(index: int) -> str:
+    return "" if index == 0 else str(index + 1)
+
+
+def _lane_pairs(lane: Lane, reference: Lane, suffix: str) -> list[tuple[str, str]]:
+    pairs = []
+    if lane.method != reference.method:
+        pairs.append(("method" + suffix, lane.method))
+        reference = reference.model_copy(update={"method": lane.method, "model": None, "options": {}})
+    changed = [n for n in _OF_LANE if getattr(lane, n) != getattr(reference, n)]
+    pairs += [(n + suffix, _text(getattr(lane, n))) for n in changed]
+    if lane.options != reference.options:
+        default = {k.name: k.default for k in knobs(lane.method)}
+        ours, theirs = default | lane.options, default | reference.options
+        pairs += [(f"option{suffix}.{n}", _text(v)) for n, v in ours.items() if v != theirs[n]]
+    return pairs
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else "" if value is None else repr(value)
