@@ -10,7 +10,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from specdemo.bench.base import Axis
-from specdemo.bench.look import GREY, LINES, axis, layout
+from specdemo.bench.chart_style import GREY, LINES, axis, layout
 from specdemo.bench.result import DRAFTED, PLAIN, TOKEN, Result, Spread
 from specdemo.bench.suites import suites
 

@@ -8,11 +8,11 @@ from typing import Any
 from specdemo.core.trace import RunTrace
 from specdemo.engine.comparison import Comparison
 from specdemo.engine.failure import let_go, reason
-from specdemo.engine.shelf import drafter_key
+from specdemo.engine.model_cache import drafter_key
 from specdemo.methods import BASELINE, load_drafter, method, validate_options
 from specdemo.methods.base import Method
 from specdemo.models.load import LoadedModel
-from specdemo.models.memory import Remembering
+from specdemo.models.prefix_reuse import Remembering
 from specdemo.models.target import HFTarget
 
 Key = tuple[Any, ...]  # what was loaded for a lane's drafter, the lane's index, its method and options

@@ -22,7 +22,7 @@ from specdemo.engine.failure import let_go, reason
 from specdemo.engine.kept import Pair
 from specdemo.engine.loop import generate
 from specdemo.methods import method, validate_options
-from specdemo.models.memory import Remembering
+from specdemo.models.prefix_reuse import Remembering
 from specdemo.models.text import Detokenizer, encode, token_text
 from specdemo.servers import lane as servers
 from specdemo.servers.address import check_listed, host, machine

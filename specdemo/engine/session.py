@@ -21,8 +21,8 @@ from specdemo.engine.kept import Kept
 from specdemo.engine.lanes import LocalLane, RemoteLane, RunningLane, chat_of
 from specdemo.engine.loop import never
 from specdemo.engine.messages import Finished, LaneDone, Message, Note, Started, Step
+from specdemo.engine.model_cache import ModelCache
 from specdemo.engine.race import SCHEDULES
-from specdemo.engine.shelf import Shelf
 from specdemo.engine.verdict import judge
 from specdemo.methods import check_model, validate_options
 from specdemo.models.hub import Cancelled, LoadProgress, silent
@@ -33,23 +33,23 @@ from specdemo.servers.address import check_listed
 
 
 class Session:
-    """Runs comparisons on the models of its shelf. A second caller waits for `lock`."""
+    """Runs comparisons on the models of its cache. A second caller waits for `lock`."""
 
     def __init__(self, budget_bytes: int | None = None) -> None:
-        """budget_bytes: see Shelf."""
+        """budget_bytes: see ModelCache."""
         self.lock = threading.Lock()
-        self.shelf = Shelf(budget_bytes)
+        self.models = ModelCache(budget_bytes)
         self.kept = Kept()
 
     def loaded(self) -> list[tuple[str, int]]:
         """Name and bytes of every model that is in memory, the last used first, and of what runs left behind."""
-        return [*self.shelf.loaded(), *self.kept.held()]
+        return [*self.models.loaded(), *self.kept.held()]
 
     def unload(self) -> None:
         """Forget every model; waits for a run that is under way."""
         with self.lock:
             self.kept.forget()
-            self.shelf.forget()
+            self.models.forget()
 
     def unlearn(self) -> None:
         """Forget what drafters learned from earlier runs; waits for a run that is under way."""
@@ -114,13 +114,13 @@ class Session:
                 trace.environment["kernels"] = here.kernels
             for together in _turns(lanes):
                 yield from _play(together, trace, cancelled)
-            judge(trace, self.shelf.target() if here else None)
+            judge(trace, self.models.target() if here else None)
             self.kept.end(spec, trace)
             yield Finished(trace)
 
     def target(self) -> HFTarget:
         """The target of the last comparison, with a history of its own."""
-        return self.shelf.target()
+        return self.models.target()
 
     def _load(self, spec: Comparison, progress: LoadProgress) -> None:
         self.kept.prepare(spec)
@@ -129,7 +129,7 @@ class Session:
                 check_listed(lane.server)
             check_model(lane.method, validate_options(lane.method, dict(lane.options)), lane.model)
         if not spec.all_remote:
-            self.shelf.bring(spec, progress)
+            self.models.bring(spec, progress)
 
     def _lanes(self, spec: Comparison) -> Sequence[RunningLane]:
         self.kept.begin()
@@ -137,7 +137,7 @@ class Session:
             raise ValueError("the prompt is empty; write at least one word")
         if spec.all_remote:
             return [RemoteLane(spec, index, None) for index in range(len(spec.all_lanes))]
-        tokenizer = self.shelf.tokenizer
+        tokenizer = self.models.tokenizer
         if tokenizer is None:
             raise ValueError(f"{spec.target} has no tokenizer; put its tokenizer.json into the same folder")
         template = bool(tokenizer.chat_template)
@@ -145,7 +145,7 @@ class Session:
         def here(index: int) -> LocalLane:
             lane = spec.all_lanes[index]
             chat = bool(chat_of(spec, index, template))
-            pair = self.kept.pair(spec, index, chat, lambda: (self.shelf.target(), self.shelf.drafter(lane, spec)))
+            pair = self.kept.pair(spec, index, chat, lambda: (self.models.target(), self.models.drafter(lane, spec)))
             return LocalLane(spec, index, pair, tokenizer)
 
         servers = enumerate(lane.server for lane in spec.all_lanes)

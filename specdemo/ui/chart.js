@@ -1,4 +1,4 @@
-// The one way of drawing charts: Plotly, which the page brings for its own figures, in the look of bench/look.py.
+// The one way of drawing charts: Plotly, which the page brings for its own figures, in the look of bench/chart_style.py.
 
 const CHART_MS = 200; // a chart that grows is drawn again so often
 const GREY = "#7d8694";

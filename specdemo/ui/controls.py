@@ -21,7 +21,7 @@ from specdemo.presets.files import DEFAULT, EMBEDDED, Preset, allowed_models, lo
 from specdemo.presets.limits import LIMITS
 from specdemo.presets.runnable import nearest_runnable, why_not
 from specdemo.servers.address import host, listed
-from specdemo.ui import assets, heavy
+from specdemo.ui import assets, lazy_imports
 from specdemo.ui.job import QUIET, Values, named
 
 LANES = LIMITS.lanes - 1
@@ -91,7 +91,7 @@ class Controls:
         lane = self._of_lane(n)
 
         def draw_knobs(name: str, options: dict[str, Any]) -> None:
-            heavy.live()
+            lazy_imports.live()
             with gr.Row(elem_classes="options"):
                 for knob in knobs(name):
                     words = {"label": knob.name, "info": knob.help, "elem_id": f"option-{knob.name}-{n}"}
@@ -171,7 +171,7 @@ def about(chosen: Preset) -> str:
 
 def titles(_: gr.Request, __: Values) -> Values:
     """The methods' own words, in every lane."""
-    heavy.live()
+    lazy_imports.live()
     choices = [(method(name).title, name) for name in DRAFTING]
     return {f"method-{n}": gr.update(choices=choices) for n in NUMBERS}
 
@@ -190,7 +190,7 @@ def to_values(chosen: Preset) -> Values:
 
 def from_values(values: Values, allow_any_model: bool = False) -> Preset:
     """The comparison the controls describe. Raises ValueError with one line."""
-    heavy.live()
+    lazy_imports.live()
     base = preset(values["preset"])
     changes = _counts(Comparison, {name: values[name] for name in WHOLE})
     usual = base.chat if changes["target"] == base.target else None
@@ -203,7 +203,7 @@ def from_values(values: Values, allow_any_model: bool = False) -> Preset:
 
 def changed(preset_id: str, overrides: dict[str, Any] | None, allow_any_model: bool) -> Preset:
     """A preset with other settings, as API callers ask for it. Raises ValueError with one line."""
-    heavy.live()
+    lazy_imports.live()
     if not isinstance(overrides or {}, Mapping):
         raise ValueError(f"overrides must be an object of settings, not {overrides!r:.40}")
     return limits.admit(check_models(limits.fit(preset(preset_id)).with_changes(**(overrides or {})), allow_any_model))
@@ -422,7 +422,7 @@ def _set(_: gr.Request, values: Values) -> Values:
 
 def _switch(_: gr.Request, values: Values) -> Values:
     """A lane's model, options and `drawn` once the visitor has chosen another method."""
-    heavy.live()
+    lazy_imports.live()
     return {**_fit_model(values["target"], values["method"], {}), "options": {}, "drawn": values["drawn"] + 1}
 
 

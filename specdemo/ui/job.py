@@ -19,7 +19,7 @@ import gradio as gr
 
 from specdemo.engine.messages import Note
 from specdemo.ui import space
-from specdemo.ui.lines import opening, to_line
+from specdemo.ui.jsonl import opening, to_line
 from specdemo.ui.views import Failed, Loading, view
 
 logger = logging.getLogger(__name__)

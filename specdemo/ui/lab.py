@@ -18,9 +18,9 @@ from specdemo.presets import limits
 from specdemo.presets.files import DEFAULT, preset
 from specdemo.ui import assets, losslessness
 from specdemo.ui.controls import TRAINED, Controls, fill
-from specdemo.ui.heavy import live
 from specdemo.ui.job import QUIET, Engine, Job, Jobs, Store, Values, named, wire
-from specdemo.ui.lines import opening, to_line
+from specdemo.ui.jsonl import opening, to_line
+from specdemo.ui.lazy_imports import live
 from specdemo.ui.views import view
 
 MINUTES = (0.5, 30.0)

@@ -9,7 +9,7 @@ from specdemo.core.reading import read
 from specdemo.core.trace import RunTrace, from_json, to_json
 from specdemo.engine.messages import Finished, Note, Started, replay
 from specdemo.ui.job import ENTRY, Job
-from specdemo.ui.lines import Packed, opening, to_line
+from specdemo.ui.jsonl import Packed, opening, to_line
 from specdemo.ui.views import Failed, Shown, view
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from specdemo.presets import limits
 from specdemo.presets.files import load_presets, preset
 from specdemo.ui import assets
 from specdemo.ui.controls import draw_setting, whole_number
-from specdemo.ui.heavy import live
 from specdemo.ui.job import Store, Values
+from specdemo.ui.lazy_imports import live
 from specdemo.ui.sweep import Sweeping, Sweeps, draw_result
 
 DRAWS = 1024

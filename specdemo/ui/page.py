@@ -1,8 +1,8 @@
 """The page: `build` draws it, `serve` shows it.
 
-The whole view is one component whose value is an append-only log (views.py) that lanes.js draws. Events of one group
-share the engine: one runs, the others queue and see their place. Everything that needs torch is behind `heavy.live`, so
-that the page is there before torch is.
+The whole view is one component whose value is an append-only log (views.py) that race.js draws. Events of one group
+share the engine: one runs, the others queue and see their place. Everything that needs torch is behind
+`lazy_imports.live`, so that the page is there before torch is.
 """
 
 import gc
@@ -24,7 +24,7 @@ import gradio as gr
 import plotly.graph_objects as go
 from starlette.middleware import Middleware
 
-from specdemo.bench.look import FONTS, LINES, axis, layout
+from specdemo.bench.chart_style import FONTS, LINES, axis, layout
 from specdemo.core.trace import to_json
 from specdemo.presets.files import DEFAULT, Preset, load_presets, preset
 from specdemo.presets.limits import LIMITS
@@ -33,8 +33,8 @@ from specdemo.presets.recorded import recorded
 from specdemo.ui import assets, controls, headers, lab, space, sweep, turns
 from specdemo.ui.controls import Controls, address, changed, fill_untouched, from_values, wire_share
 from specdemo.ui.guard import ENVELOPE, WINDOW_S, Guard
-from specdemo.ui.heavy import live
 from specdemo.ui.job import ENGINE, QUIET, Jobs, Start, Store, Values, named, wire
+from specdemo.ui.lazy_imports import live
 from specdemo.ui.log import Log, notes, open_trace, replayed, waiting
 from specdemo.ui.views import tokens_csv
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.messages import Started, Step
 from specdemo.engine.session import Session, follow_up
-from specdemo.models.memory import Remembering
+from specdemo.models.prefix_reuse import Remembering
 from specdemo.models.resolve import resolve
 from specdemo.models.target import HFTarget
 from tests.models.test_text import byte_level
@@ -154,7 +154,7 @@ def test_what_is_remembered_counts_as_memory_and_is_freed_with_it(session, chatt
     asked = spec(chatty, LANES[:2])
     trace = session.run(asked)
     *models, (name, size) = session.loaded()
-    assert name == "the chat so far" and size > 0 and models == session.shelf.loaded()
+    assert name == "the chat so far" and size > 0 and models == session.models.loaded()
     slabs = [weakref.ref(target._history._cache.slabs[0].keys) for target, _ in session.kept.chat.values()]
     again = follow_up(asked, trace, "The dog saw a ball")
     session.unload()
@@ -169,7 +169,7 @@ def test_another_comparison_ends_the_chat(session, chatty, other):
     again = follow_up(asked, session.run(asked), "The dog saw a ball")
     if other == "text":
         session.run(spec(chatty, chat=False, max_new_tokens=2))
-        assert session.loaded() == session.shelf.loaded()
+        assert session.loaded() == session.models.loaded()
     elif other == "chat":
         session.run(spec(chatty, max_new_tokens=2))
     else:
@@ -185,7 +185,7 @@ def test_a_run_that_was_stopped_leaves_nothing(session, chatty):
         assert session.kept.chat
         if isinstance(message, Step):
             run.close()
-    assert not session.kept.chat and session.loaded() == session.shelf.loaded()
+    assert not session.kept.chat and session.loaded() == session.models.loaded()
     stop = [False, False, False, False, True]
     for _ in session.stream(asked, cancelled=lambda: stop.pop(0) if len(stop) > 1 else True):
         pass

@@ -8,7 +8,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specdemo.core.trace import from_json, to_json
-from specdemo.engine import shelf
+from specdemo.engine import model_cache
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.messages import Finished, LaneDone, Note, Started, Step, replay
 from specdemo.engine.session import Session, follow_up
@@ -62,7 +62,7 @@ def test_the_trace_says_where_it_was_measured(trace):
 def test_a_trace_survives_its_file_and_replays_without_models(trace, monkeypatch):
     again = from_json(to_json(trace))
     assert again == trace
-    monkeypatch.setattr(shelf, "load_whole", None)
+    monkeypatch.setattr(model_cache, "load_whole", None)
     messages = list(replay(again))
     assert isinstance(messages[0], Started) and isinstance(messages[-1], Finished)
     for index, lane in enumerate(trace.lanes):

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from specdemo.engine import model_cache
 from specdemo.engine import session as engine
-from specdemo.engine import shelf
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.messages import Note
 from specdemo.engine.session import Session
@@ -56,15 +56,16 @@ def resident():
 
 def test_models_stay_until_others_need_the_room(folders):
     a, b, c = folders
-    one = shelf.measure(Path(a), shelf.Precision(torch.float32)).weights
+    one = model_cache.measure(Path(a), model_cache.Precision(torch.float32)).weights
     session = Session(budget_bytes=int(2.5 * one))
     session.load(spec(a))
-    first = weakref.ref(session.shelf._models[session.shelf._target].model.model)
+    first = weakref.ref(session.models._models[session.models._target].model.model)
     session.load(spec(b))
     assert names(session) == ["model-1", "model-0"]
     session.load(spec(a))
     assert (
-        names(session) == ["model-0", "model-1"] and first() is session.shelf._models[session.shelf._target].model.model
+        names(session) == ["model-0", "model-1"]
+        and first() is session.models._models[session.models._target].model.model
     )
     session.load(spec(c))  # b was used longest ago
     assert names(session) == ["model-2", "model-0"]
@@ -76,7 +77,7 @@ def test_a_target_takes_its_drafters_along(folders):
     session = Session(budget_bytes=1)
     session.load(spec(a, Lane(method="online", model=b, options={"drafter": "draft_model"})))
     assert names(session) == ["model-0", "model-1"]
-    held = [weakref.ref(loaded.model.model) for loaded in session.shelf._models.values()]
+    held = [weakref.ref(loaded.model.model) for loaded in session.models._models.values()]
     session.load(spec(c))
     assert names(session) == ["model-2"]
     assert [ref() for ref in held] == [None, None]
@@ -91,7 +92,7 @@ def test_fifty_switches_leave_nothing_behind(folders):
     for switch in range(50):
         draft = Lane(method="ngram") if switch % 5 else Lane(method="draft_model", model=folders[(switch + 1) % 3], k=2)
         session.load(spec(folders[switch % 3], draft))
-        seen += [weakref.ref(loaded.model.model) for loaded in session.shelf._models.values()]
+        seen += [weakref.ref(loaded.model.model) for loaded in session.models._models.values()]
         if switch == 9:
             before = resident()
     assert resident() - before < 10 * MEGABYTES  # forty switches load about 190 MB
@@ -101,9 +102,9 @@ def test_fifty_switches_leave_nothing_behind(folders):
 
 def test_what_cannot_fit_together_is_refused_before_it_is_loaded(folders, monkeypatch):
     a, b, _ = folders
-    need = shelf.measure(Path(a), shelf.Precision(torch.float32)).weights
+    need = model_cache.measure(Path(a), model_cache.Precision(torch.float32)).weights
     monkeypatch.setattr("specdemo.models.place.free_bytes", lambda where: [int(1.5 * need)])
-    monkeypatch.setattr(shelf, "load_whole", None)
+    monkeypatch.setattr(model_cache, "load_whole", None)
     with pytest.raises(ValueError, match=f"^{a} with {b} needs about 0.0 GB in float32, .* smaller model$"):
         Session().load(spec(a, Lane(method="draft_model", model=b)))
 

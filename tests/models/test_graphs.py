@@ -15,7 +15,7 @@ from specdemo.models import graphs as module
 from specdemo.models import packed
 from specdemo.models.fused import hasten
 from specdemo.models.graphs import WIDTHS
-from specdemo.models.memory import Remembering
+from specdemo.models.prefix_reuse import Remembering
 from specdemo.models.target import HFTarget
 from tests.models.recorders import Replayed, failing, forgetful
 from tests.models.test_kernels import MODELS

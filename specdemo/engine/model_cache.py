@@ -29,7 +29,7 @@ class _Loaded:
     bytes: int
 
 
-class Shelf:
+class ModelCache:
     """Models, the least recently used going first where memory is short. A drafter is kept with the target it was
     loaded for, and goes when that goes."""
 

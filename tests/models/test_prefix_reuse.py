@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from specdemo.core.tree import chain_parents
-from specdemo.models.memory import Remembering
+from specdemo.models.prefix_reuse import Remembering
 from specdemo.models.target import HFTarget
 from tests.models.tiny import CHAINS, TREES, VOCABULARY, build, fresh, pinned, texts
 
@@ -198,7 +198,7 @@ def test_where_memory_is_short_nothing_is_remembered_and_nothing_fails(target, m
         raise torch.OutOfMemoryError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("specdemo.models.memory._joined", full)
+        patch.setattr("specdemo.models.prefix_reuse._joined", full)
         text = turn(target, texts(1, PROMPT))
     assert target.history_bytes == 0
     same(target, asked(text))
