@@ -41,10 +41,14 @@ class Process:
         deadline = time.monotonic() + LIMIT_S
         while not self.ended and not (pattern and re.search(pattern, self.text, re.DOTALL)):
             assert time.monotonic() < deadline, self.text
-            if select.select([self._from], [], [], 0.1)[0]:
-                self._read()
+            self.listen()
         assert not (pattern and self.ended), self.text
         return self
+
+    def listen(self):
+        """Read what is there: who writes to a terminal that nobody reads waits."""
+        if select.select([self._from], [], [], 0.1)[0]:
+            self._read()
 
     def _read(self):
         try:
@@ -144,6 +148,7 @@ def test_training_is_saved_whatever_ends_it_and_goes_on(started, folders, tmp_pa
     run = started(*command, "--minutes", "10").until(TRAINS)
     deadline = time.monotonic() + LIMIT_S
     while inode(tmp_path) in (None, before):
+        run.listen()
         assert time.monotonic() < deadline
     assert run.end(KILL) == -9
     assert steps(tmp_path) > done
