@@ -294,7 +294,7 @@ def _draw_view() -> gr.HTML:
 
 
 def _empty_chart() -> go.Figure:
-    """One line per lane, told apart by dash as well as by colour; lanes.js gives them points."""
+    """One line per lane, told apart by dash as well as by colour; panels.js gives them points."""
     lines = [
         go.Scatter(x=[], y=[], mode="lines", name="", visible=False, line={"color": color, "dash": dash, "width": 2.5})
         for color, dash, _ in LINES[: LIMITS.lanes]
