@@ -50,6 +50,7 @@ def rows_are_independent(name: str) -> None:
 
 
 def a_budget_is_a_ceiling(name: str) -> None:
+    """No draft is larger or deeper than its budget."""
     target = ToyTarget(VOCABULARY)
     made = drafter(name, target)
     made.start(1, Sampling(), torch.Generator().manual_seed(0))
@@ -76,6 +77,7 @@ def a_second_start_is_clean(name: str) -> None:
 
 
 def sampling_repeats_with_the_seed(name: str, **options: Any) -> None:
+    """The same seed writes the same text."""
     target = ToyTarget(VOCABULARY, seed=4)
     config = GenerationConfig(25, Sampling(temperature=1.0), seed=11)
     first, second = (written(target, drafter(name, target, **options), config) for _ in range(2))
@@ -83,6 +85,7 @@ def sampling_repeats_with_the_seed(name: str, **options: Any) -> None:
 
 
 def confidence_is_a_probability(name: str) -> None:
+    """Every event says one probability a drafted token, of draft and target, or none."""
     target = ToyTarget(VOCABULARY, seed=5)
     for event in events(target, drafter(name, target), GenerationConfig(20)):
         assert len(event.draft_probs[0]) == len(event.target_probs[0]) == len(event.drafted[0])
@@ -153,6 +156,7 @@ def tiny_llama(vocab_size: int) -> LlamaForCausalLM:
 
 
 def events(target: Target, drafter: Method, config: GenerationConfig, prompt: Tensor = PROMPT) -> list[StepEvent]:
+    """All steps of one generation."""
     return list(generate(target, drafter, prompt, config))
 
 

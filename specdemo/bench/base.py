@@ -76,6 +76,7 @@ class Prompted(Decoding):
 
     @property
     def texts(self) -> Sequence[str]:
+        """The prompts to measure on: those given, else the project's own."""
         return self.prompts or PROMPTS
 
 
@@ -92,6 +93,7 @@ class Questioned(Prompted):
 
     @property
     def asked(self) -> Sequence[str] | Path:
+        """What the models are asked: the questions given, else the prompts."""
         return self.questions or self.texts
 
 

@@ -31,4 +31,5 @@ def layout(**more: Any) -> go.Layout:
 
 
 def axis(**more: Any) -> dict[str, Any]:
+    """The layout of one axis as Plotly takes it, with `more` of its own settings."""
     return {"gridcolor": GRID, "zeroline": False, "rangemode": "tozero", **more}

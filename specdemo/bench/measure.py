@@ -75,6 +75,7 @@ class Totals:
     prefills: list[float] = field(default_factory=list)
 
     def add(self, events: Sequence[StepEvent]) -> None:
+        """Count one generation's steps, of all its rows."""
         rows = [Tally.of(events, row) for row in range(len(events[0].emitted))]
         self.rows += rows
         self.ms += rows[0].ms
@@ -82,14 +83,17 @@ class Totals:
 
     @property
     def tokens_per_s(self) -> float:
+        """Tokens a second of decoding, of all rows together; the prompt's pass is left out."""
         return ratio(sum(row.tokens for row in self.rows), self.ms / 1000.0) or 0.0
 
     @property
     def acceptance_rate(self) -> float | None:
+        """The share of drafted tokens that were kept; None where nothing was drafted."""
         return ratio(sum(row.accepted for row in self.rows), sum(row.drafted for row in self.rows))
 
     @property
     def tokens_per_pass(self) -> float | None:
+        """Tokens a target pass and row; None where no pass was made."""
         return ratio(sum(row.tokens for row in self.rows), sum(row.steps for row in self.rows))
 
 

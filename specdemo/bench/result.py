@@ -27,6 +27,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
+        """The median and the quartiles of what was measured; of one value, that value."""
         q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
         return cls(round(median, 4), round(q1, 4), round(q3, 4))
 
@@ -43,6 +44,7 @@ class Result:
 
 
 def write_result(result: Result, out: Path) -> None:
+    """Write a result to `out` as JSON, whole or not at all. Raises OSError."""
     write_text(out, json.dumps({"schema": SCHEMA, **asdict(result)}, indent=1) + "\n")
 
 

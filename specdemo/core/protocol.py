@@ -106,9 +106,11 @@ class Drafter(Protocol):
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
         """A new history; everything remembered of the last one is gone."""
 
-    def propose(self, budget: Budget) -> Draft: ...
+    def propose(self, budget: Budget) -> Draft:
+        """A draft behind the last root, within the budget: chains or trees, one row for each of the batch."""
 
-    def observe(self, progress: Progress) -> None: ...
+    def observe(self, progress: Progress) -> None:
+        """What became history: the prompt first, then every step, its last output the new root."""
 
     def release(self) -> None:
         """Free what is remembered of a text."""
@@ -120,7 +122,8 @@ class Trainable(Protocol):
     taps: tuple[int, ...]
 
     @property
-    def head(self) -> nn.Module: ...
+    def head(self) -> nn.Module:
+        """The module whose weights are trained."""
 
     def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:
         """What to lower, and metrics."""
@@ -128,4 +131,5 @@ class Trainable(Protocol):
     def measure(self, batch: Progress) -> None:
         """Find out on held-out text what is saved beside the weights."""
 
-    def save(self, folder: Path, target_name: str) -> None: ...
+    def save(self, folder: Path, target_name: str) -> None:
+        """Write the head to `folder` in its family's public format."""

@@ -30,6 +30,7 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
         return self.temperature == 0.0
 
 

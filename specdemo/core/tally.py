@@ -38,6 +38,7 @@ class Step:
 
     @classmethod
     def of(cls, event: StepEvent, row: int = 0) -> Self:
+        """What one event says of row `row`."""
         depths = [0]
         for token, parent in zip(event.drafted[row], event.parents[row], strict=True):
             depths.append(depths[parent] + 1 if token >= 0 else 0)
@@ -73,12 +74,14 @@ class Tally:
 
     @classmethod
     def of(cls, events: Iterable[StepEvent], row: int = 0) -> Self:
+        """The tally of a whole run, of row `row`."""
         tally = cls()
         for event in events:
             tally.add(event, row)
         return tally
 
     def add(self, event: StepEvent, row: int = 0) -> None:
+        """Count one more step of row `row`. Costs the same however long the run is."""
         step = Step.of(event, row)
         if event.index == 0:
             self.first, self.prefill_ms = step.emitted, step.ms
@@ -111,10 +114,12 @@ class Tally:
 
     @property
     def accepted(self) -> int:
+        """Drafted tokens that were kept."""
         return sum(kept * steps for kept, steps in enumerate(self.kept))
 
     @property
     def tokens_per_s(self) -> float | None:
+        """Tokens a second of decoding, the prompt's pass left out; None before the first step."""
         return ratio(self.tokens, self.ms / 1000.0)
 
     @property
@@ -144,6 +149,7 @@ class Tally:
         }
 
     def latencies(self) -> Numbers:
+        """The median and the 95th percentile of the milliseconds between two tokens."""
         gaps = sorted(self.gaps)
         return {"itl_ms_p50": _quantile(gaps, 0.5), "itl_ms_p95": _quantile(gaps, 0.95)}
 
@@ -195,6 +201,7 @@ def _from_outside(tally: Tally, remote: Remote, pieces: int) -> Numbers:
 
 
 def ratio(a: float, b: float) -> float | None:
+    """a / b to four digits; None where b is 0."""
     return round(a / b, 4) if b else None
 
 

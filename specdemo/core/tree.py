@@ -30,10 +30,12 @@ class Draft:
 
     @property
     def nodes(self) -> int:
+        """N, the drafted nodes of a row, absent ones included."""
         return self.tokens.shape[1]
 
     @staticmethod
     def empty(batch: int, device: torch.device | str = "cpu") -> "Draft":
+        """A draft of nothing for `batch` rows."""
         none = torch.empty(batch, 0, dtype=torch.int64, device=device)
         return Draft(none, none)
 

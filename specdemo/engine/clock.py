@@ -68,4 +68,5 @@ class CudaStopwatch:
 
 
 def stopwatch_for(device: torch.device) -> Stopwatch:
+    """The stopwatch that measures a device's own time."""
     return CudaStopwatch() if device.type == "cuda" else CpuStopwatch()

@@ -64,9 +64,11 @@ class Costs:
         return self.pass_ms * sum((reach[n] - reach[n + 1]) * self.v(n + 1.0) for n in range(k + 1))
 
     def drafting_ms(self, k: int) -> float:
+        """Milliseconds of drafting k tokens."""
         return self.draft_step_ms + self.draft_ms * self.drafted(k) if k else 0.0
 
     def step_ms(self, k: int) -> float:
+        """Milliseconds of a whole step that drafts k tokens."""
         return self.drafting_ms(k) + self.verify_ms(k) + self.other_ms
 
     def speedup(self, k: int) -> float:

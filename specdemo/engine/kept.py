@@ -31,6 +31,7 @@ class Pair:
 
     @property
     def memories(self) -> list[Remembering]:
+        """The models of the pair that remember a text from turn to turn."""
         return _memories(self.target, self.model)
 
 
@@ -93,6 +94,7 @@ class Kept:
         return pair
 
     def forget_chat(self) -> None:
+        """Drop the chat's keys and values; the models stay."""
         for models in self.chat.values():
             for memory in _memories(*models):
                 memory.forget()
@@ -100,6 +102,7 @@ class Kept:
         self._turn = None
 
     def forget(self) -> None:
+        """Drop the chat, and the methods that have learnt."""
         self.forget_chat()
         self.learners.clear()
 

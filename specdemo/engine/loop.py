@@ -21,6 +21,7 @@ from specdemo.models.machine import one_thread
 
 
 def never() -> bool:
+    """The `cancelled` of a run that nobody can stop."""
     return False
 
 

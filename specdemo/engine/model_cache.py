@@ -121,6 +121,7 @@ class ModelCache:
 
 
 def target_key(spec: Comparison) -> Key:
+    """What a comparison's loaded target is known by."""
     return BASELINE, spec.target, _device(spec), spec.dtype, str(spec.quantization)
 
 

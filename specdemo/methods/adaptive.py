@@ -62,7 +62,8 @@ class Policy(Protocol):
     def cut(self, draft: Draft) -> Draft:
         """What of a draft to verify."""
 
-    def learn(self, outcome: Outcome) -> None: ...
+    def learn(self, outcome: Outcome) -> None:
+        """What came of the step that `choose` decided on."""
 
 
 class Costs:
@@ -78,6 +79,7 @@ class Costs:
         return len(self._sizes)
 
     def add(self, size: int, seconds: float) -> None:
+        """Note that `size` took so many seconds."""
         if size not in self._last:
             self._last[size] = deque(maxlen=MEASUREMENTS)
             self._sizes.insert(bisect(self._sizes, size), size)
@@ -111,6 +113,7 @@ class Acceptance:
         self._tries = [PRIOR_TRIES]
 
     def add(self, drafted: int, kept: int) -> None:
+        """Note one row of one step: levels drafted, and levels kept of them."""
         hits, tries = self._hits, self._tries
         reached = min(kept + 1, drafted)
         while len(tries) < reached:
@@ -121,6 +124,7 @@ class Acceptance:
             tries[level] = MEMORY * tries[level] + 1.0
 
     def rates(self, depth: int) -> list[float]:
+        """The chance of each of the levels 1 to `depth`."""
         rate = self._hits[0] / self._tries[0]
         rates = [rate] * depth
         for level in range(1, min(depth, len(self._tries))):

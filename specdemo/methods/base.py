@@ -72,10 +72,12 @@ class Method(ABC):
         """A new history; everything remembered of the last one is gone."""
 
     @abstractmethod
-    def propose(self, budget: Budget) -> Draft: ...
+    def propose(self, budget: Budget) -> Draft:
+        """A draft [B, N] behind the last root, within the budget; B rows, N nodes."""
 
     @abstractmethod
-    def observe(self, progress: Progress) -> None: ...
+    def observe(self, progress: Progress) -> None:
+        """What became history: the prompt first, then every step; `progress.outputs` ends in the new root."""
 
     def release(self) -> None:
         """Free what is remembered of a text."""
@@ -87,10 +89,12 @@ class Method(ABC):
 
     @property
     def weight_bytes(self) -> int:
+        """Bytes of the weights it holds beside the target's."""
         return 0
 
     @property
     def history_bytes(self) -> int:
+        """Bytes of what it remembers of the text at hand."""
         return 0
 
 
@@ -138,6 +142,7 @@ class Head(Learner, Generic[Net]):
 
     @classmethod
     def open(cls, source: str, target: Target, progress: LoadProgress) -> Checkpoint:
+        """The files of `source`, described and not yet read. Raises ValueError, one line, with the cure."""
         return open_checkpoint(source, progress)
 
     @classmethod

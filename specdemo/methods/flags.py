@@ -16,6 +16,8 @@ class NotServed(Exception):
 
 
 def vllm(name: str) -> ServeLine:
+    """Serve lines of a method that vLLM knows under `name` and tells apart by nothing but model and k."""
+
     def flags(model: str | None, k: int, options: Options) -> Flags:
         return vllm_config(method=name, **({"model": model} if model else {}), num_speculative_tokens=k)
 
@@ -23,6 +25,7 @@ def vllm(name: str) -> ServeLine:
 
 
 def vllm_config(**values: Any) -> Flags:
+    """vLLM's `--speculative-config` with these values."""
     return ["--speculative-config", json.dumps(values, separators=(",", ":"))]
 
 
@@ -34,6 +37,8 @@ def sglang(algorithm: str, model: str | None = None, **more: Any) -> Flags:
 
 
 def sglang_chain(algorithm: str) -> ServeLine:
+    """Serve lines of a method that SGLang knows as `algorithm`, drafting a chain of k."""
+
     def flags(model: str | None, k: int, options: Options) -> Flags:
         return sglang(algorithm, model, num_steps=k, eagle_topk=1, num_draft_tokens=k + 1)
 
@@ -41,4 +46,5 @@ def sglang_chain(algorithm: str) -> ServeLine:
 
 
 def says(model: str | None, word: str) -> bool:
+    """Whether a model's name holds `word`, in whatever case."""
     return word in (model or "").lower()

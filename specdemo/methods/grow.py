@@ -34,6 +34,7 @@ class Shape:
 
     @property
     def depth(self) -> int:
+        """Levels below the root."""
         return max(self.levels, default=0)
 
     @staticmethod
@@ -47,6 +48,7 @@ class Shape:
         return Shape(tuple(slot[p[:-1]] for p in ordered), tuple(map(len, ordered)), tuple(p[-1] for p in ordered))
 
     def paths(self) -> list[Path]:
+        """The way from the root to every node, as ranks among siblings."""
         found: list[Path] = [()]
         for parent, rank in zip(self.parents, self.ranks, strict=True):
             found.append((*found[parent], rank))
@@ -62,6 +64,7 @@ def within(shape: Shape, budget: Budget) -> Shape:
 
 
 def chain(depth: int) -> Shape:
+    """The shape of a chain of `depth` nodes."""
     return Shape(tuple(range(depth)), tuple(range(1, depth + 1)), (0,) * depth)
 
 

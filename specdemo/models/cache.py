@@ -57,6 +57,7 @@ class SlabLayer(CacheLayerMixin):
         self.hold(self._slab(key_states), self._slab(value_states))
 
     def hold(self, keys: Tensor, values: Tensor) -> None:
+        """Take keys and values [B, heads, T, D] as they are, copying nothing."""
         self.keys, self.values, self.is_initialized = keys, values, True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -97,6 +98,7 @@ class SlabLayer(CacheLayerMixin):
 
     @property
     def bytes(self) -> int:
+        """Bytes of its keys and values, filled or not."""
         return sum(slab.numel() * slab.element_size() for slab in (self.keys, self.values) if slab is not None)
 
     def _slab(self, like: Tensor) -> Tensor:
@@ -135,6 +137,7 @@ class SlabCache(Cache):
 
     @property
     def bytes(self) -> int:
+        """Bytes of all layers' keys and values, filled or not."""
         return sum(layer.bytes for layer in self.slabs)
 
     def reserve(self, columns: int) -> None:

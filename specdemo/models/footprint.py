@@ -49,6 +49,7 @@ class Precision:
 
     @property
     def width(self) -> int:
+        """Bits a number of this type takes."""
         return 8 * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -155,6 +156,7 @@ def free_ram() -> int:
 
 
 def gigabytes(count: float) -> str:
+    """Bytes for people, in GB of 10^9."""
     return f"{count / 1e9:.1f} GB"
 
 

@@ -44,21 +44,37 @@ class Pass(Protocol):
 
 
 class History(Protocol):
-    """`go_on` reads tokens [B, T] behind histories of one length, as `start` does in front; `reserve` more will follow.
-    `reach` and `settle` are for one row: how much of its first `length` tokens `crop` can leave without reading them
-    again, and forgetting what only helps `crop`, other than to `length` or to where the last pass began."""
+    """What is kept of a text, one row for each of the batch."""
 
     @property
-    def lengths(self) -> list[int]: ...
+    def lengths(self) -> list[int]:
+        """Positions held, by row."""
+
     @property
-    def bytes(self) -> int: ...
-    def start(self, tokens: Tensor, taps: tuple[int, ...]) -> Forward: ...
-    def go_on(self, tokens: Tensor, taps: tuple[int, ...], reserve: int) -> Forward: ...
-    def forward(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...]) -> Forward: ...
-    def commit(self, path: list[list[int]]) -> None: ...
-    def crop(self, lengths: list[int]) -> None: ...
-    def reach(self, length: int) -> int: ...
-    def settle(self, length: int) -> None: ...
+    def bytes(self) -> int:
+        """Bytes of what is held."""
+
+    def start(self, tokens: Tensor, taps: tuple[int, ...]) -> Forward:
+        """tokens [B, T] become a new history; says the last position only."""
+
+    def go_on(self, tokens: Tensor, taps: tuple[int, ...], reserve: int) -> Forward:
+        """tokens [B, T] go behind histories of one length, as `start` puts them in front; `reserve` more will
+        follow."""
+
+    def forward(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...]) -> Forward:
+        """tokens [B, S] below parents [B, N], provisionally."""
+
+    def commit(self, path: list[list[int]]) -> None:
+        """The kept slots of the last `forward`, by row, become history."""
+
+    def crop(self, lengths: list[int]) -> None:
+        """Shorten every row to its length in `lengths`."""
+
+    def reach(self, length: int) -> int:
+        """Of one row's first `length` tokens, how many `crop` can leave without reading them again."""
+
+    def settle(self, length: int) -> None:
+        """Forget what only helps to `crop`, other than to `length` or to where the last pass began; for one row."""
 
 
 class GatherHistory:

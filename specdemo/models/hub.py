@@ -46,6 +46,7 @@ class Repository:
 
     @property
     def weights(self) -> list[str]:
+        """The files that are not part of its description."""
         return [file for file in self.files if not any(fnmatch(file, kind) for kind in DESCRIPTION)]
 
     def missing(self) -> dict[str, int]:
@@ -56,7 +57,7 @@ class Repository:
 
 
 def silent(share: float, what: str) -> None:
-    pass
+    """Tell nobody of the progress."""
 
 
 def split(name: str) -> tuple[str, str | None]:
@@ -76,10 +77,12 @@ def shipped(folder: str | Path) -> bool:
 
 
 def embedded_names() -> list[str]:
+    """The names of the models that come with the package."""
     return sorted(config.parent.name for config in embedded_folder().glob("*/config.json"))
 
 
 def offline() -> bool:
+    """Whether the hub may not be asked."""
     return bool(constants.HF_HUB_OFFLINE)
 
 

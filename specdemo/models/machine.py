@@ -36,6 +36,7 @@ def device_name(device: torch.device) -> str:
 
 
 def versions() -> dict[str, str]:
+    """The versions that results depend on."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

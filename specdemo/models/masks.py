@@ -109,6 +109,7 @@ def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def aligned(mask: Tensor) -> Tensor:
+    """On a GPU the mask with its rows' starts aligned, as the memory-efficient kernels ask."""
     if mask.device.type == "cpu":
         return mask
     width = mask.shape[-1]

@@ -35,11 +35,13 @@ class PackedLinear(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
+        """The type the weights are stored in."""
         dtype: torch.dtype = self._blocks.dtype
         return dtype
 
     @property
     def bytes(self) -> int:
+        """Bytes of the weights."""
         bias = 0 if self._bias is None else self._bias.numel() * self._bias.element_size()
         return int(self.out_features * self.in_features * self._blocks.element_size()) + bias
 
@@ -156,6 +158,7 @@ def joined(*linears: nn.Linear) -> nn.Linear:
 
 
 def packed(linear: nn.Linear) -> nn.Module:
+    """The layer with packed weights where packing pays, else as it is."""
     return PackedLinear(linear) if packs(linear.weight) else linear
 
 

@@ -64,6 +64,7 @@ def rounding_noise(target: HFTarget, tokens: Tensor, slots: int = VERIFY_TOKENS)
 
 
 def check_verify_cost(model: PreTrainedModel, name: str, dtype: str) -> None:
+    """Raises ValueError where verifying costs so much more than one token that speculation cannot pay."""
     one, several = verify_cost(HFTarget(model))
     ratio = several / one
     if ratio > VERIFY_LIMIT:

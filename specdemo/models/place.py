@@ -24,6 +24,7 @@ def plan(dtype: str = "auto", device: str = "auto", quantization: str | None = N
 
 
 def pick_device(device: str) -> torch.device:
+    """A device's name, or `auto`, as a device. Raises ValueError, one line, for one that is not here."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -36,6 +37,7 @@ def pick_device(device: str) -> torch.device:
 
 
 def pick_dtype(dtype: str, where: torch.device) -> torch.dtype:
+    """A precision's name, or `auto`, as a type. Raises ValueError for an unknown one."""
     if dtype == "auto":
         return torch.bfloat16 if where.type == "cuda" else torch.float32
     if dtype not in DTYPES:
@@ -70,6 +72,7 @@ def check_memory(name: str, needed: int, where: torch.device, precision: Precisi
 
 
 def placement(where: torch.device, precision: Precision, spread: bool) -> dict[str, Any]:
+    """What transformers' `from_pretrained` is told of devices and of bitsandbytes."""
     placement: dict[str, Any] = {"device_map": "auto"} if spread else {}
     if precision.bits:
         placement.setdefault("device_map", {"": where if where.index is not None or where.type == "cpu" else 0})

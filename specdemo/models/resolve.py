@@ -75,6 +75,7 @@ def _readable(folder: Path) -> Path:
 
 
 def fetched(source: Path | hub.Repository, report: LoadProgress) -> Path:
+    """The folder of a source, downloaded where it is the hub's."""
     if isinstance(source, Path):
         check_shipped(source)
         return source
@@ -88,6 +89,7 @@ def described(name: str) -> Path:
 
 
 def checked(folder: Path, name: str) -> Path:
+    """The folder, if it is a model's and has all its weights. Raises ValueError, one line, with the cure."""
     if not (folder / "config.json").is_file():
         raise ValueError(f"{name} has no config.json; it is not a Hugging Face model folder")
     if not any(folder.glob("*.safetensors")):

@@ -77,6 +77,7 @@ class HFTarget:
 
     @property
     def history_bytes(self) -> int:
+        """Bytes of the keys and values held, those of a chat's last turn included."""
         held = self._history or self._last
         return held.bytes if held else 0
 
@@ -132,6 +133,7 @@ class HFTarget:
         self._started().crop(lengths)
 
     def release(self) -> None:
+        """Free the history and everything it holds."""
         self._history = None
 
     def _started(self) -> History:

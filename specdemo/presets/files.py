@@ -66,6 +66,7 @@ class Preset(Comparison, About):
 
     @property
     def methods(self) -> list[str]:
+        """The lanes' methods, each once."""
         return list(dict.fromkeys(lane.method for lane in self.lanes))
 
     def with_changes(self, **changes: Any) -> "Preset":

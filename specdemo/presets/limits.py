@@ -35,6 +35,7 @@ PUBLIC = Limits(max_new_tokens=256, k=10, lanes=3, prompt=4000, sweep_repeats=3)
 
 
 def public() -> bool:
+    """Whether strangers can reach this page, as on a Space."""
     return os.environ.get("SPECDEMO_PUBLIC") == "1" or bool(os.environ.get("SPACE_ID"))
 
 
@@ -99,4 +100,5 @@ def fit(chosen: Preset) -> Preset:
 
 
 def shares(chosen: Preset) -> bool:
+    """Whether a lane learns with a memory that all visitors share."""
     return any(lane.options.get(SHARED) for lane in chosen.lanes)

@@ -80,6 +80,7 @@ class Heard:
         self.drafted: Told | None = None
 
     def begin(self) -> None:
+        """Start the clock: the request goes out now."""
         self._last = time.perf_counter()
 
     def hear(self, said: Any) -> None:

@@ -133,6 +133,7 @@ def samples(folder: Path) -> str:
 
 
 def recipe_facts(facts: dict[str, Any], config: dict[str, Any], recipe: str) -> str:
+    """The paragraph of a model card that says how the weights were made."""
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     minutes = facts.get("minutes", round(facts["seconds"] / 60))
     shape = (

@@ -272,6 +272,7 @@ class Recorded:
         return len(self.tokens)
 
     def rows(self, chosen: Tensor) -> "Recorded":
+        """The chosen windows, as they were recorded."""
         hidden = {tap: h[chosen] for tap, h in self.hidden.items()}
         return Recorded(self.tokens[chosen].long(), self.indices[chosen], self.probs[chosen], hidden)
 

@@ -141,6 +141,7 @@ class StoryEpochs:
     retold: float = 0.1
 
     def stream(self, epoch: int, length: int) -> Tensor:
+        """One epoch's documents in windows of `length` tokens, shuffled anew, some of them retold."""
         rng = random.Random(f"epoch {epoch}")
         documents = self.documents.copy()
         rng.shuffle(documents)

@@ -158,6 +158,7 @@ class Run:
         return total
 
     def evaluate(self, evaluate: Evaluate, train_loss: float) -> dict[str, float]:
+        """Measure on held-out text and note it in the history; `evaluate` runs without gradients."""
         self.module.eval()
         with torch.no_grad():
             numbers = evaluate()

@@ -88,10 +88,12 @@ class Job:
 
     @property
     def large(self) -> bool:
+        """Whether the device takes large batches."""
         return self.device.type == "cuda"
 
     @property
     def micro_tokens(self) -> int:
+        """Tokens of one pass forward and back."""
         return 65536 if self.large else 2048
 
 
@@ -275,6 +277,7 @@ def stories_target(job: Job) -> None:
 
 
 def weights(folder: str) -> Mapping[str, Tensor]:
+    """The tensors of a shipped or trained model's folder, by name."""
     check_shipped(Path(folder))
     return dict(AutoModelForCausalLM.from_pretrained(folder).state_dict())
 
@@ -306,6 +309,7 @@ def side_by_side(job: Job) -> AbstractContextManager[Executor | None]:
 
 
 def load_or_train_tokenizer(corpus: Corpus, out: Path, start: str | None) -> Tokenizer:
+    """The folder's tokenizer, or that of the start, or a new one, which is saved in the folder."""
     path = out / "tokenizer.json"
     if start and not path.exists():
         path = Path(start) / "tokenizer.json"

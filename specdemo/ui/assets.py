@@ -9,6 +9,7 @@ RACE = tuple(f"{name}.js" for name in "kit player chart tree lanes tiles panels 
 
 
 def text(name: str) -> str:
+    """The text of a file beside this one."""
     return (HERE / name).read_text(encoding="utf-8")
 
 

@@ -56,6 +56,7 @@ class Controls:
 
     @property
     def drawn(self) -> dict[str, Any]:
+        """The parts that are drawn anew when the settings change."""
         return {name: self.parts[name] for name in DRAWN}
 
     @property
@@ -284,6 +285,7 @@ def draw(start: Preset, allow_any_model: bool) -> Controls:
 
 
 def draw_prompt(start: Preset) -> gr.Textbox:
+    """The prompt's box, as long as this host allows."""
     return gr.Textbox(
         start.prompt, label="Prompt", lines=2, max_lines=10, max_length=limits.here().prompt, elem_id="prompt", scale=5
     )

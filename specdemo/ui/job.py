@@ -161,9 +161,11 @@ class Store:
 
     @property
     def size(self) -> int:
+        """Bytes of all that is kept."""
         return sum(job.size for job in self._jobs.values())
 
     def get(self, key: tuple[str, str]) -> Job | None:
+        """A visitor's job, which is now the last to be dropped; None where it is gone."""
         with self._lock:
             if key not in self._jobs:
                 return None
@@ -173,6 +175,7 @@ class Store:
             return self._jobs[key]
 
     def put(self, key: tuple[str, str], job: Job) -> None:
+        """Keep a job, dropping the oldest ones where memory is short."""
         with self._lock:
             self._jobs[key] = job
         self.get(key)
@@ -192,6 +195,7 @@ class Jobs(Generic[Kind]):
         self._store = Store() if store is None else store
 
     def last(self, request: gr.Request) -> Kind | None:
+        """The visitor's latest job."""
         return cast(Kind | None, self._store.get(self._key(request)))
 
     def run(self, request: gr.Request, begin: Callable[[Kind | None], Kind]) -> Iterator[Values]:
@@ -209,10 +213,12 @@ class Jobs(Generic[Kind]):
         job.whole()
 
     def ask_to_stop(self, request: gr.Request) -> Values:
+        """Ask it to end at its next step."""
         job = self.last(request)
         return {} if job is None or job.ended else {"view": job.ask_to_stop()}
 
     def stop(self, request: gr.Request) -> Values:
+        """End it now, and show what there is."""
         job = self.last(request)
         if job is None or job.ended:
             return {}
@@ -220,6 +226,7 @@ class Jobs(Generic[Kind]):
         return {**job.whole(), "view": text}
 
     def keep(self, request: gr.Request, job: Kind) -> None:
+        """Remember a job as its visitor's latest."""
         self._store.put(self._key(request), job)
 
     def _key(self, request: gr.Request) -> tuple[str, str]:

@@ -27,8 +27,10 @@ class Packed:
 
     @property
     def size(self) -> int:
+        """Bytes it takes."""
         return len(self._bytes)
 
     @property
     def text(self) -> str:
+        """The text as it was."""
         return zlib.decompress(self._bytes).decode()

@@ -34,13 +34,16 @@ OFF = (
 
 
 class Trainer(Protocol):
-    def recipes(self) -> dict[str, str]: ...
+    def recipes(self) -> dict[str, str]:
+        """What can be trained: name -> title."""
 
-    def head_recipe(self, name: str) -> Any: ...  # has `method`; ValueError for an unknown name
+    def head_recipe(self, name: str) -> Any:  # has `method`; ValueError for an unknown name
+        """The recipe of a head; raises ValueError for an unknown name."""
 
     def train_live(
         self, name: str, minutes: float, out: Path, cancelled: Callable[[], bool]
-    ) -> Iterator[dict[str, Any]]: ...
+    ) -> Iterator[dict[str, Any]]:
+        """Train for so many minutes, one message after another."""
 
 
 def trainer() -> Trainer:
@@ -103,6 +106,7 @@ class Lab(Jobs[Training]):
         super().__init__("training", store)
 
     def train(self, request: gr.Request, values: Values) -> Iterator[Values]:
+        """Train what the visitor chose."""
         yield from self.run(request, lambda _: Training(values["recipe"], values["minutes"]))
 
     def race_head(self, request: gr.Request, values: Values) -> Values:

@@ -27,6 +27,7 @@ class Lines:
 
 
 def lines(messages: Iterable[Shown]) -> Lines:
+    """Messages as lines of JSON for the page."""
     messages = list(messages)
     return Lines(
         "".join(to_line(view(message)) for message in messages),
@@ -54,6 +55,7 @@ class Log(Job):
 
     @property
     def trace(self) -> RunTrace | None:
+        """The finished run's trace."""
         return from_json(self._trace.text) if self._trace else None
 
     @property
@@ -70,6 +72,7 @@ class Log(Job):
         return self.take(lines(messages))
 
     def take(self, new: Lines) -> str:
+        """Add new lines; all lines so far."""
         self.text += new.text
         self.failure = new.failure or self.failure
         if new.started:

@@ -20,6 +20,7 @@ START = "embedded-sampling"
 
 
 def most_draws() -> int:
+    """The most draws this host allows."""
     return ROWS * limits.here().sweep_repeats
 
 

@@ -173,6 +173,7 @@ def _recorded(preset_id: str) -> Log | None:
 
 
 def share_link(chosen: Preset) -> str:
+    """The link that opens a comparison again."""
     return address(to_query(chosen, preset(chosen.id)))
 
 

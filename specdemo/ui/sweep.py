@@ -79,6 +79,7 @@ class Sweeping(Job):
         return self.text
 
     def conclude(self, result: Result, recorded: bool) -> None:
+        """The result is there: show it and offer it as a file."""
         self.result = result
         self.file = f"specdemo-{result.suite}.json", Packed(text(result))
         self.text += result_line(result, recorded)
@@ -107,6 +108,7 @@ class Sweeping(Job):
 
 
 def text(result: Result) -> str:
+    """A result as the JSON that `bench --out` writes."""
     return json.dumps({"schema": SCHEMA, **asdict(result)}, indent=1) + "\n"
 
 

@@ -43,6 +43,7 @@ class Turns:
         self._now: tuple[str, Visitor, float] | None = None  # call, visitor and begin of the turn that is on
 
     def begin(self, call: str, visitor: Visitor, now: float) -> None:
+        """A visitor's call has the engine from `now` on."""
         self._now = call, visitor, now
 
     def end(self, now: float, call: str | None = None) -> None:
@@ -90,6 +91,7 @@ class FairQueue(Queue):
     async def push(
         self, body: PredictBodyInternal, request: fastapi.Request, username: str | None
     ) -> tuple[bool, str | list[dict[str, Any]], Literal["success", "error", "queue_full", "validator_error"]]:
+        """Take a call, or refuse it where its visitor has enough of them waiting."""
         if body.fn_index is not None and not get_fn(self.blocks, None, body).queue:
             return False, "this function is not called through the queue", "error"
         refused = self._full(address(request), body.session_hash or "")
@@ -102,6 +104,7 @@ class FairQueue(Queue):
         return pushed
 
     def get_events(self) -> tuple[list[Event], bool, str] | None:
+        """The next call, that of the visitor who had the engine least."""
         lane = self.event_queue_per_concurrency_id.get(ENGINE["concurrency_id"])
         if lane is not None and lane.queue and not lane.current_concurrency:
             self._turns.end(time.monotonic())
@@ -113,16 +116,19 @@ class FairQueue(Queue):
         return picked
 
     async def process_events(self, events: list[Event], *rest: Any, **more: Any) -> None:
+        """Run a call, and note when it ends."""
         try:
             await super().process_events(events, *rest, **more)
         finally:
             self._turns.end(time.monotonic(), events[0]._id)
 
     def send_message(self, event: Event, event_message: EventMessage) -> None:
+        """Tell a caller something, if the caller is still there."""
         if event.session_hash in self.pending_messages_per_session:  # else Gradio's queue would end here
             super().send_message(event, event_message)
 
     def broadcast_estimations(self, concurrency_id: str, after: int | None = None) -> None:
+        """Tell all who wait their place and time."""
         waiting = self.event_queue_per_concurrency_id[concurrency_id].queue
         times = self._turns.seconds(len(waiting), time.monotonic())
         for rank, (event, eta) in enumerate(zip(waiting, times, strict=True)):

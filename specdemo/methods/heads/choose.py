@@ -80,6 +80,7 @@ class Vocabulary:
     size: int  # V
 
     def in_target(self, tokens: Tensor) -> Tensor:
+        """Token ids of the draft's vocabulary as the target's."""
         return tokens if self.ids is None else self.ids[tokens]
 
     def spread(self, values: Tensor, elsewhere: float = NEVER) -> Tensor:

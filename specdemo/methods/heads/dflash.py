@@ -158,6 +158,7 @@ class DFlashDraftModel(Network):
 
     @property
     def slots(self) -> list[Slots]:
+        """The layers that draft a block of slots."""
         return cast(list[Slots], self.layers)
 
     def context(self, features: Tensor) -> Tensor:
@@ -166,6 +167,7 @@ class DFlashDraftModel(Network):
         return states
 
     def remember(self, features: Tensor, at: Columns) -> None:
+        """Keep the keys and values of the target's features [B, A, F] at columns `at`."""
         states = self.context(features)
         for layer in self.slots:
             layer.self_attn.remember(states, at)
@@ -192,6 +194,8 @@ class Beside:
         self._context = context
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> KeysValues:
+        """The context's keys and values with the block's behind them, each [B, heads, T, D]; transformers' cache
+        interface."""
         keys, values = self._context[layer_idx]
         return torch.cat([keys, key_states], 2), torch.cat([values, value_states], 2)
 

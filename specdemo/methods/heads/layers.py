@@ -21,6 +21,7 @@ Names = Container[str]  # the optional tensors there are, such as self_attn.q_pr
 
 
 def linear(inputs: int, outputs: int, name: str, names: Names) -> nn.Linear:
+    """A linear layer, with a bias where the checkpoint's `names` hold one."""
     return nn.Linear(inputs, outputs, bias=f"{name}.bias" in names)
 
 
@@ -94,6 +95,7 @@ class Attention(nn.Module):
         at.cache.update(*self.keys_values(x, at.rope), self.index)
 
     def keys_values(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """x [B, S, H] -> rotated keys and values, each [B, heads, S, D]."""
         k, v = self._apart(self.k_proj(x)), self._apart(self.v_proj(x))
         if self.k_norm is not None:
             k = self.k_norm(k)

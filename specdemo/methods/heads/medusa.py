@@ -89,6 +89,7 @@ class Heads(Network):
 
     @staticmethod
     def rates_in(checkpoint: Checkpoint, key: str) -> Rates | None:
+        """The rates measured in training, by head and rank; None where the config has none under `key`."""
         rates = checkpoint.config.get(key)
         return rates and tuple(map(tuple, rates))
 

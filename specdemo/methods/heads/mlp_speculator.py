@@ -88,10 +88,12 @@ class Speculator(Network):
 
     @property
     def emb_weight(self) -> float:
+        """What an embedding counts in the state; `state_weight`'s complement."""
         return sqrt((1 - self.state_weight**2) * self.inner_dim / 2)
 
     @property
     def ratio(self) -> float:
+        """The embedding's weight over the state's."""
         return self.emb_weight / self.state_weight
 
     def begin(self, hidden: Tensor) -> Tensor:

@@ -80,6 +80,7 @@ class Heads(Network):
 
     @property
     def tap(self) -> int:
+        """The tap of the target whose states are read."""
         raise NotImplementedError
 
     def step(self, index: int, hidden: Tensor, tokens: Tensor, at: Columns) -> tuple[Tensor, Tensor]:
@@ -97,6 +98,7 @@ class Heads(Network):
         return logits
 
     def angles(self, positions: Tensor, beyond: int, last: bool = False) -> Rope:
+        """Cosines and sines at `positions`, each [B, S, D]; `beyond` and `last` are for heads of several tables."""
         cos, sin = self.shared.rotary(positions.new_empty(0, dtype=self.dtype), positions)
         return cos, sin
 

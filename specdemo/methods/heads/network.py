@@ -21,6 +21,7 @@ class Network(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
+        """The type of its weights."""
         return dtype_of(self)
 
     def read_as(self, reading: Any) -> None:

@@ -116,6 +116,7 @@ class HeadHistory:
         self.start(0)
 
     def start(self, rows: int) -> None:
+        """An empty history of so many rows."""
         self._cache: SlabCache | None = None
         self._waiting: list[Waiting] = []
         self._read = [0] * rows  # columns that stay
@@ -126,6 +127,7 @@ class HeadHistory:
 
     @property
     def rows(self) -> int:
+        """B, the rows of the batch."""
         return len(self._read)
 
     @property
@@ -135,6 +137,7 @@ class HeadHistory:
 
     @property
     def bytes(self) -> int:
+        """Bytes of its keys and values."""
         return self._cache.bytes if self._cache else 0
 
     def observe(self, lengths: list[int], *columns: Tensor) -> None:

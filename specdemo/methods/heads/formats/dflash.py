@@ -84,6 +84,7 @@ class Found(NamedTuple):
 
 
 def recognises(checkpoint: Checkpoint) -> bool:
+    """Whether the files are of a DFlash, DSpark or parallel EAGLE head."""
     family, config, names = (
         checkpoint.config.get("speculators_model_type"),
         checkpoint.config,

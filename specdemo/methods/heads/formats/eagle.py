@@ -48,6 +48,7 @@ class Convention:
 
     @property
     def eagle1(self) -> bool:
+        """Whether it reads the last hidden states only, as EAGLE-1 and -2 do."""
         return self.taps == (-1,)
 
     def __str__(self) -> str:
@@ -77,6 +78,7 @@ def absolute(d2t: Tensor) -> Tensor:
 
 
 def recognises(checkpoint: Checkpoint) -> bool:
+    """Whether the files are of an EAGLE-1, -2 or -3 head."""
     family = checkpoint.config.get("speculators_model_type")
     return family in ("eagle", "eagle3") if family else checkpoint.has("midlayer.") or "fc.weight" in checkpoint.tensors
 

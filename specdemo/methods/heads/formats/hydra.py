@@ -21,6 +21,7 @@ class Sizes(NamedTuple):
 
 
 def recognises(checkpoint: Checkpoint) -> bool:
+    """Whether the files are of Hydra heads."""
     return "hydra_lm_head.pt" in checkpoint.files or "hydra_num_heads" in checkpoint.config
 
 

@@ -14,6 +14,7 @@ from specdemo.models.checkpoints import Checkpoint
 
 
 def recognises(checkpoint: Checkpoint) -> bool:
+    """Whether the files are of Medusa heads."""
     named = any(file.startswith("medusa_lm_head.") for file in checkpoint.files) or checkpoint.says(
         "model_type", "medusa"
     )

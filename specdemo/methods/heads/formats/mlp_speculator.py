@@ -13,6 +13,7 @@ PADDED_TO = 512  # rows are added to a vocabulary until it is a multiple of this
 
 
 def recognises(checkpoint: Checkpoint) -> bool:
+    """Whether the files are of an MLPSpeculator."""
     return checkpoint.says("model_type", "mlp_speculator")
 
 

@@ -88,6 +88,7 @@ class Modules(NamedTuple):
 
 
 def recognises(checkpoint: Checkpoint) -> bool:
+    """Whether the files hold modules or heads of multi-token prediction."""
     family = checkpoint.config.get("speculators_model_type")
     if family:
         return bool(family == "mtp")
@@ -108,6 +109,7 @@ def wanted(checkpoint: Checkpoint, target: Target) -> Checkpoint:
 
 
 def is_parallel(checkpoint: Checkpoint) -> bool:
+    """Whether the heads are parallel ones (Gloeckle et al. 2404.19737) and not modules in sequence."""
     return any(PARALLEL.match(name) for name in checkpoint.tensors)
 
 
@@ -210,6 +212,7 @@ def parallel_heads(checkpoint: Checkpoint, target: Target) -> int:
 
 
 def parallel(checkpoint: Checkpoint, config: LlamaConfig) -> Tensors:
+    """The tensors of parallel heads under the names of a Llama layer."""
     tensors: Tensors = {}
     for name, tensor in checkpoint.tensors.items():
         match = PARALLEL.fullmatch(name)

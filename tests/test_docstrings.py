@@ -1,0 +1,51 @@
+"""Every public function says what it does: itself, through what it overrides, or through the protocol it fulfils."""
+
+import importlib
+import inspect
+import pkgutil
+
+import specdemo
+from specdemo.core import protocol
+
+
+def modules():
+    for module in pkgutil.walk_packages(specdemo.__path__, "specdemo."):
+        if not module.name.endswith("__main__"):
+            yield importlib.import_module(module.name)
+
+
+def public(namespace):
+    return ((name, value) for name, value in vars(namespace).items() if not name.startswith("_"))
+
+
+def functions(module):
+    """Public functions, and methods of public classes: (name, the function, its class)."""
+    for name, value in public(module):
+        if getattr(value, "__module__", None) != module.__name__:
+            continue
+        if inspect.isfunction(value):
+            yield name, value, None
+        elif inspect.isclass(value):
+            for method, kind in public(value):
+                if inspect.isfunction(kind) or isinstance(kind, property | classmethod | staticmethod):
+                    yield method, inspect.getattr_static(value, method), value
+
+
+def promised(module, method):
+    """Whether a protocol beside the class, or one of the seams, documents the method."""
+    protocols = (c for place in (module, protocol) for _, c in public(place) if getattr(c, "_is_protocol", False))
+    return any(inspect.getdoc(getattr(c, method, None)) for c in protocols if hasattr(c, method))
+
+
+def inherited(method, owner):
+    return any(method in vars(base) for base in owner.__mro__[1:])
+
+
+def test_every_public_function_says_what_it_does():
+    silent = [
+        f"{module.__name__}: {owner.__name__ + '.' if owner else ''}{name}"
+        for module in modules()
+        for name, function, owner in functions(module)
+        if not inspect.getdoc(function) and not (owner and (inherited(name, owner) or promised(module, name)))
+    ]
+    assert not silent
