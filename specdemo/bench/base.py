@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from specdemo.bench.prompts import PROMPTS
 from specdemo.bench.result import Result
+from specdemo.core.words import DEVICES
 from specdemo.presets.limits import LIMITS
 
 Report = Callable[[float, str], None]  # share done 0..1, what is being done
@@ -166,6 +167,6 @@ OPTIONS: Mapping[str, Option] = {
         "--new-tokens", "number of new tokens", "Tokens to decode behind every prompt.", int, check=_new_tokens
     ),
     "pair": Option("--pair", "model pair", "Models of peers and floor: embedded, 8m, 98m, 342m or 8b."),
-    "device": Option("--device", "device", "auto, cpu, cuda or cuda:N."),
+    "device": Option("--device", "device", f"{DEVICES}."),
     "dtype": Option("--dtype", "dtype", "auto, fp32, bf16 or fp16.", read=lambda dtype: LONG_DTYPES.get(dtype, dtype)),
 }

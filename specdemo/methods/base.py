@@ -77,6 +77,9 @@ class Method(ABC):
     @abstractmethod
     def observe(self, progress: Progress) -> None: ...
 
+    def timed(self, ms: Mapping[str, float]) -> None:
+        """The device time of the step that was observed last, by lap; the lane's clock is read once it is over."""
+
     def release(self) -> None:
         """Free what is remembered of a text."""
 

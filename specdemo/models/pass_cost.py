@@ -1,6 +1,5 @@
 """What a pass of a target costs by its width, and how far passes of different widths round apart."""
 
-import time
 from collections.abc import Sequence
 from statistics import median
 
@@ -10,6 +9,7 @@ from transformers import PreTrainedModel
 
 from specdemo.core.protocol import Target
 from specdemo.core.tree import chain_parents
+from specdemo.models.devices import now
 from specdemo.models.machine import one_thread
 from specdemo.models.target import HFTarget
 
@@ -40,11 +40,9 @@ def verify_costs(target: Target, widths: Sequence[int], repeats: int = 5) -> dic
 
 def _seconds(target: Target, width: int) -> float:
     tokens = torch.arange(width, device=target.device)[None] % target.vocab_size
-    begin = time.perf_counter()
+    begin = now(target.device)
     target.forward(tokens, chain_parents(1, width - 1, target.device))
-    if target.device.type == "cuda":
-        torch.cuda.synchronize(target.device)
-    return time.perf_counter() - begin
+    return now(target.device) - begin
 
 
 def rounding_noise(target: HFTarget, tokens: Tensor, slots: int = VERIFY_TOKENS) -> float:

@@ -88,7 +88,7 @@ class Job:
 
     @property
     def large(self) -> bool:
-        return self.device.type == "cuda"
+        return self.device.type != "cpu"
 
     @property
     def micro_tokens(self) -> int:
