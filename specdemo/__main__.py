@@ -23,7 +23,7 @@ from typer.models import OptionInfo
 
 from specdemo import __version__
 from specdemo.bench.base import OPTIONS
-from specdemo.bench.suites import suite, suites
+from specdemo.bench.suites import suite, suites, takes
 from specdemo.core.files import check_writable
 from specdemo.core.reading import read_text
 from specdemo.core.signals import tidy
@@ -145,13 +145,15 @@ def _suites() -> str:
 
 
 @app.command(help=_suites())
-@_with_options((name, o.kind, typer.Option(o.flag, help=o.help)) for name, o in OPTIONS.items())
+@_with_options((n, o.kind, typer.Option(o.flag, help=o.help)) for n, o in OPTIONS.items() if o.flag != "--out")
 def bench(
     suite_name: Annotated[str, typer.Argument(metavar="SUITE", help="One of those above.")],
-    out: Annotated[Path | None, typer.Option(help="Write the numbers (JSON) there.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the numbers (JSON) there; of suite gpu a folder.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with the plot there; it needs nothing else.")] = None,
     **asked: Any,
 ) -> None:
+    if suite_name in suites() and takes(suite_name, "folder"):  # it writes while it measures
+        asked, out = {**asked, "folder": out}, None
     chosen = suite(suite_name, **{n: OPTIONS[n].read(value) for n, value in asked.items() if value is not None})
 
     from specdemo.bench.report import bench_report, write_result
