@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from specdemo.bench.base import Decoding, Report, Suite
 from specdemo.bench.result import Result
@@ -55,4 +56,20 @@ class RaceFairness(Suite):
         return race_fairness(self.repeats, report, cancelled)
 
 
-SUITES: tuple[type[Suite], ...] = (Peers, Floor, RaceFairness)
+@dataclass(frozen=True, kw_only=True)
+class Gpu(Suite):
+    """What a GPU is worth, section by section into the folder --out; a further call goes on where this one ended."""
+
+    name = "gpu"
+    repeats: int = 3
+    device: str = "auto"
+    minutes: float = 8.0
+    folder: Path = Path("runs") / "gpu"
+
+    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
+        from benchmarks.gpu.run import measure
+
+        return measure(self.folder, self.device, self.minutes, self.repeats, report, cancelled)
+
+
+SUITES: tuple[type[Suite], ...] = (Peers, Floor, RaceFairness, Gpu)

@@ -23,11 +23,11 @@ from typer.models import OptionInfo
 
 from specdemo import __version__
 from specdemo.bench.base import OPTIONS
-from specdemo.bench.suites import suite, suites
+from specdemo.bench.suites import suite, suites, takes
 from specdemo.core.files import check_writable
 from specdemo.core.reading import read_text
 from specdemo.core.signals import tidy
-from specdemo.core.words import suggest
+from specdemo.core.words import DEVICES, suggest
 from specdemo.engine.comparison import Comparison, Lane, settings, type_of
 from specdemo.methods import METHODS, knobs, method
 from specdemo.presets.files import EMBEDDED, load_presets, preset
@@ -145,13 +145,15 @@ def _suites() -> str:
 
 
 @app.command(help=_suites())
-@_with_options((name, o.kind, typer.Option(o.flag, help=o.help)) for name, o in OPTIONS.items())
+@_with_options((n, o.kind, typer.Option(o.flag, help=o.help)) for n, o in OPTIONS.items() if o.flag != "--out")
 def bench(
     suite_name: Annotated[str, typer.Argument(metavar="SUITE", help="One of those above.")],
-    out: Annotated[Path | None, typer.Option(help="Write the numbers (JSON) there.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the numbers (JSON) there; of suite gpu a folder.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with the plot there; it needs nothing else.")] = None,
     **asked: Any,
 ) -> None:
+    if suite_name in suites() and takes(suite_name, "folder"):  # it writes while it measures
+        asked, out = {**asked, "folder": out}, None
     chosen = suite(suite_name, **{n: OPTIONS[n].read(value) for n, value in asked.items() if value is not None})
 
     from specdemo.bench.report import bench_report, write_result
@@ -179,7 +181,7 @@ def train(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the trained model.")] = None,
     minutes: Annotated[float | None, typer.Option(help="Training time.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    device: Annotated[str, typer.Option(help=f"{DEVICES}.")] = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads; models only.", min=1, max=1024)] = None,
     target: Annotated[str, typer.Option(help="The target a draft or head learns from.")] = "stories",
     cache: Annotated[Path | None, typer.Option(help="Folder of what the target said, shared by its drafts.")] = None,
@@ -270,6 +272,7 @@ def doctor(
     print(f"{'chromium':<16}{_chromium() or 'none (only the tests of the page need one)'}")
 
     from specdemo.engine.session import environment
+    from specdemo.models.devices import KINDS, best
     from specdemo.models.load import load_target
     from specdemo.models.pass_cost import verify_cost
     from specdemo.models.resolve import resolve
@@ -281,6 +284,10 @@ def doctor(
     stories = load_target("stories")
     one, five = verify_cost(stories, repeats=15)
     print(f"{'device':<16}{environment(stories)['device']}")
+    for name, row in KINDS.items():
+        if row.count():
+            auto = f"{name} (auto)" if name == best().type else name
+            print(f"{auto:<16}{row.count()}, {row.title}: {row.told()}")
     print(f"{'verify cost':<16}one token {one:.2f} ms, five at once {five:.2f} ms: {five / one:.2f}x")
     return 0
 

@@ -8,12 +8,14 @@ from typing import Any, ClassVar
 
 from specdemo.bench.prompts import PROMPTS
 from specdemo.bench.result import Result
+from specdemo.core.words import DEVICES
 from specdemo.presets.limits import LIMITS
 
 Report = Callable[[float, str], None]  # share done 0..1, what is being done
 
 NEW_TOKENS = 96
 REPEATS = 1000  # at most
+MINUTES = 600.0  # at most
 ROWS = 256  # of losslessness: continuations decoded at once, and so in a repeat
 LONG_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -121,6 +123,11 @@ def _prompts(value: Sequence[str]) -> None:
         raise ValueError("a prompt is empty; write at least one word")
 
 
+def _minutes(value: float) -> None:
+    if not 0.0 <= value <= MINUTES:
+        raise ValueError(f"minutes must be 0 to {MINUTES:.0f}, not {value:g}; 0 writes the report of what is there")
+
+
 def _range(text: str) -> list[int]:
     """`4` -> [4], `1-8` -> [1, ..., 8]"""
     first, _, last = text.partition("-")
@@ -168,6 +175,8 @@ OPTIONS: Mapping[str, Option] = {
         "--new-tokens", "number of new tokens", "Tokens to decode behind every prompt.", int, check=_new_tokens
     ),
     "pair": Option("--pair", "model pair", "Models of peers and floor: embedded, 8m, 98m, 342m or 8b."),
-    "device": Option("--device", "device", "auto, cpu, cuda or cuda:N."),
+    "folder": Option("--out", "folder", "Where it writes.", Path, told=str),
+    "minutes": Option("--minutes", "time", "How long a call of suite gpu may take.", float, check=_minutes),
+    "device": Option("--device", "device", f"{DEVICES}."),
     "dtype": Option("--dtype", "dtype", "auto, fp32, bf16 or fp16.", read=lambda dtype: LONG_DTYPES.get(dtype, dtype)),
 }

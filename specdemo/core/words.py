@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+DEVICES = "auto, cpu, mps, cuda, cuda:N, xpu or xpu:N"  # that a run may be told to take
 LISTED = 18  # names; of a longer list half as many
 
 

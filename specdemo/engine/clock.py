@@ -2,9 +2,12 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
+
+from specdemo.models import devices
 
 
 class Stopwatch(Protocol):
@@ -69,4 +72,4 @@ class CudaStopwatch:
 
 def stopwatch_for(device: torch.device) -> Stopwatch:
     """The stopwatch that measures a device's own time."""
-    return CudaStopwatch() if device.type == "cuda" else CpuStopwatch()
+    return CudaStopwatch() if device.type == "cuda" else CpuStopwatch(partial(devices.now, device))

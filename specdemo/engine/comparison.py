@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from specdemo.core.words import shown, suggest
+from specdemo.core.words import DEVICES, shown, suggest
 from specdemo.methods import BASELINE, METHODS, MODEL_OPTIONS, Knob, check_model, knobs, method, validate_options
 from specdemo.servers.address import address
 
@@ -122,8 +122,8 @@ def known_method(name: str) -> str:
 
 
 def _device(name: str) -> str:
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
-        raise ValueError("must be auto, cpu, cuda or cuda:N")
+    if not re.fullmatch(r"auto|cpu|mps|(cuda|xpu)(:\d+)?", name):
+        raise ValueError(f"must be {DEVICES}")
     return name
 
 
@@ -187,7 +187,7 @@ class Comparison(Settings):
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"], Setting("auto, float32, bfloat16 or float16.", link=False)
     ] = "auto"
-    device: Annotated[str, AfterValidator(_device), Setting("auto, cpu, cuda or cuda:N.", link=False)] = "auto"
+    device: Annotated[str, AfterValidator(_device), Setting(f"{DEVICES}.", link=False)] = "auto"
     quantization: Annotated[Literal["4bit", "8bit"] | None, Setting("4bit or 8bit, of the target.", link=False)] = None
     lanes: list[Lane] = Field(min_length=1, max_length=LANES)
     prompt: Annotated[Text, AfterValidator(_some_words), Setting("Text to continue.")]

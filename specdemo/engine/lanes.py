@@ -22,6 +22,7 @@ from specdemo.engine.failure import let_go, reason
 from specdemo.engine.kept import Pair
 from specdemo.engine.loop import generate
 from specdemo.methods import method, validate_options
+from specdemo.models.devices import kind
 from specdemo.models.prefix_reuse import Remembering
 from specdemo.models.text import Detokenizer, encode, token_text
 from specdemo.servers import lane as servers
@@ -91,6 +92,7 @@ class LocalLane(RunningLane):
         self.target, self._pair = pair.target, pair
         self._tokenizer = tokenizer
         self._text = Detokenizer(tokenizer, prompt_ids)
+        self._others = 0  # bytes on the device that are not this lane's
 
     def prepare(self, cancelled: Cancelled) -> list[str]:
         try:
@@ -159,13 +161,17 @@ class LocalLane(RunningLane):
         return ["" if t == ABSENT else token_text(self._tokenizer, t) for t in event.drafted[0]]
 
     def _forget_peak(self) -> None:
-        if self.target.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.target.device)
+        row, device = kind(self.target.device), self.target.device
+        row.forget_peak(device)
+        self._others = row.allocated(device) - self._held
 
     def _memory(self) -> int:
-        """On a GPU the allocator's peak in this lane's last step; on a CPU the weights and caches it holds, counted."""
-        if self.target.device.type == "cuda":
-            return int(torch.cuda.max_memory_allocated(self.target.device))
+        """Of this lane alone in its last step: what it holds and, where the device counts it, what came and went."""
+        return max(self._held, kind(self.target.device).peak(self.target.device) - self._others)
+
+    @property
+    def _held(self) -> int:
+        """Weights and caches, counted."""
         return sum(held.weight_bytes + held.history_bytes for held in (self.target, self._pair.drafter))
 
 

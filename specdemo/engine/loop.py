@@ -17,6 +17,7 @@ from specdemo.core.sampling import draw, to_probs
 from specdemo.core.trace import StepEvent
 from specdemo.core.tree import ABSENT, Draft, bounded, chain_parents, check, depths, first_branch, is_chain
 from specdemo.engine.clock import Stopwatch, stopwatch_for
+from specdemo.methods.base import Method
 from specdemo.models.machine import one_thread
 
 
@@ -97,6 +98,8 @@ def _steps(
             drafter.observe(progress)
             watch.lap("observe")
             ms = watch.read()
+            if isinstance(drafter, Method):
+                drafter.timed(ms)
             root = verdict.bonus if rows.all_alive else torch.where(rows.alive(root.device), verdict.bonus, root)
             nodes = proposed.tokens.tolist(), proposed.parents.tolist()
             check(*nodes, target.vocab_size)

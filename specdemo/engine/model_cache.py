@@ -5,11 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.methods import BASELINE, load_whole, method, reader
 from specdemo.models.checkpoints import readable
+from specdemo.models.devices import best, kind
 from specdemo.models.footprint import Precision, free_bytes, measure
 from specdemo.models.hub import LoadProgress, silent
 from specdemo.models.place import check_memory, plan
@@ -115,9 +114,9 @@ class ModelCache:
     def forget(self, gone: Key | None = None) -> None:
         """Drop a model, a target's drafters with it; None: all."""
         self._models = {key: m for key, m in self._models.items() if gone and gone not in (key, key[2:])}
-        if torch.cuda.is_available():
+        if best().type != "cpu":
             gc.collect()  # models that accelerate put its hooks on hold themselves in cycles
-            torch.cuda.empty_cache()
+            kind(best()).empty()
 
 
 def target_key(spec: Comparison) -> Key:
@@ -131,9 +130,7 @@ def drafter_key(lane: Lane, spec: Comparison) -> Key:
 
 
 def _device(spec: Comparison) -> str:
-    if spec.device != "auto":
-        return spec.device
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return best().type if spec.device == "auto" else spec.device
 
 
 def _scaled(progress: LoadProgress, done: int, total: int) -> LoadProgress:

@@ -174,7 +174,7 @@ def environment(target: HFTarget | None) -> dict[str, Any]:
     """What the numbers were measured on, and when. Without a target every lane ran on a server, of which no more is
     known."""
     threads = None
-    if target is not None and target.device.type != "cuda":
+    if target is not None and target.device.type == "cpu":
         with one_thread(target.device):
             threads = torch.get_num_threads()
     return {

@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
-from time import perf_counter
 from typing import Any, Protocol
 
 import torch
@@ -299,7 +298,7 @@ class Adaptive(Wrapper):
         self._nothing = Draft.empty(1, target.device)
         self._draft: Draft | None = None  # None until the prompt has been observed
         self._asked = 0
-        self._began = self._ended = 0.0
+        self._came: list[tuple[int, int]] | None = None  # of the last draft, until its step was timed
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
         super().start(batch, sampling, rng)
@@ -312,20 +311,24 @@ class Adaptive(Wrapper):
         decoding."""
         depth = min(budget.depth, budget.nodes)
         self._asked = k = self.policy.choose(depth, budget.nodes)
-        self._began = perf_counter()
         draft = self._nothing
         if k:
             draft = self.policy.cut(super().propose(Budget(k, budget.nodes * k // depth)))
-        self._ended = perf_counter()
         self._draft = replace(draft, notes={**draft.notes, "k": k, **self.policy.notes})
         return self._draft
 
     def observe(self, progress: Progress) -> None:
         if self._draft is not None:
-            rows = judged(self._draft, self._asked, progress)
-            slots, drafting, verifying = self._draft.nodes + 1, self._ended - self._began, perf_counter() - self._ended
-            self.policy.learn(Outcome(self._asked, slots, rows, drafting, verifying))
+            self._came = judged(self._draft, self._asked, progress)
         super().observe(progress)
+
+    def timed(self, ms: Mapping[str, float]) -> None:
+        super().timed(ms)
+        if self._draft is not None and self._came is not None:
+            verifying = sum(ms.get(lap, 0.0) for lap in ("verify", "accept", "commit"))
+            slots, drafting = self._draft.nodes + 1, ms.get("draft", 0.0)
+            self.policy.learn(Outcome(self._asked, slots, self._came, drafting / 1000.0, verifying / 1000.0))
+            self._came = None
 
 
 def _policy(options: Adaptive.Options) -> Policy:

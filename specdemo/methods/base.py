@@ -79,6 +79,9 @@ class Method(ABC):
     def observe(self, progress: Progress) -> None:
         """What became history: the prompt first, then every step; `progress.outputs` ends in the new root."""
 
+    def timed(self, ms: Mapping[str, float]) -> None:
+        """The device time of the step that was observed last, by lap; the lane's clock is read once it is over."""
+
     def release(self) -> None:
         """Free what is remembered of a text."""
 

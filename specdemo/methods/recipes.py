@@ -119,7 +119,7 @@ def train_bytes(corpus: Path, out: Path | None = None, minutes: float | None = N
     model = nn.Module.to(build(BYTES, tokenizer.get_vocab_size()), where)
     target = HFTarget(model, name=out.name)
     drafter = untrained(BYTE_HEADS, target)
-    large = where.type == "cuda"
+    large = where.type != "cpu"
     batches = GrowingWindows(
         StoryEpochs(text.train, tokenizer), 65536 if large else 4096, where, short=CONTEXTS[0], long=CONTEXTS[1]
     )

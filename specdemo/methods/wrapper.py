@@ -1,5 +1,7 @@
 """What the methods that wrap other drafters share. The lane's model is the wrapped drafter's."""
 
+from collections.abc import Mapping
+
 from torch import Generator
 
 from specdemo.core.protocol import Budget, Progress
@@ -47,6 +49,10 @@ class Wrapper(Method):
     def observe(self, progress: Progress) -> None:
         for drafter in self.drafters:
             drafter.observe(progress)
+
+    def timed(self, ms: Mapping[str, float]) -> None:
+        for drafter in self.drafters:
+            drafter.timed(ms)
 
     def release(self) -> None:
         for drafter in self.drafters:

@@ -6,16 +6,17 @@ config. Both leave out what a library adds on top, so compare them with `HEADROO
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from specdemo.core.reading import read_json
+from specdemo.models.devices import KINDS, kind
 from specdemo.models.hub import Repository, describe
 
 HEADROOM = 1.1  # times: activations, buffers, what the allocator cannot reuse
@@ -72,6 +73,7 @@ def measure(source: Path | Repository, precision: Precision) -> Footprint:
     """Raises ValueError for a damaged file, and for a repository that is out of reach."""
     folder = describe(source) if isinstance(source, Repository) else source
     config = read_config(folder)
+    _check_stored(str(source.name), config)
     config = config.get("text_config") or config.get("transformer_layer_config") or config
     weights = (
         _announced(source, precision, config) if isinstance(source, Repository) else weight_bytes(folder, precision)
@@ -80,6 +82,14 @@ def measure(source: Path | Repository, precision: Precision) -> Footprint:
         return Footprint(weights, _per_token(config, precision))
     except (TypeError, ArithmeticError) as error:
         raise ValueError(f"the config.json of {folder} is damaged ({error}); fetch it again") from None
+
+
+def _check_stored(name: str, config: Mapping[str, Any]) -> None:
+    """Raise ValueError where transformers would quietly hold in 16 bits what is stored, and counted, in 4."""
+    stored = config.get("quantization_config")
+    wanting = [package for package in ("kernels", "triton") if find_spec(package) is None]
+    if isinstance(stored, dict) and stored.get("quant_method") == "mxfp4" and wanting:
+        raise ValueError(f"{name} is stored in MXFP4, which needs other packages; run: pip install {' '.join(wanting)}")
 
 
 def read_config(folder: Path, *names: str) -> dict[str, Any]:
@@ -143,16 +153,17 @@ def headers(files: list[Path]) -> Iterator[tuple[str, list[int], str]]:
 
 
 def free_bytes(where: torch.device) -> list[int]:
-    """Free memory of the device, first, and of the other GPUs that a model may be spread over."""
-    if where.type == "cuda":
-        devices = range(torch.cuda.device_count()) if where.index is None else [where.index]
-        return [torch.cuda.mem_get_info(i)[0] for i in devices]
-    return [free_ram()]
+    """Free memory of the device, first, and of the others of its kind that a model may be spread over."""
+    row = kind(where)
+    if not row.apart:
+        return [row.free(where)]
+    every = range(row.count()) if where.index is None else [where.index]
+    return [row.free(torch.device(where.type, index)) for index in every]
 
 
 def free_ram() -> int:
     """Bytes that can be had without swapping."""
-    return int(psutil.virtual_memory().available)
+    return KINDS["cpu"].free(torch.device("cpu"))
 
 
 def gigabytes(count: float) -> str:

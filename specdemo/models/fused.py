@@ -7,6 +7,7 @@ grouped queries. Every layer is first compared with the one it replaces; only th
 B rows, S slots, H heads, K key/value heads, D head size, L columns of the cache.
 """
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -184,6 +185,14 @@ def kernels(model: PreTrainedModel) -> str:
     if not any(isinstance(m, FusedLayer) for m in modules):
         return "transformers"
     return "fused, packed" if any(isinstance(m, PackedLinear) for m in modules) else "fused"
+
+
+def unhastened(config: Any, device: torch.device) -> str:
+    """Which kernels a model lacks on this device, a clause; empty where it lacks none."""
+    linear = "linear_attention" in (getattr(config, "layer_types", None) or ())
+    if device.type != "cuda" or not linear or find_spec("fla"):
+        return ""
+    return "its linear attention runs without its own kernels; pip install flash-linear-attention makes it faster"
 
 
 def layer_class(layer: nn.Module) -> type[nn.Module]:

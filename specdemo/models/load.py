@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from specdemo.core.words import suggest
 from specdemo.models import hub, probe
+from specdemo.models.devices import kind
 from specdemo.models.footprint import check_described, measure, read_config
 from specdemo.models.fused import hasten
 from specdemo.models.hub import LoadProgress, silent
@@ -59,8 +60,8 @@ def load_model(
     progress: LoadProgress | None = None,
     kernels: str = "auto",
 ) -> LoadedModel:
-    """dtype: auto, float32, bfloat16, float16; device: auto, cpu, cuda, cuda:N; quantization: 4bit, 8bit; kernels: auto
-    (models/fused.py) or transformers (its own layers, which can be trained and saved).
+    """dtype: auto, float32, bfloat16, float16; device: auto or a name (core/words.py); quantization: 4bit, 8bit;
+    kernels: auto (models/fused.py) or transformers (its own layers, which can be trained and saved).
 
     dtype auto is float32 on a CPU and bfloat16 on a GPU. What one GPU cannot hold is spread over all, and the rest put
     into main memory. `progress` may raise to stop. Raises ValueError with one line that names the cure.
@@ -97,6 +98,7 @@ def load_model(
     with one_thread(where):  # as it will run
         if kernels == "auto":
             hasten(model)
+        kind(where).empty()  # the matrices that were joined
         if where.type == "cpu" and precision.dtype != torch.float32:
             check_verify_cost(model, name, dtype)
     report(1.0, f"{name} is ready")

@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 import transformers
 
+from specdemo.models.devices import kind
+
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
@@ -32,7 +34,7 @@ def one_thread(device: torch.device) -> AbstractContextManager[None]:
 
 def device_name(device: torch.device) -> str:
     """The GPU's or the processor's own name."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    return kind(device).name(device) or _processor()
 
 
 def versions() -> dict[str, str]:
@@ -59,7 +61,7 @@ def commit() -> str | None:
 
 def matmul_dtype(device: torch.device) -> torch.dtype:
     """What matrix products are fastest in for training: bf16 on a GPU and on a CPU with bf16 instructions."""
-    return torch.bfloat16 if device.type == "cuda" or _cpu_likes_bf16() else torch.float32
+    return torch.bfloat16 if device.type != "cpu" or _cpu_likes_bf16() else torch.float32
 
 
 @lru_cache(maxsize=1)

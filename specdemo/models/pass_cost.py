@@ -1,6 +1,5 @@
 """What a pass of a target costs by its width, and how far passes of different widths round apart."""
 
-import time
 from collections.abc import Sequence
 from statistics import median
 
@@ -10,6 +9,7 @@ from transformers import PreTrainedModel
 
 from specdemo.core.protocol import Target
 from specdemo.core.tree import chain_parents
+from specdemo.models.devices import now
 from specdemo.models.machine import one_thread
 from specdemo.models.target import HFTarget
 
@@ -23,28 +23,29 @@ def verify_cost(target: HFTarget, slots: int = VERIFY_TOKENS, repeats: int = 5) 
     return times[1], times[slots]
 
 
-def verify_costs(target: Target, widths: Sequence[int], repeats: int = 5) -> dict[int, float]:
-    """Slots -> milliseconds of a pass over a chain of that many; medians, interleaved."""
-    prompt = torch.arange(1, 33, device=target.device)[None] % target.vocab_size
+def verify_costs(
+    target: Target, widths: Sequence[int], repeats: int = 5, rows: int = 1, context: int = 32
+) -> dict[int, float]:
+    """Slots -> milliseconds of a pass over chains of that many behind `context` tokens, `rows` texts at once; medians,
+    interleaved."""
+    prompt = (torch.arange(1, context + 1, device=target.device) % target.vocab_size).repeat(rows, 1)
     times: dict[int, list[float]] = {width: [] for width in widths}
     with one_thread(target.device):
-        target.start(prompt)
+        target.start(prompt, reserve=max(widths))
         for repeat in range(repeats + 1):
             for width, measured in times.items():
-                seconds = _seconds(target, width)
+                seconds = _seconds(target, width, rows)
                 if repeat:  # the first round warms up
                     measured.append(1000.0 * seconds)
         target.release()
     return {width: median(measured) for width, measured in times.items()}
 
 
-def _seconds(target: Target, width: int) -> float:
-    tokens = torch.arange(width, device=target.device)[None] % target.vocab_size
-    begin = time.perf_counter()
-    target.forward(tokens, chain_parents(1, width - 1, target.device))
-    if target.device.type == "cuda":
-        torch.cuda.synchronize(target.device)
-    return time.perf_counter() - begin
+def _seconds(target: Target, width: int, rows: int) -> float:
+    tokens = (torch.arange(width, device=target.device) % target.vocab_size).repeat(rows, 1)
+    begin = now(target.device)
+    target.forward(tokens, chain_parents(rows, width - 1, target.device))
+    return now(target.device) - begin
 
 
 def rounding_noise(target: HFTarget, tokens: Tensor, slots: int = VERIFY_TOKENS) -> float:

@@ -10,7 +10,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from specdemo.core.words import suggest
+from specdemo.core.words import DEVICES, suggest
+from specdemo.models.devices import KINDS, best, kind
 from specdemo.models.footprint import HEADROOM, Precision, free_bytes, free_ram, gigabytes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -20,38 +21,42 @@ BITS = {"4bit": 4, "8bit": 8}
 def plan(dtype: str = "auto", device: str = "auto", quantization: str | None = None) -> tuple[torch.device, Precision]:
     """Where a model goes and what it is held in. Raises ValueError with one line for what is not to be had here."""
     where = pick_device(device)
-    return where, Precision(pick_dtype(dtype, where), _bits(quantization))
+    return where, Precision(pick_dtype(dtype, where), _bits(quantization, where))
 
 
 def pick_device(device: str) -> torch.device:
     """A device's name, or `auto`, as a device. Raises ValueError, one line, for one that is not here."""
     if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return best()
     try:
         where = torch.device(device)
     except RuntimeError:
-        raise ValueError(f"unknown device {device!r}; use auto, cpu, cuda or cuda:0") from None
-    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"there is no device {device!r} here, {torch.cuda.device_count()} GPUs; use device 'auto'")
+        raise ValueError(f"unknown device {device!r}; use {DEVICES}") from None
+    if where.type not in KINDS:
+        raise ValueError(f"nothing runs on device {device!r}; use {DEVICES}")
+    if (where.index or 0) >= KINDS[where.type].count():
+        raise ValueError(f"there is no device {device!r} here; use device 'auto'")
     return where
 
 
 def pick_dtype(dtype: str, where: torch.device) -> torch.dtype:
     """A precision's name, or `auto`, as a type. Raises ValueError for an unknown one."""
     if dtype == "auto":
-        return torch.bfloat16 if where.type == "cuda" else torch.float32
+        return DTYPES[kind(where).dtypes[0]]
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}; {suggest(dtype, ['auto', *DTYPES])}")
     return DTYPES[dtype]
 
 
-def _bits(quantization: str | None) -> int | None:
+def _bits(quantization: str | None, where: torch.device) -> int | None:
     if quantization is None:
         return None
     if quantization not in BITS:
         raise ValueError(f"unknown quantization {quantization!r}; {suggest(quantization, list(BITS))}")
     if find_spec("bitsandbytes") is None or find_spec("accelerate") is None:
         raise ValueError(f"quantization {quantization!r} needs bitsandbytes; run: pip install bitsandbytes accelerate")
+    if not kind(where).quantised:
+        raise ValueError(f"bitsandbytes has no kernels for {where.type}; leave quantization {quantization!r} out")
     return BITS[quantization]
 
 
@@ -60,7 +65,7 @@ def check_memory(name: str, needed: int, where: torch.device, precision: Precisi
     frees = free_bytes(where)
     if HEADROOM * needed <= frees[0]:
         return False
-    if where.type == "cuda" and where.index is None and not precision.bits:
+    if kind(where).apart and where.index is None and not precision.bits:
         frees = [*frees, free_ram()]  # bitsandbytes computes on one kind of device
     if HEADROOM * needed <= sum(frees):
         return True

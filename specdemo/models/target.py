@@ -21,7 +21,8 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from specdemo.core.protocol import Forward
 from specdemo.models.cache import SPARE, SlabCache
-from specdemo.models.fused import fused_decoder, kernels
+from specdemo.models.devices import kind
+from specdemo.models.fused import fused_decoder, kernels, unhastened
 from specdemo.models.graphs import COLUMNS, ROOM, Graphs, Recorder, Recording, compiled, recorder_for
 from specdemo.models.history import AttentionMask, GatherHistory, History, ReplayHistory, continues_at_once
 from specdemo.models.masks import Masks
@@ -55,6 +56,7 @@ class HFTarget:
         self.hidden_size, self.num_layers = int(config.hidden_size), int(config.num_hidden_layers)
         self.max_length = int(getattr(config, "max_position_embeddings", None) or UNLIMITED)
         self.device: torch.device = self.embed.weight.device  # type: ignore[assignment]
+        kind(self.device).prepare()
         self.dtype = model.dtype
         self.stop_token_ids = _stop_tokens(model, tokenizer)
         self._config = config
@@ -92,9 +94,10 @@ class HFTarget:
 
     @property
     def note(self) -> str:
-        """Why passes are not recorded that were to be."""
+        """Why passes are slower than they were to be."""
         refused = self._recording.refused if self._recording else ""
-        return f"{refused}, so every operation is started on its own" if refused else ""
+        unrecorded = f"{refused}, so every operation is started on its own" if refused else ""
+        return "; ".join(filter(None, (unrecorded, unhastened(self._config, self.device))))
 
     @torch.no_grad()
     def start(self, tokens: Tensor, taps: tuple[int, ...] = (), reserve: int = 0) -> Forward:

@@ -21,8 +21,12 @@ def this_machine() -> Machine:
     import torch
     from huggingface_hub import get_token
 
-    gpus = range(torch.cuda.device_count())
-    return Machine(sum(torch.cuda.get_device_properties(i).total_memory for i in gpus) / 1e9, get_token() is not None)
+    from specdemo.models.devices import best, kind
+
+    name = best().type
+    row = kind(best())
+    gpus = [torch.device(name, i) for i in range(row.count())] if name != "cpu" else []
+    return Machine(sum(map(row.total, gpus)) / 1e9, get_token() is not None)
 
 
 def why_not(preset: Preset, machine: Machine | None = None) -> str:

@@ -165,7 +165,7 @@ def train_head(
     clock: Callable[[], float] = time.perf_counter,
 ) -> Generator[Tick, None, None]:
     """Train `drafter.head` in place, step by step; go on from the checkpoint in `out` if there is one."""
-    large = target.device.type == "cuda"
+    large = target.device.type != "cpu"
     context = material.text.tokens.shape[1]
     tokens = batch_tokens or (32768 if large else 4096)
     micro = max(context, (64 * DENSE if large else DENSE) // target.vocab_size)

@@ -89,7 +89,7 @@ class Job:
     @property
     def large(self) -> bool:
         """Whether the device takes large batches."""
-        return self.device.type == "cuda"
+        return self.device.type != "cpu"
 
     @property
     def micro_tokens(self) -> int:

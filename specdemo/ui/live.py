@@ -4,12 +4,11 @@ import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
-import torch
-
 from specdemo.core.trace import RunTrace
 from specdemo.engine.comparison import Comparison
 from specdemo.engine.lanes import lane_name
 from specdemo.engine.session import follow_up, session
+from specdemo.models.devices import best
 from specdemo.presets import limits
 from specdemo.presets.files import EMBEDDED, Preset
 from specdemo.presets.recorded import recorded
@@ -79,7 +78,7 @@ def run(spec: Comparison, log: Log) -> Iterator[str]:
 
 def no_gpu(spec: Comparison) -> str:
     """Why a model that does not ship with the project may be too large for this machine; empty where there is a GPU."""
-    if spec.target in EMBEDDED or spec.all_remote or torch.cuda.is_available():
+    if spec.target in EMBEDDED or spec.all_remote or best().type != "cpu":
         return ""
     return f"{spec.target} needs a GPU and there is none here"
 

@@ -128,20 +128,25 @@ def test_costs_are_medians_and_lines_between():
     assert Costs({}).at(3) == 0.0
 
 
-def test_a_slow_draft_is_given_up(tiny_llama, monkeypatch):
-    """Through the wrapper, by a clock that says drafting takes three times as long as verifying."""
+class Watch:
+    """A device on which drafting takes three times as long as verifying, whatever the host's clock says."""
+
+    def start(self):
+        self.ms = {}
+
+    def lap(self, name):
+        self.ms[name] = self.ms.get(name, 0.0) + {"draft": 3.0, "verify": 1.0}.get(name, 0.0)
+
+    def read(self):
+        return self.ms
+
+
+def test_a_slow_draft_is_given_up(tiny_llama):
+    """By the lane's own clock, which alone knows when a device was busy."""
     target = ToyTarget(16, seed=1)
     drafter = load_drafter("adaptive", target, tiny_llama(16))
-    now = [0.0]
-
-    def tick():
-        now[0] += 0.1
-        return now[0]
-
-    propose = drafter.drafters[0].propose
-    monkeypatch.setattr("specdemo.methods.adaptive.perf_counter", tick)
-    monkeypatch.setattr(drafter.drafters[0], "propose", lambda budget: (tick(), tick(), propose(budget))[-1])
-    events = list(generate(target, drafter, ROWS[:1] % 16, GenerationConfig(60, stop_token_ids=())))
+    config = GenerationConfig(60, stop_token_ids=())
+    events = list(generate(target, drafter, ROWS[:1] % 16, config, stopwatch=Watch()))
     depths = [int(e.notes["k"]) for e in events[1:]]
     assert depths[:4] == [0, 0, 1, 1]
     assert depths[-20:].count(0) >= 19
@@ -158,6 +163,7 @@ def test_rows_that_draft_less_are_judged_by_what_they_drafted(monkeypatch):
     draft = drafter.propose(Budget(2, 2))
     assert draft.tokens.tolist() == [[1, 2], [ABSENT, ABSENT], [5, 5]]
     drafter.observe(Progress(torch.zeros(3, 3).long(), torch.zeros(3, 3).long(), [3, 1, 0]))
+    drafter.timed({"draft": 1.0, "verify": 2.0})
     assert (outcomes[0].rows, outcomes[0].slots) == ([(2, 2), (0, 0)], 3)
 
 

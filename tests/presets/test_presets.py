@@ -69,7 +69,7 @@ def test_changes_reach_the_lanes_they_are_for():
         ({"top_p": 0.0}, "top_p must be above 0.0, not 0.0"),
         ({"max_new_tokens": 5000}, "max_new_tokens must be 1024 or less, not 5000"),
         ({"schedule": "rase"}, "schedule must be 'race' or 'sequential', not 'rase'"),
-        ({"device": "tpu"}, "the device must be auto, cpu, cuda or cuda:N"),
+        ({"device": "tpu"}, "the device must be auto, cpu, mps, cuda, cuda:N, xpu or xpu:N"),
         ({"target": 3}, "target must be text, not 3"),
         ({"target": ""}, "target must not be empty"),
         ({"prompt": " \n"}, "the prompt is empty; write at least one word"),

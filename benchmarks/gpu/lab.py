@@ -1,0 +1,179 @@
+"""What the sections share: the device, the models that lie on it, how a step is measured."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from random import Random
+from statistics import fmean, median
+from typing import Any, ClassVar
+
+import torch
+from torch import Generator, Tensor
+from transformers import PreTrainedModel
+
+from specdemo.bench.device import copy_bandwidth, fast, read_bandwidth
+from specdemo.bench.random_models import random_model, shape
+from specdemo.core.accept import Lossless, Verdict
+from specdemo.core.protocol import Drafter, GenerationConfig
+from specdemo.core.trace import StepEvent
+from specdemo.core.tree import ABSENT, Draft
+from specdemo.engine.loop import generate
+from specdemo.models.devices import kind
+from specdemo.models.place import DTYPES, pick_dtype
+from specdemo.models.target import HFTarget
+
+ROOM = 1.2  # times the weights: joining matrices, histories, recordings
+PROMPT = 64  # tokens
+RATES = (0.8, 0.78, 0.76, 0.74)  # of synthetic acceptance, by position; the last goes on
+
+
+@dataclass(slots=True)
+class Found:
+    """What a section found. A row's cells are text or numbers, the unit in the column's name."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+
+class Absent(Exception):
+    """A model or a package that is not to be had here: a remark, no failure."""
+
+
+class Lab:
+    """One device, with one model on it at a time."""
+
+    def __init__(self, device: torch.device, repeats: int) -> None:
+        self.device, self.repeats = device, repeats
+        self.small = device.type == "cpu"  # to try it out
+        self._held: tuple[Any, HFTarget] | None = None
+
+    @cached_property
+    def bandwidth(self) -> float:
+        """Bytes a second."""
+        return max(copy_bandwidth(self.device), read_bandwidth(self.device, self.dtype()))
+
+    def dtype(self, name: str = "auto") -> torch.dtype:
+        return pick_dtype(name, self.device)
+
+    def fits(self, name: str, dtype: torch.dtype, bits: int | None = None) -> bool:
+        return ROOM * shape(name).bytes(dtype, bits) <= kind(self.device).free(self.device)
+
+    def model(self, name: str, dtype: torch.dtype, bits: int | None = None) -> PreTrainedModel:
+        """As transformers made it. Raises Absent."""
+        self.forget()
+        if not self.fits(name, dtype, bits):
+            needed, free = shape(name).bytes(dtype, bits) * ROOM, kind(self.device).free(self.device)
+            raise Absent(f"{name} needs {needed / 1e9:.0f} GB and {free / 1e9:.0f} GB are free")
+        try:
+            return random_model(shape(name), self.device, dtype, bits)
+        except ImportError as error:
+            raise Absent(f"{bits}bit needs bitsandbytes ({error})") from None
+
+    def target(self, name: str, dtype: torch.dtype, bits: int | None = None) -> HFTarget:
+        """As a lane runs it; the last one is kept. Raises Absent."""
+        key = name, dtype, bits
+        if self._held is None or self._held[0] != key:
+            self._held = key, fast(self.model(name, dtype, bits))
+        return self._held[1]
+
+    @property
+    def main(self) -> str:
+        """The shape that methods are measured on: the largest of these that leaves room for heads and a draft."""
+        if self.small:
+            return "llama-tiny"
+        free = kind(self.device).total(self.device)
+        return "llama-8b" if 1.8 * shape("llama-8b").bytes(self.dtype()) <= free else "llama-1b"
+
+    def forget(self) -> None:
+        self._held = None
+        with suppress(RuntimeError):  # a context that is lost
+            kind(self.device).empty()
+
+    def prompt(self, target: HFTarget, period: int = 16) -> Tensor:
+        """[1, PROMPT] tokens that repeat, so that there is something to look up."""
+        tokens = 1 + torch.arange(PROMPT, device=self.device) % period
+        return tokens[None] % target.vocab_size
+
+    def alive(self) -> bool:
+        """Whether the device still computes: an illegal access ends its context."""
+        try:
+            return bool((torch.ones(1, device=self.device) + 1.0).item() == 2.0)
+        except RuntimeError:
+            return False
+
+
+class Synthetic:
+    """Keeps a draft as far as coins of known rates say, whatever the target says: costs are true where texts cannot be.
+
+    The exact rule runs too, so that its time is in the step. What follows is the draft's next token as if the target
+    had said so, or `usual` [1]: so whoever looks texts up finds them. One row.
+    """
+
+    exact: ClassVar[bool] = False
+
+    def __init__(self, usual: Tensor, rates: tuple[float, ...] = RATES, seed: int = 0) -> None:
+        self._usual, self._rates, self._coins, self._rule = usual, rates, Random(seed), Lossless()
+
+    def __call__(self, draft: Draft, target: Tensor, rng: Generator | None) -> Verdict:
+        verdict = self._rule(draft, target, rng)
+        if not draft.nodes:
+            return Verdict(verdict.path, self._usual)
+        first: dict[int, int] = {}  # slot -> its first child
+        tokens, parents = torch.stack([draft.tokens[0], draft.parents[0]]).tolist()
+        for slot, (token, parent) in enumerate(zip(tokens, parents, strict=True), start=1):
+            if token != ABSENT:
+                first.setdefault(parent, slot)
+        path = [0]
+        while path[-1] in first and self._coins.random() < self._rates[min(len(path), len(self._rates)) - 1]:
+            path.append(first[path[-1]])
+        after = first.get(path[-1])
+        return Verdict([path], self._usual if after is None else draft.tokens[:, after - 1])
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Means over the steps of a run, medians over the runs."""
+
+    ms: Mapping[str, float]  # by lap
+    step_ms: float
+    drafted: float
+    kept: float
+    emitted: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return 1000.0 * self.emitted / self.step_ms
+
+
+def measure_steps(lab: Lab, target: HFTarget, drafter: Drafter, config: GenerationConfig) -> Steps:
+    """After one run that warms up and records."""
+    prompt = lab.prompt(target)
+    runs = []
+    for repeat in range(lab.repeats + 1):
+        events = list(generate(target, drafter, prompt, config, accept=Synthetic(prompt[:, 0], seed=repeat)))
+        if repeat:
+            runs.append(_means(events[1:]))
+    names = runs[0].ms
+    return Steps(
+        {name: median(run.ms.get(name, 0.0) for run in runs) for name in names},
+        median(run.step_ms for run in runs),
+        fmean(run.drafted for run in runs),
+        fmean(run.kept for run in runs),
+        fmean(run.emitted for run in runs),
+    )
+
+
+def _means(events: list[StepEvent]) -> Steps:
+    laps = {name: fmean(event.ms.get(name, 0.0) for event in events) for name in events[-1].ms}
+    return Steps(
+        laps,
+        sum(laps.values()),
+        fmean(sum(token != ABSENT for token in event.drafted[0]) for event in events),
+        fmean(len(event.path[0]) - 1 for event in events),
+        fmean(len(event.emitted[0]) for event in events),
+    )
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return next(name for name, known in DTYPES.items() if known == dtype)

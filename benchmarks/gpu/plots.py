@@ -1,0 +1,101 @@
+"""The sections' curves on one page: v(n) by batch, plain decoding against the bandwidth, where a step's time goes."""
+
+from collections.abc import Mapping
+from html import escape
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+
+from benchmarks.gpu.report import methods_of, rows_of
+from specdemo.bench.chart_style import GREY, LINES, axis, layout
+from specdemo.core.files import write_text
+
+Kept = Mapping[str, Any]
+LAPS = ("draft", "verify", "accept", "commit", "observe")
+
+
+def write_plots(path: Path, kept: Mapping[str, Kept], environment: Kept) -> bool:
+    """False: there was nothing to draw."""
+    drawn = [figure for figure in (_widths(kept), _bandwidth(kept), _steps(kept)) if figure is not None]
+    if not drawn:
+        return False
+    where = escape(f"{environment['device']}, {environment['date']}")
+    parts = [figure.to_html(full_html=False, include_plotlyjs=not index) for index, figure in enumerate(drawn)]
+    head = f'<meta charset="utf-8"><title>{where}</title><style>body {{ font-family: system-ui }}</style>'
+    write_text(path, f"<!doctype html>\n{head}\n<h1>{where}</h1>\n" + "\n".join(parts) + "\n")
+    return True
+
+
+def _figure(title: str, x: dict[str, Any], y: dict[str, Any]) -> go.Figure:
+    drawn = go.Figure(layout=layout(height=430, title={"text": f"<b>{title}</b>"}))
+    drawn.update_xaxes(axis(**x))
+    drawn.update_yaxes(axis(**y))
+    return drawn
+
+
+def _widths(kept: Mapping[str, Kept]) -> go.Figure | None:
+    rows = rows_of(kept, "widths")
+    if not rows:
+        return None
+    own = [row for row in rows if row["shape"] == rows[0]["shape"]]
+    drawn = _figure(
+        f"A pass over n tokens against one over one token, {rows[0]['shape']}",
+        {"title": {"text": "n, tokens of each text"}},
+        {"title": {"text": "v(n)"}},
+    )
+    for batch, (color, dash, marker) in zip(dict.fromkeys(row["batch"] for row in own), cycle(LINES[1:]), strict=False):
+        points = [row for row in own if row["batch"] == batch]
+        drawn.add_scatter(
+            x=[row["slots"] for row in points],
+            y=[row["v"] for row in points],
+            name=f"batch {batch}",
+            mode="lines+markers",
+            line={"color": color, "dash": dash},
+            marker={"symbol": marker},
+        )
+    return drawn
+
+
+def _bandwidth(kept: Mapping[str, Kept]) -> go.Figure | None:
+    rows = rows_of(kept, "plain-")
+    if not rows:
+        return None
+    drawn = _figure(
+        "Plain decoding: weights read, of the measured bandwidth",
+        {"title": {"text": ""}},
+        {"tickformat": ".0%", "title": {"text": "of the bandwidth"}},
+    )
+    for precision, (color, _, _) in zip(
+        dict.fromkeys(row["precision"] for row in rows), cycle(LINES[1:]), strict=False
+    ):
+        own = [row for row in rows if row["precision"] == precision]
+        drawn.add_bar(
+            x=[row["shape"] for row in own],
+            y=[row["of the bandwidth"] for row in own],
+            name=precision,
+            marker={"color": color, "opacity": 0.7},
+            text=[f"{row['tokens/s']:.0f}/s" for row in own],
+        )
+    drawn.add_hline(y=0.8, line={"color": GREY, "dash": "dot"})
+    return drawn
+
+
+def _steps(kept: Mapping[str, Kept]) -> go.Figure | None:
+    rows = methods_of(kept)
+    if not rows:
+        return None
+    drawn = _figure(
+        "Where a step's time goes", {"title": {"text": "ms"}}, {"autorange": "reversed", "automargin": True}
+    )
+    for lap, (color, _, _) in zip(LAPS, LINES[1:], strict=False):
+        drawn.add_bar(
+            y=[row["method"] for row in rows],
+            x=[row.get(f"{lap} ms", 0.0) for row in rows],
+            name=lap,
+            orientation="h",
+            marker={"color": color},
+        )
+    drawn.update_layout(barmode="stack", height=140 + 26 * len(rows))
+    return drawn

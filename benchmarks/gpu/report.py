@@ -1,0 +1,155 @@
+"""What the sections found, as a page of Markdown, one file of JSON, a device profile and plots."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.lab import Lab
+from benchmarks.gpu.sections import COMMAND, METHODS, PLAIN
+from specdemo.bench.device import CONTEXT, measured
+from specdemo.core.files import write_text
+from specdemo.models.devices import kind
+from specdemo.predict.profiles import Figure, Passes, Profile, Step, write_profile
+
+NO_GPU = "This is no GPU measurement: tiny models on a CPU, to try the command."
+RESULTS = "results.json"
+LONGEST = 40  # rows of a table in the page; all are in the JSON
+
+Kept = Mapping[str, Any]
+Row = dict[str, Any]
+
+
+def write_report(folder: Path, kept: Mapping[str, Kept], environment: Kept, lab: Lab) -> list[str]:
+    """-> the names of the files."""
+    write_text(folder / RESULTS, json.dumps({"environment": environment, "sections": kept}, indent=1) + "\n")
+    write_text(folder / "report.md", _page(kept, environment, lab))
+    files = ["report.md", RESULTS]
+    profile = profile_of(kept, environment, lab)
+    if profile is not None:
+        write_profile(profile, folder / f"{profile.name}.profile.json")
+        files.append(f"{profile.name}.profile.json")
+    try:
+        from benchmarks.gpu.plots import write_plots
+    except ImportError:
+        return [*files, "no plots, which need plotly: run it again where that is, with --minutes 0"]
+    if write_plots(folder / "plots.html", kept, environment):
+        files.append("plots.html")
+    return files
+
+
+def rows_of(kept: Mapping[str, Kept], prefix: str) -> list[Row]:
+    """Of all sections whose name begins so."""
+    return [row for name, found in kept.items() if name.startswith(prefix) for row in found.get("rows", ())]
+
+
+def methods_of(kept: Mapping[str, Kept]) -> list[Row]:
+    """The steps of all methods, with what they are against plain decoding."""
+    rows = rows_of(kept, "method-")
+    plain = next((row for row in rows if row["method"] == PLAIN), None)
+    if plain is None:
+        return rows
+    return [row | {"speed-up": round(row["tokens/s"] / plain["tokens/s"], 3)} for row in rows]
+
+
+def _page(kept: Mapping[str, Kept], environment: Kept, lab: Lab) -> str:
+    versions = ", ".join(f"{name} {number}" for name, number in environment["versions"].items())
+    commit = f", commit `{str(environment['commit'])[:7]}`" if environment["commit"] else ""
+    parts = [f"# {environment['device']}", f"{environment['date']}, {versions}{commit} (`{COMMAND}`)."]
+    parts += [f"**{NO_GPU}**"] * lab.small
+    for title, rows, remarks in _chapters(kept):
+        parts.append(f"## {title}")
+        parts += [_table(rows)] * bool(rows)
+        parts += ["\n".join(f"- {remark}" for remark in remarks)] * bool(remarks)
+    return "\n\n".join(parts) + "\n"
+
+
+def _chapters(kept: Mapping[str, Kept]) -> Iterator[tuple[str, list[Row], list[str]]]:
+    """Title, rows and remarks; sections that belong together are one."""
+    together = {"plain-": "Plain decoding", "method-": "A step of every method, at synthetic acceptance"}
+    told = set()
+    for name, found in kept.items():
+        prefix = next((p for p in together if name.startswith(p)), "")
+        if prefix in told:
+            continue
+        if not prefix:
+            yield str(found["title"]), list(found.get("rows", ())), _remarks({name: found})
+            continue
+        told.add(prefix)
+        alike = {n: f for n, f in kept.items() if n.startswith(prefix)}
+        rows = methods_of(alike) if prefix == "method-" else rows_of(alike, prefix)
+        yield together[prefix], rows, _remarks(alike)
+
+
+def _remarks(found: Mapping[str, Kept]) -> list[str]:
+    several = len(found) > 1
+    said = []
+    for one in found.values():
+        lines = list(one.get("remarks", ()))
+        if one["state"] == "failed":
+            lines.append(f"failed: {one['error']}")
+        if one["state"] == "started":
+            lines.append("was cut off")
+        said += [f"{one['title']}: {line}" if several else line for line in lines]
+    return said
+
+
+def _table(rows: list[Row]) -> str:
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    names = [name for name in names if any(row.get(name) not in (None, "") for row in rows)]
+    lines = [names, ["---"] * len(names), *([_cell(row.get(name)) for name in names] for row in rows[:LONGEST])]
+    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return text if len(rows) <= LONGEST else f"{text}\n\n{len(rows) - LONGEST} more rows are in {RESULTS}."
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"{value['median']:.4g} [{value['q1']:.4g}, {value['q3']:.4g}]"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "" if value is None else str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def profile_of(kept: Mapping[str, Kept], environment: Kept, lab: Lab) -> Profile | None:
+    """None before the device itself was measured."""
+    numbers = {row["what"]: row["is"] for row in rows_of(kept, "device")}
+    if not numbers:
+        return None
+    source = f"measured by {COMMAND}"
+
+    def figure(name: str) -> Figure | None:
+        return Figure(value=numbers[name], source=source) if name in numbers else None
+
+    rates = {what.split()[1]: figure(what) for what in numbers if what.startswith("compute_tflop_per_s ")}
+    over = [row["overhead"]["median"] for row in rows_of(kept, "overhead") if row.get("overhead")]
+    title = str(environment["device"])
+    return Profile.model_validate(
+        {
+            "name": "-".join("".join(c if c.isalnum() else " " for c in title.lower()).split()),
+            "title": title,
+            "kind": "cpu" if lab.small else "gpu",
+            "compute_tflop_per_s": rates,
+            **{name: figure(name) for name in ("memory_gb", "bandwidth_gb_per_s", "launch_us", "node_us", "wait_us")},
+            "link_gb_per_s": figure("link_gb_per_s"),
+            "step_overhead": Figure(value=max(over), source=f"{source}, the worst of {len(over)}") if over else None,
+            "passes": tuple(_passes(rows_of(kept, "widths"), lab)),
+            "steps": tuple(_steps(rows_of(kept, "method-"))),
+            "measured": measured(COMMAND),
+        }
+    )
+
+
+def _passes(rows: list[Row], lab: Lab) -> Iterator[Passes]:
+    for name in dict.fromkeys(row["shape"] for row in rows):
+        own = [row for row in rows if row["shape"] == name]
+        ms: dict[int, dict[int, float]] = {}
+        for row in own:
+            ms.setdefault(row["batch"], {})[row["slots"]] = row["ms"]
+        yield Passes(model=name, dtype=kind(lab.device).dtypes[0], kernels=own[0]["layers"], context=CONTEXT, ms=ms)
+
+
+def _steps(rows: list[Row]) -> Iterator[Step]:
+    for row in rows:
+        ms = {name.removesuffix(" ms"): value for name, value in row.items() if name.endswith(" ms")}
+        name = METHODS[row["method"]].method if row["method"] in METHODS else row["method"]
+        yield Step(model=row["shape"], method=name, dtype=row["precision"], ms=ms, drafted=row["drafted/step"])

@@ -1,0 +1,375 @@
+"""The sections: one small function each, in the order in which they are worth most."""
+
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from benchmarks.floor import floor
+from benchmarks.gpu.lab import Absent, Found, Lab, measure_steps, name_of
+from benchmarks.pairs import SIZES, Pair, Size, make_pair, random_pair
+from benchmarks.peers import compete, read_bytes
+from specdemo.bench.device import BATCHES, WIDTHS, basics, fast, passes, passes_of
+from specdemo.bench.random_models import random_model, shape
+from specdemo.bench.result import Result, Spread
+from specdemo.core.protocol import Budget, GenerationConfig
+from specdemo.core.sampling import Sampling
+from specdemo.engine.comparison import Lane
+from specdemo.engine.loop import never
+from specdemo.engine.session import Session
+from specdemo.methods import BASELINE, load_drafter, method
+from specdemo.methods.base import Head
+from specdemo.models.devices import kind
+from specdemo.models.machine import commit, device_name, one_thread, versions
+from specdemo.models.target import HFTarget
+from specdemo.presets.files import load_presets
+
+ROOT = Path(__file__).parents[2]
+COMMAND = "python -m specdemo bench gpu"
+PACKAGES = ("accelerate", "bitsandbytes", "flash-linear-attention", "kernels", "triton", "tokenizers", "safetensors")
+TESTS_SECONDS = 300
+PLAIN = "plain"
+TINY = Size(2, 64, 176, 4, 2, 512, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    title: str
+    seconds: float  # about, on a large GPU
+    run: Callable[[Lab], Found]
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """A method as it is measured."""
+
+    method: str
+    k: int = 4
+    options: Mapping[str, Any] | None = None
+    fresh: Mapping[str, Any] | None = None  # what its head is made with; None: it has none
+    draft: bool = False  # it has a draft model
+    temperature: float = 0.0
+
+    @property
+    def lane(self) -> Lane:
+        return Lane(
+            method=self.method, model="a draft" if self.draft else None, k=self.k, options=dict(self.options or {})
+        )
+
+
+METHODS = {
+    PLAIN: Drafting(BASELINE),
+    "plain, T = 0.8": Drafting(BASELINE, temperature=0.8),
+    "draft model, k = 5": Drafting("draft_model", 5, draft=True),
+    "draft model, k = 5, T = 0.8": Drafting("draft_model", 5, draft=True, temperature=0.8),
+    "EAGLE-3 tree, 32 nodes": Drafting("eagle", 6, {"nodes": 32}, {"kind": "eagle3", "draft_vocab": 32000}),
+    "EAGLE-3 chain, k = 5": Drafting("eagle", 5, {"draft": "chain"}, {"kind": "eagle3", "draft_vocab": 32000}),
+    "DFlash, blocks of 16": Drafting("dflash", 15, None, {"layers": 5, "block_size": 16}),
+    "MTP, k = 3": Drafting("mtp", 3, None, {}),
+    "Medusa tree, 24 nodes": Drafting("medusa", 4, {"nodes": 24}, {}),
+    "Medusa chain, k = 4": Drafting("medusa", 4, None, {}),
+    "Hydra, k = 4": Drafting("hydra", 4, None, {}),
+    "MLP speculator, k = 4": Drafting("mlp_speculator", 4, {"draft": "chain"}, {"inner_dim": 3072}),
+    "n-grams, k = 5": Drafting("ngram", 5),
+    "suffixes, k = 5": Drafting("suffix", 5),
+    "layer skip, k = 4": Drafting("layer_skip", 4),
+    "cascade of n-grams, k = 4": Drafting("cascade", 4, draft=True),
+    "lookahead, k = 4": Drafting("lookahead", 4),
+}
+
+
+def sections(lab: Lab) -> dict[str, Section]:
+    """Name -> section, for that device."""
+    large = ("llama-8b", "qwen3-8b", "llama-1b", "qwen3-1.7b", "qwen3-32b", "llama-34b")
+    shapes = ("llama-tiny", "qwen3-tiny") if lab.small else large
+    table = {
+        "environment": Section("Environment", 5, environment),
+        "device": Section("Bandwidth, arithmetic, starting work", 15, device),
+        "tests": Section("GPU tests", 120, tests),
+        f"plain-{shapes[0]}": Section(f"Plain decoding, {shapes[0]}", 60, partial(plain, shapes[0])),
+        "widths": Section("v(n, batch) and c", 90, widths),
+    }
+    for label, drafting in METHODS.items():
+        name = "method-" + "-".join("".join(c if c.isalnum() else " " for c in label.lower()).split())
+        table[name] = Section(f"Step of {label}", 15, partial(step, label, drafting))
+    table |= {
+        "peers": Section("Beside transformers", 150, peers),
+        "overhead": Section("Step overhead over replays", 120, overhead),
+        "presets": Section("The embedded presets", 90, presets),
+        "memory": Section("Memory over 50 runs", 60, memory),
+    }
+    for name in shapes[1:]:
+        table[f"plain-{name}"] = Section(f"Plain decoding, {name}", 90, partial(plain, name))
+    return table
+
+
+def environment(lab: Lab) -> Found:
+    facts = {
+        "device": device_name(lab.device),
+        "memory GB": round(kind(lab.device).total(lab.device) / 1e9, 1),
+        "kind": kind(lab.device).told(),
+        "processor": device_name(torch.device("cpu")),
+        "cores": psutil.cpu_count(),
+        "main memory GB": round(psutil.virtual_memory().total / 1e9, 1),
+        "system": platform.platform(),
+        **versions(),
+        "commit": commit() or "unknown",
+        **{package: _version(package) for package in PACKAGES},
+        **dict(_nvidia(lab.device)),
+    }
+    return Found([{"what": name, "is": value} for name, value in facts.items()])
+
+
+def _nvidia(device: torch.device) -> Iterator[tuple[str, str]]:
+    if device.type != "cuda":
+        return
+    yield "capability", ".".join(map(str, torch.cuda.get_device_capability(device)))
+    yield "CUDA", str(torch.version.cuda)
+    asked = ("driver_version", "clocks.max.sm", "clocks.max.mem", "power.limit", "persistence_mode")
+    if shutil.which("nvidia-smi"):
+        command = ["nvidia-smi", f"--query-gpu={','.join(asked)}", "--format=csv,noheader", f"--id={device.index or 0}"]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
+        yield from zip(asked, said.split(", "), strict=False)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def device(lab: Lab) -> Found:
+    """The numbers of a profile, as they stand in one."""
+    found = basics(lab.device, COMMAND)
+    rows = []
+    for name, figure in found.model_dump(exclude={"passes", "steps", "measured"}).items():
+        several = {name: figure} if name != "compute_tflop_per_s" else {f"{name} {d}": f for d, f in figure.items()}
+        rows += [{"what": what, "is": one["value"]} for what, one in several.items() if isinstance(one, dict)]
+    return Found(rows)
+
+
+def tests(lab: Lab) -> Found:
+    """In a process of their own: what one of them breaks on the device is gone with it."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-rfE", "--tb=line", "-m", "gpu"]
+    if not (ROOT / "tests" / "gpu").is_dir():
+        raise Absent("the tests come with a checkout")
+    done = subprocess.run(
+        [*command, "tests/gpu"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=TESTS_SECONDS,
+        stdin=subprocess.DEVNULL,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.strip()]
+    if done.returncode not in (0, 1) or not lines:
+        raise RuntimeError(" / ".join([*lines[-5:], *done.stderr.splitlines()[-2:]]))
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    return Found(
+        [{"what": line.partition(" - ")[0][7:], "is": line.partition(" - ")[2]} for line in failed], lines[-1:]
+    )
+
+
+def plain(name: str, lab: Lab) -> Found:
+    """Every precision that the device has, against its bandwidth."""
+    found = Found()
+    usual = lab.dtype()
+    held: list[tuple[torch.dtype, int | None]] = [
+        (lab.dtype(known), None) for known in kind(lab.device).dtypes if lab.small or known != "float32"
+    ]
+    if kind(lab.device).quantised and not lab.small:
+        held += [(usual, 4), (usual, 8)]
+    for dtype, bits in held:
+        try:
+            found.rows.append(_plain(name, lab, dtype, bits))
+        except (Absent, torch.OutOfMemoryError) as error:
+            found.remarks.append(f"{f'{bits}bit' if bits else name_of(dtype)}: {str(error).partition(chr(10))[0]}.")
+            lab.forget()
+    return found
+
+
+def _plain(name: str, lab: Lab, dtype: torch.dtype, bits: int | None) -> dict[str, Any]:
+    target = lab.target(name, dtype, bits)
+    new_tokens = 8 if lab.small else 128
+    steps = measure_steps(lab, target, load_drafter(BASELINE, target), GenerationConfig(new_tokens, stop_token_ids=()))
+    read = read_bytes(target.model)
+    rate = 1000.0 * read / steps.step_ms
+    return {
+        "shape": name,
+        "precision": f"{bits}bit" if bits else name_of(dtype),
+        "layers": target.kernels,
+        "tokens/s": round(steps.tokens_per_s, 1),
+        "ms/token": round(steps.step_ms, 4),
+        "weights read GB": round(read / 1e9, 3),
+        "GB/s": round(rate / 1e9, 1),
+        "of the bandwidth": round(rate / lab.bandwidth, 3),
+        "note": target.note,
+    }
+
+
+def widths(lab: Lab) -> Found:
+    """Passes of the target and of its draft model, all widths and batches."""
+    found = Found()
+    slots, batches = ((1, 2, 4), (1, 2)) if lab.small else (WIDTHS, BATCHES)
+    for name, few in ((lab.main, False), (shape_of_draft(lab), True)):
+        target = lab.target(name, lab.dtype())
+        ms = passes(target, (1, 2) if few else slots, batches)
+        known = passes_of(name, target, ms)
+        found.rows += [
+            {
+                "shape": name,
+                "layers": target.kernels,
+                "batch": batch,
+                "slots": n,
+                "ms": value,
+                "v": round(known.v(batch)[n], 4),
+            }
+            for batch, row in known.ms.items()
+            for n, value in row.items()
+        ]
+        found.remarks += [f"{name}: {target.note}."] * bool(target.note)
+        if len(ms) < len(batches):
+            found.remarks.append(f"{name}: memory ends behind a batch of {max(ms)}.")
+    own, beside = (
+        {row["batch"]: row["ms"] for row in found.rows if row["shape"] == name and row["slots"] == 1}
+        for name in (lab.main, shape_of_draft(lab))
+    )
+    told = ", ".join(f"{beside[b] / own[b]:.3f} at batch {b}" for b in own if b in beside)
+    found.remarks.append(f"c, a pass of {shape_of_draft(lab)} over one of {lab.main}: {told}.")
+    return found
+
+
+def shape_of_draft(lab: Lab) -> str:
+    return shape(lab.main).draft or lab.main
+
+
+def step(label: str, drafting: Drafting, lab: Lab) -> Found:
+    """Where the time of a method's step goes, at synthetic acceptance."""
+    target = lab.target(lab.main, lab.dtype())
+    drafter = load_drafter(drafting.method, target, _model(drafting, lab, target), **(drafting.options or {}))
+    budget = Budget(0, 0) if drafting.method == BASELINE else drafting.lane.budget
+    sampling = Sampling(temperature=drafting.temperature)
+    config = GenerationConfig(24 if lab.small else 128, sampling, budget, stop_token_ids=())
+    steps = measure_steps(lab, target, drafter, config)
+    row = {
+        "method": label,
+        "shape": lab.main,
+        "precision": name_of(target.dtype),
+        "ms/step": round(steps.step_ms, 4),
+        **{f"{lap} ms": round(ms, 4) for lap, ms in steps.ms.items()},
+        "drafted/step": round(steps.drafted, 2),
+        "kept/step": round(steps.kept, 2),
+        "tokens/step": round(steps.emitted, 2),
+        "tokens/s": round(steps.tokens_per_s, 1),
+    }
+    return Found([row], [note for note in (target.note, drafter.note) if note])
+
+
+def _model(drafting: Drafting, lab: Lab, target: HFTarget) -> Any:
+    """A draft model or a head with random weights of real shapes; None where there is none."""
+    if drafting.draft:
+        return fast(random_model(shape(shape_of_draft(lab)), lab.device, target.dtype))
+    if drafting.fresh is None:
+        return None
+    head = method(drafting.method)
+    assert issubclass(head, Head)
+    sizes = {
+        name: min(size, target.vocab_size) if name == "draft_vocab" else size for name, size in drafting.fresh.items()
+    }
+    with lab.device, torch.no_grad():  # billions of weights are drawn in seconds there, in minutes here
+        made = head.fresh(target, **sizes)
+        _randomised(made)
+    return made.hasten()
+
+
+def _randomised(head: nn.Module) -> None:
+    """Some heads begin with zeros, of which a device could make short work."""
+    for parameter in head.parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(0.0, 0.02)
+
+
+def peers(lab: Lab) -> Found:
+    """transformers' generate and assisted generation on the same weights, all prompt and all."""
+    with one_thread(lab.device):
+        result = compete(_pair(lab), 1 if lab.small else 2, 8 if lab.small else 64, lambda *_: None, never)
+    return _found(result)
+
+
+def overhead(lab: Lab) -> Found:
+    """The engine's step over the same forwards, replayed with nothing between them."""
+    with one_thread(lab.device):
+        result = floor(_pair(lab), 1 if lab.small else 3, 8 if lab.small else 64, lambda *_: None, never)
+    return _found(result)
+
+
+def _pair(lab: Lab) -> Pair:
+    lab.forget()
+    if lab.small:
+        return random_pair("tiny", TINY, lab.device, lab.dtype(), texts=1)
+    free = kind(lab.device).free(lab.device)
+    name = next(n for n in reversed(SIZES) if 3.0 * SIZES[n].parameters * lab.dtype().itemsize <= free)
+    return make_pair(name, str(lab.device), "auto", texts=2)
+
+
+def _found(result: Result) -> Found:
+    rows = [{name: _cell(value) for name, value in row.items()} for row in result.rows]
+    return Found(rows, [f"Pair {result.config['pair']}.", *result.remarks])
+
+
+def _cell(value: Any) -> Any:
+    return asdict(value) if isinstance(value, Spread) else value
+
+
+def presets(lab: Lab) -> Found:
+    """Every preset of shipped models, as a lane runs it there."""
+    lab.forget()
+    found, session = Found(), Session()
+    embedded = [known for known in load_presets().values() if known.embedded]
+    for chosen in embedded[:2] if lab.small else embedded:
+        changed = chosen.with_changes(device=str(lab.device), max_new_tokens=8 if lab.small else 128)
+        trace = session.run(changed.checked())
+        for lane, compared in zip(trace.lanes, [{}, *trace.comparison], strict=True):
+            failed = lane.note if lane.finish == "error" else ""
+            found.rows.append(
+                {
+                    "preset": chosen.id,
+                    "lane": lane.name,
+                    "tokens/s": lane.summary.get("tokens_per_s"),
+                    "speed-up": compared.get("speedup"),
+                    "kept": lane.summary.get("acceptance_rate"),
+                    "output": compared.get("verdict", failed or None),
+                    "layers": trace.environment["kernels"],
+                }
+            )
+    session.unload()
+    return found
+
+
+def memory(lab: Lab) -> Found:
+    """What is held after each of many runs of one comparison: it must not grow."""
+    lab.forget()
+    session, chosen = Session(), load_presets()["embedded-eagle-3"]
+    spec = chosen.with_changes(device=str(lab.device), max_new_tokens=8 if lab.small else 64).checked()
+    held = []
+    for _ in range(6 if lab.small else 50):
+        session.run(spec)
+        held.append(kind(lab.device).allocated(lab.device) or psutil.Process().memory_info().rss)
+    session.unload()
+    after = held[len(held) // 5 :]  # the first ones fill what is kept on purpose
+    growth = (fmean(after[len(after) // 2 :]) - fmean(after[: len(after) // 2])) / (len(after) / 2.0)
+    rows = [{"run": run, "held MB": round(value / 1e6, 2)} for run, value in enumerate(held, start=1)]
+    what = "by tensors on the device" if kind(lab.device).allocated(lab.device) else "by the process"
+    return Found(rows, [f"Held {what}; it grows by {growth / 1e6:.3f} MB a run."])

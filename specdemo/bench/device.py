@@ -1,0 +1,187 @@
+"""What a device can do, measured: memory bandwidth, matrix products, starting work, passes by width and batch.
+
+Every figure is the best of a few, as whatever else runs only takes away.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
+
+import torch
+from transformers import PreTrainedModel
+
+from specdemo.bench.random_models import SHAPES, random_model
+from specdemo.core.protocol import Target
+from specdemo.models.devices import kind, now
+from specdemo.models.fused import hasten
+from specdemo.models.machine import commit, device_name, one_thread, versions
+from specdemo.models.pass_cost import verify_costs
+from specdemo.models.place import DTYPES, pick_device, pick_dtype
+from specdemo.models.target import HFTarget
+from specdemo.predict.profiles import Figure, Measured, Passes, Profile
+
+REPEATS = 8
+LAUNCHES = 500
+WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+CONTEXT = 64
+LINK_BYTES = 1 << 28
+COMMAND = "python -m specdemo profile"
+
+
+def best_seconds(run: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
+    """Of `run`, on a device that has nothing else to do; after one that warms up."""
+    times = []
+    for _ in range(repeats + 1):
+        begin = now(device)
+        run()
+        times.append(now(device) - begin)
+    return min(times[1:])
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes a second that a copy inside the device's memory reads and writes."""
+    source = torch.zeros(_bytes(device), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2.0 * len(source) / best_seconds(lambda: target.copy_(source), device)
+
+
+def read_bandwidth(device: torch.device, dtype: torch.dtype) -> float:
+    """Bytes a second that a matrix times a vector reads: what decoding one token does."""
+    rows = _bytes(device) // (4096 * dtype.itemsize)
+    matrix = torch.zeros(rows, 4096, dtype=dtype, device=device)
+    vector = torch.zeros(1, 4096, dtype=dtype, device=device)
+    return rows * 4096 * dtype.itemsize / best_seconds(lambda: vector @ matrix.T, device)
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations a second of a large product of two square matrices; numbers that are not all alike, since equal bits
+    save power and so time."""
+    size = 512 if device.type == "cpu" else 8192
+    matrix = torch.empty(size, size, device=device).normal_().to(dtype)
+    return 2.0 * size**3 / best_seconds(lambda: matrix @ matrix, device)
+
+
+def launch_seconds(device: torch.device) -> float:
+    """Starting an operation from Python, in a row of them that nobody waits for."""
+    tensor = torch.zeros(1, device=device)
+    return best_seconds(lambda: [tensor.add_(1.0) for _ in range(LAUNCHES)], device) / LAUNCHES
+
+
+def wait_seconds(device: torch.device) -> float:
+    """Starting an operation and waiting until it is done."""
+    tensor = torch.zeros(1, device=device)
+    return best_seconds(lambda: tensor.add_(1.0), device, 50)
+
+
+def node_seconds(device: torch.device) -> float | None:
+    """An operation of a recorded pass; None where passes are not recorded."""
+    if not kind(device).records:
+        return None
+    tensor = torch.zeros(1, device=device)
+    with torch.cuda.device(device):
+        tensor.add_(1.0)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(LAUNCHES):
+                tensor.add_(1.0)
+        return best_seconds(graph.replay, device) / LAUNCHES
+
+
+def link_bandwidth(device: torch.device) -> float | None:
+    """Bytes a second from main memory, from pinned pages; None where that is the device's own memory."""
+    if not kind(device).apart:
+        return None
+    here = torch.zeros(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(LINK_BYTES, dtype=torch.uint8, device=device)
+    return LINK_BYTES / best_seconds(lambda: there.copy_(here, non_blocking=True), device)
+
+
+def passes(
+    target: Target, widths: Sequence[int] = WIDTHS, batches: Sequence[int] = BATCHES, context: int = CONTEXT
+) -> dict[int, dict[int, float]]:
+    """Batch -> slots -> milliseconds of a pass; without the sizes that memory does not hold."""
+    return dict(each_batch(target, widths, batches, context))
+
+
+def each_batch(
+    target: Target, widths: Sequence[int], batches: Sequence[int], context: int
+) -> Iterable[tuple[int, dict[int, float]]]:
+    for batch in batches:
+        try:
+            yield batch, verify_costs(target, sorted({1, *widths}), 5, batch, context)
+        except torch.OutOfMemoryError:
+            target.release()
+            kind(target.device).empty()
+            return
+
+
+def fast(model: PreTrainedModel) -> HFTarget:
+    """The model as a lane runs it."""
+    with one_thread(model.device):
+        hasten(model)
+    kind(model.device).empty()
+    return HFTarget(model)
+
+
+def measured(command: str) -> Measured:
+    return Measured(date=datetime.now(UTC).date().isoformat(), commit=commit(), versions=versions(), by=command)
+
+
+def dtypes_of(device: torch.device) -> list[str]:
+    """The precisions that a device computes in."""
+    return [name for name in DTYPES if name in kind(device).dtypes]
+
+
+def basics(device: torch.device, command: str, threads: int | None = None) -> Profile:
+    """All but passes: in seconds."""
+    source = f"measured by {command}"
+
+    def figure(value: float | None, per: float = 1.0) -> Figure | None:
+        return None if value is None else Figure(value=float(f"{value * per:.4g}"), source=source)
+
+    def sure(value: float, per: float) -> Figure:
+        return Figure(value=float(f"{value * per:.4g}"), source=source)
+
+    usual = pick_dtype("auto", device)
+    bandwidth = max(copy_bandwidth(device), read_bandwidth(device, usual))
+    title = device_name(device)
+    return Profile(
+        name="-".join("".join(c if c.isalnum() else " " for c in title.lower()).split()) or device.type,
+        title=title + ("" if device.type != "cpu" else f", {torch.get_num_threads()} threads"),
+        kind="cpu" if device.type == "cpu" else "gpu",
+        memory_gb=sure(kind(device).total(device), 1e-9),
+        bandwidth_gb_per_s=sure(bandwidth, 1e-9),
+        compute_tflop_per_s={name: sure(matmul_rate(device, DTYPES[name]), 1e-12) for name in dtypes_of(device)},
+        launch_us=figure(launch_seconds(device), 1e6),
+        node_us=figure(node_seconds(device), 1e6),
+        wait_us=figure(wait_seconds(device), 1e6),
+        link_gb_per_s=figure(link_bandwidth(device), 1e-9),
+        measured=measured(command),
+    )
+
+
+@torch.no_grad()
+def measure_profile(device: str = "auto", model: str | None = None) -> Profile:
+    """This machine in about a minute. model: the shape whose passes are measured. Raises ValueError with one line."""
+    where = pick_device(device)
+    name = model or ("llama-100m" if where.type == "cpu" else "llama-1b")
+    dtype = pick_dtype("auto", where)
+    with one_thread(where):
+        found = basics(where, COMMAND)
+        target = fast(random_model(SHAPES[name], where, dtype))
+        widths, batches = ((1, 2, 3, 5, 9, 17), (1, 2, 4, 8)) if where.type == "cpu" else (WIDTHS, BATCHES)
+        ms = passes(target, widths, batches)
+    return found.model_copy(update={"passes": (passes_of(name, target, ms),)})
+
+
+def passes_of(model: str, target: HFTarget, ms: dict[int, dict[int, float]]) -> Passes:
+    rounded = {batch: {slots: round(value, 4) for slots, value in row.items()} for batch, row in ms.items()}
+    dtype = str(target.dtype).removeprefix("torch.")
+    return Passes(model=model, dtype=dtype, kernels=target.kernels, context=CONTEXT, ms=rounded)
+
+
+def _bytes(device: torch.device) -> int:
+    """Large enough to be in no cache: of a GPU up to a sixteenth of what is free."""
+    size = 1 << 27 if device.type == "cpu" else 1 << 32
+    return min(size, kind(device).free(device) // 16)

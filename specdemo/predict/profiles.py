@@ -1,0 +1,116 @@
+"""Profiles of devices: what memory, arithmetic and starting work cost there. Every number has its unit in its name and
+its source beside it, a datasheet or a measurement. `specdemo/profiles/NAME.json` are those that ship.
+"""
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from specdemo.core.bounds import FILE, judge
+from specdemo.core.files import write_text
+from specdemo.core.reading import read_bytes
+from specdemo.core.words import suggest
+
+FOLDER = Path(__file__).parents[1] / "profiles"
+
+Positive = Annotated[float, Field(gt=0.0)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Figure(_Strict):
+    """A number and where it comes from; its unit is in the name of the field."""
+
+    value: Positive
+    source: str = Field(min_length=1, max_length=300)
+
+
+class Passes(_Strict):
+    """Measured passes of one model: v(n, batch) is ms[batch][n] over ms[batch][1]."""
+
+    model: str  # a shape of bench/random_models.py
+    dtype: str
+    kernels: str
+    context: Count  # tokens before the pass, per text
+    ms: dict[Count, dict[Count, Positive]]  # texts at once -> slots per text -> milliseconds
+
+    def v(self, batch: int) -> dict[int, float]:
+        """Slots -> time of a pass over them, in passes over one slot. Raises KeyError for a batch never measured."""
+        alone = self.ms[batch][1]
+        return {slots: ms / alone for slots, ms in self.ms[batch].items()}
+
+
+class Step(_Strict):
+    """A measured step of one method: milliseconds by lap."""
+
+    model: str
+    method: str
+    dtype: str
+    ms: dict[str, Annotated[float, Field(ge=0.0)]]
+    drafted: Annotated[float, Field(ge=0.0)]  # tokens a step
+
+
+class Measured(_Strict):
+    """With what the measured numbers of a profile were measured."""
+
+    date: str
+    commit: str | None = None
+    versions: dict[str, str] = {}
+    by: str  # the command
+
+
+class Profile(_Strict):
+    """A device. What is None is not known; `measured` None says that every number is from a datasheet."""
+
+    format: Literal[1] = 1
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")
+    title: str = Field(min_length=1)
+    kind: Literal["gpu", "cpu"]
+    memory_gb: Figure
+    bandwidth_gb_per_s: Figure  # of its memory
+    compute_tflop_per_s: dict[str, Figure]  # by dtype, dense matrix products
+    launch_us: Figure | None = None  # starting one operation from Python
+    node_us: Figure | None = None  # one operation of a recorded pass
+    wait_us: Figure | None = None  # starting an operation and waiting for it
+    link_gb_per_s: Figure | None = None  # from main memory to the device
+    step_overhead: Figure | None = None  # an engine's step over its own forwards
+    passes: tuple[Passes, ...] = ()
+    steps: tuple[Step, ...] = ()
+    measured: Measured | None = None
+
+
+@lru_cache(maxsize=1)
+def profiles() -> dict[str, Profile]:
+    """Those that ship, by name."""
+    return {path.stem: read_profile(path) for path in sorted(FOLDER.glob("*.json"))}
+
+
+def profile(name: str) -> Profile:
+    """One that ships, or a file's. Raises ValueError with one line, which names the nearest."""
+    if name.endswith(".json"):
+        return read_profile(Path(name))
+    if name not in profiles():
+        raise ValueError(f"unknown device {name[:60]!r}; {suggest(name[:60], profiles())}")
+    return profiles()[name]
+
+
+def read_profile(path: Path) -> Profile:
+    """Raises ValueError, one line that names the file."""
+    text = read_bytes(path, FILE.bytes, "name a profile")
+    judge(text, FILE, str(path))
+    try:
+        return Profile.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{path} is no profile: {where or 'the file'}: {first['msg']}") from None
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    """Raises ValueError, one line, when it cannot be written."""
+    write_text(path, profile.model_dump_json(indent=1, exclude_none=True) + "\n")

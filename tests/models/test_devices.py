@@ -1,0 +1,199 @@
+"""The table of devices, asked as on a machine that has others than this one."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from specdemo.engine import lanes
+from specdemo.engine.clock import CpuStopwatch, stopwatch_for
+from specdemo.engine.session import Session
+from specdemo.models import devices, footprint, load
+from specdemo.models.devices import KINDS, Kind, best, kind
+from specdemo.models.footprint import Precision, free_bytes, measure
+from specdemo.models.fused import unhastened
+from specdemo.models.graphs import recorder_for
+from specdemo.models.place import check_memory, pick_device, pick_dtype, plan
+from specdemo.presets import runnable
+from specdemo.presets.files import preset
+
+
+class Pretend(Kind):
+    """A device that is here `here` times and remembers what it was asked."""
+
+    here = 1
+
+    def __init__(self, **row):
+        super().__init__(**row)
+        object.__setattr__(self, "asked", [])
+
+    def count(self):
+        return self.here
+
+    def wait(self, device):
+        self.asked.append("wait")
+
+    def free(self, device):
+        return 1000 + (device.index or 0) if device.type != "cpu" else 10**10
+
+    def total(self, device):
+        return 24_000_000_000
+
+    def empty(self):
+        self.asked.append("empty")
+
+    def prepare(self):
+        self.asked.append("prepare")
+
+
+@pytest.fixture
+def pretend(monkeypatch):
+    def make(name, here=1, **row):
+        known = KINDS[name]
+        row = {"title": known.title, "dtypes": known.dtypes, "quantised": known.quantised, "apart": known.apart} | row
+        made = Pretend(**row)
+        monkeypatch.setattr(Pretend, "here", here)
+        monkeypatch.setitem(KINDS, name, made)
+        return made
+
+    return make
+
+
+@pytest.mark.parametrize("name", ["mps", "xpu", "cuda"])
+def test_auto_is_the_best_there_is(name, pretend):
+    pretend(name)
+    where = pick_device("auto")
+    assert where.type == name
+    assert pick_dtype("auto", where) == torch.bfloat16
+    assert plan()[0] == where
+    assert runnable.this_machine.__wrapped__().gpu_gb == 24.0
+
+
+def test_a_gpu_of_its_own_goes_before_one_that_shares_memory(pretend):
+    assert best().type == "cpu"
+    for name in ("mps", "xpu", "cuda"):
+        pretend(name)
+        assert best().type == name
+
+
+@pytest.mark.parametrize("name", ["mps", "xpu"])
+def test_a_lap_ends_when_the_device_is_done(name, pretend):
+    device, row = torch.device(name), pretend(name)
+    watch = stopwatch_for(device)
+    assert isinstance(watch, CpuStopwatch)
+    watch.start()
+    watch.lap("draft")
+    watch.lap("verify")
+    assert list(watch.read()) == ["draft", "verify"]
+    assert row.asked == ["wait"] * 3
+    assert recorder_for(device) is None
+
+
+def test_memory_that_is_left(pretend):
+    pretend("xpu", here=2)
+    pretend("mps", here=2)
+    assert free_bytes(torch.device("xpu")) == [1000, 1001]
+    assert free_bytes(torch.device("xpu:1")) == [1001]
+    assert free_bytes(torch.device("mps")) == [1000]
+    precision = Precision(torch.bfloat16)
+    assert check_memory("m", 1500, torch.device("xpu"), precision)  # over both
+    with pytest.raises(ValueError, match="m needs about .* free on mps; choose quantization"):
+        check_memory("m", 1500, torch.device("mps"), precision)  # main memory is the same memory
+
+
+@pytest.mark.parametrize(
+    ("device", "line"),
+    [
+        ("xpu", "there is no device 'xpu' here; use device 'auto'"),
+        ("mps", "there is no device 'mps' here; use device 'auto'"),
+        ("meta", "nothing runs on device 'meta'; use auto, cpu, mps, cuda, cuda:N, xpu or xpu:N"),
+    ],
+)
+def test_devices_that_are_not_here(device, line):
+    with pytest.raises(ValueError) as refused:
+        pick_device(device)
+    assert str(refused.value) == line
+
+
+def test_what_has_no_kernels_for_four_bits(pretend):
+    pretend("mps")
+    with pytest.raises(ValueError, match="bitsandbytes has no kernels for mps; leave quantization '4bit' out"):
+        plan(device="mps", quantization="4bit")
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu", "xpu:1", "cuda:0"])
+def test_a_comparison_may_name_them(device):
+    assert preset("embedded-draft").with_changes(device=device).device == device
+
+
+def test_cudnn_attention_is_off_on_nvidia():
+    """It plans anew for every length of the text."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    KINDS["cuda"].prepare()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_loading_prepares_the_device_and_gives_back_what_joining_took(pretend):
+    row = pretend("cpu", dtypes=("float32",))
+    load.load_target("stories")
+    assert row.asked[-2:] == ["empty", "prepare"]
+
+
+class Counting(Kind):
+    """A CPU that counts as a GPU's allocator does: 700 MB are somebody else's, and 5 MB come and go in every step."""
+
+    def allocated(self, device):
+        return 700_000_000 + self.held()
+
+    def peak(self, device):
+        return 705_000_000 + self.held()
+
+    def held(self):
+        return max((lane._held for lane in Counting.lanes), default=0)
+
+
+def test_a_lanes_memory_is_its_own(monkeypatch):
+    """Not the peak of the process, in which other lanes and models lie too."""
+    Counting.lanes = []
+    prepare = lanes.LocalLane.prepare
+    monkeypatch.setattr(lanes.LocalLane, "prepare", lambda lane, c: (Counting.lanes.append(lane), prepare(lane, c))[1])
+    monkeypatch.setitem(KINDS, "cpu", Counting(tested=True))
+    spec = preset("embedded-draft").with_changes(max_new_tokens=12).checked()
+    trace = Session().run(spec)
+    peaks = [lane.summary["peak_memory_bytes"] for lane in trace.lanes]
+    plain = Session()
+    plain.load(spec)
+    weights = [plain.target().weight_bytes] * 2
+    assert all(weight + 5_000_000 < peak < weight + 50_000_000 for weight, peak in zip(weights, peaks, strict=True))
+
+
+def test_weights_in_four_bits_that_would_be_held_in_sixteen(tmp_path, monkeypatch):
+    """transformers only logs it, and the check of the memory counts four."""
+    config = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(footprint, "find_spec", lambda package: None if package == "kernels" else package)
+    with pytest.raises(ValueError, match="is stored in MXFP4, which needs other packages; run: pip install kernels$"):
+        measure(tmp_path, Precision(torch.bfloat16))
+    monkeypatch.setattr(footprint, "find_spec", lambda package: package)
+    assert measure(tmp_path, Precision(torch.bfloat16)).weights == 0
+
+
+def test_linear_attention_without_its_kernels_is_told(monkeypatch):
+    from transformers import Qwen3_5TextConfig
+
+    config = Qwen3_5TextConfig(num_hidden_layers=4)
+    assert "linear_attention" in config.layer_types
+    told = "its linear attention runs without its own kernels; pip install flash-linear-attention makes it faster"
+    assert unhastened(config, torch.device("cuda")) == told
+    assert unhastened(config, torch.device("cpu")) == ""
+    monkeypatch.setattr("specdemo.models.fused.find_spec", lambda package: package)
+    assert unhastened(config, torch.device("cuda")) == ""
+
+
+def test_every_row_can_be_told():
+    for row in KINDS.values():
+        assert ("untested on hardware" in row.told()) == (not row.tested)
+    assert kind(torch.device("meta")) is KINDS["cpu"]
+    assert "passes not recorded" in replace(KINDS["mps"]).told() and "passes recorded" in KINDS["cuda"].told()
+    assert devices.now(torch.device("cpu")) > 0.0
