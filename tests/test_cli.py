@@ -191,7 +191,7 @@ def test_presets_and_methods_as_text(capsys):
     out = capsys.readouterr().out
     assert all(id in out for id in load_presets())
     assert main(["methods"]) == 0
-    assert "    --option max_n=3  1 to 8  longest suffix to look for" in capsys.readouterr().out
+    assert "    --option max_n=8  1 to 8  longest suffix to look for" in capsys.readouterr().out
 
 
 def test_methods_name_their_options_with_range_and_help(capsys):
@@ -202,7 +202,7 @@ def test_methods_name_their_options_with_range_and_help(capsys):
     assert listed["ngram"]["title"] == "Prompt lookup"
     assert all(entry["exact"] is True for entry in listed.values())
     option = listed["ngram"]["options"][0]
-    assert (option["name"], option["type"], option["default"]) == ("max_n", "int", 3)
+    assert (option["name"], option["type"], option["default"]) == ("max_n", "int", 8)
     assert (option["low"], option["high"], option["step"], option["choices"]) == (1, 8, 1, [])
     assert option["help"]
 

@@ -6,17 +6,20 @@ chi-square test of the tokens there. Greedy: the same tokens, prompt by prompt.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from statistics import mean, stdev
 from typing import Any
 
 import torch
+from torch import Generator, Tensor
 
 from specdemo.bench.base import ROWS, Report
-from specdemo.bench.measure import Tick, repeated
+from specdemo.bench.measure import Tick, Way, repeated
 from specdemo.bench.prompts import PROMPTS
 from specdemo.bench.result import DRAFTED, PLAIN, TOKEN, Result
-from specdemo.core.accept import AcceptRule, accept_rule
-from specdemo.core.protocol import Drafter, GenerationConfig, Target
+from specdemo.core.accept import RULES, AcceptRule, Verdict, accept_rule
+from specdemo.core.protocol import GenerationConfig, Target
+from specdemo.core.tree import Draft
 from specdemo.engine.loop import generate
 from specdemo.engine.session import Session, environment
 from specdemo.methods import BASELINE, load_drafter
@@ -59,13 +62,27 @@ def chi_square(a: Mapping[Any, int], b: Mapping[Any, int]) -> ChiSquare:
     return ChiSquare(statistic, len(kept) - 1, float(torch.special.gammaincc(half[0], half[1])))
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
-    """One way to decode."""
+@dataclass(slots=True)
+class Tried:
+    """A rule, and beside it how many tokens each rule keeps of the first draft of every row. All see the same drafts;
+    their coins are their own, so that those of the text stay as they are."""
 
-    drafter: Drafter
-    accept: AcceptRule
-    config: GenerationConfig
+    rule: AcceptRule
+    coins: Generator
+    kept: dict[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def exact(self) -> bool:
+        return self.rule.exact
+
+    @property
+    def note(self) -> str:
+        return self.rule.note
+
+    def __call__(self, draft: Draft, target: Tensor, rng: Generator | None) -> Verdict:
+        for name in () if self.kept else RULES:
+            self.kept[name] = [len(path) - 1 for path in accept_rule(name)(draft, target, self.coins).path]
+        return self.rule(draft, target, rng)
 
 
 def drawn(target: Target, way: Way, prompt: Sequence[int], seed: int, tick: Callable[[], None]) -> list[list[int]]:
@@ -114,9 +131,13 @@ def _same_distribution(
     }
     prompt = encode(target.tokenizer, spec.prompt, target.max_length - tokens)
 
+    kept: dict[str, list[int]] = {name: [] for name in RULES}
+
     def once(repeat: int, tick: Tick) -> list[list[list[int]]]:
         """Of every way its continuations. No two have one seed: equal noise would make the samples alike."""
         samples = []
+        tried = Tried(rule, Generator(target.device).manual_seed(chosen.seed + repeat))
+        ways[DRAFTED] = replace(ways[DRAFTED], accept=tried)
         for number, way in enumerate(ways.values()):
             seed = chosen.seed + len(ways) * repeat + number
 
@@ -124,6 +145,8 @@ def _same_distribution(
                 tick(number / len(ways))
 
             samples.append(drawn(target, way, prompt, seed, tell))
+        for name, lengths in tried.kept.items():
+            kept[name] += lengths
         return samples
 
     done, remarks = repeated(repeats, report, cancelled, once)
@@ -151,8 +174,24 @@ def _same_distribution(
         "draws": draws,
         "prompt": chosen.prompt[:200],
     }
-    remarks = [_verdict(verdicts, draws, rule.exact), *said, *remarks]
+    remarks = [_verdict(verdicts, draws, rule.exact), *said, *_side_by_side(kept), *remarks]
     return Result("losslessness", len(done), config, environment(target), rows, remarks, TOKEN)
+
+
+def _side_by_side(kept: Mapping[str, Sequence[int]]) -> Sequence[str]:
+    """How many tokens of a draft each rule keeps, with intervals of 95 %; all rules see the same drafts, so they differ
+    draft by draft."""
+    if not kept["lossless"]:
+        return ()
+    words = {"lossless": "lossless", "block": "block", "typical": "typical (lossy)"}
+    every = ", ".join(f"{words.get(name, name)} {_interval(lengths)}" for name, lengths in kept.items())
+    more = _interval([b - a for a, b in zip(kept["lossless"], kept["block"], strict=True)])
+    return (f"Tokens kept of the first draft: {every}. Block less lossless: {more}.",)
+
+
+def _interval(values: Sequence[int]) -> str:
+    middle, half = mean(values), 1.96 * stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+    return f"{middle:.3f} [{middle - half:.3f}, {middle + half:.3f}]"
 
 
 def _verdict(verdicts: Sequence[ChiSquare], draws: int, exact: bool) -> str:

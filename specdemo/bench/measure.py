@@ -6,6 +6,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,13 +15,16 @@ from torch import Tensor
 
 from specdemo.bench.base import Report
 from specdemo.bench.result import Spread
-from specdemo.core.protocol import Drafter, GenerationConfig, Target
+from specdemo.core.accept import AcceptRule
+from specdemo.core.protocol import GenerationConfig, Target
 from specdemo.core.reading import read_text
+from specdemo.core.sampling import Sampling
 from specdemo.core.tally import Tally, ratio, step_ms
 from specdemo.core.trace import RunTrace, StepEvent
 from specdemo.engine.comparison import Comparison
 from specdemo.engine.loop import generate
 from specdemo.engine.session import Session
+from specdemo.methods.base import Method
 from specdemo.models.hub import Cancelled
 
 Tick = Callable[[float], None]  # share of a repeat done; raises Stopped
@@ -100,14 +104,14 @@ class Totals:
 def tally_row(lane: str, where: Mapping[str, Any], own: Sequence[Totals], plain: Sequence[Totals]) -> dict[str, Any]:
     """The row of a lane from its tallies and those of plain decoding, one per repeat. `where`: the columns that say
     which row it is."""
-    last = own[-1]  # greedy: every repeat drafts and accepts the same
+    every = Totals([row for totals in own for row in totals.rows])
     return {
         "lane": lane,
         **where,
         "tokens/s": Spread.of([t.tokens_per_s for t in own]),
         "speed-up": Spread.of([t.tokens_per_s / (p.tokens_per_s or 1.0) for t, p in zip(own, plain, strict=True)]),
-        "accepted": last.acceptance_rate,
-        "tokens/pass": last.tokens_per_pass,
+        "accepted": every.acceptance_rate,
+        "tokens/pass": every.tokens_per_pass,
     }
 
 
@@ -189,16 +193,26 @@ def _run(runner: Session, spec: Comparison, cancelled: Callable[[], bool]) -> Ru
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """One place on an axis: its value and the prompts [B, T] decoded there."""
+class Way:
+    """One way to decode."""
 
-    value: int
+    drafter: Method
+    accept: AcceptRule
+    config: GenerationConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One place on an axis: its value, the prompts [B, T] decoded there and how tokens are chosen."""
+
+    value: float
     prompts: list[Tensor]
+    sampling: Sampling = field(default_factory=Sampling)
 
 
 def along(
     target: Target,
-    lanes: Mapping[str, tuple[Drafter, GenerationConfig]],
+    lanes: Mapping[str, Way],
     places: Sequence[Place],
     axis: str,
     repeats: int,
@@ -212,14 +226,16 @@ def along(
         tallies = []
         for number, place in enumerate(places):
             tallies.append([Totals() for _ in lanes])
-            for tally, (drafter, config) in zip(tallies[-1], lanes.values(), strict=True):
+            for tally, way in zip(tallies[-1], lanes.values(), strict=True):
+                config = replace(way.config, sampling=place.sampling, seed=repeat)
+                run = partial(generate, target, way.drafter, accept=way.accept, cancelled=cancelled)
                 if not repeat:  # every shape once, off the clock
                     tick(number / len(places))
                     short = replace(config, max_new_tokens=min(WARM_UP_TOKENS, config.max_new_tokens))
-                    list(generate(target, drafter, place.prompts[0], short, cancelled=cancelled))
+                    list(run(place.prompts[0], short))
                 for prompt in place.prompts:
                     tick(number / len(places))
-                    tally.add(list(generate(target, drafter, prompt, config, cancelled=cancelled)))
+                    tally.add(list(run(prompt, config)))
         tick(1.0)  # the last run may have been cut short
         return tallies
 

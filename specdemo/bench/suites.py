@@ -92,6 +92,24 @@ class PromptLength(Prompted):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Temperature(Prompted):
+    """The first lane of a preset at growing temperatures, its drafts drawn as the target draws or the likeliest."""
+
+    name = "temperature"
+    title = "Temperature"
+    question = (
+        "What does chance cost? The preset's first lane at growing temperatures, its drafts drawn or the likeliest."
+    )
+    axis = Axis("temperature", "temperature", "temperature of target and drawn drafts")
+    preset: str = DEFAULT
+
+    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
+        from specdemo.bench.sweeps import over_temperatures
+
+        return over_temperatures(self, self.preset, report, cancelled)
+
+
+@dataclass(frozen=True, kw_only=True)
 class DepthWidth(Questioned):
     """Two drafts of as many parameters, one layer against four, over the draft length (Yan et al. 2402.01528)."""
 
@@ -154,7 +172,7 @@ class Losslessness(Suite):
 
 
 SHIPPED: tuple[type[Suite], ...] = (
-    DraftLength, Methods, Batch, PromptLength, DepthWidth, Embedded, Copying, Losslessness
+    DraftLength, Methods, Batch, PromptLength, Temperature, DepthWidth, Embedded, Copying, Losslessness
 )  # fmt: skip
 OF_THE_PROJECT = ("peers", "floor", "race-fairness", "gpu")  # in the checkout's folder `benchmarks`
 

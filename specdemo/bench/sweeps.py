@@ -6,16 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Generator
 
 from specdemo.bench.base import Decoding, Prompted, Questioned, Report
-from specdemo.bench.measure import Place, Question, along, compare_lanes, read_questions, windows
+from specdemo.bench.measure import Place, Question, Way, along, compare_lanes, read_questions, windows
 from specdemo.bench.result import Result
+from specdemo.core.accept import Block, Lossless
 from specdemo.core.protocol import GenerationConfig
+from specdemo.core.sampling import Sampling
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.cost import WIDTHS, Costs, observed
 from specdemo.engine.session import Session, environment
 from specdemo.methods import BASELINE, load_drafter
-from specdemo.methods.base import Method
+from specdemo.methods.wrapper import Wrapper
 from specdemo.models.load import load_target
 from specdemo.models.pass_cost import verify_costs
 from specdemo.models.target import HFTarget
@@ -25,6 +28,7 @@ from specdemo.presets.limits import LIMITS
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+TEMPERATURES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
 PROBES = 15  # of each width, for v
 TEXTS = 3  # prompts of each length
 DRAFTS = {
@@ -137,6 +141,35 @@ def over_lengths(suite: Prompted, chosen: str, report: Report, cancelled: Callab
     return Result(suite.name, done, suite.config(name), environment(target), rows, remarks, axis)
 
 
+def over_temperatures(suite: Prompted, chosen: str, report: Report, cancelled: Callable[[], bool]) -> Result:
+    """The first lane of the preset `chosen` at growing temperatures: with its drafts drawn as the target draws, once
+    accepted token by token and once as a block; and with the likeliest tokens drafted whatever the temperature."""
+    name, target, lanes = _first_lane(suite, chosen)
+    (baseline, plain), (lane, drawn) = lanes.items()
+    lanes = {
+        baseline: plain,
+        f"{lane}, drawn": drawn,
+        f"{lane}, drawn, block": replace(drawn, accept=Block()),
+        f"{lane}, likeliest": replace(drawn, drafter=Likeliest(drawn.drafter)),
+    }
+    prompts = [
+        torch.tensor([encode(_tokenizer(target), t, _room(target, suite))], device=target.device) for t in suite.texts
+    ]
+    places = [Place(t, prompts, Sampling(t)) for t in TEMPERATURES]
+    rows, remarks, done = along(target, lanes, places, "temperature", suite.repeats, report, cancelled)
+    return Result(suite.name, done, suite.config(name), environment(target), rows, remarks, "temperature")
+
+
+class Likeliest(Wrapper):
+    """Drafts as if the target were greedy."""
+
+    title = "Likeliest tokens"
+    summary = "Drafts the likeliest tokens at every temperature."
+
+    def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
+        super().start(batch, Sampling(), rng)
+
+
 def _spec(suite: Decoding, target: str, lanes: tuple[Lane, ...]) -> Comparison:
     asked = {"id": f"bench-{suite.name}", "target": target, "prompt": "-", "max_new_tokens": suite.new_tokens}
     how = {"schedule": "sequential", "dtype": suite.dtype, "device": suite.device}
@@ -144,7 +177,7 @@ def _spec(suite: Decoding, target: str, lanes: tuple[Lane, ...]) -> Comparison:
     return spec.model_copy(update={"lanes": [*lanes]})  # as many as there are, which no page shows at once
 
 
-def _first_lane(suite: Decoding, chosen: str) -> tuple[str, HFTarget, dict[str, tuple[Method, GenerationConfig]]]:
+def _first_lane(suite: Decoding, chosen: str) -> tuple[str, HFTarget, dict[str, Way]]:
     """The name of the preset's target, that target, and its first lane beside plain decoding. No lane stops early."""
     base = preset(chosen).with_changes(temperature=0.0)
     lane = base.lanes[0]
@@ -152,8 +185,8 @@ def _first_lane(suite: Decoding, chosen: str) -> tuple[str, HFTarget, dict[str, 
     drafter = load_drafter(lane.method, target, lane.model, **lane.options)
     plain = GenerationConfig(suite.new_tokens, stop_token_ids=())
     lanes = {
-        "Baseline": (load_drafter(BASELINE, target), plain),
-        lane.name or base.id: (drafter, replace(plain, budget=lane.budget)),
+        "Baseline": Way(load_drafter(BASELINE, target), Lossless(), plain),
+        lane.name or base.id: Way(drafter, Lossless(), replace(plain, budget=lane.budget)),
     }
     return base.target, target, lanes
 

@@ -15,7 +15,7 @@ import torch
 from torch import Generator, Tensor
 
 from specdemo.core.sampling import draw
-from specdemo.core.tree import ABSENT, Draft
+from specdemo.core.tree import ABSENT, Draft, is_chain
 from specdemo.core.words import suggest
 
 
@@ -29,6 +29,10 @@ class AcceptRule(Protocol):
     @property
     def exact(self) -> bool:
         """True: whatever the draft, the output is distributed as plain sampling from the target."""
+
+    @property
+    def note(self) -> str:
+        """Why it did otherwise than its name says; empty where it did not."""
 
     def __call__(self, draft: Draft, target: Tensor, rng: Generator | None) -> Verdict:
         """target [B, S, V] probabilities after each slot. `rng` None says that decoding is greedy: then each is a
@@ -50,6 +54,7 @@ class Lossless:
     """
 
     exact: ClassVar[bool] = True
+    note: ClassVar[str] = ""
 
     def __call__(self, draft: Draft, target: Tensor, rng: Generator | None) -> Verdict:
         if rng is None:
@@ -89,6 +94,68 @@ def lossless_reference(draft: Draft, target: Tensor, rng: Generator | None) -> V
     return Verdict(path, draw(torch.stack(left), rng))
 
 
+ONE_BY_ONE = "its draft is no chain drawn from a distribution, so its tokens are accepted one by one, not as a block"
+
+
+@dataclass(slots=True)
+class Block:
+    """Block verification of sampled chains (Sun et al. 2403.10444): never keeps fewer tokens than `Lossless`, in
+    expectation, and more where a token that q overrates is followed by one that it underrates.
+
+    The first i tokens are weighed together, P[i] = min(1, P[i - 1] p(x) / q(x)), P[0] = 1, and kept with a chance that
+    makes P[i] of it: h = R / (R + 1 - P[i]), R = sum max(P[i] p - q, 0) over what may follow, h = P[i] behind the last.
+    The longest of these beginnings that its own coin keeps is the path. The bonus is drawn from max(P p - q, 0) behind
+    it; behind the whole chain from p.
+
+    Exact when every token was drawn from its q and coins and drafts are new in every step: those behind the path took
+    part in choosing it. Whether there is a next token may depend on the ones before it. For a one-hot q the rule is
+    that of `Lossless` in distribution, and a tree is left to it too.
+    """
+
+    note: str = ""
+    exact: ClassVar[bool] = True
+
+    def __call__(self, draft: Draft, target: Tensor, rng: Generator | None) -> Verdict:
+        if rng is None or not draft.nodes:
+            return Lossless()(draft, target, rng)
+        if draft.probs is None or not is_chain(draft.parents):
+            self.note = ONE_BY_ONE
+            return Lossless()(draft, target, rng)
+        coins, there = _coins(draft, rng), draft.tokens != ABSENT
+        p, q = (x.gather(-1, draft.tokens.clamp_min(0)[..., None])[..., 0] for x in (target[:, :-1], draft.probs))
+        joint = _joint(p / q.clamp_min(torch.finfo(q.dtype).tiny))
+        left = (joint[:, :-1, None] * target[:, 1:-1] - draft.probs[:, 1:]).clamp_min_(0.0).sum(-1)
+        chance = torch.where(there[:, 1:], _share(left, 1.0 - joint[:, :-1]), joint[:, :-1])
+        kept = there & (coins < torch.cat([chance, joint[:, -1:]], 1))
+        lengths = (kept * torch.arange(1, draft.nodes + 1, device=kept.device)).amax(1)
+        scale = torch.cat([torch.ones_like(joint[:, :1]), joint], 1).gather(1, lengths[:, None])
+        ends = target[torch.arange(len(target), device=target.device), lengths]
+        bonus = draw(_unless_empty(_behind(draft, draft.probs, lengths, scale * ends), ends), rng)
+        return Verdict([list(range(n + 1)) for n in lengths.tolist()], bonus)
+
+
+def block_reference(draft: Draft, target: Tensor, rng: Generator) -> Verdict:
+    """The rule of `Block` for a drawn chain as one reads it, row by row. Slow; the oracle."""
+    assert draft.probs is not None
+    coins, path, left = _coins(draft, rng), [], []
+    for row, (p, q) in enumerate(zip(target, draft.probs, strict=True)):
+        tokens = [x for x in draft.tokens[row].tolist() if x != ABSENT]
+        joint = [torch.ones(())]
+        for i, x in enumerate(tokens):
+            joint.append((joint[i] * p[i, x] / q[i, x].clamp_min(torch.finfo(q.dtype).tiny)).clamp_max(1.0))
+        kept = 0
+        for i in range(1, len(tokens) + 1):
+            chance = joint[i]
+            if i < len(tokens):
+                chance = _share((joint[i] * p[i] - q[i]).clamp_min(0.0).sum(), 1.0 - joint[i])
+            if coins[row, i - 1] < chance:  # a later success overrides earlier failures
+                kept = i
+        path.append(list(range(kept + 1)))
+        behind = joint[kept] * p[kept]
+        left.append(_unless_empty((behind - q[kept]).clamp_min(0.0) if kept < len(tokens) else behind, p[kept]))
+    return Verdict(path, draw(torch.stack(left), rng))
+
+
 @dataclass(frozen=True, slots=True)
 class Typical:
     """Medusa's typical acceptance (2401.10774). Lossy: the output is not distributed as the target's.
@@ -101,6 +168,7 @@ class Typical:
     epsilon: float = 0.09
     delta: float = 0.3
     exact: ClassVar[bool] = False
+    note: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         if not 0.0 < self.epsilon < 1.0 or self.delta <= 0.0:
@@ -118,7 +186,7 @@ class Typical:
         return Verdict(path, draw(_ends(target, path), rng))
 
 
-RULES: dict[str, Callable[[], AcceptRule]] = {"lossless": Lossless, "typical": Typical}
+RULES: dict[str, Callable[[], AcceptRule]] = {"lossless": Lossless, "block": Block, "typical": Typical}
 
 
 def accept_rule(name: str) -> AcceptRule:
@@ -153,6 +221,27 @@ def _pick(target: Tensor, parents: Tensor, tokens: Tensor) -> Tensor:
     """target [B, S, V] -> [B, N] the probability of each node's token after its parent; any number where ABSENT."""
     rows = torch.arange(len(tokens), device=tokens.device)[:, None]
     return target[rows, parents, tokens.clamp_min(0)]
+
+
+def _joint(ratios: Tensor) -> Tensor:
+    """p / q of drawn tokens [B, N] -> [B, N] of the beginnings, 1 at most at every token."""
+    joint = [ratios[:, 0].clamp_max(1.0)]
+    for ratio in ratios.unbind(1)[1:]:
+        joint.append((joint[-1] * ratio).clamp_max(1.0))
+    return torch.stack(joint, 1)
+
+
+def _share(part: Tensor, other: Tensor) -> Tensor:
+    """part / (part + other), where both are zero 1"""
+    whole = part + other
+    return torch.where(whole > 0.0, part / whole, 1.0)
+
+
+def _behind(draft: Draft, probs: Tensor, lengths: Tensor, p: Tensor) -> Tensor:
+    """What the path [B] leaves of p [B, V], already scaled, to the bonus; all of it where no drafted token follows."""
+    rows, following = torch.arange(len(p), device=p.device), lengths.clamp_max(draft.nodes - 1)
+    drafted = (lengths < draft.nodes) & (draft.tokens[rows, following] != ABSENT)
+    return torch.where(drafted[:, None], (p - probs[rows, following]).clamp_min(0.0), p)
 
 
 def _one_hot(x: int, like: Tensor) -> Tensor:

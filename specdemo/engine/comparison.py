@@ -148,8 +148,12 @@ class Lane(Settings):
     k: Annotated[int, Setting("Draft length.", label="Draft length k", step=1)] = Field(4, ge=1, le=DRAFT)
     options: Annotated[dict[str, int | float | bool | str], Setting("Options of the method.")] = {}
     acceptance: Annotated[
-        Literal["lossless", "typical"],
-        Setting("lossless, or typical: lossy.", label="Acceptance", words={"typical": "typical (lossy)"}),
+        Literal["lossless", "block", "typical"],
+        Setting(
+            "lossless; block, which keeps more of a drawn chain and is lossless too; or typical: lossy.",
+            label="Acceptance",
+            words={"block": "block (lossless)", "typical": "typical (lossy)"},
+        ),
     ] = "lossless"
     name: Annotated[Name, Setting()] = ""
     server: Annotated[Server | None, Setting()] = None

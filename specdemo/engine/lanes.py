@@ -82,7 +82,7 @@ class LocalLane(RunningLane):
         prompt_ids = encode(tokenizer, messages or spec.prompt, pair.target.max_length - spec.max_new_tokens)
         self._accept = accept_rule(lane.acceptance)
         shown = {**options, **({"k": lane.k} if lane.k else {}), **({"model": lane.model} if lane.model else {})}
-        if not self._accept.exact:
+        if lane.acceptance != "lossless":
             shown["acceptance"] = lane.acceptance
         super().__init__(
             LaneTrace(lane_name(lane), lane.method, shown, self._accept.exact, prompt_ids, messages=messages)
@@ -116,7 +116,7 @@ class LocalLane(RunningLane):
             memory.rewind()
 
     def _notes(self) -> list[str]:
-        notes = [self.target.note, self._pair.drafter.note]
+        notes = [self.target.note, self._pair.drafter.note, self._accept.note]
         reads = self._pair.drafter.max_length
         if reads is not None and reads < len(self.trace.prompt_ids) + self._config.max_new_tokens:
             notes.append(f"its draft reads {reads} tokens; nothing is drafted behind them")

@@ -59,7 +59,7 @@ class NGram(Method):
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        max_n: int = knob(3, "longest suffix to look for, in tokens", low=1, high=8, step=1)
+        max_n: int = knob(8, "longest suffix to look for, in tokens", low=1, high=8, step=1)
         min_n: int = knob(1, "shortest suffix that counts as a match, in tokens", low=1, high=8, step=1)
 
         def __post_init__(self) -> None:

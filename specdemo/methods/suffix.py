@@ -28,8 +28,8 @@ SHORTEST = 16  # tokens of an answer worth remembering; a lane's warm-up, which 
 
 
 class _Node:
-    """A piece of text that occurred `count` times. While it occurred once nothing is stored below it: what follows is
-    read from the text it stands in, which may still grow."""
+    """A piece of text that occurred `count` times, at the text's own end too. While it occurred once nothing is stored
+    below it: what follows is read from the text it stands in, which may still grow."""
 
     __slots__ = ("_children", "_place", "_text", "count")
 
@@ -230,9 +230,8 @@ class Suffix(Method):
 
         def offer(above: _Node, slot: int, level: int, reached: float) -> None:
             children = above.children if level <= depth else {}
-            total = sum(child.count for child in children.values())
             for token, child in nlargest(width, children.items(), key=lambda pair: pair[1].count):
-                chance = child.count / total
+                chance = child.count / above.count
                 if reached * chance >= options.min_token_prob:
                     heappush(waiting, (-reached * chance, next(order), slot, level, token, chance, child))
 

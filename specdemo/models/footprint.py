@@ -34,6 +34,7 @@ MOST = {  # that a config may say, several times what any public model does
     **dict.fromkeys("num_experts num_local_experts n_routed_experts num_experts_per_tok".split(), 4096),
     **dict.fromkeys("dim n_embd n_inner d_model n_positions n_ctx sliding_window selector_top_k".split(), LARGEST),
     "max_position_embeddings": LARGEST,
+    "mscale_all_dim": 0,  # of YaRN: no size, any number
     WIDTHS: LARGEST_TREE,
 }
 SIZES = ("_size", "_dim")

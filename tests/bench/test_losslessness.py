@@ -1,5 +1,6 @@
 """The test of losslessness: its statistic against scipy, its verdicts on a toy target and on the shipped models."""
 
+import re
 from collections import Counter
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from scipy import stats
 
 from specdemo.bench import losslessness as module
-from specdemo.bench.losslessness import Way, chi_square, drawn, losslessness
+from specdemo.bench.losslessness import chi_square, drawn, losslessness
+from specdemo.bench.measure import Way
 from specdemo.bench.plot import figure
 from specdemo.bench.result import Result
 from specdemo.core.accept import accept_rule
@@ -75,7 +77,14 @@ def test_a_sampled_result_has_both_histograms(few):
         for sample in ("plain", "speculative"):
             assert sum(row[sample] for row in rows) == pytest.approx(1.0, abs=0.002)
     assert result.remarks[0] == "No difference was found between 48 continuations of each."
-    assert [remark.split(":")[0] for remark in result.remarks[1:]] == ["Token 2", "Token 3", "Token 4"]
+    assert [remark.split(":")[0] for remark in result.remarks[1:4]] == ["Token 2", "Token 3", "Token 4"]
+    kept = re.fullmatch(
+        r"Tokens kept of the first draft: lossless (\S+) \[.*\], block (\S+) \[.*\], typical \(lossy\) (\S+) \[.*\]. "
+        r"Block less lossless: (\S+) \[.*\].",
+        result.remarks[4],
+    )
+    single, block, _, more = map(float, kept.groups())
+    assert 0 < single <= 3 and block - single == pytest.approx(more, abs=0.002)
     assert [bar.name for bar in figure(result).data] == ["plain", "speculative"]
 
 

@@ -12,10 +12,12 @@ from specdemo.__main__ import main
 from specdemo.bench import suites as registry
 from specdemo.bench import sweeps
 from specdemo.bench.base import OPTIONS, Decoding
-from specdemo.bench.measure import Place, Question, Totals, along, compare_lanes, read_questions, repeated, windows
+from specdemo.bench.measure import Place, Question, Totals, Way, along, compare_lanes, read_questions, repeated, windows
+from specdemo.bench.plot import figure
 from specdemo.bench.report import bench_report, write_result
 from specdemo.bench.result import Result, Spread, read_result
 from specdemo.bench.suites import SHIPPED, Sweep, suite, suites
+from specdemo.core.accept import Lossless
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.trace import StepEvent
 from specdemo.engine.comparison import Comparison, Lane
@@ -161,6 +163,20 @@ def test_prompts_grow_as_far_as_the_context_reaches(monkeypatch):
     assert all(row["TTFT ms"].median > 0 for row in result.rows)
 
 
+def test_temperatures_grow_and_drafts_are_drawn_or_the_likeliest(monkeypatch):
+    monkeypatch.setattr(sweeps, "TEMPERATURES", (0.0, 1.0))
+    result = run_suite(
+        "temperature", repeats=2, preset="embedded-draft-wide", new_tokens=24, prompts=["Once upon a time"]
+    )
+    name = "embedded-draft-wide"
+    lanes = ["Baseline", f"{name}, drawn", f"{name}, drawn, block", f"{name}, likeliest"]
+    assert [(row["lane"], row["temperature"]) for row in result.rows] == [(n, t) for t in (0.0, 1.0) for n in lanes]
+    greedy, warm = ([row["tokens/pass"] for row in result.rows[at : at + 4]] for at in (0, 4))
+    assert greedy[0] == warm[0] == 1.0 and greedy[1] == greedy[2] == greedy[3] > 1.0
+    assert len(set(warm[1:])) > 1
+    assert {bar.name for bar in figure(result).data} == {"plain decoding", *lanes[1:]}
+
+
 def test_a_stopped_suite_keeps_its_finished_repeats():
     done, remarks = repeated(3, silent, cancelled_after(3), lambda repeat, tick: tick(0.5) or repeat)
     assert (done, remarks) == ([0], ["stopped after 1 of 3 repeats"])
@@ -172,7 +188,7 @@ def test_stopping_reaches_a_text_that_is_being_written():
     target, passes = ToyTarget(64), []
     forward = target.forward
     target.forward = lambda *given: passes.append(1) or forward(*given)
-    lanes = {"plain": (load_drafter("none", target), GenerationConfig(60, stop_token_ids=()))}
+    lanes = {"plain": Way(load_drafter("none", target), Lossless(), GenerationConfig(60, stop_token_ids=()))}
     place = Place(1, [torch.tensor([[1, 2, 3]])])
     with pytest.raises(ValueError, match="stopped before the first repeat"):
         along(target, lanes, [place], "batch", 1, silent, lambda: len(passes) >= 30)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdemo.core import accept
-from specdemo.core.accept import Lossless, Typical, accept_rule, lossless_reference
+from specdemo.core.accept import Block, Lossless, Typical, accept_rule, block_reference, lossless_reference
 from specdemo.core.tree import ABSENT, Draft
 
 
@@ -79,6 +79,83 @@ def test_the_fast_rule_is_the_readable_one_on_many_bushes(sampled):
     assert torch.equal(fast.bonus, readable.bonus)
 
 
+@st.composite
+def chains(draw, vocabulary=4):
+    """Drawn chains, some rows shorter than others."""
+    rows, nodes = draw(st.integers(1, 4)), draw(st.integers(1, 5))
+    seed, zeros = draw(st.integers(0, 10_000)), draw(st.sampled_from([0.0, 0.3, 0.7]))
+    target, probs = random_probs((rows, nodes + 1, 4), seed, zeros), random_probs((rows, nodes, 4), seed + 1, zeros)
+    tokens = torch.multinomial(probs.view(-1, 4), 1, generator=rng(seed)).view(rows, nodes)
+    lengths = torch.tensor([draw(st.integers(0, nodes)) for _ in range(rows)])
+    tokens = tokens.masked_fill(torch.arange(nodes) >= lengths[:, None], ABSENT)
+    return Draft.chain(tokens, probs), target, seed
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(chains())
+def test_the_fast_block_rule_is_the_readable_one(case):
+    draft, target, seed = case
+    fast, readable = Block()(draft, target, rng(seed)), block_reference(draft, target, rng(seed))
+    assert fast.path == readable.path
+    assert fast.bonus.tolist() == readable.bonus.tolist()
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(cases())
+def test_what_is_no_drawn_chain_is_accepted_token_by_token_and_says_so(case):
+    draft, target, seed = case
+    rule, drawn_chain = Block(), draft.probs is not None and accept.is_chain(draft.parents)
+    if not drawn_chain:
+        fast, wanted = rule(draft, target, rng(seed)), Lossless()(draft, target, rng(seed))
+        assert (fast.path, fast.bonus.tolist()) == (wanted.path, wanted.bonus.tolist())
+        assert ("one by one" in rule.note) == bool(draft.nodes)
+
+
+# Sun et al., a Markov chain of three tokens: rows follow the start, then token 0, 1, 2
+BLOCK_P = torch.tensor([[0.5, 0.3, 0.2], [0.6, 0.3, 0.1], [0.2, 0.5, 0.3], [0.3, 0.3, 0.4]], dtype=torch.float64)
+BLOCK_Q = torch.tensor([[0.2, 0.5, 0.3], [0.3, 0.6, 0.1], [0.5, 0.3, 0.2], [0.1, 0.2, 0.7]], dtype=torch.float64)
+
+
+def block_chances(tokens):
+    """Of a drafted chain how likely each length is kept, and the bonus behind it, by hundreds of coins."""
+    slots = [0, *(x + 1 for x in tokens)]
+    rows = 20_000
+    target = BLOCK_P[slots].expand(rows, -1, -1)
+    draft = Draft.chain(torch.tensor([tokens]).expand(rows, -1), BLOCK_Q[slots[:-1]].expand(rows, -1, -1))
+    verdict = Block()(draft, target, rng(3))
+    lengths = torch.tensor([len(path) - 1 for path in verdict.path])
+    shares = [float((lengths == n).double().mean()) for n in range(len(tokens) + 1)]
+    return shares, {n: set(verdict.bonus[lengths == n].tolist()) for n in range(len(tokens) + 1)}
+
+
+@pytest.mark.parametrize(("tokens", "h"), [
+    ((2, 2), (3 / 13, 8 / 21)), ((1, 2), (0.0, 0.9)), ((0, 1), (1.0, 0.5)), ((2, 0), (3 / 13, 1.0)),
+    ((2, 0, 1), (3 / 13, 1.0, 0.5)), ((0, 1, 0), (1.0, 0.0, 0.2)),
+])  # fmt: skip
+def test_the_chances_of_a_block(tokens, h):
+    shares, bonus = block_chances(tokens)
+    longest = 1.0
+    for n in range(len(tokens), 0, -1):
+        assert shares[n] == pytest.approx(longest * h[n - 1], abs=0.015)
+        longest *= 1 - h[n - 1]
+    assert shares[0] == pytest.approx(longest, abs=0.015)
+    assert bonus[0] <= {0} and (tokens != (2, 2) or bonus[1] == {0})
+
+
+@pytest.mark.parametrize(("k", "block", "single"), [(1, 0.7, 0.7), (2, 1.31, 1.19), (3, 1.797, 1.533)])
+def test_a_block_keeps_more_than_its_tokens_one_by_one(k, block, single):
+    rows, generator = 40_000, rng(4)
+    slots, q = [torch.zeros(rows, dtype=torch.int64)], []
+    for _ in range(k):
+        q.append(BLOCK_Q[slots[-1]])
+        slots.append(1 + torch.multinomial(q[-1], 1, generator=generator)[:, 0])
+    states = torch.stack(slots, 1)
+    draft = Draft.chain(states[:, 1:] - 1, torch.stack(q, 1))
+    for rule, expected in ((Block(), block), (Lossless(), single)):
+        kept = torch.tensor([len(path) - 1.0 for path in rule(draft, BLOCK_P[states], rng(5)).path])
+        assert float(kept.mean()) == pytest.approx(expected, abs=4 * float(kept.std()) / rows**0.5)
+
+
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(cases(one_hot_target=True))
 def test_greedy_follows_the_argmax_with_or_without_coins(case):
@@ -97,7 +174,7 @@ def test_greedy_follows_the_argmax_with_or_without_coins(case):
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(cases(), st.sampled_from([Lossless(), Typical()]))
+@given(cases(), st.sampled_from([Lossless(), Block(), Typical()]))
 def test_a_path_descends_over_possible_tokens_only(case, rule):
     draft, target, seed = case
     verdict = rule(draft, target, rng(seed))
@@ -218,10 +295,11 @@ def test_typical_refuses_senseless_thresholds():
 
 def test_rules_by_name():
     assert accept_rule("lossless").exact is True
+    assert accept_rule("block").exact is True
     assert accept_rule("typical").exact is False
     with pytest.raises(ValueError, match="did you mean 'typical'"):
         accept_rule("typcal")
-    with pytest.raises(ValueError, match="choose one of lossless, typical"):
+    with pytest.raises(ValueError, match="choose one of lossless, block, typical"):
         accept_rule("x")
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specdemo.core import accept
-from specdemo.core.accept import Lossless, Typical, Verdict
+from specdemo.core.accept import Block, Lossless, Typical, Verdict
 from specdemo.core.sampling import draw
 from specdemo.core.tree import ABSENT, Draft
 
@@ -86,6 +86,23 @@ def test_the_lossless_rule_is_lossless(fits, shape, choose):
     assert fits(three_tokens(Lossless(), draft, rng), JOINT)
 
 
+@pytest.mark.parametrize("shape, choose", [(CHAIN, independent), (CHAIN[:2], independent), (CHAIN, ranked),
+                                           (BUSH, independent)])  # fmt: skip
+def test_the_block_rule_is_lossless(fits, shape, choose):
+    rng = torch.Generator().manual_seed(11 + len(shape))
+    assert fits(three_tokens(Block(), grow(shape, choose, rng), rng), JOINT)
+
+
+def test_blocks_cut_by_what_was_drafted_are_lossless(fits):
+    """Whether there is a next token may depend on those before it, and on a coin."""
+    rng = torch.Generator().manual_seed(12)
+    draft = grow(CHAIN, independent, rng)
+    ends = (draft.tokens == 2) | (torch.rand(draft.tokens.shape, generator=rng) < 0.2)
+    behind = ends.cumsum(1) - ends.long() > 0
+    draft = Draft(draft.tokens.masked_fill(behind, ABSENT), draft.parents, draft.probs)
+    assert fits(three_tokens(Block(), draft, rng), JOINT)
+
+
 @pytest.mark.parametrize("choose", [independent, ranked])
 def test_ragged_drafts_are_lossless(fits, choose):
     """A node may be missing, by a coin that does not look at its token."""
@@ -123,6 +140,7 @@ def without_replacement_declared_as_with(context, elder, rng):
     (no_residual, STAR[:2], ranked),
     (Typical(), CHAIN, independent),
     (Lossless(), CHAIN, favourites_declared_as_drawn),
+    (Block(), CHAIN, favourites_declared_as_drawn),
     (Lossless(), STAR, without_replacement_declared_as_with),
 ])  # fmt: skip
 def test_the_test_sees_wrong_rules_and_drafts_that_lie(fits, rule, shape, choose):

@@ -126,7 +126,7 @@ def convolved(w, prefix, x, sublayer):
     return filtered(1, sublayer(filtered(0, x)))
 
 
-def reference(w, features, x, start=0, window=0, causal=False):
+def reference(w, features, x, start=0, window=0, causal=False, sink=-torch.inf):
     """features [T, taps H], block embeddings x [S, H] -> states [S, H], from the paper's formulas without a cache."""
     context = norm(features @ w["fc.weight"].T, w["hidden_norm.weight"])
     length, slots = len(context), len(x)
@@ -147,7 +147,8 @@ def reference(w, features, x, start=0, window=0, causal=False):
             k = turned(norm(k, p["self_attn.k_norm.weight"]), positions).repeat_interleave(HEADS // GROUPS, 1)
             v = (both @ p["self_attn.v_proj.weight"].T).view(-1, GROUPS, SIZE).repeat_interleave(HEADS // GROUPS, 1)
             scores = (torch.einsum("qhd,khd->hqk", q, k) / SIZE**0.5).masked_fill(hidden, -torch.inf)
-            found = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+            nothing = torch.as_tensor(sink).expand(HEADS)[:, None, None].expand(-1, slots, 1)
+            found = torch.einsum("hqk,khd->qhd", torch.cat([scores, nothing], -1).softmax(-1)[..., :-1], v)
             return found.flatten(1) @ p["self_attn.o_proj.weight"].T
 
         def mlp(a, p=p):
@@ -236,6 +237,27 @@ def test_windowed_layers_are_causal_unless_the_config_says_otherwise(target, tmp
 def test_a_window_without_layer_types(target, tmp_path):
     w = drafter_tensors()
     agrees(target, write(tmp_path, changed(ZLAB, use_swa=True, swa_window_size=4), w), w, TEXT, window=4)
+    for types, window in (("full_attention", 4), ("sliding_attention", 4)):  # which comes before `sliding_window`
+        config = changed(ZLAB, use_swa=True, swa_window_size=window) | {"layer_types": [types] * LAYERS}
+        model = write(tmp_path / types, config | {"sliding_window": 7}, w)
+        agrees(target, model, w, TEXT, window=window, causal=types == "sliding_attention")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_sink_takes_its_share_of_what_a_head_reads(target, tmp_path, causal):
+    w, sink = drafter_tensors(), torch.tensor([0.5, -1.0, 2.0, 0.0])
+    more = {f"layers.{i}.self_attn.attention_sink_bias": sink.clone() for i in range(LAYERS)}
+    config = changed(ZLAB, attention_sink_bias=True, causal=causal)
+    agrees(target, write(tmp_path, config, w | more), w, TEXT, sink=sink, causal=causal)
+
+
+@pytest.mark.parametrize("mask", [MASK, VOCABULARY + 5])
+def test_a_mask_token_with_an_embedding_of_its_own(target, tmp_path, mask):
+    w, own = drafter_tensors(), torch.randn(H, generator=torch.Generator().manual_seed(6))
+    model = write(tmp_path, changed(ZLAB, mask_token_id=mask), w | {"mask_embedding": own})
+    x = torch.cat([block(target, int(TEXT[0, -1]))[:1], own.expand(BLOCK - 1, -1)])
+    wanted = target.lm_head(reference(w, features_of(target, TEXT)[0, :-1], x)[1:]).softmax(-1)
+    torch.testing.assert_close(logits_of(target, model, TEXT).exp(), wanted, atol=1e-5, rtol=1e-3)
 
 
 @pytest.mark.parametrize("from_anchor", [False, True])
@@ -270,8 +292,22 @@ def test_speculators(target, tmp_path, from_anchor):
     assert set(draft.tokens[0].tolist()) <= set(kept.tolist())
 
 
-@pytest.mark.parametrize("kind", ["none", "vanilla", "gated"])
-def test_deepspec(target, tmp_path, kind):
+def markov_bias(extra, kind, states, before):
+    """states [D, H], tokens before [D] -> [D, V], slot by slot; `rnn` keeps s, of which the next slot hears"""
+    w, biases, s = {n.removeprefix("markov_head."): t for n, t in extra.items()}, [], torch.zeros(4)
+    for state, read in zip(states, w["markov_w1.weight"][before], strict=True):
+        if kind == "gated":
+            read = (w["gate_proj.weight"] @ torch.cat([state, read]) + w["gate_proj.bias"]).sigmoid() * read
+        elif kind == "rnn":
+            g, c, o = (w["joint_proj.weight"] @ torch.cat([s, read, state]) + w["joint_proj.bias"]).split(4)
+            s, read = g.sigmoid() * s + (1 - g.sigmoid()) * c.tanh(), o.tanh()
+        biases.append(w["markov_w2.weight"] @ read)
+    return torch.stack(biases)
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("kind", ["none", "vanilla", "gated", "rnn"])
+def test_deepspec(target, tmp_path, kind, early):
     """Slots from the anchor on; a Markov head reads the token before."""
     w, rng = drafter_tensors(), torch.Generator().manual_seed(5)
     rank = 0 if kind == "none" else 4
@@ -284,20 +320,74 @@ def test_deepspec(target, tmp_path, kind):
     if kind == "gated":
         extra["markov_head.gate_proj.weight"] = torch.randn(rank, H + rank, generator=rng)
         extra["markov_head.gate_proj.bias"] = torch.randn(rank, generator=rng)
+    if kind == "rnn":
+        extra["markov_head.joint_proj.weight"] = torch.randn(3 * rank, 2 * rank + H, generator=rng)
+        extra["markov_head.joint_proj.bias"] = torch.randn(3 * rank, generator=rng)
+    stored = {("logit_head." if early and n.startswith("markov") else "") + n: t for n, t in (w | extra).items()}
     config = {k: v for k, v in ZLAB.items() if k != "dflash_config"} | ZLAB["dflash_config"]
     config |= {"architectures": ["Qwen3DSparkModel"], "markov_rank": rank, "markov_head_type": kind}
-    drafter = told(target, write(tmp_path, config, w | extra), TEXT, (9, 12))
+    model = DFlash.load(write(tmp_path, config, stored), target)
+    drafter = told(target, model, TEXT, (9, 12))
     draft = drafter.propose(Budget(16, 16))
     assert draft.nodes == BLOCK
     states = reference(w, features_of(target, TEXT)[0, :-1], block(target, int(TEXT[0, -1])))
     wanted = target.lm_head(states)
     if rank:
-        read = extra["markov_head.markov_w1.weight"][torch.cat([TEXT[0, -1:], draft.tokens[0, :-1]])]
-        if kind == "gated":
-            gate = torch.cat([states, read], -1) @ extra["markov_head.gate_proj.weight"].T
-            read = (gate + extra["markov_head.gate_proj.bias"]).sigmoid() * read
-        wanted = wanted + read @ extra["markov_head.markov_w2.weight"].T
+        wanted = wanted + markov_bias(extra, kind, states, torch.cat([TEXT[0, -1:], draft.tokens[0, :-1]]))
     torch.testing.assert_close(draft.probs[0].log(), wanted.log_softmax(-1), atol=2e-4, rtol=1e-4)
+    stages_agree(target, model, draft)
+
+
+def stages_agree(target, model, draft):
+    """What a stage says slot by slot is what it says of whole blocks, which are trained on, and in trees."""
+    drafter = told(target, model, TEXT, (9, 12))
+    tokens = torch.full((1, BLOCK), model.design.mask_token_id)
+    tokens[:, 0] = TEXT[:, -1]
+    states = drafter._read(tokens)[:, model.design.first :]
+    logits = drafter._logits(states)
+    if model.stage is not None:
+        before = torch.cat([TEXT[:, -1:], draft.tokens[:, :-1]], 1)
+        logits = model.stage.blocks(before, states, logits)
+    torch.testing.assert_close(logits.softmax(-1), draft.probs, atol=1e-5, rtol=1e-4)
+    drafter.options = DFlash.Options(nodes=12)
+    tree = drafter.propose(Budget(BLOCK, 12))
+    paths = [()]
+    for token, parent in zip(tree.tokens[0].tolist(), tree.parents[0].tolist(), strict=True):
+        paths.append((*paths[parent], token))
+    for path, confidence in zip(paths[1:], tree.confidence[0].tolist(), strict=True):
+        logits = drafter._logits(states)[:, : len(path)]
+        if model.stage is not None:
+            before = torch.tensor([[int(TEXT[0, -1]), *path[:-1]]])
+            logits = model.stage.blocks(before, states[:, : len(path)], logits)
+        assert confidence == pytest.approx(float(logits.softmax(-1)[0, -1, path[-1]]), rel=1e-3)
+
+
+@pytest.mark.parametrize(("shifted", "alone"), [(False, 1), (True, 2), (True, 0)])
+def test_domino(target, tmp_path, shifted, alone):
+    """A GRU over the tokens before, the anchor first; torch's gates are reset, update, new."""
+    w, rng, inner, words = drafter_tensors(), torch.Generator().manual_seed(5), 6, 5
+    shapes = {"prefix_gru.weight_ih_l0": (3 * inner, H), "prefix_gru.weight_hh_l0": (3 * inner, inner)}
+    shapes |= {"embed_proj.0.weight": (words, H + inner), "embed_proj.2.weight": (VOCABULARY, words)}
+    extra = {name: torch.randn(shape, generator=rng) for name, shape in shapes.items()}
+    said = {"projector_type": "domino", "emb_dim": words, "gru_hidden_dim": inner}
+    config = changed(ZLAB, pure_draft_prefix_len=alone, shift_label=shifted, **said)
+    model = DFlash.load(write(tmp_path, config | {"architectures": ["DominoDraftModel"]}, w | extra), target)
+    draft = told(target, model, TEXT, (9, 12)).propose(Budget(16, 16))
+    first = 0 if shifted else 1
+    states = reference(w, features_of(target, TEXT)[0, :-1], block(target, int(TEXT[0, -1])))[first:]
+    wanted, s = target.lm_head(states), torch.zeros(inner)
+    for i, token in enumerate([int(TEXT[0, -1]), *draft.tokens[0, :-1].tolist()]):
+        x = extra["prefix_gru.weight_ih_l0"] @ target.embed.weight[token]
+        h = extra["prefix_gru.weight_hh_l0"] @ s
+        (reset, update, new), (r, u, n) = x.split(inner), h.split(inner)
+        kept = (update + u).sigmoid()
+        s = kept * s + (1 - kept) * (new + (reset + r).sigmoid() * n).tanh()
+        if i >= alone:
+            inside = torch.nn.functional.silu(extra["embed_proj.0.weight"] @ torch.cat([states[i], s]))
+            wanted[i] = wanted[i] + extra["embed_proj.2.weight"] @ inside
+    assert draft.nodes == BLOCK - first
+    torch.testing.assert_close(draft.probs[0].log(), wanted.log_softmax(-1), atol=2e-4, rtol=1e-4)
+    stages_agree(target, model, draft)
 
 
 def test_dflash2(target, tmp_path):
@@ -386,11 +476,10 @@ def test_what_does_not_fit_is_refused(target, tmp_path, config, reason):
         DFlash.load(write(tmp_path, config, drafter_tensors()), target)
 
 
-def test_a_recurrent_markov_head_and_unknown_tensors_are_refused(target, tmp_path):
-    with pytest.raises(ValueError, match="recurrent Markov head"):
-        DFlash.load(
-            write(tmp_path, ZLAB, drafter_tensors() | {"markov_head.joint_proj.weight": torch.zeros(12, 40)}), target
-        )
+def test_other_kin_and_unknown_tensors_are_refused(target, tmp_path):
+    for name, reason in (("lilicorr.output_norm.weight", "is a LiLiCorr"), ("mask_hidden", "a mask state of its own")):
+        with pytest.raises(ValueError, match=reason):
+            DFlash.load(write(tmp_path, ZLAB, drafter_tensors() | {name: torch.zeros(H)}), target)
     with pytest.raises(ValueError, match=r"g_proj.weight is .*its config asks for no such tensor"):
         more = {"layers.0.self_attn.g_proj.weight": torch.zeros(4, 4)}
         DFlash.load(write(tmp_path, ZLAB, drafter_tensors() | more), target)

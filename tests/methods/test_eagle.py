@@ -49,15 +49,14 @@ def rope(x, theta):
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def decoder_layer(w, name, x, residual, theta):
+def decoder_layer(w, name, x, residual, theta, blind):
     q, k, v = (linear(w, f"{name}.self_attn.{p}_proj", x) for p in "qkv")
     q, k, v = q.unflatten(-1, (4, -1)), k.unflatten(-1, (2, -1)), v.unflatten(-1, (2, -1))
     if f"{name}.self_attn.q_norm.weight" in w:
         q, k = norm(q, w[f"{name}.self_attn.q_norm.weight"]), norm(k, w[f"{name}.self_attn.k_norm.weight"])
     q, k = rope(q, theta), rope(k, theta).repeat_interleave(2, 1)
     scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[-1])
-    hidden = torch.ones(len(x), len(x)).triu(1).bool()
-    seen = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), v.repeat_interleave(2, 1))
+    seen = torch.einsum("hqk,khd->qhd", scores.masked_fill(blind, -math.inf).softmax(-1), v.repeat_interleave(2, 1))
     state = residual + linear(w, f"{name}.self_attn.o_proj", seen.flatten(1))
     y = norm(state, w[f"{name}.post_attention_layernorm.weight"])
     gated = F.silu(linear(w, f"{name}.mlp.gate_proj", y)) * linear(w, f"{name}.mlp.up_proj", y)
@@ -67,8 +66,9 @@ def decoder_layer(w, name, x, residual, theta):
 class Reference:
     """`w` are a file's tensors by the file's own names."""
 
-    def __init__(self, target, w, taps=(-1,), before=False, feed_norm=False, theta=1e4):
+    def __init__(self, target, w, taps=(-1,), before=False, feed_norm=False, theta=1e4, window=0):
         self.target, self.taps, self.before, self.feed_norm, self.theta = target, taps, before, feed_norm, theta
+        self.window = window
         self.w = {name.replace("midlayer.", "layers.0."): t for name, t in w.items()}
         self.eagle1 = "layers.0.hidden_norm.weight" not in w and "midlayer.hidden_norm.weight" not in w
 
@@ -90,20 +90,23 @@ class Reference:
             joined = norm(joined, self.w["input_norm.weight"])
         return linear(self.w, "fc", joined)
 
-    def states(self, tokens, features):
-        """[n] tokens that follow, [n, D] features -> [n, D]"""
-        w = self.w
+    def states(self, tokens, features, observed):
+        """[n] tokens that follow, [n, D] features -> [n, D]; drafted columns see what the last observed one sees"""
+        w, every = self.w, torch.arange(len(tokens))
+        blind = every > every[:, None]
+        if self.window:
+            blind |= every <= every.clamp_max(observed - 1)[:, None] - self.window
         own = None if self.eagle1 else w.get("embed_tokens.weight")
         embedded = (self.target.embed.weight if own is None else own)[torch.tensor(tokens)]
         if self.eagle1:
             x = state = linear(w, "fc", torch.cat([embedded, features], -1))
-            return decoder_layer(w, "layers.0", x, state, self.theta)
+            return decoder_layer(w, "layers.0", x, state, self.theta, blind)
         normed = norm(features, w["layers.0.hidden_norm.weight"])
         x = torch.cat([norm(embedded, w["layers.0.input_layernorm.weight"]), normed], -1)
-        state = decoder_layer(w, "layers.0", x, normed if self.before else features, self.theta)
+        state = decoder_layer(w, "layers.0", x, normed if self.before else features, self.theta, blind)
         if "layers.1.input_layernorm.weight" in w:
             x = norm(state, w["layers.1.input_layernorm.weight"])
-            state = decoder_layer(w, "layers.1", x, state, self.theta)
+            state = decoder_layer(w, "layers.1", x, state, self.theta, blind)
         return state
 
     def logits(self, states):
@@ -119,11 +122,12 @@ class Reference:
     def ahead(self, text, drafted):
         """text with its root, tokens drafted behind it -> logits [V] after the last one"""
         features, tokens = self.features(text[:-1]), list(text[1:])
-        states = self.states(tokens, features)
+        observed = len(tokens)
+        states = self.states(tokens, features, observed)
         for token in drafted:
             back = norm(states[-1:], self.w["norm.weight"]) if self.feed_norm else states[-1:]
             features, tokens = torch.cat([features, back]), [*tokens, token]
-            states = self.states(tokens, features)
+            states = self.states(tokens, features, observed)
         return self.logits(states[-1:])[0]
 
 
@@ -183,6 +187,13 @@ def speculators(**said):
     }
 
 
+def near(window):
+    config = speculators()
+    kinds = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"], "sliding_window": window}
+    config["transformer_layer_config"] |= kinds
+    return config
+
+
 def dialects():
     plain = {**LAYER, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": WORDS}
     copied = {"embed_tokens.weight": matrix(VOCABULARY, H), "lm_head.weight": matrix(VOCABULARY, H)}
@@ -200,6 +211,8 @@ def dialects():
         "official-all-words": ({**plain, "draft_vocab_size": VOCABULARY}, eagle3(words=VOCABULARY), {}),
         "specforge": ({**plain, "eagle_config": {**spread, "use_aux_hidden_state": True}}, eagle3(size=16), {}),
         "speculators": (speculators(**spread), eagle3("layers.0"), {"theta": 5e5}),
+        "deepspec": ({**plain, "target_layer_ids": [0, 1, 2]}, eagle3("layers.0"), {}),
+        "speculators-window": (near(5), eagle3("layers.0"), {"theta": 5e5, "window": 5}),
         "speculators-qwen3": (
             qwen,
             {**eagle3("layers.0", size=16, qk_norm=True), **own},
@@ -249,9 +262,9 @@ def plain(target, prompts):
 
 
 def quick_reference(target, head, **said):
-    return Reference(
-        target, dict(head.state_dict()), head.convention.taps, head.convention.norm_before_residual, **said
-    )
+    way = head.convention
+    said |= {"window": max(way.windows), "theta": 5e5} if way.windows else {}
+    return Reference(target, dict(head.state_dict()), way.taps, way.norm_before_residual, **said)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -270,7 +283,7 @@ def test_drafts_of_every_dialect_are_what_its_tensors_say(dialect, packed, targe
     elif dialect in ("specforge", "speculators"):
         assert taps in ((0, 1, 2), (1, 2, 3)) and "right by layers 1, 2, 3" in head.note
     else:
-        assert taps == (1, 1, 1) and not head.note
+        assert taps == ((1, 2, 3) if dialect == "deepspec" else (1, 1, 1)) and not head.note
     if head.convention.feature_first:  # random weights: the probe may like either
         tensors["fc.weight"] = tensors["fc.weight"].roll(H, 1)
     reference = Reference(target, tensors, taps, **said)
@@ -283,9 +296,11 @@ def test_drafts_of_every_dialect_are_what_its_tensors_say(dialect, packed, targe
             torch.testing.assert_close(draft.confidence[0, i], logits.softmax(-1)[token], rtol=1e-3, atol=1e-4)
 
 
-@pytest.fixture(scope="module", params=["eagle1", "eagle3", "few words"])
-def head(request, target):
+@pytest.fixture(scope="module", params=["eagle1", "eagle3", "few words", "window"])
+def head(request, target, tmp_path_factory):
     torch.manual_seed(3)
+    if request.param == "window":
+        return Eagle.load(write(tmp_path_factory.mktemp("near"), near(4), eagle3("layers.0")), target)
     kind = "eagle3" if request.param == "few words" else request.param
     made = Eagle.fresh(target, kind, draft_vocab=WORDS if request.param == "few words" else 0)
     for parameter in made.parameters():
@@ -392,8 +407,8 @@ def slow_loss(reference, head, batch, hard):
             for column in range(step, columns - 1):
                 fed = features[: column - step + 1]
                 for _ in range(step):
-                    fed = torch.cat([fed, reference.states(tokens[: len(fed)], fed)[-1:]])
-                states = reference.states(tokens[: column + 1], fed)
+                    fed = torch.cat([fed, reference.states(tokens[: len(fed)], fed, column - step + 1)[-1:]])
+                states = reference.states(tokens[: column + 1], fed, column - step + 1)
                 logits, p = reference.logits(states)[-1], batch.probs[row, column + 1]
                 best = tokens[column + 1] if hard else int(p.argmax())
                 right.append(int(logits.argmax()) == best)
@@ -559,3 +574,14 @@ def test_rows_that_end_early_draft_nothing_that_counts(target):
         )
     ]
     assert both[0] == both[1] and len({len(row) for row in both[0]}) > 1
+
+
+def test_what_fed_back_means_is_probed_in_files_of_specforge(target, tmp_path):
+    said = {**LAYER, "draft_vocab_size": WORDS, "norm_output": True}
+    head = Eagle.load(write(tmp_path, said, eagle3()), target)
+    assert [reading.norm_output for reading in head.readings] == [True, False] and "fed back normed" in head.note
+
+
+def test_eagle_1_of_speculators_is_named(target, tmp_path):
+    with pytest.raises(ValueError, match="is EAGLE-1 as speculators writes it, not read here"):
+        Eagle.load(write(tmp_path, {"speculators_model_type": "eagle"}, {"fusion_fc.weight": matrix(H, 2 * H)}), target)

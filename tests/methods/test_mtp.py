@@ -110,6 +110,8 @@ DIALECTS = {
         "model.mtp_layers.0.",
     ),
 }
+DIALECTS["speculators"] = (DIALECTS["mimo"][0], "mtp_layers.0.", "mtp_layers.0.")
+SAID = {"mimo": {"model_type": "mimo"}, "speculators": {"speculators_model_type": "mtp"}}
 
 
 def whole(target, tensors):
@@ -139,11 +141,19 @@ def test_sequential_modules(tmp_path, name, dialect):
     if dialect == "deepseek":
         copies = ("embed_tokens.weight", "shared_head.head.weight")
         tensors |= {f"model.layers.{LAYERS}.{copy}": torch.zeros(VOCABULARY, HIDDEN) for copy in copies}
-    config = {"model_type": name, "num_nextn_predict_layers": 1}
+    config = {"model_type": name, "num_nextn_predict_layers": 1} | SAID.get(dialect, {})
     head = MTP.load(folder_with(tmp_path, whole(target, tensors), config), target)
-    assert len(head) == 1 and head.hidden_first == (dialect == "mimo")
+    assert len(head) == 1 and head.convention.hidden_first == (dialect == "mimo")
     torch.testing.assert_close(said_by(head, *columns()), reference.logits(*columns()), atol=1e-4, rtol=1e-4)
-    assert head.note.startswith(f"Read by {head.convention}, since of the guesses at a short text were ")
+    if dialect == "speculators":
+        assert head.convention == Convention() and not head.note
+    else:
+        assert head.note.startswith(f"Read by {head.convention}, since of the guesses at a short text were ")
+
+
+def test_what_is_read_first_is_probed_where_no_family_is_named(tmp_path, target):
+    head = MTP.load(folder_with(tmp_path, whole(target, Reference(target).stored("mimo")), {}), target)
+    assert [reading.hidden_first for reading in head.readings] == [True, False] * 4
 
 
 def test_experts_stored_one_by_one_and_norms_around_zero(tmp_path):

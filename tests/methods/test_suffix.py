@@ -59,10 +59,10 @@ def test_the_probability_is_how_often_it_followed():
     draft = propose(text, 4)
     assert draft.probs is None
     assert draft.tokens.tolist() == [[3, 1, 2]]  # after 1 2 1; after 1 alone 2 was likelier, for one token only
-    assert draft.confidence.tolist() == [[1.0, 1.0, 1.0]]
+    assert draft.confidence.tolist() == [[0.5, 1.0, 1.0]]  # one of the two times the text ended there
     draft = propose([1, 2, 1, 3, 1, 2, 4, 1], 4)
     assert draft.tokens.tolist() == [[2]]
-    assert draft.confidence[0].tolist() == pytest.approx([2 / 3])
+    assert draft.confidence[0].tolist() == pytest.approx([1 / 2])
 
 
 def test_unlikely_paths_are_not_drafted():
@@ -81,10 +81,10 @@ def test_match_and_draft_are_no_longer_than_the_depth():
 def test_a_tree_takes_the_likeliest_paths_first():
     #       5 -> 1 three times, then 7 or 8; 5 -> 2 once
     text = [5, 1, 7, 5, 1, 7, 5, 1, 8, 5, 2, 9, 6, 5]
-    draft = propose(text, 3, nodes=5, max_spec_factor=8.0)
-    assert draft.tokens.tolist() == [[1, 7, 5, 2, 8]]
-    assert draft.parents.tolist() == [[0, 1, 2, 0, 1]]
-    assert draft.confidence[0].tolist() == pytest.approx([3 / 4, 2 / 3, 1, 1 / 4, 1 / 3])
+    draft = propose(text, 3, nodes=4, max_spec_factor=8.0)
+    assert draft.tokens.tolist() == [[1, 7, 5, 2]]
+    assert draft.parents.tolist() == [[0, 1, 2, 0]]
+    assert draft.confidence[0].tolist() == pytest.approx([3 / 5, 2 / 3, 1, 1 / 5])
     assert propose(text, 1, nodes=5, max_spec_factor=8.0).tokens.tolist() == [[1, 2]]
 
 

@@ -44,6 +44,7 @@ from specdemo.training.losses import likeliest
 TAPS = 3
 HEAD_SIZE = 64  # of a fresh drafter
 BRANCHES = 10  # children of a node, where they depend on it
+CURE = "fetch config.json and weights of one revision, or choose a drafter of another dialect if these belong together"
 
 KeysValues = tuple[Tensor, Tensor]  # each [B, G, columns, head size]
 
@@ -82,6 +83,8 @@ class Slots(Layer):
         names = {"self_attn.q_norm.weight"}
         if body.attention_bias:
             names |= {f"self_attn.{part}_proj.bias" for part in "qkvo"}
+        if design.sinks:
+            names |= {"self_attn.attention_sink_bias"}
         super().__init__(body, index, names, kind=design.kinds[index])
         self.attention_conv = Convolution(body.hidden_size, design.block_size, span, groups) if span else None
         self.mlp_conv = Convolution(body.hidden_size, design.block_size, span, groups) if span else None
@@ -95,7 +98,26 @@ class Slots(Layer):
         return out
 
 
-class CandidateSelector(nn.Module):
+class Stage(nn.Module):
+    """What makes a token depend on those before it in its block."""
+
+    def forward(
+        self, slot: int, previous: Tensor, states: Tensor, logits: Tensor, memory: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """slot counts from the first that guesses; previous [...] tokens, states [..., H], logits [..., W], memory
+        [..., M] of the slot before, None in the first -> logits, memory."""
+        return self.following(previous, states, logits), None
+
+    def following(self, previous: Tensor, states: Tensor, logits: Tensor) -> Tensor:
+        """Of a stage without a memory, for any slots at once."""
+        raise NotImplementedError
+
+    def blocks(self, previous: Tensor, states: Tensor, logits: Tensor) -> Tensor:
+        """Whole blocks, slots in the last dimension of previous [..., D] -> logits [..., D, W]"""
+        return self.following(previous, states, logits)
+
+
+class CandidateSelector(Stage):
     """DFlash2: of a slot's likeliest tokens, how well each follows the token before."""
 
     def __init__(self, hidden_size: int, vocab_size: int, rank: int, candidates: int) -> None:
@@ -105,28 +127,81 @@ class CandidateSelector(nn.Module):
         self.successor_codebook = nn.Parameter(torch.zeros(vocab_size, rank))
         self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
 
-    def forward(self, previous: Tensor, states: Tensor, logits: Tensor) -> Tensor:
+    def following(self, previous: Tensor, states: Tensor, logits: Tensor) -> Tensor:
         scores, tokens = logits.topk(self.candidates)
         wanted = self.predecessor_codebook[previous] * self.hidden_projection(states)
         follow = (self.successor_codebook[tokens] @ wanted[..., None]).squeeze(-1)
         return torch.full_like(logits, NEVER).scatter(-1, tokens, scores + follow.float())
 
 
-class MarkovHead(nn.Module):
+class MarkovHead(Stage):
     """DSpark: a bias on every token from the token before, of low rank."""
 
-    def __init__(self, hidden_size: int, vocab_size: int, draft_vocab_size: int, rank: int, gated: bool) -> None:
+    def __init__(self, design: Design) -> None:
         super().__init__()
-        self.markov_w1 = nn.Embedding(vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
-        self.gate_proj = nn.Linear(hidden_size + rank, rank) if gated else None
+        size, rank = design.body.hidden_size, design.markov_rank
+        self.markov_w1 = nn.Embedding(design.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, design.draft_vocab_size or design.vocab_size, bias=False)
+        self.gate_proj = nn.Linear(size + rank, rank) if design.markov_kind == "gated" else None
 
-    def forward(self, previous: Tensor, states: Tensor, logits: Tensor) -> Tensor:
+    def following(self, previous: Tensor, states: Tensor, logits: Tensor) -> Tensor:
         read = self.markov_w1(previous)
         if self.gate_proj is not None:
             read = torch.sigmoid(self.gate_proj(torch.cat([states, read], -1))) * read
         scores: Tensor = logits + self.markov_w2(read).float()
         return scores
+
+
+class Recurrent(Stage):
+    def blocks(self, previous: Tensor, states: Tensor, logits: Tensor) -> Tensor:
+        memory, every = None, []
+        for slot in range(previous.shape[-1]):
+            said, memory = self(slot, previous[..., slot], states[..., slot, :], logits[..., slot, :], memory)
+            every.append(said)
+        return torch.stack(every, -2)
+
+
+class RecurrentMarkovHead(Recurrent):
+    """DSpark: the bias depends, through a gated state, on all tokens before."""
+
+    def __init__(self, design: Design) -> None:
+        super().__init__()
+        size, rank = design.body.hidden_size, design.markov_rank
+        self.markov_w1 = nn.Embedding(design.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, design.draft_vocab_size or design.vocab_size, bias=False)
+        self.joint_proj = nn.Linear(2 * rank + size, 3 * rank)
+
+    def forward(
+        self, slot: int, previous: Tensor, states: Tensor, logits: Tensor, memory: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        read = self.markov_w1(previous)
+        memory = torch.zeros_like(read) if memory is None else memory
+        gate, candidate, out = self.joint_proj(torch.cat([memory, read, states], -1)).chunk(3, -1)
+        kept = torch.sigmoid(gate)
+        return logits + self.markov_w2(torch.tanh(out)).float(), kept * memory + (1 - kept) * torch.tanh(candidate)
+
+
+class Domino(Recurrent):
+    """SpecForge: a GRU reads the tokens before, and corrects all slots but the first few."""
+
+    def __init__(self, design: Design) -> None:
+        super().__init__()
+        size, (inner, words, self.alone) = design.body.hidden_size, design.domino
+        self.prefix_gru = nn.GRU(size, inner, bias=False, batch_first=True)
+        self.embed_proj = nn.Sequential(
+            nn.Linear(size + inner, words, bias=False), nn.SiLU(), nn.Linear(words, design.vocab_size, bias=False)
+        )
+        self.embedding: tuple[Tensor, ...] = ()  # the target's, which is no part of it
+
+    def forward(
+        self, slot: int, previous: Tensor, states: Tensor, logits: Tensor, memory: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        read = F.embedding(previous, self.embedding[0]).to(states.dtype)
+        before = None if memory is None else memory.reshape(1, -1, memory.shape[-1])
+        seen = self.prefix_gru(read.reshape(-1, 1, read.shape[-1]), before)[0].view(*previous.shape, -1)
+        if slot < self.alone:
+            return logits, seen
+        return logits + self.embed_proj(torch.cat([states, seen], -1)).float(), seen
 
 
 class DFlashDraftModel(Network):
@@ -145,16 +220,17 @@ class DFlashDraftModel(Network):
         self.register_buffer("d2t", torch.zeros(vocab_size, dtype=torch.int64) if own else None)
         rank, candidates = design.selector
         self.candidate_selector = CandidateSelector(body.hidden_size, vocab_size, rank, candidates) if rank else None
-        rank, gated = design.markov_rank, design.markov_gated
-        self.markov_head = MarkovHead(body.hidden_size, design.vocab_size, vocab_size, rank, gated) if rank else None
+        markov = RecurrentMarkovHead if design.markov_kind == "rnn" else MarkovHead
+        self.markov_head = markov(design) if design.markov_rank else None
+        self.domino = Domino(design) if any(design.domino) else None
+        self.mask_embedding = nn.Parameter(torch.zeros(body.hidden_size)) if design.own_mask else None
 
     def read_as(self, reading: Design) -> None:
         self.design = reading
 
     @property
-    def stage(self) -> CandidateSelector | MarkovHead | None:
-        """What makes a token depend on the one before it."""
-        return self.candidate_selector or self.markov_head
+    def stage(self) -> Stage | None:
+        return self.candidate_selector or self.markov_head or self.domino
 
     @property
     def slots(self) -> list[Slots]:
@@ -239,7 +315,7 @@ class DFlash(Head[DFlashDraftModel]):
         with torch.device("meta"):
             head = DFlashDraftModel(designs[0])
         head.readings = designs
-        return head.fill(tensors, checkpoint, target, "fetch config.json and weights of one revision")
+        return head.fill(tensors, checkpoint, target, CURE)
 
     def __init__(self, target: Target, model: DFlashDraftModel | str, options: Options | None = None) -> None:
         super().__init__(target, model, options)
@@ -247,6 +323,8 @@ class DFlash(Head[DFlashDraftModel]):
         self.taps = head.design.taps
         self._target = target
         self._embedding = target.embed.get_parameter("weight")  # raw rows: some models scale what they look up
+        if head.domino is not None:
+            head.domino.embedding = (self._embedding,)
         self._angles = Rotary(head.design.body, target.device)
         self.history = HeadHistory(len(head.layers), head.dtype, target.device, self._angles)  # of the context alone
         self._root = torch.empty(0, dtype=torch.int64)  # [B]
@@ -328,23 +406,29 @@ class DFlash(Head[DFlashDraftModel]):
         if stage is None:
             written.take(self.head.whole(logits))
             return written.draft()
+        memory = None
         for i in range(states.shape[1]):
-            said = self.head.whole(stage(previous, states[:, i], logits[:, i]))
-            previous = written.take(said[:, None])[:, 0]
+            said, memory = stage(i, previous, states[:, i], logits[:, i], memory)
+            previous = written.take(self.head.whole(said)[:, None])[:, 0]
         return written.draft()
 
     def _tree(self, states: Tensor, logits: Tensor, budget: Budget) -> Draft:
         """The likeliest nodes."""
-        stage, level = self.head.stage, count(1)
+        stage, slots = self.head.stage, count()
         if stage is None:
             return _independent_tree(self.head.whole(logits).log_softmax(-1), budget)
+        memory: Tensor | None = None  # of the last level's nodes
+        rows = torch.arange(len(states), device=states.device)[:, None]
 
-        def after(tokens: Tensor, slot: int) -> Tensor:
+        def after(tokens: Tensor, parents: Tensor) -> Tensor:
+            nonlocal memory
+            slot = next(slots)
             there = (part[:, slot, None].expand(-1, tokens.shape[1], -1) for part in (states, logits))
-            return self.head.whole(stage(tokens, *there)).log_softmax(-1)
+            said, memory = stage(slot, tokens, *there, None if memory is None else memory[rows, parents])
+            return self.head.whole(said).log_softmax(-1)
 
-        first = after(self._root[:, None], 0)[:, 0]
-        return grow(first, lambda tokens, _: after(tokens, next(level)), budget, BRANCHES)
+        root = self._root[:, None]
+        return grow(after(root, torch.zeros_like(root))[:, 0], after, budget, BRANCHES)
 
     def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:
         """Cross-entropy to the target's distribution (to the text where it is unknown) in blocks at random places, slot
@@ -357,7 +441,7 @@ class DFlash(Head[DFlashDraftModel]):
         rows = torch.arange(len(asked), device=asked.device)[:, None, None]
         logits = self._logits(states)
         if self.head.stage is not None:
-            logits = self.head.stage(batch.inputs[rows, asked], states, logits)
+            logits = self.head.stage.blocks(batch.inputs[rows, asked], states, logits)
         logits = self.head.whole(logits)
         probs = batch.target_probs()
         wanted = batch.outputs[rows, asked] if probs is None else probs[rows, asked]
@@ -398,7 +482,11 @@ class DFlash(Head[DFlashDraftModel]):
         )
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, self._embedding).to(self.head.dtype) * self.head.design.embedding_scale
+        design, own = self.head.design, self.head.mask_embedding
+        rows = F.embedding(tokens.clamp_max(len(self._embedding) - 1), self._embedding).to(self.head.dtype)
+        if own is not None:
+            rows = torch.where((tokens == design.mask_token_id)[..., None], own, rows)
+        return rows * design.embedding_scale
 
     def _logits(self, states: Tensor) -> Tensor:
         """states [..., H] -> fp32 logits over the draft's vocabulary, before the last stage"""

@@ -15,7 +15,7 @@ drops them.
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -35,7 +35,7 @@ from specdemo.methods.heads.formats import eagle as files
 from specdemo.methods.heads.formats.eagle import Convention, absolute, default_taps
 from specdemo.methods.heads.layers import Layer, below, like, linear
 from specdemo.methods.heads.network import Network, as_target
-from specdemo.methods.heads.runtime import Columns, HeadHistory, Rotary, unrolled_mask, whole_rows
+from specdemo.methods.heads.runtime import Columns, HeadHistory, Kind, Rotary, unrolled_mask, whole_rows
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
 from specdemo.models.packed import RMSNorm, dtype_of
 from specdemo.training.losses import likeliest
@@ -48,9 +48,9 @@ TOKENS_WEIGHT = 0.1  # EAGLE-1: weight of the cross-entropy beside the distance 
 class EagleLayer(Layer):
     """`names` tells which norms it has: the first layer of EAGLE-1 none, that of EAGLE-3 one for each of its inputs."""
 
-    def __init__(self, config: LlamaConfig, index: int, names: Collection[str]) -> None:
+    def __init__(self, config: LlamaConfig, index: int, names: Collection[str], window: int = 0) -> None:
         doubled = "hidden_norm.weight" in names
-        super().__init__(config, index, names, inputs=2 * config.hidden_size if doubled else 0)
+        super().__init__(config, index, names, 2 * config.hidden_size if doubled else 0, (window, True))
         if "input_layernorm.weight" not in names:
             self.input_layernorm = nn.Identity()
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if doubled else None
@@ -89,8 +89,9 @@ class EagleHead(Network):
         read = 2 * size if convention.eagle1 else taps * target.hidden_size
         drafted = config.vocab_size if d2t is None else len(d2t)
         self.fc = linear(read, size, "fc", names)
+        self.windows = convention.windows or (0,) * config.num_hidden_layers
         self.layers = nn.ModuleList(
-            EagleLayer(config, i, below(names, f"layers.{i}.")) for i in range(config.num_hidden_layers)
+            EagleLayer(config, i, below(names, f"layers.{i}."), window) for i, window in enumerate(self.windows)
         )
         self.norm = RMSNorm(size, eps) if "norm.weight" in names else None
         self.lm_head = nn.Linear(size, drafted, bias=False) if "lm_head.weight" in names else None
@@ -276,8 +277,9 @@ class Eagle(Head[EagleHead]):
     def _chain(self, logits: Tensor, depth: int) -> Draft:
         written = Writing(self.choice)
         tokens = written.take(logits[:, None])
+        alone = torch.zeros_like(tokens) if any(self.head.windows) else None  # a level's window ends at the root
         while len(written) < depth:
-            self._states, logits = self.history.ahead().run(self._onward, tokens, self._states)
+            self._states, logits = self.history.ahead(parents=alone).run(self._onward, tokens, self._states)
             tokens = written.take(logits)
         return written.draft(self.head.words)
 
@@ -298,8 +300,9 @@ class Eagle(Head[EagleHead]):
         total = embedded.new_zeros(())
         metrics: dict[str, float] = {}
         for step in range(min(1 if eagle1 else UNROLLED, last)):
-            mask = unrolled_mask(columns, step) if step else None
-            at = whole_rows(columns[None, step:], self._angles, last, mask, cache)
+            at = whole_rows(columns[None, step:], self._angles, last, None, cache)
+            if step or any(head.windows):
+                at.see = partial(_unrolled, columns, step)
             states = head(embedded[:, step:], features, at)
             loss, agreed = _compare(head, states, said[:, step + 1 :])
             if eagle1:
@@ -316,6 +319,10 @@ class Eagle(Head[EagleHead]):
 
 def _log(logits: Tensor) -> Tensor:
     return logits.float().log_softmax(-1)
+
+
+def _unrolled(columns: Tensor, step: int, kind: Kind) -> Tensor:
+    return unrolled_mask(columns, step, kind[0])
 
 
 def _compare(head: EagleHead, states: Tensor, said: Tensor) -> tuple[Tensor, float]:

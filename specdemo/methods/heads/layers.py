@@ -14,6 +14,7 @@ from transformers.activations import ACT2FN
 
 from specdemo.core.protocol import Target
 from specdemo.methods.heads.runtime import FULL, Columns, Kind, Rope
+from specdemo.models.masks import additive
 from specdemo.models.packed import RMSNorm, joined, packs
 from specdemo.models.target import HFTarget
 
@@ -68,6 +69,8 @@ class Attention(nn.Module):
         self.qkv: nn.Linear | None = None
         self.o_proj = linear(queries, size, "self_attn.o_proj", names)
         normed = "self_attn.q_norm.weight" in names
+        sink = "self_attn.attention_sink_bias" in names
+        self.attention_sink_bias = nn.Parameter(torch.zeros(self.heads)) if sink else None
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if normed else None
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if normed else None
 
@@ -84,10 +87,24 @@ class Attention(nn.Module):
             k, v = at.cache.update(k, v, self.index)
         mask = at.mask(self.kind)
         causal = mask is None and self.kind[1] and x.shape[1] > 1
+        if self.attention_sink_bias is not None:
+            k, v, mask, causal = *self._sunk(k, v, mask, causal, x.shape[1]), False
         grouped = self.heads != self.kv_heads
         seen = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
         out: Tensor = self.o_proj(seen.transpose(1, 2).flatten(2))
         return out
+
+    def _sunk(self, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, width: int) -> tuple[Tensor, ...]:
+        """One more key, of nothing, which every query sees with its head's logit -> k, v, and an additive mask."""
+        assert self.attention_sink_bias is not None
+        if mask is None:
+            seen = torch.ones(1, 1, width, k.shape[2], dtype=torch.bool, device=k.device)
+            mask = seen.tril() if causal else seen
+        mask = additive(mask, k.dtype) if mask.dtype == torch.bool else mask
+        sink = self.attention_sink_bias.to(k.dtype).view(1, -1, 1, 1)
+        rows = len(mask), self.heads, mask.shape[2]
+        wide = torch.cat([mask.expand(*rows, -1), sink.expand(*rows, 1)], -1)
+        return F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1)), wide
 
     def remember(self, x: Tensor, at: Columns) -> None:
         """Put the keys and values of x [B, S, D] into the cache, and no more."""

@@ -130,11 +130,10 @@ class Module(nn.Module):
 class SequentialModules(Heads):
     """Modules of the target's family. A single one may be applied any number of times."""
 
-    def __init__(self, target: Target, modules: int, hidden_first: bool = False) -> None:
-        """hidden_first: eh_proj reads [hidden; embedding]. Raises ValueError for a target of another build."""
+    def __init__(self, target: Target, modules: int) -> None:
+        """Raises ValueError for a target of another build."""
         config, layer, norm, rotary = _family(target, modules)
         super().__init__(target, config, rotary, [Module(config, norm, layer(config, i)) for i in range(modules)])
-        self.hidden_first = hidden_first
         self.convention = Convention()
 
     @property
@@ -148,7 +147,7 @@ class SequentialModules(Heads):
     def step(self, index: int, hidden: Tensor, tokens: Tensor, at: Columns) -> tuple[Tensor, Tensor]:
         module: Any = self.layers[index % len(self)]
         parts = [module.enorm(self.shared.embed(tokens).to(self.dtype)), module.hnorm(hidden)]
-        joined = torch.cat(parts[::-1] if self.hidden_first else parts, -1)
+        joined = torch.cat(parts[::-1] if self.convention.hidden_first else parts, -1)
         plain = self._run(module.block, module.eh_proj(joined), at)
         state = module.norm(plain)
         return state, state if self.convention.hands_on_normed else plain
@@ -238,7 +237,7 @@ class MTP(Head[Heads]):
             return parallel.fill(files.parallel(checkpoint, parallel.config), checkpoint, target, cure)
         found = files.sequential(checkpoint, target)
         with torch.device("meta"):
-            made = SequentialModules(target, found.number, found.hidden_first)
+            made = SequentialModules(target, found.number)
         made.readings, made.convention = found.conventions, found.conventions[0]
         return made.fill(found.tensors, checkpoint, target, cure)
 
@@ -327,7 +326,7 @@ class MTP(Head[Heads]):
     def save(self, folder: Path, target_name: str) -> None:
         head, tensors = self.head, self.head.state_dict()
         if isinstance(head, SequentialModules):
-            modules = files.Modules(tensors, len(head), head.hidden_first, (head.convention,))
+            modules = files.Modules(tensors, len(head), (head.convention,))
             write_checkpoint(folder, *files.written_sequential(tensors, modules, head.config, head.below, target_name))
         else:
             params, named = files.written_parallel(tensors, len(head), head.config, head.below, target_name)

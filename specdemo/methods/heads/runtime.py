@@ -91,14 +91,14 @@ def whole_rows(
     return Columns(positions, angles(positions, beyond), lambda kind: mask, cache)
 
 
-def unrolled_mask(columns: Tensor, step: int) -> Tensor:
+def unrolled_mask(columns: Tensor, step: int, window: int = 0) -> Tensor:
     """The mask [1, 1, S, W] of unrolled step `step` (from 0): columns [A] from `step` on, keys of all steps in turn.
 
-    A draft of `step` tokens ends in column a: what is before it are observed columns, of step 0; of each later step
-    it sees the one column that is its own ancestor, and itself.
+    A draft of `step` tokens ends in column a: what is before it are observed columns, of step 0, as many as `window`
+    (0: all); of each later step it sees the one column that is its own ancestor, and itself.
     """
     queries = columns[step:, None]
-    seen = [columns <= queries - step]
+    seen = [(columns <= queries - step) & (columns > queries - step - (window or len(columns)))]
     seen += [columns[i:] == queries - step + i for i in range(1, step + 1)]
     return torch.cat(seen, 1)[None, None]
 
@@ -196,16 +196,25 @@ class HeadHistory:
         longest = max(self._tips)
         position, alike = longest + self._depth, min(self._tips) == longest
         self._depth += 1
-        positions = self._every[None, position : position + 1]
+        positions, tips = self._every[None, position : position + 1], self._every[None, longest : longest + 1]
         if not alike:
             tips = torch.tensor(self._tips, device=self._device)[:, None]
             positions = tips + (position - longest)
-        if alike and width == 1:
-            return self._columns(positions, position + 1, lambda kind: None)
         visible = F.pad(self._above, (longest, 0), value=True)
         if not alike:
             visible[:, :, :longest] &= (self._every[:longest] < tips)[:, None]
-        return self._columns(positions, position + 1, lambda kind: additive(visible, self._dtype)[:, None])
+
+        def see(kind: Kind) -> Tensor | None:
+            """Of what was observed, as far back as the last of it sees, however deep the level."""
+            near, window = visible, kind[0]
+            if 0 < window < longest:
+                near = visible.clone()
+                near[:, :, :longest] &= (self._every[:longest] >= tips - window)[..., None, :]
+            elif alike and width == 1:
+                return None
+            return additive(near, self._dtype)[:, None]
+
+        return self._columns(positions, position + 1, see)
 
     def _columns(self, positions: Tensor, beyond: int, see: Callable[[Kind], Tensor | None]) -> Columns:
         inside = beyond <= self._limit

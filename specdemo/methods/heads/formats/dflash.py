@@ -3,7 +3,8 @@
 h the drafter's hidden size (the target's too), V vocabulary, r rank. Dialects read:
 
 z-lab, SpecForge   `dflash_config` beside Qwen3's own keys; a key counts wherever of the two it stands. DFlash2 is the
-                   same with `attention_conv`, `mlp_conv` and `candidate_selector` tensors
+                   same with `attention_conv`, `mlp_conv` and `candidate_selector` tensors, Domino with `prefix_gru` and
+                   `embed_proj`; early files have those of the last stage below `logit_head.`
 DeepSpec           flat, class Qwen3DSparkModel, for DSpark and for plain DFlash (Markov rank 0) alike
 speculators        Qwen3's keys in `transformer_layer_config`; a draft vocabulary has its own lm_head, and `d2t` says
                    how far a draft token's id is from the target's
@@ -35,8 +36,12 @@ NAMES = {
     "midlayer.": "layers.0.",
     "encoder.fc.": "fc.",
     "encoder.output_norm_enc.": "hidden_norm.",
+    "logit_head.": "",
+    "prefix_gru.": "domino.prefix_gru.",
+    "embed_proj.": "domino.embed_proj.",
 }
-CLASSES = ("DFlash", "DSpark", "PEagle")
+CLASSES = ("DFlash", "DSpark", "Domino", "PEagle", "LiLiCorr")
+KNOWN = ("dflash", "dspark", "domino", "museglimmer")  # whose slots are known
 UNUSED = ("embed_tokens.", "lm_head.", "t2d", "verifier_", "confidence_head.")
 
 Kind = tuple[int, bool]  # of attention: its window (0: none), and whether a slot is blind to those behind it
@@ -60,7 +65,10 @@ class Design:
     convolution: tuple[int, int] = (0, 0)  # DFlash2: positions it spans, channel groups; 0: none
     selector: tuple[int, int] = (0, 0)  # DFlash2: rank, candidates; 0: none
     markov_rank: int = 0  # DSpark; 0: none
-    markov_gated: bool = False
+    markov_kind: str = "vanilla"  # or gated, or rnn
+    domino: tuple[int, int, int] = (0, 0, 0)  # width of its GRU and of its words, first slots it leaves alone; 0: none
+    own_mask: bool = False  # the mask token's embedding comes with the drafter
+    sinks: bool = False  # every attention head has a share of nothing in its softmax
 
     def __str__(self) -> str:
         return f"{'every slot' if self.from_anchor else 'the slots after the anchor'} and layers {self.taps}"
@@ -114,9 +122,9 @@ def found(checkpoint: Checkpoint, target: Target) -> Found:
             raise ValueError(f"the config of {name} lacks {key!r}; fetch the config.json of its authors")
     if not own_head and said.get("draft_vocab_size", target.vocab_size) != target.vocab_size:
         raise ValueError(f"{name} has a vocabulary of its own but no tensor d2t to the target's; fetch it again")
-    _check_fit(name, said, target)
+    _check_fit(name, said, target, "mask_embedding" in tensors)
     design = _design(said, family, tensors, _taps(name, said, tensors, target), target.vocab_size)
-    if "sample_from_anchor" in said or any(word in family for word in ("dflash", "dspark", "museglimmer")):
+    if {"sample_from_anchor", "shift_label"} & said.keys() or any(word in family for word in KNOWN):
         return Found(tensors, (design,))
     counted = [taps for shift in (0, 1) if min(taps := tuple(tap - shift for tap in design.taps)) >= 0]
     return Found(tensors, tuple(replace(design, taps=t, from_anchor=a) for t in counted for a in (False, True)))
@@ -181,6 +189,7 @@ def _design(
     said: Mapping[str, Any], family: str, tensors: Mapping[str, Tensor], taps: tuple[int, ...], vocab_size: int
 ) -> Design:
     selector, rank = tensors.get("candidate_selector.predecessor_codebook"), tensors.get("markov_head.markov_w1.weight")
+    anchored = said.get("sample_from_anchor", said.get("shift_label", "dspark" in family))
     return Design(
         body=_body(said),
         taps=taps,
@@ -188,7 +197,7 @@ def _design(
         mask_token_id=int(said["mask_token_id"]),
         vocab_size=vocab_size,
         kinds=_kinds(said),
-        from_anchor=bool(said.get("sample_from_anchor", "dspark" in family)),
+        from_anchor=bool(anchored),
         embedding_scale=float(said.get("input_embedding_scale", 1.0)),
         output_multiplier=float(said.get("output_multiplier", 1.0)),
         softcap=float(said.get("final_logit_softcapping", 0.0)),
@@ -196,8 +205,24 @@ def _design(
         convolution=_convolution(tensors),
         selector=(0, 0) if selector is None else (selector.shape[1], int(said.get("selector_top_k", 16))),
         markov_rank=0 if rank is None else rank.shape[1],
-        markov_gated="markov_head.gate_proj.weight" in tensors,
+        markov_kind=_markov_kind(tensors),
+        domino=_domino(said, tensors),
+        own_mask="mask_embedding" in tensors,
+        sinks="layers.0.self_attn.attention_sink_bias" in tensors,
     )
+
+
+def _markov_kind(tensors: Mapping[str, Tensor]) -> str:
+    if "markov_head.joint_proj.weight" in tensors:
+        return "rnn"
+    return "gated" if "markov_head.gate_proj.weight" in tensors else "vanilla"
+
+
+def _domino(said: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[int, int, int]:
+    gru, words = tensors.get("domino.prefix_gru.weight_hh_l0"), tensors.get("domino.embed_proj.0.weight")
+    if gru is None or words is None:
+        return 0, 0, 0
+    return gru.shape[1], len(words), int(said.get("pure_draft_prefix_len", 0))
 
 
 def _renamed(name: str) -> str:
@@ -212,11 +237,13 @@ def _refuse_kin(name: str, family: str, tensors: Mapping[str, Tensor]) -> None:
         raise ValueError(
             f"{name} is P-EAGLE, an EAGLE-3 head with mask rows, which nothing here reads; choose a DFlash"
         )
-    if "markov_head.joint_proj.weight" in tensors:
-        raise ValueError(f"{name} is a DSpark with a recurrent Markov head; choose one of type vanilla or gated")
+    if "lilicorr" in family or any(tensor.startswith("lilicorr.") for tensor in tensors):
+        raise ValueError(f"{name} is a LiLiCorr, whose candidates attend to each other, not read here; choose a DFlash")
+    if "mask_hidden" in tensors:
+        raise ValueError(f"{name} has a mask state of its own (mask_hidden), not read here; choose a DFlash")
 
 
-def _check_fit(name: str, said: Mapping[str, Any], target: Target) -> None:
+def _check_fit(name: str, said: Mapping[str, Any], target: Target, own_mask: bool) -> None:
     asked = {
         "hidden size": (said["hidden_size"], target.hidden_size),
         "vocabulary": (said.get("vocab_size", target.vocab_size), target.vocab_size),
@@ -227,7 +254,7 @@ def _check_fit(name: str, said: Mapping[str, Any], target: Target) -> None:
             raise ValueError(
                 f"{name} drafts for a target with {what} {theirs}, this one has {ours}; choose the one it was made for"
             )
-    if not 0 <= int(said["mask_token_id"]) < target.vocab_size:
+    if not own_mask and not 0 <= int(said["mask_token_id"]) < target.vocab_size:
         raise ValueError(
             f"the mask token {said['mask_token_id']} of {name} is not in a vocabulary of {target.vocab_size}"
         )
@@ -263,18 +290,18 @@ def _body(said: Mapping[str, Any]) -> Qwen3Config:
 
 
 def _kinds(said: Mapping[str, Any]) -> tuple[Kind, ...]:
-    """Windowed layers are causal unless the config, or transformers' own class, says otherwise."""
-    layers, window = int(said["num_hidden_layers"]), int(said.get("sliding_window", 0))
-    causal = said.get("causal", said.get("is_causal"))
+    """Layers typed as windowed are causal unless the config, or transformers' own class, says otherwise; where none is,
+    `use_swa` gives all a window."""
+    layers, window = int(said["num_hidden_layers"]), int(said.get("swa_window_size", said.get("sliding_window", 0)))
+    causal = said.get("is_causal", said.get("causal"))
     if said.get("sliding_window_non_causal"):
         causal = False
     if said.get("model_type") == "muse_glimmer_assistant":
         causal, window = False, window + 1  # there a window counts the distance, not the positions
-    types = said.get("layer_types") or ["full_attention"] * layers
-    if said.get("use_swa") and "layer_types" not in said:
-        types, window, causal = ["sliding_attention"] * layers, int(said["swa_window_size"]), bool(causal)
-    sliding = ["sliding" in kind for kind in types]
-    return tuple((window if slides else 0, slides if causal is None else bool(causal)) for slides in sliding)
+    sliding = ["sliding" in kind for kind in said.get("layer_types") or ["full_attention"] * layers]
+    blind = [slides if causal is None else bool(causal) for slides in sliding]
+    near = [True] * layers if said.get("use_swa") and not any(sliding) else sliding
+    return tuple((window if slides else 0, ahead) for slides, ahead in zip(near, blind, strict=True))
 
 
 def _convolution(tensors: Mapping[str, Tensor]) -> tuple[int, int]:

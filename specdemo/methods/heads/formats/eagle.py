@@ -1,5 +1,5 @@
-"""Files of EAGLE heads. Read are three dialects: the authors', SpecForge's (AngelSlim's is the same) and the one of
-vllm-project's speculators. `written` is the authors'.
+"""Files of EAGLE heads. Read are four dialects: the authors', SpecForge's (AngelSlim's is the same), DeepSpec's (whose
+`target_layer_ids` count layers from 0) and the one of vllm-project's speculators. `written` is the authors'.
 
 H hidden size of the target, D of the head, V vocabulary, W the part of it that the head drafts from.
 
@@ -11,6 +11,7 @@ So a file that leaves something open comes with several conventions, the documen
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +46,7 @@ class Convention:
     norm_before_residual: bool = False  # the first residual is the feature behind hidden_norm
     norm_output: bool = False  # EAGLE-3.1: the state is fed back behind the last norm
     feature_first: bool = False  # EAGLE-1: fc reads [feature; embedding]
+    windows: tuple[int, ...] = ()  # of the layers, in positions, 0: none; empty: none anywhere
 
     @property
     def eagle1(self) -> bool:
@@ -55,7 +57,8 @@ class Convention:
         if self.eagle1:
             return f"fc over {'feature and embedding' if self.feature_first else 'embedding and feature'}"
         residual = "normed" if self.norm_before_residual else "plain"
-        return f"layers {', '.join(map(str, self.taps))} and the {residual} residual"
+        back = ", states fed back normed" if self.norm_output else ""
+        return f"layers {', '.join(map(str, self.taps))} and the {residual} residual{back}"
 
 
 class Found(NamedTuple):
@@ -87,6 +90,8 @@ def found(checkpoint: Checkpoint, target: Target) -> Found:
     """Raises ValueError, one line, when the head is of an unknown build or belongs on another target."""
     stored = {n: t for n, t in checkpoint.tensors.items() if not SKIPPED.match(n)}
     tensors = {re.sub(r"^midlayer\.", FIRST, name): tensor for name, tensor in stored.items()}
+    if "fusion_fc.weight" in tensors:
+        raise ValueError(f"{checkpoint.name} is EAGLE-1 as speculators writes it, not read here; choose its EAGLE-3")
     for name in ("fc", FIRST + "self_attn.q_proj", FIRST + "self_attn.k_proj", FIRST + "mlp.gate_proj"):
         if f"{name}.weight" not in tensors:
             raise ValueError(f"{checkpoint.name} lacks {name}.weight; choose an EAGLE head in a format of its authors")
@@ -103,6 +108,7 @@ def _eagle3(said: Mapping[str, Any], target: Target) -> tuple[Convention, ...]:
     """Ids at the top level count as transformers' hidden_states do, those in `eagle_config` count layers from 0.
 
     Converters have copied lists from one place to the other unchanged, so the other way of counting is a reading too.
+    SpecForge, which never says `norm_before_residual`, at first trained on plain states where it says `norm_output`.
     """
     top, inner = said.get(LAYER_IDS), (said.get("eagle_config") or {}).get(LAYER_IDS)
     readings: list[Sequence[int]] = [default_taps(target.num_layers)]
@@ -110,13 +116,27 @@ def _eagle3(said: Mapping[str, Any], target: Target) -> tuple[Convention, ...]:
         readings = [top] if inner and _plus_one(inner) == list(top) else [top, _plus_one(top)]
     elif inner:
         readings = [_plus_one(inner), inner]
+    elif "target_layer_ids" in said:
+        readings = [_plus_one(said["target_layer_ids"])]
     residual = said.get("norm_before_residual")
     residuals = [bool(residual)]
+    fed_back = [bool(said.get("norm_output"))]
     if residual is None and "speculators_model_type" in said:
         residuals = [False, True]
-    fed_back = bool(said.get("norm_output"))
+    elif residual is None and fed_back[0]:
+        fed_back = [True, False]
     inside = [taps for taps in readings if max(taps) <= target.num_layers] or readings
-    return tuple(Convention(tuple(taps), before, fed_back) for taps in inside for before in residuals)
+    windows = _windows(said)
+    ways = product(inside, residuals, fed_back)
+    return tuple(Convention(tuple(taps), before, back, windows=windows) for taps, before, back in ways)
+
+
+def _windows(said: Mapping[str, Any]) -> tuple[int, ...]:
+    layer = said.get("transformer_layer_config") or said
+    window, types = int(layer.get("sliding_window") or 0), layer.get("layer_types") or ()
+    if len(types) != layer.get("num_hidden_layers"):  # copied from the target's config
+        return ()
+    return tuple(window if kind == "sliding_attention" else 0 for kind in types)
 
 
 def _plus_one(ids: Sequence[int]) -> list[int]:
@@ -208,4 +228,7 @@ def written(
         "norm_before_residual": convention.norm_before_residual,
         "norm_output": convention.norm_output,
     }
+    if any(convention.windows):
+        kinds = ["sliding_attention" if window else "full_attention" for window in convention.windows]
+        said |= {"layer_types": kinds, "sliding_window": max(convention.windows)}
     return said, {re.sub(f"^{FIRST}", "midlayer.", name): tensor for name, tensor in tensors.items()}

@@ -2,11 +2,13 @@
 
 L layers of the target, D modules, E experts. Sequential modules are read from four families, often out of the target's
 own files, of which nothing else is read: `model.layers.{L + i}.*` with `eh_proj` (DeepSeek, GLM; this is also written),
-`mtp.*` (Qwen), `model.mtp_layers.{i}.*` (MiMo; eh_proj reads the hidden state first). Parallel heads are
-`extra_heads.{i}.*` in the names of Meta's Llama, beside a params.json with `n_future_tokens`; their target is made of
-the file's `layers`, of which there are n_layers - n_future_tokens + 1.
+`mtp.*` (Qwen), `model.mtp_layers.{i}.*` (MiMo; eh_proj reads the hidden state first) and `mtp_layers.{i}.*`
+(speculators; the embedding first). Parallel heads are `extra_heads.{i}.*` in the names of Meta's Llama, beside a
+params.json with `n_future_tokens`; their target is made of the file's `layers`, of which there are
+n_layers - n_future_tokens + 1.
 
-What no file says is whether states are read and handed on behind a norm: several conventions, the likeliest first.
+What no file says is whether states are read and handed on behind a norm, and in MiMo's names what eh_proj reads first,
+where the config names no family: several conventions, the likeliest first.
 """
 
 import re
@@ -63,27 +65,30 @@ META = {
     "attention_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
 }
+HAND_ON_PLAIN = ("glm", "step", "ernie", "pangu")  # in the model_type of those that hand their state on as it is
 READS, HANDS_ON = "mtp_reads_normed", "mtp_hands_on_normed"  # config keys of this project
 
 
 @dataclass(frozen=True, slots=True)
 class Convention:
-    """Whether a module reads the target's state behind the target's final norm, and hands on its own behind its own."""
+    """Whether a module reads the target's state behind the target's final norm, and hands on its own behind its own;
+    and whether eh_proj reads [hidden; embedding] instead of [embedding; hidden]."""
 
     reads_normed: bool = True
     hands_on_normed: bool = True
+    hidden_first: bool = False
 
     def __str__(self) -> str:
         words = {True: "normed", False: "plain"}
-        return f"{words[self.reads_normed]} states in, {words[self.hands_on_normed]} states on"
+        order = ", the state before the embedding" if self.hidden_first else ""
+        return f"{words[self.reads_normed]} states in, {words[self.hands_on_normed]} states on{order}"
 
 
 class Modules(NamedTuple):
-    """Sequential modules: their tensors, how many, what eh_proj reads first, and the conventions they may follow."""
+    """Sequential modules: their tensors, how many, and the conventions they may follow."""
 
     tensors: Tensors
     number: int
-    hidden_first: bool
     conventions: tuple[Convention, ...]
 
 
@@ -136,21 +141,26 @@ def _wanted(name: str, target: Target) -> bool:
 def sequential(checkpoint: Checkpoint, target: Target) -> Modules:
     """Raises ValueError when they belong on a target of another width."""
     tensors = _fused(dict(_named(checkpoint.tensors, target.num_layers)))
-    hidden_first = any(MIMO.fullmatch(name) for name in checkpoint.tensors)
     joined = tensors.get("layers.0.eh_proj.weight")
     if joined is not None and joined.shape != (target.hidden_size, 2 * target.hidden_size):
         _refuse(checkpoint, "hidden size", joined.shape[0], target.hidden_size)
     count = 1 + max(int(name.split(".")[1]) for name in tensors)
-    return Modules(tensors, count, hidden_first, _conventions(checkpoint))
+    return Modules(tensors, count, _conventions(checkpoint))
 
 
 def _conventions(checkpoint: Checkpoint) -> tuple[Convention, ...]:
-    """DeepSeek's modules hand their state on as it is, others behind their norm; what was written here is sure."""
+    """As vLLM reads the families; what speculators trained and what was written here is sure."""
     config = checkpoint.config
     if READS in config:
         return (Convention(config[READS], config[HANDS_ON]),)
-    hands_on = "deepseek" not in str(config.get("model_type"))
-    return tuple(Convention(*both) for both in product((True, False), (hands_on, not hands_on)))
+    if "speculators_model_type" in config:
+        return (Convention(),)
+    family = str(config.get("model_type"))
+    hands_on = not any(name in family for name in HAND_ON_PLAIN)
+    orders = [False]
+    if any(MIMO.fullmatch(name) for name in checkpoint.tensors):
+        orders = [True] if "mimo" in family else [True, False]
+    return tuple(Convention(*way) for way in product((True, False), (hands_on, not hands_on), orders))
 
 
 def _named(tensors: Mapping[str, Tensor], layers: int) -> Iterator[tuple[str, Tensor]]:
@@ -166,7 +176,7 @@ def _named(tensors: Mapping[str, Tensor], layers: int) -> Iterator[tuple[str, Te
             assert match
             if not match[2].startswith(COPIES):
                 index = int(match[1]) - (layers if numbered else 0)
-                yield f"layers.{index}.{'block.' + match[2] if qwen else _part(match[2])}", tensor
+                yield f"layers.{index}.{_part(match[2])}", tensor
 
 
 def _part(name: str) -> str:
@@ -242,14 +252,14 @@ def written_sequential(
     tensors: Tensors, modules: Modules, config: PretrainedConfig, layers: int, target_name: str
 ) -> tuple[dict[str, Any], Tensors]:
     """config.json and tensors in DeepSeek's names, behind so many layers of the target."""
-    if modules.hidden_first:
+    (convention,) = modules.conventions
+    if convention.hidden_first:
         raise ValueError("modules that join [hidden; embedding] have no place in DeepSeek's format; train a fresh head")
     named = {}
     for name, tensor in tensors.items():
         _, index, part, kind = name.split(".", 3)
         inside = kind if part == "block" else f"{WRITTEN[part]}.{kind}"
         named[f"model.layers.{layers + int(index)}.{inside}"] = tensor
-    (convention,) = modules.conventions
     said = config.to_dict() | {
         "_name_or_path": target_name,  # transformers' own is a folder of this machine
         "num_hidden_layers": layers,
