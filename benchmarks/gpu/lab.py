@@ -111,6 +111,7 @@ class Synthetic:
     """
 
     exact: ClassVar[bool] = False
+    note: ClassVar[str] = ""
 
     def __init__(self, usual: Tensor, rates: tuple[float, ...] = RATES, seed: int = 0) -> None:
         self._usual, self._rates, self._coins, self._rule = usual, rates, Random(seed), Lossless()

@@ -107,6 +107,7 @@ def passes(
 def each_batch(
     target: Target, widths: Sequence[int], batches: Sequence[int], context: int
 ) -> Iterable[tuple[int, dict[int, float]]]:
+    """The milliseconds of a pass by its width, batch after batch until memory is full."""
     for batch in batches:
         try:
             yield batch, verify_costs(target, sorted({1, *widths}), 5, batch, context)
@@ -125,6 +126,7 @@ def fast(model: PreTrainedModel) -> HFTarget:
 
 
 def measured(command: str) -> Measured:
+    """When, from which code and by which command a profile is measured here."""
     return Measured(date=datetime.now(UTC).date().isoformat(), commit=commit(), versions=versions(), by=command)
 
 
@@ -176,6 +178,7 @@ def measure_profile(device: str = "auto", model: str | None = None) -> Profile:
 
 
 def passes_of(model: str, target: HFTarget, ms: dict[int, dict[int, float]]) -> Passes:
+    """Milliseconds by batch and width as a profile holds them."""
     rounded = {batch: {slots: round(value, 4) for slots, value in row.items()} for batch, row in ms.items()}
     dtype = str(target.dtype).removeprefix("torch.")
     return Passes(model=model, dtype=dtype, kernels=target.kernels, context=CONTEXT, ms=rounded)

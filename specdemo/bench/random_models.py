@@ -35,6 +35,7 @@ class Shape:
 
     @property
     def config(self) -> LlamaConfig | Qwen3Config:
+        """The shape as transformers describes it."""
         sizes: dict[str, Any] = {
             "vocab_size": self.vocabulary,
             "hidden_size": self.hidden,
@@ -53,6 +54,7 @@ class Shape:
 
     @property
     def parameters(self) -> int:
+        """The weights, the embedding included."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         layers = self.layers * (attention + 3 * self.hidden * self.feed_forward)
         return layers + self.vocabulary * self.hidden * (1 if self.tied else 2)

@@ -230,6 +230,7 @@ class DFlashDraftModel(Network):
 
     @property
     def stage(self) -> Stage | None:
+        """What chooses among the candidates behind the block; None: each slot for itself."""
         return self.candidate_selector or self.markov_head or self.domino
 
     @property
