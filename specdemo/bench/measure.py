@@ -16,8 +16,8 @@ from specdemo.bench.base import Report
 from specdemo.bench.result import Spread
 from specdemo.core.protocol import Drafter, GenerationConfig, Target
 from specdemo.core.reading import read_text
-from specdemo.core.tally import Tally, ratio, step_ms
-from specdemo.core.trace import RunTrace, StepEvent
+from specdemo.core.tally import Tally, ratio
+from specdemo.core.trace import RunTrace, StepEvent, step_ms
 from specdemo.engine.comparison import Comparison
 from specdemo.engine.loop import generate
 from specdemo.engine.session import Session

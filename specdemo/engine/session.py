@@ -16,6 +16,7 @@ import torch
 from specdemo.core.tally import Tally, so_far
 from specdemo.core.trace import RunTrace
 from specdemo.core.tree import ABSENT
+from specdemo.engine.clock import clock_of
 from specdemo.engine.comparison import Comparison
 from specdemo.engine.kept import Kept
 from specdemo.engine.lanes import LocalLane, RemoteLane, RunningLane, chat_of
@@ -182,6 +183,7 @@ def environment(target: HFTarget | None) -> dict[str, Any]:
         "threads": threads,
         "dtype": str(target.dtype).removeprefix("torch.") if target else "unknown precision",
         "kernels": target.kernels if target else "unknown",
+        "clock": clock_of(target.device) if target else "wall time",
         "versions": versions(),
         "commit": commit(),
         "date": datetime.now(UTC).date().isoformat(),

@@ -65,9 +65,10 @@ def finish(trace: RunTrace) -> str:
 def fates(event: StepEvent) -> list[Fate | None]:
     """What became of every drafted node of row 0; None where nothing was drafted.
 
-    Siblings are tried in order until one is accepted: those behind it, and nodes below a refused one, are not reached.
+    Siblings are tried in order until one is accepted: those behind it, nodes below a refused one and those behind the
+    end of the text are not reached.
     """
-    path = set(event.path[0])
+    path = {*event.path[0][: len(event.emitted[0]) + 1]}
     served: set[int] = set()  # kept slots one of whose children was accepted already
     verdicts: list[Fate | None] = []
     for slot, (token, parent) in enumerate(zip(event.drafted[0], event.parents[0], strict=True), start=1):
