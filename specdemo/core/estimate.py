@@ -17,12 +17,13 @@ from itertools import accumulate
 from math import exp, inf, pi, sqrt, tan
 from statistics import NormalDist, fmean
 
-SHARED_BLOCKS = 8  # of lanes that take turns
+SHARED_BLOCKS = 7  # of a run whose lanes take turns
 OWN_BLOCKS = 6  # of a lane by itself
 MANY_RUNS = 4  # from here on a run is a block
-FEW_STEPS = 2 * OWN_BLOCKS  # with fewer a run has no blocks
+FEW_STEPS = 6  # with fewer a run has no blocks
 FEW_RUNS = 3  # with fewer runs and as few steps there is no interval
 UNTOLD = "no clear difference"
+COLD = 0.05  # a thread that waited all the time but for an instant finds its caches cold: that much it may cost
 LEVEL = 0.95
 WIDEST = 5.0  # half an interval of ln S; what is wider says nothing
 
@@ -116,7 +117,15 @@ def speedup(plain: Runs, lane: Runs, shared: bool) -> Estimate | None:
     blocks = _blocks([(1, plain), (-1, lane)], shared)
     together = shared or _whole(plain, lane)
     drift = 0.0 if together else fmean(_drift(*pair) for pair in zip(plain, lane, strict=True))
-    return _around(value, _half(blocks, lost=1 if together else 2) + abs(drift))
+    cold = COLD * max(waited_share(runs) or 0.0 for runs in (plain, lane))
+    return _around(value, _half(blocks, lost=1 if together else 2) + abs(drift) + cold)
+
+
+def waited_share(runs: Runs) -> float | None:
+    """The part of the wall time that went by while the thread of a lane did not run; None: unknown."""
+    waited = [run.waited_ms for run in runs if run.waited_ms is not None]
+    wall = sum(waited) + sum(run.steps_ms for run in runs)
+    return round(sum(waited) / wall, 4) if waited and wall else None
 
 
 def t_quantile(freedom: int) -> float:
@@ -130,7 +139,7 @@ def t_quantile(freedom: int) -> float:
         (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384.0,
         (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160.0,
     )
-    return z + sum(term / freedom**power for power, term in enumerate(series, start=1))
+    return float(z + sum(term / freedom**power for power, term in enumerate(series, start=1)))
 
 
 def _around(value: float, half: float) -> Estimate:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from statistics import fmean, median, quantiles
 
-from specdemo.core.estimate import Estimate, Runs, Timed
+from specdemo.core.estimate import Estimate, Runs, Timed, waited_share
 
 WAITED = 0.10  # share of a lane's wall time in which its thread did not run
 SPREAD = 0.50  # of plain steps, all of one shape: from the 5th to the 95th percentile, by the median
@@ -13,13 +13,6 @@ CHEAPER = 0.97  # a step's cost in plain tokens; one token more cannot make a pa
 BUNCHED = 0.20  # median gap between pieces by the mean one; and the part of a request in which all of its text came
 PIECE = 16  # tokens in the average piece, as many as any lane drafts
 ENOUGH = 20  # steps, to speak of percentiles and thirds
-
-
-def waited_share(runs: Runs) -> float | None:
-    """The part of the wall time that went by while the thread of a lane did not run; None: unknown."""
-    waited = [run.waited_ms for run in runs if run.waited_ms is not None]
-    wall = sum(waited) + sum(run.steps_ms for run in runs)
-    return round(sum(waited) / wall, 4) if waited and wall else None
 
 
 def reasons(plain: Runs, lane: Runs, speed: Estimate) -> tuple[str, ...]:

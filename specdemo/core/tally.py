@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Self
 
-from specdemo.core.estimate import rate
-from specdemo.core.noise import waited_share
+from specdemo.core.estimate import rate, waited_share
 from specdemo.core.trace import LaneTrace, Number, StepEvent, step_ms, timed
 
 WINDOW = 16  # tokens that the rate of the moment is taken over

@@ -339,27 +339,35 @@ def _ratio(baseline: LaneTrace, lane: LaneTrace) -> float | None:
 
 
 def _trust(baseline: LaneTrace, lane: LaneTrace, value: float | None, schedule: str) -> dict[str, Any]:
-    seen, outside = _estimated(baseline, lane, schedule)
+    seen = None if value is None else judged(baseline, lane, schedule)
     if value is None or seen is None:
         return {"speedup_low": None, "speedup_high": None, "noisy": False, "reasons": []}
-    judged = noise.of_servers if outside else noise.reasons
-    why = judged(timed(baseline, outside), timed(lane, outside), seen)
     low, high = (None if end is None else round(value * end / seen.value, 4) for end in (seen.low, seen.high))
-    return {"speedup_low": low, "speedup_high": high, "noisy": bool(why), "reasons": [*why]}
+    return {"speedup_low": low, "speedup_high": high, "noisy": seen.noisy, "reasons": [*seen.reasons]}
 
 
-def _estimated(baseline: LaneTrace, lane: LaneTrace, schedule: str) -> tuple[Estimate | None, bool]:
-    """The speed-up from the steps alone, and whether it is of whole requests."""
+def judged(baseline: LaneTrace, lane: LaneTrace, schedule: str) -> Estimate | None:
+    """The speed-up as the steps alone say it, and why it should be measured again."""
     outside = baseline.remote is not None or lane.remote is not None
-    shared = schedule == "race" and not outside
-    return speedup(timed(baseline, outside), timed(lane, outside), shared), outside
+    runs = timed(baseline, outside), timed(lane, outside)
+    seen = speedup(*runs, shared=schedule == "race" and not outside)
+    why = noise.of_servers if outside else noise.reasons
+    return seen and replace(seen, reasons=why(*runs, seen))
 
 
-def estimate(row: Mapping[str, Any]) -> Estimate | None:
-    """A row of `comparison` as the number it holds; None where it has no speed-up."""
+def estimates(trace: RunTrace) -> list[Estimate | None]:
+    """The speed-up of every lane beside lane 0, from its row of `comparison` where it has one."""
+    rows = [*trace.comparison, *[{}] * len(trace.lanes)]
+    return [
+        _stored(row) if "speedup" in row else judged(trace.lanes[0], lane, trace.schedule)
+        for lane, row in zip(trace.lanes[1:], rows, strict=False)
+    ]
+
+
+def _stored(row: Mapping[str, Any]) -> Estimate | None:
     value, low, high = (_number(row.get(name)) for name in ("speedup", "speedup_low", "speedup_high"))
     why = row.get("reasons")
-    return None if value is None else Estimate(value, low, high, tuple(why) if isinstance(why, list) else ())
+    return Estimate(value, low, high, tuple(why) if isinstance(why, list) else ()) if value else None
 
 
 def _speed(lane: LaneTrace) -> float | None:

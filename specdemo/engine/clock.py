@@ -57,7 +57,7 @@ class CpuStopwatch:
 class CudaStopwatch:
     """CUDA events on the current stream; `read` is the step's one host synchronisation."""
 
-    wall_ms = None
+    wall_ms: float | None = None
 
     def __init__(self) -> None:
         self._events: list[torch.cuda.Event] = []

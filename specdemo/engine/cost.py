@@ -10,13 +10,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import isfinite
 from operator import mul
 from statistics import fmean, linear_regression, pstdev
 from typing import TYPE_CHECKING, Any
 
 from specdemo.core.estimate import Estimate, t_quantile
 from specdemo.core.tally import Step, summarise
-from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, compare, estimate, step_ms
+from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, estimates, step_ms
 from specdemo.methods import BASELINE, load_drafter
 
 if TYPE_CHECKING:  # a page predicts from a stored run before torch is there
@@ -168,11 +169,8 @@ def measure(
 def prediction(trace: RunTrace) -> list[dict[str, Any]]:
     """One entry per speculative lane: lane, predicted_speedup (as it ran), best_k (0: off), best_speedup, sentence.
     The numbers are None where too little was decoded to say."""
-    rows: Sequence[Mapping[str, Any]] = trace.comparison
-    if len(rows) != len(trace.lanes) - 1:  # not judged yet
-        rows = [compare(trace.lanes[0], lane, True, schedule=trace.schedule) for lane in trace.lanes[1:]]
-    lanes = zip(trace.lanes[1:], rows, strict=True)
-    return [_predicted(trace.lanes[0], lane, estimate(row)) for lane, row in lanes]
+    lanes = zip(trace.lanes[1:], estimates(trace), strict=True)
+    return [_predicted(trace.lanes[0], lane, speed) for lane, speed in lanes]
 
 
 def _predicted(plain: LaneTrace, lane: LaneTrace, speed: Estimate | None) -> dict[str, Any]:
@@ -216,11 +214,11 @@ class Foreseen:
             return None
         best = costs.best_k(min(LONGEST, 2 * costs.k))
         gain = costs.speedup(best) / costs.speedup(costs.k)
-        if best == costs.k:
+        if best == costs.k or min(len(plain), len(lane)) <= PARTS:
             return cls(costs, best, Estimate(gain))
         parts = [observed([_without(plain, part)], [_without(lane, part)], k) for part in range(PARTS)]
         gains = [part.speedup(best) / part.speedup(costs.k) for part in parts if part]
-        if len(gains) < PARTS:
+        if len(gains) < PARTS or not all(map(isfinite, gains)):
             return cls(costs, best, Estimate(gain))
         half = t_quantile(PARTS - 1) * (PARTS - 1) * pstdev(gains) / PARTS**0.5
         return cls(costs, best, Estimate(gain, gain - half, gain + half))
