@@ -1,6 +1,6 @@
 """How suites measure. Repeats are interleaved (A B C A B C), so that a machine that warms up or slows down touches
-every lane alike; a number is the median over the repeats with their quartiles. A suite that is stopped keeps its
-finished repeats."""
+every lane alike; a number is that of all runs together, with its 95 % interval from three repeats on. A suite that is
+stopped keeps its finished repeats."""
 
 import json
 from collections import Counter, defaultdict
@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from specdemo.bench.base import Report
-from specdemo.bench.result import Spread
+from specdemo.bench.result import ALL, THOROUGH, Spread
+from specdemo.core import noise
+from specdemo.core.estimate import Estimate, Timed, rate, speedup
 from specdemo.core.protocol import Drafter, GenerationConfig, Target
 from specdemo.core.reading import read_text
 from specdemo.core.tally import Tally, ratio
-from specdemo.core.trace import RunTrace, StepEvent, step_ms
+from specdemo.core.trace import RunTrace, StepEvent, step_ms, timed_events
 from specdemo.engine.comparison import Comparison
 from specdemo.engine.loop import generate
 from specdemo.engine.session import Session
@@ -26,7 +28,6 @@ from specdemo.models.hub import Cancelled
 Tick = Callable[[float], None]  # share of a repeat done; raises Stopped
 T = TypeVar("T")
 
-ALL = "all"
 WARM_UP_TOKENS = 8
 MAX_QUESTIONS = 2000
 QUESTIONS_BYTES = 16_000_000
@@ -73,12 +74,14 @@ class Totals:
     rows: list[Tally] = field(default_factory=list)
     ms: float = 0.0  # of decoding, not the prefill
     prefills: list[float] = field(default_factory=list)
+    runs: list[Timed] = field(default_factory=list)
 
     def add(self, events: Sequence[StepEvent]) -> None:
         rows = [Tally.of(events, row) for row in range(len(events[0].emitted))]
         self.rows += rows
         self.ms += rows[0].ms
         self.prefills.append(step_ms(events[0]))
+        self.runs.append(timed_events(events))
 
     @property
     def tokens_per_s(self) -> float:
@@ -97,14 +100,27 @@ def tally_row(lane: str, where: Mapping[str, Any], own: Sequence[Totals], plain:
     """The row of a lane from its tallies and those of plain decoding, one per repeat. `where`: the columns that say
     which row it is."""
     last = own[-1]  # greedy: every repeat drafts and accepts the same
+    ours, theirs = ([run for totals in lane for run in totals.runs] for lane in (own, plain))
+    speed = Estimate(1.0, 1.0, 1.0) if own is plain else speedup(theirs, ours, shared=False)
+    if speed and own is not plain:
+        speed = replace(speed, reasons=noise.reasons(theirs, ours, speed))
     return {
         "lane": lane,
         **where,
-        "tokens/s": Spread.of([t.tokens_per_s for t in own]),
-        "speed-up": Spread.of([t.tokens_per_s / (p.tokens_per_s or 1.0) for t, p in zip(own, plain, strict=True)]),
+        "tokens/s": _thorough(rate(ours), len(own)),
+        "speed-up": _thorough(speed, len(own)),
         "accepted": last.acceptance_rate,
         "tokens/pass": last.tokens_per_pass,
     }
+
+
+def _thorough(number: Estimate | None, repeats: int) -> Estimate | None:
+    """Rounded; with its interval where there are enough repeats to confirm it."""
+    if number is None:
+        return None
+    ends = (number.low, number.high) if repeats >= THOROUGH else (None, None)
+    low, high = (None if end is None else round(end, 4) for end in ends)
+    return replace(number, value=round(number.value, 4), low=low, high=high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +145,8 @@ class Compared:
 
     def _row(self, lane: int, where: Mapping[str, Any], category: str) -> dict[str, Any]:
         of = [tallies[category] for tallies in self.tallies]
-        row = tally_row(self.names[lane], where, [t[lane] for t in of], [t[0] for t in of])
+        plain = [t[0] for t in of]
+        row = tally_row(self.names[lane], where, [t[lane] for t in of] if lane else plain, plain)
         verdict = self.verdicts[lane]
         words = (f"{count} {word}" if len(verdict) > 1 else word for word, count in verdict.items())
         return row | {"output": ", ".join(words) or None}
@@ -223,7 +240,8 @@ def along(
     rows = []
     for number, place in enumerate(places):
         for index, name in enumerate(lanes):
-            own, plain = ([tallies[number][i] for tallies in done] for i in (index, 0))
+            plain = [tallies[number][0] for tallies in done]
+            own = [tallies[number][index] for tallies in done] if index else plain
             row = tally_row(name, {axis: place.value}, own, plain)
             rows.append(row | {"TTFT ms": Spread.of([sum(t.prefills) / len(t.prefills) for t in own])})
     return rows, remarks, len(done)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from specdemo.bench.result import Result, Spread, write_result
+from specdemo.bench.result import THOROUGH, Cell, Result, best, ends, noisy, write_result
 from specdemo.bench.table import table
 from specdemo.core.estimate import Estimate
 from specdemo.core.tally import summarise
@@ -88,18 +88,32 @@ def _conditions(trace: RunTrace) -> str:
 
 
 def bench_report(result: Result) -> str:
-    """A row per lane: medians, and the middle half of the repeats in brackets."""
+    """A row per lane: the numbers of all repeats together and their intervals."""
     names = list(dict.fromkeys(name for row in result.rows for name in row))
     rows = [[_cell(row.get(name)) for name in names] for row in result.rows]
     environment = result.environment
     where = f"{environment['device']}, {environment['threads']} thread(s), {environment['dtype']}"
-    title = f"{result.suite} | {where} | {result.repeats} repeats, median [quartiles]"
-    return "\n".join([title, "", table(names, rows), "", *result.remarks])
+    title = f"{result.suite} | {where} | {conditions(result)}"
+    last = [best(result), noisy(result)]
+    return "\n".join([title, "", table(names, rows), "", *result.remarks, *(sentence(text) for text in last if text)])
+
+
+def conditions(result: Result) -> str:
+    """How often it was measured, by which clock, and what stands in brackets."""
+    repeats = f"{result.repeats} repeat{'s' * (result.repeats != 1)}"
+    clock = result.environment.get("clock")
+    return ", ".join(filter(None, [repeats, clock, "95 % intervals" if result.repeats >= THOROUGH else ""]))
+
+
+def sentence(text: str) -> str:
+    """It begins with a capital letter."""
+    return text[:1].upper() + text[1:]
 
 
 def _cell(value: Any) -> str:
-    if isinstance(value, Spread):
-        return f"{value.median:.4g} [{value.q1:.4g} {value.q3:.4g}]"
+    if isinstance(value, Cell):
+        number, low, high = ends(value)
+        return f"{number:.4g}" + ("" if low is None or high is None else f" [{low:.4g} {high:.4g}]")
     if isinstance(value, float):
         return f"{value:.3g}"
     return NONE if value is None else str(value)

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, FailFast, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
-from specdemo.core.estimate import Estimate
 from specdemo.core.bounds import FILE, Bounds, judge, parsing
+from specdemo.core.estimate import Estimate
 from specdemo.core.files import write_text
 from specdemo.core.reading import read
 
@@ -40,6 +40,11 @@ Cell = Spread | Estimate  # a number of several runs
 def ends(cell: Cell) -> tuple[float, float | None, float | None]:
     """Its value, and from where to where it may be told: of an older result the middle half of the repeats."""
     return (cell.median, cell.q1, cell.q3) if isinstance(cell, Spread) else (cell.value, cell.low, cell.high)
+
+
+def told(cell: Cell) -> str:
+    """Of a speed-up: `1.97x, 1.86 to 2.07`."""
+    return Estimate(*ends(cell)).told()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +125,14 @@ def _parsed(content: str | bytes, bounds: Bounds) -> Result:
         raise ValueError(f"not a specdemo result: {where[:100] or 'the file'}: {first['msg']}") from None
     if stored.axis is not None and not any(stored.axis in row for row in stored.rows):
         raise ValueError(f"not a specdemo result: no row has its axis {stored.axis[:40]!r}")
-    rows = [{name: _cell(value) for name, value in row.items()} for row in stored.rows]
+    rows = [{name: _cell(value, stored.repeats) for name, value in row.items()} for row in stored.rows]
     known = (stored.suite, stored.repeats, stored.config, stored.environment, rows, stored.remarks, stored.axis)
     return Result(*known)
 
 
-def _cell(value: Any) -> Any:
+def _cell(value: Any, repeats: int) -> Any:
+    if isinstance(value, _Spread) and repeats < THOROUGH:  # its quartiles say nothing
+        return Estimate(value.median)
     if isinstance(value, _Estimate):
         return Estimate(value.value, value.low, value.high, tuple(value.reasons))
     return Spread(value.median, value.q1, value.q3) if isinstance(value, _Spread) else value
@@ -147,7 +154,19 @@ def best(result: Result) -> str:
     if beside:
         names = " and ".join(_place(row, result.axis) for row in (top, *beside))
         return f"no clear difference between the best, {names}, at {value:.2f} times as fast as plain decoding."
-    return f"at best {top['speed-up'].told('x')} as fast as plain decoding, {_place(top, result.axis)}."
+    return f"at best {told(top['speed-up'])} as fast as plain decoding, {_place(top, result.axis)}."
+
+
+def noisy(result: Result) -> str:
+    """Which numbers a second run may not confirm, and why; empty where there are none."""
+    rows = [row for row in result.rows if isinstance(row.get("speed-up"), Estimate) and row["speed-up"].noisy]
+    if not rows:
+        return ""
+    first = rows[0]
+    return (
+        f"Noisy machine, repeat: {len(rows)} of {len(result.rows)} rows may not be confirmed by a second run, such as "
+        f"{_place(first, result.axis)}: {'; '.join(first['speed-up'].reasons)}."
+    )
 
 
 def is_baseline(speed: Cell) -> bool:

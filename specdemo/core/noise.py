@@ -35,18 +35,21 @@ def _waiting(plain: Runs, lane: Runs) -> Iterator[str]:
 
 
 def _restless(plain: Runs) -> Iterator[str]:
-    for run in plain:
-        times = [ms for _, ms in run.steps]
-        if len(times) < ENOUGH or not median(times):
-            continue
-        fences = quantiles(times, n=20)
-        spread = (fences[-1] - fences[0]) / median(times)
-        if spread > SPREAD:
-            yield f"plain steps, all alike, differed by {spread:.0%} of their time"
-        third = len(times) // 3
-        change = _change(times[:third], times[-third:])
-        if abs(change) > DRIFT:
-            yield f"plain steps took {abs(change):.0%} {'more' if change > 0 else 'less'} time at the end"
+    """In the middle one of several runs."""
+    long = [[ms for _, ms in run.steps] for run in plain if len(run.steps) >= ENOUGH]
+    if not long:
+        return
+    spread = median(_spread(times) for times in long)
+    if spread > SPREAD:
+        yield f"plain steps, all alike, differed by {spread:.0%} of their time"
+    change = median(_change(times[: len(times) // 3], times[-(len(times) // 3) :]) for times in long)
+    if abs(change) > DRIFT:
+        yield f"plain steps took {abs(change):.0%} {'more' if change > 0 else 'less'} time at the end"
+
+
+def _spread(times: Sequence[float]) -> float:
+    fences = quantiles(times, n=20)
+    return (fences[-1] - fences[0]) / median(times) if median(times) else 0.0
 
 
 def _change(first: Sequence[float], last: Sequence[float]) -> float:

@@ -276,17 +276,25 @@ def timed(lane: LaneTrace, whole: bool = False) -> Runs:
 
 
 def _timed(lane: LaneTrace, events: Sequence[StepEvent], whole: bool) -> Timed:
-    steps = [(_size(event, lane.remote is not None), step_ms(event)) for event in events[1:]]
-    tokens = sum(len(event.emitted[0]) for event in events[0 if whole else 1 :])
+    run = timed_events(events)
+    if not whole or not events:
+        return run
+    tokens = run.tokens + len(events[0].emitted[0])
     if lane.remote and not lane.remote.counted:
         tokens = lane.remote.tokens or 0
-    first = step_ms(events[0]) if whole and events else 0.0
-    walls = [event.wall_ms - step_ms(event) for event in events[1:] if event.wall_ms is not None]
-    return Timed(steps, tokens, first, max(sum(walls), 0.0) if walls else None)
+    return replace(run, tokens=tokens, first_ms=step_ms(events[0]))
 
 
-def _size(event: StepEvent, remote: bool) -> int:
-    return len(event.emitted[0]) if remote else sum(token >= 0 for token in event.drafted[0])
+def timed_events(events: Sequence[StepEvent]) -> Timed:
+    """What decoding took, all rows together; the prefill is left out. Of a server's pieces sizes are in tokens."""
+    steps, waited = [], []
+    for event in events[1:]:
+        drafted = sum(token >= 0 for row in event.drafted for token in row)
+        steps.append((drafted if event.path[0] else len(event.emitted[0]), step_ms(event)))
+        if event.wall_ms is not None:
+            waited.append(event.wall_ms - step_ms(event))
+    tokens = sum(len(row) for event in events[1:] for row in event.emitted)
+    return Timed(steps, tokens, waited_ms=max(sum(waited), 0.0) if waited else None)
 
 
 def step_ms(event: StepEvent) -> float:

@@ -60,9 +60,7 @@ def test_a_slower_lane_is_said_to_be_slower_and_why():
     speed = "0.40x, 0.40 to 0.40".split()
     assert rows(report)[1] == ["slow", "7", "40.0", *speed, "0%", "1.00", "30.0", "same", "distribution"]
     assert "| temperature 0.8 |" in report
-    assert (
-        "slow: Slower (0.40x, 0.40 to 0.40): a step costs 2.50x a plain token and yields 1.00 tokens; 0%" in report
-    )
+    assert "slow: Slower (0.40x, 0.40 to 0.40): a step costs 2.50x a plain token and yields 1.00 tokens; 0%" in report
 
     assert "turn it off: no draft length is predicted to beat plain decoding." in report
 
