@@ -14,8 +14,7 @@ from specdemo.bench.prompts import PROMPTS
 from specdemo.bench.result import Result, Spread
 from specdemo.core.protocol import Budget, Drafter, GenerationConfig, Progress
 from specdemo.core.sampling import Sampling
-from specdemo.core.tally import step_ms
-from specdemo.core.trace import StepEvent
+from specdemo.core.trace import StepEvent, step_ms
 from specdemo.core.tree import Draft
 from specdemo.engine.loop import generate
 from specdemo.engine.race import race

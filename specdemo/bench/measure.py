@@ -1,6 +1,6 @@
 """How suites measure. Repeats are interleaved (A B C A B C), so that a machine that warms up or slows down touches
-every lane alike; a number is the median over the repeats with their quartiles. A suite that is stopped keeps its
-finished repeats."""
+every lane alike; a number is that of all runs together, with its 95 % interval from three repeats on. A suite that is
+stopped keeps its finished repeats."""
 
 import json
 from collections import Counter, defaultdict
@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from specdemo.bench.base import Report
-from specdemo.bench.result import Spread
+from specdemo.bench.result import ALL, THOROUGH, Spread
+from specdemo.core import noise
 from specdemo.core.accept import AcceptRule
+from specdemo.core.estimate import Estimate, Timed, rate, speedup
 from specdemo.core.protocol import GenerationConfig, Target
 from specdemo.core.reading import read_text
 from specdemo.core.sampling import Sampling
-from specdemo.core.tally import Tally, ratio, step_ms
-from specdemo.core.trace import RunTrace, StepEvent
+from specdemo.core.tally import Tally, ratio
+from specdemo.core.trace import RunTrace, StepEvent, step_ms, timed_events
 from specdemo.engine.comparison import Comparison
 from specdemo.engine.loop import generate
 from specdemo.engine.session import Session
@@ -30,7 +32,6 @@ from specdemo.models.hub import Cancelled
 Tick = Callable[[float], None]  # share of a repeat done; raises Stopped
 T = TypeVar("T")
 
-ALL = "all"
 WARM_UP_TOKENS = 8
 MAX_QUESTIONS = 2000
 QUESTIONS_BYTES = 16_000_000
@@ -77,6 +78,7 @@ class Totals:
     rows: list[Tally] = field(default_factory=list)
     ms: float = 0.0  # of decoding, not the prefill
     prefills: list[float] = field(default_factory=list)
+    runs: list[Timed] = field(default_factory=list)
 
     def add(self, events: Sequence[StepEvent]) -> None:
         """Count one generation's steps, of all its rows."""
@@ -84,6 +86,7 @@ class Totals:
         self.rows += rows
         self.ms += rows[0].ms
         self.prefills.append(step_ms(events[0]))
+        self.runs.append(timed_events(events))
 
     @property
     def tokens_per_s(self) -> float:
@@ -105,14 +108,27 @@ def tally_row(lane: str, where: Mapping[str, Any], own: Sequence[Totals], plain:
     """The row of a lane from its tallies and those of plain decoding, one per repeat. `where`: the columns that say
     which row it is."""
     every = Totals([row for totals in own for row in totals.rows])
+    ours, theirs = ([run for totals in lane for run in totals.runs] for lane in (own, plain))
+    speed = Estimate(1.0, 1.0, 1.0) if own is plain else speedup(theirs, ours, shared=False)
+    if speed and own is not plain:
+        speed = replace(speed, reasons=noise.reasons(theirs, ours, speed))
     return {
         "lane": lane,
         **where,
-        "tokens/s": Spread.of([t.tokens_per_s for t in own]),
-        "speed-up": Spread.of([t.tokens_per_s / (p.tokens_per_s or 1.0) for t, p in zip(own, plain, strict=True)]),
+        "tokens/s": _thorough(rate(ours), len(own)),
+        "speed-up": _thorough(speed, len(own)),
         "accepted": every.acceptance_rate,
         "tokens/pass": every.tokens_per_pass,
     }
+
+
+def _thorough(number: Estimate | None, repeats: int) -> Estimate | None:
+    """Rounded; with its interval where there are enough repeats to confirm it."""
+    if number is None:
+        return None
+    ends = (number.low, number.high) if repeats >= THOROUGH else (None, None)
+    low, high = (None if end is None else round(end, 4) for end in ends)
+    return replace(number, value=round(number.value, 4), low=low, high=high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +153,8 @@ class Compared:
 
     def _row(self, lane: int, where: Mapping[str, Any], category: str) -> dict[str, Any]:
         of = [tallies[category] for tallies in self.tallies]
-        row = tally_row(self.names[lane], where, [t[lane] for t in of], [t[0] for t in of])
+        plain = [t[0] for t in of]
+        row = tally_row(self.names[lane], where, [t[lane] for t in of] if lane else plain, plain)
         verdict = self.verdicts[lane]
         words = (f"{count} {word}" if len(verdict) > 1 else word for word, count in verdict.items())
         return row | {"output": ", ".join(words) or None}
@@ -243,7 +260,8 @@ def along(
     rows = []
     for number, place in enumerate(places):
         for index, name in enumerate(lanes):
-            own, plain = ([tallies[number][i] for tallies in done] for i in (index, 0))
+            plain = [tallies[number][0] for tallies in done]
+            own = [tallies[number][index] for tallies in done] if index else plain
             row = tally_row(name, {axis: place.value}, own, plain)
             rows.append(row | {"TTFT ms": Spread.of([sum(t.prefills) / len(t.prefills) for t in own])})
     return rows, remarks, len(done)

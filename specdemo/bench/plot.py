@@ -1,4 +1,4 @@
-"""A result as a picture: speed-up over what was swept, with the middle half of the repeats and, where the cost model
+"""A result as a picture: speed-up over what was swept, with its interval and, where the cost model
 spoke, what it predicted; of two samples of tokens both histograms."""
 
 import re
@@ -11,11 +11,11 @@ import plotly.graph_objects as go
 
 from specdemo.bench.base import Axis
 from specdemo.bench.chart_style import GREY, LINES, axis, layout
-from specdemo.bench.result import DRAFTED, PLAIN, TOKEN, Result, Spread
+from specdemo.bench.result import ALL, DRAFTED, PLAIN, TOKEN, Cell, Result, ends, is_baseline
 from specdemo.bench.suites import suites
+from specdemo.core.estimate import Estimate
 
 BARS = "lane"
-ALL = "all"  # of the categories of a question file
 TIMES = "×"
 BASELINE = "plain decoding"
 
@@ -31,7 +31,7 @@ def figure(result: Result) -> go.Figure:
         return _histograms(result)
     over = result.axis or BARS
     place = str if over == BARS else (int, float)
-    rows = [row for row in result.rows if isinstance(row.get("speed-up"), Spread) and isinstance(row.get(over), place)]
+    rows = [row for row in result.rows if isinstance(row.get("speed-up"), Cell) and isinstance(row.get(over), place)]
     rows = [row for row in rows if row.get("category", ALL) == ALL]
     rows = [row for row in rows if isinstance(row.get("lane"), str) and not _is_baseline(row["lane"], rows)]
     if not rows:
@@ -46,7 +46,7 @@ def figure(result: Result) -> go.Figure:
 
 def _is_baseline(lane: str, rows: list[Row]) -> bool:
     """True for the lane that the others are divided by: its speed-up is 1 in every repeat."""
-    return all(row["speed-up"] == Spread(1.0, 1.0, 1.0) for row in rows if row.get("lane") == lane)
+    return all(is_baseline(row["speed-up"]) for row in rows if row.get("lane") == lane)
 
 
 def _lines(rows: list[Row], along: Axis) -> go.Figure:
@@ -66,14 +66,14 @@ def _lines(rows: list[Row], along: Axis) -> go.Figure:
         name = _plain(lane)
         drawn.add_scatter(
             x=[row[over] for row in points],
-            y=[row["speed-up"].median for row in points],
-            error_y=_quartiles(points) | {"color": color},
+            y=[_value(row) for row in points],
+            error_y=_intervals(points) | {"color": color},
             mode="lines+markers",
             name=name,
             line={"color": color, "width": 2.5},
             marker={"symbol": marker, "size": 9},
             customdata=_told(points),
-            hovertemplate=f"%{{x}}: <b>%{{y:.2f}}{TIMES}</b>, quartiles %{{customdata[0]}}<extra>{name}</extra>",
+            hovertemplate=f"%{{x}}: <b>%{{y:.2f}}{TIMES}</b> %{{customdata[0]}}<extra>{name}</extra>",
         )
         foreseen = [row for row in points if _is_number(row.get("predicted"))]
         if foreseen:
@@ -99,19 +99,19 @@ def _bars(rows: list[Row]) -> go.Figure:
     drawn = go.Figure(layout=layout(height=150 + 27 * len(rows), margin={"l": 8, "r": 16, "t": 92, "b": 44}))
     faster, slower = LINES[1][0], LINES[2][0]
     drawn.add_bar(
-        x=[row["speed-up"].median for row in rows],
+        x=[_value(row) for row in rows],
         y=names,
-        error_x=_quartiles(rows) | {"color": GREY},
+        error_x=_intervals(rows) | {"color": GREY},
         orientation="h",
         name="measured",
-        marker={"color": [faster if row["speed-up"].median >= 1.0 else slower for row in rows], "opacity": 0.6},
-        text=[f"{row['speed-up'].median:.2f}{TIMES}" for row in rows],
+        marker={"color": [faster if _value(row) >= 1.0 else slower for row in rows], "opacity": 0.6},
+        text=[f"{_value(row):.2f}{TIMES}" for row in rows],
         textposition="inside",
         insidetextanchor="start",
         constraintext="none",
         textfont={"color": "#0b1220"},
         customdata=_told(rows),
-        hovertemplate=f"%{{y}}: <b>%{{x:.2f}}{TIMES}</b>, quartiles %{{customdata[0]}}<extra></extra>",
+        hovertemplate=f"%{{y}}: <b>%{{x:.2f}}{TIMES}</b> %{{customdata[0]}}<extra></extra>",
     )
     foreseen = [
         (name, row["predicted"]) for name, row in zip(names, rows, strict=True) if _is_number(row.get("predicted"))
@@ -194,15 +194,22 @@ def _lanes(rows: Iterable[Row]) -> list[str]:
     return list(dict.fromkeys(row["lane"] for row in rows))
 
 
-def _quartiles(rows: list[Row]) -> dict[str, Any]:
-    """Error bars from the first to the third quartile."""
-    spreads = [row["speed-up"] for row in rows]
-    up, down = [s.q3 - s.median for s in spreads], [s.median - s.q1 for s in spreads]
+def _value(row: Row) -> float:
+    return ends(row["speed-up"])[0]
+
+
+def _intervals(rows: list[Row]) -> dict[str, Any]:
+    """Error bars over the intervals, where there are any."""
+    known = [ends(row["speed-up"]) for row in rows]
+    up, down = (
+        [(high or value) - value for value, _, high in known],
+        [value - (low or value) for value, low, _ in known],
+    )
     return {"type": "data", "symmetric": False, "array": up, "arrayminus": down, "thickness": 1.5, "width": 5}
 
 
 def _told(rows: list[Row]) -> list[tuple[str]]:
-    return [(f"{row['speed-up'].q1:.2f} to {row['speed-up'].q3:.2f}",) for row in rows]
+    return [(Estimate(*ends(row["speed-up"])).interval(),) for row in rows]
 
 
 def _title(result: Result, head: str) -> dict[str, Any]:

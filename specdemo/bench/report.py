@@ -2,10 +2,11 @@
 
 from typing import Any
 
-from specdemo.bench.result import Result, Spread, write_result
+from specdemo.bench.result import THOROUGH, Cell, Result, best, ends, noisy, write_result
 from specdemo.bench.table import table
+from specdemo.core.estimate import Estimate
 from specdemo.core.tally import summarise
-from specdemo.core.trace import LaneTrace, RunTrace
+from specdemo.core.trace import LaneTrace, RunTrace, estimates
 from specdemo.engine.cost import prediction
 
 __all__ = ["bench_report", "race_report", "texts", "visible", "write_result"]
@@ -17,13 +18,20 @@ def race_report(trace: RunTrace) -> str:
     """The result of one comparison: conditions, a row per lane, and what each speed-up or slow-down is made of."""
     plain, *lanes = [(lane, summarise(lane)) for lane in trace.lanes]
     header = ("lane", "tokens", "tokens/s", "speed-up", "accepted", "tokens/pass", "TTFT ms", "output")
-    rows = [_race_row(*plain, plain[1], NONE)]
-    rows += [_race_row(lane, numbers, plain[1], _output(trace, index)) for index, (lane, numbers) in enumerate(lanes)]
+    speeds = estimates(trace)
+    rows = [_race_row(*plain, Estimate(1.0), NONE)]
+    for index, (lane, speed) in enumerate(zip(lanes, speeds, strict=True)):
+        rows.append(_race_row(*lane, speed, _output(trace, index)))
     told = zip(trace.lanes[1:], prediction(trace), strict=True)
     sentences = [f"{lane.name}: {_why(lane, predicted['sentence'])}" for lane, predicted in told]
     if plain[0].finish == "error":
         sentences.insert(0, f"{plain[0].name}: {plain[0].note}")
-    return visible("\n".join([_conditions(trace), "", table(header, rows), "", *sentences]))
+    noisy = [
+        f"Noisy machine, repeat ({lane.name}): {'; '.join(speed.reasons)}."
+        for (lane, _), speed in zip(lanes, speeds, strict=True)
+        if speed and speed.noisy
+    ]
+    return visible("\n".join([_conditions(trace), "", table(header, rows), "", *sentences, *noisy]))
 
 
 def texts(trace: RunTrace) -> str:
@@ -39,13 +47,12 @@ def visible(text: str) -> str:
     return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def _race_row(lane: LaneTrace, numbers: dict[str, Any], plain: dict[str, Any], output: str) -> tuple[str, ...]:
-    speeds = numbers["tokens_per_s"], plain["tokens_per_s"]
+def _race_row(lane: LaneTrace, numbers: dict[str, Any], speed: Estimate | None, output: str) -> tuple[str, ...]:
     return (
         lane.name,
         _number(numbers["tokens"], "{}"),
-        _number(speeds[0], "{:.1f}"),
-        _number(speeds[0] / speeds[1] if all(speeds) else None, "{:.2f}x"),
+        _number(numbers["tokens_per_s"], "{:.1f}"),
+        speed.told() if speed else NONE,
         _number(numbers["acceptance_rate"], "{:.0%}"),
         _number(numbers["tokens_per_step"], "{:.2f}"),
         _number(numbers["ttft_ms"], "{:.1f}"),
@@ -74,23 +81,39 @@ def _conditions(trace: RunTrace) -> str:
         str(environment.get("device", "?")) + (f", {threads} thread{'s' * (threads != 1)}" if threads else ""),
         "greedy" if not temperature else f"temperature {temperature}",
         trace.schedule,
+        str(environment.get("clock", "wall time")),
     ]
-    return " | ".join(parts)
+    runs = len(trace.lanes[0].repeats) + 1
+    return " | ".join([*parts, f"{runs} runs"] if runs > 1 else parts)
 
 
 def bench_report(result: Result) -> str:
-    """A row per lane: medians, and the middle half of the repeats in brackets."""
+    """A row per lane: the numbers of all repeats together and their intervals."""
     names = list(dict.fromkeys(name for row in result.rows for name in row))
     rows = [[_cell(row.get(name)) for name in names] for row in result.rows]
     environment = result.environment
     where = f"{environment['device']}, {environment['threads']} thread(s), {environment['dtype']}"
-    title = f"{result.suite} | {where} | {result.repeats} repeats, median [quartiles]"
-    return "\n".join([title, "", table(names, rows), "", *result.remarks])
+    title = f"{result.suite} | {where} | {conditions(result)}"
+    last = [best(result), noisy(result)]
+    return "\n".join([title, "", table(names, rows), "", *result.remarks, *(sentence(text) for text in last if text)])
+
+
+def conditions(result: Result) -> str:
+    """How often it was measured, by which clock, and what stands in brackets."""
+    repeats = f"{result.repeats} repeat{'s' * (result.repeats != 1)}"
+    clock = result.environment.get("clock")
+    return ", ".join(filter(None, [repeats, clock, "95 % intervals" if result.repeats >= THOROUGH else ""]))
+
+
+def sentence(text: str) -> str:
+    """It begins with a capital letter."""
+    return text[:1].upper() + text[1:]
 
 
 def _cell(value: Any) -> str:
-    if isinstance(value, Spread):
-        return f"{value.median:.4g} [{value.q1:.4g} {value.q3:.4g}]"
+    if isinstance(value, Cell):
+        number, low, high = ends(value)
+        return f"{number:.4g}" + ("" if low is None or high is None else f" [{low:.4g} {high:.4g}]")
     if isinstance(value, float):
         return f"{value:.3g}"
     return NONE if value is None else str(value)

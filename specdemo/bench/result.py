@@ -11,10 +11,13 @@ from pydantic import ConfigDict, FailFast, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
 from specdemo.core.bounds import FILE, Bounds, judge, parsing
+from specdemo.core.estimate import Estimate
 from specdemo.core.files import write_text
 from specdemo.core.reading import read
 
 SCHEMA = 1
+THOROUGH = 3  # repeats; with fewer a result tells no interval
+ALL = "all"  # of the categories of a question file
 TOKEN = "token"  # the axis of histograms: rows hold a token's place and its share in either sample, PLAIN and DRAFTED
 PLAIN, DRAFTED = "plain", "speculative"
 
@@ -32,13 +35,26 @@ class Spread:
         return cls(round(median, 4), round(q1, 4), round(q3, 4))
 
 
+Cell = Spread | Estimate  # a number of several runs
+
+
+def ends(cell: Cell) -> tuple[float, float | None, float | None]:
+    """Its value, and from where to where it may be told: of an older result the middle half of the repeats."""
+    return (cell.median, cell.q1, cell.q3) if isinstance(cell, Spread) else (cell.value, cell.low, cell.high)
+
+
+def told(cell: Cell) -> str:
+    """Of a speed-up: `1.97x, 1.86 to 2.07`."""
+    return Estimate(*ends(cell)).told()
+
+
 @dataclass(frozen=True, slots=True)
 class Result:
     suite: str
     repeats: int  # that were finished
     config: dict[str, Any]
     environment: dict[str, Any]
-    rows: list[dict[str, Any]]  # column -> text, number, Spread or None
+    rows: list[dict[str, Any]]  # column -> text, number, Spread, Estimate or None
     remarks: list[str] = field(default_factory=list)
     axis: str | None = None  # the column of a plot's x axis
 
@@ -59,7 +75,15 @@ class _Spread:
     q3: float
 
 
-_Cell = _Spread | float | int | bool | _Text | None
+@checked(frozen=True, config=_strict)
+class _Estimate:
+    value: float
+    low: float | None
+    high: float | None
+    reasons: Annotated[list[_Text], Field(max_length=64)]
+
+
+_Cell = _Spread | _Estimate | float | int | bool | _Text | None
 _Row = Annotated[dict[Annotated[str, Field(max_length=80)], _Cell], Field(max_length=40)]
 
 
@@ -103,10 +127,54 @@ def _parsed(content: str | bytes, bounds: Bounds) -> Result:
         raise ValueError(f"not a specdemo result: {where[:100] or 'the file'}: {first['msg']}") from None
     if stored.axis is not None and not any(stored.axis in row for row in stored.rows):
         raise ValueError(f"not a specdemo result: no row has its axis {stored.axis[:40]!r}")
-    rows = [{name: _cell(value) for name, value in row.items()} for row in stored.rows]
+    rows = [{name: _cell(value, stored.repeats) for name, value in row.items()} for row in stored.rows]
     known = (stored.suite, stored.repeats, stored.config, stored.environment, rows, stored.remarks, stored.axis)
     return Result(*known)
 
 
-def _cell(value: Any) -> Any:
+def _cell(value: Any, repeats: int) -> Any:
+    if isinstance(value, _Spread) and repeats < THOROUGH:  # its quartiles say nothing
+        return Estimate(value.median)
+    if isinstance(value, _Estimate):
+        return Estimate(value.value, value.low, value.high, tuple(value.reasons))
     return Spread(value.median, value.q1, value.q3) if isinstance(value, _Spread) else value
+
+
+def best(result: Result) -> str:
+    """Which of the rows is the fastest: one, if its interval lies above all others, or as many as nobody can tell
+    apart. Below THOROUGH repeats none is. Empty where no speed-up was measured."""
+    rows = [row for row in result.rows if isinstance(row.get("speed-up"), Cell) and row.get("category", ALL) == ALL]
+    known = [(row, ends(row["speed-up"])) for row in rows if not is_baseline(row["speed-up"])]
+    if not known:
+        return ""
+    if result.repeats < THOROUGH:
+        return f"measured {result.repeats} time{'s' * (result.repeats > 1)}; {THOROUGH} repeats say which is the best."
+    top, (value, low, _) = max(known, key=lambda one: one[1][0])
+    beside = [row for row, (_, _, high) in known if row is not top and low is not None and (high or value) >= low]
+    if low is None or low <= 1.0:
+        return "nothing was clearly faster than plain decoding."
+    if beside:
+        names = " and ".join(_place(row, result.axis) for row in (top, *beside))
+        return f"no clear difference between the best, {names}, at {value:.2f} times as fast as plain decoding."
+    return f"at best {told(top['speed-up'])} as fast as plain decoding, {_place(top, result.axis)}."
+
+
+def noisy(result: Result) -> str:
+    """Which numbers a second run may not confirm, and why; empty where there are none."""
+    rows = [row for row in result.rows if isinstance(row.get("speed-up"), Estimate) and row["speed-up"].noisy]
+    if not rows:
+        return ""
+    first = rows[0]
+    return (
+        f"Noisy machine, repeat: {len(rows)} of {len(result.rows)} rows may not be confirmed by a second run, such as "
+        f"{_place(first, result.axis)}: {'; '.join(first['speed-up'].reasons)}."
+    )
+
+
+def is_baseline(speed: Cell) -> bool:
+    """What the others are divided by."""
+    return set(ends(speed)) <= {1.0, None}
+
+
+def _place(row: dict[str, Any], axis: str | None) -> str:
+    return str(row.get("lane")) if axis in (None, "lane") else f"{row.get('lane')} at {axis} {row.get(axis)}"

@@ -88,7 +88,7 @@ def _predict(family: str, own: int, costs: Costs, rows: list[dict[str, Any]]) ->
             continue
         if costs.tree_nodes is None or row["k"] == own:
             row["predicted"] = round(costs.speedup(row["k"]), 4)
-            off[row["k"]] = row["predicted"] / (row["speed-up"].median or 1.0) - 1.0
+            off[row["k"]] = row["predicted"] / (row["speed-up"].value or 1.0) - 1.0
     worst = max(off, key=lambda k: abs(off[k]))
     best = costs.best_k(max(off))
     advice = "off, nothing is predicted to pay" if not best else f"k = {best} with {costs.speedup(best):.2f}x"
@@ -193,11 +193,12 @@ def _first_lane(suite: Decoding, chosen: str) -> tuple[str, HFTarget, dict[str, 
 
 def _gain(rows: list[dict[str, Any]], axis: str, noun: str) -> str:
     drafting = [row for row in rows if row["lane"] != "Baseline"]
-    lost = next((row for row in drafting if row["speed-up"].median < 1.0), None)
-    if lost is None:
-        last = drafting[-1]
-        return f"Drafting still pays at {noun} {last[axis]}: {last['speed-up'].median:.2f}x."
-    return f"The gain is gone at {noun} {lost[axis]}: {lost['speed-up'].median:.2f}x."
+    lost = next((row for row in drafting if row["speed-up"].word == "slower"), None)
+    if lost is not None:
+        return f"The gain is gone at {noun} {lost[axis]}: {lost['speed-up'].told()}."
+    last = drafting[-1]
+    words = "still pays" if last["speed-up"].word == "faster" else "is not clearly faster or slower"
+    return f"Drafting {words} at {noun} {last[axis]}: {last['speed-up'].told()}."
 
 
 def _room(target: HFTarget, suite: Decoding) -> int:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Self
 
-from specdemo.core.trace import LaneTrace, Number, Remote, StepEvent
+from specdemo.core.estimate import rate, waited_share
+from specdemo.core.trace import LaneTrace, Number, StepEvent, step_ms, timed
 
 WINDOW = 16  # tokens that the rate of the moment is taken over
 UNSEEN = (  # of a lane on a server
@@ -17,11 +18,6 @@ UNSEEN = (  # of a lane on a server
 ).split()
 
 Numbers = dict[str, Number | list[Number]]
-
-
-def step_ms(event: StepEvent) -> float:
-    """Device time of a whole step."""
-    return sum(event.ms.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +43,7 @@ class Step:
             emitted=len(event.emitted[row]),
             drafted=sum(map(bool, depths)),
             depth=max(depths),
-            kept=max(len(event.path[row]) - 1, 0),
+            kept=max(min(len(event.path[row]) - 1, len(event.emitted[row])), 0),  # behind a stop token none
             ms=step_ms(event),
             draft_ms=draft_ms,
             verify_ms=event.ms.get("verify", 0.0),
@@ -155,20 +151,20 @@ class Tally:
 
 
 def summarise(lane: LaneTrace, peak_memory_bytes: int = 0) -> Numbers:
-    """The lane's numbers, of row 0.
-
-    tokens_per_s: tokens after the first / decode time, which is all steps but the prefill.
-    ttft_ms: the prefill step. itl_ms_p50, _p95: gaps between tokens; the tokens of one step arrive together, so the
-    first of them carries the whole step and the others 0 - averaged over the step, as servers report it, each token
-    gets an equal share. drafted counts verified draft nodes, accepted those kept, acceptance_rate their quotient.
-    tokens_per_step: emitted / target passes after the prefill, bonus included ("mean accepted length").
-    accept_histogram[n]: steps that kept n drafts. accept_by_position[i]: of the steps that drafted at depth i + 1,
-    the share that kept a node there. None: unknown, as most of this is of a remote lane.
-    """
+    """The lane's numbers, of row 0, as `core.definitions` defines them. Where the lane was repeated, its speed and what
+    it waited are those of all runs, the rest those of the last. None: unknown, as most of this is of a remote lane."""
     tally = Tally.of(lane.events)
-    if lane.remote is not None:
-        return _from_outside(tally, lane.remote, len(lane.token_ids))
-    return {**tally.numbers(), **tally.latencies(), "peak_memory_bytes": peak_memory_bytes}
+    known = {**tally.numbers(), **tally.latencies(), "peak_memory_bytes": peak_memory_bytes}
+    return (known if lane.remote is None else _from_outside(known, lane)) | _speed(lane)
+
+
+def _speed(lane: LaneTrace) -> Numbers:
+    runs = timed(lane)
+    speed = rate(runs)
+    ends = (speed.value, speed.low, speed.high) if speed else (None, None, None)
+    names = ("tokens_per_s", "tokens_per_s_low", "tokens_per_s_high")
+    told = {name: None if end is None else round(end, 4) for name, end in zip(names, ends, strict=True)}
+    return {**told, "waited_share": waited_share(runs)}
 
 
 def so_far(tally: Tally, remote: bool) -> Numbers:
@@ -179,24 +175,17 @@ def so_far(tally: Tally, remote: bool) -> Numbers:
     return known | {name: None if ms is None else round(ms, 3) for name, ms in clocks.items()}
 
 
-def _from_outside(tally: Tally, remote: Remote, pieces: int) -> Numbers:
-    """What can be seen from outside, and under it what the server's own counters say.
-
-    Where pieces do not come with their number of tokens, the first is taken for one token, as the servers' own
-    benchmarks do, and gaps between tokens are unknown.
-    """
-    tokens = pieces if remote.counted else remote.tokens
-    first = tally.first if remote.counted else 1
-    speed = None if tokens is None else ratio(max(tokens - first, 0), tally.ms / 1000.0)
+def _from_outside(known: Numbers, lane: LaneTrace) -> Numbers:
+    """What can be seen of a lane on a server, and under it what the server's own counters say. Gaps between tokens are
+    unknown where pieces do not come with their number of tokens."""
+    assert lane.remote is not None
     return {
-        **tally.numbers(),
-        **(tally.latencies() if remote.counted else dict.fromkeys(("itl_ms_p50", "itl_ms_p95"))),
-        **dict.fromkeys(UNSEEN),
-        "tokens": tokens,
-        "tokens_per_s": speed,
+        **known,
+        **dict.fromkeys(UNSEEN if lane.remote.counted else (*UNSEEN, "itl_ms_p50", "itl_ms_p95")),
+        "tokens": len(lane.token_ids) if lane.remote.counted else lane.remote.tokens,
         "accept_histogram": [],
-        "accept_by_position": remote.accept_by_position,
-        **{str(name): value for name, value in remote.counters.items()},
+        "accept_by_position": lane.remote.accept_by_position,
+        **{str(name): value for name, value in lane.remote.counters.items()},
     }
 
 

@@ -1,10 +1,11 @@
 """What leaves the engine: one StepEvent per target pass, collected into LaneTrace and RunTrace (JSON, schema 1).
 
-Times are milliseconds of device time. Derived numbers are defined beside `tally.summarise` and `compare`.
+Times are milliseconds of device time, as `environment["clock"]` names it: of CUDA events, of the thread that decoded,
+or else of wall clock. Derived numbers are defined in `definitions`.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
 from itertools import pairwise
 from typing import Annotated, Any, Final, Literal
@@ -12,7 +13,9 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
+from specdemo.core import noise
 from specdemo.core.bounds import FILE, Bounds, judge, parsing
+from specdemo.core.estimate import Estimate, Runs, Timed, speedup
 
 SCHEMA: Final = 1
 LISTS: Final = ("accept_histogram", "accept_by_position")  # of a summary; its other values are single ones
@@ -39,7 +42,8 @@ def _small(entries: Any) -> Any:
 
 
 _SMALL = BeforeValidator(_small)
-_Compared = Annotated[dict[str, Number | bool | str], _SMALL]
+_Reasons = Annotated[list[Annotated[str, Field(max_length=2000)]], Field(max_length=64)]
+_Compared = Annotated[dict[str, Number | bool | str | _Reasons], _SMALL]
 
 
 @checked(frozen=True, slots=True, config=_strict)
@@ -58,6 +62,7 @@ class StepEvent:
     target_probs: _ProbRows  # [B][N] the target's probability of each node at that place
     ms: Annotated[dict[str, _Ms], _SMALL]  # prefill | draft verify accept commit observe | stream
     notes: Annotated[dict[str, float], _SMALL] = field(default_factory=dict)  # the drafter's; prefill: tokens kept
+    wall_ms: _Ms | None = None  # where `ms` is the thread's own time: with what it waited for the processor
 
 
 def kinds(event: StepEvent, row: int = 0) -> list[Kind]:
@@ -118,6 +123,7 @@ class LaneTrace:
     note: str | None = None  # why the lane failed or runs otherwise than asked
     messages: Annotated[list[dict[str, str]], _FAST] = field(default_factory=list)  # the chat so far; of a text none
     remote: Remote | None = None  # None: decoded here
+    repeats: Annotated[list[Annotated[list[StepEvent], _FAST]], _SHORT] = field(default_factory=list)  # runs before it
 
 
 @checked(slots=True, config=_strict)
@@ -158,10 +164,11 @@ def _fits(text: bytes, bounds: Bounds) -> bool:
 
 
 def _without_probabilities(trace: RunTrace) -> RunTrace:
-    lanes = [
-        replace(lane, events=[replace(event, draft_probs=[], target_probs=[]) for event in lane.events])
-        for lane in trace.lanes
-    ]
+
+    def without(events: list[StepEvent]) -> list[StepEvent]:
+        return [replace(event, draft_probs=[], target_probs=[]) for event in events]
+
+    lanes = [replace(ln, events=without(ln.events), repeats=[*map(without, ln.repeats)]) for ln in trace.lanes]
     return replace(trace, lanes=lanes)
 
 
@@ -184,14 +191,27 @@ def from_json(text: str | bytes, bounds: Bounds = FILE) -> RunTrace:
         raise ValueError(_reason(error)) from None
     if not trace.lanes:
         raise ValueError("not a specdemo trace: it has no lanes")
+    if len({len(lane.repeats) for lane in trace.lanes}) > 1:
+        raise ValueError("not a specdemo trace: its lanes were not repeated equally often")
     try:
         json.dumps([trace.config, trace.environment, *(lane.options for lane in trace.lanes)], allow_nan=False)
     except ValueError:
         raise ValueError("not a specdemo trace: config, environment or options hold what is no finite number") from None
     for lane in trace.lanes:
-        lane.events = [_with_probabilities(event) for event in lane.events]
+        lane.events, *lane.repeats = (
+            [_with_probabilities(event) for event in events] for events in (lane.events, *lane.repeats)
+        )
         _check(lane)
+    _estimate_again(trace)
     return trace
+
+
+def _estimate_again(trace: RunTrace) -> None:
+    """How far the speed-ups of an older trace can be trusted."""
+    for row, lane in zip(trace.comparison, trace.lanes[1:], strict=False):
+        value = row.get("speedup")
+        if "speedup_low" not in row and isinstance(value, int | float):
+            row.update(_trust(trace.lanes[0], lane, value, trace.schedule))
 
 
 def _reason(error: ValidationError) -> str:
@@ -207,7 +227,7 @@ def _reason(error: ValidationError) -> str:
 
 def _check(lane: LaneTrace) -> None:
     """What types cannot say: rows agree with each other."""
-    for event in lane.events:
+    for event in (event for events in (lane.events, *lane.repeats) for event in events):
         if not _holds_together(event, lane.remote is not None):
             raise ValueError(f"not a specdemo trace: lane {lane.name!r}: step {event.index} does not hold together")
     if [t for e in lane.events for t in e.emitted[0]] != lane.token_ids:
@@ -249,10 +269,47 @@ def _holds_together(event: StepEvent, remote: bool) -> bool:
     return True
 
 
-def compare(baseline: LaneTrace, lane: LaneTrace, greedy: bool, margin: float | None = None) -> dict[str, Any]:
+def timed(lane: LaneTrace, whole: bool = False) -> Runs:
+    """The decoding of every run of a lane, without the prefill or, from the request on, with it. A lane on a server is
+    always timed so."""
+    return [_timed(lane, events, whole or lane.remote is not None) for events in (*lane.repeats, lane.events)]
+
+
+def _timed(lane: LaneTrace, events: Sequence[StepEvent], whole: bool) -> Timed:
+    run = timed_events(events)
+    if not whole or not events:
+        return run
+    tokens = run.tokens + len(events[0].emitted[0])
+    if lane.remote and not lane.remote.counted:
+        tokens = lane.remote.tokens or 0
+    return replace(run, tokens=tokens, first_ms=step_ms(events[0]))
+
+
+def timed_events(events: Sequence[StepEvent]) -> Timed:
+    """What decoding took, all rows together; the prefill is left out. Of a server's pieces sizes are in tokens."""
+    steps, waited = [], []
+    for event in events[1:]:
+        drafted = sum(token >= 0 for row in event.drafted for token in row)
+        steps.append((drafted if event.path[0] else len(event.emitted[0]), step_ms(event)))
+        if event.wall_ms is not None:
+            waited.append(event.wall_ms - step_ms(event))
+    tokens = sum(len(row) for event in events[1:] for row in event.emitted)
+    return Timed(steps, tokens, waited_ms=max(sum(waited), 0.0) if waited else None)
+
+
+def step_ms(event: StepEvent) -> float:
+    """Device time of a whole step."""
+    return sum(event.ms.values())
+
+
+def compare(
+    baseline: LaneTrace, lane: LaneTrace, greedy: bool, margin: float | None = None, schedule: str = "race"
+) -> dict[str, Any]:
     """A speculative lane against lane 0.
 
-    speedup: tokens_per_s / tokens_per_s. identical: the same token ids (over the common length when one was cancelled);
+    speedup: tokens_per_s / tokens_per_s; where one lane ran on a server, both from the request on. speedup_low, _high:
+    its 95 % interval (core.estimate), None where too little was measured. noisy: it should be measured again, for
+    these `reasons` (core.noise). identical: the same token ids (over the common length when one was cancelled);
     None under sampling, where only distributions agree. first_divergence: index of the first other token.
     divergence_margin: there, the gap between the target's two best logits in a one-token pass, when it was measured.
     Where a server did not tell the ids, identical compares the texts, and first_divergence is unknown.
@@ -269,16 +326,61 @@ def compare(baseline: LaneTrace, lane: LaneTrace, greedy: bool, margin: float | 
     first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
     if first is None and len(a) != len(b):
         first = min(len(a), len(b))
-    ours, theirs = _speed(lane), _speed(baseline)
+    value = _ratio(baseline, lane)
     return {
         "lane": lane.name,
-        "speedup": round(ours / theirs, 4) if ours and theirs else None,
+        "speedup": value,
+        **_trust(baseline, lane, value, schedule),
         "identical": first is None if greedy else None,
         "first_divergence": first if greedy and known else None,
         "divergence_margin": margin if greedy else None,
     }
 
 
+def _ratio(baseline: LaneTrace, lane: LaneTrace) -> float | None:
+    """Of a lane here beside one on a server there is no speed from the request on in its summary."""
+    if (baseline.remote is None) != (lane.remote is None):
+        seen = speedup(timed(baseline, True), timed(lane, True), shared=False)
+        return round(seen.value, 4) if seen else None
+    ours, theirs = _speed(lane), _speed(baseline)
+    return round(ours / theirs, 4) if ours and theirs else None
+
+
+def _trust(baseline: LaneTrace, lane: LaneTrace, value: float | None, schedule: str) -> dict[str, Any]:
+    seen = None if value is None else judged(baseline, lane, schedule)
+    if value is None or seen is None:
+        return {"speedup_low": None, "speedup_high": None, "noisy": False, "reasons": []}
+    low, high = (None if end is None else round(value * end / seen.value, 4) for end in (seen.low, seen.high))
+    return {"speedup_low": low, "speedup_high": high, "noisy": seen.noisy, "reasons": [*seen.reasons]}
+
+
+def judged(baseline: LaneTrace, lane: LaneTrace, schedule: str) -> Estimate | None:
+    """The speed-up as the steps alone say it, and why it should be measured again."""
+    outside = baseline.remote is not None or lane.remote is not None
+    runs = timed(baseline, outside), timed(lane, outside)
+    seen = speedup(*runs, shared=schedule == "race" and not outside)
+    why = noise.of_servers if outside else noise.reasons
+    return seen and replace(seen, reasons=why(*runs, seen))
+
+
+def estimates(trace: RunTrace) -> list[Estimate | None]:
+    """The speed-up of every lane beside lane 0, from its row of `comparison` where it has one."""
+    rows = [*trace.comparison, *[{}] * len(trace.lanes)]
+    return [
+        _stored(row) if "speedup" in row else judged(trace.lanes[0], lane, trace.schedule)
+        for lane, row in zip(trace.lanes[1:], rows, strict=False)
+    ]
+
+
+def _stored(row: Mapping[str, Any]) -> Estimate | None:
+    value, low, high = (_number(row.get(name)) for name in ("speedup", "speedup_low", "speedup_high"))
+    why = row.get("reasons")
+    return Estimate(value, low, high, tuple(why) if isinstance(why, list) else ()) if value else None
+
+
 def _speed(lane: LaneTrace) -> float | None:
-    speed = lane.summary.get("tokens_per_s")
-    return speed if isinstance(speed, int | float) else None
+    return _number(lane.summary.get("tokens_per_s"))
+
+
+def _number(value: Any) -> float | None:
+    return value if isinstance(value, int | float) else None

@@ -1,5 +1,11 @@
-"""Device time of one step, split into named laps. Nothing between two steps is ever counted."""
+"""Device time of one step, split into named laps. Nothing between two steps is ever counted.
 
+On a GPU that is the time between CUDA events. On a CPU with one thread it is the time that thread ran, so that a lane
+that had to wait for the processor is not slower for it; beside it stands the wall time, which says how long it waited.
+With more threads, or where the system counts a thread's time in ticks, it is wall time.
+"""
+
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -8,9 +14,12 @@ from typing import Protocol
 import torch
 
 from specdemo.models import devices
+from specdemo.models.machine import one_thread
 
 
 class Stopwatch(Protocol):
+    wall_ms: float | None  # of the last step; None where that says nothing of waiting
+
     def start(self) -> None:
         """Begin a step."""
 
@@ -22,15 +31,18 @@ class Stopwatch(Protocol):
 
 
 class CpuStopwatch:
-    """Wall clock of the calling thread's work; `now` returns seconds."""
+    """`now` returns seconds, and `wall` those of a clock that goes on while the thread waits."""
 
-    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self._now = now
+    def __init__(self, now: Callable[[], float] = time.perf_counter, wall: Callable[[], float] | None = None) -> None:
+        self.wall_ms: float | None = None
+        self._now, self._wall = now, wall
+        self._began = 0.0
         self._last = 0.0
         self._ms: dict[str, float] = {}
 
     def start(self) -> None:
         self._ms = {}
+        self._began = self._wall() if self._wall else 0.0
         self._last = self._now()
 
     def lap(self, name: str) -> None:
@@ -39,11 +51,15 @@ class CpuStopwatch:
         self._last = now
 
     def read(self) -> dict[str, float]:
+        if self._wall:
+            self.wall_ms = round((self._wall() - self._began) * 1000.0, 4)
         return {name: round(ms, 4) for name, ms in self._ms.items()}
 
 
 class CudaStopwatch:
     """CUDA events on the current stream; `read` is the step's one host synchronisation."""
+
+    wall_ms: float | None = None
 
     def __init__(self) -> None:
         self._events: list[torch.cuda.Event] = []
@@ -72,4 +88,20 @@ class CudaStopwatch:
 
 def stopwatch_for(device: torch.device) -> Stopwatch:
     """The stopwatch that measures a device's own time."""
-    return CudaStopwatch() if device.type == "cuda" else CpuStopwatch(partial(devices.now, device))
+    if device.type == "cuda":
+        return CudaStopwatch()
+    if _thread_time(device):
+        return CpuStopwatch(time.thread_time, time.perf_counter)
+    return CpuStopwatch(partial(devices.now, device))
+
+
+def clock_of(device: torch.device) -> str:
+    """What the times of lanes on a device are of."""
+    if device.type == "cuda":
+        return "CUDA events"
+    return "thread CPU time" if _thread_time(device) else "wall time"
+
+
+def _thread_time(device: torch.device) -> bool:
+    with one_thread(device):
+        return device.type == "cpu" and torch.get_num_threads() == 1 and sys.platform != "win32"

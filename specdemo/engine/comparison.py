@@ -25,6 +25,7 @@ LANES = 3  # beside the baseline
 DRAFT = 16  # tokens
 TOKENS = 1024
 PROMPT = 100_000  # characters
+REPEATS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +217,7 @@ class Comparison(Settings):
             words={"race": "race: step by step in turn", "sequential": "sequential: one after the other"},
         ),
     ] = "race"
+    repeats: Annotated[int, Setting("Run it so often and pool the runs.", link=False)] = Field(1, ge=1, le=REPEATS)
     server: Annotated[Server | None, Setting(link=False)] = None
     served_model: Annotated[Model | None, Setting(link=False)] = None
     history: tuple[Messages, ...] = Field((), exclude=True)  # of every lane, the baseline first: before the prompt

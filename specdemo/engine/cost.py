@@ -10,12 +10,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import isfinite
 from operator import mul
-from statistics import fmean, linear_regression
+from statistics import fmean, linear_regression, pstdev
 from typing import TYPE_CHECKING, Any
 
-from specdemo.core.tally import Step, step_ms, summarise
-from specdemo.core.trace import LaneTrace, RunTrace, StepEvent
+from specdemo.core.estimate import Estimate, t_quantile
+from specdemo.core.tally import Step, summarise
+from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, estimates, step_ms
 from specdemo.methods import BASELINE, load_drafter
 
 if TYPE_CHECKING:  # a page predicts from a stored run before torch is there
@@ -25,7 +27,7 @@ if TYPE_CHECKING:  # a page predicts from a stored run before torch is there
 
 LONGEST = 16  # tokens of the longest draft that is considered
 FEW = 4  # fewer steps than this are not believed
-CLEAR = 1.03  # a gain below this is within what runs differ by
+PARTS = 8  # of a run, each left out once to see how far a prediction depends on it
 WIDTHS = (1, 2, 3, 5, 9, 17)
 
 Runs = Sequence[Sequence[StepEvent]]  # the events of one lane, one or several runs, prefill included
@@ -169,64 +171,91 @@ def measure(
 def prediction(trace: RunTrace) -> list[dict[str, Any]]:
     """One entry per speculative lane: lane, predicted_speedup (as it ran), best_k (0: off), best_speedup, sentence.
     The numbers are None where too little was decoded to say."""
-    plain = trace.lanes[0]
-    return [_predicted(plain, lane) for lane in trace.lanes[1:]]
+    lanes = zip(trace.lanes[1:], estimates(trace), strict=True)
+    return [_predicted(trace.lanes[0], lane, speed) for lane, speed in lanes]
 
 
-def _predicted(plain: LaneTrace, lane: LaneTrace) -> dict[str, Any]:
-    nothing = {"lane": lane.name, "predicted_speedup": None, "best_k": None, "best_speedup": None}
+def _predicted(plain: LaneTrace, lane: LaneTrace, speed: Estimate | None) -> dict[str, Any]:
+    known = {"lane": lane.name, "predicted_speedup": None, "best_k": None, "best_speedup": None}
+    numbers = summarise(lane)
+    source = f" {lane.remote.source}." if lane.remote and lane.remote.source else ""
+    outside = bool(plain.remote or lane.remote)
+    sentence = (_from_outside(speed, numbers) if outside and speed else explain(numbers, speed)) + source
+    if outside or speed is None:
+        return {**known, "sentence": sentence}
     asked = lane.options.get("k")
-    summaries = summarise(plain), summarise(lane)
-    if plain.remote or lane.remote:
-        source = f" {lane.remote.source}." if lane.remote and lane.remote.source else ""
-        return {**nothing, "sentence": explain(*summaries) + source}
     try:
-        costs = observed([plain.events], [lane.events], asked if isinstance(asked, int) else 0)
-        if costs is None:
-            return {**nothing, "sentence": explain(*summaries)}
-        best = _limited_best(costs)
+        foreseen = Foreseen.of(plain.events, lane.events, asked if isinstance(asked, int) else 0)
+        if foreseen is None:
+            return {**known, "sentence": sentence}
+        costs = foreseen.costs
         return {
             "lane": lane.name,
             "predicted_speedup": round(costs.speedup(costs.k), 4),
-            "best_k": best,
-            "best_speedup": round(costs.speedup(best), 4),
-            "sentence": explain(*summaries, costs),
+            "best_k": foreseen.best,
+            "best_speedup": round(costs.speedup(foreseen.best), 4),
+            "sentence": explain(numbers, speed, foreseen),
         }
     except (ArithmeticError, ValueError):  # a stored trace may hold any times
-        return {**nothing, "sentence": explain(*summaries)}
+        return {**known, "sentence": sentence}
 
 
-def explain(plain: Mapping[str, Any], lane: Mapping[str, Any], costs: Costs | None = None) -> str:
-    """One sentence from two lane summaries (core.tally.summarise): what the speed-up or slow-down is made of. With the
-    costs, also what takes most of the time and what would be faster."""
-    speeds = plain.get("tokens_per_s"), lane.get("tokens_per_s")
-    if speeds[0] and speeds[1] and None in (plain.get("ms_draft", 0.0), lane["ms_draft"]):
-        return _from_outside(speeds[1] / speeds[0], lane)
-    if not speeds[0] or not speeds[1] or not lane["steps"]:
+@dataclass(frozen=True, slots=True)
+class Foreseen:
+    """What a run's costs say of other draft lengths. gain: of the best one over its own, with its interval."""
+
+    costs: Costs
+    best: int  # no further out than twice what was seen: there a prediction is a guess
+    gain: Estimate
+
+    @classmethod
+    def of(cls, plain: Sequence[StepEvent], lane: Sequence[StepEvent], k: int) -> "Foreseen | None":
+        """None where nothing was drafted or no time passed. The interval is the jackknife's over parts of the run."""
+        costs = observed([plain], [lane], k)
+        if costs is None:
+            return None
+        best = costs.best_k(min(LONGEST, 2 * costs.k))
+        gain = costs.speedup(best) / costs.speedup(costs.k)
+        if best == costs.k or min(len(plain), len(lane)) <= PARTS:
+            return cls(costs, best, Estimate(gain))
+        parts = [observed([_without(plain, part)], [_without(lane, part)], k) for part in range(PARTS)]
+        gains = [part.speedup(best) / part.speedup(costs.k) for part in parts if part]
+        if len(gains) < PARTS or not all(map(isfinite, gains)):
+            return cls(costs, best, Estimate(gain))
+        half = t_quantile(PARTS - 1) * (PARTS - 1) * pstdev(gains) / PARTS**0.5
+        return cls(costs, best, Estimate(gain, gain - half, gain + half))
+
+
+def _without(events: Sequence[StepEvent], part: int) -> list[StepEvent]:
+    """The steps but for one of PARTS stretches of them; the prefill stays."""
+    steps = events[1:]
+    begin, end = (len(steps) * at // PARTS for at in (part, part + 1))
+    return [*events[:1], *steps[:begin], *steps[end:]]
+
+
+def explain(lane: Mapping[str, Any], speed: Estimate | None, foreseen: Foreseen | None = None) -> str:
+    """One sentence from a lane's summary (core.tally.summarise) and its speed-up: what that is made of. With what is
+    foreseen, also what takes most of the time and what would be faster."""
+    if speed is None or not lane["steps"]:
         return "Too few tokens to say."
-    speedup = speeds[1] / speeds[0]
-    cost = round(lane["tokens_per_step"] / speedup, 2)
-    sentence = (
-        f"{_verdict(speedup)}: a step costs {cost:.2f}x a plain token and yields {lane['tokens_per_step']:.2f} tokens"
-    )
+    cost = round(lane["tokens_per_step"] / speed.value, 2)
+    sentence = f"{_said(speed)}: a step costs {cost:.2f}x a plain token and yields {lane['tokens_per_step']:.2f} tokens"
     if not lane["drafted"]:
         return sentence + "; nothing was drafted."
     sentence += f"; {lane['acceptance_rate']:.0%} of the drafted tokens were kept"
-    if costs is None:
+    if foreseen is None:
         return sentence + "."
-    extra = _dearest(costs) if cost > 1.0 else "a step takes no extra time"
-    return f"{sentence}; {extra}; {_advice(costs, speedup)}."
+    extra = _dearest(foreseen.costs) if cost > 1.0 else "a step takes no extra time"
+    return f"{sentence}; {extra}; {_advice(foreseen, speed)}."
 
 
-def _verdict(speedup: float) -> str:
-    if abs(speedup - 1.0) <= 0.005:
-        return "Same speed"
-    return "Faster" if speedup > 1.0 else "Slower"
+def _said(speed: Estimate) -> str:
+    return f"{speed.word.capitalize()} ({speed.told()})"
 
 
-def _from_outside(ratio: float, lane: Mapping[str, Any]) -> str:
+def _from_outside(speed: Estimate, lane: Mapping[str, Any]) -> str:
     """The sentence where a lane ran on a server, whose time nobody here can split."""
-    said = f"{_verdict(ratio)}: {ratio:.2f}x the baseline's tokens/s, timed from outside"
+    said = f"{_said(speed)}: whole requests, timed from outside"
     rate, length = lane["acceptance_rate"], lane["tokens_per_step"]
     kept = [] if rate is None else [f"{rate:.0%} of the drafted tokens were kept"]
     emitted = [] if length is None else [f"a pass yielded {length:.2f} tokens"]
@@ -239,19 +268,12 @@ def _dearest(costs: Costs) -> str:
     return f"most of the extra time goes into {name} ({terms[name]:.0%} of a step)"
 
 
-def _advice(costs: Costs, speedup: float) -> str:
-    best = _limited_best(costs)
-    if not best and speedup < 1.0:
+def _advice(foreseen: Foreseen, speed: Estimate) -> str:
+    if not foreseen.best and speed.word == "slower":
         return "turn it off: no draft length is predicted to beat plain decoding"
-    own = f"k = {costs.k} measured {speedup:.2f}x"
-    if best and costs.speedup(best) > CLEAR * max(costs.speedup(costs.k), speedup):
-        return f"k = {best} is predicted to be {costs.speedup(best):.2f}x; {own}"
-    return f"{own}, and no other k is predicted to be clearly faster"
-
-
-def _limited_best(costs: Costs) -> int:
-    """No further out than twice what was seen: there a prediction is a guess."""
-    return costs.best_k(min(LONGEST, 2 * costs.k))
+    if foreseen.best and foreseen.gain.word == "faster":
+        return f"k = {foreseen.best} is predicted to be {foreseen.gain.told()} as fast as k = {foreseen.costs.k}"
+    return f"no other k is predicted to be clearly faster than k = {foreseen.costs.k}"
 
 
 def _whole(run: Sequence[StepEvent], depth: int) -> list[Step]:

@@ -48,6 +48,9 @@ class RunningLane(ABC):
         """Run what it runs once, off the clock; -> what is to be known of it beforehand."""
         return []
 
+    def rewind(self) -> None:
+        """Remember nothing of the last run."""
+
     def events(self, cancelled: Cancelled) -> Events:
         """Never raises an `Exception`: whatever fails ends the lane, and its trace says why."""
         try:
@@ -112,6 +115,9 @@ class LocalLane(RunningLane):
                 written += len(event.emitted[0])
                 if written >= WARM_UP_TOKENS:
                     break
+        self.rewind()
+
+    def rewind(self) -> None:
         for memory in self._pair.memories:
             memory.rewind()
 

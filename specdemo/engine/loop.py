@@ -76,7 +76,7 @@ def _steps(
         watch.lap("prefill")
         drafter.observe(_prompt_progress(prompt_ids, root, forward))
         watch.lap("observe")
-        yield _prefill_event(watch.read(), rows.emit([[t] for t in root.tolist()]))
+        yield _prefill_event(watch, rows.emit([[t] for t in root.tolist()]))
         index = 0
         while rows.running and not cancelled():
             index += 1
@@ -104,7 +104,7 @@ def _steps(
             nodes = proposed.tokens.tolist(), proposed.parents.tolist()
             check(*nodes, target.vocab_size)
             emitted = rows.emit(_outputs(progress))
-            yield _event(index, draft, nodes, verdict, emitted, forward if noise is None else said, ms)
+            yield _event(index, draft, nodes, verdict, emitted, forward if noise is None else said, ms, watch.wall_ms)
     finally:
         try:
             target.release()
@@ -216,10 +216,10 @@ def _outputs(progress: Progress) -> list[list[int]]:
     return [o[:n] for o, n in zip(progress.outputs.tolist(), progress.lengths, strict=True)]
 
 
-def _prefill_event(ms: dict[str, float], emitted: list[list[int]]) -> StepEvent:
+def _prefill_event(watch: Stopwatch, emitted: list[list[int]]) -> StepEvent:
     nodes: list[list[int]] = [[] for _ in emitted]
     probs: list[list[float | None]] = [[] for _ in emitted]
-    return StepEvent(0, nodes, nodes, [[0] for _ in emitted], emitted, probs, probs, ms)
+    return StepEvent(0, nodes, nodes, [[0] for _ in emitted], emitted, probs, probs, watch.read(), {}, watch.wall_ms)
 
 
 def _event(
@@ -230,6 +230,7 @@ def _event(
     emitted: list[list[int]],
     seen: Forward | Tensor,
     ms: dict[str, float],
+    wall_ms: float | None,
 ) -> StepEvent:
     """The event, with the probabilities the inspector shows: those of the test under sampling, the plain softmax when
     greedy, where the test itself only asks for the argmax. nodes: the draft's tokens and parents, as read back."""
@@ -245,7 +246,7 @@ def _event(
         draft_probs = _rounded(draft.confidence, tokens)
     notes = {name: float(value) for name, value in draft.notes.items()}
     path = [p or [0] for p in verdict.path]
-    return StepEvent(index, tokens, parents, path, emitted, draft_probs, target_probs, ms, notes)
+    return StepEvent(index, tokens, parents, path, emitted, draft_probs, target_probs, ms, notes, wall_ms)
 
 
 def _rounded(probs: Tensor, tokens: list[list[int]]) -> list[list[float | None]]:

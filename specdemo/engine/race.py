@@ -3,8 +3,7 @@ own steps took, so lanes never disturb each other's clock."""
 
 from collections.abc import Generator, Iterator, Sequence
 
-from specdemo.core.tally import step_ms
-from specdemo.core.trace import StepEvent
+from specdemo.core.trace import StepEvent, step_ms
 
 
 def race(lanes: Sequence[Iterator[StepEvent]]) -> Generator[tuple[int, StepEvent], None, None]:

@@ -6,7 +6,7 @@
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from specdemo.core.tally import Tally, so_far
 from specdemo.core.trace import RunTrace
 from specdemo.core.tree import ABSENT
+from specdemo.engine.clock import clock_of
 from specdemo.engine.comparison import Comparison
 from specdemo.engine.kept import Kept
 from specdemo.engine.lanes import LocalLane, RemoteLane, RunningLane, chat_of
@@ -112,11 +113,27 @@ class Session:
                     yield Note(note, index)
             if here:  # the warm-up may have shown that passes cannot be recorded
                 trace.environment["kernels"] = here.kernels
+            for run in range(1, spec.repeats):
+                yield Note(f"run {run} of {spec.repeats} is not shown; all of them are pooled")
+                self._repeat(spec, lanes, cancelled)
             for together in _turns(lanes):
                 yield from _play(together, trace, cancelled)
             judge(trace, self.models.target() if here else None)
             self.kept.end(spec, trace)
             yield Finished(trace)
+
+    def _repeat(self, spec: Comparison, lanes: Sequence[RunningLane], cancelled: Callable[[], bool]) -> None:
+        """Run it all once before it is shown, by the same schedule, and give every lane what its double did."""
+        doubles = self._lanes(spec)
+        for together in _turns(doubles):
+            for _ in SCHEDULES[spec.schedule]([lane.events(cancelled) for lane in together.values()]):
+                pass
+        for double in doubles:
+            double.rewind()
+        if all(double.trace.finish in ("stop", "length") for double in doubles):
+            for lane, double in zip(lanes, doubles, strict=True):
+                bare = (replace(event, draft_probs=[], target_probs=[]) for event in double.trace.events)
+                lane.trace.repeats.append([*bare])
 
     def target(self) -> HFTarget:
         """The target of the last comparison, with a history of its own."""
@@ -182,6 +199,7 @@ def environment(target: HFTarget | None) -> dict[str, Any]:
         "threads": threads,
         "dtype": str(target.dtype).removeprefix("torch.") if target else "unknown precision",
         "kernels": target.kernels if target else "unknown",
+        "clock": clock_of(target.device) if target else "wall time",
         "versions": versions(),
         "commit": commit(),
         "date": datetime.now(UTC).date().isoformat(),

@@ -14,7 +14,7 @@ def judge(trace: RunTrace, target: HFTarget | None) -> None:
     """Fill in `comparison`. target: that of the baseline, which reads a text again where two part; None: a server's."""
     baseline, greedy = trace.lanes[0], not trace.config.get("temperature")
     for lane in trace.lanes[1:]:
-        row = compare(baseline, lane, greedy)
+        row = compare(baseline, lane, greedy, schedule=trace.schedule)
         index = row["first_divergence"]
         if "error" in (baseline.finish, lane.finish):
             row |= {"identical": None, "first_divergence": None, "verdict": "unknown"}

@@ -72,6 +72,7 @@ def admit(chosen: Preset) -> Preset:
         "new tokens": (chosen.max_new_tokens, PUBLIC.max_new_tokens),
         "lanes": (len(chosen.lanes) + 1, PUBLIC.lanes),
         "characters of prompt": (len(chosen.prompt) + len(chosen.system), PUBLIC.prompt),
+        "runs to pool": (chosen.repeats, PUBLIC.sweep_repeats),
         "tokens of draft": (max(lane.k for lane in chosen.lanes), PUBLIC.k),
         "nodes of a draft tree": (max(int(lane.options.get("nodes", 0)) for lane in chosen.lanes), NODES),
     }

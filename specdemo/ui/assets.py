@@ -4,6 +4,8 @@ from pathlib import Path
 
 import gradio as gr
 
+from specdemo.core.definitions import table
+
 HERE = Path(__file__).parent
 RACE = tuple(f"{name}.js" for name in "kit player chart tree lanes tiles panels inspector race".split())
 
@@ -11,6 +13,11 @@ RACE = tuple(f"{name}.js" for name in "kit player chart tree lanes tiles panels 
 def text(name: str) -> str:
     """The text of a file beside this one."""
     return (HERE / name).read_text(encoding="utf-8")
+
+
+def how_it_works() -> str:
+    """The page's own manual, with the definition of every number."""
+    return text("how_it_works.md").replace("@definitions", table())
 
 
 def to_tab(tab_id: str) -> str:

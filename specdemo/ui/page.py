@@ -38,6 +38,7 @@ from specdemo.ui.lazy_imports import live
 from specdemo.ui.log import Log, notes, open_trace, replayed, waiting
 from specdemo.ui.views import tokens_csv
 
+POOLED = 3  # runs, where one was noisy
 SESSIONS = 64  # whose components Gradio keeps a copy of, 0.3 MB each
 MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"]
 
@@ -64,6 +65,16 @@ class Visits(Jobs[Log]):
     def race(self, request: gr.Request, values: Values) -> Iterator[Values]:
         """The growing log of a run, or one that says why there is none."""
         yield from self.run(request, lambda last: Race(from_values(values, self._any).checked(), last))
+
+    def repeat(self, request: gr.Request, values: Values) -> Iterator[Values]:
+        """The run on show again, three times, its runs pooled."""
+
+        def begin(last: Log | None) -> Race:
+            if last is None or last.spec is None:
+                raise ValueError("there is no run of this page to repeat; press Run first")
+            return Race(last.spec.model_copy(update={"repeats": POOLED}), last)
+
+        yield from self.run(request, begin)
 
     def follow(self, request: gr.Request, values: Values) -> Iterator[Values]:
         """The growing log of the chat's next turn, or one that says why there is none."""
@@ -200,7 +211,7 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
             with gr.Tab("Lab"):
                 lab.draw(page, form, suite, store)
             with gr.Tab("How it works"):
-                gr.Markdown(assets.text("how_it_works.md"), elem_id="how")
+                gr.Markdown(assets.how_it_works(), elem_id="how")
         _endpoints(allow_any_model)
         page.unload(store.forget)
     turns.queue(page)
@@ -234,13 +245,15 @@ def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: b
         opened = gr.UploadButton("Open a trace", file_types=[".json"], size="sm", elem_id="open-trace")
         free = gr.Button("Free memory", size="sm", elem_id="free-memory", visible=not limits.public())
         free.click(_free_memory, show_progress="hidden", api_visibility="private", **ENGINE)
+    repeat = gr.Button("Repeat", elem_id="repeat")  # clicked by the badge of a noisy run, in tiles.js
     form.wire(page)
     asked = {"message": message}
     starts: list[Start] = [
         ([run.click], visits.race, form.inputs),
         ([again.click, message.submit], visits.follow, asked),
+        ([repeat.click], visits.repeat, {}),
     ]
-    for racing in wire(visits, starts, {"view": view}, stop, [run, opened, again], place):
+    for racing in wire(visits, starts, {"view": view}, stop, [run, opened, again, repeat], place):
         named(racing.success, visits.offer, asked, {"row": row, **asked}, **QUIET)
     wire_share(share, visits.share, form.inputs, link)
     gr.on(form.edits, lambda: gr.update(visible=False), None, link, trigger_mode="once", **QUIET)

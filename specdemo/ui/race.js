@@ -199,7 +199,7 @@ function verdictOfAll() {
   const ends = { cancelled: "Stopped.", error: "A lane failed." };
   const rows = run.lanes.slice(1).filter((lane) => lane.comparison && isNumber(lane.comparison.speedup));
   const named = (lane) => (run.lanes.length > 2 ? `Lane ${lane.index}` : lane.name);
-  const words = rows.map((lane) => `${named(lane)}: ${factor(lane.comparison.speedup)}, ${lane.comparison.verdict}.`);
+  const words = rows.map((lane) => `${named(lane)}: ${factor(lane.comparison)}, ${lane.comparison.verdict}.`);
   if (run.still) return "Recorded earlier. Press Run for your own.";
   return [ends[run.end.finish] || (run.recorded ? "Replayed." : "Finished."), ...words].join(" ");
 }

@@ -53,4 +53,4 @@ def lent(duration: Callable[..., int]) -> Callable[[Function], Function]:
 def seconds(spec: "Comparison") -> int:
     """What a run may take at the most, loaded models given: the shorter the estimate, the sooner a GPU is lent."""
     rate = EMBEDDED_RATE if spec.target in EMBEDDED else RATE
-    return min(LEND_S, START_S + ceil((len(spec.lanes) + 1) * spec.max_new_tokens / rate))
+    return min(LEND_S, START_S + ceil(spec.repeats * (len(spec.lanes) + 1) * spec.max_new_tokens / rate))

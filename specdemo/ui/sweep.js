@@ -1,7 +1,6 @@
 // Draws the text of a sweep (lines of JSON, see sweep.py) into the skeleton of sweep.html, or of a page like it; kit.js
 // stands before it. The curves are Python's; the result on show stays, faint, until the next one comes.
 
-const AXES = { k: "k =", batch: "batch size", "prompt tokens": "prompt length" };
 const SHARES = ["plain", "speculative"];
 
 let came = false; // this text's result
@@ -58,7 +57,7 @@ function shown(line) {
   $(".sd-table").replaceChildren(table(line));
   $(".sd-remarks").hidden = !line.remarks.length;
   $(".sd-remarks").replaceChildren(...line.remarks.map((text) => make("li", "", text)));
-  say(`${line.recorded ? "Opened" : "Finished"}: ${verdict(line)}`);
+  say(`${line.recorded ? "Opened" : "Finished"}: ${line.verdict}`);
 }
 
 function busy(on) {
@@ -68,16 +67,6 @@ function busy(on) {
 
 function say(text) {
   $(".sd-status").textContent = text;
-}
-
-function verdict({ rows, axis, remarks }) {
-  const whole = rows.filter((row) => (row.category ?? "all") === "all");
-  const best = whole.reduce((a, b) => ((b["speed-up"]?.median ?? 0) > (a?.["speed-up"]?.median ?? 0) ? b : a), null);
-  if (!best) return remarks[0] || "this suite measures no speed-up.";
-  const speed = best["speed-up"].median;
-  if (speed <= 1) return "nothing was faster than plain decoding.";
-  const at = AXES[axis] ? ` at ${AXES[axis]} ${best[axis]}` : "";
-  return `at best ${fixed(speed, 2)}× as fast as plain decoding, ${best.lane}${at}.`;
 }
 
 function table({ rows }) {
@@ -102,11 +91,10 @@ function heading(text, scope) {
 }
 
 function cell(name, value) {
-  if (!isNumber(value?.median)) return make("td", "", words(name, value));
-  const digits = value.q3 < 10 ? 2 : 1;
-  const drawn = make("td", "", fixed(value.median, digits));
-  drawn.append(" ", make("small", "sd-small", `[${fixed(value.q1, digits)} ${fixed(value.q3, digits)}]`));
-  drawn.dataset.value = value.median;
+  if (!isNumber(value?.value)) return make("td", "", words(name, value));
+  const drawn = make("td", "", fixed(value.value, value.value < 10 ? 2 : 1));
+  if (value.interval) drawn.append(" ", make("small", "sd-small", `[${value.interval}]`));
+  drawn.dataset.value = value.value;
   return drawn;
 }
 

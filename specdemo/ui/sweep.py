@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import gradio as gr
 
 from specdemo.bench.plot import figure
-from specdemo.bench.result import SCHEMA, Result, read_result
+from specdemo.bench.result import SCHEMA, Cell, Result, best, ends, noisy, read_result
 from specdemo.bench.suites import Sweep, swept, takes
+from specdemo.core.estimate import Estimate
 from specdemo.presets import limits
 from specdemo.presets.files import DEFAULT, load_presets, preset
 from specdemo.presets.link import is_sweep
@@ -114,10 +115,21 @@ def text(result: Result) -> str:
 
 def result_line(result: Result, recorded: bool) -> str:
     """What the view shows; of what no one checked, such as a stranger's config, words alone."""
-    told = {"axis": result.axis, "rows": asdict(result)["rows"], "remarks": result.remarks}
+    rows = [{name: _cell(value) for name, value in row.items()} for row in result.rows]
+    verdict = best(result) or (result.remarks[0] if result.remarks else "this suite measures no speed-up.")
+    remarks = [*result.remarks, *filter(None, [noisy(result)])]
+    told = {"axis": result.axis, "rows": rows, "remarks": remarks, "verdict": verdict}
     where = [str(result.environment[name]) for name in ("device", "date") if result.environment.get(name)]
     words = {"where": where, "conditions": conditions(result)}
     return to_line({"type": "result", "recorded": recorded, **told, **words})
+
+
+def _cell(value: Any) -> Any:
+    """A number of several runs as its value and its interval in words."""
+    if not isinstance(value, Cell):
+        return value
+    number = Estimate(*ends(value))
+    return {"value": number.value, "interval": number.interval(1 if number.value >= 10.0 else 2)}
 
 
 def conditions(result: Result) -> str:

@@ -14,8 +14,8 @@ const VERDICTS = {
 
 const milliseconds = (x) => fixed(x, x < 10 ? 2 : x < 100 ? 1 : 0);
 const megabytes = (x) => (!x ? "–" : x < 1e9 ? `${(x / 1e6).toFixed(1)} MB` : `${(x / 1e9).toFixed(2)} GB`);
-const same = (x) => Math.abs(x - 1) <= 0.005;
-const factor = (x) => (same(x) ? "the same speed" : x < 1 ? `slower, ${x.toFixed(2)} times the baseline's speed` : `${x.toFixed(2)} times as fast`);
+const TONES = { faster: ["▲ ", "gain"], slower: ["▼ ", "bad"] };
+const factor = ({ speedup, interval, word }) => `${word || "no clear difference"}, ${speedup.toFixed(2)}×${interval ? ` (${interval})` : ""}`;
 
 const numbers = (lane) => ({ ...lane.soFar, ...lane.summary });
 
@@ -72,7 +72,7 @@ function tile(name, lanes, several, cells) {
       number.dataset.ofLane = lane.index;
       number.dataset.value = value ?? "";
       if (tone) number.dataset.tone = tone;
-      row.append(number, make("small", "", small), ...(name === "speedup" ? lossy(lane) : []));
+      row.append(number, make("small", "", small), ...(name === "speedup" ? [...lossy(lane), ...noisy(lane)] : []));
       return row;
     })
   );
@@ -84,8 +84,18 @@ const byServer = (lane, value) => (lane.remote && isNumber(value) ? "by its serv
 function speedTile({ lane }) {
   const x = speedup(lane);
   if (!isNumber(x)) return ["–", "", "", null];
-  const [words, tone] = same(x) ? ["same speed", ""] : x < 1 ? ["▼ slower", "bad"] : ["▲ faster", "gain"];
-  return [`${x.toFixed(2)}×`, words, tone, x];
+  const { interval, word } = lane.comparison ?? {}; // known at the end
+  const [arrow, tone] = TONES[word] ?? ["", ""];
+  return [`${x.toFixed(2)}×`, [interval, word && arrow + word].filter(Boolean).join(", "), tone, x];
+}
+
+// Why a speed-up should be measured again, and what does so; a stored run can only say it.
+function noisy(lane) {
+  if (!lane.comparison?.noisy) return [];
+  const badge = make(run.recorded ? "span" : "button", "sd-noisy", run.recorded ? "noisy machine" : "noisy machine: repeat");
+  badge.title = lane.comparison.reasons.map(sentence).join(". ");
+  if (!run.recorded) badge.addEventListener("click", () => document.getElementById("repeat").click());
+  return [badge];
 }
 
 function outputTile(lane) {
@@ -124,7 +134,8 @@ function why() {
   list.replaceChildren(
     ...told.map((lane) => {
       const item = make("li");
-      item.append(mark(lane), make("span", "", lane.comparison.why));
+      const { why, noisy, reasons } = lane.comparison;
+      item.append(mark(lane), make("span", "", [why, noisy ? `Noisy: ${reasons.join("; ")}.` : ""].join(" ").trim()));
       return item;
     })
   );

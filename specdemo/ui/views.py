@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any, Literal
 
-from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, kinds
+from specdemo.core.definitions import by_key
+from specdemo.core.estimate import Estimate
+from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, estimates, kinds
 from specdemo.engine.cost import prediction
 from specdemo.engine.messages import Finished, LaneDone, Message, Note, Started, Step
 
@@ -65,9 +67,10 @@ def finish(trace: RunTrace) -> str:
 def fates(event: StepEvent) -> list[Fate | None]:
     """What became of every drafted node of row 0; None where nothing was drafted.
 
-    Siblings are tried in order until one is accepted: those behind it, and nodes below a refused one, are not reached.
+    Siblings are tried in order until one is accepted: those behind it, nodes below a refused one and those behind the
+    end of the text are not reached.
     """
-    path = set(event.path[0])
+    path = {*event.path[0][: len(event.emitted[0]) + 1]}
     served: set[int] = set()  # kept slots one of whose children was accepted already
     verdicts: list[Fate | None] = []
     for slot, (token, parent) in enumerate(zip(event.drafted[0], event.parents[0], strict=True), start=1):
@@ -93,6 +96,7 @@ def summary(trace: RunTrace) -> dict[str, Any]:
             _lane(lane) | {"finish": lane.finish, "text": lane.text, "summary": lane.summary} for lane in trace.lanes
         ],
         "comparison": _comparison(trace),
+        "definitions": by_key(),
     }
 
 
@@ -143,6 +147,7 @@ def _step(step: Step) -> dict[str, Any]:
         "lane": step.lane,
         "index": event.index,
         "ms": {name: round(value, 3) for name, value in event.ms.items()},
+        "wall_ms": event.wall_ms,
         "kinds": kinds(event),
         "text": step.pieces,
         "drafted": step.drafted,
@@ -157,8 +162,15 @@ def _step(step: Step) -> dict[str, Any]:
 
 
 def _comparison(trace: RunTrace) -> list[dict[str, Any]]:
-    rows = zip(trace.comparison, prediction(trace) if trace.comparison else [], strict=False)
-    return [{**row, "why": predicted["sentence"]} for row, predicted in rows]
+    """The rows in words too: `interval` and `word` as they are printed everywhere, and why the speed is what it is."""
+    if not trace.comparison:
+        return []
+    rows = zip(trace.comparison, estimates(trace), prediction(trace), strict=False)
+    return [{**row, **_words(speed), "why": predicted["sentence"]} for row, speed, predicted in rows]
+
+
+def _words(speed: Estimate | None) -> dict[str, str]:
+    return {"interval": speed.interval(), "word": speed.word} if speed else {}
 
 
 def _lane_rows(lane: LaneTrace, vocabulary: dict[str, str]) -> list[tuple[Any, ...]]:

@@ -47,19 +47,21 @@ def rows(report):
 def test_a_faster_lane():
     fast = lane("fast", [PREFILL, *(step(i, 2, 2, {"draft": 3.0, "verify": 12.0}) for i in (1, 2))])
     report = race_report(trace(fast))
-    assert report.startswith("demo | target stories | float32 | Test CPU, 1 thread | greedy | race\n")
+    assert report.startswith("demo | target stories | float32 | Test CPU, 1 thread | greedy | race | wall time\n")
     baseline, first, *_ = rows(report)
     assert baseline == ["Baseline", "7", "100.0", "1.00x", "-", "1.00", "30.0", "-"]
     assert first == ["fast", "7", "200.0", "2.00x", "100%", "3.00", "30.0", "identical"]
-    assert "fast: Faster: a step costs 1.50x a plain token" in report
+    assert "fast: No clear difference (2.00x): a step costs 1.50x a plain token" in report  # two steps tell little
 
 
 def test_a_slower_lane_is_said_to_be_slower_and_why():
     slow = lane("slow", [PREFILL, *(step(i, 2, 0, {"draft": 15.0, "verify": 10.0}) for i in range(1, 7))])
     report = race_report(trace(slow, verdict="same distribution", temperature=0.8))
-    assert rows(report)[1] == ["slow", "7", "40.0", "0.40x", "0%", "1.00", "30.0", "same", "distribution"]
+    speed = "0.40x, 0.40 to 0.40".split()
+    assert rows(report)[1] == ["slow", "7", "40.0", *speed, "0%", "1.00", "30.0", "same", "distribution"]
     assert "| temperature 0.8 |" in report
-    assert "slow: Slower: a step costs 2.50x a plain token and yields 1.00 tokens; 0% of the drafted" in report
+    assert "slow: Slower (0.40x, 0.40 to 0.40): a step costs 2.50x a plain token and yields 1.00 tokens; 0%" in report
+
     assert "turn it off: no draft length is predicted to beat plain decoding." in report
 
 

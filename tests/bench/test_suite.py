@@ -65,7 +65,7 @@ def test_a_row_per_lane_with_medians_and_quartiles(result):
     assert [row["lane"] for row in result.rows] == ["Baseline", "wide draft", "deep draft", "prompt lookup"]
     for row in result.rows:
         spread = row["tokens/s"]
-        assert 0 < spread.q1 <= spread.median <= spread.q3
+        assert spread.value > 0 and spread.low is spread.high is None  # two repeats confirm nothing
     assert result.rows[0]["speed-up"] == Spread(1.0, 1.0, 1.0)
     assert result.rows[0]["tokens/pass"] == 1.0
     assert 0.0 < result.rows[1]["accepted"] <= 1.0
@@ -152,7 +152,7 @@ def test_batches_grow_and_every_row_is_decoded(monkeypatch):
         ("embedded-ngram", 3),
     ]
     assert [row["tokens/pass"] for row in result.rows[::2]] == [1.0, 1.0]
-    assert result.rows[2]["speed-up"].median == 1.0
+    assert result.rows[2]["speed-up"].value == 1.0
     assert result.remarks[0].startswith(("Drafting still pays at batch size 3", "The gain is gone at batch size "))
 
 

@@ -74,6 +74,9 @@ def test_summary_of_a_chain():
         "tokens": 9,
         "steps": 4,
         "tokens_per_s": round(8 / 0.030, 4),
+        "tokens_per_s_low": None,  # four steps are too few to say
+        "tokens_per_s_high": None,
+        "waited_share": None,
         "ttft_ms": 42.0,
         "itl_ms_p50": 3.75,  # the steps' 10, 10, 5 and 5 ms, shared: 2.5 2.5 2.5 2.5 5 5 5 5
         "itl_ms_p95": 5.0,
@@ -138,6 +141,10 @@ def test_compare(ours, theirs, finish, first):
     assert row == {
         "lane": "b",
         "speedup": 2.5,
+        "speedup_low": None,
+        "speedup_high": None,
+        "noisy": False,
+        "reasons": [],
         "identical": first is None,
         "first_divergence": first,
         "divergence_margin": 0.25,

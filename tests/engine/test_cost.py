@@ -5,8 +5,9 @@ import random
 import pytest
 import torch
 
+from specdemo.core.estimate import Estimate
 from specdemo.core.tally import summarise
-from specdemo.core.trace import LaneTrace, RunTrace, StepEvent
+from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, estimates
 from specdemo.engine.cost import Costs, explain, measure, observed, prediction
 from specdemo.methods import load_drafter
 from specdemo.models.pass_cost import verify_costs
@@ -187,25 +188,29 @@ def test_the_dearest_term_is_named(changes, word):
 def test_a_step_that_costs_less_than_a_plain_token_has_no_extra_time():
     quick = simulated(random.Random(3), [0.3] * 4, 4, 200, v=lambda n: 8.0, c=0.1, fixed=0.0, other=0.1)
     (entry,) = prediction(trace(("lane", quick)))
-    assert (
-        entry["sentence"].startswith("Faster: a step costs 0.")
-        and "; a step takes no extra time; k = " in entry["sentence"]
-    )
+    assert entry["sentence"].startswith("Faster (") and ": a step costs 0." in entry["sentence"]
+    assert "; a step takes no extra time; no other k is predicted" in entry["sentence"]
     assert "most of the extra time" not in entry["sentence"]
 
 
 @pytest.mark.parametrize(
-    ("ratio", "word"), [(0.99, "Slower"), (0.998, "Same speed"), (1.002, "Same speed"), (1.01, "Faster")]
+    ("speed", "words"),
+    [
+        (Estimate(0.8, 0.7, 0.9), "Slower (0.80x, 0.70 to 0.90)"),
+        (Estimate(1.05, 0.99, 1.11), "No clear difference (1.05x, 0.99 to 1.11)"),
+        (Estimate(7.5), "No clear difference (7.50x)"),
+        (Estimate(1.97, 1.86, 2.07), "Faster (1.97x, 1.86 to 2.07)"),
+    ],
 )
-def test_what_rounds_to_one_is_the_same_speed(ratio, word):
-    lane = {"tokens_per_s": 100.0 * ratio, "tokens_per_step": 1.0, "steps": 9, "drafted": 0, "ms_draft": 1.0}
-    assert explain({"tokens_per_s": 100.0}, lane).startswith(f"{word}: ")
+def test_faster_and_slower_only_where_the_interval_leaves_out_one(speed, words):
+    lane = {"tokens_per_step": 1.0, "steps": 9, "drafted": 0, "ms_draft": 1.0}
+    assert explain(lane, speed).startswith(f"{words}: ")
 
 
 def test_a_hopeless_lane_is_told_to_stop():
     (entry,) = prediction(trace(("lane", simulated(random.Random(4), [0.05] * 4, 4, 200, c=3.0))))
     assert entry["best_k"] == 0
-    assert entry["sentence"].startswith("Slower: a step costs ")
+    assert entry["sentence"].startswith("Slower (") and ": a step costs " in entry["sentence"]
     assert entry["sentence"].endswith("; turn it off: no draft length is predicted to beat plain decoding.")
 
 
@@ -214,14 +219,24 @@ def test_a_better_length_is_named():
     (entry,) = prediction(trace(("lane", lane), options={"k": 8}))
     assert 0 < entry["best_k"] < 8
     assert f"; k = {entry['best_k']} is predicted to be " in entry["sentence"]
-    assert "; k = 8 measured " in entry["sentence"]
+    assert entry["sentence"].endswith(" as fast as k = 8.")
 
 
 def test_summaries_alone_give_the_measured_half():
-    plain, lane = trace(("lane", simulated(random.Random(6), [0.5] * 4, 4, 100))).lanes
-    sentence = explain(summarise(plain), summarise(lane))
+    found = trace(("lane", simulated(random.Random(6), [0.5] * 4, 4, 100)))
+    sentence = explain(summarise(found.lanes[1]), estimates(found)[0])
     assert sentence.endswith("% of the drafted tokens were kept.")
-    assert sentence.startswith(("Faster: a step costs ", "Slower: a step costs "))
+    assert sentence.startswith(("Faster (", "Slower (")) and ": a step costs " in sentence
+
+
+def test_another_length_is_advised_only_where_its_interval_says_so():
+    """Both lanes would gain by one token more; only the long one is long enough to know."""
+    few, many = (
+        prediction(trace(("lane", simulated(random.Random(4), [0.8] * 8, 2, steps)), options={"k": 2}))[0]
+        for steps in (20, 2500)
+    )
+    assert many["best_k"] > 2 and f"; k = {many['best_k']} is predicted to be " in many["sentence"]
+    assert few["best_k"] != 2 and few["sentence"].endswith("no other k is predicted to be clearly faster than k = 2.")
 
 
 def test_a_measurement_takes_a_target_and_a_drafter():

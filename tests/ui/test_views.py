@@ -148,4 +148,4 @@ def test_the_summary_is_the_run_without_its_steps():
 def test_a_stored_run_without_numbers_still_shows():
     trace = hostile_trace()
     trace.lanes[1].summary = {"tokens_per_s": 9.0}
-    assert view(list(replay(trace))[-1])["comparison"][0]["why"].startswith("Faster: ")  # the events say it
+    assert view(list(replay(trace))[-1])["comparison"][0]["why"].startswith("Faster (1.33x")  # the events say it

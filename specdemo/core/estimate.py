@@ -1,0 +1,205 @@
+"""A measured number and how far it can be trusted: made here, printed here. Needs no torch.
+
+A run of the same settings decodes the same tokens again, so what differs between two runs is time alone. Every step of
+a lane is compared with what a step of its shape takes on average (a straight line over the nodes it drafted); what is
+left is noise, added up over blocks of time, long enough that blocks hardly know of each other. The interval is
+Student's t on these sums, linearised: ln S changes by (P - E[P]) / P of plain decoding less (L - E[L]) / L of the lane.
+
+Lanes that take turns share their moments, so a block holds both of them and what slows both cancels. Lanes that ran one
+after the other have blocks of their own, and the interval is widened by what a steady drift, as their steps show it,
+would change from the middle of one to the middle of the other. Of many runs every run is a block.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import exp, inf, pi, sqrt, tan
+from statistics import NormalDist, fmean
+
+SHARED_BLOCKS = 7  # of a run whose lanes take turns
+OWN_BLOCKS = 6  # of a lane by itself
+MANY_RUNS = 4  # from here on a run is a block
+FEW_STEPS = 6  # with fewer a run has no blocks
+FEW_RUNS = 3  # with fewer runs and as few steps there is no interval
+UNTOLD = "no clear difference"
+COLD = 0.05  # a thread that waited all the time but for an instant finds its caches cold: that much it may cost
+LEVEL = 0.95
+WIDEST = 5.0  # half an interval of ln S; what is wider says nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """low, high: the 95 % interval; None: too little was measured to have one. reasons: why it is `noisy`, so that it
+    should be measured again."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def noisy(self) -> bool:
+        return bool(self.reasons)
+
+    @property
+    def width(self) -> float | None:
+        """Half of the interval, as a share of the value."""
+        return None if self.low is None or self.high is None else (self.high - self.low) / (2.0 * self.value)
+
+    @property
+    def word(self) -> str:
+        """Of a speed-up: faster, slower, or that nobody can tell."""
+        if self.low is None or self.high is None or self.low <= 1.0 <= self.high:
+            return UNTOLD
+        return "faster" if self.low > 1.0 else "slower"
+
+    def told(self, unit: str = "x", digits: int = 2) -> str:
+        """`1.97x, 1.86 to 2.07`: how a number is printed everywhere."""
+        value = f"{self.value:.{digits}f}{unit}"
+        return f"{value}, {self.interval(digits)}" if self.interval() else value
+
+    def interval(self, digits: int = 2) -> str:
+        return "" if self.low is None or self.high is None else f"{self.low:.{digits}f} to {self.high:.{digits}f}"
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """The decoding of one lane in one run: its steps as (nodes drafted, milliseconds), and the tokens they emitted.
+
+    first_ms: what was timed before the steps, where that counts. waited_ms: beyond all this, for the processor; None:
+    unknown. On a server a step is a piece of text, and its first number the tokens in it.
+    """
+
+    steps: Sequence[tuple[int, float]]
+    tokens: int
+    first_ms: float = 0.0
+    waited_ms: float | None = None
+
+    @property
+    def ms(self) -> float:
+        return self.first_ms + self.steps_ms
+
+    @property
+    def steps_ms(self) -> float:
+        return sum(ms for _, ms in self.steps)
+
+    def middles(self) -> Iterator[float]:
+        """The moment of every step, on the lane's own clock."""
+        for end, (_, ms) in zip(accumulate(ms for _, ms in self.steps), self.steps, strict=True):
+            yield end - ms / 2.0
+
+
+Runs = Sequence[Timed]
+
+
+def rate(runs: Runs) -> Estimate | None:
+    """Tokens a second of one lane over all its runs. None where no time passed."""
+    tokens, ms = sum(run.tokens for run in runs), sum(run.ms for run in runs)
+    if not tokens or not 0.0 < ms < inf:
+        return None
+    value = 1000.0 * tokens / ms
+    if not _enough(runs):
+        return Estimate(value)
+    blocks = _blocks([(1, runs)], shared=False)
+    return _around(value, _half(blocks, lost=1))
+
+
+def speedup(plain: Runs, lane: Runs, shared: bool) -> Estimate | None:
+    """A lane's tokens a second over plain decoding's; run by run they were together. shared: the lanes took turns.
+    None where no time passed."""
+    ours, theirs = rate(lane), rate(plain)
+    if ours is None or theirs is None or not theirs.value:
+        return None
+    value = ours.value / theirs.value
+    if not (_enough(plain) and _enough(lane)):
+        return Estimate(value)
+    blocks = _blocks([(1, plain), (-1, lane)], shared)
+    together = shared or _whole(plain, lane)
+    drift = 0.0 if together else fmean(_drift(*pair) for pair in zip(plain, lane, strict=True))
+    cold = COLD * max(waited_share(runs) or 0.0 for runs in (plain, lane))
+    return _around(value, _half(blocks, lost=1 if together else 2) + abs(drift) + cold)
+
+
+def waited_share(runs: Runs) -> float | None:
+    """The part of the wall time that went by while the thread of a lane did not run; None: unknown."""
+    waited = [run.waited_ms for run in runs if run.waited_ms is not None]
+    wall = sum(waited) + sum(run.steps_ms for run in runs)
+    return round(sum(waited) / wall, 4) if waited and wall else None
+
+
+def t_quantile(freedom: int) -> float:
+    """Student's t, two-sided at LEVEL: exact for 1 and 2 degrees of freedom, else Abramowitz & Stegun 26.7.5."""
+    if freedom < 3:
+        return tan(pi * LEVEL / 2.0) if freedom < 2 else LEVEL * sqrt(2.0 / (1.0 - LEVEL**2))
+    z = NormalDist().inv_cdf(0.5 + LEVEL / 2.0)
+    series = (
+        (z**3 + z) / 4.0,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96.0,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384.0,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160.0,
+    )
+    return float(z + sum(term / freedom**power for power, term in enumerate(series, start=1)))
+
+
+def _around(value: float, half: float) -> Estimate:
+    """half: of the interval of the logarithm."""
+    if not half < WIDEST:  # a stored trace may hold any times
+        return Estimate(value)
+    return Estimate(value, value * exp(-half), value * exp(half))
+
+
+def _half(blocks: Sequence[float], lost: int) -> float:
+    freedom = max(len(blocks) - lost, 1)
+    return t_quantile(freedom) * sqrt(sum(score * score for score in blocks) * len(blocks) / freedom)
+
+
+def _enough(runs: Runs) -> bool:
+    return len(runs) >= FEW_RUNS or min(len(run.steps) for run in runs) >= FEW_STEPS
+
+
+def _whole(*lanes: Runs) -> bool:
+    """Whether a run is a block: there are many, or one is too short to have several."""
+    return len(lanes[0]) >= MANY_RUNS or min(len(run.steps) for runs in lanes for run in runs) < FEW_STEPS
+
+
+def _blocks(lanes: Sequence[tuple[int, Runs]], shared: bool) -> list[float]:
+    """The scores of ln S, block by block."""
+    scores: dict[tuple[int, ...], float] = defaultdict(float)
+    whole = _whole(*(runs for _, runs in lanes))
+    spans = [max(run.steps_ms for run in runs) or 1.0 for runs in zip(*(runs for _, runs in lanes), strict=True)]
+    for sign, runs in lanes:
+        total = sum(run.ms for run in runs)
+        for index, (run, excess) in enumerate(zip(runs, _excess(runs), strict=True)):
+            for middle, ms in zip(run.middles(), excess, strict=True):
+                if whole:
+                    block: tuple[int, ...] = (index,)
+                elif shared:
+                    block = index, int(SHARED_BLOCKS * middle / spans[index])
+                else:
+                    block = index, int(OWN_BLOCKS * middle / (run.steps_ms or 1.0)), sign
+                scores[block] += sign * ms / total
+    return [*scores.values()]
+
+
+def _excess(runs: Runs) -> list[list[float]]:
+    """Of every step the milliseconds beyond what its shape takes on average."""
+    steps = [step for run in runs for step in run.steps]
+    size, time = fmean(n for n, _ in steps), fmean(ms for _, ms in steps)
+    spread = sum((n - size) ** 2 for n, _ in steps)
+    slope = sum((n - size) * (ms - time) for n, ms in steps) / spread if spread else 0.0
+    return [[ms - time - slope * (n - size) for n, ms in run.steps] for run in runs]
+
+
+def _drift(plain: Timed, lane: Timed) -> float:
+    """By how much ln S is off when both lanes, one after the other, slowed down as steadily as their steps say."""
+    fall = weight = 0.0
+    centres = []
+    for run in (plain, lane):
+        (excess,) = _excess([run])
+        steps = [(middle, ms) for middle, (_, ms) in zip(run.middles(), run.steps, strict=True)]
+        centre = sum(middle * ms for middle, ms in steps) / (run.steps_ms or 1.0)
+        fall += sum((middle - centre) * ms for (middle, _), ms in zip(steps, excess, strict=True))
+        weight += sum((middle - centre) ** 2 * ms for middle, ms in steps)
+        centres.append(centre)
+    return fall / weight * (plain.ms + centres[1] - centres[0]) if weight else 0.0
