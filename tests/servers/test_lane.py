@@ -189,7 +189,8 @@ def test_a_server_with_one_interface_and_standard_settings_alone():
     with completion_server(GOOD, refusal=refusal) as server:
         lane = run(spec(server.address, server.address, target="some/model"), server.address).lanes[1]
         assert lane.text == "Once upon a time." and "at /v1/completions only" in lane.note
-        picky = run(spec(server.address, server.address, temperature=0.7, top_k=5), server.address).lanes[1]
+        picky = spec(server.address, server.address, target="some/model", temperature=0.7, top_k=5)
+        picky = run(picky, server.address).lanes[1]
     assert picky.finish == "error" and "404" in picky.note  # a setting that was asked for is never dropped
 
 
