@@ -9,7 +9,9 @@ import os
 import platform
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from inspect import Parameter, Signature, signature
 from io import TextIOWrapper
@@ -30,9 +32,10 @@ from specdemo.core.signals import tidy
 from specdemo.core.words import DEVICES, suggest
 from specdemo.engine.comparison import Comparison, Lane, settings, type_of
 from specdemo.methods import METHODS, knobs, method
-from specdemo.presets.files import EMBEDDED, load_presets, preset
+from specdemo.presets.files import EMBEDDED, Preset, load_presets, preset
 from specdemo.presets.limits import LIMITS
 from specdemo.servers.address import allow
+from specdemo.servers.flags import known_engine
 from specdemo.ui.app import ui
 
 if TYPE_CHECKING:
@@ -47,6 +50,8 @@ app = typer.Typer(
 
 INTERRUPTED = 130  # what a shell calls a program ended by Ctrl-C
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable.")]
+Gpus = Annotated[int, typer.Option(help="GPUs that each server spreads its model over.", min=1, max=1024)]
+Command = Annotated[str | None, typer.Option(help="The engine's program, where it is not on PATH.")]
 PresetId = Annotated[str, typer.Argument(metavar="PRESET", help="One of `specdemo presets`.")]
 
 
@@ -107,6 +112,9 @@ def run(
         typer.Option(help="A lane's OpenAI-compatible server; repeatable, the baseline's first if each lane has one."),
     ] = None,
     served_model: Annotated[str | None, typer.Option(help="What --server calls the target.")] = None,
+    engine: Annotated[str | None, typer.Option(help="Start vllm or sglang for every lane, race on them, stop.")] = None,
+    gpus: Gpus = 1,
+    command: Command = None,
     out: Annotated[Path | None, typer.Option(help="Write the trace (JSON) there.")] = None,
     **asked: Any,
 ) -> int:
@@ -122,7 +130,10 @@ def run(
 
     if out is not None:
         check_writable(out)
-    trace = _race(chosen.checked())
+    if engine and server:
+        raise ValueError("--engine starts servers and --server names some that run; give one of them")
+    with _started(chosen, engine, command, gpus) if engine else nullcontext(chosen) as chosen:
+        trace = _race(chosen.checked())
     _show(trace)
     if out is not None:
         save_trace(trace, out)
@@ -232,14 +243,44 @@ def presets(as_json: AsJson = False) -> None:
 def serve_command(
     preset_id: PresetId,
     engine: Annotated[str, typer.Option("--for", help="vllm or sglang.")] = "vllm",
+    gpus: Gpus = 1,
 ) -> None:
     """Print the lines that start a preset's lanes on servers, to be raced with `run --server`."""
     from specdemo.models.hub import embedded_folder
     from specdemo.presets.serve import serve_commands
 
-    if engine not in ("vllm", "sglang"):
-        raise ValueError(f"--for takes vllm or sglang, not {engine!r}")
-    print("\n".join(serve_commands(preset(preset_id), "vllm" if engine == "vllm" else "sglang", embedded_folder())))
+    print("\n".join(serve_commands(preset(preset_id), known_engine(engine), embedded_folder(), gpus)))
+
+
+@app.command()
+def serve(
+    preset_id: PresetId,
+    engine: Annotated[str, typer.Option(help="vllm or sglang.")] = "vllm",
+    gpus: Gpus = 1,
+    command: Command = None,
+) -> None:
+    """Start a preset's lanes on servers of this machine and keep them until Ctrl-C."""
+    with _started(preset(preset_id), engine, command, gpus) as chosen:
+        asked = " ".join(f"--server {lane.server}" for lane in chosen.all_lanes)
+        print(f"specdemo run {preset_id} {asked}", "Ctrl-C stops them.", sep="\n", flush=True)
+        threading.Event().wait()
+
+
+@contextmanager
+def _started(chosen: Preset, engine: str, command: str | None, gpus: int) -> Iterator[Preset]:
+    """The preset on servers that are started for it; what they say while they load stands in one line that moves."""
+    from specdemo.models.hub import embedded_folder
+    from specdemo.presets.serve import serving
+
+    known = known_engine(engine)
+    with _bar(1.0, "{desc}") as bar:
+
+        def tell(what: str) -> None:
+            bar.set_description_str(what[: shutil.get_terminal_size().columns - 1])
+
+        with serving(chosen, known, embedded_folder(), tell, command, gpus) as served:
+            bar.clear()
+            yield served
 
 
 @app.command()

@@ -21,7 +21,7 @@ from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.failure import let_go, reason
 from specdemo.engine.kept import Pair
 from specdemo.engine.loop import generate
-from specdemo.methods import method, validate_options
+from specdemo.methods import BASELINE, method, validate_options
 from specdemo.models.devices import kind
 from specdemo.models.prefix_reuse import Remembering
 from specdemo.models.text import Detokenizer, encode, token_text
@@ -193,7 +193,8 @@ class RemoteLane(RunningLane):
         messages = chat_of(
             spec, index, bool(spec.chat or spec.system or spec.history) if template is None else template
         )
-        name = lane.name or f"Server {host(check_listed(lane.server))}"  # what it runs is for the preset to claim
+        drafts = "" if lane.method == BASELINE else f", k = {lane.k}"
+        name = lane.name or f"{lane_name(lane)}{drafts} on {host(check_listed(lane.server))}"  # as the preset claims
         super().__init__(LaneTrace(name, lane.method, {}, accept_rule(lane.acceptance).exact, [], messages=messages))
         _note_unlike(self.trace, spec, lane)
         config = GenerationConfig(spec.max_new_tokens, spec.sampling, Budget(0, 0), spec.seed)

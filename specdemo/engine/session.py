@@ -29,6 +29,7 @@ from specdemo.methods import check_model, validate_options
 from specdemo.models.hub import Cancelled, LoadProgress, silent
 from specdemo.models.machine import commit, device_name, one_thread, versions
 from specdemo.models.place import placed
+from specdemo.models.resolve import has_chat_template
 from specdemo.models.target import HFTarget
 from specdemo.servers.address import check_listed
 
@@ -153,20 +154,21 @@ class Session:
         if not spec.prompt.strip():
             raise ValueError("the prompt is empty; write at least one word")
         if spec.all_remote:
-            return [RemoteLane(spec, index, None) for index in range(len(spec.all_lanes))]
+            template = has_chat_template(spec.target)
+            return [RemoteLane(spec, index, template) for index in range(len(spec.all_lanes))]
         tokenizer = self.models.tokenizer
         if tokenizer is None:
             raise ValueError(f"{spec.target} has no tokenizer; put its tokenizer.json into the same folder")
-        template = bool(tokenizer.chat_template)
+        chats = bool(tokenizer.chat_template)
 
         def here(index: int) -> LocalLane:
             lane = spec.all_lanes[index]
-            chat = bool(chat_of(spec, index, template))
+            chat = bool(chat_of(spec, index, chats))
             pair = self.kept.pair(spec, index, chat, lambda: (self.models.target(), self.models.drafter(lane, spec)))
             return LocalLane(spec, index, pair, tokenizer)
 
         servers = enumerate(lane.server for lane in spec.all_lanes)
-        return [RemoteLane(spec, index, template) if server else here(index) for index, server in servers]
+        return [RemoteLane(spec, index, chats) if server else here(index) for index, server in servers]
 
 
 @lru_cache(maxsize=1)

@@ -29,6 +29,15 @@ def vllm_config(**values: Any) -> Flags:
     return ["--speculative-config", json.dumps(values, separators=(",", ":"))]
 
 
+def unserved(reason: str) -> ServeLine:
+    """Serve lines of a method that a server once had."""
+
+    def flags(model: str | None, k: int, options: Options) -> Flags:
+        raise NotServed(reason)
+
+    return flags
+
+
 def sglang(algorithm: str, model: str | None = None, **more: Any) -> Flags:
     """A chain of k drafts is k steps of one branch, and k + 1 tokens to verify."""
     paths = ["--speculative-draft-model-path", model] if model else []

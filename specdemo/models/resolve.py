@@ -88,6 +88,16 @@ def described(name: str) -> Path:
     return source if isinstance(source, Path) else hub.describe(source)
 
 
+def has_chat_template(name: str) -> bool | None:
+    """Whether a model in a folder here has a chat template; None for one that is not here."""
+    folder = Path(resolve(name))
+    if not (folder / "config.json").is_file():
+        return None
+    settings = folder / "tokenizer_config.json"
+    alone = (folder / "chat_template.jinja").is_file()
+    return alone or (settings.is_file() and "chat_template" in read_json(settings, DESCRIPTION))
+
+
 def checked(folder: Path, name: str) -> Path:
     """The folder, if it is a model's and has all its weights. Raises ValueError, one line, with the cure."""
     if not (folder / "config.json").is_file():

@@ -1,6 +1,10 @@
-"""A preset -> the lines that start its lanes on servers."""
+"""A preset -> the lines that start its lanes on servers, and the servers themselves."""
 
+import json
 import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -8,23 +12,32 @@ from specdemo.engine.comparison import Lane
 from specdemo.methods import BASELINE, validate_options
 from specdemo.methods.flags import NotServed
 from specdemo.presets.files import EMBEDDED, Preset
-from specdemo.servers.address import address
+from specdemo.servers.address import address, allow
 from specdemo.servers.flags import Engine, speculation_flags
+from specdemo.servers.started import Installed, Tell, free_port, installed, started
 
 FIRST_PORT = 8000
 PARALLEL = {"vllm": "--tensor-parallel-size", "sglang": "--tp-size"}
+# every lane reads the same prompt: one that a server still has from the last run would cost it nothing
+UNCACHED = {"vllm": "--no-enable-prefix-caching", "sglang": "--disable-radix-cache"}
+CONFIG, ATTENTION = "--speculative-config", "--attention-backend"
+GPU_SHARE = 0.9  # of a GPU's memory for all servers on it, vLLM's own default for one
 
 
-def serve_commands(preset: Preset, engine: Engine, models: Path | None = None) -> list[str]:
-    """Shell lines: the baseline's, every lane's, then how to race them. A lane that cannot be served says why.
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A lane on a server of its own: the command that starts it, or why there is none."""
 
-    models: the folder of the embedded models, whose names no server knows.
-    """
+    name: str
+    server: str
+    command: list[str]
+    refusal: str = ""
+
+
+def served(preset: Preset, engine: Engine, models: Path | None = None, gpus: int = 1) -> Iterator[Served]:
+    """The baseline and every lane. models: the folder of the embedded models, whose names no server knows; gpus: over
+    how many of them a server spreads its model."""
     plain = Lane(method=BASELINE, server=preset.server)
-    lines = [f"# {preset.title}; over N GPUs add {PARALLEL[engine]} N to a line"]
-    if preset.quantization and not _quantises(preset, engine):
-        lines.append(f"# {preset.quantization} is left out: serve a checkpoint that is quantised already")
-    servers = []
     for place, lane in enumerate((plain, *preset.lanes)):
         server = lane.server or f"http://127.0.0.1:{FIRST_PORT + place}"
         name = f"lane {place}: {lane.method}" if place else "baseline"
@@ -33,12 +46,25 @@ def serve_commands(preset: Preset, engine: Engine, models: Path | None = None) -
         try:
             drafting = speculation_flags(engine, lane.method, model, lane.k, options)
         except NotServed as reason:
-            lines.append(f"# {name}: not served, {reason}")
+            yield Served(name, server, [], str(reason))
             continue
-        lines += [f"# {name}", shlex.join([*_start(preset, engine, server, models), *drafting])]
-        servers.append(server)
-    asked = " ".join(f"--server {address(server)}" for server in servers)
-    if len(servers) == len(preset.lanes) + 1:
+        spread = [PARALLEL[engine], str(gpus)] if gpus > 1 else []
+        yield Served(name, server, [*_start(preset, engine, server, models), *spread, *drafting])
+
+
+def serve_commands(preset: Preset, engine: Engine, models: Path | None = None, gpus: int = 1) -> list[str]:
+    """Shell lines: the baseline's, every lane's, then how to race them. A lane that cannot be served says why."""
+    lines = [f"# {preset.title}; with --gpus N each server is spread over N GPUs"]
+    if preset.quantization and not _quantises(preset, engine):
+        lines.append(f"# {preset.quantization} is left out: serve a checkpoint that is quantised already")
+    lanes = list(served(preset, engine, models, gpus))
+    for lane in lanes:
+        if lane.refusal:
+            lines.append(f"# {lane.name}: not served, {lane.refusal}")
+        else:
+            lines += [f"# {lane.name}", shlex.join(lane.command)]
+    if not any(lane.refusal for lane in lanes):
+        asked = " ".join(f"--server {address(lane.server)}" for lane in lanes)
         lines += ["# then", f"specdemo run {preset.id} {asked}"]
     return lines
 
@@ -49,7 +75,7 @@ def _start(preset: Preset, engine: Engine, server: str, models: Path | None) -> 
     flags = [] if engine == "vllm" else ["--model-path", target, "--enable-metrics"]
     if preset.target != target:
         flags += ["--served-model-name", preset.target]
-    flags += ["--dtype", preset.dtype]
+    flags += ["--dtype", preset.dtype, UNCACHED[engine]]
     if _quantises(preset, engine):
         flags += ["--quantization", "bitsandbytes"]
     where = urlsplit(server)
@@ -63,3 +89,52 @@ def _quantises(preset: Preset, engine: Engine) -> bool:
 
 def _path(model: str | None, models: Path | None) -> str | None:
     return str(models / model) if models and model in EMBEDDED else model
+
+
+@contextmanager
+def serving(
+    preset: Preset, engine: Engine, models: Path, tell: Tell, command: str | None = None, gpus: int = 1
+) -> Iterator[Preset]:
+    """Start a server for the baseline and for each lane, one after the other: the preset on them, until the block ends.
+
+    command: the engine's program, where it is not on PATH. Raises ValueError for a lane that it cannot serve
+    and, with the end of its log, for a server that does not start.
+    """
+    there = installed(command or "vllm") if engine == "vllm" else None
+    onto = preset.on_servers([f"http://127.0.0.1:{free_port()}" for _ in range(len(preset.lanes) + 1)])
+    lanes = list(served(onto, engine, models, gpus))
+    for lane in lanes:
+        if reason := lane.refusal or _unknown(lane.command, there):
+            raise ValueError(f"{lane.name} is not served: {reason}; choose another method, or race it here")
+    allow(lane.server for lane in lanes)
+    with ExitStack() as running:
+        for place, lane in enumerate(lanes):
+            line = [*([command] if command else lane.command[:1]), *lane.command[1:]]
+            line, environment = _fitted(line, place, len(lanes), gpus, there)
+            server = running.enter_context(started(line, lane.server, environment))
+            tell(f"{lane.name} is ready at {lane.server} after {server.wait(tell):.0f} s")
+        yield onto
+
+
+def _unknown(command: Sequence[str], there: Installed | None) -> str:
+    """Why the installed version cannot run the command, as far as it says which methods it has."""
+    if there is None or CONFIG not in command:
+        return ""
+    method = json.loads(command[command.index(CONFIG) + 1])["method"]
+    return "" if method in there.methods else f"vLLM {there.version} has no method {method!r}"
+
+
+def _fitted(
+    command: list[str], place: int, servers: int, gpus: int, there: Installed | None
+) -> tuple[list[str], dict[str, str]]:
+    """The command of server `place` as this machine can run it, and its environment: GPUs of its own if there are
+    enough of them, else a share of the first ones' memory; on a CPU there is one way of attention."""
+    if there is None:
+        return command, {}
+    if not there.gpus:
+        place = command.index(ATTENTION) if ATTENTION in command else len(command)
+        return command[:place] + command[place + 2 :], {}
+    if there.gpus >= servers * gpus:
+        own = range(place * gpus, (place + 1) * gpus)
+        return command, {"CUDA_VISIBLE_DEVICES": ",".join(map(str, own))}
+    return [*command, "--gpu-memory-utilization", f"{GPU_SHARE / servers:.2f}"], {}

@@ -1,13 +1,21 @@
 """How vLLM and SGLang are told to run a method: its class says (methods/flags.py)."""
 
-from typing import Literal
+from typing import Literal, get_args
 
+from specdemo.core.words import suggest
 from specdemo.methods import BASELINE
 from specdemo.methods import method as class_of
 from specdemo.methods.flags import Flags, NotServed, Options
 
 Engine = Literal["vllm", "sglang"]
 _TITLES = {"vllm": "vLLM", "sglang": "SGLang"}
+
+
+def known_engine(name: str) -> Engine:
+    """The engine of that name. Raises ValueError for another."""
+    if name not in get_args(Engine):
+        raise ValueError(f"unknown engine {name!r}; {suggest(name, get_args(Engine))}")
+    return "vllm" if name == "vllm" else "sglang"
 
 
 def speculation_flags(engine: Engine, method: str, model: str | None, k: int, options: Options) -> Flags:

@@ -139,8 +139,11 @@ def test_two_deployments_and_their_counters(good):
 
 
 def test_everything_a_server_might_choose_by_itself_is_asked_for(good):
-    good.asked.clear()
-    run(spec(good.address, good.address, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=3), good.address)
+    good.asked.clear()  # of a model that is not here, so that nobody knows whether it chats
+    run(
+        spec(good.address, good.address, target="some/model", temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=3),
+        good.address,
+    )
     path, body, _ = good.asked[-1]
     assert path == "/v1/chat/completions" and body["messages"] == [{"role": "user", "content": "Say it"}]
     wanted = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 3, "max_tokens": 16}
@@ -184,9 +187,10 @@ def test_a_server_with_one_interface_and_standard_settings_alone():
         return (422, {"detail": "unexpected fields"}) if "top_k" in body else (200, None)
 
     with completion_server(GOOD, refusal=refusal) as server:
-        lane = run(spec(server.address, server.address), server.address).lanes[1]
+        lane = run(spec(server.address, server.address, target="some/model"), server.address).lanes[1]
         assert lane.text == "Once upon a time." and "at /v1/completions only" in lane.note
-        picky = run(spec(server.address, server.address, temperature=0.7, top_k=5), server.address).lanes[1]
+        picky = spec(server.address, server.address, target="some/model", temperature=0.7, top_k=5)
+        picky = run(picky, server.address).lanes[1]
     assert picky.finish == "error" and "404" in picky.note  # a setting that was asked for is never dropped
 
 

@@ -26,7 +26,7 @@ from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
 from specdemo.methods import expect, knob
 from specdemo.methods.base import Head, Recipe
-from specdemo.methods.flags import vllm
+from specdemo.methods.flags import unserved
 from specdemo.methods.grow import pruned
 from specdemo.methods.heads.choose import Vocabulary, Writing
 from specdemo.methods.heads.formats import mlp_speculator as files
@@ -115,7 +115,7 @@ class MLPSpeculator(Head[Speculator]):
     )
     taps: tuple[int, ...] = (-1,)
     recipes: ClassVar = {"mlp-speculator": Recipe("MLPSpeculator, 4 tokens", {"n_predict": 4})}
-    serves: ClassVar = {"vllm": vllm("mlp_speculator")}
+    serves: ClassVar = {"vllm": unserved("vLLM 0.32 and later have it no more")}
 
     @dataclass(frozen=True, slots=True)
     class Options:

@@ -1,0 +1,125 @@
+"""Servers started here: found a port, watched while they load, and never left behind (servers/keeper.py)."""
+
+import json
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import PIPE, STDOUT, Popen, SubprocessError, run
+from tempfile import TemporaryDirectory
+
+import httpx
+
+from specdemo.servers import keeper
+from specdemo.servers.address import host
+
+LOADING_S = 1800.0  # the longest that a server may take, download included
+POLL_S = 0.25
+TAIL = 8  # lines of its log that say why it ended
+LOG_BYTES = 20_000
+PROBE_S = 120.0  # the import of an engine takes half a minute on a slow disk
+# a server that is asked for two lanes of one text at a time needs little of a CPU's memory; and it is not to phone home
+DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+PROBE = """
+import json, torch, typing
+from importlib.metadata import version
+from vllm.config import speculative
+from vllm.platforms import current_platform
+
+def words(kind):
+    return [w for a in typing.get_args(kind) for w in (words(a) if typing.get_args(a) else [a])]
+print(json.dumps({"version": version("vllm"), "methods": words(speculative.SpeculativeMethod),
+                  "gpus": 0 if current_platform.is_cpu() else torch.cuda.device_count()}))
+"""
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """What a vLLM here says of itself."""
+
+    version: str
+    methods: Sequence[str]  # of `--speculative-config`
+    gpus: int
+
+
+def installed(command: str) -> Installed | None:
+    """Ask the Python beside `command`, a path or a name on PATH; None where it does not tell.
+
+    Raises ValueError where there is no such command.
+    """
+    path = shutil.which(command)
+    if path is None:
+        raise ValueError(f"{command} is not here; install it, or name its path with --command")
+    python = Path(path).parent / "python"
+    if not python.exists():
+        return None
+    try:
+        said = run([str(python), "-c", PROBE], capture_output=True, timeout=PROBE_S, check=True).stdout
+        return Installed(**json.loads(said.splitlines()[-1]))
+    except (OSError, SubprocessError, ValueError, TypeError, IndexError):
+        return None
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def started(command: Sequence[str], address: str, environment: Mapping[str, str]) -> Iterator["Server"]:
+    """A server's process, which ends with the block, or with this process however that ends."""
+    watched = [sys.executable, "-P", keeper.__file__, *command]
+    alone = {**DEFAULTS, **os.environ, **environment}
+    with (
+        TemporaryDirectory() as folder,
+        (Path(folder) / "log").open("wb") as log,
+        # in a session of its own: Ctrl-C reaches us alone, and the end of the pipe ends it in order
+        Popen(watched, stdin=PIPE, stdout=log, stderr=STDOUT, env=alone, start_new_session=True) as process,
+    ):
+        yield Server(command[0], address, process, Path(log.name))
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One that was started here."""
+
+    program: str
+    address: str
+    process: "Popen[bytes]"
+    log: Path
+
+    def wait(self, tell: Tell) -> float:
+        """Until it answers; returns the seconds that took. Raises ValueError, one line, with the end of its log."""
+        began = time.monotonic()
+        while (seconds := time.monotonic() - began) < LOADING_S:
+            if self.process.poll() is not None:
+                raise ValueError(f"{self.program} ended while it loaded: {' / '.join(self._tail()) or 'no words'}")
+            if _answers(self.address):
+                return seconds
+            tell(f"{host(self.address)} {seconds:.0f} s: {next(reversed(self._tail()), 'starting')}")
+            time.sleep(POLL_S)
+        raise ValueError(f"{host(self.address)} does not answer after {LOADING_S:g} s")
+
+    def _tail(self) -> list[str]:
+        """The last lines of its log that say something."""
+        with self.log.open("rb") as log:
+            log.seek(max(0, self.log.stat().st_size - LOG_BYTES))
+            said = log.read().decode(errors="replace")
+        return [line.strip() for line in said.splitlines() if line.strip()][-TAIL:]
+
+
+def _answers(address: str) -> bool:
+    """vLLM, SGLang and llama.cpp say at /health whether their model is loaded."""
+    try:
+        return httpx.get(f"{address}/health", timeout=2.0).status_code == 200
+    except httpx.HTTPError:
+        return False

@@ -1,0 +1,132 @@
+"""Engines started for a preset: a stand-in for vLLM, found as a program would be, that answers as one does."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from specdemo.__main__ import main
+
+ROOT = Path(__file__).parents[2]
+ENGINE = """
+import json, os, sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        said = {"/v1/models": json.dumps({"data": [{"id": "stories"}]})}.get(self.path, "")
+        self.send_response(404 if self.path == "/metrics" else 200)
+        self.end_headers()
+        self.wfile.write(said.encode())
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200 if self.path == "/v1/completions" else 404)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        for total, word in enumerate(["Once", " upon", " a", " time"], 1):
+            choice = {"index": 0, "text": word, "finish_reason": "length" if total == 4 else None}
+            usage = {"prompt_tokens": 1, "completion_tokens": total, "total_tokens": total + 1}
+            self.wfile.write(f"data: {json.dumps({'choices': [choice], 'usage': usage})}\\n\\n".encode())
+        self.wfile.write(b"data: [DONE]\\n\\n")
+
+    def log_message(self, *args):
+        pass
+
+if os.environ.get("BROKEN"):
+    sys.exit("no such architecture")
+server = ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler)
+with open(os.environ["STARTED"], "a") as log:
+    log.write(json.dumps({"pid": os.getpid(), "args": sys.argv[1:]}) + "\\n")
+server.serve_forever()
+"""
+PROBED = '{"version": "9.9", "methods": ["draft_model", "dflash"], "gpus": 0}'
+
+
+@pytest.fixture
+def engine(tmp_path, monkeypatch):
+    """The stand-in's program, with a Python beside it that says what is installed."""
+    (tmp_path / "engine.py").write_text(ENGINE, encoding="utf-8")
+    for name, body in (
+        ("vllm", f'exec {shlex.quote(sys.executable)} {shlex.quote(str(tmp_path / "engine.py"))} "$@"'),
+        ("python", f"echo {shlex.quote(PROBED)}"),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("STARTED", str(tmp_path / "started"))
+    return tmp_path / "vllm"
+
+
+def started(engine):
+    return [json.loads(line) for line in (engine.parent / "started").read_text(encoding="utf-8").splitlines()]
+
+
+def gone(engine):
+    """Whether none of the started processes is left; waits for them as long as their end may take."""
+    processes = [psutil.Process(entry["pid"]) for entry in started(engine) if psutil.pid_exists(entry["pid"])]
+    return not psutil.wait_procs(processes, timeout=30)[1]
+
+
+def test_a_race_on_engines_that_are_started_for_it(engine, tmp_path):
+    out = tmp_path / "trace.json"
+    assert main(["run", "embedded-draft", "--engine", "vllm", "--command", str(engine), "--out", str(out)]) == 0
+    plain, drafting = started(engine)
+    assert "--no-enable-prefix-caching" in plain["args"] and "--speculative-config" not in plain["args"]
+    assert json.loads(drafting["args"][-1])["method"] == "draft_model"
+    lanes = json.loads(out.read_text(encoding="utf-8"))["lanes"]
+    ports = [entry["args"][entry["args"].index("--port") + 1] for entry in (plain, drafting)]
+    assert [lane["remote"]["server"] for lane in lanes] == [f"127.0.0.1:{port}" for port in ports]
+    assert lanes[1]["name"] == f"Draft model (stories-draft-wide), k = 4 on 127.0.0.1:{ports[1]}"
+    assert lanes[1]["text"] == "Once upon a time" and lanes[1]["note"] is None  # a plain text is asked for as one
+    assert gone(engine)
+
+
+def test_what_the_installed_version_has_not_is_refused_before_anything_starts(engine, capsys):
+    command = ["run", "--engine", "vllm", "--command", str(engine)]
+    assert main([*command, "embedded-ngram"]) == 2
+    assert "vLLM 9.9 has no method 'ngram'" in capsys.readouterr().err
+    assert main([*command, "embedded-mlp-speculator"]) == 2
+    assert "lane 1: mlp_speculator is not served: vLLM 0.32 and later have it no more" in capsys.readouterr().err
+    assert not (engine.parent / "started").exists()
+
+
+def test_a_cpu_has_one_way_of_attention(engine):
+    assert main(["run", "embedded-dflash", "--engine", "vllm", "--command", str(engine)]) == 0
+    assert "--attention-backend" not in started(engine)[1]["args"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--engine", "vlm"], "unknown engine 'vlm'"),
+        (["--engine", "vllm", "--command", "/nowhere/vllm"], "/nowhere/vllm is not here; install it, or name its path"),
+        (["--engine", "vllm", "--server", "http://127.0.0.1:1"], "give one of them"),
+    ],
+)
+def test_bad_input_is_told_in_one_line(arguments, reason, capsys):
+    assert main(["run", "embedded-draft", *arguments]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_an_engine_that_does_not_start_is_quoted(engine, monkeypatch, capsys):
+    monkeypatch.setenv("BROKEN", "1")
+    assert main(["run", "embedded-draft", "--engine", "vllm", "--command", str(engine)]) == 2
+    assert "ended while it loaded: no such architecture" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_server_outlives_the_command_that_started_it(engine, number):
+    command = [sys.executable, "-m", "specdemo", "serve", "embedded-draft", "--command", str(engine)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=os.environ) as serving:
+        assert serving.stdout.readline().startswith("specdemo run embedded-draft --server http://127.0.0.1:")
+        assert len(started(engine)) == 2 and all(psutil.pid_exists(entry["pid"]) for entry in started(engine))
+        serving.send_signal(number)
+        serving.wait(60)
+    assert gone(engine)
