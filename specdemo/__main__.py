@@ -197,9 +197,9 @@ def train(
     if recipe not in (BYTE_MODEL, *recipes.RECIPES):
         known = [*HEAD_RECIPES, BYTE_MODEL, *recipes.RECIPES]
         raise ValueError(f"unknown recipe {recipe!r}; {suggest(recipe, known)}")
-    if corpus is None:
-        raise ValueError(f"recipe {recipe!r} needs a corpus: name a folder of *.txt files with --corpus")
     if recipe == BYTE_MODEL:
+        if corpus is None:
+            raise ValueError(f"recipe {recipe!r} needs a corpus: name a folder of *.txt files with --corpus")
         print(train_bytes(corpus, out, minutes, device))
         return
     print(recipes.train(recipe, corpus, out, minutes, device, threads, target, cache, start, compile))
