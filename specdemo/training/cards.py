@@ -187,9 +187,8 @@ def recipe_facts(facts: dict[str, Any], config: dict[str, Any], recipe: str) -> 
     if "start_share" in facts:
         lines.append(f"- averaged: {facts['start_share']:.0%} of the weights that the run began with")
     if "seed" in facts:
-        lines.append(
-            "- before that, with {layers} layers: {tokens:,} tokens in {minutes:.0f} minutes".format(**facts["seed"])
-        )
+        told = "- before that, on text alone, {layers} layer(s): {tokens:,} tokens in {minutes:.0f} minutes"
+        lines.append(told.format(**facts["seed"]))
     if "hardware" in facts:
         lines.append(f"- hardware: {facts['hardware']}, {facts['threads']} thread(s)")
     return "\n".join([*lines, *remark(facts)])

@@ -26,7 +26,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from specdemo.core.files import replacing, replacing_all
+from specdemo.core.files import replacing, replacing_all, write_text
 from specdemo.models import machine
 from specdemo.models.checkpoints import SHARD, SHARDS
 from specdemo.models.machine import device_name
@@ -90,6 +90,8 @@ STORIES = World("stories")
 # Edits are short: a fifth of the documents is a tenth of the text. It is read once at most, so nothing is dropped out.
 CODE = World("code", 4096, (256, 512, 1024), edit, 0.2, 24, 0.0, 4096, collect_code)
 SEED_LAYERS, SEED_SHARE = 4, 0.55  # of a target that is deepened, and of its time
+DRAFT_SEED_SHARE = 0.4
+OPENINGS = 10_000  # documents that the samples of a target begin like
 
 TARGET = Shape(layers=12, hidden=256, intermediate=672, heads=4)
 WIDE = Shape(layers=1, hidden=256, intermediate=672, heads=4)
@@ -309,13 +311,28 @@ def train_target(job: Job) -> None:
     finish(job, model, tokenizer, corpus, history, share)
 
 
-def deepening_target(job: Job) -> None:
-    """A shallow target first, which sees three times the text in its share of the time; then the whole one from it."""
+def seeded(job: Job, layers: int, share: float, make: Callable[[Job], None]) -> None:
+    """First a seed of so many layers, which reads text alone for a share of the time; `make` goes on from it."""
     if not job.start:
-        seed = replace(job, out=job.out / "seed", shape=replace(job.shape, layers=SEED_LAYERS))
-        train_target(replace(seed, minutes=job.minutes * SEED_SHARE, seed=True))
-        job = replace(job, start=str(seed.out), minutes=job.minutes * (1.0 - SEED_SHARE))
-    train_target(job)
+        seed = replace(job, out=job.out / "seed", shape=replace(job.shape, layers=layers), seed=True)
+        train_target(replace(seed, minutes=job.minutes * share))
+        job = replace(job, start=str(seed.out), minutes=job.minutes * (1.0 - share))
+    make(job)
+
+
+def deepened_target(job: Job) -> None:
+    """A shallow target first, which sees three times the text in the same time; then the whole one from it."""
+    seeded(job, SEED_LAYERS, SEED_SHARE, train_target)
+
+
+def seeded_draft(job: Job) -> None:
+    """A draft that reads more text than the target is recorded on before it listens to the target."""
+    make_folder(job.out / "seed")
+    words = Path(job.target) / "tokenizer.json"
+    if not words.exists():
+        raise ValueError(f"no target model at {job.target}: name the folder of {job.world.name}-target with --target")
+    write_text(job.out / "seed" / words.name, words.read_text(encoding="utf-8"))
+    seeded(job, job.shape.layers, DRAFT_SEED_SHARE, train_draft)
 
 
 def seed_facts(folder: Path) -> dict[str, Any]:
@@ -326,7 +343,8 @@ def seed_facts(folder: Path) -> dict[str, Any]:
     seed = json.loads(path.read_text(encoding="utf-8"))
     loss = seed["evaluations"][-1]["held_out_loss"] if seed["evaluations"] else None
     told = {"minutes": seed["seconds"] / 60, "tokens": seed["tokens"], "held_out_loss": loss}
-    return {"seed": {"layers": SEED_LAYERS, **told}}
+    layers = json.loads((folder / "seed" / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
+    return {"seed": {"layers": layers, **told}}
 
 
 LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
@@ -478,8 +496,8 @@ def record(job: Job, target: PreTrainedModel, corpus: Corpus, tokenizer: Tokeniz
         claim(job.cache, target, None, job.plan)
         return load_cache(job.cache, ["text"]), load_cache(job.cache, ["samples"])
     text = windows(job.world.epochs(corpus.train, tokenizer).stream(0, job.plan.context), job.plan.context)
-    stories = [e.ids for e in tokenizer.encode_batch(corpus.train)]
-    collect(target, text, stories, job.cache, job.plan, job.backwards)
+    openings = corpus.train[:: 1 + len(corpus.train) // OPENINGS]
+    collect(target, text, [e.ids for e in tokenizer.encode_batch(openings)], job.cache, job.plan, job.backwards)
     return load_cache(job.cache, ["text"]), load_cache(job.cache, ["samples"])
 
 
@@ -499,8 +517,8 @@ RECIPES: dict[str, Recipe] = {
     "stories-target": Recipe(train_target, TARGET, minutes=100.0, threads=None),
     "stories-draft-wide": Recipe(train_draft, WIDE, minutes=19.0, threads=1),
     "stories-draft-deep": Recipe(train_draft, DEEP, minutes=19.0, threads=1, backwards=True),
-    "code-target": Recipe(deepening_target, replace(TARGET, context=1024), 100.0, None, world=CODE),
-    "code-draft": Recipe(train_draft, replace(WIDE, context=1024), 10.0, 1, CODE_PLAN, world=CODE),
+    "code-target": Recipe(deepened_target, replace(TARGET, context=1024), 100.0, None, world=CODE),
+    "code-draft": Recipe(seeded_draft, replace(WIDE, context=1024), 14.0, 1, CODE_PLAN, world=CODE),
 }
 
 

@@ -212,7 +212,7 @@ def test_a_target_of_code_is_deepened_and_drafted_for(tmp_path: Path, monkeypatc
     assert AutoModelForCausalLM.from_pretrained(target).config.num_hidden_layers == 3
     facts = json.loads((target / "provenance.json").read_text(encoding="utf-8"))
     assert facts["seed"]["layers"] == 1 and facts["seed"]["tokens"] > 0 and facts["start"] == "seed"
-    assert "before that, with 1 layers" in (target / "MODEL_CARD.md").read_text(encoding="utf-8")
+    assert "before that, on text alone, 1 layer(s)" in (target / "MODEL_CARD.md").read_text(encoding="utf-8")
     draft = train("code-draft", tmp_path / "code", tmp_path / "draft", target=str(target))
     assert "~~~python\ndef read_config" in (draft / "MODEL_CARD.md").read_text(encoding="utf-8")
 
