@@ -175,7 +175,8 @@ def bench(
 def train(
     recipe: Annotated[str, typer.Argument(help="A shipped model (stories-target, stories-draft-wide, ...) or a head.")],
     corpus: Annotated[
-        Path | None, typer.Option(help="Folder of *.txt files, documents separated by <|endoftext|>.")
+        Path | None,
+        typer.Option(help="Folder of *.txt files, documents separated by <|endoftext|>; code collects its own."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the trained model.")] = None,
     minutes: Annotated[float | None, typer.Option(help="Training time.")] = None,
