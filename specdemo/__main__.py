@@ -188,7 +188,8 @@ def bench(
 def train(
     recipe: Annotated[str, typer.Argument(help="A shipped model (stories-target, stories-draft-wide, ...) or a head.")],
     corpus: Annotated[
-        Path | None, typer.Option(help="Folder of *.txt files, documents separated by <|endoftext|>.")
+        Path | None,
+        typer.Option(help="Folder of *.txt files, documents separated by <|endoftext|>; code collects its own."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the trained model.")] = None,
     minutes: Annotated[float | None, typer.Option(help="Training time.")] = None,
@@ -210,9 +211,9 @@ def train(
     if recipe not in (BYTE_MODEL, *recipes.RECIPES):
         known = [*HEAD_RECIPES, BYTE_MODEL, *recipes.RECIPES]
         raise ValueError(f"unknown recipe {recipe!r}; {suggest(recipe, known)}")
-    if corpus is None:
-        raise ValueError(f"recipe {recipe!r} needs a corpus: name a folder of *.txt files with --corpus")
     if recipe == BYTE_MODEL:
+        if corpus is None:
+            raise ValueError(f"recipe {recipe!r} needs a corpus: name a folder of *.txt files with --corpus")
         print(train_bytes(corpus, out, minutes, device))
         return
     print(recipes.train(recipe, corpus, out, minutes, device, threads, target, cache, start, compile))

@@ -99,6 +99,14 @@ class Totals:
         return ratio(sum(row.accepted for row in self.rows), sum(row.drafted for row in self.rows))
 
     @property
+    def accept_by_position(self) -> list[float | None]:
+        """[i]: of the steps that drafted at depth i + 1, the share that kept a node there."""
+        deepest = max((len(row.reached) for row in self.rows), default=0)
+        reached = [sum(row.reached[i] for row in self.rows if i < len(row.reached)) for i in range(deepest)]
+        kept = [sum(sum(row.kept[i + 1 :]) for row in self.rows) for i in range(deepest)]
+        return [ratio(hits, tries) for hits, tries in zip(kept, reached, strict=True)]
+
+    @property
     def tokens_per_pass(self) -> float | None:
         """Tokens a target pass and row; None where no pass was made."""
         return ratio(sum(row.tokens for row in self.rows), sum(row.steps for row in self.rows))
@@ -150,6 +158,10 @@ class Compared:
             for category in (categories if len(categories) > 1 else [ALL])
             for lane, columns in enumerate(where)
         ]
+
+    def places(self) -> list[list[float | None]]:
+        """Acceptance by position, for every row of `rows`."""
+        return [lane.accept_by_position for lanes in self.tallies[-1].values() for lane in lanes]
 
     def _row(self, lane: int, where: Mapping[str, Any], category: str) -> dict[str, Any]:
         of = [tallies[category] for tallies in self.tallies]

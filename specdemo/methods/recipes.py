@@ -21,7 +21,7 @@ from specdemo.models.place import pick_device
 from specdemo.models.target import HFTarget
 from specdemo.training.cards import write_card, write_head_card
 from specdemo.training.collect import Plan
-from specdemo.training.corpus import StoryEpochs, byte_tokenizer, check_corpus, read_corpus
+from specdemo.training.corpus import Epochs, byte_tokenizer, check_corpus, read_corpus
 from specdemo.training.fit import Schedule, Tick, make_folder, positive, show, write_provenance
 from specdemo.training.heads import Material, gather, gathering, save_head, train_head, train_jointly
 from specdemo.training.recipes import GrowingWindows, Shape, build, held_out_rows, save_model
@@ -121,7 +121,7 @@ def train_bytes(corpus: Path, out: Path | None = None, minutes: float | None = N
     drafter = untrained(BYTE_HEADS, target)
     large = where.type != "cpu"
     batches = GrowingWindows(
-        StoryEpochs(text.train, tokenizer), 65536 if large else 4096, where, short=CONTEXTS[0], long=CONTEXTS[1]
+        Epochs(text.train, tokenizer), 65536 if large else 4096, where, short=CONTEXTS[0], long=CONTEXTS[1]
     )
     held_out = held_out_rows(text, tokenizer, CONTEXTS[0] + 1)[:128].to(where)
     schedule = Schedule(minutes, decay_from=0.4)

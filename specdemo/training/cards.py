@@ -13,20 +13,35 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from specdemo.core.files import write_text
 from specdemo.training.collect import continue_texts
 
-PROMPTS = (
-    "Once upon a time, there was a little dragon who",
-    "One day, Tom and his dog went to the park.",
-    "The old clock on the wall",
-)
+PROMPTS = {
+    "stories": (
+        "Once upon a time, there was a little dragon who",
+        "One day, Tom and his dog went to the park.",
+        "The old clock on the wall",
+    ),
+    "code": (
+        'def read_config(path):\n    """Read the configuration file."""\n',
+        "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
+        "def area(width, height):\n    return width * height\n\n\n# Rename width to size.\ndef",
+    ),
+}
 SAMPLE_TOKENS = 140
 CURVE_ROWS = 12
 BARS = "▁▂▃▄▅▆▇█"
 
-DATA = """\
+DATA = {
+    "stories": """\
 Excerpts of TinyStories (Eldan & Li 2023, arXiv 2305.07759; data licence CDLA-Sharing-1.0) and English picture books of
 the African Storybook and of Pratham Books' StoryWeaver (CC-BY; every title and author is named in {attribution}).
 About a tenth of the stories are told a second time with one name or thing changed, so that there is something to copy.
-150 stories were held out; the losses and agreements below are on them."""
+150 stories were held out; the losses and agreements below are on them.""",
+    "code": """\
+Python source: the standard library of the Python that ran, and the packages named with their licences in {attribution},
+fetched from PyPI by pinned hashes. Tests, vendored and machine-made files were left out, docstrings cut to their first
+line, documents of whose runs of five lines more than half had been seen dropped. About a tenth of the text are edits: a
+function, an instruction as a comment, and the function again with names, types or a constant changed. The projects
+marked as held out were never trained on; the losses, agreements and measurements below are on them.""",
+}
 
 LICENCE = "The weights: Apache-2.0. The data keep their own licences, named above; they are not part of this folder."
 
@@ -41,6 +56,11 @@ A draft for speculative decoding of `stories`: one wide layer, so that a guess c
     "stories-draft-deep": """\
 A draft for speculative decoding of `stories`: four narrow layers, as many parameters as `stories-draft-wide`, so that
 the two show what depth costs (arXiv 2402.01528).""",
+    "code-target": """\
+A small writer of Python: the target of specdemo's second world. What it writes looks like code and mostly parses; it
+does not know what a program is for.""",
+    "code-draft": """\
+A draft for speculative decoding of `code`: one wide layer, so that a guess costs little time.""",
     "stories-bytes": """\
 A story teller that writes letter by letter, trained together with seven heads (`stories-bytes-heads`) that say the
 letters behind the next one: the exhibit of multi-token prediction.""",
@@ -59,6 +79,13 @@ time; Muon for the hidden matrices, AdamW for the rest; matrix products in bf16 
 256 tokens, and of 512 from 70 % of the time on; the learning rate is constant to 40 % of the time, then falls linearly
 to 2 %. A run that goes on from trained weights has windows of 512 throughout, half the learning rates, and holds them
 to 20 %; at its end the weights it began with are averaged into it as far as that lowers the held-out loss.""",
+    "code-target": """\
+Cross-entropy. First a model of four layers, which sees three times the text in the same time, in windows of 256 and at
+last 512 tokens; then one of twelve, between whose layers are copies that add nothing at first (block expansion, Wu et
+al. 2024, arXiv 2401.02415), in windows of 512 and from 70 % of the time on of 1,024 tokens. Muon for the hidden
+matrices, AdamW for the rest; matrix products in bf16 where the processor has it; the learning rate falls linearly to
+half in the first part and to 2 % in the second. At the end the weights that the second part began with are averaged in
+as far as that lowers the held-out loss.""",
     "stories-bytes": JOINT_METHOD,
     "draft": """\
 Cross-entropy on text first, then forward KL to the target's recorded distributions (its 32 most probable tokens at
@@ -72,6 +99,12 @@ LIMITS = {
 English children's stories only. It knows no facts, follows no instructions and was not made safe for any use beyond
 demonstrations. Greedy text tends to repeat itself; names and objects drift after a few sentences. A quarter of the
 training stories had their capitals restored by rule, so some names stay lower-case. The context is 512 tokens.""",
+    "code-target": """\
+Python only. It knows no library well and follows no instructions beyond the edits it was shown; it was not made safe
+for any use beyond demonstrations, and nothing that it writes should be run. The context is 1,024 tokens.""",
+    "code-draft": """\
+Made to guess what its target says, not to write. It fits only a target with the same tokenizer. The context is 1,024
+tokens.""",
     "stories-bytes": """\
 English children's stories only, and less well told than by `stories`: a letter is little to go by for a model of this
 size. It knows no facts, follows no instructions and was not made safe for any use beyond demonstrations. The context is
@@ -120,15 +153,18 @@ def sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompt: s
     return str(tokenizer.decode(said[:ended], clean_up_tokenization_spaces=False))
 
 
-def samples(folder: Path) -> str:
+def samples(folder: Path, world: str) -> str:
     """The samples of the model in `folder`, in fp32 on one CPU thread's arithmetic."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     lines = []
     for temperature, name in ((0.0, "greedy"), (0.7, "temperature 0.7, seed 0")):
-        for prompt in PROMPTS:
-            said = " ".join(sample(model, tokenizer, prompt, temperature).split())
-            lines.append(f"- {name}: **{prompt}** {said}")
+        for prompt in PROMPTS[world]:
+            said = sample(model, tokenizer, prompt, temperature)
+            if world == "code":
+                lines.append(f"{name}:\n\n~~~python\n{prompt}{said}\n~~~\n")
+            else:
+                lines.append(f"- {name}: **{prompt}** {' '.join(said.split())}")
     return "\n".join(lines)
 
 
@@ -141,15 +177,19 @@ def recipe_facts(facts: dict[str, Any], config: dict[str, Any], recipe: str) -> 
         f"{config['num_attention_heads']} heads, vocabulary {config['vocab_size']}, tied"
     )
     start = f" --start {facts['start']}" if "start" in facts else ""
+    corpus = "" if recipe.startswith("code") else " --corpus CORPUS"
     source = f"source commit {facts['commit'] or 'not recorded'}, corpus sha256 `{facts['data_sha256'][:16]}`"
     lines = [
-        f"- command: `python -m specdemo train {recipe} --corpus CORPUS{start} --minutes {minutes:g}`",
+        f"- command: `python -m specdemo train {recipe}{corpus}{start} --minutes {minutes:g}`",
         f"- shape: {shape}; {facts['parameters']:,} parameters, stored in bf16",
         f"- seen: {facts['tokens']:,} tokens in {facts['step']:,} steps and {facts['seconds'] / 60:.0f} minutes",
         f"- software: {versions}; {source}",
     ]
     if "start_share" in facts:
         lines.append(f"- averaged: {facts['start_share']:.0%} of the weights that the run began with")
+    if "seed" in facts:
+        told = "- before that, on text alone, {layers} layer(s): {tokens:,} tokens in {minutes:.0f} minutes"
+        lines.append(told.format(**facts["seed"]))
     if "hardware" in facts:
         lines.append(f"- hardware: {facts['hardware']}, {facts['threads']} thread(s)")
     return "\n".join([*lines, *remark(facts)])
@@ -160,26 +200,31 @@ def remark(facts: dict[str, Any]) -> list[str]:
     return [f"- remark: {facts['remark']}"] if "remark" in facts else []
 
 
+def measured(found: dict[str, Any]) -> str:
+    """What was measured on held-out text, by name."""
+    return "\n".join(f"- {name}: {value}" for name, value in found.items())
+
+
 def write_card(folder: Path, recipe: str | None = None) -> Path:
     """`MODEL_CARD.md` in `folder` from its provenance, config and weights; `recipe` if the provenance names none."""
     facts = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     name = facts.get("recipe") or recipe or "stories-target"
-    kind = name if name in METHOD else "draft"
-    title = "stories" if name == "stories-target" else name
+    kind, world = name if name in METHOD else "draft", name.partition("-")[0]
     beside = (folder / "ATTRIBUTION.md").exists()
-    attribution = "[ATTRIBUTION.md](ATTRIBUTION.md)" if beside else "the ATTRIBUTION.md of `stories`"
+    attribution = "[ATTRIBUTION.md](ATTRIBUTION.md)" if beside else f"the ATTRIBUTION.md of `{world}`"
     sections = {
-        "Data": DATA.format(attribution=attribution),
+        "Data": DATA[world].format(attribution=attribution),
         "Licence": LICENCE,
         "Recipe": f"{METHOD[kind]}\n\n{recipe_facts(facts, config, name)}",
         "Curve": curve(facts["evaluations"]),
-        "Samples": f"{HONESTY}\n\n{samples(folder)}",
-        "Limits": LIMITS[kind],
+        **({"Measured": measured(facts["measured"])} if "measured" in facts else {}),
+        "Samples": f"{HONESTY}\n\n{samples(folder, world)}",
+        "Limits": LIMITS.get(name, LIMITS["draft"]),
     }
     body = "\n\n".join(f"## {head}\n\n{text}" for head, text in sections.items())
     card = folder / "MODEL_CARD.md"
-    write_text(card, f"# {title}\n\n{ABOUT.get(name, 'A small model of stories.')}\n\n{body}\n")
+    write_text(card, f"# {name.removesuffix('-target')}\n\n{ABOUT.get(name, 'A small model of stories.')}\n\n{body}\n")
     return card
 
 
@@ -190,18 +235,18 @@ Muon for the hidden matrices, AdamW for the rest; the learning rate is constant 
 linearly to 2 %."""
 
 
-def write_head_card(folder: Path, title: str, measured: dict[str, Any] | None = None) -> Path:
-    """`MODEL_CARD.md` of a head, from its provenance; `measured`: what a benchmark found, by name."""
+def write_head_card(folder: Path, title: str, speed: dict[str, Any] | None = None) -> Path:
+    """`MODEL_CARD.md` of a head, from its provenance; `speed`: what a benchmark found, by name."""
     facts = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
     target = facts.get("target", "the model it was trained with")
     last = facts["evaluations"][-1] if facts["evaluations"] else {}
     positions = sorted(n for n in last if n.startswith("agree_"))
     agreement = [f"| {n.removeprefix('agree_')} | {last[n]:.3f} |" for n in positions]
-    found = [f"- {name}: {value}" for name, value in (measured or {}).items()]
+    world = facts.get("target", facts["recipe"]).partition("-")[0]
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     command = f"python -m specdemo train {facts['recipe']} --corpus CORPUS --minutes {facts['minutes']:g}"
     accepted = [
-        "How often the head's first choice is the target's, held-out stories, true prefix:",
+        "How often the head's first choice is the target's, held-out text, true prefix:",
         "",
         "| tokens ahead | agreement |",
         "|---|---|",
@@ -218,8 +263,8 @@ def write_head_card(folder: Path, title: str, measured: dict[str, Any] | None = 
     ]
     sections = {
         "Acceptance by position": "\n".join(accepted),
-        "Speed": "\n".join(found) or "Not measured yet.",
-        "Data": DATA.format(attribution="the ATTRIBUTION.md of `stories`"),
+        "Speed": measured(speed) if speed else "Not measured yet.",
+        "Data": DATA[world].format(attribution=f"the ATTRIBUTION.md of `{world}`"),
         "Licence": LICENCE,
         "Recipe": "\n".join(made),
         "Curve": curve([{k: v for k, v in e.items() if k != "train_loss"} for e in facts["evaluations"]]),

@@ -7,8 +7,9 @@ A corpus is a directory of `*.txt` files whose documents are separated by `<|end
 import hashlib
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -85,8 +86,11 @@ def retell(story: str, rng: random.Random, max_characters: int) -> str | None:
     return f"{excerpt}\n\nTell it again with {new}, not {old}.\n\n{again}"
 
 
-def train_tokenizer(documents: list[str]) -> Tokenizer:
-    """Byte-level BPE with 2,048 entries; `<|endoftext|>` is id 0 and is put before every encoded text."""
+def train_tokenizer(documents: list[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
+    """Byte-level BPE with 2,048 entries; `<|endoftext|>` is id 0 and is put before every encoded text.
+
+    A line break and the indent behind it become one token, as deep as is common.
+    """
     tokenizer = Tokenizer(models.BPE())
     # Words, single digits, runs of punctuation, a line break with its indent; a word carries the space before it.
     pattern = Regex(r"'(?:[sdmt]|ll|ve|re)| ?[A-Za-z]+|\d| ?[^\sA-Za-z\d]+|\n+ *|\s+(?!\S)|\s+")
@@ -98,7 +102,7 @@ def train_tokenizer(documents: list[str]) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         special_tokens=[END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -132,22 +136,36 @@ def windows(stream: Tensor, length: int) -> Tensor:
     return stream[: len(stream) // length * length].view(-1, length)
 
 
+Again = Callable[[str, random.Random], str | None]
+
+
+def retell_some(story: str, rng: random.Random) -> str | None:
+    return retell(story, rng, rng.choice([250, 400, 600]))
+
+
 @dataclass(frozen=True, slots=True)
-class StoryEpochs:
-    """Endless epochs of shuffled documents, `retold` of them (a fraction) told again, new ones in every epoch."""
+class Epochs:
+    """Endless epochs of shuffled documents, `copies` of them (a fraction) told again, other ones in every epoch.
+
+    parts: pieces that an epoch comes in, one after the other; a large corpus is not read whole before the first batch.
+    """
 
     documents: list[str]
     tokenizer: Tokenizer
-    retold: float = 0.1
+    again: Again = retell_some
+    copies: float = 0.1
+    parts: int = 1
 
     def stream(self, epoch: int, length: int) -> Tensor:
         """One epoch's documents in windows of `length` tokens, shuffled anew, some of them retold."""
-        rng = random.Random(f"epoch {epoch}")
+        rng = random.Random(f"epoch {epoch // self.parts}")
         documents = self.documents.copy()
         rng.shuffle(documents)
-        wanted = int(len(documents) * self.retold)
-        copies = (retell(d, rng, rng.choice([250, 400, 600])) for d in documents)
-        told = [c for c in copies if c is not None][:wanted]
+        documents = documents[epoch % self.parts :: self.parts]
+        rng = random.Random(f"part {epoch}") if self.parts > 1 else rng
+        wanted = int(len(documents) * self.copies)
+        copies = (self.again(d, rng) for d in documents)
+        told = list(islice((c for c in copies if c is not None), wanted))
         documents = documents[: len(documents) - len(told)] + told
         rng.shuffle(documents)
         return token_stream(documents, self.tokenizer)[rng.randrange(length) :]

@@ -4,11 +4,13 @@ A recipe leaves a standard Hugging Face folder with `MODEL_CARD.md` and `provena
 last checkpoint when it is started again with the same folder.
 """
 
+import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from specdemo.core.files import replacing, replacing_all
+from specdemo.core.files import replacing, replacing_all, write_text
 from specdemo.models import machine
 from specdemo.models.checkpoints import SHARD, SHARDS
 from specdemo.models.machine import device_name
@@ -33,14 +35,17 @@ from specdemo.models.resolve import resolve
 from specdemo.models.shipped import check_shipped
 from specdemo.training.agreement import agreement, next_probs
 from specdemo.training.cards import write_attribution, write_card
+from specdemo.training.code_corpus import collect_code, edit
 from specdemo.training.collect import Plan, Recorded, autocast, claim, collect, complete, load_cache
 from specdemo.training.corpus import (
     END,
     VOCAB_SIZE,
+    Again,
     Corpus,
-    StoryEpochs,
+    Epochs,
     check_corpus,
     read_corpus,
+    retell_some,
     token_stream,
     train_tokenizer,
     windows,
@@ -63,6 +68,31 @@ class Shape:
     context: int = CONTEXT
 
 
+@dataclass(frozen=True, slots=True)
+class World:
+    """A kind of text, and how models learn from it."""
+
+    name: str
+    vocab_size: int = VOCAB_SIZE
+    contexts: tuple[int, int, int] = (256, CONTEXT, CONTEXT)  # windows: first, later, of a run that goes on
+    again: Again = retell_some
+    copies: float = 0.1  # of the documents
+    parts: int = 1  # of an epoch
+    dropout: float = DROPOUT
+    later_batch: int = 8192  # tokens, of a run on a CPU that goes on
+    collect: Callable[[Path], Path] | None = None  # without a corpus of one's own
+
+    def epochs(self, documents: list[str], tokenizer: Tokenizer) -> Epochs:
+        return Epochs(documents, tokenizer, self.again, self.copies, self.parts)
+
+
+STORIES = World("stories")
+# Edits are short: a fifth of the documents is a tenth of the text. It is read once at most, so nothing is dropped out.
+CODE = World("code", 4096, (256, 512, 1024), edit, 0.2, 24, 0.0, 4096, collect_code)
+SEED_LAYERS, SEED_SHARE = 4, 0.55  # of a target that is deepened, and of its time
+DRAFT_SEED_SHARE = 0.4
+OPENINGS = 10_000  # documents that the samples of a target begin like
+
 TARGET = Shape(layers=12, hidden=256, intermediate=672, heads=4)
 WIDE = Shape(layers=1, hidden=256, intermediate=672, heads=4)
 DEEP = Shape(layers=4, hidden=128, intermediate=512, heads=2)  # as many parameters as WIDE
@@ -73,6 +103,7 @@ class Job:
     """One call of `train`, everything decided."""
 
     recipe: str
+    world: World
     shape: Shape
     corpus: Path
     out: Path
@@ -85,6 +116,13 @@ class Job:
     start: str | None  # a trained model of this shape to go on from
     threads: int
     compile: bool
+    seed: bool = False  # a run that another goes on from
+
+    @property
+    def schedule(self) -> Schedule:
+        if self.start:
+            return Schedule(self.minutes, muon=0.01, adamw=0.002, decay_from=0.2)
+        return Schedule(self.minutes, decay_from=0.4, floor=0.5 if self.seed else 0.02)
 
     @property
     def large(self) -> bool:
@@ -148,11 +186,11 @@ def held_out_loss(model: PreTrainedModel, rows: Tensor) -> float:
 class GrowingWindows:
     """Batches of a constant number of tokens: short windows first (cheaper), the full context from `long_from` on."""
 
-    epochs: StoryEpochs
+    epochs: Epochs
     tokens_per_batch: int
     device: torch.device
-    short: int = 256
-    long: int = CONTEXT
+    short: int
+    long: int
     long_from: float = 0.7
     first_epoch: int = 0
 
@@ -209,6 +247,7 @@ def finish(
         **({"start_share": start_share} if start_share else {}),
         hardware=device_name(job.device),
         threads=job.threads,
+        **seed_facts(job.out),
         parameters=model.num_parameters(),
         data_sha256=corpus.sha256,
     )
@@ -227,21 +266,22 @@ def drop_out(model: LlamaForCausalLM, share: float) -> None:
         part.register_forward_hook(some)
 
 
-def stories_target(job: Job) -> None:
-    """The target: cross-entropy on the stories, about 10 % of them retold."""
-    corpus = read_corpus(job.corpus)
+def train_target(job: Job) -> None:
+    """A target: cross-entropy on the text of its world, some of it told again."""
+    world, corpus = job.world, read_corpus(job.corpus)
     make_folder(job.out)
-    tokenizer = load_or_train_tokenizer(corpus, job.out, job.start)
-    model = nn.Module.to(build(job.shape), job.device)
-    start = weights(job.start) if job.start else {}
+    tokenizer = load_or_train_tokenizer(corpus, job.out, job.start, world.vocab_size)
+    model = nn.Module.to(build(job.shape, world.vocab_size), job.device)
+    start = deepened(weights(job.start), job.shape.layers) if job.start else {}
     if start:
         model.load_state_dict(start)
-    valid = held_out_rows(corpus, tokenizer, CONTEXT + 1).to(job.device)
-    tokens_per_batch = 65536 if job.large else 8192 if job.start else 4096
-    batches = GrowingWindows(StoryEpochs(corpus.train, tokenizer), tokens_per_batch, job.device)
-    if job.start:  # it sees other orders and other copies, and has read short windows enough
-        batches.first_epoch, batches.long_from = 100_000, 0.0
-    drop_out(model, DROPOUT)
+    short, long = world.contexts[1:] if start else world.contexts[:2]
+    valid = held_out_rows(corpus, tokenizer, long + 1).to(job.device)
+    tokens_per_batch = 65536 if job.large else world.later_batch if start else 4096
+    batches = GrowingWindows(world.epochs(corpus.train, tokenizer), tokens_per_batch, job.device, short, long)
+    if start:  # it sees other orders and other copies
+        batches.first_epoch = 100_000
+    drop_out(model, world.dropout)
 
     def lesson(progress: float, step: int) -> Batch:
         model.train(progress < DROPOUT_UNTIL)
@@ -255,16 +295,13 @@ def stories_target(job: Job) -> None:
     def evaluate() -> dict[str, float]:
         return {"held_out_loss": round(held_out_loss(model, valid), 4)}
 
-    schedule = Schedule(job.minutes, decay_from=0.4)
-    if job.start:
-        schedule = Schedule(job.minutes, muon=0.01, adamw=0.002, decay_from=0.2)
     with side_by_side(job) as pool:
         history = fit(
             model,
             lesson,
             loss,
             evaluate,
-            schedule,
+            job.schedule,
             job.out / "checkpoint.pt",
             micro_tokens=job.micro_tokens + 8,  # a row is its window and one token more
             pool=pool,
@@ -274,6 +311,60 @@ def stories_target(job: Job) -> None:
     if share:
         history.evaluations.append({**history.evaluations[-1], **evaluate()})
     finish(job, model, tokenizer, corpus, history, share)
+
+
+def seeded(job: Job, layers: int, share: float, make: Callable[[Job], None]) -> None:
+    """First a seed of so many layers, which reads text alone for a share of the time; `make` goes on from it."""
+    if not job.start:
+        seed = replace(job, out=job.out / "seed", shape=replace(job.shape, layers=layers), seed=True)
+        train_target(replace(seed, minutes=job.minutes * share))
+        job = replace(job, start=str(seed.out), minutes=job.minutes * (1.0 - share))
+    make(job)
+
+
+def deepened_target(job: Job) -> None:
+    """A shallow target first, which sees three times the text in the same time; then the whole one from it."""
+    seeded(job, SEED_LAYERS, SEED_SHARE, train_target)
+
+
+def seeded_draft(job: Job) -> None:
+    """A draft that reads more text than the target is recorded on before it listens to the target."""
+    make_folder(job.out / "seed")
+    words = Path(job.target) / "tokenizer.json"
+    if not words.exists():
+        raise ValueError(f"no target model at {job.target}: name the folder of {job.world.name}-target with --target")
+    write_text(job.out / "seed" / words.name, words.read_text(encoding="utf-8"))
+    seeded(job, job.shape.layers, DRAFT_SEED_SHARE, train_draft)
+
+
+def seed_facts(folder: Path) -> dict[str, Any]:
+    """What is told of the model that another one began as."""
+    path = folder / "seed" / "provenance.json"
+    if not path.exists():
+        return {}
+    seed = json.loads(path.read_text(encoding="utf-8"))
+    loss = seed["evaluations"][-1]["held_out_loss"] if seed["evaluations"] else None
+    told = {"minutes": seed["seconds"] / 60, "tokens": seed["tokens"], "held_out_loss": loss}
+    layers = json.loads((folder / "seed" / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
+    return {"seed": {"layers": layers, **told}}
+
+
+LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
+
+
+def deepened(state: Mapping[str, Tensor], layers: int) -> Mapping[str, Tensor]:
+    """The weights of a model of `layers` layers that says what the one of `state` does: between its layers are copies
+    of them that add nothing yet (block expansion of LLaMA Pro, Wu et al. 2024, arXiv 2401.02415)."""
+    depth = 1 + max(int(found[0]) for name in state if (found := LAYER.search(name)))
+    grown = {name: weight for name, weight in state.items() if not LAYER.search(name)}
+    for layer in range(layers):
+        source = layer * depth // layers
+        copied = layer > 0 and source == (layer - 1) * depth // layers
+        for name, weight in state.items():
+            if (found := LAYER.search(name)) and int(found[0]) == source:
+                silent = copied and name.endswith(("o_proj.weight", "down_proj.weight"))
+                grown[LAYER.sub(str(layer), name)] = torch.zeros_like(weight) if silent else weight.clone()
+    return grown
 
 
 def weights(folder: str) -> Mapping[str, Tensor]:
@@ -308,14 +399,14 @@ def side_by_side(job: Job) -> AbstractContextManager[Executor | None]:
     return ThreadPoolExecutor(job.threads, initializer=torch.set_num_threads, initargs=(1,))
 
 
-def load_or_train_tokenizer(corpus: Corpus, out: Path, start: str | None) -> Tokenizer:
+def load_or_train_tokenizer(corpus: Corpus, out: Path, start: str | None, vocab_size: int) -> Tokenizer:
     """The folder's tokenizer, or that of the start, or a new one, which is saved in the folder."""
     path = out / "tokenizer.json"
     if start and not path.exists():
         path = Path(start) / "tokenizer.json"
     if path.exists():
         return Tokenizer.from_file(str(path))
-    tokenizer = train_tokenizer(corpus.train)
+    tokenizer = train_tokenizer(corpus.train[::5] if len(corpus.train) > 20_000 else corpus.train, vocab_size)
     with replacing(path) as part:
         tokenizer.save(str(part))
     return tokenizer
@@ -354,14 +445,14 @@ class Lessons:
         return tokens.to(self.device), indices.to(self.device), probs.to(self.device)
 
 
-def stories_draft(job: Job) -> None:
+def train_draft(job: Job) -> None:
     """A draft: cross-entropy first, then forward KL to the target on text, at last also on the target's own samples."""
     corpus = read_corpus(job.corpus)
     target, wrapped = load_target(job)
     make_folder(job.out)
     tokenizer = wrapped.backend_tokenizer
     recorded = record(job, target, corpus, tokenizer)
-    valid = held_out_rows(corpus, tokenizer, CONTEXT)
+    valid = held_out_rows(corpus, tokenizer, job.plan.context)
     truth = next_probs(target, valid)
     model = nn.Module.to(build(job.shape, target.config.vocab_size), job.device)
     if job.start:
@@ -408,9 +499,9 @@ def record(job: Job, target: PreTrainedModel, corpus: Corpus, tokenizer: Tokeniz
     if complete(job.cache):
         claim(job.cache, target, None, job.plan)
         return load_cache(job.cache, ["text"]), load_cache(job.cache, ["samples"])
-    text = windows(StoryEpochs(corpus.train, tokenizer).stream(0, CONTEXT), job.plan.context)
-    stories = [e.ids for e in tokenizer.encode_batch(corpus.train)]
-    collect(target, text, stories, job.cache, job.plan, job.backwards)
+    text = windows(job.world.epochs(corpus.train, tokenizer).stream(0, job.plan.context), job.plan.context)
+    openings = corpus.train[:: 1 + len(corpus.train) // OPENINGS]
+    collect(target, text, [e.ids for e in tokenizer.encode_batch(openings)], job.cache, job.plan, job.backwards)
     return load_cache(job.cache, ["text"]), load_cache(job.cache, ["samples"])
 
 
@@ -422,18 +513,22 @@ class Recipe:
     threads: int | None  # on CPU; None: one per core
     plan: Plan = Plan()
     backwards: bool = False  # the end of the shared cache to begin at, so that both drafts can collect at once
+    world: World = STORIES
 
 
+CODE_PLAN = Plan(text_rows=1536, sampled_rows=512)
 RECIPES: dict[str, Recipe] = {
-    "stories-target": Recipe(stories_target, TARGET, minutes=100.0, threads=None),
-    "stories-draft-wide": Recipe(stories_draft, WIDE, minutes=19.0, threads=1),
-    "stories-draft-deep": Recipe(stories_draft, DEEP, minutes=19.0, threads=1, backwards=True),
+    "stories-target": Recipe(train_target, TARGET, minutes=100.0, threads=None),
+    "stories-draft-wide": Recipe(train_draft, WIDE, minutes=19.0, threads=1),
+    "stories-draft-deep": Recipe(train_draft, DEEP, minutes=19.0, threads=1, backwards=True),
+    "code-target": Recipe(deepened_target, replace(TARGET, context=1024), 100.0, None, world=CODE),
+    "code-draft": Recipe(seeded_draft, replace(WIDE, context=1024), 14.0, 1, CODE_PLAN, world=CODE),
 }
 
 
 def train(
     recipe: str,
-    corpus: Path,
+    corpus: Path | None,
     out: Path | None = None,
     minutes: float | None = None,
     device: str = "auto",
@@ -453,19 +548,24 @@ def train(
     """
     if recipe not in RECIPES:
         raise ValueError(f"unknown recipe '{recipe}'; there are {', '.join(RECIPES)}")
-    check_corpus(corpus)
     chosen = RECIPES[recipe]
     minutes = positive(chosen.minutes if minutes is None else minutes)
     out = out or Path("runs") / recipe
+    if corpus is None:
+        if chosen.world.collect is None:
+            raise ValueError(f"recipe {recipe!r} needs a corpus: name a folder of *.txt files with --corpus")
+        corpus = chosen.world.collect(out.parent / f"{chosen.world.name}-corpus")
+    check_corpus(corpus)
     count = threads or chosen.threads or os.cpu_count() or 1
     job = Job(
         recipe=recipe,
+        world=chosen.world,
         shape=chosen.shape,
         corpus=corpus,
         out=out,
         minutes=minutes,
         device=pick_device(device),
-        target=resolve(target or "stories"),
+        target=resolve(target or chosen.world.name),
         cache=cache or out.parent / "cache",
         plan=chosen.plan,
         backwards=chosen.backwards,

@@ -2,6 +2,8 @@
 
 const FATES = { accepted: "✓ accepted", rejected: "✗ rejected", "not reached": "· not reached" };
 const OWN = { corrected: "↺ corrected by target", bonus: "★ bonus of target", target: "target's own token", unknown: "? unknown: its server does not tell" };
+// A prompt that is code: its lines stay whole and its indents stand below each other.
+const CODE = /^\s*(async def|def|class|import|from \S+ import|function|#include)\b.*[\w:{(]/m;
 
 function mark(lane) {
   const node = make("span", "sd-mark", lane.index ? String(lane.index) : "0");
@@ -40,6 +42,7 @@ function laneCard(lane) {
   text.setAttribute("role", "log");
   text.setAttribute("aria-live", "off");
   text.setAttribute("aria-label", `${lane.name}: text; arrow keys step through the decoding steps`);
+  text.classList.toggle("sd-code", CODE.test(run.start.prompt));
   text.append(...asked(lane));
   const note = make("p", "sd-note");
   note.hidden = true;

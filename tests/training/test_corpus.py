@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 from specdemo.training.corpus import (
     END,
     VOCAB_SIZE,
-    StoryEpochs,
+    Epochs,
     byte_tokenizer,
     read_corpus,
     retell,
@@ -93,7 +93,7 @@ def test_a_stream_is_cut_into_windows_in_order(tokenizer: Tokenizer) -> None:
 
 
 def test_epochs_differ_and_repeat(tokenizer: Tokenizer) -> None:
-    epochs = StoryEpochs([STORY.replace("park", f"park{i}") for i in range(30)], tokenizer)
+    epochs = Epochs([STORY.replace("park", f"park{i}") for i in range(30)], tokenizer)
     assert torch.equal(epochs.stream(3, 16), epochs.stream(3, 16))
     assert not torch.equal(epochs.stream(3, 16)[:50], epochs.stream(4, 16)[:50])
     batches = list(epochs.batches(0, 4, 16))

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from specdemo.training import cards, recipes
 from specdemo.training.cards import curve, sparkline, write_card
 from specdemo.training.collect import Plan, Recorded, collect
-from specdemo.training.recipes import DEEP, RECIPES, TARGET, WIDE, Lessons, Shape, average, build, train
+from specdemo.training.recipes import DEEP, RECIPES, TARGET, WIDE, Lessons, Shape, average, build, deepened, train
 
 PLAN = Plan(text_rows=8, sampled_rows=8, rows_per_shard=16, context=64, sample_length=32)
 
@@ -184,6 +184,37 @@ def test_a_card_can_be_written_for_an_older_run(corpus: Path, tmp_path: Path, ti
     (out / "provenance.json").write_text(json.dumps(facts), encoding="utf-8")
     text = write_card(out, recipe="stories-target").read_text(encoding="utf-8")
     assert text.startswith("# stories\n") and "train stories-target" in text and "- remark: Stopped once.\n" in text
+
+
+def test_a_deepened_model_says_what_the_shallow_one_did() -> None:
+    shallow = build(Shape(2, 32, 48, 2), 64).eval()
+    deep = build(Shape(5, 32, 48, 2), 64).eval()
+    deep.load_state_dict(deepened(shallow.state_dict(), 5))
+    tokens = torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.allclose(deep(tokens).logits, shallow(tokens).logits, atol=1e-6)
+    assert not torch.equal(deep.model.layers[1].mlp.up_proj.weight, torch.zeros(48, 32))
+
+
+def test_a_target_of_code_is_deepened_and_drafted_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cards, "SAMPLE_TOKENS", 8)
+    monkeypatch.setattr(recipes, "SEED_LAYERS", 1)
+    world = replace(recipes.CODE, contexts=(16, 32, 32), parts=1, vocab_size=300)
+    for name in ("code-target", "code-draft"):
+        shape = Shape(3 if name == "code-target" else 1, 32, 48, 2, 64)
+        small = {"shape": shape, "world": world, "minutes": 0.005, "plan": PLAN, "threads": 1}
+        monkeypatch.setitem(RECIPES, name, replace(RECIPES[name], **small))
+    (tmp_path / "code").mkdir()
+    body = "\n    ".join(f"total = total + value * {i}" for i in range(60))
+    functions = [f"def add_{i}(total, value):\n    {body}\n    return total" for i in range(40)]
+    (tmp_path / "code" / "train.txt").write_text("<|endoftext|>".join(functions), encoding="utf-8")
+    target = train("code-target", tmp_path / "code", tmp_path / "target")
+    assert AutoModelForCausalLM.from_pretrained(target).config.num_hidden_layers == 3
+    facts = json.loads((target / "provenance.json").read_text(encoding="utf-8"))
+    assert facts["seed"]["layers"] == 1 and facts["seed"]["tokens"] > 0 and facts["start"] == "seed"
+    assert "before that, on text alone, 1 layer(s)" in (target / "MODEL_CARD.md").read_text(encoding="utf-8")
+    draft = train("code-draft", tmp_path / "code", tmp_path / "draft", target=str(target))
+    assert "~~~python\ndef read_config" in (draft / "MODEL_CARD.md").read_text(encoding="utf-8")
 
 
 def test_every_recipe_is_described() -> None:

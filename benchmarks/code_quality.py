@@ -1,0 +1,142 @@
+"""How good the models of code are: `python -m benchmarks.code_quality MODEL CORPUS` prints what their card says.
+
+Bits per byte of held-out projects beside gzip, zstd, an n-gram of order 5 on the same tokens and the model of stories;
+and how many completions of held-out code parse, or break off only at their end.
+"""
+
+import ast
+import codeop
+import gzip
+import json
+import math
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from specdemo.models.resolve import resolve
+from specdemo.training.collect import continue_texts
+from specdemo.training.corpus import Corpus, read_corpus, token_stream, windows
+from specdemo.training.losses import cross_entropy
+
+ORDER = 5
+BITS = 12  # of a token
+COMPLETIONS, TOKENS = 100, 64
+
+
+def bits_per_byte(model_name: str, documents: list[str]) -> float:
+    """In windows of the model's context, each read from its beginning."""
+    model = AutoModelForCausalLM.from_pretrained(resolve(model_name), dtype=torch.float32).eval()
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(resolve(model_name)).backend_tokenizer
+    stream = token_stream(documents, tokenizer)
+    rows = windows(stream, min(model.config.max_position_embeddings, len(stream)))
+    nats = 0.0
+    with torch.no_grad():
+        for row in rows.split(4):
+            nats += float(cross_entropy(model(row[:, :-1]).logits, row[:, 1:])) * row[:, 1:].numel()
+    share = rows[:, 1:].numel() / (len(stream) - len(documents))  # of the text that was read
+    return nats / math.log(2) / (share * sum(len(d.encode()) for d in documents))
+
+
+def n_gram_bits_per_byte(corpus: Corpus, model_name: str) -> float:
+    """Witten and Bell's interpolation of orders 1 to ORDER, counted on the training documents."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(resolve(model_name)).backend_tokenizer
+    seen = token_stream(corpus.train, tokenizer).numpy()
+    held_out = token_stream(corpus.valid, tokenizer).numpy()
+    probability = np.full(len(held_out), 1.0 / tokenizer.get_vocab_size())
+    for order in range(1, ORDER + 1):
+        grams, counts = np.unique(packed(seen, order), return_counts=True)
+        contexts, first, kinds = np.unique(grams >> BITS, return_index=True, return_counts=True)
+        totals = np.add.reduceat(counts, first)
+        asked = packed(held_out, order)
+        count = looked_up(grams, counts, asked)
+        total, kind = looked_up(contexts, totals, asked >> BITS), looked_up(contexts, kinds, asked >> BITS)
+        lower = probability[order - 1 :]
+        mixed = (count + kind * lower) / np.maximum(total + kind, 1)
+        probability[order - 1 :] = np.where(total > 0, mixed, lower)
+    told = probability[held_out != 0]
+    return float(-np.log2(told).sum() / sum(len(d.encode()) for d in corpus.valid))
+
+
+def packed(stream: np.ndarray, order: int) -> np.ndarray:
+    """Every run of `order` tokens as one number."""
+    runs = np.zeros(len(stream) - order + 1, dtype=np.int64)
+    for i in range(order):
+        runs = (runs << BITS) | stream[i : len(stream) - order + 1 + i]
+    return runs
+
+
+def looked_up(keys: np.ndarray, values: np.ndarray, asked: np.ndarray) -> np.ndarray:
+    place = np.minimum(np.searchsorted(keys, asked), len(keys) - 1)
+    return np.where(keys[place] == asked, values[place], 0)
+
+
+def compressed(documents: list[str]) -> dict[str, float]:
+    text = "\n".join(documents).encode()
+    sizes = {"gzip -9": len(gzip.compress(text, 9))}
+    if shutil.which("zstd"):
+        sizes["zstd -19"] = len(subprocess.run(["zstd", "-19", "-c"], input=text, capture_output=True).stdout)
+    return {name: 8 * size / len(text) for name, size in sizes.items()}
+
+
+def holds(code: str) -> bool:
+    """Whether it parses, or did until its last line, where at most a bracket, a block or a text is still open."""
+    lines = code.split("\n")
+    return any(parses("\n".join(lines[:end])) for end in (len(lines), len(lines) - 1))
+
+
+def parses(code: str) -> bool:
+    try:
+        ast.parse(code)
+        return True
+    except SyntaxError:
+        pass
+    try:
+        return codeop.compile_command(code + "\n", symbol="exec") is None
+    except (SyntaxError, ValueError, OverflowError):
+        return False
+
+
+def completions(model_name: str, documents: list[str]) -> list[tuple[str, str]]:
+    """Held-out code up to a line's beginning, and what the model says next, greedily."""
+    model = AutoModelForCausalLM.from_pretrained(resolve(model_name), dtype=torch.float32).eval()
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(resolve(model_name))
+    rng = random.Random(0)
+    said: list[tuple[str, str]] = []
+    while len(said) < COMPLETIONS:
+        lines = rng.choice(documents).split("\n")
+        prefix = "\n".join(lines[: rng.randrange(3, max(4, len(lines)))]) + "\n"
+        if not 200 <= len(prefix) <= 2000:
+            continue
+        ids = tokenizer.encode(prefix)
+        out = continue_texts(
+            model, torch.tensor([ids]), len(ids) + TOKENS, torch.tensor([0.0]), torch.Generator().manual_seed(0)
+        )
+        new = out[0, len(ids) :].tolist()
+        new = new[: new.index(0)] if 0 in new else new
+        said.append((prefix, tokenizer.decode(new)))
+    return said
+
+
+def main(model: str, folder: str) -> None:
+    corpus = read_corpus(Path(folder))
+    found = {"code": bits_per_byte(model, corpus.valid), "stories": bits_per_byte("stories", corpus.valid)}
+    found |= compressed(corpus.valid)
+    found[f"{ORDER}-gram on the same tokens"] = n_gram_bits_per_byte(corpus, model)
+    said = completions(model, corpus.valid)
+    held = sum(holds(prefix + more) for prefix, more in said)
+    bits = ", ".join(f"{name} {value:.2f}" for name, value in found.items())
+    told = {
+        "bits per byte of held-out projects": bits,
+        f"completions of {TOKENS} tokens that parse or break off only at their end": f"{held} of {len(said)}",
+    }
+    print(json.dumps(told, indent=1))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
