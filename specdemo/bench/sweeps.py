@@ -158,8 +158,8 @@ def _of_code(lane: Lane) -> Lane | None:
 def _order(rows: list[dict[str, Any]]) -> str:
     """Why one kind of text gains more than another, in one sentence of numbers."""
     kinds = dict.fromkeys(row["text"] for row in rows)
-    best = [max((row for row in rows if row["text"] == kind), key=_gain) for kind in kinds]
-    best.sort(key=_gain, reverse=True)
+    best = [max((row for row in rows if row["text"] == kind), key=_times) for kind in kinds]
+    best.sort(key=_times, reverse=True)
     words = "; ".join(
         f"{row['text']} {told(row['speed-up'])} with {row['tokens/pass']:.1f} tokens a pass ({row['lane']})"
         for row in best
@@ -167,7 +167,7 @@ def _order(rows: list[dict[str, Any]]) -> str:
     return f"A pass costs the same whatever the text, so what gains is text of which more guesses come true: {words}."
 
 
-def _gain(row: dict[str, Any]) -> float:
+def _times(row: dict[str, Any]) -> float:
     return ends(row["speed-up"])[0]
 
 
