@@ -185,6 +185,27 @@ def bench(
 
 
 @app.command()
+def profile(
+    device: Annotated[str, typer.Option(help=f"{DEVICES}.")] = "auto",
+    name: Annotated[
+        str | None, typer.Option(help="What the profile is called; the device's own name unless told.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the profile (JSON) there.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure this machine in a minute: memory bandwidth, matrix products, starting work, passes by width and batch."""
+    from specdemo.bench.device import measure_profile, profile_report
+    from specdemo.predict.profiles import write_profile
+
+    if out is not None:
+        check_writable(out)
+    measured = measure_profile(device, name)
+    print(measured.model_dump_json(indent=1, exclude_none=True) if as_json else profile_report(measured))
+    if out is not None:
+        write_profile(measured, out)
+
+
+@app.command()
 def train(
     recipe: Annotated[str, typer.Argument(help="A shipped model (stories-target, stories-draft-wide, ...) or a head.")],
     corpus: Annotated[

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.gpu.lab import Lab
 from benchmarks.gpu.sections import COMMAND, METHODS, PLAIN
-from specdemo.bench.device import CONTEXT, measured
+from specdemo.bench.device import CONTEXT, measured, slug
 from specdemo.core.files import write_text
 from specdemo.models.devices import kind
 from specdemo.predict.profiles import Figure, Passes, Profile, Step, write_profile
@@ -125,7 +125,7 @@ def profile_of(kept: Mapping[str, Kept], environment: Kept, lab: Lab) -> Profile
     title = str(environment["device"])
     return Profile.model_validate(
         {
-            "name": "-".join("".join(c if c.isalnum() else " " for c in title.lower()).split()),
+            "name": slug(title),
             "title": title,
             "kind": "cpu" if lab.small else "gpu",
             "compute_tflop_per_s": rates,

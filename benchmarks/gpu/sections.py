@@ -20,7 +20,7 @@ from benchmarks.floor import floor
 from benchmarks.gpu.lab import Absent, Found, Lab, measure_steps, name_of
 from benchmarks.pairs import SIZES, Pair, Size, make_pair, random_pair
 from benchmarks.peers import compete, read_bytes
-from specdemo.bench.device import BATCHES, WIDTHS, basics, fast, passes, passes_of
+from specdemo.bench.device import BATCHES, WIDTHS, basics, fast, passes, passes_of, slug
 from specdemo.bench.random_models import random_model, shape
 from specdemo.bench.result import Result, Spread
 from specdemo.core.protocol import Budget, GenerationConfig
@@ -101,8 +101,7 @@ def sections(lab: Lab) -> dict[str, Section]:
         "widths": Section("v(n, batch) and c", 90, widths),
     }
     for label, drafting in METHODS.items():
-        name = "method-" + "-".join("".join(c if c.isalnum() else " " for c in label.lower()).split())
-        table[name] = Section(f"Step of {label}", 15, partial(step, label, drafting))
+        table[f"method-{slug(label)}"] = Section(f"Step of {label}", 15, partial(step, label, drafting))
     table |= {
         "peers": Section("Beside transformers", 150, peers),
         "overhead": Section("Step overhead over replays", 120, overhead),

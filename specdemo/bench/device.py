@@ -5,11 +5,13 @@ Every figure is the best of a few, as whatever else runs only takes away.
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from specdemo.bench.random_models import SHAPES, random_model
+from specdemo.bench.table import table
 from specdemo.core.protocol import Target
 from specdemo.models.devices import kind, now
 from specdemo.models.fused import hasten
@@ -23,6 +25,7 @@ REPEATS = 8
 LAUNCHES = 500
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
+CPU_WIDTHS, CPU_BATCHES = (1, 2, 3, 5, 9, 17), (1, 2, 4, 8)  # of `specdemo profile`
 CONTEXT = 64
 LINK_BYTES = 1 << 28
 COMMAND = "python -m specdemo profile"
@@ -130,51 +133,70 @@ def measured(command: str) -> Measured:
     return Measured(date=datetime.now(UTC).date().isoformat(), commit=commit(), versions=versions(), by=command)
 
 
-def dtypes_of(device: torch.device) -> list[str]:
-    """The precisions that a device computes in."""
-    return [name for name in DTYPES if name in kind(device).dtypes]
-
-
-def basics(device: torch.device, command: str, threads: int | None = None) -> Profile:
+def basics(device: torch.device, command: str) -> Profile:
     """All but passes: in seconds."""
-    source = f"measured by {command}"
 
-    def figure(value: float | None, per: float = 1.0) -> Figure | None:
-        return None if value is None else Figure(value=float(f"{value * per:.4g}"), source=source)
+    def figure(value: float | None, unit: float) -> dict[str, Any] | None:
+        source = f"measured by {command}"
+        return None if value is None else {"value": float(f"{value / unit:.4g}"), "source": source}
 
-    def sure(value: float, per: float) -> Figure:
-        return Figure(value=float(f"{value * per:.4g}"), source=source)
-
-    usual = pick_dtype("auto", device)
-    bandwidth = max(copy_bandwidth(device), read_bandwidth(device, usual))
     title = device_name(device)
-    return Profile(
-        name="-".join("".join(c if c.isalnum() else " " for c in title.lower()).split()) or device.type,
-        title=title + ("" if device.type != "cpu" else f", {torch.get_num_threads()} threads"),
-        kind="cpu" if device.type == "cpu" else "gpu",
-        memory_gb=sure(kind(device).total(device), 1e-9),
-        bandwidth_gb_per_s=sure(bandwidth, 1e-9),
-        compute_tflop_per_s={name: sure(matmul_rate(device, DTYPES[name]), 1e-12) for name in dtypes_of(device)},
-        launch_us=figure(launch_seconds(device), 1e6),
-        node_us=figure(node_seconds(device), 1e6),
-        wait_us=figure(wait_seconds(device), 1e6),
-        link_gb_per_s=figure(link_bandwidth(device), 1e-9),
-        measured=measured(command),
-    )
+    bandwidth = max(copy_bandwidth(device), read_bandwidth(device, pick_dtype("auto", device)))
+    found = {
+        "name": slug(title),
+        "title": title if device.type != "cpu" else f"{title}, {torch.get_num_threads()} thread(s)",
+        "kind": "cpu" if device.type == "cpu" else "gpu",
+        "memory_gb": figure(kind(device).total(device), 1e9),
+        "bandwidth_gb_per_s": figure(bandwidth, 1e9),
+        "compute_tflop_per_s": {
+            dtype: figure(matmul_rate(device, DTYPES[dtype]), 1e12) for dtype in kind(device).dtypes
+        },
+        "launch_us": figure(launch_seconds(device), 1e-6),
+        "node_us": figure(node_seconds(device), 1e-6),
+        "wait_us": figure(wait_seconds(device), 1e-6),
+        "link_gb_per_s": figure(link_bandwidth(device), 1e9),
+        "measured": measured(command),
+    }
+    return Profile.model_validate(found)
+
+
+def slug(title: str) -> str:
+    """A device's name as a profile's."""
+    return "-".join("".join(c if c.isalnum() else " " for c in title.lower()).split()) or "device"
 
 
 @torch.no_grad()
-def measure_profile(device: str = "auto", model: str | None = None) -> Profile:
-    """This machine in about a minute. model: the shape whose passes are measured. Raises ValueError with one line."""
+def measure_profile(device: str = "auto", name: str | None = None) -> Profile:
+    """This machine in about a minute. name: of the profile. Raises ValueError with one line."""
     where = pick_device(device)
-    name = model or ("llama-100m" if where.type == "cpu" else "llama-1b")
-    dtype = pick_dtype("auto", where)
+    model, widths, batches = (
+        ("llama-100m", CPU_WIDTHS, CPU_BATCHES) if where.type == "cpu" else ("llama-1b", WIDTHS, BATCHES)
+    )
     with one_thread(where):
         found = basics(where, COMMAND)
-        target = fast(random_model(SHAPES[name], where, dtype))
-        widths, batches = ((1, 2, 3, 5, 9, 17), (1, 2, 4, 8)) if where.type == "cpu" else (WIDTHS, BATCHES)
-        ms = passes(target, widths, batches)
-    return found.model_copy(update={"passes": (passes_of(name, target, ms),)})
+        target = fast(random_model(SHAPES[model], where, pick_dtype("auto", where)))
+        known = passes_of(model, target, passes(target, widths, batches))
+    return Profile.model_validate(found.model_dump() | {"passes": (known,), "name": name or found.name})
+
+
+def profile_report(profile: Profile) -> str:
+    """Its numbers in lines, and v(n) of every batch in a table."""
+    lines = [f"{profile.name}: {profile.title}"]
+    for name, value in profile:
+        several = value if isinstance(value, dict) else {"": value}
+        lines += [f"{name} {of}".ljust(34) + f"{one.value:g}" for of, one in several.items() if isinstance(one, Figure)]
+    for known in profile.passes:
+        header = ["batch", "ms", *(f"v({n})" for n in known.ms[1] if n > 1), ""]
+        rows = [
+            [str(batch), f"{ms[1]:.3f}", *(f"{v:.2f}" for n, v in known.v(batch).items() if n > 1), ""]
+            for batch, ms in known.ms.items()
+        ]
+        lines += [
+            "",
+            f"{known.model}, {known.dtype}, {known.kernels}: a pass over n tokens of every text",
+            table(header, rows),
+        ]
+    return "\n".join(lines)
 
 
 def passes_of(model: str, target: HFTarget, ms: dict[int, dict[int, float]]) -> Passes:

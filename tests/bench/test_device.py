@@ -1,0 +1,60 @@
+"""Random models of real shapes, and what is measured of a device."""
+
+import pytest
+import torch
+
+from specdemo.bench.device import basics, passes, passes_of
+from specdemo.bench.random_models import SHAPES, random_model, shape
+from specdemo.models.target import HFTarget
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", ["llama-tiny", "qwen3-tiny"])
+def test_a_random_model_is_the_same_every_time_and_of_its_shape(name):
+    one, other = (random_model(SHAPES[name], CPU, torch.float32) for _ in range(2))
+    matrices = {n: p for n, p in one.named_parameters() if p.ndim > 1}
+    assert sum(p.numel() for p in matrices.values()) == SHAPES[name].parameters
+    assert all(torch.equal(p, dict(other.named_parameters())[n]) for n, p in one.named_parameters())
+    assert len({p.flatten()[0].item() for p in matrices.values()}) == len(matrices)
+    ids = torch.arange(1, 30)[None]
+    assert torch.isfinite(one(ids).logits).all()
+    transformers_own = type(one)(one.config)  # whose angles are as they should be
+    transformers_own.load_state_dict(one.state_dict())
+    torch.testing.assert_close(transformers_own.eval()(ids).logits, one(ids).logits)
+
+
+@pytest.mark.parametrize(
+    "name, billions", [("llama-1b", 1.24), ("llama-8b", 8.03), ("qwen3-8b", 8.19), ("qwen3-32b", 32.8)]
+)
+def test_shapes_have_the_sizes_of_their_models(name, billions):
+    """As the public models' cards say."""
+    assert shape(name).parameters / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+@pytest.mark.filterwarnings("ignore")  # of bitsandbytes on a CPU
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_weights_take_what_they_are_counted_for(bits):
+    target = HFTarget(random_model(SHAPES["llama-tiny"], CPU, torch.bfloat16, bits))
+    assert target.weight_bytes == pytest.approx(SHAPES["llama-tiny"].bytes(torch.bfloat16, bits), rel=0.1)
+    assert torch.isfinite(target.start(torch.arange(1, 9)[None]).logits).all()
+
+
+def test_an_unknown_shape_is_refused_with_the_nearest():
+    with pytest.raises(ValueError, match="unknown shape 'lama-8b'; did you mean 'llama-8b'"):
+        shape("lama-8b")
+
+
+def test_passes_by_batch_and_width():
+    target = HFTarget(random_model(SHAPES["llama-tiny"], CPU, torch.float32))
+    ms = passes(target, (3,), (1, 4), context=8)
+    assert {batch: list(row) for batch, row in ms.items()} == {1: [1, 3], 4: [1, 3]}
+    assert passes_of("llama-tiny", target, ms).v(4)[1] == 1.0
+
+
+def test_the_basics_of_this_machine():
+    profile = basics(CPU, "a test")
+    assert profile.kind == "cpu" and profile.node_us is None and profile.link_gb_per_s is None
+    assert 0.1 < profile.bandwidth_gb_per_s.value < 10_000.0
+    assert set(profile.compute_tflop_per_s) == {"float32", "bfloat16", "float16"}
+    assert profile.launch_us.source == "measured by a test"

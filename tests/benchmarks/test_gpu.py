@@ -1,0 +1,186 @@
+"""`bench gpu`: every section on a CPU with tiny shapes, and calls that go on from each other, fail and are cut off."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from benchmarks.gpu import run
+from benchmarks.gpu.lab import Absent, Found, Lab, Synthetic, measure_steps
+from benchmarks.gpu.sections import METHODS, Section, sections
+from specdemo.core.accept import Lossless
+from specdemo.core.protocol import Budget, GenerationConfig
+from specdemo.core.tree import ABSENT, Draft
+from specdemo.methods import load_drafter
+from specdemo.predict.profiles import read_profile
+
+CPU = torch.device("cpu")
+WITHOUT_A_PAGE = """
+import sys
+sys.modules["gradio"] = None  # whoever imports it fails
+from specdemo.__main__ import main
+code = main(sys.argv[1:])
+print("page:", sorted(m for m in sys.modules if m.startswith("specdemo.ui")))
+sys.exit(code)
+"""
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """All sections but the GPU's tests, which an earlier call is made to have run."""
+    folder = tmp_path_factory.mktemp("gpu")
+    lab = Lab(CPU, 1)
+    entry = run._entry(sections(lab)["tests"], lab, "done", 1) | {"rows": [], "remarks": ["by an earlier call"]}
+    run._write(folder, "tests", entry)
+    arguments = ["bench", "gpu", "--device", "cpu", "--repeats", "1", "--out", str(folder)]
+    command = [sys.executable, "-W", "error::UserWarning", "-c", WITHOUT_A_PAGE, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return folder, done.stdout
+
+
+def test_every_section_runs_without_gradio(measured):
+    folder, said = measured
+    kept = json.loads((folder / "results.json").read_text())["sections"]
+    assert list(kept) == list(sections(Lab(CPU, 1)))
+    assert {name: found.get("error") for name, found in kept.items() if found["state"] != "done"} == {}
+    assert all(found["rows"] for name, found in kept.items() if name != "tests")
+    assert kept["tests"]["remarks"] == ["by an earlier call"]
+    assert "page: ['specdemo.ui', 'specdemo.ui.app', 'specdemo.ui.space']" in said  # the command's options alone
+    assert said.count("This is no GPU measurement") == 1
+
+
+def test_every_method_drafts_and_its_laps_are_told(measured):
+    kept = json.loads((measured[0] / "results.json").read_text())["sections"]
+    rows = {row["method"]: row for name, found in kept.items() if name.startswith("method-") for row in found["rows"]}
+    assert list(rows) == list(METHODS)
+    for name, row in rows.items():
+        assert (row["drafted/step"] > 0) == (not name.startswith("plain")), name
+        laps = sum(value for column, value in row.items() if column.endswith(" ms"))
+        assert row["ms/step"] == pytest.approx(laps, rel=0.02, abs=1e-3)
+    assert rows["EAGLE-3 tree, 32 nodes"]["drafted/step"] == 32.0
+
+
+def test_the_page_the_plots_and_the_profile(measured):
+    folder, _ = measured
+    page = (folder / "report.md").read_text()
+    assert "**This is no GPU measurement" in page
+    assert "| shape | precision |" in page and "| method | shape |" in page and "transformers assisted, k=5" in page
+    assert (folder / "plots.html").read_text().count("plotly-graph-div") == 3
+    (file,) = folder.glob("*.profile.json")
+    profile = read_profile(file)
+    assert (profile.kind, profile.measured.by) == ("cpu", "python -m specdemo bench gpu")
+    target, draft = profile.passes
+    assert (target.model, draft.model) == ("llama-tiny", "qwen3-tiny")
+    assert target.v(2)[1] == 1.0 and set(target.ms) == {1, 2} and set(target.ms[1]) == {1, 2, 4}
+    assert {step.method for step in profile.steps} == {drafting.method for drafting in METHODS.values()}
+    assert profile.bandwidth_gb_per_s.source == "measured by python -m specdemo bench gpu"
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """Sections that note that they ran; an exception in place of a name is raised."""
+    ran = []
+
+    def make(**found):
+        def section(name, what):
+            def once(lab):
+                ran.append(name)
+                if isinstance(what, BaseException):
+                    raise what
+                return Found([{"what": name, "is": 1.0}])
+
+            return Section(name, 60.0, once)
+
+        monkeypatch.setattr(run, "sections", lambda lab: {name: section(name, what) for name, what in found.items()})
+        return ran
+
+    return make
+
+
+def call(folder, minutes=100.0, now=lambda: 0.0):
+    found = run.measure(folder, "cpu", minutes, 1, lambda *_: None, lambda: False, now)
+    return {row["section"]: row["state"] for row in found.rows}, found.remarks
+
+
+def test_a_call_goes_on_where_the_last_one_ended(tmp_path, table):
+    ran = table(a=None, b=None, c=None)
+    clock = iter(range(0, 1000, 2))  # every look at it takes two seconds; a section on a CPU is given five
+    states, remarks = call(tmp_path, 12 / 60, lambda: next(clock))
+    assert states == {"a": "done", "b": "to come", "c": "to come"}
+    assert remarks[0].startswith("2 of 3 sections are to come, about 2 minutes")
+    states, _ = call(tmp_path)
+    assert states == dict.fromkeys("abc", "done")
+    assert ran == ["a", "b", "c"]
+    for file in tmp_path.glob("*.section.json"):  # results.json alone was brought back
+        file.unlink()
+    assert call(tmp_path)[0] == dict.fromkeys("abc", "done")
+    assert ran == ["a", "b", "c"]
+
+
+def test_a_section_that_fails_says_why_and_the_others_run(tmp_path, table):
+    ran = table(a=RuntimeError("CUDA error: too bad\nlong story"), b=Absent("llama-8b needs 19 GB"), c=None)
+    states, _ = call(tmp_path)
+    assert states == {"a": "failed", "b": "done", "c": "done"}
+    page = (tmp_path / "report.md").read_text()
+    assert "- failed: CUDA error: too bad\n" in page and "- Left out: llama-8b needs 19 GB." in page
+    assert call(tmp_path)[0] == states and ran == ["a", "b", "c"]
+
+
+def test_a_section_that_ends_the_process_is_tried_twice(tmp_path, table):
+    ran = table(a=KeyboardInterrupt(), b=None)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            call(tmp_path)
+    assert call(tmp_path)[0] == {"a": "cut off", "b": "done"}
+    assert ran == ["a", "a", "b"]
+
+
+def test_nothing_is_measured_on_a_device_that_is_lost(tmp_path, table, monkeypatch):
+    ran = table(a=RuntimeError("an illegal memory access was encountered"), b=None)
+    monkeypatch.setattr(Lab, "alive", lambda lab: False)
+    states, remarks = call(tmp_path)
+    assert states == {"a": "failed", "b": "to come"} and ran == ["a"]
+    assert remarks[0] == "The device is lost since 'a'."
+
+
+def test_a_folder_is_for_one_device(tmp_path, table, monkeypatch):
+    table(a=None)
+    call(tmp_path)
+    monkeypatch.setattr(run, "device_name", lambda device: "NVIDIA H200")
+    with pytest.raises(ValueError, match="holds measurements of .*, this is NVIDIA H200; choose another --out"):
+        call(tmp_path)
+
+
+def test_synthetic_acceptance_keeps_by_the_rates():
+    usual = torch.tensor([7])
+    chain, said = Draft.chain(torch.tensor([[1, 2, 3, ABSENT]])), torch.randn(1, 5, 16)
+    assert Synthetic(usual, (1.0, 1.0, 0.0))(chain, said, None).path == [[0, 1, 2]]
+    verdict = Synthetic(usual, (1.0, 0.0))(chain, said, None)
+    assert (verdict.path, verdict.bonus.tolist()) == ([[0, 1]], [2])  # as if the target had said it
+    verdict = Synthetic(usual, (1.0,))(chain, said, None)
+    assert (verdict.path, verdict.bonus.tolist()) == ([[0, 1, 2, 3]], [7])  # no further than there is a draft
+    tree = Draft(torch.tensor([[4, 5, 6, 8]]), torch.tensor([[0, 0, 2, 1]]))
+    assert Synthetic(usual, (1.0,))(tree, said, None).path == [[0, 1, 4]]
+    assert Synthetic(usual)(Draft.empty(1, CPU), said[:, :1], None).bonus.tolist() == [7]
+    rule = Synthetic(usual, (0.7, 0.5))
+    kept = [len(rule(chain, said, None).path[0]) - 1 for _ in range(4000)]
+    assert sum(n >= 1 for n in kept) / 4000 == pytest.approx(0.7, abs=0.03)
+    assert sum(n >= 2 for n in kept) / sum(n >= 1 for n in kept) == pytest.approx(0.5, abs=0.03)
+
+
+def test_the_exact_rule_is_paid_for_as_well(monkeypatch):
+    asked = []
+    rule = Lossless.__call__
+    monkeypatch.setattr(Lossless, "__call__", lambda *all: (asked.append(1), rule(*all))[1])
+    lab = Lab(CPU, 1)
+    target = lab.target("llama-tiny", torch.float32)
+    steps = measure_steps(lab, target, load_drafter("ngram", target), GenerationConfig(20, budget=Budget(3, 3)))
+    assert len(asked) > 4 and steps.drafted > 0.0
+
+
+def test_a_model_that_does_not_fit_is_left_out():
+    with pytest.raises(Absent, match="llama-34b needs .* GB and .* GB are free"):
+        Lab(CPU, 1).model("llama-34b", torch.float32)
