@@ -156,7 +156,14 @@ class Losslessness(Suite):
 SHIPPED: tuple[type[Suite], ...] = (
     DraftLength, Methods, Batch, PromptLength, DepthWidth, Embedded, Copying, Losslessness
 )  # fmt: skip
-OF_THE_PROJECT = ("peers", "floor", "race-fairness")  # in the checkout's folder `benchmarks`
+OF_THE_PROJECT = (
+    "peers",
+    "floor",
+    "race-fairness",
+    "coverage",
+    "noise",
+    "paces",
+)  # in the checkout's folder `benchmarks`
 
 
 @lru_cache(maxsize=1)
