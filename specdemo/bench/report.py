@@ -17,7 +17,7 @@ NONE = "-"
 def race_report(trace: RunTrace) -> str:
     """The result of one comparison: conditions, a row per lane, and what each speed-up or slow-down is made of."""
     plain, *lanes = [(lane, summarise(lane)) for lane in trace.lanes]
-    header = ("lane", "tokens", "tokens/s", "speed-up", "accepted", "tokens/pass", "TTFT ms", "output")
+    header = ("lane", "tokens", "tokens/s", "speed-up", "accepted", "tokens/pass", "TTFT ms", "waited", "output")
     speeds = estimates(trace)
     rows = [_race_row(*plain, Estimate(1.0), NONE)]
     for index, (lane, speed) in enumerate(zip(lanes, speeds, strict=True)):
@@ -56,6 +56,7 @@ def _race_row(lane: LaneTrace, numbers: dict[str, Any], speed: Estimate | None, 
         _number(numbers["acceptance_rate"], "{:.0%}"),
         _number(numbers["tokens_per_step"], "{:.2f}"),
         _number(numbers["ttft_ms"], "{:.1f}"),
+        _number(numbers["waited_share"], "{:.0%}"),
         output if lane.finish in ("stop", "length") else lane.finish,
     )
 

@@ -73,7 +73,7 @@ class Heard:
         self._say = say
         self._limit = limit
         self._room = SPARE_CHARS + TOKEN_CHARS * limit
-        self._last = 0.0
+        self.began = self._last = 0.0
         self._steady = True  # no count has shrunk
         self.pieces = 0
         self.tokens = 0  # as many as are told, and where nothing is told one a piece
@@ -84,7 +84,7 @@ class Heard:
         self.times: dict[Span, float] = {}  # as the server measured them
 
     def begin(self) -> None:
-        self._last = time.perf_counter()
+        self.began = self._last = time.perf_counter()
 
     def hear(self, said: Any, arrived: float) -> None:
         """One chunk, and when it arrived (`time.perf_counter`). Raises ValueError for what is none, and for more than
