@@ -72,4 +72,42 @@ class Gpu(Suite):
         return measure(self.folder, self.device, self.minutes, self.repeats, report, cancelled)
 
 
-SUITES: tuple[type[Suite], ...] = (Peers, Floor, RaceFairness, Gpu)
+@dataclass(frozen=True, kw_only=True)
+class Coverage(Suite):
+    """How often does the 95 % interval hold the truth? In so many simulated runs each, race and sequential."""
+
+    name = "coverage"
+    repeats: int = 1000
+
+    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
+        from benchmarks.trust import coverage
+
+        return coverage(self.repeats, report, cancelled)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noise(Suite):
+    """What do other programs do to a speed-up? Runs of the default preset alone and beside two busy loops."""
+
+    name = "noise"
+    repeats: int = 20
+
+    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
+        from benchmarks.trust import beside
+
+        return beside(self.repeats, report, cancelled)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paces(Suite):
+    """Does it matter how a server sends its text? The same text token by token, in bunches of ten, and all at once."""
+
+    name = "paces"
+
+    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
+        from benchmarks.trust import paces
+
+        return paces(self.repeats, report, cancelled)
+
+
+SUITES: tuple[type[Suite], ...] = (Peers, Floor, RaceFairness, Coverage, Noise, Paces, Gpu)

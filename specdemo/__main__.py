@@ -161,13 +161,14 @@ def bench(
     suite_name: Annotated[str, typer.Argument(metavar="SUITE", help="One of those above.")],
     out: Annotated[Path | None, typer.Option(help="Write the numbers (JSON) there; of suite gpu a folder.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with the plot there; it needs nothing else.")] = None,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the lanes as the README's table.")] = False,
     **asked: Any,
 ) -> None:
     if suite_name in suites() and takes(suite_name, "folder"):  # it writes while it measures
         asked, out = {**asked, "folder": out}, None
     chosen = suite(suite_name, **{n: OPTIONS[n].read(value) for n, value in asked.items() if value is not None})
 
-    from specdemo.bench.report import bench_report, write_result
+    from specdemo.bench.report import bench_report, markdown, write_result
     from specdemo.engine.loop import never
 
     for path in (out, html):
@@ -175,7 +176,7 @@ def bench(
             check_writable(path)
     with _bar(1.0, "{l_bar}{bar}| {elapsed}") as bar:
         result = chosen.run(_moves(bar), never)
-    print(bench_report(result))
+    print(markdown(result) if as_markdown else bench_report(result))
     if out is not None:
         write_result(result, out)
     if html is not None:

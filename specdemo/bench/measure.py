@@ -4,7 +4,7 @@ stopped keeps its finished repeats."""
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from specdemo.bench.base import Report
 from specdemo.bench.result import ALL, THOROUGH, Spread
 from specdemo.core import noise
 from specdemo.core.accept import AcceptRule
-from specdemo.core.estimate import Estimate, Timed, rate, speedup
+from specdemo.core.estimate import Estimate, Timed, rate, speedup, waited_share
 from specdemo.core.protocol import GenerationConfig, Target
 from specdemo.core.reading import read_text
 from specdemo.core.sampling import Sampling
@@ -116,7 +116,7 @@ def tally_row(lane: str, where: Mapping[str, Any], own: Sequence[Totals], plain:
     """The row of a lane from its tallies and those of plain decoding, one per repeat. `where`: the columns that say
     which row it is."""
     every = Totals([row for totals in own for row in totals.rows])
-    ours, theirs = ([run for totals in lane for run in totals.runs] for lane in (own, plain))
+    ours, theirs = _runs(own), _runs(plain)
     speed = Estimate(1.0, 1.0, 1.0) if own is plain else speedup(theirs, ours, shared=False)
     if speed and own is not plain:
         speed = replace(speed, reasons=noise.reasons(theirs, ours, speed))
@@ -128,6 +128,10 @@ def tally_row(lane: str, where: Mapping[str, Any], own: Sequence[Totals], plain:
         "accepted": every.acceptance_rate,
         "tokens/pass": every.tokens_per_pass,
     }
+
+
+def _runs(repeats: Iterable[Totals]) -> list[Timed]:
+    return [run for totals in repeats for run in totals.runs]
 
 
 def _thorough(number: Estimate | None, repeats: int) -> Estimate | None:
@@ -206,6 +210,13 @@ def compare_lanes(
                     tallies[-1][name][index].add(lane.events)
             for verdict, row in zip(verdicts[1:], trace.comparison, strict=True):
                 verdict[str(row["verdict"])] += 1
+    waited = [waited_share(_runs(tally[ALL][lane] for tally in tallies)) for lane in range(lanes)]
+    known = [share for share in waited if share is not None]
+    if known:
+        remarks = [
+            f"The lanes waited for the processor in {min(known):.0%} to {max(known):.0%} of their time.",
+            *remarks,
+        ]
     trace = done[-1][-1][1]
     by_category = [{**{c: t for c, t in tally.items() if c != ALL}, ALL: tally[ALL]} for tally in tallies]
     return Compared([ln.name for ln in trace.lanes], by_category, runs, verdicts, trace.environment, remarks)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from specdemo.bench.result import THOROUGH, Cell, Result, best, ends, noisy, write_result
+from specdemo.bench.result import ALL, THOROUGH, Cell, Result, best, ends, is_baseline, noisy, told, write_result
 from specdemo.bench.table import table
 from specdemo.core.estimate import Estimate
 from specdemo.core.tally import summarise
@@ -17,7 +17,7 @@ NONE = "-"
 def race_report(trace: RunTrace) -> str:
     """The result of one comparison: conditions, a row per lane, and what each speed-up or slow-down is made of."""
     plain, *lanes = [(lane, summarise(lane)) for lane in trace.lanes]
-    header = ("lane", "tokens", "tokens/s", "speed-up", "accepted", "tokens/pass", "TTFT ms", "output")
+    header = ("lane", "tokens", "tokens/s", "speed-up", "accepted", "tokens/pass", "TTFT ms", "waited", "output")
     speeds = estimates(trace)
     rows = [_race_row(*plain, Estimate(1.0), NONE)]
     for index, (lane, speed) in enumerate(zip(lanes, speeds, strict=True)):
@@ -56,6 +56,7 @@ def _race_row(lane: LaneTrace, numbers: dict[str, Any], speed: Estimate | None, 
         _number(numbers["acceptance_rate"], "{:.0%}"),
         _number(numbers["tokens_per_step"], "{:.2f}"),
         _number(numbers["ttft_ms"], "{:.1f}"),
+        _number(numbers["waited_share"], "{:.0%}"),
         output if lane.finish in ("stop", "length") else lane.finish,
     )
 
@@ -96,6 +97,36 @@ def bench_report(result: Result) -> str:
     title = f"{result.suite} | {where} | {conditions(result)}"
     last = [best(result), noisy(result)]
     return "\n".join([title, "", table(names, rows), "", *result.remarks, *(sentence(text) for text in last if text)])
+
+
+def markdown(result: Result) -> str:
+    """The lanes as a table for a README, the fastest first, below what they were measured on and how noisy that was."""
+    where = result.environment
+    versions = where.get("versions", {})
+    counts = ("prompts", "new_tokens")
+    asked = [f"{result.config[name]} {name.replace('_', ' ')}" for name in counts if name in result.config]
+    parts = [
+        str(where["device"]),
+        f"{where['threads']} thread{'s' * (where['threads'] != 1)}" if where.get("threads") else None,
+        where["dtype"],
+        f"torch {versions['torch']}" if "torch" in versions else None,
+        where.get("date"),
+        f"commit `{str(where['commit'])[:7]}`" if where.get("commit") else None,
+        *asked,
+        conditions(result),
+    ]
+    rows = sorted(result.rows, key=lambda row: -ends(row["speed-up"])[0])
+    lines = [_in_markdown(row) for row in rows if row.get("category", ALL) == ALL]
+    head = ["| lane | tokens/s | speed-up | drafted tokens kept | tokens per target pass |", "|---|---|---|---|---|"]
+    said = [", ".join(filter(None, parts)) + ".", *result.remarks, *filter(None, [noisy(result)])]
+    return "\n".join([" ".join(said), "", *head, *lines])
+
+
+def _in_markdown(row: dict[str, Any]) -> str:
+    kept = f"{row['accepted']:.0%}" if row.get("accepted") is not None else ""
+    speed = "1" if is_baseline(row["speed-up"]) else told(row["speed-up"])
+    rate = Estimate(*ends(row["tokens/s"])).told("", 0)
+    return f"| {row['lane']} | {rate} | {speed} | {kept} | {row['tokens/pass']:.2f} |"
 
 
 def conditions(result: Result) -> str:

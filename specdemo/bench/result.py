@@ -58,6 +58,12 @@ class Result:
     remarks: list[str] = field(default_factory=list)
     axis: str | None = None  # the column of a plot's x axis
 
+    def __post_init__(self) -> None:
+        """Below THOROUGH repeats quartiles say nothing, so they are left out."""
+        if self.repeats < THOROUGH:
+            for row in self.rows:
+                row.update({name: Estimate(cell.median) for name, cell in row.items() if isinstance(cell, Spread)})
+
 
 def write_result(result: Result, out: Path) -> None:
     """Write a result to `out` as JSON, whole or not at all. Raises OSError."""
@@ -127,14 +133,12 @@ def _parsed(content: str | bytes, bounds: Bounds) -> Result:
         raise ValueError(f"not a specdemo result: {where[:100] or 'the file'}: {first['msg']}") from None
     if stored.axis is not None and not any(stored.axis in row for row in stored.rows):
         raise ValueError(f"not a specdemo result: no row has its axis {stored.axis[:40]!r}")
-    rows = [{name: _cell(value, stored.repeats) for name, value in row.items()} for row in stored.rows]
+    rows = [{name: _cell(value) for name, value in row.items()} for row in stored.rows]
     known = (stored.suite, stored.repeats, stored.config, stored.environment, rows, stored.remarks, stored.axis)
     return Result(*known)
 
 
-def _cell(value: Any, repeats: int) -> Any:
-    if isinstance(value, _Spread) and repeats < THOROUGH:  # its quartiles say nothing
-        return Estimate(value.median)
+def _cell(value: Any) -> Any:
     if isinstance(value, _Estimate):
         return Estimate(value.value, value.low, value.high, tuple(value.reasons))
     return Spread(value.median, value.q1, value.q3) if isinstance(value, _Spread) else value

@@ -189,7 +189,8 @@ class Losslessness(Suite):
 SHIPPED: tuple[type[Suite], ...] = (
     DraftLength, Methods, Batch, PromptLength, Temperature, DepthWidth, Embedded, Copying, KindOfText, Losslessness
 )  # fmt: skip
-OF_THE_PROJECT = ("peers", "floor", "race-fairness", "gpu")  # in the checkout's folder `benchmarks`
+# in the checkout's folder `benchmarks`
+OF_THE_PROJECT = ("peers", "floor", "race-fairness", "coverage", "noise", "paces", "gpu")
 
 
 @lru_cache(maxsize=1)

@@ -1,6 +1,6 @@
 """Why a second run may not confirm a measured time: found in the steps themselves, named in words."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean, median, quantiles
 
 from specdemo.core.estimate import Estimate, Runs, Timed, waited_share
@@ -10,21 +10,25 @@ SPREAD = 0.50  # of plain steps, all of one shape: from the 5th to the 95th perc
 DRIFT = 0.15  # of plain steps, from the first third of a lane to its last
 WIDE = 0.10  # half of the interval
 CHEAPER = 0.97  # a step's cost in plain tokens; one token more cannot make a pass cheaper
-BUNCHED = 0.20  # median gap between pieces by the mean one; and the part of a request in which all of its text came
+BUNCHED = 0.20  # median gap between pieces by the mean one
+AT_ONCE = 0.05  # the part of a request in which all of its text came
+OTHERWISE = 1.20  # a server's own time by that which passed here, or the other way round
 PIECE = 16  # tokens in the average piece, as many as any lane drafts
 ENOUGH = 20  # steps, to speak of percentiles and thirds
 
 
 def reasons(plain: Runs, lane: Runs, speed: Estimate) -> tuple[str, ...]:
     """Why the speed-up of a lane over the plain one should be measured again; none where it need not."""
-    return (*_waiting(plain, lane), *_restless(plain), *_impossible(lane, speed), *_wide(speed))
+    return (*_waiting(plain, lane), *_restless(plain), *_impossible(lane, speed), *wide(speed))
 
 
-def of_servers(plain: Runs, lane: Runs, speed: Estimate) -> tuple[str, ...]:
-    """The same where one of the lanes ran on a server, whose passes nobody here sees."""
-    lanes = zip(("the baseline", "this lane"), (plain, lane), strict=True)
-    bunched = (f"the pieces of {name} arrived in bunches" for name, runs in lanes if any(map(_bunched, runs)))
-    return (*bunched, *_wide(speed))
+def of_server(name: str, runs: Runs, told: Iterable[float]) -> Iterator[str]:
+    """Why the time of a lane on a server may not be its own. told: its last request's times by the server's clock."""
+    if any(map(_bunched, runs)):
+        yield f"the pieces of {name} arrived in bunches, so that only whole requests can be compared"
+    here, there = runs[-1].ms, sum(told)
+    if there and not 1.0 / OTHERWISE <= here / there <= OTHERWISE:
+        yield f"the server of {name} says {there / 1000.0:.2f} s where {here / 1000.0:.2f} s passed here"
 
 
 def _waiting(plain: Runs, lane: Runs) -> Iterator[str]:
@@ -63,7 +67,7 @@ def _impossible(lane: Runs, speed: Estimate) -> Iterator[str]:
         yield f"a step that costs {cost:.2f}x a plain token cannot be"
 
 
-def _wide(speed: Estimate) -> Iterator[str]:
+def wide(speed: Estimate) -> Iterator[str]:
     if speed.width is not None and speed.width > WIDE:
         yield f"its interval is wide, {speed.interval()}"
 
@@ -73,6 +77,6 @@ def _bunched(run: Timed) -> bool:
     gaps = [ms for _, ms in run.steps]
     if run.tokens < ENOUGH or not run.ms:
         return False
-    if len(gaps) * PIECE < run.tokens or sum(gaps) < BUNCHED * run.ms:
+    if len(gaps) * PIECE < run.tokens or sum(gaps) < AT_ONCE * run.ms:
         return True
     return median(gaps) < BUNCHED * fmean(gaps)

@@ -171,6 +171,8 @@ def so_far(tally: Tally, remote: bool) -> Numbers:
     """What can be said of a lane that is still running: `numbers`, its clock and its speed at the moment. Of a lane on
     a server a token is a piece of text, and nothing is known of its passes."""
     known = tally.numbers() | dict.fromkeys(UNSEEN if remote else ())
+    if remote:
+        known["tokens_per_s"] = ratio(tally.first + tally.tokens, tally.clock_ms / 1000.0)
     clocks = {"clock_ms": tally.clock_ms, "ms_train": tally.train_ms, "recent": tally.recent_tokens_per_s}
     return known | {name: None if ms is None else round(ms, 3) for name, ms in clocks.items()}
 

@@ -24,6 +24,7 @@ MAX_DEPTH = 1024  # entries of such a list, of which the page draws every one
 
 Finish = Literal["stop", "length", "cancelled", "error"]
 Kind = Literal["target", "accepted", "corrected", "bonus", "unknown"]
+Span = Literal["ttft_ms", "decode_ms"]
 Counter = Literal["steps", "drafted", "accepted", "acceptance_rate", "tokens_per_step"]
 Number = int | float | None
 _strict = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -99,6 +100,7 @@ class Remote:
     counters: Annotated[dict[Counter, Number], _SMALL] = field(default_factory=dict)  # what it tells of a summary
     accept_by_position: Annotated[list[Number], _FAST] = field(default_factory=list)
     source: str = ""  # how the server defines its counters, and whom they count
+    times: Annotated[dict[Span, _Ms], _SMALL] = field(default_factory=dict)  # of this request, by the server's clock
 
 
 @checked(slots=True, config=_strict)
@@ -359,8 +361,14 @@ def judged(baseline: LaneTrace, lane: LaneTrace, schedule: str) -> Estimate | No
     outside = baseline.remote is not None or lane.remote is not None
     runs = timed(baseline, outside), timed(lane, outside)
     seen = speedup(*runs, shared=schedule == "race" and not outside)
-    why = noise.of_servers if outside else noise.reasons
-    return seen and replace(seen, reasons=why(*runs, seen))
+    if seen is None:
+        return None
+    if not outside:
+        return replace(seen, reasons=noise.reasons(*runs, seen))
+    named = (("the baseline", baseline), ("this lane", lane))
+    servers = [(name, timed(one), one.remote.times.values()) for name, one in named if one.remote]
+    told = (why for server in servers for why in noise.of_server(*server))
+    return replace(seen, reasons=(*told, *noise.wide(seen)))
 
 
 def estimates(trace: RunTrace) -> list[Estimate | None]:

@@ -178,7 +178,8 @@ def prediction(trace: RunTrace) -> list[dict[str, Any]]:
 def _predicted(plain: LaneTrace, lane: LaneTrace, speed: Estimate | None) -> dict[str, Any]:
     known = {"lane": lane.name, "predicted_speedup": None, "best_k": None, "best_speedup": None}
     numbers = summarise(lane)
-    source = f" {lane.remote.source}." if lane.remote and lane.remote.source else ""
+    counted = f" {lane.remote.source}." if lane.remote and lane.remote.source else ""
+    source = _server_says(plain) + _server_says(lane) + counted
     outside = bool(plain.remote or lane.remote)
     sentence = (_from_outside(speed, numbers) if outside and speed else explain(numbers, speed)) + source
     if outside or speed is None:
@@ -260,6 +261,15 @@ def _from_outside(speed: Estimate, lane: Mapping[str, Any]) -> str:
     kept = [] if rate is None else [f"{rate:.0%} of the drafted tokens were kept"]
     emitted = [] if length is None else [f"a pass yielded {length:.2f} tokens"]
     return "; ".join([said, *kept, *emitted]) + "."
+
+
+def _server_says(lane: LaneTrace) -> str:
+    """Its times of the last request, where it tells them."""
+    times = lane.remote.times if lane.remote else {}
+    if len(times) < 2:
+        return ""
+    first, decoding = times["ttft_ms"], times["decode_ms"]
+    return f" By its server's clock {lane.name} took {first:.0f} ms to its first token and {decoding:.0f} ms to decode."
 
 
 def _dearest(costs: Costs) -> str:

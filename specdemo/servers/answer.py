@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 
-from specdemo.core.trace import StepEvent
+from specdemo.core.trace import Span, StepEvent
 from specdemo.servers.counters import BEYOND, Told
 
 TOKEN_CHARS = 64  # of a token's text, on average
@@ -25,6 +25,7 @@ def _or_none(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
 
 _IF_RIGHT = WrapValidator(_or_none)
 _Count = Annotated[Annotated[int, Field(strict=True, ge=0, lt=BEYOND)] | None, _IF_RIGHT]
+_Ms = Annotated[Annotated[float, Field(ge=0, lt=BEYOND, allow_inf_nan=False)] | None, _IF_RIGHT]
 _Id = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 
 
@@ -54,6 +55,8 @@ class _Timings(BaseModel):
 
     draft_n: _Count = None
     draft_n_accepted: _Count = None
+    prompt_ms: _Ms = None
+    predicted_ms: _Ms = None
 
 
 class _Chunk(BaseModel):
@@ -70,7 +73,7 @@ class Heard:
         self._say = say
         self._limit = limit
         self._room = SPARE_CHARS + TOKEN_CHARS * limit
-        self._last = 0.0
+        self.began = self._last = 0.0
         self._steady = True  # no count has shrunk
         self.pieces = 0
         self.tokens = 0  # as many as are told, and where nothing is told one a piece
@@ -78,13 +81,15 @@ class Heard:
         self.told: int | None = None  # tokens of the whole text so far, in the server's own count
         self.finish: Literal["stop", "length"] | None = None
         self.drafted: Told | None = None
+        self.times: dict[Span, float] = {}  # as the server measured them
 
     def begin(self) -> None:
         """Start the clock: the request goes out now."""
-        self._last = time.perf_counter()
+        self.began = self._last = time.perf_counter()
 
-    def hear(self, said: Any) -> None:
-        """One chunk as it came. Raises ValueError for what is none, and for more than was asked for."""
+    def hear(self, said: Any, arrived: float) -> None:
+        """One chunk, and when it arrived (`time.perf_counter`). Raises ValueError for what is none, and for more than
+        was asked for."""
         chunk = _Chunk.model_validate(said)
         if chunk.error:
             raise ValueError(chunk.error.get("message", "") if isinstance(chunk.error, dict) else str(chunk.error))
@@ -92,7 +97,7 @@ class Heard:
         for choice in chunk.choices or []:
             text, ids = (choice.delta or choice).whole, choice.token_ids or []
             if text or ids or grown:
-                self._piece(text, ids, grown)
+                self._piece(text, ids, grown, arrived)
             self._end(choice.finish_reason)
         if chunk.timings:
             self._timed(chunk.timings)
@@ -112,18 +117,17 @@ class Heard:
         if tokens > self._limit:
             raise ValueError(f"it sends more than the {self._limit} tokens it was asked for")
 
-    def _piece(self, text: str, ids: list[int], grown: int) -> None:
-        now = time.perf_counter()
+    def _piece(self, text: str, ids: list[int], grown: int, arrived: float) -> None:
         self.tokens += len(ids) or grown or 1
         self._check(self.tokens)
         self._room -= len(text)
         if self._room < 0:
             raise ValueError(f"it sends more text than {self._limit} tokens hold")
         self.counted = bool(ids or grown) and (self.counted or not self.pieces)
-        ms = {"stream" if self.pieces else "prefill": round((now - self._last) * 1000.0, 4)}
+        ms = {"stream" if self.pieces else "prefill": round((arrived - self._last) * 1000.0, 4)}
         whole = text.encode("utf-8", "replace").decode()  # JSON can hold halves of characters that UTF-8 cannot
         self._say((StepEvent(self.pieces, [[]], [[]], [[]], [ids or [-1] * (grown or 1)], [[]], [[]], ms), whole))
-        self._last = now
+        self._last = arrived
         self.pieces += 1
 
     def _end(self, reason: str | None) -> None:
@@ -134,6 +138,8 @@ class Heard:
         self.finish = "stop" if reason == "stop" else "length"
 
     def _timed(self, timings: _Timings) -> None:
+        if timings.prompt_ms is not None and timings.predicted_ms is not None:
+            self.times = {"ttft_ms": timings.prompt_ms, "decode_ms": timings.predicted_ms}
         drafted, accepted = timings.draft_n, timings.draft_n_accepted
         if drafted and accepted is not None and accepted <= drafted:
             self.drafted = Told(

@@ -3,6 +3,7 @@ are not followed. Bounds on time are the caller's, but for silence."""
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from types import TracebackType
@@ -46,21 +47,22 @@ class Client:
     async def read(self, path: str, most: int) -> bytes:
         """The whole answer. Raises Refused, httpx.TransportError, and ValueError for more than `most` bytes."""
         async with self._answer("GET", path) as answer:
-            return b"".join([part async for part in _bounded(answer, most)])
+            return b"".join([part async for part, _ in _bounded(answer, most)])
 
-    async def events(self, path: str, question: dict[str, Any], tokens: int) -> AsyncGenerator[Any, None]:
-        """The JSON of every event of an answer of so many tokens. Raises as `read` does."""
+    async def events(self, path: str, question: dict[str, Any], tokens: int) -> AsyncGenerator[tuple[Any, float], None]:
+        """The JSON of every event of an answer of so many tokens, and when its last byte arrived, in seconds of
+        `time.perf_counter`. Raises as `read` does."""
         async with self._answer("POST", path, question) as answer:
             parts = _bounded(answer, SPARE_BYTES + tokens * EVENT_BYTES)
             heard = False
-            async for line in _lines(parts):
+            async for line, arrived in _lines(parts):
                 name, _, value = line.partition(b":")
                 if name != b"data":
                     continue
                 if value.strip() == b"[DONE]":
                     await _drain(parts)
                     return
-                yield json.loads(value.decode())
+                yield json.loads(value.decode()), arrived
                 heard = True
             kind = answer.headers.get("content-type", "nothing it names")
             if not heard and "text/event-stream" not in kind:
@@ -82,32 +84,34 @@ class Client:
             raise Refused(f"Error code: {answer.status_code} - {said[:REFUSAL_BYTES].decode(errors='replace')}")
 
 
-async def _bounded(answer: httpx.Response, most: int) -> AsyncGenerator[bytes, None]:
-    """What arrives, as it arrives."""
+async def _bounded(answer: httpx.Response, most: int) -> AsyncGenerator[tuple[bytes, float], None]:
+    """What arrives, and when: read before anything is made of it."""
     if answer.headers.get("content-encoding", "identity") != "identity":
         raise ValueError("it compresses its answer, which was not asked for")
     seen = 0
     async for part in answer.aiter_raw():
+        arrived = time.perf_counter()
         seen += len(part)
         if seen > most:
             raise ValueError(f"it sends more than {most:,} bytes")
-        yield part
+        yield part, arrived
 
 
-async def _lines(parts: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+async def _lines(parts: AsyncIterator[tuple[bytes, float]]) -> AsyncGenerator[tuple[bytes, float], None]:
     held = bytearray()
-    async for part in parts:
+    arrived = 0.0
+    async for part, arrived in parts:
         *ends, rest = part.split(b"\n")
         for end in ends:
-            yield bytes(held + end)
+            yield bytes(held + end), arrived
             held.clear()
         held += rest
         if len(held) > LINE_BYTES:
             raise ValueError(f"it sends a line of more than {LINE_BYTES:,} bytes")
-    yield bytes(held)
+    yield bytes(held), arrived
 
 
-async def _drain(parts: AsyncIterator[bytes]) -> None:
+async def _drain(parts: AsyncIterator[tuple[bytes, float]]) -> None:
     """Read what ends an answer, without which the connection cannot be kept."""
     with suppress(TimeoutError, ValueError, httpx.TransportError):
         async with asyncio.timeout(DRAIN_S):

@@ -7,11 +7,11 @@ v1/spec_decode/metrics.py, SGLang's metrics collector.
 
 import re
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isnan, nan
 from statistics import fmean
 
-from specdemo.core.trace import MAX_DEPTH, Counter, Number
+from specdemo.core.trace import MAX_DEPTH, Counter, Number, Span
 
 BEYOND = 2**53  # no server has counted so far, and a browser's numbers hold no more
 _NAME = re.compile(r"(?:vllm|sglang):\w+")
@@ -19,9 +19,14 @@ _POSITION = re.compile(r'[{,]\s*position="(\d{1,4})"')
 _VLLM = "vllm:spec_decode_num_"
 _PER_POSITION = _VLLM + "accepted_tokens_per_pos"
 _SGLANG = "sglang:"
+_TIMES: dict[Span, str] = {
+    "ttft_ms": "vllm:time_to_first_token_seconds",
+    "decode_ms": "vllm:request_decode_time_seconds",
+}
 _READ = {
     _PER_POSITION,
     *(_VLLM + name for name in ("drafts", "draft_tokens", "accepted_tokens")),
+    *(f"{name}_{part}" for name in _TIMES.values() for part in ("sum", "count")),
     *(_SGLANG + name for name in ("spec_accept_rate", "spec_accept_length", "generation_tokens", "spec_verify_calls")),
 }
 
@@ -35,6 +40,7 @@ class Told:
     counters: dict[Counter, Number] = field(default_factory=dict)
     accept_by_position: list[Number] = field(default_factory=list)
     source: str = ""
+    times: dict[Span, float] = field(default_factory=dict)  # of one request, as the server measured them
 
 
 def parse(text: str) -> Samples:
@@ -65,7 +71,17 @@ def between(before: str | None, after: str | None) -> Told:
     if before is None or after is None:
         return Told()
     old, new = parse(before), parse(after)
-    return _vllm(old, new) or _sglang(old, new) or Told()
+    return replace(_vllm(old, new) or _sglang(old, new) or Told(), times=_times(old, new))
+
+
+def _times(old: Samples, new: Samples) -> dict[Span, float]:
+    """Of the one request that was answered meanwhile; empty where there were several, or none was timed."""
+    times: dict[Span, float] = {}
+    for span, name in _TIMES.items():
+        seconds = _grown(old, new, f"{name}_sum")
+        if seconds is not None and _grown(old, new, f"{name}_count") == 1:
+            times[span] = round(1000.0 * seconds, 3)
+    return times if len(times) == len(_TIMES) else {}
 
 
 def _grown(old: Samples, new: Samples, name: str, position: int | None = None) -> float | None:

@@ -126,12 +126,14 @@ class RemoteLane:
                 self._tell(endpoint=f"/v1/{form}")
                 before = await _metrics(http)
                 await self._stream(http, form, standard, self._prompt, self._config.max_new_tokens, heard)
-                told = heard.drafted or counters.between(before, await _metrics(http))
+                counted = counters.between(before, await _metrics(http))
         except Exception as error:
             raise RuntimeError(_reason(error, host(self._server), key, heard.pieces)) from None
         finally:
             self._tell(tokens=heard.told, counted=heard.counted or heard.told == heard.pieces)
+        told = heard.drafted or counted
         self._tell(counters=told.counters, accept_by_position=told.accept_by_position, source=told.source)
+        self._tell(times=heard.times or counted.times)
         self._finish = heard.finish
 
     async def _served(self, http: Client) -> str:
@@ -210,8 +212,8 @@ class RemoteLane:
         heard = heard or Heard(lambda piece: None, limit)
         heard.begin()
         async with aclosing(http.events(f"/v1/{form}", self._request(form, standard, prompt, limit), limit)) as said:
-            async for chunk in said:
-                heard.hear(chunk)
+            async for chunk, arrived in said:
+                heard.hear(chunk, arrived)
         if heard.finish is None:
             raise ConnectionError
 

@@ -116,7 +116,9 @@ function times() {
       const learning = lane.soFar.ms_train ? `, ${milliseconds(lane.soFar.ms_train)} ms of it training` : "";
       const share = sum(split[i]) ? `${percent(split[i][0] / sum(split[i]))} draft${learning}` : "";
       row.append(mark(lane), track, make("span", "sd-ms", lane.remote ? "unknown" : sum(split[i]) ? `${(sum(split[i]) / 1000).toFixed(2)} s` : "–"));
-      if (lane.index && !lane.remote) row.append(make("small", "", share));
+      const waited = numbers(lane).waited_share;
+      const told = [lane.index && !lane.remote && share, isNumber(waited) && `waited for the processor ${percent(waited)}`];
+      row.append(make("small", "", told.filter(Boolean).join(", ")));
       return row;
     })
   );

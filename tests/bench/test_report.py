@@ -49,8 +49,8 @@ def test_a_faster_lane():
     report = race_report(trace(fast))
     assert report.startswith("demo | target stories | float32 | Test CPU, 1 thread | greedy | race | wall time\n")
     baseline, first, *_ = rows(report)
-    assert baseline == ["Baseline", "7", "100.0", "1.00x", "-", "1.00", "30.0", "-"]
-    assert first == ["fast", "7", "200.0", "2.00x", "100%", "3.00", "30.0", "identical"]
+    assert baseline == ["Baseline", "7", "100.0", "1.00x", "-", "1.00", "30.0", "-", "-"]
+    assert first == ["fast", "7", "200.0", "2.00x", "100%", "3.00", "30.0", "-", "identical"]
     assert "fast: No clear difference (2.00x): a step costs 1.50x a plain token" in report  # two steps tell little
 
 
@@ -58,7 +58,7 @@ def test_a_slower_lane_is_said_to_be_slower_and_why():
     slow = lane("slow", [PREFILL, *(step(i, 2, 0, {"draft": 15.0, "verify": 10.0}) for i in range(1, 7))])
     report = race_report(trace(slow, verdict="same distribution", temperature=0.8))
     speed = "0.40x, 0.40 to 0.40".split()
-    assert rows(report)[1] == ["slow", "7", "40.0", *speed, "0%", "1.00", "30.0", "same", "distribution"]
+    assert rows(report)[1] == ["slow", "7", "40.0", *speed, "0%", "1.00", "30.0", "-", "same", "distribution"]
     assert "| temperature 0.8 |" in report
     assert "slow: Slower (0.40x, 0.40 to 0.40): a step costs 2.50x a plain token and yields 1.00 tokens; 0%" in report
 
@@ -67,7 +67,7 @@ def test_a_slower_lane_is_said_to_be_slower_and_why():
 
 def test_a_lane_that_failed_or_was_stopped_says_so():
     report = race_report(trace(lane("broken", [], finish="error", note="out of memory"), verdict="differs"))
-    assert rows(report)[1] == ["broken", "0", "-", "-", "-", "-", "-", "error"]
+    assert rows(report)[1] == ["broken", "0", "-", "-", "-", "-", "-", "-", "error"]
     assert "broken: out of memory" in report
     failed = trace(lane("fast", [PREFILL]), verdict="unknown")
     failed.lanes[0].finish, failed.lanes[0].note = "error", "out of patience"

@@ -5,15 +5,25 @@ import json
 import pytest
 
 from specdemo.bench import page
-from specdemo.bench.result import Result, Spread, read_result, write_result
+from specdemo.bench.report import bench_report
+from specdemo.bench.result import Result, Spread, best, read_result, write_result
 from specdemo.core.bounds import FILE
+from specdemo.core.estimate import Estimate
 
 RESULT = Result(
     "k",
-    2,
+    3,
     {"target": "stories"},
     {"device": "CPU <1>", "threads": 1, "dtype": "float32", "commit": "abc"},
-    [{"lane": "a", "k": 1, "tokens/s": Spread(3.0, 2.0, 4.0), "predicted": 1.5, "output": None}],
+    [
+        {
+            "lane": "a",
+            "k": 1,
+            "tokens/s": Spread(3.0, 2.0, 4.0),
+            "speed-up": Estimate(1.5, 1.4, 1.6, ("it waited",)),
+            "predicted": 1.5,
+        }
+    ],
     ["Fine."],
     "k",
 )
@@ -28,6 +38,31 @@ def test_a_result_comes_back_as_it_was(tmp_path):
     assert read_result(tmp_path / "r.json") == RESULT
     assert read_result(str(tmp_path / "r.json")) == RESULT
     assert read_result((tmp_path / "r.json").read_text(encoding="utf-8")) == RESULT
+
+
+def test_fewer_than_three_repeats_have_no_brackets():
+    few = read_result(stored(repeats=2, rows=[{"tokens/s": {"median": 7.5, "q1": 7.5, "q3": 7.5}}]))
+    assert few.rows == [{"tokens/s": Estimate(7.5)}] and best(few) == ""
+    assert "[" not in bench_report(sped(1, a=Spread(7.5, 7.5, 7.5)))
+
+
+def sped(repeats=3, **speeds):
+    rows = [{"lane": name, "speed-up": speed} for name, speed in speeds.items()]
+    return Result("methods", repeats, {}, {"device": "d", "threads": 1, "dtype": "t"}, rows, [], "lane")
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        (sped(a=Estimate(2.0, 1.9, 2.1), b=Estimate(1.5, 1.4, 1.6)), "at best 2.00x, 1.90 to 2.10 as fast"),
+        (sped(a=Estimate(2.0, 1.9, 2.1), b=Estimate(1.9, 1.8, 2.0)), "no clear difference between the best, a and b,"),
+        (sped(a=Estimate(1.02, 0.9, 1.1), b=Estimate(0.9, 0.8, 1.0)), "nothing was clearly faster"),
+        (sped(1, a=Estimate(7.5), b=Estimate(1.5)), "measured 1 time; 3 repeats say which is the best."),
+        (sped(a=Estimate(1.0, 1.0, 1.0)), ""),
+    ],
+)
+def test_a_best_one_is_named_only_where_it_is_separated(result, words):
+    assert best(result).startswith(words)
 
 
 def test_spread_is_median_and_quartiles():

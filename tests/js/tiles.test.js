@@ -27,13 +27,14 @@ test("pieces of a server are compared with nothing before their tokens are known
   assert.equal(speedup(run.lanes[1]), 3);
 });
 
-test("a slow-down is said as plainly as a gain", () => {
+test("a slow-down is said as plainly as a gain, and what nobody can tell as such", () => {
   const { speedTile, factor } = of({ lanes: [lane(10)] });
-  const told = (x) => plain(speedTile({ lane: lane(1, { comparison: { speedup: x } }) })).slice(0, 2);
-  assert.deepEqual(told(1.97), ["1.97×", "▲ faster"]);
-  assert.deepEqual(told(0.7), ["0.70×", "▼ slower"]);
-  assert.deepEqual(told(1.002), ["1.00×", "same speed"]);
-  assert.match(factor(0.7), /^slower/);
+  const told = (row) => plain(speedTile({ lane: lane(1, { comparison: row }) })).slice(0, 3);
+  assert.deepEqual(told({ speedup: 1.97, interval: "1.86 to 2.07", word: "faster" }), ["1.97×", "1.86 to 2.07, ▲ faster", "gain"]);
+  assert.deepEqual(told({ speedup: 0.7, interval: "0.65 to 0.75", word: "slower" }), ["0.70×", "0.65 to 0.75, ▼ slower", "bad"]);
+  assert.deepEqual(told({ speedup: 1.02, interval: "0.97 to 1.07", word: "no clear difference" }), ["1.02×", "0.97 to 1.07, no clear difference", ""]);
+  assert.deepEqual(told({ speedup: 7.5, interval: "", word: "no clear difference" }), ["7.50×", "no clear difference", ""]);
+  assert.equal(factor({ speedup: 0.7, interval: "0.65 to 0.75", word: "slower" }), "slower, 0.70× (0.65 to 0.75)");
 });
 
 test("a verdict nobody knows is shown as it is", () => {

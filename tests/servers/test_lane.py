@@ -10,7 +10,7 @@ import pytest
 from specdemo.bench.report import race_report
 from specdemo.core.bounds import PUBLIC_FILE
 from specdemo.core.tally import summarise
-from specdemo.core.trace import MAX_TEXT, from_json, kinds, to_json
+from specdemo.core.trace import MAX_TEXT, LaneTrace, Remote, compare, from_json, kinds, to_json
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.messages import Finished, LaneDone, Step, replay
 from specdemo.engine.session import Session
@@ -19,6 +19,7 @@ from specdemo.servers import address as addresses
 from specdemo.servers import client, counters
 from specdemo.servers import lane as remote
 from specdemo.servers.address import LISTED, address, allow, listed
+from specdemo.servers.answer import Heard
 from tests.completion_server import Broken, completion_server, piece
 
 WORDS = ["Once", " upon", " a time", "."]
@@ -37,6 +38,11 @@ vllm:spec_decode_num_drafts_created{{engine="0",model_name="m"}} 1.7e+09
 """
 BEFORE = VLLM.format(drafts=100.0, drafted=200.0, accepted=90.0, first=60.0, second=30.0)
 AFTER = VLLM.format(drafts=110.0, drafted=220.0, accepted=104.0, first=69.0, second=35.0)
+TIMED = """vllm:time_to_first_token_seconds_count {0}
+vllm:time_to_first_token_seconds_sum {1}
+vllm:request_decode_time_seconds_count {0}
+vllm:request_decode_time_seconds_sum {2}
+"""
 SGLANG = """# TYPE sglang:spec_accept_length gauge
 sglang:spec_accept_length{{model_name="m",tp_rank="0"}} {length}
 sglang:spec_accept_rate{{model_name="m",tp_rank="0"}} {rate}
@@ -150,12 +156,59 @@ def test_everything_a_server_might_choose_by_itself_is_asked_for(good):
     assert wanted.items() <= body.items() and body["repetition_penalty"] == 1.0
 
 
+def heard(arrivals, told=()):
+    """A lane whose 120 tokens arrived at these seconds after its request, by a clock that is given."""
+    trace = LaneTrace("lane", "draft_model", {}, True, [])
+    events = []
+    listener = Heard(lambda said: events.append(said[0]), 120)
+    listener.begin()
+    for number, seconds in enumerate(arrivals, start=1):
+        end = "length" if number == 120 else None
+        listener.hear(piece(" a", ids=[7], total=number, finish=end), listener.began + seconds)
+    trace.events, trace.token_ids = events, [7] * 120
+    trace.remote = Remote("a:1", "m", "/v1/completions", 120, True, times=dict(told))
+    trace.summary = summarise(trace)
+    return trace
+
+
+TRUE_PACE = [0.05 + 0.004 * i for i in range(120)]
+
+
+@pytest.mark.parametrize("bunch", [1, 10, 120])
+def test_a_speed_up_does_not_depend_on_how_a_server_sends_its_text(bunch):
+    """Token by token, in bunches of ten, all at once."""
+    baseline = heard([1.8 * seconds for seconds in TRUE_PACE])
+    lane = heard([TRUE_PACE[i - i % bunch + bunch - 1] for i in range(120)])
+    row = compare(baseline, lane, greedy=True)
+    assert row["speedup"] == pytest.approx(1.8, rel=0.05)
+    assert any("arrived in bunches" in reason for reason in row["reasons"]) == (bunch > 1) == row["noisy"]
+
+
+def test_a_servers_own_times_are_told_and_what_they_say_otherwise():
+    times = {"ttft_ms": 50.0, "decode_ms": 476.0}
+    baseline, agrees = (heard(TRUE_PACE, told) for told in ({}, times))
+    late = heard([seconds + 1.0 for seconds in TRUE_PACE], times)
+    assert not compare(baseline, agrees, greedy=True)["noisy"]
+    assert (
+        "the server of this lane says 0.53 s where 1.53 s passed here"
+        in compare(baseline, late, greedy=True)["reasons"]
+    )
+    with completion_server(GOOD, metrics=[TIMED.format(0, 0.0, 0.0), TIMED.format(1, 0.25, 0.75)]) as server:
+        trace = run(spec(server.address, server.address), server.address)
+    assert trace.lanes[0].remote.times == {"ttft_ms": 250.0, "decode_ms": 750.0}
+    assert "By its server's clock Baseline took 250 ms to its first token and 750 ms to decode." in race_report(trace)
+    assert from_json(to_json(trace)) == trace
+    timings = {"prompt_ms": 20.0, "predicted_ms": 80.0}
+    with completion_server([piece("a"), piece("b", finish="stop", timings=timings)]) as server:
+        assert run(spec(server.address, server.address), server.address).lanes[1].remote.times["decode_ms"] == 80.0
+
+
 def test_tokens_that_are_told_only_as_a_sum():
     with completion_server([piece("a b c"), piece(" d"), piece("", total=9, finish="length")]) as server:
         lane = run(spec(server.address, server.address), server.address).lanes[1]
     assert not lane.remote.counted and lane.summary["tokens"] == 9 and lane.summary["itl_ms_p50"] is None
-    seconds = sum(e.ms["stream"] for e in lane.events[1:]) / 1000
-    assert lane.summary["tokens_per_s"] == pytest.approx(8 / seconds, rel=0.01)
+    seconds = sum(sum(e.ms.values()) for e in lane.events) / 1000
+    assert lane.summary["tokens_per_s"] == pytest.approx(9 / seconds, rel=0.01)  # from the request on
 
 
 def test_tokens_that_are_not_told_at_all_are_unknown():

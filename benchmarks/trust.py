@@ -1,0 +1,246 @@
+"""Do the intervals hold what they promise? A simulation whose truth is known, real runs beside other programs, and one
+server that sends the same text at three paces."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from math import exp, sqrt
+from random import Random
+from statistics import median
+from typing import Any
+
+from specdemo.bench.base import Report
+from specdemo.bench.measure import Tick, repeated
+from specdemo.bench.result import Result
+from specdemo.core.estimate import Timed, speedup
+from specdemo.engine.comparison import Comparison, Lane
+from specdemo.engine.session import Session, environment, session
+from specdemo.presets.files import preset
+from specdemo.servers.address import allow
+
+PLAIN_MS = 3.0
+DRAFTED_MS = 0.85  # a drafted token costs, checked
+STEP_MS = 0.3  # drafting at all costs
+KEPT = 0.7  # of the tokens whose predecessors were kept
+LENGTHS = (64, 128, 256, 512)
+SCHEDULES = ("race", "sequential")
+
+
+class Machine:
+    """How much longer than on a quiet machine work takes, millisecond by millisecond: wandering with a memory of 30 ms,
+    bursts of other work, a drift over the run; and every step by itself."""
+
+    def __init__(
+        self, rng: Random, work_ms: float, wander: float = 0.06, burst: float = 1.6, drift: float = 0.1
+    ) -> None:
+        self._rng = rng
+        self._work_ms = work_ms
+        self._drift = rng.uniform(-drift, drift)
+        self._slow: list[float] = []
+        memory = exp(-1.0 / 30.0)
+        at, left = rng.gauss(0.0, wander), 0.0
+        for _ in range(int(2.5 * work_ms) + 50):
+            at = memory * at + rng.gauss(0.0, wander * sqrt(1.0 - memory**2))
+            if left <= 0.0 and rng.random() < 1.0 / 150.0:
+                left = rng.expovariate(1.0 / 12.0)
+            self._slow.append(exp(at) * (burst if left > 0.0 else 1.0))
+            left -= 1.0
+
+    def takes(self, begin: float, work_ms: float) -> float:
+        """How long work takes that begins at a moment of the run."""
+        work, now = work_ms * exp(self._rng.gauss(0.0, 0.03)), begin
+        while True:
+            slow = self._slow[min(int(now), len(self._slow) - 1)] * (1.0 + self._drift * now / self._work_ms)
+            room = (int(now) + 1 - now) / slow
+            if work <= room:
+                return now + work * slow - begin
+            work, now = work - room, int(now) + 1.0
+
+
+def simulated(rng: Random, tokens: int, schedule: str) -> tuple[list[Timed], float]:
+    """The two lanes of a run and the true speed-up."""
+    drafts: list[list[int]] = [[0] * (tokens - 1), []]
+    left = tokens - 1
+    while left:
+        deep = min(4, left - 1)
+        kept = next((n for n in range(deep) if rng.random() >= KEPT), deep)
+        drafts[1].append(deep)
+        left -= kept + 1
+    works = [[PLAIN_MS + (STEP_MS + DRAFTED_MS * n if n else 0.0) for n in lane] for lane in drafts]
+    machine = Machine(rng, sum(map(sum, works)))
+    clocks, taken = [0.0, 0.0], [list[float](), list[float]()]
+    while unfinished := [lane for lane in (0, 1) if len(taken[lane]) < len(works[lane])]:
+        lane = min(unfinished, key=clocks.__getitem__) if schedule == "race" else unfinished[0]
+        taken[lane].append(machine.takes(sum(clocks), works[lane][len(taken[lane])]))
+        clocks[lane] += taken[lane][-1]
+    lanes = [Timed([*zip(drafts[lane], taken[lane], strict=True)], tokens - 1) for lane in (0, 1)]
+    return lanes, sum(works[0]) / sum(works[1])
+
+
+def covered(
+    runs: int, tokens: int, schedule: str, tick: Callable[[float], None] = lambda share: None
+) -> tuple[float, float]:
+    """The share of intervals that hold the truth, and half of the middle one's width."""
+    rng = Random(f"{schedule} {tokens}")
+    held, widths = 0, []
+    for run in range(runs):
+        tick(run / runs)
+        (plain, lane), truth = simulated(rng, tokens, schedule)
+        seen = speedup([plain], [lane], shared=schedule == "race")
+        assert seen and seen.low and seen.high and seen.width
+        held += seen.low <= truth <= seen.high
+        widths.append(seen.width)
+    return held / runs, median(widths)
+
+
+def coverage(repeats: int, report: Report, cancelled: Callable[[], bool]) -> Result:
+    """How often the 95 % interval holds the truth, in simulated runs."""
+
+    def once(number: int, tick: Tick) -> dict[str, Any]:
+        tokens, schedule = LENGTHS[number // 2], SCHEDULES[number % 2]
+        held, width = covered(repeats, tokens, schedule, tick)
+        return {"schedule": schedule, "tokens": tokens, "intervals that hold the truth": held, "half a width": width}
+
+    rows, remarks = repeated(2 * len(LENGTHS), report, cancelled, once, "case")
+    return Result("coverage", repeats, {"runs": repeats}, environment(None), rows, remarks)
+
+
+def beside(repeats: int, report: Report, cancelled: Callable[[], bool]) -> Result:
+    """Runs of the default preset, by turns alone and beside two busy loops."""
+    spec = preset("embedded-draft").checked()
+
+    def once(_repeat: int, tick: Tick) -> list[dict[str, Any]]:
+        found = []
+        for loops in (0, 2):
+            tick(loops / 4)
+            with _busy(loops):
+                found.append(session().run(spec, cancelled))
+        return [{**trace.comparison[0], **_waited(trace.lanes)} for trace in found]
+
+    session().run(spec)  # what is loaded and warmed up once is so in every run
+    done, remarks = repeated(repeats, report, cancelled, once)
+    quiet = [alone for alone, _ in done]
+    middle = median(row["speedup"] for row in quiet)
+    rows = [_told(name, runs, middle) for name, runs in (("alone", quiet), ("beside two loops", [b for _, b in done]))]
+    config = {"target": spec.target, "preset": spec.id, "new_tokens": spec.max_new_tokens}
+    return Result("noise", len(done), config, environment(session().target()), rows, remarks)
+
+
+def _waited(lanes: Any) -> dict[str, float]:
+    return {"waited": max(lane.summary["waited_share"] or 0.0 for lane in lanes)}
+
+
+def _told(name: str, runs: list[dict[str, Any]], middle: float) -> dict[str, Any]:
+    speeds = [row["speedup"] for row in runs]
+    off = [row for row in runs if abs(row["speedup"] / middle - 1.0) > 0.1]
+    return {
+        "runs": name,
+        "median": median(speeds),
+        "from": min(speeds),
+        "to": max(speeds),
+        "intervals without the quiet median": sum(not r["speedup_low"] <= middle <= r["speedup_high"] for r in runs),
+        "off by over 10 %": len(off),
+        "of them unmarked": sum(not row["noisy"] for row in off),
+        "marked noisy": sum(row["noisy"] for row in runs),
+        "waited": median(row["waited"] for row in runs),
+    }
+
+
+@contextmanager
+def _busy(loops: int) -> Iterator[None]:
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(loops)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+TOKENS = 120
+FIRST_S, TOKEN_S = 0.05, 0.004
+BASELINE_TIMES = 1.8  # as slow as the lanes
+
+
+def paces(repeats: int, report: Report, cancelled: Callable[[], bool]) -> Result:
+    """One text at one pace, sent token by token, in bunches of ten and all at once, against a slower baseline."""
+    ways = {"token by token": 1, "in bunches of ten": 10, "all at once": TOKENS}
+
+    def once(_repeat: int, tick: Tick) -> list[dict[str, Any]]:
+        rows = []
+        with _server(1, BASELINE_TIMES) as plain:
+            for number, (name, bunch) in enumerate(ways.items()):
+                tick(number / len(ways))
+                with _server(bunch) as server:
+                    allow([plain, server])
+                    lane = Lane(method="draft_model", model="m", server=server, name=name)
+                    asked = {"id": "paces", "target": "m", "prompt": "-", "max_new_tokens": TOKENS, "chat": False}
+                    spec = Comparison.build({**asked, "lanes": [lane], "server": plain})
+                    rows.append(Session().run(spec).comparison[0])
+        return rows
+
+    done, remarks = repeated(repeats, report, cancelled, once)
+    rows = [
+        {
+            "sent": name,
+            "speed-up": median(found[number]["speedup"] for found in done),
+            "said": "; ".join(done[-1][number]["reasons"]) or None,
+        }
+        for number, name in enumerate(ways)
+    ]
+    return Result("paces", len(done), {"tokens": TOKENS}, environment(None), rows, remarks)
+
+
+@contextmanager
+def _server(bunch: int, times: float = 1.0) -> Iterator[str]:
+    """Writes a token every TOKEN_S seconds, and sends so many at once."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            known = self.path == "/v1/models"
+            self._head(200 if known else 404, json.dumps({"data": [{"id": "m"}]}).encode() if known else b"")
+
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.send_header("Connection", "close")
+            self.end_headers()
+            self.close_connection = True
+            held, begin, limit = b"", time.perf_counter(), asked["max_tokens"]
+            for number in range(1, limit + 1):
+                due = times * (FIRST_S + TOKEN_S * (number - 1))
+                time.sleep(max(begin + due - time.perf_counter(), 0.0))
+                end = "length" if number == limit else None
+                choice = {"index": 0, "text": " a", "finish_reason": end, "token_ids": [7]}
+                held += (
+                    b"data: %s\n\n" % json.dumps({"choices": [choice], "usage": {"completion_tokens": number}}).encode()
+                )
+                if number % bunch == 0 or end:
+                    self.wfile.write(held)
+                    held = b""
+            self.wfile.write(b"data: [DONE]\n\n")
+
+        def _head(self, status: int, content: bytes) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()

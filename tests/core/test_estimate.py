@@ -1,0 +1,111 @@
+"""Intervals: what they hold, what widens them, what is said with them."""
+
+import pytest
+
+from specdemo.core import noise
+from specdemo.core.definitions import DEFINITIONS, by_key, table
+from specdemo.core.estimate import Estimate, Timed, rate, speedup, t_quantile, waited_share
+
+STEADY = [(0, 3.0)] * 60
+DRAFTING = [(4, 6.0), (4, 6.0), (2, 5.0)] * 8
+
+
+def timed(steps, tokens=60, **more):
+    return Timed(steps, tokens, **more)
+
+
+def slower_from(steps, share, by):
+    """The same steps, those behind a share of them slower."""
+    return [(size, ms * (by if index >= share * len(steps) else 1.0)) for index, (size, ms) in enumerate(steps)]
+
+
+@pytest.mark.parametrize(("freedom", "t"), [(1, 12.706), (2, 4.303), (3, 3.182), (6, 2.447), (10, 2.228), (100, 1.984)])
+def test_students_t(freedom, t):
+    assert t_quantile(freedom) == pytest.approx(t, rel=2e-3)
+
+
+def test_steps_that_differ_by_their_shape_alone_are_known_exactly():
+    seen = speedup([timed(STEADY)], [timed(DRAFTING)], shared=True)
+    assert seen.value == pytest.approx(180.0 / 136.0)
+    assert seen.low == pytest.approx(seen.value) == seen.high and seen.word == "faster"
+    assert rate([timed(STEADY)]).value == pytest.approx(1000.0 / 3.0)
+
+
+def test_what_slows_both_lanes_at_a_time_widens_less_when_they_share_it():
+    """The machine is slower by half in the second half of the race: as much for one lane as for the other."""
+    plain, lane = (timed(slower_from(steps, 0.5, 1.5)) for steps in ([(0, 3.0)] * 60, [(4, 6.0)] * 30))
+    shared, apart = (speedup([plain], [lane], together) for together in (True, False))
+    assert shared.value == pytest.approx(1.0) and shared.width < 0.05 < 0.2 < apart.width
+    assert shared.word == apart.word == "no clear difference"
+
+
+def test_a_drift_widens_the_interval_of_lanes_that_ran_one_after_the_other():
+    """Every step takes longer than the one before; the second lane pays for it, and the truth is within."""
+    times = [3.0 * (1.0 + 0.002 * i) for i in range(120)]
+    plain, lane = ([(0, ms) for ms in times[:60]], [(0, ms) for ms in times[60:]])
+    seen = speedup([timed(plain)], [timed(lane)], shared=False)
+    assert seen.value < 0.95 and seen.low < 1.0 < seen.high
+
+
+def test_a_thread_that_waited_widens_the_interval():
+    alone, beside = (speedup([timed(STEADY, waited_ms=ms)], [timed(DRAFTING)], True) for ms in (0.0, 180.0))
+    assert alone.width < 1e-6 and beside.width == pytest.approx(0.025, rel=0.01)
+    assert waited_share([timed(STEADY, waited_ms=180.0)]) == 0.5 and waited_share([timed(STEADY)]) is None
+
+
+def test_few_steps_have_no_interval_but_several_runs_do():
+    few = timed([(0, 3.0)] * 3, 3)
+    assert speedup([few], [few], True) == Estimate(1.0) and rate([few]).low is None
+    runs = [timed([(0, 3.0 + 0.1 * i)] * 3, 3) for i in range(3)]
+    assert rate(runs).low < rate(runs).value < rate(runs).high
+
+
+def test_ratios_of_several_runs_are_pooled_and_not_averaged():
+    plain = [timed([(0, 10.0)] * 10, 10), timed([(0, 30.0)] * 10, 10)]
+    lane = [timed([(0, 10.0)] * 10, 10), timed([(0, 10.0)] * 10, 10)]
+    assert speedup(plain, lane, True).value == pytest.approx(2.0)  # of 1 and 3: 400 ms by 200 ms
+
+
+@pytest.mark.parametrize("ms", [0.0, 5e-324, 1e308, 1.7e308])
+def test_times_that_cannot_be_give_no_interval_or_none_at_all(ms):
+    run = timed([(0, ms), (4, ms)] * 10, 20)
+    seen = speedup([timed(STEADY)], [run], True)
+    assert seen is None or seen.low is None or 0.0 <= seen.low <= seen.high
+
+
+def test_how_a_number_is_told():
+    assert Estimate(1.974, 1.86, 2.071).told() == "1.97x, 1.86 to 2.07"
+    assert Estimate(7.5).told() == "7.50x" and Estimate(7.5).word == "no clear difference"
+    assert Estimate(0.8, 0.7, 0.9).word == "slower"
+
+
+@pytest.mark.parametrize(
+    ("plain", "lane", "reasons"),
+    [
+        (timed(STEADY), timed(DRAFTING), []),
+        (timed(STEADY), timed(DRAFTING, waited_ms=61.1), ["this lane waited for the processor in 31% of its time"]),
+        (timed(STEADY, waited_ms=60.0), timed(DRAFTING), ["the baseline waited for the processor in 25% of its time"]),
+        (timed([(0, 3.0), (0, 7.0)] * 30), timed(DRAFTING), ["plain steps, all alike, differed by 80% of their time"]),
+        (timed(slower_from(STEADY, 0.7, 1.3)), timed(DRAFTING), ["plain steps took 30% more time at the end"]),
+        (timed(STEADY), timed([(4, 2.0)] * 20), ["a step that costs 0.67x a plain token cannot be"]),
+    ],
+)
+def test_noise_is_named(plain, lane, reasons):
+    found = noise.reasons([plain], [lane], Estimate(speedup([plain], [lane], True).value))
+    assert [*found] == reasons
+
+
+def test_a_wide_interval_is_named():
+    assert [*noise.wide(Estimate(2.0, 1.5, 2.5))] == ["its interval is wide, 1.50 to 2.50"]
+    assert not [*noise.wide(Estimate(2.0, 1.9, 2.1))] and not [*noise.wide(Estimate(2.0))]
+
+
+def test_every_number_of_a_summary_and_of_a_comparison_is_defined():
+    from specdemo.core.tally import summarise
+    from specdemo.core.trace import compare
+    from tests.traces import plain_lane
+
+    lane = plain_lane()
+    known = {*by_key(), "lane"}
+    assert {*summarise(lane)} <= known and {*compare(lane, lane, True)} <= known
+    assert all(f"| {name} | " in table() for name in DEFINITIONS)
