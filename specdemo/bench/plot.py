@@ -1,5 +1,5 @@
 """A result as a picture: speed-up over what was swept, with the middle half of the repeats and, where the cost model
-spoke, what it predicted; of two samples of tokens both histograms."""
+spoke, what it predicted; of two samples of tokens both histograms; of servers under load throughput over latency."""
 
 import re
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 
 from specdemo.bench.base import Axis
 from specdemo.bench.chart_style import GREY, LINES, axis, layout
-from specdemo.bench.result import DRAFTED, PLAIN, TOKEN, Result, Spread
+from specdemo.bench.result import DRAFTED, LATENCY, PLAIN, TOKEN, Result, Spread
 from specdemo.bench.suites import suites
 
 BARS = "lane"
@@ -29,6 +29,8 @@ def figure(result: Result) -> go.Figure:
     """
     if result.axis == TOKEN:
         return _histograms(result)
+    if any(LATENCY in row for row in result.rows):
+        return _frontier(result)
     over = result.axis or BARS
     place = str if over == BARS else (int, float)
     rows = [row for row in result.rows if isinstance(row.get("speed-up"), Spread) and isinstance(row.get(over), place)]
@@ -138,6 +140,37 @@ def _bars(rows: list[Row]) -> go.Figure:
     return drawn
 
 
+def _frontier(result: Result) -> go.Figure:
+    """A curve per lane from load to load: to the left is quicker for each, up is more for all."""
+    columns = ("tokens/s", LATENCY, "speed-up")
+    rows = [row for row in result.rows if all(isinstance(row.get(name), Spread) for name in columns)]
+    rows = [row for row in rows if isinstance(row.get("lane"), str) and _is_number(row.get(result.axis or ""))]
+    if not rows:
+        raise ValueError(f"suite {result.suite} holds no load; there is nothing to draw")
+    drawn = go.Figure(layout=layout(height=460, margin={"l": 64, "r": 16, "t": 92, "b": 40}))
+    for lane, (color, dash, marker) in zip(_lanes(rows), cycle(LINES), strict=False):
+        points = [row for row in rows if row["lane"] == lane]
+        drawn.add_scatter(
+            x=[row[LATENCY].median for row in points],
+            y=[row["tokens/s"].median for row in points],
+            error_y=_quartiles(points, "tokens/s") | {"color": color},
+            mode="lines+markers+text",
+            name=_plain(lane),
+            text=[f"{row[result.axis]:g}" for row in points],
+            textposition="top left",
+            line={"color": color, "width": 2.5, "dash": dash},
+            marker={"symbol": marker, "size": 9},
+            customdata=[(row["speed-up"].median,) for row in points],
+            hovertemplate=f"%{{text}} {result.axis}: <b>%{{y:.0f}} tokens/s</b>, %{{x:.2f}} ms a token, "
+            f"%{{customdata[0]:.2f}}{TIMES} of plain<extra>{_plain(lane)}</extra>",
+        )
+    drawn.update_xaxes(axis(title={"text": "ms a token, of one request"}))
+    drawn.update_yaxes(axis(title={"text": "tokens/s, all requests together"}))
+    drawn.update_layout(legend={"orientation": "h", "x": 0, "y": -0.2, "yanchor": "top"}, showlegend=True)
+    drawn.update_layout(title=_title(result, f"Throughput over latency; at each point its {_plain(result.axis)}"))
+    return drawn
+
+
 def _histograms(result: Result) -> go.Figure:
     """The tokens in either sample, with two standard errors each way, at the place where they differ most."""
     places: dict[Any, list[Row]] = {}
@@ -194,9 +227,9 @@ def _lanes(rows: Iterable[Row]) -> list[str]:
     return list(dict.fromkeys(row["lane"] for row in rows))
 
 
-def _quartiles(rows: list[Row]) -> dict[str, Any]:
+def _quartiles(rows: list[Row], column: str = "speed-up") -> dict[str, Any]:
     """Error bars from the first to the third quartile."""
-    spreads = [row["speed-up"] for row in rows]
+    spreads = [row[column] for row in rows]
     up, down = [s.q3 - s.median for s in spreads], [s.median - s.q1 for s in spreads]
     return {"type": "data", "symmetric": False, "array": up, "arrayminus": down, "thickness": 1.5, "width": 5}
 

@@ -17,6 +17,7 @@ from specdemo.core.reading import read
 SCHEMA = 1
 TOKEN = "token"  # the axis of histograms: rows hold a token's place and its share in either sample, PLAIN and DRAFTED
 PLAIN, DRAFTED = "plain", "speculative"
+LATENCY = "ms/token"  # of requests, in rows of a load
 
 
 @dataclass(frozen=True, slots=True)
