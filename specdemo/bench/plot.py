@@ -142,9 +142,9 @@ def _bars(rows: list[Row]) -> go.Figure:
 
 def _frontier(result: Result) -> go.Figure:
     """A curve per lane from load to load: to the left is quicker for each, up is more for all."""
-    columns = ("tokens/s", LATENCY, "speed-up")
+    over, columns = result.axis or "", ("tokens/s", LATENCY, "speed-up")
     rows = [row for row in result.rows if all(isinstance(row.get(name), Spread) for name in columns)]
-    rows = [row for row in rows if isinstance(row.get("lane"), str) and _is_number(row.get(result.axis or ""))]
+    rows = [row for row in rows if isinstance(row.get("lane"), str) and _is_number(row.get(over))]
     if not rows:
         raise ValueError(f"suite {result.suite} holds no load; there is nothing to draw")
     drawn = go.Figure(layout=layout(height=460, margin={"l": 64, "r": 16, "t": 92, "b": 40}))
@@ -156,18 +156,18 @@ def _frontier(result: Result) -> go.Figure:
             error_y=_quartiles(points, "tokens/s") | {"color": color},
             mode="lines+markers+text",
             name=_plain(lane),
-            text=[f"{row[result.axis]:g}" for row in points],
+            text=[f"{row[over]:g}" for row in points],
             textposition="top left",
             line={"color": color, "width": 2.5, "dash": dash},
             marker={"symbol": marker, "size": 9},
             customdata=[(row["speed-up"].median,) for row in points],
-            hovertemplate=f"%{{text}} {result.axis}: <b>%{{y:.0f}} tokens/s</b>, %{{x:.2f}} ms a token, "
+            hovertemplate=f"%{{text}} {over}: <b>%{{y:.0f}} tokens/s</b>, %{{x:.2f}} ms a token, "
             f"%{{customdata[0]:.2f}}{TIMES} of plain<extra>{_plain(lane)}</extra>",
         )
     drawn.update_xaxes(axis(title={"text": "ms a token, of one request"}))
     drawn.update_yaxes(axis(title={"text": "tokens/s, all requests together"}))
     drawn.update_layout(legend={"orientation": "h", "x": 0, "y": -0.2, "yanchor": "top"}, showlegend=True)
-    drawn.update_layout(title=_title(result, f"Throughput over latency; at each point its {_plain(result.axis)}"))
+    drawn.update_layout(title=_title(result, f"Throughput over latency; at each point its {_plain(over)}"))
     return drawn
 
 
