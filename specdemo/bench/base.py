@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -109,7 +110,7 @@ def _repeats(value: int) -> None:
 
 
 def _ks(value: Sequence[int]) -> None:
-    if not (value and all(1 <= k <= LIMITS.k for k in value)):
+    if not (any(value) and all(0 <= k <= LIMITS.k for k in value)):
         raise ValueError(f"draft lengths go from 1 to {LIMITS.k}, not {list(value)[:20]}")
 
 
@@ -128,14 +129,36 @@ def _minutes(value: float) -> None:
         raise ValueError(f"minutes must be 0 to {MINUTES:.0f}, not {value:g}; 0 writes the report of what is there")
 
 
+def _at_most(value: Sequence[float]) -> None:
+    if not (value and all(0 < one <= 1024 for one in value)):
+        raise ValueError(f"a load is above 0 and at most 1024, not {list(value)[:20]}")
+
+
+def _above_zero(value: float) -> None:
+    if not 0 < value < 1e9:
+        raise ValueError(f"a number above 0 is wanted, not {value}")
+
+
+def _list(text: str, of: Callable[[str], Any]) -> list[Any]:
+    """`1,2,4` -> [1, 2, 4]"""
+    try:
+        return [of(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"a load is a number, or several like 1,2,4, not {text[:40]!r}") from None
+
+
+def _ranges(text: str) -> list[int]:
+    """`4` -> [4], `1-8` -> [1, ..., 8], `0,1,3` -> [0, 1, 3]"""
+    return [k for part in text.split(",") for k in _range(part)]
+
+
 def _range(text: str) -> list[int]:
-    """`4` -> [4], `1-8` -> [1, ..., 8]"""
     first, _, last = text.partition("-")
     try:
         ks = range(int(first), int(last or first) + 1)
     except ValueError:
         ks = range(0)
-    if not ks or ks[0] < 1 or ks[-1] > LIMITS.k:
+    if not ks or ks[0] < 0 or ks[-1] > LIMITS.k:
         raise ValueError(f"--k takes a draft length from 1 to {LIMITS.k}, or a range like 1-8, not {text[:40]!r}")
     return list(ks)
 
@@ -160,7 +183,7 @@ class Option:
 OPTIONS: Mapping[str, Option] = {
     "repeats": Option("--repeats", "number of repeats", "Interleaved repeats; 5 unless told.", int, check=_repeats),
     "preset": Option("--preset", "preset", "Whose target and first lane to measure."),
-    "ks": Option("--k", "draft length", "Draft lengths: 4, or 1-8.", read=_range, check=_ks, told=list),
+    "ks": Option("--k", "draft length", "Draft lengths: 4, 1-8, or 0,1,3.", read=_ranges, check=_ks, told=list),
     "prompts": Option(
         "--prompt", "prompt", "Instead of the suite's own; repeatable.", list[str], check=_prompts, told=len
     ),
@@ -174,6 +197,30 @@ OPTIONS: Mapping[str, Option] = {
     "new_tokens": Option(
         "--new-tokens", "number of new tokens", "Tokens to decode behind every prompt.", int, check=_new_tokens
     ),
+    "engine": Option("--engine", "engine", "Start a server of vllm or sglang for every k, one after the other."),
+    "servers": Option("--server", "server", "Servers that run already, one for every k; repeatable.", list[str]),
+    "command": Option("--command", "program", "The engine's program, where it is not on PATH."),
+    "gpus": Option("--gpus", "number of GPUs", "GPUs that each server spreads its model over.", int, check=_above_zero),
+    "concurrency": Option(
+        "--concurrency", "concurrency", "Requests at a time: 1,2,4.", read=partial(_list, of=int), check=_at_most
+    ),
+    "rates": Option(
+        "--rate",
+        "arrival rate",
+        "In place of that requests a second that arrive by chance (Poisson): 0.5,2.",
+        read=partial(_list, of=float),
+        check=_at_most,
+    ),
+    "requests": Option(
+        "--requests", "number of requests", "Of every load and repeat; four rounds unless told.", int, check=_above_zero
+    ),
+    "slo_ttft": Option(
+        "--slo-ttft", "bound", "A good request's first text comes within so many ms.", float, check=_above_zero
+    ),
+    "slo_itl": Option(
+        "--slo-itl", "bound", "A good request takes at most so many ms a token, on average.", float, check=_above_zero
+    ),
+    "schedule": Option("--schedule", "schedule", "Measure the schedule that comes out as well.", bool),
     "pair": Option("--pair", "model pair", "Models of peers and floor: embedded, 8m, 98m, 342m or 8b."),
     "folder": Option("--out", "folder", "Where it writes.", Path, told=str),
     "minutes": Option("--minutes", "time", "How long a call of suite gpu may take.", float, check=_minutes),

@@ -1,5 +1,5 @@
 """A result as a picture: speed-up over what was swept, with its interval and, where the cost model
-spoke, what it predicted; of two samples of tokens both histograms."""
+spoke, what it predicted; of two samples of tokens both histograms; of servers under load throughput over latency."""
 
 import re
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 
 from specdemo.bench.base import Axis
 from specdemo.bench.chart_style import GREY, LINES, axis, layout
-from specdemo.bench.result import ALL, DRAFTED, PLAIN, TOKEN, Cell, Result, ends, is_baseline
+from specdemo.bench.result import ALL, DRAFTED, LATENCY, PLAIN, TOKEN, Cell, Result, Spread, ends, is_baseline
 from specdemo.bench.suites import suites
 from specdemo.core.estimate import Estimate
 
@@ -30,6 +30,8 @@ def figure(result: Result) -> go.Figure:
     """
     if result.axis == TOKEN:
         return _histograms(result)
+    if any(LATENCY in row for row in result.rows):
+        return _frontier(result)
     over = result.axis or BARS
     place = str if over in (BARS, KIND) else (int, float)
     rows = [row for row in result.rows if isinstance(row.get("speed-up"), Cell) and isinstance(row.get(over), place)]
@@ -162,6 +164,37 @@ def _groups(rows: list[Row]) -> go.Figure:
     return drawn
 
 
+def _frontier(result: Result) -> go.Figure:
+    """A curve per lane from load to load: to the left is quicker for each, up is more for all."""
+    over, columns = result.axis or "", ("tokens/s", LATENCY, "speed-up")
+    rows = [row for row in result.rows if all(isinstance(row.get(name), Spread) for name in columns)]
+    rows = [row for row in rows if isinstance(row.get("lane"), str) and _is_number(row.get(over))]
+    if not rows:
+        raise ValueError(f"suite {result.suite} holds no load; there is nothing to draw")
+    drawn = go.Figure(layout=layout(height=460, margin={"l": 64, "r": 16, "t": 92, "b": 40}))
+    for lane, (color, dash, marker) in zip(_lanes(rows), cycle(LINES), strict=False):
+        points = [row for row in rows if row["lane"] == lane]
+        drawn.add_scatter(
+            x=[row[LATENCY].median for row in points],
+            y=[row["tokens/s"].median for row in points],
+            error_y=_intervals(points, "tokens/s") | {"color": color},
+            mode="lines+markers+text",
+            name=_plain(lane),
+            text=[f"{row[over]:g}" for row in points],
+            textposition="top left",
+            line={"color": color, "width": 2.5, "dash": dash},
+            marker={"symbol": marker, "size": 9},
+            customdata=[(row["speed-up"].median,) for row in points],
+            hovertemplate=f"%{{text}} {over}: <b>%{{y:.0f}} tokens/s</b>, %{{x:.2f}} ms a token, "
+            f"%{{customdata[0]:.2f}}{TIMES} of plain<extra>{_plain(lane)}</extra>",
+        )
+    drawn.update_xaxes(axis(title={"text": "ms a token, of one request"}))
+    drawn.update_yaxes(axis(title={"text": "tokens/s, all requests together"}))
+    drawn.update_layout(legend={"orientation": "h", "x": 0, "y": -0.2, "yanchor": "top"}, showlegend=True)
+    drawn.update_layout(title=_title(result, f"Throughput over latency; at each point its {_plain(over)}"))
+    return drawn
+
+
 def _histograms(result: Result) -> go.Figure:
     """The tokens in either sample, with two standard errors each way, at the place where they differ most."""
     places: dict[Any, list[Row]] = {}
@@ -222,9 +255,9 @@ def _value(row: Row) -> float:
     return ends(row["speed-up"])[0]
 
 
-def _intervals(rows: list[Row]) -> dict[str, Any]:
+def _intervals(rows: list[Row], column: str = "speed-up") -> dict[str, Any]:
     """Error bars over the intervals, where there are any."""
-    known = [ends(row["speed-up"]) for row in rows]
+    known = [ends(row[column]) for row in rows]
     up, down = (
         [(high or value) - value for value, _, high in known],
         [value - (low or value) for value, low, _ in known],

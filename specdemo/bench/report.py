@@ -93,7 +93,8 @@ def bench_report(result: Result) -> str:
     names = list(dict.fromkeys(name for row in result.rows for name in row))
     rows = [[_cell(row.get(name)) for name in names] for row in result.rows]
     environment = result.environment
-    where = f"{environment['device']}, {environment['threads']} thread(s), {environment['dtype']}"
+    threads = environment["threads"] and f"{environment['threads']} thread(s)"
+    where = ", ".join(filter(None, (environment["device"], threads, environment["dtype"])))
     title = f"{result.suite} | {where} | {conditions(result)}"
     last = [best(result), noisy(result)]
     return "\n".join([title, "", table(names, rows), "", *result.remarks, *(sentence(text) for text in last if text)])

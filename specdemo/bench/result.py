@@ -20,6 +20,7 @@ THOROUGH = 3  # repeats; with fewer a result tells no interval
 ALL = "all"  # of the categories of a question file
 TOKEN = "token"  # the axis of histograms: rows hold a token's place and its share in either sample, PLAIN and DRAFTED
 PLAIN, DRAFTED = "plain", "speculative"
+LATENCY = "ms/token"  # of requests, in rows of a load
 
 
 @dataclass(frozen=True, slots=True)

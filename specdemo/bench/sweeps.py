@@ -54,7 +54,7 @@ def every_k(
     cancelled: Callable[[], bool],
 ) -> Result:
     """Every family at every k; what is predicted for a family comes from its run at one k, its own if it is there."""
-    ks = sorted(set(ks))
+    ks = sorted({*ks} - {0})  # plain decoding is there anyway
     lanes = [
         (name, lane.model_copy(update={"k": k, "name": f"{name}, k={k}"}))
         for name, lane in families.items()
@@ -181,7 +181,7 @@ def over_batches(suite: Prompted, chosen: str, report: Report, cancelled: Callab
         taken = [texts[i % len(texts)][-width:] for i in range(size)]
         places.append(Place(size, [torch.tensor(taken, device=target.device)]))
     rows, remarks, done = along(target, lanes, places, "batch", suite.repeats, report, cancelled)
-    remark = _gain(rows, "batch", "batch size")
+    remark = gain(rows, "batch", "batch size")
     return Result(suite.name, done, suite.config(name), environment(target), rows, [remark, *remarks], "batch")
 
 
@@ -247,7 +247,8 @@ def _first_lane(suite: Decoding, chosen: str) -> tuple[str, HFTarget, dict[str, 
     return base.target, target, lanes
 
 
-def _gain(rows: list[dict[str, Any]], axis: str, noun: str) -> str:
+def gain(rows: Sequence[Mapping[str, Any]], axis: str, noun: str) -> str:
+    """How far the gain over plain decoding reaches along an axis."""
     drafting = [row for row in rows if row["lane"] != "Baseline"]
     lost = next((row for row in drafting if row["speed-up"].word == "slower"), None)
     if lost is not None:

