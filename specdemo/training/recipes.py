@@ -514,7 +514,7 @@ class Recipe:
     world: World = STORIES
 
 
-CODE_PLAN = Plan(text_rows=1536, sampled_rows=512)
+CODE_PLAN = Plan(text_rows=640, sampled_rows=256)
 RECIPES: dict[str, Recipe] = {
     "stories-target": Recipe(train_target, TARGET, minutes=100.0, threads=None),
     "stories-draft-wide": Recipe(train_draft, WIDE, minutes=19.0, threads=1),

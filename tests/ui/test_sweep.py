@@ -118,7 +118,7 @@ def test_a_tab_that_is_closed_frees_the_engine(bench):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (("elephant", "embedded-draft", 3, 96), "sweep must be 'k', 'methods', 'batch', 'prompt', 'depth-width' or 'text'"),
+        (("elephant", "embedded-draft", 3, 96), "must be 'k', 'methods', 'batch', 'prompt', 'depth-width' or 'text'"),
         (("k", "evil/model", 3, 96), "unknown preset 'evil/model'"),
         (("k", "embedded-draft", 11, 96), "repeats must be 10 or less, not 11"),
         (("k", "embedded-draft", 2.5, 96), "repeats must be a whole number"),
