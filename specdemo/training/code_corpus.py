@@ -144,7 +144,7 @@ def documents(source: str) -> list[str]:
         return []
     lines = source.splitlines()
     pieces: list[str] = []
-    start = body[0].lineno - 1 if body else 0  # the comment above it is a licence
+    start = body[0].lineno - 1 - decorators(body[0]) if body else 0  # the comment above it is a licence
     for i, node in enumerate(body):
         end = (body[i + 1].lineno - 1 - decorators(body[i + 1])) if i + 1 < len(body) else len(lines)
         while end > (node.end_lineno or 0) and lines[end - 1].startswith("#"):  # a comment belongs to what follows

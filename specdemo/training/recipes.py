@@ -76,19 +76,19 @@ class World:
     vocab_size: int = VOCAB_SIZE
     contexts: tuple[int, int, int] = (256, CONTEXT, CONTEXT)  # windows: first, later, of a run that goes on
     again: Again = retell_some
-    copies: float = 0.1  # of the documents
+    copies: tuple[float, float] = (0.1, 0.1)  # of the documents; of a run that goes on
     parts: int = 1  # of an epoch
     dropout: float = DROPOUT
     later_batch: int = 8192  # tokens, of a run on a CPU that goes on
     collect: Callable[[Path], Path] | None = None  # without a corpus of one's own
 
-    def epochs(self, documents: list[str], tokenizer: Tokenizer) -> Epochs:
-        return Epochs(documents, tokenizer, self.again, self.copies, self.parts)
+    def epochs(self, documents: list[str], tokenizer: Tokenizer, later: bool = False) -> Epochs:
+        return Epochs(documents, tokenizer, self.again, self.copies[later], self.parts)
 
 
 STORIES = World("stories")
-# Edits are short: a fifth of the documents is a tenth of the text. It is read once at most, so nothing is dropped out.
-CODE = World("code", 4096, (256, 512, 1024), edit, 0.2, 24, 0.0, 4096, collect_code)
+# Edits are short: a fifth of the documents is 4 % of the text, a half 15 %. It is read once at most: no dropout.
+CODE = World("code", 4096, (256, 512, 1024), edit, (0.2, 0.5), 24, 0.0, 4096, collect_code)
 SEED_LAYERS, SEED_SHARE = 4, 0.55  # of a target that is deepened, and of its time
 DRAFT_SEED_SHARE = 0.4
 OPENINGS = 10_000  # documents that the samples of a target begin like
@@ -278,7 +278,9 @@ def train_target(job: Job) -> None:
     short, long = world.contexts[1:] if start else world.contexts[:2]
     valid = held_out_rows(corpus, tokenizer, long + 1).to(job.device)
     tokens_per_batch = 65536 if job.large else world.later_batch if start else 4096
-    batches = GrowingWindows(world.epochs(corpus.train, tokenizer), tokens_per_batch, job.device, short, long)
+    batches = GrowingWindows(
+        world.epochs(corpus.train, tokenizer, bool(start)), tokens_per_batch, job.device, short, long
+    )
     if start:  # it sees other orders and other copies
         batches.first_epoch = 100_000
     drop_out(model, world.dropout)
@@ -499,7 +501,7 @@ def record(job: Job, target: PreTrainedModel, corpus: Corpus, tokenizer: Tokeniz
     if complete(job.cache):
         claim(job.cache, target, None, job.plan)
         return load_cache(job.cache, ["text"]), load_cache(job.cache, ["samples"])
-    text = windows(job.world.epochs(corpus.train, tokenizer).stream(0, job.plan.context), job.plan.context)
+    text = windows(job.world.epochs(corpus.train, tokenizer, later=True).stream(0, job.plan.context), job.plan.context)
     openings = corpus.train[:: 1 + len(corpus.train) // OPENINGS]
     collect(target, text, [e.ids for e in tokenizer.encode_batch(openings)], job.cache, job.plan, job.backwards)
     return load_cache(job.cache, ["text"]), load_cache(job.cache, ["samples"])
@@ -516,7 +518,7 @@ class Recipe:
     world: World = STORIES
 
 
-CODE_PLAN = Plan(text_rows=1536, sampled_rows=512)
+CODE_PLAN = Plan(text_rows=640, sampled_rows=256)
 RECIPES: dict[str, Recipe] = {
     "stories-target": Recipe(train_target, TARGET, minutes=100.0, threads=None),
     "stories-draft-wide": Recipe(train_draft, WIDE, minutes=19.0, threads=1),

@@ -1,5 +1,7 @@
 """The display of a log in a real Chromium, with no page around it and a clock that the tests move."""
 
+from dataclasses import replace
+
 import pytest
 
 from specdemo.engine.messages import replay
@@ -112,3 +114,19 @@ def test_a_verdict_nobody_knows_is_shown_as_it_is(display, verdict="constructor"
     display.show(replayed(trace, still=True).text)
     display.wait(100)
     assert display.read('[data-tile="output"] b') == [verdict]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "code"),
+    [
+        ("def add(a, b):\n    return", True),
+        ("# Two numbers.\nclass Pair:\n", True),
+        ("import os\n", True),
+        ("Once upon a time, a class of children (and a dog) ran.", False),
+        ("from the house to the river\nand back", False),
+    ],
+)
+def test_a_prompt_that_is_code_keeps_its_lines_whole(display, prompt, code):
+    display.show(Log().add(replay(replace(hostile_trace(), prompt=prompt))))
+    display.wait(3000)
+    assert len(display.read(".sd-text.sd-code")) == (2 if code else 0)
