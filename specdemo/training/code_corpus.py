@@ -76,6 +76,7 @@ def fetch_wheels(folder: Path) -> None:
 
 
 def project(wheel: Path) -> str:
+    """The name by which `code_wheels.txt` knows a wheel."""
     return wheel.name.partition("-")[0].lower()
 
 
@@ -90,6 +91,7 @@ def origin(wheel: Path) -> str:
 
 
 def standard_library() -> Iterator[str]:
+    """The source of its modules, one after the other."""
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
         if not OUTSIDE.search(path.relative_to(root).as_posix()):
@@ -97,6 +99,7 @@ def standard_library() -> Iterator[str]:
 
 
 def wheel_sources(wheel: Path) -> Iterator[str]:
+    """The source of a wheel's modules, one after the other."""
     with ZipFile(wheel) as files:
         for name in sorted(files.namelist()):
             if name.endswith(".py") and not OUTSIDE.search(name):
@@ -215,6 +218,7 @@ class Edit:
         return sorted(set(names) - taken)
 
     def rename(self) -> None:
+        """Another name for a parameter or a variable."""
         names = self.names()
         if not names:
             return
@@ -224,6 +228,7 @@ class Edit:
         self.orders.append(f"Rename {old} to {new}.")
 
     def rename_function(self) -> None:
+        """One word of its name becomes another."""
         found = re.search(r"def (\w+)\(", self.source)
         if not found or found[1].startswith("__"):
             return
@@ -248,6 +253,7 @@ class Edit:
         self.source = "\n".join(lines)
 
     def add_types(self) -> None:
+        """Types for the parameters of a head without any, and for what is returned."""
         function = ast.parse(self.source).body[0]
         head = re.match(r"(?:async )?def \w+\(([\w ,]*)\):\n", self.source)
         if not head or not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -263,6 +269,7 @@ class Edit:
         self.orders.append(f"Add types: {typed} -> {returned}.")
 
     def change_constant(self) -> None:
+        """Another number or word, wherever it stands."""
         found = re.findall(r"(?<![\w.\"'])\d+(?![\w.\"'])|\"[a-z]+\"|'[a-z]+'", self.source)
         if not found:
             return
@@ -273,6 +280,7 @@ class Edit:
         self.orders.append(f"Use {new} instead of {old}.")
 
     def drop_docstring(self) -> None:
+        """The same without its docstring."""
         shorter = re.sub(r"\n +\"\"\"[^\"\n]*\"\"\"(?=\n +\w)", "", self.source, count=1)
         if shorter != self.source:
             self.source = shorter

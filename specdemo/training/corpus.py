@@ -140,6 +140,7 @@ Again = Callable[[str, random.Random], str | None]
 
 
 def retell_some(story: str, rng: random.Random) -> str | None:
+    """`retell` with an excerpt of a length that the dice choose."""
     return retell(story, rng, rng.choice([250, 400, 600]))
 
 

@@ -83,6 +83,7 @@ class World:
     collect: Callable[[Path], Path] | None = None  # without a corpus of one's own
 
     def epochs(self, documents: list[str], tokenizer: Tokenizer, later: bool = False) -> Epochs:
+        """Of these documents; `later`: of a run that goes on."""
         return Epochs(documents, tokenizer, self.again, self.copies[later], self.parts)
 
 
@@ -120,6 +121,7 @@ class Job:
 
     @property
     def schedule(self) -> Schedule:
+        """Lower rates for a run that goes on; those of a seed end half-way down."""
         if self.start:
             return Schedule(self.minutes, muon=0.01, adamw=0.002, decay_from=0.2)
         return Schedule(self.minutes, decay_from=0.4, floor=0.5 if self.seed else 0.02)
