@@ -1,5 +1,6 @@
 """What the sections share: the device, the models that lie on it, how a step is measured."""
 
+import gc
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -36,7 +37,7 @@ class Found:
     remarks: list[str] = field(default_factory=list)
 
 
-class Absent(Exception):
+class Absent(RuntimeError):
     """A model or a package that is not to be had here: a remark, no failure."""
 
 
@@ -87,6 +88,7 @@ class Lab:
 
     def forget(self) -> None:
         self._held = None
+        gc.collect()
         with suppress(RuntimeError):  # a context that is lost
             kind(self.device).empty()
 

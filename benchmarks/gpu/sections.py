@@ -26,6 +26,7 @@ from specdemo.bench.result import Result, Spread
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.sampling import Sampling
 from specdemo.engine.comparison import Lane
+from specdemo.engine.failure import let_go, reason
 from specdemo.engine.loop import never
 from specdemo.engine.session import Session
 from specdemo.methods import BASELINE, load_drafter, method
@@ -193,8 +194,9 @@ def plain(name: str, lab: Lab) -> Found:
     for dtype, bits in held:
         try:
             found.rows.append(_plain(name, lab, dtype, bits))
-        except (Absent, torch.OutOfMemoryError) as error:
-            found.remarks.append(f"{f'{bits}bit' if bits else name_of(dtype)}: {str(error).partition(chr(10))[0]}.")
+        except Exception as error:  # one precision is not the others
+            found.remarks.append(f"{f'{bits}bit' if bits else name_of(dtype)}: {reason(error)}.")
+            let_go(error)
             lab.forget()
     return found
 
@@ -222,9 +224,9 @@ def widths(lab: Lab) -> Found:
     """Passes of the target and of its draft model, all widths and batches."""
     found = Found()
     slots, batches = ((1, 2, 4), (1, 2)) if lab.small else (WIDTHS, BATCHES)
-    for name, few in ((lab.main, False), (shape_of_draft(lab), True)):
+    for name in dict.fromkeys((lab.main, shape_of_draft(lab))):
         target = lab.target(name, lab.dtype())
-        ms = passes(target, (1, 2) if few else slots, batches)
+        ms = passes(target, slots if name == lab.main else (1, 2), batches)
         known = passes_of(name, target, ms)
         found.rows += [
             {
