@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from specdemo.models import devices
+from specdemo.models.devices import EVENTS, WAITS, kind, now
 
 
 class Stopwatch(Protocol):
@@ -71,4 +71,7 @@ class CudaStopwatch:
 
 
 def stopwatch_for(device: torch.device) -> Stopwatch:
-    return CudaStopwatch() if device.type == "cuda" else CpuStopwatch(partial(devices.now, device))
+    timing = kind(device).timing
+    if timing == EVENTS:
+        return CudaStopwatch()
+    return CpuStopwatch(partial(now, device)) if timing == WAITS else CpuStopwatch()
