@@ -186,7 +186,7 @@ def _bytes(size: Size, kind: torch.dtype) -> int:
 def _usual(where: torch.device, dtype: str) -> str:
     if where.type == "cpu":
         return "8m"
-    free, kind = torch.cuda.mem_get_info(where)[0], pick_dtype(dtype, where)
+    free, kind = free_bytes(where)[0], pick_dtype(dtype, where)
     return next(name for name in reversed(SIZES) if name == "8m" or ROOM * _bytes(SIZES[name], kind) <= free)
 
 

@@ -20,6 +20,7 @@ from benchmarks.floor import Overhead, Recorded, overhead, overhead_columns
 from benchmarks.llamacpp import LlamaCpp
 from benchmarks.pairs import Pair
 from specdemo.bench.base import Report
+from specdemo.bench.device import copy_bandwidth
 from specdemo.bench.measure import Tick, repeated
 from specdemo.bench.result import Result, Spread
 from specdemo.core.protocol import Budget, Drafter, GenerationConfig
@@ -27,6 +28,7 @@ from specdemo.core.trace import StepEvent
 from specdemo.engine.loop import generate
 from specdemo.engine.session import environment
 from specdemo.methods import BASELINE, load_drafter
+from specdemo.models.devices import kind
 from specdemo.models.fused import hasten
 from specdemo.models.target import HFTarget
 
@@ -34,8 +36,6 @@ K = 5
 LOOKUP = 10  # tokens of a prompt-lookup draft, transformers' usual number
 SEED = 5
 WARM_UP_TOKENS = 16
-COPIES = 8  # repeats of the copy that measures the bandwidth
-COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
 
 OUR_PLAIN, OUR_DRAFT, OUR_LOOKUP = "specdemo plain", f"specdemo draft model, k={K}", "specdemo prompt lookup"
 BARE = f"bare loop, k={K}"
@@ -154,10 +154,10 @@ def contest(
     for number, prompt in enumerate(prompts):
         for place, name in enumerate(order):
             tick((number + place / len(order)) / len(prompts))
-            _settle(prompt.device)
+            kind(prompt.device).wait(prompt.device)
             begin = now()
             said = peers[name](prompt, new_tokens)
-            _settle(prompt.device)
+            kind(prompt.device).wait(prompt.device)
             spent[name] += now() - begin
             written[name].append(said)
             peer = peers[name]
@@ -274,21 +274,6 @@ def read_bytes(model: PreTrainedModel) -> int:
     return total if table is head else total - table.numel() * table.element_size()  # type: ignore[operator]
 
 
-def copy_bandwidth(device: torch.device, now: Callable[[], float] = time.perf_counter) -> float:
-    """Bytes per second that a copy inside the device's memory reads and writes; the best of a few."""
-    size = COPY_BYTES[device.type]
-    source = torch.zeros(size, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    times = []
-    for _ in range(COPIES):
-        _settle(device)
-        begin = now()
-        target.copy_(source)
-        _settle(device)
-        times.append(now() - begin)
-    return 2.0 * size / min(times)
-
-
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without what transformers logs about its own calls of itself."""
@@ -298,8 +283,3 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logging.set_verbosity(level)
-
-
-def _settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -109,6 +109,10 @@ def test_settings_reach_the_run(tmp_path, capsys):
         (["bench", "embedded", "--repeats", "0"], "repeats must be 1 or more, not 0"),
         (["bench", "embedded", "--k", "8-1"], "--k takes a draft length from 1 to 16, or a range like 1-8, not '8-1'"),
         (["bench", "race-fairness", "--k", "3"], "suite 'race-fairness' has no draft length to choose; leave --k out"),
+        (["bench", "k", "--minutes", "3"], "suite 'k' has no time to choose; leave --minutes out"),
+        (["bench", "gpu", "--minutes", "-1"], "minutes must be 0 to 600, not -1; 0 writes the report of what is there"),
+        (["bench", "gpu", "--device", "xpu"], "there is no device 'xpu' here; use device 'auto'"),
+        (["profile", "--name", "My Card"], "a profile's name has small letters, digits, - and ., not 'My Card'"),
         (["bench", "k", "--preset", "embeded-draft"], "unknown preset 'embeded-draft'; did you mean 'embedded-draft'?"),
         (["bench", "peers", "--pair", "98mm"], "unknown pair '98mm'; did you mean '98m'?"),
         (["bench", "peers", "--pair", "8m", "--dtype", "fp8"], "unknown dtype 'fp8'; "),
@@ -210,7 +214,16 @@ def test_methods_name_their_options_with_range_and_help(capsys):
 def test_doctor_says_what_is_there(capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    for line in ("torch", "transformers", "gradio", "device", "chromium", "embedded models", "verify cost"):
+    for line in (
+        "torch",
+        "transformers",
+        "gradio",
+        "device",
+        "chromium",
+        "embedded models",
+        "cpu (auto)",
+        "verify cost",
+    ):
         assert f"\n{line}" in out
 
 
@@ -223,7 +236,7 @@ def test_doctor_fails_when_models_are_missing(capsys, monkeypatch, tmp_path):
 def test_no_command_is_help(capsys):
     assert main([]) == 0
     out = capsys.readouterr().out
-    for command in ("ui", "run", "bench", "train", "replay", "presets", "methods", "doctor"):
+    for command in ("ui", "run", "bench", "profile", "train", "replay", "presets", "methods", "doctor"):
         assert f"\n  {command} " in out
 
 

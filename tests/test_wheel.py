@@ -15,6 +15,7 @@ USE = """
 import sys
 from types import SimpleNamespace
 from specdemo.__main__ import main
+from specdemo.predict.profiles import profiles
 from specdemo.ui.page import Visits, build, preset
 
 assert main(["presets", "--json"]) == 0
@@ -22,6 +23,7 @@ build()
 visitor = SimpleNamespace(session_hash="a", query_params={})
 assert '"recorded":true' in Visits(preset("embedded-draft"), False).first(visitor)
 assert main(["bench", "peers", "--pair", "8m"]) == 2
+assert "h100-sxm" in profiles()
 sys.exit(main(["run", "embedded-draft", "--max-new-tokens", "4"]))
 """
 

@@ -1,5 +1,6 @@
 """What the sections share: the device, the models that lie on it, how a step is measured."""
 
+import gc
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from specdemo.core.protocol import Drafter, GenerationConfig
 from specdemo.core.trace import StepEvent
 from specdemo.core.tree import ABSENT, Draft
 from specdemo.engine.loop import generate
-from specdemo.models.devices import kind
+from specdemo.models.devices import kind, now
 from specdemo.models.place import DTYPES, pick_dtype
 from specdemo.models.target import HFTarget
 
@@ -36,7 +37,7 @@ class Found:
     remarks: list[str] = field(default_factory=list)
 
 
-class Absent(Exception):
+class Absent(RuntimeError):
     """A model or a package that is not to be had here: a remark, no failure."""
 
 
@@ -87,6 +88,7 @@ class Lab:
 
     def forget(self) -> None:
         self._held = None
+        gc.collect()
         with suppress(RuntimeError):  # a context that is lost
             kind(self.device).empty()
 
@@ -138,6 +140,7 @@ class Steps:
 
     ms: Mapping[str, float]  # by lap
     step_ms: float
+    wall_ms: float  # of a step, with what the clock leaves out between two of them
     drafted: float
     kept: float
     emitted: float
@@ -152,24 +155,29 @@ def measure_steps(lab: Lab, target: HFTarget, drafter: Drafter, config: Generati
     prompt = lab.prompt(target)
     runs = []
     for repeat in range(lab.repeats + 1):
-        events = list(generate(target, drafter, prompt, config, accept=Synthetic(prompt[:, 0], seed=repeat)))
+        steps = generate(target, drafter, prompt, config, accept=Synthetic(prompt[:, 0], seed=repeat))
+        next(steps)  # the prefill
+        begin = now(lab.device)
+        events = list(steps)
         if repeat:
-            runs.append(_means(events[1:]))
+            runs.append(_means(events, 1000.0 * (now(lab.device) - begin)))
     names = runs[0].ms
     return Steps(
         {name: median(run.ms.get(name, 0.0) for run in runs) for name in names},
         median(run.step_ms for run in runs),
+        median(run.wall_ms for run in runs),
         fmean(run.drafted for run in runs),
         fmean(run.kept for run in runs),
         fmean(run.emitted for run in runs),
     )
 
 
-def _means(events: list[StepEvent]) -> Steps:
+def _means(events: list[StepEvent], wall_ms: float) -> Steps:
     laps = {name: fmean(event.ms.get(name, 0.0) for event in events) for name in events[-1].ms}
     return Steps(
         laps,
         sum(laps.values()),
+        wall_ms / len(events),
         fmean(sum(token != ABSENT for token in event.drafted[0]) for event in events),
         fmean(len(event.path[0]) - 1 for event in events),
         fmean(len(event.emitted[0]) for event in events),

@@ -16,15 +16,15 @@ Kept = Mapping[str, Any]
 LAPS = ("draft", "verify", "accept", "commit", "observe")
 
 
-def write_plots(path: Path, kept: Mapping[str, Kept], environment: Kept) -> bool:
-    """False: there was nothing to draw."""
+def write_plots(path: Path, kept: Mapping[str, Kept], environment: Kept, note: str) -> bool:
+    """note: below the title. False: there was nothing to draw."""
     drawn = [figure for figure in (_widths(kept), _bandwidth(kept), _steps(kept)) if figure is not None]
     if not drawn:
         return False
     where = escape(f"{environment['device']}, {environment['date']}")
     parts = [figure.to_html(full_html=False, include_plotlyjs=not index) for index, figure in enumerate(drawn)]
     head = f'<meta charset="utf-8"><title>{where}</title><style>body {{ font-family: system-ui }}</style>'
-    write_text(path, f"<!doctype html>\n{head}\n<h1>{where}</h1>\n" + "\n".join(parts) + "\n")
+    write_text(path, f"<!doctype html>\n{head}\n<h1>{where}</h1>\n<p>{escape(note)}</p>\n" + "\n".join(parts) + "\n")
     return True
 
 
@@ -97,5 +97,5 @@ def _steps(kept: Mapping[str, Kept]) -> go.Figure | None:
             orientation="h",
             marker={"color": color},
         )
-    drawn.update_layout(barmode="stack", height=140 + 26 * len(rows))
+    drawn.update_layout(barmode="stack", height=140 + 26 * len(rows), legend={"traceorder": "normal"})
     return drawn

@@ -33,7 +33,7 @@ def write_report(folder: Path, kept: Mapping[str, Kept], environment: Kept, lab:
         from benchmarks.gpu.plots import write_plots
     except ImportError:
         return [*files, "no plots, which need plotly: run it again where that is, with --minutes 0"]
-    if write_plots(folder / "plots.html", kept, environment):
+    if write_plots(folder / "plots.html", kept, environment, NO_GPU * lab.small):
         files.append("plots.html")
     return files
 

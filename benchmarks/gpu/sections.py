@@ -16,6 +16,7 @@ import psutil
 import torch
 from torch import nn
 
+from benchmarks.fairness import race_fairness
 from benchmarks.floor import floor
 from benchmarks.gpu.lab import Absent, Found, Lab, measure_steps, name_of
 from benchmarks.pairs import SIZES, Pair, Size, make_pair, random_pair
@@ -26,6 +27,7 @@ from specdemo.bench.result import Result, Spread
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.sampling import Sampling
 from specdemo.engine.comparison import Lane
+from specdemo.engine.failure import let_go, reason
 from specdemo.engine.loop import never
 from specdemo.engine.session import Session
 from specdemo.methods import BASELINE, load_drafter, method
@@ -108,6 +110,8 @@ def sections(lab: Lab) -> dict[str, Section]:
         "presets": Section("The embedded presets", 90, presets),
         "memory": Section("Memory over 50 runs", 60, memory),
     }
+    if not lab.small:  # which `bench race-fairness` measures
+        table["fairness"] = Section("Race fairness", 30, fairness)
     for name in shapes[1:]:
         table[f"plain-{name}"] = Section(f"Plain decoding, {name}", 90, partial(plain, name))
     return table
@@ -193,8 +197,9 @@ def plain(name: str, lab: Lab) -> Found:
     for dtype, bits in held:
         try:
             found.rows.append(_plain(name, lab, dtype, bits))
-        except (Absent, torch.OutOfMemoryError) as error:
-            found.remarks.append(f"{f'{bits}bit' if bits else name_of(dtype)}: {str(error).partition(chr(10))[0]}.")
+        except Exception as error:  # one precision is not the others
+            found.remarks.append(f"{f'{bits}bit' if bits else name_of(dtype)}: {reason(error)}.")
+            let_go(error)
             lab.forget()
     return found
 
@@ -211,6 +216,7 @@ def _plain(name: str, lab: Lab, dtype: torch.dtype, bits: int | None) -> dict[st
         "layers": target.kernels,
         "tokens/s": round(steps.tokens_per_s, 1),
         "ms/token": round(steps.step_ms, 4),
+        "by the wall": round(steps.wall_ms, 4),
         "weights read GB": round(read / 1e9, 3),
         "GB/s": round(rate / 1e9, 1),
         "of the bandwidth": round(rate / lab.bandwidth, 3),
@@ -222,9 +228,9 @@ def widths(lab: Lab) -> Found:
     """Passes of the target and of its draft model, all widths and batches."""
     found = Found()
     slots, batches = ((1, 2, 4), (1, 2)) if lab.small else (WIDTHS, BATCHES)
-    for name, few in ((lab.main, False), (shape_of_draft(lab), True)):
+    for name in dict.fromkeys((lab.main, shape_of_draft(lab))):
         target = lab.target(name, lab.dtype())
-        ms = passes(target, (1, 2) if few else slots, batches)
+        ms = passes(target, slots if name == lab.main else (1, 2), batches)
         known = passes_of(name, target, ms)
         found.rows += [
             {
@@ -267,6 +273,7 @@ def step(label: str, drafting: Drafting, lab: Lab) -> Found:
         "shape": lab.main,
         "precision": name_of(target.dtype),
         "ms/step": round(steps.step_ms, 4),
+        "by the wall": round(steps.wall_ms, 4),
         **{f"{lap} ms": round(ms, 4) for lap, ms in steps.ms.items()},
         "drafted/step": round(steps.drafted, 2),
         "kept/step": round(steps.kept, 2),
@@ -314,6 +321,12 @@ def overhead(lab: Lab) -> Found:
     return _found(result)
 
 
+def fairness(lab: Lab) -> Found:
+    """Whether a slow lane slows the other one's clock."""
+    lab.forget()
+    return _found(race_fairness(1 if lab.small else 3, lambda *_: None, never))
+
+
 def _pair(lab: Lab) -> Pair:
     lab.forget()
     if lab.small:
@@ -325,7 +338,8 @@ def _pair(lab: Lab) -> Pair:
 
 def _found(result: Result) -> Found:
     rows = [{name: _cell(value) for name, value in row.items()} for row in result.rows]
-    return Found(rows, [f"Pair {result.config['pair']}.", *result.remarks])
+    pair = [f"Pair {result.config['pair']}."] if "pair" in result.config else []
+    return Found(rows, [*pair, *result.remarks])
 
 
 def _cell(value: Any) -> Any:
@@ -362,13 +376,15 @@ def memory(lab: Lab) -> Found:
     lab.forget()
     session, chosen = Session(), load_presets()["embedded-eagle-3"]
     spec = chosen.with_changes(device=str(lab.device), max_new_tokens=8 if lab.small else 64).checked()
-    held = []
+    held, counted = [], False
     for _ in range(6 if lab.small else 50):
         session.run(spec)
-        held.append(kind(lab.device).allocated(lab.device) or psutil.Process().memory_info().rss)
+        tensors = kind(lab.device).allocated(lab.device)
+        counted = tensors > 0
+        held.append(tensors or psutil.Process().memory_info().rss)
     session.unload()
     after = held[len(held) // 5 :]  # the first ones fill what is kept on purpose
     growth = (fmean(after[len(after) // 2 :]) - fmean(after[: len(after) // 2])) / (len(after) / 2.0)
     rows = [{"run": run, "held MB": round(value / 1e6, 2)} for run, value in enumerate(held, start=1)]
-    what = "by tensors on the device" if kind(lab.device).allocated(lab.device) else "by the process"
+    what = "by tensors on the device" if counted else "by the process"
     return Found(rows, [f"Held {what}; it grows by {growth / 1e6:.3f} MB a run."])

@@ -3,6 +3,7 @@
 Every figure is the best of a few, as whatever else runs only takes away.
 """
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -19,7 +20,7 @@ from specdemo.models.machine import commit, device_name, one_thread, versions
 from specdemo.models.pass_cost import verify_costs
 from specdemo.models.place import DTYPES, pick_device, pick_dtype
 from specdemo.models.target import HFTarget
-from specdemo.predict.profiles import Figure, Measured, Passes, Profile
+from specdemo.predict.profiles import NAME, Figure, Measured, Passes, Profile
 
 REPEATS = 8
 LAUNCHES = 500
@@ -169,6 +170,8 @@ def slug(title: str) -> str:
 def measure_profile(device: str = "auto", name: str | None = None) -> Profile:
     """This machine in about a minute. name: of the profile. Raises ValueError with one line."""
     where = pick_device(device)
+    if name is not None and not re.fullmatch(NAME, name):
+        raise ValueError(f"a profile's name has small letters, digits, - and ., not {name!r}")
     model, widths, batches = (
         ("llama-100m", CPU_WIDTHS, CPU_BATCHES) if where.type == "cpu" else ("llama-1b", WIDTHS, BATCHES)
     )

@@ -5,6 +5,7 @@ import logging
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,6 @@ from transformers import GenerationConfig as HFGenerationConfig
 from specdemo.core.words import suggest
 
 STD = 0.02
-SEED = 11
 CONTEXT = 8192
 
 
@@ -122,8 +122,8 @@ def _drawn(like: Tensor, device: torch.device, name: str) -> Tensor:
     made = torch.empty(like.shape, dtype=like.dtype, device=device)
     if made.ndim < 2:
         return made.fill_(1.0)
-    seed = SEED + sum(name.encode()) + 31 * len(name)
-    return made.normal_(0.0, STD, generator=torch.Generator(device).manual_seed(seed))
+    rng = torch.Generator(device).manual_seed(crc32(name.encode()))
+    return made.normal_(0.0, STD, generator=rng)
 
 
 def _quantised(linear: nn.Linear, weight: Tensor, bits: int, dtype: torch.dtype) -> nn.Module:

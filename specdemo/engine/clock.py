@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from specdemo.models import devices
+from specdemo.models.devices import EVENTS, WAITS, kind, now
 from specdemo.models.machine import one_thread
 
 
@@ -88,16 +88,17 @@ class CudaStopwatch:
 
 def stopwatch_for(device: torch.device) -> Stopwatch:
     """The stopwatch that measures a device's own time."""
-    if device.type == "cuda":
+    timing = kind(device).timing
+    if timing == EVENTS:
         return CudaStopwatch()
     if _thread_time(device):
         return CpuStopwatch(time.thread_time, time.perf_counter)
-    return CpuStopwatch(partial(devices.now, device))
+    return CpuStopwatch(partial(now, device)) if timing == WAITS else CpuStopwatch()
 
 
 def clock_of(device: torch.device) -> str:
     """What the times of lanes on a device are of."""
-    if device.type == "cuda":
+    if kind(device).timing == EVENTS:
         return "CUDA events"
     return "thread CPU time" if _thread_time(device) else "wall time"
 

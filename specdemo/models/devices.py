@@ -134,11 +134,12 @@ class Mps(Kind):
         torch.mps.empty_cache()
 
 
+EVENTS, WAITS = "events", "synchronising"
 HALF = ("bfloat16", "float16", "float32")
 KINDS: dict[str, Kind] = {  # the best first
-    "cuda": Cuda("NVIDIA or AMD GPU", "events", HALF, "flash, efficient or math", records=True, apart=True),
-    "xpu": Xpu("Intel GPU", "synchronising", HALF, "flash, oneDNN or math", apart=True),
-    "mps": Mps("Apple GPU", "synchronising", HALF, "Metal", quantised=False),
+    "cuda": Cuda("NVIDIA or AMD GPU", EVENTS, HALF, "flash, efficient or math", records=True, apart=True),
+    "xpu": Xpu("Intel GPU", WAITS, HALF, "flash, oneDNN or math", apart=True),
+    "mps": Mps("Apple GPU", WAITS, HALF, "Metal", quantised=False),
     "cpu": Kind(tested=True),
 }
 

@@ -15,6 +15,7 @@ from specdemo.core.words import suggest
 
 FOLDER = Path(__file__).parents[1] / "profiles"
 
+NAME = r"^[a-z0-9][a-z0-9.-]*$"
 Positive = Annotated[float, Field(gt=0.0)]
 Count = Annotated[int, Field(ge=1)]
 
@@ -68,7 +69,7 @@ class Profile(_Strict):
     """A device. What is None is not known; `measured` None says that every number is from a datasheet."""
 
     format: Literal[1] = 1
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")
+    name: str = Field(pattern=NAME)
     title: str = Field(min_length=1)
     kind: Literal["gpu", "cpu"]
     memory_gb: Figure

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.gpu import run
 from benchmarks.gpu.lab import Absent, Found, Lab, Synthetic, measure_steps
-from benchmarks.gpu.sections import METHODS, Section, sections
+from benchmarks.gpu.sections import METHODS, Section, plain, sections
 from specdemo.core.accept import Lossless
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.tree import ABSENT, Draft
@@ -179,6 +179,20 @@ def test_the_exact_rule_is_paid_for_as_well(monkeypatch):
     target = lab.target("llama-tiny", torch.float32)
     steps = measure_steps(lab, target, load_drafter("ngram", target), GenerationConfig(20, budget=Budget(3, 3)))
     assert len(asked) > 4 and steps.drafted > 0.0
+
+
+def test_one_precision_that_fails_leaves_the_others(monkeypatch):
+    made = Lab.model
+
+    def model(lab, name, dtype, bits=None):
+        if dtype == torch.float16:
+            raise RuntimeError("no kernel image is available\nat all")
+        return made(lab, name, dtype, bits)
+
+    monkeypatch.setattr(Lab, "model", model)
+    found = plain("llama-tiny", Lab(CPU, 1))
+    assert [row["precision"] for row in found.rows] == ["float32", "bfloat16"]
+    assert found.remarks == ["float16: no kernel image is available."]
 
 
 def test_a_model_that_does_not_fit_is_left_out():

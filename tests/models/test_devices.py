@@ -51,7 +51,13 @@ class Pretend(Kind):
 def pretend(monkeypatch):
     def make(name, here=1, **row):
         known = KINDS[name]
-        row = {"title": known.title, "dtypes": known.dtypes, "quantised": known.quantised, "apart": known.apart} | row
+        row = {
+            "title": known.title,
+            "timing": known.timing,
+            "dtypes": known.dtypes,
+            "quantised": known.quantised,
+            "apart": known.apart,
+        } | row
         made = Pretend(**row)
         monkeypatch.setattr(Pretend, "here", here)
         monkeypatch.setitem(KINDS, name, made)
