@@ -152,7 +152,7 @@ def replay(
 
 def _suites() -> str:
     listed = [f"{name}: {suite.__doc__}" for name, suite in suites().items()]
-    return "\n\n".join(["Run a benchmark suite: interleaved repeats, medians and quartiles.", *listed])
+    return "\n\n".join(["Run a benchmark suite: interleaved repeats, 95 % intervals.", *listed])
 
 
 @app.command(help=_suites())

@@ -76,7 +76,6 @@ class Totals:
     """One lane over some prompts; all rows count."""
 
     rows: list[Tally] = field(default_factory=list)
-    ms: float = 0.0  # of decoding, not the prefill
     prefills: list[float] = field(default_factory=list)
     runs: list[Timed] = field(default_factory=list)
 
@@ -84,14 +83,8 @@ class Totals:
         """Count one generation's steps, of all its rows."""
         rows = [Tally.of(events, row) for row in range(len(events[0].emitted))]
         self.rows += rows
-        self.ms += rows[0].ms
         self.prefills.append(step_ms(events[0]))
         self.runs.append(timed_events(events))
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens a second of decoding, of all rows together; the prompt's pass is left out."""
-        return ratio(sum(row.tokens for row in self.rows), self.ms / 1000.0) or 0.0
 
     @property
     def acceptance_rate(self) -> float | None:

@@ -182,4 +182,4 @@ def is_baseline(speed: Cell) -> bool:
 
 
 def _place(row: dict[str, Any], axis: str | None) -> str:
-    return str(row.get("lane")) if axis in (None, "lane") else f"{row.get('lane')} at {axis} {row.get(axis)}"
+    return str(row.get("lane")) if axis in (None, "lane") else f"{row.get('lane')} at {axis} = {row.get(axis)}"

@@ -40,7 +40,8 @@ DEFINITIONS: dict[str, Definition] = {
         ("noisy", "reasons"),
         "a second run may say something else: a lane waited for the processor in 10 % of its time or more, plain steps "
         "differ by more than 50 % or drift by more than 15 %, a step is cheaper than the plain token it holds, a "
-        "server's pieces came in bunches or its own times say otherwise, or half of the interval is wider than 10 %",
+        "server's pieces came in bunches or its own times say otherwise, a GPU was slowed or its clock changed by more "
+        "than 5 %, or half of the interval is wider than 10 %",
     ),
     "acceptance": Definition(
         ("acceptance_rate", "accepted", "drafted"),

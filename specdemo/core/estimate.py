@@ -165,19 +165,15 @@ def _whole(*lanes: Runs) -> bool:
 
 def _blocks(lanes: Sequence[tuple[int, Runs]], shared: bool) -> list[float]:
     """The scores of ln S, block by block."""
-    scores: dict[tuple[int, ...], float] = defaultdict(float)
+    scores: dict[tuple[int, int, int], float] = defaultdict(float)  # by run, place in it, and lane
     whole = _whole(*(runs for _, runs in lanes))
     spans = [max(run.steps_ms for run in runs) or 1.0 for runs in zip(*(runs for _, runs in lanes), strict=True)]
     for sign, runs in lanes:
         total = sum(run.ms for run in runs)
         for index, (run, excess) in enumerate(zip(runs, _excess(runs), strict=True)):
+            length = spans[index] / SHARED_BLOCKS if shared else (run.steps_ms or 1.0) / OWN_BLOCKS
             for middle, ms in zip(run.middles(), excess, strict=True):
-                if whole:
-                    block: tuple[int, ...] = (index,)
-                elif shared:
-                    block = index, int(SHARED_BLOCKS * middle / spans[index])
-                else:
-                    block = index, int(OWN_BLOCKS * middle / (run.steps_ms or 1.0)), sign
+                block = (index, 0, 0) if whole else (index, int(middle / length), 0 if shared else sign)
                 scores[block] += sign * ms / total
     return [*scores.values()]
 

@@ -307,14 +307,12 @@ def step_ms(event: StepEvent) -> float:
 def compare(
     baseline: LaneTrace, lane: LaneTrace, greedy: bool, margin: float | None = None, schedule: str = "race"
 ) -> dict[str, Any]:
-    """A speculative lane against lane 0.
+    """A speculative lane against lane 0; the numbers are defined in `definitions`.
 
-    speedup: tokens_per_s / tokens_per_s; where one lane ran on a server, both from the request on. speedup_low, _high:
-    its 95 % interval (core.estimate), None where too little was measured. noisy: it should be measured again, for
-    these `reasons` (core.noise). identical: the same token ids (over the common length when one was cancelled);
-    None under sampling, where only distributions agree. first_divergence: index of the first other token.
-    divergence_margin: there, the gap between the target's two best logits in a one-token pass, when it was measured.
-    Where a server did not tell the ids, identical compares the texts, and first_divergence is unknown.
+    identical: the same token ids (over the common length when one was cancelled); None under sampling, where only
+    distributions agree. first_divergence: index of the first other token. divergence_margin: there, the gap between the
+    target's two best logits in a one-token pass, when it was measured. Where a server did not tell the ids, identical
+    compares the texts, and first_divergence is unknown.
     The session adds verdict: identical | rounding | differs (greedy), same distribution (sampling), lossy; and with a
     server same text | text differs (greedy); unknown where a lane failed or a server does not tell.
     """

@@ -28,6 +28,7 @@ from specdemo.engine.verdict import judge
 from specdemo.methods import check_model, validate_options
 from specdemo.models.hub import Cancelled, LoadProgress, silent
 from specdemo.models.machine import commit, device_name, one_thread, versions
+from specdemo.models.nvml import GpuClock
 from specdemo.models.place import placed
 from specdemo.models.resolve import has_chat_template
 from specdemo.models.target import HFTarget
@@ -114,12 +115,13 @@ class Session:
                     yield Note(note, index)
             if here:  # the warm-up may have shown that passes cannot be recorded
                 trace.environment["kernels"] = here.kernels
+            gpu = GpuClock(here.device if here else torch.device("cpu"))
             for run in range(1, spec.repeats):
                 yield Note(f"run {run} of {spec.repeats} is not shown; all of them are pooled")
                 self._repeat(spec, lanes, cancelled)
             for together in _turns(lanes):
                 yield from _play(together, trace, cancelled)
-            judge(trace, self.models.target() if here else None)
+            judge(trace, self.models.target() if here else None, gpu.reasons())
             self.kept.end(spec, trace)
             yield Finished(trace)
 

@@ -1,5 +1,6 @@
 """Whether a lane said what plain decoding said, and if not, why."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
@@ -10,11 +11,14 @@ from specdemo.models.pass_cost import rounding_noise
 from specdemo.models.target import HFTarget
 
 
-def judge(trace: RunTrace, target: HFTarget | None) -> None:
-    """Fill in `comparison`. target: that of the baseline, which reads a text again where two part; None: a server's."""
+def judge(trace: RunTrace, target: HFTarget | None, noise: Sequence[str] = ()) -> None:
+    """Fill in `comparison`. target: that of the baseline, which reads a text again where two part; None: a server's.
+    noise: why no time of the run may be confirmed."""
     baseline, greedy = trace.lanes[0], not trace.config.get("temperature")
     for lane in trace.lanes[1:]:
         row = compare(baseline, lane, greedy, schedule=trace.schedule)
+        if row["speedup"] and noise:
+            row |= {"noisy": True, "reasons": [*row["reasons"], *noise]}
         index = row["first_divergence"]
         if "error" in (baseline.finish, lane.finish):
             row |= {"identical": None, "first_divergence": None, "verdict": "unknown"}

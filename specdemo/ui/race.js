@@ -174,10 +174,10 @@ function stage(replayed) {
 
 function badge() {
   const node = $(".sd-badge");
-  const { device, date, dtype, threads, commit } = run.start.environment || {};
+  const { device, date, dtype, threads, commit, clock } = run.start.environment || {};
   node.hidden = false;
   node.classList.toggle("sd-recorded", run.recorded);
-  const where = [device, threads ? `${threads} thread${threads > 1 ? "s" : ""}` : null, dtype];
+  const where = [device, threads ? `${threads} thread${threads > 1 ? "s" : ""}` : null, dtype, clock];
   const when = [date || "date unknown", commit ? `commit ${String(commit).slice(0, 7)}` : null];
   const words = run.recorded ? ["Recorded run", ...where, ...when] : where;
   node.textContent = words.filter(Boolean).map((word) => String(word).slice(0, 60)).join(" · ");

@@ -52,6 +52,7 @@ function laneNumbers({ view, bar, finish, remote, soFar, summary }, n) {
   const said = soFar.tokens || 0;
   view.number.textContent = fixed(n.tokens_per_s, n.tokens_per_s < 100 ? 1 : 0);
   view.number.dataset.value = n.tokens_per_s ?? "";
+  view.number.title = isNumber(n.tokens_per_s_low) ? `95 % interval: ${fixed(n.tokens_per_s_low, 1)} to ${fixed(n.tokens_per_s_high, 1)}` : "";
   view.unit.textContent = pieces ? "pieces/s" : "tok/s";
   const share = run.start.limit ? Math.min(1, said / run.start.limit) : 0;
   bar.fill.style.transform = `scaleX(${finish === "stop" ? 1 : share})`;

@@ -70,7 +70,9 @@ def fates(event: StepEvent) -> list[Fate | None]:
     Siblings are tried in order until one is accepted: those behind it, nodes below a refused one and those behind the
     end of the text are not reached.
     """
-    path = {*event.path[0][: len(event.emitted[0]) + 1]}
+    emitted = len(event.emitted[0])
+    path = event.path[0][: emitted + 1]
+    tried = path if emitted >= len(event.path[0]) else path[:-1]  # else the text ended with the last of them
     served: set[int] = set()  # kept slots one of whose children was accepted already
     verdicts: list[Fate | None] = []
     for slot, (token, parent) in enumerate(zip(event.drafted[0], event.parents[0], strict=True), start=1):
@@ -80,7 +82,7 @@ def fates(event: StepEvent) -> list[Fate | None]:
             verdicts.append("accepted")
             served.add(parent)
         else:
-            verdicts.append("rejected" if parent in path and parent not in served else "not reached")
+            verdicts.append("rejected" if parent in tried and parent not in served else "not reached")
     return verdicts
 
 

@@ -1,7 +1,9 @@
 """What a terminal shows of a trace."""
 
-from specdemo.bench.report import race_report, texts, visible
+from specdemo.bench.report import markdown, race_report, texts, visible
+from specdemo.bench.result import Result
 from specdemo.bench.table import table
+from specdemo.core.estimate import Estimate
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent
 
 
@@ -72,6 +74,28 @@ def test_a_lane_that_failed_or_was_stopped_says_so():
     failed = trace(lane("fast", [PREFILL]), verdict="unknown")
     failed.lanes[0].finish, failed.lanes[0].note = "error", "out of patience"
     assert "Baseline: out of patience\n" in race_report(failed)
+
+
+def test_lanes_as_the_readmes_table():
+    rows = [
+        {"lane": "Baseline", "tokens/s": Estimate(100.4, 99.0, 101.0), "speed-up": Estimate(1.0, 1.0, 1.0)},
+        {
+            "lane": "fast",
+            "tokens/s": Estimate(197.0, 190.0, 204.0),
+            "speed-up": Estimate(1.97, 1.86, 2.07),
+            "accepted": 0.5,
+        },
+    ]
+    where = {"device": "Test CPU", "threads": 1, "dtype": "float32", "clock": "thread CPU time"}
+    text = markdown(
+        Result("methods", 3, {"prompts": 8}, where, [row | {"tokens/pass": 2.0} for row in rows], ["Quiet."])
+    )
+    first, _, *table = text.splitlines()
+    assert first == "Test CPU, 1 thread, float32, 8 prompts, 3 repeats, thread CPU time, 95 % intervals. Quiet."
+    assert table[2:] == [
+        "| fast | 197, 190 to 204 | 1.97x, 1.86 to 2.07 | 50% | 2.00 |",
+        "| Baseline | 100, 99 to 101 | 1 |  | 2.00 |",
+    ]
 
 
 def test_equal_texts_are_shown_once():

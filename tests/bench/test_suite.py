@@ -18,6 +18,7 @@ from specdemo.bench.report import bench_report, write_result
 from specdemo.bench.result import Result, Spread, read_result
 from specdemo.bench.suites import SHIPPED, Sweep, suite, suites
 from specdemo.core.accept import Lossless
+from specdemo.core.estimate import rate
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.trace import StepEvent
 from specdemo.engine.comparison import Comparison, Lane
@@ -228,7 +229,7 @@ def test_totals_count_rows_and_leave_the_prefill_out():
     totals.add([prefill, step])
     counts = [(row.tokens, row.steps, row.drafted, row.accepted) for row in totals.rows]
     assert counts == [(3, 1, 2, 2), (1, 1, 1, 0)]
-    assert (totals.tokens_per_s, totals.tokens_per_pass, totals.acceptance_rate) == (400.0, 2.0, round(2 / 3, 4))
+    assert (rate(totals.runs).value, totals.tokens_per_pass, totals.acceptance_rate) == (400.0, 2.0, round(2 / 3, 4))
     assert totals.prefills == [50.0]
 
 

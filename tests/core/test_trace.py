@@ -93,6 +93,14 @@ def test_summary_of_a_chain():
     }
 
 
+def test_a_draft_behind_the_end_of_the_text_is_not_kept():
+    """A stop token was the first of three drafts that the target agreed with."""
+    stopped = step(1, [2, 3, 4], [0, 1, 2], [0, 1, 2, 3], [2], verify=6.0)
+    summary = summarise(lane([prefill(1), stopped]))
+    assert (summary["accepted"], summary["drafted"], summary["accept_histogram"]) == (1, 3, [0, 1, 0, 0])
+    assert kinds(stopped) == ["accepted"]
+
+
 def test_gaps_between_their_neighbours():
     events = [prefill(1), *(step(i, [], [], [0], [i], verify=10.0 * i) for i in range(1, 5))]
     summary = summarise(lane(events))

@@ -1,11 +1,15 @@
 """A run on the shipped models, and stored runs, as a visitor sees them."""
 
+import csv
 import json
 import re
 
+import pytest
 from playwright.sync_api import expect
 
-from specdemo.core.trace import from_json, to_json
+from specdemo.core.tally import summarise
+from specdemo.core.trace import compare, estimates, from_json, to_json
+from specdemo.engine.cost import prediction
 from tests.traces import HOSTILE, PROMPT, hostile_trace
 from tests.ui.stand_ins import chat_trace
 
@@ -109,6 +113,69 @@ def test_a_run_shows_what_its_trace_says(visit, tmp_path):
     expect(other.locator(".sd-badge")).to_have_text(re.compile("^Recorded run · .+ · 20"))
     assert [lane_text(other, i) for i in (0, 1)] == [lane.text for lane in trace.lanes]
     assert float(value(other, "speedup", 1)) == row["speedup"]
+
+
+def test_every_number_of_a_finished_page_follows_from_its_trace(visit):
+    """Recomputed from the events alone, with the page open."""
+    page = visit_short(visit)
+    run(page)
+    said(page, "^Finished")
+    trace = from_json(save(page, "json").path().read_bytes())
+    names = ("tokens_per_s", "ttft_ms", "itl_ms_p50")
+    tiles = {"acceptance": "acceptance_rate", "per-pass": "tokens_per_step", "memory": "peak_memory_bytes"}
+    expected = {}
+    for index, lane in enumerate(trace.lanes):
+        numbers = summarise(lane, lane.summary["peak_memory_bytes"])
+        assert numbers == lane.summary
+        expected |= {(name, index): numbers[name] for name in names}
+        expected |= {(tile, index): numbers[key] for tile, key in tiles.items() if index or tile == "memory"}
+        split = ", ".join(f"{part} {numbers[f'ms_{part}']}" for part in ("draft", "verify", "other"))
+        shown = page.locator(".sd-split .sd-track").nth(index).get_attribute("aria-label")
+        assert [round(float(n), 0) for n in re.findall(r"[\d.]+", shown)] == pytest.approx(
+            [float(n) for n in re.findall(r"[\d.]+", split)], abs=1.0
+        )
+        waited = f"waited for the processor {round(100 * numbers['waited_share'])} %"
+        assert page.locator(".sd-split").nth(index).inner_text().endswith(waited)
+    plain, lane = trace.lanes
+    row = compare(plain, lane, greedy=True, schedule=trace.schedule) | {"verdict": "identical"}
+    assert row == trace.comparison[0]
+    expected |= {("speedup", 1): row["speedup"], ("output", 1): "identical"}
+    shown = page.locator("[data-metric]").evaluate_all(
+        "nodes => nodes.map(n => [n.dataset.metric, Number(n.dataset.ofLane), n.dataset.value])"
+    )
+    assert {(metric, of): value for metric, of, value in shown} == {key: str(value) for key, value in expected.items()}
+    kept, (speed,) = summarise(lane), estimates(trace)
+    expect(page.locator('[data-tile="acceptance"] small')).to_have_text(f"{kept['accepted']} of {kept['drafted']}")
+    expect(page.locator('[data-tile="per-pass"] small')).to_have_text(f"{kept['steps']} passes")
+    expect(page.locator('[data-tile="speedup"] small')).to_contain_text(f"{speed.interval()}, ")
+    expect(page.locator('[data-tile="speedup"] small')).to_contain_text(speed.word)
+    expect(page.locator('[data-tile="speedup"] .sd-noisy')).to_have_count(int(row["noisy"]))
+    expect(page.locator(".sd-why")).to_contain_text(prediction(trace)[0]["sentence"])
+    rates = "  ".join(f"{i}: {100 * rate:.0f} %" for i, rate in enumerate(kept["accept_by_position"], start=1))
+    expect(page.locator(".sd-rates")).to_have_text(f"kept at position: {rates}")
+    kinds = [
+        line["kind"] for line in csv.DictReader(save(page, "csv").path().open(encoding="utf-8")) if line["lane"] == "1"
+    ]
+    assert kinds.count("accepted") == kept["accepted"]
+    assert kinds.count("rejected") + kinds.count("not reached") == kept["drafted"] - kept["accepted"]
+
+
+def test_a_noisy_run_is_repeated_with_one_click_and_pooled(visit):
+    page = visit_short(visit)
+    run(page)
+    said(page, "^Finished")
+    once = from_json(save(page, "json").path().read_bytes())
+    if not once.comparison[0]["noisy"]:  # a quiet machine has no badge; what it does is there all the same
+        page.evaluate("document.getElementById('repeat').click()")
+    else:
+        page.locator(".sd-noisy").click()
+    expect(page.locator("#stop")).to_be_enabled()
+    expect(page.locator("#run")).to_be_enabled()
+    said(page, "^Finished")
+    pooled = from_json(save(page, "json").path().read_bytes())
+    assert [len(lane.repeats) for lane in pooled.lanes] == [2, 2]
+    assert float(value(page, "tokens_per_s", 1)) == summarise(pooled.lanes[1])["tokens_per_s"]
+    assert float(value(page, "speedup", 1)) == pooled.comparison[0]["speedup"]
 
 
 def test_hostile_text_stays_text(visit, trace_file):

@@ -3,9 +3,10 @@
 import itertools
 
 import pytest
+import torch
 
 from specdemo.core.trace import StepEvent
-from specdemo.engine.clock import CpuStopwatch
+from specdemo.engine.clock import CpuStopwatch, clock_of, stopwatch_for
 from specdemo.engine.race import race, sequential
 
 
@@ -86,3 +87,23 @@ def test_stopwatch_adds_laps_of_one_name():
     watch.lap("verify")
     watch.lap("draft")
     assert watch.read() == {"draft": 4.0, "verify": 2.0}
+
+
+def test_a_thread_that_waits_takes_no_device_time():
+    ran, passed = iter([0.0, 0.002, 0.005]), iter([10.0, 10.025])
+    watch = CpuStopwatch(lambda: next(ran), lambda: next(passed))
+    watch.start()
+    watch.lap("draft")
+    watch.lap("verify")
+    assert watch.read() == {"draft": 2.0, "verify": 3.0} and watch.wall_ms == 25.0
+
+
+def test_lanes_on_a_cpu_are_timed_by_their_own_thread_if_it_is_the_only_one(monkeypatch):
+    cpu = torch.device("cpu")
+    assert clock_of(cpu) == "thread CPU time" and clock_of(torch.device("cuda")) == "CUDA events"
+    watch = stopwatch_for(cpu)
+    watch.start()
+    watch.lap("verify")
+    assert watch.read()["verify"] >= 0.0 and watch.wall_ms is not None
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert clock_of(cpu) == "wall time" and stopwatch_for(cpu).wall_ms is None

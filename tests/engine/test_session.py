@@ -52,7 +52,40 @@ def test_numbers_follow_from_the_events(trace):
     assert trace.comparison[0]["speedup"] == pytest.approx(speeds[1] / speeds[0], rel=1e-3)
 
 
+def test_a_speed_up_has_its_interval_and_a_lane_what_it_waited(trace):
+    for row in trace.comparison:
+        assert row["speedup_low"] < row["speedup"] < row["speedup_high"] and row["noisy"] == bool(row["reasons"])
+    for lane in trace.lanes:
+        busy, wall = (
+            sum(times) for times in zip(*((sum(e.ms.values()), e.wall_ms) for e in lane.events[1:]), strict=True)
+        )
+        assert lane.summary["waited_share"] == pytest.approx(max(1.0 - busy / wall, 0.0), abs=1e-3)
+        assert lane.summary["tokens_per_s_low"] < lane.summary["tokens_per_s"] < lane.summary["tokens_per_s_high"]
+
+
+def test_an_older_trace_gets_its_intervals_when_it_is_opened(trace):
+    older = json.loads(to_json(trace))
+    for row in older["comparison"]:
+        for name in ("speedup_low", "speedup_high", "noisy", "reasons"):
+            del row[name]
+    assert from_json(json.dumps(older)) == trace
+
+
+def test_repeats_are_pooled(runner):
+    trace = runner.run(spec(repeats=3))
+    assert from_json(to_json(trace)) == trace
+    for lane in trace.lanes:
+        assert [[e.emitted for e in events] for events in lane.repeats] == [[e.emitted for e in lane.events]] * 2
+        ms = sum(sum(e.ms.values()) for events in (*lane.repeats, lane.events) for e in events[1:])
+        assert lane.summary["tokens_per_s"] == pytest.approx(3 * 23 * 1000 / ms, rel=1e-3)
+    forged = json.loads(to_json(trace))
+    del forged["lanes"][1]["repeats"][0]
+    with pytest.raises(ValueError, match="its lanes were not repeated equally often"):
+        from_json(json.dumps(forged))
+
+
 def test_the_trace_says_where_it_was_measured(trace):
+    assert trace.environment["clock"] == "thread CPU time"
     assert trace.environment["dtype"] == "float32"
     assert trace.environment["threads"] == 1
     assert set(trace.environment["versions"]) == {"python", "torch", "transformers"}

@@ -88,6 +88,10 @@ def test_fates(drafted, parents, path, expected):
     assert fates(step(drafted, parents, path, [9] * len(path))) == expected
 
 
+def test_what_lies_behind_the_end_of_the_text_is_not_reached():
+    assert fates(step([5, 6, 7], [0, 1, 2], [0, 1, 2, 3], [5])) == ["accepted", "not reached", "not reached"]
+
+
 def test_small_messages():
     assert view(Loading(0.51234, "loading x")) == {"type": "loading", "share": 0.512, "text": "loading x"}
     assert view(Failed("no")) == {"type": "error", "text": "no"}

@@ -1,0 +1,48 @@
+"""A GPU's clock, from a library that stands in for NVIDIA's."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from specdemo.models import nvml
+from specdemo.models.nvml import GpuClock
+
+
+class Library:
+    """Says the clocks and the limits it is given, one after the other."""
+
+    def __init__(self, mhz, limits, fails=()):
+        self.mhz, self.limits, self.fails = iter(mhz), limits, fails
+
+    def nvmlDeviceGetHandleByUUID(self, name, handle):
+        assert name == b"GPU-abc"
+        return 0
+
+    def __getitem__(self, function):
+        def ask(handle, *arguments):
+            clock = function == "nvmlDeviceGetClockInfo"
+            arguments[-1]._obj.value = next(self.mhz) if clock else self.limits
+            return int(function in self.fails)
+
+        return ask
+
+
+@pytest.mark.parametrize(
+    ("library", "reasons"),
+    [
+        (Library([1980, 1980], 0), []),
+        (Library([1980, 1410], 0), ["the GPU's clock went from 1980 to 1410 MHz"]),
+        (Library([1980, 1950], 0x04 | 0x20), ["the GPU is slowed by heat and its power limit"]),
+        (Library([1980, 1410], 0x04, ["nvmlDeviceGetClockInfo", "nvmlDeviceGetCurrentClocksThrottleReasons"]), []),
+        (None, []),
+    ],
+)
+def test_what_a_gpu_says(monkeypatch, library, reasons):
+    monkeypatch.setattr(nvml, "_library", lambda: library)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="abc"))
+    assert GpuClock(torch.device("cuda")).reasons() == reasons
+
+
+def test_a_processor_is_not_asked():
+    assert GpuClock(torch.device("cpu")).reasons() == []
