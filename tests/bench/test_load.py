@@ -92,7 +92,8 @@ def test_goodput_counts_what_keeps_both_bounds():
     answers = [Answer(0, "", 5, ttft, [gap] * 4) for ttft, gap in ((10.0, 1.0), (30.0, 1.0), (10.0, 9.0))]
     point = Point(answers, 2.0, Told())
     assert point.throughput == 7.5
-    assert [point.goodput(*b) for b in ((None, None), (20.0, None), (None, 5.0), (20.0, 5.0))] == [1.5, 1.0, 1.0, 0.5]
+    assert [answer.per_token for answer in answers] == [2.8, 6.8, 9.2]
+    assert [point.goodput(*b) for b in ((None, None), (20.0, None), (None, 7.0), (20.0, 7.0))] == [1.5, 1.0, 1.0, 0.5]
 
 
 def row(at, lane, k, good, speed=1.0):
