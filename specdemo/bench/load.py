@@ -24,9 +24,9 @@ from typing import Any
 import httpx
 
 from specdemo.bench.base import Axis, Report
+from specdemo.bench.load_options import CONCURRENCY, LoadOptions
 from specdemo.bench.prompts import PROMPTS
 from specdemo.bench.result import LATENCY, Result, Spread
-from specdemo.bench.suites import CONCURRENCY, Load
 from specdemo.bench.sweeps import gain
 from specdemo.core.protocol import GenerationConfig
 from specdemo.core.tally import ratio, step_ms
@@ -121,7 +121,7 @@ class Fleet:
     running: Mapping[int, str]
 
     @classmethod
-    def of(cls, suite: Load, ks: Sequence[int]) -> "Fleet":
+    def of(cls, suite: LoadOptions, ks: Sequence[int]) -> "Fleet":
         """Raises ValueError with one line."""
         chosen = preset(suite.preset).with_changes(temperature=0.0)
         chosen = chosen.model_copy(update={"lanes": chosen.lanes[:1]})
@@ -140,9 +140,12 @@ class Fleet:
         return f"{self.engine} {version}".strip() if self.program else ", ".join(map(host, self.running.values()))
 
     def together(self, lanes: int) -> bool:
-        """Whether so many servers can be up at a time without taking each other's memory: not where they share GPUs."""
-        there = self.program.there if self.program else None
-        return self.program is None or there is None or not 0 < there.gpus < lanes * self.program.gpus
+        """Whether so many servers can be up at a time without taking each other's memory: not where they share GPUs,
+        or may."""
+        if self.program is None:
+            return True
+        there = self.program.there
+        return there is not None and not 0 < there.gpus < lanes * self.program.gpus
 
     @contextmanager
     def up(self, lanes: Sequence[Measured], tell: Tell) -> Iterator[list[str]]:
@@ -168,7 +171,7 @@ class Fleet:
         return replace(lane, command=[*lane.command[:at], json.dumps(config), *lane.command[at + 1 :]])
 
 
-def load(suite: Load, report: Report, cancelled: Callable[[], bool]) -> Result:
+def load(suite: LoadOptions, report: Report, cancelled: Callable[[], bool]) -> Result:
     """Every k at every load. The servers take turns where all can be up at a time, else they come one by one."""
     ks = sorted({0, *suite.ks})
     fleet = Fleet.of(suite, ks)
@@ -184,14 +187,14 @@ def load(suite: Load, report: Report, cancelled: Callable[[], bool]) -> Result:
     rows = _rows(suite, lanes)
     remarks = [*_gains(rows, suite.over), *_advice(rows, schedule, fleet), *_bunched(rows)]
     if not fleet.together(len(ks)):
-        remarks.append("The servers share GPUs, so they were up one by one and did not take turns.")
+        remarks.append("The servers were up one by one, each with all GPUs to itself, and did not take turns.")
     where = environment(None) | {"device": fleet.title, "dtype": fleet.chosen.dtype}
     config = suite.config(fleet.chosen.target)
     return Result(suite.name, suite.repeats, config, where, rows, [*remarks, COUNTED], suite.over.column)
 
 
 def _measure(
-    suite: Load, fleet: Fleet, lanes: Sequence[Measured], report: Report, cancelled: Callable[[], bool]
+    suite: LoadOptions, fleet: Fleet, lanes: Sequence[Measured], report: Report, cancelled: Callable[[], bool]
 ) -> None:
     """Write the points of every lane. The first lane is the plain one."""
     groups = [[*lanes]] if fleet.together(len(lanes)) else [[lane] for lane in lanes]
@@ -208,7 +211,7 @@ def _measure(
         lane.plain = lanes[0].points
 
 
-def _take_turns(suite: Load, chosen: Preset, lanes: Mapping[str, Measured], tell: Report) -> None:
+def _take_turns(suite: LoadOptions, chosen: Preset, lanes: Mapping[str, Measured], tell: Report) -> None:
     """Every load on every server: once off the clock, then as often as asked."""
     texts = _texts(suite)
     told = {server: _greet(server, chosen, suite.new_tokens) for server in lanes}
@@ -220,7 +223,8 @@ def _take_turns(suite: Load, chosen: Preset, lanes: Mapping[str, Measured], tell
         try:
             measured = asyncio.run(point)
         except (Refused, ConnectionError, httpx.HTTPError, ValueError) as error:
-            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            said = str(error).replace(os.environ.get(KEY) or "\0", "***")  # a server may quote the key back
+            reason = " ".join(said.split())[:300] or type(error).__name__
             raise ValueError(f"{host(server)} failed under load: {reason}") from None
         if repeat:
             lanes[server].points[place].append(measured)
@@ -240,13 +244,15 @@ def _greet(server: str, chosen: Preset, tokens: int) -> Remote:
     return trace.remote
 
 
-def _texts(suite: Load) -> Sequence[str]:
+def _texts(suite: LoadOptions) -> Sequence[str]:
     """The prompts given, else the suite's own in several lengths."""
     ring = [*PROMPTS, *PROMPTS]
     return suite.prompts or [" ".join(ring[i : i + n]) for i in range(len(PROMPTS)) for n in LENGTHS]
 
 
-async def _point(suite: Load, server: str, remote: Remote, texts: Sequence[str], place: float, warm_up: bool) -> Point:
+async def _point(
+    suite: LoadOptions, server: str, remote: Remote, texts: Sequence[str], place: float, warm_up: bool
+) -> Point:
     at_once = int(place) if suite.over is CONCURRENCY else FEWEST
     count = at_once if warm_up else suite.requests or max(FEWEST, ROUNDS * at_once)
     async with Client(server, os.environ.get(KEY)) as http:
@@ -260,7 +266,7 @@ async def _point(suite: Load, server: str, remote: Remote, texts: Sequence[str],
         return Point(answers, seconds, between(before, await _metrics(http)))
 
 
-async def _traffic(suite: Load, ask: Ask, place: float, count: int) -> list[Answer]:
+async def _traffic(suite: LoadOptions, ask: Ask, place: float, count: int) -> list[Answer]:
     """So many requests: each after the answer before it, `place` at a time, or as many a second by chance."""
     if suite.over is CONCURRENCY:
         todo = iter(range(count))
@@ -305,13 +311,13 @@ async def _metrics(http: Client) -> str | None:
         return None
 
 
-def _rows(suite: Load, done: Sequence[Measured]) -> list[Row]:
+def _rows(suite: LoadOptions, done: Sequence[Measured]) -> list[Row]:
     first = [answer for place in suite.loads for point in done[0].points[place] for answer in point.answers]
     texts = {answer.asked: answer.text for answer in reversed(first)}
     return [_row(suite, lane, texts, place) for place in suite.loads for lane in done]
 
 
-def _row(suite: Load, lane: Measured, texts: Mapping[int, str], place: float) -> Row:
+def _row(suite: LoadOptions, lane: Measured, texts: Mapping[int, str], place: float) -> Row:
     points, beside = lane.points[place], lane.plain[place]
     answers = [answer for point in points for answer in point.answers]
     gaps = [gap for answer in answers for gap in answer.gaps]

@@ -119,6 +119,7 @@ def test_the_schedule_takes_the_best_k_of_every_load():
         (["--rate", "nan"], "a load is above 0 and at most 1024, not [nan]"),
         (["--server", "http://127.0.0.1:9", "--k", "4"], "1 servers for k = 0, 4; name one for each"),
         (["--server", "http://127.0.0.1:9", "--engine", "vllm"], "leave --engine, --command and --schedule out"),
+        (["--schedule", "--rate", "2"], "a schedule is vLLM's and by concurrency"),
         (["--command", "/nowhere/vllm"], "/nowhere/vllm is not here"),
     ],
 )
