@@ -34,6 +34,7 @@ from specdemo.core.trace import LaneTrace, Remote
 from specdemo.engine.loop import never
 from specdemo.engine.session import environment
 from specdemo.methods import BASELINE
+from specdemo.methods.flags import vllm_config
 from specdemo.models.hub import embedded_folder
 from specdemo.presets.files import Preset, preset
 from specdemo.presets.serve import CONFIG, Program, Served, on_free_ports, served
@@ -167,8 +168,8 @@ class Fleet:
         if not schedule or CONFIG not in lane.command:
             return lane
         at = lane.command.index(CONFIG) + 1
-        config = {**json.loads(lane.command[at]), SCHEDULE: schedule}
-        return replace(lane, command=[*lane.command[:at], json.dumps(config), *lane.command[at + 1 :]])
+        _, config = vllm_config(**json.loads(lane.command[at]), **{SCHEDULE: schedule})
+        return replace(lane, command=[*lane.command[:at], config, *lane.command[at + 1 :]])
 
 
 def load(suite: LoadOptions, report: Report, cancelled: Callable[[], bool]) -> Result:
@@ -185,7 +186,7 @@ def load(suite: LoadOptions, report: Report, cancelled: Callable[[], bool]) -> R
         _measure(suite, fleet, again, lambda done, what: report(0.5 + 0.5 * done, what), cancelled)
         lanes.append(again[1])
     rows = _rows(suite, lanes)
-    remarks = [*_gains(rows, suite.over), *_advice(rows, schedule, fleet), *_bunched(rows)]
+    remarks = [*_gains(rows, suite.over), *_advice(rows, schedule, fleet), *bunched(rows)]
     if not fleet.together(len(ks)):
         remarks.append("The servers were up one by one, each with all GPUs to itself, and did not take turns.")
     where = environment(None) | {"device": fleet.title, "dtype": fleet.chosen.dtype}
@@ -401,7 +402,7 @@ def _advice(rows: Sequence[Row], schedule: Schedule, fleet: Fleet) -> list[str]:
     return told
 
 
-def _bunched(rows: Sequence[Row]) -> list[str]:
+def bunched(rows: Sequence[Row]) -> list[str]:
     """Whether most gaps are none: then a TTFT holds the decoding."""
     lanes = dict.fromkeys(row["lane"] for row in rows if (row["ITL p50"] or 0.0) < BUNCHED * row[LATENCY].median)
     return [f"Text arrived in bunches ({', '.join(lanes)}): TTFT and ITL say little, ms/token holds."] if lanes else []

@@ -93,7 +93,7 @@ def _cell(value: Any) -> str:
     if isinstance(value, Spread):
         return f"{value.median:.4g} [{value.q1:.4g} {value.q3:.4g}]"
     if isinstance(value, float):
-        return f"{value:.3g}"
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
     return NONE if value is None else str(value)
 
 
