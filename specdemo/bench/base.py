@@ -197,7 +197,7 @@ OPTIONS: Mapping[str, Option] = {
     "new_tokens": Option(
         "--new-tokens", "number of new tokens", "Tokens to decode behind every prompt.", int, check=_new_tokens
     ),
-    "engine": Option("--engine", "engine", "Start a server of vllm or sglang for every k, one after the other."),
+    "engine": Option("--engine", "engine", "Start a server of vllm or sglang for every k."),
     "servers": Option("--server", "server", "Servers that run already, one for every k; repeatable.", list[str]),
     "command": Option("--command", "program", "The engine's program, where it is not on PATH."),
     "gpus": Option("--gpus", "number of GPUs", "GPUs that each server spreads its model over.", int, check=_above_zero),
@@ -218,7 +218,11 @@ OPTIONS: Mapping[str, Option] = {
         "--slo-ttft", "bound", "A good request's first text comes within so many ms.", float, check=_above_zero
     ),
     "slo_itl": Option(
-        "--slo-itl", "bound", "A good request takes at most so many ms a token, on average.", float, check=_above_zero
+        "--slo-itl",
+        "bound",
+        "A good request's whole time is at most so many ms a token.",
+        float,
+        check=_above_zero,
     ),
     "schedule": Option("--schedule", "schedule", "Measure the schedule that comes out as well.", bool),
     "pair": Option("--pair", "model pair", "Models of peers and floor: embedded, 8m, 98m, 342m or 8b."),

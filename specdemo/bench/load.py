@@ -1,8 +1,9 @@
 """Load: many requests at a time on servers that draft k tokens, and what k is best at which load.
 
 Clocks are the client's. A request's first piece of text is its TTFT, the gaps between its pieces are its inter-token
-latencies (ITL), of which one may hold several tokens; its ms/token is their sum over its tokens but the first. Goodput
-counts the requests that keep both bounds (Zhong et al. 2401.09670): TTFT, and ms/token.
+latencies (ITL), of which one may hold several tokens, and its whole time over its tokens is its ms/token ("normalized
+latency", Kwon et al. 2309.06180), which does not depend on how a server bunches what it sends. Goodput counts the
+requests that keep both bounds (Zhong et al. 2401.09670): on TTFT and on ms/token.
 """
 
 import asyncio
@@ -11,9 +12,11 @@ import os
 import random
 import shlex
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, aclosing, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate, groupby
 from statistics import quantiles
 from typing import Any
@@ -21,9 +24,9 @@ from typing import Any
 import httpx
 
 from specdemo.bench.base import Axis, Report
+from specdemo.bench.load_options import CONCURRENCY, LoadOptions
 from specdemo.bench.prompts import PROMPTS
 from specdemo.bench.result import LATENCY, Result, Spread
-from specdemo.bench.suites import CONCURRENCY, Load
 from specdemo.bench.sweeps import gain
 from specdemo.core.protocol import GenerationConfig
 from specdemo.core.tally import ratio
@@ -31,6 +34,7 @@ from specdemo.core.trace import LaneTrace, Remote, step_ms
 from specdemo.engine.loop import never
 from specdemo.engine.session import environment
 from specdemo.methods import BASELINE
+from specdemo.methods.flags import vllm_config
 from specdemo.models.hub import embedded_folder
 from specdemo.presets.files import Preset, preset
 from specdemo.presets.serve import CONFIG, Program, Served, on_free_ports, served
@@ -47,15 +51,17 @@ ROUNDS = 4  # requests for each that is at work at a time, unless told
 FEWEST = 8
 SHARES = (50, 99)
 GOODPUT = "good requests/s"
+BUNCHED = 0.1  # of the time of a token
 PLAIN, SCHEDULED = "Baseline", "schedule"
 COUNTED = (
     "Times in ms, on the client: to the first piece of text (TTFT), between pieces, which may hold several tokens"
-    " (ITL), a request's mean of a token."
+    " (ITL), and of a whole request over its tokens (ms/token)."
 )
 SCHEDULE = "num_speculative_tokens_per_batch_size"  # vLLM's name; config/speculative.py
 
 Row = dict[str, Any]
 Schedule = Sequence[Sequence[int]]  # [from, to, k]: of batch sizes
+Points = dict[float, list["Point"]]  # load -> one per repeat
 Ask = Callable[[int], Awaitable["Answer"]]  # the number of the request
 
 
@@ -71,8 +77,8 @@ class Answer:
 
     @property
     def per_token(self) -> float:
-        """Mean time of a token behind the first."""
-        return sum(self.gaps) / max(self.tokens - 1, 1)
+        """The whole time over the tokens."""
+        return (self.ttft + sum(self.gaps)) / max(self.tokens, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +100,15 @@ class Point:
         return sum(1 for _ in good) / self.seconds
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Measured:
-    """A lane: its points at every load, one per repeat."""
+    """A lane: its points at every load, one per repeat, and the plain ones that took turns with them."""
 
     lane: str
     k: int
-    points: Mapping[float, Sequence[Point]]
+    schedule: Schedule = ()
+    points: Points = field(default_factory=lambda: defaultdict(list))
+    plain: Points = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +122,7 @@ class Fleet:
     running: Mapping[int, str]
 
     @classmethod
-    def of(cls, suite: Load, ks: Sequence[int]) -> "Fleet":
+    def of(cls, suite: LoadOptions, ks: Sequence[int]) -> "Fleet":
         """Raises ValueError with one line."""
         chosen = preset(suite.preset).with_changes(temperature=0.0)
         chosen = chosen.model_copy(update={"lanes": chosen.lanes[:1]})
@@ -132,81 +140,95 @@ class Fleet:
         version = self.program.there.version if self.program and self.program.there else ""
         return f"{self.engine} {version}".strip() if self.program else ", ".join(map(host, self.running.values()))
 
-    @contextmanager
-    def server(self, k: int, tell: Tell, schedule: Schedule = ()) -> Iterator[str]:
-        """The address of one that drafts k tokens, or by a schedule k at most."""
+    def together(self, lanes: int) -> bool:
+        """Whether so many servers can be up at a time without taking each other's memory: not where they share GPUs,
+        or may."""
         if self.program is None:
-            yield self.running[k]
+            return True
+        there = self.program.there
+        return there is not None and not 0 < there.gpus < lanes * self.program.gpus
+
+    @contextmanager
+    def up(self, lanes: Sequence[Measured], tell: Tell) -> Iterator[list[str]]:
+        """The addresses of the lanes' servers."""
+        if self.program is None:
+            yield [self.running[lane.k] for lane in lanes]
             return
-        lane = self.lane(k, schedule)
-        with self.program.serve(lane, tell):
-            yield lane.server
+        asked = [self.lane(lane.k, lane.schedule) for lane in lanes]
+        with ExitStack() as running:
+            for place, one in enumerate(asked):
+                running.enter_context(self.program.serve(one, tell, place, len(asked)))
+            yield [one.server for one in asked]
 
     def lane(self, k: int, schedule: Schedule = ()) -> Served:
-        """How it is started."""
+        """How a server that drafts k tokens, or by a schedule k at most, is started."""
         onto = on_free_ports(self.chosen.with_changes(k=k) if k else self.chosen)
         gpus = self.program.gpus if self.program else 1
         lane = list(served(onto, self.engine, embedded_folder(), gpus))[bool(k)]
         if not schedule or CONFIG not in lane.command:
             return lane
         at = lane.command.index(CONFIG) + 1
-        config = {**json.loads(lane.command[at]), SCHEDULE: schedule}
-        return replace(lane, command=[*lane.command[:at], json.dumps(config), *lane.command[at + 1 :]])
+        _, config = vllm_config(**json.loads(lane.command[at]), **{SCHEDULE: schedule})
+        return replace(lane, command=[*lane.command[:at], config, *lane.command[at + 1 :]])
 
 
-def load(suite: Load, report: Report, cancelled: Callable[[], bool]) -> Result:
-    """Every k at every load. One server is measured at a time, and of those that are started one is up."""
+def load(suite: LoadOptions, report: Report, cancelled: Callable[[], bool]) -> Result:
+    """Every k at every load. The servers take turns where all can be up at a time, else they come one by one."""
     ks = sorted({0, *suite.ks})
     fleet = Fleet.of(suite, ks)
-    scheduling = bool(suite.schedule and fleet.program and suite.over is CONCURRENCY)
-    done: list[Measured] = []
-
-    def measure(lane: str, k: int, schedule: Schedule = ()) -> None:
-        def tell(share: float, what: str) -> None:
-            if cancelled():
-                raise ValueError("stopped before every k was measured: nothing can be compared")
-            report((len(done) + share) / (len(ks) + scheduling), f"{lane}: {what}")
-
-        with fleet.server(k, lambda what: tell(0.0, what), schedule) as server:
-            done.append(Measured(lane, k, _measured(suite, server, fleet.chosen, tell)))
-
-    for k in ks:
-        measure(f"k = {k}" if k else PLAIN, k)
-    schedule = schedule_of(_rows(suite, done)) if suite.over is CONCURRENCY else []
-    if scheduling and any(k for *_, k in schedule):
-        measure(SCHEDULED, max(ks), schedule)
-    rows = _rows(suite, done)
-    remarks = [*_gains(rows, suite.over), *_advice(rows, schedule, fleet), COUNTED]
+    lanes = [Measured(f"k = {k}" if k else PLAIN, k) for k in ks]
+    share = 0.5 if suite.schedule else 1.0
+    _measure(suite, fleet, lanes, lambda done, what: report(share * done, what), cancelled)
+    schedule = schedule_of(_rows(suite, lanes)) if suite.over is CONCURRENCY else []
+    most = max((k for *_, k in schedule), default=0)
+    if suite.schedule and most:
+        again = [Measured(PLAIN, 0), Measured(SCHEDULED, most, schedule)]
+        _measure(suite, fleet, again, lambda done, what: report(0.5 + 0.5 * done, what), cancelled)
+        lanes.append(again[1])
+    rows = _rows(suite, lanes)
+    remarks = [*_gains(rows, suite.over), *_advice(rows, schedule, fleet), *bunched(rows)]
+    if not fleet.together(len(ks)):
+        remarks.append("The servers were up one by one, each with all GPUs to itself, and did not take turns.")
     where = environment(None) | {"device": fleet.title, "dtype": fleet.chosen.dtype}
     config = suite.config(fleet.chosen.target)
-    return Result(suite.name, suite.repeats, config, where, rows, remarks, suite.over.column)
+    return Result(suite.name, suite.repeats, config, where, rows, [*remarks, COUNTED], suite.over.column)
 
 
-def _measured(suite: Load, server: str, chosen: Preset, tell: Report) -> dict[float, list[Point]]:
-    """Every load on one server: once off the clock, then as often as asked."""
-    texts, remote = _texts(suite), _greet(server, chosen, suite.new_tokens)
-    points: dict[float, list[Point]] = {place: [] for place in suite.loads}
+def _measure(
+    suite: LoadOptions, fleet: Fleet, lanes: Sequence[Measured], report: Report, cancelled: Callable[[], bool]
+) -> None:
+    """Write the points of every lane. The first lane is the plain one."""
+    groups = [[*lanes]] if fleet.together(len(lanes)) else [[lane] for lane in lanes]
+    for done, group in enumerate(groups):
 
-    async def all_of_it() -> None:
-        async with Client(server, os.environ.get(KEY)) as http:
+        def tell(share: float, what: str, done: int = done) -> None:
+            if cancelled():
+                raise ValueError("stopped before every k was measured: nothing can be compared")
+            report((done + share) / len(groups), what)
 
-            async def ask(number: int) -> Answer:
-                return await _ask(http, remote, number % len(texts), texts[number % len(texts)], suite.new_tokens)
+        with fleet.up(group, partial(tell, 0.0)) as servers:
+            _take_turns(suite, fleet.chosen, dict(zip(servers, group, strict=True)), tell)
+    for lane in lanes:
+        lane.plain = lanes[0].points
 
-            for place in points:
-                tell(0.0, f"warm-up at {suite.over.title} {place:g}")
-                await _traffic(suite, ask, place, _at_once(suite, place))
-            turns = [(repeat, place) for repeat in range(suite.repeats) for place in points]
-            for number, (repeat, place) in enumerate(turns):
-                tell(number / len(turns), f"{suite.over.title} {place:g}, repeat {repeat + 1} of {suite.repeats}")
-                points[place].append(await _point(suite, http, ask, place))
 
-    try:
-        asyncio.run(all_of_it())
-    except (Refused, ConnectionError, httpx.HTTPError, ValueError) as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ValueError(f"{host(server)} failed under load: {reason}") from None
-    return points
+def _take_turns(suite: LoadOptions, chosen: Preset, lanes: Mapping[str, Measured], tell: Report) -> None:
+    """Every load on every server: once off the clock, then as often as asked."""
+    texts = _texts(suite)
+    told = {server: _greet(server, chosen, suite.new_tokens) for server in lanes}
+    turns = [(n, place, server) for n in range(suite.repeats + 1) for place in suite.loads for server in lanes]
+    for number, (repeat, place, server) in enumerate(turns):
+        what = f"repeat {repeat} of {suite.repeats}" if repeat else "warm-up"
+        tell(number / len(turns), f"{lanes[server].lane}, {suite.over.title} {place:g}, {what}")
+        point = _point(suite, server, told[server], texts, place, warm_up=not repeat)
+        try:
+            measured = asyncio.run(point)
+        except (Refused, ConnectionError, httpx.HTTPError, ValueError) as error:
+            said = str(error).replace(os.environ.get(KEY) or "\0", "***")  # a server may quote the key back
+            reason = " ".join(said.split())[:300] or type(error).__name__
+            raise ValueError(f"{host(server)} failed under load: {reason}") from None
+        if repeat:
+            lanes[server].points[place].append(measured)
 
 
 def _greet(server: str, chosen: Preset, tokens: int) -> Remote:
@@ -223,25 +245,29 @@ def _greet(server: str, chosen: Preset, tokens: int) -> Remote:
     return trace.remote
 
 
-def _texts(suite: Load) -> Sequence[str]:
+def _texts(suite: LoadOptions) -> Sequence[str]:
     """The prompts given, else the suite's own in several lengths."""
     ring = [*PROMPTS, *PROMPTS]
     return suite.prompts or [" ".join(ring[i : i + n]) for i in range(len(PROMPTS)) for n in LENGTHS]
 
 
-def _at_once(suite: Load, place: float) -> int:
-    return int(place) if suite.over is CONCURRENCY else FEWEST
+async def _point(
+    suite: LoadOptions, server: str, remote: Remote, texts: Sequence[str], place: float, warm_up: bool
+) -> Point:
+    at_once = int(place) if suite.over is CONCURRENCY else FEWEST
+    count = at_once if warm_up else suite.requests or max(FEWEST, ROUNDS * at_once)
+    async with Client(server, os.environ.get(KEY)) as http:
+
+        async def ask(number: int) -> Answer:
+            return await _ask(http, remote, number % len(texts), texts[number % len(texts)], suite.new_tokens)
+
+        before, began = await _metrics(http), time.perf_counter()
+        answers = await _traffic(suite, ask, place, count)
+        seconds = time.perf_counter() - began
+        return Point(answers, seconds, between(before, await _metrics(http)))
 
 
-async def _point(suite: Load, http: Client, ask: Ask, place: float) -> Point:
-    count = suite.requests or max(FEWEST, ROUNDS * _at_once(suite, place))
-    before, began = await _metrics(http), time.perf_counter()
-    answers = await _traffic(suite, ask, place, count)
-    seconds = time.perf_counter() - began
-    return Point(answers, seconds, between(before, await _metrics(http)))
-
-
-async def _traffic(suite: Load, ask: Ask, place: float, count: int) -> list[Answer]:
+async def _traffic(suite: LoadOptions, ask: Ask, place: float, count: int) -> list[Answer]:
     """So many requests: each after the answer before it, `place` at a time, or as many a second by chance."""
     if suite.over is CONCURRENCY:
         todo = iter(range(count))
@@ -286,14 +312,14 @@ async def _metrics(http: Client) -> str | None:
         return None
 
 
-def _rows(suite: Load, done: Sequence[Measured]) -> list[Row]:
-    plain = done[0]
-    texts = {a.asked: a.text for point in plain.points[suite.loads[0]] for a in reversed(point.answers)}
-    return [_row(suite, lane, plain, texts, place) for place in suite.loads for lane in done]
+def _rows(suite: LoadOptions, done: Sequence[Measured]) -> list[Row]:
+    first = [answer for place in suite.loads for point in done[0].points[place] for answer in point.answers]
+    texts = {answer.asked: answer.text for answer in reversed(first)}
+    return [_row(suite, lane, texts, place) for place in suite.loads for lane in done]
 
 
-def _row(suite: Load, lane: Measured, plain: Measured, texts: Mapping[int, str], place: float) -> Row:
-    points, beside = lane.points[place], plain.points[place]
+def _row(suite: LoadOptions, lane: Measured, texts: Mapping[int, str], place: float) -> Row:
+    points, beside = lane.points[place], lane.plain[place]
     answers = [answer for point in points for answer in point.answers]
     gaps = [gap for answer in answers for gap in answer.gaps]
     first = [answer.ttft for answer in answers]
@@ -368,9 +394,15 @@ def _advice(rows: Sequence[Row], schedule: Schedule, fleet: Fleet) -> list[str]:
         f"Schedule {json.dumps(schedule)}: goodput at {loads} at a time {against(PLAIN, best)},"
         f" {against(fixed, best)}, which is the best of one k."
     ]
-    if SCHEDULED in goods:
-        told.append(f"Measured with the schedule: {against(PLAIN, goods[SCHEDULED])}.")
+    if again := [f"{row['speed-up'].median:.2f}x" for row in rows if row["lane"] == SCHEDULED]:
+        told.append(f"Measured with the schedule, in turns with {PLAIN}: {', '.join(again)}.")
     command = fleet.lane(most, schedule).command
     if CONFIG in command:
         told.append(f"For vLLM: {shlex.join(command[command.index(CONFIG) :][:2])}")
     return told
+
+
+def bunched(rows: Sequence[Row]) -> list[str]:
+    """Whether most gaps are none: then a TTFT holds the decoding."""
+    lanes = dict.fromkeys(row["lane"] for row in rows if (row["ITL p50"] or 0.0) < BUNCHED * row[LATENCY].median)
+    return [f"Text arrived in bunches ({', '.join(lanes)}): TTFT and ITL say little, ms/token holds."] if lanes else []

@@ -188,7 +188,7 @@ def _frontier(result: Result) -> go.Figure:
             hovertemplate=f"%{{text}} {over}: <b>%{{y:.0f}} tokens/s</b>, %{{x:.2f}} ms a token, "
             f"%{{customdata[0]:.2f}}{TIMES} of plain<extra>{_plain(lane)}</extra>",
         )
-    drawn.update_xaxes(axis(title={"text": "ms a token, of one request"}))
+    drawn.update_xaxes(axis(title={"text": "ms a token, of one request from its sending to its end"}))
     drawn.update_yaxes(axis(title={"text": "tokens/s, all requests together"}))
     drawn.update_layout(legend={"orientation": "h", "x": 0, "y": -0.2, "yanchor": "top"}, showlegend=True)
     drawn.update_layout(title=_title(result, f"Throughput over latency; at each point its {_plain(over)}"))

@@ -147,7 +147,7 @@ def _cell(value: Any) -> str:
         number, low, high = ends(value)
         return f"{number:.4g}" + ("" if low is None or high is None else f" [{low:.4g} {high:.4g}]")
     if isinstance(value, float):
-        return f"{value:.3g}"
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
     return NONE if value is None else str(value)
 
 

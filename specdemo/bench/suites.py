@@ -13,6 +13,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 
 from specdemo.bench.base import OPTIONS, Axis, Decoding, Prompted, Questioned, Report, Suite
+from specdemo.bench.load_options import CONCURRENCY, LoadOptions
 from specdemo.bench.prompts import COPYING
 from specdemo.bench.result import TOKEN, Result
 from specdemo.core.words import suggest
@@ -22,8 +23,6 @@ from specdemo.presets.link import Linked
 
 STORIES = "stories"
 DRAFT_LENGTH = Axis("k", "draft length", "k, tokens drafted at once")
-CONCURRENCY = Axis("concurrency", "concurrency", "requests at a time", doubling=True)
-RATE = Axis("rate", "arrival rate", "requests a second", doubling=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,41 +171,11 @@ class KindOfText(Decoding):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load(Suite):
+class Load(LoadOptions):
     """Servers of the first lane of a preset under load, at every draft length: speed, latency, and vLLM's schedule."""
 
     name = "load"
     axis = CONCURRENCY
-    repeats: int = 3
-    preset: str = DEFAULT
-    engine: str | None = None
-    servers: Sequence[str] | None = None
-    command: str | None = None
-    gpus: int = 1
-    ks: Sequence[int] = (0, 1, 3, 5)
-    concurrency: Sequence[int] = (1, 2, 4, 8)
-    rates: Sequence[float] | None = None
-    requests: int | None = None
-    prompts: Sequence[str] | None = None
-    new_tokens: int = 64
-    slo_ttft: float | None = None
-    slo_itl: float | None = None
-    schedule: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.servers and (self.engine or self.command or self.schedule):
-            raise ValueError("--server names servers that run already; leave --engine, --command and --schedule out")
-
-    @property
-    def over(self) -> Axis:
-        """What the loads are."""
-        return RATE if self.rates else CONCURRENCY
-
-    @property
-    def loads(self) -> Sequence[float]:
-        """They themselves, growing."""
-        return sorted({*(self.rates or self.concurrency)})
 
     def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
         from specdemo.bench.load import load

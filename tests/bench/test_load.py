@@ -5,12 +5,15 @@ from contextlib import ExitStack
 import pytest
 
 from specdemo.__main__ import main
-from specdemo.bench.load import Answer, Point, schedule_of
+from specdemo.bench.load import Answer, Fleet, Point, bunched, schedule_of
 from specdemo.bench.plot import figure
 from specdemo.bench.result import Spread, read_result
 from specdemo.bench.suites import suite
 from specdemo.engine.loop import never
+from specdemo.presets.files import preset
+from specdemo.presets.serve import Program
 from specdemo.servers.counters import Told
+from specdemo.servers.started import Installed
 from tests.completion_server import completion_server, piece
 
 WORDS = ["Once", " upon", " a", " time"]
@@ -92,7 +95,8 @@ def test_goodput_counts_what_keeps_both_bounds():
     answers = [Answer(0, "", 5, ttft, [gap] * 4) for ttft, gap in ((10.0, 1.0), (30.0, 1.0), (10.0, 9.0))]
     point = Point(answers, 2.0, Told())
     assert point.throughput == 7.5
-    assert [point.goodput(*b) for b in ((None, None), (20.0, None), (None, 5.0), (20.0, 5.0))] == [1.5, 1.0, 1.0, 0.5]
+    assert [answer.per_token for answer in answers] == [2.8, 6.8, 9.2]
+    assert [point.goodput(*b) for b in ((None, None), (20.0, None), (None, 7.0), (20.0, 7.0))] == [1.5, 1.0, 1.0, 0.5]
 
 
 def row(at, lane, k, good, speed=1.0):
@@ -109,6 +113,19 @@ def test_the_schedule_takes_the_best_k_of_every_load():
     assert schedule_of([row(2, "Baseline", 0, 0.0, 5.0), row(2, "k = 3", 3, 0.0, 6.0)]) == [[1, 2, 3]]
 
 
+@pytest.mark.parametrize(("gpus", "together"), [(0, True), (1, False), (5, False), (6, True)])
+def test_servers_take_turns_unless_they_would_share_gpus(gpus, together):
+    fleet = Fleet(preset("embedded-draft"), "vllm", Program("vllm", 2, Installed("0.32.0", [], gpus)), {})
+    assert fleet.together(3) == together
+
+
+def test_a_server_that_bunches_its_text_is_named():
+    lanes = {"Baseline": 2.0, "k = 4": 0.02}
+    rows = [{"lane": lane, "ITL p50": gap, "ms/token": Spread(1.5, 1.4, 1.6)} for lane, gap in lanes.items()]
+    assert bunched(rows) == ["Text arrived in bunches (k = 4): TTFT and ITL say little, ms/token holds."]
+    assert bunched(rows[:1]) == []
+
+
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
@@ -118,6 +135,7 @@ def test_the_schedule_takes_the_best_k_of_every_load():
         (["--rate", "nan"], "a load is above 0 and at most 1024, not [nan]"),
         (["--server", "http://127.0.0.1:9", "--k", "4"], "1 servers for k = 0, 4; name one for each"),
         (["--server", "http://127.0.0.1:9", "--engine", "vllm"], "leave --engine, --command and --schedule out"),
+        (["--schedule", "--rate", "2"], "a schedule is vLLM's and by concurrency"),
         (["--command", "/nowhere/vllm"], "/nowhere/vllm is not here"),
     ],
 )

@@ -134,7 +134,7 @@ def test_no_server_outlives_the_command_that_started_it(engine, number):
     assert gone(engine)
 
 
-def test_a_load_has_one_server_up_at_a_time(engine, capsys):
+def test_a_load_on_engines_that_are_started_for_it(engine, capsys):
     asked = ["--k", "0,4", "--concurrency", "1,2", "--repeats", "1", "--new-tokens", "4", "--requests", "4"]
     assert main(["bench", "load", "--command", str(engine), *asked]) == 0
     assert capsys.readouterr().out.startswith("load | vllm 9.9, auto | 1 repeats")

