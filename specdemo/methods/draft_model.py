@@ -39,7 +39,7 @@ AGAIN = 2  # tokens that a word which has begun may take
 
 class DraftModel(Learner):
     title = "Draft model"
-    summary = "A small model of the same family writes ahead; the target checks its words in one pass."
+    summary = "A small model writes ahead; the target checks its words in one pass."
     needs_model = True
     crosses: ClassVar[bool] = True  # to targets of another vocabulary
     serves: ClassVar = {"vllm": vllm("draft_model"), "sglang": sglang_chain("STANDALONE")}
@@ -92,8 +92,8 @@ class DraftModel(Learner):
         self._by_text = min(ours, theirs) < ENOUGH
         way = "writes text that is cut anew" if self._by_text else "drafts the shared tokens alone"
         self.note = (
-            f"Its tokenizer is another ({difference}): it {way}. Shared are {self._bridge.share:.0%} of the target's "
-            f"tokens, with {ours:.0%} of the target's probability and {theirs:.0%} of its own."
+            f"Its tokenizer is another ({difference}): it {way}. Shared are {100 * self._bridge.share:.0f} % of the "
+            f"target's tokens, with {100 * ours:.0f} % of the target's probability and {100 * theirs:.0f} % of its own."
         )
 
     @property
@@ -137,6 +137,7 @@ class DraftModel(Learner):
             self._history[row] += new[:length]
 
     def _translate(self, bridge: Bridge, inputs: list[list[int]], outputs: list[list[int]], lengths: list[int]) -> None:
+        """What became history, as the draft reads it; the prompt goes into its cache as far as all rows have it."""
         first = not self._history[0]
         for row, (text, length) in enumerate(zip(self._texts, lengths, strict=True)):
             new = outputs[row][:length]

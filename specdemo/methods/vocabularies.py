@@ -71,6 +71,7 @@ class Spelling:
         return self.written(ids[1:] if ids and ids[0] == bos else ids)
 
     def written(self, ids: list[int]) -> bytes:
+        """What tokens write that go on a text."""
         return b"".join(self.of.get(i, b"") for i in ids)
 
 
@@ -84,7 +85,7 @@ class Reading:
     characters: IncrementalDecoder = field(default_factory=lambda: getincrementaldecoder("utf-8")("ignore"))
 
     def extend(self, written: bytes) -> list[int]:
-        """-> ids of the whole text"""
+        """Go on with what was written -> the ids of the whole text."""
         self.tail += self.characters.decode(written)
         if len(self.tail) > LONG:
             place = self.tail.rfind(" ", 0, len(self.tail) - SHORT)
@@ -112,8 +113,9 @@ class Bridge:
         self.ours = Spelling(target.tokenizer, target.vocab_size)
         self.theirs = Spelling(draft.tokenizer, draft.vocab_size)
         alike = [(i, self.theirs.ids[s]) for s, i in self.ours.ids.items() if s in self.theirs.ids]
-        ends = target.tokenizer.eos_token_id, draft.tokenizer.eos_token_id
-        pairs = dict(alike) | ({ends[0]: ends[1]} if None not in ends and ends[1] not in dict(alike).values() else {})
+        pairs, (end, other) = dict(alike), (target.tokenizer.eos_token_id, draft.tokenizer.eos_token_id)
+        if end in self.ours.of and end not in pairs and other in self.theirs.of and other not in pairs.values():
+            pairs[end] = other  # they end a text, however they are spelled
         ids = torch.tensor(sorted(pairs.items()), dtype=torch.int64, device=target.device).view(-1, 2)
         self.shared, self.there = ids.T.contiguous()  # [W] ids of the target, and the draft's
         self.share = len(alike) / len(self.ours.of)
@@ -123,6 +125,7 @@ class Bridge:
         return _held(target, self.ours, self.shared), _held(draft, self.theirs, self.there)
 
     def row(self) -> Reading:
+        """A text that the draft is to read."""
         return Reading(self.theirs)
 
     def unfinished(self, root: int) -> bool:

@@ -135,7 +135,7 @@ def test_a_model_that_speaks_the_same_words_is_kept(pair):
     second.model.model.embed_tokens.weight.copy_(first.model.model.embed_tokens.weight[order])
     second.model.lm_head.weight.copy_(first.model.lm_head.weight[order])
     drafter = load_drafter("draft_model", first, second)
-    assert "drafts the shared tokens alone" in drafter.note and "100% of the target's tokens" in drafter.note
+    assert "drafts the shared tokens alone" in drafter.note and "100 % of the target's tokens" in drafter.note
     ids = torch.tensor([first.tokenizer.encode("ab abc d")])
     for temperature in (0.0, 1.0):
         config = GenerationConfig(40, Sampling(temperature), Budget(3, 3), stop_token_ids=())

@@ -230,6 +230,7 @@ class DFlashDraftModel(Network):
 
     @property
     def stage(self) -> Stage | None:
+        """What makes a token depend on the one before it."""
         return self.candidate_selector or self.markov_head or self.domino
 
     @property
