@@ -29,6 +29,7 @@ class Cascade(DraftModel):
     summary = "A cheap guess is checked by a draft model, whose draft is checked by the target."
 
     serves: ClassVar = {}  # no server has it
+    crosses: ClassVar[bool] = False
 
     @dataclass(frozen=True, slots=True)
     class Options:

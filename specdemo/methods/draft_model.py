@@ -1,8 +1,8 @@
-"""Draft model: a smaller causal LM with the same tokenizer guesses a chain (Leviathan et al. 2211.17192; Chen et al.
-2302.01318).
+"""Draft model: a smaller causal LM guesses a chain (Leviathan et al. 2211.17192; Chen et al. 2302.01318).
 
 The draft keeps a cache of its own that may lag: `propose` crops it to the longest common prefix of what it read and
-what became history, and feeds the rest. Sampled drafts carry the q they were drawn from; greedy ones are one-hot.
+what became history, and feeds the rest. Sampled drafts carry the q they were drawn from; greedy ones are one-hot. A
+draft with another tokenizer than the target's guesses through a `Bridge`.
 """
 
 from typing import Any, ClassVar
@@ -18,6 +18,7 @@ from specdemo.methods import expect, head_of
 from specdemo.methods.base import Learner, NoOptions
 from specdemo.methods.flags import sglang_chain, vllm
 from specdemo.methods.heads.choose import Choice, Vocabulary, Writing
+from specdemo.methods.vocabularies import ENOUGH, Bridge, Reading
 from specdemo.models.checkpoints import Checkpoint, outline_checkpoint
 from specdemo.models.hub import LoadProgress
 from specdemo.models.load import Incomplete, LoadedModel, load_model
@@ -33,10 +34,14 @@ PROBES = (  # what tokenizers of one vocabulary may still cut differently
 )
 
 
+AGAIN = 2  # tokens that a word which has begun may take
+
+
 class DraftModel(Learner):
     title = "Draft model"
-    summary = "A small model of the same family writes ahead; the target checks its words in one pass."
+    summary = "A small model writes ahead; the target checks its words in one pass."
     needs_model = True
+    crosses: ClassVar[bool] = True  # to targets of another vocabulary
     serves: ClassVar = {"vllm": vllm("draft_model"), "sglang": sglang_chain("STANDALONE")}
 
     @classmethod
@@ -56,19 +61,44 @@ class DraftModel(Learner):
     def __init__(self, target: Target, model: Any, options: NoOptions | None = None) -> None:
         self.model = _as_target(model, target)
         self.head: nn.Module = self.model.model  # what is trained: the draft model whole
-        check_fit(target, self.model)
-        self._words = Vocabulary(None, target.vocab_size)
+        self._bridge: Bridge | None = None
+        self._by_text = False
+        difference = unlike(target, self.model)
+        if difference:
+            assert isinstance(target, HFTarget)
+            self._cross(target, difference)
+        shared = None if self._bridge is None else self._bridge.shared
+        self._words = Vocabulary(shared, target.vocab_size)
+        self._texts: list[Reading] = []  # per row, where there is a bridge
         self.choice = Choice()
         self._history: list[list[int]] = []  # per row: what the target has committed, the root last
         self._read: list[list[int]] = []  # per row: what the draft's cache holds
+        self._roots: list[int] = []  # per row: the target's id of the last token, where there is a bridge
+        self._begun: list[bytes] = []  # per row: the word its text ends with, which the draft reads anew
         self._agreed: list[int] = []  # per row: a prefix length known to be common to both
         # [B, N - 1] what it read of its own last draft; asked for late, so that a GPU need not finish drafting before
         # the target's pass is started
         self._written: Tensor | None = None
 
+    def _cross(self, target: HFTarget, difference: str) -> None:
+        """Speak through shared tokens where they hold most of what either model says, else through text."""
+        if not self.crosses:
+            raise ValueError(
+                f"{self.model.name} has another tokenizer than {target.name}: {difference}; choose a draft of the same "
+                "model family"
+            )
+        self._bridge = Bridge(target, self.model)
+        ours, theirs = self._bridge.held(target, self.model)
+        self._by_text = min(ours, theirs) < ENOUGH
+        way = "writes text that is cut anew" if self._by_text else "drafts the shared tokens alone"
+        self.note = (
+            f"Its tokenizer is another ({difference}): it {way}. Shared are {100 * self._bridge.share:.0f} % of the "
+            f"target's tokens, with {100 * ours:.0f} % of the target's probability and {100 * theirs:.0f} % of its own."
+        )
+
     @property
-    def max_length(self) -> int:
-        return self.model.max_length
+    def max_length(self) -> int | None:
+        return None if self._bridge else self.model.max_length  # whose tokens are others
 
     @property
     def weight_bytes(self) -> int:
@@ -84,12 +114,17 @@ class DraftModel(Learner):
         self._read = [[] for _ in range(batch)]
         self._agreed = [0] * batch
         self._written = None
+        self._texts = [self._bridge.row() for _ in range(batch)] if self._bridge else []
+        self._roots, self._begun = [0] * batch, [b""] * batch
 
     def release(self) -> None:
         self.model.release()
 
     def observe(self, progress: Progress) -> None:
         outputs = progress.outputs.tolist()
+        if self._bridge:
+            self._translate(self._bridge, progress.inputs.tolist(), outputs, progress.lengths)
+            return
         if not self._history[0]:  # the prompt
             inputs = progress.inputs.tolist()
             self._history = [[*i, o[-1]] for i, o in zip(inputs, outputs, strict=True)]
@@ -101,8 +136,31 @@ class DraftModel(Learner):
         for row, (new, length) in enumerate(zip(outputs, progress.lengths, strict=True)):
             self._history[row] += new[:length]
 
+    def _translate(self, bridge: Bridge, inputs: list[list[int]], outputs: list[list[int]], lengths: list[int]) -> None:
+        """What became history, as the draft reads it; the prompt goes into its cache as far as all rows have it."""
+        first = not self._history[0]
+        for row, (text, length) in enumerate(zip(self._texts, lengths, strict=True)):
+            new = outputs[row][:length]
+            written = bridge.ours.begins(inputs[row] + new[-1:]) if first else bridge.ours.written(new)
+            self._history[row] = text.extend(written)
+            self._agreed[row] = min(self._agreed[row], len(text.ids))
+            self._roots[row] = new[-1] if new else self._roots[row]
+            if self._by_text and bridge.unfinished(self._roots[row]):
+                self._history[row], self._begun[row] = text.before_word()
+            else:
+                self._begun[row] = b""
+        shortest = min(map(len, self._history)) - 1
+        if first and 0 < shortest < self.model.max_length:
+            self._read = [ids[:shortest] for ids in self._history]
+            self.model.start(torch.tensor(self._read, device=self.model.device))
+            self._agreed = [min(shortest, len(text.ids)) for text in self._texts]
+
     def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:
         """Forward KL to the target, in nats per token up to the target's entropy (2310.08461, section 3)."""
+        if self._bridge:
+            raise ValueError(
+                "a draft of another vocabulary cannot learn from the target's tokens; choose one of the same"
+            )
         logits = self.head(batch.inputs, use_cache=False).logits.float()
         shared = min(logits.shape[-1], self._words.size)  # beyond are padding rows
         logits = logits[..., :shared].flatten(0, 1)
@@ -118,12 +176,50 @@ class DraftModel(Learner):
         return self._write(depth)
 
     def _write(self, depth: int) -> Draft:
-        written, known = Writing(self.choice), self._words.size
-        tokens = written.take(self._catch_up()[:, None, :known])
+        if self._bridge and self._by_text:
+            return self._write_text(self._bridge, depth)
+        written = Writing(self.choice)
+        tokens = written.take(self._known(self._catch_up()[:, None]))
         while len(written) < depth:
-            tokens = written.take(self._read_on(tokens)[:, None, :known])
-        self._written = written.tokens[:, : depth - 1]
+            tokens = written.take(self._known(self._read_on(self._spoken(tokens))[:, None]))
+        self._written = self._spoken(written.tokens[:, : depth - 1])
         return written.draft(self._words)
+
+    def _known(self, logits: Tensor) -> Tensor:
+        """[.., draft's vocabulary] -> [.., W] of the tokens that the target has too"""
+        return logits[..., self._bridge.there] if self._bridge else logits[..., : self._words.size]
+
+    def _spoken(self, tokens: Tensor) -> Tensor:
+        """Places among those -> the draft's ids"""
+        return self._bridge.there[tokens] if self._bridge else tokens
+
+    def _write_text(self, bridge: Bridge, depth: int) -> Draft:
+        """The likeliest text, until it is `depth` tokens of the target's in every row. A word that has begun is read
+        again: a model knows words by their first token."""
+        logits, begun, said = self._catch_up(), self._begun.copy(), []
+        room = min(depth + AGAIN, self.model.max_length - max(map(len, self._history)))
+        while True:
+            said.append(self._agreeing(bridge, logits, begun))
+            rows = torch.cat(said, 1).tolist()
+            texts = [bridge.theirs.written(row)[len(word) :] for row, word in zip(rows, self._begun, strict=True)]
+            drafted = [bridge.cut(root, text)[:depth] for root, text in zip(self._roots, texts, strict=True)]
+            if len(said) >= room or min(map(len, drafted)) >= depth:
+                break
+            logits = self._read_on(said[-1])
+        self._written = torch.cat(said, 1)[:, :-1]
+        width = max(map(len, drafted))
+        padded = [row + [ABSENT] * (width - len(row)) for row in drafted]
+        return Draft.chain(torch.tensor(padded, dtype=torch.int64, device=self.model.device).view(len(rows), width))
+
+    def _agreeing(self, bridge: Bridge, logits: Tensor, begun: list[bytes]) -> Tensor:
+        """The likeliest tokens [B, 1] that write what is left of a word; of it they leave the rest in `begun`."""
+        best = logits.argmax(-1, keepdim=True)
+        for row, word in enumerate(begun):
+            ids = bridge.theirs.agreeing(word) if word else []
+            if ids:
+                best[row, 0] = ids[int(logits[row, ids].argmax())]
+                begun[row] = word[len(bridge.theirs.of[int(best[row, 0])]) :]
+        return best
 
     def _missing(self) -> list[list[int]]:
         """Crop to the common prefix; per row what is to be read, the root last."""
@@ -173,24 +269,22 @@ def _as_target(model: Any, target: Target) -> HFTarget:
     return HFTarget(loaded.model, loaded.tokenizer, loaded.name)
 
 
-def check_fit(target: Target, draft: HFTarget) -> None:
-    """Raise ValueError with the reason unless both models read token ids the same way.
+def unlike(target: Target, draft: HFTarget) -> str | None:
+    """How the tokenizers differ; None where both models read token ids the same way. Vocabulary sizes may differ by
+    padding rows as long as the tokenizers are the same.
 
-    Vocabulary sizes may differ by padding rows as long as the tokenizers are the same.
+    Raises ValueError with the reason where ids differ and one of the models has no tokenizer to tell what they mean.
     """
     ours = target.tokenizer if isinstance(target, HFTarget) else None
     theirs = draft.tokenizer
-    draft_name, target_name = draft.name or "the draft model", target.name or "the target"
-    cure = "choose a draft of the same model family"
-    if ours is None or theirs is None:
-        if draft.vocab_size != target.vocab_size:
-            raise ValueError(
-                f"{draft_name} has a vocabulary of {draft.vocab_size}, {target_name} one of {target.vocab_size}; {cure}"
-            )
-        return
-    difference = _difference(ours, theirs)
-    if difference:
-        raise ValueError(f"{draft_name} has another tokenizer than {target_name}: {difference}; {cure}")
+    if ours is not None and theirs is not None:
+        return _difference(ours, theirs)
+    if draft.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"{draft.name or 'the draft model'} has a vocabulary of {draft.vocab_size}, {target.name or 'the target'} "
+            f"one of {target.vocab_size}, and no tokenizer says what they mean; choose a draft of the same model family"
+        )
+    return None
 
 
 def _difference(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase) -> str | None:

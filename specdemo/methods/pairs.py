@@ -1,6 +1,6 @@
 """Which drafters fit a target, and why the others do not; told from configs, tokenizers and file headers alone.
 
-Whether a head fits is for its method to say (`read`), and of a draft model for `draft_model.check_fit`; here their
+Whether a head fits is for its method to say (`read`), and of a draft model for `draft_model.unlike`; here their
 answers are collected.
 """
 
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from specdemo.methods import kind_of, method
 from specdemo.methods.base import Head
-from specdemo.methods.draft_model import check_fit
+from specdemo.methods.draft_model import DraftModel, unlike
+from specdemo.methods.vocabularies import Bridge
 from specdemo.models.checkpoints import outline_checkpoint, readable
 from specdemo.models.load import outline
 from specdemo.models.target import HFTarget
@@ -37,20 +38,30 @@ def check_pair(target: HFTarget, drafter: str, method_name: str | None = None) -
         return Pair(drafter, "?", False, str(error))
     cls = method(name)
     if not issubclass(cls, Head):  # it takes a whole model
-        draft = outline(drafter)
-        try:
-            check_fit(target, draft)
-        except ValueError as error:
-            return Pair(drafter, name, False, str(error))
-        rows = f"{draft.vocab_size} rows against {target.vocab_size}, the rest is padding"
-        same = draft.vocab_size == target.vocab_size
-        return Pair(drafter, name, True, "same tokenizer" if same else f"same tokenizer; {rows}")
+        return _check_draft(target, outline(drafter), drafter, name, issubclass(cls, DraftModel) and cls.crosses)
     try:
         with readable(drafter):
             cls.read(checkpoint, target)
     except ValueError as error:
         return Pair(drafter, name, False, str(error))
     return Pair(drafter, name, True, f"made for hidden size {target.hidden_size}, vocabulary {target.vocab_size}")
+
+
+def _check_draft(target: HFTarget, draft: HFTarget, drafter: str, name: str, crosses: bool) -> Pair:
+    try:
+        difference = unlike(target, draft)
+    except ValueError as error:
+        return Pair(drafter, name, False, str(error))
+    if difference and not crosses:
+        return Pair(drafter, name, False, f"another tokenizer: {difference}; choose a draft of the same model family")
+    if difference:
+        share = Bridge(target, draft).share
+        return Pair(
+            drafter, name, True, f"fits through {100 * share:.0f} % shared tokens; another tokenizer: {difference}"
+        )
+    rows = f"{draft.vocab_size} rows against {target.vocab_size}, the rest is padding"
+    same = draft.vocab_size == target.vocab_size
+    return Pair(drafter, name, True, "same tokenizer" if same else f"same tokenizer; {rows}")
 
 
 def check_pairs(target: HFTarget, known: Iterable[tuple[str, str]]) -> list[Pair]:

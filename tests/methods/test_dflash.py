@@ -260,6 +260,14 @@ def test_a_mask_token_with_an_embedding_of_its_own(target, tmp_path, mask):
     torch.testing.assert_close(logits_of(target, model, TEXT).exp(), wanted, atol=1e-5, rtol=1e-3)
 
 
+def test_other_names_of_layers_and_mask_and_a_head_of_its_own(target, tmp_path):
+    w, rows = drafter_tensors(), torch.randn(VOCABULARY, H, generator=torch.Generator().manual_seed(8))
+    config = changed(ZLAB, mask_token_id=None, target_layer_ids=None, pard_token=MASK, layer_ids=list(TAPS))
+    agrees(target, write(tmp_path / "names", config, w), w, TEXT)
+    model = write(tmp_path / "own", ZLAB | {"has_own_lm_head": True}, w | {"lm_head.weight": rows})
+    agrees(target, model, w, TEXT, logits=lambda states: states @ rows.T)
+
+
 @pytest.mark.parametrize("from_anchor", [False, True])
 def test_speculators(target, tmp_path, from_anchor):
     w = drafter_tensors()
@@ -468,6 +476,8 @@ def test_transformers_drafts_the_same(target, tmp_path, kind):
         (ZLAB | {"num_hidden_layers": 3}, "layers.2.* is missing"),
         (ZLAB | {"draft_vocab_size": 20}, "no tensor d2t"),
         (ZLAB | {"speculators_model_type": "peagle"}, "P-EAGLE"),
+        (ZLAB | {"is_neox_style": False}, "says is_neox_style False, which is not read here"),
+        (changed(ZLAB, attention_value_scale=0.5), "says attention_value_scale 0.5"),
         (ZLAB | {"speculators_model_type": "mtp"}, "for method 'mtp'"),
     ],
 )

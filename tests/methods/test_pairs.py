@@ -1,6 +1,7 @@
 """Which drafters fit a target, from config and headers alone."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -67,14 +68,21 @@ def test_tokenizers_are_compared_by_vocabulary_and_by_what_they_do(stories, tmp_
     padded = check_pair(stories, str(tmp_path / "padded"))
     assert padded.fits and padded.reason == "same tokenizer; 2112 rows against 2048, the rest is padding"
     save(tmp_path / "other", PreTrainedTokenizerFast(tokenizer_object=train_tokenizer(["other words"])), 2048)
-    assert "tokens differ" in check_pair(stories, str(tmp_path / "other")).reason
+    other = check_pair(stories, str(tmp_path / "other"))
+    assert other.fits and re.match(
+        r"fits through \d+ % shared tokens; another tokenizer: .* tokens differ", other.reason
+    )
+    nested = check_pair(stories, str(tmp_path / "other"), "cascade")
+    assert nested.fits is False and "choose a draft of the same model family" in nested.reason
     save(tmp_path / "merges", shipped, 2048)
     file = tmp_path / "merges" / "tokenizer.json"
     described = json.loads(file.read_text(encoding="utf-8"))
     described["model"]["merges"] = described["model"]["merges"][:40]
     file.write_text(json.dumps(described), encoding="utf-8")
     odd = check_pair(stories, str(tmp_path / "merges"))
-    assert odd.fits is False and "it cuts 'Once upon a time, there ' into" in odd.reason
+    assert odd.reason.startswith(
+        "fits through 100 % shared tokens; another tokenizer: it cuts 'Once upon a time, there ' into"
+    )
     save(tmp_path / "mute", None, 512)
     assert "has a vocabulary of 512, stories one of 2048" in check_pair(stories, str(tmp_path / "mute")).reason
 

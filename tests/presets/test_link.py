@@ -21,7 +21,7 @@ lanes = st.one_of(
         lambda **lane: {"method": "draft_model", **lane},
         model=names,
         k=st.integers(1, LIMITS.k),
-        acceptance=st.sampled_from(["lossless", "typical"]),
+        acceptance=st.sampled_from(["lossless", "block", "typical"]),
         name=printable,
     ),
     st.builds(
@@ -112,7 +112,10 @@ def test_a_prompt_too_long_for_a_link_is_said():
         ({"prompt": "a\x1b[2Jb"}, "ignored prompt='a\\x1b[2Jb' from the link: the prompt must not hold the control"),
         ({"prompt": "\ud800"}, "ignored prompt='\\ud800' from the link: prompt must be valid text"),
         ({"name": "a\x07"}, "ignored name='a\\x07' from the link: the name must not hold the control character U+0007"),
-        ({"acceptance": "always"}, "ignored acceptance='always' from the link: acceptance must be 'lossless' or"),
+        (
+            {"acceptance": "always"},
+            "ignored acceptance='always' from the link: acceptance must be 'lossless', 'block' or",
+        ),
         ({"chat": "maybe"}, "ignored chat='maybe' from the link: chat must be True or False"),
         ({"system": "p" * 100_000}, "ignored system='ppp"),
         ({"schedule": "fast"}, "ignored schedule='fast' from the link: schedule must be 'race' or 'sequential'"),

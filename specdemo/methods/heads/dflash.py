@@ -230,7 +230,7 @@ class DFlashDraftModel(Network):
 
     @property
     def stage(self) -> Stage | None:
-        """What chooses among the candidates behind the block; None: each slot for itself."""
+        """What makes a token depend on the one before it."""
         return self.candidate_selector or self.markov_head or self.domino
 
     @property

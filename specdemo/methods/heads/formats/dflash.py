@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from transformers import Qwen3Config
 
@@ -41,6 +42,10 @@ NAMES = {
     "embed_proj.": "domino.embed_proj.",
 }
 CLASSES = ("DFlash", "DSpark", "Domino", "PEagle", "LiLiCorr")
+TAPS = ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids", "layer_ids")
+LAYER_IDS = ("target_layer_ids", "dspark_target_layer_ids")
+MASKS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
+PLAIN = {"is_neox_style": True, "attention_value_scale": 1.0, "logit_scale": 1.0}  # else drafts would be wrong
 KNOWN = ("dflash", "dspark", "domino", "museglimmer")  # whose slots are known
 UNUSED = ("embed_tokens.", "lm_head.", "t2d", "verifier_", "confidence_head.")
 
@@ -113,10 +118,12 @@ def renamed(checkpoint: Checkpoint) -> Checkpoint:
 def found(checkpoint: Checkpoint, target: Target) -> Found:
     """Raises ValueError, one line, for a checkpoint of another kind or another target."""
     name, tensors, said = checkpoint.name, checkpoint.tensors, _said(checkpoint.config)
+    if said.get("has_own_lm_head") and "lm_head.weight" in tensors:  # of the target's words, in their order
+        tensors = {"d2t": torch.zeros(len(tensors["lm_head.weight"]), dtype=torch.int64)} | tensors
     own_head = "d2t" in tensors
     tensors = {n: t for n, t in tensors.items() if not n.startswith(UNUSED) or (own_head and n == "lm_head.weight")}
     family = _family(said)
-    _refuse_kin(name, family, tensors)
+    _refuse_kin(name, family, said, tensors)
     for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "mask_token_id"):
         if key not in said:
             raise ValueError(f"the config of {name} lacks {key!r}; fetch the config.json of its authors")
@@ -176,7 +183,9 @@ def spread_taps(layers: int, points: int) -> tuple[int, ...]:
 def _said(config: Mapping[str, Any]) -> dict[str, Any]:
     """All keys on one level, the innermost of two alike."""
     parts = config.get("transformer_layer_config"), config, config.get("dflash_config")
-    return {key: value for part in parts for key, value in (part or {}).items() if value is not None}
+    said = {key: value for part in parts for key, value in (part or {}).items() if value is not None}
+    mask = next((said[key] for key in MASKS if key in said), None)
+    return said if mask is None else said | {"mask_token_id": mask}
 
 
 def _family(said: Mapping[str, Any]) -> str:
@@ -232,13 +241,16 @@ def _renamed(name: str) -> str:
     return name
 
 
-def _refuse_kin(name: str, family: str, tensors: Mapping[str, Tensor]) -> None:
+def _refuse_kin(name: str, family: str, said: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     if "peagle" in family:
         raise ValueError(
             f"{name} is P-EAGLE, an EAGLE-3 head with mask rows, which nothing here reads; choose a DFlash"
         )
     if "lilicorr" in family or any(tensor.startswith("lilicorr.") for tensor in tensors):
         raise ValueError(f"{name} is a LiLiCorr, whose candidates attend to each other, not read here; choose a DFlash")
+    for key, usual in PLAIN.items():
+        if said.get(key, usual) != usual:
+            raise ValueError(f"{name} says {key} {said[key]}, which is not read here; choose a drafter without it")
     if "mask_hidden" in tensors:
         raise ValueError(f"{name} has a mask state of its own (mask_hidden), not read here; choose a DFlash")
 
@@ -264,10 +276,12 @@ def _taps(name: str, said: Mapping[str, Any], tensors: Mapping[str, Tensor], tar
     if "fc.weight" not in tensors:
         raise ValueError(f"{name} has no tensor fc.weight, so it is no DFlash; choose another method")
     count = tensors["fc.weight"].shape[1] // target.hidden_size
-    if "aux_hidden_state_layer_ids" in said:
-        taps = tuple(map(int, said["aux_hidden_state_layer_ids"]))
-    elif "target_layer_ids" in said:
-        taps = tuple(int(i) + 1 for i in said["target_layer_ids"])
+    tapped = next((said[key] for key in TAPS if key in said), None)
+    counted = next((said[key] for key in LAYER_IDS if key in said), None)
+    if tapped is not None:
+        taps = tuple(map(int, tapped))
+    elif counted is not None:
+        taps = tuple(int(i) + 1 for i in counted)
     else:
         taps = spread_taps(target.num_layers, count)
     if len(taps) * target.hidden_size != tensors["fc.weight"].shape[1]:

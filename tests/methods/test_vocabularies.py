@@ -1,0 +1,167 @@
+"""Drafts of another vocabulary: what tokens write, how a text is read on, and that the output stays the target's."""
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from specdemo.bench.losslessness import chi_square
+from specdemo.core.protocol import Budget, GenerationConfig
+from specdemo.core.sampling import Sampling
+from specdemo.core.tree import ABSENT
+from specdemo.engine.loop import generate
+from specdemo.methods import draft_model, load_drafter
+from specdemo.methods.vocabularies import LONG, Bridge, Reading, Spelling
+from specdemo.models.target import HFTarget
+
+LETTERS = "abcd"
+BYTE_LEVEL = pre_tokenizers.ByteLevel(False, use_regex=False), decoders.ByteLevel()
+
+
+def byte_level(*words):
+    """Letters, a space and some words as GPT-2 writes them."""
+    tokens = ["<end>", *LETTERS, "Ġ", *words]
+    return wrapped(
+        {t: i for i, t in enumerate(tokens)}, pre_tokenizers.ByteLevel(False, use_regex=False), decoders.ByteLevel()
+    )
+
+
+def sentence_piece(*words):
+    tokens = ["</s>", "▁", *LETTERS, *(f"<0x{i:02X}>" for i in (0x0A, 0xC3, 0xA9)), *words]
+    split = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    return wrapped({t: i for i, t in enumerate(tokens)}, split, decoders.Metaspace())
+
+
+def wrapped(vocabulary, split, decoder):
+    merges = []
+    for token in vocabulary:  # of words, letter by letter from the left
+        if len(token) > 1 and not token.startswith("<"):
+            merges += [(token[:n], token[n]) for n in range(1, len(token)) if token[:n] in vocabulary]
+    tokenizer = Tokenizer(models.BPE(vocabulary, list(dict.fromkeys(merges)), byte_fallback="<0x0A>" in vocabulary))
+    tokenizer.pre_tokenizer, tokenizer.decoder = split, decoder
+    end = next(iter(vocabulary))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, bos_token=end)
+
+
+def renamed(tokenizer, names):
+    vocabulary = {names.get(t, t): i for t, i in tokenizer.get_vocab().items()}
+    return wrapped(dict(sorted(vocabulary.items(), key=lambda item: item[1])), *BYTE_LEVEL)
+
+
+def model(tokenizer, seed):
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=256, initializer_range=0.5, **sizes)
+    return HFTarget(LlamaForCausalLM(config).eval().requires_grad_(False), tokenizer, f"model {seed}")
+
+
+OURS = ("Ã", "©", "Ġa", "Ġab", "ab", "Ġabc", "cd")
+THEIRS = ("▁a", "▁ab", "ab", "▁abd", "▁b")
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return model(byte_level(*OURS), 1), model(sentence_piece(*THEIRS), 2)
+
+
+def test_tokens_are_shared_by_what_they_write(pair):
+    bridge = Bridge(*pair)
+    words = pair[0].tokenizer.convert_ids_to_tokens(bridge.shared.tolist())
+    theirs = pair[1].tokenizer.convert_ids_to_tokens(bridge.there.tolist())
+    assert dict(zip(words, theirs, strict=True)) == {
+        "<end>": "</s>", **{c: c for c in LETTERS}, "Ġ": "▁", "Ã": "<0xC3>", "©": "<0xA9>",
+        "Ġa": "▁a", "Ġab": "▁ab", "ab": "ab",
+    }  # fmt: skip
+    assert bridge.share == 10 / 13  # the ends are not spelled alike
+
+
+def test_a_text_that_goes_on_gets_no_space_of_its_own(pair):
+    spelling = Spelling(pair[1].tokenizer, pair[1].vocab_size)
+    tokens = pair[1].tokenizer.convert_ids_to_tokens
+    assert tokens(spelling.cut("ab")) == ["ab"] and tokens(spelling.cut(" ab")) == ["▁ab"]
+    assert tokens(spelling.whole("ab")) == ["</s>", "▁ab"]
+    assert spelling.written(spelling.cut(" abé")) == " abé".encode()
+
+
+def test_a_row_is_read_as_a_whole_text_would_be(pair):
+    text, generator = "", torch.Generator().manual_seed(0)
+    reading = Reading(Spelling(pair[1].tokenizer, pair[1].vocab_size))
+    for _ in range(4 * LONG):
+        letter = "abcd é"[int(torch.randint(0, 6, (1,), generator=generator))]
+        text += letter
+        for byte in letter.encode():
+            ids = reading.extend(bytes([byte]))
+    assert ids == reading.spelling.whole(text)
+    assert len(reading.tail) <= LONG and ids[: len(reading.ids)] == reading.ids
+
+
+def test_a_word_that_has_begun_is_gone_on_with(pair):
+    spelling = Spelling(pair[1].tokenizer, pair[1].vocab_size)
+    assert pair[1].tokenizer.convert_ids_to_tokens(spelling.agreeing(b" ab")) == ["▁ab", "▁abd", "▁", "▁a"]
+    reading = Reading(spelling)
+    reading.extend(b"ab cd a")
+    assert reading.before_word() == (spelling.whole("ab cd"), b" a")
+    assert Reading(spelling, tail="ab").before_word() == (spelling.whole("ab"), b"")
+
+
+@pytest.fixture(params=["tokens", "text"])
+def way(request, monkeypatch):
+    monkeypatch.setattr(draft_model, "ENOUGH", 0.0 if request.param == "tokens" else 2.0)
+    return request.param
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_greedy_text_is_the_targets_own(pair, way, swapped):
+    target, draft = reversed(pair) if swapped else pair
+    ids = torch.tensor([target.tokenizer.encode(text)[:4] for text in ("ab abc d", "d cab ab")])
+    config = GenerationConfig(40, budget=Budget(4, 4), stop_token_ids=())
+    drafter = load_drafter("draft_model", target, draft)
+    events = list(generate(target, drafter, ids, config))
+    plain = list(generate(target, load_drafter("none", target), ids, config))
+    for row in range(2):
+        assert [t for e in events for t in e.emitted[row]] == [t for e in plain for t in e.emitted[row]]
+    assert any(t != ABSENT for e in events for t in e.drafted[0])
+    assert "Its tokenizer is another" in drafter.note and drafter.max_length is None
+    assert ("drafts the shared tokens alone" if way == "tokens" else "writes text that is cut anew") in drafter.note
+
+
+def test_a_model_that_speaks_the_same_words_is_kept(pair):
+    """Same weights behind two tokenizers that number the letters otherwise: all drafts are the target's own tokens."""
+    first, mixed = model(byte_level(), 3), byte_level()
+    letters = dict(zip("abcd", "dcba", strict=True))
+    mixed = renamed(mixed, letters)
+    order = [first.tokenizer.convert_tokens_to_ids(t) for t in mixed.convert_ids_to_tokens(range(len(mixed)))]
+    second = model(mixed, 3)
+    second.model.model.embed_tokens.weight.copy_(first.model.model.embed_tokens.weight[order])
+    second.model.lm_head.weight.copy_(first.model.lm_head.weight[order])
+    drafter = load_drafter("draft_model", first, second)
+    assert "drafts the shared tokens alone" in drafter.note and "100 % of the target's tokens" in drafter.note
+    ids = torch.tensor([first.tokenizer.encode("ab abc d")])
+    for temperature in (0.0, 1.0):
+        config = GenerationConfig(40, Sampling(temperature), Budget(3, 3), stop_token_ids=())
+        events = [e for e in generate(first, drafter, ids, config) if e.index]
+        kept = sum(len(e.path[0]) - 1 for e in events) / sum(len(e.drafted[0]) for e in events)
+        assert kept == 1.0
+
+
+def test_sampling_is_exact(pair, way):
+    target, draft = pair
+    ids = torch.tensor([target.tokenizer.encode("ab abc d")] * 2048)
+    counts = []
+    for seed, drafter in enumerate((load_drafter("none", target), load_drafter("draft_model", target, draft))):
+        config = GenerationConfig(3, Sampling(1.0), Budget(2, 2), seed=seed, stop_token_ids=())
+        rows = [[] for _ in ids]
+        for event in generate(target, drafter, ids, config):
+            for row, emitted in zip(rows, event.emitted, strict=True):
+                row += emitted
+        counts.append({pair: rows.count(list(pair)) for pair in {tuple(row) for row in rows}})
+    assert chi_square(*counts).p > 0.001
+
+
+def test_a_draft_of_another_vocabulary_does_not_learn(pair):
+    target, draft = pair
+    drafter = load_drafter("draft_model", target, draft)
+    with pytest.raises(ValueError, match="cannot learn from the target's tokens"):
+        drafter.loss(None)
+    with pytest.raises(ValueError, match="has another tokenizer than model 1: .*; choose a draft of the same"):
+        load_drafter("cascade", target, draft)
