@@ -5,7 +5,9 @@ from pathlib import Path
 import gradio as gr
 
 HERE = Path(__file__).parent
-RACE = tuple(f"{name}.js" for name in "kit player chart tree lanes tiles panels inspector race".split())
+RACE = tuple(
+    f"{name}.js" for name in "kit player chart tree lanes bars ghosts tiles panels inspector transport race".split()
+)
 
 
 def text(name: str) -> str:

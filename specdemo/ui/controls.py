@@ -5,10 +5,12 @@ are not shown have values too. Drawing the page needs no torch: what only a meth
 title, its options) is filled in by the first events of a visitor.
 """
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -70,18 +72,26 @@ class Controls:
         parts = self.parts
         for name in ("chips", "more"):
             named(parts[name].input, _choose, {"id": parts[name], **self.drawn}, parts, **QUIET)
+        given = {"id": parts["preset"], **self.drawn}
+        nearest = named(parts["nearest"].click, _choose_nearest, given, parts, **QUIET)
+        nearest.then(None, None, None, js="() => document.getElementById('run').click()", **QUIET)
         chat = {name: parts[name] for name in ("chat", "system")}
         target, count = {"target": parts["target"]}, {"count": parts["count"]}
         named(parts["target"].input, lambda _, values: _chat_updates(values["target"], None), target, chat, **QUIET)
         for name, more in (("add", 1), ("remove", -1)):
-            named(parts[name].click, partial(_count_on, more), count, parts, **QUIET)
+            self._tell(named(parts[name].click, partial(_count_on, more), count, parts, **QUIET).then)
         page.load(None, js=assets.text("names.js"), **QUIET)
-        named(page.load, titles, {}, parts, **QUIET)
+        self._tell(named(page.load, titles, {}, parts, **QUIET).then)
+        self._tell(partial(gr.on, [parts[name].change for name in NAMES if not isinstance(parts[name], gr.State)]))
         for n in NUMBERS:
             given = target | {name: parts[f"{name}-{n}"] for name in ("method", "drawn")}
             named(parts[f"method-{n}"].input, _switch, given, self._of_lane(n), **QUIET)
             with parts[f"lane-{n}"]:
                 self._draw_options(page, n)
+
+    def _tell(self, event: Callable[..., Any]) -> None:
+        """The line that says what would run follows the controls."""
+        named(event, told, self.inputs, {"setup": self.parts["setup"]}, trigger_mode="always_last", **QUIET)
 
     def _of_lane(self, n: int) -> dict[str, Any]:
         return {name: self.parts[f"{name}-{n}"] for name in ("method", "model", "options", "drawn")}
@@ -98,7 +108,7 @@ class Controls:
                     value = options.get(knob.name, knob.default)
                     control = _draw_knob(knob, value, {}, gr.Dropdown, **words, interactive=True)
                     given = {"target": self.parts["target"], **lane, "knob": gr.State(knob.name), "value": control}
-                    named(control.change, _set, given, lane, **QUIET)
+                    self._tell(named(control.change, _set, given, lane, **QUIET).then)
 
         follow = [page.load, lane["drawn"].change]
         gr.render([lane["method"], lane["options"]], triggers=follow, queue=False, show_progress="hidden")(draw_knobs)
@@ -132,6 +142,7 @@ def fill(chosen: Preset, drawn: Mapping[str, int]) -> Values:
         updates[f"server-{n}"] = gr.update(value=lane.server or "", choices=_servers(lane.server))
     chips, more = _picked(chosen)
     updates |= {"chips": chips, "more": more, "about": about(load_presets()[chosen.id])}
+    updates["nearest"] = _nearest_words(chosen)
     updates |= _chat_updates(chosen.target, chosen.chat, chosen.system) | _shown(len(chosen.lanes))
     return updates | {name: drawn[name] + 1 for name in DRAWN}
 
@@ -165,8 +176,18 @@ def about(chosen: Preset) -> str:
         words.append(f"Downloaded from the Hugging Face hub; about {chosen.memory_gb:g} GB, {login}{chosen.licence}.")
     reason = why_not(chosen)
     if reason:
-        words.append(f"**This machine cannot run it: {reason}.** The nearest it can: {nearest_runnable(chosen).title}.")
+        words.append(f"**This machine cannot run it: {reason}.**")
     return " ".join(words)
+
+
+def _nearest_words(chosen: Preset) -> Any:
+    """The button of a preset that cannot run here."""
+    able = nearest_runnable(chosen) if why_not(load_presets()[chosen.id]) else None
+    return gr.update(visible=able is not None, value=f"Run the nearest that can: {able.title}" if able else "")
+
+
+def _choose_nearest(_: gr.Request, values: Values) -> Values:
+    return fill(limits.fit(nearest_runnable(preset(values["id"]))), values)
 
 
 def titles(_: gr.Request, __: Values) -> Values:
@@ -174,6 +195,33 @@ def titles(_: gr.Request, __: Values) -> Values:
     lazy_imports.live()
     choices = [(method(name).title, name) for name in DRAFTING]
     return {f"method-{n}": gr.update(choices=choices) for n in NUMBERS}
+
+
+def key(values: Values) -> str:
+    """The same for the same comparison, whatever preset it was made from."""
+    count = int(values["count"])
+    asked = [name for name in NAMES if name not in ("preset", "count")]
+    kept = {name: values[name] for name in asked if int(name.partition("-")[2] or 0) <= count}
+    plain = {k: float(v) if isinstance(v, int | float) else v or None for k, v in kept.items()}
+    return sha256(json.dumps(plain, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def setup(values: Values, lanes: Sequence[tuple[str, str | None, int]]) -> str:
+    """What setup.js shows: the lanes by method, weights and draft length, and the key of all settings."""
+    words = [f"{title}{f' ({Path(model).name})' if model else ''}, k = {k:g}" for title, model, k in lanes]
+    return json.dumps({"target": values["target"], "lanes": words, "key": key(values)})
+
+
+def told(_: gr.Request, values: Values) -> Values:
+    """The line above the prompt, in the methods' own words."""
+    lazy_imports.live()
+    lanes = [{name: values[f"{name}-{n}"] for name in LANE} for n in NUMBERS[: int(values["count"])]]
+    named_as = [
+        (str(method(lane["method"]).title), lane["model"] if needs_model(lane["method"], lane["options"]) else None)
+        for lane in lanes
+    ]
+    shown = [(*words, lane["k"]) for words, lane in zip(named_as, lanes, strict=True)]
+    return {"setup": setup(values, shown)}
 
 
 def to_values(chosen: Preset) -> Values:
@@ -267,9 +315,13 @@ def draw(start: Preset, allow_any_model: bool) -> Controls:
         )
     with gr.Row(elem_id="about-row"):
         parts["about"] = gr.Markdown(about(start), elem_id="about")
-        for name, words in (("add", "Add a lane"), ("remove", "Remove the last lane")):
-            parts[name] = gr.Button(words, size="sm", elem_id=f"{name}-lane", visible=shown[name]["visible"])
-    with gr.Group(elem_classes="lane-controls"):
+        words = _nearest_words(start)
+        parts["nearest"] = gr.Button(words["value"], visible=words["visible"], size="sm", elem_id="nearest")
+    lanes = [(_plain(lane.method), lane.model, lane.k) for lane in start.lanes]
+    with gr.Row(elem_id="setup-row") as parts["setup-row"]:
+        parts["setup"] = assets.view("setup.html", "kit.js", "setup.js", elem_id="setup")
+        parts["setup"].value = setup(to_values(start), lanes)
+    with gr.Column(elem_id="drawer", elem_classes="lane-controls"):
         for n, lane in zip(NUMBERS, _padded(start), strict=True):
             parts[f"lane-{n}"] = gr.Column(visible=lane is not None, elem_id=f"lane-{n}", elem_classes="lane")
             with parts[f"lane-{n}"], gr.Row(elem_classes="lane-row"):
@@ -280,12 +332,15 @@ def draw(start: Preset, allow_any_model: bool) -> Controls:
                     parts["target"] = _model_choice(words, start.target, "target", allow_any_model)
                 drawn = _draw_lane(n, lane or new_lane(start.target), start, allow_any_model)
                 parts |= {f"{name}-{n}": control for name, control in drawn.items()}
+        with gr.Row(elem_id="lane-buttons"):
+            for name, words in (("add", "Add a lane"), ("remove", "Remove the last lane")):
+                parts[name] = gr.Button(words, size="sm", elem_id=f"{name}-lane", visible=shown[name]["visible"])
     return Controls(parts)
 
 
 def draw_prompt(start: Preset) -> gr.Textbox:
     return gr.Textbox(
-        start.prompt, label="Prompt", lines=2, max_lines=10, max_length=limits.here().prompt, elem_id="prompt", scale=5
+        start.prompt, label="Prompt", lines=1, max_lines=10, max_length=limits.here().prompt, elem_id="prompt", scale=5
     )
 
 
@@ -342,7 +397,7 @@ def draw_sampling(start: Preset) -> dict[str, gr.components.Component]:
 
 def _draw_lane(n: int, lane: Lane, start: Preset, allow_any_model: bool) -> dict[str, Any]:
     """The controls of a lane by the names of LANE, and `drawn`."""
-    names = [(name.replace("_", " ").capitalize(), name) for name in DRAFTING]  # until `titles` comes
+    names = [(_plain(name), name) for name in DRAFTING]
     model, seen = _model(lane, start.target), lane.model is not None
     return {
         "method": gr.Dropdown(names, value=lane.method, label="Method", min_width=150, elem_id=f"method-{n}"),
@@ -363,6 +418,11 @@ def _draw_lane(n: int, lane: Lane, start: Preset, allow_any_model: bool) -> dict
         ),
         "drawn": gr.Number(0, elem_classes="unseen"),  # no State: its change would not be noticed outside the queue
     }
+
+
+def _plain(name: str) -> str:
+    """A method's title until its own is known."""
+    return name.replace("_", " ").capitalize()
 
 
 def _model_choice(label: str, value: str, elem_id: str, allow_any_model: bool, visible: bool = True) -> gr.Dropdown:

@@ -36,6 +36,7 @@ function laneCard(lane) {
   title.append(...lossy(lane), ...remote(lane));
   const text = make("div", "sd-text");
   text.dataset.lane = lane.index;
+  text.dir = "auto";
   text.tabIndex = 0;
   text.setAttribute("role", "log");
   text.setAttribute("aria-live", "off");
@@ -43,9 +44,11 @@ function laneCard(lane) {
   text.append(...asked(lane));
   const note = make("p", "sd-note");
   note.hidden = true;
-  card.append(header, note, text);
+  const refused = make("p", "sd-unheard"); // what is struck through is not read out
+  text.setAttribute("aria-describedby", (refused.id = `sd-refused-${lane.index}`));
+  card.append(header, note, text, refused);
   $(".sd-lanes").append(card);
-  return { card, state, number, unit, text, note };
+  return { card, state, number, unit, text, note, refused };
 }
 
 // What the lane was asked: a text to go on with, or the last message of its chat behind a fold of those before it.
@@ -54,6 +57,7 @@ function asked(lane) {
   if (!said.length) return [span(run.start.prompt, "prompt", -1)];
   const turns = said.map(({ role, content }) => {
     const turn = make("div", "sd-turn");
+    turn.dataset.role = role;
     turn.append(make("b", "sd-role", role), span(content, "prompt", -1));
     return turn;
   });
@@ -122,7 +126,8 @@ function pill(lane, text, tone = "") {
 }
 
 function span(text, kind, step) {
-  const node = make("span");
+  const node = make(kind === "rejected" ? "del" : "span");
+  if (kind === "rejected") node.ariaHidden = "true";
   node.dataset.kind = kind;
   if (step >= 0) node.dataset.step = step;
   node.textContent = text;
@@ -135,10 +140,18 @@ function drawStep(lane, line, into) {
   const at = lane.steps.push(line) - 1;
   line.kinds.forEach((kind, i) => {
     if (kind === "corrected") for (const node of refused(line, at)) put(lane, node, into);
-    put(lane, span(line.text[i] ?? "", kind, at), into);
+    const token = span(line.text[i] ?? "", kind, at);
+    lane.given.push(token);
+    put(lane, token, into);
   });
   lane.soFar = line.so_far;
   pill(lane, "generating", "busy");
+}
+
+// Nothing but what the lane was asked.
+function emptyLane(lane) {
+  lane.view.text.replaceChildren(...asked(lane));
+  pill(lane, "idle");
 }
 
 // The first draft refused where the path ended, struck through; how many more fell with it is said by CSS, so it is no
@@ -163,21 +176,6 @@ function drawDone(lane, line) {
   words.cancelled = [`stopped at ${seconds}`, "fair"];
   words.error = ["failed", "bad"];
   pill(lane, ...(words[line.finish] || ["", ""]));
-}
-
-function raceBar(lane) {
-  const row = make("div", "sd-run");
-  row.dataset.of = lane.index;
-  const track = make("div", "sd-track");
-  const fill = make("div", "sd-fill");
-  track.append(fill);
-  const result = make("span", "sd-result");
-  const tokens = make("b", "", "0 tok");
-  const time = make("span", "sd-time", "");
-  result.append(tokens, " ", time);
-  const name = make("span", "sd-name");
-  name.append(mark(lane), make("span", "", lane.name), ...lossy(lane));
-  row.append(name, track, result);
-  $(".sd-race").append(row);
-  return { fill, tokens, time };
+  const { drafted, accepted } = numbers(lane);
+  if (drafted) lane.view.refused.textContent = `${drafted - accepted} of ${drafted} drafted tokens were refused.`;
 }
