@@ -5,6 +5,7 @@ from pathlib import Path
 import gradio as gr
 
 HERE = Path(__file__).parent
+HOW = tuple(f"{name}.js" for name in "kit chart tree ghosts maths how".split())
 RACE = tuple(
     f"{name}.js" for name in "kit player chart tree lanes bars ghosts tiles panels inspector transport race".split()
 )
@@ -20,10 +21,10 @@ def to_tab(tab_id: str) -> str:
     return f"""() => document.querySelector('[role="tab"][data-tab-id="{tab_id}"]').click()"""
 
 
-def view(skeleton: str, *scripts: str, elem_id: str) -> gr.HTML:
+def view(skeleton: str, *scripts: str, elem_id: str, value: str = "") -> gr.HTML:
     """A component whose value is an append-only log that the scripts, one after the other, draw into the skeleton."""
     script = "\n".join(map(text, scripts))
     drawn: gr.HTML = gr.HTML(
-        "", html_template=text(skeleton), js_on_load=script, elem_id=elem_id, apply_default_css=False
+        value, html_template=text(skeleton), js_on_load=script, elem_id=elem_id, apply_default_css=False
     )
     return drawn

@@ -319,8 +319,8 @@ def draw(start: Preset, allow_any_model: bool) -> Controls:
         parts["nearest"] = gr.Button(words["value"], visible=words["visible"], size="sm", elem_id="nearest")
     lanes = [(_plain(lane.method), lane.model, lane.k) for lane in start.lanes]
     with gr.Row(elem_id="setup-row") as parts["setup-row"]:
-        parts["setup"] = assets.view("setup.html", "kit.js", "setup.js", elem_id="setup")
-        parts["setup"].value = setup(to_values(start), lanes)
+        now = setup(to_values(start), lanes)
+        parts["setup"] = assets.view("setup.html", "kit.js", "setup.js", elem_id="setup", value=now)
     with gr.Column(elem_id="drawer", elem_classes="lane-controls"):
         for n, lane in zip(NUMBERS, _padded(start), strict=True):
             parts[f"lane-{n}"] = gr.Column(visible=lane is not None, elem_id=f"lane-{n}", elem_classes="lane")

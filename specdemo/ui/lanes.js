@@ -1,8 +1,5 @@
 // The lanes: a card with the text of each, coloured by the fate of its tokens, and a bar in the race.
 
-const FATES = { accepted: "✓ accepted", rejected: "✗ rejected", "not reached": "· not reached" };
-const OWN = { corrected: "↺ corrected by target", bonus: "★ bonus of target", target: "target's own token", unknown: "? unknown: its server does not tell" };
-
 function mark(lane) {
   const node = make("span", "sd-mark", lane.index ? String(lane.index) : "0");
   node.dataset.of = lane.index;

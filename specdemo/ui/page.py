@@ -28,7 +28,7 @@ from specdemo.core.trace import to_json
 from specdemo.presets.files import DEFAULT, Preset, load_presets, preset
 from specdemo.presets.link import from_query, is_link, is_sweep, to_query
 from specdemo.presets.recorded import recorded
-from specdemo.ui import assets, controls, headers, lab, space, sweep, turns
+from specdemo.ui import assets, controls, headers, how, lab, space, sweep, turns
 from specdemo.ui.controls import (
     Controls,
     address,
@@ -192,7 +192,7 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
     first = limits.fit(preset(start))
     store = Store()
     page: gr.Blocks = gr.Blocks(
-        title="specdemo: speculative decoding, side by side",
+        title=headers.TITLE,
         analytics_enabled=False,
         delete_cache=(int(WINDOW_S / 2), int(WINDOW_S)),
     )
@@ -202,12 +202,14 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
         with gr.Tabs(overflow_behavior="wrap"):
             with gr.Tab("Race", id="race"):
                 form = _race_tab(page, Visits(first, allow_any_model, store), first, allow_any_model)
-            with gr.Tab("Sweep", id="sweep"):
-                suite = sweep.draw(page, store)
-            with gr.Tab("Lab"):
-                lab.draw(page, form, suite, store)
-            with gr.Tab("How it works"):
-                gr.Markdown(assets.text("how_it_works.md"), elem_id="how")
+            with gr.Tab("Sweep", id="sweep") as tab:
+                suite = sweep.draw(page, tab, store)
+            with gr.Tab("Lab", id="lab") as tab:
+                lab.draw(page, form, suite, tab, store)
+            with gr.Tab("How it works", id="how"):
+                how.draw()
+            with gr.Tab("Reference", id="reference"):
+                gr.Markdown(assets.text("reference.md"), elem_id="reference")
         _endpoints(allow_any_model)
         page.unload(store.forget)
     turns.queue(page)
@@ -355,6 +357,7 @@ def serve(
         app_kwargs=headers.of_app(Middleware(Guard, space.bounds().bytes)),
         theme=theme(),
         css_paths=[assets.HERE / "style.css"],
+        favicon_path=assets.HERE / "favicon.svg",
     )
     print(f"specdemo is on {page.local_url}", flush=True)
     if not space.zero_gpu():

@@ -68,7 +68,7 @@ function glide(node, block) {
 
 function started(line) {
   come();
-  run = { recorded: coming.recorded, still: coming.still, own: !coming.still, start: line, end: null };
+  run = { recorded: coming.recorded, still: coming.still, own: !coming.still, key: coming.key, start: line, end: null };
   coming = null;
   run.lanes = line.lanes.map((lane, index) => ({ ...lane, index, ...UNHEARD(), over: false }));
   stage(plays());
@@ -192,7 +192,6 @@ function stage(replayed) {
   $(".sd-race").replaceChildren();
   $(".sd-why").hidden = true;
   $(".sd-lanes").dataset.lanes = run.lanes.length;
-  delete $(".sd-lanes").dataset.idle;
   for (const lane of run.lanes) {
     Object.assign(lane, UNSHOWN());
     lane.view = laneCard(lane);
@@ -205,6 +204,7 @@ function stage(replayed) {
   badge();
   tabs();
   inspect();
+  age();
   drawTransport();
   paint();
 }
@@ -228,8 +228,18 @@ function finish() {
   });
   const cut = run.end.finish === "error" ? ["failed", "bad"] : ["stopped", "fair"];
   for (const lane of run.lanes) if (!lane.finish && lane.view) pill(lane, ...cut);
+  age();
+  if (run.own && !run.recorded) tell();
   paint();
   if (!coming?.loading) say(verdictOfAll()); // else the status is that of the next run
+}
+
+// The figures of "How it works" show the visitor's own run too.
+function tell() {
+  const lane = run.lanes[run.focus];
+  const { name, options, comparison } = lane;
+  /** @type {any} */ (window).specdemoRun = { name, k: options?.k, speedup: comparison?.speedup, lane: numbers(lane), plain: numbers(run.lanes[0]) };
+  document.dispatchEvent(new CustomEvent("specdemo:run"));
 }
 
 function verdictOfAll() {
@@ -239,6 +249,33 @@ function verdictOfAll() {
   const words = rows.map((lane) => `${named(lane)}: ${factor(lane.comparison.speedup)}, ${lane.comparison.verdict}.`);
   if (run.still) return "Recorded earlier. Press Run for your own.";
   return [ends[run.end.finish] || (run.recorded ? "Replayed." : "Finished."), ...words].join(" ");
+}
+
+// A result of other settings than those above is dimmed, and says whose it is.
+function age() {
+  const asked = /** @type {HTMLElement | null} */ (document.querySelector("#setup [data-key]"))?.dataset.key;
+  const stale = Boolean(run.done && run.key && asked && asked !== run.key);
+  $(".sd-stage").toggleAttribute("data-stale", stale);
+  $(".sd-badge").hidden = stale || !run.start.lanes.length;
+  $(".sd-stale").hidden = !stale;
+  const lanes = run.lanes.slice(1).map((lane) => [lane.name, how(lane)].filter(Boolean).join(", "));
+  $(".sd-stale").textContent = `Result of: ${lanes.join("; ")}`;
+}
+
+// Gradio writes "queue: 2/3 | 1.2/8.0s" into a place of its own; here it is said in words, where nothing moves.
+function queued() {
+  const place = document.getElementById("queue");
+  let before = "";
+  new MutationObserver(() => {
+    const [, at, seconds] = /queue: (\d+)\/\d+(?:[^/]*\/([\d.]+)s)?/i.exec(place.textContent) || [];
+    const status = $(".sd-status").textContent;
+    const waits = status.startsWith("Waiting");
+    if (at) {
+      if (!waits) before = status;
+      const others = at === "1" ? "you are next" : `${Number(at) - 1} before you`;
+      say(`Waiting for the engine: ${others}${seconds ? `, about ${Math.ceil(Number(seconds))} s` : ""}.`);
+    } else if (waits) say(before);
+  }).observe(place, { childList: true, characterData: true, subtree: true });
 }
 
 function say(text) {
@@ -274,7 +311,6 @@ function waiting(line) {
   run = { recorded: false, own: false, start: { environment: {}, prompt: "", lanes: [] }, end: null };
   run.lanes = ["Baseline", ...line.lanes].map(lane);
   stage(false);
-  $(".sd-lanes").dataset.idle = "";
   $(".sd-badge").hidden = true;
   if (run.lanes.length === 2) run.lanes[1].view.card.querySelector(".sd-how").textContent = "drafts k tokens, keeps what the target agrees with";
 }
@@ -282,6 +318,8 @@ function waiting(line) {
 element.addEventListener("keydown", onKey);
 element.addEventListener("click", onClick);
 wireTransport();
+document.addEventListener("specdemo:settings", age);
+if (document.getElementById("queue")) queued();
 for (const input of element.querySelectorAll("[name=sd-pace]")) {
   input.addEventListener("change", () => player.playing || run.own ? player.play() : drawTransport());
 }

@@ -1,7 +1,7 @@
 """What the page shows of a run, as plain data: one JSON line per message, one CSV row per token.
 
 A log is such lines, append-only; its first line names the run, so a reader can tell a new run from a longer one. The
-lines are documented for API users in `how_it_works.md`.
+lines are documented for API users in `reference.md`.
 """
 
 import csv
