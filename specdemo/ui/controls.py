@@ -328,7 +328,7 @@ def draw(start: Preset, allow_any_model: bool) -> Controls:
                 if n > 1:
                     gr.Markdown(f"Lane {n}", elem_classes="lane-title")
                 else:
-                    words = "Target model, in every lane"
+                    words = "Target, in every lane"
                     parts["target"] = _model_choice(words, start.target, "target", allow_any_model)
                 drawn = _draw_lane(n, lane or new_lane(start.target), start, allow_any_model)
                 parts |= {f"{name}-{n}": control for name, control in drawn.items()}

@@ -38,7 +38,7 @@ function ghosts(line, ms) {
 
 /** What happened in a step, as one would say it. */
 function verdictWords(line) {
-  const quoted = (text) => `“${visible(text ?? "").trim()}”`;
+  const quoted = (text) => `“${(text ?? "").trim() || visible(text ?? "")}”`;
   const [own, last] = [line.kinds.at(-1), line.text.at(-1)];
   const kept = line.kinds.filter((kind) => kind === "accepted").length;
   const gained = `${line.kinds.length} token${line.kinds.length === 1 ? "" : "s"} from one pass`;

@@ -13,7 +13,7 @@ function slider(box, { label, low, high, step, value, say = (x) => String(x) }, 
   const row = make("label", "sd-slider");
   const [input, output] = [make("input"), make("output")];
   Object.assign(input, { type: "range", min: low, max: high, step, value });
-  row.append(make("span", "", label), input, output);
+  row.append(make("span", "", label), output, input);
   const tell = () => {
     output.textContent = input.ariaValueText = say(Number(input.value));
     input.style.setProperty("--at", `${(100 * (input.value - low)) / (high - low)}%`);

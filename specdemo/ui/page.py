@@ -218,7 +218,6 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
 
 def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: bool) -> Controls:
     form = controls.draw(first, allow_any_model)
-    link = gr.Textbox(label="Link to this comparison", visible=False, buttons=["copy"], elem_id="link")
     _fold_settings(form, first)
     form.parts["prompt"] = controls.draw_prompt(first)
     place = gr.HTML("", elem_id="queue", elem_classes="queue")
@@ -242,6 +241,7 @@ def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: b
         opened = gr.UploadButton("Open a trace", file_types=[".json"], size="sm", elem_id="open-trace")
         free = gr.Button("Free memory", size="sm", elem_id="free-memory", visible=not limits.public())
         free.click(_free_memory, show_progress="hidden", api_visibility="private", **ENGINE)
+    link = gr.Textbox(label="Link to this comparison", visible=False, buttons=["copy"], elem_id="link")
     form.wire(page)
     asked = {"message": message}
     starts: list[Start] = [

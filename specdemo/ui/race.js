@@ -55,7 +55,7 @@ let unseen = true; // no race has been on show yet
 // The first recorded race is played, once, unless a link asked for something or nothing is to move.
 function plays() {
   const linked = [...new URLSearchParams(location.search).keys()].some((name) => !name.startsWith("__"));
-  const first = unseen && run.still && !linked && !calm() && document.visibilityState === "visible";
+  const first = unseen && run.still && gradio("run") && !linked && !calm() && document.visibilityState === "visible";
   unseen = false;
   return first || (run.recorded && !run.still && !calm());
 }
