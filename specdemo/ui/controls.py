@@ -9,22 +9,34 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from hashlib import sha256
+from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 
 from specdemo.engine.comparison import Comparison, Lane, Settings, as_knob, linked, settings, type_of
 from specdemo.methods import BASELINE, METHODS, Knob, knobs, method, reader
 from specdemo.presets import limits
-from specdemo.presets.files import DEFAULT, EMBEDDED, Preset, allowed_models, load_presets, preset
+from specdemo.presets.files import (
+    DEFAULT,
+    EMBEDDED,
+    Preset,
+    allowed_models,
+    known_drafters,
+    load_presets,
+    preset,
+)
 from specdemo.presets.limits import LIMITS
 from specdemo.presets.runnable import nearest_runnable, why_not
 from specdemo.servers.address import host, listed
 from specdemo.ui import assets, lazy_imports
 from specdemo.ui.job import QUIET, Values, named
+
+if TYPE_CHECKING:
+    from specdemo.methods.pairs import Pair
 
 LANES = LIMITS.lanes - 1
 NUMBERS = range(1, LANES + 1)
@@ -78,6 +90,12 @@ class Controls:
         chat = {name: parts[name] for name in ("chat", "system")}
         target, count = {"target": parts["target"]}, {"count": parts["count"]}
         named(parts["target"].input, lambda _, values: _chat_updates(values["target"], None), target, chat, **QUIET)
+        lanes = {f"{name}-{n}": parts[f"{name}-{n}"] for n in NUMBERS for name in ("method", "options")}
+        redrawn = {f"{name}-{n}": parts[f"{name}-{n}"] for n in NUMBERS for name in ("model", "train")}
+        shown = redrawn | {"unfit": parts["unfit"]}
+        named(parts["target"].input, _refit, target | lanes, shown, **QUIET)
+        for n in NUMBERS:
+            parts[f"train-{n}"].click(None, None, None, js=assets.to_tab("lab"), **QUIET)
         for name, more in (("add", 1), ("remove", -1)):
             self._tell(named(parts[name].click, partial(_count_on, more), count, parts, **QUIET).then)
         page.load(None, js=assets.text("names.js"), **QUIET)
@@ -90,11 +108,19 @@ class Controls:
                 self._draw_options(page, n)
 
     def _tell(self, event: Callable[..., Any]) -> None:
-        """The line that says what would run follows the controls."""
-        named(event, told, self.inputs, {"setup": self.parts["setup"]}, trigger_mode="always_last", **QUIET)
+        """The line that says what would run follows the controls; a number that is half typed is no error yet."""
+        named(
+            event,
+            told,
+            self.inputs,
+            {"setup": self.parts["setup"]},
+            trigger_mode="always_last",
+            preprocess=False,
+            **QUIET,
+        )
 
     def _of_lane(self, n: int) -> dict[str, Any]:
-        return {name: self.parts[f"{name}-{n}"] for name in ("method", "model", "options", "drawn")}
+        return {name: self.parts[f"{name}-{n}"] for name in ("method", "model", "train", "options", "drawn")}
 
     def _draw_options(self, page: gr.Blocks, n: int) -> None:
         """A row of controls that follows the lane's method."""
@@ -138,7 +164,9 @@ def fill(chosen: Preset, drawn: Mapping[str, int]) -> Values:
     updates: Values = {name: gr.update(value=value) for name, value in to_values(chosen).items()}
     for n, lane in enumerate(chosen.lanes, start=1):
         value = _model(lane, chosen.target)
-        updates[f"model-{n}"] = gr.update(visible=lane.model is not None, value=value, choices=_model_choices(value))
+        choices = _model_choices(value, _paired(chosen.target))
+        updates[f"model-{n}"] = gr.update(visible=lane.model is not None, value=value, choices=choices)
+        updates[f"train-{n}"] = gr.update(visible=False)
         updates[f"server-{n}"] = gr.update(value=lane.server or "", choices=_servers(lane.server))
     chips, more = _picked(chosen)
     updates |= {"chips": chips, "more": more, "about": about(load_presets()[chosen.id])}
@@ -208,7 +236,7 @@ def key(values: Values) -> str:
 
 def setup(values: Values, lanes: Sequence[tuple[str, str | None, int]]) -> str:
     """What setup.js shows: the lanes by method, weights and draft length, and the key of all settings."""
-    words = [f"{title}{f' ({Path(model).name})' if model else ''}, k = {k:g}" for title, model, k in lanes]
+    words = [f"{title}{f' ({Path(model).name})' if model else ''}, k = {k}" for title, model, k in lanes]
     return json.dumps({"target": values["target"], "lanes": words, "key": key(values)})
 
 
@@ -272,11 +300,32 @@ def needs_model(name: str, options: Mapping[str, Any]) -> bool:
     return bool(method(reader(name, _known(name, options))).needs_model)
 
 
-def fitting_model(target: str, reads: str) -> str:
-    """What a preset lets this method read on this target, or else the draft model for the target."""
-    lanes = [lane for p in load_presets().values() if p.target == target for lane in p.lanes if lane.model]
-    fitting = [str(lane.model) for lane in lanes if reader(lane.method, lane.options) == reads]
-    return fitting[0] if fitting else default_draft(target)
+@lru_cache
+def pairs(target: str) -> "tuple[Pair, ...]":
+    """What the checker says of the known drafters; of a target that is not here it can say nothing."""
+    from specdemo.methods.pairs import Pair, check_pairs
+    from specdemo.models.load import outline
+
+    known = known_drafters(target)
+    try:
+        return tuple(check_pairs(outline(target), known))
+    except ValueError:
+        with_it = {*_paired(target)}
+        return tuple(Pair(model, name, None, "") for name, model in dict.fromkeys(known) if model in with_it)
+
+
+def fitting_models(target: str, reads: str) -> list[str]:
+    """What this method may read on this target, what a preset pairs with it first."""
+    fitting = [pair.drafter for pair in pairs(target) if pair.method == reads and pair.fits is not False]
+    return sorted(fitting, key=lambda name: name != default_draft(target))
+
+
+def unfit(target: str) -> str:
+    """The drafters that are not offered for a target, and why; behind a fold."""
+    reasons = {pair.drafter: pair.reason for pair in pairs(target) if pair.fits is False}
+    items = "".join(f"<li><b>{escape(name)}</b> {escape(reason)}</li>" for name, reason in reasons.items())
+    head = f"{len(reasons)} drafter{'s do' if len(reasons) > 1 else ' does'} not fit {escape(target)}"
+    return f"<details><summary>{head}</summary><ul>{items}</ul></details>" if reasons else ""
 
 
 def default_draft(target: str) -> str:
@@ -329,9 +378,10 @@ def draw(start: Preset, allow_any_model: bool) -> Controls:
                     gr.Markdown(f"Lane {n}", elem_classes="lane-title")
                 else:
                     words = "Target, in every lane"
-                    parts["target"] = _model_choice(words, start.target, "target", allow_any_model)
+                    parts["target"] = _model_choice(words, start.target, _targets(), "target", allow_any_model)
                 drawn = _draw_lane(n, lane or new_lane(start.target), start, allow_any_model)
                 parts |= {f"{name}-{n}": control for name, control in drawn.items()}
+        parts["unfit"] = gr.HTML("", elem_id="unfit")
         with gr.Row(elem_id="lane-buttons"):
             for name, words in (("add", "Add a lane"), ("remove", "Remove the last lane")):
                 parts[name] = gr.Button(words, size="sm", elem_id=f"{name}-lane", visible=shown[name]["visible"])
@@ -401,7 +451,8 @@ def _draw_lane(n: int, lane: Lane, start: Preset, allow_any_model: bool) -> dict
     model, seen = _model(lane, start.target), lane.model is not None
     return {
         "method": gr.Dropdown(names, value=lane.method, label="Method", min_width=150, elem_id=f"method-{n}"),
-        "model": _model_choice("Drafter weights", model, f"model-{n}", allow_any_model, seen),
+        "model": _model_choice("Drafter", model, _paired(start.target), f"model-{n}", allow_any_model, seen),
+        "train": gr.Button("No weights of it here: train some", size="sm", visible=False, elem_id=f"train-{n}"),
         **{
             name: draw_setting(Lane, name, getattr(lane, name), elem_id=f"{name}-{n}")
             for name, setting in settings(Lane).items()
@@ -425,9 +476,11 @@ def _plain(name: str) -> str:
     return name.replace("_", " ").capitalize()
 
 
-def _model_choice(label: str, value: str, elem_id: str, allow_any_model: bool, visible: bool = True) -> gr.Dropdown:
+def _model_choice(
+    label: str, value: str, offered: Sequence[str], elem_id: str, allow_any_model: bool, visible: bool = True
+) -> gr.Dropdown:
     return gr.Dropdown(
-        _model_choices(value),
+        _model_choices(value, offered),
         value=value,
         label=label,
         visible=visible,
@@ -437,10 +490,20 @@ def _model_choice(label: str, value: str, elem_id: str, allow_any_model: bool, v
     )
 
 
-def _model_choices(value: str) -> list[tuple[str, str]]:
-    """Labels and values: what may be named, and what is."""
-    names = dict.fromkeys([value, *allowed_models(load_presets()), *TRAINED])
+def _model_choices(value: str, offered: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """Labels and values: what is named, and what may be."""
+    names = dict.fromkeys([value, *offered, *TRAINED])
     return [(Path(name).name if name in TRAINED else name, name) for name in names]
+
+
+def _paired(target: str) -> list[str]:
+    """The drafters that presets pair with a target."""
+    lanes = [lane for p in load_presets().values() if p.target == target for lane in p.lanes]
+    return list(dict.fromkeys(str(lane.model) for lane in lanes if lane.model))
+
+
+def _targets() -> list[str]:
+    return list(dict.fromkeys(p.target for p in load_presets().values()))
 
 
 def _servers(chosen: str | None) -> list[tuple[str, str]]:
@@ -480,6 +543,16 @@ def _set(_: gr.Request, values: Values) -> Values:
     return {"options": changed, **fitted}
 
 
+def _refit(_: gr.Request, values: Values) -> Values:
+    """Every lane's model once the visitor has chosen another target."""
+    lazy_imports.live()
+    updates: Values = {"unfit": unfit(values["target"])}
+    for n in NUMBERS:
+        fitted = _fit_model(values["target"], values[f"method-{n}"], values[f"options-{n}"])
+        updates |= {f"{name}-{n}": update for name, update in fitted.items()}
+    return updates
+
+
 def _switch(_: gr.Request, values: Values) -> Values:
     """A lane's model, options and `drawn` once the visitor has chosen another method."""
     lazy_imports.live()
@@ -487,8 +560,16 @@ def _switch(_: gr.Request, values: Values) -> Values:
 
 
 def _fit_model(target: str, name: str, options: Mapping[str, Any]) -> Values:
-    model = fitting_model(target, reader(name, _known(name, options)))
-    return {"model": gr.update(visible=needs_model(name, options), value=model, choices=_model_choices(model))}
+    """The drafters that fit, the first of them chosen; where there is none, the way to train one."""
+    needed = needs_model(name, options)
+    fitting = fitting_models(target, reader(name, _known(name, options))) if needed else []
+    none = needed and not fitting
+    value = fitting[0] if fitting else None if none else default_draft(target)
+    choices = _model_choices(value, fitting) if value else []
+    return {
+        "model": gr.update(visible=needed and not none, value=value, choices=choices),
+        "train": gr.update(visible=none),
+    }
 
 
 def _prompt_as(target: str, chat: bool | None) -> str:

@@ -136,7 +136,7 @@ const pinned = ({ view: { text } }) => text.scrollHeight - text.scrollTop - text
 function drawStep(lane, line, into) {
   const at = lane.steps.push(line) - 1;
   line.kinds.forEach((kind, i) => {
-    if (kind === "corrected") for (const node of refused(line, at)) put(lane, node, into);
+    if (kind === "corrected") for (const node of refusedDraft(line, at)) put(lane, node, into);
     const token = span(line.text[i] ?? "", kind, at);
     lane.given.push(token);
     put(lane, token, into);
@@ -153,7 +153,7 @@ function emptyLane(lane) {
 
 // The first draft refused where the path ended, struck through; how many more fell with it is said by CSS, so it is no
 // text.
-function refused(line, step) {
+function refusedDraft(line, step) {
   const end = line.path.at(-1);
   const first = line.fates.findIndex((fate, i) => fate === "rejected" && line.parents[i] === end);
   if (first < 0) return [];

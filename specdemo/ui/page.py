@@ -287,7 +287,6 @@ def _show_what_is_chosen(page: gr.Blocks, visits: Visits, form: Controls, view: 
     page.load(visits.first, None, view, **QUIET)
     for choice in (form.parts["chips"], form.parts["more"]):
         choice.input(visits.select, choice, view, **QUIET)
-        choice.input(None, js=assets.text("unalarm.js"), **QUIET)
     asked = gr.State()
     linked = page.load(visits.read_link, None, asked, **QUIET)
     given = {"asked": asked, **form.inputs, **form.drawn}

@@ -127,12 +127,11 @@ class Player {
 
   /** @param {number} now */
   tick(now) {
-    this.frame = 0;
     const passed = Math.max(0, now - this.last);
     this.last = now;
     this.clock = Math.max(this.clock, Math.min(this.clock + passed * this.speed, this.horizon()));
     this.advance(this.atOnce ? Infinity : this.clock);
-    if (!this.over) this.frame = this.request((next) => this.tick(next));
+    this.frame = this.over || this.paused ? 0 : this.request((next) => this.tick(next));
   }
 
   /** @param {Lane} lane @param {Line} line */

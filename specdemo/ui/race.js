@@ -97,8 +97,12 @@ function loading(line) {
   come();
 }
 
+const settings = () => /** @type {HTMLElement | null} */ (document.querySelector("#setup [data-key]"))?.dataset.key;
+const refused = { key: "" };
+
 function failed(line) {
   const alert = $(".sd-alert");
+  refused.key = settings();
   alert.hidden = false;
   alert.textContent = sentence(line.text);
   glide(alert, "nearest");
@@ -253,7 +257,7 @@ function verdictOfAll() {
 
 // A result of other settings than those above is dimmed, and says whose it is.
 function age() {
-  const asked = /** @type {HTMLElement | null} */ (document.querySelector("#setup [data-key]"))?.dataset.key;
+  const asked = settings();
   const stale = Boolean(run.done && run.key && asked && asked !== run.key);
   $(".sd-stage").toggleAttribute("data-stale", stale);
   $(".sd-badge").hidden = stale || !run.start.lanes.length;
@@ -318,7 +322,10 @@ function waiting(line) {
 element.addEventListener("keydown", onKey);
 element.addEventListener("click", onClick);
 wireTransport();
-document.addEventListener("specdemo:settings", age);
+document.addEventListener("specdemo:settings", () => {
+  age();
+  if (settings() !== refused.key) $(".sd-alert").hidden = true; // what was refused is no longer asked for
+});
 if (document.getElementById("queue")) queued();
 for (const input of element.querySelectorAll("[name=sd-pace]")) {
   input.addEventListener("change", () => player.playing || run.own ? player.play() : drawTransport());

@@ -171,8 +171,10 @@ def _lane_rows(lane: LaneTrace, vocabulary: dict[str, str]) -> list[tuple[Any, .
             q, p = (None, None) if slot is None else (event.draft_probs[0][slot - 1], event.target_probs[0][slot - 1])
             rows.append((event.index, kind, token, json.dumps(lane.pieces[given], ensure_ascii=False), q, p, ms))
             given += 1
+        unused = event.path[0][1 + kinds(event).count("accepted") :]  # kept, but behind the end of the text
         for node, fate in enumerate(fates(event)):
-            if fate in ("rejected", "not reached"):
+            fate = "behind the end" if node + 1 in unused else fate
+            if fate in ("rejected", "not reached", "behind the end"):
                 token = event.drafted[0][node]
                 text = json.dumps(vocabulary.get(str(token), ""), ensure_ascii=False)
                 rows.append(
