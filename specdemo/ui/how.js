@@ -299,19 +299,19 @@ function raceIt(preset) {
 
 function batchFigure() {
   const box = figureOf("batch");
-  const state = { ...formula, balance: 64, batch: 8 };
+  const state = { ...formula, balance: 24, batch: 2 };
   const sliders = box.querySelector(".sd-sliders");
-  slider(sliders, { label: "Texts at once", low: 1, high: 128, step: 1, value: 8 }, (x) => ((state.batch = x), show()));
-  slider(sliders, { label: "Reading = arithmetic at", low: 4, high: 256, step: 4, value: 64, say: (x) => `${x} tokens` }, (x) => ((state.balance = x), show()));
+  slider(sliders, { label: "Texts at once", low: 1, high: 64, step: 1, value: 2 }, (x) => ((state.batch = x), show()));
+  slider(sliders, { label: "Reading = arithmetic at", low: 4, high: 256, step: 4, value: 24, say: (x) => `${x} tokens` }, (x) => ((state.balance = x), show()));
   slider(sliders, { label: "Draft length k", low: 1, high: 12, step: 1, value: 4 }, (x) => ((state.k = x), show()));
   function show() {
-    const sizes = Array.from({ length: 64 }, (_, i) => 1 + 2 * i);
+    const sizes = Array.from({ length: 64 }, (_, i) => 1 + i);
     const here = batchSpeedUp(state, state.batch);
     const lines = [{ name: "by the formula", points: sizes.map((b) => [b, batchSpeedUp(state, b)]), of: 1 }];
     if (given.batch?.points.length) lines.push({ name: `measured, ${given.batch.where}`, points: given.batch.points, of: 2 });
     const end = sizes.find((b) => batchSpeedUp(state, b) < 1);
     const said = `${state.batch} text${state.batch === 1 ? "" : "s"}: the pass is over ${state.batch * (state.k + 1)} tokens and costs ${(passCost(state.batch * (state.k + 1), state.balance) / passCost(state.batch, state.balance)).toFixed(2)} plain ones: ${times(here)}.`;
-    draw(box.querySelector(".sd-plot"), { lines, dots: [{ x: state.batch, y: here, name: times(here) }], unit: "texts at once", level: 1, words: `Speed-up over the batch size. ${said}`, wide: 128 });
+    draw(box.querySelector(".sd-plot"), { lines, dots: [{ x: state.batch, y: here, name: times(here) }], unit: "texts at once", level: 1, words: `Speed-up over the batch size. ${said}`, wide: 64 });
     box.querySelector(".sd-caption").textContent = `${said} ${end ? `From about ${end} texts on it is a loss.` : "It pays at every size shown."}`;
   }
   show();

@@ -30,5 +30,6 @@ def _batch() -> dict[str, Any] | None:
     result = recorded_suite("batch")
     if result is None:
         return None
-    points = [[row["batch"], row["speed-up"]["median"]] for row in result.rows if row.get("speed-up")]
+    drafting = [row for row in result.rows if row["accepted"] is not None]
+    points = [[row["batch"], row["speed-up"].median] for row in drafting]
     return {"points": points, "where": result.environment.get("device", "")}

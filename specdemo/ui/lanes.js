@@ -38,7 +38,6 @@ function laneCard(lane) {
   text.setAttribute("role", "log");
   text.setAttribute("aria-live", "off");
   text.setAttribute("aria-label", `${lane.name}: text; arrow keys step through the decoding steps`);
-  text.append(...asked(lane));
   const note = make("p", "sd-note");
   note.hidden = true;
   const refused = make("p", "sd-unheard"); // what is struck through is not read out
@@ -147,7 +146,10 @@ function drawStep(lane, line, into) {
 
 // Nothing but what the lane was asked.
 function emptyLane(lane) {
-  lane.view.text.replaceChildren(...asked(lane));
+  const { text } = lane.view;
+  text.replaceChildren(...asked(lane));
+  lane.into = text;
+  if (lane.messages?.length) text.append((lane.into = make("div", "sd-answer"))); // as chats show it, in a bubble
   pill(lane, "idle");
 }
 

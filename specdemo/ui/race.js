@@ -135,7 +135,7 @@ function show(lane, lines) {
       follow(lane, line);
     }
   }
-  lane.view.text.append(text);
+  lane.into.append(text);
   if (bottom && (player.playing || !run.still)) lane.view.text.scrollTop = lane.view.text.scrollHeight;
   followPlayback(lane);
 }
@@ -149,7 +149,7 @@ function haunt(lane, line, ms) {
   const bottom = pinned(lane);
   lane.haunted?.remove();
   lane.haunted = ghosts(line, ms);
-  (lane.thought?.body ?? lane.view.text).append(lane.haunted);
+  (lane.thought?.body ?? lane.into).append(lane.haunted);
   if (bottom) lane.view.text.scrollTop = lane.view.text.scrollHeight;
 }
 
@@ -199,6 +199,7 @@ function stage(replayed) {
   for (const lane of run.lanes) {
     Object.assign(lane, UNSHOWN());
     lane.view = laneCard(lane);
+    emptyLane(lane);
     lane.bar = raceBar(lane);
     if (lane.note) laneNote(lane, lane.note);
   }

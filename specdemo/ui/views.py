@@ -173,11 +173,11 @@ def _lane_rows(lane: LaneTrace, vocabulary: dict[str, str]) -> list[tuple[Any, .
             given += 1
         unused = event.path[0][1 + kinds(event).count("accepted") :]  # kept, but behind the end of the text
         for node, fate in enumerate(fates(event)):
-            fate = "behind the end" if node + 1 in unused else fate
-            if fate in ("rejected", "not reached", "behind the end"):
+            end = "behind the end" if node + 1 in unused else fate
+            if end in ("rejected", "not reached", "behind the end"):
                 token = event.drafted[0][node]
                 text = json.dumps(vocabulary.get(str(token), ""), ensure_ascii=False)
                 rows.append(
-                    (event.index, fate, token, text, event.draft_probs[0][node], event.target_probs[0][node], ms)
+                    (event.index, end, token, text, event.draft_probs[0][node], event.target_probs[0][node], ms)
                 )
     return rows
