@@ -21,6 +21,13 @@ def to_tab(tab_id: str) -> str:
     return f"""() => document.querySelector('[role="tab"][data-tab-id="{tab_id}"]').click()"""
 
 
+def heading(picture: str, words: str, elem_id: str) -> None:
+    """A card's picture beside what it is about."""
+    with gr.Row(elem_classes="card-head"):
+        gr.HTML(text(f"picture_{picture}.html"), elem_classes="picture")
+        gr.Markdown(words, elem_id=elem_id)
+
+
 def view(skeleton: str, *scripts: str, elem_id: str, value: str = "") -> gr.HTML:
     """A component whose value is an append-only log that the scripts, one after the other, draw into the skeleton."""
     script = "\n".join(map(text, scripts))

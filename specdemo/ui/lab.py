@@ -123,11 +123,9 @@ def draw(page: gr.Blocks, form: Controls, sweep: gr.Radio, tab: gr.Tab, store: S
     """The tab, inside the current Blocks. sweep: what chooses the suite of the Sweep tab."""
     with gr.Column(elem_classes="card"):
         _draw_training(page, form, store)
-    with gr.Row(elem_classes="card"):
-        gr.HTML(assets.text("depth_width.html"), elem_classes="picture")
-        with gr.Column(scale=4, min_width=280):
-            gr.Markdown(assets.text("depth_width.md"), elem_id="depth-width-about")
-            compare = gr.Button("Open the sweep", elem_id="depth-width")
+    with gr.Column(elem_classes="card"):
+        assets.heading("depth", assets.text("depth_width.md"), elem_id="depth-width-about")
+        compare = gr.Button("Open the sweep", elem_id="depth-width")
     opened = compare.click(lambda: "depth-width", None, sweep, **QUIET)
     opened.then(None, None, None, js=assets.to_tab("sweep"), **QUIET)
     with gr.Column(elem_classes="card"):
@@ -136,7 +134,8 @@ def draw(page: gr.Blocks, form: Controls, sweep: gr.Radio, tab: gr.Tab, store: S
 
 def _draw_training(page: gr.Blocks, form: Controls, store: Store) -> None:
     lab = Lab(store)
-    gr.Markdown(assets.text("lab.md") + ("" if allowed() else f"\n\n**{OFF}**"), elem_id="lab-about")
+    words = assets.text("lab.md") + ("" if allowed() else f"\n\n**{OFF}**")
+    assets.heading("train", words, elem_id="lab-about")
     with gr.Row(elem_id="lab-controls"):
         recipe = gr.Dropdown([], label="Head", elem_id="recipe", scale=3, min_width=240, interactive=allowed())
         minutes = gr.Slider(

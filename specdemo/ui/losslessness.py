@@ -39,7 +39,7 @@ def begin(values: Values, last: Sweeping | None) -> Sweeping:
 
 def draw(tab: gr.Tab, store: Store) -> None:
     """The block, inside the current Blocks."""
-    gr.Markdown(assets.text("losslessness.md"), elem_id="losslessness-about")
+    assets.heading("lossless", assets.text("losslessness.md"), elem_id="losslessness-about")
     presets = [(p.title, p.id) for p in load_presets().values() if p.embedded]
     with gr.Row(elem_id="losslessness-controls"):
         heat: dict[str, Any] = {"scale": 2, "min_width": 185}
