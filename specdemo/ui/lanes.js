@@ -29,7 +29,9 @@ function laneCard(lane) {
   number.dataset.ofLane = lane.index;
   const unit = make("span", "", "tok/s");
   speed.append(number, " ", unit);
-  header.append(mark(lane), title, make("span", "sd-how", how(lane)), state, speed);
+  const now = make("span", "sd-state");
+  now.append(state, speed);
+  header.append(mark(lane), title, make("span", "sd-how", how(lane)), now);
   title.append(...lossy(lane), ...remote(lane));
   const text = make("div", "sd-text");
   text.dataset.lane = lane.index;

@@ -42,13 +42,13 @@ def draw(tab: gr.Tab, store: Store) -> None:
     assets.heading("lossless", assets.text("losslessness.md"), elem_id="losslessness-about")
     presets = [(p.title, p.id) for p in load_presets().values() if p.embedded]
     with gr.Row(elem_id="losslessness-controls"):
-        heat: dict[str, Any] = {"scale": 2, "min_width": 185}
+        heat: dict[str, Any] = {"scale": 2, "min_width": 230}
         inputs: dict[str, Any] = {
             "preset": gr.Dropdown(
-                presets, value=START, label="Preset: target and lane", elem_id="tested", scale=2, min_width=220
+                presets, value=START, label="Preset: target and lane", elem_id="tested", scale=3, min_width=330
             ),
             "acceptance": draw_setting(
-                Lane, "acceptance", "lossless", elem_id="tested-acceptance", scale=1, min_width=140
+                Lane, "acceptance", "lossless", elem_id="tested-acceptance", scale=2, min_width=190
             ),
             "temperature": draw_setting(Comparison, "temperature", 0.8, **heat),
             "top_p": draw_setting(Comparison, "top_p", 1, **heat),
