@@ -58,7 +58,7 @@ function drawTicks(span) {
   box.dataset.span = String(Math.round(span));
   const seconds = span / 1000;
   box.replaceChildren(
-    ...ticks(seconds, 6).filter((x) => x <= seconds * 0.97).map((x, i) => {
+    ...(seconds < 0.002 ? [] : ticks(seconds, 6)).filter((x) => x <= seconds * 0.97).map((x, i) => {
       const tick = make("span", "", i ? brief(x) : "0 s");
       tick.style.left = `${(100 * x) / seconds}%`;
       return tick;

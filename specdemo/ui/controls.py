@@ -162,12 +162,13 @@ def wire_share(button: gr.Button, share: Callable[[Values], str], inputs: dict[s
 def fill(chosen: Preset, drawn: Mapping[str, int]) -> Values:
     """Updates of `Controls.parts` that show this comparison."""
     updates: Values = {name: gr.update(value=value) for name, value in to_values(chosen).items()}
-    for n, lane in enumerate(chosen.lanes, start=1):
-        value = _model(lane, chosen.target)
+    for n, lane in zip(NUMBERS, _padded(chosen), strict=True):
+        value = _model(lane or new_lane(chosen.target), chosen.target)
+        visible, server = lane is None or lane.model is not None, lane.server if lane else None
         choices = _model_choices(value, _paired(chosen.target))
-        updates[f"model-{n}"] = gr.update(visible=lane.model is not None, value=value, choices=choices)
+        updates[f"model-{n}"] = gr.update(visible=visible, value=value, choices=choices)
         updates[f"train-{n}"] = gr.update(visible=False)
-        updates[f"server-{n}"] = gr.update(value=lane.server or "", choices=_servers(lane.server))
+        updates[f"server-{n}"] = gr.update(value=server or "", choices=_servers(server))
     chips, more = _picked(chosen)
     updates |= {"chips": chips, "more": more, "about": about(load_presets()[chosen.id])}
     updates["nearest"] = _nearest_words(chosen)
