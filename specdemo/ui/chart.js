@@ -109,11 +109,11 @@ function curves(picture, { width, height }, { lines = [], dots = [], unit = "", 
     if (points.length > 1) picture.append(svg("path", { d, class: faint ? "sd-curve sd-faint" : "sd-curve", "data-of": of, "data-points": points.length, "stroke-dasharray": DASHES[of % DASHES.length] }));
     else picture.append(svg("circle", { cx: at(points[0])[0], cy: at(points[0])[1], r: 3, "data-of": of }));
   }
-  for (const { x, y, name } of dots) {
+  dots.forEach(({ x, y, name }, i) => {
     const [across, up] = at([x, y]);
     picture.append(svg("circle", { cx: across, cy: up, r: 5.5, class: "sd-dot" }));
-    picture.append(svg("text", { x: Math.min(across + 9, width - 7 * name.length), y: Math.max(up - 8, 12), class: "sd-count" }, name));
-  }
+    picture.append(svg("text", { x: Math.min(across + 9, width - 7 * name.length), y: i ? up + 20 : Math.max(up - 8, 12), class: "sd-count" }, name));
+  });
 }
 
 /**

@@ -248,7 +248,7 @@ function speedFigure() {
 const FAMILIES = [
   { name: "Draft model", shape: "chain", preset: "embedded-draft", reads: "the text", drafts: "a chain, one token after the other: a small model of its own" },
   { name: "Heads", shape: "heads", preset: "embedded-medusa", reads: "the model's last hidden state", drafts: "one guess per place, all at once (Medusa, Hydra, MLP speculator)" },
-  { name: "Tree", shape: "tree", preset: "embedded-eagle-3", reads: "hidden states and its own guesses", drafts: "a tree: several ways on, one of which may be right (EAGLE)" },
+  { name: "Tree", shape: "tree", preset: "embedded-eagle-3", reads: "hidden states and its own guesses", drafts: "several ways on, one of which may be right (EAGLE; the shipped preset drafts its best path)" },
   { name: "Block", shape: "block", preset: "embedded-dflash", reads: "hidden states", drafts: "a whole block in one pass (DFlash)" },
   { name: "Lookup", shape: "lookup", preset: "embedded-ngram", reads: "the text so far", drafts: "what followed the same words before; no weights at all" },
 ];

@@ -1,11 +1,11 @@
 () => {
-  // Gradio names an empty plot that is no picture. It gives radio buttons neither a name, by which a set of them is one stop of the Tab key, nor the set a label; and
-  // every tab is a stop of its own, where arrow keys should go from one to the next.
+  // Gradio gives every radio button a name of its own, where those of a set are one stop of the Tab key, and the set no
+  // label; every tab is a stop, where arrow keys should go from one to the next; an empty plot is named but is no picture.
   const tidy = () => {
-    for (const set of document.querySelectorAll("fieldset:has(input[type=radio]:not([name]))")) {
+    for (const set of document.querySelectorAll("fieldset.block")) {
       set.ariaLabel ??= set.querySelector("[data-testid=block-info]")?.textContent.trim();
-      const name = `radio-${set.closest("[id]").id}`;
-      for (const input of set.querySelectorAll("input[type=radio]")) input.name = name;
+      const name = `of-${set.closest("[id]:not([id=''])").id}`;
+      for (const input of set.querySelectorAll(`input[type=radio]:not([name="${name}"])`)) input.name = name;
     }
     for (const box of document.querySelectorAll(".empty[aria-label]:not([role])")) box.role = "img";
     for (const tab of document.querySelectorAll("[role=tab]")) tab.tabIndex = tab.ariaSelected === "true" ? 0 : -1;

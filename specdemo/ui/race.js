@@ -18,7 +18,7 @@ function read() {
   readLog(props.value);
   if (coming || !run.start.lanes.length) return;
   player.play();
-  if (run !== before && player.playing && run.still) say(`A recorded race, ${slowed()}. Press Run for your own.`);
+  if (run !== before && player.playing && run.still) say(`A recorded race, ${slowed()}.`);
 }
 
 // A recorded race is offered only to a visitor who has no run on show, so this answer was overtaken by a later one.

@@ -105,13 +105,14 @@ function onAnyKey(event) {
   KEYS[event.key]();
 }
 
-// A button that is switched off loses the focus: Run hands it to Stop, and gets it back.
+// A button that is switched off loses the focus: Run hands it to Stop, and gets it back. Gradio mounts both after this runs.
 function keepFocus() {
-  const [start, stop] = [gradio("run"), gradio("stop")];
-  if (!start || !stop) return;
   let had = false;
-  start.addEventListener("click", () => (had = true));
+  element.addEventListener("click", ({ target }) => {
+    if (/** @type {Element} */ (target).closest("#run")) had = true;
+  });
   new MutationObserver(() => {
+    const [start, stop] = [gradio("run"), gradio("stop")];
     const lost = [document.body, null, stop, start].includes(/** @type {any} */ (document.activeElement));
     if (!had || !lost) return;
     if (!stop.disabled) stop.focus({ preventScroll: true });
@@ -119,7 +120,7 @@ function keepFocus() {
       start.focus({ preventScroll: true });
       had = false;
     }
-  }).observe(start.closest(".row, #buttons") ?? document.body, { attributes: true, attributeFilter: ["disabled"], subtree: true });
+  }).observe(element, { attributes: true, attributeFilter: ["disabled"], subtree: true });
 }
 
 function wireTransport() {
