@@ -160,9 +160,10 @@ class Sweeps(Jobs[Sweeping]):
         return self._show(request, result)
 
     def recorded(self, request: gr.Request, values: Values) -> Values:
-        """The recorded result of a suite, as long as the visitor has none on show."""
+        """The recorded result of a suite, as long as the visitor has none on show; a link asks for one's own."""
         last, result = self.last(request), recorded_suite(values["sweep"])
-        if result is None or not (last is None or last.stands_in):
+        linked = request.query_params.get("sweep") == values["sweep"]
+        if result is None or linked or not (last is None or last.stands_in):
             return {}
         return self._show(request, result, stands_in=True)
 

@@ -49,13 +49,14 @@ def visit(query):
 
 
 def test_a_recorded_result_stands_in_until_there_is_one_of_the_visitors(bench):
-    sweeps = Sweeps(begin)
-    shown = sweeps.recorded(VISITOR, {"sweep": "k"})
+    sweeps, visitor = Sweeps(begin), visit("sweep=methods")
+    assert sweeps.recorded(visitor, {"sweep": "methods"}) == {}  # a link asks for one's own
+    shown = sweeps.recorded(visitor, {"sweep": "k"})
     assert [line["type"] for line in lines(shown["view"])] == ["run", "result"] and shown["chart"]["visible"]
     assert lines(shown["view"])[1]["recorded"] and "2026-" in lines(shown["view"])[1]["where"][1]
-    assert sweeps.recorded(VISITOR, {"sweep": "batch"}) and json.loads(sweeps.save(VISITOR)["text"])["suite"] == "batch"
-    list(sweeps.measure(VISITOR, asked("batch", "embedded-ngram", 2.0, 32)))
-    assert sweeps.recorded(VISITOR, {"sweep": "k"}) == {}
+    assert sweeps.recorded(visitor, {"sweep": "batch"}) and json.loads(sweeps.save(visitor)["text"])["suite"] == "batch"
+    list(sweeps.measure(visitor, asked("batch", "embedded-ngram", 2.0, 32)))
+    assert sweeps.recorded(visitor, {"sweep": "k"}) == {}
     assert all(recorded_suite(name) for name in suites.swept()), "every suite of the tab has one"
 
 
