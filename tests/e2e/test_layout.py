@@ -71,6 +71,9 @@ def test_the_race_is_on_the_first_screen_and_does_not_move_when_it_starts(visit,
     said(page, "^Finished")
     assert [text.bounding_box() for text in texts] == before
     assert page.evaluate("scrollY") == 0
+    page.mouse.wheel(0, 400)
+    page.wait_for_function("scrollY > 300")
+    assert page.locator("#run").bounding_box()["y"] < 20  # the bar stays
 
 
 def test_a_run_a_step_and_an_inspection_by_keyboard(visit_gated, gates):
