@@ -46,7 +46,10 @@ function laneCard(lane) {
   text.setAttribute("aria-describedby", (refused.id = `sd-refused-${lane.index}`));
   card.append(header, note, text, refused);
   $(".sd-lanes").append(card);
-  return { card, state, number, unit, text, note, refused };
+  const view = { card, state, number, unit, text, note, refused, loose: false, grown: false };
+  const read = () => (view.loose = text.scrollHeight - text.scrollTop - text.clientHeight >= 30);
+  text.addEventListener("scroll", read, { passive: true }); // asked here and not at every step, which would lay out the page
+  return view;
 }
 
 // What the lane was asked: a text to go on with, or the last message of its chat behind a fold of those before it.
@@ -131,8 +134,6 @@ function span(text, kind, step) {
   node.textContent = text;
   return node;
 }
-
-const pinned = ({ view: { text } }) => text.scrollHeight - text.scrollTop - text.clientHeight < 30;
 
 function drawStep(lane, line, into) {
   const at = lane.steps.push(line) - 1;

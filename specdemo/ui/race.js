@@ -125,7 +125,6 @@ const pace = () => (($("[name=sd-pace]:checked").value === "auto") ? "auto" : Nu
 const player = new Player({ pace, show, after, reset, begin });
 
 function show(lane, lines) {
-  const bottom = pinned(lane);
   const text = document.createDocumentFragment();
   lane.haunted?.remove();
   for (const line of lines) {
@@ -136,7 +135,7 @@ function show(lane, lines) {
     }
   }
   lane.into.append(text);
-  if (bottom && (player.playing || !run.still)) lane.view.text.scrollTop = lane.view.text.scrollHeight;
+  lane.view.grown = player.playing || !run.still;
   followPlayback(lane);
 }
 
@@ -146,11 +145,10 @@ function begin(lane, line, ms) {
 }
 
 function haunt(lane, line, ms) {
-  const bottom = pinned(lane);
   lane.haunted?.remove();
   lane.haunted = ghosts(line, ms);
   (lane.thought?.body ?? lane.into).append(lane.haunted);
-  if (bottom) lane.view.text.scrollTop = lane.view.text.scrollHeight;
+  lane.view.grown = true;
 }
 
 function reset(lane) {
@@ -161,8 +159,17 @@ function reset(lane) {
   if (run.picked?.lane === lane.index) closeInspector();
 }
 
+// A text that has grown shows its end, unless its reader has scrolled up.
+function keepUp() {
+  for (const { view } of run.lanes) {
+    if (view.grown && !view.loose) view.text.scrollTop = 1e9;
+    view.grown = false;
+  }
+}
+
 function after(shown) {
   drawBars();
+  keepUp();
   if (player.over) {
     player.stop();
     finish();

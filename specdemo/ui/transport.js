@@ -62,6 +62,7 @@ function stepBy(by) {
   if (!shows) return arrive();
   player.pause();
   haunt(lane, line, TOLD_MS);
+  keepUp();
   const timer = setTimeout(() => lane.acting?.(), TOLD_MS);
   lane.acting = () => {
     clearTimeout(timer);
