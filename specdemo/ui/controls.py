@@ -171,7 +171,7 @@ def fill(chosen: Preset, drawn: Mapping[str, int]) -> Values:
         updates[f"server-{n}"] = gr.update(value=server or "", choices=_servers(server))
     chips, more = _picked(chosen)
     updates |= {"chips": chips, "more": more, "about": about(load_presets()[chosen.id])}
-    updates["nearest"] = _nearest_words(chosen)
+    updates |= {"nearest": _nearest_words(chosen), "unfit": ""}
     updates |= _chat_updates(chosen.target, chosen.chat, chosen.system) | _shown(len(chosen.lanes))
     return updates | {name: drawn[name] + 1 for name in DRAWN}
 
@@ -244,13 +244,12 @@ def setup(values: Values, lanes: Sequence[tuple[str, str | None, int]]) -> str:
 def told(_: gr.Request, values: Values) -> Values:
     """The line above the prompt, in the methods' own words."""
     lazy_imports.live()
-    lanes = [{name: values[f"{name}-{n}"] for name in LANE} for n in NUMBERS[: int(values["count"])]]
-    named_as = [
-        (str(method(lane["method"]).title), lane["model"] if needs_model(lane["method"], lane["options"]) else None)
-        for lane in lanes
-    ]
-    shown = [(*words, lane["k"]) for words, lane in zip(named_as, lanes, strict=True)]
-    return {"setup": setup(values, shown)}
+    lanes = []
+    for n in NUMBERS[: int(values["count"])]:
+        name = values[f"method-{n}"]
+        model = values[f"model-{n}"] if needs_model(name, values[f"options-{n}"]) else None
+        lanes.append((str(method(name).title), model, values[f"k-{n}"]))
+    return {"setup": setup(values, lanes)}
 
 
 def to_values(chosen: Preset) -> Values:
