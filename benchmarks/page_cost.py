@@ -81,6 +81,7 @@ def in_the_page(playwright: Playwright, address: str, results: Connection) -> tu
     page.locator("#sampling button").first.click()
     expect(page.locator("#max_new_tokens input[type=number]")).to_have_value(str(NEW_TOKENS))  # the link is read
     page.evaluate(WATCH)
+    page.locator('[name=sd-pace][value="1"]').check(force=True)  # as it comes, not slowed down to be watched
     page.locator("#run").click()
     page.locator("#view .sd-status", has_text="Finished").wait_for()
     drawn = page.evaluate("window.drawn")

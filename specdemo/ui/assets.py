@@ -7,7 +7,10 @@ import gradio as gr
 from specdemo.core.definitions import table
 
 HERE = Path(__file__).parent
-RACE = tuple(f"{name}.js" for name in "kit player chart tree lanes tiles panels inspector race".split())
+HOW = tuple(f"{name}.js" for name in "kit chart tree ghosts maths how".split())
+RACE = tuple(
+    f"{name}.js" for name in "kit player chart tree lanes bars ghosts tiles panels inspector transport race".split()
+)
 
 
 def text(name: str) -> str:
@@ -15,9 +18,9 @@ def text(name: str) -> str:
     return (HERE / name).read_text(encoding="utf-8")
 
 
-def how_it_works() -> str:
+def reference() -> str:
     """The page's own manual, with the definition of every number."""
-    return text("how_it_works.md").replace("@definitions", table())
+    return text("reference.md").replace("@definitions", table())
 
 
 def to_tab(tab_id: str) -> str:
@@ -26,10 +29,17 @@ def to_tab(tab_id: str) -> str:
     return f"""() => document.querySelector('[role="tab"][data-tab-id="{tab_id}"]').click()"""
 
 
-def view(skeleton: str, *scripts: str, elem_id: str) -> gr.HTML:
+def heading(picture: str, words: str, elem_id: str) -> None:
+    """A card's picture beside what it is about."""
+    with gr.Row(elem_classes="card-head"):
+        gr.HTML(text(f"picture_{picture}.html"), elem_classes="picture")
+        gr.Markdown(words, elem_id=elem_id)
+
+
+def view(skeleton: str, *scripts: str, elem_id: str, value: str = "") -> gr.HTML:
     """A component whose value is an append-only log that the scripts, one after the other, draw into the skeleton."""
     script = "\n".join(map(text, scripts))
     drawn: gr.HTML = gr.HTML(
-        "", html_template=text(skeleton), js_on_load=script, elem_id=elem_id, apply_default_css=False
+        value, html_template=text(skeleton), js_on_load=script, elem_id=elem_id, apply_default_css=False
     )
     return drawn

@@ -1,54 +1,127 @@
-// The one way of drawing charts: Plotly, which the page brings for its own figures, in the look of bench/chart_style.py.
+// The charts of the race and the lab: a little SVG, drawn again whenever there is more to show. Lines are told apart by their
+// dash as well as by their colour. A sweep's curves are Python's own figures.
 
 const CHART_MS = 200; // a chart that grows is drawn again so often
-const GREY = "#7d8694";
-const LINES = [ // after Okabe and Ito; the first is plain decoding's
-  { color: GREY, dash: "dot" },
-  { color: "#2f8fd0", dash: "solid" },
-  { color: "#d97f1e", dash: "dash" },
-  { color: "#17a088", dash: "dashdot" },
-  { color: "#a86fc4", dash: "longdash" },
-];
+const DASHES = ["2 3", "", "8 4", "8 3 2 3", "14 4"]; // the first is plain decoding's
+const charts = new WeakMap(); // what a box shows, to draw it again at another width
+const MARGIN = { left: 40, right: 10, top: 8, bottom: 22 };
 
-const axis = (more) => ({ gridcolor: "rgba(125,134,148,.22)", zeroline: false, rangemode: "tozero", fixedrange: true, ...more });
+/** Round numbers from 0 to `high`, about `count` of them. */
+function ticks(high, count) {
+  const rough = high / count || 1;
+  const size = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((times) => times * size).find((fine) => fine >= rough * 0.99);
+  return Array.from({ length: Math.floor(high / step + 1e-9) + 1 }, (_, i) => i * step);
+}
 
-// Plotly reads a little HTML in names.
-const escapeMarkup = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+const brief = (x) => (x >= 10000 ? `${+(x / 1000).toFixed(1)}k` : String(+x.toPrecision(3)));
 
-/** Draws, or draws again, a figure into a box of a fixed height; `words` are what it shows to who does not see it. */
-function figure(box, traces, { words, xaxis = {}, yaxis = {}, ...more }) {
+/**
+ * Draws, or draws again, into a box of a fixed height.
+ * @param {HTMLElement} box
+ * @param {object} how
+ * @param {string} how.words what it shows, to who does not see it
+ * @param {{name?: string, points: number[][], of: number, faint?: boolean}[]} [how.lines] of: its colour and its dash
+ * @param {number[]} [how.bars] one bar for 0, 1, 2, ...
+ * @param {{x: number, y: number, name: string}[]} [how.dots]
+ * @param {string} [how.unit] what x counts
+ * @param {number} [how.high] the top of the axis, by default the largest value
+ * @param {number} [how.wide] the end of the x axis
+ * @param {boolean} [how.whole] values hold until the next
+ * @param {boolean} [how.percentage]
+ * @param {number} [how.level] a line across, such as "no gain"
+ * @param {number} [how.of] the colour of the bars
+ */
+function draw(box, how) {
+  if (!charts.has(box)) new ResizeObserver(() => box.isConnected && redraw(box)).observe(box);
+  charts.set(box, { how, width: 0 });
   box.classList.add("sd-figure");
+  redraw(box);
+}
+
+function redraw(box) {
+  const chart = charts.get(box);
+  const { how } = chart;
   box.setAttribute("role", "img");
-  box.setAttribute("aria-label", words);
-  if (!window.Plotly) return void setTimeout(() => box.isConnected && figure(box, traces, { words, xaxis, yaxis, ...more }), 500);
-  const layout = {
-    paper_bgcolor: "rgba(0,0,0,0)",
-    plot_bgcolor: "rgba(0,0,0,0)",
-    font: { color: GREY, family: getComputedStyle(box).fontFamily, size: 12 },
-    margin: { l: 44, r: 12, t: 8, b: 36 },
-    showlegend: false,
-    xaxis: axis(xaxis),
-    yaxis: axis(yaxis),
-    ...more,
-  };
-  window.Plotly.react(box, traces, layout, { displayModeBar: false, responsive: true });
+  box.setAttribute("aria-label", how.words);
+  const width = box.clientWidth;
+  if (!width || chart.width === width) return;
+  chart.width = width;
+  const named = (how.lines || []).filter((line) => line.name);
+  const picture = svg("svg", { "aria-hidden": "true", width });
+  box.replaceChildren(...(named.length ? [legend(named)] : []), picture);
+  const height = Math.max(90, box.clientHeight - (named.length ? /** @type {HTMLElement} */ (box.firstChild).offsetHeight : 0));
+  picture.setAttribute("height", String(height));
+  const place = { width, height };
+  if (how.bars) barChart(picture, place, how.bars, how.of ?? 1);
+  else curves(picture, place, how);
+}
+
+function legend(lines) {
+  const list = make("p", "sd-lines");
+  for (const { name, of } of lines) {
+    const sample = svg("svg", { width: 26, height: 10, "aria-hidden": "true" });
+    sample.append(svg("path", { d: "M1,5 H25", "data-of": of, "stroke-dasharray": DASHES[of % DASHES.length] }));
+    const item = make("span");
+    item.append(sample, make("span", "legendtext", name));
+    list.append(item);
+  }
+  return list;
+}
+
+function barChart(picture, { width, height }, bars, of) {
+  const [each, most] = [width / bars.length, Math.max(...bars, 1)];
+  const room = height - 42;
+  bars.forEach((count, i) => {
+    const tall = (room * count) / most;
+    const thick = Math.min(0.62 * each, 46);
+    const middle = (i + 0.5) * each;
+    picture.append(
+      svg("rect", { x: middle - thick / 2, y: 20 + room - tall, width: thick, height: Math.max(tall, 1), rx: 2, "data-of": of }),
+      svg("text", { x: middle, y: 14 + room - tall, "text-anchor": "middle", class: "sd-count" }, String(count)),
+      svg("text", { x: middle, y: height - 6, "text-anchor": "middle" }, String(i))
+    );
+  });
+}
+
+function curves(picture, { width, height }, { lines = [], dots = [], unit = "", high, wide, whole, percentage, level }) {
+  const points = lines.flatMap((line) => line.points).concat(dots.map(({ x, y }) => [x, y]));
+  const top = high ?? Math.max(...points.map(([, y]) => y), level ?? 0, 1e-9) * 1.06;
+  const end = wide ?? Math.max(...points.map(([x]) => x), 1e-9);
+  const [inner, tall] = [width - MARGIN.left - MARGIN.right, height - MARGIN.top - MARGIN.bottom];
+  const at = ([x, y]) => [MARGIN.left + (inner * x) / end, MARGIN.top + tall * (1 - Math.min(y, top) / top)].map((n) => +n.toFixed(1));
+  for (const y of ticks(top, tall / 34)) {
+    if (whole && y % 1) continue;
+    const [, up] = at([0, y]);
+    picture.append(svg("path", { d: `M${MARGIN.left},${up} h${inner}`, class: "sd-rule" }));
+    picture.append(svg("text", { x: MARGIN.left - 6, y: up + 4, "text-anchor": "end" }, percentage ? percent(y) : brief(y)));
+  }
+  const unitWidth = 7 * unit.length + 16;
+  for (const x of ticks(end, inner / 80)) {
+    const [across] = at([x, 0]);
+    if (across < width - unitWidth) picture.append(svg("text", { x: across, y: height - 5, "text-anchor": x ? "middle" : "start" }, brief(x)));
+  }
+  picture.append(svg("text", { x: width - MARGIN.right, y: height - 5, "text-anchor": "end", class: "sd-unit" }, unit));
+  if (isNumber(level)) picture.append(svg("path", { d: `M${MARGIN.left},${at([0, level])[1]} h${inner}`, class: "sd-level" }));
+  for (const { points, of, faint } of lines) {
+    if (!points.length) continue;
+    const d = points.map((point, i) => (!i ? `M${at(point)}` : whole ? `H${at(point)[0]} V${at(point)[1]}` : `L${at(point)}`)).join(" ");
+    if (points.length > 1) picture.append(svg("path", { d, class: faint ? "sd-curve sd-faint" : "sd-curve", "data-of": of, "data-points": points.length, "stroke-dasharray": DASHES[of % DASHES.length] }));
+    else picture.append(svg("circle", { cx: at(points[0])[0], cy: at(points[0])[1], r: 3, "data-of": of }));
+  }
+  dots.forEach(({ x, y, name }, i) => {
+    const [across, up] = at([x, y]);
+    picture.append(svg("circle", { cx: across, cy: up, r: 5.5, class: "sd-dot" }));
+    picture.append(svg("text", { x: Math.min(across + 9, width - 7 * name.length), y: i ? up + 20 : Math.max(up - 8, 12), class: "sd-count" }, name));
+  });
 }
 
 /**
- * Lines told apart by their dash. y runs from 0 to `high`, by default to the largest value; `whole` ones hold until the next.
+ * Lines from 0 up, coloured from the second on, as the first is plain decoding's.
  * @param {HTMLElement} box
  * @param {{name?: string, points: number[][]}[]} lines
  * @param {{unit: string, words: string, high?: number, whole?: boolean, percentage?: boolean}} how
  */
-function lineChart(box, lines, { unit, words, high, whole = false, percentage = false }) {
-  const traces = lines.map(({ name = "", points }, i) => ({
-    x: points.map(([x]) => x),
-    y: points.map(([, y]) => y),
-    name: escapeMarkup(name),
-    mode: points.length > 1 ? "lines" : "markers",
-    line: { ...LINES[1 + (i % (LINES.length - 1))], width: 2, shape: whole ? "hv" : "linear" },
-  }));
-  const yaxis = { range: high ? [0, high] : null, tickformat: percentage ? ".0%" : "", dtick: whole ? 1 : null };
-  const legend = { orientation: "h", x: 0, y: 1.02, yanchor: "bottom" };
-  figure(box, traces, { words, xaxis: { title: { text: unit } }, yaxis, legend, showlegend: lines.length > 1 });
+function lineChart(box, lines, how) {
+  draw(box, { ...how, lines: lines.map((line, i) => ({ ...line, name: lines.length > 1 ? line.name : "", of: 1 + (i % (DASHES.length - 1)) })) });
 }

@@ -5,24 +5,38 @@ are not shown have values too. Drawing the page needs no torch: what only a meth
 title, its options) is filled in by the first events of a visitor.
 """
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
+from hashlib import sha256
+from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 
 from specdemo.engine.comparison import Comparison, Lane, Settings, as_knob, linked, settings, type_of
 from specdemo.methods import BASELINE, METHODS, Knob, knobs, method, reader
 from specdemo.presets import limits
-from specdemo.presets.files import DEFAULT, EMBEDDED, Preset, allowed_models, load_presets, preset
+from specdemo.presets.files import (
+    DEFAULT,
+    EMBEDDED,
+    Preset,
+    allowed_models,
+    known_drafters,
+    load_presets,
+    preset,
+)
 from specdemo.presets.limits import LIMITS
 from specdemo.presets.runnable import nearest_runnable, why_not
 from specdemo.servers.address import host, listed
 from specdemo.ui import assets, lazy_imports
 from specdemo.ui.job import QUIET, Values, named
+
+if TYPE_CHECKING:
+    from specdemo.methods.pairs import Pair
 
 LANES = LIMITS.lanes - 1
 NUMBERS = range(1, LANES + 1)
@@ -71,21 +85,43 @@ class Controls:
         parts = self.parts
         for name in ("chips", "more"):
             named(parts[name].input, _choose, {"id": parts[name], **self.drawn}, parts, **QUIET)
+        given = {"id": parts["preset"], **self.drawn}
+        nearest = named(parts["nearest"].click, _choose_nearest, given, parts, **QUIET)
+        nearest.then(None, None, None, js="() => document.getElementById('run').click()", **QUIET)
         chat = {name: parts[name] for name in ("chat", "system")}
         target, count = {"target": parts["target"]}, {"count": parts["count"]}
         named(parts["target"].input, lambda _, values: _chat_updates(values["target"], None), target, chat, **QUIET)
+        lanes = {f"{name}-{n}": parts[f"{name}-{n}"] for n in NUMBERS for name in ("method", "options")}
+        redrawn = {f"{name}-{n}": parts[f"{name}-{n}"] for n in NUMBERS for name in ("model", "train")}
+        shown = redrawn | {"unfit": parts["unfit"]}
+        named(parts["target"].input, _refit, target | lanes, shown, **QUIET)
+        for n in NUMBERS:
+            parts[f"train-{n}"].click(None, None, None, js=assets.to_tab("lab"), **QUIET)
         for name, more in (("add", 1), ("remove", -1)):
-            named(parts[name].click, partial(_count_on, more), count, parts, **QUIET)
+            self._tell(named(parts[name].click, partial(_count_on, more), count, parts, **QUIET).then)
         page.load(None, js=assets.text("names.js"), **QUIET)
-        named(page.load, titles, {}, parts, **QUIET)
+        self._tell(named(page.load, titles, {}, parts, **QUIET).then)
+        self._tell(partial(gr.on, [parts[name].change for name in NAMES if not isinstance(parts[name], gr.State)]))
         for n in NUMBERS:
             given = target | {name: parts[f"{name}-{n}"] for name in ("method", "drawn")}
             named(parts[f"method-{n}"].input, _switch, given, self._of_lane(n), **QUIET)
             with parts[f"lane-{n}"]:
                 self._draw_options(page, n)
 
+    def _tell(self, event: Callable[..., Any]) -> None:
+        """The line that says what would run follows the controls; a number that is half typed is no error yet."""
+        named(
+            event,
+            told,
+            self.inputs,
+            {"setup": self.parts["setup"]},
+            trigger_mode="always_last",
+            preprocess=False,
+            **QUIET,
+        )
+
     def _of_lane(self, n: int) -> dict[str, Any]:
-        return {name: self.parts[f"{name}-{n}"] for name in ("method", "model", "options", "drawn")}
+        return {name: self.parts[f"{name}-{n}"] for name in ("method", "model", "train", "options", "drawn")}
 
     def _draw_options(self, page: gr.Blocks, n: int) -> None:
         """A row of controls that follows the lane's method."""
@@ -99,7 +135,7 @@ class Controls:
                     value = options.get(knob.name, knob.default)
                     control = _draw_knob(knob, value, {}, gr.Dropdown, **words, interactive=True)
                     given = {"target": self.parts["target"], **lane, "knob": gr.State(knob.name), "value": control}
-                    named(control.change, _set, given, lane, **QUIET)
+                    self._tell(named(control.change, _set, given, lane, **QUIET).then)
 
         follow = [page.load, lane["drawn"].change]
         gr.render([lane["method"], lane["options"]], triggers=follow, queue=False, show_progress="hidden")(draw_knobs)
@@ -127,12 +163,16 @@ def wire_share(button: gr.Button, share: Callable[[Values], str], inputs: dict[s
 def fill(chosen: Preset, drawn: Mapping[str, int]) -> Values:
     """Updates of `Controls.parts` that show this comparison."""
     updates: Values = {name: gr.update(value=value) for name, value in to_values(chosen).items()}
-    for n, lane in enumerate(chosen.lanes, start=1):
-        value = _model(lane, chosen.target)
-        updates[f"model-{n}"] = gr.update(visible=lane.model is not None, value=value, choices=_model_choices(value))
-        updates[f"server-{n}"] = gr.update(value=lane.server or "", choices=_servers(lane.server))
+    for n, lane in zip(NUMBERS, _padded(chosen), strict=True):
+        value = _model(lane or new_lane(chosen.target), chosen.target)
+        visible, server = lane is None or lane.model is not None, lane.server if lane else None
+        choices = _model_choices(value, _paired(chosen.target))
+        updates[f"model-{n}"] = gr.update(visible=visible, value=value, choices=choices)
+        updates[f"train-{n}"] = gr.update(visible=False)
+        updates[f"server-{n}"] = gr.update(value=server or "", choices=_servers(server))
     chips, more = _picked(chosen)
     updates |= {"chips": chips, "more": more, "about": about(load_presets()[chosen.id])}
+    updates |= {"nearest": _nearest_words(chosen), "unfit": ""}
     updates |= _chat_updates(chosen.target, chosen.chat, chosen.system) | _shown(len(chosen.lanes))
     return updates | {name: drawn[name] + 1 for name in DRAWN}
 
@@ -166,8 +206,18 @@ def about(chosen: Preset) -> str:
         words.append(f"Downloaded from the Hugging Face hub; about {chosen.memory_gb:g} GB, {login}{chosen.licence}.")
     reason = why_not(chosen)
     if reason:
-        words.append(f"**This machine cannot run it: {reason}.** The nearest it can: {nearest_runnable(chosen).title}.")
+        words.append(f"**This machine cannot run it: {reason}.**")
     return " ".join(words)
+
+
+def _nearest_words(chosen: Preset) -> Any:
+    """The button of a preset that cannot run here."""
+    able = nearest_runnable(chosen) if why_not(load_presets()[chosen.id]) else None
+    return gr.update(visible=able is not None, value=f"Run the nearest that can: {able.title}" if able else "")
+
+
+def _choose_nearest(_: gr.Request, values: Values) -> Values:
+    return fill(limits.fit(nearest_runnable(preset(values["id"]))), values)
 
 
 def titles(_: gr.Request, __: Values) -> Values:
@@ -175,6 +225,32 @@ def titles(_: gr.Request, __: Values) -> Values:
     lazy_imports.live()
     choices = [(method(name).title, name) for name in DRAFTING]
     return {f"method-{n}": gr.update(choices=choices) for n in NUMBERS}
+
+
+def key(values: Values) -> str:
+    """The same for the same comparison, whatever preset it was made from."""
+    count = int(values["count"])
+    asked = [name for name in NAMES if name not in ("preset", "count")]
+    kept = {name: values[name] for name in asked if int(name.partition("-")[2] or 0) <= count}
+    plain = {k: float(v) if isinstance(v, int | float) else v or None for k, v in kept.items()}
+    return sha256(json.dumps(plain, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def setup(values: Values, lanes: Sequence[tuple[str, str | None, int]]) -> str:
+    """What setup.js shows: the lanes by method, weights and draft length, and the key of all settings."""
+    words = [f"{title}{f' ({Path(model).name})' if model else ''}, k = {k}" for title, model, k in lanes]
+    return json.dumps({"target": values["target"], "lanes": words, "key": key(values)})
+
+
+def told(_: gr.Request, values: Values) -> Values:
+    """The line above the prompt, in the methods' own words."""
+    lazy_imports.live()
+    lanes = []
+    for n in NUMBERS[: int(values["count"])]:
+        name = values[f"method-{n}"]
+        model = values[f"model-{n}"] if needs_model(name, values[f"options-{n}"]) else None
+        lanes.append((str(method(name).title), model, values[f"k-{n}"]))
+    return {"setup": setup(values, lanes)}
 
 
 def to_values(chosen: Preset) -> Values:
@@ -225,11 +301,32 @@ def needs_model(name: str, options: Mapping[str, Any]) -> bool:
     return bool(method(reader(name, _known(name, options))).needs_model)
 
 
-def fitting_model(target: str, reads: str) -> str:
-    """What a preset lets this method read on this target, or else the draft model for the target."""
-    lanes = [lane for p in load_presets().values() if p.target == target for lane in p.lanes if lane.model]
-    fitting = [str(lane.model) for lane in lanes if reader(lane.method, lane.options) == reads]
-    return fitting[0] if fitting else default_draft(target)
+@lru_cache
+def pairs(target: str) -> "tuple[Pair, ...]":
+    """What the checker says of the known drafters; of a target that is not here it can say nothing."""
+    from specdemo.methods.pairs import Pair, check_pairs
+    from specdemo.models.load import outline
+
+    known = known_drafters(target)
+    try:
+        return tuple(check_pairs(outline(target), known))
+    except ValueError:
+        with_it = {*_paired(target)}
+        return tuple(Pair(model, name, None, "") for name, model in dict.fromkeys(known) if model in with_it)
+
+
+def fitting_models(target: str, reads: str) -> list[str]:
+    """What this method may read on this target, what a preset pairs with it first."""
+    fitting = [pair.drafter for pair in pairs(target) if pair.method == reads and pair.fits is not False]
+    return sorted(fitting, key=lambda name: name != default_draft(target))
+
+
+def unfit(target: str) -> str:
+    """The drafters that are not offered for a target, and why; behind a fold."""
+    reasons = {pair.drafter: pair.reason for pair in pairs(target) if pair.fits is False}
+    items = "".join(f"<li><b>{escape(name)}</b> {escape(reason)}</li>" for name, reason in reasons.items())
+    head = f"{len(reasons)} drafter{'s do' if len(reasons) > 1 else ' does'} not fit {escape(target)}"
+    return f"<details><summary>{head}</summary><ul>{items}</ul></details>" if reasons else ""
 
 
 def default_draft(target: str) -> str:
@@ -268,26 +365,34 @@ def draw(start: Preset, allow_any_model: bool) -> Controls:
         )
     with gr.Row(elem_id="about-row"):
         parts["about"] = gr.Markdown(about(start), elem_id="about")
-        for name, words in (("add", "Add a lane"), ("remove", "Remove the last lane")):
-            parts[name] = gr.Button(words, size="sm", elem_id=f"{name}-lane", visible=shown[name]["visible"])
-    with gr.Group(elem_classes="lane-controls"):
+        words = _nearest_words(start)
+        parts["nearest"] = gr.Button(words["value"], visible=words["visible"], size="sm", elem_id="nearest")
+    lanes = [(_plain(lane.method), lane.model, lane.k) for lane in start.lanes]
+    with gr.Row(elem_id="setup-row") as parts["setup-row"]:
+        now = setup(to_values(start), lanes)
+        parts["setup"] = assets.view("setup.html", "kit.js", "setup.js", elem_id="setup", value=now)
+    with gr.Column(elem_id="drawer", elem_classes="lane-controls"):
         for n, lane in zip(NUMBERS, _padded(start), strict=True):
             parts[f"lane-{n}"] = gr.Column(visible=lane is not None, elem_id=f"lane-{n}", elem_classes="lane")
             with parts[f"lane-{n}"], gr.Row(elem_classes="lane-row"):
                 if n > 1:
                     gr.Markdown(f"Lane {n}", elem_classes="lane-title")
                 else:
-                    words = "Target model, in every lane"
-                    parts["target"] = _model_choice(words, start.target, "target", allow_any_model)
+                    words = "Target, in every lane"
+                    parts["target"] = _model_choice(words, start.target, _targets(), "target", allow_any_model)
                 drawn = _draw_lane(n, lane or new_lane(start.target), start, allow_any_model)
                 parts |= {f"{name}-{n}": control for name, control in drawn.items()}
+        parts["unfit"] = gr.HTML("", elem_id="unfit")
+        with gr.Row(elem_id="lane-buttons"):
+            for name, words in (("add", "Add a lane"), ("remove", "Remove the last lane")):
+                parts[name] = gr.Button(words, size="sm", elem_id=f"{name}-lane", visible=shown[name]["visible"])
     return Controls(parts)
 
 
 def draw_prompt(start: Preset) -> gr.Textbox:
     """The prompt's box, as long as this host allows."""
     return gr.Textbox(
-        start.prompt, label="Prompt", lines=2, max_lines=10, max_length=limits.here().prompt, elem_id="prompt", scale=5
+        start.prompt, label="Prompt", lines=1, max_lines=10, max_length=limits.here().prompt, elem_id="prompt", scale=5
     )
 
 
@@ -344,11 +449,12 @@ def draw_sampling(start: Preset) -> dict[str, gr.components.Component]:
 
 def _draw_lane(n: int, lane: Lane, start: Preset, allow_any_model: bool) -> dict[str, Any]:
     """The controls of a lane by the names of LANE, and `drawn`."""
-    names = [(name.replace("_", " ").capitalize(), name) for name in DRAFTING]  # until `titles` comes
+    names = [(_plain(name), name) for name in DRAFTING]
     model, seen = _model(lane, start.target), lane.model is not None
     return {
         "method": gr.Dropdown(names, value=lane.method, label="Method", min_width=150, elem_id=f"method-{n}"),
-        "model": _model_choice("Drafter weights", model, f"model-{n}", allow_any_model, seen),
+        "model": _model_choice("Drafter", model, _paired(start.target), f"model-{n}", allow_any_model, seen),
+        "train": gr.Button("No weights of it here: train some", size="sm", visible=False, elem_id=f"train-{n}"),
         **{
             name: draw_setting(Lane, name, getattr(lane, name), elem_id=f"{name}-{n}")
             for name, setting in settings(Lane).items()
@@ -367,9 +473,16 @@ def _draw_lane(n: int, lane: Lane, start: Preset, allow_any_model: bool) -> dict
     }
 
 
-def _model_choice(label: str, value: str, elem_id: str, allow_any_model: bool, visible: bool = True) -> gr.Dropdown:
+def _plain(name: str) -> str:
+    """A method's title until its own is known."""
+    return name.replace("_", " ").capitalize()
+
+
+def _model_choice(
+    label: str, value: str, offered: Sequence[str], elem_id: str, allow_any_model: bool, visible: bool = True
+) -> gr.Dropdown:
     return gr.Dropdown(
-        _model_choices(value),
+        _model_choices(value, offered),
         value=value,
         label=label,
         visible=visible,
@@ -379,10 +492,20 @@ def _model_choice(label: str, value: str, elem_id: str, allow_any_model: bool, v
     )
 
 
-def _model_choices(value: str) -> list[tuple[str, str]]:
-    """Labels and values: what may be named, and what is."""
-    names = dict.fromkeys([value, *allowed_models(load_presets()), *TRAINED])
+def _model_choices(value: str, offered: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """Labels and values: what is named, and what may be."""
+    names = dict.fromkeys([value, *offered, *TRAINED])
     return [(Path(name).name if name in TRAINED else name, name) for name in names]
+
+
+def _paired(target: str) -> list[str]:
+    """The drafters that presets pair with a target."""
+    lanes = [lane for p in load_presets().values() if p.target == target for lane in p.lanes]
+    return list(dict.fromkeys(str(lane.model) for lane in lanes if lane.model))
+
+
+def _targets() -> list[str]:
+    return list(dict.fromkeys(p.target for p in load_presets().values()))
 
 
 def _servers(chosen: str | None) -> list[tuple[str, str]]:
@@ -422,6 +545,16 @@ def _set(_: gr.Request, values: Values) -> Values:
     return {"options": changed, **fitted}
 
 
+def _refit(_: gr.Request, values: Values) -> Values:
+    """Every lane's model once the visitor has chosen another target."""
+    lazy_imports.live()
+    updates: Values = {"unfit": unfit(values["target"])}
+    for n in NUMBERS:
+        fitted = _fit_model(values["target"], values[f"method-{n}"], values[f"options-{n}"])
+        updates |= {f"{name}-{n}": update for name, update in fitted.items()}
+    return updates
+
+
 def _switch(_: gr.Request, values: Values) -> Values:
     """A lane's model, options and `drawn` once the visitor has chosen another method."""
     lazy_imports.live()
@@ -429,8 +562,16 @@ def _switch(_: gr.Request, values: Values) -> Values:
 
 
 def _fit_model(target: str, name: str, options: Mapping[str, Any]) -> Values:
-    model = fitting_model(target, reader(name, _known(name, options)))
-    return {"model": gr.update(visible=needs_model(name, options), value=model, choices=_model_choices(model))}
+    """The drafters that fit, the first of them chosen; where there is none, the way to train one."""
+    needed = needs_model(name, options)
+    fitting = fitting_models(target, reader(name, _known(name, options))) if needed else []
+    none = needed and not fitting
+    value = fitting[0] if fitting else None if none else default_draft(target)
+    choices = _model_choices(value, fitting) if value else []
+    return {
+        "model": gr.update(visible=needed and not none, value=value, choices=choices),
+        "train": gr.update(visible=none),
+    }
 
 
 def _prompt_as(target: str, chat: bool | None) -> str:

@@ -5,6 +5,7 @@ templates of gr.HTML, and inline styles, which its components write. Inline scri
 they hold the page's settings, so that every answer has hashes of its own.
 """
 
+import gzip
 import re
 from base64 import b64encode
 from collections.abc import AsyncIterator
@@ -13,13 +14,16 @@ from hashlib import sha256
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdemo.presets import limits
 
+CARD = re.compile(rb'\s*<meta\s+(?:property|name)="(?:og|twitter):[^>]*>')  # Gradio's preview card, which names Gradio
 INLINE = re.compile(rb"<script(?![^>]*\ssrc=)[^>]*>(.*?)</script>", re.DOTALL)
+TITLE = "specdemo: speculative decoding, side by side"
+DESCRIPTION = "Watch a language model race itself: every drafted token, what was kept of it, and what that bought."
 HUB = "https://huggingface.co https://*.hf.space"  # a Space is shown in a frame of the hub, with a header of the hub's
 
 
@@ -43,8 +47,18 @@ def policy(page: bytes) -> str:
     )
 
 
+def carded(page: bytes) -> bytes:
+    """The page with this project's preview card for links in place of Gradio's."""
+    words = {"type": "website", "title": TITLE, "description": DESCRIPTION}
+    card = "".join(f'<meta property="og:{name}" content="{text}">' for name, text in words.items())
+    more = f'<meta name="description" content="{DESCRIPTION}"><meta name="twitter:card" content="summary">'
+    icon = '<link rel="icon" href="favicon.ico" type="image/svg+xml">'
+    return CARD.sub(b"", page).replace(b"</head>", f"{card}{more}{icon}</head>".encode(), 1)
+
+
 class Policy:
-    """Holds a page back until it is whole, to hash its scripts. It stands behind what compresses answers."""
+    """Holds a page back until it is whole, to hash its scripts, to give it its card and to compress it, which Gradio
+    does to files alone."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -62,9 +76,14 @@ class Policy:
             else:
                 body += message.get("body", b"")
                 if not message.get("more_body"):
-                    MutableHeaders(scope=begun[0])["Content-Security-Policy"] = policy(body)
+                    page, headers = carded(body), MutableHeaders(scope=begun[0])
+                    headers["Content-Security-Policy"] = policy(page)
+                    if "gzip" in Headers(scope=scope).get("accept-encoding", ""):
+                        page, headers["Content-Encoding"] = gzip.compress(page, 6), "gzip"
+                        headers.add_vary_header("Accept-Encoding")
+                    headers["Content-Length"] = str(len(page))
                     await send(begun[0])
-                    await send({"type": "http.response.body", "body": body})
+                    await send({"type": "http.response.body", "body": page})
 
         await self._app(scope, receive, held)
 

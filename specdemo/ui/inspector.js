@@ -1,17 +1,19 @@
-// The step inspector: what was drafted in one step, with which probabilities, and what became of it. Trees: tree.js.
+// The step inspector, at the token it is about: what was drafted in one step, with which probabilities, and what became of
+// it. It follows what is played. Trees: tree.js.
 
-function pick(lane, step) {
+function pick(lane, step, place = true) {
   if (!lane.steps.length) return;
   const index = Math.max(0, Math.min(step, lane.steps.length - 1));
   for (const node of element.querySelectorAll(".sd-picked")) node.classList.remove("sd-picked");
-  const spans = lane.view.text.querySelectorAll(`[data-step="${index}"]`);
-  for (const node of spans) node.classList.add("sd-picked");
-  const folded = spans[0]?.closest("details");
+  const tokens = lane.view.text.querySelectorAll(`[data-step="${index}"]`);
+  for (const node of tokens) node.classList.add("sd-picked");
+  const folded = tokens[0]?.closest("details");
   if (folded) folded.open = true;
-  if (spans[0]) reveal(lane.view.text, spans[0]);
+  if (tokens[0] && place) reveal(lane.view.text, tokens[0]);
   run.picked = { lane: lane.index, step: index };
-  if (lane.index) look(lane.index);
+  if (lane.index && lane.index !== run.focus) look(lane.index);
   inspect();
+  if (place) placeInspector(lane, tokens[0]);
 }
 
 function reveal(box, node) {
@@ -19,10 +21,40 @@ function reveal(box, node) {
   if (inner.top < outer.top || inner.bottom > outer.bottom) box.scrollTop += inner.top - outer.top - box.clientHeight / 2;
 }
 
+// Below the token, or above it where only there is room; on a narrow page a sheet at its lower end (style.css).
+function placeInspector(lane, token) {
+  const [box, stage] = [$(".sd-inspector"), $(".sd-stage").getBoundingClientRect()];
+  const spot = (token ?? lane.view.text).getBoundingClientRect();
+  const high = box.offsetHeight + 14;
+  const above = spot.top - Math.max(stage.top, $(".sd-transport").getBoundingClientRect().bottom);
+  const up = innerHeight - spot.bottom < high && above >= high;
+  box.style.top = `${up ? spot.top - stage.top - high : spot.bottom - stage.top + 8}px`;
+  box.style.left = `${Math.max(0, Math.min(spot.left - stage.left - 24, stage.width - box.offsetWidth))}px`;
+  if (!up) box.scrollIntoView({ block: "nearest", behavior: calm() ? "instant" : "smooth" });
+}
+
+function closeInspector() {
+  if (!run.picked) return;
+  const { text } = run.lanes[run.picked.lane].view;
+  const inside = $(".sd-inspector").contains(document.activeElement);
+  for (const node of element.querySelectorAll(".sd-picked")) node.classList.remove("sd-picked");
+  run.picked = null;
+  inspect();
+  if (inside) text.focus({ preventScroll: true });
+}
+
+// While it is open it shows the step that was drawn last.
+function followPlayback(lane) {
+  if (!player.playing || run.picked?.lane !== lane.index || run.picked.step === lane.steps.length - 1) return;
+  pick(lane, lane.steps.length - 1, false);
+}
+
 function inspect() {
   const box = $(".sd-table");
+  $(".sd-inspector").hidden = !run.picked;
   if (!run.picked) {
     $(".sd-step").textContent = HINT;
+    $(".sd-words").textContent = "";
     return box.replaceChildren();
   }
   const lane = run.lanes[run.picked.lane];
@@ -35,6 +67,8 @@ function inspect() {
     mark(lane),
     ` Step ${run.picked.step} of ${lane.steps.length - 1} · ${what} · ${milliseconds(sum(Object.values(line.ms)))} ms (${parts.join(", ")})`
   );
+  $(".sd-words").textContent = lane.remote || !run.picked.step || !drafted ? "" : verdictWords(line);
+  $(".sd-inspector").classList.toggle("sd-wide", isTree(line));
   if (!isTree(line)) return box.replaceChildren(stepTable(line));
   const tree = treeView(line, lane.steps[run.picked.step - 1]?.text.at(-1) ?? "");
   box.replaceChildren(tree.whole);
@@ -86,6 +120,11 @@ function probability(value) {
   return cell;
 }
 
+/** Another step of the lane that is inspected. */
+function walkSteps(by) {
+  if (run.picked) pick(run.lanes[run.picked.lane], run.picked.step + by);
+}
+
 function onKey(event) {
   const box = event.target.closest?.("[data-lane].sd-text");
   const lane = box && run.lanes[Number(box.dataset.lane)];
@@ -98,7 +137,7 @@ function onKey(event) {
 }
 
 function onClick(event) {
-  const token = event.target.closest?.("span[data-step]");
+  const token = event.target.closest?.("[data-step]");
   const box = token?.closest("[data-lane].sd-text");
   if (box) pick(run.lanes[Number(box.dataset.lane)], Number(token.dataset.step));
 }

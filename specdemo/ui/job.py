@@ -248,11 +248,13 @@ def wire(
     stop: gr.Button,
     off: Sequence[Any],
     place: gr.HTML,
+    first: str | None = None,
 ) -> list[Any]:
     """Run and Stop of a tab -> the events at which a job of each start has ended.
 
     starts: ways to start a job: events, the function, and the controls whose values it is given. parts: `view`, which
     shows the text, and what a job updates beside it. off: the buttons that wait for its end. place: shows the queue.
+    first: a script that a start waits for.
     """
     switched = {"stop": stop, **{str(i): button for i, button in enumerate(off)}}
     shown: dict[str, Any] = {"show_progress": "full", "show_progress_on": place, "api_visibility": "private"}
@@ -263,7 +265,7 @@ def wire(
     ended = []
     for pressed, run, given in starts:
         on = partial(gr.on, pressed, trigger_mode="once")
-        locked = named(on, lambda *_: switch(True), {}, switched, **QUIET)
+        locked = named(on, lambda *_: switch(True), {}, switched, js=first, **QUIET)
         ended.append(named(locked.then, run, given, parts, **shown, **ENGINE))
         named(ended[-1].then, lambda *_: switch(False), {}, switched, **QUIET)
 

@@ -123,19 +123,23 @@ def race_with(method: str, folder: str, drawn: Mapping[str, int]) -> Values:
     return fill(preset(DEFAULT).with_changes(lanes=[lane.model_dump()]), drawn)
 
 
-def draw(page: gr.Blocks, form: Controls, sweep: gr.Radio, store: Store) -> None:
+def draw(page: gr.Blocks, form: Controls, sweep: gr.Radio, tab: gr.Tab, store: Store) -> None:
     """The tab, inside the current Blocks. sweep: what chooses the suite of the Sweep tab."""
-    _draw_training(page, form, store)
-    gr.Markdown(assets.text("depth_width.md"), elem_id="depth-width-about")
-    compare = gr.Button("Open the sweep", elem_id="depth-width")
+    with gr.Column(elem_classes="card"):
+        _draw_training(page, form, store)
+    with gr.Column(elem_classes="card"):
+        assets.heading("depth", assets.text("depth_width.md"), elem_id="depth-width-about")
+        compare = gr.Button("Open the sweep", elem_id="depth-width")
     opened = compare.click(lambda: "depth-width", None, sweep, **QUIET)
     opened.then(None, None, None, js=assets.to_tab("sweep"), **QUIET)
-    losslessness.draw(store)
+    with gr.Column(elem_classes="card"):
+        losslessness.draw(tab, store)
 
 
 def _draw_training(page: gr.Blocks, form: Controls, store: Store) -> None:
     lab = Lab(store)
-    gr.Markdown(assets.text("lab.md") + ("" if allowed() else f"\n\n**{OFF}**"), elem_id="lab-about")
+    words = assets.text("lab.md") + ("" if allowed() else f"\n\n**{OFF}**")
+    assets.heading("train", words, elem_id="lab-about")
     with gr.Row(elem_id="lab-controls"):
         recipe = gr.Dropdown([], label="Head", elem_id="recipe", scale=3, min_width=240, interactive=allowed())
         minutes = gr.Slider(
@@ -150,7 +154,8 @@ def _draw_training(page: gr.Blocks, form: Controls, store: Store) -> None:
     given = {"recipe": recipe, "minutes": minutes}
     wire(lab, [([start.click], lab.train, given)], {"view": view, "race": race}, stop, [start], place)
     raced = named(race.click, lab.race_head, form.drawn, form.parts, **QUIET)
-    raced.then(None, None, None, js=assets.to_tab("race"), **QUIET)
+    to_race = raced.then(None, None, None, js=assets.to_tab("race"), **QUIET)
+    to_race.then(None, None, None, js="() => document.getElementById('run').click()", **QUIET)
     if allowed():
         page.load(_recipes, None, recipe, **QUIET)
 

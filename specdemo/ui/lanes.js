@@ -1,7 +1,5 @@
 // The lanes: a card with the text of each, coloured by the fate of its tokens, and a bar in the race.
 
-const FATES = { accepted: "✓ accepted", rejected: "✗ rejected", "not reached": "· not reached" };
-const OWN = { corrected: "↺ corrected by target", bonus: "★ bonus of target", target: "target's own token", unknown: "? unknown: its server does not tell" };
 // A prompt that is code: its lines stay whole and its indents stand below each other.
 const CODE = /^\s*(async def|def|class|import|from \S+ import|function|#include)\b.*[\w:{(]/m;
 
@@ -34,21 +32,28 @@ function laneCard(lane) {
   number.dataset.ofLane = lane.index;
   const unit = make("span", "", "tok/s");
   speed.append(number, " ", unit);
-  header.append(mark(lane), title, make("span", "sd-how", how(lane)), state, speed);
+  const now = make("span", "sd-state");
+  now.append(state, speed);
+  header.append(mark(lane), title, make("span", "sd-how", how(lane)), now);
   title.append(...lossy(lane), ...remote(lane));
   const text = make("div", "sd-text");
   text.dataset.lane = lane.index;
+  text.dir = "auto";
   text.tabIndex = 0;
   text.setAttribute("role", "log");
   text.setAttribute("aria-live", "off");
   text.setAttribute("aria-label", `${lane.name}: text; arrow keys step through the decoding steps`);
   text.classList.toggle("sd-code", CODE.test(run.start.prompt));
-  text.append(...asked(lane));
   const note = make("p", "sd-note");
   note.hidden = true;
-  card.append(header, note, text);
+  const refused = make("p", "sd-unheard"); // what is struck through is not read out
+  text.setAttribute("aria-describedby", (refused.id = `sd-refused-${lane.index}`));
+  card.append(header, note, text, refused);
   $(".sd-lanes").append(card);
-  return { card, state, number, unit, text, note };
+  const view = { card, state, number, unit, text, note, refused, loose: false, grown: false };
+  const read = () => (view.loose = text.scrollHeight - text.scrollTop - text.clientHeight >= 30);
+  text.addEventListener("scroll", read, { passive: true }); // asked here and not at every step, which would lay out the page
+  return view;
 }
 
 // What the lane was asked: a text to go on with, or the last message of its chat behind a fold of those before it.
@@ -57,6 +62,7 @@ function asked(lane) {
   if (!said.length) return [span(run.start.prompt, "prompt", -1)];
   const turns = said.map(({ role, content }) => {
     const turn = make("div", "sd-turn");
+    turn.dataset.role = role;
     turn.append(make("b", "sd-role", role), span(content, "prompt", -1));
     return turn;
   });
@@ -125,28 +131,38 @@ function pill(lane, text, tone = "") {
 }
 
 function span(text, kind, step) {
-  const node = make("span");
+  const node = make(kind === "rejected" ? "del" : "span");
+  if (kind === "rejected") node.ariaHidden = "true";
   node.dataset.kind = kind;
   if (step >= 0) node.dataset.step = step;
   node.textContent = text;
   return node;
 }
 
-const pinned = ({ view: { text } }) => text.scrollHeight - text.scrollTop - text.clientHeight < 30;
-
 function drawStep(lane, line, into) {
   const at = lane.steps.push(line) - 1;
   line.kinds.forEach((kind, i) => {
-    if (kind === "corrected") for (const node of refused(line, at)) put(lane, node, into);
-    put(lane, span(line.text[i] ?? "", kind, at), into);
+    if (kind === "corrected") for (const node of refusedDraft(line, at)) put(lane, node, into);
+    const token = span(line.text[i] ?? "", kind, at);
+    lane.given.push(token);
+    put(lane, token, into);
   });
   lane.soFar = line.so_far;
   pill(lane, "generating", "busy");
 }
 
+// Nothing but what the lane was asked.
+function emptyLane(lane) {
+  const { text } = lane.view;
+  text.replaceChildren(...asked(lane));
+  lane.into = text;
+  if (lane.messages?.length) text.append((lane.into = make("div", "sd-answer"))); // as chats show it, in a bubble
+  pill(lane, "idle");
+}
+
 // The first draft refused where the path ended, struck through; how many more fell with it is said by CSS, so it is no
 // text.
-function refused(line, step) {
+function refusedDraft(line, step) {
   const end = line.path.at(-1);
   const first = line.fates.findIndex((fate, i) => fate === "rejected" && line.parents[i] === end);
   if (first < 0) return [];
@@ -166,21 +182,6 @@ function drawDone(lane, line) {
   words.cancelled = [`stopped at ${seconds}`, "fair"];
   words.error = ["failed", "bad"];
   pill(lane, ...(words[line.finish] || ["", ""]));
-}
-
-function raceBar(lane) {
-  const row = make("div", "sd-run");
-  row.dataset.of = lane.index;
-  const track = make("div", "sd-track");
-  const fill = make("div", "sd-fill");
-  track.append(fill);
-  const result = make("span", "sd-result");
-  const tokens = make("b", "", "0 tok");
-  const time = make("span", "sd-time", "");
-  result.append(tokens, " ", time);
-  const name = make("span", "sd-name");
-  name.append(mark(lane), make("span", "", lane.name), ...lossy(lane));
-  row.append(name, track, result);
-  $(".sd-race").append(row);
-  return { fill, tokens, time };
+  const { drafted, accepted } = numbers(lane);
+  if (drafted) lane.view.refused.textContent = `${drafted - accepted} of ${drafted} drafted tokens were refused.`;
 }

@@ -41,13 +41,14 @@ class Log(Job):
     """The text of a run.
 
     `trace` is the run on show once it has ended: until this one starts, that is the run of the log `before` it.
-    `recorded`: the run was not made for this log; `still`: it is shown as it ended and moves only when it is replayed.
+    `recorded`: the run was not made for this log; `still`: it is shown as it ended and moves only when it is replayed;
+    `key`: of the settings it is the result of.
     """
 
-    def __init__(self, recorded: bool = False, before: "Log | None" = None, still: bool = False) -> None:
-        super().__init__(opening(recorded=recorded, still=still))
+    def __init__(self, recorded: bool = False, before: "Log | None" = None, still: bool = False, key: str = "") -> None:
+        super().__init__(opening(recorded=recorded, still=still, **({"key": key} if key else {})))
         self._trace: Packed | None = before._trace if before else None
-        self.recorded, self.still = recorded, still
+        self.recorded, self.still, self.key = recorded, still, key
         self.spec: Comparison | None = None  # what is run
         self.started = self.stopped = self.is_chat = False
         self._own_before = before is not None and before.own
@@ -118,9 +119,9 @@ def refusal(error: Exception) -> Log:
     return log
 
 
-def replayed(trace: RunTrace, still: bool = False) -> Log:
+def replayed(trace: RunTrace, still: bool = False, key: str = "") -> Log:
     """A stored run, whole; needs no model."""
-    log = Log(recorded=True, still=still)
+    log = Log(recorded=True, still=still, key=key)
     log.add(replay(trace))
     return log
 

@@ -11,7 +11,7 @@ from specdemo.presets import limits
 from specdemo.presets.files import load_presets, preset
 from specdemo.ui import assets
 from specdemo.ui.controls import draw_setting, whole_number
-from specdemo.ui.job import Store, Values
+from specdemo.ui.job import QUIET, Store, Values, named
 from specdemo.ui.lazy_imports import live
 from specdemo.ui.sweep import Sweeping, Sweeps, draw_result
 
@@ -38,18 +38,18 @@ def begin(values: Values, last: Sweeping | None) -> Sweeping:
     return Sweeping.measuring(title, suite("losslessness", preset=chosen, repeats=draws // ROWS).run, last)
 
 
-def draw(store: Store) -> None:
+def draw(tab: gr.Tab, store: Store) -> None:
     """The block, inside the current Blocks."""
-    gr.Markdown(assets.text("losslessness.md"), elem_id="losslessness-about")
+    assets.heading("lossless", assets.text("losslessness.md"), elem_id="losslessness-about")
     presets = [(p.title, p.id) for p in load_presets().values() if p.embedded]
     with gr.Row(elem_id="losslessness-controls"):
-        heat: dict[str, Any] = {"scale": 2, "min_width": 185}
+        heat: dict[str, Any] = {"scale": 2, "min_width": 230}
         inputs: dict[str, Any] = {
             "preset": gr.Dropdown(
-                presets, value=START, label="Preset: target and lane", elem_id="tested", scale=2, min_width=220
+                presets, value=START, label="Preset: target and lane", elem_id="tested", scale=3, min_width=330
             ),
             "acceptance": draw_setting(
-                Lane, "acceptance", "lossless", elem_id="tested-acceptance", scale=1, min_width=140
+                Lane, "acceptance", "lossless", elem_id="tested-acceptance", scale=2, min_width=190
             ),
             "temperature": draw_setting(Comparison, "temperature", 0.8, **heat),
             "top_p": draw_setting(Comparison, "top_p", 1, **heat),
@@ -67,4 +67,6 @@ def draw(store: Store) -> None:
         with gr.Column(scale=2, min_width=180):
             run = gr.Button("Test", variant="primary", size="lg", elem_id="losslessness-run")
             stop = gr.Button("Stop", interactive=False, elem_id="losslessness-stop")
-    draw_result(Sweeps(begin, "losslessness", store), inputs, run, stop, "losslessness")
+    tests = Sweeps(begin, "losslessness", store)
+    parts = draw_result(tests, inputs, run, stop, "losslessness")
+    named(tab.select, lambda request, _: tests.recorded(request, {"sweep": "losslessness"}), {}, parts, **QUIET)

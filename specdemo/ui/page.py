@@ -21,17 +21,24 @@ if limits.public() and not space.zero_gpu():
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no visitor makes a public machine fetch anything
 
 import gradio as gr
-import plotly.graph_objects as go
 from starlette.middleware import Middleware
 
-from specdemo.bench.chart_style import FONTS, LINES, axis, layout
+from specdemo.bench.chart_style import FONTS
 from specdemo.core.trace import to_json
 from specdemo.presets.files import DEFAULT, Preset, load_presets, preset
-from specdemo.presets.limits import LIMITS
 from specdemo.presets.link import from_query, is_link, is_sweep, to_query
 from specdemo.presets.recorded import recorded
-from specdemo.ui import assets, controls, headers, lab, space, sweep, turns
-from specdemo.ui.controls import Controls, address, changed, fill_untouched, from_values, wire_share
+from specdemo.ui import assets, controls, headers, how, lab, space, sweep, turns
+from specdemo.ui.controls import (
+    Controls,
+    address,
+    changed,
+    fill_untouched,
+    from_values,
+    key,
+    to_values,
+    wire_share,
+)
 from specdemo.ui.guard import ENVELOPE, WINDOW_S, Guard
 from specdemo.ui.job import ENGINE, QUIET, Jobs, Start, Store, Values, named, wire
 from specdemo.ui.lazy_imports import live
@@ -46,8 +53,8 @@ MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono
 class Race(Log):
     """The log of a run that a visitor asked for."""
 
-    def __init__(self, spec: Any, before: Log | None) -> None:
-        super().__init__(before=before)
+    def __init__(self, spec: Any, before: Log | None, key: str = "") -> None:
+        super().__init__(before=before, key=key)
         self.spec = spec
 
     def stream(self) -> Iterator[str]:
@@ -64,7 +71,7 @@ class Visits(Jobs[Log]):
 
     def race(self, request: gr.Request, values: Values) -> Iterator[Values]:
         """The growing log of a run, or one that says why there is none."""
-        yield from self.run(request, lambda last: Race(from_values(values, self._any).checked(), last))
+        yield from self.run(request, lambda last: Race(from_values(values, self._any).checked(), last, key(values)))
 
     def repeat(self, request: gr.Request, values: Values) -> Iterator[Values]:
         """The run on show again, three times, its runs pooled."""
@@ -72,7 +79,7 @@ class Visits(Jobs[Log]):
         def begin(last: Log | None) -> Race:
             if last is None or last.spec is None:
                 raise ValueError("there is no run of this page to repeat; press Run first")
-            return Race(last.spec.model_copy(update={"repeats": POOLED}), last)
+            return Race(last.spec.model_copy(update={"repeats": POOLED}), last, last.key)
 
         yield from self.run(request, begin)
 
@@ -179,8 +186,9 @@ def _lanes(chosen: Preset) -> str:
 @lru_cache
 def _recorded(preset_id: str) -> Log | None:
     """The recorded race of a preset as a log that stands still; the same for every visitor."""
-    trace = recorded(preset(preset_id).id)
-    return replayed(trace, still=True) if trace else None
+    chosen = preset(preset_id)
+    trace = recorded(chosen.id)
+    return replayed(trace, still=True, key=key(to_values(limits.fit(chosen)))) if trace else None
 
 
 def share_link(chosen: Preset) -> str:
@@ -196,7 +204,7 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
     first = limits.fit(preset(start))
     store = Store()
     page: gr.Blocks = gr.Blocks(
-        title="specdemo: speculative decoding, side by side",
+        title=headers.TITLE,
         analytics_enabled=False,
         delete_cache=(int(WINDOW_S / 2), int(WINDOW_S)),
     )
@@ -206,12 +214,14 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
         with gr.Tabs(overflow_behavior="wrap"):
             with gr.Tab("Race", id="race"):
                 form = _race_tab(page, Visits(first, allow_any_model, store), first, allow_any_model)
-            with gr.Tab("Sweep", id="sweep"):
-                suite = sweep.draw(page, store)
-            with gr.Tab("Lab"):
-                lab.draw(page, form, suite, store)
-            with gr.Tab("How it works"):
-                gr.Markdown(assets.how_it_works(), elem_id="how")
+            with gr.Tab("Sweep", id="sweep") as tab:
+                suite = sweep.draw(page, tab, store)
+            with gr.Tab("Lab", id="lab") as tab:
+                lab.draw(page, form, suite, tab, store)
+            with gr.Tab("How it works", id="how"):
+                how.draw()
+            with gr.Tab("Reference", id="reference"):
+                gr.Markdown(assets.reference(), elem_id="reference")
         _endpoints(allow_any_model)
         page.unload(store.forget)
     turns.queue(page)
@@ -220,31 +230,30 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
 
 def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: bool) -> Controls:
     form = controls.draw(first, allow_any_model)
-    with gr.Row(elem_id="prompt-row"):
-        form.parts["prompt"] = controls.draw_prompt(first)
-        with gr.Column(scale=1, min_width=180, elem_id="buttons"):
-            run = gr.Button("Run", variant="primary", size="lg", elem_id="run")
-            with gr.Row():
-                stop = gr.Button("Stop", interactive=False, elem_id="stop", min_width=70)
-                share = gr.Button("Share", elem_id="share", min_width=70)
-    link = gr.Textbox(label="Link to this comparison", visible=False, buttons=["copy"], elem_id="link")
     _fold_settings(form, first)
+    form.parts["prompt"] = controls.draw_prompt(first)
     place = gr.HTML("", elem_id="queue", elem_classes="queue")
-    with gr.Row(visible=False, elem_id="follow-row") as row:
-        message = gr.Textbox(
-            label="Next message",
-            info="every lane answers it after its own answer",
-            max_length=limits.here().prompt,
-            elem_id="message",
-            scale=5,
-        )
-        again = gr.Button("Continue", variant="primary", elem_id="continue", min_width=180)
-    view = _draw_view()
+    view = assets.view("view.html", *assets.RACE, elem_id="view")
+    with view:
+        with gr.Row(elem_id="buttons"):
+            run = gr.Button("Run", variant="primary", elem_id="run", min_width=90)
+            stop = gr.Button("Stop", interactive=False, elem_id="stop", min_width=70)
+        with gr.Row(visible=False, elem_id="follow-row") as row:
+            message = gr.Textbox(
+                label="Next message",
+                info="every lane answers it after its own answer",
+                max_length=limits.here().prompt,
+                elem_id="message",
+                scale=5,
+            )
+            again = gr.Button("Continue", variant="primary", elem_id="continue", min_width=180)
     with gr.Row(elem_id="exports"):
+        share = gr.Button("Share", size="sm", elem_id="share")
         _saves(visits)
         opened = gr.UploadButton("Open a trace", file_types=[".json"], size="sm", elem_id="open-trace")
         free = gr.Button("Free memory", size="sm", elem_id="free-memory", visible=not limits.public())
         free.click(_free_memory, show_progress="hidden", api_visibility="private", **ENGINE)
+    link = gr.Textbox(label="Link to this comparison", visible=False, buttons=["copy"], elem_id="link")
     repeat = gr.Button("Repeat", elem_id="repeat")  # clicked by the badge of a noisy run, in tiles.js
     form.wire(page)
     asked = {"message": message}
@@ -253,7 +262,8 @@ def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: b
         ([again.click, message.submit], visits.follow, asked),
         ([repeat.click], visits.repeat, {}),
     ]
-    for racing in wire(visits, starts, {"view": view}, stop, [run, opened, again, repeat], place):
+    held = [run, opened, again, repeat]
+    for racing in wire(visits, starts, {"view": view}, stop, held, place, assets.text("linked.js")):
         named(racing.success, visits.offer, asked, {"row": row, **asked}, **QUIET)
     wire_share(share, visits.share, form.inputs, link)
     gr.on(form.edits, lambda: gr.update(visible=False), None, link, trigger_mode="once", **QUIET)
@@ -263,7 +273,7 @@ def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: b
 
 
 def _fold_settings(form: Controls, first: Preset) -> None:
-    with gr.Accordion(open=False, elem_id="sampling") as fold:
+    with form.parts["setup-row"], gr.Accordion(open=False, elem_id="sampling") as fold:
         form.parts.update(controls.draw_chat(first))
         form.parts.update(controls.draw_sampling(first))
     folded: list[Any] = [form.parts[name] for name in controls.FOLDED]
@@ -292,37 +302,11 @@ def _show_what_is_chosen(page: gr.Blocks, visits: Visits, form: Controls, view: 
     page.load(visits.first, None, view, **QUIET)
     for choice in (form.parts["chips"], form.parts["more"]):
         choice.input(visits.select, choice, view, **QUIET)
-        choice.input(None, js=assets.text("unalarm.js"), **QUIET)
     asked = gr.State()
     linked = page.load(visits.read_link, None, asked, **QUIET)
     given = {"asked": asked, **form.inputs, **form.drawn}
-    named(linked.then, visits.restore, given, {**form.parts, "view": view}, **QUIET)
-
-
-def _draw_view() -> gr.HTML:
-    """The lanes and everything drawn from the log, with the chart in their midst."""
-    view = assets.view("view.html", *assets.RACE, elem_id="view")
-    with view:
-        gr.Plot(_empty_chart(), show_label=False, container=False, elem_id="chart")
-    return view
-
-
-def _empty_chart() -> go.Figure:
-    """One line per lane, told apart by dash as well as by colour; panels.js gives them points."""
-    lines = [
-        go.Scatter(x=[], y=[], mode="lines", name="", visible=False, line={"color": color, "dash": dash, "width": 2.5})
-        for color, dash, _ in LINES[: LIMITS.lanes]
-    ]
-    drawn = layout(
-        height=240,
-        margin={"l": 52, "r": 12, "t": 28, "b": 42},
-        xaxis=axis(title={"text": "seconds of the lane's own device time"}),
-        yaxis=axis(title={"text": "tokens/s"}),
-        legend={"orientation": "h", "x": 1, "xanchor": "right", "y": 1.02, "yanchor": "bottom"},
-        showlegend=True,
-        uirevision="keep",
-    )
-    return go.Figure(lines, drawn)
+    restored = named(linked.then, visits.restore, given, {**form.parts, "view": view}, **QUIET)
+    restored.then(None, None, None, js=assets.text("unhold.js"), **QUIET)
 
 
 def _endpoints(allow_any_model: bool) -> None:
@@ -387,6 +371,7 @@ def serve(
         app_kwargs=headers.of_app(Middleware(Guard, space.bounds().bytes)),
         theme=theme(),
         css_paths=[assets.HERE / "style.css"],
+        favicon_path=assets.HERE / "favicon.svg",
     )
     print(f"specdemo is on {page.local_url}", flush=True)
     if not space.zero_gpu():

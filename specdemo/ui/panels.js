@@ -21,20 +21,13 @@ function follow(lane, line) {
   const spacing = Math.max(1, (run.start.limit || 200) / 200);
   if (tokens < WINDOW_TOKENS || tokens - lane.lastPoint < spacing) return;
   lane.lastPoint = tokens;
-  lane.points[0].push(clock_ms / 1000);
-  lane.points[1].push(recent);
+  lane.points.push([clock_ms / 1000, recent]);
 }
 
 function chart() {
-  const plot = /** @type {any} */ ($("#chart .js-plotly-plot"));
-  if (!window.Plotly || !plot?.data) return setTimeout(paint, 500); // the plotting library comes after the page
-  const lanes = plot.data.map((_, i) => run.lanes[i]);
-  window.Plotly.restyle(plot, {
-    x: lanes.map((lane) => [...(lane?.points[0] || [])]),
-    y: lanes.map((lane) => [...(lane?.points[1] || [])]),
-    name: lanes.map((lane) => (lane ? escapeMarkup(lane.name) : "")),
-    visible: lanes.map(Boolean),
-  }, lanes.map((_, i) => i));
+  const lines = run.lanes.map((lane) => ({ name: lane.name, points: lane.points, of: lane.index }));
+  const words = `Throughput of ${run.lanes.map((lane) => lane.name).join(", ")} over device time`;
+  draw($("#chart"), { lines, unit: "seconds of device time", words, wide: player.span / 1000 || 1 });
 }
 
 function histogram() {
@@ -51,28 +44,12 @@ function histogram() {
   if (!n.drafted) return paragraphs(box, [`Nothing was drafted${run.done ? "" : " yet"}.`]);
   if (!$(".sd-kept")) box.replaceChildren(make("div", "sd-kept"), make("p", "sd-small sd-rates"));
   $(".sd-rates").textContent = `kept at position: ${words}`;
-  keptChart($(".sd-kept"), lane, n.accept_histogram, rates);
+  const told = n.accept_histogram.map((count, kept) => `${count} passes kept ${kept}`).join(", ");
+  draw($(".sd-kept"), { bars: n.accept_histogram, words: told, of: lane.index });
 }
 
 function paragraphs(box, texts) {
   box.replaceChildren(...texts.map((text) => make("p", "sd-small", text)));
-}
-
-function keptChart(box, lane, passes, rates) {
-  const bars = { type: "bar", x: passes.map((_, kept) => kept), y: passes, text: passes.map(String), textposition: "outside", cliponaxis: false };
-  const share = { x: rates.map((_, i) => i + 1), y: rates, yaxis: "y2", mode: "lines+markers", hovertemplate: "%{y:.0%}<extra></extra>" };
-  const [look, ink] = [LINES[lane.index % LINES.length], getComputedStyle(box).color];
-  figure(box, [
-    { ...bars, marker: { color: look.color }, hoverinfo: "skip" },
-    { ...share, line: { color: ink, dash: "dot", width: 1.5 }, marker: { size: 7, color: ink } },
-  ], {
-    words: passes.map((count, kept) => `${count} passes kept ${kept}`).join(", "),
-    bargap: 0.35,
-    xaxis: { dtick: 1, showgrid: false },
-    yaxis: { visible: false, range: [0, 1.2 * Math.max(...passes)] },
-    yaxis2: { visible: false, overlaying: "y", range: [0, 1.2], fixedrange: true },
-    margin: { l: 8, r: 8, t: 8, b: 24 },
-  });
 }
 
 function tabs() {

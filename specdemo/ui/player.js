@@ -1,26 +1,34 @@
 // The display's clock. Lines are shown when it reaches their device time, so the pace of the display, and a replay, never
 // touch the engine. Knows no DOM: whoever makes a player says how lines are shown.
 
+const AUTO_MS = 4000; // pace "auto" stretches the faster lane to about so long
+const AUTO_START = 1 / 8; // its speed until a lane has told how fast it is
+const SLOWEST = 1 / 1000;
+
 class Player {
   /**
    * @param {object} does
-   * @param {() => number} does.pace 1: as it comes; a half: at half speed
+   * @param {() => number | "auto"} does.pace 1: as it comes; a half: at half speed
    * @param {(lane: Lane, lines: Line[]) => void} does.show the lines of a lane whose time has come
    * @param {(shown: number) => void} does.after after every look at the clock
+   * @param {(lane: Lane) => void} [does.reset] nothing of the lane is on show any more
+   * @param {(lane: Lane, line: Line, ms: number) => void} [does.begin] a step has begun that ends in so many milliseconds
    * @param {(draw: FrameRequestCallback) => number} [does.request]
    * @param {(frame: number) => void} [does.cancel]
    * @param {() => number} [does.now] milliseconds
    */
-  constructor({ pace, show, after, request = (draw) => requestAnimationFrame(draw), cancel = (frame) => cancelAnimationFrame(frame), now = () => performance.now() }) {
+  constructor({ pace, show, after, reset = () => {}, begin = () => {}, request = (draw) => requestAnimationFrame(draw), cancel = (frame) => cancelAnimationFrame(frame), now = () => performance.now() }) {
     this.pace = pace;
     this.show = show;
     this.after = after;
+    this.reset = reset;
+    this.begin = begin;
     this.request = request;
     this.cancel = cancel;
     this.now = now;
     /** @type {Run} */
     this.run = null;
-    this.replay = false;
+    this.replay = this.paused = this.hurried = false;
     this.clock = this.last = this.frame = 0;
   }
 
@@ -30,6 +38,7 @@ class Player {
     this.stop();
     this.run = run;
     this.replay = replay;
+    this.paused = this.hurried = false;
     this.clock = this.last = 0;
   }
 
@@ -52,8 +61,40 @@ class Player {
     return this.frame !== 0;
   }
 
+  /** Milliseconds of device time per millisecond of display. */
+  get speed() {
+    const asked = this.pace();
+    if (asked !== "auto") return asked;
+    const known = this.run.lanes.map((lane) => this.length(lane)).filter(isNumber);
+    return known.length ? Math.max(SLOWEST, Math.min(1, Math.min(...known) / AUTO_MS)) : AUTO_START;
+  }
+
+  /** Milliseconds of device time from a lane's first token to its last one, as far as it can be told by now.
+   * @param {Lane} lane */
+  length(lane) {
+    const steps = lane.over ? lane.lines.slice(0, -1) : lane.lines;
+    if (steps.length < 2) return null;
+    const passed = lane.received - steps[0].at;
+    const { tokens } = steps.at(-1).so_far;
+    const limit = this.run.start.limit;
+    return lane.over || !limit || !(tokens > 1) ? passed : (passed * (limit - 1)) / (tokens - 1);
+  }
+
+  /** Where the axis of the lanes' own device time ends: at the end of the last one, or where that is expected. */
+  get span() {
+    return Math.max(0, ...this.run.lanes.map((lane) => (lane.lines[0]?.at ?? 0) + (this.length(lane) ?? 0)));
+  }
+
+  /** A lane's own device time as it is shown, ms.
+   * @param {Lane} lane */
+  timeOf(lane) {
+    const shown = lane.next ? lane.lines[lane.next - 1].at : 0;
+    if (!this.frame && !this.paused) return shown;
+    return Math.max(shown, Math.min(this.clock - (this.replay ? 0 : lane.offset || 0), lane.received));
+  }
+
   get atOnce() {
-    return !this.replay && this.pace() === 1;
+    return !this.replay && (this.hurried || this.speed === 1);
   }
 
   get over() {
@@ -61,23 +102,36 @@ class Player {
   }
 
   play() {
+    if (this.paused) return;
     if (this.atOnce || (this.run.recorded && !this.replay)) return this.advance(Infinity);
     if (!this.frame) this.start();
   }
 
   start() {
+    this.paused = false;
     this.last = this.now();
+    if (!this.clock && this.pace() === "auto") this.clock = this.firstToken();
     this.frame = this.request((now) => this.tick(now));
+  }
+
+  /** Nobody waits for a prefill at a tenth of its speed. */
+  firstToken() {
+    const begun = this.run.lanes.filter((lane) => lane.lines.length);
+    return begun.length ? Math.min(...begun.map((lane) => this.due(lane, lane.lines[0]))) : 0;
+  }
+
+  pause() {
+    this.stop();
+    this.paused = true;
   }
 
   /** @param {number} now */
   tick(now) {
-    this.frame = 0;
     const passed = Math.max(0, now - this.last);
     this.last = now;
-    this.clock = Math.min(this.clock + passed * this.pace(), this.horizon());
+    this.clock = Math.max(this.clock, Math.min(this.clock + passed * this.speed, this.horizon()));
     this.advance(this.atOnce ? Infinity : this.clock);
-    if (!this.over) this.frame = this.request((next) => this.tick(next));
+    this.frame = this.over || this.paused ? 0 : this.request((next) => this.tick(next));
   }
 
   /** @param {Lane} lane @param {Line} line */
@@ -103,14 +157,49 @@ class Player {
         lane.next += 1;
       }
       if (lane.next > first) this.show(lane, lane.lines.slice(first, lane.next));
+      if (this.frame || clock !== Infinity) this.announce(lane);
       shown += lane.next - first;
     }
     this.after(shown);
   }
 
-  /** Everything that is left, now. */
+  /** Tells of the step that a lane is in, once.
+   * @param {Lane} lane */
+  announce(lane) {
+    const line = lane.lines[lane.next];
+    if (this.paused || !lane.next || line?.type !== "step" || lane.begun === line) return;
+    lane.begun = line;
+    this.begin(lane, line, (line.at - lane.lines[lane.next - 1].at) / this.speed);
+  }
+
+  /** Shows the run as it was at a time, and stays there.
+   * @param {number} clock */
+  seek(clock) {
+    this.pause();
+    if (this.run.end) this.replay = true;
+    if (clock < this.clock || this.run.lanes.some((lane) => lane.next && this.due(lane, lane.lines[lane.next - 1]) > clock)) {
+      for (const lane of this.run.lanes) {
+        Object.assign(lane, { next: 0, begun: null });
+        this.reset(lane);
+      }
+    }
+    this.clock = clock;
+    this.advance(clock);
+  }
+
+  /** The time at which a lane has shown so many steps more, or less; null where there is none.
+   * @param {Lane} lane @param {number} by */
+  stepTime(lane, by) {
+    const steps = lane.lines.filter((line) => line.type === "step");
+    const shown = Math.min(lane.next, steps.length) + by;
+    return shown < 1 || shown > steps.length ? null : this.due(lane, steps[shown - 1]);
+  }
+
+  /** Everything that is left, now; of a run that goes on also what comes. */
   skip() {
     this.stop();
+    this.paused = false;
+    this.hurried = true;
     this.advance(Infinity);
   }
 }

@@ -1,5 +1,6 @@
 // Draws a log (lines of JSON, see views.py) into the skeleton of view.html; the other scripts of the race stand before it.
 
+const NUMBERS_MS = 90; // numbers that change are written again so often
 const HINT = $(".sd-step").textContent; // until a step is picked
 
 /** @type {Run} */
@@ -13,8 +14,11 @@ const readLog = reader(clear, receive);
 function read() {
   if (run.own && late(props.value)) return;
   if (!props.value) return idle();
+  const before = run;
   readLog(props.value);
-  if (!coming && run.start.lanes.length) player.play();
+  if (coming || !run.start.lanes.length) return;
+  player.play();
+  if (run !== before && player.playing && run.still) say(`A recorded race, ${slowed()}.`);
 }
 
 // A recorded race is offered only to a visitor who has no run on show, so this answer was overtaken by a later one.
@@ -46,6 +50,16 @@ function come() {
   if (seen < Math.min(height, innerHeight) / 2) glide($(".sd-bar"), "start");
 }
 
+let unseen = true; // no race has been on show yet
+
+// The first recorded race is played, once, unless a link asked for something or nothing is to move.
+function plays() {
+  const linked = [...new URLSearchParams(location.search).keys()].some((name) => !name.startsWith("__"));
+  const first = unseen && run.still && gradio("run") && !linked && !calm() && document.visibilityState === "visible";
+  unseen = false;
+  return first || (run.recorded && !run.still && !calm());
+}
+
 const calm = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
 
 function glide(node, block) {
@@ -54,11 +68,11 @@ function glide(node, block) {
 
 function started(line) {
   come();
-  run = { recorded: coming.recorded, still: coming.still, own: !coming.still, start: line, end: null };
+  run = { recorded: coming.recorded, still: coming.still, own: !coming.still, key: coming.key, start: line, end: null };
   coming = null;
   run.lanes = line.lanes.map((lane, index) => ({ ...lane, index, ...UNHEARD(), over: false }));
-  stage(run.recorded && !run.still && !calm());
-  if (!run.recorded) say(`Running ${line.lanes.length} lanes, ${line.schedule}.`);
+  stage(plays());
+  if (!run.recorded) say(`Running ${line.lanes.length} lanes, ${line.schedule === "sequential" ? "one after the other" : "taking turns"}.`);
 }
 
 function kept(line) {
@@ -70,6 +84,8 @@ function ended(line) {
   $(".sd-loading").hidden = true;
   if (coming) return say("Stopped before the first token.");
   run.end = line;
+  if (line.finish === "cancelled") player.skip();
+  else if (!run.recorded && !player.over && !player.atOnce) say(`Measured; shown ${slowed()}.`);
 }
 
 function loading(line) {
@@ -81,8 +97,12 @@ function loading(line) {
   come();
 }
 
+const settings = () => /** @type {HTMLElement | null} */ (document.querySelector("#setup [data-key]"))?.dataset.key;
+const refused = { key: "" };
+
 function failed(line) {
   const alert = $(".sd-alert");
+  refused.key = settings();
   alert.hidden = false;
   alert.textContent = sentence(line.text);
   glide(alert, "nearest");
@@ -101,51 +121,78 @@ function noted(line) {
 
 // ---- the run on show
 
-const pace = () => Number($("[name=sd-pace]:checked").value);
-const player = new Player({ pace, show, after });
+const pace = () => (($("[name=sd-pace]:checked").value === "auto") ? "auto" : Number($("[name=sd-pace]:checked").value));
+const player = new Player({ pace, show, after, reset, begin });
 
 function show(lane, lines) {
-  const bottom = pinned(lane);
   const text = document.createDocumentFragment();
+  lane.haunted?.remove();
   for (const line of lines) {
     if (line.type !== "step") drawDone(lane, line);
     else {
       drawStep(lane, line, text);
       follow(lane, line);
-      if (isTree(line)) $(".sd-inspector").classList.add("sd-wide");
     }
   }
-  lane.view.text.append(text);
-  if (bottom && !run.still) lane.view.text.scrollTop = lane.view.text.scrollHeight;
+  lane.into.append(text);
+  lane.view.grown = player.playing || !run.still;
+  followPlayback(lane);
+}
+
+// A step that takes a while to see is shown as it happens.
+function begin(lane, line, ms) {
+  if (ms >= SHOWN_MS && lane.index && !lane.remote && !calm() && tried(line).length) haunt(lane, line, ms);
+}
+
+function haunt(lane, line, ms) {
+  lane.haunted?.remove();
+  lane.haunted = ghosts(line, ms);
+  (lane.thought?.body ?? lane.into).append(lane.haunted);
+  lane.view.grown = true;
+}
+
+function reset(lane) {
+  lane.acting = null;
+  Object.assign(lane, UNSHOWN());
+  run.done = false;
+  emptyLane(lane);
+  if (run.picked?.lane === lane.index) closeInspector();
+}
+
+// A text that has grown shows its end, unless its reader has scrolled up.
+function keepUp() {
+  for (const { view } of run.lanes) {
+    if (view.grown && !view.loose) view.text.scrollTop = 1e9;
+    view.grown = false;
+  }
 }
 
 function after(shown) {
+  drawBars();
+  keepUp();
+  if (player.over) {
+    player.stop();
+    finish();
+  }
+  drawTransport();
   if (shown) paint();
-  if (player.over) finish();
-  replayButton();
 }
 
 function replay() {
-  if (!run.end) return;
-  if (player.playing) return player.skip();
+  if (!player.over) return player.skip();
   clear();
   run.still = false;
   stage(true);
-  say("Replaying at the run's own speed" + (pace() === 1 ? "." : `, slowed ${1 / pace()} times.`));
   player.start();
-  replayButton();
-}
-
-function replayButton() {
-  $(".sd-replay").disabled = !run.end;
-  $(".sd-replay").textContent = player.playing && run.end ? "Skip" : "Replay";
+  say(["Replaying at the run's own speed", slowed()].filter(Boolean).join(", ") + ".");
+  drawTransport();
 }
 
 const UNHEARD = () => ({ lines: [], received: 0, offset: null });
 const UNSHOWN = () => ({
-  next: 0, steps: [], soFar: {}, finish: null, summary: null, comparison: null, // what is on show
-  answer: [], tail: "", thought: null, // its text
-  points: [[], []], lastPoint: 0, told: {}, notes: {}, // its charts
+  next: 0, begun: null, steps: [], soFar: {}, finish: null, summary: null, comparison: null, // what is on show
+  given: [], answer: [], tail: "", thought: null, haunted: null, acting: null, here: null, // its text
+  points: [], lastPoint: 0, told: {}, notes: {}, // its charts
 });
 
 /** Shows the run from its start; `replayed` at its own speed. */
@@ -156,19 +203,21 @@ function stage(replayed) {
   $(".sd-race").replaceChildren();
   $(".sd-why").hidden = true;
   $(".sd-lanes").dataset.lanes = run.lanes.length;
-  delete $(".sd-lanes").dataset.idle;
   for (const lane of run.lanes) {
     Object.assign(lane, UNSHOWN());
     lane.view = laneCard(lane);
+    emptyLane(lane);
     lane.bar = raceBar(lane);
     if (lane.note) laneNote(lane, lane.note);
   }
+  timeAxis();
   for (const panel of [".sd-histogram", ".sd-told-lanes"]) $(panel).replaceChildren();
-  Object.assign(run, { picked: null, focus: Math.min(1, run.lanes.length - 1), panels: 0, done: false });
-  $(".sd-inspector").classList.remove("sd-wide");
+  Object.assign(run, { picked: null, focus: Math.min(1, run.lanes.length - 1), panels: 0, painted: 0, done: false });
   badge();
   tabs();
   inspect();
+  age();
+  drawTransport();
   paint();
 }
 
@@ -191,8 +240,18 @@ function finish() {
   });
   const cut = run.end.finish === "error" ? ["failed", "bad"] : ["stopped", "fair"];
   for (const lane of run.lanes) if (!lane.finish && lane.view) pill(lane, ...cut);
+  age();
+  if (run.own && !run.recorded) tell();
   paint();
   if (!coming?.loading) say(verdictOfAll()); // else the status is that of the next run
+}
+
+// The figures of "How it works" show the visitor's own run too.
+function tell() {
+  const lane = run.lanes[run.focus];
+  const { name, options, comparison } = lane;
+  /** @type {any} */ (window).specdemoRun = { name, k: options?.k, speedup: comparison?.speedup, lane: numbers(lane), plain: numbers(run.lanes[0]) };
+  document.dispatchEvent(new CustomEvent("specdemo:run"));
 }
 
 function verdictOfAll() {
@@ -202,6 +261,33 @@ function verdictOfAll() {
   const words = rows.map((lane) => `${named(lane)}: ${factor(lane.comparison)}, ${lane.comparison.verdict}.`);
   if (run.still) return "Recorded earlier. Press Run for your own.";
   return [ends[run.end.finish] || (run.recorded ? "Replayed." : "Finished."), ...words].join(" ");
+}
+
+// A result of other settings than those above is dimmed, and says whose it is.
+function age() {
+  const asked = settings();
+  const stale = Boolean(run.done && run.key && asked && asked !== run.key);
+  $(".sd-stage").toggleAttribute("data-stale", stale);
+  $(".sd-badge").hidden = stale || !run.start.lanes.length;
+  $(".sd-stale").hidden = !stale;
+  const lanes = run.lanes.slice(1).map((lane) => [lane.name, how(lane)].filter(Boolean).join(", "));
+  $(".sd-stale").textContent = `Result of: ${lanes.join("; ")}`;
+}
+
+// Gradio writes "queue: 2/3 | 1.2/8.0s" into a place of its own; here it is said in words, where nothing moves.
+function queued() {
+  const place = document.getElementById("queue");
+  let before = "";
+  new MutationObserver(() => {
+    const [, at, seconds] = /queue: (\d+)\/\d+(?:[^/]*\/([\d.]+)s)?/i.exec(place.textContent) || [];
+    const status = $(".sd-status").textContent;
+    const waits = status.startsWith("Waiting");
+    if (at) {
+      if (!waits) before = status;
+      const others = at === "1" ? "you are next" : `${Number(at) - 1} before you`;
+      say(`Waiting for the engine: ${others}${seconds ? `, about ${Math.ceil(Number(seconds))} s` : ""}.`);
+    } else if (waits) say(before);
+  }).observe(place, { childList: true, characterData: true, subtree: true });
 }
 
 function say(text) {
@@ -215,7 +301,11 @@ function paint() {
 
 function repaint() {
   painting = 0;
+  if (player.playing && performance.now() - run.painted < NUMBERS_MS) return;
+  run.painted = performance.now();
   drawNumbers();
+  drawRatio();
+  drawBars();
   drawPanels();
 }
 
@@ -233,17 +323,20 @@ function waiting(line) {
   run = { recorded: false, own: false, start: { environment: {}, prompt: "", lanes: [] }, end: null };
   run.lanes = ["Baseline", ...line.lanes].map(lane);
   stage(false);
-  $(".sd-lanes").dataset.idle = "";
   $(".sd-badge").hidden = true;
-  replayButton();
   if (run.lanes.length === 2) run.lanes[1].view.card.querySelector(".sd-how").textContent = "drafts k tokens, keeps what the target agrees with";
 }
 
 element.addEventListener("keydown", onKey);
 element.addEventListener("click", onClick);
-$(".sd-replay").addEventListener("click", replay);
+wireTransport();
+document.addEventListener("specdemo:settings", () => {
+  age();
+  if (settings() !== refused.key) $(".sd-alert").hidden = true; // what was refused is no longer asked for
+});
+if (document.getElementById("queue")) queued();
 for (const input of element.querySelectorAll("[name=sd-pace]")) {
-  input.addEventListener("change", () => (run.end || run.lanes.some((lane) => lane.lines.length)) && player.play());
+  input.addEventListener("change", () => player.playing || run.own ? player.play() : drawTransport());
 }
 $(".sd-rejected").addEventListener("change", (event) => {
   $(".sd-lanes").classList.toggle("sd-hide-rejected", !event.target.checked);

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import gradio as gr
 
 from specdemo.bench.plot import figure
+from specdemo.bench.recorded import recorded_suite
 from specdemo.bench.result import SCHEMA, Cell, Result, best, ends, noisy, read_result
 from specdemo.bench.suites import Sweep, swept, takes
 from specdemo.core.estimate import Estimate
@@ -42,6 +43,8 @@ Measure = Callable[["LoadProgress", Callable[[], bool]], Result]  # given where 
 class Sweeping(Job):
     """One sweep, or a result from a file. `file` is the result on show, which until this one ends is that of the job
     `before` it."""
+
+    stands_in = False  # a recorded result, shown until there is one of the visitor's
 
     def __init__(self, text: str, before: "Sweeping | None" = None) -> None:
         super().__init__(opening() + text)
@@ -168,11 +171,22 @@ class Sweeps(Jobs[Sweeping]):
             result = read_result(Path(values["file"]), space.bounds())
         except ValueError as error:
             return {"view": refusal(error)}
-        opened = Sweeping("")
-        opened.conclude(result, recorded=True)
-        opened.ended = True
-        self.keep(request, opened)
-        return opened.whole()
+        return self._show(request, result)
+
+    def recorded(self, request: gr.Request, values: Values) -> Values:
+        """The recorded result of a suite, as long as the visitor has none on show; a link asks for one's own."""
+        last, result = self.last(request), recorded_suite(values["sweep"])
+        linked = request.query_params.get("sweep") == values["sweep"]
+        if result is None or linked or not (last is None or last.stands_in):
+            return {}
+        return self._show(request, result, stands_in=True)
+
+    def _show(self, request: gr.Request, result: Result, stands_in: bool = False) -> Values:
+        shown = Sweeping("")
+        shown.conclude(result, recorded=True)
+        shown.ended, shown.stands_in = True, stands_in
+        self.keep(request, shown)
+        return shown.whole()
 
     def save(self, request: gr.Request) -> dict[str, str]:
         """The result on show as a file's name and text."""
@@ -215,7 +229,7 @@ def restore(request: gr.Request, _: Values) -> Values:
     return {**asked.model_dump(), "view": notes}
 
 
-def draw(page: gr.Blocks, store: Store) -> gr.Radio:
+def draw(page: gr.Blocks, tab: gr.Tab, store: Store) -> gr.Radio:
     """The tab, inside the current Blocks -> what chooses its suite."""
     start = Sweep()
     gr.Markdown(assets.text("sweep.md"), elem_id="sweep-about")
@@ -243,17 +257,20 @@ def draw(page: gr.Blocks, store: Store) -> gr.Radio:
                 stop = gr.Button("Stop", interactive=False, elem_id="sweep-stop", min_width=70)
                 shared = gr.Button("Share", elem_id="sweep-share", min_width=70)
     link = gr.Textbox(label="Link to this sweep", visible=False, buttons=["copy"], elem_id="sweep-link")
-    view = draw_result(Sweeps(begin, "sweep", store), inputs, run, stop, "sweep")
+    sweeps = Sweeps(begin, "sweep", store)
+    parts = draw_result(sweeps, inputs, run, stop, "sweep")
+    for shown in (tab.select, chosen.change):
+        named(shown, sweeps.recorded, {"sweep": chosen}, parts, **QUIET)
     chosen.change(_describe, chosen, [question, on], **QUIET)
     wire_share(shared, share, inputs, link)
-    named(page.load, restore, {}, {**inputs, "view": view}, **QUIET)
+    named(page.load, restore, {}, {**inputs, "view": parts["view"]}, **QUIET)
     page.load(None, None, None, js=IF_LINKED, **QUIET)
     return chosen
 
 
-def draw_result(sweeps: Sweeps, inputs: dict[str, Any], run: gr.Button, stop: gr.Button, name: str) -> gr.HTML:
-    """The view of a result below its controls, and what the two buttons do. name: of the skeleton, and what ids begin
-    with."""
+def draw_result(sweeps: Sweeps, inputs: dict[str, Any], run: gr.Button, stop: gr.Button, name: str) -> dict[str, Any]:
+    """`view` and `chart` of a result below its controls, and what the two buttons do. name: of the skeleton, and what
+    ids begin with."""
     place = gr.HTML("", elem_classes="queue")
     view = assets.view(f"{name}.html", "kit.js", "sweep.js", elem_id=name)
     with view:
@@ -268,7 +285,7 @@ def draw_result(sweeps: Sweeps, inputs: dict[str, Any], run: gr.Button, stop: gr
     named(opened.upload, sweeps.open, {"file": opened}, parts, **QUIET)
     file = gr.JSON(visible=False)
     save.click(sweeps.save, None, file, **QUIET).success(None, file, None, js=assets.text("save.js"), **QUIET)
-    return view
+    return parts
 
 
 def _describe(suite: str) -> tuple[str, Any]:

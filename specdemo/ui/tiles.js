@@ -47,17 +47,14 @@ function drawNumbers() {
 }
 
 /** @param {any} lane */
-function laneNumbers({ view, bar, finish, remote, soFar, summary }, n) {
+function laneNumbers({ view, bar, remote, soFar, summary }, n) {
   const pieces = inPieces({ remote, summary });
   const said = soFar.tokens || 0;
   view.number.textContent = fixed(n.tokens_per_s, n.tokens_per_s < 100 ? 1 : 0);
   view.number.dataset.value = n.tokens_per_s ?? "";
   view.number.title = isNumber(n.tokens_per_s_low) ? `95 % interval: ${fixed(n.tokens_per_s_low, 1)} to ${fixed(n.tokens_per_s_high, 1)}` : "";
   view.unit.textContent = pieces ? "pieces/s" : "tok/s";
-  const share = run.start.limit ? Math.min(1, said / run.start.limit) : 0;
-  bar.fill.style.transform = `scaleX(${finish === "stop" ? 1 : share})`;
   bar.tokens.textContent = pieces ? `${said} pieces` : `${n.tokens ?? "–"} tok`;
-  bar.time.textContent = soFar.clock_ms ? `${(soFar.clock_ms / 1000).toFixed(2)} s` : "";
 }
 
 function tile(name, lanes, several, cells) {

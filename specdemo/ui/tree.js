@@ -1,6 +1,9 @@
 // The draft tree of one step: depth from left to right, siblings from top to bottom in the order they were tried. The
 // target's own token continues the path it kept, so it stands before the drafts it refused.
 
+const FATES = { accepted: "✓ accepted", rejected: "✗ rejected", "not reached": "· not reached" };
+const OWN = { corrected: "↺ corrected by target", bonus: "★ bonus of target", target: "target's own token", unknown: "? unknown: its server does not tell" };
+
 const SMALL_TREE = 20; // up to so many nodes q and p stand on every node
 const COLUMN = { width: 132, node: 112 };
 const NODE_HEIGHT = { small: 42, large: 25 };

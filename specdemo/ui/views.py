@@ -1,7 +1,7 @@
 """What the page shows of a run, as plain data: one JSON line per message, one CSV row per token.
 
 A log is such lines, append-only; its first line names the run, so a reader can tell a new run from a longer one. The
-lines are documented for API users in `how_it_works.md`.
+lines are documented for API users in `reference.md`.
 """
 
 import csv
@@ -185,11 +185,13 @@ def _lane_rows(lane: LaneTrace, vocabulary: dict[str, str]) -> list[tuple[Any, .
             q, p = (None, None) if slot is None else (event.draft_probs[0][slot - 1], event.target_probs[0][slot - 1])
             rows.append((event.index, kind, token, json.dumps(lane.pieces[given], ensure_ascii=False), q, p, ms))
             given += 1
+        unused = event.path[0][1 + kinds(event).count("accepted") :]  # kept, but behind the end of the text
         for node, fate in enumerate(fates(event)):
-            if fate in ("rejected", "not reached"):
+            end = "behind the end" if node + 1 in unused else fate
+            if end in ("rejected", "not reached", "behind the end"):
                 token = event.drafted[0][node]
                 text = json.dumps(vocabulary.get(str(token), ""), ensure_ascii=False)
                 rows.append(
-                    (event.index, fate, token, text, event.draft_probs[0][node], event.target_probs[0][node], ms)
+                    (event.index, end, token, text, event.draft_probs[0][node], event.target_probs[0][node], ms)
                 )
     return rows

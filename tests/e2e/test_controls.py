@@ -13,6 +13,11 @@ def set_number(page, elem_id, value):
     box.blur()
 
 
+def edit(page):
+    page.locator(".sd-edit").click()
+    expect(page.locator("#drawer")).to_be_visible()
+
+
 def choose(page, elem_id, label):
     page.locator(f"#{elem_id} input").click()
     page.get_by_role("option", name=label, exact=True).click()
@@ -28,6 +33,7 @@ def settings(page):
 
 def test_a_link_restores_every_setting(visit):
     page = visit()
+    edit(page)
     page.get_by_label("Prompt lookup", exact=True).check()
     expect(page.locator("#about")).to_contain_text("Prompt lookup where text repeats")
     expect(page.locator("#model-1")).to_be_hidden()
@@ -111,6 +117,7 @@ def test_presets_of_larger_models_are_in_a_list(visit_gated):
 
 def test_what_a_wrapper_wraps_decides_whether_a_model_is_shown(visit_gated):
     page = visit_gated()
+    edit(page)
     choose(page, "method-1", "Adaptive length")
     expect(page.locator("#model-1")).to_be_visible()
     choose(page, "option-drafter-1", "ngram")
@@ -131,7 +138,10 @@ def test_a_hostile_link_is_refused_with_notes(visit):
 
 def test_lanes_come_and_go(visit):
     page = visit()
+    expect(page.locator("#drawer")).to_be_hidden()
+    edit(page)
     page.locator("#add-lane").click()
+    expect(page.locator(".sd-setup-words")).to_contain_text("Lane 2 ")
     expect(page.locator("#lane-2")).to_be_visible()
     page.locator("#add-lane").click()
     expect(page.locator("#lane-3")).to_be_visible()
@@ -145,6 +155,7 @@ def test_lanes_come_and_go(visit):
 
 def test_every_input_has_a_name(visit):
     page = visit()
+    edit(page)
     page.locator("#sampling button").first.click()
     unnamed = page.evaluate(
         """[...document.querySelectorAll('input, textarea, button, select')].filter(e => e.checkVisibility()

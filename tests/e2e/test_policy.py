@@ -13,10 +13,11 @@ def test_nothing_on_the_page_breaks_its_policy(visit_gated, gates):
     page.on("console", lambda message: said.append(message.text))
     page.add_init_script(LISTEN)
     page.goto(page.url + "?k=3&method=ngram")
+    page.locator(".sd-edit").click()
     expect(page.locator("#option-max_n-1")).to_be_visible()
     page.locator("#run").click()
     expect(page.locator("#view .sd-status")).to_have_text(re.compile("^Finished"))
-    expect(page.locator("#chart .js-plotly-plot")).to_be_visible()
+    expect(page.locator("#chart svg").first).to_be_visible()
     page.locator("#share").click()
     expect(page.locator("#link")).to_be_visible()
     with page.expect_download():

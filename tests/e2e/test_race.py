@@ -358,7 +358,7 @@ def test_a_narrow_dark_page_fits(visit, trace_file):
     open_file(page, trace_file)
     said(page, "^Replayed")
     assert page.evaluate("document.documentElement.scrollWidth") == 390
-    page.get_by_role("tab", name="How it works").click()
+    page.get_by_role("tab", name="Reference").click()
     expect(page.get_by_role("heading", name="Scripts")).to_be_visible()
     assert page.evaluate("document.documentElement.scrollWidth") == 390
     assert page.evaluate("document.body.classList.contains('dark')")
@@ -392,7 +392,7 @@ def test_a_first_visit_shows_the_recorded_race_of_the_preset(visit):
     page.get_by_label("Prompt lookup", exact=True).check()
     said(page, "^Recorded")
     assert lane_text(page, 1) not in ("", first)
-    charted = "document.querySelector('#chart .js-plotly-plot').data.map(line => line.x.length).join()"
+    charted = "[...document.querySelectorAll('#chart .sd-curve')].map(line => line.dataset.points).join()"
     points = page.wait_for_function(f"() => {{ const n = {charted}; return /^[1-9]/.test(n) && n; }}").json_value()
     page.get_by_text("1/16", exact=True).click()  # the race itself took a third of a second
     page.locator(".sd-replay").click()

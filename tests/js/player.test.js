@@ -88,3 +88,78 @@ test("a recorded run stands still until somebody replays it", () => {
   player.play();
   assert.deepEqual(shown, ["0:10", "0:end"]);
 });
+
+/** Steps of a lane that is over: a token every so many milliseconds. */
+function whole(player, lane, count, each) {
+  for (let i = 1; i <= count; i += 1) player.receive(lane, { type: "step", so_far: { clock_ms: i * each, tokens: i } });
+  player.receive(lane, { type: "done" });
+}
+
+test("pace auto stretches the faster lane to four seconds and begins with the first token", () => {
+  const { player, run, shown, at } = staged({ pace: "auto" });
+  whole(player, run.lanes[0], 5, 100);
+  whole(player, run.lanes[1], 5, 50);
+  run.end = {};
+  assert.equal(player.speed, 200 / 4000);
+  player.play();
+  at(0);
+  assert.deepEqual(shown, ["1:50"]);
+  at(3999);
+  assert.equal(player.run.lanes[1].next, 4);
+  at(4001);
+  assert.deepEqual(shown.slice(-1), ["1:end"]);
+});
+
+test("pace auto shows a slow model at its own speed, as it comes", () => {
+  const { player, run, shown } = staged({ pace: "auto" });
+  run.start.limit = 100;
+  for (const lane of run.lanes) for (const i of [1, 2]) player.receive(lane, { type: "step", so_far: { clock_ms: 90 * i, tokens: i } });
+  assert.equal(player.speed, 1); // 99 more tokens of 90 ms
+  player.play();
+  assert.equal(shown.length, 4);
+});
+
+test("a run is shown as it was at any time, before and behind", () => {
+  const { player, run, shown } = staged({ pace: 0.5 });
+  whole(player, run.lanes[0], 4, 10);
+  whole(player, run.lanes[1], 4, 5);
+  run.end = {};
+  player.skip();
+  shown.length = 0;
+  player.seek(12);
+  assert.deepEqual(shown, ["0:10", "1:5", "1:10"]);
+  assert.equal(player.playing, false);
+  player.seek(15);
+  assert.deepEqual(shown.slice(3), ["1:15"]);
+  assert.equal(player.stepTime(run.lanes[0], 1), 20);
+  assert.equal(player.stepTime(run.lanes[0], -1), null);
+  assert.equal(player.stepTime(run.lanes[1], -1), 10);
+});
+
+test("a pause holds the clock and Skip ends it", () => {
+  const { player, run, shown, at, waits } = staged({ pace: 0.5 });
+  whole(player, run.lanes[0], 3, 10);
+  whole(player, run.lanes[1], 3, 10);
+  run.end = {};
+  player.play();
+  at(20);
+  player.pause();
+  player.play(); // more lines came
+  assert.equal(waits(), false);
+  assert.equal(shown.length, 2);
+  player.skip();
+  assert.equal(player.over, true);
+});
+
+test("a step that takes a while is told of as it begins, once", () => {
+  const begun = [];
+  const { player, run, at } = staged({ pace: 0.1 });
+  player.begin = (lane, line, ms) => begun.push(`${lane.index}:${line.at} in ${ms}`);
+  whole(player, run.lanes[0], 2, 10);
+  run.lanes[1].over = true;
+  run.end = {};
+  player.play();
+  at(100);
+  at(110);
+  assert.deepEqual(begun, ["0:20 in 100"]);
+});

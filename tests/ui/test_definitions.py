@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from specdemo.core.definitions import DEFINITIONS, table
-from specdemo.ui.assets import how_it_works
+from specdemo.ui.assets import reference
 
 
 def test_the_docs_show_the_table_and_the_page_its_short_words():
@@ -11,4 +11,4 @@ def test_the_docs_show_the_table_and_the_page_its_short_words():
     assert table() in (root / "docs/measurements.md").read_text(encoding="utf-8")
     page = (root / "specdemo/ui/view.html").read_text(encoding="utf-8")
     assert all(f"<p>{definition.short}</p>" in page for definition in DEFINITIONS.values() if definition.short)
-    assert table() in how_it_works()
+    assert table() in reference()

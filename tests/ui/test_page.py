@@ -13,8 +13,8 @@ from specdemo.core.bounds import FILE
 from specdemo.core.trace import to_json
 from specdemo.engine.messages import replay
 from specdemo.presets.files import preset
-from specdemo.ui import live
-from specdemo.ui.controls import DRAWN, to_values
+from specdemo.ui import headers, live
+from specdemo.ui.controls import DRAWN, key, to_values
 from specdemo.ui.log import Log, notes, open_trace
 from specdemo.ui.page import Visits, share_link
 from tests.traces import hostile_trace
@@ -41,6 +41,22 @@ sys.exit("torch" in sys.modules or '"type":"end"' not in shown)
 def test_bad_input_is_one_line_and_exit_code_2(given, line):
     done = subprocess.run([sys.executable, "app.py", *given], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (2, f"error: {line}\n")
+
+
+def test_a_link_to_the_page_shows_the_projects_card_and_not_gradios():
+    page = b"""<head><meta property="og:title" content="Gradio" />
+    <meta
+        name="twitter:image" content="https://elsewhere" /><title>x</title></head>"""
+    carded = headers.carded(page).decode()
+    assert "Gradio" not in carded and "elsewhere" not in carded and "<title>x</title>" in carded
+    assert f'<meta property="og:title" content="{headers.TITLE}">' in carded and 'rel="icon"' in carded
+
+
+def test_the_same_comparison_has_the_same_key():
+    values = to_values(preset("embedded-draft"))
+    assert key(values) == key(values | {"k-1": 4.0, "preset": "embedded-ngram"})  # a browser sends 4.0
+    assert key(values) == key(values | {"k-3": 9})  # a lane that is not shown
+    assert len({key(values), key(values | {"k-1": 5}), key(values | {"prompt": "Another"})}) == 3
 
 
 def test_a_port_that_is_taken_is_named():

@@ -10,6 +10,7 @@ import pytest
 from starlette.datastructures import QueryParams
 
 from specdemo.bench import suites
+from specdemo.bench.recorded import recorded_suite
 from specdemo.bench.result import read_result, write_result
 from specdemo.bench.suites import Sweep
 from specdemo.presets.files import preset
@@ -45,6 +46,18 @@ def lines(text):
 
 def visit(query):
     return SimpleNamespace(session_hash="a", query_params=QueryParams(query))
+
+
+def test_a_recorded_result_stands_in_until_there_is_one_of_the_visitors(bench):
+    sweeps, visitor = Sweeps(begin), visit("sweep=methods")
+    assert sweeps.recorded(visitor, {"sweep": "methods"}) == {}  # a link asks for one's own
+    shown = sweeps.recorded(visitor, {"sweep": "k"})
+    assert [line["type"] for line in lines(shown["view"])] == ["run", "result"] and shown["chart"]["visible"]
+    assert lines(shown["view"])[1]["recorded"] and "2026-" in lines(shown["view"])[1]["where"][1]
+    assert sweeps.recorded(visitor, {"sweep": "batch"}) and json.loads(sweeps.save(visitor)["text"])["suite"] == "batch"
+    list(sweeps.measure(visitor, asked("batch", "embedded-ngram", 2.0, 32)))
+    assert sweeps.recorded(visitor, {"sweep": "k"}) == {}
+    assert all(recorded_suite(name) for name in suites.swept()), "every suite of the tab has one"
 
 
 def test_a_sweep_is_a_growing_text_and_then_curves(bench):

@@ -1,0 +1,35 @@
+"""The tab "How it works": five figures to touch, drawn over runs that ship with the project."""
+
+import json
+from typing import Any
+
+from specdemo.bench.recorded import recorded_suite
+from specdemo.presets.files import DEFAULT
+from specdemo.presets.recorded import recorded
+from specdemo.ui import assets
+from specdemo.ui.log import replayed
+
+STEPS = 14
+
+
+def draw() -> None:
+    """The tab, inside the current Blocks."""
+    assets.view("how.html", *assets.HOW, elem_id="how", value=json.dumps({"lines": _race(), "batch": _batch()}))
+
+
+def _race() -> list[str]:
+    """The start and the first steps of the recorded race."""
+    trace = recorded(DEFAULT)
+    lines = replayed(trace).text.splitlines() if trace else []
+    told = ((line, json.loads(line)) for line in lines)
+    return [line for line, said in told if said["type"] == "start" or said.get("index", STEPS + 1) <= STEPS]
+
+
+def _batch() -> dict[str, Any] | None:
+    """The recorded speed-up over the batch size."""
+    result = recorded_suite("batch")
+    if result is None:
+        return None
+    drafting = [row for row in result.rows if row["accepted"] is not None]
+    points = [[row["batch"], row["speed-up"].median] for row in drafting]
+    return {"points": points, "where": result.environment.get("device", "")}

@@ -1,4 +1,0 @@
-() => {
-  // What was refused was asked for under the preset before.
-  document.querySelector("#view .sd-alert").hidden = true;
-}

@@ -1,0 +1,4 @@
+() => {
+  window.specdemoLinked = true;
+  document.dispatchEvent(new Event("specdemo:linked"));
+}

@@ -1,0 +1,183 @@
+"""Nothing clipped, nothing covered, nothing too small, nothing that moves; and all of it by keyboard."""
+
+import re
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import expect
+
+WIDTHS = [(1920, 1080), (1280, 900), (1024, 768), (820, 1180), (390, 844), (360, 740)]
+AXE = Path(__file__).parents[1] / "js/node_modules/axe-core/axe.min.js"
+CONTROLS = """() => {
+  const kinds = 'button, input:not([type=radio]), select, textarea, .sd-pace label, .sd-status, .sd-ratio';
+  const seen = [...document.querySelectorAll(kinds)]
+    .filter(e => e.checkVisibility({ visibilityProperty: true, opacityProperty: true }) && e.getClientRects().length)
+    .filter(e => !e.closest('.chips, footer, [role=tablist], .sd-text'));
+  const boxes = seen.map(e => ({ e, name: e.id || e.className || e.closest('[id]').id, r: e.getBoundingClientRect() }))
+    .filter(({ r }) => r.width > 2 && r.height > 2);
+  const outside = ({ r }) => r.left < -0.5 || r.right > innerWidth + 0.5;
+  const wrong = boxes.filter(outside).map(({ name }) => `${name} is cut off`);
+  for (const a of boxes) for (const b of boxes) {
+    if (a.e === b.e || a.e.contains(b.e) || b.e.contains(a.e)) continue;
+    const across = Math.min(a.r.right, b.r.right) - Math.max(a.r.left, b.r.left);
+    const down = Math.min(a.r.bottom, b.r.bottom) - Math.max(a.r.top, b.r.top);
+    if (across > 1.5 && down > 1.5) wrong.push(`${a.name} covers ${b.name}`);
+  }
+  return wrong;
+}"""
+SMALL = """() => {
+  const walker = document.createTreeWalker(document.querySelector('main'), NodeFilter.SHOW_TEXT);
+  const small = new Set();
+  while (walker.nextNode()) {
+    const { parentElement: box, textContent } = walker.currentNode;
+    if (!textContent.trim() || !box.checkVisibility() || box.closest('style, script, .queue, .sd-unheard')) continue;
+    const size = parseFloat(getComputedStyle(box).fontSize);
+    if (size < 11.95) small.add(`${size} ${box.className || box.tagName} ${textContent.slice(0, 20)}`);
+  }
+  return [...small];
+}"""
+
+
+def said(page, words):
+    expect(page.locator(".sd-status").first).to_have_text(re.compile(words))
+
+
+@pytest.mark.parametrize(("width", "height"), WIDTHS, ids=lambda x: str(x))
+def test_nothing_is_clipped_covered_or_small(visit, width, height):
+    page = visit(viewport={"width": width, "height": height}, reduced_motion="reduce")
+    said(page, "^Recorded")
+    page.locator(".sd-edit").click()
+    for tab in ("Race", "Sweep", "Lab", "How it works", "Reference"):
+        page.get_by_role("tab", name=tab).click()
+        assert page.evaluate("document.documentElement.scrollWidth") == width, tab
+        assert page.evaluate(CONTROLS) == [], tab
+        assert page.evaluate(SMALL) == [], tab
+
+
+@pytest.mark.parametrize(("width", "height", "lines"), [(1280, 900, 180), (390, 844, 60)])
+def test_the_race_is_on_the_first_screen_and_does_not_move_when_it_starts(visit, width, height, lines):
+    page = visit(viewport={"width": width, "height": height}, reduced_motion="reduce")
+    said(page, "^Recorded")
+    for place in ("#run", ".sd-ratio", ".sd-race", "#title p"):
+        box = page.locator(place).first.bounding_box()
+        assert box["y"] >= 0 and box["y"] + box["height"] <= height, place
+    texts = [page.locator(f'[data-lane="{lane}"].sd-text') for lane in (0, 1)]
+    assert all(min(height, text.bounding_box()["y"] + text.bounding_box()["height"]) - text.bounding_box()["y"] >= lines
+               for text in texts)  # fmt: skip
+    before = [text.bounding_box() for text in texts]
+    page.locator("#run").click()
+    said(page, "^(Running|Measured|Finished)")
+    assert [text.bounding_box() for text in texts] == before
+    said(page, "^Finished")
+    assert [text.bounding_box() for text in texts] == before
+    assert page.evaluate("scrollY") == 0
+    page.mouse.wheel(0, 400)
+    page.wait_for_function("scrollY > 300")
+    assert page.locator("#run").bounding_box()["y"] < 20  # the bar stays
+
+
+def test_a_run_a_step_and_an_inspection_by_keyboard(visit_gated, gates):
+    gates.open.set()
+    page = visit_gated(reduced_motion="reduce")
+    said(page, "^Recorded")
+    page.locator("h1").click()
+    focused = []
+    while "run" not in focused and len(focused) < 9:
+        page.keyboard.press("Tab")
+        focused.append(page.evaluate("document.activeElement.id"))
+    assert len(focused) < 8, focused
+    page.keyboard.press("Control+Enter")
+    said(page, "^(Running|Measured)")
+    said(page, "^Finished")
+    expect(page.locator("#run")).to_be_focused()
+    page.locator(".sd-pause").focus()
+    for _ in range(2):
+        page.keyboard.press(",")  # a step back, twice
+    expect(page.locator(".sd-inspector")).to_be_visible()
+    number = r"Step (\d+) of"
+    first = int(re.search(number, page.locator(".sd-step").text_content())[1])
+    page.keyboard.press(".")
+    expect(page.locator(".sd-step")).to_contain_text(f"Step {first + 1} of")
+    page.keyboard.press("Escape")
+    expect(page.locator(".sd-inspector")).to_be_hidden()
+    page.locator(".sd-replay").press("Enter")
+    said(page, "^Finished")
+
+
+def test_escape_stops_and_the_focus_returns(visit_gated, gates):
+    page = visit_gated(reduced_motion="reduce")
+    said(page, "^Recorded")
+    page.locator("#run").focus()
+    page.keyboard.press("Enter")
+    assert gates.begun.acquire(timeout=60)
+    expect(page.locator("#stop")).to_be_focused()
+    page.keyboard.press("Escape")
+    said(page, "^Stopped")
+    expect(page.locator("#run")).to_be_focused()
+
+
+def test_a_result_of_other_settings_says_whose_it_is(visit_gated, gates):
+    gates.open.set()
+    page = visit_gated(reduced_motion="reduce")
+    said(page, "^Recorded")
+    page.locator("#run").click()
+    said(page, "^Finished")
+    expect(page.locator(".sd-stale")).to_be_hidden()
+    prompt = page.locator("#prompt textarea").input_value()
+    page.locator("#prompt textarea").fill("Another prompt")
+    expect(page.locator(".sd-stale")).to_have_text(re.compile("^Result of: Speculative <em>lane</em>"))
+    page.locator("#prompt textarea").fill(prompt)
+    expect(page.locator(".sd-stale")).to_be_hidden()
+
+
+def test_run_waits_for_what_a_link_asks_for(visit_gated, gates):
+    gates.open.set()
+    gates.warm.clear()
+    page = visit_gated("?preset=embedded-draft&k=7")
+    page.locator("#run").click()
+    said(page, "^Reading the link")
+    gates.warm.set()
+    said(page, "^(Running|Measured|Finished)")
+    expect(page.locator("#k-1 input[type=number]")).to_have_value("7")
+    said(page, "^Finished")
+    expect(page.locator(".sd-stale")).to_be_hidden()  # the run is of the link's settings
+
+
+def test_a_first_visit_plays_the_recorded_race_once(visit_gated):
+    page = visit_gated()
+    said(page, "^A recorded race, slowed")
+    said(page, "^Recorded earlier")
+    still = visit_gated("?preset=embedded-draft")
+    said(still, "^Recorded earlier")
+    expect(still.locator(".sd-pause")).to_have_attribute("aria-label", "Play")
+
+
+@pytest.mark.skipif(not AXE.exists(), reason="npm ci --prefix tests/js brings it")
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_axe_finds_nothing(visit, theme):
+    page = visit(f"?__theme={theme}", reduced_motion="reduce")
+    said(page, "^Recorded")
+    page.evaluate(AXE.read_text(encoding="utf-8") + "; null")
+
+    def violations():
+        found = page.evaluate("axe.run(document, { resultTypes: ['violations'] }).then(r => r.violations)")
+        return [f"{rule['id']}: {[node['html'][:120] for node in rule['nodes'][:3]]}" for rule in found]
+
+    for tab in ("Sweep", "Lab", "How it works", "Reference", "Race"):
+        page.get_by_role("tab", name=tab).click()
+        assert violations() == [], tab
+    page.locator("#run").click()
+    said(page, "^(Running|Measured)")
+    assert violations() == []
+    said(page, "^Finished")
+    page.locator('[data-lane="1"] [data-kind="accepted"]').first.click()
+    page.locator("#prompt textarea").fill("Another prompt")
+    expect(page.locator(".sd-stale")).to_be_visible()
+    assert violations() == []
+
+
+def test_little_is_transferred_before_a_run(visit):
+    page = visit(reduced_motion="reduce")
+    said(page, "^Recorded")
+    sizes = page.evaluate("performance.getEntries().map(e => e.transferSize || 0)")
+    assert sum(sizes) < 700_000
