@@ -44,7 +44,7 @@ class Masks:
     """Makes masks for one model; `windows` are the different attention windows of its layers, 0 for none."""
 
     def __init__(self, windows: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self._windows, self._dtype, self._device = windows, dtype, device
+        self._windows, self.dtype, self._device = windows, dtype, device
         self._plans: OrderedDict[object, Plan] = OrderedDict()
         self._capacity = 0
 
@@ -86,7 +86,7 @@ class Masks:
         visible = columns <= positions
         if window:
             visible &= positions - columns < window
-        return additive(visible, self._dtype)[None, None]
+        return additive(visible, self.dtype)[None, None]
 
     def _make(self, parents: Tensor) -> Plan:
         up = ancestry(parents)
@@ -100,7 +100,30 @@ class Masks:
         visible = torch.cat([up.new_ones(rows, slots, self._capacity), up], 2) > 0
         if window:
             visible &= depth[:, :, None] - positions[:, None, :] < window
-        return additive(torch.nn.functional.pad(visible, (0, 1), value=False), self._dtype)
+        return additive(torch.nn.functional.pad(visible, (0, 1), value=False), self.dtype)
+
+
+def in_place(
+    lengths: Tensor, depth: Tensor, up: Tensor | None, columns: int, window: int, dtype: torch.dtype
+) -> Tensor:
+    """The mask [B, 1, S, columns] of S slots behind histories of lengths[b] tokens, lengths [B] and depth [R, S] int64,
+    in a cache of so many columns. up [R, S, S] as `ancestry` says; None: a chain. What `Masks` makes of numbers of the
+    host is made of tensors here, so that a recorded pass finds it out anew."""
+    every = torch.arange(columns, device=lengths.device)
+    positions = (lengths[:, None] + depth)[..., None]  # [B, S, 1]
+    if up is None:
+        visible, places = every <= positions, every
+    else:
+        behind = every - lengths[:, None]  # [B, columns]
+        slot = behind.clamp(0, depth.shape[1] - 1)
+        new = (behind >= 0) & (behind == slot)
+        rows = (len(lengths), depth.shape[1], columns)
+        above = up.expand(len(lengths), -1, -1).gather(2, slot[:, None].expand(rows)) > 0
+        visible = torch.where(new[:, None], above, (behind < 0)[:, None])
+        places = every + new * (depth.expand(len(lengths), -1).gather(1, slot) - slot)
+    if window:
+        visible = visible & (positions - places.unsqueeze(-2) < window)
+    return additive(visible, dtype)[:, None]
 
 
 def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:

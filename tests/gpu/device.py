@@ -40,7 +40,7 @@ NO_KERNEL = {
     "alias",
     "_unsafe_view",
 }
-NO_KERNEL |= {"lift_fresh", "_reshape_alias", "set_", "is_pinned", "is_same_size"}
+NO_KERNEL |= {"_unsafe_view", "lift_fresh", "_reshape_alias", "set_", "is_pinned", "is_same_size"}
 WAITING = {"nonzero", "masked_select", "_unique2", "unique_dim", "equal", "_local_scalar_dense", "item"}
 PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear", "matmul", "_grouped_mm"}  # need their stream's workspace
 COPIES = {"copy_", "_to_copy", "to", "_copy_from"}

@@ -1,8 +1,10 @@
-"""What one step of every method asks of a GPU, counted on the pretended one: `python -m tests.gpu.pretend [--json] [WORD..]`.
+"""What one step of every method asks of a GPU, counted on the pretended one.
+
+`python -m tests.gpu.pretend [--json] [WORD..]`; words choose the methods whose name has one.
 
 Launches are operations that the host starts one by one while the clock runs; a replay of a recorded pass is none of
 them. Syncs are waits of the host for the device. Sizes are tiny, since counts do not depend on them, but layers,
-drafts and trees are those of the table in tests/gpu/test_counts.py. Words choose the methods whose name has one.
+drafts and trees are those of the table in tests/gpu/test_counts.py.
 """
 
 import argparse
