@@ -40,15 +40,16 @@ class CpuStopwatch:
 
 
 class CudaStopwatch:
-    """CUDA events on the current stream; `read` is the step's one host synchronisation."""
+    """CUDA events on the device's current stream; `read` is the step's one host synchronisation."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._events: list[torch.cuda.Event] = []
         self._names: list[str] = []
 
     def _record(self) -> None:
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))  # or else of the current device's
         self._events.append(event)
 
     def start(self) -> None:
@@ -68,4 +69,4 @@ class CudaStopwatch:
 
 
 def stopwatch_for(device: torch.device) -> Stopwatch:
-    return CudaStopwatch() if device.type == "cuda" else CpuStopwatch()
+    return CudaStopwatch(device) if device.type == "cuda" else CpuStopwatch()
