@@ -215,6 +215,8 @@ class Head(Learner, Generic[Net]):
         """`write(depth, columns, *inputs)`, which drafts in at most `ahead` columns behind what the head has read.
         columns: those that wait, None: nothing does; again: as of `catch_up`."""
         if history.passes is not None and not history.passes.refused:
+            if (at := history.surplus(again)) is not None:
+                write(1, at, *inputs)
             noise = self.choice.beforehand(history.rows, draws, self._vocabulary, self._where)
             run = partial(self._parts, write, 1 + len(inputs))
             said = history.draft((kind, self.choice.sampling), depth, run, (*inputs, *noise), cut, ahead, again)

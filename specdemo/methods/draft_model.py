@@ -11,19 +11,23 @@ import torch
 from torch import Generator, Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from specdemo.core.host import Reading, to_device
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft, chain_parents
 from specdemo.methods import expect, head_of
 from specdemo.methods.base import Learner, NoOptions
 from specdemo.methods.flags import sglang_chain, vllm
-from specdemo.methods.heads.choose import Choice, Vocabulary, Writing
+from specdemo.methods.heads.choose import Choice, Vocabulary, Writing, parts, whole
 from specdemo.models.checkpoints import Checkpoint, outline_checkpoint
+from specdemo.models.graphs import Tensors
+from specdemo.models.history import DraftPlan, Read
 from specdemo.models.hub import LoadProgress
 from specdemo.models.load import Incomplete, LoadedModel, load_model
 from specdemo.models.target import HFTarget
 from specdemo.training.losses import likeliest
 
+CATCHING_UP = 8  # tokens that a recorded draft reads at most before it writes; mostly it is one or two
 PROBES = (  # what tokenizers of one vocabulary may still cut differently
     "Once upon a time, there was a little girl named Lily.",
     "  two spaces\n\n\ta tab, CAPITALS and camelCase don't",
@@ -58,17 +62,20 @@ class DraftModel(Learner):
         self.head: nn.Module = self.model.model  # what is trained: the draft model whole
         check_fit(target, self.model)
         self._words = Vocabulary(None, target.vocab_size)
+        self._target = target
         self.choice = Choice()
         self._history: list[list[int]] = []  # per row: what the target has committed, the root last
         self._read: list[list[int]] = []  # per row: what the draft's cache holds
         self._agreed: list[int] = []  # per row: a prefix length known to be common to both
-        # [B, N - 1] what it read of its own last draft; asked for late, so that a GPU need not finish drafting before
-        # the target's pass is started
-        self._written: Tensor | None = None
+        self._written: Reading | None = None  # [B, N - 1] what it read of its own last draft
 
     @property
     def max_length(self) -> int:
         return self.model.max_length
+
+    @property
+    def unrecorded(self) -> str:
+        return self.model.note
 
     @property
     def weight_bytes(self) -> int:
@@ -89,17 +96,21 @@ class DraftModel(Learner):
         self.model.release()
 
     def observe(self, progress: Progress) -> None:
-        outputs = progress.outputs.tolist()
         if not self._history[0]:  # the prompt
             inputs = progress.inputs.tolist()
-            self._history = [[*i, o[-1]] for i, o in zip(inputs, outputs, strict=True)]
+            self._history = [[*i, o[-1]] for i, o in zip(inputs, progress.said(), strict=True)]
             if progress.inputs.shape[1] < self.model.max_length:
-                self.model.start(progress.inputs)
+                self.model.start(progress.inputs, reserve=self._reserve(progress.inputs.shape[1]))
                 self._read = inputs
                 self._agreed = [len(i) for i in inputs]
             return
-        for row, (new, length) in enumerate(zip(outputs, progress.lengths, strict=True)):
-            self._history[row] += new[:length]
+        for history, said in zip(self._history, progress.said(), strict=True):
+            history += said
+
+    def _reserve(self, prompt: int) -> int:
+        """As much as the target has, where a cache that grows is recorded anew."""
+        there = self._target.capacity if isinstance(self._target, HFTarget) and self.model.records else 0
+        return max(there - prompt, 0) and there - prompt + CATCHING_UP
 
     def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:
         """Forward KL to the target, in nats per token up to the target's entropy (2310.08461, section 3)."""
@@ -118,12 +129,42 @@ class DraftModel(Learner):
         return self._write(depth)
 
     def _write(self, depth: int) -> Draft:
-        written, known = Writing(self.choice), self._words.size
-        tokens = written.take(self._catch_up()[:, None, :known])
-        while len(written) < depth:
-            tokens = written.take(self._read_on(tokens)[:, None, :known])
-        self._written = written.tokens[:, : depth - 1]
-        return written.draft(self._words)
+        missing = self._missing()
+        draft = self._replayed(missing, depth)
+        if draft is None:
+            written = Writing(self.choice)
+            written.take(self._catch_up(missing)[:, None, : self._words.size])
+            written.follow(self._read_on, depth)
+            draft = written.draft(self._words)
+        self._written = Reading(draft.tokens[:, : depth - 1])
+        return draft
+
+    def _replayed(self, missing: list[list[int]], depth: int) -> Draft | None:
+        """The whole draft as one recorded pass; None: it is not recorded."""
+        if not self.model.records or max(map(len, missing)) > CATCHING_UP:
+            return None
+        plan = DraftPlan(("chain", self.choice.sampling), depth, CATCHING_UP, keeps=True)
+        noise = self.choice.beforehand(len(missing), depth, self._words.size, self.model.device)
+        tokens, counts = self._padded(missing), [len(m) for m in missing]
+        said = self.model.draft(tokens, counts, self._recorded, noise, plan)
+        if said is None:
+            return None
+        self._caught_up()
+        return whole(said, depth)
+
+    def _recorded(self, read: Read, depth: int, *noise: Tensor) -> Tensors:
+        written, known = Writing(self.choice.by(noise)), self._words.size
+        written.take(read(None)[:, None, :known])
+        written.follow(lambda tokens: read(tokens)[:, :known], depth)
+        return parts(written.draft(self._words))
+
+    def _padded(self, rows: list[list[int]]) -> Tensor:
+        width = max(map(len, rows))
+        return to_device([row + [ABSENT] * (width - len(row)) for row in rows], self.model.device)
+
+    def _caught_up(self) -> None:
+        self._read = [h.copy() for h in self._history]
+        self._agreed = [len(h) for h in self._history]
 
     def _missing(self) -> list[list[int]]:
         """Crop to the common prefix; per row what is to be read, the root last."""
@@ -143,25 +184,22 @@ class DraftModel(Learner):
             self.model.crop(self._agreed)
         return missing
 
-    def _catch_up(self) -> Tensor:
+    def _catch_up(self, missing: list[list[int]]) -> Tensor:
         """Read what is missing; logits [B, V] after the root."""
-        missing = self._missing()
-        width = max(map(len, missing))
-        tokens = torch.tensor([m + [ABSENT] * (width - len(m)) for m in missing], device=self.model.device)
-        logits = self.model.forward(tokens, chain_parents(len(missing), width - 1, tokens.device)).logits
+        tokens = self._padded(missing)
+        logits = self.model.forward(tokens, chain_parents(len(missing), tokens.shape[1] - 1, tokens.device)).logits
         self.model.commit([list(range(len(m))) for m in missing])
-        self._read = [h.copy() for h in self._history]
-        self._agreed = [len(h) for h in self._history]
+        self._caught_up()
         if len(missing) == 1:
             return logits[:, -1]
-        last = torch.tensor([len(m) - 1 for m in missing], device=logits.device)
+        last = to_device([len(m) - 1 for m in missing], logits.device)
         return logits[torch.arange(len(missing), device=logits.device), last]
 
     def _read_on(self, tokens: Tensor) -> Tensor:
-        """tokens [B, 1] -> logits [B, V]"""
+        """tokens [B, 1] -> logits [B, V] over the words that the target has too"""
         forward = self.model.forward(tokens, tokens[:, 1:])
         self.model.commit([[0]] * len(tokens))
-        return forward.logits[:, -1]
+        return forward.logits[:, -1, : self._words.size]
 
 
 def _as_target(model: Any, target: Target) -> HFTarget:

@@ -17,13 +17,22 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
 from specdemo.methods import knob
 from specdemo.methods.base import Method
-from specdemo.methods.heads.choose import Choice, Writing
+from specdemo.methods.heads.choose import Choice, Writing, parts, whole
+from specdemo.methods.heads.runtime import at_last
+from specdemo.models.graphs import Tensors
+from specdemo.models.history import DraftPlan, Read, Write
 
 
 @runtime_checkable
 class Shallow(Protocol):
+    vocab_size: int
+
     def shallow(self, chain: Tensor, layers: int) -> Tensor:
         """chain [B, n], drafted behind the history -> [B, V] logits behind it after `layers` layers."""
+
+    def draft(
+        self, tokens: Tensor, counts: list[int], write: Write, more: Tensors, plan: DraftPlan
+    ) -> Tensors | None: ...
 
 
 class LayerSkip(Method):
@@ -54,12 +63,25 @@ class LayerSkip(Method):
         self.choice = Choice(sampling, rng)
 
     def observe(self, progress: Progress) -> None:
-        last = torch.tensor([max(n - 1, 0) for n in progress.lengths], device=progress.outputs.device)
-        self._roots = progress.outputs.gather(1, last[:, None])  # of a finished row any token: its draft is dropped
+        self._roots = at_last(progress, progress.outputs)[:, None]  # of a finished row any token: its draft is dropped
 
     def propose(self, budget: Budget) -> Draft:
+        depth = min(budget.depth, budget.nodes)
+        if depth < 1:
+            return Draft.empty(len(self._roots), self._device)
+        plan = DraftPlan(("layers", self.choice.sampling), depth, room=1, layers=self.exit_layer)
+        noise = self.choice.beforehand(len(self._roots), depth, self._target.vocab_size, self._device)
+        said = self._target.draft(self._roots, [1] * len(self._roots), self._recorded, noise, plan)
+        if said is not None:
+            return whole(said, depth)
         chain, written = self._roots, Writing(self.choice)
-        while len(written) < min(budget.depth, budget.nodes):
+        while len(written) < depth:
             logits = self._target.shallow(chain, self.exit_layer)
             chain = torch.cat([chain, written.take(logits[:, None])], 1)
-        return written.draft() if written else Draft.empty(len(chain), self._device)
+        return written.draft()
+
+    def _recorded(self, read: Read, depth: int, *noise: Tensor) -> Tensors:
+        written = Writing(self.choice.by(noise))
+        written.take(read(None)[:, None])
+        written.follow(read, depth)
+        return parts(written.draft())

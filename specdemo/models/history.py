@@ -39,6 +39,7 @@ class DraftPlan(NamedTuple):
     keeps: bool = False  # what was read becomes history: the tokens given, and those drafted but for the last
 
 
+Read = Callable[[Tensor | None], Tensor]  # as in `HFTarget.draft`
 Write = Callable[..., Tensors]  # (read, depth, *more): a draft, as a function of what reads tokens on the way
 
 

@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 from unittest.mock import patch
@@ -25,6 +25,7 @@ from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import chain_parents
 from specdemo.engine.loop import generate
+from specdemo.engine.warm_up import warm_up
 from specdemo.methods import load_drafter
 from specdemo.methods.heads import hydra, medusa
 from specdemo.methods.heads.dflash import DFlash
@@ -185,15 +186,6 @@ def count(world: Any, models: Models, case: Case) -> Counts:
     said = {name: laps.totals[name] / laps.steps for name in ("launches", "syncs", "replays")}
     in_race = len(world.recorded) - recorded
     return Counts(case.name, **said, recordings_in_race=in_race, note=target.note, laps=laps.laps)
-
-
-def warm_up(target: Any, drafter: Any, prompt: Any, config: GenerationConfig) -> None:
-    with closing(generate(target, drafter, prompt, replace(config, max_new_tokens=120))) as steps:
-        written = 0
-        for event in steps:
-            written += len(event.emitted[0])
-            if written >= 12:
-                break
 
 
 def counted(chosen: Callable[[Case], bool] = lambda case: True) -> list[Counts]:

@@ -204,10 +204,8 @@ class Medusa(Head[Heads]):
         shape = self._shape(budget)
         if not shape.parents:
             return Draft.empty(len(self._hidden), self._hidden.device)
-        draws, kind = (len(shape.parents) if self.choice.noise else 0), shape if self.options.nodes else "chain"
-        return self.replayed(
-            kind, shape.depth, partial(self._write, shape), *self._read(), draws=draws, cut=not self.options.nodes
-        )
+        nodes, write = self.options.nodes and budget.nodes, partial(self._write, shape)
+        return self.replayed(nodes, shape.depth, write, *self._read(), draws=len(shape.parents), cut=not nodes)
 
     def _read(self) -> tuple[Tensor, ...]:
         """What the heads read, at every row's last column."""

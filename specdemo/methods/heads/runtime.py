@@ -192,6 +192,19 @@ class HeadHistory:
         self._read = [old + s for old, s in zip(before, stay, strict=True)]
         return before, (lengths, inputs)
 
+    def surplus(self, again: int) -> Columns | None:
+        """Of more columns than a recorded pass can read, all but the last of every row, which are to be read first."""
+        waiting = self._waiting
+        if sum(columns[0].shape[1] for _, columns in waiting) <= WAITING:
+            return None
+        lengths, columns = _joined(waiting)
+        if min(lengths) < columns[0].shape[1]:
+            return None
+        self._waiting = [([n - 1 for n in lengths], tuple(x[:, :-1] for x in columns))]
+        at = self.catch_up(again)
+        self._waiting.append(([1] * len(lengths), tuple(x[:, -1:] for x in columns)))
+        return at
+
     def draft(
         self,
         kind: Hashable,
