@@ -19,7 +19,7 @@ from specdemo.core.protocol import Forward
 from specdemo.core.tree import chain_parents
 from specdemo.models.cache import SPARE, SlabCache
 from specdemo.models.fused import fused_decoder, kernels
-from specdemo.models.graphs import COLUMNS, ROOM, Passes, Recorder, Tensors, covering, recorder_for
+from specdemo.models.graphs import COLUMNS, ROOM, WIDTHS, Passes, Recorder, Tensors, covering, recorder_for
 from specdemo.models.history import DraftPlan, GatherHistory, History, ReplayHistory, Write, continues_at_once
 from specdemo.models.masks import Masks
 from specdemo.models.packed import packed_bytes
@@ -184,15 +184,15 @@ class HFTarget:
     def _new_history(self, rows: int, columns: int) -> History:
         if not self.supports_trees:
             return ReplayHistory(self._run, self._config, self._at_once, self.device)
-        if self.records and self._last is not None and self._last.fits(rows, columns):
-            self._last.crop([0] * rows)
-            return self._last
+        if self.records:  # with room for the slots that a pass is padded by
+            columns = -(-(columns + WIDTHS[-1]) // COLUMNS) * COLUMNS
+            if self._last is not None and self._last.fits(rows, columns):
+                self._last.crop([0] * rows)
+                return self._last
         self._last = None  # before the next one is allocated
         if self._passes is not None:
             self._passes.clear()
         layers = len(DynamicCache(config=self._config).layers)
-        if self.records:
-            columns = -(-columns // COLUMNS) * COLUMNS
         cache = SlabCache(layers, rows, columns, self.device, alike=self._run.fused is not None)
         history = GatherHistory(self._run, cache, self._windows, self._masks, self.max_length, self._passes)
         if self.records:

@@ -334,7 +334,7 @@ class Event:
 class CUDAGraph:
     def __init__(self):
         self.tape, self.stream, self.handle = [], None, None
-        self.workspace = False
+        self.workspace = self.spoiled = False
 
     def note(self, func, args, kwargs, results, name):
         self.tape.append((func, args, kwargs, [x for x in results if isinstance(x, torch.Tensor)]))
@@ -365,10 +365,12 @@ class CUDAGraph:
             the.on[self.stream[0]] += 1
         for other in the.recorded:
             other = other()
-            if other is not None and other is not self and other.handle is self.handle:
+            if other is not None and other is not self and other.handle is self.handle and not other.spoiled:
+                other.spoiled = True
                 for *_, results in other.tape:
                     for result in results:
                         _spoil(result)
+        self.spoiled = False
         for func, args, kwargs, results in self.tape:
             said = [x for x in tree_leaves(func(*args, **kwargs)) if isinstance(x, torch.Tensor)]
             for result, new in zip(results, said, strict=False):

@@ -38,7 +38,7 @@ from specdemo.models.fused import hasten
 from specdemo.models.target import HFTarget
 from tests.gpu.device import OnDevice, move, pretended
 
-SKIPPED, COUNTED = 4, 10  # steps of a text
+SKIPPED, COUNTED, TOKENS = 2, 8, 64  # steps that are not counted and that are, of a text of so many tokens
 GREEDY, WARM = Sampling(), Sampling(0.8)
 SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "head_dim": 8}
 SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 2048, "pad_token_id": 0, "eos_token_id": 2}
@@ -102,16 +102,21 @@ class Models:
         hasten(self._made["target"])
         hasten(self._made["draft"])
         there = HFTarget(self._made["target"])
-        self._made["eagle"] = Eagle.fresh(there, "eagle3", draft_vocab=96).hasten()
-        self._made["mtp"] = MTP.fresh(there).hasten()
-        self._made["dflash"] = DFlash.fresh(there, layers=5, block_size=16).hasten()
-        self._made["medusa"] = Medusa.fresh(there, heads=4).hasten()
-        self._made["hydra"] = Hydra.fresh(there, heads=4).hasten()
-        self._made["mlp"] = MLPSpeculator.fresh(there, n_predict=4).hasten()
+        heads = {
+            "eagle": Eagle.fresh(there, "eagle3", draft_vocab=96),
+            "mtp": MTP.fresh(there),
+            "dflash": DFlash.fresh(there, layers=5, block_size=16),
+            "medusa": Medusa.fresh(there, heads=4),
+            "hydra": Hydra.fresh(there, heads=4),
+            "mlp": MLPSpeculator.fresh(there, n_predict=4),
+        }
+        self._made |= heads
         for cache in (chain_parents, medusa._indices, hydra._levels):
             cache.cache_clear()
         for made in self._made.values():
             move(made, "cuda:0")
+        for head in heads.values():
+            head.hasten()
 
     def target(self, name: str) -> HFTarget:
         return HFTarget(self._made[name])
@@ -170,7 +175,7 @@ def count(world: Any, models: Models, case: Case) -> Counts:
     """A lane as a race has it: warmed up, then timed."""
     target = models.target(case.target)
     drafter = load_drafter(case.method, target, models[case.model], **case.options)
-    config = GenerationConfig(120, sampling=case.sampling, budget=case.budget, stop_token_ids=())
+    config = GenerationConfig(TOKENS, sampling=case.sampling, budget=case.budget, stop_token_ids=())
     prompt = prompt_of(case)
     warm_up(target, drafter, prompt, config)
     recorded, laps = len(world.recorded), Laps(world)

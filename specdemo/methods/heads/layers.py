@@ -14,7 +14,8 @@ from transformers.activations import ACT2FN
 
 from specdemo.core.protocol import Target
 from specdemo.methods.heads.runtime import FULL, Columns, Kind, Rope
-from specdemo.models.packed import RMSNorm, joined, packs
+from specdemo.models.fused import attend
+from specdemo.models.packed import RMSNorm, joined, joins
 from specdemo.models.target import HFTarget
 
 Names = Container[str]  # the optional tensors there are, such as self_attn.q_proj.bias
@@ -83,9 +84,12 @@ class Attention(nn.Module):
             k, v = at.cache.update(k, v, self.index)
         mask = at.mask(self.kind)
         causal = mask is None and self.kind[1] and x.shape[1] > 1
-        grouped = self.heads != self.kv_heads
-        seen = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
-        out: Tensor = self.o_proj(seen.transpose(1, 2).flatten(2))
+        if x.device.type == "cuda":
+            seen = attend(q, k, v, mask, causal)  # grouped queries behind a mask have no fast kernel on some GPUs
+        else:
+            grouped = self.heads != self.kv_heads
+            seen = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
+        out: Tensor = self.o_proj(seen.flatten(2))
         return out
 
     def remember(self, x: Tensor, at: Columns) -> None:
@@ -104,8 +108,9 @@ class Attention(nn.Module):
         return heads
 
     def join(self) -> None:
-        """Multiply once where several read the same states, if they are to be packed: then they cannot be saved."""
-        if packs(self.q_proj.weight, self.k_proj.weight, self.v_proj.weight):
+        """Multiply once where several read the same states, on a GPU or if they are to be packed: then they cannot be
+        saved."""
+        if joins(self.q_proj.weight, self.k_proj.weight, self.v_proj.weight):
             self.qkv = joined(self.q_proj, self.k_proj, self.v_proj)
             del self.q_proj, self.k_proj, self.v_proj
 
@@ -127,7 +132,7 @@ class MLP(nn.Module):
 
     def join(self) -> None:
         """As that of `Attention`."""
-        if packs(self.gate_proj.weight, self.up_proj.weight):
+        if joins(self.gate_proj.weight, self.up_proj.weight):
             self.gate_up = joined(self.gate_proj, self.up_proj)
             del self.gate_proj, self.up_proj
 
