@@ -92,6 +92,9 @@ class Method(ABC):
         """Off the clock, behind a prompt: propose what a budget may lead to and not every step does, so that it is
         recorded before a clock runs."""
 
+    def unrecord(self) -> None:
+        """Free what was recorded of what it runs; that is made anew where it is needed."""
+
     @property
     def max_length(self) -> int | None:
         """The tokens it can read, behind which it drafts nothing; None: as many as the target."""
@@ -184,6 +187,12 @@ class Head(Learner, Generic[Net]):
     def unrecorded(self) -> str:
         passes = self.history.passes if self.history is not None else self.passes
         return passes.note if passes is not None else ""
+
+    def unrecord(self) -> None:
+        if self.passes is not None:
+            self.passes.clear()
+        if self.history is not None:
+            self.history.unrecord()
 
     def replayed(
         self, kind: Hashable, depth: int, write: Callable[..., Draft], *inputs: Tensor, draws: int = 0, cut: bool = True

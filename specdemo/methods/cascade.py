@@ -101,6 +101,10 @@ class Cascade(DraftModel):
         assert drafted is not None
         return replace(Draft.chain(drafted, probs, sure), notes={"passes": 2})
 
+    def unrecord(self) -> None:
+        super().unrecord()
+        self._inner.unrecord()
+
     def rehearse(self, budget: Budget) -> None:
         depth = min(budget.depth, budget.nodes)
         super()._write(depth)

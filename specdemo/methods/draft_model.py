@@ -73,6 +73,9 @@ class DraftModel(Learner):
     def max_length(self) -> int:
         return self.model.max_length
 
+    def unrecord(self) -> None:
+        self.model.unrecord()
+
     @property
     def unrecorded(self) -> str:
         return self.model.note

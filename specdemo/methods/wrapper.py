@@ -41,6 +41,10 @@ class Wrapper(Method):
     def unrecorded(self) -> str:
         return next((drafter.unrecorded for drafter in self.drafters if drafter.unrecorded), "")
 
+    def unrecord(self) -> None:
+        for drafter in self.drafters:
+            drafter.unrecord()
+
     def rehearse(self, budget: Budget) -> None:
         for drafter in self.drafters:
             drafter.propose(budget)

@@ -106,6 +106,12 @@ class HFTarget:
         """Tokens that its history has room for as it is."""
         return self._history.capacity if isinstance(self._history, GatherHistory) else 0
 
+    def unrecord(self) -> None:
+        """Free what was recorded, and the memory that is of; both are made anew where they are needed."""
+        self._last = None
+        if self._passes is not None:
+            self._passes.clear()
+
     def passes(self, dtype: torch.dtype) -> Passes | None:
         """For recordings beside its own, of what drafts for it. None: nothing is recorded here."""
         recorder = self._recorder or recorder_for(self.device)

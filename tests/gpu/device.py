@@ -475,6 +475,7 @@ def pretended(devices=1):
     generator = torch.Generator
     cuda = {
         "is_available": lambda: True,
+        "is_initialized": lambda: True,
         "device_count": lambda: devices,
         "current_device": lambda: the.current,
         "mem_get_info": lambda device=None: (1 << 36, 1 << 36),

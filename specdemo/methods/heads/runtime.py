@@ -147,6 +147,12 @@ class HeadHistory:
         self._above: Tensor | None = None  # [B, K, drafted columns] what the frontier of a tree sees of it
         self._depth = 0  # levels of the tree
 
+    def unrecord(self) -> None:
+        """Free what was recorded, and the memory that is of."""
+        self._kept = None
+        if self.passes is not None:
+            self.passes.clear()
+
     @property
     def rows(self) -> int:
         return len(self._read)
