@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specdemo.core.host import to_device
 from specdemo.core.tree import chain_parents
 
 REMEMBERED = 32  # plans; chains of every length and a few static trees
@@ -59,7 +60,7 @@ class Masks:
         key = _key(parents)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = self._make(_parents(key, self._device))
+            plan = self._plans[key] = self._make(_parents(key, self._device), _deepest(key))
             if len(self._plans) > REMEMBERED:
                 self._plans.popitem(last=False)
         return plan
@@ -88,10 +89,10 @@ class Masks:
             visible &= positions - columns < window
         return additive(visible, self.dtype)[None, None]
 
-    def _make(self, parents: Tensor) -> Plan:
+    def _make(self, parents: Tensor, deepest: int) -> Plan:
         up = ancestry(parents)
         depth = up.sum(-1).long() - 1
-        return Plan(depth, int(depth.max()), {window: self._mask(up, depth, window) for window in self._windows})
+        return Plan(depth, deepest, {window: self._mask(up, depth, window) for window in self._windows})
 
     def _mask(self, up: Tensor, depth: Tensor, window: int) -> Tensor:
         rows, slots, _ = up.shape
@@ -140,7 +141,15 @@ def aligned(mask: Tensor) -> Tensor:
 
 
 def _parents(key: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
-    return torch.tensor(key, dtype=torch.int64, device=device).reshape(len(key), len(key[0]))
+    return to_device(key, device).reshape(len(key), len(key[0]))
+
+
+def _deepest(key: tuple[tuple[int, ...], ...]) -> int:
+    depths = [[0] for _ in key]
+    for row, parents in zip(depths, key, strict=True):
+        for parent in parents:
+            row.append(row[parent] + 1)
+    return max(map(max, depths))
 
 
 def _key(parents: Tensor) -> tuple[tuple[int, ...], ...]:

@@ -25,11 +25,13 @@ Decoder = Callable[..., tuple[Tensor, dict[int, Tensor]]]
 
 
 class Runner:
-    """Through its fused layers where it has them."""
+    """fused: what runs its layers and all around them, if that is set."""
 
-    def __init__(self, model: PreTrainedModel, fused: FusedDecoder | None, layers: int, name: str) -> None:
+    fused: FusedDecoder | None = None
+
+    def __init__(self, model: PreTrainedModel, layers: int, name: str) -> None:
         """layers: how many it has. Raises ValueError for a model that keeps its history where it cannot be reached."""
-        self.model, self.fused, self._count, self._name = model, fused, layers, name
+        self.model, self._count, self._name = model, layers, name
         self.device: torch.device = model.get_input_embeddings().weight.device  # type: ignore[assignment]
         self._arguments = _Arguments(model)
         self._short: dict[int, nn.Module] = {}  # layers -> the model that ends after them

@@ -56,7 +56,7 @@ class HFTarget:
         self.dtype = model.dtype
         self.stop_token_ids = _stop_tokens(model, tokenizer)
         self._config = config
-        self._run = Runner(model, None, self.num_layers, self.name)
+        self._run = self.runner(model, self.num_layers, self.name)
         self.device = self._run.device
         windows = _windows(model, config) if self._run.positions else None
         self.supports_trees = windows is not None
@@ -72,6 +72,10 @@ class HFTarget:
             self._passes.refused = "it keeps what it once read"
         self._history: History | None = None
         self._last: GatherHistory | None = None  # with recorded passes: of the last text, they serve the next one
+
+    def runner(self, model: PreTrainedModel, layers: int, name: str) -> Runner:
+        """What runs the model; whoever wants to watch its passes makes another."""
+        return Runner(model, layers, name)
 
     @property
     def length(self) -> list[int]:
