@@ -5,7 +5,7 @@ finished repeats."""
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,13 +21,13 @@ from specdemo.core.trace import RunTrace, StepEvent
 from specdemo.engine.comparison import Comparison
 from specdemo.engine.loop import generate
 from specdemo.engine.session import Session
+from specdemo.engine.warm_up import warm_up
 from specdemo.models.hub import Cancelled
 
 Tick = Callable[[float], None]  # share of a repeat done; raises Stopped
 T = TypeVar("T")
 
 ALL = "all"
-WARM_UP_TOKENS = 8
 MAX_QUESTIONS = 2000
 QUESTIONS_BYTES = 16_000_000
 QUESTION = 100_000  # characters
@@ -211,8 +211,8 @@ def along(
             for tally, (drafter, config) in zip(tallies[-1], lanes.values(), strict=True):
                 if not repeat:  # every shape once, off the clock
                     tick(number / len(places))
-                    short = replace(config, max_new_tokens=min(WARM_UP_TOKENS, config.max_new_tokens))
-                    list(generate(target, drafter, place.prompts[0], short, cancelled=cancelled))
+                    longest = max(place.prompts, key=lambda prompt: prompt.shape[1])
+                    warm_up(target, drafter, longest, config, cancelled=cancelled)
                 for prompt in place.prompts:
                     tick(number / len(places))
                     tally.add(list(generate(target, drafter, prompt, config, cancelled=cancelled)))

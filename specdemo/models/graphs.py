@@ -22,7 +22,9 @@ WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)  # of passes over slots; 
 COLUMNS = 64  # a cache of recorded passes holds a multiple of so many; rows of a mask are then aligned
 ROOM = 512  # columns kept free when nobody said how many will follow: a cache that grows is recorded anew
 WARM_UPS = 3  # passes before a recording: libraries choose their kernels and take their memory in the first ones
-WORKSPACE = 32 << 20  # bytes that cuBLAS takes on a recorder's stream, on the GPUs that want most
+# bytes of one owner's recordings, as they add up for 152,000 words: a workspace of cuBLAS of 32 MiB on the GPUs that
+# want most, the logits of every width, what a draft draws, and what passes work with
+OWNED = 128 << 20
 SWITCH = (
     "SPECDEMO_GRAPHS"  # environment: 0 starts every operation on its own, compile lets torch.compile join some first
 )
@@ -37,6 +39,11 @@ Recorder = Callable[[Run], Run]  # what runs -> what replays it, into the same m
 def recorder_for(device: torch.device) -> Recorder | None:
     """CUDA graphs where there are any; None: nothing is recorded."""
     return CudaGraphs(device) if device.type == "cuda" and os.environ.get(SWITCH) != "0" else None
+
+
+def recorded_bytes(device: torch.device, owners: int) -> int:
+    """What the recordings of so many owners may take beside weights and caches."""
+    return owners * OWNED if recorder_for(device) else 0
 
 
 def compiled(decoder: Decoder) -> Decoder:
