@@ -24,6 +24,7 @@ class Reading:
             self._done.record(torch.cuda.current_stream(tensor.device))
 
     def tolist(self) -> Any:
+        """Its numbers, waited for if they are not there yet."""
         if self._done is not None:
             self._done.synchronize()
         return self._here.tolist()

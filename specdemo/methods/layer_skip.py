@@ -30,9 +30,8 @@ class Shallow(Protocol):
     def shallow(self, chain: Tensor, layers: int) -> Tensor:
         """chain [B, n], drafted behind the history -> [B, V] logits behind it after `layers` layers."""
 
-    def draft(
-        self, tokens: Tensor, counts: list[int], write: Write, more: Tensors, plan: DraftPlan
-    ) -> Tensors | None: ...
+    def draft(self, tokens: Tensor, counts: list[int], write: Write, more: Tensors, plan: DraftPlan) -> Tensors | None:
+        """A whole draft as one recorded pass, as `HFTarget.draft`; None: it is not recorded."""
 
 
 class LayerSkip(Method):

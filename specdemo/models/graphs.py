@@ -126,6 +126,7 @@ class Passes:
 
     @property
     def note(self) -> str:
+        """Why every operation is started on its own; empty where passes are recorded."""
         return f"{self.refused}, so every operation is started on its own" if self.refused else ""
 
     def clear(self) -> None:

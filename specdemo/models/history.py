@@ -200,6 +200,7 @@ class GatherHistory:
 
     @property
     def capacity(self) -> int:
+        """Columns that there is room for as it is."""
         return self._cache.cursor.capacity
 
     def fits(self, rows: int, columns: int) -> bool:

@@ -103,6 +103,7 @@ class HFTarget:
 
     @property
     def records(self) -> bool:
+        """Whether its passes are recorded."""
         return self._passes is not None and not self._passes.refused
 
     @property
