@@ -40,7 +40,7 @@ class DraftPlan(NamedTuple):
 
 
 Read = Callable[[Tensor | None], Tensor]  # as in `HFTarget.draft`
-Write = Callable[..., Tensors]  # (read, depth, *more): a draft, as a function of what reads tokens on the way
+Write = Callable[..., Tensors]  # (read, depth, *more) -> its tokens [B, depth], and more: a draft
 
 
 class Pass(Protocol):

@@ -23,6 +23,7 @@ from specdemo.methods.heads.mtp import MTP
 from specdemo.models.fused import fused, hasten
 from specdemo.models.graphs import CudaGraphs, covering
 from specdemo.models.pass_cost import rounding_noise
+from specdemo.models.prefix_reuse import Remembering
 from specdemo.models.target import HFTarget
 from tests.gpu.device import STREAMS, OnDevice, move, pretended
 from tests.models.tiny import build, texts
@@ -155,6 +156,49 @@ def test_without_memory_for_recordings_passes_run_as_they_are(world):
     assert written(other, load_drafter("none", other)) == plain
     assert other.note == "passes could not be recorded (CUDA out of memory), so every operation is started on its own"
     assert "graphs" not in other.kernels
+
+
+@pytest.mark.parametrize("name", [*HEADS, "draft_model", "layer_skip"])
+def test_heads_that_cannot_be_recorded_draft_as_they_are(world, name):
+    target = fast()
+    plain = written(target, load_drafter("none", target))
+    made = drafter(name, target)
+    world.refuse = RuntimeError("operation not permitted when stream is capturing")
+    assert written(target, made) == plain
+    said = target.note if name == "layer_skip" else made.unrecorded
+    assert said.startswith("passes could not be recorded (operation not permitted")
+
+
+@pytest.mark.parametrize("name", [*HEADS, "draft_model", "layer_skip"])
+def test_a_second_proposal_behind_the_same_text_is_the_first(world, name):
+    """Also a shorter one, which is not recorded."""
+    target = fast()
+    made = drafter(name, target)
+    config = GenerationConfig(40, budget=Budget(3, 3), stop_token_ids=())
+    steps = generate(target, made, there(1, 9), config)
+    for _ in range(5):
+        next(steps)
+    with torch.no_grad():
+        first, again, short = (made.propose(Budget(k, k)).tokens.tolist() for k in (3, 3, 2))
+    steps.close()
+    assert again == first
+    assert short[0] == first[0][:2] or name == "eagle"  # whose tree is another one
+    assert made.unrecorded == ""
+
+
+def test_a_draft_model_remembers_what_recorded_drafts_read(world):
+    """The next turn of a chat is read from where it is new, and drafted as if all of it had been read."""
+    target, drafts = fast(), []
+    prompt, config = there(1, 9), GenerationConfig(20, budget=Budget(3, 3), stop_token_ids=())
+    for kind in (HFTarget, Remembering):
+        draft = kind(fast().model)
+        made = load_drafter("draft_model", target, draft)
+        said = [t for event in generate(target, made, prompt, config) for t in event.emitted[0]]
+        longer = torch.cat([prompt, to_device([said], prompt.device), there(1, 4, 5)], 1)
+        drafts.append([event.drafted for event in generate(target, made, longer, config)])
+        if kind is Remembering:
+            assert draft.kept > prompt.shape[1] + 10
+    assert drafts[0] == drafts[1]
 
 
 @pytest.mark.parametrize("name", ["eagle", "draft_model"])

@@ -174,8 +174,8 @@ class HeadHistory:
     def catch_up(self, again: int = 0) -> Columns | None:
         """Drop what was drafted, and place all that waits: its pass is to follow. None where nothing waits. The last
         `again` columns of every row are read again the next time."""
-        if self._told is not None:
-            return None
+        if self._same is not None and not self._waiting:
+            self._untake(*self._same)
         self._above, self._ends, self._same = None, self._tips, None
         if not self._waiting:
             return None
@@ -197,6 +197,10 @@ class HeadHistory:
         self._tips = [old + n for old, n in zip(before, lengths, strict=True)]
         self._read = [old + s for old, s in zip(before, stay, strict=True)]
         return before, (lengths, inputs)
+
+    def _untake(self, before: list[int], waiting: Waiting) -> None:
+        """What a recorded draft took waits again."""
+        self._read, self._waiting, self._same = before, [waiting], None
 
     def surplus(self, again: int) -> Columns | None:
         """Of more columns than a recorded pass can read, all but the last of every row, which are to be read first."""
@@ -247,7 +251,10 @@ class HeadHistory:
         inputs = (to_device([before, lengths], self._device), *columns, *more)
         shapes = [inputs[0].shape, *((x.shape[0], WAITING, *x.shape[2:]) for x in columns), *(x.shape for x in more)]
         cache.set_lengths(before)
-        return self.passes(kind, deep, run, inputs, shapes)
+        said = self.passes(kind, deep, run, inputs, shapes)
+        if said is None:
+            self._untake(before, (lengths, columns))
+        return said
 
     def _long_enough(self, columns: int) -> SlabCache:
         """The cache, with room for so many columns."""
