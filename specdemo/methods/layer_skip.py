@@ -20,18 +20,14 @@ from specdemo.methods.base import Method
 from specdemo.methods.heads.choose import Choice, Writing, parts, whole
 from specdemo.methods.heads.runtime import at_last
 from specdemo.models.graphs import Tensors
-from specdemo.models.history import DraftPlan, Read, Write
+from specdemo.models.history import DraftPlan, Read
+from specdemo.models.target import HFTarget
 
 
 @runtime_checkable
 class Shallow(Protocol):
-    vocab_size: int
-
     def shallow(self, chain: Tensor, layers: int) -> Tensor:
         """chain [B, n], drafted behind the history -> [B, V] logits behind it after `layers` layers."""
-
-    def draft(self, tokens: Tensor, counts: list[int], write: Write, more: Tensors, plan: DraftPlan) -> Tensors | None:
-        """A whole draft as one recorded pass, as `HFTarget.draft`; None: it is not recorded."""
 
 
 class LayerSkip(Method):
@@ -68,16 +64,24 @@ class LayerSkip(Method):
         depth = min(budget.depth, budget.nodes)
         if depth < 1:
             return Draft.empty(len(self._roots), self._device)
-        plan = DraftPlan(("layers", self.choice.sampling), depth, room=1, layers=self.exit_layer)
-        noise = self.choice.beforehand(len(self._roots), depth, self._target.vocab_size, self._device)
-        said = self._target.draft(self._roots, [1] * len(self._roots), self._recorded, noise, plan)
-        if said is not None:
-            return whole(said, depth)
+        draft = self._replayed(depth)
+        if draft is not None:
+            return draft
         chain, written = self._roots, Writing(self.choice)
         while len(written) < depth:
             logits = self._target.shallow(chain, self.exit_layer)
             chain = torch.cat([chain, written.take(logits[:, None])], 1)
         return written.draft()
+
+    def _replayed(self, depth: int) -> Draft | None:
+        """As one recorded pass; None: it is not recorded."""
+        target, rows = self._target, len(self._roots)
+        if not isinstance(target, HFTarget) or not target.records:
+            return None
+        plan = DraftPlan(("layers", self.choice.sampling), depth, room=1, layers=self.exit_layer)
+        noise = self.choice.beforehand(rows, depth, target.vocab_size, self._device)
+        said = target.draft(self._roots, [1] * rows, self._recorded, noise, plan)
+        return None if said is None else whole(said, depth)
 
     def _recorded(self, read: Read, depth: int, *noise: Tensor) -> Tensors:
         written = Writing(self.choice.by(noise))
