@@ -23,7 +23,8 @@ from specdemo.engine.loop import generate
 from specdemo.engine.session import environment
 from specdemo.methods import BASELINE, load_drafter
 from specdemo.models.fused import hasten
-from specdemo.models.graphs import Recorder, Run, recorder_for
+from specdemo.models.graphs import Recorder, Run, Tensors, recorder_for
+from specdemo.models.runner import Runner
 from specdemo.models.target import HFTarget
 
 K = 5
@@ -57,12 +58,9 @@ class Recorded(HFTarget):
         recorder = recorder_for(model.device)
         super().__init__(model, recorder=self._kept(recorder) if recorder else None)
 
-    def _run(self, tokens: Tensor, cache: Any, *more: Any, **named: Any) -> Forward:
-        run = partial(super()._run, tokens, cache, *more, **named)
-        if self.calls is not None:
-            cursor = getattr(cache, "cursor", None)
-            self.calls.append(_Call(self, partial(_again, run, cursor, copy(vars(cursor))) if cursor else None))
-        return run()
+    def runner(self, *about: Any) -> Runner:
+        """What keeps its calls."""
+        return _Watched(self, *about)
 
     def _kept(self, recorder: Recorder) -> Recorder:
         """A replay is a call too, and is made again as it was."""
@@ -70,7 +68,7 @@ class Recorded(HFTarget):
         def record(run: Run) -> Run:
             replay = recorder(run)
 
-            def called() -> Forward:
+            def called() -> Tensors:
                 if self.calls is not None:
                     self.calls.append(_Call(self, replay))
                 return replay()
@@ -80,7 +78,20 @@ class Recorded(HFTarget):
         return record
 
 
-def _again(run: Run, cursor: Any, stood: dict[str, Any]) -> Forward:
+class _Watched(Runner):
+    def __init__(self, of: Recorded, *about: Any) -> None:
+        super().__init__(*about)
+        self._of = of
+
+    def __call__(self, tokens: Tensor, cache: Any, *more: Any, **named: Any) -> Forward:
+        run = partial(super().__call__, tokens, cache, *more, **named)
+        if self._of.calls is not None:
+            cursor = getattr(cache, "cursor", None)
+            self._of.calls.append(_Call(self._of, partial(_again, run, cursor, copy(vars(cursor))) if cursor else None))
+        return run()
+
+
+def _again(run: Callable[[], Forward], cursor: Any, stood: dict[str, Any]) -> Forward:
     vars(cursor).update(stood)
     return run()
 
@@ -88,7 +99,7 @@ def _again(run: Run, cursor: Any, stood: dict[str, Any]) -> Forward:
 @dataclass(frozen=True, slots=True)
 class _Call:
     of: Recorded
-    again: Run | None  # None: its cache has no cursor to set back
+    again: Callable[[], Any] | None  # None: its cache has no cursor to set back
 
 
 def overhead(

@@ -26,13 +26,13 @@ from specdemo.core.trace import RunTrace, StepEvent, step_ms, timed_events
 from specdemo.engine.comparison import Comparison
 from specdemo.engine.loop import generate
 from specdemo.engine.session import Session
+from specdemo.engine.warm_up import warm_up
 from specdemo.methods.base import Method
 from specdemo.models.hub import Cancelled
 
 Tick = Callable[[float], None]  # share of a repeat done; raises Stopped
 T = TypeVar("T")
 
-WARM_UP_TOKENS = 8
 MAX_QUESTIONS = 2000
 QUESTIONS_BYTES = 16_000_000
 QUESTION = 100_000  # characters
@@ -264,8 +264,8 @@ def along(
                 run = partial(generate, target, way.drafter, accept=way.accept, cancelled=cancelled)
                 if not repeat:  # every shape once, off the clock
                     tick(number / len(places))
-                    short = replace(config, max_new_tokens=min(WARM_UP_TOKENS, config.max_new_tokens))
-                    list(run(place.prompts[0], short))
+                    longest = max(place.prompts, key=lambda prompt: prompt.shape[1])
+                    warm_up(target, way.drafter, longest, config, way.accept, cancelled)
                 for prompt in place.prompts:
                     tick(number / len(places))
                     tally.add(list(run(prompt, config)))

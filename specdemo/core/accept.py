@@ -9,11 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from math import log
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Generator, Tensor
 
+from specdemo.core.host import to_device
 from specdemo.core.sampling import draw
 from specdemo.core.tree import ABSENT, Draft, is_chain
 from specdemo.core.words import suggest
@@ -23,6 +24,7 @@ from specdemo.core.words import suggest
 class Verdict:
     path: list[list[int]]  # per row: kept slots from the root down, starts with 0
     bonus: Tensor  # [B] int64, drawn from what is left of p after the path
+    said: list[list[int]] | None = None  # per row: the kept tokens and the bonus, where the host has them already
 
 
 class AcceptRule(Protocol):
@@ -59,16 +61,18 @@ class Lossless:
     def __call__(self, draft: Draft, target: Tensor, rng: Generator | None) -> Verdict:
         if rng is None:
             return _greedy(draft, target)
+        if not draft.nodes:
+            return Verdict([[0] for _ in range(len(target))], draw(target[:, 0], rng))
         bars = _coins(draft, rng)
         chances = _pick(target, draft.parents, draft.tokens)
         if draft.probs is not None:
             bars = bars * draft.probs.gather(-1, draft.tokens.clamp_min(0)[..., None])[..., 0]
-        nodes = _nodes(draft)
+        nodes, heights, odds = _read(draft, bars, chances)
         given = None
         if draft.probs is not None and any(len(set(row)) < len(row) for row in nodes.parents):
             given = _given_elders(draft, draft.probs, target, nodes)
-            chances = given.gather(-1, draft.tokens.clamp_min(0)[..., None])[..., 0]
-        lists = zip(nodes.tokens, nodes.parents, bars.tolist(), chances.tolist(), strict=True)
+            odds = given.gather(-1, draft.tokens.clamp_min(0)[..., None])[..., 0].tolist()
+        lists = zip(nodes.tokens, nodes.parents, heights, odds, strict=True)
         path = [_walk(*row, one_hot=draft.probs is None) for row in lists]
         return Verdict(path, draw(_left(draft, target, given, nodes, path), rng))
 
@@ -179,10 +183,8 @@ class Typical:
             return _greedy(draft, target)
         entropy = torch.special.entr(target).sum(-1)
         thresholds = (self.delta * torch.exp(-entropy)).clamp_max(self.epsilon).gather(1, draft.parents)
-        chances = _pick(target, draft.parents, draft.tokens)
-        nodes = _nodes(draft)
-        lists = zip(nodes.tokens, nodes.parents, chances.tolist(), thresholds.tolist(), strict=True)
-        path = [_longest(*row) for row in lists]
+        nodes, odds, least = _read(draft, _pick(target, draft.parents, draft.tokens), thresholds)
+        path = [_longest(*row) for row in zip(nodes.tokens, nodes.parents, odds, least, strict=True)]
         return Verdict(path, draw(_ends(target, path), rng))
 
 
@@ -208,9 +210,11 @@ class _Nodes:
         return [node for node, (x, parent) in enumerate(pairs) if parent == slot and x != ABSENT]
 
 
-def _nodes(draft: Draft) -> _Nodes:
-    both = torch.cat([draft.tokens, draft.parents], 1).tolist()  # one host synchronisation, not two
-    return _Nodes([row[: draft.nodes] for row in both], [row[draft.nodes :] for row in both])
+def _read(draft: Draft, *numbers: Tensor) -> tuple[Any, ...]:
+    """The nodes, and numbers [B, N] in fp32, on the host by one synchronisation."""
+    whole = [draft.tokens.int(), draft.parents.int(), *(x.view(torch.int32) for x in numbers)]
+    tokens, parents, *read = torch.cat(whole, 1).cpu().chunk(len(whole), 1)
+    return _Nodes(tokens.tolist(), parents.tolist()), *(x.contiguous().view(torch.float32).tolist() for x in read)
 
 
 def _coins(draft: Draft, rng: Generator) -> Tensor:
@@ -265,7 +269,7 @@ def _greedy(draft: Draft, target: Tensor) -> Verdict:
     n = draft.nodes
     if not n:
         return Verdict([[0] for _ in range(len(best))], best[:, 0])
-    path = []
+    path, said = [], []
     for row in torch.cat([draft.tokens, draft.parents, best], 1).tolist():
         slots, wanted = [0], row[2 * n]
         for node in range(n):
@@ -273,10 +277,11 @@ def _greedy(draft: Draft, target: Tensor) -> Verdict:
                 slots.append(node + 1)
                 wanted = row[2 * n + node + 1]
         path.append(slots)
+        said.append([*(row[slot - 1] for slot in slots[1:]), wanted])
     if len(path) == 1:
-        return Verdict(path, best[:, path[0][-1]])
-    ends = torch.tensor([[slots[-1]] for slots in path], device=best.device)
-    return Verdict(path, best.gather(1, ends)[:, 0])
+        return Verdict(path, best[:, path[0][-1]], said)
+    ends = to_device([[slots[-1]] for slots in path], best.device)
+    return Verdict(path, best.gather(1, ends)[:, 0], said)
 
 
 def _walk(tokens: list[int], parents: list[int], bars: list[float], chances: list[float], one_hot: bool) -> list[int]:
@@ -307,7 +312,7 @@ def _given_elders(draft: Draft, probs: Tensor, target: Tensor, nodes: _Nodes) ->
     rows = torch.arange(len(target), device=target.device)[:, None]
     given = target[rows, draft.parents]
     for pairs in _generations(nodes):
-        row, elder, node = torch.tensor(pairs, device=target.device).T
+        row, elder, node = to_device(pairs, target.device).T
         given[row, node] = _residual(given[row, elder], probs[row, elder])
     return given
 
@@ -326,7 +331,9 @@ def _generations(nodes: _Nodes) -> list[list[tuple[int, int, int]]]:
 
 def _ends(target: Tensor, path: list[list[int]]) -> Tensor:
     """-> [B, V] the target's distribution behind each row's path."""
-    end = torch.tensor([slots[-1] for slots in path], device=target.device)
+    if len(path) == 1:
+        return target[:, path[0][-1]]
+    end = to_device([slots[-1] for slots in path], target.device)
     return target[torch.arange(len(path), device=target.device), end]
 
 
@@ -337,11 +344,11 @@ def _left(draft: Draft, target: Tensor, given: Tensor | None, nodes: _Nodes, pat
     if not refused:
         return p
     if draft.probs is None:
-        row, node = torch.tensor(refused, device=target.device).T
+        row, node = to_device(refused, target.device).T
         left = p.clone()
         left[row, draft.tokens[row, node]] = 0.0
     else:
-        row, node = torch.tensor(list(dict(refused).items()), device=target.device).T  # the last child of each row
+        row, node = to_device(list(dict(refused).items()), target.device).T  # the last child of each row
         found = p[row] if given is None else given[row, node]
         left = p.clone()
         left[row] = _residual(found, draft.probs[row, node])

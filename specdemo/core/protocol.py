@@ -88,6 +88,17 @@ class Progress:
     probs: Tensor | None = None  # [B, A, V] the target's distribution there, if someone worked it out
     forward: Forward | None = None  # the whole pass, refused slots included; None after prefill and offline
     slots: Tensor | None = None  # [B, A] which of its slots the columns are
+    _said: list[list[list[int]]] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def said(self) -> list[list[int]]:
+        """Per row its real outputs, on the host. All who ask share one reading."""
+        if not self._said:
+            self.tell([o[:n] for o, n in zip(self.outputs.tolist(), self.lengths, strict=True)])
+        return self._said[0]
+
+    def tell(self, said: list[list[int]]) -> None:
+        """What `said` would read, from one who knows it."""
+        self._said.append(said)
 
     def target_probs(self) -> Tensor | None:
         """[B, A, V] the target's softmax behind every input, at temperature 1; None where nobody knows it."""

@@ -63,5 +63,14 @@ def draw(probs: Tensor, rng: Generator | None) -> Tensor:
     """
     if rng is None:
         return probs.argmax(-1)
-    noise = torch.empty_like(probs).exponential_(generator=rng)
+    return drawn(probs, exponential(probs, rng))
+
+
+def exponential(like: Tensor, rng: Generator) -> Tensor:
+    """The noise of a draw from probabilities `like` these."""
+    return torch.empty_like(like).exponential_(generator=rng)
+
+
+def drawn(probs: Tensor, noise: Tensor) -> Tensor:
+    """As `draw`, by noise that was made before."""
     return (probs / noise.clamp_min(torch.finfo(noise.dtype).tiny)).argmax(-1)

@@ -57,17 +57,18 @@ class CpuStopwatch:
 
 
 class CudaStopwatch:
-    """CUDA events on the current stream; `read` is the step's one host synchronisation."""
+    """CUDA events on the device's current stream; `read` is the step's one host synchronisation."""
 
     wall_ms: float | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._events: list[torch.cuda.Event] = []
         self._names: list[str] = []
 
     def _record(self) -> None:
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))  # or else of the current device's
         self._events.append(event)
 
     def start(self) -> None:
@@ -90,7 +91,7 @@ def stopwatch_for(device: torch.device) -> Stopwatch:
     """The stopwatch that measures a device's own time."""
     timing = kind(device).timing
     if timing == EVENTS:
-        return CudaStopwatch()
+        return CudaStopwatch(device)
     if _thread_time(device):
         return CpuStopwatch(time.thread_time, time.perf_counter)
     return CpuStopwatch(partial(now, device)) if timing == WAITS else CpuStopwatch()

@@ -56,6 +56,9 @@ class Kept:
         finally:
             if self._turn is None:
                 self.forget_chat()
+            for pair in self.learners.values():  # what they learned is kept, not what was recorded for this run
+                pair.target.unrecord()
+                pair.drafter.unrecord()
 
     def prepare(self, spec: Comparison) -> None:
         """Before the models of a comparison are loaded: forget what belongs to another one."""

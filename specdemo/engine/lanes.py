@@ -10,6 +10,7 @@ from contextlib import closing
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from specdemo.core.accept import accept_rule
@@ -21,14 +22,13 @@ from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.failure import let_go, reason
 from specdemo.engine.kept import Pair
 from specdemo.engine.loop import generate
+from specdemo.engine.warm_up import warm_up
 from specdemo.methods import BASELINE, method, validate_options
 from specdemo.models.devices import kind
 from specdemo.models.prefix_reuse import Remembering
 from specdemo.models.text import Detokenizer, encode, token_text
 from specdemo.servers import lane as servers
 from specdemo.servers.address import check_listed, host, machine
-
-WARM_UP_TOKENS = 12
 
 Cancelled = Callable[[], bool]
 Events = Generator[StepEvent, None, None]
@@ -109,12 +109,9 @@ class LocalLane(RunningLane):
 
     def _warm_up(self, cancelled: Cancelled) -> None:
         """Every code path and buffer of the lane: the first tokens of the same run."""
-        written = 0
-        with closing(self._generate(replace(self._config, stop_token_ids=()), cancelled)) as run:
-            for event in run:
-                written += len(event.emitted[0])
-                if written >= WARM_UP_TOKENS:
-                    break
+        if self._pair.failure:
+            raise RuntimeError(self._pair.failure)
+        warm_up(self.target, self._pair.drafter, self._prompt(), self._config, self._accept, cancelled)
         self.rewind()
 
     def rewind(self) -> None:
@@ -122,7 +119,8 @@ class LocalLane(RunningLane):
             memory.rewind()
 
     def _notes(self) -> list[str]:
-        notes = [self.target.note, self._pair.drafter.note, self._accept.note]
+        drafter = self._pair.drafter
+        notes = [self.target.note, drafter.note, drafter.unrecorded, self._accept.note]
         reads = self._pair.drafter.max_length
         if reads is not None and reads < len(self.trace.prompt_ids) + self._config.max_new_tokens:
             notes.append(f"its draft reads {reads} tokens; nothing is drafted behind them")
@@ -141,8 +139,12 @@ class LocalLane(RunningLane):
     def _generate(self, config: GenerationConfig, cancelled: Cancelled) -> Events:
         if self._pair.failure:
             raise RuntimeError(self._pair.failure)
-        prompt = torch.tensor([self.trace.prompt_ids], device=self.target.device)
-        return generate(self.target, self._pair.drafter, prompt, config, accept=self._accept, cancelled=cancelled)
+        return generate(
+            self.target, self._pair.drafter, self._prompt(), config, accept=self._accept, cancelled=cancelled
+        )
+
+    def _prompt(self) -> Tensor:
+        return torch.tensor([self.trace.prompt_ids], device=self.target.device)
 
     def _noted(self, event: StepEvent) -> StepEvent:
         """The prefill's notes have kept: the tokens of the prompt that the target did not read again."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specdemo.core.accept import AcceptRule, Lossless, Verdict
+from specdemo.core.host import to_device
 from specdemo.core.protocol import Budget, Drafter, Forward, GenerationConfig, Progress, Target
 from specdemo.core.sampling import draw, to_probs
 from specdemo.core.trace import StepEvent
@@ -92,6 +93,8 @@ def _steps(
             said = forward.logits if noise is None else to_probs(forward.logits, config.sampling)
             verdict = rows.freeze(accept(draft, said, noise))
             progress = _progress(tokens, verdict, forward)
+            if verdict.said is not None:
+                progress.tell(verdict.said)
             watch.lap("accept")
             target.commit(verdict.path)
             watch.lap("commit")
@@ -103,7 +106,7 @@ def _steps(
             root = verdict.bonus if rows.all_alive else torch.where(rows.alive(root.device), verdict.bonus, root)
             nodes = proposed.tokens.tolist(), proposed.parents.tolist()
             check(*nodes, target.vocab_size)
-            emitted = rows.emit(_outputs(progress))
+            emitted = rows.emit(progress.said())
             yield _event(index, draft, nodes, verdict, emitted, forward if noise is None else said, ms, watch.wall_ms)
     finally:
         try:
@@ -135,21 +138,23 @@ class _Rows:
         return all(self._left)
 
     def alive(self, device: torch.device) -> Tensor:
-        return torch.tensor([left > 0 for left in self._left], device=device)
+        return to_device([left > 0 for left in self._left], device, torch.bool)
 
     def trim(self, draft: Draft) -> Draft:
         """Without the nodes that a row has no room for: the budget is the longest row's. That a node is absent does
         not depend on its token, so what is left is still verified exactly."""
         if len(set(self._left)) == 1 or min(self._left) > draft.nodes:
             return draft
-        left = torch.tensor(self._left, device=draft.tokens.device)[:, None]
+        left = to_device(self._left, draft.tokens.device)[:, None]
         beyond = depths(draft.parents)[:, 1:] >= left
         return replace(draft, tokens=draft.tokens.masked_fill(beyond, ABSENT))
 
     def freeze(self, verdict: Verdict) -> Verdict:
         if self.all_alive:
             return verdict
-        return Verdict([p if left else [] for p, left in zip(verdict.path, self._left, strict=True)], verdict.bonus)
+        kept = [p if left else [] for p, left in zip(verdict.path, self._left, strict=True)]
+        said = verdict.said and [s if left else [] for s, left in zip(verdict.said, self._left, strict=True)]
+        return Verdict(kept, verdict.bonus, said)
 
     def emit(self, outputs: list[list[int]]) -> list[list[int]]:
         """Cut each row's outputs at its limit and behind its first stop token, and count them."""
@@ -201,19 +206,15 @@ def _progress(tokens: Tensor, verdict: Verdict, forward: Forward) -> Progress:
         if width > 1:
             outputs = torch.cat([inputs[:, 1:], outputs], 1)
         return Progress(inputs, outputs, lengths, hidden, forward=forward, slots=slots)
-    slots = torch.tensor([p + [0] * (width - len(p)) for p in verdict.path], device=tokens.device)
+    slots = to_device([p + [0] * (width - len(p)) for p in verdict.path], tokens.device)
     inputs = tokens.gather(1, slots)
     outputs = torch.cat([inputs[:, 1:], verdict.bonus[:, None]], 1)
     if min(lengths) < width:
-        last = torch.tensor([max(n - 1, 0) for n in lengths], device=tokens.device)[:, None]
+        last = to_device([max(n - 1, 0) for n in lengths], tokens.device)[:, None]
         outputs = outputs.scatter(1, last, verdict.bonus[:, None])
     rows = torch.arange(len(tokens), device=tokens.device)[:, None]
     hidden = {tap: h[rows, slots] for tap, h in forward.hidden.items()}
     return Progress(inputs, outputs, lengths, hidden, forward=forward, slots=slots)
-
-
-def _outputs(progress: Progress) -> list[list[int]]:
-    return [o[:n] for o, n in zip(progress.outputs.tolist(), progress.lengths, strict=True)]
 
 
 def _prefill_event(watch: Stopwatch, emitted: list[list[int]]) -> StepEvent:

@@ -306,6 +306,12 @@ class Adaptive(Wrapper):
         self._nothing = Draft.empty(batch, self._nothing.tokens.device)
         self._draft = None
 
+    def rehearse(self, budget: Budget) -> None:
+        """Every length, the shortest first: a draft of another length would be timed as what it is not."""
+        depth = min(budget.depth, budget.nodes)
+        for k in range(1, depth + 1):
+            super().rehearse(Budget(k, budget.nodes * k // depth))
+
     def propose(self, budget: Budget) -> Draft:
         """Its notes have k; by goodput also alpha, the mean acceptance expected, and predicted, the speed-up over plain
         decoding."""

@@ -4,8 +4,9 @@ B rows, A columns, H hidden.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -16,13 +17,15 @@ from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
 from specdemo.methods.flags import ServeLine
-from specdemo.methods.heads.choose import Choice
+from specdemo.methods.heads.choose import Choice, parts, whole
 from specdemo.methods.heads.network import Network
 from specdemo.methods.heads.runtime import HeadHistory
 from specdemo.methods.heads.settle import settle
 from specdemo.models.checkpoints import Checkpoint, open_checkpoint
+from specdemo.models.graphs import Tensors
 from specdemo.models.hub import LoadProgress, silent
 from specdemo.models.packed import packed_bytes
+from specdemo.models.target import HFTarget
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,11 @@ class Method(ABC):
     taps: tuple[int, ...] = ()
     note = ""  # one sentence on what it decided for itself, such as a convention it had to probe for
 
+    @property
+    def unrecorded(self) -> str:
+        """Why what it runs on a GPU is not recorded, where that was to be."""
+        return ""
+
     def __init__(self, target: Target, model: Any = None, options: Any = None) -> None:
         """model: a source, or what `load` makes of it. Raises ValueError, with the cure, when it does not fit."""
 
@@ -84,6 +92,13 @@ class Method(ABC):
 
     def release(self) -> None:
         """Free what is remembered of a text."""
+
+    def rehearse(self, budget: Budget) -> None:
+        """Off the clock, behind a prompt: propose what a budget may lead to and not every step does, so that it is
+        recorded before a clock runs."""
+
+    def unrecord(self) -> None:
+        """Free what was recorded of what it runs; that is made anew where it is needed."""
 
     @property
     def max_length(self) -> int | None:
@@ -128,6 +143,8 @@ class Head(Learner, Generic[Net]):
         self.options = options or self.Options()
         self.note = self.head.note
         self.choice = Choice()
+        self.passes = target.passes(self.head.dtype) if isinstance(target, HFTarget) else None
+        self._vocabulary, self._where = target.vocab_size, target.device
 
     @classmethod
     def load(cls, source: str, target: Target, progress: LoadProgress | None = None) -> Net:
@@ -173,6 +190,64 @@ class Head(Learner, Generic[Net]):
     def release(self) -> None:
         if self.history is not None:
             self.history.start(0)
+
+    @property
+    def unrecorded(self) -> str:
+        passes = self.history.passes if self.history is not None else self.passes
+        return passes.note if passes is not None else ""
+
+    def unrecord(self) -> None:
+        if self.passes is not None:
+            self.passes.clear()
+        if self.history is not None:
+            self.history.unrecord()
+
+    def replayed(
+        self, kind: Hashable, depth: int, write: Callable[..., Draft], *inputs: Tensor, draws: int = 0, cut: bool = True
+    ) -> Draft:
+        """`write(depth, *inputs)`, as a recorded pass where passes are recorded. draws: tokens of a row that are drawn;
+        cut: what is deeper than `depth` can be left out."""
+        passes = self.passes
+        deep = passes.depth((kind, self.choice.sampling), depth, cut) if passes else None
+        if passes is None or deep is None:
+            return write(depth, *inputs)
+        noise = self.choice.beforehand(len(inputs[0]), draws, self._vocabulary, self._where)
+        given = (*inputs, *noise)
+        run = partial(self._parts, write, len(inputs), deep)
+        said = passes((kind, self.choice.sampling), deep, run, given, [x.shape for x in given])
+        return write(depth, *inputs) if said is None else whole(said, depth)
+
+    def replayed_behind(
+        self,
+        history: HeadHistory,
+        kind: Hashable,
+        depth: int,
+        write: Callable[..., Draft],
+        *inputs: Tensor,
+        ahead: int,
+        again: int = 0,
+        draws: int = 0,
+        cut: bool = True,
+    ) -> Draft:
+        """`write(depth, columns, *inputs)`, which drafts in at most `ahead` columns behind what the head has read.
+        columns: those that wait, None: nothing does; again: as of `catch_up`."""
+        if history.passes is not None and not history.passes.refused:
+            if (at := history.surplus(again)) is not None:
+                write(1, at, *inputs)
+            noise = self.choice.beforehand(history.rows, draws, self._vocabulary, self._where)
+            run = partial(self._parts, write, 1 + len(inputs))
+            said = history.draft((kind, self.choice.sampling), depth, run, (*inputs, *noise), cut, ahead, again)
+            if said is not None:
+                return whole(said, depth)
+        return write(depth, history.catch_up(again), *inputs)
+
+    def _parts(self, write: Callable[..., Draft], inputs: int, depth: int, *given: Any) -> Tensors:
+        """What `write` says of its inputs; what follows these is noise."""
+        choice, self.choice = self.choice, self.choice.by(given[inputs:])
+        try:
+            return parts(write(depth, *given[:inputs]))
+        finally:
+            self.choice = choice
 
     def tapped(self, progress: Progress, taps: tuple[int, ...] = ()) -> Tensor:
         """What the target's layers say, [B, A, taps H]; those of `taps`, in that order, which may name some twice."""

@@ -15,11 +15,12 @@ import torch
 from torch import Generator, Tensor, nn
 
 from specdemo.core.accept import Lossless
+from specdemo.core.host import Reading, to_device
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling, draw, to_probs
 from specdemo.core.tree import ABSENT, Draft, chain_parents, first_branch, is_chain
 from specdemo.methods import knob, load_drafter
-from specdemo.methods.draft_model import DraftModel
+from specdemo.methods.draft_model import CATCHING_UP, DraftModel
 from specdemo.methods.wrapper import Wrapper, wrappable
 from specdemo.models.checkpoints import Checkpoint
 
@@ -71,23 +72,54 @@ class Cascade(DraftModel):
         """Its notes have passes: how often the draft model was asked."""
         guess = self._guess(depth - 1)
         missing = self._missing()
-        logits = self._read_both(missing, guess)
+        guessed: list[list[int]] = guess.tokens.tolist()
+        logits = self._read_both(missing, guess, guessed)
         verdict = self._rule(guess, to_probs(logits, self.choice.sampling), self.choice.noise)
         self.model.commit([list(range(len(m) + len(p) - 1)) for m, p in zip(missing, verdict.path, strict=True)])
         tokens, seen = [], []
-        ends = zip(verdict.path, guess.tokens.tolist(), verdict.bonus.tolist(), strict=True)
-        for row, (path, guessed, bonus) in enumerate(ends):
-            kept = guessed[: len(path) - 1]
-            tokens.append([*kept, bonus])
+        ends = zip(verdict.path, guessed, verdict.bonus.tolist() if verdict.said is None else verdict.said, strict=True)
+        for row, (path, words, end) in enumerate(ends):
+            kept = words[: len(path) - 1]
+            tokens.append([*kept, end[-1] if isinstance(end, list) else end])
             seen.append([*logits[row, : len(path)]])
             self._read[row] = self._history[row] + kept
             self._agreed[row] = len(self._history[row])
+        return self._rest(tokens[0], logits, depth) or self._whole(tokens, seen, depth)
+
+    def _rest(self, tokens: list[int], logits: Tensor, depth: int) -> Draft | None:
+        """Behind the only row's tokens so far, which the logits [1, 1 + G, V] said; None: not as a recorded pass."""
+        first = self.choice.chain(
+            to_device([tokens], logits.device), self.choice.said(logits[:, : len(tokens)]), self._words
+        )
+        if len(tokens) >= depth or len(logits) > 1:
+            return replace(first, notes={"passes": 1}) if len(logits) == 1 else None
+        rest = self._replayed([tokens[-1:]], depth - len(tokens))
+        if rest is None:
+            return None
+        self._written = Reading(torch.cat([first.tokens[:, -1:], rest.tokens[:, :-1]], 1))
+        both = [(first.tokens, rest.tokens), (first.probs, rest.probs), (first.confidence, rest.confidence)]
+        drafted, probs, sure = (None if b is None or a is None else torch.cat([a, b], 1) for a, b in both)
+        assert drafted is not None
+        return replace(Draft.chain(drafted, probs, sure), notes={"passes": 2})
+
+    def unrecord(self) -> None:
+        super().unrecord()
+        self._inner.unrecord()
+
+    def rehearse(self, budget: Budget) -> None:
+        depth = min(budget.depth, budget.nodes)
+        super()._write(depth)
+        self.model.rehearse(CATCHING_UP + depth)
+        self._inner.rehearse(budget)
+
+    def _whole(self, tokens: list[list[int]], seen: list[list[Tensor]], depth: int) -> Draft:
+        """Every row's tokens so far, one by one as deep as is asked."""
         passes = 1
         while min(map(len, tokens)) < depth:
             self._go_on(tokens, seen, depth)
             passes += 1
         logits = torch.stack([torch.stack(row) for row in seen])
-        draft = self.choice.chain(torch.tensor(tokens, device=logits.device), self.choice.said(logits))
+        draft = self.choice.chain(to_device(tokens, logits.device), self.choice.said(logits))
         return replace(draft, notes={"passes": passes})
 
     def _guess(self, depth: int) -> Draft:
@@ -95,14 +127,15 @@ class Cascade(DraftModel):
         guess = self._inner.propose(Budget(depth, depth))
         return guess if is_chain(guess.parents) else first_branch(guess)
 
-    def _read_both(self, missing: list[list[int]], guess: Draft) -> Tensor:
+    def _read_both(self, missing: list[list[int]], guess: Draft, guessed: list[list[int]]) -> Tensor:
         """One pass over what is missing and the guess; logits [B, 1 + G, V] after the root and every guessed token."""
-        fed = [m + [t for t in g if t != ABSENT] for m, g in zip(missing, guess.tokens.tolist(), strict=True)]
-        width = max(map(len, fed))
-        tokens = torch.tensor([row + [ABSENT] * (width - len(row)) for row in fed], device=self.model.device)
+        fed = [m + [t for t in g if t != ABSENT] for m, g in zip(missing, guessed, strict=True)]
+        width, tokens = max(map(len, fed)), self._padded(fed)
         logits = self.model.forward(tokens, chain_parents(len(fed), width - 1, tokens.device)).logits
+        if len(fed) == 1:
+            return self._widened(logits[:, len(missing[0]) - 1 :])
         rows = torch.arange(len(fed), device=logits.device)[:, None]
-        roots = torch.tensor([[len(m) - 1] for m in missing], device=logits.device)
+        roots = to_device([[len(m) - 1] for m in missing], logits.device)
         places = (roots + torch.arange(1 + guess.nodes, device=logits.device)).clamp_max(width - 1)
         return self._widened(logits[rows, places])
 
@@ -110,7 +143,7 @@ class Cascade(DraftModel):
         """One more token for every row that is shorter than `depth`."""
         short = [len(row) < depth for row in tokens]
         last = [row[-1] if goes_on else ABSENT for row, goes_on in zip(tokens, short, strict=True)]
-        fed = torch.tensor(last, device=self.model.device)[:, None]
+        fed = to_device(last, self.model.device)[:, None]
         logits = self._widened(self.model.forward(fed, fed.new_empty(len(last), 0)).logits[:, -1])
         self.model.commit([[0] if goes_on else [] for goes_on in short])
         drawn = draw(to_probs(logits, self.choice.sampling), self.choice.noise).tolist()

@@ -11,20 +11,25 @@ import torch
 from torch import Generator, Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from specdemo.core.host import Reading, to_device
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft, chain_parents
 from specdemo.methods import expect, head_of
 from specdemo.methods.base import Learner, NoOptions
 from specdemo.methods.flags import sglang_chain, vllm
-from specdemo.methods.heads.choose import Choice, Vocabulary, Writing
-from specdemo.methods.vocabularies import ENOUGH, Bridge, Reading
+from specdemo.methods.heads.choose import Choice, Vocabulary, Writing, parts, whole
+from specdemo.methods.vocabularies import ENOUGH, Bridge, RowText
 from specdemo.models.checkpoints import Checkpoint, outline_checkpoint
+from specdemo.models.graphs import Tensors
+from specdemo.models.history import DraftPlan, Read
 from specdemo.models.hub import LoadProgress
 from specdemo.models.load import Incomplete, LoadedModel, load_model
 from specdemo.models.target import HFTarget
 from specdemo.training.losses import likeliest
 
+CATCHING_UP = 8  # tokens that a recorded draft reads at most before it writes; mostly it is one or two
+AGAIN = 2  # tokens that a word which has begun may take
 PROBES = (  # what tokenizers of one vocabulary may still cut differently
     "Once upon a time, there was a little girl named Lily.",
     "  two spaces\n\n\ta tab, CAPITALS and camelCase don't",
@@ -32,9 +37,6 @@ PROBES = (  # what tokenizers of one vocabulary may still cut differently
     "naïve café, Ünïcödé, 日本語のテキスト, Привет, مرحبا, 🐉🏰",
     "e\u0301 is é twice; \u00a0 and \u200b hide",
 )
-
-
-AGAIN = 2  # tokens that a word which has begun may take
 
 
 class DraftModel(Learner):
@@ -69,16 +71,15 @@ class DraftModel(Learner):
             self._cross(target, difference)
         shared = None if self._bridge is None else self._bridge.shared
         self._words = Vocabulary(shared, target.vocab_size)
-        self._texts: list[Reading] = []  # per row, where there is a bridge
+        self._texts: list[RowText] = []  # per row, where there is a bridge
+        self._target = target
         self.choice = Choice()
         self._history: list[list[int]] = []  # per row: what the target has committed, the root last
         self._read: list[list[int]] = []  # per row: what the draft's cache holds
         self._roots: list[int] = []  # per row: the target's id of the last token, where there is a bridge
         self._begun: list[bytes] = []  # per row: the word its text ends with, which the draft reads anew
         self._agreed: list[int] = []  # per row: a prefix length known to be common to both
-        # [B, N - 1] what it read of its own last draft; asked for late, so that a GPU need not finish drafting before
-        # the target's pass is started
-        self._written: Tensor | None = None
+        self._written: Reading | None = None  # [B, N - 1] what it read of its own last draft
 
     def _cross(self, target: HFTarget, difference: str) -> None:
         """Speak through shared tokens where they hold most of what either model says, else through text."""
@@ -99,6 +100,13 @@ class DraftModel(Learner):
     @property
     def max_length(self) -> int | None:
         return None if self._bridge else self.model.max_length  # whose tokens are others
+
+    def unrecord(self) -> None:
+        self.model.unrecord()
+
+    @property
+    def unrecorded(self) -> str:
+        return self.model.note
 
     @property
     def weight_bytes(self) -> int:
@@ -121,26 +129,29 @@ class DraftModel(Learner):
         self.model.release()
 
     def observe(self, progress: Progress) -> None:
-        outputs = progress.outputs.tolist()
         if self._bridge:
-            self._translate(self._bridge, progress.inputs.tolist(), outputs, progress.lengths)
+            self._translate(self._bridge, progress.inputs.tolist(), progress.said())
             return
         if not self._history[0]:  # the prompt
             inputs = progress.inputs.tolist()
-            self._history = [[*i, o[-1]] for i, o in zip(inputs, outputs, strict=True)]
+            self._history = [[*i, o[-1]] for i, o in zip(inputs, progress.said(), strict=True)]
             if progress.inputs.shape[1] < self.model.max_length:
-                self.model.start(progress.inputs)
+                self.model.start(progress.inputs, reserve=self._reserve(progress.inputs.shape[1]))
                 self._read = inputs
                 self._agreed = [len(i) for i in inputs]
             return
-        for row, (new, length) in enumerate(zip(outputs, progress.lengths, strict=True)):
-            self._history[row] += new[:length]
+        for history, said in zip(self._history, progress.said(), strict=True):
+            history += said
 
-    def _translate(self, bridge: Bridge, inputs: list[list[int]], outputs: list[list[int]], lengths: list[int]) -> None:
+    def _reserve(self, prompt: int) -> int:
+        """As much as the target has, where a cache that grows is recorded anew."""
+        there = self._target.capacity if isinstance(self._target, HFTarget) and self.model.records else 0
+        return max(there - prompt, 0) and there - prompt + CATCHING_UP
+
+    def _translate(self, bridge: Bridge, inputs: list[list[int]], said: list[list[int]]) -> None:
         """What became history, as the draft reads it; the prompt goes into its cache as far as all rows have it."""
         first = not self._history[0]
-        for row, (text, length) in enumerate(zip(self._texts, lengths, strict=True)):
-            new = outputs[row][:length]
+        for row, (text, new) in enumerate(zip(self._texts, said, strict=True)):
             written = bridge.ours.begins(inputs[row] + new[-1:]) if first else bridge.ours.written(new)
             self._history[row] = text.extend(written)
             self._agreed[row] = min(self._agreed[row], len(text.ids))
@@ -178,12 +189,43 @@ class DraftModel(Learner):
     def _write(self, depth: int) -> Draft:
         if self._bridge and self._by_text:
             return self._write_text(self._bridge, depth)
+        missing = self._missing()
+        draft = None if self._bridge else self._replayed(missing, depth)
+        if draft is not None:
+            self._written = Reading(draft.tokens[:, : depth - 1])
+            return draft
         written = Writing(self.choice)
-        tokens = written.take(self._known(self._catch_up()[:, None]))
-        while len(written) < depth:
-            tokens = written.take(self._known(self._read_on(self._spoken(tokens))[:, None]))
-        self._written = self._spoken(written.tokens[:, : depth - 1])
+        written.take(self._known(self._catch_up(missing)[:, None]))
+        written.follow(lambda tokens: self._known(self._read_on(self._spoken(tokens))), depth)
+        self._written = Reading(self._spoken(written.tokens[:, : depth - 1]))
         return written.draft(self._words)
+
+    def _replayed(self, missing: list[list[int]], depth: int) -> Draft | None:
+        """The whole draft as one recorded pass; None: it is not recorded."""
+        if not self.model.records or max(map(len, missing)) > CATCHING_UP:
+            return None
+        plan = DraftPlan(("chain", self.choice.sampling), depth, CATCHING_UP, keeps=True)
+        noise = self.choice.beforehand(len(missing), depth, self._words.size, self.model.device)
+        tokens, counts = self._padded(missing), [len(m) for m in missing]
+        said = self.model.draft(tokens, counts, self._recorded, noise, plan)
+        if said is None:
+            return None
+        self._caught_up()
+        return whole(said, depth)
+
+    def _recorded(self, read: Read, depth: int, *noise: Tensor) -> Tensors:
+        written, known = Writing(self.choice.by(noise)), self._words.size
+        written.take(read(None)[:, None, :known])
+        written.follow(lambda tokens: read(tokens)[:, :known], depth)
+        return parts(written.draft(self._words))
+
+    def _padded(self, rows: list[list[int]]) -> Tensor:
+        width = max(map(len, rows))
+        return to_device([row + [ABSENT] * (width - len(row)) for row in rows], self.model.device)
+
+    def _caught_up(self) -> None:
+        self._read = [h.copy() for h in self._history]
+        self._agreed = [len(h) for h in self._history]
 
     def _known(self, logits: Tensor) -> Tensor:
         """[.., draft's vocabulary] -> [.., W] of the tokens that the target has too"""
@@ -196,7 +238,7 @@ class DraftModel(Learner):
     def _write_text(self, bridge: Bridge, depth: int) -> Draft:
         """The likeliest text, until it is `depth` tokens of the target's in every row. A word that has begun is read
         again: a model knows words by their first token."""
-        logits, begun, said = self._catch_up(), self._begun.copy(), []
+        logits, begun, said = self._catch_up(self._missing()), self._begun.copy(), []
         room = min(depth + AGAIN, self.model.max_length - max(map(len, self._history)))
         while True:
             said.append(self._agreeing(bridge, logits, begun))
@@ -206,7 +248,7 @@ class DraftModel(Learner):
             if len(said) >= room or min(map(len, drafted)) >= depth:
                 break
             logits = self._read_on(said[-1])
-        self._written = torch.cat(said, 1)[:, :-1]
+        self._written = Reading(torch.cat(said, 1)[:, :-1])
         width = max(map(len, drafted))
         padded = [row + [ABSENT] * (width - len(row)) for row in drafted]
         return Draft.chain(torch.tensor(padded, dtype=torch.int64, device=self.model.device).view(len(rows), width))
@@ -239,18 +281,15 @@ class DraftModel(Learner):
             self.model.crop(self._agreed)
         return missing
 
-    def _catch_up(self) -> Tensor:
+    def _catch_up(self, missing: list[list[int]]) -> Tensor:
         """Read what is missing; logits [B, V] after the root."""
-        missing = self._missing()
-        width = max(map(len, missing))
-        tokens = torch.tensor([m + [ABSENT] * (width - len(m)) for m in missing], device=self.model.device)
-        logits = self.model.forward(tokens, chain_parents(len(missing), width - 1, tokens.device)).logits
+        tokens = self._padded(missing)
+        logits = self.model.forward(tokens, chain_parents(len(missing), tokens.shape[1] - 1, tokens.device)).logits
         self.model.commit([list(range(len(m))) for m in missing])
-        self._read = [h.copy() for h in self._history]
-        self._agreed = [len(h) for h in self._history]
+        self._caught_up()
         if len(missing) == 1:
             return logits[:, -1]
-        last = torch.tensor([len(m) - 1 for m in missing], device=logits.device)
+        last = to_device([len(m) - 1 for m in missing], logits.device)
         return logits[torch.arange(len(missing), device=logits.device), last]
 
     def _read_on(self, tokens: Tensor) -> Tensor:

@@ -17,7 +17,11 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
 from specdemo.methods import knob
 from specdemo.methods.base import Method
-from specdemo.methods.heads.choose import Choice, Writing
+from specdemo.methods.heads.choose import Choice, Writing, parts, whole
+from specdemo.methods.heads.runtime import at_last
+from specdemo.models.graphs import Tensors
+from specdemo.models.history import DraftPlan, Read
+from specdemo.models.target import HFTarget
 
 
 @runtime_checkable
@@ -54,12 +58,33 @@ class LayerSkip(Method):
         self.choice = Choice(sampling, rng)
 
     def observe(self, progress: Progress) -> None:
-        last = torch.tensor([max(n - 1, 0) for n in progress.lengths], device=progress.outputs.device)
-        self._roots = progress.outputs.gather(1, last[:, None])  # of a finished row any token: its draft is dropped
+        self._roots = at_last(progress, progress.outputs)[:, None]  # of a finished row any token: its draft is dropped
 
     def propose(self, budget: Budget) -> Draft:
+        depth = min(budget.depth, budget.nodes)
+        if depth < 1:
+            return Draft.empty(len(self._roots), self._device)
+        draft = self._replayed(depth)
+        if draft is not None:
+            return draft
         chain, written = self._roots, Writing(self.choice)
-        while len(written) < min(budget.depth, budget.nodes):
+        while len(written) < depth:
             logits = self._target.shallow(chain, self.exit_layer)
             chain = torch.cat([chain, written.take(logits[:, None])], 1)
-        return written.draft() if written else Draft.empty(len(chain), self._device)
+        return written.draft()
+
+    def _replayed(self, depth: int) -> Draft | None:
+        """As one recorded pass; None: it is not recorded."""
+        target, rows = self._target, len(self._roots)
+        if not isinstance(target, HFTarget) or not target.records:
+            return None
+        plan = DraftPlan(("layers", self.choice.sampling), depth, room=1, layers=self.exit_layer)
+        noise = self.choice.beforehand(rows, depth, target.vocab_size, self._device)
+        said = target.draft(self._roots, [1] * rows, self._recorded, noise, plan)
+        return None if said is None else whole(said, depth)
+
+    def _recorded(self, read: Read, depth: int, *noise: Tensor) -> Tensors:
+        written = Writing(self.choice.by(noise))
+        written.take(read(None)[:, None])
+        written.follow(read, depth)
+        return parts(written.draft())

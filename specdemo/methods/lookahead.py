@@ -10,9 +10,9 @@ Window nodes may be accepted like any other. Nothing is drawn, so probs is None.
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Generator
 
+from specdemo.core.host import to_device
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft
@@ -82,7 +82,7 @@ class Lookahead(Method):
         self._rows = []
 
     def observe(self, progress: Progress) -> None:
-        outputs = progress.outputs.tolist()
+        outputs = progress.said()
         if not self._rows:
             prompts = zip(progress.inputs.tolist(), outputs, strict=True)
             self._rows = [_Row(root=after[-1], columns=self._first_guesses(prompt)) for prompt, after in prompts]
@@ -106,11 +106,11 @@ class Lookahead(Method):
             return Draft.empty(len(self._rows), self._device)
         trees = [self._tree(row, budget) for row in self._rows]
         self._nodes = width = max(len(tree.tokens) for tree in trees)
-        tokens = torch.tensor([t.tokens + [ABSENT] * (width - len(t.tokens)) for t in trees], device=self._device)
+        tokens = to_device([t.tokens + [ABSENT] * (width - len(t.tokens)) for t in trees], self._device)
         if not self._supports_trees:
             return Draft.chain(tokens)
         parents = [t.parents + [0] * (width - len(t.parents)) for t in trees]
-        return Draft(tokens, torch.tensor(parents, device=self._device))
+        return Draft(tokens, to_device(parents, self._device))
 
     def _tree(self, row: _Row, budget: Budget) -> _Tree:
         tree = _Tree()

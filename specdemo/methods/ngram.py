@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Generator
 
+from specdemo.core.host import to_device
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft
@@ -76,15 +76,14 @@ class NGram(Method):
         self._rows = [_Text(self._sizes) for _ in range(batch)]
 
     def observe(self, progress: Progress) -> None:
-        for row, inputs, outputs, length in zip(
-            self._rows, progress.inputs.tolist(), progress.outputs.tolist(), progress.lengths, strict=True
-        ):
-            if not row.ids:
-                row.extend(inputs[:1])
-            row.extend(outputs[:length])
+        if not self._rows[0].ids:
+            for row, first in zip(self._rows, progress.inputs[:, :1].tolist(), strict=True):
+                row.extend(first)
+        for row, said in zip(self._rows, progress.said(), strict=True):
+            row.extend(said)
 
     def propose(self, budget: Budget) -> Draft:
         found = [row.continuation(min(budget.depth, budget.nodes)) for row in self._rows]
         width = max(map(len, found))
         padded = [f + [ABSENT] * (width - len(f)) for f in found]
-        return Draft.chain(torch.tensor(padded, dtype=torch.int64, device=self._device).view(len(found), width))
+        return Draft.chain(to_device(padded, self._device).view(len(found), width))

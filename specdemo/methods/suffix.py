@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Generator, Tensor, nn
 
+from specdemo.core.host import to_device
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft
@@ -177,22 +178,20 @@ class Suffix(Method):
         self._rows, self._trees = [], []
 
     def observe(self, progress: Progress) -> None:
-        for row, tree, inputs, outputs, length in zip(
-            self._rows,
-            self._trees,
-            progress.inputs.tolist(),
-            progress.outputs.tolist(),
-            progress.lengths,
-            strict=True,
-        ):
-            new = outputs[:length]
-            if not row.text.ids:
+        if not self._rows[0].text.ids:
+            for row, tree, (first,), length in zip(
+                self._rows, self._trees, progress.inputs[:, :1].tolist(), progress.lengths, strict=True
+            ):
                 row.prompt = length
-                new = inputs[:1] + new
-            for token in new:
-                tree.extend(row.text, token)
-                if self._memory is not None:
-                    row.recalled = self._memory.tree.follow(row.recalled, token)
+                self._read(row, tree, [first])
+        for row, tree, said in zip(self._rows, self._trees, progress.said(), strict=True):
+            self._read(row, tree, said)
+
+    def _read(self, row: _Row, tree: _Tree, tokens: list[int]) -> None:
+        for token in tokens:
+            tree.extend(row.text, token)
+            if self._memory is not None:
+                row.recalled = self._memory.tree.follow(row.recalled, token)
 
     def propose(self, budget: Budget) -> Draft:
         found = [self._best(row, budget) for row in self._rows]
@@ -205,7 +204,7 @@ class Suffix(Method):
         return Draft(tokens, self._tensor(parents, torch.int64), confidence=confidence)
 
     def _tensor(self, rows: list[list[Any]], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(rows, dtype=dtype, device=self._device)
+        return to_device(rows, self._device, dtype)
 
     def _best(self, row: _Row, budget: Budget) -> _Found:
         """Of equal scores the longer match wins, and the row's own text before the memory."""

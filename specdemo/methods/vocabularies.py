@@ -76,7 +76,7 @@ class Spelling:
 
 
 @dataclass(slots=True)
-class Reading:
+class RowText:
     """One row's text as the draft reads it. What is before the tail stays as it was cut."""
 
     spelling: Spelling
@@ -124,9 +124,9 @@ class Bridge:
         """Which part of the target's and of the draft's probability the shared tokens hold, on a sample of text."""
         return _held(target, self.ours, self.shared), _held(draft, self.theirs, self.there)
 
-    def row(self) -> Reading:
+    def row(self) -> RowText:
         """A text that the draft is to read."""
-        return Reading(self.theirs)
+        return RowText(self.theirs)
 
     def unfinished(self, root: int) -> bool:
         """Whether a text that ends with this token of the target's may end within a word."""

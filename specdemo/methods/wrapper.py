@@ -39,6 +39,19 @@ class Wrapper(Method):
     def history_bytes(self) -> int:
         return sum(drafter.history_bytes for drafter in self.drafters)
 
+    @property
+    def unrecorded(self) -> str:
+        return next((drafter.unrecorded for drafter in self.drafters if drafter.unrecorded), "")
+
+    def unrecord(self) -> None:
+        for drafter in self.drafters:
+            drafter.unrecord()
+
+    def rehearse(self, budget: Budget) -> None:
+        for drafter in self.drafters:
+            drafter.propose(budget)
+            drafter.rehearse(budget)
+
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
         for drafter in self.drafters:
             drafter.start(batch, sampling, rng)

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from specdemo.core.host import to_device
+
 SPARE = 64  # columns kept free when nobody said how many will follow
 
 
@@ -175,14 +177,14 @@ class SlabCache(Cache):
         stray = [slots for slots in path if slots != list(range(len(slots)))]
         if stray and len(path) == 1:
             stays = next(i for i, slot in enumerate(stray[0]) if i != slot)
-            source = torch.tensor([cursor.longest + slot for slot in stray[0][stays:]], device=cursor.device)
+            source = to_device([cursor.longest + slot for slot in stray[0][stays:]], cursor.device)
             for slabs in self._held():
                 kept = slabs.index_select(-2, source.to(slabs.device))
                 slabs.narrow(-2, cursor.longest + stays, len(source)).copy_(kept)
         elif stray:
             width = max(map(len, path))
-            start = torch.tensor(cursor.lengths, device=cursor.device)[:, None]
-            moved = torch.tensor([_padded(slots, width) for slots in path], device=cursor.device) + start
+            start = to_device(cursor.lengths, cursor.device)[:, None]
+            moved = to_device([_padded(slots, width) for slots in path], cursor.device) + start
             target = torch.arange(width, device=cursor.device) + start
             for slabs in self._held():
                 _move(slabs, moved.to(slabs.device), target.to(slabs.device))
@@ -198,7 +200,7 @@ class SlabCache(Cache):
         """Shorter than before forgets, longer takes over what the last forward wrote."""
         cursor = self.cursor
         cursor.lengths, cursor.longest, cursor.columns = lengths, max(lengths), None
-        cursor.each = None if min(lengths) == cursor.longest else torch.tensor(lengths, device=cursor.device)
+        cursor.each = None if min(lengths) == cursor.longest else to_device(lengths, cursor.device)
 
 
 def _move(slabs: Tensor, source: Tensor, target: Tensor) -> None:

@@ -21,9 +21,11 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2For
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
 
 from specdemo.models.packed import KNOWN_NORMS, PackedHead, PackedLinear, QuickNorm, joined, packed, packs, quick
+from specdemo.models.place import placed
 
 KNOWN_MODELS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 KNOWN_LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
+QUANTISED = ("Linear4bit", "Linear8bitLt")  # of bitsandbytes
 STEADY_ROPE = ("default", "linear", "llama3", "yarn")  # kinds of angles that do not depend on the text's length
 TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 4e-2, torch.float16: 5e-3}  # of the largest output
 
@@ -41,9 +43,9 @@ class FusedLayer(nn.Module):
         self.attention_type = getattr(layer, "attention_type", None)
         self.before_attention, self.before_mlp = quick(layer.input_layernorm), quick(layer.post_attention_layernorm)
         self.q_norm, self.k_norm = (quick(getattr(attention, name, None)) for name in ("q_norm", "k_norm"))
-        self.qkv = packed(joined(attention.q_proj, attention.k_proj, attention.v_proj))
+        self.qkv = _together(attention.q_proj, attention.k_proj, attention.v_proj)
         self.out = packed(attention.o_proj)
-        self.gate_up = packed(joined(mlp.gate_proj, mlp.up_proj))
+        self.gate_up = _together(mlp.gate_proj, mlp.up_proj)
         self.down = packed(mlp.down_proj)
         self.act = mlp.act_fn
 
@@ -75,27 +77,47 @@ class FusedLayer(nn.Module):
         value = value.transpose(1, 2)
         if cache is not None:
             key, value = cache.update(key, value, self.index)
-        x = x + self.out(self._attend(query, key, value, mask).reshape(rows, slots, -1))
+        seen = attend(query, key, value, mask, mask is None and slots > 1, self.scaling)
+        x = x + self.out(seen.reshape(rows, slots, -1))
         gate, up = self.gate_up(_normed(self.before_mlp, x)).chunk(2, -1)
         out: Tensor = x + self.down(self.act(gate) * up)
         return out
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """query [B, H, S, D], key and value [B, K, L, D] -> [B, S, H, D]. The queries of a group become rows of one
-        head, so that its keys are read once."""
-        rows, heads, slots, size = query.shape
-        causal = mask is None and slots > 1
-        group = heads // self.kv_heads
-        if group == 1 or causal:
-            out = F.scaled_dot_product_attention(
-                query, key, value, mask, is_causal=causal, scale=self.scaling, enable_gqa=group > 1
-            )
-            return out.transpose(1, 2)
-        folded = query.reshape(rows, self.kv_heads, group * slots, size)
-        if mask is not None:
-            mask = mask.repeat(1, 1, group, 1)
-        out = F.scaled_dot_product_attention(folded, key, value, mask, scale=self.scaling)
-        return out.view(rows, heads, slots, size).transpose(1, 2)
+
+class Several(nn.Module):
+    """The outputs of layers that read the same states, where their weights cannot be joined."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([layer(x) for layer in self.layers], -1)
+
+
+def _together(*linears: nn.Linear) -> nn.Module:
+    if all(type(linear) is nn.Linear for linear in linears):
+        return packed(joined(*linears))
+    return Several(*linears)
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scaling: float | None = None
+) -> Tensor:
+    """query [B, H, S, D], key and value [B, K, L, D], mask [B or 1, 1, S, L] -> [B, S, H, D]. The queries of a group
+    become rows of one head, so that its keys are read once."""
+    rows, heads, slots, size = query.shape
+    group = heads // key.shape[1]
+    if group == 1 or causal:
+        out = F.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=causal, scale=scaling, enable_gqa=group > 1
+        )
+        return out.transpose(1, 2)
+    folded = query.reshape(rows, key.shape[1], group * slots, size)
+    if mask is not None:
+        mask = mask.repeat(1, 1, group, 1)
+    out = F.scaled_dot_product_attention(folded, key, value, mask, scale=scaling)
+    return out.view(rows, heads, slots, size).transpose(1, 2)
 
 
 class FusedDecoder:
@@ -147,8 +169,10 @@ class FusedDecoder:
 
 @torch.no_grad()
 def hasten(model: PreTrainedModel) -> None:
-    """Replace what can be replaced, in place. Models that are quantised or spread over devices stay as they are."""
-    if getattr(model, "hf_quantizer", None) is not None or getattr(model, "hf_device_map", None):
+    """Replace what can be replaced, in place. Models that are spread over devices stay as they are, and so do quantised
+    ones on a CPU: on a GPU it is their many small operations that take the time."""
+    quantised = getattr(model, "hf_quantizer", None) is not None and model.device.type != "cuda"
+    if quantised or placed(model):
         return
     decoder: Any = model.get_decoder()
     layers = getattr(decoder, "layers", None)
@@ -167,7 +191,7 @@ def hasten(model: PreTrainedModel) -> None:
 @torch.no_grad()
 def fused(layer: nn.Module, rotary: nn.Module) -> nn.Module:
     """The layer fused, which is to replace it; the layer itself where that is unknown or says something else."""
-    if type(layer) not in KNOWN_LAYERS or not is_plain(layer):
+    if type(layer) not in KNOWN_LAYERS or not is_plain(layer, QUANTISED):
         return layer
     replacement = FusedLayer(layer)
     return replacement if _alike(layer, replacement, rotary) else layer
@@ -205,18 +229,19 @@ def close(said: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
     return bool((said - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max())
 
 
-def is_plain(layer: Any) -> bool:
-    """Whether its matrices are ordinary linear layers and its norms the ones known here."""
+def is_plain(layer: Any, more: tuple[str, ...] = ()) -> bool:
+    """Whether its matrices are ordinary linear layers, or of classes of these names, and its norms known here."""
     attention, mlp = layer.self_attn, layer.mlp
     linear = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
     linear += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
     norms = (layer.input_layernorm, layer.post_attention_layernorm)
-    return all(type(m) is nn.Linear for m in linear) and all(type(n) in KNOWN_NORMS for n in norms)
+    known = all(type(m) is nn.Linear or type(m).__name__ in more for m in linear)
+    return known and all(type(n) in KNOWN_NORMS for n in norms)
 
 
 def sample(like: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Six states [1, 6, size] and their positions."""
-    x = torch.randn(1, 6, size, generator=torch.Generator().manual_seed(0)).to(like)
+    x = torch.randn(1, 6, size, generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
     return x, torch.arange(6, device=x.device)[None]
 
 
@@ -234,7 +259,8 @@ def turning(sin: Tensor) -> Tensor:
 
 
 def _normed(norm: Any, x: Tensor) -> Tensor:
-    if x.dtype == torch.float32 and type(norm) in KNOWN_NORMS:  # elsewhere transformers rounds in between
+    # in 16 bits transformers rounds in between, as eight kernels of a GPU do; this is one, and rounds once
+    if type(norm) in KNOWN_NORMS and (x.dtype == torch.float32 or x.device.type == "cuda"):
         return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
     normed: Tensor = norm(x)
     return normed

@@ -1,50 +1,49 @@
 """Passes of fixed shapes, recorded once and replayed.
 
 On a GPU a pass over a few tokens costs more in starting its hundreds of operations than in running them; recorded as a
-CUDA graph it is started as one. A recorded pass reads and writes the same memory every time, so its inputs are copied
-into a `_Frame`, its text is as long as the whole cache, with a mask over what is not there yet, and its slots are
-padded to one of `WIDTHS`. Padding slots lie behind the others and are seen by nobody.
-
-B rows, S slots, W columns of the cache.
+CUDA graph it is started as one. A recorded pass is the same operations on the same memory every time: its inputs are
+copied into tensors of its own, and whatever differs from one replay to the next, such as how long a text is, has to be
+in these. What runs is a function of tensors alone, be it a pass of the target or a whole draft.
 """
 
 import os
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from specdemo.core.protocol import Forward
-from specdemo.models.cache import SlabCache
-from specdemo.models.fused import close
+from specdemo.models.fused import TOLERANCE
 
-WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)  # wider passes are not recorded
+WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)  # of passes over slots; wider ones are not recorded
 COLUMNS = 64  # a cache of recorded passes holds a multiple of so many; rows of a mask are then aligned
 ROOM = 512  # columns kept free when nobody said how many will follow: a cache that grows is recorded anew
 WARM_UPS = 3  # passes before a recording: libraries choose their kernels and take their memory in the first ones
+# bytes of one owner's recordings, as they add up for 152,000 words: a workspace of cuBLAS of 32 MiB on the GPUs that
+# want most, the logits of every width, what a draft draws, and what passes work with
+OWNED = 128 << 20
 SWITCH = (
     "SPECDEMO_GRAPHS"  # environment: 0 starts every operation on its own, compile lets torch.compile join some first
 )
 COMPILATIONS = 64  # a target has one for every width and set of taps; the usual limit of 8 would end in eager passes
 
 Decoder = TypeVar("Decoder", bound=Callable[..., Any])
-Run = Callable[[], Forward]
+Tensors = tuple[Tensor, ...]
+Run = Callable[[], Tensors]
 Recorder = Callable[[Run], Run]  # what runs -> what replays it, into the same memory
-
-
-@dataclass(slots=True)
-class Recording:
-    """Of one target: how its passes are recorded, and why no longer."""
-
-    record: Recorder
-    refused: str = ""
 
 
 def recorder_for(device: torch.device) -> Recorder | None:
     """CUDA graphs where there are any; None: nothing is recorded."""
     return CudaGraphs(device) if device.type == "cuda" and os.environ.get(SWITCH) != "0" else None
+
+
+def recorded_bytes(device: torch.device, owners: int) -> int:
+    """What the recordings of so many owners may take beside weights and caches."""
+    return owners * OWNED if recorder_for(device) else 0
 
 
 def compiled(decoder: Decoder) -> Decoder:
@@ -56,27 +55,49 @@ def compiled(decoder: Decoder) -> Decoder:
     return cast(Decoder, torch.compile(decoder, dynamic=False))
 
 
+def covering(slots: int) -> list[int]:
+    """The fewest of `WIDTHS` by which every pass over up to so many slots has one that is not much wider."""
+    full = next((w for w in WIDTHS if w >= slots), WIDTHS[-1])
+    widths = [1]
+    while widths[-1] < full:
+        widths.append(max(w for w in WIDTHS if w <= min(_loosest(widths[-1] + 1), full)))
+    return widths
+
+
+def _loosest(slots: int) -> int:
+    """The widest pass that may read so many slots: beyond, what it reads for nothing would be felt."""
+    return 2 * slots + 6
+
+
 class CudaGraphs:
-    """Records on `device`. All graphs share one pool of memory, since each result is copied before the next replay."""
+    """Records on `device`, for one owner, who drops all its recordings at once.
+
+    Warm-up and capture run on a stream of the recorder's own: the end of any graph takes the cuBLAS workspaces of its
+    stream from all others recorded there (pytorch #193402). All graphs share one pool of memory, so that each result
+    has to be copied before the next replay.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
+        self._newest: Callable[[], Any] = lambda: None
 
     def __call__(self, run: Run) -> Run:
         with torch.cuda.device(self._device):
-            beside = torch.cuda.Stream()
+            beside = self._stream = self._stream or torch.cuda.Stream()
             beside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(beside):
                 for _ in range(WARM_UPS):
                     run()
             torch.cuda.current_stream().wait_stream(beside)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # a server has others
+            graph, newest = torch.cuda.CUDAGraph(), self._newest()
+            pool = newest.pool() if newest else None  # one whose graphs are gone must not be used again
+            # a server has other threads
+            with torch.cuda.graph(graph, pool=pool, stream=beside, capture_error_mode="thread_local"):
                 said = run()
-            self._pool = graph.pool()
+            self._newest = weakref.ref(graph)
 
-        def replay() -> Forward:
+        def replay() -> Tensors:
             graph.replay()
             return said
 
@@ -85,88 +106,100 @@ class CudaGraphs:
 
 @dataclass(slots=True)
 class _Frame:
-    tokens: Tensor  # [B, S] int64
-    positions: Tensor  # [B, S] int64
-    columns: Tensor  # [B, 1, S, 1] int64, where keys and values are written
-    mask: Tensor  # [B, 1, S, W] additive
+    inputs: Tensors
     replay: Run
 
+    def fill(self, inputs: Sequence[Tensor]) -> None:
+        """What is smaller than its place leaves the rest as it is."""
+        for into, given in zip(self.inputs, inputs, strict=True):
+            (into if into.shape == given.shape else into[tuple(map(slice, given.shape))]).copy_(given)
 
-class Graphs:
-    """The recorded passes over one cache. `run(tokens, cache, positions, mask, taps)` is the pass itself."""
 
-    def __init__(self, run: Callable[..., Forward], cache: SlabCache, dtype: torch.dtype, recording: Recording) -> None:
-        self._run, self._cache, self._dtype, self._recording = run, cache, dtype, recording
-        self._capacity = 0
-        self._frames: dict[tuple[int, tuple[int, ...]], _Frame] = {}
+class Passes:
+    """The recorded passes of one owner, by their kind and size."""
 
-    def width(self, slots: int, taps: tuple[int, ...]) -> int | None:
-        """The width of the pass that is to read so many slots: of one that is recorded where that is not much wider,
-        so that the short last steps of a text need no recordings of their own. None: too wide, or refused."""
-        if self._recording.refused:
+    def __init__(self, record: Recorder, dtype: torch.dtype) -> None:
+        """dtype: what is worked out in; a recording may differ by so much rounding from what it records."""
+        self.refused = ""  # why nothing is recorded any more
+        self._record, self._dtype = record, dtype
+        self._frames: dict[tuple[Hashable, int], _Frame] = {}
+
+    @property
+    def note(self) -> str:
+        """Why every operation is started on its own; empty where passes are recorded."""
+        return f"{self.refused}, so every operation is started on its own" if self.refused else ""
+
+    def clear(self) -> None:
+        """Before memory is freed that they read or write."""
+        self._frames.clear()
+
+    def width(self, kind: Hashable, slots: int) -> int | None:
+        """Of the pass that is to read so many slots: of one that is there where that is not much wider, so that the
+        short last steps of a text need no recordings of their own. None: too wide, or refused."""
+        if self.refused:
             return None
-        known = (w for w, t in self._frames if t == taps and slots <= w <= 2 * slots + 6)
+        known = (w for w in self._sizes(kind) if slots <= w <= _loosest(slots))
         return min(known, default=next((w for w in WIDTHS if w >= slots), None))
 
+    def depth(self, kind: Hashable, wanted: int, cut: bool) -> int | None:
+        """Of the draft that is to be written: a deeper one that is there will do where it can be `cut`. None: it is to
+        run as it is, being refused or one of the last of a text, which are not worth a recording."""
+        if self.refused:
+            return None
+        known = [depth for depth in self._sizes(kind) if depth >= wanted]
+        if wanted in known or not known:
+            return wanted
+        return min(known) if cut else None
+
+    def _sizes(self, kind: Hashable) -> list[int]:
+        return [size for each, size in self._frames if each == kind]
+
     def __call__(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor | None, taps: tuple[int, ...], width: int
-    ) -> Forward | None:
-        """tokens and positions [B or 1, S] behind the history, mask [B or 1, 1, S, L + S] over it and the slots, None:
-        nothing is hidden. The cache has room for `width` slots. None: the pass was refused.
-        """
-        slots = tokens.shape[1]
-        if self._cache.cursor.capacity != self._capacity:  # what was recorded writes to memory that is gone
-            self._frames.clear()
-            self._capacity = self._cache.cursor.capacity
-        if (width, taps) not in self._frames:
-            widths = (1, 2) if width == 1 and self._cache.cursor.longest + 2 <= self._capacity else (width,)
-            for each in widths:  # who reads one token at a time, as a draft model does, now and then reads two
-                self._add(each, tokens, positions, mask, taps)
-                if self._recording.refused:
-                    return None
-        frame = self._frames[width, taps]
-        self._fill(frame, tokens, positions, mask)
-        said = frame.replay()
-        return Forward(said.logits[:, :slots].clone(), {tap: h[:, :slots].clone() for tap, h in said.hidden.items()})
+        self,
+        kind: Hashable,
+        size: int,
+        run: Callable[..., Tensors],
+        inputs: Sequence[Tensor],
+        shapes: Sequence[Sequence[int]],
+    ) -> Tensors | None:
+        """`run(*inputs)`, of inputs that may be smaller than `shapes`; what it says is to be copied before the next
+        call. `run` may write into memory that stays, the same whenever it is run on the same inputs. None: refused."""
+        frame = self._frames.get((kind, size)) or self._added(kind, size, run, inputs, shapes)
+        if frame is None:
+            return None
+        frame.fill(inputs)
+        return frame.replay()
 
-    def _add(self, width: int, tokens: Tensor, positions: Tensor, mask: Tensor | None, taps: tuple[int, ...]) -> None:
-        frame = self._frame(len(tokens), width, tokens.device, taps)
-        self._fill(frame, tokens, positions, mask)
-        self._check_in(frame)
-        self._frames[width, taps] = frame
-
-    def _frame(self, rows: int, width: int, device: torch.device, taps: tuple[int, ...]) -> _Frame:
-        tokens, positions = (torch.zeros(rows, width, dtype=torch.int64, device=device) for _ in range(2))
-        columns = torch.zeros(rows, 1, width, 1, dtype=torch.int64, device=device)
-        mask = torch.empty(rows, 1, width, self._capacity, dtype=self._dtype, device=device)
-
-        def run() -> Forward:
-            with self._cache.whole(columns):
-                return self._run(tokens, self._cache, positions, mask, taps)
-
-        return _Frame(tokens, positions, columns, mask, run)
-
-    def _fill(self, frame: _Frame, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> None:
-        cursor = self._cache.cursor
-        slots, width = tokens.shape[1], frame.tokens.shape[1]
-        frame.tokens[:, :slots].copy_(tokens)
-        frame.positions[:, :slots].copy_(positions)
-        frame.mask.fill_(torch.finfo(self._dtype).min)
-        seen = frame.mask[:, :, :slots, : cursor.longest + slots]
-        seen.zero_() if mask is None else seen.copy_(mask)
-        if slots < width:
-            frame.mask[:, :, slots:, 0] = 0.0  # a slot that sees nothing may become NaN, and stay in the cache as that
-        every = torch.arange(width, device=tokens.device)
-        start = cursor.longest if cursor.each is None else cursor.each[:, None]
-        frame.columns.copy_((every + start).view(-1, 1, width, 1))
-
-    def _check_in(self, frame: _Frame) -> None:
-        """Replace the frame's run by its recording; refused unless both say the same."""
-        expected = frame.replay().logits.float()
+    def _added(
+        self,
+        kind: Hashable,
+        size: int,
+        run: Callable[..., Tensors],
+        inputs: Sequence[Tensor],
+        shapes: Sequence[Sequence[int]],
+    ) -> _Frame | None:
+        """Refused unless the recording says what is recorded."""
         try:
-            frame.replay = self._recording.record(frame.replay)
+            places = tuple(x.new_zeros(shape) for x, shape in zip(inputs, shapes, strict=True))
+            frame = _Frame(places, partial(run, *places))
+            frame.fill(inputs)
+            expected = [said.clone() for said in frame.replay()]
+            frame.replay = self._record(frame.replay)
+            if all(map(self._alike, frame.replay(), expected)):
+                self._frames[kind, size] = frame
+                return frame
+            self.refused = "a recorded pass said something else than the pass itself"
         except RuntimeError as error:
-            self._recording.refused = f"passes could not be recorded ({str(error).partition(chr(10))[0]})"
-            return
-        if not close(frame.replay().logits.float(), expected, self._dtype):
-            self._recording.refused = "a recorded pass said something else than the pass itself"
+            reason = str(error).partition("\n")[0].partition(". ")[0]
+            self.refused = f"passes could not be recorded ({reason})"
+        self.clear()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # what a lack of memory left
+        return None
+
+    def _alike(self, said: Tensor, expected: Tensor) -> bool:
+        same = said == expected
+        if said.is_floating_point() and said.numel():
+            finite = expected.masked_fill(~expected.isfinite(), 0.0).float()
+            same = same | ((said.float() - finite).abs() <= TOLERANCE[self._dtype] * finite.abs().max())
+        return bool(same.all())

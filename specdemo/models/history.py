@@ -9,24 +9,38 @@ B rows, S slots, T prompt tokens.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
+from specdemo.core.host import to_device
 from specdemo.core.protocol import Forward
-from specdemo.core.tree import ABSENT
+from specdemo.core.tree import ABSENT, chain_parents
 from specdemo.models.cache import SlabCache
-from specdemo.models.graphs import Graphs
-from specdemo.models.masks import Masks, Plan
+from specdemo.models.graphs import Passes, Tensors
+from specdemo.models.masks import Masks, Plan, ancestry, in_place
+from specdemo.models.runner import AttentionMask, Runner
 
 SNAPSHOTS = 24  # commits a replaying row can be cropped back to without reading its text again
 
-AttentionMask = Tensor | None | dict[str, Tensor | None]
+
+class DraftPlan(NamedTuple):
+    """How a draft behind a history is recorded."""
+
+    kind: Hashable  # of drafts, which differ by their depth alone
+    depth: int  # tokens that are wanted; a deeper one may be written
+    room: int  # tokens that may be read first
+    layers: int = 0  # of the model so many alone; 0: all
+    keeps: bool = False  # what was read becomes history: the tokens given, and those drafted but for the last
+
+
+Read = Callable[[Tensor | None], Tensor]  # as in `HFTarget.draft`
+Write = Callable[..., Tensors]  # (read, depth, *more) -> its tokens [B, depth], and more: a draft
 
 
 class Pass(Protocol):
@@ -78,20 +92,19 @@ class History(Protocol):
 
 
 class GatherHistory:
-    """`windows`: how far each kind of layer looks (0: at everything); one kind gets its mask bare, several by name.
-    `graphs` are for a model without windows."""
+    """`windows`: how far each kind of layer looks (0: at everything); one kind gets its mask bare, several by name."""
 
     def __init__(
         self,
-        run: Pass,
+        run: Runner,
         cache: SlabCache,
         windows: Mapping[str, int],
         masks: Masks,
         limit: int,
-        graphs: Graphs | None = None,
+        passes: Passes | None = None,
     ) -> None:
         self._run, self._cache, self._windows, self._masks, self._limit = run, cache, windows, masks, limit
-        self.graphs = graphs
+        self._passes, self._recorded = passes, cache.cursor.capacity  # how long the cache was of which passes are
         self._only = next(iter(windows.values())) if len(windows) == 1 else None
         masks.reserve(cache.cursor.capacity)
 
@@ -119,15 +132,92 @@ class GatherHistory:
         return forward
 
     def forward(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...]) -> Forward:
-        width = self.graphs.width(tokens.shape[1], taps) if self.graphs else None
-        if self.graphs is not None and width is not None:
-            self._cache.prepare(width)
-            tokens, positions, mask = self._inputs(tokens, parents)
-            assert not isinstance(mask, dict)
-            forward = self.graphs(tokens, positions, mask, taps, width)
-            if forward is not None:
-                return forward
-        return self._forward(self._run, tokens, parents, taps)
+        said = self._replayed(tokens, parents, taps) if self._passes else None
+        return said or self._forward(self._run, tokens, parents, taps)
+
+    def _replayed(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...]) -> Forward | None:
+        """None: not as a recorded pass."""
+        rows, slots = tokens.shape
+        chain = slots < 3 or parents is chain_parents(rows, slots - 1, parents.device)
+        width = self._room(slots, (taps, chain))
+        if self._passes is None or width is None:
+            return None
+
+        def run(tokens: Tensor, lengths: Tensor, parents: Tensor | None = None) -> Tensors:
+            said = self._behind(self._run.recorded, lengths, tokens, parents, taps)
+            return said.logits, *(said.hidden[tap] for tap in taps)
+
+        inputs = [tokens, to_device(self.lengths, tokens.device)] + [parents] * (not chain)
+        said = self._passes(
+            (taps, chain), width, run, inputs, [(rows, width), (rows,), (rows, width - 1)][: len(inputs)]
+        )
+        if said is None:
+            return None
+        logits, *hidden = (x[:, :slots].clone() for x in said)
+        return Forward(logits, dict(zip(taps, hidden, strict=True)))
+
+    def draft(
+        self, run: Pass, tokens: Tensor, counts: list[int], write: Write, more: Tensors, plan: DraftPlan
+    ) -> Tensors | None:
+        """As `HFTarget.draft`."""
+        if self._passes is None:
+            return None
+        depth = self._passes.depth(plan.kind, plan.depth, cut=True)
+        if depth is None:
+            return None
+        lengths, rows, room = self.lengths, len(tokens), plan.room
+        self._make_room(room + depth)
+
+        def drafted(tokens: Tensor, at: Tensor, *more: Tensor) -> Tensors:
+            lengths, ends = at.unbind()
+
+            def read(chain: Tensor | None) -> Tensor:
+                nonlocal ends
+                if chain is None:
+                    said = self._behind(run, lengths, tokens, None, ()).logits
+                    return said[torch.arange(rows, device=said.device), ends - 1]
+                said, ends = self._behind(run, lengths + ends, chain, None, ()).logits, ends + 1
+                return said[:, -1]
+
+            return write(read, depth, *more)
+
+        inputs = (tokens, to_device([lengths, counts], tokens.device), *more)
+        shapes = [(rows, room), (2, rows), *(x.shape for x in more)]
+        said = self._passes(plan.kind, depth, drafted, inputs, shapes)
+        if said is not None and plan.keeps:
+            self._cache.set_lengths([n + c + plan.depth - 1 for n, c in zip(lengths, counts, strict=True)])
+        return said
+
+    def _room(self, slots: int, kind: Hashable) -> int | None:
+        """The width of the recorded pass that is to read so many slots; there is room for it then."""
+        width = self._passes.width(kind, slots) if self._passes else None
+        if width is not None:
+            self._make_room(width)
+        return width
+
+    def _make_room(self, slots: int) -> None:
+        self._cache.prepare(slots)
+        if self._passes and self._cache.cursor.capacity != self._recorded:  # they write to memory that is gone
+            self._passes.clear()
+            self._recorded = self._cache.cursor.capacity
+
+    def _behind(
+        self, run: Pass, lengths: Tensor, tokens: Tensor, parents: Tensor | None, taps: tuple[int, ...]
+    ) -> Forward:
+        """A pass behind histories of lengths [B], which are a tensor: the same operations at every length. parents
+        None: a chain."""
+        columns, every = self._cache.cursor.capacity, torch.arange(tokens.shape[1], device=tokens.device)
+        up = None if parents is None else ancestry(parents)
+        depth = every[None] if up is None else up.sum(-1).long() - 1
+        mask = self._by_kind(lambda window: in_place(lengths, depth, up, columns, window, self._masks.dtype))
+        positions = (lengths[:, None] + depth).clamp_max(self._limit - 1)
+        with self._cache.whole((lengths[:, None] + every)[:, None, :, None]):
+            return run(tokens.clamp_min(0), self._cache, positions, mask, taps)
+
+    @property
+    def capacity(self) -> int:
+        """Columns that there is room for as it is."""
+        return self._cache.cursor.capacity
 
     def fits(self, rows: int, columns: int) -> bool:
         """Whether it could hold such texts as it is."""

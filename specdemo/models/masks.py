@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specdemo.core.host import to_device
 from specdemo.core.tree import chain_parents
 
 REMEMBERED = 32  # plans; chains of every length and a few static trees
@@ -44,7 +45,7 @@ class Masks:
     """Makes masks for one model; `windows` are the different attention windows of its layers, 0 for none."""
 
     def __init__(self, windows: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self._windows, self._dtype, self._device = windows, dtype, device
+        self._windows, self.dtype, self._device = windows, dtype, device
         self._plans: OrderedDict[object, Plan] = OrderedDict()
         self._capacity = 0
 
@@ -59,7 +60,7 @@ class Masks:
         key = _key(parents)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = self._make(_parents(key, self._device))
+            plan = self._plans[key] = self._make(_parents(key, self._device), _deepest(key))
             if len(self._plans) > REMEMBERED:
                 self._plans.popitem(last=False)
         return plan
@@ -86,12 +87,12 @@ class Masks:
         visible = columns <= positions
         if window:
             visible &= positions - columns < window
-        return additive(visible, self._dtype)[None, None]
+        return additive(visible, self.dtype)[None, None]
 
-    def _make(self, parents: Tensor) -> Plan:
+    def _make(self, parents: Tensor, deepest: int) -> Plan:
         up = ancestry(parents)
         depth = up.sum(-1).long() - 1
-        return Plan(depth, int(depth.max()), {window: self._mask(up, depth, window) for window in self._windows})
+        return Plan(depth, deepest, {window: self._mask(up, depth, window) for window in self._windows})
 
     def _mask(self, up: Tensor, depth: Tensor, window: int) -> Tensor:
         rows, slots, _ = up.shape
@@ -100,7 +101,30 @@ class Masks:
         visible = torch.cat([up.new_ones(rows, slots, self._capacity), up], 2) > 0
         if window:
             visible &= depth[:, :, None] - positions[:, None, :] < window
-        return additive(torch.nn.functional.pad(visible, (0, 1), value=False), self._dtype)
+        return additive(torch.nn.functional.pad(visible, (0, 1), value=False), self.dtype)
+
+
+def in_place(
+    lengths: Tensor, depth: Tensor, up: Tensor | None, columns: int, window: int, dtype: torch.dtype
+) -> Tensor:
+    """The mask [B, 1, S, columns] of S slots behind histories of lengths[b] tokens, lengths [B] and depth [R, S] int64,
+    in a cache of so many columns. up [R, S, S] as `ancestry` says; None: a chain. What `Masks` makes of numbers of the
+    host is made of tensors here, so that a recorded pass finds it out anew."""
+    every = torch.arange(columns, device=lengths.device)
+    positions = (lengths[:, None] + depth)[..., None]  # [B, S, 1]
+    if up is None:
+        visible, places = every <= positions, every
+    else:
+        behind = every - lengths[:, None]  # [B, columns]
+        slot = behind.clamp(0, depth.shape[1] - 1)
+        new = (behind >= 0) & (behind == slot)
+        rows = (len(lengths), depth.shape[1], columns)
+        above = up.expand(len(lengths), -1, -1).gather(2, slot[:, None].expand(rows)) > 0
+        visible = torch.where(new[:, None], above, (behind < 0)[:, None])
+        places = every + new * (depth.expand(len(lengths), -1).gather(1, slot) - slot)
+    if window:
+        visible = visible & (positions - places.unsqueeze(-2) < window)
+    return additive(visible, dtype)[:, None]
 
 
 def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
@@ -118,7 +142,15 @@ def aligned(mask: Tensor) -> Tensor:
 
 
 def _parents(key: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
-    return torch.tensor(key, dtype=torch.int64, device=device).reshape(len(key), len(key[0]))
+    return to_device(key, device).reshape(len(key), len(key[0]))
+
+
+def _deepest(key: tuple[tuple[int, ...], ...]) -> int:
+    depths = [[0] for _ in key]
+    for row, parents in zip(depths, key, strict=True):
+        for parent in parents:
+            row.append(row[parent] + 1)
+    return max(map(max, depths))
 
 
 def _key(parents: Tensor) -> tuple[tuple[int, ...], ...]:

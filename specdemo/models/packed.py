@@ -133,6 +133,11 @@ def packs(*weights: Tensor) -> bool:
     return weights[0].device.type == "cpu" and size >= PACKED_SIZE and packing_pays(weights[0].dtype)
 
 
+def joins(*weights: Tensor) -> bool:
+    """Whether products by them are to be one: where each is to be packed, or started on a GPU."""
+    return weights[0].device.type == "cuda" or packs(*weights)
+
+
 def dtype_of(module: nn.Module) -> torch.dtype:
     """Of its weights, packed or not. Raises ValueError for a module without any."""
     for part in module.modules():

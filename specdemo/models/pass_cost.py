@@ -55,11 +55,12 @@ def rounding_noise(target: HFTarget, tokens: Tensor, slots: int = VERIFY_TOKENS)
         return 0.0
     last = tokens[:, -slots:]
     target.start(tokens[:, :-slots])
-    together = target.forward(last, torch.arange(slots - 1, device=tokens.device)[None]).logits.float()
     alone = []
-    for token in last.split(1, 1):
+    for token in last.split(1, 1):  # first, or they would be read by the recording of a wider pass
         alone.append(target.forward(token, token[:, 1:]).logits.float())
         target.commit([[0]])
+    target.crop([tokens.shape[1] - slots])
+    together = target.forward(last, chain_parents(1, slots - 1, tokens.device)).logits.float()
     target.release()
     return float((torch.cat(alone, 1) - together).abs().max())
 

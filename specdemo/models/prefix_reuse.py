@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from specdemo.core.protocol import Forward
+from specdemo.models.graphs import Tensors
+from specdemo.models.history import DraftPlan, Write
 from specdemo.models.target import HFTarget
 
 
@@ -78,6 +80,14 @@ class Remembering(HFTarget):
             if len(slots) < tokens.shape[1]:
                 tokens, hidden = tokens[:, slots], {tap: h[:, slots] for tap, h in hidden.items()}
             self._pieces.append(_Piece(before[0], tokens, hidden))
+
+    def draft(self, tokens: Tensor, counts: list[int], write: Write, more: Tensors, plan: DraftPlan) -> Tensors | None:
+        before = self.length
+        said = super().draft(tokens, counts, write, more, plan)
+        if said is not None and plan.keeps and self._pieces is not None:
+            read = torch.cat([tokens[:, : counts[0]], said[0][:, : plan.depth - 1]], 1)
+            self._pieces.append(_Piece(before[0], read, {}))
+        return said
 
     def release(self) -> None:
         """Keep the history where it is known what it holds, and free it where it is not."""

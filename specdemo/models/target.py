@@ -7,26 +7,25 @@ other model (`supports_trees` False) verifies chains. `model(...)` is called dir
 layers are fused (models/fused.py), these are run one after the other.
 """
 
-import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from copy import copy
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from specdemo.core.protocol import Forward
+from specdemo.core.tree import chain_parents
 from specdemo.models.cache import SPARE, SlabCache
 from specdemo.models.devices import kind
 from specdemo.models.fused import fused_decoder, kernels, unhastened
-from specdemo.models.graphs import COLUMNS, ROOM, Graphs, Recorder, Recording, compiled, recorder_for
-from specdemo.models.history import AttentionMask, GatherHistory, History, ReplayHistory, continues_at_once
+from specdemo.models.graphs import COLUMNS, ROOM, WIDTHS, Passes, Recorder, Tensors, covering, recorder_for
+from specdemo.models.history import DraftPlan, GatherHistory, History, ReplayHistory, Write, continues_at_once
 from specdemo.models.masks import Masks
 from specdemo.models.packed import packed_bytes
+from specdemo.models.place import placed
+from specdemo.models.runner import Runner
 
 UNLIMITED = 1 << 20  # positions, for models that name no limit
 MASKED_ATTENTION = ("sdpa", "eager")  # the implementations that take any mask
@@ -43,7 +42,7 @@ class HFTarget:
         name: str = "",
         recorder: Recorder | None = None,
     ) -> None:
-        """recorder: what records the passes of fused layers; None: CUDA graphs on a GPU.
+        """recorder: what records its passes; None: CUDA graphs on a GPU.
 
         Raises ValueError for a model that keeps its history where it cannot be reached.
         """
@@ -55,22 +54,30 @@ class HFTarget:
         self.vocab_size = int(self.lm_head.weight.shape[0])
         self.hidden_size, self.num_layers = int(config.hidden_size), int(config.num_hidden_layers)
         self.max_length = int(getattr(config, "max_position_embeddings", None) or UNLIMITED)
-        self.device: torch.device = self.embed.weight.device  # type: ignore[assignment]
-        kind(self.device).prepare()
         self.dtype = model.dtype
         self.stop_token_ids = _stop_tokens(model, tokenizer)
         self._config = config
-        self._arguments = _Arguments(model)
-        windows = _windows(model, config) if self._arguments.positions else None
+        self._run = self.runner(model, self.num_layers, self.name)
+        self.device = self._run.device
+        kind(self.device).prepare()
+        windows = _windows(model, config) if self._run.positions else None
         self.supports_trees = windows is not None
         self._windows = windows or {}
-        self._fused = None if windows is None or any(windows.values()) else fused_decoder(model)
+        if windows is not None and not any(windows.values()):
+            self._run.fused = fused_decoder(model)
         self._masks = Masks(tuple(set(self._windows.values())), self.dtype, self.device)
-        recorder = recorder or recorder_for(self.device)
-        self._recording = Recording(recorder) if recorder and self._fused else None
+        self._recorder = recorder
+        self._passes = self.passes(self.dtype)
+        if self._passes and placed(model):
+            self._passes.refused = "its layers are on several devices"
+        elif self._passes and not self.supports_trees:
+            self._passes.refused = "it keeps what it once read"
         self._history: History | None = None
         self._last: GatherHistory | None = None  # with recorded passes: of the last text, they serve the next one
-        self._short: dict[int, nn.Module] = {}  # layers -> the model that ends after them
+
+    def runner(self, model: PreTrainedModel, layers: int, name: str) -> Runner:
+        """What runs the model; whoever wants to watch its passes makes another."""
+        return Runner(model, layers, name)
 
     @property
     def length(self) -> list[int]:
@@ -90,14 +97,46 @@ class HFTarget:
     @property
     def kernels(self) -> str:
         """What runs the weights: transformers' layers, or fused ones, packed or in recorded passes."""
-        return kernels(self.model) + (", graphs" if self._records else "")
+        return kernels(self.model) + (", graphs" if self.records else "")
 
     @property
     def note(self) -> str:
         """Why passes are slower than they were to be."""
-        refused = self._recording.refused if self._recording else ""
-        unrecorded = f"{refused}, so every operation is started on its own" if refused else ""
+        unrecorded = self._passes.note if self._passes else ""
         return "; ".join(filter(None, (unrecorded, unhastened(self._config, self.device))))
+
+    @property
+    def records(self) -> bool:
+        """Whether its passes are recorded."""
+        return self._passes is not None and not self._passes.refused
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that its history has room for as it is."""
+        return self._history.capacity if isinstance(self._history, GatherHistory) else 0
+
+    def unrecord(self) -> None:
+        """Free what was recorded, and the memory that is of; both are made anew where they are needed."""
+        self._last = None
+        if self._passes is not None:
+            self._passes.clear()
+
+    def passes(self, dtype: torch.dtype) -> Passes | None:
+        """For recordings beside its own, of what drafts for it. None: nothing is recorded here."""
+        recorder = self._recorder or recorder_for(self.device)
+        return Passes(recorder, dtype) if recorder else None
+
+    @torch.no_grad()
+    def rehearse(self, slots: int, taps: tuple[int, ...] = (), tree: bool = False) -> None:
+        """Record every pass that drafts of fewer nodes than `slots`, chains or trees, may need behind this history, so
+        that none is recorded while a clock runs."""
+        if not self.records or not self.capacity:
+            return
+        rows = len(self.length)
+        for width in covering(slots):
+            tokens = torch.zeros(rows, width, dtype=torch.int64, device=self.device)
+            chain = chain_parents(rows, width - 1, self.device)
+            self.forward(tokens, chain.clone() if tree else chain, taps)
 
     @torch.no_grad()
     def start(self, tokens: Tensor, taps: tuple[int, ...] = (), reserve: int = 0) -> Forward:
@@ -119,11 +158,21 @@ class HFTarget:
         history in the cache of those layers, until the next `forward` writes over them. Raises ValueError for a model
         that verifies chains only: its cache cannot take tokens back.
         """
-        history = self._started()
-        if not isinstance(history, GatherHistory):
-            raise ValueError(f"{self.name} cannot run its first layers alone: they keep what they once read")
         run = partial(self._run, layers=layers)
-        return history.ahead(run, chain[:, -1:], chain.shape[1] - 1).logits[:, -1]
+        return self._gathering().ahead(run, chain[:, -1:], chain.shape[1] - 1).logits[:, -1]
+
+    @torch.no_grad()
+    def draft(self, tokens: Tensor, counts: list[int], write: Write, more: Tensors, plan: DraftPlan) -> Tensors | None:
+        """`write(read, depth, *more)`, a draft of at least `plan.depth` tokens, as one recorded pass. `read(None)` says
+        the logits [B, V] behind tokens [B, m], of which counts[b] are real, `read(drafted)` those behind [B, 1] more.
+
+        None: it is not recorded, and nothing was read. Else copy what it says before the next pass.
+        """
+        history = self._history
+        if not isinstance(history, GatherHistory) or tokens.shape[1] > plan.room:
+            return None
+        run = partial(self._run.recorded, layers=plan.layers or None)
+        return history.draft(run, tokens, counts, write, more, plan)
 
     def commit(self, path: list[list[int]]) -> None:
         """Raises ValueError when the history would exceed the model's context."""
@@ -151,139 +200,34 @@ class HFTarget:
     def _new_history(self, rows: int, columns: int) -> History:
         if not self.supports_trees:
             return ReplayHistory(self._run, self._config, self._at_once, self.device)
-        recording = self._records
-        if recording and self._last is not None and self._last.fits(rows, columns):
-            self._last.crop([0] * rows)
-            return self._last
+        if self.records:  # with room for the slots that a pass is padded by
+            columns = -(-(columns + WIDTHS[-1]) // COLUMNS) * COLUMNS
+            if self._last is not None and self._last.fits(rows, columns):
+                self._last.crop([0] * rows)
+                return self._last
         self._last = None  # before the next one is allocated
+        if self._passes is not None:
+            self._passes.clear()
         layers = len(DynamicCache(config=self._config).layers)
-        if recording:
-            columns = -(-columns // COLUMNS) * COLUMNS
-        cache = SlabCache(layers, rows, columns, self.device, alike=self._fused is not None)
-        graphs = Graphs(partial(self._run, decoder=self._compiled), cache, self.dtype, recording) if recording else None
-        history = GatherHistory(self._run, cache, self._windows, self._masks, self.max_length, graphs)
-        if recording:
+        cache = SlabCache(layers, rows, columns, self.device, alike=self._run.fused is not None)
+        history = GatherHistory(self._run, cache, self._windows, self._masks, self.max_length, self._passes)
+        if self.records:
             self._last = history
         return history
 
-    @property
-    def _records(self) -> Recording | None:
-        return self._recording if self._recording and not self._recording.refused else None
+    def _gathering(self) -> GatherHistory:
+        history = self._started()
+        if not isinstance(history, GatherHistory):
+            raise ValueError(f"{self.name} cannot run its first layers alone: they keep what they once read")
+        return history
 
     @property
     def _spare(self) -> int:
-        return ROOM if self._records else SPARE
-
-    @cached_property
-    def _compiled(self) -> Any:
-        return compiled(self._fused.__call__) if self._fused else None
+        return ROOM if self.records else SPARE
 
     @cached_property
     def _at_once(self) -> bool:
         return continues_at_once(self._run, self._config, self.vocab_size, self.device)
-
-    def _run(
-        self,
-        tokens: Tensor,
-        cache: Cache,
-        positions: Tensor | None = None,
-        mask: AttentionMask = None,
-        taps: tuple[int, ...] = (),
-        last: bool = False,
-        layers: int | None = None,
-        decoder: Callable[..., tuple[Tensor, dict[int, Tensor]]] | None = None,
-    ) -> Forward:
-        """layers: of the model so many alone. decoder: what runs them instead of the fused ones as they are."""
-        decoder = decoder or self._fused
-        if decoder is not None:
-            assert positions is not None and not isinstance(mask, dict)
-            return Forward(*decoder(tokens, cache, positions, mask, taps, last, layers))
-        model = self.model if layers is None else self._ending_after(layers)
-        arguments = self._arguments.of(cache, positions, mask, last)
-        if not taps:
-            return Forward(self._logits(model(tokens, **arguments), last))
-        with self._tapped(taps) as hidden:
-            output = model(tokens, **arguments)
-        return Forward(self._logits(output, last), {tap: hidden[tap].to(self.device) for tap in taps})
-
-    def _ending_after(self, layers: int) -> nn.Module:
-        if layers not in self._short:
-            self._short[layers] = _ending_after(self.model, self._layers, layers)
-        return self._short[layers]
-
-    def _logits(self, output: Any, last: bool) -> Tensor:
-        logits: Tensor = output.logits
-        if last and logits.shape[1] > 1:
-            logits = logits[:, -1:]
-        return logits if logits.device == self.device else logits.to(self.device)
-
-    @contextmanager
-    def _tapped(self, taps: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
-        """Collects tap -> hidden state while the model runs; the model is left as it was."""
-        hidden: dict[int, Tensor] = {}
-        handles = []
-        try:
-            for tap in taps:
-                if tap == -1:
-                    handles.append(self._decoder.register_forward_hook(_keep_output(hidden, tap)))
-                elif tap == 0:
-                    first = self._layers[0]
-                    handles.append(first.register_forward_pre_hook(_keep_input(hidden), with_kwargs=True))
-                else:
-                    handles.append(self._layers[tap - 1].register_forward_hook(_keep_output(hidden, tap)))
-            yield hidden
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    @cached_property
-    def _decoder(self) -> nn.Module:
-        """What runs between the token ids and lm_head: the module that owns the list of layers."""
-        module: nn.Module
-        for module in self.model.modules():
-            if any(isinstance(m, nn.ModuleList) and len(m) == self.num_layers for m in module.children()):
-                return module
-        raise ValueError(f"{self.name} has no list of {self.num_layers} layers to take hidden states from")
-
-    @cached_property
-    def _layers(self) -> nn.ModuleList:
-        lists = (m for m in self._decoder.children() if isinstance(m, nn.ModuleList))
-        return next(m for m in lists if len(m) == self.num_layers)
-
-
-class _Arguments:
-    """How this model's forward calls what it is given."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        known = inspect.signature(model.forward).parameters
-        cache = next((name for name in ("past_key_values", "cache_params") if name in known), None)
-        if cache is None:
-            kind = model.config.model_type
-            raise ValueError(f"a {kind} model keeps its history where it cannot be rolled back; choose another model")
-        self._cache = cache
-        self.positions = "position_ids" in known
-        self._last = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
-
-    def of(self, cache: Cache, positions: Tensor | None, mask: AttentionMask, last: bool) -> dict[str, Any]:
-        arguments: dict[str, Any] = {self._cache: cache, "attention_mask": mask, "use_cache": True}
-        if positions is not None:
-            arguments["position_ids"] = positions
-        if last:
-            arguments.update(self._last)
-        return arguments
-
-
-def _ending_after(module: nn.Module, layers: nn.ModuleList, count: int) -> nn.Module:
-    """A twin of `module` with the first `count` of `layers`; whatever does not contain them is shared."""
-    if module is layers:
-        return layers[:count]
-    twin = copy(module)
-    twin.__dict__.pop("forward", None)  # accelerate's, which would run the original
-    twin._modules = {
-        name: _ending_after(part, layers, count) if part and any(m is layers for m in part.modules()) else part
-        for name, part in module._modules.items()
-    }
-    return twin
 
 
 def _windows(model: PreTrainedModel, config: Any) -> dict[str, int] | None:
@@ -310,17 +254,3 @@ def _stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | No
         if found is not None:
             return tuple(found) if isinstance(found, list | tuple) else (int(found),)
     return ()
-
-
-def _keep_output(hidden: dict[int, Tensor], tap: int) -> Any:
-    def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-        hidden[tap] = output if isinstance(output, Tensor) else output[0]
-
-    return hook
-
-
-def _keep_input(hidden: dict[int, Tensor]) -> Any:
-    def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        hidden[0] = inputs[0] if inputs else named["hidden_states"]
-
-    return hook

@@ -1,11 +1,19 @@
 """On a GPU: passes recorded as CUDA graphs against the same passes run one operation after the other."""
 
+import gc
+
 import pytest
 import torch
 
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
+from specdemo.methods.heads.dflash import DFlash
+from specdemo.methods.heads.eagle import Eagle
+from specdemo.methods.heads.hydra import Hydra
+from specdemo.methods.heads.medusa import Medusa
+from specdemo.methods.heads.mlp_speculator import MLPSpeculator
+from specdemo.methods.heads.mtp import MTP
 from specdemo.models.fused import hasten
 from specdemo.models.graphs import SWITCH
 from specdemo.models.target import HFTarget
@@ -60,14 +68,81 @@ def test_a_replay_says_what_the_pass_says(dtype, without_graphs):
     torch.testing.assert_close(said[1].logits, said[0].logits, rtol=0, atol=tolerance)
 
 
-def test_a_replay_does_not_wait_for_the_device():
+HEADS = {
+    "eagle": lambda target: Eagle.fresh(target, draft_vocab=40),
+    "mtp": MTP.fresh,
+    "dflash": lambda target: DFlash.fresh(target, layers=2, block_size=6),
+    "medusa": lambda target: Medusa.fresh(target, heads=3),
+    "hydra": lambda target: Hydra.fresh(target, heads=3),
+    "mlp_speculator": lambda target: MLPSpeculator.fresh(target, n_predict=3),
+}
+
+
+def lane(name, target):
+    """A drafter of the target's own, its weights the same every time."""
+    torch.manual_seed(3)
+    if name in HEADS:
+        return load_drafter(name, target, HEADS[name](target).hasten())
+    return load_drafter(name, target, fast("llama") if name == "draft_model" else None)
+
+
+@pytest.mark.parametrize("name", [*HEADS, "draft_model", "layer_skip"])
+def test_a_recorded_draft_is_the_draft(name, without_graphs):
+    """Drafts, too, token by token: in fp32 no two of these models' logits are as close as rounding."""
+    config = GenerationConfig(40, budget=Budget(3, 3), stop_token_ids=())
+    drafted = []
+    for target in (without_graphs("llama"), fast("llama")):
+        drafter = lane(name, target)
+        events = list(generate(target, drafter, texts(1, 9).cuda(), config))
+        drafted.append([(event.drafted, event.emitted) for event in events[:-4]])  # the last drafts are shorter
+    assert target.note == drafter.unrecorded == ""
+    assert drafted[0] == drafted[1]
+
+
+@pytest.mark.parametrize("name", [*HEADS, "draft_model", "none"])
+def test_memory_does_not_grow_with_the_runs(name):
+    """Recordings die with their lane, by reference."""
+    config = GenerationConfig(16, budget=Budget(3, 3), stop_token_ids=())
+    held = []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(4):
+            target = fast("llama")
+            drafter = lane(name, target)
+            list(generate(target, drafter, texts(1, 9).cuda(), config))
+            del target, drafter
+            torch.cuda.synchronize()
+            torch._C._cuda_clearCublasWorkspaces()  # those of streams, of which there are 32
+            torch.cuda.empty_cache()
+            held.append(torch.cuda.memory_allocated())
+    finally:
+        gc.enable()
+    assert held[3] == held[1]  # the first takes what libraries keep
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+def test_a_replay_does_not_wait_for_the_device(slots):
     target = fast("llama")
     target.start(texts(1, 13).cuda())
-    parents = torch.arange(3).cuda()[None]
-    tokens = texts(1, 4).cuda()
-    target.forward(tokens, parents)  # recorded
+    tree = torch.zeros(1, slots - 1, dtype=torch.int64).cuda()
+    tokens = texts(1, slots).cuda()
+    target.forward(tokens, tree)  # recorded
     torch.cuda.set_sync_debug_mode("error")
     try:
-        target.forward(tokens[:, :1], parents[:, :0])
+        target.forward(tokens, tree)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_on_the_second_device():
+    """With the first as the current one."""
+    model = build("llama").to("cuda:1")
+    hasten(model)
+    target = HFTarget(model)
+    drafter = lane("eagle", target)
+    config = GenerationConfig(24, budget=Budget(3, 3), stop_token_ids=())
+    events = list(generate(target, drafter, texts(1, 9).to("cuda:1"), config))
+    assert target.note == drafter.unrecorded == ""
+    assert all(event.ms["verify"] > 0.0 for event in events[1:])

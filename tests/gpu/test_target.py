@@ -63,9 +63,12 @@ def test_a_chain_is_verified_without_waiting_for_the_device():
 
 def test_release_gives_the_memory_back():
     target = HFTarget(build("llama").cuda())
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    target.start(texts(4, 13).cuda(), reserve=64)
-    assert torch.cuda.memory_allocated() > before
-    target.release()
+    for _ in range(2):  # the first takes what libraries keep
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        target.start(texts(4, 13).cuda(), reserve=64)
+        held = torch.cuda.memory_allocated()
+        target.release()
+        target.unrecord()
+    assert held > before
     assert torch.cuda.memory_allocated() == before

@@ -11,7 +11,7 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT
 from specdemo.engine.loop import generate
 from specdemo.methods import draft_model, load_drafter
-from specdemo.methods.vocabularies import LONG, Bridge, Reading, Spelling
+from specdemo.methods.vocabularies import LONG, Bridge, RowText, Spelling
 from specdemo.models.target import HFTarget
 
 LETTERS = "abcd"
@@ -85,7 +85,7 @@ def test_a_text_that_goes_on_gets_no_space_of_its_own(pair):
 
 def test_a_row_is_read_as_a_whole_text_would_be(pair):
     text, generator = "", torch.Generator().manual_seed(0)
-    reading = Reading(Spelling(pair[1].tokenizer, pair[1].vocab_size))
+    reading = RowText(Spelling(pair[1].tokenizer, pair[1].vocab_size))
     for _ in range(4 * LONG):
         letter = "abcd é"[int(torch.randint(0, 6, (1,), generator=generator))]
         text += letter
@@ -98,10 +98,10 @@ def test_a_row_is_read_as_a_whole_text_would_be(pair):
 def test_a_word_that_has_begun_is_gone_on_with(pair):
     spelling = Spelling(pair[1].tokenizer, pair[1].vocab_size)
     assert pair[1].tokenizer.convert_ids_to_tokens(spelling.agreeing(b" ab")) == ["▁ab", "▁abd", "▁", "▁a"]
-    reading = Reading(spelling)
+    reading = RowText(spelling)
     reading.extend(b"ab cd a")
     assert reading.before_word() == (spelling.whole("ab cd"), b" a")
-    assert Reading(spelling, tail="ab").before_word() == (spelling.whole("ab"), b"")
+    assert RowText(spelling, tail="ab").before_word() == (spelling.whole("ab"), b"")
 
 
 @pytest.fixture(params=["tokens", "text"])

@@ -8,6 +8,7 @@ import torch
 
 from specdemo.core.tree import chain_parents
 from specdemo.models.prefix_reuse import Remembering
+from specdemo.models.runner import Runner
 from specdemo.models.target import HFTarget
 from tests.models.tiny import CHAINS, TREES, VOCABULARY, build, fresh, pinned, texts
 
@@ -28,14 +29,27 @@ def target():
 @pytest.fixture
 def fed(monkeypatch):
     """Tokens of every pass over one of the remembering targets' models."""
-    seen = []
+    seen, inside = [], []
+    run = Runner.__call__
 
-    def run(self, tokens, *more, **named):
-        if isinstance(self, Remembering):
+    def watched(method):
+        def called(self, *given, **named):
+            inside.append(method)
+            try:
+                return method(self, *given, **named)
+            finally:
+                inside.pop()
+
+        return called
+
+    def counted(self, tokens, *more, **named):
+        if inside:
             seen.append(tokens.shape[1])
-        return HFTarget.__dict__["_run"](self, tokens, *more, **named)
+        return run(self, tokens, *more, **named)
 
-    monkeypatch.setattr(Remembering, "_run", run, raising=False)
+    for name in ("start", "forward", "commit"):
+        monkeypatch.setattr(Remembering, name, watched(getattr(Remembering, name)))
+    monkeypatch.setattr(Runner, "__call__", counted)
     return seen
 
 

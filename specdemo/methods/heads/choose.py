@@ -3,15 +3,30 @@
 B rows, D tokens that follow each other, V vocabulary, W the part of it that a head knows.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Generator, Tensor
 
-from specdemo.core.sampling import Sampling, draw, to_probs
-from specdemo.core.tree import Draft
+from specdemo.core.sampling import Sampling, draw, drawn, exponential, to_probs
+from specdemo.core.tree import Draft, chain_parents
+from specdemo.models.graphs import Tensors
 
 NEVER = -1e4  # the logit of a token that a head does not know; finite, so that a loss stays so
+
+
+class Noise:
+    """Of the draws of a draft, [B, D, V], made before it is written: a recorded pass draws nothing by itself."""
+
+    def __init__(self, noise: Tensor) -> None:
+        self._left = noise
+
+    def take(self, probs: Tensor) -> Tensor:
+        """For probs [B, n, W]."""
+        _, tokens, words = probs.shape
+        noise, self._left = self._left[:, :tokens, :words], self._left[:, tokens:]
+        return noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +35,7 @@ class Choice:
 
     sampling: Sampling = field(default_factory=Sampling)
     rng: Generator | None = None
+    given: Noise | None = None  # instead of the generator's
 
     @property
     def noise(self) -> Generator | None:
@@ -32,7 +48,16 @@ class Choice:
 
     def token(self, said: Tensor) -> Tensor:
         """[..., V] -> [...]"""
-        return draw(said, self.noise)
+        return drawn(said, self.given.take(said)) if self.given else draw(said, self.noise)
+
+    def beforehand(self, rows: int, tokens: int, words: int, device: torch.device) -> Tensors:
+        """What is drawn for so many tokens of `words` words; nothing where nothing is drawn."""
+        like = torch.empty(0, device=device).new_empty(rows, tokens, words)
+        return (exponential(like, self.noise),) if self.noise else ()
+
+    def by(self, noise: Tensors) -> "Choice":
+        """As it is, with what `beforehand` made."""
+        return replace(self, given=Noise(noise[0])) if noise else self
 
     def chain(self, tokens: Tensor, said: Tensor, vocabulary: "Vocabulary | None" = None) -> Draft:
         """tokens [B, D] taken from what was said [B, D, W], where `vocabulary` is not the target's."""
@@ -66,6 +91,11 @@ class Writing:
         self._tokens.append(self._choice.token(self._said[-1]))
         return self._tokens[-1]
 
+    def follow(self, read: Callable[[Tensor], Tensor], depth: int) -> None:
+        """Up to `depth` tokens; read: the last token [B, 1] -> logits [B, V] behind it."""
+        while len(self) < depth:
+            self.take(read(self._tokens[-1])[:, None])
+
     def draft(self, vocabulary: "Vocabulary | None" = None) -> Draft:
         """vocabulary: of the logits, where it is not the target's."""
         said = self._said[0] if len(self._said) == 1 else torch.cat(self._said, 1)
@@ -88,3 +118,20 @@ class Vocabulary:
         if self.ids is None:
             return torch.nn.functional.pad(values, (0, self.size - values.shape[-1]), value=elsewhere)
         return values.new_full((*values.shape[:-1], self.size), elsewhere).index_copy(-1, self.ids, values)
+
+
+def parts(draft: Draft) -> Tensors:
+    """A draft as tensors, those that are not there empty, and the parents of a chain too."""
+    none = draft.tokens.new_empty(0, dtype=torch.float32)
+    chain = draft.parents is chain_parents(*draft.tokens.shape, draft.tokens.device)
+    parents = draft.tokens.new_empty(0) if chain else draft.parents
+    return draft.tokens, parents, *(none if x is None else x for x in (draft.probs, draft.confidence))
+
+
+def whole(parts: Tensors, depth: int) -> Draft:
+    """A draft from copies of its parts, a chain cut at `depth`."""
+    tokens, parents, probs, confidence = parts
+    if parents.numel():
+        return Draft(tokens.clone(), parents.clone(), None, confidence.clone() if confidence.numel() else None)
+    q, sure = (x[:, :depth].clone() if x.numel() else None for x in (probs, confidence))
+    return Draft.chain(tokens[:, :depth].clone(), q, sure)

@@ -15,6 +15,7 @@ not here: its body is EAGLE-3's.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -327,7 +328,7 @@ class DFlash(Head[DFlashDraftModel]):
         if head.domino is not None:
             head.domino.embedding = (self._embedding,)
         self._angles = Rotary(head.design.body, target.device)
-        self.history = HeadHistory(len(head.layers), head.dtype, target.device, self._angles)  # of the context alone
+        self.history = HeadHistory(target, len(head.layers), head.dtype, self._angles)  # of the context alone
         self._root = torch.empty(0, dtype=torch.int64)  # [B]
 
     @classmethod
@@ -370,40 +371,39 @@ class DFlash(Head[DFlashDraftModel]):
 
     def observe(self, progress: Progress) -> None:
         self.history.observe(progress.lengths, self.tapped(progress))
-        self._catch_up()
         self._root = at_last(progress, progress.outputs)
-
-    def _catch_up(self) -> None:
-        if at := self.history.catch_up():
-            at.run(self.head.remember, *at.inputs)
 
     def propose(self, budget: Budget) -> Draft:
         design = self.head.design
         depth = min(budget.depth, budget.nodes, design.drafts)
         if depth < 1:
             return Draft.empty(len(self._root), self._root.device)
-        tokens = self._root.new_full((len(self._root), design.block_size), design.mask_token_id)
-        tokens[:, 0] = self._root
-        states = self._read(tokens)[:, design.first : design.first + depth]
-        logits = self._logits(states)
-        return (
-            self._tree(states, logits, Budget(depth, budget.nodes))
-            if self.options.nodes
-            else self._chain(states, logits)
+        nodes = budget.nodes if self.options.nodes else 0
+        write, block = partial(self._write, nodes), design.block_size
+        return self.replayed_behind(
+            self.history, nodes, depth, write, self._root, ahead=block, draws=0 if nodes else depth, cut=not nodes
         )
 
-    def _read(self, tokens: Tensor) -> Tensor:
-        """A block [B, S] behind all that was observed -> its states [B, S, H]."""
-        self._catch_up()  # of an earlier block nothing stays
-        return self.history.ahead(tokens.shape[1]).run(self._block, tokens)
+    def _write(self, nodes: int, depth: int, at: Columns | None, root: Tensor) -> Draft:
+        """A block behind all that was observed; of an earlier one nothing stays. nodes 0: a chain."""
+        design = self.head.design
+        if at is not None:
+            at.run(self.head.remember, *at.inputs)
+        tokens = root.new_full((len(root), design.block_size), design.mask_token_id)
+        tokens[:, 0] = root
+        states = self.history.ahead(design.block_size).run(self._block, tokens)[:, design.first : design.first + depth]
+        logits = self._logits(states)
+        if nodes:
+            return self._tree(root, states, logits, Budget(depth, nodes))
+        return self._chain(root, states, logits)
 
     def _block(self, tokens: Tensor, at: Columns) -> Tensor:
         states: Tensor = self.head(self._embed(tokens), at)
         return states
 
-    def _chain(self, states: Tensor, logits: Tensor) -> Draft:
+    def _chain(self, root: Tensor, states: Tensor, logits: Tensor) -> Draft:
         """states [B, D, H], logits [B, D, V] before the last stage -> a token per slot"""
-        stage, previous, written = self.head.stage, self._root, Writing(self.choice)
+        stage, previous, written = self.head.stage, root, Writing(self.choice)
         if stage is None:
             written.take(self.head.whole(logits))
             return written.draft()
@@ -413,7 +413,7 @@ class DFlash(Head[DFlashDraftModel]):
             previous = written.take(self.head.whole(said)[:, None])[:, 0]
         return written.draft()
 
-    def _tree(self, states: Tensor, logits: Tensor, budget: Budget) -> Draft:
+    def _tree(self, root: Tensor, states: Tensor, logits: Tensor, budget: Budget) -> Draft:
         """The likeliest nodes."""
         stage, slots = self.head.stage, count()
         if stage is None:
@@ -428,8 +428,8 @@ class DFlash(Head[DFlashDraftModel]):
             said, memory = stage(slot, tokens, *there, None if memory is None else memory[rows, parents])
             return self.head.whole(said).log_softmax(-1)
 
-        root = self._root[:, None]
-        return grow(after(root, torch.zeros_like(root))[:, 0], after, budget, BRANCHES)
+        first = after(root[:, None], torch.zeros_like(root)[:, None])[:, 0]
+        return grow(first, after, budget, BRANCHES)
 
     def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:
         """Cross-entropy to the target's distribution (to the text where it is unknown) in blocks at random places, slot

@@ -218,7 +218,7 @@ class Eagle(Head[EagleHead]):
         head = self.head
         self.taps = tuple(sorted(set(head.convention.taps)))
         self._angles = Rotary(head.config, target.device)
-        self.history = HeadHistory(len(head.layers), head.dtype, target.device, self._angles)
+        self.history = HeadHistory(target, len(head.layers), head.dtype, self._angles)
         self._device = target.device
 
     @classmethod
@@ -249,14 +249,20 @@ class Eagle(Head[EagleHead]):
         depth = min(budget.depth, budget.nodes)
         if depth < 1:
             return Draft.empty(self.history.rows, self._device)
-        if at := self.history.catch_up():
-            root = at.last(at.run(self._read, *at.inputs))
-            self._root = self.head.fed_back(root), self.head.logits(root[:, 0])
-        self._states, logits = self._root  # [B, K, D] of the frontier
         if self.options.draft == "chain":
-            return self._chain(logits, depth)
-        drafted = grow(_log(logits), self._level, budget, self.options.top_k)
-        return replace(drafted, tokens=self.head.words.in_target(drafted.tokens))
+            return self.replayed_behind(self.history, "chain", depth, self._chain, ahead=depth, draws=depth)
+        ahead, write = depth * self.options.top_k, partial(self._tree, budget.nodes)
+        return self.replayed_behind(self.history, ("tree", budget.nodes), depth, write, ahead=ahead, cut=False)
+
+    def _root_of(self, at: Columns | None) -> tuple[Tensor, Tensor]:
+        """What is fed back [B, 1, D] below the root, and logits [B, W] behind it."""
+        if at is not None:
+            root = at.last(at.run(self._read, *at.inputs))
+            found = self.head.fed_back(root), self.head.logits(root[:, 0])
+            if at.written is not None:
+                return found  # of a recorded pass, whose memory is its own
+            self._root = found
+        return self._root
 
     def _read(self, tokens: Tensor, hidden: Tensor, at: Columns) -> Tensor:
         """What the target said [B, S], and in which states [B, S, taps H] -> states [B, S, D]"""
@@ -268,19 +274,31 @@ class Eagle(Head[EagleHead]):
         states = self.head(self.head.embed(self.head.words.in_target(tokens)), features, at)
         return self.head.fed_back(states), self.head.logits(states)
 
-    def _level(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """Tokens [B, K], each below a node of the last frontier -> log q [B, K, W] behind them."""
-        features = self._states[torch.arange(len(parents), device=self._device)[:, None], parents]
-        self._states, logits = self.history.ahead(parents=parents).run(self._onward, tokens, features)
-        return _log(logits)
+    def _tree(self, nodes: int, depth: int, at: Columns | None) -> Draft:
+        states, logits = self._root_of(at)
 
-    def _chain(self, logits: Tensor, depth: int) -> Draft:
+        def level(tokens: Tensor, parents: Tensor) -> Tensor:
+            """Tokens [B, K], each below a node of the last frontier -> log q [B, K, W] behind them."""
+            nonlocal states
+            features = states[torch.arange(len(parents), device=self._device)[:, None], parents]
+            states, logits = self.history.ahead(parents=parents).run(self._onward, tokens, features)
+            return _log(logits)
+
+        drafted = grow(_log(logits), level, Budget(depth, nodes), self.options.top_k)
+        return replace(drafted, tokens=self.head.words.in_target(drafted.tokens))
+
+    def _chain(self, depth: int, at: Columns | None) -> Draft:
+        states, logits = self._root_of(at)
         written = Writing(self.choice)
-        tokens = written.take(logits[:, None])
-        alone = torch.zeros_like(tokens) if any(self.head.windows) else None  # a level's window ends at the root
-        while len(written) < depth:
-            self._states, logits = self.history.ahead(parents=alone).run(self._onward, tokens, self._states)
-            tokens = written.take(logits)
+
+        def read(tokens: Tensor) -> Tensor:
+            nonlocal states
+            alone = torch.zeros_like(tokens) if any(self.head.windows) else None  # a level's window ends at the root
+            states, logits = self.history.ahead(parents=alone).run(self._onward, tokens, states)
+            return logits[:, 0]
+
+        written.take(logits[:, None])
+        written.follow(read, depth)
         return written.draft(self.head.words)
 
     def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:

@@ -149,7 +149,7 @@ class Hydra(Medusa):
         self._root = torch.empty(0)  # [B]
         if prefix is not None:
             self._angles = Rotary(prefix.config, target.device)
-            self.history = HeadHistory(1, self.head.dtype, target.device, self._angles, limit=target.max_length)
+            self.history = HeadHistory(target, 1, self.head.dtype, self._angles, limit=target.max_length)
 
     @classmethod
     def fresh(cls, target: Target, heads: int = 4, layers: int = 1) -> Heads:
@@ -176,8 +176,12 @@ class Hydra(Medusa):
             self._hidden = at.last(at.run(prefix, *at.inputs))[:, 0]
         return super().propose(budget)
 
-    def _fill(self, shape: Shape) -> Chosen:
-        paths = torch.cat([self._hidden, self._embed(self._root)], -1)[:, None]
+    def _read(self) -> tuple[Tensor, ...]:
+        return self._hidden, self._root
+
+    def _fill(self, shape: Shape, hidden: Tensor, *more: Tensor) -> Chosen:
+        (root,) = more
+        paths = torch.cat([hidden, self._embed(root)], -1)[:, None]
         chosen: list[Chosen] = []
         for head, level in enumerate(_levels(shape, paths.device)):
             chosen.append(self._choose(self.head(paths, head), level.places, level.ranks, level.width))

@@ -14,8 +14,9 @@ from transformers.activations import ACT2FN
 
 from specdemo.core.protocol import Target
 from specdemo.methods.heads.runtime import FULL, Columns, Kind, Rope
+from specdemo.models.fused import attend
 from specdemo.models.masks import additive
-from specdemo.models.packed import RMSNorm, joined, packs
+from specdemo.models.packed import RMSNorm, joined, joins
 from specdemo.models.target import HFTarget
 
 Names = Container[str]  # the optional tensors there are, such as self_attn.q_proj.bias
@@ -89,9 +90,12 @@ class Attention(nn.Module):
         causal = mask is None and self.kind[1] and x.shape[1] > 1
         if self.attention_sink_bias is not None:
             k, v, mask, causal = *self._sunk(k, v, mask, causal, x.shape[1]), False
-        grouped = self.heads != self.kv_heads
-        seen = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
-        out: Tensor = self.o_proj(seen.transpose(1, 2).flatten(2))
+        if x.device.type == "cuda" and self.attention_sink_bias is None:
+            seen = attend(q, k, v, mask, causal)  # grouped queries behind a mask have no fast kernel on some GPUs
+        else:
+            grouped = self.heads != self.kv_heads
+            seen = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
+        out: Tensor = self.o_proj(seen.flatten(2))
         return out
 
     def _sunk(self, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, width: int) -> tuple[Tensor, ...]:
@@ -123,8 +127,9 @@ class Attention(nn.Module):
         return heads
 
     def join(self) -> None:
-        """Multiply once where several read the same states, if they are to be packed: then they cannot be saved."""
-        if packs(self.q_proj.weight, self.k_proj.weight, self.v_proj.weight):
+        """Multiply once where several read the same states, on a GPU or if they are to be packed: then they cannot be
+        saved."""
+        if joins(self.q_proj.weight, self.k_proj.weight, self.v_proj.weight):
             self.qkv = joined(self.q_proj, self.k_proj, self.v_proj)
             del self.q_proj, self.k_proj, self.v_proj
 
@@ -146,7 +151,7 @@ class MLP(nn.Module):
 
     def join(self) -> None:
         """As that of `Attention`."""
-        if packs(self.gate_proj.weight, self.up_proj.weight):
+        if joins(self.gate_proj.weight, self.up_proj.weight):
             self.gate_up = joined(self.gate_proj, self.up_proj)
             del self.gate_proj, self.up_proj
 

@@ -7,7 +7,7 @@ a + 2 + i. All heads speak at once, so a node's token depends on its level and r
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import count
 from pathlib import Path
 from typing import ClassVar
@@ -205,7 +205,17 @@ class Medusa(Head[Heads]):
         shape = self._shape(budget)
         if not shape.parents:
             return Draft.empty(len(self._hidden), self._hidden.device)
-        tokens, confidence, probs = self._fill(shape)
+        nodes, write = self.options.nodes and budget.nodes, partial(self._write, shape)
+        return self.replayed(nodes, shape.depth, write, *self._read(), draws=len(shape.parents), cut=not nodes)
+
+    def _read(self) -> tuple[Tensor, ...]:
+        """What the heads read, at every row's last column."""
+        return (self._hidden,)
+
+    def _write(self, shape: Shape, depth: int, *read: Tensor) -> Draft:
+        """A chain is as deep as is said, a tree of its shape."""
+        shape = shape if self.options.nodes else chain(depth)
+        tokens, confidence, probs = self._fill(shape, *read)
         if not self.options.nodes:
             return Draft.chain(tokens, probs, confidence)
         return Draft(tokens, _indices(shape, tokens.device)[0].expand_as(tokens), probs, confidence)
@@ -219,9 +229,9 @@ class Medusa(Head[Heads]):
         rates = self.head.rates or USUAL_RATES
         return _fitted(tuple(ranks[: self.head.vocab_size] for ranks in rates[:depth]), budget.nodes)
 
-    def _fill(self, shape: Shape) -> Chosen:
-        _, places, ranks = _indices(shape, self._hidden.device)
-        logits = torch.stack([self.head(self._hidden, i) for i in range(shape.depth)], 1)
+    def _fill(self, shape: Shape, hidden: Tensor, *more: Tensor) -> Chosen:
+        _, places, ranks = _indices(shape, hidden.device)
+        logits = torch.stack([self.head(hidden, i) for i in range(shape.depth)], 1)
         return self._choose(logits, places, ranks, shape.width)
 
     def _choose(self, logits: Tensor, places: Tensor, ranks: Tensor, width: int) -> Chosen:

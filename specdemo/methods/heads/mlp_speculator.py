@@ -13,6 +13,7 @@ token t + 2 + i.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from math import sqrt
 from pathlib import Path
@@ -175,23 +176,26 @@ class MLPSpeculator(Head[Speculator]):
         depth = min(budget.depth, budget.nodes, len(self.head))
         if depth < 1:
             return Draft.empty(len(self._root), self._root.device)
-        return self._chain(depth) if self.options.draft == "chain" else self._tree(depth, budget.nodes)
+        read = self._hidden, self._root
+        if self.options.draft == "chain":
+            return self.replayed("chain", depth, self._chain, *read, draws=depth)
+        return self.replayed(("tree", budget.nodes), depth, partial(self._tree, budget.nodes), *read, cut=False)
 
-    def _chain(self, depth: int) -> Draft:
-        state, token = self.head.begin(self._hidden), self._root
+    def _chain(self, depth: int, hidden: Tensor, token: Tensor) -> Draft:
+        state = self.head.begin(hidden)
         written = Writing(self.choice)
         for step in range(depth):
             state, logits = self.head(state, token, step)
             token = written.take(logits[:, None])[:, 0]
         return written.draft(self._words)
 
-    def _tree(self, depth: int, nodes: int) -> Draft:
+    def _tree(self, nodes: int, depth: int, hidden: Tensor, root: Tensor) -> Draft:
         """Every path goes on by the `widths[i]` likeliest tokens of step i; the likeliest nodes of all are drafted.
 
         The authors keep whole paths, the `CANDIDATES` likeliest; chosen by nodes a budget goes further, since a node is
         worth the probability of its path. They are ranked, not drawn: probs None.
         """
-        state, tokens = self.head.begin(self._hidden)[:, None], self._root[:, None]
+        state, tokens = self.head.begin(hidden)[:, None], root[:, None]
         scores = torch.zeros_like(tokens, dtype=torch.float32)
         ends = torch.zeros_like(tokens)  # the slots of the whole tree that the paths end in
         slots, levels = 1, []

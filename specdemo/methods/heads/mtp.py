@@ -245,7 +245,7 @@ class MTP(Head[Heads]):
         super().__init__(target, model, options)
         head = self.head
         self.taps = (head.tap,)
-        self.history = HeadHistory(head.slabs, head.dtype, target.device, head.angles, limit=target.max_length)
+        self.history = HeadHistory(target, head.slabs, head.dtype, head.angles, limit=target.max_length)
         self._device = target.device
         self._repeats = isinstance(head, SequentialModules) and len(head) == 1
 
@@ -269,14 +269,19 @@ class MTP(Head[Heads]):
         head, depth = self.head, min(budget.depth, budget.nodes)
         if not self._repeats:
             depth = min(depth, len(head))
-        written = Writing(self.choice)
+        if depth < 1:
+            return Draft.empty(self.history.rows, self._device)
+        again = len(head) if isinstance(head, SequentialModules) else 1
+        return self.replayed_behind(self.history, "chain", depth, self._draft, ahead=depth, again=again, draws=depth)
+
+    def _draft(self, depth: int, at: Columns | None) -> Draft:
+        head, written = self.head, Writing(self.choice)
+        assert at is not None  # the last columns always wait
         if isinstance(head, SequentialModules):
-            at = self.history.catch_up(again=len(head)) if depth > 0 else None
-            if at is not None:
-                self._write(head, at, written, depth)
-        elif isinstance(head, ParallelHeads) and depth > 0 and (at := self.history.catch_up(again=1)):
+            self._write(head, at, written, depth)
+        elif isinstance(head, ParallelHeads):
             written.take(head.logits(at.run(partial(head.ahead, depth), at.inputs[0])))
-        return written.draft() if written else Draft.empty(self.history.rows, self._device)
+        return written.draft()
 
     def _write(self, head: SequentialModules, at: Columns, written: Writing, depth: int) -> None:
         """Read the columns that wait, module after module, and go on behind them with what they say."""

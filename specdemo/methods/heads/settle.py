@@ -40,13 +40,13 @@ def settle(head: Network, target: Target, drafter: Callable[[], Trainable]) -> N
 def written(target: Target, taps: tuple[int, ...]) -> Progress:
     """Texts drawn from the target behind a stop token, and what it finds likeliest at every place: written greedily, a
     text soon repeats itself, and then any reading does."""
-    rng = Generator(target.device).manual_seed(0)
+    rng = Generator().manual_seed(0)  # of the host: a lent GPU may not be there yet
     first = target.stop_token_ids[0] if target.stop_token_ids else 0
     tokens = torch.full((ROWS, 1), first, device=target.device)
     forward, texts, said = target.start(tokens), [tokens], []
     for _ in range(COLUMNS):
         said.append(forward.logits[:, -1].argmax(-1))
-        texts.append(draw(forward.logits[:, -1].float().softmax(-1), rng)[:, None])
+        texts.append(draw(forward.logits[:, -1].float().softmax(-1).cpu(), rng)[:, None].to(target.device))
         forward = target.forward(texts[-1], tokens[:, 1:])
         target.commit([[0]] * ROWS)
     inputs = torch.cat(texts[:-1], 1)

@@ -1,0 +1,164 @@
+"""How an unmodified transformers model is run: one pass, with what its layers say on the way. Holds no history, so that
+histories may hold it.
+
+B rows, S slots, V vocabulary.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import copy
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from specdemo.core.protocol import Forward
+from specdemo.models.fused import FusedDecoder
+from specdemo.models.graphs import compiled
+
+AttentionMask = Tensor | None | dict[str, Tensor | None]
+Decoder = Callable[..., tuple[Tensor, dict[int, Tensor]]]
+
+
+class Runner:
+    """fused: what runs its layers and all around them, if that is set."""
+
+    fused: FusedDecoder | None = None
+
+    def __init__(self, model: PreTrainedModel, layers: int, name: str) -> None:
+        """layers: how many it has. Raises ValueError for a model that keeps its history where it cannot be reached."""
+        self.model, self._count, self._name = model, layers, name
+        self.device: torch.device = model.get_input_embeddings().weight.device  # type: ignore[assignment]
+        self._arguments = _Arguments(model)
+        self._short: dict[int, nn.Module] = {}  # layers -> the model that ends after them
+
+    @property
+    def positions(self) -> bool:
+        """Whether it can be told where its tokens stand."""
+        return self._arguments.positions
+
+    @cached_property
+    def recorded(self) -> Callable[..., Forward]:
+        """What is to be recorded instead: passes that may be compiled first."""
+        return partial(self, decoder=compiled(self.fused.__call__)) if self.fused else self
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        cache: Cache,
+        positions: Tensor | None = None,
+        mask: AttentionMask = None,
+        taps: tuple[int, ...] = (),
+        last: bool = False,
+        layers: int | None = None,
+        decoder: Decoder | None = None,
+    ) -> Forward:
+        """layers: of the model so many alone. decoder: what runs them instead of the fused ones as they are."""
+        decoder = decoder or self.fused
+        if decoder is not None:
+            assert positions is not None and not isinstance(mask, dict)
+            return Forward(*decoder(tokens, cache, positions, mask, taps, last, layers))
+        model = self.model if layers is None else self._ending_after(layers)
+        arguments = self._arguments.of(cache, positions, mask, last)
+        if not taps:
+            return Forward(self._logits(model(tokens, **arguments), last))
+        with self._tapped(taps) as hidden:
+            output = model(tokens, **arguments)
+        return Forward(self._logits(output, last), {tap: hidden[tap].to(self.device) for tap in taps})
+
+    def _ending_after(self, layers: int) -> nn.Module:
+        if layers not in self._short:
+            self._short[layers] = _ending_after(self.model, self._layers, layers)
+        return self._short[layers]
+
+    def _logits(self, output: Any, last: bool) -> Tensor:
+        logits: Tensor = output.logits
+        if last and logits.shape[1] > 1:
+            logits = logits[:, -1:]
+        return logits if logits.device == self.device else logits.to(self.device)
+
+    @contextmanager
+    def _tapped(self, taps: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
+        """Collects tap -> hidden state while the model runs; the model is left as it was."""
+        hidden: dict[int, Tensor] = {}
+        handles = []
+        try:
+            for tap in taps:
+                if tap == -1:
+                    handles.append(self._decoder.register_forward_hook(_keep_output(hidden, tap)))
+                elif tap == 0:
+                    first = self._layers[0]
+                    handles.append(first.register_forward_pre_hook(_keep_input(hidden), with_kwargs=True))
+                else:
+                    handles.append(self._layers[tap - 1].register_forward_hook(_keep_output(hidden, tap)))
+            yield hidden
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @cached_property
+    def _decoder(self) -> nn.Module:
+        """What runs between the token ids and lm_head: the module that owns the list of layers."""
+        module: nn.Module
+        for module in self.model.modules():
+            if any(isinstance(m, nn.ModuleList) and len(m) == self._count for m in module.children()):
+                return module
+        raise ValueError(f"{self._name} has no list of {self._count} layers to take hidden states from")
+
+    @cached_property
+    def _layers(self) -> nn.ModuleList:
+        lists = (m for m in self._decoder.children() if isinstance(m, nn.ModuleList))
+        return next(m for m in lists if len(m) == self._count)
+
+
+class _Arguments:
+    """How this model's forward calls what it is given."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        known = inspect.signature(model.forward).parameters
+        cache = next((name for name in ("past_key_values", "cache_params") if name in known), None)
+        if cache is None:
+            kind = model.config.model_type
+            raise ValueError(f"a {kind} model keeps its history where it cannot be rolled back; choose another model")
+        self._cache = cache
+        self.positions = "position_ids" in known
+        self._last = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+
+    def of(self, cache: Cache, positions: Tensor | None, mask: AttentionMask, last: bool) -> dict[str, Any]:
+        arguments: dict[str, Any] = {self._cache: cache, "attention_mask": mask, "use_cache": True}
+        if positions is not None:
+            arguments["position_ids"] = positions
+        if last:
+            arguments.update(self._last)
+        return arguments
+
+
+def _ending_after(module: nn.Module, layers: nn.ModuleList, count: int) -> nn.Module:
+    """A twin of `module` with the first `count` of `layers`; whatever does not contain them is shared."""
+    if module is layers:
+        return layers[:count]
+    twin = copy(module)
+    twin.__dict__.pop("forward", None)  # accelerate's, which would run the original
+    twin._modules = {
+        name: _ending_after(part, layers, count) if part and any(m is layers for m in part.modules()) else part
+        for name, part in module._modules.items()
+    }
+    return twin
+
+
+def _keep_output(hidden: dict[int, Tensor], tap: int) -> Any:
+    def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+        hidden[tap] = output if isinstance(output, Tensor) else output[0]
+
+    return hook
+
+
+def _keep_input(hidden: dict[int, Tensor]) -> Any:
+    def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        hidden[0] = inputs[0] if inputs else named["hidden_states"]
+
+    return hook

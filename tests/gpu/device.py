@@ -1,0 +1,502 @@
+"""A CUDA device that is only pretended, so that what the code asks of a GPU can be counted and checked without one.
+
+Its tensors say `cuda:0` and live in main memory. While `pretended()` is open,
+
+- every operation on them counts as the kernels that it starts on a GPU (`KERNELS`, else one; views and empty memory
+  none), and every wait of the host for the device as a synchronisation; nothing is timed;
+- devices must not be mixed, and in a capture nothing may wait, be copied from pageable memory or be read back;
+- `torch.cuda` has devices, streams, events and graphs. A graph is a tape: its capture notes what was started on which
+  memory, its replay starts the same again, so whatever the host worked out in between stays as it was;
+- graphs of one pool overwrite each other's results; the end of a graph takes the workspace of its stream from all
+  others there (pytorch #175276); a pool ends with its last graph.
+
+What it cannot show: time, rounding, what a kernel refuses, races between streams.
+"""
+
+import weakref
+from collections import Counter, defaultdict
+from contextlib import ExitStack, contextmanager
+from itertools import count
+from unittest.mock import patch
+
+import torch
+import torch._dynamo  # the modes below would import it, when torch is patched already
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+STREAMS = 32  # that torch has per device; the next one is the first again
+# of operations that are more than one kernel
+KERNELS = {"topk": 2, "sort": 2, "argsort": 2, "nonzero": 3, "scatter": 2, "index_put": 2, "masked_fill": 2}
+KERNELS |= {"index_copy": 2, "constant_pad_nd": 2, "logsumexp": 5, "eye": 2, "_grouped_mm": 2}
+NO_KERNEL = {
+    "empty",
+    "empty_like",
+    "new_empty",
+    "empty_strided",
+    "new_empty_strided",
+    "detach",
+    "alias",
+    "_unsafe_view",
+}
+NO_KERNEL |= {"_unsafe_view", "lift_fresh", "_reshape_alias", "set_", "is_pinned", "is_same_size"}
+WAITING = {"nonzero", "masked_select", "_unique2", "unique_dim", "equal", "_local_scalar_dense", "item"}
+PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear", "matmul", "_grouped_mm"}  # need their stream's workspace
+COPIES = {"copy_", "_to_copy", "to", "_copy_from"}
+
+
+class OnDevice(torch.Tensor):
+    """`here` holds the numbers. To C++ it is a tensor of the CPU, as those of a lent GPU are before it is there."""
+
+    @staticmethod
+    def __new__(cls, here, where):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, here.shape, strides=here.stride(), storage_offset=here.storage_offset(), dtype=here.dtype
+        )
+
+    def __init__(self, here, where):
+        self.here, self.where = here, where
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    device = property(lambda self: self.where)
+    is_cuda = property(lambda self: True)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return the.operation(func, args, kwargs or {})
+
+    def __repr__(self):
+        return f"OnDevice({self.here}, {self.where})"
+
+    def __deepcopy__(self, memo):
+        made = OnDevice(self.here.clone(), self.where)
+        return nn.Parameter(made, self.requires_grad) if isinstance(self, nn.Parameter) else made
+
+    def _read(self, how):
+        the.wait(f"{how} of a tensor")
+        return self.here
+
+    def tolist(self):
+        return self._read("tolist").tolist()
+
+    def item(self):
+        return self._read("item").item()
+
+    def __bool__(self):
+        return bool(self._read("bool"))
+
+    def __int__(self):
+        return int(self._read("int"))
+
+    def __float__(self):
+        return float(self._read("float"))
+
+    def __index__(self):
+        return int(self._read("index"))
+
+    def numpy(self, **_):
+        raise TypeError("can't convert a cuda tensor to numpy")
+
+
+class World:
+    """The counts, and what torch knows of the device."""
+
+    def __init__(self, devices):
+        self.devices = devices
+        self.kernels = Counter()  # by the operation's name
+        self.on = Counter()  # kernels and replays by device
+        self.waits = Counter()  # by what was waited for
+        self.replays = 0
+        self.recorded = []  # weak references to every graph
+        self.refuse = None  # an error that the next captures raise
+        self.silent = 0
+        self.capturing = None
+        self.current = 0
+        self.streams = defaultdict(Stream)  # device -> the current one
+        self.made = Counter()  # streams by device
+        self.generation = Counter()  # of the workspace of a stream
+        self.pools = Counter()  # graphs alive in them
+        self.now, self.waited = count(1), 0
+
+    @property
+    def launches(self):
+        return sum(self.kernels.values())
+
+    @property
+    def syncs(self):
+        return sum(self.waits.values())
+
+    @property
+    def alive(self):
+        """Graphs that were not freed."""
+        return sum(graph() is not None for graph in self.recorded)
+
+    def wait(self, why):
+        if self.capturing is not None:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {why}")
+        self.waited = next(self.now)
+        if not self.silent:
+            self.waits[why] += 1
+
+    def launch(self, name, device, kernels=1):
+        if not self.silent:
+            self.kernels[name] += kernels
+            self.on[device.index or 0] += kernels
+
+    def sent(self, tensor, device, pinned):
+        """From main memory to the device."""
+        if not pinned and tensor.numel():
+            self.wait("a copy from pageable memory")
+        self.launch("sent", device)
+        return self.put(OnDevice(tensor.detach().clone(), device))
+
+    def put(self, tensor):
+        return tensor
+
+    def operation(self, func, args, kwargs):
+        name = func._schema.name.partition("::")[2]
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        device = _one_device(name, tensors)
+        if device is None:
+            return func(*args, **kwargs)
+        if name in WAITING or (name == "index" and any(t.dtype in (torch.bool, torch.uint8) for t in tensors[1:])):
+            self.wait(name)
+        if name in ("index", "index_put", "index_put_", "copy_") and any(
+            t.dim() and not isinstance(t, OnDevice) for t in tensors
+        ):
+            self.wait(f"{name} with a tensor of the host")
+        plain = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
+        return self.run(func, args, plain, device, name)
+
+    def run(self, func, args, kwargs, device, name, kernels=None):
+        """`func` on what the tensors hold, as `kernels` kernels (None: as those of an operation of torch)."""
+        operation = kernels is None
+        view = operation and any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
+        in_place = operation and any(r.alias_info and r.alias_info.is_write for r in func._schema.returns)
+        if operation:
+            kernels = 0 if view or name in NO_KERNEL else KERNELS.get(name, 1)
+        if kernels:
+            self.launch(name, device, kernels)
+        a, k = tree_map(_here, (args, kwargs))
+        said = _fixed(func, name)(*a, **k)
+        if self.capturing is not None and not view and name not in NO_KERNEL:
+            self.capturing.note(_fixed(func, name), a, k, () if in_place else tree_leaves(said), name)
+        if in_place:
+            return args[0]
+        return tree_map(lambda x: OnDevice(x, device) if isinstance(x, torch.Tensor) else x, said)
+
+
+class _Operations(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return the.operation(func, args, kwargs or {})
+
+
+class _Functions(TorchFunctionMode):
+    """What is more, or less, than the operations it is made of: factories, copies between devices, fused kernels."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name in ("to", "cpu", "cuda") and isinstance(args[0], torch.Tensor):
+            return _moved(name, args, kwargs)
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            return _made(func, name, args, kwargs, _indexed(device))
+        if kwargs.get("pin_memory"):
+            tensor = func(*args, **{**kwargs, "pin_memory": False})
+            tensor.pinned = True
+            return tensor
+        if name in ("scaled_dot_product_attention", "rms_norm") and isinstance(args[0], OnDevice):
+            return _fused(func, name, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _made(func, name, args, kwargs, device):
+    """By a factory, or as another tensor but elsewhere."""
+    del kwargs["device"]
+    kwargs.pop("pin_memory", None)
+    if any(isinstance(x, OnDevice) for x in args):
+        return func(*args, **kwargs)
+    made = func(*args, **kwargs, device="cpu")
+    if name in ("tensor", "as_tensor"):
+        return the.sent(made, device, pinned=False)
+    kernels = 0 if name.startswith(("empty", "new_empty")) or not made.numel() else KERNELS.get(name, 1)
+    if kernels:
+        the.launch(name, device, kernels)
+    if the.capturing is not None and kernels:
+        the.capturing.note(func, args, {**kwargs, "device": "cpu"}, [made], name)
+    return OnDevice(made, device)
+
+
+def _moved(name, args, kwargs):
+    x, more = args[0], args[1:]
+    if name != "to":
+        device, dtype = torch.device(more[0] if more else kwargs.get("device", name)), None
+    elif more and isinstance(more[0], torch.Tensor):
+        device, dtype = torch._C.TensorBase.device.__get__(more[0]), more[0].dtype  # as C++ reads it
+    else:
+        with torch._C.DisableTorchFunction():
+            device, dtype, *_ = torch._C._nn._parse_to(*more, **{k: v for k, v in kwargs.items() if k != "copy"})
+    if device is not None and (x.device.type != device.type or (device.index not in (None, x.device.index))):
+        x = _crossed(x, device, kwargs.get("non_blocking", False))
+    if dtype is not None and dtype != x.dtype:
+        return torch.ops.aten._to_copy(x, dtype=dtype)
+    return x.clone() if kwargs.get("copy") else x
+
+
+def _crossed(x, device, non_blocking):
+    if device.type == "cpu":
+        if not non_blocking or the.capturing is not None:
+            the.wait("a copy to the host")
+        return x.here.clone()
+    device = _indexed(device)
+    if isinstance(x, OnDevice):
+        the.launch("copied", device)
+        return OnDevice(x.here.clone(), device)
+    made = the.sent(x, device, pinned=non_blocking and getattr(x, "pinned", False))
+    return nn.Parameter(made, x.requires_grad) if isinstance(x, nn.Parameter) else made
+
+
+def _fused(func, name, args, kwargs):
+    """One kernel; attention under a mask that is no number, or whose rows are not aligned, some more."""
+    mask = (kwargs.get("attn_mask") if len(args) < 4 else args[3]) if name != "rms_norm" else None
+    device = _one_device(name, [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)])
+    if mask is None:
+        kernels = 1
+    else:
+        unaligned = any(stride % 8 for size, stride in zip(mask.shape[:-1], mask.stride(), strict=False) if size > 1)
+        kernels = 1 + 2 * (mask.dtype == torch.bool) + unaligned
+    return the.run(func, args, kwargs, device, name, kernels)
+
+
+def _fixed(func, name):
+    """Not every operation is there for a CPU."""
+    if name == "histc":
+        return lambda x, bins=100, *_: torch.bincount(x.long(), minlength=int(bins)).to(x.dtype)
+    return func
+
+
+def _here(x):
+    return x.here if isinstance(x, OnDevice) else x
+
+
+def _indexed(device):
+    device = torch.device(device)
+    return torch.device("cuda", the.current if device.index is None else device.index)
+
+
+def _one_device(name, tensors):
+    """That of the tensors; None where all are in main memory."""
+    devices = {t.device for t in tensors if isinstance(t, OnDevice)}
+    if not devices:
+        return None
+    beside = any(t.dim() and not isinstance(t, OnDevice) for t in tensors)
+    if (len(devices) > 1 and name != "copy_") or (beside and name not in {*COPIES, "index", "index_put", "index_put_"}):
+        found = sorted(map(str, devices)) + ["cpu"] * beside
+        raise RuntimeError(f"Expected all tensors to be on the same device, but found {found} in {name}")
+    return next(iter(devices))
+
+
+class Stream:
+    def __init__(self, device=None, priority=0, index=None):
+        self.device = torch.device("cuda", the.current) if device is None else _indexed(device)
+        if index is None:
+            index = 1 + the.made[self.device.index] % STREAMS
+            the.made[self.device.index] += 1
+        self.index = index
+
+    def wait_stream(self, other):
+        pass
+
+    def synchronize(self):
+        the.wait("a stream")
+
+
+class Event:
+    """Knows the kernels that its stream's device had been given, and whether somebody has waited since."""
+
+    def __init__(self, **_):
+        self.at = self.when = 0
+
+    def record(self, stream=None):
+        device = (stream or current_stream()).device
+        self.at, self.when = the.on[device.index], next(the.now)
+
+    def synchronize(self):
+        if the.waited < self.when:
+            the.wait("an event")
+
+    def elapsed_time(self, after):
+        return 0.01 * (after.at - self.at)  # 10 us for each
+
+
+class CUDAGraph:
+    def __init__(self):
+        self.tape, self.stream, self.handle = [], None, None
+        self.workspace = self.spoiled = False
+
+    def note(self, func, args, kwargs, results, name):
+        self.tape.append((func, args, kwargs, [x for x in results if isinstance(x, torch.Tensor)]))
+        self.workspace |= name in PRODUCTS
+
+    def begin(self, pool, stream):
+        if pool is not None and not the.pools[pool]:
+            raise RuntimeError("INTERNAL ASSERT FAILED: the pool of this capture is gone")
+        self.handle = pool or object()
+        self.stream = (stream.device.index, stream.index)
+
+    def end(self):
+        the.pools[self.handle] += 1
+        the.recorded.append(weakref.ref(self))
+        self.generation = the.generation[self.stream]
+        weakref.finalize(self, _ended, the, self.stream, self.handle)
+
+    def pool(self):
+        return self.handle
+
+    def replay(self):
+        if self.workspace and the.generation[self.stream] != self.generation:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered (the stream's workspace is gone)")
+        if the.capturing is not None:
+            raise RuntimeError("a graph cannot be replayed in a capture")
+        if not the.silent:
+            the.replays += 1
+            the.on[self.stream[0]] += 1
+        for other in the.recorded:
+            other = other()
+            if other is not None and other is not self and other.handle is self.handle and not other.spoiled:
+                other.spoiled = True
+                for *_, results in other.tape:
+                    for result in results:
+                        _spoil(result)
+        self.spoiled = False
+        for func, args, kwargs, results in self.tape:
+            said = [x for x in tree_leaves(func(*args, **kwargs)) if isinstance(x, torch.Tensor)]
+            for result, new in zip(results, said, strict=False):
+                result.copy_(new)
+
+
+def _ended(world, stream, pool):
+    world.generation[stream] += 1
+    world.pools[pool] -= 1
+
+
+def _spoil(tensor):
+    tensor.fill_(float("nan") if tensor.is_floating_point() else 1 if tensor.dtype == torch.bool else -(1 << 20))
+
+
+@contextmanager
+def graph(made, pool=None, stream=None, capture_error_mode="global"):
+    stream = stream or the.capture_stream
+    made.begin(pool, stream)
+    if the.refuse is not None:
+        raise the.refuse
+    with on_stream(stream):
+        the.capturing = made
+        try:
+            yield
+        finally:
+            the.capturing = None
+    made.end()
+
+
+@contextmanager
+def on_stream(stream):
+    before, device = the.streams.get(stream.device.index), the.current
+    the.streams[stream.device.index], the.current = stream, stream.device.index
+    try:
+        yield
+    finally:
+        the.streams[stream.device.index], the.current = before or _default(stream.device), device
+
+
+@contextmanager
+def on_device(device):
+    before = the.current
+    the.current = _indexed(device).index
+    try:
+        yield
+    finally:
+        the.current = before
+
+
+def _default(device):
+    return Stream(device, index=0)
+
+
+def current_stream(device=None):
+    device = torch.device("cuda", the.current) if device is None else _indexed(device)
+    return the.streams.get(device.index) or _default(device)
+
+
+def move(module, device, dtype=None):
+    """A module, in place, to the pretended device; what is shared stays so."""
+    done = {}
+
+    def moved(tensor):
+        if tensor is None or isinstance(tensor, OnDevice):
+            return tensor
+        if id(tensor) not in done:
+            here = tensor.detach().to(dtype) if dtype and tensor.is_floating_point() else tensor.detach()
+            made = OnDevice(here.clone(), _indexed(device))
+            done[id(tensor)] = nn.Parameter(made, False) if isinstance(tensor, nn.Parameter) else made
+        return done[id(tensor)]
+
+    for part in module.modules():
+        for held in (part._parameters, part._buffers, vars(part)):
+            for name, tensor in list(held.items()):
+                if isinstance(tensor, torch.Tensor):
+                    held[name] = moved(tensor)
+    return module
+
+
+_to = nn.Module.to
+
+
+def _module_to(module, *args, **kwargs):
+    with torch._C.DisableTorchFunction():
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+    if device is not None and device.type == "cuda":
+        return move(module, device, dtype)
+    return _to(module, *args, **kwargs)
+
+
+the: World
+
+
+@contextmanager
+def pretended(devices=1):
+    """-> the `World`. Everything made in it is for it alone."""
+    global the
+    the = World(devices)
+    the.streams = {}
+    the.capture_stream = _default(torch.device("cuda", 0))
+    generator = torch.Generator
+    cuda = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: devices,
+        "current_device": lambda: the.current,
+        "mem_get_info": lambda device=None: (1 << 36, 1 << 36),
+        "memory_allocated": lambda device=None: 0,
+        "max_memory_allocated": lambda device=None: 0,
+        "reset_peak_memory_stats": lambda device=None: None,
+        "get_device_name": lambda device=None: "a pretended GPU",
+        "empty_cache": lambda: None,
+        "synchronize": lambda device=None: the.wait("the device"),
+        "Stream": Stream,
+        "Event": Event,
+        "CUDAGraph": CUDAGraph,
+        "graph": graph,
+        "stream": on_stream,
+        "device": on_device,
+        "current_stream": current_stream,
+    }
+    with ExitStack() as stack:
+        stack.enter_context(patch.multiple(torch.cuda, **cuda))
+        stack.enter_context(patch.object(torch, "Generator", lambda device=None: generator()))
+        stack.enter_context(patch.object(nn.Module, "to", _module_to))
+        stack.enter_context(_Functions())
+        stack.enter_context(_Operations())
+        yield the

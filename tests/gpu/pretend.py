@@ -1,0 +1,221 @@
+"""What one step of every method asks of a GPU, counted on the pretended one.
+
+`python -m tests.gpu.pretend [--json] [WORD..]`; words choose the methods whose name has one.
+
+Launches are operations that the host starts one by one while the clock runs; a replay of a recorded pass is none of
+them. Syncs are waits of the host for the device. Sizes are tiny, since counts do not depend on them, but layers,
+drafts and trees are those of the table in tests/gpu/test_counts.py.
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from specdemo.core.protocol import Budget, GenerationConfig
+from specdemo.core.sampling import Sampling
+from specdemo.core.tree import chain_parents
+from specdemo.engine.loop import generate
+from specdemo.engine.warm_up import warm_up
+from specdemo.methods import load_drafter
+from specdemo.methods.heads import hydra, medusa
+from specdemo.methods.heads.dflash import DFlash
+from specdemo.methods.heads.eagle import Eagle
+from specdemo.methods.heads.hydra import Hydra
+from specdemo.methods.heads.medusa import Medusa
+from specdemo.methods.heads.mlp_speculator import MLPSpeculator
+from specdemo.methods.heads.mtp import MTP
+from specdemo.models.fused import hasten
+from specdemo.models.target import HFTarget
+from tests.gpu.device import OnDevice, move, pretended
+
+SKIPPED, COUNTED, TOKENS = 2, 8, 64  # steps that are not counted and that are, of a text of so many tokens
+GREEDY, WARM = Sampling(), Sampling(0.8)
+SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "head_dim": 8}
+SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 2048, "pad_token_id": 0, "eos_token_id": 2}
+
+
+@dataclass
+class Case:
+    """One row of the table."""
+
+    name: str
+    method: str
+    budget: Budget
+    sampling: Sampling = GREEDY
+    model: str = ""  # what its drafter is made of, by its name in `Models`
+    options: dict[str, Any] = field(default_factory=dict)
+    target: str = "target"
+    repeats: bool = False  # a text that does: else some methods draft nothing
+
+
+CASES = [
+    Case("plain", "none", Budget(0, 0)),
+    Case("plain T=0.8", "none", Budget(0, 0), WARM),
+    Case("draft_model k=5", "draft_model", Budget(5, 5), model="draft"),
+    Case("draft_model k=5 T=0.8", "draft_model", Budget(5, 5), WARM, "draft"),
+    Case("ngram k=6", "ngram", Budget(6, 6), repeats=True),
+    Case("suffix k=6", "suffix", Budget(6, 6), repeats=True),
+    Case("eagle-3 tree k=6 nodes=32", "eagle", Budget(6, 32), model="eagle", options={"nodes": 32}),
+    Case("eagle-3 chain k=5", "eagle", Budget(5, 5), model="eagle", options={"draft": "chain"}),
+    Case("eagle-3 chain k=5 T=0.8", "eagle", Budget(5, 5), WARM, "eagle", {"draft": "chain"}),
+    Case("mtp k=3", "mtp", Budget(3, 3), model="mtp"),
+    Case("layer_skip k=4", "layer_skip", Budget(4, 4)),
+    Case("dflash block=16", "dflash", Budget(15, 15), model="dflash"),
+    Case("medusa tree nodes=24", "medusa", Budget(4, 24), model="medusa", options={"nodes": 24}),
+    Case("hydra k=4", "hydra", Budget(4, 4), model="hydra"),
+    Case("mlp_speculator k=4", "mlp_speculator", Budget(4, 4), model="mlp"),
+    Case("lookahead", "lookahead", Budget(4, 56)),
+    Case("cascade ngram k=4", "cascade", Budget(4, 4), model="draft", repeats=True),
+    Case("unfused 36 layers, plain", "none", Budget(0, 0), target="unfused"),
+]
+
+
+@dataclass
+class Counts:
+    """Of one step, the mean over `COUNTED` of them."""
+
+    name: str
+    launches: float = 0.0
+    syncs: float = 0.0
+    replays: float = 0.0
+    recordings_in_race: int = 0
+    note: str = ""
+    laps: dict[str, Counter[str]] = field(default_factory=dict, repr=False)  # what was launched and waited for
+
+
+class Models:
+    """Made in main memory, once, and put onto the device of each world."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self._made: dict[str, Any] = {"target": qwen(6, 1), "draft": qwen(3, 2), "unfused": qwen(36, 1)}
+        hasten(self._made["target"])
+        hasten(self._made["draft"])
+        there = HFTarget(self._made["target"])
+        heads = {
+            "eagle": Eagle.fresh(there, "eagle3", draft_vocab=96),
+            "mtp": MTP.fresh(there),
+            "dflash": DFlash.fresh(there, layers=5, block_size=16),
+            "medusa": Medusa.fresh(there, heads=4),
+            "hydra": Hydra.fresh(there, heads=4),
+            "mlp": MLPSpeculator.fresh(there, n_predict=4),
+        }
+        self._made |= heads
+        for cache in (chain_parents, medusa._indices, hydra._levels):
+            cache.cache_clear()
+        for made in self._made.values():
+            move(made, "cuda:0")
+        for head in heads.values():
+            head.hasten()
+
+    def target(self, name: str) -> HFTarget:
+        return HFTarget(self._made[name])
+
+    def __getitem__(self, name: str) -> Any:
+        made = self._made[name] if name else None
+        return HFTarget(made) if isinstance(made, Qwen3ForCausalLM) else made
+
+
+def qwen(layers: int, seed: int) -> Any:
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=layers, **SIZES)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.2)
+    return model.to(torch.bfloat16).requires_grad_(False)
+
+
+class Laps:
+    """A stopwatch that counts."""
+
+    def __init__(self, world: Any) -> None:
+        self._world, self.counting = world, False
+        self.steps = 0
+        self.totals = Counter[str]()
+        self.laps: dict[str, Counter[str]] = {}
+        self._before = self._now()
+
+    def _now(self) -> tuple[Counter[str], Counter[str], int]:
+        return self._world.kernels.copy(), self._world.waits.copy(), self._world.replays
+
+    def start(self) -> None:
+        self._before = self._now()
+
+    def lap(self, name: str) -> None:
+        before, self._before = self._before, self._now()
+        if self.counting:
+            kernels, waits = self._before[0] - before[0], self._before[1] - before[1]
+            self.totals += Counter(launches=kernels.total(), syncs=waits.total(), replays=self._before[2] - before[2])
+            self.laps[name] = self.laps.get(name, Counter()) + kernels + waits
+
+    def read(self) -> dict[str, float]:
+        self.steps += self.counting
+        return {"draft": 1.0, "verify": 1.0}
+
+
+def prompt_of(case: Case) -> Any:
+    text = torch.arange(3, 13).repeat(6)[None]
+    if not case.repeats:
+        text = torch.randint(3, 100, (1, 40), generator=torch.Generator().manual_seed(3))
+    return OnDevice(text, torch.device("cuda:0"))
+
+
+def count(world: Any, models: Models, case: Case) -> Counts:
+    """A lane as a race has it: warmed up, then timed."""
+    target = models.target(case.target)
+    drafter = load_drafter(case.method, target, models[case.model], **case.options)
+    config = GenerationConfig(TOKENS, sampling=case.sampling, budget=case.budget, stop_token_ids=())
+    prompt = prompt_of(case)
+    warm_up(target, drafter, prompt, config)
+    recorded, laps = len(world.recorded), Laps(world)
+    with closing(generate(target, drafter, prompt, config, stopwatch=laps)) as steps:
+        for _ in islice(steps, 1 + SKIPPED):
+            pass
+        laps.counting = True
+        for _ in islice(steps, COUNTED):
+            pass
+        laps.counting = False
+        for _ in steps:  # to the end, where drafts get shorter
+            pass
+    said = {name: laps.totals[name] / laps.steps for name in ("launches", "syncs", "replays")}
+    in_race = len(world.recorded) - recorded
+    return Counts(case.name, **said, recordings_in_race=in_race, note=target.note, laps=laps.laps)
+
+
+def counted(chosen: Callable[[Case], bool] = lambda case: True) -> list[Counts]:
+    with pretended() as world, patch("specdemo.models.packed.packing_pays", lambda dtype: False):
+        models = Models()
+        return [count(world, models, case) for case in CASES if chosen(case)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args()
+    found = counted(lambda case: not asked.words or any(word in case.name for word in asked.words))
+    if asked.json:
+        fields = ("name", "launches", "syncs", "replays", "recordings_in_race", "note")
+        json.dump([{name: getattr(row, name) for name in fields} for row in found], sys.stdout, indent=1)
+        return
+    for row in found:
+        numbers = f"{row.launches:7.1f} launches {row.syncs:5.1f} syncs {row.replays:5.1f} replays"
+        print(f"{row.name:28} {numbers} {row.recordings_in_race:3} recordings in the race {row.note}")
+        if asked.words:
+            for lap, what in row.laps.items():
+                print(f"    {lap:8}", ", ".join(f"{name} {n / COUNTED:.1f}" for name, n in what.most_common()))
+
+
+if __name__ == "__main__":
+    main()

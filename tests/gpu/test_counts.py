@@ -1,0 +1,41 @@
+"""What one step of each method may ask of a GPU, counted on the pretended one."""
+
+import pytest
+
+from tests.gpu.pretend import CASES, counted
+
+LIMITS = {  # launches outside recordings, and syncs, while the clock runs
+    "plain": (10, 0),
+    "plain T=0.8": (20, 1),
+    "draft_model k=5": (30, 1),
+    "draft_model k=5 T=0.8": (50, 2),
+    "ngram k=6": (15, 2),
+    "suffix k=6": (15, 2),
+    "eagle-3 tree k=6 nodes=32": (60, 2),
+    "eagle-3 chain k=5": (30, 1),
+    "eagle-3 chain k=5 T=0.8": (50, 2),
+    "mtp k=3": (30, 1),
+    "layer_skip k=4": (30, 1),
+    "dflash block=16": (25, 1),
+    "medusa tree nodes=24": (30, 2),
+    "hydra k=4": (30, 2),
+    "mlp_speculator k=4": (30, 2),
+    "lookahead": (30, 2),
+    "cascade ngram k=4": (60, 5),
+    "unfused 36 layers, plain": (15, 0),
+}
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return {row.name: row for row in counted()}
+
+
+@pytest.mark.parametrize("name", [case.name for case in CASES])
+def test_a_step_starts_few_operations_and_hardly_waits(rows, name):
+    row, (launches, syncs) = rows[name], LIMITS[name]
+    assert row.launches <= launches, row.laps
+    assert row.syncs <= syncs, row.laps
+    assert row.replays >= 1
+    assert row.recordings_in_race == 0
+    assert row.note == ""

@@ -1,0 +1,329 @@
+"""By the rules of CUDA, on the pretended device: what broke them, or would have."""
+
+import gc
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from specdemo.core.host import Reading, to_device
+from specdemo.core.protocol import Budget, GenerationConfig
+from specdemo.core.sampling import Sampling
+from specdemo.core.tree import chain_parents
+from specdemo.engine.clock import stopwatch_for
+from specdemo.engine.loop import generate
+from specdemo.engine.warm_up import warm_up
+from specdemo.methods import load_drafter
+from specdemo.methods.heads.dflash import DFlash
+from specdemo.methods.heads.eagle import Eagle
+from specdemo.methods.heads.hydra import Hydra
+from specdemo.methods.heads.medusa import Medusa
+from specdemo.methods.heads.mlp_speculator import MLPSpeculator
+from specdemo.methods.heads.mtp import MTP
+from specdemo.models.fused import fused, hasten
+from specdemo.models.graphs import CudaGraphs, covering
+from specdemo.models.pass_cost import rounding_noise
+from specdemo.models.prefix_reuse import Remembering
+from specdemo.models.target import HFTarget
+from tests.gpu.device import STREAMS, OnDevice, move, pretended
+from tests.models.tiny import build, texts
+
+GREEDY = Sampling()
+HEADS = {
+    "eagle": lambda target: Eagle.fresh(target, draft_vocab=40),
+    "mtp": MTP.fresh,
+    "dflash": lambda target: DFlash.fresh(target, layers=2, block_size=6),
+    "medusa": lambda target: Medusa.fresh(target, heads=3),
+    "hydra": lambda target: Hydra.fresh(target, heads=3),
+    "mlp_speculator": lambda target: MLPSpeculator.fresh(target, n_predict=3),
+}
+
+
+@pytest.fixture
+def world():
+    chain_parents.cache_clear()  # of other worlds
+    with pretended(devices=2) as made:
+        yield made
+    chain_parents.cache_clear()
+
+
+def fast(name="llama", device="cuda:0"):
+    model = move(build(name), device)
+    hasten(model)
+    return HFTarget(model)
+
+
+def there(rows, tokens, seed=0, device="cuda:0"):
+    return OnDevice(texts(rows, tokens, seed), torch.device(device))
+
+
+def drafter(name, target):
+    if name in HEADS:
+        torch.manual_seed(3)
+        head = HEADS[name](target)
+        return load_drafter(name, target, head.hasten())
+    return load_drafter(name, target, fast("llama") if name in ("draft_model", "cascade", "adaptive") else None)
+
+
+def written(target, drafter, rows=1, sampling=GREEDY):
+    config = GenerationConfig(24, sampling=sampling, budget=Budget(3, 3), stop_token_ids=())
+    events = list(generate(target, drafter, there(rows, 9), config))
+    return [[t for event in events for t in event.emitted[row]] for row in range(rows)]
+
+
+METHODS = [*HEADS, "none", "draft_model", "ngram", "suffix", "layer_skip", "lookahead", "cascade", "adaptive"]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", METHODS)
+def test_recorded_drafts_leave_a_greedy_text_as_it_is(world, name, rows):
+    target = fast()
+    plain = written(target, load_drafter("none", target), rows)
+    made = drafter(name, target)
+    assert written(target, made, rows) == plain
+    assert target.note == made.unrecorded == ""
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "adaptive"])  # whose k goes by the time
+def test_sampled_texts_repeat_with_their_seed(world, name):
+    target = fast()
+    made = drafter(name, target)
+    first = written(target, made, sampling=Sampling(0.8, 20, 0.9))
+    assert written(target, made, sampling=Sampling(0.8, 20, 0.9)) == first
+    assert target.note == made.unrecorded == ""
+
+
+@pytest.mark.parametrize("name", ["ngram", "draft_model", "eagle", "adaptive"])
+def test_nothing_is_recorded_while_the_clock_runs(world, name):
+    target = fast()
+    made = drafter(name, target)
+    config = GenerationConfig(40, budget=Budget(6, 6), stop_token_ids=())
+    warm_up(target, made, there(1, 9), config)
+    before = len(world.recorded)
+    assert before
+    list(generate(target, made, there(1, 9), config))
+    assert len(world.recorded) == before
+
+
+def test_recordings_die_with_their_lane_without_a_collector(world):
+    gc.collect()
+    gc.disable()
+    try:
+        for name in ("none", "draft_model", "eagle", "layer_skip"):
+            target = fast()
+            made = drafter(name, target)
+            written(target, made)
+            assert world.alive
+            del target, made
+            assert world.alive == 0, name
+    finally:
+        gc.enable()
+
+
+def test_the_end_of_one_lane_leaves_the_workspace_of_others(world):
+    """pytorch #193402: destroying a graph frees the workspaces of its stream under every other graph there."""
+    lanes = [(fast(), fast()) for _ in range(2)]
+    texts_of = [written(target, load_drafter("draft_model", target, draft)) for target, draft in lanes]
+    assert texts_of[0] == texts_of[1]
+    target, draft = lanes[1]
+    lanes.clear()
+    assert written(target, load_drafter("draft_model", target, draft)) == texts_of[1]
+
+
+def test_a_recorder_starts_a_new_pool_when_its_recordings_are_gone(world):
+    record, x = CudaGraphs(torch.device("cuda:0")), torch.ones(2, 2, device="cuda:0")
+    replay = record(lambda: (x @ x,))
+    assert replay()[0].tolist() == [[2.0, 2.0], [2.0, 2.0]]
+    del replay
+    assert record(lambda: (x @ x,))()[0].tolist() == [[2.0, 2.0], [2.0, 2.0]]
+
+
+def test_recorders_have_streams_of_their_own(world):
+    x = torch.ones(2, 2, device="cuda:0")
+    kept = [CudaGraphs(torch.device("cuda:0")) for _ in range(STREAMS)]
+    replays = [record(lambda: (x @ x,)) for record in kept]
+    assert world.made[0] == STREAMS
+    replays.pop()
+    for replay in replays:
+        replay()
+
+
+def test_without_memory_for_recordings_passes_run_as_they_are(world):
+    target = fast()
+    plain = written(target, load_drafter("none", target))
+    other = fast()
+    world.refuse = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 0 bytes free")
+    assert written(other, load_drafter("none", other)) == plain
+    assert other.note == "passes could not be recorded (CUDA out of memory), so every operation is started on its own"
+    assert "graphs" not in other.kernels
+
+
+@pytest.mark.parametrize("name", [*HEADS, "draft_model", "layer_skip"])
+def test_heads_that_cannot_be_recorded_draft_as_they_are(world, name):
+    target = fast()
+    plain = written(target, load_drafter("none", target))
+    made = drafter(name, target)
+    world.refuse = RuntimeError("operation not permitted when stream is capturing")
+    assert written(target, made) == plain
+    said = target.note if name == "layer_skip" else made.unrecorded
+    assert said.startswith("passes could not be recorded (operation not permitted")
+
+
+@pytest.mark.parametrize("name", [*HEADS, "draft_model", "layer_skip"])
+def test_a_second_proposal_behind_the_same_text_is_the_first(world, name):
+    """Also a shorter one, which is not recorded."""
+    target = fast()
+    made = drafter(name, target)
+    config = GenerationConfig(40, budget=Budget(3, 3), stop_token_ids=())
+    steps = generate(target, made, there(1, 9), config)
+    for _ in range(5):
+        next(steps)
+    with torch.no_grad():
+        first, again, short = (made.propose(Budget(k, k)).tokens.tolist() for k in (3, 3, 2))
+    steps.close()
+    assert again == first
+    assert short[0] == first[0][:2] or name == "eagle"  # whose tree is another one
+    assert made.unrecorded == ""
+
+
+def test_a_draft_model_remembers_what_recorded_drafts_read(world):
+    """The next turn of a chat is read from where it is new, and drafted as if all of it had been read."""
+    target, drafts = fast(), []
+    prompt, config = there(1, 9), GenerationConfig(20, budget=Budget(3, 3), stop_token_ids=())
+    for kind in (HFTarget, Remembering):
+        draft = kind(fast().model)
+        made = load_drafter("draft_model", target, draft)
+        said = [t for event in generate(target, made, prompt, config) for t in event.emitted[0]]
+        longer = torch.cat([prompt, to_device([said], prompt.device), there(1, 4, 5)], 1)
+        drafts.append([event.drafted for event in generate(target, made, longer, config)])
+        if kind is Remembering:
+            assert draft.kept > prompt.shape[1] + 10
+    assert drafts[0] == drafts[1]
+
+
+@pytest.mark.parametrize("name", ["eagle", "draft_model"])
+def test_on_another_device_than_the_first(world, name):
+    """With the first as the current one, as it is for whoever says nothing."""
+    model = move(build("llama"), "cuda:1")
+    hasten(model)
+    target = HFTarget(model)
+    made = load_drafter(name, target, HEADS[name](target).hasten() if name in HEADS else fast(device="cuda:1"))
+    config = GenerationConfig(16, budget=Budget(3, 3), stop_token_ids=())
+    watch = stopwatch_for(target.device)
+    steps = list(generate(target, made, there(1, 9, device="cuda:1"), config, stopwatch=watch))
+    assert world.alive
+    assert all(event.ms["verify"] > 0.0 for event in steps[1:])
+    assert target.note == made.unrecorded == ""
+
+
+def test_a_clock_reads_its_own_device(world):
+    watch = stopwatch_for(torch.device("cuda:1"))
+    watch.start()
+    torch.ones(3, device="cuda:1").add_(1)
+    watch.lap("work")
+    torch.ones(3, device="cuda:0").add_(1)
+    watch.lap("of another")
+    assert watch.read() == {"work": pytest.approx(0.02), "of another": 0.0}
+
+
+def test_a_model_on_several_devices_is_not_recorded_and_says_so(world):
+    model = move(build("llama"), "cuda:0")
+    model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
+    target = HFTarget(model)
+    target.start(there(1, 9))
+    target.forward(there(1, 1), chain_parents(1, 0, target.device))
+    assert target.note == "its layers are on several devices, so every operation is started on its own"
+    assert not world.recorded
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_layer_in_16_bits_is_few_kernels(world, name):
+    """50 of Qwen3's were norms: transformers works them out in eight each."""
+    model = build(name).bfloat16()
+    hasten(move(model, "cuda:0"))
+    target = HFTarget(model)
+    target.start(there(1, 9))
+    with patch.object(target, "_passes", None):
+        kernels = []
+        for layers in (1, 2):
+            before = world.launches
+            target.shallow(there(1, 1), layers)
+            kernels.append(world.launches - before)
+    assert kernels[1] - kernels[0] <= {"llama": 20, "qwen3": 24}[name]
+
+
+def test_models_are_placed_where_tensors_are_only_emulated(world):
+    """A lent GPU's tensors are the CPU's to C++ before it is there: `.to(like)` would read that device."""
+    model = move(build("llama"), "cuda:0")
+    hasten(model)
+    assert "fused" in HFTarget(model).kernels
+
+
+def test_rounding_is_measured_on_passes_of_one_token(world):
+    target, widths = fast(), []
+    forward = target.forward
+    with patch.object(
+        target, "forward", lambda tokens, *more: widths.append(tokens.shape[1]) or forward(tokens, *more)
+    ):
+        rounding_noise(target, there(1, 14))
+    assert widths == [1, 1, 1, 1, 1, 5]
+    assert len(world.recorded) == 2
+
+
+def test_numbers_go_to_the_device_without_a_wait_and_come_back_by_one(world):
+    sent = to_device([1, 2, 3], torch.device("cuda:0"))
+    assert world.syncs == 0
+    reading = Reading(sent)
+    assert sent.tolist() == [1, 2, 3]
+    assert reading.tolist() == [1, 2, 3]
+    assert world.syncs == 1
+
+
+def test_every_width_has_a_recording_that_is_not_much_wider():
+    assert covering(1) == [1]
+    assert covering(6) == [1, 6]
+    assert covering(33) == [1, 8, 24, 48]
+    for slots in range(1, 65):
+        assert any(slots <= width <= 2 * slots + 6 for width in covering(64))
+
+
+def test_quantised_layers_are_fused_as_they_are():
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    model = build("llama")
+    layer = model.model.layers[0]
+    for part in (layer.self_attn, layer.mlp):
+        for name, linear in list(part.named_children()):
+            if type(linear) is torch.nn.Linear:
+                made = bitsandbytes.nn.Linear8bitLt(
+                    linear.in_features, linear.out_features, bias=False, has_fp16_weights=False, threshold=0.0
+                )
+                made.weight = bitsandbytes.nn.Int8Params(
+                    linear.weight.data, requires_grad=False, has_fp16_weights=False
+                )
+                setattr(part, name, made)
+    made = fused(layer.requires_grad_(False), model.model.rotary_emb)
+    assert type(made).__name__ == "FusedLayer"
+    assert len(made.qkv.layers) == 3
+
+
+def test_the_pretended_device_keeps_the_rules(world):
+    x = torch.ones(2, 2, device="cuda:0")
+    with pytest.raises(RuntimeError, match="same device"):
+        x + torch.ones(2, 2)
+    with pytest.raises(RuntimeError, match="same device"):
+        x @ torch.ones(2, 2, device="cuda:1")
+    for wrong in (lambda: x.sum().item(), lambda: torch.tensor([1], device="cuda:0"), lambda: x.nonzero()):
+        with pytest.raises(RuntimeError, match="capturing"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            wrong()
+    graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
+    said = []
+    for graph in graphs:
+        with torch.cuda.graph(graph, pool=graphs[0].pool()):
+            said.append(x @ x)
+    graphs[0].replay()
+    assert said[0].sum().item() == 8.0
+    graphs[1].replay()
+    assert said[0].isnan().all(), "another graph of the pool was replayed"
+    del graph, graphs[0]
+    with pytest.raises(RuntimeError, match="workspace"):
+        graphs.pop().replay()

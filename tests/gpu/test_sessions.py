@@ -1,0 +1,65 @@
+"""Whole comparisons on the pretended GPU: what their races record, and what is left of that."""
+
+import gc
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from specdemo.core.tree import chain_parents
+from specdemo.engine.messages import Finished, Step
+from specdemo.engine.session import Session
+from specdemo.models.graphs import recorded_bytes
+from specdemo.presets.files import load_presets
+from tests.gpu.device import pretended
+
+TOKENS = 20
+
+
+@pytest.fixture
+def world():
+    chain_parents.cache_clear()  # of other worlds
+    with pretended() as made, patch("specdemo.models.packed.packing_pays", lambda dtype: False):
+        yield made
+    chain_parents.cache_clear()
+
+
+def run(session, world, name):
+    """-> the trace, and the recordings made once the first lane had begun."""
+    before, trace = None, None
+    for message in session.stream(load_presets()[name].with_changes(device="cuda", max_new_tokens=TOKENS)):
+        if isinstance(message, Step) and before is None:
+            before = len(world.recorded)
+        if isinstance(message, Finished):
+            trace = message.trace
+    return trace, len(world.recorded) - before
+
+
+@pytest.mark.parametrize("name", ["embedded-draft", "embedded-ngram", "embedded-eagle-3", "embedded-adaptive"])
+def test_a_race_records_nothing_and_leaves_nothing(world, name):
+    gc.collect()
+    gc.disable()
+    try:
+        trace, recorded = run(Session(), world, name)
+        assert world.recorded
+        assert recorded == 0
+        assert world.alive == 0
+        assert [len(lane.token_ids) for lane in trace.lanes] == [TOKENS, TOKENS]
+        assert [row["verdict"] for row in trace.comparison] == ["identical"]
+        assert trace.environment["kernels"] == "fused, graphs"
+    finally:
+        gc.enable()
+
+
+def test_what_recordings_take_is_counted_before_models_are_loaded(world):
+    cuda = torch.device("cuda:0")
+    assert recorded_bytes(cuda, 4) == 4 * recorded_bytes(cuda, 1) > 0
+    assert recorded_bytes(torch.device("cpu"), 4) == 0
+    session = Session()
+    preset = load_presets()["embedded-draft"].with_changes(device="cuda")
+    little = (300 << 20, 300 << 20)  # the models alone would fit
+    with (
+        patch.object(torch.cuda, "mem_get_info", lambda device=None: little),
+        pytest.raises(ValueError, match="choose quantization 4bit or a smaller model"),
+    ):
+        session.place(preset)
