@@ -1,0 +1,36 @@
+"""A GPU that is lent by the call: `spaces` emulates it until it is there, and all models are placed before."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PLACED = """
+import os
+import torch
+
+torch.version.cuda, torch._C._cuda_init = "13.0", lambda: None  # a torch without CUDA knows no emulated device
+torch.cuda._is_in_bad_fork = bool
+import spaces
+from specdemo.engine.session import Session
+from specdemo.presets.files import load_presets
+
+session = Session()
+for name, preset in load_presets().items():
+    if preset.embedded:
+        session.place(preset)
+        print(name, session.target().device, session.target().kernels)
+"""
+
+
+def test_every_embedded_preset_is_placed_ahead_of_time(tmp_path):
+    pytest.importorskip("spaces")
+    lent = {"SPACES_ZERO_GPU": "true", "SPACES_ZERO_DEVICE_API_URL": "http://127.0.0.1:9", "SPACE_ID": "some/space"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PLACED], env={**os.environ, **lent}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    placed = done.stdout.splitlines()
+    assert len(placed) > 15
+    assert all(" cuda:0 fused" in line for line in placed)
