@@ -4,7 +4,7 @@ Every figure is the best of a few, as whatever else runs only takes away.
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -104,21 +104,16 @@ def link_bandwidth(device: torch.device) -> float | None:
 def passes(
     target: Target, widths: Sequence[int] = WIDTHS, batches: Sequence[int] = BATCHES, context: int = CONTEXT
 ) -> dict[int, dict[int, float]]:
-    """Batch -> slots -> milliseconds of a pass; without the sizes that memory does not hold."""
-    return dict(each_batch(target, widths, batches, context))
-
-
-def each_batch(
-    target: Target, widths: Sequence[int], batches: Sequence[int], context: int
-) -> Iterable[tuple[int, dict[int, float]]]:
-    """The milliseconds of a pass by its width, batch after batch until memory is full."""
+    """Batch -> slots -> milliseconds of a pass; as many batches as memory holds."""
+    found: dict[int, dict[int, float]] = {}
     for batch in batches:
         try:
-            yield batch, verify_costs(target, sorted({1, *widths}), 5, batch, context)
+            found[batch] = verify_costs(target, sorted({1, *widths}), 5, batch, context)
         except torch.OutOfMemoryError:
             target.release()
             kind(target.device).empty()
-            return
+            break
+    return found
 
 
 def fast(model: PreTrainedModel) -> HFTarget:
