@@ -125,7 +125,9 @@ class LaneTrace:
     note: str | None = None  # why the lane failed or runs otherwise than asked
     messages: Annotated[list[dict[str, str]], _FAST] = field(default_factory=list)  # the chat so far; of a text none
     remote: Remote | None = None  # None: decoded here
-    repeats: Annotated[list[Annotated[list[StepEvent], _FAST]], _SHORT] = field(default_factory=list)  # runs before it
+    repeats: Annotated[list[Annotated[list[StepEvent], _FAST]], _SHORT] = field(
+        default_factory=list
+    )  # runs before, without probabilities
 
 
 @checked(slots=True, config=_strict)
@@ -200,9 +202,7 @@ def from_json(text: str | bytes, bounds: Bounds = FILE) -> RunTrace:
     except ValueError:
         raise ValueError("not a specdemo trace: config, environment or options hold what is no finite number") from None
     for lane in trace.lanes:
-        lane.events, *lane.repeats = (
-            [_with_probabilities(event) for event in events] for events in (lane.events, *lane.repeats)
-        )
+        lane.events = [_with_probabilities(event) for event in lane.events]
         _check(lane)
     _estimate_again(trace)
     return trace
@@ -230,7 +230,7 @@ def _reason(error: ValidationError) -> str:
 def _check(lane: LaneTrace) -> None:
     """What types cannot say: rows agree with each other."""
     for event in (event for events in (lane.events, *lane.repeats) for event in events):
-        if not _holds_together(event, lane.remote is not None):
+        if not _holds_together(_with_probabilities(event), lane.remote is not None):
             raise ValueError(f"not a specdemo trace: lane {lane.name!r}: step {event.index} does not hold together")
     if [t for e in lane.events for t in e.emitted[0]] != lane.token_ids:
         raise ValueError(f"not a specdemo trace: lane {lane.name!r}: token_ids differ from what its events emitted")
