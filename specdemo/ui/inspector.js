@@ -21,16 +21,29 @@ function reveal(box, node) {
   if (inner.top < outer.top || inner.bottom > outer.bottom) box.scrollTop += inner.top - outer.top - box.clientHeight / 2;
 }
 
-// Below the token, or above it where only there is room; on a narrow page a sheet at its lower end (style.css).
+const INSPECTOR = { chain: 470, tree: 860, least: 380 }; // px
+
+// Beside its lane, at the height of the token, where the lane's text can still be read and clicked; else below the text. On
+// a narrow page a sheet at its lower end (style.css).
 function placeInspector(lane, token) {
   const [box, stage] = [$(".sd-inspector"), $(".sd-stage").getBoundingClientRect()];
-  const spot = (token ?? lane.view.text).getBoundingClientRect();
-  const high = box.offsetHeight + 14;
-  const above = spot.top - Math.max(stage.top, $(".sd-transport").getBoundingClientRect().bottom);
-  const up = innerHeight - spot.bottom < high && above >= high;
-  box.style.top = `${up ? spot.top - stage.top - high : spot.bottom - stage.top + 8}px`;
-  box.style.left = `${Math.max(0, Math.min(spot.left - stage.left - 24, stage.width - box.offsetWidth))}px`;
-  if (!up) box.scrollIntoView({ block: "nearest", behavior: calm() ? "instant" : "smooth" });
+  const [card, text] = [lane.view.card.getBoundingClientRect(), lane.view.text.getBoundingClientRect()];
+  const tree = box.classList.contains("sd-wide");
+  const room = [card.left - stage.left - 8, stage.right - card.right - 8];
+  const side = room[0] >= room[1] ? 0 : 1;
+  const beside = !tree && room[side] >= INSPECTOR.least;
+  const wide = Math.min(tree ? INSPECTOR.tree : INSPECTOR.chain, beside ? room[side] : stage.width);
+  box.style.width = `${wide}px`;
+  if (beside) {
+    const low = Math.max($(".sd-transport").getBoundingClientRect().bottom + 6, stage.top);
+    const spot = (token ?? lane.view.text).getBoundingClientRect();
+    box.style.left = `${side ? card.right - stage.left + 8 : room[0] - wide}px`;
+    box.style.top = `${Math.max(low, Math.min(spot.top - 70, innerHeight - box.offsetHeight - 8)) - stage.top}px`;
+  } else {
+    box.style.left = `${Math.max(0, Math.min(card.left - stage.left, stage.width - wide))}px`;
+    box.style.top = `${text.bottom - stage.top + 6}px`;
+    box.scrollIntoView({ block: "nearest", behavior: calm() ? "instant" : "smooth" });
+  }
 }
 
 function closeInspector() {

@@ -1,7 +1,8 @@
 // The display's clock. Lines are shown when it reaches their device time, so the pace of the display, and a replay, never
 // touch the engine. Knows no DOM: whoever makes a player says how lines are shown.
 
-const AUTO_MS = 4000; // pace "auto" stretches the faster lane to about so long
+const AUTO_MS = 4000; // pace "auto" stretches the faster lane to about so long, the slowest to three times that
+const TOKEN_MS = 60; // but no token for longer than this
 const AUTO_START = 1 / 8; // its speed until a lane has told how fast it is
 const SLOWEST = 1 / 1000;
 
@@ -66,7 +67,14 @@ class Player {
     const asked = this.pace();
     if (asked !== "auto") return asked;
     const known = this.run.lanes.map((lane) => this.length(lane)).filter(isNumber);
-    return known.length ? Math.max(SLOWEST, Math.min(1, Math.min(...known) / AUTO_MS)) : AUTO_START;
+    if (!known.length) return AUTO_START;
+    const whole = Math.min(AUTO_MS, TOKEN_MS * (this.run.end ? this.tokens : this.run.start.limit || Infinity));
+    return Math.max(SLOWEST, Math.min(1, Math.max(Math.min(...known) / whole, Math.max(...known) / (3 * whole))));
+  }
+
+  /** Of the longest text. */
+  get tokens() {
+    return Math.max(2, ...this.run.lanes.map((lane) => lane.lines.findLast((line) => line.so_far)?.so_far.tokens || 0));
   }
 
   /** Milliseconds of device time from a lane's first token to its last one, as far as it can be told by now.

@@ -97,17 +97,29 @@ function whole(player, lane, count, each) {
 
 test("pace auto stretches the faster lane to four seconds and begins with the first token", () => {
   const { player, run, shown, at } = staged({ pace: "auto" });
-  whole(player, run.lanes[0], 5, 100);
-  whole(player, run.lanes[1], 5, 50);
+  whole(player, run.lanes[0], 101, 4);
+  whole(player, run.lanes[1], 101, 2);
   run.end = {};
   assert.equal(player.speed, 200 / 4000);
   player.play();
   at(0);
-  assert.deepEqual(shown, ["1:50"]);
+  assert.deepEqual(shown, ["1:2"]);
   at(3999);
-  assert.equal(player.run.lanes[1].next, 4);
+  assert.equal(player.run.lanes[1].next, 100);
   at(4001);
   assert.deepEqual(shown.slice(-1), ["1:end"]);
+});
+
+test("pace auto makes nobody wait for a few tokens, or for a lane that is very slow", () => {
+  const short = staged({ pace: "auto" });
+  for (const lane of short.run.lanes) whole(short.player, lane, 11, 3);
+  short.run.end = {};
+  assert.equal(short.player.speed, 30 / 660);
+  const uneven = staged({ pace: "auto" });
+  whole(uneven.player, uneven.run.lanes[0], 101, 60);
+  whole(uneven.player, uneven.run.lanes[1], 101, 2);
+  uneven.run.end = {};
+  assert.equal(uneven.player.speed, 6000 / 12000);
 });
 
 test("pace auto shows a slow model at its own speed, as it comes", () => {
