@@ -255,7 +255,7 @@ class DraftModel(Learner):
 
     def _agreeing(self, bridge: Bridge, logits: Tensor, begun: list[bytes]) -> Tensor:
         """The likeliest tokens [B, 1] that write what is left of a word; of it they leave the rest in `begun`."""
-        best = logits.argmax(-1, keepdim=True)
+        best = bridge.known[logits[:, bridge.known].argmax(-1, keepdim=True)]
         for row, word in enumerate(begun):
             ids = bridge.theirs.agreeing(word) if word else []
             if ids:

@@ -118,6 +118,7 @@ class Bridge:
             pairs[end] = other  # they end a text, however they are spelled
         ids = torch.tensor(sorted(pairs.items()), dtype=torch.int64, device=target.device).view(-1, 2)
         self.shared, self.there = ids.T.contiguous()  # [W] ids of the target, and the draft's
+        self.known = torch.tensor(list(self.theirs.of), device=target.device)  # ids of the draft that are no padding
         self.share = len(alike) / len(self.ours.of)
 
     def held(self, target: HFTarget, draft: HFTarget) -> tuple[float, float]:

@@ -208,9 +208,10 @@ def save_draft(folder, tokenizer, vocab_size):
 def test_a_draft_with_another_tokenizer_says_how_it_speaks(runner, tmp_path):
     words = PreTrainedTokenizerFast(tokenizer_object=train_tokenizer(["other words altogether, in another order"]))
     lane = Lane(method="draft_model", model=save_draft(tmp_path, words, 2048), k=2)
-    trace = runner.run(spec(lane, max_new_tokens=8))
+    messages = list(runner.stream(spec(lane, max_new_tokens=8)))
+    trace = messages[-1].trace
     assert trace.comparison[0]["verdict"] == "identical" and trace.lanes[1].summary["drafted"]
-    notes = runner.load(spec(lane)).lanes[1].prepare(lambda: False)
+    notes = [message.text for message in messages if isinstance(message, Note)]
     assert any("Its tokenizer is another" in note and "cut anew" in note for note in notes)
 
 

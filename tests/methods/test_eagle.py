@@ -189,7 +189,7 @@ def speculators(**said):
 
 def near(window):
     config = speculators()
-    kinds = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"], "sliding_window": window}
+    kinds = {"layer_types": ["sliding_attention"], "sliding_window": window}
     config["transformer_layer_config"] |= kinds
     return config
 
@@ -580,6 +580,11 @@ def test_what_fed_back_means_is_probed_in_files_of_specforge(target, tmp_path):
     said = {**LAYER, "draft_vocab_size": WORDS, "norm_output": True}
     head = Eagle.load(write(tmp_path, said, eagle3()), target)
     assert [reading.norm_output for reading in head.readings] == [True, False] and "fed back normed" in head.note
+
+
+def test_windows_of_a_whole_models_layers_are_not_the_heads(target, tmp_path):
+    said = {**LAYER, "draft_vocab_size": WORDS, "layer_types": ["sliding_attention"] * 3, "sliding_window": 4}
+    assert Eagle.load(write(tmp_path, said, eagle3()), target).windows == (0,)
 
 
 def test_eagle_1_of_speculators_is_named(target, tmp_path):

@@ -89,7 +89,8 @@ class EagleHead(Network):
         read = 2 * size if convention.eagle1 else taps * target.hidden_size
         drafted = config.vocab_size if d2t is None else len(d2t)
         self.fc = linear(read, size, "fc", names)
-        self.windows = convention.windows or (0,) * config.num_hidden_layers
+        copied = len(convention.windows) != config.num_hidden_layers  # from the config of a whole model
+        self.windows = (0,) * config.num_hidden_layers if copied else convention.windows
         self.layers = nn.ModuleList(
             EagleLayer(config, i, below(names, f"layers.{i}."), window) for i, window in enumerate(self.windows)
         )

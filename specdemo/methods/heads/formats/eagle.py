@@ -133,10 +133,8 @@ def _eagle3(said: Mapping[str, Any], target: Target) -> tuple[Convention, ...]:
 
 def _windows(said: Mapping[str, Any]) -> tuple[int, ...]:
     layer = said.get("transformer_layer_config") or said
-    window, types = int(layer.get("sliding_window") or 0), layer.get("layer_types") or ()
-    if len(types) != layer.get("num_hidden_layers"):  # copied from the target's config
-        return ()
-    return tuple(window if kind == "sliding_attention" else 0 for kind in types)
+    window = int(layer.get("sliding_window") or 0)
+    return tuple(window if kind == "sliding_attention" else 0 for kind in layer.get("layer_types") or ())
 
 
 def _plus_one(ids: Sequence[int]) -> list[int]:
