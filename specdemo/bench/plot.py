@@ -153,7 +153,12 @@ def _frontier(result: Result) -> go.Figure:
         drawn.add_scatter(
             x=[row[LATENCY].median for row in points],
             y=[row["tokens/s"].median for row in points],
-            error_y=_quartiles(points, "tokens/s") | {"color": color},
+            error_y={
+                "symmetric": False,
+                "array": [row["tokens/s"].q3 - row["tokens/s"].median for row in points],
+                "arrayminus": [row["tokens/s"].median - row["tokens/s"].q1 for row in points],
+                "color": color,
+            },
             mode="lines+markers+text",
             name=_plain(lane),
             text=[f"{row[over]:g}" for row in points],
@@ -227,9 +232,9 @@ def _lanes(rows: Iterable[Row]) -> list[str]:
     return list(dict.fromkeys(row["lane"] for row in rows))
 
 
-def _quartiles(rows: list[Row], column: str = "speed-up") -> dict[str, Any]:
+def _quartiles(rows: list[Row]) -> dict[str, Any]:
     """Error bars from the first to the third quartile."""
-    spreads = [row[column] for row in rows]
+    spreads = [row["speed-up"] for row in rows]
     up, down = [s.q3 - s.median for s in spreads], [s.median - s.q1 for s in spreads]
     return {"type": "data", "symmetric": False, "array": up, "arrayminus": down, "thickness": 1.5, "width": 5}
 
