@@ -27,7 +27,6 @@ from specdemo.bench.base import Axis, Report
 from specdemo.bench.load_options import CONCURRENCY, LoadOptions
 from specdemo.bench.prompts import PROMPTS
 from specdemo.bench.result import LATENCY, Result, Spread
-from specdemo.bench.sweeps import gain
 from specdemo.core.protocol import GenerationConfig
 from specdemo.core.tally import ratio
 from specdemo.core.trace import LaneTrace, Remote, step_ms
@@ -365,9 +364,13 @@ def _best(rows: Sequence[Row]) -> dict[int, Row]:
 
 
 def _gains(rows: Sequence[Row], over: Axis) -> list[str]:
-    """Where each lane's gain ends."""
-    lanes = dict.fromkeys(row["lane"] for row in rows if row["lane"] != PLAIN)
-    return [f"{lane}: {gain([r for r in rows if r['lane'] == lane], over.column, over.title)}" for lane in lanes]
+    """Where each lane's gain is."""
+    gains: dict[str, list[str]] = {row["lane"]: [] for row in rows if row["lane"] != PLAIN}
+    for row in rows:
+        if row["speed-up"].q1 > 1.0:
+            gains[row["lane"]].append(f"{row[over.column]:g}")
+    none = "none of these"
+    return [f"{lane}: faster at {over.title} {', '.join(at) or none}." for lane, at in gains.items()]
 
 
 def _advice(rows: Sequence[Row], schedule: Schedule, fleet: Fleet) -> list[str]:

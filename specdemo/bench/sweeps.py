@@ -181,7 +181,7 @@ def over_batches(suite: Prompted, chosen: str, report: Report, cancelled: Callab
         taken = [texts[i % len(texts)][-width:] for i in range(size)]
         places.append(Place(size, [torch.tensor(taken, device=target.device)]))
     rows, remarks, done = along(target, lanes, places, "batch", suite.repeats, report, cancelled)
-    remark = gain(rows, "batch", "batch size")
+    remark = _gain(rows, "batch", "batch size")
     return Result(suite.name, done, suite.config(name), environment(target), rows, [remark, *remarks], "batch")
 
 
@@ -247,8 +247,7 @@ def _first_lane(suite: Decoding, chosen: str) -> tuple[str, HFTarget, dict[str, 
     return base.target, target, lanes
 
 
-def gain(rows: Sequence[Mapping[str, Any]], axis: str, noun: str) -> str:
-    """How far the gain over plain decoding reaches along an axis."""
+def _gain(rows: list[dict[str, Any]], axis: str, noun: str) -> str:
     drafting = [row for row in rows if row["lane"] != "Baseline"]
     lost = next((row for row in drafting if row["speed-up"].word == "slower"), None)
     if lost is not None:
