@@ -40,6 +40,7 @@ class Estimate:
 
     @property
     def noisy(self) -> bool:
+        """Whether it should be measured again."""
         return bool(self.reasons)
 
     @property
@@ -60,6 +61,7 @@ class Estimate:
         return f"{value}, {self.interval(digits)}" if self.interval() else value
 
     def interval(self, digits: int = 2) -> str:
+        """`1.86 to 2.07`; empty where there is none."""
         return "" if self.low is None or self.high is None else f"{self.low:.{digits}f} to {self.high:.{digits}f}"
 
 
@@ -78,10 +80,12 @@ class Timed:
 
     @property
     def ms(self) -> float:
+        """Milliseconds of all that counts."""
         return self.first_ms + self.steps_ms
 
     @property
     def steps_ms(self) -> float:
+        """Milliseconds of the steps alone."""
         return sum(ms for _, ms in self.steps)
 
     def middles(self) -> Iterator[float]:

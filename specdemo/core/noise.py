@@ -68,6 +68,7 @@ def _impossible(lane: Runs, speed: Estimate) -> Iterator[str]:
 
 
 def wide(speed: Estimate) -> Iterator[str]:
+    """Says so of an interval that is wide for its value."""
     if speed.width is not None and speed.width > WIDE:
         yield f"its interval is wide, {speed.interval()}"
 

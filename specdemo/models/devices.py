@@ -36,9 +36,11 @@ class Kind:
         """Until all that was started there is done."""
 
     def free(self, device: torch.device) -> int:
+        """What could be taken now."""
         return int(psutil.virtual_memory().available)  # without swapping
 
     def total(self, device: torch.device) -> int:
+        """All there is."""
         return int(psutil.virtual_memory().total)
 
     def allocated(self, device: torch.device) -> int:
@@ -50,7 +52,7 @@ class Kind:
         return 0
 
     def forget_peak(self, device: torch.device) -> None:
-        pass
+        """Count the peak anew from now on."""
 
     def empty(self) -> None:
         """Give back what no tensor uses: until then it is no free memory."""
