@@ -346,20 +346,12 @@ def test_deepspec(target, tmp_path, kind, early):
     stages_agree(target, model, draft)
 
 
-def block_states(drafter, tokens):
-    """What the head says of a block behind all that was observed."""
-    at = drafter.history.catch_up()
-    if at is not None:
-        at.run(drafter.head.remember, *at.inputs)
-    return drafter.history.ahead(tokens.shape[1]).run(drafter._block, tokens)
-
-
 def stages_agree(target, model, draft):
     """What a stage says slot by slot is what it says of whole blocks, which are trained on, and in trees."""
     drafter = told(target, model, TEXT, (9, 12))
     tokens = torch.full((1, BLOCK), model.design.mask_token_id)
     tokens[:, 0] = TEXT[:, -1]
-    states = block_states(drafter, tokens)[:, model.design.first :]
+    states = read(drafter, tokens)[:, model.design.first :]
     logits = drafter._logits(states)
     if model.stage is not None:
         before = torch.cat([TEXT[:, -1:], draft.tokens[:, :-1]], 1)
@@ -506,14 +498,21 @@ def test_other_kin_and_unknown_tensors_are_refused(target, tmp_path):
 # The block
 
 
+def read(drafter, tokens):
+    """A block [B, S] behind all that was observed -> its states [B, S, H]."""
+    if at := drafter.history.catch_up():
+        at.run(drafter.head.remember, *at.inputs)
+    return drafter.history.ahead(tokens.shape[1]).run(drafter._block, tokens)
+
+
 def test_slots_see_those_behind_them_unless_the_layers_are_causal(target, tmp_path):
     for causal in (False, True):
         model = DFlash.load(write(tmp_path, changed(ZLAB, causal=causal), drafter_tensors()), target)
         drafter = told(target, model, TEXT)
         tokens = torch.full((1, BLOCK), MASK)
-        before = block_states(drafter, tokens)
+        before = read(drafter, tokens)
         tokens[0, -1] = MASK + 1
-        after = block_states(drafter, tokens)
+        after = read(drafter, tokens)
         assert torch.equal(before[:, 1], after[:, 1]) == causal
 
 
