@@ -32,7 +32,7 @@ const brief = (x) => (x >= 10000 ? `${+(x / 1000).toFixed(1)}k` : String(+x.toPr
  * @param {number} [how.level] a line across, such as "no gain"
  * @param {number} [how.of] the colour of the bars
  */
-function draw(box, how) {
+function plot(box, how) {
   if (!charts.has(box)) new ResizeObserver(() => box.isConnected && redraw(box)).observe(box);
   charts.set(box, { how, width: 0 });
   box.classList.add("sd-figure");
@@ -123,5 +123,5 @@ function curves(picture, { width, height }, { lines = [], dots = [], unit = "", 
  * @param {{unit: string, words: string, high?: number, whole?: boolean, percentage?: boolean}} how
  */
 function lineChart(box, lines, how) {
-  draw(box, { ...how, lines: lines.map((line, i) => ({ ...line, name: lines.length > 1 ? line.name : "", of: 1 + (i % (DASHES.length - 1)) })) });
+  plot(box, { ...how, lines: lines.map((line, i) => ({ ...line, name: lines.length > 1 ? line.name : "", of: 1 + (i % (DASHES.length - 1)) })) });
 }

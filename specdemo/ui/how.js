@@ -230,7 +230,7 @@ function speedFigure() {
     if (mine) dots.push({ x: mine.k, y: mine.speedup, name: `your last run ${times(mine.speedup)}` });
     const said = `${expectedTokens(formula.alpha, formula.k).toFixed(2)} tokens a pass for ${(formula.k * formula.draft + formula.wide).toFixed(2)} passes of time: ${times(here)}.`;
     const advice = best <= 1 ? "No draft length pays here." : bestK === formula.k ? "No other k is better." : `Best at k = ${bestK}: ${times(best)}.`;
-    draw(box.querySelector(".sd-plot"), { lines: [{ points: curve, of: 1 }], dots, unit: "draft length k", level: 1, words: `Speed-up over the draft length. ${said}`, wide: 16 });
+    plot(box.querySelector(".sd-plot"), { lines: [{ points: curve, of: 1 }], dots, unit: "draft length k", level: 1, words: `Speed-up over the draft length. ${said}`, wide: 16 });
     box.querySelector(".sd-caption").textContent = `${said} ${advice}${mine ? "" : " Run a race, and it appears here as a dot."}`;
     box.querySelector('[data-do="mine"]').disabled = !mine;
   }
@@ -311,7 +311,7 @@ function batchFigure() {
     if (given.batch?.points.length) lines.push({ name: `measured, ${given.batch.where}`, points: given.batch.points, of: 2 });
     const end = sizes.find((b) => batchSpeedUp(state, b) < 1);
     const said = `${state.batch} text${state.batch === 1 ? "" : "s"}: the pass is over ${state.batch * (state.k + 1)} tokens and costs ${(passCost(state.batch * (state.k + 1), state.balance) / passCost(state.batch, state.balance)).toFixed(2)} plain ones: ${times(here)}.`;
-    draw(box.querySelector(".sd-plot"), { lines, dots: [{ x: state.batch, y: here, name: times(here) }], unit: "texts at once", level: 1, words: `Speed-up over the batch size. ${said}`, wide: 64 });
+    plot(box.querySelector(".sd-plot"), { lines, dots: [{ x: state.batch, y: here, name: times(here) }], unit: "texts at once", level: 1, words: `Speed-up over the batch size. ${said}`, wide: 64 });
     box.querySelector(".sd-caption").textContent = `${said} ${end ? `From about ${end} texts on it is a loss.` : "It pays at every size shown."}`;
   }
   show();

@@ -27,7 +27,7 @@ function follow(lane, line) {
 function chart() {
   const lines = run.lanes.map((lane) => ({ name: lane.name, points: lane.points, of: lane.index }));
   const words = `Throughput of ${run.lanes.map((lane) => lane.name).join(", ")} over device time`;
-  draw($("#chart"), { lines, unit: "seconds of device time", words, wide: player.span / 1000 || 1 });
+  plot($("#chart"), { lines, unit: "seconds of device time", words, wide: player.span / 1000 || 1 });
 }
 
 function histogram() {
@@ -45,7 +45,7 @@ function histogram() {
   if (!$(".sd-kept")) box.replaceChildren(make("div", "sd-kept"), make("p", "sd-small sd-rates"));
   $(".sd-rates").textContent = `kept at position: ${words}`;
   const told = n.accept_histogram.map((count, kept) => `${count} passes kept ${kept}`).join(", ");
-  draw($(".sd-kept"), { bars: n.accept_histogram, words: told, of: lane.index });
+  plot($(".sd-kept"), { bars: n.accept_histogram, words: told, of: lane.index });
 }
 
 function paragraphs(box, texts) {

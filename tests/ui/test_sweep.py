@@ -49,8 +49,8 @@ def visit(query):
 
 
 def test_a_recorded_result_stands_in_until_there_is_one_of_the_visitors(bench):
-    sweeps, visitor = Sweeps(begin), visit("sweep=methods")
-    assert sweeps.recorded(visitor, {"sweep": "methods"}) == {}  # a link asks for one's own
+    sweeps, visitor = Sweeps(begin), visit("")
+    assert sweeps.recorded(visit("sweep=batch"), {"sweep": "k"}) == {}  # a link asks for one's own
     shown = sweeps.recorded(visitor, {"sweep": "k"})
     assert [line["type"] for line in lines(shown["view"])] == ["run", "result"] and shown["chart"]["visible"]
     assert lines(shown["view"])[1]["recorded"] and "2026-" in lines(shown["view"])[1]["where"][1]
