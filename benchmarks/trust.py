@@ -27,6 +27,7 @@ PLAIN_MS = 3.0
 DRAFTED_MS = 0.85  # a drafted token costs, checked
 STEP_MS = 0.3  # drafting at all costs
 KEPT = 0.7  # of the tokens whose predecessors were kept
+WANDER, MEMORY = 0.06, exp(-1.0 / 30.0)
 LENGTHS = (64, 128, 256, 512)
 SCHEDULES = ("race", "sequential")
 
@@ -42,24 +43,27 @@ class Machine:
         self._work_ms = work_ms
         self._drift = rng.uniform(-drift, drift)
         self._slow: list[float] = []
-        memory = exp(-1.0 / 30.0)
-        at, left = rng.gauss(0.0, wander), 0.0
-        for _ in range(int(2.5 * work_ms) + 50):
-            at = memory * at + rng.gauss(0.0, wander * sqrt(1.0 - memory**2))
-            if left <= 0.0 and rng.random() < 1.0 / 150.0:
-                left = rng.expovariate(1.0 / 12.0)
-            self._slow.append(exp(at) * (burst if left > 0.0 else 1.0))
-            left -= 1.0
+        self._at, self._left = rng.gauss(0.0, WANDER), 0.0
 
     def takes(self, begin: float, work_ms: float) -> float:
         """How long work takes that begins at a moment of the run."""
         work, now = work_ms * exp(self._rng.gauss(0.0, 0.03)), begin
         while True:
-            slow = self._slow[min(int(now), len(self._slow) - 1)] * (1.0 + self._drift * now / self._work_ms)
+            while len(self._slow) <= now:
+                self._next()
+            slow = self._slow[int(now)] * (1.0 + self._drift * now / self._work_ms)
             room = (int(now) + 1 - now) / slow
             if work <= room:
                 return now + work * slow - begin
             work, now = work - room, int(now) + 1.0
+
+    def _next(self) -> None:
+        """One millisecond more."""
+        self._at = MEMORY * self._at + self._rng.gauss(0.0, WANDER * sqrt(1.0 - MEMORY**2))
+        if self._left <= 0.0 and self._rng.random() < 1.0 / 150.0:
+            self._left = self._rng.expovariate(1.0 / 12.0)
+        self._slow.append(exp(self._at) * (1.6 if self._left > 0.0 else 1.0))
+        self._left -= 1.0
 
 
 def simulated(rng: Random, tokens: int, schedule: str) -> tuple[list[Timed], float]:

@@ -17,7 +17,7 @@ from itertools import accumulate
 from math import exp, inf, pi, sqrt, tan
 from statistics import NormalDist, fmean
 
-SHARED_BLOCKS = 7  # of a run whose lanes take turns
+SHARED_BLOCKS = 8  # of a run whose lanes take turns
 OWN_BLOCKS = 6  # of a lane by itself
 MANY_RUNS = 4  # from here on a run is a block
 FEW_STEPS = 6  # with fewer a run has no blocks
