@@ -121,7 +121,10 @@ function noted(line) {
 
 // ---- the run on show
 
-const pace = () => (($("[name=sd-pace]:checked").value === "auto") ? "auto" : Number($("[name=sd-pace]:checked").value));
+const pace = () => {
+  const { value } = $("[name=sd-pace]:checked");
+  return value === "auto" ? value : Number(value);
+};
 const player = new Player({ pace, show, after, reset, begin });
 
 function show(lane, lines) {

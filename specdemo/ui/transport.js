@@ -14,7 +14,6 @@ function drawTransport() {
   button("pause").ariaLabel = player.playing ? "Pause" : "Play";
   button("replay").disabled = !whole && !player.playing && !player.paused;
   button("replay").textContent = something && !player.over && (player.playing || player.paused || !whole) ? "Skip" : "Replay";
-  $(".sd-lanes").toggleAttribute("data-paused", player.paused);
   const scrub = $(".sd-scrub");
   const [span, now] = [player.span, Math.max(0, ...run.lanes.map((lane) => player.timeOf(lane)))];
   scrub.disabled = !something;

@@ -44,6 +44,7 @@ def test_a_second_visitor_sees_the_queue_and_gets_the_engine_when_the_first_one_
     begin(first, gates)
     second.locator("#run").click()
     expect(second.locator("#queue")).to_contain_text(re.compile(r"queue: \d/\d", re.I))
+    said(second, "^Waiting for the engine: ")
     second.locator("#share").click()  # light events do not queue
     expect(second.locator("#link")).to_be_visible()
     first.close()
