@@ -55,10 +55,9 @@ def _check_draft(target: HFTarget, draft: HFTarget, drafter: str, name: str, cro
     if difference and not crosses:
         return Pair(drafter, name, False, f"another tokenizer: {difference}; choose a draft of the same model family")
     if difference:
-        share = Bridge(target, draft).share
-        return Pair(
-            drafter, name, True, f"fits through {100 * share:.0f} % shared tokens; another tokenizer: {difference}"
-        )
+        bridge = Bridge(target, draft)
+        shared = f"{100 * bridge.share:.0f} % shared tokens, {100 * bridge.own_share:.0f} % of its own"
+        return Pair(drafter, name, True, f"fits through {shared}; another tokenizer: {difference}")
     rows = f"{draft.vocab_size} rows against {target.vocab_size}, the rest is padding"
     same = draft.vocab_size == target.vocab_size
     return Pair(drafter, name, True, "same tokenizer" if same else f"same tokenizer; {rows}")

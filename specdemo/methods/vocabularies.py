@@ -119,7 +119,7 @@ class Bridge:
         ids = torch.tensor(sorted(pairs.items()), dtype=torch.int64, device=target.device).view(-1, 2)
         self.shared, self.there = ids.T.contiguous()  # [W] ids of the target, and the draft's
         self.known = torch.tensor(list(self.theirs.of), device=target.device)  # ids of the draft that are no padding
-        self.share = len(alike) / len(self.ours.of)
+        self.share, self.own_share = (len(alike) / len(side.of) for side in (self.ours, self.theirs))
 
     def held(self, target: HFTarget, draft: HFTarget) -> tuple[float, float]:
         """Which part of the target's and of the draft's probability the shared tokens hold, on a sample of text."""

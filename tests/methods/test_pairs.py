@@ -70,7 +70,7 @@ def test_tokenizers_are_compared_by_vocabulary_and_by_what_they_do(stories, tmp_
     save(tmp_path / "other", PreTrainedTokenizerFast(tokenizer_object=train_tokenizer(["other words"])), 2048)
     other = check_pair(stories, str(tmp_path / "other"))
     assert other.fits and re.match(
-        r"fits through \d+ % shared tokens; another tokenizer: .* tokens differ", other.reason
+        r"fits through \d+ % shared tokens, \d+ % of its own; another tokenizer: .* tokens differ", other.reason
     )
     nested = check_pair(stories, str(tmp_path / "other"), "cascade")
     assert nested.fits is False and "choose a draft of the same model family" in nested.reason
@@ -81,7 +81,7 @@ def test_tokenizers_are_compared_by_vocabulary_and_by_what_they_do(stories, tmp_
     file.write_text(json.dumps(described), encoding="utf-8")
     odd = check_pair(stories, str(tmp_path / "merges"))
     assert odd.reason.startswith(
-        "fits through 100 % shared tokens; another tokenizer: it cuts 'Once upon a time, there ' into"
+        "fits through 100 % shared tokens, 100 % of its own; another tokenizer: it cuts 'Once upon a time, there ' into"
     )
     save(tmp_path / "mute", None, 512)
     assert "has a vocabulary of 512, stories one of 2048" in check_pair(stories, str(tmp_path / "mute")).reason
