@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 
 from specdemo.bench.suites import Sweep
@@ -158,7 +159,7 @@ def recorded_qwen(preset_id):
 
 
 def test_a_public_machine_without_a_gpu_shows_the_recorded_run_and_says_why(public, monkeypatch):
-    monkeypatch.setattr(live.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(live, "best", lambda: torch.device("cpu"))
     monkeypatch.setattr(live, "session", None)
     monkeypatch.setattr(live, "recorded", lambda preset_id: None)
     (text,) = live.run(qwen(), Log())
@@ -178,7 +179,7 @@ class Engine:
 
 @pytest.mark.parametrize("gpu", [False, True])
 def test_at_home_a_model_that_does_not_start_is_replaced_only_for_want_of_a_gpu(monkeypatch, gpu):
-    monkeypatch.setattr(live.torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(live, "best", lambda: torch.device("mps" if gpu else "cpu"))
     monkeypatch.setattr(live, "session", Engine)
     monkeypatch.setattr(live, "recorded", recorded_qwen)
     log = Log()
@@ -190,7 +191,7 @@ def test_at_home_a_model_that_does_not_start_is_replaced_only_for_want_of_a_gpu(
     "changes", [{"target": "someone/else"}, {"history": (({"role": "user", "content": "Hi"},),) * 3}]
 )
 def test_no_recorded_run_stands_in_for_another_target_or_for_the_next_turn_of_a_chat(monkeypatch, changes):
-    monkeypatch.setattr(live.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(live, "best", lambda: torch.device("cpu"))
     monkeypatch.setattr(live, "session", Engine)
     monkeypatch.setattr(live, "recorded", recorded_qwen)
     log = Log(before=replayed(hostile_trace()))
