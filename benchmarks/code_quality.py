@@ -104,14 +104,14 @@ def parses(code: str) -> bool:
 
 
 def completions(model_name: str, documents: list[str]) -> list[tuple[str, str]]:
-    """Held-out code up to a line's beginning, and what the model says next, greedily."""
+    """Held-out code up to the end of a line (its break belongs to the next token), and what comes next, greedily."""
     model = AutoModelForCausalLM.from_pretrained(resolve(model_name), dtype=torch.float32).eval()
     tokenizer = PreTrainedTokenizerFast.from_pretrained(resolve(model_name))
     rng = random.Random(0)
     said: list[tuple[str, str]] = []
     while len(said) < COMPLETIONS:
         lines = rng.choice(documents).split("\n")
-        prefix = "\n".join(lines[: rng.randrange(3, max(4, len(lines)))]) + "\n"
+        prefix = "\n".join(lines[: rng.randrange(3, max(4, len(lines)))])
         if not 200 <= len(prefix) <= 2000:
             continue
         ids = tokenizer.encode(prefix)

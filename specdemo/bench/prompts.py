@@ -21,12 +21,12 @@ COPYING = (
     " house.\n\nTell it again with Sue, not Lily.\n\n",
 )
 CODE = (
-    'def read_config(path):\n    """Read the configuration file."""\n',
-    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
-    'def test_name(name):\n    """Return True if the name is valid."""\n    if not isinstance(name, str):\n',
-    "import os\nimport sys\n\n\ndef find_files(directory, pattern):\n",
-    "class Response(Message):\n    def __init__(self, status, headers=None, body=None):\n",
-    'def get_version(package):\n    """Return the installed version of a package."""\n    try:\n',
+    'def read_config(path):\n    """Read the configuration file."""',
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):",
+    'def test_name(name):\n    """Return True if the name is valid."""\n    if not isinstance(name, str):',
+    "import os\nimport sys\n\n\ndef find_files(directory, pattern):",
+    "class Response(Message):\n    def __init__(self, status, headers=None, body=None):",
+    'def get_version(package):\n    """Return the installed version of a package."""\n    try:',
 )
 EDITS = (
     "def find_users(name, limit):\n    found = []\n    for user in load_users():\n        if user.name == name:\n"

@@ -20,8 +20,8 @@ PROMPTS = {
         "The old clock on the wall",
     ),
     "code": (
-        'def read_config(path):\n    """Read the configuration file."""\n',
-        "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
+        'def read_config(path):\n    """Read the configuration file."""',
+        "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):",
         "def area(width, height):\n    return width * height\n\n\n# Rename width to size.\ndef",
     ),
 }
