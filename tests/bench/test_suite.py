@@ -329,7 +329,8 @@ def test_the_order_of_texts_is_told_by_its_best_lanes():
         for text, lane, gain in (("stories", "draft", 1.9), ("stories", "lookup", 1.1), ("edits", "lookup", 3.0))
     ]
     assert sweeps._order(rows).endswith(
-        ": edits 3.00x, 3.00 to 3.00 with 4.0 tokens a pass (lookup); stories 1.90x, 1.90 to 1.90 with 2.9 tokens a pass (draft)."
+        ": edits 3.00x, 3.00 to 3.00 with 4.0 tokens a pass (lookup);"
+        " stories 1.90x, 1.90 to 1.90 with 2.9 tokens a pass (draft)."
     )
 
 
