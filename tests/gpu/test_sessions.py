@@ -56,7 +56,7 @@ def test_what_recordings_take_is_counted_before_models_are_loaded(world):
     assert recorded_bytes(cuda, 4) == 4 * recorded_bytes(cuda, 1) > 0
     assert recorded_bytes(torch.device("cpu"), 4) == 0
     session = Session()
-    preset = load_presets()["embedded-draft"].with_changes(device="cuda")
+    preset = load_presets()["embedded-draft"].with_changes(device="cuda:0")
     little = (300 << 20, 300 << 20)  # the models alone would fit
     with (
         patch.object(torch.cuda, "mem_get_info", lambda device=None: little),
