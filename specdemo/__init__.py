@@ -4,7 +4,7 @@ The public API; everything is imported when it is first used, so `import specdem
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from specdemo.core.protocol import Budget, GenerationConfig
@@ -28,7 +28,7 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'specdemo' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -49,6 +49,7 @@ app = typer.Typer(
 )
 
 INTERRUPTED = 130  # what a shell calls a program ended by Ctrl-C
+Work = Callable[..., object]
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable.")]
 Gpus = Annotated[int, typer.Option(help="GPUs that each server spreads its model over.", min=1, max=1024)]
 Command = Annotated[str | None, typer.Option(help="The engine's program, where it is not on PATH.")]
@@ -80,10 +81,12 @@ def main(argv: Sequence[str] | None = None, told_by: str = "specdemo") -> int:
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(ui)
 
 
-def _with_options(options: Iterable[tuple[str, Any, OptionInfo]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _with_options(
+    options: Iterable[tuple[str, Any, OptionInfo]],
+) -> Callable[[Work], Work]:
     """A decorator: the command with an option of each name and type, behind its argument, in the place of `**asked`."""
 
-    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+    def add(command: Work) -> Work:
         first, *own, _ = signature(command).parameters.values()
         word = Parameter.KEYWORD_ONLY
         more = [Parameter(name, word, default=None, annotation=Annotated[of | None, it]) for name, of, it in options]
@@ -93,7 +96,7 @@ def _with_options(options: Iterable[tuple[str, Any, OptionInfo]]) -> Callable[[C
     return add
 
 
-def _settings() -> Iterator[tuple[str, Any, OptionInfo]]:
+def _settings() -> Iterator[tuple[str, object, OptionInfo]]:
     """The settings of a comparison and of its lanes that have one value."""
     for of in (Comparison, Lane):
         for name, setting in settings(of).items():
@@ -162,7 +165,7 @@ def bench(
     out: Annotated[Path | None, typer.Option(help="Write the numbers (JSON) there; of suite gpu a folder.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with the plot there; it needs nothing else.")] = None,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the lanes as the README's table.")] = False,
-    **asked: Any,
+    **asked: object,
 ) -> None:
     if suite_name in suites() and takes(suite_name, "folder"):  # it writes while it measures
         asked, out = {**asked, "folder": out}, None

@@ -6,7 +6,6 @@ Everything runs on the toy target (models/toy.py), whose distributions are known
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,7 +75,7 @@ def a_second_start_is_clean(name: str) -> None:
     assert made.learns or [event.drafted for event in again] == [event.drafted for event in first]
 
 
-def sampling_repeats_with_the_seed(name: str, **options: Any) -> None:
+def sampling_repeats_with_the_seed(name: str, **options: object) -> None:
     """The same seed writes the same text."""
     target = ToyTarget(VOCABULARY, seed=4)
     config = GenerationConfig(25, Sampling(temperature=1.0), seed=11)
@@ -130,7 +129,7 @@ CHECKS: tuple[Callable[[str], None], ...] = (
 )
 
 
-def drafter(name: str, target: Target, **options: Any) -> Method:
+def drafter(name: str, target: Target, **options: object) -> Method:
     """With an untrained head or a random draft model where it needs one."""
     cls = method(reader(name))
     if not cls.needs_model:

@@ -55,7 +55,7 @@ class Suite(ABC):
         """Measure. When `cancelled()` turns true the result covers the finished repeats. Raises ValueError with one
         line, also when there is none."""
 
-    def config(self, target: str) -> dict[str, Any]:
+    def config(self, target: str) -> dict[str, object]:
         """What was asked for and the target it was asked of, for the result's file."""
         asked = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "repeats"}
         told = {name: OPTIONS[name].told(value) for name, value in asked.items() if value is not None}
@@ -100,7 +100,7 @@ class Questioned(Prompted):
         return self.questions or self.texts
 
 
-def _any(value: Any) -> None:
+def _any(value: object) -> None:
     pass
 
 
@@ -139,7 +139,7 @@ def _above_zero(value: float) -> None:
         raise ValueError(f"a number above 0 is wanted, not {value}")
 
 
-def _list(text: str, of: Callable[[str], Any]) -> list[Any]:
+def _list(text: str, of: Callable[[str], object]) -> list[object]:
     """`1,2,4` -> [1, 2, 4]"""
     try:
         return [of(part) for part in text.split(",")]
@@ -163,7 +163,7 @@ def _range(text: str) -> list[int]:
     return list(ks)
 
 
-def _same(value: Any) -> Any:
+def _same(value: object) -> object:
     return value
 
 
@@ -175,9 +175,9 @@ class Option:
     noun: str
     help: str
     kind: Any = str  # as the command line takes it
-    read: Callable[[Any], Any] = _same  # what the command line took -> the field
+    read: Callable[[Any], object] = _same  # what the command line took -> the field
     check: Callable[[Any], None] = _any
-    told: Callable[[Any], Any] = _same
+    told: Callable[[Any], object] = _same
 
 
 OPTIONS: Mapping[str, Option] = {

@@ -1,8 +1,6 @@
 """What every chart of the project shares. Colours are of middle lightness and backgrounds are clear, so that one figure
 reads well on a light and on a dark page; no line is told apart by its colour alone."""
 
-from typing import Any
-
 import plotly.graph_objects as go
 
 FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "Arial", "sans-serif"]
@@ -19,7 +17,7 @@ LINES = (  # colour after Okabe and Ito, dash, marker; the first is plain decodi
 )
 
 
-def layout(**more: Any) -> go.Layout:
+def layout(**more: object) -> go.Layout:
     """Clear backgrounds, system fonts, and what a chart adds."""
     common = {
         "paper_bgcolor": "rgba(0,0,0,0)",
@@ -30,6 +28,6 @@ def layout(**more: Any) -> go.Layout:
     return go.Layout(common | more)
 
 
-def axis(**more: Any) -> dict[str, Any]:
+def axis(**more: object) -> dict[str, object]:
     """The layout of one axis as Plotly takes it, with `more` of its own settings."""
     return {"gridcolor": GRID, "zeroline": False, "rangemode": "tozero", **more}

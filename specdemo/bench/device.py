@@ -6,7 +6,6 @@ Every figure is the best of a few, as whatever else runs only takes away.
 import re
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -132,7 +131,7 @@ def measured(command: str) -> Measured:
 def basics(device: torch.device, command: str) -> Profile:
     """All but passes: in seconds."""
 
-    def figure(value: float | None, unit: float) -> dict[str, Any] | None:
+    def figure(value: float | None, unit: float) -> dict[str, object] | None:
         source = f"measured by {command}"
         return None if value is None else {"value": float(f"{value / unit:.4g}"), "source": source}
 

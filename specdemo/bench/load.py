@@ -288,7 +288,7 @@ async def _traffic(suite: LoadOptions, ask: Ask, place: float, count: int) -> li
 async def _ask(http: Client, remote: Remote, asked: int, text: str, tokens: int) -> Answer:
     """One request, greedy. Raises what Client and Heard raise, and ConnectionError for an answer without an end."""
     chat = remote.endpoint.endswith("chat/completions")
-    put: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
+    put: dict[str, object] = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
     how = {"model": remote.model, "max_tokens": tokens, "temperature": 0.0, "top_p": 1.0, "stream": True}
     pieces: list[Piece] = []
     heard = Heard(pieces.append, tokens)

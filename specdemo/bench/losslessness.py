@@ -212,7 +212,7 @@ def _p(p: float) -> str:
     return f"{p:.3f}" if p >= ALARM else f"{p:.1e}"
 
 
-def _histogram(tokenizer: Any, place: int, counts: Sequence[Counter[int]]) -> list[dict[str, Any]]:
+def _histogram(tokenizer: Any, place: int, counts: Sequence[Counter[int]]) -> list[dict[str, object]]:
     """The commonest tokens of a place, then all others as one: the share of each in both samples."""
     commonest = [token for token, _ in (counts[0] + counts[1]).most_common(SHOWN)]
     sizes = [count.total() for count in counts]
@@ -233,7 +233,7 @@ def _same_tokens(chosen: Preset, report: Report, cancelled: Callable[[], bool], 
     spec = first.changed(schedule="sequential", device=device, dtype=dtype)
     prompts = [chosen.prompt, *PROMPTS]
 
-    def once(number: int, tick: Tick) -> dict[str, Any]:
+    def once(number: int, tick: Tick) -> dict[str, object]:
         trace = runner.run(spec.model_copy(update={"prompt": prompts[number]}), cancelled)
         tick(0.0)  # a run that was cut short is not counted
         if any(lane.finish == "error" for lane in trace.lanes):

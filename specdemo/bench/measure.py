@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -105,7 +105,9 @@ class Totals:
         return ratio(sum(row.tokens for row in self.rows), sum(row.steps for row in self.rows))
 
 
-def tally_row(lane: str, where: Mapping[str, Any], own: Sequence[Totals], plain: Sequence[Totals]) -> dict[str, Any]:
+def tally_row(
+    lane: str, where: Mapping[str, object], own: Sequence[Totals], plain: Sequence[Totals]
+) -> dict[str, object]:
     """The row of a lane from its tallies and those of plain decoding, one per repeat. `where`: the columns that say
     which row it is."""
     every = Totals([row for totals in own for row in totals.rows])
@@ -144,10 +146,10 @@ class Compared:
     tallies: list[dict[str, list[Totals]]]  # per repeat: category -> a tally per lane
     runs: list[list[list[StepEvent]]]  # per lane: the events of every run
     verdicts: list[Counter[str]]  # per lane
-    environment: dict[str, Any]
+    environment: dict[str, object]
     remarks: list[str]
 
-    def rows(self, where: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def rows(self, where: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
         """One row per lane over all prompts, then by category where there are several. where[i]: lane i's columns."""
         categories = list(self.tallies[0])
         return [
@@ -160,7 +162,7 @@ class Compared:
         """Acceptance by position, for every row of `rows`."""
         return [lane.accept_by_position for lanes in self.tallies[-1].values() for lane in lanes]
 
-    def _row(self, lane: int, where: Mapping[str, Any], category: str) -> dict[str, Any]:
+    def _row(self, lane: int, where: Mapping[str, object], category: str) -> dict[str, object]:
         of = [tallies[category] for tallies in self.tallies]
         plain = [t[0] for t in of]
         row = tally_row(self.names[lane], where, [t[lane] for t in of] if lane else plain, plain)
@@ -251,7 +253,7 @@ def along(
     repeats: int,
     report: Report,
     cancelled: Callable[[], bool],
-) -> tuple[list[dict[str, Any]], list[str], int]:
+) -> tuple[list[dict[str, object]], list[str], int]:
     """Every lane at every place, the lanes next to each other -> rows, remarks, repeats done. The first lane is the
     plain one."""
 

@@ -197,7 +197,7 @@ def _frontier(result: Result) -> go.Figure:
 
 def _histograms(result: Result) -> go.Figure:
     """The tokens in either sample, with two standard errors each way, at the place where they differ most."""
-    places: dict[Any, list[Row]] = {}
+    places: dict[object, list[Row]] = {}
     for row in result.rows:
         known = isinstance(row.get(TOKEN), str) and _is_number(row.get("place"))
         if known and all(_is_share(row.get(name)) for name in (PLAIN, DRAFTED)):
@@ -255,7 +255,7 @@ def _value(row: Row) -> float:
     return ends(row["speed-up"])[0]
 
 
-def _intervals(rows: list[Row], column: str = "speed-up") -> dict[str, Any]:
+def _intervals(rows: list[Row], column: str = "speed-up") -> dict[str, object]:
     """Error bars over the intervals, where there are any."""
     known = [ends(row[column]) for row in rows]
     up, down = (
@@ -269,7 +269,7 @@ def _told(rows: list[Row]) -> list[tuple[str]]:
     return [(Estimate(*ends(row["speed-up"])).interval(),) for row in rows]
 
 
-def _title(result: Result, head: str) -> dict[str, Any]:
+def _title(result: Result, head: str) -> dict[str, object]:
     """What was measured, on what, when and by which code."""
     told = result.environment
     threads = f"{told['threads']} thread{'s' * (told['threads'] != 1)}" if told.get("threads") else None
@@ -289,10 +289,10 @@ def _title(result: Result, head: str) -> dict[str, Any]:
     }
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float)
 
 
-def _plain(text: Any) -> str:
+def _plain(text: object) -> str:
     """Plotly reads a little HTML in names."""
     return escape(str(text), quote=False)

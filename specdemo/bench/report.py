@@ -142,7 +142,7 @@ def sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     if isinstance(value, Cell):
         number, low, high = ends(value)
         return f"{number:.4g}" + ("" if low is None or high is None else f" [{low:.4g} {high:.4g}]")

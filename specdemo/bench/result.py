@@ -99,8 +99,8 @@ class _Stored:
     schema: Literal[1]
     suite: _Text
     repeats: Annotated[int, Field(ge=1)]
-    config: dict[str, Any]
-    environment: dict[str, Any]
+    config: dict[str, object]
+    environment: dict[str, object]
     rows: Annotated[list[_Row], Field(max_length=5000), FailFast()]
     remarks: Annotated[list[_Text], Field(max_length=200), FailFast()] = field(default_factory=list)
     axis: _Text | None = None
@@ -139,7 +139,7 @@ def _parsed(content: str | bytes, bounds: Bounds) -> Result:
     return Result(*known)
 
 
-def _cell(value: Any) -> Any:
+def _cell(value: object) -> object:
     if isinstance(value, _Estimate):
         return Estimate(value.value, value.low, value.high, tuple(value.reasons))
     return Spread(value.median, value.q1, value.q3) if isinstance(value, _Spread) else value
@@ -181,5 +181,5 @@ def is_baseline(speed: Cell) -> bool:
     return set(ends(speed)) <= {1.0, None}
 
 
-def _place(row: dict[str, Any], axis: str | None) -> str:
+def _place(row: dict[str, object], axis: str | None) -> str:
     return str(row.get("lane")) if axis in (None, "lane") else f"{row.get('lane')} at {axis} = {row.get(axis)}"

@@ -119,7 +119,7 @@ def as_shipped(
 def over_texts(suite: Decoding, report: Report, cancelled: Callable[[], bool]) -> Result:
     """The lanes that have a drafter in both families, on each family's kinds of text."""
     stories = tuple(lane for lane in shipped_lanes() if _of_code(lane))
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, object]] = []
     remarks: list[str] = []
     for turn, (target, kinds) in enumerate(KINDS.items()):
         lanes = stories if target == "stories" else tuple(filter(None, map(_of_code, stories)))

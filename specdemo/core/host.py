@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def to_device(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+def to_device(values: object, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """Numbers, or lists of them, as a tensor on `device`. A GPU takes them when it comes to it: nobody waits."""
     if device.type != "cuda" or not torch.cuda.is_initialized():  # a lent GPU is not there while models are placed
         return torch.tensor(values, dtype=dtype, device=device)

@@ -36,7 +36,7 @@ _Ms = Annotated[float, Field(ge=0)]
 _SHORT = Field(max_length=64)
 
 
-def _small(entries: Any) -> Any:
+def _small(entries: object) -> object:
     if isinstance(entries, dict) and len(entries) > 64:  # before an error is made for every one of them
         raise ValueError("holds more than 64 entries")
     return entries
@@ -113,7 +113,7 @@ class LaneTrace:
 
     name: str
     method: str
-    options: dict[str, Any]
+    options: dict[str, object]
     exact: bool
     prompt_ids: _Ids
     token_ids: _Ids = field(default_factory=list)
@@ -135,8 +135,8 @@ class RunTrace:
     """A whole comparison; replays with no model. `vocabulary`: id (as a string) of a drafted token -> its text."""
 
     preset: str
-    config: dict[str, Any]
-    environment: dict[str, Any]
+    config: dict[str, object]
+    environment: dict[str, object]
     schedule: Literal["race", "sequential"]
     lanes: Annotated[list[LaneTrace], _FAST, _SHORT]
     comparison: Annotated[list[_Compared], _FAST, _SHORT] = field(default_factory=list)
@@ -378,7 +378,7 @@ def estimates(trace: RunTrace) -> list[Estimate | None]:
     ]
 
 
-def _stored(row: Mapping[str, Any]) -> Estimate | None:
+def _stored(row: Mapping[str, object]) -> Estimate | None:
     value, low, high = (_number(row.get(name)) for name in ("speedup", "speedup_low", "speedup_high"))
     why = row.get("reasons")
     return Estimate(value, low, high, tuple(why) if isinstance(why, list) else ()) if value else None
@@ -388,5 +388,5 @@ def _speed(lane: LaneTrace) -> float | None:
     return _number(lane.summary.get("tokens_per_s"))
 
 
-def _number(value: Any) -> float | None:
+def _number(value: object) -> float | None:
     return value if isinstance(value, int | float) else None

@@ -52,14 +52,14 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     @classmethod
-    def build(cls, data: Mapping[str, Any]) -> Self:
+    def build(cls, data: Mapping[str, object]) -> Self:
         """Raises ValueError with one line."""
         try:
             return cls.model_validate(data)
         except ValidationError as error:
             raise ValueError(_one_line(error, cls)) from None
 
-    def changed(self, **changes: Any) -> Self:
+    def changed(self, **changes: object) -> Self:
         """The same with other fields, checked. Raises ValueError with one line."""
         return self.build(self.model_dump() | changes)
 

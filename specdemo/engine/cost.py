@@ -175,7 +175,7 @@ def prediction(trace: RunTrace) -> list[dict[str, Any]]:
     return [_predicted(trace.lanes[0], lane, speed) for lane, speed in lanes]
 
 
-def _predicted(plain: LaneTrace, lane: LaneTrace, speed: Estimate | None) -> dict[str, Any]:
+def _predicted(plain: LaneTrace, lane: LaneTrace, speed: Estimate | None) -> dict[str, object]:
     known = {"lane": lane.name, "predicted_speedup": None, "best_k": None, "best_speedup": None}
     numbers = summarise(lane)
     counted = f" {lane.remote.source}." if lane.remote and lane.remote.source else ""
@@ -254,7 +254,7 @@ def _said(speed: Estimate) -> str:
     return f"{speed.word.capitalize()} ({speed.told()})"
 
 
-def _from_outside(speed: Estimate, lane: Mapping[str, Any]) -> str:
+def _from_outside(speed: Estimate, lane: Mapping[str, object]) -> str:
     """The sentence where a lane ran on a server, whose time nobody here can split."""
     said = f"{_said(speed)}: whole requests, timed from outside"
     rate, length = lane["acceptance_rate"], lane["tokens_per_step"]

@@ -15,8 +15,8 @@ from specdemo.models.load import LoadedModel
 from specdemo.models.prefix_reuse import Remembering
 from specdemo.models.target import HFTarget
 
-Key = tuple[Any, ...]  # what was loaded for a lane's drafter, the lane's index, its method and options
-Models = tuple[HFTarget, Any]  # of a lane: its target, and what its drafter is built from
+Key = tuple[object, ...]  # what was loaded for a lane's drafter, the lane's index, its method and options
+Models = tuple[HFTarget, object]  # of a lane: its target, and what its drafter is built from
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Pair:
     be built, and is that of plain decoding."""
 
     target: HFTarget
-    model: Any
+    model: object
     drafter: Method
     failure: str = ""
 
@@ -110,7 +110,7 @@ class Kept:
         self.learners.clear()
 
 
-def _pair(name: str, target: HFTarget, model: Any, options: dict[str, Any]) -> Pair:
+def _pair(name: str, target: HFTarget, model: object, options: dict[str, object]) -> Pair:
     """Raises ValueError alone, which names a cure; whatever else goes wrong fails the lane, not the run."""
     try:
         return Pair(target, model, load_drafter(name, target, model, **options))
@@ -129,12 +129,12 @@ def _is_next(turn: Comparison | None, spec: Comparison) -> bool:
     return turn is not None and bool(spec.history) and turn.model_copy(update=said) == spec
 
 
-def _remembering(model: Any) -> Any:
+def _remembering(model: object) -> Any:
     """The model, if it is one and no head, as a target that remembers its last text."""
     if not isinstance(model, HFTarget | LoadedModel):
         return model
     return Remembering(model.model, model.tokenizer, model.name)
 
 
-def _memories(*models: Any) -> list[Remembering]:
+def _memories(*models: object) -> list[Remembering]:
     return [model for model in models if isinstance(model, Remembering)]

@@ -70,7 +70,7 @@ class ModelCache:
         loaded = self._models[self._target].model
         return HFTarget(loaded.model, loaded.tokenizer, loaded.name)
 
-    def drafter(self, lane: Lane, spec: Comparison) -> Any:
+    def drafter(self, lane: Lane, spec: Comparison) -> object:
         """What the lane's method loaded for it; None where it needs nothing."""
         return None if lane.model is None else self._models[drafter_key(lane, spec)].model
 

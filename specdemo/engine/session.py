@@ -9,7 +9,6 @@ from contextlib import closing
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import Any
 
 import torch
 
@@ -191,7 +190,7 @@ def follow_up(spec: Comparison, trace: RunTrace, message: str) -> Comparison:
     return spec.model_copy(update={"prompt": message, "history": tuple(said)})
 
 
-def environment(target: HFTarget | None) -> dict[str, Any]:
+def environment(target: HFTarget | None) -> dict[str, object]:
     """What the numbers were measured on, and when. Without a target every lane ran on a server, of which no more is
     known."""
     threads = None
@@ -240,6 +239,6 @@ def _play(lanes: Mapping[int, RunningLane], trace: RunTrace, cancelled: Callable
         yield LaneDone(index, done)
 
 
-def _config(spec: Comparison) -> dict[str, Any]:
+def _config(spec: Comparison) -> dict[str, object]:
     kept = {"target", "max_new_tokens", "seed", "dtype", "device", "quantization", "chat", "system"}
     return spec.model_dump(include=kept) | asdict(spec.sampling)

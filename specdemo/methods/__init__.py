@@ -58,7 +58,7 @@ class Knob:
     step: float | None = None
     choices: tuple[str, ...] = ()
 
-    def check(self, value: Any) -> Any:
+    def check(self, value: object) -> object:
         """The value in this knob's type. Raises ValueError with the range."""
         if isinstance(value, str) and self.type in (int, float):
             value = _number(self.name, value, self.type)
@@ -77,14 +77,14 @@ class Knob:
         return value
 
 
-def _number(name: str, text: str, kind: type) -> Any:
+def _number(name: str, text: str, kind: type) -> object:
     try:
         return kind(text)
     except ValueError:
         raise ValueError(f"option {name!r} must be a number, not {text!r:.60}") from None
 
 
-def knob(default: Any, help: str, **limits: Any) -> Any:
+def knob(default: object, help: str, **limits: object) -> Any:
     """A dataclass field of an `Options` class: its default, one sentence, and low, high, step or choices."""
     return field(default=default, metadata={"help": help, **limits})
 
@@ -122,13 +122,13 @@ def validate_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
     return {k.name: k.check(options[k.name]) if k.name in options else k.default for k in known.values()}
 
 
-def reader(name: str, options: Mapping[str, Any] | None = None) -> str:
+def reader(name: str, options: Mapping[str, object] | None = None) -> str:
     """The method that reads the lane's model: a wrapper (one with an option `drafter`) hands it to what it wraps."""
     inner = {k.name: k.default for k in knobs(name)} | dict(options or {})
     return reader(inner["drafter"]) if "drafter" in inner else name
 
 
-def check_model(name: str, options: Mapping[str, Any] | None, model: Any) -> None:
+def check_model(name: str, options: Mapping[str, object] | None, model: object) -> None:
     """Raise ValueError when a model is missing, or given to a method that takes none."""
     wanted = method(reader(name, options)).needs_model
     if wanted and model is None:
@@ -137,7 +137,7 @@ def check_model(name: str, options: Mapping[str, Any] | None, model: Any) -> Non
         raise ValueError(f"method {name!r} takes no model; leave it out")
 
 
-def load_drafter(name: str, target: "Target", model: Any = None, **options: Any) -> "Method":
+def load_drafter(name: str, target: "Target", model: object = None, **options: object) -> "Method":
     """Build the drafter `name` for `target`.
 
     model: path, id or loaded module for methods that need one. Raises ValueError when the name or an option is

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Generator
@@ -291,7 +291,7 @@ class Adaptive(Wrapper):
         )
         threshold: float = knob(0.4, "policy confidence: draft no further below this", low=0.0, high=1.0, step=0.05)
 
-    def __init__(self, target: Target, model: Any = None, options: Options | None = None) -> None:
+    def __init__(self, target: Target, model: object = None, options: Options | None = None) -> None:
         options = options or self.Options()
         super().__init__(load_drafter(options.drafter, target, model))
         self.policy = _policy(options)

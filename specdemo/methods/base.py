@@ -38,7 +38,7 @@ class Recipe:
     """A head that can be trained here: its name for people, and what `fresh` is told."""
 
     title: str
-    sizes: Mapping[str, Any]
+    sizes: Mapping[str, object]
 
 
 class Method(ABC):
@@ -62,7 +62,7 @@ class Method(ABC):
         """Why what it runs on a GPU is not recorded, where that was to be."""
         return ""
 
-    def __init__(self, target: Target, model: Any = None, options: Any = None) -> None:
+    def __init__(self, target: Target, model: object = None, options: object = None) -> None:
         """model: a source, or what `load` makes of it. Raises ValueError, with the cure, when it does not fit."""
 
     @classmethod
@@ -71,7 +71,7 @@ class Method(ABC):
         return False
 
     @classmethod
-    def load(cls, source: str, target: Target, progress: LoadProgress | None = None) -> Any:
+    def load(cls, source: str, target: Target, progress: LoadProgress | None = None) -> object:
         """A name, folder or hub id -> what `__init__` takes as `model`, so that it need not be read again."""
         raise ValueError(f"{cls.title} takes no model; leave it out")
 

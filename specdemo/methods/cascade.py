@@ -9,7 +9,7 @@ drafter cannot take back what it observed, and what follows the guess may yet be
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Generator, Tensor, nn
@@ -37,7 +37,7 @@ class Cascade(DraftModel):
         inner: str = knob("ngram", "the method that guesses for the draft model", choices=wrappable("cascade"))
         inner_model: str = knob("", "its model or head, where it needs one: a name, folder or hub id")
 
-    def __init__(self, target: Target, model: Any, options: Options | None = None) -> None:
+    def __init__(self, target: Target, model: object, options: Options | None = None) -> None:
         options = options or self.Options()
         super().__init__(target, model)
         self._inner = Wrapper(load_drafter(options.inner, target, options.inner_model or None))

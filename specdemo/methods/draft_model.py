@@ -5,7 +5,7 @@ what became history, and feeds the rest. Sampled drafts carry the q they were dr
 draft with another tokenizer than the target's guesses through a `Bridge`.
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Generator, Tensor, nn
@@ -60,7 +60,7 @@ class DraftModel(Learner):
                 expect(outline_checkpoint(source), "draft_model")  # heads are no whole model: name the method for them
             raise
 
-    def __init__(self, target: Target, model: Any, options: NoOptions | None = None) -> None:
+    def __init__(self, target: Target, model: object, options: NoOptions | None = None) -> None:
         self.model = _as_target(model, target)
         self.head: nn.Module = self.model.model  # what is trained: the draft model whole
         self._bridge: Bridge | None = None
@@ -299,7 +299,7 @@ class DraftModel(Learner):
         return forward.logits[:, -1]
 
 
-def _as_target(model: Any, target: Target) -> HFTarget:
+def _as_target(model: object, target: Target) -> HFTarget:
     if isinstance(model, HFTarget):
         return model
     if isinstance(model, PreTrainedModel):

@@ -4,10 +4,9 @@ installed version decides."""
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
 
 Flags = list[str]
-Options = Mapping[str, Any]  # all of the method's, with their defaults
+Options = Mapping[str, object]  # all of the method's, with their defaults
 ServeLine = Callable[[str | None, int, Options], Flags]  # model (None: the target holds the heads), k, options
 
 
@@ -24,7 +23,7 @@ def vllm(name: str) -> ServeLine:
     return flags
 
 
-def vllm_config(**values: Any) -> Flags:
+def vllm_config(**values: object) -> Flags:
     """vLLM's `--speculative-config` with these values."""
     return ["--speculative-config", json.dumps(values, separators=(",", ":"))]
 
@@ -38,7 +37,7 @@ def unserved(reason: str) -> ServeLine:
     return flags
 
 
-def sglang(algorithm: str, model: str | None = None, **more: Any) -> Flags:
+def sglang(algorithm: str, model: str | None = None, **more: object) -> Flags:
     """A chain of k drafts is k steps of one branch, and k + 1 tokens to verify."""
     paths = ["--speculative-draft-model-path", model] if model else []
     rest = [part for name, value in more.items() for part in (f"--speculative-{name.replace('_', '-')}", str(value))]

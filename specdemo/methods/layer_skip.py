@@ -7,7 +7,7 @@ trained to exit early are guessed far better. Sampled drafts carry the q they we
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Generator, Tensor
@@ -38,7 +38,7 @@ class LayerSkip(Method):
     class Options:
         exit_layer: int = knob(0, "layers that draft; 0 takes a third of them", low=0, high=128, step=1)
 
-    def __init__(self, target: Target, model: Any = None, options: Options | None = None) -> None:
+    def __init__(self, target: Target, model: object = None, options: Options | None = None) -> None:
         """Raises ValueError for a target that has too few layers or cannot run some of them alone."""
         name = target.name or "the target"
         if not isinstance(target, Shallow) or not target.supports_trees:

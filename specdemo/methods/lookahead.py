@@ -8,7 +8,6 @@ Window nodes may be accepted like any other. Nothing is drawn, so probs is None.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Generator
 
@@ -70,7 +69,7 @@ class Lookahead(Method):
         guesses: int = knob(7, "n-grams kept and checked per first token", low=1, high=32, step=1)
         nodes: int = knob(56, "nodes in all: (window + guesses) * (ngram - 1), or both shrink", low=2, high=128, step=1)
 
-    def __init__(self, target: Target, model: Any = None, options: Options | None = None) -> None:
+    def __init__(self, target: Target, model: object = None, options: Options | None = None) -> None:
         self._options = options or self.Options()
         self._supports_trees = target.supports_trees
         self._device = target.device

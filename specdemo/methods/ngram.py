@@ -6,7 +6,7 @@ match that runs into the end of the text goes on copying itself, as an LZ77 copy
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Generator
 
@@ -43,12 +43,12 @@ class _Text:
         return []
 
 
-def _vllm(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
+def _vllm(model: str | None, k: int, options: Mapping[str, object]) -> Flags:
     sizes = {"prompt_lookup_min": options["min_n"], "prompt_lookup_max": options["max_n"]}
     return vllm_config(method="ngram", num_speculative_tokens=k, **sizes)
 
 
-def _sglang(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
+def _sglang(model: str | None, k: int, options: Mapping[str, object]) -> Flags:
     return sglang("NGRAM", num_draft_tokens=k + 1)
 
 
@@ -66,7 +66,7 @@ class NGram(Method):
             if self.min_n > self.max_n:
                 raise ValueError(f"option 'min_n' ({self.min_n}) must not exceed 'max_n' ({self.max_n})")
 
-    def __init__(self, target: Target, model: Any = None, options: Options | None = None) -> None:
+    def __init__(self, target: Target, model: object = None, options: Options | None = None) -> None:
         options = options or self.Options()
         self._sizes = range(options.min_n, options.max_n + 1)
         self._device = target.device

@@ -1,7 +1,5 @@
 """No drafting: the plain lane is this empty drafter in the same loop."""
 
-from typing import Any
-
 import torch
 from torch import Generator
 
@@ -15,7 +13,7 @@ class NoDraft(Method):
     title = "Plain decoding"
     summary = "One token per target pass; the baseline every other lane is measured against."
 
-    def __init__(self, target: Target, model: Any = None, options: NoOptions | None = None) -> None:
+    def __init__(self, target: Target, model: object = None, options: NoOptions | None = None) -> None:
         self._nothing = Draft.empty(1, torch.device(target.device))
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:

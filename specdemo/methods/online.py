@@ -12,7 +12,6 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import islice
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
@@ -47,7 +46,7 @@ class Online(Wrapper):
         lr: float = knob(0.0003, "learning rate of Adam", low=0.00001, high=0.1, step=0.0001)
         reset: bool = knob(False, "forget at the start of a text what was learnt from others")
 
-    def __init__(self, target: Target, model: Any = None, options: Options | None = None) -> None:
+    def __init__(self, target: Target, model: object = None, options: Options | None = None) -> None:
         self._options = options = options or self.Options()
         super().__init__(load_drafter(options.drafter, target, _copy(options.drafter, target, model)))
         drafter = self.drafters[0]
@@ -171,7 +170,7 @@ class _Learner:
         self.loss = float(loss.detach())  # waits for the device, so that the time is that of the whole update
 
 
-def _copy(drafter: str, target: Target, model: Any) -> Any:
+def _copy(drafter: str, target: Target, model: object) -> object:
     """The model with weights of its own, as `load` would give it; what belongs to the target is shared, not copied."""
     loaded = method(reader(drafter)).load(model, target) if isinstance(model, str) else model
     shared = [target, target.embed, target.lm_head]

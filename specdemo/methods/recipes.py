@@ -34,7 +34,7 @@ CONTEXT = 256  # tokens of a row: on a CPU the target spends more time on writin
 class HeadRecipe:
     title: str
     method: str
-    sizes: Mapping[str, Any] = field(default_factory=dict)
+    sizes: Mapping[str, object] = field(default_factory=dict)
 
 
 def _of_methods() -> Iterator[tuple[str, HeadRecipe]]:
@@ -142,7 +142,7 @@ def train_bytes(corpus: Path, out: Path | None = None, minutes: float | None = N
 
 def train_live(
     name: str, minutes: float, out: Path, cancelled: Callable[[], bool], target: str = "stories"
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[dict[str, object]]:
     """The same, told as it goes: a note while the text is written, what `tick` says at every step, at last `done` and
     the folder. A run that is cancelled keeps the head as far as it got, and nothing if it had not begun.
     """

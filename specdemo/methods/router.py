@@ -5,7 +5,6 @@ the generation. One choice holds for all rows of a batch.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Generator
 
@@ -29,7 +28,7 @@ class Router(Wrapper):
         )
         trial: int = knob(4, "steps that each draft is tried for", low=1, high=64, step=1)
 
-    def __init__(self, target: Target, model: Any = None, options: Options | None = None) -> None:
+    def __init__(self, target: Target, model: object = None, options: Options | None = None) -> None:
         options = options or self.Options()
         names = [name.strip() for name in options.drafts.split(",") if name.strip()]
         others = (_draft(name, target, options.drafter) for name in names)

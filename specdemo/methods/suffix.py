@@ -155,7 +155,7 @@ class Suffix(Method):
             "and a prompt asked again is answered faster",
         )
 
-    def __init__(self, target: Target, model: Any = None, options: Options | None = None) -> None:
+    def __init__(self, target: Target, model: object = None, options: Options | None = None) -> None:
         self._options = options or self.Options()
         self._device = target.device
         self._rows: list[_Row] = []
@@ -203,7 +203,7 @@ class Suffix(Method):
         parents = [_padded(f.parents, width, 0) for f in found]
         return Draft(tokens, self._tensor(parents, torch.int64), confidence=confidence)
 
-    def _tensor(self, rows: list[list[Any]], dtype: torch.dtype) -> Tensor:
+    def _tensor(self, rows: list[list[object]], dtype: torch.dtype) -> Tensor:
         return to_device(rows, self._device, dtype)
 
     def _best(self, row: _Row, budget: Budget) -> _Found:
@@ -242,5 +242,5 @@ class Suffix(Method):
         return found
 
 
-def _padded(values: list[Any], width: int, filler: float) -> list[Any]:
+def _padded(values: list[Any], width: int, filler: float) -> list[object]:
     return values + [filler] * (width - len(values))

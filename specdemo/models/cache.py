@@ -7,7 +7,7 @@ rejected slot costs nothing: the next forward writes over it. Rows of unequal le
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -62,7 +62,9 @@ class SlabLayer(CacheLayerMixin):
         """Take keys and values [B, heads, T, D] as they are, copying nothing."""
         self.keys, self.values, self.is_initialized = keys, values, True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Write S new columns behind the history; history and new columns come back as views."""
         if self.keys is None or self.values is None:
             self.lazy_initialization(key_states, value_states)
@@ -121,7 +123,7 @@ class SlabCache(Cache):
         super().__init__(layers=list(self.slabs))
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         if self._alike and self._block is None:
             self._share(key_states)

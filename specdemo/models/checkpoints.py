@@ -110,7 +110,7 @@ def _read(file: Path) -> dict[str, Tensor]:
     return dict(loaded)
 
 
-def write_checkpoint(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def write_checkpoint(folder: Path, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
     """config.json and safetensors in shards below 10 MB, all at once in the place of those that are there.
 
     Raises ValueError, one line, when they cannot be written."""

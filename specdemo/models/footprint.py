@@ -104,7 +104,7 @@ def read_config(folder: Path, *names: str) -> dict[str, Any]:
     return config
 
 
-def _oversized(config: Mapping[str, Any]) -> Iterator[str]:
+def _oversized(config: Mapping[str, object]) -> Iterator[str]:
     """What no module can be made of, or none in any time or memory."""
     for key, value in config.items():
         limit = MOST.get(key, LARGEST if key.endswith(SIZES) else 0)

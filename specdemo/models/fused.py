@@ -57,7 +57,7 @@ class FusedLayer(nn.Module):
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
-        **unused: Any,  # whatever else transformers hands to a layer
+        **unused: object,  # whatever else transformers hands to a layer
     ) -> Tensor:
         assert position_embeddings is not None
         cos, sin = position_embeddings
@@ -174,7 +174,7 @@ def hasten(model: PreTrainedModel) -> None:
     quantised = getattr(model, "hf_quantizer", None) is not None and model.device.type != "cuda"
     if quantised or placed(model):
         return
-    decoder: Any = model.get_decoder()
+    decoder: object = model.get_decoder()
     layers = getattr(decoder, "layers", None)
     if not isinstance(layers, nn.ModuleList) or not hasattr(decoder, "rotary_emb"):
         return
@@ -211,7 +211,7 @@ def kernels(model: PreTrainedModel) -> str:
     return "fused, packed" if any(isinstance(m, PackedLinear) for m in modules) else "fused"
 
 
-def unhastened(config: Any, device: torch.device) -> str:
+def unhastened(config: object, device: torch.device) -> str:
     """Which kernels a model lacks on this device, a clause; empty where it lacks none."""
     linear = "linear_attention" in (getattr(config, "layer_types", None) or ())
     if device.type != "cuda" or not linear or find_spec("fla"):
@@ -248,7 +248,7 @@ def sample(like: Tensor, size: int) -> tuple[Tensor, Tensor]:
 class OneLayer(DynamicCache):
     """The cache of whichever layer asks."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object) -> Any:
         return super().update(key_states, value_states, 0, *args, **kwargs)
 
 

@@ -30,7 +30,7 @@ SWITCH = (
 )
 COMPILATIONS = 64  # a target has one for every width and set of taps; the usual limit of 8 would end in eager passes
 
-Decoder = TypeVar("Decoder", bound=Callable[..., Any])
+Decoder = TypeVar("Decoder", bound=Callable[..., object])
 Tensors = tuple[Tensor, ...]
 Run = Callable[[], Tensors]
 Recorder = Callable[[Run], Run]  # what runs -> what replays it, into the same memory

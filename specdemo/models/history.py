@@ -403,21 +403,21 @@ def continues_at_once(run: Pass, config: Any, vocab_size: int, device: torch.dev
     return at_once
 
 
-def _snapshot(cache: Cache) -> list[dict[str, Any]]:
+def _snapshot(cache: Cache) -> list[dict[str, object]]:
     """What every layer holds. Keys and values are replaced at every pass, never written to, so they need no copy."""
     return [_copied(vars(layer)) for layer in cache.layers]
 
 
-def _restore(cache: Cache, state: list[dict[str, Any]]) -> None:
+def _restore(cache: Cache, state: list[dict[str, object]]) -> None:
     for layer, held in zip(cache.layers, state, strict=True):
         vars(layer).update(_copied(held))
 
 
-def _copied(held: dict[str, Any]) -> dict[str, Any]:
+def _copied(held: dict[str, object]) -> dict[str, object]:
     return {name: value if name in ("keys", "values") else deepcopy(value) for name, value in held.items()}
 
 
-def _tensor_bytes(held: dict[Any, Any]) -> int:
+def _tensor_bytes(held: dict[Any, object]) -> int:
     tensors = [v for v in held.values() if isinstance(v, Tensor)]
     inner = [v for v in held.values() if isinstance(v, dict)]
     return sum(t.numel() * t.element_size() for t in tensors) + sum(map(_tensor_bytes, inner))

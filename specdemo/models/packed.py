@@ -49,7 +49,7 @@ class PackedLinear(nn.Module):
         product: Tensor = self._multiply(x, self._blocks, self._bias, "none", [], "")
         return product
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:
+    def __deepcopy__(self, memo: dict[int, object]) -> nn.Linear:
         return linear_of(self._blocks.to_dense(), None if self._bias is None else self._bias.clone())
 
 
@@ -72,7 +72,7 @@ class PackedHead(nn.Module):
         product: Tensor = self._packed[0](x)
         return product
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:
+    def __deepcopy__(self, memo: dict[int, object]) -> nn.Linear:
         return linear_of(deepcopy(self.weight, memo), deepcopy(self.bias, memo))
 
 

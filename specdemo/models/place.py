@@ -4,7 +4,6 @@ import logging
 from collections.abc import Sequence
 from importlib.util import find_spec
 from itertools import groupby
-from typing import Any
 
 import torch
 import transformers
@@ -76,9 +75,9 @@ def check_memory(name: str, needed: int, where: torch.device, precision: Precisi
     )
 
 
-def placement(where: torch.device, precision: Precision, spread: bool) -> dict[str, Any]:
+def placement(where: torch.device, precision: Precision, spread: bool) -> dict[str, object]:
     """What transformers' `from_pretrained` is told of devices and of bitsandbytes."""
-    placement: dict[str, Any] = {"device_map": "auto"} if spread else {}
+    placement: dict[str, object] = {"device_map": "auto"} if spread else {}
     if precision.bits:
         placement.setdefault("device_map", {"": where if where.index is not None or where.type == "cpu" else 0})
         placement["quantization_config"] = transformers.BitsAndBytesConfig(

@@ -29,22 +29,22 @@ def try_tokenizer(path: str) -> None:
     _ask({"path": path})
 
 
-def try_text(parts: Mapping[str, Any], text: str) -> None:
+def try_text(parts: Mapping[str, object], text: str) -> None:
     """Split a text as a tokenizer would. parts: its normalizer and pre_tokenizer, as tokenizer.json has them, and its
     `tokens`, the added ones, as arguments of AddedToken. Raises ValueError with what is wrong, a clause."""
     _ask({"parts": parts, "text": text})
 
 
-def render(template: str, messages: Sequence[Mapping[str, str]], special: Mapping[str, Any]) -> str:
+def render(template: str, messages: Sequence[Mapping[str, str]], special: Mapping[str, object]) -> str:
     """What a chat template writes, the answer to come included. Raises ValueError with what is wrong, a clause."""
     return str(_ask({"template": template, "messages": messages, "special": special})["text"])
 
 
-def _ask(request: Mapping[str, Any]) -> dict[str, Any]:
+def _ask(request: Mapping[str, object]) -> dict[str, object]:
     command, said = [sys.executable, "-P", __file__], json.dumps(request).encode()
     try:
         done = subprocess.run(command, input=said, capture_output=True, timeout=WALL_S, env=os.environ | ONE_THREAD)
-        answer: dict[str, Any] = json.loads(done.stdout)
+        answer: dict[str, object] = json.loads(done.stdout)
     except subprocess.TimeoutExpired:
         raise ValueError("does not come to an end") from None
     except ValueError:  # no answer: it was killed, or has killed itself
@@ -54,7 +54,7 @@ def _ask(request: Mapping[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
+def _answer(request: Mapping[str, Any]) -> dict[str, object]:
     if "template" in request:
         return _render(request)
     from tokenizers import AddedToken, Tokenizer
@@ -72,7 +72,7 @@ def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _render(request: Mapping[str, Any]) -> dict[str, Any]:
+def _render(request: Mapping[str, Any]) -> dict[str, object]:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     written: Any = render_jinja_template(
@@ -95,7 +95,7 @@ def _problems(tokenizer: Any) -> Iterator[str]:
         yield "has a decoder that rewrites texts as no known one does"
 
 
-def _steps(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _steps(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, object]]:
     if "decoders" not in decoder:
         yield decoder
     for step in decoder.get("decoders", ()):

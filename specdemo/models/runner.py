@@ -128,8 +128,8 @@ class _Arguments:
         self.positions = "position_ids" in known
         self._last = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
 
-    def of(self, cache: Cache, positions: Tensor | None, mask: AttentionMask, last: bool) -> dict[str, Any]:
-        arguments: dict[str, Any] = {self._cache: cache, "attention_mask": mask, "use_cache": True}
+    def of(self, cache: Cache, positions: Tensor | None, mask: AttentionMask, last: bool) -> dict[str, object]:
+        arguments: dict[str, object] = {self._cache: cache, "attention_mask": mask, "use_cache": True}
         if positions is not None:
             arguments["position_ids"] = positions
         if last:
@@ -151,7 +151,7 @@ def _ending_after(module: nn.Module, layers: nn.ModuleList, count: int) -> nn.Mo
 
 
 def _keep_output(hidden: dict[int, Tensor], tap: int) -> Any:
-    def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+    def hook(module: nn.Module, inputs: object, output: Any) -> None:
         hidden[tap] = output if isinstance(output, Tensor) else output[0]
 
     return hook

@@ -70,7 +70,7 @@ class Stack:
     def _normed(self, x: Tensor) -> Tensor:
         return F.rms_norm(x.float(), x.shape[-1:], None, self.eps).to(x.dtype)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
         return None
 
 

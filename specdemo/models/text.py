@@ -137,5 +137,5 @@ def token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int], skip_special_tokens: bool) -> str:
-    text: Any = tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+    text: object = tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
     return str(text)

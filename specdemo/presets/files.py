@@ -8,7 +8,7 @@ Every refusal is a ValueError of one line.
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -70,7 +70,7 @@ class Preset(Comparison, About):
         """The lanes' methods, each once."""
         return list(dict.fromkeys(lane.method for lane in self.lanes))
 
-    def with_changes(self, **changes: Any) -> "Preset":
+    def with_changes(self, **changes: object) -> "Preset":
         """The same comparison with other settings: any of SETTINGS.
 
         `k` and `acceptance` go to every lane. `method` leaves one lane; `model` and `options` need that there is one.
@@ -100,7 +100,7 @@ class Preset(Comparison, About):
         return self.changed(lanes=lanes, **baseline)
 
 
-def _change_lanes(lanes: list[Lane], changes: dict[str, Any], target: str) -> list[dict[str, Any]]:
+def _change_lanes(lanes: list[Lane], changes: dict[str, object], target: str) -> list[dict[str, object]]:
     """The lanes with one setting each replaced, not checked yet."""
     if "method" in changes:
         name = known_method(str(changes["method"]))

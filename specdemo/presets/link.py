@@ -7,7 +7,7 @@ machine stays out, and a lane's server counts only where the operator of the pag
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 from urllib.parse import parse_qsl, urlencode
 
 from specdemo.core.words import shown, suggest
@@ -35,7 +35,7 @@ class Linked(Settings):
         """`sweep=k&preset=embedded-draft&repeats=3&new_tokens=96`"""
         return urlencode(self.model_dump())
 
-    def from_query(self, query: Mapping[str, Any] | str) -> tuple[Self, list[str]]:
+    def from_query(self, query: Mapping[str, object] | str) -> tuple[Self, list[str]]:
         """These settings as a link changes them, and a note for everything in it that was refused. Never raises."""
         link = _Link(*_pairs(query), None)
         chosen = self
@@ -66,7 +66,7 @@ def to_query(preset: Preset, base: Preset) -> str:
 
 
 def from_query(
-    query: Mapping[str, Any] | str,
+    query: Mapping[str, object] | str,
     presets: Mapping[str, Preset],
     allow_any_model: bool = False,
     start: Preset | None = None,
@@ -92,12 +92,12 @@ def from_query(
     return chosen, link.all_notes()
 
 
-def is_link(query: Mapping[str, Any]) -> bool:
+def is_link(query: Mapping[str, object]) -> bool:
     """Whether a page's address asks for anything but how Gradio shows it."""
     return not all(map(_of_gradio, query))
 
 
-def is_sweep(query: Mapping[str, Any]) -> bool:
+def is_sweep(query: Mapping[str, object]) -> bool:
     """Whether a link is one to a sweep, not to a race."""
     return "sweep" in query
 
@@ -116,7 +116,7 @@ class _Link:
     def refuse(self, key: str, text: str, why: object) -> None:
         self._notes.append(f"ignored {key}={shown(text)} from the link: {why}")
 
-    def change(self, one: Linkable, key: str, name: str, **also: Any) -> Linkable:
+    def change(self, one: Linkable, key: str, name: str, **also: object) -> Linkable:
         """One of a comparison or a lane, with the field `name` as the link has it under `key`, and others beside it."""
         text = self.take(key)
         if text is None:
@@ -166,7 +166,7 @@ class _Link:
             return lane
         return changed
 
-    def value(self, name: str, text: str, kind: type) -> Any:
+    def value(self, name: str, text: str, kind: type) -> object:
         if name in ("target", "model") and self._models is not None and text not in self._models:
             raise ValueError(FOREIGN)
         if kind is str and len(text) > LONGEST_TEXT:
@@ -199,14 +199,14 @@ def _of_gradio(key: str) -> bool:
     return key.startswith("__") or key == "view"
 
 
-def _pairs(query: Mapping[str, Any] | str) -> tuple[dict[str, str], list[str]]:
+def _pairs(query: Mapping[str, object] | str) -> tuple[dict[str, str], list[str]]:
     """The first value under every key, and notes on what else there was."""
     values: dict[str, str] = {}
     notes: list[str] = []
     if isinstance(query, str):
         if len(query) > LONGEST:
             return {}, [f"ignored the link: it has {len(query)} characters, {LONGEST} at most are read"]
-        items: Iterable[tuple[Any, Any]] = parse_qsl(query.removeprefix("?"), keep_blank_values=True)
+        items: Iterable[tuple[object, object]] = parse_qsl(query.removeprefix("?"), keep_blank_values=True)
     else:
         multi_items = getattr(query, "multi_items", query.items)  # starlette's QueryParams keeps every value
         items = multi_items()
@@ -243,5 +243,5 @@ def _lane_pairs(lane: Lane, reference: Lane, suffix: str) -> list[tuple[str, str
     return pairs
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return value if isinstance(value, str) else "" if value is None else repr(value)

@@ -1,7 +1,6 @@
 """YAML that somebody else wrote: read whole, or refused in one line before a value of it is built."""
 
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -33,7 +32,7 @@ class _Bounded(yaml.SafeLoader):
         return node
 
 
-def read_yaml(path: Path) -> Any:
+def read_yaml(path: Path) -> object:
     """Raises ValueError, one line that names the file."""
     text = read_text(path, YAML_BYTES)
     loader = None

@@ -1,7 +1,6 @@
 """A preset from end to end, and its trace on disk."""
 
 from pathlib import Path
-from typing import Any
 
 from specdemo.core.bounds import FILE
 from specdemo.core.files import check_writable, write_text
@@ -11,7 +10,7 @@ from specdemo.engine.session import session
 from specdemo.presets.files import preset
 
 
-def run(preset_id: str, prompt: str | None = None, out: str | Path | None = None, **overrides: Any) -> RunTrace:
+def run(preset_id: str, prompt: str | None = None, out: str | Path | None = None, **overrides: object) -> RunTrace:
     """Run the comparison and return its trace, also written to `out` when given.
 
     overrides: any setting of `Preset.with_changes` (k, method, max_new_tokens, temperature, seed, ...).

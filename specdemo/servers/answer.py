@@ -3,7 +3,7 @@ beyond reason, counts as not told; text that is none, or more of anything than w
 
 import time
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 
@@ -16,7 +16,7 @@ SPARE_CHARS = 4_000
 Piece = tuple[StepEvent, str]
 
 
-def _or_none(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+def _or_none(value: object, check: ValidatorFunctionWrapHandler) -> object:
     try:
         return check(value)
     except ValidationError:
@@ -63,7 +63,7 @@ class _Chunk(BaseModel):
     choices: Annotated[list[_Choice], Field(max_length=1)] | None = None
     usage: Annotated[_Usage | None, _IF_RIGHT] = None
     timings: Annotated[_Timings | None, _IF_RIGHT] = None
-    error: Any = None
+    error: object = None
 
 
 class Heard:
@@ -87,7 +87,7 @@ class Heard:
         """Start the clock: the request goes out now."""
         self.began = self._last = time.perf_counter()
 
-    def hear(self, said: Any, arrived: float) -> None:
+    def hear(self, said: object, arrived: float) -> None:
         """One chunk, and when it arrived (`time.perf_counter`). Raises ValueError for what is none, and for more than
         was asked for."""
         chunk = _Chunk.model_validate(said)

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import httpx
 
@@ -50,7 +50,9 @@ class Client:
         async with self._answer("GET", path) as answer:
             return b"".join([part async for part, _ in _bounded(answer, most)])
 
-    async def events(self, path: str, question: dict[str, Any], tokens: int) -> AsyncGenerator[tuple[Any, float], None]:
+    async def events(
+        self, path: str, question: dict[str, object], tokens: int
+    ) -> AsyncGenerator[tuple[object, float], None]:
         """The JSON of every event of an answer of so many tokens, and when its last byte arrived, in seconds of
         `time.perf_counter`. Raises as `read` does."""
         async with self._answer("POST", path, question) as answer:
@@ -71,7 +73,7 @@ class Client:
 
     @asynccontextmanager
     async def _answer(
-        self, method: str, path: str, question: dict[str, Any] | None = None
+        self, method: str, path: str, question: dict[str, object] | None = None
     ) -> AsyncIterator[httpx.Response]:
         async with self._http.stream(method, self._server + path, json=question) as answer:
             if answer.status_code == 200:

@@ -180,12 +180,12 @@ class RemoteLane:
         """Without the settings that are not standard the same is asked for."""
         return not self._config.sampling.top_k and not self._config.sampling.min_p
 
-    def _request(self, form: Form, standard: bool, prompt: Prompt, limit: int) -> dict[str, Any]:
+    def _request(self, form: Form, standard: bool, prompt: Prompt, limit: int) -> dict[str, object]:
         """Everything a server might set by itself is named: many take defaults from the model's generation_config."""
         sampling = self._config.sampling
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        put: dict[str, Any] = {"prompt": prompt} if form == "completions" else {"messages": messages}
-        request: dict[str, Any] = {
+        put: dict[str, object] = {"prompt": prompt} if form == "completions" else {"messages": messages}
+        request: dict[str, object] = {
             "model": self._remote.model,
             "max_tokens": limit,
             "temperature": sampling.temperature,
@@ -232,7 +232,7 @@ def _in_background(
 ) -> Iterator[Any]:
     """What `work` says, as it says it: arrival times do not depend on who reads, nor stopping on what comes. Raises
     what it raises, and TimeoutError when it is not over after so many seconds."""
-    said: SimpleQueue[Any] = SimpleQueue()
+    said: SimpleQueue[object] = SimpleQueue()
     over = object()
     stop = threading.Event()
 

@@ -169,7 +169,7 @@ def samples(folder: Path, world: str) -> str:
     return "\n".join(lines)
 
 
-def recipe_facts(facts: dict[str, Any], config: dict[str, Any], recipe: str) -> str:
+def recipe_facts(facts: dict[str, Any], config: dict[str, object], recipe: str) -> str:
     """The paragraph of a model card that says how the weights were made."""
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     minutes = facts.get("minutes", round(facts["seconds"] / 60))
@@ -196,12 +196,12 @@ def recipe_facts(facts: dict[str, Any], config: dict[str, Any], recipe: str) -> 
     return "\n".join([*lines, *remark(facts)])
 
 
-def remark(facts: dict[str, Any]) -> list[str]:
+def remark(facts: dict[str, object]) -> list[str]:
     """A line for what a hand wrote into the provenance."""
     return [f"- remark: {facts['remark']}"] if "remark" in facts else []
 
 
-def measured(found: dict[str, Any]) -> str:
+def measured(found: dict[str, object]) -> str:
     """What was measured on held-out text, by name."""
     return "\n".join(f"- {name}: {value}" for name, value in found.items())
 
@@ -236,7 +236,7 @@ Muon for the hidden matrices, AdamW for the rest; the learning rate is constant 
 linearly to 2 %."""
 
 
-def write_head_card(folder: Path, title: str, speed: dict[str, Any] | None = None) -> Path:
+def write_head_card(folder: Path, title: str, speed: dict[str, object] | None = None) -> Path:
     """`MODEL_CARD.md` of a head, from its provenance; `speed`: what a benchmark found, by name."""
     facts = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
     target = facts.get("target", "the model it was trained with")

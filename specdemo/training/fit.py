@@ -293,7 +293,7 @@ def make_folder(out: Path) -> None:
         raise ValueError(f"cannot make the folder {out}: {error.strerror}; name another with --out") from None
 
 
-def write_provenance(out: Path, history: History, **facts: Any) -> None:
+def write_provenance(out: Path, history: History, **facts: object) -> None:
     """`provenance.json` beside a result: what ran, on what, on which data, and the curve."""
     facts = {**facts, "versions": versions(), "commit": commit(), **asdict(history)}
     write_text(out / "provenance.json", json.dumps(facts, indent=1) + "\n")

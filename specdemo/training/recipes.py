@@ -259,7 +259,7 @@ def finish(
 def drop_out(model: LlamaForCausalLM, share: float) -> None:
     """While it is trained, zero this share of what the embedding and every branch add to the residual stream."""
 
-    def some(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    def some(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
         return nn.functional.dropout(output, share, module.training)
 
     parts = [model.model.embed_tokens]
@@ -341,7 +341,7 @@ def seeded_draft(job: Job) -> None:
     seeded(job, job.shape.layers, DRAFT_SEED_SHARE, train_draft)
 
 
-def seed_facts(folder: Path) -> dict[str, Any]:
+def seed_facts(folder: Path) -> dict[str, object]:
     """What is told of the model that another one began as."""
     path = folder / "seed" / "provenance.json"
     if not path.exists():

@@ -64,17 +64,17 @@ class Controls:
     parts: dict[str, Any]
 
     @property
-    def inputs(self) -> dict[str, Any]:
+    def inputs(self) -> dict[str, object]:
         """What `from_values` reads."""
         return {name: self.parts[name] for name in NAMES}
 
     @property
-    def drawn(self) -> dict[str, Any]:
+    def drawn(self) -> dict[str, object]:
         """The parts that are drawn anew when the settings change."""
         return {name: self.parts[name] for name in DRAWN}
 
     @property
-    def edits(self) -> list[Any]:
+    def edits(self) -> list[object]:
         """The events of a visitor who changes the comparison. Options are drawn later and have none here."""
         seen = [name for name in self.inputs if name.partition("-")[0] not in ("preset", "count", "options")]
         inputs = [self.parts[name].input for name in ("chips", "more", *seen)]
@@ -108,7 +108,7 @@ class Controls:
             with parts[f"lane-{n}"]:
                 self._draw_options(page, n)
 
-    def _tell(self, event: Callable[..., Any]) -> None:
+    def _tell(self, event: Callable[..., object]) -> None:
         """The line that says what would run follows the controls; a number that is half typed is no error yet."""
         named(
             event,
@@ -127,7 +127,7 @@ class Controls:
         """A row of controls that follows the lane's method."""
         lane = self._of_lane(n)
 
-        def draw_knobs(name: str, options: dict[str, Any]) -> None:
+        def draw_knobs(name: str, options: dict[str, object]) -> None:
             lazy_imports.live()
             with gr.Row(elem_classes="options"):
                 for knob in knobs(name):
@@ -147,7 +147,7 @@ def address(query: str) -> str:
     return f"https://huggingface.co/spaces/{space}?{query}" if space else f"?{query}"
 
 
-def wire_share(button: gr.Button, share: Callable[[Values], str], inputs: dict[str, Any], link: gr.Textbox) -> None:
+def wire_share(button: gr.Button, share: Callable[[Values], str], inputs: dict[str, object], link: gr.Textbox) -> None:
     """The button shows and copies the link; where `share` raises ValueError its place says why there is none."""
 
     def shown(_: gr.Request, values: Values) -> Values:
@@ -278,7 +278,7 @@ def from_values(values: Values, allow_any_model: bool = False) -> Preset:
     return limits.admit(check_models(base.with_changes(**changes), allow_any_model))
 
 
-def changed(preset_id: str, overrides: dict[str, Any] | None, allow_any_model: bool) -> Preset:
+def changed(preset_id: str, overrides: dict[str, object] | None, allow_any_model: bool) -> Preset:
     """A preset with other settings, as API callers ask for it. Raises ValueError with one line."""
     lazy_imports.live()
     if not isinstance(overrides or {}, Mapping):
@@ -296,7 +296,7 @@ def check_models(chosen: Preset, allow_any_model: bool) -> Preset:
     return chosen
 
 
-def needs_model(name: str, options: Mapping[str, Any]) -> bool:
+def needs_model(name: str, options: Mapping[str, object]) -> bool:
     """Whether a lane has to name a model; of `options` only those that the method knows count."""
     return bool(method(reader(name, _known(name, options))).needs_model)
 
@@ -340,7 +340,7 @@ def new_lane(target: str) -> Lane:
     return Lane(method=DRAFTING[0], model=default_draft(target))
 
 
-def whole_number(name: str, value: Any) -> int:
+def whole_number(name: str, value: object) -> int:
     """What a slider means, which a browser may send as 4.0. Raises ValueError with one line."""
     if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
         raise ValueError(f"{name} must be a whole number, not {value!r}")
@@ -397,7 +397,7 @@ def draw_prompt(start: Preset) -> gr.Textbox:
 
 
 def in_force(
-    chat: str, temperature: float, top_p: float, top_k: int, min_p: float, max_new_tokens: Any, schedule: str
+    chat: str, temperature: float, top_p: float, top_k: int, min_p: float, max_new_tokens: object, schedule: str
 ) -> str:
     """The accordion's label: what holds while it is shut, by the controls of FOLDED."""
     cuts = ((top_p, 1, "top-p"), (top_k, 0, "top-k"), (min_p, 0, "min-p"))
@@ -447,7 +447,7 @@ def draw_sampling(start: Preset) -> dict[str, gr.components.Component]:
     return shown
 
 
-def _draw_lane(n: int, lane: Lane, start: Preset, allow_any_model: bool) -> dict[str, Any]:
+def _draw_lane(n: int, lane: Lane, start: Preset, allow_any_model: bool) -> dict[str, object]:
     """The controls of a lane by the names of LANE, and `drawn`."""
     names = [(_plain(name), name) for name in DRAFTING]
     model, seen = _model(lane, start.target), lane.model is not None
@@ -514,7 +514,7 @@ def _servers(chosen: str | None) -> list[tuple[str, str]]:
     return [HERE, *((f"server {host(name)}", name) for name in named)]
 
 
-def draw_setting(of: type[Settings], name: str, value: object, **place: Any) -> Any:
+def draw_setting(of: type[Settings], name: str, value: object, **place: object) -> Any:
     """The control that suits a field, within the limits of this page. place: elem_id, scale, min_width."""
     setting, found, whole = settings(of)[name], as_knob(of, name), of is Comparison
     found = replace(found, high=asdict(limits.here()).get(name, found.high))
@@ -523,7 +523,7 @@ def draw_setting(of: type[Settings], name: str, value: object, **place: Any) -> 
     return _draw_knob(found, value, setting.words, choose, label=setting.label, info=info, **place)
 
 
-def _draw_knob(knob: Knob, value: Any, named: Mapping[str, str], choose: Callable[..., Any], **words: Any) -> Any:
+def _draw_knob(knob: Knob, value: Any, named: Mapping[str, str], choose: Callable[..., object], **words: Any) -> Any:
     """The control that suits an option; `choose` shows its choices, of which some are named in words."""
     if knob.type is bool:
         return gr.Checkbox(value, **words)
@@ -561,7 +561,7 @@ def _switch(_: gr.Request, values: Values) -> Values:
     return {**_fit_model(values["target"], values["method"], {}), "options": {}, "drawn": values["drawn"] + 1}
 
 
-def _fit_model(target: str, name: str, options: Mapping[str, Any]) -> Values:
+def _fit_model(target: str, name: str, options: Mapping[str, object]) -> Values:
     """The drafters that fit, the first of them chosen; where there is none, the way to train one."""
     needed = needs_model(name, options)
     fitting = fitting_models(target, reader(name, _known(name, options))) if needed else []
@@ -642,7 +642,7 @@ def _lane_config(lane: Values, named: Sequence[Lane]) -> Values:
     }
 
 
-def _known(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def _known(name: str, options: Mapping[str, object]) -> dict[str, object]:
     """Of the options those that the method has, whole numbers as such."""
     given = {k: options[k.name] for k in knobs(name) if k.name in options}
     return {k.name: whole_number(k.name, value) if k.type is int else value for k, value in given.items()}

@@ -11,7 +11,6 @@ from base64 import b64encode
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from hashlib import sha256
-from typing import Any
 
 from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
@@ -114,7 +113,7 @@ async def _outermost(app: FastAPI) -> AsyncIterator[None]:
     yield
 
 
-def of_app(*inner: Middleware) -> dict[str, Any]:
+def of_app(*inner: Middleware) -> dict[str, object]:
     """What `launch` takes as `app_kwargs`."""
     return {"middleware": [Middleware(Policy), *inner], "lifespan": _outermost}
 

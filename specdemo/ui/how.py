@@ -1,7 +1,6 @@
 """The tab "How it works": five figures to touch, drawn over runs that ship with the project."""
 
 import json
-from typing import Any
 
 from specdemo.bench.recorded import recorded_suite
 from specdemo.presets.files import DEFAULT
@@ -25,7 +24,7 @@ def _race() -> list[str]:
     return [line for line, said in told if said["type"] == "start" or said.get("index", STEPS + 1) <= STEPS]
 
 
-def _batch() -> dict[str, Any] | None:
+def _batch() -> dict[str, object] | None:
     """The recorded speed-up over the batch size."""
     result = recorded_suite("batch")
     if result is None:

@@ -33,7 +33,7 @@ BUDGET = 16_000_000  # bytes of all that is kept for visitors
 ENTRY = 4_000  # bytes that a job takes beside its texts
 
 Values = dict[str, Any]  # of controls, or updates of them, by name
-Work = Callable[[Callable[[], bool], Callable[[float, str], None]], Iterator[Any]]
+Work = Callable[[Callable[[], bool], Callable[[float, str], None]], Iterator[object]]
 
 
 class Engine:
@@ -68,7 +68,7 @@ class Engine:
             self._thread.join(grace_s)
         return self._new()
 
-    def _new(self) -> list[Any]:
+    def _new(self) -> list[object]:
         new = []
         with contextlib.suppress(IndexError):  # Stop may read at the same time
             while True:
@@ -238,15 +238,15 @@ def refusal(error: Exception) -> str:
     return opening() + to_line(view(Failed(str(error))))
 
 
-Start = tuple[Sequence[Any], Callable[[gr.Request, Values], Iterator[Values]], Mapping[str, Any]]
+Start = tuple[Sequence[object], Callable[[gr.Request, Values], Iterator[Values]], Mapping[str, Any]]
 
 
 def wire(
     jobs: Jobs[Any],
     starts: Sequence[Start],
-    parts: Mapping[str, Any],
+    parts: Mapping[str, object],
     stop: gr.Button,
-    off: Sequence[Any],
+    off: Sequence[object],
     place: gr.HTML,
     first: str | None = None,
 ) -> list[Any]:
@@ -257,7 +257,7 @@ def wire(
     first: a script that a start waits for.
     """
     switched = {"stop": stop, **{str(i): button for i, button in enumerate(off)}}
-    shown: dict[str, Any] = {"show_progress": "full", "show_progress_on": place, "api_visibility": "private"}
+    shown: dict[str, object] = {"show_progress": "full", "show_progress_on": place, "api_visibility": "private"}
 
     def switch(running: bool) -> Values:
         return {name: gr.update(interactive=running == (name == "stop")) for name in switched}
@@ -281,22 +281,22 @@ def wire(
 
 
 def named(
-    event: Callable[..., Any],
+    event: Callable[..., object],
     function: Callable[[gr.Request, Values], Any],
-    given: Mapping[str, Any],
-    shown: Mapping[str, Any],
-    **settings: Any,
+    given: Mapping[str, object],
+    shown: Mapping[str, object],
+    **settings: object,
 ) -> Any:
     """Wire an event to a function that takes the values of controls and gives updates, both by name; {} changes
     nothing."""
 
-    def placed(updates: Values) -> Any:
+    def placed(updates: Values) -> object:
         return {shown[name]: update for name, update in updates.items()} or gr.skip()
 
-    def handle(values: dict[Any, Any], request: gr.Request) -> Any:
+    def handle(values: dict[object, object], request: gr.Request) -> object:
         return placed(function(request, {name: values[control] for name, control in given.items()}))
 
-    def stream(values: dict[Any, Any], request: gr.Request) -> Iterator[Any]:
+    def stream(values: dict[object, object], request: gr.Request) -> Iterator[object]:
         results = function(request, {name: values[control] for name, control in given.items()})
         with contextlib.closing(results):
             yield from map(placed, results)

@@ -42,7 +42,7 @@ class Trainer(Protocol):
 
     def train_live(
         self, name: str, minutes: float, out: Path, cancelled: Callable[[], bool]
-    ) -> Iterator[dict[str, Any]]:
+    ) -> Iterator[dict[str, object]]:
         """Train for so many minutes, one message after another."""
 
 
@@ -160,7 +160,7 @@ def _draw_training(page: gr.Blocks, form: Controls, store: Store) -> None:
         page.load(_recipes, None, recipe, **QUIET)
 
 
-def _recipes() -> Any:
+def _recipes() -> object:
     """The recipes' own words."""
     choices = [(title, name) for name, title in trainer().recipes().items()]
     return gr.update(choices=choices, value=choices[0][1])

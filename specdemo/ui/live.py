@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any
 
 from specdemo.core.trace import RunTrace
 from specdemo.engine.comparison import Comparison
@@ -26,7 +25,7 @@ INSTEAD = "Shown in its place: this preset's recorded run, with the preset's own
 def held(work: Work) -> Work:
     """Work that has the engine for itself."""
 
-    def alone(cancelled: Callable[[], bool], report: Callable[[float, str], None]) -> Iterator[Any]:
+    def alone(cancelled: Callable[[], bool], report: Callable[[float, str], None]) -> Iterator[object]:
         with session().lock:
             yield from work(cancelled, report)
 
@@ -37,7 +36,7 @@ def held(work: Work) -> Work:
 def _play(spec: Comparison, log: Log | None) -> Generator[Lines, None, None]:
     """The run, 15 times a second what is new of it; `log` learns of the engine where both are in one process."""
 
-    def work(cancelled: Callable[[], bool], loading: Callable[[float, str], None]) -> Iterator[Any]:
+    def work(cancelled: Callable[[], bool], loading: Callable[[float, str], None]) -> Iterator[object]:
         if limits.public():
             session().unlearn()  # what a draft learned from one visitor's text is not shown to another
         return session().stream(spec, cancelled, loading)
@@ -89,7 +88,7 @@ def _stand_in(spec: Comparison) -> RunTrace | None:
     return trace if trace and trace.config.get("target") == spec.target and not spec.history else None
 
 
-def compare(spec: Comparison) -> dict[str, Any]:
+def compare(spec: Comparison) -> dict[str, object]:
     """A run without its steps. Raises ValueError with one line where there is none."""
     log = Log()
     for _ in run(spec, log):

@@ -44,7 +44,7 @@ def draw(tab: gr.Tab, store: Store) -> None:
     presets = [(p.title, p.id) for p in load_presets().values() if p.embedded]
     with gr.Row(elem_id="losslessness-controls"):
         heat: dict[str, Any] = {"scale": 2, "min_width": 230}
-        inputs: dict[str, Any] = {
+        inputs: dict[str, object] = {
             "preset": gr.Dropdown(
                 presets, value=START, label="Preset: target and lane", elem_id="tested", scale=3, min_width=330
             ),

@@ -110,11 +110,11 @@ class Visits(Jobs[Log]):
             self.keep(request, log)
         return str(log.whole()["view"])
 
-    def first(self, request: gr.Request) -> Any:
+    def first(self, request: gr.Request) -> object:
         """What is on show before anything has run: the recorded race of the preset. A link is another matter."""
         return gr.skip() if is_link(request.query_params) else self.select(request, self._start.id)
 
-    def select(self, request: gr.Request, preset_id: str | None) -> Any:
+    def select(self, request: gr.Request, preset_id: str | None) -> object:
         """The recorded race of a preset that was chosen, or else its lanes, as long as no other run is on show."""
         shown = _recorded(preset_id or DEFAULT)  # may take a second, in which another event may show something
         last = self.last(request)
@@ -312,7 +312,7 @@ def _show_what_is_chosen(page: gr.Blocks, visits: Visits, form: Controls, view: 
 def _endpoints(allow_any_model: bool) -> None:
     """`/race` and `/compare`; their docstrings are shown by Gradio's API page."""
 
-    def race(preset_id: str = DEFAULT, overrides: dict[str, Any] | None = None) -> Iterator[str]:
+    def race(preset_id: str = DEFAULT, overrides: dict[str, object] | None = None) -> Iterator[str]:
         """Run a comparison and stream it. Every output is the log so far: one JSON object a line.
 
         preset_id: a preset, e.g. "embedded-draft". overrides: settings to change, e.g. {"k": 7, "temperature": 0.8}.
@@ -320,7 +320,7 @@ def _endpoints(allow_any_model: bool) -> None:
         spec = _asked(preset_id, overrides, allow_any_model)
         yield from live().run(spec, Log())
 
-    def compare(preset_id: str = DEFAULT, overrides: dict[str, Any] | None = None) -> dict[str, Any]:
+    def compare(preset_id: str = DEFAULT, overrides: dict[str, object] | None = None) -> dict[str, object]:
         """Run a comparison and return one dict: environment, every lane's summary and text, and the comparison.
 
         preset_id: a preset, e.g. "embedded-draft". overrides: settings to change, e.g. {"k": 7, "temperature": 0.8}.
@@ -335,7 +335,7 @@ def _endpoints(allow_any_model: bool) -> None:
     gr.api(compare, api_name="compare", **ENGINE)
 
 
-def _asked(preset_id: str, overrides: dict[str, Any] | None, allow_any_model: bool) -> Any:
+def _asked(preset_id: str, overrides: dict[str, object] | None, allow_any_model: bool) -> object:
     try:
         return changed(preset_id, overrides, allow_any_model).checked()
     except ValueError as error:

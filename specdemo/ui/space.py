@@ -9,7 +9,7 @@ from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from math import ceil
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from specdemo.core.bounds import FILE, PUBLIC_FILE, Bounds
 from specdemo.presets import limits
@@ -23,7 +23,7 @@ BACK_S = 2  # a run ends itself so long before the GPU is taken away
 LEND_S = 120  # longer calls are refused
 EMBEDDED_RATE, RATE = 60, 20  # tokens a second of one lane, at the least
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def zero_gpu() -> bool:

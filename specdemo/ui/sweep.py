@@ -127,7 +127,7 @@ def result_line(result: Result, recorded: bool) -> str:
     return to_line({"type": "result", "recorded": recorded, **told, **words})
 
 
-def _cell(value: Any) -> Any:
+def _cell(value: object) -> object:
     """A number of several runs as its value and its interval in words."""
     if not isinstance(value, Cell):
         return value
@@ -242,7 +242,7 @@ def draw(page: gr.Blocks, tab: gr.Tab, store: Store) -> gr.Radio:
         on = gr.Dropdown(
             presets, value=DEFAULT, label="Preset: target and lane", elem_id="sweep-preset", scale=6, min_width=300
         )
-        inputs: dict[str, Any] = {"sweep": chosen, "preset": on}
+        inputs: dict[str, object] = {"sweep": chosen, "preset": on}
         for name, words, low, high in (
             ("repeats", "Repeats", 1, limits.here().sweep_repeats),
             ("new_tokens", "New tokens", 8, limits.here().max_new_tokens),
@@ -267,7 +267,9 @@ def draw(page: gr.Blocks, tab: gr.Tab, store: Store) -> gr.Radio:
     return chosen
 
 
-def draw_result(sweeps: Sweeps, inputs: dict[str, Any], run: gr.Button, stop: gr.Button, name: str) -> dict[str, Any]:
+def draw_result(
+    sweeps: Sweeps, inputs: dict[str, object], run: gr.Button, stop: gr.Button, name: str
+) -> dict[str, Any]:
     """`view` and `chart` of a result below its controls, and what the two buttons do. name: of the skeleton, and what
     ids begin with."""
     place = gr.HTML("", elem_classes="queue")
@@ -287,6 +289,6 @@ def draw_result(sweeps: Sweeps, inputs: dict[str, Any], run: gr.Button, stop: gr
     return parts
 
 
-def _describe(suite: str) -> tuple[str, Any]:
+def _describe(suite: str) -> tuple[str, object]:
     """A suite's question, and the preset where it takes one."""
     return swept()[suite].question, gr.update(visible=takes(suite, "preset"))

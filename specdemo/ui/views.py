@@ -9,7 +9,7 @@ import io
 import json
 from dataclasses import dataclass
 from itertools import chain, repeat
-from typing import Any, Literal
+from typing import Literal
 
 from specdemo.core.definitions import by_key
 from specdemo.core.estimate import Estimate
@@ -38,7 +38,7 @@ class Failed:
 Shown = Message | Loading | Failed
 
 
-def view(message: Shown) -> dict[str, Any]:
+def view(message: Shown) -> dict[str, object]:
     """Any message as the dict that becomes its line."""
     match message:
         case Started(trace):
@@ -86,7 +86,7 @@ def fates(event: StepEvent) -> list[Fate | None]:
     return verdicts
 
 
-def summary(trace: RunTrace) -> dict[str, Any]:
+def summary(trace: RunTrace) -> dict[str, object]:
     """The run without its steps: what `/compare` returns."""
     return {
         "preset": trace.preset,
@@ -116,7 +116,7 @@ def tokens_csv(trace: RunTrace) -> str:
     return out.getvalue()
 
 
-def _start(trace: RunTrace) -> dict[str, Any]:
+def _start(trace: RunTrace) -> dict[str, object]:
     return {
         "type": "start",
         "preset": trace.preset,
@@ -130,19 +130,19 @@ def _start(trace: RunTrace) -> dict[str, Any]:
     }
 
 
-def _lane(lane: LaneTrace) -> dict[str, Any]:
+def _lane(lane: LaneTrace) -> dict[str, object]:
     of_preset = {"name": lane.name, "method": lane.method, "options": lane.options, "exact": lane.exact}
     return of_preset | {"note": lane.note, "messages": lane.messages, "remote": _remote(lane)}
 
 
-def _remote(lane: LaneTrace) -> dict[str, Any] | None:
+def _remote(lane: LaneTrace) -> dict[str, object] | None:
     """The server a lane ran on and what its numbers mean; None: it ran here."""
     if lane.remote is None:
         return None
     return {name: getattr(lane.remote, name) for name in ("server", "model", "endpoint", "source")}
 
 
-def _step(step: Step) -> dict[str, Any]:
+def _step(step: Step) -> dict[str, object]:
     event = step.event
     return {
         "type": "step",
@@ -163,7 +163,7 @@ def _step(step: Step) -> dict[str, Any]:
     }
 
 
-def _comparison(trace: RunTrace) -> list[dict[str, Any]]:
+def _comparison(trace: RunTrace) -> list[dict[str, object]]:
     """The rows in words too: `interval` and `word` as they are printed everywhere, and why the speed is what it is."""
     if not trace.comparison:
         return []
@@ -175,8 +175,8 @@ def _words(speed: Estimate | None) -> dict[str, str]:
     return {"interval": speed.interval(), "word": speed.word} if speed else {}
 
 
-def _lane_rows(lane: LaneTrace, vocabulary: dict[str, str]) -> list[tuple[Any, ...]]:
-    rows: list[tuple[Any, ...]] = []
+def _lane_rows(lane: LaneTrace, vocabulary: dict[str, str]) -> list[tuple[object, ...]]:
+    rows: list[tuple[object, ...]] = []
     given = 0
     for event in lane.events:
         ms = round(sum(event.ms.values()), 3)

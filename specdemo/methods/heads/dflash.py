@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -278,14 +278,14 @@ class Beside:
         return torch.cat([keys, key_states], 2), torch.cat([values, value_states], 2)
 
 
-def _vllm(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
+def _vllm(model: str | None, k: int, options: Mapping[str, object]) -> Flags:
     if says(model, "dspark"):
         return vllm_config(method="dspark", model=model, num_speculative_tokens=k)
     dflash = vllm_config(method="dflash", model=model, num_speculative_tokens=k)
     return [*dflash, "--attention-backend", "flash_attn"]
 
 
-def _sglang(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
+def _sglang(model: str | None, k: int, options: Mapping[str, object]) -> Flags:
     if says(model, "dspark"):
         raise NotServed("SGLang documents DSpark for DeepSeek-V4 checkpoints only")
     return sglang("DFLASH", model, num_draft_tokens=k + 1)

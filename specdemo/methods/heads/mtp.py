@@ -344,7 +344,7 @@ def _decoder(target: Target) -> Any:
     return target.model.get_decoder() if isinstance(target, HFTarget) else None
 
 
-def _family(target: Target, layers: int) -> tuple[Any, type[nn.Module], type[nn.Module], nn.Module]:
+def _family(target: Target, layers: int) -> tuple[object, type[nn.Module], type[nn.Module], nn.Module]:
     """config, decoder layer, norm and rotary angles of the target's family; attention is full and experts are used."""
     decoder = _decoder(target)
     if decoder is None:
@@ -354,7 +354,7 @@ def _family(target: Target, layers: int) -> tuple[Any, type[nn.Module], type[nn.
     if not dict(decoder.named_children()).keys() >= {"layers", "norm", "rotary_emb"}:
         raise ValueError(f"a {config.model_type} model has no layers that can stand alone; choose a target like Llama")
     config.num_hidden_layers = layers
-    told: dict[str, Any] = {"layer_types": ["full_attention"] * layers, "mlp_layer_types": ["sparse"] * layers}
+    told: dict[str, object] = {"layer_types": ["full_attention"] * layers, "mlp_layer_types": ["sparse"] * layers}
     told |= {"first_k_dense_replace": 0, "mlp_only_layers": []}
     config.update({name: value for name, value in told.items() if config.to_dict().get(name)})
     config._attn_implementation = "sdpa"  # takes any mask, and is causal without one

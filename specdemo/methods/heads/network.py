@@ -17,7 +17,7 @@ class Network(nn.Module):
     """The weights of a head. Files that leave open how they are meant have several `readings`, the likeliest first."""
 
     note = ""  # which reading was kept, and why
-    readings: tuple[Any, ...] = ()
+    readings: tuple[object, ...] = ()
 
     @property
     def dtype(self) -> torch.dtype:

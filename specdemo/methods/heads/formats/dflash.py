@@ -180,7 +180,7 @@ def spread_taps(layers: int, points: int) -> tuple[int, ...]:
     return tuple(sorted({min(max(i + 1, 0), layers - 1) for i in ids}))
 
 
-def _said(config: Mapping[str, Any]) -> dict[str, Any]:
+def _said(config: Mapping[str, Any]) -> dict[str, object]:
     """All keys on one level, the innermost of two alike."""
     parts = config.get("transformer_layer_config"), config, config.get("dflash_config")
     said = {key: value for part in parts for key, value in (part or {}).items() if value is not None}

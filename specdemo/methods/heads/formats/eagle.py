@@ -170,7 +170,7 @@ def _verifier(said: Mapping[str, Any]) -> str:
 
 def _layer(checkpoint: Checkpoint) -> Mapping[str, Any]:
     """What is said of the decoder layers; speculators nests it."""
-    layer: Mapping[str, Any] = checkpoint.config.get("transformer_layer_config") or checkpoint.config
+    layer: Mapping[str, object] = checkpoint.config.get("transformer_layer_config") or checkpoint.config
     return layer
 
 
@@ -197,7 +197,7 @@ def _layer_config(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], vocab_s
 
 def written(
     tensors: dict[str, Tensor], config: LlamaConfig, convention: Convention, target_name: str
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+) -> tuple[dict[str, object], dict[str, Tensor]]:
     """config.json and the tensors. Layer ids are written twice, as vLLM (top level) and as SpecForge count."""
     rope = dict(config.rope_parameters or {})
     said = {

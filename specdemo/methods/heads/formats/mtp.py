@@ -250,7 +250,7 @@ def _neighbours(part: str, weight: Tensor, config: LlamaConfig) -> Tensor:
 
 def written_sequential(
     tensors: Tensors, modules: Modules, config: PretrainedConfig, layers: int, target_name: str
-) -> tuple[dict[str, Any], Tensors]:
+) -> tuple[dict[str, object], Tensors]:
     """config.json and tensors in DeepSeek's names, behind so many layers of the target."""
     (convention,) = modules.conventions
     if convention.hidden_first:
