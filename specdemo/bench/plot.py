@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 
 from specdemo.bench.base import Axis
 from specdemo.bench.chart_style import GREY, LINES, axis, layout
-from specdemo.bench.result import ALL, DRAFTED, LATENCY, PLAIN, TOKEN, Cell, Result, Spread, ends, is_baseline
+from specdemo.bench.result import ALL, DRAFTED, LATENCY, PLAIN, TOKEN, Cell, Result, Row, Spread, ends, is_baseline
 from specdemo.bench.suites import suites
 from specdemo.core.estimate import Estimate
 
@@ -19,8 +19,6 @@ BARS = "lane"
 KIND = "text"  # of the suite that compares kinds of text
 TIMES = "×"
 BASELINE = "plain decoding"
-
-Row = dict[str, Any]
 
 
 def figure(result: Result) -> go.Figure:

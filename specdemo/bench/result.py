@@ -49,13 +49,16 @@ def told(cell: Cell) -> str:
     return Estimate(*ends(cell)).told()
 
 
+Row = dict[str, Any]  # column -> text, number, Spread, Estimate or None
+
+
 @dataclass(frozen=True, slots=True)
 class Result:
     suite: str
     repeats: int  # that were finished
     config: dict[str, Any]
     environment: dict[str, Any]
-    rows: list[dict[str, Any]]  # column -> text, number, Spread, Estimate or None
+    rows: list[Row]
     remarks: list[str] = field(default_factory=list)
     axis: str | None = None  # the column of a plot's x axis
 

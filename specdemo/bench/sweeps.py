@@ -11,7 +11,7 @@ from torch import Generator
 from specdemo.bench.base import Decoding, Prompted, Questioned, Report
 from specdemo.bench.measure import Place, Question, Way, along, compare_lanes, read_questions, windows
 from specdemo.bench.prompts import CODE, EDITS, PROMPTS
-from specdemo.bench.result import ALL, Result, ends, told
+from specdemo.bench.result import ALL, Result, Row, ends, told
 from specdemo.core.accept import Block, Lossless
 from specdemo.core.protocol import GenerationConfig
 from specdemo.core.sampling import Sampling
@@ -81,7 +81,7 @@ def every_k(
 COLUMNS = ("lane", "k", "category", "tokens/s", "speed-up", "predicted", "accepted", "tokens/pass", "output")
 
 
-def _predict(family: str, own: int, costs: Costs, rows: list[dict[str, Any]]) -> str:
+def _predict(family: str, own: int, costs: Costs, rows: list[Row]) -> str:
     """Write the predictions into the family's rows; how far they are off."""
     off = {}
     for row in rows:
@@ -152,7 +152,7 @@ def _of_code(lane: Lane) -> Lane | None:
     return lane.model_copy(update={"model": OF_CODE[lane.model]})
 
 
-def _order(rows: list[dict[str, Any]]) -> str:
+def _order(rows: list[Row]) -> str:
     """Why one kind of text gains more than another, in one sentence of numbers."""
     kinds = dict.fromkeys(row["text"] for row in rows)
     best = [max((row for row in rows if row["text"] == kind), key=_times) for kind in kinds]
@@ -164,7 +164,7 @@ def _order(rows: list[dict[str, Any]]) -> str:
     return f"A pass costs the same whatever the text, so what gains is text of which more guesses come true: {words}."
 
 
-def _times(row: dict[str, Any]) -> float:
+def _times(row: Row) -> float:
     return ends(row["speed-up"])[0]
 
 
@@ -244,7 +244,7 @@ def _first_lane(suite: Decoding, chosen: str) -> tuple[str, HFTarget, dict[str, 
     return base.target, target, lanes
 
 
-def _gain(rows: list[dict[str, Any]], axis: str, noun: str) -> str:
+def _gain(rows: list[Row], axis: str, noun: str) -> str:
     drafting = [row for row in rows if row["lane"] != "Baseline"]
     lost = next((row for row in drafting if row["speed-up"].word == "slower"), None)
     if lost is not None:

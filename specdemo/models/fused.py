@@ -29,11 +29,13 @@ QUANTISED = ("Linear4bit", "Linear8bitLt")  # of bitsandbytes
 STEADY_ROPE = ("default", "linear", "llama3", "yarn")  # kinds of angles that do not depend on the text's length
 TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 4e-2, torch.float16: 5e-3}  # of the largest output
 
+Layer = Any  # of transformers, in whatever family's class: its parts are looked at by name
+
 
 class FusedLayer(nn.Module):
     """A decoder layer of `KNOWN_LAYERS` that can stand in its place."""
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Layer) -> None:
         super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
         self.origin: type[nn.Module] = type(layer)
@@ -123,7 +125,7 @@ def attend(
 class FusedDecoder:
     """What runs between token ids and logits, where every layer is fused: without the outer layers of transformers."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Layer) -> None:
         decoder = model.get_decoder()
         self._embed, self._layers, self._norm = decoder.embed_tokens, list(decoder.layers), decoder.norm
         if any(
@@ -229,7 +231,7 @@ def close(said: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
     return bool((said - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max())
 
 
-def is_plain(layer: Any, more: tuple[str, ...] = ()) -> bool:
+def is_plain(layer: Layer, more: tuple[str, ...] = ()) -> bool:
     """Whether its matrices are ordinary linear layers, or of classes of these names, and its norms known here."""
     attention, mlp = layer.self_attn, layer.mlp
     linear = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
@@ -258,7 +260,7 @@ def turning(sin: Tensor) -> Tensor:
     return torch.cat([-first, second], -1)
 
 
-def _normed(norm: Any, x: Tensor) -> Tensor:
+def _normed(norm: Layer, x: Tensor) -> Tensor:
     # in 16 bits transformers rounds in between, as eight kernels of a GPU do; this is one, and rounds once
     if type(norm) in KNOWN_NORMS and (x.dtype == torch.float32 or x.device.type == "cuda"):
         return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
@@ -266,7 +268,7 @@ def _normed(norm: Any, x: Tensor) -> Tensor:
     return normed
 
 
-def _alike(layer: Any, replacement: FusedLayer, rotary: nn.Module) -> bool:
+def _alike(layer: Layer, replacement: FusedLayer, rotary: nn.Module) -> bool:
     """Whether both say the same of five tokens and of one behind them."""
     weight = layer.input_layernorm.weight
     x, positions = sample(weight, len(weight))
@@ -282,6 +284,6 @@ def _alike(layer: Any, replacement: FusedLayer, rotary: nn.Module) -> bool:
     return close(outputs[1], outputs[0], weight.dtype)
 
 
-def _all_fused(model: Any) -> bool:
+def _all_fused(model: Layer) -> bool:
     layers = getattr(model.get_decoder(), "layers", None)
     return isinstance(layers, nn.ModuleList) and all(isinstance(layer, FusedLayer) for layer in layers)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+Request = Mapping[str, Any]  # JSON, from the process beside
 CPU_S = 3  # of work, so that a busy machine refuses nothing
 WALL_S = 30
 MEMORY_BYTES = 2 << 30
@@ -54,7 +55,7 @@ def _ask(request: Mapping[str, object]) -> dict[str, object]:
     return answer
 
 
-def _answer(request: Mapping[str, Any]) -> dict[str, object]:
+def _answer(request: Request) -> dict[str, object]:
     if "template" in request:
         return _render(request)
     from tokenizers import AddedToken, Tokenizer
@@ -72,7 +73,7 @@ def _answer(request: Mapping[str, Any]) -> dict[str, object]:
     return {}
 
 
-def _render(request: Mapping[str, Any]) -> dict[str, object]:
+def _render(request: Request) -> dict[str, object]:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     written: Any = render_jinja_template(
@@ -95,14 +96,14 @@ def _problems(tokenizer: Any) -> Iterator[str]:
         yield "has a decoder that rewrites texts as no known one does"
 
 
-def _steps(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, object]]:
+def _steps(decoder: Request) -> Iterator[Mapping[str, object]]:
     if "decoders" not in decoder:
         yield decoder
     for step in decoder.get("decoders", ()):
         yield from _steps(step)
 
 
-def _grows(step: Mapping[str, Any]) -> bool:
+def _grows(step: Request) -> bool:
     found = step.get("pattern", {})
     return "Regex" in found or len(step.get("content", "")) > len(found.get("String", " "))
 

@@ -32,6 +32,7 @@ STOPPING_S = 30.0  # how long Stop waits for what a training or a sweep has to s
 BUDGET = 16_000_000  # bytes of all that is kept for visitors
 ENTRY = 4_000  # bytes that a job takes beside its texts
 
+Messages = list[Any]  # of a job, whatever its kind says
 Values = dict[str, Any]  # of controls, or updates of them, by name
 Work = Callable[[Callable[[], bool], Callable[[float, str], None]], Iterator[object]]
 
@@ -46,7 +47,7 @@ class Engine:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, daemon=True, name="engine")
 
-    def batches(self) -> Generator[list[Any], None, None]:
+    def batches(self) -> Generator[Messages, None, None]:
         """What is new, 15 times a second, often nothing. Closing the iterator stops the engine within one step."""
         deadline = time.monotonic() + self._limit_s
         self._thread.start()
@@ -61,14 +62,14 @@ class Engine:
         finally:
             self._stop.set()
 
-    def finish(self, grace_s: float = GRACE_S) -> list[Any]:
+    def finish(self, grace_s: float = GRACE_S) -> Messages:
         """Stop, and what was said since the last batch."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(grace_s)
         return self._new()
 
-    def _new(self) -> list[object]:
+    def _new(self) -> Messages:
         new = []
         with contextlib.suppress(IndexError):  # Stop may read at the same time
             while True:

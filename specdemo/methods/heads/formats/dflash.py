@@ -27,6 +27,7 @@ from transformers import Qwen3Config
 from specdemo.core.protocol import Target
 from specdemo.models.checkpoints import Checkpoint
 
+Said = Mapping[str, Any]  # what a config says, all of it
 BODY = (
     "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_act "
     "rms_norm_eps attention_bias max_position_embeddings rope_parameters"
@@ -180,7 +181,7 @@ def spread_taps(layers: int, points: int) -> tuple[int, ...]:
     return tuple(sorted({min(max(i + 1, 0), layers - 1) for i in ids}))
 
 
-def _said(config: Mapping[str, Any]) -> dict[str, object]:
+def _said(config: Said) -> dict[str, object]:
     """All keys on one level, the innermost of two alike."""
     parts = config.get("transformer_layer_config"), config, config.get("dflash_config")
     said = {key: value for part in parts for key, value in (part or {}).items() if value is not None}
@@ -188,15 +189,13 @@ def _said(config: Mapping[str, Any]) -> dict[str, object]:
     return said if mask is None else said | {"mask_token_id": mask}
 
 
-def _family(said: Mapping[str, Any]) -> str:
+def _family(said: Said) -> str:
     """What it says it is, in lower case."""
     names = said.get("speculators_model_type"), said.get("projector_type"), *(said.get("architectures") or ())
     return " ".join(map(str, names)).lower()
 
 
-def _design(
-    said: Mapping[str, Any], family: str, tensors: Mapping[str, Tensor], taps: tuple[int, ...], vocab_size: int
-) -> Design:
+def _design(said: Said, family: str, tensors: Mapping[str, Tensor], taps: tuple[int, ...], vocab_size: int) -> Design:
     selector, rank = tensors.get("candidate_selector.predecessor_codebook"), tensors.get("markov_head.markov_w1.weight")
     anchored = said.get("sample_from_anchor", said.get("shift_label", "dspark" in family))
     return Design(
@@ -227,7 +226,7 @@ def _markov_kind(tensors: Mapping[str, Tensor]) -> str:
     return "gated" if "markov_head.gate_proj.weight" in tensors else "vanilla"
 
 
-def _domino(said: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[int, int, int]:
+def _domino(said: Said, tensors: Mapping[str, Tensor]) -> tuple[int, int, int]:
     gru, words = tensors.get("domino.prefix_gru.weight_hh_l0"), tensors.get("domino.embed_proj.0.weight")
     if gru is None or words is None:
         return 0, 0, 0
@@ -241,7 +240,7 @@ def _renamed(name: str) -> str:
     return name
 
 
-def _refuse_kin(name: str, family: str, said: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def _refuse_kin(name: str, family: str, said: Said, tensors: Mapping[str, Tensor]) -> None:
     if "peagle" in family:
         raise ValueError(
             f"{name} is P-EAGLE, an EAGLE-3 head with mask rows, which nothing here reads; choose a DFlash"
@@ -255,7 +254,7 @@ def _refuse_kin(name: str, family: str, said: Mapping[str, Any], tensors: Mappin
         raise ValueError(f"{name} has a mask state of its own (mask_hidden), not read here; choose a DFlash")
 
 
-def _check_fit(name: str, said: Mapping[str, Any], target: Target, own_mask: bool) -> None:
+def _check_fit(name: str, said: Said, target: Target, own_mask: bool) -> None:
     asked = {
         "hidden size": (said["hidden_size"], target.hidden_size),
         "vocabulary": (said.get("vocab_size", target.vocab_size), target.vocab_size),
@@ -272,7 +271,7 @@ def _check_fit(name: str, said: Mapping[str, Any], target: Target, own_mask: boo
         )
 
 
-def _taps(name: str, said: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Target) -> tuple[int, ...]:
+def _taps(name: str, said: Said, tensors: Mapping[str, Tensor], target: Target) -> tuple[int, ...]:
     if "fc.weight" not in tensors:
         raise ValueError(f"{name} has no tensor fc.weight, so it is no DFlash; choose another method")
     count = tensors["fc.weight"].shape[1] // target.hidden_size
@@ -296,14 +295,14 @@ def _taps(name: str, said: Mapping[str, Any], tensors: Mapping[str, Tensor], tar
     return taps
 
 
-def _body(said: Mapping[str, Any]) -> Qwen3Config:
+def _body(said: Said) -> Qwen3Config:
     sizes = {key: said[key] for key in (*BODY, *OLD_ROPE) if key in said}
     sizes.setdefault("head_dim", sizes["hidden_size"] // sizes["num_attention_heads"])
     sizes.setdefault("num_key_value_heads", sizes["num_attention_heads"])
     return Qwen3Config(**sizes)
 
 
-def _kinds(said: Mapping[str, Any]) -> tuple[Kind, ...]:
+def _kinds(said: Said) -> tuple[Kind, ...]:
     """Layers typed as windowed are causal unless the config, or transformers' own class, says otherwise; where none is,
     `use_swa` gives all a window."""
     layers, window = int(said["num_hidden_layers"]), int(said.get("swa_window_size", said.get("sliding_window", 0)))
