@@ -32,7 +32,6 @@ EMBEDDED = (
     "stories-dflash",
     "stories-bytes",
     "stories-bytes-heads",
-    "code",
 )
 
 _OF_LANES = [name for name, setting in settings(Lane).items() if setting.help]
