@@ -51,21 +51,6 @@ def test_lanes_are_compared_by_bars():
     assert [line.x0 for line in drawn.layout.shapes] == [1.0]
 
 
-def test_kinds_of_text_stand_beside_each_other_in_every_lane():
-    rows = [
-        {"text": text, "lane": lane, "speed-up": Spread(x, x, x)}
-        for text, x in (("stories", 1.9), ("edits", 3.0))
-        for lane, x in (("Baseline", 1.0), ("draft", x), ("lookup", x + 1))
-    ]
-    drawn = figure(replace(swept(), suite="text", axis="text", rows=rows))
-    assert [(bar.name, list(bar.y), list(bar.x)) for bar in drawn.data] == [
-        ("stories", ["draft", "lookup"], [1.9, 2.9]),
-        ("edits", ["draft", "lookup"], [3.0, 4.0]),
-    ]
-    assert len({bar.marker.pattern.shape for bar in drawn.data}) == 2
-    assert "Speed-up over kind of text" in drawn.layout.title.text
-
-
 def test_the_title_says_what_on_what_and_when():
     title = figure(swept()).layout.title.text
     assert "Speed-up over draft length" in title

@@ -4,7 +4,7 @@ import pytest
 
 from specdemo.presets.files import load_presets
 from specdemo.presets.runnable import Machine, nearest_runnable, why_not
-from specdemo.ui.controls import about
+from specdemo.ui.controls import DRAWN, about, fill
 
 PRESETS = load_presets()
 DOWNLOADED = [p for p in PRESETS.values() if not p.embedded and p.server is None]
@@ -48,4 +48,6 @@ def test_the_page_says_so(monkeypatch):
     assert "cannot run" not in about(PRESETS["embedded-draft"])
     said = about(PRESETS["llama-3.1-8b"])
     assert "about 20 GB, gated: needs a login, Llama 3.1 Community License" in said
-    assert f"there is none.** The nearest it can: {PRESETS['embedded-draft'].title}." in said
+    assert said.endswith("and there is none.**")
+    button = fill(PRESETS["llama-3.1-8b"], dict.fromkeys(DRAWN, 0))["nearest"]
+    assert button["visible"] and button["value"] == f"Run the nearest that can: {PRESETS['embedded-draft'].title}"
