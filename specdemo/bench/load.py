@@ -14,6 +14,7 @@ import shlex
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -221,7 +222,8 @@ def _take_turns(suite: LoadOptions, chosen: Preset, lanes: Mapping[str, Measured
         tell(number / len(turns), f"{lanes[server].lane}, {suite.over.title} {place:g}, {what}")
         point = _point(suite, server, told[server], texts, place, warm_up=not repeat)
         try:
-            measured = asyncio.run(point)
+            with ThreadPoolExecutor(1) as alone:  # whoever asks may have a loop of its own, as notebooks do
+                measured = alone.submit(asyncio.run, point).result()
         except (Refused, ConnectionError, httpx.HTTPError, ValueError) as error:
             said = str(error).replace(os.environ.get(KEY) or "\0", "***")  # a server may quote the key back
             reason = " ".join(said.split())[:300] or type(error).__name__

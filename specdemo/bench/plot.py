@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 
 from specdemo.bench.base import Axis
 from specdemo.bench.chart_style import GREY, LINES, axis, layout
-from specdemo.bench.result import ALL, DRAFTED, LATENCY, PLAIN, TOKEN, Cell, Result, Row, Spread, ends, is_baseline
+from specdemo.bench.result import ALL, DRAFTED, LATENCY, PLAIN, TOKEN, Cell, Result, Row, ends, is_baseline
 from specdemo.bench.suites import suites
 from specdemo.core.estimate import Estimate
 
@@ -141,7 +141,7 @@ def _bars(rows: list[Row]) -> go.Figure:
 def _frontier(result: Result) -> go.Figure:
     """A curve per lane from load to load: to the left is quicker for each, up is more for all."""
     over, columns = result.axis or "", ("tokens/s", LATENCY, "speed-up")
-    rows = [row for row in result.rows if all(isinstance(row.get(name), Spread) for name in columns)]
+    rows = [row for row in result.rows if all(isinstance(row.get(name), Cell) for name in columns)]
     rows = [row for row in rows if isinstance(row.get("lane"), str) and _is_number(row.get(over))]
     if not rows:
         raise ValueError(f"suite {result.suite} holds no load; there is nothing to draw")
@@ -149,8 +149,8 @@ def _frontier(result: Result) -> go.Figure:
     for lane, (color, dash, marker) in zip(_lanes(rows), cycle(LINES), strict=False):
         points = [row for row in rows if row["lane"] == lane]
         drawn.add_scatter(
-            x=[row[LATENCY].median for row in points],
-            y=[row["tokens/s"].median for row in points],
+            x=[ends(row[LATENCY])[0] for row in points],
+            y=[ends(row["tokens/s"])[0] for row in points],
             error_y=_intervals(points, "tokens/s") | {"color": color},
             mode="lines+markers+text",
             name=_plain(lane),
@@ -158,7 +158,7 @@ def _frontier(result: Result) -> go.Figure:
             textposition="top left",
             line={"color": color, "width": 2.5, "dash": dash},
             marker={"symbol": marker, "size": 9},
-            customdata=[(row["speed-up"].median,) for row in points],
+            customdata=[(ends(row["speed-up"])[0],) for row in points],
             hovertemplate=f"%{{text}} {over}: <b>%{{y:.0f}} tokens/s</b>, %{{x:.2f}} ms a token, "
             f"%{{customdata[0]:.2f}}{TIMES} of plain<extra>{_plain(lane)}</extra>",
         )

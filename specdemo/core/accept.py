@@ -212,7 +212,7 @@ class _Nodes:
 
 def _read(draft: Draft, *numbers: Tensor) -> tuple[Any, ...]:
     """The nodes, and numbers [B, N] in fp32, on the host by one synchronisation."""
-    whole = [draft.tokens.int(), draft.parents.int(), *(x.view(torch.int32) for x in numbers)]
+    whole = [draft.tokens.int(), draft.parents.int(), *(x.float().view(torch.int32) for x in numbers)]
     tokens, parents, *read = torch.cat(whole, 1).cpu().chunk(len(whole), 1)
     return _Nodes(tokens.tolist(), parents.tolist()), *(x.contiguous().view(torch.float32).tolist() for x in read)
 

@@ -44,8 +44,10 @@ def _library() -> ctypes.CDLL | None:
 def _handle(device: torch.device) -> ctypes.c_void_p | None:
     """By its UUID: CUDA may number the devices otherwise."""
     library, found = _library(), ctypes.c_void_p()
+    if library is None:
+        return None
     name = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
-    return found if library and library.nvmlDeviceGetHandleByUUID(name, ctypes.byref(found)) == 0 else None
+    return found if library.nvmlDeviceGetHandleByUUID(name, ctypes.byref(found)) == 0 else None
 
 
 def _asked(function: str, handle: ctypes.c_void_p | None, *arguments: Any) -> int | None:

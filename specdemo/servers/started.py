@@ -81,11 +81,21 @@ def started(command: Sequence[str], address: str, environment: Mapping[str, str]
     alone = {**DEFAULTS, **os.environ, **environment}
     with (
         TemporaryDirectory() as folder,
-        (Path(folder) / "log").open("wb") as log,
+        _log(Path(folder) / "log") as log,
         # in a session of its own: Ctrl-C reaches us alone, and the end of the pipe ends it in order
         Popen(watched, stdin=PIPE, stdout=log, stderr=STDOUT, env=alone, start_new_session=True) as process,
     ):
-        yield Server(command[0], address, process, Path(log.name))
+        yield Server(command[0], address, process, Path(folder) / "log")
+
+
+@contextmanager
+def _log(path: Path) -> Iterator[int]:
+    """A file that processes write into: its descriptor."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 @dataclass(frozen=True, slots=True)

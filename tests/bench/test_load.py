@@ -9,6 +9,7 @@ from specdemo.bench.load import Answer, Fleet, Point, bunched, schedule_of
 from specdemo.bench.plot import figure
 from specdemo.bench.result import Spread, read_result
 from specdemo.bench.suites import suite
+from specdemo.core.estimate import Estimate
 from specdemo.engine.loop import never
 from specdemo.presets.files import preset
 from specdemo.presets.serve import Program
@@ -54,9 +55,9 @@ def test_every_k_at_every_load(servers):
         ("Baseline", 0, 1), ("k = 4", 4, 1), ("Baseline", 0, 3), ("k = 4", 4, 3)
     ]  # fmt: skip
     for plain, drafting in (result.rows[:2], result.rows[2:]):
-        assert plain["speed-up"] == Spread(1.0, 1.0, 1.0) and plain["accepted"] is None
+        assert plain["speed-up"] == Estimate(1.0) and plain["accepted"] is None
         assert (drafting["accepted"], drafting["tokens/pass"]) == (0.75, 4.0)
-        assert drafting["output"] == "identical" and drafting["tokens/s"].q1 > 0
+        assert drafting["output"] == "identical" and drafting["tokens/s"].value > 0
         assert 0 < drafting["TTFT p50"] <= drafting["TTFT p99"]
     asked = [body["prompt"] for path, body, _ in servers[1].asked if path == "/v1/completions"]
     # a greeting, a warm-up of 1 and of 3, and twice 8 requests alone and 12 by three
@@ -85,7 +86,7 @@ def test_the_command_writes_numbers_and_a_page(servers, tmp_path, capsys):
     assert main(["bench", "load", *named, *asked, *files]) == 0
     assert "good requests/s" in capsys.readouterr().out
     stored = read_result(tmp_path / "r.json")
-    assert all(row["good requests/s"] == Spread(0.0, 0.0, 0.0) for row in stored.rows)  # none is as quick as that
+    assert all(row["good requests/s"] == Estimate(0.0) for row in stored.rows)  # none is as quick as that
     drawn = figure(stored)
     assert [curve.name for curve in drawn.data] == ["Baseline", "k = 4"] and drawn.data[0].text == ("1", "2")
     assert "plotly" in (tmp_path / "r.html").read_text(encoding="utf-8")

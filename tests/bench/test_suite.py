@@ -15,10 +15,10 @@ from specdemo.bench.base import OPTIONS, Decoding
 from specdemo.bench.measure import Place, Question, Totals, Way, along, compare_lanes, read_questions, repeated, windows
 from specdemo.bench.plot import figure
 from specdemo.bench.report import bench_report, write_result
-from specdemo.bench.result import Result, Spread, read_result
+from specdemo.bench.result import Result, read_result
 from specdemo.bench.suites import SHIPPED, Sweep, suite, suites
 from specdemo.core.accept import Lossless
-from specdemo.core.estimate import rate
+from specdemo.core.estimate import Estimate, rate
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.trace import StepEvent
 from specdemo.engine.comparison import Comparison, Lane
@@ -67,7 +67,7 @@ def test_a_row_per_lane_with_medians_and_quartiles(result):
     for row in result.rows:
         spread = row["tokens/s"]
         assert spread.value > 0 and spread.low is spread.high is None  # two repeats confirm nothing
-    assert result.rows[0]["speed-up"] == Spread(1.0, 1.0, 1.0)
+    assert result.rows[0]["speed-up"] == Estimate(1.0)
     assert result.rows[0]["tokens/pass"] == 1.0
     assert 0.0 < result.rows[1]["accepted"] <= 1.0
     assert [row["output"] for row in result.rows] == [None, *["identical"] * 3]
@@ -91,7 +91,7 @@ def test_a_sweep_says_what_was_predicted_beside_what_was_measured(swept):
     ]
     assert swept.axis == "k"
     assert [row["predicted"] is not None for row in swept.rows] == [False, True, True, True]
-    (remark,) = swept.remarks
+    remark = swept.remarks[0]
     assert remark.startswith("embedded-ngram: predicted from its run at k = 2, at most ")
     assert "predicted best: " in remark
 
@@ -154,14 +154,14 @@ def test_batches_grow_and_every_row_is_decoded(monkeypatch):
     ]
     assert [row["tokens/pass"] for row in result.rows[::2]] == [1.0, 1.0]
     assert result.rows[2]["speed-up"].value == 1.0
-    assert result.remarks[0].startswith(("Drafting still pays at batch size 3", "The gain is gone at batch size "))
+    assert result.remarks[0].startswith("Drafting is not clearly faster or slower at batch size 3: ")  # in one repeat
 
 
 def test_prompts_grow_as_far_as_the_context_reaches(monkeypatch):
     monkeypatch.setattr(sweeps, "LENGTHS", (16, 32, 1024))
     result = run_suite("prompt", repeats=1, preset="embedded-ngram", new_tokens=4)
     assert [row["prompt tokens"] for row in result.rows[::2]] == [16, 32]
-    assert all(row["TTFT ms"].median > 0 for row in result.rows)
+    assert all(row["TTFT ms"].value > 0 for row in result.rows)
 
 
 def test_temperatures_grow_and_drafts_are_drawn_or_the_likeliest(monkeypatch):

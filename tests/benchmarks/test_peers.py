@@ -78,11 +78,11 @@ def test_everybody_writes_the_same_text(pair):
     assert len(result.rows) == 9
     assert [row["output"] for row in result.rows] == ["identical"] * 9
     by_name = {row["lane"]: row for row in result.rows}
-    assert by_name[PLAIN]["speed-up"].median == 1.0
+    assert by_name[PLAIN]["speed-up"].value == 1.0
     assert by_name[OUR_DRAFT]["tokens/pass"] > 1.5
     for name in (OUR_PLAIN, OUR_DRAFT):
-        assert by_name[name]["overhead"].median > 0.0
-    assert by_name[OUR_DRAFT]["of drafting"].median > 0.0
+        assert by_name[name]["overhead"].value > 0.0
+    assert by_name[OUR_DRAFT]["of drafting"].value > 0.0
     assert result.remarks[0].startswith("Models: random, 0.2 M and 0.1 M parameters; the draft's first choice is ")
 
 
@@ -158,7 +158,7 @@ def test_the_floor_suite_has_a_row_per_shape_and_mode():
     assert [(row["lane"], row["sampling"]) for row in result.rows] == [
         (lane, mode) for lane in ("plain", "chain, k=5", "tree of 10") for mode in ("greedy", "temperature 1")
     ]
-    assert all(row["overhead"].median > 0.0 for row in result.rows)
+    assert all(row["overhead"].value > 0.0 for row in result.rows)
     assert [row["of drafting"] is not None for row in result.rows] == [False, False, True, True, False, False]
 
 

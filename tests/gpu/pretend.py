@@ -139,6 +139,8 @@ def qwen(layers: int, seed: int) -> Any:
 class Laps:
     """A stopwatch that counts."""
 
+    wall_ms: float | None = None
+
     def __init__(self, world: Any) -> None:
         self._world, self.counting = world, False
         self.steps = 0

@@ -131,6 +131,8 @@ def test_costs_are_medians_and_lines_between():
 class Watch:
     """A device on which drafting takes three times as long as verifying, whatever the host's clock says."""
 
+    wall_ms = None
+
     def start(self):
         self.ms = {}
 

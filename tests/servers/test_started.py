@@ -137,7 +137,7 @@ def test_no_server_outlives_the_command_that_started_it(engine, number):
 def test_a_load_on_engines_that_are_started_for_it(engine, capsys):
     asked = ["--k", "0,4", "--concurrency", "1,2", "--repeats", "1", "--new-tokens", "4", "--requests", "4"]
     assert main(["bench", "load", "--command", str(engine), *asked]) == 0
-    assert capsys.readouterr().out.startswith("load | vllm 9.9, auto | 1 repeats")
+    assert capsys.readouterr().out.startswith("load | vllm 9.9, auto | 1 repeat,")
     plain, drafting = started(engine)
     assert "--speculative-config" not in plain["args"]
     assert json.loads(drafting["args"][-1])["num_speculative_tokens"] == 4
