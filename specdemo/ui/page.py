@@ -8,9 +8,9 @@ share the engine: one runs, the others queue and see their place. Everything tha
 import gc
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from specdemo.presets import limits
@@ -276,14 +276,18 @@ def _fold_settings(form: Controls, first: Preset) -> None:
     with form.parts["setup-row"], gr.Accordion(open=False, elem_id="sampling") as fold:
         form.parts.update(controls.draw_chat(first))
         form.parts.update(controls.draw_sampling(first))
+    form.parts["fold"] = fold
     folded: list[Any] = [form.parts[name] for name in controls.FOLDED]
     fold.label = controls.in_force(*(control.value for control in folded))
-    gr.on(
-        [control.change for control in folded],
+    _relabel(form, partial(gr.on, [control.change for control in folded], trigger_mode="always_last"))
+
+
+def _relabel(form: Controls, after: Callable[..., object]) -> None:
+    """After an event the fold says what is in force."""
+    after(
         lambda *values: gr.update(label=controls.in_force(*values)),
-        folded,
-        fold,
-        trigger_mode="always_last",
+        [form.parts[name] for name in controls.FOLDED],
+        form.parts["fold"],
         preprocess=False,  # a number that is half typed is no error yet
         **QUIET,
     )
@@ -307,6 +311,7 @@ def _show_what_is_chosen(page: gr.Blocks, visits: Visits, form: Controls, view: 
     given = {"asked": asked, **form.inputs, **form.drawn}
     restored = named(linked.then, visits.restore, given, {**form.parts, "view": view}, **QUIET)
     restored.then(None, None, None, js=assets.text("unhold.js"), **QUIET)
+    _relabel(form, restored.then)  # with all that was restored, which changes one by one may not see
 
 
 def _endpoints(allow_any_model: bool) -> None:
