@@ -16,6 +16,7 @@ from specdemo.bench.suites import suites
 from specdemo.core.estimate import Estimate
 
 BARS = "lane"
+KIND = "text"  # of the suite that compares kinds of text
 TIMES = "×"
 BASELINE = "plain decoding"
 
@@ -30,7 +31,7 @@ def figure(result: Result) -> go.Figure:
     if any(LATENCY in row for row in result.rows):
         return _frontier(result)
     over = result.axis or BARS
-    place = str if over == BARS else (int, float)
+    place = str if over in (BARS, KIND) else (int, float)
     rows = [row for row in result.rows if isinstance(row.get("speed-up"), Cell) and isinstance(row.get(over), place)]
     rows = [row for row in rows if row.get("category", ALL) == ALL]
     rows = [row for row in rows if isinstance(row.get("lane"), str) and not _is_baseline(row["lane"], rows)]
@@ -38,7 +39,7 @@ def figure(result: Result) -> go.Figure:
         raise ValueError(f"suite {result.suite} measures no speed-up; there is nothing to draw")
     known = {suite.axis.column: suite.axis for suite in suites().values() if suite.axis}
     along = known.get(over, Axis(over, _plain(over), _plain(over)))
-    drawn = _bars(rows) if over == BARS else _lines(rows, along)
+    drawn = _bars(rows) if over == BARS else _groups(rows) if over == KIND else _lines(rows, along)
     head = "Speed-up by lane" if over == BARS else f"Speed-up over {along.title}"
     drawn.update_layout(title=_title(result, head))
     return drawn
@@ -135,6 +136,29 @@ def _bars(rows: list[Row]) -> go.Figure:
         annotation_position="top",
         annotation_font={"color": GREY, "size": 11},
     )
+    return drawn
+
+
+def _groups(rows: list[Row]) -> go.Figure:
+    """A bar for every kind of text beside each lane's name."""
+    drawn = go.Figure(layout=layout(height=170 + 72 * len(_lanes(rows)), margin={"l": 8, "r": 16, "t": 92, "b": 44}))
+    kinds = dict.fromkeys(row[KIND] for row in rows)
+    for kind, (color, _, _), shape in zip(kinds, LINES[1:], ("", "/", ".", "x", "-", "+"), strict=False):
+        points, name = [row for row in rows if row[KIND] == kind], _plain(kind)
+        drawn.add_bar(
+            x=[_value(row) for row in points],
+            y=[_plain(row["lane"]) for row in points],
+            error_x=_intervals(points) | {"color": GREY},
+            orientation="h",
+            name=name,
+            marker={"color": color, "opacity": 0.7, "pattern": {"shape": shape}},
+            customdata=_told(points),
+            hovertemplate=f"%{{y}}: <b>%{{x:.2f}}{TIMES}</b> %{{customdata[0]}}<extra>{name}</extra>",
+        )
+    drawn.update_xaxes(axis(title={"text": "speed-up"}, ticksuffix=TIMES))
+    drawn.update_yaxes(axis(autorange="reversed", automargin=True, showgrid=False))
+    drawn.update_layout(barmode="group", bargap=0.25, legend={"orientation": "h", "x": 0, "y": -0.08, "yanchor": "top"})
+    drawn.add_vline(x=1.0, line={"color": GREY, "dash": "dot"})
     return drawn
 
 

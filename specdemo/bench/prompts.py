@@ -20,3 +20,24 @@ COPYING = (
     "One day, Lily found a key in the sand. She looked for a door. The door was in an old tree. Inside she saw a tiny"
     " house.\n\nTell it again with Sue, not Lily.\n\n",
 )
+CODE = (
+    'def read_config(path):\n    """Read the configuration file."""',
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):",
+    'def test_name(name):\n    """Return True if the name is valid."""\n    if not isinstance(name, str):',
+    "import os\nimport sys\n\n\ndef find_files(directory, pattern):",
+    "class Response(Message):\n    def __init__(self, status, headers=None, body=None):",
+    'def get_version(package):\n    """Return the installed version of a package."""\n    try:',
+)
+EDITS = (
+    "def find_users(name, limit):\n    found = []\n    for user in load_users():\n        if user.name == name:\n"
+    "            found.append(user)\n        if len(found) >= limit:\n            break\n    return found\n\n\n"
+    "# Rename name to text. Add types: text: str, limit: int -> list[str].\n",
+    'def parse_line(line, separator):\n    """Split a line into key and value."""\n    if separator not in line:\n'
+    '        raise ValueError("missing separator")\n    key, value = line.split(separator, 1)\n'
+    "    return key.strip(), value.strip()\n\n\n# Rename line to row.\n",
+    "def write_lines(path, lines):\n    with open(path, 'w') as stream:\n        for line in lines:\n"
+    "            stream.write(line + '\\n')\n    return len(lines)\n\n\n# Rename the function to save_lines.\n",
+    "def count_words(text, limit):\n    counts = {}\n    for word in text.split():\n        if len(word) > 10:\n"
+    "            continue\n        counts[word] = counts.get(word, 0) + 1\n    return counts\n\n\n"
+    "# Use 20 instead of 10.\n",
+)

@@ -156,6 +156,21 @@ class Copying(Decoding):
 
 
 @dataclass(frozen=True, kw_only=True)
+class KindOfText(Decoding):
+    """Every embedded method that both families have, on stories, code, edits of code and text the model never saw."""
+
+    name = "text"
+    title = "Kind of text"
+    question = "How much is it the text? The same methods on stories, on code, on edits, on what the model never saw."
+    axis = Axis("text", "kind of text", "kind of text")
+
+    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
+        from specdemo.bench.sweeps import over_texts
+
+        return over_texts(self, report, cancelled)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Load(LoadOptions):
     """Servers of the first lane of a preset under load, at every draft length: speed, latency, and vLLM's schedule."""
 
@@ -186,7 +201,7 @@ class Losslessness(Suite):
 
 
 SHIPPED: tuple[type[Suite], ...] = (
-    DraftLength, Methods, Batch, PromptLength, Temperature, DepthWidth, Embedded, Copying, Losslessness,
+    DraftLength, Methods, Batch, PromptLength, Temperature, DepthWidth, Embedded, Copying, KindOfText, Losslessness,
     Load,
 )  # fmt: skip
 # in the checkout's folder `benchmarks`

@@ -10,7 +10,8 @@ from torch import Generator
 
 from specdemo.bench.base import Decoding, Prompted, Questioned, Report
 from specdemo.bench.measure import Place, Question, Way, along, compare_lanes, read_questions, windows
-from specdemo.bench.result import Result, Row
+from specdemo.bench.prompts import CODE, EDITS, PROMPTS
+from specdemo.bench.result import ALL, Result, Row, ends, told
 from specdemo.core.accept import Block, Lossless
 from specdemo.core.protocol import GenerationConfig
 from specdemo.core.sampling import Sampling
@@ -113,6 +114,58 @@ def as_shipped(
     seen = compare_lanes(Session(), spec, _questions(texts), suite.repeats, report, cancelled)
     rows = seen.rows([{} for _ in seen.names])
     return Result(suite.name, len(seen.tallies), suite.config(target), seen.environment, rows, seen.remarks, "lane")
+
+
+def over_texts(suite: Decoding, report: Report, cancelled: Callable[[], bool]) -> Result:
+    """The lanes that have a drafter in both families, on each family's kinds of text."""
+    stories = tuple(lane for lane in shipped_lanes() if _of_code(lane))
+    rows: list[dict[str, object]] = []
+    remarks: list[str] = []
+    for turn, (target, kinds) in enumerate(KINDS.items()):
+        lanes = stories if target == "stories" else tuple(filter(None, map(_of_code, stories)))
+        questions = [Question(text, kind) for kind, texts in kinds.items() for text in texts]
+
+        def tell(share: float, what: str, turn: int = turn, target: str = target) -> None:
+            report((turn + share) / len(KINDS), f"{target}, {what}")
+
+        seen = compare_lanes(Session(), _spec(suite, target, lanes), questions, suite.repeats, tell, cancelled)
+        for row, at in zip(seen.rows([{} for _ in seen.names]), seen.places(), strict=True):
+            kind = {"text": row.pop("category"), "lane": row.pop("lane")}
+            if kind["text"] != ALL:
+                rows.append({**kind, **row, **{f"kept at {i}": share for i, share in enumerate(at[:4], start=1)}})
+        remarks += seen.remarks
+    config = suite.config(", ".join(KINDS))
+    return Result(suite.name, len(seen.tallies), config, seen.environment, rows, [_order(rows), *remarks], "text")
+
+
+KINDS: Mapping[str, Mapping[str, Sequence[str]]] = {
+    "stories": {"stories": PROMPTS},
+    "code": {"code": CODE, "edits": EDITS, "unknown": PROMPTS},
+}
+OF_CODE: Mapping[str | None, str | None] = {None: None}  # the drafter of stories -> its counterpart
+
+
+def _of_code(lane: Lane) -> Lane | None:
+    """The same lane for the target of code; None where its drafter has no counterpart there."""
+    if not {*lane.models, None} <= OF_CODE.keys():
+        return None
+    return lane.model_copy(update={"model": OF_CODE[lane.model]})
+
+
+def _order(rows: list[Row]) -> str:
+    """Why one kind of text gains more than another, in one sentence of numbers."""
+    kinds = dict.fromkeys(row["text"] for row in rows)
+    best = [max((row for row in rows if row["text"] == kind), key=_times) for kind in kinds]
+    best.sort(key=_times, reverse=True)
+    words = "; ".join(
+        f"{row['text']} {told(row['speed-up'])} with {row['tokens/pass']:.1f} tokens a pass ({row['lane']})"
+        for row in best
+    )
+    return f"A pass costs the same whatever the text, so what gains is text of which more guesses come true: {words}."
+
+
+def _times(row: Row) -> float:
+    return ends(row["speed-up"])[0]
 
 
 def over_batches(suite: Prompted, chosen: str, report: Report, cancelled: Callable[[], bool]) -> Result:

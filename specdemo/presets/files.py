@@ -32,6 +32,7 @@ EMBEDDED = (
     "stories-dflash",
     "stories-bytes",
     "stories-bytes-heads",
+    "code",
 )
 
 _OF_LANES = [name for name, setting in settings(Lane).items() if setting.help]

@@ -307,6 +307,33 @@ def test_a_lane_has_the_tree_of_its_method_whether_or_not_its_size_is_named():
     assert Lane(method="ngram", k=5).budget == Budget(5, 5)
 
 
+def test_the_same_lanes_go_over_every_kind_of_text(monkeypatch):
+    one = {"stories": {"stories": ["Once upon a time"]}, "code": {"code": ["def f(x):\n"], "edits": ["def g(y):\n"]}}
+    lanes = (Lane(method="suffix", name="suffix"), Lane(method="ngram", name="lookup"))
+    deep = Lane(method="draft_model", model="stories-draft-deep", name="deep")
+    monkeypatch.setattr(sweeps, "KINDS", one)
+    monkeypatch.setattr(sweeps, "shipped_lanes", lambda: (*lanes, deep))
+    found = run_suite("text", repeats=1, new_tokens=8)
+    kinds = [kind for texts in one.values() for kind in texts]
+    assert [(row["text"], row["lane"]) for row in found.rows] == [
+        (kind, lane) for kind in kinds for lane in ("Baseline", "suffix", "lookup")
+    ]
+    drafting = [row for row in found.rows if row["lane"] != "Baseline"]
+    assert all(row["output"] == "identical" for row in drafting)
+    assert found.axis == "text" and all(kind in found.remarks[0] for kind in kinds)
+
+
+def test_the_order_of_texts_is_told_by_its_best_lanes():
+    rows = [
+        {"text": text, "lane": lane, "speed-up": Spread(gain, gain, gain), "tokens/pass": gain + 1}
+        for text, lane, gain in (("stories", "draft", 1.9), ("stories", "lookup", 1.1), ("edits", "lookup", 3.0))
+    ]
+    assert sweeps._order(rows).endswith(
+        ": edits 3.00x, 3.00 to 3.00 with 4.0 tokens a pass (lookup);"
+        " stories 1.90x, 1.90 to 1.90 with 2.9 tokens a pass (draft)."
+    )
+
+
 def test_acceptance_by_position_counts_every_text():
     totals = Totals()
     for path in ([0, 1], [0, 1, 2]):
