@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from inspect import Parameter, Signature, signature
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from tqdm import tqdm
@@ -210,6 +210,57 @@ def profile(
 
 
 @app.command()
+def predict(
+    target: Annotated[str, typer.Argument(help="A folder, an embedded model or a hub id; its config.json is enough.")],
+    method: Annotated[str, typer.Option(help="Of `specdemo methods`; told by --model, else eagle.")] = "",
+    model: Annotated[str | None, typer.Option(help="The drafter; without, a head as is usual on the target.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="A recorded run: acceptance, method and model of its first drafting lane.")
+    ] = None,
+    acceptance: Annotated[
+        str | None, typer.Option(help="0.8,0.75,0.7: chance that each position is kept where those before it are.")
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="Profiles with commas between: h100-sxm,l4, or files of `specdemo profile`.")
+    ] = "h100-sxm",
+    dtype: Annotated[str, typer.Option(help="Of weights and cache; bfloat16, on a CPU float32.")] = "",
+    quantization: Annotated[str | None, typer.Option(help="4bit or 8bit, of the target's matrices.")] = None,
+    batch: Annotated[str, typer.Option(help="Texts at once, with commas between: 1,8,32.")] = "1",
+    context: Annotated[int, typer.Option(help="Tokens before the pass.")] = 1024,
+    nodes: Annotated[int, typer.Option(help="Of a draft tree; 0: chains.")] = 0,
+    engine: Annotated[str, typer.Option(help="recorded (CUDA graphs) or eager.")] = "recorded",
+    price: Annotated[float | None, typer.Option(help="Of an hour of the machine, for the cost of tokens.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what speculation would bring on a machine that is not here: speed-up by draft length and batch, with its
+    interval, and what limits it. Needs no torch."""
+    from specdemo.bench.what_if import what_if_report
+    from specdemo.prediction.predict import predict as foresee
+    from specdemo.prediction.roofline import known_engine as engine_of
+
+    found = [
+        foresee(
+            target,
+            device=name,
+            method=method,
+            model=model,
+            dtype=dtype,
+            quantization=quantization,
+            batch=texts,
+            context=context,
+            acceptance=_numbers("acceptance", acceptance, float),
+            trace=trace,
+            nodes=nodes,
+            engine=engine_of(engine),
+            price=price,
+        )
+        for name in device.split(",")
+        for texts in _numbers("batch", batch, int)
+    ]
+    print(json.dumps([one.as_dict() for one in found], indent=1) if as_json else what_if_report(found))
+
+
+@app.command()
 def train(
     recipe: Annotated[str, typer.Argument(help="A shipped model (stories-target, stories-draft-wide, ...) or a head.")],
     corpus: Annotated[
@@ -379,6 +430,17 @@ def _prompt(text: str | None, file: Path | None) -> str | None:
     if text is not None:
         raise ValueError("--prompt and --prompt-file exclude each other; give one of them")
     return read_text(file, 4 * LIMITS.prompt + 1, "name a text file with --prompt-file").removesuffix("\n")
+
+
+Number = TypeVar("Number", int, float)
+
+
+def _numbers(name: str, text: str | None, kind: Callable[[str], Number]) -> list[Number]:
+    """Of an option with commas in it; none without."""
+    try:
+        return [kind(part) for part in text.split(",")] if text else []
+    except ValueError:
+        raise ValueError(f"--{name} takes numbers with commas between, not {text!r:.60}") from None
 
 
 def _options(pairs: list[str] | None) -> dict[str, str] | None:

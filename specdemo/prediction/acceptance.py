@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import sqrt
 from operator import mul
+from pathlib import Path
 from statistics import fmean
 
+from specdemo.core.bounds import FILE
 from specdemo.core.estimate import Estimate, t_quantile
+from specdemo.core.reading import read_bytes
 from specdemo.core.tally import Step
-from specdemo.core.trace import LaneTrace
+from specdemo.core.trace import LaneTrace, from_json
 
 LONGEST = 64
 BLOCKS = 8  # of the passes of a run, for the interval of a mean
@@ -126,6 +129,18 @@ def of_lane(lane: LaneTrace) -> Acceptance:
     nodes = max((step.drafted for step in steps if step.drafted > step.depth), default=0)
     greedy = lane.method == "draft_model"  # heads guess less well the further they are from the target's own states
     return of_passes(((step.kept, step.depth) for step in steps), greedy and len(rows) == 1, nodes)
+
+
+def drafting_lane(path: str | Path) -> LaneTrace:
+    """The first lane of a stored run that drafts. Raises ValueError with one line."""
+    try:
+        lanes = from_json(read_bytes(path, FILE.bytes, "name a trace written by `specdemo run --out`")).lanes
+    except ValueError as error:
+        raise ValueError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
+    for lane in lanes:
+        if lane.method != "none":
+            return lane
+    raise ValueError(f"{path} has no lane that drafts; record one with specdemo run PRESET --out {path}")
 
 
 def _mean(values: Sequence[float]) -> Estimate:

@@ -12,7 +12,7 @@ correct them, all at once: least squares in the logarithms, in which the constan
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from math import exp, log, sqrt
-from typing import Literal
+from typing import Literal, get_args
 
 from specdemo.core.words import suggest
 from specdemo.prediction.profiles import Profile
@@ -122,6 +122,13 @@ class Device:
         return replace(self, costs=Terms(**(costs | {term: costs[term] * exp(by)})))
 
 
+def known_engine(name: str) -> Engine:
+    """Raises ValueError for another."""
+    if name not in get_args(Engine):
+        raise ValueError(f"unknown engine {name[:60]!r}; {suggest(name[:60], get_args(Engine))}")
+    return "eager" if name == "eager" else "recorded"
+
+
 def soft(*parts: float) -> float:
     """The largest, and somewhat more where others come near."""
     most = max(parts)
@@ -132,7 +139,8 @@ def device_of(profile: Profile, dtype: str, engine: Engine) -> Device:
     """With what the profile's passes and steps correct. Raises ValueError for a precision that nobody knows."""
     if dtype not in BYTES:
         raise ValueError(f"unknown dtype {dtype[:60]!r}; {suggest(dtype[:60], BYTES)}")
-    start = DEFAULT["cpu" if profile.kind == "cpu" else "gpu", "eager" if profile.kind == "cpu" else engine]
+    engine = "eager" if profile.kind == "cpu" else engine
+    start = DEFAULT[profile.kind, engine]
     errors = [start[name].error for name in NAMES]
     prior = tuple(tuple(e * e if i == j else 0.0 for j in range(len(errors))) for i, e in enumerate(errors))
     guess = Device(profile, dtype, engine, Terms(**{name: start[name].value for name in NAMES}), prior, UNMEASURED)
