@@ -256,15 +256,15 @@ class Step:
 
     check: Work
     drafts: tuple[tuple[Work, float], ...]  # passes and how many of them
+    draft: Drafting
     rounds: int  # of drafting
     batch: float
 
     def parts(self, device: Device) -> tuple[float, float, float]:
         """Milliseconds of drafting, of checking and of all else."""
-        costs = device.costs
         drafting = sum(count * device.ms(of, self.batch) for of, count in self.drafts)
-        other = costs.step_ms + (costs.check_ms if self.rounds else 0.0)
-        return drafting + self.rounds * costs.token_ms, device.ms(self.check, self.batch), other
+        drafting += self.rounds * device.token_ms(self.draft)
+        return drafting, device.ms(self.check, self.batch), device.beside_ms(self.rounds > 0, self.batch)
 
     def ms(self, device: Device) -> float:
         """All of it."""
@@ -278,16 +278,16 @@ def _step(scene: Scene, k: int) -> Step:
     check = work(scene.target, checked, batch, context, size)
     draft = scene.draft
     if not k or draft.first is None:
-        return Step(check, (), min(k, 1), batch)
+        return Step(check, (), draft, min(k, 1), batch)
     whole = scene.acceptance.expected(k) - scene.acceptance.expected(k - 1)  # of all drafts those kept to the end
     read = scene.acceptance.expected(k) if draft.reads_all else 1.0 + whole
     if draft.block:
-        return Step(check, ((work(draft.first, read + k, batch, context, size, k), 1.0),), 1, batch)
+        return Step(check, ((work(draft.first, read + k, batch, context, size, k), 1.0),), draft, 1, batch)
     drafts = [(work(draft.first, read, batch, context, size, 1.0), 1.0)]
     if k > 1 and draft.further is not None:
         rows = min(BRANCHES, scene.nodes) if scene.nodes else 1
         drafts.append((work(draft.further, rows, batch, context, size), k - 1.0))
-    return Step(check, tuple(drafts), k, batch)
+    return Step(check, tuple(drafts), draft, k, batch)
 
 
 def _row(scene: Scene, k: int) -> Row:
