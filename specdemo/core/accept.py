@@ -188,6 +188,33 @@ class Typical:
         return Verdict(path, draw(_ends(target, path), rng))
 
 
+@dataclass(frozen=True, slots=True)
+class Synthetic:
+    """Keeps the tokens of a chain by chance, whatever they and the target say. Lossy: a cost model of a draft that is
+    right so often. vLLM has it under this name (config/speculative.py, 0.32).
+
+    rates: the chance that the first n tokens are all kept, for n = 1, 2, ..; each is at most the one before. Beyond the
+    last they fall by the same factor again. Behind the path stands the target's own token. coins: the chances' own
+    noise, as greedy decoding has none.
+    """
+
+    rates: tuple[float, ...]
+    coins: Generator
+    exact: ClassVar[bool] = False
+    note: ClassVar[str] = ""
+
+    def __call__(self, draft: Draft, target: Tensor, rng: Generator | None) -> Verdict:
+        kept = (_coins(draft, self.coins) < self._chances(draft)) & (draft.tokens != ABSENT)
+        path = [list(range(n + 1)) for n in kept.int().cumprod(1).sum(1).tolist()]
+        return Verdict(path, draw(_ends(target, path), rng))
+
+    def _chances(self, draft: Draft) -> Tensor:
+        """[N] of each token, given that the one before is kept."""
+        pairs = pairwise((1.0, *self.rates))
+        steps = [rate / before if before else 0.0 for before, rate in pairs][: draft.nodes]
+        return to_device(steps + steps[-1:] * (draft.nodes - len(steps)), draft.tokens.device, torch.float32)
+
+
 RULES: dict[str, Callable[[], AcceptRule]] = {"lossless": Lossless, "block": Block, "typical": Typical}
 
 
