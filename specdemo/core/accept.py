@@ -193,9 +193,8 @@ class Synthetic:
     """Keeps the tokens of a chain by chance, whatever they and the target say. Lossy: a cost model of a draft that is
     right so often. vLLM has it under this name (config/speculative.py, 0.32).
 
-    rates: the chance that the first n tokens are all kept, for n = 1, 2, ..; each is at most the one before. Beyond the
-    last they fall by the same factor again. Behind the path stands the target's own token. coins: the chances' own
-    noise, as greedy decoding has none.
+    rates: the chance that the token at a position is kept where all before it are; past their end the last goes on.
+    Behind the path stands the target's own token. coins: the chances' own noise, as greedy decoding has none.
     """
 
     rates: tuple[float, ...]
@@ -209,10 +208,9 @@ class Synthetic:
         return Verdict(path, draw(_ends(target, path), rng))
 
     def _chances(self, draft: Draft) -> Tensor:
-        """[N] of each token, given that the one before is kept."""
-        pairs = pairwise((1.0, *self.rates))
-        steps = [rate / before if before else 0.0 for before, rate in pairs][: draft.nodes]
-        return to_device(steps + steps[-1:] * (draft.nodes - len(steps)), draft.tokens.device, torch.float32)
+        """[N]"""
+        rates = [*self.rates, *self.rates[-1:] * (draft.nodes - len(self.rates))]
+        return to_device(rates[: draft.nodes], draft.tokens.device, torch.float32)
 
 
 RULES: dict[str, Callable[[], AcceptRule]] = {"lossless": Lossless, "block": Block, "typical": Typical}
