@@ -199,7 +199,7 @@ def profile(
 ) -> None:
     """Measure this machine in a minute: memory bandwidth, matrix products, starting work, passes by width and batch."""
     from specdemo.bench.device import measure_profile, profile_report
-    from specdemo.predict.profiles import write_profile
+    from specdemo.prediction.profiles import write_profile
 
     if out is not None:
         check_writable(out)

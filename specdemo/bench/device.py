@@ -19,7 +19,7 @@ from specdemo.models.machine import commit, device_name, one_thread, versions
 from specdemo.models.pass_cost import verify_costs
 from specdemo.models.place import DTYPES, pick_device, pick_dtype
 from specdemo.models.target import HFTarget
-from specdemo.predict.profiles import NAME, Figure, Measured, Passes, Profile
+from specdemo.prediction.profiles import NAME, Figure, Measured, Passes, Profile
 
 REPEATS = 8
 LAUNCHES = 500
