@@ -504,7 +504,7 @@ def _method(name: str) -> dict[str, Any]:
         "name": name,
         "title": cls.title,
         "summary": cls.summary,
-        "exact": True,  # under the default acceptance rule every method is; the rule may be lossy, a method cannot
+        "exact": cls.exact,
         "needs_model": cls.needs_model,
         "options": options,
     }
