@@ -465,7 +465,6 @@ def train_draft(job: Job) -> None:
     target, wrapped = load_target(job)
     make_folder(job.out)
     tokenizer = wrapped.backend_tokenizer
-    recorded = record(job, target, corpus, tokenizer)
     valid = held_out_rows(corpus, tokenizer, job.plan.context)
     truth = next_probs(target, valid)
     model = nn.Module.to(build(job.shape, target.config.vocab_size), job.device)
@@ -474,7 +473,8 @@ def train_draft(job: Job) -> None:
     elif job.shape.hidden == target.config.hidden_size:
         model.model.embed_tokens.load_state_dict(target.get_input_embeddings().state_dict())
     listen_from = 0.0 if job.start else 0.1
-    batches = Lessons(*recorded, 65536 if job.large else 4096, job.device, listen_from)
+    text, samples = record(job, target, corpus, tokenizer)
+    batches = Lessons(text, samples, 65536 if job.large else 4096, job.device, listen_from)
 
     def loss(tokens: Tensor, indices: Tensor, probs: Tensor) -> Tensor:
         with autocast(job.device):
