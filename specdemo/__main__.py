@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from inspect import Parameter, Signature, signature
 from io import TextIOWrapper
@@ -296,14 +297,21 @@ def train(
 
 
 @app.command()
-def presets(as_json: AsJson = False) -> None:
+def presets(
+    as_json: AsJson = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Ask the hub whether their models are what they say; fetches no weights.")
+    ] = False,
+) -> int:
     """List the comparisons that are ready to run."""
+    if check:
+        return _check_presets(as_json)
     listed = [
         {"id": p.id, "title": p.title, "embedded": p.embedded, "methods": p.methods} for p in load_presets().values()
     ]
     if as_json:
         print(json.dumps(listed, indent=1))
-        return
+        return 0
     from specdemo.bench.table import table
     from specdemo.presets.runnable import nearest_runnable, why_not
 
@@ -314,6 +322,24 @@ def presets(as_json: AsJson = False) -> None:
         print("\nNot on this machine, and the nearest that runs on it:")
         rows = [(id, nearest_runnable(preset(id)).id, why) for id, why in reasons.items() if why]
         print(table(("preset", "nearest", "reason"), rows))
+    return 0
+
+
+def _check_presets(as_json: bool) -> int:
+    """A line for every repository as the hub answers; 1 if something is wrong."""
+    from specdemo.presets.check import answers
+
+    found = []
+    for answer in answers(load_presets().values()):
+        found.append(answer)
+        if not as_json:
+            print(answer, flush=True)
+    wrong = sum(bool(answer.wrong) for answer in found)
+    if as_json:
+        print(json.dumps([asdict(answer) for answer in found], indent=1))
+    else:
+        print(f"{wrong} of {len(found)} wrong" if wrong else f"all {len(found)} are what the presets say")
+    return int(wrong > 0)
 
 
 @app.command()
