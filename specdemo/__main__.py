@@ -170,6 +170,9 @@ def bench(
 ) -> None:
     if suite_name in suites() and takes(suite_name, "folder"):  # it writes while it measures
         asked, out = {**asked, "folder": out}, None
+    journal = out and out.with_name(f"{out.name}.rounds")
+    if suite_name in suites() and takes(suite_name, "journal"):  # a killed run goes on where it was
+        asked = {**asked, "journal": journal}
     chosen = suite(suite_name, **{n: OPTIONS[n].read(value) for n, value in asked.items() if value is not None})
 
     from specdemo.bench.report import bench_report, markdown, write_result
@@ -187,6 +190,8 @@ def bench(
         from specdemo.bench.page import write_page
 
         write_page(result, html)
+    if "journal" in asked and journal is not None:
+        journal.unlink(missing_ok=True)
 
 
 @app.command()
