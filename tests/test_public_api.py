@@ -20,6 +20,7 @@ def test_all_is_what_the_package_exports():
         "generate",
         "load_drafter",
         "load_target",
+        "predict",
         "run",
     }
     assert dir(specdemo) == specdemo.__all__
