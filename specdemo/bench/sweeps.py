@@ -142,7 +142,7 @@ KINDS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "stories": {"stories": PROMPTS},
     "code": {"code": CODE, "edits": EDITS, "unknown": PROMPTS},
 }
-OF_CODE: Mapping[str | None, str | None] = {None: None}  # the drafter of stories -> its counterpart
+OF_CODE: Mapping[str | None, str | None] = {None: None, "stories-draft-wide": "code-draft"}  # drafter -> its counterpart
 
 
 def _of_code(lane: Lane) -> Lane | None:

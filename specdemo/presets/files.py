@@ -33,6 +33,7 @@ EMBEDDED = (
     "stories-bytes",
     "stories-bytes-heads",
     "code",
+    "code-draft",
 )
 
 _OF_LANES = [name for name, setting in settings(Lane).items() if setting.help]

@@ -83,12 +83,13 @@ time; Muon for the hidden matrices, AdamW for the rest; matrix products in bf16 
 to 2 %. A run that goes on from trained weights has windows of 512 throughout, half the learning rates, and holds them
 to 20 %; at its end the weights it began with are averaged into it as far as that lowers the held-out loss.""",
     "code-target": """\
-Cross-entropy. First a model of four layers, which sees three times the text in the same time, in windows of 256 and at
-last 512 tokens; then one of twelve, between whose layers are copies that add nothing at first (block expansion, Wu et
-al. 2024, arXiv 2401.02415), in windows of 512 and from 70 % of the time on of 1,024 tokens. Muon for the hidden
-matrices, AdamW for the rest; matrix products in bf16 where the processor has it; the learning rate falls linearly to
-half in the first part and to 2 % in the second. At the end the weights that the second part began with are averaged in
-as far as that lowers the held-out loss.""",
+Cross-entropy. First a model of four layers, which sees three times the text in the same time (seed); the same on little
+but edits, a function, an order and the function again, so that it learns to copy (copying); then one of twelve, between
+whose layers are copies that add nothing at first (block expansion, Wu et al. 2024, arXiv 2401.02415), on text and edits
+alike. Windows of 256 tokens in the first part and 384 later, from 70 % of each part's time on of 512, in the last part
+of 1,024. Muon for the hidden matrices, AdamW for the rest; matrix products in bf16 where the processor has it; the
+learning rate falls linearly to half in the first two parts and from three quarters to 2 % in the last. At the end the
+weights that it began with are averaged in as far as that lowers the held-out loss.""",
     "stories-bytes": JOINT_METHOD,
     "stories-draft-other": """\
 Cross-entropy on the text and, twice in an epoch, on what the target wrote itself (temperatures 0, 0.7 and 1, begun like
@@ -200,9 +201,10 @@ def recipe_facts(facts: dict[str, Any], config: dict[str, object], recipe: str) 
     ]
     if "start_share" in facts:
         lines.append(f"- averaged: {facts['start_share']:.0%} of the weights that the run began with")
-    if "seed" in facts:
-        told = "- before that, on text alone, {layers} layer(s): {tokens:,} tokens in {minutes:.0f} minutes"
-        lines.append(told.format(**facts["seed"]))
+    for seed in facts.get("seeds", ()):
+        lines.append(
+            "- before that, {name}, {layers} layer(s): {tokens:,} tokens in {minutes:.0f} minutes".format(**seed)
+        )
     if "hardware" in facts:
         lines.append(f"- hardware: {facts['hardware']}, {facts['threads']} thread(s)")
     return "\n".join([*lines, *remark(facts)])

@@ -75,13 +75,15 @@ class World:
 
     name: str
     vocab_size: int = VOCAB_SIZE
-    contexts: tuple[int, int, int] = (256, CONTEXT, CONTEXT)  # windows: first, later, of a run that goes on
+    windows: tuple[int, int] = (256, CONTEXT)  # tokens, at first and from 70 % of the time on
+    windows_later: tuple[int, int] = (CONTEXT, CONTEXT)  # of a run that goes on
     again: Again = retell_some
     copies: tuple[float, float] = (0.1, 0.1)  # of the documents; of a run that goes on
     parts: int = 1  # of an epoch
     dropout: float = DROPOUT
     later_batch: int = 8192  # tokens, of a run on a CPU that goes on
     collect: Callable[[Path], Path] | None = None  # without a corpus of one's own
+    rates_later: float = 0.5  # of the learning rates, of a run that goes on
 
     def epochs(self, documents: list[str], tokenizer: Tokenizer, later: bool = False) -> Epochs:
         """Of these documents; `later`: of a run that goes on."""
@@ -89,9 +91,21 @@ class World:
 
 
 STORIES = World("stories")
-# Edits are short: a fifth of the documents is 4 % of the text, a half 15 %. It is read once at most: no dropout.
-CODE = World("code", 4096, (256, 512, 1024), edit, (0.2, 0.5), 24, 0.0, 4096, collect_code)
-SEED_LAYERS, SEED_SHARE = 4, 0.55  # of a target that is deepened, and of its time
+# Edits are short: a fifth of the documents is 4 % of the text, four fifths two fifths.
+CODE = World(
+    "code",
+    4096,
+    windows_later=(384, 1024),
+    again=edit,
+    copies=(0.2, 0.8),
+    parts=24,
+    dropout=0.0,  # the text is read once at most
+    later_batch=4096,
+    collect=collect_code,
+    rates_later=0.75,
+)
+SEED_LAYERS, SEED_SHARE = 4, 0.5  # of a target that is deepened, and of its time
+COPYING, COPYING_SHARE = 0.97, 0.1  # of the documents told again once text was learned, and of the time
 DRAFT_SEED_SHARE = 0.4
 OPENINGS = 10_000  # documents that the samples of a target begin like
 
@@ -127,9 +141,12 @@ class Job:
     @property
     def schedule(self) -> Schedule:
         """Lower rates for a run that goes on; those of a seed end half-way down."""
+        if self.seed:
+            return Schedule(self.minutes, decay_from=0.8 if self.start else 0.4, floor=0.5)
         if self.start:
-            return Schedule(self.minutes, muon=0.01, adamw=0.002, decay_from=0.2)
-        return Schedule(self.minutes, decay_from=0.4, floor=0.5 if self.seed else 0.02)
+            later = self.world.rates_later
+            return Schedule(self.minutes, muon=0.02 * later, adamw=0.004 * later, decay_from=0.2)
+        return Schedule(self.minutes, decay_from=0.4)
 
     @property
     def large(self) -> bool:
@@ -288,7 +305,7 @@ def train_on(job: Job, corpus: Corpus) -> None:
     start = deepened(weights(job.start), job.shape.layers) if job.start else {}
     if start:
         model.load_state_dict(start)
-    short, long = world.contexts[1:] if start else world.contexts[:2]
+    short, long = world.windows_later if start else world.windows
     valid = held_out_rows(corpus, tokenizer, long + 1).to(job.device)
     tokens_per_batch = 65536 if job.large else world.later_batch if start else 4096
     batches = GrowingWindows(
@@ -327,18 +344,23 @@ def train_on(job: Job, corpus: Corpus) -> None:
     finish(job, model, tokenizer, corpus, history, share)
 
 
-def seeded(job: Job, layers: int, share: float, make: Callable[[Job], None]) -> None:
-    """First a seed of so many layers, which reads text alone for a share of the time; `make` goes on from it."""
-    if not job.start:
-        seed = replace(job, out=job.out / "seed", shape=replace(job.shape, layers=layers), seed=True)
-        train_target(replace(seed, minutes=job.minutes * share))
-        job = replace(job, start=str(seed.out), minutes=job.minutes * (1.0 - share))
-    make(job)
+def seeded(job: Job, name: str, layers: int, minutes: float, make: Callable[[Job], None]) -> Job:
+    """First a run of so many layers in the folder `name`; the job that goes on from what it leaves."""
+    out = job.out / name
+    make(replace(job, out=out, shape=replace(job.shape, layers=layers), minutes=minutes, seed=True))
+    return replace(job, start=str(out))
 
 
 def deepened_target(job: Job) -> None:
-    """A shallow target first, which sees three times the text in the same time; then the whole one from it."""
-    seeded(job, SEED_LAYERS, SEED_SHARE, train_target)
+    """A shallow target first, which sees three times the text in the same time, and at its end little but edits, so
+    that it learns to copy; then the whole one from it."""
+    if not job.start:
+        minutes, world = job.minutes, job.world
+        job = seeded(job, "seed", SEED_LAYERS, minutes * SEED_SHARE, train_target)
+        copying = replace(world, copies=(0.0, COPYING), windows_later=(world.windows_later[0], world.windows[1]))
+        job = seeded(replace(job, world=copying), "copying", SEED_LAYERS, minutes * COPYING_SHARE, train_target)
+        job = replace(job, world=world, minutes=minutes * (1.0 - SEED_SHARE - COPYING_SHARE))
+    train_target(job)
 
 
 def seeded_draft(job: Job) -> None:
@@ -348,19 +370,23 @@ def seeded_draft(job: Job) -> None:
     if not words.exists():
         raise ValueError(f"no target model at {job.target}: name the folder of {job.world.name}-target with --target")
     write_text(job.out / "seed" / words.name, words.read_text(encoding="utf-8"))
-    seeded(job, job.shape.layers, DRAFT_SEED_SHARE, train_draft)
+    if not job.start:
+        minutes = job.minutes * DRAFT_SEED_SHARE
+        job = replace(seeded(job, "seed", job.shape.layers, minutes, train_target), minutes=job.minutes - minutes)
+    train_draft(job)
 
 
 def seed_facts(folder: Path) -> dict[str, object]:
-    """What is told of the model that another one began as."""
-    path = folder / "seed" / "provenance.json"
-    if not path.exists():
-        return {}
-    seed = json.loads(path.read_text(encoding="utf-8"))
-    loss = seed["evaluations"][-1]["held_out_loss"] if seed["evaluations"] else None
-    told = {"minutes": seed["seconds"] / 60, "tokens": seed["tokens"], "held_out_loss": loss}
-    layers = json.loads((folder / "seed" / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
-    return {"seed": {"layers": layers, **told}}
+    """What is told of the models that another one began as."""
+    told = []
+    for path in (folder / name / "provenance.json" for name in ("seed", "copying")):
+        if path.exists():
+            seed = json.loads(path.read_text(encoding="utf-8"))
+            layers = json.loads(path.with_name("config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
+            loss = seed["evaluations"][-1]["held_out_loss"] if seed["evaluations"] else None
+            at = {"minutes": seed["seconds"] / 60, "tokens": seed["tokens"], "held_out_loss": loss}
+            told.append({"name": path.parent.name, "layers": layers, **at})
+    return {"seeds": told} if told else {}
 
 
 LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")

@@ -325,7 +325,7 @@ def test_the_same_lanes_go_over_every_kind_of_text(monkeypatch):
 
 def test_the_order_of_texts_is_told_by_its_best_lanes():
     rows = [
-        {"text": text, "lane": lane, "speed-up": Spread(gain, gain, gain), "tokens/pass": gain + 1}
+        {"text": text, "lane": lane, "speed-up": Estimate(gain, gain, gain), "tokens/pass": gain + 1}
         for text, lane, gain in (("stories", "draft", 1.9), ("stories", "lookup", 1.1), ("edits", "lookup", 3.0))
     ]
     assert sweeps._order(rows).endswith(

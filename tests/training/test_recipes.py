@@ -217,7 +217,7 @@ def test_a_deepened_model_says_what_the_shallow_one_did() -> None:
 def test_a_target_of_code_is_deepened_and_drafted_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cards, "SAMPLE_TOKENS", 8)
     monkeypatch.setattr(recipes, "SEED_LAYERS", 1)
-    world = replace(recipes.CODE, contexts=(16, 32, 32), parts=1, vocab_size=300)
+    world = replace(recipes.CODE, windows=(16, 32), windows_later=(16, 32), parts=1, vocab_size=300)
     for name in ("code-target", "code-draft"):
         shape = Shape(3 if name == "code-target" else 1, 32, 48, 2, 64)
         small = {"shape": shape, "world": world, "minutes": 0.005, "plan": PLAN, "threads": 1}
@@ -229,8 +229,9 @@ def test_a_target_of_code_is_deepened_and_drafted_for(tmp_path: Path, monkeypatc
     target = train("code-target", tmp_path / "code", tmp_path / "target")
     assert AutoModelForCausalLM.from_pretrained(target).config.num_hidden_layers == 3
     facts = json.loads((target / "provenance.json").read_text(encoding="utf-8"))
-    assert facts["seed"]["layers"] == 1 and facts["seed"]["tokens"] > 0 and facts["start"] == "seed"
-    assert "before that, on text alone, 1 layer(s)" in (target / "MODEL_CARD.md").read_text(encoding="utf-8")
+    assert [(seed["name"], seed["layers"]) for seed in facts["seeds"]] == [("seed", 1), ("copying", 1)]
+    assert all(seed["tokens"] > 0 for seed in facts["seeds"]) and facts["start"] == "copying"
+    assert "before that, copying, 1 layer(s)" in (target / "MODEL_CARD.md").read_text(encoding="utf-8")
     draft = train("code-draft", tmp_path / "code", tmp_path / "draft", target=str(target))
     assert "~~~python\ndef read_config" in (draft / "MODEL_CARD.md").read_text(encoding="utf-8")
 
