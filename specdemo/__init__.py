@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from specdemo.core.sampling import Sampling
     from specdemo.engine.loop import generate
     from specdemo.methods import load_drafter
-    from specdemo.models.load import load_target
+    from specdemo.methods.targets import load_target
     from specdemo.prediction.predict import predict
     from specdemo.presets.run import run
 
@@ -34,7 +34,7 @@ _HOMES = {
     "Sampling": "specdemo.core.sampling",
     "generate": "specdemo.engine.loop",
     "load_drafter": "specdemo.methods",
-    "load_target": "specdemo.models.load",
+    "load_target": "specdemo.methods.targets",
     "predict": "specdemo.prediction.predict",
     "run": "specdemo.presets.run",
 }

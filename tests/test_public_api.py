@@ -32,6 +32,11 @@ def test_an_unknown_name_is_an_attribute_error():
         _ = specdemo.laod_target
 
 
+def test_a_head_in_the_place_of_a_target_is_named():
+    with pytest.raises(ValueError, match="^stories-medusa holds a head for method 'medusa'; choose a whole model"):
+        specdemo.load_target("stories-medusa")
+
+
 @pytest.mark.parametrize(
     "first", ["import specdemo", "from specdemo.presets.files import load_presets; load_presets()"]
 )

@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import sqrt
 from operator import mul
+from pathlib import Path
 from statistics import fmean
 
+from specdemo.core.bounds import FILE
 from specdemo.core.estimate import Estimate, t_quantile
+from specdemo.core.reading import read_bytes
 from specdemo.core.tally import Step
-from specdemo.core.trace import LaneTrace
+from specdemo.core.trace import LaneTrace, from_json
 
 LONGEST = 64
 BLOCKS = 8  # of the passes of a run, for the interval of a mean
@@ -114,6 +117,17 @@ def of_passes(passes: Iterable[Kept], exact: bool = False, nodes: int = 0) -> Ac
     return Acceptance(rates[:LONGEST], () if nodes else known, exact, nodes)
 
 
+def from_mean(tokens: float, k: int, nodes: int = 0) -> Acceptance:
+    """Of drafts of k, or trees as deep, of which a mean is all that is known: one chance at every position."""
+    if not 1.0 <= tokens <= k + 1.0:
+        raise ValueError(f"a pass over a draft of {k} emits 1 to {k + 1} tokens, not {tokens:g}")
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2.0
+        low, high = (middle, high) if Acceptance((middle,)).expected(k) < tokens else (low, middle)
+    return Acceptance((high,) * k, nodes=nodes)
+
+
 def of_lane(lane: LaneTrace) -> Acceptance:
     """What a lane of a trace kept, all rows of its batch together. Raises ValueError where that is not known."""
     if lane.remote is not None:
@@ -126,6 +140,18 @@ def of_lane(lane: LaneTrace) -> Acceptance:
     nodes = max((step.drafted for step in steps if step.drafted > step.depth), default=0)
     greedy = lane.method == "draft_model"  # heads guess less well the further they are from the target's own states
     return of_passes(((step.kept, step.depth) for step in steps), greedy and len(rows) == 1, nodes)
+
+
+def drafting_lane(path: str | Path) -> LaneTrace:
+    """The first lane of a stored run that drafts. Raises ValueError with one line."""
+    try:
+        lanes = from_json(read_bytes(path, FILE.bytes, "name a trace written by `specdemo run --out`")).lanes
+    except ValueError as error:
+        raise ValueError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
+    for lane in lanes:
+        if lane.method != "none":
+            return lane
+    raise ValueError(f"{path} has no lane that drafts; record one with specdemo run PRESET --out {path}")
 
 
 def _mean(values: Sequence[float]) -> Estimate:

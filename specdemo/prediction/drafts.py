@@ -13,7 +13,8 @@ from specdemo.prediction.shapes import CHAIN, ENDS, Config, Said, Shape, shape_o
 HEAD_OPERATIONS = 8  # of a head without attention, and of a pass's ends
 EAGLE_VOCABULARY = 32000  # tokens of a usual EAGLE-3 head on a target that has more
 TAPS = 3
-DFLASH_LAYERS, DFLASH_TAPS = 5, 5
+DFLASH_LAYERS, DFLASH_TAPS, DFLASH_BLOCK = 5, 5, 16
+LONGEST = 16  # tokens of the longest draft that is tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +28,17 @@ class Drafting:
     block: bool = False
     reads_all: bool = False  # the first pass reads every token that was emitted, not just the last
     own: Shape | None = None
+    longest: int = LONGEST  # tokens that it can draft
 
 
+MARKS = {  # what a config of each family says and no other does
+    "eagle": ("eagle3", "eagle_config", "draft_vocab_size"),
+    "dflash": ("dflash", "dspark", "domino"),
+    "medusa": ("medusa",),
+    "hydra": ("hydra",),
+    "mlp_speculator": ("mlp_speculator", "mlpspeculator"),
+    "mtp": ("num_nextn_predict_layers", "mtp_"),
+}
 Maker = Callable[[Shape, Config, Mapping[str, int]], Drafting]
 
 
@@ -40,6 +50,12 @@ def drafting(method: str, target: Shape, config: Config | None, options: Mapping
         return MAKERS[method](target, config or {}, options)
     except (KeyError, TypeError, ArithmeticError):
         raise ValueError(f"this config.json says no sizes of a drafter for method {method!r}") from None
+
+
+def method_in(config: Config) -> str:
+    """Whose drafter a config describes. EAGLE-1 looks like a whole model; name the method for one."""
+    named = " ".join(map(str, (config.get("architectures"), config.get("model_type"), *config))).lower()
+    return next((method for method, words in MARKS.items() if any(word in named for word in words)), "draft_model")
 
 
 def _unknown(method: str) -> str:
@@ -72,13 +88,17 @@ def _step(target: Shape, dense: int, head: int, embedding: int = 0, operations: 
     return Shape("head", 1, target.hidden, target.vocabulary, dense, head, embedding, operations=operations)
 
 
+def _times(shape: Shape, heads: int) -> Shape:
+    return replace(shape, dense=heads * shape.dense, head=heads * shape.head)
+
+
 def _medusa(target: Shape, config: Config, options: Mapping[str, int]) -> Drafting:
     """W (h + SiLU(A h + b)) for every token (2401.10774, section 2.1.1); heads are small passes of their own."""
     layers = int(config.get("medusa_num_layers", config.get("num_hidden_layers", 1)))
     head = int(config.get("truncated_vocab_size", target.vocabulary)) * target.hidden
     one = _step(target, layers * target.hidden**2, head)
-    heads = max(int(config.get("num_heads", config.get("medusa_num_heads", 4))), 4)
-    return Drafting("medusa", one, one, own=replace(one, dense=heads * one.dense, head=heads * one.head))
+    heads = max(int(config.get("num_heads", config.get("medusa_num_heads", 4))), 4)  # many a file says too few
+    return Drafting("medusa", one, one, own=_times(one, heads), longest=heads)
 
 
 def _hydra(target: Shape, config: Config, options: Mapping[str, int]) -> Drafting:
@@ -87,7 +107,7 @@ def _hydra(target: Shape, config: Config, options: Mapping[str, int]) -> Draftin
     layers = int(config.get("hydra_num_layers", 1))
     inputs = (heads + 3) / 2
     one = _step(target, int((2 * inputs + layers - 1) * target.hidden**2), target.head)
-    return Drafting("hydra", one, one, own=replace(one, dense=heads * one.dense, head=heads * one.head))
+    return Drafting("hydra", one, one, own=_times(one, heads), longest=heads)
 
 
 def _mlp_speculator(target: Shape, config: Config, options: Mapping[str, int]) -> Drafting:
@@ -100,7 +120,7 @@ def _mlp_speculator(target: Shape, config: Config, options: Mapping[str, int]) -
     own = replace(
         first, dense=first.dense + (copies - 1) * further.dense, head=copies * table, embedding=copies * table
     )
-    return Drafting("mlp_speculator", first, further, own=own)
+    return Drafting("mlp_speculator", first, further, own=own, longest=steps)
 
 
 def _layer(target: Shape, config: Config) -> tuple[Shape, Said]:
@@ -140,7 +160,8 @@ def _dflash(target: Shape, config: Config, options: Mapping[str, int]) -> Drafti
     taps = (config.get("dflash_config") or {}).get("target_layer_ids") or config.get("target_layer_ids")
     fc = (len(taps) if taps else DFLASH_TAPS) * target.hidden * said.hidden
     one = replace(body, dense=body.dense + fc, head=target.head, embedding=0, operations=layers * CHAIN + ENDS)
-    return Drafting("dflash", one, block=True, reads_all=True, own=replace(one, head=0))
+    longest = int(config.get("block_size", DFLASH_BLOCK)) - 1
+    return Drafting("dflash", one, block=True, reads_all=True, own=replace(one, head=0), longest=longest)
 
 
 MAKERS: dict[str, Maker] = {

@@ -7,18 +7,20 @@ is off by, and of the acceptance.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import exp, hypot, log, sqrt
+from pathlib import Path
+from typing import Any
 
 from specdemo.core.estimate import Estimate
-from specdemo.prediction.acceptance import Acceptance
-from specdemo.prediction.drafts import Drafting, drafting
+from specdemo.core.trace import LaneTrace
+from specdemo.prediction.acceptance import Acceptance, drafting_lane, of_lane
+from specdemo.prediction.drafts import Drafting, drafting, method_in
 from specdemo.prediction.profiles import Profile, profile
 from specdemo.prediction.roofline import BYTES, EDGE, NAMES, Device, Engine, device_of
 from specdemo.prediction.shapes import Shape, Work, config_of, shape, work
 
-LONGEST = 16  # tokens of the longest draft that is tried
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 BRANCHES = 10  # of a tree that grows by levels: nodes that a drafting pass goes on from
 SURE = 1.96  # standard deviations of 95 %
@@ -113,6 +115,43 @@ class Prediction:
         """What a million tokens cost; None without a price."""
         return None if self.scene.price is None else self.scene.price / 3600.0 / tokens_per_s * 1e6
 
+    def as_dict(self) -> dict[str, Any]:
+        """All of it for JSON: names of fields, intervals as value, low and high."""
+        scene = self.scene
+        return {
+            "target": scene.target.name,
+            "method": scene.draft.method,
+            "device": scene.device.profile.name,
+            "measured": bool(scene.device.profile.passes),
+            "dtype": scene.device.dtype,
+            "engine": scene.device.engine,
+            "batch": scene.batch,
+            "context": scene.context,
+            "nodes": scene.nodes,
+            "plain_ms": round(self.plain_ms, 4),
+            "plain_tokens_per_s": _told(self.plain_tokens_per_s),
+            "best_k": self.best_k,
+            "dies": self.dies,
+            "memory_gb": round(self.memory_gb, 3),
+            "fits": self.fits,
+            "plain_per_million": self.per_million(self.plain_tokens_per_s.value),
+            "per_million": self.per_million(self.best.tokens_per_s.value),
+            "sentence": self.sentence,
+            "notes": list(self.notes),
+            "rows": [{name: _told(getattr(row, name)) for name in ROW} for row in self.rows],
+            "loads": [{name: _told(getattr(load, name)) for name in LOAD} for load in self.loads],
+        }
+
+
+ROW = tuple(field.name for field in fields(Row))
+LOAD = tuple(field.name for field in fields(Load))
+
+
+def _told(value: object) -> object:
+    if isinstance(value, Estimate):
+        return {name: _told(part) for name, part in (("value", value.value), ("low", value.low), ("high", value.high))}
+    return round(value, 4) if isinstance(value, float) else value
+
 
 def predict(
     target: str | Shape,
@@ -125,6 +164,7 @@ def predict(
     batch: int = 1,
     context: int = 1024,
     acceptance: Acceptance | Sequence[float] | None = None,
+    trace: str | Path | None = None,
     ks: Sequence[int] = (),
     nodes: int = 0,
     engine: Engine = "recorded",
@@ -134,16 +174,22 @@ def predict(
     """The speed-up of a draft at every length with its interval, tokens/s, memory, the batch at which the gain ends.
 
     target: a folder, an embedded name, a hub id, or a `Shape`. model: the drafter's, or its config; None: a head as is
-    usual on such a target. device: one of `specdemo/profiles`, a file of `specdemo profile --out`, or a `Profile`.
+    usual on such a target. method: told from the model's config
+    where none is named. device: one of `specdemo/profiles`, a file of `specdemo profile --out`, or a `Profile`.
     acceptance: the chance that each position is kept where those before it are, or what `acceptance.of_lane` says of a
-    recorded lane. nodes: of a draft tree. engine: recorded (CUDA graphs) or eager. price: of an hour of the machine.
+    recorded lane. trace: a stored run, whose first lane that drafts says acceptance, method and model, as far as these
+    are not given. nodes: of a draft tree. engine: recorded (CUDA graphs) or eager. price: of an hour of the machine.
     Raises ValueError, one line with the nearest, for names nobody knows.
     """
     where = device if isinstance(device, Profile) else profile(device)
     dtype = dtype or ("float32" if where.kind == "cpu" else "bfloat16")
     of = target if isinstance(target, Shape) else shape(target, quantization)
+    if trace is not None:
+        lane = drafting_lane(trace)
+        method, model = method or lane.method, model or _model_of(lane, method)
+        acceptance = acceptance or of_lane(lane)
     config = config_of(model) if isinstance(model, str) else model
-    method = method or ("draft_model" if model else "eagle")
+    method = method or (method_in(config) if config else "eagle")
     notes = [] if acceptance else [f"No acceptance was given: {ASSUMED} at every position is assumed."]
     kept = acceptance if isinstance(acceptance, Acceptance) else Acceptance(tuple(acceptance or (ASSUMED,)))
     _check(batch, context, nodes or kept.nodes)
@@ -158,6 +204,12 @@ def predict(
         price,
     )
     return predicted(scene, ks, tuple(notes))
+
+
+def _model_of(lane: LaneTrace, method: str) -> str | None:
+    """The drafter of a lane, where that is of the method asked for."""
+    named = lane.options.get("model")
+    return named if isinstance(named, str) and method in ("", lane.method) else None
 
 
 def predicted(scene: Scene, ks: Sequence[int] = (), notes: tuple[str, ...] = ()) -> Prediction:
@@ -195,7 +247,7 @@ def _check(batch: int, context: int, nodes: int) -> None:
 def _lengths(scene: Scene) -> tuple[int, ...]:
     if scene.nodes:
         return (len(scene.acceptance.rates),)
-    return tuple(range(1, LONGEST + 1))
+    return tuple(range(1, scene.draft.longest + 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,15 +256,15 @@ class Step:
 
     check: Work
     drafts: tuple[tuple[Work, float], ...]  # passes and how many of them
+    draft: Drafting
     rounds: int  # of drafting
     batch: float
 
     def parts(self, device: Device) -> tuple[float, float, float]:
         """Milliseconds of drafting, of checking and of all else."""
-        costs = device.costs
         drafting = sum(count * device.ms(of, self.batch) for of, count in self.drafts)
-        other = costs.step_ms + (costs.check_ms if self.rounds else 0.0)
-        return drafting + self.rounds * costs.token_ms, device.ms(self.check, self.batch), other
+        drafting += self.rounds * device.token_ms(self.draft)
+        return drafting, device.ms(self.check, self.batch), device.beside_ms(self.rounds > 0, self.batch)
 
     def ms(self, device: Device) -> float:
         """All of it."""
@@ -226,16 +278,16 @@ def _step(scene: Scene, k: int) -> Step:
     check = work(scene.target, checked, batch, context, size)
     draft = scene.draft
     if not k or draft.first is None:
-        return Step(check, (), min(k, 1), batch)
+        return Step(check, (), draft, min(k, 1), batch)
     whole = scene.acceptance.expected(k) - scene.acceptance.expected(k - 1)  # of all drafts those kept to the end
     read = scene.acceptance.expected(k) if draft.reads_all else 1.0 + whole
     if draft.block:
-        return Step(check, ((work(draft.first, read + k, batch, context, size, k), 1.0),), 1, batch)
+        return Step(check, ((work(draft.first, read + k, batch, context, size, k), 1.0),), draft, 1, batch)
     drafts = [(work(draft.first, read, batch, context, size, 1.0), 1.0)]
     if k > 1 and draft.further is not None:
         rows = min(BRANCHES, scene.nodes) if scene.nodes else 1
         drafts.append((work(draft.further, rows, batch, context, size), k - 1.0))
-    return Step(check, tuple(drafts), k, batch)
+    return Step(check, tuple(drafts), draft, k, batch)
 
 
 def _row(scene: Scene, k: int) -> Row:

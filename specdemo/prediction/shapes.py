@@ -114,13 +114,14 @@ def shape_of(config: Config, name: str = "", quantization: str | None = None) ->
     quantization: 4bit or 8bit, as `run` takes it; what a file is stored in counts without.
     """
     whole, config = config, config.get("text_config") or config.get("transformer_layer_config") or config
+    bits = stored_bits(whole, config, quantization)
     try:
-        return _shape(whole, config, name, quantization)
-    except (KeyError, TypeError, ArithmeticError):
+        return _shape(whole, config, name, bits)
+    except (KeyError, TypeError, ValueError, ArithmeticError):
         raise ValueError(f"the config.json of {name or 'this model'} says no sizes of a language model") from None
 
 
-def _shape(whole: Config, config: Config, name: str, quantization: str | None) -> Shape:
+def _shape(whole: Config, config: Config, name: str, bits: float | None) -> Shape:
     said = Said(config)
     layers, hidden, vocabulary = said.layers, said.hidden, int(config["vocab_size"])
     sparse = said.expert_layers
@@ -140,7 +141,7 @@ def _shape(whole: Config, config: Config, name: str, quantization: str | None) -
         chosen=said.chosen if sparse else 0,
         expert_layers=sparse,
         memory=tuple(said.memory()),
-        bits=stored_bits(whole, config, quantization),
+        bits=bits,
         operations=layers * CHAIN + sparse * EXPERTS + ENDS,
         layer=config,
     )
@@ -199,7 +200,8 @@ class Said:
         """The matrices of one layer's attention."""
         if not self.latent:
             queries = self.hidden * self.heads * self.head_dim
-            gate = queries if self._config.get("attn_output_gate") else 0
+            gated = self.family.startswith(("qwen3_next", "qwen3_5"))
+            gate = queries if self._config.get("attn_output_gate", gated) else 0
             return 2 * queries + gate + 2 * self.hidden * self.kv_heads * self.head_dim
         rank, rope = self._number("kv_lora_rank"), self._number("qk_rope_head_dim")
         nope, value = self._number("qk_nope_head_dim"), self._number("v_head_dim")
@@ -213,7 +215,8 @@ class Said:
     def linear_attention(self) -> int:
         """The matrices of a layer with a state (Qwen3-Next's gated delta net)."""
         keys, values = self._linear_sizes()
-        return self.hidden * (2 * keys + 3 * values)
+        gates = 2 * self._number("linear_num_value_heads", default=0)
+        return self.hidden * (2 * keys + 3 * values + gates)
 
     def _linear_sizes(self) -> tuple[int, int]:
         keys = self._number("linear_num_key_heads", default=0) * self._number("linear_key_head_dim", default=0)
@@ -289,14 +292,13 @@ def config_of(name: str) -> Config:
     if name in known():
         return known()[name]
     from specdemo.models.configs import read_config
-    from specdemo.models.hub import embedded_names
     from specdemo.models.resolve import described
 
     try:
         return read_config(described(name), "config.json", "params.json")
     except ValueError as error:
-        near = suggest(name[:60], [*embedded_names(), *known()])
-        raise ValueError(f"{error}" if "did you mean" in str(error) else f"{error} ({near})") from None
+        near = suggest(name[:60], known())
+        raise ValueError(f"{error}; {near}" if near.startswith("did") else str(error)) from None
 
 
 def with_layers(shape: Shape, layers: int) -> Shape:
