@@ -17,7 +17,7 @@ from specdemo.prediction.acceptance import Acceptance, of_lane
 from specdemo.prediction.drafts import MAKERS, Drafting
 from specdemo.prediction.predict import ASSUMED, BATCHES, Load, Prediction, Row, predict, predicted
 from specdemo.prediction.profiles import Profile, profile, profiles
-from specdemo.prediction.shapes import Shape, known
+from specdemo.prediction.shapes import Shape, known, shape
 from specdemo.presets.files import DEFAULT, allowed_models, load_presets, preset
 from specdemo.presets.recorded import is_recorded, recorded
 from specdemo.ui import assets
@@ -28,6 +28,7 @@ ELSEWHERE = "h100-sxm"  # where a finished race is asked about
 CONTEXTS = {256: "256", 1024: "1k", 4096: "4k", 16384: "16k", 65536: "64k"}
 SIZES = {0.25: "a quarter", 0.5: "half", 1.0: "as it is", 2.0: "twice"}
 SAME, OWN = "run", "own"  # the run's draft and acceptance, or others
+SMALL = 4e9  # parameters of what is offered as a draft model
 FREE = "ngram"  # drafting that costs nothing
 USUAL = {
     FREE: "free: looked up",
@@ -283,11 +284,16 @@ def _usual(dtypes: Iterable[str]) -> str:
 
 def _targets(first: str) -> list[str]:
     shipped = [p.target for p in load_presets().values() if p.embedded]
-    return list(dict.fromkeys([first, *shipped, *known()]))
+    return list(dict.fromkeys([first, *shipped, *_on_the_hub()]))
+
+
+def _on_the_hub() -> list[str]:
+    return [name for name in known() if "/" in name]  # the others are sizes for benchmarks
 
 
 def _drafts() -> list[tuple[str, str]]:
-    models = [(f"{name} as a draft model", f"draft_model:{name}") for name in known()]
+    small = [name for name in _on_the_hub() if shape(name).parameters < SMALL]
+    models = [(f"{name} as a draft model", f"draft_model:{name}") for name in small]
     return [("as in the run", SAME), *((words, name) for name, words in USUAL.items()), *models]
 
 
