@@ -98,6 +98,9 @@ DEFAULT: dict[tuple[str, Engine], dict[str, Constant]] = {
 }
 
 
+Curve = tuple[tuple[float, float], ...]  # rows -> what measured passes with so many take, over the roofline
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """A profile's device at a precision, in an engine."""
@@ -108,7 +111,8 @@ class Device:
     costs: Terms
     errors: tuple[tuple[float, ...], ...]  # covariance of the logarithms of costs
     misfit: float  # standard deviation of the logarithm of a pass's time about all this
-    curve: tuple[tuple[float, float], ...] = ()  # rows -> what measured passes that wide take, over the roofline
+    single: Curve = ()  # of passes over one token of every text, and of wider ones
+    wide: Curve = ()
 
     def ms(self, of: Work, batch: float = 1.0) -> float:
         """Of one pass."""
@@ -119,8 +123,8 @@ class Device:
         texts = costs.text_us * (batch - 1.0) * of.layers
         starting = 1e-3 * (of.operations * (costs.operation_us + costs.row_us * of.rows) + texts)
         if self.engine == "eager" and self.profile.kind == "gpu":
-            return soft(reading, multiplying, starting) * self.correction(of.rows)
-        return (starting + soft(reading, multiplying)) * self.correction(of.rows)
+            return soft(reading, multiplying, starting) * self.correction(of.rows, batch)
+        return (starting + soft(reading, multiplying)) * self.correction(of.rows, batch)
 
     def beside_ms(self, drafts: bool, batch: float) -> float:
         """What the engine does at a step beside passes and drafting."""
@@ -131,12 +135,13 @@ class Device:
         """What it does for every drafting pass beside that."""
         return self.costs.token_ms + (self.costs.head_ms if draft.reads_all else 0.0)
 
-    def correction(self, rows: float) -> float:
+    def correction(self, rows: float, batch: float) -> float:
         """Linear in the logarithm of the rows between those measured, and as the last one beyond."""
-        if not self.curve:
+        curve = self.single if rows <= batch else self.wide
+        if not curve:
             return 1.0
-        above = next((i for i, (known, _) in enumerate(self.curve) if known >= rows), len(self.curve) - 1)
-        (low, before), (high, behind) = self.curve[max(above - 1, 0)], self.curve[above]
+        above = next((i for i, (known, _) in enumerate(curve) if known >= rows), len(curve) - 1)
+        (low, before), (high, behind) = curve[max(above - 1, 0)], curve[above]
         if high <= rows or low >= rows:
             return behind if high <= rows else before
         return before + (behind - before) * log(rows / low) / log(high / low)
@@ -187,6 +192,7 @@ class Seen:
     what: Callable[[Device], float]
     ms: float
     rows: float = 0.0
+    single: bool = False
 
 
 def _measured(profile: Profile, dtype: str) -> list[Seen]:
@@ -198,7 +204,7 @@ def _measured(profile: Profile, dtype: str) -> list[Seen]:
             of = shape(passes.model)
             for batch, row in passes.ms.items():
                 works = [(work(of, n, batch, passes.context, size), ms) for n, ms in row.items()]
-                found += [Seen(_pass(one, batch), ms, one.rows) for one, ms in works]
+                found += [Seen(_pass(one, batch), ms, one.rows, one.rows == batch) for one, ms in works]
     for step in profile.steps:
         if step.dtype == dtype and not set(step.ms) - LAPS:
             found += _laps(step, size)
@@ -213,8 +219,8 @@ def _laps(step: Step, size: float) -> Iterator[Seen]:
     """Of a step what is not drafting, and what is."""
     target, k, batch = shape(step.model), round(step.drafted), step.batch
     check = work(target, k + 1, batch, CONTEXT, size)
-    beside = sum(step.ms.get(lap, 0.0) for lap in ("verify", "accept", "commit"))
-    yield Seen(lambda device: device.ms(check, batch) + device.beside_ms(k > 0, batch), beside)
+    yield Seen(lambda device: device.ms(check, batch), step.ms.get("verify", 0.0))
+    yield Seen(lambda device: device.beside_ms(k > 0, batch), step.ms.get("accept", 0.0) + step.ms.get("commit", 0.0))
     if step.method not in ("draft_model", "eagle") or not k:
         return
     config = known()[step.draft] if step.draft else None
@@ -246,13 +252,14 @@ def _fitted(start: Device, seen: Sequence[Seen]) -> Device:
         device = start
         for name, by in zip(NAMES, at, strict=True):
             device = device.shifted(name, by)
-    device = replace(device, curve=_curve(device, seen))
+    single, wide = (_curve(device, [one for one in seen if one.single is alone]) for alone in (True, False))
+    device = replace(device, single=single, wide=wide)
     left = [log(one.ms / one.what(device)) for one in seen]
     misfit = sqrt(sum(o * o for o in left) / len(left))
     return replace(device, errors=tuple(map(tuple, inverse)), misfit=max(misfit, NOISE))
 
 
-def _curve(device: Device, seen: Sequence[Seen]) -> tuple[tuple[float, float], ...]:
+def _curve(device: Device, seen: Sequence[Seen]) -> Curve:
     """What passes of a width have in common that no roofline says: kernels that are chosen by it."""
     widths = sorted({one.rows for one in seen if one.rows})
     off = {rows: [log(one.ms / one.what(device)) for one in seen if one.rows == rows] for rows in widths}
