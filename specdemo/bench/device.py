@@ -202,7 +202,7 @@ def step_times(name: str, target: HFTarget, other: str, draft: HFTarget) -> Iter
         events = [event for event in generate(runs, drafter, prompt, config) if all(event.emitted)][2:-1]
         ms = {lap: round(fmean(event.ms.get(lap, 0.0) for event in events), 4) for lap in events[0].ms}
         named = other if chosen == "draft_model" else ""
-        yield Step(model=of, method=chosen, dtype=dtype, draft=named, batch=batch, ms=ms, drafted=k)
+        yield Step(model=of, method=chosen, dtype=dtype, draft=named, batch=batch, k=k, ms=ms, drafted=k)
 
 
 def profile_report(profile: Profile) -> str:

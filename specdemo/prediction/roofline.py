@@ -206,7 +206,7 @@ def _measured(profile: Profile, dtype: str) -> list[Seen]:
                 works = [(work(of, n, batch, passes.context, size), ms) for n, ms in row.items()]
                 found += [Seen(_pass(one, batch), ms, one.rows, one.rows == batch) for one, ms in works]
     for step in profile.steps:
-        if step.dtype == dtype and not set(step.ms) - LAPS:
+        if step.dtype == dtype and not set(step.ms) - LAPS and (step.k or not step.drafted):
             found += _laps(step, size)
     return [seen for seen in found if seen.ms > 0.0]
 
@@ -217,7 +217,7 @@ def _pass(of: Work, batch: float) -> Callable[[Device], float]:
 
 def _laps(step: Step, size: float) -> Iterator[Seen]:
     """Of a step what is not drafting, and what is."""
-    target, k, batch = shape(step.model), round(step.drafted), step.batch
+    target, k, batch = shape(step.model), step.k, step.batch
     check = work(target, k + 1, batch, CONTEXT, size)
     yield Seen(lambda device: device.ms(check, batch), step.ms.get("verify", 0.0))
     yield Seen(lambda device: device.beside_ms(k > 0, batch), step.ms.get("accept", 0.0) + step.ms.get("commit", 0.0))
