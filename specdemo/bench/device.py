@@ -112,7 +112,7 @@ def passes(
     found: dict[int, dict[int, float]] = {}
     for batch in batches:
         try:
-            found[batch] = verify_costs(target, sorted({1, *widths}), 5, batch, context)
+            found[batch] = verify_costs(target, sorted({1, *widths}), 5, batch, context, min)
         except torch.OutOfMemoryError:
             target.release()
             kind(target.device).empty()

@@ -25,6 +25,7 @@ Engine = Literal["recorded", "eager"]
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0}
 SHARPNESS = 4.0  # of the edge between reading and multiplying
 NOISE = 0.04  # of a measured pass, as a share
+DISTURBED = 0.15
 ROUNDS = 12
 UNMEASURED = 0.12  # what such a roofline is off by in itself, as published results say (docs/what-if.md)
 LARGEST_STEP = 1.0
@@ -236,15 +237,14 @@ def _laps(step: Step, size: float) -> Iterator[Seen]:
 def _fitted(start: Device, seen: Sequence[Seen]) -> Device:
     """Gauss-Newton from the constants, which hold each term as tightly as their errors say."""
     size, at, device = len(NAMES), [0.0] * len(NAMES), start
-    weight = 1.0 / NOISE**2
     for _ in range(ROUNDS):
         off = [log(one.ms / one.what(device)) for one in seen]
-        slopes = _slopes(device, seen)
+        weighed = [(_weight(o) / NOISE**2, o, row) for o, row in zip(off, _slopes(device, seen), strict=True)]
         normal = [
-            [weight * sum(row[i] * row[j] for row in slopes) + (i == j) / start.errors[i][i] for j in range(size)]
+            [sum(w * row[i] * row[j] for w, _, row in weighed) + (i == j) / start.errors[i][i] for j in range(size)]
             for i in range(size)
         ]
-        right = [weight * sum(row[i] * o for row, o in zip(slopes, off, strict=True)) for i in range(size)]
+        right = [sum(w * row[i] * o for w, o, row in weighed) for i in range(size)]
         right = [r - at[i] / start.errors[i][i] for i, r in enumerate(right)]
         inverse = _inverse(normal)
         step = [sum(inverse[i][j] * right[j] for j in range(size)) for i in range(size)]
@@ -259,11 +259,16 @@ def _fitted(start: Device, seen: Sequence[Seen]) -> Device:
     return replace(device, errors=tuple(map(tuple, inverse)), misfit=max(misfit, NOISE))
 
 
+def _weight(off: float) -> float:
+    """Of something measured that far off: what another program disturbed shall not bend the rest."""
+    return 1.0 / (1.0 + (off / DISTURBED) ** 2)
+
+
 def _curve(device: Device, seen: Sequence[Seen]) -> Curve:
     """What passes of a width have in common that no roofline says: kernels that are chosen by it."""
     widths = sorted({one.rows for one in seen if one.rows})
     off = {rows: [log(one.ms / one.what(device)) for one in seen if one.rows == rows] for rows in widths}
-    return tuple((rows, exp(fmean(off[rows]))) for rows in widths)
+    return tuple((rows, exp(fmean(off[rows], [_weight(o) for o in off[rows]]))) for rows in widths)
 
 
 def _slopes(device: Device, seen: Sequence[Seen]) -> list[list[float]]:
