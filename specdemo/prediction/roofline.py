@@ -253,7 +253,7 @@ def _fitted(start: Device, seen: Sequence[Seen]) -> Device:
         for name, by in zip(NAMES, at, strict=True):
             device = device.shifted(name, by)
     single, wide = (_curve(device, [one for one in seen if one.single is alone]) for alone in (True, False))
-    device = replace(device, single=single, wide=wide)
+    device = replace(device, single=single, wide=_smooth(wide))
     left = [log(one.ms / one.what(device)) for one in seen]
     misfit = sqrt(sum(o * o for o in left) / len(left))
     return replace(device, errors=tuple(map(tuple, inverse)), misfit=max(misfit, NOISE))
@@ -268,7 +268,16 @@ def _curve(device: Device, seen: Sequence[Seen]) -> Curve:
     """What passes of a width have in common that no roofline says: kernels that are chosen by it."""
     widths = sorted({one.rows for one in seen if one.rows})
     off = {rows: [log(one.ms / one.what(device)) for one in seen if one.rows == rows] for rows in widths}
-    return tuple((rows, exp(fmean(off[rows], [_weight(o) for o in off[rows]]))) for rows in widths)
+    means = [fmean(off[rows], [_weight(o) for o in off[rows]]) for rows in widths]
+    return tuple((rows, exp(mean)) for rows, mean in zip(widths, means, strict=True))
+
+
+def _smooth(curve: Curve) -> Curve:
+    """Every point counts half in its neighbours, or noise would make steps of it."""
+    values = [value for _, value in curve]
+    padded = [*values[:1], *values, *values[-1:]]
+    means = [(a + 2.0 * b + c) / 4.0 for a, b, c in zip(padded, padded[1:], padded[2:], strict=False)]
+    return tuple((rows, mean) for (rows, _), mean in zip(curve, means, strict=True))
 
 
 def _slopes(device: Device, seen: Sequence[Seen]) -> list[list[float]]:
