@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from inspect import Parameter, Signature, signature
 from io import TextIOWrapper
@@ -169,6 +170,9 @@ def bench(
 ) -> None:
     if suite_name in suites() and takes(suite_name, "folder"):  # it writes while it measures
         asked, out = {**asked, "folder": out}, None
+    journal = out and out.with_name(f"{out.name}.rounds")
+    if suite_name in suites() and takes(suite_name, "journal"):  # a killed run goes on where it was
+        asked = {**asked, "journal": journal}
     chosen = suite(suite_name, **{n: OPTIONS[n].read(value) for n, value in asked.items() if value is not None})
 
     from specdemo.bench.report import bench_report, markdown, write_result
@@ -186,6 +190,8 @@ def bench(
         from specdemo.bench.page import write_page
 
         write_page(result, html)
+    if "journal" in asked and journal is not None:
+        journal.unlink(missing_ok=True)
 
 
 @app.command()
@@ -296,14 +302,21 @@ def train(
 
 
 @app.command()
-def presets(as_json: AsJson = False) -> None:
+def presets(
+    as_json: AsJson = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Ask the hub whether their models are what they say; fetches no weights.")
+    ] = False,
+) -> int:
     """List the comparisons that are ready to run."""
+    if check:
+        return _check_presets(as_json)
     listed = [
         {"id": p.id, "title": p.title, "embedded": p.embedded, "methods": p.methods} for p in load_presets().values()
     ]
     if as_json:
         print(json.dumps(listed, indent=1))
-        return
+        return 0
     from specdemo.bench.table import table
     from specdemo.presets.runnable import nearest_runnable, why_not
 
@@ -314,6 +327,24 @@ def presets(as_json: AsJson = False) -> None:
         print("\nNot on this machine, and the nearest that runs on it:")
         rows = [(id, nearest_runnable(preset(id)).id, why) for id, why in reasons.items() if why]
         print(table(("preset", "nearest", "reason"), rows))
+    return 0
+
+
+def _check_presets(as_json: bool) -> int:
+    """A line for every repository as the hub answers; 1 if something is wrong."""
+    from specdemo.presets.check import answers
+
+    found = []
+    for answer in answers(load_presets().values()):
+        found.append(answer)
+        if not as_json:
+            print(answer, flush=True)
+    wrong = sum(bool(answer.wrong) for answer in found)
+    if as_json:
+        print(json.dumps([asdict(answer) for answer in found], indent=1))
+    else:
+        print(f"{wrong} of {len(found)} wrong" if wrong else f"all {len(found)} are what the presets say")
+    return int(wrong > 0)
 
 
 @app.command()
@@ -504,7 +535,7 @@ def _method(name: str) -> dict[str, Any]:
         "name": name,
         "title": cls.title,
         "summary": cls.summary,
-        "exact": True,  # under the default acceptance rule every method is; the rule may be lossy, a method cannot
+        "exact": cls.exact,
         "needs_model": cls.needs_model,
         "options": options,
     }

@@ -197,7 +197,7 @@ OPTIONS: Mapping[str, Option] = {
     "new_tokens": Option(
         "--new-tokens", "number of new tokens", "Tokens to decode behind every prompt.", int, check=_new_tokens
     ),
-    "engine": Option("--engine", "engine", "Start a server of vllm or sglang for every k."),
+    "engine": Option("--engine", "engine", "here, or vllm or sglang: a server is started for every k."),
     "servers": Option("--server", "server", "Servers that run already, one for every k; repeatable.", list[str]),
     "command": Option("--command", "program", "The engine's program, where it is not on PATH."),
     "gpus": Option("--gpus", "number of GPUs", "GPUs that each server spreads its model over.", int, check=_above_zero),
@@ -228,6 +228,7 @@ OPTIONS: Mapping[str, Option] = {
     "pair": Option("--pair", "model pair", "Models of peers and floor: embedded, 8m, 98m, 342m or 8b."),
     "folder": Option("--out", "folder", "Where it writes.", Path, told=str),
     "minutes": Option("--minutes", "time", "How long a call of suite gpu may take.", float, check=_minutes),
+    "journal": Option("--out", "file", "What is through, in case it is killed.", Path, told=str),
     "device": Option("--device", "device", f"{DEVICES}."),
     "dtype": Option("--dtype", "dtype", "auto, fp32, bf16 or fp16.", read=lambda dtype: LONG_DTYPES.get(dtype, dtype)),
 }

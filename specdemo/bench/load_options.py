@@ -3,17 +3,23 @@
 from abc import ABC
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from specdemo.bench.base import Axis, Suite
+from specdemo.bench.base import Axis, Prompted
+from specdemo.bench.prompts import PROMPTS
 from specdemo.presets.files import DEFAULT
 
 CONCURRENCY = Axis("concurrency", "concurrency", "requests at a time", doubling=True)
 RATE = Axis("rate", "arrival rate", "requests a second", doubling=True)
+HERE = "here"
+LENGTHS = (1, 2, 4)  # of the suite's texts, one behind the other
+ROUNDS = 4  # requests for each that is at work at a time, unless told
+FEWEST = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadOptions(Suite, ABC):
-    """Servers, what they draft, and what they are asked at a time."""
+class LoadOptions(Prompted, ABC):
+    """Servers or the engine here, what they draft, and what they are asked at a time."""
 
     repeats: int = 3
     preset: str = DEFAULT
@@ -25,18 +31,30 @@ class LoadOptions(Suite, ABC):
     concurrency: Sequence[int] = (1, 2, 4, 8)
     rates: Sequence[float] | None = None
     requests: int | None = None
-    prompts: Sequence[str] | None = None
     new_tokens: int = 64
     slo_ttft: float | None = None
     slo_itl: float | None = None
     schedule: bool = False
+    journal: Path | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.servers and (self.engine or self.command or self.schedule):
             raise ValueError("--server names servers that run already; leave --engine, --command and --schedule out")
+        if self.here and (self.rates or self.command or self.schedule or self.gpus > 1):
+            raise ValueError(
+                "--rate, --schedule, --command and --gpus are for servers; name them, or start some with --engine vllm"
+            )
+        if not self.here and self.device != "auto":
+            raise ValueError("--device is for --engine here; a server is told its device where it is started")
         if self.schedule and (self.rates or self.engine not in (None, "vllm")):
             raise ValueError("a schedule is vLLM's and by concurrency; leave --schedule out, or --engine and --rate")
+
+    @property
+    def here(self) -> bool:
+        """Whether the engine of this program is under load, unless servers are asked for."""
+        servers = (self.servers, self.command, self.schedule, self.rates, self.gpus > 1)
+        return self.engine == HERE or (self.engine is None and not any(servers))
 
     @property
     def over(self) -> Axis:
@@ -47,3 +65,18 @@ class LoadOptions(Suite, ABC):
     def loads(self) -> Sequence[float]:
         """They themselves, growing."""
         return sorted({*(self.rates or self.concurrency)})
+
+    @property
+    def texts(self) -> Sequence[str]:
+        """The prompts given, else the suite's own in several lengths, which take turns."""
+        ring = [*PROMPTS, *PROMPTS]
+        return self.prompts or [" ".join(ring[i : i + n]) for i in range(len(PROMPTS)) for n in LENGTHS]
+
+    def count(self, load: float, warm_up: bool) -> int:
+        """How many requests are asked at a load."""
+        at_once = FEWEST if self.rates else int(load)
+        return at_once if warm_up else self.requests or max(FEWEST, ROUNDS * at_once)
+
+    def config(self, target: str) -> dict[str, object]:
+        """All but the file that outlives a killed run."""
+        return {name: value for name, value in super().config(target).items() if name != "journal"}

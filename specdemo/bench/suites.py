@@ -157,9 +157,15 @@ class Copying(Decoding):
 
 @dataclass(frozen=True, kw_only=True)
 class Load(LoadOptions):
-    """Servers of the first lane of a preset under load, at every draft length: speed, latency, and vLLM's schedule."""
+    """The first lane of a preset under load at every draft length: throughput, latency, the schedule for servers."""
 
     name = "load"
+    title = "Load"
+    question = (
+        "Where does the gain die under load? Throughput against latency, from one request at a time to many: a curve "
+        "per draft length of the preset's first lane. Here requests at a time are the rows of a batch; "
+        "`specdemo bench load --engine vllm` measures the same on a server."
+    )
     axis = CONCURRENCY
 
     def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:

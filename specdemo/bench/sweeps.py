@@ -117,8 +117,8 @@ def as_shipped(
 
 def over_batches(suite: Prompted, chosen: str, report: Report, cancelled: Callable[[], bool]) -> Result:
     """The first lane of the preset `chosen` on 1, 2, 4, ... texts of one length at once."""
-    name, target, lanes = _first_lane(suite, chosen)
-    texts = [encode(_tokenizer(target), text, _room(target, suite)) for text in suite.texts]
+    name, target, lanes = first_lane(suite, chosen)
+    texts = [encode(tokenizer(target), text, room(target, suite)) for text in suite.texts]
     width = min(map(len, texts))
     places = []
     for size in BATCHES:
@@ -131,9 +131,9 @@ def over_batches(suite: Prompted, chosen: str, report: Report, cancelled: Callab
 
 def over_lengths(suite: Prompted, chosen: str, report: Report, cancelled: Callable[[], bool]) -> Result:
     """The first lane of the preset `chosen` behind windows of 16, 32, 64, ... tokens."""
-    name, target, lanes = _first_lane(suite, chosen)
-    text = encode(_tokenizer(target), " ".join(suite.texts), LIMITS.prompt)
-    lengths = [n for n in LENGTHS if n <= _room(target, suite)]
+    name, target, lanes = first_lane(suite, chosen)
+    text = encode(tokenizer(target), " ".join(suite.texts), LIMITS.prompt)
+    lengths = [n for n in LENGTHS if n <= room(target, suite)]
     places = [Place(n, windows(text, n, TEXTS, target.device)) for n in lengths]
     axis = "prompt tokens"
     rows, remarks, done = along(target, lanes, places, axis, suite.repeats, report, cancelled)
@@ -144,7 +144,7 @@ def over_lengths(suite: Prompted, chosen: str, report: Report, cancelled: Callab
 def over_temperatures(suite: Prompted, chosen: str, report: Report, cancelled: Callable[[], bool]) -> Result:
     """The first lane of the preset `chosen` at growing temperatures: with its drafts drawn as the target draws, once
     accepted token by token and once as a block; and with the likeliest tokens drafted whatever the temperature."""
-    name, target, lanes = _first_lane(suite, chosen)
+    name, target, lanes = first_lane(suite, chosen)
     (baseline, plain), (lane, drawn) = lanes.items()
     lanes = {
         baseline: plain,
@@ -153,7 +153,7 @@ def over_temperatures(suite: Prompted, chosen: str, report: Report, cancelled: C
         f"{lane}, likeliest": replace(drawn, drafter=Likeliest(drawn.drafter)),
     }
     prompts = [
-        torch.tensor([encode(_tokenizer(target), t, _room(target, suite))], device=target.device) for t in suite.texts
+        torch.tensor([encode(tokenizer(target), t, room(target, suite))], device=target.device) for t in suite.texts
     ]
     places = [Place(t, prompts, Sampling(t)) for t in TEMPERATURES]
     rows, remarks, done = along(target, lanes, places, "temperature", suite.repeats, report, cancelled)
@@ -177,7 +177,7 @@ def _spec(suite: Decoding, target: str, lanes: tuple[Lane, ...]) -> Comparison:
     return spec.model_copy(update={"lanes": [*lanes]})  # as many as there are, which no page shows at once
 
 
-def _first_lane(suite: Decoding, chosen: str) -> tuple[str, HFTarget, dict[str, Way]]:
+def first_lane(suite: Decoding, chosen: str) -> tuple[str, HFTarget, dict[str, Way]]:
     """The name of the preset's target, that target, and its first lane beside plain decoding. No lane stops early."""
     base = preset(chosen).with_changes(temperature=0.0)
     lane = base.lanes[0]
@@ -201,11 +201,13 @@ def _gain(rows: list[Row], axis: str, noun: str) -> str:
     return f"Drafting {words} at {noun} {last[axis]}: {last['speed-up'].told()}."
 
 
-def _room(target: HFTarget, suite: Decoding) -> int:
+def room(target: HFTarget, suite: Decoding) -> int:
+    """How long a prompt may be, in tokens."""
     return target.max_length - suite.new_tokens
 
 
-def _tokenizer(target: HFTarget) -> Any:
+def tokenizer(target: HFTarget) -> Any:
+    """The target's. Raises ValueError with one line when it has none."""
     if target.tokenizer is None:
         raise ValueError(f"{target.name} has no tokenizer; put its tokenizer.json into the same folder")
     return target.tokenizer

@@ -14,8 +14,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import exp, inf, pi, sqrt, tan
-from statistics import NormalDist, fmean
+from math import exp, inf, log, pi, sqrt, tan
+from statistics import NormalDist, fmean, stdev
 
 SHARED_BLOCKS = 8  # of a run whose lanes take turns
 OWN_BLOCKS = 6  # of a lane by itself
@@ -123,6 +123,17 @@ def speedup(plain: Runs, lane: Runs, shared: bool) -> Estimate | None:
     drift = 0.0 if together else fmean(_drift(*pair) for pair in zip(plain, lane, strict=True))
     cold = COLD * max(waited_share(runs) or 0.0 for runs in (plain, lane))
     return _around(value, _half(blocks, lost=1 if together else 2) + abs(drift) + cold)
+
+
+def over_repeats(values: Sequence[float]) -> Estimate:
+    """A number that was measured several times: the geometric mean, and Student's t on the logarithms. With a zero
+    among them, or below FEW_RUNS, their mean alone. Rounded to four places."""
+    if len(values) < FEW_RUNS or min(values) <= 0.0:
+        return Estimate(round(fmean(values), 4))
+    logs = [log(value) for value in values]
+    around = _around(exp(fmean(logs)), t_quantile(len(logs) - 1) * stdev(logs) / sqrt(len(logs)))
+    low, high = (None if end is None else round(end, 4) for end in (around.low, around.high))
+    return Estimate(round(around.value, 4), low, high)
 
 
 def waited_share(runs: Runs) -> float | None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from specdemo.models.checkpoints import Checkpoint
 
 BASELINE = "none"  # lane 0 of every comparison
+SYNTHETIC = "synthetic"  # wraps others and is not wrapped: its drafts are judged by a rule of its own
 
 MODEL_OPTIONS = ("drafts", "inner_model")  # what these name are further models, with commas between
 
@@ -39,6 +40,7 @@ BUILT_IN = {
     "online": "specdemo.methods.online:Online",
     "cascade": "specdemo.methods.cascade:Cascade",
     "router": "specdemo.methods.router:Router",
+    SYNTHETIC: "specdemo.methods.synthetic:Synthetic",
 }
 PLUG_INS = {entry.name: entry.value for entry in entry_points(group="specdemo.methods") if entry.name not in BUILT_IN}
 METHODS = BUILT_IN | PLUG_INS  # name -> module:class

@@ -5,9 +5,12 @@ from contextlib import ExitStack
 import pytest
 
 from specdemo.__main__ import main
-from specdemo.bench.load import Answer, Fleet, Point, bunched, schedule_of
+from specdemo.bench.load import bunched, schedule_of
+from specdemo.bench.load_here import Here
+from specdemo.bench.load_points import Answer, Point
+from specdemo.bench.load_servers import Fleet
 from specdemo.bench.plot import figure
-from specdemo.bench.result import Spread, read_result
+from specdemo.bench.result import read_result
 from specdemo.bench.suites import suite
 from specdemo.core.estimate import Estimate
 from specdemo.engine.loop import never
@@ -101,8 +104,7 @@ def test_goodput_counts_what_keeps_both_bounds():
 
 
 def row(at, lane, k, good, speed=1.0):
-    spread = {"good requests/s": Spread(good, good, good), "tokens/s": Spread(speed, speed, speed)}
-    return {"lane": lane, "k": k, "concurrency": at, **spread}
+    return {"lane": lane, "k": k, "concurrency": at, "good requests/s": Estimate(good), "tokens/s": Estimate(speed)}
 
 
 def test_the_schedule_takes_the_best_k_of_every_load():
@@ -116,13 +118,14 @@ def test_the_schedule_takes_the_best_k_of_every_load():
 
 @pytest.mark.parametrize(("gpus", "together"), [(0, True), (1, False), (5, False), (6, True)])
 def test_servers_take_turns_unless_they_would_share_gpus(gpus, together):
-    fleet = Fleet(preset("embedded-draft"), "vllm", Program("vllm", 2, Installed("0.32.0", [], gpus)), {})
+    program = Program("vllm", 2, Installed("0.32.0", [], gpus))
+    fleet = Fleet(suite("load", engine="vllm"), preset("embedded-draft"), "vllm", program, {})
     assert fleet.together(3) == together
 
 
 def test_a_server_that_bunches_its_text_is_named():
     lanes = {"Baseline": 2.0, "k = 4": 0.02}
-    rows = [{"lane": lane, "ITL p50": gap, "ms/token": Spread(1.5, 1.4, 1.6)} for lane, gap in lanes.items()]
+    rows = [{"lane": lane, "ITL p50": gap, "ms/token": Estimate(1.5)} for lane, gap in lanes.items()]
     assert bunched(rows) == ["Text arrived in bunches (k = 4): TTFT and ITL say little, ms/token holds."]
     assert bunched(rows[:1]) == []
 
@@ -138,6 +141,8 @@ def test_a_server_that_bunches_its_text_is_named():
         (["--server", "http://127.0.0.1:9", "--engine", "vllm"], "leave --engine, --command and --schedule out"),
         (["--schedule", "--rate", "2"], "a schedule is vLLM's and by concurrency"),
         (["--command", "/nowhere/vllm"], "/nowhere/vllm is not here"),
+        (["--engine", "here", "--rate", "2"], "are for servers; name them, or start some with --engine vllm"),
+        (["--engine", "vllm", "--device", "cpu"], "--device is for --engine here"),
     ],
 )
 def test_bad_input_is_told_in_one_line(asked, reason, capsys):
@@ -150,3 +155,62 @@ def test_a_server_that_refuses_under_load_is_quoted(servers):
     drafting.refusal = lambda path, body: (503, {"error": "too busy"}) if body.get("prompt") == "Anna" else (200, None)
     with pytest.raises(ValueError, match="failed under load: Error code: 503 .*too busy"):
         measured((plain, drafting))
+
+
+def test_the_engine_here_under_the_same_load():
+    asked = {"engine": "here", "preset": "embedded-ngram", "ks": (0, 3), "concurrency": (1, 3), "new_tokens": 6}
+    result = suite("load", repeats=1, requests=6, dtype="float32", **asked).run(lambda share, what: None, never)
+    assert [(row["lane"], row["concurrency"]) for row in result.rows] == [
+        ("Baseline", 1), ("k = 3", 1), ("Baseline", 3), ("k = 3", 3)
+    ]  # fmt: skip
+    assert [row["tokens/pass"] for row in result.rows[::2]] == [1.0, 1.0]
+    assert all(row["output"] == "identical" and row["tokens/s"].value > 0 for row in result.rows)
+    assert all(row["good requests/s"].value * 6 == pytest.approx(row["tokens/s"].value, 1e-3) for row in result.rows)
+    assert result.environment["device"] != "servers" and figure(result).data[0].text == ("1", "3")
+
+
+def test_here_the_prompts_of_a_batch_are_of_one_length_and_batches_of_several():
+    load = Here.of(suite("load", engine="here", preset="embedded-ngram"))
+    batches = load._batches(4)
+    assert [ids.shape[0] for _, ids in batches] == [4] * 4
+    assert len({ids.shape[1] for _, ids in batches}) == 3 and batches[0][1].shape == batches[3][1].shape
+    assert [asked for asked, _ in batches] == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11], [12, 15, 18, 21]]
+
+
+def test_a_killed_run_goes_on_where_it_was(servers, tmp_path):
+    plain, drafting = servers
+    journal = tmp_path / "load.json.rounds"
+    left = iter(range(40))  # the second repeat comes to its last load
+    drafting.refusal = lambda path, body: (200, None) if next(left, None) is not None else (503, {"error": "killed"})
+    with pytest.raises(ValueError, match="killed"):
+        measured(servers, journal=journal)
+    drafting.refusal = lambda path, body: (200, None)
+    with journal.open("a", encoding="utf-8") as file:
+        file.write('["first: Baseline, k = 4 at 3, rep')  # it was killed while it wrote
+    before = len(plain.asked)
+    assert measured(servers, journal=journal).repeats == 2
+    assert len(plain.asked) - before == 2 + 3 + 12  # a greeting, a warm-up, and the one load that was missing
+    before = len(plain.asked)
+    assert measured(servers, journal=journal).repeats == 2 and len(plain.asked) == before
+    with pytest.raises(ValueError, match="holds a run with other options; give those, remove it, or choose another"):
+        measured(servers, journal=journal, new_tokens=5)
+
+
+def test_the_command_leaves_no_journal_behind(servers, tmp_path):
+    named = [part for server in servers for part in ("--server", server.address)]
+    asked = ["--k", "0,4", "--concurrency", "1", "--repeats", "1", "--new-tokens", "4", "--requests", "1"]
+    assert main(["bench", "load", *named, *asked, "--out", str(tmp_path / "r.json")]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "told"),
+    [
+        ("embedded-eagle-1", '"1": {"candidate_steps": [4]}, "4": {"candidate_steps": [0]}}'),
+        ("embedded-draft", "For SGLang, whose STANDALONE has one k for all batch sizes: --speculative-algorithm STAND"),
+    ],
+)
+def test_a_schedule_is_told_as_sglang_takes_it(chosen, told):
+    urls = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+    vllm, sglang = Fleet.of(suite("load", preset=chosen, servers=urls, ks=(4,)), (0, 4)).paste([[1, 3, 4], [4, 8, 0]])
+    assert '"num_speculative_tokens_per_batch_size":[[1,3,4],[4,8,0]]' in vllm and told in sglang

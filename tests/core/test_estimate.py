@@ -4,7 +4,7 @@ import pytest
 
 from specdemo.core import noise
 from specdemo.core.definitions import DEFINITIONS, by_key, table
-from specdemo.core.estimate import Estimate, Timed, rate, speedup, t_quantile, waited_share
+from specdemo.core.estimate import Estimate, Timed, over_repeats, rate, speedup, t_quantile, waited_share
 
 STEADY = [(0, 3.0)] * 60
 DRAFTING = [(4, 6.0), (4, 6.0), (2, 5.0)] * 8
@@ -71,6 +71,15 @@ def test_times_that_cannot_be_give_no_interval_or_none_at_all(ms):
     run = timed([(0, ms), (4, ms)] * 10, 20)
     seen = speedup([timed(STEADY)], [run], True)
     assert seen is None or seen.low is None or 0.0 <= seen.low <= seen.high
+
+
+def test_a_number_that_was_measured_several_times():
+    assert over_repeats([2.0, 4.0]) == Estimate(3.0)  # two say nothing of how they spread
+    assert over_repeats([1.0, 0.0, 2.0]) == Estimate(1.0)
+    assert over_repeats([1.5] * 3) == Estimate(1.5, 1.5, 1.5)
+    told = over_repeats([1.0, 2.0, 4.0])  # ln 2 apart, and t = 4.303 of two degrees of freedom
+    assert told.value == 2.0 and told.high == pytest.approx(2.0 * 2.0 ** (4.3027 / 3**0.5), rel=1e-3)
+    assert told.low * told.high == pytest.approx(4.0, rel=1e-3)
 
 
 def test_how_a_number_is_told():

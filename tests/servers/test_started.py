@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from specdemo.__main__ import main
-from specdemo.bench.load import Fleet
+from specdemo.bench.load_servers import Fleet
 from specdemo.bench.suites import suite
 
 ROOT = Path(__file__).parents[2]

@@ -1,0 +1,112 @@
+"""A lane under load on the engine here: requests at a time are the rows of a batch.
+
+A batch is static: its requests begin together, and the next one begins when the longest has ended. Its prompts are cut
+at their beginning to one length, of which there are as many as the suite's texts have. The clock is the lane's own.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from specdemo.bench.load_options import LENGTHS, LoadOptions
+from specdemo.bench.load_points import Answer, Measure, Measured, Point, Schedule
+from specdemo.bench.measure import Totals, Way
+from specdemo.bench.sweeps import first_lane, room, tokenizer
+from specdemo.core.trace import StepEvent, step_ms
+from specdemo.engine.comparison import Lane
+from specdemo.engine.loop import generate
+from specdemo.engine.session import environment
+from specdemo.engine.warm_up import warm_up
+from specdemo.models.target import HFTarget
+from specdemo.models.text import encode
+from specdemo.presets.files import preset
+from specdemo.servers.counters import Told
+from specdemo.servers.started import Tell
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """The preset's first lane, beside plain decoding."""
+
+    suite: LoadOptions
+    target: HFTarget
+    lane: Lane
+    plain: Way
+    drafting: Way
+    prompts: Sequence[Sequence[Sequence[int]]]  # those of one length, by length
+
+    @classmethod
+    def of(cls, suite: LoadOptions) -> "Here":
+        """Raises ValueError with one line."""
+        _, target, ways = first_lane(suite, suite.preset)
+        plain, drafting = ways.values()
+        texts = [encode(tokenizer(target), text, room(target, suite)) for text in suite.texts]
+        lengths = 1 if suite.prompts else len(LENGTHS)
+        alike = [texts[i::lengths] for i in range(lengths)]
+        prompts = [[ids[-min(map(len, group)) :] for ids in group] for group in alike]
+        return cls(suite, target, preset(suite.preset).lanes[0], plain, drafting, prompts)
+
+    @property
+    def title(self) -> str:
+        """The device."""
+        return str(self.environment()["device"])
+
+    def environment(self) -> dict[str, object]:
+        """For the result's file."""
+        return environment(self.target)
+
+    def together(self, lanes: int) -> bool:
+        """All share the target."""
+        return True
+
+    @contextmanager
+    def up(self, lanes: Sequence[Measured], tell: Tell) -> Iterator[list[Measure]]:
+        """Nothing is to be started."""
+        yield [partial(self._measure, self._way(lane.k)) for lane in lanes]
+
+    def paste(self, schedule: Schedule) -> list[str]:
+        """Servers are others than this engine: theirs comes from a load on them."""
+        return ["For a server measure the server: bench load --engine vllm."]
+
+    def _way(self, k: int) -> Way:
+        if not k:
+            return self.plain
+        budget = self.lane.model_copy(update={"k": k}).budget
+        return replace(self.drafting, config=replace(self.drafting.config, budget=budget))
+
+    def _measure(self, way: Way, load: float, is_warm_up: bool) -> Point:
+        batches = self._batches(int(load))
+        if is_warm_up:
+            batches = batches[: len(self.prompts)]
+            warm_up(self.target, way.drafter, batches[-1][1], way.config, way.accept)
+        totals, answers, ms = Totals(), list[Answer](), 0.0
+        for asked, prompt in batches:
+            events = list(generate(self.target, way.drafter, prompt, way.config, accept=way.accept))
+            totals.add(events)
+            answers += [self._answer(events, row, number) for row, number in enumerate(asked)]
+            ms += sum(map(step_ms, events))
+        told = Told({"acceptance_rate": totals.acceptance_rate, "tokens_per_step": totals.tokens_per_pass})
+        return Point(answers, ms / 1000.0, told)
+
+    def _batches(self, rows: int) -> list[tuple[list[int], Tensor]]:
+        """The places of the prompts among the texts, and their ids [B, T]; batch by batch another length."""
+        batches = []
+        for batch in range(-(-self.suite.count(rows, False) // rows)):
+            length = batch % len(self.prompts)
+            group = self.prompts[length]
+            first = batch // len(self.prompts) * rows
+            taken = [(first + row) % len(group) for row in range(rows)]
+            ids = torch.tensor([group[one] for one in taken], device=self.target.device)
+            batches.append(([one * len(self.prompts) + length for one in taken], ids))
+        return batches
+
+    def _answer(self, events: Sequence[StepEvent], row: int, asked: int) -> Answer:
+        ids = [token for event in events for token in event.emitted[row]]
+        ends = [at for at, event in zip(accumulate(map(step_ms, events)), events, strict=True) if event.emitted[row]]
+        text = str(tokenizer(self.target).decode(ids))
+        return Answer(asked, text, len(ids), ends[0], [round(b - a, 4) for a, b in pairwise(ends)])

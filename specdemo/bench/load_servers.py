@@ -1,0 +1,217 @@
+"""Lanes under load on servers, which are started for it or run already."""
+
+import asyncio
+import json
+import os
+import random
+import shlex
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, aclosing, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from time import perf_counter
+from typing import TypeVar
+
+import httpx
+
+from specdemo.bench.load_options import CONCURRENCY, LoadOptions
+from specdemo.bench.load_points import Answer, Measure, Measured, Point, Schedule
+from specdemo.bench.prompts import PROMPTS
+from specdemo.core.protocol import GenerationConfig
+from specdemo.core.trace import LaneTrace, Remote, step_ms
+from specdemo.engine.loop import never
+from specdemo.engine.session import environment
+from specdemo.methods import BASELINE
+from specdemo.methods.flags import vllm_config
+from specdemo.models.hub import embedded_folder
+from specdemo.presets.files import Preset, preset
+from specdemo.presets.serve import CONFIG, Program, Served, on_free_ports, served
+from specdemo.servers.address import allow, host
+from specdemo.servers.answer import Heard, Piece
+from specdemo.servers.client import Client, Refused
+from specdemo.servers.counters import between
+from specdemo.servers.flags import Engine, known_engine
+from specdemo.servers.lane import KEY, METRICS_BYTES, Form, RemoteLane
+from specdemo.servers.started import Tell
+
+SCHEDULE = "num_speculative_tokens_per_batch_size"  # vLLM's name; config/speculative.py
+# SGLang's names; speculative/adaptive_spec_params.py and adaptive_step_router.py
+ALGORITHM, FOLLOW = "--speculative-algorithm", "--speculative-adaptive --speculative-adaptive-config"
+ADAPTIVE = ("EAGLE", "EAGLE3")
+
+T = TypeVar("T")
+Ask = Callable[[int], Awaitable[Answer]]  # the number of the request
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The lane of a preset served with k drafts: by an engine's program that is started for it, or at servers that run
+    already, one for every k."""
+
+    suite: LoadOptions
+    chosen: Preset  # of one lane
+    engine: Engine
+    program: Program | None
+    running: Mapping[int, str]
+
+    @classmethod
+    def of(cls, suite: LoadOptions, ks: Sequence[int]) -> "Fleet":
+        """Raises ValueError with one line."""
+        chosen = preset(suite.preset).with_changes(temperature=0.0, dtype=suite.dtype)
+        chosen = chosen.model_copy(update={"lanes": chosen.lanes[:1]})
+        engine = known_engine(suite.engine or "vllm")
+        if not suite.servers:
+            return cls(suite, chosen, engine, Program.find(engine, suite.command, suite.gpus), {})
+        if len(suite.servers) != len(ks):
+            raise ValueError(f"{len(suite.servers)} servers for k = {', '.join(map(str, ks))}; name one for each")
+        allow(suite.servers)
+        return cls(suite, chosen, engine, None, dict(zip(ks, suite.servers, strict=True)))
+
+    @property
+    def title(self) -> str:
+        """The engine and its version, or the servers."""
+        version = self.program.there.version if self.program and self.program.there else ""
+        return f"{self.engine} {version}".strip() if self.program else ", ".join(map(host, self.running.values()))
+
+    def environment(self) -> dict[str, object]:
+        """For the result's file."""
+        return environment(None) | {"device": self.title, "dtype": self.chosen.dtype}
+
+    def together(self, lanes: int) -> bool:
+        """Not where they share GPUs, or may."""
+        if self.program is None:
+            return True
+        there = self.program.there
+        return there is not None and not 0 < there.gpus < lanes * self.program.gpus
+
+    @contextmanager
+    def up(self, lanes: Sequence[Measured], tell: Tell) -> Iterator[list[Measure]]:
+        """A server for each lane."""
+        with ExitStack() as running:
+            asked = [self.lane(lane.k, lane.schedule) for lane in lanes] if self.program else []
+            for place, one in enumerate(asked):
+                assert self.program is not None
+                running.enter_context(self.program.serve(one, tell, place, len(asked)))
+            servers = [one.server for one in asked] or [self.running[lane.k] for lane in lanes]
+            yield [partial(_measure, self.suite, server, self._greet(server)) for server in servers]
+
+    def lane(self, k: int, schedule: Schedule = (), engine: Engine | None = None) -> Served:
+        """How a server that drafts k tokens, or by a schedule k at most, is started."""
+        onto = on_free_ports(self.chosen.with_changes(k=k) if k else self.chosen)
+        gpus = self.program.gpus if self.program else 1
+        lane = list(served(onto, engine or self.engine, embedded_folder(), gpus))[bool(k)]
+        if not schedule or CONFIG not in lane.command:
+            return lane
+        at = lane.command.index(CONFIG) + 1
+        _, config = vllm_config(**json.loads(lane.command[at]), **{SCHEDULE: schedule})
+        return replace(lane, command=[*lane.command[:at], config, *lane.command[at + 1 :]])
+
+    def paste(self, schedule: Schedule) -> list[str]:
+        """vLLM's config with the schedule; SGLang's flags, which follow it where its algorithm can."""
+        most = max(k for *_, k in schedule)
+        vllm, sglang = self.lane(most, schedule, "vllm").command, self.lane(most, engine="sglang").command
+        told = [f"For vLLM: {shlex.join(vllm[vllm.index(CONFIG) :][:2])}"] if CONFIG in vllm else []
+        if ALGORITHM in sglang:
+            flags = sglang[sglang.index(ALGORITHM) :]
+            if flags[1] not in ADAPTIVE:
+                told.append(f"For SGLang, whose {flags[1]} has one k for all batch sizes: {shlex.join(flags)}")
+            else:
+                steps = json.dumps({str(at): {"candidate_steps": [k]} for at, _, k in schedule})
+                told.append(f"For SGLang: {shlex.join(flags)} {FOLLOW} FILE, and in FILE {steps}")
+        return told
+
+    def _greet(self, server: str) -> Remote:
+        """What the server calls the model, and where it takes a text. Raises ValueError where it does not answer."""
+        trace = LaneTrace("load", BASELINE, {}, True, [])
+        config = GenerationConfig(min(self.suite.new_tokens, 8))
+        forms: tuple[Form, ...] = ("completions", "chat/completions")
+        try:
+            for _ in RemoteLane(trace, server, None, self.chosen.target, PROMPTS[0], config, forms).events(never):
+                pass
+        except RuntimeError as error:
+            raise ValueError(str(error)) from None
+        assert trace.remote is not None
+        return trace.remote
+
+
+def _measure(suite: LoadOptions, server: str, remote: Remote, place: float, warm_up: bool) -> Point:
+    point = _point(suite, server, remote, place, warm_up)
+    try:
+        with ThreadPoolExecutor(1) as alone:  # whoever asks may have a loop of its own, as notebooks do
+            return alone.submit(asyncio.run, point).result()
+    except (Refused, ConnectionError, httpx.HTTPError, ValueError) as error:
+        said = str(error).replace(os.environ.get(KEY) or "\0", "***")  # a server may quote the key back
+        reason = " ".join(said.split())[:300] or type(error).__name__
+        raise ValueError(f"{host(server)} failed under load: {reason}") from None
+
+
+async def _point(suite: LoadOptions, server: str, remote: Remote, place: float, warm_up: bool) -> Point:
+    texts = suite.texts
+    count = suite.count(place, warm_up)
+    async with Client(server, os.environ.get(KEY)) as http:
+
+        async def ask(number: int) -> Answer:
+            return await _ask(http, remote, number % len(texts), texts[number % len(texts)], suite.new_tokens)
+
+        before, began = await _metrics(http), perf_counter()
+        answers = await _traffic(suite, ask, place, count)
+        seconds = perf_counter() - began
+        return Point(answers, seconds, between(before, await _metrics(http)))
+
+
+async def _traffic(suite: LoadOptions, ask: Ask, place: float, count: int) -> list[Answer]:
+    """So many requests: each after the answer before it, `place` at a time, or as many a second by chance."""
+    if suite.over is CONCURRENCY:
+        todo = iter(range(count))
+
+        async def worker() -> list[Answer]:
+            return [await ask(number) for number in todo]
+
+        return [a for answers in await _together(worker() for _ in range(int(place))) for a in answers]
+    chance = random.Random(0)  # the same arrivals for every k
+
+    async def later(number: int, seconds: float) -> Answer:
+        await asyncio.sleep(seconds)
+        return await ask(number)
+
+    arrivals = accumulate(chance.expovariate(place) for _ in range(count))
+    return await _together(later(number, at) for number, at in enumerate(arrivals))
+
+
+async def _together(asking: Iterable[Coroutine[None, None, T]]) -> list[T]:
+    """What all of them say. When one fails the others have ended too, before its error goes on."""
+    tasks = [asyncio.create_task(one) for one in asking]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+async def _ask(http: Client, remote: Remote, asked: int, text: str, tokens: int) -> Answer:
+    """One request, greedy. Raises what Client and Heard raise, and ConnectionError for an answer without an end."""
+    chat = remote.endpoint.endswith("chat/completions")
+    put: dict[str, object] = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
+    how = {"model": remote.model, "max_tokens": tokens, "temperature": 0.0, "top_p": 1.0, "stream": True}
+    pieces: list[Piece] = []
+    heard = Heard(pieces.append, tokens)
+    heard.begin()
+    question = {**put, **how, "stream_options": {"include_usage": True}}
+    async with aclosing(http.events(remote.endpoint, question, tokens)) as said:
+        async for chunk, arrived in said:
+            heard.hear(chunk, arrived)
+    if heard.finish is None or not pieces:
+        raise ConnectionError("an answer broke off")
+    first, *gaps = (step_ms(event) for event, _ in pieces)
+    return Answer(asked, "".join(piece for _, piece in pieces), heard.told or heard.tokens, first, gaps)
+
+
+async def _metrics(http: Client) -> str | None:
+    """The text of /metrics. None: there is none."""
+    try:
+        return (await http.read("/metrics", METRICS_BYTES)).decode(errors="replace")
+    except (Refused, httpx.HTTPError, ValueError):
+        return None
