@@ -110,4 +110,37 @@ class Paces(Suite):
         return paces(self.repeats, report, cancelled)
 
 
-SUITES: tuple[type[Suite], ...] = (Peers, Floor, RaceFairness, Coverage, Noise, Paces, Gpu)
+@dataclass(frozen=True, kw_only=True)
+class WhatIf(Suite):
+    """Is a prediction right? One pair profiles this CPU; other pairs, methods, k and batches are predicted and run."""
+
+    name = "what-if"
+    repeats: int = 2
+    new_tokens: int = 64
+
+    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
+        import torch
+
+        from benchmarks.what_if import what_if
+        from specdemo.bench.device import measure_profile
+        from specdemo.models.machine import one_thread
+
+        profile = measure_profile("cpu", "here")
+        with one_thread(torch.device("cpu")):
+            return what_if(profile, self.repeats, self.new_tokens, report, cancelled)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published(Suite):
+    """Is a prediction right? Speed-ups that others published, predicted from shapes, datasheets and acceptance."""
+
+    name = "published"
+    repeats: int = 1
+
+    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
+        from benchmarks.published import published
+
+        return published()
+
+
+SUITES: tuple[type[Suite], ...] = (Peers, Floor, RaceFairness, Coverage, Noise, Paces, Gpu, WhatIf, Published)

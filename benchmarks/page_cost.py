@@ -91,12 +91,18 @@ def in_the_page(playwright: Playwright, address: str, results: Connection) -> tu
     return race, [at - emitted[lane, step] for lane, step, at in drawn]
 
 
+def free_port() -> int:
+    """One that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
 def main(repeats: int) -> None:
     spawn = multiprocessing.get_context("spawn")
     results, told = spawn.Pipe(duplex=False)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     server = spawn.Process(target=serve_noting, args=(port, told), daemon=True)
     server.start()
     assert results.recv() == "up"

@@ -11,11 +11,22 @@ if TYPE_CHECKING:
     from specdemo.core.sampling import Sampling
     from specdemo.engine.loop import generate
     from specdemo.methods import load_drafter
-    from specdemo.models.load import load_target
+    from specdemo.methods.targets import load_target
+    from specdemo.prediction.predict import predict
     from specdemo.presets.run import run
 
 __version__ = "0.1.0"
-__all__ = ["Budget", "GenerationConfig", "Sampling", "__version__", "generate", "load_drafter", "load_target", "run"]
+__all__ = [
+    "Budget",
+    "GenerationConfig",
+    "Sampling",
+    "__version__",
+    "generate",
+    "load_drafter",
+    "load_target",
+    "predict",
+    "run",
+]
 
 _HOMES = {
     "Budget": "specdemo.core.protocol",
@@ -23,7 +34,8 @@ _HOMES = {
     "Sampling": "specdemo.core.sampling",
     "generate": "specdemo.engine.loop",
     "load_drafter": "specdemo.methods",
-    "load_target": "specdemo.models.load",
+    "load_target": "specdemo.methods.targets",
+    "predict": "specdemo.prediction.predict",
     "run": "specdemo.presets.run",
 }
 

@@ -12,11 +12,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from inspect import Parameter, Signature, signature
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from tqdm import tqdm
@@ -204,7 +205,7 @@ def profile(
 ) -> None:
     """Measure this machine in a minute: memory bandwidth, matrix products, starting work, passes by width and batch."""
     from specdemo.bench.device import measure_profile, profile_report
-    from specdemo.predict.profiles import write_profile
+    from specdemo.prediction.profiles import write_profile
 
     if out is not None:
         check_writable(out)
@@ -212,6 +213,57 @@ def profile(
     print(measured.model_dump_json(indent=1, exclude_none=True) if as_json else profile_report(measured))
     if out is not None:
         write_profile(measured, out)
+
+
+@app.command()
+def predict(
+    target: Annotated[str, typer.Argument(help="A folder, an embedded model or a hub id; its config.json is enough.")],
+    method: Annotated[str, typer.Option(help="Of `specdemo methods`; told by --model, else eagle.")] = "",
+    model: Annotated[str | None, typer.Option(help="The drafter; without, a head as is usual on the target.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="A recorded run: acceptance, method and model of its first drafting lane.")
+    ] = None,
+    acceptance: Annotated[
+        str | None, typer.Option(help="0.8,0.75,0.7: chance that each position is kept where those before it are.")
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="Profiles with commas between: h100-sxm,l4, or files of `specdemo profile`.")
+    ] = "h100-sxm",
+    dtype: Annotated[str, typer.Option(help="Of weights and cache; bfloat16, on a CPU float32.")] = "",
+    quantization: Annotated[str | None, typer.Option(help="4bit or 8bit, of the target's matrices.")] = None,
+    batch: Annotated[str, typer.Option(help="Texts at once, with commas between: 1,8,32.")] = "1",
+    context: Annotated[int, typer.Option(help="Tokens before the pass.")] = 1024,
+    nodes: Annotated[int, typer.Option(help="Of a draft tree; 0: chains.")] = 0,
+    engine: Annotated[str, typer.Option(help="recorded (CUDA graphs) or eager.")] = "recorded",
+    price: Annotated[float | None, typer.Option(help="Of an hour of the machine, for the cost of tokens.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what speculation would bring on a machine that is not here: speed-up by draft length and batch, with its
+    interval, and what limits it. Needs no torch."""
+    from specdemo.bench.what_if import what_if_report
+    from specdemo.prediction.predict import predict as foresee
+    from specdemo.prediction.roofline import known_engine as engine_of
+
+    found = [
+        foresee(
+            target,
+            device=name,
+            method=method,
+            model=model,
+            dtype=dtype,
+            quantization=quantization,
+            batch=texts,
+            context=context,
+            acceptance=_numbers("acceptance", acceptance, float),
+            trace=trace,
+            nodes=nodes,
+            engine=engine_of(engine),
+            price=price,
+        )
+        for name in device.split(",")
+        for texts in _numbers("batch", batch, int)
+    ]
+    print(json.dumps([one.as_dict() for one in found], indent=1) if as_json else what_if_report(found))
 
 
 @app.command()
@@ -250,14 +302,21 @@ def train(
 
 
 @app.command()
-def presets(as_json: AsJson = False) -> None:
+def presets(
+    as_json: AsJson = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Ask the hub whether their models are what they say; fetches no weights.")
+    ] = False,
+) -> int:
     """List the comparisons that are ready to run."""
+    if check:
+        return _check_presets(as_json)
     listed = [
         {"id": p.id, "title": p.title, "embedded": p.embedded, "methods": p.methods} for p in load_presets().values()
     ]
     if as_json:
         print(json.dumps(listed, indent=1))
-        return
+        return 0
     from specdemo.bench.table import table
     from specdemo.presets.runnable import nearest_runnable, why_not
 
@@ -268,6 +327,24 @@ def presets(as_json: AsJson = False) -> None:
         print("\nNot on this machine, and the nearest that runs on it:")
         rows = [(id, nearest_runnable(preset(id)).id, why) for id, why in reasons.items() if why]
         print(table(("preset", "nearest", "reason"), rows))
+    return 0
+
+
+def _check_presets(as_json: bool) -> int:
+    """A line for every repository as the hub answers; 1 if something is wrong."""
+    from specdemo.presets.check import answers
+
+    found = []
+    for answer in answers(load_presets().values()):
+        found.append(answer)
+        if not as_json:
+            print(answer, flush=True)
+    wrong = sum(bool(answer.wrong) for answer in found)
+    if as_json:
+        print(json.dumps([asdict(answer) for answer in found], indent=1))
+    else:
+        print(f"{wrong} of {len(found)} wrong" if wrong else f"all {len(found)} are what the presets say")
+    return int(wrong > 0)
 
 
 @app.command()
@@ -386,6 +463,17 @@ def _prompt(text: str | None, file: Path | None) -> str | None:
     return read_text(file, 4 * LIMITS.prompt + 1, "name a text file with --prompt-file").removesuffix("\n")
 
 
+Number = TypeVar("Number", int, float)
+
+
+def _numbers(name: str, text: str | None, kind: Callable[[str], Number]) -> list[Number]:
+    """Of an option with commas in it; none without."""
+    try:
+        return [kind(part) for part in text.split(",")] if text else []
+    except ValueError:
+        raise ValueError(f"--{name} takes numbers with commas between, not {text!r:.60}") from None
+
+
 def _options(pairs: list[str] | None) -> dict[str, str] | None:
     if not pairs:
         return None
@@ -447,7 +535,7 @@ def _method(name: str) -> dict[str, Any]:
         "name": name,
         "title": cls.title,
         "summary": cls.summary,
-        "exact": True,  # under the default acceptance rule every method is; the rule may be lossy, a method cannot
+        "exact": cls.exact,
         "needs_model": cls.needs_model,
         "options": options,
     }

@@ -20,6 +20,7 @@ def test_all_is_what_the_package_exports():
         "generate",
         "load_drafter",
         "load_target",
+        "predict",
         "run",
     }
     assert dir(specdemo) == specdemo.__all__
@@ -29,6 +30,11 @@ def test_all_is_what_the_package_exports():
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'laod_target'"):
         _ = specdemo.laod_target
+
+
+def test_a_head_in_the_place_of_a_target_is_named():
+    with pytest.raises(ValueError, match="^stories-medusa holds a head for method 'medusa'; choose a whole model"):
+        specdemo.load_target("stories-medusa")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from benchmarks.gpu.sections import COMMAND, METHODS, PLAIN
 from specdemo.bench.device import CONTEXT, measured, slug
 from specdemo.core.files import write_text
 from specdemo.models.devices import kind
-from specdemo.predict.profiles import Figure, Passes, Profile, Step, write_profile
+from specdemo.prediction.profiles import Figure, Passes, Profile, Step, write_profile
 
 NO_GPU = "This is no GPU measurement: tiny models on a CPU, to try the command."
 RESULTS = "results.json"

@@ -4,22 +4,26 @@ Every figure is the best of a few, as whatever else runs only takes away.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
+from statistics import median
 
 import torch
 from transformers import PreTrainedModel
 
 from specdemo.bench.random_models import SHAPES, random_model
 from specdemo.bench.table import table
-from specdemo.core.protocol import Target
+from specdemo.core.protocol import Budget, GenerationConfig, Target
+from specdemo.engine.loop import generate
+from specdemo.methods import load_drafter
+from specdemo.methods.heads.eagle import Eagle
 from specdemo.models.devices import kind, now
 from specdemo.models.fused import hasten
 from specdemo.models.machine import commit, device_name, one_thread, versions
 from specdemo.models.pass_cost import verify_costs
 from specdemo.models.place import DTYPES, pick_device, pick_dtype
 from specdemo.models.target import HFTarget
-from specdemo.predict.profiles import NAME, Figure, Measured, Passes, Profile
+from specdemo.prediction.profiles import NAME, Figure, Measured, Passes, Profile, Step
 
 REPEATS = 8
 LAUNCHES = 500
@@ -28,6 +32,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CPU_WIDTHS, CPU_BATCHES = (1, 2, 3, 5, 9, 17), (1, 2, 4, 8)  # of `specdemo profile`
 CONTEXT = 64
 LINK_BYTES = 1 << 28
+STEP_K, STEP_TOKENS, STEP_BATCH = 5, 64, 8
 COMMAND = "python -m specdemo profile"
 
 
@@ -172,8 +177,30 @@ def measure_profile(device: str = "auto", name: str | None = None) -> Profile:
     with one_thread(where):
         found = basics(where, COMMAND)
         target = fast(random_model(SHAPES[model], where, pick_dtype("auto", where)))
-        known = passes_of(model, target, passes(target, widths, batches))
-    return Profile.model_validate(found.model_dump() | {"passes": (known,), "name": name or found.name})
+        known = [passes_of(model, target, passes(target, widths, batches))]
+        steps: list[Step] = []
+        if where.type == "cpu":  # a small model beside tells starting operations from reading weights
+            other = SHAPES[model].draft
+            draft = fast(random_model(SHAPES[other], where, target.dtype))
+            known.append(passes_of(other, draft, passes(draft, widths, batches)))
+            steps = [*step_times(model, target, other, draft)]
+    more = {"passes": known, "steps": steps, "name": name or found.name}
+    return Profile.model_validate(found.model_dump() | more)
+
+
+def step_times(name: str, target: HFTarget, other: str, draft: HFTarget) -> Iterator[Step]:
+    """What an engine's steps take, lap by lap: plain, with a draft model, with a head, and the first two in a batch."""
+    head = Eagle.fresh(target).hasten()
+    dtype = str(target.dtype).removeprefix("torch.")
+    lanes = (("none", None, 0, 1), ("draft_model", draft, STEP_K, 1), ("eagle", head, STEP_K, 1))
+    for chosen, model, k, batch in (*lanes, ("none", None, 0, STEP_BATCH), ("draft_model", draft, STEP_K, STEP_BATCH)):
+        drafter = load_drafter(chosen, target, model)
+        prompt = torch.randint(1, target.vocab_size, (batch, CONTEXT), generator=torch.Generator().manual_seed(0))
+        config = GenerationConfig(STEP_TOKENS, budget=Budget(k, k), stop_token_ids=())
+        events = [event for event in generate(target, drafter, prompt, config) if all(event.emitted)][2:-1]
+        ms = {lap: round(median(event.ms.get(lap, 0.0) for event in events), 4) for lap in events[0].ms}
+        named = other if chosen == "draft_model" else ""
+        yield Step(model=name, method=chosen, dtype=dtype, draft=named, batch=batch, ms=ms, drafted=k)
 
 
 def profile_report(profile: Profile) -> str:

@@ -22,7 +22,7 @@ from specdemo.core.protocol import GenerationConfig, Target
 from specdemo.core.tree import Draft
 from specdemo.engine.loop import generate
 from specdemo.engine.session import Session, environment
-from specdemo.methods import BASELINE, load_drafter
+from specdemo.methods import BASELINE, load_drafter, method
 from specdemo.models.load import load_target
 from specdemo.models.text import encode, token_text
 from specdemo.presets.files import Preset
@@ -107,6 +107,9 @@ def losslessness(
 ) -> Result:
     """The test that suits the preset's temperature. repeats: of ROWS continuations each; greedy decoding repeats
     nothing. Raises ValueError with one line."""
+    drafting = chosen.lanes[0].method
+    if not method(drafting).exact:
+        raise ValueError(f"method {drafting!r} does not write the target's text; choose a preset whose first lane does")
     if chosen.temperature == 0.0:
         return _same_tokens(chosen, report, cancelled, device, dtype)
     return _same_distribution(chosen, repeats, report, cancelled, device, dtype)

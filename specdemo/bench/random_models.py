@@ -69,7 +69,8 @@ class Shape:
 SHAPES = {
     "llama-tiny": Shape("llama", 2, 64, 192, 4, 2, 16, 512, draft="qwen3-tiny"),  # none: for trying out
     "qwen3-tiny": Shape("qwen3", 2, 64, 192, 4, 2, 16, 512, True, draft="qwen3-tiny"),  # none
-    "llama-100m": Shape("llama", 12, 768, 2048, 12, 12, 64, 8192),  # none: for a CPU
+    "llama-100m": Shape("llama", 12, 768, 2048, 12, 12, 64, 8192, draft="llama-7m"),  # none: for a CPU
+    "llama-7m": Shape("llama", 8, 192, 512, 3, 3, 64, 8192),  # none: a draft for it
     "llama-1b": Shape("llama", 16, 2048, 8192, 32, 8, 64, 128256, True),  # Llama-3.2-1B
     "llama-8b": Shape("llama", 32, 4096, 14336, 32, 8, 128, 128256, draft="llama-1b"),  # Llama-3.1-8B
     "llama-34b": Shape("llama", 60, 7168, 20480, 56, 8, 128, 64000),  # Yi-34B

@@ -188,6 +188,31 @@ class Typical:
         return Verdict(path, draw(_ends(target, path), rng))
 
 
+@dataclass(frozen=True, slots=True)
+class Synthetic:
+    """Keeps the tokens of a chain by chance, whatever they and the target say. Lossy: a cost model of a draft that is
+    right so often. vLLM has it under this name (config/speculative.py, 0.32).
+
+    rates: the chance that the token at a position is kept where all before it are; past their end the last goes on.
+    Behind the path stands the target's own token. coins: the chances' own noise, as greedy decoding has none.
+    """
+
+    rates: tuple[float, ...]
+    coins: Generator
+    exact: ClassVar[bool] = False
+    note: ClassVar[str] = ""
+
+    def __call__(self, draft: Draft, target: Tensor, rng: Generator | None) -> Verdict:
+        kept = (_coins(draft, self.coins) < self._chances(draft)) & (draft.tokens != ABSENT)
+        path = [list(range(n + 1)) for n in kept.int().cumprod(1).sum(1).tolist()]
+        return Verdict(path, draw(_ends(target, path), rng))
+
+    def _chances(self, draft: Draft) -> Tensor:
+        """[N]"""
+        rates = [*self.rates, *self.rates[-1:] * (draft.nodes - len(self.rates))]
+        return to_device(rates[: draft.nodes], draft.tokens.device, torch.float32)
+
+
 RULES: dict[str, Callable[[], AcceptRule]] = {"lossless": Lossless, "block": Block, "typical": Typical}
 
 

@@ -87,11 +87,13 @@ class LocalLane(RunningLane):
         shown = {**options, **({"k": lane.k} if lane.k else {}), **({"model": lane.model} if lane.model else {})}
         if lane.acceptance != "lossless":
             shown["acceptance"] = lane.acceptance
-        super().__init__(
-            LaneTrace(lane_name(lane), lane.method, shown, self._accept.exact, prompt_ids, messages=messages)
-        )
+        super().__init__(LaneTrace(lane_name(lane), lane.method, shown, _exact(lane), prompt_ids, messages=messages))
         _note_unlike(self.trace, spec, lane)
-        self._config = GenerationConfig(spec.max_new_tokens, spec.sampling, lane.budget, spec.seed)
+        own = method(lane.method).exact
+        if not own:
+            self.trace.note = "; ".join(filter(None, (self.trace.note, pair.drafter.note)))
+        self._stop = pair.target.stop_token_ids if own else ()
+        self._config = GenerationConfig(spec.max_new_tokens, spec.sampling, lane.budget, spec.seed, self._stop)
         self.target, self._pair = pair.target, pair
         self._tokenizer = tokenizer
         self._text = Detokenizer(tokenizer, prompt_ids)
@@ -124,7 +126,7 @@ class LocalLane(RunningLane):
         reads = self._pair.drafter.max_length
         if reads is not None and reads < len(self.trace.prompt_ids) + self._config.max_new_tokens:
             notes.append(f"its draft reads {reads} tokens; nothing is drafted behind them")
-        return [note for note in notes if note]
+        return [note for note in notes if note and note not in (self.trace.note or "")]
 
     def _events(self, cancelled: Cancelled) -> Events:
         self._forget_peak()
@@ -155,7 +157,7 @@ class LocalLane(RunningLane):
         trace = self.trace
         trace.token_ids += event.emitted[0]
         pieces = self._text.push(event.emitted[0])
-        if trace.token_ids[-1] in self.target.stop_token_ids:
+        if trace.token_ids[-1] in self._stop:
             trace.finish = "stop"
         elif len(trace.token_ids) >= self._config.max_new_tokens:
             trace.finish = "length"
@@ -197,7 +199,7 @@ class RemoteLane(RunningLane):
         )
         drafts = "" if lane.method == BASELINE else f", k = {lane.k}"
         name = lane.name or f"{lane_name(lane)}{drafts} on {host(check_listed(lane.server))}"  # as the preset claims
-        super().__init__(LaneTrace(name, lane.method, {}, accept_rule(lane.acceptance).exact, [], messages=messages))
+        super().__init__(LaneTrace(name, lane.method, {}, _exact(lane), [], messages=messages))
         _note_unlike(self.trace, spec, lane)
         config = GenerationConfig(spec.max_new_tokens, spec.sampling, Budget(0, 0), spec.seed)
         forms = ("chat/completions",) if messages else _forms(spec, template)
@@ -235,6 +237,10 @@ def lane_name(lane: Lane) -> str:
         return lane.name
     title: str = method(lane.method).title
     return title if lane.model is None else f"{title} ({lane.model.partition('@')[0].rpartition('/')[2]})"
+
+
+def _exact(lane: Lane) -> bool:
+    return accept_rule(lane.acceptance).exact and method(lane.method).exact
 
 
 def _note_unlike(trace: LaneTrace, spec: Comparison, lane: Lane) -> None:

@@ -72,6 +72,8 @@ def _steps(
     try:
         watch.start()
         drafter.start(len(prompt_ids), config.sampling, rng)
+        if isinstance(drafter, Method):
+            accept = drafter.judge(accept)
         forward = target.start(prompt_ids, drafter.taps, reserve=config.max_new_tokens + config.budget.nodes)
         root = draw(to_probs(forward.logits[:, -1], config.sampling), noise)
         watch.lap("prefill")

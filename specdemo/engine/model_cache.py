@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdemo.engine.comparison import Comparison, Lane
-from specdemo.methods import BASELINE, load_whole, method, reader
+from specdemo.methods import BASELINE, method, reader
+from specdemo.methods.targets import load_model
 from specdemo.models.checkpoints import readable
 from specdemo.models.devices import best, kind
 from specdemo.models.footprint import Precision, free_bytes, measure
@@ -51,7 +52,7 @@ class ModelCache:
         total = 1 + len(lanes)
         if target not in self._models:
             report = _scaled(progress, 0, total)
-            loaded = load_whole(spec.target, spec.dtype, _device(spec), spec.quantization, report)
+            loaded = load_model(spec.target, spec.dtype, _device(spec), spec.quantization, report)
             self._models[target] = _Loaded(loaded, bytes_of[target])
         self._target = target
         for done, (key, lane) in enumerate(lanes.items(), start=1):

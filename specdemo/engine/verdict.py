@@ -24,6 +24,8 @@ def judge(trace: RunTrace, target: HFTarget | None, noise: Sequence[str] = ()) -
             row |= {"identical": None, "first_divergence": None, "verdict": "unknown"}
         elif not lane.exact:
             row["verdict"] = "lossy"
+            if not row["identical"]:  # nor need it be
+                row |= {"identical": None, "first_divergence": None}
         elif baseline.remote or lane.remote:
             row["verdict"] = _from_outside(baseline, lane, row["identical"])
         elif index is None:

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from specdemo.core.protocol import Target
     from specdemo.methods.base import Method
     from specdemo.models.checkpoints import Checkpoint
-    from specdemo.models.load import LoadedModel
 
 BASELINE = "none"  # lane 0 of every comparison
+SYNTHETIC = "synthetic"  # wraps others and is not wrapped: its drafts are judged by a rule of its own
 
 MODEL_OPTIONS = ("drafts", "inner_model")  # what these name are further models, with commas between
 
@@ -40,6 +40,7 @@ BUILT_IN = {
     "online": "specdemo.methods.online:Online",
     "cascade": "specdemo.methods.cascade:Cascade",
     "router": "specdemo.methods.router:Router",
+    SYNTHETIC: "specdemo.methods.synthetic:Synthetic",
 }
 PLUG_INS = {entry.name: entry.value for entry in entry_points(group="specdemo.methods") if entry.name not in BUILT_IN}
 METHODS = BUILT_IN | PLUG_INS  # name -> module:class
@@ -189,16 +190,3 @@ def head_of(source: str) -> str | None:
     except ValueError:
         return None
     return None if kind == "draft_model" else kind
-
-
-def load_whole(name: str, *how: Any) -> "LoadedModel":
-    """`models.load.load_model`, where a head is not what was meant: the error names the method it is for."""
-    from specdemo.models.load import load_model
-
-    try:
-        return load_model(name, *how)
-    except ValueError:
-        head = head_of(name)
-        if head is None:
-            raise
-        raise ValueError(f"{name} holds a head for method {head!r}; choose a whole model as the target") from None

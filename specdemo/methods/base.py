@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Generator, Tensor, nn
 
+from specdemo.core.accept import AcceptRule
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
@@ -51,6 +52,7 @@ class Method(ABC):
     title: ClassVar[str]
     summary: ClassVar[str]  # one sentence for people
     needs_model: ClassVar[bool] = False
+    exact: ClassVar[bool] = True  # under an exact rule the text is the target's
     learns: ClassVar[bool] = False  # gets better with use, so that a session keeps it from run to run
     Options: ClassVar[type[Any]] = NoOptions
     serves: ClassVar[Mapping[str, ServeLine]] = {}  # engine -> how its server is told to draft so
@@ -78,6 +80,10 @@ class Method(ABC):
     @abstractmethod
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
         """A new history; everything remembered of the last one is gone."""
+
+    def judge(self, chosen: AcceptRule) -> AcceptRule:
+        """The rule that its drafts are judged by in the text that has begun, given the one that was chosen."""
+        return chosen
 
     @abstractmethod
     def propose(self, budget: Budget) -> Draft:

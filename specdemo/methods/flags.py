@@ -10,6 +10,9 @@ Options = Mapping[str, object]  # all of the method's, with their defaults
 ServeLine = Callable[[str | None, int, Options], Flags]  # model (None: the target holds the heads), k, options
 
 
+AT = "@"  # between a model's name and its revision
+
+
 class NotServed(Exception):
     """Why a server cannot run a method, in one sentence."""
 
@@ -24,7 +27,9 @@ def vllm(name: str) -> ServeLine:
 
 
 def vllm_config(**values: object) -> Flags:
-    """vLLM's `--speculative-config` with these values."""
+    """vLLM's `--speculative-config` with these values; a model's revision is a key of its own there."""
+    model, _, revision = str(values.get("model", "")).partition(AT)
+    values |= {"model": model, "revision": revision} if revision else {}
     return ["--speculative-config", json.dumps(values, separators=(",", ":"))]
 
 
@@ -39,7 +44,9 @@ def unserved(reason: str) -> ServeLine:
 
 def sglang(algorithm: str, model: str | None = None, **more: object) -> Flags:
     """A chain of k drafts is k steps of one branch, and k + 1 tokens to verify."""
-    paths = ["--speculative-draft-model-path", model] if model else []
+    path, _, revision = (model or "").partition(AT)
+    paths = ["--speculative-draft-model-path", path] if path else []
+    paths += ["--speculative-draft-model-revision", revision] if revision else []
     rest = [part for name, value in more.items() for part in (f"--speculative-{name.replace('_', '-')}", str(value))]
     return ["--speculative-algorithm", algorithm, *paths, *rest]
 

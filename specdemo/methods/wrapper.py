@@ -7,13 +7,13 @@ from torch import Generator
 from specdemo.core.protocol import Budget, Progress
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft
-from specdemo.methods import BASELINE, METHODS
+from specdemo.methods import BASELINE, METHODS, SYNTHETIC
 from specdemo.methods.base import Method
 
 
 def wrappable(wrapper: str) -> tuple[str, ...]:
-    """What a wrapper may wrap: every method but plain decoding and itself."""
-    return tuple(name for name in METHODS if name not in (BASELINE, wrapper))
+    """What a wrapper may wrap: every method but plain decoding, itself and what keeps drafts by chance."""
+    return tuple(name for name in METHODS if name not in (BASELINE, SYNTHETIC, wrapper))
 
 
 def judged(draft: Draft, depth: int, progress: Progress) -> list[tuple[int, int]]:

@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specdemo.core.files import replacing_all, write_text
-from specdemo.models.footprint import TOO_LARGE, headers, read_config
+from specdemo.models.configs import read_config
+from specdemo.models.footprint import TOO_LARGE, headers
 from specdemo.models.hub import Cancelled, LoadProgress, describe, remote_headers, silent
 from specdemo.models.resolve import local_folder, locate
 

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from specdemo.core.reading import read_json
+from specdemo.models.configs import read_config
 from specdemo.models.devices import KINDS, kind
 from specdemo.models.hub import Repository, describe
 
@@ -23,22 +23,6 @@ HEADROOM = 1.1  # times: activations, buffers, what the allocator cannot reuse
 STORED_BITS = {"I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F4": 4}
 WHOLE = ("embed", "lm_head", "wte", "wpe", "experts")  # parts of names that bitsandbytes leaves in 16 bits
 PACKED = 8  # numbers of 4 bits in one of those that a file counts
-LARGEST = 1 << 24
-LARGEST_TREE = 1 << 12
-WIDTHS = "top_k_tokens_per_head"
-MOST = {  # that a config may say, several times what any public model does
-    **dict.fromkeys("num_hidden_layers n_layer n_layers num_layers n_predict n_future_tokens".split(), 512),
-    **dict.fromkeys("num_nextn_predict_layers num_heads num_medusa_layers num_layers".split(), 512),
-    **dict.fromkeys("medusa_num_heads medusa_num_layers hydra_num_heads hydra_num_layers block_size".split(), 512),
-    **dict.fromkeys("num_attention_heads num_key_value_heads n_head n_heads n_kv_heads".split(), 4096),
-    **dict.fromkeys("num_experts num_local_experts n_routed_experts num_experts_per_tok".split(), 4096),
-    **dict.fromkeys("dim n_embd n_inner d_model n_positions n_ctx sliding_window selector_top_k".split(), LARGEST),
-    "max_position_embeddings": LARGEST,
-    "mscale_all_dim": 0,  # of YaRN: no size, any number
-    WIDTHS: LARGEST_TREE,
-}
-SIZES = ("_size", "_dim")
-NESTED = ("text_config", "transformer_layer_config", "eagle_config", "dflash_config", "speculators_config")
 SCALES = {4: 4.13, 8: 8.03}  # bits of one number and its share of the scales (4: doubly quantised)
 
 
@@ -91,31 +75,6 @@ def _check_stored(name: str, config: Mapping[str, Any]) -> None:
     wanting = [package for package in ("kernels", "triton") if find_spec(package) is None]
     if isinstance(stored, dict) and stored.get("quant_method") == "mxfp4" and wanting:
         raise ValueError(f"{name} is stored in MXFP4, which needs other packages; run: pip install {' '.join(wanting)}")
-
-
-def read_config(folder: Path, *names: str) -> dict[str, Any]:
-    """config.json, or the first file of these names; empty without one. Raises ValueError when it is no JSON object or
-    names a size that no model has."""
-    described = next((path for path in map(folder.joinpath, names or ("config.json",)) if path.is_file()), None)
-    config = read_json(described) if described else {}
-    problem = next(_oversized(config), None)
-    if problem:
-        raise ValueError(f"{described}: {problem}; fetch it again or choose another model")
-    return config
-
-
-def _oversized(config: Mapping[str, object]) -> Iterator[str]:
-    """What no module can be made of, or none in any time or memory."""
-    for key, value in config.items():
-        limit = MOST.get(key, LARGEST if key.endswith(SIZES) else 0)
-        for number in value if isinstance(value, list) else [value]:
-            if (limit and isinstance(number, float | str)) or (isinstance(number, int) and number > limit > 0):
-                yield f"{key} must be a whole number of {limit:,} at most, not {number!r:.40}"
-        if key in NESTED and not isinstance(value, dict | None):
-            yield f"{key} must be an object"
-        if key == WIDTHS and isinstance(value, list) and prod(value) > LARGEST_TREE:
-            yield f"{key} is a tree of more than {LARGEST_TREE:,} paths"
-        yield from _oversized(value) if isinstance(value, dict) else ()
 
 
 def check_described(name: str, folder: Path, model: nn.Module) -> None:

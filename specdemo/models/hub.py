@@ -18,7 +18,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, constants, snapshot_download, try_to_load_from_cache
+from huggingface_hub import HfApi, ModelInfo, constants, snapshot_download, try_to_load_from_cache
 from tqdm.auto import tqdm
 
 from specdemo.core.words import suggest
@@ -29,11 +29,16 @@ DESCRIPTION = ("*.json", "*.txt", "*.model", "*.jinja")  # config, tokenizer, ch
 WEIGHTS = "*.safetensors"
 LEFT_BY_TRAINERS = ("training_args.*", "optimizer.*", "scheduler.*", "rng_state*", "trainer_state.*")
 POLL_S = 0.2
+UNANSWERED = {"LocalEntryNotFoundError", "ConnectError", "ConnectionError", "TransportError", "TimeoutException"}
 SPARE_DISK = 500_000_000  # bytes that stay free
 
 
 class Cancelled(ValueError):
     """Raised by a `LoadProgress` that wants the loading to end."""
+
+
+class Unreachable(ValueError):
+    """Nobody answers where the hub should be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +96,18 @@ def look(name: str, pickled: Sequence[str] = ()) -> Repository:
 
     Raises ValueError, one line, when it is missing, gated or out of reach.
     """
+    return described(name, ask(name), pickled)
+
+
+def ask(name: str) -> ModelInfo:
+    """What the hub says of a repository and its files. Raises as `look` does, Unreachable where nobody answers."""
     repository, revision = split(name)
     with one_line(name):
-        info = HfApi().model_info(repository, revision=revision, files_metadata=True)
+        return HfApi().model_info(repository, revision=revision, files_metadata=True)
+
+
+def described(name: str, info: ModelInfo, pickled: Sequence[str] = ()) -> Repository:
+    """Of all its files those that a model needs."""
     top = {f.rfilename: f.size or 0 for f in info.siblings or [] if "/" not in f.rfilename}
     described = {f: size for f, size in top.items() if any(fnmatch(f, kind) for kind in DESCRIPTION)}
     weights = [f for f in top if fnmatch(f, WEIGHTS)]
@@ -220,11 +234,12 @@ def one_line(name: str) -> Iterator[None]:
     except Cancelled:
         raise
     except Exception as error:  # the client raises its transport's own errors, which share no base with OSError
-        raise ValueError(_explained(name, error)) from error
+        kinds = {kind.__name__ for kind in type(error).__mro__}
+        silent = bool(kinds & UNANSWERED) and not offline()
+        raise (Unreachable if silent else ValueError)(_explained(name, error, kinds)) from error
 
 
-def _explained(name: str, error: Exception) -> str:
-    kinds = {kind.__name__ for kind in type(error).__mro__}
+def _explained(name: str, error: Exception, kinds: set[str]) -> str:
     repository, revision = split(name)
     cure = suggest(name, embedded_names())
     if "GatedRepoError" in kinds:
@@ -237,7 +252,7 @@ def _explained(name: str, error: Exception) -> str:
         return f"unknown model {name!r}; {cure}, or give a folder or a Hugging Face id (hf auth login for private ones)"
     if kinds & {"LocalEntryNotFoundError", "OfflineModeIsEnabled"} and offline():
         return f"{name!r} is not on this machine and HF_HUB_OFFLINE is set; unset it, or {cure}"
-    if kinds & {"LocalEntryNotFoundError", "ConnectError", "ConnectionError", "TransportError", "TimeoutException"}:
+    if kinds & UNANSWERED:
         return f"{name!r} is not here and {constants.ENDPOINT} cannot be reached; {cure}"
     line = next((text for text in str(error).splitlines() if text.strip()), "") or type(error).__name__
     if "HfHubHTTPError" in kinds:

@@ -13,8 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from specdemo.core.words import suggest
 from specdemo.models import hub, probe
+from specdemo.models.configs import read_config
 from specdemo.models.devices import kind
-from specdemo.models.footprint import check_described, measure, read_config
+from specdemo.models.footprint import check_described, measure
 from specdemo.models.fused import hasten
 from specdemo.models.hub import LoadProgress, silent
 from specdemo.models.machine import one_thread

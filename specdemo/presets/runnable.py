@@ -39,7 +39,9 @@ def why_not(preset: Preset, machine: Machine | None = None) -> str:
     if machine.gpu_gb < preset.memory_gb:
         return f"it needs about {preset.memory_gb:g} GB of GPU memory and there are {machine.gpu_gb:.0f}"
     if preset.gated and not machine.logged_in:
-        return f"{preset.target} is gated: accept its licence on huggingface.co, then run hf auth login"
+        return (
+            f"{preset.target.partition('@')[0]} is gated: accept its licence on huggingface.co, then run hf auth login"
+        )
     return ""
 
 

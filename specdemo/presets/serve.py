@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from specdemo.engine.comparison import Lane
 from specdemo.methods import BASELINE, validate_options
-from specdemo.methods.flags import NotServed
+from specdemo.methods.flags import AT, NotServed
 from specdemo.presets.files import EMBEDDED, Preset
 from specdemo.servers.address import address, allow
 from specdemo.servers.flags import Engine, speculation_flags
@@ -70,11 +70,13 @@ def serve_commands(preset: Preset, engine: Engine, models: Path | None = None, g
 
 
 def _start(preset: Preset, engine: Engine, server: str, models: Path | None) -> list[str]:
-    target = _path(preset.target, models) or preset.target
+    name, _, revision = preset.target.partition(AT)
+    target = _path(name, models) or name
     start = ["vllm", "serve", target] if engine == "vllm" else ["python", "-m", "sglang.launch_server"]
     flags = [] if engine == "vllm" else ["--model-path", target, "--enable-metrics"]
     if preset.target != target:
         flags += ["--served-model-name", preset.target]
+    flags += ["--revision", revision] if revision else []
     flags += ["--dtype", preset.dtype, UNCACHED[engine]]
     if _quantises(preset, engine):
         flags += ["--quantization", "bitsandbytes"]

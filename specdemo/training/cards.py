@@ -57,6 +57,8 @@ A draft for speculative decoding of `stories`: one wide layer, so that a guess c
     "stories-draft-deep": """\
 A draft for speculative decoding of `stories`: four narrow layers, as many parameters as `stories-draft-wide`, so that
 the two show what depth costs (arXiv 2402.01528).""",
+    "stories-draft-other": """\
+A draft for speculative decoding of `stories` that has words of its own: three of four are the target's too.""",
     "code-target": """\
 A small writer of Python: the target of specdemo's second world. What it writes looks like code and mostly parses; it
 does not know what a program is for.""",
@@ -88,6 +90,13 @@ matrices, AdamW for the rest; matrix products in bf16 where the processor has it
 half in the first part and to 2 % in the second. At the end the weights that the second part began with are averaged in
 as far as that lowers the held-out loss.""",
     "stories-bytes": JOINT_METHOD,
+    "stories-draft-other": """\
+Cross-entropy on the text and, twice in an epoch, on what the target wrote itself (temperatures 0, 0.7 and 1, begun like
+training stories): distillation by sequences (Kim & Rush 2016, arXiv 1606.07947), for which the two need no token in
+common. Its byte-level BPE splits words as GPT-2 does and was trained on the first fifteenth of the documents, the
+picture books, so that its words are others. Muon for the hidden matrices, AdamW for the rest; matrix products in bf16
+where the processor has it; windows of 256 tokens, and of 512 from 70 % of the time on; the learning rate is constant to
+40 % of the time, then falls linearly to 2 %.""",
     "draft": """\
 Cross-entropy on text first, then forward KL to the target's recorded distributions (its 32 most probable tokens at
 every position, the rest as one lump); in the last part half of the rows are the target's own samples (temperatures 0,
@@ -106,6 +115,9 @@ for any use beyond demonstrations, and nothing that it writes should be run. The
     "code-draft": """\
 Made to guess what its target says, not to write. It fits only a target with the same tokenizer. The context is 1,024
 tokens.""",
+    "stories-draft-other": """\
+Made to guess what its target says, not to write: on its own its text falls apart quickly. Its guesses get worse away
+from simple stories, and where the target says a word that it lacks. The context is 512 tokens of its own.""",
     "stories-bytes": """\
 English children's stories only, and less well told than by `stories`: a letter is little to go by for a model of this
 size. It knows no facts, follows no instructions and was not made safe for any use beyond demonstrations. The context is

@@ -86,20 +86,24 @@ def retell(story: str, rng: random.Random, max_characters: int) -> str | None:
     return f"{excerpt}\n\nTell it again with {new}, not {old}.\n\n{again}"
 
 
-def train_tokenizer(documents: list[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
-    """Byte-level BPE with 2,048 entries; `<|endoftext|>` is id 0 and is put before every encoded text.
-
-    A line break and the indent behind it become one token, as deep as is common.
-    """
-    tokenizer = Tokenizer(models.BPE())
-    # Words, single digits, runs of punctuation, a line break with its indent; a word carries the space before it.
+def own_words() -> pre_tokenizers.PreTokenizer:
+    """Words, single digits, runs of punctuation, a line break with its indent; a word carries the space before it."""
     pattern = Regex(r"'(?:[sdmt]|ll|ve|re)| ?[A-Za-z]+|\d| ?[^\sA-Za-z\d]+|\n+ *|\s+(?!\S)|\s+")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(pattern, behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(pattern, behavior="isolated"), plain])
+
+
+def gpt2_words() -> pre_tokenizers.PreTokenizer:
+    """As GPT-2 does: digits together, line breaks apart from the indent behind them."""
+    return pre_tokenizers.ByteLevel(add_prefix_space=False)
+
+
+def train_tokenizer(
+    documents: list[str], vocab_size: int = VOCAB_SIZE, words: Callable[[], pre_tokenizers.PreTokenizer] = own_words
+) -> Tokenizer:
+    """Byte-level BPE of so many entries within `words`; `<|endoftext|>` is id 0 and is put before every text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = words()
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,

@@ -1,4 +1,4 @@
-"""What made the shipped models: `specdemo train stories-target | stories-draft-wide | stories-draft-deep`.
+"""What made the shipped models: `specdemo train stories-target | stories-draft-wide | ...`.
 
 A recipe leaves a standard Hugging Face folder with `MODEL_CARD.md` and `provenance.json`. Killed, it goes on from its
 last checkpoint when it is started again with the same folder.
@@ -7,7 +7,7 @@ last checkpoint when it is started again with the same folder.
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -44,6 +44,7 @@ from specdemo.training.corpus import (
     Corpus,
     Epochs,
     check_corpus,
+    gpt2_words,
     read_corpus,
     retell_some,
     token_stream,
@@ -93,6 +94,10 @@ CODE = World("code", 4096, (256, 512, 1024), edit, (0.2, 0.5), 24, 0.0, 4096, co
 SEED_LAYERS, SEED_SHARE = 4, 0.55  # of a target that is deepened, and of its time
 DRAFT_SEED_SHARE = 0.4
 OPENINGS = 10_000  # documents that the samples of a target begin like
+
+KINDS = ("text", "samples")  # of what a target says
+OTHER_WORDS = 15  # a draft of another vocabulary has the words of one document in so many
+OTHER_TURNS = 2  # and reads what the target wrote so often in an epoch
 
 TARGET = Shape(layers=12, hidden=256, intermediate=672, heads=4)
 WIDE = Shape(layers=1, hidden=256, intermediate=672, heads=4)
@@ -270,8 +275,14 @@ def drop_out(model: LlamaForCausalLM, share: float) -> None:
 
 def train_target(job: Job) -> None:
     """A target: cross-entropy on the text of its world, some of it told again."""
-    world, corpus = job.world, read_corpus(job.corpus)
     make_folder(job.out)
+    write_attribution(job.corpus, job.out)
+    train_on(job, read_corpus(job.corpus))
+
+
+def train_on(job: Job, corpus: Corpus) -> None:
+    """Cross-entropy on a corpus, some of it told again; `job.out` is there."""
+    world = job.world
     tokenizer = load_or_train_tokenizer(corpus, job.out, job.start, world.vocab_size)
     model = nn.Module.to(build(job.shape, world.vocab_size), job.device)
     start = deepened(weights(job.start), job.shape.layers) if job.start else {}
@@ -310,7 +321,6 @@ def train_target(job: Job) -> None:
             micro_tokens=job.micro_tokens + 8,  # a row is its window and one token more
             pool=pool,
         )
-    write_attribution(job.corpus, job.out)
     share = average(model, start, lambda: held_out_loss(model, valid)) if start else 0.0
     if share:
         history.evaluations.append({**history.evaluations[-1], **evaluate()})
@@ -455,7 +465,6 @@ def train_draft(job: Job) -> None:
     target, wrapped = load_target(job)
     make_folder(job.out)
     tokenizer = wrapped.backend_tokenizer
-    recorded = record(job, target, corpus, tokenizer)
     valid = held_out_rows(corpus, tokenizer, job.plan.context)
     truth = next_probs(target, valid)
     model = nn.Module.to(build(job.shape, target.config.vocab_size), job.device)
@@ -464,7 +473,8 @@ def train_draft(job: Job) -> None:
     elif job.shape.hidden == target.config.hidden_size:
         model.model.embed_tokens.load_state_dict(target.get_input_embeddings().state_dict())
     listen_from = 0.0 if job.start else 0.1
-    batches = Lessons(*recorded, 65536 if job.large else 4096, job.device, listen_from)
+    text, samples = record(job, target, corpus, tokenizer)
+    batches = Lessons(text, samples, 65536 if job.large else 4096, job.device, listen_from)
 
     def loss(tokens: Tensor, indices: Tensor, probs: Tensor) -> Tensor:
         with autocast(job.device):
@@ -488,6 +498,23 @@ def train_draft(job: Job) -> None:
     finish(job, model, tokenizer, corpus, history)
 
 
+def train_other(job: Job) -> None:
+    """A draft with a vocabulary of its own: cross-entropy on text and on what the target wrote itself, which is
+    distillation by sequences (Kim & Rush 2016, arXiv 1606.07947) and needs no tokens in common."""
+    corpus = read_corpus(job.corpus)
+    target, wrapped = load_target(job)
+    make_folder(job.out)
+    words = job.out / "tokenizer.json"
+    if not words.exists():
+        with replacing(words) as part:  # of few documents, so that its words are others
+            train_tokenizer(corpus.train[: -(-len(corpus.train) // OTHER_WORDS)], words=gpt2_words).save(str(part))
+    (samples,) = record(job, target, corpus, wrapped.backend_tokenizer, ("samples",))
+    rows = samples.tokens.view(-1, job.plan.sample_length)
+    said = wrapped.batch_decode(rows, clean_up_tokenization_spaces=False)
+    told = [story.strip() for text in said for story in text.split(END) if story.strip()]
+    train_on(job, replace(corpus, train=corpus.train + OTHER_TURNS * told))
+
+
 def load_target(job: Job) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """The target in fp32 and its tokenizer. Raises ValueError when there is none at `job.target`."""
     check_shipped(Path(job.target))
@@ -498,15 +525,17 @@ def load_target(job: Job) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
         raise ValueError(f"no target model at {job.target}: name the folder of stories-target with --target") from error
 
 
-def record(job: Job, target: PreTrainedModel, corpus: Corpus, tokenizer: Tokenizer) -> tuple[Recorded, Recorded]:
+def record(
+    job: Job, target: PreTrainedModel, corpus: Corpus, tokenizer: Tokenizer, kinds: Sequence[str] = KINDS
+) -> list[Recorded]:
     """The target's cache of text and samples, completed if need be; a complete one of other text will do."""
     if complete(job.cache):
         claim(job.cache, target, None, job.plan)
-        return load_cache(job.cache, ["text"]), load_cache(job.cache, ["samples"])
+        return [load_cache(job.cache, [kind]) for kind in kinds]
     text = windows(job.world.epochs(corpus.train, tokenizer, later=True).stream(0, job.plan.context), job.plan.context)
     openings = corpus.train[:: 1 + len(corpus.train) // OPENINGS]
     collect(target, text, [e.ids for e in tokenizer.encode_batch(openings)], job.cache, job.plan, job.backwards)
-    return load_cache(job.cache, ["text"]), load_cache(job.cache, ["samples"])
+    return [load_cache(job.cache, [kind]) for kind in kinds]
 
 
 @dataclass(frozen=True, slots=True)
@@ -520,11 +549,13 @@ class Recipe:
     world: World = STORIES
 
 
+OTHER_PLAN = Plan(text_rows=0, sampled_rows=1024)
 CODE_PLAN = Plan(text_rows=640, sampled_rows=256)
 RECIPES: dict[str, Recipe] = {
     "stories-target": Recipe(train_target, TARGET, minutes=100.0, threads=None),
     "stories-draft-wide": Recipe(train_draft, WIDE, minutes=19.0, threads=1),
     "stories-draft-deep": Recipe(train_draft, DEEP, minutes=19.0, threads=1, backwards=True),
+    "stories-draft-other": Recipe(train_other, WIDE, 20.0, 1, OTHER_PLAN, world=replace(STORIES, dropout=0.0)),
     "code-target": Recipe(deepened_target, replace(TARGET, context=1024), 100.0, None, world=CODE),
     "code-draft": Recipe(seeded_draft, replace(WIDE, context=1024), 14.0, 1, CODE_PLAN, world=CODE),
 }

@@ -41,8 +41,10 @@ function verdictWords(line) {
   const quoted = (text) => `“${(text ?? "").trim() || visible(text ?? "")}”`;
   const [own, last] = [line.kinds.at(-1), line.text.at(-1)];
   const kept = line.kinds.filter((kind) => kind === "accepted").length;
+  const drafts = line.fates.filter(Boolean).length;
   const gained = `${line.kinds.length} token${line.kinds.length === 1 ? "" : "s"} from one pass`;
   const wrong = line.fates.findIndex((fate, i) => fate === "rejected" && line.parents[i] === line.path.at(-1));
+  if (line.notes?.by_chance) return `By chance, whatever the target says, ${kept} of ${drafts} guesses kept: ${gained}.`;
   if (own === "bonus") return `Every guess${isTree(line) ? " on the path" : ""} was right, so the pass gave ${quoted(last)} for free: ${gained}.`;
   if (own !== "corrected" || wrong < 0) return `${sentence(gained)}.`;
   return `${kept ? `${kept} guess${kept === 1 ? "" : "es"} right; then the` : "The"} target said ${quoted(last)} and not ${quoted(line.drafted[wrong])}: ${gained}.`;

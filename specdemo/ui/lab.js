@@ -13,8 +13,10 @@ function clear() {
 }
 
 function opened(line) {
-  training = { recipe: line.recipe, points: {}, last: {}, head: null };
-  $(".sd-loading").hidden = false;
+  training = { recipe: line.recipe, recorded: line.recorded, points: {}, last: {}, head: null };
+  $(".sd-badge").hidden = !line.recorded;
+  $(".sd-badge").textContent = ["recorded", ...(line.where || [])].join(" · ");
+  $(".sd-loading").hidden = line.recorded;
   $(".sd-loading").removeAttribute("value"); // busy, nobody knows how long
   $(".sd-facts").textContent = "";
   $(".sd-lab-charts").hidden = true;
@@ -33,6 +35,7 @@ function tick(line) {
 
 function done(line) {
   training.head = line;
+  if (training.recorded) return ended("How the shipped head learned. Press Train for your own.");
   ended(`Done. The head is in ${line.folder}.`);
 }
 
@@ -62,6 +65,13 @@ function facts() {
   $(".sd-facts").textContent = words.join(" · ");
 }
 
+function idle() {
+  training = null;
+  $(".sd-badge").hidden = $(".sd-lab-charts").hidden = true;
+  $(".sd-facts").textContent = "";
+  say("Ready. Press Train to begin.");
+}
+
 function draw() {
   if (!training) return;
   const named = (names) => names.filter(([name]) => training.points[name]).map(([name, title]) => ({ name: title, points: training.points[name] }));
@@ -83,5 +93,6 @@ function chart(box, lines, { say = (y) => fixed(y, 3), ...scale }) {
 new ResizeObserver(draw).observe($(".sd-lab-charts"));
 watch("value", () => {
   readLog(props.value || "");
+  if (!props.value) idle();
   draw();
 });

@@ -5,6 +5,7 @@ of_seconds, step, tokens, loss and agree_1, agree_2, ... as they become known, o
 and folder. Training is work of the engine: races and it wait for each other in one queue.
 """
 
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
@@ -14,6 +15,7 @@ from typing import Any, ClassVar, Protocol
 import gradio as gr
 
 from specdemo.engine.comparison import Lane
+from specdemo.models.hub import embedded_folder
 from specdemo.presets import limits
 from specdemo.presets.files import DEFAULT, preset
 from specdemo.ui import assets, losslessness
@@ -26,6 +28,7 @@ from specdemo.ui.views import view
 MINUTES = (0.5, 30.0)
 RUNS = Path("runs")
 POINTS = 500  # of a curve, evaluations apart: steps come by the thousand
+SHOWN = "medusa"  # where nothing can be chosen
 SAVING_S = 30.0  # how long Stop waits until the head is written
 OFF = (
     "Training is off on this public page: it would keep the shared machine busy for minutes. "
@@ -99,6 +102,17 @@ class Training(Job):
         return {"race": gr.update(interactive=self.folder is not None)}
 
 
+def shipped_training(recipe: str) -> str:
+    """How the shipped head of a recipe learned, as the text of a training; empty where none ships."""
+    path = embedded_folder() / f"stories-{recipe}" / "provenance.json"
+    if not path.is_file():
+        return ""
+    told = json.loads(path.read_text(encoding="utf-8"))
+    where = [told["hardware"], f"{told['threads']} thread", f"commit {told['commit'][:7]}"]
+    ticks = ({"type": "tick", "of_seconds": told["seconds"], **point} for point in told["evaluations"])
+    return opening(recipe=recipe, recorded=True, where=where) + "".join(map(to_line, (*ticks, {"type": "done"})))
+
+
 class Lab(Jobs[Training]):
     """The trainings of all visitors."""
 
@@ -108,6 +122,10 @@ class Lab(Jobs[Training]):
     def train(self, request: gr.Request, values: Values) -> Iterator[Values]:
         """Train what the visitor chose."""
         yield from self.run(request, lambda _: Training(values["recipe"], values["minutes"]))
+
+    def recorded(self, request: gr.Request, values: Values) -> Values:
+        """How the shipped head of the chosen recipe learned, until the visitor trains one."""
+        return {} if self.last(request) else {"view": shipped_training(values["recipe"] or SHOWN)}
 
     def race_head(self, request: gr.Request, values: Values) -> Values:
         """The controls of the Race with the new head in lane 1."""
@@ -126,7 +144,7 @@ def race_with(method: str, folder: str, drawn: Mapping[str, int]) -> Values:
 def draw(page: gr.Blocks, form: Controls, sweep: gr.Radio, tab: gr.Tab, store: Store) -> None:
     """The tab, inside the current Blocks. sweep: what chooses the suite of the Sweep tab."""
     with gr.Column(elem_classes="card"):
-        _draw_training(page, form, store)
+        _draw_training(page, form, tab, store)
     with gr.Column(elem_classes="card"):
         assets.heading("depth", assets.text("depth_width.md"), elem_id="depth-width-about")
         compare = gr.Button("Open the sweep", elem_id="depth-width")
@@ -136,7 +154,7 @@ def draw(page: gr.Blocks, form: Controls, sweep: gr.Radio, tab: gr.Tab, store: S
         losslessness.draw(tab, store)
 
 
-def _draw_training(page: gr.Blocks, form: Controls, store: Store) -> None:
+def _draw_training(page: gr.Blocks, form: Controls, tab: gr.Tab, store: Store) -> None:
     lab = Lab(store)
     words = assets.text("lab.md") + ("" if allowed() else f"\n\n**{OFF}**")
     assets.heading("train", words, elem_id="lab-about")
@@ -158,6 +176,8 @@ def _draw_training(page: gr.Blocks, form: Controls, store: Store) -> None:
     to_race.then(None, None, None, js="() => document.getElementById('run').click()", **QUIET)
     if allowed():
         page.load(_recipes, None, recipe, **QUIET)
+    for shown in (tab.select, recipe.change):
+        named(shown, lab.recorded, {"recipe": recipe}, {"view": view}, **QUIET)
 
 
 def _recipes() -> object:

@@ -115,6 +115,12 @@ def test_a_strangers_histogram_may_be_none(row):
         figure(Result("losslessness", 1, {"draws": 10}, {}, [{"token": "a", **row}], [], "token"))
 
 
+def test_what_writes_no_text_of_the_target_is_not_tested():
+    chosen = preset("embedded-sampling").with_changes(method="synthetic", model=None)
+    with pytest.raises(ValueError, match="'synthetic' does not write the target's text; choose a preset"):
+        losslessness(chosen, 1, ignore, never)
+
+
 def test_equal_seeds_are_not_used_twice(few, monkeypatch):
     seeds = []
     monkeypatch.setattr(

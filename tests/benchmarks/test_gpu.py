@@ -14,7 +14,7 @@ from specdemo.core.accept import Lossless
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.tree import ABSENT, Draft
 from specdemo.methods import load_drafter
-from specdemo.predict.profiles import read_profile
+from specdemo.prediction.profiles import read_profile
 
 CPU = torch.device("cpu")
 WITHOUT_A_PAGE = """

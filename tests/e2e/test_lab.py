@@ -9,6 +9,7 @@ def test_a_head_is_trained_and_raced(visit_gated):
     page = visit_gated(viewport={"width": 390, "height": 800})
     page.get_by_role("tab", name="Lab").click()
     expect(page.locator("#recipe input")).to_have_value("Medusa, 4 heads")
+    expect(page.locator("#lab .sd-status")).to_have_text(re.compile("^How the shipped head learned"))
     expect(page.locator("#race-head")).to_be_disabled()
     page.locator("#train").click()
     expect(page.locator("#lab .sd-status")).to_have_text(re.compile("^Done. The head is in runs/medusa-"))

@@ -95,7 +95,7 @@ def test_the_trace_says_where_it_was_measured(trace):
 def test_a_trace_survives_its_file_and_replays_without_models(trace, monkeypatch):
     again = from_json(to_json(trace))
     assert again == trace
-    monkeypatch.setattr(model_cache, "load_whole", None)
+    monkeypatch.setattr(model_cache, "load_model", None)
     messages = list(replay(again))
     assert isinstance(messages[0], Started) and isinstance(messages[-1], Finished)
     for index, lane in enumerate(trace.lanes):

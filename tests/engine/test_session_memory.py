@@ -104,7 +104,7 @@ def test_what_cannot_fit_together_is_refused_before_it_is_loaded(folders, monkey
     a, b, _ = folders
     need = model_cache.measure(Path(a), model_cache.Precision(torch.float32)).weights
     monkeypatch.setattr("specdemo.models.place.free_bytes", lambda where: [int(1.5 * need)])
-    monkeypatch.setattr(model_cache, "load_whole", None)
+    monkeypatch.setattr(model_cache, "load_model", None)
     with pytest.raises(ValueError, match=f"^{a} with {b} needs about 0.0 GB in float32, .* smaller model$"):
         Session().load(spec(a, Lane(method="draft_model", model=b)))
 

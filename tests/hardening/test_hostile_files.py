@@ -30,7 +30,7 @@ from specdemo.methods import METHODS, load_drafter
 from specdemo.methods.pairs import check_pair
 from specdemo.models import probe
 from specdemo.models.checkpoints import outline_checkpoint
-from specdemo.models.footprint import read_config
+from specdemo.models.configs import read_config
 from specdemo.models.hub import embedded_folder
 from specdemo.models.load import load_target, outline
 from specdemo.models.text import encode

@@ -21,5 +21,6 @@ test("of a chain every draft is shown, of a tree its kept path and what was refu
 test("a step is told in words", () => {
   assert.equal(verdictWords(chain), "1 guess right; then the target said “x” and not “b”: 2 tokens from one pass.");
   const bonus = { ...chain, fates: ["accepted", "accepted", "accepted"], kinds: ["accepted", "accepted", "accepted", "bonus"], text: [" a", " b", " c", " d"] };
+  assert.equal(verdictWords({ ...bonus, notes: { by_chance: 1 } }), "By chance, whatever the target says, 3 of 3 guesses kept: 4 tokens from one pass.");
   assert.match(verdictWords(bonus), /gave “d” for free: 4 tokens from one pass\.$/);
 });

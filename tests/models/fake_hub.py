@@ -12,11 +12,12 @@ SHA = "0123456789abcdef0123456789abcdef01234567"
 
 class FakeHub:
     """`repositories`: id -> file -> bytes. `gated`: ids that need a login. `cuts`: file -> bytes after which the
-    connection is cut, once each. `requests`: (file, Range header) of every file asked for."""
+    connection is cut, once each. `requests`: (file, Range header) of every file asked for. `cards`: id -> what else the
+    hub says of it."""
 
     def __init__(self, repositories):
         self.repositories = repositories
-        self.gated, self.cuts, self.requests, self.numbers = set(), {}, [], {}
+        self.gated, self.cuts, self.requests, self.numbers, self.cards = set(), {}, [], {}, {}
         self.hold = None  # an Event: bytes of weights behind the first half wait for it
 
     def answer(self, handler, body):
@@ -36,7 +37,7 @@ class FakeHub:
         if tree:
             said = [{"type": "file", "path": f, "size": len(b), "oid": str(hash(b))} for f, b in files.items()]
         else:
-            said = {"id": repository, "modelId": repository, "sha": SHA}
+            said = {"id": repository, "modelId": repository, "sha": SHA, **self.cards.get(repository, {})}
             said["siblings"] = [{"rfilename": f, "size": len(b)} for f, b in files.items()]
             if repository in self.numbers:
                 said["safetensors"] = {

@@ -94,6 +94,18 @@ def test_sglang_counts_the_root_as_a_token_to_verify(settings, flags):
     assert {name: after(words, f"--speculative-{name}") for name in flags} == flags
 
 
+def test_a_pinned_model_is_served_at_its_revision():
+    pinned = lane(method="dflash", model="org/draft@v1", k=3).changed(target="org/target@v2")
+    words = shlex.split(serve_commands(pinned, "vllm")[-3])
+    assert words[:3] == ["vllm", "serve", "org/target"] and after(words, "--revision") == "v2"
+    told = json.loads(after(words, "--speculative-config"))
+    assert (told["model"], told["revision"]) == ("org/draft", "v1")
+    words = shlex.split(serve_commands(pinned, "sglang")[-3])
+    assert (after(words, "--model-path"), after(words, "--revision")) == ("org/target", "v2")
+    assert after(words, "--speculative-draft-model-path") == "org/draft"
+    assert after(words, "--speculative-draft-model-revision") == "v1"
+
+
 def test_what_a_server_cannot_do_is_said_in_one_line():
     models = {name: {"model": "some/drafter"} for name in ("draft_model", "medusa", "hydra", "mlp_speculator")}
     models |= {name: {"model": "some/drafter"} for name in ("mtp", "eagle", "dflash", "adaptive", "online")}

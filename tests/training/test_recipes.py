@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from specdemo.training import cards, recipes
 from specdemo.training.cards import curve, sparkline, write_card
-from specdemo.training.collect import Plan, Recorded, collect
+from specdemo.training.collect import Plan, Recorded, collect, load_cache
 from specdemo.training.recipes import DEEP, RECIPES, TARGET, WIDE, Lessons, Shape, average, build, deepened, train
 
 PLAN = Plan(text_rows=8, sampled_rows=8, rows_per_shard=16, context=64, sample_length=32)
@@ -39,6 +39,24 @@ def test_the_shapes_are_those_of_the_shipped_models() -> None:
     parameters = [build(shape).num_parameters() for shape in (TARGET, WIDE, DEEP)]
     assert parameters[0] == pytest.approx(9.9e6, rel=0.01)
     assert parameters[1] == pytest.approx(parameters[2], rel=0.01) == pytest.approx(1.3e6, rel=0.02)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_draft_of_other_words_reads_what_the_target_wrote(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = []
+    train_on = recipes.train_on
+    monkeypatch.setattr(recipes, "train_on", lambda job, corpus: (read.append(corpus), train_on(job, corpus)))
+    target = train("stories-target", corpus, tmp_path / "stories")
+    draft = train("stories-draft-other", corpus, tmp_path / "draft", target=str(target), cache=tmp_path / "cache")
+    ours, theirs = (PreTrainedTokenizerFast.from_pretrained(folder) for folder in (target, draft))
+    assert ours.get_vocab() != theirs.get_vocab() and theirs("Lily saw").input_ids[0] == 0
+    own = read[1].train[len(read[0].train) :]
+    said = load_cache(tmp_path / "cache", ["samples"]).tokens
+    assert len(own) >= 2 * len(said) and own[: len(own) // 2] == own[len(own) // 2 :]
+    assert ours.decode(said[0], clean_up_tokenization_spaces=False).split("<|endoftext|>")[1].strip() == own[0]
+    assert "by sequences" in (draft / "MODEL_CARD.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.usefixtures("tiny")

@@ -110,3 +110,14 @@ def test_the_new_head_takes_lane_one(monkeypatch):
     model = updates["model-1"]
     assert model["value"] == "runs/draft-1" and model["visible"] and ("draft-1", "runs/draft-1") in model["choices"]
     assert updates["preset"]["value"] == preset("embedded-draft").id
+
+
+def test_until_a_visitor_trains_the_shipped_head_shows_how_it_learned(trainer):
+    visits = Lab()
+    seen = lines(visits.recorded(VISITOR, {"recipe": "eagle-3"})["view"])
+    assert [seen[0]["recorded"], seen[0]["recipe"], seen[-1]["type"]] == [True, "eagle-3", "done"]
+    agreed = [line["agree_1"] for line in seen if line["type"] == "tick"]
+    assert len(agreed) == 18 and agreed[-1] > agreed[0]
+    assert visits.recorded(VISITOR, {"recipe": "hydra"}) == {"view": ""}  # none ships
+    list(visits.train(VISITOR, ASKED))
+    assert visits.recorded(VISITOR, {"recipe": "eagle-3"}) == {}

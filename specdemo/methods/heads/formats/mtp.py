@@ -25,7 +25,7 @@ from transformers import LlamaConfig, PretrainedConfig
 
 from specdemo.core.protocol import Target
 from specdemo.models.checkpoints import Checkpoint, check_weights
-from specdemo.models.footprint import read_config
+from specdemo.models.configs import read_config
 from specdemo.models.hub import LoadProgress
 from specdemo.models.resolve import local_folder
 

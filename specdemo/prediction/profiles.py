@@ -52,6 +52,8 @@ class Step(_Strict):
     model: str
     method: str
     dtype: str
+    draft: str = ""  # the shape of its draft model
+    batch: Count = 1
     ms: dict[str, Annotated[float, Field(ge=0.0)]]
     drafted: Annotated[float, Field(ge=0.0)]  # tokens a step
 

@@ -1,0 +1,130 @@
+"""How the page feels: `python benchmarks/page_feel.py [RACES]`.
+
+Races of the default comparison at pace auto in a real Chromium: the time between frames and the long tasks while a race
+plays, the time from the press of Run to the first token, and what many races leave in the page (elements, heap).
+"""
+
+import os
+import sys
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median, quantiles
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from playwright.sync_api import CDPSession, Error, Page, sync_playwright
+
+from benchmarks.page_cost import FLAGS, PATIENCE_MS, PRESET, free_port
+from specdemo.bench.table import table
+
+WARM = 2  # races
+FRAMES = """() => {
+  Object.assign(window, { frames: [], tasks: [], watching: true });
+  let last = performance.now();
+  const frame = (now) => {
+    window.frames.push(now - last);
+    last = now;
+    if (window.watching) requestAnimationFrame(frame);
+  };
+  requestAnimationFrame(frame);
+  new PerformanceObserver((list) => window.tasks.push(...list.getEntries().map((task) => task.duration))).observe({
+    type: "longtask",
+  });
+}"""
+PRESS = """() => new Promise((resolve) => {
+  const started = performance.now();
+  const seen = new MutationObserver((changes) => {
+    for (const change of changes) for (const node of change.addedNodes)
+      if (change.target.closest?.(".sd-text") && node.dataset?.step) {
+        seen.disconnect();
+        return resolve(performance.now() - started);
+      }
+  });
+  seen.observe(document.querySelector("#view"), { childList: true, subtree: true });
+  document.querySelector("#run").click();
+})"""
+
+
+Race = tuple[float, list[float], list[float]]  # ms to the first token, ms of every frame, ms of every long task
+
+
+def serve_page(port: int) -> None:
+    """The page as app.py serves it."""
+    from specdemo.ui.page import serve
+
+    serve(PRESET, port=port)
+
+
+def left(session: CDPSession) -> tuple[float, float]:
+    """Elements, and MB of heap, after a collection."""
+    session.send("HeapProfiler.collectGarbage")
+    metrics = {entry["name"]: entry["value"] for entry in session.send("Performance.getMetrics")["metrics"]}
+    return metrics["Nodes"], metrics["JSHeapUsedSize"] / 1e6
+
+
+def race(page: Page, watch: bool) -> Race:
+    """One race to its end."""
+    if watch:
+        page.evaluate(FRAMES)
+    first = page.evaluate(PRESS)
+    page.locator("#view .sd-status", has_text="Finished").wait_for()
+    page.evaluate("window.watching = false")
+    return first, *(page.evaluate("[window.frames ?? [], window.tasks ?? []]") if watch else ([], []))
+
+
+def main(races: int) -> None:
+    port = free_port()
+    server = get_context("spawn").Process(target=serve_page, args=(port,), daemon=True)
+    server.start()
+    with sync_playwright() as playwright:
+        path = os.environ.get("SPECDEMO_CHROMIUM", "/usr/bin/chromium")
+        browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        page.set_default_timeout(PATIENCE_MS)
+        arrive(page, f"http://127.0.0.1:{port}/")
+        session = page.context.new_cdp_session(page)
+        session.send("Performance.enable")
+        for _ in range(WARM):
+            race(page, False)
+        before = left(session)
+        seen = [race(page, True) for _ in range(races)]
+        after = left(session)
+        browser.close()
+    server.terminate()
+    report(seen, before, after)
+
+
+def arrive(page: Page, address: str) -> None:
+    """Open the page, patiently: the server starts."""
+    page.goto("about:blank")
+    while True:
+        try:
+            page.goto(address)
+            break
+        except Error as error:
+            if "ERR_CONNECTION_REFUSED" not in str(error):
+                raise
+            page.wait_for_timeout(200)
+    page.locator("#view .sd-status", has_text="Recorded").wait_for()  # the recorded race has played
+
+
+def report(races: list[Race], before: tuple[float, float], after: tuple[float, float]) -> None:
+    first = [race[0] for race in races]
+    frames = [frame for race in races for frame in race[1]]
+    tasks = [task for race in races for task in race[2]]
+    cuts = quantiles(frames, n=20)
+    load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
+    print(f"{len(os.sched_getaffinity(0))} cores, shared by engine, server and browser | load {load}")
+    print(f"{PRESET}, {len(races)} races after {WARM}\n")
+    rows = [
+        ("press of Run to first token, ms", f"{median(first):.0f}", f"{min(first):.0f} to {max(first):.0f}"),
+        ("between frames, ms", f"{cuts[9]:.1f}", f"p95 {cuts[18]:.1f}, longest {max(frames):.0f}, of {len(frames)}"),
+        ("tasks over 50 ms", f"{len(tasks)}", f"longest {max(tasks, default=0):.0f} ms"),
+        ("elements in the page", f"{after[0]:.0f}", f"{100 * (after[0] / before[0] - 1):+.1f} %"),
+        ("heap, MB", f"{after[1]:.1f}", f"{100 * (after[1] / before[1] - 1):+.1f} %"),
+    ]
+    print(table(("what", "median or number", "spread"), rows))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 10)

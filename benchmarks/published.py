@@ -1,0 +1,58 @@
+"""Results that others published, `published.json`, against what shapes and datasheets predict of them.
+
+A row says where it is from, the device, models, method, draft length or tree, and how many tokens a pass emitted; the
+speed-up that was measured is not used. old: an EAGLE-1 or -2 head, which has no vocabulary of its own.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.what_if import row_of, verdict
+from specdemo.bench.result import Result
+from specdemo.prediction.acceptance import from_mean
+from specdemo.prediction.predict import Row, predict
+
+FILE = Path(__file__).with_suffix(".json")
+EAGLE_1 = {"architectures": ["LlamaForCausalLM"]}
+
+Published = dict[str, Any]
+
+
+def read() -> list[Published]:
+    """The results, as they were published."""
+    found: list[Published] = json.loads(FILE.read_text(encoding="utf-8"))
+    return found
+
+
+def foreseen(one: Published) -> Row:
+    """What is predicted of it."""
+    return predict(
+        one["target"],
+        device=one["device"],
+        method=one["method"],
+        model=one.get("model") or (EAGLE_1 if one.get("old") else None),
+        dtype=one["dtype"],
+        engine=one["engine"],
+        context=one["context"],
+        acceptance=from_mean(one["tokens"], one["k"]),
+        ks=(one["k"],),
+        nodes=one["nodes"],
+    ).rows[0]
+
+
+def published() -> Result:
+    """Every result predicted, with the error and whether the interval holds it."""
+    rows = [
+        {"device": one["device"], "target": one["target"].rpartition("/")[2], "nodes": one["nodes"]}
+        | row_of(one["what"], one["method"], one["k"], 1, one["speedup"], foreseen(one))
+        for one in read()
+    ]
+    remarks = [f"{engine}: {line}" for engine in ("recorded", "eager") for line in _verdict(rows, engine)]
+    where = {"device": "datasheets", "threads": None, "dtype": "precisions as published"}
+    return Result("published", 1, {"results": len(rows)}, where, rows, [*_verdict(rows, ""), *remarks])
+
+
+def _verdict(rows: list[dict[str, Any]], engine: str) -> list[str]:
+    kept = [row for row, one in zip(rows, read(), strict=True) if one["engine"].startswith(engine)]
+    return [verdict(kept)[0]]

@@ -1,0 +1,228 @@
+"""Predictions against measurement: this machine is profiled with one pair, and what other pairs, methods, draft lengths
+and batches bring is predicted from shapes, then measured.
+
+Acceptance is what the lane kept: of chains of a draft model at one draft length, replayed at the others.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.pairs import make_pair
+from specdemo.bench.base import Report
+from specdemo.bench.measure import Tick, repeated
+from specdemo.bench.result import Result
+from specdemo.core.protocol import Budget, Drafter, GenerationConfig
+from specdemo.core.trace import StepEvent, step_ms
+from specdemo.engine.loop import generate
+from specdemo.engine.session import environment
+from specdemo.methods import BASELINE, load_drafter
+from specdemo.models.fused import hasten
+from specdemo.models.target import HFTarget
+from specdemo.prediction.acceptance import Acceptance, Kept, of_passes
+from specdemo.prediction.predict import Row, predict
+from specdemo.prediction.profiles import Profile
+from specdemo.prediction.shapes import Config, shape_of
+
+PAIRS = {"8m": "8m", "98m": "98m", "stories": "embedded"}
+KS = tuple(range(1, 9))
+LONGEST = KS[-1]
+BATCHES = (2, 4, 8, 16)
+HEADS = ("eagle-1", "eagle-3", "mtp", "dflash", "mlp-speculator", "medusa")
+TEXTS = 3  # one after the other, where the batch is one
+FEW = 4  # events of a run that are not looked at behind the first row's end
+GOAL, WORST = 0.07, 0.15
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to predict and to measure. model: the drafter's config."""
+
+    pair: str
+    method: str
+    k: int
+    prompts: Sequence[Tensor]  # [B, T] each
+    target: HFTarget
+    drafter: Drafter
+    model: Config | None
+    of: int | None = None  # the draft length of the case whose acceptance is replayed; None: its own
+
+    @property
+    def batch(self) -> int:
+        return len(self.prompts[0])
+
+    @property
+    def name(self) -> tuple[str, str, int]:
+        """What its acceptance belongs to, but for the draft length."""
+        return self.pair, self.method, self.batch
+
+
+@dataclass
+class Ran:
+    """What runs of a case added up to. passes: of all rows, one after the other."""
+
+    tokens: int = 0
+    ms: float = 0.0
+    passes: tuple[Kept, ...] = ()
+
+    def add(self, events: Sequence[StepEvent]) -> None:
+        """While all rows go on: behind that a batch is no batch of its size."""
+        steps = [event for event in events[1:] if all(event.emitted)][:-1]
+        self.tokens += sum(len(row) for event in steps for row in event.emitted)
+        self.ms += sum(map(step_ms, steps))
+        rows = range(len(events[0].emitted))
+        kept = [(len(e.path[row]) - 1, sum(t >= 0 for t in e.drafted[row])) for row in rows for e in steps]
+        self.passes = (*self.passes, *kept)
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return 1e3 * self.tokens / self.ms
+
+
+def what_if(profile: Profile, repeats: int, new_tokens: int, report: Report, cancelled: Callable[[], bool]) -> Result:
+    """Every case measured and predicted, with the error and whether the interval holds it."""
+    cases = [case for pair in PAIRS for case in cases_of(pair)]
+
+    def once(repeat: int, tick: Tick) -> list[tuple[Ran, Ran]]:
+        found = []
+        for number, case in enumerate(cases):
+            tick(number / len(cases))
+            found.append(measured(case, new_tokens))
+        return found
+
+    done, remarks = repeated(repeats, report, cancelled, once)
+    pooled = [tuple(_pooled([runs[i][side] for runs in done]) for side in (0, 1)) for i in range(len(cases))]
+    rows = rows_of(profile, cases, [(plain, lane) for plain, lane in pooled], new_tokens)
+    config = {"profile": profile.name, "new_tokens": new_tokens, "by": "passes of " + _models(profile)}
+    return Result("what-if", len(done), config, environment(cases[0].target), rows, [*remarks, *verdict(rows)])
+
+
+@torch.no_grad()
+def measured(case: Case, new_tokens: int) -> tuple[Ran, Ran]:
+    """Plain decoding and the lane, text by text in turns."""
+    plain, lane = Ran(), Ran()
+    nothing = load_drafter(BASELINE, case.target)
+    for prompt in case.prompts:
+        for drafter, k, ran in ((nothing, 0, plain), (case.drafter, case.k, lane)):
+            config = GenerationConfig(new_tokens, budget=Budget(k, k), stop_token_ids=())
+            ran.add(list(generate(case.target, drafter, prompt, config)))
+    return plain, lane
+
+
+def rows_of(
+    profile: Profile, cases: Sequence[Case], ran: Sequence[tuple[Ran, Ran]], new_tokens: int
+) -> list[dict[str, Any]]:
+    """A row of the result for every case."""
+    passes = {(case.name, case.k): lane.passes for case, (_, lane) in zip(cases, ran, strict=True)}
+    found = []
+    for case, (plain, lane) in zip(cases, ran, strict=True):
+        guess = predicted(profile, case, passes[case.name, case.of or case.k], new_tokens)
+        found.append(row_of(case.pair, case.method, case.k, case.batch, lane.rate / plain.rate, guess))
+    return found
+
+
+def predicted(profile: Profile, case: Case, passes: tuple[Kept, ...], new_tokens: int) -> Row:
+    """From the shapes, the profile and what was kept."""
+    kept: Acceptance = of_passes(passes, exact=case.method == "draft_model")
+    found = predict(
+        shape_of(case.target.model.config.to_dict(), case.pair),
+        device=profile,
+        method=case.method,
+        model=case.model,
+        dtype="float32",
+        batch=case.batch,
+        context=case.prompts[0].shape[1] + new_tokens // 2,
+        acceptance=kept,
+        ks=(case.k,),
+    )
+    return found.rows[0]
+
+
+def row_of(pair: str, method: str, k: int, batch: int, speed: float, found: Row) -> dict[str, Any]:
+    """A row of the result: what was measured, what is predicted of it, and how far that is off."""
+    guess = found.speedup
+    inside = guess.low is not None and guess.high is not None and guess.low <= speed <= guess.high
+    return {
+        "pair": pair,
+        "method": method,
+        "k": k,
+        "batch": batch,
+        "tokens a pass": round(found.tokens.value, 3),
+        "measured": round(speed, 3),
+        "predicted": guess,
+        "error": round(guess.value / speed - 1.0, 4),
+        "inside": inside,
+    }
+
+
+def verdict(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Median and worst error and the coverage, of all and by kind."""
+    kinds = {
+        "all": rows,
+        "other pairs, a text at a time": [r for r in rows if r["method"] == "draft_model" and r["batch"] == 1],
+        "batches": [r for r in rows if r["batch"] > 1],
+        "other methods": [r for r in rows if r["method"] != "draft_model"],
+    }
+    return [f"{kind}: {_said(own)}" for kind, own in kinds.items() if own]
+
+
+def _said(rows: Sequence[dict[str, Any]]) -> str:
+    errors = sorted(rows, key=lambda row: abs(row["error"]))
+    worst = errors[-1]
+    inside = sum(row["inside"] for row in rows) / len(rows)
+    where = f"{worst['pair']}, {worst['method']}, k = {worst['k']}, batch {worst['batch']}"
+    middle = median(abs(row["error"]) for row in rows)
+    return f"{len(rows)} cases, median error {middle:.1%}, worst {worst['error']:+.1%} ({where}), {inside:.0%} inside"
+
+
+def cases_of(pair: str) -> Iterator[Case]:
+    """Draft models at every k for one text and at some for batches, and on the story model every method."""
+    made = make_pair(PAIRS[pair], "cpu", "float32", texts=BATCHES[-1])
+    hasten(made.target)
+    hasten(made.draft)
+    target, draft = HFTarget(made.target), HFTarget(made.draft)
+    drafter = load_drafter("draft_model", target, draft)
+    config: Config = made.draft.config.to_dict()
+    width = min(prompt.shape[1] for prompt in made.prompts)
+    texts = [prompt[:, -width:] for prompt in made.prompts]
+    for k in KS:
+        yield Case(pair, "draft_model", k, texts[:TEXTS], target, drafter, config, LONGEST)
+    for batch in BATCHES:
+        for k in (2, 5):
+            if batch <= len(texts):
+                yield Case(pair, "draft_model", k, [torch.cat(texts[:batch])], target, drafter, config)
+    if pair == "stories":
+        yield from _methods(target, texts[:TEXTS])
+
+
+def _methods(target: HFTarget, texts: Sequence[Tensor]) -> Iterator[Case]:
+    from specdemo.prediction.shapes import config_of
+
+    deep = load_drafter("draft_model", target, "stories-draft-deep")
+    for k in KS:
+        yield Case(
+            "stories, deep draft", "draft_model", k, texts, target, deep, config_of("stories-draft-deep"), LONGEST
+        )
+    for head in HEADS:
+        name = f"stories-{head}"
+        method = "eagle" if head.startswith("eagle") else head.replace("-", "_")
+        drafter = load_drafter(method, target, name)
+        for k in (2, 4):
+            yield Case(name, method, k, texts, target, drafter, config_of(name))
+    for method in ("layer_skip", "ngram"):
+        drafter = load_drafter(method, target)
+        for k in (2, 4):
+            yield Case("stories", method, k, texts, target, drafter, None)
+
+
+def _pooled(runs: Sequence[Ran]) -> Ran:
+    return Ran(sum(run.tokens for run in runs), sum(run.ms for run in runs), runs[0].passes)
+
+
+def _models(profile: Profile) -> str:
+    return ", ".join(passes.model for passes in profile.passes)

@@ -1,0 +1,88 @@
+"""Synthetic acceptance: what would a draft of a given quality bring here? Drafts are kept by chance, at rates of one's
+choice, so the speed is that of such a draft and the text nobody's (as `rejection_sample_method` "synthetic" of vLLM).
+
+B rows, N drafted tokens. A kept draft is written as it was drafted; where the chances end stands the target's own token
+for what was written so far. Either another method drafts, at its own cost, or drafting is free: the prompt once more.
+"""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import Generator
+
+from specdemo.core import accept
+from specdemo.core.accept import AcceptRule
+from specdemo.core.host import to_device
+from specdemo.core.protocol import Budget, Progress, Target
+from specdemo.core.sampling import Sampling
+from specdemo.core.tree import Draft, first_branch, is_chain
+from specdemo.methods import BASELINE, SYNTHETIC, knob, load_drafter
+from specdemo.methods.wrapper import Wrapper, wrappable
+
+
+class Synthetic(Wrapper):
+    title = "Synthetic acceptance"
+    summary = "Keeps drafts by chance: what a draft of that quality would bring here. Not this model's text."
+    exact: ClassVar[bool] = False
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        rates: str = knob("0.8,0.75,0.7", "chance of each position that its draft is kept where those before are")
+        drafter: str = knob(
+            BASELINE, "what drafts, at its own cost; none: a free draft", choices=(BASELINE, *wrappable(SYNTHETIC))
+        )
+
+        def __post_init__(self) -> None:
+            kept_rates(self.rates)
+
+    def __init__(self, target: Target, model: object = None, options: Options | None = None) -> None:
+        options = options or self.Options()
+        super().__init__(load_drafter(options.drafter, target, model))
+        self._free, self._device = options.drafter == BASELINE, target.device
+        self._rates = kept_rates(options.rates)
+        self._coins = Generator(target.device)
+        self._prompts: list[list[int]] = []
+        self._written: list[int] = []  # tokens, per row
+        self.note = (
+            f"drafts are kept by chance, at {options.rates}: this is not the model's text, its speed alone counts"
+        )
+
+    def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
+        super().start(batch, sampling, rng)
+        self._coins, self._prompts, self._written = rng, [], [0] * batch
+
+    def judge(self, chosen: AcceptRule) -> AcceptRule:
+        return accept.Synthetic(self._rates, self._coins)
+
+    def propose(self, budget: Budget) -> Draft:
+        """Its notes have by_chance, so that every step of a trace says so."""
+        draft = self._copied(min(budget.depth, budget.nodes)) if self._free else super().propose(budget)
+        chain = draft if is_chain(draft.parents) else first_branch(draft)
+        return replace(chain, notes={**draft.notes, "by_chance": 1.0})
+
+    def observe(self, progress: Progress) -> None:
+        super().observe(progress)
+        if self._prompts:
+            self._written = [n + length for n, length in zip(self._written, progress.lengths, strict=True)]
+        else:
+            rows = zip(progress.inputs.tolist(), progress.lengths, strict=True)
+            self._prompts = [tokens[:length] for tokens, length in rows]
+
+    def _copied(self, depth: int) -> Draft:
+        """The prompt again, from the token that as many were written before."""
+        rows = zip(self._prompts, self._written, strict=True)
+        tokens = [[prompt[(at + i) % len(prompt)] for i in range(depth)] for prompt, at in rows]
+        return Draft.chain(to_device(tokens, self._device).view(len(tokens), depth))
+
+
+def kept_rates(text: str) -> tuple[float, ...]:
+    """`0.8,0.75` as numbers. Raises ValueError, one line, for anything but chances."""
+    try:
+        rates = tuple(map(float, text.split(",")))
+    except ValueError:
+        rates = ()
+    if not rates or not all(0.0 <= rate <= 1.0 for rate in rates):
+        raise ValueError(
+            f"option 'rates' must be numbers from 0 to 1 with commas between, as 0.8,0.75, not {text!r:.60}"
+        )
+    return rates

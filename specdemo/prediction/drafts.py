@@ -1,0 +1,180 @@
+"""What drafting costs, method by method: the passes that a step makes before the target checks.
+
+H hidden size of the target, V its vocabulary. Sizes come from the drafter's config.json, or where none is named, from
+what its family usually has on a target of this shape.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from specdemo.core.words import suggest
+from specdemo.prediction.shapes import CHAIN, ENDS, Config, Said, Shape, shape_of, with_layers
+
+HEAD_OPERATIONS = 8  # of a head without attention, and of a pass's ends
+EAGLE_VOCABULARY = 32000  # tokens of a usual EAGLE-3 head on a target that has more
+TAPS = 3
+DFLASH_LAYERS, DFLASH_TAPS, DFLASH_BLOCK = 5, 5, 16
+LONGEST = 16  # tokens of the longest draft that is tried
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """first, further: the pass that reads what became history and drafts the first token, and each one after it; None:
+    it makes none. block: the first pass drafts everything. own: what it adds to the target's weights."""
+
+    method: str
+    first: Shape | None = None
+    further: Shape | None = None
+    block: bool = False
+    reads_all: bool = False  # the first pass reads every token that was emitted, not just the last
+    own: Shape | None = None
+    longest: int = LONGEST  # tokens that it can draft
+
+
+MARKS = {  # what a config of each family says and no other does
+    "eagle": ("eagle3", "eagle_config", "draft_vocab_size"),
+    "dflash": ("dflash", "dspark", "domino"),
+    "medusa": ("medusa",),
+    "hydra": ("hydra",),
+    "mlp_speculator": ("mlp_speculator", "mlpspeculator"),
+    "mtp": ("num_nextn_predict_layers", "mtp_"),
+}
+Maker = Callable[[Shape, Config, Mapping[str, int]], Drafting]
+
+
+def drafting(method: str, target: Shape, config: Config | None, options: Mapping[str, int]) -> Drafting:
+    """config: the drafter's; None: as usual on such a target. Raises ValueError with one line."""
+    if method not in MAKERS:
+        raise ValueError(f"{_unknown(method)}; {suggest(method[:60], MAKERS)}")
+    try:
+        return MAKERS[method](target, config or {}, options)
+    except (KeyError, TypeError, ArithmeticError):
+        raise ValueError(f"this config.json says no sizes of a drafter for method {method!r}") from None
+
+
+def method_in(config: Config) -> str:
+    """Whose drafter a config describes. EAGLE-1 looks like a whole model; name the method for one."""
+    named = " ".join(map(str, (config.get("architectures"), config.get("model_type"), *config))).lower()
+    return next((method for method, words in MARKS.items() if any(word in named for word in words)), "draft_model")
+
+
+def _unknown(method: str) -> str:
+    from specdemo.methods import METHODS
+
+    return f"method {method!r} decides while it runs" if method in METHODS else f"unknown method {method[:60]!r}"
+
+
+def _nothing(target: Shape, config: Config, options: Mapping[str, int]) -> Drafting:
+    return Drafting("")
+
+
+def _draft_model(target: Shape, config: Config, options: Mapping[str, int]) -> Drafting:
+    if not config:
+        raise ValueError("method 'draft_model' needs a draft model; name one with --model")
+    shape = shape_of(config, "draft")
+    return Drafting("draft_model", shape, shape, own=shape)
+
+
+def _layer_skip(target: Shape, config: Config, options: Mapping[str, int]) -> Drafting:
+    layers = options.get("exit_layer") or max(1, round(target.layers / 3))
+    if layers >= target.layers:
+        raise ValueError(f"exit_layer ({layers}) must be below the {target.layers} layers of {target.name}")
+    shape = with_layers(target, layers)
+    return Drafting("layer_skip", shape, shape)
+
+
+def _step(target: Shape, dense: int, head: int, embedding: int = 0, operations: int = HEAD_OPERATIONS) -> Shape:
+    """One small network that reads the target's state."""
+    return Shape("head", 1, target.hidden, target.vocabulary, dense, head, embedding, operations=operations)
+
+
+def _times(shape: Shape, heads: int) -> Shape:
+    return replace(shape, dense=heads * shape.dense, head=heads * shape.head)
+
+
+def _medusa(target: Shape, config: Config, options: Mapping[str, int]) -> Drafting:
+    """W (h + SiLU(A h + b)) for every token (2401.10774, section 2.1.1); heads are small passes of their own."""
+    layers = int(config.get("medusa_num_layers", config.get("num_hidden_layers", 1)))
+    head = int(config.get("truncated_vocab_size", target.vocabulary)) * target.hidden
+    one = _step(target, layers * target.hidden**2, head)
+    heads = max(int(config.get("num_heads", config.get("medusa_num_heads", 4))), 4)  # many a file says too few
+    return Drafting("medusa", one, one, own=_times(one, heads), longest=heads)
+
+
+def _hydra(target: Shape, config: Config, options: Mapping[str, int]) -> Drafting:
+    """Heads that read the state and the tokens drafted so far (2402.05109): on the average two and a half of them."""
+    heads = int(config.get("hydra_num_heads", 4))
+    layers = int(config.get("hydra_num_layers", 1))
+    inputs = (heads + 3) / 2
+    one = _step(target, int((2 * inputs + layers - 1) * target.hidden**2), target.head)
+    return Drafting("hydra", one, one, own=_times(one, heads), longest=heads)
+
+
+def _mlp_speculator(target: Shape, config: Config, options: Mapping[str, int]) -> Drafting:
+    """s <- GELU(norm(P s + E[token])), W s (2404.19124, section 2)."""
+    inner = int(config.get("inner_dim") or config.get("emb_dim") or target.hidden)
+    steps = int(config.get("n_predict", 3))
+    copies = 1 if config.get("tie_weights") else steps
+    table = int(config.get("vocab_size", target.vocabulary)) * inner
+    first, further = (_step(target, rows * inner, table) for rows in (target.hidden, inner))
+    own = replace(
+        first, dense=first.dense + (copies - 1) * further.dense, head=copies * table, embedding=copies * table
+    )
+    return Drafting("mlp_speculator", first, further, own=own, longest=steps)
+
+
+def _layer(target: Shape, config: Config) -> tuple[Shape, Said]:
+    """A decoder layer, or several, of the drafter's own, else of the target's sizes."""
+    sizes = {**target.layer, "num_hidden_layers": 1, "vocab_size": target.vocabulary, "layer_types": None}
+    sizes |= {name: value for name, value in config.items() if value is not None}
+    return shape_of({**sizes, "quantization_config": None}, "head"), Said(sizes)
+
+
+def _eagle(target: Shape, config: Config, options: Mapping[str, int]) -> Drafting:
+    """One decoder layer whose attention reads feature and embedding (EAGLE-3, 2503.01840, section 3), or behind a
+    matrix that joins them (EAGLE-1, 2401.15077)."""
+    layer, said = _layer(target, {**config, "num_hidden_layers": 1})
+    hidden = said.hidden
+    old = bool(config) and not (config.get("draft_vocab_size") or "agle3" in str(config.get("architectures")))
+    if old:
+        one = replace(layer, dense=layer.dense + 2 * hidden**2, head=target.head, embedding=0)
+        return Drafting("eagle", one, one, reads_all=True, own=replace(one, head=0))
+    words = int(config.get("draft_vocab_size") or min(target.vocabulary, EAGLE_VOCABULARY))
+    wider = hidden * said.head_dim * (said.heads + 2 * said.kv_heads)
+    further = replace(layer, dense=layer.dense + wider, head=words * hidden, embedding=0)
+    first = replace(further, dense=further.dense + TAPS * target.hidden * hidden)
+    return Drafting("eagle", first, further, reads_all=True, own=first)
+
+
+def _mtp(target: Shape, config: Config, options: Mapping[str, int]) -> Drafting:
+    """A layer of the target's behind a matrix that joins state and embedding (DeepSeek-V3, 2412.19437, section 2.2)."""
+    layer, _ = _layer(target, {"num_hidden_layers": 1, "first_k_dense_replace": 0, "mlp_only_layers": []})
+    one = replace(layer, dense=layer.dense + 2 * target.hidden**2, head=target.head, embedding=0, bits=target.bits)
+    return Drafting("mtp", one, one, reads_all=True, own=replace(one, head=0))
+
+
+def _dflash(target: Shape, config: Config, options: Mapping[str, int]) -> Drafting:
+    """Layers that see a whole block at once and what the target's taps say of the text."""
+    layers = int(config.get("num_hidden_layers", DFLASH_LAYERS))
+    body, said = _layer(target, {**config, "num_hidden_layers": layers})
+    taps = (config.get("dflash_config") or {}).get("target_layer_ids") or config.get("target_layer_ids")
+    fc = (len(taps) if taps else DFLASH_TAPS) * target.hidden * said.hidden
+    one = replace(body, dense=body.dense + fc, head=target.head, embedding=0, operations=layers * CHAIN + ENDS)
+    longest = int(config.get("block_size", DFLASH_BLOCK)) - 1
+    return Drafting("dflash", one, block=True, reads_all=True, own=replace(one, head=0), longest=longest)
+
+
+MAKERS: dict[str, Maker] = {
+    "none": _nothing,
+    "draft_model": _draft_model,
+    "ngram": _nothing,
+    "suffix": _nothing,
+    "lookahead": _nothing,
+    "medusa": _medusa,
+    "hydra": _hydra,
+    "mlp_speculator": _mlp_speculator,
+    "eagle": _eagle,
+    "mtp": _mtp,
+    "dflash": _dflash,
+    "layer_skip": _layer_skip,
+}

@@ -1,0 +1,315 @@
+"""What a pass of a model reads, computes and starts, told from its config.json alone.
+
+A model is matrices that every pass reads, experts of which a batch touches some, a head over the vocabulary, and what
+its layers remember of a text: keys and values, a latent of them, or a state that does not grow. Numbers are counts of
+parameters; what they take in bytes depends on how they are held.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from specdemo.core.words import suggest
+
+KNOWN = Path(__file__).with_name("known.json")
+CHAIN = 12  # operations of a dense layer whose projections are joined
+EXPERTS = 6  # more of a layer of experts
+ENDS = 6  # before the first layer and behind the last
+PLAIN_MLP = ("opt", "gpt2", "gptj", "gpt_neox", "bloom", "falcon", "phi")  # two matrices where others have three
+STORED = {"gptq": 4.25, "awq": 4.25, "mxfp4": 4.25, "fp8": 8.0, "fbgemm_fp8": 8.0}  # bits with the scales of groups
+ASKED = {"4bit": 4.13, "8bit": 8.03}
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What some layers keep of a text."""
+
+    layers: int
+    numbers: int  # per token and layer
+    operations: int  # per token that is read, token of the context and layer
+    window: int = 0  # tokens that are kept; 0: all
+    state: int = 0  # numbers that do not grow, per text and layer
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model's sizes. bits: what its matrices but embedding and head are stored in; None: as everything else."""
+
+    name: str
+    layers: int
+    hidden: int
+    vocabulary: int
+    dense: int  # matrices that every pass reads, without embedding and head
+    head: int  # the matrix over the vocabulary
+    embedding: int = 0  # apart from the head
+    expert: int = 0  # one expert of one layer
+    experts: int = 0
+    chosen: int = 0  # by a token
+    expert_layers: int = 0
+    memory: tuple[Memory, ...] = ()
+    bits: float | None = None
+    operations: int = 0  # started by a pass
+    layer: Config = field(default_factory=dict, hash=False, compare=False)  # its config, for heads made of such layers
+
+    @property
+    def parameters(self) -> int:
+        """All of them."""
+        return self.dense + self.head + self.embedding + self.expert * self.experts * self.expert_layers
+
+    def touched(self, tokens: float) -> float:
+        """Experts of a layer that so many tokens choose, if each chooses as if by chance."""
+        return self.experts * (1.0 - (1.0 - self.chosen / self.experts) ** tokens) if self.experts else 0.0
+
+    def width(self, dtype_bytes: float) -> float:
+        """Bytes of a number of its matrices."""
+        return dtype_bytes if self.bits is None else self.bits / 8.0
+
+    def weight_bytes(self, dtype_bytes: float) -> float:
+        """Of all weights."""
+        quantised = self.parameters - self.head - self.embedding
+        return quantised * self.width(dtype_bytes) + (self.head + self.embedding) * dtype_bytes
+
+    def kept_bytes(self, context: int, dtype_bytes: float) -> float:
+        """Of what is remembered of one text."""
+        kept = (m.layers * (m.numbers * (min(context, m.window) if m.window else context)) for m in self.memory)
+        return sum(kept) * dtype_bytes + sum(m.layers * m.state for m in self.memory) * 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a pass asks of a device."""
+
+    weight_bytes: float
+    other_bytes: float  # keys, values and states
+    flop: float
+    rows: float  # tokens that the matrices are multiplied with
+    operations: float
+    layers: int
+
+
+def work(
+    shape: Shape, tokens: float, batch: float, context: int, dtype_bytes: float, heads: float | None = None
+) -> Work:
+    """A pass over `tokens` of each of `batch` texts behind `context` tokens. heads: tokens of each text that the head
+    over the vocabulary is asked about; None: all."""
+    rows, said = tokens * batch, (tokens if heads is None else heads) * batch
+    expert = shape.expert * shape.expert_layers
+    width = shape.width(dtype_bytes)
+    weights = (shape.dense + expert * shape.touched(rows)) * width + (shape.head * dtype_bytes if said else 0.0)
+    flop = 2.0 * rows * (shape.dense + expert * shape.chosen) + 2.0 * said * shape.head
+    for memory in shape.memory:
+        seen = min(context, memory.window) if memory.window else context
+        flop += rows * memory.layers * (memory.operations * seen + 2.0 * memory.state)
+    return Work(weights, batch * shape.kept_bytes(context, dtype_bytes), flop, rows, shape.operations, shape.layers)
+
+
+def shape_of(config: Config, name: str = "", quantization: str | None = None) -> Shape:
+    """Raises ValueError, one line, for a config that says no sizes.
+
+    quantization: 4bit or 8bit, as `run` takes it; what a file is stored in counts without.
+    """
+    whole, config = config, config.get("text_config") or config.get("transformer_layer_config") or config
+    bits = stored_bits(whole, config, quantization)
+    try:
+        return _shape(whole, config, name, bits)
+    except (KeyError, TypeError, ValueError, ArithmeticError):
+        raise ValueError(f"the config.json of {name or 'this model'} says no sizes of a language model") from None
+
+
+def _shape(whole: Config, config: Config, name: str, bits: float | None) -> Shape:
+    said = Said(config)
+    layers, hidden, vocabulary = said.layers, said.hidden, int(config["vocab_size"])
+    sparse = said.expert_layers
+    linear = said.count("linear_attention")
+    dense = (layers - linear) * said.attention + linear * said.linear_attention + (layers - sparse) * said.mlp
+    tied = bool(config.get("tie_word_embeddings", whole.get("tie_word_embeddings", said.family in ("gpt2", "opt"))))
+    return Shape(
+        name=name or str(whole.get("_name_or_path") or said.family),
+        layers=layers,
+        hidden=hidden,
+        vocabulary=vocabulary,
+        dense=dense + sparse * said.shared,
+        head=vocabulary * hidden,
+        embedding=0 if tied else vocabulary * hidden,
+        expert=said.expert,
+        experts=said.experts if sparse else 0,
+        chosen=said.chosen if sparse else 0,
+        expert_layers=sparse,
+        memory=tuple(said.memory()),
+        bits=bits,
+        operations=layers * CHAIN + sparse * EXPERTS + ENDS,
+        layer=config,
+    )
+
+
+def stored_bits(whole: Config, config: Config, quantization: str | None) -> float | None:
+    """Of a number of its matrices. Raises ValueError for a word that nobody knows."""
+    if quantization is not None:
+        if quantization not in ASKED:
+            raise ValueError(f"unknown quantization {quantization!r:.60}; {suggest(quantization[:60], ASKED)}")
+        return ASKED[quantization]
+    said = whole.get("quantization_config") or config.get("quantization_config")
+    if not isinstance(said, dict):
+        return None
+    method, bits = str(said.get("quant_method")), said.get("bits")
+    if method == "compressed-tensors":
+        groups = said.get("config_groups") or {}
+        bits = next((g["weights"]["num_bits"] for g in groups.values() if g.get("weights")), None)
+    if method == "bitsandbytes":
+        return ASKED["4bit" if said.get("load_in_4bit") else "8bit"]
+    if isinstance(bits, int):
+        return bits + (0.25 if bits < 8 else 0.0)
+    return STORED.get(method)
+
+
+class Said:
+    """The sizes that a config says, whatever its family calls them."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self.family = str(config.get("model_type", ""))
+        self.layers = self._number("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+        self.hidden = self._number("hidden_size", "n_embd", "dim", "d_model")
+        self.heads = self._number("num_attention_heads", "n_head", "n_heads")
+        self.kv_heads = self._number("num_key_value_heads", "n_kv_heads", default=self.heads)
+        if config.get("multi_query"):
+            self.kv_heads = 1
+        self.head_dim = self._number("head_dim", default=self.hidden // self.heads)
+        self.experts = self._number("n_routed_experts", "num_local_experts", "num_experts", default=0)
+        self.chosen = self._number("num_experts_per_tok", "num_experts_per_token", default=1)
+
+    def _number(self, *names: str, default: int | None = None) -> int:
+        value = next((self._config[name] for name in names if self._config.get(name) is not None), default)
+        if value is None:
+            raise KeyError(names[0])
+        return int(value)
+
+    @property
+    def latent(self) -> int:
+        """Numbers that latent attention keeps of a token; 0: it is none (DeepSeek-V2, 2405.04434, section 2.1)."""
+        rank = self._number("kv_lora_rank", default=0)
+        return rank and rank + self._number("qk_rope_head_dim")
+
+    @property
+    def attention(self) -> int:
+        """The matrices of one layer's attention."""
+        if not self.latent:
+            queries = self.hidden * self.heads * self.head_dim
+            gated = self.family.startswith(("qwen3_next", "qwen3_5"))
+            gate = queries if self._config.get("attn_output_gate", gated) else 0
+            return 2 * queries + gate + 2 * self.hidden * self.kv_heads * self.head_dim
+        rank, rope = self._number("kv_lora_rank"), self._number("qk_rope_head_dim")
+        nope, value = self._number("qk_nope_head_dim"), self._number("v_head_dim")
+        down = self._number("q_lora_rank", default=0)
+        asked = self.heads * (nope + rope)
+        queries = down * (self.hidden + asked) if down else self.hidden * asked
+        kept = self.hidden * (rank + rope) + rank * self.heads * (nope + value)
+        return queries + kept + self.heads * value * self.hidden
+
+    @property
+    def linear_attention(self) -> int:
+        """The matrices of a layer with a state (Qwen3-Next's gated delta net)."""
+        keys, values = self._linear_sizes()
+        gates = 2 * self._number("linear_num_value_heads", default=0)
+        return self.hidden * (2 * keys + 3 * values + gates)
+
+    def _linear_sizes(self) -> tuple[int, int]:
+        keys = self._number("linear_num_key_heads", default=0) * self._number("linear_key_head_dim", default=0)
+        values = self._number("linear_num_value_heads", default=0) * self._number("linear_value_head_dim", default=0)
+        return keys, values
+
+    @property
+    def mlp(self) -> int:
+        """The matrices of a dense layer's feed-forward part."""
+        inner = self._number("intermediate_size", "ffn_dim", "n_inner", default=4 * self.hidden)
+        return (2 if self.family in PLAIN_MLP else 3) * self.hidden * inner
+
+    @property
+    def expert(self) -> int:
+        """The matrices of one expert."""
+        return 3 * self.hidden * self._number("moe_intermediate_size", "intermediate_size", default=0)
+
+    @property
+    def shared(self) -> int:
+        """What every token of a layer of experts reads: the experts all share, and the router."""
+        inner = self._number("shared_expert_intermediate_size", default=0)
+        inner = inner or self._number("n_shared_experts", default=0) * self._number("moe_intermediate_size", default=0)
+        return 3 * self.hidden * inner + self.hidden * self.experts
+
+    @property
+    def expert_layers(self) -> int:
+        """How many layers have experts."""
+        if not self.experts:
+            return 0
+        dense = self._number("first_k_dense_replace", default=0) + len(self._config.get("mlp_only_layers") or ())
+        return (self.layers - dense) // self._number("decoder_sparse_step", "moe_layer_freq", default=1)
+
+    def count(self, kind: str) -> int:
+        """Layers of a kind of attention."""
+        return (self._config.get("layer_types") or []).count(kind)
+
+    def memory(self) -> list[Memory]:
+        """Layers by what they keep."""
+        linear, window = self.count("linear_attention"), self._number("sliding_window", default=0)
+        sliding = self.count("sliding_attention")
+        pattern = self._number("sliding_window_pattern", default=0)
+        if window and pattern and not sliding:
+            sliding = self.layers - self.layers // pattern
+        numbers = self.latent or 2 * self.kv_heads * self.head_dim
+        operations = 2 * self.heads * (2 * self.latent if self.latent else 2 * self.head_dim)
+        keys, values = self._linear_sizes()
+        heads = self._number("linear_num_key_heads", default=1)
+        found = [
+            Memory(self.layers - linear - sliding, numbers, operations),
+            Memory(sliding, numbers, operations, window),
+            Memory(linear, 0, 0, state=keys // max(heads, 1) * values),
+        ]
+        return [memory for memory in found if memory.layers]
+
+
+@lru_cache(maxsize=1)
+def known() -> dict[str, dict[str, Any]]:
+    """Configs of well-known models, as far as their sizes go, by hub id."""
+    found: dict[str, dict[str, Any]] = json.loads(KNOWN.read_text(encoding="utf-8"))
+    return found
+
+
+def shape(name: str, quantization: str | None = None) -> Shape:
+    """Of a folder, an embedded name, a well-known hub id, or any other whose config the hub gives.
+
+    Raises ValueError with one line, which names the nearest.
+    """
+    return shape_of(config_of(name), name, quantization)
+
+
+def config_of(name: str) -> Config:
+    """The config.json of a model; well-known ones need no network. Raises ValueError with one line."""
+    if name in known():
+        return known()[name]
+    from specdemo.models.configs import read_config
+    from specdemo.models.resolve import described
+
+    try:
+        return read_config(described(name), "config.json", "params.json")
+    except ValueError as error:
+        near = suggest(name[:60], known())
+        raise ValueError(f"{error}; {near}" if near.startswith("did") else str(error)) from None
+
+
+def with_layers(shape: Shape, layers: int) -> Shape:
+    """Its first layers alone, under the same head: what layer skip drafts with."""
+    share = layers / shape.layers
+    memory = tuple(replace(m, layers=round(m.layers * share)) for m in shape.memory)
+    return replace(
+        shape,
+        layers=layers,
+        dense=int(shape.dense * share),
+        expert_layers=round(shape.expert_layers * share),
+        memory=memory,
+        operations=int((shape.operations - ENDS) * share) + ENDS,
+    )

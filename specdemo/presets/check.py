@@ -1,0 +1,108 @@
+"""Is what the presets say of the hub still so? Asked of every repository they name, and no weights are fetched.
+
+A repository must be there, at its revision, with a config and weights; ask for a login where its presets say so and
+nowhere else; and state the licence that they state. A preset's weights must fit the memory that it states.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from huggingface_hub import ModelInfo, constants
+
+from specdemo.models import hub
+from specdemo.models.checkpoints import PICKLED
+from specdemo.presets.files import EMBEDDED, Preset
+
+UNNAMED = ("other", "unknown")  # what the hub calls a licence that it does not know
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the hub says of one repository, or of a preset's weights together."""
+
+    name: str
+    said: str
+    wrong: tuple[str, ...] = ()
+    weights: int = 0  # bytes, as they are loaded in half precision
+
+    def __str__(self) -> str:
+        return f"{'WRONG' if self.wrong else 'ok':5}  {self.name}: {'; '.join((*self.wrong, self.said))}"
+
+
+def answers(presets: Iterable[Preset]) -> Iterator[Answer]:
+    """One for every repository, then one for every preset that states too little memory.
+
+    Raises ValueError, one line, where the hub may not be asked or cannot be reached.
+    """
+    if hub.offline():
+        raise ValueError("HF_HUB_OFFLINE is set, and only the hub knows whether the presets are right; unset it")
+    users: dict[str, list[Preset]] = {}
+    for preset in presets:
+        for model in dict.fromkeys(preset.models):
+            if model not in EMBEDDED:
+                users.setdefault(model, []).append(preset)
+    sizes: dict[str, int] = {}
+    for name, those in users.items():
+        answer = _ask(name, those)
+        sizes[name] = answer.weights
+        yield answer
+    yield from _cramped({preset.id: preset for those in users.values() for preset in those}, sizes)
+
+
+def _ask(name: str, users: list[Preset]) -> Answer:
+    try:
+        info = hub.ask(name)
+    except hub.Unreachable:
+        raise ValueError(f"{constants.ENDPOINT} cannot be reached; try again when it can") from None
+    except ValueError as error:
+        return Answer(name, f"presets {_ids(users)}", (str(error),))
+    found = hub.described(name, info, PICKLED)
+    size = sum(found.files[file] for file in found.weights)
+    licence, gate = _licence(info), "asks for a login" if info.gated else "open"
+    said = f"{size / 1e9:.1f} GB, licence {licence or 'not stated'}, {gate}, at {(info.sha or '')[:8]}"
+    return Answer(name, said, (*_files(found), *_terms(name, info, users)), size - 2 * found.numbers.get("F32", 0))
+
+
+def _files(found: hub.Repository) -> Iterator[str]:
+    if "config.json" not in found.files:
+        yield "holds no config.json"
+    if not found.weights:
+        yield "holds no weights"
+    yield from (f"{file} is empty" for file in found.weights if not found.files[file])
+
+
+def _terms(name: str, info: ModelInfo, users: list[Preset]) -> Iterator[str]:
+    """Of its gate and licence; that of a preset is its target's."""
+    silent = [p for p in users if info.gated and not p.gated]
+    if silent:
+        yield f"asks for a login, of which {_ids(silent)} says nothing"
+    open_again = [p for p in users if p.target == name and p.gated and not info.gated]
+    if open_again:
+        yield f"is open, and {_ids(open_again)} says that it asks for a login"
+    licence = _licence(info)
+    other = [p for p in users if p.target == name and licence not in ("", *UNNAMED) and not _alike(licence, p.licence)]
+    if other:
+        yield f"is under {licence!r}, and {_ids(other)} says {other[0].licence!r}"
+
+
+def _cramped(presets: Mapping[str, Preset], sizes: Mapping[str, int]) -> Iterator[Answer]:
+    """Presets whose weights are larger than the memory they state; quantized ones are smaller than their files."""
+    for id, preset in presets.items():
+        weights = sum(sizes.get(model, 0) for model in {*preset.models})
+        if preset.memory_gb and preset.quantization is None and weights > preset.memory_gb * 1e9:
+            yield Answer(f"preset {id}", f"it states {preset.memory_gb:g} GB", (f"weights of {weights / 1e9:.1f} GB",))
+
+
+def _licence(info: ModelInfo) -> str:
+    return str(info.card_data.get("license") or "") if info.card_data else ""
+
+
+def _alike(licence: str, words: str) -> bool:
+    """llama3.1 and Llama 3.1 Community License are."""
+    short, long = (re.sub(r"[^a-z0-9]", "", text.lower()) for text in (licence, words))
+    return short in long
+
+
+def _ids(presets: Iterable[Preset]) -> str:
+    return ", ".join(preset.id for preset in presets)

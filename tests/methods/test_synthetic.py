@@ -1,0 +1,105 @@
+"""Synthetic acceptance: drafts are kept at the rates asked for, whoever drafts, and nothing else is claimed."""
+
+import pytest
+import torch
+from scipy.stats import binomtest
+
+from specdemo import testing
+from specdemo.core.protocol import Budget, GenerationConfig
+from specdemo.core.sampling import Sampling
+from specdemo.core.tally import Step
+from specdemo.engine.comparison import Comparison, Lane
+from specdemo.engine.loop import generate
+from specdemo.engine.session import Session
+from specdemo.methods import load_drafter, method
+from specdemo.methods.synthetic import kept_rates
+from specdemo.models.target import HFTarget
+from specdemo.models.toy import ToyTarget
+
+PROMPTS = torch.randint(3, 61, (3, 9), generator=torch.Generator().manual_seed(3))
+
+
+def events(target, drafter, prompts=PROMPTS, temperature=0.0, tokens=400, k=4, seed=0):
+    config = GenerationConfig(tokens, Sampling(temperature), Budget(k, k), seed, stop_token_ids=())
+    return list(generate(target, drafter, prompts, config))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("rates", "wanted"),
+    [
+        ("0.8,0.75,0.7", [0.8, 0.75, 0.7, 0.7]),
+        ("0.6", [0.6] * 4),
+        ("0.3,0.9", [0.3, 0.9, 0.9, 0.9]),
+        ("1,1,0", [1, 1, 0]),
+    ],
+)
+def test_drafts_are_kept_at_the_rates_asked_for(rates, wanted, temperature):
+    target = ToyTarget(61, seed=1)
+    said = events(target, load_drafter("synthetic", target, rates=rates), PROMPTS.repeat(8, 1), temperature)
+    steps = [Step.of(event, row) for event in said[1:] for row in range(24)]
+    kept_of = [step.kept for step in steps if step.depth == 4]  # at the end of a text there is room for less
+    for depth, rate in enumerate(wanted):
+        tries, kept = (sum(kept >= n for kept in kept_of) for n in (depth, depth + 1))
+        assert tries > 500 and binomtest(kept, tries, rate).pvalue > 1e-3, (depth, kept / tries)
+
+
+def test_what_is_not_kept_is_the_target_s_own_token():
+    """The text is the prompt again, and wherever a draft is refused what the target says to all that was written."""
+    target = ToyTarget(61, seed=1)
+    said = events(target, load_drafter("synthetic", target, rates="0.7"), PROMPTS[:1])
+    text = PROMPTS[0].tolist()
+    for event in said:
+        *kept, own = event.emitted[0]
+        assert kept == event.drafted[0][: len(kept)]
+        assert own == int(target.next_probs(text + kept).argmax())
+        text += event.emitted[0]
+    copied = [token for event in said[1:] for token in event.drafted[0]]
+    assert set(copied) <= set(PROMPTS[0].tolist()) and all(event.notes["by_chance"] for event in said[1:])
+
+
+def test_a_draft_of_another_method_costs_what_it_costs(tiny_llama):
+    """It is asked at every step and its words are written, as a chain, whatever the target thinks of them."""
+    target = HFTarget(tiny_llama(61))
+    for name, given in (("draft_model", tiny_llama(61)), ("lookahead", None)):
+        drafter = load_drafter("synthetic", target, given, drafter=name, rates="0.9")
+        said = events(target, drafter, tokens=60)
+        assert drafter.weight_bytes == (target.weight_bytes if given else 0)
+        assert all(event.parents[row] == [*range(len(event.parents[row]))] for event in said for row in range(3))
+        assert any(len(path) > 1 for event in said[1:] for path in event.path)
+
+
+def test_the_seed_repeats_it():
+    target = ToyTarget(61, seed=1)
+    texts = [
+        [event.emitted for event in events(target, load_drafter("synthetic", target), tokens=60, seed=seed)]
+        for seed in (1, 1, 2)
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize("text", ["", "a", "0.5,", "1.1", "-0.1", "nan", "0.5,nan", "80 %"])
+def test_rates_that_are_none_are_refused_in_one_line(text):
+    with pytest.raises(ValueError, match=r"option 'rates' must be numbers from 0 to 1 .*, as 0\.8,0\.75, not"):
+        kept_rates(text)
+
+
+def test_it_wraps_and_is_not_wrapped():
+    for name in ("adaptive", "online", "cascade", "router"):
+        knobs = {knob.name: knob for knob in testing.knobs(name)}
+        assert "synthetic" not in knobs["inner" if name == "cascade" else "drafter"].choices
+    assert not method("synthetic").exact and method("ngram").exact
+
+
+def test_a_lane_of_it_says_that_the_text_is_nobody_s():
+    lanes = [
+        Lane(method="synthetic", k=3, options={"rates": "0.9,0.8"}),
+        Lane(method="synthetic", k=3, model="stories-draft-wide", options={"rates": "1", "drafter": "draft_model"}),
+    ]
+    spec = Comparison.build({"id": "test", "target": "stories", "prompt": "Once upon a time", "lanes": lanes})
+    trace = Session().run(spec.model_copy(update={"max_new_tokens": 40}).checked())
+    for lane, row in zip(trace.lanes[1:], trace.comparison, strict=True):
+        assert lane.exact is False and "not the model's text" in lane.note and lane.finish == "length"
+        assert row["verdict"] == "lossy" and row["identical"] is None and row["first_divergence"] is None
+        assert row["speedup_low"] < row["speedup"] < row["speedup_high"]
+    assert trace.lanes[2].summary["tokens_per_step"] > 3.5 and trace.lanes[2].summary["ms_draft"] > 1.0

@@ -1,0 +1,89 @@
+"""Tokens a pass: from chances, and by replaying what a run kept."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdemo.core.trace import from_json
+from specdemo.prediction.acceptance import Acceptance, of_lane, of_passes, replayed
+from specdemo.presets.files import FOLDER
+
+guesses = st.lists(st.booleans(), min_size=1, max_size=60)
+
+
+def decode(guessed, k):
+    """The passes of a draft that guesses each token of a text rightly or not, wherever its draft begins."""
+    passes, at = [], 0
+    while at < len(guessed):
+        drafted = min(k, len(guessed) - at - 1)
+        kept = next((i for i in range(drafted) if not guessed[at + i]), drafted)
+        passes.append((kept, drafted))
+        at += kept + 1
+    return passes
+
+
+@given(guesses, st.integers(1, 8), st.data())
+def test_a_run_is_replayed_at_every_shorter_draft(guessed, recorded, data):
+    k = data.draw(st.integers(1, recorded))
+    truth = len(guessed) / len(decode(guessed, k))
+    low, value, high = replayed(decode(guessed, recorded), k, 0.5)
+    assert low <= value <= high
+    assert low - 1e-9 <= truth <= high + 1e-9
+    if not any(kept == recorded for kept, _ in decode(guessed, recorded)[:-1]):
+        assert low == high == pytest.approx(truth)
+
+
+@given(guesses, st.integers(1, 8))
+def test_at_its_own_length_a_run_is_itself(guessed, k):
+    low, value, high = replayed(decode(guessed, k), k, 0.3)
+    assert low == value == high == pytest.approx(len(guessed) / len(decode(guessed, k)))
+
+
+def test_what_a_shorter_draft_would_have_kept_behind_a_whole_one_is_bounded():
+    low, value, high = replayed([(4, 4), (0, 4)], 3, 0.5)  # guesses: yes yes yes yes unknown, no
+    assert (low, high) == (2.0, 3.0) and value == pytest.approx(6 / 2.5)  # four tokens, then the two at once or not
+
+
+chances = st.lists(st.floats(0.0, 1.0), min_size=1, max_size=8)
+
+
+@given(chances, st.integers(0, 7), st.integers(1, 16))
+def test_more_acceptance_never_means_fewer_tokens(rates, place, k):
+    better = [*rates]
+    better[place % len(rates)] = 1.0
+    assert Acceptance(tuple(better)).expected(k) >= Acceptance(tuple(rates)).expected(k)
+    assert 1.0 <= Acceptance(tuple(rates)).expected(k) <= k + 1.0
+
+
+def test_the_last_chance_goes_on():
+    assert Acceptance((0.8, 0.5)).expected(4) == pytest.approx(1 + 0.8 + 0.4 + 0.2 + 0.1)
+
+
+@pytest.mark.parametrize("rates", [(), (1.5,), (float("nan"),), (0.5,) * 65])
+def test_what_are_no_chances(rates):
+    with pytest.raises(ValueError, match="acceptance is 1 to 64 chances"):
+        Acceptance(rates)
+
+
+def test_a_run_without_drafts_says_nothing():
+    with pytest.raises(ValueError, match="drafted nothing"):
+        of_passes([(0, 0)])
+
+
+def lane_of(preset, number=1):
+    return from_json((FOLDER / "recorded" / f"{preset}.json").read_bytes()).lanes[number]
+
+
+def test_a_recorded_lane_of_a_draft_model_is_replayed_exactly():
+    lane = lane_of("embedded-draft")
+    found = of_lane(lane)
+    assert found.exact and found.longest == 4
+    assert found.tokens(4).value == pytest.approx(lane.summary["tokens_per_step"], rel=0.02)
+    values = [found.tokens(k).value for k in (1, 2, 3, 4)]
+    assert values == sorted(values) and values[0] < 2.0
+
+
+def test_heads_are_known_by_position_alone_and_trees_at_their_size():
+    assert not of_lane(lane_of("embedded-eagle-3")).exact
+    tree = of_lane(lane_of("embedded-medusa"))
+    assert tree.nodes > len(tree.rates) and tree.longest is None

@@ -1,0 +1,144 @@
+"""What a prediction promises: more never hurts, an interval around its value, no torch, one line for bad input."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specdemo.__main__ import main
+from specdemo.prediction.drafts import MAKERS, Drafting
+from specdemo.prediction.predict import predict, predicted
+from specdemo.prediction.profiles import Figure, Passes, profile, profiles
+from specdemo.prediction.roofline import device_of
+from specdemo.prediction.shapes import known, shape, work
+from specdemo.presets.files import FOLDER
+
+H100 = profile("h100-sxm")
+RECORDED = str(FOLDER / "recorded" / "embedded-draft.json")
+few = settings(max_examples=25, deadline=None)
+
+
+def with_bandwidth(of, value):
+    return of.model_copy(update={"bandwidth_gb_per_s": Figure(value=value, source="a test")})
+
+
+@few
+@given(st.sampled_from(sorted(profiles())), st.floats(10.0, 1e4), st.floats(1.01, 10.0), st.sampled_from([1, 4, 32]))
+def test_more_bandwidth_never_predicts_slower(name, bandwidth, times, batch):
+    slow, fast = (
+        predict("llama-8b", model="llama-1b", device=with_bandwidth(profile(name), b), batch=batch, ks=(1, 4))
+        for b in (bandwidth, bandwidth * times)
+    )
+    assert fast.plain_ms <= slow.plain_ms
+    assert all(a.tokens_per_s.value >= b.tokens_per_s.value for a, b in zip(fast.rows, slow.rows, strict=True))
+
+
+@few
+@given(st.lists(st.floats(0.0, 0.9), min_size=1, max_size=6), st.integers(0, 5), st.floats(0.0, 0.1))
+def test_more_acceptance_never_predicts_slower(rates, place, more):
+    better = [rate + more * (i == place % len(rates)) for i, rate in enumerate(rates)]
+    worse, found = (predict("llama-8b", method="ngram", acceptance=r, ks=(3, 6)) for r in (rates, better))
+    for a, b in zip(found.rows, worse.rows, strict=True):
+        assert a.tokens.value >= b.tokens.value and a.speedup.value >= b.speedup.value * (1.0 - 1e-9)
+
+
+@pytest.mark.parametrize("k", [1, 4, 16])
+def test_a_free_perfect_draft_gives_k_and_one(k):
+    scene = predict("llama-8b", method="ngram", acceptance=[1.0]).scene
+    free = replace(scene.device.costs, check_ms=0.0, token_ms=0.0, row_us=0.0)
+    device = replace(scene.device, costs=free)
+    found = predicted(replace(scene, draft=Drafting("none"), device=device), (k,))
+    assert found.best.tokens.value == k + 1.0
+    assert found.best.speedup.value == pytest.approx(k + 1.0, rel=0.01)  # its pass is a little wider
+
+
+@pytest.mark.parametrize("method", sorted(MAKERS))
+@pytest.mark.parametrize("device", ["h100-sxm", "laptop-cpu"])
+def test_every_method_has_a_cost_and_an_interval_around_its_value(method, device):
+    model = "llama-1b" if method == "draft_model" else None
+    found = predict("llama-8b", device=device, method=method, model=model, ks=(1, 2, 4))
+    free = MAKERS[method](shape("llama-8b"), known()["llama-1b"], {}).first is None
+    for row in found.rows:
+        assert row.speedup.low < row.speedup.value < row.speedup.high
+        assert row.v >= 1.0 and (row.draft_ms < 1.0 if free else row.c > 0.0)
+    assert (
+        found.memory_gb > 16.0 and found.loads[0].speedup.value >= max(row.speedup.value for row in found.rows) * 0.999
+    )
+
+
+def test_the_gain_dies_where_passes_are_bound_by_arithmetic():
+    found = predict("llama-8b", model="llama-1b", device="laptop-cpu")
+    assert found.dies is not None and found.dies > 1
+    at, before = (predicted(replace(found.scene, batch=batch)) for batch in (found.dies, found.dies - 1))
+    assert at.best_k == 0 and before.best_k > 0
+    assert "costs most" in at.sentence and at.loads[-1].k == 0
+
+
+def test_a_recorded_run_says_method_model_and_tokens():
+    found = predict("stories", trace=RECORDED, device="laptop-cpu")
+    assert found.scene.draft.method == "draft_model" and not found.notes
+    assert found.scene.acceptance.exact and found.rows[3].tokens.low is not None
+
+
+def test_measured_passes_correct_the_constants():
+    """A machine that reaches half of the bandwidth and starts operations ten times as fast is found out."""
+    truth = device_of(profile("laptop-cpu"), "float32", "eager")
+    truth = replace(truth, costs=replace(truth.costs, bandwidth=0.45, operation_us=2.0))
+    rows = {}
+    for name in ("llama-100m", "stories"):
+        rows[name] = {b: {n: truth.ms(work(shape(name), n, b, 64, 4.0), b) for n in (1, 2, 5, 9, 17)} for b in (1, 4)}
+    passes = tuple(Passes(model=name, dtype="float32", kernels="x", context=64, ms=ms) for name, ms in rows.items())
+    fitted = device_of(profile("laptop-cpu").model_copy(update={"passes": passes}), "float32", "eager")
+    other = work(shape("stories-draft-deep"), 3, 2, 64, 4.0)
+    assert fitted.ms(other, 2) == pytest.approx(truth.ms(other, 2), rel=0.05)
+    assert fitted.costs.bandwidth == pytest.approx(0.45, rel=0.1)
+    assert fitted.errors[0][0] < 0.3 * 0.2**2
+
+
+def test_predicting_needs_no_torch():
+    asked = "import specdemo, sys; p = specdemo.predict('stories', model='stories-draft-wide', device='l4'); "
+    asked += "print(p.best_k, [m for m in ('torch', 'transformers', 'numpy', 'gradio') if m in sys.modules])"
+    said = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout
+    assert said.split(maxsplit=1)[1].strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "arguments, line",
+    [
+        (["storie"], "did you mean 'stories'?"),
+        (["llama-8c"], "did you mean 'llama-8b'?"),
+        (["stories", "--device", "h100"], "unknown device 'h100'; did you mean 'h100-sxm'?"),
+        (["stories", "--method", "eagl"], "unknown method 'eagl'; did you mean 'eagle'?"),
+        (["stories", "--method", "adaptive"], "method 'adaptive' decides while it runs"),
+        (["stories", "--method", "draft_model"], "needs a draft model; name one with --model"),
+        (["stories", "--model", "stories-draft-wid"], "did you mean 'stories-draft-wide'?"),
+        (["stories", "--dtype", "bfloat"], "unknown dtype 'bfloat'; did you mean 'bfloat16'?"),
+        (["stories", "--engine", "eger"], "unknown engine 'eger'; did you mean 'eager'?"),
+        (["stories", "--quantization", "4bits"], "unknown quantization '4bits'; did you mean '4bit'?"),
+        (["stories", "--batch", "0"], "batch goes from 1 to 4,096, not 0"),
+        (["stories", "--acceptance", "high"], "--acceptance takes numbers with commas between"),
+        (["stories", "--acceptance", "1.2"], "acceptance is 1 to 64 chances between 0 and 1"),
+        (["stories", "--trace", "nowhere.json"], "cannot read nowhere.json"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_the_cure(capsys, monkeypatch, arguments, line):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert main(["predict", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and line in err
+
+
+def test_the_command_says_it_in_text_and_in_json(capsys):
+    asked = ["predict", "llama-8b", "--model", "llama-1b", "--device", "h100-sxm,l4", "--batch", "1,32", "--price", "2"]
+    assert main(asked) == 0
+    told = capsys.readouterr().out
+    assert told.count("\nh100-sxm ") == told.count("\nl4 ") == 2 and "0.75 at every position is assumed" in told
+    assert main([*asked, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(one["device"], one["batch"]) for one in found] == [(d, b) for d in ("h100-sxm", "l4") for b in (1, 32)]
+    assert found[0]["rows"][3]["speedup"]["low"] < found[0]["rows"][3]["speedup"]["value"]
+    assert found[0]["per_million"] < found[0]["plain_per_million"]

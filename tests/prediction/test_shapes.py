@@ -1,0 +1,79 @@
+"""Sizes from config.json alone, against the models that transformers makes of the same configs."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, DeepseekV3Config
+
+from specdemo.models.hub import embedded_folder
+from specdemo.prediction.shapes import known, shape, shape_of, work
+from tests.models import tiny
+
+SMALL = ("conv", "wpe", "bias")
+
+
+def deepseek_v3():
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16}
+    latent = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    layers = {"num_hidden_layers": 3, "first_k_dense_replace": 1, "num_attention_heads": 4, "num_key_value_heads": 4}
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 2, "topk_group": 1}
+    return AutoModelForCausalLM.from_config(DeepseekV3Config(**sizes, **latent, **layers, **experts))
+
+
+MADE = {name: getattr(tiny, name) for name in "llama qwen3 gemma3 mistral gpt2 gpt_oss qwen3_next qwen3_5".split()}
+
+
+@pytest.mark.parametrize("name", [*MADE, "deepseek_v3"])
+def test_matrices_are_counted_as_the_model_has_them(name):
+    with torch.device("meta"):
+        model = (MADE | {"deepseek_v3": deepseek_v3})[name]()
+    matrices = {n: p.numel() for n, p in model.named_parameters() if p.ndim > 1 and not any(s in n for s in SMALL)}
+    found = shape_of(model.config.to_dict(), name)
+    assert found.parameters == pytest.approx(sum(matrices.values()), rel=0.003)  # a gate of a shared expert is a row
+
+
+def test_the_shipped_models_are_known_by_name():
+    stories = shape("stories")
+    assert stories.parameters == pytest.approx(9.87e6, rel=1e-3)
+    assert stories.kept_bytes(1, 4.0) == 2 * 12 * 256 * 4
+    assert shape(str(embedded_folder() / "stories")).dense == stories.dense
+
+
+MOE = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 16}
+MOE |= {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "vocab_size": 100}
+
+
+@given(st.integers(1, 64), st.integers(1, 64))
+def test_a_batch_touches_more_experts_and_never_more_than_there_are(one, more):
+    found = shape_of(MOE)
+    assert found.touched(1) == pytest.approx(2)
+    assert found.touched(one) <= found.touched(one + more) <= 16
+    assert work(found, one, 1, 10, 2.0).weight_bytes <= work(found, one + more, 1, 10, 2.0).weight_bytes
+
+
+def test_a_window_bounds_what_is_kept():
+    config = {"model_type": "x", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100}
+    config |= {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    found = shape_of(config)
+    assert found.kept_bytes(100, 1.0) == 2 * 2 * 64 * (100 + 8)
+
+
+@pytest.mark.parametrize(
+    "said, bits",
+    [
+        ({"quant_method": "gptq", "bits": 4}, 4.25),
+        ({"quant_method": "fp8"}, 8.0),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4.13),
+        ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": 8}}}}, 8),
+        ({"quant_method": "something"}, None),
+    ],
+)
+def test_what_matrices_are_stored_in(said, bits):
+    assert shape_of({**known()["llama-1b"], "quantization_config": said}).bits == bits
+
+
+@pytest.mark.parametrize("config", [{}, {"num_hidden_layers": 2}, {**MOE, "hidden_size": "large"}])
+def test_a_config_without_sizes_is_refused_in_one_line(config):
+    with pytest.raises(ValueError, match=r"the config.json of x says no sizes"):
+        shape_of(config, "x")

@@ -1,0 +1,117 @@
+"""`presets --check` against a hub on loopback."""
+
+import json
+
+import pytest
+
+from specdemo import __main__ as cli
+from specdemo.presets.check import answers
+from specdemo.presets.files import Preset
+from tests.models.fake_hub import SHA, serve
+
+MODEL = {"config.json": b"{}", "model.safetensors": b"x" * 3000}
+RIGHT = {"cardData": {"license": "apache-2.0"}, "gated": False}
+
+
+def preset(**settings):
+    lane = {"method": "draft_model", "model": "org/draft@v1"}
+    usual = {"target": "org/target", "lanes": [lane], "prompt": "x", "title": "x", "licence": "Apache 2.0"}
+    return Preset.build({"id": "mine", **usual, "memory_gb": 1, **settings})
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    with serve({"org/target": dict(MODEL), "org/draft": dict(MODEL)}, monkeypatch, tmp_path) as served:
+        served.cards = {name: dict(RIGHT) for name in served.repositories}
+        yield served
+
+
+def wrong(*presets):
+    return {answer.name: list(answer.wrong) for answer in answers(presets) if answer.wrong}
+
+
+def test_what_is_right_is_said_in_a_line_and_nothing_is_fetched(hub):
+    hub.repositories["org/draft"] = {"config.json": b"{}", "medusa_lm_head.pt": b"x" * 2_000_000_000}
+    lines = [str(answer) for answer in answers([preset(memory_gb=3), preset(id="same", memory_gb=3)])]
+    assert lines == [
+        f"ok     org/target: 0.0 GB, licence apache-2.0, open, at {SHA[:8]}",
+        f"ok     org/draft@v1: 2.0 GB, licence apache-2.0, open, at {SHA[:8]}",
+    ]
+    assert not hub.requests
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda hub: hub.repositories.pop("org/target"), "unknown model 'org/target'"),
+        (
+            lambda hub: hub.gated.add("org/target"),
+            "org/target is gated; accept its licence on huggingface.co/org/target",
+        ),
+        (lambda hub: hub.repositories["org/target"].pop("config.json"), "holds no config.json"),
+        (lambda hub: hub.repositories["org/target"].pop("model.safetensors"), "holds no weights"),
+        (lambda hub: hub.repositories["org/target"].update({"model.safetensors": b""}), "model.safetensors is empty"),
+        (lambda hub: hub.cards["org/target"].update(gated="auto"), "asks for a login, of which mine says nothing"),
+        (
+            lambda hub: hub.cards["org/target"].update(cardData={"license": "mit"}),
+            "is under 'mit', and mine says 'Apache 2.0'",
+        ),
+    ],
+)
+def test_each_thing_that_is_wrong_is_named(hub, change, said):
+    change(hub)
+    found = wrong(preset())
+    assert list(found) == ["org/target"] and found["org/target"][0].startswith(said)
+
+
+def test_a_pin_that_is_gone_is_named(hub):
+    gone = preset(lanes=[{"method": "draft_model", "model": "org/draft@v9"}])
+    assert "org/draft has no revision 'v9'" in wrong(gone)["org/draft@v9"][0]
+
+
+def test_the_licence_and_the_gate_of_a_preset_are_its_targets(hub):
+    hub.cards["org/draft"] = {"cardData": {"license": "gemma"}, "gated": False}
+    assert not wrong(preset())
+    assert wrong(preset(gated=True)) == {"org/target": ["is open, and mine says that it asks for a login"]}
+    hub.cards["org/target"] = {"cardData": {"license": "llama3.1"}, "gated": "manual"}
+    assert not wrong(preset(gated=True, licence="Llama 3.1 Community License"))
+    hub.cards["org/target"] = {"cardData": {"license": "other"}, "gated": "manual"}
+    assert not wrong(preset(gated=True, licence="words of its own"))
+
+
+def test_weights_that_do_not_fit_the_stated_memory_are_named(hub):
+    small = preset(memory_gb=5e-6)
+    assert wrong(small) == {"preset mine": ["weights of 0.0 GB"]}
+    assert not wrong(small.changed(quantization="4bit"))
+    hub.numbers = {"org/target": 750}  # as fp32, of which half is loaded
+    assert not wrong(small)
+
+
+def test_the_command_ends_with_1_where_something_is_wrong(hub, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "load_presets", lambda: {"mine": preset()})
+    assert cli.main(["presets", "--check"]) == 0
+    assert capsys.readouterr().out.endswith("all 2 are what the presets say\n")
+    hub.repositories.pop("org/draft")
+    assert cli.main(["presets", "--check"]) == 1
+    out = capsys.readouterr().out
+    assert "WRONG  org/draft@v1: unknown model" in out and out.endswith("1 of 2 wrong\n")
+    assert cli.main(["presets", "--check", "--json"]) == 1
+    assert [bool(row["wrong"]) for row in json.loads(capsys.readouterr().out)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "line"),
+    [
+        (
+            "HF_HUB_OFFLINE",
+            True,
+            "specdemo: HF_HUB_OFFLINE is set, and only the hub knows whether the presets are right",
+        ),
+        ("ENDPOINT", "http://127.0.0.1:1", "specdemo: http://127.0.0.1:1 cannot be reached; try again when it can"),
+    ],
+)
+def test_without_a_hub_one_line_says_so(hub, monkeypatch, capsys, name, value, line):
+    monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+    assert cli.main(["presets", "--check"]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1 and told[0].startswith(line)
