@@ -37,7 +37,7 @@ def test_from_a_finished_race_to_an_h100(visit):
     page.get_by_role("option", name="NVIDIA L4", exact=True).click()
     expect(page.locator(".sd-facts")).to_contain_text("NVIDIA L4 · bfloat16 · by its datasheet")
     expect(page.locator(".sd-limits")).not_to_have_text(before)
-    page.locator("#batch").get_by_text("64", exact=True).click()
+    page.locator("#batch [value=\"64\"]").check(force=True)
     expect(page.locator(".sd-limits")).to_contain_text("and 64 texts a step")
 
     page.get_by_role("tab", name="Race").click()
@@ -79,7 +79,7 @@ def test_all_of_it_open_nothing_is_clipped_or_small(visit, width):
     page.get_by_role("tab", name="What if").click()
     expect(gain(page)).not_to_be_empty()
     page.locator("#whatif-draft button").first.click()
-    page.locator("#kept").get_by_text("a rate of my own").click()
+    page.get_by_label("a rate of my own").check(force=True)
     expect(page.locator("#rate")).to_be_visible()
     page.locator("#whatif summary").click()
     assert page.evaluate("document.documentElement.scrollWidth") == width
