@@ -27,6 +27,23 @@ class Peers(Decoding):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Vocabularies(Suite):
+    """A draft of another vocabulary: same tokens, same distribution, speed against universal assisted generation."""
+
+    name = "other-vocabulary"
+    new_tokens: int = 96
+
+    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
+        import torch
+
+        from benchmarks.vocabularies import vocabularies
+        from specdemo.models.machine import one_thread
+
+        with one_thread(torch.device("cpu")):
+            return vocabularies(self.repeats, self.new_tokens, report, cancelled)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Floor(Decoding):
     """The engine's step against its own forwards replayed: plain, a chain and a tree, greedy and sampling."""
 
@@ -143,4 +160,15 @@ class Published(Suite):
         return published()
 
 
-SUITES: tuple[type[Suite], ...] = (Peers, Floor, RaceFairness, Coverage, Noise, Paces, Gpu, WhatIf, Published)
+SUITES: tuple[type[Suite], ...] = (
+    Peers,
+    Vocabularies,
+    Floor,
+    RaceFairness,
+    Coverage,
+    Noise,
+    Paces,
+    Gpu,
+    WhatIf,
+    Published,
+)

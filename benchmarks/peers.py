@@ -192,18 +192,18 @@ def compete(pair: Pair, repeats: int, new_tokens: int, report: Report, cancelled
             floors[name] = [run for run in found if run is not None]
         return timed, floors
 
-    with _quiet():
+    with quiet():
         done, stopped = repeated(repeats, report, cancelled, once)
     contests = [timed for timed, _ in done]
-    rows = [_row(name, contests) for name in everybody]
-    for row in rows:
-        floors = [found[row["lane"]] for _, found in done if found.get(row["lane"])]
+    rows = [row(name, contests) for name in everybody]
+    for line in rows:
+        floors = [found[line["lane"]] for _, found in done if found.get(line["lane"])]
         if len(floors) == len(done):
-            row |= overhead_columns(floors)
+            line |= overhead_columns(floors)
     config = {"pair": pair.name, "agreement": round(pair.agreement, 3), "k": K, "new_tokens": new_tokens}
     config |= {"prompts": len(pair.prompts), "parameters": pair.target.num_parameters()}
     remarks = [_agreement(pair), *_ratios(contests), _bandwidth(pair.target, contests), *absent, *stopped]
-    if target.dtype != torch.float32 and any(row["output"] != "identical" for row in rows):
+    if target.dtype != torch.float32 and any(line["output"] != "identical" for line in rows):
         remarks.append("In half precision texts part where two tokens are a rounding apart.")
     return Result("peers", len(done), config, environment(target), rows, remarks, "lane")
 
@@ -215,7 +215,7 @@ def _hastened(model: PreTrainedModel) -> Recorded:
     return Recorded(own)
 
 
-def _row(name: str, contests: Sequence[Mapping[str, Timed]]) -> dict[str, Any]:
+def row(name: str, contests: Sequence[Mapping[str, Timed]]) -> dict[str, Any]:
     last = contests[-1]
     events = [event for run in last[name].events for event in run[1:]]
     drafted = sum(t >= 0 for e in events for t in e.drafted[0])
@@ -275,7 +275,7 @@ def read_bytes(model: PreTrainedModel) -> int:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without what transformers logs about its own calls of itself."""
     level = logging.get_verbosity()
     logging.set_verbosity_error()

@@ -6,7 +6,7 @@ Every figure is the best of a few, as whatever else runs only takes away.
 import re
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
-from statistics import median
+from statistics import fmean
 
 import torch
 from transformers import PreTrainedModel
@@ -29,7 +29,7 @@ REPEATS = 8
 LAUNCHES = 500
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
-CPU_WIDTHS, CPU_BATCHES = (1, 2, 3, 5, 9, 17), (1, 2, 4, 8)  # of `specdemo profile`
+CPU_WIDTHS, CPU_BATCHES = (1, 2, 3, 5, 9, 17), (1, 2, 4, 8, 16)  # of `specdemo profile`
 CONTEXT = 64
 LINK_BYTES = 1 << 28
 STEP_K, STEP_TOKENS, STEP_BATCH = 5, 64, 8
@@ -112,7 +112,7 @@ def passes(
     found: dict[int, dict[int, float]] = {}
     for batch in batches:
         try:
-            found[batch] = verify_costs(target, sorted({1, *widths}), 5, batch, context)
+            found[batch] = verify_costs(target, sorted({1, *widths}), 5, batch, context, min)
         except torch.OutOfMemoryError:
             target.release()
             kind(target.device).empty()
@@ -189,18 +189,20 @@ def measure_profile(device: str = "auto", name: str | None = None) -> Profile:
 
 
 def step_times(name: str, target: HFTarget, other: str, draft: HFTarget) -> Iterator[Step]:
-    """What an engine's steps take, lap by lap: plain, with a draft model, with a head, and the first two in a batch."""
-    head = Eagle.fresh(target).hasten()
+    """What an engine's steps take, lap by lap: plain and with a draft model, of one text and of a batch, and with a
+    head on the small model, whose matrices hide least of what is done beside them."""
     dtype = str(target.dtype).removeprefix("torch.")
-    lanes = (("none", None, 0, 1), ("draft_model", draft, STEP_K, 1), ("eagle", head, STEP_K, 1))
-    for chosen, model, k, batch in (*lanes, ("none", None, 0, STEP_BATCH), ("draft_model", draft, STEP_K, STEP_BATCH)):
-        drafter = load_drafter(chosen, target, model)
-        prompt = torch.randint(1, target.vocab_size, (batch, CONTEXT), generator=torch.Generator().manual_seed(0))
+    head = Eagle.fresh(draft).hasten()
+    lanes = [(name, target, "none", None, 0), (name, target, "draft_model", draft, STEP_K)]
+    places = [(*lane, batch) for lane in lanes for batch in (1, STEP_BATCH)]
+    for of, runs, chosen, model, k, batch in (*places, (other, draft, "eagle", head, STEP_K, 1)):
+        drafter = load_drafter(chosen, runs, model)
+        prompt = torch.randint(1, runs.vocab_size, (batch, CONTEXT), generator=torch.Generator().manual_seed(0))
         config = GenerationConfig(STEP_TOKENS, budget=Budget(k, k), stop_token_ids=())
-        events = [event for event in generate(target, drafter, prompt, config) if all(event.emitted)][2:-1]
-        ms = {lap: round(median(event.ms.get(lap, 0.0) for event in events), 4) for lap in events[0].ms}
+        events = [event for event in generate(runs, drafter, prompt, config) if all(event.emitted)][2:-1]
+        ms = {lap: round(fmean(event.ms.get(lap, 0.0) for event in events), 4) for lap in events[0].ms}
         named = other if chosen == "draft_model" else ""
-        yield Step(model=name, method=chosen, dtype=dtype, draft=named, batch=batch, ms=ms, drafted=k)
+        yield Step(model=of, method=chosen, dtype=dtype, draft=named, batch=batch, k=k, ms=ms, drafted=k)
 
 
 def profile_report(profile: Profile) -> str:

@@ -2,6 +2,7 @@
 costs is true."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 from transformers import GenerationConfig as HFGenerationConfig
 
 from specdemo.core.words import suggest
+from specdemo.prediction.shapes import known
 
 STD = 0.02
 CONTEXT = 8192
@@ -20,7 +22,7 @@ CONTEXT = 8192
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a public model; the comment beside it says which."""
+    """Of a public model, or of one for trying out."""
 
     family: Literal["llama", "qwen3"]
     layers: int
@@ -32,6 +34,22 @@ class Shape:
     vocabulary: int
     tied: bool = False  # one matrix is embedding and head
     draft: str = ""  # the shape of a draft model beside it
+
+    @classmethod
+    def of(cls, name: str, said: Mapping[str, Any]) -> "Shape":
+        """From the config of a well-known model."""
+        return cls(
+            family=said["model_type"],
+            layers=said["num_hidden_layers"],
+            hidden=said["hidden_size"],
+            feed_forward=said["intermediate_size"],
+            heads=said["num_attention_heads"],
+            kv_heads=said["num_key_value_heads"],
+            head_dim=said["head_dim"],
+            vocabulary=said["vocab_size"],
+            tied=said.get("tie_word_embeddings", False),
+            draft=DRAFTS.get(name, ""),
+        )
 
     @property
     def config(self) -> LlamaConfig | Qwen3Config:
@@ -66,19 +84,15 @@ class Shape:
         return int((self.parameters - whole) * width) + whole * dtype.itemsize
 
 
-SHAPES = {
-    "llama-tiny": Shape("llama", 2, 64, 192, 4, 2, 16, 512, draft="qwen3-tiny"),  # none: for trying out
-    "qwen3-tiny": Shape("qwen3", 2, 64, 192, 4, 2, 16, 512, True, draft="qwen3-tiny"),  # none
-    "llama-100m": Shape("llama", 12, 768, 2048, 12, 12, 64, 8192, draft="llama-7m"),  # none: for a CPU
-    "llama-7m": Shape("llama", 8, 192, 512, 3, 3, 64, 8192),  # none: a draft for it
-    "llama-1b": Shape("llama", 16, 2048, 8192, 32, 8, 64, 128256, True),  # Llama-3.2-1B
-    "llama-8b": Shape("llama", 32, 4096, 14336, 32, 8, 128, 128256, draft="llama-1b"),  # Llama-3.1-8B
-    "llama-34b": Shape("llama", 60, 7168, 20480, 56, 8, 128, 64000),  # Yi-34B
-    "qwen3-0.6b": Shape("qwen3", 28, 1024, 3072, 16, 8, 128, 151936, True),
-    "qwen3-1.7b": Shape("qwen3", 28, 2048, 6144, 16, 8, 128, 151936, True),
-    "qwen3-8b": Shape("qwen3", 36, 4096, 12288, 32, 8, 128, 151936, draft="qwen3-0.6b"),
-    "qwen3-32b": Shape("qwen3", 64, 5120, 25600, 64, 8, 128, 151936, draft="qwen3-0.6b"),
+DRAFTS = {  # the shape of a draft model beside one
+    "llama-tiny": "qwen3-tiny",
+    "qwen3-tiny": "qwen3-tiny",
+    "llama-100m": "llama-7m",
+    "llama-8b": "llama-1b",
+    "qwen3-8b": "qwen3-0.6b",
+    "qwen3-32b": "qwen3-0.6b",
 }
+SHAPES = {name: Shape.of(name, config) for name, config in known().items() if "/" not in name}
 
 
 def shape(name: str) -> Shape:

@@ -211,7 +211,9 @@ SHIPPED: tuple[type[Suite], ...] = (
     Load,
 )  # fmt: skip
 # in the checkout's folder `benchmarks`
-OF_THE_PROJECT = ("peers", "floor", "race-fairness", "coverage", "noise", "paces", "gpu")
+OF_THE_PROJECT = (
+    "peers", "other-vocabulary", "floor", "race-fairness", "coverage", "noise", "paces", "gpu", "what-if", "published",
+)  # fmt: skip
 
 
 @lru_cache(maxsize=1)

@@ -1,6 +1,6 @@
 """What a pass of a target costs by its width, and how far passes of different widths round apart."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import torch
@@ -24,10 +24,15 @@ def verify_cost(target: HFTarget, slots: int = VERIFY_TOKENS, repeats: int = 5) 
 
 
 def verify_costs(
-    target: Target, widths: Sequence[int], repeats: int = 5, rows: int = 1, context: int = 32
+    target: Target,
+    widths: Sequence[int],
+    repeats: int = 5,
+    rows: int = 1,
+    context: int = 32,
+    of: Callable[[Sequence[float]], float] = median,
 ) -> dict[int, float]:
-    """Slots -> milliseconds of a pass over chains of that many behind `context` tokens, `rows` texts at once; medians,
-    interleaved."""
+    """Slots -> milliseconds of a pass over chains of that many behind `context` tokens, `rows` texts at once;
+    interleaved, of all repeats the median, or what `of` says."""
     prompt = (torch.arange(1, context + 1, device=target.device) % target.vocab_size).repeat(rows, 1)
     times: dict[int, list[float]] = {width: [] for width in widths}
     with one_thread(target.device):
@@ -38,7 +43,7 @@ def verify_costs(
                 if repeat:  # the first round warms up
                     measured.append(1000.0 * seconds)
         target.release()
-    return {width: median(measured) for width, measured in times.items()}
+    return {width: of(measured) for width, measured in times.items()}
 
 
 def _seconds(target: Target, width: int, rows: int) -> float:

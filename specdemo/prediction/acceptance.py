@@ -52,8 +52,10 @@ class Acceptance:
     def tokens(self, k: int) -> Estimate:
         """What a pass emits that checks k drafted tokens, the target's own included."""
         longest = self.longest
-        if longest is None or k > longest:
+        if longest is None:
             return Estimate(self.expected(k))
+        if k > longest:
+            return _scaled(self.tokens(longest), self.expected(k) / self.expected(longest))
         if not self.exact:
             return _mean([1.0 + min(kept, k) for kept, _ in self.passes])
         low, value, high = replayed(self.passes, k, self.rates[min(k, len(self.rates)) - 1])
@@ -152,6 +154,11 @@ def drafting_lane(path: str | Path) -> LaneTrace:
         if lane.method != "none":
             return lane
     raise ValueError(f"{path} has no lane that drafts; record one with specdemo run PRESET --out {path}")
+
+
+def _scaled(known: Estimate, times: float) -> Estimate:
+    low, high = (None if end is None else end * times for end in (known.low, known.high))
+    return Estimate(known.value * times, low, high)
 
 
 def _mean(values: Sequence[float]) -> Estimate:

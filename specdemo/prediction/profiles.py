@@ -54,6 +54,7 @@ class Step(_Strict):
     dtype: str
     draft: str = ""  # the shape of its draft model
     batch: Count = 1
+    k: Annotated[int, Field(ge=0)] = 0  # of a chain that was drafted whole; 0: none, or not told
     ms: dict[str, Annotated[float, Field(ge=0.0)]]
     drafted: Annotated[float, Field(ge=0.0)]  # tokens a step
 

@@ -25,6 +25,7 @@ Engine = Literal["recorded", "eager"]
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0}
 SHARPNESS = 4.0  # of the edge between reading and multiplying
 NOISE = 0.04  # of a measured pass, as a share
+DISTURBED = 0.15
 ROUNDS = 12
 UNMEASURED = 0.12  # what such a roofline is off by in itself, as published results say (docs/what-if.md)
 LARGEST_STEP = 1.0
@@ -98,6 +99,9 @@ DEFAULT: dict[tuple[str, Engine], dict[str, Constant]] = {
 }
 
 
+Curve = tuple[tuple[float, float], ...]  # rows -> what measured passes with so many take, over the roofline
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """A profile's device at a precision, in an engine."""
@@ -108,7 +112,8 @@ class Device:
     costs: Terms
     errors: tuple[tuple[float, ...], ...]  # covariance of the logarithms of costs
     misfit: float  # standard deviation of the logarithm of a pass's time about all this
-    curve: tuple[tuple[float, float], ...] = ()  # rows -> what measured passes that wide take, over the roofline
+    single: Curve = ()  # of passes over one token of every text, and of wider ones
+    wide: Curve = ()
 
     def ms(self, of: Work, batch: float = 1.0) -> float:
         """Of one pass."""
@@ -119,8 +124,8 @@ class Device:
         texts = costs.text_us * (batch - 1.0) * of.layers
         starting = 1e-3 * (of.operations * (costs.operation_us + costs.row_us * of.rows) + texts)
         if self.engine == "eager" and self.profile.kind == "gpu":
-            return soft(reading, multiplying, starting) * self.correction(of.rows)
-        return (starting + soft(reading, multiplying)) * self.correction(of.rows)
+            return soft(reading, multiplying, starting) * self.correction(of.rows, batch)
+        return (starting + soft(reading, multiplying)) * self.correction(of.rows, batch)
 
     def beside_ms(self, drafts: bool, batch: float) -> float:
         """What the engine does at a step beside passes and drafting."""
@@ -131,12 +136,13 @@ class Device:
         """What it does for every drafting pass beside that."""
         return self.costs.token_ms + (self.costs.head_ms if draft.reads_all else 0.0)
 
-    def correction(self, rows: float) -> float:
+    def correction(self, rows: float, batch: float) -> float:
         """Linear in the logarithm of the rows between those measured, and as the last one beyond."""
-        if not self.curve:
+        curve = self.single if rows <= batch else self.wide
+        if not curve:
             return 1.0
-        above = next((i for i, (known, _) in enumerate(self.curve) if known >= rows), len(self.curve) - 1)
-        (low, before), (high, behind) = self.curve[max(above - 1, 0)], self.curve[above]
+        above = next((i for i, (known, _) in enumerate(curve) if known >= rows), len(curve) - 1)
+        (low, before), (high, behind) = curve[max(above - 1, 0)], curve[above]
         if high <= rows or low >= rows:
             return behind if high <= rows else before
         return before + (behind - before) * log(rows / low) / log(high / low)
@@ -187,6 +193,7 @@ class Seen:
     what: Callable[[Device], float]
     ms: float
     rows: float = 0.0
+    single: bool = False
 
 
 def _measured(profile: Profile, dtype: str) -> list[Seen]:
@@ -198,9 +205,9 @@ def _measured(profile: Profile, dtype: str) -> list[Seen]:
             of = shape(passes.model)
             for batch, row in passes.ms.items():
                 works = [(work(of, n, batch, passes.context, size), ms) for n, ms in row.items()]
-                found += [Seen(_pass(one, batch), ms, one.rows) for one, ms in works]
+                found += [Seen(_pass(one, batch), ms, one.rows, one.rows == batch) for one, ms in works]
     for step in profile.steps:
-        if step.dtype == dtype and not set(step.ms) - LAPS:
+        if step.dtype == dtype and not set(step.ms) - LAPS and (step.k or not step.drafted):
             found += _laps(step, size)
     return [seen for seen in found if seen.ms > 0.0]
 
@@ -211,10 +218,10 @@ def _pass(of: Work, batch: float) -> Callable[[Device], float]:
 
 def _laps(step: Step, size: float) -> Iterator[Seen]:
     """Of a step what is not drafting, and what is."""
-    target, k, batch = shape(step.model), round(step.drafted), step.batch
+    target, k, batch = shape(step.model), step.k, step.batch
     check = work(target, k + 1, batch, CONTEXT, size)
-    beside = sum(step.ms.get(lap, 0.0) for lap in ("verify", "accept", "commit"))
-    yield Seen(lambda device: device.ms(check, batch) + device.beside_ms(k > 0, batch), beside)
+    yield Seen(lambda device: device.ms(check, batch), step.ms.get("verify", 0.0))
+    yield Seen(lambda device: device.beside_ms(k > 0, batch), step.ms.get("accept", 0.0) + step.ms.get("commit", 0.0))
     if step.method not in ("draft_model", "eagle") or not k:
         return
     config = known()[step.draft] if step.draft else None
@@ -230,15 +237,14 @@ def _laps(step: Step, size: float) -> Iterator[Seen]:
 def _fitted(start: Device, seen: Sequence[Seen]) -> Device:
     """Gauss-Newton from the constants, which hold each term as tightly as their errors say."""
     size, at, device = len(NAMES), [0.0] * len(NAMES), start
-    weight = 1.0 / NOISE**2
     for _ in range(ROUNDS):
         off = [log(one.ms / one.what(device)) for one in seen]
-        slopes = _slopes(device, seen)
+        weighed = [(_weight(o) / NOISE**2, o, row) for o, row in zip(off, _slopes(device, seen), strict=True)]
         normal = [
-            [weight * sum(row[i] * row[j] for row in slopes) + (i == j) / start.errors[i][i] for j in range(size)]
+            [sum(w * row[i] * row[j] for w, _, row in weighed) + (i == j) / start.errors[i][i] for j in range(size)]
             for i in range(size)
         ]
-        right = [weight * sum(row[i] * o for row, o in zip(slopes, off, strict=True)) for i in range(size)]
+        right = [sum(w * row[i] * o for w, o, row in weighed) for i in range(size)]
         right = [r - at[i] / start.errors[i][i] for i, r in enumerate(right)]
         inverse = _inverse(normal)
         step = [sum(inverse[i][j] * right[j] for j in range(size)) for i in range(size)]
@@ -246,17 +252,32 @@ def _fitted(start: Device, seen: Sequence[Seen]) -> Device:
         device = start
         for name, by in zip(NAMES, at, strict=True):
             device = device.shifted(name, by)
-    device = replace(device, curve=_curve(device, seen))
+    single, wide = (_curve(device, [one for one in seen if one.single is alone]) for alone in (True, False))
+    device = replace(device, single=single, wide=_smooth(wide))
     left = [log(one.ms / one.what(device)) for one in seen]
     misfit = sqrt(sum(o * o for o in left) / len(left))
     return replace(device, errors=tuple(map(tuple, inverse)), misfit=max(misfit, NOISE))
 
 
-def _curve(device: Device, seen: Sequence[Seen]) -> tuple[tuple[float, float], ...]:
+def _weight(off: float) -> float:
+    """Of something measured that far off: what another program disturbed shall not bend the rest."""
+    return 1.0 / (1.0 + (off / DISTURBED) ** 2)
+
+
+def _curve(device: Device, seen: Sequence[Seen]) -> Curve:
     """What passes of a width have in common that no roofline says: kernels that are chosen by it."""
     widths = sorted({one.rows for one in seen if one.rows})
     off = {rows: [log(one.ms / one.what(device)) for one in seen if one.rows == rows] for rows in widths}
-    return tuple((rows, exp(fmean(off[rows]))) for rows in widths)
+    means = [fmean(off[rows], [_weight(o) for o in off[rows]]) for rows in widths]
+    return tuple((rows, exp(mean)) for rows, mean in zip(widths, means, strict=True))
+
+
+def _smooth(curve: Curve) -> Curve:
+    """Every point counts half in its neighbours, or noise would make steps of it."""
+    values = [value for _, value in curve]
+    padded = [*values[:1], *values, *values[-1:]]
+    means = [(a + 2.0 * b + c) / 4.0 for a, b, c in zip(padded, padded[1:], padded[2:], strict=False)]
+    return tuple((rows, mean) for (rows, _), mean in zip(curve, means, strict=True))
 
 
 def _slopes(device: Device, seen: Sequence[Seen]) -> list[list[float]]:

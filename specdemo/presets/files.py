@@ -24,6 +24,7 @@ EMBEDDED = (
     "stories",
     "stories-draft-wide",
     "stories-draft-deep",
+    "stories-draft-other",
     "stories-medusa",
     "stories-mlp-speculator",
     "stories-eagle-1",

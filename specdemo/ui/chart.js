@@ -14,6 +14,9 @@ function ticks(high, count) {
   return Array.from({ length: Math.floor(high / step + 1e-9) + 1 }, (_, i) => i * step);
 }
 
+/** 1, 2, 4, ... up to `high`. */
+const doublings = (high) => Array.from({ length: Math.floor(Math.log2(high) + 1e-9) + 1 }, (_, i) => 2 ** i);
+
 const brief = (x) => (x >= 10000 ? `${+(x / 1000).toFixed(1)}k` : String(+x.toPrecision(3)));
 
 /**
@@ -21,12 +24,14 @@ const brief = (x) => (x >= 10000 ? `${+(x / 1000).toFixed(1)}k` : String(+x.toPr
  * @param {HTMLElement} box
  * @param {object} how
  * @param {string} how.words what it shows, to who does not see it
- * @param {{name?: string, points: number[][], of: number, faint?: boolean}[]} [how.lines] of: its colour and its dash
+ * @param {{name?: string, points: number[][], of: number, faint?: boolean, band?: number[][]}[]} [how.lines] of: its colour
+ *   and its dash; band: its interval as x, low, high
  * @param {number[]} [how.bars] one bar for 0, 1, 2, ...
  * @param {{x: number, y: number, name: string}[]} [how.dots]
  * @param {string} [how.unit] what x counts
  * @param {number} [how.high] the top of the axis, by default the largest value
  * @param {number} [how.wide] the end of the x axis
+ * @param {boolean} [how.doubling] x begins at 1, and each doubling is as wide
  * @param {boolean} [how.whole] values hold until the next
  * @param {boolean} [how.percentage]
  * @param {number} [how.level] a line across, such as "no gain"
@@ -84,12 +89,14 @@ function barChart(picture, { width, height }, bars, of) {
   });
 }
 
-function curves(picture, { width, height }, { lines = [], dots = [], unit = "", high, wide, whole, percentage, level }) {
-  const points = lines.flatMap((line) => line.points).concat(dots.map(({ x, y }) => [x, y]));
+function curves(picture, { width, height }, { lines = [], dots = [], unit = "", high, wide, whole, percentage, level, doubling }) {
+  const bands = lines.flatMap((line) => line.band ?? []);
+  const points = [...lines.flatMap((line) => line.points), ...dots.map(({ x, y }) => [x, y]), ...bands.map(([x, , most]) => [x, most])];
   const top = high ?? Math.max(...points.map(([, y]) => y), level ?? 0, 1e-9) * 1.06;
   const end = wide ?? Math.max(...points.map(([x]) => x), 1e-9);
   const [inner, tall] = [width - MARGIN.left - MARGIN.right, height - MARGIN.top - MARGIN.bottom];
-  const at = ([x, y]) => [MARGIN.left + (inner * x) / end, MARGIN.top + tall * (1 - Math.min(y, top) / top)].map((n) => +n.toFixed(1));
+  const along = (x) => (doubling ? Math.log2(x) / Math.log2(end) : x / end);
+  const at = ([x, y]) => [MARGIN.left + inner * along(x), MARGIN.top + tall * (1 - Math.min(y, top) / top)].map((n) => +n.toFixed(1));
   for (const y of ticks(top, tall / 34)) {
     if (whole && y % 1) continue;
     const [, up] = at([0, y]);
@@ -97,14 +104,15 @@ function curves(picture, { width, height }, { lines = [], dots = [], unit = "", 
     picture.append(svg("text", { x: MARGIN.left - 6, y: up + 4, "text-anchor": "end" }, percentage ? percent(y) : brief(y)));
   }
   const unitWidth = 7 * unit.length + 16;
-  for (const x of ticks(end, inner / 80)) {
+  for (const x of doubling ? doublings(end) : ticks(end, inner / 80)) {
     const [across] = at([x, 0]);
-    if (across < width - unitWidth) picture.append(svg("text", { x: across, y: height - 5, "text-anchor": x ? "middle" : "start" }, brief(x)));
+    if (across < width - unitWidth) picture.append(svg("text", { x: across, y: height - 5, "text-anchor": along(x) ? "middle" : "start" }, brief(x)));
   }
   picture.append(svg("text", { x: width - MARGIN.right, y: height - 5, "text-anchor": "end", class: "sd-unit" }, unit));
   if (isNumber(level)) picture.append(svg("path", { d: `M${MARGIN.left},${at([0, level])[1]} h${inner}`, class: "sd-level" }));
-  for (const { points, of, faint } of lines) {
+  for (const { points, of, faint, band } of lines) {
     if (!points.length) continue;
+    if (band?.length > 1) picture.append(svg("path", { d: `M${band.map(([x, , most]) => at([x, most])).join(" L")} L${band.map(([x, least]) => at([x, least])).reverse().join(" L")} Z`, class: "sd-band", "data-of": of }));
     const d = points.map((point, i) => (!i ? `M${at(point)}` : whole ? `H${at(point)[0]} V${at(point)[1]}` : `L${at(point)}`)).join(" ");
     if (points.length > 1) picture.append(svg("path", { d, class: faint ? "sd-curve sd-faint" : "sd-curve", "data-of": of, "data-points": points.length, "stroke-dasharray": DASHES[of % DASHES.length] }));
     else picture.append(svg("circle", { cx: at(points[0])[0], cy: at(points[0])[1], r: 3, "data-of": of }));

@@ -24,11 +24,11 @@ import gradio as gr
 from starlette.middleware import Middleware
 
 from specdemo.bench.chart_style import FONTS
-from specdemo.core.trace import to_json
+from specdemo.core.trace import RunTrace, to_json
 from specdemo.presets.files import DEFAULT, Preset, load_presets, preset
 from specdemo.presets.link import from_query, is_link, is_sweep, to_query
 from specdemo.presets.recorded import recorded
-from specdemo.ui import assets, controls, headers, how, lab, space, sweep, turns
+from specdemo.ui import assets, controls, headers, how, lab, space, sweep, turns, whatif
 from specdemo.ui.controls import (
     Controls,
     address,
@@ -126,6 +126,12 @@ class Visits(Jobs[Log]):
         self.keep(request, Log(still=True))  # the recorded race of the preset before is no longer on show
         return _lanes(limits.fit(preset(preset_id or DEFAULT)))
 
+    def on_show(self, request: gr.Request) -> tuple[RunTrace, bool] | None:
+        """The finished run that a visitor has on show, and whether it is the visitor's own."""
+        log = self.last(request)
+        trace = log.trace if log else None
+        return (trace, log.own) if log and trace else None
+
     def save(self, request: gr.Request, kind: str) -> dict[str, str]:
         """The latest run as a file's name and text."""
         log = self.last(request)
@@ -203,6 +209,7 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
         raise ValueError("a public page takes listed models alone; leave --allow-any-model out")
     first = limits.fit(preset(start))
     store = Store()
+    visits = Visits(first, allow_any_model, store)
     page: gr.Blocks = gr.Blocks(
         title=headers.TITLE,
         analytics_enabled=False,
@@ -213,9 +220,12 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
         # "menu" hides tabs that fit whenever it measures them before the page has its width
         with gr.Tabs(overflow_behavior="wrap"):
             with gr.Tab("Race", id="race"):
-                form = _race_tab(page, Visits(first, allow_any_model, store), first, allow_any_model)
+                form = _race_tab(page, visits, first, allow_any_model)
+                ask = gr.Button("And on an H100?", elem_id="ask")  # clicked by the one below the results, in race.js
             with gr.Tab("Sweep", id="sweep") as tab:
                 suite = sweep.draw(page, tab, store)
+            with gr.Tab("What if", id="what-if") as tab:
+                whatif.draw(tab, ask, whatif.Questions(visits.on_show, allow_any_model))
             with gr.Tab("Lab", id="lab") as tab:
                 lab.draw(page, form, suite, tab, store)
             with gr.Tab("How it works", id="how"):

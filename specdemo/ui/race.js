@@ -204,7 +204,7 @@ function stage(replayed) {
   $(".sd-loading").hidden = true;
   $(".sd-lanes").replaceChildren();
   $(".sd-race").replaceChildren();
-  $(".sd-why").hidden = true;
+  $(".sd-why").hidden = $(".sd-ask").hidden = true;
   $(".sd-lanes").dataset.lanes = run.lanes.length;
   for (const lane of run.lanes) {
     Object.assign(lane, UNSHOWN());
@@ -245,6 +245,7 @@ function finish() {
   for (const lane of run.lanes) if (!lane.finish && lane.view) pill(lane, ...cut);
   age();
   if (run.own && !run.recorded) tell();
+  $(".sd-ask").hidden = !run.lanes.some((lane) => lane.exact && !lane.remote && numbers(lane).drafted);
   paint();
   if (!coming?.loading) say(verdictOfAll()); // else the status is that of the next run
 }
@@ -333,6 +334,7 @@ function waiting(line) {
 element.addEventListener("keydown", onKey);
 element.addEventListener("click", onClick);
 wireTransport();
+$(".sd-ask").addEventListener("click", () => gradio("ask").click());
 document.addEventListener("specdemo:settings", () => {
   age();
   if (settings() !== refused.key) $(".sd-alert").hidden = true; // what was refused is no longer asked for

@@ -47,7 +47,7 @@ def test_nothing_is_clipped_covered_or_small(visit, width, height):
     page = visit(viewport={"width": width, "height": height}, reduced_motion="reduce")
     said(page, "^Recorded")
     page.locator(".sd-edit").click()
-    for tab in ("Race", "Sweep", "Lab", "How it works", "Reference"):
+    for tab in ("Race", "Sweep", "What if", "Lab", "How it works", "Reference"):
         page.get_by_role("tab", name=tab).click()
         assert page.evaluate("document.documentElement.scrollWidth") == width, tab
         assert page.evaluate(CONTROLS) == [], tab
@@ -163,7 +163,7 @@ def test_axe_finds_nothing(visit, theme):
         found = page.evaluate("axe.run(document, { resultTypes: ['violations'] }).then(r => r.violations)")
         return [f"{rule['id']}: {[node['html'][:120] for node in rule['nodes'][:3]]}" for rule in found]
 
-    for tab in ("Sweep", "Lab", "How it works", "Reference", "Race"):
+    for tab in ("Sweep", "What if", "Lab", "How it works", "Reference", "Race"):
         page.get_by_role("tab", name=tab).click()
         assert violations() == [], tab
     page.locator("#run").click()

@@ -1,18 +1,24 @@
 """Drafts of another vocabulary: what tokens write, how a text is read on, and that the output stays the target's."""
 
+from collections import Counter
+
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specdemo.bench.losslessness import chi_square
+from specdemo.bench.prompts import PROMPTS
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT
 from specdemo.engine.loop import generate
 from specdemo.methods import draft_model, load_drafter
 from specdemo.methods.vocabularies import LONG, Bridge, RowText, Spelling
+from specdemo.models.load import load_target
 from specdemo.models.target import HFTarget
+from specdemo.models.text import encode
+from specdemo.presets.files import preset
 
 LETTERS = "abcd"
 BYTE_LEVEL = pre_tokenizers.ByteLevel(False, use_regex=False), decoders.ByteLevel()
@@ -156,6 +162,44 @@ def test_sampling_is_exact(pair, way):
                 row += emitted
         counts.append({pair: rows.count(list(pair)) for pair in {tuple(row) for row in rows}})
     assert chi_square(*counts).p > 0.001
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    chosen = preset("embedded-other-vocabulary")
+    target = load_target(chosen.target)
+    return target, load_drafter("draft_model", target, chosen.lanes[0].model), chosen.lanes[0].budget
+
+
+def test_the_shipped_pair_writes_the_targets_text(shipped):
+    target, drafter, budget = shipped
+    assert "drafts the shared tokens alone. Shared are 76 % of the target's tokens" in drafter.note
+    kept = 0
+    for prompt in PROMPTS[:3]:
+        ids = torch.tensor([encode(target.tokenizer, prompt, target.max_length)])
+        plain, drafted = (
+            list(generate(target, of, ids, GenerationConfig(32, budget=budget, stop_token_ids=())))
+            for of in (load_drafter("none", target), drafter)
+        )
+        assert [t for e in drafted for t in e.emitted[0]] == [t for e in plain for t in e.emitted[0]]
+        kept += sum(len(e.path[0]) - 1 for e in drafted)
+    assert kept > 3 * 32 / 3  # a third of the text is the draft's at least
+
+
+def test_the_shipped_pair_samples_as_its_target(shipped):
+    target, drafter, budget = shipped
+    ids = torch.tensor([encode(target.tokenizer, PROMPTS[0], target.max_length)] * 512)
+    samples = []
+    for seed, of in enumerate((load_drafter("none", target), drafter)):
+        config = GenerationConfig(3, Sampling(0.8), budget, seed=seed, stop_token_ids=())
+        rows = [[] for _ in ids]
+        for event in generate(target, of, ids, config):
+            for row, emitted in zip(rows, event.emitted, strict=True):
+                row += emitted
+        samples.append(rows)
+    for place in (1, 2):
+        counts = [Counter(row[place] for row in rows) for rows in samples]
+        assert chi_square(*counts).p > 0.001
 
 
 def test_a_draft_of_another_vocabulary_does_not_learn(pair):

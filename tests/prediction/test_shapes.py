@@ -77,3 +77,18 @@ def test_what_matrices_are_stored_in(said, bits):
 def test_a_config_without_sizes_is_refused_in_one_line(config):
     with pytest.raises(ValueError, match=r"the config.json of x says no sizes"):
         shape_of(config, "x")
+
+
+@pytest.mark.parametrize(
+    "name, billions",
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", 8.03),
+        ("lmsys/vicuna-33b-v1.3", 32.5),
+        ("Qwen/Qwen3-30B-A3B", 30.5),
+        ("openai/gpt-oss-120b", 116.8),
+        ("deepseek-ai/DeepSeek-R1", 671.0),
+        ("openbmb/MiniCPM3-4B", 4.07),
+    ],
+)
+def test_well_known_models_have_the_parameters_they_are_known_for(name, billions):
+    assert shape(name).parameters / 1e9 == pytest.approx(billions, rel=0.003)

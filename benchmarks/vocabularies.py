@@ -1,0 +1,85 @@
+"""A draft of another vocabulary: the same text on many prompts, the same distribution over many draws, and its speed
+against transformers' universal assisted generation (Timor et al. 2502.05202) on the same pair."""
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from typing import Any
+
+from transformers import GenerationConfig as HFGenerationConfig
+
+from benchmarks.pairs import Pair
+from benchmarks.peers import OUR_PLAIN, PLAIN, Ours, Peer, contest, quiet, row, transformers_peer
+from specdemo.bench.base import Report
+from specdemo.bench.losslessness import losslessness
+from specdemo.bench.measure import Tick, repeated
+from specdemo.bench.result import Result, Spread
+from specdemo.core.protocol import Budget
+from specdemo.engine.session import environment
+from specdemo.methods import BASELINE, load_drafter
+from specdemo.models.load import LoadedModel, load_model
+from specdemo.models.target import HFTarget
+from specdemo.presets.files import preset
+from specdemo.training.collect import own_rows
+
+PRESET = "embedded-other-vocabulary"
+PROMPTS, OPENING, GREEDY = 200, 24, 48  # prompts, tokens that the target writes for each, tokens behind it
+TIMED = 8  # of the prompts
+DRAWS = 48  # repeats of 256
+DRAFTING, ASSISTED, ASSISTED_USUAL = "specdemo, other vocabulary", "universal assisted", "universal assisted, default"
+
+
+def vocabularies(repeats: int, new_tokens: int, report: Report, cancelled: Callable[[], bool]) -> Result:
+    """The first lane of PRESET. repeats: of the timing."""
+    chosen = preset(PRESET)
+    loaded, draft = (load_model(name, "float32", "cpu", kernels="transformers") for name in chosen.models)
+    ours = load_model(chosen.target, "float32", "cpu")
+    target = HFTarget(ours.model, ours.tokenizer, ours.name)
+    prompts = [row[None] for row in own_rows(loaded.model, 0, PROMPTS, OPENING, seed=0)]
+    k = chosen.lanes[0].k
+    peers = cast(loaded, draft, target, k)
+    plain, drafting = peers[OUR_PLAIN], peers[DRAFTING]
+    differing = 0
+    for number, prompt in enumerate(prompts):
+        report(0.3 * number / len(prompts), "the same tokens?")
+        pairs = zip(plain(prompt, GREEDY), drafting(prompt, GREEDY), strict=True)
+        differing += sum(a != b for a, b in pairs)
+    drawn = losslessness(chosen.with_changes(temperature=0.8), DRAWS, lambda *_: None, cancelled)
+
+    def once(repeat: int, tick: Tick) -> Mapping[str, Any]:
+        return contest(peers, prompts[:TIMED], new_tokens, repeat, tick)
+
+    with quiet():
+        done, stopped = repeated(repeats, report, cancelled, once)
+    ratios = {
+        other: Spread.of([timed[DRAFTING].tokens_per_s / timed[other].tokens_per_s for timed in done])
+        for other in (OUR_PLAIN, PLAIN, ASSISTED, ASSISTED_USUAL)
+    }
+    remarks = [f"{differing} differing tokens over {PROMPTS} prompts of {GREEDY} tokens.", *drawn.remarks[:4]]
+    remarks += [f"{DRAFTING} / {name}: {r.median:.2f}x [{r.q1:.2f}, {r.q3:.2f}]" for name, r in ratios.items()]
+    config = {"preset": PRESET, "k": k, "new_tokens": new_tokens, "prompts": TIMED}
+    rows = [row(name, done) for name in peers]
+    return Result("other-vocabulary", len(done), config, environment(target), rows, [*remarks, *stopped], "lane")
+
+
+def cast(loaded: LoadedModel, draft: LoadedModel, target: HFTarget, k: int) -> dict[str, Peer]:
+    """Ours, and transformers' layers and generation on the same weights."""
+    for model in (loaded.model, draft.model):
+        model.generation_config = HFGenerationConfig(pad_token_id=0)
+    pair = Pair(PRESET, loaded.model, draft.model, [], 0.0)
+    words = {"tokenizer": loaded.tokenizer, "assistant_tokenizer": draft.tokenizer}
+    fixed = {
+        "num_assistant_tokens": k,
+        "num_assistant_tokens_schedule": "constant",
+        "assistant_confidence_threshold": 0.0,
+    }
+    own = load_drafter("draft_model", target, LoadedModel(deepcopy(draft.model), draft.tokenizer, draft.name))
+    # transformers takes models of as many rows for models of one vocabulary: a row more, which is never the likeliest
+    table = draft.model.resize_token_embeddings(draft.model.config.vocab_size + 1, mean_resizing=False)
+    table.weight.data[-1] = 0.0
+    return {
+        OUR_PLAIN: Ours(target, load_drafter(BASELINE, target), Budget(0, 0)),
+        DRAFTING: Ours(target, own, Budget(k, k)),
+        PLAIN: transformers_peer(pair, {}),
+        ASSISTED: transformers_peer(pair, words, fixed),
+        ASSISTED_USUAL: transformers_peer(pair, words, {}),
+    }

@@ -1,0 +1,366 @@
+"""The tab "What if": what a run kept, on a machine, at a load or with a draft that is not here. Needs no torch: every
+answer is a prediction of milliseconds, made anew at each change of a control.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import gradio as gr
+
+from specdemo.core.estimate import Estimate
+from specdemo.core.trace import RunTrace, estimates
+from specdemo.engine.comparison import DRAFT
+from specdemo.prediction.acceptance import Acceptance, of_lane
+from specdemo.prediction.drafts import MAKERS, Drafting
+from specdemo.prediction.predict import ASSUMED, BATCHES, Load, Prediction, Row, predict, predicted
+from specdemo.prediction.profiles import Profile, profile, profiles
+from specdemo.prediction.shapes import Shape, known, shape
+from specdemo.presets.files import DEFAULT, allowed_models, load_presets, preset
+from specdemo.presets.recorded import is_recorded, recorded
+from specdemo.ui import assets
+from specdemo.ui.controls import TRAINED
+from specdemo.ui.job import QUIET, Values, named
+
+ELSEWHERE = "h100-sxm"  # where a finished race is asked about
+CONTEXTS = {256: "256", 1024: "1k", 4096: "4k", 16384: "16k", 65536: "64k"}
+SIZES = {0.25: "a quarter", 0.5: "half", 1.0: "as it is", 2.0: "twice"}
+SAME, OWN = "run", "own"  # the run's draft and acceptance, or others
+SMALL = 4e9  # parameters of what is offered as a draft model
+FREE = "ngram"  # drafting that costs nothing
+USUAL = {
+    FREE: "free: looked up",
+    "eagle": "an EAGLE head",
+    "medusa": "Medusa heads",
+    "mlp_speculator": "an MLP speculator",
+    "mtp": "an MTP module",
+    "dflash": "DFlash, a block in one pass",
+    "layer_skip": "the target's own first layers",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A lane that was run: what is drafted for what, and what of it was kept. speedup: measured there."""
+
+    words: str
+    target: str
+    method: str
+    model: str | None
+    options: Mapping[str, Any]
+    quantization: str | None
+    acceptance: Acceptance
+    k: int
+    speedup: Estimate | None
+
+
+def start_of(trace: RunTrace, index: int, words: str, allow_any_model: bool = False) -> Start:
+    """Raises ValueError, one line, for a lane of which nothing can be predicted; its names may be a stranger's."""
+    lane, config = trace.lanes[index], trace.config
+    target, model = str(config.get("target")), lane.options.get("model")
+    for name in (target, model):
+        if name is not None and not (allow_any_model or name in _listed()):
+            raise ValueError(f"model {str(name)[:80]!r} is not on this page's list; start it with --allow-any-model")
+    if lane.method not in MAKERS:
+        raise ValueError(
+            f"{lane.name} decides while it runs what to draft, so it cannot be foretold; start from another"
+        )
+    acceptance = of_lane(lane)
+    k = lane.options.get("k")
+    return Start(
+        words=words,
+        target=target,
+        method=lane.method,
+        model=model if isinstance(model, str) else None,
+        options={name: value for name, value in lane.options.items() if isinstance(value, int)},
+        quantization=str(config["quantization"]) if config.get("quantization") else None,
+        acceptance=acceptance,
+        k=k if isinstance(k, int) else len(acceptance.rates),
+        speedup=estimates(trace)[index - 1],
+    )
+
+
+def _listed() -> set[str]:
+    return {*allowed_models(load_presets()), *TRAINED, *known()}
+
+
+@lru_cache
+def recorded_starts() -> dict[str, str]:
+    """Presets with a recorded run that can be started from -> their titles, the usual one first."""
+    found = {id: p for id, p in load_presets().items() if p.lanes[0].method in MAKERS and is_recorded(id)}
+    order = sorted(found, key=lambda id: id != DEFAULT)
+    return {id: found[id].title for id in order}
+
+
+@lru_cache
+def recorded_start(preset_id: str) -> Start:
+    """The first lane of a recorded run."""
+    trace = recorded(preset_id)
+    if trace is None or preset_id not in recorded_starts():
+        raise ValueError(f"nothing is recorded of {preset_id[:60]!r}; choose one of {', '.join(recorded_starts())}")
+    return start_of(trace, 1, f"Recorded: {recorded_starts()[preset_id]}")
+
+
+def foretold(start: Start, asked: Values) -> Prediction:
+    """asked: the values of the controls. Raises ValueError with one line."""
+    if asked["target"] not in {start.target, *_listed()}:
+        raise ValueError(f"unknown target {str(asked['target'])[:60]!r}; choose one from the list")
+    same = asked["draft"] == SAME
+    name, _, model = str(asked["draft"]).partition(":")
+    prediction = predict(
+        asked["target"],
+        device=asked["machine"],
+        method=start.method if same else name,
+        model=start.model if same else model or None,
+        dtype=asked["dtype"],
+        quantization=start.quantization if asked["target"] == start.target else None,
+        batch=int(asked["batch"]),
+        context=int(asked["context"]),
+        acceptance=start.acceptance if asked["kept"] == SAME else [asked["rate"]],
+        options=start.options if same else {},
+    )
+    if asked["size"] == 1.0:
+        return prediction
+    draft = _resized(prediction.scene.draft, float(asked["size"]))
+    return predicted(replace(prediction.scene, draft=draft), notes=prediction.notes)
+
+
+def _resized(draft: Drafting, times: float) -> Drafting:
+    """With layers so many times as large; the words they choose from stay."""
+
+    def resized(shape: Shape | None) -> Shape | None:
+        if shape is None:
+            return None
+        return replace(shape, dense=int(shape.dense * times), expert=int(shape.expert * times))
+
+    return replace(draft, first=resized(draft.first), further=resized(draft.further), own=resized(draft.own))
+
+
+def told(start: Start, p: Prediction, k: int) -> dict[str, object]:
+    """What the view draws."""
+    row = next((row for row in p.rows if row.k == k), p.best)
+    where = p.scene.device.profile
+    return {
+        "at": {"k": row.k, "batch": p.scene.batch},
+        "rows": [_row(row) for row in p.rows],
+        "loads": [_load(load) for load in p.loads],
+        "plain": {"parts": _plain(p, row), "tokens_per_s": p.plain_tokens_per_s.value},
+        "memory_gb": p.memory_gb,
+        "room_gb": where.memory_gb.value,
+        "best": p.best_k,
+        "word": row.speedup.word,
+        "interval": row.speedup.interval(),
+        "sentence": sentence(p, row),
+        "where": f"{where.title} · {p.scene.device.dtype} · {_source(where)}",
+        "measured": {"k": start.k, "speedup": start.speedup.value} if start.speedup else None,
+        "from": start.words,
+        "notes": list(p.notes),
+    }
+
+
+def sentence(p: Prediction, row: Row) -> str:
+    """What limits the draft length that was chosen, and what would be better."""
+    texts = "one text" if p.scene.batch == 1 else f"{p.scene.batch} texts"
+    words = [
+        f"With k = {row.k} and {texts} a step takes {row.step_ms / p.plain_ms:.2f} plain ones and yields "
+        f"{row.tokens.value:.2f} tokens; {row.limit} limits it most."
+    ]
+    if not p.best_k:
+        words.append("No draft length gains here.")
+    elif p.best_k != row.k:
+        words.append(f"k = {p.best_k} would be best: {p.best.speedup.told()}.")
+    if p.dies is not None and p.best_k:
+        words.append(f"From {p.dies} texts at once on nothing gains.")
+    if not p.fits:
+        words.append("It does not fit into this machine's memory.")
+    return " ".join(words)
+
+
+def _plain(p: Prediction, row: Row) -> dict[str, float]:
+    verify = row.verify_ms / row.v
+    return {"draft": 0.0, "verify": verify, "other": p.plain_ms - verify}
+
+
+def _row(row: Row) -> dict[str, object]:
+    parts = {"draft": row.draft_ms, "verify": row.verify_ms, "other": row.other_ms}
+    speeds = {"speedup": _three(row.speedup), "tokens_per_s": _three(row.tokens_per_s)}
+    return {"k": row.k, "tokens": row.tokens.value, "ms": parts, "limit": row.limit, **speeds}
+
+
+def _load(load: Load) -> dict[str, object]:
+    return {"batch": load.batch, "k": load.k, "speedup": _three(load.speedup), "fits": load.fits}
+
+
+def _three(number: Estimate) -> list[float | None]:
+    return [number.value, number.low, number.high]
+
+
+def _source(where: Profile) -> str:
+    return f"measured {where.measured.date}" if where.measured else "by its datasheet"
+
+
+class Questions:
+    """What the events of the tab do, for every visitor. shown: the run on show in a visitor's Race, and whether it is
+    the visitor's own."""
+
+    def __init__(self, shown: Callable[[gr.Request], tuple[RunTrace, bool] | None], allow_any_model: bool) -> None:
+        self._shown, self._any = shown, allow_any_model
+
+    def open(self, request: gr.Request, values: Values) -> Values:
+        """The tab comes into view: the run on show may be another one."""
+        lanes = self._lanes(request)
+        chosen = values["start"] if values["start"] in {*lanes, *recorded_starts()} and values["state"] else None
+        return self._begin(lanes, chosen or next(iter(lanes), DEFAULT), values)
+
+    def ask(self, request: gr.Request, values: Values) -> Values:
+        """The run on show on another machine."""
+        lanes = self._lanes(request)
+        return self._begin(lanes, next(iter(lanes), DEFAULT), values | {"machine": ELSEWHERE, "state": None})
+
+    def begin(self, request: gr.Request, values: Values) -> Values:
+        """Another start was chosen."""
+        return self._begin(self._lanes(request), values["start"], values | {"state": None})
+
+    def answer(self, request: gr.Request, values: Values) -> Values:
+        """Something else was changed."""
+        return self._answer(values)
+
+    def _answer(self, values: Values) -> Values:
+        start = values["state"] or recorded_start(DEFAULT)
+        dtypes = [*profile(values["machine"]).compute_tflop_per_s]
+        if values["dtype"] not in dtypes:
+            values = values | {"dtype": _usual(dtypes)}
+        shown = {
+            "dtype": gr.update(choices=dtypes, value=values["dtype"]),
+            "rate": gr.update(visible=values["kept"] == OWN),
+        }
+        try:
+            return shown | {"view": json.dumps(told(start, foretold(start, values), int(values["k"])))}
+        except ValueError as error:
+            return shown | {"view": _refused(error)}
+
+    def _begin(self, lanes: Mapping[str, tuple[RunTrace, int, str]], chosen: str, values: Values) -> Values:
+        choices = [
+            *((words, key) for key, (_, _, words) in lanes.items()),
+            *((t, id) for id, t in recorded_starts().items()),
+        ]
+        update = {"start": gr.update(choices=choices, value=chosen), "machine": values["machine"]}
+        try:
+            start = start_of(*lanes[chosen], self._any) if chosen in lanes else recorded_start(chosen)
+        except ValueError as error:
+            return update | {"view": _refused(error)}
+        if start == values["state"]:
+            return update | self._answer(values)
+        filled = {"draft": SAME, "kept": SAME, "size": 1.0, "k": start.k, "target": start.target}
+        filled["rate"] = round(sum(start.acceptance.rates) / len(start.acceptance.rates), 2)
+        answer = self._answer(values | filled | {"state": start})
+        rate = gr.update(value=filled["rate"], visible=False)
+        target = gr.update(value=start.target, choices=_targets(start.target))
+        return update | filled | answer | {"state": start, "rate": rate, "target": target}
+
+    def _lanes(self, request: gr.Request) -> dict[str, tuple[RunTrace, int, str]]:
+        """The lanes of the run on show of which something can be foretold."""
+        shown = self._shown(request)
+        if shown is None:
+            return {}
+        trace, own = shown
+        words = "Your last run" if own else "The run on show"
+        return {
+            f"lane-{i}": (trace, i, f"{words}: {trace.config.get('target')}, {lane.name}")
+            for i, lane in enumerate(trace.lanes)
+            if i and lane.method in MAKERS and lane.exact and lane.summary.get("drafted")
+        }
+
+
+def _refused(error: ValueError) -> str:
+    return json.dumps({"error": str(error)})
+
+
+def _usual(dtypes: Iterable[str]) -> str:
+    return next((name for name in ("bfloat16", "float16") if name in dtypes), "float32")
+
+
+def _targets(first: str) -> list[str]:
+    shipped = [p.target for p in load_presets().values() if p.embedded]
+    return list(dict.fromkeys([first, *shipped, *_on_the_hub()]))
+
+
+def _on_the_hub() -> list[str]:
+    return [name for name in known() if "/" in name]  # the others are sizes for benchmarks
+
+
+def _drafts() -> list[tuple[str, str]]:
+    small = [name for name in _on_the_hub() if shape(name).parameters < SMALL]
+    models = [(f"{name} as a draft model", f"draft_model:{name}") for name in small]
+    return [("as in the run", SAME), *((words, name) for name, words in USUAL.items()), *models]
+
+
+def draw(tab: gr.Tab, ask: gr.Button, questions: Questions) -> None:
+    """The tab, inside the current Blocks. ask: takes the run on show here."""
+    first = preset(DEFAULT)
+    gr.Markdown(assets.text("whatif.md"), elem_id="whatif-about")
+    starts = [(title, id) for id, title in recorded_starts().items()]
+    machines = [(where.title, name) for name, where in profiles().items()]
+    parts: dict[str, Any] = {"state": gr.State()}
+    with gr.Row(elem_id="whatif-where"):
+        parts["start"] = gr.Dropdown(
+            starts, value=DEFAULT, label="Start from", elem_id="whatif-start", scale=5, min_width=260
+        )
+        parts["machine"] = gr.Dropdown(
+            machines, value=ELSEWHERE, label="Machine", elem_id="machine", scale=3, min_width=180
+        )
+        parts["dtype"] = gr.Dropdown(
+            ["bfloat16"], value="bfloat16", label="Precision", elem_id="precision", scale=2, min_width=120
+        )
+    with gr.Row(elem_id="whatif-load"):
+        parts["batch"] = gr.Radio(
+            [*BATCHES],
+            value=1,
+            label="Texts at once",
+            elem_id="batch",
+            elem_classes="chips short",
+            scale=5,
+            min_width=300,
+        )
+        contexts = [(words, tokens) for tokens, words in CONTEXTS.items()]
+        parts["context"] = gr.Radio(
+            contexts,
+            value=1024,
+            label="Context, tokens",
+            elem_id="context",
+            elem_classes="chips short",
+            scale=3,
+            min_width=300,
+        )
+        parts["k"] = gr.Slider(
+            1, DRAFT, first.lanes[0].k, step=1, label="Draft length k", elem_id="whatif-k", scale=3, min_width=220
+        )
+    with gr.Accordion("Another model, another draft", open=False, elem_id="whatif-draft"), gr.Row():
+        targets = _targets(first.target)
+        parts["target"] = gr.Dropdown(
+            targets, value=first.target, label="Target", elem_id="whatif-target", min_width=220
+        )
+        parts["draft"] = gr.Dropdown(_drafts(), value=SAME, label="Draft", elem_id="draft", min_width=220)
+        sizes = [(words, times) for times, words in SIZES.items()]
+        parts["size"] = gr.Radio(
+            sizes, value=1.0, label="The draft's size", elem_id="size", elem_classes="chips short", min_width=260
+        )
+        kept = [("as in the run", SAME), ("a rate of my own", OWN)]
+        parts["kept"] = gr.Radio(
+            kept, value=SAME, label="What is kept", elem_id="kept", elem_classes="chips short", min_width=260
+        )
+        parts["rate"] = gr.Slider(
+            0.05, 0.98, ASSUMED, step=0.01, label="A guess is kept", info="where those before it were", visible=False,
+            elem_id="rate", min_width=220,
+        )  # fmt: skip
+    parts["view"] = assets.view("whatif.html", "kit.js", "chart.js", "whatif.js", elem_id="whatif")
+    given = {name: part for name, part in parts.items() if name != "view"}
+    named(tab.select, questions.open, given, parts, **QUIET)
+    named(parts["start"].input, questions.begin, given, parts, **QUIET)
+    asked = named(ask.click, questions.ask, given, parts, **QUIET)
+    asked.then(None, None, None, js=assets.to_tab("what-if"), **QUIET)
+    changes = [part.input for name, part in given.items() if name not in ("state", "start")]
+    shown = {name: parts[name] for name in ("dtype", "rate", "view")}
+    named(lambda *a, **k: gr.on(changes, *a, trigger_mode="always_last", **k), questions.answer, given, shown, **QUIET)

@@ -1,0 +1,61 @@
+"""Predictions against measurement: what is counted of a run, and the published results."""
+
+from statistics import median
+
+import pytest
+
+from benchmarks.published import foreseen, published, read
+from benchmarks.what_if import Ran, row_of, verdict
+from specdemo.core.trace import StepEvent
+from specdemo.prediction.profiles import profiles
+from specdemo.prediction.shapes import known
+
+
+def event(index, drafted, kept, emitted, ms):
+    rows = range(len(emitted))
+    probs = [[None] * len(d) for d in drafted]
+    return StepEvent(
+        index=index,
+        drafted=drafted,
+        parents=[list(range(len(d))) for d in drafted],
+        path=[list(range(kept[row] + 1)) for row in rows],
+        emitted=emitted,
+        draft_probs=probs,
+        target_probs=probs,
+        ms={"verify": ms},
+    )
+
+
+def test_a_batch_is_timed_while_all_its_rows_go_on():
+    prefill = event(0, [[], []], [0, 0], [[1], [1]], 5.0)
+    steps = [
+        event(1, [[2, 3], [4, 5]], [2, 0], [[2, 3, 7], [9]], 2.0),
+        event(2, [[2], [4]], [0, 1], [[8], [4, 6]], 1.0),
+    ]
+    behind = [event(3, [[2], [4]], [0, 0], [[8], [4]], 1.0), event(4, [[2], []], [0, 0], [[8], []], 1.0)]
+    ran = Ran()
+    ran.add([prefill, *steps, *behind])
+    assert (ran.tokens, ran.ms) == (7, 3.0)  # the last whole step may be cut, so it is left out
+    assert ran.passes == ((2, 2), (0, 1), (0, 2), (1, 1))
+
+
+def test_every_published_result_says_where_it_is_from_and_on_what():
+    for one in read():
+        assert one["source"].startswith("https://") and one["device"] in profiles() and one["target"] in known()
+        assert 1.0 <= one["tokens"] <= one["k"] + 1
+
+
+def test_published_results_are_predicted_as_the_docs_say():
+    found = published()
+    assert len(found.rows) >= 15
+    assert median(abs(row["error"]) for row in found.rows) <= 0.15
+    assert sum(row["inside"] for row in found.rows) >= 0.8 * len(found.rows)
+    assert found.remarks[0].startswith(f"all: {len(found.rows)} cases, median error ")
+
+
+def test_a_verdict_counts_what_is_inside():
+    guess = foreseen(read()[0])
+    rows = [row_of("a", "eagle", 6, 1, guess.speedup.value, guess), row_of("b", "eagle", 6, 1, 9.0, guess)]
+    assert [row["inside"] for row in rows] == [True, False]
+    assert rows[0]["error"] == pytest.approx(0.0, abs=1e-3)
+    assert "2 cases" in verdict(rows)[0] and "50% inside" in verdict(rows)[0]

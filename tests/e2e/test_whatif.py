@@ -1,0 +1,87 @@
+"""The tab "What if" as a visitor sees it: from a finished race to a prediction, by mouse and by keyboard."""
+
+import re
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.e2e.test_layout import CONTROLS, SMALL
+
+
+def said(page, words):
+    expect(page.locator(".sd-status").first).to_have_text(re.compile(words))
+
+
+def gain(page):
+    return page.locator('#whatif [data-tile="speedup"] b')
+
+
+def test_from_a_finished_race_to_an_h100(visit):
+    page = visit("?preset=embedded-draft&max_new_tokens=60", reduced_motion="reduce")
+    expect(page.locator(".sd-ask")).to_be_hidden()
+    page.locator("#run").click()
+    said(page, "^Finished")
+    page.locator(".sd-ask").click()
+    expect(page.get_by_role("tab", name="What if")).to_have_attribute("aria-selected", "true")
+    expect(page.locator("#whatif-start input")).to_have_value(re.compile("^Your last run: stories, Draft model"))
+    expect(page.locator("#machine input")).to_have_value("NVIDIA H100 SXM")
+    expect(page.locator("#whatif-k input[type=number]")).to_have_value("4")
+    expect(gain(page)).to_have_text(re.compile(r"^\d+\.\d\d×$"))
+    expect(page.locator(".sd-limits")).to_contain_text("With k = 4 and one text a step takes")
+    measured = page.locator(".sd-over-k .sd-count").last
+    expect(measured).to_have_text(re.compile(r"^the run itself \d\.\d\d×$"))
+    expect(page.locator(".sd-over-batch .sd-band")).to_have_count(1)
+
+    before = page.locator(".sd-limits").text_content()
+    page.locator("#machine input").click()
+    page.get_by_role("option", name="NVIDIA L4", exact=True).click()
+    expect(page.locator(".sd-facts")).to_contain_text("NVIDIA L4 · bfloat16 · by its datasheet")
+    expect(page.locator(".sd-limits")).not_to_have_text(before)
+    page.locator("#batch [value=\"64\"]").check(force=True)
+    expect(page.locator(".sd-limits")).to_contain_text("and 64 texts a step")
+
+    page.get_by_role("tab", name="Race").click()
+    page.get_by_role("tab", name="What if").click()
+    expect(page.locator("#machine input")).to_have_value("NVIDIA L4")  # what was chosen stays
+    expect(page.locator(".sd-limits")).to_contain_text("and 64 texts a step")
+
+
+def test_by_keyboard_alone(visit):
+    page = visit(reduced_motion="reduce")
+    said(page, "^Recorded")
+    page.get_by_role("tab", name="What if").focus()
+    page.keyboard.press("Enter")
+    expect(page.locator("#whatif-start input")).to_have_value(re.compile("^The run on show"))
+    expect(gain(page)).not_to_be_empty()
+    page.locator("#whatif-k input[type=range]").focus()
+    for _ in range(3):
+        page.keyboard.press("ArrowRight")
+    expect(page.locator(".sd-limits")).to_contain_text("With k = 7")
+    page.locator("#batch input").first.focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.locator(".sd-limits")).to_contain_text("and 2 texts a step")
+    page.locator("#whatif-draft button").first.press("Enter")
+    page.locator("#kept input").first.focus()
+    page.keyboard.press("ArrowRight")
+    page.locator("#rate input[type=range]").focus()
+    expect(page.locator(".sd-over-k")).to_have_attribute("aria-label", re.compile("^Speed-up over the draft length"))
+    page.keyboard.press("Home")  # no guess is kept any more
+    expect(page.locator('#whatif [data-tile="best"] b')).to_have_text("off")
+    page.locator("#whatif summary").focus()
+    page.keyboard.press("Enter")
+    expect(page.locator("#whatif tbody tr")).to_have_count(16)
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_all_of_it_open_nothing_is_clipped_or_small(visit, width):
+    page = visit(viewport={"width": width, "height": 844}, reduced_motion="reduce")
+    said(page, "^Recorded")
+    page.get_by_role("tab", name="What if").click()
+    expect(gain(page)).not_to_be_empty()
+    page.locator("#whatif-draft button").first.click()
+    page.get_by_label("a rate of my own").check(force=True)
+    expect(page.locator("#rate")).to_be_visible()
+    page.locator("#whatif summary").click()
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    assert page.evaluate(SMALL) == []
+    assert page.evaluate(CONTROLS) == []

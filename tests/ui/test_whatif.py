@@ -1,0 +1,139 @@
+"""The tab "What if" without a browser: what it starts from, what it answers, what it refuses."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from specdemo.prediction.drafts import MAKERS
+from specdemo.presets.files import DEFAULT, load_presets
+from specdemo.presets.recorded import recorded
+from specdemo.ui import whatif
+from specdemo.ui.log import Log, replayed
+from specdemo.ui.page import Visits
+from specdemo.ui.whatif import Questions, foretold, recorded_start, recorded_starts, start_of
+from tests.traces import hostile_trace
+
+VISITOR = SimpleNamespace(session_hash="a", query_params={})
+VALUES = {
+    "state": None, "start": DEFAULT, "machine": "h100-sxm", "dtype": "bfloat16", "batch": 1, "context": 1024, "k": 4,
+    "target": "stories", "draft": "run", "size": 1.0, "kept": "run", "rate": 0.8,
+}  # fmt: skip
+
+
+def questions(trace=None, own=True, allow_any_model=False):
+    return Questions(lambda request: (trace, own) if trace else None, allow_any_model)
+
+
+def shown(updates):
+    return json.loads(updates["view"])
+
+
+def changed(**values):
+    start = recorded_start(DEFAULT)
+    return shown(questions().answer(VISITOR, VALUES | {"state": start} | values))
+
+
+@pytest.fixture
+def race():
+    return recorded("embedded-three-lanes")
+
+
+def test_every_recorded_race_of_a_known_method_can_be_started_from():
+    assert next(iter(recorded_starts())) == DEFAULT
+    adaptive = {id for id, p in load_presets().items() if p.lanes[0].method not in MAKERS}
+    assert "embedded-adaptive" in adaptive and not adaptive & {*recorded_starts()}
+    for id in recorded_starts():
+        start = recorded_start(id)
+        told = shown(questions().begin(VISITOR, VALUES | {"start": id}))
+        assert told["from"].endswith(load_presets()[id].title) and told["measured"]["k"] == start.k
+        assert all(low <= value <= high for value, low, high in (row["speedup"] for row in told["rows"]))
+
+
+def test_the_run_on_show_comes_first_and_fills_the_controls(race):
+    asking = questions(race)
+    updates = asking.open(VISITOR, VALUES)
+    labels = [words for words, _ in updates["start"]["choices"]]
+    assert updates["start"]["value"] == "lane-1" and labels[0] == f"Your last run: stories, {race.lanes[1].name}"
+    assert len(labels) == 2 + len(recorded_starts())
+    state = updates["state"]
+    assert (updates["k"], state.method, state.target) == (state.k, race.lanes[1].method, "stories")
+    again = asking.open(VISITOR, VALUES | {"state": state, "start": "lane-1", "k": 9, "batch": 8})
+    assert "k" not in again and shown(again)["at"] == {"k": 9, "batch": 8}  # what was chosen stays
+    other = asking.open(VISITOR, VALUES | {"state": recorded_start("embedded-bytes"), "start": "embedded-bytes"})
+    assert other["start"]["value"] == "embedded-bytes"
+
+
+def test_a_race_is_asked_about_on_an_h100(race):
+    updates = questions(race, own=False).ask(
+        VISITOR, VALUES | {"machine": "l4", "k": 12, "batch": 64, "draft": "eagle"}
+    )
+    assert updates["machine"] == whatif.ELSEWHERE and updates["draft"] == "run"
+    told = shown(updates)
+    assert told["where"].startswith("NVIDIA H100") and told["from"].startswith("The run on show: stories")
+    assert told["at"] == {"k": updates["state"].k, "batch": 64}
+
+
+def test_what_cannot_be_foretold_is_no_start_and_said_in_one_line(race):
+    race.lanes[1].method, race.lanes[2].exact = "adaptive", False
+    try:
+        assert questions(race).open(VISITOR, VALUES)["start"]["value"] == DEFAULT
+        with pytest.raises(ValueError, match="decides while it runs what to draft, so it cannot be foretold"):
+            start_of(race, 1, "")
+    finally:
+        recorded.cache_clear()
+    strange = hostile_trace()
+    strange.config["target"] = "../../etc"
+    with pytest.raises(ValueError, match="model '../../etc' is not on this page's list"):
+        start_of(strange, 1, "")
+
+
+def test_every_control_changes_the_answer():
+    base = changed()
+    gain = base["rows"][3]["speedup"][0]
+    assert changed(k=2)["at"]["k"] == 2 and changed(k=2)["rows"] == base["rows"]
+    assert changed(machine="t4", dtype="float16")["plain"] != base["plain"]
+    assert changed(batch=32)["at"]["batch"] == 32
+    assert changed(context=65536)["memory_gb"] > base["memory_gb"]
+    assert changed(size=0.25)["rows"][3]["ms"]["draft"] < base["rows"][3]["ms"]["draft"]
+    assert changed(kept="own", rate=0.98)["rows"][3]["speedup"][0] > gain
+    assert changed(kept="own", rate=0.05)["best"] == 0
+    assert changed(draft="ngram")["rows"][3]["ms"]["draft"] < base["rows"][3]["ms"]["draft"]
+    large = changed(target="llama-8b", draft="eagle")
+    assert large["memory_gb"] > 15 and large["where"] == "NVIDIA H100 SXM · bfloat16 · by its datasheet"
+
+
+def test_a_precision_that_a_machine_lacks_is_left_for_one_it_has():
+    updates = questions().answer(VISITOR, VALUES | {"state": recorded_start(DEFAULT), "machine": "t4"})
+    assert updates["dtype"]["value"] == "float16" and "bfloat16" not in updates["dtype"]["choices"]
+    assert shown(updates)["where"].startswith("NVIDIA T4 · float16")
+
+
+@pytest.mark.parametrize(
+    ("values", "words"), [({"target": "../x"}, "unknown target '../x'"), ({"draft": "magic"}, "magic")]
+)
+def test_what_no_control_offers_is_refused_in_one_line(values, words):
+    told = changed(**values)
+    assert [*told] == ["error"] and words in told["error"] and "\n" not in told["error"]
+
+
+def test_the_sentence_says_what_limits_and_what_would_be_better():
+    start = recorded_start(DEFAULT)
+    told = changed(kept="own", rate=0.3, k=16)
+    best = foretold(start, VALUES | {"state": start, "kept": "own", "rate": 0.3}).best_k
+    assert "With k = 16 and one text a step takes" in told["sentence"] and "limits it most." in told["sentence"]
+    assert (f"k = {best} would be best" if best else "No draft length gains here.") in told["sentence"]
+    full = changed(target="llama-8b", draft="eagle", context=65536, batch=256)["sentence"]
+    assert "does not fit into this machine's memory" in full
+
+
+def test_the_race_of_a_visitor_is_on_show_once_it_has_ended():
+    visits = Visits(load_presets()[DEFAULT], False)
+    assert visits.on_show(VISITOR) is None
+    visits.keep(VISITOR, Log())
+    assert visits.on_show(VISITOR) is None
+    visits.keep(VISITOR, replayed(recorded(DEFAULT)))
+    trace, own = visits.on_show(VISITOR)
+    assert own and trace == recorded(DEFAULT)
+    visits.keep(VISITOR, replayed(recorded(DEFAULT), still=True))
+    assert not visits.on_show(VISITOR)[1]
