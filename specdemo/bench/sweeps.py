@@ -142,7 +142,11 @@ KINDS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "stories": {"stories": PROMPTS},
     "code": {"code": CODE, "edits": EDITS, "unknown": PROMPTS},
 }
-OF_CODE: Mapping[str | None, str | None] = {None: None, "stories-draft-wide": "code-draft"}  # drafter -> its counterpart
+OF_CODE: Mapping[str | None, str | None] = {  # a drafter of stories -> its counterpart
+    None: None,
+    "stories-draft-wide": "code-draft",
+    "stories-eagle-1": "code-eagle-1",
+}
 
 
 def _of_code(lane: Lane) -> Lane | None:

@@ -35,6 +35,7 @@ EMBEDDED = (
     "stories-bytes-heads",
     "code",
     "code-draft",
+    "code-eagle-1",
 )
 
 _OF_LANES = [name for name, setting in settings(Lane).items() if setting.help]
