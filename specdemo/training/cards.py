@@ -39,9 +39,9 @@ About a tenth of the stories are told a second time with one name or thing chang
 Python source: the standard library of the Python that ran, and the packages named with their licences in {attribution},
 fetched from PyPI by pinned hashes. Tests, vendored and machine-made files were left out, docstrings cut to their first
 line, documents of whose runs of five lines more than half had been seen dropped. A fifth of the documents, of the last
-part of the training four fifths, are edits, about 4 % and 40 % of the text: a function, an instruction as a comment, and
-the function again with names, types or a constant changed. The projects marked as held out were never trained on; the
-losses, agreements and measurements below are on them.""",
+part of the training four fifths, are edits, about 4 % and 40 % of the text: a function, an instruction as a comment,
+and the function again with names, types or a constant changed. The projects marked as held out were never trained on;
+the losses, agreements and measurements below are on them.""",
 }
 
 LICENCE = "The weights: Apache-2.0. The data keep their own licences, named above; they are not part of this folder."

@@ -37,7 +37,7 @@ def test_from_a_finished_race_to_an_h100(visit):
     page.get_by_role("option", name="NVIDIA L4", exact=True).click()
     expect(page.locator(".sd-facts")).to_contain_text("NVIDIA L4 · bfloat16 · by its datasheet")
     expect(page.locator(".sd-limits")).not_to_have_text(before)
-    page.locator("#batch [value=\"64\"]").check(force=True)
+    page.locator('#batch [value="64"]').check(force=True)
     expect(page.locator(".sd-limits")).to_contain_text("and 64 texts a step")
 
     page.get_by_role("tab", name="Race").click()
