@@ -10,7 +10,7 @@ from typing import Protocol
 
 from pydantic import TypeAdapter, ValidationError
 
-from specdemo.core.files import write_text
+from specdemo.core.files import append_line, write_text
 from specdemo.servers.counters import Told
 from specdemo.servers.started import Tell
 
@@ -117,8 +117,7 @@ class Journal:
         """Keep a round."""
         if self._path is not None:
             line = json.dumps([key, {lane: asdict(point) for lane, point in found.items()}])
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(f"{line}\n")
+            append_line(self._path, line)
 
 
 _line = TypeAdapter(tuple[str, dict[str, Point]])

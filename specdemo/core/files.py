@@ -62,6 +62,15 @@ def write_text(path: str | Path, text: str) -> None:
         part.write_text(text, encoding="utf-8")
 
 
+def append_line(path: Path, line: str) -> None:
+    """One line more at the end of a file; a kill meanwhile may tear it. Raises ValueError, one line."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
+    except OSError as error:
+        raise ValueError(_line(path, error)) from error
+
+
 def check_writable(path: str | Path) -> None:
     """Raises ValueError when `write_text` would, as far as that can be told: before the work, not after it."""
     path = Path(path)

@@ -46,13 +46,15 @@ def why_not(preset: Preset, machine: Machine | None = None) -> str:
 
 
 def nearest_runnable(preset: Preset, machine: Machine | None = None) -> Preset:
-    """Of those that can run: the one with most of its methods, then of its target, then the most alike by title."""
+    """Of those that can run: the one with most of its methods, then of its target, then with fewest other methods, then
+    the most alike by title."""
     here = [other for other in load_presets().values() if other.server is None]
     able = [other for other in here if not why_not(other, machine)]
 
-    def likeness(other: Preset) -> tuple[int, bool, int, float]:
-        methods, words = {*preset.methods} & {*other.methods}, _words(preset.title) & _words(other.title)
-        return len(methods), preset.target == other.target, len(words), other.memory_gb or 0.0
+    def likeness(other: Preset) -> tuple[int, bool, int, int, float]:
+        mine, its = {*preset.methods}, {*other.methods}
+        words = _words(preset.title) & _words(other.title)
+        return len(mine & its), preset.target == other.target, -len(its - mine), len(words), other.memory_gb or 0.0
 
     return max(able, key=likeness)
 

@@ -37,7 +37,7 @@ def test_what_cannot_run_says_why():
 
 
 def test_the_nearest_does_the_same_with_what_there_is():
-    assert nearest_runnable(PRESETS["gpt-oss-20b"], NONE).id == "embedded-eagle-3"
+    assert nearest_runnable(PRESETS["gpt-oss-20b"], NONE).id == "embedded-code"  # EAGLE and a lookup
     assert nearest_runnable(PRESETS["qwen3-8b"], SMALL).id == "qwen3-8b-4bit"
     assert nearest_runnable(PRESETS["layerskip-1b"], NONE).id == "embedded-layer-skip"
     assert all(nearest_runnable(p, LARGE) == p for p in DOWNLOADED)

@@ -164,7 +164,7 @@ def test_overrides_of_the_endpoints():
 def test_a_draft_is_offered_that_fits():
     assert controls.default_draft("stories") == "stories-draft-wide"
     assert controls.default_draft("unheard/of")
-    fitting = ["stories-draft-wide", "stories-draft-deep", "stories-draft-other"]
+    fitting = ["stories-draft-wide", "code-draft", "stories-draft-deep", "stories-draft-other"]
     assert controls.fitting_models("stories", "draft_model") == fitting
     assert "stories-draft-wide" in controls.fitting_models("stories-bytes", "draft_model")  # through their text
     assert controls.fitting_models("Qwen/Qwen3-8B", "draft_model")  # not here, so what presets pair with it
