@@ -45,8 +45,8 @@ LANE = tuple(name for name in linked(Lane) if name != "name")
 NAMES = ("preset", "count", *WHOLE, *(f"{name}-{n}" for n in NUMBERS for name in LANE))
 DRAWN = tuple(f"drawn-{n}" for n in NUMBERS)
 HERE = ("this machine", "")
+FOLDED = ("chat", "temperature", "top_p", "top_k", "min_p", "max_new_tokens", "schedule")  # named where it is folded
 SAMPLING = [name for name, setting in settings(Comparison).items() if setting.label]  # in the accordion
-FOLDED = ("chat", *SAMPLING)
 CHAT, TEXT = "chat", "text"
 DRAFTING = [name for name in METHODS if name != BASELINE]
 TRAINED: list[str] = []  # folders of the heads that this process's visitors trained on the page
@@ -396,18 +396,18 @@ def draw_prompt(start: Preset) -> gr.Textbox:
     )
 
 
-def in_force(values: Values) -> str:
-    """The accordion's label: what holds while it is shut. values: of the controls of FOLDED."""
-    cuts = (("top_p", 1, "top-p"), ("top_k", 0, "top-k"), ("min_p", 0, "min-p"))
-    heat = [f"temperature {values['temperature']}"]
-    heat += [f"{words} {values[name]}" for name, off, words in cuts if values[name] != off]
-    longest = values["max_new_tokens"]
+def in_force(
+    chat: str, temperature: float, top_p: float, top_k: int, min_p: float, max_new_tokens: object, schedule: str
+) -> str:
+    """The accordion's label: what holds while it is shut, by the controls of FOLDED."""
+    cuts = ((top_p, 1, "top-p"), (top_k, 0, "top-k"), (min_p, 0, "min-p"))
+    heat = [f"temperature {temperature}", *(f"{name} {value}" for value, off, name in cuts if value != off)]
     return "Settings: " + " · ".join(
         (
-            "chat template" if values["chat"] == CHAT else "raw completion",
-            *(heat if values["temperature"] else ["greedy"]),
-            f"at most {longest} token{'' if longest == 1 else 's'}",
-            "lanes in turn" if values["schedule"] == "race" else "one lane after the other",
+            "chat template" if chat == CHAT else "raw completion",
+            *(heat if temperature else ["greedy"]),
+            f"at most {max_new_tokens} token{'' if max_new_tokens == 1 else 's'}",
+            "lanes in turn" if schedule == "race" else "one lane after the other",
         )
     )
 

@@ -287,18 +287,17 @@ def _fold_settings(form: Controls, first: Preset) -> None:
         form.parts.update(controls.draw_chat(first))
         form.parts.update(controls.draw_sampling(first))
     form.parts["fold"] = fold
-    folded = {name: form.parts[name] for name in controls.FOLDED}
-    fold.label = controls.in_force({name: control.value for name, control in folded.items()})
-    _relabel(form, partial(gr.on, [control.change for control in folded.values()], trigger_mode="always_last"))
+    folded: list[Any] = [form.parts[name] for name in controls.FOLDED]
+    fold.label = controls.in_force(*(control.value for control in folded))
+    _relabel(form, partial(gr.on, [control.change for control in folded], trigger_mode="always_last"))
 
 
 def _relabel(form: Controls, after: Callable[..., object]) -> None:
     """After an event the fold says what is in force."""
-    named(
-        after,
-        lambda _, values: {"fold": gr.update(label=controls.in_force(values))},
-        {name: form.parts[name] for name in controls.FOLDED},
-        {"fold": form.parts["fold"]},
+    after(
+        lambda *values: gr.update(label=controls.in_force(*values)),
+        [form.parts[name] for name in controls.FOLDED],
+        form.parts["fold"],
         preprocess=False,  # a number that is half typed is no error yet
         **QUIET,
     )

@@ -208,11 +208,11 @@ def test_a_lane_may_run_on_a_server_that_the_operator_listed(values, monkeypatch
     assert controls._servers(None) == [("this machine", "")]
 
 
-def test_what_is_folded_away_is_named(values):
-    plain = {"chat": "text", **{name: values[place(name)] for name in controls.SAMPLING}}
-    assert controls.in_force(plain) == "Settings: raw completion · greedy · at most 160 tokens · lanes in turn"
-    hot = {"temperature": 0.8, "top_p": 0.95, "top_k": 40, "min_p": 0.05, "max_new_tokens": 64}
-    assert controls.in_force(plain | hot | {"chat": "chat", "schedule": "sequential"}) == (
+def test_what_is_folded_away_is_named():
+    assert controls.in_force("text", 0, 1, 0, 0, 160, "race") == (
+        "Settings: raw completion · greedy · at most 160 tokens · lanes in turn"
+    )
+    assert controls.in_force("chat", 0.8, 0.95, 40, 0.05, 64, "sequential") == (
         "Settings: chat template · temperature 0.8 · top-p 0.95 · top-k 40 · min-p 0.05 · at most 64 tokens · "
         "one lane after the other"
     )
