@@ -125,7 +125,8 @@ class Lab(Jobs[Training]):
 
     def recorded(self, request: gr.Request, values: Values) -> Values:
         """How the shipped head of the chosen recipe learned, until the visitor trains one."""
-        return {} if self.last(request) else {"view": shipped_training(values["recipe"] or SHOWN)}
+        shown = shipped_training(values["recipe"] or SHOWN)
+        return {} if self.last(request) else {"view": shown}
 
     def race_head(self, request: gr.Request, values: Values) -> Values:
         """The controls of the Race with the new head in lane 1."""

@@ -175,7 +175,8 @@ class Sweeps(Jobs[Sweeping]):
 
     def recorded(self, request: gr.Request, values: Values) -> Values:
         """The recorded result of a suite, as long as the visitor has none on show; a link asks for one's own."""
-        last, result = self.last(request), recorded_suite(values["sweep"])
+        result = recorded_suite(values["sweep"])  # may take a second, in which the visitor may begin one
+        last = self.last(request)
         if result is None or is_sweep(request.query_params) or not (last is None or last.stands_in):
             return {}
         return self._show(request, result, stands_in=True)
