@@ -518,19 +518,7 @@ def _show(trace: "RunTrace") -> None:
 
 def _method(name: str) -> dict[str, Any]:
     cls = method(name)
-    options = [
-        {
-            "name": knob.name,
-            "type": knob.type.__name__,
-            "default": knob.default,
-            "help": knob.help,
-            "low": knob.low,
-            "high": knob.high,
-            "step": knob.step,
-            "choices": list(knob.choices),
-        }
-        for knob in knobs(name)
-    ]
+    options = [asdict(knob) | {"type": knob.type.__name__} for knob in knobs(name)]
     return {
         "name": name,
         "title": cls.title,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 
-from specdemo.engine.comparison import Comparison, Lane, Settings, as_knob, linked, settings, type_of
+from specdemo.engine.comparison import Comparison, Lane, Settings, as_knob, brief, linked, settings, type_of
 from specdemo.methods import BASELINE, METHODS, Knob, knobs, method, reader
 from specdemo.presets import limits
 from specdemo.presets.files import (
@@ -45,8 +45,8 @@ LANE = tuple(name for name in linked(Lane) if name != "name")
 NAMES = ("preset", "count", *WHOLE, *(f"{name}-{n}" for n in NUMBERS for name in LANE))
 DRAWN = tuple(f"drawn-{n}" for n in NUMBERS)
 HERE = ("this machine", "")
-FOLDED = ("chat", "temperature", "top_p", "top_k", "min_p", "max_new_tokens", "schedule")  # named where it is folded
-SAMPLING = [name for name, setting in settings(Comparison).items() if setting.label]  # in the accordion
+SAMPLING = [name for name, setting in settings(Comparison).items() if setting.label]
+FOLDED = ("chat", *SAMPLING)  # in the accordion, whose label says what is in force
 CHAT, TEXT = "chat", "text"
 DRAFTING = [name for name in METHODS if name != BASELINE]
 TRAINED: list[str] = []  # folders of the heads that this process's visitors trained on the page
@@ -396,20 +396,10 @@ def draw_prompt(start: Preset) -> gr.Textbox:
     )
 
 
-def in_force(
-    chat: str, temperature: float, top_p: float, top_k: int, min_p: float, max_new_tokens: object, schedule: str
-) -> str:
-    """The accordion's label: what holds while it is shut, by the controls of FOLDED."""
-    cuts = ((top_p, 1, "top-p"), (top_k, 0, "top-k"), (min_p, 0, "min-p"))
-    heat = [f"temperature {temperature}", *(f"{name} {value}" for value, off, name in cuts if value != off)]
-    return "Settings: " + " · ".join(
-        (
-            "chat template" if chat == CHAT else "raw completion",
-            *(heat if temperature else ["greedy"]),
-            f"at most {max_new_tokens} token{'' if max_new_tokens == 1 else 's'}",
-            "lanes in turn" if schedule == "race" else "one lane after the other",
-        )
-    )
+def in_force(chat: str, *values: object) -> str:
+    """The accordion's label: what holds while it is shut, by the values of FOLDED."""
+    said = [brief(Comparison, name, value) for name, value in zip(SAMPLING, values, strict=True)]
+    return "Settings: " + " · ".join(filter(None, ("chat template" if chat == CHAT else "raw completion", *said)))
 
 
 def draw_chat(start: Preset) -> dict[str, gr.components.Component]:

@@ -28,7 +28,6 @@ from specdemo.ui.views import view
 MINUTES = (0.5, 30.0)
 RUNS = Path("runs")
 POINTS = 500  # of a curve, evaluations apart: steps come by the thousand
-SHOWN = "medusa"  # where nothing can be chosen
 SAVING_S = 30.0  # how long Stop waits until the head is written
 OFF = (
     "Training is off on this public page: it would keep the shared machine busy for minutes. "
@@ -125,7 +124,7 @@ class Lab(Jobs[Training]):
 
     def recorded(self, request: gr.Request, values: Values) -> Values:
         """How the shipped head of the chosen recipe learned, until the visitor trains one."""
-        return {} if self.last(request) else {"view": shipped_training(values["recipe"] or SHOWN)}
+        return {} if self.last(request) else {"view": shipped_training(values["recipe"])}
 
     def race_head(self, request: gr.Request, values: Values) -> Values:
         """The controls of the Race with the new head in lane 1."""
@@ -159,7 +158,7 @@ def _draw_training(page: gr.Blocks, form: Controls, tab: gr.Tab, store: Store) -
     words = assets.text("lab.md") + ("" if allowed() else f"\n\n**{OFF}**")
     assets.heading("train", words, elem_id="lab-about")
     with gr.Row(elem_id="lab-controls"):
-        recipe = gr.Dropdown([], label="Head", elem_id="recipe", scale=3, min_width=240, interactive=allowed())
+        recipe = gr.Dropdown([], label="Head", elem_id="recipe", scale=3, min_width=240)
         minutes = gr.Slider(
             *MINUTES, 2, step=0.5, label="Minutes", elem_id="minutes", scale=3, min_width=240, interactive=allowed()
         )
@@ -174,8 +173,7 @@ def _draw_training(page: gr.Blocks, form: Controls, tab: gr.Tab, store: Store) -
     raced = named(race.click, lab.race_head, form.drawn, form.parts, **QUIET)
     to_race = raced.then(None, None, None, js=assets.to_tab("race"), **QUIET)
     to_race.then(None, None, None, js="() => document.getElementById('run').click()", **QUIET)
-    if allowed():
-        page.load(_recipes, None, recipe, **QUIET)
+    page.load(_recipes, None, recipe, **QUIET)
     for shown in (tab.select, recipe.change):
         named(shown, lab.recorded, {"recipe": recipe}, {"view": view}, **QUIET)
 
