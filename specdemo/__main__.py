@@ -30,7 +30,7 @@ from specdemo.bench.suites import suite, suites, takes
 from specdemo.core.files import check_writable
 from specdemo.core.reading import read_text
 from specdemo.core.signals import tidy
-from specdemo.core.words import DEVICES, suggest
+from specdemo.core.suggest import DEVICES, suggest
 from specdemo.engine.comparison import Comparison, Lane, settings, type_of
 from specdemo.methods import METHODS, knobs, method
 from specdemo.presets.files import EMBEDDED, Preset, load_presets, preset

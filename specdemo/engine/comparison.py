@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from specdemo.core.words import DEVICES, shown, suggest
+from specdemo.core.suggest import DEVICES, shown, suggest
 from specdemo.methods import BASELINE, METHODS, MODEL_OPTIONS, Knob, check_model, knobs, method, validate_options
 from specdemo.servers.address import address
 
