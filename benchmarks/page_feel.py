@@ -15,8 +15,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from playwright.sync_api import CDPSession, Error, Page, sync_playwright
 
-from benchmarks.page_cost import FLAGS, PATIENCE_MS, PRESET, free_port
+from benchmarks.page_cost import FLAGS, PATIENCE_MS, PRESET
 from specdemo.bench.table import table
+from specdemo.servers.started import free_port
 
 WARM = 2  # races
 FRAMES = """() => {

@@ -28,7 +28,6 @@ from specdemo.ui.views import view
 MINUTES = (0.5, 30.0)
 RUNS = Path("runs")
 POINTS = 500  # of a curve, evaluations apart: steps come by the thousand
-SAVING_S = 30.0  # how long Stop waits until the head is written
 OFF = (
     "Training is off on this public page: it would keep the shared machine busy for minutes. "
     "At home it is on: start the page with `python app.py`."
