@@ -45,7 +45,7 @@ class Setting:
     info: str = ""
     step: float | None = None
     words: Mapping[str, str] = field(default_factory=dict)
-    brief: Callable[[Any], str] | None = None
+    brief: Callable[[object], str] | None = None
 
 
 class Settings(BaseModel):

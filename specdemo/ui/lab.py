@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import gradio as gr
 
@@ -25,6 +25,9 @@ from specdemo.ui.jsonl import opening, to_line
 from specdemo.ui.lazy_imports import live
 from specdemo.ui.views import view
 
+if TYPE_CHECKING:
+    from specdemo.methods.recipes import HeadRecipe
+
 MINUTES = (0.5, 30.0)
 RUNS = Path("runs")
 POINTS = 500  # of a curve, evaluations apart: steps come by the thousand
@@ -38,7 +41,7 @@ class Trainer(Protocol):
     def recipes(self) -> dict[str, str]:
         """What can be trained: name -> title."""
 
-    def head_recipe(self, name: str) -> Any:  # has `method`; ValueError for an unknown name
+    def head_recipe(self, name: str) -> "HeadRecipe":
         """The recipe of a head; raises ValueError for an unknown name."""
 
     def train_live(
