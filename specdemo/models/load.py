@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from specdemo.core.words import suggest
+from specdemo.core.suggest import suggest
 from specdemo.models import hub, probe
 from specdemo.models.configs import read_config
 from specdemo.models.devices import kind

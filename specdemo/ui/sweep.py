@@ -23,7 +23,7 @@ from specdemo.presets.files import DEFAULT, load_presets, preset
 from specdemo.presets.link import is_sweep
 from specdemo.ui import assets, space
 from specdemo.ui.controls import address, whole_number, wire_share
-from specdemo.ui.job import QUIET, Engine, Job, Jobs, Store, Values, named, refusal, wire
+from specdemo.ui.job import QUIET, Engine, Job, Jobs, Parts, Store, Values, named, refusal, wire
 from specdemo.ui.jsonl import Packed, opening, to_line
 from specdemo.ui.lazy_imports import live
 from specdemo.ui.views import view
@@ -268,9 +268,7 @@ def draw(page: gr.Blocks, tab: gr.Tab, store: Store) -> gr.Radio:
     return chosen
 
 
-def draw_result(
-    sweeps: Sweeps, inputs: dict[str, object], run: gr.Button, stop: gr.Button, name: str
-) -> dict[str, Any]:
+def draw_result(sweeps: Sweeps, inputs: dict[str, object], run: gr.Button, stop: gr.Button, name: str) -> Parts:
     """`view` and `chart` of a result below its controls, and what the two buttons do. name: of the skeleton, and what
     ids begin with."""
     place = gr.HTML("", elem_classes="queue")
