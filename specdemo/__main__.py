@@ -183,9 +183,9 @@ def bench(
             check_writable(path)
     with _bar(1.0, "{l_bar}{bar}| {elapsed}") as bar:
         result = chosen.run(_moves(bar), never)
-    print(markdown(result) if as_markdown else bench_report(result))
     if out is not None:
         write_result(result, out)
+    print(markdown(result) if as_markdown else bench_report(result))
     if html is not None:
         from specdemo.bench.page import write_page
 

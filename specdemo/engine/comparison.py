@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from specdemo.core.suggest import DEVICES, shown, suggest
 from specdemo.methods import BASELINE, METHODS, MODEL_OPTIONS, Knob, check_model, knobs, method, validate_options
-from specdemo.servers.address import address
+from specdemo.servers.address import place
 
 if TYPE_CHECKING:  # they bring torch along
     from specdemo.core.protocol import Budget
@@ -119,6 +119,12 @@ def _label(text: str) -> str:
     return _printable(text, allowed="")
 
 
+def _model(name: str) -> str:
+    if name.startswith("-"):  # a server that is started for it would read an option
+        raise ValueError("must not begin with -; name a model or its folder")
+    return _label(name)
+
+
 def _some_words(text: str) -> str:
     if not text.strip():
         raise ValueError("is empty; write at least one word")
@@ -138,9 +144,9 @@ def _device(name: str) -> str:
     return name
 
 
-Server = Annotated[str, Field(max_length=300), AfterValidator(address)]
+Server = Annotated[str, Field(max_length=300), AfterValidator(place)]
 Name = Annotated[str, Field(max_length=80), AfterValidator(_label)]
-Model = Annotated[str, Field(min_length=1, max_length=300), AfterValidator(_label)]
+Model = Annotated[str, Field(min_length=1, max_length=300), AfterValidator(_model)]
 Text = Annotated[str, Field(max_length=PROMPT), AfterValidator(_printable)]
 Messages = tuple[Mapping[str, str], ...]  # each with role and content
 

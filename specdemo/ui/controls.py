@@ -31,7 +31,7 @@ from specdemo.presets.files import (
 )
 from specdemo.presets.limits import LIMITS
 from specdemo.presets.runnable import nearest_runnable, why_not
-from specdemo.servers.address import host, listed
+from specdemo.servers.address import TITLES, host, listed, startable
 from specdemo.ui import assets, lazy_imports
 from specdemo.ui.job import QUIET, Parts, Values, named
 
@@ -58,7 +58,8 @@ class Controls:
 
     preset: the id of what is chosen in `chips`, the comparisons to start with, or in `more`. count: how many lanes are
     shown. options: knob -> value, of the knobs that are not at their default. server: where a lane runs; unseen unless
-    the operator listed servers. drawn: counts up when a lane's option controls have to be drawn anew; unseen.
+    the operator listed servers or allowed engines. drawn: counts up when a lane's option controls have to be drawn
+    anew; unseen.
     """
 
     parts: Parts
@@ -455,7 +456,7 @@ def _draw_lane(n: int, lane: Lane, start: Preset, allow_any_model: bool) -> dict
             _servers(lane.server),
             value=lane.server or "",
             label="Runs on",
-            visible=bool(listed()),
+            visible=bool(listed() or startable),
             min_width=150,
             elem_id=f"server-{n}",
         ),
@@ -500,8 +501,8 @@ def _targets() -> list[str]:
 
 def _servers(chosen: str | None) -> list[tuple[str, str]]:
     """Labels and values of the places where a lane can run."""
-    named = dict.fromkeys(name for name in (chosen, *listed()) if name)
-    return [HERE, *((f"server {host(name)}", name) for name in named)]
+    named = dict.fromkeys(name for name in (chosen, *startable, *listed()) if name)
+    return [HERE, *((TITLES.get(name) or f"server {host(name)}", name) for name in named)]
 
 
 def draw_setting(of: type[Settings], name: str, value: object, **place: object) -> Any:

@@ -28,6 +28,7 @@ from specdemo.engine.comparison import Comparison
 from specdemo.presets.files import DEFAULT, Preset, load_presets, preset
 from specdemo.presets.link import from_query, is_link, is_sweep, to_query
 from specdemo.presets.recorded import recorded
+from specdemo.servers.address import startable
 from specdemo.ui import assets, controls, headers, how, lab, space, sweep, turns, whatif
 from specdemo.ui.controls import (
     Controls,
@@ -261,7 +262,8 @@ def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: b
         share = gr.Button("Share", size="sm", elem_id="share")
         _saves(visits)
         opened = gr.UploadButton("Open a trace", file_types=[".json"], size="sm", elem_id="open-trace")
-        free = gr.Button("Free memory", size="sm", elem_id="free-memory", visible=not limits.public())
+        words = "Free memory, end servers" if startable else "Free memory"
+        free = gr.Button(words, size="sm", elem_id="free-memory", visible=not limits.public())
         free.click(_free_memory, show_progress="hidden", api_visibility="private", **ENGINE)
     link = gr.Textbox(label="Link to this comparison", visible=False, buttons=["copy"], elem_id="link")
     repeat = gr.Button("Repeat", elem_id="repeat")  # clicked by the badge of a noisy run, in tiles.js
