@@ -606,6 +606,12 @@ def test_other_kin_and_unknown_tensors_are_refused(target, tmp_path):
     for name, reason in (("lilicorr.output_norm.weight", lacking), ("mask_hidden", "a mask state of its own")):
         with pytest.raises(ValueError, match=reason):
             DFlash.load(write(tmp_path, ZLAB, drafter_tensors() | {name: torch.zeros(H)}), target)
+    with pytest.raises(ValueError, match="is of Gemma 4's own layers, not read here"):
+        DFlash.load(write(tmp_path, ZLAB, drafter_tensors() | {"layers.0.layer_scalar": torch.ones(1)}), target)
+    with pytest.raises(ValueError, match=r"domino.prefix_gru.weight_ih_l0 is .*its config asks for \(48, 32\)"):
+        more = {"prefix_gru.weight_ih_l0": torch.zeros(48, H + 1), "embed_proj.0.weight": torch.zeros(4, H + 16)}
+        more |= {"prefix_gru.weight_hh_l0": torch.zeros(48, 16), "embed_proj.2.weight": torch.zeros(VOCABULARY, 4)}
+        DFlash.load(write(tmp_path, ZLAB, drafter_tensors() | more), target)
     with pytest.raises(ValueError, match=r"g_proj.weight is .*its config asks for no such tensor"):
         more = {"layers.0.self_attn.g_proj.weight": torch.zeros(4, 4)}
         DFlash.load(write(tmp_path, ZLAB, drafter_tensors() | more), target)
