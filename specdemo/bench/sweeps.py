@@ -149,11 +149,16 @@ OF_CODE: Mapping[str | None, str | None] = {  # a drafter of stories -> its coun
 }
 
 
+EDITING = "embedded-code-edit"
+
+
 def _of_code(lane: Lane) -> Lane | None:
-    """The same lane for the target of code; None where its drafter has no counterpart there."""
+    """The same lane for the target of code, as long as its preset drafts there; None where its drafter has no
+    counterpart."""
     if not {*lane.models, None} <= OF_CODE.keys():
         return None
-    return lane.model_copy(update={"model": OF_CODE[lane.model]})
+    lengths = {own.method: own.k for own in preset(EDITING).lanes}
+    return lane.model_copy(update={"model": OF_CODE[lane.model], "k": lengths.get(lane.method, lane.k)})
 
 
 def _order(rows: list[Row]) -> str:
