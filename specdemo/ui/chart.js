@@ -5,7 +5,7 @@ const CHART_MS = 200; // a chart that grows is drawn again so often
 const DASHES = ["2 3", "", "8 4", "8 3 2 3", "14 4"]; // the first is plain decoding's
 const charts = new WeakMap(); // what a box shows, to draw it again at another width
 const widths = new ResizeObserver((boxes) => boxes.forEach(({ target }) => redraw(/** @type {HTMLElement} */ (target)))); // one, that keeps no box alive
-const MARGIN = { left: 40, right: 10, top: 8, bottom: 22 };
+const MARGIN = { left: 46, right: 10, top: 8, bottom: 22 };
 
 /** Round numbers from 0 to `high`, about `count` of them. */
 function ticks(high, count) {
