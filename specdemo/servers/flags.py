@@ -2,7 +2,7 @@
 
 from typing import get_args
 
-from specdemo.core.words import suggest
+from specdemo.core.suggest import suggest
 from specdemo.methods import BASELINE
 from specdemo.methods import method as class_of
 from specdemo.methods.flags import Flags, NotServed, Options
