@@ -28,7 +28,7 @@ from specdemo.methods import BASELINE, load_drafter
 from specdemo.methods.base import Method
 from specdemo.models.hub import embedded_folder
 from specdemo.models.load import load_target
-from specdemo.models.machine import one_thread
+from specdemo.models.machine import threads
 from specdemo.models.target import HFTarget
 from specdemo.models.text import encode
 from specdemo.presets.files import Preset, preset
@@ -65,13 +65,13 @@ class Round:
 
 def beside(suite: "Beside", report: Report, cancelled: Callable[[], bool]) -> Result:
     """The baseline and the first lane of a preset here and on vLLM. Raises ValueError where vLLM does not start."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # which the servers inherit
+    count = int(os.environ.setdefault("OMP_NUM_THREADS", "1"))  # which the servers inherit
     chosen = preset(suite.preset).with_changes(dtype=suite.dtype, temperature=0.0)
     chosen = chosen.model_copy(update={"lanes": chosen.lanes[:1]})
     target = load_target(chosen.target, device="cpu", dtype=suite.dtype)
     assert target.tokenizer is not None
     prompts = [encode(target.tokenizer, text, target.max_length - suite.new_tokens) for text in PROMPTS]
-    with one_thread(target.device), _asked(chosen, target, suite.command, report) as lanes:
+    with threads(count), _asked(chosen, target, suite.command, report) as lanes:
         for lane in lanes.values():
             _round(lane, prompts, suite.new_tokens)  # off the clock
 
