@@ -1,7 +1,7 @@
 """The engine beside vLLM on a CPU: whole requests of one greedy text at a time, in turns, one thread each.
 
-A lane's speed is that of the tokens behind the first SHORT, by difference: neither prompt nor connection counts. Only
-whole answers are timed, so bunches do not count either.
+A lane's speed is that of the tokens behind the first SHORT, by difference, in the time that its processes had the
+processor: neither prompt nor other programs count. Only whole answers are timed, so bunches do not count either.
 """
 
 import os
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import httpx
+import psutil
 import torch
 
 from specdemo.bench.base import Report
@@ -27,7 +28,7 @@ from specdemo.methods import BASELINE, load_drafter
 from specdemo.methods.base import Method
 from specdemo.models.hub import embedded_folder
 from specdemo.models.load import load_target
-from specdemo.models.machine import one_thread
+from specdemo.models.machine import threads
 from specdemo.models.target import HFTarget
 from specdemo.models.text import encode
 from specdemo.presets.files import Preset, preset
@@ -44,29 +45,39 @@ Ask = Callable[[Sequence[int], int], list[int]]  # a prompt's ids and a number o
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """A lane. clock: seconds that it had the processor."""
+
+    ask: Ask
+    clock: Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
 class Round:
-    """One repeat of a lane: seconds of the long and of the short requests, and what the long ones wrote."""
+    """One repeat of a lane: seconds of the long and of the short requests, those of the long ones on the wall, and what
+    they wrote."""
 
     long_s: float
     short_s: float
+    wall_s: float
     written: list[list[int]]
 
 
 def beside(suite: "Beside", report: Report, cancelled: Callable[[], bool]) -> Result:
     """The baseline and the first lane of a preset here and on vLLM. Raises ValueError where vLLM does not start."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # which the servers inherit
+    count = int(os.environ.setdefault("OMP_NUM_THREADS", "1"))  # which the servers inherit
     chosen = preset(suite.preset).with_changes(dtype=suite.dtype, temperature=0.0)
     chosen = chosen.model_copy(update={"lanes": chosen.lanes[:1]})
     target = load_target(chosen.target, device="cpu", dtype=suite.dtype)
     assert target.tokenizer is not None
     prompts = [encode(target.tokenizer, text, target.max_length - suite.new_tokens) for text in PROMPTS]
-    with one_thread(target.device), _asked(chosen, target, suite.command, report) as lanes:
-        for ask in lanes.values():
-            _round(ask, prompts, suite.new_tokens)  # off the clock
+    with threads(count), _asked(chosen, target, suite.command, report) as lanes:
+        for lane in lanes.values():
+            _round(lane, prompts, suite.new_tokens)  # off the clock
 
         def once(repeat: int, tick: Tick) -> dict[str, Round]:
             tick(0.0)
-            return {name: _round(ask, prompts, suite.new_tokens) for name, ask in lanes.items()}
+            return {name: _round(lane, prompts, suite.new_tokens) for name, lane in lanes.items()}
 
         done, remarks = repeated(suite.repeats, report, cancelled, once)
     rows = [_row(name, done, suite.new_tokens - SHORT) for name in done[0]]
@@ -74,15 +85,15 @@ def beside(suite: "Beside", report: Report, cancelled: Callable[[], bool]) -> Re
 
 
 @contextmanager
-def _asked(chosen: Preset, target: HFTarget, command: str | None, report: Report) -> Iterator[Mapping[str, Ask]]:
+def _asked(chosen: Preset, target: HFTarget, command: str | None, report: Report) -> Iterator[Mapping[str, Asked]]:
     """Every lane's way to be asked: here first, then the same lane on vLLM."""
-    asks: dict[str, Ask] = {}
+    asks: dict[str, Asked] = {}
     started = serving(chosen, "vllm", embedded_folder(), lambda said: report(0.0, said), command)
     with started as onto, httpx.Client(timeout=PATIENCE_S) as http:
         for lane in onto.all_lanes:
             drafter = load_drafter(lane.method, target, lane.model, **lane.options)
-            asks[f"{lane.method}, {OURS}"] = _here(target, drafter, lane)
-            asks[f"{lane.method}, {THEIRS}"] = _there(http, lane, chosen.target)
+            asks[f"{lane.method}, {OURS}"] = Asked(_here(target, drafter, lane), time.process_time)
+            asks[f"{lane.method}, {THEIRS}"] = Asked(_there(http, lane, chosen.target), _servers_s)
         yield asks
 
 
@@ -105,13 +116,19 @@ def _there(http: httpx.Client, lane: Lane, model: str) -> Ask:
     return ask
 
 
-def _round(ask: Ask, prompts: Sequence[Sequence[int]], new_tokens: int) -> Round:
-    began = time.perf_counter()
-    written = [ask(prompt, new_tokens) for prompt in prompts]
-    between = time.perf_counter()
+def _servers_s() -> float:
+    """Of all processes that were started here; those that are asked nothing take next to nothing."""
+    times = [process.cpu_times() for process in psutil.Process().children(recursive=True)]
+    return float(sum(taken.user + taken.system for taken in times))
+
+
+def _round(lane: Asked, prompts: Sequence[Sequence[int]], new_tokens: int) -> Round:
+    wall, began = time.perf_counter(), lane.clock()
+    written = [lane.ask(prompt, new_tokens) for prompt in prompts]
+    between, wall_s = lane.clock(), time.perf_counter() - wall
     for prompt in prompts:
-        ask(prompt, SHORT)
-    return Round(between - began, time.perf_counter() - between, written)
+        lane.ask(prompt, SHORT)
+    return Round(between - began, lane.clock() - between, wall_s, written)
 
 
 def _row(name: str, done: Sequence[Mapping[str, Round]], tokens: int) -> Row:
@@ -128,6 +145,7 @@ def _row(name: str, done: Sequence[Mapping[str, Round]], tokens: int) -> Row:
         "tokens/s": over_repeats([speed(name, rounds) for rounds in done]),
         "speed-up": over_repeats([speed(name, rounds) / speed(plain, rounds) for rounds in done]),
         "of vLLM's": over_repeats([speed(name, rounds) / speed(theirs, rounds) for rounds in done]),
-        "whole requests of vLLM's": over_repeats([rounds[theirs].long_s / rounds[name].long_s for rounds in done]),
+        "of vLLM's, whole requests": over_repeats([rounds[theirs].long_s / rounds[name].long_s for rounds in done]),
+        "by the wall": over_repeats([rounds[theirs].wall_s / rounds[name].wall_s for rounds in done]),
         "output": "identical" if same == len(done[0][name].written) else f"{same} identical",
     }

@@ -18,7 +18,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 KNOWN_NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
 PACKED_ROWS = 5  # the blocks suit a pass over so many tokens; one token is no slower for it
-PACKED_SIZE = 100_000  # smaller matrices stay in the cache, where a plain product is faster
+PACKED_SIZE = 100_000  # smaller matrices stay in the cache, where a plain product is faster; half of it in bf16
 
 
 class PackedLinear(nn.Module):
@@ -130,7 +130,8 @@ def pack(head: Module) -> Module:
 def packs(*weights: Tensor) -> bool:
     """Whether `pack` would take it, or several joined to one."""
     size = sum(weight.numel() for weight in weights)
-    return weights[0].device.type == "cpu" and size >= PACKED_SIZE and packing_pays(weights[0].dtype)
+    least = PACKED_SIZE // (2 if weights[0].dtype == torch.bfloat16 else 1)
+    return weights[0].device.type == "cpu" and size >= least and packing_pays(weights[0].dtype)
 
 
 def joins(*weights: Tensor) -> bool:

@@ -119,7 +119,8 @@ class Program:
         line = [*([self.command] if self.command else lane.command[:1]), *lane.command[1:]]
         line, environment = _fitted(line, place, servers, self.gpus, self.there)
         with admitted(lane.server), started(line, lane.server, environment) as server:
-            tell(f"{lane.name} is ready at {lane.server} after {server.wait(tell):.0f} s")
+            seconds = server.wait(lambda said: tell(f"{lane.name}, {said}"))
+            tell(f"{lane.name} is ready at {lane.server} after {seconds:.0f} s")
             yield server
 
 

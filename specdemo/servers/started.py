@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import socket
 import sys
@@ -23,6 +24,7 @@ LOADING_S = 1800.0  # the longest that a server may take, download included
 POLL_S = 0.25
 TAIL = 8  # lines of its log that say why it ended
 LOG_BYTES = 20_000
+SHOWN = 60  # characters of a line of it
 PROBE_S = 120.0  # the import of an engine takes half a minute on a slow disk
 # a server that is asked for two lanes of one text at a time needs little of a CPU's memory; and it is not to phone home
 DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
@@ -126,7 +128,7 @@ class Server:
                 raise ValueError(f"{self.program} ended while it loaded: {' / '.join(self._tail()) or 'no words'}")
             if _answers(self.address):
                 return seconds
-            tell(f"{host(self.address)} {seconds:.0f} s: {next(reversed(self._tail()), 'starting')}")
+            tell(f"{seconds:.0f} s: {_shortened(next(reversed(self._tail()), 'starting'))}")
             time.sleep(POLL_S)
         raise ValueError(f"{host(self.address)} does not answer after {LOADING_S:g} s")
 
@@ -136,6 +138,12 @@ class Server:
             log.seek(max(0, self.log.stat().st_size - LOG_BYTES))
             said = log.read().decode(errors="replace")
         return [line.strip() for line in said.splitlines() if line.strip()][-TAIL:]
+
+
+def _shortened(line: str) -> str:
+    """A line of a log without who wrote it, when and where in the code."""
+    said = re.sub(r"^.*?\[[\w.]+:\d+\] ", "", line)
+    return said if len(said) <= SHOWN else f"{said[: SHOWN - 1]}…"
 
 
 def _answers(address: str) -> bool:

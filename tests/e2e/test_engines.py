@@ -1,0 +1,75 @@
+"""Lanes on engines that the page starts, with a stand-in for vLLM."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.e2e.conftest import free_port, visitors
+from tests.e2e.test_controls import choose, edit
+from tests.servers.stand_in import gone, make, started
+
+
+@pytest.fixture
+def engine(tmp_path):
+    return make(tmp_path)
+
+
+@pytest.fixture
+def page_with_engine(engine):
+    """The page's process and its address."""
+    command = [sys.executable, "app.py", "--port", str(free_port()), "--engines", f"vllm={engine}"]
+    gate = {**os.environ, "GATE": str(engine.parent / "gate")}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2], env=gate
+    ) as serving:
+        yield serving, serving.stdout.readline().split()[-1]
+        serving.terminate()
+
+
+def test_a_lane_is_started_on_an_engine_used_again_and_ended(chromium, page_with_engine, engine):
+    serving, address = page_with_engine
+    with visitors(chromium, address) as visit:
+        page = visit()
+        edit(page)
+        choose(page, "server-1", "vLLM")
+        page.locator("#run").click()
+        status = page.locator(".sd-status")
+        expect(status).to_contain_text(re.compile(r"Starting vLLM, 1 of 2: baseline, \d+ s: starting"))
+        page.locator("#stop").click()
+        expect(status).to_contain_text("Stopped")
+        assert gone(engine)  # one that was loading
+
+        (engine.parent / "gate").touch()
+        page.locator("#run").click()
+        expect(page.locator('[data-lane="1"].sd-text')).to_contain_text("Once upon a time")
+        expect(page.locator("#run")).to_be_enabled()
+        _, plain, drafting = started(engine)
+        assert "--speculative-config" not in plain["args"] and "--speculative-config" in drafting["args"]
+        page.locator("#run").click()
+        expect(page.locator("#stop")).to_be_enabled()
+        expect(page.locator("#run")).to_be_enabled()
+        assert len(started(engine)) == 3  # the same two are asked again
+        page.locator("#free-memory").click()
+        expect(page.get_by_text("servers ended: 2")).to_be_visible()
+        assert gone(engine)
+
+        page.locator("#run").click()
+        expect(page.locator("#stop")).to_be_enabled()
+        expect(page.locator("#run")).to_be_enabled()
+        assert len(started(engine)) == 5
+        serving.send_signal(signal.SIGKILL)
+        serving.wait(60)
+        assert gone(engine)
+
+
+def test_no_engine_is_offered_or_linked_to_unless_allowed(visit):
+    page = visit("?preset=embedded-draft&server=vllm")
+    expect(page.locator(".sd-notes")).to_contain_text("vllm is not started here; whoever opens the page allows it")
+    edit(page)
+    expect(page.locator("#server-1")).to_be_hidden()
