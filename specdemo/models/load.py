@@ -21,7 +21,7 @@ from transformers import (
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from specdemo.core.words import suggest
+from specdemo.core.suggest import suggest
 from specdemo.models import hub, probe
 from specdemo.models.configs import read_config
 from specdemo.models.devices import kind

@@ -15,7 +15,7 @@ from math import exp, log, sqrt
 from statistics import fmean
 from typing import Literal, get_args
 
-from specdemo.core.words import suggest
+from specdemo.core.suggest import suggest
 from specdemo.prediction.drafts import Drafting, drafting
 from specdemo.prediction.profiles import Profile, Step
 from specdemo.prediction.shapes import Work, known, shape, work
