@@ -1,6 +1,6 @@
 """The seams: what the loop asks of a target and of a drafter. B rows, S slots, A accepted columns, V, H as ever."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -14,10 +14,12 @@ from specdemo.core.tree import Draft
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """A ceiling for one draft, never a promise: levels below the root, and nodes in all."""
+    """A ceiling for one draft, never a promise: levels below the root, and nodes in all. Who writes a chain token by
+    token may ask after each, with the log-odds [B] of the likeliest there, whether it is `enough`."""
 
     depth: int = 5
     nodes: int = 5
+    enough: Callable[[Tensor], bool] | None = None
 
     def __post_init__(self) -> None:
         if self.depth < 0 or self.nodes < 0:

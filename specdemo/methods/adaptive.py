@@ -4,7 +4,10 @@ B rows, N draft nodes, k the depth asked for. The policies:
 
 goodput     the k of most expected tokens per second (TurboSpec, 2406.14066), 0 included: sum over i <= k of the chance
             that i drafted tokens are kept, over the seconds of drafting k and verifying them. Chances are estimated by
-            position while decoding, seconds are measured; both outlive the generation
+            position while decoding, seconds are measured; both outlive the generation. A drafter that writes token by
+            token is stopped as soon as another one is not worth its seconds: worth it is the chance that it will count,
+            which how sure the draft was of each token before tells (the estimator of vLLM 0.32), at the speed so far.
+            That looks at distributions only, never at a token's own draw
 confidence  nothing is kept below a node of which the drafter is unsure. That looks at a node's ancestors only, never at
             its own token, so it is exact under sampling too. It saves verification, not drafting
 heuristic   two more after a draft that was kept whole, one less after any other, at least 1 (that of transformers)
@@ -15,14 +18,15 @@ depths, draw other noise and so write other texts.
 
 from bisect import bisect
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import exp
 from operator import mul
 from typing import Protocol
 
 import torch
-from torch import Generator
+from torch import Generator, Tensor
 
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
@@ -35,6 +39,8 @@ MEMORY = 0.98  # what a try still counts after the next one: the last 50 matter
 MEASUREMENTS = 9  # per size
 PLAIN_STEPS = 2  # to begin with: nothing is lost by them, and all is measured against a plain step
 EXPLORATION = 0.01  # the share of time that may be lost in looking what another depth brings
+FADING, RIDGE = 0.995, 0.1  # of a verdict's weight at the next one; what is added to the sums
+LEAST_WEIGHT = 0.05  # of the log-odds: a surer draft is never kept less
 PATIENCE = 8  # steps between two such looks, at least
 
 
@@ -51,6 +57,10 @@ class Outcome:
 
 class Policy(Protocol):
     notes: dict[str, float]
+
+    @property
+    def enough(self) -> Callable[[Tensor], bool] | None:
+        """As in `Budget`."""
 
     def start(self) -> None:
         """A new generation."""
@@ -133,6 +143,32 @@ class Acceptance:
         return rates
 
 
+class Keeping:
+    """The chance that a drafted token is kept, of how sure the draft was: logistic in the log-odds f of the likeliest
+    token there, sigmoid(w f + b), by one Newton step a verdict on sums that fade."""
+
+    def __init__(self) -> None:
+        self.w, self.b = 0.6, 0.5
+        self._ww = self._bb = 4.0
+        self._wb = 0.0
+
+    def rate(self, odds: float) -> float:
+        """0..1"""
+        return 1.0 / (1.0 + exp(-max(-40.0, min(40.0, self.w * odds + self.b))))
+
+    def add(self, odds: float, kept: bool) -> None:
+        """Note what became of a token that was judged."""
+        rate = self.rate(odds)
+        weight, error = rate * (1.0 - rate), kept - rate
+        self._ww = FADING * self._ww + weight * odds * odds
+        self._wb = FADING * self._wb + weight * odds
+        self._bb = FADING * self._bb + weight
+        ww, wb, bb = self._ww + RIDGE, self._wb, self._bb + RIDGE
+        step = error / (ww * bb - wb * wb)
+        self.w = max(self.w + step * (bb * odds - wb), LEAST_WEIGHT)
+        self.b += step * (ww - wb * odds)
+
+
 def expected_tokens(rates: Sequence[float]) -> list[float]:
     """Acceptance by level -> for k = 0, 1, .. the tokens that a step emits, the target's own one included."""
     return list(accumulate(accumulate(rates, mul), initial=1.0))
@@ -144,8 +180,16 @@ class Goodput:
     def __init__(self) -> None:
         self.notes: dict[str, float] = {}
         self.acceptance = Acceptance()
+        self.keeping = Keeping()
+        self._asks = False  # the drafter does, whether it is enough
+        self._odds: list[list[float]] = []  # of the draft, per level and row
+        self._alive: list[float] = []  # the chance that all of the row's draft so far is kept
+        self._rates: list[float] = []
+        self._costs: list[float] = []  # seconds of a step by k
+        self._tokens, self._time = 0.0, 0.0  # of the last steps, a row's
         self._drafting = Costs({0: 0.0})
         self._verifying = Costs({})
+        self._met: set[int] = set()  # slots; the first pass over so many also pays for what the next ones find ready
         self._plain = PLAIN_STEPS
         self._drafted = False  # in the step before
         self._since = 0  # steps, since a neighbour was looked at
@@ -163,7 +207,9 @@ class Goodput:
             self._plain = max(self._plain - 1, 0)
         else:
             speeds = [t / s for t, s in zip(tokens, seconds, strict=True)]
-            k = self._explore(speeds.index(max(speeds)), tokens, seconds)
+            best = speeds.index(max(speeds))
+            k = depth if self._asks and best else self._explore(best, tokens, seconds)
+        self._odds, self._alive, self._rates, self._costs = [], [], rates, seconds
         predicted = tokens[k] * seconds[0] / seconds[k] if seconds[k] else 1.0
         alpha = sum(rates[: max(k, 1)]) / max(k, 1) if depth else 0.0
         self.notes = {"k": k, "alpha": round(alpha, 4), "predicted": round(predicted, 4)}
@@ -172,13 +218,38 @@ class Goodput:
     def cut(self, draft: Draft) -> Draft:
         return draft
 
+    def enough(self, odds: Tensor) -> bool:
+        """Whether one more token is worth less than its seconds, at the least that a token takes in any longer draft:
+        the seconds of single sizes lie too near each other for their differences to be trusted."""
+        self._asks = True
+        self._odds.append(odds.tolist())
+        rates = map(self.keeping.rate, self._odds[-1])
+        self._alive = [*map(mul, self._alive, rates)] if self._alive else [*rates]
+        k, costs = len(self._odds), self._costs
+        worth = sum(self._alive) / len(self._alive) * self._rates[k]
+        more = min((longer - costs[k]) / n for n, longer in enumerate(costs[k + 1 :], start=1))
+        stop = worth * self._time < more * self._tokens
+        self.notes["k"] = k if stop else k + 1
+        return stop
+
     def learn(self, outcome: Outcome) -> None:
-        self._verifying.add(outcome.slots, outcome.verify_seconds)
-        if outcome.asked and self._drafted:  # a draft behind a plain step also reads what it has missed
-            self._drafting.add(outcome.asked, outcome.draft_seconds)
-        self._drafted = outcome.asked > 0
-        for drafted, kept in outcome.rows:
-            self.acceptance.add(drafted, kept)
+        if outcome.slots in self._met:
+            self._verifying.add(outcome.slots, outcome.verify_seconds)
+        self._met.add(outcome.slots)
+        drafted = outcome.slots - 1 if self._odds else outcome.asked
+        if drafted and self._drafted:  # a draft behind a plain step also reads what it has missed
+            self._drafting.add(drafted, outcome.draft_seconds)
+        self._drafted = drafted > 0
+        for levels, kept in outcome.rows:
+            self.acceptance.add(levels, kept)
+        if outcome.rows and self._odds and len(self._odds[0]) == len(outcome.rows):
+            for row, (levels, kept) in enumerate(outcome.rows):
+                for level, odds in enumerate(self._odds[: min(kept + 1, levels)]):
+                    self.keeping.add(odds[row], level < kept)
+        if outcome.rows:
+            tokens = 1.0 + sum(kept for _, kept in outcome.rows) / len(outcome.rows)
+            self._tokens = MEMORY * self._tokens + tokens
+            self._time = MEMORY * self._time + outcome.draft_seconds + outcome.verify_seconds
 
     def _seconds(self, depth: int, nodes: int) -> list[float]:
         """Of a step, by k. More slots never take less time, so a plain step takes at most what any other does."""
@@ -201,6 +272,8 @@ class Goodput:
 
 
 class Confidence:
+    enough = None
+
     def __init__(self, threshold: float, drafter: str) -> None:
         self.notes: dict[str, float] = {}
         self._threshold = threshold
@@ -226,6 +299,8 @@ class Confidence:
 
 
 class Heuristic:
+    enough = None
+
     def __init__(self) -> None:
         self.notes: dict[str, float] = {}
         self._k: int | None = None
@@ -319,7 +394,7 @@ class Adaptive(Wrapper):
         self._asked = k = self.policy.choose(depth, budget.nodes)
         draft = self._nothing
         if k:
-            draft = self.policy.cut(super().propose(Budget(k, budget.nodes * k // depth)))
+            draft = self.policy.cut(super().propose(Budget(k, budget.nodes * k // depth, self.policy.enough)))
         self._draft = replace(draft, notes={**draft.notes, "k": k, **self.policy.notes})
         return self._draft
 

@@ -8,6 +8,7 @@ every token follows the draft model's own q, which is what the target tests it w
 drafter cannot take back what it observed, and what follows the guess may yet be refused.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -68,7 +69,7 @@ class Cascade(DraftModel):
         super().observe(progress)
         self._inner.observe(progress)
 
-    def _write(self, depth: int) -> Draft:
+    def _write(self, depth: int, enough: Callable[[Tensor], bool] | None = None) -> Draft:
         """Its notes have passes: how often the draft model was asked."""
         guess = self._guess(depth - 1)
         missing = self._missing()

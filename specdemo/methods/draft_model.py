@@ -5,6 +5,7 @@ what became history, and feeds the rest. Sampled drafts carry the q they were dr
 draft with another tokenizer than the target's guesses through a `Bridge`.
 """
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -184,9 +185,9 @@ class DraftModel(Learner):
         depth = min(budget.depth, budget.nodes, self.model.max_length - longest)
         if depth < 1 or not self._read[0]:  # the draft's context is shorter than the target's
             return Draft.empty(len(self._history), self.model.device)
-        return self._write(depth)
+        return self._write(depth, budget.enough)
 
-    def _write(self, depth: int) -> Draft:
+    def _write(self, depth: int, enough: Callable[[Tensor], bool] | None = None) -> Draft:
         if self._bridge and self._by_text:
             return self._write_text(self._bridge, depth)
         missing = self._missing()
@@ -196,8 +197,8 @@ class DraftModel(Learner):
             return draft
         written = Writing(self.choice)
         written.take(self._known(self._catch_up(missing)[:, None]))
-        written.follow(lambda tokens: self._known(self._read_on(self._spoken(tokens))), depth)
-        self._written = Reading(self._spoken(written.tokens[:, : depth - 1]))
+        written.follow(lambda tokens: self._known(self._read_on(self._spoken(tokens))), depth, enough)
+        self._written = Reading(self._spoken(written.tokens[:, :-1]))
         return written.draft(self._words)
 
     def _replayed(self, missing: list[list[int]], depth: int) -> Draft | None:

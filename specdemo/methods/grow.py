@@ -37,6 +37,12 @@ class Shape:
         """Levels below the root."""
         return max(self.levels, default=0)
 
+    @property
+    def lasts(self) -> tuple[bool, ...]:
+        """Of every node whether it is the last child of its slot."""
+        last = {parent: node for node, parent in enumerate(self.parents)}
+        return tuple(last[parent] == node for node, parent in enumerate(self.parents))
+
     @staticmethod
     def of(paths: Sequence[Path]) -> "Shape":
         """Paths in any order. Raises ValueError when one lacks its beginning."""

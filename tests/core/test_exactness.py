@@ -58,6 +58,14 @@ def ranked(context, elder, rng):
     return Q[context].argsort(descending=True, stable=True)[:, len(elder)], None
 
 
+def ranked_and_one_drawn(context, elder, rng):
+    """The favourites, each of its own one-hot q, and then a draw from what they leave."""
+    if len(elder) < 2:
+        token = ranked(context, elder, rng)[0]
+        return token, torch.eye(V)[token]
+    return without_replacement(context, elder, rng)
+
+
 def repetitive(context, elder, rng):
     return Q[context].argmax(-1), None
 
@@ -78,6 +86,7 @@ def three_tokens(rule, draft, rng):
 @pytest.mark.parametrize("shape, choose", [
     (CHAIN, independent), (STAR, independent), (BUSH, independent),
     (STAR, without_replacement), (BUSH, without_replacement),
+    (STAR, ranked_and_one_drawn), (BUSH, ranked_and_one_drawn),
     (CHAIN, ranked), (STAR, ranked), (BUSH, ranked), (BUSH, repetitive), ([], independent),
 ])  # fmt: skip
 def test_the_lossless_rule_is_lossless(fits, shape, choose):

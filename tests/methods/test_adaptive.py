@@ -97,6 +97,40 @@ def test_goodput_calibrates_and_outlives_a_generation():
     assert [Goodput().choose(depth, depth) for depth in (0, 8)] == [0, 0]
 
 
+def speed_where_it_tells(asked, steps=3000):
+    """Tokens per second where how sure the draft is of a token, by turns much and little, says how often it is kept."""
+    dice, policy, tokens, seconds = random.Random(3), Goodput(), 0, 0.0
+    policy.start()
+    for _ in range(steps):
+        k, odds = policy.choose(8, 8), [dice.choice((4.0, -1.5)) for _ in range(8)]
+        if asked and k:
+            k = next((n for n in range(1, k) if policy.enough(torch.tensor([odds[n - 1]]))), k)
+        kept = next((i for i in range(k) if dice.random() >= (0.95 if odds[i] > 0 else 0.3)), k)
+        drafting, verifying = 0.1 * k, 1.0 + 0.1 * k
+        policy.learn(Outcome(k, k + 1, [(k, kept)], drafting, verifying))
+        tokens, seconds = tokens + kept + 1, seconds + drafting + verifying
+    return tokens / seconds
+
+
+def test_goodput_stops_a_draft_where_it_gets_unsure():
+    assert speed_where_it_tells(True) > 1.05 * speed_where_it_tells(False)
+
+
+def test_a_chain_is_written_until_it_is_enough(tiny_llama):
+    """Asked after every token but the last, with the likeliest one's log-odds, drawn or not."""
+    draft, asked = tiny_llama(16), []
+    for sampling in (Sampling(), Sampling(1.0)):
+        drafter = load_drafter("draft_model", ToyTarget(16), draft)
+        drafter.start(2, sampling, torch.Generator().manual_seed(0))
+        drafter.observe(Progress(ROWS[:2, :8] % 16, ROWS[:2, 1:] % 16, [8, 8]))
+        asked.clear()
+        got = drafter.propose(Budget(6, 6, lambda odds: asked.append(odds) or len(asked) == 3))
+        assert got.nodes == 3 and len(asked) == 3
+        likeliest = got.confidence if sampling.greedy else got.probs.amax(-1)
+        torch.testing.assert_close(torch.stack(asked, 1).sigmoid(), likeliest)
+        assert drafter.propose(Budget(6, 6, lambda odds: False)).nodes == 6
+
+
 @pytest.mark.parametrize("cost, best", [(0.01, 7), (0.02, 6), (0.05, 4), (0.1, 3)])
 def test_the_best_depth_at_an_acceptance_of_six_tenths(cost, best):
     tokens = expected_tokens([0.6] * 20)

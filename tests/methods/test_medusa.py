@@ -279,6 +279,33 @@ def test_greedy_text_is_the_targets_own(target, options):
     assert len(check_greedy(target, drafter)) > 2
 
 
+def test_of_a_sampled_tree_the_last_child_of_a_node_is_drawn(target):
+    """And its elder siblings are the likeliest: each has the q that it comes from, given those before it."""
+    drafter = load_drafter("medusa", target, Medusa.fresh(target, heads=2), nodes=7, draft="sampled")
+    drafter.start(3, Sampling(0.8), torch.Generator().manual_seed(0))
+    tokens = torch.randint(0, 9, (3, 4), generator=torch.Generator().manual_seed(1))
+    hidden = {-1: target.start(tokens[:, :-1], (-1,)).hidden[-1]}
+    drafter.observe(Progress(tokens[:, :-1], tokens[:, 1:], [3] * 3, hidden))
+    draft = drafter.propose(Budget(2, 7))
+    heads = torch.stack([drafter.head(hidden[-1][:, -1], i) for i in range(2)], 1).div(0.8).softmax(-1)
+    parents = draft.parents[0].tolist()
+    assert max(parents.count(slot) for slot in parents) > 1
+    for node, slot in enumerate(parents):
+        siblings = [i for i, parent in enumerate(parents) if parent == slot]
+        level = 0 if slot == 0 else 1
+        for row in range(3):
+            left = heads[row, level].clone()
+            order = left.argsort(descending=True, stable=True).tolist()
+            place = siblings.index(node)
+            wanted = torch.zeros_like(left)
+            wanted[order[place]] = 1.0
+            if node == siblings[-1]:
+                left[order[:place]] = 0.0
+                wanted = left / left.sum()
+            torch.testing.assert_close(draft.probs[row, node], wanted, atol=1e-5, rtol=1e-4)
+            assert draft.probs[row, node, draft.tokens[row, node]] > 0.0
+
+
 @pytest.mark.parametrize(("draft", "nodes"), [("ranked", 6), ("sampled", 0), ("sampled", 6)])
 def test_sampled_text_is_drawn_from_the_target(draft, nodes):
     target = ToyTarget(5, seed=6)

@@ -97,6 +97,7 @@ class Level(NamedTuple):
 
     places: Tensor  # [N] which of the paths a node is below
     ranks: Tensor  # [N]
+    lasts: Tensor  # [N], whether no child of the same node follows
     width: int
     kept: Tensor  # [M] which of the nodes go on
 
@@ -108,9 +109,10 @@ def _levels(shape: Shape, device: torch.device) -> tuple[Level, ...]:
         nodes = [node for node, level in enumerate(shape.levels) if level == depth]
         kept = [i for i, node in enumerate(nodes) if node + 1 in shape.parents]
         ranks = [shape.ranks[node] for node in nodes]
-        indices = [ends.index(shape.parents[node]) for node in nodes], ranks, kept
-        places, ranked, going_on = (torch.tensor(i, dtype=torch.int64, device=device) for i in indices)
-        levels.append(Level(places, ranked, 1 + max(ranks), going_on))
+        lasts = [shape.lasts[node] for node in nodes]
+        indices = [ends.index(shape.parents[node]) for node in nodes], ranks, kept, lasts
+        places, ranked, going_on, last = (torch.tensor(i, dtype=torch.int64, device=device) for i in indices)
+        levels.append(Level(places, ranked, last.bool(), 1 + max(ranks), going_on))
         ends = [nodes[i] + 1 for i in kept]
     return tuple(levels)
 
@@ -184,7 +186,7 @@ class Hydra(Medusa):
         paths = torch.cat([hidden, self._embed(root)], -1)[:, None]
         chosen: list[Chosen] = []
         for head, level in enumerate(_levels(shape, paths.device)):
-            chosen.append(self._choose(self.head(paths, head), level.places, level.ranks, level.width))
+            chosen.append(self._choose(self.head(paths, head), level.places, level.ranks, level.lasts, level.width))
             tokens = chosen[-1][0][:, level.kept]
             paths = torch.cat([paths[:, level.places[level.kept]], self._embed(tokens)], -1)
         drafted, confidence, probs = zip(*chosen, strict=True)

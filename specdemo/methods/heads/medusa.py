@@ -70,10 +70,10 @@ _fitted = lru_cache(maxsize=64)(fitted)
 
 
 @lru_cache(maxsize=64)
-def _indices(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """parents, places among the levels, and ranks, each [N]."""
-    parents, levels, ranks = torch.tensor((shape.parents, shape.levels, shape.ranks), device=device)
-    return parents, levels - 1, ranks
+def _indices(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """parents, places among the levels, ranks, and which are the last children, each [N]."""
+    parents, levels, ranks, lasts = torch.tensor((shape.parents, shape.levels, shape.ranks, shape.lasts), device=device)
+    return parents, levels - 1, ranks, lasts.bool()
 
 
 class Heads(Network):
@@ -150,7 +150,8 @@ class Medusa(Head[Heads]):
         )
         draft: str = knob(
             "ranked",
-            "at a temperature: take the heads' likeliest tokens or draw from the heads; the output is exact either way",
+            "at a temperature: take the heads' likeliest tokens or draw from them, in a tree the last child of a node "
+            "alone; the output is exact either way",
             choices=("ranked", "sampled"),
         )
 
@@ -230,18 +231,29 @@ class Medusa(Head[Heads]):
         return _fitted(tuple(ranks[: self.head.vocab_size] for ranks in rates[:depth]), budget.nodes)
 
     def _fill(self, shape: Shape, hidden: Tensor, *more: Tensor) -> Chosen:
-        _, places, ranks = _indices(shape, hidden.device)
+        _, places, ranks, lasts = _indices(shape, hidden.device)
         logits = torch.stack([self.head(hidden, i) for i in range(shape.depth)], 1)
-        return self._choose(logits, places, ranks, shape.width)
+        return self._choose(logits, places, ranks, lasts, shape.width)
 
-    def _choose(self, logits: Tensor, places: Tensor, ranks: Tensor, width: int) -> Chosen:
-        """logits [B, P, V] at the places that the nodes are below, places and ranks [N], all ranks below width."""
+    def _choose(self, logits: Tensor, places: Tensor, ranks: Tensor, lasts: Tensor, width: int) -> Chosen:
+        """logits [B, P, V] at the places that the nodes are below, places, ranks and lasts [N], all ranks below width.
+
+        Where it draws, the elder children of a slot are the likeliest tokens and the last one is drawn from what these
+        leave of q (the greedy drafts of Hu et al. 2502.18779).
+        """
         if not self.choice.noise:
             chances, ranked = logits.float().softmax(-1).topk(width)
             return ranked[:, places, ranks], chances[:, places, ranks], None
-        probs = self.choice.said(logits)[:, places]
-        tokens = self.choice.token(probs)  # siblings too: drawn again from one q, as the lossless rule allows
-        return tokens, probs.gather(-1, tokens[..., None])[..., 0], probs
+        probs = self.choice.said(logits)
+        ranked, probs = probs.topk(width).indices[:, places], probs[:, places]
+        elder = torch.arange(width, device=ranks.device) < ranks[:, None]
+        left = probs.scatter(-1, ranked, probs.gather(-1, ranked) * ~elder)
+        some = left.sum(-1, keepdim=True)
+        own = ranked.gather(-1, ranks[None, :, None].expand(len(ranked), -1, 1))
+        chosen = torch.zeros_like(probs).scatter(-1, own, 1.0)
+        q = torch.where(lasts[:, None] & (some > 0.0), left / some.clamp_min(torch.finfo(some.dtype).tiny), chosen)
+        tokens = self.choice.token(q)
+        return tokens, probs.gather(-1, tokens[..., None])[..., 0], q
 
     def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:
         """Cross-entropy to the target's distribution, or to the text where that is unknown; head i weighs decay^i."""
