@@ -27,6 +27,22 @@ class Peers(Decoding):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Beside(Suite):
+    """The engine beside vLLM on a CPU: a preset's baseline and first lane on both, whole greedy requests in turns."""
+
+    name = "beside"
+    preset: str = "embedded-draft"
+    command: str | None = None
+    dtype: str = "float32"
+    new_tokens: int = 112
+
+    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
+        from benchmarks.beside import beside
+
+        return beside(self, report, cancelled)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Vocabularies(Suite):
     """A draft of another vocabulary: same tokens, same distribution, speed against universal assisted generation."""
 
@@ -162,6 +178,7 @@ class Published(Suite):
 
 SUITES: tuple[type[Suite], ...] = (
     Peers,
+    Beside,
     Vocabularies,
     Floor,
     RaceFairness,

@@ -8,7 +8,6 @@ read the machine's clock.
 
 import multiprocessing
 import os
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from playwright.sync_api import Playwright, expect, sync_playwright
 
 from specdemo.bench.result import Spread
 from specdemo.bench.table import table
+from specdemo.servers.started import free_port
 
 FLAGS = ["--no-sandbox", "--disable-gpu"]
 PRESET, NEW_TOKENS, REPEATS = "embedded-draft", 448, 7
@@ -89,14 +89,6 @@ def in_the_page(playwright: Playwright, address: str, results: Connection) -> tu
     race = results.recv()
     emitted = {(lane, step): 1000.0 * at for lane, step, at in race["emitted"]}
     return race, [at - emitted[lane, step] for lane, step, at in drawn]
-
-
-def free_port() -> int:
-    """One that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def main(repeats: int) -> None:

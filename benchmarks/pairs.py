@@ -15,7 +15,7 @@ from transformers import GenerationConfig as HFGenerationConfig
 
 from specdemo.bench.prompts import PROMPTS
 from specdemo.core.protocol import GenerationConfig
-from specdemo.core.words import suggest
+from specdemo.core.suggest import suggest
 from specdemo.engine.loop import generate
 from specdemo.methods import BASELINE, load_drafter
 from specdemo.models.footprint import free_bytes

@@ -30,7 +30,7 @@ from specdemo.bench.suites import suite, suites, takes
 from specdemo.core.files import check_writable
 from specdemo.core.reading import read_text
 from specdemo.core.signals import tidy
-from specdemo.core.words import DEVICES, suggest
+from specdemo.core.suggest import DEVICES, suggest
 from specdemo.engine.comparison import Comparison, Lane, settings, type_of
 from specdemo.methods import METHODS, knobs, method
 from specdemo.presets.files import EMBEDDED, Preset, load_presets, preset
@@ -183,9 +183,9 @@ def bench(
             check_writable(path)
     with _bar(1.0, "{l_bar}{bar}| {elapsed}") as bar:
         result = chosen.run(_moves(bar), never)
-    print(markdown(result) if as_markdown else bench_report(result))
     if out is not None:
         write_result(result, out)
+    print(markdown(result) if as_markdown else bench_report(result))
     if html is not None:
         from specdemo.bench.page import write_page
 
@@ -394,16 +394,16 @@ def _started(chosen: Preset, engine: str, command: str | None, gpus: int) -> Ite
 @app.command()
 def methods(as_json: AsJson = False) -> None:
     """List the drafting methods and their options."""
-    listed = [_method(name) for name in METHODS]
     if as_json:
-        print(json.dumps(listed, indent=1))
+        print(json.dumps([_method(name) for name in METHODS], indent=1))
         return
-    for entry in listed:
-        kind = "exact" if entry["exact"] else "lossy"
-        print(f"{entry['name']}: {entry['title']} ({kind}{', needs a draft model' if entry['needs_model'] else ''})")
-        print(f"    {entry['summary']}")
-        for knob in entry["options"]:
-            print(f"    --option {knob['name']}={knob['default']}  {_knob_range(knob)}  {knob['help']}")
+    for name, cls in ((name, method(name)) for name in METHODS):
+        kind = "exact" if cls.exact else "lossy"
+        print(f"{name}: {cls.title} ({kind}{', needs a draft model' if cls.needs_model else ''})")
+        print(f"    {cls.summary}")
+        for knob in knobs(name):
+            range = " | ".join(knob.choices) or f"{knob.low} to {knob.high}"
+            print(f"    --option {knob.name}={knob.default}  {range}  {knob.help}")
     print("Exact holds for the default rule; --acceptance typical is lossy whatever the method.")
 
 
@@ -516,21 +516,9 @@ def _show(trace: "RunTrace") -> None:
     print(texts(trace), race_report(trace), sep="\n\n")
 
 
-def _method(name: str) -> dict[str, Any]:
+def _method(name: str) -> dict[str, object]:
     cls = method(name)
-    options = [
-        {
-            "name": knob.name,
-            "type": knob.type.__name__,
-            "default": knob.default,
-            "help": knob.help,
-            "low": knob.low,
-            "high": knob.high,
-            "step": knob.step,
-            "choices": list(knob.choices),
-        }
-        for knob in knobs(name)
-    ]
+    options = [asdict(knob) | {"type": knob.type.__name__} for knob in knobs(name)]
     return {
         "name": name,
         "title": cls.title,
@@ -539,10 +527,6 @@ def _method(name: str) -> dict[str, Any]:
         "needs_model": cls.needs_model,
         "options": options,
     }
-
-
-def _knob_range(knob: dict[str, Any]) -> str:
-    return " | ".join(knob["choices"]) if knob["choices"] else f"{knob['low']} to {knob['high']}"
 
 
 def _versions() -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from specdemo.bench.prompts import PROMPTS
 from specdemo.bench.result import Result
-from specdemo.core.words import DEVICES
+from specdemo.core.suggest import DEVICES
 from specdemo.presets.limits import LIMITS
 
 Report = Callable[[float, str], None]  # share done 0..1, what is being done

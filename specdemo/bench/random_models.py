@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
 from transformers import GenerationConfig as HFGenerationConfig
 
-from specdemo.core.words import suggest
+from specdemo.core.suggest import suggest
 from specdemo.prediction.shapes import Config, known
 
 STD = 0.02

@@ -16,7 +16,7 @@ from specdemo.bench.base import OPTIONS, Axis, Decoding, Prompted, Questioned, R
 from specdemo.bench.load_options import CONCURRENCY, LoadOptions
 from specdemo.bench.prompts import COPYING
 from specdemo.bench.result import TOKEN, Result
-from specdemo.core.words import suggest
+from specdemo.core.suggest import suggest
 from specdemo.presets.files import DEFAULT, FOLDER, Preset, preset
 from specdemo.presets.limits import LIMITS
 from specdemo.presets.link import Linked

@@ -16,8 +16,8 @@ from torch import Generator, Tensor
 
 from specdemo.core.host import to_device
 from specdemo.core.sampling import draw
+from specdemo.core.suggest import suggest
 from specdemo.core.tree import ABSENT, Draft, is_chain
-from specdemo.core.words import suggest
 
 
 @dataclass(frozen=True, slots=True)

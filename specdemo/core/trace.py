@@ -128,6 +128,7 @@ class LaneTrace:
     repeats: Annotated[list[Annotated[list[StepEvent], _FAST]], _SHORT] = field(
         default_factory=list
     )  # runs before, without probabilities
+    defaults: Annotated[list[str], _FAST, _SHORT] = field(default_factory=list)  # the options that nobody set
 
 
 @checked(slots=True, config=_strict)

@@ -6,16 +6,16 @@ Importing this needs no torch. Every refusal of data is a ValueError of one line
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from specdemo.core.words import DEVICES, shown, suggest
+from specdemo.core.suggest import DEVICES, shown, suggest
 from specdemo.methods import BASELINE, METHODS, MODEL_OPTIONS, Knob, check_model, knobs, method, validate_options
-from specdemo.servers.address import address
+from specdemo.servers.address import place
 
 if TYPE_CHECKING:  # they bring torch along
     from specdemo.core.protocol import Budget
@@ -35,7 +35,8 @@ class Setting:
     help: of its option of `specdemo run`, which goes to every lane; "": it has none. link: whether it belongs to the
     comparison, so that a share link carries it and the page has a control for it, and not to the machine. label: of a
     control that the page draws by the field's type, with info, else help, below it; "": the page has a place of its own
-    for it. step: of a slider over the field's bounds; None: numbers are typed. words: of the choices.
+    for it. step: of a slider over the field's bounds; None: numbers are typed. words: of the choices. brief: what is
+    said of a value where the control is folded away; None: nothing of the default, else the label and the value.
     """
 
     help: str = ""
@@ -44,6 +45,7 @@ class Setting:
     info: str = ""
     step: float | None = None
     words: Mapping[str, str] = field(default_factory=dict)
+    brief: Callable[[object], str] | None = None
 
 
 class Settings(BaseModel):
@@ -72,6 +74,14 @@ def settings(of: type[Settings]) -> dict[str, Setting]:
 def linked(of: type[Settings]) -> list[str]:
     """The fields that a share link may carry."""
     return [name for name, setting in settings(of).items() if setting.link]
+
+
+def brief(of: type[Settings], name: str, value: object) -> str:
+    """A field's value in a few words, or none."""
+    setting, default = settings(of)[name], of.model_fields[name].default
+    if setting.brief:
+        return setting.brief(value)
+    return "" if value == default else f"{setting.label.lower()} {value}"
 
 
 @lru_cache
@@ -109,6 +119,12 @@ def _label(text: str) -> str:
     return _printable(text, allowed="")
 
 
+def _model(name: str) -> str:
+    if name.startswith("-"):  # a server that is started for it would read an option
+        raise ValueError("must not begin with -; name a model or its folder")
+    return _label(name)
+
+
 def _some_words(text: str) -> str:
     if not text.strip():
         raise ValueError("is empty; write at least one word")
@@ -128,9 +144,9 @@ def _device(name: str) -> str:
     return name
 
 
-Server = Annotated[str, Field(max_length=300), AfterValidator(address)]
+Server = Annotated[str, Field(max_length=300), AfterValidator(place)]
 Name = Annotated[str, Field(max_length=80), AfterValidator(_label)]
-Model = Annotated[str, Field(min_length=1, max_length=300), AfterValidator(_label)]
+Model = Annotated[str, Field(min_length=1, max_length=300), AfterValidator(_model)]
 Text = Annotated[str, Field(max_length=PROMPT), AfterValidator(_printable)]
 Messages = tuple[Mapping[str, str], ...]  # each with role and content
 
@@ -198,16 +214,26 @@ class Comparison(Settings):
     prompt: Annotated[Text, AfterValidator(_some_words), Setting("Text to continue.")]
     chat: Annotated[bool | None, Setting("Prompt as a message in the target's chat template, or as a text.")] = None
     system: Annotated[Text, Setting("System prompt of the chat.")] = ""
-    temperature: Annotated[float, Setting("0 is greedy.", label="Temperature", step=0.05)] = Field(0.0, ge=0.0, le=5.0)
+    temperature: Annotated[
+        float,
+        Setting("0 is greedy.", label="Temperature", step=0.05, brief=lambda t: f"temperature {t}" if t else "greedy"),
+    ] = Field(0.0, ge=0.0, le=5.0)
     top_p: Annotated[float, Setting("1 is off.", label="Top-p", step=0.01)] = Field(1.0, gt=0.0, le=1.0)
     top_k: Annotated[int, Setting("0 is off.", label="Top-k", step=1)] = Field(0, ge=0, le=1000)
     min_p: Annotated[float, Setting("0 is off.", label="Min-p", step=0.01)] = Field(0.0, ge=0.0, lt=1.0)
     seed: Annotated[int, Setting("Of the sampling.", label="Seed", info="the same in every lane")] = Field(
         0, ge=0, le=2**31 - 1
     )
-    max_new_tokens: Annotated[int, Setting("Length limit.", label="New tokens", info="at most", step=1)] = Field(
-        128, ge=1, le=TOKENS
-    )
+    max_new_tokens: Annotated[
+        int,
+        Setting(
+            "Length limit.",
+            label="New tokens",
+            info="at most",
+            step=1,
+            brief=lambda n: f"at most {n} token{'' if n == 1 else 's'}",
+        ),
+    ] = Field(128, ge=1, le=TOKENS)
     schedule: Annotated[
         Literal["race", "sequential"],
         Setting(
@@ -215,6 +241,7 @@ class Comparison(Settings):
             label="Schedule",
             info="in both, a lane's clock counts its own device time alone",
             words={"race": "race: step by step in turn", "sequential": "sequential: one after the other"},
+            brief=lambda how: "lanes in turn" if how == "race" else "one lane after the other",
         ),
     ] = "race"
     repeats: Annotated[int, Setting("Run it so often and pool the runs.", link=False)] = Field(1, ge=1, le=REPEATS)

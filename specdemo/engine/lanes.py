@@ -87,7 +87,11 @@ class LocalLane(RunningLane):
         shown = {**options, **({"k": lane.k} if lane.k else {}), **({"model": lane.model} if lane.model else {})}
         if lane.acceptance != "lossless":
             shown["acceptance"] = lane.acceptance
-        super().__init__(LaneTrace(lane_name(lane), lane.method, shown, _exact(lane), prompt_ids, messages=messages))
+        unset = [name for name in options if name not in lane.options]
+        trace = LaneTrace(
+            lane_name(lane), lane.method, shown, _exact(lane), prompt_ids, messages=messages, defaults=unset
+        )
+        super().__init__(trace)
         _note_unlike(self.trace, spec, lane)
         own = method(lane.method).exact
         if not own:

@@ -11,7 +11,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specdemo.core.words import suggest
+from specdemo.core.suggest import suggest
 
 if TYPE_CHECKING:
     from specdemo.core.protocol import Target

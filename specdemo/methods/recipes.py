@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from specdemo.core.words import suggest
+from specdemo.core.suggest import suggest
 from specdemo.methods import METHODS, method
 from specdemo.methods.base import Head
 from specdemo.methods.heads.network import Network

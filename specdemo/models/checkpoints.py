@@ -122,7 +122,12 @@ def write_checkpoint(folder: Path, config: Mapping[str, object], tensors: Mappin
 
 
 def check_weights(checkpoint: Checkpoint) -> None:
-    """Raise ValueError unless a head's weights are of floating point and numbered as modules can be."""
+    """Raise ValueError unless a head's weights are of floating point, numbered as modules can be, and of layers that a
+    head here can have."""
+    if checkpoint.has(".layer_scalar"):
+        raise ValueError(
+            f"{checkpoint.name} is of Gemma 4's own layers, not read here; choose a drafter of Qwen3's layers"
+        )
     for name, tensor in checkpoint.tensors.items():
         if name.endswith((".weight", ".bias")) and not tensor.is_floating_point():
             kind = str(tensor.dtype).removeprefix("torch.")

@@ -21,7 +21,7 @@ from typing import Any
 from huggingface_hub import HfApi, ModelInfo, constants, snapshot_download, try_to_load_from_cache
 from tqdm.auto import tqdm
 
-from specdemo.core.words import suggest
+from specdemo.core.suggest import suggest
 
 LoadProgress = Callable[[float, str], None]  # share done 0..1, what is being done; it may raise to stop the loading
 

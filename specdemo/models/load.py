@@ -9,9 +9,19 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from specdemo.core.words import suggest
+from specdemo.core.suggest import suggest
 from specdemo.models import hub, probe
 from specdemo.models.configs import read_config
 from specdemo.models.devices import kind
@@ -24,6 +34,7 @@ from specdemo.models.place import check_memory, placement, plan
 from specdemo.models.resolve import checked, described, fetched, locate, one_line
 from specdemo.models.target import HFTarget
 
+Speaking = type[_BaseAutoModelClass]
 KERNELS = ("auto", "transformers")
 SAMPLED = 4096  # numbers of each tensor that are looked at for NaN
 
@@ -80,7 +91,7 @@ def load_model(
     report(0.6, f"reading {name}")
     with one_line(name), _quiet():
         tokenizer = _tokenizer(folder)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = _speaking(folder)[0].from_pretrained(
             folder,
             dtype=precision.dtype,
             use_safetensors=True,
@@ -121,12 +132,19 @@ def _blank(name: str, folder: str) -> HFTarget:
     """The target of a config without weights, no larger than the files beside it. Raises ValueError with one line."""
     read_config(Path(folder))
     with one_line(name), _quiet():
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        speaking, config = _speaking(folder)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            model = speaking.from_config(config, trust_remote_code=False)
         target = HFTarget(model, name=name)
     check_described(name, Path(folder), model)
     return target
+
+
+def _speaking(folder: str) -> tuple[Speaking, PreTrainedConfig]:
+    """What makes a model of a folder, and its config. transformers knows some that also see by that alone."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    seeing = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForImageTextToText if seeing else AutoModelForCausalLM, config
 
 
 class Incomplete(ValueError):

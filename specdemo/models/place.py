@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from specdemo.core.words import DEVICES, suggest
+from specdemo.core.suggest import DEVICES, suggest
 from specdemo.models.devices import KINDS, best, kind
 from specdemo.models.footprint import HEADROOM, Precision, free_bytes, free_ram, gigabytes
 

@@ -7,7 +7,7 @@ what its family usually has on a target of this shape.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from specdemo.core.words import suggest
+from specdemo.core.suggest import suggest
 from specdemo.prediction.shapes import CHAIN, ENDS, Config, Said, Shape, shape_of, with_layers
 
 HEAD_OPERATIONS = 8  # of a head without attention, and of a pass's ends

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import log, sqrt
 
-from specdemo.core.words import suggest
+from specdemo.core.suggest import suggest
 from specdemo.prediction.acceptance import from_mean
 from specdemo.prediction.drafts import drafting
 from specdemo.prediction.profiles import Passes, Profile

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from specdemo.core.bounds import FILE, judge
 from specdemo.core.files import write_text
 from specdemo.core.reading import read_bytes
-from specdemo.core.words import suggest
+from specdemo.core.suggest import suggest
 
 FOLDER = Path(__file__).parents[1] / "profiles"
 

@@ -1,10 +1,9 @@
 """What a pass takes on a device: a roofline with measured corrections, each with its error.
 
 A pass starts operations, multiplies with weights, and attends to what is remembered of the texts. Each of the two reads
-and multiplies at once, so that the slower counts, softly where they are alike; a single core overlaps them
-little. Where an engine records its passes its
-operations run one after the other; where it starts them from Python they run while the next ones are started, so that
-starting them is a third thing that overlaps.
+and multiplies at once, so that the slower counts, softly where they are alike; a single core overlaps them little. Where
+an engine records its passes its operations run one after the other; where it starts them from Python they run while the
+next ones are started, so that starting them is a third thing that overlaps.
 
 Of a device whose passes nobody measured the constants below are taken, with the errors beside them; `fit` corrects
 them.
@@ -14,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from math import exp
 from typing import Literal, get_args
 
-from specdemo.core.words import suggest
+from specdemo.core.suggest import suggest
 from specdemo.prediction.drafts import Drafting
 from specdemo.prediction.profiles import Profile
 from specdemo.prediction.shapes import Work

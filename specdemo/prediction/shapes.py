@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from specdemo.core.words import suggest
+from specdemo.core.suggest import suggest
 
 KNOWN = Path(__file__).with_name("known.json")
 CHAIN = 12  # operations of a dense layer whose projections are joined

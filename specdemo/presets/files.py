@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from specdemo.core.words import shown, suggest
+from specdemo.core.suggest import shown, suggest
 from specdemo.engine.comparison import Comparison, Lane, Name, Settings, known_method, settings
 from specdemo.methods import reader
 from specdemo.presets.reading import read_yaml

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Self, TypeVar
 from urllib.parse import parse_qsl, urlencode
 
-from specdemo.core.words import shown, suggest
+from specdemo.core.suggest import shown, suggest
 from specdemo.engine.comparison import Comparison, Lane, Settings, linked, type_of
 from specdemo.methods import MODEL_OPTIONS, knobs, validate_options
 from specdemo.presets.files import Preset, allowed_models

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from specdemo.engine.comparison import Lane
+from specdemo.engine.comparison import Comparison, Lane
 from specdemo.methods import BASELINE, validate_options
 from specdemo.methods.flags import AT, NotServed
 from specdemo.presets.files import EMBEDDED, Preset
-from specdemo.servers.address import address, allow
-from specdemo.servers.flags import Engine, speculation_flags
-from specdemo.servers.started import Installed, Tell, free_port, installed, started
+from specdemo.servers.address import Engine, address, admitted
+from specdemo.servers.flags import speculation_flags
+from specdemo.servers.started import Installed, Server, Tell, free_port, installed, started
 
 FIRST_PORT = 8000
 PARALLEL = {"vllm": "--tensor-parallel-size", "sglang": "--tp-size"}
@@ -34,7 +34,7 @@ class Served:
     refusal: str = ""
 
 
-def served(preset: Preset, engine: Engine, models: Path | None = None, gpus: int = 1) -> Iterator[Served]:
+def served(preset: Comparison, engine: Engine, models: Path | None = None, gpus: int = 1) -> Iterator[Served]:
     """The baseline and every lane. models: the folder of the embedded models, whose names no server knows; gpus: over
     how many of them a server spreads its model."""
     plain = Lane(method=BASELINE, server=preset.server)
@@ -69,7 +69,7 @@ def serve_commands(preset: Preset, engine: Engine, models: Path | None = None, g
     return lines
 
 
-def _start(preset: Preset, engine: Engine, server: str, models: Path | None) -> list[str]:
+def _start(preset: Comparison, engine: Engine, server: str, models: Path | None) -> list[str]:
     name, _, revision = preset.target.partition(AT)
     target = _path(name, models) or name
     start = ["vllm", "serve", target] if engine == "vllm" else ["python", "-m", "sglang.launch_server"]
@@ -84,7 +84,7 @@ def _start(preset: Preset, engine: Engine, server: str, models: Path | None) -> 
     return [*start, *flags, "--host", where.hostname or "127.0.0.1", "--port", str(where.port or FIRST_PORT)]
 
 
-def _quantises(preset: Preset, engine: Engine) -> bool:
+def _quantises(preset: Comparison, engine: Engine) -> bool:
     """Whether the server can quantise while it loads, as the preset wants."""
     return engine == "vllm" and preset.quantization == "4bit"
 
@@ -112,16 +112,15 @@ class Program:
             raise ValueError(f"{lane.name} is not served: {reason}; choose another method, or race it here")
 
     @contextmanager
-    def serve(self, lane: Served, tell: Tell, place: int = 0, servers: int = 1) -> Iterator[None]:
+    def serve(self, lane: Served, tell: Tell, place: int = 0, servers: int = 1) -> Iterator[Server]:
         """A lane's server, number `place` of so many at a time, until the block ends. Raises ValueError, with the end
         of its log, when it does not start."""
         self.check(lane)
-        allow([lane.server])
         line = [*([self.command] if self.command else lane.command[:1]), *lane.command[1:]]
         line, environment = _fitted(line, place, servers, self.gpus, self.there)
-        with started(line, lane.server, environment) as server:
+        with admitted(lane.server), started(line, lane.server, environment) as server:
             tell(f"{lane.name} is ready at {lane.server} after {server.wait(tell):.0f} s")
-            yield
+            yield server
 
 
 @contextmanager

@@ -1,11 +1,21 @@
-"""Which servers a lane may run on: those the operator listed, `SPECDEMO_SERVERS=host:port,https://host`, no others."""
+"""Which servers a lane may run on: those the operator listed, `SPECDEMO_SERVERS=host:port,https://host`, no others.
+
+A place is the address of a server, or the name of an engine, of which one is started (presets/engines.py).
+"""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Literal, get_args
 from urllib.parse import urlsplit
 
 LISTED = "SPECDEMO_SERVERS"
 _added: dict[str, None] = {}  # an ordered set
+_started: set[str] = set()  # by this process
+
+Engine = Literal["vllm", "sglang"]
+TITLES: dict[str, str] = {"vllm": "vLLM", "sglang": "SGLang"}
+startable: dict[str, str] = {}  # the engines that lanes may be started on, and their programs
 
 
 def address(text: str) -> str:
@@ -24,6 +34,11 @@ def address(text: str) -> str:
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     path = parts.path.rstrip("/").removesuffix("/v1")
     return f"{parts.scheme}://{host}{'' if port is None else f':{port}'}{path}"
+
+
+def place(text: str) -> str:
+    """An engine's name as it is, else `address`."""
+    return text if text in get_args(Engine) else address(text)
 
 
 def host(server: str) -> str:
@@ -48,10 +63,24 @@ def allow(servers: Iterable[str]) -> None:
     _added.update(dict.fromkeys(map(_checked, servers)))
 
 
+@contextmanager
+def admitted(server: str) -> Iterator[None]:
+    """This server, which was started here, may be asked until the block ends; nobody is offered it."""
+    _started.add(server)
+    try:
+        yield
+    finally:
+        _started.discard(server)
+
+
 def check_listed(server: str) -> str:
-    """The server's address. Raises ValueError when the operator has not listed it."""
+    """The server's address, or the engine's name. Raises ValueError when the operator has not listed it."""
+    if server in startable:
+        return server
+    if server in TITLES:
+        raise ValueError(f"{server} is not started here; whoever opens the page allows it with --engines {server}")
     wanted = _checked(server)
-    if wanted not in listed():
+    if wanted not in listed() and wanted not in _started:
         raise ValueError(
             f"server {wanted} is not listed; whoever runs specdemo lists it with --server {wanted} or {LISTED}"
         )

@@ -1,14 +1,12 @@
 """How vLLM and SGLang are told to run a method: its class says (methods/flags.py)."""
 
-from typing import Literal, get_args
+from typing import get_args
 
-from specdemo.core.words import suggest
+from specdemo.core.suggest import suggest
 from specdemo.methods import BASELINE
 from specdemo.methods import method as class_of
 from specdemo.methods.flags import Flags, NotServed, Options
-
-Engine = Literal["vllm", "sglang"]
-_TITLES = {"vllm": "vLLM", "sglang": "SGLang"}
+from specdemo.servers.address import TITLES, Engine
 
 
 def known_engine(name: str) -> Engine:
@@ -28,5 +26,5 @@ def speculation_flags(engine: Engine, method: str, model: str | None, k: int, op
         return []
     serves = class_of(method).serves
     if engine not in serves:
-        raise NotServed(f"{_TITLES[engine]} has no such method")
+        raise NotServed(f"{TITLES[engine]} has no such method")
     return serves[engine](model, k, options)

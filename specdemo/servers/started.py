@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from subprocess import PIPE, STDOUT, Popen, SubprocessError, run
 from tempfile import TemporaryDirectory
@@ -37,6 +38,8 @@ print(json.dumps({"version": version("vllm"), "methods": words(speculative.Specu
                   "gpus": 0 if current_platform.is_cpu() else torch.cuda.device_count()}))
 """
 
+COMMANDS = {"vllm": "vllm", "sglang": "python"}  # where none is named
+
 Tell = Callable[[str], None]
 
 
@@ -49,15 +52,23 @@ class Installed:
     gpus: int
 
 
+def program(command: str) -> str:
+    """The path of a program, given that or a name on PATH. Raises ValueError where there is none."""
+    path = shutil.which(command)
+    if path is None:
+        raise ValueError(
+            f"{command} is not here; install it, or name its path: --command PATH, of a page --engines NAME=PATH"
+        )
+    return path
+
+
+@lru_cache
 def installed(command: str) -> Installed | None:
     """Ask the Python beside `command`, a path or a name on PATH; None where it does not tell.
 
     Raises ValueError where there is no such command.
     """
-    path = shutil.which(command)
-    if path is None:
-        raise ValueError(f"{command} is not here; install it, or name its path with --command")
-    python = Path(path).parent / "python"
+    python = Path(program(command)).parent / "python"
     if not python.exists():
         return None
     try:

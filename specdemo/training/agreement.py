@@ -25,8 +25,3 @@ def agreement(draft: PreTrainedModel, target_probs: Tensor, rows: Tensor) -> dic
         same += float((q.argmax(-1) == p.argmax(-1)).float().sum())
         shared += float(torch.minimum(p, q).sum())
     return {"greedy_agreement": round(same / rows.numel(), 4), "overlap": round(shared / rows.numel(), 4)}
-
-
-def greedy_agreement(draft: PreTrainedModel, target: PreTrainedModel, rows: Tensor) -> float:
-    """The share of rows [N, T] whose next token both models would choose."""
-    return agreement(draft, next_probs(target, rows), rows)["greedy_agreement"]

@@ -63,7 +63,7 @@ A draft for speculative decoding of `stories` that has words of its own: three o
 A small writer of Python: the target of specdemo's second world. What it writes looks like code and mostly parses; it
 does not know what a program is for.""",
     "code-draft": """\
-A draft for speculative decoding of `code`: one wide layer, so that a guess costs little time.""",
+A draft for speculative decoding of `code`: two layers, the fewest that can copy.""",
     "stories-bytes": """\
 A story teller that writes letter by letter, trained together with seven heads (`stories-bytes-heads`) that say the
 letters behind the next one: the exhibit of multi-token prediction.""",
@@ -98,6 +98,12 @@ common. Its byte-level BPE splits words as GPT-2 does and was trained on the fir
 picture books, so that its words are others. Muon for the hidden matrices, AdamW for the rest; matrix products in bf16
 where the processor has it; windows of 256 tokens, and of 512 from 70 % of the time on; the learning rate is constant to
 40 % of the time, then falls linearly to 2 %.""",
+    "code-draft": """\
+Begun as the target's embedding and its first and seventh layer; then forward KL to the target's recorded distributions
+(its 32 most probable tokens at every position, the rest as one lump); in the second half of the time half of the rows
+are the target's own samples (temperatures 0, 0.7 and 1) and a share of the loss is cross-entropy to the target's greedy
+choice. Muon for the hidden matrices, AdamW for the rest; matrix products in bf16 where the processor has it; the
+learning rate falls linearly to 2 %.""",
     "draft": """\
 Cross-entropy on text first, then forward KL to the target's recorded distributions (its 32 most probable tokens at
 every position, the rest as one lump); in the last part half of the rows are the target's own samples (temperatures 0,

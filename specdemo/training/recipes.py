@@ -22,11 +22,12 @@ from transformers import (
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
-from specdemo.core.files import replacing, replacing_all, write_text
+from specdemo.core.files import replacing, replacing_all
 from specdemo.models import machine
 from specdemo.models.checkpoints import SHARD, SHARDS
 from specdemo.models.machine import device_name
@@ -106,7 +107,6 @@ CODE = World(
 )
 SEED_LAYERS, SEED_SHARE = 4, 0.5  # of a target that is deepened, and of its time
 COPYING, COPYING_SHARE = 0.97, 0.1  # of the documents told again once text was learned, and of the time
-DRAFT_SEED_SHARE = 0.4
 OPENINGS = 10_000  # documents that the samples of a target begin like
 
 KINDS = ("text", "samples")  # of what a target says
@@ -302,7 +302,7 @@ def train_on(job: Job, corpus: Corpus) -> None:
     world = job.world
     tokenizer = load_or_train_tokenizer(corpus, job.out, job.start, world.vocab_size)
     model = nn.Module.to(build(job.shape, world.vocab_size), job.device)
-    start = deepened(weights(job.start), job.shape.layers) if job.start else {}
+    start = to_depth(weights(job.start), job.shape.layers) if job.start else {}
     if start:
         model.load_state_dict(start)
     short, long = world.windows_later if start else world.windows
@@ -363,19 +363,6 @@ def deepened_target(job: Job) -> None:
     train_target(job)
 
 
-def seeded_draft(job: Job) -> None:
-    """A draft that reads more text than the target is recorded on before it listens to the target."""
-    make_folder(job.out / "seed")
-    words = Path(job.target) / "tokenizer.json"
-    if not words.exists():
-        raise ValueError(f"no target model at {job.target}: name the folder of {job.world.name}-target with --target")
-    write_text(job.out / "seed" / words.name, words.read_text(encoding="utf-8"))
-    if not job.start:
-        minutes = job.minutes * DRAFT_SEED_SHARE
-        job = replace(seeded(job, "seed", job.shape.layers, minutes, train_target), minutes=job.minutes - minutes)
-    train_draft(job)
-
-
 def seed_facts(folder: Path) -> dict[str, object]:
     """What is told of the models that another one began as."""
     told = []
@@ -392,9 +379,10 @@ def seed_facts(folder: Path) -> dict[str, object]:
 LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
 
 
-def deepened(state: Mapping[str, Tensor], layers: int) -> Mapping[str, Tensor]:
-    """The weights of a model of `layers` layers that says what the one of `state` does: between its layers are copies
-    of them that add nothing yet (block expansion of LLaMA Pro, Wu et al. 2024, arXiv 2401.02415)."""
+def to_depth(state: Mapping[str, Tensor], layers: int) -> Mapping[str, Tensor]:
+    """The weights of a model of `layers` layers from those of another one. With more layers it says the same: between
+    the old ones are copies that add nothing yet (block expansion of LLaMA Pro, Wu et al. 2024, arXiv 2401.02415). With
+    fewer it has every so-manieth one (DistilBERT, Sanh et al. 2019, arXiv 1910.01108, section 3)."""
     depth = 1 + max(int(found[0]) for name in state if (found := LAYER.search(name)))
     grown = {name: weight for name, weight in state.items() if not LAYER.search(name)}
     for layer in range(layers):
@@ -485,8 +473,15 @@ class Lessons:
         return tokens.to(self.device), indices.to(self.device), probs.to(self.device)
 
 
+def is_as_wide(shape: Shape, config: PreTrainedConfig) -> bool:
+    """Whether layers of the one are layers of the other."""
+    its = (config.hidden_size, config.intermediate_size, config.num_attention_heads)
+    return (shape.hidden, shape.intermediate, shape.heads) == its
+
+
 def train_draft(job: Job) -> None:
-    """A draft: cross-entropy first, then forward KL to the target on text, at last also on the target's own samples."""
+    """A draft: forward KL to the target on text, at last also on the target's own samples. One as wide as its target
+    begins as some of its layers, another one with cross-entropy."""
     corpus = read_corpus(job.corpus)
     target, wrapped = load_target(job)
     make_folder(job.out)
@@ -494,11 +489,10 @@ def train_draft(job: Job) -> None:
     valid = held_out_rows(corpus, tokenizer, job.plan.context)
     truth = next_probs(target, valid)
     model = nn.Module.to(build(job.shape, target.config.vocab_size), job.device)
-    if job.start:
-        model.load_state_dict(weights(job.start))
-    elif job.shape.hidden == target.config.hidden_size:
-        model.model.embed_tokens.load_state_dict(target.get_input_embeddings().state_dict())
-    listen_from = 0.0 if job.start else 0.1
+    alike = is_as_wide(job.shape, target.config)
+    if job.start or alike:
+        model.load_state_dict(weights(job.start) if job.start else to_depth(target.state_dict(), job.shape.layers))
+    listen_from = 0.0 if job.start or alike else 0.1
     text, samples = record(job, target, corpus, tokenizer)
     batches = Lessons(text, samples, 65536 if job.large else 4096, job.device, listen_from)
 
@@ -576,14 +570,15 @@ class Recipe:
 
 
 OTHER_PLAN = Plan(text_rows=0, sampled_rows=1024)
-CODE_PLAN = Plan(text_rows=640, sampled_rows=256)
+CODE_PLAN = Plan(text_rows=6144, sampled_rows=1024)
+CODE_DRAFT = replace(WIDE, layers=2, context=1024)  # one layer cannot copy
 RECIPES: dict[str, Recipe] = {
     "stories-target": Recipe(train_target, TARGET, minutes=100.0, threads=None),
     "stories-draft-wide": Recipe(train_draft, WIDE, minutes=19.0, threads=1),
     "stories-draft-deep": Recipe(train_draft, DEEP, minutes=19.0, threads=1, backwards=True),
     "stories-draft-other": Recipe(train_other, WIDE, 20.0, 1, OTHER_PLAN, world=replace(STORIES, dropout=0.0)),
     "code-target": Recipe(deepened_target, replace(TARGET, context=1024), 100.0, None, world=CODE),
-    "code-draft": Recipe(seeded_draft, replace(WIDE, context=1024), 14.0, 1, CODE_PLAN, world=CODE),
+    "code-draft": Recipe(train_draft, CODE_DRAFT, 62.0, 1, CODE_PLAN, world=replace(CODE, parts=4)),
 }
 
 

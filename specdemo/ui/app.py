@@ -6,7 +6,8 @@ from typing import Annotated
 import typer
 
 from specdemo.presets.files import DEFAULT
-from specdemo.servers.address import allow
+from specdemo.presets.limits import public
+from specdemo.servers.address import allow, startable
 from specdemo.ui import space
 
 
@@ -22,6 +23,10 @@ def ui(
         list[str] | None,
         typer.Option(metavar="URL", help="A server that lanes may run on, as in SPECDEMO_SERVERS; repeatable."),
     ] = None,
+    engines: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME[=PATH]", help="An engine that lanes may be started on: vllm, sglang; repeatable."),
+    ] = None,
 ) -> None:
     """Open the page: plain and speculative decoding, side by side. The same as `python app.py`."""
     if context.args:
@@ -33,6 +38,8 @@ def ui(
     from specdemo.ui.page import serve
 
     allow(server or [])
+    for given in engines or []:
+        _allow_engine(*given.split("=", 1))
     try:
         serve(preset, host, int(port), allow_any_model)
     except OSError as error:
@@ -40,3 +47,13 @@ def ui(
             raise
         taken = f"port {port} of {host} cannot be had; choose others with --port and --host"
         raise ValueError(taken) from None  # Gradio's words name settings of its own
+
+
+def _allow_engine(name: str, path: str | None = None) -> None:
+    if public():
+        raise ValueError("a public page starts no engines; leave --engines out")
+    from specdemo.servers.flags import known_engine
+    from specdemo.servers.started import COMMANDS, program
+
+    engine = known_engine(name)
+    startable[engine] = program(path or COMMANDS[engine])

@@ -44,7 +44,7 @@ function drawBars() {
     const lead = arrived(lane) && lane.soFar.clock_ms === first ? span - first : 0;
     ahead.hidden = lead / span < 0.14 || run.lanes.length < 2;
     if (!ahead.hidden) {
-      ahead.textContent = run.done ? `finished ${(lead / 1000).toFixed(2)} s earlier` : "finished";
+      ahead.textContent = run.done ? `${(lead / 1000).toFixed(2)} s earlier` : "finished";
       ahead.style.left = flag.style.left;
     }
     if (lane.index) markPlain(lane, now);

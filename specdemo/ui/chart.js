@@ -4,6 +4,7 @@
 const CHART_MS = 200; // a chart that grows is drawn again so often
 const DASHES = ["2 3", "", "8 4", "8 3 2 3", "14 4"]; // the first is plain decoding's
 const charts = new WeakMap(); // what a box shows, to draw it again at another width
+const widths = new ResizeObserver((boxes) => boxes.forEach(({ target }) => redraw(/** @type {HTMLElement} */ (target)))); // one, that keeps no box alive
 const MARGIN = { left: 40, right: 10, top: 8, bottom: 22 };
 
 /** Round numbers from 0 to `high`, about `count` of them. */
@@ -38,7 +39,7 @@ const brief = (x) => (x >= 10000 ? `${+(x / 1000).toFixed(1)}k` : String(+x.toPr
  * @param {number} [how.of] the colour of the bars
  */
 function plot(box, how) {
-  if (!charts.has(box)) new ResizeObserver(() => box.isConnected && redraw(box)).observe(box);
+  if (!charts.has(box)) widths.observe(box);
   charts.set(box, { how, width: 0 });
   box.classList.add("sd-figure");
   redraw(box);

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 
-from specdemo.engine.comparison import Comparison, Lane, Settings, as_knob, linked, settings, type_of
+from specdemo.engine.comparison import Comparison, Lane, Settings, as_knob, brief, linked, settings, type_of
 from specdemo.methods import BASELINE, METHODS, Knob, knobs, method, reader
 from specdemo.presets import limits
 from specdemo.presets.files import (
@@ -31,9 +31,9 @@ from specdemo.presets.files import (
 )
 from specdemo.presets.limits import LIMITS
 from specdemo.presets.runnable import nearest_runnable, why_not
-from specdemo.servers.address import host, listed
+from specdemo.servers.address import TITLES, host, listed, startable
 from specdemo.ui import assets, lazy_imports
-from specdemo.ui.job import QUIET, Values, named
+from specdemo.ui.job import QUIET, Parts, Values, named
 
 if TYPE_CHECKING:
     from specdemo.methods.pairs import Pair
@@ -45,8 +45,8 @@ LANE = tuple(name for name in linked(Lane) if name != "name")
 NAMES = ("preset", "count", *WHOLE, *(f"{name}-{n}" for n in NUMBERS for name in LANE))
 DRAWN = tuple(f"drawn-{n}" for n in NUMBERS)
 HERE = ("this machine", "")
-FOLDED = ("chat", "temperature", "top_p", "top_k", "min_p", "max_new_tokens", "schedule")  # named where it is folded
-SAMPLING = [name for name, setting in settings(Comparison).items() if setting.label]  # in the accordion
+SAMPLING = [name for name, setting in settings(Comparison).items() if setting.label]
+FOLDED = ("chat", *SAMPLING)  # in the accordion, whose label says what is in force
 CHAT, TEXT = "chat", "text"
 DRAFTING = [name for name in METHODS if name != BASELINE]
 TRAINED: list[str] = []  # folders of the heads that this process's visitors trained on the page
@@ -58,10 +58,11 @@ class Controls:
 
     preset: the id of what is chosen in `chips`, the comparisons to start with, or in `more`. count: how many lanes are
     shown. options: knob -> value, of the knobs that are not at their default. server: where a lane runs; unseen unless
-    the operator listed servers. drawn: counts up when a lane's option controls have to be drawn anew; unseen.
+    the operator listed servers or allowed engines. drawn: counts up when a lane's option controls have to be drawn
+    anew; unseen.
     """
 
-    parts: dict[str, Any]
+    parts: Parts
 
     @property
     def inputs(self) -> dict[str, object]:
@@ -120,7 +121,7 @@ class Controls:
             **QUIET,
         )
 
-    def _of_lane(self, n: int) -> dict[str, Any]:
+    def _of_lane(self, n: int) -> Parts:
         return {name: self.parts[f"{name}-{n}"] for name in ("method", "model", "train", "options", "drawn")}
 
     def _draw_options(self, page: gr.Blocks, n: int) -> None:
@@ -210,7 +211,7 @@ def about(chosen: Preset) -> str:
     return " ".join(words)
 
 
-def _nearest_words(chosen: Preset) -> Any:
+def _nearest_words(chosen: Preset) -> Values:
     """The button of a preset that cannot run here."""
     able = nearest_runnable(chosen) if why_not(load_presets()[chosen.id]) else None
     return gr.update(visible=able is not None, value=f"Run the nearest that can: {able.title}" if able else "")
@@ -357,7 +358,7 @@ def draw(start: Preset, allow_any_model: bool) -> Controls:
     chip, other = _picked(start)
     few, others = _offered()
     shown = _shown(len(start.lanes))
-    parts: dict[str, Any] = {"preset": gr.State(start.id), "count": gr.State(shown["count"])}
+    parts: Parts = {"preset": gr.State(start.id), "count": gr.State(shown["count"])}
     with gr.Row(elem_id="presets"):
         parts["chips"] = gr.Radio(few, value=chip, label="Preset", elem_classes="chips", container=False)
         parts["more"] = gr.Dropdown(
@@ -365,8 +366,8 @@ def draw(start: Preset, allow_any_model: bool) -> Controls:
         )
     with gr.Row(elem_id="about-row"):
         parts["about"] = gr.Markdown(about(start), elem_id="about")
-        words = _nearest_words(start)
-        parts["nearest"] = gr.Button(words["value"], visible=words["visible"], size="sm", elem_id="nearest")
+        able = _nearest_words(start)
+        parts["nearest"] = gr.Button(able["value"], visible=able["visible"], size="sm", elem_id="nearest")
     lanes = [(_plain(lane.method), lane.model, lane.k) for lane in start.lanes]
     with gr.Row(elem_id="setup-row") as parts["setup-row"]:
         now = setup(to_values(start), lanes)
@@ -396,20 +397,10 @@ def draw_prompt(start: Preset) -> gr.Textbox:
     )
 
 
-def in_force(
-    chat: str, temperature: float, top_p: float, top_k: int, min_p: float, max_new_tokens: object, schedule: str
-) -> str:
-    """The accordion's label: what holds while it is shut, by the controls of FOLDED."""
-    cuts = ((top_p, 1, "top-p"), (top_k, 0, "top-k"), (min_p, 0, "min-p"))
-    heat = [f"temperature {temperature}", *(f"{name} {value}" for value, off, name in cuts if value != off)]
-    return "Settings: " + " · ".join(
-        (
-            "chat template" if chat == CHAT else "raw completion",
-            *(heat if temperature else ["greedy"]),
-            f"at most {max_new_tokens} token{'' if max_new_tokens == 1 else 's'}",
-            "lanes in turn" if schedule == "race" else "one lane after the other",
-        )
-    )
+def in_force(chat: str, *values: object) -> str:
+    """The accordion's label: what holds while it is shut, by the values of FOLDED."""
+    said = [brief(Comparison, name, value) for name, value in zip(SAMPLING, values, strict=True)]
+    return "Settings: " + " · ".join(filter(None, ("chat template" if chat == CHAT else "raw completion", *said)))
 
 
 def draw_chat(start: Preset) -> dict[str, gr.components.Component]:
@@ -465,7 +456,7 @@ def _draw_lane(n: int, lane: Lane, start: Preset, allow_any_model: bool) -> dict
             _servers(lane.server),
             value=lane.server or "",
             label="Runs on",
-            visible=bool(listed()),
+            visible=bool(listed() or startable),
             min_width=150,
             elem_id=f"server-{n}",
         ),
@@ -510,8 +501,8 @@ def _targets() -> list[str]:
 
 def _servers(chosen: str | None) -> list[tuple[str, str]]:
     """Labels and values of the places where a lane can run."""
-    named = dict.fromkeys(name for name in (chosen, *listed()) if name)
-    return [HERE, *((f"server {host(name)}", name) for name in named)]
+    named = dict.fromkeys(name for name in (chosen, *startable, *listed()) if name)
+    return [HERE, *((TITLES.get(name) or f"server {host(name)}", name) for name in named)]
 
 
 def draw_setting(of: type[Settings], name: str, value: object, **place: object) -> Any:
@@ -579,7 +570,7 @@ def _prompt_as(target: str, chat: bool | None) -> str:
     return CHAT if (target not in EMBEDDED if chat is None else chat) else TEXT
 
 
-def _chat_words(target: str) -> dict[str, Any]:
+def _chat_words(target: str) -> Values:
     if target in EMBEDDED:
         return {"interactive": False, "info": f"{target} has no chat template: it goes on with the text"}
     return {"interactive": True, "info": "a message to the model, or a text it goes on with"}

@@ -34,6 +34,7 @@ ENTRY = 4_000  # bytes that a job takes beside its texts
 
 Messages = list[Any]  # of a job, whatever its kind says
 Values = dict[str, Any]  # of controls, or updates of them, by name
+Parts = dict[str, Any]  # controls by name
 Work = Callable[[Callable[[], bool], Callable[[float, str], None]], Iterator[object]]
 
 
@@ -239,7 +240,7 @@ def refusal(error: Exception) -> str:
     return opening() + to_line(view(Failed(str(error))))
 
 
-Start = tuple[Sequence[object], Callable[[gr.Request, Values], Iterator[Values]], Mapping[str, Any]]
+Start = tuple[Sequence[object], Callable[[gr.Request, Values], Iterator[Values]], Parts]
 
 
 def wire(

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import gradio as gr
 
@@ -25,11 +25,12 @@ from specdemo.ui.jsonl import opening, to_line
 from specdemo.ui.lazy_imports import live
 from specdemo.ui.views import view
 
+if TYPE_CHECKING:
+    from specdemo.methods.recipes import HeadRecipe
+
 MINUTES = (0.5, 30.0)
 RUNS = Path("runs")
 POINTS = 500  # of a curve, evaluations apart: steps come by the thousand
-SHOWN = "medusa"  # where nothing can be chosen
-SAVING_S = 30.0  # how long Stop waits until the head is written
 OFF = (
     "Training is off on this public page: it would keep the shared machine busy for minutes. "
     "At home it is on: start the page with `python app.py`."
@@ -40,7 +41,7 @@ class Trainer(Protocol):
     def recipes(self) -> dict[str, str]:
         """What can be trained: name -> title."""
 
-    def head_recipe(self, name: str) -> Any:  # has `method`; ValueError for an unknown name
+    def head_recipe(self, name: str) -> "HeadRecipe":
         """The recipe of a head; raises ValueError for an unknown name."""
 
     def train_live(
@@ -125,7 +126,8 @@ class Lab(Jobs[Training]):
 
     def recorded(self, request: gr.Request, values: Values) -> Values:
         """How the shipped head of the chosen recipe learned, until the visitor trains one."""
-        return {} if self.last(request) else {"view": shipped_training(values["recipe"] or SHOWN)}
+        shown = shipped_training(values["recipe"])
+        return {} if self.last(request) else {"view": shown}
 
     def race_head(self, request: gr.Request, values: Values) -> Values:
         """The controls of the Race with the new head in lane 1."""
@@ -159,7 +161,7 @@ def _draw_training(page: gr.Blocks, form: Controls, tab: gr.Tab, store: Store) -
     words = assets.text("lab.md") + ("" if allowed() else f"\n\n**{OFF}**")
     assets.heading("train", words, elem_id="lab-about")
     with gr.Row(elem_id="lab-controls"):
-        recipe = gr.Dropdown([], label="Head", elem_id="recipe", scale=3, min_width=240, interactive=allowed())
+        recipe = gr.Dropdown([], label="Head", elem_id="recipe", scale=3, min_width=240)
         minutes = gr.Slider(
             *MINUTES, 2, step=0.5, label="Minutes", elem_id="minutes", scale=3, min_width=240, interactive=allowed()
         )
@@ -174,8 +176,7 @@ def _draw_training(page: gr.Blocks, form: Controls, tab: gr.Tab, store: Store) -
     raced = named(race.click, lab.race_head, form.drawn, form.parts, **QUIET)
     to_race = raced.then(None, None, None, js=assets.to_tab("race"), **QUIET)
     to_race.then(None, None, None, js="() => document.getElementById('run').click()", **QUIET)
-    if allowed():
-        page.load(_recipes, None, recipe, **QUIET)
+    page.load(_recipes, None, recipe, **QUIET)
     for shown in (tab.select, recipe.change):
         named(shown, lab.recorded, {"recipe": recipe}, {"view": view}, **QUIET)
 

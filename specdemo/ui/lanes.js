@@ -117,7 +117,8 @@ function how(lane) {
   if (lane.remote) return "";
   if (!lane.index) return "one token per target pass";
   const { model, ...rest } = lane.options || {};
-  return Object.entries(rest).map(([name, value]) => `${name} = ${value}`).join(" · ");
+  const set = Object.entries(rest).filter(([name]) => !lane.defaults?.includes(name));
+  return set.map(([name, value]) => `${name} = ${value}`).join(" · ");
 }
 
 function laneNote(lane, text) {

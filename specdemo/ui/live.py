@@ -1,5 +1,6 @@
 """Runs behind the page, on an engine of this process or of one that has a GPU for a while."""
 
+import atexit
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator
 
@@ -9,6 +10,7 @@ from specdemo.engine.lanes import lane_name
 from specdemo.engine.session import follow_up, session
 from specdemo.models.devices import best
 from specdemo.presets import limits
+from specdemo.presets.engines import Engines
 from specdemo.presets.files import EMBEDDED, Preset
 from specdemo.presets.recorded import recorded
 from specdemo.ui import space
@@ -18,6 +20,8 @@ from specdemo.ui.views import Failed, summary
 
 __all__ = ["compare", "follow_up", "free_memory", "held", "lane_name", "no_gpu", "preload", "run", "session"]
 
+ENGINES = Engines()
+atexit.register(ENGINES.end)
 ELSEWHERE = space.zero_gpu()  # the engine runs in another process
 INSTEAD = "Shown in its place: this preset's recorded run, with the preset's own settings."
 
@@ -39,7 +43,7 @@ def _play(spec: Comparison, log: Log | None) -> Generator[Lines, None, None]:
     def work(cancelled: Callable[[], bool], loading: Callable[[float, str], None]) -> Iterator[object]:
         if limits.public():
             session().unlearn()  # what a draft learned from one visitor's text is not shown to another
-        return session().stream(spec, cancelled, loading)
+        return session().stream(ENGINES.onto(spec, loading, cancelled), cancelled, loading)
 
     engine = Engine(
         work,
@@ -99,12 +103,13 @@ def compare(spec: Comparison) -> dict[str, object]:
 
 
 def free_memory() -> str:
-    """Forget every loaded model; says which."""
+    """Forget every loaded model and end the servers that were started; says which."""
     held = session().loaded()
     session().unload()
-    if not held:
-        return "no models were loaded"
-    return f"freed {sum(size for _, size in held) / 1e6:.0f} MB: {', '.join(name for name, _ in held)}"
+    names = ", ".join(name for name, _ in held)
+    freed = f"freed {sum(size for _, size in held) / 1e6:.0f} MB: {names}" if held else "no models were loaded"
+    ended = ENGINES.end()
+    return f"{freed}; servers ended: {ended}" if ended else freed
 
 
 def preload(presets: Iterable[Preset]) -> None:

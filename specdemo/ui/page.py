@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import lru_cache, partial
-from typing import Any
 
 from specdemo.presets import limits
 from specdemo.ui import space
@@ -25,9 +24,11 @@ from starlette.middleware import Middleware
 
 from specdemo.bench.chart_style import FONTS
 from specdemo.core.trace import RunTrace, to_json
+from specdemo.engine.comparison import Comparison
 from specdemo.presets.files import DEFAULT, Preset, load_presets, preset
 from specdemo.presets.link import from_query, is_link, is_sweep, to_query
 from specdemo.presets.recorded import recorded
+from specdemo.servers.address import startable
 from specdemo.ui import assets, controls, headers, how, lab, space, sweep, turns, whatif
 from specdemo.ui.controls import (
     Controls,
@@ -53,7 +54,7 @@ MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono
 class Race(Log):
     """The log of a run that a visitor asked for."""
 
-    def __init__(self, spec: Any, before: Log | None, key: str = "") -> None:
+    def __init__(self, spec: Comparison, before: Log | None, key: str = "") -> None:
         super().__init__(before=before, key=key)
         self.spec = spec
 
@@ -261,7 +262,8 @@ def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: b
         share = gr.Button("Share", size="sm", elem_id="share")
         _saves(visits)
         opened = gr.UploadButton("Open a trace", file_types=[".json"], size="sm", elem_id="open-trace")
-        free = gr.Button("Free memory", size="sm", elem_id="free-memory", visible=not limits.public())
+        words = "Free memory, end servers" if startable else "Free memory"
+        free = gr.Button(words, size="sm", elem_id="free-memory", visible=not limits.public())
         free.click(_free_memory, show_progress="hidden", api_visibility="private", **ENGINE)
     link = gr.Textbox(label="Link to this comparison", visible=False, buttons=["copy"], elem_id="link")
     repeat = gr.Button("Repeat", elem_id="repeat")  # clicked by the badge of a noisy run, in tiles.js
@@ -287,7 +289,7 @@ def _fold_settings(form: Controls, first: Preset) -> None:
         form.parts.update(controls.draw_chat(first))
         form.parts.update(controls.draw_sampling(first))
     form.parts["fold"] = fold
-    folded: list[Any] = [form.parts[name] for name in controls.FOLDED]
+    folded = [form.parts[name] for name in controls.FOLDED]
     fold.label = controls.in_force(*(control.value for control in folded))
     _relabel(form, partial(gr.on, [control.change for control in folded], trigger_mode="always_last"))
 

@@ -23,7 +23,7 @@ from specdemo.presets.files import DEFAULT, load_presets, preset
 from specdemo.presets.link import is_sweep
 from specdemo.ui import assets, space
 from specdemo.ui.controls import address, whole_number, wire_share
-from specdemo.ui.job import QUIET, Engine, Job, Jobs, Store, Values, named, refusal, wire
+from specdemo.ui.job import QUIET, Engine, Job, Jobs, Parts, Store, Values, named, refusal, wire
 from specdemo.ui.jsonl import Packed, opening, to_line
 from specdemo.ui.lazy_imports import live
 from specdemo.ui.views import view
@@ -175,7 +175,8 @@ class Sweeps(Jobs[Sweeping]):
 
     def recorded(self, request: gr.Request, values: Values) -> Values:
         """The recorded result of a suite, as long as the visitor has none on show; a link asks for one's own."""
-        last, result = self.last(request), recorded_suite(values["sweep"])
+        result = recorded_suite(values["sweep"])  # may take a second, in which the visitor may begin one
+        last = self.last(request)
         if result is None or is_sweep(request.query_params) or not (last is None or last.stands_in):
             return {}
         return self._show(request, result, stands_in=True)
@@ -267,9 +268,7 @@ def draw(page: gr.Blocks, tab: gr.Tab, store: Store) -> gr.Radio:
     return chosen
 
 
-def draw_result(
-    sweeps: Sweeps, inputs: dict[str, object], run: gr.Button, stop: gr.Button, name: str
-) -> dict[str, Any]:
+def draw_result(sweeps: Sweeps, inputs: dict[str, object], run: gr.Button, stop: gr.Button, name: str) -> Parts:
     """`view` and `chart` of a result below its controls, and what the two buttons do. name: of the skeleton, and what
     ids begin with."""
     place = gr.HTML("", elem_classes="queue")

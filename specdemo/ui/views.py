@@ -131,8 +131,8 @@ def _start(trace: RunTrace) -> dict[str, object]:
 
 
 def _lane(lane: LaneTrace) -> dict[str, object]:
-    of_preset = {"name": lane.name, "method": lane.method, "options": lane.options, "exact": lane.exact}
-    return of_preset | {"note": lane.note, "messages": lane.messages, "remote": _remote(lane)}
+    own = {name: getattr(lane, name) for name in ("name", "method", "options", "defaults", "exact", "note", "messages")}
+    return own | {"remote": _remote(lane)}
 
 
 def _remote(lane: LaneTrace) -> dict[str, object] | None:

@@ -25,6 +25,19 @@ CONTROLS = """() => {
   }
   return wrong;
 }"""
+BEYOND = """() => {
+  const walker = document.createTreeWalker(document.querySelector('main'), NodeFilter.SHOW_TEXT);
+  const range = document.createRange();
+  const cut = (box) => box && (getComputedStyle(box).overflowX !== 'visible' || cut(box.parentElement));
+  const beyond = [];
+  while (walker.nextNode()) {
+    const { parentElement: box, textContent } = walker.currentNode;
+    if (!textContent.trim() || !box.checkVisibility() || cut(box)) continue;
+    range.selectNodeContents(walker.currentNode);
+    if (range.getBoundingClientRect().right > innerWidth + 0.5) beyond.push(textContent.slice(0, 40));
+  }
+  return beyond;
+}"""
 SMALL = """() => {
   const walker = document.createTreeWalker(document.querySelector('main'), NodeFilter.SHOW_TEXT);
   const small = new Set();
@@ -52,6 +65,7 @@ def test_nothing_is_clipped_covered_or_small(visit, width, height):
         assert page.evaluate("document.documentElement.scrollWidth") == width, tab
         assert page.evaluate(CONTROLS) == [], tab
         assert page.evaluate(SMALL) == [], tab
+        assert page.evaluate(BEYOND) == [], tab
 
 
 @pytest.mark.parametrize(("width", "height", "lines"), [(1280, 900, 180), (390, 844, 60)])

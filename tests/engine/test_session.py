@@ -39,6 +39,7 @@ def test_a_run_has_a_baseline_and_its_lanes(trace):
     assert [lane.name for lane in trace.lanes] == ["Baseline", "Draft model (stories-draft-wide)", "Prompt lookup"]
     assert [row["verdict"] for row in trace.comparison] == ["identical", "identical"]
     assert trace.lanes[2].options == {"max_n": 2, "min_n": 1, "k": 2}
+    assert trace.lanes[2].defaults == ["min_n"]
 
 
 def test_numbers_follow_from_the_events(trace):

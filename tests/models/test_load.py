@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MuseGlimmerConfig,
+    MuseGlimmerForConditionalGeneration,
+    PreTrainedTokenizerFast,
+)
 
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.engine.loop import generate
@@ -16,13 +22,13 @@ from specdemo.methods import load_drafter
 from specdemo.models import hub, pass_cost, place
 from specdemo.models.checkpoints import open_checkpoint
 from specdemo.models.footprint import Precision, measure
-from specdemo.models.load import LoadedModel, load_model, load_target
+from specdemo.models.load import LoadedModel, load_model, load_target, outline
 from specdemo.models.pass_cost import rounding_noise
 from specdemo.models.place import placed
 from specdemo.models.resolve import resolve
 from specdemo.models.target import HFTarget
 from tests.models.test_text import byte_level
-from tests.models.tiny import VOCABULARY, build, fresh, texts
+from tests.models.tiny import SIZES, VOCABULARY, build, fresh, pinned, texts
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +50,24 @@ def refused(name, **options):
     line = str(caught.value)
     assert "\n" not in line
     return line
+
+
+@pinned
+def test_a_model_that_transformers_knows_by_its_eyes_alone_loads(tmp_path):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    text = MuseGlimmerConfig().text_config.to_dict() | SIZES | {"layer_types": kinds, "sliding_window": 6}
+    eyes = MuseGlimmerConfig().vision_config.to_dict() | sizes | {"layer_types": ["full_attention"]}
+    torch.manual_seed(0)
+    model = MuseGlimmerForConditionalGeneration(MuseGlimmerConfig(text_config=text, vision_config=eyes)).eval()
+    model.save_pretrained(tmp_path)
+    byte_level().save_pretrained(tmp_path)
+    target, prompt = load_target(str(tmp_path)), texts(1, 9)
+    assert target.supports_trees and outline(str(tmp_path)).num_layers == 3
+    drafter = load_drafter("ngram", target)
+    events = generate(target, drafter, prompt, GenerationConfig(24, budget=Budget(4, 4), stop_token_ids=()))
+    wanted = model.generate(prompt, max_new_tokens=24, do_sample=False, eos_token_id=None)
+    assert [token for event in events for token in event.emitted[0]] == wanted[0, 9:].tolist()
 
 
 def test_a_saved_folder_loads(folder):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -14,65 +13,14 @@ import pytest
 from specdemo.__main__ import main
 from specdemo.bench.load_servers import Fleet
 from specdemo.bench.suites import suite
+from tests.servers.stand_in import gone, make, started
 
 ROOT = Path(__file__).parents[2]
-ENGINE = """
-import json, os, sys
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        said = {"/v1/models": json.dumps({"data": [{"id": "stories"}]})}.get(self.path, "")
-        self.send_response(404 if self.path == "/metrics" else 200)
-        self.end_headers()
-        self.wfile.write(said.encode())
-
-    def do_POST(self):
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self.send_response(200 if self.path == "/v1/completions" else 404)
-        self.send_header("Content-Type", "text/event-stream")
-        self.end_headers()
-        for total, word in enumerate(["Once", " upon", " a", " time"], 1):
-            choice = {"index": 0, "text": word, "finish_reason": "length" if total == 4 else None}
-            usage = {"prompt_tokens": 1, "completion_tokens": total, "total_tokens": total + 1}
-            self.wfile.write(f"data: {json.dumps({'choices': [choice], 'usage': usage})}\\n\\n".encode())
-        self.wfile.write(b"data: [DONE]\\n\\n")
-
-    def log_message(self, *args):
-        pass
-
-if os.environ.get("BROKEN"):
-    sys.exit("no such architecture")
-server = ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler)
-with open(os.environ["STARTED"], "a") as log:
-    log.write(json.dumps({"pid": os.getpid(), "args": sys.argv[1:]}) + "\\n")
-server.serve_forever()
-"""
-PROBED = '{"version": "9.9", "methods": ["draft_model", "dflash"], "gpus": 0}'
 
 
 @pytest.fixture
-def engine(tmp_path, monkeypatch):
-    """The stand-in's program, with a Python beside it that says what is installed."""
-    (tmp_path / "engine.py").write_text(ENGINE, encoding="utf-8")
-    for name, body in (
-        ("vllm", f'exec {shlex.quote(sys.executable)} {shlex.quote(str(tmp_path / "engine.py"))} "$@"'),
-        ("python", f"echo {shlex.quote(PROBED)}"),
-    ):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("STARTED", str(tmp_path / "started"))
-    return tmp_path / "vllm"
-
-
-def started(engine):
-    return [json.loads(line) for line in (engine.parent / "started").read_text(encoding="utf-8").splitlines()]
-
-
-def gone(engine):
-    """Whether none of the started processes is left; waits for them as long as their end may take."""
-    processes = [psutil.Process(entry["pid"]) for entry in started(engine) if psutil.pid_exists(entry["pid"])]
-    return not psutil.wait_procs(processes, timeout=30)[1]
+def engine(tmp_path):
+    return make(tmp_path)
 
 
 def test_a_race_on_engines_that_are_started_for_it(engine, tmp_path):

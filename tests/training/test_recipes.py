@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from specdemo.training import cards, recipes
 from specdemo.training.cards import curve, sparkline, write_card
 from specdemo.training.collect import Plan, Recorded, collect, load_cache
-from specdemo.training.recipes import DEEP, RECIPES, TARGET, WIDE, Lessons, Shape, average, build, deepened, train
+from specdemo.training.recipes import DEEP, RECIPES, TARGET, WIDE, Lessons, Shape, average, build, to_depth, train
 
 PLAN = Plan(text_rows=8, sampled_rows=8, rows_per_shard=16, context=64, sample_length=32)
 
@@ -207,11 +207,20 @@ def test_a_card_can_be_written_for_an_older_run(corpus: Path, tmp_path: Path, ti
 def test_a_deepened_model_says_what_the_shallow_one_did() -> None:
     shallow = build(Shape(2, 32, 48, 2), 64).eval()
     deep = build(Shape(5, 32, 48, 2), 64).eval()
-    deep.load_state_dict(deepened(shallow.state_dict(), 5))
+    deep.load_state_dict(to_depth(shallow.state_dict(), 5))
     tokens = torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         assert torch.allclose(deep(tokens).logits, shallow(tokens).logits, atol=1e-6)
     assert not torch.equal(deep.model.layers[1].mlp.up_proj.weight, torch.zeros(48, 32))
+
+
+def test_a_shallow_model_begins_as_layers_of_the_deep_one_from_its_first_on() -> None:
+    deep, shallow = build(Shape(6, 32, 48, 2), 64), build(Shape(2, 32, 48, 2), 64)
+    shallow.load_state_dict(to_depth(deep.state_dict(), 2))
+    for mine, its in ((0, 0), (1, 3)):
+        of = deep.model.layers[its].state_dict()
+        assert all(torch.equal(w, of[name]) for name, w in shallow.model.layers[mine].state_dict().items())
+    assert torch.equal(shallow.model.embed_tokens.weight, deep.model.embed_tokens.weight)
 
 
 def test_a_target_of_code_is_deepened_and_drafted_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

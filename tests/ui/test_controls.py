@@ -209,10 +209,10 @@ def test_a_lane_may_run_on_a_server_that_the_operator_listed(values, monkeypatch
 
 
 def test_what_is_folded_away_is_named():
-    assert controls.in_force("text", 0, 1, 0, 0, 160, "race") == (
+    assert controls.in_force("text", 0, 1, 0, 0, 0, 160, "race") == (
         "Settings: raw completion · greedy · at most 160 tokens · lanes in turn"
     )
-    assert controls.in_force("chat", 0.8, 0.95, 40, 0.05, 64, "sequential") == (
-        "Settings: chat template · temperature 0.8 · top-p 0.95 · top-k 40 · min-p 0.05 · at most 64 tokens · "
+    assert controls.in_force("chat", 0.8, 0.95, 40, 0.05, 7, 1, "sequential") == (
+        "Settings: chat template · temperature 0.8 · top-p 0.95 · top-k 40 · min-p 0.05 · seed 7 · at most 1 token · "
         "one lane after the other"
     )

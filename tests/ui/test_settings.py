@@ -39,6 +39,7 @@ print(json.dumps({
     "refused": [refused(lambda: base.with_changes(warmth=3.0)), refused(lambda: base.with_changes(vigour=9))],
     "overrides": controls.changed("embedded-ngram", {"warmth": 2.5, "vigour": 7}, False) == warm,
     "controls": {n: [type(c).__name__, c.label, c.minimum, c.maximum, c.step, c.value] for n, c in shown.items()},
+    "folded": controls.in_force("text", *(getattr(warm, name) for name in controls.SAMPLING)),
     "from the page": controls.from_values(controls.to_values(warm)) == warm,
 }))
 """
@@ -63,6 +64,7 @@ def test_a_setting_is_added_in_one_place(tmp_path):
     assert seen["file"] == "warmth must be a number, not 'hot'"
     assert seen["refused"] == ["warmth must be below 3.0, not 3.0", "vigour must be 8 or less, not 9"]
     assert seen["overrides"] and seen["from the page"]
+    assert seen["folded"].startswith("Settings: raw completion · greedy · warmth 2.5 · at most ")
     assert seen["controls"] == {
         "warmth": ["Slider", "Warmth", 0.5, 2.5, 0.5, 2.5],
         "vigour-1": ["Slider", "Vigour", 1, 8, 1, 7],

@@ -1,5 +1,5 @@
-"""DFlash: a small network fills a whole block of masked tokens in one pass (Chen et al. 2602.06036); DFlash2 and DSpark
-(2607.05147) are the same with a last stage in which a token also depends on the one before it.
+"""DFlash: a small network fills a whole block of masked tokens in one pass (Chen et al. 2602.06036); DFlash2, DSpark
+(2607.05147) and LiLiCorr (2608.20530) are the same with a last stage in which a token also depends on those before it.
 
 B rows, A columns, S slots of a block, D drafted tokens, N nodes or blocks, G key/value heads, V vocabulary, H hidden.
 
@@ -35,6 +35,7 @@ from specdemo.methods.heads.choose import NEVER, Vocabulary, Writing
 from specdemo.methods.heads.formats import dflash as files
 from specdemo.methods.heads.formats.dflash import Design, Kind, spread_taps
 from specdemo.methods.heads.layers import Layer
+from specdemo.methods.heads.lilicorr import Correlator
 from specdemo.methods.heads.network import Network, as_target
 from specdemo.methods.heads.runtime import Columns, HeadHistory, Rotary, at_last
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
@@ -48,6 +49,7 @@ BRANCHES = 10  # children of a node, where they depend on it
 CURE = "fetch config.json and weights of one revision, or choose a drafter of another dialect if these belong together"
 
 KeysValues = tuple[Tensor, Tensor]  # each [B, G, columns, head size]
+Step = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]  # as `Stage.forward`
 
 
 class Convolution(nn.Module):
@@ -153,13 +155,18 @@ class MarkovHead(Stage):
         return scores
 
 
+def slot_by_slot(step: Step, previous: Tensor, states: Tensor, logits: Tensor) -> Tensor:
+    """As `Stage.blocks`."""
+    memory, every = None, []
+    for slot in range(previous.shape[-1]):
+        said, memory = step(slot, previous[..., slot], states[..., slot, :], logits[..., slot, :], memory)
+        every.append(said)
+    return torch.stack(every, -2)
+
+
 class Recurrent(Stage):
     def blocks(self, previous: Tensor, states: Tensor, logits: Tensor) -> Tensor:
-        memory, every = None, []
-        for slot in range(previous.shape[-1]):
-            said, memory = self(slot, previous[..., slot], states[..., slot, :], logits[..., slot, :], memory)
-            every.append(said)
-        return torch.stack(every, -2)
+        return slot_by_slot(self, previous, states, logits)
 
 
 class RecurrentMarkovHead(Recurrent):
@@ -224,6 +231,10 @@ class DFlashDraftModel(Network):
         markov = RecurrentMarkovHead if design.markov_kind == "rnn" else MarkovHead
         self.markov_head = markov(design) if design.markov_rank else None
         self.domino = Domino(design) if any(design.domino) else None
+        sizes = design.lattice
+        self.lilicorr = (
+            Correlator(sizes, body.hidden_size, design.block_size, body.rms_norm_eps) if sizes is not None else None
+        )
         self.mask_embedding = nn.Parameter(torch.zeros(body.hidden_size)) if design.own_mask else None
 
     def read_as(self, reading: Design) -> None:
@@ -330,6 +341,7 @@ class DFlash(Head[DFlashDraftModel]):
         self._angles = Rotary(head.design.body, target.device)
         self.history = HeadHistory(target, len(head.layers), head.dtype, self._angles)  # of the context alone
         self._root = torch.empty(0, dtype=torch.int64)  # [B]
+        self._last: tuple[Tensor, ...] = ()  # of a LiLiCorr what the target said of the token before it, [B, taps H]
 
     @classmethod
     def fresh(
@@ -370,8 +382,11 @@ class DFlash(Head[DFlashDraftModel]):
         return made
 
     def observe(self, progress: Progress) -> None:
-        self.history.observe(progress.lengths, self.tapped(progress))
+        features = self.tapped(progress)
+        self.history.observe(progress.lengths, features)
         self._root = at_last(progress, progress.outputs)
+        if self.head.lilicorr is not None:
+            self._last = (at_last(progress, features),)
 
     def propose(self, budget: Budget) -> Draft:
         design = self.head.design
@@ -381,42 +396,60 @@ class DFlash(Head[DFlashDraftModel]):
         nodes = budget.nodes if self.options.nodes else 0
         write, block = partial(self._write, nodes), design.block_size
         return self.replayed_behind(
-            self.history, nodes, depth, write, self._root, ahead=block, draws=0 if nodes else depth, cut=not nodes
+            self.history,
+            nodes,
+            depth,
+            write,
+            self._root,
+            *self._last,
+            ahead=block,
+            draws=0 if nodes else depth,
+            cut=not nodes,
         )
 
-    def _write(self, nodes: int, depth: int, at: Columns | None, root: Tensor) -> Draft:
+    def _write(self, nodes: int, depth: int, at: Columns | None, root: Tensor, *last: Tensor) -> Draft:
         """A block behind all that was observed; of an earlier one nothing stays. nodes 0: a chain."""
         design = self.head.design
         if at is not None:
             at.run(self.head.remember, *at.inputs)
         tokens = root.new_full((len(root), design.block_size), design.mask_token_id)
         tokens[:, 0] = root
-        states = self.history.ahead(design.block_size).run(self._block, tokens)[:, design.first : design.first + depth]
+        ends = design.first + (design.drafts if last else depth)  # candidates see those of all slots
+        states = self.history.ahead(design.block_size).run(self._block, tokens)[:, design.first : ends]
         logits = self._logits(states)
-        if nodes:
-            return self._tree(root, states, logits, Budget(depth, nodes))
-        return self._chain(root, states, logits)
+        if nodes:  # all nodes have one block
+            last = tuple(features[:, None] for features in last)
+            step = self._step(states[:, None], logits[:, None], *last)
+            return self._tree(root, states, logits, Budget(depth, nodes), step)
+        return self._chain(root, states[:, :depth], logits[:, :depth], self._step(states, logits, *last))
+
+    def _step(self, states: Tensor, logits: Tensor, features: Tensor | None = None) -> Step | None:
+        """What makes a token depend on those before it, in whole blocks of states [..., D, H] and logits [..., D, V]
+        behind the target's features [..., taps H]."""
+        if self.head.lilicorr is None or features is None:
+            return self.head.stage
+        return self.head.lilicorr.over(states, logits, self.head.context(features), self._rows)
 
     def _block(self, tokens: Tensor, at: Columns) -> Tensor:
         states: Tensor = self.head(self._embed(tokens), at)
         return states
 
-    def _chain(self, root: Tensor, states: Tensor, logits: Tensor) -> Draft:
+    def _chain(self, root: Tensor, states: Tensor, logits: Tensor, step: Step | None) -> Draft:
         """states [B, D, H], logits [B, D, V] before the last stage -> a token per slot"""
-        stage, previous, written = self.head.stage, root, Writing(self.choice)
-        if stage is None:
+        previous, written = root, Writing(self.choice)
+        if step is None:
             written.take(self.head.whole(logits))
             return written.draft()
         memory = None
         for i in range(states.shape[1]):
-            said, memory = stage(i, previous, states[:, i], logits[:, i], memory)
+            said, memory = step(i, previous, states[:, i], logits[:, i], memory)
             previous = written.take(self.head.whole(said)[:, None])[:, 0]
         return written.draft()
 
-    def _tree(self, root: Tensor, states: Tensor, logits: Tensor, budget: Budget) -> Draft:
+    def _tree(self, root: Tensor, states: Tensor, logits: Tensor, budget: Budget, step: Step | None) -> Draft:
         """The likeliest nodes."""
-        stage, slots = self.head.stage, count()
-        if stage is None:
+        slots = count()
+        if step is None:
             return _independent_tree(self.head.whole(logits).log_softmax(-1), budget)
         memory: Tensor | None = None  # of the last level's nodes
         rows = torch.arange(len(states), device=states.device)[:, None]
@@ -424,8 +457,8 @@ class DFlash(Head[DFlashDraftModel]):
         def after(tokens: Tensor, parents: Tensor) -> Tensor:
             nonlocal memory
             slot = next(slots)
-            there = (part[:, slot, None].expand(-1, tokens.shape[1], -1) for part in (states, logits))
-            said, memory = stage(slot, tokens, *there, None if memory is None else memory[rows, parents])
+            state, found = (part[:, slot, None].expand(-1, tokens.shape[1], -1) for part in (states, logits))
+            said, memory = step(slot, tokens, state, found, None if memory is None else memory[rows, parents])
             return self.head.whole(said).log_softmax(-1)
 
         first = after(root[:, None], torch.zeros_like(root)[:, None])[:, 0]
@@ -441,9 +474,7 @@ class DFlash(Head[DFlashDraftModel]):
         known, asked = asked < columns, asked.clamp_max(columns - 1)
         rows = torch.arange(len(asked), device=asked.device)[:, None, None]
         logits = self._logits(states)
-        if self.head.stage is not None:
-            logits = self.head.stage.blocks(batch.inputs[rows, asked], states, logits)
-        logits = self.head.whole(logits)
+        logits = self.head.whole(self._staged(batch, anchors, batch.inputs[rows, asked], states, logits))
         probs = batch.target_probs()
         wanted = batch.outputs[rows, asked] if probs is None else probs[rows, asked]
         nats = F.cross_entropy(logits.flatten(0, 2), wanted.flatten(0, 2), reduction="none").view_as(known)
@@ -451,6 +482,14 @@ class DFlash(Head[DFlashDraftModel]):
         right = ((logits.argmax(-1) == likeliest(wanted)) & known).sum((0, 1)) / known.sum((0, 1)).clamp_min(1)
         metrics = {f"agree_{i}": share for i, share in enumerate(right.tolist(), start=1)}
         return (nats * weights).sum() / weights.sum(), metrics
+
+    def _staged(self, batch: Progress, anchors: Tensor, before: Tensor, states: Tensor, logits: Tensor) -> Tensor:
+        """Logits [B, N, D, V] behind the last stage, the tokens before [B, N, D] given."""
+        if self.head.stage is not None:
+            return self.head.stage.blocks(before, states, logits)
+        rows = torch.arange(len(anchors), device=anchors.device)[:, None]
+        step = self._step(states, logits, self.tapped(batch)[rows, anchors - 1])
+        return logits if step is None else slot_by_slot(step, before, states, logits)
 
     def _anchors(self, inputs: Tensor) -> Tensor:
         """Columns [B, N] of anchors, no two alike in a row, for about as many slots as there are columns."""
@@ -484,10 +523,14 @@ class DFlash(Head[DFlashDraftModel]):
 
     def _embed(self, tokens: Tensor) -> Tensor:
         design, own = self.head.design, self.head.mask_embedding
-        rows = F.embedding(tokens.clamp_max(len(self._embedding) - 1), self._embedding).to(self.head.dtype)
+        rows = self._rows(tokens.clamp_max(len(self._embedding) - 1))
         if own is not None:
             rows = torch.where((tokens == design.mask_token_id)[..., None], own, rows)
         return rows * design.embedding_scale
+
+    def _rows(self, tokens: Tensor) -> Tensor:
+        """[...] -> [..., H] as the target's table has them"""
+        return F.embedding(tokens, self._embedding).to(self.head.dtype)
 
     def _logits(self, states: Tensor) -> Tensor:
         """states [..., H] -> fp32 logits over the draft's vocabulary, before the last stage"""

@@ -5,6 +5,7 @@ h the drafter's hidden size (the target's too), V vocabulary, r rank. Dialects r
 z-lab, SpecForge   `dflash_config` beside Qwen3's own keys; a key counts wherever of the two it stands. DFlash2 is the
                    same with `attention_conv`, `mlp_conv` and `candidate_selector` tensors, Domino with `prefix_gru` and
                    `embed_proj`; early files have those of the last stage below `logit_head.`
+Model Optimizer    the same with `lilicorr.*` (LiLiCorr); servers name parts of its small networks otherwise, read too
 DeepSpec           flat, class Qwen3DSparkModel, for DSpark and for plain DFlash (Markov rank 0) alike
 speculators        Qwen3's keys in `transformer_layer_config`; a draft vocabulary has its own lm_head, and `d2t` says
                    how far a draft token's id is from the target's
@@ -17,7 +18,7 @@ and lm_head are not read, nor is DSpark's confidence head, which changes no toke
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor
 from transformers import Qwen3Config
 
 from specdemo.core.protocol import Target
+from specdemo.methods.heads.lilicorr import Sizes
 from specdemo.models.checkpoints import Checkpoint
 
 Said = Mapping[str, Any]  # what a config says, all of it
@@ -42,12 +44,20 @@ NAMES = {
     "prefix_gru.": "domino.prefix_gru.",
     "embed_proj.": "domino.embed_proj.",
 }
+LATTICE_NAMES = {  # of LiLiCorr's networks in servers -> as they are exported
+    "feature_norm.": "feature_mlp.0.",
+    "feature_mlp.up_proj.": "feature_mlp.1.",
+    "feature_mlp.down_proj.": "feature_mlp.3.",
+    ".mlp.up_proj.": ".mlp.0.",
+    ".mlp.down_proj.": ".mlp.2.",
+}
+LATTICE = "lilicorr"
 CLASSES = ("DFlash", "DSpark", "Domino", "PEagle", "LiLiCorr")
 TAPS = ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids", "layer_ids")
 LAYER_IDS = ("target_layer_ids", "dspark_target_layer_ids")
 MASKS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 PLAIN = {"is_neox_style": True, "attention_value_scale": 1.0, "logit_scale": 1.0}  # else drafts would be wrong
-KNOWN = ("dflash", "dspark", "domino", "museglimmer")  # whose slots are known
+KNOWN = ("dflash", "dspark", "domino", "museglimmer", LATTICE)  # whose slots are known
 UNUSED = ("embed_tokens.", "lm_head.", "t2d", "verifier_", "confidence_head.")
 
 Kind = tuple[int, bool]  # of attention: its window (0: none), and whether a slot is blind to those behind it
@@ -73,6 +83,7 @@ class Design:
     markov_rank: int = 0  # DSpark; 0: none
     markov_kind: str = "vanilla"  # or gated, or rnn
     domino: tuple[int, int, int] = (0, 0, 0)  # width of its GRU and of its words, first slots it leaves alone; 0: none
+    lattice: Sizes | None = None  # LiLiCorr
     own_mask: bool = False  # the mask token's embedding comes with the drafter
     sinks: bool = False  # every attention head has a share of nothing in its softmax
 
@@ -143,6 +154,8 @@ def described(design: Design, target_name: str, target_layers: int) -> dict[str,
     body, windows = design.body, [window for window, _ in design.kinds]
     (span, groups), (rank, candidates) = design.convolution, design.selector
     usual = tuple((window, bool(window)) for window in windows)
+    lattice = asdict(design.lattice) if design.lattice else {}
+    kind = "LiLiCorr" if lattice else "DFlash2" if span or rank else "DFlash"
     more = {  # with what goes without saying
         "causal": (design.kinds[0][1] if design.kinds != usual else None, None),
         "sample_from_anchor": (design.from_anchor, False),
@@ -155,7 +168,7 @@ def described(design: Design, target_name: str, target_layers: int) -> dict[str,
         "selector_top_k": (candidates, 0),
     }
     return {
-        "architectures": ["DFlash2DraftModel" if span or rank else "DFlashDraftModel"],
+        "architectures": [f"{kind}DraftModel"],
         "model_type": "qwen3",
         "base_model_name_or_path": target_name,
         **{key: value for key, value in body.to_dict().items() if key in BODY},
@@ -171,6 +184,7 @@ def described(design: Design, target_name: str, target_layers: int) -> dict[str,
             "mask_token_id": design.mask_token_id,
             "target_layer_ids": [tap - 1 for tap in design.taps],
             **{key: value for key, (value, usually) in more.items() if value != usually},
+            **{f"{LATTICE}_{key}": value for key, value in lattice.items()},
         },
     }
 
@@ -215,6 +229,7 @@ def _design(said: Said, family: str, tensors: Mapping[str, Tensor], taps: tuple[
         markov_rank=0 if rank is None else rank.shape[1],
         markov_kind=_markov_kind(tensors),
         domino=_domino(said, tensors),
+        lattice=_lattice(said, tensors),
         own_mask="mask_embedding" in tensors,
         sinks="layers.0.self_attn.attention_sink_bias" in tensors,
     )
@@ -227,16 +242,29 @@ def _markov_kind(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _domino(said: Said, tensors: Mapping[str, Tensor]) -> tuple[int, int, int]:
-    gru, words = tensors.get("domino.prefix_gru.weight_hh_l0"), tensors.get("domino.embed_proj.0.weight")
+    gru, words = tensors.get("domino.prefix_gru.weight_ih_l0"), tensors.get("domino.embed_proj.0.weight")
     if gru is None or words is None:
         return 0, 0, 0
-    return gru.shape[1], len(words), int(said.get("pure_draft_prefix_len", 0))
+    return len(gru) // 3, len(words), int(said.get("pure_draft_prefix_len", 0))
+
+
+def _lattice(said: Said, tensors: Mapping[str, Tensor]) -> Sizes | None:
+    """A scale that was guessed would be another head's, so the config has to say all."""
+    if not any(name.startswith(f"{LATTICE}.") for name in tensors):
+        return None
+    keys = {field.name: f"{LATTICE}_{field.name}" for field in fields(Sizes)}
+    absent = next((key for key in keys.values() if key not in said), None)
+    if absent:
+        raise ValueError(f"its config lacks {absent!r}, without which a LiLiCorr cannot be read; fetch it again")
+    return Sizes(**{name: said[key] for name, key in keys.items()})
 
 
 def _renamed(name: str) -> str:
     for old, new in NAMES.items():
         if name.startswith(old):
             name = new + name.removeprefix(old)
+    for old, new in LATTICE_NAMES.items() if name.startswith(f"{LATTICE}.") else ():
+        name = name.replace(old, new)
     return name
 
 
@@ -245,8 +273,6 @@ def _refuse_kin(name: str, family: str, said: Said, tensors: Mapping[str, Tensor
         raise ValueError(
             f"{name} is P-EAGLE, an EAGLE-3 head with mask rows, which nothing here reads; choose a DFlash"
         )
-    if "lilicorr" in family or any(tensor.startswith("lilicorr.") for tensor in tensors):
-        raise ValueError(f"{name} is a LiLiCorr, whose candidates attend to each other, not read here; choose a DFlash")
     for key, usual in PLAIN.items():
         if said.get(key, usual) != usual:
             raise ValueError(f"{name} says {key} {said[key]}, which is not read here; choose a drafter without it")

@@ -1,4 +1,4 @@
-"""Sentences that name the cure."""
+"""What the one line of a refusal shows and suggests."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches

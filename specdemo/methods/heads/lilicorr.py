@@ -1,0 +1,152 @@
+"""LiLiCorr: a last stage of DFlash in which the likeliest tokens of all slots see each other (2608.20530).
+
+D drafted slots, K candidates of each, H hidden size of the drafter, E of this stage, F of a token's vectors, W words.
+
+Every candidate is a state of its embedding, its slot's state, and how likely it is; D K of them attend to each other
+both ways. Then each has a vector out and one in, of length 1; the product of a token's out with the next one's in is
+how well the second follows the first. The anchor's vector out is made of the last token that the target has read.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from specdemo.methods.heads.choose import NEVER
+from specdemo.models.packed import RMSNorm
+
+FEATURES = 5  # log q, q, log q less the best one's, the rank from 0 to 1, whether it is the best
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """As a config says them, each behind `lilicorr_`."""
+
+    hidden_size: int  # E; 0: that of the drafter
+    candidate_topk: int
+    num_layers: int
+    num_heads: int
+    mlp_ratio: float
+    factor_dim: int
+    vector_eps: float
+    logit_scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Lattice:
+    """Candidates [..., D, K], how well those of the first slot follow the anchor [..., K], and those of each other slot
+    the ones before [..., D - 1, K, K]."""
+
+    tokens: Tensor
+    first: Tensor
+    pairs: Tensor
+
+    def __call__(
+        self, slot: int, previous: Tensor, states: Tensor, logits: Tensor, memory: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """As that of `Stage`; logits are asked for their shape alone."""
+        shape, tokens = previous.shape, self.tokens[..., slot, :]
+        if slot:
+            at = (self.tokens[..., slot - 1, :] == previous[..., None]).int().argmax(-1)[..., None, None]
+            pairs = self.pairs[..., slot - 1, :, :].expand(*shape, -1, -1)
+            scores = pairs.gather(-2, at.expand(*shape, 1, pairs.shape[-1])).squeeze(-2)
+        else:
+            scores = self.first.expand(*shape, -1)
+        return torch.full_like(logits, NEVER).scatter(-1, tokens.expand(*shape, -1), scores), memory
+
+
+class Attention(nn.Module):
+    """Named as torch's MultiheadAttention."""
+
+    def __init__(self, size: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.in_proj_weight = nn.Parameter(torch.zeros(3 * size, size))
+        self.in_proj_bias = nn.Parameter(torch.zeros(3 * size))
+        self.out_proj = nn.Linear(size, size)
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        """x [B, D K, E], bias [heads, D K, D K] -> [B, D K, E]"""
+        qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias).unflatten(-1, (3, self.heads, -1))
+        q, k, v = qkv.transpose(1, 3).unbind(2)
+        seen = F.scaled_dot_product_attention(q, k, v, bias[None])
+        out: Tensor = self.out_proj(seen.transpose(1, 2).flatten(2))
+        return out
+
+
+class LatticeLayer(nn.Module):
+    def __init__(self, size: int, heads: int, inner: int, eps: float) -> None:
+        super().__init__()
+        self.attn_norm, self.attn = RMSNorm(size, eps), Attention(size, heads)
+        self.mlp_norm = RMSNorm(size, eps)
+        self.mlp = nn.Sequential(nn.Linear(size, inner), nn.SiLU(), nn.Linear(inner, size))
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        x = x + self.attn(self.attn_norm(x), bias)
+        out: Tensor = x + self.mlp(self.mlp_norm(x))
+        return out
+
+
+class Correlator(nn.Module):
+    """Tensors are named as Model Optimizer exports them."""
+
+    def __init__(self, sizes: Sizes, hidden_size: int, block_size: int, eps: float) -> None:
+        super().__init__()
+        self.sizes, self.block_size = sizes, block_size
+        size, heads, slots = sizes.hidden_size or hidden_size, sizes.num_heads, block_size - 1
+        self.token_proj = nn.Linear(hidden_size, size) if size != hidden_size else nn.Identity()
+        self.pass_hidden_proj = nn.Linear(hidden_size, size)
+        self.context_proj = nn.Linear(hidden_size, size)
+        self.feature_mlp = nn.Sequential(
+            nn.LayerNorm(FEATURES), nn.Linear(FEATURES, size), nn.SiLU(), nn.Linear(size, size)
+        )
+        self.slot_embedding = nn.Parameter(torch.zeros(1, 1, slots, 1, size))
+        self.rank_embedding = nn.Parameter(torch.zeros(1, 1, 1, sizes.candidate_topk, size))
+        self.relative_slot_bias = nn.Parameter(torch.zeros(heads, 2 * block_size - 1))
+        self.same_slot_bias = nn.Parameter(torch.zeros(heads))
+        inner = int(size * sizes.mlp_ratio)
+        self.layers = nn.ModuleList(LatticeLayer(size, heads, inner, eps) for _ in range(sizes.num_layers))
+        self.output_norm, self.anchor_norm = RMSNorm(size, eps), RMSNorm(size, eps)
+        self.factor_input_proj = nn.Linear(3 * size, size)
+        self.out_head, self.in_head, self.anchor_out_head = (nn.Linear(size, sizes.factor_dim) for _ in range(3))
+
+    def over(self, states: Tensor, logits: Tensor, context: Tensor, embed: Callable[[Tensor], Tensor]) -> Lattice:
+        """states [..., D, H] and logits [..., D, W] of a whole block, context [..., H] of the token before the anchor.
+        embed: the target's rows of tokens."""
+        chances, tokens = logits.log_softmax(-1).topk(self.sizes.candidate_topk)
+        known = self._candidates(embed(tokens), chances, states)
+        seen, bias = known.flatten(0, -4).flatten(1, 2), self._bias(tokens.shape[-2], known.dtype)
+        for layer in self.layers:
+            seen = layer(seen, bias)
+        return Lattice(tokens, *self._scores(self.output_norm(seen).view_as(known), context))
+
+    def _candidates(self, rows: Tensor, chances: Tensor, states: Tensor) -> Tensor:
+        """[..., D, K, E]"""
+        ranks = torch.linspace(0.0, 1.0, chances.shape[-1], device=chances.device).expand_as(chances)
+        best = chances[..., :1]
+        features = torch.stack([chances, chances.exp(), chances - best, ranks, (ranks == 0.0).float()], -1)
+        known = self.token_proj(rows) + self.pass_hidden_proj(states)[..., None, :]
+        known = known + self.feature_mlp(features.to(known.dtype))
+        out: Tensor = known + self.slot_embedding[0, 0, : known.shape[-3]] + self.rank_embedding[0, 0]
+        return out
+
+    def _bias(self, slots: int, dtype: torch.dtype) -> Tensor:
+        """What a candidate adds to its interest in another, by the distance of their slots, [heads, D K, D K]."""
+        at = torch.arange(slots, device=self.same_slot_bias.device).repeat_interleave(self.sizes.candidate_topk)
+        distance = at[:, None] - at
+        bias = self.relative_slot_bias[:, distance + self.block_size - 1]
+        return (bias + (distance == 0) * self.same_slot_bias[:, None, None]).to(dtype)
+
+    def _scores(self, known: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
+        """The candidates [..., D, K, E] and the context [..., H] -> how well each follows the one before it."""
+        anchor = self.anchor_norm(self.context_proj(context))
+        beside = anchor[..., None, None, :].expand_as(known)
+        mixed = F.silu(self.factor_input_proj(torch.cat([known, beside, known * beside], -1)))
+        out, into, start = (
+            F.normalize(head(x), dim=-1, eps=self.sizes.vector_eps).float()
+            for head, x in ((self.out_head, mixed), (self.in_head, mixed), (self.anchor_out_head, anchor))
+        )
+        first = (into[..., 0, :, :] @ start[..., None]).squeeze(-1)
+        return self.sizes.logit_scale * first, self.sizes.logit_scale * out[..., :-1, :, :] @ into[..., 1:, :, :].mT

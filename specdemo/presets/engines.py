@@ -1,0 +1,98 @@
+"""Engines of a page: a lane's place may be `vllm`, and then a server is started for it and kept for the next run."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from specdemo.engine.comparison import Comparison
+from specdemo.models.hub import Cancelled, LoadProgress, embedded_folder
+from specdemo.presets.serve import Program, Served, served
+from specdemo.servers.address import TITLES, check_listed, startable
+from specdemo.servers.flags import known_engine
+from specdemo.servers.started import Server, Tell, free_port
+
+Key = tuple[object, ...]  # the same for servers that are started alike
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A server that has to be up: number `number` of `servers`."""
+
+    title: str
+    program: Program
+    lane: Served
+    number: int
+    servers: int
+
+    @property
+    def key(self) -> Key:
+        port = self.lane.server.rpartition(":")[2]
+        return self.number, self.servers, self.program.command, *(word for word in self.lane.command if word != port)
+
+
+class Engines:
+    """Servers that lanes were started on. Each stays up until a run wants others in its place, or `end`."""
+
+    def __init__(self) -> None:
+        self._up: dict[Key, tuple[Server, ExitStack]] = {}
+
+    def onto(self, spec: Comparison, report: LoadProgress, cancelled: Callable[[], bool]) -> Comparison:
+        """The comparison with the address of a server that is up in place of every engine's name. Where all lanes are
+        on one engine so is the baseline, unless it has a place of its own.
+
+        Raises ValueError for an engine that is not allowed or does not start, Cancelled when that was to stop.
+        """
+        wanted = _wanted(spec)
+        if wanted:
+            self._keep({want.key for want in wanted.values()})
+        lanes = [*spec.all_lanes]
+        for place, want in wanted.items():
+
+            def tell(said: str, want: _Wanted = want) -> None:
+                what = f"{want.title}, {want.number + 1} of {want.servers}"
+                if cancelled():
+                    raise Cancelled(f"stopped while {what} was starting")
+                report(want.number / want.servers, f"starting {what}: {said}")
+
+            lanes[place] = lanes[place].model_copy(update={"server": self._server(want, tell).address})
+        return spec.model_copy(update={"server": lanes[0].server, "lanes": lanes[1:]})
+
+    def end(self) -> int:
+        """End all of them; -> how many."""
+        ended = len(self._up)
+        self._keep(set())
+        return ended
+
+    def _keep(self, wanted: set[Key]) -> None:
+        """End those that are not wanted, and forget those that have ended."""
+        for key, (server, running) in [*self._up.items()]:
+            if key not in wanted or server.process.poll() is not None:
+                self._up.pop(key, None)  # a run that was stopped may be at it too
+                running.close()
+
+    def _server(self, want: _Wanted, tell: Tell) -> Server:
+        if want.key not in self._up:
+            with ExitStack() as starting:
+                server = starting.enter_context(want.program.serve(want.lane, tell, want.number, want.servers))
+                self._up[want.key] = server, starting.pop_all()
+        return self._up[want.key][0]
+
+
+def _wanted(spec: Comparison) -> dict[int, _Wanted]:
+    """By their lane's place. Raises ValueError for an engine that is not allowed, or cannot serve its lane."""
+    places = [lane.server for lane in spec.all_lanes]
+    if places[0] is None and len({*places[1:]}) == 1:
+        places[0] = places[1]
+    named = {place: check_listed(name) for place, name in enumerate(places) if name in TITLES}
+    wanted = {}
+    for number, (place, name) in enumerate(named.items()):
+        engine = known_engine(name)
+        lane = [*served(_on(spec, f"http://127.0.0.1:{free_port()}"), engine, embedded_folder())][place]
+        wanted[place] = _Wanted(TITLES[name], Program.find(engine, startable[name]), lane, number, len(named))
+        wanted[place].program.check(lane)
+    return wanted
+
+
+def _on(spec: Comparison, server: str) -> Comparison:
+    lanes = [lane.model_copy(update={"server": server}) for lane in spec.lanes]
+    return spec.model_copy(update={"server": server, "lanes": lanes})

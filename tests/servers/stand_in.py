@@ -1,0 +1,68 @@
+"""A stand-in for vLLM: a program that starts and answers as one does; a Python beside it says what is installed.
+
+With GATE in its environment it is loaded once there is such a file; with BROKEN it does not start."""
+
+import json
+import shlex
+import sys
+
+import psutil
+
+ENGINE = """
+import json, os, sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        loaded = os.path.exists(os.environ.get("GATE", "/"))
+        said = {"/v1/models": json.dumps({"data": [{"id": "stories"}]})}.get(self.path, "")
+        self.send_response(503 if not loaded else 404 if self.path == "/metrics" else 200)
+        self.end_headers()
+        self.wfile.write(said.encode())
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200 if self.path == "/v1/completions" else 404)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        for total, word in enumerate(["Once", " upon", " a", " time"], 1):
+            choice = {"index": 0, "text": word, "finish_reason": "length" if total == 4 else None}
+            usage = {"prompt_tokens": 1, "completion_tokens": total, "total_tokens": total + 1}
+            self.wfile.write(f"data: {json.dumps({'choices': [choice], 'usage': usage})}\\n\\n".encode())
+        self.wfile.write(b"data: [DONE]\\n\\n")
+
+    def log_message(self, *args):
+        pass
+
+if os.environ.get("BROKEN"):
+    sys.exit("no such architecture")
+server = ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler)
+with open(os.environ["STARTED"], "a") as log:
+    log.write(json.dumps({"pid": os.getpid(), "args": sys.argv[1:]}) + "\\n")
+server.serve_forever()
+"""
+PROBED = '{"version": "9.9", "methods": ["draft_model", "dflash"], "gpus": 0}'
+
+
+def make(folder):
+    """The program's path; `folder / "started"` will tell of every process of it."""
+    (folder / "engine.py").write_text(ENGINE, encoding="utf-8")
+    started = f"STARTED={shlex.quote(str(folder / 'started'))}"
+    for name, body in (
+        ("vllm", f'{started} exec {shlex.quote(sys.executable)} {shlex.quote(str(folder / "engine.py"))} "$@"'),
+        ("python", f"echo {shlex.quote(PROBED)}"),
+    ):
+        (folder / name).write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
+        (folder / name).chmod(0o755)
+    return folder / "vllm"
+
+
+def started(engine):
+    """Process id and arguments of every one that was started."""
+    return [json.loads(line) for line in (engine.parent / "started").read_text(encoding="utf-8").splitlines()]
+
+
+def gone(engine):
+    """Whether none of the started processes is left; waits for them as long as their end may take."""
+    processes = [psutil.Process(entry["pid"]) for entry in started(engine) if psutil.pid_exists(entry["pid"])]
+    return not psutil.wait_procs(processes, timeout=30)[1]
