@@ -1,7 +1,7 @@
 """What a pass takes on a device: a roofline with measured corrections, each with its error.
 
 A pass starts operations, multiplies with weights, and attends to what is remembered of the texts. Each of the two reads
-and multiplies at once, so that the slower counts, softly where they are alike; a single core overlaps them little. Where
+and multiplies at once, so that the slower counts, softly where they are alike; one core overlaps them little. Where
 an engine records its passes its operations run one after the other; where it starts them from Python they run while the
 next ones are started, so that starting them is a third thing that overlaps.
 
