@@ -101,6 +101,17 @@ def test_measured_passes_correct_the_constants():
     assert fitted.errors[0][0] < 0.3 * 0.2**2
 
 
+def test_drafts_cost_more_where_texts_come_to_differ_and_caches_turn_cold():
+    device = device_of(profile("laptop-cpu"), "float32", "eager")
+    small = work(shape("llama-1m"), 1, 4, 64, 4.0)
+    assert device.ms(small, 4) < device.ms(small, 4, uneven=True) < device.ms(small, 4, uneven=True, cold=True)
+    far = work(shape("llama-1m"), 1, 4, 640, 4.0)
+    assert device.ms(far, 4) > device.ms(small, 4)
+    large, drafted = (work(shape(name), 1, 1, 64, 4.0) for name in ("llama-100m", "llama-1m"))
+    share = device.ms(large, cold=True) / device.ms(large), device.ms(drafted, cold=True) / device.ms(drafted)
+    assert share[0] == pytest.approx(1.0, abs=1e-3) and share[1] > 1.1  # what is larger than the cache is never in it
+
+
 def test_predicting_needs_no_torch():
     asked = "import specdemo, sys; p = specdemo.predict('stories', model='stories-draft-wide', device='l4'); "
     asked += "print(p.best_k, [m for m in ('torch', 'transformers', 'numpy', 'gradio') if m in sys.modules])"
