@@ -3,8 +3,9 @@ squares in the logarithms, in which the constants count as one more measurement 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from math import log, sqrt
+from dataclasses import asdict, dataclass, replace
+from math import exp, log, sqrt
+from operator import mul
 
 from specdemo.core.suggest import suggest
 from specdemo.prediction.acceptance import from_mean
@@ -17,9 +18,9 @@ from specdemo.prediction.steps import Load, step_of
 
 NOISE = 0.04  # of a measured pass, as a share
 DISTURBED = 0.15
-ROUNDS = 12
+ROUNDS = 16
 UNMEASURED = 0.12  # what such a roofline is off by in itself, as published results say (docs/what-if.md)
-LARGEST_STEP = 1.0
+LARGEST_STEP, LEAST, CLOSE = 1.0, 0.01, 1e-2
 LAPS = {"draft", "verify", "accept", "commit", "observe"}
 FITTED = ("none", "draft_model", "eagle")  # methods whose sizes in a profile are known
 
@@ -89,27 +90,52 @@ def _laps(measured: Measured) -> Iterator[Seen]:
 
 
 def _fitted(start: Device, seen: Sequence[Seen]) -> Device:
-    """Gauss-Newton from the constants, which hold each term as tightly as their errors say."""
+    """Gauss-Newton from the constants, which hold each term as tightly as their errors say; steps are halved until what
+    is left of the errors becomes less."""
     size, at, device = len(NAMES), [0.0] * len(NAMES), start
+    held = [1.0 / start.errors[i][i] for i in range(size)]
     for _ in range(ROUNDS):
-        off = [log(one.ms / one.what(device)) for one in seen]
-        weighed = [(_weight(o) / NOISE**2, o, row) for o, row in zip(off, _slopes(device, seen), strict=True)]
+        off = _off(device, seen)
+        columns = [*zip(*_slopes(device, seen), strict=True)]
+        weights = [_weight(o) / NOISE**2 for o in off]
+        weighed = [[*map(mul, weights, column)] for column in columns]
         normal = [
-            [sum(w * row[i] * row[j] for w, _, row in weighed) + (i == j) / start.errors[i][i] for j in range(size)]
-            for i in range(size)
+            [sum(map(mul, weighed[i], columns[j])) + (i == j) * held[i] for j in range(size)] for i in range(size)
         ]
-        right = [sum(w * row[i] * o for w, o, row in weighed) for i in range(size)]
-        right = [r - at[i] / start.errors[i][i] for i, r in enumerate(right)]
+        right = [sum(map(mul, row, off)) - a * h for row, a, h in zip(weighed, at, held, strict=True)]
         inverse = _inverse(normal)
-        step = [sum(inverse[i][j] * right[j] for j in range(size)) for i in range(size)]
-        at = [a + max(min(s, LARGEST_STEP), -LARGEST_STEP) for a, s in zip(at, step, strict=True)]
-        device = start
-        for name, by in zip(NAMES, at, strict=True):
-            device = device.shifted(name, by)
-    left = [log(one.ms / one.what(device)) for one in seen]
+        step = [sum(map(mul, row, right)) for row in inverse]
+        before, share = _loss(off, at, held), min(1.0, LARGEST_STEP / max(map(abs, step)))
+        while share > LEAST:
+            then = [a + share * s for a, s in zip(at, step, strict=True)]
+            moved = _moved(start, then)
+            if _loss(_off(moved, seen), then, held) < before:
+                break
+            share /= 2.0
+        else:
+            break
+        at, device = then, moved
+        if share * max(map(abs, step)) < CLOSE:
+            break
+    left = _off(device, seen)
     counted = [_weight(o) for o in left]
     misfit = sqrt(sum(w * o * o for w, o in zip(counted, left, strict=True)) / sum(counted))
     return replace(device, errors=tuple(map(tuple, inverse)), misfit=max(misfit, NOISE))
+
+
+def _off(device: Device, seen: Sequence[Seen]) -> list[float]:
+    return [log(one.ms / one.what(device)) for one in seen]
+
+
+def _moved(start: Device, at: Sequence[float]) -> Device:
+    costs = asdict(start.costs)
+    return replace(start, costs=Terms(**{n: costs[n] * exp(by) for n, by in zip(NAMES, at, strict=True)}))
+
+
+def _loss(off: Sequence[float], at: Sequence[float], held: Sequence[float]) -> float:
+    """Cauchy's, of which `_weight` is the weight, and that of the constants."""
+    measured = sum(log(1.0 + (o / DISTURBED) ** 2) for o in off) * (DISTURBED / NOISE) ** 2
+    return measured + sum(a * a * h for a, h in zip(at, held, strict=True))
 
 
 def _weight(off: float) -> float:
@@ -119,8 +145,9 @@ def _weight(off: float) -> float:
 
 def _slopes(device: Device, seen: Sequence[Seen]) -> list[list[float]]:
     """Of the logarithm of every pass's time, by the logarithm of every term."""
-    moved = [(device.shifted(name, EDGE), device.shifted(name, -EDGE)) for name in NAMES]
-    return [[log(one.what(up) / one.what(down)) / (2.0 * EDGE) for up, down in moved] for one in seen]
+    moved = [device.shifted(name, EDGE) for name in NAMES]
+    now = [one.what(device) for one in seen]
+    return [[log(one.what(up) / ms) / EDGE for up in moved] for one, ms in zip(seen, now, strict=True)]
 
 
 def _inverse(matrix: Sequence[Sequence[float]]) -> list[list[float]]:

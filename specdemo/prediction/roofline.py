@@ -9,7 +9,7 @@ Of a device whose passes nobody measured the constants below are taken, with the
 them.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from math import exp
 from typing import Literal, get_args
 
@@ -169,7 +169,7 @@ class Device:
 
     def shifted(self, term: str, by: float) -> "Device":
         """With one cost exp(by) times as much."""
-        costs = {name: getattr(self.costs, name) for name in NAMES}
+        costs = asdict(self.costs)
         return replace(self, costs=Terms(**(costs | {term: costs[term] * exp(by)})))
 
 
@@ -183,4 +183,4 @@ def known_engine(name: str) -> Engine:
 def soft(overlap: float, *parts: float) -> float:
     """The largest, and the more where others come near the less they overlap: at 1 their sum."""
     most = max(parts)
-    return most * sum((part / most) ** overlap for part in parts) ** (1.0 / overlap) if most else 0.0
+    return most * sum([(part / most) ** overlap for part in parts]) ** (1.0 / overlap) if most else 0.0
