@@ -141,8 +141,8 @@ class Device:
         texts = costs.text_us * (batch - 1.0) * of.layers + 1e-3 * costs.uneven_ns * uneven * of.written
         starting = 1e-3 * (of.operations * (costs.operation_us + costs.row_us * of.rows) + texts)
         if self.engine == "eager" and self.profile.kind == "gpu":
-            computing = [a + b for a, b in zip(matrices, attention, strict=True)]
-            return soft(costs.overlap, *computing, starting)
+            read, multiplied = (a + b for a, b in zip(matrices, attention, strict=True))
+            return soft(costs.overlap, soft(costs.overlap, read, multiplied), starting)
         worked = soft(costs.overlap, *matrices) + soft(costs.overlap, *attention)
         return starting + worked
 
@@ -180,7 +180,8 @@ def known_engine(name: str) -> Engine:
     return "eager" if name == "eager" else "recorded"
 
 
-def soft(overlap: float, *parts: float) -> float:
-    """The largest, and the more where others come near the less they overlap: at 1 their sum."""
-    most = max(parts)
-    return most * sum([(part / most) ** overlap for part in parts]) ** (1.0 / overlap) if most else 0.0
+def soft(overlap: float, one: float, other: float) -> float:
+    """The larger, and the more where the other comes near the less they overlap: at 1 their sum."""
+    if one < other:
+        one, other = other, one
+    return one * (1.0 + (other / one) ** overlap) ** (1.0 / overlap) if one else 0.0
