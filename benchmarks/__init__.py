@@ -149,7 +149,7 @@ class WhatIf(Suite):
 
     name = "what-if"
     repeats: int = 2
-    new_tokens: int = 64
+    new_tokens: int = 48
 
     def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
         import torch

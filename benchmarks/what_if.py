@@ -6,6 +6,7 @@ Acceptance is what the lane kept: of chains of a draft model at one draft length
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -31,9 +32,10 @@ from specdemo.prediction.shapes import Config, shape_of
 PAIRS = {"8m": "8m", "98m": "98m", "stories": "embedded"}
 KS = tuple(range(1, 9))
 LONGEST = KS[-1]
-BATCHES = (2, 4, 8, 16)
+BATCHES, BATCH_KS = (2, 4, 8, 16), (1, 3, 6)
+HEAD_KS, HEAD_BATCH = (1, 3), 4
 HEADS = ("eagle-1", "eagle-3", "mtp", "dflash", "mlp-speculator", "medusa")
-TEXTS = 3  # one after the other, where the batch is one
+TEXTS = 3  # one after the other, where the batch is one: the last ones, as the model was made with the first
 WARM_UP = 16  # tokens
 
 
@@ -192,18 +194,18 @@ def cases_of(pair: str) -> Iterator[Case]:
     width = min(prompt.shape[1] for prompt in made.prompts)
     texts = [prompt[:, -width:] for prompt in made.prompts]
     for k in KS:
-        yield Case(pair, "draft_model", k, texts[:TEXTS], target, drafter, config, LONGEST)
-    for batch in BATCHES:
-        for k in (2, 5):
-            if batch <= len(texts):
-                yield Case(pair, "draft_model", k, [torch.cat(texts[:batch])], target, drafter, config)
+        yield Case(pair, "draft_model", k, texts[-TEXTS:], target, drafter, config, LONGEST)
+    for batch, k in product(BATCHES, BATCH_KS):
+        if batch <= len(texts):
+            yield Case(pair, "draft_model", k, [torch.cat(texts[-batch:])], target, drafter, config)
     if pair == "stories":
-        yield from _methods(target, texts[:TEXTS])
+        yield from _methods(target, texts)
 
 
-def _methods(target: HFTarget, texts: Sequence[Tensor]) -> Iterator[Case]:
+def _methods(target: HFTarget, every: Sequence[Tensor]) -> Iterator[Case]:
     from specdemo.prediction.shapes import config_of
 
+    texts, together = every[-TEXTS:], [torch.cat([*every[-HEAD_BATCH:]])]
     deep = load_drafter("draft_model", target, "stories-draft-deep")
     for k in KS:
         yield Case(
@@ -213,11 +215,12 @@ def _methods(target: HFTarget, texts: Sequence[Tensor]) -> Iterator[Case]:
         name = f"stories-{head}"
         method = "eagle" if head.startswith("eagle") else head.replace("-", "_")
         drafter = load_drafter(method, target, name)
-        for k in (2, 4):
+        for k in HEAD_KS:
             yield Case(name, method, k, texts, target, drafter, config_of(name))
+        yield Case(name, method, HEAD_KS[-1], together, target, drafter, config_of(name))
     for method in ("layer_skip", "ngram"):
         drafter = load_drafter(method, target)
-        for k in (2, 4):
+        for k in HEAD_KS:
             yield Case("stories", method, k, texts, target, drafter, None)
 
 

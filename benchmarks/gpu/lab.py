@@ -1,7 +1,7 @@
 """What the sections share: the device, the models that lie on it, how a step is measured."""
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -160,7 +160,8 @@ def measure_steps(lab: Lab, target: HFTarget, drafter: Drafter, config: Generati
         begin = now(lab.device)
         events = list(steps)
         if repeat:
-            runs.append(_means(events, 1000.0 * (now(lab.device) - begin)))
+            wall_ms = 1000.0 * (now(lab.device) - begin) / len(events)
+            runs.append(_means(list(_whole(events, config)), wall_ms))
     names = runs[0].ms
     return Steps(
         {name: median(run.ms.get(name, 0.0) for run in runs) for name in names},
@@ -172,12 +173,21 @@ def measure_steps(lab: Lab, target: HFTarget, drafter: Drafter, config: Generati
     )
 
 
+def _whole(events: list[StepEvent], config: GenerationConfig) -> Iterator[StepEvent]:
+    """Without those at the end that had no room for a whole draft."""
+    left = config.max_new_tokens - 1
+    for event in events:
+        if left > config.budget.depth:
+            yield event
+        left -= len(event.emitted[0])
+
+
 def _means(events: list[StepEvent], wall_ms: float) -> Steps:
     laps = {name: fmean(event.ms.get(name, 0.0) for event in events) for name in events[-1].ms}
     return Steps(
         laps,
         sum(laps.values()),
-        wall_ms / len(events),
+        wall_ms,
         fmean(sum(token != ABSENT for token in event.drafted[0]) for event in events),
         fmean(len(event.path[0]) - 1 for event in events),
         fmean(len(event.emitted[0]) for event in events),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.lab import Lab
-from benchmarks.gpu.sections import COMMAND, METHODS, PLAIN
+from benchmarks.gpu.sections import COMMAND, METHODS, PLAIN, shape_of_draft
 from specdemo.bench.device import CONTEXT, measured, slug
 from specdemo.core.files import write_text
 from specdemo.models.devices import kind
@@ -139,7 +139,7 @@ def profile_of(kept: Mapping[str, Kept], environment: Kept, lab: Lab) -> Profile
             "link_gb_per_s": figure("link_gb_per_s"),
             "step_overhead": Figure(value=max(over), source=f"{source}, the worst of {len(over)}") if over else None,
             "passes": tuple(_passes(rows_of(kept, "widths"), lab)),
-            "steps": tuple(_steps(rows_of(kept, "method-"))),
+            "steps": tuple(_steps(rows_of(kept, "method-"), lab)),
             "measured": measured(COMMAND),
         }
     )
@@ -154,8 +154,21 @@ def _passes(rows: list[Row], lab: Lab) -> Iterator[Passes]:
         yield Passes(model=name, dtype=kind(lab.device).dtypes[0], kernels=own[0]["layers"], context=CONTEXT, ms=ms)
 
 
-def _steps(rows: list[Row]) -> Iterator[Step]:
+def _steps(rows: list[Row], lab: Lab) -> Iterator[Step]:
+    """Greedy ones: predictions know no others."""
     for row in rows:
-        ms = {name.removesuffix(" ms"): value for name, value in row.items() if name.endswith(" ms")}
-        name = METHODS[row["method"]].method if row["method"] in METHODS else row["method"]
-        yield Step(model=row["shape"], method=name, dtype=row["precision"], ms=ms, drafted=row["drafted/step"])
+        known, drafted = METHODS.get(row["method"]), row["drafted/step"]
+        if known is None or known.temperature:
+            continue
+        whole = "nodes" not in (known.options or {}) and drafted == known.k
+        yield Step(
+            model=row["shape"],
+            method=known.method,
+            dtype=row["precision"],
+            draft=shape_of_draft(lab) if known.draft else "",
+            context=CONTEXT + (4 if lab.small else 64),
+            k=known.k if whole else 0,
+            ms={name.removesuffix(" ms"): value for name, value in row.items() if name.endswith(" ms")},
+            drafted=drafted,
+            kept=row["kept/step"],
+        )

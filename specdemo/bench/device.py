@@ -4,22 +4,25 @@ Every figure is the best of a few, as whatever else runs only takes away.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import pairwise
 from statistics import fmean
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
 from specdemo.bench.random_models import SHAPES, random_model
 from specdemo.bench.table import table
+from specdemo.core import accept
 from specdemo.core.protocol import Budget, GenerationConfig, Target
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
 from specdemo.methods.heads.eagle import Eagle
-from specdemo.models.devices import kind, now
+from specdemo.models.devices import kind
 from specdemo.models.fused import hasten
-from specdemo.models.machine import commit, device_name, one_thread, versions
+from specdemo.models.machine import clock, commit, device_name, one_thread, versions
 from specdemo.models.pass_cost import verify_costs
 from specdemo.models.place import DTYPES, pick_device, pick_dtype
 from specdemo.models.target import HFTarget
@@ -30,19 +33,22 @@ LAUNCHES = 500
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CPU_WIDTHS, CPU_BATCHES = (1, 2, 3, 5, 9, 17), (1, 2, 4, 8, 16)  # of `specdemo profile`
-CONTEXT = 64
+CONTEXT, FAR = 64, 256
 LINK_BYTES = 1 << 28
-STEP_K, STEP_TOKENS, STEP_BATCH = 5, 64, 8
+STEP_K, STEP_KS, STEP_TOKENS, STEP_BATCH = 5, (2, 5), 96, 8
+KEPT = 0.7  # the chance of a draft in a step
 COMMAND = "python -m specdemo profile"
+
+Milliseconds = dict[int, dict[int, float]]  # of passes, by batch and width
 
 
 def best_seconds(run: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
     """Of `run`, on a device that has nothing else to do; after one that warms up."""
-    times = []
+    times, read = [], clock(device)
     for _ in range(repeats + 1):
-        begin = now(device)
+        begin = read()
         run()
-        times.append(now(device) - begin)
+        times.append(read() - begin)
     return min(times[1:])
 
 
@@ -106,13 +112,18 @@ def link_bandwidth(device: torch.device) -> float | None:
 
 
 def passes(
-    target: Target, widths: Sequence[int] = WIDTHS, batches: Sequence[int] = BATCHES, context: int = CONTEXT
-) -> dict[int, dict[int, float]]:
-    """Batch -> slots -> milliseconds of a pass; as many batches as memory holds."""
-    found: dict[int, dict[int, float]] = {}
+    target: Target,
+    widths: Sequence[int] = WIDTHS,
+    batches: Sequence[int] = BATCHES,
+    context: int = CONTEXT,
+    uneven: bool = False,
+) -> Milliseconds:
+    """Batch -> slots -> milliseconds of a pass; as many batches as memory holds. uneven: of texts of different
+    lengths."""
+    found: Milliseconds = {}
     for batch in batches:
         try:
-            found[batch] = verify_costs(target, sorted({1, *widths}), 5, batch, context, min)
+            found[batch] = verify_costs(target, sorted({1, *widths}), 5, batch, context, min, uneven)
         except torch.OutOfMemoryError:
             target.release()
             kind(target.device).empty()
@@ -176,33 +187,71 @@ def measure_profile(device: str = "auto", name: str | None = None) -> Profile:
     )
     with one_thread(where):
         found = basics(where, COMMAND)
-        target = fast(random_model(SHAPES[model], where, pick_dtype("auto", where)))
-        known = [passes_of(model, target, passes(target, widths, batches))]
-        steps: list[Step] = []
-        if where.type == "cpu":  # a small model beside tells starting operations from reading weights
-            other = SHAPES[model].draft
-            draft = fast(random_model(SHAPES[other], where, target.dtype))
-            known.append(passes_of(other, draft, passes(draft, widths, batches)))
-            steps = [*step_times(model, target, other, draft)]
+        targets, dtype = {}, pick_dtype("auto", where)
+        while model:  # small models beside a large one tell starting operations from reading weights
+            targets[model] = fast(random_model(SHAPES[model], where, dtype))
+            model = SHAPES[model].draft
+        known = [_passes(of, target, widths, batches) for of, target in targets.items()]
+        known += [
+            passes_of(of, target, passes(target, (5,), (1, 8), FAR), context=FAR) for of, target in targets.items()
+        ]
+        steps = [*step_times(targets)]
     more = {"passes": known, "steps": steps, "name": name or found.name}
     return Profile.model_validate(found.model_dump() | more)
 
 
-def step_times(name: str, target: HFTarget, other: str, draft: HFTarget) -> Iterator[Step]:
-    """What an engine's steps take, lap by lap: plain and with a draft model, of one text and of a batch, and with a
-    head on the small model, whose matrices hide least of what is done beside them."""
-    dtype = str(target.dtype).removeprefix("torch.")
-    head = Eagle.fresh(draft).hasten()
-    lanes = [(name, target, "none", None, 0), (name, target, "draft_model", draft, STEP_K)]
-    places = [(*lane, batch) for lane in lanes for batch in (1, STEP_BATCH)]
-    for of, runs, chosen, model, k, batch in (*places, (other, draft, "eagle", head, STEP_K, 1)):
-        drafter = load_drafter(chosen, runs, model)
-        prompt = torch.randint(1, runs.vocab_size, (batch, CONTEXT), generator=torch.Generator().manual_seed(0))
-        config = GenerationConfig(STEP_TOKENS, budget=Budget(k, k), stop_token_ids=())
-        events = [event for event in generate(runs, drafter, prompt, config) if all(event.emitted)][2:-1]
-        ms = {lap: round(fmean(event.ms.get(lap, 0.0) for event in events), 4) for lap in events[0].ms}
-        named = other if chosen == "draft_model" else ""
-        yield Step(model=of, method=chosen, dtype=dtype, draft=named, batch=batch, k=k, ms=ms, drafted=k)
+def _passes(model: str, target: HFTarget, widths: Sequence[int], batches: Sequence[int]) -> Passes:
+    even, uneven = passes(target, widths, batches), passes(target, widths, batches[1:], uneven=True)
+    return passes_of(model, target, even, uneven)
+
+
+def step_times(targets: Mapping[str, HFTarget]) -> Iterator[Step]:
+    """What an engine's steps take, lap by lap, of one text and of a batch: every model plain and with the next one as
+    its draft, and a small one, whose matrices hide least of what is done beside them, with a head. Drafts are kept by
+    chance, or texts of a batch would not come to have different lengths, as they do."""
+    small, last = list(targets.items())[min(1, len(targets) - 1)]
+    lanes = [lane for pair in pairwise(targets.items()) for lane in _pair(*pair)]
+    lanes += [_Lane(small, last, "eagle", STEP_K, Eagle.fresh(last).hasten())]
+    for lane in lanes:
+        for batch in (1, STEP_BATCH):
+            yield _step(lane, batch)
+
+
+class _Lane(NamedTuple):
+    name: str
+    target: HFTarget
+    method: str = "none"
+    k: int = 0
+    model: object = None
+    draft: str = ""
+
+
+def _pair(one: tuple[str, HFTarget], other: tuple[str, HFTarget]) -> list[_Lane]:
+    return [_Lane(*one), *(_Lane(*one, "draft_model", k, other[1], other[0]) for k in STEP_KS)]
+
+
+def _step(lane: _Lane, batch: int) -> Step:
+    target, k = lane.target, lane.k
+    rule = accept.Synthetic((KEPT,), torch.Generator(target.device).manual_seed(0))
+    prompt = torch.randint(1, target.vocab_size, (batch, CONTEXT), generator=torch.Generator().manual_seed(0))
+    config = GenerationConfig(STEP_TOKENS, budget=Budget(k, k), stop_token_ids=())
+    drafter = load_drafter(lane.method, target, lane.model)
+    found = list(generate(target, drafter, prompt.to(target.device), config, accept=rule if k else None))
+    events = [event for event in found if all(event.emitted)][2:-1]
+    laps = {lap: round(fmean(event.ms[lap] for event in events), 4) for lap in events[0].ms}
+    kept = fmean(len(path) - 1 for event in events for path in event.path)
+    return Step(
+        model=lane.name,
+        method=lane.method,
+        dtype=str(target.dtype).removeprefix("torch."),
+        draft=lane.draft,
+        batch=batch,
+        context=CONTEXT + STEP_TOKENS // 2,
+        k=k,
+        ms=laps,
+        drafted=k,
+        kept=round(kept, 3),
+    )
 
 
 def profile_report(profile: Profile) -> str:
@@ -225,11 +274,16 @@ def profile_report(profile: Profile) -> str:
     return "\n".join(lines)
 
 
-def passes_of(model: str, target: HFTarget, ms: dict[int, dict[int, float]]) -> Passes:
+def passes_of(
+    model: str, target: HFTarget, ms: Milliseconds, uneven: Milliseconds | None = None, context: int = CONTEXT
+) -> Passes:
     """Milliseconds by batch and width as a profile holds them."""
-    rounded = {batch: {slots: round(value, 4) for slots, value in row.items()} for batch, row in ms.items()}
+    even, apart = (
+        {batch: {slots: round(value, 4) for slots, value in row.items()} for batch, row in found.items()}
+        for found in (ms, uneven or {})
+    )
     dtype = str(target.dtype).removeprefix("torch.")
-    return Passes(model=model, dtype=dtype, kernels=target.kernels, context=CONTEXT, ms=rounded)
+    return Passes(model=model, dtype=dtype, kernels=target.kernels, context=context, ms=even, uneven=apart)
 
 
 def _bytes(device: torch.device) -> int:

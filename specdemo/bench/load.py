@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from statistics import quantiles
-from typing import Any
 
 from specdemo.bench.base import Axis, Report
 from specdemo.bench.load_here import Here
@@ -19,7 +18,7 @@ from specdemo.bench.load_options import CONCURRENCY, LoadOptions
 from specdemo.bench.load_points import Journal, Measure, Measured, Point, Round, Schedule, Site
 from specdemo.bench.load_servers import Fleet
 from specdemo.bench.measure import Tick, repeated
-from specdemo.bench.result import LATENCY, Result
+from specdemo.bench.result import LATENCY, Result, Row
 from specdemo.core.estimate import Estimate, over_repeats
 from specdemo.core.tally import ratio
 from specdemo.presets.files import preset
@@ -32,8 +31,6 @@ COUNTED = (
     "Times in ms: to the first piece of text (TTFT), between pieces, which may hold several tokens (ITL), and of a"
     " whole request over its tokens (ms/token)."
 )
-
-Row = dict[str, Any]
 
 
 def load(suite: LoadOptions, report: Report, cancelled: Callable[[], bool]) -> Result:

@@ -2,7 +2,6 @@
 costs is true."""
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal
@@ -14,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 from transformers import GenerationConfig as HFGenerationConfig
 
 from specdemo.core.suggest import suggest
-from specdemo.prediction.shapes import known
+from specdemo.prediction.shapes import Config, known
 
 STD = 0.02
 CONTEXT = 8192
@@ -36,7 +35,7 @@ class Shape:
     draft: str = ""  # the shape of a draft model beside it
 
     @classmethod
-    def of(cls, name: str, said: Mapping[str, Any]) -> "Shape":
+    def of(cls, name: str, said: Config) -> "Shape":
         """From the config of a well-known model."""
         return cls(
             family=said["model_type"],
@@ -88,6 +87,7 @@ DRAFTS = {  # the shape of a draft model beside one
     "llama-tiny": "qwen3-tiny",
     "qwen3-tiny": "qwen3-tiny",
     "llama-100m": "llama-7m",
+    "llama-7m": "llama-1m",
     "llama-8b": "llama-1b",
     "qwen3-8b": "qwen3-0.6b",
     "qwen3-32b": "qwen3-0.6b",

@@ -5,7 +5,6 @@ that had to wait for the processor is not slower for it; beside it stands the wa
 With more threads, or where the system counts a thread's time in ticks, it is wall time.
 """
 
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +13,7 @@ from typing import Protocol
 import torch
 
 from specdemo.models.devices import EVENTS, WAITS, kind, now
-from specdemo.models.machine import one_thread
+from specdemo.models.machine import thread_time
 
 
 class Stopwatch(Protocol):
@@ -92,7 +91,7 @@ def stopwatch_for(device: torch.device) -> Stopwatch:
     timing = kind(device).timing
     if timing == EVENTS:
         return CudaStopwatch(device)
-    if _thread_time(device):
+    if thread_time(device):
         return CpuStopwatch(time.thread_time, time.perf_counter)
     return CpuStopwatch(partial(now, device)) if timing == WAITS else CpuStopwatch()
 
@@ -101,9 +100,4 @@ def clock_of(device: torch.device) -> str:
     """What the times of lanes on a device are of."""
     if kind(device).timing == EVENTS:
         return "CUDA events"
-    return "thread CPU time" if _thread_time(device) else "wall time"
-
-
-def _thread_time(device: torch.device) -> bool:
-    with one_thread(device):
-        return device.type == "cpu" and torch.get_num_threads() == 1 and sys.platform != "win32"
+    return "thread CPU time" if thread_time(device) else "wall time"

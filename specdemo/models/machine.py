@@ -3,16 +3,17 @@
 import os
 import platform
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
 import transformers
 
-from specdemo.models.devices import kind
+from specdemo.models.devices import kind, now
 
 
 @contextmanager
@@ -30,6 +31,17 @@ def one_thread(device: torch.device) -> AbstractContextManager[None]:
     """On a CPU `threads(1)`, unless OMP_NUM_THREADS says how many: on small passes two gain little and collapse as soon
     as anything else runs."""
     return threads(1) if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ else nullcontext()
+
+
+def thread_time(device: torch.device) -> bool:
+    """Whether all of the work on a device is the calling thread's, so that its own time is that of the work."""
+    with one_thread(device):
+        return device.type == "cpu" and torch.get_num_threads() == 1 and sys.platform != "win32"
+
+
+def clock(device: torch.device) -> Callable[[], float]:
+    """Seconds as lanes count them: on a CPU those that the thread ran, where it does all of the work."""
+    return time.thread_time if thread_time(device) else partial(now, device)
 
 
 def device_name(device: torch.device) -> str:

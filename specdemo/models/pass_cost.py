@@ -9,11 +9,11 @@ from transformers import PreTrainedModel
 
 from specdemo.core.protocol import Target
 from specdemo.core.tree import chain_parents
-from specdemo.models.devices import now
-from specdemo.models.machine import one_thread
+from specdemo.models.machine import clock, one_thread
 from specdemo.models.target import HFTarget
 
 VERIFY_TOKENS = 5
+APART = 4
 VERIFY_LIMIT = 1.2  # times a one-token pass: above, speculation cannot pay
 
 
@@ -30,13 +30,18 @@ def verify_costs(
     rows: int = 1,
     context: int = 32,
     of: Callable[[Sequence[float]], float] = median,
+    uneven: bool = False,
 ) -> dict[int, float]:
     """Slots -> milliseconds of a pass over chains of that many behind `context` tokens, `rows` texts at once;
-    interleaved, of all repeats the median, or what `of` says."""
+    interleaved, of all repeats the median, or what `of` says. uneven: the texts have different lengths, as drafts leave
+    them: up to `APART` tokens more."""
     prompt = (torch.arange(1, context + 1, device=target.device) % target.vocab_size).repeat(rows, 1)
     times: dict[int, list[float]] = {width: [] for width in widths}
     with one_thread(target.device):
-        target.start(prompt, reserve=max(widths))
+        target.start(prompt, reserve=max(widths) + APART)
+        if uneven:
+            _seconds(target, APART, rows)
+            target.commit([list(range(1 + row % APART)) for row in range(rows)])
         for repeat in range(repeats + 1):
             for width, measured in times.items():
                 seconds = _seconds(target, width, rows)
@@ -48,9 +53,10 @@ def verify_costs(
 
 def _seconds(target: Target, width: int, rows: int) -> float:
     tokens = (torch.arange(width, device=target.device) % target.vocab_size).repeat(rows, 1)
-    begin = now(target.device)
+    now = clock(target.device)
+    begin = now()
     target.forward(tokens, chain_parents(rows, width - 1, target.device))
-    return now(target.device) - begin
+    return now() - begin
 
 
 def rounding_noise(target: HFTarget, tokens: Tensor, slots: int = VERIFY_TOKENS) -> float:

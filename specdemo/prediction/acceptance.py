@@ -71,6 +71,14 @@ class Acceptance:
         kept: Iterator[float] = accumulate((*self.rates[:k], *longer), mul)
         return 1.0 + sum(kept)
 
+    def whole(self, k: int, batch: int = 1) -> float:
+        """The chance that at least one of so many texts keeps all of a draft."""
+        return 1.0 - (1.0 - (self.expected(k) - self.expected(k - 1))) ** batch
+
+    def longest_of(self, k: int, batch: int) -> float:
+        """What the text of a batch that keeps most emits in a pass: as wide is what all of them read."""
+        return 1.0 + sum(self.whole(length, batch) for length in range(1, k + 1))
+
 
 def replayed(passes: Sequence[Kept], k: int, chance: float) -> tuple[float, float, float]:
     """Tokens a pass with drafts of k, where `passes` drafted at least as many: the fewest, the expected and the most.

@@ -30,6 +30,11 @@ class Drafting:
     own: Shape | None = None
     longest: int = LONGEST  # tokens that it can draft
 
+    @property
+    def remembers(self) -> bool:
+        """Whether it keeps something of its own of a text, which has to catch up with what became history."""
+        return bool(self.own and self.own.memory)
+
 
 MARKS = {  # what a config of each family says and no other does
     "eagle": ("eagle3", "eagle_config", "draft_vocab_size"),
@@ -178,3 +183,4 @@ MAKERS: dict[str, Maker] = {
     "dflash": _dflash,
     "layer_skip": _layer_skip,
 }
+USUAL = tuple(name for name in MAKERS if name not in ("none", "draft_model"))  # where no drafter need be named

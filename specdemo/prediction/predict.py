@@ -11,18 +11,18 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import exp, hypot, log, sqrt
 from pathlib import Path
-from typing import Any
 
 from specdemo.core.estimate import Estimate
 from specdemo.core.trace import LaneTrace
 from specdemo.prediction.acceptance import Acceptance, drafting_lane, of_lane
 from specdemo.prediction.drafts import Drafting, drafting, method_in
+from specdemo.prediction.fit import device_of
 from specdemo.prediction.profiles import Profile, profile
-from specdemo.prediction.roofline import BYTES, EDGE, NAMES, Device, Engine, device_of
-from specdemo.prediction.shapes import Shape, Work, config_of, shape, work
+from specdemo.prediction.roofline import BYTES, EDGE, NAMES, Device, Engine
+from specdemo.prediction.shapes import Shape, config_of, shape
+from specdemo.prediction.steps import Load, Step, step_of
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-BRANCHES = 10  # of a tree that grows by levels: nodes that a drafting pass goes on from
 SURE = 1.96  # standard deviations of 95 %
 HEADROOM = 1.1  # of memory: activations and buffers
 ASSUMED = 0.75  # acceptance of every position, where nobody says
@@ -65,7 +65,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class Gain:
     """One batch size at its best draft length; k 0: none is faster than plain decoding."""
 
     batch: int
@@ -84,7 +84,7 @@ class Prediction:
     plain_ms: float  # a step of plain decoding
     plain_tokens_per_s: Estimate
     rows: tuple[Row, ...]
-    loads: tuple[Load, ...]
+    loads: tuple[Gain, ...]
     dies: int | None  # the smallest batch at which no draft length gains; None: none up to the largest of `loads`
     memory_gb: float
     fits: bool
@@ -115,7 +115,7 @@ class Prediction:
         """What a million tokens cost; None without a price."""
         return None if self.scene.price is None else self.scene.price / 3600.0 / tokens_per_s * 1e6
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """All of it for JSON: names of fields, intervals as value, low and high."""
         scene = self.scene
         return {
@@ -144,7 +144,7 @@ class Prediction:
 
 
 ROW = tuple(field.name for field in fields(Row))
-LOAD = tuple(field.name for field in fields(Load))
+LOAD = tuple(field.name for field in fields(Gain))
 
 
 def _told(value: object) -> object:
@@ -250,50 +250,16 @@ def _lengths(scene: Scene) -> tuple[int, ...]:
     return tuple(range(1, scene.draft.longest + 1))
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """The passes of one step: what a step is made of, before anybody asks how long they take."""
-
-    check: Work
-    drafts: tuple[tuple[Work, float], ...]  # passes and how many of them
-    draft: Drafting
-    rounds: int  # of drafting
-    batch: float
-
-    def parts(self, device: Device) -> tuple[float, float, float]:
-        """Milliseconds of drafting, of checking and of all else."""
-        drafting = sum(count * device.ms(of, self.batch) for of, count in self.drafts)
-        drafting += self.rounds * device.token_ms(self.draft)
-        return drafting, device.ms(self.check, self.batch), device.beside_ms(self.rounds > 0, self.batch)
-
-    def ms(self, device: Device) -> float:
-        """All of it."""
-        return sum(self.parts(device))
-
-
 def _step(scene: Scene, k: int) -> Step:
     """k 0: plain decoding."""
-    size, batch, context = BYTES[scene.device.dtype], scene.batch, scene.context
-    checked = (scene.nodes or k) + 1 if k else 1
-    check = work(scene.target, checked, batch, context, size)
-    draft = scene.draft
-    if not k or draft.first is None:
-        return Step(check, (), draft, min(k, 1), batch)
-    whole = scene.acceptance.expected(k) - scene.acceptance.expected(k - 1)  # of all drafts those kept to the end
-    read = scene.acceptance.expected(k) if draft.reads_all else 1.0 + whole
-    if draft.block:
-        return Step(check, ((work(draft.first, read + k, batch, context, size, k), 1.0),), draft, 1, batch)
-    drafts = [(work(draft.first, read, batch, context, size, 1.0), 1.0)]
-    if k > 1 and draft.further is not None:
-        rows = min(BRANCHES, scene.nodes) if scene.nodes else 1
-        drafts.append((work(draft.further, rows, batch, context, size), k - 1.0))
-    return Step(check, tuple(drafts), draft, k, batch)
+    load = Load(scene.batch, scene.context, BYTES[scene.device.dtype])
+    return step_of(scene.target, scene.draft, scene.acceptance, k, load, scene.nodes)
 
 
 def _row(scene: Scene, k: int) -> Row:
     device, plain, step = scene.device, _step(scene, 0), _step(scene, k)
     tokens, plain_ms = scene.acceptance.tokens(k), plain.ms(device)
-    draft_ms, verify_ms, other_ms = step.parts(device)
+    draft_ms, verify_ms, other_ms = step.draft_ms(device), step.check_ms(device), step.beside_ms(device)
     step_ms = draft_ms + verify_ms + other_ms
     speedup, rate = tokens.value * plain_ms / step_ms, 1e3 * scene.batch * tokens.value / step_ms
     own, shared = verify_ms / step_ms, draft_ms / step_ms
@@ -307,7 +273,7 @@ def _row(scene: Scene, k: int) -> Row:
         verify_ms=verify_ms,
         other_ms=other_ms,
         c=draft_ms / k / plain_ms,
-        v=verify_ms / plain.parts(device)[1],
+        v=verify_ms / plain.check_ms(device),
         speedup=_about(speedup, tokens, half),
         tokens_per_s=_about(rate, tokens, alone),
         limit=_limit(scene, k, tokens.value, step, plain),
@@ -331,13 +297,13 @@ def _about(value: float, tokens: Estimate, half: float) -> Estimate:
 
 def _limit(scene: Scene, k: int, tokens: float, step: Step, plain: Step) -> str:
     """What would bring most if it cost nothing, or for acceptance, if it were whole."""
-    draft_ms, verify_ms, other_ms = step.parts(scene.device)
-    all_ms = draft_ms + verify_ms + other_ms
-    _, alone_ms, engine_ms = plain.parts(scene.device)
+    device, all_ms = scene.device, step.ms(scene.device)
+    wider_ms = step.check_ms(device) - plain.check_ms(device)
+    more_ms = step.beside_ms(device) - plain.beside_ms(device)
     gains = {
-        "what drafting costs": all_ms / (all_ms - draft_ms),
-        "what a wider pass costs": all_ms / (all_ms - max(verify_ms - alone_ms, 0.0)),
-        "what the engine does beside its passes": all_ms / (all_ms - max(other_ms - engine_ms, 0.0)),
+        "what drafting costs": all_ms / (all_ms - step.draft_ms(device)),
+        "what a wider pass costs": all_ms / (all_ms - max(wider_ms, 0.0)),
+        "what the engine does beside its passes": all_ms / (all_ms - max(more_ms, 0.0)),
         "what is refused of the drafts": (k + 1.0) / tokens,
     }
     return max(gains, key=gains.__getitem__)
@@ -348,13 +314,13 @@ def _speedup(scene: Scene, k: int) -> float:
     return scene.acceptance.tokens(k).value * times
 
 
-def _load(scene: Scene, lengths: Sequence[int]) -> Load:
+def _load(scene: Scene, lengths: Sequence[int]) -> Gain:
     best = max(lengths, key=lambda k: _speedup(scene, k))
     row, memory = _row(scene, best), _memory_gb(scene)
     off = row.speedup.value <= 1.0
     rate = 1e3 * scene.batch / _step(scene, 0).ms(scene.device) if off else row.tokens_per_s.value
     fits = memory <= scene.device.profile.memory_gb.value
-    return Load(scene.batch, 0 if off else best, row.speedup, rate, memory, fits)
+    return Gain(scene.batch, 0 if off else best, row.speedup, rate, memory, fits)
 
 
 def _dies(scene: Scene, lengths: Sequence[int]) -> int | None:

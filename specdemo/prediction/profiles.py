@@ -39,6 +39,7 @@ class Passes(_Strict):
     kernels: str
     context: Count  # tokens before the pass, per text
     ms: dict[Count, dict[Count, Positive]]  # texts at once -> slots per text -> milliseconds
+    uneven: dict[Count, dict[Count, Positive]] = {}  # the same, of texts of different lengths, as drafts leave them
 
     def v(self, batch: int) -> dict[int, float]:
         """Slots -> time of a pass over them, in passes over one slot. Raises KeyError for a batch never measured."""
@@ -54,9 +55,11 @@ class Step(_Strict):
     dtype: str
     draft: str = ""  # the shape of its draft model
     batch: Count = 1
+    context: Count = 80  # tokens before it, on the average
     k: Annotated[int, Field(ge=0)] = 0  # of a chain that was drafted whole; 0: none, or not told
     ms: dict[str, Annotated[float, Field(ge=0.0)]]
     drafted: Annotated[float, Field(ge=0.0)]  # tokens a step
+    kept: Annotated[float, Field(ge=0.0)] = 0.0  # of them
 
 
 class Measured(_Strict):

@@ -85,8 +85,10 @@ class Work:
     """What a pass asks of a device."""
 
     weight_bytes: float
-    other_bytes: float  # keys, values and states
-    flop: float
+    flop: float  # of the matrices
+    kept_bytes: float  # keys, values and states
+    kept_flop: float  # with them
+    written: float  # numbers of them that are new
     rows: float  # tokens that the matrices are multiplied with
     operations: float
     layers: int
@@ -102,10 +104,13 @@ def work(
     width = shape.width(dtype_bytes)
     weights = (shape.dense + expert * shape.touched(rows)) * width + (shape.head * dtype_bytes if said else 0.0)
     flop = 2.0 * rows * (shape.dense + expert * shape.chosen) + 2.0 * said * shape.head
+    attending = 0.0
     for memory in shape.memory:
         seen = min(context, memory.window) if memory.window else context
-        flop += rows * memory.layers * (memory.operations * seen + 2.0 * memory.state)
-    return Work(weights, batch * shape.kept_bytes(context, dtype_bytes), flop, rows, shape.operations, shape.layers)
+        attending += rows * memory.layers * (memory.operations * seen + 2.0 * memory.state)
+    kept = batch * shape.kept_bytes(context, dtype_bytes)
+    written = rows * sum(memory.layers * memory.numbers for memory in shape.memory)
+    return Work(weights, flop, kept, attending, written, rows, shape.operations, shape.layers)
 
 
 def shape_of(config: Config, name: str = "", quantization: str | None = None) -> Shape:
@@ -273,9 +278,9 @@ class Said:
 
 
 @lru_cache(maxsize=1)
-def known() -> dict[str, dict[str, Any]]:
+def known() -> dict[str, Config]:
     """Configs of well-known models, as far as their sizes go, by hub id."""
-    found: dict[str, dict[str, Any]] = json.loads(KNOWN.read_text(encoding="utf-8"))
+    found: dict[str, Config] = json.loads(KNOWN.read_text(encoding="utf-8"))
     return found
 
 

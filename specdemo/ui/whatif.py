@@ -3,19 +3,20 @@ answer is a prediction of milliseconds, made anew at each change of a control.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import gradio as gr
+from gradio.components import Component
 
 from specdemo.core.estimate import Estimate
 from specdemo.core.trace import RunTrace, estimates
 from specdemo.engine.comparison import DRAFT
+from specdemo.methods import method
 from specdemo.prediction.acceptance import Acceptance, of_lane
-from specdemo.prediction.drafts import MAKERS, Drafting
-from specdemo.prediction.predict import ASSUMED, BATCHES, Load, Prediction, Row, predict, predicted
+from specdemo.prediction.drafts import MAKERS, USUAL, Drafting, method_in
+from specdemo.prediction.predict import ASSUMED, BATCHES, Gain, Prediction, Row, predict, predicted
 from specdemo.prediction.profiles import Profile, profile, profiles
 from specdemo.prediction.shapes import Shape, known, shape
 from specdemo.presets.files import DEFAULT, allowed_models, load_presets, preset
@@ -29,16 +30,6 @@ CONTEXTS = {256: "256", 1024: "1k", 4096: "4k", 16384: "16k", 65536: "64k"}
 SIZES = {0.25: "a quarter", 0.5: "half", 1.0: "as it is", 2.0: "twice"}
 SAME, OWN = "run", "own"  # the run's draft and acceptance, or others
 SMALL = 4e9  # parameters of what is offered as a draft model
-FREE = "ngram"  # drafting that costs nothing
-USUAL = {
-    FREE: "free: looked up",
-    "eagle": "an EAGLE head",
-    "medusa": "Medusa heads",
-    "mlp_speculator": "an MLP speculator",
-    "mtp": "an MTP module",
-    "dflash": "DFlash, a block in one pass",
-    "layer_skip": "the target's own first layers",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +40,7 @@ class Start:
     target: str
     method: str
     model: str | None
-    options: Mapping[str, Any]
+    options: Mapping[str, int]
     quantization: str | None
     acceptance: Acceptance
     k: int
@@ -189,7 +180,7 @@ def _row(row: Row) -> dict[str, object]:
     return {"k": row.k, "tokens": row.tokens.value, "ms": parts, "limit": row.limit, **speeds}
 
 
-def _load(load: Load) -> dict[str, object]:
+def _load(load: Gain) -> dict[str, object]:
     return {"batch": load.batch, "k": load.k, "speedup": _three(load.speedup), "fits": load.fits}
 
 
@@ -292,75 +283,76 @@ def _on_the_hub() -> list[str]:
 
 
 def _drafts() -> list[tuple[str, str]]:
-    small = [name for name in _on_the_hub() if shape(name).parameters < SMALL]
-    models = [(f"{name} as a draft model", f"draft_model:{name}") for name in small]
-    return [("as in the run", SAME), *((words, name) for name, words in USUAL.items()), *models]
+    configs = {name: known()[name] for name in _on_the_hub() if shape(name).parameters < SMALL}
+    kinds = {name: method_in(config) for name, config in configs.items()}
+    models = [(f"{method(kind).title}: {name}", f"{kind}:{name}") for name, kind in kinds.items()]
+    return [("as in the run", SAME), *((method(name).title, name) for name in USUAL), *models]
 
 
 def draw(tab: gr.Tab, ask: gr.Button, questions: Questions) -> None:
     """The tab, inside the current Blocks. ask: takes the run on show here."""
-    first = preset(DEFAULT)
     gr.Markdown(assets.text("whatif.md"), elem_id="whatif-about")
+    given: dict[str, Component] = {"state": gr.State(), **_where(), **_other()}
+    view = assets.view("whatif.html", "kit.js", "chart.js", "whatif.js", elem_id="whatif")
+    parts = {**given, "view": view}
+    named(tab.select, questions.open, given, parts, **QUIET)
+    named(_changed(given["start"]), questions.begin, given, parts, **QUIET)
+    asked = named(ask.click, questions.ask, given, parts, **QUIET)
+    asked.then(None, None, None, js=assets.to_tab("what-if"), **QUIET)
+    changes = [_changed(part) for name, part in given.items() if name not in ("state", "start")]
+    shown = {name: parts[name] for name in ("dtype", "rate", "view")}
+    named(lambda *a, **k: gr.on(changes, *a, trigger_mode="always_last", **k), questions.answer, given, shown, **QUIET)
+
+
+def _changed(part: Component) -> Callable[..., object]:
+    """The event of a visitor's change; not of an update, which would ask again."""
+    assert isinstance(part, gr.Dropdown | gr.Radio | gr.Slider)
+    return part.input
+
+
+def _where() -> dict[str, Component]:
+    """The machine, and what is asked of it."""
     starts = [(title, id) for id, title in recorded_starts().items()]
     machines = [(where.title, name) for name, where in profiles().items()]
-    parts: dict[str, Any] = {"state": gr.State()}
+    contexts = [(words, tokens) for tokens, words in CONTEXTS.items()]
+    k = preset(DEFAULT).lanes[0].k
     with gr.Row(elem_id="whatif-where"):
-        parts["start"] = gr.Dropdown(
-            starts, value=DEFAULT, label="Start from", elem_id="whatif-start", scale=5, min_width=260
-        )
-        parts["machine"] = gr.Dropdown(
-            machines, value=ELSEWHERE, label="Machine", elem_id="machine", scale=3, min_width=180
-        )
-        parts["dtype"] = gr.Dropdown(
+        start = gr.Dropdown(starts, value=DEFAULT, label="Start from", elem_id="whatif-start", scale=5, min_width=260)
+        machine = gr.Dropdown(machines, value=ELSEWHERE, label="Machine", elem_id="machine", scale=3, min_width=180)
+        dtype = gr.Dropdown(
             ["bfloat16"], value="bfloat16", label="Precision", elem_id="precision", scale=2, min_width=120
         )
     with gr.Row(elem_id="whatif-load"):
-        parts["batch"] = gr.Radio(
-            [*BATCHES],
-            value=1,
-            label="Texts at once",
-            elem_id="batch",
-            elem_classes="chips short",
-            scale=5,
-            min_width=300,
-        )
-        contexts = [(words, tokens) for tokens, words in CONTEXTS.items()]
-        parts["context"] = gr.Radio(
-            contexts,
-            value=1024,
-            label="Context, tokens",
-            elem_id="context",
-            elem_classes="chips short",
-            scale=3,
-            min_width=300,
-        )
-        parts["k"] = gr.Slider(
-            1, DRAFT, first.lanes[0].k, step=1, label="Draft length k", elem_id="whatif-k", scale=3, min_width=220
-        )
+        batch = _chips([(str(n), n) for n in BATCHES], 1, "Texts at once", "batch", 5, 300)
+        context = _chips(contexts, 1024, "Context, tokens", "context", 3, 300)
+        length = gr.Slider(1, DRAFT, k, step=1, label="Draft length k", elem_id="whatif-k", scale=3, min_width=220)
+    return {"start": start, "machine": machine, "dtype": dtype, "batch": batch, "context": context, "k": length}
+
+
+def _other() -> dict[str, Component]:
+    """Another model, another draft."""
+    first = preset(DEFAULT).target
     with gr.Accordion("Another model, another draft", open=False, elem_id="whatif-draft"), gr.Row():
-        targets = _targets(first.target)
-        parts["target"] = gr.Dropdown(
-            targets, value=first.target, label="Target", elem_id="whatif-target", min_width=220
-        )
-        parts["draft"] = gr.Dropdown(_drafts(), value=SAME, label="Draft", elem_id="draft", min_width=220)
-        sizes = [(words, times) for times, words in SIZES.items()]
-        parts["size"] = gr.Radio(
-            sizes, value=1.0, label="The draft's size", elem_id="size", elem_classes="chips short", min_width=260
-        )
-        kept = [("as in the run", SAME), ("a rate of my own", OWN)]
-        parts["kept"] = gr.Radio(
-            kept, value=SAME, label="What is kept", elem_id="kept", elem_classes="chips short", min_width=260
-        )
-        parts["rate"] = gr.Slider(
+        target = gr.Dropdown(_targets(first), value=first, label="Target", elem_id="whatif-target", min_width=220)
+        draft = gr.Dropdown(_drafts(), value=SAME, label="Draft", elem_id="draft", min_width=220)
+        size = _chips([(words, times) for times, words in SIZES.items()], 1.0, "The draft's size", "size")
+        kept = _chips([("as in the run", SAME), ("a rate of my own", OWN)], SAME, "What is kept", "kept")
+        rate = gr.Slider(
             0.05, 0.98, ASSUMED, step=0.01, label="A guess is kept", info="where those before it were", visible=False,
             elem_id="rate", min_width=220,
         )  # fmt: skip
-    parts["view"] = assets.view("whatif.html", "kit.js", "chart.js", "whatif.js", elem_id="whatif")
-    given = {name: part for name, part in parts.items() if name != "view"}
-    named(tab.select, questions.open, given, parts, **QUIET)
-    named(parts["start"].input, questions.begin, given, parts, **QUIET)
-    asked = named(ask.click, questions.ask, given, parts, **QUIET)
-    asked.then(None, None, None, js=assets.to_tab("what-if"), **QUIET)
-    changes = [part.input for name, part in given.items() if name not in ("state", "start")]
-    shown = {name: parts[name] for name in ("dtype", "rate", "view")}
-    named(lambda *a, **k: gr.on(changes, *a, trigger_mode="always_last", **k), questions.answer, given, shown, **QUIET)
+    return {"target": target, "draft": draft, "size": size, "kept": kept, "rate": rate}
+
+
+def _chips(
+    choices: Sequence[tuple[str, str | int | float]],
+    value: str | float,
+    label: str,
+    elem_id: str,
+    scale: int | None = None,
+    min_width: int = 260,
+) -> gr.Radio:
+    looks = "chips short"
+    return gr.Radio(
+        choices, value=value, label=label, elem_id=elem_id, elem_classes=looks, scale=scale, min_width=min_width
+    )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specdemo.bench.device import basics, passes, passes_of
+from specdemo.bench.device import basics, passes, passes_of, step_times
 from specdemo.bench.random_models import SHAPES, random_model, shape
 from specdemo.models.target import HFTarget
 
@@ -47,9 +47,22 @@ def test_an_unknown_shape_is_refused_with_the_nearest():
 
 def test_passes_by_batch_and_width():
     target = HFTarget(random_model(SHAPES["llama-tiny"], CPU, torch.float32))
-    ms = passes(target, (3,), (1, 4), context=8)
+    ms, uneven = passes(target, (3,), (1, 4)), passes(target, (3,), (4,), uneven=True)
     assert {batch: list(row) for batch, row in ms.items()} == {1: [1, 3], 4: [1, 3]}
-    assert passes_of("llama-tiny", target, ms).v(4)[1] == 1.0
+    known = passes_of("llama-tiny", target, ms, uneven)
+    assert known.v(4)[1] == 1.0 and set(known.uneven) == {4} and set(known.uneven[4]) == {1, 3}
+
+
+def test_steps_are_of_chains_of_which_some_are_kept():
+    """Of texts that come to have different lengths, as in a run."""
+    targets = {name: HFTarget(random_model(SHAPES[name], CPU, torch.float32)) for name in ("llama-tiny", "qwen3-tiny")}
+    found = {(step.model, step.method, step.k, step.batch): step for step in step_times(targets)}
+    small = [("qwen3-tiny", "eagle", 5)]
+    lanes = [("llama-tiny", "none", 0), *(("llama-tiny", "draft_model", k) for k in (2, 5)), *small]
+    assert set(found) == {(*lane, batch) for lane in lanes for batch in (1, 8)}
+    for (_, method, k, _), step in found.items():
+        assert step.drafted == k and (0.0 < step.kept < k or not k)
+        assert step.draft == ("qwen3-tiny" if method == "draft_model" else "")
 
 
 def test_the_basics_of_this_machine():

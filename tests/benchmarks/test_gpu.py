@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from math import log
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from specdemo.core.accept import Lossless
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.tree import ABSENT, Draft
 from specdemo.methods import load_drafter
+from specdemo.prediction.predict import predict
 from specdemo.prediction.profiles import read_profile
 
 CPU = torch.device("cpu")
@@ -75,7 +77,24 @@ def test_the_page_the_plots_and_the_profile(measured):
     target, draft = profile.passes
     assert (target.model, draft.model) == ("llama-tiny", "qwen3-tiny")
     assert target.v(2)[1] == 1.0 and set(target.ms) == {1, 2} and set(target.ms[1]) == {1, 2, 4}
-    assert {step.method for step in profile.steps} == {drafting.method for drafting in METHODS.values()}
+    steps = {step.method: step for step in profile.steps}
+    assert set(steps) == {drafting.method for drafting in METHODS.values()}
+    drafts = steps["draft_model"]
+    assert (drafts.draft, drafts.k, drafts.drafted) == ("qwen3-tiny", 5, 5.0) and 0.0 < drafts.kept < 5.0
+    assert [step.k for step in profile.steps if step.method == "eagle"] == [0, 5]  # a tree, a chain
+
+
+def test_a_prediction_reads_the_profile(measured):
+    (file,) = measured[0].glob("*.profile.json")
+    profile = read_profile(file)
+    dtype = profile.passes[0].dtype
+    found, guess = (
+        predict("llama-tiny", model="qwen3-tiny", device=p, dtype=dtype, acceptance=[0.7], ks=(5,)).rows[0]
+        for p in (profile, profile.model_copy(update={"passes": (), "steps": ()}))
+    )
+    step = next(s for s in profile.steps if s.method == "draft_model")
+    drafting = step.ms["draft"] + step.ms["observe"]
+    assert abs(log(found.draft_ms / drafting)) < abs(log(guess.draft_ms / drafting))
     assert profile.bandwidth_gb_per_s.source == "measured by python -m specdemo bench gpu"
 
 

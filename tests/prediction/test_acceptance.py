@@ -87,3 +87,11 @@ def test_heads_are_known_by_position_alone_and_trees_at_their_size():
     assert not of_lane(lane_of("embedded-eagle-3")).exact
     tree = of_lane(lane_of("embedded-medusa"))
     assert tree.nodes > len(tree.rates) and tree.longest is None
+
+
+@given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=6), st.integers(1, 8), st.integers(1, 64))
+def test_the_text_that_keeps_most_says_how_wide_all_read(rates, k, batch):
+    kept = Acceptance(tuple(rates))
+    assert kept.longest_of(k, 1) == pytest.approx(kept.expected(k))
+    assert kept.longest_of(k, batch) <= kept.longest_of(k, batch + 1) + 1e-9 <= k + 1.0 + 1e-6
+    assert 0.0 <= kept.whole(k, batch) <= kept.whole(k, batch + 1) + 1e-9 <= 1.0 + 1e-6

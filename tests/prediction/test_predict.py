@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -11,9 +12,9 @@ from hypothesis import strategies as st
 
 from specdemo.__main__ import main
 from specdemo.prediction.drafts import MAKERS, Drafting
+from specdemo.prediction.fit import device_of
 from specdemo.prediction.predict import predict, predicted
 from specdemo.prediction.profiles import Figure, Passes, profile, profiles
-from specdemo.prediction.roofline import device_of
 from specdemo.prediction.shapes import known, shape, work
 from specdemo.presets.files import FOLDER
 
@@ -88,15 +89,27 @@ def test_measured_passes_correct_the_constants():
     """A machine that reaches half of the bandwidth and starts operations ten times as fast is found out."""
     truth = device_of(profile("laptop-cpu"), "float32", "eager")
     truth = replace(truth, costs=replace(truth.costs, bandwidth=0.45, operation_us=2.0))
-    rows = {}
-    for name in ("llama-100m", "stories"):
-        rows[name] = {b: {n: truth.ms(work(shape(name), n, b, 64, 4.0), b) for n in (1, 2, 5, 9, 17)} for b in (1, 4)}
-    passes = tuple(Passes(model=name, dtype="float32", kernels="x", context=64, ms=ms) for name, ms in rows.items())
-    fitted = device_of(profile("laptop-cpu").model_copy(update={"passes": passes}), "float32", "eager")
+    passes = []
+    for name, context in product(("llama-100m", "llama-7m", "llama-1m"), (64, 256)):
+        of = shape(name)
+        ms = {b: {n: truth.ms(work(of, n, b, context, 4.0), b) for n in (1, 2, 5, 9, 17)} for b in (1, 4)}
+        passes.append(Passes(model=name, dtype="float32", kernels="x", context=context, ms=ms))
+    fitted = device_of(profile("laptop-cpu").model_copy(update={"passes": tuple(passes)}), "float32", "eager")
     other = work(shape("stories-draft-deep"), 3, 2, 64, 4.0)
     assert fitted.ms(other, 2) == pytest.approx(truth.ms(other, 2), rel=0.05)
     assert fitted.costs.bandwidth == pytest.approx(0.45, rel=0.1)
     assert fitted.errors[0][0] < 0.3 * 0.2**2
+
+
+def test_drafts_cost_more_where_texts_come_to_differ_and_caches_turn_cold():
+    device = device_of(profile("laptop-cpu"), "float32", "eager")
+    small = work(shape("llama-1m"), 1, 4, 64, 4.0)
+    assert device.ms(small, 4) < device.ms(small, 4, uneven=True) < device.ms(small, 4, uneven=True, cold=True)
+    far = work(shape("llama-1m"), 1, 4, 640, 4.0)
+    assert device.ms(far, 4) > device.ms(small, 4)
+    large, drafted = (work(shape(name), 1, 1, 64, 4.0) for name in ("llama-100m", "llama-1m"))
+    share = device.ms(large, cold=True) / device.ms(large), device.ms(drafted, cold=True) / device.ms(drafted)
+    assert share[0] == pytest.approx(1.0, abs=1e-3) and share[1] > 1.1  # what is larger than the cache is never in it
 
 
 def test_predicting_needs_no_torch():

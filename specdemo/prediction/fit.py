@@ -1,0 +1,162 @@
+"""A device as its measured profile says: passes and steps correct the constants of the roofline, all at once, by least
+squares in the logarithms, in which the constants count as one more measurement each.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import exp, log, sqrt
+from operator import mul
+
+from specdemo.core.suggest import suggest
+from specdemo.prediction.acceptance import from_mean
+from specdemo.prediction.drafts import drafting
+from specdemo.prediction.profiles import Passes, Profile
+from specdemo.prediction.profiles import Step as Measured
+from specdemo.prediction.roofline import BYTES, DEFAULT, EDGE, NAMES, Device, Engine, Terms
+from specdemo.prediction.shapes import Work, known, shape, work
+from specdemo.prediction.steps import Load, step_of
+
+NOISE = 0.04  # of a measured pass, as a share
+DISTURBED = 0.15
+ROUNDS = 16
+UNMEASURED = 0.12  # what such a roofline is off by in itself, as published results say (docs/what-if.md)
+LARGEST_STEP, LEAST, CLOSE = 1.0, 0.01, 1e-2
+LAPS = {"draft", "verify", "accept", "commit", "observe"}
+FITTED = ("none", "draft_model", "eagle")  # methods whose sizes in a profile are known
+
+
+def device_of(profile: Profile, dtype: str, engine: Engine) -> Device:
+    """With what the profile's passes and steps correct. Raises ValueError for a precision that nobody knows."""
+    if dtype not in BYTES:
+        raise ValueError(f"unknown dtype {dtype[:60]!r}; {suggest(dtype[:60], BYTES)}")
+    engine = "eager" if profile.kind == "cpu" else engine
+    start = DEFAULT[profile.kind, engine]
+    errors = [start[name].error for name in NAMES]
+    prior = tuple(tuple(e * e if i == j else 0.0 for j in range(len(errors))) for i, e in enumerate(errors))
+    guess = Device(profile, dtype, engine, Terms(**{name: start[name].value for name in NAMES}), prior, UNMEASURED)
+    seen = _measured(profile, dtype)
+    return _fitted(guess, seen) if seen else guess
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Something that was measured: what a device would take for it, the milliseconds it took."""
+
+    what: Callable[[Device], float]
+    ms: float
+
+
+def _measured(profile: Profile, dtype: str) -> list[Seen]:
+    """Passes, and the laps of steps: drafting, checking, and what is done beside."""
+    passes = [seen for one in profile.passes if one.dtype == dtype for seen in _passes(one)]
+    steps = [seen for one in profile.steps if one.dtype == dtype and _told(one) for seen in _laps(one)]
+    return [seen for seen in (*passes, *steps) if seen.ms > 0.0]
+
+
+def _passes(measured: Passes) -> Iterator[Seen]:
+    of = shape(measured.model)
+    for uneven, found in ((False, measured.ms), (True, measured.uneven)):
+        for batch, row in found.items():
+            for n, ms in row.items():
+                one = work(of, n, batch, measured.context, BYTES[measured.dtype])
+                yield Seen(_pass(one, batch, uneven), ms)
+
+
+def _pass(of: Work, batch: int, uneven: bool) -> Callable[[Device], float]:
+    return lambda device: device.ms(of, batch, uneven)
+
+
+def _told(step: Measured) -> bool:
+    """Whether it says all that a step is made of."""
+    return not set(step.ms) - LAPS and bool(step.k or not step.drafted)
+
+
+def _laps(measured: Measured) -> Iterator[Seen]:
+    """Of a step the pass that checks, what is done beside, and drafting."""
+    target, k = shape(measured.model), measured.k
+    draft = drafting(
+        measured.method if measured.method in FITTED else "none",
+        target,
+        known()[measured.draft] if measured.draft else None,
+        {},
+    )
+    kept = from_mean(1.0 + min(measured.kept, k), k) if k else from_mean(1.0, 1)
+    step = step_of(target, draft, kept, k, Load(measured.batch, measured.context, BYTES[measured.dtype]))
+    laps = measured.ms
+    yield Seen(step.check_ms, laps.get("verify", 0.0))
+    yield Seen(step.beside_ms, laps.get("accept", 0.0) + laps.get("commit", 0.0))
+    if step.drafts:
+        yield Seen(step.draft_ms, laps.get("draft", 0.0) + laps.get("observe", 0.0))
+
+
+def _fitted(start: Device, seen: Sequence[Seen]) -> Device:
+    """Gauss-Newton from the constants, which hold each term as tightly as their errors say; steps are halved until what
+    is left of the errors becomes less."""
+    size, at, device = len(NAMES), [0.0] * len(NAMES), start
+    held = [1.0 / start.errors[i][i] for i in range(size)]
+    for _ in range(ROUNDS):
+        off = _off(device, seen)
+        columns = [*zip(*_slopes(device, seen), strict=True)]
+        weights = [_weight(o) / NOISE**2 for o in off]
+        weighed = [[*map(mul, weights, column)] for column in columns]
+        normal = [
+            [sum(map(mul, weighed[i], columns[j])) + (i == j) * held[i] for j in range(size)] for i in range(size)
+        ]
+        right = [sum(map(mul, row, off)) - a * h for row, a, h in zip(weighed, at, held, strict=True)]
+        inverse = _inverse(normal)
+        step = [sum(map(mul, row, right)) for row in inverse]
+        before, share = _loss(off, at, held), min(1.0, LARGEST_STEP / max(map(abs, step)))
+        while share > LEAST:
+            then = [a + share * s for a, s in zip(at, step, strict=True)]
+            moved = _moved(start, then)
+            if _loss(_off(moved, seen), then, held) < before:
+                break
+            share /= 2.0
+        else:
+            break
+        at, device = then, moved
+        if share * max(map(abs, step)) < CLOSE:
+            break
+    left = _off(device, seen)
+    counted = [_weight(o) for o in left]
+    misfit = sqrt(sum(w * o * o for w, o in zip(counted, left, strict=True)) / sum(counted))
+    return replace(device, errors=tuple(map(tuple, inverse)), misfit=max(misfit, NOISE))
+
+
+def _off(device: Device, seen: Sequence[Seen]) -> list[float]:
+    return [log(one.ms / one.what(device)) for one in seen]
+
+
+def _moved(start: Device, at: Sequence[float]) -> Device:
+    costs = asdict(start.costs)
+    return replace(start, costs=Terms(**{n: costs[n] * exp(by) for n, by in zip(NAMES, at, strict=True)}))
+
+
+def _loss(off: Sequence[float], at: Sequence[float], held: Sequence[float]) -> float:
+    """Cauchy's, of which `_weight` is the weight, and that of the constants."""
+    measured = sum(log(1.0 + (o / DISTURBED) ** 2) for o in off) * (DISTURBED / NOISE) ** 2
+    return measured + sum(a * a * h for a, h in zip(at, held, strict=True))
+
+
+def _weight(off: float) -> float:
+    """Of something measured that far off: what another program disturbed shall not bend the rest."""
+    return 1.0 / (1.0 + (off / DISTURBED) ** 2)
+
+
+def _slopes(device: Device, seen: Sequence[Seen]) -> list[list[float]]:
+    """Of the logarithm of every pass's time, by the logarithm of every term."""
+    moved = [device.shifted(name, EDGE) for name in NAMES]
+    now = [one.what(device) for one in seen]
+    return [[log(one.what(up) / ms) / EDGE for up in moved] for one, ms in zip(seen, now, strict=True)]
+
+
+def _inverse(matrix: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Of a symmetric positive matrix, by Gauss and Jordan."""
+    size = len(matrix)
+    rows = [[*row, *(float(i == j) for j in range(size))] for i, row in enumerate(matrix)]
+    for i in range(size):
+        rows[i] = [value / rows[i][i] for value in rows[i]]
+        for j in range(size):
+            if j != i:
+                rows[j] = [a - rows[j][i] * b for a, b in zip(rows[j], rows[i], strict=True)]
+    return [row[size:] for row in rows]
