@@ -72,7 +72,7 @@ def load_model(
     progress: LoadProgress | None = None,
     kernels: str = "auto",
 ) -> LoadedModel:
-    """dtype: auto, float32, bfloat16, float16; device: auto or a name (core/words.py); quantization: 4bit, 8bit;
+    """dtype: auto, float32, bfloat16, float16; device: auto or a name (core/suggest.py); quantization: 4bit, 8bit;
     kernels: auto (models/fused.py) or transformers (its own layers, which can be trained and saved).
 
     dtype auto is float32 on a CPU and bfloat16 on a GPU. What one GPU cannot hold is spread over all, and the rest put
