@@ -183,4 +183,17 @@ MAKERS: dict[str, Maker] = {
     "dflash": _dflash,
     "layer_skip": _layer_skip,
 }
-USUAL = tuple(name for name in MAKERS if name not in ("none", "draft_model"))  # where no drafter need be named
+TITLES = {  # the methods' own, which without torch nobody can ask
+    "draft_model": "Draft model",
+    "ngram": "Prompt lookup",
+    "suffix": "Suffix decoding",
+    "lookahead": "Lookahead decoding",
+    "medusa": "Medusa",
+    "hydra": "Hydra",
+    "mlp_speculator": "MLPSpeculator",
+    "eagle": "EAGLE",
+    "mtp": "Multi-token prediction",
+    "dflash": "DFlash",
+    "layer_skip": "Layer skip",
+}
+USUAL = tuple(name for name in TITLES if name != "draft_model")  # where no drafter need be named

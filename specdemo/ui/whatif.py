@@ -13,9 +13,8 @@ from gradio.components import Component
 from specdemo.core.estimate import Estimate
 from specdemo.core.trace import RunTrace, estimates
 from specdemo.engine.comparison import DRAFT
-from specdemo.methods import method
 from specdemo.prediction.acceptance import Acceptance, of_lane
-from specdemo.prediction.drafts import MAKERS, USUAL, Drafting, method_in
+from specdemo.prediction.drafts import MAKERS, TITLES, USUAL, Drafting, method_in
 from specdemo.prediction.predict import ASSUMED, BATCHES, Gain, Prediction, Row, predict, predicted
 from specdemo.prediction.profiles import Profile, profile, profiles
 from specdemo.prediction.shapes import Shape, known, shape
@@ -285,8 +284,8 @@ def _on_the_hub() -> list[str]:
 def _drafts() -> list[tuple[str, str]]:
     configs = {name: known()[name] for name in _on_the_hub() if shape(name).parameters < SMALL}
     kinds = {name: method_in(config) for name, config in configs.items()}
-    models = [(f"{method(kind).title}: {name}", f"{kind}:{name}") for name, kind in kinds.items()]
-    return [("as in the run", SAME), *((method(name).title, name) for name in USUAL), *models]
+    models = [(f"{TITLES[kind]}: {name}", f"{kind}:{name}") for name, kind in kinds.items()]
+    return [("as in the run", SAME), *((TITLES[name], name) for name in USUAL), *models]
 
 
 def draw(tab: gr.Tab, ask: gr.Button, questions: Questions) -> None:

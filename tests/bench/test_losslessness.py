@@ -116,7 +116,7 @@ def test_a_strangers_histogram_may_be_none(row):
 
 
 def test_what_writes_no_text_of_the_target_is_not_tested():
-    chosen = preset("embedded-sampling").with_changes(method="synthetic", model=None)
+    chosen = preset("embedded-sampling").with_changes(method="synthetic", model="stories-draft-wide")
     with pytest.raises(ValueError, match="'synthetic' does not write the target's text; choose a preset"):
         losslessness(chosen, 1, ignore, never)
 

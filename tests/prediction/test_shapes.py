@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, DeepseekV3Config
 
+from specdemo.methods import method
 from specdemo.models.hub import embedded_folder
+from specdemo.prediction.drafts import MAKERS, TITLES
 from specdemo.prediction.shapes import known, shape, shape_of, work
 from tests.models import tiny
 
@@ -92,3 +94,7 @@ def test_a_config_without_sizes_is_refused_in_one_line(config):
 )
 def test_well_known_models_have_the_parameters_they_are_known_for(name, billions):
     assert shape(name).parameters / 1e9 == pytest.approx(billions, rel=0.003)
+
+
+def test_drafts_are_called_as_the_methods_are():
+    assert {name: method(name).title for name in MAKERS if name != "none"} == TITLES
