@@ -322,8 +322,8 @@ def _show_what_is_chosen(page: gr.Blocks, visits: Visits, form: Controls, view: 
     linked = page.load(visits.read_link, None, asked, **QUIET)
     given = {"asked": asked, **form.inputs, **form.drawn}
     restored = named(linked.then, visits.restore, given, {**form.parts, "view": view}, **QUIET)
-    restored.then(None, None, None, js=assets.text("unhold.js"), **QUIET)
-    _relabel(form, restored.then)  # with all that was restored, which changes one by one may not see
+    shown = restored.then(None, None, None, js=assets.text("unhold.js"), **QUIET)
+    _relabel(form, shown.then)  # with all that was restored and is drawn, which changes one by one may not see
 
 
 def _endpoints(allow_any_model: bool) -> None:

@@ -46,6 +46,7 @@ def test_a_link_restores_every_setting(visit):
     set_number(page, "temperature", 0.7)
     set_number(page, "seed", 11)
     set_number(page, "max_new_tokens", 40)
+    expect(page.locator("#sampling button").first).to_contain_text("temperature 0.7 · seed 11 · at most 40 tokens")
     page.locator("#prompt textarea").fill("A <b> & ${x} {{y}} 日本 👩‍👧\n\ttab")
     page.locator("#share").click()
     link = page.locator("#link textarea, #link input")

@@ -47,6 +47,7 @@ def test_a_lane_is_started_on_an_engine_used_again_and_ended(chromium, page_with
 
         (engine.parent / "gate").touch()
         page.locator("#run").click()
+        expect(status).to_contain_text("Finished")
         expect(page.locator('[data-lane="1"].sd-text')).to_contain_text("Once upon a time")
         expect(page.locator("#run")).to_be_enabled()
         _, plain, drafting = started(engine)
