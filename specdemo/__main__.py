@@ -69,7 +69,11 @@ def main(argv: Sequence[str] | None = None, told_by: str = "specdemo") -> int:
         message = error.format_message() if isinstance(error, TyperException) else str(error)
         print(f"{told_by}:", " ".join(message.split()), file=sys.stderr)
         return 2
-    except MemoryError:
+    except (MemoryError, RuntimeError) as error:
+        from specdemo.models.footprint import lacks_memory
+
+        if not lacks_memory(error):
+            raise
         print("specdemo: out of memory; choose smaller models or end other programs", file=sys.stderr)
         return 2
     except typer.Abort:

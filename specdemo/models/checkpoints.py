@@ -20,7 +20,7 @@ from torch import Tensor
 
 from specdemo.core.files import replacing_all, write_text
 from specdemo.models.configs import read_config
-from specdemo.models.footprint import TOO_LARGE, headers
+from specdemo.models.footprint import TOO_LARGE, headers, lacks_memory
 from specdemo.models.hub import Cancelled, LoadProgress, describe, remote_headers, silent
 from specdemo.models.resolve import local_folder, locate
 
@@ -102,10 +102,9 @@ def _stand_in(shape: Sequence[int], stored: str) -> Tensor:
 def _read(file: Path) -> dict[str, Tensor]:
     try:
         loaded = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
-    except MemoryError:
-        raise ValueError(f"{file} {TOO_LARGE}") from None
-    except Exception:  # a damaged pickle raises anything
-        raise ValueError(f"{file} is damaged or not plain weights; fetch it again") from None
+    except Exception as error:  # a damaged pickle raises anything
+        wrong = TOO_LARGE if lacks_memory(error) else "is damaged or not plain weights; fetch it again"
+        raise ValueError(f"{file} {wrong}") from None
     if not isinstance(loaded, Mapping) or not all(isinstance(t, Tensor) for t in loaded.values()):
         raise ValueError(f"{file} holds more than tensors; convert it to safetensors")
     return dict(loaded)
@@ -144,6 +143,8 @@ def readable(name: str) -> Iterator[None]:
     except Cancelled:
         raise
     except Exception as error:
+        if lacks_memory(error):
+            raise ValueError(f"{name} {TOO_LARGE}") from error
         line = str(error).partition("\n")[0] or type(error).__name__
         told = isinstance(error, ValueError)
         raise ValueError(line if told else f"{name} cannot be read ({line}); fetch it again") from error

@@ -98,6 +98,12 @@ def weight_bytes(folder: Path, precision: Precision) -> int:
 TOO_LARGE = "does not fit into the memory that this process may have; choose a smaller model"
 
 
+def lacks_memory(error: BaseException) -> bool:
+    """Whether an error says that there is no more memory: torch's allocators raise a RuntimeError with these words."""
+    said = str(error)
+    return isinstance(error, MemoryError) or "allocate memory" in said or "out of memory" in said
+
+
 def headers(files: list[Path]) -> Iterator[tuple[str, list[int], str]]:
     """Name, shape and stored precision of every tensor. Raises ValueError for a damaged file."""
     for file in files:

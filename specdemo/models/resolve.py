@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from specdemo.core.bounds import Bounds
 from specdemo.core.reading import check_regular, read_json
 from specdemo.models import hub
+from specdemo.models.footprint import TOO_LARGE, lacks_memory
 from specdemo.models.hub import LoadProgress, embedded_folder, silent
 from specdemo.models.shipped import check_shipped
 
@@ -124,6 +125,8 @@ def one_line(name: str) -> Iterator[None]:
 
 
 def _explained(name: str, error: Exception) -> str:
+    if lacks_memory(error):
+        return f"{name} {TOO_LARGE}"
     line = next((s for s in str(error).splitlines() if s.strip()), "")
     if "trust_remote_code" in str(error):
         return f"{name} needs code from its repository, which is never run here; choose a model transformers knows"

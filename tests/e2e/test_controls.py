@@ -13,6 +13,15 @@ def set_number(page, elem_id, value):
     box.blur()
 
 
+def unfold(page):
+    """Open the settings. Gradio gives what is shown first its values two frames later, over what is typed by then."""
+    button = page.locator("#sampling button").first
+    button.click()
+    expect(page.locator("#seed input[type=number]")).to_be_visible()
+    page.evaluate("async () => { for (let i = 0; i < 5; i++) await new Promise(requestAnimationFrame); }")
+    return button
+
+
 def edit(page):
     page.locator(".sd-edit").click()
     expect(page.locator("#drawer")).to_be_visible()
@@ -42,11 +51,11 @@ def test_a_link_restores_every_setting(visit):
     choose(page, "model-2", "stories-draft-deep")
     set_number(page, "k-2", 9)
     set_number(page, "k-1", 7)
-    page.locator("#sampling button").first.click()
+    fold = unfold(page)
     set_number(page, "temperature", 0.7)
     set_number(page, "seed", 11)
     set_number(page, "max_new_tokens", 40)
-    expect(page.locator("#sampling button").first).to_contain_text("temperature 0.7 · seed 11 · at most 40 tokens")
+    expect(fold).to_contain_text("temperature 0.7 · seed 11 · at most 40 tokens")
     page.locator("#prompt textarea").fill("A <b> & ${x} {{y}} 日本 👩‍👧\n\ttab")
     page.locator("#share").click()
     link = page.locator("#link textarea, #link input")
