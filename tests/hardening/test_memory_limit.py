@@ -25,7 +25,8 @@ held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesi
 resource.setrlimit(resource.RLIMIT_AS, (held + int(sys.argv[1]),) * 2)
 sys.exit(main(sys.argv[2:]))
 """
-pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the size of its process from /proc")
+HERE = Path("/proc/self/statm").exists()
+pytestmark = pytest.mark.skipif(not HERE, reason="reads the size of its process from /proc")
 
 
 def run(more, *arguments):
@@ -51,7 +52,7 @@ def test_a_model_without_room_for_its_weights_is_one_line(tmp_path):
     size = 2 * vocabulary * width  # 0.5 GB mapped, 1 GB as float32
     entry = {"dtype": "BF16", "shape": [vocabulary, width], "data_offsets": [0, size]}
     header = json.dumps({"model.embed_tokens.weight": entry}).encode()
-    with open(folder / "model.safetensors", "wb") as file:
+    with (folder / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
         file.truncate(8 + len(header) + size)  # a hole: it takes no room on the disk
     assert "does not fit into the memory" in run(size + size // 2, "--target", str(folder), "--dtype", "float32")
