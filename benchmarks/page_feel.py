@@ -30,9 +30,8 @@ FRAMES = """() => {
     if (window.watching) requestAnimationFrame(frame);
   };
   requestAnimationFrame(frame);
-  new PerformanceObserver((list) => window.tasks.push(...list.getEntries().map((task) => task.duration))).observe({
-    type: "longtask",
-  });
+  window.observer ??= new PerformanceObserver((list) => window.tasks.push(...list.getEntries().map((task) => task.duration)));
+  window.observer.observe({ type: "longtask" });
 }"""
 PRESS = """() => new Promise((resolve) => {
   const started = performance.now();
