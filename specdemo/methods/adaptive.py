@@ -274,7 +274,7 @@ class Goodput:
         too near each other for their differences to be trusted."""
         speed, last = self._tokens / self._time if self._time else 0.0, len(rates)
         slopes = (min((seconds[n] - seconds[k]) / (n - k) for n in range(k + 1, last + 1)) for k in range(last))
-        return [slope * speed / rate for slope, rate in zip(slopes, rates, strict=True)]
+        return [slope * speed / max(rate, 1.0 - SUREST) for slope, rate in zip(slopes, rates, strict=True)]
 
     def _seconds(self, depth: int, nodes: int) -> list[float]:
         """Of a step, by k. More slots never take less time, so a plain step takes at most what any other does."""
