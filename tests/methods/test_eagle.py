@@ -378,7 +378,16 @@ def test_tree_nodes_are_as_likely_as_the_whole_text_says(head, target):
 
 
 def test_sampled_chains_carry_what_they_were_drawn_from(head, target):
-    reference, sampling = quick_reference(target, head), Sampling(temperature=0.8, top_k=7)
+    carries_what_it_was_drawn_from(head, target, quick_reference(target, head))
+
+
+def test_sampled_p_eagle_chains_do_too(target, tmp_path):
+    head = Eagle.load(write(tmp_path, *peagle()), target)
+    carries_what_it_was_drawn_from(head, target, quick_reference(target, head, mask=7, theta=5e5))
+
+
+def carries_what_it_was_drawn_from(head, target, reference):
+    sampling = Sampling(temperature=0.8, top_k=7)
     for written, draft in at_their_own_pace(target, load_drafter("eagle", target, head, draft="chain"), sampling):
         for row, text in enumerate(written):
             for i, (token, q) in enumerate(zip(draft.tokens[row].tolist(), draft.probs[row], strict=True)):
