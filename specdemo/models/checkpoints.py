@@ -125,7 +125,7 @@ def _mask(folder: Path) -> dict[str, Tensor]:
     said = _loaded(file)
     named = said if isinstance(said, Mapping) else {"embedding": said}
     row, token = named.get("embedding"), named.get("mask_token_id")
-    if not isinstance(row, Tensor) or not isinstance(token, int | None):
+    if not isinstance(row, Tensor) or not (token is None or (isinstance(token, int) and 0 <= token < TABLE)):
         raise ValueError(f"{file} holds no embedding of a mask token; fetch it again")
     return {"mask_embedding": row.reshape(-1)} | ({} if token is None else {MASK_TOKEN: torch.tensor(token)})
 

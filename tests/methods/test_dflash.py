@@ -275,6 +275,7 @@ def beside(model):
     ({"embedding": torch.zeros(H), "mask_token_id": MASK + 1}, f"is of token {MASK + 1}, its config says {MASK}"),
     ({"mask_token_id": MASK}, "holds no embedding of a mask token"),
     ({"embedding": torch.zeros(H), "mask_token_id": "3"}, "holds no embedding of a mask token"),
+    ({"embedding": torch.zeros(H), "mask_token_id": 1 << 70}, "holds no embedding of a mask token"),
     (torch.zeros(H + 1), "mask_embedding"),
 ])  # fmt: skip
 def test_a_mask_embedding_that_is_not_of_these_weights_is_refused(target, tmp_path, said, told):
