@@ -60,6 +60,24 @@ class Vocabularies(Suite):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Lengths(Suite):
+    """How near does `adaptive` come to the best fixed draft length? Per kind of text, every k and adaptive in turns."""
+
+    name = "lengths"
+    repeats: int = 8
+    new_tokens: int = 64
+
+    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
+        import torch
+
+        from benchmarks.lengths import lengths
+        from specdemo.models.machine import one_thread
+
+        with one_thread(torch.device("cpu")):
+            return lengths(self.repeats, self.new_tokens, report, cancelled)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Floor(Decoding):
     """The engine's step against its own forwards replayed: plain, a chain and a tree, greedy and sampling."""
 
@@ -180,6 +198,7 @@ SUITES: tuple[type[Suite], ...] = (
     Peers,
     Beside,
     Vocabularies,
+    Lengths,
     Floor,
     RaceFairness,
     Coverage,

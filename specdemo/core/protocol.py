@@ -15,11 +15,11 @@ from specdemo.core.tree import Draft
 @dataclass(frozen=True, slots=True)
 class Budget:
     """A ceiling for one draft, never a promise: levels below the root, and nodes in all. Who writes a chain token by
-    token may ask after each, with the log-odds [B] of the likeliest there, whether it is `enough`."""
+    token may ask after each, with the chance of the likeliest there in every row, whether it is `enough`."""
 
     depth: int = 5
     nodes: int = 5
-    enough: Callable[[Tensor], bool] | None = None
+    enough: Callable[[list[float]], bool] | None = None
 
     def __post_init__(self) -> None:
         if self.depth < 0 or self.nodes < 0:

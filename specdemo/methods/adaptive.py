@@ -19,14 +19,14 @@ depths, draw other noise and so write other texts.
 from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
-from math import exp
+from math import exp, log
 from operator import mul
 from typing import Protocol
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator
 
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
@@ -42,6 +42,8 @@ EXPLORATION = 0.01  # the share of time that may be lost in looking what another
 FADING, RIDGE = 0.995, 0.1  # of a verdict's weight at the next one; what is added to the sums
 LEAST_WEIGHT = 0.05  # of the log-odds: a surer draft is never kept less
 PATIENCE = 8  # steps between two such looks, at least
+LASTING = 4  # steps that a plan serves: what it is made of changes slowly, and to make it takes time
+SUREST = 1.0 - 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class Policy(Protocol):
     notes: dict[str, float]
 
     @property
-    def enough(self) -> Callable[[Tensor], bool] | None:
+    def enough(self) -> Callable[[list[float]], bool] | None:
         """As in `Budget`."""
 
     def start(self) -> None:
@@ -174,6 +176,17 @@ def expected_tokens(rates: Sequence[float]) -> list[float]:
     return list(accumulate(accumulate(rates, mul), initial=1.0))
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is believed of drafting k = 0, 1, .. tokens, and so the best k."""
+
+    rates: list[float]  # of the levels
+    tokens: list[float]
+    seconds: list[float]
+    best: int
+    bars: list[float]  # the chance that all so far is kept, below which one more token is not worth its seconds
+
+
 class Goodput:
     """The first steps are plain and the next ones draft one token: so the costs are known before much is spent."""
 
@@ -184,8 +197,9 @@ class Goodput:
         self._asks = False  # the drafter does, whether it is enough
         self._odds: list[list[float]] = []  # of the draft, per level and row
         self._alive: list[float] = []  # the chance that all of the row's draft so far is kept
-        self._rates: list[float] = []
-        self._costs: list[float] = []  # seconds of a step by k
+        self._plans: dict[tuple[int, int], Plan] = {}  # of budgets
+        self._plan = Plan([], [1.0], [0.0], 0, [])
+        self._steps = 0
         self._tokens, self._time = 0.0, 0.0  # of the last steps, a row's
         self._drafting = Costs({0: 0.0})
         self._verifying = Costs({})
@@ -199,38 +213,31 @@ class Goodput:
         self._drafted = False
 
     def choose(self, depth: int, nodes: int) -> int:
-        rates = self.acceptance.rates(depth)
-        tokens = expected_tokens(rates)
-        seconds = self._seconds(depth, nodes)
+        self._plan = plan = self._plans.get((depth, nodes)) or self._planned(depth, nodes)
         if self._plain or len(self._drafting) == 1:
             k = 0 if self._plain else min(depth, 1)
             self._plain = max(self._plain - 1, 0)
         else:
-            speeds = [t / s for t, s in zip(tokens, seconds, strict=True)]
-            best = speeds.index(max(speeds))
-            k = depth if self._asks and best else self._explore(best, tokens, seconds)
-        self._odds, self._alive, self._rates, self._costs = [], [], rates, seconds
-        predicted = tokens[k] * seconds[0] / seconds[k] if seconds[k] else 1.0
-        alpha = sum(rates[: max(k, 1)]) / max(k, 1) if depth else 0.0
+            k = depth if self._asks and plan.best else self._explore(plan)
+        self._odds, self._alive = [], []
+        predicted = plan.tokens[k] * plan.seconds[0] / plan.seconds[k] if plan.seconds[k] else 1.0
+        alpha = sum(plan.rates[: max(k, 1)]) / max(k, 1) if depth else 0.0
         self.notes = {"k": k, "alpha": round(alpha, 4), "predicted": round(predicted, 4)}
         return k
 
     def cut(self, draft: Draft) -> Draft:
+        if self._odds:
+            self.notes["k"] = draft.nodes
         return draft
 
-    def enough(self, odds: Tensor) -> bool:
-        """Whether one more token is worth less than its seconds, at the least that a token takes in any longer draft:
-        the seconds of single sizes lie too near each other for their differences to be trusted."""
+    def enough(self, chances: list[float]) -> bool:
+        """Whether one more token is worth less than its seconds, by the chances of the likeliest ones so far."""
         self._asks = True
-        self._odds.append(odds.tolist())
-        rates = map(self.keeping.rate, self._odds[-1])
-        self._alive = [*map(mul, self._alive, rates)] if self._alive else [*rates]
-        k, costs = len(self._odds), self._costs
-        worth = sum(self._alive) / len(self._alive) * self._rates[k]
-        more = min((longer - costs[k]) / n for n, longer in enumerate(costs[k + 1 :], start=1))
-        stop = worth * self._time < more * self._tokens
-        self.notes["k"] = k if stop else k + 1
-        return stop
+        odds = [log(chance / (1.0 - chance)) for chance in (min(max(c, 1.0 - SUREST), SUREST) for c in chances)]
+        self._odds.append(odds)
+        rates = [*map(self.keeping.rate, odds)]
+        self._alive = [*map(mul, self._alive, rates)] if self._alive else rates
+        return sum(self._alive) < self._plan.bars[len(self._odds)] * len(rates)
 
     def learn(self, outcome: Outcome) -> None:
         if outcome.slots in self._met:
@@ -250,6 +257,24 @@ class Goodput:
             tokens = 1.0 + sum(kept for _, kept in outcome.rows) / len(outcome.rows)
             self._tokens = MEMORY * self._tokens + tokens
             self._time = MEMORY * self._time + outcome.draft_seconds + outcome.verify_seconds
+        self._steps += 1
+        if self._steps < MEASUREMENTS or self._steps % LASTING == 0:
+            self._plans.clear()
+
+    def _planned(self, depth: int, nodes: int) -> Plan:
+        rates = self.acceptance.rates(depth)
+        tokens, seconds = expected_tokens(rates), self._seconds(depth, nodes)
+        speeds = [t / s if s else 0.0 for t, s in zip(tokens, seconds, strict=True)]
+        bars = self._bars(rates, seconds) if self._asks else [0.0] * depth
+        plan = self._plans[depth, nodes] = Plan(rates, tokens, seconds, speeds.index(max(speeds)), bars)
+        return plan
+
+    def _bars(self, rates: list[float], seconds: list[float]) -> list[float]:
+        """Another token is held to take the least that one takes in any longer draft: the seconds of single sizes lie
+        too near each other for their differences to be trusted."""
+        speed, last = self._tokens / self._time if self._time else 0.0, len(rates)
+        slopes = (min((seconds[n] - seconds[k]) / (n - k) for n in range(k + 1, last + 1)) for k in range(last))
+        return [slope * speed / max(rate, 1.0 - SUREST) for slope, rate in zip(slopes, rates, strict=True)]
 
     def _seconds(self, depth: int, nodes: int) -> list[float]:
         """Of a step, by k. More slots never take less time, so a plain step takes at most what any other does."""
@@ -257,8 +282,9 @@ class Goodput:
         verifying = [*accumulate(map(self._verifying.at, slots), min)]
         return [self._drafting.at(k) + v for k, v in enumerate(reversed(verifying))]
 
-    def _explore(self, best: int, tokens: list[float], seconds: list[float]) -> int:
-        """Mostly `best`; now and then a neighbour, the rarer the more of the time that is expected to lose."""
+    def _explore(self, plan: Plan) -> int:
+        """Mostly the best; now and then a neighbour, the rarer the more of the time that is expected to lose."""
+        best, tokens, seconds = plan.best, plan.tokens, plan.seconds
         if len(seconds) == 1:
             return best
         deeper = best == 0 or (best + 1 < len(seconds) and not self._deeper)
@@ -395,7 +421,8 @@ class Adaptive(Wrapper):
         draft = self._nothing
         if k:
             draft = self.policy.cut(super().propose(Budget(k, budget.nodes * k // depth, self.policy.enough)))
-        self._draft = replace(draft, notes={**draft.notes, "k": k, **self.policy.notes})
+        notes = {**draft.notes, "k": k, **self.policy.notes}
+        self._draft = Draft(draft.tokens, draft.parents, draft.probs, draft.confidence, notes)
         return self._draft
 
     def observe(self, progress: Progress) -> None:

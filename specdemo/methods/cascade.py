@@ -69,7 +69,7 @@ class Cascade(DraftModel):
         super().observe(progress)
         self._inner.observe(progress)
 
-    def _write(self, depth: int, enough: Callable[[Tensor], bool] | None = None) -> Draft:
+    def _write(self, depth: int, enough: Callable[[list[float]], bool] | None = None) -> Draft:
         """Its notes have passes: how often the draft model was asked."""
         guess = self._guess(depth - 1)
         missing = self._missing()

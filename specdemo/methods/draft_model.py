@@ -187,7 +187,7 @@ class DraftModel(Learner):
             return Draft.empty(len(self._history), self.model.device)
         return self._write(depth, budget.enough)
 
-    def _write(self, depth: int, enough: Callable[[Tensor], bool] | None = None) -> Draft:
+    def _write(self, depth: int, enough: Callable[[list[float]], bool] | None = None) -> Draft:
         if self._bridge and self._by_text:
             return self._write_text(self._bridge, depth)
         missing = self._missing()

@@ -229,6 +229,7 @@ class Suffix(Method):
 
         def offer(above: _Node, slot: int, level: int, reached: float) -> None:
             children = above.children if level <= depth else {}
+            # of equal counts the token that came first; ArcticInference's order is an accident of its lists
             for token, child in nlargest(width, children.items(), key=lambda pair: pair[1].count):
                 chance = child.count / above.count
                 if reached * chance >= options.min_token_prob:

@@ -21,13 +21,14 @@ from torch import Tensor
 from specdemo.core.files import replacing_all, write_text
 from specdemo.models.configs import read_config
 from specdemo.models.footprint import TOO_LARGE, headers, lacks_memory
-from specdemo.models.hub import Cancelled, LoadProgress, describe, remote_headers, silent
+from specdemo.models.hub import MASK, Cancelled, LoadProgress, describe, remote_headers, silent
 from specdemo.models.resolve import local_folder, locate
 
 PICKLED = ("*.pt", "*.bin")
 SHARD = "9MB"
 NUMBERED = 2048  # layers, heads or experts; each number in a tensor's name is below it
 TABLE = 1 << 24  # integers in the largest table that an outline holds
+MASK_TOKEN = "mask_embedding.token"  # the id that the file of the mask token's embedding says
 SHARDS = "model*.safetensors*"  # as they are written here
 
 
@@ -60,14 +61,15 @@ def open_checkpoint(source: str, progress: LoadProgress = silent) -> Checkpoint:
     Raises ValueError, one line, when there is none, when a file is damaged or when it would have to run code.
     """
     folder = Path(local_folder(source, progress, PICKLED))
-    files = sorted(folder.glob("*.safetensors")) or sorted(f for kind in PICKLED for f in folder.glob(kind))
+    pickled = (f for kind in PICKLED for f in folder.glob(kind) if f.name != MASK)
+    files = sorted(folder.glob("*.safetensors")) or sorted(pickled)
     if not files:
         raise ValueError(f"{source} holds no weights (*.safetensors, *.pt or *.bin); name the folder of a speculator")
     tensors: dict[str, Tensor] = {}
     for done, file in enumerate(files):
         progress(done / len(files), f"reading {file.name}")
         tensors |= _read(file)
-    return Checkpoint(source, read_config(folder), tensors, tuple(f.name for f in files))
+    return Checkpoint(source, read_config(folder), tensors | _mask(folder), tuple(f.name for f in files))
 
 
 def outline_checkpoint(source: str) -> Checkpoint:
@@ -90,7 +92,7 @@ def outline_checkpoint(source: str) -> Checkpoint:
             raise ValueError(f"{source} is pickled ({pickled[0]}); what is in it shows only when it is downloaded")
         folder, described, names = describe(found), remote_headers(found), found.weights
     shapes = {name: _stand_in(shape, stored) for name, shape, stored in described}
-    return Checkpoint(source, read_config(folder), shapes, tuple(names))
+    return Checkpoint(source, read_config(folder), shapes | _mask(folder), tuple(names))
 
 
 def _stand_in(shape: Sequence[int], stored: str) -> Tensor:
@@ -100,14 +102,32 @@ def _stand_in(shape: Sequence[int], stored: str) -> Tensor:
 
 
 def _read(file: Path) -> dict[str, Tensor]:
-    try:
-        loaded = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
-    except Exception as error:  # a damaged pickle raises anything
-        wrong = TOO_LARGE if lacks_memory(error) else "is damaged or not plain weights; fetch it again"
-        raise ValueError(f"{file} {wrong}") from None
+    loaded = _loaded(file)
     if not isinstance(loaded, Mapping) or not all(isinstance(t, Tensor) for t in loaded.values()):
         raise ValueError(f"{file} holds more than tensors; convert it to safetensors")
     return dict(loaded)
+
+
+def _loaded(file: Path) -> object:
+    try:
+        return load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+    except Exception as error:  # a damaged pickle raises anything
+        wrong = TOO_LARGE if lacks_memory(error) else "is damaged or not plain weights; fetch it again"
+        raise ValueError(f"{file} {wrong}") from None
+
+
+def _mask(folder: Path) -> dict[str, Tensor]:
+    """What `mask_embedding.pt` holds, as MiMo's drafters have it and vLLM reads it (qwen3_dflash.py): the embedding of
+    the mask token, alone or beside the token's id."""
+    file = folder / MASK
+    if not file.is_file():
+        return {}
+    said = _loaded(file)
+    named = said if isinstance(said, Mapping) else {"embedding": said}
+    row, token = named.get("embedding"), named.get("mask_token_id")
+    if not isinstance(row, Tensor) or not (token is None or (isinstance(token, int) and 0 <= token < TABLE)):
+        raise ValueError(f"{file} holds no embedding of a mask token; fetch it again")
+    return {"mask_embedding": row.reshape(-1)} | ({} if token is None else {MASK_TOKEN: torch.tensor(token)})
 
 
 def write_checkpoint(folder: Path, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:

@@ -25,7 +25,8 @@ from specdemo.core.suggest import suggest
 
 LoadProgress = Callable[[float, str], None]  # share done 0..1, what is being done; it may raise to stop the loading
 
-DESCRIPTION = ("*.json", "*.txt", "*.model", "*.jinja")  # config, tokenizer, chat template
+MASK = "mask_embedding.pt"  # of a drafter's mask token, beside its weights
+DESCRIPTION = ("*.json", "*.txt", "*.model", "*.jinja", MASK)  # config, tokenizer, chat template
 WEIGHTS = "*.safetensors"
 LEFT_BY_TRAINERS = ("training_args.*", "optimizer.*", "scheduler.*", "rng_state*", "trainer_state.*")
 POLL_S = 0.2

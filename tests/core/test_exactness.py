@@ -7,6 +7,8 @@ believes. The draws are the rows of one batch.
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from specdemo.core import accept
 from specdemo.core.accept import Block, Lossless, Typical, Verdict
@@ -129,6 +131,102 @@ def test_sampled_tokens_declared_as_one_hot_are_lossless_too(fits):
     rng = torch.Generator().manual_seed(6)
     draft = grow(BUSH, independent, rng)
     assert fits(three_tokens(Lossless(), Draft(draft.tokens, draft.parents), rng), JOINT)
+
+
+# The same without a throw: every draft of a small tree weighed by its chance
+
+
+@st.composite
+def languages(pick, vocabulary=3):
+    """A tree, and what follows each token by the target and by the draft, both [V, V]."""
+    shape = [pick(st.integers(0, node)) for node in range(pick(st.integers(1, 4)))]
+    rng = torch.Generator().manual_seed(pick(st.integers(0, 10_000)))
+    weights = torch.rand(2, vocabulary, vocabulary, generator=rng) ** 2
+    weights *= torch.rand(weights.shape, generator=rng) >= pick(st.sampled_from([0.0, 0.3]))
+    weights[..., 0] += weights.sum(-1) == 0.0
+    return shape, *(weights / weights.sum(-1, keepdim=True))
+
+
+def last_ones_drawn(shape, q):
+    """Each draft of which last children alone are drawn, one a row, and its chance. An elder child is the likeliest
+    that those before it leave; the last one is drawn from what they leave, where they leave anything."""
+    drafts = [([0], [], 1.0)]  # the tokens in the slots, the q of the nodes, the chance
+    for node, parent in enumerate(shape):
+        grown = []
+        for slots, probs, chance in drafts:
+            left = q[slots[parent]].clone()
+            left[[slots[i + 1] for i in range(node) if shape[i] == parent]] = 0.0
+            own = torch.eye(len(q))[left.argmax()]
+            if parent not in shape[node + 1 :] and left.sum() > 0.0:
+                own = left / left.sum()
+            grown += [([*slots, x], [*probs, own], chance * own[x]) for x in own.nonzero()[:, 0].tolist()]
+        drafts = grown
+    slots, probs, chances = zip(*drafts, strict=True)
+    parents = torch.tensor(shape).repeat(len(drafts), 1)
+    draft = Draft(torch.tensor(slots)[:, 1:], parents, torch.stack([torch.stack(row) for row in probs]))
+    return draft, torch.tensor(chances)
+
+
+def verdict_of_coins(draft, p, coins):
+    """The rule's on every draft under each of its coins, [B * R, N], and what it draws the bonuses from, [B * R, V]."""
+    times, left = len(coins) // len(draft.tokens), []
+    many = Draft(*(x.repeat_interleave(times, 0) for x in (draft.tokens, draft.parents, draft.probs)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accept, "_coins", lambda draft, rng: coins)
+        patch.setattr(accept, "draw", lambda probs, rng: left.append(probs) or probs.argmax(-1))
+        verdict = Lossless()(many, p[in_slots(many.tokens)], torch.Generator())
+    return verdict.path, left[0] / left[0].sum(-1, keepdim=True)
+
+
+def exact_law(shape, draft, chances, p):
+    """[V, V, V] of the first three tokens. Up to which coin a node is kept, whose ancestors are kept and whose elder
+    siblings are refused, is found by halving."""
+    count, nodes = draft.tokens.shape
+    ways = torch.zeros(nodes + 1, nodes)  # what is kept on the way to a slot
+    for node, parent in enumerate(shape):
+        ways[node + 1] = ways[parent]
+        ways[node + 1, node] = 1.0
+    bars, own = torch.zeros(count * nodes), torch.arange(nodes).repeat(count)
+    for halving in range(1, 25):
+        coins = (1.0 - ways[1:]).repeat(count, 1)
+        coins[range(count * nodes), own] = bars + 0.5**halving
+        paths, _ = verdict_of_coins(draft, p, coins)
+        kept = [node + 1 in path for node, path in zip(own.tolist(), paths, strict=True)]
+        bars += torch.tensor(kept) * 0.5**halving
+    _, bonus = verdict_of_coins(draft, p, (1.0 - ways).repeat(count, 1))
+    bars, bonus, law = bars.view(count, nodes), bonus.view(count, nodes + 1, -1), torch.zeros(*(len(p),) * 3)
+    for row, chance in enumerate(chances):
+        ended, said = [chance] + [None] * nodes, [()] * (nodes + 1)  # chance that the path ends in a slot
+        for node, parent in enumerate(shape):
+            said[node + 1] = (*said[parent], int(draft.tokens[row, node]))
+            ended[node + 1] = ended[parent] * bars[row, node]
+            ended[parent] = ended[parent] * (1.0 - bars[row, node])
+        for slot, tokens in enumerate(said):
+            behind = ended[slot]
+            if len(tokens) < 3:
+                behind = behind * bonus[row, slot]
+                for _ in range(2 - len(tokens)):
+                    behind = behind[..., None] * p
+            law[tokens[:3]] += behind
+    return law
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(languages())
+def test_a_tree_of_which_last_children_are_drawn_keeps_the_targets_law(language):
+    shape, p, q = language
+    draft, chances = last_ones_drawn(shape, q)
+    assert float(chances.sum()) == pytest.approx(1.0, abs=1e-5)
+    wanted = p[0][:, None, None] * p[:, :, None] * p[None]
+    torch.testing.assert_close(exact_law(shape, draft, chances, p), wanted, atol=2e-6, rtol=0.0)
+
+
+def test_a_last_child_that_says_it_came_from_the_whole_draft_does_not():
+    draft, chances = last_ones_drawn([0, 0], Q)
+    lying = Draft(draft.tokens, draft.parents, torch.stack([draft.probs[:, 0], Q[:1].expand(len(chances), -1)], 1))
+    law, honest = (exact_law([0, 0], x, chances, P).sum((1, 2)) for x in (lying, draft))
+    torch.testing.assert_close(honest, P[0], atol=2e-6, rtol=0.0)
+    assert float((law - P[0]).abs().max()) > 0.05
 
 
 def no_residual(draft, target, rng):

@@ -1,6 +1,7 @@
 """By the rules of CUDA, on the pretended device: what broke them, or would have."""
 
 import gc
+from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
 
@@ -30,8 +31,19 @@ from tests.gpu.device import STREAMS, OnDevice, move, pretended
 from tests.models.tiny import build, texts
 
 GREEDY = Sampling()
+
+
+def masked(target):
+    """A P-EAGLE head."""
+    head = Eagle.fresh(target, draft_vocab=40)
+    head.mask_hidden = torch.nn.Parameter(torch.randn_like(head.fc.weight[0]))
+    head.convention = replace(head.convention, mask=3)
+    return head
+
+
 HEADS = {
     "eagle": lambda target: Eagle.fresh(target, draft_vocab=40),
+    "p-eagle": masked,
     "mtp": MTP.fresh,
     "dflash": lambda target: DFlash.fresh(target, layers=2, block_size=6),
     "medusa": lambda target: Medusa.fresh(target, heads=3),
@@ -62,7 +74,7 @@ def drafter(name, target):
     if name in HEADS:
         torch.manual_seed(3)
         head = HEADS[name](target)
-        return load_drafter(name, target, head.hasten())
+        return load_drafter(name.removeprefix("p-"), target, head.hasten())
     return load_drafter(name, target, fast("llama") if name in ("draft_model", "cascade", "adaptive") else None)
 
 

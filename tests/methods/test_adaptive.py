@@ -102,10 +102,10 @@ def speed_where_it_tells(asked, steps=3000):
     dice, policy, tokens, seconds = random.Random(3), Goodput(), 0, 0.0
     policy.start()
     for _ in range(steps):
-        k, odds = policy.choose(8, 8), [dice.choice((4.0, -1.5)) for _ in range(8)]
+        k, sure = policy.choose(8, 8), [dice.choice((0.98, 0.2)) for _ in range(8)]
         if asked and k:
-            k = next((n for n in range(1, k) if policy.enough(torch.tensor([odds[n - 1]]))), k)
-        kept = next((i for i in range(k) if dice.random() >= (0.95 if odds[i] > 0 else 0.3)), k)
+            k = next((n for n in range(1, k) if policy.enough([sure[n - 1]])), k)
+        kept = next((i for i in range(k) if dice.random() >= (0.95 if sure[i] > 0.5 else 0.3)), k)
         drafting, verifying = 0.1 * k, 1.0 + 0.1 * k
         policy.learn(Outcome(k, k + 1, [(k, kept)], drafting, verifying))
         tokens, seconds = tokens + kept + 1, seconds + drafting + verifying
@@ -117,18 +117,18 @@ def test_goodput_stops_a_draft_where_it_gets_unsure():
 
 
 def test_a_chain_is_written_until_it_is_enough(tiny_llama):
-    """Asked after every token but the last, with the likeliest one's log-odds, drawn or not."""
+    """Asked after every token but the last, with the likeliest one's chance, drawn or not."""
     draft, asked = tiny_llama(16), []
     for sampling in (Sampling(), Sampling(1.0)):
         drafter = load_drafter("draft_model", ToyTarget(16), draft)
         drafter.start(2, sampling, torch.Generator().manual_seed(0))
         drafter.observe(Progress(ROWS[:2, :8] % 16, ROWS[:2, 1:] % 16, [8, 8]))
         asked.clear()
-        got = drafter.propose(Budget(6, 6, lambda odds: asked.append(odds) or len(asked) == 3))
+        got = drafter.propose(Budget(6, 6, lambda chances: asked.append(chances) or len(asked) == 3))
         assert got.nodes == 3 and len(asked) == 3
         likeliest = got.confidence if sampling.greedy else got.probs.amax(-1)
-        torch.testing.assert_close(torch.stack(asked, 1).sigmoid(), likeliest)
-        assert drafter.propose(Budget(6, 6, lambda odds: False)).nodes == 6
+        torch.testing.assert_close(torch.tensor(asked).T, likeliest)
+        assert drafter.propose(Budget(6, 6, lambda chances: False)).nodes == 6
 
 
 @pytest.mark.parametrize("cost, best", [(0.01, 7), (0.02, 6), (0.05, 4), (0.1, 3)])

@@ -1,6 +1,7 @@
 import json
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from specdemo.methods import load_drafter
 from specdemo.methods.heads.dflash import DFlash
 from specdemo.methods.heads.formats.dflash import spread_taps
 from specdemo.methods.heads.settle import written
+from specdemo.models.checkpoints import outline_checkpoint
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
 from tests.models.tiny import VOCABULARY, build, pinned, texts
@@ -252,12 +254,35 @@ def test_a_sink_takes_its_share_of_what_a_head_reads(target, tmp_path, causal):
 
 
 @pytest.mark.parametrize("mask", [MASK, VOCABULARY + 5])
-def test_a_mask_token_with_an_embedding_of_its_own(target, tmp_path, mask):
+@pytest.mark.parametrize("where", ["among the weights", "alone", "with its token"])
+def test_a_mask_token_with_an_embedding_of_its_own(target, tmp_path, mask, where):
     w, own = drafter_tensors(), torch.randn(H, generator=torch.Generator().manual_seed(6))
-    model = write(tmp_path, changed(ZLAB, mask_token_id=mask), w | {"mask_embedding": own})
+    inside = {"mask_embedding": own} if where == "among the weights" else {}
+    model = write(tmp_path, changed(ZLAB, mask_token_id=mask), w | inside)
+    if not inside:
+        torch.save(own[None] if where == "alone" else {"embedding": own, "mask_token_id": mask}, beside(model))
     x = torch.cat([block(target, int(TEXT[0, -1]))[:1], own.expand(BLOCK - 1, -1)])
     wanted = target.lm_head(reference(w, features_of(target, TEXT)[0, :-1], x)[1:]).softmax(-1)
     torch.testing.assert_close(logits_of(target, model, TEXT).exp(), wanted, atol=1e-5, rtol=1e-3)
+    assert outline_checkpoint(model).tensors["mask_embedding"].shape == (H,)
+
+
+def beside(model):
+    return Path(model) / "mask_embedding.pt"
+
+
+@pytest.mark.parametrize("said, told", [
+    ({"embedding": torch.zeros(H), "mask_token_id": MASK + 1}, f"is of token {MASK + 1}, its config says {MASK}"),
+    ({"mask_token_id": MASK}, "holds no embedding of a mask token"),
+    ({"embedding": torch.zeros(H), "mask_token_id": "3"}, "holds no embedding of a mask token"),
+    ({"embedding": torch.zeros(H), "mask_token_id": 1 << 70}, "holds no embedding of a mask token"),
+    (torch.zeros(H + 1), "mask_embedding"),
+])  # fmt: skip
+def test_a_mask_embedding_that_is_not_of_these_weights_is_refused(target, tmp_path, said, told):
+    model = write(tmp_path, ZLAB, drafter_tensors())
+    torch.save(said, beside(model))
+    with pytest.raises(ValueError, match=told):
+        load_drafter("dflash", target, model)
 
 
 def test_other_names_of_layers_and_mask_and_a_head_of_its_own(target, tmp_path):
@@ -590,7 +615,7 @@ def test_transformers_drafts_the_same(target, tmp_path, kind):
         (changed(ZLAB, target_layer_ids=[0, 2]), "must lie between 0 and 2"),
         (ZLAB | {"num_hidden_layers": 3}, "layers.2.* is missing"),
         (ZLAB | {"draft_vocab_size": 20}, "no tensor d2t"),
-        (ZLAB | {"speculators_model_type": "peagle"}, "P-EAGLE"),
+        (ZLAB | {"speculators_model_type": "peagle"}, "method 'eagle'"),
         (ZLAB | {"is_neox_style": False}, "says is_neox_style False, which is not read here"),
         (changed(ZLAB, attention_value_scale=0.5), "says attention_value_scale 0.5"),
         (ZLAB | {"speculators_model_type": "mtp"}, "for method 'mtp'"),

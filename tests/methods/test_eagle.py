@@ -66,7 +66,8 @@ def decoder_layer(w, name, x, residual, theta, blind):
 class Reference:
     """`w` are a file's tensors by the file's own names."""
 
-    def __init__(self, target, w, taps=(-1,), before=False, feed_norm=False, theta=1e4, window=0):
+    def __init__(self, target, w, taps=(-1,), before=False, feed_norm=False, theta=1e4, window=0, mask=None):
+        self.mask = mask
         self.target, self.taps, self.before, self.feed_norm, self.theta = target, taps, before, feed_norm, theta
         self.window = window
         self.w = {name.replace("midlayer.", "layers.0."): t for name, t in w.items()}
@@ -126,6 +127,8 @@ class Reference:
         states = self.states(tokens, features, observed)
         for token in drafted:
             back = norm(states[-1:], self.w["norm.weight"]) if self.feed_norm else states[-1:]
+            if self.mask is not None:
+                back, token = self.join([*self.w["mask_hidden"].reshape(3, 1, H)]), self.mask
             features, tokens = torch.cat([features, back]), [*tokens, token]
             states = self.states(tokens, features, observed)
         return self.logits(states[-1:])[0]
@@ -194,6 +197,12 @@ def near(window):
     return config
 
 
+def peagle(**said):
+    second = layer_tensors("layers.1", H, special=("input_layernorm",))
+    config = speculators(**{"speculators_model_type": "peagle", "mask_token_id": 7, **said})
+    return config, {**eagle3("layers.0"), **second, "mask_hidden": matrix(1, 1, 3 * H, seed=9)}
+
+
 def dialects():
     plain = {**LAYER, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": WORDS}
     copied = {"embed_tokens.weight": matrix(VOCABULARY, H), "lm_head.weight": matrix(VOCABULARY, H)}
@@ -222,6 +231,12 @@ def dialects():
             speculators(norm_before_fc=True),
             {**eagle3("layers.0"), **second, "input_norm.weight": 1.0 + matrix(3 * H)},
             {"theta": 5e5},
+        ),
+        "p-eagle-speculators": (*peagle(), {"theta": 5e5, "mask": 7}),
+        "p-eagle": (
+            {**plain, "ptd_token_id": 9},
+            {**eagle3(), **second, **own, **norms, "mask_hidden": matrix(1, 3 * H, seed=9)},
+            {"mask": 9},
         ),
         "eagle-3.1": (
             speculators(fc_norm=True, norm_output=True),
@@ -318,6 +333,18 @@ def test_greedy_text_is_the_targets_own(head, draft, target):
     assert max(draft.nodes for _, draft in steps) == (9 if draft == "tree" else 4)
 
 
+@pytest.mark.parametrize("draft", ["tree", "chain"])
+def test_p_eagle_writes_the_targets_own_text_and_is_saved_as_it_was_read(draft, target, tmp_path):
+    prompts = texts(3, 9, seed=1)
+    drafter = load_drafter("eagle", target, write(tmp_path / "read", *peagle()), draft=draft)
+    steps, written = record(target, drafter, prompts, budget=Budget(4, 9))
+    assert written == plain(target, prompts)
+    assert max(draft.nodes for _, draft in steps) == 4  # a chain, whatever is asked for
+    drafter.save(tmp_path / "saved", "tiny")
+    again, _ = record(target, load_drafter("eagle", target, str(tmp_path / "saved")), prompts, budget=Budget(4, 9))
+    assert [d.tokens.tolist() for _, d in again] == [d.tokens.tolist() for _, d in steps]
+
+
 def at_their_own_pace(target, drafter, sampling=None):
     """Two rows that accept different numbers of tokens -> per step their texts and what was drafted behind them."""
     text = texts(2, 16, seed=4)
@@ -351,7 +378,16 @@ def test_tree_nodes_are_as_likely_as_the_whole_text_says(head, target):
 
 
 def test_sampled_chains_carry_what_they_were_drawn_from(head, target):
-    reference, sampling = quick_reference(target, head), Sampling(temperature=0.8, top_k=7)
+    carries_what_it_was_drawn_from(head, target, quick_reference(target, head))
+
+
+def test_sampled_p_eagle_chains_do_too(target, tmp_path):
+    head = Eagle.load(write(tmp_path, *peagle()), target)
+    carries_what_it_was_drawn_from(head, target, quick_reference(target, head, mask=7, theta=5e5))
+
+
+def carries_what_it_was_drawn_from(head, target, reference):
+    sampling = Sampling(temperature=0.8, top_k=7)
     for written, draft in at_their_own_pace(target, load_drafter("eagle", target, head, draft="chain"), sampling):
         for row, text in enumerate(written):
             for i, (token, q) in enumerate(zip(draft.tokens[row].tolist(), draft.probs[row], strict=True)):
@@ -554,7 +590,9 @@ def test_files_that_do_not_fit_are_refused_with_the_cure(target, tmp_path):
     refused("activates with gelu", speculators(transformer_layer_config={**LAYER, "hidden_act": "gelu"}))
     refused("add them to its config.json", speculators(transformer_layer_config={"vocab_size": VOCABULARY}))
     refused("lacks fc.weight", tensors={n: t for n, t in tensors.items() if n != "fc.weight"})
-    refused("method 'dflash'", speculators(speculators_model_type="peagle"))
+    refused("is P-EAGLE, but lacks mask_hidden", speculators(speculators_model_type="peagle", mask_token_id=7))
+    refused("is P-EAGLE, but lacks mask_token_id in its config", *peagle(mask_token_id=None))
+    refused("mask token 61 of .* is not in a vocabulary of 61", *peagle(mask_token_id=61))
     with pytest.raises(ValueError, match="choose eagle3 or eagle1"):
         Eagle.fresh(target, "eagle2")
     with pytest.raises(ValueError, match="leave draft_vocab out"):

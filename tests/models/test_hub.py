@@ -157,6 +157,13 @@ def test_only_a_head_without_safetensors_may_be_pickled(server, repositories):
     assert hub.look("org/head", PICKLED).weights == ["model.safetensors"]
 
 
+def test_the_embedding_of_a_mask_token_comes_with_the_description(server, repositories):
+    repositories["org/head"] = {"config.json": b"{}", "model.safetensors": b"x", "mask_embedding.pt": b"x"}
+    found = hub.look("org/head", PICKLED)
+    assert found.weights == ["model.safetensors"]
+    assert {file.name for file in hub.describe(found).iterdir()} == {"config.json", "mask_embedding.pt"}
+
+
 def test_an_outline_needs_no_weights(server):
     target = outline("org/tiny")
     assert (target.hidden_size, target.num_layers, target.device.type) == (32, 3, "meta")

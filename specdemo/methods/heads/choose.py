@@ -50,9 +50,11 @@ class Choice:
         """[..., V] -> [...]"""
         return drawn(said, self.given.take(said)) if self.given else draw(said, self.noise)
 
-    def odds(self, said: Tensor) -> Tensor:
-        """What was said [B, W] -> [B] log-odds of its likeliest token: of the distribution, not of what was drawn."""
-        return (said if self.noise else said.float().softmax(-1)).amax(-1).logit(1e-6)
+    def surety(self, said: Tensor) -> list[float]:
+        """What was said [B, W] -> per row the chance of its likeliest token: of the distribution, not of what was
+        drawn."""
+        chances: list[float] = (said if self.noise else said.float().softmax(-1)).amax(-1).tolist()
+        return chances
 
     def beforehand(self, rows: int, tokens: int, words: int, device: torch.device) -> Tensors:
         """What is drawn for so many tokens of `words` words; nothing where nothing is drawn."""
@@ -96,10 +98,10 @@ class Writing:
         return self._tokens[-1]
 
     def follow(
-        self, read: Callable[[Tensor], Tensor], depth: int, enough: Callable[[Tensor], bool] | None = None
+        self, read: Callable[[Tensor], Tensor], depth: int, enough: Callable[[list[float]], bool] | None = None
     ) -> None:
         """Up to `depth` tokens, or until `enough` of a `Budget`; read: the last [B, 1] -> logits [B, V] behind it."""
-        while len(self) < depth and not (enough and enough(self._choice.odds(self._said[-1][:, -1]))):
+        while len(self) < depth and not (enough and enough(self._choice.surety(self._said[-1].select(1, -1)))):
             self.take(read(self._tokens[-1])[:, None])
 
     def draft(self, vocabulary: "Vocabulary | None" = None) -> Draft:

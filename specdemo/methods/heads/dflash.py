@@ -9,8 +9,7 @@ embedding of the anchor, which is the root, and of S - 1 mask tokens, at the pos
 slots see the context and each other, both ways. So a block cut short would be another drafter: it always has its
 trained size, and what exceeds the budget is left out. Only the context stays in the cache; nothing is ever rolled back.
 
-Slots are drawn independently of each other, each with its own q, or (DFlash2, DSpark) one after the other. P-EAGLE is
-not here: its body is EAGLE-3's.
+Slots are drawn independently of each other, each with its own q, or (DFlash2, DSpark) one after the other.
 """
 
 from collections.abc import Callable, Mapping

@@ -6,8 +6,10 @@ H hidden size of the target, D of the head.
 
 Column a pairs the target's feature there with the embedding of outputs[a]; the head's state in that column foresees
 the token after outputs[a]. The feature is tap -1 in EAGLE-1 and fc of three taps in EAGLE-3. Below a drafted token the
-head's own state takes the feature's place. EAGLE-1 states go through the target's lm_head; EAGLE-3 has a norm and an
-lm_head of its own, often of fewer tokens, where token i stands for i + d2t[i].
+head's own state takes the feature's place. P-EAGLE (2602.01469) is an EAGLE-3 whose draft is a chain, where a learnt
+feature and a mask token's embedding stand in all drafted columns, so that these are read at once. EAGLE-1 states go
+through the target's lm_head; EAGLE-3 has a norm and an lm_head of its own, often of fewer tokens, where token i stands
+for i + d2t[i].
 
 The head's keys and values are those of observed columns; drafted columns follow them until the next `propose`, which
 drops them.
@@ -100,6 +102,7 @@ class EagleHead(Network):
         self.input_norm = RMSNorm(read, eps) if "input_norm.weight" in names else None
         normed = range(taps if "fc_norm.0.weight" in names else 0)
         self.fc_norm = nn.ModuleList(RMSNorm(target.hidden_size, eps) for _ in normed)
+        self.mask_hidden = nn.Parameter(torch.zeros(read)) if files.MASKED in names else None
         self.register_buffer("d2t", d2t)
         self._targets = target.embed, target.lm_head  # a tuple, so that they are not registered
         self.convention = convention
@@ -250,6 +253,8 @@ class Eagle(Head[EagleHead]):
         depth = min(budget.depth, budget.nodes)
         if depth < 1:
             return Draft.empty(self.history.rows, self._device)
+        if self.head.mask_hidden is not None:
+            return self.replayed_behind(self.history, "masks", depth, self._at_once, ahead=depth, draws=depth)
         if self.options.draft == "chain":
             return self.replayed_behind(self.history, "chain", depth, self._chain, ahead=depth, draws=depth)
         ahead, write = depth * self.options.top_k, partial(self._tree, budget.nodes)
@@ -302,6 +307,22 @@ class Eagle(Head[EagleHead]):
         written.follow(read, depth)
         return written.draft(self.head.words)
 
+    def _at_once(self, depth: int, at: Columns | None) -> Draft:
+        said = self._root_of(at)[1][:, None]
+        if depth > 1:
+            masks = torch.full((len(said), depth - 1), self.head.convention.mask or 0, device=self._device)
+            said = torch.cat([said, self.history.ahead(depth - 1).run(self._guess, masks)], 1)
+        written = Writing(self.choice)
+        written.take(said)
+        return written.draft(self.head.words)
+
+    def _guess(self, masks: Tensor, at: Columns) -> Tensor:
+        """Mask tokens [B, S] -> logits [B, S, W]"""
+        head = self.head
+        assert head.mask_hidden is not None
+        unknown = head.features(head.mask_hidden.expand(*masks.shape, -1))
+        return head.logits(head(head.embed(masks), unknown, at))
+
     def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:
         """EAGLE-1: smooth L1 to the next feature and a tenth of the cross-entropy to the target's distribution.
         EAGLE-3: that cross-entropy alone, over steps that read the states of the step before, as drafts are.
@@ -318,7 +339,8 @@ class Eagle(Head[EagleHead]):
         cache = DynamicCache()
         total = embedded.new_zeros(())
         metrics: dict[str, float] = {}
-        for step in range(min(1 if eagle1 else UNROLLED, last)):
+        alone = eagle1 or head.mask_hidden is not None  # whose drafts read no states of their own
+        for step in range(min(1 if alone else UNROLLED, last)):
             at = whole_rows(columns[None, step:], self._angles, last, None, cache)
             if step or any(head.windows):
                 at.see = partial(_unrolled, columns, step)

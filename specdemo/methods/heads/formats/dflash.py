@@ -27,7 +27,7 @@ from transformers import Qwen3Config
 
 from specdemo.core.protocol import Target
 from specdemo.methods.heads.lilicorr import Sizes
-from specdemo.models.checkpoints import Checkpoint
+from specdemo.models.checkpoints import MASK_TOKEN, Checkpoint
 
 Said = Mapping[str, Any]  # what a config says, all of it
 BODY = (
@@ -116,7 +116,7 @@ def recognises(checkpoint: Checkpoint) -> bool:
         checkpoint.tensors.keys(),
     )
     if family:
-        return family in ("dflash", "dspark", "peagle")
+        return family in ("dflash", "dspark")
     called = any(part in str(name) for name in config.get("architectures") or () for part in CLASSES)
     shaped = {"hidden_norm.weight", "fc.weight", "norm.weight"} <= names or checkpoint.has("encoder.output_norm_enc.")
     return "dflash_config" in config or called or shaped
@@ -135,12 +135,18 @@ def found(checkpoint: Checkpoint, target: Target) -> Found:
     own_head = "d2t" in tensors
     tensors = {n: t for n, t in tensors.items() if not n.startswith(UNUSED) or (own_head and n == "lm_head.weight")}
     family = _family(said)
-    _refuse_kin(name, family, said, tensors)
+    _refuse_kin(name, said, tensors)
     for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "mask_token_id"):
         if key not in said:
             raise ValueError(f"the config of {name} lacks {key!r}; fetch the config.json of its authors")
     if not own_head and said.get("draft_vocab_size", target.vocab_size) != target.vocab_size:
         raise ValueError(f"{name} has a vocabulary of its own but no tensor d2t to the target's; fetch it again")
+    token = tensors.pop(MASK_TOKEN, None)
+    if token is not None and int(token) != said["mask_token_id"]:
+        raise ValueError(
+            f"the mask embedding of {name} is of token {int(token)}, its config says {said['mask_token_id']}; "
+            "fetch both of one revision"
+        )
     _check_fit(name, said, target, "mask_embedding" in tensors)
     design = _design(said, family, tensors, _taps(name, said, tensors, target), target.vocab_size)
     if {"sample_from_anchor", "shift_label"} & said.keys() or any(word in family for word in KNOWN):
@@ -268,11 +274,7 @@ def _renamed(name: str) -> str:
     return name
 
 
-def _refuse_kin(name: str, family: str, said: Said, tensors: Mapping[str, Tensor]) -> None:
-    if "peagle" in family:
-        raise ValueError(
-            f"{name} is P-EAGLE, an EAGLE-3 head with mask rows, which nothing here reads; choose a DFlash"
-        )
+def _refuse_kin(name: str, said: Said, tensors: Mapping[str, Tensor]) -> None:
     for key, usual in PLAIN.items():
         if said.get(key, usual) != usual:
             raise ValueError(f"{name} says {key} {said[key]}, which is not read here; choose a drafter without it")

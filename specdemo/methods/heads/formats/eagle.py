@@ -1,5 +1,6 @@
 """Files of EAGLE heads. Read are four dialects: the authors', SpecForge's (AngelSlim's is the same), DeepSpec's (whose
-`target_layer_ids` count layers from 0) and the one of vllm-project's speculators. `written` is the authors'.
+`target_layer_ids` count layers from 0) and the one of vllm-project's speculators. `written` is the authors'. P-EAGLE is
+an EAGLE-3 in any of them that has a `mask_hidden`, as vLLM reads it (llama_eagle3.py).
 
 H hidden size of the target, D of the head, V vocabulary, W the part of it that the head drafts from.
 
@@ -10,7 +11,7 @@ So a file that leaves something open comes with several conventions, the documen
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -23,6 +24,8 @@ from specdemo.models.checkpoints import Checkpoint
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 FIRST = "layers.0."
+MASKED = "mask_hidden"  # P-EAGLE: the hidden states that stand for those not yet known
+MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")  # as vLLM looks for it
 SKIPPED = re.compile(r"t2d$|verifier_|.*inv_freq$")
 COPIED = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", "rms_norm_eps")
 WRITTEN = (
@@ -47,6 +50,7 @@ class Convention:
     norm_output: bool = False  # EAGLE-3.1: the state is fed back behind the last norm
     feature_first: bool = False  # EAGLE-1: fc reads [feature; embedding]
     windows: tuple[int, ...] = ()  # of the layers, in positions, 0: none; empty: none anywhere
+    mask: int | None = None  # P-EAGLE: the token that stands for those not yet drafted
 
     @property
     def eagle1(self) -> bool:
@@ -83,7 +87,9 @@ def absolute(d2t: Tensor) -> Tensor:
 def recognises(checkpoint: Checkpoint) -> bool:
     """Whether the files are of an EAGLE-1, -2 or -3 head."""
     family = checkpoint.config.get("speculators_model_type")
-    return family in ("eagle", "eagle3") if family else checkpoint.has("midlayer.") or "fc.weight" in checkpoint.tensors
+    if family:
+        return family in ("eagle", "eagle3", "peagle")
+    return checkpoint.has("midlayer.") or "fc.weight" in checkpoint.tensors
 
 
 def found(checkpoint: Checkpoint, target: Target) -> Found:
@@ -101,7 +107,23 @@ def found(checkpoint: Checkpoint, target: Target) -> Found:
         tensors = {n: t for n, t in tensors.items() if not n.startswith(("embed_tokens.", "lm_head."))}
         conventions = Convention((-1,)), Convention((-1,), feature_first=True)
     _check_fit(checkpoint, tensors, conventions[0], target)
+    if MASKED in tensors or checkpoint.says("speculators_model_type", "peagle"):
+        mask = _mask(checkpoint, tensors, target.vocab_size)
+        conventions = tuple(replace(convention, mask=mask) for convention in conventions)
     return Found(tensors, _layer_config(checkpoint, tensors, target.vocab_size), conventions)
+
+
+def _mask(checkpoint: Checkpoint, tensors: dict[str, Tensor], words: int) -> int:
+    """The mask token of a P-EAGLE, of so many; its state becomes a vector, as dialects differ in leading ones."""
+    said = dict(checkpoint.config) | dict(checkpoint.config.get("dflash_config") or {})
+    mask = next((int(said[key]) for key in MASK_KEYS if said.get(key) is not None), None)
+    if MASKED not in tensors or mask is None:
+        lacking = "mask_token_id in its config" if mask is None else MASKED
+        raise ValueError(f"{checkpoint.name} is P-EAGLE, but lacks {lacking}; fetch config.json and weights again")
+    if not 0 <= mask < words:
+        raise ValueError(f"the mask token {mask} of {checkpoint.name} is not in a vocabulary of {words}")
+    tensors[MASKED] = tensors[MASKED].reshape(-1)
+    return mask
 
 
 def _eagle3(said: Mapping[str, Any], target: Target) -> tuple[Convention, ...]:
@@ -226,6 +248,8 @@ def written(
         "norm_before_residual": convention.norm_before_residual,
         "norm_output": convention.norm_output,
     }
+    if convention.mask is not None:
+        said["mask_token_id"] = convention.mask
     if any(convention.windows):
         kinds = ["sliding_attention" if window else "full_attention" for window in convention.windows]
         said |= {"layer_types": kinds, "sliding_window": max(convention.windows)}
