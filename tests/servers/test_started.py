@@ -82,6 +82,17 @@ def test_no_server_outlives_the_command_that_started_it(engine, number):
     assert gone(engine)
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
+def test_ctrl_c_waits_until_the_servers_have_ended(engine, monkeypatch):
+    monkeypatch.setenv("SLOW", "1")
+    command = [sys.executable, "-m", "specdemo", "serve", "embedded-draft", "--command", str(engine)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as serving:
+        serving.stdout.readline()
+        serving.send_signal(signal.SIGINT)
+        assert serving.wait(60) == 130
+        assert not any(psutil.pid_exists(entry["pid"]) for entry in started(engine))
+
+
 def test_a_load_on_engines_that_are_started_for_it(engine, capsys):
     asked = ["--k", "0,4", "--concurrency", "1,2", "--repeats", "1", "--new-tokens", "4", "--requests", "4"]
     assert main(["bench", "load", "--command", str(engine), *asked]) == 0
