@@ -48,8 +48,7 @@ TOKEN_IDS = "token-ids"  # a tag of a model whose server does not split text as 
 
 class _Model(BaseModel):
     id: Annotated[str, Field(max_length=500, pattern=r"^\P{C}*$")]  # of characters that can be seen
-
-    tags: list[str] | None = None  # llama.cpp's
+    tags: object = None  # llama.cpp's
 
 
 class _Models(BaseModel):
@@ -148,7 +147,7 @@ class RemoteLane:
         except Refused:  # it does not list what it serves
             return self._target
         models = _Models.model_validate_json(listed).data
-        if any(TOKEN_IDS in (model.tags or ()) for model in models):
+        if any(isinstance(model.tags, list) and TOKEN_IDS in model.tags for model in models):
             self._as_ids, self._forms = True, ("completions",)
         names = [model.id for model in models]
         if self._target in names or len(names) == 1:

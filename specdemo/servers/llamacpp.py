@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from transformers import PreTrainedModel
 
 from specdemo.core.signals import tidy
 from specdemo.models.gguf import Words, write_gguf
@@ -52,29 +53,30 @@ def _settings(asked: Namespace, folder: Path) -> object:
     settings.endpoint_metrics, settings.cache_prompt, settings.verbosity = True, False, -1
     settings.load_mode = library.llama_load_mode.LLAMA_LOAD_MODE_NONE  # whole, so that the files can go
     settings.n_parallel, settings.n_gpu_layers = 1, 0
-    settings.model.path, context, exact = _file(asked.model, asked.dtype, folder / "target.gguf")
-    settings.n_ctx = min(CONTEXT, context)
+    settings.model.path = str(folder / "target.gguf")
+    target, words = _written(asked.model, asked.dtype, folder / "target.gguf")
+    settings.n_ctx = min(CONTEXT, int(target.config.max_position_embeddings or CONTEXT))
     drafting = settings.speculative
     if asked.draft_model:
         drafting.types = [library.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
-        drafting.draft.mparams.path, *_ = _file(asked.draft_model, asked.dtype, folder / "draft.gguf")
-        drafting.draft.n_max = asked.k
+        drafting.draft.mparams.path, drafting.draft.n_max = str(folder / "draft.gguf"), asked.k
+        if _written(asked.draft_model, asked.dtype, folder / "draft.gguf")[1].tokens != words.tokens:
+            raise ValueError(f"llama.cpp drafts in the target's own words; those of {asked.draft_model} are others")
     elif asked.ngram:
         drafting.types = [library.common_speculative_type.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
         drafting.ngram_simple.size_n, drafting.ngram_simple.size_m = asked.ngram, asked.k
     for part in (settings, drafting.draft):
         part.cpuparams.n_threads = part.cpuparams_batch.n_threads = torch.get_num_threads()
-        if exact:  # its caches are in half precision unless told
+        if target.dtype == torch.float32:  # its caches are in half precision unless told
             part.cache_type_k = part.cache_type_v = library.ggml_type.GGML_TYPE_F32
     return settings
 
 
-def _file(name: str, dtype: str, file: Path) -> tuple[str, int, bool]:
-    """Writes a model; -> the file's path, the model's context, and whether it is in float32."""
+def _written(name: str, dtype: str, file: Path) -> tuple[PreTrainedModel, Words]:
     loaded = load_model(name, dtype, "cpu", kernels="transformers")
-    config = loaded.model.config
-    write_gguf(loaded.model, Words.of(loaded.tokenizer, int(config.vocab_size or 0)), file)
-    return str(file), int(config.max_position_embeddings or CONTEXT), loaded.model.dtype == torch.float32
+    words = Words.of(loaded.tokenizer, int(loaded.model.config.vocab_size or 0))
+    write_gguf(loaded.model, words, file)
+    return loaded.model, words
 
 
 if __name__ == "__main__":

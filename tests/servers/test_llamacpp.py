@@ -78,6 +78,12 @@ def test_a_model_that_is_no_llama_is_one_line(monkeypatch):
 
 
 @installed
+def test_a_draft_in_other_words_is_one_line(capsys):
+    assert main(["run", "embedded-other-vocabulary", "--engine", "llamacpp"]) == 2
+    assert "llama.cpp drafts in the target's own words" in capsys.readouterr().err
+
+
+@installed
 @pytest.mark.parametrize("name", ["embedded-draft", "embedded-ngram"])
 def test_llama_cpp_writes_what_the_engine_here_writes(name, tmp_path):
     here, there = tmp_path / "here.json", tmp_path / "there.json"
