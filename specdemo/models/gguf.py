@@ -5,13 +5,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 NORMAL, CONTROL = 1, 3  # kinds of token
+ROPE_BASE = 10_000.0  # where a model names none
 NAMES = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -52,9 +58,9 @@ def write_gguf(model: PreTrainedModel, words: Words, file: Path) -> None:
 
     llama.cpp knows rules to split a text by name; the one named here is near to the tokenizer's own and not the same.
     """
-    _check(model)
+    config = _checked(model)
     writer = import_module("gguf").GGUFWriter(file, "llama")
-    for name, value in _shape(model.config).items():
+    for name, value in _shape(config).items():
         (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"llama.{name}", value)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
@@ -74,17 +80,19 @@ def write_gguf(model: PreTrainedModel, words: Words, file: Path) -> None:
     writer.close()
 
 
-def _check(model: PreTrainedModel) -> None:
-    config: Any = model.config
-    plain = type(model) is LlamaForCausalLM and not config.attention_bias and not config.mlp_bias
-    if not plain or config.rope_parameters["rope_type"] != "default" or model.dtype == torch.float16:
-        raise ValueError(
-            f"llama.cpp is given Llama models without bias and RoPE scaling, in float32 or bfloat16; this is "
-            f"{type(model).__name__} in {str(model.dtype).removeprefix('torch.')}; choose another model or engine"
-        )
+def _checked(model: PreTrainedModel) -> LlamaConfig:
+    config = model.config
+    if type(model) is LlamaForCausalLM and isinstance(config, LlamaConfig) and model.dtype != torch.float16:
+        scaled = (config.rope_parameters or {}).get("rope_type") != "default"
+        if not (config.attention_bias or config.mlp_bias or scaled):
+            return config
+    raise ValueError(
+        f"llama.cpp is given Llama models without bias and RoPE scaling, in float32 or bfloat16; this is "
+        f"{type(model).__name__} in {str(model.dtype).removeprefix('torch.')}; choose another model or engine"
+    )
 
 
-def _shape(config: Any) -> dict[str, int | float]:
+def _shape(config: LlamaConfig) -> dict[str, int | float]:
     """By llama.cpp's names."""
     size = config.head_dim or config.hidden_size // config.num_attention_heads
     return {
@@ -93,12 +101,12 @@ def _shape(config: Any) -> dict[str, int | float]:
         "block_count": config.num_hidden_layers,
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.head_count_kv": config.num_key_value_heads or config.num_attention_heads,
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
         "attention.key_length": size,
         "attention.value_length": size,
         "rope.dimension_count": size,
-        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        "rope.freq_base": float((config.rope_parameters or {}).get("rope_theta") or ROPE_BASE),
         "vocab_size": config.vocab_size,
     }
 
