@@ -65,9 +65,11 @@ def _settings(asked: Namespace, folder: Path) -> object:
     elif asked.ngram:
         drafting.types = [library.common_speculative_type.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
         drafting.ngram_simple.size_n, drafting.ngram_simple.size_m = asked.ngram, asked.k
+    if target.dtype == torch.float32:  # its caches are in half precision unless told, and over others this is slow
+        settings.flash_attn_type = library.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     for part in (settings, drafting.draft):
         part.cpuparams.n_threads = part.cpuparams_batch.n_threads = torch.get_num_threads()
-        if target.dtype == torch.float32:  # its caches are in half precision unless told
+        if target.dtype == torch.float32:
             part.cache_type_k = part.cache_type_v = library.ggml_type.GGML_TYPE_F32
     return settings
 
