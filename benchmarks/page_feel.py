@@ -30,7 +30,9 @@ FRAMES = """() => {
     if (window.watching) requestAnimationFrame(frame);
   };
   requestAnimationFrame(frame);
-  window.observer ??= new PerformanceObserver((list) => window.tasks.push(...list.getEntries().map((task) => task.duration)));
+  window.observer ??= new PerformanceObserver((list) => {
+    window.tasks.push(...list.getEntries().map((task) => task.duration));
+  });
   window.observer.observe({ type: "longtask" });
 }"""
 PRESS = """() => new Promise((resolve) => {

@@ -252,7 +252,7 @@ def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: b
         with gr.Row(visible=False, elem_id="follow-row") as row:
             message = gr.Textbox(
                 label="Next message",
-                info="every lane answers it after its own answer",
+                placeholder="your next message, to every lane",
                 max_length=limits.here().prompt,
                 elem_id="message",
                 scale=5,

@@ -45,8 +45,14 @@ def chromium():
 
 @pytest.fixture(scope="session")
 def address():
+    with served() as address:
+        yield address
+
+
+@contextmanager
+def served(*options):
     """`python app.py`, as a user starts it."""
-    command = [sys.executable, "app.py", "--port", str(free_port())]
+    command = [sys.executable, "app.py", "--port", str(free_port()), *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as server:
         yield server.stdout.readline().split()[-1]
         server.terminate()

@@ -1,0 +1,48 @@
+"""A cache of another kind is a file of its own and the line that chooses it (CONTRIBUTING.md)."""
+
+import pytest
+import torch
+
+import specdemo.models.target
+from specdemo.core.protocol import Budget, GenerationConfig
+from specdemo.methods import BASELINE
+from specdemo.models.cache import SlabCache
+from specdemo.models.target import HFTarget
+from specdemo.testing import drafter, written
+from tests.models.tiny import build, texts
+
+
+class HalfCache(SlabCache):
+    """Keeps keys and values in half the bytes; layers are given them as they asked."""
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        kept = super().update(key_states.bfloat16(), value_states.bfloat16(), layer_idx)
+        return tuple(states.to(key_states.dtype) for states in kept)
+
+
+@pytest.fixture
+def half(monkeypatch):
+    monkeypatch.setattr(specdemo.models.target, "SlabCache", HalfCache)
+    return HFTarget(build("llama"))
+
+
+def test_it_holds_half_the_bytes_and_says_nearly_the_same(half, monkeypatch):
+    prompts, following = texts(2, 13), texts(2, 4, seed=1)
+    parents = torch.tensor([[0, 0, 1], [0, 1, 2]])
+    half.start(prompts)
+    said, held = half.forward(following, parents).logits, half.history_bytes
+    monkeypatch.setattr(specdemo.models.target, "SlabCache", SlabCache)
+    whole = HFTarget(half.model)
+    whole.start(prompts)
+    expected = whole.forward(following, parents).logits
+    assert whole.history_bytes == 2 * held
+    assert 0 < (said - expected).norm() < 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize("name", ["ngram", "draft_model", "medusa", "eagle", "layer_skip"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_chains_trees_and_batches_are_exact_on_it(half, name, rows):
+    prompts, config = texts(rows, 13), GenerationConfig(24)
+    plain = written(half, drafter(BASELINE, half), config, prompts)
+    spoken = GenerationConfig(24, budget=Budget(6, 4))
+    assert written(half, drafter(name, half), spoken, prompts) == plain
