@@ -28,10 +28,11 @@ class Peers(Decoding):
 
 @dataclass(frozen=True, kw_only=True)
 class Beside(Suite):
-    """The engine beside vLLM on a CPU: a preset's baseline and first lane on both, whole greedy requests in turns."""
+    """The engine beside vLLM or llama.cpp on a CPU: a preset's baseline and first lane on both, greedy, in turns."""
 
     name = "beside"
     preset: str = "embedded-draft"
+    engine: str | None = None
     command: str | None = None
     dtype: str = "float32"
     new_tokens: int = 112

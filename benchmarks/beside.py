@@ -1,4 +1,4 @@
-"""The engine beside vLLM on a CPU: whole requests of one greedy text at a time, in turns, one thread each.
+"""The engine beside vLLM or llama.cpp on a CPU: whole requests of one greedy text at a time, in turns, one thread each.
 
 A lane's speed is that of the tokens behind the first SHORT, by difference, in the time that its processes had the
 processor: neither prompt nor other programs count. Only whole answers are timed, so bunches do not count either.
@@ -33,13 +33,15 @@ from specdemo.models.target import HFTarget
 from specdemo.models.text import encode
 from specdemo.presets.files import Preset, preset
 from specdemo.presets.serve import serving
+from specdemo.servers.address import TITLES, Engine
+from specdemo.servers.flags import known_engine
 
 if TYPE_CHECKING:
     from benchmarks import Beside
 
 SHORT = 16  # tokens
 PATIENCE_S = 300.0
-OURS, THEIRS = "here", "vLLM"
+OURS = "here"
 
 Ask = Callable[[Sequence[int], int], list[int]]  # a prompt's ids and a number of tokens -> the ids that follow
 
@@ -64,14 +66,15 @@ class Round:
 
 
 def beside(suite: "Beside", report: Report, cancelled: Callable[[], bool]) -> Result:
-    """The baseline and the first lane of a preset here and on vLLM. Raises ValueError where vLLM does not start."""
+    """The baseline and the first lane of a preset here and on an engine. Raises ValueError if that does not start."""
     count = int(os.environ.setdefault("OMP_NUM_THREADS", "1"))  # which the servers inherit
     chosen = preset(suite.preset).with_changes(dtype=suite.dtype, temperature=0.0)
     chosen = chosen.model_copy(update={"lanes": chosen.lanes[:1]})
     target = load_target(chosen.target, device="cpu", dtype=suite.dtype)
     assert target.tokenizer is not None
     prompts = [encode(target.tokenizer, text, target.max_length - suite.new_tokens) for text in PROMPTS]
-    with threads(count), _asked(chosen, target, suite.command, report) as lanes:
+    engine = known_engine(suite.engine or "vllm")
+    with threads(count), _asked(chosen, target, engine, suite.command, report) as lanes:
         for lane in lanes.values():
             _round(lane, prompts, suite.new_tokens)  # off the clock
 
@@ -85,15 +88,18 @@ def beside(suite: "Beside", report: Report, cancelled: Callable[[], bool]) -> Re
 
 
 @contextmanager
-def _asked(chosen: Preset, target: HFTarget, command: str | None, report: Report) -> Iterator[Mapping[str, Asked]]:
-    """Every lane's way to be asked: here first, then the same lane on vLLM."""
+def _asked(
+    chosen: Preset, target: HFTarget, engine: Engine, command: str | None, report: Report
+) -> Iterator[Mapping[str, Asked]]:
+    """Every lane's way to be asked: here first, then the same lane there."""
     asks: dict[str, Asked] = {}
-    started = serving(chosen, "vllm", embedded_folder(), lambda said: report(0.0, said), command)
+    asking = _llamacpp if engine == "llamacpp" else _vllm
+    started = serving(chosen, engine, embedded_folder(), lambda said: report(0.0, said), command)
     with started as onto, httpx.Client(timeout=PATIENCE_S) as http:
         for lane in onto.all_lanes:
             drafter = load_drafter(lane.method, target, lane.model, **lane.options)
             asks[f"{lane.method}, {OURS}"] = Asked(_here(target, drafter, lane), time.process_time)
-            asks[f"{lane.method}, {THEIRS}"] = Asked(_there(http, lane, chosen.target), _servers_s)
+            asks[f"{lane.method}, {TITLES[engine]}"] = Asked(asking(http, lane, chosen.target), _servers_s)
         yield asks
 
 
@@ -106,7 +112,17 @@ def _here(target: HFTarget, drafter: Method, lane: Lane) -> Ask:
     return ask
 
 
-def _there(http: httpx.Client, lane: Lane, model: str) -> Ask:
+def _llamacpp(http: httpx.Client, lane: Lane, model: str) -> Ask:
+    def ask(prompt: Sequence[int], tokens: int) -> list[int]:
+        how = {"n_predict": tokens, "temperature": 0.0, "ignore_eos": True, "return_tokens": True}
+        answer = http.post(f"{lane.server}/completion", json={"prompt": [*prompt], **how})
+        ids: list[int] = answer.raise_for_status().json()["tokens"]
+        return ids
+
+    return ask
+
+
+def _vllm(http: httpx.Client, lane: Lane, model: str) -> Ask:
     def ask(prompt: Sequence[int], tokens: int) -> list[int]:
         how = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, "return_token_ids": True}
         answer = http.post(f"{lane.server}/v1/completions", json={"model": model, "prompt": [*prompt], **how})
@@ -133,7 +149,8 @@ def _round(lane: Asked, prompts: Sequence[Sequence[int]], new_tokens: int) -> Ro
 
 def _row(name: str, done: Sequence[Mapping[str, Round]], tokens: int) -> Row:
     method, _, where = name.partition(", ")
-    plain, theirs = f"{BASELINE}, {where}", f"{method}, {THEIRS}"
+    there = next(other.partition(", ")[2] for other in done[0] if not other.endswith(OURS))
+    plain, theirs = f"{BASELINE}, {where}", f"{method}, {there}"
     count = tokens * len(done[0][name].written)
 
     def speed(lane: str, rounds: Mapping[str, Round]) -> float:
@@ -144,8 +161,8 @@ def _row(name: str, done: Sequence[Mapping[str, Round]], tokens: int) -> Row:
         "lane": name,
         "tokens/s": over_repeats([speed(name, rounds) for rounds in done]),
         "speed-up": over_repeats([speed(name, rounds) / speed(plain, rounds) for rounds in done]),
-        "of vLLM's": over_repeats([speed(name, rounds) / speed(theirs, rounds) for rounds in done]),
-        "of vLLM's, whole requests": over_repeats([rounds[theirs].long_s / rounds[name].long_s for rounds in done]),
+        f"of {there}'s": over_repeats([speed(name, rounds) / speed(theirs, rounds) for rounds in done]),
+        f"of {there}'s, whole requests": over_repeats([rounds[theirs].long_s / rounds[name].long_s for rounds in done]),
         "by the wall": over_repeats([rounds[theirs].wall_s / rounds[name].wall_s for rounds in done]),
         "output": "identical" if same == len(done[0][name].written) else f"{same} identical",
     }

@@ -120,7 +120,7 @@ def run(
         typer.Option(help="A lane's OpenAI-compatible server; repeatable, the baseline's first if each lane has one."),
     ] = None,
     served_model: Annotated[str | None, typer.Option(help="What --server calls the target.")] = None,
-    engine: Annotated[str | None, typer.Option(help="Start vllm or sglang for every lane, race on them, stop.")] = None,
+    engine: Annotated[str | None, typer.Option(help="Race on vllm, sglang or llamacpp, started for it.")] = None,
     gpus: Gpus = 1,
     command: Command = None,
     out: Annotated[Path | None, typer.Option(help="Write the trace (JSON) there.")] = None,
@@ -354,7 +354,7 @@ def _check_presets(as_json: bool) -> int:
 @app.command()
 def serve_command(
     preset_id: PresetId,
-    engine: Annotated[str, typer.Option("--for", help="vllm or sglang.")] = "vllm",
+    engine: Annotated[str, typer.Option("--for", help="vllm, sglang or llamacpp.")] = "vllm",
     gpus: Gpus = 1,
 ) -> None:
     """Print the lines that start a preset's lanes on servers, to be raced with `run --server`."""
@@ -367,7 +367,7 @@ def serve_command(
 @app.command()
 def serve(
     preset_id: PresetId,
-    engine: Annotated[str, typer.Option(help="vllm or sglang.")] = "vllm",
+    engine: Annotated[str, typer.Option(help="vllm, sglang or llamacpp.")] = "vllm",
     gpus: Gpus = 1,
     command: Command = None,
 ) -> None:

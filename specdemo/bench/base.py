@@ -197,7 +197,7 @@ OPTIONS: Mapping[str, Option] = {
     "new_tokens": Option(
         "--new-tokens", "number of new tokens", "Tokens to decode behind every prompt.", int, check=_new_tokens
     ),
-    "engine": Option("--engine", "engine", "here, or vllm or sglang: a server is started for every k."),
+    "engine": Option("--engine", "engine", "Started for every k, or beside: vllm, sglang or llamacpp."),
     "servers": Option("--server", "server", "Servers that run already, one for every k; repeatable.", list[str]),
     "command": Option("--command", "program", "The engine's program, where it is not on PATH."),
     "gpus": Option("--gpus", "number of GPUs", "GPUs that each server spreads its model over.", int, check=_above_zero),

@@ -62,6 +62,8 @@ class Fleet:
         chosen = preset(suite.preset).with_changes(temperature=0.0, dtype=suite.dtype)
         chosen = chosen.model_copy(update={"lanes": chosen.lanes[:1]})
         engine = known_engine(suite.engine or "vllm")
+        if engine == "llamacpp":
+            raise ValueError("llama.cpp is started for one text at a time; load vllm or sglang")
         if not suite.servers:
             return cls(suite, chosen, engine, Program.find(engine, suite.command, suite.gpus), {})
         if len(suite.servers) != len(ks):

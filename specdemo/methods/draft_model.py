@@ -18,7 +18,7 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft, chain_parents
 from specdemo.methods import expect, head_of
 from specdemo.methods.base import Learner, NoOptions
-from specdemo.methods.flags import sglang_chain, vllm
+from specdemo.methods.flags import Flags, Options, sglang_chain, vllm
 from specdemo.methods.heads.choose import Choice, Vocabulary, Writing, parts, whole
 from specdemo.methods.vocabularies import ENOUGH, Bridge, RowText
 from specdemo.models.checkpoints import Checkpoint, outline_checkpoint
@@ -40,12 +40,16 @@ PROBES = (  # what tokenizers of one vocabulary may still cut differently
 )
 
 
+def _llamacpp(model: str | None, k: int, options: Options) -> Flags:
+    return ["--draft-model", str(model), "--k", str(k)]
+
+
 class DraftModel(Learner):
     title = "Draft model"
     summary = "A small model writes ahead; the target checks its words in one pass."
     needs_model = True
     crosses: ClassVar[bool] = True  # to targets of another vocabulary
-    serves: ClassVar = {"vllm": vllm("draft_model"), "sglang": sglang_chain("STANDALONE")}
+    serves: ClassVar = {"vllm": vllm("draft_model"), "sglang": sglang_chain("STANDALONE"), "llamacpp": _llamacpp}
 
     @classmethod
     def recognises(cls, checkpoint: Checkpoint) -> bool:

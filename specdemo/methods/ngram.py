@@ -18,6 +18,8 @@ from specdemo.methods import knob
 from specdemo.methods.base import Method
 from specdemo.methods.flags import Flags, sglang, vllm_config
 
+LLAMACPP_N = 3  # tokens
+
 
 class _Text:
     """The tokens of one row and, for every n-gram in it but the last, where it ended most recently."""
@@ -52,10 +54,16 @@ def _sglang(model: str | None, k: int, options: Mapping[str, object]) -> Flags:
     return sglang("NGRAM", num_draft_tokens=k + 1)
 
 
+def _llamacpp(model: str | None, k: int, options: Mapping[str, object]) -> Flags:
+    """It looks for one length alone: that of those here which is nearest to LLAMACPP_N."""
+    least, most = int(str(options["min_n"])), int(str(options["max_n"]))
+    return ["--ngram", str(min(max(least, LLAMACPP_N), most)), "--k", str(k)]
+
+
 class NGram(Method):
     title = "Prompt lookup"
     summary = "Drafts what followed the last occurrence of the current words; costs nothing, pays where text repeats."
-    serves: ClassVar = {"vllm": _vllm, "sglang": _sglang}
+    serves: ClassVar = {"vllm": _vllm, "sglang": _sglang, "llamacpp": _llamacpp}
 
     @dataclass(frozen=True, slots=True)
     class Options:

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -12,9 +13,9 @@ from specdemo.engine.comparison import Comparison, Lane
 from specdemo.methods import BASELINE, validate_options
 from specdemo.methods.flags import AT, NotServed
 from specdemo.presets.files import EMBEDDED, Preset
-from specdemo.servers.address import Engine, address, admitted
+from specdemo.servers.address import TITLES, Engine, address, admitted
 from specdemo.servers.flags import speculation_flags
-from specdemo.servers.started import Installed, Server, Tell, free_port, installed, started
+from specdemo.servers.started import Installed, Server, Tell, check_llamacpp, free_port, installed, started
 
 FIRST_PORT = 8000
 PARALLEL = {"vllm": "--tensor-parallel-size", "sglang": "--tp-size"}
@@ -44,6 +45,8 @@ def served(preset: Comparison, engine: Engine, models: Path | None = None, gpus:
         model = None if lane.model == preset.target else _path(lane.model, models)  # heads inside the target
         options = validate_options(lane.method, lane.options)
         try:
+            if gpus > 1 and engine not in PARALLEL:
+                raise NotServed(f"{TITLES[engine]} is started on the CPU; leave --gpus out")
             drafting = speculation_flags(engine, lane.method, model, lane.k, options)
         except NotServed as reason:
             yield Served(name, server, [], str(reason))
@@ -70,6 +73,10 @@ def serve_commands(preset: Preset, engine: Engine, models: Path | None = None, g
 
 
 def _start(preset: Comparison, engine: Engine, server: str, models: Path | None) -> list[str]:
+    where = urlsplit(server)
+    at = ["--dtype", preset.dtype, "--host", where.hostname or "127.0.0.1", "--port", str(where.port or FIRST_PORT)]
+    if engine == "llamacpp":
+        return [sys.executable, "-m", "specdemo.servers.llamacpp", preset.target, *at]
     name, _, revision = preset.target.partition(AT)
     target = _path(name, models) or name
     start = ["vllm", "serve", target] if engine == "vllm" else ["python", "-m", "sglang.launch_server"]
@@ -77,11 +84,8 @@ def _start(preset: Comparison, engine: Engine, server: str, models: Path | None)
     if preset.target != target:
         flags += ["--served-model-name", preset.target]
     flags += ["--revision", revision] if revision else []
-    flags += ["--dtype", preset.dtype, UNCACHED[engine]]
-    if _quantises(preset, engine):
-        flags += ["--quantization", "bitsandbytes"]
-    where = urlsplit(server)
-    return [*start, *flags, "--host", where.hostname or "127.0.0.1", "--port", str(where.port or FIRST_PORT)]
+    flags += ["--quantization", "bitsandbytes"] if _quantises(preset, engine) else []
+    return [*start, *flags, UNCACHED[engine], *at]
 
 
 def _quantises(preset: Comparison, engine: Engine) -> bool:
@@ -104,6 +108,8 @@ class Program:
     @classmethod
     def find(cls, engine: Engine, command: str | None = None, gpus: int = 1) -> "Program":
         """Raises ValueError when there is none."""
+        if engine == "llamacpp" and command is None:
+            check_llamacpp()
         return cls(command, gpus, installed(command or "vllm") if engine == "vllm" else None)
 
     def check(self, lane: Served) -> None:

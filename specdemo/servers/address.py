@@ -13,8 +13,8 @@ LISTED = "SPECDEMO_SERVERS"
 _added: dict[str, None] = {}  # an ordered set
 _started: set[str] = set()  # by this process
 
-Engine = Literal["vllm", "sglang"]
-TITLES: dict[str, str] = {"vllm": "vLLM", "sglang": "SGLang"}
+Engine = Literal["vllm", "sglang", "llamacpp"]
+TITLES: dict[str, str] = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp"}
 startable: dict[str, str] = {}  # the engines that lanes may be started on, and their programs
 
 

@@ -47,6 +47,12 @@ class Client:
 
     async def read(self, path: str, most: int) -> bytes:
         """The whole answer. Raises Refused, httpx.TransportError, and ValueError for more than `most` bytes."""
+        try:
+            return await self._read(path, most)
+        except httpx.RemoteProtocolError:  # it had closed the connection that was kept, as llama.cpp's does
+            return await self._read(path, most)
+
+    async def _read(self, path: str, most: int) -> bytes:
         async with self._answer("GET", path) as answer:
             return b"".join([part async for part, _ in _bounded(answer, most)])
 

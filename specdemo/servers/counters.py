@@ -2,7 +2,7 @@
 
 Every number counts the whole server: whoever else used it in between is counted in. What a server does not export is
 left out, and so is a number that is none, below zero, beyond reason or at odds with another. Names: vLLM
-v1/spec_decode/metrics.py, SGLang's metrics collector.
+v1/spec_decode/metrics.py, which llama.cpp's end as well, SGLang's metrics collector.
 """
 
 import re
@@ -14,18 +14,18 @@ from statistics import fmean
 from specdemo.core.trace import MAX_DEPTH, Counter, Number, Span
 
 BEYOND = 2**53  # no server has counted so far, and a browser's numbers hold no more
-_NAME = re.compile(r"(?:vllm|sglang):\w+")
+_NAME = re.compile(r"(?:vllm|llamacpp|sglang):\w+")
 _POSITION = re.compile(r'[{,]\s*position="(\d{1,4})"')
-_VLLM = "vllm:spec_decode_num_"
-_PER_POSITION = _VLLM + "accepted_tokens_per_pos"
+_COUNTED = ("drafts", "draft_tokens", "accepted_tokens")
+_PREFIXES = {"vLLM": "vllm:spec_decode_num_", "llama.cpp": "llamacpp:spec_decode_num_"}
+_PER_POSITION = "accepted_tokens_per_pos"
 _SGLANG = "sglang:"
 _TIMES: dict[Span, str] = {
     "ttft_ms": "vllm:time_to_first_token_seconds",
     "decode_ms": "vllm:request_decode_time_seconds",
 }
 _READ = {
-    _PER_POSITION,
-    *(_VLLM + name for name in ("drafts", "draft_tokens", "accepted_tokens")),
+    *(prefix + name for prefix in _PREFIXES.values() for name in (*_COUNTED, _PER_POSITION)),
     *(f"{name}_{part}" for name in _TIMES.values() for part in ("sum", "count")),
     *(_SGLANG + name for name in ("spec_accept_rate", "spec_accept_length", "generation_tokens", "spec_verify_calls")),
 }
@@ -71,7 +71,8 @@ def between(before: str | None, after: str | None) -> Told:
     if before is None or after is None:
         return Told()
     old, new = parse(before), parse(after)
-    return replace(_vllm(old, new) or _sglang(old, new) or Told(), times=_times(old, new))
+    told = (_counted(old, new, server, prefix) for server, prefix in _PREFIXES.items())
+    return replace(next(filter(None, told), None) or _sglang(old, new) or Told(), times=_times(old, new))
 
 
 def _times(old: Samples, new: Samples) -> dict[Span, float]:
@@ -92,14 +93,12 @@ def _grown(old: Samples, new: Samples, name: str, position: int | None = None) -
     return grown if grown >= 0 else None
 
 
-def _vllm(old: Samples, new: Samples) -> Told | None:
-    drafts, drafted, accepted = (
-        _grown(old, new, _VLLM + name) for name in ("drafts", "draft_tokens", "accepted_tokens")
-    )
+def _counted(old: Samples, new: Samples, server: str, prefix: str) -> Told | None:
+    drafts, drafted, accepted = (_grown(old, new, prefix + name) for name in _COUNTED)
     if not drafts or not drafted or accepted is None or accepted > drafted:
         return None
-    positions = sorted(p for name, p in new if name == _PER_POSITION and p is not None)
-    kept = [_grown(old, new, _PER_POSITION, p) for p in positions[:MAX_DEPTH]]
+    positions = sorted(p for name, p in new if name == prefix + _PER_POSITION and p is not None)
+    kept = [_grown(old, new, prefix + _PER_POSITION, p) for p in positions[:MAX_DEPTH]]
     return Told(
         {
             "steps": int(drafts),
@@ -109,7 +108,7 @@ def _vllm(old: Samples, new: Samples) -> Told | None:
             "tokens_per_step": round(1 + accepted / drafts, 4),
         },
         [None if n is None or n > drafts else round(n / drafts, 4) for n in kept],
-        "vLLM's counters over the run: accepted / drafted tokens; 1 + accepted tokens / drafts; "
+        f"{server}'s counters over the run: accepted / drafted tokens; 1 + accepted tokens / drafts; "
         "other users of the server are counted in",
     )
 

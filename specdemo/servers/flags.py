@@ -1,4 +1,4 @@
-"""How vLLM and SGLang are told to run a method: its class says (methods/flags.py)."""
+"""How vLLM, SGLang and llama.cpp are told to run a method: its class says (methods/flags.py)."""
 
 from typing import get_args
 
@@ -8,12 +8,15 @@ from specdemo.methods import method as class_of
 from specdemo.methods.flags import Flags, NotServed, Options
 from specdemo.servers.address import TITLES, Engine
 
+ENGINES: tuple[Engine, ...] = get_args(Engine)
+
 
 def known_engine(name: str) -> Engine:
     """The engine of that name. Raises ValueError for another."""
-    if name not in get_args(Engine):
-        raise ValueError(f"unknown engine {name!r}; {suggest(name, get_args(Engine))}")
-    return "vllm" if name == "vllm" else "sglang"
+    for known in ENGINES:
+        if name == known:
+            return known
+    raise ValueError(f"unknown engine {name!r}; {suggest(name, ENGINES)}")
 
 
 def speculation_flags(engine: Engine, method: str, model: str | None, k: int, options: Options) -> Flags:

@@ -23,7 +23,8 @@ def main(command: Sequence[str]) -> int:
     let_go = threading.Event()
 
     def hold() -> None:
-        sys.stdin.buffer.read()
+        while os.read(0, 1):  # not by sys.stdin, whose lock the end of this process would wait for
+            pass
         let_go.set()
 
     threading.Thread(target=hold, daemon=True).start()

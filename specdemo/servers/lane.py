@@ -41,11 +41,14 @@ WARM_UP = "Count to ten: one, two, three,"  # not the run's prompt, which a serv
 WARM_UP_TOKENS = 8
 
 Form = Literal["completions", "chat/completions"]
-Prompt = str | list[dict[str, str]]  # a text, or messages with role and content
+Text = str | list[dict[str, str]]  # or messages with role and content
+Prompt = Text | list[int]  # or the tokens of one
+TOKEN_IDS = "token-ids"  # a tag of a model whose server does not split text as the target does
 
 
 class _Model(BaseModel):
     id: Annotated[str, Field(max_length=500, pattern=r"^\P{C}*$")]  # of characters that can be seen
+    tags: object = None  # llama.cpp's
 
 
 class _Models(BaseModel):
@@ -66,7 +69,7 @@ class RemoteLane:
         server: str,
         model: str | None,
         target: str,
-        prompt: Prompt,
+        prompt: Text,
         config: "GenerationConfig",
         forms: Sequence[Form],
     ) -> None:
@@ -74,10 +77,11 @@ class RemoteLane:
         self._server = check_listed(server)
         self._model = model
         self._target = target
-        self._prompt = prompt
+        self._text = prompt
         self._config = config
         self._forms = forms
         self._finish: Literal["stop", "length"] | None = None
+        self._as_ids = False
         trace.remote = Remote(host(self._server), model or "", "")
 
     def events(self, cancelled: Callable[[], bool]) -> Iterator[Piece]:
@@ -122,16 +126,17 @@ class RemoteLane:
         try:
             async with Client(self._server, key) as http:
                 self._tell(model=self._model or await self._served(http))
+                prompt: Prompt = self._split() if self._as_ids else self._text
                 form, standard = await self._warm_up(http)
                 self._tell(endpoint=f"/v1/{form}")
                 before = await _metrics(http)
-                await self._stream(http, form, standard, self._prompt, self._config.max_new_tokens, heard)
+                await self._stream(http, form, standard, prompt, self._config.max_new_tokens, heard)
                 counted = counters.between(before, await _metrics(http))
         except Exception as error:
             raise RuntimeError(_reason(error, host(self._server), key, heard.pieces)) from None
         finally:
             self._tell(tokens=heard.told, counted=heard.counted or heard.told == heard.pieces)
-        told = heard.drafted or counted
+        told = counted if _alone(counted, heard) else heard.drafted or counted
         self._tell(counters=told.counters, accept_by_position=told.accept_by_position, source=told.source)
         self._tell(times=heard.times or counted.times)
         self._finish = heard.finish
@@ -141,11 +146,24 @@ class RemoteLane:
             listed = await http.read("/v1/models", MODELS_BYTES)
         except Refused:  # it does not list what it serves
             return self._target
-        names = [model.id for model in _Models.model_validate_json(listed).data]
+        models = _Models.model_validate_json(listed).data
+        if any(isinstance(model.tags, list) and TOKEN_IDS in model.tags for model in models):
+            self._as_ids, self._forms = True, ("completions",)
+        names = [model.id for model in models]
         if self._target in names or len(names) == 1:
             return self._target if self._target in names else names[0]
         shown = ", ".join(names[:5]) or "nothing it lists"
         raise ValueError(f"it serves {shown}; say which one with served_model")
+
+    def _split(self) -> list[int]:
+        """The prompt's tokens. Raises ValueError where they are too many, or the target's tokenizer is not here."""
+        from specdemo.models.load import outline
+        from specdemo.models.text import encode
+
+        known = outline(self._target)
+        if known.tokenizer is None:
+            raise ValueError(f"it takes token ids, and {self._target} has no tokenizer here")
+        return encode(known.tokenizer, self._text, known.max_length - self._config.max_new_tokens)
 
     async def _warm_up(self, http: Client) -> tuple[Form, bool]:
         """A few tokens off the clock, which also find out how the server wants to be asked.
@@ -216,6 +234,12 @@ class RemoteLane:
                 heard.hear(chunk, arrived)
         if heard.finish is None:
             raise ConnectionError
+
+
+def _alone(counted: counters.Told, heard: Heard) -> bool:
+    """Whether the server's counters, which tell more than those of the answer, count no other answer in."""
+    drafted = heard.drafted.counters["drafted"] if heard.drafted else None
+    return drafted is not None and counted.counters.get("drafted") == drafted
 
 
 async def _metrics(http: Client) -> str | None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from subprocess import PIPE, STDOUT, Popen, SubprocessError, run
 from tempfile import TemporaryDirectory
@@ -40,7 +41,8 @@ print(json.dumps({"version": version("vllm"), "methods": words(speculative.Specu
                   "gpus": 0 if current_platform.is_cpu() else torch.cuda.device_count()}))
 """
 
-COMMANDS = {"vllm": "vllm", "sglang": "python"}  # where none is named
+LLAMACPP = ("xllamacpp", "gguf")  # packages
+COMMANDS = {"vllm": "vllm", "sglang": "python", "llamacpp": sys.executable}  # where none is named
 
 Tell = Callable[[str], None]
 
@@ -62,6 +64,12 @@ def program(command: str) -> str:
             f"{command} is not here; install it, or name its path: --command PATH, of a page --engines NAME=PATH"
         )
     return path
+
+
+def check_llamacpp() -> None:
+    """Raises ValueError, one line, where llama.cpp's packages are missing."""
+    if not all(map(find_spec, LLAMACPP)):
+        raise ValueError(f"llama.cpp is not here: pip install {' '.join(LLAMACPP)}")
 
 
 @lru_cache
@@ -98,7 +106,10 @@ def started(command: Sequence[str], address: str, environment: Mapping[str, str]
         # in a session of its own: Ctrl-C reaches us alone, and the end of the pipe ends it in order
         Popen(watched, stdin=PIPE, stdout=log, stderr=STDOUT, env=alone, start_new_session=True) as process,
     ):
-        yield Server(command[0], address, process, Path(folder) / "log")
+        try:
+            yield Server(command[0], address, process, Path(folder) / "log")
+        finally:
+            process.communicate()  # closes the pipe and waits, which after Ctrl-C Popen does for a moment alone
 
 
 @contextmanager

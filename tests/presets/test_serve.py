@@ -13,6 +13,7 @@ from specdemo.presets.serve import serve_commands
 BASE = preset("two-servers")
 VLLM = {"draft_model", "ngram", "suffix", "medusa", "mtp", "eagle", "dflash"}
 SGLANG = {"draft_model", "ngram", "mtp", "eagle", "dflash"}
+LLAMACPP = {"draft_model", "ngram"}
 
 
 def lane(**settings):
@@ -110,7 +111,7 @@ def test_what_a_server_cannot_do_is_said_in_one_line():
     models = {name: {"model": "some/drafter"} for name in ("draft_model", "medusa", "hydra", "mlp_speculator")}
     models |= {name: {"model": "some/drafter"} for name in ("mtp", "eagle", "dflash", "adaptive", "online")}
     models |= {name: {"model": "some/drafter"} for name in ("cascade", "router")}
-    for engine, able in (("vllm", VLLM), ("sglang", SGLANG)):
+    for engine, able in (("vllm", VLLM), ("sglang", SGLANG), ("llamacpp", LLAMACPP)):
         said = {name: command(engine, method=name, **models.get(name, {})) for name in METHODS if name != "none"}
         assert {name for name, words in said.items() if isinstance(words, list)} == able
         refused = [line for line in said.values() if isinstance(line, str)]
@@ -143,10 +144,10 @@ def test_quantised_where_the_server_can():
 
 def test_an_unknown_engine_is_one_line(capsys):
     assert main(["serve-command", "two-servers", "--for", "tgi"]) == 2
-    assert capsys.readouterr().err == "specdemo: unknown engine 'tgi'; choose one of vllm, sglang\n"
+    assert capsys.readouterr().err == "specdemo: unknown engine 'tgi'; choose one of vllm, sglang, llamacpp\n"
 
 
 def test_every_preset_has_lines():
     for chosen in load_presets().values():
-        for engine in ("vllm", "sglang"):
+        for engine in ("vllm", "sglang", "llamacpp"):
             assert len(serve_commands(chosen, engine)) >= 3

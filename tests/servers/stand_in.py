@@ -1,6 +1,7 @@
 """A stand-in for vLLM: a program that starts and answers as one does; a Python beside it says what is installed.
 
-With GATE in its environment it is loaded once there is such a file; with BROKEN it does not start."""
+With GATE in its environment it is loaded once there is such a file; with BROKEN it does not start; with SLOW it takes a
+second to end. Started as llama.cpp is, it wants token ids as that does."""
 
 import json
 import shlex
@@ -9,19 +10,21 @@ import sys
 import psutil
 
 ENGINE = """
-import json, os, sys
+import json, os, signal, sys, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         loaded = os.path.exists(os.environ.get("GATE", "/"))
-        said = {"/v1/models": json.dumps({"data": [{"id": "stories"}]})}.get(self.path, "")
+        tags = ["token-ids"] if "specdemo.servers.llamacpp" in sys.argv else []
+        said = {"/v1/models": json.dumps({"data": [{"id": "stories", "tags": tags}]})}.get(self.path, "")
         self.send_response(503 if not loaded else 404 if self.path == "/metrics" else 200)
         self.end_headers()
         self.wfile.write(said.encode())
 
     def do_POST(self):
-        self.rfile.read(int(self.headers["Content-Length"]))
+        with open(os.environ["STARTED"] + ".asked", "a") as log:
+            log.write(json.dumps(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]) + "\\n")
         self.send_response(200 if self.path == "/v1/completions" else 404)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
@@ -36,6 +39,8 @@ class Handler(BaseHTTPRequestHandler):
 
 if os.environ.get("BROKEN"):
     sys.exit("no such architecture")
+if os.environ.get("SLOW"):
+    signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1.0), sys.exit()))
 server = ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler)
 with open(os.environ["STARTED"], "a") as log:
     log.write(json.dumps({"pid": os.getpid(), "args": sys.argv[1:]}) + "\\n")
@@ -60,6 +65,11 @@ def make(folder):
 def started(engine):
     """Process id and arguments of every one that was started."""
     return [json.loads(line) for line in (engine.parent / "started").read_text(encoding="utf-8").splitlines()]
+
+
+def asked(engine):
+    """The prompts that were sent, warm-ups included."""
+    return [json.loads(line) for line in (engine.parent / "started.asked").read_text(encoding="utf-8").splitlines()]
 
 
 def gone(engine):

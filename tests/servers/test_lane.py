@@ -203,6 +203,18 @@ def test_a_servers_own_times_are_told_and_what_they_say_otherwise():
         assert run(spec(server.address, server.address), server.address).lanes[1].remote.times["decode_ms"] == 80.0
 
 
+@pytest.mark.parametrize(("others", "tokens_a_pass"), [(0, 3.5), (4, None)])
+def test_llama_cpps_counters_are_told_where_they_count_this_answer_alone(others, tokens_a_pass):
+    name = "llamacpp:spec_decode_num_"
+    counted = f"{name}drafts_total 2\n{name}draft_tokens_total {8 + others}\n{name}accepted_tokens_total 5\n"
+    timings = {"draft_n": 8, "draft_n_accepted": 5}
+    said = [piece("a"), piece("b", finish="stop", timings=timings)]
+    with completion_server(said, metrics=[""] * 3 + [counted]) as server:
+        remote = run(spec(server.address, server.address), server.address).lanes[1].remote
+    assert remote.counters["drafted"] == 8 and remote.counters.get("tokens_per_step") == tokens_a_pass
+    assert remote.source.startswith("llama.cpp's count")
+
+
 def test_tokens_that_are_told_only_as_a_sum():
     with completion_server([piece("a b c"), piece(" d"), piece("", total=9, finish="length")]) as server:
         lane = run(spec(server.address, server.address), server.address).lanes[1]

@@ -1,0 +1,131 @@
+"""A Llama and its tokenizer in llama.cpp's own format, written by the package `gguf` where that is installed."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+NORMAL, CONTROL = 1, 3  # kinds of token
+ROPE_BASE = 10_000.0  # where a model names none
+NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """A byte-level vocabulary. ends: the token that ends a text, None: none does."""
+
+    tokens: Sequence[str]
+    merges: Sequence[str]
+    special: frozenset[int] = frozenset()
+    ends: int | None = None
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase | None, size: int) -> "Words":
+        """The first `size` tokens. Raises ValueError for another kind of tokenizer."""
+        fast = tokenizer if isinstance(tokenizer, PreTrainedTokenizerFast) else None
+        told = json.loads(fast.backend_tokenizer.to_str() if fast else "{}")
+        if not fast or told["model"]["type"] != "BPE" or told["decoder"]["type"] != "ByteLevel":
+            raise ValueError("llama.cpp is given byte-level BPE tokenizers alone; choose another model or engine")
+        names = [str(fast.convert_ids_to_tokens(number)) for number in range(min(size, len(fast)))]
+        merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in told["model"]["merges"]]
+        padded = [*names, *(f"[unused {number}]" for number in range(len(names), size))]
+        return cls(padded, merges, frozenset(fast.all_special_ids), fast.eos_token_id)
+
+
+def write_gguf(model: PreTrainedModel, words: Words, file: Path) -> None:
+    """The model as it is, in float32 or bfloat16. Raises ValueError for one that is no plain Llama.
+
+    llama.cpp knows rules to split a text by name; the one named here is near to the tokenizer's own and not the same.
+    """
+    config = _checked(model)
+    writer = import_module("gguf").GGUFWriter(file, "llama")
+    for name, value in _shape(config).items():
+        (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"llama.{name}", value)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(words.tokens)
+    writer.add_token_types([CONTROL if number in words.special else NORMAL for number in range(len(words.tokens))])
+    writer.add_token_merges(words.merges)
+    if words.ends is not None:
+        writer.add_eos_token_id(words.ends)
+    bfloat16 = import_module("gguf").GGMLQuantizationType.BF16
+    for name, tensor in _tensors(model):
+        half = tensor.dtype == torch.bfloat16 and tensor.ndim > 1  # llama.cpp wants norms in float32
+        raw = tensor.contiguous().view(torch.uint8) if half else tensor.float().contiguous()
+        writer.add_tensor(name, raw.numpy(), raw_dtype=bfloat16 if half else None)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _checked(model: PreTrainedModel) -> LlamaConfig:
+    config = model.config
+    if type(model) is LlamaForCausalLM and isinstance(config, LlamaConfig) and model.dtype != torch.float16:
+        scaled = (config.rope_parameters or {}).get("rope_type") != "default"
+        if not (config.attention_bias or config.mlp_bias or scaled):
+            return config
+    raise ValueError(
+        f"llama.cpp is given Llama models without bias and RoPE scaling, in float32 or bfloat16; this is "
+        f"{type(model).__name__} in {str(model.dtype).removeprefix('torch.')}; choose another model or engine"
+    )
+
+
+def _shape(config: LlamaConfig) -> dict[str, int | float]:
+    """By llama.cpp's names."""
+    size = config.head_dim or config.hidden_size // config.num_attention_heads
+    return {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads or config.num_attention_heads,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "attention.key_length": size,
+        "attention.value_length": size,
+        "rope.dimension_count": size,
+        "rope.freq_base": float((config.rope_parameters or {}).get("rope_theta") or ROPE_BASE),
+        "vocab_size": config.vocab_size,
+    }
+
+
+def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    held, config = model.state_dict(), model.config
+    yield "token_embd.weight", held["model.embed_tokens.weight"]
+    yield "output_norm.weight", held["model.norm.weight"]
+    if not config.tie_word_embeddings:
+        yield "output.weight", held["lm_head.weight"]
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    for layer in range(int(config.num_hidden_layers or 0)):
+        for theirs, name in NAMES.items():
+            tensor = held[f"model.layers.{layer}.{theirs}.weight"]
+            turned = _interleaved(tensor, int(heads[name] or 1)) if name in heads else tensor
+            yield f"blk.{layer}.{name}.weight", turned
+
+
+def _interleaved(weight: Tensor, heads: int) -> Tensor:
+    """Rows as llama.cpp turns them: pairs of neighbours, where transformers turns the halves of a head."""
+    paired: Tensor = weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+    return paired

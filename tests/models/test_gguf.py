@@ -1,0 +1,66 @@
+"""A GGUF file, read back by `gguf` itself."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from specdemo.models.gguf import Words, write_gguf
+from specdemo.models.load import outline
+
+gguf = pytest.importorskip("gguf")
+SIZE = 40
+WORDS = Words([f"t{number}" for number in range(SIZE)], ["t 0"], frozenset({2}), 2)
+
+
+def llama(**settings):
+    config = LlamaConfig(vocab_size=SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=2, **settings)
+    return LlamaForCausalLM(config)
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "model.gguf"
+
+
+def test_what_is_written_can_be_read_back(file):
+    model = llama(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False, rms_norm_eps=1e-5)
+    write_gguf(model, WORDS, file)
+    read = gguf.GGUFReader(file)
+    told = {name: field.contents() for name, field in read.fields.items()}
+    assert told["llama.attention.head_count_kv"] == 2 and told["llama.rope.dimension_count"] == 8
+    assert told["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(1e-5)
+    assert told["tokenizer.ggml.tokens"][7] == "t7" and told["tokenizer.ggml.eos_token_id"] == 2
+    assert [number for number, kind in enumerate(told["tokenizer.ggml.token_type"]) if kind == 3] == [2]
+    held = {tensor.name: torch.tensor(tensor.data) for tensor in read.tensors}
+    assert len(held) == 3 + 2 * 9
+    layer = model.model.layers[1]
+    assert held["output.weight"].equal(model.lm_head.weight)
+    assert held["blk.1.attn_v.weight"].equal(layer.self_attn.v_proj.weight)
+    keys = held["blk.1.attn_k.weight"].view(2, 4, 2, 32)  # of a head, pairs that are turned together are neighbours
+    assert keys.transpose(1, 2).reshape(16, 32).equal(layer.self_attn.k_proj.weight)
+
+
+def test_in_half_precision_the_norms_stay_whole(file):
+    model = llama(num_attention_heads=4, tie_word_embeddings=True).to(torch.bfloat16)
+    write_gguf(model, WORDS, file)
+    held = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    assert "output.weight" not in held and held["output_norm.weight"].tensor_type == gguf.GGMLQuantizationType.F32
+    down = held["blk.0.ffn_down.weight"]
+    assert down.tensor_type == gguf.GGMLQuantizationType.BF16 and list(down.shape) == [48, 32]
+    assert torch.tensor(down.data).view(torch.bfloat16).equal(model.model.layers[0].mlp.down_proj.weight)
+
+
+def test_words_are_those_of_the_tokenizer():
+    known = outline("stories").tokenizer
+    words = Words.of(known, len(known) + 2)
+    assert words.tokens[:-2] == known.convert_ids_to_tokens(list(range(len(known))))
+    assert words.tokens[-2:] == [f"[unused {len(known)}]", f"[unused {len(known) + 1}]"]
+    assert words.ends == known.eos_token_id and words.ends in words.special and len(words.merges[0].split(" ")) == 2
+
+
+def test_what_it_cannot_hold_is_one_line(file):
+    scaled = llama(num_attention_heads=4, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})
+    with pytest.raises(ValueError, match="RoPE scaling"):
+        write_gguf(scaled, WORDS, file)
+    with pytest.raises(ValueError, match="byte-level BPE"):
+        Words.of(None, SIZE)

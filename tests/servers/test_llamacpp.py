@@ -1,0 +1,95 @@
+"""llama.cpp started for a preset: a stand-in for it, and, where `xllamacpp` and `gguf` are installed, itself."""
+
+import json
+from importlib.util import find_spec
+
+import pytest
+
+from specdemo.__main__ import main
+from specdemo.models.load import outline
+from specdemo.presets.files import preset
+from specdemo.presets.serve import serve_commands
+from specdemo.servers import started as starting
+from specdemo.servers.llamacpp import main as child
+from specdemo.servers.started import LLAMACPP
+from tests.servers.stand_in import asked, gone, make, started
+
+installed = pytest.mark.skipif(not all(map(find_spec, LLAMACPP)), reason="pip install xllamacpp gguf")
+SHORT = ["--max-new-tokens", "32", "--dtype", "float32"]
+
+
+@pytest.fixture
+def engine(tmp_path):
+    return make(tmp_path)
+
+
+def test_a_text_is_sent_as_the_tokens_of_the_targets_own_tokenizer(engine):
+    assert main(["run", "embedded-draft", "--engine", "llamacpp", "--command", str(engine)]) == 0
+    plain, drafting = started(engine)
+    assert plain["args"][:3] == ["-m", "specdemo.servers.llamacpp", "stories"] and "--draft-model" not in plain["args"]
+    flag, draft, *k = drafting["args"][-4:]
+    assert flag == "--draft-model" and draft.endswith("stories-draft-wide") and k == ["--k", "4"]
+    ids = outline("stories").tokenizer(preset("embedded-draft").prompt)["input_ids"]
+    assert [prompt for prompt in asked(engine) if isinstance(prompt, list)] == [ids, ids]
+    assert gone(engine)
+
+
+def test_prompt_lookup_looks_for_one_length():
+    def line(**options):
+        chosen = preset("embedded-ngram").with_changes(lanes=[{"method": "ngram", "k": 5, "options": options}])
+        return serve_commands(chosen, "llamacpp")[4]
+
+    assert line().endswith("--ngram 3 --k 5")
+    assert line(min_n=4).endswith("--ngram 4 --k 5") and line(max_n=2).endswith("--ngram 2 --k 5")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["embedded-medusa"], "lane 1: medusa is not served: llama.cpp has no such method"),
+        (["embedded-draft", "--gpus", "2"], "llama.cpp is started on the CPU; leave --gpus out"),
+    ],
+)
+def test_what_it_cannot_serve_is_refused_before_anything_starts(arguments, reason, engine, capsys):
+    assert main(["run", *arguments, "--engine", "llamacpp", "--command", str(engine)]) == 2
+    assert reason in capsys.readouterr().err and not (engine.parent / "started").exists()
+
+
+def test_without_its_packages_it_says_how_to_get_them(monkeypatch, capsys):
+    monkeypatch.setattr(starting, "find_spec", lambda name: None)
+    assert main(["serve", "embedded-draft", "--engine", "llamacpp"]) == 2
+    assert "pip install xllamacpp gguf" in capsys.readouterr().err
+
+
+def test_a_load_is_not_for_one_text_at_a_time(capsys):
+    assert main(["bench", "load", "--engine", "llamacpp"]) == 2
+    assert "llama.cpp is started for one text at a time" in capsys.readouterr().err
+
+
+@installed
+def test_a_model_that_is_no_llama_is_one_line(monkeypatch):
+    from specdemo.servers import llamacpp
+
+    loaded = outline("stories")
+    loaded.model.config.attention_bias = True
+    monkeypatch.setattr(llamacpp, "load_model", lambda *_, **__: loaded)
+    with pytest.raises(SystemExit, match="llama.cpp is given Llama models without bias and RoPE scaling, in float32"):
+        child(["stories", "--port", "1"])
+
+
+@installed
+def test_a_draft_in_other_words_is_one_line(capsys):
+    assert main(["run", "embedded-other-vocabulary", "--engine", "llamacpp"]) == 2
+    assert "llama.cpp drafts in the target's own words" in capsys.readouterr().err
+
+
+@installed
+@pytest.mark.parametrize("name", ["embedded-draft", "embedded-ngram"])
+def test_llama_cpp_writes_what_the_engine_here_writes(name, tmp_path):
+    here, there = tmp_path / "here.json", tmp_path / "there.json"
+    assert main(["run", name, *SHORT, "--out", str(here)]) == 0
+    assert main(["run", name, *SHORT, "--engine", "llamacpp", "--out", str(there)]) == 0
+    ours, theirs = (json.loads(file.read_text(encoding="utf-8"))["lanes"] for file in (here, there))
+    assert [lane["text"] for lane in theirs] == [lane["text"] for lane in ours]
+    counted = theirs[1]["remote"]["counters"]
+    assert counted["accepted"] > 0 and (name != "embedded-draft" or counted["tokens_per_step"] > 1)
