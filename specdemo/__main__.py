@@ -28,7 +28,7 @@ from specdemo import __version__
 from specdemo.bench.base import OPTIONS
 from specdemo.bench.suites import suite, suites, takes
 from specdemo.core.files import check_writable
-from specdemo.core.reading import read_text
+from specdemo.core.reading import lacks_memory, read_text
 from specdemo.core.signals import tidy
 from specdemo.core.suggest import DEVICES, suggest
 from specdemo.engine.comparison import Comparison, Lane, settings, type_of
@@ -70,8 +70,6 @@ def main(argv: Sequence[str] | None = None, told_by: str = "specdemo") -> int:
         print(f"{told_by}:", " ".join(message.split()), file=sys.stderr)
         return 2
     except (MemoryError, RuntimeError) as error:
-        from specdemo.models.footprint import lacks_memory
-
         if not lacks_memory(error):
             raise
         print("specdemo: out of memory; choose smaller models or end other programs", file=sys.stderr)

@@ -11,6 +11,13 @@ from typing import Any
 from specdemo.core.bounds import Bounds, judge
 
 CONFIG = Bounds(4_000_000, 500_000, 150_000)  # a file of settings; the largest known is an index of weights
+TOO_LARGE = "does not fit into the memory that this process may have; choose a smaller model"
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether an error says that there is no more memory: torch's allocators raise a RuntimeError with these words."""
+    said = str(error)
+    return isinstance(error, MemoryError) or "allocate memory" in said or "out of memory" in said
 
 
 def check_regular(path: str | Path, limit: int | None = None) -> None:

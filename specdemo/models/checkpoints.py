@@ -19,8 +19,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specdemo.core.files import replacing_all, write_text
+from specdemo.core.reading import TOO_LARGE, lacks_memory
 from specdemo.models.configs import read_config
-from specdemo.models.footprint import TOO_LARGE, headers, lacks_memory
+from specdemo.models.footprint import headers
 from specdemo.models.hub import MASK, Cancelled, LoadProgress, describe, remote_headers, silent
 from specdemo.models.resolve import local_folder, locate
 

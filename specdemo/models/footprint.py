@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from specdemo.core.reading import TOO_LARGE
 from specdemo.models.configs import read_config
 from specdemo.models.devices import KINDS, kind
 from specdemo.models.hub import Repository, describe
@@ -93,15 +94,6 @@ def weight_bytes(folder: Path, precision: Precision) -> int:
         return sum(f.stat().st_size for kind in ("*.pt", "*.bin", "*.pth") for f in folder.glob(kind))
     bits = sum(prod(shape) * _bits(name, len(shape), stored, precision) for name, shape, stored in headers(files))
     return int(bits) // 8
-
-
-TOO_LARGE = "does not fit into the memory that this process may have; choose a smaller model"
-
-
-def lacks_memory(error: BaseException) -> bool:
-    """Whether an error says that there is no more memory: torch's allocators raise a RuntimeError with these words."""
-    said = str(error)
-    return isinstance(error, MemoryError) or "allocate memory" in said or "out of memory" in said
 
 
 def headers(files: list[Path]) -> Iterator[tuple[str, list[int], str]]:

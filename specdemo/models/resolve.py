@@ -10,9 +10,8 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from specdemo.core.bounds import Bounds
-from specdemo.core.reading import check_regular, read_json
+from specdemo.core.reading import TOO_LARGE, check_regular, lacks_memory, read_json
 from specdemo.models import hub
-from specdemo.models.footprint import TOO_LARGE, lacks_memory
 from specdemo.models.hub import LoadProgress, embedded_folder, silent
 from specdemo.models.shipped import check_shipped
 
