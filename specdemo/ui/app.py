@@ -25,7 +25,7 @@ def ui(
     ] = None,
     engines: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME[=PATH]", help="An engine that lanes may be started on: vllm, sglang; repeatable."),
+        typer.Option(metavar="NAME[=PATH]", help="Lanes may be started on it: vllm, sglang or llamacpp; repeatable."),
     ] = None,
 ) -> None:
     """Open the page: plain and speculative decoding, side by side. The same as `python app.py`."""

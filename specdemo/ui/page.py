@@ -392,7 +392,8 @@ def serve(
     )
     print(f"specdemo is on {page.local_url}", flush=True)
     if not space.zero_gpu():
-        threading.Thread(target=_warm, args=(preset(start),), daemon=True, name="preload").start()
+        # no daemon: torch's code, ended in the middle with the interpreter, aborts the process
+        threading.Thread(target=_warm, args=(preset(start),), name="preload").start()
     if block:
         with closing(page):
             threading.Event().wait()
