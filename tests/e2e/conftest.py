@@ -50,12 +50,15 @@ def address():
 
 
 @contextmanager
-def served(*options):
+def served(*options, **environment):
     """`python app.py`, as a user starts it."""
     command = [sys.executable, "app.py", "--port", str(free_port()), *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as server:
-        yield server.stdout.readline().split()[-1]
-        server.terminate()
+    where = {"cwd": Path(__file__).parents[2], "env": os.environ | environment}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **where) as server:
+        try:
+            yield server.stdout.readline().split()[-1]
+        finally:
+            server.terminate()
 
 
 def free_port():

@@ -2,15 +2,13 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "add-a-method.md"
+from tests.plug_in import ROOT, install_bigram, run
+
 USED = """
 import json, sys
 from specdemo.__main__ import main
@@ -31,24 +29,9 @@ print(json.dumps({
 """
 
 
-def run(*command, **environment):
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """A folder with the page's package in it, as pip leaves it."""
-    source, site = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
-    page = PAGE.read_text(encoding="utf-8")
-    blocks = re.findall(r"`(\w+\.(?:py|toml))`[^\n]*:\n\n```\w+\n(.*?)```", page, re.DOTALL)
-    assert [name for name, _ in blocks] == ["bigram.py", "pyproject.toml"]
-    for name, text in blocks:
-        (source / name).write_text(text, encoding="utf-8")
-    offline = ("--no-deps", "--no-build-isolation", "--no-index", "--quiet")
-    run(sys.executable, "-m", "pip", "install", *offline, "--target", str(site), str(source))
-    return site
+    return install_bigram(tmp_path_factory.mktemp("bigram"))
 
 
 def test_the_page_s_method_runs_as_one_of_ours(installed, tmp_path):

@@ -1,0 +1,30 @@
+"""The package of docs/add-a-method.md, built and installed from the page's own code."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "add-a-method.md"
+
+
+def install_bigram(folder):
+    """A folder inside `folder` with the page's package in it, as pip leaves it."""
+    source, site = folder / "source", folder / "site"
+    source.mkdir()
+    page = PAGE.read_text(encoding="utf-8")
+    blocks = re.findall(r"`(\w+\.(?:py|toml))`[^\n]*:\n\n```\w+\n(.*?)```", page, re.DOTALL)
+    assert [name for name, _ in blocks] == ["bigram.py", "pyproject.toml"]
+    for name, text in blocks:
+        (source / name).write_text(text, encoding="utf-8")
+    offline = ("--no-deps", "--no-build-isolation", "--no-index", "--quiet")
+    run(sys.executable, "-m", "pip", "install", *offline, "--target", str(site), str(source))
+    return site
+
+
+def run(*command, **environment):
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
