@@ -41,6 +41,8 @@ Work = Callable[[Callable[[], bool], Callable[[float, str], None]], Iterator[obj
 class Engine:
     """Work in its own thread: given `cancelled` and where to report loading, it yields messages."""
 
+    at_work: ClassVar[set["Engine"]] = set()
+
     def __init__(self, work: Work, limit_s: float | None = None) -> None:
         self._do = work
         self._limit_s = space.turn_s() if limit_s is None else limit_s
@@ -51,6 +53,7 @@ class Engine:
     def batches(self) -> Generator[Messages, None, None]:
         """What is new, 15 times a second, often nothing. Closing the iterator stops the engine within one step."""
         deadline = time.monotonic() + self._limit_s
+        self.at_work.add(self)
         self._thread.start()
         try:
             while self._thread.is_alive():
@@ -63,11 +66,15 @@ class Engine:
         finally:
             self._stop.set()
 
-    def finish(self, grace_s: float = GRACE_S) -> Messages:
-        """Stop, and what was said since the last batch."""
+    def end(self, grace_s: float) -> None:
+        """Stop, and wait so long for the step in hand."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(grace_s)
+
+    def finish(self, grace_s: float = GRACE_S) -> Messages:
+        """Stop, and what was said since the last batch."""
+        self.end(grace_s)
         return self._new()
 
     def _new(self) -> Messages:
@@ -86,9 +93,18 @@ class Engine:
         except Exception as error:
             logger.exception("the run failed")
             self._messages.append(Failed(f"the run failed: {str(error).partition(chr(10))[0] or type(error).__name__}"))
+        finally:
+            self.at_work.discard(self)
 
     def _loading(self, share: float, what: str) -> None:
         self._messages.append(Loading(share, what))
+
+
+def stop_all() -> None:
+    """End the work of every visitor. A server that closes waits for its streams, and torch's code, ended in the middle
+    with the interpreter, aborts the process."""
+    for engine in tuple(Engine.at_work):
+        engine.end(STOPPING_S)
 
 
 class Job(ABC):

@@ -41,7 +41,7 @@ from specdemo.ui.controls import (
     wire_share,
 )
 from specdemo.ui.guard import ENVELOPE, WINDOW_S, Guard
-from specdemo.ui.job import ENGINE, QUIET, Jobs, Start, Store, Values, named, wire
+from specdemo.ui.job import ENGINE, QUIET, Jobs, Start, Store, Values, named, stop_all, wire
 from specdemo.ui.lazy_imports import live
 from specdemo.ui.log import Log, notes, open_trace, replayed, waiting
 from specdemo.ui.views import tokens_csv
@@ -396,7 +396,10 @@ def serve(
         threading.Thread(target=_warm, args=(preset(start),), name="preload").start()
     if block:
         with closing(page):
-            threading.Event().wait()
+            try:
+                threading.Event().wait()
+            finally:
+                stop_all()
     return page
 
 

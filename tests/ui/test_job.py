@@ -1,8 +1,9 @@
 """What is kept for visitors, and for how long."""
 
+import time
 from types import SimpleNamespace
 
-from specdemo.ui.job import ENTRY, Engine, Job, Jobs, Store
+from specdemo.ui.job import ENTRY, Engine, Job, Jobs, Store, stop_all
 
 
 class Text(Job):
@@ -57,3 +58,21 @@ def test_a_job_of_a_page_that_was_closed_is_not_kept_again():
     jobs._store.forget(visitor("a"))
     list(shown)
     assert jobs.last(visitor("a")) is None and jobs._store.size == 0
+
+
+def test_a_page_that_ends_lets_every_run_come_to_its_end():
+    def endless(cancelled, report):
+        yield "begun"
+        while not cancelled():
+            time.sleep(0)
+        yield " and ended"
+
+    jobs = [Text("", endless) for _ in range(2)]
+    shown = [job.stream() for job in jobs]
+    while not all("begun" in job.text for job in jobs):
+        for texts in shown:
+            next(texts)
+    stop_all()
+    for job, texts in zip(jobs, shown, strict=True):
+        assert list(texts)[-1] == "begun and ended" and job.ended
+    assert not Engine.at_work
