@@ -35,8 +35,7 @@ from specdemo.engine.comparison import Comparison, Lane, settings, type_of
 from specdemo.methods import METHODS, knobs, method
 from specdemo.presets.files import EMBEDDED, Preset, load_presets, of_checkout, preset
 from specdemo.presets.limits import LIMITS
-from specdemo.servers.address import allow
-from specdemo.servers.flags import known_engine
+from specdemo.servers.address import allow, known_engine
 from specdemo.ui.app import ui
 
 if TYPE_CHECKING:

@@ -28,11 +28,10 @@ from specdemo.methods.flags import vllm_config
 from specdemo.models.hub import embedded_folder
 from specdemo.presets.files import Preset, preset
 from specdemo.presets.serve import CONFIG, Program, Served, on_free_ports, served
-from specdemo.servers.address import Engine, allow, host
+from specdemo.servers.address import Engine, allow, host, known_engine
 from specdemo.servers.answer import Heard, Piece
 from specdemo.servers.client import Client, Refused
 from specdemo.servers.counters import between
-from specdemo.servers.flags import known_engine
 from specdemo.servers.lane import KEY, METRICS_BYTES, Form, RemoteLane
 from specdemo.servers.started import Tell
 
