@@ -131,7 +131,7 @@ def run(
     allow(server or [])
     chosen = chosen.on_servers(server or [], served_model)
 
-    from specdemo.presets.run import save_trace
+    from specdemo.presets.recorded import save_trace
 
     if out is not None:
         check_writable(out)
@@ -150,7 +150,7 @@ def replay(
     trace: Annotated[Path, typer.Argument(help="A trace written by `specdemo run --out` or by the page.")],
 ) -> None:
     """Print a stored comparison again; needs no model and no GPU."""
-    from specdemo.presets.run import load_trace
+    from specdemo.presets.recorded import load_trace
 
     _show(load_trace(trace))
 
