@@ -33,8 +33,7 @@ from specdemo.models.target import HFTarget
 from specdemo.models.text import encode
 from specdemo.presets.files import Preset, preset
 from specdemo.presets.serve import serving
-from specdemo.servers.address import TITLES, Engine
-from specdemo.servers.flags import known_engine
+from specdemo.servers.address import TITLES, Engine, known_engine
 
 if TYPE_CHECKING:
     from benchmarks import Beside

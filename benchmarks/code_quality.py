@@ -19,10 +19,11 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from recipes.corpus import token_stream
+from recipes.losses import cross_entropy
 from specdemo.models.resolve import resolve
 from specdemo.training.collect import continue_texts
-from specdemo.training.corpus import Corpus, read_corpus, token_stream, windows
-from specdemo.training.losses import cross_entropy
+from specdemo.training.corpus import Corpus, read_corpus, windows
 
 ORDER = 5
 READ = 4  # the model read a quarter of the training documents

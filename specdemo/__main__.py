@@ -33,10 +33,9 @@ from specdemo.core.signals import tidy
 from specdemo.core.suggest import DEVICES, suggest
 from specdemo.engine.comparison import Comparison, Lane, settings, type_of
 from specdemo.methods import METHODS, knobs, method
-from specdemo.presets.files import EMBEDDED, Preset, load_presets, preset
+from specdemo.presets.files import EMBEDDED, Preset, load_presets, of_checkout, preset
 from specdemo.presets.limits import LIMITS
-from specdemo.servers.address import allow
-from specdemo.servers.flags import known_engine
+from specdemo.servers.address import allow, known_engine
 from specdemo.ui.app import ui
 
 if TYPE_CHECKING:
@@ -132,7 +131,7 @@ def run(
     allow(server or [])
     chosen = chosen.on_servers(server or [], served_model)
 
-    from specdemo.presets.run import save_trace
+    from specdemo.presets.recorded import save_trace
 
     if out is not None:
         check_writable(out)
@@ -151,7 +150,7 @@ def replay(
     trace: Annotated[Path, typer.Argument(help="A trace written by `specdemo run --out` or by the page.")],
 ) -> None:
     """Print a stored comparison again; needs no model and no GPU."""
-    from specdemo.presets.run import load_trace
+    from specdemo.presets.recorded import load_trace
 
     _show(load_trace(trace))
 
@@ -270,7 +269,7 @@ def predict(
 
 @app.command()
 def train(
-    recipe: Annotated[str, typer.Argument(help="A shipped model (stories-target, stories-draft-wide, ...) or a head.")],
+    recipe: Annotated[str, typer.Argument(help="A head, or in a checkout a shipped model (stories-target, ...).")],
     corpus: Annotated[
         Path | None,
         typer.Option(help="Folder of *.txt files, documents separated by <|endoftext|>; code collects its own."),
@@ -285,22 +284,17 @@ def train(
     compile: Annotated[bool, typer.Option(help="Run the target through torch.compile; stories-target only.")] = False,
     quantization: Annotated[str | None, typer.Option(help="4bit or 8bit, of the frozen target; heads only.")] = None,
 ) -> None:
-    """Train a speculation head, or an embedded model again; a killed run continues where it was."""
-    from specdemo.methods.recipes import BYTE_MODEL, HEAD_RECIPES, train_bytes, train_head_recipe
-    from specdemo.training import recipes
+    """Train a speculation head, or in a checkout an embedded model again; a killed run continues where it was."""
+    from specdemo.methods.recipes import HEAD_RECIPES, train_head_recipe
 
     if recipe in HEAD_RECIPES:
         print(train_head_recipe(recipe, out, minutes, target, corpus, cache, device, quantization))
         return
-    if recipe not in (BYTE_MODEL, *recipes.RECIPES):
-        known = [*HEAD_RECIPES, BYTE_MODEL, *recipes.RECIPES]
-        raise ValueError(f"unknown recipe {recipe!r}; {suggest(recipe, known)}")
-    if recipe == BYTE_MODEL:
-        if corpus is None:
-            raise ValueError(f"recipe {recipe!r} needs a corpus: name a folder of *.txt files with --corpus")
-        print(train_bytes(corpus, out, minutes, device))
-        return
-    print(recipes.train(recipe, corpus, out, minutes, device, threads, target, cache, start, compile))
+    shipped = of_checkout("recipes.train")
+    if shipped is None:
+        cure = f"those of the shipped models come with specdemo's checkout; here {suggest(recipe, HEAD_RECIPES)}"
+        raise ValueError(f"unknown recipe {recipe!r}: {cure}")
+    print(shipped.train(recipe, corpus, out, minutes, device, threads, target, cache, start, compile))
 
 
 @app.command()

@@ -32,5 +32,12 @@ def test_core_needs_torch_and_pydantic_alone():
     assert outside - sys.stdlib_module_names <= {"specdemo", "torch", "pydantic"}
 
 
+def test_the_package_needs_nothing_of_the_checkout():
+    """`benchmarks` and `recipes` are looked for by name (presets/files.py)."""
+    beside = {path.parent.name for path in PACKAGE.parent.glob("*/__init__.py")} | {"tests"}
+    roots = {name.split(".")[0] for path in PACKAGE.rglob("*.py") for name in imported(path)}
+    assert {"benchmarks", "recipes"} <= beside and roots & beside == {"specdemo"}
+
+
 def test_every_package_has_its_place():
     assert {path.parent.name for path in PACKAGE.glob("*/*.py")} <= set(ORDER)

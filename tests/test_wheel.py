@@ -23,6 +23,7 @@ build()
 visitor = SimpleNamespace(session_hash="a", query_params={})
 assert '"recorded":true' in Visits(preset("embedded-draft"), False).first(visitor)
 assert main(["bench", "peers", "--pair", "8m"]) == 2
+assert main(["train", "stories-target", "--corpus", "."]) == 2
 assert "h100-sxm" in profiles()
 sys.exit(main(["run", "embedded-draft", "--max-new-tokens", "4"]))
 """
@@ -67,7 +68,11 @@ def test_an_installed_copy_works_in_an_empty_folder(wheel, tmp_path):
     done = subprocess.run([sys.executable, "-c", USE], capture_output=True, text=True, cwd=empty, env=where)
     assert done.returncode == 0, done.stderr
     assert '"id": "qwen3-8b"' in done.stdout and "Draft model (stories-draft-wide)" in done.stdout
-    assert done.stderr.startswith("specdemo: suite 'peers' measures specdemo itself and comes with its checkout")
+    suite, recipe = done.stderr.splitlines()[:2]
+    assert suite.startswith("specdemo: suite 'peers' measures specdemo itself and comes with its checkout")
+    assert recipe.startswith(
+        "specdemo: unknown recipe 'stories-target': those of the shipped models come with specdemo"
+    )
     assert not list(empty.iterdir())
 
 

@@ -7,7 +7,7 @@ import random
 import shlex
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, aclosing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -28,12 +28,11 @@ from specdemo.methods.flags import vllm_config
 from specdemo.models.hub import embedded_folder
 from specdemo.presets.files import Preset, preset
 from specdemo.presets.serve import CONFIG, Program, Served, on_free_ports, served
-from specdemo.servers.address import Engine, allow, host
+from specdemo.servers.address import Engine, allow, host, known_engine
 from specdemo.servers.answer import Heard, Piece
 from specdemo.servers.client import Client, Refused
 from specdemo.servers.counters import between
-from specdemo.servers.flags import known_engine
-from specdemo.servers.lane import KEY, METRICS_BYTES, Form, RemoteLane
+from specdemo.servers.lane import KEY, Form, RemoteLane
 from specdemo.servers.started import Tell
 
 SCHEDULE = "num_speculative_tokens_per_batch_size"  # vLLM's name; config/speculative.py
@@ -157,10 +156,10 @@ async def _point(suite: LoadOptions, server: str, remote: Remote, place: float, 
         async def ask(number: int) -> Answer:
             return await _ask(http, remote, number % len(texts), texts[number % len(texts)], suite.new_tokens)
 
-        before, began = await _metrics(http), perf_counter()
+        before, began = await http.metrics(), perf_counter()
         answers = await _traffic(suite, ask, place, count)
         seconds = perf_counter() - began
-        return Point(answers, seconds, between(before, await _metrics(http)))
+        return Point(answers, seconds, between(before, await http.metrics()))
 
 
 async def _traffic(suite: LoadOptions, ask: Ask, place: float, count: int) -> list[Answer]:
@@ -200,20 +199,8 @@ async def _ask(http: Client, remote: Remote, asked: int, text: str, tokens: int)
     how = {"model": remote.model, "max_tokens": tokens, "temperature": 0.0, "top_p": 1.0, "stream": True}
     pieces: list[Piece] = []
     heard = Heard(pieces.append, tokens)
-    heard.begin()
-    question = {**put, **how, "stream_options": {"include_usage": True}}
-    async with aclosing(http.events(remote.endpoint, question, tokens)) as said:
-        async for chunk, arrived in said:
-            heard.hear(chunk, arrived)
-    if heard.finish is None or not pieces:
+    await heard.listen(http, remote.endpoint, {**put, **how, "stream_options": {"include_usage": True}})
+    if not pieces:
         raise ConnectionError("an answer broke off")
     first, *gaps = (step_ms(event) for event, _ in pieces)
     return Answer(asked, "".join(piece for _, piece in pieces), heard.told or heard.tokens, first, gaps)
-
-
-async def _metrics(http: Client) -> str | None:
-    """The text of /metrics. None: there is none."""
-    try:
-        return (await http.read("/metrics", METRICS_BYTES)).decode(errors="replace")
-    except (Refused, httpx.HTTPError, ValueError):
-        return None

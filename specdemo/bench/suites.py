@@ -3,11 +3,9 @@
 A new suite is a dataclass here and a place in SHIPPED. Reading the list needs no torch: `run` imports what measures.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from importlib import import_module
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
@@ -17,7 +15,7 @@ from specdemo.bench.load_options import CONCURRENCY, LoadOptions
 from specdemo.bench.prompts import COPYING
 from specdemo.bench.result import TOKEN, Result
 from specdemo.core.suggest import suggest
-from specdemo.presets.files import DEFAULT, FOLDER, Preset, preset
+from specdemo.presets.files import DEFAULT, Preset, of_checkout, preset
 from specdemo.presets.limits import LIMITS
 from specdemo.presets.link import Linked
 
@@ -219,12 +217,8 @@ OF_THE_PROJECT = (
 @lru_cache(maxsize=1)
 def suites() -> dict[str, type[Suite]]:
     """Every suite by name: those that ship and, in a checkout, the project's benchmarks of itself."""
-    checkout = FOLDER.parent
-    if not (checkout / "benchmarks").is_dir():
-        return {suite.name: suite for suite in SHIPPED}
-    if str(checkout) not in sys.path:  # installed with pip install -e
-        sys.path.insert(0, str(checkout))
-    return {suite.name: suite for suite in (*SHIPPED, *import_module("benchmarks").SUITES)}
+    benchmarks = of_checkout("benchmarks")
+    return {suite.name: suite for suite in (*SHIPPED, *(benchmarks.SUITES if benchmarks else ()))}
 
 
 def suite(name: str, **options: Any) -> Suite:

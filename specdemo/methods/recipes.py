@@ -8,23 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from specdemo.core.suggest import suggest
 from specdemo.methods import METHODS, method
 from specdemo.methods.base import Head
 from specdemo.methods.heads.network import Network
 from specdemo.models.load import load_target
-from specdemo.models.machine import device_name, one_thread
-from specdemo.models.place import pick_device
+from specdemo.models.machine import one_thread
 from specdemo.models.target import HFTarget
-from specdemo.training.cards import write_card, write_head_card
 from specdemo.training.collect import Plan
-from specdemo.training.corpus import Epochs, byte_tokenizer, check_corpus, read_corpus
-from specdemo.training.fit import Schedule, Tick, make_folder, positive, show, write_provenance
-from specdemo.training.heads import Material, gather, gathering, save_head, train_head, train_jointly
-from specdemo.training.recipes import GrowingWindows, Shape, build, held_out_rows, save_model
+from specdemo.training.corpus import check_corpus
+from specdemo.training.fit import Tick, make_folder, positive, show
+from specdemo.training.heads import Material, gather, gathering, save_head, train_head
 
 ROWS_PER_MINUTE = 120  # what a small head reads in a minute on one CPU core, several times over
 CONTEXT = 256  # tokens of a row: on a CPU the target spends more time on writing them than the head on learning
@@ -97,46 +91,6 @@ def train_head_recipe(
         material = gather(loaded, cache or out / "cache", drafter.taps, corpus, _plan(drafter, minutes))
         history = show(train_head(drafter, loaded, material, out, minutes), minutes, name)
         save_head(drafter, loaded, out, history, material, recipe=name, minutes=minutes)
-    return out
-
-
-BYTE_MODEL = "stories-bytes"
-BYTES = Shape(layers=12, hidden=128, intermediate=344, heads=2, context=1024)  # narrow: seven heads are cheap beside it
-CONTEXTS = (256, BYTES.context)  # windows of the first part of a run, and of the last
-BYTE_HEADS = HeadRecipe("Eight heads on a byte-level model", "mtp", {"modules": 7, "kind": "parallel"})
-
-
-def train_bytes(corpus: Path, out: Path | None = None, minutes: float | None = None, device: str = "auto") -> Path:
-    """A byte-level model and seven heads beside its own, trained together from scratch: `out` and `out`-heads.
-
-    Bytes are easy to guess and many, so multi-token prediction shows most here. Raises ValueError, one line.
-    """
-    check_corpus(corpus)
-    out, minutes = out or Path("runs") / BYTE_MODEL, positive(60.0 if minutes is None else minutes)
-    where = pick_device(device)
-    text, tokenizer = read_corpus(corpus), byte_tokenizer()
-    make_folder(out)
-    model = nn.Module.to(build(BYTES, tokenizer.get_vocab_size()), where)
-    target = HFTarget(model, name=out.name)
-    drafter = untrained(BYTE_HEADS, target)
-    large = where.type != "cpu"
-    batches = GrowingWindows(
-        Epochs(text.train, tokenizer), 65536 if large else 4096, where, short=CONTEXTS[0], long=CONTEXTS[1]
-    )
-    held_out = held_out_rows(text, tokenizer, CONTEXTS[0] + 1)[:128].to(where)
-    schedule = Schedule(minutes, decay_from=0.4)
-    ticks = train_jointly(model, drafter, batches, held_out, out, schedule, 65536 if large else 2048)
-    history = show(ticks, minutes, out.name)
-    save_model(model, tokenizer, out)
-    facts = {"recipe": BYTE_MODEL, "minutes": minutes, "hardware": device_name(where)}
-    facts |= {"threads": torch.get_num_threads(), "data_sha256": text.sha256}
-    heads = out.with_name(f"{out.name}-heads")
-    heads.mkdir(exist_ok=True)
-    drafter.save(heads, out.name)
-    for folder, module in ((out, model), (heads, drafter.head)):
-        write_provenance(folder, history, **facts, parameters=sum(p.numel() for p in module.parameters()))
-    write_card(out)
-    write_head_card(heads, BYTE_HEADS.title)
     return out
 
 

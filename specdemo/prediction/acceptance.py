@@ -14,11 +14,10 @@ from operator import mul
 from pathlib import Path
 from statistics import fmean
 
-from specdemo.core.bounds import FILE
 from specdemo.core.estimate import Estimate, t_quantile
-from specdemo.core.reading import read_bytes
 from specdemo.core.tally import Step
-from specdemo.core.trace import LaneTrace, from_json
+from specdemo.core.trace import LaneTrace
+from specdemo.presets.recorded import load_trace
 
 LONGEST = 64
 BLOCKS = 8  # of the passes of a run, for the interval of a mean
@@ -154,11 +153,7 @@ def of_lane(lane: LaneTrace) -> Acceptance:
 
 def drafting_lane(path: str | Path) -> LaneTrace:
     """The first lane of a stored run that drafts. Raises ValueError with one line."""
-    try:
-        lanes = from_json(read_bytes(path, FILE.bytes, "name a trace written by `specdemo run --out`")).lanes
-    except ValueError as error:
-        raise ValueError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
-    for lane in lanes:
+    for lane in load_trace(path).lanes:
         if lane.method != "none":
             return lane
     raise ValueError(f"{path} has no lane that drafts; record one with specdemo run PRESET --out {path}")

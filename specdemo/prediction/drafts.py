@@ -22,13 +22,13 @@ class Drafting:
     """first, further: the pass that reads what became history and drafts the first token, and each one after it; None:
     it makes none. block: the first pass drafts everything. own: what it adds to the target's weights."""
 
-    method: str
     first: Shape | None = None
     further: Shape | None = None
     block: bool = False
     reads_all: bool = False  # the first pass reads every token that was emitted, not just the last
     own: Shape | None = None
     longest: int = LONGEST  # tokens that it can draft
+    method: str = "none"
 
     @property
     def remembers(self) -> bool:
@@ -50,9 +50,12 @@ Maker = Callable[[Shape, Config, Mapping[str, int]], Drafting]
 def drafting(method: str, target: Shape, config: Config | None, options: Mapping[str, int]) -> Drafting:
     """config: the drafter's; None: as usual on such a target. Raises ValueError with one line."""
     if method not in MAKERS:
-        raise ValueError(f"{_unknown(method)}; {suggest(method[:60], MAKERS)}")
+        from specdemo.methods import METHODS
+
+        known = f"method {method!r} decides while it runs" if method in METHODS else f"unknown method {method[:60]!r}"
+        raise ValueError(f"{known}; {suggest(method[:60], MAKERS)}")
     try:
-        return MAKERS[method](target, config or {}, options)
+        return replace(MAKERS[method](target, config or {}, options), method=method)
     except (KeyError, TypeError, ArithmeticError):
         raise ValueError(f"this config.json says no sizes of a drafter for method {method!r}") from None
 
@@ -63,21 +66,15 @@ def method_in(config: Config) -> str:
     return next((method for method, words in MARKS.items() if any(word in named for word in words)), "draft_model")
 
 
-def _unknown(method: str) -> str:
-    from specdemo.methods import METHODS
-
-    return f"method {method!r} decides while it runs" if method in METHODS else f"unknown method {method[:60]!r}"
-
-
 def _nothing(target: Shape, config: Config, options: Mapping[str, int]) -> Drafting:
-    return Drafting("")
+    return Drafting()
 
 
 def _draft_model(target: Shape, config: Config, options: Mapping[str, int]) -> Drafting:
     if not config:
         raise ValueError("method 'draft_model' needs a draft model; name one with --model")
     shape = shape_of(config, "draft")
-    return Drafting("draft_model", shape, shape, own=shape)
+    return Drafting(shape, shape, own=shape)
 
 
 def _layer_skip(target: Shape, config: Config, options: Mapping[str, int]) -> Drafting:
@@ -85,7 +82,7 @@ def _layer_skip(target: Shape, config: Config, options: Mapping[str, int]) -> Dr
     if layers >= target.layers:
         raise ValueError(f"exit_layer ({layers}) must be below the {target.layers} layers of {target.name}")
     shape = with_layers(target, layers)
-    return Drafting("layer_skip", shape, shape)
+    return Drafting(shape, shape)
 
 
 def _step(target: Shape, dense: int, head: int, embedding: int = 0, operations: int = HEAD_OPERATIONS) -> Shape:
@@ -103,7 +100,7 @@ def _medusa(target: Shape, config: Config, options: Mapping[str, int]) -> Drafti
     head = int(config.get("truncated_vocab_size", target.vocabulary)) * target.hidden
     one = _step(target, layers * target.hidden**2, head)
     heads = max(int(config.get("num_heads", config.get("medusa_num_heads", 4))), 4)  # many a file says too few
-    return Drafting("medusa", one, one, own=_times(one, heads), longest=heads)
+    return Drafting(one, one, own=_times(one, heads), longest=heads)
 
 
 def _hydra(target: Shape, config: Config, options: Mapping[str, int]) -> Drafting:
@@ -112,7 +109,7 @@ def _hydra(target: Shape, config: Config, options: Mapping[str, int]) -> Draftin
     layers = int(config.get("hydra_num_layers", 1))
     inputs = (heads + 3) / 2
     one = _step(target, int((2 * inputs + layers - 1) * target.hidden**2), target.head)
-    return Drafting("hydra", one, one, own=_times(one, heads), longest=heads)
+    return Drafting(one, one, own=_times(one, heads), longest=heads)
 
 
 def _mlp_speculator(target: Shape, config: Config, options: Mapping[str, int]) -> Drafting:
@@ -125,7 +122,7 @@ def _mlp_speculator(target: Shape, config: Config, options: Mapping[str, int]) -
     own = replace(
         first, dense=first.dense + (copies - 1) * further.dense, head=copies * table, embedding=copies * table
     )
-    return Drafting("mlp_speculator", first, further, own=own, longest=steps)
+    return Drafting(first, further, own=own, longest=steps)
 
 
 def _layer(target: Shape, config: Config) -> tuple[Shape, Said]:
@@ -143,19 +140,19 @@ def _eagle(target: Shape, config: Config, options: Mapping[str, int]) -> Draftin
     old = bool(config) and not (config.get("draft_vocab_size") or "agle3" in str(config.get("architectures")))
     if old:
         one = replace(layer, dense=layer.dense + 2 * hidden**2, head=target.head, embedding=0)
-        return Drafting("eagle", one, one, reads_all=True, own=replace(one, head=0))
+        return Drafting(one, one, reads_all=True, own=replace(one, head=0))
     words = int(config.get("draft_vocab_size") or min(target.vocabulary, EAGLE_VOCABULARY))
     wider = hidden * said.head_dim * (said.heads + 2 * said.kv_heads)
     further = replace(layer, dense=layer.dense + wider, head=words * hidden, embedding=0)
     first = replace(further, dense=further.dense + TAPS * target.hidden * hidden)
-    return Drafting("eagle", first, further, reads_all=True, own=first)
+    return Drafting(first, further, reads_all=True, own=first)
 
 
 def _mtp(target: Shape, config: Config, options: Mapping[str, int]) -> Drafting:
     """A layer of the target's behind a matrix that joins state and embedding (DeepSeek-V3, 2412.19437, section 2.2)."""
     layer, _ = _layer(target, {"num_hidden_layers": 1, "first_k_dense_replace": 0, "mlp_only_layers": []})
     one = replace(layer, dense=layer.dense + 2 * target.hidden**2, head=target.head, embedding=0, bits=target.bits)
-    return Drafting("mtp", one, one, reads_all=True, own=replace(one, head=0))
+    return Drafting(one, one, reads_all=True, own=replace(one, head=0))
 
 
 def _dflash(target: Shape, config: Config, options: Mapping[str, int]) -> Drafting:
@@ -166,7 +163,7 @@ def _dflash(target: Shape, config: Config, options: Mapping[str, int]) -> Drafti
     fc = (len(taps) if taps else DFLASH_TAPS) * target.hidden * said.hidden
     one = replace(body, dense=body.dense + fc, head=target.head, embedding=0, operations=layers * CHAIN + ENDS)
     longest = int(config.get("block_size", DFLASH_BLOCK)) - 1
-    return Drafting("dflash", one, block=True, reads_all=True, own=replace(one, head=0), longest=longest)
+    return Drafting(one, block=True, reads_all=True, own=replace(one, head=0), longest=longest)
 
 
 MAKERS: dict[str, Maker] = {

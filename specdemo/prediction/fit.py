@@ -3,8 +3,9 @@ squares in the logarithms, in which the constants count as one more measurement 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from math import exp, log, sqrt
+from dataclasses import dataclass, replace
+from functools import partial
+from math import log, sqrt
 from operator import mul
 
 from specdemo.core.suggest import suggest
@@ -12,8 +13,8 @@ from specdemo.prediction.acceptance import from_mean
 from specdemo.prediction.drafts import drafting
 from specdemo.prediction.profiles import Passes, Profile
 from specdemo.prediction.profiles import Step as Measured
-from specdemo.prediction.roofline import BYTES, DEFAULT, EDGE, NAMES, Device, Engine, Terms
-from specdemo.prediction.shapes import Work, known, shape, work
+from specdemo.prediction.roofline import BYTES, CONSTANTS, EDGE, KINDS, NAMES, Device, Engine, Terms
+from specdemo.prediction.shapes import known, shape, work
 from specdemo.prediction.steps import Load, step_of
 
 NOISE = 0.04  # of a measured pass, as a share
@@ -30,10 +31,10 @@ def device_of(profile: Profile, dtype: str, engine: Engine) -> Device:
     if dtype not in BYTES:
         raise ValueError(f"unknown dtype {dtype[:60]!r}; {suggest(dtype[:60], BYTES)}")
     engine = "eager" if profile.kind == "cpu" else engine
-    start = DEFAULT[profile.kind, engine]
-    errors = [start[name].error for name in NAMES]
+    column = KINDS.index((profile.kind, engine))
+    values, errors = zip(*(constants[column] for constants in CONSTANTS.values()), strict=True)
     prior = tuple(tuple(e * e if i == j else 0.0 for j in range(len(errors))) for i, e in enumerate(errors))
-    guess = Device(profile, dtype, engine, Terms(**{name: start[name].value for name in NAMES}), prior, UNMEASURED)
+    guess = Device(profile, dtype, engine, Terms(**dict(zip(NAMES, values, strict=True))), prior, UNMEASURED)
     seen = _measured(profile, dtype)
     return _fitted(guess, seen) if seen else guess
 
@@ -59,11 +60,7 @@ def _passes(measured: Passes) -> Iterator[Seen]:
         for batch, row in found.items():
             for n, ms in row.items():
                 one = work(of, n, batch, measured.context, BYTES[measured.dtype])
-                yield Seen(_pass(one, batch, uneven), ms)
-
-
-def _pass(of: Work, batch: int, uneven: bool) -> Callable[[Device], float]:
-    return lambda device: device.ms(of, batch, uneven)
+                yield Seen(partial(Device.ms, of=one, batch=batch, uneven=uneven), ms)
 
 
 def _told(step: Measured) -> bool:
@@ -108,7 +105,7 @@ def _fitted(start: Device, seen: Sequence[Seen]) -> Device:
         before, share = _loss(off, at, held), min(1.0, LARGEST_STEP / max(map(abs, step)))
         while share > LEAST:
             then = [a + share * s for a, s in zip(at, step, strict=True)]
-            moved = _moved(start, then)
+            moved = start.scaled(dict(zip(NAMES, then, strict=True)))
             if _loss(_off(moved, seen), then, held) < before:
                 break
             share /= 2.0
@@ -127,11 +124,6 @@ def _off(device: Device, seen: Sequence[Seen]) -> list[float]:
     return [log(one.ms / one.what(device)) for one in seen]
 
 
-def _moved(start: Device, at: Sequence[float]) -> Device:
-    costs = asdict(start.costs)
-    return replace(start, costs=Terms(**{n: costs[n] * exp(by) for n, by in zip(NAMES, at, strict=True)}))
-
-
 def _loss(off: Sequence[float], at: Sequence[float], held: Sequence[float]) -> float:
     """Cauchy's, of which `_weight` is the weight, and that of the constants."""
     measured = sum(log(1.0 + (o / DISTURBED) ** 2) for o in off) * (DISTURBED / NOISE) ** 2
@@ -145,7 +137,7 @@ def _weight(off: float) -> float:
 
 def _slopes(device: Device, seen: Sequence[Seen]) -> list[list[float]]:
     """Of the logarithm of every pass's time, by the logarithm of every term."""
-    moved = [device.shifted(name, EDGE) for name in NAMES]
+    moved = [device.scaled({name: EDGE}) for name in NAMES]
     now = [one.what(device) for one in seen]
     return [[log(one.what(up) / ms) / EDGE for up in moved] for one, ms in zip(seen, now, strict=True)]
 

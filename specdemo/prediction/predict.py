@@ -282,7 +282,7 @@ def _row(scene: Scene, k: int) -> Row:
 
 def _half(device: Device, what: Callable[[Device], float], misfit: float) -> float:
     """Half of the interval of a logarithm."""
-    slopes = [(what(device.shifted(n, EDGE)) - what(device.shifted(n, -EDGE))) / (2.0 * EDGE) for n in NAMES]
+    slopes = [(what(device.scaled({n: EDGE})) - what(device.scaled({n: -EDGE}))) / (2.0 * EDGE) for n in NAMES]
     terms = range(len(NAMES))
     return SURE * sqrt(sum(slopes[i] * slopes[j] * device.errors[i][j] for i in terms for j in terms) + misfit**2)
 

@@ -9,12 +9,12 @@ Of a device whose passes nobody measured the constants below are taken, with the
 them.
 """
 
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from math import exp
 from typing import Literal, get_args
 
 from specdemo.core.suggest import suggest
-from specdemo.prediction.drafts import Drafting
 from specdemo.prediction.profiles import Profile
 from specdemo.prediction.shapes import Work
 
@@ -26,16 +26,8 @@ EDGE = 1e-3  # for slopes
 
 
 @dataclass(frozen=True, slots=True)
-class Constant:
-    """What is taken where nobody measured. error: standard deviation of its logarithm."""
-
-    value: float
-    error: float
-
-
-@dataclass(frozen=True, slots=True)
 class Terms:
-    """One thing for each term; values of a device, or the errors of their logarithms."""
+    """What a device costs."""
 
     bandwidth: float  # share of the profile's that reading reaches
     cache_mb: float  # weights that are still in the cache when the same network passes again
@@ -56,66 +48,28 @@ class Terms:
     head_ms: float  # the same of a head with keys and values of its own
 
 
-NAMES = tuple(field.name for field in fields(Terms))
-DEFAULT: dict[tuple[str, Engine], dict[str, Constant]] = {
-    ("gpu", "recorded"): {
-        "bandwidth": Constant(0.8, 0.08),
-        "cache_mb": Constant(0.001, 0.1),
-        "compute": Constant(0.6, 0.25),
-        "attention": Constant(1.0, 0.1),
-        "overlap": Constant(4.0, 0.1),
-        "operation_us": Constant(2.0, 0.35),
-        "row_us": Constant(0.002, 0.5),
-        "text_us": Constant(0.05, 0.5),
-        "uneven_ns": Constant(0.001, 1.0),
-        "step_ms": Constant(0.3, 0.5),
-        "check_ms": Constant(0.7, 0.6),
-        "check_text_ms": Constant(0.005, 1.0),
-        "cold_ms": Constant(0.001, 0.1),
-        "draft_ms": Constant(0.05, 1.0),
-        "draft_text_ms": Constant(0.002, 1.0),
-        "token_ms": Constant(0.08, 0.6),
-        "head_ms": Constant(0.001, 1.0),
-    },
-    ("gpu", "eager"): {
-        "bandwidth": Constant(0.75, 0.08),
-        "cache_mb": Constant(0.001, 0.1),
-        "compute": Constant(0.55, 0.25),
-        "attention": Constant(1.0, 0.1),
-        "overlap": Constant(4.0, 0.1),
-        "operation_us": Constant(50.0, 0.3),
-        "row_us": Constant(0.002, 0.5),
-        "text_us": Constant(0.05, 0.5),
-        "uneven_ns": Constant(0.001, 1.0),
-        "step_ms": Constant(0.5, 0.5),
-        "check_ms": Constant(2.0, 0.6),
-        "check_text_ms": Constant(0.05, 1.0),
-        "cold_ms": Constant(0.001, 0.1),
-        "draft_ms": Constant(0.2, 1.0),
-        "draft_text_ms": Constant(0.03, 1.0),
-        "token_ms": Constant(0.5, 0.6),
-        "head_ms": Constant(0.001, 1.0),
-    },
-    ("cpu", "eager"): {
-        "bandwidth": Constant(0.9, 0.2),
-        "cache_mb": Constant(16.0, 0.5),
-        "compute": Constant(0.7, 0.3),
-        "attention": Constant(0.5, 0.5),
-        "overlap": Constant(1.3, 0.3),
-        "operation_us": Constant(15.0, 0.5),
-        "row_us": Constant(0.3, 0.7),
-        "text_us": Constant(15.0, 0.7),
-        "uneven_ns": Constant(3.0, 1.0),
-        "step_ms": Constant(0.1, 0.5),
-        "check_ms": Constant(0.1, 0.5),
-        "check_text_ms": Constant(0.1, 1.0),
-        "cold_ms": Constant(0.2, 0.7),
-        "draft_ms": Constant(0.2, 1.0),
-        "draft_text_ms": Constant(0.05, 1.0),
-        "token_ms": Constant(0.05, 0.5),
-        "head_ms": Constant(0.3, 1.0),
-    },
+KINDS = (("gpu", "recorded"), ("gpu", "eager"), ("cpu", "eager"))
+# what is taken where nobody measured, for each of KINDS, and the standard deviation of its logarithm
+CONSTANTS: dict[str, tuple[tuple[float, float], ...]] = {
+    "bandwidth": ((0.8, 0.08), (0.75, 0.08), (0.9, 0.2)),
+    "cache_mb": ((0.001, 0.1), (0.001, 0.1), (16.0, 0.5)),
+    "compute": ((0.6, 0.25), (0.55, 0.25), (0.7, 0.3)),
+    "attention": ((1.0, 0.1), (1.0, 0.1), (0.5, 0.5)),
+    "overlap": ((4.0, 0.1), (4.0, 0.1), (1.3, 0.3)),
+    "operation_us": ((2.0, 0.35), (50.0, 0.3), (15.0, 0.5)),
+    "row_us": ((0.002, 0.5), (0.002, 0.5), (0.3, 0.7)),
+    "text_us": ((0.05, 0.5), (0.05, 0.5), (15.0, 0.7)),
+    "uneven_ns": ((0.001, 1.0), (0.001, 1.0), (3.0, 1.0)),
+    "step_ms": ((0.3, 0.5), (0.5, 0.5), (0.1, 0.5)),
+    "check_ms": ((0.7, 0.6), (2.0, 0.6), (0.1, 0.5)),
+    "check_text_ms": ((0.005, 1.0), (0.05, 1.0), (0.1, 1.0)),
+    "cold_ms": ((0.001, 0.1), (0.001, 0.1), (0.2, 0.7)),
+    "draft_ms": ((0.05, 1.0), (0.2, 1.0), (0.2, 1.0)),
+    "draft_text_ms": ((0.002, 1.0), (0.03, 1.0), (0.05, 1.0)),
+    "token_ms": ((0.08, 0.6), (0.5, 0.6), (0.05, 0.5)),
+    "head_ms": ((0.001, 1.0), (0.001, 1.0), (0.3, 1.0)),
 }
+NAMES = tuple(CONSTANTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,20 +100,6 @@ class Device:
         worked = soft(costs.overlap, *matrices) + soft(costs.overlap, *attention)
         return starting + worked
 
-    def beside_ms(self, drafts: bool, batch: float) -> float:
-        """What the engine does at a step beside passes and drafting."""
-        costs = self.costs
-        return costs.step_ms + (costs.check_ms + (batch - 1.0) * costs.check_text_ms if drafts else 0.0)
-
-    def catching_up_ms(self, draft: Drafting, batch: float) -> float:
-        """What a draft begins with, of what has a memory of its own."""
-        costs = self.costs
-        return costs.draft_ms + (batch - 1.0) * costs.draft_text_ms if draft.remembers else 0.0
-
-    def token_ms(self, draft: Drafting) -> float:
-        """What it does for every drafting pass beside that."""
-        return self.costs.token_ms + (self.costs.head_ms if draft.reads_all else 0.0)
-
     @property
     def peak(self) -> float:
         """TFLOP/s of the profile, at this precision or the nearest that it knows."""
@@ -167,10 +107,10 @@ class Device:
         found = known.get(self.dtype) or known.get("float16") or next(iter(known.values()))
         return found.value
 
-    def shifted(self, term: str, by: float) -> "Device":
-        """With one cost exp(by) times as much."""
-        costs = asdict(self.costs)
-        return replace(self, costs=Terms(**(costs | {term: costs[term] * exp(by)})))
+    def scaled(self, by: Mapping[str, float]) -> "Device":
+        """With costs exp(by) times as much."""
+        costs = {term: getattr(self.costs, term) * exp(power) for term, power in by.items()}
+        return replace(self, costs=replace(self.costs, **costs))
 
 
 def known_engine(name: str) -> Engine:

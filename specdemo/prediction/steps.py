@@ -35,8 +35,11 @@ class Step(NamedTuple):
             count * device.ms(of, self.batch, self._uneven, cold=not number)
             for number, (of, count) in enumerate(self.drafts)
         )
-        begun = device.catching_up_ms(self.draft, self.batch) if self.drafts else 0.0
-        return passes + begun + self.rounds * device.token_ms(self.draft)
+        costs = device.costs
+        catching_up = self.drafts and self.draft.remembers  # on what became history
+        begun = costs.draft_ms + (self.batch - 1.0) * costs.draft_text_ms if catching_up else 0.0
+        beside = costs.token_ms + (costs.head_ms if self.draft.reads_all else 0.0)
+        return passes + begun + self.rounds * beside
 
     def check_ms(self, device: Device) -> float:
         """Of the target's pass."""
@@ -44,8 +47,9 @@ class Step(NamedTuple):
         return device.ms(self.check, self.batch, self._uneven, behind) + device.costs.cold_ms * behind
 
     def beside_ms(self, device: Device) -> float:
-        """Of all else."""
-        return device.beside_ms(self.rounds > 0, self.batch)
+        """Of all else that the engine does."""
+        costs = device.costs
+        return costs.step_ms + (costs.check_ms + (self.batch - 1.0) * costs.check_text_ms if self.rounds else 0.0)
 
     def ms(self, device: Device) -> float:
         """All of it."""

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from specdemo.engine.comparison import Comparison
 from specdemo.models.hub import Cancelled, LoadProgress, embedded_folder
 from specdemo.presets.serve import Program, Served, served
-from specdemo.servers.address import TITLES, check_listed, startable
-from specdemo.servers.flags import known_engine
+from specdemo.servers.address import TITLES, check_listed, known_engine, startable
 from specdemo.servers.started import Server, Tell, free_port
 
 Key = tuple[object, ...]  # the same for servers that are started alike

@@ -5,9 +5,12 @@ when it is read; what only a method's own code knows (its options, whether it ta
 Every refusal is a ValueError of one line.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Literal
 
 from pydantic import Field
@@ -118,6 +121,16 @@ def _usual_lane(name: str, target: str, k: int) -> Lane:
     """A lane of that method, with the model and options that a preset gives it on this target, if one does."""
     shown = (lane for p in load_presets().values() if p.target == target for lane in p.lanes)
     return next((lane.model_copy(update={"k": k}) for lane in shown if lane.method == name), Lane(method=name, k=k))
+
+
+def of_checkout(name: str) -> ModuleType | None:
+    """A module that comes with the checkout alone, `benchmarks` or `recipes.train`; None in an installed copy."""
+    checkout = FOLDER.parent
+    if not (checkout / name.partition(".")[0]).is_dir():
+        return None
+    if str(checkout) not in sys.path:  # installed with pip install -e
+        sys.path.insert(0, str(checkout))
+    return import_module(name)
 
 
 def read_preset(path: Path) -> Preset:

@@ -1,24 +1,44 @@
-"""Recorded runs of presets, `presets/recorded/ID.json`: traces as `specdemo run ID --out` writes them, shown where
-nothing has run yet or nothing can. Needs neither torch nor a model."""
+"""Stored runs: traces as `specdemo run PRESET --out` writes them. Those in `presets/recorded/` are shown where nothing
+has run yet or nothing can. Needs neither torch nor a model."""
 
 from functools import lru_cache
+from pathlib import Path
 
-from specdemo.core.trace import RunTrace, from_json
+from specdemo.core.bounds import FILE
+from specdemo.core.files import write_text
+from specdemo.core.reading import read
+from specdemo.core.trace import RunTrace, from_json, to_json
 from specdemo.presets.files import FOLDER
+
+
+def save_trace(trace: RunTrace, out: str | Path) -> None:
+    """Raises ValueError, one line, when it cannot be written."""
+    write_text(out, to_json(trace) + "\n")
+
+
+def load_trace(path: str | Path) -> RunTrace:
+    """Read and check a stored trace. Raises ValueError with one line."""
+    cure = f"with specdemo run PRESET --out {path}"
+    try:
+        content = read(path, FILE)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror or error}; record a trace {cure}") from None
+    try:
+        return from_json(content)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; record it again {cure}") from None
 
 
 def is_recorded(preset_id: str) -> bool:
     """Whether there is a recorded run of a preset."""
-    return (FOLDER / "recorded" / f"{preset_id}.json").is_file()
+    return _recording(preset_id).is_file()
 
 
 @lru_cache
 def recorded(preset_id: str) -> RunTrace | None:
     """The recorded run of a preset; None where there is none. Raises ValueError for a damaged file."""
-    if not is_recorded(preset_id):
-        return None
-    path = FOLDER / "recorded" / f"{preset_id}.json"
-    try:
-        return from_json(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path.name}: {error}") from None
+    return load_trace(_recording(preset_id)) if is_recorded(preset_id) else None
+
+
+def _recording(preset_id: str) -> Path:
+    return FOLDER / "recorded" / f"{preset_id}.json"

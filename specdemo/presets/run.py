@@ -2,12 +2,11 @@
 
 from pathlib import Path
 
-from specdemo.core.bounds import FILE
-from specdemo.core.files import check_writable, write_text
-from specdemo.core.reading import read
-from specdemo.core.trace import RunTrace, from_json, to_json
+from specdemo.core.files import check_writable
+from specdemo.core.trace import RunTrace
 from specdemo.engine.session import session
 from specdemo.presets.files import preset
+from specdemo.presets.recorded import save_trace
 
 
 def run(preset_id: str, prompt: str | None = None, out: str | Path | None = None, **overrides: object) -> RunTrace:
@@ -24,23 +23,3 @@ def run(preset_id: str, prompt: str | None = None, out: str | Path | None = None
     if out is not None:
         save_trace(trace, out)
     return trace
-
-
-def save_trace(trace: RunTrace, out: str | Path) -> None:
-    """Raises ValueError, one line, when it cannot be written."""
-    write_text(out, to_json(trace) + "\n")
-
-
-def load_trace(path: str | Path) -> RunTrace:
-    """Read and check a stored trace. Raises ValueError with one line."""
-    try:
-        content = read(path, FILE)
-    except OSError as error:
-        reason = error.strerror or error
-        raise ValueError(
-            f"cannot read {path}: {reason}; record a trace with specdemo run PRESET --out {path}"
-        ) from None
-    try:
-        return from_json(content)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}; record it again with specdemo run PRESET --out {path}") from None

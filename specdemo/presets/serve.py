@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.methods import BASELINE, validate_options
-from specdemo.methods.flags import AT, NotServed
+from specdemo.methods import method as class_of
+from specdemo.methods.flags import AT, Flags, NotServed
 from specdemo.presets.files import EMBEDDED, Preset
 from specdemo.servers.address import TITLES, Engine, address, admitted
-from specdemo.servers.flags import speculation_flags
 from specdemo.servers.started import Installed, Server, Tell, check_llamacpp, free_port, installed, started
 
 FIRST_PORT = 8000
@@ -43,11 +43,10 @@ def served(preset: Comparison, engine: Engine, models: Path | None = None, gpus:
         server = lane.server or f"http://127.0.0.1:{FIRST_PORT + place}"
         name = f"lane {place}: {lane.method}" if place else "baseline"
         model = None if lane.model == preset.target else _path(lane.model, models)  # heads inside the target
-        options = validate_options(lane.method, lane.options)
         try:
             if gpus > 1 and engine not in PARALLEL:
                 raise NotServed(f"{TITLES[engine]} is started on the CPU; leave --gpus out")
-            drafting = speculation_flags(engine, lane.method, model, lane.k, options)
+            drafting = _drafting(engine, lane, model)
         except NotServed as reason:
             yield Served(name, server, [], str(reason))
             continue
@@ -86,6 +85,17 @@ def _start(preset: Comparison, engine: Engine, server: str, models: Path | None)
     flags += ["--revision", revision] if revision else []
     flags += ["--quantization", "bitsandbytes"] if _quantises(preset, engine) else []
     return [*start, *flags, UNCACHED[engine], *at]
+
+
+def _drafting(engine: Engine, lane: Lane, model: str | None) -> Flags:
+    """What makes a server draft as the lane does, as its method's class says; nothing for plain decoding. model: None
+    where the target itself holds the heads. Raises NotServed."""
+    if lane.method == BASELINE:
+        return []
+    serves = class_of(lane.method).serves
+    if engine not in serves:
+        raise NotServed(f"{TITLES[engine]} has no such method")
+    return serves[engine](model, lane.k, validate_options(lane.method, lane.options))
 
 
 def _quantises(preset: Comparison, engine: Engine) -> bool:

@@ -9,13 +9,24 @@ from contextlib import contextmanager
 from typing import Literal, get_args
 from urllib.parse import urlsplit
 
+from specdemo.core.suggest import suggest
+
 LISTED = "SPECDEMO_SERVERS"
 _added: dict[str, None] = {}  # an ordered set
 _started: set[str] = set()  # by this process
 
 Engine = Literal["vllm", "sglang", "llamacpp"]
+ENGINES: tuple[Engine, ...] = get_args(Engine)
 TITLES: dict[str, str] = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp"}
 startable: dict[str, str] = {}  # the engines that lanes may be started on, and their programs
+
+
+def known_engine(name: str) -> Engine:
+    """The engine of that name. Raises ValueError for another."""
+    for known in ENGINES:
+        if name == known:
+            return known
+    raise ValueError(f"unknown engine {name!r}; {suggest(name, ENGINES)}")
 
 
 def address(text: str) -> str:
@@ -38,7 +49,7 @@ def address(text: str) -> str:
 
 def place(text: str) -> str:
     """An engine's name as it is, else `address`."""
-    return text if text in get_args(Engine) else address(text)
+    return text if text in ENGINES else address(text)
 
 
 def host(server: str) -> str:

@@ -3,11 +3,13 @@ beyond reason, counts as not told; text that is none, or more of anything than w
 
 import time
 from collections.abc import Callable
+from contextlib import aclosing
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 
 from specdemo.core.trace import Span, StepEvent
+from specdemo.servers.client import Client
 from specdemo.servers.counters import BEYOND, Told
 
 TOKEN_CHARS = 64  # of a token's text, on average
@@ -86,6 +88,15 @@ class Heard:
     def begin(self) -> None:
         """Start the clock: the request goes out now."""
         self.began = self._last = time.perf_counter()
+
+    async def listen(self, http: Client, path: str, question: dict[str, object]) -> None:
+        """A whole answer. Raises what `Client.events` and `hear` raise, and ConnectionError for one without an end."""
+        self.begin()
+        async with aclosing(http.events(path, question, self._limit)) as said:
+            async for chunk, arrived in said:
+                self.hear(chunk, arrived)
+        if self.finish is None:
+            raise ConnectionError("an answer broke off")
 
     def hear(self, said: object, arrived: float) -> None:
         """One chunk, and when it arrived (`time.perf_counter`). Raises ValueError for what is none, and for more than

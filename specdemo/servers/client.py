@@ -14,6 +14,8 @@ import httpx
 CONNECT_S = 5.0
 SILENCE_S = 60.0  # the longest wait for the next bytes; a server may load its model before the first
 DRAIN_S = 0.1
+METRICS_S = 3.0
+METRICS_BYTES = 4_000_000
 LINE_BYTES = 1_000_000  # one may hold the ids of a long prompt
 SPARE_BYTES = 2_000_000  # of an answer, on top of its tokens' events
 EVENT_BYTES = 4_000  # of a token's event, on average
@@ -55,6 +57,14 @@ class Client:
     async def _read(self, path: str, most: int) -> bytes:
         async with self._answer("GET", path) as answer:
             return b"".join([part async for part, _ in _bounded(answer, most)])
+
+    async def metrics(self) -> str | None:
+        """The text of /metrics. None: there is none, or too much of it, or it comes too slowly."""
+        try:
+            async with asyncio.timeout(METRICS_S):
+                return (await self.read("/metrics", METRICS_BYTES)).decode(errors="replace")
+        except Exception:  # whatever it is, a server without metrics is one whose counters are unknown
+            return None
 
     async def events(
         self, path: str, question: dict[str, object], tokens: int

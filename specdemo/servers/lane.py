@@ -13,9 +13,8 @@ import os
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import aclosing
 from dataclasses import replace
-from functools import partial
+from itertools import product
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
 
 KEY = "SPECDEMO_API_KEY"
 TOKEN_S = 0.5  # that a lane may take for each token, on top of one silence
-METRICS_S = 3.0
-METRICS_BYTES = 4_000_000
 MODELS_BYTES = 1_000_000
 POLL_S = 0.05  # how soon a lane notices that it was stopped
 WARM_UP = "Count to ten: one, two, three,"  # not the run's prompt, which a server would then have in its cache
@@ -122,16 +119,17 @@ class RemoteLane:
 
     async def _talk(self, say: Callable[[Piece], None]) -> None:
         key = os.environ.get(KEY)
-        heard = Heard(say, self._config.max_new_tokens)
+        limit = self._config.max_new_tokens
+        heard = Heard(say, limit)
         try:
             async with Client(self._server, key) as http:
                 self._tell(model=self._model or await self._served(http))
                 prompt: Prompt = self._split() if self._as_ids else self._text
                 form, standard = await self._warm_up(http)
                 self._tell(endpoint=f"/v1/{form}")
-                before = await _metrics(http)
-                await self._stream(http, form, standard, prompt, self._config.max_new_tokens, heard)
-                counted = counters.between(before, await _metrics(http))
+                before = await http.metrics()
+                await heard.listen(http, f"/v1/{form}", self._request(form, standard, prompt, limit))
+                counted = counters.between(before, await http.metrics())
         except Exception as error:
             raise RuntimeError(_reason(error, host(self._server), key, heard.pieces)) from None
         finally:
@@ -170,33 +168,32 @@ class RemoteLane:
 
         -> the form, and whether standard settings are all that it takes. Raises the first refusal when all are refused.
         """
+        limit = min(WARM_UP_TOKENS, self._config.max_new_tokens)
+        droppable = not self._config.sampling.top_k and not self._config.sampling.min_p  # it asks for the same without
         refusal: Refused | None = None
-        for form in self._forms:
-            for standard in (False, True) if self._droppable else (False,):
-                limit = min(WARM_UP_TOKENS, self._config.max_new_tokens)
-                ask = partial(self._stream, http, form, standard, WARM_UP, limit)
+
+        async def ask(form: Form, standard: bool) -> None:
+            question = self._request(form, standard, WARM_UP, limit)
+            await Heard(lambda piece: None, limit).listen(http, f"/v1/{form}", question)
+
+        for form, standard in product(self._forms, (False, True) if droppable else (False,)):
+            try:
                 try:
-                    try:
-                        await ask()
-                    except httpx.TransportError as error:
-                        if refusal is None or isinstance(error, httpx.TimeoutException):
-                            raise
-                        await ask()  # a refusal may have closed the connection it came on
-                except Refused as error:
-                    refusal = refusal or error
-                    continue
-                if standard:
-                    self._note("its server takes standard settings only, the others are at its own defaults")
-                if form != self._forms[0]:
-                    self._note(f"its server takes the prompt at /v1/{form} only")
-                return form, standard
+                    await ask(form, standard)
+                except httpx.TransportError as error:
+                    if refusal is None or isinstance(error, httpx.TimeoutException):
+                        raise
+                    await ask(form, standard)  # a refusal may have closed the connection it came on
+            except Refused as error:
+                refusal = refusal or error
+                continue
+            if standard:
+                self._note("its server takes standard settings only, the others are at its own defaults")
+            if form != self._forms[0]:
+                self._note(f"its server takes the prompt at /v1/{form} only")
+            return form, standard
         assert refusal is not None
         raise refusal
-
-    @property
-    def _droppable(self) -> bool:
-        """Without the settings that are not standard the same is asked for."""
-        return not self._config.sampling.top_k and not self._config.sampling.min_p
 
     def _request(self, form: Form, standard: bool, prompt: Prompt, limit: int) -> dict[str, object]:
         """Everything a server might set by itself is named: many take defaults from the model's generation_config."""
@@ -223,32 +220,11 @@ class RemoteLane:
             }
         return request
 
-    async def _stream(
-        self, http: Client, form: Form, standard: bool, prompt: Prompt, limit: int, heard: Heard | None = None
-    ) -> None:
-        """heard: None: whatever it says is checked and forgotten."""
-        heard = heard or Heard(lambda piece: None, limit)
-        heard.begin()
-        async with aclosing(http.events(f"/v1/{form}", self._request(form, standard, prompt, limit), limit)) as said:
-            async for chunk, arrived in said:
-                heard.hear(chunk, arrived)
-        if heard.finish is None:
-            raise ConnectionError
-
 
 def _alone(counted: counters.Told, heard: Heard) -> bool:
     """Whether the server's counters, which tell more than those of the answer, count no other answer in."""
     drafted = heard.drafted.counters["drafted"] if heard.drafted else None
     return drafted is not None and counted.counters.get("drafted") == drafted
-
-
-async def _metrics(http: Client) -> str | None:
-    """The text of /metrics. None: there is none, or too much of it, or it comes too slowly."""
-    try:
-        async with asyncio.timeout(METRICS_S):
-            return (await http.read("/metrics", METRICS_BYTES)).decode(errors="replace")
-    except Exception:  # whatever it is, a server without metrics is one whose counters are unknown
-        return None
 
 
 def _in_background(

@@ -13,11 +13,11 @@ import hashlib
 import json
 import logging
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,6 +28,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from specdemo.core.files import replacing, write_text
 from specdemo.models.machine import matmul_dtype
+
+Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
@@ -196,7 +198,7 @@ def collecting(
     folder: Path,
     plan: Plan,
     backwards: bool = False,
-) -> Iterator[float]:
+) -> Generator[float, None, None]:
     """Complete the cache in `folder`: rows of text [R, context] and samples begun like `stories` (token ids).
 
     text a token: what the target writes behind it; the samples begin like that. Gives the share that is done after
@@ -231,26 +233,15 @@ def collecting(
         yield done / len(names)
 
 
-def collect(
-    model: PreTrainedModel,
-    text: Tensor | int,
-    stories: list[list[int]],
-    folder: Path,
-    plan: Plan,
-    backwards: bool = False,
-) -> None:
-    """`collecting` to the end behind a progress bar."""
-    for _ in watched(collecting(model, text, stories, folder, plan, backwards), f"cache {folder.name}"):
-        pass
-
-
-def watched(shares: Iterator[float], name: str) -> Iterator[float]:
-    """The same shares 0..1, with a progress bar."""
+def watched(shares: Generator[float, None, Result], name: str) -> Result:
+    """What comes of it at its end; a progress bar shows the shares 0..1 until then."""
     with tqdm(total=100, unit="%", desc=name) as bar:
-        for share in shares:
-            bar.n = round(100 * share)
+        while True:
+            try:
+                bar.n = round(100 * next(shares))
+            except StopIteration as end:
+                return cast(Result, end.value)
             bar.refresh()
-            yield share
 
 
 @dataclass(frozen=True, slots=True)

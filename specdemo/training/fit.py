@@ -13,7 +13,6 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from math import nan
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -242,20 +241,6 @@ def steps(
         raise
     finally:
         module.eval()
-
-
-def fit(
-    module: nn.Module,
-    batches: Batches,
-    loss: Loss,
-    evaluate: Evaluate,
-    schedule: Schedule,
-    checkpoint: Path,
-    **how: Any,
-) -> History:
-    """`steps` to the end behind a progress bar, a line for every evaluation."""
-    ticks = steps(module, batches, loss, evaluate, schedule, checkpoint, **how)
-    return show(ticks, schedule.minutes, checkpoint.parent.name)
 
 
 def show(ticks: Generator[Tick, None, None], minutes: float, name: str) -> History:

@@ -5,7 +5,7 @@ second part of a run mixes in the target's own samples (the two stages of 2404.1
 """
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,8 +32,7 @@ from specdemo.training.collect import (
     watched,
 )
 from specdemo.training.corpus import read_corpus, windows
-from specdemo.training.fit import Batch, Batches, History, Schedule, Tick, steps, write_provenance
-from specdemo.training.losses import cross_entropy
+from specdemo.training.fit import Batch, History, Schedule, Tick, steps, write_provenance
 
 CONTEXT = 512
 HELD_OUT_ROWS = 32
@@ -86,14 +85,7 @@ def gather(
     target: HFTarget, cache: Path, taps: Sequence[int], corpus: Path | None = None, plan: Plan | None = None
 ) -> Material:
     """`gathering` to the end behind a progress bar."""
-    found: list[Material] = []
-
-    def steps() -> Iterator[float]:
-        found.append((yield from gathering(target, cache, taps, corpus, plan)))
-
-    for _ in watched(steps(), f"cache {cache.name}"):
-        pass
-    return found[0]
+    return watched(gathering(target, cache, taps, corpus, plan), f"cache {cache.name}")
 
 
 def _read(target: HFTarget, corpus: Path, context: int) -> tuple[Tensor, list[list[int]], Tensor, str]:
@@ -199,56 +191,6 @@ def train_head(
         evaluate_every_seconds=max(10.0, 60.0 * minutes / 12),
         vocab_size=target.vocab_size,
         clock=clock,
-    )
-
-
-def train_jointly(
-    model: PreTrainedModel,
-    drafter: Trainable,
-    batches: Batches,
-    held_out: Tensor,
-    out: Path,
-    schedule: Schedule,
-    micro_tokens: int,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Generator[Tick, None, None]:
-    """Train a model and the heads on it together from tokens [R, T + 1] (multi-token prediction, 2404.19737).
-
-    The model learns the text; the heads learn the text first and, in the second half, what the model itself would say.
-    Their gradients reach the model through its hidden states.
-    """
-    device, halfway = held_out.device, [False]
-
-    def parts(tokens: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
-        inputs, outputs = tokens[:, :-1], tokens[:, 1:]
-        told = model.base_model(input_ids=inputs, use_cache=False, output_hidden_states=True)
-        hidden = {tap: told.hidden_states[tap] for tap in drafter.taps}
-        logits = model.get_output_embeddings()(told.last_hidden_state)
-        said = logits.detach().float().softmax(-1) if halfway[0] else None
-        progress = Progress(inputs, outputs, [inputs.shape[1]] * len(inputs), hidden, said)
-        loss, metrics = drafter.loss(progress)
-        return cross_entropy(logits, outputs), loss, metrics
-
-    def both(tokens: Tensor) -> Tensor:
-        with autocast(device):
-            text, heads, _ = parts(tokens)
-        return text + heads
-
-    def evaluate() -> dict[str, float]:
-        pieces = [(len(rows), *parts(rows)) for rows in held_out.split(max(1, micro_tokens // held_out.shape[1]))]
-        total = sum(count for count, *_ in pieces)
-        found = [{"held_out_loss": float(text), "heads_loss": float(heads), **m} for _, text, heads, m in pieces]
-        return {n: round(sum(p[0] * f[n] for p, f in zip(pieces, found, strict=True)) / total, 4) for n in found[0]}
-
-    def in_turn(progress: float, step: int) -> Batch:
-        halfway[0] = progress >= 0.5
-        return batches(progress, step)
-
-    module = nn.ModuleDict({"model": model, "heads": drafter.head}).requires_grad_(True)
-    vocabulary = model.config.vocab_size
-    checkpoint = out / "checkpoint.pt"
-    yield from steps(
-        module, in_turn, both, evaluate, schedule, checkpoint, micro_tokens, clock=clock, vocab_size=vocabulary
     )
 
 

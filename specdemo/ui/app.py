@@ -7,7 +7,7 @@ import typer
 
 from specdemo.presets.files import DEFAULT
 from specdemo.presets.limits import public
-from specdemo.servers.address import allow, startable
+from specdemo.servers.address import allow, known_engine, startable
 from specdemo.ui import space
 
 
@@ -52,7 +52,6 @@ def ui(
 def _allow_engine(name: str, path: str | None = None) -> None:
     if public():
         raise ValueError("a public page starts no engines; leave --engines out")
-    from specdemo.servers.flags import known_engine
     from specdemo.servers.started import COMMANDS, program
 
     engine = known_engine(name)

@@ -293,7 +293,7 @@ def test_the_list_needs_no_torch():
 
 
 def test_outside_a_checkout_the_projects_own_suites_are_one_line(monkeypatch, tmp_path):
-    monkeypatch.setattr(registry, "FOLDER", tmp_path / "presets")
+    monkeypatch.setattr("specdemo.presets.files.FOLDER", tmp_path / "presets")
     suites.cache_clear()
     with pytest.raises(ValueError, match="suite 'peers' measures specdemo itself and comes with its checkout"):
         suite("peers", pair="8m")

@@ -7,6 +7,7 @@ import threading
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from recipes.corpus import train_tokenizer
 from specdemo.core.trace import from_json, to_json
 from specdemo.engine import model_cache
 from specdemo.engine.comparison import Comparison, Lane
@@ -14,7 +15,6 @@ from specdemo.engine.messages import Finished, LaneDone, Note, Started, Step, re
 from specdemo.engine.session import Session, follow_up
 from specdemo.models.resolve import resolve
 from specdemo.models.text import encode
-from specdemo.training.corpus import train_tokenizer
 
 WIDE = Lane(method="draft_model", model="stories-draft-wide", k=3)
 

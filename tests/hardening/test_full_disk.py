@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from recipes.corpus import byte_tokenizer
+from recipes.llama import Shape, save_model
+from recipes.llama import build as story_model
 from specdemo.__main__ import main
 from specdemo.methods import load_drafter
 from specdemo.models.load import load_target
 from specdemo.training.collect import Plan
-from specdemo.training.corpus import byte_tokenizer
-from specdemo.training.recipes import Shape, save_model
-from specdemo.training.recipes import build as story_model
 from tests.disk import full_disk
 from tests.models.tiny import build
 

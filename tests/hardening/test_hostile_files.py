@@ -36,7 +36,7 @@ from specdemo.models.load import load_target, outline
 from specdemo.models.text import encode
 from specdemo.presets.files import Preset, load_presets, preset, read_preset
 from specdemo.presets.link import from_query
-from specdemo.presets.run import load_trace
+from specdemo.presets.recorded import load_trace
 from specdemo.training.corpus import read_corpus
 from specdemo.training.fit import positive
 from tests.models.tiny import build

@@ -19,7 +19,7 @@ from specdemo.bench.result import read_result
 from specdemo.core.bounds import FILE, PUBLIC_FILE, Bounds, judge, parsing
 from specdemo.core.tally import summarise
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, from_json, to_json
-from specdemo.presets.run import load_trace
+from specdemo.presets.recorded import load_trace
 from specdemo.ui.log import open_trace, replayed
 from tests.traces import hostile_trace
 

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from recipes.corpus import train_tokenizer
 from specdemo.__main__ import main
 from specdemo.methods.pairs import check_pair, check_pairs
 from specdemo.models.load import outline
 from specdemo.models.resolve import resolve
 from specdemo.presets.files import EMBEDDED, known_drafters
-from specdemo.training.corpus import train_tokenizer
 from tests.models.fake_hub import serve
 
 BYTES = ("stories-bytes", "stories-bytes-heads")  # a target of its own and its heads

@@ -6,14 +6,11 @@ from itertools import islice
 import pytest
 import torch
 
-from specdemo.core.protocol import Budget, GenerationConfig
-from specdemo.engine.loop import generate
-from specdemo.methods import load_drafter, recipes
-from specdemo.methods.recipes import HEAD_RECIPES, train_live, untrained
+from specdemo.methods import load_drafter
+from specdemo.methods.recipes import HEAD_RECIPES, train_head_recipe, train_live, untrained
 from specdemo.models.load import load_target
 from specdemo.training.collect import Plan
 from specdemo.training.heads import columns, example, gather, save_head, train_head
-from specdemo.training.recipes import Shape
 from tests.training.test_fit import ticking
 
 PLAN = Plan(text_rows=24, sampled_rows=8, rows_per_shard=24, context=48, sample_length=24, taps=(2, 6, 9, 10, -1))
@@ -86,22 +83,6 @@ def test_the_page_hears_every_step_and_the_folder(target, tmp_path, monkeypatch)
     assert load_drafter("medusa", target, str(tmp_path))
 
 
-def test_a_byte_model_and_its_heads_can_be_loaded_and_raced(tmp_path, monkeypatch):
-    monkeypatch.setattr(recipes, "BYTES", Shape(layers=2, hidden=32, intermediate=48, heads=2, context=256))
-    monkeypatch.setattr(recipes, "CONTEXTS", (32, 64))
-    stories = "\n<|endoftext|>\n".join(f"Tom saw {n} cats. The cats saw Tom." for n in range(400))
-    (tmp_path / "stories.txt").write_text(stories, encoding="utf-8")
-    folder = recipes.train_bytes(tmp_path, tmp_path / "bytes", minutes=0.02, device="cpu")
-    target = load_target(str(folder))
-    drafter = load_drafter("mtp", target, str(tmp_path / "bytes-heads"))
-    prompt = torch.tensor([target.tokenizer("Tom saw").input_ids])
-    config = GenerationConfig(24, budget=Budget(7, 7), stop_token_ids=())
-    plain = [t for e in generate(target, load_drafter("none", target), prompt, config) for t in e.emitted[0]]
-    events = list(generate(target, drafter, prompt, config))
-    assert [t for e in events for t in e.emitted[0]] == plain
-    assert max(len(e.drafted[0]) for e in events) == 7
-
-
 def test_a_target_on_fused_layers_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(ValueError, match="load it with kernels='transformers'"):
-        recipes.train_head_recipe("medusa", tmp_path, 1.0, target=load_target("stories"))
+        train_head_recipe("medusa", tmp_path, 1.0, target=load_target("stories"))

@@ -52,7 +52,7 @@ def test_a_free_perfect_draft_gives_k_and_one(k):
     scene = predict("llama-8b", method="ngram", acceptance=[1.0]).scene
     free = replace(scene.device.costs, check_ms=0.0, token_ms=0.0, row_us=0.0)
     device = replace(scene.device, costs=free)
-    found = predicted(replace(scene, draft=Drafting("none"), device=device), (k,))
+    found = predicted(replace(scene, draft=Drafting(), device=device), (k,))
     assert found.best.tokens.value == k + 1.0
     assert found.best.speedup.value == pytest.approx(k + 1.0, rel=0.01)  # its pass is a little wider
 
@@ -62,6 +62,7 @@ def test_a_free_perfect_draft_gives_k_and_one(k):
 def test_every_method_has_a_cost_and_an_interval_around_its_value(method, device):
     model = "llama-1b" if method == "draft_model" else None
     found = predict("llama-8b", device=device, method=method, model=model, ks=(1, 2, 4))
+    assert found.as_dict()["method"] == method
     free = MAKERS[method](shape("llama-8b"), known()["llama-1b"], {}).first is None
     for row in found.rows:
         assert row.speedup.low < row.speedup.value < row.speedup.high

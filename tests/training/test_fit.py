@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from specdemo.core.signals import tidy
 from specdemo.training import fit as fitting
-from specdemo.training.fit import History, Run, Schedule, fit, optimizers, write_provenance
+from specdemo.training.fit import History, Run, Schedule, optimizers, show, steps, write_provenance
 from tests.disk import full_disk
 
 
@@ -49,7 +49,7 @@ def ticking() -> Callable[[], float]:
 
 
 def run(module: Bigram, folder: Path, minutes: float, of: fitting.Batches = batches) -> History:
-    return fit(
+    ticks = steps(
         module,
         of,
         loss_of(module),
@@ -59,6 +59,7 @@ def run(module: Bigram, folder: Path, minutes: float, of: fitting.Batches = batc
         evaluate_every_seconds=20,
         clock=ticking(),
     )
+    return show(ticks, minutes, folder.name)
 
 
 def test_a_run_uses_its_minutes_and_learns(tmp_path: Path) -> None:

@@ -10,10 +10,7 @@ from torch.nn import functional as F
 from specdemo.core.protocol import Progress
 from specdemo.models.target import HFTarget
 from specdemo.training.collect import Plan
-from specdemo.training.fit import Schedule
-from specdemo.training.heads import Material, columns, example, gather, save_head, train_head, train_jointly
-from specdemo.training.recipes import Shape
-from specdemo.training.recipes import build as small
+from specdemo.training.heads import Material, columns, example, gather, save_head, train_head
 from tests.models.tiny import VOCABULARY, build
 from tests.training.test_fit import ticking
 
@@ -104,21 +101,6 @@ def test_a_stopped_run_goes_on_where_it_was(target: HFTarget, material: Material
     ticks.close()  # type: ignore[attr-defined]
     again = next(train_head(Next(32, VOCABULARY), target, material, tmp_path, minutes=1.0, batch_tokens=64))
     assert again.history.step == 5
-
-
-def test_model_and_heads_learn_together(tmp_path: Path) -> None:
-    model = small(Shape(1, 16, 24, 2), vocab_size=16)
-    head = Next(16, 16)
-    start = torch.randint(0, 16, (64, 1), generator=torch.Generator().manual_seed(0))
-    rows = (start + torch.arange(13)) % 16  # counts up
-
-    def batches(progress: float, step: int) -> tuple[Tensor]:
-        return (rows[step % 4 * 16 : step % 4 * 16 + 16],)
-
-    schedule = Schedule(2.0, warmup_steps=1)
-    ticks = list(train_jointly(model, head, batches, rows, tmp_path, schedule, 64, clock=ticking()))
-    end = ticks[-1].evaluation
-    assert end is not None and end["held_out_loss"] < 1.0 and end["heads_loss"] < 2.0  # ln 16 is 2.77
 
 
 def test_a_cache_without_the_taps_is_refused(target: HFTarget, tmp_path: Path) -> None:

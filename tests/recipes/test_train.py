@@ -7,10 +7,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from specdemo.training import cards, recipes
-from specdemo.training.cards import curve, sparkline, write_card
-from specdemo.training.collect import Plan, Recorded, collect, load_cache
-from specdemo.training.recipes import DEEP, RECIPES, TARGET, WIDE, Lessons, Shape, average, build, to_depth, train
+from recipes import cards, drafts, targets
+from recipes.cards import curve, sparkline, write_card
+from recipes.job import CODE
+from recipes.lessons import Lessons
+from recipes.llama import CONTEXT, Shape, average, build, to_depth
+from recipes.train import DEEP, RECIPES, TARGET, WIDE, train
+from specdemo.training.collect import Plan, Recorded, collecting, load_cache
 
 PLAN = Plan(text_rows=8, sampled_rows=8, rows_per_shard=16, context=64, sample_length=32)
 
@@ -46,8 +49,9 @@ def test_a_draft_of_other_words_reads_what_the_target_wrote(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = []
-    train_on = recipes.train_on
-    monkeypatch.setattr(recipes, "train_on", lambda job, corpus: (read.append(corpus), train_on(job, corpus)))
+    train_on = targets.train_on
+    for module in (targets, drafts):
+        monkeypatch.setattr(module, "train_on", lambda job, corpus: (read.append(corpus), train_on(job, corpus)))
     target = train("stories-target", corpus, tmp_path / "stories")
     draft = train("stories-draft-other", corpus, tmp_path / "draft", target=str(target), cache=tmp_path / "cache")
     ours, theirs = (PreTrainedTokenizerFast.from_pretrained(folder) for folder in (target, draft))
@@ -111,7 +115,7 @@ def test_drafts_learn_from_a_complete_recording_of_other_text(corpus: Path, tmp_
     target = train("stories-target", corpus, tmp_path / "stories")
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     rows = torch.randint(1, 40, (8, 64), generator=torch.Generator().manual_seed(0))
-    collect(model, rows, rows.tolist(), tmp_path / "cache", PLAN)
+    assert list(collecting(model, rows, rows.tolist(), tmp_path / "cache", PLAN))[-1] == 1.0
     before = sorted((tmp_path / "cache").iterdir())
     train("stories-draft-wide", corpus, tmp_path / "draft", target=str(target), cache=tmp_path / "cache")
     assert sorted((tmp_path / "cache").iterdir()) == before
@@ -225,8 +229,8 @@ def test_a_shallow_model_begins_as_layers_of_the_deep_one_from_its_first_on() ->
 
 def test_a_target_of_code_is_deepened_and_drafted_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cards, "SAMPLE_TOKENS", 8)
-    monkeypatch.setattr(recipes, "SEED_LAYERS", 1)
-    world = replace(recipes.CODE, windows=(16, 32), windows_later=(16, 32), parts=1, vocab_size=300)
+    monkeypatch.setattr(targets, "SEED_LAYERS", 1)
+    world = replace(CODE, windows=(16, 32), windows_later=(16, 32), parts=1, vocab_size=300)
     for name in ("code-target", "code-draft"):
         shape = Shape(3 if name == "code-target" else 1, 32, 48, 2, 64)
         small = {"shape": shape, "world": world, "minutes": 0.005, "plan": PLAN, "threads": 1}
@@ -246,5 +250,5 @@ def test_a_target_of_code_is_deepened_and_drafted_for(tmp_path: Path, monkeypatc
 
 
 def test_every_recipe_is_described() -> None:
-    assert set(cards.ABOUT) == {*RECIPES, "stories-bytes"}
-    assert recipes.CONTEXT == 512
+    assert set(cards.ABOUT) == {*RECIPES}
+    assert CONTEXT == 512

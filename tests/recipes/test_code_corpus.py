@@ -1,14 +1,14 @@
 import ast
-import random
 import re
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
 
-from specdemo.training import code_corpus
-from specdemo.training.code_corpus import WHEELS, collect_code, documents, edit, fetch_wheels, fresh, shorten_docstrings
-from specdemo.training.corpus import read_corpus, train_tokenizer
+from recipes import code_corpus
+from recipes.code_corpus import WHEELS, collect_code, documents, fetch_wheels, fresh, shorten_docstrings
+from recipes.corpus import train_tokenizer
+from specdemo.training.corpus import read_corpus
 
 FUNCTION = '''\
 def read_rows(path, limit):
@@ -99,30 +99,6 @@ def test_a_document_of_known_lines_is_dropped() -> None:
     assert len(list(fresh([module("one")], known))) == 1
     assert list(fresh([module("one").replace("    ", "  ")], known)) == []
     assert len(list(fresh([module("two")], known))) == 1
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_an_edit_tells_what_it_did_and_parses(seed: int) -> None:
-    told = edit(FUNCTION, random.Random(seed))
-    if told is None:  # too long for what the dice said
-        return
-    before, order, after = re.fullmatch(r"(.*?)\n\n\n# (.*?)\n(.*)", told, re.DOTALL).groups()  # type: ignore[union-attr]
-    assert before == FUNCTION.strip() and after != before
-    ast.parse(after)
-    for old, new in re.findall(r"Rename (?!the)(\w+) to (\w+)\.", order):
-        assert not re.search(rf"\b{old}\b(?!.*\")", after.replace("Read the first rows", "")) and new in after
-    for new in re.findall(r"Rename the function to (\w+)\.", order):
-        assert f"def {new}(" in after
-    for returned in re.findall(r"Add types: .*? -> (.*?)\.", order):
-        assert f") -> {returned}:" in after
-    if "Remove the docstring" in order:
-        assert '"""' not in after
-
-
-def test_renaming_leaves_attributes_and_texts_alone() -> None:
-    made = code_corpus.Edit('def f(data):\n    self.data = data + "data"\n', random.Random(0))
-    made.replace("data", "row")
-    assert made.source == 'def f(row):\n    self.data = row + "data"\n'
 
 
 def test_a_line_break_and_its_indent_are_one_token() -> None:

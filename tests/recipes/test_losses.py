@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdemo.training.losses import CHUNK, cross_entropy, head_forward_kl, sparse_forward_kl, toward_argmax
+from recipes.losses import CHUNK, cross_entropy, head_forward_kl, sparse_forward_kl, toward_argmax
 
 
 def case(

@@ -1,0 +1,101 @@
+"""A byte-level model and seven heads beside its own, trained together from scratch (2404.19737).
+
+Bytes are easy to guess and many, so multi-token prediction shows most here.
+"""
+
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from recipes.cards import write_head_card
+from recipes.corpus import byte_tokenizer
+from recipes.job import Job, facts, finish
+from recipes.lessons import GrowingWindows, held_out_rows
+from recipes.llama import Shape, build
+from recipes.losses import cross_entropy
+from specdemo.core.protocol import Progress, Trainable
+from specdemo.methods.recipes import HeadRecipe, untrained
+from specdemo.models.target import HFTarget
+from specdemo.training.collect import autocast
+from specdemo.training.corpus import read_corpus
+from specdemo.training.fit import Batch, Batches, Schedule, Tick, make_folder, show, steps, write_provenance
+
+BYTES = Shape(layers=12, hidden=128, intermediate=344, heads=2, context=1024)  # narrow: seven heads are cheap beside it
+HEADS = HeadRecipe("Eight heads on a byte-level model", "mtp", {"modules": 7, "kind": "parallel"})
+HELD_OUT_ROWS = 128
+
+
+def train_bytes(job: Job) -> None:
+    """The model in `out`, its heads in `out`-heads."""
+    if job.start:
+        raise ValueError(f"recipe {job.recipe!r} begins from scratch; leave --start out")
+    corpus, tokenizer = read_corpus(job.corpus), byte_tokenizer()
+    make_folder(job.out)
+    model = nn.Module.to(build(job.shape, tokenizer.get_vocab_size()), job.device)
+    drafter = untrained(HEADS, HFTarget(model, name=job.out.name))
+    short, long = job.world.windows
+    epochs = job.world.epochs(corpus.train, tokenizer)
+    batches = GrowingWindows(epochs, 65536 if job.large else 4096, job.device, short, long)
+    held_out = held_out_rows(corpus, tokenizer, short + 1)[:HELD_OUT_ROWS].to(job.device)
+    ticks = train_jointly(model, drafter, batches, held_out, job.out, job.schedule, job.micro_tokens)
+    history = show(ticks, job.minutes, job.out.name)
+    finish(job, model, tokenizer, corpus, history)
+    heads = job.out.with_name(f"{job.out.name}-heads")
+    heads.mkdir(exist_ok=True)
+    drafter.save(heads, job.out.name)
+    parameters = sum(p.numel() for p in drafter.head.parameters())
+    write_provenance(heads, history, **facts(job, corpus), parameters=parameters)
+    write_head_card(heads, HEADS.title)
+
+
+def train_jointly(
+    model: PreTrainedModel,
+    drafter: Trainable,
+    batches: Batches,
+    held_out: Tensor,
+    out: Path,
+    schedule: Schedule,
+    micro_tokens: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Generator[Tick, None, None]:
+    """Train a model and the heads on it together from tokens [R, T + 1] (multi-token prediction, 2404.19737).
+
+    The model learns the text; the heads learn the text first and, in the second half, what the model itself would say.
+    Their gradients reach the model through its hidden states.
+    """
+    device, halfway = held_out.device, [False]
+
+    def parts(tokens: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
+        inputs, outputs = tokens[:, :-1], tokens[:, 1:]
+        told = model.base_model(input_ids=inputs, use_cache=False, output_hidden_states=True)
+        hidden = {tap: told.hidden_states[tap] for tap in drafter.taps}
+        logits = model.get_output_embeddings()(told.last_hidden_state)
+        said = logits.detach().float().softmax(-1) if halfway[0] else None
+        progress = Progress(inputs, outputs, [inputs.shape[1]] * len(inputs), hidden, said)
+        loss, metrics = drafter.loss(progress)
+        return cross_entropy(logits, outputs), loss, metrics
+
+    def both(tokens: Tensor) -> Tensor:
+        with autocast(device):
+            text, heads, _ = parts(tokens)
+        return text + heads
+
+    def evaluate() -> dict[str, float]:
+        pieces = [(len(rows), *parts(rows)) for rows in held_out.split(max(1, micro_tokens // held_out.shape[1]))]
+        total = sum(count for count, *_ in pieces)
+        found = [{"held_out_loss": float(text), "heads_loss": float(heads), **m} for _, text, heads, m in pieces]
+        return {n: round(sum(p[0] * f[n] for p, f in zip(pieces, found, strict=True)) / total, 4) for n in found[0]}
+
+    def in_turn(progress: float, step: int) -> Batch:
+        halfway[0] = progress >= 0.5
+        return batches(progress, step)
+
+    module = nn.ModuleDict({"model": model, "heads": drafter.head}).requires_grad_(True)
+    vocabulary = model.config.vocab_size
+    checkpoint = out / "checkpoint.pt"
+    yield from steps(
+        module, in_turn, both, evaluate, schedule, checkpoint, micro_tokens, clock=clock, vocab_size=vocabulary
+    )

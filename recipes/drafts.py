@@ -1,0 +1,107 @@
+"""Drafts: what their target says, and text."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from recipes.agreement import agreement, next_probs
+from recipes.corpus import gpt2_words, train_tokenizer
+from recipes.job import Job, finish
+from recipes.lessons import Lessons, held_out_rows
+from recipes.llama import build, is_as_wide, to_depth, weights
+from recipes.losses import head_forward_kl
+from recipes.targets import train_on
+from specdemo.core.files import replacing
+from specdemo.models.shipped import check_shipped
+from specdemo.training.collect import Recorded, autocast, claim, collecting, complete, load_cache, watched
+from specdemo.training.corpus import END, Corpus, read_corpus, windows
+from specdemo.training.fit import Schedule, make_folder, show, steps
+
+OPENINGS = 10_000  # documents that the samples of a target begin like
+KINDS = ("text", "samples")  # of what a target says
+OTHER_WORDS = 15  # a draft of another vocabulary has the words of one document in so many
+OTHER_TURNS = 2  # and reads what the target wrote so often in an epoch
+
+
+def train_draft(job: Job) -> None:
+    """A draft: forward KL to the target on text, at last also on the target's own samples. One as wide as its target
+    begins as some of its layers, another one with cross-entropy."""
+    corpus = read_corpus(job.corpus)
+    target, wrapped = load_target(job)
+    make_folder(job.out)
+    tokenizer = wrapped.backend_tokenizer
+    valid = held_out_rows(corpus, tokenizer, job.plan.context)
+    truth = next_probs(target, valid)
+    model = nn.Module.to(build(job.shape, target.config.vocab_size), job.device)
+    alike = is_as_wide(job.shape, target.config)
+    if job.start or alike:
+        model.load_state_dict(weights(job.start) if job.start else to_depth(target.state_dict(), job.shape.layers))
+    listen_from = 0.0 if job.start or alike else 0.1
+    text, samples = record(job, target, corpus, tokenizer)
+    batches = Lessons(text, samples, 65536 if job.large else 4096, job.device, listen_from)
+
+    def loss(tokens: Tensor, indices: Tensor, probs: Tensor) -> Tensor:
+        with autocast(job.device):
+            hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
+        return head_forward_kl(hidden.flatten(0, 1), model.lm_head.weight, indices.flatten(0, 1), probs.flatten(0, 1))
+
+    def evaluate() -> dict[str, float]:
+        return agreement(model, truth, valid)
+
+    ticks = steps(
+        model,
+        batches,
+        loss,
+        evaluate,
+        Schedule(job.minutes, decay_from=0.2),
+        job.out / "checkpoint.pt",
+        micro_tokens=job.micro_tokens,
+        evaluate_every_seconds=120.0,
+    )
+    finish(job, model, tokenizer, corpus, show(ticks, job.minutes, job.out.name))
+
+
+def train_other(job: Job) -> None:
+    """A draft with a vocabulary of its own: cross-entropy on text and on what the target wrote itself, which is
+    distillation by sequences (Kim & Rush 2016, arXiv 1606.07947) and needs no tokens in common."""
+    corpus = read_corpus(job.corpus)
+    target, wrapped = load_target(job)
+    make_folder(job.out)
+    words = job.out / "tokenizer.json"
+    if not words.exists():
+        with replacing(words) as part:  # of few documents, so that its words are others
+            train_tokenizer(corpus.train[: -(-len(corpus.train) // OTHER_WORDS)], words=gpt2_words).save(str(part))
+    (samples,) = record(job, target, corpus, wrapped.backend_tokenizer, ("samples",))
+    rows = samples.tokens.view(-1, job.plan.sample_length)
+    said = wrapped.batch_decode(rows, clean_up_tokenization_spaces=False)
+    told = [story.strip() for text in said for story in text.split(END) if story.strip()]
+    train_on(job, replace(corpus, train=corpus.train + OTHER_TURNS * told))
+
+
+def load_target(job: Job) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """The target in fp32 and its tokenizer. Raises ValueError when there is none at `job.target`."""
+    check_shipped(Path(job.target))
+    try:
+        target = AutoModelForCausalLM.from_pretrained(job.target, dtype=torch.float32)
+        return nn.Module.to(target.eval(), job.device), PreTrainedTokenizerFast.from_pretrained(job.target)
+    except OSError as error:
+        raise ValueError(f"no target model at {job.target}: name the folder of stories-target with --target") from error
+
+
+def record(
+    job: Job, target: PreTrainedModel, corpus: Corpus, tokenizer: Tokenizer, kinds: Sequence[str] = KINDS
+) -> list[Recorded]:
+    """The target's cache of text and samples, completed if need be; a complete one of other text will do."""
+    if complete(job.cache):
+        claim(job.cache, target, None, job.plan)
+        return [load_cache(job.cache, [kind]) for kind in kinds]
+    text = windows(job.world.epochs(corpus.train, tokenizer, later=True).stream(0, job.plan.context), job.plan.context)
+    openings = corpus.train[:: 1 + len(corpus.train) // OPENINGS]
+    stories = [e.ids for e in tokenizer.encode_batch(openings)]
+    watched(collecting(target, text, stories, job.cache, job.plan, job.backwards), f"cache {job.cache.name}")
+    return [load_cache(job.cache, [kind]) for kind in kinds]

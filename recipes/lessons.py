@@ -1,0 +1,81 @@
+"""What a model reads at every step of its training, and the held-out text it is measured on."""
+
+from dataclasses import dataclass, field
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from recipes.corpus import Epochs, token_stream
+from recipes.losses import toward_argmax
+from specdemo.training.collect import Recorded
+from specdemo.training.corpus import Corpus, windows
+from specdemo.training.fit import Batch
+
+
+@dataclass(slots=True)
+class GrowingWindows:
+    """Batches of a constant number of tokens: short windows first (cheaper), the full context from `long_from` on."""
+
+    epochs: Epochs
+    tokens_per_batch: int
+    device: torch.device
+    short: int
+    long: int
+    long_from: float = 0.7
+    first_epoch: int = 0
+
+    _epoch: int = -1
+    _length: int = 0
+    _queue: list[Tensor] = field(default_factory=list)
+
+    def __call__(self, progress: float, step: int) -> Batch:
+        length = self.long if progress >= self.long_from else self.short
+        if not self._queue or length != self._length:
+            if self._epoch < 0:  # a resumed run goes on with other epochs than those it has seen
+                self._epoch = self.first_epoch + step
+            self._epoch += 1
+            self._length = length
+            self._queue = list(self.epochs.batches(self._epoch, self.tokens_per_batch // length, length))
+            if not self._queue:
+                raise ValueError(f"the corpus is smaller than one batch of {self.tokens_per_batch} tokens: add text")
+        return (self._queue.pop().to(self.device),)
+
+
+@dataclass(frozen=True, slots=True)
+class Lessons:
+    """What a draft sees at a share `progress` of its time; a pure function, so that a resumed run goes on exactly.
+
+    Until `listen_from`: text, for cross-entropy, in short rows. Then text with the target's distributions, in rows of
+    `context` tokens: a draft is asked far into a text. From `samples_from` on half of the rows are the target's own
+    samples and the loss leans to the target's choice.
+    """
+
+    text: Recorded  # rows of `context` tokens
+    samples: Recorded
+    tokens_per_batch: int
+    device: torch.device
+    listen_from: float = 0.1
+    samples_from: float = 0.5
+    lean: float = 0.4
+
+    def __call__(self, progress: float, step: int) -> Batch:
+        if progress >= self.samples_from:
+            half = max(1, self.tokens_per_batch // self.text.tokens.shape[1] // 2)
+            a, b = self.text.turn(half, step), self.samples.turn(half, step)
+            tokens, indices = torch.cat([a.tokens, b.tokens]), torch.cat([a.indices, b.indices])
+            probs = toward_argmax(torch.cat([a.probs, b.probs]), self.lean)
+        else:
+            text = self.text if progress >= self.listen_from else self.text.cut(2)
+            rows = text.turn(max(1, self.tokens_per_batch // text.tokens.shape[1]), step)
+            tokens, indices, probs = rows.tokens, rows.indices, rows.probs
+        if progress < self.listen_from:  # the text itself: its next token with certainty
+            tokens, indices = tokens[:, :-1], tokens[:, 1:, None]
+            probs = torch.ones(indices.shape)
+        return tokens.to(self.device), indices.to(self.device), probs.to(self.device)
+
+
+def held_out_rows(corpus: Corpus, tokenizer: Tokenizer, length: int) -> Tensor:
+    """The held-out text as [N, length]; one shorter row when there is less of it than that."""
+    stream = token_stream(corpus.valid, tokenizer)
+    return windows(stream, min(length, len(stream)))

@@ -1,0 +1,128 @@
+"""Targets: cross-entropy on the text of their world."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from recipes.cards import write_attribution
+from recipes.corpus import train_tokenizer
+from recipes.job import Job, finish, side_by_side
+from recipes.lessons import GrowingWindows, held_out_rows
+from recipes.llama import average, build, drop_out, to_depth, weights
+from recipes.losses import cross_entropy
+from specdemo.core.files import replacing
+from specdemo.training.collect import autocast
+from specdemo.training.corpus import Corpus, read_corpus
+from specdemo.training.fit import Batch, make_folder, show, steps
+
+DROPOUT_UNTIL = 0.8  # share of the time; what is left fits the network to being whole
+SEED_LAYERS, SEED_SHARE = 4, 0.5  # of a target that is deepened, and of its time
+COPYING, COPYING_SHARE = 0.97, 0.1  # of the documents told again once text was learned, and of the time
+
+
+def train_target(job: Job) -> None:
+    """A target: cross-entropy on the text of its world, some of it told again."""
+    make_folder(job.out)
+    write_attribution(job.corpus, job.out)
+    train_on(job, read_corpus(job.corpus))
+
+
+def train_on(job: Job, corpus: Corpus) -> None:
+    """Cross-entropy on a corpus, some of it told again; `job.out` is there."""
+    world = job.world
+    tokenizer = load_or_train_tokenizer(corpus, job.out, job.start, world.vocab_size)
+    model = nn.Module.to(build(job.shape, world.vocab_size), job.device)
+    start = to_depth(weights(job.start), job.shape.layers) if job.start else {}
+    if start:
+        model.load_state_dict(start)
+    short, long = world.windows_later if start else world.windows
+    valid = held_out_rows(corpus, tokenizer, long + 1).to(job.device)
+    tokens_per_batch = 65536 if job.large else world.later_batch if start else 4096
+    batches = GrowingWindows(
+        world.epochs(corpus.train, tokenizer, bool(start)), tokens_per_batch, job.device, short, long
+    )
+    if start:  # it sees other orders and other copies
+        batches.first_epoch = 100_000
+    drop_out(model, world.dropout)
+
+    def lesson(progress: float, step: int) -> Batch:
+        model.train(progress < DROPOUT_UNTIL)
+        return batches(progress, step)
+
+    forward = torch.compile(model, dynamic=False) if job.compile else model
+
+    def loss(tokens: Tensor) -> Tensor:
+        return cross_entropy(logits_of(forward, tokens[:, :-1]), tokens[:, 1:])
+
+    def evaluate() -> dict[str, float]:
+        return {"held_out_loss": round(held_out_loss(model, valid), 4)}
+
+    with side_by_side(job) as pool:
+        ticks = steps(
+            model,
+            lesson,
+            loss,
+            evaluate,
+            job.schedule,
+            job.out / "checkpoint.pt",
+            micro_tokens=job.micro_tokens + 8,  # a row is its window and one token more
+            pool=pool,
+        )
+        history = show(ticks, job.minutes, job.out.name)
+    share = average(model, start, lambda: held_out_loss(model, valid)) if start else 0.0
+    if share:
+        history.evaluations.append({**history.evaluations[-1], **evaluate()})
+    finish(job, model, tokenizer, corpus, history, share)
+
+
+def logits_of(model: Callable[..., Any], tokens: Tensor) -> Tensor:
+    """tokens [B, T] -> logits [B, T, V]."""
+    with autocast(tokens.device):
+        logits: Tensor = model(input_ids=tokens, use_cache=False).logits
+    return logits
+
+
+def held_out_loss(model: PreTrainedModel, rows: Tensor) -> float:
+    """rows [N, T + 1] -> mean nats per token."""
+    total = 0.0
+    for chunk in rows.split(16):
+        total += float(cross_entropy(logits_of(model, chunk[:, :-1]), chunk[:, 1:])) * len(chunk)
+    return total / len(rows)
+
+
+def load_or_train_tokenizer(corpus: Corpus, out: Path, start: str | None, vocab_size: int) -> Tokenizer:
+    """The folder's tokenizer, or that of the start, or a new one, which is saved in the folder."""
+    path = out / "tokenizer.json"
+    if start and not path.exists():
+        path = Path(start) / "tokenizer.json"
+    if path.exists():
+        return Tokenizer.from_file(str(path))
+    tokenizer = train_tokenizer(corpus.train[::5] if len(corpus.train) > 20_000 else corpus.train, vocab_size)
+    with replacing(path) as part:
+        tokenizer.save(str(part))
+    return tokenizer
+
+
+def seeded(job: Job, name: str, layers: int, minutes: float, make: Callable[[Job], None]) -> Job:
+    """First a run of so many layers in the folder `name`; the job that goes on from what it leaves."""
+    out = job.out / name
+    make(replace(job, out=out, shape=replace(job.shape, layers=layers), minutes=minutes, seed=True))
+    return replace(job, start=str(out))
+
+
+def deepened_target(job: Job) -> None:
+    """A shallow target first, which sees three times the text in the same time, and at its end little but edits, so
+    that it learns to copy; then the whole one from it."""
+    if not job.start:
+        minutes, world = job.minutes, job.world
+        job = seeded(job, "seed", SEED_LAYERS, minutes * SEED_SHARE, train_target)
+        copying = replace(world, copies=(0.0, COPYING), windows_later=(world.windows_later[0], world.windows[1]))
+        job = seeded(replace(job, world=copying), "copying", SEED_LAYERS, minutes * COPYING_SHARE, train_target)
+        job = replace(job, world=world, minutes=minutes * (1.0 - SEED_SHARE - COPYING_SHARE))
+    train_target(job)
