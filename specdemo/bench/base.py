@@ -1,15 +1,16 @@
 """What a suite is, and the options that suites share. Needs no torch; `run` does."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, ClassVar
 
 from specdemo.bench.prompts import PROMPTS
 from specdemo.bench.result import Result
 from specdemo.core.suggest import DEVICES
+from specdemo.presets.files import DEFAULT
 from specdemo.presets.limits import LIMITS
 
 Report = Callable[[float, str], None]  # share done 0..1, what is being done
@@ -32,7 +33,7 @@ class Axis:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Suite(ABC):
+class Suite:
     """One thing to measure; its fields are its options. With title and question it is on the page's Sweep tab.
 
     Raises ValueError with one line that names the cure for an option it cannot use.
@@ -42,6 +43,7 @@ class Suite(ABC):
     title: ClassVar[str] = ""
     question: ClassVar[str] = ""
     axis: ClassVar[Axis | None] = None  # None: the lanes themselves are compared
+    measured_by: ClassVar[str]  # module:function, which `run` imports, since it needs torch, and gives what it is given
     repeats: int = 5
 
     def __post_init__(self) -> None:
@@ -50,10 +52,11 @@ class Suite(ABC):
             if value is not None:
                 OPTIONS[field.name].check(value)
 
-    @abstractmethod
     def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
         """Measure. When `cancelled()` turns true the result covers the finished repeats. Raises ValueError with one
         line, also when there is none."""
+        found: Result = resolve_name(self.measured_by)(self, report, cancelled)
+        return found
 
     def config(self, target: str) -> dict[str, object]:
         """What was asked for and the target it was asked of, for the result's file."""
@@ -81,6 +84,13 @@ class Prompted(Decoding):
     def texts(self) -> Sequence[str]:
         """The prompts to measure on: those given, else the project's own."""
         return self.prompts or PROMPTS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Laned(Prompted):
+    """The first lane of a preset."""
+
+    preset: str = DEFAULT
 
 
 @dataclass(frozen=True, kw_only=True)

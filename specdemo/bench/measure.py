@@ -187,7 +187,7 @@ def compare_lanes(
         for number, question in enumerate(questions):
             tick(number / len(questions))
             traces.append(
-                (question.category, _run(runner, spec.model_copy(update={"prompt": question.text}), cancelled))
+                (question.category, run_whole(runner, spec.model_copy(update={"prompt": question.text}), cancelled))
             )
             tick((number + 1) / len(questions))  # a run that was cut short is not counted
         return traces
@@ -217,7 +217,8 @@ def compare_lanes(
     return Compared([ln.name for ln in trace.lanes], by_category, runs, verdicts, trace.environment, remarks)
 
 
-def _run(runner: Session, spec: Comparison, cancelled: Callable[[], bool]) -> RunTrace:
+def run_whole(runner: Session, spec: Comparison, cancelled: Callable[[], bool]) -> RunTrace:
+    """A run of which no lane failed. Raises ValueError with one line."""
     trace = runner.run(spec, cancelled)
     for lane in trace.lanes:
         if lane.finish == "error":
