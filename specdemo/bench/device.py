@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specdemo.bench.random_models import DRAFTS, random_model
-from specdemo.bench.table import table
+from specdemo.bench.report import table
 from specdemo.core import accept
 from specdemo.core.protocol import Budget, GenerationConfig, Target
 from specdemo.engine.loop import generate

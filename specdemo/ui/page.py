@@ -22,7 +22,7 @@ if limits.public() and not space.zero_gpu():
 import gradio as gr
 from starlette.middleware import Middleware
 
-from specdemo.bench.chart_style import FONTS
+from specdemo.bench.plot import FONTS
 from specdemo.core.trace import RunTrace, to_json
 from specdemo.engine.comparison import Comparison
 from specdemo.presets.files import DEFAULT, Preset, load_presets, preset

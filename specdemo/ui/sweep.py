@@ -5,17 +5,14 @@ any model. A visitor names presets alone, so no model that the page does not off
 same parts.
 """
 
-import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 
 from specdemo.bench.plot import figure
-from specdemo.bench.recorded import recorded_suite
-from specdemo.bench.result import SCHEMA, Cell, Result, best, ends, noisy, read_result
+from specdemo.bench.result import Cell, Result, best, ends, noisy, read_result, recorded_suite, to_json
 from specdemo.bench.suites import Sweep, swept, takes
 from specdemo.core.estimate import Estimate
 from specdemo.presets import limits
@@ -85,7 +82,7 @@ class Sweeping(Job):
     def conclude(self, result: Result, recorded: bool) -> None:
         """The result is there: show it and offer it as a file."""
         self.result = result
-        self.file = f"specdemo-{result.suite}.json", Packed(text(result))
+        self.file = f"specdemo-{result.suite}.json", Packed(to_json(result))
         self.text += result_line(result, recorded)
 
     def beside(self) -> Values:
@@ -109,11 +106,6 @@ class Sweeping(Job):
             return
         self._told = told
         self.text += to_line(line)
-
-
-def text(result: Result) -> str:
-    """A result as the JSON that `bench --out` writes."""
-    return json.dumps({"schema": SCHEMA, **asdict(result)}, indent=1) + "\n"
 
 
 def result_line(result: Result, recorded: bool) -> str:
