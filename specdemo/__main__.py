@@ -84,9 +84,7 @@ def main(argv: Sequence[str] | None = None, told_by: str = "specdemo") -> int:
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(ui)
 
 
-def _with_options(
-    options: Iterable[tuple[str, Any, OptionInfo]],
-) -> Callable[[Work], Work]:
+def _with_options(options: Iterable[tuple[str, Any, OptionInfo]]) -> Callable[[Work], Work]:
     """A decorator: the command with an option of each name and type, behind its argument, in the place of `**asked`."""
 
     def add(command: Work) -> Work:

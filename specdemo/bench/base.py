@@ -14,6 +14,7 @@ from specdemo.presets.files import DEFAULT
 from specdemo.presets.limits import LIMITS
 
 Report = Callable[[float, str], None]  # share done 0..1, what is being done
+Stop = Callable[[], bool]  # whether to end
 
 NEW_TOKENS = 96
 REPEATS = 1000  # at most
@@ -52,7 +53,7 @@ class Suite:
             if value is not None:
                 OPTIONS[field.name].check(value)
 
-    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
+    def run(self, report: Report, cancelled: Stop) -> Result:
         """Measure. When `cancelled()` turns true the result covers the finished repeats. Raises ValueError with one
         line, also when there is none."""
         found: Result = resolve_name(self.measured_by)(self, report, cancelled)
@@ -108,10 +109,6 @@ class Questioned(Prompted):
     def asked(self) -> Sequence[str] | Path:
         """What the models are asked: the questions given, else the prompts."""
         return self.questions or self.texts
-
-
-def _any(value: object) -> None:
-    pass
 
 
 def _repeats(value: int) -> None:
@@ -186,7 +183,7 @@ class Option:
     help: str
     kind: Any = str  # as the command line takes it
     read: Callable[[Any], object] = _same  # what the command line took -> the field
-    check: Callable[[Any], None] = _any
+    check: Callable[[Any], object] = _same
     told: Callable[[Any], object] = _same
 
 
@@ -228,11 +225,7 @@ OPTIONS: Mapping[str, Option] = {
         "--slo-ttft", "bound", "A good request's first text comes within so many ms.", float, check=_above_zero
     ),
     "slo_itl": Option(
-        "--slo-itl",
-        "bound",
-        "A good request's whole time is at most so many ms a token.",
-        float,
-        check=_above_zero,
+        "--slo-itl", "bound", "A good request's whole time is at most so many ms a token.", float, check=_above_zero
     ),
     "schedule": Option("--schedule", "schedule", "Measure the schedule that comes out as well.", bool),
     "pair": Option("--pair", "model pair", "Models of peers and floor: embedded, 8m, 98m, 342m or 8b."),

@@ -7,12 +7,12 @@ what it sends. Goodput counts the requests that keep both bounds (Zhong et al. 2
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from statistics import quantiles
 
-from specdemo.bench.base import Axis, Report
+from specdemo.bench.base import Axis, Report, Stop
 from specdemo.bench.load_here import Here
 from specdemo.bench.load_options import CONCURRENCY, Load
 from specdemo.bench.load_points import Journal, Measure, Measured, Point, Round, Schedule
@@ -34,7 +34,7 @@ COUNTED = (
 )
 
 
-def load(suite: Load, report: Report, cancelled: Callable[[], bool]) -> Result:
+def load(suite: Load, report: Report, cancelled: Stop) -> Result:
     """Every k at every load. The lanes take turns where all can be there at a time, else they come one by one."""
     ks = sorted({0, *suite.ks})
     site = Here.of(suite) if suite.here else Fleet.of(suite, ks)
@@ -67,7 +67,7 @@ class Turns:
     journal: Journal
     stage: str
     report: Report
-    cancelled: Callable[[], bool]
+    cancelled: Stop
 
     def measure(self, lanes: Sequence[Measured]) -> tuple[int, list[str]]:
         """Write the points of every lane: the repeats that were finished, and a remark if not all were."""
@@ -149,12 +149,7 @@ def _rows(suite: Load, lanes: Sequence[Measured]) -> list[Row]:
 
 
 def _row(
-    suite: Load,
-    lane: Measured,
-    load: float,
-    points: Sequence[Point],
-    plain: Sequence[Point],
-    texts: Mapping[int, str],
+    suite: Load, lane: Measured, load: float, points: Sequence[Point], plain: Sequence[Point], texts: Mapping[int, str]
 ) -> Row:
     answers = [answer for point in points for answer in point.answers]
     gaps = [gap for answer in answers for gap in answer.gaps]

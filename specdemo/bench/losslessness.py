@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from specdemo.bench.base import ROWS, Report
+from specdemo.bench.base import ROWS, Report, Stop
 from specdemo.bench.measure import Tick, Way, repeated, run_whole
 from specdemo.bench.prompts import PROMPTS
 from specdemo.bench.result import DRAFTED, PLAIN, TOKEN, Result
@@ -99,7 +99,7 @@ def drawn(target: Target, way: Way, prompt: Sequence[int], seed: int, tick: Call
     return rows
 
 
-def losslessness(suite: Losslessness, report: Report, cancelled: Callable[[], bool]) -> Result:
+def losslessness(suite: Losslessness, report: Report, cancelled: Stop) -> Result:
     """The test that suits the preset's temperature. A repeat has ROWS continuations; greedy decoding repeats nothing.
     Raises ValueError with one line."""
     chosen = suite.preset if isinstance(suite.preset, Preset) else preset(suite.preset)
@@ -111,7 +111,7 @@ def losslessness(suite: Losslessness, report: Report, cancelled: Callable[[], bo
     return _same_distribution(suite, chosen, report, cancelled)
 
 
-def _same_distribution(suite: Losslessness, chosen: Preset, report: Report, cancelled: Callable[[], bool]) -> Result:
+def _same_distribution(suite: Losslessness, chosen: Preset, report: Report, cancelled: Stop) -> Result:
     spec = chosen.checked()
     lane = spec.lanes[0]
     target = load_target(chosen.target, suite.dtype, suite.device, chosen.quantization)
@@ -221,7 +221,7 @@ def _histogram(tokenizer: Any, place: int, counts: Sequence[Counter[int]]) -> li
     return rows
 
 
-def _same_tokens(suite: Losslessness, chosen: Preset, report: Report, cancelled: Callable[[], bool]) -> Result:
+def _same_tokens(suite: Losslessness, chosen: Preset, report: Report, cancelled: Stop) -> Result:
     """Plain and speculative decoding of every prompt, one after the other, token by token."""
     runner = Session()
     first = chosen.with_changes(lanes=[chosen.lanes[0].model_dump()], max_new_tokens=GREEDY_TOKENS).checked()

@@ -175,10 +175,7 @@ def what_if_report(predictions: Sequence[Prediction]) -> str:
         lines += ["", _lengths(predictions[0])]
     unmeasured = {one.scene.device.profile.title for one in predictions if not one.scene.device.profile.passes}
     if unmeasured:
-        lines += [
-            "",
-            f"By datasheet alone: {', '.join(sorted(unmeasured))}; `specdemo profile` measures one.",
-        ]
+        lines += ["", f"By datasheet alone: {', '.join(sorted(unmeasured))}; `specdemo profile` measures one."]
     return "\n".join(lines)
 
 

@@ -4,7 +4,7 @@ A new suite is a dataclass and a place in SHIPPED. Reading the list needs no tor
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from importlib import import_module
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from specdemo.bench.base import OPTIONS, Axis, Decoding, Laned, Questioned, Report, Suite
+from specdemo.bench.base import OPTIONS, Axis, Decoding, Laned, Questioned, Report, Stop, Suite
 from specdemo.bench.load_options import Load
 from specdemo.bench.prompts import COPYING
 from specdemo.bench.result import TOKEN, Result
@@ -36,7 +36,7 @@ class DraftLength(Questioned):
     preset: str = DEFAULT
     ks: Sequence[int] = range(1, 9)
 
-    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
+    def run(self, report: Report, cancelled: Stop) -> Result:
         from specdemo.bench.sweeps import every_k
 
         chosen = preset(self.preset).with_changes(temperature=0.0)
@@ -53,7 +53,7 @@ class Methods(Questioned):
     question = "Which method wins? Every preset of one lane on the same target, as it ships, on the same prompts."
     preset: str = DEFAULT
 
-    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
+    def run(self, report: Report, cancelled: Stop) -> Result:
         from specdemo.bench.sweeps import as_shipped, shipped_lanes
 
         target = preset(self.preset).target
@@ -107,7 +107,7 @@ class DepthWidth(Questioned):
     axis = DRAFT_LENGTH
     ks: Sequence[int] = range(1, 9)
 
-    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
+    def run(self, report: Report, cancelled: Stop) -> Result:
         from specdemo.bench.sweeps import DRAFTS, every_k
 
         return every_k(self, self.ks, STORIES, DRAFTS, report, cancelled)
@@ -121,7 +121,7 @@ class Embedded(Questioned):
     axis = DRAFT_LENGTH
     ks: Sequence[int] = (4,)
 
-    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
+    def run(self, report: Report, cancelled: Stop) -> Result:
         from specdemo.bench.sweeps import DRAFTS, LOOKUP, every_k
 
         return every_k(self, self.ks, STORIES, DRAFTS | LOOKUP, report, cancelled)
@@ -133,7 +133,7 @@ class Copying(Decoding):
 
     name = "copying"
 
-    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
+    def run(self, report: Report, cancelled: Stop) -> Result:
         from specdemo.bench.sweeps import as_shipped, shipped_lanes
 
         lanes = tuple(lane for lane in shipped_lanes() if lane.model is None)

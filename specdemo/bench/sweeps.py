@@ -1,6 +1,6 @@
 """What suites run: lanes at every draft length, lanes as they ship, a lane over batches or prompt lengths."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Generator
 
-from specdemo.bench.base import Decoding, Laned, Questioned, Report
+from specdemo.bench.base import Decoding, Laned, Questioned, Report, Stop
 from specdemo.bench.measure import Place, Question, Way, along, compare_lanes, read_questions, windows
 from specdemo.bench.prompts import CODE, EDITS, PROMPTS
 from specdemo.bench.result import ALL, Result, Row, ends, told
@@ -46,12 +46,7 @@ def shipped_lanes(target: str = "stories") -> tuple[Lane, ...]:
 
 
 def every_k(
-    suite: Questioned,
-    ks: Sequence[int],
-    target: str,
-    families: Mapping[str, Lane],
-    report: Report,
-    cancelled: Callable[[], bool],
+    suite: Questioned, ks: Sequence[int], target: str, families: Mapping[str, Lane], report: Report, cancelled: Stop
 ) -> Result:
     """Every family at every k; what is predicted for a family comes from its run at one k, its own if it is there."""
     ks = sorted({*ks} - {0})  # plain decoding is there anyway
@@ -100,12 +95,7 @@ def _predict(family: str, own: int, costs: Costs, rows: list[Row]) -> str:
 
 
 def as_shipped(
-    suite: Decoding,
-    target: str,
-    lanes: tuple[Lane, ...],
-    texts: Sequence[str] | Path,
-    report: Report,
-    cancelled: Callable[[], bool],
+    suite: Decoding, target: str, lanes: tuple[Lane, ...], texts: Sequence[str] | Path, report: Report, cancelled: Stop
 ) -> Result:
     """The lanes next to each other, each with the draft length it has."""
     if not lanes:
@@ -116,7 +106,7 @@ def as_shipped(
     return Result(suite.name, len(seen.tallies), suite.config(target), seen.environment, rows, seen.remarks, "lane")
 
 
-def over_texts(suite: Decoding, report: Report, cancelled: Callable[[], bool]) -> Result:
+def over_texts(suite: Decoding, report: Report, cancelled: Stop) -> Result:
     """The lanes that have a drafter in both families, on each family's kinds of text."""
     stories = tuple(lane for lane in shipped_lanes() if _of_code(lane))
     rows: list[dict[str, object]] = []
@@ -177,7 +167,7 @@ def _times(row: Row) -> float:
     return ends(row["speed-up"])[0]
 
 
-def over_batches(suite: Laned, report: Report, cancelled: Callable[[], bool]) -> Result:
+def over_batches(suite: Laned, report: Report, cancelled: Stop) -> Result:
     """The first lane on 1, 2, 4, ... texts of one length at once."""
     target, lanes = first_lane(suite)
     texts = [encode(tokenizer(target), text, room(target, suite)) for text in suite.texts]
@@ -190,7 +180,7 @@ def over_batches(suite: Laned, report: Report, cancelled: Callable[[], bool]) ->
     return replace(found, remarks=[_gain(found.rows, "batch", "batch size"), *found.remarks])
 
 
-def over_lengths(suite: Laned, report: Report, cancelled: Callable[[], bool]) -> Result:
+def over_lengths(suite: Laned, report: Report, cancelled: Stop) -> Result:
     """The first lane behind windows of 16, 32, 64, ... tokens."""
     target, lanes = first_lane(suite)
     text = encode(tokenizer(target), " ".join(suite.texts), LIMITS.prompt)
@@ -201,7 +191,7 @@ def over_lengths(suite: Laned, report: Report, cancelled: Callable[[], bool]) ->
     return replace(found, remarks=[remark, *found.remarks])
 
 
-def over_temperatures(suite: Laned, report: Report, cancelled: Callable[[], bool]) -> Result:
+def over_temperatures(suite: Laned, report: Report, cancelled: Stop) -> Result:
     """The first lane at growing temperatures: with its drafts drawn as the target draws, once accepted token by token
     and once as a block; and with the likeliest tokens drafted whatever the temperature."""
     target, lanes = first_lane(suite)
@@ -220,12 +210,7 @@ def over_temperatures(suite: Laned, report: Report, cancelled: Callable[[], bool
 
 
 def _along(
-    suite: Laned,
-    target: HFTarget,
-    lanes: Mapping[str, Way],
-    places: Sequence[Place],
-    report: Report,
-    cancelled: Callable[[], bool],
+    suite: Laned, target: HFTarget, lanes: Mapping[str, Way], places: Sequence[Place], report: Report, cancelled: Stop
 ) -> Result:
     """Every lane at every place on the suite's axis."""
     assert suite.axis is not None

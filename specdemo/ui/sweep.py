@@ -115,8 +115,11 @@ def result_line(result: Result, recorded: bool) -> str:
     remarks = [*result.remarks, *filter(None, [noisy(result)])]
     told = {"axis": result.axis, "rows": rows, "remarks": remarks, "verdict": verdict}
     where = [str(result.environment[name]) for name in ("device", "date") if result.environment.get(name)]
-    words = {"where": where, "conditions": conditions(result)}
-    return to_line({"type": "result", "recorded": recorded, **told, **words})
+    repeats = f"{result.repeats} repeat{'s' * (result.repeats != 1)}"
+    config = {name: v for name, v in result.config.items() if isinstance(v, str | int | float) and v != "auto"}
+    chosen = [f"{name.replace('_', ' ')} {value}" for name, value in config.items()]
+    told |= {"where": where, "conditions": " · ".join([f"suite {result.suite}", repeats, *chosen])}
+    return to_line({"type": "result", "recorded": recorded, **told})
 
 
 def _cell(value: object) -> object:
@@ -125,14 +128,6 @@ def _cell(value: object) -> object:
         return value
     number = Estimate(*ends(value))
     return {"value": number.value, "interval": number.interval(1 if number.value >= 10.0 else 2)}
-
-
-def conditions(result: Result) -> str:
-    """`suite k · 3 repeats · target stories · ...`"""
-    repeats = f"{result.repeats} repeat{'s' * (result.repeats != 1)}"
-    chosen = {name: v for name, v in result.config.items() if isinstance(v, str | int | float) and v != "auto"}
-    config = [f"{name.replace('_', ' ')} {value}" for name, value in chosen.items()]
-    return " · ".join([f"suite {result.suite}", repeats, *config])
 
 
 def begin(values: Values, last: Sweeping | None) -> Sweeping:
