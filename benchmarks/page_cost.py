@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from gradio_client import Client
 from playwright.sync_api import Playwright, expect, sync_playwright
 
+from specdemo.bench.report import table
 from specdemo.bench.result import Spread
-from specdemo.bench.table import table
 from specdemo.servers.started import free_port
 
 FLAGS = ["--no-sandbox", "--disable-gpu"]

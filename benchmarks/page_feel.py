@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from playwright.sync_api import CDPSession, Error, Page, sync_playwright
 
 from benchmarks.page_cost import FLAGS, PATIENCE_MS, PRESET
-from specdemo.bench.table import table
+from specdemo.bench.report import table
 from specdemo.servers.started import free_port
 
 WARM = 2  # races

@@ -10,9 +10,9 @@ from transformers import GenerationConfig as HFGenerationConfig
 from benchmarks.pairs import Pair
 from benchmarks.peers import OUR_PLAIN, PLAIN, Ours, Peer, contest, quiet, row, transformers_peer
 from specdemo.bench.base import Report
-from specdemo.bench.losslessness import losslessness
 from specdemo.bench.measure import Tick, repeated
 from specdemo.bench.result import Result, Spread
+from specdemo.bench.suites import Losslessness
 from specdemo.core.protocol import Budget
 from specdemo.engine.session import environment
 from specdemo.methods import BASELINE, load_drafter
@@ -43,7 +43,7 @@ def vocabularies(repeats: int, new_tokens: int, report: Report, cancelled: Calla
         report(0.3 * number / len(prompts), "the same tokens?")
         pairs = zip(plain(prompt, GREEDY), drafting(prompt, GREEDY), strict=True)
         differing += sum(a != b for a, b in pairs)
-    drawn = losslessness(chosen.with_changes(temperature=0.8), DRAWS, lambda *_: None, cancelled)
+    drawn = Losslessness(preset=chosen.with_changes(temperature=0.8), repeats=DRAWS).run(lambda *_: None, cancelled)
 
     def once(repeat: int, tick: Tick) -> Mapping[str, Any]:
         return contest(peers, prompts[:TIMED], new_tokens, repeat, tick)

@@ -83,9 +83,7 @@ def main(argv: Sequence[str] | None = None, told_by: str = "specdemo") -> int:
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(ui)
 
 
-def _with_options(
-    options: Iterable[tuple[str, Any, OptionInfo]],
-) -> Callable[[Work], Work]:
+def _with_options(options: Iterable[tuple[str, Any, OptionInfo]]) -> Callable[[Work], Work]:
     """A decorator: the command with an option of each name and type, behind its argument, in the place of `**asked`."""
 
     def add(command: Work) -> Work:
@@ -176,7 +174,8 @@ def bench(
         asked = {**asked, "journal": journal}
     chosen = suite(suite_name, **{n: OPTIONS[n].read(value) for n, value in asked.items() if value is not None})
 
-    from specdemo.bench.report import bench_report, markdown, write_result
+    from specdemo.bench.report import bench_report, markdown
+    from specdemo.bench.result import write_result
     from specdemo.engine.loop import never
 
     for path in (out, html):
@@ -241,7 +240,7 @@ def predict(
 ) -> None:
     """Say what speculation would bring on a machine that is not here: speed-up by draft length and batch, with its
     interval, and what limits it. Needs no torch."""
-    from specdemo.bench.what_if import what_if_report
+    from specdemo.bench.report import what_if_report
     from specdemo.prediction.predict import predict as foresee
     from specdemo.prediction.roofline import known_engine as engine_of
 
@@ -313,7 +312,7 @@ def presets(
     if as_json:
         print(json.dumps(listed, indent=1))
         return 0
-    from specdemo.bench.table import table
+    from specdemo.bench.report import table
     from specdemo.presets.runnable import nearest_runnable, why_not
 
     rows = [(p.id, "embedded" if p.embedded else str(p.group or "download"), p.title) for p in load_presets().values()]
@@ -438,7 +437,7 @@ def doctor(
 
 
 def _pairs(target: str, drafter: str | None) -> int:
-    from specdemo.bench.table import table
+    from specdemo.bench.report import table
     from specdemo.methods.pairs import check_pair, check_pairs
     from specdemo.models.load import outline
     from specdemo.presets.files import known_drafters

@@ -14,7 +14,7 @@ from torch import Generator, Tensor
 from transformers import PreTrainedModel
 
 from specdemo.bench.device import copy_bandwidth, fast, read_bandwidth
-from specdemo.bench.random_models import random_model, shape
+from specdemo.bench.random_models import random_model
 from specdemo.core.accept import Lossless, Verdict
 from specdemo.core.protocol import Drafter, GenerationConfig
 from specdemo.core.trace import StepEvent
@@ -23,6 +23,7 @@ from specdemo.engine.loop import generate
 from specdemo.models.devices import kind, now
 from specdemo.models.place import DTYPES, pick_dtype
 from specdemo.models.target import HFTarget
+from specdemo.prediction.shapes import shape
 
 ROOM = 1.2  # times the weights: joining matrices, histories, recordings
 PROMPT = 64  # tokens
@@ -58,16 +59,16 @@ class Lab:
         return pick_dtype(name, self.device)
 
     def fits(self, name: str, dtype: torch.dtype, bits: int | None = None) -> bool:
-        return ROOM * shape(name).bytes(dtype, bits) <= kind(self.device).free(self.device)
+        return ROOM * _bytes(name, dtype, bits) <= kind(self.device).free(self.device)
 
     def model(self, name: str, dtype: torch.dtype, bits: int | None = None) -> PreTrainedModel:
         """As transformers made it. Raises Absent."""
         self.forget()
         if not self.fits(name, dtype, bits):
-            needed, free = shape(name).bytes(dtype, bits) * ROOM, kind(self.device).free(self.device)
+            needed, free = _bytes(name, dtype, bits) * ROOM, kind(self.device).free(self.device)
             raise Absent(f"{name} needs {needed / 1e9:.0f} GB and {free / 1e9:.0f} GB are free")
         try:
-            return random_model(shape(name), self.device, dtype, bits)
+            return random_model(name, self.device, dtype, bits)
         except ImportError as error:
             raise Absent(f"{bits}bit needs bitsandbytes ({error})") from None
 
@@ -84,7 +85,7 @@ class Lab:
         if self.small:
             return "llama-tiny"
         free = kind(self.device).total(self.device)
-        return "llama-8b" if 1.8 * shape("llama-8b").bytes(self.dtype()) <= free else "llama-1b"
+        return "llama-8b" if 1.8 * _bytes("llama-8b", self.dtype()) <= free else "llama-1b"
 
     def forget(self) -> None:
         self._held = None
@@ -171,6 +172,11 @@ def measure_steps(lab: Lab, target: HFTarget, drafter: Drafter, config: Generati
         fmean(run.kept for run in runs),
         fmean(run.emitted for run in runs),
     )
+
+
+def _bytes(name: str, dtype: torch.dtype, bits: int | None = None) -> float:
+    """Of the weights of a model of that shape."""
+    return shape(name, f"{bits}bit" if bits else None).weight_bytes(dtype.itemsize)
 
 
 def _whole(events: list[StepEvent], config: GenerationConfig) -> Iterator[StepEvent]:

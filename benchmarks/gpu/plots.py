@@ -9,7 +9,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from benchmarks.gpu.report import methods_of, rows_of
-from specdemo.bench.chart_style import GREY, LINES, axis, layout
+from specdemo.bench.plot import GREY, LINES, axis, layout
 from specdemo.core.files import write_text
 
 Kept = Mapping[str, Any]

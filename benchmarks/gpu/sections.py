@@ -22,7 +22,7 @@ from benchmarks.gpu.lab import Absent, Found, Lab, measure_steps, name_of
 from benchmarks.pairs import SIZES, Pair, Size, make_pair, random_pair
 from benchmarks.peers import compete, read_bytes
 from specdemo.bench.device import BATCHES, WIDTHS, basics, fast, passes, passes_of, slug
-from specdemo.bench.random_models import random_model, shape
+from specdemo.bench.random_models import DRAFTS, random_model
 from specdemo.bench.result import Cell, Result
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.sampling import Sampling
@@ -257,7 +257,7 @@ def widths(lab: Lab) -> Found:
 
 
 def shape_of_draft(lab: Lab) -> str:
-    return shape(lab.main).draft or lab.main
+    return DRAFTS.get(lab.main, lab.main)
 
 
 def step(label: str, drafting: Drafting, lab: Lab) -> Found:
@@ -286,7 +286,7 @@ def step(label: str, drafting: Drafting, lab: Lab) -> Found:
 def _model(drafting: Drafting, lab: Lab, target: HFTarget) -> Any:
     """A draft model or a head with random weights of real shapes; None where there is none."""
     if drafting.draft:
-        return fast(random_model(shape(shape_of_draft(lab)), lab.device, target.dtype))
+        return fast(random_model(shape_of_draft(lab), lab.device, target.dtype))
     if drafting.fresh is None:
         return None
     head = method(drafting.method)

@@ -1,18 +1,20 @@
 """What a suite is, and the options that suites share. Needs no torch; `run` does."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, ClassVar
 
 from specdemo.bench.prompts import PROMPTS
 from specdemo.bench.result import Result
 from specdemo.core.suggest import DEVICES
+from specdemo.presets.files import DEFAULT
 from specdemo.presets.limits import LIMITS
 
 Report = Callable[[float, str], None]  # share done 0..1, what is being done
+Stop = Callable[[], bool]  # whether to end
 
 NEW_TOKENS = 96
 REPEATS = 1000  # at most
@@ -32,7 +34,7 @@ class Axis:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Suite(ABC):
+class Suite:
     """One thing to measure; its fields are its options. With title and question it is on the page's Sweep tab.
 
     Raises ValueError with one line that names the cure for an option it cannot use.
@@ -42,6 +44,7 @@ class Suite(ABC):
     title: ClassVar[str] = ""
     question: ClassVar[str] = ""
     axis: ClassVar[Axis | None] = None  # None: the lanes themselves are compared
+    measured_by: ClassVar[str]  # module:function, which `run` imports, since it needs torch, and gives what it is given
     repeats: int = 5
 
     def __post_init__(self) -> None:
@@ -50,10 +53,11 @@ class Suite(ABC):
             if value is not None:
                 OPTIONS[field.name].check(value)
 
-    @abstractmethod
-    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
+    def run(self, report: Report, cancelled: Stop) -> Result:
         """Measure. When `cancelled()` turns true the result covers the finished repeats. Raises ValueError with one
         line, also when there is none."""
+        found: Result = resolve_name(self.measured_by)(self, report, cancelled)
+        return found
 
     def config(self, target: str) -> dict[str, object]:
         """What was asked for and the target it was asked of, for the result's file."""
@@ -84,6 +88,13 @@ class Prompted(Decoding):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Laned(Prompted):
+    """The first lane of a preset."""
+
+    preset: str = DEFAULT
+
+
+@dataclass(frozen=True, kw_only=True)
 class Questioned(Prompted):
     """A file of questions may stand in for the prompts."""
 
@@ -98,10 +109,6 @@ class Questioned(Prompted):
     def asked(self) -> Sequence[str] | Path:
         """What the models are asked: the questions given, else the prompts."""
         return self.questions or self.texts
-
-
-def _any(value: object) -> None:
-    pass
 
 
 def _repeats(value: int) -> None:
@@ -176,7 +183,7 @@ class Option:
     help: str
     kind: Any = str  # as the command line takes it
     read: Callable[[Any], object] = _same  # what the command line took -> the field
-    check: Callable[[Any], None] = _any
+    check: Callable[[Any], object] = _same
     told: Callable[[Any], object] = _same
 
 
@@ -218,11 +225,7 @@ OPTIONS: Mapping[str, Option] = {
         "--slo-ttft", "bound", "A good request's first text comes within so many ms.", float, check=_above_zero
     ),
     "slo_itl": Option(
-        "--slo-itl",
-        "bound",
-        "A good request's whole time is at most so many ms a token.",
-        float,
-        check=_above_zero,
+        "--slo-itl", "bound", "A good request's whole time is at most so many ms a token.", float, check=_above_zero
     ),
     "schedule": Option("--schedule", "schedule", "Measure the schedule that comes out as well.", bool),
     "pair": Option("--pair", "model pair", "Models of peers and floor: embedded, 8m, 98m, 342m or 8b."),

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from specdemo.bench.random_models import SHAPES, random_model
-from specdemo.bench.table import table
+from specdemo.bench.random_models import DRAFTS, random_model
+from specdemo.bench.report import table
 from specdemo.core import accept
 from specdemo.core.protocol import Budget, GenerationConfig, Target
 from specdemo.engine.loop import generate
@@ -189,8 +189,8 @@ def measure_profile(device: str = "auto", name: str | None = None) -> Profile:
         found = basics(where, COMMAND)
         targets, dtype = {}, pick_dtype("auto", where)
         while model:  # small models beside a large one tell starting operations from reading weights
-            targets[model] = fast(random_model(SHAPES[model], where, dtype))
-            model = SHAPES[model].draft
+            targets[model] = fast(random_model(model, where, dtype))
+            model = DRAFTS.get(model, "")
         known = [_passes(of, target, widths, batches) for of, target in targets.items()]
         known += [
             passes_of(of, target, passes(target, (5,), (1, 8), FAR), context=FAR) for of, target in targets.items()

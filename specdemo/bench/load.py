@@ -7,15 +7,15 @@ what it sends. Goodput counts the requests that keep both bounds (Zhong et al. 2
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from statistics import quantiles
 
-from specdemo.bench.base import Axis, Report
+from specdemo.bench.base import Axis, Report, Stop
 from specdemo.bench.load_here import Here
-from specdemo.bench.load_options import CONCURRENCY, LoadOptions
-from specdemo.bench.load_points import Journal, Measure, Measured, Point, Round, Schedule, Site
+from specdemo.bench.load_options import CONCURRENCY, Load
+from specdemo.bench.load_points import Journal, Measure, Measured, Point, Round, Schedule
 from specdemo.bench.load_servers import Fleet
 from specdemo.bench.measure import Tick, repeated
 from specdemo.bench.result import LATENCY, Result, Row
@@ -27,16 +27,17 @@ SHARES = (50, 99)
 GOODPUT = "good requests/s"
 BUNCHED = 0.1  # of the time of a token
 PLAIN, SCHEDULED = "Baseline", "schedule"
+Site = Here | Fleet  # where lanes are measured
 COUNTED = (
     "Times in ms: to the first piece of text (TTFT), between pieces, which may hold several tokens (ITL), and of a"
     " whole request over its tokens (ms/token)."
 )
 
 
-def load(suite: LoadOptions, report: Report, cancelled: Callable[[], bool]) -> Result:
+def load(suite: Load, report: Report, cancelled: Stop) -> Result:
     """Every k at every load. The lanes take turns where all can be there at a time, else they come one by one."""
     ks = sorted({0, *suite.ks})
-    site: Site = Here.of(suite) if suite.here else Fleet.of(suite, ks)
+    site = Here.of(suite) if suite.here else Fleet.of(suite, ks)
     config = suite.config(preset(suite.preset).target)
     journal = Journal(suite.journal, config)
     lanes = [Measured(f"k = {k}" if k else PLAIN, k) for k in ks]
@@ -61,12 +62,12 @@ class Turns:
     """Lanes that take turns: load by load, repeat by repeat. stage: what tells their rounds from others' in the
     journal."""
 
-    suite: LoadOptions
+    suite: Load
     site: Site
     journal: Journal
     stage: str
     report: Report
-    cancelled: Callable[[], bool]
+    cancelled: Stop
 
     def measure(self, lanes: Sequence[Measured]) -> tuple[int, list[str]]:
         """Write the points of every lane: the repeats that were finished, and a remark if not all were."""
@@ -118,7 +119,10 @@ class Turns:
         lanes.append(Measured(SCHEDULED, max(k for *_, k in schedule), schedule))
         self.measure(lanes)
         own = [row for row in _rows(self.suite, lanes) if row["lane"] == SCHEDULED]
-        told = [_against(lane, lanes[-1], self.suite.loads) for lane in lanes[:-1]]
+        told = []
+        for lane in lanes[:-1]:
+            gains = [_gain(lanes[-1].points[load], lane.points[load]).told() for load in self.suite.loads]
+            told.append(f"of {lane.lane} {' | '.join(gains)}")
         return own, [f"Measured with the schedule, in turns: {'; '.join(told)}."]
 
 
@@ -129,17 +133,12 @@ def _round(group: Sequence[Measured], measures: Sequence[Measure], load: float, 
     return {lane.lane: measure(load, False) for lane, measure in zip(group, measures, strict=True)}
 
 
-def _against(lane: Measured, own: Measured, loads: Sequence[float]) -> str:
-    """How much more tokens a second than a lane's, at every load."""
-    gains = [_gain(own.points[load], lane.points[load]).told() for load in loads]
-    return f"of {lane.lane} {' | '.join(gains)}"
-
-
 def _gain(own: Sequence[Point], plain: Sequence[Point]) -> Estimate:
+    """How much more tokens a second."""
     return over_repeats([p.throughput / b.throughput for p, b in zip(own, plain, strict=True)])
 
 
-def _rows(suite: LoadOptions, lanes: Sequence[Measured]) -> list[Row]:
+def _rows(suite: Load, lanes: Sequence[Measured]) -> list[Row]:
     first = [answer for load in suite.loads for point in lanes[0].points[load] for answer in point.answers]
     texts = {answer.asked: answer.text for answer in reversed(first)}
     return [
@@ -150,12 +149,7 @@ def _rows(suite: LoadOptions, lanes: Sequence[Measured]) -> list[Row]:
 
 
 def _row(
-    suite: LoadOptions,
-    lane: Measured,
-    load: float,
-    points: Sequence[Point],
-    plain: Sequence[Point],
-    texts: Mapping[int, str],
+    suite: Load, lane: Measured, load: float, points: Sequence[Point], plain: Sequence[Point], texts: Mapping[int, str]
 ) -> Row:
     answers = [answer for point in points for answer in point.answers]
     gaps = [gap for answer in answers for gap in answer.gaps]

@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from specdemo.bench.load_options import LENGTHS, LoadOptions
+from specdemo.bench.load_options import LENGTHS, Load
 from specdemo.bench.load_points import Answer, Measure, Measured, Point, Schedule
 from specdemo.bench.measure import Totals, Way
 from specdemo.bench.sweeps import first_lane, room, tokenizer
@@ -33,7 +33,7 @@ from specdemo.servers.started import Tell
 class Here:
     """The preset's first lane, beside plain decoding."""
 
-    suite: LoadOptions
+    suite: Load
     target: HFTarget
     lane: Lane
     plain: Way
@@ -41,20 +41,15 @@ class Here:
     prompts: Sequence[Sequence[Sequence[int]]]  # those of one length, by length
 
     @classmethod
-    def of(cls, suite: LoadOptions) -> "Here":
+    def of(cls, suite: Load) -> "Here":
         """Raises ValueError with one line."""
-        _, target, ways = first_lane(suite, suite.preset)
+        target, ways = first_lane(suite)
         plain, drafting = ways.values()
         texts = [encode(tokenizer(target), text, room(target, suite)) for text in suite.texts]
         lengths = 1 if suite.prompts else len(LENGTHS)
         alike = [texts[i::lengths] for i in range(lengths)]
         prompts = [[ids[-min(map(len, group)) :] for ids in group] for group in alike]
         return cls(suite, target, preset(suite.preset).lanes[0], plain, drafting, prompts)
-
-    @property
-    def title(self) -> str:
-        """The device."""
-        return str(self.environment()["device"])
 
     def environment(self) -> dict[str, object]:
         """For the result's file."""

@@ -1,13 +1,11 @@
-"""What the load suite takes. Needs no torch."""
+"""The load suite: what it asks and takes. Needs no torch."""
 
-from abc import ABC
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specdemo.bench.base import Axis, Prompted
+from specdemo.bench.base import Axis, Laned
 from specdemo.bench.prompts import PROMPTS
-from specdemo.presets.files import DEFAULT
 
 CONCURRENCY = Axis("concurrency", "concurrency", "requests at a time", doubling=True)
 RATE = Axis("rate", "arrival rate", "requests a second", doubling=True)
@@ -18,11 +16,19 @@ FEWEST = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadOptions(Prompted, ABC):
-    """Servers or the engine here, what they draft, and what they are asked at a time."""
+class Load(Laned):
+    """The first lane of a preset under load at every draft length: throughput, latency, the schedule for servers."""
 
+    name = "load"
+    title = "Load"
+    question = (
+        "Where does the gain die under load? Throughput against latency, from one request at a time to many: a curve "
+        "per draft length of the preset's first lane. Here requests at a time are the rows of a batch; "
+        "`specdemo bench load --engine vllm` measures the same on a server."
+    )
+    axis = CONCURRENCY
+    measured_by = "specdemo.bench.load:load"
     repeats: int = 3
-    preset: str = DEFAULT
     engine: str | None = None
     servers: Sequence[str] | None = None
     command: str | None = None

@@ -1,18 +1,14 @@
-"""What a load measures: answers, the points they make up, where they are asked, and the file that outlives a killed
-run."""
+"""What a load measures: answers, the points they make up, and the file that outlives a killed run."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from pydantic import TypeAdapter, ValidationError
 
 from specdemo.core.files import append_line, write_text
 from specdemo.servers.counters import Told
-from specdemo.servers.started import Tell
 
 Schedule = Sequence[Sequence[int]]  # [from, to, k]: of batch sizes
 Measure = Callable[[float, bool], "Point"]  # the load, and whether it is but the warm-up
@@ -67,26 +63,6 @@ class Measured:
     k: int
     schedule: Schedule = ()
     points: dict[float, list[Point]] = field(default_factory=dict)
-
-
-class Site(Protocol):
-    """Where lanes are measured: on servers, or here."""
-
-    @property
-    def title(self) -> str:
-        """What decodes, for people."""
-
-    def environment(self) -> dict[str, object]:
-        """For the result's file."""
-
-    def together(self, lanes: int) -> bool:
-        """Whether so many lanes can be there at a time without taking each other's memory."""
-
-    def up(self, lanes: Sequence[Measured], tell: Tell) -> AbstractContextManager[Sequence[Measure]]:
-        """How each of the lanes is measured. Raises ValueError with one line where one cannot be."""
-
-    def paste(self, schedule: Schedule) -> list[str]:
-        """The schedule as engines take it."""
 
 
 class Journal:

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import httpx
 
-from specdemo.bench.load_options import CONCURRENCY, LoadOptions
+from specdemo.bench.load_options import CONCURRENCY, Load
 from specdemo.bench.load_points import Answer, Measure, Measured, Point, Schedule
 from specdemo.bench.prompts import PROMPTS
 from specdemo.core.protocol import GenerationConfig
@@ -49,14 +49,14 @@ class Fleet:
     """The lane of a preset served with k drafts: by an engine's program that is started for it, or at servers that run
     already, one for every k."""
 
-    suite: LoadOptions
+    suite: Load
     chosen: Preset  # of one lane
     engine: Engine
     program: Program | None
     running: Mapping[int, str]
 
     @classmethod
-    def of(cls, suite: LoadOptions, ks: Sequence[int]) -> "Fleet":
+    def of(cls, suite: Load, ks: Sequence[int]) -> "Fleet":
         """Raises ValueError with one line."""
         chosen = preset(suite.preset).with_changes(temperature=0.0, dtype=suite.dtype)
         chosen = chosen.model_copy(update={"lanes": chosen.lanes[:1]})
@@ -70,15 +70,11 @@ class Fleet:
         allow(suite.servers)
         return cls(suite, chosen, engine, None, dict(zip(ks, suite.servers, strict=True)))
 
-    @property
-    def title(self) -> str:
-        """The engine and its version, or the servers."""
-        version = self.program.there.version if self.program and self.program.there else ""
-        return f"{self.engine} {version}".strip() if self.program else ", ".join(map(host, self.running.values()))
-
     def environment(self) -> dict[str, object]:
-        """For the result's file."""
-        return environment(None) | {"device": self.title, "dtype": self.chosen.dtype}
+        """For the result's file. device: the engine and its version, or the servers."""
+        version = self.program.there.version if self.program and self.program.there else ""
+        title = f"{self.engine} {version}".strip() if self.program else ", ".join(map(host, self.running.values()))
+        return environment(None) | {"device": title, "dtype": self.chosen.dtype}
 
     def together(self, lanes: int) -> bool:
         """Not where they share GPUs, or may."""
@@ -137,7 +133,7 @@ class Fleet:
         return trace.remote
 
 
-def _measure(suite: LoadOptions, server: str, remote: Remote, place: float, warm_up: bool) -> Point:
+def _measure(suite: Load, server: str, remote: Remote, place: float, warm_up: bool) -> Point:
     point = _point(suite, server, remote, place, warm_up)
     try:
         with ThreadPoolExecutor(1) as alone:  # whoever asks may have a loop of its own, as notebooks do
@@ -148,7 +144,7 @@ def _measure(suite: LoadOptions, server: str, remote: Remote, place: float, warm
         raise ValueError(f"{host(server)} failed under load: {reason}") from None
 
 
-async def _point(suite: LoadOptions, server: str, remote: Remote, place: float, warm_up: bool) -> Point:
+async def _point(suite: Load, server: str, remote: Remote, place: float, warm_up: bool) -> Point:
     texts = suite.texts
     count = suite.count(place, warm_up)
     async with Client(server, os.environ.get(KEY)) as http:
@@ -162,7 +158,7 @@ async def _point(suite: LoadOptions, server: str, remote: Remote, place: float, 
         return Point(answers, seconds, between(before, await http.metrics()))
 
 
-async def _traffic(suite: LoadOptions, ask: Ask, place: float, count: int) -> list[Answer]:
+async def _traffic(suite: Load, ask: Ask, place: float, count: int) -> list[Answer]:
     """So many requests: each after the answer before it, `place` at a time, or as many a second by chance."""
     if suite.over is CONCURRENCY:
         todo = iter(range(count))

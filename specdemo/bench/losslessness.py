@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from specdemo.bench.base import ROWS, Report
-from specdemo.bench.measure import Tick, Way, repeated
+from specdemo.bench.base import ROWS, Report, Stop
+from specdemo.bench.measure import Tick, Way, repeated, run_whole
 from specdemo.bench.prompts import PROMPTS
 from specdemo.bench.result import DRAFTED, PLAIN, TOKEN, Result
+from specdemo.bench.suites import Losslessness
+from specdemo.bench.sweeps import tokenizer
 from specdemo.core.accept import RULES, AcceptRule, Verdict, accept_rule
 from specdemo.core.protocol import GenerationConfig, Target
 from specdemo.core.tree import Draft
@@ -25,7 +27,7 @@ from specdemo.engine.session import Session, environment
 from specdemo.methods import BASELINE, load_drafter, method
 from specdemo.models.load import load_target
 from specdemo.models.text import encode, token_text
-from specdemo.presets.files import Preset
+from specdemo.presets.files import Preset, preset
 
 PLACES = (2, 3, 4)  # tokens that are compared; the first is the prefill's, which speculates nothing
 SHOWN = 10  # the commonest tokens of a place
@@ -97,32 +99,22 @@ def drawn(target: Target, way: Way, prompt: Sequence[int], seed: int, tick: Call
     return rows
 
 
-def losslessness(
-    chosen: Preset,
-    repeats: int,
-    report: Report,
-    cancelled: Callable[[], bool],
-    device: str = "auto",
-    dtype: str = "auto",
-) -> Result:
-    """The test that suits the preset's temperature. repeats: of ROWS continuations each; greedy decoding repeats
-    nothing. Raises ValueError with one line."""
+def losslessness(suite: Losslessness, report: Report, cancelled: Stop) -> Result:
+    """The test that suits the preset's temperature. A repeat has ROWS continuations; greedy decoding repeats nothing.
+    Raises ValueError with one line."""
+    chosen = suite.preset if isinstance(suite.preset, Preset) else preset(suite.preset)
     drafting = chosen.lanes[0].method
     if not method(drafting).exact:
         raise ValueError(f"method {drafting!r} does not write the target's text; choose a preset whose first lane does")
     if chosen.temperature == 0.0:
-        return _same_tokens(chosen, report, cancelled, device, dtype)
-    return _same_distribution(chosen, repeats, report, cancelled, device, dtype)
+        return _same_tokens(suite, chosen, report, cancelled)
+    return _same_distribution(suite, chosen, report, cancelled)
 
 
-def _same_distribution(
-    chosen: Preset, repeats: int, report: Report, cancelled: Callable[[], bool], device: str, dtype: str
-) -> Result:
+def _same_distribution(suite: Losslessness, chosen: Preset, report: Report, cancelled: Stop) -> Result:
     spec = chosen.checked()
     lane = spec.lanes[0]
-    target = load_target(chosen.target, dtype, device, chosen.quantization)
-    if target.tokenizer is None:
-        raise ValueError(f"{target.name} has no tokenizer; put its tokenizer.json into the same folder")
+    target = load_target(chosen.target, suite.dtype, suite.device, chosen.quantization)
     tokens = PLACES[-1] + 1  # one more, so that a draft may reach the last place
     plain = GenerationConfig(tokens, spec.sampling, stop_token_ids=())
     rule = accept_rule(lane.acceptance)
@@ -132,7 +124,7 @@ def _same_distribution(
             load_drafter(lane.method, target, lane.model, **lane.options), rule, replace(plain, budget=lane.budget)
         ),
     }
-    prompt = encode(target.tokenizer, spec.prompt, target.max_length - tokens)
+    prompt = encode(tokenizer(target), spec.prompt, target.max_length - tokens)
 
     kept: dict[str, list[int]] = {name: [] for name in RULES}
 
@@ -152,7 +144,7 @@ def _same_distribution(
             kept[name] += lengths
         return samples
 
-    done, remarks = repeated(repeats, report, cancelled, once)
+    done, remarks = repeated(suite.repeats, report, cancelled, once)
     draws = ROWS * len(done)
     samples = [[row for samples in done for row in samples[number]] for number in range(len(ways))]
     name = lane.name or lane.method.replace("_", " ")
@@ -160,7 +152,7 @@ def _same_distribution(
     for place in PLACES:
         counts = [Counter(row[place - 1] for row in sample) for sample in samples]
         verdicts.append(chi_square(counts[0], counts[1]))
-        rows += _histogram(target.tokenizer, place, counts)
+        rows += _histogram(tokenizer(target), place, counts)
     said = [
         f"Token {place}: chi-square {v.statistic:.1f} with {v.freedom} degrees of freedom, p = {_p(v.p)}."
         for place, v in zip(PLACES, verdicts, strict=True)
@@ -229,18 +221,16 @@ def _histogram(tokenizer: Any, place: int, counts: Sequence[Counter[int]]) -> li
     return rows
 
 
-def _same_tokens(chosen: Preset, report: Report, cancelled: Callable[[], bool], device: str, dtype: str) -> Result:
+def _same_tokens(suite: Losslessness, chosen: Preset, report: Report, cancelled: Stop) -> Result:
     """Plain and speculative decoding of every prompt, one after the other, token by token."""
     runner = Session()
     first = chosen.with_changes(lanes=[chosen.lanes[0].model_dump()], max_new_tokens=GREEDY_TOKENS).checked()
-    spec = first.changed(schedule="sequential", device=device, dtype=dtype)
+    spec = first.changed(schedule="sequential", device=suite.device, dtype=suite.dtype)
     prompts = [chosen.prompt, *PROMPTS]
 
     def once(number: int, tick: Tick) -> dict[str, object]:
-        trace = runner.run(spec.model_copy(update={"prompt": prompts[number]}), cancelled)
+        trace = run_whole(runner, spec.model_copy(update={"prompt": prompts[number]}), cancelled)
         tick(0.0)  # a run that was cut short is not counted
-        if any(lane.finish == "error" for lane in trace.lanes):
-            raise ValueError(next(lane.note for lane in trace.lanes if lane.finish == "error"))
         found = trace.comparison[0]
         same = found["first_divergence"]
         tokens = len(trace.lanes[0].token_ids)

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from specdemo.bench.base import Report
+from specdemo.bench.base import Report, Stop
 from specdemo.bench.result import ALL, THOROUGH, Spread
 from specdemo.core import noise
 from specdemo.core.accept import AcceptRule
@@ -49,7 +49,7 @@ class Stopped(Exception):
 
 
 def repeated(
-    count: int, report: Report, cancelled: Callable[[], bool], once: Callable[[int, Tick], T], noun: str = "repeat"
+    count: int, report: Report, cancelled: Stop, once: Callable[[int, Tick], T], noun: str = "repeat"
 ) -> tuple[list[T], list[str]]:
     """once(repeat, tick) `count` times -> what it gave, and a remark if it was stopped. Raises ValueError when it was
     stopped before the first repeat was complete."""
@@ -172,12 +172,7 @@ class Compared:
 
 
 def compare_lanes(
-    runner: Session,
-    spec: Comparison,
-    questions: Sequence[Question],
-    repeats: int,
-    report: Report,
-    cancelled: Callable[[], bool],
+    runner: Session, spec: Comparison, questions: Sequence[Question], repeats: int, report: Report, cancelled: Stop
 ) -> Compared:
     """The lanes of `spec` against plain decoding, one after the other on every question, all of it `repeats` times."""
     lanes = len(spec.lanes) + 1
@@ -187,7 +182,7 @@ def compare_lanes(
         for number, question in enumerate(questions):
             tick(number / len(questions))
             traces.append(
-                (question.category, _run(runner, spec.model_copy(update={"prompt": question.text}), cancelled))
+                (question.category, run_whole(runner, spec.model_copy(update={"prompt": question.text}), cancelled))
             )
             tick((number + 1) / len(questions))  # a run that was cut short is not counted
         return traces
@@ -217,7 +212,8 @@ def compare_lanes(
     return Compared([ln.name for ln in trace.lanes], by_category, runs, verdicts, trace.environment, remarks)
 
 
-def _run(runner: Session, spec: Comparison, cancelled: Callable[[], bool]) -> RunTrace:
+def run_whole(runner: Session, spec: Comparison, cancelled: Stop) -> RunTrace:
+    """A run of which no lane failed. Raises ValueError with one line."""
     trace = runner.run(spec, cancelled)
     for lane in trace.lanes:
         if lane.finish == "error":
@@ -252,7 +248,7 @@ def along(
     axis: str,
     repeats: int,
     report: Report,
-    cancelled: Callable[[], bool],
+    cancelled: Stop,
 ) -> tuple[list[dict[str, object]], list[str], int]:
     """Every lane at every place, the lanes next to each other -> rows, remarks, repeats done. The first lane is the
     plain one."""

@@ -1,5 +1,9 @@
 """A result as a picture: speed-up over what was swept, with its interval and, where the cost model
-spoke, what it predicted; of two samples of tokens both histograms; of servers under load throughput over latency."""
+spoke, what it predicted; of two samples of tokens both histograms; of servers under load throughput over latency.
+
+Colours are of middle lightness and backgrounds are clear, so that one figure reads well on a light and on a dark page;
+no line is told apart by its colour alone.
+"""
 
 import re
 from collections.abc import Iterable
@@ -10,11 +14,23 @@ from typing import Any
 import plotly.graph_objects as go
 
 from specdemo.bench.base import Axis
-from specdemo.bench.chart_style import GREY, LINES, axis, layout
 from specdemo.bench.result import ALL, DRAFTED, LATENCY, PLAIN, TOKEN, Cell, Result, Row, ends, is_baseline
 from specdemo.bench.suites import suites
 from specdemo.core.estimate import Estimate
 
+FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "Arial", "sans-serif"]
+GREY = "#7d8694"
+GRID = "rgba(125,134,148,.22)"
+LINES = (  # colour after Okabe and Ito, dash, marker; the first is plain decoding's
+    (GREY, "dot", "circle"),
+    ("#2f8fd0", "solid", "circle"),
+    ("#d97f1e", "dash", "square"),
+    ("#17a088", "dashdot", "diamond"),
+    ("#a86fc4", "longdash", "triangle-up"),
+    ("#c4a000", "longdashdot", "x"),
+    ("#d4639a", "dash", "star"),
+)
+BELOW = {"orientation": "h", "x": 0, "y": -0.2, "yanchor": "top"}
 BARS = "lane"
 KIND = "text"  # of the suite that compares kinds of text
 TIMES = "×"
@@ -91,19 +107,15 @@ def _lines(rows: list[Row], along: Axis) -> go.Figure:
     scale = {"type": "log", "rangemode": "normal"} if along.doubling else {"rangemode": "normal"}
     drawn.update_xaxes(axis(title={"text": along.unit}, **ticks) | scale)
     drawn.update_yaxes(axis(title={"text": "speed-up"}, ticksuffix=TIMES))
-    drawn.update_layout(legend={"orientation": "h", "x": 0, "y": -0.2, "yanchor": "top"}, showlegend=True)
+    drawn.update_layout(legend=BELOW, showlegend=True)
     return drawn
 
 
 def _bars(rows: list[Row]) -> go.Figure:
-    names = [_plain(row["lane"]) for row in rows]
     drawn = go.Figure(layout=layout(height=150 + 27 * len(rows), margin={"l": 8, "r": 16, "t": 92, "b": 44}))
     faster, slower = LINES[1][0], LINES[2][0]
     drawn.add_bar(
-        x=[_value(row) for row in rows],
-        y=names,
-        error_x=_intervals(rows) | {"color": GREY},
-        orientation="h",
+        **_sideways(rows),
         name="measured",
         marker={"color": [faster if _value(row) >= 1.0 else slower for row in rows], "opacity": 0.6},
         text=[f"{_value(row):.2f}{TIMES}" for row in rows],
@@ -111,16 +123,12 @@ def _bars(rows: list[Row]) -> go.Figure:
         insidetextanchor="start",
         constraintext="none",
         textfont={"color": "#0b1220"},
-        customdata=_told(rows),
-        hovertemplate=f"%{{y}}: <b>%{{x:.2f}}{TIMES}</b> %{{customdata[0]}}<extra></extra>",
     )
-    foreseen = [
-        (name, row["predicted"]) for name, row in zip(names, rows, strict=True) if _is_number(row.get("predicted"))
-    ]
+    foreseen = [row for row in rows if _is_number(row.get("predicted"))]
     if foreseen:
         drawn.add_scatter(
-            x=[value for _, value in foreseen],
-            y=[name for name, _ in foreseen],
+            x=[row["predicted"] for row in foreseen],
+            y=[_plain(row["lane"]) for row in foreseen],
             mode="markers",
             name="predicted",
             marker={"symbol": "diamond-open", "size": 10, "color": GREY, "line": {"width": 2}},
@@ -145,21 +153,25 @@ def _groups(rows: list[Row]) -> go.Figure:
     kinds = dict.fromkeys(row[KIND] for row in rows)
     for kind, (color, _, _), shape in zip(kinds, LINES[1:], ("", "/", ".", "x", "-", "+"), strict=False):
         points, name = [row for row in rows if row[KIND] == kind], _plain(kind)
-        drawn.add_bar(
-            x=[_value(row) for row in points],
-            y=[_plain(row["lane"]) for row in points],
-            error_x=_intervals(points) | {"color": GREY},
-            orientation="h",
-            name=name,
-            marker={"color": color, "opacity": 0.7, "pattern": {"shape": shape}},
-            customdata=_told(points),
-            hovertemplate=f"%{{y}}: <b>%{{x:.2f}}{TIMES}</b> %{{customdata[0]}}<extra>{name}</extra>",
-        )
+        marker = {"color": color, "opacity": 0.7, "pattern": {"shape": shape}}
+        drawn.add_bar(**_sideways(points, name), name=name, marker=marker)
     drawn.update_xaxes(axis(title={"text": "speed-up"}, ticksuffix=TIMES))
     drawn.update_yaxes(axis(autorange="reversed", automargin=True, showgrid=False))
     drawn.update_layout(barmode="group", bargap=0.25, legend={"orientation": "h", "x": 0, "y": -0.08, "yanchor": "top"})
     drawn.add_vline(x=1.0, line={"color": GREY, "dash": "dot"})
     return drawn
+
+
+def _sideways(rows: list[Row], name: str = "") -> dict[str, object]:
+    """A bar to the right for each lane."""
+    return {
+        "x": [_value(row) for row in rows],
+        "y": [_plain(row["lane"]) for row in rows],
+        "error_x": _intervals(rows) | {"color": GREY},
+        "orientation": "h",
+        "customdata": _told(rows),
+        "hovertemplate": f"%{{y}}: <b>%{{x:.2f}}{TIMES}</b> %{{customdata[0]}}<extra>{name}</extra>",
+    }
 
 
 def _frontier(result: Result) -> go.Figure:
@@ -188,7 +200,7 @@ def _frontier(result: Result) -> go.Figure:
         )
     drawn.update_xaxes(axis(title={"text": "ms a token, of one request from its sending to its end"}))
     drawn.update_yaxes(axis(title={"text": "tokens/s, all requests together"}))
-    drawn.update_layout(legend={"orientation": "h", "x": 0, "y": -0.2, "yanchor": "top"}, showlegend=True)
+    drawn.update_layout(legend=BELOW, showlegend=True)
     drawn.update_layout(title=_title(result, f"Throughput over latency; at each point its {_plain(over)}"))
     return drawn
 
@@ -256,10 +268,8 @@ def _value(row: Row) -> float:
 def _intervals(rows: list[Row], column: str = "speed-up") -> dict[str, object]:
     """Error bars over the intervals, where there are any."""
     known = [ends(row[column]) for row in rows]
-    up, down = (
-        [(high or value) - value for value, _, high in known],
-        [value - (low or value) for value, low, _ in known],
-    )
+    up = [(high or value) - value for value, _, high in known]
+    down = [value - (low or value) for value, low, _ in known]
     return {"type": "data", "symmetric": False, "array": up, "arrayminus": down, "thickness": 1.5, "width": 5}
 
 
@@ -294,3 +304,19 @@ def _is_number(value: object) -> bool:
 def _plain(text: object) -> str:
     """Plotly reads a little HTML in names."""
     return escape(str(text), quote=False)
+
+
+def layout(**more: object) -> go.Layout:
+    """Clear backgrounds, system fonts, and what a chart adds."""
+    common = {
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "font": {"color": GREY, "family": ", ".join(FONTS), "size": 12},
+        "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": GREY},
+    }
+    return go.Layout(common | more)
+
+
+def axis(**more: object) -> dict[str, object]:
+    """The layout of one axis as Plotly takes it, with `more` of its own settings."""
+    return {"gridcolor": GRID, "zeroline": False, "rangemode": "tozero", **more}

@@ -2,85 +2,19 @@
 costs is true."""
 
 import logging
-from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers import GenerationConfig as HFGenerationConfig
 
-from specdemo.core.suggest import suggest
-from specdemo.prediction.shapes import Config, known
+from specdemo.prediction.shapes import config_of
 
 STD = 0.02
 CONTEXT = 8192
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Of a public model, or of one for trying out."""
-
-    family: Literal["llama", "qwen3"]
-    layers: int
-    hidden: int
-    feed_forward: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-    tied: bool = False  # one matrix is embedding and head
-    draft: str = ""  # the shape of a draft model beside it
-
-    @classmethod
-    def of(cls, name: str, said: Config) -> "Shape":
-        """From the config of a well-known model."""
-        return cls(
-            family=said["model_type"],
-            layers=said["num_hidden_layers"],
-            hidden=said["hidden_size"],
-            feed_forward=said["intermediate_size"],
-            heads=said["num_attention_heads"],
-            kv_heads=said["num_key_value_heads"],
-            head_dim=said["head_dim"],
-            vocabulary=said["vocab_size"],
-            tied=said.get("tie_word_embeddings", False),
-            draft=DRAFTS.get(name, ""),
-        )
-
-    @property
-    def config(self) -> LlamaConfig | Qwen3Config:
-        """The shape as transformers describes it."""
-        sizes: dict[str, Any] = {
-            "vocab_size": self.vocabulary,
-            "hidden_size": self.hidden,
-            "intermediate_size": self.feed_forward,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "max_position_embeddings": CONTEXT,
-            "tie_word_embeddings": self.tied,
-            "bos_token_id": None,
-            "eos_token_id": None,
-            "pad_token_id": 0,
-        }
-        return LlamaConfig(**sizes) if self.family == "llama" else Qwen3Config(**sizes)
-
-    @property
-    def parameters(self) -> int:
-        """The weights, the embedding included."""
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        layers = self.layers * (attention + 3 * self.hidden * self.feed_forward)
-        return layers + self.vocabulary * self.hidden * (1 if self.tied else 2)
-
-    def bytes(self, dtype: torch.dtype, bits: int | None = None) -> int:
-        """Of its weights; quantised are all matrices but embedding and head."""
-        whole = self.vocabulary * self.hidden * (1 if self.tied else 2)
-        width = dtype.itemsize if bits is None else bits / 8.0 * (1.06 if bits == 4 else 1.01)  # scales
-        return int((self.parameters - whole) * width) + whole * dtype.itemsize
 
 
 DRAFTS = {  # the shape of a draft model beside one
@@ -92,24 +26,18 @@ DRAFTS = {  # the shape of a draft model beside one
     "qwen3-8b": "qwen3-0.6b",
     "qwen3-32b": "qwen3-0.6b",
 }
-SHAPES = {name: Shape.of(name, config) for name, config in known().items() if "/" not in name}
-
-
-def shape(name: str) -> Shape:
-    """Raises ValueError with the nearest name."""
-    if name not in SHAPES:
-        raise ValueError(f"unknown shape {name!r}; {suggest(name, SHAPES)}")
-    return SHAPES[name]
 
 
 @torch.no_grad()
-def random_model(of: Shape, device: torch.device, dtype: torch.dtype, bits: int | None = None) -> PreTrainedModel:
+def random_model(name: str, device: torch.device, dtype: torch.dtype, bits: int | None = None) -> PreTrainedModel:
     """The same weights every time on one kind of device. bits: 4 or 8, quantised by bitsandbytes as `load_model` does.
 
     Never larger than the model itself and one matrix. Raises ImportError without bitsandbytes.
     """
+    tokens: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    config = AutoConfig.for_model(**config_of(name), max_position_embeddings=CONTEXT, **tokens)
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(of.config, dtype=dtype)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     head, decoder = model.get_output_embeddings(), model.get_decoder()
     if bits:
         for name, linear in list(model.named_modules()):

@@ -1,15 +1,14 @@
-"""Numbers -> text for a terminal and JSON for a file. Everything is derived from events; nothing is measured here."""
+"""Numbers -> text for a terminal. Everything is derived from events; nothing is measured here. Needs no torch."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from specdemo.bench.result import ALL, THOROUGH, Cell, Result, best, ends, is_baseline, noisy, told, write_result
-from specdemo.bench.table import table
+from specdemo.bench.result import ALL, THOROUGH, Cell, Result, best, ends, is_baseline, noisy, told
 from specdemo.core.estimate import Estimate
 from specdemo.core.tally import summarise
 from specdemo.core.trace import LaneTrace, RunTrace, estimates
 from specdemo.engine.cost import prediction
-
-__all__ = ["bench_report", "race_report", "texts", "visible", "write_result"]
+from specdemo.prediction.predict import Prediction
 
 NONE = "-"
 
@@ -153,3 +152,65 @@ def _cell(value: object) -> str:
 
 def _number(value: float | None, form: str) -> str:
     return NONE if value is None else form.format(value)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The first and the last column to the left, those between them to the right."""
+    lines = [header, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(_line(cells, widths) for cells in lines)
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    middle = [cell.rjust(width) for cell, width in zip(cells[1:-1], widths[1:-1], strict=True)]
+    return "  ".join([cells[0].ljust(widths[0]), *middle, cells[-1]]).rstrip()
+
+
+def what_if_report(predictions: Sequence[Prediction]) -> str:
+    """Of one machine and batch all draft lengths, of several the best one of each."""
+    lines = [*dict.fromkeys(note for one in predictions for note in one.notes)]
+    lines += [one.sentence for one in predictions]
+    lines += ["", _loads(predictions)]
+    if len(predictions) == 1:
+        lines += ["", _lengths(predictions[0])]
+    unmeasured = {one.scene.device.profile.title for one in predictions if not one.scene.device.profile.passes}
+    if unmeasured:
+        lines += ["", f"By datasheet alone: {', '.join(sorted(unmeasured))}; `specdemo profile` measures one."]
+    return "\n".join(lines)
+
+
+def _lengths(one: Prediction) -> str:
+    header = ["k", "tokens a pass", "c", "v", "step ms", "tokens/s", "speed-up", "95 %", "limited by"]
+    rows = [
+        [
+            str(row.k),
+            f"{row.tokens.value:.2f}",
+            f"{row.c:.3f}",
+            f"{row.v:.3f}",
+            f"{row.step_ms:.2f}",
+            f"{row.tokens_per_s.value:.0f}",
+            f"{row.speedup.value:.2f}x",
+            row.speedup.interval(),
+            row.limit,
+        ]
+        for row in one.rows
+    ]
+    return table(header, rows)
+
+
+def _loads(predictions: Sequence[Prediction]) -> str:
+    priced = any(one.scene.price is not None for one in predictions)
+    header = ["device", "batch", "plain tokens/s", "best k", "tokens/s", "speed-up", "95 %", "memory GB"]
+    header += ["a million", "plain"] * priced + [""]
+    return table(header, [_load(one, priced) for one in predictions])
+
+
+def _load(one: Prediction, priced: bool) -> list[str]:
+    best = one.best
+    rate = best.tokens_per_s if one.best_k else one.plain_tokens_per_s
+    speed = best.speedup if one.best_k else Estimate(1.0)
+    cells = [one.scene.device.profile.name, str(one.scene.batch), f"{one.plain_tokens_per_s.value:.0f}"]
+    cells += [str(one.best_k or "off"), f"{rate.value:.0f}", f"{speed.value:.2f}x", speed.interval()]
+    cells += [f"{one.memory_gb:.1f}"]
+    costs = [one.per_million(value.value) for value in (rate, one.plain_tokens_per_s)] if priced else []
+    return [*cells, *["" if cost is None else f"{cost:.3f}" for cost in costs], "" if one.fits else "does not fit"]

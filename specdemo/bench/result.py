@@ -4,6 +4,7 @@ import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,6 +15,7 @@ from specdemo.core.bounds import FILE, Bounds, judge, parsing
 from specdemo.core.estimate import Estimate
 from specdemo.core.files import write_text
 from specdemo.core.reading import read
+from specdemo.presets.files import FOLDER
 
 SCHEMA = 1
 THOROUGH = 3  # repeats; with fewer a result tells no interval
@@ -69,20 +71,18 @@ class Result:
                 row.update({name: Estimate(cell.median) for name, cell in row.items() if isinstance(cell, Spread)})
 
 
+def to_json(result: Result) -> str:
+    """The text of its file."""
+    return json.dumps({"schema": SCHEMA, **asdict(result)}, indent=1) + "\n"
+
+
 def write_result(result: Result, out: Path) -> None:
     """Write a result to `out` as JSON, whole or not at all. Raises OSError."""
-    write_text(out, json.dumps({"schema": SCHEMA, **asdict(result)}, indent=1) + "\n")
+    write_text(out, to_json(result))
 
 
 _strict = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 _Text = Annotated[str, Field(max_length=2000)]
-
-
-@checked(frozen=True, config=_strict)
-class _Spread:
-    median: float
-    q1: float
-    q3: float
 
 
 @checked(frozen=True, config=_strict)
@@ -93,7 +93,7 @@ class _Estimate:
     reasons: Annotated[list[_Text], Field(max_length=64)]
 
 
-_Cell = _Spread | _Estimate | float | int | bool | _Text | None
+_Cell = Spread | _Estimate | float | int | bool | _Text | None
 _Row = Annotated[dict[Annotated[str, Field(max_length=80)], _Cell], Field(max_length=40)]
 
 
@@ -125,6 +125,14 @@ def read_result(source: str | bytes | Path, bounds: Bounds = FILE) -> Result:
     return _parsed(content, bounds)
 
 
+@lru_cache
+def recorded_suite(suite: str) -> Result | None:
+    """The recorded result of a suite, as `specdemo bench SUITE --out` wrote it; None where there is none. Raises
+    ValueError for a damaged file."""
+    path = FOLDER / "recorded" / "suites" / f"{suite}.json"
+    return read_result(path) if path.is_file() else None
+
+
 def _parsed(content: str | bytes, bounds: Bounds) -> Result:
     content = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
     judge(content, bounds, "a result")
@@ -145,7 +153,7 @@ def _parsed(content: str | bytes, bounds: Bounds) -> Result:
 def _cell(value: object) -> object:
     if isinstance(value, _Estimate):
         return Estimate(value.value, value.low, value.high, tuple(value.reasons))
-    return Spread(value.median, value.q1, value.q3) if isinstance(value, _Spread) else value
+    return value
 
 
 def best(result: Result) -> str:

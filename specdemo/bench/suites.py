@@ -1,17 +1,17 @@
 """The suites: what each asks, what it takes, how it runs. The command line and the page's Sweep tab read this list.
 
-A new suite is a dataclass here and a place in SHIPPED. Reading the list needs no torch: `run` imports what measures.
+A new suite is a dataclass and a place in SHIPPED. Reading the list needs no torch: `run` imports what measures.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from specdemo.bench.base import OPTIONS, Axis, Decoding, Prompted, Questioned, Report, Suite
-from specdemo.bench.load_options import CONCURRENCY, LoadOptions
+from specdemo.bench.base import OPTIONS, Axis, Decoding, Laned, Questioned, Report, Stop, Suite
+from specdemo.bench.load_options import Load
 from specdemo.bench.prompts import COPYING
 from specdemo.bench.result import TOKEN, Result
 from specdemo.core.suggest import suggest
@@ -34,7 +34,7 @@ class DraftLength(Questioned):
     preset: str = DEFAULT
     ks: Sequence[int] = range(1, 9)
 
-    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
+    def run(self, report: Report, cancelled: Stop) -> Result:
         from specdemo.bench.sweeps import every_k
 
         chosen = preset(self.preset).with_changes(temperature=0.0)
@@ -51,7 +51,7 @@ class Methods(Questioned):
     question = "Which method wins? Every preset of one lane on the same target, as it ships, on the same prompts."
     preset: str = DEFAULT
 
-    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
+    def run(self, report: Report, cancelled: Stop) -> Result:
         from specdemo.bench.sweeps import as_shipped, shipped_lanes
 
         target = preset(self.preset).target
@@ -59,39 +59,29 @@ class Methods(Questioned):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch(Prompted):
+class Batch(Laned):
     """The first lane of a preset at growing batch sizes, against plain decoding of the same batch."""
 
     name = "batch"
     title = "Batch size"
     question = "Where does the gain end? The preset's first lane on one text, then on more and more at once."
     axis = Axis("batch", "batch size", "texts decoded at once", doubling=True)
-    preset: str = DEFAULT
-
-    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
-        from specdemo.bench.sweeps import over_batches
-
-        return over_batches(self, self.preset, report, cancelled)
+    measured_by = "specdemo.bench.sweeps:over_batches"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptLength(Prompted):
+class PromptLength(Laned):
     """The first lane of a preset behind prompts of growing length, as far as the context reaches."""
 
     name = "prompt"
     title = "Prompt length"
     question = "What does a long prompt change? The preset's first lane behind shorter and longer prompts."
     axis = Axis("prompt tokens", "prompt length", "tokens", doubling=True)
-    preset: str = DEFAULT
-
-    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
-        from specdemo.bench.sweeps import over_lengths
-
-        return over_lengths(self, self.preset, report, cancelled)
+    measured_by = "specdemo.bench.sweeps:over_lengths"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Temperature(Prompted):
+class Temperature(Laned):
     """The first lane of a preset at growing temperatures, its drafts drawn as the target draws or the likeliest."""
 
     name = "temperature"
@@ -100,12 +90,7 @@ class Temperature(Prompted):
         "What does chance cost? The preset's first lane at growing temperatures, its drafts drawn or the likeliest."
     )
     axis = Axis("temperature", "temperature", "temperature of target and drawn drafts")
-    preset: str = DEFAULT
-
-    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
-        from specdemo.bench.sweeps import over_temperatures
-
-        return over_temperatures(self, self.preset, report, cancelled)
+    measured_by = "specdemo.bench.sweeps:over_temperatures"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +105,7 @@ class DepthWidth(Questioned):
     axis = DRAFT_LENGTH
     ks: Sequence[int] = range(1, 9)
 
-    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
+    def run(self, report: Report, cancelled: Stop) -> Result:
         from specdemo.bench.sweeps import DRAFTS, every_k
 
         return every_k(self, self.ks, STORIES, DRAFTS, report, cancelled)
@@ -134,7 +119,7 @@ class Embedded(Questioned):
     axis = DRAFT_LENGTH
     ks: Sequence[int] = (4,)
 
-    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
+    def run(self, report: Report, cancelled: Stop) -> Result:
         from specdemo.bench.sweeps import DRAFTS, LOOKUP, every_k
 
         return every_k(self, self.ks, STORIES, DRAFTS | LOOKUP, report, cancelled)
@@ -146,7 +131,7 @@ class Copying(Decoding):
 
     name = "copying"
 
-    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
+    def run(self, report: Report, cancelled: Stop) -> Result:
         from specdemo.bench.sweeps import as_shipped, shipped_lanes
 
         lanes = tuple(lane for lane in shipped_lanes() if lane.model is None)
@@ -161,30 +146,7 @@ class KindOfText(Decoding):
     title = "Kind of text"
     question = "How much is it the text? The same methods on stories, on code, on edits, on what the model never saw."
     axis = Axis("text", "kind of text", "kind of text")
-
-    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
-        from specdemo.bench.sweeps import over_texts
-
-        return over_texts(self, report, cancelled)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Load(LoadOptions):
-    """The first lane of a preset under load at every draft length: throughput, latency, the schedule for servers."""
-
-    name = "load"
-    title = "Load"
-    question = (
-        "Where does the gain die under load? Throughput against latency, from one request at a time to many: a curve "
-        "per draft length of the preset's first lane. Here requests at a time are the rows of a batch; "
-        "`specdemo bench load --engine vllm` measures the same on a server."
-    )
-    axis = CONCURRENCY
-
-    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
-        from specdemo.bench.load import load
-
-        return load(self, report, cancelled)
+    measured_by = "specdemo.bench.sweeps:over_texts"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,15 +155,10 @@ class Losslessness(Suite):
 
     name = "losslessness"
     axis = Axis(TOKEN, "token", "share of the continuations")
+    measured_by = "specdemo.bench.losslessness:losslessness"
     preset: str | Preset = "embedded-sampling"
     device: str = "auto"
     dtype: str = "auto"
-
-    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
-        from specdemo.bench.losslessness import losslessness
-
-        chosen = self.preset if isinstance(self.preset, Preset) else preset(self.preset)
-        return losslessness(chosen, self.repeats, report, cancelled, self.device, self.dtype)
 
 
 SHIPPED: tuple[type[Suite], ...] = (

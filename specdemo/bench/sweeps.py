@@ -1,6 +1,6 @@
 """What suites run: lanes at every draft length, lanes as they ship, a lane over batches or prompt lengths."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Generator
 
-from specdemo.bench.base import Decoding, Prompted, Questioned, Report
+from specdemo.bench.base import Decoding, Laned, Questioned, Report, Stop
 from specdemo.bench.measure import Place, Question, Way, along, compare_lanes, read_questions, windows
 from specdemo.bench.prompts import CODE, EDITS, PROMPTS
 from specdemo.bench.result import ALL, Result, Row, ends, told
@@ -46,12 +46,7 @@ def shipped_lanes(target: str = "stories") -> tuple[Lane, ...]:
 
 
 def every_k(
-    suite: Questioned,
-    ks: Sequence[int],
-    target: str,
-    families: Mapping[str, Lane],
-    report: Report,
-    cancelled: Callable[[], bool],
+    suite: Questioned, ks: Sequence[int], target: str, families: Mapping[str, Lane], report: Report, cancelled: Stop
 ) -> Result:
     """Every family at every k; what is predicted for a family comes from its run at one k, its own if it is there."""
     ks = sorted({*ks} - {0})  # plain decoding is there anyway
@@ -100,12 +95,7 @@ def _predict(family: str, own: int, costs: Costs, rows: list[Row]) -> str:
 
 
 def as_shipped(
-    suite: Decoding,
-    target: str,
-    lanes: tuple[Lane, ...],
-    texts: Sequence[str] | Path,
-    report: Report,
-    cancelled: Callable[[], bool],
+    suite: Decoding, target: str, lanes: tuple[Lane, ...], texts: Sequence[str] | Path, report: Report, cancelled: Stop
 ) -> Result:
     """The lanes next to each other, each with the draft length it has."""
     if not lanes:
@@ -116,7 +106,7 @@ def as_shipped(
     return Result(suite.name, len(seen.tallies), suite.config(target), seen.environment, rows, seen.remarks, "lane")
 
 
-def over_texts(suite: Decoding, report: Report, cancelled: Callable[[], bool]) -> Result:
+def over_texts(suite: Decoding, report: Report, cancelled: Stop) -> Result:
     """The lanes that have a drafter in both families, on each family's kinds of text."""
     stories = tuple(lane for lane in shipped_lanes() if _of_code(lane))
     rows: list[dict[str, object]] = []
@@ -177,36 +167,34 @@ def _times(row: Row) -> float:
     return ends(row["speed-up"])[0]
 
 
-def over_batches(suite: Prompted, chosen: str, report: Report, cancelled: Callable[[], bool]) -> Result:
-    """The first lane of the preset `chosen` on 1, 2, 4, ... texts of one length at once."""
-    name, target, lanes = first_lane(suite, chosen)
+def over_batches(suite: Laned, report: Report, cancelled: Stop) -> Result:
+    """The first lane on 1, 2, 4, ... texts of one length at once."""
+    target, lanes = first_lane(suite)
     texts = [encode(tokenizer(target), text, room(target, suite)) for text in suite.texts]
     width = min(map(len, texts))
     places = []
     for size in BATCHES:
         taken = [texts[i % len(texts)][-width:] for i in range(size)]
         places.append(Place(size, [torch.tensor(taken, device=target.device)]))
-    rows, remarks, done = along(target, lanes, places, "batch", suite.repeats, report, cancelled)
-    remark = _gain(rows, "batch", "batch size")
-    return Result(suite.name, done, suite.config(name), environment(target), rows, [remark, *remarks], "batch")
+    found = _along(suite, target, lanes, places, report, cancelled)
+    return replace(found, remarks=[_gain(found.rows, "batch", "batch size"), *found.remarks])
 
 
-def over_lengths(suite: Prompted, chosen: str, report: Report, cancelled: Callable[[], bool]) -> Result:
-    """The first lane of the preset `chosen` behind windows of 16, 32, 64, ... tokens."""
-    name, target, lanes = first_lane(suite, chosen)
+def over_lengths(suite: Laned, report: Report, cancelled: Stop) -> Result:
+    """The first lane behind windows of 16, 32, 64, ... tokens."""
+    target, lanes = first_lane(suite)
     text = encode(tokenizer(target), " ".join(suite.texts), LIMITS.prompt)
     lengths = [n for n in LENGTHS if n <= room(target, suite)]
     places = [Place(n, windows(text, n, TEXTS, target.device)) for n in lengths]
-    axis = "prompt tokens"
-    rows, remarks, done = along(target, lanes, places, axis, suite.repeats, report, cancelled)
-    remarks = ["The prompts are windows on the suite's texts, one behind the other and over again.", *remarks]
-    return Result(suite.name, done, suite.config(name), environment(target), rows, remarks, axis)
+    found = _along(suite, target, lanes, places, report, cancelled)
+    remark = "The prompts are windows on the suite's texts, one behind the other and over again."
+    return replace(found, remarks=[remark, *found.remarks])
 
 
-def over_temperatures(suite: Prompted, chosen: str, report: Report, cancelled: Callable[[], bool]) -> Result:
-    """The first lane of the preset `chosen` at growing temperatures: with its drafts drawn as the target draws, once
-    accepted token by token and once as a block; and with the likeliest tokens drafted whatever the temperature."""
-    name, target, lanes = first_lane(suite, chosen)
+def over_temperatures(suite: Laned, report: Report, cancelled: Stop) -> Result:
+    """The first lane at growing temperatures: with its drafts drawn as the target draws, once accepted token by token
+    and once as a block; and with the likeliest tokens drafted whatever the temperature."""
+    target, lanes = first_lane(suite)
     (baseline, plain), (lane, drawn) = lanes.items()
     lanes = {
         baseline: plain,
@@ -218,8 +206,18 @@ def over_temperatures(suite: Prompted, chosen: str, report: Report, cancelled: C
         torch.tensor([encode(tokenizer(target), t, room(target, suite))], device=target.device) for t in suite.texts
     ]
     places = [Place(t, prompts, Sampling(t)) for t in TEMPERATURES]
-    rows, remarks, done = along(target, lanes, places, "temperature", suite.repeats, report, cancelled)
-    return Result(suite.name, done, suite.config(name), environment(target), rows, remarks, "temperature")
+    return _along(suite, target, lanes, places, report, cancelled)
+
+
+def _along(
+    suite: Laned, target: HFTarget, lanes: Mapping[str, Way], places: Sequence[Place], report: Report, cancelled: Stop
+) -> Result:
+    """Every lane at every place on the suite's axis."""
+    assert suite.axis is not None
+    axis = suite.axis.column
+    rows, remarks, done = along(target, lanes, places, axis, suite.repeats, report, cancelled)
+    config = suite.config(preset(suite.preset).target)
+    return Result(suite.name, done, config, environment(target), rows, remarks, axis)
 
 
 class Likeliest(Wrapper):
@@ -239,9 +237,9 @@ def _spec(suite: Decoding, target: str, lanes: tuple[Lane, ...]) -> Comparison:
     return spec.model_copy(update={"lanes": [*lanes]})  # as many as there are, which no page shows at once
 
 
-def first_lane(suite: Decoding, chosen: str) -> tuple[str, HFTarget, dict[str, Way]]:
-    """The name of the preset's target, that target, and its first lane beside plain decoding. No lane stops early."""
-    base = preset(chosen).with_changes(temperature=0.0)
+def first_lane(suite: Laned) -> tuple[HFTarget, dict[str, Way]]:
+    """The preset's target, and its first lane beside plain decoding. No lane stops early."""
+    base = preset(suite.preset).with_changes(temperature=0.0)
     lane = base.lanes[0]
     target = load_target(base.target, suite.dtype, suite.device, base.quantization)
     drafter = load_drafter(lane.method, target, lane.model, **lane.options)
@@ -250,7 +248,7 @@ def first_lane(suite: Decoding, chosen: str) -> tuple[str, HFTarget, dict[str, W
         "Baseline": Way(load_drafter(BASELINE, target), Lossless(), plain),
         lane.name or base.id: Way(drafter, Lossless(), replace(plain, budget=lane.budget)),
     }
-    return base.target, target, lanes
+    return target, lanes
 
 
 def _gain(rows: list[Row], axis: str, noun: str) -> str:

@@ -34,7 +34,7 @@ class Figure(_Strict):
 class Passes(_Strict):
     """Measured passes of one model: v(n, batch) is ms[batch][n] over ms[batch][1]."""
 
-    model: str  # a shape of bench/random_models.py
+    model: str  # of known.json
     dtype: str
     kernels: str
     context: Count  # tokens before the pass, per text

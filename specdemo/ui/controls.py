@@ -20,15 +20,7 @@ import gradio as gr
 from specdemo.engine.comparison import Comparison, Lane, Settings, as_knob, brief, linked, settings, type_of
 from specdemo.methods import BASELINE, METHODS, Knob, knobs, method, reader
 from specdemo.presets import limits
-from specdemo.presets.files import (
-    DEFAULT,
-    EMBEDDED,
-    Preset,
-    allowed_models,
-    known_drafters,
-    load_presets,
-    preset,
-)
+from specdemo.presets.files import DEFAULT, EMBEDDED, Preset, allowed_models, known_drafters, load_presets, preset
 from specdemo.presets.limits import LIMITS
 from specdemo.presets.runnable import nearest_runnable, why_not
 from specdemo.servers.address import TITLES, host, listed, startable
@@ -85,13 +77,19 @@ class Controls:
         """Presets fill the rest, lanes come and go, each shows the controls of its method."""
         parts = self.parts
         for name in ("chips", "more"):
-            named(parts[name].input, _choose, {"id": parts[name], **self.drawn}, parts, **QUIET)
+            named(parts[name].input, partial(_choose, False), {"id": parts[name], **self.drawn}, parts, **QUIET)
         given = {"id": parts["preset"], **self.drawn}
-        nearest = named(parts["nearest"].click, _choose_nearest, given, parts, **QUIET)
+        nearest = named(parts["nearest"].click, partial(_choose, True), given, parts, **QUIET)
         nearest.then(None, None, None, js="() => document.getElementById('run').click()", **QUIET)
         chat = {name: parts[name] for name in ("chat", "system")}
         target, count = {"target": parts["target"]}, {"count": parts["count"]}
-        named(parts["target"].input, lambda _, values: _chat_updates(values["target"], None), target, chat, **QUIET)
+        named(
+            parts["target"].input,
+            lambda _, values: _updates(_chat_looks(values["target"], None)),
+            target,
+            chat,
+            **QUIET,
+        )
         lanes = {f"{name}-{n}": parts[f"{name}-{n}"] for n in NUMBERS for name in ("method", "options")}
         redrawn = {f"{name}-{n}": parts[f"{name}-{n}"] for n in NUMBERS for name in ("model", "train")}
         shown = redrawn | {"unfit": parts["unfit"]}
@@ -103,11 +101,22 @@ class Controls:
         page.load(None, js=assets.text("names.js"), **QUIET)
         self._tell(named(page.load, titles, {}, parts, **QUIET).then)
         self._tell(partial(gr.on, [parts[name].change for name in NAMES if not isinstance(parts[name], gr.State)]))
+        self.relabel(partial(gr.on, [parts[name].change for name in FOLDED], trigger_mode="always_last"))
         for n in NUMBERS:
             given = target | {name: parts[f"{name}-{n}"] for name in ("method", "drawn")}
             named(parts[f"method-{n}"].input, _switch, given, self._of_lane(n), **QUIET)
             with parts[f"lane-{n}"]:
                 self._draw_options(page, n)
+
+    def relabel(self, after: Callable[..., object]) -> None:
+        """After an event the fold says what is in force."""
+        after(
+            lambda *values: gr.update(label=in_force(*values)),
+            [self.parts[name] for name in FOLDED],
+            self.parts["fold"],
+            preprocess=False,  # a number that is half typed is no error yet
+            **QUIET,
+        )
 
     def _tell(self, event: Callable[..., object]) -> None:
         """The line that says what would run follows the controls; a number that is half typed is no error yet."""
@@ -161,21 +170,31 @@ def wire_share(button: gr.Button, share: Callable[[Values], str], inputs: dict[s
     shared.then(None, link, link, js=assets.text("share.js"), **QUIET)
 
 
+def looks(chosen: Preset) -> dict[str, Values]:
+    """What every control of `Controls.parts` shows of this comparison: the words that draw it, or update it."""
+    shown: dict[str, Values] = {name: {"value": value} for name, value in to_values(chosen).items()}
+    for n, lane in zip(NUMBERS, _padded(chosen), strict=True):
+        model = shown[f"model-{n}"]
+        model["choices"] = _model_choices(model["value"], _paired(chosen.target))
+        model["visible"] = lane is None or lane.model is not None
+        shown[f"train-{n}"] = {"visible": False}
+        shown[f"server-{n}"]["choices"] = _servers(lane.server if lane else None)
+    picked, listed = load_presets()[chosen.id], _picked(chosen)
+    shown |= {name: {"value": value} for name, value in zip(("chips", "more"), listed, strict=True)}
+    shown |= {"about": {"value": about(picked)}, "unfit": {"value": ""}}
+    able = nearest_runnable(chosen) if why_not(picked) else None
+    words = f"Run the nearest that can: {able.title}" if able else ""
+    shown["nearest"] = {"visible": able is not None, "value": words}
+    return shown | _chat_looks(chosen.target, chosen.chat, chosen.system) | _lane_looks(len(chosen.lanes))
+
+
+def _updates(shown: Mapping[str, Values]) -> Values:
+    return {name: gr.update(**look) for name, look in shown.items()}
+
+
 def fill(chosen: Preset, drawn: Mapping[str, int]) -> Values:
     """Updates of `Controls.parts` that show this comparison."""
-    updates: Values = {name: gr.update(value=value) for name, value in to_values(chosen).items()}
-    for n, lane in zip(NUMBERS, _padded(chosen), strict=True):
-        value = _model(lane or new_lane(chosen.target), chosen.target)
-        visible, server = lane is None or lane.model is not None, lane.server if lane else None
-        choices = _model_choices(value, _paired(chosen.target))
-        updates[f"model-{n}"] = gr.update(visible=visible, value=value, choices=choices)
-        updates[f"train-{n}"] = gr.update(visible=False)
-        updates[f"server-{n}"] = gr.update(value=server or "", choices=_servers(server))
-    chips, more = _picked(chosen)
-    updates |= {"chips": chips, "more": more, "about": about(load_presets()[chosen.id])}
-    updates |= {"nearest": _nearest_words(chosen), "unfit": ""}
-    updates |= _chat_updates(chosen.target, chosen.chat, chosen.system) | _shown(len(chosen.lanes))
-    return updates | {name: drawn[name] + 1 for name in DRAWN}
+    return _updates(looks(chosen)) | {name: drawn[name] + 1 for name in DRAWN}
 
 
 def fill_untouched(chosen: Preset, start: Preset, now: Values) -> Values:
@@ -191,12 +210,14 @@ def fill_untouched(chosen: Preset, start: Preset, now: Values) -> Values:
         if lane & touched:
             touched |= lane | {f"drawn-{n}"}  # its options stay as they are drawn
     if "count" in touched:
-        touched |= {*_shown(1)}
+        touched |= {*_lane_looks(1)}
     return {name: update for name, update in fill(chosen, now).items() if name not in touched}
 
 
-def _choose(_: gr.Request, values: Values) -> Values:
-    return fill(limits.fit(preset(values["id"] or DEFAULT)), values)
+def _choose(nearest: bool, _: gr.Request, values: Values) -> Values:
+    """Another preset; nearest: the one that can run here in its place."""
+    chosen = preset(values["id"] or DEFAULT)
+    return fill(limits.fit(nearest_runnable(chosen) if nearest else chosen), values)
 
 
 def about(chosen: Preset) -> str:
@@ -209,16 +230,6 @@ def about(chosen: Preset) -> str:
     if reason:
         words.append(f"**This machine cannot run it: {reason}.**")
     return " ".join(words)
-
-
-def _nearest_words(chosen: Preset) -> Values:
-    """The button of a preset that cannot run here."""
-    able = nearest_runnable(chosen) if why_not(load_presets()[chosen.id]) else None
-    return gr.update(visible=able is not None, value=f"Run the nearest that can: {able.title}" if able else "")
-
-
-def _choose_nearest(_: gr.Request, values: Values) -> Values:
-    return fill(limits.fit(nearest_runnable(preset(values["id"]))), values)
 
 
 def titles(_: gr.Request, __: Values) -> Values:
@@ -261,8 +272,8 @@ def to_values(chosen: Preset) -> Values:
     for n, lane in zip(NUMBERS, _padded(chosen), strict=True):
         shown = lane or new_lane(chosen.target)
         values |= {f"{name}-{n}": getattr(shown, name) for name in LANE}
-        values[f"model-{n}"], values[f"server-{n}"] = _model(shown, chosen.target), shown.server or ""
-        values[f"options-{n}"] = dict(shown.options)
+        values[f"model-{n}"] = shown.model or default_draft(chosen.target)
+        values |= {f"server-{n}": shown.server or "", f"options-{n}": dict(shown.options)}
     return values
 
 
@@ -354,47 +365,43 @@ def _counts(of: type[Settings], values: Values) -> Values:
 
 
 def draw(start: Preset, allow_any_model: bool) -> Controls:
-    """Every control but prompt and sampling, inside the current Blocks, showing `start`."""
-    chip, other = _picked(start)
+    """Every control, inside the current Blocks, showing `start`."""
+    shown = looks(start)
     few, others = _offered()
-    shown = _shown(len(start.lanes))
-    parts: Parts = {"preset": gr.State(start.id), "count": gr.State(shown["count"])}
+    parts: Parts = {name: gr.State(**shown[name]) for name in ("preset", "count")}
     with gr.Row(elem_id="presets"):
-        parts["chips"] = gr.Radio(few, value=chip, label="Preset", elem_classes="chips", container=False)
-        parts["more"] = gr.Dropdown(
-            [("more presets …", ""), *others], value=other, label="More presets", elem_id="more", container=False
-        )
+        parts["chips"] = gr.Radio(few, **shown["chips"], label="Preset", elem_classes="chips", container=False)
+        others = [("more presets …", ""), *others]
+        parts["more"] = gr.Dropdown(others, **shown["more"], label="More presets", elem_id="more", container=False)
     with gr.Row(elem_id="about-row"):
-        parts["about"] = gr.Markdown(about(start), elem_id="about")
-        able = _nearest_words(start)
-        parts["nearest"] = gr.Button(able["value"], visible=able["visible"], size="sm", elem_id="nearest")
+        parts["about"] = gr.Markdown(**shown["about"], elem_id="about")
+        parts["nearest"] = gr.Button(**shown["nearest"], size="sm", elem_id="nearest")
     lanes = [(_plain(lane.method), lane.model, lane.k) for lane in start.lanes]
-    with gr.Row(elem_id="setup-row") as parts["setup-row"]:
+    with gr.Row(elem_id="setup-row"):
         now = setup(to_values(start), lanes)
         parts["setup"] = assets.view("setup.html", "kit.js", "setup.js", elem_id="setup", value=now)
+        folded = in_force(*(shown[name]["value"] for name in FOLDED))
+        with gr.Accordion(folded, open=False, elem_id="sampling") as parts["fold"]:
+            parts |= _draw_chat(shown) | _draw_sampling(shown)
     with gr.Column(elem_id="drawer", elem_classes="lane-controls"):
-        for n, lane in zip(NUMBERS, _padded(start), strict=True):
-            parts[f"lane-{n}"] = gr.Column(visible=lane is not None, elem_id=f"lane-{n}", elem_classes="lane")
+        for n in NUMBERS:
+            parts[f"lane-{n}"] = gr.Column(**shown[f"lane-{n}"], elem_id=f"lane-{n}", elem_classes="lane")
             with parts[f"lane-{n}"], gr.Row(elem_classes="lane-row"):
                 if n > 1:
                     gr.Markdown(f"Lane {n}", elem_classes="lane-title")
                 else:
-                    words = "Target, in every lane"
-                    parts["target"] = _model_choice(words, start.target, _targets(), "target", allow_any_model)
-                drawn = _draw_lane(n, lane or new_lane(start.target), start, allow_any_model)
-                parts |= {f"{name}-{n}": control for name, control in drawn.items()}
-        parts["unfit"] = gr.HTML("", elem_id="unfit")
+                    look = {**shown["target"], "choices": _model_choices(start.target, _targets())}
+                    parts["target"] = _model_choice("Target, in every lane", look, "target", allow_any_model)
+                parts |= _draw_lane(n, shown, allow_any_model)
+        parts["unfit"] = gr.HTML(**shown["unfit"], elem_id="unfit")
         with gr.Row(elem_id="lane-buttons"):
             for name, words in (("add", "Add a lane"), ("remove", "Remove the last lane")):
-                parts[name] = gr.Button(words, size="sm", elem_id=f"{name}-lane", visible=shown[name]["visible"])
-    return Controls(parts)
-
-
-def draw_prompt(start: Preset) -> gr.Textbox:
-    """The prompt's box, as long as this host allows."""
-    return gr.Textbox(
-        start.prompt, label="Prompt", lines=1, max_lines=10, max_length=limits.here().prompt, elem_id="prompt", scale=5
+                parts[name] = gr.Button(words, **shown[name], size="sm", elem_id=f"{name}-lane")
+    most = limits.here().prompt
+    parts["prompt"] = gr.Textbox(
+        **shown["prompt"], label="Prompt", lines=1, max_lines=10, max_length=most, elem_id="prompt", scale=5
     )
+    return Controls(parts)
 
 
 def in_force(chat: str, *values: object) -> str:
@@ -403,65 +410,48 @@ def in_force(chat: str, *values: object) -> str:
     return "Settings: " + " · ".join(filter(None, ("chat template" if chat == CHAT else "raw completion", *said)))
 
 
-def draw_chat(start: Preset) -> dict[str, gr.components.Component]:
-    """How the prompt is given to the model, by the names of WHOLE."""
-    words = _chat_words(start.target)
+def _draw_chat(shown: Mapping[str, Values]) -> Parts:
+    """How the prompt is given to the model."""
+    ways = [("chat template", CHAT), ("raw completion", TEXT)]
+    system: Values = {"label": "System prompt", "max_length": limits.here().prompt, "elem_id": "system"}
     with gr.Row():
         return {
-            "chat": gr.Radio(
-                [("chat template", CHAT), ("raw completion", TEXT)],
-                value=_prompt_as(start.target, start.chat),
-                label="Prompt as",
-                elem_id="chat",
-                min_width=260,
-                **words,
-            ),
-            "system": gr.Textbox(
-                start.system,
-                label="System prompt",
-                max_length=limits.here().prompt,
-                visible=words["interactive"],
-                elem_id="system",
-                min_width=320,
-                scale=2,
-            ),
+            "chat": gr.Radio(ways, **shown["chat"], label="Prompt as", elem_id="chat", min_width=260),
+            "system": gr.Textbox(**shown["system"], **system, min_width=320, scale=2),
         }
 
 
-def draw_sampling(start: Preset) -> dict[str, gr.components.Component]:
-    """The controls of the accordion, four in a row, by the names of WHOLE."""
-    shown: dict[str, gr.components.Component] = {}
+def _draw_sampling(shown: Mapping[str, Values]) -> Parts:
+    """The controls of the settings, four in a row."""
+    parts: Parts = {}
     for first in range(0, len(SAMPLING), 4):
         with gr.Row():
             for name in SAMPLING[first : first + 4]:
-                shown[name] = draw_setting(Comparison, name, getattr(start, name), elem_id=name)
-    return shown
+                parts[name] = draw_setting(Comparison, name, **shown[name], elem_id=name)
+    return parts
 
 
-def _draw_lane(n: int, lane: Lane, start: Preset, allow_any_model: bool) -> dict[str, object]:
-    """The controls of a lane by the names of LANE, and `drawn`."""
+def _draw_lane(n: int, shown: Mapping[str, Values], allow_any_model: bool) -> Parts:
+    """The controls of a lane, and `drawn`."""
     names = [(_plain(name), name) for name in DRAFTING]
-    model, seen = _model(lane, start.target), lane.model is not None
-    return {
-        "method": gr.Dropdown(names, value=lane.method, label="Method", min_width=150, elem_id=f"method-{n}"),
-        "model": _model_choice("Drafter", model, _paired(start.target), f"model-{n}", allow_any_model, seen),
-        "train": gr.Button("No weights of it here: train some", size="sm", visible=False, elem_id=f"train-{n}"),
+    train, places = f"train-{n}", bool(listed() or startable)
+    look = {name: shown[f"{name}-{n}"] for name in ("method", "model", "train", "options", "server")}
+    method: Values = {"label": "Method", "min_width": 150, "elem_id": f"method-{n}"}
+    server: Values = {"label": "Runs on", "visible": places, "min_width": 150, "elem_id": f"server-{n}"}
+    parts = {
+        "method": gr.Dropdown(names, **look["method"], **method),
+        "model": _model_choice("Drafter", look["model"], f"model-{n}", allow_any_model),
+        "train": gr.Button("No weights of it here: train some", **look["train"], size="sm", elem_id=train),
         **{
-            name: draw_setting(Lane, name, getattr(lane, name), elem_id=f"{name}-{n}")
+            name: draw_setting(Lane, name, **shown[f"{name}-{n}"], elem_id=f"{name}-{n}")
             for name, setting in settings(Lane).items()
             if setting.label
         },
-        "options": gr.State(dict(lane.options)),
-        "server": gr.Dropdown(
-            _servers(lane.server),
-            value=lane.server or "",
-            label="Runs on",
-            visible=bool(listed() or startable),
-            min_width=150,
-            elem_id=f"server-{n}",
-        ),
+        "options": gr.State(**look["options"]),
+        "server": gr.Dropdown(**look["server"], **server),
         "drawn": gr.Number(0, elem_classes="unseen"),  # no State: its change would not be noticed outside the queue
     }
+    return {f"{name}-{n}": part for name, part in parts.items()}
 
 
 def _plain(name: str) -> str:
@@ -469,18 +459,8 @@ def _plain(name: str) -> str:
     return name.replace("_", " ").capitalize()
 
 
-def _model_choice(
-    label: str, value: str, offered: Sequence[str], elem_id: str, allow_any_model: bool, visible: bool = True
-) -> gr.Dropdown:
-    return gr.Dropdown(
-        _model_choices(value, offered),
-        value=value,
-        label=label,
-        visible=visible,
-        allow_custom_value=allow_any_model,
-        min_width=190,
-        elem_id=elem_id,
-    )
+def _model_choice(label: str, look: Values, elem_id: str, allow_any_model: bool) -> gr.Dropdown:
+    return gr.Dropdown(**look, label=label, allow_custom_value=allow_any_model, min_width=190, elem_id=elem_id)
 
 
 def _model_choices(value: str, offered: Sequence[str] = ()) -> list[tuple[str, str]]:
@@ -570,17 +550,14 @@ def _prompt_as(target: str, chat: bool | None) -> str:
     return CHAT if (target not in EMBEDDED if chat is None else chat) else TEXT
 
 
-def _chat_words(target: str) -> Values:
-    if target in EMBEDDED:
-        return {"interactive": False, "info": f"{target} has no chat template: it goes on with the text"}
-    return {"interactive": True, "info": "a message to the model, or a text it goes on with"}
-
-
-def _chat_updates(target: str, chat: bool | None, system: str = "") -> Values:
-    words = _chat_words(target)
+def _chat_looks(target: str, chat: bool | None, system: str = "") -> dict[str, Values]:
+    """Of the controls that say how the prompt is given."""
+    able = target not in EMBEDDED
+    info = "a message to the model, or a text it goes on with"
+    info = info if able else f"{target} has no chat template: it goes on with the text"
     return {
-        "chat": gr.update(value=_prompt_as(target, chat), **words),
-        "system": gr.update(value=system, visible=words["interactive"]),
+        "chat": {"value": _prompt_as(target, chat), "interactive": able, "info": info},
+        "system": {"value": system, "visible": able},
     }
 
 
@@ -596,27 +573,19 @@ def _picked(chosen: Preset) -> tuple[str | None, str]:
     return (chosen.id, "") if load_presets()[chosen.id].chip else (None, chosen.id)
 
 
-def _most_lanes() -> int:
-    return limits.here().lanes - 1
-
-
 def _count_on(more: int, _: gr.Request, values: Values) -> Values:
-    return _shown(values["count"] + more)
+    return _updates(_lane_looks(values["count"] + more))
 
 
-def _shown(count: int) -> Values:
+def _lane_looks(count: int) -> dict[str, Values]:
     """The count, the two buttons and the blocks for so many lanes."""
     count = min(max(count, 1), LANES)
-    buttons = {"add": gr.update(visible=count < _most_lanes()), "remove": gr.update(visible=count > 1)}
-    return {"count": count, **buttons, **{f"lane-{n}": gr.update(visible=n <= count) for n in NUMBERS}}
+    buttons = {"add": {"visible": count < limits.here().lanes - 1}, "remove": {"visible": count > 1}}
+    return {"count": {"value": count}, **buttons, **{f"lane-{n}": {"visible": n <= count} for n in NUMBERS}}
 
 
 def _padded(chosen: Preset) -> list[Lane | None]:
     return [*chosen.lanes, *[None] * (LANES - len(chosen.lanes))]
-
-
-def _model(lane: Lane, target: str) -> str:
-    return lane.model or default_draft(target)
 
 
 def _lane_config(lane: Values, named: Sequence[Lane]) -> Values:

@@ -2,7 +2,7 @@
 
 import json
 
-from specdemo.bench.recorded import recorded_suite
+from specdemo.bench.result import recorded_suite
 from specdemo.presets.files import DEFAULT
 from specdemo.presets.recorded import recorded
 from specdemo.ui import assets

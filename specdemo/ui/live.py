@@ -45,10 +45,7 @@ def _play(spec: Comparison, log: Log | None) -> Generator[Lines, None, None]:
             session().unlearn()  # what a draft learned from one visitor's text is not shown to another
         return session().stream(ENGINES.onto(spec, loading, cancelled), cancelled, loading)
 
-    engine = Engine(
-        work,
-        space.seconds(spec) - space.BACK_S if ELSEWHERE else None,
-    )
+    engine = Engine(work, space.seconds(spec) - space.BACK_S if ELSEWHERE else None)
     if log is not None:
         log.engine = engine
     with contextlib.closing(engine.batches()) as batches:

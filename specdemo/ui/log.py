@@ -112,13 +112,6 @@ def notes(texts: Iterable[str]) -> str:
     return Log().add(Note(text) for text in texts) if texts else ""
 
 
-def refusal(error: Exception) -> Log:
-    """A log that says why there is no run."""
-    log = Log()
-    log.add([Failed(str(error))])
-    return log
-
-
 def replayed(trace: RunTrace, still: bool = False, key: str = "") -> Log:
     """A stored run, whole; needs no model."""
     log = Log(recorded=True, still=still, key=key)
@@ -131,4 +124,6 @@ def open_trace(path: str, bounds: Bounds = FILE) -> Log:
     try:
         return replayed(from_json(read(path, bounds), bounds))
     except ValueError as error:
-        return refusal(ValueError(f"{error}; open a file that was exported here"))
+        log = Log()
+        log.add([Failed(f"{error}; open a file that was exported here")])
+        return log

@@ -8,9 +8,9 @@ share the engine: one runs, the others queue and see their place. Everything tha
 import gc
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
-from functools import lru_cache, partial
+from functools import lru_cache
 
 from specdemo.presets import limits
 from specdemo.ui import space
@@ -22,7 +22,7 @@ if limits.public() and not space.zero_gpu():
 import gradio as gr
 from starlette.middleware import Middleware
 
-from specdemo.bench.chart_style import FONTS
+from specdemo.bench.plot import FONTS
 from specdemo.core.trace import RunTrace, to_json
 from specdemo.engine.comparison import Comparison
 from specdemo.presets.files import DEFAULT, Preset, load_presets, preset
@@ -30,16 +30,7 @@ from specdemo.presets.link import from_query, is_link, is_sweep, to_query
 from specdemo.presets.recorded import recorded
 from specdemo.servers.address import startable
 from specdemo.ui import assets, controls, headers, how, lab, space, sweep, turns, whatif
-from specdemo.ui.controls import (
-    Controls,
-    address,
-    changed,
-    fill_untouched,
-    from_values,
-    key,
-    to_values,
-    wire_share,
-)
+from specdemo.ui.controls import Controls, address, changed, fill_untouched, from_values, key, to_values, wire_share
 from specdemo.ui.guard import ENVELOPE, WINDOW_S, Guard
 from specdemo.ui.job import ENGINE, QUIET, Jobs, Start, Store, Values, named, stop_all, wire
 from specdemo.ui.lazy_imports import live
@@ -212,9 +203,7 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
     store = Store()
     visits = Visits(first, allow_any_model, store)
     page: gr.Blocks = gr.Blocks(
-        title=headers.TITLE,
-        analytics_enabled=False,
-        delete_cache=(int(WINDOW_S / 2), int(WINDOW_S)),
+        title=headers.TITLE, analytics_enabled=False, delete_cache=(int(WINDOW_S / 2), int(WINDOW_S))
     )
     with page:
         gr.HTML(assets.text("title.html"), elem_id="title")
@@ -241,8 +230,6 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
 
 def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: bool) -> Controls:
     form = controls.draw(first, allow_any_model)
-    _fold_settings(form, first)
-    form.parts["prompt"] = controls.draw_prompt(first)
     place = gr.HTML("", elem_id="queue", elem_classes="queue")
     view = assets.view("view.html", *assets.RACE, elem_id="view")
     with view:
@@ -284,27 +271,6 @@ def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: b
     return form
 
 
-def _fold_settings(form: Controls, first: Preset) -> None:
-    with form.parts["setup-row"], gr.Accordion(open=False, elem_id="sampling") as fold:
-        form.parts.update(controls.draw_chat(first))
-        form.parts.update(controls.draw_sampling(first))
-    form.parts["fold"] = fold
-    folded = [form.parts[name] for name in controls.FOLDED]
-    fold.label = controls.in_force(*(control.value for control in folded))
-    _relabel(form, partial(gr.on, [control.change for control in folded], trigger_mode="always_last"))
-
-
-def _relabel(form: Controls, after: Callable[..., object]) -> None:
-    """After an event the fold says what is in force."""
-    after(
-        lambda *values: gr.update(label=controls.in_force(*values)),
-        [form.parts[name] for name in controls.FOLDED],
-        form.parts["fold"],
-        preprocess=False,  # a number that is half typed is no error yet
-        **QUIET,
-    )
-
-
 def _saves(visits: Visits) -> None:
     file = gr.JSON(visible=False)
     for kind, words in (("json", "Save trace (JSON)"), ("csv", "Save tokens (CSV)")):
@@ -323,7 +289,7 @@ def _show_what_is_chosen(page: gr.Blocks, visits: Visits, form: Controls, view: 
     given = {"asked": asked, **form.inputs, **form.drawn}
     restored = named(linked.then, visits.restore, given, {**form.parts, "view": view}, **QUIET)
     shown = restored.then(None, None, None, js=assets.text("unhold.js"), **QUIET)
-    _relabel(form, shown.then)  # with all that was restored and is drawn, which changes one by one may not see
+    form.relabel(shown.then)  # with all that was restored and is drawn, which changes one by one may not see
 
 
 def _endpoints(allow_any_model: bool) -> None:

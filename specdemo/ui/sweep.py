@@ -5,17 +5,14 @@ any model. A visitor names presets alone, so no model that the page does not off
 same parts.
 """
 
-import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 
 from specdemo.bench.plot import figure
-from specdemo.bench.recorded import recorded_suite
-from specdemo.bench.result import SCHEMA, Cell, Result, best, ends, noisy, read_result
+from specdemo.bench.result import Cell, Result, best, ends, noisy, read_result, recorded_suite, to_json
 from specdemo.bench.suites import Sweep, swept, takes
 from specdemo.core.estimate import Estimate
 from specdemo.presets import limits
@@ -85,7 +82,7 @@ class Sweeping(Job):
     def conclude(self, result: Result, recorded: bool) -> None:
         """The result is there: show it and offer it as a file."""
         self.result = result
-        self.file = f"specdemo-{result.suite}.json", Packed(text(result))
+        self.file = f"specdemo-{result.suite}.json", Packed(to_json(result))
         self.text += result_line(result, recorded)
 
     def beside(self) -> Values:
@@ -111,11 +108,6 @@ class Sweeping(Job):
         self.text += to_line(line)
 
 
-def text(result: Result) -> str:
-    """A result as the JSON that `bench --out` writes."""
-    return json.dumps({"schema": SCHEMA, **asdict(result)}, indent=1) + "\n"
-
-
 def result_line(result: Result, recorded: bool) -> str:
     """What the view shows; of what no one checked, such as a stranger's config, words alone."""
     rows = [{name: _cell(value) for name, value in row.items()} for row in result.rows]
@@ -123,8 +115,11 @@ def result_line(result: Result, recorded: bool) -> str:
     remarks = [*result.remarks, *filter(None, [noisy(result)])]
     told = {"axis": result.axis, "rows": rows, "remarks": remarks, "verdict": verdict}
     where = [str(result.environment[name]) for name in ("device", "date") if result.environment.get(name)]
-    words = {"where": where, "conditions": conditions(result)}
-    return to_line({"type": "result", "recorded": recorded, **told, **words})
+    repeats = f"{result.repeats} repeat{'s' * (result.repeats != 1)}"
+    config = {name: v for name, v in result.config.items() if isinstance(v, str | int | float) and v != "auto"}
+    chosen = [f"{name.replace('_', ' ')} {value}" for name, value in config.items()]
+    told |= {"where": where, "conditions": " · ".join([f"suite {result.suite}", repeats, *chosen])}
+    return to_line({"type": "result", "recorded": recorded, **told})
 
 
 def _cell(value: object) -> object:
@@ -133,14 +128,6 @@ def _cell(value: object) -> object:
         return value
     number = Estimate(*ends(value))
     return {"value": number.value, "interval": number.interval(1 if number.value >= 10.0 else 2)}
-
-
-def conditions(result: Result) -> str:
-    """`suite k · 3 repeats · target stories · ...`"""
-    repeats = f"{result.repeats} repeat{'s' * (result.repeats != 1)}"
-    chosen = {name: v for name, v in result.config.items() if isinstance(v, str | int | float) and v != "auto"}
-    config = [f"{name.replace('_', ' ')} {value}" for name, value in chosen.items()]
-    return " · ".join([f"suite {result.suite}", repeats, *config])
 
 
 def begin(values: Values, last: Sweeping | None) -> Sweeping:

@@ -12,7 +12,6 @@ from itertools import chain, repeat
 from typing import Literal
 
 from specdemo.core.definitions import by_key
-from specdemo.core.estimate import Estimate
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, estimates, kinds
 from specdemo.engine.cost import prediction
 from specdemo.engine.messages import Finished, LaneDone, Message, Note, Started, Step
@@ -168,11 +167,10 @@ def _comparison(trace: RunTrace) -> list[dict[str, object]]:
     if not trace.comparison:
         return []
     rows = zip(trace.comparison, estimates(trace), prediction(trace), strict=False)
-    return [{**row, **_words(speed), "why": predicted["sentence"]} for row, speed, predicted in rows]
-
-
-def _words(speed: Estimate | None) -> dict[str, str]:
-    return {"interval": speed.interval(), "word": speed.word} if speed else {}
+    return [
+        {**row, **({"interval": speed.interval(), "word": speed.word} if speed else {}), "why": predicted["sentence"]}
+        for row, speed, predicted in rows
+    ]
 
 
 def _lane_rows(lane: LaneTrace, vocabulary: dict[str, str]) -> list[tuple[object, ...]]:

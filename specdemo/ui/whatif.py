@@ -15,8 +15,8 @@ from specdemo.core.trace import RunTrace, estimates
 from specdemo.engine.comparison import DRAFT
 from specdemo.prediction.acceptance import Acceptance, of_lane
 from specdemo.prediction.drafts import MAKERS, TITLES, USUAL, Drafting, method_in
-from specdemo.prediction.predict import ASSUMED, BATCHES, Gain, Prediction, Row, predict, predicted
-from specdemo.prediction.profiles import Profile, profile, profiles
+from specdemo.prediction.predict import ASSUMED, BATCHES, Prediction, Row, predict, predicted
+from specdemo.prediction.profiles import profile, profiles
 from specdemo.prediction.shapes import Shape, known, shape
 from specdemo.presets.files import DEFAULT, allowed_models, load_presets, preset
 from specdemo.presets.recorded import is_recorded, recorded
@@ -132,18 +132,21 @@ def told(start: Start, p: Prediction, k: int) -> dict[str, object]:
     """What the view draws."""
     row = next((row for row in p.rows if row.k == k), p.best)
     where = p.scene.device.profile
+    source = f"measured {where.measured.date}" if where.measured else "by its datasheet"
+    verify = row.verify_ms / row.v
+    parts = {"draft": 0.0, "verify": verify, "other": p.plain_ms - verify}
     return {
         "at": {"k": row.k, "batch": p.scene.batch},
         "rows": [_row(row) for row in p.rows],
-        "loads": [_load(load) for load in p.loads],
-        "plain": {"parts": _plain(p, row), "tokens_per_s": p.plain_tokens_per_s.value},
+        "loads": [{"batch": g.batch, "k": g.k, "speedup": _three(g.speedup), "fits": g.fits} for g in p.loads],
+        "plain": {"parts": parts, "tokens_per_s": p.plain_tokens_per_s.value},
         "memory_gb": p.memory_gb,
         "room_gb": where.memory_gb.value,
         "best": p.best_k,
         "word": row.speedup.word,
         "interval": row.speedup.interval(),
         "sentence": sentence(p, row),
-        "where": f"{where.title} · {p.scene.device.dtype} · {_source(where)}",
+        "where": f"{where.title} · {p.scene.device.dtype} · {source}",
         "measured": {"k": start.k, "speedup": start.speedup.value} if start.speedup else None,
         "from": start.words,
         "notes": list(p.notes),
@@ -168,27 +171,14 @@ def sentence(p: Prediction, row: Row) -> str:
     return " ".join(words)
 
 
-def _plain(p: Prediction, row: Row) -> dict[str, float]:
-    verify = row.verify_ms / row.v
-    return {"draft": 0.0, "verify": verify, "other": p.plain_ms - verify}
-
-
 def _row(row: Row) -> dict[str, object]:
     parts = {"draft": row.draft_ms, "verify": row.verify_ms, "other": row.other_ms}
     speeds = {"speedup": _three(row.speedup), "tokens_per_s": _three(row.tokens_per_s)}
     return {"k": row.k, "tokens": row.tokens.value, "ms": parts, "limit": row.limit, **speeds}
 
 
-def _load(load: Gain) -> dict[str, object]:
-    return {"batch": load.batch, "k": load.k, "speedup": _three(load.speedup), "fits": load.fits}
-
-
 def _three(number: Estimate) -> list[float | None]:
     return [number.value, number.low, number.high]
-
-
-def _source(where: Profile) -> str:
-    return f"measured {where.measured.date}" if where.measured else "by its datasheet"
 
 
 class Questions:
@@ -202,22 +192,18 @@ class Questions:
         """The tab comes into view: the run on show may be another one."""
         lanes = self._lanes(request)
         chosen = values["start"] if values["start"] in {*lanes, *recorded_starts()} and values["state"] else None
-        return self._begin(lanes, chosen or next(iter(lanes), DEFAULT), values)
+        return self._begin(request, lanes, chosen, values)
 
     def ask(self, request: gr.Request, values: Values) -> Values:
         """The run on show on another machine."""
-        lanes = self._lanes(request)
-        return self._begin(lanes, next(iter(lanes), DEFAULT), values | {"machine": ELSEWHERE, "state": None})
+        return self._begin(request, self._lanes(request), None, values | {"machine": ELSEWHERE, "state": None})
 
     def begin(self, request: gr.Request, values: Values) -> Values:
         """Another start was chosen."""
-        return self._begin(self._lanes(request), values["start"], values | {"state": None})
+        return self._begin(request, self._lanes(request), values["start"], values | {"state": None})
 
-    def answer(self, request: gr.Request, values: Values) -> Values:
+    def answer(self, _: gr.Request, values: Values) -> Values:
         """Something else was changed."""
-        return self._answer(values)
-
-    def _answer(self, values: Values) -> Values:
         start = values["state"] or recorded_start(DEFAULT)
         dtypes = [*profile(values["machine"]).compute_tflop_per_s]
         if values["dtype"] not in dtypes:
@@ -231,7 +217,11 @@ class Questions:
         except ValueError as error:
             return shown | {"view": _refused(error)}
 
-    def _begin(self, lanes: Mapping[str, tuple[RunTrace, int, str]], chosen: str, values: Values) -> Values:
+    def _begin(
+        self, request: gr.Request, lanes: Mapping[str, tuple[RunTrace, int, str]], chosen: str | None, values: Values
+    ) -> Values:
+        """chosen: where to start from; None: the run on show, or else the usual one."""
+        chosen = chosen or next(iter(lanes), DEFAULT)
         choices = [
             *((words, key) for key, (_, _, words) in lanes.items()),
             *((t, id) for id, t in recorded_starts().items()),
@@ -242,10 +232,10 @@ class Questions:
         except ValueError as error:
             return update | {"view": _refused(error)}
         if start == values["state"]:
-            return update | self._answer(values)
+            return update | self.answer(request, values)
         filled = {"draft": SAME, "kept": SAME, "size": 1.0, "k": start.k, "target": start.target}
         filled["rate"] = round(sum(start.acceptance.rates) / len(start.acceptance.rates), 2)
-        answer = self._answer(values | filled | {"state": start})
+        answer = self.answer(request, values | filled | {"state": start})
         rate = gr.update(value=filled["rate"], visible=False)
         target = gr.update(value=start.target, choices=_targets(start.target))
         return update | filled | answer | {"state": start, "rate": rate, "target": target}

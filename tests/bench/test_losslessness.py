@@ -8,10 +8,11 @@ import torch
 from scipy import stats
 
 from specdemo.bench import losslessness as module
-from specdemo.bench.losslessness import chi_square, drawn, losslessness
+from specdemo.bench.losslessness import chi_square, drawn
 from specdemo.bench.measure import Way
 from specdemo.bench.plot import figure
 from specdemo.bench.result import Result
+from specdemo.bench.suites import Losslessness
 from specdemo.core.accept import accept_rule
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.sampling import Sampling
@@ -69,7 +70,9 @@ def few(monkeypatch):
 
 def test_a_sampled_result_has_both_histograms(few):
     told = []
-    result = losslessness(preset("embedded-sampling"), 2, lambda share, what: told.append(share), never)
+    result = Losslessness(preset=preset("embedded-sampling"), repeats=2).run(
+        lambda share, what: told.append(share), never
+    )
     assert told == sorted(told) and 0.5 in told
     assert (result.repeats, result.config["draws"]) == (2, 48)
     for place in (2, 3, 4):
@@ -90,14 +93,14 @@ def test_a_sampled_result_has_both_histograms(few):
 
 def test_stop_keeps_the_finished_batches(few):
     told = []
-    result = losslessness(
-        preset("embedded-sampling"), 5, lambda share, what: told.append(share), lambda: bool(told) and told[-1] >= 0.4
+    result = Losslessness(preset=preset("embedded-sampling"), repeats=5).run(
+        lambda share, what: told.append(share), lambda: bool(told) and told[-1] >= 0.4
     )
     assert result.repeats == 2 and result.remarks[-1] == "stopped after 2 of 5 repeats"
 
 
 def test_greedy_compares_tokens(few):
-    result = losslessness(preset("embedded-draft"), 3, ignore, never)
+    result = Losslessness(preset=preset("embedded-draft"), repeats=3).run(ignore, never)
     assert [row["output"] for row in result.rows] == ["identical", "identical"]
     assert [row["tokens"] for row in result.rows] == [8, 8] and result.remarks == ["Greedy, 2 prompts: 2 identical."]
 
@@ -118,7 +121,7 @@ def test_a_strangers_histogram_may_be_none(row):
 def test_what_writes_no_text_of_the_target_is_not_tested():
     chosen = preset("embedded-sampling").with_changes(method="synthetic", model="stories-draft-wide")
     with pytest.raises(ValueError, match="'synthetic' does not write the target's text; choose a preset"):
-        losslessness(chosen, 1, ignore, never)
+        Losslessness(preset=chosen, repeats=1).run(ignore, never)
 
 
 def test_equal_seeds_are_not_used_twice(few, monkeypatch):
@@ -126,5 +129,5 @@ def test_equal_seeds_are_not_used_twice(few, monkeypatch):
     monkeypatch.setattr(
         module, "drawn", lambda target, way, prompt, seed, tick: seeds.append(seed) or torch.ones(4, 5).int().tolist()
     )
-    losslessness(preset("embedded-sampling"), 3, ignore, never)
+    Losslessness(preset=preset("embedded-sampling"), repeats=3).run(ignore, never)
     assert len(set(seeds)) == len(seeds) == 6

@@ -1,8 +1,7 @@
 """What a terminal shows of a trace."""
 
-from specdemo.bench.report import markdown, race_report, texts, visible
+from specdemo.bench.report import markdown, race_report, table, texts, visible
 from specdemo.bench.result import Result
-from specdemo.bench.table import table
 from specdemo.core.estimate import Estimate
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent
 

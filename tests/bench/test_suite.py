@@ -14,8 +14,8 @@ from specdemo.bench import sweeps
 from specdemo.bench.base import OPTIONS, Decoding
 from specdemo.bench.measure import Place, Question, Totals, Way, along, compare_lanes, read_questions, repeated, windows
 from specdemo.bench.plot import figure
-from specdemo.bench.report import bench_report, write_result
-from specdemo.bench.result import Result, read_result
+from specdemo.bench.report import bench_report
+from specdemo.bench.result import Result, read_result, write_result
 from specdemo.bench.suites import SHIPPED, Sweep, suite, suites
 from specdemo.core.accept import Lossless
 from specdemo.core.estimate import Estimate, rate

@@ -180,8 +180,8 @@ def test_another_target_takes_another_drafter_or_offers_to_train_one():
 
 
 def test_lanes_are_added_and_removed_within_limits():
-    assert controls._shown(0)["count"] == 1 and controls._shown(99)["count"] == controls.LANES
-    shown = controls._shown(2)
+    assert [controls._lane_looks(n)["count"]["value"] for n in (0, 99)] == [1, controls.LANES]
+    shown = controls._lane_looks(2)
     assert [shown[f"lane-{n}"]["visible"] for n in controls.NUMBERS] == [True, True, False]
 
 
@@ -193,7 +193,7 @@ def test_the_prompt_is_a_message_where_the_target_has_a_template():
     assert from_values(values).chat is False
     values[place("target")] = "stories"
     assert from_values(values).chat is None  # it cannot chat in any case
-    radio, system = controls._chat_updates("stories", None).values()
+    radio, system = controls._chat_looks("stories", None).values()
     assert radio["interactive"] is False and "no chat template" in radio["info"] and system["visible"] is False
     updates = fill(large.with_changes(chat=False, system="Be brief."), DRAWN)
     assert updates["chat"]["value"] == controls.TEXT and updates["system"]["value"] == "Be brief."

@@ -27,7 +27,7 @@ def refused(change):
     except ValueError as error:
         return str(error)
 with gr.Blocks():
-    drawn = controls.draw_sampling(warm) | controls.draw(warm, False).parts
+    drawn = controls.draw(warm, False).parts
 shown = {name: drawn[name] for name in ("warmth", "vigour-1", "vigour-2")}
 print(json.dumps({
     "help": " ".join(CliRunner().invoke(app, ["run", "--help"]).output.split()),

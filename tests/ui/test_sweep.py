@@ -10,8 +10,7 @@ import pytest
 from starlette.datastructures import QueryParams
 
 from specdemo.bench import suites
-from specdemo.bench.recorded import recorded_suite
-from specdemo.bench.result import read_result, write_result
+from specdemo.bench.result import read_result, recorded_suite, write_result
 from specdemo.bench.suites import Sweep
 from specdemo.presets.files import preset
 from specdemo.ui import sweep
