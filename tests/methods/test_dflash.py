@@ -606,7 +606,7 @@ def test_transformers_drafts_the_same(target, tmp_path, kind):
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (ZLAB | {"hidden_size": 64}, "hidden size 64, this one has 32; choose the one it was made for"),
+        (ZLAB | {"hidden_size": 64}, "hidden size 64, the target has 32; choose the target it was trained for"),
         (ZLAB | {"vocab_size": 99}, "vocabulary 99"),
         (ZLAB | {"num_target_layers": 36}, "layers 36"),
         (changed(ZLAB, mask_token_id=None), "lacks 'mask_token_id'"),

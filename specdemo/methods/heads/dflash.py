@@ -13,7 +13,7 @@ Slots are drawn independently of each other, each with its own q, or (DFlash2, D
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -32,6 +32,7 @@ from specdemo.methods.flags import Flags, NotServed, says, sglang, vllm_config
 from specdemo.methods.grow import grow
 from specdemo.methods.heads.choose import NEVER, Vocabulary, Writing
 from specdemo.methods.heads.formats import dflash as files
+from specdemo.methods.heads.formats import renamed
 from specdemo.methods.heads.formats.dflash import Design, Kind, spread_taps
 from specdemo.methods.heads.layers import Layer
 from specdemo.methods.heads.lilicorr import Correlator
@@ -43,6 +44,7 @@ from specdemo.models.target import HFTarget
 from specdemo.training.losses import likeliest
 
 TAPS = 3
+CLASSES = ("DFlash", "DSpark", "Domino", "PEagle", "LiLiCorr")  # a part of what the class of its files is called
 HEAD_SIZE = 64  # of a fresh drafter
 BRANCHES = 10  # children of a node, where they depend on it
 CURE = "fetch config.json and weights of one revision, or choose a drafter of another dialect if these belong together"
@@ -317,11 +319,17 @@ class DFlash(Head[DFlashDraftModel]):
 
     @classmethod
     def recognises(cls, checkpoint: Checkpoint) -> bool:
-        return files.recognises(checkpoint)
+        config, names = checkpoint.config, checkpoint.tensors.keys()
+        family = config.get("speculators_model_type")
+        if family:
+            return family in ("dflash", "dspark")
+        called = any(part in str(name) for name in config.get("architectures") or () for part in CLASSES)
+        shaped = {"hidden_norm.weight", "fc.weight", "norm.weight"} <= names
+        return "dflash_config" in config or called or shaped or checkpoint.has("encoder.output_norm_enc.")
 
     @classmethod
     def read(cls, checkpoint: Checkpoint, target: Target) -> DFlashDraftModel:
-        checkpoint = files.renamed(checkpoint)
+        checkpoint = replace(checkpoint, tensors=renamed(checkpoint.tensors, files.NAMES))
         expect(checkpoint, "dflash")
         tensors, designs = files.found(checkpoint, target)
         with torch.device("meta"):

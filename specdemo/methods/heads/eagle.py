@@ -206,7 +206,10 @@ class Eagle(Head[EagleHead]):
 
     @classmethod
     def recognises(cls, checkpoint: Checkpoint) -> bool:
-        return files.recognises(checkpoint)
+        family = checkpoint.config.get("speculators_model_type")
+        if family:
+            return family in ("eagle", "eagle3", "peagle")
+        return checkpoint.has("midlayer.") or "fc.weight" in checkpoint.tensors
 
     @classmethod
     def read(cls, checkpoint: Checkpoint, target: Target) -> EagleHead:

@@ -220,7 +220,10 @@ class MTP(Head[Heads]):
 
     @classmethod
     def recognises(cls, checkpoint: Checkpoint) -> bool:
-        return files.recognises(checkpoint)
+        family = checkpoint.config.get("speculators_model_type")
+        if family:
+            return bool(family == "mtp")
+        return checkpoint.has("mtp.", "mtp_layers.", "eh_proj") or "n_future_tokens" in checkpoint.config
 
     @classmethod
     def open(cls, source: str, target: Target, progress: LoadProgress) -> Checkpoint:

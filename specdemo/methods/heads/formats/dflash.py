@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers import Qwen3Config
 
 from specdemo.core.protocol import Target
+from specdemo.methods.heads.formats import check_target
 from specdemo.methods.heads.lilicorr import Sizes
 from specdemo.models.checkpoints import MASK_TOKEN, Checkpoint
 
@@ -36,23 +37,21 @@ BODY = (
 ).split()
 OLD_ROPE = ("rope_theta", "rope_scaling")  # what rope_parameters were before transformers 5
 NAMES = {
-    "model.": "",
-    "midlayer.": "layers.0.",
-    "encoder.fc.": "fc.",
-    "encoder.output_norm_enc.": "hidden_norm.",
-    "logit_head.": "",
-    "prefix_gru.": "domino.prefix_gru.",
-    "embed_proj.": "domino.embed_proj.",
-}
-LATTICE_NAMES = {  # of LiLiCorr's networks in servers -> as they are exported
-    "feature_norm.": "feature_mlp.0.",
-    "feature_mlp.up_proj.": "feature_mlp.1.",
-    "feature_mlp.down_proj.": "feature_mlp.3.",
-    ".mlp.up_proj.": ".mlp.0.",
-    ".mlp.down_proj.": ".mlp.2.",
+    r"^model\.": "",
+    r"^midlayer\.": "layers.0.",
+    r"^encoder\.fc\.": "fc.",
+    r"^encoder\.output_norm_enc\.": "hidden_norm.",
+    r"^logit_head\.": "",
+    r"^prefix_gru\.": "domino.prefix_gru.",
+    r"^embed_proj\.": "domino.embed_proj.",
+    # LiLiCorr's networks in servers -> as they are exported
+    r"^lilicorr\.feature_norm\.": "lilicorr.feature_mlp.0.",
+    r"^lilicorr\.feature_mlp\.up_proj\.": "lilicorr.feature_mlp.1.",
+    r"^lilicorr\.feature_mlp\.down_proj\.": "lilicorr.feature_mlp.3.",
+    r"^(lilicorr\..*\.mlp)\.up_proj\.": r"\1.0.",
+    r"^(lilicorr\..*\.mlp)\.down_proj\.": r"\1.2.",
 }
 LATTICE = "lilicorr"
-CLASSES = ("DFlash", "DSpark", "Domino", "PEagle", "LiLiCorr")
 TAPS = ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids", "layer_ids")
 LAYER_IDS = ("target_layer_ids", "dspark_target_layer_ids")
 MASKS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
@@ -108,25 +107,6 @@ class Found(NamedTuple):
     designs: tuple[Design, ...]
 
 
-def recognises(checkpoint: Checkpoint) -> bool:
-    """Whether the files are of a DFlash, DSpark or parallel EAGLE head."""
-    family, config, names = (
-        checkpoint.config.get("speculators_model_type"),
-        checkpoint.config,
-        checkpoint.tensors.keys(),
-    )
-    if family:
-        return family in ("dflash", "dspark")
-    called = any(part in str(name) for name in config.get("architectures") or () for part in CLASSES)
-    shaped = {"hidden_norm.weight", "fc.weight", "norm.weight"} <= names or checkpoint.has("encoder.output_norm_enc.")
-    return "dflash_config" in config or called or shaped
-
-
-def renamed(checkpoint: Checkpoint) -> Checkpoint:
-    """With one set of names for all dialects."""
-    return replace(checkpoint, tensors={_renamed(key): tensor for key, tensor in checkpoint.tensors.items()})
-
-
 def found(checkpoint: Checkpoint, target: Target) -> Found:
     """Raises ValueError, one line, for a checkpoint of another kind or another target."""
     name, tensors, said = checkpoint.name, checkpoint.tensors, _said(checkpoint.config)
@@ -147,7 +127,13 @@ def found(checkpoint: Checkpoint, target: Target) -> Found:
             f"the mask embedding of {name} is of token {int(token)}, its config says {said['mask_token_id']}; "
             "fetch both of one revision"
         )
-    _check_fit(name, said, target, "mask_embedding" in tensors)
+    check_target(checkpoint, hidden_size=(said["hidden_size"], target.hidden_size))
+    check_target(checkpoint, vocabulary=(said.get("vocab_size", target.vocab_size), target.vocab_size))
+    check_target(checkpoint, layers=(said.get("num_target_layers", target.num_layers), target.num_layers))
+    if "mask_embedding" not in tensors and not 0 <= int(said["mask_token_id"]) < target.vocab_size:
+        raise ValueError(
+            f"the mask token {said['mask_token_id']} of {name} is not in a vocabulary of {target.vocab_size}"
+        )
     design = _design(said, family, tensors, _taps(name, said, tensors, target), target.vocab_size)
     if {"sample_from_anchor", "shift_label"} & said.keys() or any(word in family for word in KNOWN):
         return Found(tensors, (design,))
@@ -201,7 +187,7 @@ def spread_taps(layers: int, points: int) -> tuple[int, ...]:
     return tuple(sorted({min(max(i + 1, 0), layers - 1) for i in ids}))
 
 
-def _said(config: Said) -> dict[str, object]:
+def _said(config: Said) -> dict[str, Any]:
     """All keys on one level, the innermost of two alike."""
     parts = config.get("transformer_layer_config"), config, config.get("dflash_config")
     said = {key: value for part in parts for key, value in (part or {}).items() if value is not None}
@@ -265,38 +251,12 @@ def _lattice(said: Said, tensors: Mapping[str, Tensor]) -> Sizes | None:
     return Sizes(**{name: said[key] for name, key in keys.items()})
 
 
-def _renamed(name: str) -> str:
-    for old, new in NAMES.items():
-        if name.startswith(old):
-            name = new + name.removeprefix(old)
-    for old, new in LATTICE_NAMES.items() if name.startswith(f"{LATTICE}.") else ():
-        name = name.replace(old, new)
-    return name
-
-
 def _refuse_kin(name: str, said: Said, tensors: Mapping[str, Tensor]) -> None:
     for key, usual in PLAIN.items():
         if said.get(key, usual) != usual:
             raise ValueError(f"{name} says {key} {said[key]}, which is not read here; choose a drafter without it")
     if "mask_hidden" in tensors:
         raise ValueError(f"{name} has a mask state of its own (mask_hidden), not read here; choose a DFlash")
-
-
-def _check_fit(name: str, said: Said, target: Target, own_mask: bool) -> None:
-    asked = {
-        "hidden size": (said["hidden_size"], target.hidden_size),
-        "vocabulary": (said.get("vocab_size", target.vocab_size), target.vocab_size),
-        "layers": (said.get("num_target_layers", target.num_layers), target.num_layers),
-    }
-    for what, (theirs, ours) in asked.items():
-        if theirs != ours:
-            raise ValueError(
-                f"{name} drafts for a target with {what} {theirs}, this one has {ours}; choose the one it was made for"
-            )
-    if not own_mask and not 0 <= int(said["mask_token_id"]) < target.vocab_size:
-        raise ValueError(
-            f"the mask token {said['mask_token_id']} of {name} is not in a vocabulary of {target.vocab_size}"
-        )
 
 
 def _taps(name: str, said: Said, tensors: Mapping[str, Tensor], target: Target) -> tuple[int, ...]:

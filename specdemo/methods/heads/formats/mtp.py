@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig
 
 from specdemo.core.protocol import Target
+from specdemo.methods.heads.formats import check_target, numbered
 from specdemo.models.checkpoints import Checkpoint, check_weights
 from specdemo.models.configs import read_config
 from specdemo.models.hub import LoadProgress
@@ -92,14 +93,6 @@ class Modules(NamedTuple):
     conventions: tuple[Convention, ...]
 
 
-def recognises(checkpoint: Checkpoint) -> bool:
-    """Whether the files hold modules or heads of multi-token prediction."""
-    family = checkpoint.config.get("speculators_model_type")
-    if family:
-        return bool(family == "mtp")
-    return checkpoint.has("mtp.", "mtp_layers.", "eh_proj") or "n_future_tokens" in checkpoint.config
-
-
 def wanted(checkpoint: Checkpoint, target: Target) -> Checkpoint:
     """Without what else it holds. Raises ValueError when nothing is left."""
     tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if _wanted(name, target)}
@@ -143,9 +136,8 @@ def sequential(checkpoint: Checkpoint, target: Target) -> Modules:
     tensors = _fused(dict(_named(checkpoint.tensors, target.num_layers)))
     joined = tensors.get("layers.0.eh_proj.weight")
     if joined is not None and joined.shape != (target.hidden_size, 2 * target.hidden_size):
-        _refuse(checkpoint, "hidden size", joined.shape[0], target.hidden_size)
-    count = 1 + max(int(name.split(".")[1]) for name in tensors)
-    return Modules(tensors, count, _conventions(checkpoint))
+        check_target(checkpoint, hidden_size=(joined.shape[0], target.hidden_size))
+    return Modules(tensors, numbered(tensors, r"layers\.(\d+)\."), _conventions(checkpoint))
 
 
 def _conventions(checkpoint: Checkpoint) -> tuple[Convention, ...]:
@@ -198,54 +190,32 @@ def _fused(tensors: Tensors) -> Tensors:
     return tensors
 
 
-def _refuse(checkpoint: Checkpoint, what: str, theirs: int, ours: int) -> NoReturn:
-    raise ValueError(
-        f"{checkpoint.name} is for {what} {theirs}, the target has {ours}; "
-        f"choose the target {checkpoint.config.get('base_model_name_or_path') or 'it came with'}"
-    )
-
-
 def parallel_heads(checkpoint: Checkpoint, target: Target) -> int:
     """How many. Raises ValueError when they belong on another target."""
-    params = checkpoint.config
-    future, below = params.get("n_future_tokens"), params.get("n_layers", 0)
-    if future is None or below - future + 1 != target.num_layers:
-        raise ValueError(
-            f"{checkpoint.name} belongs on a model of {below - (future or 1) + 1} layers, its own `layers`, the target "
-            f"has {target.num_layers}; choose the target {params.get('base_model_name_or_path') or 'it came with'}"
-        )
-    if params.get("dim", target.hidden_size) != target.hidden_size:
-        _refuse(checkpoint, "hidden size", params["dim"], target.hidden_size)
-    if params.get("vocab_size", -1) not in (-1, target.vocab_size):  # -1: Meta's for a tokenizer to say
-        _refuse(checkpoint, "vocabulary", params["vocab_size"], target.vocab_size)
-    return int(future) - 1
+    params, heads = checkpoint.config, numbered(checkpoint.tensors, PARALLEL)
+    check_target(checkpoint, layers=(params.get("n_layers", heads) - heads, target.num_layers))
+    check_target(checkpoint, hidden_size=(params.get("dim", target.hidden_size), target.hidden_size))
+    if params.get("vocab_size", -1) != -1:  # Meta's for a tokenizer to say
+        check_target(checkpoint, vocabulary=(params["vocab_size"], target.vocab_size))
+    return heads
 
 
 def parallel(checkpoint: Checkpoint, config: LlamaConfig) -> Tensors:
     """The tensors of parallel heads under the names of a Llama layer."""
     tensors: Tensors = {}
     for name, tensor in checkpoint.tensors.items():
-        match = PARALLEL.fullmatch(name)
-        assert match
-        part = META.get(match[2].removesuffix(".weight"), match[2])
-        tensors[f"layers.{match[1]}.{part}.weight"] = _halves(part, tensor, config)
+        _, index, part = name.removesuffix(".weight").split(".", 2)
+        part = META.get(part, part)
+        tensors[f"layers.{index}.{part}.weight"] = _turned(part, tensor, (int(config.head_dim or 0) // 2, 2))
     return tensors
 
 
-def _halves(part: str, weight: Tensor, config: LlamaConfig) -> Tensor:
-    """Rows of queries and keys: angles of neighbours, as Meta has them -> of halves, as transformers has them."""
+def _turned(part: str, weight: Tensor, pairs: tuple[int, int]) -> Tensor:
+    """Rows of queries and keys, whose angles Meta gives to neighbours, pairs (E / 2, 2) of a head, and transformers to
+    its halves, pairs (2, E / 2): turned from either into the other."""
     if not part.endswith(("q_proj", "k_proj")):
         return weight
-    size = int(config.head_dim or 0)
-    return weight.view(-1, size // 2, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
-
-
-def _neighbours(part: str, weight: Tensor, config: LlamaConfig) -> Tensor:
-    """The inverse of `_halves`."""
-    if not part.endswith(("q_proj", "k_proj")):
-        return weight
-    size = int(config.head_dim or 0)
-    return weight.view(-1, 2, size // 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+    return weight.view(-1, *pairs, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
 def written_sequential(
@@ -278,7 +248,7 @@ def written_parallel(
     names, named = {ours: theirs for theirs, ours in META.items()}, {}
     for name, tensor in tensors.items():
         _, index, part = name.removesuffix(".weight").split(".", 2)
-        named[f"extra_heads.{index}.{names[part]}.weight"] = _neighbours(part, tensor, config)
+        named[f"extra_heads.{index}.{names[part]}.weight"] = _turned(part, tensor, (2, int(config.head_dim or 0) // 2))
     params = {
         "dim": config.hidden_size,
         "n_layers": layers + heads,
