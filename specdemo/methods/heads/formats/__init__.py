@@ -7,6 +7,8 @@ from torch import Tensor
 
 from specdemo.models.checkpoints import Checkpoint
 
+MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")  # as vLLM looks for it
+
 
 def renamed(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
     """`names`: patterns, and what takes their place in the names of tensors, one after the other."""

@@ -13,33 +13,25 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
 from specdemo.core.protocol import Target
-from specdemo.methods.heads.formats import check_target, made_for, numbered, renamed
+from specdemo.methods.heads.formats import MASK_KEYS, check_target, made_for, numbered, renamed
 from specdemo.models.checkpoints import Checkpoint
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 FIRST = "layers.0."
 MASKED = "mask_hidden"  # P-EAGLE: the hidden states that stand for those not yet known
-MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")  # as vLLM looks for it
 SKIPPED = re.compile(r"t2d$|verifier_|.*inv_freq$")
 COPIED = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", "rms_norm_eps")
 WRITTEN = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rms_norm_eps",
-    "max_position_embeddings",
-)
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
+    "rms_norm_eps max_position_embeddings"
+).split()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +58,6 @@ class Convention:
         return f"layers {', '.join(map(str, self.taps))} and the {residual} residual{back}"
 
 
-class Found(NamedTuple):
-    """Tensors, the sizes they have, and the conventions that the head may follow."""
-
-    tensors: dict[str, Tensor]
-    config: LlamaConfig
-    conventions: tuple[Convention, ...]
-
-
 def default_taps(layers: int) -> tuple[int, int, int]:
     """The authors' 2, n // 2 and n - 3; where a target is too shallow for that, some are the same."""
     middle = max(1, layers // 2)
@@ -85,8 +69,9 @@ def absolute(d2t: Tensor) -> Tensor:
     return torch.arange(len(d2t), device=d2t.device) + d2t
 
 
-def found(checkpoint: Checkpoint, target: Target) -> Found:
-    """Raises ValueError, one line, when the head is of an unknown build or belongs on another target."""
+def found(checkpoint: Checkpoint, target: Target) -> tuple[dict[str, Tensor], LlamaConfig, tuple[Convention, ...]]:
+    """Tensors, the sizes they have, and the conventions that the head may follow. Raises ValueError, one line, when it
+    is of an unknown build or belongs on another target."""
     stored = {n: t for n, t in checkpoint.tensors.items() if not SKIPPED.match(n)}
     tensors = renamed(stored, {r"^midlayer\.": FIRST})
     if "fusion_fc.weight" in tensors:
@@ -103,7 +88,7 @@ def found(checkpoint: Checkpoint, target: Target) -> Found:
     if MASKED in tensors or checkpoint.says("speculators_model_type", "peagle"):
         mask = _mask(checkpoint, tensors, target.vocab_size)
         conventions = tuple(replace(convention, mask=mask) for convention in conventions)
-    return Found(tensors, _layer_config(checkpoint, tensors, target.vocab_size), conventions)
+    return tensors, _layer_config(checkpoint, tensors, target.vocab_size), conventions
 
 
 def _mask(checkpoint: Checkpoint, tensors: dict[str, Tensor], words: int) -> int:
