@@ -98,14 +98,14 @@ def whole_rows(
     return Columns(positions, angles(positions, beyond), lambda kind: mask, cache)
 
 
-def unrolled_mask(columns: Tensor, step: int, window: int = 0) -> Tensor:
+def unrolled_mask(columns: Tensor, step: int, kind: Kind = FULL) -> Tensor:
     """The mask [1, 1, S, W] of unrolled step `step` (from 0): columns [A] from `step` on, keys of all steps in turn.
 
-    A draft of `step` tokens ends in column a: what is before it are observed columns, of step 0, as many as `window`
-    (0: all); of each later step it sees the one column that is its own ancestor, and itself.
+    A draft of `step` tokens ends in column a: what is before it are observed columns, of step 0, as many as the window
+    has; of each later step it sees the one column that is its own ancestor, and itself.
     """
     queries = columns[step:, None]
-    seen = [(columns <= queries - step) & (columns > queries - step - (window or len(columns)))]
+    seen = [(columns <= queries - step) & (columns > queries - step - (kind[0] or len(columns)))]
     seen += [columns[i:] == queries - step + i for i in range(1, step + 1)]
     return torch.cat(seen, 1)[None, None]
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -39,22 +39,13 @@ PARALLEL = re.compile(r"extra_heads\.(\d+)\.(.+)")
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 COPIES = ("embed_tokens.", "shared_head.head.", "rotary_emb.", "self_attn.rotary_emb.")
 
-# a part of a module in a file -> ours; everything else belongs to the decoder layer
+# a part of a module -> its names in files, the first is written; everything else belongs to the decoder layer
 PARTS = {
-    "enorm": "enorm",
-    "hnorm": "hnorm",
-    "eh_proj": "eh_proj",
-    "shared_head.norm": "norm",
-    "token_layernorm": "enorm",
-    "hidden_layernorm": "hnorm",
-    "input_proj": "eh_proj",
-    "final_layernorm": "norm",
-    "pre_fc_norm_embedding": "enorm",
-    "pre_fc_norm_hidden": "hnorm",
-    "fc": "eh_proj",
-    "norm": "norm",
+    "enorm": ("enorm", "token_layernorm", "pre_fc_norm_embedding"),
+    "hnorm": ("hnorm", "hidden_layernorm", "pre_fc_norm_hidden"),
+    "eh_proj": ("eh_proj", "input_proj", "fc"),
+    "norm": ("shared_head.norm", "final_layernorm", "norm"),
 }
-WRITTEN = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared_head.norm"}
 META = {
     "attention.wq": "self_attn.q_proj",
     "attention.wk": "self_attn.k_proj",
@@ -85,14 +76,6 @@ class Convention:
         return f"{words[self.reads_normed]} states in, {words[self.hands_on_normed]} states on{order}"
 
 
-class Modules(NamedTuple):
-    """Sequential modules: their tensors, how many, and the conventions they may follow."""
-
-    tensors: Tensors
-    number: int
-    conventions: tuple[Convention, ...]
-
-
 def wanted(checkpoint: Checkpoint, target: Target) -> Checkpoint:
     """Without what else it holds. Raises ValueError when nothing is left."""
     tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if _wanted(name, target)}
@@ -104,11 +87,6 @@ def wanted(checkpoint: Checkpoint, target: Target) -> Checkpoint:
     left = replace(checkpoint, tensors=tensors)
     check_weights(left)
     return left
-
-
-def is_parallel(checkpoint: Checkpoint) -> bool:
-    """Whether the heads are parallel ones (Gloeckle et al. 2404.19737) and not modules in sequence."""
-    return any(PARALLEL.match(name) for name in checkpoint.tensors)
 
 
 def opened(source: str, target: Target, progress: LoadProgress) -> Checkpoint:
@@ -131,13 +109,14 @@ def _wanted(name: str, target: Target) -> bool:
     return any(pattern.fullmatch(name) for pattern in (MIMO, QWEN, PARALLEL))
 
 
-def sequential(checkpoint: Checkpoint, target: Target) -> Modules:
-    """Raises ValueError when they belong on a target of another width."""
+def sequential(checkpoint: Checkpoint, target: Target) -> tuple[Tensors, int, tuple[Convention, ...]]:
+    """The tensors of modules, how many these are, and the conventions they may follow. Raises ValueError when they
+    belong on a target of another width."""
     tensors = _fused(dict(_named(checkpoint.tensors, target.num_layers)))
     joined = tensors.get("layers.0.eh_proj.weight")
     if joined is not None and joined.shape != (target.hidden_size, 2 * target.hidden_size):
         check_target(checkpoint, hidden_size=(joined.shape[0], target.hidden_size))
-    return Modules(tensors, numbered(tensors, r"layers\.(\d+)\."), _conventions(checkpoint))
+    return tensors, numbered(tensors, r"layers\.(\d+)\."), _conventions(checkpoint)
 
 
 def _conventions(checkpoint: Checkpoint) -> tuple[Convention, ...]:
@@ -172,8 +151,9 @@ def _named(tensors: Mapping[str, Tensor], layers: int) -> Iterator[tuple[str, Te
 
 
 def _part(name: str) -> str:
-    part, _, kind = name.rpartition(".")
-    return f"{PARTS[part]}.{kind}" if part in PARTS else f"block.{name}"
+    theirs, _, kind = name.rpartition(".")
+    part = next((part for part, names in PARTS.items() if theirs in names), None)
+    return f"{part}.{kind}" if part else f"block.{name}"
 
 
 def _fused(tensors: Tensors) -> Tensors:
@@ -219,21 +199,20 @@ def _turned(part: str, weight: Tensor, pairs: tuple[int, int]) -> Tensor:
 
 
 def written_sequential(
-    tensors: Tensors, modules: Modules, config: PretrainedConfig, layers: int, target_name: str
+    tensors: Tensors, convention: Convention, config: PretrainedConfig, layers: int, target_name: str
 ) -> tuple[dict[str, object], Tensors]:
     """config.json and tensors in DeepSeek's names, behind so many layers of the target."""
-    (convention,) = modules.conventions
     if convention.hidden_first:
         raise ValueError("modules that join [hidden; embedding] have no place in DeepSeek's format; train a fresh head")
     named = {}
     for name, tensor in tensors.items():
         _, index, part, kind = name.split(".", 3)
-        inside = kind if part == "block" else f"{WRITTEN[part]}.{kind}"
+        inside = kind if part == "block" else f"{PARTS[part][0]}.{kind}"
         named[f"model.layers.{layers + int(index)}.{inside}"] = tensor
     said = config.to_dict() | {
         "_name_or_path": target_name,  # transformers' own is a folder of this machine
         "num_hidden_layers": layers,
-        "num_nextn_predict_layers": modules.number,
+        "num_nextn_predict_layers": numbered(tensors, r"layers\.(\d+)\."),
         "base_model_name_or_path": target_name,
         READS: convention.reads_normed,
         HANDS_ON: convention.hands_on_normed,
