@@ -138,12 +138,11 @@ class Acceptance:
 
     def rates(self, depth: int) -> list[float]:
         """The chance of each of the levels 1 to `depth`."""
-        rate = self._hits[0] / self._tries[0]
-        rates = [rate] * depth
-        for level in range(1, min(depth, len(self._tries))):
-            rate = (self._hits[level] + PRIOR_TRIES * rate) / (self._tries[level] + PRIOR_TRIES)
-            rates[level] = rate
-        rates[len(self._tries) :] = [rate] * max(depth - len(self._tries), 0)
+        rate, rates = self._hits[0] / self._tries[0], []
+        for level in range(depth):
+            if 0 < level < len(self._tries):
+                rate = (self._hits[level] + PRIOR_TRIES * rate) / (self._tries[level] + PRIOR_TRIES)
+            rates.append(rate)
         return rates
 
 

@@ -391,17 +391,7 @@ class DFlash(Head[DFlashDraftModel]):
             return Draft.empty(len(self._root), self._root.device)
         nodes = budget.nodes if self.options.nodes else 0
         write, block = partial(self._write, nodes), design.block_size
-        return self.replayed_behind(
-            self.history,
-            nodes,
-            depth,
-            write,
-            self._root,
-            *self._last,
-            ahead=block,
-            draws=0 if nodes else depth,
-            cut=not nodes,
-        )
+        return self.replayed_behind(nodes, depth, write, self._root, *self._last, ahead=block, tree=nodes > 0)
 
     def _write(self, nodes: int, depth: int, at: Columns | None, root: Tensor, *last: Tensor) -> Draft:
         """A block behind all that was observed; of an earlier one nothing stays. nodes 0: a chain."""

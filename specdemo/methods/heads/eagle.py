@@ -258,11 +258,11 @@ class Eagle(Head[EagleHead]):
         if depth < 1:
             return Draft.empty(self.history.rows, self._device)
         if self.head.mask_hidden is not None:
-            return self.replayed_behind(self.history, "masks", depth, self._at_once, ahead=depth, draws=depth)
+            return self.replayed_behind("masks", depth, self._at_once, ahead=depth)
         if self.options.draft == "chain":
-            return self.replayed_behind(self.history, "chain", depth, self._chain, ahead=depth, draws=depth)
+            return self.replayed_behind("chain", depth, self._chain, ahead=depth)
         ahead, write = depth * self.options.top_k, partial(self._tree, budget.nodes)
-        return self.replayed_behind(self.history, ("tree", budget.nodes), depth, write, ahead=ahead, cut=False)
+        return self.replayed_behind(("tree", budget.nodes), depth, write, ahead=ahead, tree=True)
 
     def _root_of(self, at: Columns | None) -> tuple[Tensor, Tensor]:
         """What is fed back [B, 1, D] below the root, and logits [B, W] behind it."""

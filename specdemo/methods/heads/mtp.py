@@ -267,7 +267,7 @@ class MTP(Head[Heads]):
         if depth < 1:
             return Draft.empty(self.history.rows, self._device)
         again = len(head) if isinstance(head, SequentialModules) else 1
-        return self.replayed_behind(self.history, "chain", depth, self._draft, ahead=depth, again=again, draws=depth)
+        return self.replayed_behind("chain", depth, self._draft, ahead=depth, again=again)
 
     def _draft(self, depth: int, at: Columns | None) -> Draft:
         head, written = self.head, Writing(self.choice)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from specdemo.core.host import to_device
+from specdemo.core.host import padded, to_device
 from specdemo.core.protocol import Progress, Target
 from specdemo.models.cache import SPARE, Cursor, KeyValues, SlabCache
 from specdemo.models.graphs import COLUMNS, ROOM, Tensors
@@ -430,9 +430,8 @@ def _from(columns: Tensor, starts: list[int], width: int) -> Tensor:
 
 def _picked(columns: Tensor, places: list[list[int]]) -> Tensor:
     """columns [B, A, ..], places[b] in them -> [B, most places, ..]"""
-    width = max(map(len, places))
-    index = to_device([row + [0] * (width - len(row)) for row in places], columns.device)
-    return columns[torch.arange(len(places), device=columns.device)[:, None], index]
+    rows = torch.arange(len(places), device=columns.device)[:, None]
+    return columns[rows, padded(places, columns.device, 0)]
 
 
 def at_last(progress: Progress, columns: Tensor) -> Tensor:
