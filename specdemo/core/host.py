@@ -1,5 +1,6 @@
 """Numbers between the host and a device. A GPU works behind the host, which loses time wherever it waits for it."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,14 @@ def to_device(values: object, device: torch.device, dtype: torch.dtype = torch.i
     if device.type != "cuda" or not torch.cuda.is_initialized():  # a lent GPU is not there while models are placed
         return torch.tensor(values, dtype=dtype, device=device)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def padded(
+    rows: Sequence[Sequence[float]], device: torch.device, filler: float, dtype: torch.dtype = torch.int64
+) -> Tensor:
+    """Lists of any length as a tensor [rows, the longest]."""
+    width = max(map(len, rows))
+    return to_device([[*row, *[filler] * (width - len(row))] for row in rows], device, dtype)
 
 
 class Reading:

@@ -62,7 +62,10 @@ class Knob:
     def check(self, value: object) -> object:
         """The value in this knob's type. Raises ValueError with the range."""
         if isinstance(value, str) and self.type in (int, float):
-            value = _number(self.name, value, self.type)
+            try:
+                value = self.type(value)
+            except ValueError:
+                raise ValueError(f"option {self.name!r} must be a number, not {value!r:.60}") from None
         if isinstance(value, str) and self.type is bool:  # as links and the command line write it
             value = {"true": True, "false": False}.get(value.lower(), value)
         if self.type is float and type(value) is int:
@@ -76,13 +79,6 @@ class Knob:
         if isinstance(value, int | float) and not low <= value <= high:
             raise ValueError(f"option {self.name!r} must be between {self.low} and {self.high}, not {value}")
         return value
-
-
-def _number(name: str, text: str, kind: type) -> object:
-    try:
-        return kind(text)
-    except ValueError:
-        raise ValueError(f"option {name!r} must be a number, not {text!r:.60}") from None
 
 
 def knob(default: object, help: str, **limits: object) -> Any:

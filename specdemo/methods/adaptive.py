@@ -19,11 +19,10 @@ depths, draw other noise and so write other texts.
 from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import exp, log
 from operator import mul
-from typing import Protocol
 
 import torch
 from torch import Generator
@@ -57,21 +56,24 @@ class Outcome:
     verify_seconds: float = 0.0
 
 
-class Policy(Protocol):
-    notes: dict[str, float]
+class Policy:
+    """What decides how far to draft: as it is, as far as may be, and all of it is verified."""
 
-    @property
-    def enough(self) -> Callable[[list[float]], bool] | None:
-        """As in `Budget`."""
+    enough: Callable[[list[float]], bool] | None = None  # as in `Budget`
+
+    def __init__(self) -> None:
+        self.notes: dict[str, float] = {}
 
     def start(self) -> None:
         """A new generation."""
 
     def choose(self, depth: int, nodes: int) -> int:
         """How deep to draft, 0 to `depth`, when `nodes` nodes may be drafted at `depth`."""
+        return depth
 
     def cut(self, draft: Draft) -> Draft:
         """What of a draft to verify."""
+        return draft
 
     def learn(self, outcome: Outcome) -> None:
         """What came of the step that `choose` decided on."""
@@ -136,12 +138,11 @@ class Acceptance:
 
     def rates(self, depth: int) -> list[float]:
         """The chance of each of the levels 1 to `depth`."""
-        rate = self._hits[0] / self._tries[0]
-        rates = [rate] * depth
-        for level in range(1, min(depth, len(self._tries))):
-            rate = (self._hits[level] + PRIOR_TRIES * rate) / (self._tries[level] + PRIOR_TRIES)
-            rates[level] = rate
-        rates[len(self._tries) :] = [rate] * max(depth - len(self._tries), 0)
+        rate, rates = self._hits[0] / self._tries[0], []
+        for level in range(depth):
+            if 0 < level < len(self._tries):
+                rate = (self._hits[level] + PRIOR_TRIES * rate) / (self._tries[level] + PRIOR_TRIES)
+            rates.append(rate)
         return rates
 
 
@@ -187,11 +188,11 @@ class Plan:
     bars: list[float]  # the chance that all so far is kept, below which one more token is not worth its seconds
 
 
-class Goodput:
+class Goodput(Policy):
     """The first steps are plain and the next ones draft one token: so the costs are known before much is spent."""
 
     def __init__(self) -> None:
-        self.notes: dict[str, float] = {}
+        super().__init__()
         self.acceptance = Acceptance()
         self.keeping = Keeping()
         self._asks = False  # the drafter does, whether it is enough
@@ -297,19 +298,10 @@ class Goodput:
         return k
 
 
-class Confidence:
-    enough = None
-
+class Confidence(Policy):
     def __init__(self, threshold: float, drafter: str) -> None:
-        self.notes: dict[str, float] = {}
-        self._threshold = threshold
-        self._drafter = drafter
-
-    def start(self) -> None:
-        pass
-
-    def choose(self, depth: int, nodes: int) -> int:
-        return depth
+        super().__init__()
+        self._threshold, self._drafter = threshold, drafter
 
     def cut(self, draft: Draft) -> Draft:
         if draft.nodes and draft.confidence is None:
@@ -320,27 +312,15 @@ class Confidence:
         self.notes = {"k": draft.nodes}
         return draft
 
-    def learn(self, outcome: Outcome) -> None:
-        pass
 
-
-class Heuristic:
-    enough = None
-
-    def __init__(self) -> None:
-        self.notes: dict[str, float] = {}
-        self._k: int | None = None
+class Heuristic(Policy):
+    _k: int | None = None
 
     def start(self) -> None:
         self._k = None
 
     def choose(self, depth: int, nodes: int) -> int:
-        k = depth if self._k is None else min(self._k, depth)
-        self.notes = {"k": k}
-        return k
-
-    def cut(self, draft: Draft) -> Draft:
-        return draft
+        return depth if self._k is None else min(self._k, depth)
 
     def learn(self, outcome: Outcome) -> None:
         if any(drafted for drafted, _ in outcome.rows):
@@ -395,7 +375,9 @@ class Adaptive(Wrapper):
     def __init__(self, target: Target, model: object = None, options: Options | None = None) -> None:
         options = options or self.Options()
         super().__init__(load_drafter(options.drafter, target, model))
-        self.policy = _policy(options)
+        self.policy: Policy = Heuristic() if options.policy == "heuristic" else Goodput()
+        if options.policy == "confidence":
+            self.policy = Confidence(options.threshold, options.drafter)
         self._nothing = Draft.empty(1, target.device)
         self._draft: Draft | None = None  # None until the prompt has been observed
         self._asked = 0
@@ -421,8 +403,7 @@ class Adaptive(Wrapper):
         draft = self._nothing
         if k:
             draft = self.policy.cut(super().propose(Budget(k, budget.nodes * k // depth, self.policy.enough)))
-        notes = {**draft.notes, "k": k, **self.policy.notes}
-        self._draft = Draft(draft.tokens, draft.parents, draft.probs, draft.confidence, notes)
+        self._draft = replace(draft, notes={**draft.notes, "k": k, **self.policy.notes})
         return self._draft
 
     def observe(self, progress: Progress) -> None:
@@ -437,9 +418,3 @@ class Adaptive(Wrapper):
             slots, drafting = self._draft.nodes + 1, ms.get("draft", 0.0)
             self.policy.learn(Outcome(self._asked, slots, self._came, drafting / 1000.0, verifying / 1000.0))
             self._came = None
-
-
-def _policy(options: Adaptive.Options) -> Policy:
-    if options.policy == "confidence":
-        return Confidence(options.threshold, options.drafter)
-    return Heuristic() if options.policy == "heuristic" else Goodput()

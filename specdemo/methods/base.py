@@ -225,24 +225,24 @@ class Head(Learner, Generic[Net]):
 
     def replayed_behind(
         self,
-        history: HeadHistory,
         kind: Hashable,
         depth: int,
         write: Callable[..., Draft],
         *inputs: Tensor,
         ahead: int,
         again: int = 0,
-        draws: int = 0,
-        cut: bool = True,
+        tree: bool = False,
     ) -> Draft:
         """`write(depth, columns, *inputs)`, which drafts in at most `ahead` columns behind what the head has read.
-        columns: those that wait, None: nothing does; again: as of `catch_up`."""
+        columns: those that wait, None: nothing does; again: as of `catch_up`; tree: nothing is drawn, nothing cut."""
+        history = self.history
+        assert history is not None
         if history.passes is not None and not history.passes.refused:
             if (at := history.surplus(again)) is not None:
                 write(1, at, *inputs)
-            noise = self.choice.beforehand(history.rows, draws, self._vocabulary, self._where)
+            noise = self.choice.beforehand(history.rows, 0 if tree else depth, self._vocabulary, self._where)
             run = partial(self._parts, write, 1 + len(inputs))
-            said = history.draft((kind, self.choice.sampling), depth, run, (*inputs, *noise), cut, ahead, again)
+            said = history.draft((kind, self.choice.sampling), depth, run, (*inputs, *noise), not tree, ahead, again)
             if said is not None:
                 return whole(said, depth)
         return write(depth, history.catch_up(again), *inputs)

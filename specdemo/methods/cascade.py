@@ -16,7 +16,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from specdemo.core.accept import Lossless
-from specdemo.core.host import Reading, to_device
+from specdemo.core.host import Reading, padded, to_device
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling, draw, to_probs
 from specdemo.core.tree import ABSENT, Draft, chain_parents, first_branch, is_chain
@@ -131,13 +131,13 @@ class Cascade(DraftModel):
     def _read_both(self, missing: list[list[int]], guess: Draft, guessed: list[list[int]]) -> Tensor:
         """One pass over what is missing and the guess; logits [B, 1 + G, V] after the root and every guessed token."""
         fed = [m + [t for t in g if t != ABSENT] for m, g in zip(missing, guessed, strict=True)]
-        width, tokens = max(map(len, fed)), self._padded(fed)
-        logits = self.model.forward(tokens, chain_parents(len(fed), width - 1, tokens.device)).logits
+        tokens = padded(fed, self.model.device, ABSENT)
+        logits = self.model.forward(tokens, chain_parents(len(fed), tokens.shape[1] - 1, tokens.device)).logits
         if len(fed) == 1:
             return self._widened(logits[:, len(missing[0]) - 1 :])
         rows = torch.arange(len(fed), device=logits.device)[:, None]
         roots = to_device([[len(m) - 1] for m in missing], logits.device)
-        places = (roots + torch.arange(1 + guess.nodes, device=logits.device)).clamp_max(width - 1)
+        places = (roots + torch.arange(1 + guess.nodes, device=logits.device)).clamp_max(tokens.shape[1] - 1)
         return self._widened(logits[rows, places])
 
     def _go_on(self, tokens: list[list[int]], seen: list[list[Tensor]], depth: int) -> None:

@@ -12,18 +12,17 @@ import torch
 from torch import Generator, Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specdemo.core.host import Reading, to_device
+from specdemo.core.host import Reading, padded, to_device
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft, chain_parents
 from specdemo.methods import expect, head_of
 from specdemo.methods.base import Learner, NoOptions
 from specdemo.methods.flags import Flags, Options, sglang_chain, vllm
-from specdemo.methods.heads.choose import Choice, Vocabulary, Writing, parts, whole
-from specdemo.methods.vocabularies import ENOUGH, Bridge, RowText
+from specdemo.methods.heads.choose import Choice, Vocabulary, Writing, replayed
+from specdemo.methods.vocabularies import ENOUGH, Bridge
 from specdemo.models.checkpoints import Checkpoint, outline_checkpoint
-from specdemo.models.graphs import Tensors
-from specdemo.models.history import DraftPlan, Read
+from specdemo.models.history import DraftPlan
 from specdemo.models.hub import LoadProgress
 from specdemo.models.load import Incomplete, LoadedModel, load_model
 from specdemo.models.target import HFTarget
@@ -76,15 +75,8 @@ class DraftModel(Learner):
             self._cross(target, difference)
         shared = None if self._bridge is None else self._bridge.shared
         self._words = Vocabulary(shared, target.vocab_size)
-        self._texts: list[RowText] = []  # per row, where there is a bridge
         self._target = target
         self.choice = Choice()
-        self._history: list[list[int]] = []  # per row: what the target has committed, the root last
-        self._read: list[list[int]] = []  # per row: what the draft's cache holds
-        self._roots: list[int] = []  # per row: the target's id of the last token, where there is a bridge
-        self._begun: list[bytes] = []  # per row: the word its text ends with, which the draft reads anew
-        self._agreed: list[int] = []  # per row: a prefix length known to be common to both
-        self._written: Reading | None = None  # [B, N - 1] what it read of its own last draft
 
     def _cross(self, target: HFTarget, difference: str) -> None:
         """Speak through shared tokens where they hold most of what either model says, else through text."""
@@ -122,13 +114,15 @@ class DraftModel(Learner):
         return self.model.history_bytes
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
+        """Every list has an entry per row."""
         self.choice = Choice(sampling, rng)
-        self._history = [[] for _ in range(batch)]
-        self._read = [[] for _ in range(batch)]
-        self._agreed = [0] * batch
-        self._written = None
+        self._history: list[list[int]] = [[] for _ in range(batch)]  # what the target has committed, the root last
+        self._read: list[list[int]] = [[] for _ in range(batch)]  # what the draft's cache holds
+        self._agreed = [0] * batch  # a prefix length known to be common to both
+        self._written: Reading | None = None  # [B, N - 1] what it read of its own last draft
         self._texts = [self._bridge.row() for _ in range(batch)] if self._bridge else []
-        self._roots, self._begun = [0] * batch, [b""] * batch
+        self._roots = [0] * batch  # the target's ids of the last tokens, where there is a bridge
+        self._begun = [b""] * batch  # the word its text ends with, which the draft reads anew
 
     def release(self) -> None:
         self.model.release()
@@ -210,23 +204,11 @@ class DraftModel(Learner):
         if not self.model.records or max(map(len, missing)) > CATCHING_UP:
             return None
         plan = DraftPlan(("chain", self.choice.sampling), depth, CATCHING_UP, keeps=True)
-        noise = self.choice.beforehand(len(missing), depth, self._words.size, self.model.device)
-        tokens, counts = self._padded(missing), [len(m) for m in missing]
-        said = self.model.draft(tokens, counts, self._recorded, noise, plan)
-        if said is None:
-            return None
-        self._caught_up()
-        return whole(said, depth)
-
-    def _recorded(self, read: Read, depth: int, *noise: Tensor) -> Tensors:
-        written, known = Writing(self.choice.by(noise)), self._words.size
-        written.take(read(None)[:, None, :known])
-        written.follow(lambda tokens: read(tokens)[:, :known], depth)
-        return parts(written.draft(self._words))
-
-    def _padded(self, rows: list[list[int]]) -> Tensor:
-        width = max(map(len, rows))
-        return to_device([row + [ABSENT] * (width - len(row)) for row in rows], self.model.device)
+        tokens, counts = padded(missing, self.model.device, ABSENT), [len(m) for m in missing]
+        draft = replayed(self.model, tokens, counts, plan, self.choice, self._words)
+        if draft is not None:
+            self._caught_up()
+        return draft
 
     def _caught_up(self) -> None:
         self._read = [h.copy() for h in self._history]
@@ -254,9 +236,7 @@ class DraftModel(Learner):
                 break
             logits = self._read_on(said[-1])
         self._written = Reading(torch.cat(said, 1)[:, :-1])
-        width = max(map(len, drafted))
-        padded = [row + [ABSENT] * (width - len(row)) for row in drafted]
-        return Draft.chain(torch.tensor(padded, dtype=torch.int64, device=self.model.device).view(len(rows), width))
+        return Draft.chain(padded(drafted, self.model.device, ABSENT))
 
     def _agreeing(self, bridge: Bridge, logits: Tensor, begun: list[bytes]) -> Tensor:
         """The likeliest tokens [B, 1] that write what is left of a word; of it they leave the rest in `begun`."""
@@ -288,7 +268,7 @@ class DraftModel(Learner):
 
     def _catch_up(self, missing: list[list[int]]) -> Tensor:
         """Read what is missing; logits [B, V] after the root."""
-        tokens = self._padded(missing)
+        tokens = padded(missing, self.model.device, ABSENT)
         logits = self.model.forward(tokens, chain_parents(len(missing), tokens.shape[1] - 1, tokens.device)).logits
         self.model.commit([list(range(len(m))) for m in missing])
         self._caught_up()

@@ -17,10 +17,9 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
 from specdemo.methods import knob
 from specdemo.methods.base import Method
-from specdemo.methods.heads.choose import Choice, Writing, parts, whole
+from specdemo.methods.heads.choose import Choice, Writing, replayed
 from specdemo.methods.heads.runtime import at_last
-from specdemo.models.graphs import Tensors
-from specdemo.models.history import DraftPlan, Read
+from specdemo.models.history import DraftPlan
 from specdemo.models.target import HFTarget
 
 
@@ -64,27 +63,13 @@ class LayerSkip(Method):
         depth = min(budget.depth, budget.nodes)
         if depth < 1:
             return Draft.empty(len(self._roots), self._device)
-        draft = self._replayed(depth)
-        if draft is not None:
-            return draft
-        chain, written = self._roots, Writing(self.choice)
+        target, chain, written = self._target, self._roots, Writing(self.choice)
+        if isinstance(target, HFTarget) and target.records:
+            plan = DraftPlan(("layers", self.choice.sampling), depth, room=1, layers=self.exit_layer)
+            draft = replayed(target, chain, [1] * len(chain), plan, self.choice)
+            if draft is not None:
+                return draft
         while len(written) < depth:
-            logits = self._target.shallow(chain, self.exit_layer)
+            logits = target.shallow(chain, self.exit_layer)
             chain = torch.cat([chain, written.take(logits[:, None])], 1)
         return written.draft()
-
-    def _replayed(self, depth: int) -> Draft | None:
-        """As one recorded pass; None: it is not recorded."""
-        target, rows = self._target, len(self._roots)
-        if not isinstance(target, HFTarget) or not target.records:
-            return None
-        plan = DraftPlan(("layers", self.choice.sampling), depth, room=1, layers=self.exit_layer)
-        noise = self.choice.beforehand(rows, depth, target.vocab_size, self._device)
-        said = target.draft(self._roots, [1] * rows, self._recorded, noise, plan)
-        return None if said is None else whole(said, depth)
-
-    def _recorded(self, read: Read, depth: int, *noise: Tensor) -> Tensors:
-        written = Writing(self.choice.by(noise))
-        written.take(read(None)[:, None])
-        written.follow(read, depth)
-        return parts(written.draft())

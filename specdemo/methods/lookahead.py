@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import Generator
 
-from specdemo.core.host import to_device
+from specdemo.core.host import padded
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft
@@ -104,12 +104,11 @@ class Lookahead(Method):
             self._nodes = -1  # there is no window to read
             return Draft.empty(len(self._rows), self._device)
         trees = [self._tree(row, budget) for row in self._rows]
-        self._nodes = width = max(len(tree.tokens) for tree in trees)
-        tokens = to_device([t.tokens + [ABSENT] * (width - len(t.tokens)) for t in trees], self._device)
+        tokens = padded([tree.tokens for tree in trees], self._device, ABSENT)
+        self._nodes = tokens.shape[1]
         if not self._supports_trees:
             return Draft.chain(tokens)
-        parents = [t.parents + [0] * (width - len(t.parents)) for t in trees]
-        return Draft(tokens, to_device(parents, self._device))
+        return Draft(tokens, padded([tree.parents for tree in trees], self._device, 0))
 
     def _tree(self, row: _Row, budget: Budget) -> _Tree:
         tree = _Tree()

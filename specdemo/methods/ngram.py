@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from torch import Generator
 
-from specdemo.core.host import to_device
+from specdemo.core.host import padded
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft
@@ -92,6 +92,4 @@ class NGram(Method):
 
     def propose(self, budget: Budget) -> Draft:
         found = [row.continuation(min(budget.depth, budget.nodes)) for row in self._rows]
-        width = max(map(len, found))
-        padded = [f + [ABSENT] * (width - len(f)) for f in found]
-        return Draft.chain(to_device(padded, self._device).view(len(found), width))
+        return Draft.chain(padded(found, self._device, ABSENT))

@@ -37,40 +37,39 @@ def check_pair(target: HFTarget, drafter: str, method_name: str | None = None) -
     except ValueError as error:
         return Pair(drafter, "?", False, str(error))
     cls = method(name)
-    if not issubclass(cls, Head):  # it takes a whole model
-        return _check_draft(target, outline(drafter), drafter, name, issubclass(cls, DraftModel) and cls.crosses)
+    draft = None if issubclass(cls, Head) else outline(drafter)
+    fits = f"made for hidden size {target.hidden_size}, vocabulary {target.vocab_size}"
     try:
-        with readable(drafter):
-            cls.read(checkpoint, target)
+        if issubclass(cls, Head):
+            with readable(drafter):
+                cls.read(checkpoint, target)
+        elif draft is not None:
+            fits = _alike(target, draft, issubclass(cls, DraftModel) and cls.crosses)
     except ValueError as error:
         return Pair(drafter, name, False, str(error))
-    return Pair(drafter, name, True, f"made for hidden size {target.hidden_size}, vocabulary {target.vocab_size}")
+    return Pair(drafter, name, True, fits)
 
 
-def _check_draft(target: HFTarget, draft: HFTarget, drafter: str, name: str, crosses: bool) -> Pair:
-    try:
-        difference = unlike(target, draft)
-    except ValueError as error:
-        return Pair(drafter, name, False, str(error))
+def _alike(target: HFTarget, draft: HFTarget, crosses: bool) -> str:
+    """How a whole model fits. Raises ValueError where it does not."""
+    difference = unlike(target, draft)
     if difference and not crosses:
-        return Pair(drafter, name, False, f"another tokenizer: {difference}; choose a draft of the same model family")
+        raise ValueError(f"another tokenizer: {difference}; choose a draft of the same model family")
     if difference:
         bridge = Bridge(target, draft)
         shared = f"{100 * bridge.share:.0f} % shared tokens, {100 * bridge.own_share:.0f} % of its own"
-        return Pair(drafter, name, True, f"fits through {shared}; another tokenizer: {difference}")
-    rows = f"{draft.vocab_size} rows against {target.vocab_size}, the rest is padding"
-    same = draft.vocab_size == target.vocab_size
-    return Pair(drafter, name, True, "same tokenizer" if same else f"same tokenizer; {rows}")
+        return f"fits through {shared}; another tokenizer: {difference}"
+    if draft.vocab_size == target.vocab_size:
+        return "same tokenizer"
+    return f"same tokenizer; {draft.vocab_size} rows against {target.vocab_size}, the rest is padding"
 
 
 def check_pairs(target: HFTarget, known: Iterable[tuple[str, str]]) -> list[Pair]:
     """known: a method and the drafter that it reads. Those that fit come first, those that cannot be told last."""
-    pairs = [_told(target, drafter, name) for name, drafter in dict.fromkeys(known)]
+    pairs = []
+    for name, drafter in dict.fromkeys(known):
+        try:
+            pairs.append(check_pair(target, drafter, name))
+        except ValueError as error:
+            pairs.append(Pair(drafter, name, None, str(error)))
     return sorted(pairs, key=lambda pair: (pair.fits is None, not pair.fits, pair.method, pair.drafter))
-
-
-def _told(target: HFTarget, drafter: str, name: str) -> Pair:
-    try:
-        return check_pair(target, drafter, name)
-    except ValueError as error:
-        return Pair(drafter, name, None, str(error))

@@ -10,13 +10,13 @@ from collections import deque
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, nlargest
 from itertools import count
-from typing import Any, ClassVar
+from typing import ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Generator, nn
 
-from specdemo.core.host import to_device
+from specdemo.core.host import padded
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft
@@ -195,16 +195,11 @@ class Suffix(Method):
 
     def propose(self, budget: Budget) -> Draft:
         found = [self._best(row, budget) for row in self._rows]
-        width = max(len(f.tokens) for f in found)
-        tokens = self._tensor([_padded(f.tokens, width, ABSENT) for f in found], torch.int64)
-        confidence = self._tensor([_padded(f.chances, width, 0.0) for f in found], torch.float32)
+        tokens = padded([f.tokens for f in found], self._device, ABSENT)
+        confidence = padded([f.chances for f in found], self._device, 0.0, torch.float32)
         if not self._options.nodes:
             return Draft.chain(tokens, confidence=confidence)
-        parents = [_padded(f.parents, width, 0) for f in found]
-        return Draft(tokens, self._tensor(parents, torch.int64), confidence=confidence)
-
-    def _tensor(self, rows: list[list[object]], dtype: torch.dtype) -> Tensor:
-        return to_device(rows, self._device, dtype)
+        return Draft(tokens, padded([f.parents for f in found], self._device, 0), confidence=confidence)
 
     def _best(self, row: _Row, budget: Budget) -> _Found:
         """Of equal scores the longer match wins, and the row's own text before the memory."""
@@ -241,7 +236,3 @@ class Suffix(Method):
             found.add(token, slot, chance, -less)
             offer(node, len(found.tokens), level + 1, -less)
         return found
-
-
-def _padded(values: list[Any], width: int, filler: float) -> list[object]:
-    return values + [filler] * (width - len(values))

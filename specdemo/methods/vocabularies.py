@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from specdemo.core.tree import chain_parents
 from specdemo.models.target import HFTarget
@@ -21,6 +22,7 @@ from specdemo.models.target import HFTarget
 ENOUGH = 0.8  # of either model's probability on the shared tokens: below, drafts go through the text
 SHORT, LONG = 24, 96  # characters at the end of a text that are cut again, at least and at most
 SAMPLE = "Once upon a time, there was a little girl who lived near the sea. Every day, she and her friends asked: why?"
+ALPHABET = {character: byte for byte, character in bytes_to_unicode().items()}  # of byte-level tokenizers
 SPACE, BYTE_SPACE = "\u2581", "\u0120"  # how SentencePiece and byte-level tokenizers write a space
 
 
@@ -148,16 +150,6 @@ def _held(model: HFTarget, spelling: Spelling, ids: Tensor) -> float:
     logits = model.forward(tokens[:, 1:], chain_parents(1, tokens.shape[1] - 2, tokens.device)).logits
     model.release()
     return float(logits.float().softmax(-1)[..., ids].sum(-1).mean())
-
-
-def _alphabet() -> dict[str, int]:
-    """The characters of byte-level tokenizers (GPT-2): printable bytes are themselves, others follow from 256 on."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-ALPHABET = _alphabet()
 
 
 def _byte_level(token: str) -> bytes:

@@ -11,7 +11,7 @@ from specdemo.core.protocol import Budget, GenerationConfig, Progress
 from specdemo.core.sampling import Sampling
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
-from specdemo.methods.heads.dflash import DFlash
+from specdemo.methods.heads.dflash import DFlash, whole_blocks
 from specdemo.methods.heads.formats.dflash import spread_taps
 from specdemo.methods.heads.settle import written
 from specdemo.models.checkpoints import outline_checkpoint
@@ -380,7 +380,7 @@ def stages_agree(target, model, draft):
     logits = drafter._logits(states)
     if model.stage is not None:
         before = torch.cat([TEXT[:, -1:], draft.tokens[:, :-1]], 1)
-        logits = model.stage.blocks(before, states, logits)
+        logits = whole_blocks(model.stage, before, states, logits)
     torch.testing.assert_close(logits.softmax(-1), draft.probs, atol=1e-5, rtol=1e-4)
     drafter.options = DFlash.Options(nodes=12)
     tree = drafter.propose(Budget(BLOCK, 12))
@@ -391,7 +391,7 @@ def stages_agree(target, model, draft):
         logits = drafter._logits(states)[:, : len(path)]
         if model.stage is not None:
             before = torch.tensor([[int(TEXT[0, -1]), *path[:-1]]])
-            logits = model.stage.blocks(before, states[:, : len(path)], logits)
+            logits = whole_blocks(model.stage, before, states[:, : len(path)], logits)
         assert confidence == pytest.approx(float(logits.softmax(-1)[0, -1, path[-1]]), rel=1e-3)
 
 
@@ -606,7 +606,7 @@ def test_transformers_drafts_the_same(target, tmp_path, kind):
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (ZLAB | {"hidden_size": 64}, "hidden size 64, this one has 32; choose the one it was made for"),
+        (ZLAB | {"hidden_size": 64}, "hidden size 64, the target has 32; choose the target it was trained for"),
         (ZLAB | {"vocab_size": 99}, "vocabulary 99"),
         (ZLAB | {"num_target_layers": 36}, "layers 36"),
         (changed(ZLAB, mask_token_id=None), "lacks 'mask_token_id'"),

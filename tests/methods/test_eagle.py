@@ -580,8 +580,8 @@ def test_files_that_do_not_fit_are_refused_with_the_cure(target, tmp_path):
             Eagle.load(write(tmp_path, config, tensors), target)
         assert "\n" not in str(caught.value)
 
-    refused("hidden states of size 32, the target's have 8; choose the target some/verifier", target=ToyTarget(61))
-    refused("a vocabulary of 60, the target's has 61", tensors={**tensors, "t2d": torch.ones(60, dtype=torch.bool)})
+    refused("hidden size 32, the target has 8; choose the target some/verifier", target=ToyTarget(61))
+    refused("vocabulary 60, the target has 61", tensors={**tensors, "t2d": torch.ones(60, dtype=torch.bool)})
     refused("reads layer 7, the target has 3", {**config, ID_LIST: [2, 5, 7]})
     refused(
         "gadget.weight is missing, of another shape or unknown", tensors={**tensors, "gadget.weight": torch.ones(3)}

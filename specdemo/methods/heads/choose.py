@@ -12,6 +12,8 @@ from torch import Generator, Tensor
 from specdemo.core.sampling import Sampling, draw, drawn, exponential, to_probs
 from specdemo.core.tree import Draft, chain_parents
 from specdemo.models.graphs import Tensors
+from specdemo.models.history import DraftPlan, Read
+from specdemo.models.target import HFTarget
 
 NEVER = -1e4  # the logit of a token that a head does not know; finite, so that a loss stays so
 
@@ -126,6 +128,23 @@ class Vocabulary:
         if self.ids is None:
             return torch.nn.functional.pad(values, (0, self.size - values.shape[-1]), value=elsewhere)
         return values.new_full((*values.shape[:-1], self.size), elsewhere).index_copy(-1, self.ids, values)
+
+
+def replayed(
+    model: HFTarget, tokens: Tensor, counts: list[int], plan: DraftPlan, choice: Choice, words: Vocabulary | None = None
+) -> Draft | None:
+    """A chain behind the tokens that the model reads first, as one recorded pass; None: it is not recorded."""
+    known = words.size if words else model.vocab_size
+
+    def write(read: Read, depth: int, *noise: Tensor) -> Tensors:
+        written = Writing(choice.by(noise))
+        written.take(read(None)[:, None, :known])
+        written.follow(lambda tokens: read(tokens)[:, :known], depth)
+        return parts(written.draft(words))
+
+    noise = choice.beforehand(len(tokens), plan.depth, known, model.device)
+    said = model.draft(tokens, counts, write, noise, plan)
+    return None if said is None else whole(said, plan.depth)
 
 
 def parts(draft: Draft) -> Tensors:

@@ -13,7 +13,7 @@ Slots are drawn independently of each other, each with its own q, or (DFlash2, D
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -32,17 +32,19 @@ from specdemo.methods.flags import Flags, NotServed, says, sglang, vllm_config
 from specdemo.methods.grow import grow
 from specdemo.methods.heads.choose import NEVER, Vocabulary, Writing
 from specdemo.methods.heads.formats import dflash as files
-from specdemo.methods.heads.formats.dflash import Design, Kind, spread_taps
+from specdemo.methods.heads.formats import renamed
+from specdemo.methods.heads.formats.dflash import Design, spread_taps
 from specdemo.methods.heads.layers import Layer
 from specdemo.methods.heads.lilicorr import Correlator
 from specdemo.methods.heads.network import Network, as_target
-from specdemo.methods.heads.runtime import Columns, HeadHistory, Rotary, at_last
+from specdemo.methods.heads.runtime import Columns, HeadHistory, Kind, Rotary, at_last
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
 from specdemo.models.packed import RMSNorm
 from specdemo.models.target import HFTarget
 from specdemo.training.losses import likeliest
 
 TAPS = 3
+CLASSES = ("DFlash", "DSpark", "Domino", "PEagle", "LiLiCorr")  # a part of what the class of its files is called
 HEAD_SIZE = 64  # of a fresh drafter
 BRANCHES = 10  # children of a node, where they depend on it
 CURE = "fetch config.json and weights of one revision, or choose a drafter of another dialect if these belong together"
@@ -80,12 +82,12 @@ class Convolution(nn.Module):
 class Slots(Layer):
     """A layer over the slots of blocks."""
 
-    def __init__(self, design: Design, index: int) -> None:
-        body, (span, groups) = design.body, design.convolution
+    def __init__(self, design: Design, index: int, tensors: Mapping[str, Tensor]) -> None:
+        body, (span, groups) = design.body, files.convolution(tensors)
         names = {"self_attn.q_norm.weight"}
         if body.attention_bias:
             names |= {f"self_attn.{part}_proj.bias" for part in "qkvo"}
-        if design.sinks:
+        if "layers.0.self_attn.attention_sink_bias" in tensors:
             names |= {"self_attn.attention_sink_bias"}
         super().__init__(body, index, names, kind=design.kinds[index])
         self.attention_conv = Convolution(body.hidden_size, design.block_size, span, groups) if span else None
@@ -103,97 +105,74 @@ class Slots(Layer):
 class Stage(nn.Module):
     """What makes a token depend on those before it in its block."""
 
+    recurrent = False  # whether on more of them than the last one
+
     def forward(
         self, slot: int, previous: Tensor, states: Tensor, logits: Tensor, memory: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """slot counts from the first that guesses; previous [...] tokens, states [..., H], logits [..., W], memory
-        [..., M] of the slot before, None in the first -> logits, memory."""
-        return self.following(previous, states, logits), None
-
-    def following(self, previous: Tensor, states: Tensor, logits: Tensor) -> Tensor:
-        """Of a stage without a memory, for any slots at once."""
+        [..., M] of the slot before, None in the first -> logits, memory. One that is not recurrent reads any slots at
+        once."""
         raise NotImplementedError
-
-    def blocks(self, previous: Tensor, states: Tensor, logits: Tensor) -> Tensor:
-        """Whole blocks, slots in the last dimension of previous [..., D] -> logits [..., D, W]"""
-        return self.following(previous, states, logits)
 
 
 class CandidateSelector(Stage):
     """DFlash2: of a slot's likeliest tokens, how well each follows the token before."""
 
-    def __init__(self, hidden_size: int, vocab_size: int, rank: int, candidates: int) -> None:
+    def __init__(self, design: Design, words: int, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self.candidates = min(candidates, vocab_size)
-        self.predecessor_codebook = nn.Parameter(torch.zeros(vocab_size, rank))
-        self.successor_codebook = nn.Parameter(torch.zeros(vocab_size, rank))
-        self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
+        self.candidates, rank = min(design.candidates, words), tensors[files.CODEBOOK].shape[1]
+        self.predecessor_codebook = nn.Parameter(torch.zeros(words, rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(words, rank))
+        self.hidden_projection = nn.Linear(design.body.hidden_size, rank, bias=False)
 
-    def following(self, previous: Tensor, states: Tensor, logits: Tensor) -> Tensor:
+    def forward(
+        self, slot: int, previous: Tensor, states: Tensor, logits: Tensor, memory: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         scores, tokens = logits.topk(self.candidates)
         wanted = self.predecessor_codebook[previous] * self.hidden_projection(states)
         follow = (self.successor_codebook[tokens] @ wanted[..., None]).squeeze(-1)
-        return torch.full_like(logits, NEVER).scatter(-1, tokens, scores + follow.float())
+        return torch.full_like(logits, NEVER).scatter(-1, tokens, scores + follow.float()), None
 
 
 class MarkovHead(Stage):
-    """DSpark: a bias on every token from the token before, of low rank."""
+    """DSpark: a bias on every token from the token before, of low rank. It may be gated by the slot's state, or depend,
+    through a gated state of its own, on all tokens before."""
 
-    def __init__(self, design: Design) -> None:
+    def __init__(self, design: Design, words: int, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
-        size, rank = design.body.hidden_size, design.markov_rank
+        size, rank = design.body.hidden_size, tensors["markov_head.markov_w1.weight"].shape[1]
         self.markov_w1 = nn.Embedding(design.vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, design.draft_vocab_size or design.vocab_size, bias=False)
-        self.gate_proj = nn.Linear(size + rank, rank) if design.markov_kind == "gated" else None
-
-    def following(self, previous: Tensor, states: Tensor, logits: Tensor) -> Tensor:
-        read = self.markov_w1(previous)
-        if self.gate_proj is not None:
-            read = torch.sigmoid(self.gate_proj(torch.cat([states, read], -1))) * read
-        scores: Tensor = logits + self.markov_w2(read).float()
-        return scores
-
-
-def slot_by_slot(step: Step, previous: Tensor, states: Tensor, logits: Tensor) -> Tensor:
-    """As `Stage.blocks`."""
-    memory, every = None, []
-    for slot in range(previous.shape[-1]):
-        said, memory = step(slot, previous[..., slot], states[..., slot, :], logits[..., slot, :], memory)
-        every.append(said)
-    return torch.stack(every, -2)
-
-
-class Recurrent(Stage):
-    def blocks(self, previous: Tensor, states: Tensor, logits: Tensor) -> Tensor:
-        return slot_by_slot(self, previous, states, logits)
-
-
-class RecurrentMarkovHead(Recurrent):
-    """DSpark: the bias depends, through a gated state, on all tokens before."""
-
-    def __init__(self, design: Design) -> None:
-        super().__init__()
-        size, rank = design.body.hidden_size, design.markov_rank
-        self.markov_w1 = nn.Embedding(design.vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, design.draft_vocab_size or design.vocab_size, bias=False)
-        self.joint_proj = nn.Linear(2 * rank + size, 3 * rank)
+        self.markov_w2 = nn.Linear(rank, words, bias=False)
+        self.recurrent = "markov_head.joint_proj.weight" in tensors
+        self.joint_proj = nn.Linear(2 * rank + size, 3 * rank) if self.recurrent else None
+        gated = "markov_head.gate_proj.weight" in tensors and not self.recurrent
+        self.gate_proj = nn.Linear(size + rank, rank) if gated else None
 
     def forward(
         self, slot: int, previous: Tensor, states: Tensor, logits: Tensor, memory: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         read = self.markov_w1(previous)
-        memory = torch.zeros_like(read) if memory is None else memory
-        gate, candidate, out = self.joint_proj(torch.cat([memory, read, states], -1)).chunk(3, -1)
-        kept = torch.sigmoid(gate)
-        return logits + self.markov_w2(torch.tanh(out)).float(), kept * memory + (1 - kept) * torch.tanh(candidate)
+        if self.gate_proj is not None:
+            read = torch.sigmoid(self.gate_proj(torch.cat([states, read], -1))) * read
+        elif self.joint_proj is not None:
+            memory = torch.zeros_like(read) if memory is None else memory
+            gate, candidate, out = self.joint_proj(torch.cat([memory, read, states], -1)).chunk(3, -1)
+            kept = torch.sigmoid(gate)
+            read, memory = torch.tanh(out), kept * memory + (1 - kept) * torch.tanh(candidate)
+        return logits + self.markov_w2(read).float(), memory
 
 
-class Domino(Recurrent):
+class Domino(Stage):
     """SpecForge: a GRU reads the tokens before, and corrects all slots but the first few."""
 
-    def __init__(self, design: Design) -> None:
+    recurrent = True
+
+    def __init__(self, design: Design, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
-        size, (inner, words, self.alone) = design.body.hidden_size, design.domino
+        inner = len(tensors["domino.prefix_gru.weight_ih_l0"]) // 3
+        words = len(tensors["domino.embed_proj.0.weight"])
+        size, self.alone = design.body.hidden_size, design.left_alone
         self.prefix_gru = nn.GRU(size, inner, bias=False, batch_first=True)
         self.embed_proj = nn.Sequential(
             nn.Linear(size + inner, words, bias=False), nn.SiLU(), nn.Linear(words, design.vocab_size, bias=False)
@@ -211,30 +190,42 @@ class Domino(Recurrent):
         return logits + self.embed_proj(torch.cat([states, seen], -1)).float(), seen
 
 
-class DFlashDraftModel(Network):
-    """Tensors are named as z-lab, DFlash2 and DeepSpec name them."""
+def whole_blocks(step: Step, previous: Tensor, states: Tensor, logits: Tensor) -> Tensor:
+    """What a stage says of all slots, which are the last dimension of previous [..., D] -> logits [..., D, W]"""
+    if isinstance(step, Stage) and not step.recurrent:
+        return step.forward(0, previous, states, logits, None)[0]
+    memory, every = None, []
+    for slot in range(previous.shape[-1]):
+        said, memory = step(slot, previous[..., slot], states[..., slot, :], logits[..., slot, :], memory)
+        every.append(said)
+    return torch.stack(every, -2)
 
-    def __init__(self, design: Design) -> None:
+
+class DFlashDraftModel(Network):
+    """Tensors are named as z-lab, DFlash2 and DeepSpec name them.
+
+    `tensors`, those of its files, tell which of the optional parts there are, and their sizes.
+    """
+
+    def __init__(self, design: Design, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.design = design
-        body, vocab_size = design.body, design.draft_vocab_size or design.vocab_size
+        body, own = design.body, "d2t" in tensors
+        words = len(tensors["d2t"]) if own else design.vocab_size
         self.fc = nn.Linear(len(design.taps) * body.hidden_size, body.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(body.hidden_size, body.rms_norm_eps)
-        self.layers = nn.ModuleList(Slots(design, i) for i in range(body.num_hidden_layers))
+        self.layers = nn.ModuleList(Slots(design, i, tensors) for i in range(body.num_hidden_layers))
         self.norm = RMSNorm(body.hidden_size, body.rms_norm_eps)
-        own = bool(design.draft_vocab_size)
-        self.lm_head = nn.Linear(body.hidden_size, vocab_size, bias=False) if own else None
-        self.register_buffer("d2t", torch.zeros(vocab_size, dtype=torch.int64) if own else None)
-        rank, candidates = design.selector
-        self.candidate_selector = CandidateSelector(body.hidden_size, vocab_size, rank, candidates) if rank else None
-        markov = RecurrentMarkovHead if design.markov_kind == "rnn" else MarkovHead
-        self.markov_head = markov(design) if design.markov_rank else None
-        self.domino = Domino(design) if any(design.domino) else None
+        self.lm_head = nn.Linear(body.hidden_size, words, bias=False) if own else None
+        self.register_buffer("d2t", torch.zeros(words, dtype=torch.int64) if own else None)
+        self.candidate_selector = CandidateSelector(design, words, tensors) if files.CODEBOOK in tensors else None
+        self.markov_head = MarkovHead(design, words, tensors) if "markov_head.markov_w1.weight" in tensors else None
+        self.domino = Domino(design, tensors) if "domino.prefix_gru.weight_ih_l0" in tensors else None
         sizes = design.lattice
         self.lilicorr = (
             Correlator(sizes, body.hidden_size, design.block_size, body.rms_norm_eps) if sizes is not None else None
         )
-        self.mask_embedding = nn.Parameter(torch.zeros(body.hidden_size)) if design.own_mask else None
+        self.mask_embedding = nn.Parameter(torch.zeros(body.hidden_size)) if "mask_embedding" in tensors else None
 
     def read_as(self, reading: Design) -> None:
         self.design = reading
@@ -317,15 +308,21 @@ class DFlash(Head[DFlashDraftModel]):
 
     @classmethod
     def recognises(cls, checkpoint: Checkpoint) -> bool:
-        return files.recognises(checkpoint)
+        config, names = checkpoint.config, checkpoint.tensors.keys()
+        family = config.get("speculators_model_type")
+        if family:
+            return family in ("dflash", "dspark")
+        called = any(part in str(name) for name in config.get("architectures") or () for part in CLASSES)
+        shaped = {"hidden_norm.weight", "fc.weight", "norm.weight"} <= names
+        return "dflash_config" in config or called or shaped or checkpoint.has("encoder.output_norm_enc.")
 
     @classmethod
     def read(cls, checkpoint: Checkpoint, target: Target) -> DFlashDraftModel:
-        checkpoint = files.renamed(checkpoint)
+        checkpoint = replace(checkpoint, tensors=renamed(checkpoint.tensors, files.NAMES))
         expect(checkpoint, "dflash")
         tensors, designs = files.found(checkpoint, target)
         with torch.device("meta"):
-            head = DFlashDraftModel(designs[0])
+            head = DFlashDraftModel(designs[0], tensors)
         head.readings = designs
         return head.fill(tensors, checkpoint, target, CURE)
 
@@ -371,7 +368,7 @@ class DFlash(Head[DFlashDraftModel]):
             vocab_size=target.vocab_size,
             kinds=((0, False),) * layers,
         )
-        made = DFlashDraftModel(design)
+        made = DFlashDraftModel(design, {})
         for name, parameter in made.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 nn.init.zeros_(parameter)
@@ -394,17 +391,7 @@ class DFlash(Head[DFlashDraftModel]):
             return Draft.empty(len(self._root), self._root.device)
         nodes = budget.nodes if self.options.nodes else 0
         write, block = partial(self._write, nodes), design.block_size
-        return self.replayed_behind(
-            self.history,
-            nodes,
-            depth,
-            write,
-            self._root,
-            *self._last,
-            ahead=block,
-            draws=0 if nodes else depth,
-            cut=not nodes,
-        )
+        return self.replayed_behind(nodes, depth, write, self._root, *self._last, ahead=block, tree=nodes > 0)
 
     def _write(self, nodes: int, depth: int, at: Columns | None, root: Tensor, *last: Tensor) -> Draft:
         """A block behind all that was observed; of an earlier one nothing stays. nodes 0: a chain."""
@@ -484,11 +471,10 @@ class DFlash(Head[DFlashDraftModel]):
 
     def _staged(self, batch: Progress, anchors: Tensor, before: Tensor, states: Tensor, logits: Tensor) -> Tensor:
         """Logits [B, N, D, V] behind the last stage, the tokens before [B, N, D] given."""
-        if self.head.stage is not None:
-            return self.head.stage.blocks(before, states, logits)
         rows = torch.arange(len(anchors), device=anchors.device)[:, None]
-        step = self._step(states, logits, self.tapped(batch)[rows, anchors - 1])
-        return logits if step is None else slot_by_slot(step, before, states, logits)
+        features = None if self.head.lilicorr is None else self.tapped(batch)[rows, anchors - 1]
+        step = self._step(states, logits, features)
+        return logits if step is None else whole_blocks(step, before, states, logits)
 
     def _anchors(self, inputs: Tensor) -> Tensor:
         """Columns [B, N] of anchors, no two alike in a row, for about as many slots as there are columns."""
@@ -516,8 +502,9 @@ class DFlash(Head[DFlashDraftModel]):
         return states.view(rows, -1, design.block_size, states.shape[-1])
 
     def save(self, folder: Path, target_name: str) -> None:
+        tensors = self.head.state_dict()
         write_checkpoint(
-            folder, files.described(self.head.design, target_name, self._target.num_layers), self.head.state_dict()
+            folder, files.described(self.head.design, tensors, target_name, self._target.num_layers), tensors
         )
 
     def _embed(self, tokens: Tensor) -> Tensor:

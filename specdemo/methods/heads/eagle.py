@@ -15,9 +15,10 @@ The head's keys and values are those of observed columns; drafted columns follow
 drops them.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -37,10 +38,10 @@ from specdemo.methods.heads.formats import eagle as files
 from specdemo.methods.heads.formats.eagle import Convention, absolute, default_taps
 from specdemo.methods.heads.layers import Layer, below, like, linear
 from specdemo.methods.heads.network import Network, as_target
-from specdemo.methods.heads.runtime import Columns, HeadHistory, Kind, Rotary, unrolled_mask, whole_rows
+from specdemo.methods.heads.runtime import Columns, HeadHistory, Rotary, unrolled_mask, whole_rows
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
 from specdemo.models.packed import RMSNorm, dtype_of
-from specdemo.training.losses import likeliest
+from specdemo.training.losses import likeliest, steps_loss
 
 UNROLLED = 4  # steps of EAGLE-3's training-time test
 DECAY = 0.8  # weight of a step in the loss, relative to the one before it
@@ -206,7 +207,10 @@ class Eagle(Head[EagleHead]):
 
     @classmethod
     def recognises(cls, checkpoint: Checkpoint) -> bool:
-        return files.recognises(checkpoint)
+        family = checkpoint.config.get("speculators_model_type")
+        if family:
+            return family in ("eagle", "eagle3", "peagle")
+        return checkpoint.has("midlayer.") or "fc.weight" in checkpoint.tensors
 
     @classmethod
     def read(cls, checkpoint: Checkpoint, target: Target) -> EagleHead:
@@ -254,11 +258,11 @@ class Eagle(Head[EagleHead]):
         if depth < 1:
             return Draft.empty(self.history.rows, self._device)
         if self.head.mask_hidden is not None:
-            return self.replayed_behind(self.history, "masks", depth, self._at_once, ahead=depth, draws=depth)
+            return self.replayed_behind("masks", depth, self._at_once, ahead=depth)
         if self.options.draft == "chain":
-            return self.replayed_behind(self.history, "chain", depth, self._chain, ahead=depth, draws=depth)
+            return self.replayed_behind("chain", depth, self._chain, ahead=depth)
         ahead, write = depth * self.options.top_k, partial(self._tree, budget.nodes)
-        return self.replayed_behind(self.history, ("tree", budget.nodes), depth, write, ahead=ahead, cut=False)
+        return self.replayed_behind(("tree", budget.nodes), depth, write, ahead=ahead, tree=True)
 
     def _root_of(self, at: Columns | None) -> tuple[Tensor, Tensor]:
         """What is fed back [B, 1, D] below the root, and logits [B, W] behind it."""
@@ -288,9 +292,9 @@ class Eagle(Head[EagleHead]):
             nonlocal states
             features = states[torch.arange(len(parents), device=self._device)[:, None], parents]
             states, logits = self.history.ahead(parents=parents).run(self._onward, tokens, features)
-            return _log(logits)
+            return logits.float().log_softmax(-1)
 
-        drafted = grow(_log(logits), level, Budget(depth, nodes), self.options.top_k)
+        drafted = grow(logits.float().log_softmax(-1), level, Budget(depth, nodes), self.options.top_k)
         return replace(drafted, tokens=self.head.words.in_target(drafted.tokens))
 
     def _chain(self, depth: int, at: Columns | None) -> Draft:
@@ -329,6 +333,9 @@ class Eagle(Head[EagleHead]):
 
         Where the target's distribution is unknown, the text stands in for it.
         """
+        return steps_loss(self._steps(batch), (DECAY**i for i in count()))
+
+    def _steps(self, batch: Progress) -> Iterator[tuple[Tensor, Tensor]]:
         head, last = self.head, batch.outputs.shape[1] - 1
         eagle1 = head.convention.eagle1
         probs = batch.target_probs()
@@ -337,36 +344,24 @@ class Eagle(Head[EagleHead]):
         features = head.features(self._hidden(batch))[:, :last]
         columns = torch.arange(last, device=said.device)
         cache = DynamicCache()
-        total = embedded.new_zeros(())
-        metrics: dict[str, float] = {}
         alone = eagle1 or head.mask_hidden is not None  # whose drafts read no states of their own
         for step in range(min(1 if alone else UNROLLED, last)):
             at = whole_rows(columns[None, step:], self._angles, last, None, cache)
             if step or any(head.windows):
-                at.see = partial(_unrolled, columns, step)
+                at.see = partial(unrolled_mask, columns, step)
             states = head(embedded[:, step:], features, at)
             loss, agreed = _compare(head, states, said[:, step + 1 :])
             if eagle1:
                 loss = TOKENS_WEIGHT * loss + F.smooth_l1_loss(states.float(), batch.hidden[-1][:, 1:].float())
-            total = total + DECAY**step * loss
-            metrics[f"agree_{step + 1}"] = agreed
+            yield loss, agreed
             features = head.fed_back(states)[:, :-1]
-        return total, metrics
 
     def save(self, folder: Path, target_name: str) -> None:
         head = self.head
         write_checkpoint(folder, *files.written(head.state_dict(), head.config, head.convention, target_name))
 
 
-def _log(logits: Tensor) -> Tensor:
-    return logits.float().log_softmax(-1)
-
-
-def _unrolled(columns: Tensor, step: int, kind: Kind) -> Tensor:
-    return unrolled_mask(columns, step, kind[0])
-
-
-def _compare(head: EagleHead, states: Tensor, said: Tensor) -> tuple[Tensor, float]:
+def _compare(head: EagleHead, states: Tensor, said: Tensor) -> tuple[Tensor, Tensor]:
     """Cross-entropy and agreement of states [B, S, D] with said, [B, S, V] probabilities or [B, S] tokens.
 
     As far as the head has the tokens: the distribution is cut to them, and where the likeliest is missing, left out.
@@ -374,7 +369,7 @@ def _compare(head: EagleHead, states: Tensor, said: Tensor) -> tuple[Tensor, flo
     logits = head.logits(states).float().flatten(0, 1)
     said, ids = said.flatten(0, 1), head.words.ids
     best = likeliest(said)
-    agreed = float((head.words.in_target(logits.argmax(-1)) == best).float().mean())
+    agreed = (head.words.in_target(logits.argmax(-1)) == best).float().mean()
     if ids is None:
         return F.cross_entropy(logits, said), agreed
     place = torch.full((head.config.vocab_size,), -1, device=best.device)

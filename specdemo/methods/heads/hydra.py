@@ -6,8 +6,12 @@ with a bias. Tokens depend on their path, so a tree is filled level by level, on
 
 Hydra++ passes h through one decoder layer of the target's kind first, which has keys and values of its
 own: of observed columns only, never of drafted ones.
+
+Files are `hydra_lm_head.pt`, with `hydra_mlp.{i}.*` and `hydra_lm_head.{i}.*`; the same tensors are written, but as
+safetensors. In Hydra++ dropouts shift the numbers in the names. Blocks 1.. of a head are one and the same.
 """
 
+import re
 from collections.abc import Container
 from functools import lru_cache
 from pathlib import Path
@@ -23,8 +27,7 @@ from specdemo.core.tree import Draft
 from specdemo.methods import expect
 from specdemo.methods.base import Recipe
 from specdemo.methods.grow import Shape
-from specdemo.methods.heads.formats import hydra as files
-from specdemo.methods.heads.formats.medusa import check_fit, count
+from specdemo.methods.heads.formats import check_target, numbered
 from specdemo.methods.heads.layers import Layer
 from specdemo.methods.heads.medusa import ALIKE, Chosen, Heads, Medusa
 from specdemo.methods.heads.network import as_target
@@ -32,6 +35,8 @@ from specdemo.methods.heads.runtime import Columns, HeadHistory, Rotary, at_last
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
 from specdemo.models.packed import RMSNorm
 from specdemo.models.target import HFTarget
+
+USED = ("hydra_mlp.", "hydra_lm_head.", "prefix_embeding_layer.layers.", "prefix_embeding_layer.norm.")
 
 
 class ResBlock(nn.Module):
@@ -127,19 +132,27 @@ class Hydra(Medusa):
 
     @classmethod
     def recognises(cls, checkpoint: Checkpoint) -> bool:
-        return files.recognises(checkpoint)
+        return "hydra_lm_head.pt" in checkpoint.files or "hydra_num_heads" in checkpoint.config
 
     @classmethod
     def read(cls, checkpoint: Checkpoint, target: Target) -> Heads:
         """Raises ValueError, one line, also for other kinds of Hydra heads."""
         expect(checkpoint, "hydra")
-        tensors, sizes = files.parts(checkpoint)
-        check_fit(checkpoint, target, sizes.hidden_size, sizes.vocab_size)
-        heads = count(tensors, r"hydra_mlp\.(\d+)\.")
-        offset = int(checkpoint.config.get("hidden_state_offset", 0))
+        tensors = {n: t for n, t in checkpoint.tensors.items() if n.startswith(USED) and not n.endswith("inv_freq")}
+        prefixed = any(name.startswith("prefix") for name in tensors)
+        lm_head, first = ("hydra_lm_head.0.1", "hydra_mlp.0.1") if prefixed else ("hydra_lm_head.0", "hydra_mlp.0.0")
+        if f"{lm_head}.weight" not in tensors or f"{first}.res_connection.weight" not in tensors:
+            arch = checkpoint.config.get("hydra_head_arch", "unknown")
+            raise ValueError(
+                f"{checkpoint.name} holds {arch} heads; choose grounded heads of kind mlp or prefix-mlp (Hydra++)"
+            )
+        vocab_size, size = tensors[f"{lm_head}.weight"].shape
+        check_target(checkpoint, hidden_size=(size, target.hidden_size), vocabulary=(vocab_size, target.vocab_size))
+        layers = sum(bool(re.fullmatch(r"hydra_mlp\.0\.\d+\.linear\.weight", name)) for name in tensors)
+        heads, offset = numbered(tensors, r"hydra_mlp\.(\d+)\."), int(checkpoint.config.get("hidden_state_offset", 0))
         with torch.device("meta"):
-            prefix = _prefix(target, checkpoint) if sizes.prefixed else None
-            made = HydraHeads(sizes.hidden_size, sizes.vocab_size, heads, sizes.layers, prefix, offset)
+            prefix = _prefix(target, checkpoint) if prefixed else None
+            made = HydraHeads(size, vocab_size, heads, layers, prefix, offset)
         made.rates = made.rates_in(checkpoint, "hydra_rank_rates")
         return made.fill(tensors, checkpoint, target, ALIKE)
 

@@ -3,6 +3,11 @@
 B rows, A columns, N nodes, L heads, P places, R ranks, V vocabulary, H hidden. Head i (from 0) is
 W_i (h + SiLU(A_i h + b_i)), section 2.1.1: where h is tap -1 of column a, lm_head says token a + 1 and head i token
 a + 2 + i. All heads speak at once, so a node's token depends on its level and rank and not on its parent.
+
+Files that are read: Medusa-1, `{i}.{l}.linear.*` and `{i}.{L}.weight`; Medusa-2, the same under `medusa_head.` in a
+whole model; vLLM's, `blocks.{i}.layers.{l}.*` and `lm_heads.{i}.weight`. The last is written, the only one in
+safetensors that an engine of today reads as it is. Heads and layers are counted from the tensors: published configs say
+two heads where the file holds five.
 """
 
 from collections.abc import Iterator
@@ -24,7 +29,7 @@ from specdemo.methods.base import Head, Recipe
 from specdemo.methods.flags import vllm
 from specdemo.methods.grow import Shape, chain, fitted, within
 from specdemo.methods.heads.choose import Choice, Vocabulary
-from specdemo.methods.heads.formats import medusa as files
+from specdemo.methods.heads.formats import check_target, numbered, renamed
 from specdemo.methods.heads.network import Network, as_target
 from specdemo.methods.heads.runtime import at_last
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
@@ -33,6 +38,12 @@ from specdemo.training.losses import compare, likeliest, steps_loss
 RANKS = 10
 MAX_HEADS = 16
 ALIKE = "its heads must all be built alike"
+
+VLLM_NAMES = {
+    r"^medusa_heads\.": "",
+    r"^(\d+)\.(\d+)\.linear\.": r"blocks.\1.layers.\2.",
+    r"^(\d+)\.\d+\.weight$": r"lm_heads.\1.weight",
+}
 
 Chosen = tuple[Tensor, Tensor, Tensor | None]  # tokens [B, N], confidence [B, N], probs [B, N, V]
 Rates = tuple[tuple[float, ...], ...]  # per head, per rank: how often it is what the target says
@@ -157,23 +168,22 @@ class Medusa(Head[Heads]):
 
     @classmethod
     def recognises(cls, checkpoint: Checkpoint) -> bool:
-        return files.recognises(checkpoint)
+        files = any(file.startswith("medusa_lm_head.") for file in checkpoint.files)
+        named = checkpoint.says("model_type", "medusa") or "medusa_num_heads" in checkpoint.config
+        return files or named or checkpoint.has("medusa_head.", "blocks.0.layers.")
 
     @classmethod
     def read(cls, checkpoint: Checkpoint, target: Target) -> Heads:
         expect(checkpoint, "medusa")
-        tensors = files.in_vllm_names(checkpoint, target)
-        rows, hidden_size = tensors["lm_heads.0.weight"].shape
+        tensors = _in_vllm_names(checkpoint, target)
+        rows, size = tensors["lm_heads.0.weight"].shape
         token_map = tensors.get("token_map")
         vocab_size = rows if token_map is None else int(checkpoint.config.get("vocab_size", target.vocab_size))
-        files.check_fit(checkpoint, target, hidden_size, vocab_size)
-        counted = (
-            files.count(tensors, r"lm_heads\.(\d+)\."),
-            files.count(tensors, r"blocks\.\d+\.layers\.(\d+)\."),
-        )
+        check_target(checkpoint, hidden_size=(size, target.hidden_size), vocabulary=(vocab_size, target.vocab_size))
+        heads, layers = (numbered(tensors, group) for group in (r"lm_heads\.(\d+)\.", r"blocks\.\d+\.layers\.(\d+)\."))
         bias = "blocks.0.layers.0.bias" in tensors
         with torch.device("meta"):
-            made = MedusaHeads(hidden_size, vocab_size, *counted, bias, token_map)
+            made = MedusaHeads(size, vocab_size, heads, layers, bias, token_map)
         made.rates = made.rates_in(checkpoint, "medusa_rank_rates")
         return made.fill(tensors, checkpoint, target, ALIKE)
 
@@ -302,3 +312,26 @@ class Medusa(Head[Heads]):
             "medusa_rank_rates": heads.rates,
         }
         write_checkpoint(folder, config, heads.state_dict())
+
+
+def _in_vllm_names(checkpoint: Checkpoint, target: Target) -> dict[str, Tensor]:
+    """The heads' tensors, whichever format they are in. Raises ValueError where there are none for this target."""
+    inside = checkpoint.take("medusa_head.")
+    if 0 < len(inside) < len(checkpoint.tensors) and Path(target.name).name != Path(checkpoint.name).name:
+        raise ValueError(f"{checkpoint.name} is a whole model trained together with its heads; make it the target too")
+    tensors = renamed(inside or checkpoint.tensors, VLLM_NAMES)
+    if checkpoint.config.get("original_lm_head"):  # one for all heads
+        shared = tensors.pop("lm_head.weight", tensors.get("lm_heads.0.weight"))
+        if shared is not None:
+            heads = numbered(tensors, r"blocks\.(\d+)\.")
+            tensors |= {f"lm_heads.{i}.weight": shared.clone() for i in range(heads)}
+    token_map = tensors.get("token_map")
+    if token_map is not None:  # the file may hold the LM heads of the whole vocabulary
+        for name, tensor in tensors.items():
+            if name.startswith("lm_heads.") and len(tensor) > len(token_map):
+                tensors[name] = tensor[token_map]
+    if "lm_heads.0.weight" not in tensors:
+        raise ValueError(
+            f"{checkpoint.name} holds no Medusa head known here; convert it to the authors' or vLLM's format"
+        )
+    return tensors

@@ -9,8 +9,12 @@ r is the ratio of two weights that keep the state's scale (`Speculator.ratio`); 
 All tables are the speculator's own, and may be tied, one for all steps; P_0 never is. Training is teacher-forced, on
 text first and then on what the target itself writes (section 3): a state at t and tokens up to t + 1 + i guess the
 token t + 2 + i.
+
+Files are `ibm-ai-platform/*-accelerator`, tensors `speculator.{emb,proj,head,ln}.{i}.*`. Of tied tensors a file may
+hold one copy or all; one is written, as transformers does.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +34,7 @@ from specdemo.methods.base import Head, Recipe
 from specdemo.methods.flags import unserved
 from specdemo.methods.grow import pruned
 from specdemo.methods.heads.choose import Vocabulary, Writing
-from specdemo.methods.heads.formats import mlp_speculator as files
+from specdemo.methods.heads.formats import check_target
 from specdemo.methods.heads.network import Network, as_target
 from specdemo.methods.heads.runtime import at_last
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
@@ -39,6 +43,8 @@ from specdemo.training.losses import compare, steps_loss
 EPSILON = 1e-6
 WIDTHS = (4, 3, 2, 2)  # tokens per step of the published trees; 1 at every further step
 CANDIDATES = 5  # paths that the authors' own engine verifies
+CURE = "fetch the whole speculator again"
+PADDED_TO = 512  # rows are added to a vocabulary until it is a multiple of this at most
 
 
 class Norm(nn.Module):
@@ -131,13 +137,21 @@ class MLPSpeculator(Head[Speculator]):
 
     @classmethod
     def recognises(cls, checkpoint: Checkpoint) -> bool:
-        return files.recognises(checkpoint)
+        return checkpoint.says("model_type", "mlp_speculator")
 
     @classmethod
     def read(cls, checkpoint: Checkpoint, target: Target) -> Speculator:
         expect(checkpoint, "mlp_speculator")
-        files.check_fit(checkpoint, target)
         config = checkpoint.config
+        missing = [key for key in ("emb_dim", "n_predict", "vocab_size") if not config.get(key)]
+        if missing:
+            raise ValueError(f"{checkpoint.name}: config.json does not say {missing[0]}; {CURE}")
+        smaller, larger = sorted((config["vocab_size"], target.vocab_size))
+        padded = larger <= -(-smaller // PADDED_TO) * PADDED_TO  # one of the two
+        words = target.vocab_size if padded else config["vocab_size"]
+        check_target(
+            checkpoint, hidden_size=(config["emb_dim"], target.hidden_size), vocabulary=(words, target.vocab_size)
+        )
         with torch.device("meta"):
             made = Speculator(
                 config["emb_dim"],
@@ -148,8 +162,7 @@ class MLPSpeculator(Head[Speculator]):
                 config.get("scale_input", False),
                 tuple(config.get("top_k_tokens_per_head", ())),
             )
-        tensors = files.named(checkpoint, made, made.vocab_size)
-        return made.fill(tensors, checkpoint, target, "fetch the whole speculator again")
+        return made.fill(_named(checkpoint, made), checkpoint, target, CURE)
 
     def __init__(self, target: Target, model: Speculator | str, options: Options | None = None) -> None:
         super().__init__(target, model, options)
@@ -243,3 +256,14 @@ class MLPSpeculator(Head[Speculator]):
         }
         # named_parameters names a tied tensor once, by its first name
         write_checkpoint(folder, config, {f"speculator.{name}": p for name, p in speculator.named_parameters()})
+
+
+def _named(checkpoint: Checkpoint, speculator: Speculator) -> dict[str, Tensor]:
+    """The tensors, tied ones by each of their names in `speculator`, without padding rows that the target lacks."""
+    stored = {
+        name: tensor[: speculator.vocab_size] if re.match(r"(emb|head)\.", name) else tensor
+        for name, tensor in (checkpoint.take("speculator.") or checkpoint.tensors).items()
+    }
+    wanted = speculator.state_dict(keep_vars=True)
+    first = {id(p): stored[name] for name, p in reversed(wanted.items()) if name in stored}
+    return stored | {name: first[id(p)] for name, p in wanted.items() if id(p) in first}

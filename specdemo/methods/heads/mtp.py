@@ -76,12 +76,12 @@ class Heads(Network):
     @property
     def weights(self) -> tuple[float, ...]:
         """Of the steps in the loss; as many as are trained."""
-        raise NotImplementedError
+        return (1 / len(self),) * len(self)  # together as much as the text: a small trunk has to serve that first
 
     @property
     def tap(self) -> int:
         """The tap of the target whose states are read."""
-        raise NotImplementedError
+        return self.below - 1
 
     def step(self, index: int, hidden: Tensor, tokens: Tensor, at: Columns) -> tuple[Tensor, Tensor]:
         """hidden [B, A, H], tokens [B, A] -> state [B, A, H], and the hidden state the next step reads."""
@@ -138,7 +138,7 @@ class SequentialModules(Heads):
 
     @property
     def weights(self) -> tuple[float, ...]:
-        return UNROLLED if len(self) == 1 else (1 / len(self),) * len(self)
+        return UNROLLED if len(self) == 1 else super().weights
 
     @property
     def tap(self) -> int:
@@ -169,14 +169,6 @@ class ParallelHeads(Heads):
         config = _llama(target, heads)
         super().__init__(target, config, _angles(config, target), [LlamaDecoderLayer(config, i) for i in range(heads)])
         self._stack: Stack | None = None  # runs the layers at once
-
-    @property
-    def weights(self) -> tuple[float, ...]:
-        return (1 / len(self),) * len(self)  # together as much as the text: a small trunk has to serve that first
-
-    @property
-    def tap(self) -> int:
-        return self.below - 1
 
     @property
     def slabs(self) -> int:
@@ -220,7 +212,10 @@ class MTP(Head[Heads]):
 
     @classmethod
     def recognises(cls, checkpoint: Checkpoint) -> bool:
-        return files.recognises(checkpoint)
+        family = checkpoint.config.get("speculators_model_type")
+        if family:
+            return bool(family == "mtp")
+        return checkpoint.has("mtp.", "mtp_layers.", "eh_proj") or "n_future_tokens" in checkpoint.config
 
     @classmethod
     def open(cls, source: str, target: Target, progress: LoadProgress) -> Checkpoint:
@@ -230,16 +225,16 @@ class MTP(Head[Heads]):
     def read(cls, checkpoint: Checkpoint, target: Target) -> Heads:
         checkpoint = files.wanted(checkpoint, target)
         cure = "its layers must be built like the target's and not be quantised"
-        if files.is_parallel(checkpoint):
+        if checkpoint.has("extra_heads."):
             count = files.parallel_heads(checkpoint, target)
             with torch.device("meta"):
                 parallel = ParallelHeads(target, count)
             return parallel.fill(files.parallel(checkpoint, parallel.config), checkpoint, target, cure)
-        found = files.sequential(checkpoint, target)
+        tensors, count, conventions = files.sequential(checkpoint, target)
         with torch.device("meta"):
-            made = SequentialModules(target, found.number)
-        made.readings, made.convention = found.conventions, found.conventions[0]
-        return made.fill(found.tensors, checkpoint, target, cure)
+            made = SequentialModules(target, count)
+        made.readings, made.convention = conventions, conventions[0]
+        return made.fill(tensors, checkpoint, target, cure)
 
     def __init__(self, target: Target, model: Heads | str, options: NoOptions | None = None) -> None:
         super().__init__(target, model, options)
@@ -272,7 +267,7 @@ class MTP(Head[Heads]):
         if depth < 1:
             return Draft.empty(self.history.rows, self._device)
         again = len(head) if isinstance(head, SequentialModules) else 1
-        return self.replayed_behind(self.history, "chain", depth, self._draft, ahead=depth, again=again, draws=depth)
+        return self.replayed_behind("chain", depth, self._draft, ahead=depth, again=again)
 
     def _draft(self, depth: int, at: Columns | None) -> Draft:
         head, written = self.head, Writing(self.choice)
@@ -331,8 +326,8 @@ class MTP(Head[Heads]):
     def save(self, folder: Path, target_name: str) -> None:
         head, tensors = self.head, self.head.state_dict()
         if isinstance(head, SequentialModules):
-            modules = files.Modules(tensors, len(head), (head.convention,))
-            write_checkpoint(folder, *files.written_sequential(tensors, modules, head.config, head.below, target_name))
+            written = files.written_sequential(tensors, head.convention, head.config, head.below, target_name)
+            write_checkpoint(folder, *written)
         else:
             params, named = files.written_parallel(tensors, len(head), head.config, head.below, target_name)
             write_checkpoint(folder, params, named)

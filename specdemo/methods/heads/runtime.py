@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from specdemo.core.host import to_device
+from specdemo.core.host import padded, to_device
 from specdemo.core.protocol import Progress, Target
 from specdemo.models.cache import SPARE, Cursor, KeyValues, SlabCache
 from specdemo.models.graphs import COLUMNS, ROOM, Tensors
@@ -98,14 +98,14 @@ def whole_rows(
     return Columns(positions, angles(positions, beyond), lambda kind: mask, cache)
 
 
-def unrolled_mask(columns: Tensor, step: int, window: int = 0) -> Tensor:
+def unrolled_mask(columns: Tensor, step: int, kind: Kind = FULL) -> Tensor:
     """The mask [1, 1, S, W] of unrolled step `step` (from 0): columns [A] from `step` on, keys of all steps in turn.
 
-    A draft of `step` tokens ends in column a: what is before it are observed columns, of step 0, as many as `window`
-    (0: all); of each later step it sees the one column that is its own ancestor, and itself.
+    A draft of `step` tokens ends in column a: what is before it are observed columns, of step 0, as many as the window
+    has; of each later step it sees the one column that is its own ancestor, and itself.
     """
     queries = columns[step:, None]
-    seen = [(columns <= queries - step) & (columns > queries - step - (window or len(columns)))]
+    seen = [(columns <= queries - step) & (columns > queries - step - (kind[0] or len(columns)))]
     seen += [columns[i:] == queries - step + i for i in range(1, step + 1)]
     return torch.cat(seen, 1)[None, None]
 
@@ -430,9 +430,8 @@ def _from(columns: Tensor, starts: list[int], width: int) -> Tensor:
 
 def _picked(columns: Tensor, places: list[list[int]]) -> Tensor:
     """columns [B, A, ..], places[b] in them -> [B, most places, ..]"""
-    width = max(map(len, places))
-    index = to_device([row + [0] * (width - len(row)) for row in places], columns.device)
-    return columns[torch.arange(len(places), device=columns.device)[:, None], index]
+    rows = torch.arange(len(places), device=columns.device)[:, None]
+    return columns[rows, padded(places, columns.device, 0)]
 
 
 def at_last(progress: Progress, columns: Tensor) -> Tensor:

@@ -19,53 +19,52 @@ and lm_head are not read, nor is DSpark's confidence head, which changes no toke
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Qwen3Config
 
 from specdemo.core.protocol import Target
+from specdemo.methods.heads.formats import MASK_KEYS, check_target
 from specdemo.methods.heads.lilicorr import Sizes
+from specdemo.methods.heads.runtime import Kind
 from specdemo.models.checkpoints import MASK_TOKEN, Checkpoint
 
 Said = Mapping[str, Any]  # what a config says, all of it
+Tensors = Mapping[str, Tensor]
 BODY = (
     "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_act "
     "rms_norm_eps attention_bias max_position_embeddings rope_parameters"
 ).split()
 OLD_ROPE = ("rope_theta", "rope_scaling")  # what rope_parameters were before transformers 5
 NAMES = {
-    "model.": "",
-    "midlayer.": "layers.0.",
-    "encoder.fc.": "fc.",
-    "encoder.output_norm_enc.": "hidden_norm.",
-    "logit_head.": "",
-    "prefix_gru.": "domino.prefix_gru.",
-    "embed_proj.": "domino.embed_proj.",
-}
-LATTICE_NAMES = {  # of LiLiCorr's networks in servers -> as they are exported
-    "feature_norm.": "feature_mlp.0.",
-    "feature_mlp.up_proj.": "feature_mlp.1.",
-    "feature_mlp.down_proj.": "feature_mlp.3.",
-    ".mlp.up_proj.": ".mlp.0.",
-    ".mlp.down_proj.": ".mlp.2.",
+    r"^model\.": "",
+    r"^midlayer\.": "layers.0.",
+    r"^encoder\.fc\.": "fc.",
+    r"^encoder\.output_norm_enc\.": "hidden_norm.",
+    r"^logit_head\.": "",
+    r"^prefix_gru\.": "domino.prefix_gru.",
+    r"^embed_proj\.": "domino.embed_proj.",
+    # LiLiCorr's networks in servers -> as they are exported
+    r"^lilicorr\.feature_norm\.": "lilicorr.feature_mlp.0.",
+    r"^lilicorr\.feature_mlp\.up_proj\.": "lilicorr.feature_mlp.1.",
+    r"^lilicorr\.feature_mlp\.down_proj\.": "lilicorr.feature_mlp.3.",
+    r"^(lilicorr\..*\.mlp)\.up_proj\.": r"\1.0.",
+    r"^(lilicorr\..*\.mlp)\.down_proj\.": r"\1.2.",
 }
 LATTICE = "lilicorr"
-CLASSES = ("DFlash", "DSpark", "Domino", "PEagle", "LiLiCorr")
+CODEBOOK = "candidate_selector.predecessor_codebook"
 TAPS = ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids", "layer_ids")
 LAYER_IDS = ("target_layer_ids", "dspark_target_layer_ids")
-MASKS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 PLAIN = {"is_neox_style": True, "attention_value_scale": 1.0, "logit_scale": 1.0}  # else drafts would be wrong
 KNOWN = ("dflash", "dspark", "domino", "museglimmer", LATTICE)  # whose slots are known
 UNUSED = ("embed_tokens.", "lm_head.", "t2d", "verifier_", "confidence_head.")
 
-Kind = tuple[int, bool]  # of attention: its window (0: none), and whether a slot is blind to those behind it
-
 
 @dataclass(frozen=True, slots=True)
 class Design:
-    """The shape of a drafter and how it is to be read."""
+    """What no tensor's name or shape says of a drafter: its layers, and how it is to be read."""
 
     body: Qwen3Config
     taps: tuple[int, ...]
@@ -77,15 +76,9 @@ class Design:
     embedding_scale: float = 1.0
     output_multiplier: float = 1.0
     softcap: float = 0.0  # of the logits; 0: none
-    draft_vocab_size: int = 0  # 0: the target's vocabulary and lm_head
-    convolution: tuple[int, int] = (0, 0)  # DFlash2: positions it spans, channel groups; 0: none
-    selector: tuple[int, int] = (0, 0)  # DFlash2: rank, candidates; 0: none
-    markov_rank: int = 0  # DSpark; 0: none
-    markov_kind: str = "vanilla"  # or gated, or rnn
-    domino: tuple[int, int, int] = (0, 0, 0)  # width of its GRU and of its words, first slots it leaves alone; 0: none
+    candidates: int = 16  # of DFlash2's selector
+    left_alone: int = 0  # first slots that a Domino does not correct
     lattice: Sizes | None = None  # LiLiCorr
-    own_mask: bool = False  # the mask token's embedding comes with the drafter
-    sinks: bool = False  # every attention head has a share of nothing in its softmax
 
     def __str__(self) -> str:
         return f"{'every slot' if self.from_anchor else 'the slots after the anchor'} and layers {self.taps}"
@@ -101,34 +94,9 @@ class Design:
         return self.block_size - self.first
 
 
-class Found(NamedTuple):
-    """Tensors, and the designs that they may have."""
-
-    tensors: dict[str, Tensor]
-    designs: tuple[Design, ...]
-
-
-def recognises(checkpoint: Checkpoint) -> bool:
-    """Whether the files are of a DFlash, DSpark or parallel EAGLE head."""
-    family, config, names = (
-        checkpoint.config.get("speculators_model_type"),
-        checkpoint.config,
-        checkpoint.tensors.keys(),
-    )
-    if family:
-        return family in ("dflash", "dspark")
-    called = any(part in str(name) for name in config.get("architectures") or () for part in CLASSES)
-    shaped = {"hidden_norm.weight", "fc.weight", "norm.weight"} <= names or checkpoint.has("encoder.output_norm_enc.")
-    return "dflash_config" in config or called or shaped
-
-
-def renamed(checkpoint: Checkpoint) -> Checkpoint:
-    """With one set of names for all dialects."""
-    return replace(checkpoint, tensors={_renamed(key): tensor for key, tensor in checkpoint.tensors.items()})
-
-
-def found(checkpoint: Checkpoint, target: Target) -> Found:
-    """Raises ValueError, one line, for a checkpoint of another kind or another target."""
+def found(checkpoint: Checkpoint, target: Target) -> tuple[Tensors, tuple[Design, ...]]:
+    """The tensors, and the designs that they may have. Raises ValueError, one line, for a checkpoint of another kind or
+    another target."""
     name, tensors, said = checkpoint.name, checkpoint.tensors, _said(checkpoint.config)
     if said.get("has_own_lm_head") and "lm_head.weight" in tensors:  # of the target's words, in their order
         tensors = {"d2t": torch.zeros(len(tensors["lm_head.weight"]), dtype=torch.int64)} | tensors
@@ -147,18 +115,40 @@ def found(checkpoint: Checkpoint, target: Target) -> Found:
             f"the mask embedding of {name} is of token {int(token)}, its config says {said['mask_token_id']}; "
             "fetch both of one revision"
         )
-    _check_fit(name, said, target, "mask_embedding" in tensors)
-    design = _design(said, family, tensors, _taps(name, said, tensors, target), target.vocab_size)
+    check_target(checkpoint, hidden_size=(said["hidden_size"], target.hidden_size))
+    check_target(checkpoint, vocabulary=(said.get("vocab_size", target.vocab_size), target.vocab_size))
+    check_target(checkpoint, layers=(said.get("num_target_layers", target.num_layers), target.num_layers))
+    if "mask_embedding" not in tensors and not 0 <= int(said["mask_token_id"]) < target.vocab_size:
+        raise ValueError(
+            f"the mask token {said['mask_token_id']} of {name} is not in a vocabulary of {target.vocab_size}"
+        )
+    sizes = _lattice(said) if any(name.startswith(f"{LATTICE}.") for name in tensors) else None
+    anchored = said.get("sample_from_anchor", said.get("shift_label", "dspark" in family))
+    design = Design(
+        body=_body(said),
+        taps=_taps(name, said, tensors, target),
+        block_size=int(said.get("block_size", 8 if "transformer_layer_config" in said else 16)),
+        mask_token_id=int(said["mask_token_id"]),
+        vocab_size=target.vocab_size,
+        kinds=_kinds(said),
+        from_anchor=bool(anchored),
+        embedding_scale=float(said.get("input_embedding_scale", 1.0)),
+        output_multiplier=float(said.get("output_multiplier", 1.0)),
+        softcap=float(said.get("final_logit_softcapping", 0.0)),
+        candidates=int(said.get("selector_top_k", 16)),
+        left_alone=int(said.get("pure_draft_prefix_len", 0)),
+        lattice=sizes,
+    )
     if {"sample_from_anchor", "shift_label"} & said.keys() or any(word in family for word in KNOWN):
-        return Found(tensors, (design,))
+        return tensors, (design,)
     counted = [taps for shift in (0, 1) if min(taps := tuple(tap - shift for tap in design.taps)) >= 0]
-    return Found(tensors, tuple(replace(design, taps=t, from_anchor=a) for t in counted for a in (False, True)))
+    return tensors, tuple(replace(design, taps=t, from_anchor=a) for t in counted for a in (False, True))
 
 
-def described(design: Design, target_name: str, target_layers: int) -> dict[str, Any]:
+def described(design: Design, tensors: Tensors, target_name: str, target_layers: int) -> dict[str, Any]:
     """The config.json of a drafter, in z-lab's dialect."""
     body, windows = design.body, [window for window, _ in design.kinds]
-    (span, groups), (rank, candidates) = design.convolution, design.selector
+    (span, groups), rank = convolution(tensors), tensors[CODEBOOK].shape[1] if CODEBOOK in tensors else 0
     usual = tuple((window, bool(window)) for window in windows)
     lattice = asdict(design.lattice) if design.lattice else {}
     kind = "LiLiCorr" if lattice else "DFlash2" if span or rank else "DFlash"
@@ -171,7 +161,7 @@ def described(design: Design, target_name: str, target_layers: int) -> dict[str,
         "conv_kernel_size": (span, 0),
         "conv_group_size": (body.hidden_size // groups if groups else 0, 0),
         "selector_rank": (rank, 0),
-        "selector_top_k": (candidates, 0),
+        "selector_top_k": (design.candidates if rank else 0, 0),
     }
     return {
         "architectures": [f"{kind}DraftModel"],
@@ -195,17 +185,26 @@ def described(design: Design, target_name: str, target_layers: int) -> dict[str,
     }
 
 
+def convolution(tensors: Tensors) -> tuple[int, int]:
+    """DFlash2: positions that its convolutions span, and channel groups; 0: it has none."""
+    base = tensors.get("layers.0.attention_conv.base_kernel")
+    if base is None:
+        return 0, 0
+    span = base.shape[1]
+    return span, tensors["layers.0.attention_conv.kernel_projection.weight"].shape[0] // (2 * span)
+
+
 def spread_taps(layers: int, points: int) -> tuple[int, ...]:
     """z-lab's choice: outputs of layers 1 to layers - 3, counted from 0, evenly spaced; fewer where they coincide."""
     ids = [layers // 2] if points == 1 else [round(1 + i * (layers - 4) / (points - 1)) for i in range(points)]
     return tuple(sorted({min(max(i + 1, 0), layers - 1) for i in ids}))
 
 
-def _said(config: Said) -> dict[str, object]:
+def _said(config: Said) -> dict[str, Any]:
     """All keys on one level, the innermost of two alike."""
     parts = config.get("transformer_layer_config"), config, config.get("dflash_config")
     said = {key: value for part in parts for key, value in (part or {}).items() if value is not None}
-    mask = next((said[key] for key in MASKS if key in said), None)
+    mask = next((said[key] for key in MASK_KEYS if key in said), None)
     return said if mask is None else said | {"mask_token_id": mask}
 
 
@@ -215,49 +214,8 @@ def _family(said: Said) -> str:
     return " ".join(map(str, names)).lower()
 
 
-def _design(said: Said, family: str, tensors: Mapping[str, Tensor], taps: tuple[int, ...], vocab_size: int) -> Design:
-    selector, rank = tensors.get("candidate_selector.predecessor_codebook"), tensors.get("markov_head.markov_w1.weight")
-    anchored = said.get("sample_from_anchor", said.get("shift_label", "dspark" in family))
-    return Design(
-        body=_body(said),
-        taps=taps,
-        block_size=int(said.get("block_size", 8 if "transformer_layer_config" in said else 16)),
-        mask_token_id=int(said["mask_token_id"]),
-        vocab_size=vocab_size,
-        kinds=_kinds(said),
-        from_anchor=bool(anchored),
-        embedding_scale=float(said.get("input_embedding_scale", 1.0)),
-        output_multiplier=float(said.get("output_multiplier", 1.0)),
-        softcap=float(said.get("final_logit_softcapping", 0.0)),
-        draft_vocab_size=len(tensors["d2t"]) if "d2t" in tensors else 0,
-        convolution=_convolution(tensors),
-        selector=(0, 0) if selector is None else (selector.shape[1], int(said.get("selector_top_k", 16))),
-        markov_rank=0 if rank is None else rank.shape[1],
-        markov_kind=_markov_kind(tensors),
-        domino=_domino(said, tensors),
-        lattice=_lattice(said, tensors),
-        own_mask="mask_embedding" in tensors,
-        sinks="layers.0.self_attn.attention_sink_bias" in tensors,
-    )
-
-
-def _markov_kind(tensors: Mapping[str, Tensor]) -> str:
-    if "markov_head.joint_proj.weight" in tensors:
-        return "rnn"
-    return "gated" if "markov_head.gate_proj.weight" in tensors else "vanilla"
-
-
-def _domino(said: Said, tensors: Mapping[str, Tensor]) -> tuple[int, int, int]:
-    gru, words = tensors.get("domino.prefix_gru.weight_ih_l0"), tensors.get("domino.embed_proj.0.weight")
-    if gru is None or words is None:
-        return 0, 0, 0
-    return len(gru) // 3, len(words), int(said.get("pure_draft_prefix_len", 0))
-
-
-def _lattice(said: Said, tensors: Mapping[str, Tensor]) -> Sizes | None:
+def _lattice(said: Said) -> Sizes:
     """A scale that was guessed would be another head's, so the config has to say all."""
-    if not any(name.startswith(f"{LATTICE}.") for name in tensors):
-        return None
     keys = {field.name: f"{LATTICE}_{field.name}" for field in fields(Sizes)}
     absent = next((key for key in keys.values() if key not in said), None)
     if absent:
@@ -265,16 +223,7 @@ def _lattice(said: Said, tensors: Mapping[str, Tensor]) -> Sizes | None:
     return Sizes(**{name: said[key] for name, key in keys.items()})
 
 
-def _renamed(name: str) -> str:
-    for old, new in NAMES.items():
-        if name.startswith(old):
-            name = new + name.removeprefix(old)
-    for old, new in LATTICE_NAMES.items() if name.startswith(f"{LATTICE}.") else ():
-        name = name.replace(old, new)
-    return name
-
-
-def _refuse_kin(name: str, said: Said, tensors: Mapping[str, Tensor]) -> None:
+def _refuse_kin(name: str, said: Said, tensors: Tensors) -> None:
     for key, usual in PLAIN.items():
         if said.get(key, usual) != usual:
             raise ValueError(f"{name} says {key} {said[key]}, which is not read here; choose a drafter without it")
@@ -282,24 +231,7 @@ def _refuse_kin(name: str, said: Said, tensors: Mapping[str, Tensor]) -> None:
         raise ValueError(f"{name} has a mask state of its own (mask_hidden), not read here; choose a DFlash")
 
 
-def _check_fit(name: str, said: Said, target: Target, own_mask: bool) -> None:
-    asked = {
-        "hidden size": (said["hidden_size"], target.hidden_size),
-        "vocabulary": (said.get("vocab_size", target.vocab_size), target.vocab_size),
-        "layers": (said.get("num_target_layers", target.num_layers), target.num_layers),
-    }
-    for what, (theirs, ours) in asked.items():
-        if theirs != ours:
-            raise ValueError(
-                f"{name} drafts for a target with {what} {theirs}, this one has {ours}; choose the one it was made for"
-            )
-    if not own_mask and not 0 <= int(said["mask_token_id"]) < target.vocab_size:
-        raise ValueError(
-            f"the mask token {said['mask_token_id']} of {name} is not in a vocabulary of {target.vocab_size}"
-        )
-
-
-def _taps(name: str, said: Said, tensors: Mapping[str, Tensor], target: Target) -> tuple[int, ...]:
+def _taps(name: str, said: Said, tensors: Tensors, target: Target) -> tuple[int, ...]:
     if "fc.weight" not in tensors:
         raise ValueError(f"{name} has no tensor fc.weight, so it is no DFlash; choose another method")
     count = tensors["fc.weight"].shape[1] // target.hidden_size
@@ -343,11 +275,3 @@ def _kinds(said: Said) -> tuple[Kind, ...]:
     blind = [slides if causal is None else bool(causal) for slides in sliding]
     near = [True] * layers if said.get("use_swa") and not any(sliding) else sliding
     return tuple((window if slides else 0, ahead) for slides, ahead in zip(near, blind, strict=True))
-
-
-def _convolution(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-    base = tensors.get("layers.0.attention_conv.base_kernel")
-    if base is None:
-        return 0, 0
-    span = base.shape[1]
-    return span, tensors["layers.0.attention_conv.kernel_projection.weight"].shape[0] // (2 * span)

@@ -13,32 +13,25 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
 from specdemo.core.protocol import Target
+from specdemo.methods.heads.formats import MASK_KEYS, check_target, made_for, numbered, renamed
 from specdemo.models.checkpoints import Checkpoint
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 FIRST = "layers.0."
 MASKED = "mask_hidden"  # P-EAGLE: the hidden states that stand for those not yet known
-MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")  # as vLLM looks for it
 SKIPPED = re.compile(r"t2d$|verifier_|.*inv_freq$")
 COPIED = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", "rms_norm_eps")
 WRITTEN = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rms_norm_eps",
-    "max_position_embeddings",
-)
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
+    "rms_norm_eps max_position_embeddings"
+).split()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +58,6 @@ class Convention:
         return f"layers {', '.join(map(str, self.taps))} and the {residual} residual{back}"
 
 
-class Found(NamedTuple):
-    """Tensors, the sizes they have, and the conventions that the head may follow."""
-
-    tensors: dict[str, Tensor]
-    config: LlamaConfig
-    conventions: tuple[Convention, ...]
-
-
 def default_taps(layers: int) -> tuple[int, int, int]:
     """The authors' 2, n // 2 and n - 3; where a target is too shallow for that, some are the same."""
     middle = max(1, layers // 2)
@@ -84,18 +69,11 @@ def absolute(d2t: Tensor) -> Tensor:
     return torch.arange(len(d2t), device=d2t.device) + d2t
 
 
-def recognises(checkpoint: Checkpoint) -> bool:
-    """Whether the files are of an EAGLE-1, -2 or -3 head."""
-    family = checkpoint.config.get("speculators_model_type")
-    if family:
-        return family in ("eagle", "eagle3", "peagle")
-    return checkpoint.has("midlayer.") or "fc.weight" in checkpoint.tensors
-
-
-def found(checkpoint: Checkpoint, target: Target) -> Found:
-    """Raises ValueError, one line, when the head is of an unknown build or belongs on another target."""
+def found(checkpoint: Checkpoint, target: Target) -> tuple[dict[str, Tensor], LlamaConfig, tuple[Convention, ...]]:
+    """Tensors, the sizes they have, and the conventions that the head may follow. Raises ValueError, one line, when it
+    is of an unknown build or belongs on another target."""
     stored = {n: t for n, t in checkpoint.tensors.items() if not SKIPPED.match(n)}
-    tensors = {re.sub(r"^midlayer\.", FIRST, name): tensor for name, tensor in stored.items()}
+    tensors = renamed(stored, {r"^midlayer\.": FIRST})
     if "fusion_fc.weight" in tensors:
         raise ValueError(f"{checkpoint.name} is EAGLE-1 as speculators writes it, not read here; choose its EAGLE-3")
     for name in ("fc", FIRST + "self_attn.q_proj", FIRST + "self_attn.k_proj", FIRST + "mlp.gate_proj"):
@@ -110,7 +88,7 @@ def found(checkpoint: Checkpoint, target: Target) -> Found:
     if MASKED in tensors or checkpoint.says("speculators_model_type", "peagle"):
         mask = _mask(checkpoint, tensors, target.vocab_size)
         conventions = tuple(replace(convention, mask=mask) for convention in conventions)
-    return Found(tensors, _layer_config(checkpoint, tensors, target.vocab_size), conventions)
+    return tensors, _layer_config(checkpoint, tensors, target.vocab_size), conventions
 
 
 def _mask(checkpoint: Checkpoint, tensors: dict[str, Tensor], words: int) -> int:
@@ -167,27 +145,19 @@ def _check_fit(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], convention
     """Raise ValueError unless the head reads this target's hidden states, embeddings and vocabulary."""
     taps, (size, read) = convention.taps, tensors["fc.weight"].shape
     features = read - size if convention.eagle1 else read / len(taps)
-    embedded = tensors["embed_tokens.weight"].shape[1] if "embed_tokens.weight" in tensors else target.hidden_size
-    layer = _layer(checkpoint)
     t2d, d2t = checkpoint.tensors.get("t2d"), checkpoint.tensors.get("d2t")
-    vocabulary = layer.get("vocab_size", target.vocab_size) if t2d is None else len(t2d)
-    cure = f"choose the target {_verifier(checkpoint.config)}"
-    if (features, embedded) != (target.hidden_size, size):
-        raise ValueError(
-            f"{checkpoint.name} reads {len(taps)} hidden states of size {features:g}, the target's have "
-            f"{target.hidden_size}; {cure}"
-        )
-    if vocabulary != target.vocab_size or (d2t is not None and int(absolute(d2t).max()) >= vocabulary):
-        raise ValueError(
-            f"{checkpoint.name} is for a vocabulary of {vocabulary}, the target's has {target.vocab_size}; {cure}"
-        )
+    vocabulary = _layer(checkpoint).get("vocab_size", target.vocab_size) if t2d is None else len(t2d)
+    if d2t is not None:
+        vocabulary = max(vocabulary, 1 + int(absolute(d2t).max()))
+    check_target(checkpoint, hidden_size=(f"{features:g}", f"{target.hidden_size}"))
+    check_target(checkpoint, vocabulary=(vocabulary, target.vocab_size))
+    if "embed_tokens.weight" not in tensors:
+        check_target(checkpoint, embedding_size=(size, target.hidden_size))
     if max(taps) > target.num_layers:
-        raise ValueError(f"{checkpoint.name} reads layer {max(taps)}, the target has {target.num_layers}; {cure}")
-
-
-def _verifier(said: Mapping[str, Any]) -> str:
-    verifier = (said.get("speculators_config") or {}).get("verifier") or {}
-    return str(verifier.get("name_or_path") or said.get("base_model_name_or_path") or "it was trained for")
+        raise ValueError(
+            f"{checkpoint.name} reads layer {max(taps)}, the target has {target.num_layers}; choose the target "
+            f"{made_for(checkpoint)}"
+        )
 
 
 def _layer(checkpoint: Checkpoint) -> Mapping[str, Any]:
@@ -209,7 +179,7 @@ def _layer_config(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], vocab_s
         vocab_size=vocab_size,
         hidden_size=len(tensors["fc.weight"]),
         intermediate_size=len(tensors[FIRST + "mlp.gate_proj.weight"]),
-        num_hidden_layers=1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("layers.")),
+        num_hidden_layers=numbered(tensors, r"layers\.(\d+)\."),
         num_attention_heads=heads,
         num_key_value_heads=len(tensors[FIRST + "self_attn.k_proj.weight"]) // head_dim,
         head_dim=head_dim,
@@ -253,4 +223,4 @@ def written(
     if any(convention.windows):
         kinds = ["sliding_attention" if window else "full_attention" for window in convention.windows]
         said |= {"layer_types": kinds, "sliding_window": max(convention.windows)}
-    return said, {re.sub(f"^{FIRST}", "midlayer.", name): tensor for name, tensor in tensors.items()}
+    return said, renamed(tensors, {f"^{FIRST}": "midlayer."})

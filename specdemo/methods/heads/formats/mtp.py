@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig
 
 from specdemo.core.protocol import Target
+from specdemo.methods.heads.formats import check_target, numbered
 from specdemo.models.checkpoints import Checkpoint, check_weights
 from specdemo.models.configs import read_config
 from specdemo.models.hub import LoadProgress
@@ -38,22 +39,13 @@ PARALLEL = re.compile(r"extra_heads\.(\d+)\.(.+)")
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 COPIES = ("embed_tokens.", "shared_head.head.", "rotary_emb.", "self_attn.rotary_emb.")
 
-# a part of a module in a file -> ours; everything else belongs to the decoder layer
+# a part of a module -> its names in files, the first is written; everything else belongs to the decoder layer
 PARTS = {
-    "enorm": "enorm",
-    "hnorm": "hnorm",
-    "eh_proj": "eh_proj",
-    "shared_head.norm": "norm",
-    "token_layernorm": "enorm",
-    "hidden_layernorm": "hnorm",
-    "input_proj": "eh_proj",
-    "final_layernorm": "norm",
-    "pre_fc_norm_embedding": "enorm",
-    "pre_fc_norm_hidden": "hnorm",
-    "fc": "eh_proj",
-    "norm": "norm",
+    "enorm": ("enorm", "token_layernorm", "pre_fc_norm_embedding"),
+    "hnorm": ("hnorm", "hidden_layernorm", "pre_fc_norm_hidden"),
+    "eh_proj": ("eh_proj", "input_proj", "fc"),
+    "norm": ("shared_head.norm", "final_layernorm", "norm"),
 }
-WRITTEN = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared_head.norm"}
 META = {
     "attention.wq": "self_attn.q_proj",
     "attention.wk": "self_attn.k_proj",
@@ -84,22 +76,6 @@ class Convention:
         return f"{words[self.reads_normed]} states in, {words[self.hands_on_normed]} states on{order}"
 
 
-class Modules(NamedTuple):
-    """Sequential modules: their tensors, how many, and the conventions they may follow."""
-
-    tensors: Tensors
-    number: int
-    conventions: tuple[Convention, ...]
-
-
-def recognises(checkpoint: Checkpoint) -> bool:
-    """Whether the files hold modules or heads of multi-token prediction."""
-    family = checkpoint.config.get("speculators_model_type")
-    if family:
-        return bool(family == "mtp")
-    return checkpoint.has("mtp.", "mtp_layers.", "eh_proj") or "n_future_tokens" in checkpoint.config
-
-
 def wanted(checkpoint: Checkpoint, target: Target) -> Checkpoint:
     """Without what else it holds. Raises ValueError when nothing is left."""
     tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if _wanted(name, target)}
@@ -111,11 +87,6 @@ def wanted(checkpoint: Checkpoint, target: Target) -> Checkpoint:
     left = replace(checkpoint, tensors=tensors)
     check_weights(left)
     return left
-
-
-def is_parallel(checkpoint: Checkpoint) -> bool:
-    """Whether the heads are parallel ones (Gloeckle et al. 2404.19737) and not modules in sequence."""
-    return any(PARALLEL.match(name) for name in checkpoint.tensors)
 
 
 def opened(source: str, target: Target, progress: LoadProgress) -> Checkpoint:
@@ -138,14 +109,14 @@ def _wanted(name: str, target: Target) -> bool:
     return any(pattern.fullmatch(name) for pattern in (MIMO, QWEN, PARALLEL))
 
 
-def sequential(checkpoint: Checkpoint, target: Target) -> Modules:
-    """Raises ValueError when they belong on a target of another width."""
+def sequential(checkpoint: Checkpoint, target: Target) -> tuple[Tensors, int, tuple[Convention, ...]]:
+    """The tensors of modules, how many these are, and the conventions they may follow. Raises ValueError when they
+    belong on a target of another width."""
     tensors = _fused(dict(_named(checkpoint.tensors, target.num_layers)))
     joined = tensors.get("layers.0.eh_proj.weight")
     if joined is not None and joined.shape != (target.hidden_size, 2 * target.hidden_size):
-        _refuse(checkpoint, "hidden size", joined.shape[0], target.hidden_size)
-    count = 1 + max(int(name.split(".")[1]) for name in tensors)
-    return Modules(tensors, count, _conventions(checkpoint))
+        check_target(checkpoint, hidden_size=(joined.shape[0], target.hidden_size))
+    return tensors, numbered(tensors, r"layers\.(\d+)\."), _conventions(checkpoint)
 
 
 def _conventions(checkpoint: Checkpoint) -> tuple[Convention, ...]:
@@ -180,8 +151,9 @@ def _named(tensors: Mapping[str, Tensor], layers: int) -> Iterator[tuple[str, Te
 
 
 def _part(name: str) -> str:
-    part, _, kind = name.rpartition(".")
-    return f"{PARTS[part]}.{kind}" if part in PARTS else f"block.{name}"
+    theirs, _, kind = name.rpartition(".")
+    part = next((part for part, names in PARTS.items() if theirs in names), None)
+    return f"{part}.{kind}" if part else f"block.{name}"
 
 
 def _fused(tensors: Tensors) -> Tensors:
@@ -198,72 +170,49 @@ def _fused(tensors: Tensors) -> Tensors:
     return tensors
 
 
-def _refuse(checkpoint: Checkpoint, what: str, theirs: int, ours: int) -> NoReturn:
-    raise ValueError(
-        f"{checkpoint.name} is for {what} {theirs}, the target has {ours}; "
-        f"choose the target {checkpoint.config.get('base_model_name_or_path') or 'it came with'}"
-    )
-
-
 def parallel_heads(checkpoint: Checkpoint, target: Target) -> int:
     """How many. Raises ValueError when they belong on another target."""
-    params = checkpoint.config
-    future, below = params.get("n_future_tokens"), params.get("n_layers", 0)
-    if future is None or below - future + 1 != target.num_layers:
-        raise ValueError(
-            f"{checkpoint.name} belongs on a model of {below - (future or 1) + 1} layers, its own `layers`, the target "
-            f"has {target.num_layers}; choose the target {params.get('base_model_name_or_path') or 'it came with'}"
-        )
-    if params.get("dim", target.hidden_size) != target.hidden_size:
-        _refuse(checkpoint, "hidden size", params["dim"], target.hidden_size)
-    if params.get("vocab_size", -1) not in (-1, target.vocab_size):  # -1: Meta's for a tokenizer to say
-        _refuse(checkpoint, "vocabulary", params["vocab_size"], target.vocab_size)
-    return int(future) - 1
+    params, heads = checkpoint.config, numbered(checkpoint.tensors, PARALLEL)
+    check_target(checkpoint, layers=(params.get("n_layers", heads) - heads, target.num_layers))
+    check_target(checkpoint, hidden_size=(params.get("dim", target.hidden_size), target.hidden_size))
+    if params.get("vocab_size", -1) != -1:  # Meta's for a tokenizer to say
+        check_target(checkpoint, vocabulary=(params["vocab_size"], target.vocab_size))
+    return heads
 
 
 def parallel(checkpoint: Checkpoint, config: LlamaConfig) -> Tensors:
     """The tensors of parallel heads under the names of a Llama layer."""
     tensors: Tensors = {}
     for name, tensor in checkpoint.tensors.items():
-        match = PARALLEL.fullmatch(name)
-        assert match
-        part = META.get(match[2].removesuffix(".weight"), match[2])
-        tensors[f"layers.{match[1]}.{part}.weight"] = _halves(part, tensor, config)
+        _, index, part = name.removesuffix(".weight").split(".", 2)
+        part = META.get(part, part)
+        tensors[f"layers.{index}.{part}.weight"] = _turned(part, tensor, (int(config.head_dim or 0) // 2, 2))
     return tensors
 
 
-def _halves(part: str, weight: Tensor, config: LlamaConfig) -> Tensor:
-    """Rows of queries and keys: angles of neighbours, as Meta has them -> of halves, as transformers has them."""
+def _turned(part: str, weight: Tensor, pairs: tuple[int, int]) -> Tensor:
+    """Rows of queries and keys, whose angles Meta gives to neighbours, pairs (E / 2, 2) of a head, and transformers to
+    its halves, pairs (2, E / 2): turned from either into the other."""
     if not part.endswith(("q_proj", "k_proj")):
         return weight
-    size = int(config.head_dim or 0)
-    return weight.view(-1, size // 2, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
-
-
-def _neighbours(part: str, weight: Tensor, config: LlamaConfig) -> Tensor:
-    """The inverse of `_halves`."""
-    if not part.endswith(("q_proj", "k_proj")):
-        return weight
-    size = int(config.head_dim or 0)
-    return weight.view(-1, 2, size // 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+    return weight.view(-1, *pairs, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
 def written_sequential(
-    tensors: Tensors, modules: Modules, config: PretrainedConfig, layers: int, target_name: str
+    tensors: Tensors, convention: Convention, config: PretrainedConfig, layers: int, target_name: str
 ) -> tuple[dict[str, object], Tensors]:
     """config.json and tensors in DeepSeek's names, behind so many layers of the target."""
-    (convention,) = modules.conventions
     if convention.hidden_first:
         raise ValueError("modules that join [hidden; embedding] have no place in DeepSeek's format; train a fresh head")
     named = {}
     for name, tensor in tensors.items():
         _, index, part, kind = name.split(".", 3)
-        inside = kind if part == "block" else f"{WRITTEN[part]}.{kind}"
+        inside = kind if part == "block" else f"{PARTS[part][0]}.{kind}"
         named[f"model.layers.{layers + int(index)}.{inside}"] = tensor
     said = config.to_dict() | {
         "_name_or_path": target_name,  # transformers' own is a folder of this machine
         "num_hidden_layers": layers,
-        "num_nextn_predict_layers": modules.number,
+        "num_nextn_predict_layers": numbered(tensors, r"layers\.(\d+)\."),
         "base_model_name_or_path": target_name,
         READS: convention.reads_normed,
         HANDS_ON: convention.hands_on_normed,
@@ -278,7 +227,7 @@ def written_parallel(
     names, named = {ours: theirs for theirs, ours in META.items()}, {}
     for name, tensor in tensors.items():
         _, index, part = name.removesuffix(".weight").split(".", 2)
-        named[f"extra_heads.{index}.{names[part]}.weight"] = _neighbours(part, tensor, config)
+        named[f"extra_heads.{index}.{names[part]}.weight"] = _turned(part, tensor, (2, int(config.head_dim or 0) // 2))
     params = {
         "dim": config.hidden_size,
         "n_layers": layers + heads,
