@@ -80,16 +80,6 @@ def check(tokens: list[list[int]], parents: list[list[int]], vocab_size: int) ->
                 raise ValueError(f"node {node} of its draft names slot {slot} as its parent, which does not come first")
 
 
-def ancestors(parents: Tensor) -> Tensor:
-    """parents [B, N] -> mask [B, S, S]; mask[b, s, t] is True when t is s or above s."""
-    batch, nodes = parents.shape
-    mask = torch.eye(nodes + 1, dtype=torch.bool, device=parents.device).repeat(batch, 1, 1)
-    rows = torch.arange(batch, device=parents.device)
-    for node in range(nodes):
-        mask[:, node + 1] |= mask[rows, parents[:, node]]
-    return mask
-
-
 def depths(parents: Tensor) -> Tensor:
     """parents [B, N] -> [B, S] distance from the root; the root has depth 0."""
     batch, nodes = parents.shape

@@ -13,17 +13,11 @@ from itertools import accumulate
 from math import isfinite
 from operator import mul
 from statistics import fmean, linear_regression, pstdev
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specdemo.core.estimate import Estimate, t_quantile
 from specdemo.core.tally import Step, summarise
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, estimates, step_ms
-from specdemo.methods import BASELINE, load_drafter
-
-if TYPE_CHECKING:  # a page predicts from a stored run before torch is there
-    from torch import Tensor
-
-    from specdemo.core.protocol import Drafter, Target
 
 LONGEST = 16  # tokens of the longest draft that is considered
 FEW = 4  # fewer steps than this are not believed
@@ -143,29 +137,6 @@ def observed(plain: Runs, lane: Runs, k: int = 0) -> Costs | None:
         reach=_reach(whole, max(k, deepest)),
         tree_nodes=_mean(s.drafted for s in steps) if any(s.drafted > s.depth for s in steps) else None,
     )
-
-
-def measure(
-    target: "Target",
-    drafter: "Drafter",
-    prompt_ids: "Tensor",
-    k: int = 4,
-    new_tokens: int = 64,
-    widths: Sequence[int] = WIDTHS,
-) -> Costs | None:
-    """Costs from a short greedy run of each kind, after one to warm up, and a probe of the target's pass over `widths`
-    slots. prompt_ids [1, T]."""
-    from specdemo.core.protocol import Budget, GenerationConfig
-    from specdemo.engine.loop import generate
-    from specdemo.models.pass_cost import verify_costs
-
-    config = GenerationConfig(new_tokens, budget=Budget(k, k), stop_token_ids=())
-    plain, lane = (
-        [list(generate(target, one, prompt_ids, config)) for _ in range(2)]
-        for one in (load_drafter(BASELINE, target), drafter)
-    )
-    costs = observed(plain[1:], lane[1:], k)
-    return costs and costs.probed(verify_costs(target, sorted({1, *widths})))
 
 
 def prediction(trace: RunTrace) -> list[dict[str, Any]]:

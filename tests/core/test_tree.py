@@ -4,7 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdemo.core.tree import ABSENT, Draft, ancestors, depths, first_branch, is_chain
+from specdemo.core.tree import ABSENT, Draft, depths, first_branch, is_chain
+from specdemo.models.masks import ancestry
 
 quick = settings(max_examples=100, deadline=None, derandomize=True)
 
@@ -30,7 +31,7 @@ def line(parents, slot):
 @quick
 @given(parent_rows())
 def test_ancestors_and_depths(rows):
-    mask, depth = ancestors(as_tensor(rows)), depths(as_tensor(rows))
+    mask, depth = ancestry(as_tensor(rows)), depths(as_tensor(rows))
     for row, parents in enumerate(rows):
         for slot in range(len(parents) + 1):
             up = line(parents, slot)

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from specdemo.core.estimate import Estimate
+from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.tally import summarise
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, estimates
-from specdemo.engine.cost import Costs, explain, measure, observed, prediction
+from specdemo.engine.cost import Costs, explain, observed, prediction
+from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
 from specdemo.models.pass_cost import verify_costs
 from specdemo.models.toy import ToyTarget
@@ -240,8 +242,12 @@ def test_another_length_is_advised_only_where_its_interval_says_so():
 
 
 def test_a_measurement_takes_a_target_and_a_drafter():
-    target = ToyTarget()
-    found = measure(target, load_drafter("ngram", target), torch.tensor([[1, 2, 1, 2, 1]]), k=3, widths=(1, 2, 4))
+    target, config = ToyTarget(), GenerationConfig(64, budget=Budget(3, 3), stop_token_ids=())
+    plain, lane = (
+        list(generate(target, load_drafter(name, target), torch.tensor([[1, 2, 1, 2, 1]]), config))
+        for name in ("none", "ngram")
+    )
+    found = observed([plain], [lane], 3).probed(verify_costs(target, (1, 2, 4)))
     assert set(found.verify) == {1, 2, 4}
     assert found.speedup(3) > 0.0
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdemo.core.tree import ancestors, depths
+from specdemo.core.tree import depths
 from specdemo.models.masks import Masks, ancestry
 
 CPU = torch.device("cpu")
@@ -16,6 +16,15 @@ def trees(draw, rows=1):
     nodes = draw(st.integers(0, 12))
     parents = [[draw(st.integers(0, node)) for node in range(nodes)] for _ in range(rows)]
     return torch.tensor(parents, dtype=torch.int64).reshape(rows, nodes)
+
+
+def ancestors(parents):
+    """[B, S, S], node by node: True at [b, s, t] when t is s or above s."""
+    rows, nodes = parents.shape
+    mask = torch.eye(nodes + 1, dtype=torch.bool).repeat(rows, 1, 1)
+    for node in range(nodes):
+        mask[:, node + 1] |= mask[torch.arange(rows), parents[:, node]]
+    return mask
 
 
 def visible(parents, lengths, window):
