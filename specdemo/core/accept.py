@@ -77,6 +77,27 @@ class Lossless:
         return Verdict(path, draw(_left(draft, target, given, nodes, path), rng))
 
 
+def lossless_reference(draft: Draft, target: Tensor, rng: Generator | None) -> Verdict:
+    """The rule of `Lossless` as one reads it: row by row, node by node, each residual normalised. Slow; the oracle."""
+    coins = torch.zeros(draft.tokens.shape) if rng is None else _coins(draft, rng)
+    path, left = [], []
+    for row in range(len(target)):
+        slots, p = [0], target[row, 0]
+        for node in range(draft.nodes):
+            x = int(draft.tokens[row, node])
+            if x == ABSENT or int(draft.parents[row, node]) != slots[-1]:
+                continue
+            q = _one_hot(x, p) if draft.probs is None else draft.probs[row, node]
+            if coins[row, node] * q[x] < p[x]:  # strict: a zero-probability token is never kept
+                slots.append(node + 1)
+                p = target[row, node + 1]
+            else:
+                p = _residual(p, q)
+        path.append(slots)
+        left.append(_unless_empty(p, target[row, slots[-1]]))
+    return Verdict(path, draw(torch.stack(left), rng))
+
+
 ONE_BY_ONE = "its draft is no chain drawn from a distribution, so its tokens are accepted one by one, not as a block"
 
 
@@ -115,6 +136,28 @@ class Block:
         ends = target[torch.arange(len(target), device=target.device), lengths]
         bonus = draw(_unless_empty(_behind(draft, draft.probs, lengths, scale * ends), ends), rng)
         return Verdict([list(range(n + 1)) for n in lengths.tolist()], bonus)
+
+
+def block_reference(draft: Draft, target: Tensor, rng: Generator) -> Verdict:
+    """The rule of `Block` for a drawn chain as one reads it, row by row. Slow; the oracle."""
+    assert draft.probs is not None
+    coins, path, left = _coins(draft, rng), [], []
+    for row, (p, q) in enumerate(zip(target, draft.probs, strict=True)):
+        tokens = [x for x in draft.tokens[row].tolist() if x != ABSENT]
+        joint = [torch.ones(())]
+        for i, x in enumerate(tokens):
+            joint.append((joint[i] * p[i, x] / q[i, x].clamp_min(torch.finfo(q.dtype).tiny)).clamp_max(1.0))
+        kept = 0
+        for i in range(1, len(tokens) + 1):
+            chance = joint[i]
+            if i < len(tokens):
+                chance = _share((joint[i] * p[i] - q[i]).clamp_min(0.0).sum(), 1.0 - joint[i])
+            if coins[row, i - 1] < chance:  # a later success overrides earlier failures
+                kept = i
+        path.append(list(range(kept + 1)))
+        behind = joint[kept] * p[kept]
+        left.append(_unless_empty((behind - q[kept]).clamp_min(0.0) if kept < len(tokens) else behind, p[kept]))
+    return Verdict(path, draw(torch.stack(left), rng))
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +271,10 @@ def _behind(draft: Draft, probs: Tensor, lengths: Tensor, p: Tensor) -> Tensor:
     rows, following = torch.arange(len(p), device=p.device), lengths.clamp_max(draft.nodes - 1)
     drafted = (lengths < draft.nodes) & (draft.tokens[rows, following] != ABSENT)
     return torch.where(drafted[:, None], (p - probs[rows, following]).clamp_min(0.0), p)
+
+
+def _one_hot(x: int, like: Tensor) -> Tensor:
+    return torch.zeros_like(like).index_fill_(0, torch.tensor([x], device=like.device), 1.0)
 
 
 def _residual(p: Tensor, q: Tensor) -> Tensor:

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdemo.core import accept
-from specdemo.core.accept import Block, Lossless, Typical, Verdict, accept_rule
-from specdemo.core.sampling import draw
+from specdemo.core.accept import Block, Lossless, Typical, accept_rule, block_reference, lossless_reference
 from specdemo.core.tree import ABSENT, Draft
 
 
@@ -53,59 +52,6 @@ def cases(draw, one_hot_target=False):
         target = torch.zeros_like(target).scatter_(-1, target.argmax(-1, keepdim=True), 1.0)
     probs = random_probs((rows, nodes, 4), seed + 1, zeros) if draw(st.booleans()) else None
     return Draft(tokens, parents, probs), target, seed
-
-
-def residual(p, q):
-    left = (p - q).clamp_min(0.0)
-    return left / left.sum().clamp_min(torch.finfo(left.dtype).tiny)
-
-
-def unless_empty(left, p):
-    return left if left.sum() > 0.0 else p
-
-
-def lossless_reference(draft, target, rng):
-    """The rule of `Lossless` as one reads it: row by row, node by node, each residual normalised."""
-    coins = torch.zeros(draft.tokens.shape) if rng is None else accept._coins(draft, rng)
-    path, left = [], []
-    for row in range(len(target)):
-        slots, p = [0], target[row, 0]
-        for node in range(draft.nodes):
-            x = int(draft.tokens[row, node])
-            if x == ABSENT or int(draft.parents[row, node]) != slots[-1]:
-                continue
-            q = torch.eye(len(p)).to(p)[x] if draft.probs is None else draft.probs[row, node]
-            if coins[row, node] * q[x] < p[x]:  # strict: a zero-probability token is never kept
-                slots.append(node + 1)
-                p = target[row, node + 1]
-            else:
-                p = residual(p, q)
-        path.append(slots)
-        left.append(unless_empty(p, target[row, slots[-1]]))
-    return Verdict(path, draw(torch.stack(left), rng))
-
-
-def block_reference(draft, target, rng):
-    """The rule of `Block` for a drawn chain as one reads it, row by row."""
-    coins, path, left = accept._coins(draft, rng), [], []
-    for row, (p, q) in enumerate(zip(target, draft.probs, strict=True)):
-        tokens = [x for x in draft.tokens[row].tolist() if x != ABSENT]
-        joint = [torch.ones(())]
-        for i, x in enumerate(tokens):
-            joint.append((joint[i] * p[i, x] / q[i, x].clamp_min(torch.finfo(q.dtype).tiny)).clamp_max(1.0))
-        kept = 0
-        for i in range(1, len(tokens) + 1):
-            chance = joint[i]
-            if i < len(tokens):
-                missing = (joint[i] * p[i] - q[i]).clamp_min(0.0).sum()
-                whole = missing + (1.0 - joint[i])
-                chance = missing / whole if whole > 0.0 else 1.0
-            if coins[row, i - 1] < chance:  # a later success overrides earlier failures
-                kept = i
-        path.append(list(range(kept + 1)))
-        behind = joint[kept] * p[kept]
-        left.append(unless_empty((behind - q[kept]).clamp_min(0.0) if kept < len(tokens) else behind, p[kept]))
-    return Verdict(path, draw(torch.stack(left), rng))
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
