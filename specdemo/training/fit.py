@@ -163,15 +163,8 @@ class Run:
             numbers = evaluate()
         self.module.train()
         h = self.history
-        h.evaluations.append(
-            {
-                "step": h.step,
-                "tokens": h.tokens,
-                "seconds": round(h.seconds),
-                "train_loss": round(train_loss, 4),
-                **numbers,
-            }
-        )
+        at = {"step": h.step, "tokens": h.tokens, "seconds": round(h.seconds), "train_loss": round(train_loss, 4)}
+        h.evaluations.append(at | numbers)
         return h.evaluations[-1]
 
 
