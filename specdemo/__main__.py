@@ -350,10 +350,9 @@ def serve_command(
     gpus: Gpus = 1,
 ) -> None:
     """Print the lines that start a preset's lanes on servers, to be raced with `run --server`."""
-    from specdemo.models.hub import embedded_folder
     from specdemo.presets.serve import serve_commands
 
-    print("\n".join(serve_commands(preset(preset_id), known_engine(engine), embedded_folder(), gpus)))
+    print("\n".join(serve_commands(preset(preset_id), known_engine(engine), gpus)))
 
 
 @app.command()
@@ -373,7 +372,6 @@ def serve(
 @contextmanager
 def _started(chosen: Preset, engine: str, command: str | None, gpus: int) -> Iterator[Preset]:
     """The preset on servers that are started for it; what they say while they load stands in one line that moves."""
-    from specdemo.models.hub import embedded_folder
     from specdemo.presets.serve import serving
 
     known = known_engine(engine)
@@ -382,7 +380,7 @@ def _started(chosen: Preset, engine: str, command: str | None, gpus: int) -> Ite
         def tell(what: str) -> None:
             bar.set_description_str(what[: shutil.get_terminal_size().columns - 1])
 
-        with serving(chosen, known, embedded_folder(), tell, command, gpus) as served:
+        with serving(chosen, known, tell, command, gpus) as served:
             bar.clear()
             yield served
 

@@ -25,7 +25,6 @@ from specdemo.engine.loop import never
 from specdemo.engine.session import environment
 from specdemo.methods import BASELINE
 from specdemo.methods.flags import vllm_config
-from specdemo.models.hub import embedded_folder
 from specdemo.presets.files import Preset, preset
 from specdemo.presets.serve import CONFIG, Program, Served, on_free_ports, served
 from specdemo.servers.address import Engine, allow, host, known_engine
@@ -102,7 +101,7 @@ class Fleet:
         """How a server that drafts k tokens, or by a schedule k at most, is started."""
         onto = on_free_ports(self.chosen.with_changes(k=k) if k else self.chosen)
         gpus = self.program.gpus if self.program else 1
-        lane = list(served(onto, engine or self.engine, embedded_folder(), gpus))[bool(k)]
+        lane = list(served(onto, engine or self.engine, gpus))[bool(k)]
         if not schedule or CONFIG not in lane.command:
             return lane
         at = lane.command.index(CONFIG) + 1
