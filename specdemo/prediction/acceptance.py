@@ -126,7 +126,7 @@ def of_passes(passes: Iterable[Kept], exact: bool = False, nodes: int = 0) -> Ac
     return Acceptance(rates[:LONGEST], () if nodes else known, exact, nodes)
 
 
-def from_mean(tokens: float, k: int, nodes: int = 0) -> Acceptance:
+def from_mean(tokens: float, k: int) -> Acceptance:
     """Of drafts of k, or trees as deep, of which a mean is all that is known: one chance at every position."""
     if not 1.0 <= tokens <= k + 1.0:
         raise ValueError(f"a pass over a draft of {k} emits 1 to {k + 1} tokens, not {tokens:g}")
@@ -134,7 +134,7 @@ def from_mean(tokens: float, k: int, nodes: int = 0) -> Acceptance:
     for _ in range(50):
         middle = (low + high) / 2.0
         low, high = (middle, high) if Acceptance((middle,)).expected(k) < tokens else (low, middle)
-    return Acceptance((high,) * k, nodes=nodes)
+    return Acceptance((high,) * k)
 
 
 def of_lane(lane: LaneTrace) -> Acceptance:

@@ -37,7 +37,6 @@ class Schedule:
     minutes: float
     muon: float = 0.02  # 2-D hidden matrices (Muon, Keller Jordan 2024)
     adamw: float = 0.004  # embedding, head, norms
-    weight_decay: float = 0.1
     warmup_steps: int = 50
     decay_from: float = 0.5
     floor: float = 0.02
@@ -73,7 +72,7 @@ def optimizers(module: nn.Module, schedule: Schedule, vocab_size: int = 0) -> li
     rest = [p for p in parameters if p.ndim != 2 or id(p) in outer]
     built: list[torch.optim.Optimizer] = []
     if hidden:
-        built.append(Muon(hidden, lr=schedule.muon, weight_decay=schedule.weight_decay, momentum=0.95))
+        built.append(Muon(hidden, lr=schedule.muon))
     if rest:
         built.append(torch.optim.AdamW(rest, lr=schedule.adamw, betas=(0.9, 0.95), weight_decay=0.0, fused=True))
     for optimizer in built:

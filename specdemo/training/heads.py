@@ -128,11 +128,11 @@ def columns(recorded: Recorded, taps: Sequence[int]) -> Batch:
     return recorded.tokens, recorded.indices, recorded.probs, *(recorded.hidden[tap] for tap in taps)
 
 
-def example(batch: Batch, taps: Sequence[int], vocab_size: int, device: torch.device) -> Progress:
+def example(batch: Batch, taps: Sequence[int], target: HFTarget) -> Progress:
     """Columns [R, T, ...] -> the T - 1 positions whose next token is known, with the target's distribution there."""
-    tokens, indices, probs, *hidden = (column.to(device) for column in batch)
+    tokens, indices, probs, *hidden = (column.to(target.device) for column in batch)
     known = probs[:, :-1].float()
-    dense = known.new_zeros(*known.shape[:2], vocab_size)
+    dense = known.new_zeros(*known.shape[:2], target.vocab_size)
     dense.scatter_(-1, indices[:, :-1].long(), known / known.sum(-1, keepdim=True))
     states = {tap: h[:, :-1].float() for tap, h in zip(taps, hidden, strict=True)}
     inputs, outputs = tokens[:, :-1], tokens[:, 1:]
@@ -156,7 +156,7 @@ def train_head(
     head = nn.Module.float(drafter.head).requires_grad_(True)
 
     def progress_of(batch: Batch) -> Progress:
-        return example(batch, drafter.taps, target.vocab_size, target.device)
+        return example(batch, drafter.taps, target)
 
     def loss(*batch: Tensor) -> Tensor:
         with autocast(target.device):
@@ -194,7 +194,7 @@ def save_head(
     drafter: Trainable, target: HFTarget, out: Path, history: History, material: Material, **facts: str | float
 ) -> None:
     """The head in its public format, with provenance. Measured first is what is saved beside it."""
-    drafter.measure(example(columns(material.held_out, drafter.taps), drafter.taps, target.vocab_size, target.device))
+    drafter.measure(example(columns(material.held_out, drafter.taps), drafter.taps, target))
     nn.Module.to(drafter.head, torch.bfloat16)
     drafter.save(out, target.name)
     write_provenance(

@@ -31,7 +31,7 @@ def cache(target, tmp_path_factory):
 
 def held_out(drafter, target, material):
     drafter.head.float()
-    batch = example(columns(material.held_out, drafter.taps), drafter.taps, target.vocab_size, target.device)
+    batch = example(columns(material.held_out, drafter.taps), drafter.taps, target)
     with torch.no_grad():
         return drafter.loss(batch)
 

@@ -70,7 +70,7 @@ def test_what_is_gathered_is_not_written_again(
 
 def test_an_example_is_aligned_like_progress(target: HFTarget, material: Material) -> None:
     batch = columns(material.text.rows(torch.tensor([0, 3])), (1, -1))
-    progress = example(batch, (1, -1), VOCABULARY, target.device)
+    progress = example(batch, (1, -1), target)
     assert progress.inputs.shape == progress.outputs.shape == (2, 31)
     assert torch.equal(progress.inputs[:, 1:], progress.outputs[:, :-1])
     with torch.no_grad():
