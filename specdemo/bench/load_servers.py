@@ -29,7 +29,7 @@ from specdemo.presets.files import Preset, preset
 from specdemo.presets.serve import CONFIG, Program, Served, on_free_ports, served
 from specdemo.servers.address import Engine, allow, host, known_engine
 from specdemo.servers.answer import Heard, Piece
-from specdemo.servers.client import Client, Refused
+from specdemo.servers.client import Client, Refused, connected
 from specdemo.servers.counters import between
 from specdemo.servers.lane import KEY, Form, RemoteLane
 from specdemo.servers.started import Tell
@@ -150,7 +150,7 @@ def _measure(suite: LoadOptions, server: str, remote: Remote, place: float, warm
 async def _point(suite: LoadOptions, server: str, remote: Remote, place: float, warm_up: bool) -> Point:
     texts = suite.texts
     count = suite.count(place, warm_up)
-    async with Client(server, os.environ.get(KEY)) as http:
+    async with connected(server, os.environ.get(KEY)) as http:
 
         async def ask(number: int) -> Answer:
             return await _ask(http, remote, number % len(texts), texts[number % len(texts)], suite.new_tokens)

@@ -25,7 +25,7 @@ from specdemo.core.trace import MAX_TEXT, LaneTrace, Remote
 from specdemo.servers import client, counters
 from specdemo.servers.address import check_listed, host
 from specdemo.servers.answer import Heard, Piece
-from specdemo.servers.client import Client, Refused
+from specdemo.servers.client import Client, Refused, connected
 
 if TYPE_CHECKING:
     from specdemo.core.protocol import GenerationConfig
@@ -111,7 +111,7 @@ class RemoteLane:
         limit = self.config.max_new_tokens
         heard = Heard(say, limit)
         try:
-            async with Client(self.server, key) as http:
+            async with connected(self.server, key) as http:
                 self._tell(model=self.model or await self._served(http))
                 prompt: Prompt = self._split() if self._as_ids else self.prompt
                 form, standard = await self._warm_up(http)
