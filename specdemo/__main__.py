@@ -278,7 +278,7 @@ def train(
     minutes: Annotated[float | None, typer.Option(help="Training time.")] = None,
     device: Annotated[str, typer.Option(help=f"{DEVICES}.")] = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads; models only.", min=1, max=1024)] = None,
-    target: Annotated[str, typer.Option(help="The target a draft or head learns from.")] = "stories",
+    target: Annotated[str | None, typer.Option(help="Of a draft or head; without it stories, or code.")] = None,
     cache: Annotated[Path | None, typer.Option(help="Folder of what the target said, shared by its drafts.")] = None,
     start: Annotated[str | None, typer.Option(help="A trained model to go on from; models only.")] = None,
     compile: Annotated[bool, typer.Option(help="Run the target through torch.compile; stories-target only.")] = False,
@@ -288,7 +288,7 @@ def train(
     from specdemo.methods.recipes import HEAD_RECIPES, train_head_recipe
 
     if recipe in HEAD_RECIPES:
-        print(train_head_recipe(recipe, out, minutes, target, corpus, cache, device, quantization))
+        print(train_head_recipe(recipe, out, minutes, target or "stories", corpus, cache, device, quantization))
         return
     shipped = of_checkout("recipes.train")
     if shipped is None:
