@@ -34,7 +34,6 @@ from specdemo.training.collect import (
 from specdemo.training.corpus import read_corpus, windows
 from specdemo.training.fit import Batch, History, Schedule, Tick, steps, write_provenance
 
-CONTEXT = 512
 HELD_OUT_ROWS = 32
 HELD_OUT_SEED = -1  # the text's are its shards' numbers
 DENSE = 1 << 22  # entries of a [B, A, V] distribution that a CPU works on at once; a GPU takes 64 times as many
