@@ -26,7 +26,6 @@ from specdemo.engine.loop import generate
 from specdemo.engine.session import environment
 from specdemo.methods import BASELINE, load_drafter
 from specdemo.methods.base import Method
-from specdemo.models.hub import embedded_folder
 from specdemo.models.load import load_target
 from specdemo.models.machine import threads
 from specdemo.models.target import HFTarget
@@ -93,7 +92,7 @@ def _asked(
     """Every lane's way to be asked: here first, then the same lane there."""
     asks: dict[str, Asked] = {}
     asking = _llamacpp if engine == "llamacpp" else _vllm
-    started = serving(chosen, engine, embedded_folder(), lambda said: report(0.0, said), command)
+    started = serving(chosen, engine, lambda said: report(0.0, said), command)
     with started as onto, httpx.Client(timeout=PATIENCE_S) as http:
         for lane in onto.all_lanes:
             drafter = load_drafter(lane.method, target, lane.model, **lane.options)

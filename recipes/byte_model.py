@@ -22,6 +22,7 @@ from specdemo.models.target import HFTarget
 from specdemo.training.collect import autocast
 from specdemo.training.corpus import read_corpus
 from specdemo.training.fit import Batch, Batches, Schedule, Tick, make_folder, show, steps, write_provenance
+from specdemo.training.heads import on_held_out
 
 BYTES = Shape(layers=12, hidden=128, intermediate=344, heads=2, context=1024)  # narrow: seven heads are cheap beside it
 HEADS = HeadRecipe("Eight heads on a byte-level model", "mtp", {"modules": 7, "kind": "parallel"})
@@ -83,11 +84,12 @@ def train_jointly(
             text, heads, _ = parts(tokens)
         return text + heads
 
+    def measured(tokens: Tensor) -> dict[str, float]:
+        text, heads, metrics = parts(tokens)
+        return {"held_out_loss": float(text), "heads_loss": float(heads), **metrics}
+
     def evaluate() -> dict[str, float]:
-        pieces = [(len(rows), *parts(rows)) for rows in held_out.split(max(1, micro_tokens // held_out.shape[1]))]
-        total = sum(count for count, *_ in pieces)
-        found = [{"held_out_loss": float(text), "heads_loss": float(heads), **m} for _, text, heads, m in pieces]
-        return {n: round(sum(p[0] * f[n] for p, f in zip(pieces, found, strict=True)) / total, 4) for n in found[0]}
+        return on_held_out((held_out,), max(1, micro_tokens // held_out.shape[1]), measured)
 
     def in_turn(progress: float, step: int) -> Batch:
         halfway[0] = progress >= 0.5

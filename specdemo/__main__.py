@@ -277,7 +277,7 @@ def train(
     minutes: Annotated[float | None, typer.Option(help="Training time.")] = None,
     device: Annotated[str, typer.Option(help=f"{DEVICES}.")] = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads; models only.", min=1, max=1024)] = None,
-    target: Annotated[str, typer.Option(help="The target a draft or head learns from.")] = "stories",
+    target: Annotated[str | None, typer.Option(help="Of a draft or head; without it stories, or code.")] = None,
     cache: Annotated[Path | None, typer.Option(help="Folder of what the target said, shared by its drafts.")] = None,
     start: Annotated[str | None, typer.Option(help="A trained model to go on from; models only.")] = None,
     compile: Annotated[bool, typer.Option(help="Run the target through torch.compile; stories-target only.")] = False,
@@ -287,7 +287,7 @@ def train(
     from specdemo.methods.recipes import HEAD_RECIPES, train_head_recipe
 
     if recipe in HEAD_RECIPES:
-        print(train_head_recipe(recipe, out, minutes, target, corpus, cache, device, quantization))
+        print(train_head_recipe(recipe, out, minutes, target or "stories", corpus, cache, device, quantization))
         return
     shipped = of_checkout("recipes.train")
     if shipped is None:
@@ -349,10 +349,9 @@ def serve_command(
     gpus: Gpus = 1,
 ) -> None:
     """Print the lines that start a preset's lanes on servers, to be raced with `run --server`."""
-    from specdemo.models.hub import embedded_folder
     from specdemo.presets.serve import serve_commands
 
-    print("\n".join(serve_commands(preset(preset_id), known_engine(engine), embedded_folder(), gpus)))
+    print("\n".join(serve_commands(preset(preset_id), known_engine(engine), gpus)))
 
 
 @app.command()
@@ -372,7 +371,6 @@ def serve(
 @contextmanager
 def _started(chosen: Preset, engine: str, command: str | None, gpus: int) -> Iterator[Preset]:
     """The preset on servers that are started for it; what they say while they load stands in one line that moves."""
-    from specdemo.models.hub import embedded_folder
     from specdemo.presets.serve import serving
 
     known = known_engine(engine)
@@ -381,7 +379,7 @@ def _started(chosen: Preset, engine: str, command: str | None, gpus: int) -> Ite
         def tell(what: str) -> None:
             bar.set_description_str(what[: shutil.get_terminal_size().columns - 1])
 
-        with serving(chosen, known, embedded_folder(), tell, command, gpus) as served:
+        with serving(chosen, known, tell, command, gpus) as served:
             bar.clear()
             yield served
 

@@ -5,9 +5,12 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from recipes.train import RECIPES
 from specdemo.__main__ import main
 from specdemo.core.trace import from_json
 from specdemo.presets.files import load_presets
@@ -256,3 +259,11 @@ def test_ui_hands_its_options_to_the_page(monkeypatch):
 @pytest.mark.skipif(sys.platform != "linux", reason="nothing else has a folder that takes no files")
 def test_a_file_that_cannot_be_written_is_one_line(capsys):
     assert refusal(capsys, "run", "embedded-draft", "--max-new-tokens", "2", "--out", "/proc/trace.json")
+
+
+@pytest.mark.parametrize("recipe, target", [("code-draft", "code"), ("stories-draft-wide", "stories")])
+def test_a_draft_learns_from_the_target_of_its_world(monkeypatch, tmp_path, recipe, target):
+    jobs = []
+    monkeypatch.setitem(RECIPES, recipe, replace(RECIPES[recipe], make=jobs.append))
+    assert main(["train", recipe, "--corpus", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
+    assert [Path(job.target).name for job in jobs] == [target]

@@ -4,14 +4,16 @@ import importlib
 import inspect
 import pkgutil
 
+import recipes
 import specdemo
 from specdemo.core import protocol
 
 
 def modules():
-    for module in pkgutil.walk_packages(specdemo.__path__, "specdemo."):
-        if not module.name.endswith("__main__"):
-            yield importlib.import_module(module.name)
+    for package in (specdemo, recipes):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not module.name.endswith("__main__"):
+                yield importlib.import_module(module.name)
 
 
 def public(namespace):

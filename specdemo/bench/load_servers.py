@@ -25,12 +25,11 @@ from specdemo.engine.loop import never
 from specdemo.engine.session import environment
 from specdemo.methods import BASELINE
 from specdemo.methods.flags import vllm_config
-from specdemo.models.hub import embedded_folder
 from specdemo.presets.files import Preset, preset
 from specdemo.presets.serve import CONFIG, Program, Served, on_free_ports, served
 from specdemo.servers.address import Engine, allow, host, known_engine
 from specdemo.servers.answer import Heard, Piece
-from specdemo.servers.client import Client, Refused
+from specdemo.servers.client import Client, Refused, connected
 from specdemo.servers.counters import between
 from specdemo.servers.lane import KEY, Form, RemoteLane
 from specdemo.servers.started import Tell
@@ -98,7 +97,7 @@ class Fleet:
         """How a server that drafts k tokens, or by a schedule k at most, is started."""
         onto = on_free_ports(self.chosen.with_changes(k=k) if k else self.chosen)
         gpus = self.program.gpus if self.program else 1
-        lane = list(served(onto, engine or self.engine, embedded_folder(), gpus))[bool(k)]
+        lane = list(served(onto, engine or self.engine, gpus))[bool(k)]
         if not schedule or CONFIG not in lane.command:
             return lane
         at = lane.command.index(CONFIG) + 1
@@ -147,7 +146,7 @@ def _measure(suite: Load, server: str, remote: Remote, place: float, warm_up: bo
 async def _point(suite: Load, server: str, remote: Remote, place: float, warm_up: bool) -> Point:
     texts = suite.texts
     count = suite.count(place, warm_up)
-    async with Client(server, os.environ.get(KEY)) as http:
+    async with connected(server, os.environ.get(KEY)) as http:
 
         async def ask(number: int) -> Answer:
             return await _ask(http, remote, number % len(texts), texts[number % len(texts)], suite.new_tokens)

@@ -88,7 +88,7 @@ def train_head_recipe(
     drafter = untrained(recipe, loaded)
     make_folder(out)
     with one_thread(loaded.device):
-        material = gather(loaded, cache or out / "cache", drafter.taps, corpus, _plan(drafter, minutes))
+        material = gather(loaded, cache or out / "cache", _plan(drafter, minutes), corpus)
         history = show(train_head(drafter, loaded, material, out, minutes), minutes, name)
         save_head(drafter, loaded, out, history, material, recipe=name, minutes=minutes)
     return out
@@ -110,7 +110,7 @@ def train_live(
 def _live(
     name: str, drafter: Head[Network], loaded: HFTarget, minutes: float, out: Path, cancelled: Callable[[], bool]
 ) -> Iterator[dict[str, Any]]:
-    texts = gathering(loaded, out / "cache", drafter.taps, None, _plan(drafter, minutes))
+    texts = gathering(loaded, out / "cache", _plan(drafter, minutes))
     while True:
         try:
             share = next(texts)

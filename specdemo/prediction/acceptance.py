@@ -12,7 +12,7 @@ from itertools import accumulate
 from math import sqrt
 from operator import mul
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, variance
 
 from specdemo.core.estimate import Estimate, t_quantile
 from specdemo.core.tally import Step
@@ -55,13 +55,13 @@ class Acceptance:
             return Estimate(self.expected(k))
         if k > longest:
             return _scaled(self.tokens(longest), self.expected(k) / self.expected(longest))
-        if not self.exact:
-            return _mean([1.0 + min(kept, k) for kept, _ in self.passes])
-        low, value, high = replayed(self.passes, k, self.rates[min(k, len(self.rates)) - 1])
         spread = _mean([1.0 + min(kept, k) for kept, _ in self.passes])
-        if spread.low is None or spread.high is None:
+        if not self.exact:
+            return spread
+        low, value, high = replayed(self.passes, k, self.rates[min(k, len(self.rates)) - 1])
+        share = spread.width
+        if share is None:
             return Estimate(value)
-        share = (spread.high - spread.low) / (2.0 * spread.value)
         return Estimate(value, min(low, value * (1.0 - share)), max(high, value * (1.0 + share)))
 
     def expected(self, k: int) -> float:
@@ -126,7 +126,7 @@ def of_passes(passes: Iterable[Kept], exact: bool = False, nodes: int = 0) -> Ac
     return Acceptance(rates[:LONGEST], () if nodes else known, exact, nodes)
 
 
-def from_mean(tokens: float, k: int, nodes: int = 0) -> Acceptance:
+def from_mean(tokens: float, k: int) -> Acceptance:
     """Of drafts of k, or trees as deep, of which a mean is all that is known: one chance at every position."""
     if not 1.0 <= tokens <= k + 1.0:
         raise ValueError(f"a pass over a draft of {k} emits 1 to {k + 1} tokens, not {tokens:g}")
@@ -134,7 +134,7 @@ def from_mean(tokens: float, k: int, nodes: int = 0) -> Acceptance:
     for _ in range(50):
         middle = (low + high) / 2.0
         low, high = (middle, high) if Acceptance((middle,)).expected(k) < tokens else (low, middle)
-    return Acceptance((high,) * k, nodes=nodes)
+    return Acceptance((high,) * k)
 
 
 def of_lane(lane: LaneTrace) -> Acceptance:
@@ -171,6 +171,5 @@ def _mean(values: Sequence[float]) -> Estimate:
         return Estimate(value)
     size = len(values) / BLOCKS
     blocks = [fmean(values[int(i * size) : int((i + 1) * size)]) for i in range(BLOCKS)]
-    variance = sum((block - value) ** 2 for block in blocks) / (BLOCKS - 1)
-    half = t_quantile(BLOCKS - 1) * sqrt(variance / BLOCKS)
+    half = t_quantile(BLOCKS - 1) * sqrt(variance(blocks, value) / BLOCKS)
     return Estimate(value, value - half, value + half)

@@ -7,7 +7,7 @@ is off by, and of the acceptance.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import exp, hypot, log, sqrt
 from pathlib import Path
@@ -88,7 +88,7 @@ class Prediction:
     dies: int | None  # the smallest batch at which no draft length gains; None: none up to the largest of `loads`
     memory_gb: float
     fits: bool
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     @property
     def best(self) -> Row:

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from specdemo.engine.comparison import Comparison
-from specdemo.models.hub import Cancelled, LoadProgress, embedded_folder
+from specdemo.models.hub import Cancelled, LoadProgress
 from specdemo.presets.serve import Program, Served, served
 from specdemo.servers.address import TITLES, check_listed, known_engine, startable
 from specdemo.servers.started import Server, Tell, free_port
@@ -86,7 +86,7 @@ def _wanted(spec: Comparison) -> dict[int, _Wanted]:
     wanted = {}
     for number, (place, name) in enumerate(named.items()):
         engine = known_engine(name)
-        lane = [*served(_on(spec, f"http://127.0.0.1:{free_port()}"), engine, embedded_folder())][place]
+        lane = [*served(_on(spec, f"http://127.0.0.1:{free_port()}"), engine)][place]
         wanted[place] = _Wanted(TITLES[name], Program.find(engine, startable[name]), lane, number, len(named))
         wanted[place].program.check(lane)
     return wanted

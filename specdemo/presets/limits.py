@@ -86,18 +86,12 @@ def fit(chosen: Preset) -> Preset:
     """The comparison as this page offers it: on a public one cut to its limits."""
     if not public():
         return chosen
-    lanes = [
-        lane.model_copy(
-            update={
-                "k": min(lane.k, PUBLIC.k),
-                "options": {name: value for name, value in lane.options.items() if name != SHARED},
-            }
-        )
-        for lane in chosen.lanes[: PUBLIC.lanes - 1]
-    ]
-    return chosen.model_copy(
-        update={"lanes": lanes, "max_new_tokens": min(chosen.max_new_tokens, PUBLIC.max_new_tokens)}
-    )
+    lanes = []
+    for lane in chosen.lanes[: PUBLIC.lanes - 1]:
+        options = {name: value for name, value in lane.options.items() if name != SHARED}
+        lanes.append(lane.model_copy(update={"k": min(lane.k, PUBLIC.k), "options": options}))
+    tokens = min(chosen.max_new_tokens, PUBLIC.max_new_tokens)
+    return chosen.model_copy(update={"lanes": lanes, "max_new_tokens": tokens})
 
 
 def shares(chosen: Preset) -> bool:

@@ -6,13 +6,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.methods import BASELINE, validate_options
 from specdemo.methods import method as class_of
 from specdemo.methods.flags import AT, Flags, NotServed
+from specdemo.models.hub import embedded_folder
 from specdemo.presets.files import EMBEDDED, Preset
 from specdemo.servers.address import TITLES, Engine, address, admitted
 from specdemo.servers.started import Installed, Server, Tell, check_llamacpp, free_port, installed, started
@@ -35,14 +35,13 @@ class Served:
     refusal: str = ""
 
 
-def served(preset: Comparison, engine: Engine, models: Path | None = None, gpus: int = 1) -> Iterator[Served]:
-    """The baseline and every lane. models: the folder of the embedded models, whose names no server knows; gpus: over
-    how many of them a server spreads its model."""
+def served(preset: Comparison, engine: Engine, gpus: int = 1) -> Iterator[Served]:
+    """The baseline and every lane. gpus: over how many of them a server spreads its model."""
     plain = Lane(method=BASELINE, server=preset.server)
     for place, lane in enumerate((plain, *preset.lanes)):
         server = lane.server or f"http://127.0.0.1:{FIRST_PORT + place}"
         name = f"lane {place}: {lane.method}" if place else "baseline"
-        model = None if lane.model == preset.target else _path(lane.model, models)  # heads inside the target
+        model = None if lane.model == preset.target else _path(lane.model)  # heads inside the target
         try:
             if gpus > 1 and engine not in PARALLEL:
                 raise NotServed(f"{TITLES[engine]} is started on the CPU; leave --gpus out")
@@ -51,15 +50,15 @@ def served(preset: Comparison, engine: Engine, models: Path | None = None, gpus:
             yield Served(name, server, [], str(reason))
             continue
         spread = [PARALLEL[engine], str(gpus)] if gpus > 1 else []
-        yield Served(name, server, [*_start(preset, engine, server, models), *spread, *drafting])
+        yield Served(name, server, [*_start(preset, engine, server), *spread, *drafting])
 
 
-def serve_commands(preset: Preset, engine: Engine, models: Path | None = None, gpus: int = 1) -> list[str]:
+def serve_commands(preset: Preset, engine: Engine, gpus: int = 1) -> list[str]:
     """Shell lines: the baseline's, every lane's, then how to race them. A lane that cannot be served says why."""
     lines = [f"# {preset.title}; with --gpus N each server is spread over N GPUs"]
     if preset.quantization and not _quantises(preset, engine):
         lines.append(f"# {preset.quantization} is left out: serve a checkpoint that is quantised already")
-    lanes = list(served(preset, engine, models, gpus))
+    lanes = list(served(preset, engine, gpus))
     for lane in lanes:
         if lane.refusal:
             lines.append(f"# {lane.name}: not served, {lane.refusal}")
@@ -71,13 +70,13 @@ def serve_commands(preset: Preset, engine: Engine, models: Path | None = None, g
     return lines
 
 
-def _start(preset: Comparison, engine: Engine, server: str, models: Path | None) -> list[str]:
+def _start(preset: Comparison, engine: Engine, server: str) -> list[str]:
     where = urlsplit(server)
     at = ["--dtype", preset.dtype, "--host", where.hostname or "127.0.0.1", "--port", str(where.port or FIRST_PORT)]
     if engine == "llamacpp":
         return [sys.executable, "-m", "specdemo.servers.llamacpp", preset.target, *at]
     name, _, revision = preset.target.partition(AT)
-    target = _path(name, models) or name
+    target = _path(name) or name
     start = ["vllm", "serve", target] if engine == "vllm" else ["python", "-m", "sglang.launch_server"]
     flags = [] if engine == "vllm" else ["--model-path", target, "--enable-metrics"]
     if preset.target != target:
@@ -103,8 +102,9 @@ def _quantises(preset: Comparison, engine: Engine) -> bool:
     return engine == "vllm" and preset.quantization == "4bit"
 
 
-def _path(model: str | None, models: Path | None) -> str | None:
-    return str(models / model) if models and model in EMBEDDED else model
+def _path(model: str | None) -> str | None:
+    """No server knows the names of the embedded models."""
+    return str(embedded_folder() / model) if model in EMBEDDED else model
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class Program:
 
     def check(self, lane: Served) -> None:
         """Raises ValueError, with the reason, for a lane that it cannot serve."""
-        if reason := lane.refusal or _unknown(lane.command, self.there):
+        if reason := lane.refusal or self._unknown(lane.command):
             raise ValueError(f"{lane.name} is not served: {reason}; choose another method, or race it here")
 
     @contextmanager
@@ -133,24 +133,42 @@ class Program:
         of its log, when it does not start."""
         self.check(lane)
         line = [*([self.command] if self.command else lane.command[:1]), *lane.command[1:]]
-        line, environment = _fitted(line, place, servers, self.gpus, self.there)
+        line, environment = self._fitted(line, place, servers)
         with admitted(lane.server), started(line, lane.server, environment) as server:
             seconds = server.wait(lambda said: tell(f"{lane.name}, {said}"))
             tell(f"{lane.name} is ready at {lane.server} after {seconds:.0f} s")
             yield server
 
+    def _unknown(self, command: Sequence[str]) -> str:
+        """Why the installed version cannot run the command, as far as it says which methods it has."""
+        if self.there is None or CONFIG not in command:
+            return ""
+        method = json.loads(command[command.index(CONFIG) + 1])["method"]
+        return "" if method in self.there.methods else f"vLLM {self.there.version} has no method {method!r}"
+
+    def _fitted(self, command: list[str], place: int, servers: int) -> tuple[list[str], dict[str, str]]:
+        """The command of server `place` as this machine can run it, and its environment: GPUs of its own if there are
+        enough of them, else a share of the first ones' memory; on a CPU there is one way of attention."""
+        if self.there is None:
+            return command, {}
+        if not self.there.gpus:
+            place = command.index(ATTENTION) if ATTENTION in command else len(command)
+            return command[:place] + command[place + 2 :], {}
+        if self.there.gpus >= servers * self.gpus:
+            own = range(place * self.gpus, (place + 1) * self.gpus)
+            return command, {"CUDA_VISIBLE_DEVICES": ",".join(map(str, own))}
+        return [*command, "--gpu-memory-utilization", f"{GPU_SHARE / servers:.2f}"], {}
+
 
 @contextmanager
-def serving(
-    preset: Preset, engine: Engine, models: Path, tell: Tell, command: str | None = None, gpus: int = 1
-) -> Iterator[Preset]:
+def serving(preset: Preset, engine: Engine, tell: Tell, command: str | None = None, gpus: int = 1) -> Iterator[Preset]:
     """Start a server for the baseline and for each lane, one after the other: the preset on them, until the block ends.
 
     command: the engine's program, where it is not on PATH. Raises ValueError as `Program.serve` does.
     """
     program = Program.find(engine, command, gpus)
     onto = on_free_ports(preset)
-    lanes = list(served(onto, engine, models, gpus))
+    lanes = list(served(onto, engine, gpus))
     for lane in lanes:
         program.check(lane)
     with ExitStack() as running:
@@ -162,27 +180,3 @@ def serving(
 def on_free_ports(preset: Preset) -> Preset:
     """The preset with the baseline and every lane on a port of this machine that nobody listens on."""
     return preset.on_servers([f"http://127.0.0.1:{free_port()}" for _ in range(len(preset.lanes) + 1)])
-
-
-def _unknown(command: Sequence[str], there: Installed | None) -> str:
-    """Why the installed version cannot run the command, as far as it says which methods it has."""
-    if there is None or CONFIG not in command:
-        return ""
-    method = json.loads(command[command.index(CONFIG) + 1])["method"]
-    return "" if method in there.methods else f"vLLM {there.version} has no method {method!r}"
-
-
-def _fitted(
-    command: list[str], place: int, servers: int, gpus: int, there: Installed | None
-) -> tuple[list[str], dict[str, str]]:
-    """The command of server `place` as this machine can run it, and its environment: GPUs of its own if there are
-    enough of them, else a share of the first ones' memory; on a CPU there is one way of attention."""
-    if there is None:
-        return command, {}
-    if not there.gpus:
-        place = command.index(ATTENTION) if ATTENTION in command else len(command)
-        return command[:place] + command[place + 2 :], {}
-    if there.gpus >= servers * gpus:
-        own = range(place * gpus, (place + 1) * gpus)
-        return command, {"CUDA_VISIBLE_DEVICES": ",".join(map(str, own))}
-    return [*command, "--gpu-memory-utilization", f"{GPU_SHARE / servers:.2f}"], {}

@@ -6,8 +6,7 @@ import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from types import TracebackType
-from typing import Self
+from dataclasses import dataclass
 
 import httpx
 
@@ -26,26 +25,12 @@ class Refused(Exception):
     """An answer with another status than 200, in words that may be hostile."""
 
 
+@dataclass(frozen=True, slots=True)
 class Client:
-    """Connections to one server, kept between requests. key: sent to it with every request; None: it wants none."""
+    """What is asked of a server over its connections."""
 
-    def __init__(self, server: str, key: str | None) -> None:
-        self._server = server
-        self._http = httpx.AsyncClient(
-            headers={"Accept-Encoding": "identity", **({"Authorization": f"Bearer {key}"} if key else {})},
-            timeout=httpx.Timeout(SILENCE_S, connect=CONNECT_S),
-            limits=httpx.Limits(),  # a load's requests go out at once
-            follow_redirects=False,
-        )
-
-    async def __aenter__(self) -> Self:
-        await self._http.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        await self._http.__aexit__(kind, error, where)
+    server: str
+    http: httpx.AsyncClient
 
     async def read(self, path: str, most: int) -> bytes:
         """The whole answer. Raises Refused, httpx.TransportError, and ValueError for more than `most` bytes."""
@@ -91,7 +76,7 @@ class Client:
     async def _answer(
         self, method: str, path: str, question: dict[str, object] | None = None
     ) -> AsyncIterator[httpx.Response]:
-        async with self._http.stream(method, self._server + path, json=question) as answer:
+        async with self.http.stream(method, self.server + path, json=question) as answer:
             if answer.status_code == 200:
                 yield answer
                 return
@@ -101,6 +86,18 @@ class Client:
                 if len(said) > REFUSAL_BYTES:
                     break
             raise Refused(f"Error code: {answer.status_code} - {said[:REFUSAL_BYTES].decode(errors='replace')}")
+
+
+@asynccontextmanager
+async def connected(server: str, key: str | None) -> AsyncIterator[Client]:
+    """Connections to one server, kept between requests. key: sent to it with every request; None: it wants none."""
+    async with httpx.AsyncClient(
+        headers={"Accept-Encoding": "identity", **({"Authorization": f"Bearer {key}"} if key else {})},
+        timeout=httpx.Timeout(SILENCE_S, connect=CONNECT_S),
+        limits=httpx.Limits(),  # a load's requests go out at once
+        follow_redirects=False,
+    ) as http:
+        yield Client(server, http)
 
 
 async def _bounded(answer: httpx.Response, most: int) -> AsyncGenerator[tuple[bytes, float], None]:

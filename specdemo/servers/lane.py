@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -25,7 +25,7 @@ from specdemo.core.trace import MAX_TEXT, LaneTrace, Remote
 from specdemo.servers import client, counters
 from specdemo.servers.address import check_listed, host
 from specdemo.servers.answer import Heard, Piece
-from specdemo.servers.client import Client, Refused
+from specdemo.servers.client import Client, Refused, connected
 
 if TYPE_CHECKING:
     from specdemo.core.protocol import GenerationConfig
@@ -52,6 +52,7 @@ class _Models(BaseModel):
     data: list[_Model]
 
 
+@dataclass
 class RemoteLane:
     """Streams one continuation. `trace` is written as it comes; its `remote` and `finish` are right once `events` ends.
 
@@ -60,32 +61,25 @@ class RemoteLane:
     that is not listed.
     """
 
-    def __init__(
-        self,
-        trace: LaneTrace,
-        server: str,
-        model: str | None,
-        target: str,
-        prompt: Text,
-        config: "GenerationConfig",
-        forms: Sequence[Form],
-    ) -> None:
-        self.trace = trace
-        self._server = check_listed(server)
-        self._model = model
-        self._target = target
-        self._text = prompt
-        self._config = config
-        self._forms = forms
+    trace: LaneTrace
+    server: str
+    model: str | None
+    target: str
+    prompt: Text
+    config: "GenerationConfig"
+    forms: Sequence[Form]
+
+    def __post_init__(self) -> None:
+        self.server = check_listed(self.server)
         self._finish: Literal["stop", "length"] | None = None
         self._as_ids = False
-        trace.remote = Remote(host(self._server), model or "", "")
+        self.trace.remote = self._remote = Remote(host(self.server), self.model or "", "")
 
     def events(self, cancelled: Callable[[], bool]) -> Iterator[Piece]:
         """Each event with the text it added. Raises RuntimeError and nothing else, one line, when the server fails or
         takes longer than it may; what had arrived stays in the trace."""
         self.trace.finish = "cancelled"
-        limit = self._config.max_new_tokens
+        limit = self.config.max_new_tokens
         seconds = client.SILENCE_S + limit * TOKEN_S
         try:
             for event, text in _in_background(self._talk, cancelled, seconds):
@@ -101,37 +95,32 @@ class RemoteLane:
                     self.trace.finish = "length"
                     return
         except TimeoutError:
-            late = f"{host(self._server)} took longer than {seconds:g} seconds for {limit} tokens"
+            late = f"{host(self.server)} took longer than {seconds:g} seconds for {limit} tokens"
             raise RuntimeError(late) from None
         if not cancelled() and self._finish:
             self.trace.finish = self._finish
 
-    @property
-    def _remote(self) -> Remote:
-        assert self.trace.remote is not None
-        return self.trace.remote
-
     def _tell(self, **known: Any) -> None:
-        self.trace.remote = replace(self._remote, **known)
+        self.trace.remote = self._remote = replace(self._remote, **known)
 
     def _note(self, text: str) -> None:
         self.trace.note = f"{self.trace.note}; {text}" if self.trace.note else text
 
     async def _talk(self, say: Callable[[Piece], None]) -> None:
         key = os.environ.get(KEY)
-        limit = self._config.max_new_tokens
+        limit = self.config.max_new_tokens
         heard = Heard(say, limit)
         try:
-            async with Client(self._server, key) as http:
-                self._tell(model=self._model or await self._served(http))
-                prompt: Prompt = self._split() if self._as_ids else self._text
+            async with connected(self.server, key) as http:
+                self._tell(model=self.model or await self._served(http))
+                prompt: Prompt = self._split() if self._as_ids else self.prompt
                 form, standard = await self._warm_up(http)
                 self._tell(endpoint=f"/v1/{form}")
                 before = await http.metrics()
                 await heard.listen(http, f"/v1/{form}", self._request(form, standard, prompt, limit))
                 counted = counters.between(before, await http.metrics())
         except Exception as error:
-            raise RuntimeError(_reason(error, host(self._server), key, heard.pieces)) from None
+            raise RuntimeError(_reason(error, host(self.server), key, heard.pieces)) from None
         finally:
             self._tell(tokens=heard.told, counted=heard.counted or heard.told == heard.pieces)
         told = counted if _alone(counted, heard) else heard.drafted or counted
@@ -143,13 +132,13 @@ class RemoteLane:
         try:
             listed = await http.read("/v1/models", MODELS_BYTES)
         except Refused:  # it does not list what it serves
-            return self._target
+            return self.target
         models = _Models.model_validate_json(listed).data
         if any(isinstance(model.tags, list) and TOKEN_IDS in model.tags for model in models):
-            self._as_ids, self._forms = True, ("completions",)
+            self._as_ids, self.forms = True, ("completions",)
         names = [model.id for model in models]
-        if self._target in names or len(names) == 1:
-            return self._target if self._target in names else names[0]
+        if self.target in names or len(names) == 1:
+            return self.target if self.target in names else names[0]
         shown = ", ".join(names[:5]) or "nothing it lists"
         raise ValueError(f"it serves {shown}; say which one with served_model")
 
@@ -158,25 +147,25 @@ class RemoteLane:
         from specdemo.models.load import outline
         from specdemo.models.text import encode
 
-        known = outline(self._target)
+        known = outline(self.target)
         if known.tokenizer is None:
-            raise ValueError(f"it takes token ids, and {self._target} has no tokenizer here")
-        return encode(known.tokenizer, self._text, known.max_length - self._config.max_new_tokens)
+            raise ValueError(f"it takes token ids, and {self.target} has no tokenizer here")
+        return encode(known.tokenizer, self.prompt, known.max_length - self.config.max_new_tokens)
 
     async def _warm_up(self, http: Client) -> tuple[Form, bool]:
         """A few tokens off the clock, which also find out how the server wants to be asked.
 
         -> the form, and whether standard settings are all that it takes. Raises the first refusal when all are refused.
         """
-        limit = min(WARM_UP_TOKENS, self._config.max_new_tokens)
-        droppable = not self._config.sampling.top_k and not self._config.sampling.min_p  # it asks for the same without
+        limit = min(WARM_UP_TOKENS, self.config.max_new_tokens)
+        droppable = not self.config.sampling.top_k and not self.config.sampling.min_p  # it asks for the same without
         refusal: Refused | None = None
 
         async def ask(form: Form, standard: bool) -> None:
             question = self._request(form, standard, WARM_UP, limit)
             await Heard(lambda piece: None, limit).listen(http, f"/v1/{form}", question)
 
-        for form, standard in product(self._forms, (False, True) if droppable else (False,)):
+        for form, standard in product(self.forms, (False, True) if droppable else (False,)):
             try:
                 try:
                     await ask(form, standard)
@@ -189,7 +178,7 @@ class RemoteLane:
                 continue
             if standard:
                 self._note("its server takes standard settings only, the others are at its own defaults")
-            if form != self._forms[0]:
+            if form != self.forms[0]:
                 self._note(f"its server takes the prompt at /v1/{form} only")
             return form, standard
         assert refusal is not None
@@ -197,7 +186,7 @@ class RemoteLane:
 
     def _request(self, form: Form, standard: bool, prompt: Prompt, limit: int) -> dict[str, object]:
         """Everything a server might set by itself is named: many take defaults from the model's generation_config."""
-        sampling = self._config.sampling
+        sampling = self.config.sampling
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         put: dict[str, object] = {"prompt": prompt} if form == "completions" else {"messages": messages}
         request: dict[str, object] = {
@@ -205,7 +194,7 @@ class RemoteLane:
             "max_tokens": limit,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "seed": self._config.seed,
+            "seed": self.config.seed,
             "stream": True,
             "stream_options": {"include_usage": True},
             **put,

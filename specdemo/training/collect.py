@@ -13,7 +13,7 @@ import hashlib
 import json
 import logging
 import random
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -246,7 +246,7 @@ def watched(shares: Generator[float, None, Result], name: str) -> Result:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Rows the target has spoken on: tokens [R, T], indices and probs [R, T, K], hidden tap -> [R, T, H]."""
+    """Rows the target has spoken on: tokens [R, T] int64, indices and probs [R, T, K], hidden tap -> [R, T, H]."""
 
     tokens: Tensor
     indices: Tensor
@@ -257,15 +257,18 @@ class Recorded:
     def of(columns: Mapping[str, Tensor]) -> "Recorded":
         """From the columns of a shard, as `listen` gives them."""
         hidden = {int(n.removeprefix("tap.")): c for n, c in columns.items() if n.startswith("tap.")}
-        return Recorded(columns["tokens"], columns["indices"], columns["probs"], hidden)
+        return Recorded(columns["tokens"].long(), columns["indices"], columns["probs"], hidden)
 
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Recorded":
+        hidden = {tap: change(h) for tap, h in self.hidden.items()}
+        return Recorded(change(self.tokens), change(self.indices), change(self.probs), hidden)
+
     def rows(self, chosen: Tensor) -> "Recorded":
         """The chosen windows, as they were recorded."""
-        hidden = {tap: h[chosen] for tap, h in self.hidden.items()}
-        return Recorded(self.tokens[chosen].long(), self.indices[chosen], self.probs[chosen], hidden)
+        return self._each(lambda column: column[chosen])
 
     def turn(self, count: int, step: int) -> "Recorded":
         """`count` rows for `step`: every row once in an epoch, in an order of the epoch's own."""
@@ -277,12 +280,7 @@ class Recorded:
     def cut(self, pieces: int) -> "Recorded":
         """The same positions in rows 1 / `pieces` as long."""
         length = self.tokens.shape[1] // pieces
-
-        def shorter(column: Tensor) -> Tensor:
-            return column.view(-1, length, *column.shape[2:])
-
-        hidden = {tap: shorter(h) for tap, h in self.hidden.items()}
-        return Recorded(shorter(self.tokens), shorter(self.indices), shorter(self.probs), hidden)
+        return self._each(lambda column: column.view(-1, length, *column.shape[2:]))
 
 
 def load_cache(folder: Path, kinds: Iterable[str] = ("text", "samples"), taps: Sequence[int] = ()) -> Recorded:

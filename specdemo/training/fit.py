@@ -37,7 +37,6 @@ class Schedule:
     minutes: float
     muon: float = 0.02  # 2-D hidden matrices (Muon, Keller Jordan 2024)
     adamw: float = 0.004  # embedding, head, norms
-    weight_decay: float = 0.1
     warmup_steps: int = 50
     decay_from: float = 0.5
     floor: float = 0.02
@@ -73,7 +72,7 @@ def optimizers(module: nn.Module, schedule: Schedule, vocab_size: int = 0) -> li
     rest = [p for p in parameters if p.ndim != 2 or id(p) in outer]
     built: list[torch.optim.Optimizer] = []
     if hidden:
-        built.append(Muon(hidden, lr=schedule.muon, weight_decay=schedule.weight_decay, momentum=0.95))
+        built.append(Muon(hidden, lr=schedule.muon))
     if rest:
         built.append(torch.optim.AdamW(rest, lr=schedule.adamw, betas=(0.9, 0.95), weight_decay=0.0, fused=True))
     for optimizer in built:
@@ -163,15 +162,8 @@ class Run:
             numbers = evaluate()
         self.module.train()
         h = self.history
-        h.evaluations.append(
-            {
-                "step": h.step,
-                "tokens": h.tokens,
-                "seconds": round(h.seconds),
-                "train_loss": round(train_loss, 4),
-                **numbers,
-            }
-        )
+        at = {"step": h.step, "tokens": h.tokens, "seconds": round(h.seconds), "train_loss": round(train_loss, 4)}
+        h.evaluations.append(at | numbers)
         return h.evaluations[-1]
 
 

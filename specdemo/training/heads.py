@@ -34,7 +34,6 @@ from specdemo.training.collect import (
 from specdemo.training.corpus import read_corpus, windows
 from specdemo.training.fit import Batch, History, Schedule, Tick, steps, write_provenance
 
-CONTEXT = 512
 HELD_OUT_ROWS = 32
 HELD_OUT_SEED = -1  # the text's are its shards' numbers
 DENSE = 1 << 22  # entries of a [B, A, V] distribution that a CPU works on at once; a GPU takes 64 times as many
@@ -51,17 +50,16 @@ class Material:
 
 
 def gathering(
-    target: HFTarget, cache: Path, taps: Sequence[int], corpus: Path | None = None, plan: Plan | None = None
+    target: HFTarget, cache: Path, plan: Plan, corpus: Path | None = None
 ) -> Generator[float, None, Material]:
     """Complete the cache of `target` and read it; gives the share that is done as it goes, at last the material.
 
-    A cache with more taps than asked for will do, and so will a complete one made of other text, such as that of a
+    A cache with more taps than planned will do, and so will a complete one made of other text, such as that of a
     draft model. Raises ValueError when the cache is of another target or lacks taps, and for a target on fused layers,
     which tell no hidden states to transformers.
     """
     if target.kernels != "transformers":
         raise ValueError(f"{target.name} runs on fused layers; load it with kernels='transformers'")
-    plan = plan or Plan(text_rows=2048, sampled_rows=512, taps=tuple(taps))
     model, context = target.model, min(plan.context, target.max_length)
     plan = replace(plan, context=context, sample_length=min(plan.sample_length, context))
     first = target.stop_token_ids[0] if target.stop_token_ids else 0
@@ -77,15 +75,14 @@ def gathering(
         yield from collecting(model, text, stories, cache, plan)
     if corpus is None:
         held_out = _own_held_out(model, first, cache, context)
-    recorded = Recorded.of(listen(model, held_out[:HELD_OUT_ROWS], taps))
-    return Material(load_cache(cache, ["text"], taps), load_cache(cache, ["samples"], taps), recorded, source)
+    recorded = Recorded.of(listen(model, held_out[:HELD_OUT_ROWS], plan.taps))
+    said, sampled = (load_cache(cache, [kind], plan.taps) for kind in ("text", "samples"))
+    return Material(said, sampled, recorded, source)
 
 
-def gather(
-    target: HFTarget, cache: Path, taps: Sequence[int], corpus: Path | None = None, plan: Plan | None = None
-) -> Material:
+def gather(target: HFTarget, cache: Path, plan: Plan, corpus: Path | None = None) -> Material:
     """`gathering` to the end behind a progress bar."""
-    return watched(gathering(target, cache, taps, corpus, plan), f"cache {cache.name}")
+    return watched(gathering(target, cache, plan, corpus), f"cache {cache.name}")
 
 
 def _read(target: HFTarget, corpus: Path, context: int) -> tuple[Tensor, list[list[int]], Tensor, str]:
@@ -118,29 +115,23 @@ class Rows:
 
     def __call__(self, progress: float, step: int) -> Batch:
         if progress < self.samples_from:
-            return self._columns(self.material.text, self.count, step)
+            return columns(self.material.text.turn(self.count, step), self.taps)
         half = max(1, self.count // 2)
-        pairs = zip(
-            self._columns(self.material.text, half, step),
-            self._columns(self.material.samples, half, step),
-            strict=True,
-        )
+        both = (self.material.text.turn(half, step), self.material.samples.turn(half, step))
+        pairs = zip(*(columns(rows, self.taps) for rows in both), strict=True)
         return tuple(torch.cat(pair) for pair in pairs)
-
-    def _columns(self, recorded: Recorded, count: int, step: int) -> Batch:
-        return columns(recorded.turn(count, step), self.taps)
 
 
 def columns(recorded: Recorded, taps: Sequence[int]) -> Batch:
     """tokens, indices, probs and the taps, in this order."""
-    return recorded.tokens.long(), recorded.indices, recorded.probs, *(recorded.hidden[tap] for tap in taps)
+    return recorded.tokens, recorded.indices, recorded.probs, *(recorded.hidden[tap] for tap in taps)
 
 
-def example(batch: Batch, taps: Sequence[int], vocab_size: int, device: torch.device) -> Progress:
+def example(batch: Batch, taps: Sequence[int], target: HFTarget) -> Progress:
     """Columns [R, T, ...] -> the T - 1 positions whose next token is known, with the target's distribution there."""
-    tokens, indices, probs, *hidden = (column.to(device) for column in batch)
+    tokens, indices, probs, *hidden = (column.to(target.device) for column in batch)
     known = probs[:, :-1].float()
-    dense = known.new_zeros(*known.shape[:2], vocab_size)
+    dense = known.new_zeros(*known.shape[:2], target.vocab_size)
     dense.scatter_(-1, indices[:, :-1].long(), known / known.sum(-1, keepdim=True))
     states = {tap: h[:, :-1].float() for tap, h in zip(taps, hidden, strict=True)}
     inputs, outputs = tokens[:, :-1], tokens[:, 1:]
@@ -164,21 +155,18 @@ def train_head(
     head = nn.Module.float(drafter.head).requires_grad_(True)
 
     def progress_of(batch: Batch) -> Progress:
-        return example(batch, drafter.taps, target.vocab_size, target.device)
+        return example(batch, drafter.taps, target)
 
     def loss(*batch: Tensor) -> Tensor:
         with autocast(target.device):
             return drafter.loss(progress_of(batch))[0]
 
+    def measured(*piece: Tensor) -> dict[str, float]:
+        nats, metrics = drafter.loss(progress_of(piece))
+        return {"held_out_loss": float(nats), **metrics}
+
     def evaluate() -> dict[str, float]:
-        held_out = columns(material.held_out, drafter.taps)
-        rows = max(1, micro // context)
-        pieces = [
-            (len(piece[0]), _measured(drafter, progress_of(piece)))
-            for piece in zip(*(column.split(rows) for column in held_out), strict=True)
-        ]
-        total = sum(count for count, _ in pieces)
-        return {name: round(sum(c * m[name] for c, m in pieces) / total, 4) for name in pieces[0][1]}
+        return on_held_out(columns(material.held_out, drafter.taps), max(1, micro // context), measured)
 
     yield from steps(
         head,
@@ -194,16 +182,18 @@ def train_head(
     )
 
 
-def _measured(drafter: Trainable, progress: Progress) -> dict[str, float]:
-    loss, metrics = drafter.loss(progress)
-    return {"held_out_loss": float(loss), **metrics}
+def on_held_out(batch: Batch, rows: int, measured: Callable[..., dict[str, float]]) -> dict[str, float]:
+    """What is measured on so many rows of a batch's columns at a time, each number's mean over all of them."""
+    pieces = [*zip(*(column.split(rows) for column in batch), strict=True)]
+    found = [(len(piece[0]) / len(batch[0]), measured(*piece)) for piece in pieces]
+    return {name: round(sum(share * numbers[name] for share, numbers in found), 4) for name in found[0][1]}
 
 
 def save_head(
     drafter: Trainable, target: HFTarget, out: Path, history: History, material: Material, **facts: str | float
 ) -> None:
     """The head in its public format, with provenance. Measured first is what is saved beside it."""
-    drafter.measure(example(columns(material.held_out, drafter.taps), drafter.taps, target.vocab_size, target.device))
+    drafter.measure(example(columns(material.held_out, drafter.taps), drafter.taps, target))
     nn.Module.to(drafter.head, torch.bfloat16)
     drafter.save(out, target.name)
     write_provenance(

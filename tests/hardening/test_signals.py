@@ -115,7 +115,7 @@ def folders(tmp_path_factory):
     folder, cache = tmp_path_factory.mktemp("tiny"), tmp_path_factory.mktemp("cache")
     build("llama").save_pretrained(folder)
     plan = Plan(text_rows=8, sampled_rows=4, rows_per_shard=4, context=32, sample_length=16, taps=(-1,))
-    gather(load_target(str(folder), kernels="transformers"), cache, (-1,), plan=plan)
+    gather(load_target(str(folder), kernels="transformers"), cache, plan)
     return folder, cache
 
 

@@ -1,6 +1,7 @@
 """Every head that can be trained: some training (on a clock that ticks a second a look) makes it guess better, it comes
 back from its folder as it was, and a stopped run goes on to the same end."""
 
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -24,13 +25,13 @@ def target():
 @pytest.fixture(scope="module")
 def cache(target, tmp_path_factory):
     folder = tmp_path_factory.mktemp("cache")
-    gather(target, folder, PLAN.taps, plan=PLAN)
+    gather(target, folder, PLAN)
     return folder
 
 
 def held_out(drafter, target, material):
     drafter.head.float()
-    batch = example(columns(material.held_out, drafter.taps), drafter.taps, target.vocab_size, target.device)
+    batch = example(columns(material.held_out, drafter.taps), drafter.taps, target)
     with torch.no_grad():
         return drafter.loss(batch)
 
@@ -40,7 +41,7 @@ def test_training_makes_a_head_guess_better(name, target, cache, tmp_path):
     recipe = HEAD_RECIPES[name]
     torch.manual_seed(0)
     drafter = untrained(recipe, target)
-    material = gather(target, cache, drafter.taps, plan=PLAN)
+    material = gather(target, cache, replace(PLAN, taps=drafter.taps))
     before, chance = held_out(drafter, target, material)
     ticks = list(train_head(drafter, target, material, tmp_path, 1.2, batch_tokens=384, clock=ticking()))
     after, metrics = held_out(drafter, target, material)
@@ -57,7 +58,7 @@ def test_a_stopped_run_ends_as_one_that_never_stopped(target, cache, tmp_path):
     def run(folder, steps):
         torch.manual_seed(0)
         drafter = untrained(recipe, target)
-        material = gather(target, cache, drafter.taps, plan=PLAN)
+        material = gather(target, cache, replace(PLAN, taps=drafter.taps))
         ticks = train_head(drafter, target, material, folder, 0.2, batch_tokens=96, clock=ticking())
         for _ in islice(ticks, steps):
             pass

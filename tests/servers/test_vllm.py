@@ -24,7 +24,6 @@ from specdemo.engine.comparison import Lane
 from specdemo.engine.loop import generate
 from specdemo.methods import BASELINE, load_drafter
 from specdemo.methods.ngram import _Text
-from specdemo.models.hub import embedded_folder
 from specdemo.models.load import load_target
 from specdemo.models.text import encode
 from specdemo.presets.files import preset
@@ -121,7 +120,7 @@ def sampled(program):
 def serving(case, program, lane, flags=()):
     """The address of one of the two servers of a case: of plain decoding, 0, or of its lane, 1."""
     fp32 = preset("embedded-draft").with_changes(dtype="float32").model_copy(update={"lanes": [case.lane]})
-    line = list(served(on_free_ports(fp32), "vllm", embedded_folder()))[lane]
+    line = list(served(on_free_ports(fp32), "vllm"))[lane]
     with program.serve(replace(line, command=[*line.command, *flags]), lambda what: None):
         yield line.server
 

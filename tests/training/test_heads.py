@@ -48,7 +48,7 @@ def target() -> HFTarget:
 def material(target: HFTarget, tmp_path_factory: pytest.TempPathFactory) -> Material:
     with pytest.MonkeyPatch.context() as patched:  # the same on every processor
         patched.setattr("specdemo.training.collect.matmul_dtype", lambda device: torch.float32)
-        return gather(target, tmp_path_factory.mktemp("cache"), (1, -1), plan=PLAN)
+        return gather(target, tmp_path_factory.mktemp("cache"), PLAN)
 
 
 def test_without_a_corpus_the_target_writes_the_text(material: Material) -> None:
@@ -61,16 +61,16 @@ def test_without_a_corpus_the_target_writes_the_text(material: Material) -> None
 def test_what_is_gathered_is_not_written_again(
     target: HFTarget, material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = gather(target, tmp_path, (1, -1), plan=PLAN)
+    first = gather(target, tmp_path, PLAN)
     monkeypatch.setattr("specdemo.training.collect.continue_texts", lambda *_: pytest.fail("written again"))
-    again = gather(target, tmp_path, (1, -1), plan=PLAN)
+    again = gather(target, tmp_path, PLAN)
     assert torch.equal(first.text.tokens, again.text.tokens) and torch.equal(first.samples.tokens, again.samples.tokens)
     assert torch.equal(first.held_out.tokens, again.held_out.tokens)
 
 
 def test_an_example_is_aligned_like_progress(target: HFTarget, material: Material) -> None:
     batch = columns(material.text.rows(torch.tensor([0, 3])), (1, -1))
-    progress = example(batch, (1, -1), VOCABULARY, target.device)
+    progress = example(batch, (1, -1), target)
     assert progress.inputs.shape == progress.outputs.shape == (2, 31)
     assert torch.equal(progress.inputs[:, 1:], progress.outputs[:, :-1])
     with torch.no_grad():
@@ -104,6 +104,6 @@ def test_a_stopped_run_goes_on_where_it_was(target: HFTarget, material: Material
 
 
 def test_a_cache_without_the_taps_is_refused(target: HFTarget, tmp_path: Path) -> None:
-    gather(target, tmp_path, (-1,), plan=Plan(4, 2, 4, 32, 16, (-1,)))
+    gather(target, tmp_path, Plan(4, 2, 4, 32, 16, (-1,)))
     with pytest.raises(ValueError, match="lacks taps"):
-        gather(target, tmp_path, (1, -1), plan=PLAN)
+        gather(target, tmp_path, PLAN)
