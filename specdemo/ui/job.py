@@ -1,13 +1,17 @@
 """What every tab that runs something shares: a job of the engine, begun, streamed, stopped and forgotten by visitor.
 
 The engine works in a thread of its own and never waits for a reader: messages pile up in a list, bounded by the token
-limit. A job turns them into the append-only text that its view draws. Needs no torch.
+limit. A job turns them into the append-only text that its view draws, a JSON object a line. Needs no torch.
 """
 
 import contextlib
+import json
 import logging
+import math
+import secrets
 import threading
 import time
+import zlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +23,6 @@ import gradio as gr
 
 from specdemo.engine.messages import Note
 from specdemo.ui import space
-from specdemo.ui.jsonl import opening, to_line
 from specdemo.ui.views import Failed, Loading, view
 
 logger = logging.getLogger(__name__)
@@ -36,6 +39,35 @@ Messages = list[Any]  # of a job, whatever its kind says
 Values = dict[str, Any]  # of controls, or updates of them, by name
 Parts = dict[str, Any]  # controls by name
 Work = Callable[[Callable[[], bool], Callable[[float, str], None]], Iterator[object]]
+
+
+def to_line(fields: dict[str, object]) -> str:
+    """JSON knows no NaN: a number that is not known yet is left out. Raises ValueError where one is deeper inside."""
+    known = {k: v for k, v in fields.items() if not isinstance(v, float) or math.isfinite(v)}
+    return json.dumps(known, ensure_ascii=False, separators=(",", ":"), allow_nan=False) + "\n"
+
+
+def opening(**fields: object) -> str:
+    """A text's first line, unlike that of any other. What is `recorded` is played when it comes, unless it is to stand
+    `still` until someone asks."""
+    return to_line({"type": "run", "run": secrets.token_hex(6), "recorded": False, "still": False, **fields})
+
+
+class Packed:
+    """A text kept small."""
+
+    def __init__(self, text: str) -> None:
+        self._bytes = zlib.compress(text.encode(), level=1)
+
+    @property
+    def size(self) -> int:
+        """Bytes it takes."""
+        return len(self._bytes)
+
+    @property
+    def text(self) -> str:
+        """The text as it was."""
+        return zlib.decompress(self._bytes).decode()
 
 
 class Engine:

@@ -24,7 +24,6 @@ from starlette.middleware import Middleware
 
 from specdemo.bench.plot import FONTS
 from specdemo.core.trace import RunTrace, to_json
-from specdemo.engine.comparison import Comparison
 from specdemo.presets.files import DEFAULT, Preset, load_presets, preset
 from specdemo.presets.link import from_query, is_link, is_sweep, to_query
 from specdemo.presets.recorded import recorded
@@ -42,17 +41,6 @@ SESSIONS = 64  # whose components Gradio keeps a copy of, 0.3 MB each
 MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"]
 
 
-class Race(Log):
-    """The log of a run that a visitor asked for."""
-
-    def __init__(self, spec: Comparison, before: Log | None, key: str = "") -> None:
-        super().__init__(before=before, key=key)
-        self.spec = spec
-
-    def stream(self) -> Iterator[str]:
-        yield from live().run(self.spec, self)
-
-
 class Visits(Jobs[Log]):
     """What the events of the Race tab do, for every visitor."""
 
@@ -63,27 +51,32 @@ class Visits(Jobs[Log]):
 
     def race(self, request: gr.Request, values: Values) -> Iterator[Values]:
         """The growing log of a run, or one that says why there is none."""
-        yield from self.run(request, lambda last: Race(from_values(values, self._any).checked(), last, key(values)))
+
+        def begin(last: Log | None) -> Log:
+            spec = from_values(values, self._any).checked()
+            return Log(before=last, key=key(values), spec=spec)
+
+        yield from self.run(request, begin)
 
     def repeat(self, request: gr.Request, values: Values) -> Iterator[Values]:
         """The run on show again, three times, its runs pooled."""
 
-        def begin(last: Log | None) -> Race:
+        def begin(last: Log | None) -> Log:
             if last is None or last.spec is None:
                 raise ValueError("there is no run of this page to repeat; press Run first")
-            return Race(last.spec.model_copy(update={"repeats": POOLED}), last, last.key)
+            return Log(before=last, key=last.key, spec=last.spec.model_copy(update={"repeats": POOLED}))
 
         yield from self.run(request, begin)
 
     def follow(self, request: gr.Request, values: Values) -> Iterator[Values]:
         """The growing log of the chat's next turn, or one that says why there is none."""
 
-        def begin(last: Log | None) -> Race:
+        def begin(last: Log | None) -> Log:
             if last is None or last.spec is None or last.trace is None or last.recorded:
                 raise ValueError("there is no chat to go on with; press Run first")
             base = limits.fit(preset(last.spec.id))
             message = limits.admit(base.with_changes(prompt=values["message"])).prompt
-            return Race(live().follow_up(last.spec, last.trace, message), last)
+            return Log(before=last, spec=live().follow_up(last.spec, last.trace, message))
 
         yield from self.run(request, begin)
 
@@ -134,8 +127,9 @@ class Visits(Jobs[Log]):
         return {"name": f"specdemo-{trace.preset}.{kind}", "text": text}
 
     def share(self, values: Values) -> str:
-        """The link. Raises ValueError with one line."""
-        return share_link(from_values(values, self._any))
+        """The link that opens the comparison again. Raises ValueError with one line."""
+        chosen = from_values(values, self._any)
+        return address(to_query(chosen, preset(chosen.id)))
 
     def read_link(self, request: gr.Request) -> tuple[Preset, list[str]] | None:
         """The comparison a link asks for and what of it was refused. On a cold server this takes seconds."""
@@ -187,11 +181,6 @@ def _recorded(preset_id: str) -> Log | None:
     chosen = preset(preset_id)
     trace = recorded(chosen.id)
     return replayed(trace, still=True, key=key(to_values(limits.fit(chosen)))) if trace else None
-
-
-def share_link(chosen: Preset) -> str:
-    """The link that opens a comparison again."""
-    return address(to_query(chosen, preset(chosen.id)))
 
 
 def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:

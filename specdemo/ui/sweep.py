@@ -20,8 +20,21 @@ from specdemo.presets.files import DEFAULT, load_presets, preset
 from specdemo.presets.link import is_sweep
 from specdemo.ui import assets, space
 from specdemo.ui.controls import address, whole_number, wire_share
-from specdemo.ui.job import QUIET, Engine, Job, Jobs, Parts, Store, Values, named, refusal, wire
-from specdemo.ui.jsonl import Packed, opening, to_line
+from specdemo.ui.job import (
+    QUIET,
+    Engine,
+    Job,
+    Jobs,
+    Packed,
+    Parts,
+    Store,
+    Values,
+    named,
+    opening,
+    refusal,
+    to_line,
+    wire,
+)
 from specdemo.ui.lazy_imports import live
 from specdemo.ui.views import view
 

@@ -28,6 +28,7 @@ ELSEWHERE = "h100-sxm"  # where a finished race is asked about
 CONTEXTS = {256: "256", 1024: "1k", 4096: "4k", 16384: "16k", 65536: "64k"}
 SIZES = {0.25: "a quarter", 0.5: "half", 1.0: "as it is", 2.0: "twice"}
 SAME, OWN = "run", "own"  # the run's draft and acceptance, or others
+Choices = Sequence[tuple[str, str | float]]  # labels and values
 SMALL = 4e9  # parameters of what is offered as a draft model
 
 
@@ -312,7 +313,8 @@ def _where() -> dict[str, Component]:
             ["bfloat16"], value="bfloat16", label="Precision", elem_id="precision", scale=2, min_width=120
         )
     with gr.Row(elem_id="whatif-load"):
-        batch = _chips([(str(n), n) for n in BATCHES], 1, "Texts at once", "batch", 5, 300)
+        batches = [(str(n), n) for n in BATCHES]
+        batch = _chips(batches, 1, "Texts at once", "batch", 5, 300)
         context = _chips(contexts, 1024, "Context, tokens", "context", 3, 300)
         length = gr.Slider(1, DRAFT, k, step=1, label="Draft length k", elem_id="whatif-k", scale=3, min_width=220)
     return {"start": start, "machine": machine, "dtype": dtype, "batch": batch, "context": context, "k": length}
@@ -334,14 +336,7 @@ def _other() -> dict[str, Component]:
 
 
 def _chips(
-    choices: Sequence[tuple[str, str | int | float]],
-    value: str | float,
-    label: str,
-    elem_id: str,
-    scale: int | None = None,
-    min_width: int = 260,
+    choices: Choices, value: str | float, label: str, elem_id: str, scale: int | None = None, min_width: int = 260
 ) -> gr.Radio:
-    looks = "chips short"
-    return gr.Radio(
-        choices, value=value, label=label, elem_id=elem_id, elem_classes=looks, scale=scale, min_width=min_width
-    )
+    looks: Values = {"elem_id": elem_id, "elem_classes": "chips short"}
+    return gr.Radio(choices, value=value, label=label, scale=scale, min_width=min_width, **looks)

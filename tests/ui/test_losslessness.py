@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from specdemo.presets.files import preset
-from specdemo.ui import losslessness
-from specdemo.ui.losslessness import begin
+from specdemo.ui import lab
+from specdemo.ui.lab import begin
 from specdemo.ui.sweep import Sweeps
 from tests.ui.stand_ins import Bench
 
@@ -18,7 +18,7 @@ VALUES = {"preset": "embedded-draft", "acceptance": "typical", "temperature": 0.
 @pytest.fixture
 def bench(monkeypatch):
     stand_in = Bench()
-    monkeypatch.setattr(losslessness, "suite", stand_in)
+    monkeypatch.setattr(lab, "suite", stand_in)
     monkeypatch.delenv("SPACE_ID", raising=False)
     return stand_in
 

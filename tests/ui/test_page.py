@@ -16,7 +16,7 @@ from specdemo.presets.files import preset
 from specdemo.ui import headers, live
 from specdemo.ui.controls import DRAWN, key, to_values
 from specdemo.ui.log import Log, notes, open_trace
-from specdemo.ui.page import Visits, share_link
+from specdemo.ui.page import Visits
 from tests.traces import hostile_trace
 
 
@@ -72,12 +72,13 @@ def test_a_port_that_is_taken_is_named():
 
 def test_a_link_holds_what_differs(monkeypatch):
     monkeypatch.delenv("SPACE_ID", raising=False)
-    assert share_link(preset("embedded-draft").with_changes(k=7)) == "?preset=embedded-draft&k=7"
+    values = to_values(preset("embedded-draft").with_changes(k=7))
+    assert Visits(preset("embedded-draft"), False).share(values) == "?preset=embedded-draft&k=7"
 
 
 def test_on_a_space_a_link_is_the_public_address(monkeypatch):
     monkeypatch.setenv("SPACE_ID", "someone/specdemo")
-    link = share_link(preset("embedded-draft"))
+    link = Visits(preset("embedded-draft"), False).share(to_values(preset("embedded-draft")))
     assert link == "https://huggingface.co/spaces/someone/specdemo?preset=embedded-draft"
 
 
