@@ -111,16 +111,13 @@ class Engine:
 
     def _work(self) -> None:
         try:
-            for message in self._do(self._stop.is_set, self._loading):
+            for message in self._do(self._stop.is_set, lambda share, what: self._messages.append(Loading(share, what))):
                 self._messages.append(message)
         except ValueError as error:
             self._messages.append(Failed(str(error)))
         except Exception as error:
             logger.exception("the run failed")
             self._messages.append(Failed(f"the run failed: {str(error).partition(chr(10))[0] or type(error).__name__}"))
-
-    def _loading(self, share: float, what: str) -> None:
-        self._messages.append(Loading(share, what))
 
 
 class Job(ABC):
@@ -232,11 +229,13 @@ class Jobs(Generic[Kind]):
         """The visitor's latest job."""
         return cast(Kind | None, self._store.get(self._key(request)))
 
-    def run(self, request: gr.Request, begin: Callable[[Kind | None], Kind]) -> Iterator[Values]:
-        """The growing text of a job, or one that says why there is none: `begin`, given the last one, raises ValueError
-        then."""
+    def run(
+        self, begin: Callable[[Values, Kind | None], Kind], request: gr.Request, values: Values
+    ) -> Iterator[Values]:
+        """The growing text of a job, or one that says why there is none: `begin`, given the values of the controls and
+        the last job, raises ValueError then."""
         try:
-            job = begin(self.last(request))
+            job = begin(values, self.last(request))
         except ValueError as error:
             yield {"view": refusal(error)}
             return
@@ -272,7 +271,7 @@ def refusal(error: Exception) -> str:
     return opening() + to_line(view(Failed(str(error))))
 
 
-Start = tuple[Sequence[object], Callable[[gr.Request, Values], Iterator[Values]], Parts]
+Start = tuple[Sequence[object], Callable[[Values, Any], Job], Parts]
 
 
 def wire(
@@ -286,9 +285,9 @@ def wire(
 ) -> list[Any]:
     """Run and Stop of a tab -> the events at which a job of each start has ended.
 
-    starts: ways to start a job: events, the function, and the controls whose values it is given. parts: `view`, which
-    shows the text, and what a job updates beside it. off: the buttons that wait for its end. place: shows the queue.
-    first: a script that a start waits for.
+    starts: ways to start a job: events, what makes it from the values of controls and the last job, and those controls.
+    parts: `view`, which shows the text, and what a job updates beside it. off: the buttons that wait for its end.
+    place: shows the queue. first: a script that a start waits for.
     """
     switched = {"stop": stop, **{str(i): button for i, button in enumerate(off)}}
     shown: dict[str, object] = {"show_progress": "full", "show_progress_on": place, "api_visibility": "private"}
@@ -297,10 +296,10 @@ def wire(
         return {name: gr.update(interactive=running == (name == "stop")) for name in switched}
 
     ended = []
-    for pressed, run, given in starts:
+    for pressed, begin, given in starts:
         on = partial(gr.on, pressed, trigger_mode="once")
         locked = named(on, lambda *_: switch(True), {}, switched, js=first, **QUIET)
-        ended.append(named(locked.then, run, given, parts, **shown, **ENGINE))
+        ended.append(named(locked.then, partial(jobs.run, begin), given, parts, **shown, **ENGINE))
         named(ended[-1].then, lambda *_: switch(False), {}, switched, **QUIET)
 
     def ask(request: gr.Request, _: Values) -> Values:

@@ -114,15 +114,13 @@ def shipped_training(recipe: str) -> str:
     return opening(recipe=recipe, recorded=True, where=where) + "".join(map(to_line, (*ticks, {"type": "done"})))
 
 
+def train(values: Values, _: Training | None) -> Training:
+    """What the visitor chose. Raises ValueError with one line."""
+    return Training(values["recipe"], values["minutes"])
+
+
 class Lab(Jobs[Training]):
     """The trainings of all visitors."""
-
-    def __init__(self, store: Store | None = None) -> None:
-        super().__init__("training", store)
-
-    def train(self, request: gr.Request, values: Values) -> Iterator[Values]:
-        """Train what the visitor chose."""
-        yield from self.run(request, lambda _: Training(values["recipe"], values["minutes"]))
 
     def recorded(self, request: gr.Request, values: Values) -> Values:
         """How the shipped head of the chosen recipe learned, until the visitor trains one."""
@@ -157,7 +155,7 @@ def draw(page: gr.Blocks, form: Controls, sweep: gr.Radio, tab: gr.Tab, store: S
 
 
 def _draw_training(page: gr.Blocks, form: Controls, tab: gr.Tab, store: Store) -> None:
-    lab = Lab(store)
+    lab = Lab("training", store)
     able = not limits.public()
     words = assets.text("lab.md") + ("" if able else f"\n\n**{OFF}**")
     assets.heading("train", words, elem_id="lab-about")
@@ -173,7 +171,7 @@ def _draw_training(page: gr.Blocks, form: Controls, tab: gr.Tab, store: Store) -
     view = assets.view("lab.html", "kit.js", "chart.js", "lab.js", elem_id="lab")
     race = gr.Button("Race the new head", interactive=False, elem_id="race-head")
     given = {"recipe": recipe, "minutes": minutes}
-    wire(lab, [([start.click], lab.train, given)], {"view": view, "race": race}, stop, [start], place)
+    wire(lab, [([start.click], train, given)], {"view": view, "race": race}, stop, [start], place)
     raced = named(race.click, lab.race_head, form.drawn, form.parts, **QUIET)
     to_race = raced.then(None, None, None, js=assets.to_tab("race"), **QUIET)
     to_race.then(None, None, None, js="() => document.getElementById('run').click()", **QUIET)
@@ -228,6 +226,6 @@ def _draw_losslessness(tab: gr.Tab, store: Store) -> None:
         with gr.Column(scale=2, min_width=180):
             run = gr.Button("Test", variant="primary", size="lg", elem_id="losslessness-run")
             stop = gr.Button("Stop", interactive=False, elem_id="losslessness-stop")
-    tests = Sweeps(begin, "losslessness", store)
-    parts = draw_result(tests, inputs, run, stop, "losslessness")
+    tests = Sweeps("losslessness", store)
+    parts = draw_result(tests, "losslessness", begin, inputs, run, stop)
     named(tab.select, lambda request, _: tests.recorded(request, {"sweep": "losslessness"}), {}, parts, **QUIET)

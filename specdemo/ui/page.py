@@ -49,36 +49,24 @@ class Visits(Jobs[Log]):
         self._start = start
         self._any = allow_any_model
 
-    def race(self, request: gr.Request, values: Values) -> Iterator[Values]:
-        """The growing log of a run, or one that says why there is none."""
+    def race(self, values: Values, last: Log | None) -> Log:
+        """The log of a run. This and the next two raise ValueError with one line where there can be none."""
+        spec = from_values(values, self._any).checked()
+        return Log(before=last, key=key(values), spec=spec)
 
-        def begin(last: Log | None) -> Log:
-            spec = from_values(values, self._any).checked()
-            return Log(before=last, key=key(values), spec=spec)
+    def repeat(self, _: Values, last: Log | None) -> Log:
+        """The log of the run on show again, three times, its runs pooled."""
+        if last is None or last.spec is None:
+            raise ValueError("there is no run of this page to repeat; press Run first")
+        return Log(before=last, key=last.key, spec=last.spec.model_copy(update={"repeats": POOLED}))
 
-        yield from self.run(request, begin)
-
-    def repeat(self, request: gr.Request, values: Values) -> Iterator[Values]:
-        """The run on show again, three times, its runs pooled."""
-
-        def begin(last: Log | None) -> Log:
-            if last is None or last.spec is None:
-                raise ValueError("there is no run of this page to repeat; press Run first")
-            return Log(before=last, key=last.key, spec=last.spec.model_copy(update={"repeats": POOLED}))
-
-        yield from self.run(request, begin)
-
-    def follow(self, request: gr.Request, values: Values) -> Iterator[Values]:
-        """The growing log of the chat's next turn, or one that says why there is none."""
-
-        def begin(last: Log | None) -> Log:
-            if last is None or last.spec is None or last.trace is None or last.recorded:
-                raise ValueError("there is no chat to go on with; press Run first")
-            base = limits.fit(preset(last.spec.id))
-            message = limits.admit(base.with_changes(prompt=values["message"])).prompt
-            return Log(before=last, spec=live().follow_up(last.spec, last.trace, message))
-
-        yield from self.run(request, begin)
+    def follow(self, values: Values, last: Log | None) -> Log:
+        """The log of the chat's next turn."""
+        if last is None or last.spec is None or last.trace is None or last.recorded:
+            raise ValueError("there is no chat to go on with; press Run first")
+        base = limits.fit(preset(last.spec.id))
+        message = limits.admit(base.with_changes(prompt=values["message"])).prompt
+        return Log(before=last, spec=live().follow_up(last.spec, last.trace, message))
 
     def offer(self, request: gr.Request, values: Values) -> Values:
         """What asks on, shown when the run on show is a chat of this page; empty again once its message is answered."""
@@ -329,6 +317,7 @@ def serve(
     page = build(start, allow_any_model)
     if space.zero_gpu():  # models must be in place before the first call; the first one shown is loaded last
         live().preload([*(p for p in limits.at_hand() if p.id != preset(start).id), preset(start)])
+    layers = [Middleware(headers.Policy), Middleware(Guard, space.bounds().bytes)]
     page.launch(
         server_name=host,
         server_port=port,
@@ -340,7 +329,7 @@ def serve(
         run_history=False,
         max_file_size=space.bounds().bytes + ENVELOPE,  # the guard's own, which leaves nothing on disk
         state_session_capacity=SESSIONS,
-        app_kwargs=headers.of_app(Middleware(Guard, space.bounds().bytes)),
+        app_kwargs={"middleware": layers, "lifespan": headers.outermost},
         theme=theme(),
         css_paths=[assets.HERE / "style.css"],
         favicon_path=assets.HERE / "favicon.svg",

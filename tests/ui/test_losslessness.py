@@ -24,7 +24,7 @@ def bench(monkeypatch):
 
 
 def last(values):
-    return list(Sweeps(begin).measure(VISITOR, values))[-1]["view"]
+    return list(Sweeps("sweep").run(begin, VISITOR, values))[-1]["view"]
 
 
 def lines(text):
@@ -32,7 +32,7 @@ def lines(text):
 
 
 def test_the_visitors_sampling_and_rule_are_tested(bench):
-    outputs = list(Sweeps(begin).measure(VISITOR, VALUES))
+    outputs = list(Sweeps("sweep").run(begin, VISITOR, VALUES))
     wanted = preset("embedded-draft").with_changes(acceptance="typical", temperature=0.7, top_p=0.9)
     assert bench.asked == ("losslessness", {"preset": wanted, "repeats": 2})
     last = lines(outputs[-1]["view"])[-1]
