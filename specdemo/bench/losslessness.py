@@ -162,10 +162,7 @@ def _same_distribution(suite: Losslessness, chosen: Preset, report: Report, canc
         "lane": name,
         "k": lane.k,
         "acceptance": lane.acceptance,
-        "temperature": chosen.temperature,
-        "top_p": chosen.top_p,
-        "top_k": chosen.top_k,
-        "min_p": chosen.min_p,
+        **{name: getattr(chosen, name) for name in ("temperature", "top_p", "top_k", "min_p")},
         "draws": draws,
         "prompt": chosen.prompt[:200],
     }

@@ -162,10 +162,10 @@ def looks(chosen: Preset) -> dict[str, Values]:
         model["visible"] = lane is None or lane.model is not None
         shown[f"train-{n}"] = {"visible": False}
         shown[f"server-{n}"]["choices"] = _servers(lane.server if lane else None)
-    picked, listed = load_presets()[chosen.id], _picked(chosen)
-    shown |= {name: {"value": value} for name, value in zip(("chips", "more"), listed, strict=True)}
-    shown |= {"about": {"value": about(picked)}, "unfit": {"value": ""}}
-    able = nearest_runnable(chosen) if why_not(picked) else None
+    whole, (chip, other) = load_presets()[chosen.id], _picked(chosen)
+    values = {"chips": chip, "more": other, "about": about(whole), "unfit": ""}
+    shown |= {name: {"value": value} for name, value in values.items()}
+    able = nearest_runnable(chosen) if why_not(whole) else None
     words = f"Run the nearest that can: {able.title}" if able else ""
     shown["nearest"] = {"visible": able is not None, "value": words}
     return shown | _chat_looks(chosen.target, chosen.chat, chosen.system) | _lane_looks(len(chosen.lanes))
@@ -412,21 +412,21 @@ def _draw_sampling(shown: Mapping[str, Values]) -> Parts:
 def _draw_lane(n: int, shown: Mapping[str, Values], allow_any_model: bool) -> Parts:
     """The controls of a lane, and `drawn`."""
     names = [(_plain(name), name) for name in DRAFTING]
-    train, places = f"train-{n}", bool(listed() or startable)
-    look = {name: shown[f"{name}-{n}"] for name in ("method", "model", "train", "options", "server")}
+    look = {name: shown[f"{name}-{n}"] for name in (*LANE, "train")}
+    train: Values = {"size": "sm", "elem_id": f"train-{n}"}
     method: Values = {"label": "Method", "min_width": 150, "elem_id": f"method-{n}"}
-    server: Values = {"label": "Runs on", "visible": places, "min_width": 150, "elem_id": f"server-{n}"}
+    server: Values = {"label": "Runs on", "min_width": 150, "elem_id": f"server-{n}"}
     parts = {
         "method": gr.Dropdown(names, **look["method"], **method),
         "model": _model_choice("Drafter", look["model"], f"model-{n}", allow_any_model),
-        "train": gr.Button("No weights of it here: train some", **look["train"], size="sm", elem_id=train),
+        "train": gr.Button("No weights of it here: train some", **look["train"], **train),
         **{
-            name: draw_setting(Lane, name, **shown[f"{name}-{n}"], elem_id=f"{name}-{n}")
+            name: draw_setting(Lane, name, **look[name], elem_id=f"{name}-{n}")
             for name, setting in settings(Lane).items()
             if setting.label
         },
         "options": gr.State(**look["options"]),
-        "server": gr.Dropdown(**look["server"], **server),
+        "server": gr.Dropdown(**look["server"], **server, visible=bool(listed() or startable)),
         "drawn": gr.Number(0, elem_classes="unseen"),  # no State: its change would not be noticed outside the queue
     }
     return {f"{name}-{n}": part for name, part in parts.items()}

@@ -2,18 +2,15 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from specdemo.core.bounds import FILE, Bounds
 from specdemo.core.reading import read
 from specdemo.core.trace import RunTrace, from_json, to_json
+from specdemo.engine.comparison import Comparison
 from specdemo.engine.messages import Finished, Note, Started, replay
 from specdemo.ui.job import ENTRY, Job, Packed, opening, to_line
 from specdemo.ui.lazy_imports import live
 from specdemo.ui.views import Failed, Shown, view
-
-if TYPE_CHECKING:
-    from specdemo.engine.comparison import Comparison
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +48,7 @@ class Log(Job):
         before: "Log | None" = None,
         still: bool = False,
         key: str = "",
-        spec: "Comparison | None" = None,
+        spec: Comparison | None = None,
     ) -> None:
         super().__init__(opening(recorded=recorded, still=still, **({"key": key} if key else {})))
         self._trace: Packed | None = before._trace if before else None

@@ -7,10 +7,11 @@ same parts.
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gradio as gr
 
+from specdemo.bench.base import Report, Stop
 from specdemo.bench.plot import figure
 from specdemo.bench.result import Cell, Result, best, ends, noisy, read_result, recorded_suite, to_json
 from specdemo.bench.suites import Sweep, swept, takes
@@ -24,16 +25,13 @@ from specdemo.ui.job import QUIET, Engine, Job, Jobs, Packed, Store, Values, nam
 from specdemo.ui.lazy_imports import live
 from specdemo.ui.views import view
 
-if TYPE_CHECKING:
-    from specdemo.models.hub import LoadProgress
-
 IF_LINKED = f"() => {{ if (new URLSearchParams(location.search).has('sweep')) ({assets.to_tab('sweep')})(); }}"
 OFF = (
     "this Space borrows a GPU for seconds and a sweep needs minutes; open a stored result, "
     "or start the page at home with `python app.py`"
 )
 
-Measure = Callable[["LoadProgress", Callable[[], bool]], Result]  # given where to report and whether it is to stop
+Measure = Callable[[Report, Stop], Result]
 
 
 class Sweeping(Job):
@@ -55,7 +53,7 @@ class Sweeping(Job):
         if live().ELSEWHERE:
             raise ValueError(OFF)
 
-        def work(cancelled: Callable[[], bool], report: "LoadProgress") -> Iterator[Result]:
+        def work(cancelled: Stop, report: Report) -> Iterator[Result]:
             yield measure(report, cancelled)
 
         sweeping = cls(to_line({"type": "start", "name": name}), before)

@@ -3,9 +3,9 @@ answer is a prediction of milliseconds, made anew at each change of a control.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import gradio as gr
 from gradio.components import Component
@@ -208,7 +208,8 @@ class Questions:
         start = values["state"] or recorded_start(DEFAULT)
         dtypes = [*profile(values["machine"]).compute_tflop_per_s]
         if values["dtype"] not in dtypes:
-            values = values | {"dtype": _usual(dtypes)}
+            usual = (name for name in ("bfloat16", "float16") if name in dtypes)
+            values = values | {"dtype": next(usual, "float32")}
         shown = {
             "dtype": gr.update(choices=dtypes, value=values["dtype"]),
             "rate": gr.update(visible=values["kept"] == OWN),
@@ -259,10 +260,6 @@ def _refused(error: ValueError) -> str:
     return json.dumps({"error": str(error)})
 
 
-def _usual(dtypes: Iterable[str]) -> str:
-    return next((name for name in ("bfloat16", "float16") if name in dtypes), "float32")
-
-
 def _targets(first: str) -> list[str]:
     shipped = [p.target for p in load_presets().values() if p.embedded]
     return list(dict.fromkeys([first, *shipped, *_on_the_hub()]))
@@ -291,7 +288,7 @@ def draw(tab: gr.Tab, ask: gr.Button, questions: Questions) -> None:
     asked.then(None, None, None, js=assets.to_tab("what-if"), **QUIET)
     changes = [_changed(part) for name, part in given.items() if name not in ("state", "start")]
     shown = {name: parts[name] for name in ("dtype", "rate", "view")}
-    named(lambda *a, **k: gr.on(changes, *a, trigger_mode="always_last", **k), questions.answer, given, shown, **QUIET)
+    named(partial(gr.on, changes, trigger_mode="always_last"), questions.answer, given, shown, **QUIET)
 
 
 def _changed(part: Component) -> Callable[..., object]:
