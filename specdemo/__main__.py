@@ -48,6 +48,7 @@ app = typer.Typer(
     help="Plain and speculative decoding of the same model, side by side, measured honestly.",
 )
 
+LIBRARIES = "torch transformers gradio accelerate bitsandbytes safetensors tokenizers plotly".split()
 INTERRUPTED = 130  # what a shell calls a program ended by Ctrl-C
 Work = Callable[..., object]
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable.")]
@@ -408,7 +409,8 @@ def doctor(
     """Say what is installed, what the device is, and what verifying costs here; or which drafters fit a target."""
     if target is not None:
         return _pairs(target, drafter)
-    for name, value in {"specdemo": __version__, "python": platform.python_version(), **_versions()}.items():
+    found = {name: _version(name) for name in LIBRARIES}
+    for name, value in {"specdemo": __version__, "python": platform.python_version(), **found}.items():
         print(f"{name:<16}{value}")
     print(f"{'cpu cores':<16}{os.cpu_count()}; decoding on a CPU uses one thread")
     print(f"{'chromium':<16}{_chromium() or 'none (only the tests of the page need one)'}")
@@ -511,20 +513,9 @@ def _show(trace: "RunTrace") -> None:
 
 def _method(name: str) -> dict[str, object]:
     cls = method(name)
+    told = {word: getattr(cls, word) for word in ("title", "summary", "exact", "needs_model")}
     options = [asdict(knob) | {"type": knob.type.__name__} for knob in knobs(name)]
-    return {
-        "name": name,
-        "title": cls.title,
-        "summary": cls.summary,
-        "exact": cls.exact,
-        "needs_model": cls.needs_model,
-        "options": options,
-    }
-
-
-def _versions() -> dict[str, str]:
-    names = ("torch", "transformers", "gradio", "accelerate", "bitsandbytes", "safetensors", "tokenizers", "plotly")
-    return {name: _version(name) for name in names}
+    return {"name": name, **told, "options": options}
 
 
 def _version(name: str) -> str:

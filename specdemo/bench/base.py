@@ -156,18 +156,17 @@ def _list(text: str, of: Callable[[str], object]) -> list[object]:
 
 def _ranges(text: str) -> list[int]:
     """`4` -> [4], `1-8` -> [1, ..., 8], `0,1,3` -> [0, 1, 3]"""
-    return [k for part in text.split(",") for k in _range(part)]
-
-
-def _range(text: str) -> list[int]:
-    first, _, last = text.partition("-")
-    try:
-        ks = range(int(first), int(last or first) + 1)
-    except ValueError:
-        ks = range(0)
-    if not ks or ks[0] < 0 or ks[-1] > LIMITS.k:
-        raise ValueError(f"--k takes a draft length from 1 to {LIMITS.k}, or a range like 1-8, not {text[:40]!r}")
-    return list(ks)
+    ks: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        try:
+            found = range(int(first), int(last or first) + 1)
+        except ValueError:
+            found = range(0)
+        if not found or found[0] < 0 or found[-1] > LIMITS.k:
+            raise ValueError(f"--k takes a draft length from 1 to {LIMITS.k}, or a range like 1-8, not {part[:40]!r}")
+        ks += found
+    return ks
 
 
 def _same(value: object) -> object:

@@ -191,7 +191,10 @@ def measure_profile(device: str = "auto", name: str | None = None) -> Profile:
         while model:  # small models beside a large one tell starting operations from reading weights
             targets[model] = fast(random_model(model, where, dtype))
             model = DRAFTS.get(model, "")
-        known = [_passes(of, target, widths, batches) for of, target in targets.items()]
+        known = []
+        for of, target in targets.items():
+            even, uneven = passes(target, widths, batches), passes(target, widths, batches[1:], uneven=True)
+            known.append(passes_of(of, target, even, uneven))
         known += [
             passes_of(of, target, passes(target, (5,), (1, 8), FAR), context=FAR) for of, target in targets.items()
         ]
@@ -200,17 +203,14 @@ def measure_profile(device: str = "auto", name: str | None = None) -> Profile:
     return Profile.model_validate(found.model_dump() | more)
 
 
-def _passes(model: str, target: HFTarget, widths: Sequence[int], batches: Sequence[int]) -> Passes:
-    even, uneven = passes(target, widths, batches), passes(target, widths, batches[1:], uneven=True)
-    return passes_of(model, target, even, uneven)
-
-
 def step_times(targets: Mapping[str, HFTarget]) -> Iterator[Step]:
     """What an engine's steps take, lap by lap, of one text and of a batch: every model plain and with the next one as
     its draft, and a small one, whose matrices hide least of what is done beside them, with a head. Drafts are kept by
     chance, or texts of a batch would not come to have different lengths, as they do."""
     small, last = list(targets.items())[min(1, len(targets) - 1)]
-    lanes = [lane for pair in pairwise(targets.items()) for lane in _pair(*pair)]
+    lanes = []
+    for one, (draft, model) in pairwise(targets.items()):
+        lanes += [_Lane(*one), *(_Lane(*one, "draft_model", k, model, draft) for k in STEP_KS)]
     lanes += [_Lane(small, last, "eagle", STEP_K, Eagle.fresh(last).hasten())]
     for lane in lanes:
         for batch in (1, STEP_BATCH):
@@ -224,10 +224,6 @@ class _Lane(NamedTuple):
     k: int = 0
     model: object = None
     draft: str = ""
-
-
-def _pair(one: tuple[str, HFTarget], other: tuple[str, HFTarget]) -> list[_Lane]:
-    return [_Lane(*one), *(_Lane(*one, "draft_model", k, other[1], other[0]) for k in STEP_KS)]
 
 
 def _step(lane: _Lane, batch: int) -> Step:

@@ -162,10 +162,7 @@ def _same_distribution(suite: Losslessness, chosen: Preset, report: Report, canc
         "lane": name,
         "k": lane.k,
         "acceptance": lane.acceptance,
-        "temperature": chosen.temperature,
-        "top_p": chosen.top_p,
-        "top_k": chosen.top_k,
-        "min_p": chosen.min_p,
+        **{name: getattr(chosen, name) for name in ("temperature", "top_p", "top_k", "min_p")},
         "draws": draws,
         "prompt": chosen.prompt[:200],
     }
@@ -194,13 +191,10 @@ def _verdict(verdicts: Sequence[ChiSquare], draws: int, exact: bool) -> str:
     least = min(verdict.p for verdict in verdicts)
     if least < ALARM / len(verdicts):
         fault = "as expected of a lossy rule" if not exact else "which is a fault of the method or the engine"
-        return f"The distributions differ, {fault}: equal ones give such samples once in {_once_in(least)} times."
+        rare = f"{1.0 / least:,.0f}" if least > 1e-9 else "more than a billion"
+        return f"The distributions differ, {fault}: equal ones give such samples once in {rare} times."
     words = "No difference was found" if exact else "No difference was found yet, though the rule is lossy,"
     return f"{words} between {draws} continuations of each."
-
-
-def _once_in(p: float) -> str:
-    return f"{1.0 / p:,.0f}" if p > 1e-9 else "more than a billion"
 
 
 def _p(p: float) -> str:

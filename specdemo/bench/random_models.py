@@ -74,15 +74,12 @@ def _quantised(linear: nn.Linear, weight: Tensor, bits: int, dtype: torch.dtype)
 
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)  # at every product that it casts
     made: nn.Module
+    sizes = linear.in_features, linear.out_features
     with torch.device("meta"):
         if bits == 4:
-            made = bnb.Linear4bit(
-                linear.in_features, linear.out_features, bias=False, compute_dtype=dtype, quant_type="nf4"
-            )
+            made = bnb.Linear4bit(*sizes, bias=False, compute_dtype=dtype, quant_type="nf4")
         else:
-            made = bnb.Linear8bitLt(
-                linear.in_features, linear.out_features, bias=False, has_fp16_weights=False, threshold=0.0
-            )
+            made = bnb.Linear8bitLt(*sizes, bias=False, has_fp16_weights=False, threshold=0.0)
     if bits == 4:
         packed = bnb.Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=True)
     else:  # quantised on its way from main memory alone

@@ -20,7 +20,8 @@ def race_report(trace: RunTrace) -> str:
     speeds = estimates(trace)
     rows = [_race_row(*plain, Estimate(1.0), NONE)]
     for index, (lane, speed) in enumerate(zip(lanes, speeds, strict=True)):
-        rows.append(_race_row(*lane, speed, _output(trace, index)))
+        output = str(trace.comparison[index].get("verdict", NONE)) if index < len(trace.comparison) else NONE
+        rows.append(_race_row(*lane, speed, output))
     told = zip(trace.lanes[1:], prediction(trace), strict=True)
     sentences = [f"{lane.name}: {_why(lane, predicted['sentence'])}" for lane, predicted in told]
     if plain[0].finish == "error":
@@ -64,10 +65,6 @@ def _why(lane: LaneTrace, sentence: str) -> str:
     if lane.note and lane.finish == "error":
         return lane.note
     return f"{sentence} Note: {lane.note}." if lane.note else sentence
-
-
-def _output(trace: RunTrace, index: int) -> str:
-    return str(trace.comparison[index].get("verdict", NONE)) if index < len(trace.comparison) else NONE
 
 
 def _conditions(trace: RunTrace) -> str:

@@ -40,6 +40,7 @@ HERE = ("this machine", "")
 SAMPLING = [name for name, setting in settings(Comparison).items() if setting.label]
 FOLDED = ("chat", *SAMPLING)  # in the accordion, whose label says what is in force
 CHAT, TEXT = "chat", "text"
+HALF_TYPED = {**QUIET, "preprocess": False}  # a number that is half typed is no error yet
 DRAFTING = [name for name in METHODS if name != BASELINE]
 TRAINED: list[str] = []  # folders of the heads that this process's visitors trained on the page
 
@@ -83,17 +84,12 @@ class Controls:
         nearest.then(None, None, None, js="() => document.getElementById('run').click()", **QUIET)
         chat = {name: parts[name] for name in ("chat", "system")}
         target, count = {"target": parts["target"]}, {"count": parts["count"]}
-        named(
-            parts["target"].input,
-            lambda _, values: _updates(_chat_looks(values["target"], None)),
-            target,
-            chat,
-            **QUIET,
-        )
+        retargeted = parts["target"].input
+        named(retargeted, lambda _, values: _updates(_chat_looks(values["target"], None)), target, chat, **QUIET)
         lanes = {f"{name}-{n}": parts[f"{name}-{n}"] for n in NUMBERS for name in ("method", "options")}
         redrawn = {f"{name}-{n}": parts[f"{name}-{n}"] for n in NUMBERS for name in ("model", "train")}
         shown = redrawn | {"unfit": parts["unfit"]}
-        named(parts["target"].input, _refit, target | lanes, shown, **QUIET)
+        named(retargeted, _refit, target | lanes, shown, **QUIET)
         for n in NUMBERS:
             parts[f"train-{n}"].click(None, None, None, js=assets.to_tab("lab"), **QUIET)
         for name, more in (("add", 1), ("remove", -1)):
@@ -110,25 +106,12 @@ class Controls:
 
     def relabel(self, after: Callable[..., object]) -> None:
         """After an event the fold says what is in force."""
-        after(
-            lambda *values: gr.update(label=in_force(*values)),
-            [self.parts[name] for name in FOLDED],
-            self.parts["fold"],
-            preprocess=False,  # a number that is half typed is no error yet
-            **QUIET,
-        )
+        folded = [self.parts[name] for name in FOLDED]
+        after(lambda *values: gr.update(label=in_force(*values)), folded, self.parts["fold"], **HALF_TYPED)
 
     def _tell(self, event: Callable[..., object]) -> None:
-        """The line that says what would run follows the controls; a number that is half typed is no error yet."""
-        named(
-            event,
-            told,
-            self.inputs,
-            {"setup": self.parts["setup"]},
-            trigger_mode="always_last",
-            preprocess=False,
-            **QUIET,
-        )
+        """The line that says what would run follows the controls."""
+        named(event, told, self.inputs, {"setup": self.parts["setup"]}, trigger_mode="always_last", **HALF_TYPED)
 
     def _of_lane(self, n: int) -> Parts:
         return {name: self.parts[f"{name}-{n}"] for name in ("method", "model", "train", "options", "drawn")}
@@ -179,10 +162,10 @@ def looks(chosen: Preset) -> dict[str, Values]:
         model["visible"] = lane is None or lane.model is not None
         shown[f"train-{n}"] = {"visible": False}
         shown[f"server-{n}"]["choices"] = _servers(lane.server if lane else None)
-    picked, listed = load_presets()[chosen.id], _picked(chosen)
-    shown |= {name: {"value": value} for name, value in zip(("chips", "more"), listed, strict=True)}
-    shown |= {"about": {"value": about(picked)}, "unfit": {"value": ""}}
-    able = nearest_runnable(chosen) if why_not(picked) else None
+    whole, (chip, other) = load_presets()[chosen.id], _picked(chosen)
+    values = {"chips": chip, "more": other, "about": about(whole), "unfit": ""}
+    shown |= {name: {"value": value} for name, value in values.items()}
+    able = nearest_runnable(chosen) if why_not(whole) else None
     words = f"Run the nearest that can: {able.title}" if able else ""
     shown["nearest"] = {"visible": able is not None, "value": words}
     return shown | _chat_looks(chosen.target, chosen.chat, chosen.system) | _lane_looks(len(chosen.lanes))
@@ -270,7 +253,7 @@ def to_values(chosen: Preset) -> Values:
     values = {"preset": chosen.id, "count": len(chosen.lanes), **{name: getattr(chosen, name) for name in WHOLE}}
     values["chat"] = _prompt_as(chosen.target, chosen.chat)
     for n, lane in zip(NUMBERS, _padded(chosen), strict=True):
-        shown = lane or new_lane(chosen.target)
+        shown = lane or Lane(method=DRAFTING[0], model=default_draft(chosen.target))  # as one that is added starts
         values |= {f"{name}-{n}": getattr(shown, name) for name in LANE}
         values[f"model-{n}"] = shown.model or default_draft(chosen.target)
         values |= {f"server-{n}": shown.server or "", f"options-{n}": dict(shown.options)}
@@ -345,11 +328,6 @@ def default_draft(target: str) -> str:
     """The draft model that a preset pairs with this target, or else the first of all."""
     pairs = [(p.target, lane.model) for p in load_presets().values() for lane in p.lanes if lane.model]
     return next((model for name, model in pairs if name == target), pairs[0][1])
-
-
-def new_lane(target: str) -> Lane:
-    """What a lane that is added starts as."""
-    return Lane(method=DRAFTING[0], model=default_draft(target))
 
 
 def whole_number(name: str, value: object) -> int:
@@ -434,21 +412,21 @@ def _draw_sampling(shown: Mapping[str, Values]) -> Parts:
 def _draw_lane(n: int, shown: Mapping[str, Values], allow_any_model: bool) -> Parts:
     """The controls of a lane, and `drawn`."""
     names = [(_plain(name), name) for name in DRAFTING]
-    train, places = f"train-{n}", bool(listed() or startable)
-    look = {name: shown[f"{name}-{n}"] for name in ("method", "model", "train", "options", "server")}
+    look = {name: shown[f"{name}-{n}"] for name in (*LANE, "train")}
+    train: Values = {"size": "sm", "elem_id": f"train-{n}"}
     method: Values = {"label": "Method", "min_width": 150, "elem_id": f"method-{n}"}
-    server: Values = {"label": "Runs on", "visible": places, "min_width": 150, "elem_id": f"server-{n}"}
+    server: Values = {"label": "Runs on", "min_width": 150, "elem_id": f"server-{n}"}
     parts = {
         "method": gr.Dropdown(names, **look["method"], **method),
         "model": _model_choice("Drafter", look["model"], f"model-{n}", allow_any_model),
-        "train": gr.Button("No weights of it here: train some", **look["train"], size="sm", elem_id=train),
+        "train": gr.Button("No weights of it here: train some", **look["train"], **train),
         **{
-            name: draw_setting(Lane, name, **shown[f"{name}-{n}"], elem_id=f"{name}-{n}")
+            name: draw_setting(Lane, name, **look[name], elem_id=f"{name}-{n}")
             for name, setting in settings(Lane).items()
             if setting.label
         },
         "options": gr.State(**look["options"]),
-        "server": gr.Dropdown(**look["server"], **server),
+        "server": gr.Dropdown(**look["server"], **server, visible=bool(listed() or startable)),
         "drawn": gr.Number(0, elem_classes="unseen"),  # no State: its change would not be noticed outside the queue
     }
     return {f"{name}-{n}": part for name, part in parts.items()}

@@ -62,7 +62,10 @@ class Guard:
         if upload:
             _check_upload(headers, body)
         else:
-            _check_request(body)
+            try:
+                judge(body, REQUEST, "a request")
+            except ValueError as error:
+                raise Refused(413, str(error)) from None
         messages: Iterator[Message] = iter([{"type": "http.request", "body": body, "more_body": False}])
 
         async def again() -> Message:
@@ -112,10 +115,3 @@ def _check_upload(headers: Headers, body: bytes) -> None:
     whole = re.match(FILE % re.escape(boundary), body, re.IGNORECASE) and body.rstrip(b"\r\n").endswith(mark + b"--")
     if not whole or body.count(mark) != 2:
         raise Refused(400, "send one whole file, as `files`")
-
-
-def _check_request(body: bytes) -> None:
-    try:
-        judge(body, REQUEST, "a request")
-    except ValueError as error:
-        raise Refused(413, str(error)) from None

@@ -14,7 +14,6 @@ from hashlib import sha256
 
 from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdemo.presets import limits
@@ -106,16 +105,11 @@ def guarded(app: ASGIApp) -> ASGIApp:
 
 
 @asynccontextmanager
-async def _outermost(app: FastAPI) -> AsyncIterator[None]:
+async def outermost(app: FastAPI) -> AsyncIterator[None]:
     """Gradio puts its own layers around any that it is given, so the last one is put there when the server starts."""
     assert app.middleware_stack is not None
     app.middleware_stack = guarded(app.middleware_stack)
     yield
-
-
-def of_app(*inner: Middleware) -> dict[str, object]:
-    """What `launch` takes as `app_kwargs`."""
-    return {"middleware": [Middleware(Policy), *inner], "lifespan": _outermost}
 
 
 def _is_page(start: Message) -> bool:

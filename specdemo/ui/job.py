@@ -1,13 +1,17 @@
 """What every tab that runs something shares: a job of the engine, begun, streamed, stopped and forgotten by visitor.
 
 The engine works in a thread of its own and never waits for a reader: messages pile up in a list, bounded by the token
-limit. A job turns them into the append-only text that its view draws. Needs no torch.
+limit. A job turns them into the append-only text that its view draws, a JSON object a line. Needs no torch.
 """
 
 import contextlib
+import json
 import logging
+import math
+import secrets
 import threading
 import time
+import zlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +23,6 @@ import gradio as gr
 
 from specdemo.engine.messages import Note
 from specdemo.ui import space
-from specdemo.ui.jsonl import opening, to_line
 from specdemo.ui.views import Failed, Loading, view
 
 logger = logging.getLogger(__name__)
@@ -36,6 +39,35 @@ Messages = list[Any]  # of a job, whatever its kind says
 Values = dict[str, Any]  # of controls, or updates of them, by name
 Parts = dict[str, Any]  # controls by name
 Work = Callable[[Callable[[], bool], Callable[[float, str], None]], Iterator[object]]
+
+
+def to_line(fields: dict[str, object]) -> str:
+    """JSON knows no NaN: a number that is not known yet is left out. Raises ValueError where one is deeper inside."""
+    known = {k: v for k, v in fields.items() if not isinstance(v, float) or math.isfinite(v)}
+    return json.dumps(known, ensure_ascii=False, separators=(",", ":"), allow_nan=False) + "\n"
+
+
+def opening(**fields: object) -> str:
+    """A text's first line, unlike that of any other. What is `recorded` is played when it comes, unless it is to stand
+    `still` until someone asks."""
+    return to_line({"type": "run", "run": secrets.token_hex(6), "recorded": False, "still": False, **fields})
+
+
+class Packed:
+    """A text kept small."""
+
+    def __init__(self, text: str) -> None:
+        self._bytes = zlib.compress(text.encode(), level=1)
+
+    @property
+    def size(self) -> int:
+        """Bytes it takes."""
+        return len(self._bytes)
+
+    @property
+    def text(self) -> str:
+        """The text as it was."""
+        return zlib.decompress(self._bytes).decode()
 
 
 class Engine:
@@ -86,7 +118,7 @@ class Engine:
 
     def _work(self) -> None:
         try:
-            for message in self._do(self._stop.is_set, self._loading):
+            for message in self._do(self._stop.is_set, lambda share, what: self._messages.append(Loading(share, what))):
                 self._messages.append(message)
         except ValueError as error:
             self._messages.append(Failed(str(error)))
@@ -95,9 +127,6 @@ class Engine:
             self._messages.append(Failed(f"the run failed: {str(error).partition(chr(10))[0] or type(error).__name__}"))
         finally:
             self.at_work.discard(self)
-
-    def _loading(self, share: float, what: str) -> None:
-        self._messages.append(Loading(share, what))
 
 
 def stop_all() -> None:
@@ -216,11 +245,13 @@ class Jobs(Generic[Kind]):
         """The visitor's latest job."""
         return cast(Kind | None, self._store.get(self._key(request)))
 
-    def run(self, request: gr.Request, begin: Callable[[Kind | None], Kind]) -> Iterator[Values]:
-        """The growing text of a job, or one that says why there is none: `begin`, given the last one, raises ValueError
-        then."""
+    def run(
+        self, begin: Callable[[Values, Kind | None], Kind], request: gr.Request, values: Values
+    ) -> Iterator[Values]:
+        """The growing text of a job, or one that says why there is none: `begin`, given the values of the controls and
+        the last job, raises ValueError then."""
         try:
-            job = begin(self.last(request))
+            job = begin(values, self.last(request))
         except ValueError as error:
             yield {"view": refusal(error)}
             return
@@ -256,7 +287,7 @@ def refusal(error: Exception) -> str:
     return opening() + to_line(view(Failed(str(error))))
 
 
-Start = tuple[Sequence[object], Callable[[gr.Request, Values], Iterator[Values]], Parts]
+Start = tuple[Sequence[object], Callable[[Values, Any], Job], Parts]
 
 
 def wire(
@@ -270,9 +301,9 @@ def wire(
 ) -> list[Any]:
     """Run and Stop of a tab -> the events at which a job of each start has ended.
 
-    starts: ways to start a job: events, the function, and the controls whose values it is given. parts: `view`, which
-    shows the text, and what a job updates beside it. off: the buttons that wait for its end. place: shows the queue.
-    first: a script that a start waits for.
+    starts: ways to start a job: events, what makes it from the values of controls and the last job, and those controls.
+    parts: `view`, which shows the text, and what a job updates beside it. off: the buttons that wait for its end.
+    place: shows the queue. first: a script that a start waits for.
     """
     switched = {"stop": stop, **{str(i): button for i, button in enumerate(off)}}
     shown: dict[str, object] = {"show_progress": "full", "show_progress_on": place, "api_visibility": "private"}
@@ -281,10 +312,10 @@ def wire(
         return {name: gr.update(interactive=running == (name == "stop")) for name in switched}
 
     ended = []
-    for pressed, run, given in starts:
+    for pressed, begin, given in starts:
         on = partial(gr.on, pressed, trigger_mode="once")
         locked = named(on, lambda *_: switch(True), {}, switched, js=first, **QUIET)
-        ended.append(named(locked.then, run, given, parts, **shown, **ENGINE))
+        ended.append(named(locked.then, partial(jobs.run, begin), given, parts, **shown, **ENGINE))
         named(ended[-1].then, lambda *_: switch(False), {}, switched, **QUIET)
 
     def ask(request: gr.Request, _: Values) -> Values:

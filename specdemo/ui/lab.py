@@ -1,4 +1,5 @@
-"""The Lab: train a head for the shipped target, watch it learn, race it; compare drafts; test losslessness.
+"""The Lab: train a head for the shipped target, watch it learn, race it; compare drafts; test losslessness, a
+suite with the visitor's sampling, shown as a sweep is.
 
 `trainer` gives what trains: specdemo.methods.recipes, or a stand-in. Its `train_live` yields dicts with seconds,
 of_seconds, step, tokens, loss and agree_1, agree_2, ... as they become known, or with a note, and at last one with done
@@ -14,15 +15,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import gradio as gr
 
-from specdemo.engine.comparison import Lane
+from specdemo.bench.base import ROWS
+from specdemo.bench.suites import suite
+from specdemo.engine.comparison import Comparison, Lane
 from specdemo.models.hub import embedded_folder
 from specdemo.presets import limits
-from specdemo.presets.files import DEFAULT, preset
-from specdemo.ui import assets, losslessness
-from specdemo.ui.controls import TRAINED, Controls, fill
-from specdemo.ui.job import QUIET, Engine, Job, Jobs, Store, Values, named, wire
-from specdemo.ui.jsonl import opening, to_line
+from specdemo.presets.files import DEFAULT, load_presets, preset
+from specdemo.ui import assets
+from specdemo.ui.controls import TRAINED, Controls, draw_setting, fill, whole_number
+from specdemo.ui.job import QUIET, Engine, Job, Jobs, Store, Values, named, opening, to_line, wire
 from specdemo.ui.lazy_imports import live
+from specdemo.ui.sweep import Sweeping, Sweeps, draw_result
 from specdemo.ui.views import view
 
 if TYPE_CHECKING:
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
 
 MINUTES = (0.5, 30.0)
 RUNS = Path("runs")
+DRAWS = 1024  # of a test of losslessness
+START = "embedded-sampling"
 POINTS = 500  # of a curve, evaluations apart: steps come by the thousand
 OFF = (
     "Training is off on this public page: it would keep the shared machine busy for minutes. "
@@ -58,11 +63,6 @@ def trainer() -> Trainer:
     return recipes
 
 
-def allowed() -> bool:
-    """False on a public machine."""
-    return not limits.public()
-
-
 class Training(Job):
     """`folder` is there once the head is written."""
 
@@ -70,7 +70,7 @@ class Training(Job):
 
     def __init__(self, recipe: str, minutes: float) -> None:
         """Raises ValueError with one line where nothing can be trained."""
-        if not allowed():
+        if limits.public():
             raise ValueError(OFF)
         trains = trainer()
         self.method: str = trains.head_recipe(recipe).method
@@ -114,15 +114,13 @@ def shipped_training(recipe: str) -> str:
     return opening(recipe=recipe, recorded=True, where=where) + "".join(map(to_line, (*ticks, {"type": "done"})))
 
 
+def train(values: Values, _: Training | None) -> Training:
+    """What the visitor chose. Raises ValueError with one line."""
+    return Training(values["recipe"], values["minutes"])
+
+
 class Lab(Jobs[Training]):
     """The trainings of all visitors."""
-
-    def __init__(self, store: Store | None = None) -> None:
-        super().__init__("training", store)
-
-    def train(self, request: gr.Request, values: Values) -> Iterator[Values]:
-        """Train what the visitor chose."""
-        yield from self.run(request, lambda _: Training(values["recipe"], values["minutes"]))
 
     def recorded(self, request: gr.Request, values: Values) -> Values:
         """How the shipped head of the chosen recipe learned, until the visitor trains one."""
@@ -153,26 +151,27 @@ def draw(page: gr.Blocks, form: Controls, sweep: gr.Radio, tab: gr.Tab, store: S
     opened = compare.click(lambda: "depth-width", None, sweep, **QUIET)
     opened.then(None, None, None, js=assets.to_tab("sweep"), **QUIET)
     with gr.Column(elem_classes="card"):
-        losslessness.draw(tab, store)
+        _draw_losslessness(tab, store)
 
 
 def _draw_training(page: gr.Blocks, form: Controls, tab: gr.Tab, store: Store) -> None:
-    lab = Lab(store)
-    words = assets.text("lab.md") + ("" if allowed() else f"\n\n**{OFF}**")
+    lab = Lab("training", store)
+    able = not limits.public()
+    words = assets.text("lab.md") + ("" if able else f"\n\n**{OFF}**")
     assets.heading("train", words, elem_id="lab-about")
     with gr.Row(elem_id="lab-controls"):
         recipe = gr.Dropdown([], label="Head", elem_id="recipe", scale=3, min_width=240)
         minutes = gr.Slider(
-            *MINUTES, 2, step=0.5, label="Minutes", elem_id="minutes", scale=3, min_width=240, interactive=allowed()
+            *MINUTES, 2, step=0.5, label="Minutes", elem_id="minutes", scale=3, min_width=240, interactive=able
         )
         with gr.Column(scale=2, min_width=180):
-            start = gr.Button("Train", variant="primary", size="lg", elem_id="train", interactive=allowed())
+            start = gr.Button("Train", variant="primary", size="lg", elem_id="train", interactive=able)
             stop = gr.Button("Stop and keep it", interactive=False, elem_id="stop-training")
     place = gr.HTML("", elem_classes="queue")
     view = assets.view("lab.html", "kit.js", "chart.js", "lab.js", elem_id="lab")
     race = gr.Button("Race the new head", interactive=False, elem_id="race-head")
     given = {"recipe": recipe, "minutes": minutes}
-    wire(lab, [([start.click], lab.train, given)], {"view": view, "race": race}, stop, [start], place)
+    wire(lab, [([start.click], train, given)], {"view": view, "race": race}, stop, [start], place)
     raced = named(race.click, lab.race_head, form.drawn, form.parts, **QUIET)
     to_race = raced.then(None, None, None, js=assets.to_tab("race"), **QUIET)
     to_race.then(None, None, None, js="() => document.getElementById('run').click()", **QUIET)
@@ -185,3 +184,48 @@ def _recipes() -> object:
     """The recipes' own words."""
     choices = [(title, name) for name, title in trainer().recipes().items()]
     return gr.update(choices=choices, value=choices[0][1])
+
+
+def most_draws() -> int:
+    """The most draws this host allows."""
+    return ROWS * limits.here().sweep_repeats
+
+
+def begin(values: Values, last: Sweeping | None) -> Sweeping:
+    """The test the controls describe. Raises ValueError with one line."""
+    live()  # brings torch along, under its lock; a preset's methods are checked here
+    base = limits.fit(preset(values["preset"]))
+    if not base.embedded:
+        raise ValueError(f"losslessness is tested on the models that ship with the project, not on {base.target[:80]}")
+    chosen = limits.admit(base.with_changes(**{name: values[name] for name in ("acceptance", "temperature", "top_p")}))
+    draws = whole_number("continuations", values["draws"])
+    if not ROWS <= draws <= most_draws():
+        raise ValueError(f"continuations must be {ROWS} to {most_draws()} on this page, not {draws}")
+    title = f"Losslessness, {chosen.id}"
+    return Sweeping.measuring(title, suite("losslessness", preset=chosen, repeats=draws // ROWS).run, last)
+
+
+def _draw_losslessness(tab: gr.Tab, store: Store) -> None:
+    assets.heading("lossless", assets.text("losslessness.md"), elem_id="losslessness-about")
+    presets = [(p.title, p.id) for p in load_presets().values() if p.embedded]
+    with gr.Row(elem_id="losslessness-controls"):
+        heat: dict[str, Any] = {"scale": 2, "min_width": 230}
+        draws: dict[str, Any] = {"label": "Continuations", "info": "of each kind", "elem_id": "continuations"}
+        most = most_draws()
+        inputs: dict[str, object] = {
+            "preset": gr.Dropdown(
+                presets, value=START, label="Preset: target and lane", elem_id="tested", scale=3, min_width=330
+            ),
+            "acceptance": draw_setting(
+                Lane, "acceptance", "lossless", elem_id="tested-acceptance", scale=2, min_width=190
+            ),
+            "temperature": draw_setting(Comparison, "temperature", 0.8, **heat),
+            "top_p": draw_setting(Comparison, "top_p", 1, **heat),
+            "draws": gr.Slider(ROWS, most, min(DRAWS, most), step=ROWS, **draws, **heat),
+        }
+        with gr.Column(scale=2, min_width=180):
+            run = gr.Button("Test", variant="primary", size="lg", elem_id="losslessness-run")
+            stop = gr.Button("Stop", interactive=False, elem_id="losslessness-stop")
+    tests = Sweeps("losslessness", store)
+    parts = draw_result(tests, "losslessness", begin, inputs, run, stop)
+    named(tab.select, lambda request, _: tests.recorded(request, {"sweep": "losslessness"}), {}, parts, **QUIET)

@@ -1,19 +1,16 @@
 """A log: the append-only text a view shows, one line of JSON per message (views.py). Needs no torch."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from specdemo.core.bounds import FILE, Bounds
 from specdemo.core.reading import read
 from specdemo.core.trace import RunTrace, from_json, to_json
+from specdemo.engine.comparison import Comparison
 from specdemo.engine.messages import Finished, Note, Started, replay
-from specdemo.ui.job import ENTRY, Job
-from specdemo.ui.jsonl import Packed, opening, to_line
+from specdemo.ui.job import ENTRY, Job, Packed, opening, to_line
+from specdemo.ui.lazy_imports import live
 from specdemo.ui.views import Failed, Shown, view
-
-if TYPE_CHECKING:
-    from specdemo.engine.comparison import Comparison
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +39,20 @@ class Log(Job):
 
     `trace` is the run on show once it has ended: until this one starts, that is the run of the log `before` it.
     `recorded`: the run was not made for this log; `still`: it is shown as it ended and moves only when it is replayed;
-    `key`: of the settings it is the result of.
+    `key`: of the settings it is the result of; `spec`: what is run.
     """
 
-    def __init__(self, recorded: bool = False, before: "Log | None" = None, still: bool = False, key: str = "") -> None:
+    def __init__(
+        self,
+        recorded: bool = False,
+        before: "Log | None" = None,
+        still: bool = False,
+        key: str = "",
+        spec: Comparison | None = None,
+    ) -> None:
         super().__init__(opening(recorded=recorded, still=still, **({"key": key} if key else {})))
         self._trace: Packed | None = before._trace if before else None
-        self.recorded, self.still, self.key = recorded, still, key
-        self.spec: Comparison | None = None  # what is run
+        self.recorded, self.still, self.key, self.spec = recorded, still, key, spec
         self.started = self.stopped = self.is_chat = False
         self._own_before = before is not None and before.own
         self.failure = ""  # why it failed, if it did
@@ -68,6 +71,9 @@ class Log(Job):
         """Whether the visitor asked for what is on show, a run or a file; a preset's recorded race comes by itself."""
         begins = self.started or not (self.failure or self.stopped)
         return not self.still and (begins or self._own_before)
+
+    def stream(self) -> Iterator[str]:
+        yield from live().run(self.spec, self)
 
     def add(self, messages: Iterable[Shown]) -> str:
         return self.take(lines(messages))

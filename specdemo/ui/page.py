@@ -24,7 +24,6 @@ from starlette.middleware import Middleware
 
 from specdemo.bench.plot import FONTS
 from specdemo.core.trace import RunTrace, to_json
-from specdemo.engine.comparison import Comparison
 from specdemo.presets.files import DEFAULT, Preset, load_presets, preset
 from specdemo.presets.link import from_query, is_link, is_sweep, to_query
 from specdemo.presets.recorded import recorded
@@ -42,17 +41,6 @@ SESSIONS = 64  # whose components Gradio keeps a copy of, 0.3 MB each
 MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"]
 
 
-class Race(Log):
-    """The log of a run that a visitor asked for."""
-
-    def __init__(self, spec: Comparison, before: Log | None, key: str = "") -> None:
-        super().__init__(before=before, key=key)
-        self.spec = spec
-
-    def stream(self) -> Iterator[str]:
-        yield from live().run(self.spec, self)
-
-
 class Visits(Jobs[Log]):
     """What the events of the Race tab do, for every visitor."""
 
@@ -61,31 +49,24 @@ class Visits(Jobs[Log]):
         self._start = start
         self._any = allow_any_model
 
-    def race(self, request: gr.Request, values: Values) -> Iterator[Values]:
-        """The growing log of a run, or one that says why there is none."""
-        yield from self.run(request, lambda last: Race(from_values(values, self._any).checked(), last, key(values)))
+    def race(self, values: Values, last: Log | None) -> Log:
+        """The log of a run. This and the next two raise ValueError with one line where there can be none."""
+        spec = from_values(values, self._any).checked()
+        return Log(before=last, key=key(values), spec=spec)
 
-    def repeat(self, request: gr.Request, values: Values) -> Iterator[Values]:
-        """The run on show again, three times, its runs pooled."""
+    def repeat(self, _: Values, last: Log | None) -> Log:
+        """The log of the run on show again, three times, its runs pooled."""
+        if last is None or last.spec is None:
+            raise ValueError("there is no run of this page to repeat; press Run first")
+        return Log(before=last, key=last.key, spec=last.spec.model_copy(update={"repeats": POOLED}))
 
-        def begin(last: Log | None) -> Race:
-            if last is None or last.spec is None:
-                raise ValueError("there is no run of this page to repeat; press Run first")
-            return Race(last.spec.model_copy(update={"repeats": POOLED}), last, last.key)
-
-        yield from self.run(request, begin)
-
-    def follow(self, request: gr.Request, values: Values) -> Iterator[Values]:
-        """The growing log of the chat's next turn, or one that says why there is none."""
-
-        def begin(last: Log | None) -> Race:
-            if last is None or last.spec is None or last.trace is None or last.recorded:
-                raise ValueError("there is no chat to go on with; press Run first")
-            base = limits.fit(preset(last.spec.id))
-            message = limits.admit(base.with_changes(prompt=values["message"])).prompt
-            return Race(live().follow_up(last.spec, last.trace, message), last)
-
-        yield from self.run(request, begin)
+    def follow(self, values: Values, last: Log | None) -> Log:
+        """The log of the chat's next turn."""
+        if last is None or last.spec is None or last.trace is None or last.recorded:
+            raise ValueError("there is no chat to go on with; press Run first")
+        base = limits.fit(preset(last.spec.id))
+        message = limits.admit(base.with_changes(prompt=values["message"])).prompt
+        return Log(before=last, spec=live().follow_up(last.spec, last.trace, message))
 
     def offer(self, request: gr.Request, values: Values) -> Values:
         """What asks on, shown when the run on show is a chat of this page; empty again once its message is answered."""
@@ -134,8 +115,9 @@ class Visits(Jobs[Log]):
         return {"name": f"specdemo-{trace.preset}.{kind}", "text": text}
 
     def share(self, values: Values) -> str:
-        """The link. Raises ValueError with one line."""
-        return share_link(from_values(values, self._any))
+        """The link that opens the comparison again. Raises ValueError with one line."""
+        chosen = from_values(values, self._any)
+        return address(to_query(chosen, preset(chosen.id)))
 
     def read_link(self, request: gr.Request) -> tuple[Preset, list[str]] | None:
         """The comparison a link asks for and what of it was refused. On a cold server this takes seconds."""
@@ -187,11 +169,6 @@ def _recorded(preset_id: str) -> Log | None:
     chosen = preset(preset_id)
     trace = recorded(chosen.id)
     return replayed(trace, still=True, key=key(to_values(limits.fit(chosen)))) if trace else None
-
-
-def share_link(chosen: Preset) -> str:
-    """The link that opens a comparison again."""
-    return address(to_query(chosen, preset(chosen.id)))
 
 
 def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
@@ -340,6 +317,7 @@ def serve(
     page = build(start, allow_any_model)
     if space.zero_gpu():  # models must be in place before the first call; the first one shown is loaded last
         live().preload([*(p for p in limits.at_hand() if p.id != preset(start).id), preset(start)])
+    layers = [Middleware(headers.Policy), Middleware(Guard, space.bounds().bytes)]
     page.launch(
         server_name=host,
         server_port=port,
@@ -351,7 +329,7 @@ def serve(
         run_history=False,
         max_file_size=space.bounds().bytes + ENVELOPE,  # the guard's own, which leaves nothing on disk
         state_session_capacity=SESSIONS,
-        app_kwargs=headers.of_app(Middleware(Guard, space.bounds().bytes)),
+        app_kwargs={"middleware": layers, "lifespan": headers.outermost},
         theme=theme(),
         css_paths=[assets.HERE / "style.css"],
         favicon_path=assets.HERE / "favicon.svg",

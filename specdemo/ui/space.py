@@ -9,14 +9,12 @@ from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from math import ceil
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from specdemo.core.bounds import FILE, PUBLIC_FILE, Bounds
+from specdemo.engine.comparison import Comparison
 from specdemo.presets import limits
 from specdemo.presets.files import EMBEDDED
-
-if TYPE_CHECKING:
-    from specdemo.engine.comparison import Comparison
 
 START_S = 10  # until a lent GPU has the weights and every lane is warm
 BACK_S = 2  # a run ends itself so long before the GPU is taken away
@@ -50,7 +48,7 @@ def lent(duration: Callable[..., int]) -> Callable[[Function], Function]:
     return decorator
 
 
-def seconds(spec: "Comparison") -> int:
+def seconds(spec: Comparison) -> int:
     """What a run may take at the most, loaded models given: the shorter the estimate, the sooner a GPU is lent."""
     rate = EMBEDDED_RATE if spec.target in EMBEDDED else RATE
     return min(LEND_S, START_S + ceil(spec.repeats * (len(spec.lanes) + 1) * spec.max_new_tokens / rate))

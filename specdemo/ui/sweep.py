@@ -7,10 +7,11 @@ same parts.
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gradio as gr
 
+from specdemo.bench.base import Report, Stop
 from specdemo.bench.plot import figure
 from specdemo.bench.result import Cell, Result, best, ends, noisy, read_result, recorded_suite, to_json
 from specdemo.bench.suites import Sweep, swept, takes
@@ -20,13 +21,9 @@ from specdemo.presets.files import DEFAULT, load_presets, preset
 from specdemo.presets.link import is_sweep
 from specdemo.ui import assets, space
 from specdemo.ui.controls import address, whole_number, wire_share
-from specdemo.ui.job import QUIET, Engine, Job, Jobs, Parts, Store, Values, named, refusal, wire
-from specdemo.ui.jsonl import Packed, opening, to_line
+from specdemo.ui.job import QUIET, Engine, Job, Jobs, Packed, Store, Values, named, opening, refusal, to_line, wire
 from specdemo.ui.lazy_imports import live
 from specdemo.ui.views import view
-
-if TYPE_CHECKING:
-    from specdemo.models.hub import LoadProgress
 
 IF_LINKED = f"() => {{ if (new URLSearchParams(location.search).has('sweep')) ({assets.to_tab('sweep')})(); }}"
 OFF = (
@@ -34,7 +31,7 @@ OFF = (
     "or start the page at home with `python app.py`"
 )
 
-Measure = Callable[["LoadProgress", Callable[[], bool]], Result]  # given where to report and whether it is to stop
+Measure = Callable[[Report, Stop], Result]
 
 
 class Sweeping(Job):
@@ -56,7 +53,7 @@ class Sweeping(Job):
         if live().ELSEWHERE:
             raise ValueError(OFF)
 
-        def work(cancelled: Callable[[], bool], report: "LoadProgress") -> Iterator[Result]:
+        def work(cancelled: Stop, report: Report) -> Iterator[Result]:
             yield measure(report, cancelled)
 
         sweeping = cls(to_line({"type": "start", "name": name}), before)
@@ -138,19 +135,11 @@ def begin(values: Values, last: Sweeping | None) -> Sweeping:
     return Sweeping.measuring(", ".join(filter(None, (swept()[asked.sweep].title, on))), asked.suite().run, last)
 
 
+Begin = Callable[[Values, Sweeping | None], Sweeping]
+
+
 class Sweeps(Jobs[Sweeping]):
-    """What the events of a tab do, for every visitor. begin: from the values of the controls, or ValueError with one
-    line."""
-
-    def __init__(
-        self, begin: Callable[[Values, Sweeping | None], Sweeping], name: str = "sweep", store: Store | None = None
-    ) -> None:
-        super().__init__(name, store)
-        self._begin = begin
-
-    def measure(self, request: gr.Request, values: Values) -> Iterator[Values]:
-        """The growing text of a sweep, or why there is none; at its end the curves."""
-        yield from self.run(request, lambda last: self._begin(values, last))
+    """What the events of a tab do, for every visitor."""
 
     def open(self, request: gr.Request, values: Values) -> Values:
         """A stored result, or why the file is none."""
@@ -244,8 +233,8 @@ def draw(page: gr.Blocks, tab: gr.Tab, store: Store) -> gr.Radio:
                 stop = gr.Button("Stop", interactive=False, elem_id="sweep-stop", min_width=70)
                 shared = gr.Button("Share", elem_id="sweep-share", min_width=70)
     link = gr.Textbox(label="Link to this sweep", visible=False, buttons=["copy"], elem_id="sweep-link")
-    sweeps = Sweeps(begin, "sweep", store)
-    parts = draw_result(sweeps, inputs, run, stop, "sweep")
+    sweeps = Sweeps("sweep", store)
+    parts = draw_result(sweeps, "sweep", begin, inputs, run, stop)
     for shown in (tab.select, chosen.change):
         named(shown, sweeps.recorded, {"sweep": chosen}, parts, **QUIET)
     chosen.change(_describe, chosen, [question, on], **QUIET)
@@ -255,7 +244,9 @@ def draw(page: gr.Blocks, tab: gr.Tab, store: Store) -> gr.Radio:
     return chosen
 
 
-def draw_result(sweeps: Sweeps, inputs: dict[str, object], run: gr.Button, stop: gr.Button, name: str) -> Parts:
+def draw_result(
+    sweeps: Sweeps, name: str, begin: Begin, inputs: dict[str, object], run: gr.Button, stop: gr.Button
+) -> Values:
     """`view` and `chart` of a result below its controls, and what the two buttons do. name: of the skeleton, and what
     ids begin with."""
     place = gr.HTML("", elem_classes="queue")
@@ -268,7 +259,7 @@ def draw_result(sweeps: Sweeps, inputs: dict[str, object], run: gr.Button, stop:
         save = gr.Button("Save the result (JSON)", size="sm", elem_id=f"{name}-save")
         opened = gr.UploadButton("Open a result", file_types=[".json"], size="sm", elem_id=f"{name}-open")
     parts = {"view": view, "chart": chart}
-    wire(sweeps, [([run.click], sweeps.measure, inputs)], parts, stop, [run, opened], place)
+    wire(sweeps, [([run.click], begin, inputs)], parts, stop, [run, opened], place)
     named(opened.upload, sweeps.open, {"file": opened}, parts, **QUIET)
     file = gr.JSON(visible=False)
     save.click(sweeps.save, None, file, **QUIET).success(None, file, None, js=assets.text("save.js"), **QUIET)

@@ -3,9 +3,9 @@ answer is a prediction of milliseconds, made anew at each change of a control.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import gradio as gr
 from gradio.components import Component
@@ -28,6 +28,7 @@ ELSEWHERE = "h100-sxm"  # where a finished race is asked about
 CONTEXTS = {256: "256", 1024: "1k", 4096: "4k", 16384: "16k", 65536: "64k"}
 SIZES = {0.25: "a quarter", 0.5: "half", 1.0: "as it is", 2.0: "twice"}
 SAME, OWN = "run", "own"  # the run's draft and acceptance, or others
+Choices = Sequence[tuple[str, str | float]]  # labels and values
 SMALL = 4e9  # parameters of what is offered as a draft model
 
 
@@ -207,7 +208,8 @@ class Questions:
         start = values["state"] or recorded_start(DEFAULT)
         dtypes = [*profile(values["machine"]).compute_tflop_per_s]
         if values["dtype"] not in dtypes:
-            values = values | {"dtype": _usual(dtypes)}
+            usual = (name for name in ("bfloat16", "float16") if name in dtypes)
+            values = values | {"dtype": next(usual, "float32")}
         shown = {
             "dtype": gr.update(choices=dtypes, value=values["dtype"]),
             "rate": gr.update(visible=values["kept"] == OWN),
@@ -258,10 +260,6 @@ def _refused(error: ValueError) -> str:
     return json.dumps({"error": str(error)})
 
 
-def _usual(dtypes: Iterable[str]) -> str:
-    return next((name for name in ("bfloat16", "float16") if name in dtypes), "float32")
-
-
 def _targets(first: str) -> list[str]:
     shipped = [p.target for p in load_presets().values() if p.embedded]
     return list(dict.fromkeys([first, *shipped, *_on_the_hub()]))
@@ -290,7 +288,7 @@ def draw(tab: gr.Tab, ask: gr.Button, questions: Questions) -> None:
     asked.then(None, None, None, js=assets.to_tab("what-if"), **QUIET)
     changes = [_changed(part) for name, part in given.items() if name not in ("state", "start")]
     shown = {name: parts[name] for name in ("dtype", "rate", "view")}
-    named(lambda *a, **k: gr.on(changes, *a, trigger_mode="always_last", **k), questions.answer, given, shown, **QUIET)
+    named(partial(gr.on, changes, trigger_mode="always_last"), questions.answer, given, shown, **QUIET)
 
 
 def _changed(part: Component) -> Callable[..., object]:
@@ -312,7 +310,8 @@ def _where() -> dict[str, Component]:
             ["bfloat16"], value="bfloat16", label="Precision", elem_id="precision", scale=2, min_width=120
         )
     with gr.Row(elem_id="whatif-load"):
-        batch = _chips([(str(n), n) for n in BATCHES], 1, "Texts at once", "batch", 5, 300)
+        batches = [(str(n), n) for n in BATCHES]
+        batch = _chips(batches, 1, "Texts at once", "batch", 5, 300)
         context = _chips(contexts, 1024, "Context, tokens", "context", 3, 300)
         length = gr.Slider(1, DRAFT, k, step=1, label="Draft length k", elem_id="whatif-k", scale=3, min_width=220)
     return {"start": start, "machine": machine, "dtype": dtype, "batch": batch, "context": context, "k": length}
@@ -334,14 +333,7 @@ def _other() -> dict[str, Component]:
 
 
 def _chips(
-    choices: Sequence[tuple[str, str | int | float]],
-    value: str | float,
-    label: str,
-    elem_id: str,
-    scale: int | None = None,
-    min_width: int = 260,
+    choices: Choices, value: str | float, label: str, elem_id: str, scale: int | None = None, min_width: int = 260
 ) -> gr.Radio:
-    looks = "chips short"
-    return gr.Radio(
-        choices, value=value, label=label, elem_id=elem_id, elem_classes=looks, scale=scale, min_width=min_width
-    )
+    looks: Values = {"elem_id": elem_id, "elem_classes": "chips short"}
+    return gr.Radio(choices, value=value, label=label, scale=scale, min_width=min_width, **looks)

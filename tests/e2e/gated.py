@@ -9,7 +9,7 @@ import gradio as gr
 
 from specdemo.bench import suites
 from specdemo.engine.messages import Finished, replay
-from specdemo.ui import lab, live, losslessness, page
+from specdemo.ui import lab, live, page
 from tests.traces import hostile_trace
 from tests.ui.stand_ins import Bench, Trainer
 
@@ -76,7 +76,7 @@ def serve_gated(port, gates):
 
     live.session = lambda: engine
     lab.trainer = lambda: trainer
-    suites.suite = losslessness.suite = GatedBench(gates)
+    suites.suite = lab.suite = GatedBench(gates)
     page.Visits.read_link = read_when_warm
     server = page.serve(port=port, block=False)
     gates.up.set()

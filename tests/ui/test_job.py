@@ -45,7 +45,7 @@ def test_whatever_pages_call_themselves_what_is_kept_of_them_is_bounded():
 
 def test_a_text_is_kept_until_the_page_has_it():
     jobs = Jobs("race")
-    shown = list(jobs.run(visitor("a"), lambda last: Text("begun ", lambda *_: iter(["a ", "b"]))))
+    shown = list(jobs.run(lambda *_: Text("begun ", lambda *_: iter(["a ", "b"])), visitor("a"), {}))
     job = jobs.last(visitor("a"))
     assert shown[-1]["view"] == "begun a b" and job.ended and job.text == ""
     assert jobs.ask_to_stop(visitor("a")) == jobs.stop(visitor("a")) == {}
@@ -53,7 +53,7 @@ def test_a_text_is_kept_until_the_page_has_it():
 
 def test_a_job_of_a_page_that_was_closed_is_not_kept_again():
     jobs = Jobs("race")
-    shown = jobs.run(visitor("a"), lambda last: Text("begun ", lambda *_: iter("ab")))
+    shown = jobs.run(lambda *_: Text("begun ", lambda *_: iter("ab")), visitor("a"), {})
     next(shown)
     jobs._store.forget(visitor("a"))
     list(shown)

@@ -9,7 +9,7 @@ import pytest
 
 from specdemo.presets.files import preset
 from specdemo.ui import controls, lab
-from specdemo.ui.lab import Lab, Training, race_with
+from specdemo.ui.lab import Lab, Training, race_with, train
 from tests.ui.stand_ins import Trainer
 
 VISITOR = SimpleNamespace(session_hash="a")
@@ -30,7 +30,7 @@ def lines(text):
 
 
 def last(asked):
-    return list(Lab().train(VISITOR, asked))[-1]["view"]
+    return list(Lab("training").run(train, VISITOR, asked))[-1]["view"]
 
 
 def test_the_stand_in_has_what_the_lab_asks_for():
@@ -40,7 +40,7 @@ def test_the_stand_in_has_what_the_lab_asks_for():
 
 
 def test_a_training_is_a_growing_text(trainer):
-    texts = [shown["view"] for shown in Lab().train(VISITOR, ASKED)]
+    texts = [shown["view"] for shown in Lab("training").run(train, VISITOR, ASKED)]
     assert all(after.startswith(before) for before, after in pairwise(texts))
     seen = lines(texts[-1])
     assert [line["type"] for line in seen] == ["run", "note", *["tick"] * 4, "done"]
@@ -57,8 +57,8 @@ def test_one_line_a_point_of_the_curve(trainer):
 
 
 def test_stop_keeps_the_head_as_far_as_it_got(trainer):
-    visits, trainer.endless = Lab(), True
-    shown = visits.train(VISITOR, ASKED)
+    visits, trainer.endless = Lab("training"), True
+    shown = visits.run(train, VISITOR, ASKED)
     while '"step":1' not in (update := next(shown))["view"]:
         pass
     assert update["race"]["interactive"] is False
@@ -113,11 +113,11 @@ def test_the_new_head_takes_lane_one(monkeypatch):
 
 
 def test_until_a_visitor_trains_the_shipped_head_shows_how_it_learned(trainer):
-    visits = Lab()
+    visits = Lab("training")
     seen = lines(visits.recorded(VISITOR, {"recipe": "eagle-3"})["view"])
     assert [seen[0]["recorded"], seen[0]["recipe"], seen[-1]["type"]] == [True, "eagle-3", "done"]
     agreed = [line["agree_1"] for line in seen if line["type"] == "tick"]
     assert len(agreed) == 18 and agreed[-1] > agreed[0]
     assert visits.recorded(VISITOR, {"recipe": "hydra"}) == {"view": ""}  # none ships
-    list(visits.train(VISITOR, ASKED))
+    list(visits.run(train, VISITOR, ASKED))
     assert visits.recorded(VISITOR, {"recipe": "eagle-3"}) == {}

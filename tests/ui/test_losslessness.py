@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from specdemo.presets.files import preset
-from specdemo.ui import losslessness
-from specdemo.ui.losslessness import begin
+from specdemo.ui import lab
+from specdemo.ui.lab import begin
 from specdemo.ui.sweep import Sweeps
 from tests.ui.stand_ins import Bench
 
@@ -18,13 +18,13 @@ VALUES = {"preset": "embedded-draft", "acceptance": "typical", "temperature": 0.
 @pytest.fixture
 def bench(monkeypatch):
     stand_in = Bench()
-    monkeypatch.setattr(losslessness, "suite", stand_in)
+    monkeypatch.setattr(lab, "suite", stand_in)
     monkeypatch.delenv("SPACE_ID", raising=False)
     return stand_in
 
 
 def last(values):
-    return list(Sweeps(begin).measure(VISITOR, values))[-1]["view"]
+    return list(Sweeps("sweep").run(begin, VISITOR, values))[-1]["view"]
 
 
 def lines(text):
@@ -32,7 +32,7 @@ def lines(text):
 
 
 def test_the_visitors_sampling_and_rule_are_tested(bench):
-    outputs = list(Sweeps(begin).measure(VISITOR, VALUES))
+    outputs = list(Sweeps("sweep").run(begin, VISITOR, VALUES))
     wanted = preset("embedded-draft").with_changes(acceptance="typical", temperature=0.7, top_p=0.9)
     assert bench.asked == ("losslessness", {"preset": wanted, "repeats": 2})
     last = lines(outputs[-1]["view"])[-1]

@@ -16,7 +16,7 @@ from specdemo.presets.files import preset
 from specdemo.ui import headers, live
 from specdemo.ui.controls import DRAWN, key, to_values
 from specdemo.ui.log import Log, notes, open_trace
-from specdemo.ui.page import Visits, share_link
+from specdemo.ui.page import Visits
 from tests.traces import hostile_trace
 
 
@@ -72,12 +72,13 @@ def test_a_port_that_is_taken_is_named():
 
 def test_a_link_holds_what_differs(monkeypatch):
     monkeypatch.delenv("SPACE_ID", raising=False)
-    assert share_link(preset("embedded-draft").with_changes(k=7)) == "?preset=embedded-draft&k=7"
+    values = to_values(preset("embedded-draft").with_changes(k=7))
+    assert Visits(preset("embedded-draft"), False).share(values) == "?preset=embedded-draft&k=7"
 
 
 def test_on_a_space_a_link_is_the_public_address(monkeypatch):
     monkeypatch.setenv("SPACE_ID", "someone/specdemo")
-    link = share_link(preset("embedded-draft"))
+    link = Visits(preset("embedded-draft"), False).share(to_values(preset("embedded-draft")))
     assert link == "https://huggingface.co/spaces/someone/specdemo?preset=embedded-draft"
 
 
@@ -129,9 +130,9 @@ def test_a_run_that_fails_while_loading_leaves_the_one_on_show_exportable(monkey
     session, visitor = Session(late), SimpleNamespace(session_hash="a")
     monkeypatch.setattr(live, "session", lambda: session)
     visits, values = Visits(preset("embedded-draft"), False), to_values(preset("embedded-draft"))
-    list(visits.race(visitor, values))
+    list(visits.run(visits.race, visitor, values))
     before = visits.save(visitor, "json")
-    assert "no such file" in list(visits.race(visitor, values))[-1]["view"]
+    assert "no such file" in list(visits.run(visits.race, visitor, values))[-1]["view"]
     if late:  # it had begun, so the page shows it in place of the other
         with pytest.raises(gr.Error, match="the run failed, so there is nothing to save"):
             visits.save(visitor, "json")
@@ -148,7 +149,7 @@ def test_a_run_that_never_began_keeps_no_preset_from_being_shown(monkeypatch, be
     visits, values = Visits(preset("embedded-draft"), False), to_values(preset("embedded-draft"))
     visits.first(visitor)
     for _ in range(before + 1):
-        last = list(visits.race(visitor, values))[-1]["view"]
+        last = list(visits.run(visits.race, visitor, values))[-1]["view"]
     assert "no such file" in last
     assert (visits.select(visitor, "embedded-ngram") == gr.skip()) is kept
     assert visits.save(visitor, "json")["name"] == f"specdemo-embedded-{'draft' if kept else 'ngram'}.json"
@@ -179,7 +180,7 @@ def test_a_visitor_sees_recorded_races_until_there_is_one_of_their_own(monkeypat
     assert json.loads(lanes.splitlines()[1]) == {"type": "idle", "lanes": ["DFlash (stories-dflash)"]}
     with pytest.raises(gr.Error, match="no run to save"):  # what is no longer on show
         visits.save(visitor, "json")
-    list(visits.race(visitor, to_values(preset("embedded-draft"))))
+    list(visits.run(visits.race, visitor, to_values(preset("embedded-draft"))))
     assert visits.select(visitor, "embedded-ngram") == gr.skip()
 
 
@@ -221,14 +222,14 @@ def test_a_chat_goes_on_from_every_lanes_answer(monkeypatch):
     session, visitor = ChatSession(), SimpleNamespace(session_hash="a")
     monkeypatch.setattr(live, "session", lambda: session)
     visits = Visits(preset("embedded-draft"), False)
-    assert "press Run first" in list(visits.follow(visitor, {"message": "Why?"}))[-1]["view"]
+    assert "press Run first" in list(visits.run(visits.follow, visitor, {"message": "Why?"}))[-1]["view"]
     assert visits.offer(visitor, {"message": ""})["row"]["visible"] is False
-    list(visits.race(visitor, to_values(preset("embedded-draft"))))
+    list(visits.run(visits.race, visitor, to_values(preset("embedded-draft"))))
     assert visits.offer(visitor, {"message": ""})["row"]["visible"] is True
-    assert "is empty" in list(visits.follow(visitor, {"message": "  "}))[-1]["view"]
+    assert "is empty" in list(visits.run(visits.follow, visitor, {"message": "  "}))[-1]["view"]
     assert "message" not in visits.offer(visitor, {"message": "  "})  # what was refused stays in its box
     for message in ("Why?", "And then?"):
-        list(visits.follow(visitor, {"message": message}))
+        list(visits.run(visits.follow, visitor, {"message": message}))
         assert visits.offer(visitor, {"message": message})["message"] == ""
     prompts = [spec.prompt for spec in session.asked]
     assert prompts[1:] == ["Why?", "And then?"]

@@ -36,7 +36,7 @@ def asked(*values):
 
 
 def last(values):
-    return list(Sweeps(begin).measure(VISITOR, values))[-1]["view"]
+    return list(Sweeps("sweep").run(begin, VISITOR, values))[-1]["view"]
 
 
 def lines(text):
@@ -48,19 +48,19 @@ def visit(query):
 
 
 def test_a_recorded_result_stands_in_until_there_is_one_of_the_visitors(bench):
-    sweeps, visitor = Sweeps(begin), visit("")
+    sweeps, visitor = Sweeps("sweep"), visit("")
     assert sweeps.recorded(visit("sweep=batch"), {"sweep": "k"}) == {}  # a link asks for one's own
     shown = sweeps.recorded(visitor, {"sweep": "k"})
     assert [line["type"] for line in lines(shown["view"])] == ["run", "result"] and shown["chart"]["visible"]
     assert lines(shown["view"])[1]["recorded"] and "2026-" in lines(shown["view"])[1]["where"][1]
     assert sweeps.recorded(visitor, {"sweep": "batch"}) and json.loads(sweeps.save(visitor)["text"])["suite"] == "batch"
-    list(sweeps.measure(visitor, asked("batch", "embedded-ngram", 2.0, 32)))
+    list(sweeps.run(begin, visitor, asked("batch", "embedded-ngram", 2.0, 32)))
     assert sweeps.recorded(visitor, {"sweep": "k"}) == {}
     assert all(recorded_suite(name) for name in suites.swept()), "every suite of the tab has one"
 
 
 def test_a_sweep_is_a_growing_text_and_then_curves(bench):
-    outputs = list(Sweeps(begin).measure(VISITOR, asked("batch", "embedded-ngram", 2.0, 32)))
+    outputs = list(Sweeps("sweep").run(begin, VISITOR, asked("batch", "embedded-ngram", 2.0, 32)))
     texts = [output["view"] for output in outputs]
     assert all(after.startswith(before) for before, after in pairwise(texts))
     seen = lines(texts[-1])
@@ -86,8 +86,8 @@ def test_progress_that_nobody_could_see_is_not_sent(bench):
 
 
 def test_stop_keeps_the_finished_repeats(bench):
-    sweeps, bench.endless = Sweeps(begin), True
-    texts = sweeps.measure(VISITOR, VALUES)
+    sweeps, bench.endless = Sweeps("sweep"), True
+    texts = sweeps.run(begin, VISITOR, VALUES)
     while "repeat 3" not in next(texts)["view"]:
         pass
     assert lines(sweeps.ask_to_stop(VISITOR)["view"])[-1]["type"] == "stopping"
@@ -99,8 +99,8 @@ def test_stop_keeps_the_finished_repeats(bench):
 
 
 def test_stop_before_the_first_repeat_is_no_error(bench):
-    sweeps, bench.endless, bench.finished = Sweeps(begin), True, 0
-    texts = sweeps.measure(VISITOR, VALUES)
+    sweeps, bench.endless, bench.finished = Sweeps("sweep"), True, 0
+    texts = sweeps.run(begin, VISITOR, VALUES)
     next(texts)
     sweeps.ask_to_stop(VISITOR)
     texts.close()
@@ -110,15 +110,15 @@ def test_stop_before_the_first_repeat_is_no_error(bench):
 
 
 def test_stop_while_waiting_for_the_engine(bench):
-    sweeps = Sweeps(begin)
-    list(sweeps.measure(VISITOR, VALUES))
+    sweeps = Sweeps("sweep")
+    list(sweeps.run(begin, VISITOR, VALUES))
     assert sweeps.ask_to_stop(VISITOR) == sweeps.stop(VISITOR) == {}  # the sweep before has ended
 
 
 def test_a_tab_that_is_closed_frees_the_engine(bench):
     bench.endless = True
-    sweeps, lock = Sweeps(begin), sweep.live().session().lock
-    texts = sweeps.measure(VISITOR, VALUES)
+    sweeps, lock = Sweeps("sweep"), sweep.live().session().lock
+    texts = sweeps.run(begin, VISITOR, VALUES)
     while "repeat 3" not in next(texts)["view"]:
         pass
     assert not lock.acquire(blocking=False)
@@ -160,10 +160,10 @@ def test_a_borrowed_gpu_is_too_short_for_a_sweep(bench, monkeypatch):
 
 
 def test_a_saved_result_opens_again(bench, tmp_path):
-    sweeps = Sweeps(begin)
+    sweeps = Sweeps("sweep")
     with pytest.raises(gr.Error, match="no result to save"):
         sweeps.save(VISITOR)
-    list(sweeps.measure(VISITOR, VALUES))
+    list(sweeps.run(begin, VISITOR, VALUES))
     file = sweeps.save(VISITOR)
     path = tmp_path / file["name"]
     path.write_text(file["text"], encoding="utf-8")
@@ -175,14 +175,14 @@ def test_a_saved_result_opens_again(bench, tmp_path):
 
 def test_a_result_without_speed_ups_is_a_table_alone(bench, tmp_path):
     write_result(replace(swept(), axis=None, rows=[{"lane": "plain", "ms": 1.0}]), tmp_path / "r.json")
-    shown = Sweeps(begin).open(VISITOR, {"file": str(tmp_path / "r.json")})
+    shown = Sweeps("sweep").open(VISITOR, {"file": str(tmp_path / "r.json")})
     assert lines(shown["view"])[-1]["rows"] == [{"lane": "plain", "ms": 1.0}] and shown["chart"]["visible"] is False
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[" * 100_000, b'{"schema": 1}', b" " * 5_000_000])
 def test_what_is_no_result_is_one_line_and_leaves_the_one_on_show(bench, tmp_path, content):
-    sweeps, path = Sweeps(begin), tmp_path / "r.json"
-    list(sweeps.measure(VISITOR, VALUES))
+    sweeps, path = Sweeps("sweep"), tmp_path / "r.json"
+    list(sweeps.run(begin, VISITOR, VALUES))
     path.write_bytes(content)
     shown = sweeps.open(VISITOR, {"file": str(path)})
     assert lines(shown["view"])[-1]["type"] == "error" and "chart" not in shown

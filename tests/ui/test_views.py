@@ -9,7 +9,7 @@ import pytest
 
 from specdemo.core.trace import StepEvent, from_json, to_json
 from specdemo.engine.messages import Note, replay
-from specdemo.ui.jsonl import to_line
+from specdemo.ui.job import to_line
 from specdemo.ui.log import Log, replayed
 from specdemo.ui.views import Failed, Loading, fates, finish, summary, tokens_csv, view
 from tests.traces import HOSTILE, PROMPT, WRONG, hostile_trace
