@@ -26,7 +26,7 @@ from specdemo.ui.lazy_imports import live
 from specdemo.ui.views import view
 
 if TYPE_CHECKING:
-    from specdemo.methods.recipes import HeadRecipe
+    from specdemo.methods.base import Recipe
 
 MINUTES = (0.5, 30.0)
 RUNS = Path("runs")
@@ -41,7 +41,7 @@ class Trainer(Protocol):
     def recipes(self) -> dict[str, str]:
         """What can be trained: name -> title."""
 
-    def head_recipe(self, name: str) -> "HeadRecipe":
+    def head_recipe(self, name: str) -> "Recipe":
         """The recipe of a head; raises ValueError for an unknown name."""
 
     def train_live(
