@@ -17,7 +17,8 @@ from recipes.lessons import GrowingWindows, held_out_rows
 from recipes.llama import Shape, build
 from recipes.losses import cross_entropy
 from specdemo.core.protocol import Progress, Trainable
-from specdemo.methods.recipes import HeadRecipe, untrained
+from specdemo.methods.base import Recipe
+from specdemo.methods.recipes import untrained
 from specdemo.models.target import HFTarget
 from specdemo.training.collect import autocast
 from specdemo.training.corpus import read_corpus
@@ -25,7 +26,7 @@ from specdemo.training.fit import Batch, Batches, Schedule, Tick, make_folder, s
 from specdemo.training.heads import on_held_out
 
 BYTES = Shape(layers=12, hidden=128, intermediate=344, heads=2, context=1024)  # narrow: seven heads are cheap beside it
-HEADS = HeadRecipe("Eight heads on a byte-level model", "mtp", {"modules": 7, "kind": "parallel"})
+HEADS = Recipe("Eight heads on a byte-level model", {"modules": 7, "kind": "parallel"}, "mtp")
 HELD_OUT_ROWS = 128
 
 

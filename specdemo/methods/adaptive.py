@@ -378,16 +378,14 @@ class Adaptive(Wrapper):
         self.policy: Policy = Heuristic() if options.policy == "heuristic" else Goodput()
         if options.policy == "confidence":
             self.policy = Confidence(options.threshold, options.drafter)
-        self._nothing = Draft.empty(1, target.device)
-        self._draft: Draft | None = None  # None until the prompt has been observed
-        self._asked = 0
+        self._device = target.device
         self._came: list[tuple[int, int]] | None = None  # of the last draft, until its step was timed
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
         super().start(batch, sampling, rng)
         self.policy.start()
-        self._nothing = Draft.empty(batch, self._nothing.tokens.device)
-        self._draft = None
+        self._nothing = Draft.empty(batch, self._device)
+        self._draft: Draft | None = None  # None until the prompt has been observed
 
     def rehearse(self, budget: Budget) -> None:
         """Every length, the shortest first: a draft of another length would be timed as what it is not."""

@@ -36,10 +36,11 @@ class NoOptions:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A head that can be trained here: its name for people, and what `fresh` is told."""
+    """A head that can be trained here: its name for people, what `fresh` is told, and the method whose it is."""
 
     title: str
     sizes: Mapping[str, object]
+    method: str = ""  # in the list of all recipes
 
 
 class Method(ABC):
@@ -150,7 +151,7 @@ class Head(Learner, Generic[Net]):
         self.note = self.head.note
         self.choice = Choice()
         self.passes = target.passes(self.head.dtype) if isinstance(target, HFTarget) else None
-        self._vocabulary, self._where = target.vocab_size, target.device
+        self._vocabulary, self.device = target.vocab_size, target.device
 
     @classmethod
     def load(cls, source: str, target: Target, progress: LoadProgress | None = None) -> Net:
@@ -217,7 +218,7 @@ class Head(Learner, Generic[Net]):
         deep = passes.depth((kind, self.choice.sampling), depth, cut) if passes else None
         if passes is None or deep is None:
             return write(depth, *inputs)
-        noise = self.choice.beforehand(len(inputs[0]), draws, self._vocabulary, self._where)
+        noise = self.choice.beforehand(len(inputs[0]), draws, self._vocabulary, self.device)
         given = (*inputs, *noise)
         run = partial(self._parts, write, len(inputs), deep)
         said = passes((kind, self.choice.sampling), deep, run, given, [x.shape for x in given])
@@ -240,7 +241,7 @@ class Head(Learner, Generic[Net]):
         if history.passes is not None and not history.passes.refused:
             if (at := history.surplus(again)) is not None:
                 write(1, at, *inputs)
-            noise = self.choice.beforehand(history.rows, 0 if tree else depth, self._vocabulary, self._where)
+            noise = self.choice.beforehand(history.rows, 0 if tree else depth, self._vocabulary, self.device)
             run = partial(self._parts, write, 1 + len(inputs))
             said = history.draft((kind, self.choice.sampling), depth, run, (*inputs, *noise), not tree, ahead, again)
             if said is not None:

@@ -71,7 +71,8 @@ class Cascade(DraftModel):
 
     def _write(self, depth: int, enough: Callable[[list[float]], bool] | None = None) -> Draft:
         """Its notes have passes: how often the draft model was asked."""
-        guess = self._guess(depth - 1)
+        guess = self._inner.propose(Budget(depth - 1, depth - 1))
+        guess = guess if is_chain(guess.parents) else first_branch(guess)  # [B, G]
         missing = self._missing()
         guessed: list[list[int]] = guess.tokens.tolist()
         logits = self._read_both(missing, guess, guessed)
@@ -122,11 +123,6 @@ class Cascade(DraftModel):
         logits = torch.stack([torch.stack(row) for row in seen])
         draft = self.choice.chain(to_device(tokens, logits.device), self.choice.said(logits))
         return replace(draft, notes={"passes": passes})
-
-    def _guess(self, depth: int) -> Draft:
-        """A chain [B, G]."""
-        guess = self._inner.propose(Budget(depth, depth))
-        return guess if is_chain(guess.parents) else first_branch(guess)
 
     def _read_both(self, missing: list[list[int]], guess: Draft, guessed: list[list[int]]) -> Tensor:
         """One pass over what is missing and the guess; logits [B, 1 + G, V] after the root and every guessed token."""

@@ -20,7 +20,7 @@ from specdemo.methods import expect, head_of
 from specdemo.methods.base import Learner, NoOptions
 from specdemo.methods.flags import Flags, Options, sglang_chain, vllm
 from specdemo.methods.heads.choose import Choice, Vocabulary, Writing, replayed
-from specdemo.methods.vocabularies import ENOUGH, Bridge
+from specdemo.methods.vocabularies import ENOUGH, Bridge, RowText
 from specdemo.models.checkpoints import Checkpoint, outline_checkpoint
 from specdemo.models.history import DraftPlan
 from specdemo.models.hub import LoadProgress
@@ -120,7 +120,7 @@ class DraftModel(Learner):
         self._read: list[list[int]] = [[] for _ in range(batch)]  # what the draft's cache holds
         self._agreed = [0] * batch  # a prefix length known to be common to both
         self._written: Reading | None = None  # [B, N - 1] what it read of its own last draft
-        self._texts = [self._bridge.row() for _ in range(batch)] if self._bridge else []
+        self._texts = [RowText(self._bridge.theirs) for _ in range(batch)] if self._bridge else []
         self._roots = [0] * batch  # the target's ids of the last tokens, where there is a bridge
         self._begun = [b""] * batch  # the word its text ends with, which the draft reads anew
 
@@ -135,17 +135,15 @@ class DraftModel(Learner):
             inputs = progress.inputs.tolist()
             self._history = [[*i, o[-1]] for i, o in zip(inputs, progress.said(), strict=True)]
             if progress.inputs.shape[1] < self.model.max_length:
-                self.model.start(progress.inputs, reserve=self._reserve(progress.inputs.shape[1]))
+                # as much room as the target has, where a cache that grows is recorded anew
+                there = self._target.capacity if isinstance(self._target, HFTarget) and self.model.records else 0
+                room = there - progress.inputs.shape[1]
+                self.model.start(progress.inputs, reserve=room + CATCHING_UP if room > 0 else 0)
                 self._read = inputs
                 self._agreed = [len(i) for i in inputs]
             return
         for history, said in zip(self._history, progress.said(), strict=True):
             history += said
-
-    def _reserve(self, prompt: int) -> int:
-        """As much as the target has, where a cache that grows is recorded anew."""
-        there = self._target.capacity if isinstance(self._target, HFTarget) and self.model.records else 0
-        return max(there - prompt, 0) and there - prompt + CATCHING_UP
 
     def _translate(self, bridge: Bridge, inputs: list[list[int]], said: list[list[int]]) -> None:
         """What became history, as the draft reads it; the prompt goes into its cache as far as all rows have it."""

@@ -51,7 +51,6 @@ class LayerSkip(Method):
         self._target = target
         self._device = target.device
         self.choice = Choice()
-        self._roots = torch.empty(0, 1, dtype=torch.int64)
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
         self.choice = Choice(sampling, rng)

@@ -73,18 +73,18 @@ class Lookahead(Method):
         self._options = options or self.Options()
         self._supports_trees = target.supports_trees
         self._device = target.device
-        self._rows: list[_Row] = []
-        self._height = 0  # of the columns in the last draft
-        self._nodes = 0
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
-        self._rows = []
+        self._rows: list[_Row] = []
+        self._height = self._nodes = 0  # of the columns in the last draft, and all of that
 
     def observe(self, progress: Progress) -> None:
         outputs = progress.said()
         if not self._rows:
-            prompts = zip(progress.inputs.tolist(), outputs, strict=True)
-            self._rows = [_Row(root=after[-1], columns=self._first_guesses(prompt)) for prompt, after in prompts]
+            # any first guess will do; the prompt's end is at least of its kind
+            for prompt, after in zip(progress.inputs.tolist(), outputs, strict=True):
+                columns = [[prompt[-1 - i % len(prompt)]] for i in reversed(range(self._options.window))]
+                self._rows.append(_Row(after[-1], columns))
             return
         said: list[list[int]] = []
         if progress.forward is not None and progress.forward.logits.shape[1] == self._nodes + 1:
@@ -94,10 +94,6 @@ class Lookahead(Method):
                 row.root = outputs[b][length - 1]
                 if said:
                     row.roll(said[b], self._height, self._options.guesses)
-
-    def _first_guesses(self, prompt: list[int]) -> list[list[int]]:
-        """Any token will do; those of the prompt's end are at least of its kind."""
-        return [[prompt[-1 - i % len(prompt)]] for i in reversed(range(self._options.window))]
 
     def propose(self, budget: Budget) -> Draft:
         if min(budget.depth, budget.nodes) < 1:

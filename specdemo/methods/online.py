@@ -60,16 +60,12 @@ class Online(Wrapper):
         self._vocab_size = target.vocab_size
         self._text: list[list[Columns]] = []
         self._past: deque[Columns] = deque(maxlen=PAST)
-        self._draft: Draft | None = None  # None until the prompt has been observed
-        self._depth = 0
-        self._steps = 0
         self._kept = self._drafted = 0.0
-        self._train_ms = 0.0
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
         super().start(batch, sampling, rng)
         self._text = [[] for _ in range(batch)]
-        self._draft = None
+        self._draft: Draft | None = None  # None until the prompt has been observed
         self._steps = 0
         self._train_ms = 0.0
         if self._options.reset:

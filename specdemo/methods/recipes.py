@@ -3,14 +3,14 @@
 A recipe is a method, the sizes of an untrained head of it, and a name; the training itself is training/heads.py.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from specdemo.core.suggest import suggest
 from specdemo.methods import METHODS, method
-from specdemo.methods.base import Head
+from specdemo.methods.base import Head, Recipe
 from specdemo.methods.heads.network import Network
 from specdemo.models.load import load_target
 from specdemo.models.machine import one_thread
@@ -24,19 +24,12 @@ ROWS_PER_MINUTE = 120  # what a small head reads in a minute on one CPU core, se
 CONTEXT = 256  # tokens of a row: on a CPU the target spends more time on writing them than the head on learning
 
 
-@dataclass(frozen=True, slots=True)
-class HeadRecipe:
-    title: str
-    method: str
-    sizes: Mapping[str, object] = field(default_factory=dict)
-
-
-def _of_methods() -> Iterator[tuple[str, HeadRecipe]]:
+def _of_methods() -> Iterator[tuple[str, Recipe]]:
     for name in METHODS:
         cls = method(name)
         if issubclass(cls, Head):
             for recipe, told in cls.recipes.items():
-                yield recipe, HeadRecipe(told.title, name, told.sizes)
+                yield recipe, replace(told, method=name)
 
 
 HEAD_RECIPES = dict(_of_methods())
@@ -47,14 +40,14 @@ def recipes() -> dict[str, str]:
     return {name: recipe.title for name, recipe in HEAD_RECIPES.items()}
 
 
-def head_recipe(name: str) -> HeadRecipe:
+def head_recipe(name: str) -> Recipe:
     """Raises ValueError for an unknown name."""
     if name not in HEAD_RECIPES:
         raise ValueError(f"unknown recipe {name!r}; {suggest(name, HEAD_RECIPES)}")
     return HEAD_RECIPES[name]
 
 
-def untrained(recipe: HeadRecipe, target: HFTarget) -> Head[Network]:
+def untrained(recipe: Recipe, target: HFTarget) -> Head[Network]:
     """A drafter of the recipe's method with a fresh head."""
     cls = method(recipe.method)
     assert issubclass(cls, Head)
@@ -96,7 +89,7 @@ def train_head_recipe(
 
 def train_live(
     name: str, minutes: float, out: Path, cancelled: Callable[[], bool], target: str = "stories"
-) -> Iterator[dict[str, object]]:
+) -> Iterator[dict[str, Any]]:
     """The same, told as it goes: a note while the text is written, what `tick` says at every step, at last `done` and
     the folder. A run that is cancelled keeps the head as far as it got, and nothing if it had not begun.
     """
@@ -104,31 +97,24 @@ def train_live(
     loaded = load_target(target, kernels="transformers")
     drafter = untrained(recipe, loaded)
     with one_thread(loaded.device):
-        yield from _live(name, drafter, loaded, minutes, out, cancelled)
-
-
-def _live(
-    name: str, drafter: Head[Network], loaded: HFTarget, minutes: float, out: Path, cancelled: Callable[[], bool]
-) -> Iterator[dict[str, Any]]:
-    texts = gathering(loaded, out / "cache", _plan(drafter, minutes))
-    while True:
-        try:
-            share = next(texts)
-        except StopIteration as end:
-            material: Material = end.value
-            break
-        yield {"note": f"{loaded.name} is writing the text that the head will learn from: {share:.0%}"}
-        if cancelled():
-            return
-    ticks = train_head(drafter, loaded, material, out, minutes)
-    last = None
-    for last in ticks:
-        yield tick(last, minutes)
-        if cancelled():
-            break
-    if last is not None:
-        save_head(drafter, loaded, out, last.history, material, recipe=name, minutes=minutes)
-        yield {"done": True, "folder": str(out)}
+        texts = gathering(loaded, out / "cache", _plan(drafter, minutes))
+        while True:
+            try:
+                share = next(texts)
+            except StopIteration as end:
+                material: Material = end.value
+                break
+            yield {"note": f"{loaded.name} is writing the text that the head will learn from: {share:.0%}"}
+            if cancelled():
+                return
+        last = None
+        for last in train_head(drafter, loaded, material, out, minutes):
+            yield tick(last, minutes)
+            if cancelled():
+                break
+        if last is not None:
+            save_head(drafter, loaded, out, last.history, material, recipe=name, minutes=minutes)
+            yield {"done": True, "folder": str(out)}
 
 
 def tick(now: Tick, minutes: float) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
 from specdemo.methods import METHODS, knob, load_drafter
-from specdemo.methods.base import Method
 from specdemo.methods.wrapper import Wrapper, wrappable
 
 
@@ -31,18 +30,18 @@ class Router(Wrapper):
     def __init__(self, target: Target, model: object = None, options: Options | None = None) -> None:
         options = options or self.Options()
         names = [name.strip() for name in options.drafts.split(",") if name.strip()]
-        others = (_draft(name, target, options.drafter) for name in names)
+        others = (
+            load_drafter(name, target) if name in METHODS else load_drafter(options.drafter, target, name)
+            for name in names
+        )
         super().__init__(load_drafter(options.drafter, target, model), *others)
         self._trial = options.trial
-        self._steps = -1  # decoding steps seen; -1 until the prompt has been observed
-        self._route = 0
-        self._kept: list[int] = []  # tokens, by draft
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
         super().start(batch, sampling, rng)
-        self._steps = -1
+        self._steps = -1  # decoding steps seen; -1 until the prompt has been observed
         self._route = 0
-        self._kept = [0] * len(self.drafters)
+        self._kept = [0] * len(self.drafters)  # tokens, by draft
 
     def propose(self, budget: Budget) -> Draft:
         """Its notes have route: which draft it is, 0 the lane's own model."""
@@ -60,7 +59,3 @@ class Router(Wrapper):
             self._route = self._kept.index(max(self._kept)) if done else self._steps // self._trial
         else:
             self.drafters[self._route].observe(progress)
-
-
-def _draft(name: str, target: Target, drafter: str) -> Method:
-    return load_drafter(name, target) if name in METHODS else load_drafter(drafter, target, name)

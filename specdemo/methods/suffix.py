@@ -116,6 +116,7 @@ _memories: WeakKeyDictionary[nn.Module, dict[int, _Memory]] = WeakKeyDictionary(
 
 @dataclass(slots=True)
 class _Row:
+    tree: _Tree
     text: _Text = field(default_factory=_Text)
     recalled: list[_Node] = field(default_factory=list)  # as text.endings, in the memory
     prompt: int = 0  # tokens
@@ -129,12 +130,6 @@ class _Found:
     parents: list[int] = field(default_factory=list)
     chances: list[float] = field(default_factory=list)
     score: float = 0.0
-
-    def add(self, token: int, parent: int, chance: float, reached: float) -> None:
-        self.tokens.append(token)
-        self.parents.append(parent)
-        self.chances.append(chance)
-        self.score += reached
 
 
 class Suffix(Method):
@@ -159,15 +154,13 @@ class Suffix(Method):
         self._options = options or self.Options()
         self._device = target.device
         self._rows: list[_Row] = []
-        self._trees: list[_Tree] = []
         self._memory: _Memory | None = None
         if self._options.remember:
             depth = self._options.max_depth
             self._memory = _memories.setdefault(target.embed, {}).setdefault(depth, _Memory(depth))
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
-        self._rows = [_Row() for _ in range(batch)]
-        self._trees = [_Tree(self._options.max_depth) for _ in range(batch)]
+        self._rows = [_Row(_Tree(self._options.max_depth)) for _ in range(batch)]
 
     def release(self) -> None:
         """What was answered goes into the memory, cancelled or not."""
@@ -175,21 +168,19 @@ class Suffix(Method):
             for row in self._rows:
                 if len(row.text.ids) - row.prompt >= SHORTEST:
                     self._memory.add(row.text.ids[row.prompt :])
-        self._rows, self._trees = [], []
+        self._rows = []
 
     def observe(self, progress: Progress) -> None:
         if not self._rows[0].text.ids:
-            for row, tree, (first,), length in zip(
-                self._rows, self._trees, progress.inputs[:, :1].tolist(), progress.lengths, strict=True
-            ):
+            for row, first, length in zip(self._rows, progress.inputs[:, :1].tolist(), progress.lengths, strict=True):
                 row.prompt = length
-                self._read(row, tree, [first])
-        for row, tree, said in zip(self._rows, self._trees, progress.said(), strict=True):
-            self._read(row, tree, said)
+                self._read(row, first)
+        for row, said in zip(self._rows, progress.said(), strict=True):
+            self._read(row, said)
 
-    def _read(self, row: _Row, tree: _Tree, tokens: list[int]) -> None:
+    def _read(self, row: _Row, tokens: list[int]) -> None:
         for token in tokens:
-            tree.extend(row.text, token)
+            row.tree.extend(row.text, token)
             if self._memory is not None:
                 row.recalled = self._memory.tree.follow(row.recalled, token)
 
@@ -233,6 +224,9 @@ class Suffix(Method):
         offer(ending, 0, 1, 1.0)
         while waiting and len(found.tokens) < nodes:
             less, _, slot, level, token, chance, node = heappop(waiting)
-            found.add(token, slot, chance, -less)
+            found.tokens.append(token)
+            found.parents.append(slot)
+            found.chances.append(chance)
+            found.score -= less
             offer(node, len(found.tokens), level + 1, -less)
         return found

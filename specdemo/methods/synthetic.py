@@ -40,16 +40,14 @@ class Synthetic(Wrapper):
         super().__init__(load_drafter(options.drafter, target, model))
         self._free, self._device = options.drafter == BASELINE, target.device
         self._rates = kept_rates(options.rates)
-        self._coins = Generator(target.device)
-        self._prompts: list[list[int]] = []
-        self._written: list[int] = []  # tokens, per row
         self.note = (
             f"drafts are kept by chance, at {options.rates}: this is not the model's text, its speed alone counts"
         )
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
         super().start(batch, sampling, rng)
-        self._coins, self._prompts, self._written = rng, [], [0] * batch
+        self._coins, self._written = rng, [0] * batch  # tokens, per row
+        self._prompts: list[list[int]] = []
 
     def judge(self, chosen: AcceptRule) -> AcceptRule:
         return accept.Synthetic(self._rates, self._coins)

@@ -127,10 +127,6 @@ class Bridge:
         """Which part of the target's and of the draft's probability the shared tokens hold, on a sample of text."""
         return _held(target, self.ours, self.shared), _held(draft, self.theirs, self.there)
 
-    def row(self) -> RowText:
-        """A text that the draft is to read."""
-        return RowText(self.theirs)
-
     def unfinished(self, root: int) -> bool:
         """Whether a text that ends with this token of the target's may end within a word."""
         last = self.ours.of.get(root, b"")

@@ -29,7 +29,7 @@ from specdemo.ui.sweep import Sweeping, Sweeps, draw_result
 from specdemo.ui.views import view
 
 if TYPE_CHECKING:
-    from specdemo.methods.recipes import HeadRecipe
+    from specdemo.methods.base import Recipe
 
 MINUTES = (0.5, 30.0)
 RUNS = Path("runs")
@@ -46,7 +46,7 @@ class Trainer(Protocol):
     def recipes(self) -> dict[str, str]:
         """What can be trained: name -> title."""
 
-    def head_recipe(self, name: str) -> "HeadRecipe":
+    def head_recipe(self, name: str) -> "Recipe":
         """The recipe of a head; raises ValueError for an unknown name."""
 
     def train_live(

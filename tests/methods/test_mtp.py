@@ -221,8 +221,9 @@ def test_parallel_heads(tmp_path, target):
     head = MTP.load(meta_folder(tmp_path, tensors, PARAMS), target)
     drafter = load_drafter("mtp", target, head)
     assert len(head) == 3 and drafter.taps == (LAYERS - 1,) and not drafter.note
-    trunk = columns()[1]
-    for i, logits in enumerate(head(trunk)):
+    tokens, trunk = columns()
+    for i in range(len(head)):
+        logits = said_by(head, tokens, trunk, i)
         torch.testing.assert_close(logits, meta_reference(target, tensors, i, trunk), atol=1e-4, rtol=1e-4)
 
 
@@ -441,7 +442,8 @@ def test_parallel_heads_are_trained_with_their_trunk():
     assert {name.split(".")[0] for name, _ in heads.named_parameters()} == {"layers"}
     tokens = texts(2, 12)
     trunk = model(tokens, output_hidden_states=True).hidden_states[heads.tap]
-    for i, logits in enumerate(heads(trunk)):
+    for i in range(len(heads)):
+        logits = said_by(heads, tokens, trunk, i)
         F.cross_entropy(logits[:, : -2 - i].flatten(0, 1), tokens[:, 2 + i :].flatten()).backward(retain_graph=True)
     last = model.model.layers[-1]
     assert all(p.grad is None for p in last.parameters())  # head 0 has a loss of its own

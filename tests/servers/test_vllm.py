@@ -58,8 +58,8 @@ def earliest(text, length):
 def one_norm(head):
     """vLLM's kernel for CPUs normalises the context's keys by the first layer's weights in every layer: its `rms_norm`
     reads one row of the two that _normalize_context_k gives it (model_executor/models/qwen3_dflash.py)."""
-    first = head.slots[0].self_attn.k_norm
-    for layer in head.slots:
+    first = head.layers[0].self_attn.k_norm
+    for layer in head.layers:
 
         def remember(x, at, attention=layer.self_attn):
             own, attention.k_norm = attention.k_norm, first

@@ -22,7 +22,7 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import Qwen3Config
+from transformers import DynamicCache, Qwen3Config
 
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
@@ -31,13 +31,13 @@ from specdemo.methods.base import Head, Recipe
 from specdemo.methods.flags import Flags, NotServed, says, sglang, vllm_config
 from specdemo.methods.grow import grow
 from specdemo.methods.heads.choose import NEVER, Vocabulary, Writing
+from specdemo.methods.heads.formats import absolute, renamed
 from specdemo.methods.heads.formats import dflash as files
-from specdemo.methods.heads.formats import renamed
 from specdemo.methods.heads.formats.dflash import Design, spread_taps
 from specdemo.methods.heads.layers import Layer
-from specdemo.methods.heads.lilicorr import Correlator
+from specdemo.methods.heads.lilicorr import Correlator, Memory, Said
 from specdemo.methods.heads.network import Network, as_target
-from specdemo.methods.heads.runtime import Columns, HeadHistory, Kind, Rotary, at_last
+from specdemo.methods.heads.runtime import Columns, HeadHistory, Kind, Rotary, at_last, whole_rows
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
 from specdemo.models.packed import RMSNorm
 from specdemo.models.target import HFTarget
@@ -49,8 +49,7 @@ HEAD_SIZE = 64  # of a fresh drafter
 BRANCHES = 10  # children of a node, where they depend on it
 CURE = "fetch config.json and weights of one revision, or choose a drafter of another dialect if these belong together"
 
-KeysValues = tuple[Tensor, Tensor]  # each [B, G, columns, head size]
-Step = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]  # as `Stage.forward`
+Step = Callable[[int, Tensor, Tensor, Tensor, Memory], Said]  # as `Stage.forward`
 
 
 class Convolution(nn.Module):
@@ -107,9 +106,7 @@ class Stage(nn.Module):
 
     recurrent = False  # whether on more of them than the last one
 
-    def forward(
-        self, slot: int, previous: Tensor, states: Tensor, logits: Tensor, memory: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, slot: int, previous: Tensor, states: Tensor, logits: Tensor, memory: Memory) -> Said:
         """slot counts from the first that guesses; previous [...] tokens, states [..., H], logits [..., W], memory
         [..., M] of the slot before, None in the first -> logits, memory. One that is not recurrent reads any slots at
         once."""
@@ -126,9 +123,7 @@ class CandidateSelector(Stage):
         self.successor_codebook = nn.Parameter(torch.zeros(words, rank))
         self.hidden_projection = nn.Linear(design.body.hidden_size, rank, bias=False)
 
-    def forward(
-        self, slot: int, previous: Tensor, states: Tensor, logits: Tensor, memory: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, slot: int, previous: Tensor, states: Tensor, logits: Tensor, memory: Memory) -> Said:
         scores, tokens = logits.topk(self.candidates)
         wanted = self.predecessor_codebook[previous] * self.hidden_projection(states)
         follow = (self.successor_codebook[tokens] @ wanted[..., None]).squeeze(-1)
@@ -149,9 +144,7 @@ class MarkovHead(Stage):
         gated = "markov_head.gate_proj.weight" in tensors and not self.recurrent
         self.gate_proj = nn.Linear(size + rank, rank) if gated else None
 
-    def forward(
-        self, slot: int, previous: Tensor, states: Tensor, logits: Tensor, memory: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, slot: int, previous: Tensor, states: Tensor, logits: Tensor, memory: Memory) -> Said:
         read = self.markov_w1(previous)
         if self.gate_proj is not None:
             read = torch.sigmoid(self.gate_proj(torch.cat([states, read], -1))) * read
@@ -179,9 +172,7 @@ class Domino(Stage):
         )
         self.embedding: tuple[Tensor, ...] = ()  # the target's, which is no part of it
 
-    def forward(
-        self, slot: int, previous: Tensor, states: Tensor, logits: Tensor, memory: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, slot: int, previous: Tensor, states: Tensor, logits: Tensor, memory: Memory) -> Said:
         read = F.embedding(previous, self.embedding[0]).to(states.dtype)
         before = None if memory is None else memory.reshape(1, -1, memory.shape[-1])
         seen = self.prefix_gru(read.reshape(-1, 1, read.shape[-1]), before)[0].view(*previous.shape, -1)
@@ -210,22 +201,19 @@ class DFlashDraftModel(Network):
     def __init__(self, design: Design, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.design = design
-        body, own = design.body, "d2t" in tensors
+        size, eps, own = design.body.hidden_size, design.body.rms_norm_eps, "d2t" in tensors
         words = len(tensors["d2t"]) if own else design.vocab_size
-        self.fc = nn.Linear(len(design.taps) * body.hidden_size, body.hidden_size, bias=False)
-        self.hidden_norm = RMSNorm(body.hidden_size, body.rms_norm_eps)
-        self.layers = nn.ModuleList(Slots(design, i, tensors) for i in range(body.num_hidden_layers))
-        self.norm = RMSNorm(body.hidden_size, body.rms_norm_eps)
-        self.lm_head = nn.Linear(body.hidden_size, words, bias=False) if own else None
+        self.fc = nn.Linear(len(design.taps) * size, size, bias=False)
+        self.hidden_norm = RMSNorm(size, eps)
+        self.layers = nn.ModuleList(Slots(design, i, tensors) for i in range(design.body.num_hidden_layers))
+        self.norm = RMSNorm(size, eps)
+        self.lm_head = nn.Linear(size, words, bias=False) if own else None
         self.register_buffer("d2t", torch.zeros(words, dtype=torch.int64) if own else None)
         self.candidate_selector = CandidateSelector(design, words, tensors) if files.CODEBOOK in tensors else None
         self.markov_head = MarkovHead(design, words, tensors) if "markov_head.markov_w1.weight" in tensors else None
         self.domino = Domino(design, tensors) if "domino.prefix_gru.weight_ih_l0" in tensors else None
-        sizes = design.lattice
-        self.lilicorr = (
-            Correlator(sizes, body.hidden_size, design.block_size, body.rms_norm_eps) if sizes is not None else None
-        )
-        self.mask_embedding = nn.Parameter(torch.zeros(body.hidden_size)) if "mask_embedding" in tensors else None
+        self.lilicorr = Correlator(design.lattice, size, design.block_size, eps) if design.lattice else None
+        self.mask_embedding = nn.Parameter(torch.zeros(size)) if "mask_embedding" in tensors else None
 
     def read_as(self, reading: Design) -> None:
         self.design = reading
@@ -235,11 +223,6 @@ class DFlashDraftModel(Network):
         """What makes a token depend on the one before it."""
         return self.candidate_selector or self.markov_head or self.domino
 
-    @property
-    def slots(self) -> list[Slots]:
-        """The layers that draft a block of slots."""
-        return cast(list[Slots], self.layers)
-
     def context(self, features: Tensor) -> Tensor:
         """features [B, A, taps H] -> [B, A, H] what the keys and values of all layers are made of"""
         states: Tensor = self.hidden_norm(self.fc(features))
@@ -248,7 +231,7 @@ class DFlashDraftModel(Network):
     def remember(self, features: Tensor, at: Columns) -> None:
         """Keep the keys and values of the target's features [B, A, F] at columns `at`."""
         states = self.context(features)
-        for layer in self.slots:
+        for layer in cast(list[Slots], self.layers):
             layer.self_attn.remember(states, at)
 
     def forward(self, x: Tensor, at: Columns) -> Tensor:
@@ -262,21 +245,7 @@ class DFlashDraftModel(Network):
         """Logits over the draft's vocabulary -> over the target's."""
         if not isinstance(self.d2t, Tensor):
             return logits
-        ids = torch.arange(len(self.d2t), device=logits.device) + self.d2t
-        return Vocabulary(ids, self.design.vocab_size).spread(logits)
-
-
-class Beside:
-    """Keys and values of blocks beside those of their context, layer by layer."""
-
-    def __init__(self, context: list[KeysValues]) -> None:
-        self._context = context
-
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> KeysValues:
-        """The context's keys and values with the block's behind them, each [B, heads, T, D]; transformers' cache
-        interface."""
-        keys, values = self._context[layer_idx]
-        return torch.cat([keys, key_states], 2), torch.cat([values, value_states], 2)
+        return Vocabulary(absolute(self.d2t), self.design.vocab_size).spread(logits)
 
 
 def _vllm(model: str | None, k: int, options: Mapping[str, object]) -> Flags:
@@ -374,8 +343,7 @@ class DFlash(Head[DFlashDraftModel]):
                 nn.init.zeros_(parameter)
             elif parameter.ndim > 1:
                 nn.init.normal_(parameter, 0.0, 0.02)
-        as_target(made, target)
-        return made
+        return as_target(made, target)
 
     def observe(self, progress: Progress) -> None:
         features = self.tapped(progress)
@@ -437,7 +405,7 @@ class DFlash(Head[DFlashDraftModel]):
         slots = count()
         if step is None:
             return _independent_tree(self.head.whole(logits).log_softmax(-1), budget)
-        memory: Tensor | None = None  # of the last level's nodes
+        memory: Memory = None  # of the last level's nodes
         rows = torch.arange(len(states), device=states.device)[:, None]
 
         def after(tokens: Tensor, parents: Tensor) -> Tensor:
@@ -489,15 +457,13 @@ class DFlash(Head[DFlashDraftModel]):
         """The states [B, N, S, H] of blocks at anchors [B, N]; each sees what is before its anchor, and itself."""
         design, (rows, columns) = self.head.design, batch.inputs.shape
         positions = (anchors[..., None] + torch.arange(design.block_size, device=anchors.device)).flatten(1)
-        beyond = columns + design.block_size
-        read = self.head.context(self.tapped(batch))
-        before = self._angles(torch.arange(columns, device=anchors.device)[None], beyond)
-        context = [layer.self_attn.keys_values(read, before) for layer in self.head.slots]
+        beyond, cache = columns + design.block_size, DynamicCache()
+        context = torch.arange(columns, device=anchors.device)[None]
+        self.head.remember(self.tapped(batch), whole_rows(context, self._angles, beyond, cache=cache))
         tokens = torch.full_like(positions, design.mask_token_id)
         tokens[:, :: design.block_size] = batch.inputs.gather(1, anchors.clamp_max(columns - 1))
-
         masks = _training_masks(design, anchors, positions, columns)
-        at = Columns(positions, self._angles(positions, beyond), masks.get, Beside(context))
+        at = Columns(positions, self._angles(positions, beyond), masks.get, cache)
         states: Tensor = self.head(self._embed(tokens), at)
         return states.view(rows, -1, design.block_size, states.shape[-1])
 
@@ -540,14 +506,6 @@ def _independent_tree(chances: Tensor, budget: Budget) -> Draft:
     return Draft(ranked.flatten(1).gather(1, tree.tokens), tree.parents, confidence=tree.confidence)
 
 
-def _within(kind: Kind, queries: Tensor, keys: Tensor) -> Tensor:
-    """Positions [B, S] and [B, W] or [W] -> [B, S, W]: whether the kind of layer lets a query see a key."""
-    window, causal = kind
-    distance = queries[..., None] - keys[..., None, :]
-    near = distance.abs() < window if window else torch.ones_like(distance, dtype=torch.bool)
-    return near & (distance >= 0) if causal else near
-
-
 def _training_masks(design: Design, anchors: Tensor, positions: Tensor, columns: int) -> dict[Kind, Tensor | None]:
     """[B, 1, N S, A + N S] for blocks of slots at positions [B, N S], side by side behind A columns of context."""
     before = torch.arange(columns, device=anchors.device)
@@ -556,7 +514,12 @@ def _training_masks(design: Design, anchors: Tensor, positions: Tensor, columns:
     own = (owner[:, None] == owner).expand(len(anchors), -1, -1)
     seen = torch.cat([context, own], 2)
     keys = torch.cat([before.expand(len(anchors), -1), positions], 1)
-    return {kind: (seen & _within(kind, positions, keys))[:, None] for kind in set(design.kinds)}
+    distance = positions[..., None] - keys[:, None]
+    masks: dict[Kind, Tensor | None] = {}
+    for window, causal in set(design.kinds):
+        near = seen & (distance.abs() < window) if window else seen
+        masks[window, causal] = (near & (distance >= 0) if causal else near)[:, None]
+    return masks
 
 
 def _mask_token(target: Target) -> int:

@@ -34,8 +34,9 @@ from specdemo.methods.base import Head, Recipe
 from specdemo.methods.flags import Flags, says, sglang, sglang_chain, vllm_config
 from specdemo.methods.grow import grow
 from specdemo.methods.heads.choose import Vocabulary, Writing
+from specdemo.methods.heads.formats import absolute
 from specdemo.methods.heads.formats import eagle as files
-from specdemo.methods.heads.formats.eagle import Convention, absolute, default_taps
+from specdemo.methods.heads.formats.eagle import Convention, default_taps
 from specdemo.methods.heads.layers import Layer, below, like, linear
 from specdemo.methods.heads.network import Network, as_target
 from specdemo.methods.heads.runtime import Columns, HeadHistory, Rotary, unrolled_mask, whole_rows
@@ -227,7 +228,6 @@ class Eagle(Head[EagleHead]):
         self.taps = tuple(sorted(set(head.convention.taps)))
         self._angles = Rotary(head.config, target.device)
         self.history = HeadHistory(target, len(head.layers), head.dtype, self._angles)
-        self._device = target.device
 
     @classmethod
     def fresh(cls, target: Target, kind: str = "eagle3", intermediate: int = 0, draft_vocab: int = 0) -> EagleHead:
@@ -248,15 +248,13 @@ class Eagle(Head[EagleHead]):
         return as_target(head, target)
 
     def observe(self, progress: Progress) -> None:
-        self.history.observe(progress.lengths, progress.outputs, self._hidden(progress))
-
-    def _hidden(self, progress: Progress) -> Tensor:
-        return self.tapped(progress, self.head.convention.taps)
+        hidden = self.tapped(progress, self.head.convention.taps)
+        self.history.observe(progress.lengths, progress.outputs, hidden)
 
     def propose(self, budget: Budget) -> Draft:
         depth = min(budget.depth, budget.nodes)
         if depth < 1:
-            return Draft.empty(self.history.rows, self._device)
+            return Draft.empty(self.history.rows, self.device)
         if self.head.mask_hidden is not None:
             return self.replayed_behind("masks", depth, self._at_once, ahead=depth)
         if self.options.draft == "chain":
@@ -290,7 +288,7 @@ class Eagle(Head[EagleHead]):
         def level(tokens: Tensor, parents: Tensor) -> Tensor:
             """Tokens [B, K], each below a node of the last frontier -> log q [B, K, W] behind them."""
             nonlocal states
-            features = states[torch.arange(len(parents), device=self._device)[:, None], parents]
+            features = states[torch.arange(len(parents), device=self.device)[:, None], parents]
             states, logits = self.history.ahead(parents=parents).run(self._onward, tokens, features)
             return logits.float().log_softmax(-1)
 
@@ -314,7 +312,7 @@ class Eagle(Head[EagleHead]):
     def _at_once(self, depth: int, at: Columns | None) -> Draft:
         said = self._root_of(at)[1][:, None]
         if depth > 1:
-            masks = torch.full((len(said), depth - 1), self.head.convention.mask or 0, device=self._device)
+            masks = torch.full((len(said), depth - 1), self.head.convention.mask or 0, device=self.device)
             said = torch.cat([said, self.history.ahead(depth - 1).run(self._guess, masks)], 1)
         written = Writing(self.choice)
         written.take(said)
@@ -341,7 +339,7 @@ class Eagle(Head[EagleHead]):
         probs = batch.target_probs()
         said = batch.outputs if probs is None else probs
         embedded = head.embed(batch.outputs[:, :last])
-        features = head.features(self._hidden(batch))[:, :last]
+        features = head.features(self.tapped(batch, head.convention.taps))[:, :last]
         columns = torch.arange(last, device=said.device)
         cache = DynamicCache()
         alone = eagle1 or head.mask_hidden is not None  # whose drafts read no states of their own

@@ -126,6 +126,7 @@ class Hydra(Medusa):
     title = "Hydra"
     summary = "Medusa's heads, one after the other: each reads the words that those before it have guessed."
     head: HydraHeads
+    _root: Tensor  # [B]
     recipes: ClassVar = {"hydra": Recipe("Hydra, 4 heads", {"heads": 4})}
     serves: ClassVar = {}  # no server has it
     decay: ClassVar[float] = 1.0
@@ -161,7 +162,6 @@ class Hydra(Medusa):
         offset, prefix = self.head.hidden_state_offset, self.head.prefix_embeding_layer
         self.taps = (target.num_layers - offset if offset else -1,)
         self._target = target
-        self._root = torch.empty(0)  # [B]
         if prefix is not None:
             self._angles = Rotary(prefix.config, target.device)
             self.history = HeadHistory(target, 1, self.head.dtype, self._angles, limit=target.max_length)

@@ -113,14 +113,10 @@ class Attention(nn.Module):
     def remember(self, x: Tensor, at: Columns) -> None:
         """Put the keys and values of x [B, S, D] into the cache, and no more."""
         assert at.cache is not None
-        at.cache.update(*self.keys_values(x, at.rope), self.index)
-
-    def keys_values(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        """x [B, S, H] -> rotated keys and values, each [B, heads, S, D]."""
         k, v = self._apart(self.k_proj(x)), self._apart(self.v_proj(x))
         if self.k_norm is not None:
             k = self.k_norm(k)
-        return rotated(k, rope).transpose(1, 2), v.transpose(1, 2)
+        at.cache.update(rotated(k, at.rope).transpose(1, 2), v.transpose(1, 2), self.index)
 
     def _apart(self, states: Tensor) -> Tensor:
         heads: Tensor = states.unflatten(-1, (-1, self.head_dim))

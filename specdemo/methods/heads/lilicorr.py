@@ -17,6 +17,8 @@ from torch.nn import functional as F
 from specdemo.methods.heads.choose import NEVER
 from specdemo.models.packed import RMSNorm
 
+Memory = Tensor | None  # of a last stage, from slot to slot
+Said = tuple[Tensor, Memory]  # logits, and what it remembers
 FEATURES = 5  # log q, q, log q less the best one's, the rank from 0 to 1, whether it is the best
 
 
@@ -43,9 +45,7 @@ class Lattice:
     first: Tensor
     pairs: Tensor
 
-    def __call__(
-        self, slot: int, previous: Tensor, states: Tensor, logits: Tensor, memory: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, slot: int, previous: Tensor, states: Tensor, logits: Tensor, memory: Memory) -> Said:
         """As that of `Stage`; logits are asked for their shape alone."""
         shape, tokens = previous.shape, self.tokens[..., slot, :]
         if slot:

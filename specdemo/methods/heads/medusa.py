@@ -188,10 +188,7 @@ class Medusa(Head[Heads]):
         return made.fill(tensors, checkpoint, target, ALIKE)
 
     options: Options
-
-    def __init__(self, target: Target, model: Heads | str, options: Options | None = None) -> None:
-        super().__init__(target, model, options)
-        self._hidden = torch.empty(0)  # [B, H] at every row's last column
+    _hidden: Tensor  # [B, H] at every row's last column
 
     @classmethod
     def fresh(cls, target: Target, heads: int = 4, layers: int = 1) -> Heads:

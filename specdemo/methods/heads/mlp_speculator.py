@@ -134,6 +134,8 @@ class MLPSpeculator(Head[Speculator]):
         nodes: int = knob(0, "nodes of the draft tree; 0 drafts as many as a chain has", low=0, high=128, step=1)
 
     options: Options
+    _hidden: Tensor  # [B, H] at every row's last column
+    _root: Tensor  # [B]
 
     @classmethod
     def recognises(cls, checkpoint: Checkpoint) -> bool:
@@ -167,8 +169,6 @@ class MLPSpeculator(Head[Speculator]):
     def __init__(self, target: Target, model: Speculator | str, options: Options | None = None) -> None:
         super().__init__(target, model, options)
         self._words = Vocabulary(None, target.vocab_size)
-        self._hidden = torch.empty(0)  # [B, H] at every row's last column
-        self._root = torch.empty(0)  # [B]
 
     @classmethod
     def fresh(

@@ -193,12 +193,6 @@ class ParallelHeads(Heads):
         normed: Tensor = self.shared.norm(states)
         return normed
 
-    def forward(self, trunk: Tensor) -> list[Tensor]:
-        """The trunk's output [B, A, H] on whole rows -> per head i the logits [B, A, V] of tokens a + 2 + i."""
-        columns = torch.arange(trunk.shape[1], device=trunk.device)[None]
-        at = whole_rows(columns, self.angles, trunk.shape[1])
-        return [self.logits(self.step(i, trunk, columns, at)[0]) for i in range(len(self))]
-
     def step(self, index: int, hidden: Tensor, tokens: Tensor, at: Columns) -> tuple[Tensor, Tensor]:
         return self.shared.norm(self._run(self.layers[index], hidden, at)), hidden
 
@@ -241,7 +235,6 @@ class MTP(Head[Heads]):
         head = self.head
         self.taps = (head.tap,)
         self.history = HeadHistory(target, head.slabs, head.dtype, head.angles, limit=target.max_length)
-        self._device = target.device
         self._repeats = isinstance(head, SequentialModules) and len(head) == 1
 
     @classmethod
@@ -265,7 +258,7 @@ class MTP(Head[Heads]):
         if not self._repeats:
             depth = min(depth, len(head))
         if depth < 1:
-            return Draft.empty(self.history.rows, self._device)
+            return Draft.empty(self.history.rows, self.device)
         again = len(head) if isinstance(head, SequentialModules) else 1
         return self.replayed_behind("chain", depth, self._draft, ahead=depth, again=again)
 
@@ -281,7 +274,7 @@ class MTP(Head[Heads]):
     def _write(self, head: SequentialModules, at: Columns, written: Writing, depth: int) -> None:
         """Read the columns that wait, module after module, and go on behind them with what they say."""
         hidden, tokens = at.inputs
-        width, rows = tokens.shape[1], torch.arange(len(tokens), device=self._device)
+        width, rows = tokens.shape[1], torch.arange(len(tokens), device=self.device)
         ends = width - 1 if at.ends is None else at.ends
         ahead = F.pad(tokens, (0, len(head)))
         for i in range(len(head)):

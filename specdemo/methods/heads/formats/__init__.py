@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor
 
 from specdemo.models.checkpoints import Checkpoint
@@ -24,6 +25,11 @@ def numbered(names: Iterable[str], pattern: str | re.Pattern[str]) -> int:
     """How many numbers the group of `pattern` takes in the names, counted from 0."""
     found = (re.match(pattern, name) for name in names)
     return 1 + max((int(match[1]) for match in found if match), default=-1)
+
+
+def absolute(d2t: Tensor) -> Tensor:
+    """Offsets [W] -> ids of the target's vocabulary [W]"""
+    return torch.arange(len(d2t), device=d2t.device) + d2t
 
 
 def made_for(checkpoint: Checkpoint) -> str:

@@ -55,8 +55,10 @@ NAMES = {
 }
 LATTICE = "lilicorr"
 CODEBOOK = "candidate_selector.predecessor_codebook"
-TAPS = ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids", "layer_ids")
-LAYER_IDS = ("target_layer_ids", "dspark_target_layer_ids")
+TAPS = {  # by the key that says them: what is added to these numbers
+    **dict.fromkeys(("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids", "layer_ids"), 0),
+    **dict.fromkeys(("target_layer_ids", "dspark_target_layer_ids"), 1),
+}
 PLAIN = {"is_neox_style": True, "attention_value_scale": 1.0, "logit_scale": 1.0}  # else drafts would be wrong
 KNOWN = ("dflash", "dspark", "domino", "museglimmer", LATTICE)  # whose slots are known
 UNUSED = ("embed_tokens.", "lm_head.", "t2d", "verifier_", "confidence_head.")
@@ -102,26 +104,10 @@ def found(checkpoint: Checkpoint, target: Target) -> tuple[Tensors, tuple[Design
         tensors = {"d2t": torch.zeros(len(tensors["lm_head.weight"]), dtype=torch.int64)} | tensors
     own_head = "d2t" in tensors
     tensors = {n: t for n, t in tensors.items() if not n.startswith(UNUSED) or (own_head and n == "lm_head.weight")}
-    family = _family(said)
-    _refuse_kin(name, said, tensors)
-    for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "mask_token_id"):
-        if key not in said:
-            raise ValueError(f"the config of {name} lacks {key!r}; fetch the config.json of its authors")
-    if not own_head and said.get("draft_vocab_size", target.vocab_size) != target.vocab_size:
-        raise ValueError(f"{name} has a vocabulary of its own but no tensor d2t to the target's; fetch it again")
-    token = tensors.pop(MASK_TOKEN, None)
-    if token is not None and int(token) != said["mask_token_id"]:
-        raise ValueError(
-            f"the mask embedding of {name} is of token {int(token)}, its config says {said['mask_token_id']}; "
-            "fetch both of one revision"
-        )
-    check_target(checkpoint, hidden_size=(said["hidden_size"], target.hidden_size))
-    check_target(checkpoint, vocabulary=(said.get("vocab_size", target.vocab_size), target.vocab_size))
-    check_target(checkpoint, layers=(said.get("num_target_layers", target.num_layers), target.num_layers))
-    if "mask_embedding" not in tensors and not 0 <= int(said["mask_token_id"]) < target.vocab_size:
-        raise ValueError(
-            f"the mask token {said['mask_token_id']} of {name} is not in a vocabulary of {target.vocab_size}"
-        )
+    _check(checkpoint, said, tensors, target)
+    tensors.pop(MASK_TOKEN, None)
+    names = said.get("speculators_model_type"), said.get("projector_type"), *(said.get("architectures") or ())
+    family = " ".join(map(str, names)).lower()
     sizes = _lattice(said) if any(name.startswith(f"{LATTICE}.") for name in tensors) else None
     anchored = said.get("sample_from_anchor", said.get("shift_label", "dspark" in family))
     design = Design(
@@ -208,12 +194,6 @@ def _said(config: Said) -> dict[str, Any]:
     return said if mask is None else said | {"mask_token_id": mask}
 
 
-def _family(said: Said) -> str:
-    """What it says it is, in lower case."""
-    names = said.get("speculators_model_type"), said.get("projector_type"), *(said.get("architectures") or ())
-    return " ".join(map(str, names)).lower()
-
-
 def _lattice(said: Said) -> Sizes:
     """A scale that was guessed would be another head's, so the config has to say all."""
     keys = {field.name: f"{LATTICE}_{field.name}" for field in fields(Sizes)}
@@ -223,26 +203,37 @@ def _lattice(said: Said) -> Sizes:
     return Sizes(**{name: said[key] for name, key in keys.items()})
 
 
-def _refuse_kin(name: str, said: Said, tensors: Tensors) -> None:
+def _check(checkpoint: Checkpoint, said: Said, tensors: Tensors, target: Target) -> None:
+    """Raise ValueError where it is of another kind, says too little, or is for another target."""
+    name, words = checkpoint.name, target.vocab_size
     for key, usual in PLAIN.items():
         if said.get(key, usual) != usual:
             raise ValueError(f"{name} says {key} {said[key]}, which is not read here; choose a drafter without it")
     if "mask_hidden" in tensors:
         raise ValueError(f"{name} has a mask state of its own (mask_hidden), not read here; choose a DFlash")
+    for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "mask_token_id"):
+        if key not in said:
+            raise ValueError(f"the config of {name} lacks {key!r}; fetch the config.json of its authors")
+    if "d2t" not in tensors and said.get("draft_vocab_size", words) != words:
+        raise ValueError(f"{name} has a vocabulary of its own but no tensor d2t to the target's; fetch it again")
+    mask, token = int(said["mask_token_id"]), tensors.get(MASK_TOKEN)
+    if token is not None and int(token) != mask:
+        raise ValueError(
+            f"the mask embedding of {name} is of token {int(token)}, its config says {mask}; fetch both of one revision"
+        )
+    check_target(checkpoint, hidden_size=(said["hidden_size"], target.hidden_size))
+    check_target(checkpoint, vocabulary=(said.get("vocab_size", words), words))
+    check_target(checkpoint, layers=(said.get("num_target_layers", target.num_layers), target.num_layers))
+    if "mask_embedding" not in tensors and not 0 <= mask < words:
+        raise ValueError(f"the mask token {mask} of {name} is not in a vocabulary of {words}")
 
 
 def _taps(name: str, said: Said, tensors: Tensors, target: Target) -> tuple[int, ...]:
     if "fc.weight" not in tensors:
         raise ValueError(f"{name} has no tensor fc.weight, so it is no DFlash; choose another method")
     count = tensors["fc.weight"].shape[1] // target.hidden_size
-    tapped = next((said[key] for key in TAPS if key in said), None)
-    counted = next((said[key] for key in LAYER_IDS if key in said), None)
-    if tapped is not None:
-        taps = tuple(map(int, tapped))
-    elif counted is not None:
-        taps = tuple(int(i) + 1 for i in counted)
-    else:
-        taps = spread_taps(target.num_layers, count)
+    key = next((key for key in TAPS if key in said), None)
+    taps = tuple(int(i) + TAPS[key] for i in said[key]) if key else spread_taps(target.num_layers, count)
     if len(taps) * target.hidden_size != tensors["fc.weight"].shape[1]:
         raise ValueError(
             f"{name} names {len(taps)} layers of its target, but its fc.weight reads {count}; mend its config"

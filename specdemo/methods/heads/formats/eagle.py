@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from specdemo.core.protocol import Target
-from specdemo.methods.heads.formats import MASK_KEYS, check_target, made_for, numbered, renamed
+from specdemo.methods.heads.formats import MASK_KEYS, absolute, check_target, made_for, numbered, renamed
 from specdemo.models.checkpoints import Checkpoint
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -62,11 +62,6 @@ def default_taps(layers: int) -> tuple[int, int, int]:
     """The authors' 2, n // 2 and n - 3; where a target is too shallow for that, some are the same."""
     middle = max(1, layers // 2)
     return min(2, middle), middle, max(layers - 3, middle)
-
-
-def absolute(d2t: Tensor) -> Tensor:
-    """Offsets [W] -> ids of the target's vocabulary [W]"""
-    return torch.arange(len(d2t), device=d2t.device) + d2t
 
 
 def found(checkpoint: Checkpoint, target: Target) -> tuple[dict[str, Tensor], LlamaConfig, tuple[Convention, ...]]:
