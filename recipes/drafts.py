@@ -17,7 +17,7 @@ from recipes.llama import build, is_as_wide, to_depth, weights
 from recipes.losses import head_forward_kl
 from recipes.targets import train_on
 from specdemo.core.files import replacing
-from specdemo.models.shipped import check_shipped
+from specdemo.models.resolve import check_shipped
 from specdemo.training.collect import Recorded, autocast, claim, collecting, complete, load_cache, watched
 from specdemo.training.corpus import END, Corpus, read_corpus, windows
 from specdemo.training.fit import Schedule, make_folder, show, steps

@@ -20,7 +20,7 @@ from transformers import (
 from recipes.corpus import VOCAB_SIZE
 from specdemo.core.files import replacing_all
 from specdemo.models.checkpoints import SHARD, SHARDS
-from specdemo.models.shipped import check_shipped
+from specdemo.models.resolve import check_shipped
 from specdemo.training.corpus import END
 
 CONTEXT = 512
