@@ -23,6 +23,6 @@ def steps_loss(steps: Iterable[tuple[Tensor, Tensor]], weights: Iterable[float])
     """What `compare` says of every step of a draft -> the weighted sum of the nats, and agree_1, agree_2, .."""
     total, metrics = torch.zeros(()), {}
     for i, ((nats, agreed), weight) in enumerate(zip(steps, weights, strict=False), start=1):
-        total = total + weight * nats
+        total = weight * nats if i == 1 else total + weight * nats  # on one device from the first: it may be a lent one
         metrics[f"agree_{i}"] = float(agreed)
     return total, metrics
