@@ -6,7 +6,8 @@ import pytest
 
 from specdemo.engine.messages import replay
 from specdemo.ui import assets
-from specdemo.ui.log import Log, notes, refusal, replayed
+from specdemo.ui.job import refusal
+from specdemo.ui.log import Log, notes, replayed
 from specdemo.ui.views import Failed, Loading
 from tests.traces import HOSTILE, hostile_trace
 
@@ -72,7 +73,7 @@ def test_a_slower_pace_goes_on_from_what_is_shown(display):
     assert display.read(".sd-status")[0].startswith("Finished.")
 
 
-@pytest.mark.parametrize("refused", [refusal(ValueError("no")).text, notes(["no"])], ids=["error", "note"])
+@pytest.mark.parametrize("refused", [refusal(ValueError("no")), notes(["no"])], ids=["error", "note"])
 def test_a_refusal_leaves_the_run_on_show_going(display, refused):
     display.pace("0.0625")
     display.show(Log().add(replay(hostile_trace())))
