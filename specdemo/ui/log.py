@@ -1,6 +1,6 @@
 """A log: the append-only text a view shows, one line of JSON per message (views.py). Needs no torch."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from specdemo.core.bounds import FILE, Bounds
@@ -9,7 +9,6 @@ from specdemo.core.trace import RunTrace, from_json, to_json
 from specdemo.engine.comparison import Comparison
 from specdemo.engine.messages import Finished, Note, Started, replay
 from specdemo.ui.job import ENTRY, Job, Packed, opening, to_line
-from specdemo.ui.lazy_imports import live
 from specdemo.ui.views import Failed, Shown, view
 
 
@@ -71,9 +70,6 @@ class Log(Job):
         """Whether the visitor asked for what is on show, a run or a file; a preset's recorded race comes by itself."""
         begins = self.started or not (self.failure or self.stopped)
         return not self.still and (begins or self._own_before)
-
-    def stream(self) -> Iterator[str]:
-        yield from live().run(self.spec, self)
 
     def add(self, messages: Iterable[Shown]) -> str:
         return self.take(lines(messages))

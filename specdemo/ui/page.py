@@ -41,6 +41,13 @@ SESSIONS = 64  # whose components Gradio keeps a copy of, 0.3 MB each
 MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"]
 
 
+class Race(Log):
+    """The log of a run that a visitor asked for."""
+
+    def stream(self) -> Iterator[str]:
+        yield from live().run(self.spec, self)
+
+
 class Visits(Jobs[Log]):
     """What the events of the Race tab do, for every visitor."""
 
@@ -52,13 +59,13 @@ class Visits(Jobs[Log]):
     def race(self, values: Values, last: Log | None) -> Log:
         """The log of a run. This and the next two raise ValueError with one line where there can be none."""
         spec = from_values(values, self._any).checked()
-        return Log(before=last, key=key(values), spec=spec)
+        return Race(before=last, key=key(values), spec=spec)
 
     def repeat(self, _: Values, last: Log | None) -> Log:
         """The log of the run on show again, three times, its runs pooled."""
         if last is None or last.spec is None:
             raise ValueError("there is no run of this page to repeat; press Run first")
-        return Log(before=last, key=last.key, spec=last.spec.model_copy(update={"repeats": POOLED}))
+        return Race(before=last, key=last.key, spec=last.spec.model_copy(update={"repeats": POOLED}))
 
     def follow(self, values: Values, last: Log | None) -> Log:
         """The log of the chat's next turn."""
@@ -66,7 +73,7 @@ class Visits(Jobs[Log]):
             raise ValueError("there is no chat to go on with; press Run first")
         base = limits.fit(preset(last.spec.id))
         message = limits.admit(base.with_changes(prompt=values["message"])).prompt
-        return Log(before=last, spec=live().follow_up(last.spec, last.trace, message))
+        return Race(before=last, spec=live().follow_up(last.spec, last.trace, message))
 
     def offer(self, request: gr.Request, values: Values) -> Values:
         """What asks on, shown when the run on show is a chat of this page; empty again once its message is answered."""
