@@ -2,6 +2,7 @@
 
 import ast
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,16 @@ def test_imports_run_one_way(package):
     for path in (PACKAGE / package).rglob("*.py"):
         inside = {name.split(".")[1] for name in imported(path) if name.startswith("specdemo.")}
         assert inside <= allowed, f"{path.relative_to(PACKAGE)} imports {sorted(inside - allowed)}"
+
+
+def test_no_files_import_each_other_in_a_circle():
+    """Nor by an import inside a function. Raises CycleError, which names the files."""
+    files = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+    graph = {}
+    for name, path in files.items():
+        whole = set(imported(path))  # a file, or a name in one
+        graph[name] = (whole | {full.rpartition(".")[0] for full in whole}) & files.keys() - {name}
+    assert len(list(TopologicalSorter(graph).static_order())) == len(files)
 
 
 def test_core_needs_torch_and_pydantic_alone():
