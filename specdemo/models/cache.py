@@ -100,11 +100,6 @@ class SlabLayer(CacheLayerMixin):
             self.keys.narrow(2, 0, old_keys.shape[2]).copy_(old_keys)
             self.values.narrow(2, 0, old_values.shape[2]).copy_(old_values)
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of its keys and values, filled or not."""
-        return sum(slab.numel() * slab.element_size() for slab in (self.keys, self.values) if slab is not None)
-
     def _slab(self, like: Tensor) -> Tensor:
         rows, heads, _, size = like.shape
         # zeros: a masked column still meets weight 0, and 0 * NaN is NaN
@@ -142,7 +137,7 @@ class SlabCache(Cache):
     @property
     def bytes(self) -> int:
         """Bytes of all layers' keys and values, filled or not."""
-        return sum(layer.bytes for layer in self.slabs)
+        return sum(slabs.nbytes for slabs in self._held())
 
     def reserve(self, columns: int) -> None:
         """Make room for histories of so many tokens."""
@@ -186,7 +181,9 @@ class SlabCache(Cache):
         elif stray:
             width = max(map(len, path))
             start = to_device(cursor.lengths, cursor.device)[:, None]
-            moved = to_device([_padded(slots, width) for slots in path], cursor.device) + start
+            # slots beyond the path stay where they are; nobody reads them again
+            padded = [slots + list(range(len(slots), width)) for slots in path]
+            moved = to_device(padded, cursor.device) + start
             target = torch.arange(width, device=cursor.device) + start
             for slabs in self._held():
                 _move(slabs, moved.to(slabs.device), target.to(slabs.device))
@@ -210,8 +207,3 @@ def _move(slabs: Tensor, source: Tensor, target: Tensor) -> None:
     shape = (*slabs.shape[:-2], source.shape[-1], slabs.shape[-1])
     taken = slabs.gather(-2, source[:, None, :, None].expand(shape))
     slabs.scatter_(-2, target[:, None, :, None].expand(shape), taken)
-
-
-def _padded(slots: list[int], width: int) -> list[int]:
-    """Slots beyond the path stay where they are; nobody reads them again."""
-    return slots + list(range(len(slots), width))

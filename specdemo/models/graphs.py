@@ -25,14 +25,14 @@ WARM_UPS = 3  # passes before a recording: libraries choose their kernels and ta
 # bytes of one owner's recordings, as they add up for 152,000 words: a workspace of cuBLAS of 32 MiB on the GPUs that
 # want most, the logits of every width, what a draft draws, and what passes work with
 OWNED = 128 << 20
-SWITCH = (
-    "SPECDEMO_GRAPHS"  # environment: 0 starts every operation on its own, compile lets torch.compile join some first
-)
+# environment: 0 starts every operation on its own, compile lets torch.compile join some first
+SWITCH = "SPECDEMO_GRAPHS"
 COMPILATIONS = 64  # a target has one for every width and set of taps; the usual limit of 8 would end in eager passes
 
 Decoder = TypeVar("Decoder", bound=Callable[..., object])
 Tensors = tuple[Tensor, ...]
 Run = Callable[[], Tensors]
+Shapes = Sequence[Sequence[int]]
 Recorder = Callable[[Run], Run]  # what runs -> what replays it, into the same memory
 
 
@@ -155,28 +155,18 @@ class Passes:
         return [size for each, size in self._frames if each == kind]
 
     def __call__(
-        self,
-        kind: Hashable,
-        size: int,
-        run: Callable[..., Tensors],
-        inputs: Sequence[Tensor],
-        shapes: Sequence[Sequence[int]],
+        self, kind: Hashable, size: int, run: Callable[..., Tensors], inputs: Sequence[Tensor], shapes: Shapes
     ) -> Tensors | None:
         """`run(*inputs)`, of inputs that may be smaller than `shapes`; what it says is to be copied before the next
         call. `run` may write into memory that stays, the same whenever it is run on the same inputs. None: refused."""
-        frame = self._frames.get((kind, size)) or self._added(kind, size, run, inputs, shapes)
+        frame = self._frames.get((kind, size)) or self._added((kind, size), run, inputs, shapes)
         if frame is None:
             return None
         frame.fill(inputs)
         return frame.replay()
 
     def _added(
-        self,
-        kind: Hashable,
-        size: int,
-        run: Callable[..., Tensors],
-        inputs: Sequence[Tensor],
-        shapes: Sequence[Sequence[int]],
+        self, key: tuple[Hashable, int], run: Callable[..., Tensors], inputs: Sequence[Tensor], shapes: Shapes
     ) -> _Frame | None:
         """Refused unless the recording says what is recorded."""
         try:
@@ -186,7 +176,7 @@ class Passes:
             expected = [said.clone() for said in frame.replay()]
             frame.replay = self._record(frame.replay)
             if all(map(self._alike, frame.replay(), expected)):
-                self._frames[kind, size] = frame
+                self._frames[key] = frame
                 return frame
             self.refused = "a recorded pass said something else than the pass itself"
         except RuntimeError as error:

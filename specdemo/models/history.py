@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import DynamicCache
 
 from specdemo.core.host import to_device
 from specdemo.core.protocol import Forward
@@ -40,21 +40,8 @@ class DraftPlan(NamedTuple):
 
 
 Read = Callable[[Tensor | None], Tensor]  # as in `HFTarget.draft`
+Pass = Callable[..., Forward]  # one call of the model, as in `Runner`
 Write = Callable[..., Tensors]  # (read, depth, *more) -> its tokens [B, depth], and more: a draft
-
-
-class Pass(Protocol):
-    """One call of the model: tokens [B, S] at positions [B, S] (None: counted by the model) behind a cache."""
-
-    def __call__(
-        self,
-        tokens: Tensor,
-        cache: Cache,
-        positions: Tensor | None = None,
-        mask: AttentionMask = None,
-        taps: tuple[int, ...] = (),
-        last: bool = False,
-    ) -> Forward: ...
 
 
 class History(Protocol):
@@ -68,12 +55,9 @@ class History(Protocol):
     def bytes(self) -> int:
         """Bytes of what is held."""
 
-    def start(self, tokens: Tensor, taps: tuple[int, ...]) -> Forward:
-        """tokens [B, T] become a new history; says the last position only."""
-
-    def go_on(self, tokens: Tensor, taps: tuple[int, ...], reserve: int) -> Forward:
-        """tokens [B, T] go behind histories of one length, as `start` puts them in front; `reserve` more will
-        follow."""
+    def go_on(self, tokens: Tensor, taps: tuple[int, ...], reserve: int = 0) -> Forward:
+        """tokens [B, T] go behind histories of one length, or begin them; `reserve` more will follow. Says the last
+        position only."""
 
     def forward(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...]) -> Forward:
         """tokens [B, S] below parents [B, N], provisionally."""
@@ -116,9 +100,6 @@ class GatherHistory:
     def bytes(self) -> int:
         return self._cache.bytes
 
-    def start(self, tokens: Tensor, taps: tuple[int, ...]) -> Forward:
-        return self.go_on(tokens, taps)
-
     def go_on(self, tokens: Tensor, taps: tuple[int, ...], reserve: int = 0) -> Forward:
         rows, slots = tokens.shape
         cursor = self._cache.cursor
@@ -126,31 +107,35 @@ class GatherHistory:
         self._cache.reserve(length + slots + reserve)
         self._masks.reserve(cursor.capacity)
         positions = torch.arange(length, length + slots, device=tokens.device).expand(rows, -1)
-        mask = self._by_kind(lambda window: self._masks.behind(slots, window, length)) if length else None
+        mask, dtype = None, self._masks.dtype
+        if length:
+            depth = positions[:1] - length
+            mask = self._by_kind(lambda window: in_place(positions[:1, 0], depth, None, length + slots, window, dtype))
         forward = self._run(tokens, self._cache, positions, mask, taps, last=True)
         self._cache.set_lengths([length + slots] * rows)
         return forward
 
     def forward(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...]) -> Forward:
-        said = self._replayed(tokens, parents, taps) if self._passes else None
+        said = self._replayed(self._passes, tokens, parents, taps) if self._passes else None
         return said or self._forward(self._run, tokens, parents, taps)
 
-    def _replayed(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...]) -> Forward | None:
+    def _replayed(self, passes: Passes, tokens: Tensor, parents: Tensor, taps: tuple[int, ...]) -> Forward | None:
         """None: not as a recorded pass."""
         rows, slots = tokens.shape
         chain = slots < 3 or parents is chain_parents(rows, slots - 1, parents.device)
-        width = self._room(slots, (taps, chain))
-        if self._passes is None or width is None:
+        kind = taps, chain
+        width = passes.width(kind, slots)
+        if width is None:
             return None
+        self._make_room(width)
 
         def run(tokens: Tensor, lengths: Tensor, parents: Tensor | None = None) -> Tensors:
             said = self._behind(self._run.recorded, lengths, tokens, parents, taps)
             return said.logits, *(said.hidden[tap] for tap in taps)
 
         inputs = [tokens, to_device(self.lengths, tokens.device)] + [parents] * (not chain)
-        said = self._passes(
-            (taps, chain), width, run, inputs, [(rows, width), (rows,), (rows, width - 1)][: len(inputs)]
-        )
+        shapes = [(rows, width), (rows,), (rows, width - 1)][: len(inputs)]
+        said = passes(kind, width, run, inputs, shapes)
         if said is None:
             return None
         logits, *hidden = (x[:, :slots].clone() for x in said)
@@ -187,13 +172,6 @@ class GatherHistory:
         if said is not None and plan.keeps:
             self._cache.set_lengths([n + c + plan.depth - 1 for n, c in zip(lengths, counts, strict=True)])
         return said
-
-    def _room(self, slots: int, kind: Hashable) -> int | None:
-        """The width of the recorded pass that is to read so many slots; there is room for it then."""
-        width = self._passes.width(kind, slots) if self._passes else None
-        if width is not None:
-            self._make_room(width)
-        return width
 
     def _make_room(self, slots: int) -> None:
         self._cache.prepare(slots)
@@ -238,12 +216,6 @@ class GatherHistory:
         self._cache.prepare(slots)
         if rows == slots == 1 and self._only == 0 and cursor.longest < self._limit:  # one more token: nothing to hide
             return run(tokens, self._cache, cursor.position, None, taps)
-        tokens, positions, mask = self._inputs(tokens, parents)
-        return run(tokens, self._cache, positions, mask, taps)
-
-    def _inputs(self, tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor, AttentionMask]:
-        """Of a pass over a tree: tokens and positions [B, S], mask."""
-        rows, cursor = len(tokens), self._cache.cursor
         self._masks.reserve(cursor.longest)
         plan = self._masks.plan(parents)
         positions = plan.depth + (cursor.longest if cursor.each is None else cursor.each[:, None])
@@ -252,7 +224,8 @@ class GatherHistory:
         if rows > 1:
             positions = positions.expand(rows, -1)
         tokens = tokens.clamp_min(0)  # absent slots: above nobody, so nobody sees them
-        return tokens, positions, self._by_kind(lambda window: self._mask(plan, window))
+        mask = self._by_kind(lambda window: self._mask(plan, window))
+        return run(tokens, self._cache, positions, mask, taps)
 
     def commit(self, path: list[list[int]]) -> None:
         self._cache.keep(path)
@@ -302,19 +275,18 @@ class ReplayHistory:
     def bytes(self) -> int:
         return sum(_tensor_bytes(vars(layer)) for row in self._rows for layer in row.cache.layers)
 
-    def start(self, tokens: Tensor, taps: tuple[int, ...]) -> Forward:
-        self._rows = [_Row(self._empty(), row, [], deque(maxlen=SNAPSHOTS)) for row in tokens.tolist()]
-        return _stack([self._feed(row.cache, row.tokens, taps, first=True) for row in self._rows])
-
-    def go_on(self, tokens: Tensor, taps: tuple[int, ...], reserve: int) -> Forward:
+    def go_on(self, tokens: Tensor, taps: tuple[int, ...], reserve: int = 0) -> Forward:
+        if not self._rows:
+            self._rows = [_Row(self._empty(), row, [], deque(maxlen=SNAPSHOTS)) for row in tokens.tolist()]
+            return _joined([self._feed(row.cache, row.tokens, taps, first=True) for row in self._rows], 0)
         forwards = [self._try(row, new, taps, last=True) for row, new in zip(self._rows, tokens.tolist(), strict=True)]
         self.commit([list(range(tokens.shape[1]))] * len(tokens))
-        return _stack([forward for forward in forwards if forward is not None])
+        return _joined([forward for forward in forwards if forward is not None], 0)
 
     def forward(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...]) -> Forward:
         forwards = [self._try(row, fed, taps) for row, fed in zip(self._rows, tokens.tolist(), strict=True)]
         some = next(forward for forward in forwards if forward is not None)
-        return _stack([_widened(forward, some, tokens.shape[1]) for forward in forwards])
+        return _joined([_widened(forward, some, tokens.shape[1]) for forward in forwards], 0)
 
     def commit(self, path: list[list[int]]) -> None:
         for row, slots in zip(self._rows, path, strict=True):
@@ -349,7 +321,7 @@ class ReplayHistory:
         row.fed = [token for token in tokens if token != ABSENT]
         if not row.fed:
             return None
-        row.marks.append((len(row.tokens), _snapshot(row.cache)))
+        row.marks.append((len(row.tokens), [_copied(vars(layer)) for layer in row.cache.layers]))
         return self._feed(row.cache, row.fed, taps, last=last)
 
     def _rewind(self, row: _Row, length: int) -> None:
@@ -361,7 +333,8 @@ class ReplayHistory:
         row.cache = self._empty()
         if row.marks:
             start, state = row.marks[-1]
-            _restore(row.cache, state)
+            for layer, held in zip(row.cache.layers, state, strict=True):
+                vars(layer).update(_copied(held))
         if start < length:
             self._feed(row.cache, row.tokens[start:length], (), first=not start)
 
@@ -372,7 +345,7 @@ class ReplayHistory:
         ids = torch.tensor([tokens], device=self._device)
         if first or self._at_once or len(tokens) == 1:
             return self._run(ids, cache, taps=taps, last=first or last)
-        return _joined([self._run(one, cache, taps=taps) for one in ids.split(1, 1)])
+        return _joined([self._run(one, cache, taps=taps) for one in ids.split(1, 1)], 1)
 
     def _empty(self) -> DynamicCache:
         return DynamicCache(config=self._config)
@@ -403,17 +376,8 @@ def continues_at_once(run: Pass, config: Any, vocab_size: int, device: torch.dev
     return at_once
 
 
-def _snapshot(cache: Cache) -> list[dict[str, object]]:
-    """What every layer holds. Keys and values are replaced at every pass, never written to, so they need no copy."""
-    return [_copied(vars(layer)) for layer in cache.layers]
-
-
-def _restore(cache: Cache, state: list[dict[str, object]]) -> None:
-    for layer, held in zip(cache.layers, state, strict=True):
-        vars(layer).update(_copied(held))
-
-
 def _copied(held: dict[str, object]) -> dict[str, object]:
+    """What a layer holds. Keys and values are replaced at every pass, never written to, so they need no copy."""
     return {name: value if name in ("keys", "values") else deepcopy(value) for name, value in held.items()}
 
 
@@ -423,16 +387,11 @@ def _tensor_bytes(held: dict[Any, object]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors) + sum(map(_tensor_bytes, inner))
 
 
-def _joined(parts: list[Forward]) -> Forward:
-    hidden = {tap: torch.cat([p.hidden[tap] for p in parts], 1) for tap in parts[0].hidden}
-    return Forward(torch.cat([p.logits for p in parts], 1), hidden)
-
-
-def _stack(rows: list[Forward]) -> Forward:
-    if len(rows) == 1:
-        return rows[0]
-    hidden = {tap: torch.cat([r.hidden[tap] for r in rows]) for tap in rows[0].hidden}
-    return Forward(torch.cat([r.logits for r in rows]), hidden)
+def _joined(parts: list[Forward], dim: int) -> Forward:
+    if len(parts) == 1:
+        return parts[0]
+    hidden = {tap: torch.cat([p.hidden[tap] for p in parts], dim) for tap in parts[0].hidden}
+    return Forward(torch.cat([p.logits for p in parts], dim), hidden)
 
 
 def _widened(forward: Forward | None, like: Forward, width: int) -> Forward:

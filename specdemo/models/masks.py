@@ -60,7 +60,10 @@ class Masks:
         key = _key(parents)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = self._make(_parents(key, self._device), _deepest(key))
+            up = ancestry(to_device(key, self._device).reshape(len(key), len(key[0])))
+            depth = up.sum(-1).long() - 1
+            masks = {window: self._mask(up, depth, window) for window in self._windows}
+            plan = self._plans[key] = Plan(depth, _deepest(key), masks)
             if len(self._plans) > REMEMBERED:
                 self._plans.popitem(last=False)
         return plan
@@ -79,20 +82,6 @@ class Masks:
         columns = torch.arange(longest + slots, device=self._device) + (self._capacity - lengths)[:, None]
         columns = columns.clamp_max(self._capacity + slots)[:, None].expand(-1, slots, -1)
         return aligned(plan.masks[window].expand(len(lengths), -1, -1).gather(2, columns)[:, None])
-
-    def behind(self, slots: int, window: int, length: int) -> Tensor:
-        """The mask [1, 1, slots, length + slots] of a text behind a history of `length` tokens; not remembered."""
-        columns = torch.arange(length + slots, device=self._device)
-        positions = columns[length:, None]
-        visible = columns <= positions
-        if window:
-            visible &= positions - columns < window
-        return additive(visible, self.dtype)[None, None]
-
-    def _make(self, parents: Tensor, deepest: int) -> Plan:
-        up = ancestry(parents)
-        depth = up.sum(-1).long() - 1
-        return Plan(depth, deepest, {window: self._mask(up, depth, window) for window in self._windows})
 
     def _mask(self, up: Tensor, depth: Tensor, window: int) -> Tensor:
         rows, slots, _ = up.shape
@@ -139,10 +128,6 @@ def aligned(mask: Tensor) -> Tensor:
     width = mask.shape[-1]
     whole = mask.new_empty(*mask.shape[:-1], -(-width // ALIGNMENT) * ALIGNMENT)
     return whole[..., :width].copy_(mask)
-
-
-def _parents(key: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
-    return to_device(key, device).reshape(len(key), len(key[0]))
 
 
 def _deepest(key: tuple[tuple[int, ...], ...]) -> int:

@@ -6,7 +6,7 @@ B rows, S slots, V vocabulary.
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from functools import cached_property, partial
 from typing import Any
@@ -33,13 +33,15 @@ class Runner:
         """layers: how many it has. Raises ValueError for a model that keeps its history where it cannot be reached."""
         self.model, self._count, self._name = model, layers, name
         self.device: torch.device = model.get_input_embeddings().weight.device  # type: ignore[assignment]
-        self._arguments = _Arguments(model)
+        known = inspect.signature(model.forward).parameters
+        held = next((argument for argument in ("past_key_values", "cache_params") if argument in known), None)
+        if held is None:
+            kind = model.config.model_type
+            raise ValueError(f"a {kind} model keeps its history where it cannot be rolled back; choose another model")
+        self._holds = held  # what its forward calls the cache
+        self._last = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+        self.positions = "position_ids" in known  # whether it can be told where its tokens stand
         self._short: dict[int, nn.Module] = {}  # layers -> the model that ends after them
-
-    @property
-    def positions(self) -> bool:
-        """Whether it can be told where its tokens stand."""
-        return self._arguments.positions
 
     @cached_property
     def recorded(self) -> Callable[..., Forward]:
@@ -63,7 +65,9 @@ class Runner:
             assert positions is not None and not isinstance(mask, dict)
             return Forward(*decoder(tokens, cache, positions, mask, taps, last, layers))
         model = self.model if layers is None else self._ending_after(layers)
-        arguments = self._arguments.of(cache, positions, mask, last)
+        arguments = {self._holds: cache, "attention_mask": mask, "use_cache": True, **(self._last if last else {})}
+        if positions is not None:
+            arguments["position_ids"] = positions
         if not taps:
             return Forward(self._logits(model(tokens, **arguments), last))
         with self._tapped(taps) as hidden:
@@ -85,20 +89,15 @@ class Runner:
     def _tapped(self, taps: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
         """Collects tap -> hidden state while the model runs; the model is left as it was."""
         hidden: dict[int, Tensor] = {}
-        handles = []
-        try:
+        with ExitStack() as hooks:
             for tap in taps:
-                if tap == -1:
-                    handles.append(self._decoder.register_forward_hook(_keep_output(hidden, tap)))
-                elif tap == 0:
-                    first = self._layers[0]
-                    handles.append(first.register_forward_pre_hook(_keep_input(hidden), with_kwargs=True))
+                if tap == 0:
+                    hook = self._layers[0].register_forward_pre_hook(_keep_input(hidden), with_kwargs=True)
                 else:
-                    handles.append(self._layers[tap - 1].register_forward_hook(_keep_output(hidden, tap)))
+                    module = self._decoder if tap == -1 else self._layers[tap - 1]
+                    hook = module.register_forward_hook(_keep_output(hidden, tap))
+                hooks.enter_context(hook)
             yield hidden
-        finally:
-            for handle in handles:
-                handle.remove()
 
     @cached_property
     def _decoder(self) -> nn.Module:
@@ -113,28 +112,6 @@ class Runner:
     def _layers(self) -> nn.ModuleList:
         lists = (m for m in self._decoder.children() if isinstance(m, nn.ModuleList))
         return next(m for m in lists if len(m) == self._count)
-
-
-class _Arguments:
-    """How this model's forward calls what it is given."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        known = inspect.signature(model.forward).parameters
-        cache = next((name for name in ("past_key_values", "cache_params") if name in known), None)
-        if cache is None:
-            kind = model.config.model_type
-            raise ValueError(f"a {kind} model keeps its history where it cannot be rolled back; choose another model")
-        self._cache = cache
-        self.positions = "position_ids" in known
-        self._last = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
-
-    def of(self, cache: Cache, positions: Tensor | None, mask: AttentionMask, last: bool) -> dict[str, object]:
-        arguments: dict[str, object] = {self._cache: cache, "attention_mask": mask, "use_cache": True}
-        if positions is not None:
-            arguments["position_ids"] = positions
-        if last:
-            arguments.update(self._last)
-        return arguments
 
 
 def _ending_after(module: nn.Module, layers: nn.ModuleList, count: int) -> nn.Module:

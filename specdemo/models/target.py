@@ -143,8 +143,9 @@ class HFTarget:
         """Raises ValueError when the tokens exceed the model's context."""
         self._check_length(tokens.shape[1])
         self._history = None  # before the next one is allocated
-        self._history = self._new_history(tokens.shape[0], tokens.shape[1] + (reserve or self._spare))
-        return self._history.start(tokens, taps)
+        spare = ROOM if self.records else SPARE
+        self._history = self._new_history(tokens.shape[0], tokens.shape[1] + (reserve or spare))
+        return self._history.go_on(tokens, taps)
 
     @torch.no_grad()
     def forward(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...] = ()) -> Forward:
@@ -158,8 +159,11 @@ class HFTarget:
         history in the cache of those layers, until the next `forward` writes over them. Raises ValueError for a model
         that verifies chains only: its cache cannot take tokens back.
         """
+        history = self._started()
+        if not isinstance(history, GatherHistory):
+            raise ValueError(f"{self.name} cannot run its first layers alone: they keep what they once read")
         run = partial(self._run, layers=layers)
-        return self._gathering().ahead(run, chain[:, -1:], chain.shape[1] - 1).logits[:, -1]
+        return history.ahead(run, chain[:, -1:], chain.shape[1] - 1).logits[:, -1]
 
     @torch.no_grad()
     def draft(self, tokens: Tensor, counts: list[int], write: Write, more: Tensors, plan: DraftPlan) -> Tensors | None:
@@ -214,16 +218,6 @@ class HFTarget:
         if self.records:
             self._last = history
         return history
-
-    def _gathering(self) -> GatherHistory:
-        history = self._started()
-        if not isinstance(history, GatherHistory):
-            raise ValueError(f"{self.name} cannot run its first layers alone: they keep what they once read")
-        return history
-
-    @property
-    def _spare(self) -> int:
-        return ROOM if self.records else SPARE
 
     @cached_property
     def _at_once(self) -> bool:

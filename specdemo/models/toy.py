@@ -69,7 +69,8 @@ class ToyTarget:
         return self._say(windows, taps, slice(-1, None))
 
     def forward(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...] = ()) -> Forward:
-        self._require_start()
+        if not self._history:
+            raise ValueError("there is no history; call start() with the prompt first")
         self._slots = tokens.clamp_min(0)
         return self._say(self._windows(parents), taps, slice(None))
 
@@ -94,10 +95,6 @@ class ToyTarget:
 
     def release(self) -> None:
         self._history = []
-
-    def _require_start(self) -> None:
-        if not self._history:
-            raise ValueError("there is no history; call start() with the prompt first")
 
     def _windows(self, parents: Tensor) -> Tensor:
         """The last `order` tokens at every slot, [B, S, order]."""
