@@ -101,7 +101,7 @@ class ModelCache:
         }
         tokens = len(spec.prompt) // 2 + spec.max_new_tokens  # a token is seldom shorter than two characters
         histories = {key: tokens * (1 + len(spec.lanes) if key == target else 1) for key in sizes}
-        needed = sum(size.of(histories[key]) for key, size in sizes.items())
+        needed = sum(size.weights + size.per_token * histories[key] for key, size in sizes.items())
         needed += recorded_bytes(where, 2 * (1 + len(spec.lanes)))  # of every lane's target and of what drafts for it
         budget = (sum(free_bytes(where)) + self._held()) // 2 if self._budget is None else self._budget
         for key in [key for key in self._models if key != target and key not in lanes]:

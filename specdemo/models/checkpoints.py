@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from specdemo.core.reading import TOO_LARGE, lacks_memory
 from specdemo.models.configs import read_config
 from specdemo.models.footprint import headers
 from specdemo.models.hub import MASK, Cancelled, LoadProgress, describe, remote_headers, silent
-from specdemo.models.resolve import local_folder, locate
+from specdemo.models.resolve import fetched, locate
 
 PICKLED = ("*.pt", "*.bin")
 SHARD = "9MB"
@@ -40,7 +40,7 @@ class Checkpoint:
     name: str
     config: Mapping[str, Any]
     tensors: dict[str, Tensor]
-    files: tuple[str, ...] = field(default=())
+    files: tuple[str, ...] = ()
 
     def take(self, prefix: str) -> dict[str, Tensor]:
         """The tensors whose names begin with `prefix`, without it."""
@@ -61,7 +61,7 @@ def open_checkpoint(source: str, progress: LoadProgress = silent) -> Checkpoint:
 
     Raises ValueError, one line, when there is none, when a file is damaged or when it would have to run code.
     """
-    folder = Path(local_folder(source, progress, PICKLED))
+    folder = fetched(locate(source, PICKLED), progress)
     pickled = (f for kind in PICKLED for f in folder.glob(kind) if f.name != MASK)
     files = sorted(folder.glob("*.safetensors")) or sorted(pickled)
     if not files:
@@ -69,7 +69,10 @@ def open_checkpoint(source: str, progress: LoadProgress = silent) -> Checkpoint:
     tensors: dict[str, Tensor] = {}
     for done, file in enumerate(files):
         progress(done / len(files), f"reading {file.name}")
-        tensors |= _read(file)
+        loaded = _loaded(file)
+        if not isinstance(loaded, Mapping) or not all(isinstance(t, Tensor) for t in loaded.values()):
+            raise ValueError(f"{file} holds more than tensors; convert it to safetensors")
+        tensors |= loaded
     return Checkpoint(source, read_config(folder), tensors | _mask(folder), tuple(f.name for f in files))
 
 
@@ -100,13 +103,6 @@ def _stand_in(shape: Sequence[int], stored: str) -> Tensor:
     if stored[0] in "IUB" and stored != "BF16" and prod(shape) <= TABLE:
         return torch.zeros(list(shape), dtype=torch.bool if stored == "BOOL" else torch.int64)
     return torch.empty(list(shape), device="meta")
-
-
-def _read(file: Path) -> dict[str, Tensor]:
-    loaded = _loaded(file)
-    if not isinstance(loaded, Mapping) or not all(isinstance(t, Tensor) for t in loaded.values()):
-        raise ValueError(f"{file} holds more than tensors; convert it to safetensors")
-    return dict(loaded)
 
 
 def _loaded(file: Path) -> object:

@@ -17,7 +17,7 @@ from torch import nn
 
 from specdemo.core.reading import TOO_LARGE
 from specdemo.models.configs import read_config
-from specdemo.models.devices import KINDS, kind
+from specdemo.models.devices import kind
 from specdemo.models.hub import Repository, describe
 
 HEADROOM = 1.1  # times: activations, buffers, what the allocator cannot reuse
@@ -49,10 +49,6 @@ class Footprint:
 
     weights: int
     per_token: int  # keys and values that one token of one lane adds
-
-    def of(self, tokens: int) -> int:
-        """With a history of so many tokens, all lanes together."""
-        return self.weights + self.per_token * tokens
 
 
 def measure(source: Path | Repository, precision: Precision) -> Footprint:
@@ -117,11 +113,6 @@ def free_bytes(where: torch.device) -> list[int]:
         return [row.free(where)]
     every = range(row.count()) if where.index is None else [where.index]
     return [row.free(torch.device(where.type, index)) for index in every]
-
-
-def free_ram() -> int:
-    """Bytes that can be had without swapping."""
-    return KINDS["cpu"].free(torch.device("cpu"))
 
 
 def gigabytes(count: float) -> str:

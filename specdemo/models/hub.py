@@ -14,6 +14,7 @@ from concurrent.futures import TimeoutError as NotYet
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -92,23 +93,18 @@ def offline() -> bool:
     return bool(constants.HF_HUB_OFFLINE)
 
 
-def look(name: str, pickled: Sequence[str] = ()) -> Repository:
-    """What the repository holds. `pickled`: patterns of weights that will do where there are no safetensors.
-
-    Raises ValueError, one line, when it is missing, gated or out of reach.
-    """
-    return described(name, ask(name), pickled)
-
-
 def ask(name: str) -> ModelInfo:
-    """What the hub says of a repository and its files. Raises as `look` does, Unreachable where nobody answers."""
+    """What the hub says of a repository and its files.
+
+    Raises ValueError, one line, when it is missing, gated or out of reach, and Unreachable where nobody answers.
+    """
     repository, revision = split(name)
     with one_line(name):
         return HfApi().model_info(repository, revision=revision, files_metadata=True)
 
 
 def described(name: str, info: ModelInfo, pickled: Sequence[str] = ()) -> Repository:
-    """Of all its files those that a model needs."""
+    """Of all its files those that a model needs. pickled: patterns of weights that will do without safetensors."""
     top = {f.rfilename: f.size or 0 for f in info.siblings or [] if "/" not in f.rfilename}
     described = {f: size for f, size in top.items() if any(fnmatch(f, kind) for kind in DESCRIPTION)}
     weights = [f for f in top if fnmatch(f, WEIGHTS)]
@@ -157,18 +153,9 @@ def cached(name: str) -> Path:
 def _snapshot(name: str, patterns: list[str], total: int, report: LoadProgress, local: bool = False) -> Path:
     repository, revision = split(name)
     counter = _Counter(total, name)
-
-    def download() -> str:
-        return snapshot_download(
-            repository,
-            revision=revision,
-            allow_patterns=patterns,
-            local_files_only=local,
-            tqdm_class=counter.bar(),
-        )
-
+    download = partial(snapshot_download, repository, revision=revision, local_files_only=local)
     with one_line(name):
-        return Path(_awaited(download, counter, report))
+        return Path(_awaited(partial(download, allow_patterns=patterns, tqdm_class=counter.bar()), counter, report))
 
 
 class _Counter:

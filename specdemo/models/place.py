@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from specdemo.core.suggest import DEVICES, suggest
 from specdemo.models.devices import KINDS, best, kind
-from specdemo.models.footprint import HEADROOM, Precision, free_bytes, free_ram, gigabytes
+from specdemo.models.footprint import HEADROOM, Precision, free_bytes, gigabytes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BITS = {"4bit": 4, "8bit": 8}
@@ -65,7 +65,7 @@ def check_memory(name: str, needed: int, where: torch.device, precision: Precisi
     if HEADROOM * needed <= frees[0]:
         return False
     if kind(where).apart and where.index is None and not precision.bits:
-        frees = [*frees, free_ram()]  # bitsandbytes computes on one kind of device
+        frees = [*frees, KINDS["cpu"].free(where)]  # bitsandbytes computes on one kind of device
     if HEADROOM * needed <= sum(frees):
         return True
     cure = "a smaller model" if precision.bits == 4 else "quantization 4bit or a smaller model"

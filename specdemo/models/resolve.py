@@ -1,10 +1,12 @@
 """A name -> the folder of a model: an embedded model ("stories"), a folder, or a Hugging Face id with or without
 @revision. Folders never touch the network; ids are downloaded into the Hugging Face cache first (hub.py)."""
 
+import hashlib
 import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -12,9 +14,9 @@ from safetensors import SafetensorError
 from specdemo.core.bounds import Bounds
 from specdemo.core.reading import TOO_LARGE, check_regular, lacks_memory, read_json
 from specdemo.models import hub
-from specdemo.models.hub import LoadProgress, embedded_folder, silent
-from specdemo.models.shipped import check_shipped
+from specdemo.models.hub import LoadProgress, embedded_folder
 
+SUMS = "SHA256SUMS"
 DESCRIPTION = Bounds(64_000_000, 2_000_000, 600_000)  # a tokenizer, an index: the largest public one has half of it
 
 
@@ -31,18 +33,11 @@ def _is_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or os.sep * 2 in name or several or Path(name).exists()
 
 
-def local_folder(name: str, report: LoadProgress = silent, pickled: Sequence[str] = ()) -> str:
-    """A folder, an embedded name or a hub id -> the local folder with its config and weights, downloaded if need be.
-
-    pickled: patterns of weights that will do where there are no safetensors; with them the folder is not checked.
-    Raises ValueError with one line that names the cure.
-    """
-    folder = fetched(locate(name, pickled), report)
-    return str(folder if pickled else checked(folder, name))
-
-
 def locate(name: str, pickled: Sequence[str] = ()) -> Path | hub.Repository:
-    """The folder of a model, or what the hub holds under its name; nothing is downloaded. Raises ValueError."""
+    """The folder of a model, or what the hub holds under its name; nothing is downloaded. Raises ValueError, one line.
+
+    pickled: patterns of weights that will do where there are no safetensors.
+    """
     path = resolve(name)
     folder = Path(path)
     if not name.strip():
@@ -57,7 +52,7 @@ def locate(name: str, pickled: Sequence[str] = ()) -> Path | hub.Repository:
         raise ValueError(f"{name!r} is neither a folder nor a Hugging Face id (organisation/model, or with @revision)")
     if hub.offline():
         return hub.cached(path)
-    found = hub.look(path, pickled)
+    found = hub.described(path, hub.ask(path), pickled)
     if not pickled and "config.json" not in found.files:
         raise ValueError(f"{name} has no config.json; it is not a transformers model")
     if not found.weights:
@@ -80,6 +75,31 @@ def fetched(source: Path | hub.Repository, report: LoadProgress) -> Path:
         check_shipped(source)
         return source
     return hub.fetch(source, lambda share, what: report(0.05 + 0.5 * share, what))
+
+
+def check_shipped(folder: Path) -> None:
+    """Raises ValueError, one line, when a file of weights of a shipped model is not the one that SUMS beside the models
+    lists. Other folders pass. Every file is read for this once in a process.
+
+    Where one is trained again, in the folder of the shipped models: `sha256sum */*.safetensors >SHA256SUMS`.
+    """
+    root = embedded_folder().resolve()
+    if folder.resolve().parent != root or not (root / SUMS).is_file():
+        return
+    for line in (root / SUMS).read_text(encoding="ascii").splitlines():
+        digest, _, name = line.partition("  ")
+        file = root / name
+        if file.parent.name == folder.resolve().name and file.is_file():
+            there = file.stat()
+            if _digest(file, there.st_size, there.st_mtime_ns) != digest:
+                raise ValueError(f"{file} is not the file that was shipped; fetch it again, or renew {SUMS} beside it")
+
+
+@lru_cache(maxsize=256)
+def _digest(file: Path, size: int, changed_ns: int) -> str:
+    """size, changed_ns: a file that changes is read again."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def described(name: str) -> Path:

@@ -32,8 +32,7 @@ from specdemo.models import machine
 from specdemo.models.checkpoints import SHARD, SHARDS
 from specdemo.models.machine import device_name
 from specdemo.models.place import pick_device
-from specdemo.models.resolve import resolve
-from specdemo.models.shipped import check_shipped
+from specdemo.models.resolve import check_shipped, resolve
 from specdemo.training.agreement import agreement, next_probs
 from specdemo.training.cards import write_attribution, write_card
 from specdemo.training.code_corpus import collect_code, edit

@@ -2,7 +2,6 @@
 
 import re
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ import torch
 from specdemo.models import hub
 from specdemo.models.checkpoints import PICKLED
 from specdemo.models.load import load_model, outline
-from specdemo.models.resolve import local_folder
+from specdemo.models.resolve import fetched, locate
 from tests.models.fake_hub import SHA, serve
 from tests.models.test_load import refused
 from tests.models.test_text import byte_level
@@ -151,15 +150,15 @@ def test_an_index_may_name_a_file_that_is_gone(server, repositories, files):
 
 def test_only_a_head_without_safetensors_may_be_pickled(server, repositories):
     repositories["org/head"] = {"config.json": b"{}", "medusa_lm_head.pt": b"x", "optimizer.pt": b"x"}
-    folder = Path(local_folder("org/head", pickled=PICKLED))
+    folder = fetched(locate("org/head", PICKLED), hub.silent)
     assert {file.name for file in folder.iterdir()} == {"config.json", "medusa_lm_head.pt"}
     repositories["org/head"]["model.safetensors"] = b"x"
-    assert hub.look("org/head", PICKLED).weights == ["model.safetensors"]
+    assert hub.described("org/head", hub.ask("org/head"), PICKLED).weights == ["model.safetensors"]
 
 
 def test_the_embedding_of_a_mask_token_comes_with_the_description(server, repositories):
     repositories["org/head"] = {"config.json": b"{}", "model.safetensors": b"x", "mask_embedding.pt": b"x"}
-    found = hub.look("org/head", PICKLED)
+    found = hub.described("org/head", hub.ask("org/head"), PICKLED)
     assert found.weights == ["model.safetensors"]
     assert {file.name for file in hub.describe(found).iterdir()} == {"config.json", "mask_embedding.pt"}
 

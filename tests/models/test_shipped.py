@@ -6,7 +6,7 @@ import pytest
 from specdemo.models.checkpoints import open_checkpoint
 from specdemo.models.hub import embedded_folder
 from specdemo.models.load import load_model
-from specdemo.models.shipped import SUMS, check_shipped
+from specdemo.models.resolve import SUMS, check_shipped
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -27,7 +26,7 @@ from specdemo.core.protocol import Target
 from specdemo.models.checkpoints import Checkpoint, check_weights
 from specdemo.models.configs import read_config
 from specdemo.models.hub import LoadProgress
-from specdemo.models.resolve import local_folder
+from specdemo.models.resolve import fetched, locate
 
 Tensors = dict[str, Tensor]
 
@@ -120,7 +119,7 @@ def is_parallel(checkpoint: Checkpoint) -> bool:
 
 def opened(source: str, target: Target, progress: LoadProgress) -> Checkpoint:
     """The config, and of the tensors those of the heads alone."""
-    folder = Path(local_folder(source, progress, ("*.pth",)))
+    folder = fetched(locate(source, ("*.pth",)), progress)
     tensors: Tensors = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as held:
