@@ -8,7 +8,7 @@ Importing this needs no torch. Every refusal of data is a ValueError of one line
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
@@ -115,8 +115,7 @@ def _printable(text: str, allowed: str = "\t\n\r") -> str:
     return text
 
 
-def _label(text: str) -> str:
-    return _printable(text, allowed="")
+_label = partial(_printable, allowed="")
 
 
 def _model(name: str) -> str:
@@ -158,9 +157,7 @@ class Lane(Settings):
     server is meant to run, which nobody checks.
     """
 
-    method: Annotated[
-        str, AfterValidator(known_method), Setting("Drafting method, one of `specdemo methods`.")
-    ]  # fmt: skip
+    method: Annotated[str, AfterValidator(known_method), Setting("Drafting method, one of `specdemo methods`.")]
     model: Annotated[Model | None, Setting("Draft model: embedded name, folder or hub id[@revision].")] = None
     k: Annotated[int, Setting("Draft length.", label="Draft length k", step=1)] = Field(4, ge=1, le=DRAFT)
     options: Annotated[dict[str, int | float | bool | str], Setting("Options of the method.")] = {}
@@ -274,19 +271,17 @@ class Comparison(Settings):
 
 
 _WORDS = {
-    "greater_than_equal": "must be {ge} or more",
-    "greater_than": "must be above {gt}",
-    "less_than_equal": "must be {le} or less",
-    "less_than": "must be below {lt}",
-    "literal_error": "must be {expected}",
-    "int_type": "must be a whole number",
-    "float_type": "must be a number",
-    "finite_number": "must be a finite number",
-    "string_type": "must be text",
-    "list_type": "must be a list",
-    "string_unicode": "must be valid text",
-}
-_WORDS_ALONE = {  # which need no value beside them
+    "greater_than_equal": "must be {ge} or more, not {given}",
+    "greater_than": "must be above {gt}, not {given}",
+    "less_than_equal": "must be {le} or less, not {given}",
+    "less_than": "must be below {lt}, not {given}",
+    "literal_error": "must be {expected}, not {given}",
+    "int_type": "must be a whole number, not {given}",
+    "float_type": "must be a number, not {given}",
+    "finite_number": "must be a finite number, not {given}",
+    "string_type": "must be text, not {given}",
+    "list_type": "must be a list, not {given}",
+    "string_unicode": "must be valid text, not {given}",
     "string_too_long": "must have {max_length} characters at most",
     "string_too_short": "must not be empty",
     "too_long": f"must have 1 to {LANES} entries",
@@ -306,8 +301,6 @@ def _one_line(error: ValidationError, of: type[Settings]) -> str:
         case "value_error":
             message = str(limits["error"])
             return message if message.startswith("unknown") else f"the {where} {message}"
-        case known if known in _WORDS_ALONE:
-            return f"{where} {_WORDS_ALONE[known].format(**limits)}"
         case known if known in _WORDS:
-            return f"{where} {_WORDS[known].format(**limits)}, not {given}"
+            return f"{where} {_WORDS[known].format(**limits, given=given)}"
     return f"{where}: {first['msg'].lower()}, not {given}"

@@ -8,10 +8,11 @@ taken as 1 and alpha known for every position). All of it can be read from the e
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import isfinite
-from operator import mul
+from operator import itemgetter, mul
 from statistics import fmean, linear_regression, pstdev
 from typing import Any
 
@@ -134,7 +135,7 @@ def observed(plain: Runs, lane: Runs, k: int = 0) -> Costs | None:
         other_ms=_mean(step.ms - step.draft_ms - step.verify_ms for step in steps),
         alpha=_alpha(whole, deepest, exhausted=deepest < k),
         k=max(min(k, LONGEST), deepest),
-        reach=_reach(whole, max(k, deepest)),
+        reach=[fmean(s.depth >= at for s in whole) for at in range(1, min(max(k, deepest), LONGEST) + 1)],
         tree_nodes=_mean(s.drafted for s in steps) if any(s.drafted > s.depth for s in steps) else None,
     )
 
@@ -147,29 +148,22 @@ def prediction(trace: RunTrace) -> list[dict[str, Any]]:
 
 
 def _predicted(plain: LaneTrace, lane: LaneTrace, speed: Estimate | None) -> dict[str, object]:
-    known = {"lane": lane.name, "predicted_speedup": None, "best_k": None, "best_speedup": None}
-    numbers = summarise(lane)
-    counted = f" {lane.remote.source}." if lane.remote and lane.remote.source else ""
-    source = _server_says(plain) + _server_says(lane) + counted
-    outside = bool(plain.remote or lane.remote)
-    sentence = (_from_outside(speed, numbers) if outside and speed else explain(numbers, speed)) + source
-    if outside or speed is None:
-        return {**known, "sentence": sentence}
+    numbers, outside = summarise(lane), bool(plain.remote or lane.remote)
+    sentence = _from_outside(speed, numbers) if outside and speed else explain(numbers, speed)
+    sentence += _server_says(plain) + _server_says(lane)
+    if lane.remote and lane.remote.source:
+        sentence += f" {lane.remote.source}."
+    known: dict[str, object] = dict.fromkeys(("predicted_speedup", "best_k", "best_speedup"))
     asked = lane.options.get("k")
-    try:
-        foreseen = Foreseen.of(plain.events, lane.events, asked if isinstance(asked, int) else 0)
-        if foreseen is None:
-            return {**known, "sentence": sentence}
-        costs = foreseen.costs
-        return {
-            "lane": lane.name,
-            "predicted_speedup": round(costs.speedup(costs.k), 4),
-            "best_k": foreseen.best,
-            "best_speedup": round(costs.speedup(foreseen.best), 4),
-            "sentence": explain(numbers, speed, foreseen),
-        }
-    except (ArithmeticError, ValueError):  # a stored trace may hold any times
-        return {**known, "sentence": sentence}
+    with suppress(ArithmeticError, ValueError):  # a stored trace may hold any times
+        k = asked if isinstance(asked, int) else 0
+        foreseen = None if outside or speed is None else Foreseen.of(plain.events, lane.events, k)
+        if foreseen is not None:
+            costs, best = foreseen.costs, foreseen.best
+            sentence = explain(numbers, speed, foreseen)
+            speedups = round(costs.speedup(costs.k), 4), round(costs.speedup(best), 4)
+            known = {"predicted_speedup": speedups[0], "best_k": best, "best_speedup": speedups[1]}
+    return {"lane": lane.name, **known, "sentence": sentence}
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +211,10 @@ def explain(lane: Mapping[str, Any], speed: Estimate | None, foreseen: Foreseen 
     sentence += f"; {lane['acceptance_rate']:.0%} of the drafted tokens were kept"
     if foreseen is None:
         return sentence + "."
-    extra = _dearest(foreseen.costs) if cost > 1.0 else "a step takes no extra time"
+    extra = "a step takes no extra time"
+    if cost > 1.0:
+        name, share = max(foreseen.costs.terms().items(), key=itemgetter(1))
+        extra = f"most of the extra time goes into {name} ({share:.0%} of a step)"
     return f"{sentence}; {extra}; {_advice(foreseen, speed)}."
 
 
@@ -241,12 +238,6 @@ def _server_says(lane: LaneTrace) -> str:
         return ""
     first, decoding = times["ttft_ms"], times["decode_ms"]
     return f" By its server's clock {lane.name} took {first:.0f} ms to its first token and {decoding:.0f} ms to decode."
-
-
-def _dearest(costs: Costs) -> str:
-    terms = costs.terms()
-    name = max(terms, key=terms.__getitem__)
-    return f"most of the extra time goes into {name} ({terms[name]:.0%} of a step)"
 
 
 def _advice(foreseen: Foreseen, speed: Estimate) -> str:
@@ -276,10 +267,6 @@ def _alpha(steps: Sequence[Step], deepest: int, exhausted: bool) -> list[float]:
     together = sum(kept[1:]) / max(sum(kept[:-1]), 1)
     guess = min(known[-1], together) if known else together
     return [*known, *[guess] * (deepest - len(known)), 0.0 if exhausted else guess]
-
-
-def _reach(steps: Sequence[Step], k: int) -> list[float]:
-    return [fmean(step.depth >= position for step in steps) for position in range(1, min(k, LONGEST) + 1)]
 
 
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:

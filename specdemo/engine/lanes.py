@@ -21,11 +21,12 @@ from specdemo.core.tree import ABSENT
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.failure import let_go, reason
 from specdemo.engine.kept import Pair
-from specdemo.engine.loop import generate
-from specdemo.engine.warm_up import warm_up
+from specdemo.engine.loop import generate, warm_up
 from specdemo.methods import BASELINE, method, validate_options
+from specdemo.methods.base import Method
 from specdemo.models.devices import kind
 from specdemo.models.prefix_reuse import Remembering
+from specdemo.models.target import HFTarget
 from specdemo.models.text import Detokenizer, encode, token_text
 from specdemo.servers import lane as servers
 from specdemo.servers.address import check_listed, host, machine
@@ -105,20 +106,14 @@ class LocalLane(RunningLane):
 
     def prepare(self, cancelled: Cancelled) -> list[str]:
         try:
-            self._warm_up(cancelled)
+            warm_up(*self._task(), self._accept, cancelled)
+            self.rewind()
             return self._notes()
         except Exception as error:  # a lane that cannot run says so in its own race, not here
             let_go(error)
             for memory in self._pair.memories:
                 memory.forget()
             return []
-
-    def _warm_up(self, cancelled: Cancelled) -> None:
-        """Every code path and buffer of the lane: the first tokens of the same run."""
-        if self._pair.failure:
-            raise RuntimeError(self._pair.failure)
-        warm_up(self.target, self._pair.drafter, self._prompt(), self._config, self._accept, cancelled)
-        self.rewind()
 
     def rewind(self) -> None:
         for memory in self._pair.memories:
@@ -127,14 +122,14 @@ class LocalLane(RunningLane):
     def _notes(self) -> list[str]:
         drafter = self._pair.drafter
         notes = [self.target.note, drafter.note, drafter.unrecorded, self._accept.note]
-        reads = self._pair.drafter.max_length
+        reads = drafter.max_length
         if reads is not None and reads < len(self.trace.prompt_ids) + self._config.max_new_tokens:
             notes.append(f"its draft reads {reads} tokens; nothing is drafted behind them")
         return [note for note in notes if note and note not in (self.trace.note or "")]
 
     def _events(self, cancelled: Cancelled) -> Events:
         self._forget_peak()
-        with closing(self._generate(self._config, cancelled)) as events:
+        with closing(generate(*self._task(), accept=self._accept, cancelled=cancelled)) as events:
             for event in events:
                 self.peak_bytes = max(self.peak_bytes, self._memory())
                 event = self._noted(event)
@@ -142,15 +137,12 @@ class LocalLane(RunningLane):
                 yield event
                 self._forget_peak()
 
-    def _generate(self, config: GenerationConfig, cancelled: Cancelled) -> Events:
+    def _task(self) -> tuple[HFTarget, Method, Tensor, GenerationConfig]:
+        """What is decoded, and by whom. Raises RuntimeError for a drafter that could not be built."""
         if self._pair.failure:
             raise RuntimeError(self._pair.failure)
-        return generate(
-            self.target, self._pair.drafter, self._prompt(), config, accept=self._accept, cancelled=cancelled
-        )
-
-    def _prompt(self) -> Tensor:
-        return torch.tensor([self.trace.prompt_ids], device=self.target.device)
+        prompt = torch.tensor([self.trace.prompt_ids], device=self.target.device)
+        return self.target, self._pair.drafter, prompt, self._config
 
     def _noted(self, event: StepEvent) -> StepEvent:
         """The prefill's notes have kept: the tokens of the prompt that the target did not read again."""

@@ -13,8 +13,7 @@ from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import chain_parents
 from specdemo.engine.clock import stopwatch_for
-from specdemo.engine.loop import generate
-from specdemo.engine.warm_up import warm_up
+from specdemo.engine.loop import generate, warm_up
 from specdemo.methods import load_drafter
 from specdemo.methods.heads.dflash import DFlash
 from specdemo.methods.heads.eagle import Eagle
@@ -108,7 +107,7 @@ def test_sampled_texts_repeat_with_their_seed(world, name):
 
 @pytest.mark.parametrize("name", ["ngram", "draft_model", "eagle", "adaptive"])
 def test_nothing_is_recorded_while_the_clock_runs(world, name, monkeypatch):
-    monkeypatch.setattr("specdemo.engine.warm_up.TOKENS", 3)  # one step: what later ones need is foreseen, not met
+    monkeypatch.setattr("specdemo.engine.loop.WARM_UP", 3)  # one step: what later ones need is foreseen, not met
     target = fast()
     made = drafter(name, target)
     config = GenerationConfig(40, budget=Budget(6, 6), stop_token_ids=())
