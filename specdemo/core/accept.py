@@ -160,14 +160,11 @@ class Synthetic:
     note: ClassVar[str] = ""
 
     def __call__(self, draft: Draft, target: Tensor, rng: Generator | None) -> Verdict:
-        kept = (_coins(draft, self.coins) < self._chances(draft)) & (draft.tokens != ABSENT)
+        rates = [*self.rates, *self.rates[-1:] * (draft.nodes - len(self.rates))][: draft.nodes]
+        chances = to_device(rates, draft.tokens.device, torch.float32)
+        kept = (_coins(draft, self.coins) < chances) & (draft.tokens != ABSENT)
         path = [list(range(n + 1)) for n in kept.int().cumprod(1).sum(1).tolist()]
         return Verdict(path, draw(_ends(target, path), rng))
-
-    def _chances(self, draft: Draft) -> Tensor:
-        """[N]"""
-        rates = [*self.rates, *self.rates[-1:] * (draft.nodes - len(self.rates))]
-        return to_device(rates[: draft.nodes], draft.tokens.device, torch.float32)
 
 
 RULES: dict[str, Callable[[], AcceptRule]] = {"lossless": Lossless, "block": Block, "typical": Typical}

@@ -5,9 +5,9 @@ or else of wall clock. Derived numbers are defined in `definitions`.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field, TypeAdapter, ValidationError
@@ -156,7 +156,8 @@ def to_json(trace: RunTrace, indent: int | None = None, bounds: Bounds = FILE) -
     if indent is not None and not _fits(text, bounds):
         text = _adapter.dump_json(trace)
     if not _fits(text, bounds):
-        text = _adapter.dump_json(_without_probabilities(trace))
+        lanes = [replace(ln, events=bare(ln.events), repeats=[*map(bare, ln.repeats)]) for ln in trace.lanes]
+        text = _adapter.dump_json(replace(trace, lanes=lanes))
     return text.decode()
 
 
@@ -168,13 +169,9 @@ def _fits(text: bytes, bounds: Bounds) -> bool:
     return True
 
 
-def _without_probabilities(trace: RunTrace) -> RunTrace:
-
-    def without(events: list[StepEvent]) -> list[StepEvent]:
-        return [replace(event, draft_probs=[], target_probs=[]) for event in events]
-
-    lanes = [replace(ln, events=without(ln.events), repeats=[*map(without, ln.repeats)]) for ln in trace.lanes]
-    return replace(trace, lanes=lanes)
+def bare(events: Iterable[StepEvent]) -> list[StepEvent]:
+    """Without probabilities, of which a trace has most."""
+    return [replace(event, draft_probs=[], target_probs=[]) for event in events]
 
 
 def _with_probabilities(event: StepEvent) -> StepEvent:
@@ -204,7 +201,8 @@ def from_json(text: str | bytes, bounds: Bounds = FILE) -> RunTrace:
         raise ValueError("not a specdemo trace: config, environment or options hold what is no finite number") from None
     for lane in trace.lanes:
         lane.events = [_with_probabilities(event) for event in lane.events]
-        _check(lane)
+        for problem in _problems(lane):
+            raise ValueError(f"not a specdemo trace: lane {lane.name!r}: {problem}")
     _estimate_again(trace)
     return trace
 
@@ -228,25 +226,22 @@ def _reason(error: ValidationError) -> str:
     return f"not a specdemo trace: {where[:100] or 'the file'}: {errors[0]['msg']}"
 
 
-def _check(lane: LaneTrace) -> None:
+def _problems(lane: LaneTrace) -> Iterator[str]:
     """What types cannot say: rows agree with each other."""
-    for event in (event for events in (lane.events, *lane.repeats) for event in events):
+    for event in chain(lane.events, *lane.repeats):
         if not _holds_together(_with_probabilities(event), lane.remote is not None):
-            raise ValueError(f"not a specdemo trace: lane {lane.name!r}: step {event.index} does not hold together")
+            yield f"step {event.index} does not hold together"
     if [t for e in lane.events for t in e.emitted[0]] != lane.token_ids:
-        raise ValueError(f"not a specdemo trace: lane {lane.name!r}: token_ids differ from what its events emitted")
+        yield "token_ids differ from what its events emitted"
     if len(lane.pieces) != len(lane.token_ids) or "".join(lane.pieces) != lane.text:
-        raise ValueError(f"not a specdemo trace: lane {lane.name!r}: pieces and text disagree")
+        yield "pieces and text disagree"
     lists = {name: value for name, value in lane.summary.items() if isinstance(value, list)}
     wrong = [name for name in lane.summary if (name in lists) != (name in LISTS)]
     wrong += [name for name, value in lane.options.items() if isinstance(value, list | dict)]
-    if wrong:
-        raise ValueError(f"not a specdemo trace: lane {lane.name!r}: {wrong[0]!r:.60} has a value of the wrong type")
+    yield from (f"{name!r:.60} has a value of the wrong type" for name in wrong)
     if lane.remote:
         lists["remote.accept_by_position"] = lane.remote.accept_by_position
-    long = [name for name, value in lists.items() if len(value) > MAX_DEPTH]
-    if long:
-        raise ValueError(f"not a specdemo trace: lane {lane.name!r}: {long[0]!r} has more than {MAX_DEPTH:,} entries")
+    yield from (f"{n!r} has more than {MAX_DEPTH:,} entries" for n, value in lists.items() if len(value) > MAX_DEPTH)
 
 
 def _holds_together(event: StepEvent, remote: bool) -> bool:
@@ -343,7 +338,7 @@ def _ratio(baseline: LaneTrace, lane: LaneTrace) -> float | None:
     if (baseline.remote is None) != (lane.remote is None):
         seen = speedup(timed(baseline, True), timed(lane, True), shared=False)
         return round(seen.value, 4) if seen else None
-    ours, theirs = _speed(lane), _speed(baseline)
+    ours, theirs = (_number(one.summary.get("tokens_per_s")) for one in (lane, baseline))
     return round(ours / theirs, 4) if ours and theirs else None
 
 
@@ -383,10 +378,6 @@ def _stored(row: Mapping[str, object]) -> Estimate | None:
     value, low, high = (_number(row.get(name)) for name in ("speedup", "speedup_low", "speedup_high"))
     why = row.get("reasons")
     return Estimate(value, low, high, tuple(why) if isinstance(why, list) else ()) if value else None
-
-
-def _speed(lane: LaneTrace) -> float | None:
-    return _number(lane.summary.get("tokens_per_s"))
 
 
 def _number(value: object) -> float | None:

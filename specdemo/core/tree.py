@@ -5,7 +5,7 @@ slot <= i, so parents always come first. A chain is `parents = arange(N)`, a sta
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -116,5 +116,4 @@ def first_branch(draft: Draft) -> Draft:
     if probs is not None:
         probs = probs.gather(1, index[..., None].expand(-1, -1, probs.shape[-1]))
     confidence = None if draft.confidence is None else draft.confidence.gather(1, index)
-    chain = Draft.chain(tokens_, probs, confidence)
-    return Draft(chain.tokens, chain.parents, chain.probs, chain.confidence, draft.notes)
+    return replace(Draft.chain(tokens_, probs, confidence), notes=draft.notes)
