@@ -6,14 +6,14 @@
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import lru_cache
 
 import torch
 
 from specdemo.core.tally import Tally, so_far
-from specdemo.core.trace import RunTrace
+from specdemo.core.trace import RunTrace, bare
 from specdemo.core.tree import ABSENT
 from specdemo.engine.clock import clock_of
 from specdemo.engine.comparison import Comparison
@@ -26,12 +26,13 @@ from specdemo.engine.race import SCHEDULES
 from specdemo.engine.verdict import judge
 from specdemo.methods import check_model, validate_options
 from specdemo.models.hub import Cancelled, LoadProgress, silent
-from specdemo.models.machine import commit, device_name, one_thread, versions
-from specdemo.models.nvml import GpuClock
+from specdemo.models.machine import GpuClock, commit, device_name, one_thread, versions
 from specdemo.models.place import placed
 from specdemo.models.resolve import has_chat_template
 from specdemo.models.target import HFTarget
 from specdemo.servers.address import check_listed
+
+CONFIG = {"target", "max_new_tokens", "seed", "dtype", "device", "quantization", "chat", "system"}  # of a trace
 
 
 class Session:
@@ -99,7 +100,7 @@ class Session:
             here = next((lane.target for lane in lanes if isinstance(lane, LocalLane)), None)
             trace = RunTrace(
                 preset=spec.id,
-                config=_config(spec),
+                config=spec.model_dump(include=CONFIG) | asdict(spec.sampling),
                 environment=environment(here),
                 schedule=spec.schedule,
                 lanes=[lane.trace for lane in lanes],
@@ -134,8 +135,7 @@ class Session:
             double.rewind()
         if all(double.trace.finish in ("stop", "length") for double in doubles):
             for lane, double in zip(lanes, doubles, strict=True):
-                bare = (replace(event, draft_probs=[], target_probs=[]) for event in double.trace.events)
-                lane.trace.repeats.append([*bare])
+                lane.trace.repeats.append(bare(double.trace.events))
 
     def target(self) -> HFTarget:
         """The target of the last comparison, with a history of its own."""
@@ -237,8 +237,3 @@ def _play(lanes: Mapping[int, RunningLane], trace: RunTrace, cancelled: Callable
         if done.note:
             yield Note(done.note, index)
         yield LaneDone(index, done)
-
-
-def _config(spec: Comparison) -> dict[str, object]:
-    kept = {"target", "max_new_tokens", "seed", "dtype", "device", "quantization", "chat", "system"}
-    return spec.model_dump(include=kept) | asdict(spec.sampling)

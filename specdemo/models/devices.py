@@ -5,7 +5,6 @@ kernels hold, what is recorded. Whoever wants to know asks here and not for a na
 import time
 from dataclasses import dataclass
 from types import ModuleType
-from typing import ClassVar
 
 import psutil
 import torch
@@ -68,10 +67,11 @@ class Kind:
         return "; ".join(words if self.tested else [*words, "untested on hardware"])
 
 
+@dataclass(frozen=True, slots=True)
 class Discrete(Kind):
     """A GPU of which torch has a module like torch.cuda."""
 
-    module: ClassVar[ModuleType]
+    module: ModuleType = torch.cuda
 
     def count(self) -> int:
         return int(self.module.device_count()) if self.module.is_available() else 0
@@ -100,17 +100,9 @@ class Discrete(Kind):
     def empty(self) -> None:
         self.module.empty_cache()
 
-
-class Cuda(Discrete):
-    module: ClassVar = torch.cuda
-
     def prepare(self) -> None:
-        # on Hopper and later it is preferred, and plans anew for every length of the text, 23 to 37 ms each
+        # which CUDA prefers on Hopper and later, and which plans anew for every length of the text, 23 to 37 ms each
         torch.backends.cuda.enable_cudnn_sdp(False)
-
-
-class Xpu(Discrete):
-    module: ClassVar = torch.xpu
 
 
 class Mps(Kind):
@@ -139,8 +131,8 @@ class Mps(Kind):
 EVENTS, WAITS = "events", "synchronising"
 HALF = ("bfloat16", "float16", "float32")
 KINDS: dict[str, Kind] = {  # the best first
-    "cuda": Cuda("NVIDIA or AMD GPU", EVENTS, HALF, "flash, efficient or math", records=True, apart=True),
-    "xpu": Xpu("Intel GPU", WAITS, HALF, "flash, oneDNN or math", apart=True),
+    "cuda": Discrete("NVIDIA or AMD GPU", EVENTS, HALF, "flash, efficient or math", records=True, apart=True),
+    "xpu": Discrete("Intel GPU", WAITS, HALF, "flash, oneDNN or math", apart=True, module=torch.xpu),
     "mps": Mps("Apple GPU", WAITS, HALF, "Metal", quantised=False),
     "cpu": Kind(tested=True),
 }

@@ -55,9 +55,7 @@ class FusedLayer(nn.Module):
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
-        use_cache: bool | None = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **unused: object,  # whatever else transformers hands to a layer
     ) -> Tensor:
@@ -128,10 +126,8 @@ class FusedDecoder:
     def __init__(self, model: Layer) -> None:
         decoder = model.get_decoder()
         self._embed, self._layers, self._norm = decoder.embed_tokens, list(decoder.layers), decoder.norm
-        if any(
-            isinstance(layer.before_mlp, QuickNorm) for layer in self._layers
-        ):  # else a copy, and its weights may change
-            self._norm = quick(decoder.norm)
+        if any(isinstance(layer.before_mlp, QuickNorm) for layer in self._layers):
+            self._norm = quick(decoder.norm)  # else a copy, and its weights may change
         self._rotary, self._lm_head = decoder.rotary_emb, model.get_output_embeddings()
         self._angles: Tensor | None = None  # [P, 2, 1, D]: cos, and sin with its first half negated
 

@@ -1,5 +1,6 @@
 """What ran, and on what: the facts that stand beside every measured or trained result."""
 
+import ctypes
 import os
 import platform
 import subprocess
@@ -9,11 +10,17 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache, partial
 from pathlib import Path
+from timeit import repeat
+from typing import Any
 
 import torch
 import transformers
 
 from specdemo.models.devices import kind, now
+
+SM_CLOCK = 1  # NVML_CLOCK_SM
+SLOWED = {0x04: "its power limit", 0x08: "the hardware", 0x20: "heat", 0x40: "heat", 0x80: "its power supply"}
+FELL = 0.05  # of the clock
 
 
 @contextmanager
@@ -58,6 +65,28 @@ def versions() -> dict[str, str]:
     }
 
 
+class GpuClock:
+    """Watches a GPU from now on, as NVIDIA's management library tells of it. Where that is not there, or says nothing,
+    nothing is known. Nothing is asked while a lane computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._handle = _handle(device) if device.type == "cuda" else None
+        self._before = self._mhz()
+
+    def reasons(self) -> list[str]:
+        """Why what was measured since then may not be confirmed."""
+        before, after = self._before, self._mhz()
+        limits = _asked("nvmlDeviceGetCurrentClocksThrottleReasons", self._handle, ctypes.c_ulonglong())
+        slowed = sorted({words for bit, words in SLOWED.items() if limits and limits & bit})
+        told = [f"the GPU is slowed by {' and '.join(slowed)}"] if slowed else []
+        if before and after and abs(after / before - 1.0) > FELL:
+            told.append(f"the GPU's clock went from {before} to {after} MHz")
+        return told
+
+    def _mhz(self) -> int | None:
+        return _asked("nvmlDeviceGetClockInfo", self._handle, SM_CLOCK, ctypes.c_uint())
+
+
 @lru_cache(maxsize=1)
 def commit() -> str | None:
     """The git commit this code was checked out at; None outside a checkout."""
@@ -81,13 +110,8 @@ def _cpu_likes_bf16() -> bool:
     """Measured, not asked: processors without bf16 instructions emulate them, up to fifteen times as slowly."""
     best = {}
     for dtype in (torch.float32, torch.bfloat16):
-        a, b = torch.ones(256, 256, dtype=dtype), torch.ones(256, 1024, dtype=dtype)
-        times = []
-        for _ in range(5):
-            start = time.perf_counter()
-            a @ b
-            times.append(time.perf_counter() - start)
-        best[dtype] = min(times)
+        product = partial(torch.matmul, torch.ones(256, 256, dtype=dtype), torch.ones(256, 1024, dtype=dtype))
+        best[dtype] = min(repeat(product, number=1, repeat=5))
     return best[torch.bfloat16] < best[torch.float32]
 
 
@@ -97,3 +121,30 @@ def _processor() -> str:
     lines = listing.read_text(encoding="utf-8").splitlines() if listing.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
+
+
+@lru_cache(maxsize=1)
+def _library() -> ctypes.CDLL | None:
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+        return library if library.nvmlInit_v2() == 0 else None
+    except (OSError, AttributeError):
+        return None
+
+
+def _handle(device: torch.device) -> ctypes.c_void_p | None:
+    """By its UUID: CUDA may number the devices otherwise."""
+    library, found = _library(), ctypes.c_void_p()
+    if library is None:
+        return None
+    name = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
+    return found if library.nvmlDeviceGetHandleByUUID(name, ctypes.byref(found)) == 0 else None
+
+
+def _asked(function: str, handle: ctypes.c_void_p | None, *arguments: Any) -> int | None:
+    """The number that a function writes into its last argument."""
+    library, value = _library(), arguments[-1]
+    if library is None or handle is None:
+        return None
+    code = library[function](handle, *arguments[:-1], ctypes.byref(value))
+    return int(value.value) if code == 0 else None

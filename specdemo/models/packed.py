@@ -1,9 +1,9 @@
 """Weights laid out in blocks for oneDNN on a CPU, where five rows then cost little more than one, which is what
 verification lives on; and RMS norms that take half the time there. The weights are the model's own."""
 
-import time
 from copy import deepcopy
 from functools import lru_cache
+from timeit import repeat
 from typing import Any, TypeVar
 
 import torch
@@ -29,20 +29,20 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = linear.weight.shape
         # no buffer: a blocked tensor can be neither moved nor saved
-        self._blocks = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().contiguous(), PACKED_ROWS)
+        weight = linear.weight.detach().contiguous()
+        self._blocks: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
         self._bias = None if linear.bias is None else linear.bias.detach()
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
 
     @property
     def dtype(self) -> torch.dtype:
         """The type the weights are stored in."""
-        dtype: torch.dtype = self._blocks.dtype
-        return dtype
+        return self._blocks.dtype
 
     @property
     def bytes(self) -> int:
         """Bytes of the weights."""
-        bias = 0 if self._bias is None else self._bias.numel() * self._bias.element_size()
+        bias = 0 if self._bias is None else self._bias.nbytes
         return int(self.out_features * self.in_features * self._blocks.element_size()) + bias
 
     def forward(self, x: Tensor) -> Tensor:
@@ -76,13 +76,8 @@ class PackedHead(nn.Module):
         return linear_of(deepcopy(self.weight, memo), deepcopy(self.bias, memo))
 
 
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight, in the precision of its weight."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+class RMSNorm(nn.RMSNorm):
+    """Torch's own, in the precision of its weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps)
@@ -203,11 +198,6 @@ def packing_pays(dtype: torch.dtype) -> bool:
 
 
 @torch.no_grad()
-def _seconds(kind: nn.Module, rows: int, dtype: torch.dtype, repeats: int = 30) -> float:
+def _seconds(kind: nn.Module, rows: int, dtype: torch.dtype) -> float:
     x = torch.ones(1, rows, 512, dtype=dtype)
-    times = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        kind(x)
-        times.append(time.perf_counter() - begin)
-    return min(times)
+    return min(repeat(lambda: kind(x), number=1, repeat=30))

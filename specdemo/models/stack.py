@@ -1,4 +1,4 @@
-"""Llama layers that read the same states, run as one: heads that work side by side.
+"""Layers of heads that work side by side, run as one.
 
 N layers, B rows, S slots, K key/value heads, D head size, L columns of the cache.
 """
@@ -16,10 +16,10 @@ from specdemo.models.fused import OneLayer, close, is_plain, sample, turning
 
 
 class Stack:
-    """Llama layers that read the same states, each operation run once for all of them: of heads that work side by side.
+    """Llama layers that read the same states, each operation run once for all of them.
 
-    N layers. Their weights become views of the stack's, so that they take no more memory and can still be used one by
-    one. A deep copy is None, since what it copies may be trained.
+    Their weights become views of the stack's, so that they take no more memory and can still be used one by one. A deep
+    copy is None, since what it copies may be trained.
     """
 
     def __init__(self, layers: Any) -> None:

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from specdemo.models import nvml
-from specdemo.models.nvml import GpuClock
+from specdemo.models import machine
+from specdemo.models.machine import GpuClock
 
 
 class Library:
@@ -39,7 +39,7 @@ class Library:
     ],
 )
 def test_what_a_gpu_says(monkeypatch, library, reasons):
-    monkeypatch.setattr(nvml, "_library", lambda: library)
+    monkeypatch.setattr(machine, "_library", lambda: library)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="abc"))
     assert GpuClock(torch.device("cuda")).reasons() == reasons
 
