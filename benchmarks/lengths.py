@@ -14,8 +14,9 @@ from specdemo.bench.result import Result, Row
 from specdemo.bench.sweeps import KINDS
 from specdemo.core.estimate import over_repeats, rate
 from specdemo.core.protocol import Budget, GenerationConfig
-from specdemo.engine.loop import generate, warm_up
+from specdemo.engine.loop import generate
 from specdemo.engine.session import environment
+from specdemo.engine.warm_up import warm_up
 from specdemo.methods import BASELINE, load_drafter
 from specdemo.methods.base import Method
 from specdemo.methods.draft_model import DraftModel

@@ -19,8 +19,9 @@ from specdemo.bench.measure import Totals, Way
 from specdemo.bench.sweeps import first_lane, room, tokenizer
 from specdemo.core.trace import StepEvent, step_ms
 from specdemo.engine.comparison import Lane
-from specdemo.engine.loop import generate, warm_up
+from specdemo.engine.loop import generate
 from specdemo.engine.session import environment
+from specdemo.engine.warm_up import warm_up
 from specdemo.models.target import HFTarget
 from specdemo.models.text import encode
 from specdemo.presets.files import preset

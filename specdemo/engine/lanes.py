@@ -21,7 +21,8 @@ from specdemo.core.tree import ABSENT
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.failure import let_go, reason
 from specdemo.engine.kept import Pair
-from specdemo.engine.loop import generate, warm_up
+from specdemo.engine.loop import generate
+from specdemo.engine.warm_up import warm_up
 from specdemo.methods import BASELINE, method, validate_options
 from specdemo.methods.base import Method
 from specdemo.models.devices import kind

@@ -1,22 +1,18 @@
 """The order in which lanes step on one device. A lane is an iterator of StepEvents; its clock is the device time its
 own steps took, so lanes never disturb each other's clock."""
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from functools import partial
+from collections.abc import Generator, Iterator, Sequence
 
 from specdemo.core.trace import StepEvent, step_ms
 
-Steps = Generator[tuple[int, StepEvent], None, None]  # each with the index of its lane
 
-
-def race(lanes: Sequence[Iterator[StepEvent]], in_turn: bool = True) -> Steps:
-    """Virtual time: the lane whose clock is furthest behind steps next, ties to the first. Not in turn: one lane after
-    the other."""
+def race(lanes: Sequence[Iterator[StepEvent]]) -> Generator[tuple[int, StepEvent], None, None]:
+    """Virtual time: the lane whose clock is furthest behind steps next, ties to the first."""
     clocks = [0.0] * len(lanes)
-    running = list(range(len(lanes)))
+    running = set(range(len(lanes)))
     try:
         while running:
-            lane = min(running, key=clocks.__getitem__) if in_turn else running[0]
+            lane = min(running, key=lambda i: (clocks[i], i))
             event = next(lanes[lane], None)
             if event is None:
                 running.remove(lane)
@@ -24,10 +20,23 @@ def race(lanes: Sequence[Iterator[StepEvent]], in_turn: bool = True) -> Steps:
                 clocks[lane] += step_ms(event)
                 yield lane, event
     finally:
-        for each in lanes:
-            if isinstance(each, Generator):
-                each.close()
+        _close(lanes)
 
 
-sequential = partial(race, in_turn=False)
-SCHEDULES: dict[str, Callable[[Sequence[Iterator[StepEvent]]], Steps]] = {"race": race, "sequential": sequential}
+def sequential(lanes: Sequence[Iterator[StepEvent]]) -> Generator[tuple[int, StepEvent], None, None]:
+    """One lane after the other."""
+    try:
+        for index, lane in enumerate(lanes):
+            for event in lane:
+                yield index, event
+    finally:
+        _close(lanes)
+
+
+SCHEDULES = {"race": race, "sequential": sequential}
+
+
+def _close(lanes: Sequence[Iterator[StepEvent]]) -> None:
+    for lane in lanes:
+        if isinstance(lane, Generator):
+            lane.close()
