@@ -49,6 +49,8 @@ def test_all_that_ships_fits_its_target(stories):
     assert all(check_pair(stories, name).fits for name in EMBEDDED if name not in (*BYTES, "code", "code-eagle-1"))
     assert "hidden size 128" in check_pair(stories, "stories-bytes-heads").reason
     assert check_pair(outline("stories-bytes"), "stories-bytes-heads").fits
+    code = check_pair(outline("code"), "stories-mtp")  # as wide, and says no word of its own
+    assert code.reason == "stories-mtp is for vocabulary 2048, the target has 4096; choose the target stories"
 
 
 def test_heads_say_why_they_do_not_fit_another_target(narrow):

@@ -110,7 +110,8 @@ def _wanted(name: str, target: Target) -> bool:
 
 def sequential(checkpoint: Checkpoint, target: Target) -> tuple[Tensors, int, tuple[Convention, ...]]:
     """The tensors of modules, how many these are, and the conventions they may follow. Raises ValueError when they
-    belong on a target of another width."""
+    belong on a target of another width or vocabulary."""
+    check_target(checkpoint, vocabulary=(checkpoint.config.get("vocab_size", target.vocab_size), target.vocab_size))
     tensors = _fused(dict(_named(checkpoint.tensors, target.num_layers)))
     joined = tensors.get("layers.0.eh_proj.weight")
     if joined is not None and joined.shape != (target.hidden_size, 2 * target.hidden_size):
