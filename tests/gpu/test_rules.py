@@ -108,7 +108,7 @@ def test_sampled_texts_repeat_with_their_seed(world, name):
 
 @pytest.mark.parametrize("name", ["ngram", "draft_model", "eagle", "adaptive"])
 def test_nothing_is_recorded_while_the_clock_runs(world, name, monkeypatch):
-    monkeypatch.setattr("specdemo.engine.loop.WARM_UP", 3)  # one step: what later ones need is foreseen, not met
+    monkeypatch.setattr("specdemo.engine.warm_up.TOKENS", 3)  # one step: what later ones need is foreseen, not met
     target = fast()
     made = drafter(name, target)
     config = GenerationConfig(40, budget=Budget(6, 6), stop_token_ids=())
