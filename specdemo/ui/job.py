@@ -306,25 +306,30 @@ def wire(
     place: shows the queue. first: a script that a start waits for.
     """
     switched = {"stop": stop, **{str(i): button for i, button in enumerate(off)}}
+    over = {"over": gr.State(False)}  # Stop came, perhaps before Run has reached the engine's queue
     shown: dict[str, object] = {"show_progress": "full", "show_progress_on": place, "api_visibility": "private"}
 
     def switch(running: bool) -> Values:
         return {name: gr.update(interactive=running == (name == "stop")) for name in switched}
 
+    def run(begin: Callable[[Values, Any], Job], request: gr.Request, values: Values) -> Iterator[Values]:
+        if not values.pop("over"):
+            yield from jobs.run(begin, request, values)
+
     ended = []
     for pressed, begin, given in starts:
         on = partial(gr.on, pressed, trigger_mode="once")
-        locked = named(on, lambda *_: switch(True), {}, switched, js=first, **QUIET)
-        ended.append(named(locked.then, partial(jobs.run, begin), given, parts, **shown, **ENGINE))
+        locked = named(on, lambda *_: {**switch(True), "over": False}, {}, {**switched, **over}, js=first, **QUIET)
+        ended.append(named(locked.then, partial(run, begin), {**given, **over}, parts, **shown, **ENGINE))
         named(ended[-1].then, lambda *_: switch(False), {}, switched, **QUIET)
 
     def ask(request: gr.Request, _: Values) -> Values:
-        return {**jobs.ask_to_stop(request), "stop": gr.update(interactive=False)}
+        return {**jobs.ask_to_stop(request), "stop": gr.update(interactive=False), "over": True}
 
     def end(request: gr.Request, _: Values) -> Values:
         return {**jobs.stop(request), **switch(False)}
 
-    everything = {**parts, **switched}
+    everything = {**parts, **switched, **over}
     named(named(stop.click, ask, {}, everything, cancels=ended, **QUIET).then, end, {}, everything, **QUIET)
     return ended
 

@@ -24,15 +24,16 @@ const percent = (x) => (isNumber(x) ? `${(100 * x).toFixed(0)} %` : "–");
 const sentence = (text) => text.charAt(0).toUpperCase() + text.slice(1);
 const visible = (text) => (text === "" ? "∅" : text.replace(/[\n\r\t]/g, (c) => GLYPHS[c]).replace(/^ | $/g, "·"));
 
-// The new lines of an append-only log. A log whose first line is another one is another log: `opened` comes first.
+// The new lines of an append-only log. A log whose first line is another one is another log: `opened` comes first. A shorter one
+// was overtaken on its way here.
 function reader(opened, receive) {
   let seen = { head: "", length: 0 };
   return (log) => {
     const head = log.slice(0, log.indexOf("\n"));
-    if (head !== seen.head || log.length < seen.length) {
+    if (head !== seen.head) {
       seen = { head, length: 0 };
       opened();
-    }
+    } else if (log.length < seen.length) return;
     const end = log.lastIndexOf("\n") + 1;
     const lines = log.slice(seen.length, end).split("\n");
     seen.length = Math.max(end, seen.length);

@@ -18,12 +18,14 @@ test("of a longer log the new lines are read, and half a line waits for its end"
   assert.deepEqual(lines, [1, 2, 3]);
 });
 
-test("a log with another first line is another log, as is a shorter one", () => {
+test("a log with another first line is another log, a shorter one was overtaken", () => {
   const { take, lines, opened } = read();
   take('{"n":1}\n{"n":2}\n');
   take('{"n":7}\n');
   take('{"n":7}\n{"n":8}\n');
-  assert.deepEqual(lines, [1, 2, 7, 8]);
+  take('{"n":7}\n');
+  take('{"n":7}\n{"n":8}\n{"n":9}\n');
+  assert.deepEqual(lines, [1, 2, 7, 8, 9]);
   assert.equal(opened(), 2);
 });
 
