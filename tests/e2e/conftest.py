@@ -144,6 +144,9 @@ def gates(gated_server):
     gates = gated_server[1]
     gates.open.clear()
     gates.warm.set()
+    for counted in (gates.begun, gates.stopped):
+        while counted.acquire(block=False):  # by the tests before
+            pass
     yield gates
     gates.open.set()
 
