@@ -103,7 +103,9 @@ class Writing:
         self, read: Callable[[Tensor], Tensor], depth: int, enough: Callable[[list[float]], bool] | None = None
     ) -> None:
         """Up to `depth` tokens, or until `enough` of a `Budget`; read: the last [B, 1] -> logits [B, V] behind it."""
-        while len(self) < depth and not (enough and enough(self._choice.surety(self._said[-1].select(1, -1)))):
+        for _ in range(len(self), depth):
+            if enough and enough(self._choice.surety(self._said[-1].select(1, -1))):
+                break
             self.take(read(self._tokens[-1])[:, None])
 
     def draft(self, vocabulary: "Vocabulary | None" = None) -> Draft:

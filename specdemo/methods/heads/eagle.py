@@ -41,7 +41,7 @@ from specdemo.methods.heads.layers import Layer, below, like, linear
 from specdemo.methods.heads.network import Network, as_target
 from specdemo.methods.heads.runtime import Columns, HeadHistory, Rotary, unrolled_mask, whole_rows
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
-from specdemo.models.packed import RMSNorm, dtype_of
+from specdemo.models.packed import RMSNorm
 from specdemo.training.losses import likeliest, steps_loss
 
 UNROLLED = 4  # steps of EAGLE-3's training-time test
@@ -107,6 +107,7 @@ class EagleHead(Network):
         self.mask_hidden = nn.Parameter(torch.zeros(read)) if files.MASKED in names else None
         self.register_buffer("d2t", d2t)
         self._targets = target.embed, target.lm_head  # a tuple, so that they are not registered
+        self._spoken = target.dtype  # that its lm_head reads
         self.convention = convention
 
     def read_as(self, reading: Convention) -> None:
@@ -146,8 +147,7 @@ class EagleHead(Network):
     def logits(self, states: Tensor) -> Tensor:
         """states [..., D] -> [..., W]"""
         normed = states if self.norm is None else self.norm(states)
-        lm_head = self.lm_head or self._targets[1]
-        logits: Tensor = lm_head(normed.to(dtype_of(lm_head)))
+        logits: Tensor = self.lm_head(normed) if self.lm_head else self._targets[1](normed.to(self._spoken))
         return logits
 
     def fed_back(self, states: Tensor) -> Tensor:

@@ -146,7 +146,7 @@ class SequentialModules(Heads):
 
     def step(self, index: int, hidden: Tensor, tokens: Tensor, at: Columns) -> tuple[Tensor, Tensor]:
         module: Any = self.layers[index % len(self)]
-        parts = [module.enorm(self.shared.embed(tokens).to(self.dtype)), module.hnorm(hidden)]
+        parts = [module.enorm(self.shared.embed(tokens).to(hidden.dtype)), module.hnorm(hidden)]
         joined = torch.cat(parts[::-1] if self.convention.hidden_first else parts, -1)
         plain = self._run(module.block, module.eh_proj(joined), at)
         state = module.norm(plain)
