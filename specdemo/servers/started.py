@@ -114,7 +114,7 @@ def started(command: Sequence[str], address: str, environment: Mapping[str, str]
 
 @contextmanager
 def _log(path: Path) -> Iterator[int]:
-    """A file that processes write into: its descriptor."""
+    """A file that processes write into: its descriptor, since nothing but core/files.py opens files to write."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
     try:
         yield descriptor

@@ -21,7 +21,7 @@ FLAGS = (
     "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync"
 ).split()
-PATIENCE_MS = 60_000  # the page shares a busy core with its browser
+PATIENCE_MS = 120_000  # the page shares a busy core with its browser
 
 expect.set_options(timeout=PATIENCE_MS)
 
