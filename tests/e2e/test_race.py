@@ -22,14 +22,15 @@ def visit_short(visit):
     return page
 
 
-def run(page):
-    page.locator("#run").click()
-    expect(page.locator("#stop")).to_be_enabled()
-    expect(page.locator("#run")).to_be_enabled()
-
-
 def said(page, words):
     expect(page.locator(".sd-status")).to_have_text(re.compile(words))
+
+
+def run(page, says="^Finished"):
+    """The first run of a page, which may be too short to be seen under way."""
+    page.locator("#run").click()
+    said(page, says)
+    expect(page.locator("#run")).to_be_enabled()
 
 
 def lane_text(page, lane):
@@ -82,7 +83,6 @@ def test_a_link_answered_late_replaces_no_run_opened_meanwhile(visit, trace_file
 def test_a_run_shows_what_its_trace_says(visit, tmp_path):
     page = visit_short(visit)
     run(page)
-    said(page, "^Finished")
     file = save(page, "json")
     file.save_as(tmp_path / file.suggested_filename)
     trace = from_json((tmp_path / file.suggested_filename).read_bytes())
@@ -116,7 +116,6 @@ def test_every_number_of_a_finished_page_follows_from_its_trace(visit):
     """Recomputed from the events alone, with the page open."""
     page = visit_short(visit)
     run(page)
-    said(page, "^Finished")
     trace = from_json(save(page, "json").path().read_bytes())
     names = ("tokens_per_s", "ttft_ms", "itl_ms_p50")
     tiles = {"acceptance": "acceptance_rate", "per-pass": "tokens_per_step", "memory": "peak_memory_bytes"}
@@ -159,7 +158,6 @@ def test_every_number_of_a_finished_page_follows_from_its_trace(visit):
 def test_a_noisy_run_is_repeated_with_one_click_and_pooled(visit):
     page = visit_short(visit)
     run(page)
-    said(page, "^Finished")
     once = from_json(save(page, "json").path().read_bytes())
     if not once.comparison[0]["noisy"]:  # a quiet machine has no badge; what it does is there all the same
         page.evaluate("document.getElementById('repeat').click()")
@@ -223,8 +221,7 @@ def test_drafts_can_be_hidden_steps_inspected_and_the_run_replayed(visit, trace_
 def test_a_lossy_lane_says_so_everywhere(visit, tmp_path):
     page = visit("?preset=embedded-sampling&max_new_tokens=12&acceptance=typical")
     expect(page.locator("#acceptance-1 input")).to_have_value("typical (lossy)")
-    run(page)
-    said(page, "lossy")
+    run(page, "lossy")
     for place in (".sd-lane h3", '[data-tile="speedup"]', ".sd-name"):
         expect(page.locator(f"{place} .sd-lossy")).to_have_text("lossy")
     expect(page.locator('[data-tile="output"] b')).to_have_text("⚠ lossy")
@@ -344,7 +341,6 @@ def test_a_hostile_prompt_is_shown_as_it_is_and_bad_input_keeps_it(visit):
     expect(page.locator("#prompt textarea")).to_have_value(PROMPT)
     page.locator("#seed input").fill("5")
     run(page)
-    said(page, "^Finished")
     expect(page.locator(".sd-alert")).to_be_hidden()
     expect(page.locator('[data-lane="0"] [data-kind="prompt"]')).to_have_text(PROMPT)
 

@@ -30,31 +30,13 @@ def test_stop_and_run_again(visit_gated, gates):
     assert gates.stopped.acquire(timeout=60)
 
     gates.open.set()
-    begin(page, gates)
+    page.locator("#run").click()
     said(page, "^Finished")
     expect(page.locator("#run")).to_be_enabled()
     text = page.evaluate(
         "[...document.querySelectorAll('[data-lane=\"0\"] [data-kind=target]')].map(s => s.textContent).join('')"
     )
     assert text == "".join(HOSTILE)
-
-
-def test_stop_before_the_queue_has_heard_of_run_lets_nothing_run(visit_gated, gates):
-    page = visit_gated()
-    shown = page.locator(".sd-status").text_content()
-    held = []
-    page.route("**/queue/join*", lambda route: held.append(route), times=1)
-    with page.expect_request("**/queue/join*"):
-        page.locator("#run").click()
-    page.locator("#stop").click()
-    expect(page.locator("#run")).to_be_enabled()
-    with page.expect_event("requestfinished", lambda request: "/queue/data" in request.url):
-        held[0].continue_()
-    said(page, f"^{re.escape(shown)}$")
-    assert not gates.begun.acquire(block=False)
-    gates.open.set()
-    begin(page, gates)
-    said(page, "^Finished")
 
 
 def test_a_second_visitor_sees_the_queue_and_gets_the_engine_when_the_first_one_leaves(visit_gated, gates):
@@ -83,7 +65,7 @@ def test_stop_leaves_the_queue_and_the_one_who_runs_alone(visit_gated, gates):
     said(first, "^Running")
     gates.open.set()
     said(first, "^Finished")
-    begin(second, gates)
+    second.locator("#run").click()
     said(second, "^Finished")
 
 

@@ -54,7 +54,7 @@ class Caller:
     def fn(self, event, elem_id=None):
         """The last event of a control; of an endpoint its name is enough."""
         ids = {c["id"] for c in self.config["components"] if elem_id and c["props"].get("elem_id") == elem_id}
-        for fn in reversed(self.config["dependencies"]):
+        for fn in (fn for fn in reversed(self.config["dependencies"]) if fn["backend_fn"]):
             if (
                 fn["api_name"] == event
                 if elem_id is None

@@ -47,7 +47,7 @@ def test_what_the_page_hides_is_refused_when_it_is_called(visit):
     free = ends(caller.call(caller.fn("click", "free-memory"), []))
     assert not free["success"] and "they stay" in free["output"]["error"]
     train = caller.after(caller.fn("click", "train"))
-    assert "Training is off" in text(caller.call(train, [None, 2]))
+    assert "Training is off" in text(caller.call(train, [None, 2, None]))
     raced = caller.now(caller.fn("click", "race-head"), [0, 0, 0])
     assert raced.status_code == 500 and "no new head yet" in raced.json()["error"]
 
@@ -257,6 +257,19 @@ def test_one_who_sends_many_calls_waits_behind_each_of_the_others(visit):
     assert len(turns) == 8
     for joined, start in zip(came, begun, strict=True):
         assert len([turn for turn in turns if joined < turn < start]) <= 1
+
+
+def test_a_run_that_is_stopped_before_it_reaches_the_queue_does_not_begin(visit):
+    caller = visit("9.9.9.11")
+    pressed, stop = caller.fn("click", "run"), caller.fn("click", "stop")
+    run = caller.after(pressed)
+    values = caller.values(run, max_new_tokens=32)
+    for event in (pressed, stop):
+        assert caller.now(event, []).status_code == 200
+    messages = caller.call(run, values)
+    assert ends(messages)["success"] and "process_generating" not in {message["msg"] for message in messages}
+    assert caller.now(pressed, []).status_code == 200
+    assert '"finish":"done"' in text(caller.call(run, values))
 
 
 def test_places_are_limited_by_visitor(visit):
