@@ -93,7 +93,7 @@ def _asked(
     asks: dict[str, Asked] = {}
     asking = _llamacpp if engine == "llamacpp" else _vllm
     started = serving(chosen, engine, lambda said: report(0.0, said), command)
-    with started as onto, httpx.Client(timeout=PATIENCE_S) as http:
+    with started as (onto, _), httpx.Client(timeout=PATIENCE_S) as http:
         for lane in onto.all_lanes:
             drafter = load_drafter(lane.method, target, lane.model, **lane.options)
             asks[f"{lane.method}, {OURS}"] = Asked(_here(target, drafter, lane), time.process_time)

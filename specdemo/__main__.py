@@ -9,9 +9,8 @@ import os
 import platform
 import shutil
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from inspect import Parameter, Signature, signature
@@ -40,6 +39,7 @@ from specdemo.ui.app import ui
 
 if TYPE_CHECKING:
     from specdemo.core.trace import RunTrace
+    from specdemo.servers.started import Server
 
 app = typer.Typer(
     add_completion=False,
@@ -136,7 +136,9 @@ def run(
         check_writable(out)
     if engine and server:
         raise ValueError("--engine starts servers and --server names some that run; give one of them")
-    with _started(chosen, engine, command, gpus) if engine else nullcontext(chosen) as chosen:
+    with ExitStack() as running:
+        if engine:
+            chosen, _ = running.enter_context(_started(chosen, engine, command, gpus))
         trace = _race(chosen.checked())
     _show(trace)
     if out is not None:
@@ -363,14 +365,16 @@ def serve(
     command: Command = None,
 ) -> None:
     """Start a preset's lanes on servers of this machine and keep them until Ctrl-C."""
-    with _started(preset(preset_id), engine, command, gpus) as chosen:
+    from specdemo.servers.started import watch
+
+    with _started(preset(preset_id), engine, command, gpus) as (chosen, servers):
         asked = " ".join(f"--server {lane.server}" for lane in chosen.all_lanes)
         print(f"specdemo run {preset_id} {asked}", "Ctrl-C stops them.", sep="\n", flush=True)
-        threading.Event().wait()
+        watch(servers)
 
 
 @contextmanager
-def _started(chosen: Preset, engine: str, command: str | None, gpus: int) -> Iterator[Preset]:
+def _started(chosen: Preset, engine: str, command: str | None, gpus: int) -> Iterator[tuple[Preset, "list[Server]"]]:
     """The preset on servers that are started for it; what they say while they load stands in one line that moves."""
     from specdemo.presets.serve import serving
 

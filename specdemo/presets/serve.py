@@ -161,10 +161,13 @@ class Program:
 
 
 @contextmanager
-def serving(preset: Preset, engine: Engine, tell: Tell, command: str | None = None, gpus: int = 1) -> Iterator[Preset]:
-    """Start a server for the baseline and for each lane, one after the other: the preset on them, until the block ends.
+def serving(
+    preset: Preset, engine: Engine, tell: Tell, command: str | None = None, gpus: int = 1
+) -> Iterator[tuple[Preset, list[Server]]]:
+    """Start a server for the baseline and for each lane, one after the other, until the block ends.
 
-    command: the engine's program, where it is not on PATH. Raises ValueError as `Program.serve` does.
+    Yields the preset with its lanes on the servers, and the servers. command: the engine's program, where it is not on
+    PATH. Raises ValueError as `Program.serve` does.
     """
     program = Program.find(engine, command, gpus)
     onto = on_free_ports(preset)
@@ -172,9 +175,8 @@ def serving(preset: Preset, engine: Engine, tell: Tell, command: str | None = No
     for lane in lanes:
         program.check(lane)
     with ExitStack() as running:
-        for place, lane in enumerate(lanes):
-            running.enter_context(program.serve(lane, tell, place, len(lanes)))
-        yield onto
+        starts = (program.serve(lane, tell, place, len(lanes)) for place, lane in enumerate(lanes))
+        yield onto, [running.enter_context(start) for start in starts]
 
 
 def on_free_ports(preset: Preset) -> Preset:

@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import secrets
 import shutil
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from subprocess import PIPE, STDOUT, Popen, SubprocessError, run
 from tempfile import TemporaryDirectory
+from typing import NoReturn
 
 import httpx
 
@@ -98,18 +101,27 @@ def free_port() -> int:
 @contextmanager
 def started(command: Sequence[str], address: str, environment: Mapping[str, str]) -> Iterator["Server"]:
     """A server's process, which ends with the block, or with this process however that ends."""
-    watched = [sys.executable, "-P", keeper.__file__, *command]
-    alone = {**DEFAULTS, **os.environ, **environment}
+    watched, mark = [sys.executable, "-P", keeper.__file__, *command], secrets.token_hex(16)
+    alone = {**DEFAULTS, **os.environ, **environment, keeper.MARK: mark}
     with (
         TemporaryDirectory() as folder,
         _log(Path(folder) / "log") as log,
         # in a session of its own: Ctrl-C reaches us alone, and the end of the pipe ends it in order
         Popen(watched, stdin=PIPE, stdout=log, stderr=STDOUT, env=alone, start_new_session=True) as process,
     ):
+        watcher = threading.Thread(target=_end_after, args=(process, mark), daemon=True, name="engine watcher")
+        watcher.start()
         try:
             yield Server(command[0], address, process, Path(folder) / "log")
         finally:
             process.communicate()  # closes the pipe and waits, which after Ctrl-C Popen does for a moment alone
+            watcher.join()
+
+
+def _end_after(process: "Popen[bytes]", mark: str) -> None:
+    """Wait for the end of a keeper, then end what it left, which is something only if it was killed."""
+    process.wait()
+    keeper.end_marked(mark, process.pid)
 
 
 @contextmanager
@@ -143,12 +155,26 @@ class Server:
             time.sleep(POLL_S)
         raise ValueError(f"{host(self.address)} does not answer after {LOADING_S:g} s")
 
+    def check_runs(self) -> None:
+        """Raise ValueError, with the end of the log, if the server has ended."""
+        if self.process.poll() is not None:
+            lines = " / ".join(self._tail()) or "nothing"
+            raise ValueError(f"{self.program} at {host(self.address)} ended; the end of its log: {lines}")
+
     def _tail(self) -> list[str]:
         """The last lines of its log that say something."""
         with self.log.open("rb") as log:
             log.seek(max(0, self.log.stat().st_size - LOG_BYTES))
             said = log.read().decode(errors="replace")
         return [line.strip() for line in said.splitlines() if line.strip()][-TAIL:]
+
+
+def watch(servers: Sequence[Server]) -> NoReturn:
+    """Block while all servers run. Raises ValueError, one line, when one of them ends."""
+    while True:
+        for server in servers:
+            server.check_runs()
+        time.sleep(POLL_S)
 
 
 def _shortened(line: str) -> str:

@@ -83,6 +83,18 @@ def test_no_server_outlives_the_command_that_started_it(engine, number):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_serve_ends_all_servers_when_one_of_them_ends(engine, number):
+    command = [sys.executable, "-m", "specdemo", "serve", "embedded-draft", "--command", str(engine)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
+        assert serving.stdout.readline().startswith("specdemo run embedded-draft")
+        psutil.Process(started(engine)[1]["pid"]).parent().send_signal(number)
+        assert serving.wait(60) == 2
+        assert f"{engine} at 127.0.0.1:" in serving.stderr.read()
+    assert gone(engine)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
 def test_ctrl_c_waits_until_the_servers_have_ended(engine, monkeypatch):
     monkeypatch.setenv("SLOW", "1")
     command = [sys.executable, "-m", "specdemo", "serve", "embedded-draft", "--command", str(engine)]
