@@ -31,7 +31,7 @@ from specdemo.core.reading import lacks_memory, read_text
 from specdemo.core.signals import tidy
 from specdemo.core.suggest import DEVICES, suggest
 from specdemo.engine.comparison import Comparison, Lane, settings, type_of
-from specdemo.methods import METHODS, knobs, method
+from specdemo.methods import PLUG_INS, knobs, method, unusable, usable
 from specdemo.presets.files import EMBEDDED, Preset, load_presets, of_checkout, preset
 from specdemo.presets.limits import LIMITS
 from specdemo.servers.address import allow, known_engine
@@ -392,10 +392,12 @@ def _started(chosen: Preset, engine: str, command: str | None, gpus: int) -> Ite
 @app.command()
 def methods(as_json: AsJson = False) -> None:
     """List the drafting methods and their options."""
+    for reason in unusable().values():
+        print(f"specdemo: {reason}", file=sys.stderr)
     if as_json:
-        print(json.dumps([_method(name) for name in METHODS], indent=1))
+        print(json.dumps([_method(name) for name in usable()], indent=1))
         return
-    for name, cls in ((name, method(name)) for name in METHODS):
+    for name, cls in ((name, method(name)) for name in usable()):
         kind = "exact" if cls.exact else "lossy"
         print(f"{name}: {cls.title} ({kind}{', needs a draft model' if cls.needs_model else ''})")
         print(f"    {cls.summary}")
@@ -417,6 +419,9 @@ def doctor(
     for name, value in {"specdemo": __version__, "python": platform.python_version(), **found}.items():
         print(f"{name:<16}{value}")
     print(f"{'cpu cores':<16}{os.cpu_count()}; decoding on a CPU uses one thread")
+    reasons = unusable()
+    for name in PLUG_INS:
+        print(f"{'plug-in':<16}{reasons.get(name, name)}")
     print(f"{'chromium':<16}{_chromium() or 'none (only the tests of the page need one)'}")
 
     from specdemo.engine.session import environment

@@ -16,7 +16,7 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.trace import StepEvent
 from specdemo.core.tree import ABSENT, depths
 from specdemo.engine.loop import generate
-from specdemo.methods import BASELINE, kind_of, knobs, load_drafter, method, reader
+from specdemo.methods import BASELINE, knobs, load_drafter, method, reader, reads
 from specdemo.methods.base import Head, Method
 from specdemo.models.checkpoints import open_checkpoint
 from specdemo.models.toy import ToyTarget
@@ -113,7 +113,7 @@ def a_saved_head_comes_back(name: str) -> None:
     made = cls(target, cls.fresh(target))
     with TemporaryDirectory() as folder:
         made.save(Path(folder), "toy")
-        assert kind_of(open_checkpoint(folder)) == name
+        assert reads(name, open_checkpoint(folder))
         again = cls(target, folder)
     batch = Progress(PROMPT[:, :-1], PROMPT[:, 1:], [15], target.start(PROMPT[:, :-1], made.taps).hidden)
     (loss, metrics), (other, _) = made.loss(batch), again.loss(batch)

@@ -2,15 +2,18 @@
 can be had without torch."""
 
 import dataclasses
+import signal
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specdemo.core.signals import KILLED
 from specdemo.core.suggest import suggest
 
 if TYPE_CHECKING:
@@ -87,26 +90,68 @@ def knob(default: object, help: str, **limits: object) -> Any:
 
 
 def method(name: str) -> "type[Method]":
-    """The class of a method. Raises ValueError for an unknown name, and for a plug-in that cannot be imported."""
+    """Return the class of a method. Raise ValueError for an unknown name and for a plug-in that cannot be used."""
     if name not in METHODS:
         raise ValueError(f"unknown method {name!r}; {suggest(name, METHODS)}")
-    module, _, attribute = METHODS[name].partition(":")
-    try:
-        found: type[Method] = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        if name in BUILT_IN:
-            raise
-        raise ValueError(
-            f"method {name!r} of another package cannot be imported ({error}); mend or uninstall it"
-        ) from None
+    if name in BUILT_IN:
+        return _import(name)
+    found = _plug_in(name)
+    if isinstance(found, str):
+        raise ValueError(found)
     return found
 
 
+def _import(name: str) -> "type[Method]":
+    module, _, attribute = METHODS[name].partition(":")
+    found: type[Method] = getattr(import_module(module), attribute)
+    return found
+
+
+@cache  # a module that fails is imported once: it may be slow, and it may change something each time
+def _plug_in(name: str) -> "type[Method] | str":
+    """Return the class of a plug-in or, if it cannot be used, one line that says why."""
+    from specdemo.methods.base import Method
+
+    try:
+        found = _import(name)
+        if not (isinstance(found, type) and issubclass(found, Method)):
+            raise TypeError(f"{METHODS[name]} is not a subclass of specdemo.methods.base.Method")
+        _ = found.title, found.summary, _knobs(found)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a module may raise anything, SystemExit included
+        if isinstance(error, SystemExit) and error.code == KILLED + signal.SIGTERM:
+            raise  # this process was terminated (core/signals.py), not the module
+        why = f"cannot be imported ({_brief(error)}); fix or uninstall it"
+        return f"method {name!r} of another package {why}"
+    return found
+
+
+def _brief(error: BaseException) -> str:
+    """Return the type and the first line of an error, short enough for one line."""
+    line = " ".join(str(error).partition("\n")[0].split())
+    return f"{type(error).__name__}: {line[:200]}" if line else type(error).__name__
+
+
+def unusable() -> dict[str, str]:
+    """Return why a plug-in cannot be used, by its name. Import every plug-in."""
+    return {name: found for name in PLUG_INS if isinstance(found := _plug_in(name), str)}
+
+
+def usable() -> list[str]:
+    """Return the name of every method except the plug-ins that cannot be used."""
+    without = unusable()
+    return [name for name in METHODS if name not in without]
+
+
 def knobs(name: str) -> list[Knob]:
-    """The options of a method, read from its `Options` dataclass."""
+    """Return the options of a method, read from its `Options` dataclass."""
+    return _knobs(method(name))
+
+
+def _knobs(of: "type[Method]") -> list[Knob]:
     return [
-        Knob(name=f.name, type=type(f.default), default=f.default, **f.metadata)
-        for f in dataclasses.fields(method(name).Options)
+        Knob(name=f.name, type=type(f.default), default=f.default, **f.metadata) for f in dataclasses.fields(of.Options)
     ]
 
 
@@ -150,27 +195,48 @@ def load_drafter(name: str, target: "Target", model: object = None, **options: o
 
 
 def kind_of(checkpoint: "Checkpoint") -> str:
-    """The method that reads it. Asked are the last of METHODS first: plug-ins before what is built in, heads before
-    `draft_model`, which any whole model is for.
+    """Return the method that reads a checkpoint. The last of METHODS is asked first: plug-ins before the built-in
+    methods, heads before `draft_model`, which any complete model is for.
 
-    Raises ValueError when it is nothing known.
+    Raise ValueError if no method recognises it.
     """
-    for name in reversed(METHODS):
-        if method(name).recognises(checkpoint):
-            return name
+    failed = ""
+    for name in reversed(usable()):
+        try:
+            if method(name).recognises(checkpoint):
+                return name
+        except Exception as error:
+            if name in BUILT_IN:
+                raise
+            failed += f"; method {name!r} of another package failed on it ({_brief(error)})"
     first = ", ".join(list(checkpoint.tensors)[:3]) or "nowhere"
-    raise ValueError(f"{checkpoint.name} is no speculator known here; its tensors begin {first}")
+    raise ValueError(f"{checkpoint.name} is no speculator known here; its tensors begin {first}{failed}")
 
 
 def expect(checkpoint: "Checkpoint", name: str) -> None:
-    """Raise ValueError when the checkpoint is for another method than `name`, naming that."""
-    found = kind_of(checkpoint)
-    if found != name:
+    """Raise ValueError if the checkpoint is for another method than `name`, and name that method."""
+    if not reads(name, checkpoint):
+        found = kind_of(checkpoint)
         raise ValueError(f"{checkpoint.name} is a checkpoint for method {found!r}, not {name!r}; choose that method")
-    if found != "draft_model":
+    if name != "draft_model":
         from specdemo.models.checkpoints import check_weights
 
         check_weights(checkpoint)
+
+
+def reads(name: str, checkpoint: "Checkpoint") -> bool:
+    """Return whether method `name`, when it is chosen, reads the checkpoint.
+
+    It does if `kind_of` finds it. If `kind_of` finds a plug-in or a variant of it (one class derives from the other),
+    it is enough that the chosen method recognises the checkpoint. Between unrelated built-in methods the order of
+    METHODS decides, because some recognise more files than they read. Raise ValueError if no method recognises it.
+    """
+    found = kind_of(checkpoint)
+    if found == name:
+        return True
+    chosen, other = method(name), method(found)
+    related = issubclass(chosen, other) or issubclass(other, chosen)
+    return (related or found in PLUG_INS) and chosen.recognises(checkpoint)
 
 
 def head_of(source: str) -> str | None:

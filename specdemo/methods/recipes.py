@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specdemo.core.suggest import suggest
-from specdemo.methods import METHODS, method
+from specdemo.methods import method, usable
 from specdemo.methods.base import Head, Recipe
 from specdemo.methods.heads.network import Network
 from specdemo.models.load import load_target
@@ -24,15 +24,18 @@ ROWS_PER_MINUTE = 120  # what a small head reads in a minute on one CPU core, se
 CONTEXT = 256  # tokens of a row: on a CPU the target spends more time on writing them than the head on learning
 
 
-def _of_methods() -> Iterator[tuple[str, Recipe]]:
-    for name in METHODS:
+def _of_methods() -> dict[str, Recipe]:
+    """Return every head's recipes. A variant of a head (a class derived from it) does not replace those it inherits."""
+    found: dict[str, Recipe] = {}
+    for name in usable():
         cls = method(name)
         if issubclass(cls, Head):
-            for recipe, told in cls.recipes.items():
-                yield recipe, replace(told, method=name)
+            for recipe, described in cls.recipes.items():
+                found.setdefault(recipe, replace(described, method=name))
+    return found
 
 
-HEAD_RECIPES = dict(_of_methods())
+HEAD_RECIPES = _of_methods()
 
 
 def recipes() -> dict[str, str]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import gradio as gr
 
 from specdemo.engine.comparison import Comparison, Lane, Settings, as_knob, brief, linked, settings, type_of
-from specdemo.methods import BASELINE, METHODS, Knob, knobs, method, reader
+from specdemo.methods import BASELINE, METHODS, Knob, knobs, method, reader, usable
 from specdemo.presets import limits
 from specdemo.presets.files import DEFAULT, EMBEDDED, Preset, allowed_models, known_drafters, load_presets, preset
 from specdemo.presets.limits import LIMITS
@@ -218,7 +218,7 @@ def about(chosen: Preset) -> str:
 def titles(_: gr.Request, __: Values) -> Values:
     """The methods' own words, in every lane."""
     lazy_imports.live()
-    choices = [(method(name).title, name) for name in DRAFTING]
+    choices = [(method(name).title, name) for name in usable() if name != BASELINE]
     return {f"method-{n}": gr.update(choices=choices) for n in NUMBERS}
 
 

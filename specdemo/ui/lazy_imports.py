@@ -8,11 +8,11 @@ _lock = threading.Lock()
 
 
 def live() -> ModuleType:
-    """specdemo.ui.live, with every method's module imported too."""
+    """specdemo.ui.live, with the modules of all usable methods imported too."""
     with _lock:
-        from specdemo.methods import METHODS, method
+        from specdemo.methods import method, usable
         from specdemo.ui import live
 
-        for name in METHODS:
+        for name in usable():
             method(name)
         return live

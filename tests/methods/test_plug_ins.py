@@ -1,17 +1,29 @@
 """A method from another package: the one of docs/add-a-method.md, built and installed from the page's own code."""
 
+import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
+import torch
 
-from tests.plug_in import ROOT, install_bigram, run
+from specdemo.__main__ import main
+from specdemo.core.protocol import Budget, Progress
+from specdemo.core.tree import Draft
+from specdemo.methods import METHODS, PLUG_INS, _plug_in, kind_of, load_drafter, method, recipes
+from specdemo.methods.targets import load_target
+from specdemo.models.checkpoints import Checkpoint, outline_checkpoint
+from specdemo.testing import a_saved_head_comes_back
+from tests.plug_in import PAGE, ROOT, install_bigram, run
 
 USED = """
 import json, sys
 from specdemo.__main__ import main
+from specdemo.core.protocol import Budget, Progress
+from specdemo.core.tree import Draft
 from specdemo.methods import METHODS, load_drafter, knobs
 from specdemo.testing import check_method
 from specdemo.ui.controls import DRAFTING
@@ -47,5 +59,102 @@ def test_one_that_cannot_be_imported_is_named(installed):
     paths = os.pathsep.join([str(installed), str(ROOT)])
     command = [sys.executable, "-m", "specdemo", "methods"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": paths})
-    assert done.returncode == 2
-    assert "method 'bigram' of another package cannot be imported" in done.stderr
+    assert done.returncode == 0 and "\ndraft_model: " in done.stdout and "\nbigram: " not in done.stdout
+    assert done.stderr.count("\n") == 1
+    assert "method 'bigram' of another package cannot be imported (ModuleNotFoundError: " in done.stderr
+
+
+@pytest.fixture
+def plug_in(tmp_path, monkeypatch):
+    """Install a module with this text as the plug-in `parrot`."""
+
+    def install(text):
+        (tmp_path / "parrot_plug_in.py").write_text(text, encoding="utf-8")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setitem(PLUG_INS, "parrot", "parrot_plug_in:Parrot")
+        monkeypatch.setitem(METHODS, "parrot", "parrot_plug_in:Parrot")
+        _plug_in.cache_clear()
+
+    yield install
+    _plug_in.cache_clear()
+    sys.modules.pop("parrot_plug_in", None)
+
+
+BROKEN = {
+    "raise RuntimeError('first line\\nsecond line')": "RuntimeError: first line",
+    "raise KeyError('name')": "KeyError: 'name'",
+    "import sys; sys.exit(3)": "SystemExit: 3",
+    "def (": "SyntaxError: invalid syntax (parrot_plug_in.py, line 1)",
+    "class Odd(BaseException): pass\nraise Odd": "Odd",
+    "Parrot = None": "TypeError: parrot_plug_in:Parrot is not a subclass of specdemo.methods.base.Method",
+}
+
+
+@pytest.mark.parametrize("text, error", BROKEN.items())
+def test_whatever_a_plug_in_raises_at_import_breaks_nothing_else(plug_in, capsys, text, error):
+    plug_in(text)
+    line = f"specdemo: method 'parrot' of another package cannot be imported ({error}); fix or uninstall it\n"
+    assert main(["methods"]) == 0
+    out, err = capsys.readouterr()
+    assert "\nmedusa: " in out and err == line
+    assert main(["run", "embedded-draft", "--method", "parrot"]) == 2
+    assert capsys.readouterr().err == line
+    assert kind_of(outline_checkpoint("stories-medusa")) == "medusa"
+
+
+def test_doctor_names_plug_ins(plug_in, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("SPECDEMO_MODELS", str(tmp_path))  # doctor ends where models are missing
+    plug_in("raise SystemExit")
+    main(["doctor"])
+    assert "\nplug-in         method 'parrot' of another package cannot be imported" in capsys.readouterr().out
+
+
+def test_ctrl_c_during_an_import_ends_the_command(plug_in):
+    plug_in("raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        method("parrot")
+
+
+VARIANT = """
+from specdemo.methods.heads.medusa import Medusa
+
+class Parrot(Medusa):
+    title = "Parrot"
+"""
+
+
+@pytest.mark.parametrize("name", ["parrot", "medusa"])
+def test_a_variant_of_a_head_and_the_head_itself_read_the_same_file(plug_in, name):
+    plug_in(VARIANT)
+    target = load_target("stories")
+    assert load_drafter(name, target, "stories-medusa").title == method(name).title
+    with pytest.raises(ValueError, match="is a checkpoint for method 'eagle', not 'medusa'; choose that method"):
+        load_drafter(name, target, "stories-eagle-1")
+
+
+@pytest.mark.parametrize("name", ["parrot", "medusa"])
+def test_a_variant_and_its_head_keep_the_contract(plug_in, name):
+    plug_in(VARIANT)
+    a_saved_head_comes_back(name)
+
+
+def test_a_variant_does_not_replace_the_recipes_of_its_head(plug_in):
+    plug_in(VARIANT)
+    assert recipes._of_methods()["medusa"].method == "medusa"
+
+
+def test_a_plug_in_that_fails_on_a_file_is_named_only_where_no_other_method_reads_it(plug_in):
+    plug_in(VARIANT + "    @classmethod\n    def recognises(cls, checkpoint):\n        raise KeyError('tensor')\n")
+    assert kind_of(outline_checkpoint("stories-eagle-1")) == "eagle"
+    unknown = Checkpoint("unknown", {}, {"a": torch.zeros(1)})
+    with pytest.raises(
+        ValueError, match="begin a; method 'parrot' of another package failed on it \\(KeyError: 'tensor'"
+    ):
+        kind_of(unknown)
+
+
+@pytest.mark.parametrize("of", [Progress, Budget, Draft])
+def test_the_page_lists_every_field_of_what_a_method_is_given(of):
+    table = PAGE.read_text(encoding="utf-8").partition(f"| `{of.__name__}` | type")[2].partition("\n\n")[0]
+    fields = [field.name for field in dataclasses.fields(of) if not field.name.startswith("_")]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == fields
