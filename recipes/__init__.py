@@ -1,1 +1,1 @@
-"""What made the shipped models: recipes of `python -m specdemo train` that come with the checkout alone."""
+"""Recipes that trained the shipped models, for `python -m specdemo train` in a checkout."""

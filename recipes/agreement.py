@@ -1,8 +1,8 @@
-"""How well a draft guesses its target, teacher-forced on held-out rows. N rows, T tokens, V vocabulary.
+"""Agreement of a draft model with its target, teacher-forced on held-out rows. N rows, T tokens, V vocabulary.
 
-`greedy_agreement`: the share of positions where both have the same most probable token, which is the chance that a
-greedy draft token is accepted. `overlap`: the mean of sum(min(p, q)), the chance at temperature 1 (Leviathan et al.
-2023, arXiv 2211.17192, theorem 3.5).
+`greedy_agreement`: share of positions where both models have the same most probable token, that is the probability that
+a greedy draft token is accepted. `overlap`: mean of sum(min(p, q)), the acceptance probability at temperature 1
+(Leviathan et al. 2023, arXiv 2211.17192, theorem 3.5).
 """
 
 import torch
@@ -12,13 +12,15 @@ from transformers import PreTrainedModel
 
 @torch.no_grad()
 def next_probs(model: PreTrainedModel, rows: Tensor) -> Tensor:
-    """rows [N, T] -> [N, T, V] in the model's own precision, on its device."""
+    """Return the next-token probabilities of rows [N, T] as [N, T, V], in the model's precision and on its device."""
     chunks = [model(input_ids=chunk.to(model.device), use_cache=False).logits for chunk in rows.split(4)]
     return torch.cat([torch.softmax(logits.float(), dim=-1) for logits in chunks])
 
 
 def agreement(draft: PreTrainedModel, target_probs: Tensor, rows: Tensor) -> dict[str, float]:
-    """target_probs [N, T, V] of rows [N, T] -> `greedy_agreement` and `overlap`, both in 0..1."""
+    """Compare a draft with target_probs [N, T, V] on rows [N, T]; return `greedy_agreement` and `overlap`, both in
+    0..1.
+    """
     same = shared = 0.0
     for chunk, p in zip(rows.split(4), target_probs.split(4), strict=True):
         q = next_probs(draft, chunk)

@@ -1,6 +1,6 @@
-"""A byte-level model and seven heads beside its own, trained together from scratch (2404.19737).
+"""Byte-level model and its seven prediction heads, trained jointly from scratch (Gloeckle et al., arXiv 2404.19737).
 
-Bytes are easy to guess and many, so multi-token prediction shows most here.
+Bytes are numerous and easy to predict, so multi-token prediction gains most here.
 """
 
 import time
@@ -25,13 +25,13 @@ from specdemo.training.corpus import read_corpus
 from specdemo.training.fit import Batch, Batches, Schedule, Tick, make_folder, show, steps, write_provenance
 from specdemo.training.heads import on_held_out
 
-BYTES = Shape(layers=12, hidden=128, intermediate=344, heads=2, context=1024)  # narrow: seven heads are cheap beside it
+BYTES = Shape(layers=12, hidden=128, intermediate=344, heads=2, context=1024)  # narrow, so that seven heads are cheap
 HEADS = Recipe("Eight heads on a byte-level model", {"modules": 7, "kind": "parallel"}, "mtp")
 HELD_OUT_ROWS = 128
 
 
 def train_bytes(job: Job) -> None:
-    """The model in `out`, its heads in `out`-heads."""
+    """Train the model into `out` and its heads into `out`-heads."""
     if job.start:
         raise ValueError(f"recipe {job.recipe!r} begins from scratch; leave --start out")
     corpus, tokenizer = read_corpus(job.corpus), byte_tokenizer()
@@ -63,9 +63,9 @@ def train_jointly(
     micro_tokens: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Generator[Tick, None, None]:
-    """Train a model and the heads on it together from tokens [R, T + 1] (multi-token prediction, 2404.19737).
+    """Train a model and its heads jointly on tokens [R, T + 1] (multi-token prediction, arXiv 2404.19737).
 
-    The model learns the text; the heads learn the text first and, in the second half, what the model itself would say.
+    The model learns the text. The heads learn the text first and, in the second half, the model's own predictions.
     Their gradients reach the model through its hidden states.
     """
     device, halfway = held_out.device, [False]

@@ -1,6 +1,6 @@
-"""`MODEL_CARD.md` and `ATTRIBUTION.md` of a trained folder, made from what the run wrote down and from the weights.
+"""Model cards: `MODEL_CARD.md` and `ATTRIBUTION.md` of a trained folder, made from its provenance and its weights.
 
-The samples are the first ones drawn from fixed prompts and fixed seeds; nothing is picked or edited.
+The samples are the first ones from fixed prompts and fixed seeds. They are neither selected nor edited.
 """
 
 import json
@@ -136,21 +136,21 @@ the same tokenizer, and its guesses get worse away from simple stories. The cont
 
 
 def sparkline(values: list[float]) -> str:
-    """One bar per value, lowest to highest."""
+    """Return one bar per value, scaled from the lowest to the highest value."""
     low, high = min(values), max(values)
     step = (high - low) / (len(BARS) - 1) or 1.0
     return "".join(BARS[round((v - low) / step)] for v in values)
 
 
 def evenly(rows: list[dict[str, float]], count: int) -> list[dict[str, float]]:
-    """At most `count` of `rows`, the first and the last among them."""
+    """Return at most `count` evenly spaced `rows`, including the first and the last."""
     if len(rows) <= count:
         return rows
     return [rows[round(i * (len(rows) - 1) / (count - 1))] for i in range(count)]
 
 
 def curve(evaluations: list[dict[str, float]]) -> str:
-    """A sparkline of what was measured and a table of the run."""
+    """Return a sparkline and a table of the measurements of a run."""
     if not evaluations:
         return "(nothing was evaluated)"
     names = [n for n in evaluations[0] if n not in ("step", "seconds", "tokens")]
@@ -164,7 +164,7 @@ def curve(evaluations: list[dict[str, float]]) -> str:
 
 
 def sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompt: str, temperature: float) -> str:
-    """What the model says behind `prompt`, to the end of the story or for `SAMPLE_TOKENS` tokens; seed 0."""
+    """Continue `prompt` until the story ends or `SAMPLE_TOKENS` tokens are generated, with seed 0."""
     ids = tokenizer.encode(prompt)
     generator = torch.Generator().manual_seed(0)
     text = continue_texts(model, torch.tensor([ids]), len(ids) + SAMPLE_TOKENS, torch.tensor([temperature]), generator)
@@ -174,7 +174,7 @@ def sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompt: s
 
 
 def samples(folder: Path, world: str) -> str:
-    """The samples of the model in `folder`, in fp32 on one CPU thread's arithmetic."""
+    """Generate the samples of the model in `folder`, in fp32 with the arithmetic of one CPU thread."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     lines = []
@@ -189,7 +189,7 @@ def samples(folder: Path, world: str) -> str:
 
 
 def recipe_facts(facts: dict[str, Any], config: dict[str, object], recipe: str) -> str:
-    """The paragraph of a model card that says how the weights were made."""
+    """Return the paragraph of a model card that describes how the weights were made."""
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     minutes = facts.get("minutes", round(facts["seconds"] / 60))
     shape = (
@@ -217,17 +217,19 @@ def recipe_facts(facts: dict[str, Any], config: dict[str, object], recipe: str) 
 
 
 def remark(facts: dict[str, object]) -> list[str]:
-    """A line for what a hand wrote into the provenance."""
+    """Return a line for a remark that was added to the provenance by hand."""
     return [f"- remark: {facts['remark']}"] if "remark" in facts else []
 
 
 def measured(found: dict[str, object]) -> str:
-    """What was measured on held-out text, by name."""
+    """Return the measurements on held-out text, by name."""
     return "\n".join(f"- {name}: {value}" for name, value in found.items())
 
 
 def write_card(folder: Path, recipe: str | None = None) -> Path:
-    """`MODEL_CARD.md` in `folder` from its provenance, config and weights; `recipe` if the provenance names none."""
+    """Write `MODEL_CARD.md` in `folder` from its provenance, config and weights. `recipe` applies if the provenance
+    names none.
+    """
     facts = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     name = facts.get("recipe") or recipe or "stories-target"
@@ -257,7 +259,7 @@ linearly to 2 %."""
 
 
 def write_head_card(folder: Path, title: str, speed: dict[str, object] | None = None) -> Path:
-    """`MODEL_CARD.md` of a head, from its provenance; `speed`: what a benchmark found, by name."""
+    """Write `MODEL_CARD.md` of a head from its provenance. `speed`: benchmark results by name."""
     facts = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
     target = facts.get("target", "the model it was trained with")
     last = facts["evaluations"][-1] if facts["evaluations"] else {}
@@ -298,7 +300,7 @@ def write_head_card(folder: Path, title: str, speed: dict[str, object] | None = 
 
 
 def write_attribution(corpus: Path, folder: Path) -> None:
-    """`ATTRIBUTION.md` in `folder`: the `ORIGIN-*.md` files of the corpus, which travel with what is made of it."""
+    """Write `ATTRIBUTION.md` in `folder` from the corpus's `ORIGIN-*.md` files, which must accompany derived works."""
     origins = [p.read_text(encoding="utf-8").strip() for p in sorted(corpus.glob("ORIGIN-*.md"))]
     if origins:
         head = "# Where the training text comes from"

@@ -1,8 +1,8 @@
-"""Python source for the models of code: collected, cleaned, split by project; and functions told again as edits.
+"""Python corpus for the code models: collected, cleaned, split by project, and partly turned into edits.
 
-The standard library of the running Python and the wheels of `code_wheels.txt`, which pins their hashes. Projects marked
-`held out` there are never trained on. What is kept is what a small model can learn from: no tests, no vendored or
-machine-made files, docstrings cut to their first line, near-duplicates out.
+Sources are the standard library of the running Python and the wheels of `code_wheels.txt`, which pins their hashes.
+Projects marked `held out` there are never trained on. Text that a small model cannot learn from is removed: tests,
+vendored and generated files, all but the first line of docstrings, and near-duplicates.
 """
 
 import ast
@@ -27,16 +27,16 @@ OUTSIDE = re.compile(
     r"pydoc_data|site-packages|idle_test|lib2to3|turtledemo)(/|$)"
 )
 MACHINE_MADE = re.compile(r"generated (by|from|file|using)|auto-?generated|do not edit", re.IGNORECASE)
-PROJECT_CHARACTERS = 2_500_000  # of one wheel, so that no project is the language
+PROJECT_CHARACTERS = 2_500_000  # limit per wheel, so that no project dominates
 DOCUMENT_CHARACTERS = 2_000
 VALID_CHARACTERS = 250_000
-SHINGLE = 5  # lines
+SHINGLE = 5  # lines per run
 
 
 def collect_code(folder: Path) -> Path:
-    """Write `train.txt`, `valid.txt` and `ORIGIN-code.md` into `folder`, unless they are there -> the folder.
+    """Write `train.txt`, `valid.txt` and `ORIGIN-code.md` into `folder` unless they exist, and return the folder.
 
-    Raises ValueError, one line, when a wheel cannot be fetched or is not the one pinned.
+    Raises ValueError, one line, if a wheel cannot be fetched or its hash differs.
     """
     if (folder / "ORIGIN-code.md").exists():
         return folder
@@ -62,7 +62,7 @@ def collect_code(folder: Path) -> Path:
 
 
 def fetch_wheels(folder: Path) -> None:
-    """The pinned wheels; those without compiled parts are the same for every machine."""
+    """Fetch the pinned wheels. Wheels without compiled parts are the same for every machine."""
     how = ["--no-deps", "--only-binary=:all:", "--platform=any", "--require-hashes", "--quiet"]
     asked = [sys.executable, "-m", "pip", "download", *how, "-r", str(WHEELS), "-d", str(folder)]
     done = subprocess.run(asked, capture_output=True, text=True)
@@ -72,12 +72,12 @@ def fetch_wheels(folder: Path) -> None:
 
 
 def project(wheel: Path) -> str:
-    """The name by which `code_wheels.txt` knows a wheel."""
+    """Return the name of a wheel's project in `code_wheels.txt`."""
     return wheel.name.partition("-")[0].lower()
 
 
 def origin(wheel: Path) -> str:
-    """One line: name, version, licence, as the wheel says them."""
+    """Return one line with name, version and licence from the wheel's metadata."""
     with ZipFile(wheel) as files:
         name = next(n for n in files.namelist() if n.endswith(".dist-info/METADATA"))
         said = email.message_from_bytes(files.read(name))
@@ -87,7 +87,7 @@ def origin(wheel: Path) -> str:
 
 
 def standard_library() -> Iterator[str]:
-    """The source of its modules, one after the other."""
+    """Yield the source of each module of the standard library."""
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
         if not OUTSIDE.search(path.relative_to(root).as_posix()):
@@ -95,7 +95,7 @@ def standard_library() -> Iterator[str]:
 
 
 def wheel_sources(wheel: Path) -> Iterator[str]:
-    """The source of a wheel's modules, one after the other."""
+    """Yield the source of each module of a wheel."""
     with ZipFile(wheel) as files:
         for name in sorted(files.namelist()):
             if name.endswith(".py") and not OUTSIDE.search(name):
@@ -103,7 +103,7 @@ def wheel_sources(wheel: Path) -> Iterator[str]:
 
 
 def within(documents: Iterable[str], characters: int) -> Iterator[str]:
-    """The first documents, as many as have that many characters together."""
+    """Return the leading documents whose total length is at most `characters`."""
     for document in documents:
         characters -= len(document)
         if characters < 0:
@@ -112,7 +112,9 @@ def within(documents: Iterable[str], characters: int) -> Iterator[str]:
 
 
 def fresh(sources: Iterable[str], known: set[int], characters: int = sys.maxsize) -> Iterator[str]:
-    """The documents of modules, without those of whose runs of lines more than half are `known`, which grows."""
+    """Yield the documents of modules, except those with more than half of their line runs in `known`; extend
+    `known`.
+    """
 
     def novel() -> Iterator[str]:
         for source in sources:
@@ -126,13 +128,15 @@ def fresh(sources: Iterable[str], known: set[int], characters: int = sys.maxsize
 
 
 def shingles(document: str) -> set[int]:
-    """Hashes of every run of `SHINGLE` lines, blanks and indents apart."""
+    """Return the hashes of all runs of `SHINGLE` lines, ignoring blank lines and indentation."""
     lines = [line.strip() for line in document.splitlines() if line.strip()]
     return {hash(tuple(lines[i : i + SHINGLE])) for i in range(max(1, len(lines) - SHINGLE + 1))}
 
 
 def documents(source: str) -> list[str]:
-    """A module as whole top-level statements, at most about `DOCUMENT_CHARACTERS` together; [] for what is none."""
+    """Split a module into groups of whole top-level statements of about `DOCUMENT_CHARACTERS`; [] if it cannot be
+    parsed.
+    """
     source = source.replace("\r\n", "\n").replace("\t", "    ")
     if MACHINE_MADE.search(source[:2000]):
         return []
@@ -143,10 +147,10 @@ def documents(source: str) -> list[str]:
         return []
     lines = source.splitlines()
     pieces: list[str] = []
-    start = body[0].lineno - 1 - decorators(body[0]) if body else 0  # the comment above it is a licence
+    start = body[0].lineno - 1 - decorators(body[0]) if body else 0  # skip the licence comment above
     for i, node in enumerate(body):
         end = (body[i + 1].lineno - 1 - decorators(body[i + 1])) if i + 1 < len(body) else len(lines)
-        while end > (node.end_lineno or 0) and lines[end - 1].startswith("#"):  # a comment belongs to what follows
+        while end > (node.end_lineno or 0) and lines[end - 1].startswith("#"):  # comments belong to the next statement
             end -= 1
         if sum(map(len, lines[start:end])) > DOCUMENT_CHARACTERS or i + 1 == len(body):
             pieces.append("\n".join(lines[start:end]).strip())
@@ -155,13 +159,13 @@ def documents(source: str) -> list[str]:
 
 
 def decorators(node: ast.stmt) -> int:
-    """Lines of decorators above a definition."""
+    """Return the number of decorator lines above a definition."""
     listed = node.decorator_list if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) else []
     return node.lineno - min([node.lineno, *(d.lineno for d in listed)])
 
 
 def readable(document: str) -> bool:
-    """Whether it is code that people wrote: a definition, short lines, plain letters, few digits."""
+    """Return whether a document looks hand-written: a definition, short lines, plain letters, few digits."""
     digits = sum(map(str.isdigit, document))
     return (
         len(document) >= 200
@@ -174,14 +178,14 @@ def readable(document: str) -> bool:
 
 
 def shorten_docstrings(source: str) -> str:
-    """Every docstring cut to its first line: prose and tables are beyond a model of this size. Raises SyntaxError."""
+    """Cut every docstring to its first line, since a model of this size cannot learn prose. Raises SyntaxError."""
     lines: list[str | None] = list(source.splitlines())
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or not node.body:
             continue
         match node.body[0]:
-            case ast.Expr(value=ast.Constant(value=str(said)) as text) if text.end_lineno != text.lineno:
-                first = said.strip().partition("\n")[0].strip().replace("\\", "/").replace('"', "'")
+            case ast.Expr(value=ast.Constant(value=str(doc)) as text) if text.end_lineno != text.lineno:
+                first = doc.strip().partition("\n")[0].strip().replace("\\", "/").replace('"', "'")
                 lines[text.lineno - 1] = " " * text.col_offset + f'"""{first or "..."}"""'
                 lines[text.lineno : text.end_lineno] = [None] * ((text.end_lineno or 0) - text.lineno)
     return "\n".join(line.rstrip() for line in lines if line is not None)

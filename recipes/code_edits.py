@@ -1,4 +1,4 @@
-"""Functions told again as edits: a function, an instruction as a comment, and the function as it then is."""
+"""Edits for the code corpus: a function, an instruction as a comment, and the edited function."""
 
 import ast
 import io
@@ -18,14 +18,14 @@ LONGEST_EDIT = (250, 400, 700, 1200)  # characters of the function
 
 @dataclass(slots=True)
 class Edit:
-    """A function's source on its way to the next; `orders` say what was done to it."""
+    """A function's source during editing; `orders` lists the instructions applied so far."""
 
     source: str
     rng: random.Random
     orders: list[str] = field(default_factory=list)
 
     def names(self) -> list[str]:
-        """Parameters and names that are assigned to, none of them also an attribute, a keyword or a name of others."""
+        """Return parameters and assigned names that are not also attributes, keywords or foreign names."""
         tree = ast.parse(self.source)
         names = [n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)]
         names += [n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
@@ -33,7 +33,7 @@ class Edit:
         return sorted(set(names) - taken)
 
     def rename(self) -> None:
-        """Another name for a parameter or a variable."""
+        """Rename a parameter or a variable."""
         names = self.names()
         if not names:
             return
@@ -43,7 +43,7 @@ class Edit:
         self.orders.append(f"Rename {old} to {new}.")
 
     def rename_function(self) -> None:
-        """One word of its name becomes another."""
+        """Replace one word of the function's name."""
         found = re.search(r"def (\w+)\(", self.source)
         if not found or found[1].startswith("__"):
             return
@@ -54,7 +54,7 @@ class Edit:
         self.orders.append(f"Rename the function to {new}.")
 
     def replace(self, old: str, new: str) -> None:
-        """Names only: no attribute, no part of a text."""
+        """Replace a name, but not attributes or parts of strings."""
         columns = []
         before = ""
         for token in tokenize.generate_tokens(io.StringIO(self.source).readline):
@@ -68,7 +68,7 @@ class Edit:
         self.source = "\n".join(lines)
 
     def add_types(self) -> None:
-        """Types for the parameters of a head without any, and for what is returned."""
+        """Add types to the parameters and the return value of a signature that has none."""
         function = ast.parse(self.source).body[0]
         head = re.match(r"(?:async )?def \w+\(([\w ,]*)\):\n", self.source)
         if not head or not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -84,7 +84,7 @@ class Edit:
         self.orders.append(f"Add types: {typed} -> {returned}.")
 
     def change_constant(self) -> None:
-        """Another number or word, wherever it stands."""
+        """Replace a number or a string everywhere in the function."""
         found = re.findall(r"(?<![\w.\"'])\d+(?![\w.\"'])|\"[a-z]+\"|'[a-z]+'", self.source)
         if not found:
             return
@@ -95,7 +95,7 @@ class Edit:
         self.orders.append(f"Use {new} instead of {old}.")
 
     def drop_docstring(self) -> None:
-        """The same without its docstring."""
+        """Remove the docstring."""
         shorter = re.sub(r"\n +\"\"\"[^\"\n]*\"\"\"(?=\n +\w)", "", self.source, count=1)
         if shorter != self.source:
             self.source = shorter
@@ -103,9 +103,10 @@ class Edit:
 
 
 def edit(document: str, rng: random.Random) -> str | None:
-    """A function of `document`, an instruction as a comment, the function as it then is; None when there is none.
+    """Return a function of `document`, an instruction as a comment, and the edited function; None if there is no
+    function.
 
-    These documents put long copies into the corpus, so that lookups have something to find.
+    These documents add long copies to the corpus, so that lookup methods find matches.
     """
     longest = rng.choice(LONGEST_EDIT)
     functions = [f for f in functions_of(document) if 120 <= len(f) <= longest]
@@ -129,7 +130,7 @@ def edit(document: str, rng: random.Random) -> str | None:
 
 
 def functions_of(document: str) -> list[str]:
-    """Its functions and methods, each at the left margin."""
+    """Return the functions and methods of a module, each dedented to the left margin."""
     try:
         tree = ast.parse(document)
     except SyntaxError:

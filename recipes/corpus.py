@@ -1,6 +1,6 @@
-"""Text -> tokens: retold copies, tokenizers, and epochs of windows of T + 1 tokens.
+"""Corpus processing from text to tokens: retold copies, tokenizers, and epochs of windows of T + 1 tokens.
 
-Every document begins with `<|endoftext|>` (id 0) in the token stream.
+Every document starts with `<|endoftext|>` (id 0) in the token stream.
 """
 
 import random
@@ -28,9 +28,9 @@ THINGS = (
 
 
 def retell(story: str, rng: random.Random, max_characters: int) -> str | None:
-    """An excerpt of `story`, then the same excerpt with one name or thing changed; None when nothing can be changed.
+    """Return an excerpt of `story` and the same excerpt with one name or thing changed; None if nothing can be changed.
 
-    These documents put long exact copies into the corpus, so that prompt lookup has something to find.
+    These documents add long exact copies to the corpus, so that prompt lookup finds matches.
     """
     excerpt = ""
     for sentence in re.split(r"(?<=[.!?\"])\s+", story):
@@ -48,21 +48,25 @@ def retell(story: str, rng: random.Random, max_characters: int) -> str | None:
 
 
 def own_words() -> pre_tokenizers.PreTokenizer:
-    """Words, single digits, runs of punctuation, a line break with its indent; a word carries the space before it."""
+    """Split into words, single digits, runs of punctuation, and line breaks with indent; a word includes its leading
+    space.
+    """
     pattern = Regex(r"'(?:[sdmt]|ll|ve|re)| ?[A-Za-z]+|\d| ?[^\sA-Za-z\d]+|\n+ *|\s+(?!\S)|\s+")
     plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([pre_tokenizers.Split(pattern, behavior="isolated"), plain])
 
 
 def gpt2_words() -> pre_tokenizers.PreTokenizer:
-    """As GPT-2 does: digits together, line breaks apart from the indent behind them."""
+    """Split like GPT-2: digits together, line breaks separate from the indent that follows."""
     return pre_tokenizers.ByteLevel(add_prefix_space=False)
 
 
 def train_tokenizer(
     documents: list[str], vocab_size: int = VOCAB_SIZE, words: Callable[[], pre_tokenizers.PreTokenizer] = own_words
 ) -> Tokenizer:
-    """Byte-level BPE of so many entries within `words`; `<|endoftext|>` is id 0 and is put before every text."""
+    """Train a byte-level BPE of the given size within `words`. `<|endoftext|>` is id 0 and starts every encoded
+    text.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = words()
     tokenizer.decoder = decoders.ByteLevel()
@@ -80,7 +84,7 @@ def train_tokenizer(
 
 
 def byte_tokenizer() -> Tokenizer:
-    """One token a byte, `<|endoftext|>` is id 0 and is put before every encoded text."""
+    """Return a tokenizer with one token per byte. `<|endoftext|>` is id 0 and starts every encoded text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({END: 0} | {c: i for i, c in enumerate(alphabet, start=1)}, []))
     tokenizer.add_special_tokens([END])
@@ -91,7 +95,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def token_stream(documents: list[str], tokenizer: Tokenizer) -> Tensor:
-    """Documents -> one int64 stream [N], each document behind its `<|endoftext|>`."""
+    """Encode documents as one int64 stream [N], each document after its `<|endoftext|>`."""
     ids = [i for e in tokenizer.encode_batch(documents) for i in e.ids]
     return torch.tensor(ids, dtype=torch.int64)
 
@@ -100,15 +104,15 @@ Again = Callable[[str, random.Random], str | None]
 
 
 def retell_some(story: str, rng: random.Random) -> str | None:
-    """`retell` with an excerpt of a length that the dice choose."""
+    """Apply `retell` to an excerpt of random length."""
     return retell(story, rng, rng.choice([250, 400, 600]))
 
 
 @dataclass(frozen=True, slots=True)
 class Epochs:
-    """Endless epochs of shuffled documents, `copies` of them (a fraction) told again, other ones in every epoch.
+    """Endless epochs of shuffled documents. A fraction `copies` of them is retold, different ones in every epoch.
 
-    parts: pieces that an epoch comes in, one after the other; a large corpus is not read whole before the first batch.
+    parts: number of pieces per epoch, so that a large corpus need not be read before the first batch.
     """
 
     documents: list[str]
@@ -118,7 +122,7 @@ class Epochs:
     parts: int = 1
 
     def stream(self, epoch: int, length: int) -> Tensor:
-        """One epoch's documents in windows of `length` tokens, shuffled anew, some of them retold."""
+        """Return one epoch's documents, newly shuffled and partly retold, in windows of `length` tokens."""
         rng = random.Random(f"epoch {epoch // self.parts}")
         documents = self.documents.copy()
         rng.shuffle(documents)
@@ -132,7 +136,7 @@ class Epochs:
         return token_stream(documents, self.tokenizer)[rng.randrange(length) :]
 
     def batches(self, epoch: int, batch: int, length: int) -> Iterator[Tensor]:
-        """Batches [batch, length + 1] of one epoch in random order."""
+        """Yield batches [batch, length + 1] of one epoch in random order."""
         rows = windows(self.stream(epoch, length), length + 1)
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(epoch))
         for start in range(0, len(rows) - batch + 1, batch):

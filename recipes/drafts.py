@@ -1,4 +1,4 @@
-"""Drafts: what their target says, and text."""
+"""Draft models, trained on their target's distributions and on text."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,15 +22,17 @@ from specdemo.training.collect import Recorded, autocast, claim, collecting, com
 from specdemo.training.corpus import END, Corpus, read_corpus, windows
 from specdemo.training.fit import Schedule, make_folder, show, steps
 
-OPENINGS = 10_000  # documents that the samples of a target begin like
-KINDS = ("text", "samples")  # of what a target says
-OTHER_WORDS = 15  # a draft of another vocabulary has the words of one document in so many
-OTHER_TURNS = 2  # and reads what the target wrote so often in an epoch
+OPENINGS = 10_000  # documents whose beginnings prompt the target's samples
+KINDS = ("text", "samples")  # kinds of training data from a target
+OTHER_WORDS = 15  # another vocabulary is trained on one document in 15
+OTHER_TURNS = 2  # passes over the target's samples per epoch
 
 
 def train_draft(job: Job) -> None:
-    """A draft: forward KL to the target on text, at last also on the target's own samples. One as wide as its target
-    begins as some of its layers, another one with cross-entropy."""
+    """Train a draft model by forward KL to the target on text and finally also on the target's samples.
+
+    A draft as wide as its target is initialised from target layers, any other draft is first trained by cross-entropy.
+    """
     corpus = read_corpus(job.corpus)
     target, wrapped = load_target(job)
     make_folder(job.out)
@@ -67,14 +69,16 @@ def train_draft(job: Job) -> None:
 
 
 def train_other(job: Job) -> None:
-    """A draft with a vocabulary of its own: cross-entropy on text and on what the target wrote itself, which is
-    distillation by sequences (Kim & Rush 2016, arXiv 1606.07947) and needs no tokens in common."""
+    """Train a draft model with another vocabulary by cross-entropy on text and on the target's samples.
+
+    This is sequence-level distillation (Kim & Rush 2016, arXiv 1606.07947) and needs no shared tokens.
+    """
     corpus = read_corpus(job.corpus)
     target, wrapped = load_target(job)
     make_folder(job.out)
     words = job.out / "tokenizer.json"
     if not words.exists():
-        with replacing(words) as part:  # of few documents, so that its words are others
+        with replacing(words) as part:  # few documents, so that the vocabulary differs
             train_tokenizer(corpus.train[: -(-len(corpus.train) // OTHER_WORDS)], words=gpt2_words).save(str(part))
     (samples,) = record(job, target, corpus, wrapped.backend_tokenizer, ("samples",))
     rows = samples.tokens.view(-1, job.plan.sample_length)
@@ -84,7 +88,7 @@ def train_other(job: Job) -> None:
 
 
 def load_target(job: Job) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """The target in fp32 and its tokenizer. Raises ValueError when there is none at `job.target`."""
+    """Load the target in fp32 and its tokenizer. Raises ValueError if there is none at `job.target`."""
     check_shipped(Path(job.target))
     try:
         target = AutoModelForCausalLM.from_pretrained(job.target, dtype=torch.float32)
@@ -96,7 +100,9 @@ def load_target(job: Job) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
 def record(
     job: Job, target: PreTrainedModel, corpus: Corpus, tokenizer: Tokenizer, kinds: Sequence[str] = KINDS
 ) -> list[Recorded]:
-    """The target's cache of text and samples, completed if need be; a complete one of other text will do."""
+    """Return the target's cache of text and samples and complete it if necessary. A complete cache of other text is
+    used too.
+    """
     if complete(job.cache):
         claim(job.cache, target, None, job.plan)
         return [load_cache(job.cache, [kind]) for kind in kinds]

@@ -1,4 +1,4 @@
-"""One call of `train`: the kind of text, the model, the machine, and what is written at its end."""
+"""Settings of one call of `train`: the kind of text, the model, the machine, and the files written at the end."""
 
 import json
 from collections.abc import Callable
@@ -21,27 +21,27 @@ from specdemo.training.collect import Plan
 from specdemo.training.corpus import Corpus
 from specdemo.training.fit import History, Schedule, write_provenance
 
-DROPOUT = 0.15  # of the target: it reads its 2.6 M tokens many times over, and without it learns them by heart
+DROPOUT = 0.15  # of the target, which reads its 2.6 M tokens many times and would memorise them
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """A kind of text, and how models learn from it."""
+    """A kind of text and the training settings for it."""
 
     name: str
     vocab_size: int = VOCAB_SIZE
-    windows: tuple[int, int] = (256, CONTEXT)  # tokens, at first and from 70 % of the time on
+    windows: tuple[int, int] = (256, CONTEXT)  # tokens, at first and after 70 % of the time
     windows_later: tuple[int, int] = (CONTEXT, CONTEXT)  # of a run that goes on
     again: Again = retell_some
-    copies: tuple[float, float] = (0.1, 0.1)  # of the documents; of a run that goes on
-    parts: int = 1  # of an epoch
+    copies: tuple[float, float] = (0.1, 0.1)  # share of the documents; of a resumed run
+    parts: int = 1  # per epoch
     dropout: float = DROPOUT
-    later_batch: int = 8192  # tokens, of a run on a CPU that goes on
-    collect: Callable[[Path], Path] | None = None  # without a corpus of one's own
-    rates_later: float = 0.5  # of the learning rates, of a run that goes on
+    later_batch: int = 8192  # tokens, of a resumed run on a CPU
+    collect: Callable[[Path], Path] | None = None  # collects a corpus if none is given
+    rates_later: float = 0.5  # factor of the learning rates in a resumed run
 
     def epochs(self, documents: list[str], tokenizer: Tokenizer, later: bool = False) -> Epochs:
-        """Of these documents; `later`: of a run that goes on."""
+        """Return epochs of these documents. `later`: for a resumed run."""
         return Epochs(documents, tokenizer, self.again, self.copies[later], self.parts)
 
 
@@ -54,7 +54,7 @@ CODE = World(
     again=edit,
     copies=(0.2, 0.8),
     parts=24,
-    dropout=0.0,  # the text is read once at most
+    dropout=0.0,  # the text is read at most once
     later_batch=4096,
     collect=collect_code,
     rates_later=0.75,
@@ -63,7 +63,7 @@ CODE = World(
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One call of `train`, everything decided."""
+    """One call of `train` with all settings resolved."""
 
     recipe: str
     world: World
@@ -72,18 +72,18 @@ class Job:
     out: Path
     minutes: float
     device: torch.device
-    target: str  # drafts only, as is the rest
+    target: str  # this and the rest apply to drafts only
     cache: Path
     plan: Plan
     backwards: bool
-    start: str | None  # a trained model of this shape to go on from
+    start: str | None  # a trained model of this shape to continue from
     threads: int
     compile: bool
-    seed: bool = False  # a run that another goes on from
+    seed: bool = False  # another run continues from this one
 
     @property
     def schedule(self) -> Schedule:
-        """Lower rates for a run that goes on; those of a seed end half-way down."""
+        """Return the learning-rate schedule: lower rates for a resumed run; those of a seed end half-way down."""
         if self.seed:
             return Schedule(self.minutes, decay_from=0.8 if self.start else 0.4, floor=0.5)
         if self.start:
@@ -93,20 +93,20 @@ class Job:
 
     @property
     def large(self) -> bool:
-        """Whether the device takes large batches."""
+        """Return whether the device takes large batches."""
         return self.device.type != "cpu"
 
     @property
     def micro_tokens(self) -> int:
-        """Tokens of one pass forward and back."""
+        """Return the number of tokens per forward and backward pass."""
         return 65536 if self.large else 2048
 
 
 def side_by_side(job: Job) -> AbstractContextManager[Executor | None]:
-    """Workers for the pieces of a batch: on a CPU one for every thread asked for, each computing on one."""
+    """Create workers for the pieces of a batch: on a CPU one single-threaded worker per requested thread."""
     if job.device.type != "cpu" or job.threads < 2:
         return nullcontext()
-    torch.set_num_threads(1)  # a piece that waits for a busy core must not hold up the others' operations
+    torch.set_num_threads(1)  # a piece that waits for a busy core must not block the others
     return ThreadPoolExecutor(job.threads, initializer=torch.set_num_threads, initargs=(1,))
 
 
@@ -118,7 +118,7 @@ def finish(
     history: History,
     start_share: float = 0.0,
 ) -> None:
-    """Write model, provenance, attribution and card. start_share: how much of the weights is the start's."""
+    """Write model, provenance, attribution and card. start_share: share of the start's weights in the result."""
     save_model(model, tokenizer, job.out)
     start = {"start": Path(job.start).name} if job.start else {}
     share = {"start_share": start_share} if start_share else {}
@@ -128,7 +128,7 @@ def finish(
 
 
 def facts(job: Job, corpus: Corpus) -> dict[str, object]:
-    """What provenance says of the recipe, the machine and the text."""
+    """Return the provenance of recipe, machine and text."""
     return {
         "recipe": job.recipe,
         "minutes": job.minutes,
@@ -139,7 +139,7 @@ def facts(job: Job, corpus: Corpus) -> dict[str, object]:
 
 
 def seed_facts(folder: Path) -> dict[str, object]:
-    """What is told of the models that another one began as."""
+    """Return the provenance of the models that this one started from."""
     told = []
     for path in (folder / name / "provenance.json" for name in ("seed", "copying")):
         if path.exists():

@@ -1,4 +1,4 @@
-"""What a model reads at every step of its training, and the held-out text it is measured on."""
+"""Training data per step, and the held-out text for evaluation."""
 
 from dataclasses import dataclass, field
 
@@ -15,7 +15,7 @@ from specdemo.training.fit import Batch
 
 @dataclass(slots=True)
 class GrowingWindows:
-    """Batches of a constant number of tokens: short windows first (cheaper), the full context from `long_from` on."""
+    """Batches with a constant number of tokens: short windows first (cheaper), the full context from `long_from` on."""
 
     epochs: Epochs
     tokens_per_batch: int
@@ -32,7 +32,7 @@ class GrowingWindows:
     def __call__(self, progress: float, step: int) -> Batch:
         length = self.long if progress >= self.long_from else self.short
         if not self._queue or length != self._length:
-            if self._epoch < 0:  # a resumed run goes on with other epochs than those it has seen
+            if self._epoch < 0:  # a resumed run continues with epochs that it has not seen
                 self._epoch = self.first_epoch + step
             self._epoch += 1
             self._length = length
@@ -44,11 +44,11 @@ class GrowingWindows:
 
 @dataclass(frozen=True, slots=True)
 class Lessons:
-    """What a draft sees at a share `progress` of its time; a pure function, so that a resumed run goes on exactly.
+    """Training data of a draft at a share `progress` of its time. Pure, so that a resumed run continues exactly.
 
-    Until `listen_from`: text, for cross-entropy, in short rows. Then text with the target's distributions, in rows of
-    `context` tokens: a draft is asked far into a text. From `samples_from` on half of the rows are the target's own
-    samples and the loss leans to the target's choice.
+    Before `listen_from`: text for cross-entropy, in short rows. After it: text with the target's distributions, in rows
+    of `context` tokens, because drafts are also used far into a text. From `samples_from` on, half of the rows are
+    samples of the target, and the loss moves towards the target's greedy choice.
     """
 
     text: Recorded  # rows of `context` tokens
@@ -69,13 +69,13 @@ class Lessons:
             text = self.text if progress >= self.listen_from else self.text.cut(2)
             rows = text.turn(max(1, self.tokens_per_batch // text.tokens.shape[1]), step)
             tokens, indices, probs = rows.tokens, rows.indices, rows.probs
-        if progress < self.listen_from:  # the text itself: its next token with certainty
+        if progress < self.listen_from:  # one-hot targets: the next token of the text
             tokens, indices = tokens[:, :-1], tokens[:, 1:, None]
             probs = torch.ones(indices.shape)
         return tokens.to(self.device), indices.to(self.device), probs.to(self.device)
 
 
 def held_out_rows(corpus: Corpus, tokenizer: Tokenizer, length: int) -> Tensor:
-    """The held-out text as [N, length]; one shorter row when there is less of it than that."""
+    """Return the held-out text as [N, length]; one shorter row if there is less text."""
     stream = token_stream(corpus.valid, tokenizer)
     return windows(stream, min(length, len(stream)))

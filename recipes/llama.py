@@ -1,4 +1,4 @@
-"""The small Llamas that ship: made, deepened, averaged, saved."""
+"""Small Llama models: creation, deepening, weight averaging, saving."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ from specdemo.models.resolve import check_shipped
 from specdemo.training.corpus import END
 
 CONTEXT = 512
-START_SHARES = (0.0, 0.2, 0.3, 0.4, 0.5)  # of the weights that a run began with, tried in its result
+START_SHARES = (0.0, 0.2, 0.3, 0.4, 0.5)  # shares of the initial weights tried in the average
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Shape:
 
 
 def build(shape: Shape, vocab_size: int = VOCAB_SIZE) -> LlamaForCausalLM:
-    """A tied Llama with small initial residual branches."""
+    """Create a Llama with tied embeddings and small initial residual branches."""
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=shape.hidden,
@@ -63,7 +63,7 @@ def build(shape: Shape, vocab_size: int = VOCAB_SIZE) -> LlamaForCausalLM:
 
 
 def drop_out(model: LlamaForCausalLM, share: float) -> None:
-    """While it is trained, zero this share of what the embedding and every branch add to the residual stream."""
+    """Apply dropout to the embedding and to the output of every residual branch during training."""
 
     def some(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
         return nn.functional.dropout(output, share, module.training)
@@ -75,7 +75,7 @@ def drop_out(model: LlamaForCausalLM, share: float) -> None:
 
 
 def is_as_wide(shape: Shape, config: PreTrainedConfig) -> bool:
-    """Whether layers of the one are layers of the other."""
+    """Return whether layers of one model fit into the other."""
     its = (config.hidden_size, config.intermediate_size, config.num_attention_heads)
     return (shape.hidden, shape.intermediate, shape.heads) == its
 
@@ -84,9 +84,12 @@ LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
 
 
 def to_depth(state: Mapping[str, Tensor], layers: int) -> Mapping[str, Tensor]:
-    """The weights of a model of `layers` layers from those of another one. With more layers it says the same: between
-    the old ones are copies that add nothing yet (block expansion of LLaMA Pro, Wu et al. 2024, arXiv 2401.02415). With
-    fewer it has every so-manieth one (DistilBERT, Sanh et al. 2019, arXiv 1910.01108, section 3)."""
+    """Return the weights of another model with `layers` layers.
+
+    If layers are added, the output stays the same: copies between the old layers start with zero contribution (block
+    expansion of LLaMA Pro, Wu et al. 2024, arXiv 2401.02415). If layers are removed, evenly spaced ones remain
+    (DistilBERT, Sanh et al. 2019, arXiv 1910.01108, section 3).
+    """
     depth = 1 + max(int(found[0]) for name in state if (found := LAYER.search(name)))
     grown = {name: weight for name, weight in state.items() if not LAYER.search(name)}
     for layer in range(layers):
@@ -100,15 +103,17 @@ def to_depth(state: Mapping[str, Tensor], layers: int) -> Mapping[str, Tensor]:
 
 
 def weights(folder: str) -> Mapping[str, Tensor]:
-    """The tensors of a shipped or trained model's folder, by name."""
+    """Return the tensors of a shipped or trained model's folder, by name."""
     check_shipped(Path(folder))
     return dict(AutoModelForCausalLM.from_pretrained(folder).state_dict())
 
 
 @torch.no_grad()
 def average(model: nn.Module, start: Mapping[str, Tensor], loss: Callable[[], float]) -> float:
-    """Mix the weights of `start` into `model` where that lowers `loss` (Wortsman et al. 2022, arXiv 2203.05482) -> the
-    share of `start`, one of START_SHARES."""
+    """Mix the weights of `start` into `model` if that lowers `loss` (Wortsman et al. 2022, arXiv 2203.05482).
+
+    Returns the share of `start`, one of START_SHARES.
+    """
     end = {name: weight.clone() for name, weight in model.state_dict().items()}
 
     def mix(share: float) -> None:
@@ -124,8 +129,10 @@ def average(model: nn.Module, start: Mapping[str, Tensor], loss: Callable[[], fl
 
 
 def save_model(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
-    """bf16 safetensors in shards below 10 MB, tokenizer and generation config, all at once in the place of those that
-    are there. Raises ValueError, one line, when they cannot be written."""
+    """Save bf16 safetensors in shards below 10 MB, tokenizer and generation config; replace existing files all at once.
+
+    Raises ValueError, one line, if they cannot be written.
+    """
     model = nn.Module.to(model, torch.bfloat16)
     model.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=0, pad_token_id=0)
     wrapped = PreTrainedTokenizerFast(

@@ -1,4 +1,4 @@
-"""Losses of language models and of drafts. Pure functions; N tokens, H hidden, V vocabulary, K kept entries."""
+"""Losses of language models and drafts. Pure functions; N tokens, H hidden size, V vocabulary, K stored entries."""
 
 from typing import Any
 
@@ -8,21 +8,21 @@ from torch.nn import functional as F
 
 from specdemo.models.machine import matmul_dtype
 
-CHUNK = 256  # tokens whose V logits are worked on at once: 2 MB in fp32, what a core's own cache holds
+CHUNK = 256  # tokens per chunk of logits: 2 MB in fp32, the size of a core's cache
 TINY = 1e-6
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """logits [..., V], labels [...] int64 -> mean nats per token."""
+    """Return mean nats per token for logits [..., V] and labels [...] int64."""
     return F.cross_entropy(logits.float().flatten(0, -2), labels.flatten())
 
 
 def sparse_forward_kl(logits: Tensor, indices: Tensor, probs: Tensor) -> Tensor:
-    """KL(p || q) where p is known on its K largest entries; the unknown rest is matched as one lump.
+    """Return KL(p || q) where p is known on its K largest entries. The rest of the mass is matched as a whole.
 
-    logits [..., V] of q, indices [..., K] int, probs [..., K] of p -> mean nats per token (up to p's entropy,
-    which has no gradient). Forward KL: Hinton et al. 2015; for drafts DistillSpec, arXiv 2310.08461, section 3.
-    The readable reference of `head_forward_kl`.
+    logits [..., V] of q, indices [..., K] int, probs [..., K] of p -> mean nats per token, up to p's entropy, which has
+    no gradient. Forward KL: Hinton et al. 2015; for drafts DistillSpec, arXiv 2310.08461, section 3. This is the
+    readable reference of `head_forward_kl`.
     """
     log_q = F.log_softmax(logits.float(), dim=-1)
     kept = log_q.gather(-1, indices.long())
@@ -33,9 +33,9 @@ def sparse_forward_kl(logits: Tensor, indices: Tensor, probs: Tensor) -> Tensor:
 
 
 class _HeadForwardKL(torch.autograd.Function):
-    """The gradient at the logits is known in closed form, so the forward pass finds it chunk by chunk.
+    """Forward KL with a closed-form gradient, computed chunk by chunk in the forward pass.
 
-    It is q - p on the kept entries and q * (1 - p_rest / q_rest) on the others.
+    The gradient at the logits is q - p on the stored entries and q * (1 - p_rest / q_rest) on the others.
     """
 
     @staticmethod
@@ -64,7 +64,7 @@ class _HeadForwardKL(torch.autograd.Function):
 
 
 def head_forward_kl(hidden: Tensor, weight: Tensor, indices: Tensor, probs: Tensor) -> Tensor:
-    """`sparse_forward_kl` of the logits `hidden @ weight.T`, which never exist as a whole (1.2x as fast on a CPU).
+    """Return `sparse_forward_kl` of `hidden @ weight.T` without storing all logits (1.2x as fast on a CPU).
 
     hidden [N, H], weight [V, H], both fp32, multiplied in `matmul_dtype`; indices [N, K], probs [N, K] -> mean nats.
     With K = 1 and probs 1 it is the cross-entropy to `indices`.
@@ -74,9 +74,9 @@ def head_forward_kl(hidden: Tensor, weight: Tensor, indices: Tensor, probs: Tens
 
 
 def toward_argmax(probs: Tensor, weight: float) -> Tensor:
-    """probs [..., K], largest first -> (1 - weight) * probs + weight * one-hot of the largest.
+    """Return (1 - weight) * probs + weight * one-hot of the largest, for probs [..., K] in descending order.
 
-    Forward KL to it is forward KL to `probs` with a share of cross-entropy to the target's greedy choice.
+    Forward KL to the result is forward KL to `probs` with a share of cross-entropy to the target's greedy choice.
     """
     mixed = probs.float() * (1.0 - weight)
     mixed[..., 0] += weight

@@ -1,4 +1,4 @@
-"""Targets: cross-entropy on the text of their world."""
+"""Target models, trained by cross-entropy on their kind of text."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,20 +21,20 @@ from specdemo.training.collect import autocast
 from specdemo.training.corpus import Corpus, read_corpus
 from specdemo.training.fit import Batch, make_folder, show, steps
 
-DROPOUT_UNTIL = 0.8  # share of the time; what is left fits the network to being whole
-SEED_LAYERS, SEED_SHARE = 4, 0.5  # of a target that is deepened, and of its time
-COPYING, COPYING_SHARE = 0.97, 0.1  # of the documents told again once text was learned, and of the time
+DROPOUT_UNTIL = 0.8  # share of the time; the rest trains without dropout
+SEED_LAYERS, SEED_SHARE = 4, 0.5  # depth of the shallow target, and its share of the time
+COPYING, COPYING_SHARE = 0.97, 0.1  # share of edited documents late in training, and its share of the time
 
 
 def train_target(job: Job) -> None:
-    """A target: cross-entropy on the text of its world, some of it told again."""
+    """Train a target by cross-entropy on its kind of text, part of it retold."""
     make_folder(job.out)
     write_attribution(job.corpus, job.out)
     train_on(job, read_corpus(job.corpus))
 
 
 def train_on(job: Job, corpus: Corpus) -> None:
-    """Cross-entropy on a corpus, some of it told again; `job.out` is there."""
+    """Train by cross-entropy on a corpus, part of it retold; `job.out` exists."""
     world = job.world
     tokenizer = load_or_train_tokenizer(corpus, job.out, job.start, world.vocab_size)
     model = nn.Module.to(build(job.shape, world.vocab_size), job.device)
@@ -47,7 +47,7 @@ def train_on(job: Job, corpus: Corpus) -> None:
     batches = GrowingWindows(
         world.epochs(corpus.train, tokenizer, bool(start)), tokens_per_batch, job.device, short, long
     )
-    if start:  # it sees other orders and other copies
+    if start:  # use another order and other copies
         batches.first_epoch = 100_000
     drop_out(model, world.dropout)
 
@@ -71,7 +71,7 @@ def train_on(job: Job, corpus: Corpus) -> None:
             evaluate,
             job.schedule,
             job.out / "checkpoint.pt",
-            micro_tokens=job.micro_tokens + 8,  # a row is its window and one token more
+            micro_tokens=job.micro_tokens + 8,  # a row is its window plus one token
             pool=pool,
         )
         history = show(ticks, job.minutes, job.out.name)
@@ -82,14 +82,14 @@ def train_on(job: Job, corpus: Corpus) -> None:
 
 
 def logits_of(model: Callable[..., Any], tokens: Tensor) -> Tensor:
-    """tokens [B, T] -> logits [B, T, V]."""
+    """Return logits [B, T, V] for tokens [B, T]."""
     with autocast(tokens.device):
         logits: Tensor = model(input_ids=tokens, use_cache=False).logits
     return logits
 
 
 def held_out_loss(model: PreTrainedModel, rows: Tensor) -> float:
-    """rows [N, T + 1] -> mean nats per token."""
+    """Return the loss on rows [N, T + 1] in mean nats per token."""
     total = 0.0
     for chunk in rows.split(16):
         total += float(cross_entropy(logits_of(model, chunk[:, :-1]), chunk[:, 1:])) * len(chunk)
@@ -97,7 +97,7 @@ def held_out_loss(model: PreTrainedModel, rows: Tensor) -> float:
 
 
 def load_or_train_tokenizer(corpus: Corpus, out: Path, start: str | None, vocab_size: int) -> Tokenizer:
-    """The folder's tokenizer, or that of the start, or a new one, which is saved in the folder."""
+    """Load the tokenizer of the folder or of the start, or train a new one and save it in the folder."""
     path = out / "tokenizer.json"
     if start and not path.exists():
         path = Path(start) / "tokenizer.json"
@@ -110,15 +110,17 @@ def load_or_train_tokenizer(corpus: Corpus, out: Path, start: str | None, vocab_
 
 
 def seeded(job: Job, name: str, layers: int, minutes: float, make: Callable[[Job], None]) -> Job:
-    """First a run of so many layers in the folder `name`; the job that goes on from what it leaves."""
+    """Train a model of `layers` layers in the folder `name`; return the job that continues from its result."""
     out = job.out / name
     make(replace(job, out=out, shape=replace(job.shape, layers=layers), minutes=minutes, seed=True))
     return replace(job, start=str(out))
 
 
 def deepened_target(job: Job) -> None:
-    """A shallow target first, which sees three times the text in the same time, and at its end little but edits, so
-    that it learns to copy; then the whole one from it."""
+    """Train a shallow target, which sees three times the text in the same time, then deepen it and continue.
+
+    At the end the shallow target sees mostly edits, so that it learns to copy.
+    """
     if not job.start:
         minutes, world = job.minutes, job.world
         job = seeded(job, "seed", SEED_LAYERS, minutes * SEED_SHARE, train_target)

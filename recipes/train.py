@@ -1,7 +1,7 @@
-"""`specdemo train stories-target | stories-draft-wide | ...` in a checkout.
+"""Training recipes of `specdemo train stories-target | stories-draft-wide | ...` in a checkout.
 
-A recipe leaves a standard Hugging Face folder with `MODEL_CARD.md` and `provenance.json`. Killed, it goes on from its
-last checkpoint when it is started again with the same folder.
+A recipe writes a standard Hugging Face folder with `MODEL_CARD.md` and `provenance.json`. An interrupted run resumes
+from its last checkpoint if it is started again with the same folder.
 """
 
 import os
@@ -35,7 +35,7 @@ class Recipe:
     minutes: float  # on CPU
     threads: int | None  # on CPU; None: one per core
     plan: Plan = Plan()
-    backwards: bool = False  # the end of the shared cache to begin at, so that both drafts can collect at once
+    backwards: bool = False  # start at the end of the shared cache, so that two drafts can fill it together
     world: World = STORIES
 
 
@@ -65,13 +65,12 @@ def train(
     start: str | None = None,
     compile: bool = False,
 ) -> Path:
-    """Run a recipe and return its folder. Raises ValueError, one line, when something is missing.
+    """Run a recipe and return its folder. Raises ValueError, one line, if something is missing.
 
-    `minutes` counts training alone; a draft first completes the target's cache in `cache` (default: `cache` beside
-    `out`), which drafts of one target share: started at the same time, they share that work too. `target` is a folder,
-    an embedded name or a hub id, and so is `start`, a trained model that is to be trained further. `threads` of the
-    CPU; a small draft is fastest with one. `compile` runs the target through `torch.compile`, for which the machine
-    needs a C++ compiler.
+    `minutes` counts training only. A draft first completes the target's cache in `cache` (default: `cache` next to
+    `out`). Drafts of one target share it: if started at the same time, they also share the work. `target` is a folder,
+    an embedded name or a hub id, and so is `start`, a trained model to continue from. `threads`: number of CPU threads;
+    a small draft is fastest with one. `compile` runs the target through `torch.compile`, which needs a C++ compiler.
     """
     if recipe not in RECIPES:
         raise ValueError(f"unknown recipe {recipe!r}; {suggest(recipe, [*HEAD_RECIPES, *RECIPES])}")
