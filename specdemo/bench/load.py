@@ -85,8 +85,10 @@ class Turns:
         return finished, remarks
 
     def _group(self, group: Sequence[Measured], report: Report) -> tuple[int, list[str]]:
+        names = [lane.lane for lane in group]
         keys = [self._key(group, load, n) for load in self.suite.loads for n in range(self.suite.repeats)]
-        missing = [*group] if any(self.journal.get(key) is None for key in keys) else []
+        stored = [self.journal.get(key, names) for key in keys]
+        missing = [*group] if None in stored else []
         warm: set[float] = set()
         with self.site.up(missing, lambda what: report(0.0, what)) as measures:
 
@@ -95,7 +97,7 @@ class Turns:
                 for place, load in enumerate(self.suite.loads):
                     tick(place / len(self.suite.loads))
                     key = self._key(group, load, repeat)
-                    if (found := self.journal.get(key)) is None:
+                    if (found := self.journal.get(key, names)) is None:
                         found = _round(group, measures, load, load in warm)
                         warm.add(load)
                         self.journal.put(key, found)

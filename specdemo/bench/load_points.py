@@ -1,13 +1,15 @@
 """What a load measures: answers, the points they make up, and the file that outlives a killed run."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from specdemo.core.files import append_line, write_text
+from specdemo.core.reading import read_text
 from specdemo.servers.counters import Told
 
 Schedule = Sequence[Sequence[int]]  # [from, to, k]: of batch sizes
@@ -15,15 +17,23 @@ Measure = Callable[[float, bool], "Point"]  # the load, and whether it is but th
 Round = Mapping[str, "Point"]  # one load, once: a point per lane
 
 
+JOURNAL_BYTES = 500_000_000
+# what a journal may hold
+_Count = Annotated[int, Field(ge=0, le=10**9)]
+_Tokens = Annotated[int, Field(ge=1, le=10**9)]
+_Ms = Annotated[float, Field(ge=0.0, le=1e12)]
+_Seconds = Annotated[float, Field(ge=1e-6, le=1e9)]
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """One request's; times in ms."""
 
-    asked: int  # the prompt's place
+    asked: _Count  # the prompt's place
     text: str
-    tokens: int
-    ttft: float
-    gaps: Sequence[float]
+    tokens: _Tokens
+    ttft: _Ms
+    gaps: Sequence[_Ms]
 
     @property
     def per_token(self) -> float:
@@ -35,8 +45,8 @@ class Answer:
 class Point:
     """One lane at one load, once."""
 
-    answers: Sequence[Answer]
-    seconds: float
+    answers: Annotated[Sequence[Answer], Field(min_length=1)]
+    seconds: _Seconds
     told: Told
 
     @property
@@ -66,34 +76,50 @@ class Measured:
 
 
 class Journal:
-    """The rounds that are through, a line of JSON each, below what was asked for. No path: none is kept."""
+    """The measured rounds of a run, one line of JSON each below a line with the options. No path: nothing is stored."""
 
     def __init__(self, path: Path | None, asked: Mapping[str, object]) -> None:
-        """Raises ValueError for a file of another run."""
-        self._path, self._rounds = path, dict[str, Round]()
+        """Read the rounds of a run that was killed. Raises ValueError, one line, for any other file."""
+        self._path, self._rounds = path, dict[str, tuple[int, Round]]()  # with the line's number
         if path is None:
             return
         head = json.dumps(asked)
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        if lines and lines[0] != head:
+        text = read_text(path, JOURNAL_BYTES, "remove it, or choose another --out") if path.is_file() else ""
+        first, *lines = text.split("\n")
+        if text and first != head:
             raise ValueError(f"{path} holds a run with other options; give those, remove it, or choose another --out")
-        for line in lines[1:]:
-            try:
-                key, found = _line.validate_json(line)
-            except ValidationError:
-                break  # it was killed while it wrote
-            self._rounds[key] = found
-        write_text(path, "\n".join([head, *lines[1 : len(self._rounds) + 1], ""]))
+        whole = lines[:-1]  # the line after the last line break is empty, or the kill cut it off
+        for number, line in enumerate(whole, 2):
+            key, found = self._parsed(number, line)
+            self._rounds[key] = number, found
+        write_text(path, "\n".join([head, *whole, ""]))
 
-    def get(self, key: str) -> Round | None:
-        """The round, where it is through."""
-        return self._rounds.get(key)
+    def _parsed(self, number: int, line: str) -> tuple[str, Round]:
+        try:
+            return _line.validate_json(line)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+            place = ".".join(map(str, first["loc"]))
+            raise self._damaged(number, f"{place}: {first['msg']}" if place else first["msg"]) from None
+
+    def _damaged(self, number: int, reason: str) -> ValueError:
+        reason = " ".join(reason.split())[:200]
+        return ValueError(f"{self._path}, line {number}: {reason}; remove that line, and the round is measured again")
+
+    def get(self, key: str, lanes: Collection[str]) -> Round | None:
+        """Return the round, None if it is not measured yet. Raises ValueError if its lanes are not these."""
+        number, found = self._rounds.get(key, (0, None))
+        if found is not None and found.keys() != {*lanes}:
+            raise self._damaged(number, f"lanes {', '.join(found) or 'none'} instead of {', '.join(lanes)}")
+        return found
 
     def put(self, key: str, found: Round) -> None:
-        """Keep a round."""
+        """Store a round."""
         if self._path is not None:
             line = json.dumps([key, {lane: asdict(point) for lane, point in found.items()}])
             append_line(self._path, line)
 
 
-_line = TypeAdapter(tuple[str, dict[str, Point]])
+_line: TypeAdapter[tuple[str, dict[str, Point]]] = TypeAdapter(
+    tuple[str, dict[str, Point]], config=ConfigDict(allow_inf_nan=False)
+)

@@ -10,10 +10,15 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from math import isnan, nan
 from statistics import fmean
+from typing import Annotated
+
+from pydantic import Field
 
 from specdemo.core.trace import MAX_DEPTH, Counter, Number, Span
 
 BEYOND = 2**53  # no server has counted so far, and a browser's numbers hold no more
+_BOUNDS = Field(ge=0, le=BEYOND)
+_Count = Annotated[Number, _BOUNDS]
 _NAME = re.compile(r"(?:vllm|llamacpp|sglang):\w+")
 _POSITION = re.compile(r'[{,]\s*position="(\d{1,4})"')
 _COUNTED = ("drafts", "draft_tokens", "accepted_tokens")
@@ -37,10 +42,12 @@ Samples = dict[tuple[str, int | None], list[float]]  # name without _total, posi
 class Told:
     """Numbers of `core.trace.Remote`, and what they are; all empty when nothing is known."""
 
-    counters: dict[Counter, Number] = field(default_factory=dict)
-    accept_by_position: list[Number] = field(default_factory=list)
+    counters: dict[Counter, _Count] = field(default_factory=dict)
+    accept_by_position: list[_Count] = field(default_factory=list)
     source: str = ""
-    times: dict[Span, float] = field(default_factory=dict)  # of one request, as the server measured them
+    times: dict[Span, Annotated[float, _BOUNDS]] = field(
+        default_factory=dict
+    )  # of one request, as the server measured them
 
 
 def parse(text: str) -> Samples:

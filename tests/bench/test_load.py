@@ -1,13 +1,17 @@
 """A load on servers that say what they are told to: counted, compared, and turned into a schedule."""
 
+import json
+import math
+import re
 from contextlib import ExitStack
+from dataclasses import asdict
 
 import pytest
 
 from specdemo.__main__ import main
 from specdemo.bench.load import bunched, schedule_of
 from specdemo.bench.load_here import Here
-from specdemo.bench.load_points import Answer, Point
+from specdemo.bench.load_points import Answer, Journal, Point
 from specdemo.bench.load_servers import Fleet
 from specdemo.bench.plot import figure
 from specdemo.bench.result import read_result
@@ -194,6 +198,55 @@ def test_a_killed_run_goes_on_where_it_was(servers, tmp_path):
     assert measured(servers, journal=journal).repeats == 2 and len(plain.asked) == before
     with pytest.raises(ValueError, match="holds a run with other options; give those, remove it, or choose another"):
         measured(servers, journal=journal, new_tokens=5)
+
+
+def set_in(point, path, value):
+    """Set the value at a path of keys."""
+    for key in path[:-1]:
+        point = point[key]
+    point[path[-1]] = value
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "reason"),
+    [
+        (["seconds"], 0, "1.Baseline.seconds: Input should be greater than or equal to"),
+        (["seconds"], -1.0, "1.Baseline.seconds: Input should be greater than or equal to"),
+        (["seconds"], math.nan, "1.Baseline.seconds: Input should be a finite number"),
+        (["answers"], [], "1.Baseline.answers: Value should have at least 1 item"),
+        (["answers", 0, "tokens"], math.inf, "1.Baseline.answers.0.tokens: Input should be a finite number"),
+        (["answers", 0, "tokens"], -4, "1.Baseline.answers.0.tokens: Input should be greater than or equal to 1"),
+        (["answers", 0, "gaps"], [math.nan], "1.Baseline.answers.0.gaps.0: Input should be a finite number"),
+        (["told", "counters"], {"acceptance_rate": -1}, "1.Baseline.told.counters.acceptance_rate"),
+    ],
+)
+def test_a_damaged_round_is_refused_by_file_and_line(tmp_path, path, value, reason):
+    journal = tmp_path / "load.json.rounds"
+    point = {"answers": [asdict(Answer(0, "a", 3, 1.0, [1.0]))], "seconds": 1.0, "told": asdict(Told())}
+    Journal(journal, {}).put("first", {"Baseline": Point([Answer(0, "a", 3, 1.0, [1.0])], 1.0, Told())})
+    set_in(point, path, value)
+    with journal.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(["second", {"Baseline": point}]).replace("Infinity", "1e400") + "\n")
+    before = journal.read_bytes()
+    with pytest.raises(ValueError, match=re.escape(f"{journal}, line 3: {reason}")):
+        Journal(journal, {})
+    assert journal.read_bytes() == before
+
+
+def test_a_round_without_a_lane_is_refused_by_file_and_line(tmp_path):
+    journal = tmp_path / "load.json.rounds"
+    Journal(journal, {}).put("first", {"Baseline": Point([Answer(0, "a", 3, 1.0, [1.0])], 1.0, Told())})
+    again = Journal(journal, {})
+    assert again.get("first", ["Baseline"]).keys() == {"Baseline"} and again.get("second", ["Baseline"]) is None
+    with pytest.raises(ValueError, match=re.escape(f"{journal}, line 2: lanes Baseline instead of Baseline, k = 3;")):
+        again.get("first", ["Baseline", "k = 3"])
+
+
+def test_a_journal_that_is_no_text_is_refused_by_its_name(tmp_path):
+    journal = tmp_path / "load.json.rounds"
+    journal.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=re.escape(f"{journal} is not UTF-8 text")):
+        Journal(journal, {})
 
 
 def test_the_command_leaves_no_journal_behind(servers, tmp_path):
