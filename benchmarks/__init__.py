@@ -1,4 +1,4 @@
-"""Benchmarks of the project itself: suites of `python -m specdemo bench` that come with the checkout alone."""
+"""Benchmarks of the project itself, available as suites of `python -m specdemo bench` in a checkout."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from specdemo.bench.result import Result
 
 @dataclass(frozen=True, kw_only=True)
 class Peers(Decoding):
-    """The engine against transformers, a bare loop and llama.cpp, and against its own forwards replayed."""
+    """The engine against transformers, a bare loop and llama.cpp, and against its own forward passes alone."""
 
     name = "peers"
     pair: str | None = None  # None: the largest that fits
@@ -28,7 +28,7 @@ class Peers(Decoding):
 
 @dataclass(frozen=True, kw_only=True)
 class Beside(Suite):
-    """The engine beside vLLM or llama.cpp on a CPU: a preset's baseline and first lane on both, greedy, in turns."""
+    """The engine against vLLM or llama.cpp on a CPU: baseline and first lane of a preset, greedy, interleaved."""
 
     name = "beside"
     preset: str = "embedded-draft"
@@ -45,7 +45,9 @@ class Beside(Suite):
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabularies(Suite):
-    """A draft of another vocabulary: same tokens, same distribution, speed against universal assisted generation."""
+    """A draft model with another vocabulary: identical tokens, same distribution, speed against universal assisted
+    generation.
+    """
 
     name = "other-vocabulary"
     new_tokens: int = 96
@@ -62,7 +64,7 @@ class Vocabularies(Suite):
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths(Suite):
-    """How near does `adaptive` come to the best fixed draft length? Per kind of text, every k and adaptive in turns."""
+    """How close does `adaptive` come to the best fixed k? Every k and `adaptive` are interleaved, per kind of text."""
 
     name = "lengths"
     repeats: int = 8
@@ -80,7 +82,7 @@ class Lengths(Suite):
 
 @dataclass(frozen=True, kw_only=True)
 class Floor(Decoding):
-    """The engine's step against its own forwards replayed: plain, a chain and a tree, greedy and sampling."""
+    """Engine steps against their own forward passes alone: plain, a chain and a tree, greedy and sampled."""
 
     name = "floor"
     pair: str = "embedded"
@@ -98,7 +100,9 @@ class Floor(Decoding):
 
 @dataclass(frozen=True, kw_only=True)
 class RaceFairness(Suite):
-    """Does a slow lane slow the other one's clock? A plain lane races a draft lane, once as it is, once stalled."""
+    """Does a slow lane change the other lane's clock? A plain lane races a draft lane, once unchanged and once slowed
+    down.
+    """
 
     name = "race-fairness"
 
@@ -110,7 +114,7 @@ class RaceFairness(Suite):
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu(Suite):
-    """What a GPU is worth, section by section into the folder --out; a further call goes on where this one ended."""
+    """A complete GPU benchmark, section by section, in the folder --out. Another call resumes it."""
 
     name = "gpu"
     repeats: int = 3
@@ -126,7 +130,7 @@ class Gpu(Suite):
 
 @dataclass(frozen=True, kw_only=True)
 class Coverage(Suite):
-    """How often does the 95 % interval hold the truth? In so many simulated runs each, race and sequential."""
+    """How often does the 95 % interval contain the true value? Simulated runs, interleaved and sequential."""
 
     name = "coverage"
     repeats: int = 1000
@@ -139,7 +143,7 @@ class Coverage(Suite):
 
 @dataclass(frozen=True, kw_only=True)
 class Noise(Suite):
-    """What do other programs do to a speed-up? Runs of the default preset alone and beside two busy loops."""
+    """How do other programs affect a speed-up? The default preset alone and next to two busy loops."""
 
     name = "noise"
     repeats: int = 20
@@ -152,7 +156,7 @@ class Noise(Suite):
 
 @dataclass(frozen=True, kw_only=True)
 class Paces(Suite):
-    """Does it matter how a server sends its text? The same text token by token, in bunches of ten, and all at once."""
+    """Does chunking matter? The same server output sent token by token, in chunks of ten, and all at once."""
 
     name = "paces"
 
@@ -164,7 +168,9 @@ class Paces(Suite):
 
 @dataclass(frozen=True, kw_only=True)
 class WhatIf(Suite):
-    """Is a prediction right? One pair profiles this CPU; other pairs, methods, k and batches are predicted and run."""
+    """Are predictions right? One model pair profiles this CPU; other pairs, methods, k and batch sizes are predicted
+    and run.
+    """
 
     name = "what-if"
     repeats: int = 2
@@ -184,7 +190,7 @@ class WhatIf(Suite):
 
 @dataclass(frozen=True, kw_only=True)
 class Published(Suite):
-    """Is a prediction right? Speed-ups that others published, predicted from shapes, datasheets and acceptance."""
+    """Are predictions right? Published speed-ups, predicted from model shapes, spec sheets and acceptance."""
 
     name = "published"
     repeats: int = 1

@@ -1,7 +1,7 @@
-"""The engine beside vLLM or llama.cpp on a CPU: whole requests of one greedy text at a time, in turns, one thread each.
+"""Comparison with vLLM or llama.cpp on a CPU: requests with one greedy text each, interleaved, one thread per engine.
 
-A lane's speed is that of the tokens behind the first SHORT, by difference, in the time that its processes had the
-processor: neither prompt nor other programs count. Only whole answers are timed, so bunches do not count either.
+A lane's speed counts the tokens after the first SHORT, by difference, in CPU time of its processes. Neither the prompt
+nor other programs count. Only complete answers are timed, so chunking has no effect.
 """
 
 import os
@@ -46,7 +46,7 @@ Ask = Callable[[Sequence[int], int], list[int]]  # a prompt's ids and a number o
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A lane. clock: seconds that it had the processor."""
+    """A lane and its clock, which returns CPU seconds."""
 
     ask: Ask
     clock: Callable[[], float]
@@ -54,8 +54,9 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One repeat of a lane: seconds of the long and of the short requests, those of the long ones on the wall, and what
-    they wrote."""
+    """One repeat of a lane: CPU seconds of the long and the short requests, wall seconds of the long ones, and their
+    outputs.
+    """
 
     long_s: float
     short_s: float
@@ -64,7 +65,9 @@ class Round:
 
 
 def beside(suite: "Beside", report: Report, cancelled: Callable[[], bool]) -> Result:
-    """The baseline and the first lane of a preset here and on an engine. Raises ValueError if that does not start."""
+    """Compare the baseline and the first lane of a preset on both engines. Raises ValueError if the other engine does
+    not start.
+    """
     count = int(os.environ.setdefault("OMP_NUM_THREADS", "1"))  # which the servers inherit
     chosen = preset(suite.preset).with_changes(dtype=suite.dtype, temperature=0.0)
     chosen = chosen.model_copy(update={"lanes": chosen.lanes[:1]})
@@ -89,7 +92,7 @@ def beside(suite: "Beside", report: Report, cancelled: Callable[[], bool]) -> Re
 def _asked(
     chosen: Preset, target: HFTarget, engine: Engine, command: str | None, report: Report
 ) -> Iterator[Mapping[str, Asked]]:
-    """Every lane's way to be asked: here first, then the same lane there."""
+    """Yield the request functions of all lanes: the local lanes first, then the same lanes on the other engine."""
     asks: dict[str, Asked] = {}
     asking = _llamacpp if engine == "llamacpp" else _vllm
     started = serving(chosen, engine, lambda said: report(0.0, said), command)
@@ -131,7 +134,7 @@ def _vllm(http: httpx.Client, lane: Lane, model: str) -> Ask:
 
 
 def _servers_s() -> float:
-    """Of all processes that were started here; those that are asked nothing take next to nothing."""
+    """Return the CPU seconds of all processes started here. Idle servers use almost none."""
     times = [process.cpu_times() for process in psutil.Process().children(recursive=True)]
     return float(sum(taken.user + taken.system for taken in times))
 

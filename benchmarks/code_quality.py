@@ -1,7 +1,7 @@
-"""How good the models of code are: `python -m benchmarks.code_quality MODEL CORPUS` prints what their card says.
+"""Quality of the code models: `python -m benchmarks.code_quality MODEL CORPUS` prints the figures of their cards.
 
-Bits per byte of held-out projects beside gzip, zstd, an n-gram of order 5 on the same tokens and the model of stories;
-and how many completions of held-out code parse, or break off only at their end.
+Reports bits per byte on held-out projects, compared with gzip, zstd, an n-gram model of order 5 on the same tokens and
+the story model, and how many completions of held-out code parse or break off only at their end.
 """
 
 import ast
@@ -32,7 +32,7 @@ COMPLETIONS, TOKENS = 100, 64
 
 
 def bits_per_byte(model_name: str, documents: list[str]) -> float:
-    """In windows of the model's context, each read from its beginning."""
+    """Return bits per byte in windows of the model's context, each read from its beginning."""
     model = AutoModelForCausalLM.from_pretrained(resolve(model_name), dtype=torch.float32).eval()
     tokenizer = PreTrainedTokenizerFast.from_pretrained(resolve(model_name)).backend_tokenizer
     stream = token_stream(documents, tokenizer)
@@ -46,7 +46,9 @@ def bits_per_byte(model_name: str, documents: list[str]) -> float:
 
 
 def n_gram_bits_per_byte(corpus: Corpus, model_name: str) -> float:
-    """Witten and Bell's interpolation of orders 1 to ORDER, counted on about as much text as the model read."""
+    """Return bits per byte of a Witten-Bell interpolation of orders 1 to ORDER, trained on about as much text as the
+    model.
+    """
     tokenizer = PreTrainedTokenizerFast.from_pretrained(resolve(model_name)).backend_tokenizer
     seen = token_stream(corpus.train[::READ], tokenizer).numpy()
     held_out = token_stream(corpus.valid, tokenizer).numpy()
@@ -66,7 +68,7 @@ def n_gram_bits_per_byte(corpus: Corpus, model_name: str) -> float:
 
 
 def packed(stream: np.ndarray, order: int) -> np.ndarray:
-    """Every run of `order` tokens as one number."""
+    """Encode every run of `order` tokens as one number."""
     runs = np.zeros(len(stream) - order + 1, dtype=np.int64)
     for i in range(order):
         runs = (runs << BITS) | stream[i : len(stream) - order + 1 + i]
@@ -87,7 +89,7 @@ def compressed(documents: list[str]) -> dict[str, float]:
 
 
 def holds(code: str) -> bool:
-    """Whether it parses, or did until its last line, where at most a bracket, a block or a text is still open."""
+    """Return whether the code parses, or parses up to its last line with only a bracket, block or string still open."""
     lines = code.split("\n")
     return any(parses("\n".join(lines[:end])) for end in (len(lines), len(lines) - 1))
 
@@ -105,7 +107,7 @@ def parses(code: str) -> bool:
 
 
 def completions(model_name: str, documents: list[str]) -> list[tuple[str, str]]:
-    """Held-out code up to the end of a line (its break belongs to the next token), and what comes next, greedily."""
+    """Complete held-out code greedily from the end of a line. The line break belongs to the next token."""
     model = AutoModelForCausalLM.from_pretrained(resolve(model_name), dtype=torch.float32).eval()
     tokenizer = PreTrainedTokenizerFast.from_pretrained(resolve(model_name))
     rng = random.Random(0)

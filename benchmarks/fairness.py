@@ -1,4 +1,4 @@
-"""Does a slow lane slow the other one's clock?"""
+"""Fairness of the race: a slow lane must not change the other lane's clock."""
 
 import time
 from collections.abc import Callable
@@ -29,7 +29,7 @@ STALL_MS = 20.0
 
 
 def race_fairness(repeats: int, report: Report, cancelled: Callable[[], bool]) -> Result:
-    """Does a slow lane slow the other one's clock? A plain lane races a draft lane, once as it is, once stalled."""
+    """Race a plain lane against a draft lane, once unchanged and once slowed down."""
     target, other = load_target("stories"), load_target("stories")
     drafter = load_drafter("draft_model", other, "stories-draft-wide")
     beside: dict[str, Drafter] = {
@@ -64,7 +64,7 @@ def race_fairness(repeats: int, report: Report, cancelled: Callable[[], bool]) -
 
 
 class Stalled:
-    """A drafter that wastes `ms` before every draft; else it is the one it wraps."""
+    """A wrapper that wastes `ms` before every draft."""
 
     def __init__(self, drafter: Drafter, ms: float, now: Callable[[], float] = time.perf_counter) -> None:
         self.taps = drafter.taps
@@ -89,7 +89,7 @@ class Stalled:
 
 
 def _race_once(target: HFTarget, other: HFTarget, opponent: Drafter, prompt: str) -> tuple[float, float]:
-    """Milliseconds per token on the clocks of the plain lane and of its opponent."""
+    """Return milliseconds per token on the clocks of the plain lane and of its opponent."""
     tokenizer = target.tokenizer
     assert tokenizer is not None
     ids = torch.tensor([encode(tokenizer, prompt, target.max_length - NEW_TOKENS)], device=target.device)

@@ -1,5 +1,6 @@
-"""How far the engine is from its own forwards: a step's time against that of the same model calls, made again with the
-same widths on the same caches and nothing else between them."""
+"""Overhead of the engine: time of a step against the same model calls repeated with the same widths on the same
+caches.
+"""
 
 from collections.abc import Callable, Sequence
 from copy import copy
@@ -35,8 +36,9 @@ TARGET, DRAFT = "target", "draft"
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """Milliseconds of the steps of one run, and of their forwards alone. A part is None where it makes no forward that
-    can be made again."""
+    """Milliseconds of the steps of one run and of their forward passes alone. None for parts that cannot be
+    repeated.
+    """
 
     step_ms: float  # all steps
     steps: int
@@ -50,7 +52,7 @@ class Overhead:
 
 
 class Recorded(HFTarget):
-    """A target that keeps, on request, every call of its model, so that it can be made again."""
+    """A target that records its model calls on request, so that they can be repeated."""
 
     calls: list["_Call"] | None = None  # in order; of all that share the list
 
@@ -59,11 +61,11 @@ class Recorded(HFTarget):
         super().__init__(model, recorder=self._kept(recorder) if recorder else None)
 
     def runner(self, *about: Any) -> Runner:
-        """What keeps its calls."""
+        """Return a runner that records its calls."""
         return _Watched(self, *about)
 
     def _kept(self, recorder: Recorder) -> Recorder:
-        """A replay is a call too, and is made again as it was."""
+        """Wrap a recorder so that graph replays are recorded and repeated as calls."""
 
         def record(run: Run) -> Run:
             replay = recorder(run)
@@ -105,8 +107,10 @@ class _Call:
 def overhead(
     target: Recorded, drafter: Drafter, draft: Recorded | None, prompt: Tensor, config: GenerationConfig
 ) -> Overhead | None:
-    """Run, then make the run's forwards again. draft: the model that the drafter runs, if it runs one. None where the
-    forwards cannot be made again, because the cache is not one of slabs."""
+    """Run once, then repeat the run's forward passes. draft: the drafter's model, if it has one.
+
+    Returns None if the passes cannot be repeated because the cache is not a slab cache.
+    """
     steps = generate(target, drafter, prompt, config)
     next(steps)  # the prefill
     calls: list[_Call] = []
@@ -145,7 +149,7 @@ def _replayed(calls: Sequence[_Call], target: Recorded) -> dict[str, float]:
 
 
 class FixedTree:
-    """Drafts one tree of random tokens at no cost, so that what a tree costs the engine can be seen alone."""
+    """A drafter that proposes one tree of random tokens at no cost, to isolate the engine's cost of a tree."""
 
     taps: tuple[int, ...] = ()
 
@@ -168,7 +172,7 @@ class FixedTree:
 
 
 def floor(pair: Pair, repeats: int, new_tokens: int, report: Report, cancelled: Callable[[], bool]) -> Result:
-    """The engine's step against its own forwards replayed: plain, a chain and a tree, greedy and sampling."""
+    """Compare engine steps with their own forward passes alone: plain, a chain and a tree, greedy and sampled."""
     for model in (pair.target, pair.draft):
         hasten(model)
     target, draft = Recorded(pair.target), Recorded(pair.draft)
@@ -214,7 +218,7 @@ def _row(name: str, mode: str, repeats: Sequence[Sequence[Overhead]]) -> dict[st
 
 
 def overhead_columns(repeats: Sequence[Sequence[Overhead]]) -> dict[str, Spread | None]:
-    """Spreads over the repeats: of the whole step, of the target's side and of drafting."""
+    """Return the spread over the repeats of the whole step, of the target's part and of drafting."""
 
     def spread(part: str) -> Spread | None:
         values = [[value for o in r if (value := getattr(o, part)) is not None] for r in repeats]

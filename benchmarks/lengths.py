@@ -1,4 +1,4 @@
-"""A draft whose length is chosen step by step against every fixed length, per kind of text."""
+"""Adaptive k against every fixed k, per kind of text."""
 
 import random
 from collections.abc import Callable
@@ -32,7 +32,7 @@ ADAPTIVE = "adaptive"
 
 @dataclass(slots=True)
 class Contest:
-    """Every way to draft on one kind of text, text by text in random order."""
+    """All drafters on one kind of text, text by text in random order."""
 
     target: HFTarget
     fixed: DraftModel
@@ -42,7 +42,9 @@ class Contest:
     order: random.Random = field(default_factory=random.Random)
 
     def once(self, repeat: int, tick: Tick) -> dict[str, Totals]:
-        """`adaptive` is made anew every second repeat, and so pays for half of what it learns."""
+        """Run all drafters once. `adaptive` is created anew every second repeat, so half of its learning cost is
+        included.
+        """
         if repeat % 2 == 0:
             made = load_drafter(ADAPTIVE, self.target, self.fixed.model)
             self.ways = {f"k = {k}": (self.fixed, k) for k in range(1, DEEPEST + 1)} | {ADAPTIVE: (made, DEEPEST)}
@@ -63,7 +65,7 @@ class Contest:
 
 
 def lengths(repeats: int, new_tokens: int, report: Report, cancelled: Callable[[], bool]) -> Result:
-    """repeats: a multiple of twice PLACES is fair."""
+    """Run the contest. repeats: a multiple of twice PLACES treats all starting points equally."""
     rows: list[Row] = []
     remarks: list[str] = []
     for name, kinds in KINDS.items():
@@ -84,7 +86,7 @@ def _tell(report: Report, kind: str, share: float, what: str) -> None:
 
 
 def _answered(target: HFTarget, text: str) -> Tensor:
-    """A text and the first tokens of the target's answer to it, [1, T]"""
+    """Return the ids of a prompt and of the start of the target's answer, [1, T]."""
     assert target.tokenizer is not None
     ids = torch.tensor([encode(target.tokenizer, text, target.max_length)])
     config = GenerationConfig(APART * (PLACES - 1), stop_token_ids=())
@@ -93,7 +95,7 @@ def _answered(target: HFTarget, text: str) -> Tensor:
 
 
 def _rows(kind: str, done: list[dict[str, Totals]]) -> list[Row]:
-    """Of every way its speed against that of the best fixed length, which is chosen afterwards."""
+    """Return the speed of every drafter relative to the best fixed k, which is chosen afterwards."""
     speeds = {name: [_speed(seen[name]) for seen in done] for name in done[0]}
     best = max((name for name in speeds if name != ADAPTIVE), key=lambda name: sum(speeds[name]))
     rows: list[Row] = []

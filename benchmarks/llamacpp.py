@@ -1,7 +1,7 @@
-"""llama.cpp as a peer, where the packages `xllamacpp` and `gguf` are installed: the same Llama weights in float32, on
-the CPU, one text at a time.
+"""llama.cpp as a peer, if the packages `xllamacpp` and `gguf` are installed: the same Llama weights in float32 on the
+CPU.
 
-Its words are `t` and a token's id, so that what it writes can be read back as token ids.
+Its vocabulary spells each token as `t` and the id, so that its output can be read back as token ids.
 """
 
 import re
@@ -20,10 +20,10 @@ CONTEXT = 1024
 
 
 class LlamaCpp:
-    """Plain greedy decoding by llama.cpp, with as many threads as torch has."""
+    """Plain greedy decoding by llama.cpp, with as many threads as torch."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Raises ValueError with one line where it cannot take part."""
+        """Convert and load the model. Raises ValueError, one line, if llama.cpp cannot take part."""
         check_llamacpp()
         if type(model) is not LlamaForCausalLM or model.device.type != "cpu" or model.dtype != torch.float32:
             raise ValueError("llama.cpp does not take part: it is compared on Llama in float32 on a CPU")

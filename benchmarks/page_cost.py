@@ -1,9 +1,8 @@
-"""What the open page costs: `python benchmarks/page_cost.py [REPEATS]`.
+"""Cost of the open page: `python benchmarks/page_cost.py [REPEATS]`.
 
-The same race, in one server process, in turn without any browser (through the endpoint `/compare`) and pressed in a
-real Chromium that streams and draws it. Prints how much slower a lane's own device time per token is with the page, and
-how long a token takes from the engine to its span in the page. The server notes when it emits a step; both processes
-read the machine's clock.
+The same race runs alternately without a browser (through the endpoint `/compare`) and in a real Chromium that streams
+and draws it. Prints how much slower a lane's device time per token is with the page, and the delay from the engine to
+the token's element in the page. The server records when it emits a step; both processes read the machine's clock.
 """
 
 import multiprocessing
@@ -47,7 +46,7 @@ Race = dict[str, Any]  # what the server notes of one: emitted, ms per token, en
 
 
 def serve_noting(port: int, results: Connection) -> None:
-    """The page as app.py serves it, with a session that says of every race when it emitted what."""
+    """Serve the page of app.py with a session that records when each race emitted its steps."""
     from specdemo.engine.messages import Finished, Message, Step
     from specdemo.engine.session import Session
     from specdemo.ui.page import serve
@@ -72,7 +71,7 @@ def serve_noting(port: int, results: Connection) -> None:
 
 
 def in_the_page(playwright: Playwright, address: str, results: Connection) -> tuple[Race, list[float]]:
-    """A race that a visitor runs and sees -> what the server noted, and ms from engine to page of every token."""
+    """Run a race as a visitor; return the server's records and the delay of each token in ms."""
     path = os.environ.get("SPECDEMO_CHROMIUM", "/usr/bin/chromium")
     browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
     page = browser.new_page(viewport={"width": 1280, "height": 900})

@@ -1,8 +1,7 @@
-"""How the page feels: `python benchmarks/page_feel.py [RACES [MORE]]`.
+"""Responsiveness of the page: `python benchmarks/page_feel.py [RACES [MORE]]`.
 
-Races of the default comparison at pace auto in a real Chromium: the time between frames and the long tasks while a race
-plays, the time from the press of Run to the first token, and what these and MORE races, as fast as they come, leave in
-the page (elements, heap).
+Races of the default comparison at automatic speed in a real Chromium: frame times and long tasks during a race, time
+from Run to the first token, and the elements and heap that these races and MORE further ones leave in the page.
 """
 
 import os
@@ -53,21 +52,21 @@ Race = tuple[float, list[float], list[float]]  # ms to the first token, ms of ev
 
 
 def serve_page(port: int) -> None:
-    """The page as app.py serves it."""
+    """Serve the page of app.py."""
     from specdemo.ui.page import serve
 
     serve(PRESET, port=port)
 
 
 def left(session: CDPSession) -> tuple[float, float]:
-    """Elements, and MB of heap, after a collection."""
+    """Return the number of elements and the heap in MB after garbage collection."""
     session.send("HeapProfiler.collectGarbage")
     metrics = {entry["name"]: entry["value"] for entry in session.send("Performance.getMetrics")["metrics"]}
     return metrics["Nodes"], metrics["JSHeapUsedSize"] / 1e6
 
 
 def race(page: Page, watch: bool) -> Race:
-    """One race to its end."""
+    """Run one race to its end."""
     if watch:
         page.evaluate(FRAMES)
     first = page.evaluate(PRESS)
@@ -103,7 +102,7 @@ def main(races: int, more: int = 0) -> None:
 
 
 def arrive(page: Page, address: str) -> None:
-    """Open the page, patiently: the server starts."""
+    """Open the page; wait for the server to start."""
     page.goto("about:blank")
     while True:
         try:
@@ -117,7 +116,7 @@ def arrive(page: Page, address: str) -> None:
 
 
 def growth(kept: list[float], form: str) -> tuple[str, str]:
-    """What is left at last, and by how much that is more than at first; and all on the way."""
+    """Return the final value with its growth over the first, and all values in between."""
     return f"{kept[-1]:{form}}", f"{100 * (kept[-1] / kept[0] - 1):+.1f} %: " + ", ".join(f"{x:{form}}" for x in kept)
 
 

@@ -1,9 +1,8 @@
-"""Pairs of target and draft for measuring speed alone: random Llama models of a real model's shape that agree as often
-as a real pair does.
+"""Random Llama pairs for speed measurements, with real shapes and the acceptance rate of a real pair.
 
-The draft is the target's own first layers under the same embedding and head, in memory of its own. What the deeper
-layers add is scaled down until the two choose the same token about AGREEMENT of the time. Queries and keys are scaled
-up, else every text runs into a loop.
+The draft consists of the target's first layers with the same embedding and output head, in separate memory. The
+contribution of the deeper layers is scaled down until both models choose the same token in about AGREEMENT of all
+cases. Queries and keys are scaled up, because otherwise every text runs into a loop.
 """
 
 from dataclasses import dataclass, replace
@@ -47,7 +46,7 @@ class Size:
 
     @property
     def parameters(self) -> int:
-        """Of the target."""
+        """Return the number of parameters of the target."""
         kv = self.hidden * self.kv_heads // self.heads
         layer = 2 * self.hidden**2 + 2 * self.hidden * kv + 3 * self.hidden * self.feed_forward
         return self.layers * layer + 2 * self.vocabulary * self.hidden
@@ -87,8 +86,10 @@ class Pair:
 
 
 def make_pair(name: str | None, device: str, dtype: str, texts: int = 3) -> Pair:
-    """A pair by name, on a device. Without a name the largest that fits a GPU, the smallest on a CPU. Raises ValueError
-    with one line."""
+    """Create a pair by name on a device. Default: the largest that fits a GPU, the smallest on a CPU.
+
+    Raises ValueError, one line.
+    """
     where = pick_device(device)
     chosen = name or _usual(where, dtype)
     if chosen not in PAIRS:
@@ -101,7 +102,7 @@ def make_pair(name: str | None, device: str, dtype: str, texts: int = 3) -> Pair
 
 
 def random_pair(name: str, size: Size, device: torch.device, dtype: torch.dtype, texts: int = 3) -> Pair:
-    """A random pair of that size; the same every time."""
+    """Create a random pair of that size, with a fixed seed."""
     target, draft = (_new(size.config(layers), device, dtype) for layers in (size.layers, size.draft_layers))
     prompts = _prompts(size.vocabulary, texts + PROBES, device)
     agreement = _tune(target, draft, size.draft_layers, torch.cat(prompts[texts:]))
@@ -110,7 +111,9 @@ def random_pair(name: str, size: Size, device: torch.device, dtype: torch.dtype,
 
 @torch.no_grad()
 def agreement(target: PreTrainedModel, draft: PreTrainedModel, prompts: Tensor) -> float:
-    """The share of tokens of the target's greedy texts behind prompts [B, T] that are the draft's first choice too."""
+    """Return the share of tokens in the target's greedy continuations of prompts [B, T] that are also the draft's first
+    choice.
+    """
     engine = HFTarget(target)
     config = GenerationConfig(PROBE_TOKENS, stop_token_ids=())
     events = generate(engine, load_drafter(BASELINE, engine), prompts, config)
@@ -121,7 +124,7 @@ def agreement(target: PreTrainedModel, draft: PreTrainedModel, prompts: Tensor) 
 
 
 def _tune(target: PreTrainedModel, draft: PreTrainedModel, shared: int, prompts: Tensor) -> float:
-    """Draw the weights and look for the size of the deeper layers' part by bisection -> the agreement reached."""
+    """Draw the weights, set the scale of the deeper layers by bisection, and return the agreement reached."""
     low, high = 0.0, 0.25
     found = 0.0
     for _ in range(8):
@@ -136,7 +139,9 @@ def _tune(target: PreTrainedModel, draft: PreTrainedModel, shared: int, prompts:
 
 
 def _draw(model: nn.Module, shared: int, share: float) -> None:
-    """Random weights, the same for one shape; layers from `shared` on add `share` as much to the residual."""
+    """Draw random weights, the same for one shape; layers from `shared` on add `share` as much to the residual
+    stream.
+    """
     rng: dict[torch.device, torch.Generator] = {}
     for name, weight in model.named_parameters():
         if weight.ndim < 2:
@@ -163,7 +168,7 @@ def _prompts(vocabulary: int, count: int, device: torch.device) -> list[Tensor]:
 
 
 def _embedded(where: torch.device, dtype: str, texts: int) -> Pair:
-    """The shipped story model and its wide draft, on story prompts."""
+    """Return the shipped story model and its wide draft, with story prompts."""
     loaded = load_model("stories", dtype, str(where), kernels="transformers")
     draft = load_model("stories-draft-wide", dtype, str(where), kernels="transformers")
     assert loaded.tokenizer is not None
@@ -178,7 +183,7 @@ def _embedded(where: torch.device, dtype: str, texts: int) -> Pair:
 
 
 def _bytes(size: Size, kind: torch.dtype) -> int:
-    """Of the pair; the draft has an embedding and a head of its own."""
+    """Return the bytes of the pair; the draft has a separate embedding and output head."""
     draft = replace(size, layers=size.draft_layers)
     return (size.parameters + draft.parameters) * kind.itemsize
 

@@ -1,5 +1,7 @@
-"""The engine against transformers' own generation, a bare loop and llama.cpp, on the same weights, greedy, one text at
-a time. Everything is timed from the outside, prompt and all, and every repeat runs the peers in another order."""
+"""The engine against transformers' generation, a bare loop and llama.cpp on the same weights, greedy, batch size 1.
+
+Everything is timed end to end, including the prompt, and every repeat runs the peers in another order.
+"""
 
 import random
 import time
@@ -48,7 +50,7 @@ Peer = Callable[[Tensor, int], list[int]]  # prompt [1, T], new tokens -> what i
 
 @dataclass(slots=True)
 class Ours:
-    """The engine as a peer; remembers what its last run did."""
+    """The engine as a peer. It stores the steps of its last run."""
 
     target: HFTarget
     drafter: Drafter
@@ -64,7 +66,7 @@ class Ours:
 
 
 def transformers_peer(pair: Pair, settings: Mapping[str, Any], assistant: Mapping[str, Any] | None = None) -> Peer:
-    """`generate` with these settings; with `assistant`, helped by the draft under those of its own."""
+    """Return `generate` with these settings, optionally with an assistant model and its settings."""
 
     def run(prompt: Tensor, new_tokens: int) -> list[int]:
         more: dict[str, Any] = dict(settings)
@@ -83,7 +85,7 @@ def transformers_peer(pair: Pair, settings: Mapping[str, Any], assistant: Mappin
 
 @torch.no_grad()
 def bare_loop(target: PreTrainedModel, draft: PreTrainedModel, prompt: Tensor, new_tokens: int, k: int) -> list[int]:
-    """Chains of k, greedy, on `model(...)` and transformers' growing cache, with nothing that could be left out."""
+    """Return a minimal greedy loop with chains of k on `model(...)` and transformers' growing cache."""
     caches = {m: DynamicCache(config=m.config) for m in (target, draft)}
     end = prompt.shape[1] + new_tokens
     text = prompt
@@ -108,7 +110,7 @@ def bare_loop(target: PreTrainedModel, draft: PreTrainedModel, prompt: Tensor, n
 
 
 def cast(pair: Pair, target: Recorded, draft: Recorded) -> dict[str, Peer]:
-    """Everybody who takes part, by name; target and draft are the engine's own copies."""
+    """Return all peers by name. target and draft are the engine's own copies."""
     fixed = {
         "num_assistant_tokens": K,
         "num_assistant_tokens_schedule": "constant",
@@ -145,7 +147,7 @@ def contest(
     tick: Tick,
     now: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timed]:
-    """Every peer on every prompt once, in an order of its own for every repeat."""
+    """Run every peer on every prompt once, in random order per repeat."""
     order = list(peers)
     random.Random(SEED + repeat).shuffle(order)
     spent = dict.fromkeys(order, 0.0)
@@ -167,7 +169,7 @@ def contest(
 
 
 def compete(pair: Pair, repeats: int, new_tokens: int, report: Report, cancelled: Callable[[], bool]) -> Result:
-    """Ours against transformers, against a bare loop, and against its own forwards replayed."""
+    """Compare the engine with transformers, with a bare loop, and with its own forward passes alone."""
     target, draft = _hastened(pair.target), _hastened(pair.draft)
     everybody = cast(pair, target, draft)
     absent = []
@@ -209,7 +211,7 @@ def compete(pair: Pair, repeats: int, new_tokens: int, report: Report, cancelled
 
 
 def _hastened(model: PreTrainedModel) -> Recorded:
-    """A copy as the engine would run it; the peers keep what transformers made of the weights."""
+    """Return a copy with fused layers; the peers use the weights as transformers made them."""
     own = deepcopy(model)
     hasten(own)
     return Recorded(own)
@@ -257,7 +259,7 @@ def _ratios(contests: Sequence[Mapping[str, Timed]]) -> list[str]:
 
 
 def _bandwidth(model: PreTrainedModel, contests: Sequence[Mapping[str, Timed]]) -> str:
-    """What share of the memory bandwidth plain decoding uses: every weight is read once a token."""
+    """Return the share of memory bandwidth that plain decoding uses; every weight is read once per token."""
     times = [e.ms for timed in contests for run in timed[OUR_PLAIN].events for e in run[1:]]
     seconds = median(sum(ms.values()) for ms in times) / 1000.0
     read = read_bytes(model) / seconds / 1e9
@@ -268,7 +270,7 @@ def _bandwidth(model: PreTrainedModel, contests: Sequence[Mapping[str, Timed]]) 
 
 
 def read_bytes(model: PreTrainedModel) -> int:
-    """Bytes of the weights that a token reads: all but the embedding table, unless it is the head as well."""
+    """Return the bytes of weights read per token: all but the embedding table, unless it is also the output head."""
     total = sum(p.numel() * p.element_size() for p in model.parameters())
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     return total if table is head else total - table.numel() * table.element_size()  # type: ignore[operator]
@@ -276,7 +278,7 @@ def read_bytes(model: PreTrainedModel) -> int:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without what transformers logs about its own calls of itself."""
+    """Suppress transformers' log messages."""
     level = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

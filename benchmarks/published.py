@@ -1,7 +1,7 @@
-"""Results that others published, `published.json`, against what shapes and datasheets predict of them.
+"""Published results in `published.json` against predictions from model shapes and spec sheets.
 
-A row says where it is from, the device, models, method, draft length or tree, and how many tokens a pass emitted; the
-speed-up that was measured is not used. old: an EAGLE-1 or -2 head, which has no vocabulary of its own.
+A row names its source, device, models, method, draft length or tree, and the tokens emitted per pass. The measured
+speed-up is not used for the prediction. old: an EAGLE-1 or -2 head, which has no vocabulary of its own.
 """
 
 import json
@@ -20,13 +20,13 @@ Published = dict[str, Any]
 
 
 def read() -> list[Published]:
-    """The results, as they were published."""
+    """Return the results as published."""
     found: list[Published] = json.loads(FILE.read_text(encoding="utf-8"))
     return found
 
 
 def foreseen(one: Published) -> Row:
-    """What is predicted of it."""
+    """Predict one result."""
     return predict(
         one["target"],
         device=one["device"],
@@ -42,7 +42,7 @@ def foreseen(one: Published) -> Row:
 
 
 def published() -> Result:
-    """Every result predicted, with the error and whether the interval holds it."""
+    """Predict every result and return its error and whether the interval contains the published value."""
     rows = [
         {"device": one["device"], "target": one["target"].rpartition("/")[2], "nodes": one["nodes"]}
         | row_of(one["what"], one["method"], one["k"], 1, one["speedup"], foreseen(one))

@@ -1,5 +1,6 @@
-"""Do the intervals hold what they promise? A simulation whose truth is known, real runs beside other programs, and one
-server that sends the same text at three paces."""
+"""Tests of the confidence intervals: simulations with a known true value, runs next to other programs, chunked
+servers.
+"""
 
 import json
 import subprocess
@@ -33,8 +34,9 @@ SCHEDULES = ("race", "sequential")
 
 
 class Machine:
-    """How much longer than on a quiet machine work takes, millisecond by millisecond: wandering with a memory of 30 ms,
-    bursts of other work, a drift over the run; and every step by itself."""
+    """Simulated slow-down of a machine per millisecond: wandering with a correlation time of 30 ms, bursts, drift and
+    noise.
+    """
 
     def __init__(
         self, rng: Random, work_ms: float, wander: float = 0.06, burst: float = 1.6, drift: float = 0.1
@@ -46,7 +48,7 @@ class Machine:
         self._at, self._left = rng.gauss(0.0, WANDER), 0.0
 
     def takes(self, begin: float, work_ms: float) -> float:
-        """How long work takes that begins at a moment of the run."""
+        """Return the duration of work that starts at a given time of the run."""
         work, now = work_ms * exp(self._rng.gauss(0.0, 0.03)), begin
         while True:
             while len(self._slow) <= now:
@@ -58,7 +60,7 @@ class Machine:
             work, now = work - room, int(now) + 1.0
 
     def _next(self) -> None:
-        """One millisecond more."""
+        """Advance the simulation by one millisecond."""
         self._at = MEMORY * self._at + self._rng.gauss(0.0, WANDER * sqrt(1.0 - MEMORY**2))
         if self._left <= 0.0 and self._rng.random() < 1.0 / 150.0:
             self._left = self._rng.expovariate(1.0 / 12.0)
@@ -67,7 +69,7 @@ class Machine:
 
 
 def simulated(rng: Random, tokens: int, schedule: str) -> tuple[list[Timed], float]:
-    """The two lanes of a run and the true speed-up."""
+    """Return the two lanes of a simulated run and the true speed-up."""
     drafts: list[list[int]] = [[0] * (tokens - 1), []]
     left = tokens - 1
     while left:
@@ -89,7 +91,7 @@ def simulated(rng: Random, tokens: int, schedule: str) -> tuple[list[Timed], flo
 def covered(
     runs: int, tokens: int, schedule: str, tick: Callable[[float], None] = lambda share: None
 ) -> tuple[float, float]:
-    """The share of intervals that hold the truth, and half of the middle one's width."""
+    """Return the share of intervals that contain the true value, and half the median width."""
     rng = Random(f"{schedule} {tokens}")
     held, widths = 0, []
     for run in range(runs):
@@ -103,7 +105,7 @@ def covered(
 
 
 def coverage(repeats: int, report: Report, cancelled: Callable[[], bool]) -> Result:
-    """How often the 95 % interval holds the truth, in simulated runs."""
+    """Measure how often the 95 % interval contains the true value in simulated runs."""
 
     def once(number: int, tick: Tick) -> dict[str, Any]:
         tokens, schedule = LENGTHS[number // 2], SCHEDULES[number % 2]
@@ -115,7 +117,7 @@ def coverage(repeats: int, report: Report, cancelled: Callable[[], bool]) -> Res
 
 
 def beside(repeats: int, report: Report, cancelled: Callable[[], bool]) -> Result:
-    """Runs of the default preset, by turns alone and beside two busy loops."""
+    """Run the default preset alternately alone and next to two busy loops."""
     spec = preset("embedded-draft").checked()
 
     def once(_repeat: int, tick: Tick) -> list[dict[str, Any]]:
@@ -172,7 +174,7 @@ BASELINE_TIMES = 1.8  # as slow as the lanes
 
 
 def paces(repeats: int, report: Report, cancelled: Callable[[], bool]) -> Result:
-    """One text at one pace, sent token by token, in bunches of ten and all at once, against a slower baseline."""
+    """Measure one text sent token by token, in chunks of ten and all at once, against a slower baseline."""
     ways = {"token by token": 1, "in bunches of ten": 10, "all at once": TOKENS}
 
     def once(_repeat: int, tick: Tick) -> list[dict[str, Any]]:
@@ -202,7 +204,7 @@ def paces(repeats: int, report: Report, cancelled: Callable[[], bool]) -> Result
 
 @contextmanager
 def _server(bunch: int, times: float = 1.0) -> Iterator[str]:
-    """Writes a token every TOKEN_S seconds, and sends so many at once."""
+    """Serve a token every TOKEN_S seconds in chunks of the given size."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

@@ -1,5 +1,6 @@
-"""A draft of another vocabulary: the same text on many prompts, the same distribution over many draws, and its speed
-against transformers' universal assisted generation (Timor et al. 2502.05202) on the same pair."""
+"""A draft model with another vocabulary: identical text on many prompts, same distribution over many samples, and speed
+against transformers' universal assisted generation (Timor et al., arXiv 2502.05202) on the same pair.
+"""
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -29,7 +30,7 @@ DRAFTING, ASSISTED, ASSISTED_USUAL = "specdemo, other vocabulary", "universal as
 
 
 def vocabularies(repeats: int, new_tokens: int, report: Report, cancelled: Callable[[], bool]) -> Result:
-    """The first lane of PRESET. repeats: of the timing."""
+    """Measure the first lane of PRESET. repeats: number of timed repeats."""
     chosen = preset(PRESET)
     loaded, draft = (load_model(name, "float32", "cpu", kernels="transformers") for name in chosen.models)
     ours = load_model(chosen.target, "float32", "cpu")
@@ -62,7 +63,7 @@ def vocabularies(repeats: int, new_tokens: int, report: Report, cancelled: Calla
 
 
 def cast(loaded: LoadedModel, draft: LoadedModel, target: HFTarget, k: int) -> dict[str, Peer]:
-    """Ours, and transformers' layers and generation on the same weights."""
+    """Return our lanes, and transformers' generation on the same weights."""
     for model in (loaded.model, draft.model):
         model.generation_config = HFGenerationConfig(pad_token_id=0)
     pair = Pair(PRESET, loaded.model, draft.model, [], 0.0)

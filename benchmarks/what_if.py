@@ -1,7 +1,7 @@
-"""Predictions against measurement: this machine is profiled with one pair, and what other pairs, methods, draft lengths
-and batches bring is predicted from shapes, then measured.
+"""Predictions against measurements: one pair profiles this machine; other pairs, methods, k and batch sizes are
+predicted from their shapes and then measured.
 
-Acceptance is what the lane kept: of chains of a draft model at one draft length, replayed at the others.
+Acceptance is taken from the measured lane. For chains of a draft model it is measured at one k and simulated at others.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +41,7 @@ WARM_UP = 16  # tokens
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to predict and to measure. model: the drafter's config."""
+    """One case to predict and to measure. model: the drafter's config."""
 
     pair: str
     method: str
@@ -58,20 +58,20 @@ class Case:
 
     @property
     def name(self) -> tuple[str, str, int]:
-        """What its acceptance belongs to, but for the draft length."""
+        """Return the name under which acceptance is shared; it leaves out k."""
         return self.pair, self.method, self.batch
 
 
 @dataclass
 class Ran:
-    """What runs of a case added up to. passes: of all rows, one after the other."""
+    """Totals over the runs of a case. passes: of all rows, in order."""
 
     tokens: int = 0
     ms: float = 0.0
     passes: tuple[Kept, ...] = ()
 
     def add(self, events: Sequence[StepEvent]) -> None:
-        """While all rows go on: behind that a batch is no batch of its size."""
+        """Add the steps of a run while all rows are active, because later steps run at a smaller batch size."""
         steps = [event for event in events[1:] if all(event.emitted)][:-1]
         self.tokens += sum(len(row) for event in steps for row in event.emitted)
         self.ms += sum(map(step_ms, steps))
@@ -81,12 +81,12 @@ class Ran:
 
     @property
     def rate(self) -> float:
-        """Tokens a second."""
+        """Return tokens per second."""
         return 1e3 * self.tokens / self.ms
 
 
 def what_if(profile: Profile, repeats: int, new_tokens: int, report: Report, cancelled: Callable[[], bool]) -> Result:
-    """Every case measured and predicted, with the error and whether the interval holds it."""
+    """Measure and predict every case; return its error and whether the interval contains the measured value."""
     cases = [case for pair in PAIRS for case in cases_of(pair)]
 
     def once(repeat: int, tick: Tick) -> list[tuple[Ran, Ran]]:
@@ -107,7 +107,7 @@ def what_if(profile: Profile, repeats: int, new_tokens: int, report: Report, can
 
 @torch.no_grad()
 def measured(case: Case, new_tokens: int) -> tuple[Ran, Ran]:
-    """Plain decoding and the lane, text by text in turns."""
+    """Measure plain decoding and the lane, interleaved text by text."""
     plain, lane = Ran(), Ran()
     nothing = load_drafter(BASELINE, case.target)
     for prompt in case.prompts:
@@ -120,7 +120,7 @@ def measured(case: Case, new_tokens: int) -> tuple[Ran, Ran]:
 def rows_of(
     profile: Profile, cases: Sequence[Case], ran: Sequence[tuple[Ran, Ran]], new_tokens: int
 ) -> list[dict[str, Any]]:
-    """A row of the result for every case."""
+    """Return the result rows of all cases."""
     passes = {(case.name, case.k): lane.passes for case, (_, lane) in zip(cases, ran, strict=True)}
     found = []
     for case, (plain, lane) in zip(cases, ran, strict=True):
@@ -130,7 +130,7 @@ def rows_of(
 
 
 def predicted(profile: Profile, case: Case, passes: tuple[Kept, ...], new_tokens: int) -> Row:
-    """From the shapes, the profile and what was kept."""
+    """Predict from model shapes, device profile and measured acceptance."""
     kept: Acceptance = of_passes(passes, exact=case.method == "draft_model")
     found = predict(
         shape_of(case.target.model.config.to_dict(), case.pair),
@@ -147,7 +147,7 @@ def predicted(profile: Profile, case: Case, passes: tuple[Kept, ...], new_tokens
 
 
 def row_of(pair: str, method: str, k: int, batch: int, speed: float, found: Row) -> dict[str, Any]:
-    """A row of the result: what was measured, what is predicted of it, and how far that is off."""
+    """Return a result row: measured value, predicted value and error."""
     guess = found.speedup
     inside = guess.low is not None and guess.high is not None and guess.low <= speed <= guess.high
     return {
@@ -164,7 +164,7 @@ def row_of(pair: str, method: str, k: int, batch: int, speed: float, found: Row)
 
 
 def verdict(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Median and worst error and the coverage, of all and by kind."""
+    """Return median and largest error and the coverage, overall and by kind."""
     kinds = {
         "all": rows,
         "other pairs, a text at a time": [r for r in rows if r["method"] == "draft_model" and r["batch"] == 1],
@@ -184,7 +184,9 @@ def _said(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def cases_of(pair: str) -> Iterator[Case]:
-    """Draft models at every k for one text and at some for batches, and on the story model every method."""
+    """Return the cases: draft models at every k for one text and at some k for batches, and every method on the story
+    model.
+    """
     made = make_pair(PAIRS[pair], "cpu", "float32", texts=BATCHES[-1])
     hasten(made.target)
     hasten(made.draft)

@@ -1,2 +1,3 @@
-"""The first hour with a GPU: section by section, each measured once and kept in a file, so that calls of a few minutes
-go on from each other."""
+"""GPU benchmark in sections. Each section is measured once and stored in a file, so that calls of a few minutes
+add up.
+"""

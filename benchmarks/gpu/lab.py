@@ -1,4 +1,4 @@
-"""What the sections share: the device, the models that lie on it, how a step is measured."""
+"""Shared parts of the sections: the device, its loaded models, and how a step is measured."""
 
 import gc
 from collections.abc import Iterator, Mapping
@@ -32,18 +32,18 @@ RATES = (0.8, 0.78, 0.76, 0.74)  # of synthetic acceptance, by position; the las
 
 @dataclass(slots=True)
 class Found:
-    """What a section found. A row's cells are text or numbers, the unit in the column's name."""
+    """Result of a section. The cells of a row are text or numbers; column names include the unit."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
 
 class Absent(RuntimeError):
-    """A model or a package that is not to be had here: a remark, no failure."""
+    """A model or package that is not available here. It is reported as a remark, not as a failure."""
 
 
 class Lab:
-    """One device, with one model on it at a time."""
+    """One device with at most one loaded model."""
 
     def __init__(self, device: torch.device, repeats: int) -> None:
         self.device, self.repeats = device, repeats
@@ -52,7 +52,7 @@ class Lab:
 
     @cached_property
     def bandwidth(self) -> float:
-        """Bytes a second."""
+        """Return bytes per second."""
         return max(copy_bandwidth(self.device), read_bandwidth(self.device, self.dtype()))
 
     def dtype(self, name: str = "auto") -> torch.dtype:
@@ -62,7 +62,7 @@ class Lab:
         return ROOM * _bytes(name, dtype, bits) <= kind(self.device).free(self.device)
 
     def model(self, name: str, dtype: torch.dtype, bits: int | None = None) -> PreTrainedModel:
-        """As transformers made it. Raises Absent."""
+        """Load a model as transformers creates it. Raises Absent."""
         self.forget()
         if not self.fits(name, dtype, bits):
             needed, free = _bytes(name, dtype, bits) * ROOM, kind(self.device).free(self.device)
@@ -73,7 +73,7 @@ class Lab:
             raise Absent(f"{bits}bit needs bitsandbytes ({error})") from None
 
     def target(self, name: str, dtype: torch.dtype, bits: int | None = None) -> HFTarget:
-        """As a lane runs it; the last one is kept. Raises Absent."""
+        """Load a model as a lane runs it and cache the last one. Raises Absent."""
         key = name, dtype, bits
         if self._held is None or self._held[0] != key:
             self._held = key, fast(self.model(name, dtype, bits))
@@ -81,7 +81,7 @@ class Lab:
 
     @property
     def main(self) -> str:
-        """The shape that methods are measured on: the largest of these that leaves room for heads and a draft."""
+        """Return the shape for method measurements: the largest that leaves room for heads and a draft model."""
         if self.small:
             return "llama-tiny"
         free = kind(self.device).total(self.device)
@@ -94,12 +94,12 @@ class Lab:
             kind(self.device).empty()
 
     def prompt(self, target: HFTarget, period: int = 16) -> Tensor:
-        """[1, PROMPT] tokens that repeat, so that there is something to look up."""
+        """Return [1, PROMPT] tokens with repetitions, so that lookup methods find matches."""
         tokens = 1 + torch.arange(PROMPT, device=self.device) % period
         return tokens[None] % target.vocab_size
 
     def alive(self) -> bool:
-        """Whether the device still computes: an illegal access ends its context."""
+        """Return whether the device still computes. An illegal memory access ends its context."""
         try:
             return bool((torch.ones(1, device=self.device) + 1.0).item() == 2.0)
         except RuntimeError:
@@ -107,10 +107,10 @@ class Lab:
 
 
 class Synthetic:
-    """Keeps a draft as far as coins of known rates say, whatever the target says: costs are true where texts cannot be.
+    """Acceptance with fixed rates, independent of the target, for true costs where real texts are not available.
 
-    The exact rule runs too, so that its time is in the step. What follows is the draft's next token as if the target
-    had said so, or `usual` [1]: so whoever looks texts up finds them. One row.
+    The exact rule runs as well, so that its time is included. The output continues with the draft's next token as if
+    the target had chosen it, or with `usual` [1], so that lookup methods find matches. One row.
     """
 
     exact: ClassVar[bool] = False
@@ -152,7 +152,7 @@ class Steps:
 
 
 def measure_steps(lab: Lab, target: HFTarget, drafter: Drafter, config: GenerationConfig) -> Steps:
-    """After one run that warms up and records."""
+    """Measure steps after one run that warms up and captures graphs."""
     prompt = lab.prompt(target)
     runs = []
     for repeat in range(lab.repeats + 1):
@@ -175,12 +175,12 @@ def measure_steps(lab: Lab, target: HFTarget, drafter: Drafter, config: Generati
 
 
 def _bytes(name: str, dtype: torch.dtype, bits: int | None = None) -> float:
-    """Of the weights of a model of that shape."""
+    """Return the bytes of the weights of a model of that shape."""
     return shape(name, f"{bits}bit" if bits else None).weight_bytes(dtype.itemsize)
 
 
 def _whole(events: list[StepEvent], config: GenerationConfig) -> Iterator[StepEvent]:
-    """Without those at the end that had no room for a whole draft."""
+    """Drop the last steps, which had no room for a full draft."""
     left = config.max_new_tokens - 1
     for event in events:
         if left > config.budget.depth:

@@ -1,4 +1,4 @@
-"""The sections' curves on one page: v(n) by batch, plain decoding against the bandwidth, where a step's time goes."""
+"""Plots of the sections on one page: v(n) by batch size, plain decoding against bandwidth, and the parts of a step."""
 
 from collections.abc import Mapping
 from html import escape
@@ -17,7 +17,7 @@ LAPS = ("draft", "verify", "accept", "commit", "observe")
 
 
 def write_plots(path: Path, kept: Mapping[str, Kept], environment: Kept, note: str) -> bool:
-    """note: below the title. False: there was nothing to draw."""
+    """Write the plots; return False if there is nothing to draw. note: text below the title."""
     drawn = [figure for figure in (_widths(kept), _bandwidth(kept), _steps(kept)) if figure is not None]
     if not drawn:
         return False

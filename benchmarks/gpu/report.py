@@ -1,4 +1,4 @@
-"""What the sections found, as a page of Markdown, one file of JSON, a device profile and plots."""
+"""Report of the sections: a Markdown page, a JSON file, a device profile and plots."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ Row = dict[str, Any]
 
 
 def write_report(folder: Path, kept: Mapping[str, Kept], environment: Kept, lab: Lab) -> list[str]:
-    """-> the names of the files."""
+    """Write all files and return their names."""
     write_text(folder / RESULTS, json.dumps({"environment": environment, "sections": kept}, indent=1) + "\n")
     write_text(folder / "report.md", _page(kept, environment, lab))
     files = ["report.md", RESULTS]
@@ -39,12 +39,12 @@ def write_report(folder: Path, kept: Mapping[str, Kept], environment: Kept, lab:
 
 
 def rows_of(kept: Mapping[str, Kept], prefix: str) -> list[Row]:
-    """Of all sections whose name begins so."""
+    """Return the rows of all sections whose name starts with `prefix`."""
     return [row for name, found in kept.items() if name.startswith(prefix) for row in found.get("rows", ())]
 
 
 def methods_of(kept: Mapping[str, Kept]) -> list[Row]:
-    """The steps of all methods, with what they are against plain decoding."""
+    """Return the steps of all methods and their ratio to plain decoding."""
     rows = rows_of(kept, "method-")
     plain = next((row for row in rows if row["method"] == PLAIN), None)
     if plain is None:
@@ -65,7 +65,7 @@ def _page(kept: Mapping[str, Kept], environment: Kept, lab: Lab) -> str:
 
 
 def _chapters(kept: Mapping[str, Kept]) -> Iterator[tuple[str, list[Row], list[str]]]:
-    """Title, rows and remarks; sections that belong together are one."""
+    """Yield title, rows and remarks; related sections share a chapter."""
     together = {"plain-": "Plain decoding", "method-": "A step of every method, at synthetic acceptance"}
     told = set()
     for name, found in kept.items():
@@ -103,7 +103,7 @@ def _table(rows: list[Row]) -> str:
 
 
 def _middle(cell: Mapping[str, float]) -> float:
-    """Of a stored Spread, or of the bare Estimate that too few repeats leave of one."""
+    """Return the central value of a stored Spread, or of the Estimate that remains with too few repeats."""
     return cell["median"] if "median" in cell else cell["value"]
 
 
@@ -117,7 +117,7 @@ def _cell(value: Any) -> str:
 
 
 def profile_of(kept: Mapping[str, Kept], environment: Kept, lab: Lab) -> Profile | None:
-    """None before the device itself was measured."""
+    """Return the device profile; None until the device itself was measured."""
     numbers = {row["what"]: row["is"] for row in rows_of(kept, "device")}
     if not numbers:
         return None
@@ -155,7 +155,7 @@ def _passes(rows: list[Row], lab: Lab) -> Iterator[Passes]:
 
 
 def _steps(rows: list[Row], lab: Lab) -> Iterator[Step]:
-    """Greedy ones: predictions know no others."""
+    """Return greedy steps only, because predictions cover no others."""
     for row in rows:
         known, drafted = METHODS.get(row["method"]), row["drafted/step"]
         if known is None or known.temperature:

@@ -1,4 +1,6 @@
-"""Section after section, as long as there is time; what is finished is a file, and the next call goes on behind it."""
+"""Runner of the sections within a time limit. Finished sections are files, and the next call continues with the
+rest.
+"""
 
 import gc
 import json
@@ -38,7 +40,7 @@ def measure(
     cancelled: Callable[[], bool],
     now: Callable[[], float] = time.monotonic,
 ) -> Result:
-    """Raises ValueError, one line, for a folder that holds another device's measurements."""
+    """Measure sections. Raises ValueError, one line, if the folder contains measurements of another device."""
     lab = Lab(pick_device(device), repeats)
     begin, table = now(), sections(lab)
     folder.mkdir(parents=True, exist_ok=True)
@@ -62,7 +64,7 @@ def measure(
 
 
 def _stored(folder: Path, lab: Lab) -> dict[str, Kept]:
-    """What earlier calls found: a file each or, where somebody has kept that alone, all in one."""
+    """Return the results of earlier calls, from one file per section or from a single combined file."""
     whole = folder / RESULTS
     kept: dict[str, Kept] = read_json(whole, FILE)["sections"] if whole.is_file() else {}
     kept |= {path.name.removesuffix(SECTION): read_json(path, FILE) for path in folder.glob(f"*{SECTION}")}

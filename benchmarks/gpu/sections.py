@@ -1,4 +1,4 @@
-"""The sections: one small function each, in the order in which they are worth most."""
+"""Sections of the GPU benchmark: one small function each, most valuable first."""
 
 import platform
 import shutil
@@ -54,7 +54,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """A method as it is measured."""
+    """A method with the settings it is measured with."""
 
     method: str
     k: int = 4
@@ -92,7 +92,7 @@ METHODS = {
 
 
 def sections(lab: Lab) -> dict[str, Section]:
-    """Name -> section, for that device."""
+    """Return the sections for that device by name."""
     large = ("llama-8b", "qwen3-8b", "llama-1b", "qwen3-1.7b", "qwen3-32b", "llama-34b")
     shapes = ("llama-tiny", "qwen3-tiny") if lab.small else large
     table = {
@@ -154,7 +154,7 @@ def _version(package: str) -> str:
 
 
 def device(lab: Lab) -> Found:
-    """The numbers of a profile, as they stand in one."""
+    """Measure the numbers of a device profile."""
     found = basics(lab.device, COMMAND)
     rows = []
     for name, figure in found.model_dump(exclude={"passes", "steps", "measured"}).items():
@@ -164,7 +164,7 @@ def device(lab: Lab) -> Found:
 
 
 def tests(lab: Lab) -> Found:
-    """In a process of their own: what one of them breaks on the device is gone with it."""
+    """Run the GPU tests in a separate process, so that damage to the device context ends with it."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-rfE", "--tb=line", "-m", "gpu"]
     if not (ROOT / "tests" / "gpu").is_dir():
         raise Absent("the tests come with a checkout")
@@ -186,7 +186,7 @@ def tests(lab: Lab) -> Found:
 
 
 def plain(name: str, lab: Lab) -> Found:
-    """Every precision that the device has, against its bandwidth."""
+    """Measure plain decoding in every precision of the device, against its bandwidth."""
     found = Found()
     usual = lab.dtype()
     held: list[tuple[torch.dtype, int | None]] = [
@@ -225,7 +225,7 @@ def _plain(name: str, lab: Lab, dtype: torch.dtype, bits: int | None) -> dict[st
 
 
 def widths(lab: Lab) -> Found:
-    """Passes of the target and of its draft model, all widths and batches."""
+    """Measure forward passes of the target and its draft model for all widths and batch sizes."""
     found = Found()
     slots, batches = ((1, 2, 4), (1, 2)) if lab.small else (WIDTHS, BATCHES)
     for name in dict.fromkeys((lab.main, shape_of_draft(lab))):
@@ -261,7 +261,7 @@ def shape_of_draft(lab: Lab) -> str:
 
 
 def step(label: str, drafting: Drafting, lab: Lab) -> Found:
-    """Where the time of a method's step goes, at synthetic acceptance."""
+    """Measure the parts of a method's step with synthetic acceptance."""
     target = lab.target(lab.main, lab.dtype())
     drafter = load_drafter(drafting.method, target, _model(drafting, lab, target), **(drafting.options or {}))
     budget = Budget(0, 0) if drafting.method == BASELINE else drafting.lane.budget
@@ -284,7 +284,7 @@ def step(label: str, drafting: Drafting, lab: Lab) -> Found:
 
 
 def _model(drafting: Drafting, lab: Lab, target: HFTarget) -> Any:
-    """A draft model or a head with random weights of real shapes; None where there is none."""
+    """Return a draft model or head with random weights of real shapes; None if there is none."""
     if drafting.draft:
         return fast(random_model(shape_of_draft(lab), lab.device, target.dtype))
     if drafting.fresh is None:
@@ -301,28 +301,28 @@ def _model(drafting: Drafting, lab: Lab, target: HFTarget) -> Any:
 
 
 def _randomised(head: nn.Module) -> None:
-    """Some heads begin with zeros, of which a device could make short work."""
+    """Randomise heads whose weights start at zero, which a device could compute faster."""
     for parameter in head.parameters():
         if parameter.ndim > 1:
             parameter.normal_(0.0, 0.02)
 
 
 def peers(lab: Lab) -> Found:
-    """transformers' generate and assisted generation on the same weights, all prompt and all."""
+    """Measure transformers' generate and assisted generation on the same weights, including the prompt."""
     with one_thread(lab.device):
         result = compete(_pair(lab), 1 if lab.small else 2, 8 if lab.small else 64, lambda *_: None, never)
     return _found(result)
 
 
 def overhead(lab: Lab) -> Found:
-    """The engine's step over the same forwards, replayed with nothing between them."""
+    """Compare engine steps with the same forward passes alone."""
     with one_thread(lab.device):
         result = floor(_pair(lab), 1 if lab.small else 3, 8 if lab.small else 64, lambda *_: None, never)
     return _found(result)
 
 
 def fairness(lab: Lab) -> Found:
-    """Whether a slow lane slows the other one's clock."""
+    """Measure whether a slow lane changes the other lane's clock."""
     lab.forget()
     return _found(race_fairness(1 if lab.small else 3, lambda *_: None, never))
 
@@ -347,7 +347,7 @@ def _cell(value: Any) -> Any:
 
 
 def presets(lab: Lab) -> Found:
-    """Every preset of shipped models, as a lane runs it there."""
+    """Run every preset of shipped models as a lane does."""
     lab.forget()
     found, session = Found(), Session()
     embedded = [known for known in load_presets().values() if known.embedded]
@@ -372,7 +372,7 @@ def presets(lab: Lab) -> Found:
 
 
 def memory(lab: Lab) -> Found:
-    """What is held after each of many runs of one comparison: it must not grow."""
+    """Measure the memory in use after each of many runs of one comparison. It must not grow."""
     lab.forget()
     session, chosen = Session(), load_presets()["embedded-eagle-3"]
     spec = chosen.with_changes(device=str(lab.device), max_new_tokens=8 if lab.small else 64).checked()
