@@ -435,13 +435,13 @@ def doctor(
     if missing:
         return 1
     stories = load_target("stories")
-    one, five = verify_cost(stories, repeats=15)
+    cost = verify_cost(stories)
     print(f"{'device':<16}{environment(stories)['device']}")
     for name, row in KINDS.items():
         if row.count():
             auto = f"{name} (auto)" if name == best().type else name
             print(f"{auto:<16}{row.count()}, {row.title}: {row.told()}")
-    print(f"{'verify cost':<16}one token {one:.2f} ms, five at once {five:.2f} ms: {five / one:.2f}x")
+    print(f"{'verify cost':<16}one token {cost.one_ms:.2f} ms, five at once {cost.verify_ms:.2f} ms: {cost.ratio.told()}")
     return 0
 
 

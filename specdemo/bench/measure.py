@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from specdemo.bench.base import Report, Stop
+from specdemo.bench.report import sentence
 from specdemo.bench.result import ALL, THOROUGH, Spread
 from specdemo.core import noise
 from specdemo.core.accept import AcceptRule
@@ -208,6 +209,7 @@ def compare_lanes(
             *remarks,
         ]
     trace = done[-1][-1][1]
+    remarks += [f"{sentence(note)}." for note in trace.notes]
     by_category = [{**{c: t for c, t in tally.items() if c != ALL}, ALL: tally[ALL]} for tally in tallies]
     return Compared([ln.name for ln in trace.lanes], by_category, runs, verdicts, trace.environment, remarks)
 

@@ -31,7 +31,8 @@ def race_report(trace: RunTrace) -> str:
         for (lane, _), speed in zip(lanes, speeds, strict=True)
         if speed and speed.noisy
     ]
-    return visible("\n".join([_conditions(trace), "", table(header, rows), "", *sentences, *noisy]))
+    notes = [f"Note: {note}." for note in trace.notes]
+    return visible("\n".join([_conditions(trace), "", table(header, rows), "", *sentences, *noisy, *notes]))
 
 
 def texts(trace: RunTrace) -> str:

@@ -11,6 +11,7 @@ from torch import Generator
 from specdemo.bench.base import Decoding, Laned, Questioned, Report, Stop
 from specdemo.bench.measure import Place, Question, Way, along, compare_lanes, read_questions, windows
 from specdemo.bench.prompts import CODE, EDITS, PROMPTS
+from specdemo.bench.report import sentence
 from specdemo.bench.result import ALL, Result, Row, ends, told
 from specdemo.core.accept import Block, Lossless
 from specdemo.core.protocol import GenerationConfig
@@ -217,7 +218,8 @@ def _along(
     axis = suite.axis.column
     rows, remarks, done = along(target, lanes, places, axis, suite.repeats, report, cancelled)
     config = suite.config(preset(suite.preset).target)
-    return Result(suite.name, done, config, environment(target), rows, remarks, axis)
+    notes = [f"{sentence(note)}." for note in target.notes]
+    return Result(suite.name, done, config, environment(target), rows, [*remarks, *notes], axis)
 
 
 class Likeliest(Wrapper):

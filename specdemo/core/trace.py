@@ -144,6 +144,7 @@ class RunTrace:
     prompt: str = ""
     vocabulary: dict[str, str] = field(default_factory=dict)
     schema: Literal[1] = SCHEMA
+    notes: _Reasons = field(default_factory=list)  # what a reader should know of the run, one sentence each
 
 
 _adapter = TypeAdapter(RunTrace)

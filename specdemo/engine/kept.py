@@ -133,7 +133,7 @@ def _remembering(model: object) -> Any:
     """The model, if it is one and no head, as a target that remembers its last text."""
     if not isinstance(model, HFTarget | LoadedModel):
         return model
-    return Remembering(model.model, model.tokenizer, model.name)
+    return Remembering(model.model, model.tokenizer, model.name, notes=model.notes)
 
 
 def _memories(*models: object) -> list[Remembering]:

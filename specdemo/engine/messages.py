@@ -48,10 +48,16 @@ class Finished:
 Message = Started | Step | Note | LaneDone | Finished
 
 
+def opened(trace: RunTrace) -> Iterator[Message]:
+    """Yield the first messages of a run: that it started, and its notes."""
+    yield Started(trace)
+    yield from map(Note, trace.notes)
+
+
 def replay(trace: RunTrace) -> Iterator[Message]:
     """The messages of a stored run, in the order of the lanes' clocks; needs no model and no GPU."""
     empty = [replace(lane, events=[], token_ids=[], pieces=[], text="", summary={}) for lane in trace.lanes]
-    yield Started(replace(trace, lanes=empty, comparison=[]))
+    yield from opened(replace(trace, lanes=empty, comparison=[]))
     tallies = [Tally() for _ in trace.lanes]
     given = [0] * len(trace.lanes)
     left = [len(lane.events) for lane in trace.lanes]

@@ -68,8 +68,8 @@ class ModelCache:
 
     def target(self) -> HFTarget:
         """That of the last comparison, with a history of its own on the shared weights."""
-        loaded = self._models[self._target].model
-        return HFTarget(loaded.model, loaded.tokenizer, loaded.name)
+        target: HFTarget = self._models[self._target].model.target()
+        return target
 
     def drafter(self, lane: Lane, spec: Comparison) -> object:
         """What the lane's method loaded for it; None where it needs nothing."""

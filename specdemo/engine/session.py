@@ -20,7 +20,7 @@ from specdemo.engine.comparison import Comparison
 from specdemo.engine.kept import Kept
 from specdemo.engine.lanes import LocalLane, RemoteLane, RunningLane, chat_of
 from specdemo.engine.loop import never
-from specdemo.engine.messages import Finished, LaneDone, Message, Note, Started, Step
+from specdemo.engine.messages import Finished, LaneDone, Message, Note, Step, opened
 from specdemo.engine.model_cache import ModelCache
 from specdemo.engine.race import SCHEDULES
 from specdemo.engine.verdict import judge
@@ -106,10 +106,9 @@ class Session:
                 lanes=[lane.trace for lane in lanes],
                 prompt=spec.prompt,
             )
-            yield Started(trace)
-            spread = placed(here.model) if here else ""
-            if spread:
-                yield Note(f"{spec.target} does not fit into one device: {spread}")
+            if here:
+                trace.notes += _notes(spec, here)
+            yield from opened(trace)
             for index, lane in enumerate(lanes):
                 for note in lane.prepare(cancelled):
                     yield Note(note, index)
@@ -207,6 +206,12 @@ def environment(target: HFTarget | None) -> dict[str, object]:
         "commit": commit(),
         "date": datetime.now(UTC).date().isoformat(),
     }
+
+
+def _notes(spec: Comparison, target: HFTarget) -> list[str]:
+    """Return what a reader should know of a run on this target."""
+    spread = placed(target.model)
+    return [*([f"{spec.target} does not fit into one device: {spread}"] if spread else []), *target.notes]
 
 
 def _turns(lanes: Sequence[RunningLane]) -> list[dict[int, RunningLane]]:

@@ -288,7 +288,7 @@ def _as_target(model: object, target: Target) -> HFTarget:
     if isinstance(model, PreTrainedModel):
         return HFTarget(model)
     loaded = model if isinstance(model, LoadedModel) else DraftModel.load(str(model), target)
-    return HFTarget(loaded.model, loaded.tokenizer, loaded.name)
+    return loaded.target()
 
 
 def unlike(target: Target, draft: HFTarget) -> str | None:

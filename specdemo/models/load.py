@@ -29,7 +29,7 @@ from specdemo.models.footprint import check_described, measure
 from specdemo.models.fused import hasten
 from specdemo.models.hub import LoadProgress, silent
 from specdemo.models.machine import one_thread
-from specdemo.models.pass_cost import check_verify_cost
+from specdemo.models.pass_cost import verify_cost
 from specdemo.models.place import check_memory, placement, plan
 from specdemo.models.resolve import checked, described, fetched, locate, one_line
 from specdemo.models.target import HFTarget
@@ -41,9 +41,16 @@ SAMPLED = 4096  # numbers of each tensor that are looked at for NaN
 
 @dataclass
 class LoadedModel:
+    """A model and its tokenizer. notes: what a user should know of a run on it, one sentence each."""
+
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
     name: str
+    notes: tuple[str, ...] = ()
+
+    def target(self, tokenizer: PreTrainedTokenizerBase | None = None) -> HFTarget:
+        """Return a target with its own history on the shared weights."""
+        return HFTarget(self.model, tokenizer or self.tokenizer, self.name, notes=self.notes)
 
 
 def load_target(
@@ -61,7 +68,7 @@ def load_target(
     loaded = name_or_model
     if not isinstance(loaded, LoadedModel):
         loaded = load_model(str(loaded), dtype, device, quantization, progress, kernels)
-    return HFTarget(loaded.model, tokenizer or loaded.tokenizer, loaded.name)
+    return loaded.target(tokenizer)
 
 
 def load_model(
@@ -107,14 +114,15 @@ def load_model(
     if not precision.bits and not spread:
         nn.Module.to(model, where)
     model.requires_grad_(False)
+    note = ""
     with one_thread(where):  # as it will run
         if kernels == "auto":
             hasten(model)
         kind(where).empty()  # the matrices that were joined
         if where.type == "cpu" and precision.dtype != torch.float32:
-            check_verify_cost(model, name, dtype)
+            note = verify_cost(HFTarget(model)).note(str(precision.dtype).removeprefix("torch."))
     report(1.0, f"{name} is ready")
-    return LoadedModel(model, tokenizer, name)
+    return LoadedModel(model, tokenizer, name, (note,) if note else ())
 
 
 def outline(name: str) -> HFTarget:

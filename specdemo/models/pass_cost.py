@@ -1,12 +1,13 @@
 """What a pass of a target costs by its width, and how far passes of different widths round apart."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import median
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
+from specdemo.core.estimate import Estimate, over_repeats
 from specdemo.core.protocol import Target
 from specdemo.core.tree import chain_parents
 from specdemo.models.machine import clock, one_thread
@@ -14,13 +15,52 @@ from specdemo.models.target import HFTarget
 
 VERIFY_TOKENS = 5
 APART = 4
-VERIFY_LIMIT = 1.2  # times a one-token pass: above, speculation cannot pay
+VERIFY_LIMIT = 1.2  # times a one-token pass; above it the cost of verifying is worth a note
+REPEATS = 6  # interleaved repeats of one measurement of the verify cost
+ROUNDS = 4  # measurements at most; only the first one is made where its interval excludes VERIFY_LIMIT
+
+Clock = Callable[[], float]  # seconds
 
 
-def verify_cost(target: HFTarget, slots: int = VERIFY_TOKENS, repeats: int = 5) -> tuple[float, float]:
-    """Milliseconds of a one-token pass and of one that verifies `slots` tokens."""
-    times = verify_costs(target, (1, slots), repeats)
-    return times[1], times[slots]
+@dataclass(frozen=True, slots=True)
+class VerifyCost:
+    """Median milliseconds of a one-token pass and of a pass that verifies VERIFY_TOKENS tokens, and their ratio."""
+
+    one_ms: float
+    verify_ms: float
+    ratio: Estimate
+
+    @property
+    def unclear(self) -> bool:
+        """Whether the interval of the ratio contains VERIFY_LIMIT."""
+        return self.ratio.low is None or self.ratio.high is None or self.ratio.low <= VERIFY_LIMIT <= self.ratio.high
+
+    def note(self, dtype: str) -> str:
+        """Return a note where verifying costs more than VERIFY_LIMIT one-token passes, else an empty string."""
+        if self.ratio.value <= VERIFY_LIMIT:
+            return ""
+        interval = f" (95 % interval {self.ratio.interval()})" if self.ratio.interval() else ""
+        return (
+            f"verifying {VERIFY_TOKENS} tokens in {dtype} takes {self.ratio.value:.2f} times as long as one token on "
+            f"this CPU{interval}, so speculation gains less; compare with dtype float32"
+        )
+
+
+def verify_cost(target: Target, now: Clock | None = None) -> VerifyCost:
+    """Measure the verify cost with interleaved repeats, and measure on while its ratio is not clear of VERIFY_LIMIT.
+
+    now: the clock; None: the clock of lanes on the target's device."""
+    one: list[float] = []
+    verify: list[float] = []
+    for _ in range(ROUNDS):
+        times = pass_times(target, (1, VERIFY_TOKENS), REPEATS, now=now)
+        one += times[1]
+        verify += times[VERIFY_TOKENS]
+        ratio = over_repeats([long / max(short, 1e-6) for short, long in zip(one, verify, strict=True)])
+        cost = VerifyCost(median(one), median(verify), ratio)
+        if not cost.unclear:
+            break
+    return cost
 
 
 def verify_costs(
@@ -32,28 +72,44 @@ def verify_costs(
     of: Callable[[Sequence[float]], float] = median,
     uneven: bool = False,
 ) -> dict[int, float]:
-    """Slots -> milliseconds of a pass over chains of that many behind `context` tokens, `rows` texts at once;
-    interleaved, of all repeats the median, or what `of` says. uneven: the texts have different lengths, as drafts leave
-    them: up to `APART` tokens more."""
+    """Slots -> milliseconds of a pass over a chain of that many: the median of all repeats, or what `of` computes. The
+    other arguments are those of `pass_times`."""
+    times = pass_times(target, widths, repeats, rows, context, uneven)
+    return {width: of(measured) for width, measured in times.items()}
+
+
+def pass_times(
+    target: Target,
+    widths: Sequence[int],
+    repeats: int,
+    rows: int = 1,
+    context: int = 32,
+    uneven: bool = False,
+    now: Clock | None = None,
+) -> dict[int, list[float]]:
+    """Slots -> milliseconds of every repeat of a pass over a chain of that many, after `context` tokens, for `rows`
+    texts at once. Repeats of different widths are interleaved.
+
+    uneven: the texts have different lengths, up to `APART` tokens more. now: the clock; None: that of lanes."""
+    now = now or clock(target.device)
     prompt = (torch.arange(1, context + 1, device=target.device) % target.vocab_size).repeat(rows, 1)
     times: dict[int, list[float]] = {width: [] for width in widths}
     with one_thread(target.device):
         target.start(prompt, reserve=max(widths) + APART)
         if uneven:
-            _seconds(target, APART, rows)
+            _seconds(target, APART, rows, now)
             target.commit([list(range(1 + row % APART)) for row in range(rows)])
         for repeat in range(repeats + 1):
             for width, measured in times.items():
-                seconds = _seconds(target, width, rows)
+                seconds = _seconds(target, width, rows, now)
                 if repeat:  # the first round warms up
                     measured.append(1000.0 * seconds)
         target.release()
-    return {width: of(measured) for width, measured in times.items()}
+    return times
 
 
-def _seconds(target: Target, width: int, rows: int) -> float:
+def _seconds(target: Target, width: int, rows: int, now: Clock) -> float:
     tokens = (torch.arange(width, device=target.device) % target.vocab_size).repeat(rows, 1)
-    now = clock(target.device)
     begin = now()
     target.forward(tokens, chain_parents(rows, width - 1, target.device))
     return now() - begin
@@ -74,14 +130,3 @@ def rounding_noise(target: HFTarget, tokens: Tensor, slots: int = VERIFY_TOKENS)
     together = target.forward(last, chain_parents(1, slots - 1, tokens.device)).logits.float()
     target.release()
     return float((torch.cat(alone, 1) - together).abs().max())
-
-
-def check_verify_cost(model: PreTrainedModel, name: str, dtype: str) -> None:
-    """Raises ValueError where verifying costs so much more than one token that speculation cannot pay."""
-    one, several = verify_cost(HFTarget(model))
-    ratio = several / one
-    if ratio > VERIFY_LIMIT:
-        raise ValueError(
-            f"{name} in {dtype} on this CPU: checking {VERIFY_TOKENS} tokens takes {ratio:.2f} times as long as one "
-            f"(limit {VERIFY_LIMIT}), so speculation cannot pay; use dtype 'float32'"
-        )

@@ -41,12 +41,13 @@ class HFTarget:
         tokenizer: PreTrainedTokenizerBase | None = None,
         name: str = "",
         recorder: Recorder | None = None,
+        notes: tuple[str, ...] = (),
     ) -> None:
-        """recorder: what records its passes; None: CUDA graphs on a GPU.
+        """recorder: what records its passes; None: CUDA graphs on a GPU. notes: see LoadedModel.
 
         Raises ValueError for a model that keeps its history where it cannot be reached.
         """
-        self.model, self.tokenizer = model.eval(), tokenizer
+        self.model, self.tokenizer, self.notes = model.eval(), tokenizer, notes
         self.name = name or str(model.config.name_or_path) or str(model.config.model_type)
         config = model.config.get_text_config(decoder=True)
         self.embed: nn.Module = model.get_input_embeddings()

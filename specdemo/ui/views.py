@@ -93,6 +93,7 @@ def summary(trace: RunTrace) -> dict[str, object]:
         "config": trace.config,
         "environment": trace.environment,
         "finish": finish(trace),
+        "notes": trace.notes,
         "lanes": [
             _lane(lane) | {"finish": lane.finish, "text": lane.text, "summary": lane.summary} for lane in trace.lanes
         ],

@@ -215,6 +215,18 @@ def test_stopping_reaches_the_run_itself():
         compare_lanes(runner, spec, [Question("Once upon a time")], 1, report, lambda: len(stop) > 1)
 
 
+def test_the_notes_of_a_run_are_remarks_of_the_suite():
+    class Noting(Session):
+        def run(self, *args):
+            trace = super().run(*args)
+            trace.notes = ["verifying 5 tokens takes 1.50 times as long as one token"]
+            return trace
+
+    spec = Comparison(id="bench", target="stories", prompt="-", lanes=[Lane(method="ngram", k=2)], max_new_tokens=4)
+    seen = compare_lanes(Noting(), spec, [Question("Once upon a time")], 1, silent, lambda: False)
+    assert seen.remarks[-1] == "Verifying 5 tokens takes 1.50 times as long as one token."
+
+
 def test_windows_lie_evenly_on_an_endless_text():
     assert [w.tolist() for w in windows([1, 2, 3, 4], 6, 2, "cpu")] == [[[1, 2, 3, 4, 1, 2]], [[3, 4, 1, 2, 3, 4]]]
 

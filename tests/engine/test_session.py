@@ -8,13 +8,18 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from recipes.corpus import train_tokenizer
+from specdemo.bench.report import race_report
+from specdemo.core.estimate import Estimate
 from specdemo.core.trace import from_json, to_json
 from specdemo.engine import model_cache
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.messages import Finished, LaneDone, Note, Started, Step, replay
 from specdemo.engine.session import Session, follow_up
+from specdemo.models import load
+from specdemo.models.pass_cost import VerifyCost
 from specdemo.models.resolve import resolve
 from specdemo.models.text import encode
+from specdemo.ui.views import summary
 
 WIDE = Lane(method="draft_model", model="stories-draft-wide", k=3)
 
@@ -113,6 +118,18 @@ def test_live_and_replayed_messages_are_alike(runner):
     stored = list(replay(live[-1].trace))
     shape = [(type(m), getattr(m, "lane", None)) for m in live]
     assert sorted(map(str, shape)) == sorted(str((type(m), getattr(m, "lane", None))) for m in stored)
+
+
+def test_a_note_of_the_target_reaches_the_page_the_trace_its_replay_and_the_report(monkeypatch):
+    cost = VerifyCost(1.0, 1.53, Estimate(1.53, 1.48, 1.58))
+    monkeypatch.setattr(load, "verify_cost", lambda target: cost)
+    messages = list(Session().stream(spec(dtype="bfloat16", max_new_tokens=4)))
+    trace, note = messages[-1].trace, cost.note("bfloat16")
+    assert trace.notes == [note] and Note(note) in messages
+    stored = from_json(to_json(trace))
+    assert Note(note) in replay(stored)
+    assert race_report(stored).endswith(f"\nNote: {note}.")
+    assert summary(stored)["notes"] == [note]
 
 
 def test_sampling_makes_no_claim_of_identity(runner):

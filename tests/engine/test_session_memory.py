@@ -121,5 +121,7 @@ def test_loading_stops_when_it_is_told_to(folders):
 def test_a_model_on_several_devices_says_so(folders, monkeypatch):
     session = Session()
     monkeypatch.setattr(engine, "placed", lambda model: "cuda:0: embed_tokens; cpu: lm_head")
-    notes = [m for m in session.stream(spec(folders[0])) if isinstance(m, Note)]
+    messages = list(session.stream(spec(folders[0])))
+    notes = [m for m in messages if isinstance(m, Note)]
     assert notes[0].lane is None and "does not fit into one device: cuda:0: embed_tokens" in notes[0].text
+    assert messages[-1].trace.notes == [notes[0].text]
