@@ -4,10 +4,14 @@ A run says for every pass how many tokens were drafted and how many of them were
 guesses the same token at the same place wherever its draft began, so what it would have kept with shorter drafts can be
 played again, pass by pass. One thing no run tells: whether the draft would have guessed the token that the target added
 behind a draft that was kept whole. Where a shorter draft would have had to, both answers are followed.
+
+Drafts longer than the recorded ones are extrapolated. The interval then covers every case from none to all of the
+unknown draft tokens being accepted, because the run contains no data about them.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from math import sqrt
 from operator import mul
@@ -22,22 +26,30 @@ from specdemo.presets.recorded import load_trace
 LONGEST = 64
 BLOCKS = 8  # of the passes of a run, for the interval of a mean
 FEW = 4  # a position tried less often is not believed
+# Beyond the recorded positions the conditional acceptance starts at the smaller of two rates, that of the last position
+# and that of all positions pooled, and decays by this factor per position. The last position alone is unusable: it has
+# the fewest trials, and 12 of 12 accepted would continue as certainty. Without decay, prompt lookup and MTP at k = 16
+# are overestimated by 10 %. docs/what-if.md has the comparison with runs.
+DECAY = 0.97
 
 Kept = tuple[int, int]  # of a pass: tokens kept and drafted
 
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """rates: the chance that the token at a position is kept where all before it are; past its end the last goes on.
+    """rates: the chance that the token at a position is kept where all before it are. Past the end the last rate
+    continues if the rates are an assumption, and `DECAY` applies if they were recorded.
 
     passes: those of a recorded run of chains, in order; `exact` where they can be replayed at other draft lengths.
-    nodes: of a tree; its rates are by depth, and hold for a tree of that size alone.
+    nodes: of a tree; its rates are by depth, and hold for a tree of that size alone. recorded: whether the rates were
+    measured by a server that reports no passes.
     """
 
     rates: tuple[float, ...]
     passes: tuple[Kept, ...] = ()
     exact: bool = False
     nodes: int = 0
+    recorded: bool = False
 
     def __post_init__(self) -> None:
         if not self.rates or len(self.rates) > LONGEST or not all(0.0 <= rate <= 1.0 for rate in self.rates):
@@ -46,29 +58,65 @@ class Acceptance:
     @property
     def longest(self) -> int | None:
         """The draft length that was recorded; None: no run stands behind it."""
-        return max((drafted for _, drafted in self.passes), default=None)
+        return max((drafted for _, drafted in self.passes), default=len(self.rates) if self.recorded else None)
+
+    def extrapolates(self, k: int) -> bool:
+        """Return whether drafts of k tokens are longer than the recorded ones."""
+        return self.longest is not None and k > self.longest
+
+    def rate(self, position: int) -> float:
+        """Return the conditional acceptance at a position, counted from 1."""
+        beyond = position - len(self.rates)
+        if beyond <= 0:
+            return self.rates[position - 1]
+        if self.longest is None:
+            return self.rates[-1]
+        reached = [1.0, *accumulate(self.rates, mul)]
+        pooled = sum(reached[1:]) / sum(reached[:-1])
+        return min(self.rates[-1], pooled) * DECAY**beyond
 
     def tokens(self, k: int) -> Estimate:
         """What a pass emits that checks k drafted tokens, the target's own included."""
         longest = self.longest
         if longest is None:
             return Estimate(self.expected(k))
+        if self.exact:
+            return self._replayed(k, longest)
         if k > longest:
-            return _scaled(self.tokens(longest), self.expected(k) / self.expected(longest))
-        spread = _mean([1.0 + min(kept, k) for kept, _ in self.passes])
-        if not self.exact:
-            return spread
-        low, value, high = replayed(self.passes, k, self.rates[min(k, len(self.rates)) - 1])
-        share = spread.width
+            return self._extrapolated(k, longest)
+        return self._measured(k)
+
+    def _measured(self, k: int) -> Estimate:
+        """Return the mean over the recorded passes, each cut to k drafted tokens."""
+        if not self.passes:
+            return Estimate(self.expected(k))
+        return _mean([1.0 + min(kept, k) for kept, _ in self.passes])
+
+    def _replayed(self, k: int, longest: int) -> Estimate:
+        """Replay the passes at k; a k beyond the recorded one replays a full draft and the passes that follow it."""
+        share = self._measured(k).width
+        low, value, high = _replayed_once(self.passes, k, self.rate(min(k, longest + 1)))
+        if k > longest:
+            share = share or 0.0
+            return Estimate(value, low * (1.0 - share), min(high * (1.0 + share), k + 1.0))
         if share is None:
             return Estimate(value)
         return Estimate(value, min(low, value * (1.0 - share)), max(high, value * (1.0 + share)))
 
+    def _extrapolated(self, k: int, longest: int) -> Estimate:
+        """Add the further tokens of full drafts to the recorded mean. The interval goes from none of them to all."""
+        known, beyond = self._measured(longest), range(longest + 1, k + 1)
+        full, passes = sum(kept >= longest for kept, _ in self.passes), len(self.passes)
+        chance = full / passes if passes else self.whole(longest)
+        most = (full + 1.0) / (passes + 2.0) if passes else chance  # rule of succession: 0 of n does not prove never
+        value = known.value + chance * sum(accumulate(map(self.rate, beyond), mul))
+        low = known.value if known.low is None else known.low
+        high = known.value if known.high is None else known.high
+        return Estimate(value, low, min(high + max(most, chance) * len(beyond), k + 1.0))
+
     def expected(self, k: int) -> float:
         """1 + a1 + a1 a2 + ... up to k (2211.17192, equation 1, with a chance for every position)."""
-        longer = (self.rates[-1],) * (k - len(self.rates))
-        kept: Iterator[float] = accumulate((*self.rates[:k], *longer), mul)
-        return 1.0 + sum(kept)
+        return 1.0 + sum(accumulate(map(self.rate, range(1, k + 1)), mul))
 
     def whole(self, k: int, batch: int = 1) -> float:
         """The chance that at least one of so many texts keeps all of a draft."""
@@ -92,6 +140,9 @@ def replayed(passes: Sequence[Kept], k: int, chance: float) -> tuple[float, floa
     steps = _steps(guesses, k, chance)
     most, value, fewest = (len(guesses) / count for count in steps)
     return fewest, value, most
+
+
+_replayed_once = lru_cache(maxsize=64)(replayed)  # a prediction asks for each k at every batch size
 
 
 def _steps(guesses: Sequence[bool | None], k: int, chance: float) -> tuple[float, float, float]:
@@ -143,7 +194,8 @@ def of_lane(lane: LaneTrace) -> Acceptance:
         rates = [rate for rate in lane.remote.accept_by_position if rate]
         if not rates:
             raise ValueError(f"lane {lane.name!r} ran on a server that did not tell what it kept; name --acceptance")
-        return Acceptance(tuple(min(b / a, 1.0) for a, b in zip([1.0, *rates], rates, strict=False)))
+        conditional = tuple(min(b / a, 1.0) for a, b in zip([1.0, *rates], rates, strict=False))
+        return Acceptance(conditional, recorded=True)
     rows = range(len(lane.events[0].path)) if lane.events else range(0)
     steps = [Step.of(event, row) for row in rows for event in lane.events[1:] if event.emitted[row]]
     nodes = max((step.drafted for step in steps if step.drafted > step.depth), default=0)
@@ -157,11 +209,6 @@ def drafting_lane(path: str | Path) -> LaneTrace:
         if lane.method != "none":
             return lane
     raise ValueError(f"{path} has no lane that drafts; record one with specdemo run PRESET --out {path}")
-
-
-def _scaled(known: Estimate, times: float) -> Estimate:
-    low, high = (None if end is None else end * times for end in (known.low, known.high))
-    return Estimate(known.value * times, low, high)
 
 
 def _mean(values: Sequence[float]) -> Estimate:

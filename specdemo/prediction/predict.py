@@ -57,6 +57,7 @@ class Row:
     speedup: Estimate
     tokens_per_s: Estimate  # of all texts together
     limit: str  # what more of which would bring most
+    extrapolated: bool = False  # k is larger than the recorded one
 
     @property
     def step_ms(self) -> float:
@@ -103,6 +104,10 @@ class Prediction:
     @cached_property
     def sentence(self) -> str:
         """What comes out and what limits it."""
+        return " ".join(filter(None, (self._gain, self.beyond(self.best), self.too_large)))
+
+    @property
+    def _gain(self) -> str:
         best, scene = self.best, self.scene
         where = f"on {scene.device.profile.title} at batch {scene.batch}"
         if not self.best_k:
@@ -110,6 +115,20 @@ class Prediction:
         dies = f"; the gain ends at batch {self.dies}" if self.dies and self.dies > scene.batch else ""
         how = f"{scene.nodes} nodes" if scene.nodes else f"k = {best.k}"
         return f"{best.speedup.told()} {where} with {how}; {best.limit} limits it{dies}."
+
+    def beyond(self, row: Row) -> str:
+        """Return the sentence that marks a row as extrapolated; empty for a recorded draft length."""
+        if not row.extrapolated:
+            return ""
+        longest = self.scene.acceptance.longest
+        return f"k = {row.k} is extrapolated: the run recorded k = {longest}. Record a run with k = {row.k} to check it."
+
+    @property
+    def too_large(self) -> str:
+        """Return the sentence about the device's memory; empty if the models fit."""
+        room = self.scene.device.profile.memory_gb.value
+        needed = f"It needs {self.memory_gb:.1f} GB and does not fit into this machine's memory ({room:g} GB)."
+        return "" if self.fits else needed
 
     def per_million(self, tokens_per_s: float) -> float | None:
         """What a million tokens cost; None without a price."""
@@ -131,6 +150,7 @@ class Prediction:
             "plain_ms": round(self.plain_ms, 4),
             "plain_tokens_per_s": _told(self.plain_tokens_per_s),
             "best_k": self.best_k,
+            "recorded_k": scene.acceptance.longest,
             "dies": self.dies,
             "memory_gb": round(self.memory_gb, 3),
             "fits": self.fits,
@@ -203,6 +223,11 @@ def predict(
         nodes or kept.nodes,
         price,
     )
+    if kept.extrapolates(max(ks or _lengths(scene))):
+        notes.append(
+            f"The run recorded k = {kept.longest}. Larger k are extrapolated with decaying acceptance; their intervals "
+            "go from no further draft token accepted to every one."
+        )
     return predicted(scene, ks, tuple(notes))
 
 
@@ -277,6 +302,7 @@ def _row(scene: Scene, k: int) -> Row:
         speedup=_about(speedup, tokens, half),
         tokens_per_s=_about(rate, tokens, alone),
         limit=_limit(scene, k, tokens.value, step, plain),
+        extrapolated=scene.acceptance.extrapolates(k),
     )
 
 

@@ -30,12 +30,12 @@ function show(told) {
   $(".sd-facts").textContent = [told.where, told.from, ...told.notes].join(" · ");
 }
 
-function tiles({ plain, best, word, interval, memory_gb, room_gb }, row) {
+function tiles({ plain, best, recorded, word, interval, memory_gb, room_gb }, row) {
   const [arrow, tone] = speedTone[word] ?? ["no clear difference", ""];
   fill("speedup", times(row.speedup[0]), [interval, arrow].filter(Boolean).join(", "), "", tone);
   fill("rate", many(row.tokens_per_s[0]), "of all texts together", `plain decoding: ${many(plain.tokens_per_s)}`);
   fill("per-pass", fixed(row.tokens, 2));
-  fill("best", best ? `k = ${best}` : "off", best ? " " : "plain decoding is faster", best ? "for this machine and load" : "at this machine and load");
+  fill("best", best ? `k = ${best}` : "off", best ? " " : "plain decoding is faster", best && recorded && best > recorded ? `extrapolated beyond k = ${recorded}` : best ? "for this machine and load" : "at this machine and load");
   fill("memory", `${many(memory_gb)} GB`, `of ${many(room_gb)}${memory_gb > room_gb ? ": too much" : ""}`, "", memory_gb > room_gb ? "bad" : "");
 }
 

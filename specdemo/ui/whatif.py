@@ -144,6 +144,7 @@ def told(start: Start, p: Prediction, k: int) -> dict[str, object]:
         "memory_gb": p.memory_gb,
         "room_gb": where.memory_gb.value,
         "best": p.best_k,
+        "recorded": p.scene.acceptance.longest,
         "word": row.speedup.word,
         "interval": row.speedup.interval(),
         "sentence": sentence(p, row),
@@ -165,10 +166,12 @@ def sentence(p: Prediction, row: Row) -> str:
         words.append("No draft length gains here.")
     elif p.best_k != row.k:
         words.append(f"k = {p.best_k} would be best: {p.best.speedup.told()}.")
+    advised = [row, p.best] if p.best_k else [row]
+    words += dict.fromkeys(filter(None, map(p.beyond, advised)))
     if p.dies is not None and p.best_k:
         words.append(f"From {p.dies} texts at once on nothing gains.")
-    if not p.fits:
-        words.append("It does not fit into this machine's memory.")
+    if p.too_large:
+        words.append(p.too_large)
     return " ".join(words)
 
 

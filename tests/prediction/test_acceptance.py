@@ -1,10 +1,12 @@
 """Tokens a pass: from chances, and by replaying what a run kept."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdemo.core.trace import from_json
+from specdemo.core.trace import Remote, from_json
 from specdemo.prediction.acceptance import Acceptance, of_lane, of_passes, replayed
 from specdemo.presets.files import FOLDER
 
@@ -95,3 +97,49 @@ def test_the_text_that_keeps_most_says_how_wide_all_read(rates, k, batch):
     assert kept.longest_of(k, 1) == pytest.approx(kept.expected(k))
     assert kept.longest_of(k, batch) <= kept.longest_of(k, batch + 1) + 1e-9 <= k + 1.0 + 1e-6
     assert 0.0 <= kept.whole(k, batch) <= kept.whole(k, batch + 1) + 1e-9 <= 1.0 + 1e-6
+
+
+FULL = [(5, 5)] * 12 + [(0, 5), (1, 5), (2, 5), (3, 5)] * 5  # the last position was accepted 12 of 12 times
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_acceptance_decays_and_the_interval_widens_beyond_the_recorded_k(exact):
+    found = of_passes(FULL, exact)
+    assert found.rates[-1] == 1.0 and found.longest == 5
+    rates = [found.rate(position) for position in range(5, 17)]
+    assert all(after < before for before, after in pairwise(rates))
+    tokens = [found.tokens(k) for k in (5, 6, 16)]
+    assert tokens[0].value < tokens[1].value < tokens[2].value < tokens[0].value + 11 * 12 / len(FULL)
+    assert tokens[0].width < tokens[1].width < tokens[2].width
+    assert all(one.low <= tokens[0].value <= one.value <= one.high <= k + 1 for one, k in zip(tokens, (5, 6, 16), strict=True))
+
+
+@given(guesses, st.integers(1, 5), st.data())
+def test_the_interval_beyond_the_recorded_k_contains_the_real_run(guessed, recorded, data):
+    k = data.draw(st.integers(recorded + 1, 16))
+    passes = decode(guessed, recorded)
+    if any(drafted == recorded for _, drafted in passes):
+        found = of_passes(passes, exact=True).tokens(k)
+        truth = len(guessed) / len(decode(guessed, k))
+        assert found.low - 1e-9 <= truth <= found.high + 1e-9 and found.low <= found.value <= found.high
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.just(4)), min_size=1, max_size=40), st.integers(5, 16), st.booleans())
+def test_a_longer_draft_never_emits_fewer_tokens(passes, k, exact):
+    found = of_passes(passes, exact)
+    assert found.tokens(k).value <= found.tokens(k + 1).value + 1e-9
+    assert 1.0 <= found.tokens(k).low <= found.tokens(k).value <= found.tokens(k).high <= k + 1.0
+
+
+def test_a_server_that_reports_rates_alone_is_a_record_too():
+    lane = lane_of("embedded-draft")
+    lane.remote = Remote("host:1", "m", "completions", accept_by_position=[0.9, 0.72, 0.72])
+    found = of_lane(lane)
+    assert found.longest == 3 and found.rates == pytest.approx((0.9, 0.8, 1.0))
+    assert found.rate(4) < 0.9 and found.extrapolates(4) and not found.extrapolates(3)
+    assert found.tokens(4).low == found.tokens(3).value < found.tokens(4).value < found.tokens(4).high
+
+
+def test_rates_that_were_given_are_no_record():
+    given_rates = Acceptance((0.8, 0.5))
+    assert given_rates.longest is None and not given_rates.extrapolates(9) and given_rates.rate(9) == 0.5

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdemo.__main__ import main
+from specdemo.prediction.acceptance import of_passes
 from specdemo.prediction.drafts import MAKERS, Drafting
 from specdemo.prediction.fit import device_of
 from specdemo.prediction.predict import predict, predicted
@@ -82,8 +83,37 @@ def test_the_gain_dies_where_passes_are_bound_by_arithmetic():
 
 def test_a_recorded_run_says_method_model_and_tokens():
     found = predict("stories", trace=RECORDED, device="laptop-cpu")
-    assert found.scene.draft.method == "draft_model" and not found.notes
+    assert found.scene.draft.method == "draft_model" and not any("is assumed" in note for note in found.notes)
     assert found.scene.acceptance.exact and found.rows[3].tokens.low is not None
+
+
+def test_a_k_beyond_the_recorded_one_is_marked_and_never_recommended_silently():
+    found = predict("stories", trace=RECORDED, device="laptop-cpu")
+    assert found.as_dict()["recorded_k"] == 4 and "The run recorded k = 4. Larger k are extrapolated" in found.notes[0]
+    assert [row.extrapolated for row in found.rows] == [row.k > 4 for row in found.rows]
+    assert [row["extrapolated"] for row in found.as_dict()["rows"]] == [row.k > 4 for row in found.rows]
+    widths = {row.k: row.speedup.width for row in found.rows}
+    assert widths[4] < widths[5] < widths[16]
+    shorter = predict("stories", trace=RECORDED, device="laptop-cpu", ks=(2, 4))
+    assert not shorter.notes and "extrapolated" not in shorter.sentence
+    longer = predict("stories", trace=RECORDED, device="laptop-cpu", ks=(6,))
+    assert longer.best_k == 6
+    assert longer.sentence.endswith("k = 6 is extrapolated: the run recorded k = 4. Record a run with k = 6 to check it.")
+
+
+def test_a_last_position_without_a_rejection_does_not_continue_as_certainty():
+    """12 of 12 accepted at position 5 made k = 16 look best."""
+    kept = of_passes([(n, 5) for n in (5, 1, 0, 5, 2, 5, 3, 0) * 4], exact=True)
+    assert kept.rates[-1] == 1.0
+    found = predict("stories", model="stories-draft-wide", acceptance=kept, device="laptop-cpu")
+    assert found.best_k <= 9 and found.rows[-1].speedup.value < found.rows[4].speedup.value
+
+
+def test_the_sentence_says_when_the_model_does_not_fit():
+    found = predict("llama-8b", method="eagle", device="t4", dtype="float16", batch=32)
+    assert not found.fits
+    assert found.sentence.endswith("GB and does not fit into this machine's memory (16 GB).")
+    assert "does not fit" not in predict("llama-8b", method="eagle", device="h100-sxm").sentence
 
 
 def test_measured_passes_correct_the_constants():

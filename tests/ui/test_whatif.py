@@ -127,6 +127,15 @@ def test_the_sentence_says_what_limits_and_what_would_be_better():
     assert "does not fit into this machine's memory" in full
 
 
+def test_a_draft_length_beyond_the_run_is_marked_as_extrapolated():
+    told = changed(k=12)
+    assert told["recorded"] == 4
+    assert "k = 12 is extrapolated: the run recorded k = 4. Record a run with k = 12 to check it." in told["sentence"]
+    assert ("extrapolated" in changed(k=3)["sentence"]) == (told["best"] > 4)
+    assert changed(kept="own", rate=0.8, k=12)["recorded"] is None
+    assert "extrapolated" not in changed(kept="own", rate=0.8, k=12)["sentence"]
+
+
 def test_the_race_of_a_visitor_is_on_show_once_it_has_ended():
     visits = Visits(load_presets()[DEFAULT], False)
     assert visits.on_show(VISITOR) is None
