@@ -1,8 +1,9 @@
-"""Key/value memory whose end is provisional: a forward writes behind the history, commit moves the kept slots up.
+"""Static KV cache whose last columns are provisional: a forward pass writes after the history, a commit moves the
+accepted slots up.
 
-B rows, H key/value heads, D head size, S slots, L_b committed tokens of row b. Row b's committed keys lie in columns
-0..L_b-1 of a slab [B, H, capacity, D] allocated once, so a step copies S columns, never the whole history, and a
-rejected slot costs nothing: the next forward writes over it. Rows of unequal length leave no holes.
+B rows, H key/value heads, D head size, S slots, L_b committed tokens of row b. The keys of row b occupy columns
+0..L_b-1 of a slab [B, H, capacity, D] that is allocated once. A step therefore copies at most S columns, never the
+whole history, and a rejected slot costs nothing: the next pass overwrites it. Rows of unequal length leave no gaps.
 """
 
 from collections.abc import Iterator
@@ -15,41 +16,41 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from specdemo.core.host import to_device
 
-SPARE = 64  # columns kept free when nobody said how many will follow
+SPARE = 64  # free columns where no reserve is given
 
 
 class KeyValues(Protocol):
-    """What layers ask of a cache."""
+    """Protocol of the cache that layers write to."""
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """New keys and values [B, H, S, D] of a layer -> those there are and the new ones [B, H, L, D]."""
+        """Store new keys and values [B, H, S, D] of a layer. Return all keys and values [B, H, L, D]."""
 
 
 class Cursor:
-    """Where the next forward writes; shared by all layers of a cache."""
+    """Write position of the next forward pass, shared by all layers of a cache."""
 
     def __init__(self, rows: int, capacity: int, device: torch.device) -> None:
         self.device = device
         self.lengths = [0] * rows
         self.capacity = capacity
         self.longest = 0
-        self.each: Tensor | None = None  # [B] lengths when they differ
-        self.columns: Tensor | None = None  # [B, 1, S, 1] target columns of this forward when lengths differ
-        self.whole = False  # a forward reads all columns, those behind the new ones too, which its mask hides
+        self.each: Tensor | None = None  # [B] lengths, if they differ
+        self.columns: Tensor | None = None  # [B, 1, S, 1] columns that this pass writes to, if lengths differ
+        self.whole = False  # the pass reads all columns; its mask hides those after the new ones
         self._every = torch.empty(0, dtype=torch.int64, device=device)
 
     @property
     def position(self) -> Tensor:
-        """[1, 1] where the next token goes, when all rows are equally long."""
+        """Return the position [1, 1] of the next token. All rows have the same length."""
         if len(self._every) <= self.longest:
             self._every = torch.arange(max(self.capacity, self.longest + 1), device=self.device)
         return self._every[None, self.longest : self.longest + 1]
 
 
 class SlabLayer(CacheLayerMixin):
-    """One layer's keys and values."""
+    """Keys and values of one layer."""
 
-    is_sliding = False  # a windowed layer keeps everything too; its mask hides what is out of the window
+    is_sliding = False  # layers with a window store all columns too; the mask applies the window
 
     def __init__(self, cursor: Cursor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -59,13 +60,13 @@ class SlabLayer(CacheLayerMixin):
         self.hold(self._slab(key_states), self._slab(value_states))
 
     def hold(self, keys: Tensor, values: Tensor) -> None:
-        """Take keys and values [B, heads, T, D] as they are, copying nothing."""
+        """Use keys and values [B, H, T, D] as storage, without a copy."""
         self.keys, self.values, self.is_initialized = keys, values, True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write S new columns behind the history; history and new columns come back as views."""
+        """Write S new columns after the history. Return views of the history and the new columns."""
         if self.keys is None or self.values is None:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
@@ -93,7 +94,7 @@ class SlabLayer(CacheLayerMixin):
         return -1
 
     def grow(self) -> None:
-        """Take up the cursor's new capacity."""
+        """Reallocate to the cursor's new capacity."""
         if self.keys is not None and self.values is not None:
             old_keys, old_values = self.keys, self.values
             self.keys, self.values = self._slab(old_keys), self._slab(old_values)
@@ -102,15 +103,16 @@ class SlabLayer(CacheLayerMixin):
 
     def _slab(self, like: Tensor) -> Tensor:
         rows, heads, _, size = like.shape
-        # zeros: a masked column still meets weight 0, and 0 * NaN is NaN
+        # zeros: attention multiplies masked columns by 0, and 0 * NaN is NaN
         return like.new_zeros(rows, heads, self.cursor.capacity, size)
 
 
 class SlabCache(Cache):
-    """What a model with attention alone sees as `past_key_values`."""
+    """KV cache of a model of attention layers, passed as `past_key_values`."""
 
     def __init__(self, layers: int, rows: int, capacity: int, device: torch.device, alike: bool = False) -> None:
-        """alike: all layers have keys and values of one shape; their slabs are one tensor, and move as one."""
+        """same_shape: keys and values have one shape in all layers. They share one tensor, so that a commit moves them
+        in one operation."""
         self.cursor = Cursor(rows, capacity, device)
         self.slabs = [SlabLayer(self.cursor) for _ in range(layers)]
         self._alike = alike
@@ -125,7 +127,7 @@ class SlabCache(Cache):
         return self.slabs[layer_idx].update(key_states, value_states)
 
     def _share(self, like: Tensor) -> None:
-        """Lay out one block for all layers, like states [B, H, S, D], and take over what the last one held."""
+        """Allocate one block for all layers, with the shape of states [B, H, S, D], and copy the old block into it."""
         before = self._block
         rows, heads, _, size = like.shape
         self._block = like.new_zeros(2 * len(self.slabs), rows, heads, self.cursor.capacity, size)
@@ -136,11 +138,11 @@ class SlabCache(Cache):
 
     @property
     def bytes(self) -> int:
-        """Bytes of all layers' keys and values, filled or not."""
+        """Return the allocated size of all keys and values."""
         return sum(slabs.nbytes for slabs in self._held())
 
     def reserve(self, columns: int) -> None:
-        """Make room for histories of so many tokens."""
+        """Make room for histories of `columns` tokens."""
         if columns > self.cursor.capacity:
             self.cursor.capacity = columns
             if self._block is not None:
@@ -150,7 +152,7 @@ class SlabCache(Cache):
                 layer.grow()
 
     def prepare(self, slots: int) -> None:
-        """Make room for a forward of S slots and say where it writes."""
+        """Make room for a forward pass of S slots and set the columns it writes to."""
         cursor = self.cursor
         needed = cursor.longest + slots
         if needed > cursor.capacity:
@@ -160,7 +162,7 @@ class SlabCache(Cache):
 
     @contextmanager
     def whole(self, columns: Tensor) -> Iterator[None]:
-        """A forward in it writes to columns [B, 1, S, 1] and reads all there are."""
+        """Make forward passes inside the block write to columns [B, 1, S, 1] and read all columns."""
         cursor = self.cursor
         before, cursor.columns, cursor.whole = cursor.columns, columns, True
         try:
@@ -169,7 +171,7 @@ class SlabCache(Cache):
             cursor.columns, cursor.whole = before, False
 
     def keep(self, path: list[list[int]]) -> None:
-        """The kept slots of the last forward become history."""
+        """Move the accepted slots of the last forward pass behind the history."""
         cursor = self.cursor
         stray = [slots for slots in path if slots != list(range(len(slots)))]
         if stray and len(path) == 1:
@@ -181,7 +183,7 @@ class SlabCache(Cache):
         elif stray:
             width = max(map(len, path))
             start = to_device(cursor.lengths, cursor.device)[:, None]
-            # slots beyond the path stay where they are; nobody reads them again
+            # pad with slots that stay in place; they are never read again
             padded = [slots + list(range(len(slots), width)) for slots in path]
             moved = to_device(padded, cursor.device) + start
             target = torch.arange(width, device=cursor.device) + start
@@ -190,20 +192,20 @@ class SlabCache(Cache):
         self.set_lengths([n + len(slots) for n, slots in zip(cursor.lengths, path, strict=True)])
 
     def _held(self) -> list[Tensor]:
-        """All keys and values, [.., B, H, capacity, D] each."""
+        """Return all keys and values, [.., B, H, capacity, D] each."""
         if self._block is not None:
             return [self._block]
         return [slab for layer in self.slabs for slab in (layer.keys, layer.values) if slab is not None]
 
     def set_lengths(self, lengths: list[int]) -> None:
-        """Shorter than before forgets, longer takes over what the last forward wrote."""
+        """Set the committed lengths. Shorter rows are cropped, longer ones include columns of the last forward pass."""
         cursor = self.cursor
         cursor.lengths, cursor.longest, cursor.columns = lengths, max(lengths), None
         cursor.each = None if min(lengths) == cursor.longest else to_device(lengths, cursor.device)
 
 
 def _move(slabs: Tensor, source: Tensor, target: Tensor) -> None:
-    """Copy columns source [B, A] of slabs [.., B, H, C, D] to target [B, A], row by row."""
+    """Copy columns source [B, A] of slabs [.., B, H, C, D] to columns target [B, A], row by row."""
     shape = (*slabs.shape[:-2], source.shape[-1], slabs.shape[-1])
     taken = slabs.gather(-2, source[:, None, :, None].expand(shape))
     slabs.scatter_(-2, target[:, None, :, None].expand(shape), taken)

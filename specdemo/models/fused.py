@@ -1,8 +1,9 @@
-"""Llama-like layers with fewer and larger kernels, on the same weights.
+"""Llama-like decoder layers with fewer, larger operations on the same weights.
 
-transformers runs such a layer as some thirty small operations. `hasten` replaces it, in place, by one that multiplies
-by query, key and value (and by gate and up) at once, turns queries and keys together and never repeats the keys of
-grouped queries. Every layer is first compared with the one it replaces; only the order of additions changes.
+transformers runs such a layer as about thirty small operations. `fuse_layers` replaces it in place by a layer that
+multiplies by the query, key and value weights (and by gate and up) in one product, rotates queries and keys together,
+and never repeats the keys of grouped queries. Each layer is compared with the original before it is used; only the
+order of additions differs.
 
 B rows, S slots, H heads, K key/value heads, D head size, L columns of the cache.
 """
@@ -25,15 +26,15 @@ from specdemo.models.place import placed
 
 KNOWN_MODELS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 KNOWN_LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
-QUANTISED = ("Linear4bit", "Linear8bitLt")  # of bitsandbytes
-STEADY_ROPE = ("default", "linear", "llama3", "yarn")  # kinds of angles that do not depend on the text's length
-TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 4e-2, torch.float16: 5e-3}  # of the largest output
+QUANTISED = ("Linear4bit", "Linear8bitLt")  # classes of bitsandbytes
+STEADY_ROPE = ("default", "linear", "llama3", "yarn")  # RoPE types whose angles do not depend on the text's length
+TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 4e-2, torch.float16: 5e-3}  # relative to the largest output
 
-Layer = Any  # of transformers, in whatever family's class: its parts are looked at by name
+Layer = Any  # a decoder layer of transformers, of any model family
 
 
 class FusedLayer(nn.Module):
-    """A decoder layer of `KNOWN_LAYERS` that can stand in its place."""
+    """Drop-in replacement for a decoder layer of `KNOWN_LAYERS`."""
 
     def __init__(self, layer: Layer) -> None:
         super().__init__()
@@ -57,15 +58,18 @@ class FusedLayer(nn.Module):
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
-        **unused: object,  # whatever else transformers hands to a layer
+        **unused: object,  # other arguments that transformers passes to a layer
     ) -> Tensor:
         assert position_embeddings is not None
         cos, sin = position_embeddings
         return self.run(hidden_states, cos[:, :, None], turning(sin)[:, :, None], attention_mask, past_key_values)
 
     def run(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache | None) -> Tensor:
-        """x [B, S, hidden] -> the same shape. cos and sin [B, S, 1, D], the first half of sin negated; mask additive
-        [B or 1, 1, S, L], None: causal."""
+        """Run the layer on x [B, S, hidden]; return the same shape.
+
+        cos and sin are [B, S, 1, D], with the first half of sin negated. mask is additive [B or 1, 1, S, L]; None:
+        causal.
+        """
         rows, slots, _ = x.shape
         qkv = self.qkv(_normed(self.before_attention, x)).view(rows, slots, -1, self.head_dim)
         qk, value = qkv.split([self.heads + self.kv_heads, self.kv_heads], 2)
@@ -85,7 +89,7 @@ class FusedLayer(nn.Module):
 
 
 class Several(nn.Module):
-    """The outputs of layers that read the same states, where their weights cannot be joined."""
+    """Concatenated outputs of linear layers with the same input, where their weights cannot be concatenated."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
@@ -104,8 +108,10 @@ def _together(*linears: nn.Linear) -> nn.Module:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scaling: float | None = None
 ) -> Tensor:
-    """query [B, H, S, D], key and value [B, K, L, D], mask [B or 1, 1, S, L] -> [B, S, H, D]. The queries of a group
-    become rows of one head, so that its keys are read once."""
+    """Compute attention of query [B, H, S, D] over key and value [B, K, L, D]; return [B, S, H, D].
+
+    mask is [B or 1, 1, S, L]. The queries of a group become rows of one head, so that its keys are read once.
+    """
     rows, heads, slots, size = query.shape
     group = heads // key.shape[1]
     if group == 1 or causal:
@@ -121,13 +127,13 @@ def attend(
 
 
 class FusedDecoder:
-    """What runs between token ids and logits, where every layer is fused: without the outer layers of transformers."""
+    """Path from token ids to logits for a model whose layers are all fused; skips the outer modules of transformers."""
 
     def __init__(self, model: Layer) -> None:
         decoder = model.get_decoder()
         self._embed, self._layers, self._norm = decoder.embed_tokens, list(decoder.layers), decoder.norm
         if any(isinstance(layer.before_mlp, QuickNorm) for layer in self._layers):
-            self._norm = quick(decoder.norm)  # else a copy, and its weights may change
+            self._norm = quick(decoder.norm)  # a copy for training keeps its own norm, whose weights may change
         self._rotary, self._lm_head = decoder.rotary_emb, model.get_output_embeddings()
         self._angles: Tensor | None = None  # [P, 2, 1, D]: cos, and sin with its first half negated
 
@@ -141,8 +147,10 @@ class FusedDecoder:
         last: bool,
         layers: int | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """tokens and positions [B, S] -> logits [B, S or 1, V] and tap -> hidden state [B, S, hidden]. layers: so many
-        of them alone."""
+        """Return logits [B, S or 1, V] and tap -> hidden state [B, S, hidden] for tokens and positions [B, S].
+
+        layers: run only the first `layers` layers.
+        """
         x = self._embed(tokens)
         cos, sin = self._at(positions, x, cache)
         hidden = {0: x} if 0 in taps else {}
@@ -167,8 +175,11 @@ class FusedDecoder:
 
 @torch.no_grad()
 def hasten(model: PreTrainedModel) -> None:
-    """Replace what can be replaced, in place. Models that are spread over devices stay as they are, and so do quantised
-    ones on a CPU: on a GPU it is their many small operations that take the time."""
+    """Replace layers, matrices and norms by faster equivalents, in place.
+
+    Models spread over several devices stay as they are. So do quantised models on a CPU: only on a GPU do their many
+    small operations dominate.
+    """
     quantised = getattr(model, "hf_quantizer", None) is not None and model.device.type != "cuda"
     if quantised or placed(model):
         return
@@ -181,14 +192,14 @@ def hasten(model: PreTrainedModel) -> None:
     head = model.get_output_embeddings()
     if _all_fused(model) and type(head) is nn.Linear and packs(head.weight):
         model.set_output_embeddings(PackedHead(head))
-    for parameter in model.parameters():  # one that is still the file's keeps the whole file in memory
+    for parameter in model.parameters():  # a tensor that is still mapped keeps the whole file in memory
         if parameter.device.type == "cpu":
             parameter.data = parameter.data.clone()
 
 
 @torch.no_grad()
 def fused(layer: nn.Module, rotary: nn.Module) -> nn.Module:
-    """The layer fused, which is to replace it; the layer itself where that is unknown or says something else."""
+    """Return the fused replacement of a layer, or the layer itself if it is unknown or its output differs."""
     if type(layer) not in KNOWN_LAYERS or not is_plain(layer, QUANTISED):
         return layer
     replacement = FusedLayer(layer)
@@ -196,13 +207,14 @@ def fused(layer: nn.Module, rotary: nn.Module) -> nn.Module:
 
 
 def fused_decoder(model: PreTrainedModel) -> FusedDecoder | None:
-    """None unless every layer of the model is fused and nothing else stands between ids and logits."""
+    """Return a `FusedDecoder`. None unless all layers are fused and the model has no other modules between ids and
+    logits."""
     steady = type(model) in KNOWN_MODELS and _all_fused(model) and model.model.rotary_emb.rope_type in STEADY_ROPE
     return FusedDecoder(model) if steady else None
 
 
 def kernels(model: PreTrainedModel) -> str:
-    """What runs its weights, in words."""
+    """Return the kind of layers in words."""
     modules = list(model.modules())
     if not any(isinstance(m, FusedLayer) for m in modules):
         return "transformers"
@@ -210,7 +222,7 @@ def kernels(model: PreTrainedModel) -> str:
 
 
 def unhastened(config: object, device: torch.device) -> str:
-    """Which kernels a model lacks on this device, a clause; empty where it lacks none."""
+    """Return a clause that names the kernels this model lacks on this device; empty if none."""
     linear = "linear_attention" in (getattr(config, "layer_types", None) or ())
     if device.type != "cuda" or not linear or find_spec("fla"):
         return ""
@@ -218,17 +230,17 @@ def unhastened(config: object, device: torch.device) -> str:
 
 
 def layer_class(layer: nn.Module) -> type[nn.Module]:
-    """The class a layer came as."""
+    """Return the original class of a layer."""
     return layer.origin if isinstance(layer, FusedLayer) else type(layer)
 
 
 def close(said: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
-    """Whether what was worked out in `dtype` differs by rounding alone."""
+    """Return True if `output` differs from `expected` by rounding in `dtype` only."""
     return bool((said - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max())
 
 
 def is_plain(layer: Layer, more: tuple[str, ...] = ()) -> bool:
-    """Whether its matrices are ordinary linear layers, or of classes of these names, and its norms known here."""
+    """Return True if all matrices are `nn.Linear`, or of the named classes, and all norms are known."""
     attention, mlp = layer.self_attn, layer.mlp
     linear = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
     linear += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
@@ -238,26 +250,26 @@ def is_plain(layer: Layer, more: tuple[str, ...] = ()) -> bool:
 
 
 def sample(like: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Six states [1, 6, size] and their positions."""
+    """Return six random states [1, 6, size] and their positions."""
     x = torch.randn(1, 6, size, generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
     return x, torch.arange(6, device=x.device)[None]
 
 
 class OneLayer(DynamicCache):
-    """The cache of whichever layer asks."""
+    """Cache for a single layer, whatever index the layer passes."""
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object) -> Any:
         return super().update(key_states, value_states, 0, *args, **kwargs)
 
 
 def turning(sin: Tensor) -> Tensor:
-    """[..., D] with its first half negated: what a state rolled by half its size is multiplied by."""
+    """Negate the first half of sin [..., D], for use with a state rolled by half its size."""
     first, second = sin.chunk(2, -1)
     return torch.cat([-first, second], -1)
 
 
 def _normed(norm: Layer, x: Tensor) -> Tensor:
-    # in 16 bits transformers rounds in between, as eight kernels of a GPU do; this is one, and rounds once
+    # transformers runs this as eight kernels on a GPU and rounds to 16 bits between them; one kernel rounds once
     if type(norm) in KNOWN_NORMS and (x.dtype == torch.float32 or x.device.type == "cuda"):
         return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
     normed: Tensor = norm(x)
@@ -265,7 +277,7 @@ def _normed(norm: Layer, x: Tensor) -> Tensor:
 
 
 def _alike(layer: Layer, replacement: FusedLayer, rotary: nn.Module) -> bool:
-    """Whether both say the same of five tokens and of one behind them."""
+    """Compare the outputs of both layers for five tokens and for one more token after them."""
     weight = layer.input_layernorm.weight
     x, positions = sample(weight, len(weight))
     outputs = []

@@ -1,9 +1,9 @@
-"""What a target remembers between passes, in two ways.
+"""Storage of a text's state between forward passes of a target.
 
-`GatherHistory` serves models made of attention alone: any kept path of a tree is picked out of the slab cache.
-`ReplayHistory` serves all others (recurrent layers, positions or windows counted in columns): rows run one by one on
-transformers' own cache, a snapshot is taken before each provisional pass, and a path shorter than the pass is run again
-from it. Chains only.
+`KVHistory` serves models of attention layers only: it can commit any path of a draft tree by moving columns of a
+`SlabCache`. `SnapshotHistory` serves all other models (recurrent layers, or positions and windows counted in columns).
+It runs the rows one by one on the cache of transformers, copies the state before each provisional pass, and runs a
+partly accepted pass again from that copy. It verifies chains only.
 
 B rows, S slots, T prompt tokens.
 """
@@ -26,57 +26,63 @@ from specdemo.models.graphs import Passes, Tensors
 from specdemo.models.masks import Masks, Plan, ancestry, in_place
 from specdemo.models.runner import AttentionMask, Runner
 
-SNAPSHOTS = 24  # commits a replaying row can be cropped back to without reading its text again
+SNAPSHOTS = 24  # snapshots per row: so many commits can be cropped without reading the text again
 
 
 class DraftPlan(NamedTuple):
-    """How a draft behind a history is recorded."""
+    """A draft that runs as one CUDA graph."""
 
-    kind: Hashable  # of drafts, which differ by their depth alone
-    depth: int  # tokens that are wanted; a deeper one may be written
-    room: int  # tokens that may be read first
-    layers: int = 0  # of the model so many alone; 0: all
-    keeps: bool = False  # what was read becomes history: the tokens given, and those drafted but for the last
+    kind: Hashable  # graphs of one kind differ in depth only
+    depth: int  # draft tokens needed; the graph may produce more
+    room: int  # most input tokens
+    layers: int = 0  # number of layers to run; 0: all
+    keeps: bool = False  # commit the input tokens and all draft tokens but the last
 
 
-Read = Callable[[Tensor | None], Tensor]  # as in `HFTarget.draft`
-Pass = Callable[..., Forward]  # one call of the model, as in `Runner`
-Write = Callable[..., Tensors]  # (read, depth, *more) -> its tokens [B, depth], and more: a draft
+Read = Callable[[Tensor | None], Tensor]  # see `HFTarget.draft`
+Pass = Callable[..., Forward]  # one call of the model, see `Runner`
+Write = Callable[..., Tensors]  # (read, depth, *extra) -> draft tokens [B, depth] and other tensors
 
 
 class History(Protocol):
-    """What is kept of a text, one row for each of the batch."""
+    """Protocol of a target's state, one row per row of the batch."""
 
     @property
     def lengths(self) -> list[int]:
-        """Positions held, by row."""
+        """Return the number of committed tokens per row."""
 
     @property
     def bytes(self) -> int:
-        """Bytes of what is held."""
+        """Return the size of the stored tensors."""
 
     def go_on(self, tokens: Tensor, taps: tuple[int, ...], reserve: int = 0) -> Forward:
-        """tokens [B, T] go behind histories of one length, or begin them; `reserve` more will follow. Says the last
-        position only."""
+        """Read tokens [B, T] after rows of equal length, which may be 0. Return logits of the last position only.
+
+        reserve: number of tokens that will follow.
+        """
 
     def forward(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...]) -> Forward:
-        """tokens [B, S] below parents [B, N], provisionally."""
+        """Read tokens [B, S] with parents [B, N] provisionally."""
 
     def commit(self, path: list[list[int]]) -> None:
-        """The kept slots of the last `forward`, by row, become history."""
+        """Commit the accepted slots of the last `forward`, per row."""
 
     def crop(self, lengths: list[int]) -> None:
-        """Shorten every row to its length in `lengths`."""
+        """Shorten every row to its entry in `lengths`."""
 
     def reach(self, length: int) -> int:
-        """Of one row's first `length` tokens, how many `crop` can leave without reading them again."""
+        """Return how many of the first `length` tokens `crop` can keep without reading them again. Single row only."""
 
     def settle(self, length: int) -> None:
-        """Forget what only helps to `crop`, other than to `length` or to where the last pass began; for one row."""
+        """Drop all snapshots except the one at `length` and the newest one. Single row only."""
 
 
 class GatherHistory:
-    """`windows`: how far each kind of layer looks (0: at everything); one kind gets its mask bare, several by name."""
+    """History of a model of attention layers, in a `SlabCache`.
+
+    windows: layer kind -> attention window, 0 for full attention. With one kind the model gets a single mask, with
+    several a dict of masks.
+    """
 
     def __init__(
         self,
@@ -88,7 +94,8 @@ class GatherHistory:
         passes: Passes | None = None,
     ) -> None:
         self._run, self._cache, self._windows, self._masks, self._limit = run, cache, windows, masks, limit
-        self._passes, self._recorded = passes, cache.cursor.capacity  # how long the cache was of which passes are
+        # graphs hold the addresses of a cache of this capacity
+        self._passes, self._recorded = passes, cache.cursor.capacity
         self._only = next(iter(windows.values())) if len(windows) == 1 else None
         masks.reserve(cache.cursor.capacity)
 
@@ -120,7 +127,7 @@ class GatherHistory:
         return said or self._forward(self._run, tokens, parents, taps)
 
     def _replayed(self, passes: Passes, tokens: Tensor, parents: Tensor, taps: tuple[int, ...]) -> Forward | None:
-        """None: not as a recorded pass."""
+        """Run the pass as a CUDA graph. Return None if it cannot be captured."""
         rows, slots = tokens.shape
         chain = slots < 3 or parents is chain_parents(rows, slots - 1, parents.device)
         kind = taps, chain
@@ -144,7 +151,7 @@ class GatherHistory:
     def draft(
         self, run: Pass, tokens: Tensor, counts: list[int], write: Write, more: Tensors, plan: DraftPlan
     ) -> Tensors | None:
-        """As `HFTarget.draft`."""
+        """See `HFTarget.draft`."""
         if self._passes is None:
             return None
         depth = self._passes.depth(plan.kind, plan.depth, cut=True)
@@ -175,15 +182,15 @@ class GatherHistory:
 
     def _make_room(self, slots: int) -> None:
         self._cache.prepare(slots)
-        if self._passes and self._cache.cursor.capacity != self._recorded:  # they write to memory that is gone
+        if self._passes and self._cache.cursor.capacity != self._recorded:  # graphs write to freed memory
             self._passes.clear()
             self._recorded = self._cache.cursor.capacity
 
     def _behind(
         self, run: Pass, lengths: Tensor, tokens: Tensor, parents: Tensor | None, taps: tuple[int, ...]
     ) -> Forward:
-        """A pass behind histories of lengths [B], which are a tensor: the same operations at every length. parents
-        None: a chain."""
+        """Run a pass after histories of lengths [B] on the device, so that one graph serves every length. parents None:
+        a chain."""
         columns, every = self._cache.cursor.capacity, torch.arange(tokens.shape[1], device=tokens.device)
         up = None if parents is None else ancestry(parents)
         depth = every[None] if up is None else up.sum(-1).long() - 1
@@ -194,15 +201,15 @@ class GatherHistory:
 
     @property
     def capacity(self) -> int:
-        """Columns that there is room for as it is."""
+        """Return the number of columns that fit without a new allocation."""
         return self._cache.cursor.capacity
 
     def fits(self, rows: int, columns: int) -> bool:
-        """Whether it could hold such texts as it is."""
+        """Return True if texts of this size fit without a new allocation."""
         return len(self.lengths) == rows and self._cache.cursor.capacity >= columns
 
     def ahead(self, run: Pass, tokens: Tensor, columns: int) -> Forward:
-        """Another model's pass over tokens [B, 1] as if the `columns` columns behind the history were history too."""
+        """Run another pass over tokens [B, 1] as if `columns` columns after the history were committed."""
         lengths = self.lengths
         self._cache.set_lengths([n + columns for n in lengths])
         try:
@@ -214,16 +221,17 @@ class GatherHistory:
         rows, slots = tokens.shape
         cursor = self._cache.cursor
         self._cache.prepare(slots)
-        if rows == slots == 1 and self._only == 0 and cursor.longest < self._limit:  # one more token: nothing to hide
+        # one token after one row: nothing to mask
+        if rows == slots == 1 and self._only == 0 and cursor.longest < self._limit:
             return run(tokens, self._cache, cursor.position, None, taps)
         self._masks.reserve(cursor.longest)
         plan = self._masks.plan(parents)
         positions = plan.depth + (cursor.longest if cursor.each is None else cursor.each[:, None])
         if cursor.longest + plan.deepest >= self._limit:
-            positions = positions.clamp_max(self._limit - 1)  # slots of finished rows; nobody reads their logits
+            positions = positions.clamp_max(self._limit - 1)  # slots of finished rows, whose logits are unused
         if rows > 1:
             positions = positions.expand(rows, -1)
-        tokens = tokens.clamp_min(0)  # absent slots: above nobody, so nobody sees them
+        tokens = tokens.clamp_min(0)  # absent slots have no descendants, so no slot attends to them
         mask = self._by_kind(lambda window: self._mask(plan, window))
         return run(tokens, self._cache, positions, mask, taps)
 
@@ -240,7 +248,7 @@ class GatherHistory:
         pass
 
     def _by_kind(self, mask: Callable[[int], Tensor | None]) -> AttentionMask:
-        """Every kind of layer gets the mask of its window."""
+        """Return the mask of every layer kind, by its window."""
         if self._only is not None:
             return mask(self._only)
         return {kind: mask(window) for kind, window in self._windows.items()}
@@ -254,14 +262,19 @@ class GatherHistory:
 
 @dataclass
 class _Row:
+    """State of one row."""
+
     cache: DynamicCache
     tokens: list[int]
-    fed: list[int]  # the provisional tokens now in the cache behind `tokens`
-    marks: deque[tuple[int, list[dict[str, Any]]]]  # (length, what the cache held then), oldest first
+    fed: list[int]  # provisional tokens, in the cache after `tokens`
+    marks: deque[tuple[int, list[dict[str, Any]]]]  # (length, state of every layer), oldest first
 
 
 class ReplayHistory:
-    """`at_once`: the model continues a history by several tokens in one pass as it would one by one."""
+    """History of any other model, restored from snapshots.
+
+    multi_token: the model continues a cache with several tokens in one pass correctly.
+    """
 
     def __init__(self, run: Pass, config: Any, at_once: bool, device: torch.device) -> None:
         self._run, self._config, self._at_once, self._device = run, config, at_once, device
@@ -305,7 +318,7 @@ class ReplayHistory:
                 del row.tokens[length:]
 
     def reach(self, length: int) -> int:
-        """0, too, for a model that reads on one token at a time: a fresh start is one pass."""
+        """Return 0 for a model that continues one token at a time: a new prefill is a single pass."""
         (row,) = self._rows
         ends = [len(row.tokens), *(marked for marked, _ in row.marks)] if self._at_once else []
         return max((end for end in ends if end <= length), default=0)
@@ -315,7 +328,7 @@ class ReplayHistory:
         row.marks = deque((m for m in row.marks if m[0] == length or m is row.marks[-1]), maxlen=SNAPSHOTS)
 
     def _try(self, row: _Row, tokens: list[int], taps: tuple[int, ...], last: bool = False) -> Forward | None:
-        """None for a row without a single token."""
+        """Return None for a row without tokens."""
         if row.fed:
             self._rewind(row, len(row.tokens))
         row.fed = [token for token in tokens if token != ABSENT]
@@ -325,7 +338,7 @@ class ReplayHistory:
         return self._feed(row.cache, row.fed, taps, last=last)
 
     def _rewind(self, row: _Row, length: int) -> None:
-        """The row's cache as it was after its first `length` tokens: from the nearest snapshot, or from nothing."""
+        """Restore the row's cache to its first `length` tokens, from the nearest snapshot or from an empty cache."""
         while row.marks and row.marks[-1][0] > length:
             row.marks.pop()
         row.fed = []
@@ -341,7 +354,10 @@ class ReplayHistory:
     def _feed(
         self, cache: DynamicCache, tokens: list[int], taps: tuple[int, ...], first: bool = False, last: bool = False
     ) -> Forward:
-        """first: nothing was read before; last: the logits behind the last token are enough, as they are then."""
+        """Run one row.
+
+        first: the cache is empty. last: only the logits of the last token are needed, as they are for a prefill.
+        """
         ids = torch.tensor([tokens], device=self._device)
         if first or self._at_once or len(tokens) == 1:
             return self._run(ids, cache, taps=taps, last=first or last)
@@ -352,9 +368,10 @@ class ReplayHistory:
 
 
 def continues_at_once(run: Pass, config: Any, vocab_size: int, device: torch.device) -> bool:
-    """Whether several tokens behind a history give what they give one by one; some recurrent layers start afresh.
+    """Return True if several tokens after a cached prefix give the same logits as one at a time.
 
-    Raises ValueError for a model that cannot go on from a cache at all when another history was read in between.
+    Some recurrent layers restart instead. Raises ValueError for a model that cannot continue its cache after another
+    text was read.
     """
     tokens = torch.arange(1, 9, device=device)[None] % vocab_size
     expected = run(tokens, DynamicCache(config=config)).logits[:, 5:].float()
@@ -377,7 +394,8 @@ def continues_at_once(run: Pass, config: Any, vocab_size: int, device: torch.dev
 
 
 def _copied(held: dict[str, object]) -> dict[str, object]:
-    """What a layer holds. Keys and values are replaced at every pass, never written to, so they need no copy."""
+    """Copy a layer's state. Keys and values are replaced in every pass and never written in place, so they need no
+    copy."""
     return {name: value if name in ("keys", "values") else deepcopy(value) for name, value in held.items()}
 
 
@@ -395,7 +413,7 @@ def _joined(parts: list[Forward], dim: int) -> Forward:
 
 
 def _widened(forward: Forward | None, like: Forward, width: int) -> Forward:
-    """`width` slots: zeros where a row fed fewer tokens, or none at all."""
+    """Pad to `width` slots with zeros, for rows that ran fewer tokens or none."""
     held = 0 if forward is None else forward.logits.shape[1]
     source = like if forward is None else forward
     if held == width:

@@ -1,11 +1,11 @@
-"""Attention masks for a draft tree behind a history.
+"""Attention masks of draft trees after a history.
 
-B rows, N draft nodes, S = N + 1 slots, L committed tokens, C the longest history foreseen, W = L + S columns.
+B rows, N draft nodes, S = N + 1 slots, L committed tokens, C longest supported history, W = L + S columns.
 
-Row b's committed tokens lie in columns 0..L_b-1 of its cache, so column and position are one there; the S new slots
-follow in columns L_b..L_b+S-1, with positions L_b + depth. Windows count positions, never columns. What a slot may see
-does not depend on L once columns are counted from the end of the history: a `Plan` is made once per tree, for columns
--C..S-1, and every step takes a slice of it.
+The committed tokens of row b occupy columns 0..L_b-1 of its cache, so their column equals their position. The S new
+slots follow in columns L_b..L_b+S-1, at positions L_b + depth. Windows count positions, not columns. What a slot may
+attend to does not depend on L if columns are counted from the end of the history. A `MaskPlan` is therefore computed
+once per tree, for columns -C..S-1, and every step takes a slice of it.
 """
 
 from collections import OrderedDict
@@ -17,13 +17,13 @@ from torch import Tensor
 from specdemo.core.host import to_device
 from specdemo.core.tree import chain_parents
 
-REMEMBERED = 32  # plans; chains of every length and a few static trees
-ALIGNMENT = 16  # elements; row strides the GPU kernels take without a copy of the mask in every layer
+REMEMBERED = 32  # cached plans: chains of every length and a few static trees
+ALIGNMENT = 16  # elements; with other row strides the GPU kernels copy the mask in every layer
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One tree. R is 1 when all rows share the tree, else B."""
+    """Mask of one tree for every window. R is 1 if all rows share the tree, else B."""
 
     depth: Tensor  # [R, S] int64
     deepest: int
@@ -31,7 +31,10 @@ class Plan:
 
 
 def ancestry(parents: Tensor) -> Tensor:
-    """parents [R, N] -> [R, S, S], 1.0 where t is s or above s. Doubling: log2(S) products instead of N steps."""
+    """Return [R, S, S] from parents [R, N]: 1.0 where slot t is slot s or an ancestor of it.
+
+    Doubles the path length in each of log2(S) matrix products, instead of one step per node.
+    """
     rows, nodes = parents.shape
     up = torch.eye(nodes + 1, device=parents.device).repeat(rows, 1, 1)
     if nodes:
@@ -42,7 +45,7 @@ def ancestry(parents: Tensor) -> Tensor:
 
 
 class Masks:
-    """Makes masks for one model; `windows` are the different attention windows of its layers, 0 for none."""
+    """Mask factory of one model. `windows` are the attention windows of its layers, 0 for full attention."""
 
     def __init__(self, windows: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self._windows, self.dtype, self._device = windows, dtype, device
@@ -50,13 +53,13 @@ class Masks:
         self._capacity = 0
 
     def reserve(self, columns: int) -> None:
-        """Histories of up to `columns` tokens will follow."""
+        """Support histories of up to `columns` tokens."""
         if columns > self._capacity:
             self._capacity = columns
             self._plans.clear()
 
     def plan(self, parents: Tensor) -> Plan:
-        """The plan of a tree, remembered by the values of `parents`."""
+        """Return the plan of a tree, cached by the values of `parents`."""
         key = _key(parents)
         plan = self._plans.get(key)
         if plan is None:
@@ -69,7 +72,7 @@ class Masks:
         return plan
 
     def at(self, plan: Plan, window: int, length: int) -> Tensor | None:
-        """The mask [R, 1, S, W] behind histories of `length` tokens; None where nothing is hidden."""
+        """Return the mask [R, 1, S, W] for histories of `length` tokens. None: nothing is masked."""
         slots = plan.depth.shape[1]
         if slots == 1 and not 0 < window <= length:
             return None
@@ -77,7 +80,7 @@ class Masks:
         return aligned(plan.masks[window][:, None, :, start : self._capacity + slots])
 
     def at_each(self, plan: Plan, window: int, lengths: Tensor, longest: int) -> Tensor:
-        """The masks [B, 1, S, longest + S] behind histories of lengths[b] tokens, lengths [B] int64."""
+        """Return the masks [B, 1, S, longest + S] for histories of lengths[b] tokens, lengths [B] int64."""
         slots = plan.depth.shape[1]
         columns = torch.arange(longest + slots, device=self._device) + (self._capacity - lengths)[:, None]
         columns = columns.clamp_max(self._capacity + slots)[:, None].expand(-1, slots, -1)
@@ -96,9 +99,12 @@ class Masks:
 def in_place(
     lengths: Tensor, depth: Tensor, up: Tensor | None, columns: int, window: int, dtype: torch.dtype
 ) -> Tensor:
-    """The mask [B, 1, S, columns] of S slots behind histories of lengths[b] tokens, lengths [B] and depth [R, S] int64,
-    in a cache of so many columns. up [R, S, S] as `ancestry` says; None: a chain. What `Masks` makes of numbers of the
-    host is made of tensors here, so that a recorded pass finds it out anew."""
+    """Return the mask [B, 1, S, columns] of S slots after histories of lengths[b] tokens, in a cache of `columns`
+    columns.
+
+    lengths [B] and depth [R, S] are int64; ancestors [R, S, S] comes from `ancestry`, None for a chain. Same result as
+    `Masks`, from device tensors only, so that a CUDA graph computes it again in every replay.
+    """
     every = torch.arange(columns, device=lengths.device)
     positions = (lengths[:, None] + depth)[..., None]  # [B, S, 1]
     if up is None:
@@ -117,12 +123,12 @@ def in_place(
 
 
 def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """visible [..., W] -> what is added to the scores: 0, or the least number of `dtype`."""
+    """Convert visible [..., W] to additive values: 0 where True, else the lowest number of `dtype`."""
     return aligned(torch.where(visible, 0.0, torch.finfo(dtype).min).to(dtype))
 
 
 def aligned(mask: Tensor) -> Tensor:
-    """On a GPU the mask with its rows' starts aligned, as the memory-efficient kernels ask."""
+    """Align the row stride of a mask on a GPU, as the memory-efficient attention kernels require."""
     if mask.device.type == "cpu":
         return mask
     width = mask.shape[-1]
@@ -139,7 +145,8 @@ def _deepest(key: tuple[tuple[int, ...], ...]) -> int:
 
 
 def _key(parents: Tensor) -> tuple[tuple[int, ...], ...]:
-    """One row when all rows are alike. Read back from the device only if the tree is not a known chain."""
+    """Return the parents as a key, with one row if all rows are equal. Reads from the device only if the tree is not a
+    known chain."""
     batch, nodes = parents.shape
     if nodes < 2 or parents is chain_parents(batch, nodes, parents.device):
         return (tuple(range(nodes)),)

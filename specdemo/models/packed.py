@@ -1,5 +1,5 @@
-"""Weights laid out in blocks for oneDNN on a CPU, where five rows then cost little more than one, which is what
-verification lives on; and RMS norms that take half the time there. The weights are the model's own."""
+"""Faster weights and norms for CPUs: matrices in oneDNN's blocked layout, with which five rows cost little more than
+one, as verification needs; and RMS norms that take half the time. The values are the model's own."""
 
 from copy import deepcopy
 from functools import lru_cache
@@ -17,18 +17,18 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 Module = TypeVar("Module", bound=nn.Module)
 
 KNOWN_NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
-PACKED_ROWS = 5  # the blocks suit a pass over so many tokens; one token is no slower for it
-PACKED_SIZE = 100_000  # smaller matrices stay in the cache, where a plain product is faster; half of it in bf16
+PACKED_ROWS = 5  # tokens per pass that the layout is chosen for; one token is not slower
+PACKED_SIZE = 100_000  # elements; smaller matrices fit into the CPU cache, where a plain product is faster; bf16: half
 
 
 class PackedLinear(nn.Module):
-    """y = x W^T + b with W in oneDNN's blocked layout, which is its only copy. A deep copy is a plain, trainable
+    """Linear layer y = x W^T + b whose only copy of W is in oneDNN's blocked layout. A deep copy is a plain, trainable
     `nn.Linear`."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.out_features, self.in_features = linear.weight.shape
-        # no buffer: a blocked tensor can be neither moved nor saved
+        # not a buffer: a blocked tensor can be neither moved nor saved
         weight = linear.weight.detach().contiguous()
         self._blocks: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
         self._bias = None if linear.bias is None else linear.bias.detach()
@@ -36,12 +36,12 @@ class PackedLinear(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type the weights are stored in."""
+        """Return the stored dtype."""
         return self._blocks.dtype
 
     @property
     def bytes(self) -> int:
-        """Bytes of the weights."""
+        """Return the size of the weights."""
         bias = 0 if self._bias is None else self._bias.nbytes
         return int(self.out_features * self.in_features * self._blocks.element_size()) + bias
 
@@ -54,21 +54,21 @@ class PackedLinear(nn.Module):
 
 
 class PackedHead(nn.Module):
-    """An lm_head that keeps its `weight`, which embedding and heads may share, beside the blocks."""
+    """Output head with packed weights that also keeps its plain `weight`, which embedding and heads may share."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
-        self._packed = (PackedLinear(linear),)  # in a tuple: not a part of its own
+        self._packed = (PackedLinear(linear),)  # in a tuple, so that it is not registered as a submodule
 
     @property
     def bytes(self) -> int:
-        """Beside `weight`."""
+        """Return the size of the packed copy, without `weight`."""
         return self._packed[0].bytes
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad):
-            return F.linear(x, self.weight, self.bias)  # what a head learns through
+            return F.linear(x, self.weight, self.bias)  # training needs gradients
         product: Tensor = self._packed[0](x)
         return product
 
@@ -77,20 +77,20 @@ class PackedHead(nn.Module):
 
 
 class RMSNorm(nn.RMSNorm):
-    """Torch's own, in the precision of its weight."""
+    """RMS norm of torch, computed in the dtype of its weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps)
 
 
 class QuickNorm(nn.Module):
-    """An RMS norm of n features in fp32 on a CPU, for which torch has no kernel of its own: as x * sqrt(n) w /
-    sqrt(|x|^2 + n eps) it takes half the time. A deep copy is the norm it stands for, which can be trained."""
+    """RMS norm of n features in float32 on a CPU, for which torch has no fused kernel. Computed as x * sqrt(n) w /
+    sqrt(|x|^2 + n eps), it takes half the time. A deep copy is the original, trainable norm."""
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
         self.weight = norm.weight
-        self._norm = (norm,)  # in a tuple: not a part of its own
+        self._norm = (norm,)  # in a tuple, so that it is not registered as a submodule
         size = norm.weight.numel()
         eps = norm.eps if isinstance(norm, RMSNorm) else norm.variance_epsilon
         self._scaled = norm.weight.detach() * size**0.5
@@ -111,8 +111,8 @@ class QuickNorm(nn.Module):
 
 @torch.no_grad()
 def pack(head: Module) -> Module:
-    """Pack the linear layers of a head that is only read from now on, and quicken its norms: it can no longer be saved,
-    and trained only as a deep copy."""
+    """Pack the linear layers of a head for inference and replace its norms by faster ones. It can no longer be saved;
+    only a deep copy can be trained."""
     made: dict[nn.Module, nn.Module] = {}
     for name, layer in list(head.named_modules(remove_duplicate=False)):
         if layer not in made:
@@ -123,19 +123,19 @@ def pack(head: Module) -> Module:
 
 
 def packs(*weights: Tensor) -> bool:
-    """Whether `pack` would take it, or several joined to one."""
+    """Return True if `pack` would pack this weight (or the concatenation of several)."""
     size = sum(weight.numel() for weight in weights)
     least = PACKED_SIZE // (2 if weights[0].dtype == torch.bfloat16 else 1)
     return weights[0].device.type == "cpu" and size >= least and packing_pays(weights[0].dtype)
 
 
 def joins(*weights: Tensor) -> bool:
-    """Whether products by them are to be one: where each is to be packed, or started on a GPU."""
+    """Return True if products with these weights should be one: on a GPU, or where the result is packed."""
     return weights[0].device.type == "cuda" or packs(*weights)
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:
-    """Of its weights, packed or not. Raises ValueError for a module without any."""
+    """Return the dtype of a module's weights, packed or not. Raises ValueError for a module without weights."""
     for part in module.modules():
         if isinstance(part, PackedLinear):
             return part.dtype
@@ -145,12 +145,12 @@ def dtype_of(module: nn.Module) -> torch.dtype:
 
 
 def packed_bytes(model: nn.Module) -> int:
-    """What packed weights take besides the model's parameters."""
+    """Return the size of packed weights, which are not among the model's parameters."""
     return sum(m.bytes for m in model.modules() if isinstance(m, PackedLinear | PackedHead))
 
 
 def joined(*linears: nn.Linear) -> nn.Linear:
-    """One layer with the outputs of several."""
+    """Return one layer that concatenates the outputs of several."""
     weight, bias = torch.cat([linear.weight.detach() for linear in linears]), None
     if any(linear.bias is not None for linear in linears):
         none = [weight.new_zeros(linear.out_features) for linear in linears]
@@ -159,18 +159,18 @@ def joined(*linears: nn.Linear) -> nn.Linear:
 
 
 def packed(linear: nn.Linear) -> nn.Module:
-    """The layer with packed weights where packing pays, else as it is."""
+    """Return the layer with packed weights where that is faster, else the layer itself."""
     return PackedLinear(linear) if packs(linear.weight) else linear
 
 
 def quick(norm: Any) -> Any:
-    """The norm for states in fp32 on a CPU; whatever else comes is returned."""
+    """Return the faster norm for float32 on a CPU. Any other module is returned unchanged."""
     known = type(norm) in (RMSNorm, *KNOWN_NORMS)
     return QuickNorm(norm) if known and (norm.weight.device.type, norm.weight.dtype) == ("cpu", torch.float32) else norm
 
 
 def linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """Parameters are taken as they are."""
+    """Create a linear layer. Tensors that are parameters already are used as they are."""
     outputs, inputs = weight.shape
     made = nn.Linear(inputs, outputs, bias=False, device="meta")
     made.weight = _frozen(weight)
@@ -185,14 +185,14 @@ def _frozen(tensor: Tensor) -> nn.Parameter:
 
 @lru_cache(maxsize=4)
 def packing_pays(dtype: torch.dtype) -> bool:
-    """Measured: whether one token and five together are cheaper with blocked weights on this CPU."""
+    """Measure whether one token and five tokens are faster together with blocked weights on this CPU."""
     if dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():
         return False
     linear = linear_of(torch.randn(768, 512, generator=torch.Generator().manual_seed(0)).to(dtype), None)
     try:
         packed = PackedLinear(linear)
         seconds = {kind: sum(_seconds(kind, rows, dtype) for rows in (1, PACKED_ROWS)) for kind in (linear, packed)}
-    except (AttributeError, RuntimeError, NotImplementedError):  # private operations: they may be missing or differ
+    except (AttributeError, RuntimeError, NotImplementedError):  # private operations of torch may be missing or differ
         return False
     return seconds[packed] < seconds[linear]
 

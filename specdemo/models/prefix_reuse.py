@@ -1,7 +1,7 @@
-"""A target that remembers its last text, so that one that begins alike, as a chat's next turn does, is read from where
-the two part.
+"""Target that keeps the KV cache of its last text, so that a text with the same prefix, such as the next turn of a
+chat, is read from the first different token.
 
-T tokens of a text, S slots, A kept slots, H hidden size.
+T tokens of a text, S slots, A accepted slots, H hidden size.
 """
 
 from contextlib import suppress
@@ -20,14 +20,14 @@ from specdemo.models.target import HFTarget
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """What `release` left of a history beside its keys and values."""
+    """Tokens and hidden states of a released history, whose keys and values stay in the cache."""
 
     tokens: list[int]
     hidden: dict[int, Tensor]  # tap -> [1, T, H]
 
 
 class _Piece(NamedTuple):
-    """Tokens that became history at once. Later pieces may begin before its end, after a crop."""
+    """Tokens committed in one step. After a crop, a later segment may start before the end of an earlier one."""
 
     start: int
     tokens: Tensor  # [1, A]
@@ -35,20 +35,20 @@ class _Piece(NamedTuple):
 
 
 class Remembering(HFTarget):
-    """`release` keeps the history of a single row, and `start` goes on from it as far as the tokens are the same.
+    """Target whose `release` keeps the history of a single row, and whose `start` reuses the common prefix.
 
-    Hidden states are kept for the taps that were asked for; a text with other taps is read from its start. So is one
-    that the history cannot be cropped to without reading it again (`History.reach`).
+    Hidden states are kept for the taps of the last text. A text with other taps is read from its start, and so is one
+    whose prefix the history cannot be cropped to (`History.max_crop`).
     """
 
-    kept = 0  # tokens of the last text that `start` did not read
-    _text: _Text | None = None  # between `release` and `start`
-    _pieces: list[_Piece] | None = None  # between `start` and `release`, of a single row
-    _fed: tuple[Tensor, dict[int, Tensor]] | None = None  # of the last forward: tokens [1, S], hidden states
+    kept = 0  # tokens of the last text that `start` reused
+    _text: _Text | None = None  # set between `release` and `start`
+    _pieces: list[_Piece] | None = None  # set between `start` and `release`, for a single row
+    _fed: tuple[Tensor, dict[int, Tensor]] | None = None  # tokens [1, S] and hidden states of the last forward
 
     @property
     def history_bytes(self) -> int:
-        """Kept hidden states too."""
+        """Return the size of the cache and of the stored hidden states."""
         kept = self._text or (self._pieces[0] if self._pieces else None)
         if kept is None:
             return super().history_bytes
@@ -57,7 +57,7 @@ class Remembering(HFTarget):
     @torch.no_grad()
     def start(self, tokens: Tensor, taps: tuple[int, ...] = (), reserve: int = 0) -> Forward:
         self.release()
-        text, self._text = self._text, None  # should reading fail, nothing is left to go on from
+        text, self._text = self._text, None  # if reading fails, there is nothing to continue
         self.kept = self._agreed(text, tokens, taps)
         if text is None or not self.kept:
             forward = super().start(tokens, taps, reserve)
@@ -90,17 +90,17 @@ class Remembering(HFTarget):
         return said
 
     def release(self) -> None:
-        """Keep the history where it is known what it holds, and free it where it is not."""
+        """Keep the history of a single row for the next `start`; free it otherwise."""
         pieces, self._pieces, self._fed = self._pieces, None, None
         if pieces is not None:
             self._started().settle(self.kept)
-            with suppress(torch.OutOfMemoryError):  # remembering is a favour: it must not fail a text that was written
+            with suppress(torch.OutOfMemoryError):  # a finished text must not fail because it cannot be cached
                 self._text = _joined(pieces, self.length[0])
         if self._text is None:
             super().release()
 
     def rewind(self) -> None:
-        """Forget what was read and written since the last `start`, as if that had never been."""
+        """Drop what was read and generated since the last `start`."""
         self.release()
         text, self._text = self._text, None
         if text is not None and self.kept:
@@ -110,14 +110,14 @@ class Remembering(HFTarget):
             self.forget()
 
     def forget(self) -> None:
-        """Free the history and everything kept of it."""
+        """Free the history and all cached tokens."""
         self._pieces = self._fed = self._text = None
         self.kept = 0
         self._last = None
         super().release()
 
     def _agreed(self, text: _Text | None, tokens: Tensor, taps: tuple[int, ...]) -> int:
-        """How many tokens need not be read; the last one always is, for its logits."""
+        """Return the number of tokens to reuse. The last token is always read, for its logits."""
         if text is None or len(tokens) != 1 or not set(taps) <= text.hidden.keys():
             return 0
         same = takewhile(lambda pair: pair[0] == pair[1], zip(text.tokens, tokens[0, :-1].tolist(), strict=False))
@@ -136,7 +136,7 @@ def _cut(text: _Text, length: int) -> _Text:
 
 
 def _joined(pieces: list[_Piece], length: int) -> _Text:
-    """The first `length` tokens of the text that the pieces make up, with the hidden states that all of them have."""
+    """Concatenate the segments to a text of `length` tokens, with the hidden states that all segments have."""
     columns: list[int] = []
     read = 0
     for piece in pieces:

@@ -1,5 +1,5 @@
-"""How an unmodified transformers model is run: one pass, with what its layers say on the way. Holds no history, so that
-histories may hold it.
+"""Forward passes of an unmodified transformers model, with hidden states on request. Holds no history, so that
+histories can hold a runner.
 
 B rows, S slots, V vocabulary.
 """
@@ -25,12 +25,15 @@ Decoder = Callable[..., tuple[Tensor, dict[int, Tensor]]]
 
 
 class Runner:
-    """fused: what runs its layers and all around them, if that is set."""
+    """Callable that runs one forward pass of a model.
+
+    fused: decoder that replaces the model's own, if set.
+    """
 
     fused: FusedDecoder | None = None
 
     def __init__(self, model: PreTrainedModel, layers: int, name: str) -> None:
-        """layers: how many it has. Raises ValueError for a model that keeps its history where it cannot be reached."""
+        """layers: number of decoder layers. Raises ValueError for a model whose forward takes no cache."""
         self.model, self._count, self._name = model, layers, name
         self.device: torch.device = model.get_input_embeddings().weight.device  # type: ignore[assignment]
         known = inspect.signature(model.forward).parameters
@@ -38,14 +41,14 @@ class Runner:
         if held is None:
             kind = model.config.model_type
             raise ValueError(f"a {kind} model keeps its history where it cannot be rolled back; choose another model")
-        self._holds = held  # what its forward calls the cache
+        self._holds = held
         self._last = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
-        self.positions = "position_ids" in known  # whether it can be told where its tokens stand
-        self._short: dict[int, nn.Module] = {}  # layers -> the model that ends after them
+        self.positions = "position_ids" in known
+        self._short: dict[int, nn.Module] = {}  # number of layers -> model that ends after them
 
     @cached_property
     def recorded(self) -> Callable[..., Forward]:
-        """What is to be recorded instead: passes that may be compiled first."""
+        """Return the callable to capture in a CUDA graph; its decoder may go through torch.compile."""
         return partial(self, decoder=compiled(self.fused.__call__)) if self.fused else self
 
     def __call__(
@@ -59,7 +62,10 @@ class Runner:
         layers: int | None = None,
         decoder: Decoder | None = None,
     ) -> Forward:
-        """layers: of the model so many alone. decoder: what runs them instead of the fused ones as they are."""
+        """Run one forward pass.
+
+        layers: run only the first `layers` layers. decoder: replaces the fused decoder.
+        """
         decoder = decoder or self.fused
         if decoder is not None:
             assert positions is not None and not isinstance(mask, dict)
@@ -87,7 +93,7 @@ class Runner:
 
     @contextmanager
     def _tapped(self, taps: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
-        """Collects tap -> hidden state while the model runs; the model is left as it was."""
+        """Collect tap -> hidden state while the model runs. Removes its hooks afterwards."""
         hidden: dict[int, Tensor] = {}
         with ExitStack() as hooks:
             for tap in taps:
@@ -101,7 +107,7 @@ class Runner:
 
     @cached_property
     def _decoder(self) -> nn.Module:
-        """What runs between the token ids and lm_head: the module that owns the list of layers."""
+        """Return the module between the token ids and lm_head: the one that owns the list of layers."""
         module: nn.Module
         for module in self.model.modules():
             if any(isinstance(m, nn.ModuleList) and len(m) == self._count for m in module.children()):
@@ -115,11 +121,11 @@ class Runner:
 
 
 def _ending_after(module: nn.Module, layers: nn.ModuleList, count: int) -> nn.Module:
-    """A twin of `module` with the first `count` of `layers`; whatever does not contain them is shared."""
+    """Return a copy of `module` with the first `count` of `layers`. Modules that do not contain them are shared."""
     if module is layers:
         return layers[:count]
     twin = copy(module)
-    twin.__dict__.pop("forward", None)  # accelerate's, which would run the original
+    twin.__dict__.pop("forward", None)  # the wrapper of accelerate would run the original
     twin._modules = {
         name: _ending_after(part, layers, count) if part and any(m is layers for m in part.modules()) else part
         for name, part in module._modules.items()

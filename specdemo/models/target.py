@@ -1,10 +1,10 @@
-"""An unmodified transformers causal language model as `core.protocol.Target`.
+"""transformers causal language model as a `core.protocol.Target`.
 
-B rows, T prompt tokens, N draft nodes, S = N + 1 slots, V vocabulary rows of lm_head (padding included), H hidden size.
+B rows, N draft nodes, S = N + 1 slots, V vocabulary rows of lm_head (padding included), H hidden size.
 
-A model of plain attention layers verifies trees through its own 4D mask and position ids; windows count positions. Any
-other model (`supports_trees` False) verifies chains. `model(...)` is called directly, one pass per forward; where its
-layers are fused (models/fused.py), these are run one after the other.
+A model of plain attention layers verifies trees with a 4D mask and position ids; windows count positions. Any other
+model (`supports_trees` False) verifies chains. Each forward is one call of the model, or of its fused layers
+(models/fused.py).
 """
 
 from functools import cached_property, partial
@@ -27,13 +27,13 @@ from specdemo.models.packed import packed_bytes
 from specdemo.models.place import placed
 from specdemo.models.runner import Runner
 
-UNLIMITED = 1 << 20  # positions, for models that name no limit
-MASKED_ATTENTION = ("sdpa", "eager")  # the implementations that take any mask
-COLUMN_BOUND = ("gpt_neo",)  # count their windows in cache columns, whatever position_ids say
+UNLIMITED = 1 << 20  # positions, for models without a limit in their config
+MASKED_ATTENTION = ("sdpa", "eager")  # implementations that accept any mask
+COLUMN_BOUND = ("gpt_neo",)  # model types that count windows in cache columns and ignore position_ids
 
 
 class HFTarget:
-    """One history on a shared model; several targets may share one model as long as they take turns."""
+    """Target with one history on a shared model. Several targets may share a model if they take turns."""
 
     def __init__(
         self,
@@ -43,9 +43,9 @@ class HFTarget:
         recorder: Recorder | None = None,
         notes: tuple[str, ...] = (),
     ) -> None:
-        """recorder: what records its passes; None: CUDA graphs on a GPU. notes: see LoadedModel.
+        """capture: captures forward passes; None: CUDA graphs on a GPU. notes: see LoadedModel.
 
-        Raises ValueError for a model that keeps its history where it cannot be reached.
+        Raises ValueError for a model whose forward takes no cache.
         """
         self.model, self.tokenizer, self.notes = model.eval(), tokenizer, notes
         self.name = name or str(model.config.name_or_path) or str(model.config.model_type)
@@ -72,22 +72,22 @@ class HFTarget:
         if self._passes and placed(model):
             self._passes.refused = "its layers are on several devices"
         elif self._passes and not self.supports_trees:
-            self._passes.refused = "it keeps what it once read"
+            self._passes.refused = "its cache cannot be rewritten in place"
         self._history: History | None = None
-        self._last: GatherHistory | None = None  # with recorded passes: of the last text, they serve the next one
+        self._last: GatherHistory | None = None  # reused for the next text, because graphs hold its addresses
 
     def runner(self, model: PreTrainedModel, layers: int, name: str) -> Runner:
-        """What runs the model; whoever wants to watch its passes makes another."""
+        """Create the runner of the model. Subclasses may return one that observes passes."""
         return Runner(model, layers, name)
 
     @property
     def length(self) -> list[int]:
-        """Committed tokens per row."""
+        """Return the number of committed tokens per row."""
         return list(self._history.lengths) if self._history else []
 
     @property
     def history_bytes(self) -> int:
-        """Bytes of the keys and values held, those of a chat's last turn included."""
+        """Return the size of keys and values, including those cached from the last turn of a chat."""
         held = self._history or self._last
         return held.bytes if held else 0
 
@@ -97,40 +97,40 @@ class HFTarget:
 
     @property
     def kernels(self) -> str:
-        """What runs the weights: transformers' layers, or fused ones, packed or in recorded passes."""
+        """Return the kind of layers in words: transformers or fused, packed, with graphs."""
         return kernels(self.model) + (", graphs" if self.records else "")
 
     @property
     def note(self) -> str:
-        """Why passes are slower than they were to be."""
+        """Return why passes are slower than intended; empty if they are not."""
         unrecorded = self._passes.note if self._passes else ""
         return "; ".join(filter(None, (unrecorded, unhastened(self._config, self.device))))
 
     @property
     def records(self) -> bool:
-        """Whether its passes are recorded."""
+        """Return True if passes run as CUDA graphs."""
         return self._passes is not None and not self._passes.refused
 
     @property
     def capacity(self) -> int:
-        """Tokens that its history has room for as it is."""
+        """Return the number of tokens that the history can hold without a new allocation."""
         return self._history.capacity if isinstance(self._history, GatherHistory) else 0
 
     def unrecord(self) -> None:
-        """Free what was recorded, and the memory that is of; both are made anew where they are needed."""
+        """Free the graphs and the history they use. Both are created again when needed."""
         self._last = None
         if self._passes is not None:
             self._passes.clear()
 
     def passes(self, dtype: torch.dtype) -> Passes | None:
-        """For recordings beside its own, of what drafts for it. None: nothing is recorded here."""
+        """Create a graph cache for a drafter of this target. None: no graphs on this device."""
         recorder = self._recorder or recorder_for(self.device)
         return Passes(recorder, dtype) if recorder else None
 
     @torch.no_grad()
     def rehearse(self, slots: int, taps: tuple[int, ...] = (), tree: bool = False) -> None:
-        """Record every pass that drafts of fewer nodes than `slots`, chains or trees, may need behind this history, so
-        that none is recorded while a clock runs."""
+        """Capture the graphs for all drafts of fewer than `slots` nodes, so that none is captured while a run is
+        timed."""
         if not self.records or not self.capacity:
             return
         rows = len(self.length)
@@ -141,7 +141,7 @@ class HFTarget:
 
     @torch.no_grad()
     def start(self, tokens: Tensor, taps: tuple[int, ...] = (), reserve: int = 0) -> Forward:
-        """Raises ValueError when the tokens exceed the model's context."""
+        """Raises ValueError if the tokens exceed the model's context."""
         self._check_length(tokens.shape[1])
         self._history = None  # before the next one is allocated
         spare = ROOM if self.records else SPARE
@@ -154,24 +154,25 @@ class HFTarget:
 
     @torch.no_grad()
     def shallow(self, chain: Tensor, layers: int) -> Tensor:
-        """chain [B, n], drafted behind the history -> [B, V] logits behind it if the model ended after `layers` layers.
+        """Return logits [B, V] after chain [B, n] as if the model ended after `layers` layers.
 
-        Reads the last token alone: of the others, keys and values are where the calls for them left them, behind the
-        history in the cache of those layers, until the next `forward` writes over them. Raises ValueError for a model
-        that verifies chains only: its cache cannot take tokens back.
+        Reads the last token only. Keys and values of the earlier ones remain in the cache from the previous calls,
+        until the next `forward` overwrites them. Raises ValueError for a model that verifies chains only, because its
+        cache cannot drop tokens.
         """
         history = self._started()
         if not isinstance(history, GatherHistory):
-            raise ValueError(f"{self.name} cannot run its first layers alone: they keep what they once read")
+            raise ValueError(f"{self.name} cannot run only its first layers: its cache cannot be rolled back")
         run = partial(self._run, layers=layers)
         return history.ahead(run, chain[:, -1:], chain.shape[1] - 1).logits[:, -1]
 
     @torch.no_grad()
     def draft(self, tokens: Tensor, counts: list[int], write: Write, more: Tensors, plan: DraftPlan) -> Tensors | None:
-        """`write(read, depth, *more)`, a draft of at least `plan.depth` tokens, as one recorded pass. `read(None)` says
-        the logits [B, V] behind tokens [B, m], of which counts[b] are real, `read(drafted)` those behind [B, 1] more.
+        """Run `write(read, depth, *extra)`, a draft of at least `plan.depth` tokens, as one CUDA graph.
 
-        None: it is not recorded, and nothing was read. Else copy what it says before the next pass.
+        `read(None)` returns the logits [B, V] after tokens [B, m], of which counts[b] are real; `read(drafted)` returns
+        those after [B, 1] further tokens. Copy the result before the next pass. Return None if it cannot be captured;
+        nothing was read then.
         """
         history = self._history
         if not isinstance(history, GatherHistory) or tokens.shape[1] > plan.room:
@@ -180,17 +181,17 @@ class HFTarget:
         return history.draft(run, tokens, counts, write, more, plan)
 
     def commit(self, path: list[list[int]]) -> None:
-        """Raises ValueError when the history would exceed the model's context."""
+        """Raises ValueError if the history would exceed the model's context."""
         history = self._started()
         history.commit(path)
         self._check_length(max(history.lengths))
 
     def crop(self, lengths: list[int]) -> None:
-        """Rows forget all but their first lengths[b] tokens."""
+        """Shorten every row to its first lengths[b] tokens."""
         self._started().crop(lengths)
 
     def release(self) -> None:
-        """Free the history and everything it holds."""
+        """Free the history."""
         self._history = None
 
     def _started(self) -> History:
@@ -205,7 +206,7 @@ class HFTarget:
     def _new_history(self, rows: int, columns: int) -> History:
         if not self.supports_trees:
             return ReplayHistory(self._run, self._config, self._at_once, self.device)
-        if self.records:  # with room for the slots that a pass is padded by
+        if self.records:  # with room for padding slots
             columns = -(-(columns + WIDTHS[-1]) // COLUMNS) * COLUMNS
             if self._last is not None and self._last.fits(rows, columns):
                 self._last.crop([0] * rows)
@@ -226,7 +227,7 @@ class HFTarget:
 
 
 def _windows(model: PreTrainedModel, config: Any) -> dict[str, int] | None:
-    """Kind of layer -> attention window in positions (0: none). None when the model can only continue chains."""
+    """Return layer kind -> attention window in positions (0: full). None if the model can only continue chains."""
     plain = (DynamicLayer, DynamicSlidingWindowLayer)
     caches: list[Any] = [c for c in DynamicCache(config=config).layers if type(c).__name__ != "DummyLayer"]
     if config._attn_implementation not in MASKED_ATTENTION or config.model_type in COLUMN_BOUND:

@@ -158,7 +158,7 @@ def test_a_model_that_keeps_what_it_read_is_not_recorded_and_says_so():
     target.forward(texts(1, 5), chain(1, 4))
     assert recorder.recorded == 0
     assert "graphs" not in target.kernels
-    assert target.note == "it keeps what it once read, so every operation is started on its own"
+    assert target.note == "its cache cannot be rewritten in place, so every operation is started on its own"
 
 
 @pytest.mark.parametrize("switch", ["0", "1"])
