@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from specdemo.bench.prompts import PROMPTS
 from specdemo.bench.result import Result
+from specdemo.core.dtypes import NAMES, dtype_name
 from specdemo.core.suggest import DEVICES
 from specdemo.presets.files import DEFAULT
 from specdemo.presets.limits import LIMITS
@@ -20,7 +21,6 @@ NEW_TOKENS = 96
 REPEATS = 1000  # at most
 MINUTES = 600.0  # at most
 ROWS = 256  # of losslessness: continuations decoded at once, and so in a repeat
-LONG_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,5 +232,5 @@ OPTIONS: Mapping[str, Option] = {
     "minutes": Option("--minutes", "time", "How long a call of suite gpu may take.", float, check=_minutes),
     "journal": Option("--out", "file", "What is through, in case it is killed.", Path, told=str),
     "device": Option("--device", "device", f"{DEVICES}."),
-    "dtype": Option("--dtype", "dtype", "auto, fp32, bf16 or fp16.", read=lambda dtype: LONG_DTYPES.get(dtype, dtype)),
+    "dtype": Option("--dtype", "dtype", f"{NAMES}.", read=dtype_name),
 }

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from specdemo.core.dtypes import NAMES, dtype_name
 from specdemo.core.suggest import DEVICES, shown, suggest
 from specdemo.methods import BASELINE, METHODS, MODEL_OPTIONS, Knob, check_model, knobs, method, validate_options
 from specdemo.servers.address import place
@@ -203,7 +204,9 @@ class Comparison(Settings):
     id: Name  # of the preset it comes from, and so of its trace
     target: Annotated[Model, Setting("Target model: embedded name, folder or hub id[@revision].")]
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"], Setting("auto, float32, bfloat16 or float16.", link=False)
+        Literal["auto", "float32", "bfloat16", "float16"],
+        BeforeValidator(dtype_name),
+        Setting(f"{NAMES}.", link=False),
     ] = "auto"
     device: Annotated[str, AfterValidator(_device), Setting(f"{DEVICES}.", link=False)] = "auto"
     quantization: Annotated[Literal["4bit", "8bit"] | None, Setting("4bit or 8bit, of the target.", link=False)] = None

@@ -79,8 +79,9 @@ def load_model(
     progress: LoadProgress | None = None,
     kernels: str = "auto",
 ) -> LoadedModel:
-    """dtype: auto, float32, bfloat16, float16; device: auto or a name (core/suggest.py); quantization: 4bit, 8bit;
-    kernels: auto (models/fused.py) or transformers (its own layers, which can be trained and saved).
+    """dtype: auto, float32, bfloat16, float16 (or fp32, bf16, fp16); device: auto or a name (core/suggest.py);
+    quantization: 4bit, 8bit; kernels: auto (models/fused.py) or transformers (its own layers, which can be trained and
+    saved).
 
     dtype auto is float32 on a CPU and bfloat16 on a GPU. What one GPU cannot hold is spread over all, and the rest put
     into main memory. `progress` may raise to stop. Raises ValueError with one line that names the cure.

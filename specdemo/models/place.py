@@ -9,6 +9,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from specdemo.core.dtypes import SHORT, dtype_name
 from specdemo.core.suggest import DEVICES, suggest
 from specdemo.models.devices import KINDS, best, kind
 from specdemo.models.footprint import HEADROOM, Precision, free_bytes, gigabytes
@@ -39,12 +40,13 @@ def pick_device(device: str) -> torch.device:
 
 
 def pick_dtype(dtype: str, where: torch.device) -> torch.dtype:
-    """A precision's name, or `auto`, as a type. Raises ValueError for an unknown one."""
+    """Return the dtype of a name, a short name or `auto`. Raise ValueError for an unknown one."""
     if dtype == "auto":
         return DTYPES[kind(where).dtypes[0]]
-    if dtype not in DTYPES:
-        raise ValueError(f"unknown dtype {dtype!r}; {suggest(dtype, ['auto', *DTYPES])}")
-    return DTYPES[dtype]
+    name = dtype_name(dtype)
+    if name not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}; {suggest(dtype, ['auto', *DTYPES, *SHORT])}")
+    return DTYPES[name]
 
 
 def _bits(quantization: str | None, where: torch.device) -> int | None:

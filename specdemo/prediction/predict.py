@@ -12,6 +12,7 @@ from functools import cached_property
 from math import exp, hypot, log, sqrt
 from pathlib import Path
 
+from specdemo.core.dtypes import dtype_name
 from specdemo.core.estimate import Estimate
 from specdemo.core.trace import LaneTrace
 from specdemo.prediction.acceptance import Acceptance, drafting_lane, of_lane
@@ -202,7 +203,7 @@ def predict(
     Raises ValueError, one line with the nearest, for names nobody knows.
     """
     where = device if isinstance(device, Profile) else profile(device)
-    dtype = dtype or ("float32" if where.kind == "cpu" else "bfloat16")
+    dtype = dtype_name(dtype) or ("float32" if where.kind == "cpu" else "bfloat16")
     of = target if isinstance(target, Shape) else shape(target, quantization)
     if trace is not None:
         lane = drafting_lane(trace)

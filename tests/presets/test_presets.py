@@ -1,9 +1,14 @@
 """The shipped presets, and what a preset refuses."""
 
 import pytest
+import torch
 
+from specdemo.bench.base import OPTIONS
+from specdemo.bench.suites import suite
 from specdemo.engine.comparison import Lane
 from specdemo.methods import METHODS
+from specdemo.models.place import pick_dtype
+from specdemo.prediction.predict import predict
 from specdemo.presets.files import DEFAULT, EMBEDDED, allowed_models, load_presets, preset, read_preset
 from specdemo.presets.link import LONGEST_TEXT
 
@@ -147,3 +152,17 @@ def test_a_malformed_file_is_named(tmp_path, text, line):
 def test_visitors_may_name_the_models_of_the_presets():
     assert set(allowed_models(PRESETS)) >= {*EMBEDDED, "Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B"}
     assert allowed_models({}) == EMBEDDED
+
+
+@pytest.mark.parametrize("short, name", [("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")])
+def test_a_dtype_has_a_short_name(short, name):
+    assert BASE.with_changes(dtype=short).dtype == name
+    assert pick_dtype(short, torch.device("cpu")) == getattr(torch, name)
+    assert predict("stories", dtype=short).as_dict() == predict("stories", dtype=name).as_dict()
+    assert suite("k", dtype=OPTIONS["dtype"].read(short)).dtype == name
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "bf61", ["bf16"], 16, None])
+def test_other_dtypes_are_refused(dtype):
+    with pytest.raises(ValueError, match="^dtype must be 'auto', 'float32', 'bfloat16' or 'float16', not "):
+        BASE.with_changes(dtype=dtype)
