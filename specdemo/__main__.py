@@ -441,7 +441,8 @@ def doctor(
         if row.count():
             auto = f"{name} (auto)" if name == best().type else name
             print(f"{auto:<16}{row.count()}, {row.title}: {row.told()}")
-    print(f"{'verify cost':<16}one token {cost.one_ms:.2f} ms, five at once {cost.verify_ms:.2f} ms: {cost.ratio.told()}")
+    times = f"one token {cost.one_ms:.2f} ms, five at once {cost.verify_ms:.2f} ms"
+    print(f"{'verify cost':<16}{times}: {cost.ratio.told()}")
     return 0
 
 
