@@ -1,5 +1,6 @@
 """A name -> a loaded model. Safetensors only, never remote code, one clear ValueError line for whatever goes wrong."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from specdemo.core.suggest import suggest
 from specdemo.models import hub, probe
 from specdemo.models.configs import read_config
 from specdemo.models.devices import kind
-from specdemo.models.footprint import check_described, measure
+from specdemo.models.footprint import Precision, check_described, measure
 from specdemo.models.fused import hasten
 from specdemo.models.hub import LoadProgress, silent
 from specdemo.models.machine import one_thread
@@ -35,6 +36,7 @@ from specdemo.models.resolve import checked, described, fetched, locate, one_lin
 from specdemo.models.target import HFTarget
 
 Speaking = type[_BaseAutoModelClass]
+_building = threading.RLock()
 KERNELS = ("auto", "transformers")
 SAMPLED = 4096  # numbers of each tensor that are looked at for NaN
 
@@ -97,7 +99,15 @@ def load_model(
     if not hub.shipped(folder):
         _blank(name, folder)
     report(0.6, f"reading {name}")
-    with one_line(name), _quiet():
+    with _alone():
+        loaded = _read(name, folder, where, precision, spread, kernels)
+    report(1.0, f"{name} is ready")
+    return loaded
+
+
+def _read(name: str, folder: str, where: torch.device, precision: Precision, spread: bool, kernels: str) -> LoadedModel:
+    """Read a folder that has all its files."""
+    with one_line(name):
         tokenizer = _tokenizer(folder)
         loaded: Any = _speaking(folder)[0].from_pretrained(
             folder,
@@ -122,7 +132,6 @@ def load_model(
         kind(where).empty()  # the matrices that were joined
         if where.type == "cpu" and precision.dtype != torch.float32:
             note = verify_cost(HFTarget(model)).note(str(precision.dtype).removeprefix("torch."))
-    report(1.0, f"{name} is ready")
     return LoadedModel(model, tokenizer, name, (note,) if note else ())
 
 
@@ -133,14 +142,14 @@ def outline(name: str) -> HFTarget:
     """
     folder = str(described(name))
     model = _blank(name, folder).model
-    with one_line(name), _quiet():
+    with one_line(name), _alone():
         return HFTarget(model, _tokenizer(folder), name)
 
 
 def _blank(name: str, folder: str) -> HFTarget:
     """The target of a config without weights, no larger than the files beside it. Raises ValueError with one line."""
     read_config(Path(folder))
-    with one_line(name), _quiet():
+    with one_line(name), _alone():
         speaking, config = _speaking(folder)
         with torch.device("meta"):
             model = speaking.from_config(config, trust_remote_code=False)
@@ -183,18 +192,22 @@ def _check_four_bits(model: PreTrainedModel, name: str) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' own progress bars and reports: what matters in them is checked here."""
+def _alone() -> Iterator[None]:
+    """Let one thread at a time build a model, without the progress bars and reports of transformers.
+
+    While transformers builds a model it changes global state: torch's default precision, how tensors are initialised,
+    which weights are tied. So do `one_thread` and the verbosity set here."""
     log = transformers.utils.logging
-    bars, verbosity = log.is_progress_bar_enabled(), log.get_verbosity()
-    log.disable_progress_bar()
-    log.set_verbosity_error()
-    try:
-        yield
-    finally:
-        log.set_verbosity(verbosity)
-        if bars:
-            log.enable_progress_bar()
+    with _building:
+        bars, verbosity = log.is_progress_bar_enabled(), log.get_verbosity()
+        log.disable_progress_bar()
+        log.set_verbosity_error()
+        try:
+            yield
+        finally:
+            log.set_verbosity(verbosity)
+            if bars:
+                log.enable_progress_bar()
 
 
 def _tokenizer(folder: str) -> PreTrainedTokenizerBase | None:

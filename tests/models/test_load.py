@@ -3,6 +3,9 @@
 import json
 import re
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -217,6 +220,36 @@ def test_a_shard_cut_short_is_named(folder, tmp_path):
     shard = tmp_path / "other" / "model.safetensors"
     shard.write_bytes(shard.read_bytes()[:-100])
     assert f"{shard} is damaged or cut short; delete it and fetch it again" == refused(path)
+
+
+def test_one_model_loads_in_several_threads_at_once(tmp_path):
+    config = LlamaConfig.from_dict(build("llama").config.to_dict() | {"tie_word_embeddings": True})
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    together, prompt = threading.Barrier(4), texts(1, 9)
+
+    def logits(_):
+        together.wait()
+        return load_target(str(tmp_path)).start(prompt).logits
+
+    with ThreadPoolExecutor(4) as threads:
+        first, *others = [found for _ in range(3) for found in threads.map(logits, range(4))]
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_one_thread_at_a_time_builds_a_model(folder, monkeypatch):
+    inside, overlapped = threading.Barrier(2), []
+    from_pretrained = load.AutoModelForCausalLM.from_pretrained
+
+    def watched(*args, **kwargs):
+        with suppress(threading.BrokenBarrierError):  # nobody else came while this thread was here
+            inside.wait(timeout=0.5)
+            overlapped.append(True)
+        return from_pretrained(*args, **kwargs)
+
+    monkeypatch.setattr(load.AutoModelForCausalLM, "from_pretrained", watched)
+    with ThreadPoolExecutor(2) as threads:
+        loaded = list(threads.map(load_model, [str(folder)] * 2))
+    assert not overlapped and all(isinstance(one, LoadedModel) for one in loaded)
 
 
 def test_rounding_noise_is_that_of_the_precision():
