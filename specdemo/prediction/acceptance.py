@@ -9,7 +9,7 @@ Drafts longer than the recorded ones are extrapolated. The interval then covers 
 unknown draft tokens being accepted, because the run contains no data about them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -71,7 +71,7 @@ class Acceptance:
             return self.rates[position - 1]
         if self.longest is None:
             return self.rates[-1]
-        reached = [1.0, *accumulate(self.rates, mul)]
+        reached: list[float] = [1.0, *accumulate(self.rates, mul)]
         pooled = sum(reached[1:]) / sum(reached[:-1])
         return min(self.rates[-1], pooled) * DECAY**beyond
 
@@ -116,7 +116,8 @@ class Acceptance:
 
     def expected(self, k: int) -> float:
         """1 + a1 + a1 a2 + ... up to k (2211.17192, equation 1, with a chance for every position)."""
-        return 1.0 + sum(accumulate(map(self.rate, range(1, k + 1)), mul))
+        reached: Iterator[float] = accumulate(map(self.rate, range(1, k + 1)), mul)
+        return 1.0 + sum(reached)
 
     def whole(self, k: int, batch: int = 1) -> float:
         """The chance that at least one of so many texts keeps all of a draft."""

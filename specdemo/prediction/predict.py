@@ -122,7 +122,9 @@ class Prediction:
         if not row.extrapolated:
             return ""
         longest = self.scene.acceptance.longest
-        return f"k = {row.k} is extrapolated: the run recorded k = {longest}. Record a run with k = {row.k} to check it."
+        return (
+            f"k = {row.k} is extrapolated: the run recorded k = {longest}. Record a run with k = {row.k} to check it."
+        )
 
     @property
     def too_large(self) -> str:
