@@ -18,7 +18,7 @@ from specdemo.bench.load_options import CONCURRENCY, Load
 from specdemo.bench.load_points import Journal, Measure, Measured, Point, Round, Schedule
 from specdemo.bench.load_servers import Fleet
 from specdemo.bench.measure import Tick, repeated
-from specdemo.bench.result import LATENCY, Result, Row
+from specdemo.bench.result import LATENCY, THOROUGH, Result, Row
 from specdemo.core.estimate import Estimate, over_repeats
 from specdemo.core.tally import ratio
 from specdemo.presets.files import preset
@@ -26,6 +26,10 @@ from specdemo.presets.files import preset
 SHARES = (50, 99)
 GOODPUT = "good requests/s"
 BUNCHED = 0.1  # of the time of a token
+NO_GAIN = (
+    "is clearly faster than plain decoding at any of these loads, so nothing is recommended: serve without speculation,"
+    f" or measure again with more repeats ({THOROUGH} or more have intervals)."
+)
 PLAIN, SCHEDULED = "Baseline", "schedule"
 Site = Here | Fleet  # where lanes are measured
 COUNTED = (
@@ -38,7 +42,7 @@ def load(suite: Load, report: Report, cancelled: Stop) -> Result:
     """Every k at every load. The lanes take turns where all can be there at a time, else they come one by one."""
     ks = sorted({0, *suite.ks})
     site = Here.of(suite) if suite.here else Fleet.of(suite, ks)
-    config = suite.config(preset(suite.preset).target)
+    config = suite.config(preset(suite.preset_id).target)
     journal = Journal(suite.journal, config)
     lanes = [Measured(f"k = {k}" if k else PLAIN, k) for k in ks]
     share = 0.5 if suite.schedule else 1.0
@@ -46,11 +50,16 @@ def load(suite: Load, report: Report, cancelled: Stop) -> Result:
     done, remarks = first.measure(lanes)
     rows = _rows(suite, lanes)
     schedule = schedule_of(rows) if suite.over is CONCURRENCY else []
-    remarks += [*_gains(rows, suite.over), *_advice(rows, schedule, site)]
+    remarks += _gains(rows, suite.over)
+    advice = _advice(rows, schedule, site)
     if suite.schedule and any(k for *_, k in schedule):
         again = Turns(suite, site, journal, "again", lambda done, what: report(0.5 + 0.5 * done, what), cancelled)
-        row, said = again.confirm(rows, schedule)
-        rows, remarks = sorted([*rows, *row], key=lambda row: float(row[suite.over.column])), [*remarks, *said]
+        own, said = again.confirm(rows, schedule)
+        remarks += said
+        if all(row["speed-up"].word != "faster" for row in own):
+            advice = [f"No part of the schedule {NO_GAIN}"]
+        rows = sorted([*rows, *own], key=lambda row: float(row[suite.over.column]))
+    remarks += advice
     if not site.together(len(ks)):
         remarks.append("The servers were up one by one, each with all GPUs to itself, and did not take turns.")
     remarks += [*bunched(rows), COUNTED]
@@ -181,20 +190,49 @@ def _percentile(values: Sequence[float], share: int) -> float | None:
 
 
 def schedule_of(rows: Sequence[Row]) -> list[list[int]]:
-    """The k of most goodput at every concurrency, as vLLM's [[from, to, k], ...] of batch sizes: each from its own load
-    up to the next. Where goodput is alike throughput decides, then the shorter draft."""
-    best = {at: row["k"] for at, row in _best(rows).items()}
-    ends = [at - 1 for at in [*best][1:]] + [max(best)]
+    """Return the chosen k of every concurrency as vLLM's [[from, to, k], ...] of batch sizes: each from its own load up
+    to the next."""
+    chosen = {at: row["k"] for at, row in _chosen(rows).items()}
+    ends = [at - 1 for at in [*chosen][1:]] + [max(chosen)]
     ranges: list[list[int]] = []
-    for k, same in groupby(zip(best.values(), ends, strict=True), key=lambda pair: pair[0]):
+    for k, same in groupby(zip(chosen.values(), ends, strict=True), key=lambda pair: pair[0]):
         *_, (_, end) = same
         ranges.append([ranges[-1][1] + 1 if ranges else 1, end, k])
     return ranges
 
 
+def _chosen(rows: Sequence[Row]) -> dict[int, Row]:
+    """Return the row of every load to recommend: plain decoding unless a k has a clear gain, and the k that is best for
+    all loads together unless another k is clearly better at this load."""
+    fixed, chosen = _fixed(rows), {}
+    for at, group in groupby(rows, key=lambda row: int(row["concurrency"])):
+        by_k = {row["k"]: row for row in group}
+        plain = by_k[0]
+        better = {k: row for k, row in by_k.items() if k and (_pays(row, plain) or _above(row, plain))}
+        best = max(better.values(), key=_rank, default=plain)
+        chosen[at] = better[fixed] if fixed in better and not _above(best, better[fixed]) else best
+    return chosen
+
+
+def _pays(row: Row, plain: Row) -> bool:
+    """Return whether a lane writes clearly more tokens a second than plain decoding, at no less goodput."""
+    return bool(row["speed-up"].word == "faster" and row[GOODPUT].value >= plain[GOODPUT].value)
+
+
+def _above(row: Row, other: Row) -> bool:
+    """Return whether the intervals of goodput are apart; no goodput at all needs no interval."""
+    low, high = row[GOODPUT].low, other[GOODPUT].high if other[GOODPUT].value else 0.0
+    return low is not None and high is not None and bool(low > high)
+
+
+def _rank(row: Row) -> tuple[float, float]:
+    """Return what the best row has most of: goodput, and at equal goodput tokens a second."""
+    return row[GOODPUT].value, row["tokens/s"].value
+
+
 def _best(rows: Sequence[Row]) -> dict[int, Row]:
     by_load = groupby(rows, key=lambda row: int(row["concurrency"]))
-    return {at: max(them, key=lambda row: (row[GOODPUT].value, row["tokens/s"].value)) for at, them in by_load}
+    return {at: max(them, key=_rank) for at, them in by_load}
 
 
 def _fixed(rows: Sequence[Row]) -> int:
@@ -223,8 +261,10 @@ def _advice(rows: Sequence[Row], schedule: Schedule, site: Site) -> list[str]:
     if not schedule:
         return []
     if not any(k for *_, k in schedule):
-        return ["No k beats plain decoding at any of these loads: serve without speculation."]
-    best = {at: row[GOODPUT].value for at, row in _best(rows).items()}
+        return [f"No k {NO_GAIN}"]
+    if reason := site.no_advice():
+        return [reason]
+    best = {at: row[GOODPUT].value for at, row in _chosen(rows).items()}
     goods = {(row["k"], int(row["concurrency"])): row[GOODPUT].value for row in rows}
 
     def against(k: int) -> str:

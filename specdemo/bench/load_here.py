@@ -43,13 +43,13 @@ class Here:
     @classmethod
     def of(cls, suite: Load) -> "Here":
         """Raises ValueError with one line."""
-        target, ways = first_lane(suite)
+        target, ways = first_lane(suite, suite.preset_id)
         plain, drafting = ways.values()
         texts = [encode(tokenizer(target), text, room(target, suite)) for text in suite.texts]
         lengths = 1 if suite.prompts else len(LENGTHS)
         alike = [texts[i::lengths] for i in range(lengths)]
         prompts = [[ids[-min(map(len, group)) :] for ids in group] for group in alike]
-        return cls(suite, target, preset(suite.preset).lanes[0], plain, drafting, prompts)
+        return cls(suite, target, preset(suite.preset_id).lanes[0], plain, drafting, prompts)
 
     def environment(self) -> dict[str, object]:
         """For the result's file."""
@@ -63,6 +63,10 @@ class Here:
     def up(self, lanes: Sequence[Measured], tell: Tell) -> Iterator[list[Measure]]:
         """Nothing is to be started."""
         yield [partial(self._measure, self._way(lane.k)) for lane in lanes]
+
+    def no_advice(self) -> str:
+        """Return why no k can be recommended, which on this engine never happens."""
+        return ""
 
     def paste(self, schedule: Schedule) -> list[str]:
         """Servers are others than this engine: theirs comes from a load on them."""

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specdemo.bench.base import Axis, Laned
+from specdemo.bench.base import Axis, Prompted
 from specdemo.bench.prompts import PROMPTS
+from specdemo.presets.files import DEFAULT
 
 CONCURRENCY = Axis("concurrency", "concurrency", "requests at a time", doubling=True)
 RATE = Axis("rate", "arrival rate", "requests a second", doubling=True)
@@ -16,7 +17,7 @@ FEWEST = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load(Laned):
+class Load(Prompted):
     """The first lane of a preset under load at every draft length: throughput, latency, the schedule for servers."""
 
     name = "load"
@@ -28,6 +29,7 @@ class Load(Laned):
     )
     axis = CONCURRENCY
     measured_by = "specdemo.bench.load:load"
+    preset: str | None = None
     repeats: int = 3
     engine: str | None = None
     servers: Sequence[str] | None = None
@@ -63,6 +65,11 @@ class Load(Laned):
         return self.engine == HERE or (self.engine is None and not any(servers))
 
     @property
+    def preset_id(self) -> str:
+        """The preset to measure. Servers that run already serve it only if it was given."""
+        return self.preset or DEFAULT
+
+    @property
     def over(self) -> Axis:
         """What the loads are."""
         return RATE if self.rates else CONCURRENCY
@@ -84,5 +91,7 @@ class Load(Laned):
         return at_once if warm_up else self.requests or max(FEWEST, ROUNDS * at_once)
 
     def config(self, target: str) -> dict[str, object]:
-        """All but the file that outlives a killed run."""
-        return {name: value for name, value in super().config(target).items() if name != "journal"}
+        """Return the options for the result's file, without the journal, and without a target that is not known."""
+        config = {"preset": self.preset_id, **super().config(target)}
+        unknown = ["target", "preset"] if self.servers and not self.preset else []
+        return {name: value for name, value in config.items() if name not in ["journal", *unknown]}

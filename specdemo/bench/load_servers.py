@@ -57,7 +57,7 @@ class Fleet:
     @classmethod
     def of(cls, suite: Load, ks: Sequence[int]) -> "Fleet":
         """Raises ValueError with one line."""
-        chosen = preset(suite.preset).with_changes(temperature=0.0, dtype=suite.dtype)
+        chosen = preset(suite.preset_id).with_changes(temperature=0.0, dtype=suite.dtype)
         chosen = chosen.model_copy(update={"lanes": chosen.lanes[:1]})
         engine = known_engine(suite.engine or "vllm")
         if engine == "llamacpp":
@@ -104,14 +104,23 @@ class Fleet:
         _, config = vllm_config(**json.loads(lane.command[at]), **{SCHEDULE: schedule})
         return replace(lane, command=[*lane.command[:at], config, *lane.command[at + 1 :]])
 
+    def no_advice(self) -> str:
+        """Return why no k can be recommended, an empty text if it can."""
+        if self.program or self.suite.preset:
+            return ""
+        return "Nothing is recommended: without --preset it is not known which draft these servers use."
+
     def paste(self, schedule: Schedule) -> list[str]:
-        """vLLM's config with the schedule; SGLang's flags, which follow it where its algorithm can."""
+        """Return vLLM's config with the schedule, and SGLang's flags; a schedule with one k is that k alone."""
         most = max(k for *_, k in schedule)
+        schedule = schedule if len({k for *_, k in schedule}) > 1 else ()
         vllm, sglang = self.lane(most, schedule, "vllm").command, self.lane(most, engine="sglang").command
         told = [f"For vLLM: {shlex.join(vllm[vllm.index(CONFIG) :][:2])}"] if CONFIG in vllm else []
         if ALGORITHM in sglang:
             flags = sglang[sglang.index(ALGORITHM) :]
-            if flags[1] not in ADAPTIVE:
+            if not schedule:
+                told.append(f"For SGLang: {shlex.join(flags)}")
+            elif flags[1] not in ADAPTIVE:
                 told.append(f"For SGLang, whose {flags[1]} has one k for all batch sizes: {shlex.join(flags)}")
             else:
                 steps = json.dumps({str(at): {"candidate_steps": [k]} for at, _, k in schedule})

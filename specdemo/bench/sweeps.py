@@ -170,7 +170,7 @@ def _times(row: Row) -> float:
 
 def over_batches(suite: Laned, report: Report, cancelled: Stop) -> Result:
     """The first lane on 1, 2, 4, ... texts of one length at once."""
-    target, lanes = first_lane(suite)
+    target, lanes = first_lane(suite, suite.preset)
     texts = [encode(tokenizer(target), text, room(target, suite)) for text in suite.texts]
     width = min(map(len, texts))
     places = []
@@ -183,7 +183,7 @@ def over_batches(suite: Laned, report: Report, cancelled: Stop) -> Result:
 
 def over_lengths(suite: Laned, report: Report, cancelled: Stop) -> Result:
     """The first lane behind windows of 16, 32, 64, ... tokens."""
-    target, lanes = first_lane(suite)
+    target, lanes = first_lane(suite, suite.preset)
     text = encode(tokenizer(target), " ".join(suite.texts), LIMITS.prompt)
     lengths = [n for n in LENGTHS if n <= room(target, suite)]
     places = [Place(n, windows(text, n, TEXTS, target.device)) for n in lengths]
@@ -195,7 +195,7 @@ def over_lengths(suite: Laned, report: Report, cancelled: Stop) -> Result:
 def over_temperatures(suite: Laned, report: Report, cancelled: Stop) -> Result:
     """The first lane at growing temperatures: with its drafts drawn as the target draws, once accepted token by token
     and once as a block; and with the likeliest tokens drafted whatever the temperature."""
-    target, lanes = first_lane(suite)
+    target, lanes = first_lane(suite, suite.preset)
     (baseline, plain), (lane, drawn) = lanes.items()
     lanes = {
         baseline: plain,
@@ -239,9 +239,9 @@ def _spec(suite: Decoding, target: str, lanes: tuple[Lane, ...]) -> Comparison:
     return spec.model_copy(update={"lanes": [*lanes]})  # as many as there are, which no page shows at once
 
 
-def first_lane(suite: Laned) -> tuple[HFTarget, dict[str, Way]]:
-    """The preset's target, and its first lane beside plain decoding. No lane stops early."""
-    base = preset(suite.preset).with_changes(temperature=0.0)
+def first_lane(suite: Decoding, preset_id: str) -> tuple[HFTarget, dict[str, Way]]:
+    """Return the preset's target, and its first lane after plain decoding. No lane stops early."""
+    base = preset(preset_id).with_changes(temperature=0.0)
     lane = base.lanes[0]
     target = load_target(base.target, suite.dtype, suite.device, base.quantization)
     drafter = load_drafter(lane.method, target, lane.model, **lane.options)

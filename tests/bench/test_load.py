@@ -9,7 +9,7 @@ from dataclasses import asdict
 import pytest
 
 from specdemo.__main__ import main
-from specdemo.bench.load import bunched, schedule_of
+from specdemo.bench.load import _advice, bunched, schedule_of
 from specdemo.bench.load_here import Here
 from specdemo.bench.load_points import Answer, Journal, Point
 from specdemo.bench.load_servers import Fleet
@@ -69,7 +69,7 @@ def test_every_k_at_every_load(servers):
     asked = [body["prompt"] for path, body, _ in servers[1].asked if path == "/v1/completions"]
     # a greeting, a warm-up of 1 and of 3, and twice 8 requests alone and 12 by three
     assert len(asked) == 2 + 4 + 2 * (8 + 12)
-    assert "Schedule [[1, " in " ".join(result.remarks) or "serve without speculation" in " ".join(result.remarks)
+    assert "target" not in result.config and "preset" not in result.config  # nothing names what the servers run
     assert result.environment["device"] == ", ".join(server.address[7:] for server in servers)
 
 
@@ -107,17 +107,65 @@ def test_goodput_counts_what_keeps_both_bounds():
     assert [point.goodput(*b) for b in ((None, None), (20.0, None), (None, 7.0), (20.0, 7.0))] == [1.5, 1.0, 1.0, 0.5]
 
 
-def row(at, lane, k, good, speed=1.0):
-    return {"lane": lane, "k": k, "concurrency": at, "good requests/s": Estimate(good), "tokens/s": Estimate(speed)}
+def row(at, k, good, speed=1.0, width=0.1, speedup=None):
+    """A row of a load; its intervals are `width` wide to either side."""
+    goodput = Estimate(good, good * (1 - width), good * (1 + width)) if good and width else Estimate(good)
+    return {
+        "lane": f"k = {k}",
+        "k": k,
+        "concurrency": at,
+        "good requests/s": goodput,
+        "tokens/s": Estimate(speed),
+        "speed-up": speedup or Estimate(1.0),
+    }
 
 
 def test_the_schedule_takes_the_best_k_of_every_load():
     best = {1: (1, 2, 3), 4: (1, 2, 3), 8: (1, 2, 1), 16: (2, 1, 2)}
-    rows = [
-        row(at, f"k = {k}", k, good) for at, goods in best.items() for k, good in zip((0, 3, 5), goods, strict=True)
-    ]
+    rows = [row(at, k, good) for at, goods in best.items() for k, good in zip((0, 3, 5), goods, strict=True)]
     assert schedule_of(rows) == [[1, 7, 5], [8, 15, 3], [16, 16, 0]]
-    assert schedule_of([row(2, "Baseline", 0, 0.0, 5.0), row(2, "k = 3", 3, 0.0, 6.0)]) == [[1, 2, 3]]
+    assert schedule_of([row(2, 0, 0.0, 5.0), row(2, 3, 0.0, 6.0, speedup=Estimate(1.2, 1.1, 1.3))]) == [[1, 2, 3]]
+
+
+def test_a_gain_without_an_interval_or_within_noise_makes_no_schedule():
+    assert schedule_of([row(2, 0, 1.0, width=0.0), row(2, 3, 2.0, width=0.0)]) == [[1, 2, 0]]
+    assert schedule_of([row(2, 0, 1.0, width=0.3), row(2, 3, 1.2, width=0.3)]) == [[1, 2, 0]]
+    paired = Estimate(1.2, 1.1, 1.3)  # repeats in turns share their noise
+    assert schedule_of([row(2, 0, 1.0, width=0.3), row(2, 3, 1.2, width=0.3, speedup=paired)]) == [[1, 2, 3]]
+
+
+def test_one_k_serves_all_loads_where_no_other_is_clearly_better():
+    goods = {1: (1.0, 2.0, 2.1), 4: (1.0, 2.0, 1.9)}
+    rows = [row(at, k, good) for at, some in goods.items() for k, good in zip((0, 3, 5), some, strict=True)]
+    assert schedule_of(rows) == [[1, 4, 3]]
+
+
+def fast(at):
+    return [row(at, 0, 1.0), row(at, 4, 2.0, speedup=Estimate(2.0, 1.9, 2.1))]
+
+
+@pytest.mark.parametrize(
+    ("named", "rows", "line"),
+    [
+        ({}, fast(1), "Nothing is recommended: without --preset it is not known which draft these servers use."),
+        ({"preset": "embedded-draft"}, [row(1, 0, 1.0), row(1, 4, 1.05)], "so nothing is recommended: serve without"),
+        ({}, [row(1, 0, 1.0), row(1, 4, 1.05)], "No k is clearly faster than plain decoding"),
+    ],
+)
+def test_without_a_preset_or_a_gain_one_line_says_why_nothing_is_recommended(named, rows, line):
+    urls = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+    fleet = Fleet.of(suite("load", servers=urls, ks=(4,), **named), (0, 4))
+    (advice,) = _advice(rows, schedule_of(rows), fleet)
+    assert line in advice
+
+
+def test_a_preset_and_a_gain_make_a_configuration_with_one_k():
+    urls = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+    fleet = Fleet.of(suite("load", servers=urls, ks=(4,), preset="embedded-eagle-1"), (0, 4))
+    gain, vllm, sglang = _advice(fast(2), schedule_of(fast(2)), fleet)
+    assert gain.startswith("Schedule [[1, 2, 4]]: goodput at 2 at a time 2.00x of Baseline")
+    assert '"num_speculative_tokens":4}' in vllm and "per_batch_size" not in vllm
+    assert "--speculative-num-steps 4" in sglang and "adaptive" not in sglang
 
 
 @pytest.mark.parametrize(("gpus", "together"), [(0, True), (1, False), (5, False), (6, True)])
