@@ -218,7 +218,7 @@ def test_methods_name_their_options_with_range_and_help(capsys):
     assert option["help"]
 
 
-def test_doctor_says_what_is_there(capsys):
+def test_doctor_lists_the_machine(capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     for line in (

@@ -43,7 +43,7 @@ def inherited(method, owner):
     return any(method in vars(base) for base in owner.__mro__[1:])
 
 
-def test_every_public_function_says_what_it_does():
+def test_every_public_function_has_a_docstring():
     silent = [
         f"{module.__name__}: {owner.__name__ + '.' if owner else ''}{name}"
         for module in modules()

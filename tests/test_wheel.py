@@ -76,7 +76,7 @@ def test_an_installed_copy_works_in_an_empty_folder(wheel, tmp_path):
     assert not list(empty.iterdir())
 
 
-def test_what_is_pinned_is_within_what_an_installed_package_accepts():
+def test_pins_satisfy_the_package_requirements():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     accepted = {wanted.name: wanted for wanted in map(Requirement, project["dependencies"])}
     pinned = [Requirement(line) for line in (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()]

@@ -54,7 +54,7 @@ def test_passes_by_batch_and_width():
     assert known.v(4)[1] == 1.0 and set(known.uneven) == {4} and set(known.uneven[4]) == {1, 3}
 
 
-def test_steps_are_of_chains_of_which_some_are_kept():
+def test_steps_accept_part_of_each_chain():
     """Of texts that come to have different lengths, as in a run."""
     targets = {name: HFTarget(random_model(name, CPU, torch.float32)) for name in ("llama-tiny", "qwen3-tiny")}
     found = {(step.model, step.method, step.k, step.batch): step for step in step_times(targets)}

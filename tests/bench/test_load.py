@@ -197,7 +197,7 @@ def test_a_server_that_bunches_its_text_is_named():
         (["--engine", "vllm", "--device", "cpu"], "--device is for --engine here"),
     ],
 )
-def test_bad_input_is_told_in_one_line(asked, reason, capsys):
+def test_bad_input_is_one_line(asked, reason, capsys):
     assert main(["bench", "load", *asked]) == 2
     assert reason in capsys.readouterr().err
 
@@ -297,7 +297,7 @@ def test_a_journal_that_is_no_text_is_refused_by_its_name(tmp_path):
         Journal(journal, {})
 
 
-def test_the_command_leaves_no_journal_behind(servers, tmp_path):
+def test_command_removes_its_journal(servers, tmp_path):
     named = [part for server in servers for part in ("--server", server.address)]
     asked = ["--k", "0,4", "--concurrency", "1", "--repeats", "1", "--new-tokens", "4", "--requests", "1"]
     assert main(["bench", "load", *named, *asked, "--out", str(tmp_path / "r.json")]) == 0
@@ -311,7 +311,7 @@ def test_the_command_leaves_no_journal_behind(servers, tmp_path):
         ("embedded-draft", "For SGLang, whose STANDALONE has one k for all batch sizes: --speculative-algorithm STAND"),
     ],
 )
-def test_a_schedule_is_told_as_sglang_takes_it(chosen, told):
+def test_schedule_uses_the_sglang_format(chosen, told):
     urls = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
     vllm, sglang = Fleet.of(suite("load", preset=chosen, servers=urls, ks=(4,)), (0, 4)).paste([[1, 3, 4], [4, 8, 0]])
     assert '"num_speculative_tokens_per_batch_size":[[1,3,4],[4,8,0]]' in vllm and told in sglang

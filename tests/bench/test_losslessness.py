@@ -118,7 +118,7 @@ def test_a_strangers_histogram_may_be_none(row):
         figure(Result("losslessness", 1, {"draws": 10}, {}, [{"token": "a", **row}], [], "token"))
 
 
-def test_what_writes_no_text_of_the_target_is_not_tested():
+def test_synthetic_lanes_are_not_tested():
     chosen = preset("embedded-sampling").with_changes(method="synthetic", model="stories-draft-wide")
     with pytest.raises(ValueError, match="'synthetic' does not write the target's text; choose a preset"):
         Losslessness(preset=chosen, repeats=1).run(ignore, never)

@@ -36,7 +36,7 @@ def test_a_line_per_lane_with_quartiles_and_what_was_predicted():
 
 
 @pytest.mark.parametrize("axis", ["batch", "prompt tokens"])
-def test_what_doubles_has_a_logarithmic_axis(axis):
+def test_doubling_values_get_a_logarithmic_axis(axis):
     drawn = figure(swept(axis, (1, 2, 4, 32)))
     assert drawn.layout.xaxis.type == "log" and drawn.layout.xaxis.ticktext == ("1", "2", "4", "32")
     assert figure(swept()).layout.xaxis.type is None
@@ -51,7 +51,7 @@ def test_lanes_are_compared_by_bars():
     assert [line.x0 for line in drawn.layout.shapes] == [1.0]
 
 
-def test_the_title_says_what_on_what_and_when():
+def test_title_names_suite_machine_and_date():
     title = figure(swept()).layout.title.text
     assert "Speed-up over draft length" in title
     assert "Test CPU &lt;b&gt;, 1 thread, float32" in title and "suite k, 2026-11-21, commit 0123456<" in title
@@ -84,7 +84,7 @@ def test_more_lanes_than_colours():
         [{"lane": "Baseline", "k": 1, "speed-up": Spread(1.0, 1.0, 1.0)}],
     ],
 )
-def test_what_has_no_speed_up_has_no_plot(rows):
+def test_no_plot_without_speed_up(rows):
     with pytest.raises(ValueError, match="suite k measures no speed-up"):
         figure(replace(swept(), rows=rows))
 

@@ -55,7 +55,7 @@ def test_a_faster_lane():
     assert "fast: No clear difference (2.00x): a step costs 1.50x a plain token" in report  # two steps tell little
 
 
-def test_a_slower_lane_is_said_to_be_slower_and_why():
+def test_slower_lane_is_reported_with_its_reason():
     slow = lane("slow", [PREFILL, *(step(i, 2, 0, {"draft": 15.0, "verify": 10.0}) for i in range(1, 7))])
     report = race_report(trace(slow, verdict="same distribution", temperature=0.8))
     speed = "0.40x, 0.40 to 0.40".split()
@@ -66,7 +66,7 @@ def test_a_slower_lane_is_said_to_be_slower_and_why():
     assert "turn it off: no draft length is predicted to beat plain decoding." in report
 
 
-def test_a_lane_that_failed_or_was_stopped_says_so():
+def test_failed_and_stopped_lanes_are_labelled():
     report = race_report(trace(lane("broken", [], finish="error", note="out of memory"), verdict="differs"))
     assert rows(report)[1] == ["broken", "0", "-", "-", "-", "-", "-", "-", "error"]
     assert "broken: out of memory" in report

@@ -84,7 +84,7 @@ def test_the_report_and_the_file_name_the_machine(result, tmp_path):
     assert read_result(tmp_path / "r.json") == result
 
 
-def test_a_sweep_says_what_was_predicted_beside_what_was_measured(swept):
+def test_sweep_shows_predictions_next_to_measurements(swept):
     assert [(row["lane"], row["k"]) for row in swept.rows] == [
         ("Baseline", 0),
         *(("embedded-ngram", k) for k in (1, 2, 4)),
@@ -260,7 +260,7 @@ def test_totals_count_rows_and_leave_the_prefill_out():
         ("methods", {"preset": "qwen3-8b"}, "no embedded preset of one greedy lane runs on "),
     ],
 )
-def test_a_wrong_ask_is_one_line(name, options, line):
+def test_invalid_request_is_one_line(name, options, line):
     with pytest.raises(ValueError) as refused:
         run_suite(name, **options)
     assert str(refused.value).startswith(line)
@@ -335,7 +335,7 @@ def test_the_same_lanes_go_over_every_kind_of_text(monkeypatch):
     assert found.axis == "text" and all(kind in found.remarks[0] for kind in kinds)
 
 
-def test_the_order_of_texts_is_told_by_its_best_lanes():
+def test_texts_are_ordered_by_their_best_lanes():
     rows = [
         {"text": text, "lane": lane, "speed-up": Estimate(gain, gain, gain), "tokens/pass": gain + 1}
         for text, lane, gain in (("stories", "draft", 1.9), ("stories", "lookup", 1.1), ("edits", "lookup", 3.0))

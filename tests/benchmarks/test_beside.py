@@ -5,7 +5,7 @@ import pytest
 from benchmarks.beside import SHORT, Round, _row
 
 
-def test_a_speed_is_that_of_the_tokens_behind_the_first():
+def test_speed_excludes_the_first_tokens():
     ours, theirs = Round(2.5, 0.5, 5.0, [[1, 2], [3]]), Round(4.0, 1.5, 4.0, [[1, 2], [4]])
     drafting = Round(1.5, 0.5, 2.0, [[1, 2], [3]])
     done = [{"none, here": ours, "none, vLLM": theirs, "draft_model, here": drafting, "draft_model, vLLM": theirs}] * 3

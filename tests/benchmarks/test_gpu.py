@@ -54,7 +54,7 @@ def test_every_section_runs_without_gradio(measured):
     assert said.count("This is no GPU measurement") == 1
 
 
-def test_every_method_drafts_and_its_laps_are_told(measured):
+def test_every_method_drafts_and_reports_its_laps(measured):
     kept = json.loads((measured[0] / "results.json").read_text())["sections"]
     rows = {row["method"]: row for name, found in kept.items() if name.startswith("method-") for row in found["rows"]}
     assert list(rows) == list(METHODS)
@@ -151,7 +151,7 @@ def test_a_call_goes_on_where_the_last_one_ended(tmp_path, table):
     assert ran == ["a", "b", "c"]
 
 
-def test_a_section_that_fails_says_why_and_the_others_run(tmp_path, table):
+def test_failed_section_reports_why_and_the_others_run(tmp_path, table):
     ran = table(a=RuntimeError("CUDA error: too bad\nlong story"), b=Absent("llama-8b needs 19 GB"), c=None)
     states, _ = call(tmp_path)
     assert states == {"a": "failed", "b": "done", "c": "done"}

@@ -40,7 +40,7 @@ def pair():
     return random_pair("tiny", TINY, CPU, torch.float32, texts=2)
 
 
-def test_a_random_pair_agrees_about_as_often_as_asked(pair):
+def test_random_pair_reaches_the_requested_agreement(pair):
     assert 0.6 < pair.agreement < 0.95
     assert agreement(pair.target, pair.draft, torch.cat(pair.prompts)) == pytest.approx(pair.agreement, abs=0.2)
     assert pair.draft.num_parameters() < pair.target.num_parameters()

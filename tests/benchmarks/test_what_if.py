@@ -39,13 +39,13 @@ def test_a_batch_is_timed_while_all_its_rows_go_on():
     assert ran.passes == ((2, 2), (0, 1), (0, 2), (1, 1))
 
 
-def test_every_published_result_says_where_it_is_from_and_on_what():
+def test_published_results_name_source_and_device():
     for one in read():
         assert one["source"].startswith("https://") and one["device"] in profiles() and one["target"] in known()
         assert 1.0 <= one["tokens"] <= one["k"] + 1
 
 
-def test_published_results_are_predicted_as_the_docs_say():
+def test_published_results_are_predicted_as_documented():
     found = published()
     assert len(found.rows) >= 15
     assert median(abs(row["error"]) for row in found.rows) <= 0.15

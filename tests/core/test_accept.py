@@ -102,7 +102,7 @@ def test_the_fast_block_rule_is_the_readable_one(case):
 
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(cases())
-def test_what_is_no_drawn_chain_is_accepted_token_by_token_and_says_so(case):
+def test_block_rule_falls_back_to_token_level_with_a_note(case):
     draft, target, seed = case
     rule, drawn_chain = Block(), draft.probs is not None and accept.is_chain(draft.parents)
     if not drawn_chain:
@@ -188,7 +188,7 @@ def test_a_path_descends_over_possible_tokens_only(case, rule):
         assert target[row, path[-1], verdict.bonus[row]] > 0
 
 
-def test_a_token_refused_once_is_not_the_bonus_nor_kept_as_a_duplicate():
+def test_rejected_token_is_not_accepted_as_duplicate_or_bonus():
     star = Draft(torch.tensor([[2, 2, 1, 2]]), torch.zeros(1, 4, dtype=torch.int64))
     target = torch.tensor([0.2, 0.2, 0.6]).expand(1, 5, 3)
     for seed in range(200):
@@ -228,14 +228,14 @@ def test_one_hot_mass_rounded_below_zero_keeps_no_impossible_token(monkeypatch):
     assert verdict.bonus.item() in (0, 1)
 
 
-def test_a_draft_that_is_the_target_is_always_kept():
+def test_draft_equal_to_target_is_always_accepted():
     target = random_probs((4000, 6, 8), 3, 0.2)
     tokens = torch.multinomial(target[:, :5].reshape(-1, 8), 1, generator=rng()).view(4000, 5)
     verdict = Lossless()(Draft.chain(tokens, target[:, :5]), target, rng(1))
     assert all(path == [0, 1, 2, 3, 4, 5] for path in verdict.path)
 
 
-def test_a_draft_of_other_tokens_is_never_kept():
+def test_disjoint_draft_is_always_rejected():
     target = torch.tensor([0.5, 0.5, 0.0, 0.0]).expand(500, 4, 4)
     probs = torch.tensor([0.0, 0.0, 0.3, 0.7]).expand(500, 3, 4)
     tokens = torch.multinomial(probs.reshape(-1, 4), 1, generator=rng()).view(500, 3)

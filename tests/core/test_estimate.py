@@ -31,7 +31,7 @@ def test_steps_that_differ_by_their_shape_alone_are_known_exactly():
     assert rate([timed(STEADY)]).value == pytest.approx(1000.0 / 3.0)
 
 
-def test_what_slows_both_lanes_at_a_time_widens_less_when_they_share_it():
+def test_shared_slowdown_widens_interleaved_intervals_less():
     """The machine is slower by half in the second half of the race: as much for one lane as for the other."""
     plain, lane = (timed(slower_from(steps, 0.5, 1.5)) for steps in ([(0, 3.0)] * 60, [(4, 6.0)] * 30))
     shared, apart = (speedup([plain], [lane], together) for together in (True, False))
@@ -82,7 +82,7 @@ def test_a_number_that_was_measured_several_times():
     assert told.low * told.high == pytest.approx(4.0, rel=1e-3)
 
 
-def test_how_a_number_is_told():
+def test_number_formatting():
     assert Estimate(1.974, 1.86, 2.071).told() == "1.97x, 1.86 to 2.07"
     assert Estimate(7.5).told() == "7.50x" and Estimate(7.5).word == "no clear difference"
     assert Estimate(0.8, 0.7, 0.9).word == "slower"

@@ -221,7 +221,7 @@ def test_a_tree_of_which_last_children_are_drawn_keeps_the_targets_law(language)
     torch.testing.assert_close(exact_law(shape, draft, chances, p), wanted, atol=2e-6, rtol=0.0)
 
 
-def test_a_last_child_that_says_it_came_from_the_whole_draft_does_not():
+def test_last_child_with_unrestricted_q_is_not_lossless():
     draft, chances = last_ones_drawn([0, 0], Q)
     lying = Draft(draft.tokens, draft.parents, torch.stack([draft.probs[:, 0], Q[:1].expand(len(chances), -1)], 1))
     law, honest = (exact_law([0, 0], x, chances, P).sum((1, 2)) for x in (lying, draft))
@@ -255,7 +255,7 @@ def test_the_test_sees_wrong_rules_and_drafts_that_lie(fits, rule, shape, choose
     assert not fits(three_tokens(rule, grow(shape, choose, rng), rng), JOINT)
 
 
-def test_the_test_sees_siblings_tried_against_the_whole_target(fits, monkeypatch):
+def test_unrenormalised_siblings_fail_the_chi_square_test(fits, monkeypatch):
     monkeypatch.setattr(accept, "_given_elders", lambda draft, probs, target, nodes: P[:1].expand(DRAWS, 3, V))
     rng = torch.Generator().manual_seed(8)
     assert not fits(three_tokens(Lossless(), grow(STAR, independent, rng), rng), JOINT)

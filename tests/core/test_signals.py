@@ -46,7 +46,7 @@ def test_the_second_ctrl_c_ends_it_at_once():
         pytest.fail("it went on")
 
 
-def test_what_fails_meanwhile_is_told_instead():
+def test_error_during_deferral_is_raised_instead():
     with pytest.raises(ValueError, match="full"), held():
         signal.raise_signal(signal.SIGINT)
         raise ValueError("full")

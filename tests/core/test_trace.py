@@ -93,7 +93,7 @@ def test_summary_of_a_chain():
     }
 
 
-def test_a_draft_behind_the_end_of_the_text_is_not_kept():
+def test_draft_tokens_after_the_stop_token_are_not_accepted():
     """A stop token was the first of three drafts that the target agreed with."""
     stopped = step(1, [2, 3, 4], [0, 1, 2], [0, 1, 2, 3], [2], verify=6.0)
     summary = summarise(lane([prefill(1), stopped]))
@@ -159,7 +159,7 @@ def test_compare(ours, theirs, finish, first):
     }
 
 
-def test_compare_under_sampling_says_nothing_of_tokens():
+def test_comparison_under_sampling_ignores_tokens():
     row = compare(*lanes_of([1], [2]), greedy=False, margin=1.0)
     assert row["identical"] is row["first_divergence"] is row["divergence_margin"] is None
 

@@ -71,7 +71,7 @@ def test_first_branch_of_a_tree_with_no_node_present():
     assert branch.probs is None
 
 
-def test_what_a_chain_is():
+def test_chain_definition():
     chain = Draft.chain(torch.tensor([[5, 6, 7], [8, ABSENT, ABSENT]]))
     assert chain.parents.tolist() == [[0, 1, 2], [0, 1, 2]]
     assert is_chain(chain.parents)

@@ -73,7 +73,7 @@ def test_a_link_restores_every_setting(visit):
     expect(other.locator(".sd-notes")).to_be_hidden()
 
 
-def test_where_no_link_can_be_its_place_says_why(visit_gated):
+def test_missing_link_shows_the_reason(visit_gated):
     page = visit_gated("?__theme=dark")
     link = page.locator("#link")
     said = link.locator("textarea, input")
@@ -96,7 +96,7 @@ def test_where_no_link_can_be_its_place_says_why(visit_gated):
     expect(link).to_be_hidden()  # it is of another comparison now
 
 
-def test_what_was_refused_is_forgotten_with_the_preset(visit):
+def test_error_disappears_with_the_preset(visit):
     page = visit()
     page.locator("#prompt textarea").fill(" ")
     page.locator("#run").click()
@@ -124,7 +124,7 @@ def test_presets_of_larger_models_are_in_a_list(visit_gated):
     expect(page.locator("#more input")).to_have_value(re.compile("^more presets"))
 
 
-def test_what_a_wrapper_wraps_decides_whether_a_model_is_shown(visit_gated):
+def test_wrapped_method_decides_whether_a_model_is_shown(visit_gated):
     page = visit_gated()
     edit(page)
     choose(page, "method-1", "Adaptive length")

@@ -127,7 +127,7 @@ def test_a_verdict_nobody_knows_is_shown_as_it_is(display, verdict="constructor"
         ("from the house to the river\nand back", False),
     ],
 )
-def test_a_prompt_that_is_code_keeps_its_lines_whole(display, prompt, code):
+def test_code_prompt_preserves_its_lines(display, prompt, code):
     display.show(Log().add(replay(replace(hostile_trace(), prompt=prompt))))
     display.wait(3000)
     assert len(display.read(".sd-text.sd-code")) == (2 if code else 0)

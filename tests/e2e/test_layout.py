@@ -131,7 +131,7 @@ def test_escape_stops_and_the_focus_returns(visit_gated, gates):
     expect(page.locator("#run")).to_be_focused()
 
 
-def test_a_result_of_other_settings_says_whose_it_is(visit_gated, gates):
+def test_outdated_result_names_its_settings(visit_gated, gates):
     gates.open.set()
     page = visit_gated(reduced_motion="reduce")
     said(page, "^Recorded")

@@ -80,7 +80,7 @@ def test_a_link_answered_late_replaces_no_run_opened_meanwhile(visit, trace_file
     page.unroute_all(behavior="wait")
 
 
-def test_a_run_shows_what_its_trace_says(visit, tmp_path):
+def test_run_shows_its_trace(visit, tmp_path):
     page = visit_short(visit)
     run(page)
     file = save(page, "json")
@@ -218,7 +218,7 @@ def test_drafts_can_be_hidden_steps_inspected_and_the_run_replayed(visit, trace_
     assert lane_text(page, 1) == "".join(HOSTILE)
 
 
-def test_a_lossy_lane_says_so_everywhere(visit, tmp_path):
+def test_lossy_lane_has_its_badge_everywhere(visit, tmp_path):
     page = visit("?preset=embedded-sampling&max_new_tokens=12&acceptance=typical")
     expect(page.locator("#acceptance-1 input")).to_have_value("typical (lossy)")
     run(page, "lossy")
@@ -231,7 +231,7 @@ def test_a_lossy_lane_says_so_everywhere(visit, tmp_path):
     assert ",false," in save(page, "csv").path().read_text(encoding="utf-8")
 
 
-def test_what_a_server_does_not_tell_is_shown_as_unknown(visit, remote_file):
+def test_unreported_server_values_are_unknown(visit, remote_file):
     page = visit()
     open_file(page, remote_file)
     said(page, "^Replayed")
@@ -283,7 +283,7 @@ def test_a_tree_is_drawn_and_walked_by_keyboard(visit, tree_file):
     expect(page.locator(".sd-node-words")).to_contain_text("root")
 
 
-def test_what_a_drafter_says_of_itself_is_drawn_over_the_run(visit, tree_file, trace_file):
+def test_drafter_notes_are_plotted(visit, tree_file, trace_file):
     page = visit(reduced_motion="reduce")
     open_file(page, tree_file)
     said(page, "^Replayed")
@@ -299,7 +299,7 @@ def test_what_a_drafter_says_of_itself_is_drawn_over_the_run(visit, tree_file, t
     expect(page.locator(".sd-told")).to_be_hidden()
 
 
-def test_what_is_copied_from_a_lane_is_the_models_text(visit, trace_file):
+def test_copy_from_lane_is_the_model_text(visit, trace_file):
     page = visit(reduced_motion="reduce")
     open_file(page, trace_file)
     said(page, "^Replayed")
@@ -321,7 +321,7 @@ def test_the_same_file_opens_twice(visit, trace_file):
         expect(page.locator(".sd-step")).to_contain_text("Step ")
 
 
-def test_what_is_no_trace_is_refused_on_the_page(visit, tmp_path):
+def test_page_rejects_files_that_are_not_traces(visit, tmp_path):
     path = tmp_path / "bad.json"
     path.write_text(json.dumps({"schema": 1, "lanes": "<img src=x onerror=alert(1)>"}))
     page = visit()

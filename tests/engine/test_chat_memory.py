@@ -97,7 +97,7 @@ def said(trace):
     return [(lane.prompt_ids, lane.token_ids, lane.text) for lane in trace.lanes]
 
 
-def test_the_next_turns_say_what_they_say_without_memory(session, without, chatty):
+def test_next_turns_equal_runs_without_prefix_cache(session, without, chatty):
     asked = spec(chatty, LANES)
     trace = session.run(asked)
     assert kept(trace) == [0] * 6  # the warm-up's reading does not count
@@ -150,7 +150,7 @@ def test_a_recurrent_target_goes_on_too(session, without, tmp_path):
     assert kept(trace)[0] > 0
 
 
-def test_what_is_remembered_counts_as_memory_and_is_freed_with_it(session, chatty):
+def test_cached_prefix_counts_as_memory_and_is_freed(session, chatty):
     asked = spec(chatty, LANES[:2])
     trace = session.run(asked)
     *models, (name, size) = session.loaded()

@@ -84,7 +84,7 @@ def test_verification_lies_on_lines_between_the_measured_widths():
     assert costs().v(9) == 1.0
 
 
-def test_off_is_best_when_nothing_is_kept_or_drafting_is_dear():
+def test_off_is_best_without_acceptance_or_with_costly_drafts():
     assert costs(alpha=[0.1], draft_ms=5.0).best_k() == 0
     assert costs(alpha=[0.0], draft_ms=0.0, verify={1: 1.0, 2: 1.01}).best_k() == 0
 
@@ -209,7 +209,7 @@ def test_faster_and_slower_only_where_the_interval_leaves_out_one(speed, words):
     assert explain(lane, speed).startswith(f"{words}: ")
 
 
-def test_a_hopeless_lane_is_told_to_stop():
+def test_hopeless_lane_gets_advice_to_turn_off():
     (entry,) = prediction(trace(("lane", simulated(random.Random(4), [0.05] * 4, 4, 200, c=3.0))))
     assert entry["best_k"] == 0
     assert entry["sentence"].startswith("Slower (") and ": a step costs " in entry["sentence"]
@@ -231,7 +231,7 @@ def test_summaries_alone_give_the_measured_half():
     assert sentence.startswith(("Faster (", "Slower (")) and ": a step costs " in sentence
 
 
-def test_another_length_is_advised_only_where_its_interval_says_so():
+def test_other_k_is_advised_only_if_significant():
     """Both lanes would gain by one token more; only the long one is long enough to know."""
     few, many = (
         prediction(trace(("lane", simulated(random.Random(4), [0.8] * 8, 2, steps)), options={"k": 2}))[0]

@@ -80,7 +80,7 @@ def target():
     return ToyTarget(16, seed=5)
 
 
-def test_a_perfect_draft_is_kept_whole(target):
+def test_perfect_draft_is_fully_accepted(target):
     answer = plain(target)
     events = list(generate(target, Oracle(answer), PROMPT, GenerationConfig(30, budget=Budget(4, 4))))
     assert tokens(events) == answer
@@ -227,7 +227,7 @@ def test_refusals_name_the_cure(target):
 
 
 @pytest.mark.parametrize("method", ["none", "ngram", "draft_model"])
-def test_sampling_is_exact_through_the_whole_loop(method, tiny_llama):
+def test_sampling_through_the_loop_is_exact(method, tiny_llama):
     """First two tokens of 12 000 draws (as batch rows) against the exact joint distribution, by chi-square."""
     vocabulary, draws = 6, 12_000
     target = ToyTarget(vocabulary, seed=9)

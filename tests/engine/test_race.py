@@ -24,7 +24,7 @@ def order(steps):
     return [index for index, _ in steps]
 
 
-def test_the_lane_furthest_behind_goes_next():
+def test_lane_with_the_earliest_clock_runs_next():
     assert order(race([lane(0, [3.0] * 3), lane(1, [1.0] * 6)])) == [0, 1, 1, 1, 0, 1, 1, 1, 0]
 
 
@@ -69,7 +69,7 @@ def test_sequential_is_one_after_the_other():
 
 
 @pytest.mark.parametrize("schedule", [race, sequential])
-def test_closing_the_schedule_closes_every_lane_that_began(schedule):
+def test_closing_the_schedule_closes_started_lanes(schedule):
     log = []
     steps = schedule([lane(0, [1.0] * 9, log), lane(1, [1.0] * 9, log)])
     next(steps)

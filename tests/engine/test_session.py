@@ -90,7 +90,7 @@ def test_repeats_are_pooled(runner):
         from_json(json.dumps(forged))
 
 
-def test_the_trace_says_where_it_was_measured(trace):
+def test_trace_names_the_machine(trace):
     assert trace.environment["clock"] == "thread CPU time"
     assert trace.environment["dtype"] == "float32"
     assert trace.environment["threads"] == 1
@@ -113,7 +113,7 @@ def test_a_trace_survives_its_file_and_replays_without_models(trace, monkeypatch
     assert all(isinstance(text, str) for texts in drafted for text in texts) and drafted
 
 
-def test_live_and_replayed_messages_are_alike(runner):
+def test_live_and_replayed_messages_are_equal(runner):
     live = list(runner.stream(spec()))
     stored = list(replay(live[-1].trace))
     shape = [(type(m), getattr(m, "lane", None)) for m in live]
@@ -223,7 +223,7 @@ def save_draft(folder, tokenizer, vocab_size):
     return str(folder)
 
 
-def test_a_draft_with_another_tokenizer_says_how_it_speaks(runner, tmp_path):
+def test_cross_vocabulary_draft_reports_its_mode(runner, tmp_path):
     words = PreTrainedTokenizerFast(tokenizer_object=train_tokenizer(["other words altogether, in another order"]))
     lane = Lane(method="draft_model", model=save_draft(tmp_path, words, 2048), k=2)
     messages = list(runner.stream(spec(lane, max_new_tokens=8)))
@@ -242,7 +242,7 @@ def test_a_padded_vocabulary_fits(runner, tmp_path):
     assert len(hot.lanes[1].token_ids) == 8
 
 
-def test_a_drafter_that_learns_is_kept_from_run_to_run():
+def test_online_drafter_persists_between_runs():
     keeper = Session()
     lane = Lane(method="online", model="stories-draft-deep", k=2, options={"every": 2})
     learning = spec(lane, max_new_tokens=24)
@@ -282,7 +282,7 @@ def test_every_lane_goes_on_with_its_own_conversation(runner, chatty):
     assert [m["role"] for m in third.history[0]] == ["user", "assistant"] * 2
 
 
-def test_a_follow_up_says_what_a_fresh_run_on_the_whole_conversation_says(runner, chatty):
+def test_follow_up_equals_fresh_run_on_the_conversation(runner, chatty):
     first = spec(Lane(method="ngram"), target=chatty, max_new_tokens=8)
     asked = follow_up(first, runner.run(first), "And then?")
     again = runner.run(asked)
@@ -291,7 +291,7 @@ def test_a_follow_up_says_what_a_fresh_run_on_the_whole_conversation_says(runner
     assert again.comparison[0]["verdict"] == "identical"
 
 
-def test_only_a_whole_chat_has_a_next_turn(runner, chatty, trace):
+def test_only_complete_chats_have_a_next_turn(runner, chatty, trace):
     raw = spec(target=chatty, chat=False, max_new_tokens=4)
     for done in (runner.run(raw), trace):
         assert not done.lanes[0].messages

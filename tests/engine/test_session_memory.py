@@ -86,7 +86,7 @@ def test_a_target_takes_its_drafters_along(folders):
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's count of memory")
-def test_fifty_switches_leave_nothing_behind(folders):
+def test_fifty_switches_leak_no_memory(folders):
     session = Session(budget_bytes=1)
     seen = []
     for switch in range(50):
@@ -100,7 +100,7 @@ def test_fifty_switches_leave_nothing_behind(folders):
     assert [ref for ref in seen if ref() is not None] == []
 
 
-def test_what_cannot_fit_together_is_refused_before_it_is_loaded(folders, monkeypatch):
+def test_models_that_do_not_fit_together_are_rejected_before_loading(folders, monkeypatch):
     a, b, _ = folders
     need = model_cache.measure(Path(a), model_cache.Precision(torch.float32)).weights
     monkeypatch.setattr("specdemo.models.place.free_bytes", lambda where: [int(1.5 * need)])
@@ -109,7 +109,7 @@ def test_what_cannot_fit_together_is_refused_before_it_is_loaded(folders, monkey
         Session().load(spec(a, Lane(method="draft_model", model=b)))
 
 
-def test_loading_stops_when_it_is_told_to(folders):
+def test_loading_can_be_cancelled(folders):
     session = Session()
     asked = []
     with pytest.raises(Cancelled, match="^stopped while "):
@@ -118,7 +118,7 @@ def test_loading_stops_when_it_is_told_to(folders):
     assert session.run(spec(folders[0])).lanes[1].finish == "length"
 
 
-def test_a_model_on_several_devices_says_so(folders, monkeypatch):
+def test_model_on_several_devices_is_reported(folders, monkeypatch):
     session = Session()
     monkeypatch.setattr(engine, "placed", lambda model: "cuda:0: embed_tokens; cpu: lm_head")
     messages = list(session.stream(spec(folders[0])))

@@ -54,7 +54,7 @@ def test_texts_are_the_same(name, rows, without_graphs):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_replay_says_what_the_pass_says(dtype, without_graphs):
+def test_replay_equals_eager_pass(dtype, without_graphs):
     tree = torch.tensor([[0, 0, 1, 1, 2, 5]]).cuda()
     said = []
     for target in (without_graphs("llama", dtype), fast("llama", dtype)):

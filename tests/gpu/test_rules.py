@@ -184,7 +184,7 @@ def test_heads_that_cannot_be_recorded_draft_as_they_are(world, name):
 
 
 @pytest.mark.parametrize("name", [*HEADS, "draft_model", "layer_skip"])
-def test_a_second_proposal_behind_the_same_text_is_the_first(world, name):
+def test_second_proposal_after_the_same_text_is_equal(world, name):
     """Also a shorter one, which is not recorded."""
     target = fast()
     made = drafter(name, target)
@@ -240,7 +240,7 @@ def test_a_clock_reads_its_own_device(world):
     assert watch.read() == {"work": pytest.approx(0.02), "of another": 0.0}
 
 
-def test_a_model_on_several_devices_is_not_recorded_and_says_so(world):
+def test_model_on_several_devices_is_not_captured(world):
     model = move(build("llama"), "cuda:0")
     model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
     target = HFTarget(model)

@@ -51,7 +51,7 @@ def test_a_race_records_nothing_and_leaves_nothing(world, name):
         gc.enable()
 
 
-def test_what_recordings_take_is_counted_before_models_are_loaded(world):
+def test_graph_memory_is_counted_before_loading(world):
     cuda = torch.device("cuda:0")
     assert recorded_bytes(cuda, 4) == 4 * recorded_bytes(cuda, 1) > 0
     assert recorded_bytes(torch.device("cpu"), 4) == 0

@@ -103,7 +103,7 @@ def exit_2(*arguments):
 
 @pytest.mark.parametrize("kind", ["fifo", "zero", "sparse"])
 @pytest.mark.parametrize("reader", READERS)
-def test_what_has_no_end_is_not_opened(tmp_path, reader, kind):
+def test_endless_files_are_not_opened(tmp_path, reader, kind):
     assert refused(READERS[reader], endless(tmp_path, kind))
 
 
@@ -136,7 +136,7 @@ def test_questions_are_bounded(tmp_path):
         ('{"a": "\udc80"}', "not UTF-8"),
     ],
 )
-def test_json_is_judged(tmp_path, text, line):
+def test_json_limits(tmp_path, text, line):
     path = tmp_path / "config.json"
     path.write_bytes(text.encode(errors="surrogateescape"))
     assert line in refused(read_json, path)
@@ -177,7 +177,7 @@ PLAIN = {"title": "t", "target": "stories", "prompt": "p", "lanes": [{"method": 
         ("", "not a preset"),
     ],
 )
-def test_presets_are_judged(tmp_path, text, line):
+def test_preset_limits(tmp_path, text, line):
     path = tmp_path / "p.yaml"
     path.write_text(text, encoding="utf-8")
     told = refused(read_preset, path)
@@ -334,7 +334,7 @@ def numbered(tensors):
         (changed(num_hidden_layers=1e7), None, "num_hidden_layers must be a whole number of 512 at most"),
     ],
 )
-def test_heads_are_judged(stories, head, name, said, held, line):
+def test_head_limits(stories, head, name, said, held, line):
     source = head(name, said, held)
     assert line in refused(load_drafter, HEADS[name], stories, source)
 
@@ -356,7 +356,7 @@ def test_heads_are_judged(stories, head, name, said, held, line):
         ("stories-mtp", {"num_nextn_predict_layers": 10**9}, "num_nextn_predict_layers must be"),
     ],
 )
-def test_sizes_of_heads_are_judged(stories, head, name, said, line):
+def test_head_size_limits(stories, head, name, said, line):
     assert line in refused(load_drafter, HEADS[name], stories, head(name, changed(**said)))
 
 
@@ -365,7 +365,7 @@ VALUES = [None, True, -1, 0, 1.5, float("nan"), "x", "9" * 5000, [], [-1], ["x"]
 
 @FEW
 @given(st.sampled_from(list(HEADS)), st.data())
-def test_whatever_a_head_says_it_is_read_or_refused(stories, tmp_path_factory, name, data):
+def test_fuzzed_heads_are_read_or_rejected(stories, tmp_path_factory, name, data):
     folder = tmp_path_factory.mktemp("head") / name
     shutil.copytree(embedded_folder() / name, folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -536,7 +536,7 @@ def test_templates_that_would_end_or_hold_up_the_process(copied, template):
         "{% generation %}{{ m.content }}{{ n.x }}{% endgeneration %}\n{% endfor %}",
     ],
 )
-def test_what_a_child_writes_is_what_the_library_writes(copied, template):
+def test_child_process_output_equals_the_library(copied, template):
     tokenizer = load_target(str(copied)).tokenizer
     tokenizer.chat_template = template
     said = [{"role": "user", "content": "a <user> b"}, {"role": "assistant", "content": "c"}]

@@ -42,7 +42,7 @@ def text(messages):
 # What is hidden
 
 
-def test_what_the_page_hides_is_refused_when_it_is_called(visit):
+def test_hidden_functions_reject_calls(visit):
     caller = visit()
     free = ends(caller.call(caller.fn("click", "free-memory"), []))
     assert not free["success"] and "they stay" in free["output"]["error"]
@@ -112,7 +112,7 @@ def test_remember_is_off_whoever_asks_for_it(public, monkeypatch):
     assert from_values(values).lanes[0].options == {"remember": True}
 
 
-def test_what_a_draft_learned_from_one_visitor_is_forgotten_before_the_next(public, monkeypatch):
+def test_online_learning_is_reset_between_visitors(public, monkeypatch):
     said = []
     engine = SimpleNamespace(unlearn=lambda: said.append("unlearn"), stream=lambda *_: said.append("run") or iter(()))
     monkeypatch.setattr(live, "session", lambda: engine)
@@ -167,7 +167,7 @@ def had(turns, who, begun, ended):
     turns.end(ended)
 
 
-def test_nobody_has_two_turns_while_another_waits():
+def test_no_visitor_runs_twice_while_another_waits():
     turns = Turns()
     assert told(turns, [("a", 0), ("a", 1), ("a", 2), ("b", 3), ("c", 4)]) == "abcaa"
     turns.begin("call", ("", "a"), 0.0)
@@ -177,7 +177,7 @@ def test_nobody_has_two_turns_while_another_waits():
     assert told(turns, [("a", 1), ("b", 6)], now=7.0) == "ab"  # its last turn ended before the other one came
 
 
-def test_who_had_the_engine_for_long_waits_until_nobody_else_does():
+def test_heavy_user_waits_for_all_others():
     turns = Turns()
     had(turns, "a", 0.0, SHARE_S + 1)
     now = SHARE_S + 10
@@ -236,7 +236,7 @@ def test_a_class_that_presses_run_at_once_all_gets_its_turn(visit):
     assert max(wait[0]["rank"] for wait in waits) >= CLASS // 2
 
 
-def test_one_who_sends_many_calls_waits_behind_each_of_the_others(visit):
+def test_visitor_with_many_calls_waits_for_all_others(visit):
     greedy, others = visit("8.8.4.4"), [visit("9.9.9.9") for _ in range(3)]
     fn = greedy.after(greedy.fn("click", "run"))
     values = greedy.values(fn, max_new_tokens=128)

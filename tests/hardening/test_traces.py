@@ -75,7 +75,7 @@ def cpu(work, *given):
 
 
 @pytest.mark.parametrize("kind", TOO_MUCH)
-def test_what_is_too_much_is_refused_in_one_line_that_names_the_bound(kind, tmp_path):
+def test_exceeded_limit_is_one_line_that_names_it(kind, tmp_path):
     text, line = TOO_MUCH[kind]
     path = tmp_path / "trace.json"
     path.write_bytes(text)
@@ -105,7 +105,7 @@ def test_judging_takes_little_memory(text):
 
 
 @pytest.mark.parametrize("kind", WITHIN)
-def test_what_is_within_the_bounds_is_not_refused_for_its_looks(kind):
+def test_unusual_input_within_limits_is_accepted(kind):
     judge(WITHIN[kind], FILE, "a trace")
 
 
@@ -128,7 +128,7 @@ def count(node):
 
 @settings(settings.get_profile("hardening"))
 @given(anything)
-def test_the_judge_counts_as_a_parser_would(node):
+def test_limit_check_counts_like_a_parser(node):
     text = json.dumps(node, ensure_ascii=False).encode()
     depth, values, keys = count(node)
     exact = Bounds(len(text), values, keys, depth)
@@ -168,7 +168,7 @@ def test_a_public_page_parses_without_holding_up_the_others(kind):
     assert cpu(lambda: replayed(from_json(text))) < 3.0
 
 
-def test_parsing_does_not_search_the_whole_process_for_garbage():
+def test_parsing_does_not_trigger_full_garbage_collection():
     before = gc.get_stats()[2]["collections"]
     from_json(PUBLIC_WORST["lists"])
     assert gc.isenabled() and gc.get_stats()[2]["collections"] <= before + 1
@@ -260,5 +260,5 @@ def test_a_damaged_trace_opens_or_is_refused_in_one_line_and_little_memory(reade
 
 
 @pytest.mark.parametrize("kind", ["empty events", "deep", "keys", "lanes"])
-def test_what_is_too_much_takes_little_memory(reader, kind):
+def test_exceeded_limit_uses_little_memory(reader, kind):
     assert TOO_MUCH[kind][1] in reader(TOO_MUCH[kind][0])

@@ -78,7 +78,7 @@ PART = HEAD + b"\r\nx\r\n"
     (400, b""),
     (413, HEAD + b"\r\n" + b"x" * (PUBLIC_FILE.bytes + 5000) + b"\r\n--b--\r\n"),
 ], ids=["two", "unfinished", "unnamed", "renamed", "redisposed", "empty", "large"])  # fmt: skip
-def test_what_is_not_one_small_file_leaves_nothing_on_disk(public_page, folder, status, body):
+def test_rejected_uploads_leave_nothing_on_disk(public_page, folder, status, body):
     before = on_disk(folder)
     sent = public_page.post(
         "/gradio_api/upload", content=body, headers={"Content-Type": "multipart/form-data; boundary=b"}
@@ -92,7 +92,7 @@ def test_what_is_not_one_small_file_leaves_nothing_on_disk(public_page, folder, 
     (b"[" * 100, "nest 32 brackets at most"),
     (b'"' + b"x" * 2_000_000 + b'"', "1 MB at most"),
 ])  # fmt: skip
-def test_a_request_is_judged_before_it_is_parsed(public_page, body, line):
+def test_request_limits_apply_before_parsing(public_page, body, line):
     sent = public_page.post("/gradio_api/queue/join", content=body, headers={"Content-Type": "application/json"})
     assert sent.status_code == 413 and line in sent.text
 

@@ -116,7 +116,7 @@ def test_goodput_stops_a_draft_where_it_gets_unsure():
     assert speed_where_it_tells(True) > 1.05 * speed_where_it_tells(False)
 
 
-def test_a_chain_is_written_until_it_is_enough(tiny_llama):
+def test_drafting_stops_when_confidence_is_low(tiny_llama):
     """Asked after every token but the last, with the likeliest one's chance, drawn or not."""
     draft, asked = tiny_llama(16), []
     for sampling in (Sampling(), Sampling(1.0)):
@@ -189,7 +189,7 @@ def test_a_slow_draft_is_given_up(tiny_llama):
     assert events[-1].notes["predicted"] == 1.0
 
 
-def test_rows_that_draft_less_are_judged_by_what_they_drafted(monkeypatch):
+def test_short_rows_count_their_drafts_only(monkeypatch):
     drafter = load_drafter("adaptive", ToyTarget(64), drafter="ngram", policy="heuristic")
     outcomes = []
     monkeypatch.setattr(drafter.policy, "learn", outcomes.append)

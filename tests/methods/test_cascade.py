@@ -80,7 +80,7 @@ def test_a_draft_model_that_reads_chains_only():
     assert [e.drafted for e in events] == [e.drafted for e in expected]
 
 
-def test_an_inner_method_that_needs_a_model_says_so(tiny_llama):
+def test_inner_method_without_model_is_rejected(tiny_llama):
     with pytest.raises(ValueError, match="'draft_model' needs a model"):
         load_drafter("cascade", ToyTarget(16), tiny_llama(16), inner="draft_model")
     with pytest.raises(ValueError, match="'ngram' takes no model"):

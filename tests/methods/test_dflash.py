@@ -230,7 +230,7 @@ def test_scales_of_the_newer_configs(target, tmp_path):
     ("extra", "causal"),
     [({}, True), ({"is_causal": False}, False), ({"dflash_config": {"causal": False}}, False)],
 )
-def test_windowed_layers_are_causal_unless_the_config_says_otherwise(target, tmp_path, extra, causal):
+def test_windowed_layers_are_causal_by_default(target, tmp_path, extra, causal):
     config, w = ZLAB | {"layer_types": ["sliding_attention"] * LAYERS, "sliding_window": 5}, drafter_tensors()
     config |= extra | {"dflash_config": ZLAB["dflash_config"] | extra.get("dflash_config", {})}
     agrees(target, write(tmp_path, config, w), w, TEXT, window=5, causal=causal)
@@ -621,7 +621,7 @@ def test_transformers_drafts_the_same(target, tmp_path, kind):
         (ZLAB | {"speculators_model_type": "mtp"}, "for method 'mtp'"),
     ],
 )
-def test_what_does_not_fit_is_refused(target, tmp_path, config, reason):
+def test_mismatched_checkpoints_are_rejected(target, tmp_path, config, reason):
     with pytest.raises(ValueError, match=reason):
         DFlash.load(write(tmp_path, config, drafter_tensors()), target)
 
@@ -652,7 +652,7 @@ def read(drafter, tokens):
     return drafter.history.ahead(tokens.shape[1]).run(drafter._block, tokens)
 
 
-def test_slots_see_those_behind_them_unless_the_layers_are_causal(target, tmp_path):
+def test_slots_attend_to_later_slots_unless_causal(target, tmp_path):
     for causal in (False, True):
         model = DFlash.load(write(tmp_path, changed(ZLAB, causal=causal), drafter_tensors()), target)
         drafter = told(target, model, TEXT)
@@ -671,7 +671,7 @@ def test_a_smaller_budget_cuts_the_block(target, tmp_path):
     assert drafter.propose(Budget(2, 2)).tokens.tolist() == whole.tokens[:, :2].tolist()
 
 
-def test_only_observed_columns_are_kept(target, tmp_path):
+def test_only_observed_columns_are_committed(target, tmp_path):
     drafter = told(target, write(tmp_path, ZLAB, drafter_tensors()), TEXT, (4, 5))
     for _ in range(2):
         drafter.propose(Budget(3, 3))
@@ -749,7 +749,7 @@ def test_the_tree_of_a_last_stage_follows_it(target, tmp_path):
 
 
 @pytest.mark.parametrize(("from_anchor", "taps"), [(False, (1, 2)), (True, (0, 1))])
-def test_what_a_file_does_not_say_is_found_by_trying(target, tmp_path, from_anchor, taps):
+def test_missing_config_is_detected_by_trial(target, tmp_path, from_anchor, taps):
     """A drafter trained to one reading, saved without a word about it."""
     torch.manual_seed(0)
     head = DFlash.fresh(target, layers=1, block_size=4, taps=taps)

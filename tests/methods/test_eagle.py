@@ -284,7 +284,7 @@ def quick_reference(target, head, **said):
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dialect", dialects())
-def test_drafts_of_every_dialect_are_what_its_tensors_say(dialect, packed, target, tmp_path, monkeypatch):
+def test_drafts_of_every_dialect_match_the_reference(dialect, packed, target, tmp_path, monkeypatch):
     if packed and not torch.backends.mkldnn.is_available():
         pytest.skip("this torch has no oneDNN")
     monkeypatch.setattr(module, "PACKED_SIZE", 0)
@@ -361,7 +361,7 @@ def at_their_own_pace(target, drafter, sampling=None):
         yield written, drafter.propose(Budget(3, 7))
 
 
-def test_tree_nodes_are_as_likely_as_the_whole_text_says(head, target):
+def test_tree_node_probabilities_match_full_forward(head, target):
     reference = quick_reference(target, head)
     for written, draft in at_their_own_pace(target, load_drafter("eagle", target, head, top_k=3)):
         assert draft.probs is None and draft.nodes == 7
@@ -396,7 +396,7 @@ def carries_what_it_was_drawn_from(head, target, reference):
                 assert q[token] > 0 and q.shape == (VOCABULARY,)
 
 
-def test_what_was_observed_may_be_read_late(head, target):
+def test_pending_columns_may_be_read_late(head, target):
     """A drafter that is not asked for several steps proposes as one that always is."""
     drafter = load_drafter("eagle", target, head, draft="chain")
     text = texts(2, 12, seed=6)
@@ -527,7 +527,7 @@ def test_saved_files_have_the_authors_names(target, tmp_path):
 
 @pytest.mark.parametrize("lists", ["top", "inner"])
 @pytest.mark.parametrize("before", [False, True])
-def test_the_reading_that_guesses_best_is_kept(lists, before, target, tmp_path):
+def test_best_convention_is_selected(lists, before, target, tmp_path):
     torch.manual_seed(1)
     head = Eagle.fresh(target)
     head.convention = type(head.convention)((1, 2, 3), before)
@@ -614,13 +614,13 @@ def test_rows_that_end_early_draft_nothing_that_counts(target):
     assert both[0] == both[1] and len({len(row) for row in both[0]}) > 1
 
 
-def test_what_fed_back_means_is_probed_in_files_of_specforge(target, tmp_path):
+def test_specforge_feedback_convention_is_detected(target, tmp_path):
     said = {**LAYER, "draft_vocab_size": WORDS, "norm_output": True}
     head = Eagle.load(write(tmp_path, said, eagle3()), target)
     assert [reading.norm_output for reading in head.readings] == [True, False] and "fed back normed" in head.note
 
 
-def test_windows_of_a_whole_models_layers_are_not_the_heads(target, tmp_path):
+def test_target_layer_windows_do_not_apply_to_heads(target, tmp_path):
     said = {**LAYER, "draft_vocab_size": WORDS, "layer_types": ["sliding_attention"] * 3, "sliding_window": 4}
     assert Eagle.load(write(tmp_path, said, eagle3()), target).windows == (0,)
 

@@ -100,7 +100,7 @@ def test_hydra_plus_plus(tmp_path, target):
     torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
 
 
-def test_the_prefix_layer_reads_on_behind_ragged_rows(tmp_path, target):
+def test_prefix_layer_continues_after_ragged_rows(tmp_path, target):
     """After every step its state is what the whole text gives in one pass."""
     layer, tensors = plus(target)
     drafter = load_drafter("hydra", target, folder_with(tmp_path, tensors, PREFIX, "hydra_lm_head.pt"))
@@ -207,7 +207,7 @@ def test_sampled_text_is_drawn_from_the_target(draft, nodes):
 # training
 
 
-def test_fresh_heads_say_what_lm_head_says(target):
+def test_new_heads_equal_lm_head(target):
     heads, x = Hydra.fresh(target, heads=2), torch.randn(3, 3 * HIDDEN)
     assert len(heads) == 2 and not any(p.requires_grad for p in heads.parameters())
     torch.testing.assert_close(heads(x, 1), target.lm_head(x[:, :HIDDEN]))
@@ -238,7 +238,7 @@ def test_training_lowers_the_loss(target, hard):
 
 
 @pytest.mark.parametrize("kind", ["mlp", "prefix-mlp"])
-def test_what_is_saved_is_what_the_authors_read(tmp_path, target, kind):
+def test_saved_file_loads_in_the_official_code(tmp_path, target, kind):
     tensors, config = (hydra(), MLP) if kind == "mlp" else (plus(target)[1], PREFIX)
     source = folder_with(tmp_path / "read", tensors, config, "hydra_lm_head.pt")
     drafter = load_drafter("hydra", target, source)

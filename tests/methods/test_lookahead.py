@@ -62,7 +62,7 @@ def test_columns_become_ngrams_that_are_checked():
     assert draft.parents.tolist() == [[0, 1, 1, 3]]
 
 
-def test_only_the_newest_guesses_are_kept():
+def test_pool_evicts_old_ngrams():
     drafter = told([[9]], window=1, ngram=2, guesses=2)
     for token in (9, 9, 20, 9, 21, 9, 22, 9, 20):  # 9 20, 9 21, 9 22, and again 9 20
         draft = drafter.propose(K)
@@ -92,7 +92,7 @@ def test_it_accepts_what_it_guessed():
 @pytest.mark.parametrize(
     "budget", [Budget(d, n) for d, n in [(1, 1), (1, 7), (2, 2), (4, 4), (5, 31), (12, 12), (12, 90)]]
 )
-def test_whatever_the_budget(supports_trees, budget):
+def test_any_budget(supports_trees, budget):
     target = ToyTarget(32, seed=5)
     target.supports_trees = supports_trees
     drafter = load_drafter("lookahead", target)

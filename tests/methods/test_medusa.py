@@ -125,7 +125,7 @@ def test_medusa_1(tmp_path, target, file, layers):
     torch.testing.assert_close(said_by(heads, hidden), reference(tensors, hidden, layers))
 
 
-def test_medusa_2_is_a_whole_model(tmp_path, target):
+def test_medusa_2_is_a_full_model(tmp_path, target):
     tensors = medusa_1()
     whole = {f"medusa_head.{name}": tensor for name, tensor in tensors.items()}
     whole |= {"lm_head.weight": torch.randn(VOCABULARY, HIDDEN), "model.norm.weight": torch.ones(HIDDEN)}
@@ -279,7 +279,7 @@ def test_greedy_text_is_the_targets_own(target, options):
     assert len(check_greedy(target, drafter)) > 2
 
 
-def test_of_a_sampled_tree_the_last_child_of_a_node_is_drawn(target):
+def test_sampled_tree_draws_the_last_child(target):
     """And its elder siblings are the likeliest: each has the q that it comes from, given those before it."""
     drafter = load_drafter("medusa", target, Medusa.fresh(target, heads=2), nodes=7, draft="sampled")
     drafter.start(3, Sampling(0.8), torch.Generator().manual_seed(0))
@@ -315,7 +315,7 @@ def test_sampled_text_is_drawn_from_the_target(draft, nodes):
 # training
 
 
-def test_fresh_heads_say_what_lm_head_says(target):
+def test_new_heads_equal_lm_head(target):
     heads, hidden = Medusa.fresh(target, heads=2, layers=2), torch.randn(3, HIDDEN)
     assert len(heads) == 2 and not any(p.requires_grad for p in heads.parameters())
     torch.testing.assert_close(heads(hidden, 1), target.lm_head(hidden))
@@ -347,7 +347,7 @@ def test_training_lowers_the_loss(target, hard):
     assert all(after[name] > before[name] + 0.1 for name in after)
 
 
-def test_what_is_saved_is_what_vllm_reads(tmp_path, target):
+def test_saved_file_loads_in_vllm(tmp_path, target):
     drafter = load_drafter("medusa", target, Medusa.fresh(target, heads=2, layers=2))
     train(drafter, example(target), 3)
     drafter.measure(example(target))

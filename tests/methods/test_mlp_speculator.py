@@ -293,7 +293,7 @@ def test_training_lowers_the_loss(target, hard):
 
 
 @pytest.mark.parametrize("config", [CONFIG, TIED])
-def test_what_is_saved_is_what_was_read(tmp_path, target, config):
+def test_saving_round_trips(tmp_path, target, config):
     tensors = tied()[1] if "tie_weights" in config else speculator()
     drafter = load_drafter("mlp_speculator", target, folder_with(tmp_path / "read", tensors, config))
     drafter.save(tmp_path / "written", "some/llama")

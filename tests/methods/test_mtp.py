@@ -151,7 +151,7 @@ def test_sequential_modules(tmp_path, name, dialect):
         assert head.note.startswith(f"Read by {head.convention}, since of the guesses at a short text were ")
 
 
-def test_what_is_read_first_is_probed_where_no_family_is_named(tmp_path, target):
+def test_input_order_is_detected_without_a_family(tmp_path, target):
     head = MTP.load(folder_with(tmp_path, whole(target, Reference(target).stored("mimo")), {}), target)
     assert [reading.hidden_first for reading in head.readings] == [True, False] * 4
 
@@ -320,7 +320,7 @@ def test_one_module_is_applied_again_and_again(tmp_path, target, normed):
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "stacked"])
-def test_drafts_read_on_behind_ragged_rows(target, kind):
+def test_drafts_continue_after_ragged_rows(target, kind):
     """After every step the draft is that of the whole text, read at once and alone."""
     head = fresh(target, "parallel" if kind == "stacked" else kind)
     head.load_state_dict(random(head.state_dict()))
@@ -452,7 +452,7 @@ def test_parallel_heads_are_trained_with_their_trunk():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_saved_is_what_was_trained(tmp_path, target, kind):
+def test_saved_weights_equal_trained_weights(tmp_path, target, kind):
     head = fresh(target, kind)
     drafter = load_drafter("mtp", target, head)
     drafter.save(tmp_path, "some/llama")

@@ -35,7 +35,7 @@ def test_max_n_limits_the_suffix():
     assert propose(text, 1, max_n=2) == [5]
 
 
-def test_a_loop_is_drafted_whole():
+def test_loop_is_drafted_completely():
     assert propose([9, 1, 2, 1, 2], 5) == [1, 2, 1, 2, 1]
 
 

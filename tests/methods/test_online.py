@@ -44,7 +44,7 @@ def test_a_draft_that_knows_nothing_learns_to_be_accepted(tiny_llama):
     assert len(trained) == pytest.approx(late.notes["updates"], abs=1)
 
 
-def test_what_was_learnt_outlives_a_text_unless_reset(tiny_llama):
+def test_learned_weights_persist_unless_reset(tiny_llama):
     target = ToyTarget(16, seed=3)
     for reset in (False, True):
         drafter = load_drafter("online", target, tiny_llama(16), every=4, reset=reset)
@@ -67,7 +67,7 @@ def test_the_loaded_model_is_left_alone(tiny_llama):
     assert any(not torch.equal(before[name], w) for name, w in learnt.items())
 
 
-def test_it_learns_the_targets_distribution_behind_every_kept_token(tiny_llama, monkeypatch):
+def test_it_learns_the_target_distribution_at_accepted_tokens(tiny_llama, monkeypatch):
     """What the loss is given: the latest columns of text in order, with exactly the target's probabilities."""
     target = ToyTarget(16, seed=5)
     drafter = load_drafter("online", target, tiny_llama(16), every=3)

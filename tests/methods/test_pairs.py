@@ -53,7 +53,7 @@ def test_all_that_ships_fits_its_target(stories):
     assert code.reason == "stories-mtp is for vocabulary 2048, the target has 4096; choose the target stories"
 
 
-def test_heads_say_why_they_do_not_fit_another_target(narrow):
+def test_mismatched_head_reports_the_reason(narrow):
     pairs = check_pairs(outline(narrow), known_drafters(narrow))
     fits = {pair.drafter for pair in pairs if pair.fits}
     assert fits == {"stories-draft-wide", "stories-draft-deep", "stories-draft-other", "code-draft"}
@@ -104,7 +104,7 @@ def test_the_format_is_checked_too(stories, tmp_path):
     assert "is no speculator known here" in check_pair(stories, str(tmp_path / "head"), None).reason
 
 
-def test_drafters_of_the_hub_are_judged_by_their_first_bytes(stories, monkeypatch, tmp_path):
+def test_hub_drafters_are_recognised_by_their_header(stories, monkeypatch, tmp_path):
     held = {file.name: file.read_bytes() for file in Path(resolve("stories-eagle-3")).iterdir() if file.is_file()}
     pickled = {"config.json": b"{}", "medusa_lm_head.pt": b"x"}
     with serve({"org/head": held, "org/pickled": pickled}, monkeypatch, tmp_path) as server:

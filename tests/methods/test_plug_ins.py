@@ -46,7 +46,7 @@ def installed(tmp_path_factory):
     return install_bigram(tmp_path_factory.mktemp("bigram"))
 
 
-def test_the_page_s_method_runs_as_one_of_ours(installed, tmp_path):
+def test_documented_plug_in_runs_like_a_builtin_method(installed, tmp_path):
     paths = os.pathsep.join([str(installed), str(ROOT)])
     said = run(sys.executable, "-c", USED, str(tmp_path / "trace.json"), PYTHONPATH=paths).splitlines()[-1]
     assert json.loads(said) == {"last": "bigram", "offered": True, "knobs": ["longest"], "codes": [0, 2]}
@@ -91,7 +91,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("text, error", BROKEN.items())
-def test_whatever_a_plug_in_raises_at_import_breaks_nothing_else(plug_in, capsys, text, error):
+def test_failing_plug_in_breaks_nothing_else(plug_in, capsys, text, error):
     plug_in(text)
     line = f"specdemo: method 'parrot' of another package cannot be imported ({error}); fix or uninstall it\n"
     assert main(["methods"]) == 0

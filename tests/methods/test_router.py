@@ -27,7 +27,7 @@ def written(target, drafter, prompts=PROMPTS, **config):
 
 
 @pytest.mark.parametrize("first, others, best", [("bad", "good", 1), ("good", "bad", 0), ("bad", "ngram, good", 2)])
-def test_the_draft_that_is_accepted_most_is_kept(folders, first, others, best, tiny_llama):
+def test_most_accepted_drafter_is_selected(folders, first, others, best, tiny_llama):
     target = HFTarget(tiny_llama(61))
     drafts = ", ".join(folders.get(name, name) for name in others.split(", "))
     drafter = load_drafter("router", target, folders[first], drafts=drafts, trial=2)
@@ -39,7 +39,7 @@ def test_the_draft_that_is_accepted_most_is_kept(folders, first, others, best, t
     assert set(routes[2 * count :]) == {best}
 
 
-def test_every_text_is_routed_anew(tiny_llama):
+def test_every_text_is_routed_separately(tiny_llama):
     target = HFTarget(tiny_llama(61))
     drafter = load_drafter("router", target, drafter="ngram", drafts="suffix", trial=3)
     _, events = written(target, drafter)
@@ -48,7 +48,7 @@ def test_every_text_is_routed_anew(tiny_llama):
     assert [e.notes["route"] for e in again[1:]] == [e.notes["route"] for e in events[1:]]
 
 
-def test_what_all_drafts_hold_is_counted(folders, tiny_llama):
+def test_memory_of_all_drafters_is_counted(folders, tiny_llama):
     target = HFTarget(tiny_llama(61))
     one = load_drafter("router", target, folders["good"])
     two = load_drafter("router", target, folders["good"], drafts=folders["bad"])

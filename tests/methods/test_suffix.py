@@ -132,7 +132,7 @@ def check_counts(tree, several, depth):
         assert len(piece) == depth or all((*piece, t) in pieces for t in node.children)
 
 
-def test_earlier_answers_are_remembered_only_if_asked_for():
+def test_earlier_outputs_are_used_only_on_request():
     target, prompt = ToyTarget(64, seed=3), texts(1, 8)
     first, plain = (list(generate(target, load_drafter("suffix", target), prompt, GenerationConfig(30))) for _ in "ab")
     assert accepted(first) == accepted(plain)

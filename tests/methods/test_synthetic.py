@@ -34,7 +34,7 @@ def events(target, drafter, prompts=PROMPTS, temperature=0.0, tokens=400, k=4, s
         ("1,1,0", [1, 1, 0]),
     ],
 )
-def test_drafts_are_kept_at_the_rates_asked_for(rates, wanted, temperature):
+def test_acceptance_follows_the_given_rates(rates, wanted, temperature):
     target = ToyTarget(61, seed=1)
     said = events(target, load_drafter("synthetic", target, rates=rates), PROMPTS.repeat(8, 1), temperature)
     steps = [Step.of(event, row) for event in said[1:] for row in range(24)]
@@ -44,7 +44,7 @@ def test_drafts_are_kept_at_the_rates_asked_for(rates, wanted, temperature):
         assert tries > 500 and binomtest(kept, tries, rate).pvalue > 1e-3, (depth, kept / tries)
 
 
-def test_what_is_not_kept_is_the_target_s_own_token():
+def test_correction_is_the_target_token():
     """The text is the prompt again, and wherever a draft is refused what the target says to all that was written."""
     target = ToyTarget(61, seed=1)
     said = events(target, load_drafter("synthetic", target, rates="0.7"), PROMPTS[:1])
@@ -91,7 +91,7 @@ def test_it_wraps_and_is_not_wrapped():
     assert not method("synthetic").exact and method("ngram").exact
 
 
-def test_a_lane_of_it_says_that_the_text_is_nobody_s():
+def test_synthetic_lane_is_marked_lossy():
     lanes = [
         Lane(method="synthetic", k=3, options={"rates": "0.9,0.8"}),
         Lane(method="synthetic", k=3, model="stories-draft-wide", options={"rates": "1", "drafter": "draft_model"}),

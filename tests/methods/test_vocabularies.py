@@ -89,7 +89,7 @@ def test_a_text_that_goes_on_gets_no_space_of_its_own(pair):
     assert spelling.written(spelling.cut(" abé")) == " abé".encode()
 
 
-def test_a_row_is_read_as_a_whole_text_would_be(pair):
+def test_row_equals_full_text_tokenization(pair):
     text, generator = "", torch.Generator().manual_seed(0)
     reading = RowText(Spelling(pair[1].tokenizer, pair[1].vocab_size))
     for _ in range(4 * LONG):
@@ -101,7 +101,7 @@ def test_a_row_is_read_as_a_whole_text_would_be(pair):
     assert len(reading.tail) <= LONG and ids[: len(reading.ids)] == reading.ids
 
 
-def test_a_word_that_has_begun_is_gone_on_with(pair):
+def test_unfinished_word_is_continued(pair):
     spelling = Spelling(pair[1].tokenizer, pair[1].vocab_size)
     assert pair[1].tokenizer.convert_ids_to_tokens(spelling.agreeing(b" ab")) == ["▁ab", "▁abd", "▁", "▁a"]
     reading = RowText(spelling)
@@ -131,7 +131,7 @@ def test_greedy_text_is_the_targets_own(pair, way, swapped):
     assert ("drafts the shared tokens alone" if way == "tokens" else "writes text that is cut anew") in drafter.note
 
 
-def test_a_model_that_speaks_the_same_words_is_kept(pair):
+def test_equal_model_with_another_vocabulary_is_accepted(pair):
     """Same weights behind two tokenizers that number the letters otherwise: all drafts are the target's own tokens."""
     first, mixed = model(byte_level(), 3), byte_level()
     letters = dict(zip("abcd", "dcba", strict=True))

@@ -26,7 +26,7 @@ def half(monkeypatch):
     return HFTarget(build("llama"))
 
 
-def test_it_holds_half_the_bytes_and_says_nearly_the_same(half, monkeypatch):
+def test_half_precision_cache_is_close(half, monkeypatch):
     prompts, following = texts(2, 13), texts(2, 4, seed=1)
     parents = torch.tensor([[0, 0, 1], [0, 1, 2]])
     half.start(prompts)

@@ -122,7 +122,7 @@ def test_devices_that_are_not_here(device, line):
     assert str(refused.value) == line
 
 
-def test_what_has_no_kernels_for_four_bits(pretend):
+def test_devices_without_4_bit_kernels_are_rejected(pretend):
     pretend("mps")
     with pytest.raises(ValueError, match="bitsandbytes has no kernels for mps; leave quantization '4bit' out"):
         plan(device="mps", quantization="4bit")
@@ -174,7 +174,7 @@ def test_a_lanes_memory_is_its_own(monkeypatch):
     assert all(weight + 5_000_000 < peak < weight + 50_000_000 for weight, peak in zip(weights, peaks, strict=True))
 
 
-def test_weights_in_four_bits_that_would_be_held_in_sixteen(tmp_path, monkeypatch):
+def test_unquantizable_4_bit_weights_are_rejected(tmp_path, monkeypatch):
     """transformers only logs it, and the check of the memory counts four."""
     config = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -185,7 +185,7 @@ def test_weights_in_four_bits_that_would_be_held_in_sixteen(tmp_path, monkeypatc
     assert measure(tmp_path, Precision(torch.bfloat16)).weights == 0
 
 
-def test_linear_attention_without_its_kernels_is_told(monkeypatch):
+def test_missing_linear_attention_kernels_are_reported(monkeypatch):
     from transformers import Qwen3_5TextConfig
 
     config = Qwen3_5TextConfig(num_hidden_layers=4)
@@ -197,7 +197,7 @@ def test_linear_attention_without_its_kernels_is_told(monkeypatch):
     assert unhastened(config, torch.device("cuda")) == ""
 
 
-def test_every_row_can_be_told():
+def test_every_device_row_is_reported():
     for row in KINDS.values():
         assert ("untested on hardware" in row.told()) == (not row.tested)
     assert kind(torch.device("meta")) is KINDS["cpu"]

@@ -22,7 +22,7 @@ def file(tmp_path):
     return tmp_path / "model.gguf"
 
 
-def test_what_is_written_can_be_read_back(file):
+def test_gguf_round_trip(file):
     model = llama(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False, rms_norm_eps=1e-5)
     write_gguf(model, WORDS, file)
     read = gguf.GGUFReader(file)
@@ -40,7 +40,7 @@ def test_what_is_written_can_be_read_back(file):
     assert keys.transpose(1, 2).reshape(16, 32).equal(layer.self_attn.k_proj.weight)
 
 
-def test_in_half_precision_the_norms_stay_whole(file):
+def test_norms_stay_float32_in_half_precision(file):
     model = llama(num_attention_heads=4, tie_word_embeddings=True).to(torch.bfloat16)
     write_gguf(model, WORDS, file)
     held = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
@@ -58,7 +58,7 @@ def test_words_are_those_of_the_tokenizer():
     assert words.ends == known.eos_token_id and words.ends in words.special and len(words.merges[0].split(" ")) == 2
 
 
-def test_what_it_cannot_hold_is_one_line(file):
+def test_unsupported_model_is_one_line(file):
     scaled = llama(num_attention_heads=4, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})
     with pytest.raises(ValueError, match="RoPE scaling"):
         write_gguf(scaled, WORDS, file)

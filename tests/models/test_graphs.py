@@ -37,7 +37,7 @@ def chain(rows, nodes):
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
-def test_they_say_the_same_of_trees_chains_and_rows_of_unequal_length(name, rows):
+def test_replays_equal_eager_for_trees_chains_and_ragged_rows(name, rows):
     recorder = Replayed()
     plain, recorded = fast(name), fast(name, recorder)
     assert recorded.kernels == plain.kernels + ", graphs"
@@ -72,7 +72,7 @@ def test_a_text_after_another_needs_no_recording():
     assert torch.equal(*said)
 
 
-def test_a_text_that_outgrows_the_cache_is_recorded_anew(monkeypatch):
+def test_growing_the_cache_captures_again(monkeypatch):
     monkeypatch.setattr("specdemo.models.target.WIDTHS", (2,))  # so much is kept free for padding
     recorder = Replayed()
     plain, target = fast(), fast(recorder=recorder)
@@ -121,7 +121,7 @@ def test_passes_wider_than_the_widest_run_as_they_are():
         (forgetful, "said something else"),
     ],
 )
-def test_what_cannot_be_recorded_runs_as_it_is_and_says_so(recorder, reason):
+def test_failed_capture_falls_back_to_eager_with_a_note(recorder, reason):
     plain, target = fast(), fast(recorder=recorder)
     for _ in range(2):
         said = []
@@ -151,7 +151,7 @@ def test_models_of_transformers_own_layers_and_with_windows_are_recorded_too(nam
     assert target.kernels == "transformers, graphs"
 
 
-def test_a_model_that_keeps_what_it_read_is_not_recorded_and_says_so():
+def test_stateful_model_is_not_captured():
     recorder = Replayed()
     target = HFTarget(build("gpt_neo"), recorder=recorder)
     target.start(texts(1, 9))

@@ -42,7 +42,7 @@ def weights(files):
     return sorted(f for f in files if re.fullmatch(r"model-.*\.safetensors", f))
 
 
-def test_what_a_model_needs_is_fetched_and_nothing_else(server, files):
+def test_only_needed_files_are_fetched(server, files):
     assert len(weights(files)) > 2
     said = []
     loaded = load_model("org/tiny@v1", progress=lambda share, what: said.append((share, what)))
@@ -57,7 +57,7 @@ def test_what_a_model_needs_is_fetched_and_nothing_else(server, files):
     assert any(re.match(r"downloading org/tiny@v1: [\d.]+ MB of [\d.]+ MB", what) for _, what in said)
 
 
-def test_what_is_here_is_not_fetched_again_and_needs_no_network(server, monkeypatch):
+def test_cached_model_needs_no_network(server, monkeypatch):
     load_model("org/tiny")
     before = len(server.requests)
     load_model("org/tiny")
@@ -91,7 +91,7 @@ def test_stopping_keeps_what_is_complete(server, files):
     assert sum(file == "config.json" for file, _ in server.requests) == 1
 
 
-def test_progress_counts_bytes_and_says_how_long(monkeypatch):
+def test_progress_reports_bytes_and_time_left(monkeypatch):
     counter = hub._Counter(2_000_000_000, "org/big")
     assert counter.line() == "downloading org/big: 0.0 MB of 2.0 GB"
     bar = counter.bar()(total=0, unit="B", name="huggingface_hub.snapshot_download")
@@ -112,7 +112,7 @@ def test_progress_counts_bytes_and_says_how_long(monkeypatch):
         ("org/tiny@v 2", "'org/tiny@v 2' is neither a folder nor a Hugging Face id"),
     ],
 )
-def test_what_cannot_be_had_is_one_line(server, repositories, name, line):
+def test_unavailable_model_is_one_line(server, repositories, name, line):
     config = repositories["org/tiny"]["config.json"]
     repositories |= {"org/gated": {}, "org/empty": {}, "org/pickled": {"config.json": config, "pytorch_model.bin": b""}}
     server.gated.add("org/gated")
@@ -125,7 +125,7 @@ def test_no_network_is_one_line(server, monkeypatch):
     assert "'org/tiny' is not here and http://127.0.0.1:9 cannot be reached" in refused("org/tiny")
 
 
-def test_what_does_not_fit_is_refused_before_the_download(server, monkeypatch):
+def test_oversized_model_is_rejected_before_the_download(server, monkeypatch):
     server.numbers["org/tiny"] = 10**13
     assert re.match(
         r"org/tiny needs about 44000\.0 GB in float32, this machine has [\d.]+ GB free on cpu; choose quantization "

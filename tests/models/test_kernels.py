@@ -40,7 +40,7 @@ def packing(request, monkeypatch):
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("name", MODELS)
-def test_they_say_the_same_of_a_prompt_of_trees_and_of_rows_of_unequal_length(name, rows, packing):
+def test_fused_layers_equal_originals_for_prompts_trees_and_ragged_rows(name, rows, packing):
     model = MODELS[name]()
     expected = HFTarget(copy.deepcopy(model))
     hasten(model)
@@ -59,7 +59,7 @@ def test_they_say_the_same_of_a_prompt_of_trees_and_of_rows_of_unequal_length(na
             torch.testing.assert_close(forwards[1].hidden[tap], forwards[0].hidden[tap], rtol=1e-4, atol=2e-4)
 
 
-def test_the_first_layers_alone_say_the_same(packing):
+def test_first_layers_alone_are_equal(packing):
     model = build("llama")
     untouched = HFTarget(copy.deepcopy(model))
     hasten(model)
@@ -105,7 +105,7 @@ def test_a_head_learns_through_a_packed_lm_head(packing):
     torch.testing.assert_close(state.grad, expected)
 
 
-def test_a_layer_that_would_say_something_else_stays(monkeypatch):
+def test_layer_with_different_output_is_not_fused(monkeypatch):
     model = build("llama")
     model.model.layers[1].self_attn.scaling *= 2.0
     model.model.layers[1].forward = lambda *args, **named: args[0]  # a layer of somebody's own
@@ -130,7 +130,7 @@ def test_models_of_another_build_stay_as_they_are():
         assert kernels(model) == "transformers"
 
 
-def test_where_the_private_operations_are_missing_nothing_is_packed(monkeypatch):
+def test_nothing_is_packed_without_the_private_operations(monkeypatch):
     packing_pays.cache_clear()
     monkeypatch.setattr(module, "PackedLinear", lambda linear: torch.ops.mkldnn.no_such_operation)
     assert packing_pays(torch.float32) is False

@@ -115,7 +115,7 @@ def test_a_folder_without_safetensors_is_refused(folder, tmp_path):
     assert "holds no .safetensors weights; convert it with" in refused(str(tmp_path))
 
 
-def test_what_is_no_model_is_refused(folder, tmp_path):
+def test_non_models_are_rejected(folder, tmp_path):
     assert "has no config.json" in refused(str(tmp_path))
     assert refused(str(tmp_path / "nothing")) == f"there is no folder {tmp_path / 'nothing'}"
     assert "there is no folder ./nothing" in refused("./nothing")
@@ -150,7 +150,7 @@ def test_wrong_options_are_refused(folder):
     assert "there is no device 'cuda:99' here" in refused(str(folder), device="cuda:99")
 
 
-def test_quantization_says_what_it_lacks(folder, monkeypatch):
+def test_quantization_names_missing_packages(folder, monkeypatch):
     monkeypatch.setattr(place, "find_spec", lambda name: None)
     assert "pip install bitsandbytes" in refused(str(folder), quantization="4bit")
 
@@ -210,7 +210,7 @@ def test_tensors_that_are_missing_are_named(folder, tmp_path):
     assert re.search(r"lacks 1 tensors \(model\.layers\.1\.mlp\.up_proj\.weight is the first\)", refused(path))
 
 
-def test_what_is_no_number_is_noticed(folder, tmp_path):
+def test_nan_weights_are_reported(folder, tmp_path):
     path = edited(folder, tmp_path, lambda tensors: tensors["model.layers.2.mlp.down_proj.weight"].fill_(float("nan")))
     assert "holds NaN or infinity in model.layers.2.mlp.down_proj.weight; fetch it again" in refused(path)
 
@@ -262,8 +262,8 @@ def test_rounding_noise_is_that_of_the_precision():
     assert 0.0 < noise[torch.float32] < 1e-4 and noise[torch.bfloat16] < 0.5
 
 
-def test_what_was_pickled_with_code_is_not_read(tmp_path):
-    torch.save({"a": test_what_was_pickled_with_code_is_not_read}, tmp_path / "medusa_lm_head.pt")
+def test_pickles_with_code_are_rejected(tmp_path):
+    torch.save({"a": test_pickles_with_code_are_rejected}, tmp_path / "medusa_lm_head.pt")
     with pytest.raises(ValueError, match="medusa_lm_head.pt is damaged or not plain weights"):
         open_checkpoint(str(tmp_path))
 
@@ -276,7 +276,7 @@ def test_keys_and_values_are_counted_from_the_config(folder):
     assert found.per_token == target.history_bytes // 20
 
 
-def test_what_went_where_is_said(folder):
+def test_placement_is_reported(folder):
     model = build("llama")
     assert placed(model) == ""
     parts = {
@@ -320,7 +320,7 @@ def wider(tmp_path_factory):
     return str(path)
 
 
-def test_widths_that_cannot_be_held_in_4_bit_are_refused():
+def test_unsupported_4_bit_widths_are_rejected():
     line = refused("stories", quantization="4bit")
     assert line.startswith("stories does not run in 4 bit on this CPU (") and line.endswith("; use 8bit or none")
 

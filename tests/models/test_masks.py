@@ -81,7 +81,7 @@ def test_plans_are_remembered_until_the_history_outgrows_them():
 
 
 @pytest.mark.parametrize("nodes", [0, 1, 5])
-def test_only_a_few_plans_are_kept(nodes):
+def test_plan_cache_is_bounded(nodes):
     masks = Masks((0,), torch.float32, CPU)
     masks.reserve(4)
     first = masks.plan(torch.arange(nodes)[None])

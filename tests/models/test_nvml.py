@@ -38,11 +38,11 @@ class Library:
         (None, []),
     ],
 )
-def test_what_a_gpu_says(monkeypatch, library, reasons):
+def test_gpu_clock_readings(monkeypatch, library, reasons):
     monkeypatch.setattr(machine, "_library", lambda: library)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="abc"))
     assert GpuClock(torch.device("cuda")).reasons() == reasons
 
 
-def test_a_processor_is_not_asked():
+def test_cpu_has_no_gpu_clock():
     assert GpuClock(torch.device("cpu")).reasons() == []

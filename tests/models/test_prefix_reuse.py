@@ -138,7 +138,7 @@ def test_the_same_text_again_is_read_in_its_last_token(name, fed):
     assert target.kept == (PROMPT - 1 if name == "llama" else 0)
 
 
-def test_what_was_cropped_is_not_remembered(target):
+def test_cropped_tokens_are_not_cached(target):
     """As a draft model does whose guess was refused."""
     text, guess, other = texts(1, PROMPT), texts(1, 4, seed=2), texts(1, 2, seed=3)
     alone = text[:, :0]
@@ -176,7 +176,7 @@ def test_other_taps_other_texts_and_batches_are_read_from_their_start(target):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neo", pytest.param("qwen3_next", marks=pinned)])
-def test_rewinding_leaves_what_was_kept(name):
+def test_discard_turn_preserves_the_cached_prefix(name):
     target = Remembering(build(name))
     text = turn(target, texts(1, PROMPT))
     prompt = asked(text)
@@ -207,7 +207,7 @@ def test_memory_grows_by_what_follows_and_is_freed(target):
     assert slab() is None and target.history_bytes == 0
 
 
-def test_where_memory_is_short_nothing_is_remembered_and_nothing_fails(target, monkeypatch):
+def test_short_memory_disables_the_prefix_cache(target, monkeypatch):
     def full(*tensors):
         raise torch.OutOfMemoryError("out of memory")
 

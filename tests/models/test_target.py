@@ -74,7 +74,7 @@ def keep(target, rows, tokens, path):
     assert target.length == [len(row) for row in rows]
 
 
-def test_start_says_the_logits_after_the_prompt(tree_target):
+def test_start_returns_the_logits_after_the_prompt(tree_target):
     prompts = texts(2, PROMPT)
     logits = tree_target.start(prompts).logits
     assert logits.shape == (2, 1, VOCABULARY)
@@ -104,7 +104,7 @@ def test_rows_may_have_trees_of_their_own(tree_target):
 
 
 @pytest.mark.parametrize("slot", range(len(TREE) + 1))
-def test_any_path_can_be_kept(tree_target, slot):
+def test_any_path_can_be_committed(tree_target, slot):
     rows, tokens = texts(1, PROMPT).tolist(), texts(1, len(TREE) + 1, seed=1)
     tree_target.start(torch.tensor(rows))
     tree_target.forward(tokens, torch.tensor([TREE]))
@@ -132,7 +132,7 @@ def test_rows_of_a_batch_keep_paths_of_unequal_length(tree_target):
     check_next(tree_target, rows)
 
 
-def test_a_row_may_have_nothing_to_say(any_target):
+def test_row_may_be_empty(any_target):
     rows = texts(2, PROMPT).tolist()
     any_target.start(torch.tensor(rows))
     for width in (1, 2):
@@ -272,7 +272,7 @@ def test_release_frees_the_history(target):
         target.forward(texts(1, 1), chain(0))
 
 
-def test_what_a_target_says_of_itself():
+def test_target_properties():
     model = build("llama")
     model.generation_config.eos_token_id = [2, 5]
     target = HFTarget(model)
@@ -368,7 +368,7 @@ def drafted(target, rows, layers, length, seed):
             close(said, fresh(short, text + new))
 
 
-def test_the_first_layers_alone_read_behind_the_history(tree_target):
+def test_first_layers_continue_the_cache(tree_target):
     rows = texts(2, PROMPT).tolist()
     tree_target.start(torch.tensor(rows), reserve=2)  # less than follows: the history has to grow
     for step, path in enumerate([[[0, 1], [0, 1, 2, 3]], [[0], [0, 1]]]):

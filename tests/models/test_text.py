@@ -63,7 +63,7 @@ def test_pieces_add_up_to_the_text(text, cut):
 BYTE_LEVEL = byte_level()
 
 
-def test_a_character_cut_into_tokens_appears_once_it_is_whole(tokenizer):
+def test_split_character_appears_when_complete(tokenizer):
     ids = tokenizer("a🙂b")["input_ids"]
     assert len(ids) == 6
     assert pieces(tokenizer, [], ids) == ["a", "", "", "", "🙂", "b", ""]
@@ -91,7 +91,7 @@ def test_special_tokens_add_no_text_and_have_a_name(tokenizer):
     assert token_text(tokenizer, 0) == "<|endoftext|>"
 
 
-def test_spaces_in_front_of_words_are_kept():
+def test_leading_spaces_are_preserved():
     tokenizer = word_pieces()
     assert pieces(tokenizer, [0, 1], [2, 3, 1, 2, 5]) == [" dog", "s", " the", " dog", ".", ""]
     assert [token_text(tokenizer, t) for t in (1, 2, 3, 5)] == [" the", " dog", "s", "."]

@@ -41,7 +41,7 @@ def test_at_its_own_length_a_run_is_itself(guessed, k):
     assert low == value == high == pytest.approx(len(guessed) / len(decode(guessed, k)))
 
 
-def test_what_a_shorter_draft_would_have_kept_behind_a_whole_one_is_bounded():
+def test_simulated_shorter_draft_is_bounded():
     low, value, high = replayed([(4, 4), (0, 4)], 3, 0.5)  # guesses: yes yes yes yes unknown, no
     assert (low, high) == (2.0, 3.0) and value == pytest.approx(6 / 2.5)  # four tokens, then the two at once or not
 
@@ -62,12 +62,12 @@ def test_the_last_chance_goes_on():
 
 
 @pytest.mark.parametrize("rates", [(), (1.5,), (float("nan"),), (0.5,) * 65])
-def test_what_are_no_chances(rates):
+def test_invalid_probabilities(rates):
     with pytest.raises(ValueError, match="acceptance is 1 to 64 chances"):
         Acceptance(rates)
 
 
-def test_a_run_without_drafts_says_nothing():
+def test_run_without_drafts_has_no_acceptance():
     with pytest.raises(ValueError, match="drafted nothing"):
         of_passes([(0, 0)])
 
@@ -92,7 +92,7 @@ def test_heads_are_known_by_position_alone_and_trees_at_their_size():
 
 
 @given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=6), st.integers(1, 8), st.integers(1, 64))
-def test_the_text_that_keeps_most_says_how_wide_all_read(rates, k, batch):
+def test_widest_row_sets_the_verification_width(rates, k, batch):
     kept = Acceptance(tuple(rates))
     assert kept.longest_of(k, 1) == pytest.approx(kept.expected(k))
     assert kept.longest_of(k, batch) <= kept.longest_of(k, batch + 1) + 1e-9 <= k + 1.0 + 1e-6

@@ -73,7 +73,7 @@ def test_every_method_has_a_cost_and_an_interval_around_its_value(method, device
     )
 
 
-def test_the_gain_dies_where_passes_are_bound_by_arithmetic():
+def test_no_gain_when_passes_are_compute_bound():
     found = predict("llama-8b", model="llama-1b", device="laptop-cpu")
     assert found.dies is not None and found.dies > 1
     at, before = (predicted(replace(found.scene, batch=batch)) for batch in (found.dies, found.dies - 1))
@@ -81,7 +81,7 @@ def test_the_gain_dies_where_passes_are_bound_by_arithmetic():
     assert "costs most" in at.sentence and at.loads[-1].k == 0
 
 
-def test_a_recorded_run_says_method_model_and_tokens():
+def test_trace_names_method_model_and_tokens():
     found = predict("stories", trace=RECORDED, device="laptop-cpu")
     assert found.scene.draft.method == "draft_model" and not any("is assumed" in note for note in found.notes)
     assert found.scene.acceptance.exact and found.rows[3].tokens.low is not None
@@ -109,7 +109,7 @@ def test_a_last_position_without_a_rejection_does_not_continue_as_certainty():
     assert found.best_k <= 9 and found.rows[-1].speedup.value < found.rows[4].speedup.value
 
 
-def test_the_sentence_says_when_the_model_does_not_fit():
+def test_sentence_reports_a_model_that_does_not_fit():
     found = predict("llama-8b", method="eagle", device="t4", dtype="float16", batch=32)
     assert not found.fits
     assert found.sentence.endswith("GB and does not fit into this machine's memory (16 GB).")
@@ -176,7 +176,7 @@ def test_bad_input_is_one_line_that_names_the_cure(capsys, monkeypatch, argument
     assert out == "" and err.count("\n") == 1 and line in err
 
 
-def test_the_command_says_it_in_text_and_in_json(capsys):
+def test_command_prints_text_and_json(capsys):
     asked = ["predict", "llama-8b", "--model", "llama-1b", "--device", "h100-sxm,l4", "--batch", "1,32", "--price", "2"]
     assert main(asked) == 0
     told = capsys.readouterr().out

@@ -36,7 +36,7 @@ def test_a_profile_is_read_as_it_was_written(tmp_path):
         ({"passes": [PASSES | {"ms": {"0": {"1": 1.0}}}]}, "passes.0.ms.0"),
     ],
 )
-def test_what_is_no_profile(tmp_path, change, line):
+def test_invalid_profiles(tmp_path, change, line):
     import json
 
     path = tmp_path / "a.json"

@@ -54,7 +54,7 @@ def test_a_batch_touches_more_experts_and_never_more_than_there_are(one, more):
     assert work(found, one, 1, 10, 2.0).weight_bytes <= work(found, one + more, 1, 10, 2.0).weight_bytes
 
 
-def test_a_window_bounds_what_is_kept():
+def test_window_bounds_the_kv_cache():
     config = {"model_type": "x", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100}
     config |= {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
     found = shape_of(config)
@@ -71,7 +71,7 @@ def test_a_window_bounds_what_is_kept():
         ({"quant_method": "something"}, None),
     ],
 )
-def test_what_matrices_are_stored_in(said, bits):
+def test_weight_dtypes(said, bits):
     assert shape_of({**known()["llama-1b"], "quantization_config": said}).bits == bits
 
 

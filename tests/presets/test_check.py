@@ -30,7 +30,7 @@ def wrong(*presets):
     return {answer.name: list(answer.wrong) for answer in answers(presets) if answer.wrong}
 
 
-def test_what_is_right_is_said_in_a_line_and_nothing_is_fetched(hub):
+def test_valid_presets_are_one_line_and_nothing_is_fetched(hub):
     hub.repositories["org/draft"] = {"config.json": b"{}", "medusa_lm_head.pt": b"x" * 2_000_000_000}
     lines = [str(answer) for answer in answers([preset(memory_gb=3), preset(id="same", memory_gb=3)])]
     assert lines == [
@@ -110,7 +110,7 @@ def test_the_command_ends_with_1_where_something_is_wrong(hub, monkeypatch, caps
         ("ENDPOINT", "http://127.0.0.1:1", "specdemo: http://127.0.0.1:1 cannot be reached; try again when it can"),
     ],
 )
-def test_without_a_hub_one_line_says_so(hub, monkeypatch, capsys, name, value, line):
+def test_unreachable_hub_is_one_line(hub, monkeypatch, capsys, name, value, line):
     monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
     assert cli.main(["presets", "--check"]) == 2
     told = capsys.readouterr().err.splitlines()

@@ -71,7 +71,7 @@ def test_a_link_holds_the_differences_alone():
     assert query == "preset=embedded-three-lanes&method2=ngram&k2=6"
 
 
-def test_what_belongs_to_the_machine_is_not_shared():
+def test_machine_settings_are_not_shared():
     assert to_query(BASE.with_changes(device="cpu", dtype="float32"), BASE) == "preset=embedded-draft"
 
 
@@ -79,7 +79,7 @@ def test_no_link_is_the_default_preset():
     assert from_query({}, PRESETS) == from_query("", PRESETS) == (BASE, [])
 
 
-def test_a_prompt_too_long_for_a_link_is_said():
+def test_prompt_too_long_for_a_link_is_reported():
     with pytest.raises(ValueError, match="a link holds a prompt of 2000 characters, this one has 2001"):
         to_query(BASE.with_changes(prompt="a" * 2001), BASE)
 
@@ -172,7 +172,7 @@ def test_a_flood_of_settings_gives_a_few_notes():
     assert notes == ["ignored the link: it has 40000 characters, 20000 at most are read"]
 
 
-def test_any_model_only_where_the_owner_says_so():
+def test_any_model_requires_the_owners_permission():
     query = {"target": "somebody/else", "model": "somebody/small"}
     assert from_query(query, PRESETS)[0] == BASE
     chosen, notes = from_query(query, PRESETS, allow_any_model=True)

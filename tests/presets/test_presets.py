@@ -42,7 +42,7 @@ def test_every_preset_is_what_the_engine_takes(id):
     assert len(chosen.prompt) <= LONGEST_TEXT
 
 
-def test_the_presets_show_what_their_names_say():
+def test_presets_match_their_names():
     assert PRESETS["embedded-draft"].lanes == [Lane(method="draft_model", model="stories-draft-wide", k=4)]
     assert PRESETS["embedded-sampling"].temperature == 0.8
     wide, deep = PRESETS["embedded-draft-wide"], PRESETS["embedded-draft-deep"]

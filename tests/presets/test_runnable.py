@@ -20,13 +20,13 @@ def test_there_are_pairs_for_every_card():
 
 
 @pytest.mark.parametrize("chosen", DOWNLOADED, ids=lambda p: p.id)
-def test_what_is_downloaded_says_what_it_takes(chosen):
+def test_download_size_is_reported(chosen):
     assert chosen.group and chosen.licence and chosen.memory_gb
     assert chosen.memory_gb < int(chosen.group.split()[0])
     assert chosen.gated == chosen.target.startswith(("meta-llama/", "facebook/", "google/gemma-3"))
 
 
-def test_what_cannot_run_says_why():
+def test_unrunnable_preset_reports_the_reason():
     assert why_not(PRESETS["embedded-draft"], NONE) == ""
     assert why_not(PRESETS["qwen3-8b"], NONE) == "it needs a GPU with about 20 GB and there is none"
     assert why_not(PRESETS["qwen3-8b"], SMALL) == "it needs about 20 GB of GPU memory and there are 16"
@@ -43,7 +43,7 @@ def test_the_nearest_does_the_same_with_what_there_is():
     assert all(nearest_runnable(p, LARGE) == p for p in DOWNLOADED)
 
 
-def test_the_page_says_so(monkeypatch):
+def test_page_reports_it(monkeypatch):
     monkeypatch.setattr("specdemo.presets.runnable.this_machine", lambda: NONE)
     assert "cannot run" not in about(PRESETS["embedded-draft"])
     said = about(PRESETS["llama-3.1-8b"])

@@ -67,7 +67,7 @@ def after(words, flag):
         ),
     ],
 )
-def test_vllm_is_told_in_json(settings, config):
+def test_vllm_settings_are_json(settings, config):
     words = command("vllm", **settings)
     assert words[:3] == ["vllm", "serve", "Qwen/Qwen3-8B"] and after(words, "--dtype") == "bfloat16"
     assert json.loads(after(words, "--speculative-config")) == config
@@ -107,7 +107,7 @@ def test_a_pinned_model_is_served_at_its_revision():
     assert after(words, "--speculative-draft-model-revision") == "v1"
 
 
-def test_what_a_server_cannot_do_is_said_in_one_line():
+def test_unsupported_server_feature_is_one_line():
     models = {name: {"model": "some/drafter"} for name in ("draft_model", "medusa", "hydra", "mlp_speculator")}
     models |= {name: {"model": "some/drafter"} for name in ("mtp", "eagle", "dflash", "adaptive", "online")}
     models |= {name: {"model": "some/drafter"} for name in ("cascade", "router")}

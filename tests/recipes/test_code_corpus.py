@@ -75,7 +75,7 @@ def test_wheels_that_cannot_be_fetched_are_one_line(tmp_path: Path, monkeypatch:
     assert "\n" not in str(error.value)
 
 
-def test_documents_are_whole_statements_without_the_licence_above_them() -> None:
+def test_documents_are_complete_statements_without_licence() -> None:
     source = "# Copyright somebody\n\nimport os\n\n\n@cached\n" + FUNCTION + "\n\n# About the next.\n" + module("next")
     found = documents(source)
     assert "\n\n\n".join(found).count("def ") == 4 and "Copyright" not in found[0]
@@ -84,7 +84,7 @@ def test_documents_are_whole_statements_without_the_licence_above_them() -> None
 
 
 @pytest.mark.parametrize("source", ["def f(:\n", "", "x = 1\n", FUNCTION.replace("rows", "é"), f"# {'x' * 200}\n" * 3])
-def test_what_is_no_readable_code_gives_no_documents(source: str) -> None:
+def test_unreadable_code_gives_no_documents(source: str) -> None:
     assert documents(source) == []
 
 

@@ -9,7 +9,7 @@ from tests.recipes.test_code_corpus import FUNCTION
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_an_edit_tells_what_it_did_and_parses(seed: int) -> None:
+def test_edit_states_its_instruction_and_parses(seed: int) -> None:
     told = edit(FUNCTION, random.Random(seed))
     if told is None:  # too long for what the dice said
         return

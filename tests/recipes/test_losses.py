@@ -15,7 +15,7 @@ def case(
     return hidden, weight, p, best.indices.to(torch.int16), best.values
 
 
-def test_all_entries_kept_is_dense_forward_kl() -> None:
+def test_all_entries_give_dense_forward_kl() -> None:
     hidden, weight, p, indices, probs = case(20, kept=40)
     logits = hidden @ weight.T
     dense = -(p * torch.log_softmax(logits, -1)).sum(-1).mean()

@@ -102,7 +102,7 @@ def test_a_target_goes_on_from_its_weights(corpus: Path, tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("best, share", [(0.3, 0.3), (0.0, 0.0), (0.9, 0.5)])
-def test_the_weights_a_run_began_with_are_averaged_in_where_that_helps(best: float, share: float) -> None:
+def test_start_weights_are_averaged_if_that_helps(best: float, share: float) -> None:
     model = torch.nn.Linear(2, 1, bias=False)
     torch.nn.init.ones_(model.weight)
     start = {"weight": torch.zeros(1, 2, dtype=torch.bfloat16)}
@@ -208,7 +208,7 @@ def test_a_card_can_be_written_for_an_older_run(corpus: Path, tmp_path: Path, ti
     assert text.startswith("# stories\n") and "train stories-target" in text and "- remark: Stopped once.\n" in text
 
 
-def test_a_deepened_model_says_what_the_shallow_one_did() -> None:
+def test_deepened_model_equals_the_shallow_one() -> None:
     shallow = build(Shape(2, 32, 48, 2), 64).eval()
     deep = build(Shape(5, 32, 48, 2), 64).eval()
     deep.load_state_dict(to_depth(shallow.state_dict(), 5))

@@ -144,7 +144,7 @@ def test_two_deployments_and_their_counters(good):
     assert {m.lane for m in replay(trace) if isinstance(m, LaneDone)} == {0, 1}
 
 
-def test_everything_a_server_might_choose_by_itself_is_asked_for(good):
+def test_request_sets_every_sampling_parameter(good):
     good.asked.clear()  # of a model that is not here, so that nobody knows whether it chats
     run(
         spec(good.address, good.address, target="some/model", temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=3),
@@ -184,7 +184,7 @@ def test_a_speed_up_does_not_depend_on_how_a_server_sends_its_text(bunch):
     assert any("arrived in bunches" in reason for reason in row["reasons"]) == (bunch > 1) == row["noisy"]
 
 
-def test_a_servers_own_times_are_told_and_what_they_say_otherwise():
+def test_server_times_and_their_deviation_are_reported():
     times = {"ttft_ms": 50.0, "decode_ms": 476.0}
     baseline, agrees = (heard(TRUE_PACE, told) for told in ({}, times))
     late = heard([seconds + 1.0 for seconds in TRUE_PACE], times)
@@ -204,7 +204,7 @@ def test_a_servers_own_times_are_told_and_what_they_say_otherwise():
 
 
 @pytest.mark.parametrize(("others", "tokens_a_pass"), [(0, 3.5), (4, None)])
-def test_llama_cpps_counters_are_told_where_they_count_this_answer_alone(others, tokens_a_pass):
+def test_llamacpp_counters_of_one_answer_are_reported(others, tokens_a_pass):
     name = "llamacpp:spec_decode_num_"
     counted = f"{name}drafts_total 2\n{name}draft_tokens_total {8 + others}\n{name}accepted_tokens_total 5\n"
     timings = {"draft_n": 8, "draft_n_accepted": 5}
@@ -215,7 +215,7 @@ def test_llama_cpps_counters_are_told_where_they_count_this_answer_alone(others,
     assert remote.source.startswith("llama.cpp's count")
 
 
-def test_tokens_that_are_told_only_as_a_sum():
+def test_tokens_reported_only_as_a_total():
     with completion_server([piece("a b c"), piece(" d"), piece("", total=9, finish="length")]) as server:
         lane = run(spec(server.address, server.address), server.address).lanes[1]
     assert not lane.remote.counted and lane.summary["tokens"] == 9 and lane.summary["itl_ms_p50"] is None
@@ -223,7 +223,7 @@ def test_tokens_that_are_told_only_as_a_sum():
     assert lane.summary["tokens_per_s"] == pytest.approx(9 / seconds, rel=0.01)  # from the request on
 
 
-def test_tokens_that_are_not_told_at_all_are_unknown():
+def test_unreported_tokens_are_unknown():
     with completion_server([piece("a b c"), piece(" d", finish="stop")]) as server:
         lane = run(spec(server.address, server.address), server.address).lanes[1]
     assert lane.summary["tokens"] is None and lane.summary["tokens_per_s"] is None and lane.summary["ttft_ms"] > 0
@@ -284,7 +284,7 @@ def test_an_answer_that_breaks_fails_its_lane_alone(good, monkeypatch, pieces, r
 
 
 @pytest.mark.parametrize("status", [401, 404, 500])
-def test_a_refusal_is_told_without_the_key(good, monkeypatch, status):
+def test_error_does_not_contain_the_key(good, monkeypatch, status):
     monkeypatch.setenv(remote.KEY, "hush-hush")
     refusal = lambda path, body: (status, {"error": {"message": "wrong key hush-hush"}})  # noqa: E731
     with completion_server(GOOD, refusal=refusal) as bad:
@@ -321,7 +321,7 @@ def test_stop_reaches_a_silent_server(good):
     assert message.trace.lanes[1].finish == "cancelled" and message.trace.lanes[1].text == "Once"
 
 
-def test_only_listed_servers_are_asked(good, monkeypatch):
+def test_only_listed_servers_are_contacted(good, monkeypatch):
     with pytest.raises(ValueError, match=f"server {good.address} is not listed; whoever runs specdemo lists it"):
         Session().load(spec(good.address, None))
     monkeypatch.setenv(LISTED, f" {good.address.removeprefix('http://')}/v1 ,https://gpu-box")
@@ -332,7 +332,7 @@ def test_only_listed_servers_are_asked(good, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["", "ftp://a", "http://", "http://a:b", "http://a b", "http://a?x=1"])
-def test_what_is_no_address(text):
+def test_invalid_addresses(text):
     with pytest.raises(ValueError, match="must be like http://host:port"):
         address(text)
 

@@ -50,12 +50,12 @@ def test_prompt_lookup_looks_for_one_length():
         (["embedded-draft", "--gpus", "2"], "llama.cpp is started on the CPU; leave --gpus out"),
     ],
 )
-def test_what_it_cannot_serve_is_refused_before_anything_starts(arguments, reason, engine, capsys):
+def test_unsupported_lane_is_rejected_before_start(arguments, reason, engine, capsys):
     assert main(["run", *arguments, "--engine", "llamacpp", "--command", str(engine)]) == 2
     assert reason in capsys.readouterr().err and not (engine.parent / "started").exists()
 
 
-def test_without_its_packages_it_says_how_to_get_them(monkeypatch, capsys):
+def test_missing_packages_are_named_with_the_install_command(monkeypatch, capsys):
     monkeypatch.setattr(starting, "find_spec", lambda name: None)
     assert main(["serve", "embedded-draft", "--engine", "llamacpp"]) == 2
     assert "pip install xllamacpp gguf" in capsys.readouterr().err

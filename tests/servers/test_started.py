@@ -37,7 +37,7 @@ def test_a_race_on_engines_that_are_started_for_it(engine, tmp_path):
     assert gone(engine)
 
 
-def test_what_the_installed_version_has_not_is_refused_before_anything_starts(engine, capsys):
+def test_missing_feature_is_rejected_before_start(engine, capsys):
     command = ["run", "--engine", "vllm", "--command", str(engine)]
     assert main([*command, "embedded-ngram"]) == 2
     assert "vLLM 9.9 has no method 'ngram'" in capsys.readouterr().err
@@ -59,7 +59,7 @@ def test_a_cpu_has_one_way_of_attention(engine):
         (["--engine", "vllm", "--server", "http://127.0.0.1:1"], "give one of them"),
     ],
 )
-def test_bad_input_is_told_in_one_line(arguments, reason, capsys):
+def test_bad_input_is_one_line(arguments, reason, capsys):
     assert main(["run", "embedded-draft", *arguments]) == 2
     assert reason in capsys.readouterr().err
 
@@ -115,7 +115,7 @@ def test_a_load_on_engines_that_are_started_for_it(engine, capsys):
     assert gone(engine)
 
 
-def test_a_schedule_is_told_as_vllm_takes_it():
+def test_schedule_uses_the_vllm_format():
     fleet = Fleet.of(suite("load", servers=["http://127.0.0.1:1", "http://127.0.0.1:2"], ks=(4,)), (0, 4))
     told = json.loads(fleet.lane(4, [[1, 3, 4], [4, 8, 0]]).command[-1])
     assert told["num_speculative_tokens_per_batch_size"] == [[1, 3, 4], [4, 8, 0]]

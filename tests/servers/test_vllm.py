@@ -147,7 +147,7 @@ def drafter(case, program, target, monkeypatch):
     return made
 
 
-def test_the_same_text_and_the_same_drafts_kept(case, program, answers, target, monkeypatch):
+def test_output_and_accepted_drafts_equal_vllm(case, program, answers, target, monkeypatch):
     ours = drafter(case, program, target, monkeypatch)
     config = GenerationConfig(TOKENS, budget=case.lane.budget)
     for prompt, (ids, kept) in zip(case.prompts, answers, strict=True):
@@ -164,7 +164,7 @@ def test_our_sampled_text_is_distributed_as_vllms_plain(case, sampled, target):
     alike(sampled, ours, case.lane.budget, target)
 
 
-def test_vllms_sampled_text_is_distributed_as_ours(case, program, target):
+def test_vllm_sampled_output_has_the_same_distribution(case, program, target):
     if not program.there.gpus:
         pytest.skip("vLLM 0.32 for CPUs divides drafted logits by memory that nobody wrote (docs/servers.md)")
     with serving(case, program, 1) as server:

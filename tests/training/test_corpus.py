@@ -13,7 +13,7 @@ def test_a_corpus_is_split_by_its_files(tmp_path: Path) -> None:
     assert corpus.valid == ["three"]
 
 
-def test_without_a_held_out_file_every_hundredth_document_is_held_out(tmp_path: Path) -> None:
+def test_default_validation_split_is_every_hundredth_document(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(END.join(str(i) for i in range(150)), encoding="utf-8")
     corpus = read_corpus(tmp_path)
     assert corpus.valid == ["0", "100"]

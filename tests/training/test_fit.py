@@ -127,7 +127,7 @@ def test_muon_takes_the_hidden_matrices_alone() -> None:
     assert rest == {id(p) for p in module.parameters()} - {id(module.hidden.weight)}
 
 
-def test_provenance_says_what_ran(tmp_path: Path) -> None:
+def test_provenance_names_the_run(tmp_path: Path) -> None:
     history = History(step=3, tokens=72, seconds=3.0, evaluations=[{"step": 3, "loss": 0.5}])
     write_provenance(tmp_path, history, recipe="r", data_sha256="abc")
     facts = json.loads((tmp_path / "provenance.json").read_text(encoding="utf-8"))
@@ -194,7 +194,7 @@ def test_a_full_disk_leaves_the_checkpoint_and_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_run_behind_a_step_that_is_saved(number: signal.Signals, tmp_path: Path) -> None:
+def test_signal_ends_a_run_after_saving_a_step(number: signal.Signals, tmp_path: Path) -> None:
     handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
 
     def signalled(progress: float, step: int) -> tuple[Tensor]:

@@ -58,7 +58,7 @@ def test_without_a_corpus_the_target_writes_the_text(material: Material) -> None
     assert not any(bool((row == material.text.tokens).all(-1).any()) for row in material.held_out.tokens)
 
 
-def test_what_is_gathered_is_not_written_again(
+def test_cached_dataset_is_not_rebuilt(
     target: HFTarget, material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = gather(target, tmp_path, PLAN)

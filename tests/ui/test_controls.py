@@ -28,7 +28,7 @@ def values():
     return to_values(preset("embedded-three-lanes"))
 
 
-def test_a_browser_may_send_whole_numbers_as_floats(values):
+def test_browser_integers_may_arrive_as_floats(values):
     values[place("k", 1)], values[place("seed")] = 7.0, 3.0
     chosen = from_values(values)
     assert (chosen.lanes[1].k, chosen.seed) == (7, 3) and type(chosen.seed) is int
@@ -47,7 +47,7 @@ def test_a_method_without_a_model_drops_the_hidden_one(values):
     assert lane.model is None and lane.options == {"max_n": 5}
 
 
-def test_what_a_wrapper_wraps_decides_whether_a_model_is_named(values):
+def test_wrapped_method_decides_whether_a_model_is_named(values):
     assert needs_model("adaptive", {"drafter": "draft_model"}) and not needs_model("adaptive", {"drafter": "ngram"})
     assert not needs_model("ngram", {"drafter": "draft_model"})  # an option that another method left behind
     values[place("method", 0)] = "adaptive"
@@ -110,7 +110,7 @@ def test_edits_made_before_the_link_was_read_stay():
     assert (updates["drawn-2"], updates["drawn-3"]) == (1, 1)
 
 
-def test_a_preset_chosen_before_the_link_was_read_stays_whole():
+def test_preset_selected_before_the_link_stays_complete():
     assert untouched(to_values(preset("embedded-ngram")))[0] == {}
 
 
@@ -208,7 +208,7 @@ def test_a_lane_may_run_on_a_server_that_the_operator_listed(values, monkeypatch
     assert controls._servers(None) == [("this machine", "")]
 
 
-def test_what_is_folded_away_is_named():
+def test_hidden_settings_are_named():
     assert controls.in_force("text", 0, 1, 0, 0, 0, 160, "race") == (
         "Settings: raw completion · greedy · at most 160 tokens · lanes in turn"
     )

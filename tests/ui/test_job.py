@@ -20,7 +20,7 @@ def visitor(name):
     return SimpleNamespace(session_hash=name)
 
 
-def test_beyond_the_budget_the_job_goes_that_was_not_asked_for_for_the_longest_time():
+def test_least_recently_used_job_is_evicted():
     store = Store(3 * ENTRY + 250)
     a, b, c = (Text("x" * 100) for _ in range(3))
     store.put(("a", ""), a)
@@ -35,7 +35,7 @@ def test_beyond_the_budget_the_job_goes_that_was_not_asked_for_for_the_longest_t
     assert store.size == 0
 
 
-def test_whatever_pages_call_themselves_what_is_kept_of_them_is_bounded():
+def test_storage_per_page_is_bounded():
     jobs, budget = Jobs("race", Store(100 * ENTRY)), 100 * ENTRY
     for i in range(1000):
         jobs.keep(visitor(f"page {i}"), Text("x" * 100))
@@ -43,7 +43,7 @@ def test_whatever_pages_call_themselves_what_is_kept_of_them_is_bounded():
     assert jobs.last(visitor("page 999")) is not None
 
 
-def test_a_text_is_kept_until_the_page_has_it():
+def test_text_is_stored_until_delivered():
     jobs = Jobs("race")
     shown = list(jobs.run(lambda *_: Text("begun ", lambda *_: iter(["a ", "b"])), visitor("a"), {}))
     job = jobs.last(visitor("a"))
@@ -51,7 +51,7 @@ def test_a_text_is_kept_until_the_page_has_it():
     assert jobs.ask_to_stop(visitor("a")) == jobs.stop(visitor("a")) == {}
 
 
-def test_a_job_of_a_page_that_was_closed_is_not_kept_again():
+def test_job_of_a_closed_page_is_not_stored_again():
     jobs = Jobs("race")
     shown = jobs.run(lambda *_: Text("begun ", lambda *_: iter("ab")), visitor("a"), {})
     next(shown)

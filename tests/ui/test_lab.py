@@ -80,7 +80,7 @@ def test_a_tab_that_is_closed_stops_the_training(trainer):
     assert trainer.stopped
 
 
-def test_the_engine_is_held_while_it_trains(trainer):
+def test_engine_is_locked_during_training(trainer):
     lock = lab.live().session().lock
     training = Training("medusa", 1.0)
     with lock:
@@ -91,7 +91,7 @@ def test_the_engine_is_held_while_it_trains(trainer):
     lock.release()
 
 
-def test_what_is_wrong_is_one_line(trainer, monkeypatch):
+def test_invalid_input_is_one_line(trainer, monkeypatch):
     assert "unknown recipe" in last(ASKED | {"recipe": "elephant"})
     trainer.fails = True
     assert lines(last(ASKED))[-1]["text"] == "no text to learn from"

@@ -99,7 +99,7 @@ def test_a_trace_file_opens(tmp_path):
         (b" " * (FILE.bytes + 1), "16 MB at most"),
     ],
 )
-def test_what_is_no_trace_is_refused_in_one_line(tmp_path, content, message):
+def test_non_traces_are_rejected_in_one_line(tmp_path, content, message):
     path = tmp_path / "trace.json"
     path.write_bytes(content)
     _, error = open_trace(str(path)).text.splitlines()
@@ -142,7 +142,7 @@ def test_a_run_that_fails_while_loading_leaves_the_one_on_show_exportable(monkey
 
 
 @pytest.mark.parametrize(("before", "kept"), [(0, False), (1, True)])
-def test_a_run_that_never_began_keeps_no_preset_from_being_shown(monkeypatch, before, kept):
+def test_unstarted_run_does_not_block_presets(monkeypatch, before, kept):
     session, visitor = Session(0), SimpleNamespace(session_hash="a", query_params={})
     session.runs = 1 - before
     monkeypatch.setattr(live, "session", lambda: session)

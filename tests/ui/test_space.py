@@ -56,7 +56,7 @@ def lines(text):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="GPUs are lent on Linux, to forked processes")
-def test_on_a_lent_gpu_the_engine_runs_in_a_forked_process():
+def test_zero_gpu_runs_in_a_forked_process():
     paths = os.pathsep.join(["tests/ui/zero_gpu", "."])
     settings = os.environ | {"SPACES_ZERO_GPU": "1", "SPACE_ID": "someone/specdemo", "PYTHONPATH": paths}
     ran = subprocess.run([sys.executable, "-c", ZERO_GPU], env=settings, capture_output=True, text=True, timeout=120)
@@ -74,14 +74,14 @@ def test_on_a_lent_gpu_the_engine_runs_in_a_forked_process():
     assert compared.startswith("no GPU for this run")  # a script is never given another run than its own
 
 
-def test_without_zero_gpu_nothing_is_lent(monkeypatch):
+def test_no_quota_without_zero_gpu(monkeypatch):
     monkeypatch.syspath_prepend("tests/ui/zero_gpu")
     monkeypatch.delenv("SPACES_ZERO_GPU", raising=False)
     assert space.lent(lambda: 1)(build) is build
     assert not space.zero_gpu() and not live.ELSEWHERE
 
 
-def test_the_estimate_grows_with_the_run_and_stays_below_what_is_lent():
+def test_duration_estimate_grows_and_stays_below_the_quota():
     short, long = (preset("embedded-draft").with_changes(max_new_tokens=n).checked() for n in (32, 1024))
     assert space.seconds(short) < space.seconds(long) < space.LEND_S
     large = load_presets()["qwen3-8b"].checked()
@@ -161,7 +161,7 @@ def recorded_qwen(preset_id):
     return trace
 
 
-def test_a_public_machine_without_a_gpu_shows_the_recorded_run_and_says_why(public, monkeypatch):
+def test_public_page_without_gpu_shows_the_recorded_run_with_a_reason(public, monkeypatch):
     monkeypatch.setattr(live, "best", lambda: torch.device("cpu"))
     monkeypatch.setattr(live, "session", None)
     monkeypatch.setattr(live, "recorded", lambda preset_id: None)

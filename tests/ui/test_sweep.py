@@ -146,7 +146,7 @@ def test_limits_hold_whatever_a_client_sends(bench, values, message):
     assert lines(text)[-1]["type"] == "error" and message in lines(text)[-1]["text"] and bench.asked is None
 
 
-def test_what_the_suite_refuses_is_one_line(bench):
+def test_suite_error_is_one_line(bench):
     bench.fails = True
     assert lines(last(VALUES))[-1] == {
         "type": "error",
@@ -180,7 +180,7 @@ def test_a_result_without_speed_ups_is_a_table_alone(bench, tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[" * 100_000, b'{"schema": 1}', b" " * 5_000_000])
-def test_what_is_no_result_is_one_line_and_leaves_the_one_on_show(bench, tmp_path, content):
+def test_invalid_result_is_one_line_and_changes_nothing(bench, tmp_path, content):
     sweeps, path = Sweeps("sweep"), tmp_path / "r.json"
     list(sweeps.run(begin, VISITOR, VALUES))
     path.write_bytes(content)

@@ -38,7 +38,7 @@ def test_a_log_opens_with_its_run_and_closes_with_the_comparison(lines):
     assert lines[-1]["comparison"][0]["verdict"] == "identical" and "Faster" in lines[-1]["comparison"][0]["why"]
 
 
-def test_of_a_lane_on_a_server_nothing_is_claimed_but_what_it_told():
+def test_server_lane_shows_only_reported_values():
     trace = remote_trace()
     assert from_json(to_json(trace)) == trace
     lines = [json.loads(line) for line in replayed(trace).text.splitlines()]
@@ -55,7 +55,7 @@ def test_of_a_lane_on_a_server_nothing_is_claimed_but_what_it_told():
     assert len(rows) == len(HOSTILE) and {(row["kind"], row["token_id"]) for row in rows} == {("unknown", "-1")}
 
 
-def test_two_logs_never_open_alike():
+def test_logs_have_different_openings():
     assert Log().text != Log().text
 
 
@@ -88,7 +88,7 @@ def test_fates(drafted, parents, path, expected):
     assert fates(step(drafted, parents, path, [9] * len(path))) == expected
 
 
-def test_what_lies_behind_the_end_of_the_text_is_not_reached():
+def test_tokens_after_the_end_are_not_verified():
     assert fates(step([5, 6, 7], [0, 1, 2], [0, 1, 2, 3], [5])) == ["accepted", "not reached", "not reached"]
 
 
@@ -127,7 +127,7 @@ def test_csv_has_every_token_once_and_every_refused_draft():
         assert all(r["exact"] == "true" for r in mine)
 
 
-def test_a_lossy_lane_says_so_in_the_trace_the_log_the_summary_and_the_csv():
+def test_lossy_lane_is_marked_in_trace_log_summary_and_csv():
     trace = hostile_trace()
     trace.lanes[1].exact = False
     assert from_json(to_json(trace)).lanes[1].exact is False

@@ -64,7 +64,7 @@ def test_the_run_on_show_comes_first_and_fills_the_controls(race):
     assert other["start"]["value"] == "embedded-bytes"
 
 
-def test_a_race_is_asked_about_on_an_h100(race):
+def test_race_is_predicted_on_an_h100(race):
     updates = questions(race, own=False).ask(
         VISITOR, VALUES | {"machine": "l4", "k": 12, "batch": 64, "draft": "eagle"}
     )
@@ -74,7 +74,7 @@ def test_a_race_is_asked_about_on_an_h100(race):
     assert told["at"] == {"k": updates["state"].k, "batch": 64}
 
 
-def test_what_cannot_be_foretold_is_no_start_and_said_in_one_line(race):
+def test_unpredictable_lane_is_one_line(race):
     race.lanes[1].method, race.lanes[2].exact = "adaptive", False
     try:
         assert questions(race).open(VISITOR, VALUES)["start"]["value"] == DEFAULT
@@ -112,12 +112,12 @@ def test_a_precision_that_a_machine_lacks_is_left_for_one_it_has():
 @pytest.mark.parametrize(
     ("values", "words"), [({"target": "../x"}, "unknown target '../x'"), ({"draft": "magic"}, "magic")]
 )
-def test_what_no_control_offers_is_refused_in_one_line(values, words):
+def test_values_without_control_are_rejected(values, words):
     told = changed(**values)
     assert [*told] == ["error"] and words in told["error"] and "\n" not in told["error"]
 
 
-def test_the_sentence_says_what_limits_and_what_would_be_better():
+def test_sentence_names_bottleneck_and_better_k():
     start = recorded_start(DEFAULT)
     told = changed(kept="own", rate=0.3, k=16)
     best = foretold(start, VALUES | {"state": start, "kept": "own", "rate": 0.3}).best_k
