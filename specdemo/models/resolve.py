@@ -17,6 +17,11 @@ from specdemo.models import hub
 from specdemo.models.hub import LoadProgress, embedded_folder
 
 SUMS = "SHA256SUMS"
+WEIGHTS = (".safetensors", ".pt", ".bin", ".pth")
+NO_GGUF = (
+    "GGUF, which specdemo does not load itself; serve it with llama.cpp (llama-server -m FILE.gguf --port 8080), "
+    "LM Studio or Ollama and give the address with --server, or choose the original model with safetensors weights"
+)
 DESCRIPTION = Bounds(64_000_000, 2_000_000, 600_000)  # a tokenizer, an index: the largest public one has half of it
 
 
@@ -42,9 +47,12 @@ def locate(name: str, pickled: Sequence[str] = ()) -> Path | hub.Repository:
     folder = Path(path)
     if not name.strip():
         raise ValueError("name a model: a folder, a Hugging Face id or one that ships with the project")
+    if name.lower().endswith(".gguf"):
+        raise ValueError(f"{name} is {NO_GGUF}")
     if folder.is_file():
         raise ValueError(f"{name} is a file; give the folder it is in")
     if folder.is_dir():
+        _check_not_gguf(name, [file.name for file in folder.iterdir()])
         return _readable(folder)
     if _is_path(name):
         raise ValueError(f"there is no folder {name}")
@@ -52,7 +60,9 @@ def locate(name: str, pickled: Sequence[str] = ()) -> Path | hub.Repository:
         raise ValueError(f"{name!r} is neither a folder nor a Hugging Face id (organisation/model, or with @revision)")
     if hub.offline():
         return hub.cached(path)
-    found = hub.described(path, hub.ask(path), pickled)
+    info = hub.ask(path)
+    _check_not_gguf(name, [file.rfilename for file in info.siblings or []])
+    found = hub.described(path, info, pickled)
     if not pickled and "config.json" not in found.files:
         raise ValueError(f"{name} has no config.json; it is not a transformers model")
     if not found.weights:
@@ -60,11 +70,17 @@ def locate(name: str, pickled: Sequence[str] = ()) -> Path | hub.Repository:
     return found
 
 
+def _check_not_gguf(name: str, files: Sequence[str]) -> None:
+    """Raise ValueError where the only weights among the files are GGUF."""
+    if any(file.lower().endswith(".gguf") for file in files) and not any(file.endswith(WEIGHTS) for file in files):
+        raise ValueError(f"{name} holds only {NO_GGUF}")
+
+
 def _readable(folder: Path) -> Path:
     """The folder again. Raises ValueError when what is to be read of it is no file, or one without measure."""
     for file in folder.iterdir():
         described = file.suffix in (".json", ".txt", ".model", ".jinja")
-        if file.exists() and (described or file.suffix in (".safetensors", ".pt", ".bin", ".pth")):
+        if file.exists() and (described or file.suffix in WEIGHTS):
             check_regular(file, DESCRIPTION.bytes if described else None)
     return folder
 

@@ -108,6 +108,7 @@ def test_progress_reports_bytes_and_time_left(monkeypatch):
         ("org/tiny@v2", "org/tiny has no revision 'v2'; name a branch, a tag or a commit, or leave @v2 out"),
         ("org/gated", "org/gated is gated; accept its licence on huggingface.co/org/gated and log in with: hf auth"),
         ("org/pickled", "org/pickled holds no .safetensors weights; choose a model that does"),
+        ("org/gguf", r"org/gguf holds only GGUF, which specdemo does not load itself; serve it with llama.cpp \("),
         ("org/empty", "org/empty has no config.json; it is not a transformers model"),
         ("org/tiny@v 2", "'org/tiny@v 2' is neither a folder nor a Hugging Face id"),
     ],
@@ -115,6 +116,7 @@ def test_progress_reports_bytes_and_time_left(monkeypatch):
 def test_unavailable_model_is_one_line(server, repositories, name, line):
     config = repositories["org/tiny"]["config.json"]
     repositories |= {"org/gated": {}, "org/empty": {}, "org/pickled": {"config.json": config, "pytorch_model.bin": b""}}
+    repositories["org/gguf"] = {"config.json": config, "model-Q4_K_M.gguf": b"", "model-Q8_0.gguf": b""}
     server.gated.add("org/gated")
     assert re.match(line, refused(name))
     assert not [file for file, _ in server.requests if not file.endswith(".json")]

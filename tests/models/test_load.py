@@ -24,7 +24,7 @@ from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
 from specdemo.models import hub, load, place
-from specdemo.models.checkpoints import open_checkpoint
+from specdemo.models.checkpoints import open_checkpoint, outline_checkpoint
 from specdemo.models.footprint import Precision, measure
 from specdemo.models.load import LoadedModel, load_model, load_target, outline
 from specdemo.models.pass_cost import VerifyCost, rounding_noise, verify_cost
@@ -121,6 +121,25 @@ def test_non_models_are_rejected(folder, tmp_path):
     assert "there is no folder ./nothing" in refused("./nothing")
     assert "is a file; give the folder" in refused(str(folder / "config.json"))
     assert "neither a folder nor a Hugging Face id" in refused("a model")
+
+
+@pytest.mark.parametrize("read", [load_model, outline, open_checkpoint, outline_checkpoint, load_target])
+def test_a_gguf_file_or_a_folder_of_them_is_answered_with_what_works(folder, tmp_path, read):
+    (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
+    (tmp_path / "config.json").write_text("{}")
+    for name in (tmp_path, tmp_path / "model-Q4_K_M.gguf", tmp_path / "absent.GGUF"):
+        with pytest.raises(ValueError) as caught:
+            read(str(name))
+        line = str(caught.value)
+        assert line.startswith(f"{name} ") and "GGUF, which specdemo does not load" in line and "\n" not in line
+        for way in ("llama-server -m", "LM Studio", "Ollama", "--server", "safetensors"):
+            assert way in line
+
+
+def test_a_gguf_file_beside_whole_weights_is_no_obstacle(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "both")
+    (tmp_path / "both" / "model.gguf").write_bytes(b"GGUF")
+    assert load_model(str(tmp_path / "both")).name
 
 
 def test_code_in_a_repository_is_never_run(folder, tmp_path):
