@@ -167,7 +167,8 @@ def bench(
     suite_name: Annotated[str, typer.Argument(metavar="SUITE", help="One of those above.")],
     out: Annotated[Path | None, typer.Option(help="Write the numbers (JSON) there; of suite gpu a folder.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with the plot there; it needs nothing else.")] = None,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the lanes as the README's table.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
+    as_json: AsJson = False,
     **asked: object,
 ) -> None:
     if suite_name in suites() and takes(suite_name, "folder"):  # it writes while it measures
@@ -178,7 +179,7 @@ def bench(
     chosen = suite(suite_name, **{n: OPTIONS[n].read(value) for n, value in asked.items() if value is not None})
 
     from specdemo.bench.report import bench_report, markdown
-    from specdemo.bench.result import write_result
+    from specdemo.bench.result import to_json, write_result
     from specdemo.engine.loop import never
 
     for path in (out, html):
@@ -188,7 +189,7 @@ def bench(
         result = chosen.run(_moves(bar), never)
     if out is not None:
         write_result(result, out)
-    print(markdown(result) if as_markdown else bench_report(result))
+    print(to_json(result) if as_json else markdown(result) if as_markdown else bench_report(result))
     if html is not None:
         from specdemo.bench.page import write_page
 

@@ -11,6 +11,7 @@ from specdemo.engine.cost import prediction
 from specdemo.prediction.predict import Prediction
 
 NONE = "-"
+README = ("lane", "tokens/s", "speed-up", "tokens/pass")  # columns of the README's table; acceptance may be missing
 
 
 def race_report(trace: RunTrace) -> str:
@@ -98,7 +99,8 @@ def bench_report(result: Result) -> str:
 
 
 def markdown(result: Result) -> str:
-    """The lanes as a table for a README, the fastest first, below what they were measured on and how noisy that was."""
+    """Return the result as a Markdown table after the conditions of the measurement: the README's columns, fastest lane
+    first, if every row has them, else all columns."""
     where = result.environment
     versions = where.get("versions", {})
     counts = ("prompts", "new_tokens")
@@ -106,18 +108,27 @@ def markdown(result: Result) -> str:
     parts = [
         str(where["device"]),
         f"{where['threads']} thread{'s' * (where['threads'] != 1)}" if where.get("threads") else None,
-        where["dtype"],
+        str(where["dtype"]),
         f"torch {versions['torch']}" if "torch" in versions else None,
         where.get("date"),
         f"commit `{str(where['commit'])[:7]}`" if where.get("commit") else None,
         *asked,
         conditions(result),
     ]
-    rows = sorted(result.rows, key=lambda row: -ends(row["speed-up"])[0])
-    lines = [_in_markdown(row) for row in rows if row.get("category", ALL) == ALL]
-    head = ["| lane | tokens/s | speed-up | drafted tokens kept | tokens per target pass |", "|---|---|---|---|---|"]
     said = [", ".join(filter(None, parts)) + ".", *result.remarks, *filter(None, [noisy(result)])]
-    return "\n".join([" ".join(said), "", *head, *lines])
+    return "\n".join([" ".join(said), "", *_markdown_table(result)])
+
+
+def _markdown_table(result: Result) -> list[str]:
+    rows = [row for row in result.rows if row.get("category", ALL) == ALL]
+    complete = all(row.get(name) is not None for row in rows for name in README)
+    if complete and len({row["lane"] for row in rows}) == len(rows):
+        rows = sorted(rows, key=lambda row: -ends(row["speed-up"])[0])
+        head = "| lane | tokens/s | speed-up | drafted tokens kept | tokens per target pass |"
+        return [head, "|---|---|---|---|---|", *map(_in_markdown, rows)]
+    names = list(dict.fromkeys(name for row in result.rows for name in row))
+    lines = [[_cell(row.get(name)).replace("|", "\\|") for name in names] for row in result.rows]
+    return [f"| {' | '.join(cells)} |" for cells in (names, ["---"] * len(names), *lines)]
 
 
 def _in_markdown(row: dict[str, Any]) -> str:
@@ -145,7 +156,7 @@ def _cell(value: object) -> str:
         return f"{number:.4g}" + ("" if low is None or high is None else f" [{low:.4g} {high:.4g}]")
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
-    return NONE if value is None else str(value)
+    return NONE if value is None else visible(str(value)).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def _number(value: float | None, form: str) -> str:

@@ -1,0 +1,162 @@
+"""Every suite's result as a table, Markdown, JSON and a page: recorded ones, and short runs of the other suites."""
+
+import json
+from contextlib import contextmanager, nullcontext
+from itertools import islice
+
+import pytest
+import torch
+
+import benchmarks
+from benchmarks import beside, fairness, floor, lengths, peers, trust, vocabularies, what_if
+from benchmarks.gpu import run
+from benchmarks.pairs import Size, random_pair
+from specdemo.bench import suites as registry
+from specdemo.bench import sweeps
+from specdemo.bench.page import write_page
+from specdemo.bench.report import bench_report, markdown
+from specdemo.bench.result import read_result, recorded_suite, to_json
+from specdemo.bench.suites import suite, suites
+from specdemo.engine.loop import never
+from specdemo.prediction.profiles import profiles
+from specdemo.presets.files import preset
+
+RECORDED = ("k", "methods", "batch", "prompt", "temperature", "depth-width", "text", "losslessness", "load")
+SHORT = {"repeats": 1, "new_tokens": 4}
+TINY = Size(layers=2, hidden=32, feed_forward=48, heads=2, kv_heads=1, vocabulary=97, draft_layers=1)
+
+
+def silent(share, what):
+    assert 0.0 <= share <= 1.0
+
+
+def short(name, **options):
+    return suite(name, **{"repeats": 1, **options}).run(silent, never)
+
+
+def pair():
+    return random_pair("tiny", TINY, torch.device("cpu"), torch.float32, texts=1)
+
+
+def of_embedded(patch, folder):
+    return short("embedded", ks=(2,), new_tokens=4, prompts=["Once"])
+
+
+def of_copying(patch, folder):
+    patch.setattr(registry, "COPYING", registry.COPYING[:1])
+    return short("copying", new_tokens=4)
+
+
+def of_peers(patch, folder):
+    return peers.compete(pair(), 1, 6, silent, never)
+
+
+def of_beside(patch, folder):
+    """Both engines write two tokens; the clock of each goes on by itself."""
+    ticks = iter(range(1, 10_000))
+    lane = beside.Asked(lambda prompt, tokens: [1, 2], lambda: next(ticks) ** 2 / 100.0)
+
+    @contextmanager
+    def lanes(*_):
+        yield {f"{method}, {where}": lane for method in ("none", "draft_model") for where in ("here", "vLLM")}
+
+    patch.setattr(beside, "_asked", lanes)
+    return short("beside")
+
+
+def of_vocabularies(patch, folder):
+    for name, few in (("PROMPTS", 1), ("GREEDY", 4), ("TIMED", 1), ("DRAWS", 1)):
+        patch.setattr(vocabularies, name, few)
+    patch.setattr("specdemo.bench.losslessness.ROWS", 2)
+    return short("other-vocabulary", new_tokens=4)
+
+
+def of_lengths(patch, folder):
+    patch.setattr(lengths, "DEEPEST", 2)
+    patch.setattr(lengths, "KINDS", {"stories": {"stories": lengths.KINDS["stories"]["stories"][:1]}})
+    return short("lengths", new_tokens=4)
+
+
+def of_floor(patch, folder):
+    return floor.floor(pair(), 1, 6, silent, never)
+
+
+def of_fairness(patch, folder):
+    patch.setattr(fairness, "NEW_TOKENS", 4)
+    patch.setattr(fairness, "STALL_MS", 1.0)
+    patch.setattr(fairness, "PROMPTS", fairness.PROMPTS[:1])
+    return short("race-fairness")
+
+
+def of_coverage(patch, folder):
+    return short("coverage", repeats=2)
+
+
+def of_noise(patch, folder):
+    patch.setattr(trust, "_busy", lambda loops: nullcontext())
+    patch.setattr(trust, "preset", lambda id: preset(id).with_changes(max_new_tokens=32))
+    return short("noise")
+
+
+def of_paces(patch, folder):
+    for name, value in (("TOKENS", 8), ("FIRST_S", 0.0), ("TOKEN_S", 0.0)):
+        patch.setattr(trust, name, value)
+    return short("paces")
+
+
+def of_gpu(patch, folder):
+    return run.measure(folder / "gpu", "cpu", 0.0, 1, silent, never)
+
+
+def of_what_if(patch, folder):
+    patch.setattr(what_if, "KS", (1,))
+    patch.setattr(what_if, "LONGEST", 1)
+    few = [*islice(what_if.cases_of("stories"), 2)]
+    patch.setattr(what_if, "cases_of", lambda pair: few)
+    return what_if.what_if(next(iter(profiles().values())), 1, 8, silent, never)
+
+
+def of_published(patch, folder):
+    return short("published")
+
+
+MAKERS = {
+    "embedded": of_embedded,
+    "copying": of_copying,
+    "peers": of_peers,
+    "beside": of_beside,
+    "other-vocabulary": of_vocabularies,
+    "lengths": of_lengths,
+    "floor": of_floor,
+    "race-fairness": of_fairness,
+    "coverage": of_coverage,
+    "noise": of_noise,
+    "paces": of_paces,
+    "gpu": of_gpu,
+    "what-if": of_what_if,
+    "published": of_published,
+}
+
+
+def no_constant(name):
+    raise AssertionError(f"{name} is no JSON")
+
+
+def test_every_suite_is_rendered():
+    assert {*RECORDED, *MAKERS} == {*suites()}
+    assert {suite.name for suite in benchmarks.SUITES} <= {*MAKERS}
+
+
+@pytest.mark.parametrize("name", [*RECORDED, *MAKERS])
+def test_a_result_is_rendered_in_every_form(name, monkeypatch, tmp_path):
+    monkeypatch.setattr(sweeps, "PROBES", 1)
+    result = MAKERS[name](monkeypatch, tmp_path) if name in MAKERS else recorded_suite(name)
+    assert result.suite == name and result.rows
+    report = bench_report(result).split("\n")
+    assert all(report[2 : len(result.rows) + 3]) and not report[len(result.rows) + 3]  # a line for every row
+    table = [line for line in markdown(result).splitlines() if line.startswith("|")]
+    assert len(table) >= 3 and len({line.replace("\\|", "").count("|") for line in table}) == 1
+    assert json.loads(to_json(result), parse_constant=no_constant)["suite"] == name
+    assert bench_report(read_result(to_json(result))) == bench_report(result)
+    write_page(result, tmp_path / "page.html")
+    assert f"<h1>specdemo bench {name}</h1>" in (tmp_path / "page.html").read_text(encoding="utf-8")
