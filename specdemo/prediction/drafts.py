@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from specdemo.core.suggest import suggest
-from specdemo.prediction.shapes import CHAIN, ENDS, Config, Said, Shape, shape_of, with_layers
+from specdemo.prediction.shapes import CHAIN, ENDS, UNREADABLE, Config, Said, Shape, number, shape_of, with_layers
 
 HEAD_OPERATIONS = 8  # of a head without attention, and of a pass's ends
 EAGLE_VOCABULARY = 32000  # tokens of a usual EAGLE-3 head on a target that has more
 TAPS = 3
 DFLASH_LAYERS, DFLASH_TAPS, DFLASH_BLOCK = 5, 5, 16
 LONGEST = 16  # tokens of the longest draft that is tried
+MOST_TRIED = 64  # the same, for a drafter whose config names its own length
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +56,12 @@ def drafting(method: str, target: Shape, config: Config | None, options: Mapping
         known = f"method {method!r} decides while it runs" if method in METHODS else f"unknown method {method[:60]!r}"
         raise ValueError(f"{known}; {suggest(method[:60], MAKERS)}")
     try:
-        return replace(MAKERS[method](target, config or {}, options), method=method)
-    except (KeyError, TypeError, ArithmeticError):
+        made = MAKERS[method](target, config or {}, options)
+    except UNREADABLE as error:
+        if type(error) is ValueError:
+            raise
         raise ValueError(f"this config.json says no sizes of a drafter for method {method!r}") from None
+    return replace(made, method=method, longest=min(max(made.longest, 1), MOST_TRIED))
 
 
 def method_in(config: Config) -> str:
@@ -79,8 +83,8 @@ def _draft_model(target: Shape, config: Config, options: Mapping[str, int]) -> D
 
 def _layer_skip(target: Shape, config: Config, options: Mapping[str, int]) -> Drafting:
     layers = options.get("exit_layer") or max(1, round(target.layers / 3))
-    if layers >= target.layers:
-        raise ValueError(f"exit_layer ({layers}) must be below the {target.layers} layers of {target.name}")
+    if not 0 < layers < target.layers:
+        raise ValueError(f"exit_layer ({layers}) must be from 1 to below the {target.layers} layers of {target.name}")
     shape = with_layers(target, layers)
     return Drafting(shape, shape)
 
@@ -96,17 +100,17 @@ def _times(shape: Shape, heads: int) -> Shape:
 
 def _medusa(target: Shape, config: Config, options: Mapping[str, int]) -> Drafting:
     """W (h + SiLU(A h + b)) for every token (2401.10774, section 2.1.1); heads are small passes of their own."""
-    layers = int(config.get("medusa_num_layers", config.get("num_hidden_layers", 1)))
-    head = int(config.get("truncated_vocab_size", target.vocabulary)) * target.hidden
+    layers = number(config, "medusa_num_layers", "num_hidden_layers", default=1)
+    head = number(config, "truncated_vocab_size", default=target.vocabulary) * target.hidden
     one = _step(target, layers * target.hidden**2, head)
-    heads = max(int(config.get("num_heads", config.get("medusa_num_heads", 4))), 4)  # many a file says too few
+    heads = max(number(config, "num_heads", "medusa_num_heads", default=4), 4)  # many a file says too few
     return Drafting(one, one, own=_times(one, heads), longest=heads)
 
 
 def _hydra(target: Shape, config: Config, options: Mapping[str, int]) -> Drafting:
     """Heads that read the state and the tokens drafted so far (2402.05109): on the average two and a half of them."""
-    heads = int(config.get("hydra_num_heads", 4))
-    layers = int(config.get("hydra_num_layers", 1))
+    heads = number(config, "hydra_num_heads", default=4, low=1)
+    layers = number(config, "hydra_num_layers", default=1, low=1)
     inputs = (heads + 3) / 2
     one = _step(target, int((2 * inputs + layers - 1) * target.hidden**2), target.head)
     return Drafting(one, one, own=_times(one, heads), longest=heads)
@@ -114,10 +118,10 @@ def _hydra(target: Shape, config: Config, options: Mapping[str, int]) -> Draftin
 
 def _mlp_speculator(target: Shape, config: Config, options: Mapping[str, int]) -> Drafting:
     """s <- GELU(norm(P s + E[token])), W s (2404.19124, section 2)."""
-    inner = int(config.get("inner_dim") or config.get("emb_dim") or target.hidden)
-    steps = int(config.get("n_predict", 3))
+    inner = number(config, "inner_dim", "emb_dim", default=target.hidden, low=1)
+    steps = number(config, "n_predict", default=3, low=1)
     copies = 1 if config.get("tie_weights") else steps
-    table = int(config.get("vocab_size", target.vocabulary)) * inner
+    table = number(config, "vocab_size", default=target.vocabulary) * inner
     first, further = (_step(target, rows * inner, table) for rows in (target.hidden, inner))
     own = replace(
         first, dense=first.dense + (copies - 1) * further.dense, head=copies * table, embedding=copies * table
@@ -141,7 +145,7 @@ def _eagle(target: Shape, config: Config, options: Mapping[str, int]) -> Draftin
     if old:
         one = replace(layer, dense=layer.dense + 2 * hidden**2, head=target.head, embedding=0)
         return Drafting(one, one, reads_all=True, own=replace(one, head=0))
-    words = int(config.get("draft_vocab_size") or min(target.vocabulary, EAGLE_VOCABULARY))
+    words = number(config, "draft_vocab_size", default=0) or min(target.vocabulary, EAGLE_VOCABULARY)
     wider = hidden * said.head_dim * (said.heads + 2 * said.kv_heads)
     further = replace(layer, dense=layer.dense + wider, head=words * hidden, embedding=0)
     first = replace(further, dense=further.dense + TAPS * target.hidden * hidden)
@@ -157,12 +161,12 @@ def _mtp(target: Shape, config: Config, options: Mapping[str, int]) -> Drafting:
 
 def _dflash(target: Shape, config: Config, options: Mapping[str, int]) -> Drafting:
     """Layers that see a whole block at once and what the target's taps say of the text."""
-    layers = int(config.get("num_hidden_layers", DFLASH_LAYERS))
+    layers = number(config, "num_hidden_layers", default=DFLASH_LAYERS)
     body, said = _layer(target, {**config, "num_hidden_layers": layers})
     taps = (config.get("dflash_config") or {}).get("target_layer_ids") or config.get("target_layer_ids")
     fc = (len(taps) if taps else DFLASH_TAPS) * target.hidden * said.hidden
     one = replace(body, dense=body.dense + fc, head=target.head, embedding=0, operations=layers * CHAIN + ENDS)
-    longest = int(config.get("block_size", DFLASH_BLOCK)) - 1
+    longest = number(config, "block_size", default=DFLASH_BLOCK) - 1
     return Drafting(one, block=True, reads_all=True, own=replace(one, head=0), longest=longest)
 
 

@@ -22,6 +22,11 @@ PLAIN_MLP = ("opt", "gpt2", "gptj", "gpt_neox", "bloom", "falcon", "phi")  # two
 STORED = {"gptq": 4.25, "awq": 4.25, "mxfp4": 4.25, "fp8": 8.0, "fbgemm_fp8": 8.0}  # bits with the scales of groups
 ASKED = {"4bit": 4.13, "8bit": 8.03}
 
+LARGEST = 1 << 24  # no size of a model is larger
+MOST_BITS = 64
+# What reading a config.json raises if a value has another type than expected or sizes contradict each other.
+UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
+
 Config = Mapping[str, Any]
 
 
@@ -55,6 +60,12 @@ class Shape:
     bits: float | None = None
     operations: int = 0  # started by a pass
     layer: Config = field(default_factory=dict, hash=False, compare=False)  # its config, for heads made of such layers
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for sizes that contradict each other."""
+        counts = (self.layers, self.dense, self.head, self.expert_layers, *(one.layers for one in self.memory))
+        if min(counts) < 0 or (self.experts and self.chosen > self.experts):
+            raise ValueError("its sizes contradict each other")
 
     @property
     def parameters(self) -> int:
@@ -114,21 +125,46 @@ def work(
 
 
 def shape_of(config: Config, name: str = "", quantization: str | None = None) -> Shape:
-    """Raises ValueError, one line, for a config that says no sizes.
+    """Return the sizes of the model that a config describes. Raises ValueError, one line, for a config without them.
 
-    quantization: 4bit or 8bit, as `run` takes it; what a file is stored in counts without.
+    quantization: 4bit or 8bit, as `run` takes it; None: as the config says.
     """
-    whole, config = config, config.get("text_config") or config.get("transformer_layer_config") or config
-    bits = stored_bits(whole, config, quantization)
+    if quantization is not None and quantization not in ASKED:
+        raise ValueError(f"unknown quantization {quantization!r:.60}; {suggest(quantization[:60], ASKED)}")
     try:
-        return _shape(whole, config, name, bits)
-    except (KeyError, TypeError, ValueError, ArithmeticError):
-        raise ValueError(f"the config.json of {name or 'this model'} says no sizes of a language model") from None
+        part = config.get("text_config") or config.get("transformer_layer_config") or config
+        return _shape(config, part, name, ASKED[quantization] if quantization else stored_bits(config, part))
+    except UNREADABLE as error:
+        why = f": {error}" if type(error) is ValueError else ""
+        raise ValueError(f"the config.json of {name or 'this model'} says no sizes of a language model{why}") from None
+
+
+def number(config: Config, *names: str, default: int | None = None, low: int = 0) -> int:
+    """Return the first of these sizes that a config has.
+
+    Raises ValueError for a value that is no whole number from `low` to `LARGEST`, KeyError without one.
+    """
+    name = next((name for name in names if config.get(name) is not None), names[0])
+    value = config.get(name)
+    if value is None and default is not None:
+        return default
+    if value is None:
+        raise KeyError(name)
+    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    if not whole or not low <= value <= LARGEST:
+        raise ValueError(f"{name} must be a whole number from {low} to {LARGEST:,}, not {_shortened(value)}")
+    return int(value)
+
+
+def _shortened(value: object) -> str:
+    """Return a value for a message. Python refuses to print an integer of more than 4300 digits."""
+    huge = isinstance(value, int) and value.bit_length() > 64
+    return "a larger one" if huge else f"{value!r:.40}"
 
 
 def _shape(whole: Config, config: Config, name: str, bits: float | None) -> Shape:
     said = Said(config)
-    layers, hidden, vocabulary = said.layers, said.hidden, int(config["vocab_size"])
+    layers, hidden, vocabulary = said.layers, said.hidden, number(config, "vocab_size", low=1)
     sparse = said.expert_layers
     linear = said.count("linear_attention")
     dense = (layers - linear) * said.attention + linear * said.linear_attention + (layers - sparse) * said.mlp
@@ -152,24 +188,26 @@ def _shape(whole: Config, config: Config, name: str, bits: float | None) -> Shap
     )
 
 
-def stored_bits(whole: Config, config: Config, quantization: str | None) -> float | None:
-    """Of a number of its matrices. Raises ValueError for a word that nobody knows."""
-    if quantization is not None:
-        if quantization not in ASKED:
-            raise ValueError(f"unknown quantization {quantization!r:.60}; {suggest(quantization[:60], ASKED)}")
-        return ASKED[quantization]
-    said = whole.get("quantization_config") or config.get("quantization_config")
-    if not isinstance(said, dict):
+def stored_bits(whole: Config, config: Config) -> float | None:
+    """Return the bits in which a config says that its matrices are stored; None: as everything else.
+
+    Raises ValueError for a number of bits that no format has.
+    """
+    stored = whole.get("quantization_config") or config.get("quantization_config")
+    if not isinstance(stored, dict):
         return None
-    method, bits = str(said.get("quant_method")), said.get("bits")
-    if method == "compressed-tensors":
-        groups = said.get("config_groups") or {}
-        bits = next((g["weights"]["num_bits"] for g in groups.values() if g.get("weights")), None)
+    method = str(stored.get("quant_method"))
     if method == "bitsandbytes":
-        return ASKED["4bit" if said.get("load_in_4bit") else "8bit"]
-    if isinstance(bits, int):
-        return bits + (0.25 if bits < 8 else 0.0)
-    return STORED.get(method)
+        return ASKED["4bit" if stored.get("load_in_4bit") else "8bit"]
+    if method == "compressed-tensors":
+        groups = stored.get("config_groups") or {}
+        stored = next(({"bits": g["weights"]["num_bits"]} for g in groups.values() if g.get("weights")), {})
+    if not isinstance(stored.get("bits"), int):
+        return STORED.get(method)
+    bits = number(stored, "bits", low=1)
+    if bits > MOST_BITS:
+        raise ValueError(f"bits must be {MOST_BITS} at most, not {bits}")
+    return bits + (0.25 if bits < 8 else 0.0)
 
 
 class Said:
@@ -178,21 +216,18 @@ class Said:
     def __init__(self, config: Config) -> None:
         self._config = config
         self.family = str(config.get("model_type", ""))
-        self.layers = self._number("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-        self.hidden = self._number("hidden_size", "n_embd", "dim", "d_model")
-        self.heads = self._number("num_attention_heads", "n_head", "n_heads")
-        self.kv_heads = self._number("num_key_value_heads", "n_kv_heads", default=self.heads)
+        self.layers = self._number("num_hidden_layers", "n_layer", "n_layers", "num_layers", low=1)
+        self.hidden = self._number("hidden_size", "n_embd", "dim", "d_model", low=1)
+        self.heads = self._number("num_attention_heads", "n_head", "n_heads", low=1)
+        self.kv_heads = self._number("num_key_value_heads", "n_kv_heads", default=self.heads, low=1)
         if config.get("multi_query"):
             self.kv_heads = 1
         self.head_dim = self._number("head_dim", default=self.hidden // self.heads)
         self.experts = self._number("n_routed_experts", "num_local_experts", "num_experts", default=0)
         self.chosen = self._number("num_experts_per_tok", "num_experts_per_token", default=1)
 
-    def _number(self, *names: str, default: int | None = None) -> int:
-        value = next((self._config[name] for name in names if self._config.get(name) is not None), default)
-        if value is None:
-            raise KeyError(names[0])
-        return int(value)
+    def _number(self, *names: str, default: int | None = None, low: int = 0) -> int:
+        return number(self._config, *names, default=default, low=low)
 
     @property
     def latent(self) -> int:
@@ -256,7 +291,7 @@ class Said:
 
     def count(self, kind: str) -> int:
         """Layers of a kind of attention."""
-        return (self._config.get("layer_types") or []).count(kind)
+        return list(self._config.get("layer_types") or [])[: self.layers].count(kind)
 
     def memory(self) -> list[Memory]:
         """Layers by what they keep."""

@@ -34,6 +34,9 @@ from specdemo.models.configs import read_config
 from specdemo.models.hub import embedded_folder
 from specdemo.models.load import load_target, outline
 from specdemo.models.text import encode
+from specdemo.prediction.drafts import MAKERS
+from specdemo.prediction.predict import predict
+from specdemo.prediction.shapes import known, shape_of
 from specdemo.presets.files import Preset, load_presets, preset, read_preset
 from specdemo.presets.link import from_query
 from specdemo.presets.recorded import load_trace
@@ -552,3 +555,61 @@ def test_one_child_for_all_lanes_and_none_for_the_models_that_ship(copied, stori
     for text in ("one", "one", "two", "one"):
         encode(tokenizer, text, 100)
     assert asked == ["one", "two"]
+
+
+SIZES = sorted({key for config in known().values() for key in config} | {"layer_types", "mlp_only_layers", "n_predict"})
+DRAFTER_SIZES = sorted({*SIZES, "block_size", "draft_vocab_size", "dflash_config", "hydra_num_heads", "num_heads"})
+COUNTS = st.sampled_from([-1, 0, 1, 3, 2**24, 2**25, 10**30, 10**5000, 0.5, 1e308, float("inf"), float("nan")])
+OTHERS = st.sampled_from([None, True, "", "large", [], [1], ["sliding_attention"] * 3, {}, {"a": 1}])
+QUANTISED = st.fixed_dictionaries(
+    {"quant_method": st.sampled_from(["gptq", "compressed-tensors", "bitsandbytes", 1])},
+    optional={"bits": COUNTS | OTHERS, "config_groups": OTHERS | st.just({"g": {"weights": {"num_bits": 10**400}}})},
+)
+
+
+def changes(keys):
+    changed = st.dictionaries(st.sampled_from(keys), COUNTS | OTHERS, max_size=3)
+    return st.builds(lambda one, stored: one | stored, changed, st.just({}) | QUANTISED.map(stored_as))
+
+
+def stored_as(config):
+    return {"quantization_config": config}
+
+
+@FEW
+@given(
+    st.sampled_from(sorted(known())), changes(SIZES), st.sampled_from(sorted(MAKERS)), changes(DRAFTER_SIZES),
+    st.sampled_from([1, 4096]), st.integers(-3, 40),
+)  # fmt: skip
+def test_a_prediction_from_any_config_is_finite_or_one_line(name, said, method, drafter, batch, exit_layer):
+    try:
+        target = shape_of({**known()[name], **said}, name)
+        model = {**known()[name], **drafter}
+        found = predict(target, method=method, model=model, batch=batch, options={"exit_layer": exit_layer}, ks=(1, 2))
+    except ValueError as error:
+        assert "\n" not in str(error) and len(str(error)) < 300
+    else:
+        json.dumps(found.as_dict(), allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"layer_types": 1},
+        {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": [1]}},
+        {"quantization_config": {"quant_method": "gptq", "bits": -5}},
+        {"quantization_config": {"quant_method": "gptq", "bits": 10**400}},
+        {"num_key_value_heads": -1},
+        {"num_experts": -1},
+        {"num_heads": 512, "block_size": 512},
+    ],
+)
+@pytest.mark.parametrize("role", ["target", "drafter"])
+def test_predict_on_a_hostile_config_ends_in_one_line(tmp_path, capsys, role, said):
+    (tmp_path / "config.json").write_text(json.dumps({**known()["llama-1b"], **said}), encoding="utf-8")
+    asked = [str(tmp_path)] if role == "target" else ["llama-8b", "--model", str(tmp_path)]
+    with bounded():
+        code = main(["predict", *asked, "--json"])
+    out, err = capsys.readouterr()
+    assert (code, err.count("\n")) in ((2, 1), (0, 0)) and "Traceback" not in err
+    assert code == 0 or (out == "" and "says no sizes of a" in err)

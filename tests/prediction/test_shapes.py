@@ -81,6 +81,39 @@ def test_a_config_without_sizes_is_refused_in_one_line(config):
         shape_of(config, "x")
 
 
+QUANTISED = {"quant_method": "compressed-tensors"}
+
+
+@pytest.mark.parametrize(
+    "change, line",
+    [
+        ({"layer_types": 1}, ""),
+        ({"quantization_config": QUANTISED | {"config_groups": [1]}}, ""),
+        ({"quantization_config": {"quant_method": "gptq", "bits": -5}}, ": bits must be a whole number from 1 to"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 65}}, ": bits must be 64 at most, not 65"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 10**5000}}, ": bits must be a whole number"),
+        ({"num_key_value_heads": -1}, ": num_key_value_heads must be a whole number from 1 to 16,777,216, not -1"),
+        ({"num_experts": -1}, ": num_experts must be a whole number from 0 to 16,777,216, not -1"),
+        ({"num_experts": 2, "num_experts_per_tok": 4}, ": its sizes contradict each other"),
+        ({"num_hidden_layers": 0}, ": num_hidden_layers must be a whole number from 1"),
+        ({"hidden_size": float("inf")}, ": hidden_size must be a whole number"),
+        ({"vocab_size": 10**400}, ": vocab_size must be a whole number from 1 to 16,777,216, not a larger one"),
+        ({"text_config": [1]}, ""),
+        ({"mlp_only_layers": [0, 1, 2]}, ": its sizes contradict each other"),
+    ],
+)
+def test_a_hostile_config_is_refused_in_one_line(change, line):
+    with pytest.raises(ValueError) as refused:
+        shape_of(MOE | change, "x")
+    assert str(refused.value).startswith(f"the config.json of x says no sizes of a language model{line}")
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 200
+
+
+def test_layer_types_of_a_larger_model_count_for_the_layers_there_are():
+    config = MOE | {"sliding_window": 8, "layer_types": ["sliding_attention"] * 18, "num_hidden_layers": 1}
+    assert [memory.layers for memory in shape_of(config).memory] == [1]
+
+
 @pytest.mark.parametrize(
     "name, billions",
     [
