@@ -5,6 +5,7 @@ from typing import Any
 
 from specdemo.bench.result import ALL, THOROUGH, Cell, Result, best, ends, is_baseline, noisy, told
 from specdemo.core.estimate import Estimate
+from specdemo.core.headline import headline, settled
 from specdemo.core.tally import summarise
 from specdemo.core.trace import LaneTrace, RunTrace, estimates
 from specdemo.engine.cost import prediction
@@ -23,10 +24,13 @@ def race_report(trace: RunTrace) -> str:
     for index, (lane, speed) in enumerate(zip(lanes, speeds, strict=True)):
         output = str(trace.comparison[index].get("verdict", NONE)) if index < len(trace.comparison) else NONE
         rows.append(_race_row(*lane, speed, output))
-    told = zip(trace.lanes[1:], prediction(trace), strict=True)
-    sentences = [f"{lane.name}: {_why(lane, predicted['sentence'])}" for lane, predicted in told]
+    result = headline(trace)
+    sentences = [result.sentence] if result else []
     if plain[0].finish == "error":
-        sentences.insert(0, f"{plain[0].name}: {plain[0].note}")
+        sentences.append(f"{plain[0].name}: {plain[0].note}")
+    for (lane, _), predicted in zip(lanes, prediction(trace), strict=True):
+        if why := _why(lane, predicted["sentence"] if settled(trace, lane) else ""):
+            sentences.append(f"{lane.name}: {why}")
     noisy = [
         f"Noisy machine, repeat ({lane.name}): {'; '.join(speed.reasons)}."
         for (lane, _), speed in zip(lanes, speeds, strict=True)
@@ -66,7 +70,7 @@ def _race_row(lane: LaneTrace, numbers: dict[str, Any], speed: Estimate | None, 
 def _why(lane: LaneTrace, sentence: str) -> str:
     if lane.note and lane.finish == "error":
         return lane.note
-    return f"{sentence} Note: {lane.note}." if lane.note else sentence
+    return f"{sentence} Note: {lane.note}.".lstrip() if lane.note else sentence
 
 
 def _conditions(trace: RunTrace) -> str:

@@ -12,7 +12,7 @@ from pydantic import ConfigDict, FailFast, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
 from specdemo.core.bounds import FILE, Bounds, judge, parsing
-from specdemo.core.estimate import Estimate
+from specdemo.core.estimate import Estimate, fastest
 from specdemo.core.files import write_text
 from specdemo.core.reading import read
 from specdemo.presets.files import FOLDER
@@ -160,19 +160,20 @@ def best(result: Result) -> str:
     """Which of the rows is the fastest: one, if its interval lies above all others, or as many as nobody can tell
     apart. Below THOROUGH repeats none is. Empty where no speed-up was measured."""
     rows = [row for row in result.rows if isinstance(row.get("speed-up"), Cell) and row.get("category", ALL) == ALL]
-    known = [(row, ends(row["speed-up"])) for row in rows if not is_baseline(row["speed-up"])]
-    if not known:
+    rows = [row for row in rows if not is_baseline(row["speed-up"])]
+    if not rows:
         return ""
     if result.repeats < THOROUGH:
         return f"measured {result.repeats} time{'s' * (result.repeats > 1)}; {THOROUGH} repeats say which is the best."
-    top, (value, low, _) = max(known, key=lambda one: one[1][0])
-    beside = [row for row, (_, _, high) in known if row is not top and low is not None and (high or value) >= low]
-    if low is None or low <= 1.0:
+    speeds = [Estimate(*ends(row["speed-up"])) for row in rows]
+    top, *tied = fastest(speeds)
+    if speeds[top].word != "faster":
         return "nothing was clearly faster than plain decoding."
-    if beside:
-        names = " and ".join(_place(row, result.axis) for row in (top, *beside))
+    if tied:
+        names = " and ".join(_place(rows[index], result.axis) for index in (top, *tied))
+        value = speeds[top].value
         return f"no clear difference between the best, {names}, at {value:.2f} times as fast as plain decoding."
-    return f"at best {told(top['speed-up'])} as fast as plain decoding, {_place(top, result.axis)}."
+    return f"at best {told(rows[top]['speed-up'])} as fast as plain decoding, {_place(rows[top], result.axis)}."
 
 
 def noisy(result: Result) -> str:

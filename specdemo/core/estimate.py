@@ -136,6 +136,17 @@ def over_repeats(values: Sequence[float]) -> Estimate:
     return Estimate(round(around.value, 4), low, high)
 
 
+def fastest(speeds: Sequence[Estimate]) -> list[int]:
+    """Return the index of the greatest value, then those of all estimates whose intervals overlap its interval.
+
+    They are sorted by value, greatest first. An estimate without an interval overlaps every other one.
+    """
+    top, *others = sorted(range(len(speeds)), key=lambda index: -speeds[index].value)
+    low = speeds[top].low
+    highs = ((index, speeds[index].high) for index in others)
+    return [top, *(index for index, high in highs if low is None or high is None or high >= low)]
+
+
 def waited_share(runs: Runs) -> float | None:
     """The part of the wall time that went by while the thread of a lane did not run; None: unknown."""
     waited = [run.waited_ms for run in runs if run.waited_ms is not None]

@@ -7,11 +7,13 @@ lines are documented for API users in `reference.md`.
 import csv
 import io
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain, repeat
 from typing import Literal
 
 from specdemo.core.definitions import by_key
+from specdemo.core.estimate import Estimate
+from specdemo.core.headline import SO_FAR, headline, settled
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, estimates, kinds
 from specdemo.engine.cost import prediction
 from specdemo.engine.messages import Finished, LaneDone, Message, Note, Started, Step
@@ -48,7 +50,8 @@ def view(message: Shown) -> dict[str, object]:
             done = {"type": "done", "lane": lane, "finish": trace.finish, "note": trace.note, "summary": trace.summary}
             return done | {"remote": _remote(trace)}
         case Finished(trace):
-            return {"type": "end", "finish": finish(trace), "comparison": _comparison(trace)}
+            end = {"type": "end", "finish": finish(trace), "comparison": _comparison(trace)}
+            return end | {"headline": _headline(trace, "×")}
         case Note(text, lane):
             return {"type": "note", "lane": lane, "text": text}
         case Loading(share, text):
@@ -98,6 +101,7 @@ def summary(trace: RunTrace) -> dict[str, object]:
             _lane(lane) | {"finish": lane.finish, "text": lane.text, "summary": lane.summary} for lane in trace.lanes
         ],
         "comparison": _comparison(trace),
+        "headline": _headline(trace, "x"),
         "definitions": by_key(),
     }
 
@@ -164,14 +168,24 @@ def _step(step: Step) -> dict[str, object]:
 
 
 def _comparison(trace: RunTrace) -> list[dict[str, object]]:
-    """The rows in words too: `interval` and `word` as they are printed everywhere, and why the speed is what it is."""
+    """Return the rows with three texts: `interval`, `word`, and `why` the lane is faster or slower.
+
+    For a lane that cannot be compared, `word` is "so far" and `why` is empty.
+    """
     if not trace.comparison:
         return []
-    rows = zip(trace.comparison, estimates(trace), prediction(trace), strict=False)
-    return [
-        {**row, **({"interval": speed.interval(), "word": speed.word} if speed else {}), "why": predicted["sentence"]}
-        for row, speed, predicted in rows
-    ]
+    rows = zip(trace.lanes[1:], trace.comparison, estimates(trace), prediction(trace), strict=False)
+    return [row | _texts(settled(trace, lane), speed, why["sentence"]) for lane, row, speed, why in rows]
+
+
+def _texts(final: bool, speed: Estimate | None, why: str) -> dict[str, object]:
+    texts = {"interval": speed.interval(), "word": speed.word if final else SO_FAR} if speed else {}
+    return {**texts, "why": why if final else ""}
+
+
+def _headline(trace: RunTrace, times: str) -> dict[str, object] | None:
+    result = headline(trace, times)
+    return asdict(result) if result else None
 
 
 def _lane_rows(lane: LaneTrace, vocabulary: dict[str, str]) -> list[tuple[object, ...]]:

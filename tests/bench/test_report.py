@@ -1,5 +1,7 @@
 """What a terminal shows of a trace."""
 
+from dataclasses import replace
+
 from specdemo.bench.report import markdown, race_report, table, texts, visible
 from specdemo.bench.result import Result
 from specdemo.core.estimate import Estimate
@@ -71,8 +73,18 @@ def test_failed_and_stopped_lanes_are_labelled():
     assert rows(report)[1] == ["broken", "0", "-", "-", "-", "-", "-", "-", "error"]
     assert "broken: out of memory" in report
     failed = trace(lane("fast", [PREFILL]), verdict="unknown")
-    failed.lanes[0].finish, failed.lanes[0].note = "error", "out of patience"
-    assert "Baseline: out of patience\n" in race_report(failed)
+    failed.lanes[0] = replace(PLAIN, finish="error", note="out of patience")
+    assert "Baseline: out of patience" in race_report(failed).splitlines()
+
+
+def test_the_result_stands_in_one_sentence_and_is_missing_from_a_stopped_run():
+    fast = lane("fast", [PREFILL, *(step(i, 2, 2, {"draft": 3.0, "verify": 12.0}) for i in range(1, 8))])
+    sentence = "fast is faster: 2.00x plain decoding (95 % interval 2.00 to 2.00). Output: identical."
+    assert f"\n\n{sentence}\nfast: Faster (2.00x" in race_report(trace(fast))
+    fast.finish = "cancelled"
+    report = race_report(trace(fast))
+    assert "\n\nNo verdict, because not all lanes finished; so far: fast (2.00x)." in report
+    assert "aster" not in report
 
 
 def test_lanes_as_the_readmes_table():

@@ -4,7 +4,7 @@ import pytest
 
 from specdemo.core import noise
 from specdemo.core.definitions import DEFINITIONS, by_key, table
-from specdemo.core.estimate import Estimate, Timed, over_repeats, rate, speedup, t_quantile, waited_share
+from specdemo.core.estimate import Estimate, Timed, fastest, over_repeats, rate, speedup, t_quantile, waited_share
 
 STEADY = [(0, 3.0)] * 60
 DRAFTING = [(4, 6.0), (4, 6.0), (2, 5.0)] * 8
@@ -22,6 +22,19 @@ def slower_from(steps, share, by):
 @pytest.mark.parametrize(("freedom", "t"), [(1, 12.706), (2, 4.303), (3, 3.182), (6, 2.447), (10, 2.228), (100, 1.984)])
 def test_students_t(freedom, t):
     assert t_quantile(freedom) == pytest.approx(t, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "expected"),
+    [
+        ([Estimate(1.0, 0.9, 1.1), Estimate(2.0, 1.9, 2.1)], [1]),
+        ([Estimate(1.95, 1.8, 2.0), Estimate(2.0, 1.9, 2.1), Estimate(1.0, 0.5, 1.5)], [1, 0]),
+        ([Estimate(1.0), Estimate(2.0, 1.9, 2.1)], [1, 0]),
+        ([Estimate(1.0, 0.9, 1.1), Estimate(2.0)], [1, 0]),
+    ],
+)
+def test_fastest_lists_all_that_overlap_the_greatest_value(speeds, expected):
+    assert fastest(speeds) == expected
 
 
 def test_steps_that_differ_by_their_shape_alone_are_known_exactly():

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from specdemo.core.trace import StepEvent, from_json, to_json
-from specdemo.engine.messages import Note, replay
+from specdemo.engine.messages import Finished, Note, replay
 from specdemo.ui.job import to_line
 from specdemo.ui.log import Log, replayed
 from specdemo.ui.views import Failed, Loading, fates, finish, summary, tokens_csv, view
@@ -147,6 +147,24 @@ def test_the_summary_is_the_run_without_its_steps():
     assert json.loads(json.dumps(short)) == short
     assert [lane["summary"] for lane in short["lanes"]] == [lane.summary for lane in trace.lanes]
     assert [row["speedup"] for row in short["comparison"]] == [row["speedup"] for row in trace.comparison]
+
+
+def test_a_run_that_ended_has_a_headline_and_a_stopped_one_no_verdict():
+    trace = hostile_trace()
+    name = trace.lanes[1].name
+    end = view(Finished(trace))
+    assert end["headline"] == {
+        "lane": 1,
+        "tone": "gain",
+        "caption": f"{name} is faster",
+        "sentence": f"{name} is faster: {end['comparison'][0]['speedup']:.2f}× plain decoding "
+        f"(95 % interval {end['comparison'][0]['interval']}). Output: identical.",
+    }
+    assert summary(trace)["headline"]["sentence"] == end["headline"]["sentence"].replace("×", "x")
+    trace.lanes[0].finish = "cancelled"
+    stopped = view(Finished(trace))
+    assert stopped["comparison"][0]["word"] == "so far" and stopped["comparison"][0]["why"] == ""
+    assert stopped["headline"]["tone"] == "" and stopped["headline"]["sentence"].startswith("No verdict")
 
 
 def test_a_stored_run_without_numbers_still_shows():

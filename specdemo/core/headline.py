@@ -1,0 +1,108 @@
+"""The result of a whole comparison in one sentence, for the page, the command line and the API. Needs no torch."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from specdemo.core.estimate import Estimate, fastest
+from specdemo.core.trace import LaneTrace, RunTrace, estimates
+
+PLAIN = "plain decoding"
+SO_FAR = "so far"  # replaces the verdict of a run that was stopped
+
+Speeds = dict[int, Estimate]  # speed-up by lane; that of the baseline, lane 0, is exactly 1
+
+
+@dataclass(frozen=True, slots=True)
+class Headline:
+    """The result of a run.
+
+    lane: the speculative lane with the greatest speed-up. tone: gain if that lane is clearly the fastest of all lanes,
+    bad if plain decoding is. caption: a few words to put after the lane's speed-up. sentence: the result in full.
+    """
+
+    lane: int
+    tone: Literal["gain", "bad", ""]
+    caption: str
+    sentence: str
+
+
+def settled(trace: RunTrace, lane: LaneTrace) -> bool:
+    """Return whether a lane can be compared with the baseline: both finished and no lane was stopped."""
+    finished = all(one.finish in ("stop", "length") for one in (trace.lanes[0], lane))
+    return finished and not any(one.finish == "cancelled" for one in trace.lanes)
+
+
+def headline(trace: RunTrace, times: str = "x") -> Headline | None:
+    """Return the result of a run, None if no speed-up was measured.
+
+    Lanes whose 95 % intervals overlap are reported as not clearly different. Lanes that failed are left out. A run that
+    was stopped has no winner. times: the unit of a speed-up.
+    """
+    stopped = any(lane.finish == "cancelled" for lane in trace.lanes)
+    known = enumerate(zip(trace.lanes[1:], estimates(trace), strict=True), start=1)
+    speeds = {index: speed for index, (lane, speed) in known if speed and (stopped or settled(trace, lane))}
+    if not speeds:
+        return None
+    return _so_far(trace, speeds, times) if stopped else _verdict(trace, speeds, times)
+
+
+def _so_far(trace: RunTrace, speeds: Speeds, times: str) -> Headline:
+    best = max(speeds, key=lambda index: speeds[index].value)
+    listed = _and([_with_speed(trace, index, speeds, times) for index in speeds])
+    sentence = f"No verdict, because not all lanes finished; {SO_FAR}: {listed}."
+    return Headline(best, "", f"{_name(trace, best)}, {SO_FAR}", sentence)
+
+
+def _verdict(trace: RunTrace, speeds: Speeds, times: str) -> Headline:
+    best = max(speeds, key=lambda index: speeds[index].value)
+    lanes = [0, *speeds]
+    first, *tied = (lanes[place] for place in fastest([Estimate(1.0, 1.0, 1.0), *speeds.values()]))
+    output = _output(trace, speeds)
+    if tied:
+        listed = _and([_with_speed(trace, index, speeds, times) for index in (first, *tied)])
+        above = f"; all are faster than {PLAIN}" if _all_faster(speeds, (first, *tied)) else ""
+        sentence = f"No clear difference between {listed}{above}.{output}"
+        others = [index for index in (first, *tied) if index != best]
+        rest = PLAIN if 0 in others else _name(trace, others[0]) if len(others) == 1 else f"{len(others)} other lanes"
+        return Headline(best, "", f"{_name(trace, best)}: no clear difference from {rest}", sentence)
+    word = "fastest" if len(speeds) > 1 else "faster"
+    speed, name = speeds[best], _name(trace, best)
+    value, interval = f"{speed.value:.2f}{times}", f"(95 % interval {speed.interval()})"
+    if not first:
+        sentence = f"{PLAIN.capitalize()} is {word}: {name} reaches {value} {interval}.{output}"
+        return Headline(best, "bad", f"{name}; {PLAIN} is {word}", sentence)
+    sentence = f"{name} is {word}: {value} {PLAIN} {interval}.{output}"
+    return Headline(best, "gain", f"{name} is {word}", sentence)
+
+
+def _all_faster(speeds: Speeds, lanes: Sequence[int]) -> bool:
+    return all(index and speeds[index].word == "faster" for index in lanes)
+
+
+def _with_speed(trace: RunTrace, index: int, speeds: Speeds, times: str) -> str:
+    name = _name(trace, index)
+    return f"{name} ({speeds[index].value:.2f}{times})" if index else name
+
+
+def _name(trace: RunTrace, index: int) -> str:
+    """Return the name of a lane, with its number if another lane has the same name."""
+    if not index:
+        return PLAIN
+    name = trace.lanes[index].name
+    return name if Counter(lane.name for lane in trace.lanes)[name] == 1 else f"{name} (lane {index})"
+
+
+def _output(trace: RunTrace, speeds: Speeds) -> str:
+    """Return how the texts of the lanes compare with the baseline's, as a sentence of its own."""
+    rows = enumerate(trace.comparison, start=1)
+    verdicts = {index: str(row["verdict"]) for index, row in rows if index in speeds and "verdict" in row}
+    if len({*verdicts.values()}) < 2:
+        return "".join(f" Output: {verdict}." for verdict in {*verdicts.values()})
+    return f" Output: {', '.join(f'{_name(trace, index)} {verdict}' for index, verdict in verdicts.items())}."
+
+
+def _and(words: Sequence[str]) -> str:
+    *most, last = words
+    return f"{', '.join(most)} and {last}" if most else last
