@@ -159,6 +159,7 @@ function emptyLane(lane) {
   lane.into = text;
   if (lane.messages?.length) text.append((lane.into = make("div", "sd-answer"))); // as chats show it, in a bubble
   pill(lane, "idle");
+  lane.view.refused.textContent = "";
 }
 
 // The first draft refused where the path ended, struck through; how many more fell with it is said by CSS, so it is no

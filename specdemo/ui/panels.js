@@ -3,7 +3,7 @@
 const WINDOW_TOKENS = 4; // before so many there is no rate of the moment
 
 function drawPanels() {
-  if (!player.over && performance.now() - run.panels < CHART_MS) return;
+  if (!player.over && !player.paused && performance.now() - run.panels < CHART_MS) return;
   run.panels = performance.now();
   chart();
   histogram();

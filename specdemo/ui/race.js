@@ -1,5 +1,6 @@
 // Draws a log (lines of JSON, see views.py) into the skeleton of view.html; the other scripts of the race stand before it.
 
+const QUEUE_LEFT_MS = 1000; // after the queue the first line of the run comes within this time, unless Stop was pressed
 const NUMBERS_MS = 90; // numbers that change are written again so often
 const HINT = $(".sd-step").textContent; // until a step is picked
 
@@ -14,11 +15,11 @@ const readLog = reader(clear, receive);
 function read() {
   if (run.own && late(props.value)) return;
   if (!props.value) return idle();
-  const before = run;
+  const [before, { end }] = [run, run];
   readLog(props.value);
   if (coming || !run.start.lanes.length) return;
   player.play();
-  if (run !== before && player.playing && run.still) say(`A recorded race, ${slowed()}.`);
+  if (run !== before || run.end !== end) showPlayback();
 }
 
 // A recorded race is offered only to a visitor who has no run on show, so this answer was overtaken by a later one.
@@ -41,13 +42,14 @@ function opened(line) {
   coming = line;
 }
 
-// A run that begins out of sight comes into it, once.
+// A run that begins out of sight is scrolled into view, once: its status and most of its lanes.
 function come() {
   if (!coming || coming.still || coming.seen) return;
   coming.seen = true;
-  const { top, bottom, height } = $(".sd-lanes").getBoundingClientRect();
-  const seen = Math.min(bottom, innerHeight) - Math.max(top, 0);
-  if (seen < Math.min(height, innerHeight) / 2) glide($(".sd-bar"), "start");
+  const [bar, lanes] = [$(".sd-bar"), $(".sd-lanes").getBoundingClientRect()];
+  const seen = Math.min(lanes.bottom, innerHeight) - Math.max(lanes.top, 0);
+  const above = bar.getBoundingClientRect().top < $(".sd-transport").getBoundingClientRect().bottom;
+  if (above || seen < Math.min(lanes.height, innerHeight) / 2) glide(bar, "start");
 }
 
 let unseen = true; // no race has been on show yet
@@ -72,7 +74,6 @@ function started(line) {
   coming = null;
   run.lanes = line.lanes.map((lane, index) => ({ ...lane, index, ...UNHEARD(), over: false }));
   stage(plays());
-  if (!run.recorded) say(`Running ${line.lanes.length} lanes, ${line.schedule === "sequential" ? "one after the other" : "taking turns"}.`);
 }
 
 function kept(line) {
@@ -83,9 +84,9 @@ function kept(line) {
 function ended(line) {
   $(".sd-loading").hidden = true;
   if (coming) return say("Stopped before the first token.");
-  run.end = line;
+  if (run.end && !line.comparison.length) return; // Stop adds an end without numbers, before or after the engine's own
+  Object.assign(run, { end: line, done: false });
   if (line.finish === "cancelled") player.skip();
-  else if (!run.recorded && !player.over && !player.atOnce) say(`Measured; shown ${slowed()}.`);
 }
 
 function loading(line) {
@@ -108,9 +109,8 @@ function failed(line) {
   glide(alert, "nearest");
   $(".sd-loading").hidden = true;
   if (coming) return say("Nothing was run.");
-  run.end ??= { finish: "error", comparison: [] };
+  run.end ??= { finish: "failed", comparison: [] };
   player.advance(Infinity);
-  say("The run failed.");
 }
 
 function noted(line) {
@@ -157,8 +157,9 @@ function haunt(lane, line, ms) {
 function reset(lane) {
   lane.acting = null;
   Object.assign(lane, UNSHOWN());
-  run.done = false;
+  Object.assign(run, { done: false, panels: 0 });
   emptyLane(lane);
+  paint(); // the numbers too, even if nothing is shown at the new time
   if (run.picked?.lane === lane.index) closeInspector();
 }
 
@@ -187,8 +188,26 @@ function replay() {
   run.still = false;
   stage(true);
   player.start();
-  say(["Replaying at the run's own speed", slowed()].filter(Boolean).join(", ") + ".");
+  showPlayback();
   drawTransport();
+}
+
+/** Writes into the status and the lanes what the display does now. */
+function showPlayback() {
+  for (const lane of run.done ? [] : run.lanes) {
+    if (lane.next && !lane.finish) pill(lane, player.paused ? "paused" : "generating", "busy");
+  }
+  if (!coming?.loading) say(playback()); // else the status is that of the next run
+  paint();
+}
+
+function playback() {
+  if (run.done) return result();
+  if (player.paused) return run.lanes.some((lane) => lane.next) ? "Paused." : "Paused at the start.";
+  const { schedule, lanes } = run.start;
+  if (!run.end) return `Running ${lanes.length} lanes, ${schedule === "sequential" ? "one after the other" : "taking turns"}.`;
+  const words = run.still ? "A recorded race," : player.replay ? "Replaying," : "Measured; shown";
+  return `${words} ${slowed() || "at the run's own speed"}.`;
 }
 
 const UNHEARD = () => ({ lines: [], received: 0, offset: null });
@@ -241,13 +260,12 @@ function finish() {
   run.end.comparison.forEach((row, i) => {
     if (run.lanes[i + 1]) run.lanes[i + 1].comparison = row;
   });
-  const cut = run.end.finish === "error" ? ["failed", "bad"] : ["stopped", "fair"];
+  const cut = run.end.finish === "cancelled" ? ["stopped", "fair"] : ["failed", "bad"];
   for (const lane of run.lanes) if (!lane.finish && lane.view) pill(lane, ...cut);
   age();
   if (run.own && !run.recorded) tell();
   $(".sd-ask").hidden = !run.lanes.some((lane) => lane.exact && !lane.remote && numbers(lane).drafted);
-  paint();
-  if (!coming?.loading) say(verdictOfAll()); // else the status is that of the next run
+  showPlayback();
 }
 
 // The figures of "How it works" show the visitor's own run too.
@@ -258,13 +276,11 @@ function tell() {
   document.dispatchEvent(new CustomEvent("specdemo:run"));
 }
 
-function verdictOfAll() {
-  const ends = { cancelled: "Stopped.", error: "A lane failed." };
-  const rows = run.lanes.slice(1).filter((lane) => lane.comparison && isNumber(lane.comparison.speedup));
-  const named = (lane) => (run.lanes.length > 2 ? `Lane ${lane.index}` : lane.name);
-  const words = rows.map((lane) => `${named(lane)}: ${factor(lane.comparison)}, ${lane.comparison.verdict}.`);
+function result() {
   if (run.still) return "Recorded earlier. Press Run for your own.";
-  return [ends[run.end.finish] || (run.recorded ? "Replayed." : "Finished."), ...words].join(" ");
+  const ends = { cancelled: "Stopped.", error: "A lane failed.", failed: "The run failed." };
+  const end = ends[run.end.finish] ?? (run.recorded ? "Replayed." : "Finished.");
+  return [end, run.end.headline?.sentence].filter(Boolean).join(" ");
 }
 
 // A result of other settings than those above is dimmed, and says whose it is.
@@ -281,16 +297,15 @@ function age() {
 // Gradio writes "queue: 2/3 | 1.2/8.0s" into a place of its own; here it is said in words, where nothing moves.
 function queued() {
   const place = document.getElementById("queue");
+  const waits = () => $(".sd-status").textContent.startsWith("Waiting");
   let before = "";
   new MutationObserver(() => {
     const [, at, seconds] = /queue: (\d+)\/\d+(?:[^/]*\/([\d.]+)s)?/i.exec(place.textContent) || [];
-    const status = $(".sd-status").textContent;
-    const waits = status.startsWith("Waiting");
     if (at) {
-      if (!waits) before = status;
+      if (!waits()) before = $(".sd-status").textContent;
       const others = at === "1" ? "you are next" : `${Number(at) - 1} before you`;
       say(`Waiting for the engine: ${others}${seconds ? `, about ${Math.ceil(Number(seconds))} s` : ""}.`);
-    } else if (waits) say(before);
+    } else if (waits()) setTimeout(() => !coming && waits() && say(before), QUEUE_LEFT_MS);
   }).observe(place, { childList: true, characterData: true, subtree: true });
 }
 

@@ -15,7 +15,6 @@ const VERDICTS = {
 const milliseconds = (x) => fixed(x, x < 10 ? 2 : x < 100 ? 1 : 0);
 const megabytes = (x) => (!x ? "–" : x < 1e9 ? `${(x / 1e6).toFixed(1)} MB` : `${(x / 1e9).toFixed(2)} GB`);
 const TONES = { faster: ["▲ ", "gain"], slower: ["▼ ", "bad"] };
-const factor = ({ speedup, interval, word }) => `${word || "no clear difference"}, ${speedup.toFixed(2)}×${interval ? ` (${interval})` : ""}`;
 
 const numbers = (lane) => ({ ...lane.soFar, ...lane.summary });
 
@@ -27,6 +26,22 @@ function speedup(lane) {
   if ([lane, run.lanes[0]].some(inPieces)) return null;
   const [ours, theirs] = [numbers(lane).tokens_per_s, numbers(run.lanes[0]).tokens_per_s];
   return ours && theirs ? ours / theirs : null;
+}
+
+/** The lane with the greatest speed-up at the playhead; undefined while no speed-up is known.
+ * @returns {Lane | undefined} */
+function leader() {
+  const known = run.lanes.slice(1).filter((lane) => isNumber(speedup(lane)));
+  return known.sort((a, b) => speedup(b) - speedup(a))[0];
+}
+
+/** The result that stays in view: of a finished run as the server states it (core/headline.py), before that the leader's speed-up. */
+function headline() {
+  const result = run.done ? run.end.headline : null;
+  const lane = result ? run.lanes[result.lane] : leader();
+  if (!lane) return { number: "–", tone: "", caption: "speed-up" };
+  const { tone, caption } = result ?? { tone: "", caption: `${lane.name}, so far` };
+  return { number: `${speedup(lane).toFixed(2)}×`, tone, caption };
 }
 
 function drawNumbers() {
@@ -54,7 +69,7 @@ function laneNumbers({ view, bar, remote, soFar, summary }, n) {
   view.number.dataset.value = n.tokens_per_s ?? "";
   view.number.title = isNumber(n.tokens_per_s_low) ? `95 % interval: ${fixed(n.tokens_per_s_low, 1)} to ${fixed(n.tokens_per_s_high, 1)}` : "";
   view.unit.textContent = pieces ? "pieces/s" : "tok/s";
-  bar.tokens.textContent = pieces ? `${said} pieces` : `${n.tokens ?? "–"} tok`;
+  bar.tokens.textContent = pieces ? `${said} pieces` : `${n.tokens ?? 0} tok`;
 }
 
 function tile(name, lanes, several, cells) {
@@ -100,10 +115,17 @@ function outputTile(lane) {
   const row = lane.comparison;
   if (!row) return [lane.exact === false ? "⚠ lossy" : "–", "", lane.exact === false ? "fair" : "", null];
   const known = Object.hasOwn(VERDICTS, row.verdict);
+  if (row.word === "so far") return soFar(row.verdict);
   const [words, tone] = known ? VERDICTS[row.verdict] : [String(row.verdict ?? "–"), ""];
   const place = isNumber(row.first_divergence) ? `from token ${row.first_divergence + 1}` : "";
   const gap = isNumber(row.divergence_margin) ? `gap of the two best ${row.divergence_margin}` : "";
   return [words, [place, gap].filter(Boolean).join(", "), tone, row.verdict];
+}
+
+// A run that was stopped says nothing of the text that is missing; what differs already is final.
+function soFar(verdict) {
+  const [words, tone] = VERDICTS[verdict] ?? ["–", ""];
+  return tone === "good" ? [verdict, "so far", "", verdict] : [words, "", tone, verdict];
 }
 
 function latency() {

@@ -23,15 +23,13 @@ function drawTransport() {
   $(".sd-now").textContent = `${(now / 1000).toFixed(2)} s`;
 }
 
-/** The ratio of the lane that is looked at. */
+/** The headline. */
 function drawRatio() {
-  const lane = run.lanes[run.focus || 1];
-  const x = lane && run.lanes.length > 1 ? speedup(lane) : null;
   const [number, words] = [$(".sd-ratio b"), $(".sd-ratio span")];
-  number.textContent = isNumber(x) ? `${x.toFixed(2)}×` : "–";
-  const word = lane?.comparison ? lane.comparison.word || "no clear difference" : "so far";
-  words.textContent = isNumber(x) ? word : "speed-up";
-  number.dataset.tone = { faster: "gain", slower: "bad" }[word] || "";
+  const { number: value, tone, caption } = headline();
+  number.textContent = value;
+  number.dataset.tone = tone;
+  words.textContent = words.title = caption;
 }
 
 /** "slowed 10 times", or nothing at the engine's own speed. */
@@ -44,6 +42,7 @@ function togglePlay() {
   if (player.playing) player.pause();
   else if (player.over) return replay();
   else player.start();
+  showPlayback();
   drawTransport();
 }
 
@@ -56,11 +55,13 @@ function stepBy(by) {
   const shows = by > 0 && line?.type === "step" && tried(line).length && !calm();
   const arrive = () => {
     player.seek(time);
+    showPlayback();
     pick(lane, lane.steps.length - 1);
   };
   if (lane.acting) return lane.acting();
   if (!shows) return arrive();
   player.pause();
+  showPlayback();
   haunt(lane, line, TOLD_MS);
   keepUp();
   const timer = setTimeout(() => lane.acting?.(), TOLD_MS);
@@ -74,6 +75,7 @@ function stepBy(by) {
 
 function scrubbed() {
   player.seek((Number($(".sd-scrub").value) / 1000) * player.span);
+  showPlayback();
   drawTransport();
 }
 

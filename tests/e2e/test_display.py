@@ -4,13 +4,16 @@ from dataclasses import replace
 
 import pytest
 
+from specdemo.core.tally import summarise
+from specdemo.core.trace import compare
 from specdemo.engine.messages import replay
 from specdemo.ui import assets
-from specdemo.ui.job import refusal
-from specdemo.ui.log import Log, notes, replayed
+from specdemo.ui.job import refusal, to_line
+from specdemo.ui.log import Log, lines, notes, replayed
 from specdemo.ui.views import Failed, Loading
 from tests.traces import HOSTILE, hostile_trace
 
+STOPPED = {"type": "end", "finish": "cancelled", "comparison": []}
 LOAD = """scripts => {
   window.props = { value: "" };
   new Function("element", "props", "watch", scripts)(document.body, props, (name, read) => (window.read = read));
@@ -29,6 +32,20 @@ class Display:
 
     def wait(self, ms):
         self._page.clock.run_for(ms)
+
+    def seek(self, share):
+        """Move the playhead to a share of the run, 0 to 1."""
+        scrub = self._page.locator(".sd-scrub")
+        scrub.evaluate("(e, at) => { e.value = at; e.dispatchEvent(new Event('input')); }", round(1000 * share))
+        self.wait(100)
+
+    def tones(self):
+        """Return the tones of all numbers that have one: `gain` and `good` are green, `bad` is red."""
+        return {
+            *self._page.locator("[data-metric][data-tone], .sd-ratio b:not([data-tone=''])").evaluate_all(
+                "nodes => nodes.map(node => node.dataset.tone)"
+            )
+        }
 
     def read(self, selector):
         return self._page.locator(selector).all_inner_texts()
@@ -51,6 +68,18 @@ def display(chromium):
     assert not wrong
 
 
+def race(finish="stop"):
+    """Return a run of two speculative lanes, of which the second is the faster one."""
+    trace = hostile_trace(2)
+    for name, lane, share in zip(("Slow", "Fast"), trace.lanes[1:], (1.0, 0.5), strict=True):
+        lane.name, lane.finish = name, finish
+        steps = [replace(event, ms={span: share * ms for span, ms in event.ms.items()}) for event in lane.events[1:]]
+        lane.events[1:] = steps
+        lane.summary = summarise(lane, peak_memory_bytes=12_345_678)
+    rows = [compare(trace.lanes[0], lane, greedy=True) | {"verdict": "identical"} for lane in trace.lanes[1:]]
+    return replace(trace, comparison=rows)
+
+
 def slow_start(prefill_ms=60_000.0):
     """A run whose lanes take a minute to their first token and milliseconds to each other one."""
     trace = hostile_trace()
@@ -71,6 +100,64 @@ def test_a_slower_pace_goes_on_from_what_is_shown(display):
     display.wait(3000)
     assert [display.text(lane) for lane in (0, 1)] == ["".join(HOSTILE)] * 2
     assert display.read(".sd-status")[0].startswith("Finished.")
+
+
+def test_the_winner_is_named_in_the_bar_and_in_the_status(display):
+    display.show(Log().add(replay(race())))
+    display.wait(3000)
+    fast = race().comparison[1]["speedup"]
+    assert display.read(".sd-ratio") == [f"{fast:.2f}× Fast is fastest"]
+    assert display.read(".sd-status")[0].startswith(f"Finished. Fast is fastest: {fast:.2f}× plain decoding")
+    assert display.tones() == {"gain", "good"}
+
+
+def test_results_follow_the_playhead(display):
+    display.show(Log().add(replay(race())))
+    display.wait(3000)
+    display.seek(0)
+    assert display.read(".sd-status") == ["Paused at the start."]
+    assert display.read(".sd-ratio") == ["– speed-up"] and display.tones() == set()
+    results = display.read("[data-metric]")
+    assert results and {*results} == {"–"}
+    assert not any("faster" in words or "identical" in words for words in display.read(".sd-stage"))
+    display.seek(0.5)
+    assert display.read(".sd-status") == ["Paused."] and "paused" in display.read(".sd-pill")
+    assert display.read(".sd-ratio")[0].endswith("× Fast, so far") and display.tones() == set()
+    display.seek(1)
+    assert display.read(".sd-status")[0].startswith("Finished. Fast is fastest")
+
+
+def test_a_stopped_run_has_no_verdict(display):
+    display.show(Log().add(replay(race("cancelled"))))
+    display.wait(100)
+    assert display.read(".sd-status")[0].startswith(
+        "Stopped. No verdict, because not all lanes finished; so far: Slow ("
+    )
+    assert display.read(".sd-ratio")[0].endswith("× Fast, so far")
+    assert display.read('[data-tile="output"] b') == ["identical"] * 2 and display.tones() == set()
+    assert display.read('[data-tile="output"] small') == ["so far"] * 2
+    assert not any("faster" in words for words in display.read(".sd-stage, .sd-transport"))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_end_that_stop_adds_hides_no_numbers(display, first):
+    messages = list(replay(race("cancelled")))
+    log, ends = Log().add(messages[:-1]), [lines(messages[-1:]).text, to_line(STOPPED)]
+    display.show(log + ends[first])
+    display.show(log + ends[first] + ends[1 - first])
+    display.wait(100)
+    assert display.read(".sd-status")[0].startswith("Stopped. No verdict")
+    assert display.read('[data-tile="output"] b') == ["identical"] * 2
+
+
+def test_a_trace_that_is_opened_replaces_the_verdict_of_the_run_before(display):
+    display.show(Log().add(replay(race())))
+    display.wait(3000)
+    display.pace("0.0625")
+    display.show(replayed(hostile_trace()).text)
+    assert display.read(".sd-status") == ["Replaying, slowed 16 times."]
+    display.wait(3000)
+    assert display.read(".sd-status")[0].startswith("Replayed. Speculative <em>lane</em> is faster: ")
 
 
 @pytest.mark.parametrize("refused", [refusal(ValueError("no")), notes(["no"])], ids=["error", "note"])

@@ -2,7 +2,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import { load, plain } from "./load.js";
 
-const of = (run) => load(["kit", "tiles"], "numbers, speedup, speedTile, outputTile, factor", { run });
+const of = (run) => load(["kit", "tiles"], "numbers, speedup, headline, speedTile, outputTile", { run });
 const lane = (speed, more = {}) => ({ exact: true, soFar: { tokens: 9, tokens_per_s: speed }, summary: null, comparison: null, ...more });
 
 test("numbers are those of the step on show, then the engine's summary", () => {
@@ -28,13 +28,13 @@ test("pieces of a server are compared with nothing before their tokens are known
 });
 
 test("a slow-down is said as plainly as a gain, and what nobody can tell as such", () => {
-  const { speedTile, factor } = of({ lanes: [lane(10)] });
+  const { speedTile } = of({ lanes: [lane(10)] });
   const told = (row) => plain(speedTile({ lane: lane(1, { comparison: row }) })).slice(0, 3);
   assert.deepEqual(told({ speedup: 1.97, interval: "1.86 to 2.07", word: "faster" }), ["1.97×", "1.86 to 2.07, ▲ faster", "gain"]);
   assert.deepEqual(told({ speedup: 0.7, interval: "0.65 to 0.75", word: "slower" }), ["0.70×", "0.65 to 0.75, ▼ slower", "bad"]);
   assert.deepEqual(told({ speedup: 1.02, interval: "0.97 to 1.07", word: "no clear difference" }), ["1.02×", "0.97 to 1.07, no clear difference", ""]);
   assert.deepEqual(told({ speedup: 7.5, interval: "", word: "no clear difference" }), ["7.50×", "no clear difference", ""]);
-  assert.equal(factor({ speedup: 0.7, interval: "0.65 to 0.75", word: "slower" }), "slower, 0.70× (0.65 to 0.75)");
+  assert.deepEqual(told({ speedup: 2.16, interval: "2.00 to 2.32", word: "so far" }), ["2.16×", "2.00 to 2.32, so far", ""]);
 });
 
 test("a verdict nobody knows is shown as it is", () => {
@@ -42,4 +42,39 @@ test("a verdict nobody knows is shown as it is", () => {
   const told = (row) => plain(outputTile(lane(1, { comparison: row })));
   assert.deepEqual(told({ verdict: "toString" }), ["toString", "", "", "toString"]);
   assert.deepEqual(told({ verdict: "differs", first_divergence: 4 }), ["✗ differs", "from token 5", "bad", "differs"]);
+});
+
+/** Three lanes that are as far as their speeds say. */
+const race = (...speeds) => ["Baseline", "Draft model", "Prompt lookup"].map((name, i) => ({ ...lane(speeds[i]), name, index: i }));
+
+test("the headline names the winner and not the first lane", () => {
+  const lanes = race(100, 261, 379);
+  lanes[1].comparison = { speedup: 2.61, word: "faster" };
+  lanes[2].comparison = { speedup: 3.79, word: "faster" };
+  const end = { finish: "done", headline: { lane: 2, tone: "gain", caption: "Prompt lookup is fastest" } };
+  assert.deepEqual(plain(of({ lanes, done: true, end }).headline()), { number: "3.79×", tone: "gain", caption: "Prompt lookup is fastest" });
+});
+
+test("before the end the headline is the leader so far, without a verdict", () => {
+  const end = { finish: "done", headline: { lane: 1, tone: "gain", caption: "Draft model is fastest" } };
+  const { headline } = of({ lanes: race(100, 120, 150), done: false, end }); // the playhead stands in the middle
+  assert.deepEqual(plain(headline()), { number: "1.50×", tone: "", caption: "Prompt lookup, so far" });
+});
+
+test("a stopped run without a headline of the server has none either", () => {
+  const { headline } = of({ lanes: race(100, 216, undefined), done: true, end: { finish: "cancelled" } });
+  assert.deepEqual(plain(headline()), { number: "2.16×", tone: "", caption: "Draft model, so far" });
+});
+
+test("at the start there is no result", () => {
+  const { headline } = of({ lanes: race(undefined, undefined, undefined), done: false, end: { headline: { lane: 1, tone: "gain" } } });
+  assert.deepEqual(plain(headline()), { number: "–", tone: "", caption: "speed-up" });
+});
+
+test("a text that was stopped is never called identical in green", () => {
+  const { outputTile } = of({});
+  const cells = (verdict) => plain(outputTile(lane(1, { comparison: { verdict, word: "so far" } }))).slice(0, 3);
+  assert.deepEqual(cells("identical"), ["identical", "so far", ""]);
+  assert.deepEqual(cells("differs"), ["✗ differs", "", "bad"]);
+  assert.deepEqual(cells("lossy"), ["⚠ lossy", "", "fair"]);
 });
