@@ -129,6 +129,8 @@ def run(
         raise ValueError("--served-model is for a server; name one with --server")
     allow(server or [])
     chosen = chosen.on_servers(server or [], served_model)
+    if not engine:
+        chosen.check_servers(server or [])
 
     from specdemo.presets.recorded import save_trace
 

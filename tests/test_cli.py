@@ -267,3 +267,18 @@ def test_a_draft_learns_from_the_target_of_its_world(monkeypatch, tmp_path, reci
     monkeypatch.setitem(RECIPES, recipe, replace(RECIPES[recipe], make=jobs.append))
     assert main(["train", recipe, "--corpus", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
     assert [Path(job.target).name for job in jobs] == [target]
+
+
+@pytest.mark.parametrize(
+    ("named", "line"),
+    [
+        ([], "2 missing, give --server http://HOST:PORT --server http://HOST:PORT"),
+        (["http://gpu-1:8000"], "1 missing, give --server http://gpu-1:8000 --server http://HOST:PORT"),
+    ],
+)
+def test_two_servers_are_needed(named, line, capsys, monkeypatch):
+    monkeypatch.setattr("specdemo.servers.address._added", {})
+    monkeypatch.delenv("SPECDEMO_SERVERS", raising=False)
+    assert main(["run", "two-servers", *(part for server in named for part in ("--server", server))]) == 2
+    error = capsys.readouterr().err
+    assert error == f"specdemo: two-servers needs 2 servers, first the baseline's, then each lane's; {line}\n"

@@ -19,6 +19,7 @@ from specdemo.core.suggest import shown, suggest
 from specdemo.engine.comparison import Comparison, Lane, Name, Settings, known_method, settings
 from specdemo.methods import reader
 from specdemo.presets.reading import read_yaml
+from specdemo.servers.address import TITLES, listed
 
 INSTALLED = Path(__file__).parent / "installed"  # where a wheel has them
 FOLDER = INSTALLED if INSTALLED.is_dir() else Path(__file__).parents[2] / "presets"
@@ -104,6 +105,16 @@ class Preset(Comparison, About):
         ]
         baseline = {"server": first[0], "served_model": served_model} if first else {}
         return self.changed(lanes=lanes, **baseline)
+
+    def check_servers(self, named: Sequence[str]) -> None:
+        """Raise ValueError, with how to name the others, if `named` are too few for the lanes that run on servers."""
+        servers = [lane.server for lane in self.all_lanes if lane.server and lane.server not in TITLES]
+        missing = [server for server in servers if server not in listed()]
+        if not missing:
+            return
+        order = "first the baseline's, then each lane's" if self.server else "each lane's, in their order"
+        line = " ".join(f"--server {server}" for server in [*named, *["http://HOST:PORT"] * len(missing)])
+        raise ValueError(f"{self.id} needs {len(servers)} servers, {order}; {len(missing)} missing, give {line}")
 
 
 def _change_lanes(lanes: list[Lane], changes: dict[str, object], target: str) -> list[dict[str, object]]:
