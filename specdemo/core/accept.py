@@ -1,8 +1,9 @@
-"""Which drafted tokens are kept. B rows, N draft nodes, S = N + 1 slots, V vocabulary; p target, q draft.
+"""Acceptance rules. B rows, N draft nodes, S = N + 1 slots, V vocabulary; p target, q draft.
 
-A rule walks a draft tree from the root down with the target's distribution at every slot and ends with one token of the
-target's own. It is pure: no model, no cache, no global randomness. Coins [B, N] are drawn first, one per node whether
-used or not, then the noise of the bonus; two rules given equal generators therefore see equal coins.
+A rule walks a draft tree from the root down with the target's distribution at every slot. It returns the accepted path
+and one more token, sampled from what remains of p. Rules are pure: no model, no cache, no global random state. They
+draw one uniform number per node, used or not, then the noise of the final token, so two rules with equal generators see
+equal numbers.
 """
 
 from collections.abc import Callable
@@ -22,37 +23,44 @@ from specdemo.core.tree import ABSENT, Draft, is_chain
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    path: list[list[int]]  # per row: kept slots from the root down, starts with 0
-    bonus: Tensor  # [B] int64, drawn from what is left of p after the path
-    said: list[list[int]] | None = None  # per row: the kept tokens and the bonus, where the host has them already
+    """Result of an acceptance rule."""
+
+    path: list[list[int]]  # per row: accepted slots from the root down, starts with 0
+    bonus: Tensor  # [B] int64, the correction or bonus token after the path
+    said: list[list[int]] | None = None  # per row: accepted tokens and the next token, if they are on the host
 
 
 class AcceptRule(Protocol):
+    """Protocol of an acceptance rule."""
+
     @property
     def exact(self) -> bool:
-        """True: whatever the draft, the output is distributed as plain sampling from the target."""
+        """Return True if the output follows the target's distribution for every draft."""
 
     @property
     def note(self) -> str:
-        """Why it did otherwise than its name says; empty where it did not."""
+        """Return why the rule fell back to another one; empty if it did not."""
 
     def __call__(self, draft: Draft, target: Tensor, rng: Generator | None) -> Verdict:
-        """target [B, S, V] probabilities after each slot. `rng` None says that decoding is greedy: then each is a
-        one-hot, or anything else with its maximum there, such as the logits."""
+        """Accept a path of the draft.
+
+        target: probabilities [B, S, V] after each slot. rng None: greedy decoding. Then target may be any scores with
+        the same argmax, such as logits.
+        """
 
 
 class Lossless:
     """Multi-round rejection sampling on any tree (SpecInfer, 2305.09781; on a chain 2211.17192, algorithm 1).
 
-    The children of a slot are tried in order. Child x, drawn from q, is kept when `coin * q(x) < p(x)`: strict, so a
-    token with p = 0 never passes. Refused, it leaves p <- norm(max(p - q, 0)) to the next child and, after the last
-    one, to the bonus.
+    The children of a slot are tried in order. Child x, sampled from q, is accepted if `coin * q(x) < p(x)`. The
+    inequality is strict, so a token with p = 0 is never accepted. After a rejection p becomes norm(max(p - q, 0)) for
+    the next child and, after the last child, for the final token.
 
-    Exact when every node was drawn from its own q given what was drawn before it: a round puts out min(p, q) and leaves
-    what is missing from p to the next. So siblings may be drawn i.i.d. with replacement from one q (each gives that q;
-    a repeated token finds p = 0, since refusal means q >= p there), or without replacement (each gives the q that was
-    left for it). Whether a node exists must not depend on its own token; whether it has children may. `probs` None is a
-    one-hot q: refusal strikes the token out of p, exact for every draft.
+    The rule is lossless if every node was sampled from its own q given the nodes before it: each round outputs min(p,
+    q) and passes the rest of p on. Siblings may be sampled i.i.d. with replacement from one q (all report that q; a
+    repeated token meets p = 0, because a rejection means q >= p there), or without replacement (each reports the q that
+    remained for it). Whether a node exists must not depend on its own token; whether it has children may. `probs` None
+    means a one-hot q: a rejection removes the token from p, which is exact for every draft.
     """
 
     exact: ClassVar[bool] = True
@@ -78,7 +86,7 @@ class Lossless:
 
 
 def lossless_reference(draft: Draft, target: Tensor, rng: Generator | None) -> Verdict:
-    """The rule of `Lossless` as one reads it: row by row, node by node, each residual normalised. Slow; the oracle."""
+    """Apply `Lossless` row by row and node by node, normalising every residual. Slow; the reference for tests."""
     coins = torch.zeros(draft.tokens.shape) if rng is None else _coins(draft, rng)
     path, left = [], []
     for row in range(len(target)):
@@ -88,7 +96,7 @@ def lossless_reference(draft: Draft, target: Tensor, rng: Generator | None) -> V
             if x == ABSENT or int(draft.parents[row, node]) != slots[-1]:
                 continue
             q = _one_hot(x, p) if draft.probs is None else draft.probs[row, node]
-            if coins[row, node] * q[x] < p[x]:  # strict: a zero-probability token is never kept
+            if coins[row, node] * q[x] < p[x]:  # strict: a zero-probability token is never accepted
                 slots.append(node + 1)
                 p = target[row, node + 1]
             else:
@@ -98,22 +106,24 @@ def lossless_reference(draft: Draft, target: Tensor, rng: Generator | None) -> V
     return Verdict(path, draw(torch.stack(left), rng))
 
 
-ONE_BY_ONE = "its draft is no chain drawn from a distribution, so its tokens are accepted one by one, not as a block"
+ONE_BY_ONE = "the draft is not a sampled chain, so its tokens are accepted one by one and not as a block"
 
 
 @dataclass(slots=True)
 class Block:
-    """Block verification of sampled chains (Sun et al. 2403.10444): never keeps fewer tokens than `Lossless`, in
-    expectation, and more where a token that q overrates is followed by one that it underrates.
+    """Block verification of sampled chains (Sun et al., 2403.10444).
 
-    The first i tokens are weighed together, P[i] = min(1, P[i - 1] p(x) / q(x)), P[0] = 1, and kept with a chance that
-    makes P[i] of it: h = R / (R + 1 - P[i]), R = sum max(P[i] p - q, 0) over what may follow, h = P[i] behind the last.
-    The longest of these beginnings that its own coin keeps is the path. The bonus is drawn from max(P p - q, 0) behind
-    it; behind the whole chain from p.
+    Accepts at least as many tokens as `Lossless` in expectation, and more where a token that q overrates is followed by
+    one that q underrates.
 
-    Exact when every token was drawn from its q and coins and drafts are new in every step: those behind the path took
-    part in choosing it. Whether there is a next token may depend on the ones before it. For a one-hot q the rule is
-    that of `Lossless` in distribution, and a tree is left to it too.
+    The first i tokens have the joint probability P[i] = min(1, P[i - 1] p(x) / q(x)), P[0] = 1. Prefix i passes with
+    probability h = R / (R + 1 - P[i]), where R = sum max(P[i] p - q, 0) over the next token, and h = P[i] at the end of
+    the chain. The longest prefix that passes is the path. The final token is sampled from max(P p - q, 0) after it, or
+    from p after a fully accepted chain.
+
+    Lossless if every token was sampled from its q, and draft and coins are new in every step: coins after the path took
+    part in choosing it. Whether there is a next token may depend on the earlier ones. For one-hot drafts the rule
+    equals `Lossless` in distribution; these and trees are passed on to `Lossless`.
     """
 
     note: str = ""
@@ -139,7 +149,7 @@ class Block:
 
 
 def block_reference(draft: Draft, target: Tensor, rng: Generator) -> Verdict:
-    """The rule of `Block` for a drawn chain as one reads it, row by row. Slow; the oracle."""
+    """Apply `Block` to a sampled chain row by row. Slow; the reference for tests."""
     assert draft.probs is not None
     coins, path, left = _coins(draft, rng), [], []
     for row, (p, q) in enumerate(zip(target, draft.probs, strict=True)):
@@ -162,11 +172,11 @@ def block_reference(draft: Draft, target: Tensor, rng: Generator) -> Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Typical:
-    """Medusa's typical acceptance (2401.10774). Lossy: the output is not distributed as the target's.
+    """Typical acceptance of Medusa (2401.10774). Lossy: the output does not follow the target's distribution.
 
-    A node is kept when its parent is and p(x) > min(epsilon, delta * exp(-H(p))), H the entropy of p at the parent. The
-    longest kept path wins, then the likelier one. The bonus is drawn from the whole p behind the path, so every
-    step emits a token that no threshold can veto. Greedy, p is a one-hot and the rule the lossless one.
+    A node is accepted if its parent is and p(x) > min(epsilon, delta * exp(-H(p))), with H the entropy of p at the
+    parent. The longest accepted path wins, ties go to the more likely one. The final token is sampled from the full p
+    after the path, so every step outputs at least one token. Greedy decoding equals the lossless rule.
     """
 
     epsilon: float = 0.09
@@ -190,11 +200,11 @@ class Typical:
 
 @dataclass(frozen=True, slots=True)
 class Synthetic:
-    """Keeps the tokens of a chain by chance, whatever they and the target say. Lossy: a cost model of a draft that is
-    right so often. vLLM has it under this name (config/speculative.py, 0.32).
+    """Accepts tokens of a chain at random, independent of their values. Lossy: simulates a drafter with given
+    acceptance rates. vLLM has the same option (config/speculative.py, 0.32).
 
-    rates: the chance that the token at a position is kept where all before it are; past their end the last goes on.
-    Behind the path stands the target's own token. coins: the chances' own noise, as greedy decoding has none.
+    rates: probability that the token at a position is accepted if all before it are; the last entry repeats. The final
+    token comes from the target. coins: own random generator, since greedy decoding has none.
     """
 
     rates: tuple[float, ...]
@@ -214,7 +224,7 @@ RULES: dict[str, Callable[[], AcceptRule]] = {"lossless": Lossless, "block": Blo
 
 
 def accept_rule(name: str) -> AcceptRule:
-    """The rule of that name with its default options. Raises ValueError for an unknown name."""
+    """Return the rule of that name with default options. Raises ValueError for an unknown name."""
     if name not in RULES:
         raise ValueError(f"unknown acceptance rule {name!r}; {suggest(name, RULES)}")
     return RULES[name]()
@@ -222,7 +232,7 @@ def accept_rule(name: str) -> AcceptRule:
 
 @dataclass(frozen=True, slots=True)
 class _Nodes:
-    """A draft on the host."""
+    """Copy of a draft's tokens and parents on the host."""
 
     tokens: list[list[int]]
     parents: list[list[int]]
@@ -233,7 +243,7 @@ class _Nodes:
 
 
 def _read(draft: Draft, *numbers: Tensor) -> tuple[Any, ...]:
-    """The nodes, and numbers [B, N] in fp32, on the host by one synchronisation."""
+    """Copy the nodes, and numbers [B, N] as float32, to the host in one synchronisation."""
     whole = [draft.tokens.int(), draft.parents.int(), *(x.float().view(torch.int32) for x in numbers)]
     tokens, parents, *read = torch.cat(whole, 1).cpu().chunk(len(whole), 1)
     return _Nodes(tokens.tolist(), parents.tolist()), *(x.contiguous().view(torch.float32).tolist() for x in read)
@@ -244,13 +254,14 @@ def _coins(draft: Draft, rng: Generator) -> Tensor:
 
 
 def _pick(target: Tensor, parents: Tensor, tokens: Tensor) -> Tensor:
-    """target [B, S, V] -> [B, N] the probability of each node's token after its parent; any number where ABSENT."""
+    """Return the probability [B, N] of each node's token after its parent, from target [B, S, V]. Undefined where
+    ABSENT."""
     rows = torch.arange(len(tokens), device=tokens.device)[:, None]
     return target[rows, parents, tokens.clamp_min(0)]
 
 
 def _joint(ratios: Tensor) -> Tensor:
-    """p / q of drawn tokens [B, N] -> [B, N] of the beginnings, 1 at most at every token."""
+    """Return the joint ratios [B, N] of all prefixes from p / q [B, N], capped at 1 after every token."""
     joint = [ratios[:, 0].clamp_max(1.0)]
     for ratio in ratios.unbind(1)[1:]:
         joint.append((joint[-1] * ratio).clamp_max(1.0))
@@ -258,13 +269,14 @@ def _joint(ratios: Tensor) -> Tensor:
 
 
 def _share(part: Tensor, other: Tensor) -> Tensor:
-    """part / (part + other), where both are zero 1"""
+    """Return part / (part + other); 1 where both are zero."""
     whole = part + other
     return torch.where(whole > 0.0, part / whole, 1.0)
 
 
 def _behind(draft: Draft, probs: Tensor, lengths: Tensor, p: Tensor) -> Tensor:
-    """What the path [B] leaves of p [B, V], already scaled, to the bonus; all of it where no drafted token follows."""
+    """Return what remains of the scaled p [B, V] after a path of lengths [B]: p - q of the next draft token, or p
+    without one."""
     rows, following = torch.arange(len(p), device=p.device), lengths.clamp_max(draft.nodes - 1)
     drafted = (lengths < draft.nodes) & (draft.tokens[rows, following] != ABSENT)
     return torch.where(drafted[:, None], (p - probs[rows, following]).clamp_min(0.0), p)
@@ -275,18 +287,18 @@ def _one_hot(x: int, like: Tensor) -> Tensor:
 
 
 def _residual(p: Tensor, q: Tensor) -> Tensor:
-    """p, q [..., V] -> norm(max(p - q, 0)); all zero where nothing is left, never NaN."""
+    """Return norm(max(p - q, 0)) for p, q [..., V]; all zeros where nothing remains, never NaN."""
     left = (p - q).clamp_min_(0.0)
     return left / left.sum(-1, keepdim=True).clamp_min(torch.finfo(left.dtype).tiny)
 
 
 def _unless_empty(left: Tensor, p: Tensor) -> Tensor:
-    """Rounding can leave nothing of a p that was refused with q == p up to the last bit; then p itself."""
+    """Return p where the residual is empty. Rounding can cause that when q == p up to the last bit."""
     return torch.where(left.sum(-1, keepdim=True) > 0.0, left, p)
 
 
 def _greedy(draft: Draft, target: Tensor) -> Verdict:
-    """Follow the argmax: the test `coin * q(x) < p(x)` on a one-hot p, whatever coin and q."""
+    """Follow the argmax: the test `coin * q(x) < p(x)` for a one-hot p."""
     best = target.argmax(-1)
     n = draft.nodes
     if not n:
@@ -307,10 +319,11 @@ def _greedy(draft: Draft, target: Tensor) -> Verdict:
 
 
 def _walk(tokens: list[int], parents: list[int], bars: list[float], chances: list[float], one_hot: bool) -> list[int]:
-    """One row's kept slots. bars: coin * q(x). chances: p(x) given that the elder siblings were refused.
+    """Return the accepted slots of one row. thresholds: coin * q(x). target_probs: p(x) after the rejection of earlier
+    siblings.
 
-    For a one-hot q chances are p(x) as it stands: what refused tokens had is missing from the mass, which needs no
-    vocabulary-wide work.
+    For a one-hot q, target_probs are the original p(x). The probability of rejected tokens is then missing from `mass`,
+    which avoids work over the vocabulary.
     """
     slots, mass = [0], 1.0
     refused: set[int] = set()
@@ -322,14 +335,14 @@ def _walk(tokens: list[int], parents: list[int], bars: list[float], chances: lis
             refused, mass = set(), 1.0
         elif one_hot:
             refused.add(x)
-            mass = max(mass - chances[node], 0.0)  # below zero, rounding would let a zero-probability token pass
+            mass = max(mass - chances[node], 0.0)  # a negative mass would accept a zero-probability token
     return slots
 
 
 def _given_elders(draft: Draft, probs: Tensor, target: Tensor, nodes: _Nodes) -> Tensor:
-    """-> [B, N, V] what each node finds left of p once its elder siblings were refused.
+    """Return [B, N, V]: what remains of p for each node after its earlier siblings were rejected.
 
-    That does not depend on the coins, so all k-th children of all slots of all rows are worked out together.
+    Independent of the coins, so the k-th children of all slots in all rows are computed together.
     """
     rows = torch.arange(len(target), device=target.device)[:, None]
     given = target[rows, draft.parents]
@@ -340,7 +353,8 @@ def _given_elders(draft: Draft, probs: Tensor, target: Tensor, nodes: _Nodes) ->
 
 
 def _generations(nodes: _Nodes) -> list[list[tuple[int, int, int]]]:
-    """(row, elder, node) of every present node with an elder sibling; entry k holds all children number k + 1."""
+    """Return (row, earlier sibling, node) for every present node with an earlier sibling; entry k has all children
+    number k + 1."""
     generations: list[list[tuple[int, int, int]]] = []
     for row, parents in enumerate(nodes.parents):
         for slot in set(parents):
@@ -352,7 +366,7 @@ def _generations(nodes: _Nodes) -> list[list[tuple[int, int, int]]]:
 
 
 def _ends(target: Tensor, path: list[list[int]]) -> Tensor:
-    """-> [B, V] the target's distribution behind each row's path."""
+    """Return the target's distribution [B, V] after each row's path."""
     if len(path) == 1:
         return target[:, path[0][-1]]
     end = to_device([slots[-1] for slots in path], target.device)
@@ -360,7 +374,7 @@ def _ends(target: Tensor, path: list[list[int]]) -> Tensor:
 
 
 def _left(draft: Draft, target: Tensor, given: Tensor | None, nodes: _Nodes, path: list[list[int]]) -> Tensor:
-    """-> [B, V] what is left of p behind each row's path after all children there were refused."""
+    """Return what remains of p [B, V] after each row's path and the rejection of all children there."""
     p = _ends(target, path)
     refused = [(row, node) for row, slots in enumerate(path) for node in nodes.children(row, slots[-1])]
     if not refused:
@@ -378,7 +392,7 @@ def _left(draft: Draft, target: Tensor, given: Tensor | None, nodes: _Nodes, pat
 
 
 def _longest(tokens: list[int], parents: list[int], chances: list[float], thresholds: list[float]) -> list[int]:
-    """One row's longest path of nodes above their thresholds, ties to the higher product of probabilities."""
+    """Return one row's longest path of nodes above their thresholds. Ties go to the higher product of probabilities."""
     paths: dict[int, tuple[int, float, list[int]]] = {0: (0, 0.0, [0])}
     for node, (x, parent) in enumerate(zip(tokens, parents, strict=True)):
         if x != ABSENT and parent in paths and chances[node] > thresholds[node]:

@@ -1,5 +1,5 @@
-"""What a file of JSON from a stranger may hold, judged before it is parsed: a parser takes seconds and gigabytes to see
-that it is too much. Needs no torch."""
+"""Limits on untrusted JSON, checked before parsing: a parser needs seconds and gigabytes to reject an excessive file.
+Needs no torch."""
 
 import gc
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ CHUNK: Final = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """values: commas and opening brackets, one of which stands before every value but the first. keys: colons, which
-    cost a parser most. depth: of brackets."""
+    """Limits of a JSON text. values: commas and opening brackets, one of which precedes every value but the first.
+    keys: colons, the most expensive part for a parser. depth: nesting of brackets."""
 
     bytes: int
     values: int
@@ -24,12 +24,12 @@ class Bounds:
 
 
 FILE: Final = Bounds(16_000_000, 2_000_000, 600_000)
-PUBLIC_FILE: Final = Bounds(2_000_000, 200_000, 60_000)  # parsed in less than 0.2 s, in which nobody else is served
+PUBLIC_FILE: Final = Bounds(2_000_000, 200_000, 60_000)  # parsed in less than 0.2 s, which blocks other requests
 
 
 def judge(text: bytes, bounds: Bounds, what: str) -> None:
-    """Raises ValueError with one line that names the bound `text` is beyond. Of what is no JSON, the part that a parser
-    reads before it sees that is within them too."""
+    """Raise ValueError with one line that names the exceeded limit. For invalid JSON, the part before the error is
+    within the limits too."""
     if len(text) > bounds.bytes:
         raise ValueError(f"{what} may hold {bounds.bytes / 1e6:g} MB at most")
     marks = _marks(text)
@@ -47,8 +47,8 @@ def judge(text: bytes, bounds: Bounds, what: str) -> None:
 
 @contextmanager
 def parsing() -> Iterator[None]:
-    """No search for garbage meanwhile: a parser makes none, but so many objects that all the process holds would be
-    searched again and again, for seconds in which nobody else is served."""
+    """Disable garbage collection. Parsing creates no garbage, but so many objects that repeated collections take
+    seconds."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -59,7 +59,7 @@ def parsing() -> Iterator[None]:
 
 
 def _marks(text: bytes) -> bytes:
-    """The commas, colons and brackets outside strings, all brackets square."""
+    """Return the commas, colons and brackets outside strings, with all brackets square."""
     bare = text.replace(b"\\\\", b"").replace(b'\\"', b"").translate(SQUARE, IDLE)
     outside, inside = [], 0
     for start in range(0, len(bare), CHUNK):

@@ -1,6 +1,6 @@
-"""Files appear whole or not at all: written beside, flushed to the disk, renamed.
+"""Atomic file writes: written to a temporary file, flushed to disk, renamed.
 
-A full disk leaves the old file and one line; so does a kill, with a `*.part` beside it at worst.
+A full disk leaves the old file and raises one line. A killed process leaves the old file and at worst a `*.part` file.
 """
 
 import errno
@@ -15,9 +15,10 @@ from specdemo.core.signals import held
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """A path beside to write to; behind the block it takes the place of `path`. A device or a pipe is written itself.
+    """Yield a temporary path to write to; it replaces `path` at the end of the block. A device or a pipe is written
+    directly.
 
-    Raises ValueError, one line, for whatever goes wrong meanwhile; `path` is what it was then.
+    Raises ValueError, one line, for any error in the block; `path` is unchanged then.
     """
     path = Path(path)
     part = path if _streams(path) else _part(path)
@@ -25,8 +26,8 @@ def replacing(path: str | Path) -> Iterator[Path]:
         yield part
         if part != path:
             _flush(part)
-            part.replace(path.resolve())  # a link stays one
-    except Exception as error:  # writers in other languages raise kinds of their own
+            part.replace(path.resolve())  # a symbolic link stays one
+    except Exception as error:  # writers in other languages raise their own exception types
         raise ValueError(_line(path, error)) from error
     finally:
         if part != path:
@@ -35,10 +36,11 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_all(folder: Path, old: str, seal: str) -> Iterator[Path]:
-    """A folder beside to fill; behind the block its files go into `folder`, from which those named like `old` vanish.
+    """Yield a temporary folder to fill; at the end of the block its files move to `folder`, and files that match
+    `old_pattern` are deleted from there.
 
-    The file `seal`, without which the rest is nothing, is taken away first and put there last: old and new ones are
-    never taken for one whole. Raises ValueError, one line, for whatever goes wrong.
+    `last_name` is the file that makes the others valid. It is deleted first and written last, so that old and new files
+    are never taken for one set. Raises ValueError, one line, for any error.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -57,13 +59,13 @@ def replacing_all(folder: Path, old: str, seal: str) -> Iterator[Path]:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Raises ValueError, one line, when it cannot be written; `path` is what it was then."""
+    """Write a text file. Raises ValueError, one line, if it cannot be written; `path` is unchanged then."""
     with replacing(path) as part:
         part.write_text(text, encoding="utf-8")
 
 
 def append_line(path: Path, line: str) -> None:
-    """One line more at the end of a file; a kill meanwhile may tear it. Raises ValueError, one line."""
+    """Append one line. A killed process may leave it incomplete. Raises ValueError, one line."""
     try:
         with path.open("a", encoding="utf-8") as file:
             file.write(f"{line}\n")
@@ -72,7 +74,7 @@ def append_line(path: Path, line: str) -> None:
 
 
 def check_writable(path: str | Path) -> None:
-    """Raises ValueError when `write_text` would, as far as that can be told: before the work, not after it."""
+    """Raise ValueError, before any work is done, if `write_text` would fail."""
     path = Path(path)
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file in it")
@@ -89,7 +91,7 @@ def check_writable(path: str | Path) -> None:
 
 
 def _streams(path: Path) -> bool:
-    """Whether it is there and keeps nothing: `/dev/null`, a pipe."""
+    """Return True for an existing path that stores nothing: `/dev/null`, a pipe."""
     return path.exists() and not path.is_file()
 
 
@@ -105,7 +107,7 @@ def _flush(file: Path) -> None:
 
 def _line(path: Path, error: Exception) -> str:
     cause: BaseException | None = error
-    while cause and not isinstance(cause, OSError):  # torch.save tells another error than the disk's own
+    while cause and not isinstance(cause, OSError):  # torch.save wraps the error of the disk
         cause = cause.__context__
     reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(error).partition("\n")[0]
     return f"cannot write {path}: {reason}; make room there or name another place"

@@ -1,4 +1,4 @@
-"""Numbers between the host and a device. A GPU works behind the host, which loses time wherever it waits for it."""
+"""Copies between host and device that avoid synchronisation."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,8 +8,9 @@ from torch import Tensor
 
 
 def to_device(values: object, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Numbers, or lists of them, as a tensor on `device`. A GPU takes them when it comes to it: nobody waits."""
-    if device.type != "cuda" or not torch.cuda.is_initialized():  # a lent GPU is not there while models are placed
+    """Copy numbers, or nested lists of them, to `device`. Asynchronous on a GPU."""
+    # on ZeroGPU models are placed before the GPU is attached
+    if device.type != "cuda" or not torch.cuda.is_initialized():
         return torch.tensor(values, dtype=dtype, device=device)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
@@ -17,13 +18,13 @@ def to_device(values: object, device: torch.device, dtype: torch.dtype = torch.i
 def padded(
     rows: Sequence[Sequence[float]], device: torch.device, filler: float, dtype: torch.dtype = torch.int64
 ) -> Tensor:
-    """Lists of any length as a tensor [rows, the longest]."""
+    """Return lists of different lengths as a tensor [rows, longest]."""
     width = max(map(len, rows))
     return to_device([[*row, *[filler] * (width - len(row))] for row in rows], device, dtype)
 
 
 class Reading:
-    """A tensor on its way to the host, which is there as soon as whatever is read after it."""
+    """Asynchronous device-to-host copy; `tolist` waits for it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._here, self._done = tensor, None
@@ -33,7 +34,7 @@ class Reading:
             self._done.record(torch.cuda.current_stream(tensor.device))
 
     def tolist(self) -> Any:
-        """Its numbers, waited for if they are not there yet."""
+        """Wait for the copy and return its numbers."""
         if self._done is not None:
             self._done.synchronize()
         return self._here.tolist()

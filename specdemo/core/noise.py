@@ -1,4 +1,4 @@
-"""Why a second run may not confirm a measured time: found in the steps themselves, named in words."""
+"""Reasons why a repeated measurement may give another result, found in the step times of a run."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean, median, quantiles
@@ -6,24 +6,25 @@ from statistics import fmean, median, quantiles
 from specdemo.core.estimate import Estimate, Runs, Timed, waited_share
 
 WAITED = 0.10  # share of a lane's wall time in which its thread did not run
-SPREAD = 0.50  # of plain steps, all of one shape: from the 5th to the 95th percentile, by the median
-DRIFT = 0.15  # of plain steps, from the first third of a lane to its last
-WIDE = 0.10  # half of the interval
-CHEAPER = 0.97  # a step's cost in plain tokens; one token more cannot make a pass cheaper
-BUNCHED = 0.20  # median gap between pieces by the mean one
-AT_ONCE = 0.05  # the part of a request in which all of its text came
-OTHERWISE = 1.20  # a server's own time by that which passed here, or the other way round
-PIECE = 16  # tokens in the average piece, as many as any lane drafts
-ENOUGH = 20  # steps, to speak of percentiles and thirds
+SPREAD = 0.50  # of plain steps: 5th to 95th percentile, divided by the median
+DRIFT = 0.15  # of plain steps, from the first third of a run to the last
+WIDE = 0.10  # half of the interval, relative to the value
+CHEAPER = 0.97  # cost of a step in plain tokens; a wider pass cannot be cheaper
+BUNCHED = 0.20  # median gap between pieces, divided by the mean gap
+AT_ONCE = 0.05  # share of a request's time in which all of its text arrived
+OTHERWISE = 1.20  # ratio between the server's and the client's time
+PIECE = 16  # average tokens per piece, the longest draft of any lane
+ENOUGH = 20  # steps needed for percentiles and thirds
 
 
 def reasons(plain: Runs, lane: Runs, speed: Estimate) -> tuple[str, ...]:
-    """Why the speed-up of a lane over the plain one should be measured again; none where it need not."""
+    """Return why the speed-up of a lane over plain decoding should be measured again; empty if it need not be."""
     return (*_waiting(plain, lane), *_restless(plain), *_impossible(lane, speed), *wide(speed))
 
 
 def of_server(name: str, runs: Runs, told: Iterable[float]) -> Iterator[str]:
-    """Why the time of a lane on a server may not be its own. told: its last request's times by the server's clock."""
+    """Yield why the time of a lane on a server may not be its own. server_times_ms: times of its last request, by the
+    server's clock."""
     if any(map(_bunched, runs)):
         yield f"the pieces of {name} arrived in bunches, so that only whole requests can be compared"
     here, there = runs[-1].ms, sum(told)
@@ -39,16 +40,16 @@ def _waiting(plain: Runs, lane: Runs) -> Iterator[str]:
 
 
 def _restless(plain: Runs) -> Iterator[str]:
-    """In the middle one of several runs."""
+    """Check the median over several runs."""
     long = [[ms for _, ms in run.steps] for run in plain if len(run.steps) >= ENOUGH]
     if not long:
         return
     spread = median(_spread(times) for times in long)
     if spread > SPREAD:
-        yield f"plain steps, all alike, differed by {spread:.0%} of their time"
+        yield f"the time of plain steps varied by {spread:.0%}"
     change = median(_change(times[: len(times) // 3], times[-(len(times) // 3) :]) for times in long)
     if abs(change) > DRIFT:
-        yield f"plain steps took {abs(change):.0%} {'more' if change > 0 else 'less'} time at the end"
+        yield f"plain steps became {abs(change):.0%} {'slower' if change > 0 else 'faster'} during the run"
 
 
 def _spread(times: Sequence[float]) -> float:
@@ -61,20 +62,20 @@ def _change(first: Sequence[float], last: Sequence[float]) -> float:
 
 
 def _impossible(lane: Runs, speed: Estimate) -> Iterator[str]:
-    """A step of the lane makes at least the pass that plain decoding makes for a token."""
+    """Check that a step costs at least as much as plain decoding of one token, whose pass it contains."""
     cost = sum(run.tokens for run in lane) / max(sum(len(run.steps) for run in lane), 1) / speed.value
     if cost < CHEAPER:
-        yield f"a step that costs {cost:.2f}x a plain token cannot be"
+        yield f"implausible timing: a step cost {cost:.2f}x a plain token"
 
 
 def wide(speed: Estimate) -> Iterator[str]:
-    """Says so of an interval that is wide for its value."""
+    """Yield a reason if the interval is wide for its value."""
     if speed.width is not None and speed.width > WIDE:
         yield f"its interval is wide, {speed.interval()}"
 
 
 def _bunched(run: Timed) -> bool:
-    """Whether pieces of text came together that were not written together."""
+    """Return True if pieces of text arrived together that were not generated together."""
     gaps = [ms for _, ms in run.steps]
     if run.tokens < ENOUGH or not run.ms:
         return False

@@ -1,4 +1,5 @@
-"""The seams: what the loop asks of a target and of a drafter. B rows, S slots, A accepted columns, V, H as ever."""
+"""Interfaces between the decoding loop, targets and drafters. B rows, S slots, A accepted columns, V vocabulary, H
+hidden."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,8 +15,11 @@ from specdemo.core.tree import Draft
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """A ceiling for one draft, never a promise: levels below the root, and nodes in all. Who writes a chain token by
-    token may ask after each, with the chance of the likeliest there in every row, whether it is `enough`."""
+    """Upper limits of one draft: levels below the root, and nodes in all.
+
+    enough: called by drafters that write a chain token by token, with the highest probability in every row. True stops
+    the draft.
+    """
 
     depth: int = 5
     nodes: int = 5
@@ -28,11 +32,13 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class GenerationConfig:
+    """Settings of one generation."""
+
     max_new_tokens: int = 128
     sampling: Sampling = field(default_factory=Sampling)
     budget: Budget = field(default_factory=Budget)
     seed: int = 0
-    stop_token_ids: tuple[int, ...] | None = None  # None: those of the target; (): never stop early
+    stop_token_ids: tuple[int, ...] | None = None  # None: the target's; (): never stop early
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -43,16 +49,16 @@ class GenerationConfig:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """What one target forward says. Tap n is the residual stream after layer n (0: the embedding); tap -1 is what
-    lm_head reads, after the final norm."""
+    """Output of one forward pass. Tap n is the residual stream after layer n (0: the embedding); tap -1 is the input of
+    lm_head, after the final norm."""
 
-    logits: Tensor  # [B, S, V]; after `start` only the last position, [B, 1, V]
-    hidden: Mapping[int, Tensor] = field(default_factory=dict)  # tap -> [B, S, H]; after `start` [B, T, H]
+    logits: Tensor  # [B, S, V]; of `start` only the last position, [B, 1, V]
+    hidden: Mapping[int, Tensor] = field(default_factory=dict)  # tap -> [B, S, H]; of `start` [B, T, H]
 
 
 @runtime_checkable
 class Target(Protocol):
-    """A causal language model with one history. `forward` is provisional, `commit` makes history."""
+    """Protocol of a causal language model with one history. `forward` is provisional, `commit` extends the history."""
 
     name: str
     dtype: torch.dtype
@@ -60,50 +66,50 @@ class Target(Protocol):
     hidden_size: int
     num_layers: int
     supports_trees: bool  # False: the loop sends chains only
-    max_length: int  # positions the history can hold
+    max_length: int  # most positions of a text
     stop_token_ids: tuple[int, ...]
     device: torch.device
     embed: nn.Module
     lm_head: nn.Module
 
     def start(self, tokens: Tensor, taps: tuple[int, ...] = (), reserve: int = 0) -> Forward:
-        """tokens [B, T] become a new history; `reserve` more positions will follow at most."""
+        """Read tokens [B, T] as a new history; at most `reserve` more positions will follow."""
 
     def forward(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...] = ()) -> Forward:
-        """tokens [B, S] (slot 0 the root, ABSENT allowed), parents [B, N]; the history does not change."""
+        """Read tokens [B, S] (slot 0 is the root, ABSENT allowed) with parents [B, N], without changing the history."""
 
     def commit(self, path: list[list[int]]) -> None:
-        """Per row the kept slots of the last forward, from the root down, become history."""
+        """Append the accepted slots of the last forward, per row from the root down, to the history."""
 
     def release(self) -> None:
-        """Free the history and everything it holds."""
+        """Free the history."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What became history in one step, column a aligned everywhere; also the training example, offline and online."""
+    """Tokens committed in one step; also a training example, offline and online."""
 
-    inputs: Tensor  # [B, A] now in the target's cache; columns from lengths[b] on are padding
-    outputs: Tensor  # [B, A] the token that follows each input; the last real one is the new root
+    inputs: Tensor  # [B, A] committed tokens; columns from lengths[b] on are padding
+    outputs: Tensor  # [B, A] the token after each input; the last real one is the new root
     lengths: list[int]
     hidden: Mapping[int, Tensor] = field(default_factory=dict)  # tap -> [B, A, H]
-    probs: Tensor | None = None  # [B, A, V] the target's distribution there, if someone worked it out
-    forward: Forward | None = None  # the whole pass, refused slots included; None after prefill and offline
-    slots: Tensor | None = None  # [B, A] which of its slots the columns are
+    probs: Tensor | None = None  # [B, A, V] the target's distribution after each input, if known
+    forward: Forward | None = None  # the full pass, with rejected slots; None for the prefill and offline
+    slots: Tensor | None = None  # [B, A] the slot of `forward` of each column
     _said: list[list[list[int]]] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def said(self) -> list[list[int]]:
-        """Per row its real outputs, on the host. All who ask share one reading."""
+        """Return the real outputs of every row, on the host. All callers share one copy."""
         if not self._said:
             self.tell([o[:n] for o, n in zip(self.outputs.tolist(), self.lengths, strict=True)])
         return self._said[0]
 
     def tell(self, said: list[list[int]]) -> None:
-        """What `said` would read, from one who knows it."""
+        """Set the result of `output_ids` where it is known already."""
         self._said.append(said)
 
     def target_probs(self) -> Tensor | None:
-        """[B, A, V] the target's softmax behind every input, at temperature 1; None where nobody knows it."""
+        """Return the target's softmax [B, A, V] after every input, at temperature 1. None if unknown."""
         if self.probs is not None or self.forward is None or self.slots is None:
             return self.probs
         rows = torch.arange(len(self.slots), device=self.slots.device)[:, None]
@@ -112,37 +118,37 @@ class Progress:
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Guesses; never touches the target's cache. The prompt arrives as the first `observe`."""
+    """Protocol of a drafter. It never changes the target's cache. The prompt arrives with the first `observe`."""
 
     taps: tuple[int, ...]
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
-        """A new history; everything remembered of the last one is gone."""
+        """Start a new text and drop the state of the last one."""
 
     def propose(self, budget: Budget) -> Draft:
-        """A draft behind the last root, within the budget: chains or trees, one row for each of the batch."""
+        """Return a draft below the current root, within the budget: chains or trees, one per row."""
 
     def observe(self, progress: Progress) -> None:
-        """What became history: the prompt first, then every step, its last output the new root."""
+        """Read what was committed: first the prompt, then every step. The last output is the new root."""
 
     def release(self) -> None:
-        """Free what is remembered of a text."""
+        """Free the state of the text."""
 
 
 class Trainable(Protocol):
-    """What training asks of a drafter with a head."""
+    """Protocol of a drafter whose head can be trained."""
 
     taps: tuple[int, ...]
 
     @property
     def head(self) -> nn.Module:
-        """The module whose weights are trained."""
+        """Return the module to train."""
 
     def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:
-        """What to lower, and metrics."""
+        """Return the loss and metrics."""
 
     def measure(self, batch: Progress) -> None:
-        """Find out on held-out text what is saved beside the weights."""
+        """Measure on validation text what is saved with the weights."""
 
     def save(self, folder: Path, target_name: str) -> None:
-        """Write the head to `folder` in its family's public format."""
+        """Write the head to `folder` in the public format of its family."""

@@ -1,6 +1,6 @@
-"""Small files that somebody else wrote, read whole or refused in one line before anything is done with them.
+"""Safe reading of small untrusted files: read completely, or rejected with one line first.
 
-Regular files alone are opened: a device never ends, and a pipe that nobody writes to never begins.
+Only regular files are opened, because reading a device or a pipe may never end.
 """
 
 import json
@@ -10,27 +10,28 @@ from typing import Any
 
 from specdemo.core.bounds import Bounds, judge
 
-CONFIG = Bounds(4_000_000, 500_000, 150_000)  # a file of settings; the largest known is an index of weights
+CONFIG = Bounds(4_000_000, 500_000, 150_000)  # config files; the largest known is a weight index
 TOO_LARGE = "does not fit into the memory that this process may have; choose a smaller model"
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether an error says that there is no more memory: torch's allocators raise a RuntimeError with these words."""
+    """Return True for an out-of-memory error. The allocators of torch raise RuntimeError with these words."""
     said = str(error)
     return isinstance(error, MemoryError) or "allocate memory" in said or "out of memory" in said
 
 
 def check_regular(path: str | Path, limit: int | None = None) -> None:
-    """Raise ValueError unless it is a file of at most `limit` bytes (None: of any size), OSError when there is none."""
+    """Raise ValueError unless it is a regular file of at most `limit` bytes (None: any size), OSError if it does not
+    exist."""
     found = Path(path).stat()
-    if not S_ISREG(found.st_mode) and not S_ISDIR(found.st_mode):  # of a folder, opening it says what is wrong
-        raise ValueError(f"{path} is a device or a pipe; copy what it gives into a file first")
+    if not S_ISREG(found.st_mode) and not S_ISDIR(found.st_mode):  # opening a folder raises a clear error
+        raise ValueError(f"{path} is a device or a pipe; copy its content into a file first")
     if limit is not None and found.st_size > limit:
-        raise ValueError(f"{path} has {found.st_size:,} bytes; {limit:,} at most are read")
+        raise ValueError(f"{path} has {found.st_size:,} bytes, the limit is {limit:,}")
 
 
 def read_bytes(path: str | Path, limit: int, cure: str = "choose another file") -> bytes:
-    """Raises ValueError, one line that names the file."""
+    """Read a file. Raises ValueError, one line with the file's name."""
     try:
         check_regular(path, limit)
         return Path(path).read_bytes()
@@ -39,7 +40,7 @@ def read_bytes(path: str | Path, limit: int, cure: str = "choose another file") 
 
 
 def read_text(path: str | Path, limit: int, cure: str = "choose another file") -> str:
-    """UTF-8; line ends become \\n. Raises ValueError, one line that names the file."""
+    """Read UTF-8 text; line ends become \\n. Raises ValueError, one line with the file's name."""
     try:
         text = read_bytes(path, limit, cure).decode()
     except UnicodeDecodeError:
@@ -48,14 +49,15 @@ def read_text(path: str | Path, limit: int, cure: str = "choose another file") -
 
 
 def read(path: str | Path, bounds: Bounds) -> bytes:
-    """No more of a file than it takes to see that it is too large. Raises OSError, and ValueError for what is none."""
+    """Read at most one byte more than the limit, so that the caller can see that a file is too large. Raises OSError,
+    and ValueError for a path that is not a regular file."""
     check_regular(path)
     with Path(path).open("rb") as file:
         return file.read(bounds.bytes + 1)
 
 
 def read_json(path: str | Path, bounds: Bounds = CONFIG) -> dict[str, Any]:
-    """A JSON object. Raises ValueError, one line that names the file, also for one beyond the bounds."""
+    """Read a JSON object. Raises ValueError, one line with the file's name, also if it exceeds the limits."""
     text = read_text(path, bounds.bytes)
     judge(text.encode(), bounds, str(path))
     try:

@@ -1,4 +1,4 @@
-"""Logits -> probabilities -> tokens. The same transform is applied to the target (p) and to a sampled draft (q)."""
+"""Conversion of logits to probabilities to tokens. Target (p) and sampled drafts (q) use the same transform."""
 
 from dataclasses import dataclass
 
@@ -8,9 +8,9 @@ from torch import Generator, Tensor
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a token is chosen. Temperature 0 is greedy: a one-hot on the argmax, every other knob without effect.
+    """Sampling settings. Temperature 0 is greedy: a one-hot on the argmax, and the other settings have no effect.
 
-    The order is transformers' own: temperature, top-k, top-p, min-p.
+    They apply in the order of transformers: temperature, top-k, top-p, min-p.
     """
 
     temperature: float = 0.0
@@ -30,12 +30,12 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """Return True for temperature 0."""
         return self.temperature == 0.0
 
 
 def to_probs(logits: Tensor, sampling: Sampling) -> Tensor:
-    """logits [..., V] -> float32 probabilities [..., V]; a one-hot when greedy."""
+    """Return float32 probabilities [..., V] of logits [..., V]; a one-hot if greedy."""
     if sampling.greedy:
         return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     scores = logits.float() / sampling.temperature
@@ -56,10 +56,10 @@ def to_probs(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def draw(probs: Tensor, rng: Generator | None) -> Tensor:
-    """probs [..., V], not necessarily normalised -> tokens [...] int64.
+    """Sample tokens [...] int64 from probs [..., V], which need not be normalised.
 
-    The exponential race (argmax of p / e) needs no host synchronisation; on a one-hot it is the argmax whatever the
-    noise, so greedy decoding takes no noise at all (`rng` None).
+    Uses the exponential race, argmax of p / e, which needs no host synchronisation. For a one-hot it is the argmax for
+    any noise, so greedy decoding needs none (`rng` None).
     """
     if rng is None:
         return probs.argmax(-1)
@@ -67,10 +67,10 @@ def draw(probs: Tensor, rng: Generator | None) -> Tensor:
 
 
 def exponential(like: Tensor, rng: Generator) -> Tensor:
-    """The noise of a draw from probabilities `like` these."""
+    """Return the noise to sample from probabilities with the shape of `like`."""
     return torch.empty_like(like).exponential_(generator=rng)
 
 
 def drawn(probs: Tensor, noise: Tensor) -> Tensor:
-    """As `draw`, by noise that was made before."""
+    """Sample as `draw` does, with the given noise."""
     return (probs / noise.clamp_min(torch.finfo(noise.dtype).tiny)).argmax(-1)

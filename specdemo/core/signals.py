@@ -1,6 +1,6 @@
-"""What Ctrl-C and a polite kill do: end a program tidily, or wait until what is in hand is kept.
+"""Handling of Ctrl-C and SIGTERM: leave a block as an exception does, or delay the signal to its end.
 
-The handlers of before are back behind every block. Outside the main thread, where none can be set, nothing changes.
+Previous handlers are restored afterwards. Outside the main thread, where handlers cannot be set, nothing changes.
 """
 
 import signal
@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 
-KILLED = 128  # and the signal's number: the exit code, as a shell gives it
+KILLED = 128  # plus the signal's number: the exit code, as in a shell
 
 
 @contextmanager
 def tidy() -> Iterator[None]:
-    """SIGTERM leaves the block as an exception does, so that what is open is closed on the way; exit code 143."""
+    """Make SIGTERM raise SystemExit with code 143, so that open files are closed."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         sys.exit(KILLED + number)
@@ -26,8 +26,8 @@ def tidy() -> Iterator[None]:
 
 @contextmanager
 def held() -> Iterator[list[int]]:
-    """The first SIGINT or SIGTERM goes into the list, so that the block can end in its own time, and does behind the
-    block what it is there for; the second does so at once."""
+    """Yield a list that receives the first SIGINT or SIGTERM, so that the block can finish. The signal takes effect
+    after the block; a second one takes effect immediately."""
     noted: list[int] = []
     with ExitStack() as handlers:
 
@@ -39,14 +39,14 @@ def held() -> Iterator[list[int]]:
         yield noted
     if noted:
         signal.raise_signal(noted[0])
-        raise KeyboardInterrupt  # a handler that comes back has not made the block whole
+        raise KeyboardInterrupt  # the handler returned, but the block was interrupted
 
 
 @contextmanager
 def _handling(handler: Callable[[int, FrameType | None], None], *numbers: int) -> Iterator[None]:
     here = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in numbers} if here else {}
-    # what was ignored stays so; None: set by no Python, and Python could not put it back
+    # keep ignored signals ignored; None: not set by Python, which could not restore it
     before = {number: was for number, was in before.items() if was not in (None, signal.SIG_IGN)}
     try:
         for number in before:

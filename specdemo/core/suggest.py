@@ -1,14 +1,14 @@
-"""What the one line of a refusal shows and suggests."""
+"""Parts of one-line error messages: suggestions and short values."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-DEVICES = "auto, cpu, mps, cuda, cuda:N, xpu or xpu:N"  # that a run may be told to take
-LISTED = 18  # names; of a longer list half as many
+DEVICES = "auto, cpu, mps, cuda, cuda:N, xpu or xpu:N"
+LISTED = 18  # most names in a list; a longer list is cut to half as many
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """`did you mean 'x'?` or what there is to choose from."""
+    """Return `did you mean 'x'?`, or a list of the choices."""
     names = list(known)
     close = get_close_matches(name, names, n=1)
     if close:
@@ -19,8 +19,8 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 
 def shown(value: object) -> str:
-    """The value, short enough for one line."""
-    if isinstance(value, int) and value.bit_length() > 256:  # Python refuses to write out what is much longer
+    """Return the repr of a value, short enough for one line."""
+    if isinstance(value, int) and value.bit_length() > 256:  # Python limits the digits of a printed integer
         return f"a number of {value.bit_length()} bits"
     text = repr(value[:60]) if isinstance(value, str) else repr(value)
     return text if len(text) <= 48 else text[:45] + "..."

@@ -1,4 +1,4 @@
-"""What the steps of a lane add up to, computed once: summaries, the cost model, benchmarks and the page read it here.
+"""Totals over the steps of a lane. Summaries, the cost model, benchmarks and the page read them here.
 
 A step is one target pass for one row of a batch; times are milliseconds of device time.
 """
@@ -12,8 +12,8 @@ from typing import Self
 from specdemo.core.estimate import rate, waited_share
 from specdemo.core.trace import LaneTrace, Number, StepEvent, step_ms, timed
 
-WINDOW = 16  # tokens that the rate of the moment is taken over
-UNSEEN = (  # of a lane on a server
+WINDOW = 16  # tokens that the recent rate covers
+UNSEEN = (  # numbers that are unknown for a lane on a server
     "steps drafted accepted acceptance_rate tokens_per_step accept_histogram accept_by_position "
     "ms_draft ms_verify ms_other peak_memory_bytes"
 ).split()
@@ -23,7 +23,7 @@ Numbers = dict[str, Number | list[Number]]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One row of one event: how many tokens it emitted, how many nodes it drafted and how deep, how many it kept."""
+    """One row of one event: tokens emitted, nodes drafted and their depth, draft tokens accepted."""
 
     emitted: int
     drafted: int
@@ -35,7 +35,7 @@ class Step:
 
     @classmethod
     def of(cls, event: StepEvent, row: int = 0) -> Self:
-        """What one event says of row `row`."""
+        """Count row `row` of an event."""
         depths = [0]
         for token, parent in zip(event.drafted[row], event.parents[row], strict=True):
             depths.append(depths[parent] + 1 if token >= 0 else 0)
@@ -44,7 +44,8 @@ class Step:
             emitted=len(event.emitted[row]),
             drafted=sum(map(bool, depths)),
             depth=max(depths),
-            kept=max(min(len(event.path[row]) - 1, len(event.emitted[row])), 0),  # behind a stop token none
+            # accepted tokens after a stop token do not count
+            kept=max(min(len(event.path[row]) - 1, len(event.emitted[row])), 0),
             ms=step_ms(event),
             draft_ms=draft_ms,
             verify_ms=event.ms.get("verify", 0.0),
@@ -58,27 +59,27 @@ class Tally:
     first: int = 0  # tokens of the prefill
     prefill_ms: float | None = None
     tokens: int = 0  # decoded, without the first
-    steps: int = 0  # that emitted anything
-    ms: float = 0.0  # of decoding
+    steps: int = 0  # that emitted tokens
+    ms: float = 0.0  # decode time
     draft_ms: float = 0.0
     verify_ms: float = 0.0
-    train_ms: float = 0.0  # of drafting, a drafter's own learning
+    train_ms: float = 0.0  # part of draft_ms in which the drafter trained
     drafted: int = 0
-    kept: list[int] = field(default_factory=lambda: [0])  # [n] steps that kept n drafts
+    kept: list[int] = field(default_factory=lambda: [0])  # [n] steps that accepted n draft tokens
     reached: list[int] = field(default_factory=list)  # [i] steps that drafted at depth i + 1
-    gaps: list[float] = field(default_factory=list)  # a step's time in equal shares of its tokens
-    _past: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])  # clock and tokens, step by step
+    gaps: list[float] = field(default_factory=list)  # time of a step, divided equally among its tokens
+    _past: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])  # clock and tokens after each step
 
     @classmethod
     def of(cls, events: Iterable[StepEvent], row: int = 0) -> Self:
-        """The tally of a whole run, of row `row`."""
+        """Return the tally of row `row` over a full run."""
         tally = cls()
         for event in events:
             tally.add(event, row)
         return tally
 
     def add(self, event: StepEvent, row: int = 0) -> None:
-        """Count one more step of row `row`. Costs the same however long the run is."""
+        """Add one step of row `row`, in constant time."""
         step = Step.of(event, row)
         if event.index == 0:
             self.first, self.prefill_ms = step.emitted, step.ms
@@ -106,28 +107,28 @@ class Tally:
 
     @property
     def clock_ms(self) -> float:
-        """Device time so far, the prefill included."""
+        """Return the device time so far, including the prefill."""
         return self.ms + (self.prefill_ms or 0.0)
 
     @property
     def accepted(self) -> int:
-        """Drafted tokens that were kept."""
+        """Return the number of accepted draft tokens."""
         return sum(kept * steps for kept, steps in enumerate(self.kept))
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens a second of decoding, the prompt's pass left out; None before the first step."""
+        """Return decoded tokens per second, without the prefill. None before the first step."""
         return ratio(self.tokens, self.ms / 1000.0)
 
     @property
     def recent_tokens_per_s(self) -> float | None:
-        """Over the last WINDOW tokens or few more."""
+        """Return tokens per second over about the last WINDOW tokens."""
         (then, had), (now, have) = self._past[0], self._past[-1]
         return ratio(have - had, (now - then) / 1000.0)
 
     def numbers(self) -> Numbers:
-        """The part of `summarise` that is known at every step."""
-        hits = accumulate(reversed(self.kept[1:]))  # steps that kept a node at a depth kept one at each before it
+        """Return the part of `summarise` that is known after every step."""
+        hits = accumulate(reversed(self.kept[1:]))  # a step that accepted at a depth accepted at every smaller one
         by_position = zip(reversed([*hits]), self.reached, strict=True)
         return {
             "tokens": self.first + self.tokens,
@@ -146,15 +147,18 @@ class Tally:
         }
 
     def latencies(self) -> Numbers:
-        """The median and the 95th percentile of the milliseconds between two tokens."""
-        gaps = self.gaps * 2 if len(self.gaps) == 1 else self.gaps  # of one number Python 3.11 tells none
+        """Return the median and the 95th percentile of the milliseconds between two tokens."""
+        gaps = self.gaps * 2 if len(self.gaps) == 1 else self.gaps  # Python 3.11 needs two numbers
         every_5th = quantiles(gaps, n=20, method="inclusive") if gaps else []
         return {f"itl_ms_p{p}": round(every_5th[p // 5 - 1], 3) if gaps else None for p in (50, 95)}
 
 
 def summarise(lane: LaneTrace, peak_memory_bytes: int = 0) -> Numbers:
-    """The lane's numbers, of row 0, as `core.definitions` defines them. Where the lane was repeated, its speed and what
-    it waited are those of all runs, the rest those of the last. None: unknown, as most of this is of a remote lane."""
+    """Return the numbers of row 0 of a lane, as defined in `core.definitions`. None: unknown, as most numbers of a
+    remote lane are.
+
+    If the lane was repeated, its speed and waiting time cover all runs, the other numbers the last run.
+    """
     tally = Tally.of(lane.events)
     known = {**tally.numbers(), **tally.latencies(), "peak_memory_bytes": peak_memory_bytes}
     return (known if lane.remote is None else _from_outside(known, lane)) | _speed(lane)
@@ -170,8 +174,8 @@ def _speed(lane: LaneTrace) -> Numbers:
 
 
 def so_far(tally: Tally, remote: bool) -> Numbers:
-    """What can be said of a lane that is still running: `numbers`, its clock and its speed at the moment. Of a lane on
-    a server a token is a piece of text, and nothing is known of its passes."""
+    """Return the numbers of a running lane: `numbers`, its clock and its recent speed. For a lane on a server a token
+    is a piece of text, and its passes are unknown."""
     known = tally.numbers() | dict.fromkeys(UNSEEN if remote else ())
     if remote:
         known["tokens_per_s"] = ratio(tally.first + tally.tokens, tally.clock_ms / 1000.0)
@@ -180,8 +184,8 @@ def so_far(tally: Tally, remote: bool) -> Numbers:
 
 
 def _from_outside(known: Numbers, lane: LaneTrace) -> Numbers:
-    """What can be seen of a lane on a server, and under it what the server's own counters say. Gaps between tokens are
-    unknown where pieces do not come with their number of tokens."""
+    """Return the observable numbers of a lane on a server, overridden by the server's own counters. Gaps between tokens
+    are unknown if pieces come without token counts."""
     assert lane.remote is not None
     return {
         **known,
@@ -194,5 +198,5 @@ def _from_outside(known: Numbers, lane: LaneTrace) -> Numbers:
 
 
 def ratio(a: float, b: float) -> float | None:
-    """a / b to four digits; None where b is 0."""
+    """Return a / b, rounded to four digits; None if b is 0."""
     return round(a / b, 4) if b else None

@@ -1,7 +1,7 @@
-"""What leaves the engine: one StepEvent per target pass, collected into LaneTrace and RunTrace (JSON, schema 1).
+"""Results of a run: one StepEvent per target pass, collected into LaneTrace and RunTrace (JSON, schema 1).
 
-Times are milliseconds of device time, as `environment["clock"]` names it: of CUDA events, of the thread that decoded,
-or else of wall clock. Derived numbers are defined in `definitions`.
+Times are milliseconds of device time, measured by `environment["clock"]`: CUDA events, time of the decoding thread, or
+wall time. Derived numbers are defined in `definitions`.
 """
 
 import json
@@ -18,9 +18,9 @@ from specdemo.core.bounds import FILE, Bounds, judge, parsing
 from specdemo.core.estimate import Estimate, Runs, Timed, speedup
 
 SCHEMA: Final = 1
-LISTS: Final = ("accept_histogram", "accept_by_position")  # of a summary; its other values are single ones
-MAX_TEXT = 50_000  # characters of a lane on a server: three such lanes, whatever they say, open on a public page
-MAX_DEPTH = 1024  # entries of such a list, of which the page draws every one
+LISTS: Final = ("accept_histogram", "accept_by_position")  # the entries of a summary that are lists
+MAX_TEXT = 50_000  # characters of a lane on a server; a public page can open a trace with three such lanes
+MAX_DEPTH = 1024  # entries of a list in a summary; the page draws every one
 
 Finish = Literal["stop", "length", "cancelled", "error"]
 Kind = Literal["target", "accepted", "corrected", "bonus", "unknown"]
@@ -37,8 +37,8 @@ _SHORT = Field(max_length=64)
 
 
 def _small(entries: object) -> object:
-    if isinstance(entries, dict) and len(entries) > 64:  # before an error is made for every one of them
-        raise ValueError("holds more than 64 entries")
+    if isinstance(entries, dict) and len(entries) > 64:  # before pydantic creates an error for every entry
+        raise ValueError("has more than 64 entries")
     return entries
 
 
@@ -51,26 +51,27 @@ _Compared = Annotated[dict[str, Number | bool | str | _Reasons], _SMALL]
 class StepEvent:
     """One target pass over B rows. The first event is the prefill: nothing drafted, one token emitted.
 
-    On a server (LaneTrace.remote) an event is a piece of text as it arrived: nothing is known of its passes.
+    For a lane on a server (LaneTrace.remote) an event is a piece of text as it arrived; its passes are unknown.
     """
 
     index: int
     drafted: _Rows  # [B][N] token ids, -1 absent
     parents: _Rows  # [B][N] parent slot of each node
-    path: _Rows  # [B][...] kept slots from the root (0) down; empty: which tokens were drafted is unknown
-    emitted: _Rows  # [B][...] after trimming at stop token and length
-    draft_probs: _ProbRows  # [B][N] the drafter's probability of each node; None: it has none
-    target_probs: _ProbRows  # [B][N] the target's probability of each node at that place
+    path: _Rows  # [B][...] accepted slots from the root (0) down; empty: unknown which tokens were drafted
+    emitted: _Rows  # [B][...] output tokens, cut at the stop token and the length limit
+    draft_probs: _ProbRows  # [B][N] the drafter's probability of each node; None: unknown
+    target_probs: _ProbRows  # [B][N] the target's probability of each node after its parent
     ms: Annotated[dict[str, _Ms], _SMALL]  # prefill | draft verify accept commit observe | stream
-    notes: Annotated[dict[str, float], _SMALL] = field(default_factory=dict)  # the drafter's; prefill: tokens kept
-    wall_ms: _Ms | None = None  # where `ms` is the thread's own time: with what it waited for the processor
+    # from the drafter; of a prefill "kept": tokens reused from the last text
+    notes: Annotated[dict[str, float], _SMALL] = field(default_factory=dict)
+    wall_ms: _Ms | None = None  # wall time, if `ms` is the time of the thread
 
 
 def kinds(event: StepEvent, row: int = 0) -> list[Kind]:
-    """What each emitted token of a row is: accepted drafts, then one token of the target's own.
+    """Return the kind of each emitted token of a row: accepted draft tokens, then one token from the target.
 
-    That one is `bonus` when the path ended where nothing more was drafted, `corrected` when it ended above drafts that
-    were all refused, and `target` when nothing was drafted at all. On a server every token is `unknown`.
+    That token is `bonus` if the draft ended with the path, `corrected` if all draft tokens after the path were
+    rejected, and `target` if nothing was drafted. Tokens of a server are `unknown`.
     """
     if not event.path[row]:
         return ["unknown"] * len(event.emitted[row])
@@ -90,25 +91,25 @@ def kinds(event: StepEvent, row: int = 0) -> list[Kind]:
 
 @checked(frozen=True, slots=True, config=_strict)
 class Remote:
-    """The server a lane ran on, and what it told of the run. Times are wall times of arrival, the network included."""
+    """Server that a lane ran on, and its own figures. Times are wall times of arrival, including the network."""
 
     server: str  # host:port
-    model: str  # its name there
-    endpoint: str  # which of the server's interfaces was used
-    tokens: int | None = None  # of the whole text, as the server counted them
-    counted: bool = False  # an emitted entry is a token; otherwise a piece of text, of unknown length
-    counters: Annotated[dict[Counter, Number], _SMALL] = field(default_factory=dict)  # what it tells of a summary
+    model: str  # name of the model on the server
+    endpoint: str
+    tokens: int | None = None  # length of the text, as counted by the server
+    counted: bool = False  # an emitted entry is a token; otherwise a piece of text of unknown length
+    counters: Annotated[dict[Counter, Number], _SMALL] = field(default_factory=dict)  # summary values from the server
     accept_by_position: Annotated[list[Number], _FAST] = field(default_factory=list)
-    source: str = ""  # how the server defines its counters, and whom they count
+    source: str = ""  # definition of the server's counters, and the requests they cover
     times: Annotated[dict[Span, _Ms], _SMALL] = field(default_factory=dict)  # of this request, by the server's clock
 
 
 @checked(slots=True, config=_strict)
 class LaneTrace:
-    """One lane of a run. `pieces[i]` is the text token i added, so `"".join(pieces) == text`.
+    """One lane of a run. `pieces[i]` is the text that token i added, so `"".join(pieces) == text`.
 
-    token_ids of a remote lane are -1 where the server did not tell them; its prompt_ids and options are empty, and its
-    method is what the server was meant to run.
+    The token_ids of a remote lane are -1 if the server did not send them. Its prompt_ids and options are empty, and its
+    method is the one that the server was meant to run.
     """
 
     name: str
@@ -122,9 +123,9 @@ class LaneTrace:
     events: Annotated[list[StepEvent], _FAST] = field(default_factory=list)
     summary: Annotated[dict[str, Number | list[Number]], _SMALL] = field(default_factory=dict)
     pieces: Annotated[list[str], _FAST] = field(default_factory=list)
-    note: str | None = None  # why the lane failed or runs otherwise than asked
-    messages: Annotated[list[dict[str, str]], _FAST] = field(default_factory=list)  # the chat so far; of a text none
-    remote: Remote | None = None  # None: decoded here
+    note: str | None = None  # why the lane failed or differs from its settings
+    messages: Annotated[list[dict[str, str]], _FAST] = field(default_factory=list)  # chat so far; empty for plain text
+    remote: Remote | None = None  # None: decoded locally
     repeats: Annotated[list[Annotated[list[StepEvent], _FAST]], _SHORT] = field(
         default_factory=list
     )  # runs before, without probabilities
@@ -133,7 +134,7 @@ class LaneTrace:
 
 @checked(slots=True, config=_strict)
 class RunTrace:
-    """A whole comparison; replays with no model. `vocabulary`: id (as a string) of a drafted token -> its text."""
+    """A full run; can be replayed without a model. `vocabulary`: id (as a string) of a draft token -> its text."""
 
     preset: str
     config: dict[str, object]
@@ -151,8 +152,8 @@ _adapter = TypeAdapter(RunTrace)
 
 
 def to_json(trace: RunTrace, indent: int | None = None, bounds: Bounds = FILE) -> str:
-    """What `from_json` opens. A trace that would be beyond the bounds has no indentation, and if that does not do, no
-    probabilities: `draft_probs` and `target_probs` are then empty."""
+    """Write a trace that `from_json` can read. A trace that exceeds the limits is written without indentation and, if
+    needed, without probabilities: `draft_probs` and `target_probs` are then empty."""
     text = _adapter.dump_json(trace, indent=indent)
     if indent is not None and not _fits(text, bounds):
         text = _adapter.dump_json(trace)
@@ -171,12 +172,12 @@ def _fits(text: bytes, bounds: Bounds) -> bool:
 
 
 def bare(events: Iterable[StepEvent]) -> list[StepEvent]:
-    """Without probabilities, of which a trace has most."""
+    """Return the events without probabilities, which are the largest part of a trace."""
     return [replace(event, draft_probs=[], target_probs=[]) for event in events]
 
 
 def _with_probabilities(event: StepEvent) -> StepEvent:
-    """Those that were left out are unknown."""
+    """Replace omitted probabilities by None."""
     if event.draft_probs or event.target_probs:
         return event
     unknown: list[list[float | None]] = [[None] * len(tokens) for tokens in event.drafted]
@@ -184,7 +185,7 @@ def _with_probabilities(event: StepEvent) -> StepEvent:
 
 
 def from_json(text: str | bytes, bounds: Bounds = FILE) -> RunTrace:
-    """Parse and check a trace. Raises ValueError with one clear line."""
+    """Parse and validate a trace. Raises ValueError with one line."""
     text = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     judge(text, bounds, "a trace")
     try:
@@ -199,7 +200,7 @@ def from_json(text: str | bytes, bounds: Bounds = FILE) -> RunTrace:
     try:
         json.dumps([trace.config, trace.environment, *(lane.options for lane in trace.lanes)], allow_nan=False)
     except ValueError:
-        raise ValueError("not a specdemo trace: config, environment or options hold what is no finite number") from None
+        raise ValueError("not a specdemo trace: config, environment or options hold NaN or infinity") from None
     for lane in trace.lanes:
         lane.events = [_with_probabilities(event) for event in lane.events]
         for problem in _problems(lane):
@@ -209,7 +210,7 @@ def from_json(text: str | bytes, bounds: Bounds = FILE) -> RunTrace:
 
 
 def _estimate_again(trace: RunTrace) -> None:
-    """How far the speed-ups of an older trace can be trusted."""
+    """Add intervals of the speed-ups to traces that have none."""
     for row, lane in zip(trace.comparison, trace.lanes[1:], strict=False):
         value = row.get("speedup")
         if "speedup_low" not in row and isinstance(value, int | float):
@@ -217,7 +218,7 @@ def _estimate_again(trace: RunTrace) -> None:
 
 
 def _reason(error: ValidationError) -> str:
-    if error.error_count() > 1000:  # a listing of millions of errors would take gigabytes
+    if error.error_count() > 1000:  # listing millions of errors would take gigabytes
         return f"not a specdemo trace: {error.error_count():,} fields are wrong"
     errors = error.errors(include_url=False, include_context=False)
     schema = next((e for e in errors if e["loc"] == ("schema",)), None)
@@ -228,14 +229,14 @@ def _reason(error: ValidationError) -> str:
 
 
 def _problems(lane: LaneTrace) -> Iterator[str]:
-    """What types cannot say: rows agree with each other."""
+    """Yield inconsistencies that types cannot express."""
     for event in chain(lane.events, *lane.repeats):
         if not _holds_together(_with_probabilities(event), lane.remote is not None):
-            yield f"step {event.index} does not hold together"
+            yield f"step {event.index} is inconsistent"
     if [t for e in lane.events for t in e.emitted[0]] != lane.token_ids:
-        yield "token_ids differ from what its events emitted"
+        yield "token_ids differ from the emitted tokens of its events"
     if len(lane.pieces) != len(lane.token_ids) or "".join(lane.pieces) != lane.text:
-        yield "pieces and text disagree"
+        yield "pieces differ from text"
     lists = {name: value for name, value in lane.summary.items() if isinstance(value, list)}
     wrong = [name for name in lane.summary if (name in lists) != (name in LISTS)]
     wrong += [name for name, value in lane.options.items() if isinstance(value, list | dict)]
@@ -246,9 +247,9 @@ def _problems(lane: LaneTrace) -> Iterator[str]:
 
 
 def _holds_together(event: StepEvent, remote: bool) -> bool:
-    """Rows and columns agree, parents come first, a path goes from parent to child over drafted nodes.
+    """Return True if rows and columns have equal sizes, parents come first, and the path goes from parent to child.
 
-    Of a remote event neither drafts nor path are known.
+    The drafts and the path of a remote event are empty.
     """
     per_node = (event.drafted, event.parents, event.draft_probs, event.target_probs)
     if not event.path or {len(event.path)} != {len(field) for field in (*per_node, event.emitted)}:
@@ -269,8 +270,8 @@ def _holds_together(event: StepEvent, remote: bool) -> bool:
 
 
 def timed(lane: LaneTrace, whole: bool = False) -> Runs:
-    """The decoding of every run of a lane, without the prefill or, from the request on, with it. A lane on a server is
-    always timed so."""
+    """Return the timing of every run of a lane, without the prefill unless `include_prefill`. Lanes on a server always
+    include it."""
     return [_timed(lane, events, whole or lane.remote is not None) for events in (*lane.repeats, lane.events)]
 
 
@@ -285,7 +286,8 @@ def _timed(lane: LaneTrace, events: Sequence[StepEvent], whole: bool) -> Timed:
 
 
 def timed_events(events: Sequence[StepEvent]) -> Timed:
-    """What decoding took, all rows together; the prefill is left out. Of a server's pieces sizes are in tokens."""
+    """Return the decode time of all rows together, without the prefill. For pieces from a server, sizes are in
+    tokens."""
     steps, waited = [], []
     for event in events[1:]:
         drafted = sum(token >= 0 for row in event.drafted for token in row)
@@ -297,21 +299,21 @@ def timed_events(events: Sequence[StepEvent]) -> Timed:
 
 
 def step_ms(event: StepEvent) -> float:
-    """Device time of a whole step."""
+    """Return the device time of a step."""
     return sum(event.ms.values())
 
 
 def compare(
     baseline: LaneTrace, lane: LaneTrace, greedy: bool, margin: float | None = None, schedule: str = "race"
 ) -> dict[str, Any]:
-    """A speculative lane against lane 0; the numbers are defined in `definitions`.
+    """Compare a speculative lane with lane 0; the numbers are defined in `definitions`.
 
-    identical: the same token ids (over the common length when one was cancelled); None under sampling, where only
-    distributions agree. first_divergence: index of the first other token. divergence_margin: there, the gap between the
-    target's two best logits in a one-token pass, when it was measured. Where a server did not tell the ids, identical
-    compares the texts, and first_divergence is unknown.
-    The session adds verdict: identical | rounding | differs (greedy), same distribution (sampling), lossy; and with a
-    server same text | text differs (greedy); unknown where a lane failed or a server does not tell.
+    identical: the same token ids (over the common length if one was cancelled); None for sampling, where only
+    distributions can be compared. first_divergence: index of the first different token. divergence_margin: difference
+    of the target's two best logits there, from a one-token pass, if measured. If a server sends no ids, identical
+    compares the texts and first_divergence is unknown. The session adds verdict: identical | rounding | differs
+    (greedy), same distribution (sampling), lossy; for servers same text | text differs (greedy); unknown if a lane
+    failed or the server sends too little.
     """
     a: Sequence[Any] = baseline.token_ids
     b: Sequence[Any] = lane.token_ids
@@ -335,7 +337,8 @@ def compare(
 
 
 def _ratio(baseline: LaneTrace, lane: LaneTrace) -> float | None:
-    """Of a lane here beside one on a server there is no speed from the request on in its summary."""
+    """Return the speed-up. The summary of a local lane has no speed that includes the prefill, as a lane on a server
+    needs."""
     if (baseline.remote is None) != (lane.remote is None):
         seen = speedup(timed(baseline, True), timed(lane, True), shared=False)
         return round(seen.value, 4) if seen else None
@@ -352,7 +355,7 @@ def _trust(baseline: LaneTrace, lane: LaneTrace, value: float | None, schedule: 
 
 
 def judged(baseline: LaneTrace, lane: LaneTrace, schedule: str) -> Estimate | None:
-    """The speed-up as the steps alone say it, and why it should be measured again."""
+    """Estimate the speed-up from the steps, with the reasons to measure it again."""
     outside = baseline.remote is not None or lane.remote is not None
     runs = timed(baseline, outside), timed(lane, outside)
     seen = speedup(*runs, shared=schedule == "race" and not outside)
@@ -367,7 +370,7 @@ def judged(baseline: LaneTrace, lane: LaneTrace, schedule: str) -> Estimate | No
 
 
 def estimates(trace: RunTrace) -> list[Estimate | None]:
-    """The speed-up of every lane beside lane 0, from its row of `comparison` where it has one."""
+    """Return the speed-up of every lane over lane 0, from its row of `comparison` if present."""
     rows = [*trace.comparison, *[{}] * len(trace.lanes)]
     return [
         _stored(row) if "speedup" in row else judged(trace.lanes[0], lane, trace.schedule)

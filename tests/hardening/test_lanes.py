@@ -171,19 +171,22 @@ def chain(*ids, **changes):
 
 
 STRAY = {
-    "minus two": (chain(-2), "it drafted token -2; the vocabulary has 0 to 2047"),
-    "one too far": (chain(5, 2048), "it drafted token 2048; the vocabulary has 0 to 2047"),
-    "huge": (chain(2**40), f"it drafted token {2**40}; the vocabulary has 0 to 2047"),
-    "in a tree": (Draft(torch.tensor([[5, 6, 9**9]]), torch.tensor([[0, 0, 1]])), f"it drafted token {9**9};"),
-    "its own parent": (chain(5, 6, parents=torch.tensor([[0, 2]])), "node 1 of its draft names slot 2 as its parent"),
-    "no parent": (chain(5, parents=torch.tensor([[-1]])), "node 0 of its draft names slot -1 as its parent"),
-    "reals": (chain(5.0, 6.0), f"a draft has {SHAPES}, not [1, 2] torch.float32, [1, 2] torch.int64"),
-    "half": (Draft.chain(torch.tensor([[5]], dtype=torch.int32)), f"a draft has {SHAPES}, not [1, 1] torch.int32"),
-    "flat": (Draft(torch.tensor([5]), torch.tensor([0])), f"a draft has {SHAPES}, not [1]"),
-    "a number": (Draft(torch.tensor(5), torch.tensor(0)), f"a draft has {SHAPES}, not []"),
-    "two rows": (Draft.chain(torch.tensor([[5], [6]])), f"a draft has {SHAPES}, not [2, 1]"),
-    "too few parents": (chain(5, 6, parents=torch.tensor([[0]])), f"a draft has {SHAPES}, not [1, 2]"),
-    "narrow q": (chain(5, probs=torch.ones(1, 1, 9)), f"a draft has {SHAPES}, not [1, 1] torch.int64, "),
+    "minus two": (chain(-2), "the draft has token -2; the vocabulary has 0 to 2047"),
+    "one too far": (chain(5, 2048), "the draft has token 2048; the vocabulary has 0 to 2047"),
+    "huge": (chain(2**40), f"the draft has token {2**40}; the vocabulary has 0 to 2047"),
+    "in a tree": (Draft(torch.tensor([[5, 6, 9**9]]), torch.tensor([[0, 0, 1]])), f"the draft has token {9**9};"),
+    "its own parent": (chain(5, 6, parents=torch.tensor([[0, 2]])), "node 1 of the draft has parent slot 2"),
+    "no parent": (chain(5, parents=torch.tensor([[-1]])), "node 0 of the draft has parent slot -1"),
+    "reals": (chain(5.0, 6.0), f"a draft must have {SHAPES}, not [1, 2] torch.float32, [1, 2] torch.int64"),
+    "half": (
+        Draft.chain(torch.tensor([[5]], dtype=torch.int32)),
+        f"a draft must have {SHAPES}, not [1, 1] torch.int32",
+    ),
+    "flat": (Draft(torch.tensor([5]), torch.tensor([0])), f"a draft must have {SHAPES}, not [1]"),
+    "a number": (Draft(torch.tensor(5), torch.tensor(0)), f"a draft must have {SHAPES}, not []"),
+    "two rows": (Draft.chain(torch.tensor([[5], [6]])), f"a draft must have {SHAPES}, not [2, 1]"),
+    "too few parents": (chain(5, 6, parents=torch.tensor([[0]])), f"a draft must have {SHAPES}, not [1, 2]"),
+    "narrow q": (chain(5, probs=torch.ones(1, 1, 9)), f"a draft must have {SHAPES}, not [1, 1] torch.int64, "),
     "nothing": (None, "AttributeError: 'NoneType' object has no attribute 'tokens'"),
 }
 
@@ -211,7 +214,7 @@ def test_the_library_itself_raises_on_every_kind_of_target(model, case, hot):
     drafter = NGram(target)
     drafter.propose = lambda budget: draft
     config = GenerationConfig(8, Sampling(hot), Budget(2, 2))
-    with pytest.raises(ValueError, match="^it drafted token"):
+    with pytest.raises(ValueError, match="^the draft has token"):
         list(generate(target, drafter, torch.tensor([[3, 4, 5]]), config))
 
 

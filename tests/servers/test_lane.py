@@ -371,5 +371,5 @@ def test_counters(before, after, numbers):
 def test_a_trace_of_a_server_holds_no_drafts(good):
     trace = run(spec(good.address, good.address), good.address)
     forged = to_json(trace).replace('"path":[[]]', '"path":[[0]]', 1)
-    with pytest.raises(ValueError, match="does not hold together"):
+    with pytest.raises(ValueError, match="is inconsistent"):
         from_json(forged)
