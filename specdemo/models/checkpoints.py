@@ -1,7 +1,7 @@
-"""Speculator checkpoints: open one, write one. Whose it is, formats and their traps: see the methods' own files.
+"""Reading and writing of speculator checkpoints. The formats are described in the files of the methods.
 
-Weights are safetensors. Where a public family has nothing else (Medusa-1, Hydra, MLPSpeculator, EAGLE-1), a `.pt` or
-`.bin` is read with `torch.load(weights_only=True)`, which runs no code from the file.
+Weights are safetensors. Families that publish nothing else (Medusa-1, Hydra, MLPSpeculator, EAGLE-1) are read from
+`.pt` or `.bin` with `torch.load(weights_only=True)`, which runs no code from the file.
 """
 
 import json
@@ -27,15 +27,15 @@ from specdemo.models.resolve import fetched, locate
 
 PICKLED = ("*.pt", "*.bin")
 SHARD = "9MB"
-NUMBERED = 2048  # layers, heads or experts; each number in a tensor's name is below it
-TABLE = 1 << 24  # integers in the largest table that an outline holds
-MASK_TOKEN = "mask_embedding.token"  # the id that the file of the mask token's embedding says
-SHARDS = "model*.safetensors*"  # as they are written here
+NUMBERED = 2048  # limit of the numbers in tensor names (layers, heads, experts)
+TABLE = 1 << 24  # most integers in a table of a checkpoint opened without weights
+MASK_TOKEN = "mask_embedding.token"  # tensor name of the mask token's id
+SHARDS = "model*.safetensors*"  # names of the files that `write_checkpoint` writes
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """config.json and every tensor, on the CPU and in the stored precision."""
+    """config.json and all tensors, on the CPU and in the stored precision."""
 
     name: str
     config: Mapping[str, Any]
@@ -43,23 +43,23 @@ class Checkpoint:
     files: tuple[str, ...] = ()
 
     def take(self, prefix: str) -> dict[str, Tensor]:
-        """The tensors whose names begin with `prefix`, without it."""
+        """Return the tensors whose names start with `prefix`, with the prefix removed."""
         return {name.removeprefix(prefix): t for name, t in self.tensors.items() if name.startswith(prefix)}
 
     def has(self, *parts: str) -> bool:
-        """Whether the name of a tensor holds one of these."""
+        """Return True if any tensor name contains one of the parts."""
         return any(part in name for name in self.tensors for part in parts)
 
     def says(self, key: str, *values: str) -> bool:
-        """Whether its config has one of these values, or holds one in a list of them."""
+        """Return True if the config entry is one of the values, or a list that contains one."""
         said = self.config.get(key)
         return any(str(value) in values for value in (said if isinstance(said, list) else [said]))
 
 
 def open_checkpoint(source: str, progress: LoadProgress = silent) -> Checkpoint:
-    """A folder, an embedded name or a hub id -> its checkpoint.
+    """Open a folder, an embedded name or a hub id.
 
-    Raises ValueError, one line, when there is none, when a file is damaged or when it would have to run code.
+    Raises ValueError, one line, if there is no checkpoint, if a file is damaged, or if it would run code.
     """
     folder = fetched(locate(source, PICKLED), progress)
     pickled = (f for kind in PICKLED for f in folder.glob(kind) if f.name != MASK)
@@ -77,10 +77,10 @@ def open_checkpoint(source: str, progress: LoadProgress = silent) -> Checkpoint:
 
 
 def outline_checkpoint(source: str) -> Checkpoint:
-    """`open_checkpoint` from the headers of its files: tensors of the right shape, on the meta device.
+    """Open a checkpoint from the headers of its files only, with all tensors on the meta device.
 
-    Tables of integers are zeros. Raises ValueError, one line, also for a repository whose weights are pickled: these
-    have no headers, so only a download shows what is in them.
+    Integer tables are zeros. Raises ValueError, one line, also for a repository with pickled weights, which have no
+    headers and must be downloaded first.
     """
     found = locate(source, PICKLED)
     if isinstance(found, Path):
@@ -93,7 +93,7 @@ def outline_checkpoint(source: str) -> Checkpoint:
     else:
         pickled = [file for file in found.weights if not file.endswith(".safetensors")]
         if pickled:
-            raise ValueError(f"{source} is pickled ({pickled[0]}); what is in it shows only when it is downloaded")
+            raise ValueError(f"{source} has pickled weights ({pickled[0]}); download it to see its content")
         folder, described, names = describe(found), remote_headers(found), found.weights
     shapes = {name: _stand_in(shape, stored) for name, shape, stored in described}
     return Checkpoint(source, read_config(folder), shapes | _mask(folder), tuple(names))
@@ -114,8 +114,8 @@ def _loaded(file: Path) -> object:
 
 
 def _mask(folder: Path) -> dict[str, Tensor]:
-    """What `mask_embedding.pt` holds, as MiMo's drafters have it and vLLM reads it (qwen3_dflash.py): the embedding of
-    the mask token, alone or beside the token's id."""
+    """Read `mask_embedding.pt` of MiMo's drafters, as vLLM does (qwen3_dflash.py): the embedding of the mask token,
+    with or without the token's id."""
     file = folder / MASK
     if not file.is_file():
         return {}
@@ -128,9 +128,10 @@ def _mask(folder: Path) -> dict[str, Tensor]:
 
 
 def write_checkpoint(folder: Path, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
-    """config.json and safetensors in shards below 10 MB, all at once in the place of those that are there.
+    """Write config.json and safetensors in shards below 10 MB, and replace the existing ones atomically.
 
-    Raises ValueError, one line, when they cannot be written."""
+    Raises ValueError, one line, if they cannot be written.
+    """
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with replacing_all(folder, SHARDS, "config.json") as beside:
         save_torch_state_dict(state, beside, max_shard_size=SHARD)
@@ -138,11 +139,11 @@ def write_checkpoint(folder: Path, config: Mapping[str, object], tensors: Mappin
 
 
 def check_weights(checkpoint: Checkpoint) -> None:
-    """Raise ValueError unless a head's weights are of floating point, numbered as modules can be, and of layers that a
-    head here can have."""
+    """Raise ValueError unless the weights are floating point, have plausible layer numbers, and belong to a supported
+    kind of layer."""
     if checkpoint.has(".layer_scalar"):
         raise ValueError(
-            f"{checkpoint.name} is of Gemma 4's own layers, not read here; choose a drafter of Qwen3's layers"
+            f"{checkpoint.name} uses Gemma 4 layers, which are not supported; choose a drafter with Qwen3 layers"
         )
     for name, tensor in checkpoint.tensors.items():
         if name.endswith((".weight", ".bias")) and not tensor.is_floating_point():
@@ -154,7 +155,7 @@ def check_weights(checkpoint: Checkpoint) -> None:
 
 @contextmanager
 def readable(name: str) -> Iterator[None]:
-    """Whatever a head's files make Python and its libraries raise -> one ValueError line."""
+    """Convert any error from reading a head's files to a ValueError with one line."""
     try:
         yield
     except Cancelled:

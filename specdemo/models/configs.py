@@ -1,4 +1,4 @@
-"""config.json as somebody else wrote it: read, and refused where it names a size that no model has. Needs no torch."""
+"""Safe reading of config.json: sizes that no model has are rejected. Needs no torch."""
 
 from collections.abc import Iterator, Mapping
 from math import prod
@@ -10,7 +10,7 @@ from specdemo.core.reading import read_json
 LARGEST = 1 << 24
 LARGEST_TREE = 1 << 12
 WIDTHS = "top_k_tokens_per_head"
-MOST = {  # that a config may say, several times what any public model does
+MOST = {  # limits, several times the values of public models
     **dict.fromkeys("num_hidden_layers n_layer n_layers num_layers n_predict n_future_tokens".split(), 512),
     **dict.fromkeys("num_nextn_predict_layers num_heads num_medusa_layers num_layers".split(), 512),
     **dict.fromkeys("medusa_num_heads medusa_num_layers hydra_num_heads hydra_num_layers block_size".split(), 512),
@@ -18,7 +18,7 @@ MOST = {  # that a config may say, several times what any public model does
     **dict.fromkeys("num_experts num_local_experts n_routed_experts num_experts_per_tok".split(), 4096),
     **dict.fromkeys("dim n_embd n_inner d_model n_positions n_ctx sliding_window selector_top_k".split(), LARGEST),
     "max_position_embeddings": LARGEST,
-    "mscale_all_dim": 0,  # of YaRN: no size, any number
+    "mscale_all_dim": 0,  # YaRN: not a size, any number is valid
     WIDTHS: LARGEST_TREE,
 }
 SIZES = ("_size", "_dim")
@@ -26,8 +26,10 @@ NESTED = ("text_config", "transformer_layer_config", "eagle_config", "dflash_con
 
 
 def read_config(folder: Path, *names: str) -> dict[str, Any]:
-    """config.json, or the first file of these names; empty without one. Raises ValueError when it is no JSON object or
-    names a size that no model has."""
+    """Read config.json, or the first existing file of `names`; empty if there is none.
+
+    Raises ValueError if it is not a JSON object or contains a size that no model has.
+    """
     described = next((path for path in map(folder.joinpath, names or ("config.json",)) if path.is_file()), None)
     config = read_json(described) if described else {}
     problem = next(_oversized(config), None)
@@ -37,7 +39,7 @@ def read_config(folder: Path, *names: str) -> dict[str, Any]:
 
 
 def _oversized(config: Mapping[str, object]) -> Iterator[str]:
-    """What no module can be made of, or none in any time or memory."""
+    """Yield entries that would need an impossible amount of time or memory."""
     for key, value in config.items():
         limit = MOST.get(key, LARGEST if key.endswith(SIZES) else 0)
         for number in value if isinstance(value, list) else [value]:

@@ -1,6 +1,5 @@
-"""The kinds of devices, one row each in KINDS: how time is taken, what memory is left, which precisions and attention
-kernels hold, what is recorded. Whoever wants to know asks here and not for a name.
-"""
+"""Device kinds, one row each in DEVICE_KINDS: timing, memory, dtypes, attention kernels and CUDA graphs. All other code
+asks here and does not compare device names."""
 
 import time
 from dataclasses import dataclass
@@ -12,56 +11,56 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A CPU, but for what a row says of another. Bytes are of the device that is asked for."""
+    """A device kind; the defaults are those of a CPU. Sizes are in bytes, for the device in the argument."""
 
     title: str = "CPU"
-    timing: str = "wall clock"  # how the laps of a step are taken
+    timing: str = "wall clock"  # how the parts of a step are timed
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")  # the first is dtype `auto`
     attention: str = "flash or math"  # kernels of scaled dot product attention
     quantised: bool = True  # bitsandbytes has kernels for it
-    records: bool = False  # passes are recorded and replayed
-    apart: bool = False  # its memory is not the main memory, which may hold what it cannot
+    records: bool = False  # forward passes run as CUDA graphs
+    apart: bool = False  # has its own memory; main memory can hold layers that do not fit
     tested: bool = False  # on hardware
 
     def count(self) -> int:
-        """The devices of this kind that are here."""
+        """Return the number of available devices of this kind."""
         return 1
 
     def name(self, device: torch.device) -> str:
-        """Its own; empty where torch does not know it."""
+        """Return the name of the device; empty if torch does not know it."""
         return ""
 
     def wait(self, device: torch.device) -> None:
-        """Until all that was started there is done."""
+        """Wait until all work on the device is done."""
 
     def free(self, device: torch.device) -> int:
-        """What could be taken now."""
-        return int(psutil.virtual_memory().available)  # without swapping
+        """Return the free memory."""
+        return int(psutil.virtual_memory().available)  # without swap
 
     def total(self, device: torch.device) -> int:
-        """All there is."""
+        """Return the total memory."""
         return int(psutil.virtual_memory().total)
 
     def allocated(self, device: torch.device) -> int:
-        """What tensors take; 0 where nobody counts."""
+        """Return the memory used by tensors; 0 if unknown."""
         return 0
 
     def peak(self, device: torch.device) -> int:
-        """The most that tensors took since `forget_peak`; 0 where nobody counts."""
+        """Return the peak memory used by tensors since `reset_peak`; 0 if unknown."""
         return 0
 
     def forget_peak(self, device: torch.device) -> None:
-        """Count the peak anew from now on."""
+        """Reset the peak."""
 
     def empty(self) -> None:
-        """Give back what no tensor uses: until then it is no free memory."""
+        """Return cached memory of the allocator to the device."""
 
     def prepare(self) -> None:
-        """Before the first pass of a model."""
+        """Set up the device before the first pass of a model."""
 
     def told(self) -> str:
-        """The row in words."""
-        recorded = "passes recorded" if self.records else "passes not recorded"
+        """Return the row as a sentence."""
+        recorded = "CUDA graphs" if self.records else "no CUDA graphs"
         quantised = "4bit and 8bit" if self.quantised else "neither 4bit nor 8bit"
         words = [", ".join(self.dtypes), quantised, f"time by {self.timing}", f"attention {self.attention}", recorded]
         return "; ".join(words if self.tested else [*words, "untested on hardware"])
@@ -69,7 +68,7 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Discrete(Kind):
-    """A GPU of which torch has a module like torch.cuda."""
+    """A GPU for which torch has a module like torch.cuda."""
 
     module: ModuleType = torch.cuda
 
@@ -101,12 +100,12 @@ class Discrete(Kind):
         self.module.empty_cache()
 
     def prepare(self) -> None:
-        # which CUDA prefers on Hopper and later, and which plans anew for every length of the text, 23 to 37 ms each
+        # CUDA prefers cuDNN attention on Hopper and later; it builds a new plan for every text length, in 23 to 37 ms
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 class Mps(Kind):
-    """An Apple GPU, on the machine's own memory."""
+    """An Apple GPU, which uses main memory."""
 
     def count(self) -> int:
         return int(torch.backends.mps.is_available())
@@ -139,16 +138,16 @@ KINDS: dict[str, Kind] = {  # the best first
 
 
 def kind(device: torch.device) -> Kind:
-    """Its row; a kind that is not in the table is treated as a CPU."""
+    """Return the row of a device; an unknown kind is treated as a CPU."""
     return KINDS.get(device.type, KINDS["cpu"])
 
 
 def best() -> torch.device:
-    """What `auto` is: the first kind that is here."""
+    """Return the device for `auto`: the first available kind."""
     return torch.device(next(name for name, row in KINDS.items() if row.count()))
 
 
 def now(device: torch.device) -> float:
-    """Seconds on a clock, read when all that was started on the device is done."""
+    """Return seconds on a clock, read after all work on the device is done."""
     kind(device).wait(device)
     return time.perf_counter()

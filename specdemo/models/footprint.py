@@ -1,7 +1,7 @@
-"""What a model will take, before it is loaded or even downloaded, and what there is to take it from.
+"""Memory estimates of a model before it is loaded or downloaded, and the free memory.
 
-Weights are counted from the headers of safetensors files, or from what the hub says of them; keys and values from the
-config. Both leave out what a library adds on top, so compare them with `HEADROOM`.
+Weights are counted from the headers of safetensors files or from the hub's metadata; keys and values from the config.
+Both leave out overheads; compare them with free memory divided by `HEADROOM`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,23 +20,23 @@ from specdemo.models.configs import read_config
 from specdemo.models.devices import kind
 from specdemo.models.hub import Repository, describe
 
-HEADROOM = 1.1  # times: activations, buffers, what the allocator cannot reuse
+HEADROOM = 1.1  # factor for activations, buffers and fragmentation
 STORED_BITS = {"I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F4": 4}
-WHOLE = ("embed", "lm_head", "wte", "wpe", "experts")  # parts of names that bitsandbytes leaves in 16 bits
-PACKED = 8  # numbers of 4 bits in one of those that a file counts
-SCALES = {4: 4.13, 8: 8.03}  # bits of one number and its share of the scales (4: doubly quantised)
+WHOLE = ("embed", "lm_head", "wte", "wpe", "experts")  # parts of names of matrices that bitsandbytes does not quantise
+PACKED = 8  # 4-bit numbers per stored entry
+SCALES = {4: 4.13, 8: 8.03}  # bits per number, including its share of the scales (4: double quantisation)
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """What weights are held in: `dtype`, but for the matrices that are quantised to `bits`."""
+    """Precision of weights: `dtype`, and `bits` for quantised matrices."""
 
     dtype: torch.dtype
     bits: int | None = None
 
     @property
     def width(self) -> int:
-        """Bits a number of this type takes."""
+        """Return the bits per number of this dtype."""
         return 8 * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -45,14 +45,14 @@ class Precision:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes."""
+    """Memory of a model in bytes."""
 
     weights: int
-    per_token: int  # keys and values that one token of one lane adds
+    per_token: int  # keys and values per token of a lane
 
 
 def measure(source: Path | Repository, precision: Precision) -> Footprint:
-    """Raises ValueError for a damaged file, and for a repository that is out of reach."""
+    """Estimate the memory of a model. Raises ValueError for a damaged file or an unreachable repository."""
     folder = describe(source) if isinstance(source, Repository) else source
     config = read_config(folder)
     _check_stored(str(source.name), config)
@@ -67,7 +67,7 @@ def measure(source: Path | Repository, precision: Precision) -> Footprint:
 
 
 def _check_stored(name: str, config: Mapping[str, Any]) -> None:
-    """Raise ValueError where transformers would quietly hold in 16 bits what is stored, and counted, in 4."""
+    """Raise ValueError if transformers would silently load 4-bit weights in 16 bits."""
     stored = config.get("quantization_config")
     wanting = [package for package in ("kernels", "triton") if find_spec(package) is None]
     if isinstance(stored, dict) and stored.get("quant_method") == "mxfp4" and wanting:
@@ -75,16 +75,16 @@ def _check_stored(name: str, config: Mapping[str, Any]) -> None:
 
 
 def check_described(name: str, folder: Path, model: nn.Module) -> None:
-    """Raise ValueError when a model, made from its config on the meta device, is more than its files could hold."""
+    """Raise ValueError if a config describes more numbers than the files could hold. model: on the meta device."""
     files = list(folder.glob("*.safetensors"))
     held = sum(prod(shape) for _, shape, _ in headers(files))
     described = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
     if files and described > PACKED * held:
-        raise ValueError(f"{name} describes {described:,} numbers and its files hold {held:,}; fetch it again")
+        raise ValueError(f"the config of {name} has {described:,} numbers, its files {held:,}; fetch it again")
 
 
 def weight_bytes(folder: Path, precision: Precision) -> int:
-    """Of a folder's safetensors, or else of whatever files of weights it has. Raises ValueError for a damaged one."""
+    """Return the size of a folder's safetensors, or of its other weight files. Raises ValueError for a damaged file."""
     files = list(folder.glob("*.safetensors"))
     if not files:
         return sum(f.stat().st_size for kind in ("*.pt", "*.bin", "*.pth") for f in folder.glob(kind))
@@ -93,7 +93,7 @@ def weight_bytes(folder: Path, precision: Precision) -> int:
 
 
 def headers(files: list[Path]) -> Iterator[tuple[str, list[int], str]]:
-    """Name, shape and stored precision of every tensor. Raises ValueError for a damaged file."""
+    """Yield name, shape and stored dtype of every tensor. Raises ValueError for a damaged file."""
     for file in files:
         try:
             with safe_open(file, "pt") as opened:
@@ -102,12 +102,12 @@ def headers(files: list[Path]) -> Iterator[tuple[str, list[int], str]]:
                     yield name, tensor.get_shape(), tensor.get_dtype()
         except (SafetensorError, OSError):
             raise ValueError(f"{file} is damaged or cut short; delete it and fetch it again") from None
-        except (MemoryError, RuntimeError):  # it is mapped whole
+        except (MemoryError, RuntimeError):  # the entire file is mapped
             raise ValueError(f"{file} {TOO_LARGE}") from None
 
 
 def free_bytes(where: torch.device) -> list[int]:
-    """Free memory of the device, first, and of the others of its kind that a model may be spread over."""
+    """Return the free memory of the device, then of other devices of its kind that a model may be spread over."""
     row = kind(where)
     if not row.apart:
         return [row.free(where)]
@@ -116,12 +116,12 @@ def free_bytes(where: torch.device) -> list[int]:
 
 
 def gigabytes(count: float) -> str:
-    """Bytes for people, in GB of 10^9."""
+    """Format bytes in GB of 10^9."""
     return f"{count / 1e9:.1f} GB"
 
 
 def _bits(name: str, dimensions: int, stored: str, precision: Precision) -> float:
-    """Numbers stored in fewer than 16 bits, or as integers, stay as they are."""
+    """Return the bits per number after loading. Integers and numbers below 16 bits stay as stored."""
     if stored in STORED_BITS:
         return STORED_BITS[stored]
     if precision.bits is None or dimensions != 2 or any(part in name for part in WHOLE):
@@ -130,10 +130,10 @@ def _bits(name: str, dimensions: int, stored: str, precision: Precision) -> floa
 
 
 def _announced(found: Repository, precision: Precision, config: Mapping[str, Any]) -> int:
-    """What the hub says there is; where it does not know, the size of the files."""
+    """Return the weight size from the hub's metadata, or the size of the files."""
     if not found.numbers:
         return sum(found.files[file] for file in found.weights)
-    whole = 0  # numbers that are not quantised
+    whole = 0
     if precision.bits:
         tables = 1 if config.get("tie_word_embeddings") else 2
         whole = tables * int(config.get("vocab_size", 0)) * int(config.get("hidden_size", 0))
@@ -143,7 +143,7 @@ def _announced(found: Repository, precision: Precision, config: Mapping[str, Any
 
 
 def _per_token(config: Mapping[str, Any], precision: Precision) -> int:
-    """Keys and values of every layer of attention."""
+    """Return the bytes of keys and values per token, over all attention layers."""
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
     if not heads or not hidden:
         return 0

@@ -1,4 +1,4 @@
-"""A Llama and its tokenizer in llama.cpp's own format, written by the package `gguf` where that is installed."""
+"""Export of a Llama model and its tokenizer to GGUF, with the package `gguf`."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -16,8 +16,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-NORMAL, CONTROL = 1, 3  # kinds of token
-ROPE_BASE = 10_000.0  # where a model names none
+NORMAL, CONTROL = 1, 3  # token types of GGUF
+ROPE_BASE = 10_000.0  # default of models without one in their config
 NAMES = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -33,7 +33,7 @@ NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """A byte-level vocabulary. ends: the token that ends a text, None: none does."""
+    """A byte-level vocabulary."""
 
     tokens: Sequence[str]
     merges: Sequence[str]
@@ -42,11 +42,13 @@ class Words:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase | None, size: int) -> "Words":
-        """The first `size` tokens. Raises ValueError for another kind of tokenizer."""
+        """Read the first `size` tokens. Raises ValueError for other kinds of tokenizers."""
         fast = tokenizer if isinstance(tokenizer, PreTrainedTokenizerFast) else None
         told = json.loads(fast.backend_tokenizer.to_str() if fast else "{}")
         if not fast or told["model"]["type"] != "BPE" or told["decoder"]["type"] != "ByteLevel":
-            raise ValueError("llama.cpp is given byte-level BPE tokenizers alone; choose another model or engine")
+            raise ValueError(
+                "export to llama.cpp supports byte-level BPE tokenizers only; choose another model or engine"
+            )
         names = [str(fast.convert_ids_to_tokens(number)) for number in range(min(size, len(fast)))]
         merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in told["model"]["merges"]]
         padded = [*names, *(f"[unused {number}]" for number in range(len(names), size))]
@@ -54,9 +56,10 @@ class Words:
 
 
 def write_gguf(model: PreTrainedModel, words: Words, file: Path) -> None:
-    """The model as it is, in float32 or bfloat16. Raises ValueError for one that is no plain Llama.
+    """Write the model in float32 or bfloat16. Raises ValueError unless it is a plain Llama.
 
-    llama.cpp knows rules to split a text by name; the one named here is near to the tokenizer's own and not the same.
+    llama.cpp knows pre-tokenizers by name only; the one written here is close to the tokenizer's own, but not
+    identical.
     """
     config = _checked(model)
     writer = import_module("gguf").GGUFWriter(file, "llama")
@@ -71,7 +74,7 @@ def write_gguf(model: PreTrainedModel, words: Words, file: Path) -> None:
         writer.add_eos_token_id(words.ends)
     bfloat16 = import_module("gguf").GGMLQuantizationType.BF16
     for name, tensor in _tensors(model):
-        half = tensor.dtype == torch.bfloat16 and tensor.ndim > 1  # llama.cpp wants norms in float32
+        half = tensor.dtype == torch.bfloat16 and tensor.ndim > 1  # llama.cpp requires norms in float32
         raw = tensor.contiguous().view(torch.uint8) if half else tensor.float().contiguous()
         writer.add_tensor(name, raw.numpy(), raw_dtype=bfloat16 if half else None)
     writer.write_header_to_file()
@@ -87,13 +90,13 @@ def _checked(model: PreTrainedModel) -> LlamaConfig:
         if not (config.attention_bias or config.mlp_bias or scaled):
             return config
     raise ValueError(
-        f"llama.cpp is given Llama models without bias and RoPE scaling, in float32 or bfloat16; this is "
+        f"export to llama.cpp supports Llama models without bias and RoPE scaling, in float32 or bfloat16; this is "
         f"{type(model).__name__} in {str(model.dtype).removeprefix('torch.')}; choose another model or engine"
     )
 
 
 def _shape(config: LlamaConfig) -> dict[str, int | float]:
-    """By llama.cpp's names."""
+    """Return the sizes under llama.cpp's names."""
     size = config.head_dim or config.hidden_size // config.num_attention_heads
     return {
         "context_length": config.max_position_embeddings,
@@ -126,6 +129,6 @@ def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _interleaved(weight: Tensor, heads: int) -> Tensor:
-    """Rows as llama.cpp turns them: pairs of neighbours, where transformers turns the halves of a head."""
+    """Reorder rows for llama.cpp, which rotates neighbouring pairs where transformers rotates the halves of a head."""
     paired: Tensor = weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
     return paired

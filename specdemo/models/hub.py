@@ -1,8 +1,7 @@
-"""Repositories of the Hugging Face hub: what one holds, and its files on this machine.
+"""Repositories of the Hugging Face hub: their content, and download to the local cache.
 
-A name is `organisation/model`, with `@revision` behind it where a branch, a tag or a commit is meant. Only what a model
-needs is fetched, into the Hugging Face cache. A connection that is cut goes on where it broke off; files that are
-complete are kept whatever happens to the rest. HF_HUB_OFFLINE=1 uses what is there.
+A name is `organisation/model`, optionally with `@revision` (a branch, tag or commit). Only the files that a model needs
+are downloaded. An interrupted download resumes; complete files are kept. With HF_HUB_OFFLINE=1 only the cache is used.
 """
 
 import os
@@ -24,79 +23,79 @@ from tqdm.auto import tqdm
 
 from specdemo.core.suggest import suggest
 
-LoadProgress = Callable[[float, str], None]  # share done 0..1, what is being done; it may raise to stop the loading
+LoadProgress = Callable[[float, str], None]  # fraction done 0..1, current activity; may raise to stop loading
 
-MASK = "mask_embedding.pt"  # of a drafter's mask token, beside its weights
+MASK = "mask_embedding.pt"  # embedding of a drafter's mask token
 DESCRIPTION = ("*.json", "*.txt", "*.model", "*.jinja", MASK)  # config, tokenizer, chat template
 WEIGHTS = "*.safetensors"
 LEFT_BY_TRAINERS = ("training_args.*", "optimizer.*", "scheduler.*", "rng_state*", "trainer_state.*")
 POLL_S = 0.2
 UNANSWERED = {"LocalEntryNotFoundError", "ConnectError", "ConnectionError", "TransportError", "TimeoutException"}
-SPARE_DISK = 500_000_000  # bytes that stay free
+SPARE_DISK = 500_000_000  # bytes to leave free
 
 
 class Cancelled(ValueError):
-    """Raised by a `LoadProgress` that wants the loading to end."""
+    """Raised by a `LoadProgress` to stop loading."""
 
 
 class Unreachable(ValueError):
-    """Nobody answers where the hub should be."""
+    """The hub does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """What the hub says of the files that a model needs. Files lie at the top of a repository, nowhere below."""
+    """Files of a repository that a model needs, at its top level."""
 
     name: str
     files: Mapping[str, int]  # bytes
-    numbers: Mapping[str, int]  # how many, by the precision they are stored in; empty where the hub does not know
+    numbers: Mapping[str, int]  # stored dtype -> number of weights; empty if unknown
 
     @property
     def weights(self) -> list[str]:
-        """The files that are not part of its description."""
+        """Return the weight files."""
         return [file for file in self.files if not any(fnmatch(file, kind) for kind in DESCRIPTION)]
 
     def missing(self) -> dict[str, int]:
-        """The files that are not on this machine yet."""
+        """Return the files that are not in the local cache."""
         repository, revision = split(self.name)
         here = {f for f in self.files if isinstance(try_to_load_from_cache(repository, f, revision=revision), str)}
         return {file: size for file, size in self.files.items() if file not in here}
 
 
 def silent(share: float, what: str) -> None:
-    """Tell nobody of the progress."""
+    """Ignore progress."""
 
 
 def split(name: str) -> tuple[str, str | None]:
-    """`organisation/model@revision` -> both; None: the main branch."""
+    """Split `organisation/model@revision`; None: the main branch."""
     repository, _, revision = name.partition("@")
     return repository, revision or None
 
 
 def embedded_folder() -> Path:
-    """Where the shipped models are; SPECDEMO_MODELS overrules it."""
+    """Return the folder of the embedded models; SPECDEMO_MODELS overrides it."""
     return Path(os.environ.get("SPECDEMO_MODELS") or Path(__file__).parent / "embedded")
 
 
 def shipped(folder: str | Path) -> bool:
-    """Whether the folder is that of an embedded model."""
+    """Return True for the folder of an embedded model."""
     return Path(folder).resolve().is_relative_to(embedded_folder().resolve())
 
 
 def embedded_names() -> list[str]:
-    """The names of the models that come with the package."""
+    """Return the names of the embedded models."""
     return sorted(config.parent.name for config in embedded_folder().glob("*/config.json"))
 
 
 def offline() -> bool:
-    """Whether the hub may not be asked."""
+    """Return True if the hub must not be contacted."""
     return bool(constants.HF_HUB_OFFLINE)
 
 
 def ask(name: str) -> ModelInfo:
-    """What the hub says of a repository and its files.
+    """Fetch the hub's metadata of a repository and its files.
 
-    Raises ValueError, one line, when it is missing, gated or out of reach, and Unreachable where nobody answers.
+    Raises ValueError, one line, if it is missing, gated or cannot be read, and Unreachable if the hub does not answer.
     """
     repository, revision = split(name)
     with one_line(name):
@@ -104,11 +103,12 @@ def ask(name: str) -> ModelInfo:
 
 
 def described(name: str, info: ModelInfo, pickled: Sequence[str] = ()) -> Repository:
-    """Of all its files those that a model needs. pickled: patterns of weights that will do without safetensors."""
+    """Select the files of a repository that a model needs. pickled: patterns of weights to accept without
+    safetensors."""
     top = {f.rfilename: f.size or 0 for f in info.siblings or [] if "/" not in f.rfilename}
     described = {f: size for f, size in top.items() if any(fnmatch(f, kind) for kind in DESCRIPTION)}
     weights = [f for f in top if fnmatch(f, WEIGHTS)]
-    # a copy in its author's own format beside the one for transformers would double the download
+    # a second copy in the author's own format would double the download
     weights = [f for f in weights if f.startswith("model")] or weights
     weights = weights or [f for f in top if any(fnmatch(f, kind) for kind in pickled)]
     wanted = {**described, **{f: top[f] for f in weights}}
@@ -117,25 +117,25 @@ def described(name: str, info: ModelInfo, pickled: Sequence[str] = ()) -> Reposi
 
 
 def fetch(found: Repository, report: LoadProgress = silent) -> Path:
-    """Bring its files here. Raises ValueError, one line, without space for them, and whatever `report` raises."""
+    """Download the files. Raises ValueError, one line, if there is too little disk space, and any error of `report`."""
     missing = found.missing()
     total, cache = sum(missing.values()), Path(constants.HF_HUB_CACHE)
     free = shutil.disk_usage(next(p for p in (cache, *cache.parents) if p.exists())).free
     if missing and total + SPARE_DISK > free:
         raise ValueError(
-            f"{found.name}: {_gb(total)} are to be downloaded and {_gb(free)} of disk are free; make room in {cache}, "
-            "or name another place with HF_HOME"
+            f"{found.name}: the download needs {_gb(total)} and {_gb(free)} of disk space are free; free some in "
+            f"{cache}, or set HF_HOME to another folder"
         )
     return _snapshot(found.name, list(found.files), total, report)
 
 
 def describe(found: Repository) -> Path:
-    """The folder with the repository's config and tokenizer, without its weights. Raises ValueError with one line."""
+    """Download the config and the tokenizer without weights; return their folder. Raises ValueError with one line."""
     return _snapshot(found.name, [file for file in found.files if file not in found.weights], 0, silent)
 
 
 def remote_headers(found: Repository) -> Iterator[tuple[str, list[int], str]]:
-    """Name, shape and stored precision of every tensor of its safetensors; only their first bytes are fetched."""
+    """Yield name, shape and stored dtype of every tensor. Downloads only the headers of its safetensors."""
     repository, revision = split(found.name)
     for file in found.weights:
         with one_line(found.name):
@@ -145,8 +145,8 @@ def remote_headers(found: Repository) -> Iterator[tuple[str, list[int], str]]:
 
 
 def cached(name: str) -> Path:
-    """The folder of what was fetched before. Raises ValueError, one line, when nothing was."""
-    # one file's name: the client takes a folder for incomplete that lacks any file a pattern matches
+    """Return the folder of an earlier download. Raises ValueError, one line, if there is none."""
+    # a single file: with a pattern, the client treats a folder that lacks any match as incomplete
     return _snapshot(name, ["config.json"], 0, silent, local=True)
 
 
@@ -159,14 +159,14 @@ def _snapshot(name: str, patterns: list[str], total: int, report: LoadProgress, 
 
 
 class _Counter:
-    """Bytes that arrived, in the words of a progress line; the downloader's threads count, one other thread reads."""
+    """Downloaded bytes as a progress line. The download threads count, another thread reads."""
 
     def __init__(self, total: int, name: str) -> None:
         self.total, self.name, self.done, self.stopped = total, name, 0, False
         self._begin = time.monotonic()
 
     def bar(self) -> type[Any]:
-        """What the downloader takes for its progress bars."""
+        """Return the class that the downloader uses for its progress bars."""
         counter = self
 
         class Bar(tqdm):  # type: ignore[type-arg]
@@ -198,7 +198,7 @@ class _Counter:
 
 
 def _awaited(download: Callable[[], str], counter: _Counter, report: LoadProgress) -> str:
-    """Run it in a thread of its own: `report` is called, and may stop, from here however long the network is silent."""
+    """Run the download in a thread, so that `report` is called, and can stop it, while the network is silent."""
     pool = ThreadPoolExecutor(1, "download")
     running: Future[str] = pool.submit(download)
     try:
@@ -207,7 +207,7 @@ def _awaited(download: Callable[[], str], counter: _Counter, report: LoadProgres
             try:
                 return running.result(timeout=POLL_S)
             except NotYet:
-                if running.done():  # its own timeout, not that of the wait
+                if running.done():  # a timeout of the download itself, not of the wait
                     raise
     finally:
         counter.stopped = True
@@ -216,12 +216,12 @@ def _awaited(download: Callable[[], str], counter: _Counter, report: LoadProgres
 
 @contextmanager
 def one_line(name: str) -> Iterator[None]:
-    """Whatever the hub's client raises -> one ValueError line that names the cure."""
+    """Convert any error of the hub's client to a ValueError with one line that says how to fix it."""
     try:
         yield
     except Cancelled:
         raise
-    except Exception as error:  # the client raises its transport's own errors, which share no base with OSError
+    except Exception as error:  # the client raises errors of its transport, which are not OSErrors
         kinds = {kind.__name__ for kind in type(error).__mro__}
         silent = bool(kinds & UNANSWERED) and not offline()
         raise (Unreachable if silent else ValueError)(_explained(name, error, kinds)) from error
@@ -244,10 +244,10 @@ def _explained(name: str, error: Exception, kinds: set[str]) -> str:
         return f"{name!r} is not here and {constants.ENDPOINT} cannot be reached; {cure}"
     line = next((text for text in str(error).splitlines() if text.strip()), "") or type(error).__name__
     if "HfHubHTTPError" in kinds:
-        return f"{constants.ENDPOINT} does not give out {name!r} ({line}); try again later"
+        return f"{constants.ENDPOINT} refused the download of {name!r} ({line}); try again later"
     if "Consistency check failed" in line:
-        return f"a file of {name} arrived incomplete; run it again, what is complete is kept"
-    return f"{name} cannot be fetched: {line}"
+        return f"a file of {name} arrived incomplete; run it again, complete files are kept"
+    return f"{name} cannot be downloaded: {line}"
 
 
 def _gb(count: int) -> str:

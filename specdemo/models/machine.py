@@ -1,4 +1,4 @@
-"""What ran, and on what: the facts that stand beside every measured or trained result."""
+"""Facts about the machine and the software, stored with every measured or trained result."""
 
 import ctypes
 import os
@@ -20,12 +20,12 @@ from specdemo.models.devices import kind, now
 
 SM_CLOCK = 1  # NVML_CLOCK_SM
 SLOWED = {0x04: "its power limit", 0x08: "the hardware", 0x20: "heat", 0x40: "heat", 0x80: "its power supply"}
-FELL = 0.05  # of the clock
+FELL = 0.05  # relative change of the clock
 
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """torch's threads for the work inside; afterwards there are as many as before."""
+    """Set the number of torch's threads inside the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -35,29 +35,29 @@ def threads(count: int) -> Iterator[None]:
 
 
 def one_thread(device: torch.device) -> AbstractContextManager[None]:
-    """On a CPU `threads(1)`, unless OMP_NUM_THREADS says how many: on small passes two gain little and collapse as soon
-    as anything else runs."""
+    """Set one thread on a CPU, unless OMP_NUM_THREADS is set. With small passes, two threads gain little and collapse
+    as soon as other programs run."""
     return threads(1) if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ else nullcontext()
 
 
 def thread_time(device: torch.device) -> bool:
-    """Whether all of the work on a device is the calling thread's, so that its own time is that of the work."""
+    """Return True if all work on a device runs in the calling thread, whose CPU time then measures it."""
     with one_thread(device):
         return device.type == "cpu" and torch.get_num_threads() == 1 and sys.platform != "win32"
 
 
 def clock(device: torch.device) -> Callable[[], float]:
-    """Seconds as lanes count them: on a CPU those that the thread ran, where it does all of the work."""
+    """Return the clock of lanes on a device, in seconds: thread time if all work runs in the calling thread."""
     return time.thread_time if thread_time(device) else partial(now, device)
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's or the processor's own name."""
+    """Return the name of the GPU or the processor."""
     return kind(device).name(device) or _processor()
 
 
 def versions() -> dict[str, str]:
-    """The versions that results depend on."""
+    """Return the versions that results depend on."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -66,19 +66,19 @@ def versions() -> dict[str, str]:
 
 
 class GpuClock:
-    """Watches a GPU from now on, as NVIDIA's management library tells of it. Where that is not there, or says nothing,
-    nothing is known. Nothing is asked while a lane computes."""
+    """Monitor of a GPU's clock through NVML. Without NVML nothing is reported. It is not queried while a lane
+    computes."""
 
     def __init__(self, device: torch.device) -> None:
         self._handle = _handle(device) if device.type == "cuda" else None
         self._before = self._mhz()
 
     def reasons(self) -> list[str]:
-        """Why what was measured since then may not be confirmed."""
+        """Return why measurements since the start may not be repeatable."""
         before, after = self._before, self._mhz()
         limits = _asked("nvmlDeviceGetCurrentClocksThrottleReasons", self._handle, ctypes.c_ulonglong())
         slowed = sorted({words for bit, words in SLOWED.items() if limits and limits & bit})
-        told = [f"the GPU is slowed by {' and '.join(slowed)}"] if slowed else []
+        told = [f"the GPU is throttled by {' and '.join(slowed)}"] if slowed else []
         if before and after and abs(after / before - 1.0) > FELL:
             told.append(f"the GPU's clock went from {before} to {after} MHz")
         return told
@@ -89,9 +89,9 @@ class GpuClock:
 
 @lru_cache(maxsize=1)
 def commit() -> str | None:
-    """The git commit this code was checked out at; None outside a checkout."""
+    """Return the git commit of this checkout; None outside a checkout."""
     here = Path(__file__).parents[2]
-    if not (here / ".git").exists():  # installed, perhaps into some other repository
+    if not (here / ".git").exists():  # installed, maybe inside another repository
         return None
     try:
         asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=here)
@@ -101,13 +101,15 @@ def commit() -> str | None:
 
 
 def matmul_dtype(device: torch.device) -> torch.dtype:
-    """What matrix products are fastest in for training: bf16 on a GPU and on a CPU with bf16 instructions."""
+    """Return the fastest dtype of matrix products for training: bfloat16 on a GPU and on a CPU with bf16
+    instructions."""
     return torch.bfloat16 if device.type != "cpu" or _cpu_likes_bf16() else torch.float32
 
 
 @lru_cache(maxsize=1)
 def _cpu_likes_bf16() -> bool:
-    """Measured, not asked: processors without bf16 instructions emulate them, up to fifteen times as slowly."""
+    """Measure whether bfloat16 is faster. Processors without bf16 instructions emulate it, up to fifteen times as
+    slowly."""
     best = {}
     for dtype in (torch.float32, torch.bfloat16):
         product = partial(torch.matmul, torch.ones(256, 256, dtype=dtype), torch.ones(256, 1024, dtype=dtype))
@@ -133,7 +135,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def _handle(device: torch.device) -> ctypes.c_void_p | None:
-    """By its UUID: CUDA may number the devices otherwise."""
+    """Find the device by its UUID; CUDA may number devices differently."""
     library, found = _library(), ctypes.c_void_p()
     if library is None:
         return None
@@ -142,7 +144,7 @@ def _handle(device: torch.device) -> ctypes.c_void_p | None:
 
 
 def _asked(function: str, handle: ctypes.c_void_p | None, *arguments: Any) -> int | None:
-    """The number that a function writes into its last argument."""
+    """Call a function that writes its result into its last argument."""
     library, value = _library(), arguments[-1]
     if library is None or handle is None:
         return None

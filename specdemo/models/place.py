@@ -1,4 +1,4 @@
-"""Where a model goes and what it is held in: devices, precisions, the memory there is."""
+"""Choice of devices and precision for a model, limited by the free memory."""
 
 import logging
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ BITS = {"4bit": 4, "8bit": 8}
 
 
 def plan(dtype: str = "auto", device: str = "auto", quantization: str | None = None) -> tuple[torch.device, Precision]:
-    """Where a model goes and what it is held in. Raises ValueError with one line for what is not to be had here."""
+    """Return device and precision. Raises ValueError with one line for a choice that is not available."""
     where = pick_device(device)
     return where, Precision(pick_dtype(dtype, where), _bits(quantization, where))
 
 
 def pick_device(device: str) -> torch.device:
-    """A device's name, or `auto`, as a device. Raises ValueError, one line, for one that is not here."""
+    """Return the device of a name or `auto`. Raises ValueError, one line, if it is not available."""
     if device == "auto":
         return best()
     try:
@@ -62,7 +62,7 @@ def _bits(quantization: str | None, where: torch.device) -> int | None:
 
 
 def check_memory(name: str, needed: int, where: torch.device, precision: Precision) -> bool:
-    """True when the model has to be spread over several devices. Raises ValueError when it fits nowhere."""
+    """Return True if the model must be spread over several devices. Raises ValueError if it does not fit."""
     frees = free_bytes(where)
     if HEADROOM * needed <= frees[0]:
         return False
@@ -78,27 +78,28 @@ def check_memory(name: str, needed: int, where: torch.device, precision: Precisi
 
 
 def placement(where: torch.device, precision: Precision, spread: bool) -> dict[str, object]:
-    """What transformers' `from_pretrained` is told of devices and of bitsandbytes."""
+    """Return the arguments of transformers' `from_pretrained` for devices and bitsandbytes."""
     placement: dict[str, object] = {"device_map": "auto"} if spread else {}
     if precision.bits:
         placement.setdefault("device_map", {"": where if where.index is not None or where.type == "cpu" else 0})
         placement["quantization_config"] = transformers.BitsAndBytesConfig(
             load_in_4bit=precision.bits == 4,
             load_in_8bit=precision.bits == 8,
-            # outliers are kept in 16 bits for all tokens of a pass where one has them, so what a token gives would
-            # depend on those it is verified with
+            # above 0, outlier columns run in 16 bits for all tokens of a pass, so that the logits of a token would
+            # depend on the tokens it is verified with
             llm_int8_threshold=0.0,
             bnb_4bit_compute_dtype=precision.dtype,
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
         )
-        # it says at every product of every layer that it casts what it multiplies
+        # bitsandbytes logs a cast at every product of every layer
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     return placement
 
 
 def placed(model: PreTrainedModel) -> str:
-    """Which of its parts are where, if not all in one place: `cuda:0: embed_tokens, layers 0-20; cpu: lm_head`."""
+    """Return which parts are on which device, if there are several: `cuda:0: embed_tokens, layers 0-20; cpu:
+    lm_head`."""
     devices: dict[str, list[str]] = {}
     for part, device in getattr(model, "hf_device_map", {}).items():
         devices.setdefault(f"cuda:{device}" if isinstance(device, int) else str(device), []).append(part)
@@ -106,7 +107,7 @@ def placed(model: PreTrainedModel) -> str:
 
 
 def _listed(parts: Sequence[str]) -> str:
-    """Names without their path; numbered layers in runs."""
+    """Return names without paths, with layer numbers as ranges."""
     ends = [part.rpartition(".")[2] for part in parts]
     numbers = sorted(int(end) for end in ends if end.isdigit())
     runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]

@@ -1,8 +1,8 @@
-"""Other people's tokenizers and chat templates, tried in a process of their own before they are used in this one.
+"""Trial runs of untrusted tokenizers and chat templates in a child process.
 
-Their regular expressions, normalisers and templates are programs: they may run without end, take all memory, or panic
-where that ends the whole process. Here it ends a child, within CPU_S seconds of its work and MEMORY_BYTES, and becomes
-one line. This file is both sides: the child runs it as a script, so nothing of this package is imported at its top.
+Their regular expressions, normalizers and templates are programs: they may run forever, use all memory, or abort the
+process. In the child they are limited to CPU_S seconds and MEMORY_BYTES, and a failure becomes one line. The child runs
+this file as a script, so nothing of this package is imported at the top.
 """
 
 import json
@@ -13,12 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-Request = Mapping[str, Any]  # JSON, from the process beside
-CPU_S = 3  # of work, so that a busy machine refuses nothing
+Request = Mapping[str, Any]  # JSON from the parent process
+CPU_S = 3  # CPU time, so that a busy machine rejects nothing
 WALL_S = 30
 MEMORY_BYTES = 2 << 30
-TEXT = 4_000_000  # characters that a template may write
-PIECE = 4096  # characters of a vocabulary's longest entry
+TEXT = 4_000_000  # most characters of a template's output
+PIECE = 4096  # most characters of a vocabulary entry
 DECODERS = 8
 EMPTY = {"model": {"type": "WordLevel", "vocab": {"?": 0}, "unk_token": "?"}, "added_tokens": []}
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
@@ -26,18 +26,20 @@ SAMPLE = "Once upon a time, there was a dog.\n" + "a" * 10_000
 
 
 def try_tokenizer(path: str) -> None:
-    """Load a tokenizer.json and let it read a sample. Raises ValueError with what is wrong, a clause."""
+    """Load a tokenizer.json and encode a sample. Raises ValueError with a clause that says what is wrong."""
     _ask({"path": path})
 
 
 def try_text(parts: Mapping[str, object], text: str) -> None:
-    """Split a text as a tokenizer would. parts: its normalizer and pre_tokenizer, as tokenizer.json has them, and its
-    `tokens`, the added ones, as arguments of AddedToken. Raises ValueError with what is wrong, a clause."""
+    """Split a text as a tokenizer would. Raises ValueError with a clause that says what is wrong.
+
+    parts: its normalizer and pre_tokenizer, as in tokenizer.json, and `tokens`, the arguments of its added tokens.
+    """
     _ask({"parts": parts, "text": text})
 
 
 def render(template: str, messages: Sequence[Mapping[str, str]], special: Mapping[str, object]) -> str:
-    """What a chat template writes, the answer to come included. Raises ValueError with what is wrong, a clause."""
+    """Apply a chat template with the generation prompt. Raises ValueError with a clause that says what is wrong."""
     return str(_ask({"template": template, "messages": messages, "special": special})["text"])
 
 
@@ -48,7 +50,7 @@ def _ask(request: Mapping[str, object]) -> dict[str, object]:
         answer: dict[str, object] = json.loads(done.stdout)
     except subprocess.TimeoutExpired:
         raise ValueError("does not come to an end") from None
-    except ValueError:  # no answer: it was killed, or has killed itself
+    except ValueError:  # no output: the child was killed or crashed
         raise ValueError(f"takes more than {CPU_S} s or {MEMORY_BYTES >> 30} GB, or crashes") from None
     if "error" in answer:
         raise ValueError(answer["error"])
@@ -84,14 +86,15 @@ def _render(request: Request) -> dict[str, object]:
 
 
 def _problems(tokenizer: Any) -> Iterator[str]:
-    """What no text has to show: the entries of the vocabulary, and a decoder that could let a text grow without end."""
+    """Yield defects that no sample shows: long vocabulary entries, and decoders that could grow a text without
+    limit."""
     longest = max(map(len, tokenizer.get_vocab()), default=0)
     if longest > PIECE:
         yield f"has an entry of {longest:,} characters"
     if len(tokenizer.encode(SAMPLE).ids) > 10 * len(SAMPLE):
         yield "makes more than ten tokens of a character"
     decoder = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else {}
-    steps = list(_steps(decoder))  # each of them could double a text
+    steps = list(_steps(decoder))  # each step could double a text
     if len(steps) > DECODERS or len(json.dumps(decoder)) > PIECE or any(map(_grows, steps)):
         yield "has a decoder that rewrites texts as no known one does"
 
@@ -112,14 +115,14 @@ def _main() -> None:
     import resource
 
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
-    with suppress(OSError, ValueError):  # macOS has no limit of memory
+    with suppress(OSError, ValueError):  # macOS has no memory limit
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     request = json.load(sys.stdin)
     try:
         answer = _answer(request)
     except MemoryError:
         answer = {"error": "takes too much memory"}
-    except BaseException as error:  # a panic of Rust's is no Exception
+    except BaseException as error:  # a Rust panic is not an Exception
         lines = str(error).splitlines() or [type(error).__name__]
         what = "this conversation" if "template" in request else "to work"
         answer = {"error": f"refuses {what}: {lines[0][:200]}"}

@@ -1,5 +1,8 @@
-"""A name -> the folder of a model: an embedded model ("stories"), a folder, or a Hugging Face id with or without
-@revision. Folders never touch the network; ids are downloaded into the Hugging Face cache first (hub.py)."""
+"""Resolution of a model name to a folder: an embedded model ("stories"), a folder, or a Hugging Face id with or without
+@revision.
+
+Folders never use the network; ids are downloaded to the Hugging Face cache first (hub.py).
+"""
 
 import hashlib
 import os
@@ -22,11 +25,11 @@ NO_GGUF = (
     "GGUF, which specdemo does not load itself; serve it with llama.cpp (llama-server -m FILE.gguf --port 8080), "
     "LM Studio or Ollama and give the address with --server, or choose the original model with safetensors weights"
 )
-DESCRIPTION = Bounds(64_000_000, 2_000_000, 600_000)  # a tokenizer, an index: the largest public one has half of it
+DESCRIPTION = Bounds(64_000_000, 2_000_000, 600_000)  # twice the largest public tokenizer or weight index
 
 
 def resolve(name: str) -> str:
-    """An embedded name -> its folder; a path -> itself; anything else is a hub id and comes back unchanged."""
+    """Return the folder of an embedded name, an expanded path, or an unchanged hub id."""
     folder = embedded_folder() / name
     if re.fullmatch(r"[\w.-]+", name) and (folder / "config.json").is_file():
         return str(folder)
@@ -39,14 +42,15 @@ def _is_path(name: str) -> bool:
 
 
 def locate(name: str, pickled: Sequence[str] = ()) -> Path | hub.Repository:
-    """The folder of a model, or what the hub holds under its name; nothing is downloaded. Raises ValueError, one line.
+    """Return the folder of a model, or the hub's metadata of its repository. Downloads no weights. Raises ValueError,
+    one line.
 
-    pickled: patterns of weights that will do where there are no safetensors.
+    pickled: patterns of weights to accept where there are no safetensors.
     """
     path = resolve(name)
     folder = Path(path)
     if not name.strip():
-        raise ValueError("name a model: a folder, a Hugging Face id or one that ships with the project")
+        raise ValueError("the model name is empty; use a folder, a Hugging Face id or an embedded model")
     if name.lower().endswith(".gguf"):
         raise ValueError(f"{name} is {NO_GGUF}")
     if folder.is_file():
@@ -77,7 +81,7 @@ def _check_not_gguf(name: str, files: Sequence[str]) -> None:
 
 
 def _readable(folder: Path) -> Path:
-    """The folder again. Raises ValueError when what is to be read of it is no file, or one without measure."""
+    """Return the folder. Raises ValueError if one of its files is not a regular file or is too large."""
     for file in folder.iterdir():
         described = file.suffix in (".json", ".txt", ".model", ".jinja")
         if file.exists() and (described or file.suffix in WEIGHTS):
@@ -86,7 +90,7 @@ def _readable(folder: Path) -> Path:
 
 
 def fetched(source: Path | hub.Repository, report: LoadProgress) -> Path:
-    """The folder of a source, downloaded where it is the hub's."""
+    """Return the folder of a source, downloaded if it is on the hub."""
     if isinstance(source, Path):
         check_shipped(source)
         return source
@@ -94,10 +98,10 @@ def fetched(source: Path | hub.Repository, report: LoadProgress) -> Path:
 
 
 def check_shipped(folder: Path) -> None:
-    """Raises ValueError, one line, when a file of weights of a shipped model is not the one that SUMS beside the models
-    lists. Other folders pass. Every file is read for this once in a process.
+    """Raise ValueError, one line, if a weight file of an embedded model does not match its checksum in SHA256SUMS.
 
-    Where one is trained again, in the folder of the shipped models: `sha256sum */*.safetensors >SHA256SUMS`.
+    Other folders pass. Every file is read once per process. To update the checksums after training, run `sha256sum
+    */*.safetensors >SHA256SUMS` in the folder of the embedded models.
     """
     root = embedded_folder().resolve()
     if folder.resolve().parent != root or not (root / SUMS).is_file():
@@ -113,19 +117,19 @@ def check_shipped(folder: Path) -> None:
 
 @lru_cache(maxsize=256)
 def _digest(file: Path, size: int, changed_ns: int) -> str:
-    """size, changed_ns: a file that changes is read again."""
+    """Return the SHA-256 of a file. size, changed_ns: cache keys, so that a changed file is read again."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def described(name: str) -> Path:
-    """The folder with the config and the tokenizer of a model."""
+    """Return the folder with the config and the tokenizer of a model."""
     source = locate(name)
     return source if isinstance(source, Path) else hub.describe(source)
 
 
 def has_chat_template(name: str) -> bool | None:
-    """Whether a model in a folder here has a chat template; None for one that is not here."""
+    """Return True if a local model has a chat template; None if the model is not local."""
     folder = Path(resolve(name))
     if not (folder / "config.json").is_file():
         return None
@@ -135,7 +139,7 @@ def has_chat_template(name: str) -> bool | None:
 
 
 def checked(folder: Path, name: str) -> Path:
-    """The folder, if it is a model's and has all its weights. Raises ValueError, one line, with the cure."""
+    """Return the folder if it holds a complete model. Raises ValueError, one line, that says how to fix it."""
     if not (folder / "config.json").is_file():
         raise ValueError(f"{name} has no config.json; it is not a Hugging Face model folder")
     if not any(folder.glob("*.safetensors")):
@@ -152,7 +156,7 @@ def checked(folder: Path, name: str) -> Path:
 
 @contextmanager
 def one_line(name: str) -> Iterator[None]:
-    """Whatever the libraries raise while loading -> one ValueError line."""
+    """Convert any error from loading to a ValueError with one line."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Layers of heads that work side by side, run as one.
+"""Parallel layers of heads, computed together.
 
 N layers, B rows, S slots, K key/value heads, D head size, L columns of the cache.
 """
@@ -16,10 +16,10 @@ from specdemo.models.fused import OneLayer, close, is_plain, sample, turning
 
 
 class Stack:
-    """Llama layers that read the same states, each operation run once for all of them.
+    """Llama layers with the same input, each operation run once for all layers.
 
-    Their weights become views of the stack's, so that they take no more memory and can still be used one by one. A deep
-    copy is None, since what it copies may be trained.
+    The layers' weights become views of the stack's tensors, so that they use no extra memory and can still be used one
+    by one. A deep copy is None, because a copy may be trained.
     """
 
     def __init__(self, layers: Any) -> None:
@@ -39,10 +39,10 @@ class Stack:
     def __call__(
         self, x: Tensor, ends: Tensor, count: int, angles: tuple[Tensor, Tensor], mask: Tensor | None, cache: KeyValues
     ) -> Tensor:
-        """x [B, S, hidden] -> [B, count, hidden]: what the first `count` layers make of column ends[b].
+        """Return [B, count, hidden]: the outputs of the first `count` layers at column ends[b] of x [B, S, hidden].
 
-        angles: cos and sin [B, S, D]; mask as for a layer, [B or 1, 1, S, L], None: causal. Keys and values of all
-        layers go into the first layer of the cache.
+        angles: cos and sin [B, S, D]. mask: [B or 1, 1, S, L], None: causal. Keys and values of all layers go into the
+        first layer of the cache.
         """
         rows, slots, _ = x.shape
         each, (cos, sin) = torch.arange(rows, device=x.device), angles
@@ -76,7 +76,7 @@ class Stack:
 
 @torch.no_grad()
 def stacked(layers: nn.ModuleList, rotary: nn.Module) -> Stack | None:
-    """Layers that are to read the same states as one stack; None where they are of another kind or it differs."""
+    """Return the layers as one stack. None if they are of another kind or the outputs differ."""
     linears = [m for layer in layers for m in layer.modules() if isinstance(m, nn.Linear)]
     known = all(type(layer) is LlamaDecoderLayer and is_plain(layer) for layer in layers)
     if not known or any(linear.bias is not None for linear in linears):
@@ -92,7 +92,8 @@ def stacked(layers: nn.ModuleList, rotary: nn.Module) -> Stack | None:
 
 
 def _stacked(groups: Iterable[list[nn.Parameter]]) -> Tensor:
-    """Per layer parameters [.., size] -> [N, all their rows, size] or, of vectors, [N, size]; they become its views."""
+    """Stack the parameters of all layers, [N, rows, size] or for vectors [N, size]. The parameters become views of the
+    result."""
     groups = list(groups)
     stack = torch.stack([torch.cat([p.detach() for p in group]) for group in groups])
     for whole, group in zip(stack, groups, strict=True):
@@ -102,18 +103,18 @@ def _stacked(groups: Iterable[list[nn.Parameter]]) -> Tensor:
 
 
 def _times(weights: Tensor, states: Tensor) -> Tensor:
-    """weights [N, out, in], states [N, S, in] -> [N, S, out]. The few states stand on the right: that is what a CPU
-    multiplies faster."""
+    """Multiply weights [N, out, in] by states [N, S, in]; return [N, S, out]. A CPU is faster with the few states on
+    the right."""
     return torch.bmm(weights, states.mT).mT
 
 
 def _side_by_side(states: Tensor) -> Tensor:
-    """[N, B, S, K, D] -> [B, N * K, S, D]"""
+    """Reshape [N, B, S, K, D] to [B, N * K, S, D]."""
     return states.permute(1, 0, 3, 2, 4).flatten(1, 2)
 
 
 def _seen_from(ends: Tensor, slots: int, mask: Tensor | None) -> Tensor | None:
-    """What column ends[b] of S slots sees, [B, 1, 1, L]; None: all there is."""
+    """Return the mask [B, 1, 1, L] of column ends[b] of S slots; None: nothing is masked."""
     if mask is not None:
         return mask.expand(len(ends), -1, -1, -1)[torch.arange(len(ends), device=ends.device), :, ends][:, :, None]
     if slots == 1:

@@ -1,4 +1,4 @@
-"""Prompt text -> token ids, and token ids -> text, piece by piece, so that the pieces always add up to the text."""
+"""Conversion of prompts to token ids, and of token ids to text in pieces that always add up to the text."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,23 +15,23 @@ from specdemo.models.hub import shipped
 
 Chat = tuple[tuple[tuple[str, str], ...], ...]  # messages, each the items of a dict
 
-UNFINISHED = "\ufffd"  # what a decoder shows for bytes that are not a character yet
-CONTEXT = 6  # prompt tokens decoded along with the first piece: some tokenizers drop a leading space at the start
+UNFINISHED = "\ufffd"  # shown by decoders for an incomplete character
+CONTEXT = 6  # prompt tokens decoded with the first piece: some tokenizers drop a leading space at the start
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Mapping[str, str]], max_length: int) -> list[int]:
-    """The token ids of a text to complete, or of a conversation (messages with role and content) to answer.
+    """Return the token ids of a text to complete, or of a conversation (messages with role and content) to answer.
 
-    A text starts with the beginning-of-sequence token wherever the tokenizer has one; a conversation is written by the
-    model's own chat template. Raises ValueError for an empty prompt, for one of more than max_length tokens, and for a
-    conversation that the template does not take.
+    A text starts with the beginning-of-sequence token if the tokenizer has one; a conversation is formatted by the
+    model's chat template. Raises ValueError for an empty prompt, for more than max_length tokens, and for a
+    conversation that the template rejects.
     """
     last = prompt if isinstance(prompt, str) else prompt[-1]["content"]
     if not last.strip():
         raise ValueError("the prompt is empty; write at least one word")
     ids = _ids(tokenizer, prompt)
     if max_length < 1:
-        raise ValueError("the new tokens asked for fill the model's context; ask for fewer")
+        raise ValueError("max_new_tokens fills the model's context; reduce it")
     if len(ids) > max_length:
         what = "prompt" if isinstance(prompt, str) or len(prompt) == 1 else "conversation"
         raise ValueError(
@@ -42,7 +42,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Mapping[st
 
 def _ids(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
     chat = None if isinstance(prompt, str) else tuple(tuple(message.items()) for message in prompt)
-    source = str(tokenizer.name_or_path)  # empty: it was made in this process
+    source = str(tokenizer.name_or_path)  # empty for a tokenizer created in this process
     if source and not shipped(source):
         text = _tried(ref(tokenizer), chat or str(prompt))
     else:
@@ -53,7 +53,7 @@ def _ids(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Mapping[str,
 
 
 def _written(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> str:
-    """What the model's chat template makes of a conversation."""
+    """Apply the model's chat template."""
     try:
         return str(tokenizer.apply_chat_template(list(map(dict, chat)), add_generation_prompt=True, tokenize=False))
     except TemplateError as error:
@@ -62,9 +62,9 @@ def _written(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> str:
 
 @lru_cache(maxsize=16)
 def _tried(tokenizer: ref[PreTrainedTokenizerBase], prompt: str | Chat) -> str:
-    """The text to encode of a prompt, written and split in a process of its own before it is here; once for all lanes.
+    """Return the text to encode, after a trial run in a child process; cached for all lanes.
 
-    Raises ValueError when that does not go well.
+    Raises ValueError if the trial fails.
     """
     known, text = tokenizer(), prompt
     assert known is not None
@@ -83,7 +83,7 @@ def _tried(tokenizer: ref[PreTrainedTokenizerBase], prompt: str | Chat) -> str:
 
 
 def _parts(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What splits a text, without the vocabulary."""
+    """Return the components that split a text, without the vocabulary."""
     parts: dict[str, Any] = {"normalizer": tokenizer.normalizer, "pre_tokenizer": tokenizer.pre_tokenizer}
     names = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
     tokens = [{name: getattr(t, name) for name in names} for t in tokenizer.get_added_tokens_decoder().values()]
@@ -91,22 +91,22 @@ def _parts(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 class Detokenizer:
-    """Token ids in, text out. Bytes that do not finish a character give "" until a later token finishes it.
+    """Incremental decoder. Bytes of an unfinished character give "" until a later token completes it.
 
-    Each step decodes only a short window of the last tokens: linear in the length of the text.
+    Each step decodes a short window of the last tokens, so that the total time is linear in the length of the text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int]) -> None:
         self._tokenizer = tokenizer
         self._window = list(prompt_ids[-CONTEXT:])
-        self._shown = self._decode().rstrip(UNFINISHED)  # how much of the window's text is out
+        self._shown = self._decode().rstrip(UNFINISHED)  # text of the window that was returned already
 
     def push(self, ids: list[int]) -> list[str]:
-        """One piece per id."""
+        """Return one piece of text per id."""
         return [self._push(token) for token in ids]
 
     def flush(self) -> str:
-        """The rest: bytes that never became a character, as the decoder shows them."""
+        """Return the rest: bytes that never became a character, as the decoder shows them."""
         text = self._decode()
         rest = text[len(self._shown) :]
         self._shown = text
@@ -128,9 +128,9 @@ class Detokenizer:
 
 
 def token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
-    """A token's own text, leading space included; special tokens by their name.
+    """Return the text of one token with its leading space; special tokens by name.
 
-    Decoded twice in a row, since some tokenizers drop the space in front of the first token.
+    Decodes it twice in a row, because some tokenizers drop the space of the first token.
     """
     once = _decode(tokenizer, [token], skip_special_tokens=False)
     return _decode(tokenizer, [token, token], skip_special_tokens=False)[len(once) :] or once

@@ -1,5 +1,4 @@
-"""A target small enough to know exactly: the next-token distribution depends on the last `order` tokens, through a
-seeded table. For tests of everything that is written against `core.protocol.Target`.
+"""Tiny target for tests: the next-token distribution depends on the last `order` tokens, through a seeded table.
 
 B rows, T prompt tokens, N draft nodes, S = N + 1 slots, V vocabulary, H hidden, R table rows.
 """
@@ -14,9 +13,9 @@ PEAKEDNESS = 1.5
 
 
 class ToyTarget:
-    """Implements `Target` on the CPU: trees, batches with ragged paths, taps, crop. Two with one seed are one model.
+    """Implementation of `Target` on the CPU, with trees, ragged batches, taps and crop. Equal seeds give equal models.
 
-    A context shorter than `order` counts as padded with token 0 in front.
+    A context shorter than `order` is padded with token 0 in front.
     """
 
     name = "toy"
@@ -53,11 +52,11 @@ class ToyTarget:
 
     @property
     def length(self) -> list[int]:
-        """Committed tokens per row."""
+        """Return the number of committed tokens per row."""
         return [len(row) for row in self._history]
 
     def next_probs(self, context: list[int]) -> Tensor:
-        """The exact distribution [V] of the token after `context`, at temperature 1."""
+        """Return the exact distribution [V] of the token after `context`, at temperature 1."""
         window = ([0] * self._order + context)[-self._order :]
         state = self._states[-1, self._rows(torch.tensor(window))]
         probs: Tensor = self.lm_head(state).softmax(-1)
@@ -75,7 +74,7 @@ class ToyTarget:
         return self._say(self._windows(parents), taps, slice(None))
 
     def shallow(self, chain: Tensor, layers: int) -> Tensor:
-        """chain [B, n], drafted behind the history -> [B, V] what lm_head reads in the state after `layers` layers."""
+        """Return logits [B, V] after chain [B, n], read by lm_head from the state after `layers` layers."""
         histories = self._history or [[]] * len(chain)
         texts = [[0] * self._order + old + new for old, new in zip(histories, chain.tolist(), strict=True)]
         windows = torch.tensor([text[-self._order :] for text in texts])
@@ -89,7 +88,7 @@ class ToyTarget:
                 raise ValueError(f"{self.name} holds {self.max_length} tokens, not {len(history)}; shorten the prompt")
 
     def crop(self, lengths: list[int]) -> None:
-        """Rows forget all but their first lengths[b] tokens."""
+        """Shorten every row to its first lengths[b] tokens."""
         for history, length in zip(self._history, lengths, strict=True):
             del history[length:]
 
@@ -97,7 +96,7 @@ class ToyTarget:
         self._history = []
 
     def _windows(self, parents: Tensor) -> Tensor:
-        """The last `order` tokens at every slot, [B, S, order]."""
+        """Return the last `order` tokens [B, S, order] at every slot."""
         batch, nodes = parents.shape
         tails = [([0] * self._order + history[-self._order :])[-self._order :] for history in self._history]
         windows = torch.empty(batch, nodes + 1, self._order, dtype=torch.int64)
@@ -109,7 +108,7 @@ class ToyTarget:
         return windows
 
     def _rows(self, windows: Tensor) -> Tensor:
-        """Windows [..., order] -> rows of the table [...]."""
+        """Return the table rows [...] of windows [..., order]."""
         return (windows * self._powers).sum(-1) % self._states.shape[1]
 
     def _say(self, windows: Tensor, taps: tuple[int, ...], kept: slice) -> Forward:

@@ -51,7 +51,7 @@ TOO_MUCH = {
     "deep objects": (b'{"a":' * 33 + b"1" + b"}" * 33, "nest 32 brackets at most"),
     "large": (b" " * (M + 1), "16 MB at most"),
     "keys": (one_event(ms=MANY), "600,000 keys at most"),
-    "too many for a step": (one_event(ms=FEW_KEYS), "lanes.0.events.0.ms: Value error, holds more than 64 entries"),
+    "too many for a step": (one_event(ms=FEW_KEYS), "lanes.0.events.0.ms: Value error, has more than 64 entries"),
     "lanes": (document(lanes=[LANE] * 65), "lanes: List should have at most 64 items"),
 }
 WITHIN = {

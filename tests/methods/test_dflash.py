@@ -631,7 +631,7 @@ def test_other_kin_and_unknown_tensors_are_refused(target, tmp_path):
     for name, reason in (("lilicorr.output_norm.weight", lacking), ("mask_hidden", "a mask state of its own")):
         with pytest.raises(ValueError, match=reason):
             DFlash.load(write(tmp_path, ZLAB, drafter_tensors() | {name: torch.zeros(H)}), target)
-    with pytest.raises(ValueError, match="is of Gemma 4's own layers, not read here"):
+    with pytest.raises(ValueError, match="uses Gemma 4 layers, which are not supported"):
         DFlash.load(write(tmp_path, ZLAB, drafter_tensors() | {"layers.0.layer_scalar": torch.ones(1)}), target)
     with pytest.raises(ValueError, match=r"domino.prefix_gru.weight_ih_l0 is .*its config asks for \(48, 32\)"):
         more = {"prefix_gru.weight_ih_l0": torch.zeros(48, H + 1), "embed_proj.0.weight": torch.zeros(4, H + 16)}

@@ -201,5 +201,5 @@ def test_every_device_row_is_reported():
     for row in KINDS.values():
         assert ("untested on hardware" in row.told()) == (not row.tested)
     assert kind(torch.device("meta")) is KINDS["cpu"]
-    assert "passes not recorded" in replace(KINDS["mps"]).told() and "passes recorded" in KINDS["cuda"].told()
+    assert "no CUDA graphs" in replace(KINDS["mps"]).told() and "; CUDA graphs" in KINDS["cuda"].told()
     assert devices.now(torch.device("cpu")) > 0.0

@@ -137,7 +137,7 @@ def test_oversized_model_is_rejected_before_the_download(server, monkeypatch):
     server.numbers.clear()
     monkeypatch.setattr(hub.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10**6}))
     assert re.match(
-        r"org/tiny: 0\.\d MB are to be downloaded and 1\.0 MB of disk are free; make room", refused("org/tiny")
+        r"org/tiny: the download needs 0\.\d MB and 1\.0 MB of disk space are free; free some", refused("org/tiny")
     )
     assert not [file for file, _ in server.requests if file.endswith(".safetensors")]
 

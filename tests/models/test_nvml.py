@@ -33,7 +33,7 @@ class Library:
     [
         (Library([1980, 1980], 0), []),
         (Library([1980, 1410], 0), ["the GPU's clock went from 1980 to 1410 MHz"]),
-        (Library([1980, 1950], 0x04 | 0x20), ["the GPU is slowed by heat and its power limit"]),
+        (Library([1980, 1950], 0x04 | 0x20), ["the GPU is throttled by heat and its power limit"]),
         (Library([1980, 1410], 0x04, ["nvmlDeviceGetClockInfo", "nvmlDeviceGetCurrentClocksThrottleReasons"]), []),
         (None, []),
     ],

@@ -73,7 +73,7 @@ def test_a_model_that_is_no_llama_is_one_line(monkeypatch):
     loaded = outline("stories")
     loaded.model.config.attention_bias = True
     monkeypatch.setattr(llamacpp, "load_model", lambda *_, **__: loaded)
-    with pytest.raises(SystemExit, match="llama.cpp is given Llama models without bias and RoPE scaling, in float32"):
+    with pytest.raises(SystemExit, match="export to llama.cpp supports Llama models without bias and RoPE scaling, in float32"):
         child(["stories", "--port", "1"])
 
 
