@@ -1,8 +1,8 @@
-"""Device time of one step, split into named laps. Nothing between two steps is ever counted.
+"""Device time of a step, split into named laps. Time between steps is not counted.
 
-On a GPU that is the time between CUDA events. On a CPU with one thread it is the time that thread ran, so that a lane
-that had to wait for the processor is not slower for it; beside it stands the wall time, which says how long it waited.
-With more threads, or where the system counts a thread's time in ticks, it is wall time.
+On a GPU this is the time between CUDA events. On a CPU with one thread it is the CPU time of that thread, so that a
+lane that waits for the processor is not slower; the wall time shows how long it waited. With several threads, or where
+the system counts thread time in coarse ticks, it is wall time.
 """
 
 import time
@@ -17,20 +17,23 @@ from specdemo.models.machine import thread_time
 
 
 class Stopwatch(Protocol):
-    wall_ms: float | None  # of the last step; None where that says nothing of waiting
+    """Protocol of a stopwatch."""
+
+    wall_ms: float | None  # wall time of the last step; None if it is not comparable
 
     def start(self) -> None:
-        """Begin a step."""
+        """Start a step."""
 
     def lap(self, name: str) -> None:
-        """What ran since the last lap was `name`; laps of one name add up."""
+        """Record the time since the last lap as `name`; laps of one name add up."""
 
     def read(self) -> dict[str, float]:
-        """End the step: milliseconds per name, in the order of the laps."""
+        """End the step. Return milliseconds per name, in the order of the laps."""
 
 
 class CpuStopwatch:
-    """`now` returns seconds, and `wall` those of a clock that goes on while the thread waits."""
+    """Stopwatch on CPU clocks. `now` returns seconds; `wall` returns seconds of a clock that runs while the thread
+    waits."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter, wall: Callable[[], float] | None = None) -> None:
         self.wall_ms: float | None = None
@@ -56,7 +59,7 @@ class CpuStopwatch:
 
 
 class CudaStopwatch:
-    """CUDA events on the device's current stream; `read` is the step's one host synchronisation."""
+    """Stopwatch on CUDA events of the device's current stream; `read` is the only host synchronisation of a step."""
 
     wall_ms: float | None = None
 
@@ -67,7 +70,7 @@ class CudaStopwatch:
 
     def _record(self) -> None:
         event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))  # or else of the current device's
+        event.record(torch.cuda.current_stream(self._device))  # default: the stream of the current device
         self._events.append(event)
 
     def start(self) -> None:
@@ -87,7 +90,7 @@ class CudaStopwatch:
 
 
 def stopwatch_for(device: torch.device) -> Stopwatch:
-    """The stopwatch that measures a device's own time."""
+    """Return the stopwatch of a device."""
     timing = kind(device).timing
     if timing == EVENTS:
         return CudaStopwatch(device)
@@ -97,7 +100,7 @@ def stopwatch_for(device: torch.device) -> Stopwatch:
 
 
 def clock_of(device: torch.device) -> str:
-    """What the times of lanes on a device are of."""
+    """Return the name of the clock for lanes on a device."""
     if kind(device).timing == EVENTS:
         return "CUDA events"
     return "thread CPU time" if thread_time(device) else "wall time"

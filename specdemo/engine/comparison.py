@@ -1,8 +1,8 @@
-"""A comparison and its lanes: every setting is declared here, once.
+"""Settings of a comparison and its lanes; every setting is declared here, once.
 
-A field's type, bounds and default are pydantic's, and a `Setting` beside them says what people are told of it. Presets,
-share links, the options of `specdemo run`, the page's controls and the overrides of its API are read from the fields.
-Importing this needs no torch. Every refusal of data is a ValueError of one line.
+A field's type, bounds and default are pydantic's; a `Setting` in its annotation holds the texts for users. Presets,
+share links, the options of `specdemo run`, the page's controls and the overrides of its API are derived from the
+fields. Importing this needs no torch. Every rejection is a ValueError with one line.
 """
 
 import re
@@ -18,11 +18,11 @@ from specdemo.core.suggest import DEVICES, shown, suggest
 from specdemo.methods import BASELINE, METHODS, MODEL_OPTIONS, Knob, check_model, knobs, method, validate_options
 from specdemo.servers.address import place
 
-if TYPE_CHECKING:  # they bring torch along
+if TYPE_CHECKING:  # these import torch
     from specdemo.core.protocol import Budget
     from specdemo.core.sampling import Sampling
 
-LANES = 3  # beside the baseline
+LANES = 3  # without the baseline
 DRAFT = 16  # tokens
 TOKENS = 1024
 PROMPT = 100_000  # characters
@@ -31,13 +31,13 @@ REPEATS = 20
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a field tells people.
+    """Texts and presentation of a field.
 
-    help: of its option of `specdemo run`, which goes to every lane; "": it has none. link: whether it belongs to the
-    comparison, so that a share link carries it and the page has a control for it, and not to the machine. label: of a
-    control that the page draws by the field's type, with info, else help, below it; "": the page has a place of its own
-    for it. step: of a slider over the field's bounds; None: numbers are typed. words: of the choices. brief: what is
-    said of a value where the control is folded away; None: nothing of the default, else the label and the value.
+    help: help of its option of `specdemo run`, which applies to every lane; "": no option. link: the field belongs to
+    the comparison and not to the machine, so a share link carries it and the page has a control. label: of a control
+    that the page draws by the field's type, with info, else help, below it; "": the page places it by hand. step: of a
+    slider over the field's bounds; None: a number field. words: labels of the choices. brief: summary of a value for a
+    folded panel; None: empty for the default, else label and value.
     """
 
     help: str = ""
@@ -50,35 +50,35 @@ class Setting:
 
 
 class Settings(BaseModel):
-    """Data from outside, taken as it is or refused in one line."""
+    """Validated external data. Every rejection is one line."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     @classmethod
     def build(cls, data: Mapping[str, object]) -> Self:
-        """Raises ValueError with one line."""
+        """Validate data. Raises ValueError with one line."""
         try:
             return cls.model_validate(data)
         except ValidationError as error:
             raise ValueError(_one_line(error, cls)) from None
 
     def changed(self, **changes: object) -> Self:
-        """The same with other fields, checked. Raises ValueError with one line."""
+        """Return a validated copy with other values. Raises ValueError with one line."""
         return self.build(self.model_dump() | changes)
 
 
 def settings(of: type[Settings]) -> dict[str, Setting]:
-    """The fields that say something of themselves, in their order."""
+    """Return the fields that have a `Setting`, in order."""
     return {name: s for name, f in of.model_fields.items() for s in f.metadata if isinstance(s, Setting)}
 
 
 def linked(of: type[Settings]) -> list[str]:
-    """The fields that a share link may carry."""
+    """Return the fields that a share link may carry."""
     return [name for name, setting in settings(of).items() if setting.link]
 
 
 def brief(of: type[Settings], name: str, value: object) -> str:
-    """A field's value in a few words, or none."""
+    """Return a short summary of a field's value; may be empty."""
     setting, default = settings(of)[name], of.model_fields[name].default
     if setting.brief:
         return setting.brief(value)
@@ -88,16 +88,18 @@ def brief(of: type[Settings], name: str, value: object) -> str:
 @lru_cache
 def _schema(of: type[Settings]) -> dict[str, dict[str, Any]]:
     said: dict[str, dict[str, Any]] = of.model_json_schema()["properties"]
-    return {name: field | field.get("anyOf", [{}])[0] for name, field in said.items()}  # what may be None is so first
+    # of an optional field the first alternative is its type
+    return {name: field | field.get("anyOf", [{}])[0] for name, field in said.items()}
 
 
 def type_of(of: type[Settings], name: str) -> type:
-    """A field's plain type."""
+    """Return a field's plain type."""
     return {"integer": int, "number": float, "boolean": bool, "string": str, "object": dict}[_schema(of)[name]["type"]]
 
 
 def as_knob(of: type[Settings], name: str) -> Knob:
-    """A field as the options of methods are described; its bounds where it has a step, which leads off an open one."""
+    """Describe a field as an option of a method. It has bounds if it has a step; an open bound is moved inward by one
+    step."""
     field, setting = _schema(of)[name], settings(of)[name]
     step, low, high = setting.step, field.get("minimum"), field.get("maximum")
     if step is None:
@@ -120,7 +122,7 @@ _label = partial(_printable, allowed="")
 
 
 def _model(name: str) -> str:
-    if name.startswith("-"):  # a server that is started for it would read an option
+    if name.startswith("-"):  # on the command line of a server it would be an option
         raise ValueError("must not begin with -; name a model or its folder")
     return _label(name)
 
@@ -132,7 +134,7 @@ def _some_words(text: str) -> str:
 
 
 def known_method(name: str) -> str:
-    """The name again. Raises ValueError for one that no method has."""
+    """Return the name of a method. Raises ValueError if it is unknown."""
     if name not in METHODS:
         raise ValueError(f"unknown method {shown(name)}; {suggest(name[:60], METHODS)}")
     return name
@@ -154,8 +156,8 @@ Messages = tuple[Mapping[str, str], ...]  # each with role and content
 class Lane(Settings):
     """One speculative lane.
 
-    On a `server` (servers/lane.py) the target is called `served_model`, and method, model, k and options say what that
-    server is meant to run, which nobody checks.
+    On a `server` (servers/lane.py) the target's name is `served_model`, and method, model, k and options describe what
+    the server is meant to run; they are not checked.
     """
 
     method: Annotated[str, AfterValidator(known_method), Setting("Drafting method, one of `specdemo methods`.")]
@@ -165,7 +167,7 @@ class Lane(Settings):
     acceptance: Annotated[
         Literal["lossless", "block", "typical"],
         Setting(
-            "lossless; block, which keeps more of a drawn chain and is lossless too; or typical: lossy.",
+            "lossless; block: accepts more of a sampled chain, also lossless; or typical: lossy.",
             label="Acceptance",
             words={"block": "block (lossless)", "typical": "typical (lossy)"},
         ),
@@ -176,32 +178,33 @@ class Lane(Settings):
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Every model the lane names, those in its options too."""
+        """Return all models that the lane names, including those in its options."""
         inside = [name.strip() for option in MODEL_OPTIONS for name in str(self.options.get(option, "")).split(",")]
         return tuple(name for name in (self.model, *inside) if name and name not in METHODS)
 
     @property
     def budget(self) -> "Budget":
-        """k levels, and as many nodes as the method's tree has with these options."""
+        """Return the budget: depth k, and as many nodes as the method's tree has with these options."""
         from specdemo.core.protocol import Budget
 
         nodes = validate_options(self.method, self.options).get("nodes", 0)
         return Budget(self.k, max(self.k, int(nodes)))
 
     def checked(self) -> Self:
-        """This lane as its method's own code accepts it; options that are at their default are left out."""
+        """Return this lane as validated by its method, without options that are at their default."""
         cls = method(self.method)
         options = validate_options(self.method, self.options)
-        cls.Options(**options)  # what holds between two options
+        cls.Options(**options)  # checks combinations of options
         check_model(self.method, options, self.model)
         default = {k.name: k.default for k in knobs(self.method)}
         return self.model_copy(update={"options": {n: v for n, v in options.items() if v != default[n]}})
 
 
 class Comparison(Settings):
-    """What is compared. Lane 0, plain decoding, is always there and not listed; it runs on `server`, None: here."""
+    """Settings of one comparison. Lane 0, plain decoding, is always present and not listed; it runs on `server`, or
+    locally if None."""
 
-    id: Name  # of the preset it comes from, and so of its trace
+    id: Name  # of its preset, and of its trace
     target: Annotated[Model, Setting("Target model: embedded name, folder or hub id[@revision].")]
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
@@ -221,7 +224,7 @@ class Comparison(Settings):
     top_p: Annotated[float, Setting("1 is off.", label="Top-p", step=0.01)] = Field(1.0, gt=0.0, le=1.0)
     top_k: Annotated[int, Setting("0 is off.", label="Top-k", step=1)] = Field(0, ge=0, le=1000)
     min_p: Annotated[float, Setting("0 is off.", label="Min-p", step=0.01)] = Field(0.0, ge=0.0, lt=1.0)
-    seed: Annotated[int, Setting("Of the sampling.", label="Seed", info="the same in every lane")] = Field(
+    seed: Annotated[int, Setting("Random seed.", label="Seed", info="the same in every lane")] = Field(
         0, ge=0, le=2**31 - 1
     )
     max_new_tokens: Annotated[
@@ -244,31 +247,31 @@ class Comparison(Settings):
             brief=lambda how: "lanes in turn" if how == "race" else "one lane after the other",
         ),
     ] = "race"
-    repeats: Annotated[int, Setting("Run it so often and pool the runs.", link=False)] = Field(1, ge=1, le=REPEATS)
+    repeats: Annotated[int, Setting("Number of runs, which are pooled.", link=False)] = Field(1, ge=1, le=REPEATS)
     server: Annotated[Server | None, Setting(link=False)] = None
     served_model: Annotated[Model | None, Setting(link=False)] = None
-    history: tuple[Messages, ...] = Field((), exclude=True)  # of every lane, the baseline first: before the prompt
+    history: tuple[Messages, ...] = Field((), exclude=True)  # earlier messages of every lane, the baseline first
 
     @property
     def all_lanes(self) -> tuple[Lane, ...]:
-        """Lane 0 too; it drafts nothing, so its k is 0."""
+        """Return all lanes with lane 0, whose k is 0."""
         plain = Lane(method=BASELINE, name="Baseline", server=self.server, served_model=self.served_model)
         return plain.model_copy(update={"k": 0}), *self.lanes
 
     @property
     def all_remote(self) -> bool:
-        """True: no model is needed here."""
+        """Return True if all lanes run on servers, so that no local model is needed."""
         return all(lane.server for lane in self.all_lanes)
 
     @property
     def sampling(self) -> "Sampling":
-        """Raises ValueError for a temperature that is too low to sample at."""
+        """Return the sampling settings. Raises ValueError for a temperature that is too low to sample at."""
         from specdemo.core.sampling import Sampling
 
         return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
 
     def checked(self) -> Self:
-        """This comparison as the engine and its methods' own code accept it. Raises ValueError with one line."""
+        """Return this comparison as validated by the engine and its methods. Raises ValueError with one line."""
         _ = self.sampling
         return self.model_copy(update={"lanes": [lane.checked() for lane in self.lanes]})
 
@@ -294,7 +297,7 @@ _WORDS = {
 
 
 def _one_line(error: ValidationError, of: type[Settings]) -> str:
-    """The first complaint as `k must be 16 or less, not 9999`."""
+    """Format the first error as `k must be 16 or less, not 9999`."""
     first = error.errors()[0]
     where = next((str(part) for part in reversed(first["loc"]) if isinstance(part, str)), "the preset")
     limits, given = first.get("ctx", {}), shown(first["input"])

@@ -1,9 +1,9 @@
-"""Why a lane is as fast as it is, and which draft length would be the fastest.
+"""Cost model: explains the speed of a lane and predicts the fastest draft length.
 
-c: the time of drafting one token, v(n): that of a target pass over n slots, both against a one-token pass; alpha: the
-chance that a drafted token is kept where the one above it was. A step that drafts k tokens emits 1 + a1 + a1 a2 + ...
-and takes k c + v(k + 1) and what accepting costs (Leviathan et al. 2211.17192, theorem 3.8, with v measured instead of
-taken as 1 and alpha known for every position). All of it can be read from the events of two lanes.
+c: time to draft one token, v(n): time of a target pass over n slots, both relative to a one-token pass; alpha:
+probability that a draft token is accepted if its parent is. A step with k draft tokens outputs 1 + a1 + a1 a2 + ...
+tokens and takes k c + v(k + 1) plus the cost of acceptance (Leviathan et al., 2211.17192, theorem 3.8, but v is
+measured instead of 1, and alpha is known for every position). All terms can be read from the events of two lanes.
 """
 
 from collections import defaultdict
@@ -20,65 +20,65 @@ from specdemo.core.estimate import Estimate, t_quantile
 from specdemo.core.tally import Step, summarise
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, estimates, step_ms
 
-LONGEST = 16  # tokens of the longest draft that is considered
-FEW = 4  # fewer steps than this are not believed
-PARTS = 8  # of a run, each left out once to see how far a prediction depends on it
+LONGEST = 16  # largest draft length to consider
+FEW = 4  # with fewer steps a mean is not used
+PARTS = 8  # parts of a run, left out one at a time for the jackknife interval
 WIDTHS = (1, 2, 3, 5, 9, 17)
 
-Runs = Sequence[Sequence[StepEvent]]  # the events of one lane, one or several runs, prefill included
+Runs = Sequence[Sequence[StepEvent]]  # events of one or several runs of a lane, with prefill
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a step costs, in milliseconds, and what it yields. Positions start at 1; past its end a list goes on with
-    its last entry."""
+    """Time and yield of a step, times in milliseconds. Positions start at 1; the last entry of a list applies to all
+    later positions."""
 
     plain_ms: float  # a step of plain decoding
-    pass_ms: float  # of it, the target's pass over one slot
+    pass_ms: float  # its target pass, over one slot
     verify: Mapping[int, float]  # v: slots -> time of a pass over them, in units of pass_ms; v(1) is 1
-    draft_ms: float  # drafting one token
-    draft_step_ms: float  # drafting at all, however little
-    other_ms: float  # accepting and committing
-    alpha: Sequence[float]  # the chance that the token at this position is kept where those above it are
-    k: int  # the draft length these costs were seen at
-    reach: Sequence[float] = (1.0,)  # the share of steps that draft as far as this position
-    tree_nodes: float | None = None  # nodes of the average tree; None: drafts are chains
+    draft_ms: float  # per draft token
+    draft_step_ms: float  # per step, independent of the draft length
+    other_ms: float  # acceptance and commit
+    alpha: Sequence[float]  # probability that the token at this position is accepted if its ancestors are
+    k: int  # draft length of the measured run
+    reach: Sequence[float] = (1.0,)  # share of steps whose draft reaches this position
+    tree_nodes: float | None = None  # mean number of nodes per tree; None: drafts are chains
 
     def tokens(self, k: int) -> float:
-        """What a step emits that may draft k deep, the target's own token included."""
+        """Return the mean accepted length at draft length k."""
         kept: Iterator[float] = accumulate(_first(self.alpha, k), mul)
         return 1.0 + sum(kept)
 
     def drafted(self, k: int) -> float:
-        """How many tokens it drafts."""
+        """Return the mean number of draft tokens per step."""
         return sum(_first(self.reach, k)) if self.tree_nodes is None else self.tree_nodes
 
     def verify_ms(self, k: int) -> float:
-        """The target's pass over the root and the draft."""
+        """Return the time of the target's pass over root and draft."""
         if self.tree_nodes is not None:
             return self.pass_ms * self.v(self.tree_nodes + 1.0)
         reach = [1.0, *_first(self.reach, k), 0.0]
         return self.pass_ms * sum((reach[n] - reach[n + 1]) * self.v(n + 1.0) for n in range(k + 1))
 
     def drafting_ms(self, k: int) -> float:
-        """Milliseconds of drafting k tokens."""
+        """Return the time to draft k tokens."""
         return self.draft_step_ms + self.draft_ms * self.drafted(k) if k else 0.0
 
     def step_ms(self, k: int) -> float:
-        """Milliseconds of a whole step that drafts k tokens."""
+        """Return the time of a step with draft length k."""
         return self.drafting_ms(k) + self.verify_ms(k) + self.other_ms
 
     def speedup(self, k: int) -> float:
-        """Against plain decoding; 0 stands for off. A tree is known at its own depth alone."""
+        """Return the speed-up over plain decoding; k = 0 means off. A tree is known at its measured depth only."""
         return self.tokens(k) * self.plain_ms / self.step_ms(k) if k else 1.0
 
     def best_k(self, longest: int = LONGEST) -> int:
-        """The draft length predicted to be the fastest, 0 for off. Of a tree only: as it is, or off."""
+        """Return the draft length with the highest predicted speed-up, 0 for off. For a tree: its depth or 0."""
         ks: Iterable[int] = range(1, longest + 1) if self.tree_nodes is None else [self.k]
         return max([0, *ks], key=self.speedup)
 
     def v(self, slots: float) -> float:
-        """Linear between the measured widths; beyond them as between the last two, but never falling."""
+        """Interpolate v linearly between the measured widths; extrapolate with the last slope, but never downwards."""
         known = sorted(self.verify)
         above = next((n for n in known if n >= slots), known[-1])
         below = max((n for n in known if n < above), default=above)
@@ -88,22 +88,25 @@ class Costs:
         return self.verify[above] + (max(slope, 0.0) if slots > above else slope) * (slots - above)
 
     def terms(self) -> dict[str, float]:
-        """Where a step's time goes besides one pass over one slot: shares of the step. Refused drafts carry the part of
-        drafting and of the wider pass that was spent on them."""
+        """Return the overheads of a step beyond a one-slot pass, as shares of its time. Rejected tokens carry their
+        part of drafting and of the wider pass."""
         step, drafted = self.step_ms(self.k), self.drafted(self.k)
         kept = min((self.tokens(self.k) - 1.0) / drafted, 1.0) if drafted else 0.0
         drafting = self.drafting_ms(self.k) / step
         wider = max(self.verify_ms(self.k) - self.pass_ms, 0.0) / step
         return {
-            "drafting what was kept": drafting * kept,
-            "checking more than one token at a time": wider * kept,
-            "drafts that were refused": (drafting + wider) * (1.0 - kept),
+            "drafting accepted tokens": drafting * kept,
+            "verifying more than one token": wider * kept,
+            "rejected draft tokens": (drafting + wider) * (1.0 - kept),
             "overhead": self.other_ms / step,
         }
 
     def probed(self, ms: Mapping[int, float]) -> "Costs":
-        """The same with v from a probe, slots -> milliseconds of the pass alone. Between drafts a wide pass takes
-        another time than alone; so the probe gives the shape and the widest pass of the lane the height."""
+        """Return a copy with v from isolated passes, slots -> milliseconds.
+
+        Between drafts a wide pass takes another time than in isolation, so the probe gives the shape of v and the
+        widest pass of the lane its height.
+        """
         alone = replace(self, verify={n: taken / ms[1] for n, taken in ms.items()})
         widest = max(self.verify)
         height = self.verify[widest] / alone.v(widest) if widest > 1 else 1.0
@@ -111,10 +114,10 @@ class Costs:
 
 
 def observed(plain: Runs, lane: Runs, k: int = 0) -> Costs | None:
-    """The costs that the events of a plain lane and of a drafting one show; rows after the first are not looked at.
+    """Fit the cost model to the events of a plain and a drafting lane; only row 0 counts.
 
-    k: the draft length that was asked for, where it may be more than was ever drafted. None where nothing was drafted
-    or no time passed.
+    k: the requested draft length, if it may be more than was ever drafted. None if nothing was drafted or no time
+    passed.
     """
     plain_steps = [event for run in plain for event in run[1:]]
     steps = [Step.of(event) for run in lane for event in run[1:]]
@@ -141,8 +144,11 @@ def observed(plain: Runs, lane: Runs, k: int = 0) -> Costs | None:
 
 
 def prediction(trace: RunTrace) -> list[dict[str, Any]]:
-    """One entry per speculative lane: lane, predicted_speedup (as it ran), best_k (0: off), best_speedup, sentence.
-    The numbers are None where too little was decoded to say."""
+    """Return one entry per speculative lane: lane, predicted_speedup (as it ran), best_k (0: off), best_speedup,
+    sentence.
+
+    The numbers are None if too little was decoded.
+    """
     lanes = zip(trace.lanes[1:], estimates(trace), strict=True)
     return [_predicted(trace.lanes[0], lane, speed) for lane, speed in lanes]
 
@@ -155,7 +161,7 @@ def _predicted(plain: LaneTrace, lane: LaneTrace, speed: Estimate | None) -> dic
         sentence += f" {lane.remote.source}."
     known: dict[str, object] = dict.fromkeys(("predicted_speedup", "best_k", "best_speedup"))
     asked = lane.options.get("k")
-    with suppress(ArithmeticError, ValueError):  # a stored trace may hold any times
+    with suppress(ArithmeticError, ValueError):  # a stored trace may contain any times
         k = asked if isinstance(asked, int) else 0
         foreseen = None if outside or speed is None else Foreseen.of(plain.events, lane.events, k)
         if foreseen is not None:
@@ -168,15 +174,16 @@ def _predicted(plain: LaneTrace, lane: LaneTrace, speed: Estimate | None) -> dic
 
 @dataclass(frozen=True, slots=True)
 class Foreseen:
-    """What a run's costs say of other draft lengths. gain: of the best one over its own, with its interval."""
+    """Recommended draft length of a run. gain: its predicted speed over the measured draft length, with interval."""
 
     costs: Costs
-    best: int  # no further out than twice what was seen: there a prediction is a guess
+    best: int  # at most twice the measured draft length; further predictions are unreliable
     gain: Estimate
 
     @classmethod
     def of(cls, plain: Sequence[StepEvent], lane: Sequence[StepEvent], k: int) -> "Foreseen | None":
-        """None where nothing was drafted or no time passed. The interval is the jackknife's over parts of the run."""
+        """Compute the advice, with a jackknife interval over parts of the run. None if nothing was drafted or no time
+        passed."""
         costs = observed([plain], [lane], k)
         if costs is None:
             return None
@@ -193,22 +200,22 @@ class Foreseen:
 
 
 def _without(events: Sequence[StepEvent], part: int) -> list[StepEvent]:
-    """The steps but for one of PARTS stretches of them; the prefill stays."""
+    """Remove one of JACKKNIFE_PARTS parts of the steps; keep the prefill."""
     steps = events[1:]
     begin, end = (len(steps) * at // PARTS for at in (part, part + 1))
     return [*events[:1], *steps[:begin], *steps[end:]]
 
 
 def explain(lane: Mapping[str, Any], speed: Estimate | None, foreseen: Foreseen | None = None) -> str:
-    """One sentence from a lane's summary (core.tally.summarise) and its speed-up: what that is made of. With what is
-    foreseen, also what takes most of the time and what would be faster."""
+    """Explain a lane's speed-up in one sentence, from its summary (core.tally.summarise). With advice, also name the
+    largest overhead and a faster draft length."""
     if speed is None or not lane["steps"]:
         return "Too few tokens to say."
     cost = round(lane["tokens_per_step"] / speed.value, 2)
     sentence = f"{_said(speed)}: a step costs {cost:.2f}x a plain token and yields {lane['tokens_per_step']:.2f} tokens"
     if not lane["drafted"]:
         return sentence + "; nothing was drafted."
-    sentence += f"; {lane['acceptance_rate']:.0%} of the drafted tokens were kept"
+    sentence += f"; {lane['acceptance_rate']:.0%} of the draft tokens were accepted"
     if foreseen is None:
         return sentence + "."
     extra = "a step takes no extra time"
@@ -223,21 +230,23 @@ def _said(speed: Estimate) -> str:
 
 
 def _from_outside(speed: Estimate, lane: Mapping[str, object]) -> str:
-    """The sentence where a lane ran on a server, whose time nobody here can split."""
+    """Return the sentence for a lane on a server, whose time cannot be split."""
     said = f"{_said(speed)}: whole requests, timed from outside"
     rate, length = lane["acceptance_rate"], lane["tokens_per_step"]
-    kept = [] if rate is None else [f"{rate:.0%} of the drafted tokens were kept"]
+    kept = [] if rate is None else [f"{rate:.0%} of the draft tokens were accepted"]
     emitted = [] if length is None else [f"a pass yielded {length:.2f} tokens"]
     return "; ".join([said, *kept, *emitted]) + "."
 
 
 def _server_says(lane: LaneTrace) -> str:
-    """Its times of the last request, where it tells them."""
+    """Return the server's own times of the last request, if it sends them."""
     times = lane.remote.times if lane.remote else {}
     if len(times) < 2:
         return ""
     first, decoding = times["ttft_ms"], times["decode_ms"]
-    return f" By its server's clock {lane.name} took {first:.0f} ms to its first token and {decoding:.0f} ms to decode."
+    return (
+        f" By its server's clock, {lane.name} took {first:.0f} ms to its first token and {decoding:.0f} ms to decode."
+    )
 
 
 def _advice(foreseen: Foreseen, speed: Estimate) -> str:
@@ -249,7 +258,7 @@ def _advice(foreseen: Foreseen, speed: Estimate) -> str:
 
 
 def _whole(run: Sequence[StepEvent], depth: int) -> list[Step]:
-    """The steps in which nothing but the drafter can have cut the draft: not those at the end of the text."""
+    """Return the steps whose draft only the drafter can have shortened, without those at the end of the text."""
     left = sum(len(event.emitted[0]) for event in run)
     steps = []
     for event in run:
@@ -260,8 +269,11 @@ def _whole(run: Sequence[StepEvent], depth: int) -> list[Step]:
 
 
 def _alpha(steps: Sequence[Step], deepest: int, exhausted: bool) -> list[float]:
-    """Per position kept / tried, as far as there are enough tries. Behind that the lower of the last one and of all
-    positions together, so that luck at the end is not taken for a rule; 0 where the drafter does not reach."""
+    """Return accepted / tried per position, where there are enough tries.
+
+    Later positions use the lower of the last value and the mean of all positions, so that chance at the end is not
+    taken for a rule; 0 after the longest draft of the drafter.
+    """
     kept = [sum(step.kept >= position for step in steps) for position in range(deepest + 1)]
     known = [kept[i] / kept[i - 1] for i in range(1, deepest + 1) if kept[i - 1] >= FEW]
     together = sum(kept[1:]) / max(sum(kept[:-1]), 1)
@@ -270,8 +282,8 @@ def _alpha(steps: Sequence[Step], deepest: int, exhausted: bool) -> list[float]:
 
 
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Slope and height at 0 of the line through the mean times by size, neither below 0; where only one size is
-    frequent, the line through the origin."""
+    """Fit a line through the mean times by size; return slope and intercept, both at least 0. With a single frequent
+    size, the line goes through the origin."""
     frequent = _means(points)
     sizes, times = zip(*(point for point in points if point[0] in frequent), strict=True)
     x, y = fmean(sizes), fmean(times)
@@ -282,7 +294,7 @@ def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 
 def _means(points: Sequence[tuple[int, float]]) -> dict[int, float]:
-    """Size -> mean; sizes met a few times only are left out, unless no size above 0 is met more often."""
+    """Return size -> mean. Rare sizes are left out, unless all sizes above 0 are rare."""
     groups = defaultdict[int, list[float]](list)
     for size, value in points:
         groups[size].append(value)

@@ -1,4 +1,4 @@
-"""A lane that fails ends alone: what it says of it, and what must not stay in memory."""
+"""Failure of a single lane: its one-line reason, and freeing its memory."""
 
 from pathlib import Path
 from traceback import walk_tb
@@ -7,7 +7,7 @@ LONGEST = 500  # characters of a reason
 
 
 def reason(error: Exception) -> str:
-    """One line: the message where it stands for itself, else with the error's type and where it was raised."""
+    """Return one line: the message if it is meant for users, else with the error's type and location."""
     line = str(error).strip().partition("\n")[0][:LONGEST].encode("utf-8", "replace").decode()
     if line and isinstance(error, RuntimeError | ValueError):
         return line
@@ -17,7 +17,7 @@ def reason(error: Exception) -> str:
 
 
 def let_go(error: BaseException | None) -> None:
-    """Free what its frames hold, such as a lane's caches, however long somebody keeps the error."""
+    """Clear the traceback, so that its frames and their KV caches can be freed."""
     while error is not None and error.__traceback__ is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__

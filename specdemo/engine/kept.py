@@ -1,4 +1,4 @@
-"""What outlives a run: the drafters that get better with use, and the models that remember the chat so far."""
+"""State that survives a run: drafters that learn, and models that cache the chat so far."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,14 +15,14 @@ from specdemo.models.load import LoadedModel
 from specdemo.models.prefix_reuse import Remembering
 from specdemo.models.target import HFTarget
 
-Key = tuple[object, ...]  # what was loaded for a lane's drafter, the lane's index, its method and options
-Models = tuple[HFTarget, object]  # of a lane: its target, and what its drafter is built from
+Key = tuple[object, ...]  # key of the drafter's model, index of the lane, method and options
+Models = tuple[HFTarget, object]  # the target of a lane, and the model its drafter is built from
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A target with a history of its own and its drafter. model: what that was built from. failure: why it could not
-    be built, and is that of plain decoding."""
+    """Target with its own history and its drafter. model: the drafter's model. failure: why the drafter could not be
+    built; it is plain decoding then."""
 
     target: HFTarget
     model: object
@@ -31,37 +31,37 @@ class Pair:
 
     @property
     def memories(self) -> list[Remembering]:
-        """The models of the pair that remember a text from turn to turn."""
+        """Return the models that cache a text between turns."""
         return _memories(self.target, self.model)
 
 
 class Kept:
-    """Of the last comparison. A chat is forgotten with the first run that is not its next turn."""
+    """State of the last comparison. The chat is dropped by the first run that is not its next turn."""
 
     def __init__(self) -> None:
         self.learners: dict[Key, Pair] = {}  # one per lane
         self.chat: dict[Key, Models] = {}
-        self._turn: Comparison | None = None  # the chat's last
+        self._turn: Comparison | None = None  # last turn of the chat
 
     def held(self) -> list[tuple[str, int]]:
-        """Name and bytes of what is kept beside the models."""
+        """Return name and bytes of what is stored in addition to the models."""
         chat = sum(memory.history_bytes for models in list(self.chat.values()) for memory in _memories(*models))
         return [("the chat so far", chat)] if chat else []
 
     @contextmanager
     def around_run(self) -> Iterator[None]:
-        """What a run's models remember goes with it, unless it was a turn of a chat that can go on."""
+        """Drop the caches of a run afterwards, unless it was a turn of a chat that can continue."""
         try:
             yield
         finally:
             if self._turn is None:
                 self.forget_chat()
-            for pair in self.learners.values():  # what they learned is kept, not what was recorded for this run
+            for pair in self.learners.values():  # keep what they learned, drop the CUDA graphs of this run
                 pair.target.unrecord()
                 pair.drafter.unrecord()
 
     def prepare(self, spec: Comparison) -> None:
-        """Before the models of a comparison are loaded: forget what belongs to another one."""
+        """Drop the state of another comparison, before models are loaded."""
         if not _is_next(self._turn, spec):
             self.forget_chat()
         if not spec.all_remote:
@@ -69,17 +69,18 @@ class Kept:
             self.learners = {key: pair for key, pair in self.learners.items() if key[0] in present}
 
     def begin(self) -> None:
-        """From here on a run that does not reach `end` leaves no chat."""
+        """Mark the start of a run; one that does not reach `end_run` leaves no chat."""
         self._turn = None
 
     def end(self, spec: Comparison, trace: RunTrace) -> None:
-        """What a lane that failed has learned is not trusted."""
+        """Store the turn; drop what a failed lane has learned."""
         failed = {index for index, lane in enumerate(trace.lanes) if lane.finish == "error"}
         self.learners = {key: pair for key, pair in self.learners.items() if key[1] not in failed}
         self._turn = spec if all(lane.messages and lane.finish in ("stop", "length") for lane in trace.lanes) else None
 
     def pair(self, spec: Comparison, index: int, chat: bool, fresh: Callable[[], Models]) -> Pair:
-        """Of a lane: new, from `fresh` models, unless these remember the chat or the drafter keeps what it learns.
+        """Return the models of a lane: loaded with `load`, unless they cache the chat or the drafter keeps what it
+        learns.
 
         Raises ValueError for a drafter that does not fit.
         """
@@ -97,7 +98,7 @@ class Kept:
         return pair
 
     def forget_chat(self) -> None:
-        """Drop the chat's keys and values; the models stay."""
+        """Drop the chat's keys and values; keep the models."""
         for models in self.chat.values():
             for memory in _memories(*models):
                 memory.forget()
@@ -105,13 +106,14 @@ class Kept:
         self._turn = None
 
     def forget(self) -> None:
-        """Drop the chat, and the methods that have learnt."""
+        """Drop the chat and the drafters that have learned."""
         self.forget_chat()
         self.learners.clear()
 
 
 def _pair(name: str, target: HFTarget, model: object, options: dict[str, object]) -> Pair:
-    """Raises ValueError alone, which names a cure; whatever else goes wrong fails the lane, not the run."""
+    """Build the drafter. Only ValueError is raised, because it has advice for the user; other errors fail the lane and
+    not the run."""
     try:
         return Pair(target, model, load_drafter(name, target, model, **options))
     except ValueError:
@@ -123,14 +125,14 @@ def _pair(name: str, target: HFTarget, model: object, options: dict[str, object]
 
 
 def _is_next(turn: Comparison | None, spec: Comparison) -> bool:
-    """Whether a comparison is that of a chat's last turn, with another message. What was said is compared later, token
-    by token."""
+    """Return True if the comparison is the last turn's with another message. The messages themselves are compared
+    later, token by token."""
     said = {"prompt": spec.prompt, "history": spec.history}
     return turn is not None and bool(spec.history) and turn.model_copy(update=said) == spec
 
 
 def _remembering(model: object) -> Any:
-    """The model, if it is one and no head, as a target that remembers its last text."""
+    """Return the model with a prefix cache; a head is returned unchanged."""
     if not isinstance(model, HFTarget | LoadedModel):
         return model
     return Remembering(model.model, model.tokenizer, model.name, notes=model.notes)

@@ -1,7 +1,7 @@
-"""The lanes of a run: one interface for what decodes here and what decodes on a server.
+"""Lanes of a run: one interface for local decoding and for servers.
 
-A lane is prepared off the clock, then read event by event while it writes its trace. One that fails ends alone, with
-one line of why in its trace; the other lanes go on.
+A lane is prepared untimed, then read event by event while it fills its trace. A lane that fails ends alone, with one
+line in its trace; the other lanes continue.
 """
 
 from abc import ABC, abstractmethod
@@ -38,23 +38,24 @@ Message = dict[str, str]  # role and content
 
 
 class RunningLane(ABC):
-    """trace: grows with every event that is read; its `finish` stays `cancelled` until the text is whole."""
+    """A lane of a run. trace: grows with every event; its `finish` is `cancelled` until the text is complete."""
 
-    alone = False  # True: no other lane runs meanwhile
+    alone = False  # True: no other lane runs at the same time
     peak_bytes = 0
 
     def __init__(self, trace: LaneTrace) -> None:
         self.trace = trace
 
     def prepare(self, cancelled: Cancelled) -> list[str]:
-        """Run what it runs once, off the clock; -> what is to be known of it beforehand."""
+        """Run all code paths once, untimed. Return notes for the user."""
         return []
 
     def rewind(self) -> None:
-        """Remember nothing of the last run."""
+        """Drop what was cached in the last run."""
 
     def events(self, cancelled: Cancelled) -> Events:
-        """Never raises an `Exception`: whatever fails ends the lane, and its trace says why."""
+        """Decode, one event per step. Never raises an `Exception`: a failure ends the lane and is noted in its
+        trace."""
         try:
             with closing(self._events(cancelled)) as events:
                 yield from events
@@ -68,17 +69,17 @@ class RunningLane(ABC):
     def _events(self, cancelled: Cancelled) -> Events: ...
 
     def drafted(self, event: StepEvent) -> list[str]:
-        """The text of each drafted token alone; empty where it is absent."""
+        """Return the text of each draft token by itself; empty where it is absent."""
         return [""] * len(event.drafted[0])
 
     def summarise(self) -> LaneTrace:
-        """The trace, with its summary."""
+        """Return the trace with its summary."""
         self.trace.summary = summarise(self.trace, self.peak_bytes)
         return self.trace
 
 
 class LocalLane(RunningLane):
-    """Raises ValueError for a prompt that does not fit."""
+    """A lane that decodes locally. Raises ValueError for a prompt that does not fit."""
 
     def __init__(self, spec: Comparison, index: int, pair: Pair, tokenizer: PreTrainedTokenizerBase) -> None:
         lane = spec.all_lanes[index]
@@ -103,14 +104,14 @@ class LocalLane(RunningLane):
         self.target, self._pair = pair.target, pair
         self._tokenizer = tokenizer
         self._text = Detokenizer(tokenizer, prompt_ids)
-        self._others = 0  # bytes on the device that are not this lane's
+        self._others = 0  # bytes on the device that belong to other lanes
 
     def prepare(self, cancelled: Cancelled) -> list[str]:
         try:
             warm_up(*self._task(), self._accept, cancelled)
             self.rewind()
             return self._notes()
-        except Exception as error:  # a lane that cannot run says so in its own race, not here
+        except Exception as error:  # the timed run raises it again and notes it in the trace
             let_go(error)
             for memory in self._pair.memories:
                 memory.forget()
@@ -125,7 +126,7 @@ class LocalLane(RunningLane):
         notes = [self.target.note, drafter.note, drafter.unrecorded, self._accept.note]
         reads = drafter.max_length
         if reads is not None and reads < len(self.trace.prompt_ids) + self._config.max_new_tokens:
-            notes.append(f"its draft reads {reads} tokens; nothing is drafted behind them")
+            notes.append(f"the drafter reads at most {reads} tokens and drafts nothing after them")
         return [note for note in notes if note and note not in (self.trace.note or "")]
 
     def _events(self, cancelled: Cancelled) -> Events:
@@ -139,14 +140,14 @@ class LocalLane(RunningLane):
                 self._forget_peak()
 
     def _task(self) -> tuple[HFTarget, Method, Tensor, GenerationConfig]:
-        """What is decoded, and by whom. Raises RuntimeError for a drafter that could not be built."""
+        """Return the arguments of `generate`. Raises RuntimeError for a drafter that could not be built."""
         if self._pair.failure:
             raise RuntimeError(self._pair.failure)
         prompt = torch.tensor([self.trace.prompt_ids], device=self.target.device)
         return self.target, self._pair.drafter, prompt, self._config
 
     def _noted(self, event: StepEvent) -> StepEvent:
-        """The prefill's notes have kept: the tokens of the prompt that the target did not read again."""
+        """Add the number of reused prompt tokens to the prefill's notes, as "kept"."""
         kept = self.target.kept if isinstance(self.target, Remembering) and not event.index else 0
         return replace(event, notes={**event.notes, "kept": float(kept)}) if kept else event
 
@@ -173,18 +174,21 @@ class LocalLane(RunningLane):
         self._others = row.allocated(device) - self._held
 
     def _memory(self) -> int:
-        """Of this lane alone in its last step: what it holds and, where the device counts it, what came and went."""
+        """Return the memory of this lane in its last step: weights and caches and, if the device counts it, temporary
+        tensors."""
         return max(self._held, kind(self.target.device).peak(self.target.device) - self._others)
 
     @property
     def _held(self) -> int:
-        """Weights and caches, counted."""
+        """Return the size of weights and caches."""
         return sum(held.weight_bytes + held.history_bytes for held in (self.target, self._pair.drafter))
 
 
 class RemoteLane(RunningLane):
-    """On a server, alone: nothing here runs meanwhile. `template`: whether the target has a chat template; None: no
-    lane is here to know."""
+    """A lane on a server. No local lane runs at the same time.
+
+    template: the target has a chat template; None: unknown, because no lane is local.
+    """
 
     alone = True
 
@@ -195,7 +199,8 @@ class RemoteLane(RunningLane):
             spec, index, bool(spec.chat or spec.system or spec.history) if template is None else template
         )
         drafts = "" if lane.method == BASELINE else f", k = {lane.k}"
-        name = lane.name or f"{lane_name(lane)}{drafts} on {host(check_listed(lane.server))}"  # as the preset claims
+        # method and k as described by the preset
+        name = lane.name or f"{lane_name(lane)}{drafts} on {host(check_listed(lane.server))}"
         super().__init__(LaneTrace(name, lane.method, {}, _exact(lane), [], messages=messages))
         _note_unlike(self.trace, spec, lane)
         config = GenerationConfig(spec.max_new_tokens, spec.sampling, Budget(0, 0), spec.seed)
@@ -210,26 +215,27 @@ class RemoteLane(RunningLane):
 
 
 def _forms(spec: Comparison, template: bool | None) -> tuple[servers.Form, ...]:
-    """How a text may be put. A server's chat interface applies the same template as `encode`."""
+    """Return the endpoints that accept the prompt. A server's chat endpoint applies the same template as `encode`."""
     if template is None:
         return ("chat/completions", "completions") if spec.chat is None else ("completions",)
     return ("completions",) if template else ("completions", "chat/completions")
 
 
 def chat_of(spec: Comparison, lane: int, template: bool) -> list[Message]:
-    """The chat a lane answers; empty when it completes a text. Raises ValueError where there is no template for it."""
+    """Return the messages that a lane answers; empty if it completes a text. Raises ValueError if the chat template is
+    missing."""
     chat = template if spec.chat is None else spec.chat
     if chat and not template:
-        raise ValueError(f"{spec.target} has no chat template, so it completes texts alone; turn chat off")
+        raise ValueError(f"{spec.target} has no chat template, so it only completes texts; turn chat off")
     if not chat and spec.system:
-        raise ValueError("a text that is completed has no system prompt; leave it empty or turn chat on")
+        raise ValueError("text completion has no system prompt; leave it empty or turn chat on")
     system = [{"role": "system", "content": spec.system}] if spec.system else []
     before = [dict(message) for message in spec.history[lane]] if spec.history else []
     return [*system, *before, {"role": "user", "content": spec.prompt}] if chat else []
 
 
 def lane_name(lane: Lane) -> str:
-    """Its own, or else its method's title and its model."""
+    """Return the lane's name, or its method's title and model."""
     if lane.name:
         return lane.name
     title: str = method(lane.method).title
@@ -241,7 +247,7 @@ def _exact(lane: Lane) -> bool:
 
 
 def _note_unlike(trace: LaneTrace, spec: Comparison, lane: Lane) -> None:
-    """Say what else but speculation makes a lane faster or slower than the baseline."""
+    """Note differences from the baseline that affect the speed as well."""
     other = "machine" if machine(lane.server) != machine(spec.server) else "software"
     if other == "machine" or (lane.server is None) != (spec.server is None):
-        trace.note = f"its {other} is not the baseline's, so the ratio of speeds is not speculation's alone"
+        trace.note = f"its {other} differs from the baseline's, so the speed-up is not due to speculation only"

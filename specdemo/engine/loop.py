@@ -1,7 +1,7 @@
-"""The one generation loop. It names no method: plain decoding is the empty draft, greedy is temperature 0, the prompt
-is the first observation.
+"""The generation loop. It knows no methods: plain decoding is an empty draft, greedy decoding is temperature 0, the
+prompt is the first observation.
 
-B rows, N draft nodes, S = N + 1 slots, A kept columns, V vocabulary.
+B rows, N draft nodes, S = N + 1 slots, A accepted columns, V vocabulary.
 """
 
 from collections.abc import Callable, Generator
@@ -23,7 +23,7 @@ from specdemo.models.machine import one_thread
 
 
 def never() -> bool:
-    """The `cancelled` of a run that nobody can stop."""
+    """Return False: `cancelled` of a run that cannot be stopped."""
     return False
 
 
@@ -37,13 +37,14 @@ def generate(
     stopwatch: Stopwatch | None = None,
     cancelled: Callable[[], bool] = never,
 ) -> Generator[StepEvent, None, None]:
-    """Decode prompt_ids [B, T] int64; one StepEvent per target pass, the first is the prefill.
+    """Decode prompt_ids [B, T] int64; yield one StepEvent per target pass, the first is the prefill.
 
-    Ends when every row met a stop token or its limit, when `cancelled()` is true at the start of a step, or when the
-    caller closes the iterator; the target's and the drafter's memory is released in every case. `ms` counts decoding
-    alone: what the inspector shows is computed after the watch has stopped. Raises ValueError for an empty prompt, for
-    one that leaves no room, and for a draft that is none: its ids and parents are bounded on the device and checked
-    where they are read back for the event, so that a stray one neither reads foreign memory nor costs a wait.
+    Ends when every row has met a stop token or its limit, when `cancelled()` is true at the start of a step, or when
+    the caller closes the iterator. Target and drafter are released in every case. `ms` counts decoding only;
+    probabilities for the inspector are computed after the stopwatch has stopped. Raises ValueError for an empty prompt,
+    for one that leaves no room, and for an invalid draft. The ids and parents of a draft are clamped on the device and
+    validated when they are read back for the event, so that an invalid one neither reads foreign memory nor needs a
+    synchronisation.
     """
     _check(target, prompt_ids, config)
     watch = stopwatch or stopwatch_for(prompt_ids.device)
@@ -118,7 +119,7 @@ def _steps(
 
 
 class _Rows:
-    """How much each row may still emit. A finished row stays in the batch, drafts nothing and keeps nothing."""
+    """Remaining length of each row. A finished row stays in the batch, with an empty draft and an empty path."""
 
     def __init__(self, rows: int, config: GenerationConfig, target: Target) -> None:
         stop = target.stop_token_ids if config.stop_token_ids is None else config.stop_token_ids
@@ -131,7 +132,7 @@ class _Rows:
         return any(self._left)
 
     def budget(self) -> Budget:
-        """Never deeper than what the longest row may still emit beside the target's own token."""
+        """Return the budget, no deeper than the longest row needs besides the target's token."""
         depth = min(self._budget.depth, max(self._left) - 1)
         return Budget(depth, self._budget.nodes if depth else 0)
 
@@ -143,8 +144,8 @@ class _Rows:
         return to_device([left > 0 for left in self._left], device, torch.bool)
 
     def trim(self, draft: Draft) -> Draft:
-        """Without the nodes that a row has no room for: the budget is the longest row's. That a node is absent does
-        not depend on its token, so what is left is still verified exactly."""
+        """Remove nodes beyond a row's limit, since the budget is the longest row's. Whether a node is removed does not
+        depend on its token, so verification stays lossless."""
         if len(set(self._left)) == 1 or min(self._left) > draft.nodes:
             return draft
         left = to_device(self._left, draft.tokens.device)[:, None]
@@ -159,7 +160,7 @@ class _Rows:
         return Verdict(kept, verdict.bonus, said)
 
     def emit(self, outputs: list[list[int]]) -> list[list[int]]:
-        """Cut each row's outputs at its limit and behind its first stop token, and count them."""
+        """Cut each row's outputs at its limit and after its first stop token, and count them."""
         emitted = []
         for row, tokens in enumerate(outputs):
             kept = tokens[: self._left[row]]
@@ -198,10 +199,10 @@ def _prompt_progress(prompt: Tensor, root: Tensor, forward: Forward) -> Progress
 
 
 def _progress(tokens: Tensor, verdict: Verdict, forward: Forward) -> Progress:
-    """The kept slots; short rows are padded with their slot 0."""
+    """Gather the accepted slots; short rows are padded with slot 0."""
     lengths = [len(p) for p in verdict.path]
     width = max(lengths)
-    if verdict.path == [list(range(width))] * len(lengths):  # a prefix of the chain in every row: nothing to gather
+    if verdict.path == [list(range(width))] * len(lengths):  # the same prefix of the chain in every row: no gather
         slots = chain_parents(len(lengths), width, tokens.device)
         inputs, hidden = tokens[:, :width], {tap: h[:, :width] for tap, h in forward.hidden.items()}
         outputs = verdict.bonus[:, None]
@@ -235,8 +236,11 @@ def _event(
     ms: dict[str, float],
     wall_ms: float | None,
 ) -> StepEvent:
-    """The event, with the probabilities the inspector shows: those of the test under sampling, the plain softmax when
-    greedy, where the test itself only asks for the argmax. nodes: the draft's tokens and parents, as read back."""
+    """Create the event with the probabilities for the inspector: those used by the rule when sampling, the softmax when
+    greedy, where the rule needs the argmax only.
+
+    nodes: the draft's tokens and parents on the host.
+    """
     tokens, parents = nodes
     if draft.nodes:
         p = seen.logits.float().softmax(-1) if isinstance(seen, Forward) else seen

@@ -1,5 +1,5 @@
-"""What a run says while it runs. `Session.stream` and `replay` yield the same messages, so whoever shows a run cannot
-tell a live one from a stored one. Needs no torch: a page shows a stored run before the engine is there."""
+"""Messages of a run. `Session.stream` and `replay` yield the same ones, so a live run and a stored one are displayed by
+the same code. Needs no torch: a page shows a stored run before the engine is loaded."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -11,15 +11,15 @@ from specdemo.engine.race import race
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The trace as far as it is known before the first step; its lanes have no events yet."""
+    """Start of a run, with the trace as known before the first step; its lanes have no events yet."""
 
     trace: RunTrace
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One event of one lane, with the text each emitted token added and of each drafted token alone, and what the lane
-    adds up to behind it (core.tally.so_far)."""
+    """One event of one lane, with the text of each emitted token, the text of each draft token, and the lane's numbers
+    so far (core.tally.running_numbers)."""
 
     lane: int
     event: StepEvent
@@ -30,18 +30,24 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Note:
+    """A sentence for the user, about one lane or the run."""
+
     text: str
     lane: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LaneDone:
+    """End of a lane."""
+
     lane: int
     trace: LaneTrace
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
+    """End of the run, with the complete trace."""
+
     trace: RunTrace
 
 
@@ -55,7 +61,7 @@ def opened(trace: RunTrace) -> Iterator[Message]:
 
 
 def replay(trace: RunTrace) -> Iterator[Message]:
-    """The messages of a stored run, in the order of the lanes' clocks; needs no model and no GPU."""
+    """Yield the messages of a stored run, in the order of the lanes' clocks. Needs no model and no GPU."""
     empty = [replace(lane, events=[], token_ids=[], pieces=[], text="", summary={}) for lane in trace.lanes]
     yield from opened(replace(trace, lanes=empty, comparison=[]))
     tallies = [Tally() for _ in trace.lanes]

@@ -1,5 +1,5 @@
-"""The order in which lanes step on one device. A lane is an iterator of StepEvents; its clock is the device time its
-own steps took, so lanes never disturb each other's clock."""
+"""Order in which lanes step on one device. A lane is an iterator of StepEvents; its clock is the device time of its own
+steps, so that lanes do not affect each other's clock."""
 
 from collections.abc import Generator, Iterator, Sequence
 
@@ -7,7 +7,7 @@ from specdemo.core.trace import StepEvent, step_ms
 
 
 def race(lanes: Sequence[Iterator[StepEvent]]) -> Generator[tuple[int, StepEvent], None, None]:
-    """Virtual time: the lane whose clock is furthest behind steps next, ties to the first."""
+    """Run in virtual time: the lane with the smallest clock steps next, ties go to the first."""
     clocks = [0.0] * len(lanes)
     running = set(range(len(lanes)))
     try:
@@ -24,7 +24,7 @@ def race(lanes: Sequence[Iterator[StepEvent]]) -> Generator[tuple[int, StepEvent
 
 
 def sequential(lanes: Sequence[Iterator[StepEvent]]) -> Generator[tuple[int, StepEvent], None, None]:
-    """One lane after the other."""
+    """Run one lane after the other."""
     try:
         for index, lane in enumerate(lanes):
             for event in lane:

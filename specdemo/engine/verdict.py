@@ -1,4 +1,4 @@
-"""Whether a lane said what plain decoding said, and if not, why."""
+"""Comparison of each lane's output with the baseline's, and classification of differences."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,8 +12,11 @@ from specdemo.models.target import HFTarget
 
 
 def judge(trace: RunTrace, target: HFTarget | None, noise: Sequence[str] = ()) -> None:
-    """Fill in `comparison`. target: that of the baseline, which reads a text again where two part; None: a server's.
-    noise: why no time of the run may be confirmed."""
+    """Fill in `comparison`.
+
+    target: the baseline's target, which reads a text again where two lanes diverge; None: the baseline ran on a server.
+    noise: reasons why the times of the run may not be repeatable.
+    """
     baseline, greedy = trace.lanes[0], not trace.config.get("temperature")
     for lane in trace.lanes[1:]:
         row = compare(baseline, lane, greedy, schedule=trace.schedule)
@@ -24,7 +27,7 @@ def judge(trace: RunTrace, target: HFTarget | None, noise: Sequence[str] = ()) -
             row |= {"identical": None, "first_divergence": None, "verdict": "unknown"}
         elif not lane.exact:
             row["verdict"] = "lossy"
-            if not row["identical"]:  # nor need it be
+            if not row["identical"]:  # a lossy lane need not be identical
                 row |= {"identical": None, "first_divergence": None}
         elif baseline.remote or lane.remote:
             row["verdict"] = _from_outside(baseline, lane, row["identical"])
@@ -33,14 +36,14 @@ def judge(trace: RunTrace, target: HFTarget | None, noise: Sequence[str] = ()) -
         else:
             assert target is not None
             row["verdict"] = "unknown"
-            with suppress(Exception), one_thread(target.device):  # such as no memory to read it again
+            with suppress(Exception), one_thread(target.device):  # for example out of memory
                 row["divergence_margin"], rounding = _divergence(target, baseline, lane, index)
                 row["verdict"] = "rounding" if rounding else "differs"
         trace.comparison.append(row)
 
 
 def _from_outside(baseline: LaneTrace, lane: LaneTrace, same: bool | None) -> str:
-    """The verdict where a server wrote one of the texts. Its rule of sampling, and why a text differs, are unknown."""
+    """Return the verdict if a server wrote one of the texts. Its sampling rule, and why a text differs, are unknown."""
     if same is None or not lane.text:
         return "unknown"
     if not same:
@@ -50,11 +53,11 @@ def _from_outside(baseline: LaneTrace, lane: LaneTrace, same: bool | None) -> st
 
 @torch.no_grad()
 def _divergence(target: HFTarget, baseline: LaneTrace, lane: LaneTrace, index: int) -> tuple[float, bool]:
-    """The gap between the target's two best logits where the texts part, and whether it explains the parting.
+    """Return the gap between the target's two best logits where the texts diverge, and True if rounding explains it.
 
-    Passes of different widths use different kernels and round differently; when the two texts chose the two best
-    tokens and these are no further apart than that noise, as measured on this text, or a few units in the last place,
-    it is rounding. Anything larger is a fault.
+    Passes of different widths use different kernels and round differently. It is rounding if both texts chose one of
+    the two best tokens, and these differ by no more than that noise, as measured on this text, or a few units in the
+    last place. A larger gap is a bug.
     """
     said = baseline.token_ids[:index]
     tokens = torch.tensor([baseline.prompt_ids + said], device=target.device)

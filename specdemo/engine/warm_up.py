@@ -1,4 +1,4 @@
-"""What a lane does before its clock runs."""
+"""Warm-up of a lane before it is timed."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -24,8 +24,8 @@ def warm_up(
     accept: AcceptRule | None = None,
     cancelled: Callable[[], bool] = never,
 ) -> None:
-    """Every code path and buffer of the lane: the first tokens of the same run. Where passes are recorded also those
-    that later steps of the run may need, so that none is recorded while the clock runs."""
+    """Run the first tokens of the lane's text, to execute every code path and allocate every buffer. With CUDA graphs,
+    also capture those that later steps may need."""
     written = 0
     config = replace(config, stop_token_ids=())
     with closing(generate(target, drafter, prompt_ids, config, accept=accept, cancelled=cancelled)) as run:

@@ -176,9 +176,9 @@ def test_the_prediction_of_a_run_agrees_with_its_own_measurement():
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"c": 4.0, "alphas": [0.95] * 4}, "drafting what was kept"),
-        ({"v": lambda n: 10.0 + 3.0 * (n - 1), "c": 0.1, "alphas": [0.95] * 4}, "checking more than one token"),
-        ({"alphas": [0.2] * 4}, "drafts that were refused"),
+        ({"c": 4.0, "alphas": [0.95] * 4}, "drafting accepted tokens"),
+        ({"v": lambda n: 10.0 + 3.0 * (n - 1), "c": 0.1, "alphas": [0.95] * 4}, "verifying more than one token"),
+        ({"alphas": [0.2] * 4}, "rejected draft tokens"),
         ({"other": 9.0, "alphas": [0.95] * 4}, "overhead"),
     ],
 )
@@ -227,7 +227,7 @@ def test_a_better_length_is_named():
 def test_summaries_alone_give_the_measured_half():
     found = trace(("lane", simulated(random.Random(6), [0.5] * 4, 4, 100)))
     sentence = explain(summarise(found.lanes[1]), estimates(found)[0])
-    assert sentence.endswith("% of the drafted tokens were kept.")
+    assert sentence.endswith("% of the draft tokens were accepted.")
     assert sentence.startswith(("Faster (", "Slower (")) and ": a step costs " in sentence
 
 
