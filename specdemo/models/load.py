@@ -1,4 +1,4 @@
-"""A name -> a loaded model. Safetensors only, never remote code, one clear ValueError line for whatever goes wrong."""
+"""Loading of models by name. Safetensors only, no remote code; every failure is a ValueError with one line."""
 
 import threading
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ from specdemo.models.target import HFTarget
 Speaking = type[_BaseAutoModelClass]
 _building = threading.RLock()
 KERNELS = ("auto", "transformers")
-SAMPLED = 4096  # numbers of each tensor that are looked at for NaN
+SAMPLED = 4096  # numbers per tensor to check for NaN
 
 
 @dataclass
@@ -64,7 +64,7 @@ def load_target(
     progress: LoadProgress | None = None,
     kernels: str = "auto",
 ) -> HFTarget:
-    """A name, a loaded transformers model or a LoadedModel -> a target. The options apply to names only."""
+    """Load a target by name, or wrap a loaded model. The options apply to names only."""
     if isinstance(name_or_model, PreTrainedModel):
         return HFTarget(name_or_model, tokenizer)
     loaded = name_or_model
@@ -81,12 +81,14 @@ def load_model(
     progress: LoadProgress | None = None,
     kernels: str = "auto",
 ) -> LoadedModel:
-    """dtype: auto, float32, bfloat16, float16 (or fp32, bf16, fp16); device: auto or a name (core/suggest.py);
-    quantization: 4bit, 8bit; kernels: auto (models/fused.py) or transformers (its own layers, which can be trained and
-    saved).
+    """Load a model and its tokenizer.
 
-    dtype auto is float32 on a CPU and bfloat16 on a GPU. What one GPU cannot hold is spread over all, and the rest put
-    into main memory. `progress` may raise to stop. Raises ValueError with one line that names the cure.
+    dtype: auto, float32, bfloat16, float16 (or fp32, bf16, fp16). auto is float32 on a CPU and bfloat16 on a GPU.
+    device: auto or a name (core/suggest.py). quantization: 4bit, 8bit. kernels: auto (models/fused.py) or transformers
+    (unmodified layers, which can be trained and saved). progress: may raise to stop.
+
+    A model that does not fit on one GPU is spread over all GPUs and main memory. Raises ValueError with one line that
+    says how to fix it.
     """
     if kernels not in KERNELS:
         raise ValueError(f"unknown kernels {kernels!r}; {suggest(kernels, KERNELS)}")
@@ -106,7 +108,7 @@ def load_model(
 
 
 def _read(name: str, folder: str, where: torch.device, precision: Precision, spread: bool, kernels: str) -> LoadedModel:
-    """Read a folder that has all its files."""
+    """Load a complete folder."""
     with one_line(name):
         tokenizer = _tokenizer(folder)
         loaded: Any = _speaking(folder)[0].from_pretrained(
@@ -126,17 +128,17 @@ def _read(name: str, folder: str, where: torch.device, precision: Precision, spr
         nn.Module.to(model, where)
     model.requires_grad_(False)
     note = ""
-    with one_thread(where):  # as it will run
+    with one_thread(where):  # as in a run
         if kernels == "auto":
             hasten(model)
-        kind(where).empty()  # the matrices that were joined
+        kind(where).empty()  # the original matrices, which were concatenated
         if where.type == "cpu" and precision.dtype != torch.float32:
             note = verify_cost(HFTarget(model)).note(str(precision.dtype).removeprefix("torch."))
     return LoadedModel(model, tokenizer, name, (note,) if note else ())
 
 
 def outline(name: str) -> HFTarget:
-    """The model without its weights, on the meta device, with its tokenizer: what can be told from config files alone.
+    """Return the model without weights, on the meta device, with its tokenizer. Reads config files only.
 
     Raises ValueError with one line.
     """
@@ -147,7 +149,8 @@ def outline(name: str) -> HFTarget:
 
 
 def _blank(name: str, folder: str) -> HFTarget:
-    """The target of a config without weights, no larger than the files beside it. Raises ValueError with one line."""
+    """Return the target of a config without weights. Raises ValueError with one line, also if the config does not match
+    the size of the files."""
     read_config(Path(folder))
     with one_line(name), _alone():
         speaking, config = _speaking(folder)
@@ -159,7 +162,8 @@ def _blank(name: str, folder: str) -> HFTarget:
 
 
 def _speaking(folder: str) -> tuple[Speaking, PreTrainedConfig]:
-    """What makes a model of a folder, and its config. transformers knows some that also see by that alone."""
+    """Return the auto class for a folder, and its config. transformers registers some multimodal models in one mapping
+    only."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     seeing = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
     return AutoModelForImageTextToText if seeing else AutoModelForCausalLM, config
@@ -170,7 +174,7 @@ class Incomplete(ValueError):
 
 
 def _check_weights(name: str, model: PreTrainedModel, missing: set[str]) -> None:
-    """Raise Incomplete when a tensor is absent, ValueError when a sample of one holds what is no number."""
+    """Raise Incomplete if a tensor is absent, ValueError if a sample of one contains NaN or infinity."""
     if missing:
         first = min(missing)
         raise Incomplete(f"{name} lacks {len(missing)} tensors ({first} is the first); fetch the whole model again")
@@ -183,7 +187,7 @@ def _check_weights(name: str, model: PreTrainedModel, missing: set[str]) -> None
 
 @torch.no_grad()
 def _check_four_bits(model: PreTrainedModel, name: str) -> None:
-    """bitsandbytes finds out in the first pass which widths its kernels for CPUs take."""
+    """Run one pass: bitsandbytes raises there if its CPU kernels do not support a width."""
     try:
         model(torch.zeros(1, 1, dtype=torch.int64), use_cache=False)
     except (AssertionError, RuntimeError) as error:
@@ -211,7 +215,7 @@ def _alone() -> Iterator[None]:
 
 
 def _tokenizer(folder: str) -> PreTrainedTokenizerBase | None:
-    """None when the folder has none: a drafter can do without."""
+    """Load the tokenizer. None if the folder has none, as a drafter needs none."""
     names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
     if not any((Path(folder) / name).is_file() for name in names):
         return None

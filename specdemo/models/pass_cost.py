@@ -1,4 +1,4 @@
-"""What a pass of a target costs by its width, and how far passes of different widths round apart."""
+"""Cost of a target's forward pass by its width, and rounding differences between passes of different widths."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class VerifyCost:
 
     @property
     def unclear(self) -> bool:
-        """Whether the interval of the ratio contains VERIFY_LIMIT."""
+        """Return True if the interval of the ratio contains VERIFY_LIMIT."""
         return self.ratio.low is None or self.ratio.high is None or self.ratio.low <= VERIFY_LIMIT <= self.ratio.high
 
     def note(self, dtype: str) -> str:
@@ -116,14 +116,17 @@ def _seconds(target: Target, width: int, rows: int, now: Clock) -> float:
 
 
 def rounding_noise(target: HFTarget, tokens: Tensor, slots: int = VERIFY_TOKENS) -> float:
-    """How far the logits of one-token passes and of one pass over the same `slots` tokens, the last of tokens [1, T],
-    lie apart: kernels for other widths add in another order. 0.0 for a text too short to tell."""
+    """Return the largest difference between the logits of one-token passes and of one pass over the last `slots` tokens
+    of tokens [1, T].
+
+    Kernels for other widths add in another order. 0.0 for a text that is too short.
+    """
     if tokens.shape[1] <= slots:
         return 0.0
     last = tokens[:, -slots:]
     target.start(tokens[:, :-slots])
     alone = []
-    for token in last.split(1, 1):  # first, or they would be read by the recording of a wider pass
+    for token in last.split(1, 1):  # before the wide pass, whose CUDA graph would also serve single tokens
         alone.append(target.forward(token, token[:, 1:]).logits.float())
         target.commit([[0]])
     target.crop([tokens.shape[1] - slots])

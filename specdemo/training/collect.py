@@ -1,11 +1,11 @@
-"""Run the target once over text and over its own samples, and keep what it said: a cache that drafts train on.
+"""Teacher data: the target's top probabilities and hidden states on text and on its own samples, in a cache on disk.
 
 The cache is a folder of shards `text-000.safetensors`, `samples-000.safetensors`, ... Each holds R rows of T tokens
 and, for every position, the target's K most probable next tokens: `tokens` [R, T] int32, `indices` [R, T, K] int32,
-`probs` [R, T, K] float16, largest first; with `taps`, also the hidden states `tap.N` [R, T, H] float16 that heads read
-(numbered as in core.protocol). A shard appears only when it is complete, so a kill costs one shard at most; a damaged
-one is gathered again. Where there is no text, the target writes it, shard by shard. Two processes that begin at
-different ends (`backwards`) share the work without talking to each other.
+`probs` [R, T, K] float16, largest first; with `taps`, also the hidden states `tap.N` [R, T, H] float16 (numbered as in
+core.protocol). Shards are written atomically, so a killed process loses one shard at most; a damaged shard is written
+again. Without a corpus the target generates the text, shard by shard. Two processes that start at different ends
+(`backwards`) share the work without communication.
 """
 
 import copy
@@ -33,32 +33,32 @@ Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
-KEPT = 32  # K: at a held-out loss of 1.75 nats the 32 best hold 97 % of the probability
-TEMPERATURES = (1.0, 0.7, 1.0, 0.0)  # of sampled rows, in turn
-OPENINGS = (8, 16, 32, 64)  # tokens of a story that a sampled row begins with, one length per shard
+KEPT = 32  # K: at a validation loss of 1.75 nats the top 32 hold 97 % of the probability
+TEMPERATURES = (1.0, 0.7, 1.0, 0.0)  # of sampled rows, cyclic
+OPENINGS = (8, 16, 32, 64)  # prompt tokens of sampled rows, one length per shard
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much of the target to record."""
+    """Size of a cache."""
 
     text_rows: int = 5120  # at most; of `context` tokens
     sampled_rows: int = 1664
-    rows_per_shard: int = 128  # of text; a shard of samples holds half as many, they take longer
+    rows_per_shard: int = 128  # of text; a shard of samples has half as many, because sampling is slower
     context: int = 512
-    sample_length: int = 256  # two samples make a row: attention to a long history is what sampling spends its time on
-    taps: tuple[int, ...] = ()  # hidden states to keep
+    sample_length: int = 256  # shorter than `context`, because attention to a long history dominates sampling
+    taps: tuple[int, ...] = ()  # hidden states to store
 
 
 def autocast(device: torch.device) -> torch.autocast:
-    """Matrix products in what the device is fastest in."""
+    """Run matrix products in the fastest dtype of the device."""
     dtype = matmul_dtype(device)
     return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
 
 @torch.no_grad()
 def listen(model: PreTrainedModel, rows: Tensor, taps: Sequence[int] = (), kept: int = KEPT) -> dict[str, Tensor]:
-    """rows [R, T] int64 -> the columns of a shard, on the CPU."""
+    """Return the columns of a shard for rows [R, T] int64, on the CPU."""
     found: list[dict[str, Tensor]] = []
     for chunk in rows.split(4):
         with autocast(model.device):
@@ -74,9 +74,9 @@ def listen(model: PreTrainedModel, rows: Tensor, taps: Sequence[int] = (), kept:
 def continue_texts(
     model: PreTrainedModel, prompts: Tensor, length: int, temperatures: Tensor, generator: torch.Generator
 ) -> Tensor:
-    """prompts [B, P] -> [B, length], every row drawn at its own temperature [B]; 0 is greedy.
+    """Continue prompts [B, P] to [B, length], each row at its own temperature [B]; 0 is greedy.
 
-    A row goes on behind `<|endoftext|>`: the next story of the stream.
+    Rows continue after `<|endoftext|>` with the next document.
     """
     cache = DynamicCache(config=model.config)
     greedy, heat = temperatures[:, None] == 0.0, temperatures[:, None].clamp_min(1e-6)
@@ -90,7 +90,8 @@ def continue_texts(
 
 
 def sampled_rows(model: PreTrainedModel, stories: list[list[int]], plan: Plan, number: int) -> Tensor:
-    """Shard `number` of the target's own text [R, context], begun from the openings of training stories."""
+    """Return shard `number` of the target's samples [R, context], prompted with the first tokens of training
+    documents."""
     rng = random.Random(f"samples {number}")
     opening = min(OPENINGS[number % len(OPENINGS)], plan.sample_length // 2)
     count = plan.rows_per_shard // 2 * plan.context // plan.sample_length
@@ -106,7 +107,7 @@ def sampled_rows(model: PreTrainedModel, stories: list[list[int]], plan: Plan, n
 
 
 def own_rows(model: PreTrainedModel, first: int, count: int, length: int, seed: int) -> Tensor:
-    """What the target writes behind a token at temperature 1 [count, length]."""
+    """Return text [count, length] that the target generates after token `first` at temperature 1."""
     prompts = torch.full((count, 1), first, device=model.device)
     generator = torch.Generator(model.device).manual_seed(seed)
     heat = torch.ones(count, device=model.device)
@@ -114,14 +115,14 @@ def own_rows(model: PreTrainedModel, first: int, count: int, length: int, seed: 
 
 
 def sampler(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy in the device's fastest precision; what it draws is scored by `model` itself afterwards."""
+    """Return a copy in the fastest dtype, for sampling only; `model` itself computes the probabilities afterwards."""
     fast = nn.Module.to(copy.deepcopy(model), matmul_dtype(model.device))
     fast.set_attn_implementation("eager")
     return fast
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """Changes when the target's weights do."""
+    """Return a hash of the target's weights."""
     digest = hashlib.sha256()
     for value in model.state_dict().values():
         digest.update(value.float().cpu().numpy().tobytes())
@@ -129,13 +130,13 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 
 def complete(folder: Path) -> bool:
-    """Whether every shard is there and whole."""
+    """Return True if all shards are present and readable."""
     begun = _label(folder)
     return bool(begun) and all(sound(folder / f"{name}.safetensors") for name in begun["shards"])
 
 
 def _label(folder: Path) -> dict[str, Any]:
-    """What the cache was begun with; empty for none. Raises ValueError when that cannot be read."""
+    """Read the cache's description; empty if there is none. Raises ValueError if it cannot be read."""
     label = folder / "cache.json"
     try:
         return dict(json.loads(label.read_text(encoding="utf-8"))) if label.exists() else {}
@@ -144,30 +145,29 @@ def _label(folder: Path) -> dict[str, Any]:
 
 
 def sound(shard: Path) -> bool:
-    """Whether it is there; one that is cut short is taken away, with a line that says so."""
+    """Return True if the shard exists. A truncated one is deleted, with a warning."""
     if not shard.exists():
         return False
     try:
-        with safe_open(shard, "pt"):  # compares the header with the length
+        with safe_open(shard, "pt"):  # checks the file size against the header
             return True
     except SafetensorError:
-        logger.warning("%s is damaged; it is gathered again", shard)
+        logger.warning("%s is damaged and is written again", shard)
         shard.unlink()
         return False
 
 
 def keep(shard: Path, columns: Mapping[str, Tensor]) -> None:
-    """Raises ValueError, one line, when it cannot be written."""
+    """Write a shard. Raises ValueError, one line, if it cannot be written."""
     with replacing(shard) as part:
         save_file(dict(columns), part)
 
 
 def claim(folder: Path, model: PreTrainedModel, text: str | None, plan: Plan, rows: int = 0) -> Plan:
-    """Make `folder` the cache of model, text, so many of its rows, and plan; one that has begun keeps its own plan,
-    which comes back.
+    """Create the description of a cache for model, text, rows and plan; return the plan of an existing one.
 
-    text: what tells it from others; None: whatever text it was made of will do. Raises ValueError when it is another
-    model's or another text's, or lacks one of the plan's taps.
+    text: identifies the text; None: accept any. Raises ValueError if the cache belongs to another model or text, or
+    lacks one of the plan's taps.
     """
     folder.mkdir(parents=True, exist_ok=True)
     mark = {"model": fingerprint(model)} | ({} if text is None else {"text": text})
@@ -185,7 +185,7 @@ def claim(folder: Path, model: PreTrainedModel, text: str | None, plan: Plan, ro
 
 
 def shards(plan: Plan, rows: int) -> list[str]:
-    """The names of all shards when there are so many rows of text."""
+    """Return the names of all shards for `rows` rows of text."""
     texts = -(-min(rows, plan.text_rows) // plan.rows_per_shard)
     samples = -(-plan.sampled_rows // (plan.rows_per_shard // 2))
     return [f"text-{i:03d}" for i in range(texts)] + [f"samples-{i:03d}" for i in range(samples)]
@@ -199,10 +199,10 @@ def collecting(
     plan: Plan,
     backwards: bool = False,
 ) -> Generator[float, None, None]:
-    """Complete the cache in `folder`: rows of text [R, context] and samples begun like `stories` (token ids).
+    """Write the missing shards in `folder`: rows of text [R, context], and samples prompted with `stories` (token ids).
+    Yield the fraction done after every shard.
 
-    text a token: what the target writes behind it; the samples begin like that. Gives the share that is done after
-    every shard.
+    text: if a token id, the target generates the text after it, and that text provides the prompts of samples.
     """
     if isinstance(text, int):
         plan = claim(folder, model, f"its own behind {text}", plan, plan.text_rows)
@@ -234,7 +234,7 @@ def collecting(
 
 
 def watched(shares: Generator[float, None, Result], name: str) -> Result:
-    """What comes of it at its end; a progress bar shows the shares 0..1 until then."""
+    """Run a generator of fractions 0..1 with a progress bar; return its result."""
     with tqdm(total=100, unit="%", desc=name) as bar:
         while True:
             try:
@@ -246,7 +246,7 @@ def watched(shares: Generator[float, None, Result], name: str) -> Result:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Rows the target has spoken on: tokens [R, T] int64, indices and probs [R, T, K], hidden tap -> [R, T, H]."""
+    """Teacher data of rows: tokens [R, T] int64, indices and probs [R, T, K], hidden: tap -> [R, T, H]."""
 
     tokens: Tensor
     indices: Tensor
@@ -255,7 +255,7 @@ class Recorded:
 
     @staticmethod
     def of(columns: Mapping[str, Tensor]) -> "Recorded":
-        """From the columns of a shard, as `listen` gives them."""
+        """Convert the columns of a shard."""
         hidden = {int(n.removeprefix("tap.")): c for n, c in columns.items() if n.startswith("tap.")}
         return Recorded(columns["tokens"].long(), columns["indices"], columns["probs"], hidden)
 
@@ -267,24 +267,24 @@ class Recorded:
         return Recorded(change(self.tokens), change(self.indices), change(self.probs), hidden)
 
     def rows(self, chosen: Tensor) -> "Recorded":
-        """The chosen windows, as they were recorded."""
+        """Select rows."""
         return self._each(lambda column: column[chosen])
 
     def turn(self, count: int, step: int) -> "Recorded":
-        """`count` rows for `step`: every row once in an epoch, in an order of the epoch's own."""
+        """Return `count` rows for `step`: every row once per epoch, shuffled in each epoch."""
         per_epoch = max(1, len(self) // count)
         epoch, place = divmod(step, per_epoch)
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(epoch))
         return self.rows(order[place * count : (place + 1) * count])
 
     def cut(self, pieces: int) -> "Recorded":
-        """The same positions in rows 1 / `pieces` as long."""
+        """Split each row into `pieces` shorter rows."""
         length = self.tokens.shape[1] // pieces
         return self._each(lambda column: column.view(-1, length, *column.shape[2:]))
 
 
 def load_cache(folder: Path, kinds: Iterable[str] = ("text", "samples"), taps: Sequence[int] = ()) -> Recorded:
-    """All shards of the given kinds, one after the other, with these of their taps."""
+    """Load all shards of the given kinds, with these taps."""
     loaded = [_load(p, taps) for kind in kinds for p in sorted(folder.glob(f"{kind}-*.safetensors"))]
     return Recorded.of({name: torch.cat([shard.pop(name) for shard in loaded]) for name in list(loaded[0])})
 

@@ -1,6 +1,6 @@
-"""Text to train on: a folder of `*.txt` files whose documents are separated by `<|endoftext|>`.
+"""Training text: a folder of `*.txt` files with documents separated by `<|endoftext|>`.
 
-A file with `valid` in its name is held out.
+Files with `valid` in their name are for validation.
 """
 
 import hashlib
@@ -11,27 +11,29 @@ from torch import Tensor
 
 from specdemo.core.reading import read_text
 
-CORPUS_BYTES = 4 << 30  # of one file
+CORPUS_BYTES = 4 << 30  # limit of one file
 END = "<|endoftext|>"
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
+    """Documents for training and validation."""
+
     train: list[str]  # documents
     valid: list[str]
     sha256: str  # of all files in name order, for provenance
 
 
 def check_corpus(folder: Path) -> None:
-    """Raises ValueError, one line, unless there is such a folder."""
+    """Raise ValueError, one line, if the folder does not exist."""
     if not folder.is_dir():
         raise ValueError(f"no corpus folder {folder}: name a folder of *.txt files with --corpus")
 
 
 def read_corpus(directory: Path) -> Corpus:
-    """Read every `*.txt` below `directory`; without a `*valid*` file every 100th document is held out.
+    """Read every `*.txt` in `directory`; without a `*valid*` file, every 100th document is for validation.
 
-    Raises ValueError when there is no text.
+    Raises ValueError if there is no text.
     """
     train: list[str] = []
     valid: list[str] = []
@@ -50,5 +52,5 @@ def read_corpus(directory: Path) -> Corpus:
 
 
 def windows(stream: Tensor, length: int) -> Tensor:
-    """[N] -> [N // length, length], the rest dropped."""
+    """Split [N] into [N // length, length] and drop the rest."""
     return stream[: len(stream) // length * length].view(-1, length)

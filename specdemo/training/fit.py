@@ -1,7 +1,7 @@
-"""Fit any parameters to any stream of batches: schedule by the clock, checkpoints that survive a kill, provenance.
+"""Training loop for any module and any stream of batches, with a schedule by time, checkpoints and provenance.
 
-Names no method. The learning rate follows the share of `minutes` that is used up, so a run ends when it was asked to
-end, on any machine; what it saw is written down beside the result.
+The learning rate depends on the used fraction of `minutes`, so that a run ends on time on any machine; the amount of
+data it used is stored with the result.
 """
 
 import json
@@ -25,14 +25,14 @@ from specdemo.training.muon import Muon
 
 CHECKPOINT_SECONDS = 120.0
 MOST_MINUTES = 1_000_000
-FIRST_CHECKPOINT_SECONDS = 10.0  # so that no machine that is slow at the rest loses its first 20
+FIRST_CHECKPOINT_SECONDS = 10.0
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Learning rates at full height; warm-up in steps, then constant, then linear to `floor` from `decay_from` on."""
+    """Learning rates: warm-up in steps, then constant, then linear to `floor` from the fraction `decay_from` on."""
 
     minutes: float
     muon: float = 0.02  # 2-D hidden matrices (Muon, Keller Jordan 2024)
@@ -42,14 +42,14 @@ class Schedule:
     floor: float = 0.02
 
     def scale(self, step: int, progress: float) -> float:
-        """Factor on both learning rates after `step` steps and a share `progress` in 0..1 of the minutes."""
+        """Return the factor on both learning rates after `step` steps and the fraction `progress` of the minutes."""
         down = 1.0 - (1.0 - self.floor) * max(0.0, progress - self.decay_from) / (1.0 - self.decay_from)
         return min(1.0, (step + 1) / self.warmup_steps) * down
 
 
 @dataclass(slots=True)
 class History:
-    """What a run did so far; saved in every checkpoint and beside the result."""
+    """Progress of a run, stored in every checkpoint and with the result."""
 
     step: int = 0
     tokens: int = 0
@@ -57,14 +57,15 @@ class History:
     evaluations: list[dict[str, float]] = field(default_factory=list)
 
 
-Batch = tuple[Tensor, ...]  # columns about the same rows, tokens [B, T] first
+Batch = tuple[Tensor, ...]  # columns of the same rows, tokens [B, T] first
 Batches = Callable[[float, int], Batch]  # (progress 0..1, step) -> batch
 Loss = Callable[..., Tensor]  # (*columns) -> mean nats per token
 Evaluate = Callable[[], dict[str, float]]
 
 
 def optimizers(module: nn.Module, schedule: Schedule, vocab_size: int = 0) -> list[torch.optim.Optimizer]:
-    """Muon for the hidden matrices, AdamW for everything else: norms, embeddings, heads over `vocab_size` words."""
+    """Return Muon for the hidden matrices and AdamW for all other parameters: norms, embeddings, heads over
+    `vocab_size` tokens."""
     outer = {id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     outer |= {id(p) for p in module.parameters() if p.ndim == 2 and p.shape[0] == vocab_size}
     parameters = [p for p in module.parameters() if p.requires_grad]
@@ -83,15 +84,16 @@ def optimizers(module: nn.Module, schedule: Schedule, vocab_size: int = 0) -> li
 
 @dataclass(slots=True)
 class Run:
-    """A module, its optimizers and its history: all that a checkpoint must hold to go on exactly."""
+    """Module, optimizers and history: the state that a checkpoint stores."""
 
     module: nn.Module
     optimizers: list[torch.optim.Optimizer]
     history: History
-    pool: Executor | None = None  # runs the pieces of a batch side by side
+    pool: Executor | None = None  # runs the pieces of a batch in parallel
 
     def save(self, path: Path) -> None:
-        """The one before stays as `*.previous`. Raises ValueError, one line, and both are what they were."""
+        """Write a checkpoint; the previous one becomes `*.previous`. Raises ValueError, one line, and leaves both
+        unchanged on failure."""
         path.parent.mkdir(parents=True, exist_ok=True)
         state = {
             "module": self.module.state_dict(),
@@ -100,15 +102,15 @@ class Run:
             "rng": torch.get_rng_state(),
         }
         with replacing(path) as part:
-            with part.open("wb") as file:  # what torch opens itself tells no reason why it is not written
+            with part.open("wb") as file:  # errors of a file that torch opens give no reason
                 torch.save(state, file)
             if path.exists():
                 path.replace(_previous(path))
 
     def resume(self, path: Path) -> None:
-        """Go on from the checkpoint or, with a line that says so, from the one before; begin where neither will do.
+        """Load the checkpoint or, with a warning, the previous one; start from scratch if neither is usable.
 
-        One that is damaged or of another run is put aside as `*.unusable`.
+        A file that is damaged or of another run is renamed to `*.unusable`.
         """
         for file in (path, _previous(path)):
             if not file.exists():
@@ -118,12 +120,12 @@ class Run:
                 return
             except (PermissionError, MemoryError):
                 raise
-            except Exception:  # torch and pickle raise all there is for a file that is not theirs
+            except Exception:  # torch and pickle raise any exception for an invalid file
                 aside = file.replace(file.with_name(f"{file.name}.unusable"))
-                logger.warning("%s is damaged or of another run; it is now %s", file, aside.name)
+                logger.warning("%s is damaged or of another run; it was renamed to %s", file, aside.name)
 
     def load(self, path: Path) -> None:
-        """Raises for what is no checkpoint of this module, before anything is changed."""
+        """Load a checkpoint. Raises for a file of another module, before anything is changed."""
         saved = torch.load(path, "cpu", weights_only=True)
         history = History(**saved["history"])
         if _shapes(saved["module"]) != _shapes(self.module.state_dict()):
@@ -135,7 +137,7 @@ class Run:
         self.history = history
 
     def step(self, batch: Batch, loss: Loss, scale: float, micro_tokens: int) -> float:
-        """One update at `scale` times the peak learning rates -> loss in nats per token."""
+        """Run one update at `scale` times the peak learning rates; return the loss in nats per token."""
         rows, length = batch[0].shape
         pieces = zip(*(column.split(max(1, micro_tokens // length)) for column in batch), strict=True)
 
@@ -156,7 +158,7 @@ class Run:
         return total
 
     def evaluate(self, evaluate: Evaluate, train_loss: float) -> dict[str, float]:
-        """Measure on held-out text and note it in the history; `evaluate` runs without gradients."""
+        """Run `evaluate` on validation text without gradients, and add its result to the history."""
         self.module.eval()
         with torch.no_grad():
             numbers = evaluate()
@@ -177,7 +179,7 @@ def _shapes(state: Mapping[str, Tensor]) -> dict[str, torch.Size]:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """One step of a run; `evaluation` when there was one behind it."""
+    """One training step; `evaluation` is set if one followed it."""
 
     history: History
     loss: float
@@ -197,12 +199,12 @@ def steps(
     vocab_size: int = 0,
     pool: Executor | None = None,
 ) -> Generator[Tick, None, None]:
-    """Train `module` in place until `schedule.minutes` of training are used; go on from `checkpoint` if it exists.
+    """Train `module` in place until `schedule.minutes` are used; continue from `checkpoint` if it exists.
 
-    A batch runs in pieces of `micro_tokens` tokens whose gradients add up: small pieces stay in a CPU's cache,
-    and a `pool` of single-threaded workers runs them side by side without the barriers of a parallel operation.
-    Evaluations and checkpoints do not count as training time. `clock` tells seconds. Closing the iterator stops
-    behind a whole step and saves; ask for the same folder again to go on.
+    A batch runs in pieces of `micro_tokens` tokens whose gradients add up: small pieces stay in the CPU's cache, and a
+    `pool` of single-threaded workers runs them without the barriers of a parallel operation. Evaluations and
+    checkpoints do not count as training time. `clock` returns seconds. Closing the iterator stops after the current
+    step and saves a checkpoint; run again with the same folder to continue.
     """
     run = Run(module, optimizers(module, schedule, vocab_size), History(), pool)
     run.resume(checkpoint)
@@ -212,7 +214,7 @@ def steps(
     evaluated_at = history.evaluations[-1]["seconds"] if history.evaluations else 0.0
     module.train()
     try:
-        yield Tick(history, nan, None)  # where it begins
+        yield Tick(history, nan, None)  # state before the first step
         while history.seconds < total:
             started = clock()
             progress = history.seconds / total
@@ -236,7 +238,7 @@ def steps(
 
 
 def show(ticks: Generator[Tick, None, None], minutes: float, name: str) -> History:
-    """Draw the bar of a run while it goes to its end, or to the end of the step in which SIGINT or SIGTERM comes."""
+    """Run to the end with a progress bar, or to the end of the step in which SIGINT or SIGTERM arrives."""
     history = History()
     bar = tqdm(total=round(60.0 * minutes), unit="s", desc=name, mininterval=5)
     with held() as stop:
@@ -251,19 +253,19 @@ def show(ticks: Generator[Tick, None, None], minutes: float, name: str) -> Histo
                 if stop:
                     break
         if stop:
-            logger.warning("%s is saved after %.0f s; the same command goes on from there", name, history.seconds)
+            logger.warning("%s is saved after %.0f s; run the same command to continue", name, history.seconds)
     return history
 
 
 def positive(minutes: float) -> float:
-    """The minutes again. Raises ValueError unless they are a positive number."""
+    """Return the minutes. Raises ValueError unless they are positive."""
     if not 0.0 < minutes <= MOST_MINUTES:
         raise ValueError(f"minutes must be positive, not {minutes:g}; {MOST_MINUTES:,} at most")
     return minutes
 
 
 def make_folder(out: Path) -> None:
-    """Raises ValueError with one line when it cannot be made."""
+    """Create the folder. Raises ValueError with one line if that fails."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -271,6 +273,6 @@ def make_folder(out: Path) -> None:
 
 
 def write_provenance(out: Path, history: History, **facts: object) -> None:
-    """`provenance.json` beside a result: what ran, on what, on which data, and the curve."""
+    """Write `provenance.json`: software, hardware, data and the training curve of a result."""
     facts = {**facts, "versions": versions(), "commit": commit(), **asdict(history)}
     write_text(out / "provenance.json", json.dumps(facts, indent=1) + "\n")

@@ -1,7 +1,8 @@
-"""Muon (Keller Jordan 2024): momentum, then the nearest orthogonal matrix, for the hidden matrices of a network.
+"""Muon optimizer (Keller Jordan 2024): momentum, then the nearest orthogonal matrix, for the hidden matrices of a
+network.
 
-The same update as `torch.optim.Muon`, which multiplies in bf16 whatever the machine: a CPU without bf16 instructions
-emulates them and spends nine tenths of a step here. This one multiplies in `matmul_dtype`.
+Same update as `torch.optim.Muon`, which always multiplies in bfloat16. A CPU without bf16 instructions emulates these
+and spends nine tenths of a step on them, so this version multiplies in `matmul_dtype`.
 """
 
 from typing import Any
@@ -11,12 +12,12 @@ from torch import Tensor
 
 from specdemo.models.machine import matmul_dtype
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration; they push singular values to about 1 in 5 steps
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # quintic iteration that brings singular values close to 1 in 5 steps
 STEPS = 5
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """[n, m] -> about U V^T of its singular value decomposition, by Newton-Schulz iteration."""
+    """Approximate U V^T of the singular value decomposition of a matrix [n, m], by Newton-Schulz iteration."""
     a, b, c = COEFFICIENTS
     x = matrix.to(matmul_dtype(matrix.device))
     wide = x if x.shape[0] <= x.shape[1] else x.T
@@ -29,7 +30,8 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum; a matrix [n, m] moves by lr * sqrt(max(1, n / m)) times an orthogonal matrix."""
+    """Optimizer with Nesterov momentum; a matrix [n, m] moves by lr * sqrt(max(1, n / m)) times an orthogonal
+    matrix."""
 
     def __init__(self, params: Any, lr: float, weight_decay: float = 0.1, momentum: float = 0.95) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})

@@ -141,7 +141,7 @@ def test_training_is_saved_whatever_ends_it_and_goes_on(started, folders, tmp_pa
     for number in (TERM, INT):
         run = started(*command, "--minutes", "10").until(TRAINS)
         assert run.end(number) == CODES[number]
-        assert "the same command goes on from there" in run.text
+        assert "run the same command to continue" in run.text
         assert steps(tmp_path) > done
         done = steps(tmp_path)
     before = inode(tmp_path)

@@ -173,7 +173,7 @@ def test_a_spoilt_checkpoint_is_put_aside_for_the_one_before(
     again = Run(Bigram(), [], History())
     again.resume(path)
     assert again.history.step == 1 and len(caplog.records) == 1
-    assert caplog.messages == [f"{path} is damaged or of another run; it is now checkpoint.pt.unusable"]
+    assert caplog.messages == [f"{path} is damaged or of another run; it was renamed to checkpoint.pt.unusable"]
     spoilt = Run(Bigram(), [], History())
     (tmp_path / "checkpoint.pt.previous").write_bytes(b"x")
     before = {name: value.clone() for name, value in spoilt.module.state_dict().items()}
