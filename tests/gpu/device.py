@@ -8,11 +8,13 @@ Its tensors say `cuda:0` and live in main memory. While `pretended()` is open,
 - `torch.cuda` has devices, streams, events and graphs. A graph is a tape: its capture notes what was started on which
   memory, its replay starts the same again, so whatever the host worked out in between stays as it was;
 - graphs of one pool overwrite each other's results; the end of a graph takes the workspace of its stream from all
-  others there (pytorch #175276); a pool ends with its last graph.
+  others there (pytorch #175276); a pool ends with its last graph;
+- `torch.cuda.set_sync_debug_mode` warns once, as torch does, and in mode "error" a synchronisation raises.
 
 What it cannot show: time, rounding, what a kernel refuses, races between streams.
 """
 
+import warnings
 import weakref
 from collections import Counter, defaultdict
 from contextlib import ExitStack, contextmanager
@@ -43,6 +45,7 @@ NO_KERNEL = {
 NO_KERNEL |= {"_unsafe_view", "lift_fresh", "_reshape_alias", "set_", "is_pinned", "is_same_size"}
 WAITING = {"nonzero", "masked_select", "_unique2", "unique_dim", "equal", "_local_scalar_dense", "item"}
 PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear", "matmul", "_grouped_mm"}  # need their stream's workspace
+SYNC_MODES = ("default", "warn", "error")
 COPIES = {"copy_", "_to_copy", "to", "_copy_from"}
 
 
@@ -118,6 +121,7 @@ class World:
         self.generation = Counter()  # of the workspace of a stream
         self.pools = Counter()  # graphs alive in them
         self.now, self.waited = count(1), 0
+        self.sync_mode, self.sync_mode_warned = "default", False
 
     @property
     def launches(self):
@@ -135,6 +139,8 @@ class World:
     def wait(self, why):
         if self.capturing is not None:
             raise RuntimeError(f"operation not permitted when stream is capturing: {why}")
+        if self.sync_mode == "error":
+            raise RuntimeError(f"called a synchronizing CUDA operation: {why}")
         self.waited = next(self.now)
         if not self.silent:
             self.waits[why] += 1
@@ -430,6 +436,18 @@ def current_stream(device=None):
     return the.streams.get(device.index) or _default(device)
 
 
+def set_sync_debug_mode(mode):
+    """Set the mode, then warn, in torch's order: a warning that is an error leaves the mode set."""
+    the.sync_mode = SYNC_MODES[mode] if isinstance(mode, int) else mode
+    if the.sync_mode != "default" and not the.sync_mode_warned:
+        the.sync_mode_warned = True
+        warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=2)
+
+
+def get_sync_debug_mode():
+    return SYNC_MODES.index(the.sync_mode)
+
+
 def move(module, device, dtype=None):
     """A module, in place, to the pretended device; what is shared stays so."""
     done = {}
@@ -492,11 +510,14 @@ def pretended(devices=1):
         "stream": on_stream,
         "device": on_device,
         "current_stream": current_stream,
+        "set_sync_debug_mode": set_sync_debug_mode,
+        "get_sync_debug_mode": get_sync_debug_mode,
     }
     with ExitStack() as stack:
         stack.enter_context(patch.multiple(torch.cuda, **cuda))
         stack.enter_context(patch.object(torch, "Generator", lambda device=None: generator()))
         stack.enter_context(patch.object(nn.Module, "to", _module_to))
+        stack.enter_context(patch.object(nn.Module, "cuda", lambda module, device="cuda": module.to(device)))
         stack.enter_context(_Functions())
         stack.enter_context(_Operations())
         yield the

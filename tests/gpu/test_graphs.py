@@ -17,6 +17,7 @@ from specdemo.methods.heads.mtp import MTP
 from specdemo.models.fused import hasten
 from specdemo.models.graphs import SWITCH
 from specdemo.models.target import HFTarget
+from tests.gpu.waits import no_synchronisation
 from tests.models.tiny import build, texts
 
 pytestmark = pytest.mark.gpu
@@ -128,11 +129,8 @@ def test_a_replay_does_not_wait_for_the_device(slots):
     tree = torch.zeros(1, slots - 1, dtype=torch.int64).cuda()
     tokens = texts(1, slots).cuda()
     target.forward(tokens, tree)  # recorded
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         target.forward(tokens, tree)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -28,6 +28,7 @@ from specdemo.models.pass_cost import rounding_noise
 from specdemo.models.prefix_reuse import Remembering
 from specdemo.models.target import HFTarget
 from tests.gpu.device import STREAMS, OnDevice, move, pretended
+from tests.gpu.waits import no_synchronisation
 from tests.models.tiny import build, texts
 
 GREEDY = Sampling()
@@ -317,6 +318,13 @@ def test_quantised_layers_are_fused_as_they_are(bits):
     made = fused(layer.requires_grad_(False), model.model.rotary_emb)
     assert type(made).__name__ == "FusedLayer"
     assert len(made.qkv.layers) == 3
+
+
+def test_a_synchronisation_is_an_error_only_inside_no_synchronisation(world):
+    x = torch.ones(2, 2, device="cuda:0")
+    with pytest.raises(RuntimeError, match="synchronizing"), no_synchronisation():
+        x.sum().item()
+    assert x.sum().item() == 4.0
 
 
 def test_the_pretended_device_keeps_the_rules(world):

@@ -5,6 +5,7 @@ import torch
 
 from specdemo.core.tree import Draft
 from specdemo.models.target import HFTarget
+from tests.gpu.waits import no_synchronisation
 from tests.models.tiny import TREES, VOCABULARY, build, fresh, texts
 
 pytestmark = pytest.mark.gpu
@@ -53,11 +54,8 @@ def test_a_chain_is_verified_without_waiting_for_the_device():
     draft = Draft.chain(torch.tensor([[5, 6, 7]]).cuda())
     tokens = torch.cat([texts(1, 1).cuda(), draft.tokens], 1)
     target.forward(tokens, draft.parents)  # plans are made once
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         logits = target.forward(tokens, draft.parents).logits
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert logits.shape == (1, 4, VOCABULARY)
 
 

@@ -1,0 +1,36 @@
+"""The tests that need a GPU, on the pretended one: they show that the tests themselves work before a GPU is there.
+
+Not here are those that ask for allocated memory or for a device's capability, which the pretended device does not have.
+"""
+
+import pytest
+
+from specdemo.core.tree import chain_parents
+from tests.gpu.device import pretended
+from tests.gpu.test_graphs import (  # noqa: F401
+    test_a_recorded_draft_is_the_draft,
+    test_a_replay_does_not_wait_for_the_device,
+    test_replay_equals_eager_pass,
+    test_texts_are_the_same,
+    without_graphs,
+)
+from tests.gpu.test_target import (  # noqa: F401
+    test_a_chain_is_verified_without_waiting_for_the_device,
+    test_every_path_of_a_tree,
+    test_ragged_rows,
+)
+from tests.models.tiny import TREES
+
+
+@pytest.fixture(params=[name for name in TREES if name != "gpt_oss"])  # its experts ask for the device's capability
+def name(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def world():
+    chain_parents.cache_clear()  # its tensors belong to one world
+    with pretended() as made:
+        yield made
+        assert made.sync_mode == "default"
+    chain_parents.cache_clear()
