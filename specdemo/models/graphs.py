@@ -9,6 +9,7 @@ in these. What runs is a function of tensors alone, be it a pass of the target o
 import os
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -90,18 +91,45 @@ class CudaGraphs:
                 for _ in range(WARM_UPS):
                     run()
             torch.cuda.current_stream().wait_stream(beside)
-            graph, newest = torch.cuda.CUDAGraph(), self._newest()
-            pool = newest.pool() if newest else None  # one whose graphs are gone must not be used again
-            # a server has other threads
-            with torch.cuda.graph(graph, pool=pool, stream=beside, capture_error_mode="thread_local"):
-                said = run()
-            self._newest = weakref.ref(graph)
+            graph, said = self._capture(run, beside)
 
         def replay() -> Tensors:
             graph.replay()
             return said
 
         return replay
+
+    def _capture(self, run: Run, stream: torch.cuda.Stream) -> tuple[torch.cuda.CUDAGraph, Tensors]:
+        """Return the graph of `run` and its outputs. Raise what `run` raised, not the error in which the capture ends
+        because of that."""
+        graph, newest, caller = torch.cuda.CUDAGraph(), self._newest(), torch.cuda.current_stream()
+        pool = newest.pool() if newest else torch.cuda.graph_pool_handle()  # a pool without graphs cannot be reused
+        try:
+            # a server has other threads
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                outputs = run()
+        except BaseException as error:
+            torch.cuda.set_stream(caller)
+            self._newest = lambda: None
+            _abandon(graph, self._device, pool, shared=newest is not None)
+            raise (error.__context__ if isinstance(error.__context__, RuntimeError) else error) from None
+        self._newest = weakref.ref(graph)
+        return graph, outputs
+
+
+def _abandon(graph: torch.cuda.CUDAGraph, device: torch.device, pool: tuple[int, int], shared: bool) -> None:
+    """Undo what a failed capture leaves in the allocator. Each call fails where torch has already done its work.
+
+    torch up to 2.11 keeps allocating to the pool, and 2.13 still holds a reference to it (pytorch #180395, #190308).
+    A shared pool keeps that reference: one too few would free memory that other graphs use.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(index, pool)
+    graph.reset()
+    with suppress(RuntimeError):
+        if not shared:
+            torch._C._cuda_releasePool(index, pool)
 
 
 @dataclass(slots=True)

@@ -9,6 +9,8 @@ Its tensors say `cuda:0` and live in main memory. While `pretended()` is open,
   memory, its replay starts the same again, so whatever the host worked out in between stays as it was;
 - graphs of one pool overwrite each other's results; the end of a graph takes the workspace of its stream from all
   others there (pytorch #175276); a pool ends with its last graph;
+- a capture in which something not permitted happened ends in an error and leaves what torch 2.11 leaves: the thread on
+  the capture's stream, the allocator still serving the capture, the pool referenced;
 - `torch.cuda.set_sync_debug_mode` warns once, as torch does, and in mode "error" a synchronisation raises.
 
 What it cannot show: time, rounding, what a kernel refuses, races between streams.
@@ -112,14 +114,15 @@ class World:
         self.waits = Counter()  # by what was waited for
         self.replays = 0
         self.recorded = []  # weak references to every graph
-        self.refuse = None  # an error that the next captures raise
+        self.refuse = None  # an error that the first operation of the next captures raises
+        self.underway = []  # pools of captures that the allocator still serves
         self.silent = 0
         self.capturing = None
         self.current = 0
         self.streams = defaultdict(Stream)  # device -> the current one
         self.made = Counter()  # streams by device
         self.generation = Counter()  # of the workspace of a stream
-        self.pools = Counter()  # graphs alive in them
+        self.pools = Counter()  # references to them, by their handle
         self.now, self.waited = count(1), 0
         self.sync_mode, self.sync_mode_warned = "default", False
 
@@ -138,6 +141,7 @@ class World:
 
     def wait(self, why):
         if self.capturing is not None:
+            self.capturing.invalid = True
             raise RuntimeError(f"operation not permitted when stream is capturing: {why}")
         if self.sync_mode == "error":
             raise RuntimeError(f"called a synchronizing CUDA operation: {why}")
@@ -340,23 +344,39 @@ class Event:
 class CUDAGraph:
     def __init__(self):
         self.tape, self.stream, self.handle = [], None, None
-        self.workspace = self.spoiled = False
+        self.workspace = self.spoiled = self.invalid = False
+        self.finish = lambda: None  # frees what a finished capture has taken
 
     def note(self, func, args, kwargs, results, name):
+        if the.refuse is not None:
+            self.invalid = not isinstance(the.refuse, torch.OutOfMemoryError)  # which does not end a capture
+            raise the.refuse
         self.tape.append((func, args, kwargs, [x for x in results if isinstance(x, torch.Tensor)]))
         self.workspace |= name in PRODUCTS
 
     def begin(self, pool, stream):
-        if pool is not None and not the.pools[pool]:
-            raise RuntimeError("INTERNAL ASSERT FAILED: the pool of this capture is gone")
-        self.handle = pool or object()
+        if the.underway:
+            raise RuntimeError("INTERNAL ASSERT FAILED: the allocator still serves a capture that has failed")
+        self.handle = pool or graph_pool_handle()
         self.stream = (stream.device.index, stream.index)
+        if self.handle in the.pools and not the.pools[self.handle]:
+            raise RuntimeError("INTERNAL ASSERT FAILED: the pool of this capture is gone")
+        the.pools[self.handle] += 1
+        the.underway.append(self.handle)
+        the.capturing = self
 
     def end(self):
-        the.pools[self.handle] += 1
+        the.capturing = None
+        if self.invalid:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+        the.underway.remove(self.handle)
         the.recorded.append(weakref.ref(self))
         self.generation = the.generation[self.stream]
-        weakref.finalize(self, _ended, the, self.stream, self.handle)
+        self.finish = weakref.finalize(self, _ended, the, self.stream, self.handle)
+
+    def reset(self):
+        self.tape = []
+        self.finish()
 
     def pool(self):
         return self.handle
@@ -392,19 +412,45 @@ def _spoil(tensor):
     tensor.fill_(float("nan") if tensor.is_floating_point() else 1 if tensor.dtype == torch.bool else -(1 << 20))
 
 
-@contextmanager
-def graph(made, pool=None, stream=None, capture_error_mode="global"):
-    stream = stream or the.capture_stream
-    made.begin(pool, stream)
-    if the.refuse is not None:
-        raise the.refuse
-    with on_stream(stream):
-        the.capturing = made
-        try:
-            yield
-        finally:
-            the.capturing = None
-    made.end()
+class graph:
+    """A capture as torch.cuda.graph does it: where its end fails, the stream's context is not left."""
+
+    def __init__(self, made, pool=None, stream=None, capture_error_mode="global"):
+        self.made, self.pool = made, pool
+        self.stream = stream or the.capture_stream
+
+    def __enter__(self):
+        the.wait("the device")
+        self.context = on_stream(self.stream)
+        self.context.__enter__()
+        self.made.begin(self.pool, self.stream)
+
+    def __exit__(self, *error):
+        self.made.end()
+        self.context.__exit__(*error)
+
+
+_handles = count(1)
+
+
+def graph_pool_handle():
+    return (0, next(_handles))
+
+
+def end_allocate_to_pool(device, pool):
+    if pool not in the.underway:
+        raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+    the.underway.remove(pool)
+
+
+def release_pool(device, pool):
+    if not the.pools[pool]:
+        raise RuntimeError("INTERNAL ASSERT FAILED: the pool has no reference left")
+    the.pools[pool] -= 1
+
+
+def set_stream(stream):
+    the.streams[stream.device.index], the.current = stream, stream.device.index
 
 
 @contextmanager
@@ -507,14 +553,18 @@ def pretended(devices=1):
         "Event": Event,
         "CUDAGraph": CUDAGraph,
         "graph": graph,
+        "graph_pool_handle": graph_pool_handle,
+        "set_stream": set_stream,
         "stream": on_stream,
         "device": on_device,
         "current_stream": current_stream,
         "set_sync_debug_mode": set_sync_debug_mode,
         "get_sync_debug_mode": get_sync_debug_mode,
     }
+    pools = {"_cuda_endAllocateToPool": end_allocate_to_pool, "_cuda_releasePool": release_pool}
     with ExitStack() as stack:
         stack.enter_context(patch.multiple(torch.cuda, **cuda))
+        stack.enter_context(patch.multiple(torch._C, **pools))
         stack.enter_context(patch.object(torch, "Generator", lambda device=None: generator()))
         stack.enter_context(patch.object(nn.Module, "to", _module_to))
         stack.enter_context(patch.object(nn.Module, "cuda", lambda module, device="cuda": module.to(device)))

@@ -173,6 +173,41 @@ def test_without_memory_for_recordings_passes_run_as_they_are(world):
     assert "graphs" not in other.kernels
 
 
+def test_a_capture_that_fails_leaves_nothing_behind(world):
+    """torch leaves the thread on the capture's stream, and its allocator in the capture."""
+    target = fast()
+    plain = written(target, load_drafter("none", target))
+    del target
+    before, refused = torch.cuda.current_stream().index, fast()
+    world.refuse = RuntimeError("operation not permitted when stream is capturing")
+    assert written(refused, load_drafter("none", refused)) == plain
+    assert refused.note.startswith("passes could not be recorded (operation not permitted")
+    assert torch.cuda.current_stream().index == before
+    assert world.underway == []
+    assert world.pools.total() == 0
+    world.refuse = None
+    later = fast()
+    assert written(later, load_drafter("none", later)) == plain
+    assert later.note == ""
+
+
+def test_a_host_read_in_a_capture_is_named_as_the_reason(world):
+    record, x = CudaGraphs(torch.device("cuda:0")), torch.ones(2, 2, device="cuda:0")
+    with pytest.raises(RuntimeError, match="not permitted when stream is capturing: item of a tensor"):
+        record(lambda: (x * x[0, 0].item(),))
+
+
+def test_a_failed_capture_keeps_the_pool_that_others_use(world):
+    record, x = CudaGraphs(torch.device("cuda:0")), torch.ones(2, 2, device="cuda:0")
+    replay = record(lambda: (x @ x,))
+    world.refuse = RuntimeError("operation not permitted when stream is capturing")
+    with pytest.raises(RuntimeError, match="not permitted"):
+        record(lambda: (x @ x,))
+    assert world.underway == []
+    assert world.pools.total() == 2  # of the recording, and one that stays
+    assert replay()[0].tolist() == [[2.0, 2.0], [2.0, 2.0]]
+
+
 @pytest.mark.parametrize("name", [*HEADS, "draft_model", "layer_skip"])
 def test_heads_that_cannot_be_recorded_draft_as_they_are(world, name):
     target = fast()
@@ -333,9 +368,18 @@ def test_the_pretended_device_keeps_the_rules(world):
         x + torch.ones(2, 2)
     with pytest.raises(RuntimeError, match="same device"):
         x @ torch.ones(2, 2, device="cuda:1")
+    default = torch.cuda.current_stream()
     for wrong in (lambda: x.sum().item(), lambda: torch.tensor([1], device="cuda:0"), lambda: x.nonzero()):
-        with pytest.raises(RuntimeError, match="capturing"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-            wrong()
+        pool = torch.cuda.graph_pool_handle()
+        with pytest.raises(RuntimeError, match="previous error during capture") as caught:  # noqa: SIM117
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), pool, torch.cuda.Stream()):
+                wrong()
+        assert "not permitted when stream is capturing" in str(caught.value.__context__)
+        with pytest.raises(RuntimeError, match="still serves"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            pass
+        assert torch.cuda.current_stream() is not default
+        torch.cuda.set_stream(default)
+        torch._C._cuda_endAllocateToPool(0, pool)
     graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
     said = []
     for graph in graphs:
