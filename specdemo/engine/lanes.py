@@ -50,6 +50,10 @@ class RunningLane(ABC):
         """Run all code paths once, untimed. Return notes for the user."""
         return []
 
+    @abstractmethod
+    def again(self) -> "RunningLane":
+        """Return the same lane with an empty trace. It shares models, drafter and recordings, so it is prepared."""
+
     def rewind(self) -> None:
         """Drop what was cached in the last run."""
 
@@ -102,9 +106,12 @@ class LocalLane(RunningLane):
         self._stop = pair.target.stop_token_ids if own else ()
         self._config = GenerationConfig(spec.max_new_tokens, spec.sampling, lane.budget, spec.seed, self._stop)
         self.target, self._pair = pair.target, pair
-        self._tokenizer = tokenizer
+        self._spec, self._index, self._tokenizer = spec, index, tokenizer
         self._text = Detokenizer(tokenizer, prompt_ids)
         self._others = 0  # bytes on the device that belong to other lanes
+
+    def again(self) -> "LocalLane":
+        return LocalLane(self._spec, self._index, self._pair, self._tokenizer)
 
     def prepare(self, cancelled: Cancelled) -> list[str]:
         try:
@@ -193,6 +200,7 @@ class RemoteLane(RunningLane):
     alone = True
 
     def __init__(self, spec: Comparison, index: int, template: bool | None) -> None:
+        self._made_from = (spec, index, template)
         lane = spec.all_lanes[index]
         assert lane.server is not None
         messages = chat_of(
@@ -208,6 +216,9 @@ class RemoteLane(RunningLane):
         self._stream = servers.RemoteLane(
             self.trace, lane.server, lane.served_model, spec.target, messages or spec.prompt, config, forms
         )
+
+    def again(self) -> "RemoteLane":
+        return RemoteLane(*self._made_from)
 
     def _events(self, cancelled: Cancelled) -> Events:
         for event, _ in self._stream.events(cancelled):

@@ -117,24 +117,12 @@ class Session:
             gpu = GpuClock(here.device if here else torch.device("cpu"))
             for run in range(1, spec.repeats):
                 yield Note(f"run {run} of {spec.repeats} is not shown; all of them are pooled")
-                self._repeat(spec, lanes, cancelled)
+                _repeat(spec.schedule, lanes, cancelled)
             for together in _turns(lanes):
                 yield from _play(together, trace, cancelled)
             judge(trace, self.models.target() if here else None, gpu.reasons())
             self.kept.end(spec, trace)
             yield Finished(trace)
-
-    def _repeat(self, spec: Comparison, lanes: Sequence[RunningLane], cancelled: Callable[[], bool]) -> None:
-        """Run it all once before it is shown, by the same schedule, and give every lane what its double did."""
-        doubles = self._lanes(spec)
-        for together in _turns(doubles):
-            for _ in SCHEDULES[spec.schedule]([lane.events(cancelled) for lane in together.values()]):
-                pass
-        for double in doubles:
-            double.rewind()
-        if all(double.trace.finish in ("stop", "length") for double in doubles):
-            for lane, double in zip(lanes, doubles, strict=True):
-                lane.trace.repeats.append(bare(double.trace.events))
 
     def target(self) -> HFTarget:
         """The target of the last comparison, with a history of its own."""
@@ -218,6 +206,19 @@ def _turns(lanes: Sequence[RunningLane]) -> list[dict[int, RunningLane]]:
     """Which lanes run at one time, by their index: all that may share the machine, then every other one."""
     alone = [{index: lane} for index, lane in enumerate(lanes) if lane.alone]
     return [{index: lane for index, lane in enumerate(lanes) if not lane.alone}, *alone]
+
+
+def _repeat(schedule: str, lanes: Sequence[RunningLane], cancelled: Callable[[], bool]) -> None:
+    """Run all lanes once by the same schedule without showing it, and add the steps to the traces as a repeat."""
+    unshown = [lane.again() for lane in lanes]
+    for together in _turns(unshown):
+        for _ in SCHEDULES[schedule]([lane.events(cancelled) for lane in together.values()]):
+            pass
+    for lane in unshown:
+        lane.rewind()
+    if all(lane.trace.finish in ("stop", "length") for lane in unshown):
+        for shown, lane in zip(lanes, unshown, strict=True):
+            shown.trace.repeats.append(bare(lane.trace.events))
 
 
 def _play(lanes: Mapping[int, RunningLane], trace: RunTrace, cancelled: Callable[[], bool]) -> Iterator[Message]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from specdemo.core.tree import chain_parents
-from specdemo.engine.messages import Finished, Step
+from specdemo.engine.messages import Finished, Note, Step
 from specdemo.engine.session import Session
 from specdemo.models.graphs import recorded_bytes
 from specdemo.presets.files import load_presets
@@ -49,6 +49,24 @@ def test_a_race_records_nothing_and_leaves_nothing(world, name):
         assert trace.environment["kernels"] == "fused, graphs"
     finally:
         gc.enable()
+
+
+def test_repeats_use_the_recordings_of_the_shown_lanes(world):
+    """A capture in a timed run takes longer than the run: every repeat would be pooled into the speed with it."""
+    before, preset = None, load_presets()["embedded-draft"]
+    for message in Session().stream(preset.with_changes(device="cuda", max_new_tokens=TOKENS, repeats=3)):
+        if isinstance(message, Note) and message.text.startswith("run 1 of 3"):
+            before, streams = len(world.recorded), world.made[0]
+        if isinstance(message, Finished):
+            trace = message.trace
+    assert before and len(world.recorded) == before
+    assert world.made[0] == streams
+    assert world.alive == 0
+    for lane in trace.lanes:
+        runs = [*lane.repeats, lane.events]
+        assert len(runs) == 3
+        slowest = [max(sum(event.ms.values()) for event in events[1:]) for events in runs]
+        assert slowest == pytest.approx([slowest[0]] * 3)  # launches, which are the same in every run
 
 
 def test_graph_memory_is_counted_before_loading(world):
