@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any, TypeVar, cast
 
 import torch
@@ -28,6 +29,8 @@ WARM_UPS = 3  # passes before a recording: libraries choose their kernels and ta
 OWNED = 128 << 20
 # environment: 0 starts every operation on its own, compile lets torch.compile join some first
 SWITCH = "SPECDEMO_GRAPHS"
+# torch's streams come round: of each priority it has so many per device, and creates no more
+STREAMS, PRIORITIES = 32, (0, -1, -2, -3)
 COMPILATIONS = 64  # a target has one for every width and set of taps; the usual limit of 8 would end in eager passes
 
 Decoder = TypeVar("Decoder", bound=Callable[..., object])
@@ -35,6 +38,8 @@ Tensors = tuple[Tensor, ...]
 Run = Callable[[], Tensors]
 Shapes = Sequence[Sequence[int]]
 Recorder = Callable[[Run], Run]  # what runs -> what replays it, into the same memory
+
+_taken: weakref.WeakSet[torch.cuda.Stream] = weakref.WeakSet()  # by recorders, and by graphs that live longer
 
 
 def recorder_for(device: torch.device) -> Recorder | None:
@@ -73,9 +78,9 @@ def _loosest(slots: int) -> int:
 class CudaGraphs:
     """Records on `device`, for one owner, who drops all its recordings at once.
 
-    Warm-up and capture run on a stream of the recorder's own: the end of any graph takes the cuBLAS workspaces of its
-    stream from all others recorded there (pytorch #193402). All graphs share one pool of memory, so that each result
-    has to be copied before the next replay.
+    Warm-up and capture run on a stream that no other recorder has: the end of any graph takes the cuBLAS workspaces of
+    its stream from all others recorded there (pytorch #193402). All graphs share one pool of memory, so that each
+    result has to be copied before the next replay.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -85,19 +90,18 @@ class CudaGraphs:
 
     def __call__(self, run: Run) -> Run:
         with torch.cuda.device(self._device):
-            beside = self._stream = self._stream or torch.cuda.Stream()
+            beside = self._stream = self._stream or _free_stream()
             beside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(beside):
                 for _ in range(WARM_UPS):
                     run()
             torch.cuda.current_stream().wait_stream(beside)
-            graph, said = self._capture(run, beside)
+            return partial(self._replay, *self._capture(run, beside))
 
-        def replay() -> Tensors:
-            graph.replay()
-            return said
-
-        return replay
+    def _replay(self, graph: torch.cuda.CUDAGraph, outputs: Tensors) -> Tensors:
+        """Bound to the recorder, so that its stream stays taken as long as a graph of it lives."""
+        graph.replay()
+        return outputs
 
     def _capture(self, run: Run, stream: torch.cuda.Stream) -> tuple[torch.cuda.CUDAGraph, Tensors]:
         """Return the graph of `run` and its outputs. Raise what `run` raised, not the error in which the capture ends
@@ -115,6 +119,16 @@ class CudaGraphs:
             raise (error.__context__ if isinstance(error.__context__, RuntimeError) else error) from None
         self._newest = weakref.ref(graph)
         return graph, outputs
+
+
+def _free_stream() -> torch.cuda.Stream:
+    """Return a stream of the current device that holds no recordings. Raise RuntimeError where all of them do."""
+    for priority, _ in product(PRIORITIES, range(STREAMS)):
+        stream = torch.cuda.Stream(priority=priority)
+        if stream not in _taken:
+            _taken.add(stream)
+            return stream
+    raise RuntimeError("every CUDA stream of the device holds the recordings of another model")
 
 
 def _abandon(graph: torch.cuda.CUDAGraph, device: torch.device, pool: tuple[int, int], shared: bool) -> None:

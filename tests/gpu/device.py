@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-STREAMS = 32  # that torch has per device; the next one is the first again
+STREAMS = 32  # that torch has per device and priority; the next one is the first again
 # of operations that are more than one kernel
 KERNELS = {"topk": 2, "sort": 2, "argsort": 2, "nonzero": 3, "scatter": 2, "index_put": 2, "masked_fill": 2}
 KERNELS |= {"index_copy": 2, "constant_pad_nd": 2, "logsumexp": 5, "eye": 2, "_grouped_mm": 2}
@@ -120,7 +120,7 @@ class World:
         self.capturing = None
         self.current = 0
         self.streams = defaultdict(Stream)  # device -> the current one
-        self.made = Counter()  # streams by device
+        self.made = Counter()  # streams by device and priority
         self.generation = Counter()  # of the workspace of a stream
         self.pools = Counter()  # references to them, by their handle
         self.now, self.waited = count(1), 0
@@ -312,9 +312,16 @@ class Stream:
     def __init__(self, device=None, priority=0, index=None):
         self.device = torch.device("cuda", the.current) if device is None else _indexed(device)
         if index is None:
-            index = 1 + the.made[self.device.index] % STREAMS
-            the.made[self.device.index] += 1
+            pool = self.device.index, min(-priority, 3)
+            index = 1 + STREAMS * pool[1] + the.made[pool] % STREAMS
+            the.made[pool] += 1
         self.index = index
+
+    def __eq__(self, other):
+        return isinstance(other, Stream) and (self.device, self.index) == (other.device, other.index)
+
+    def __hash__(self):
+        return hash((self.device, self.index))
 
     def wait_stream(self, other):
         pass

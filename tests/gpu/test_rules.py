@@ -153,14 +153,36 @@ def test_a_recorder_starts_a_new_pool_when_its_recordings_are_gone(world):
     assert record(lambda: (x @ x,))()[0].tolist() == [[2.0, 2.0], [2.0, 2.0]]
 
 
-def test_recorders_have_streams_of_their_own(world):
+def test_recorders_share_no_stream(world):
+    """torch hands out the same streams again and again, and the end of a graph takes the workspaces of its stream."""
     x = torch.ones(2, 2, device="cuda:0")
-    kept = [CudaGraphs(torch.device("cuda:0")) for _ in range(STREAMS)]
-    replays = [record(lambda: (x @ x,)) for record in kept]
-    assert world.made[0] == STREAMS
-    replays.pop()
+    waiting = CudaGraphs(x.device)(lambda: (x @ x,))
+    for _ in range(2 * STREAMS):
+        CudaGraphs(x.device)(lambda: (x @ x,))  # ends at once
+    assert waiting()[0].tolist() == [[2.0, 2.0], [2.0, 2.0]]
+
+
+def test_without_a_free_stream_passes_run_as_they_are(world):
+    x = torch.ones(2, 2, device="cuda:0")
+    replays = [CudaGraphs(torch.device("cuda:0"))(lambda: (x @ x,)) for _ in range(4 * STREAMS)]
+    target = fast()
+    text = written(target, load_drafter("none", target))
+    assert target.note == (
+        "passes could not be recorded (every CUDA stream of the device holds the recordings of another model), "
+        "so every operation is started on its own"
+    )
     for replay in replays:
         replay()
+    del replays, replay
+    other = fast()
+    assert written(other, load_drafter("none", other)) == text
+    assert other.note == ""
+
+
+def test_the_streams_of_another_device_are_free(world):
+    kept = [torch.ones(2, 2, device=f"cuda:{index}") for index in (0, 1)]
+    replays = [CudaGraphs(x.device)(lambda x=x: (x @ x,)) for x in kept for _ in range(4 * STREAMS)]
+    assert len(replays) == 8 * STREAMS
 
 
 def test_without_memory_for_recordings_passes_run_as_they_are(world):

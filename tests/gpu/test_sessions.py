@@ -56,11 +56,11 @@ def test_repeats_use_the_recordings_of_the_shown_lanes(world):
     before, preset = None, load_presets()["embedded-draft"]
     for message in Session().stream(preset.with_changes(device="cuda", max_new_tokens=TOKENS, repeats=3)):
         if isinstance(message, Note) and message.text.startswith("run 1 of 3"):
-            before, streams = len(world.recorded), world.made[0]
+            before, streams = len(world.recorded), world.made.copy()
         if isinstance(message, Finished):
             trace = message.trace
     assert before and len(world.recorded) == before
-    assert world.made[0] == streams
+    assert world.made == streams
     assert world.alive == 0
     for lane in trace.lanes:
         runs = [*lane.repeats, lane.events]
