@@ -4,10 +4,10 @@ Times are milliseconds of device time, measured by `environment["clock"]`: CUDA 
 wall time. Derived numbers are defined in `definitions`.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from itertools import chain, pairwise
+from math import isfinite
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field, TypeAdapter, ValidationError
@@ -26,10 +26,12 @@ Finish = Literal["stop", "length", "cancelled", "error"]
 Kind = Literal["target", "accepted", "corrected", "bonus", "unknown"]
 Span = Literal["ttft_ms", "decode_ms"]
 Counter = Literal["steps", "drafted", "accepted", "acceptance_rate", "tokens_per_step"]
-Number = int | float | None
+LARGEST: Final = (1 << 63) - 1  # the largest seed; a larger integer is no measurement and overflows a float
+Int = Annotated[int, Field(ge=-LARGEST, le=LARGEST)]
+Number = Int | float | None
 _strict = ConfigDict(extra="forbid", allow_inf_nan=False)
 _FAST = FailFast()  # a hostile file gets one error per list, not millions
-_Ids = Annotated[list[int], _FAST]
+_Ids = Annotated[list[Int], _FAST]
 _Rows = Annotated[list[_Ids], _FAST]
 _ProbRows = Annotated[list[Annotated[list[float | None], _FAST]], _FAST]
 _Ms = Annotated[float, Field(ge=0)]
@@ -54,7 +56,7 @@ class StepEvent:
     For a lane on a server (LaneTrace.remote) an event is a piece of text as it arrived; its passes are unknown.
     """
 
-    index: int
+    index: Int
     drafted: _Rows  # [B][N] token ids, -1 absent
     parents: _Rows  # [B][N] parent slot of each node
     path: _Rows  # [B][...] accepted slots from the root (0) down; empty: unknown which tokens were drafted
@@ -96,7 +98,7 @@ class Remote:
     server: str  # host:port
     model: str  # name of the model on the server
     endpoint: str
-    tokens: int | None = None  # length of the text, as counted by the server
+    tokens: Int | None = None  # length of the text, as counted by the server
     counted: bool = False  # an emitted entry is a token; otherwise a piece of text of unknown length
     counters: Annotated[dict[Counter, Number], _SMALL] = field(default_factory=dict)  # summary values from the server
     accept_by_position: Annotated[list[Number], _FAST] = field(default_factory=list)
@@ -198,15 +200,26 @@ def from_json(text: str | bytes, bounds: Bounds = FILE) -> RunTrace:
     if len({len(lane.repeats) for lane in trace.lanes}) > 1:
         raise ValueError("not a specdemo trace: its lanes were not repeated equally often")
     try:
-        json.dumps([trace.config, trace.environment, *(lane.options for lane in trace.lanes)], allow_nan=False)
-    except ValueError:
-        raise ValueError("not a specdemo trace: config, environment or options hold NaN or infinity") from None
+        _check_numbers([trace.config, trace.environment, *(lane.options for lane in trace.lanes)])
+    except ValueError as error:
+        raise ValueError(f"not a specdemo trace: config, environment or options hold {error}") from None
     for lane in trace.lanes:
         lane.events = [_with_probabilities(event) for event in lane.events]
         for problem in _problems(lane):
             raise ValueError(f"not a specdemo trace: lane {lane.name!r}: {problem}")
     _estimate_again(trace)
     return trace
+
+
+def _check_numbers(value: object) -> None:
+    """Raise ValueError for NaN, Infinity or an integer beyond `LARGEST` in a JSON value."""
+    if isinstance(value, dict | list):
+        for entry in value.values() if isinstance(value, dict) else value:
+            _check_numbers(entry)
+    elif isinstance(value, float) and not isfinite(value):
+        raise ValueError("NaN or infinity")
+    elif isinstance(value, int) and abs(value) > LARGEST:
+        raise ValueError("an integer of more than 63 bits")
 
 
 def _estimate_again(trace: RunTrace) -> None:

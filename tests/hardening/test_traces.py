@@ -15,12 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
+from specdemo.__main__ import main
+from specdemo.bench.report import race_report, texts
 from specdemo.bench.result import read_result
 from specdemo.core.bounds import FILE, PUBLIC_FILE, Bounds, judge, parsing
 from specdemo.core.tally import summarise
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, from_json, to_json
 from specdemo.presets.recorded import load_trace
 from specdemo.ui.log import open_trace, replayed
+from specdemo.ui.views import tokens_csv
+from specdemo.ui.whatif import start_of
 from tests.traces import hostile_trace
 
 M = FILE.bytes
@@ -262,3 +266,58 @@ def test_a_damaged_trace_opens_or_is_refused_in_one_line_and_little_memory(reade
 @pytest.mark.parametrize("kind", ["empty events", "deep", "keys", "lanes"])
 def test_exceeded_limit_uses_little_memory(reader, kind):
     assert TOO_MUCH[kind][1] in reader(TOO_MUCH[kind][0])
+
+
+HUGE = [10**30, -(10**30), 10**400, -(10**400), 1e308, -1e308, 5e-324, 0, -1, 2**63]
+
+
+def places(value, path=()):
+    """Return the path of every value in a JSON document."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(place for key, entry in inside for place in places(entry, (*path, key)))]
+
+
+def numbers():
+    """Return the paths of all numbers of a run."""
+    document = json.loads(DOCUMENT)
+    return [path for path in places(document) if isinstance(at(document, path), int | float)]
+
+
+def at(document, path):
+    for key in path:
+        document = document[key]
+    return document
+
+
+@settings(settings.get_profile("hardening"))
+@given(st.lists(st.tuples(st.sampled_from(numbers()), st.sampled_from(HUGE)), min_size=1, max_size=3))
+def test_a_trace_with_extreme_numbers_is_replayed_or_refused_in_one_line(changes):
+    document = json.loads(DOCUMENT)
+    for path, value in changes:
+        at(document, path[:-1])[path[-1]] = value
+    try:
+        trace = from_json(json.dumps(document))
+        race_report(trace), texts(trace), replayed(trace), tokens_csv(trace)
+        start_of(trace, 1, "", allow_any_model=True)
+    except ValueError as error:
+        assert "\n" not in str(error) and len(str(error)) < 300
+
+
+@pytest.mark.parametrize("name", ["speedup", "speedup_low", "speedup_high"])
+def test_replay_refuses_a_huge_integer_in_one_line(tmp_path, capsys, name):
+    document = json.loads(DOCUMENT)
+    document["comparison"][0] |= {"speedup": 2.0, "speedup_low": 1.5, "speedup_high": 2.5, name: 10**400}
+    (tmp_path / "trace.json").write_text(json.dumps(document), encoding="utf-8")
+    assert main(["replay", str(tmp_path / "trace.json")]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and f"comparison.0.{name}" in err
+
+
+@pytest.mark.parametrize("place", ["config", "environment"])
+def test_a_huge_integer_in_free_fields_is_refused(place):
+    document = json.loads(DOCUMENT)
+    document[place]["seed"] = 2**63 - 1
+    from_json(json.dumps(document))
+    document[place]["seed"] = 2**63
+    with pytest.raises(ValueError, match="config, environment or options hold an integer of more than 63 bits"):
+        from_json(json.dumps(document))
