@@ -9,7 +9,7 @@ from specdemo.core.trace import LaneTrace, RunTrace
 
 
 def trace(*speeds, finish=None, verdicts="identical"):
-    """A comparison with a speed-up, or (value, low, high), per speculative lane. finish: by lane name, else `length`."""
+    """Return a comparison: per speculative lane its speed-up, or (value, low, high). finish: by lane, else `length`."""
     names = [chr(ord("A") + i) for i in range(len(speeds))]
     lanes = [
         LaneTrace(name, "ngram", {}, True, [1], [], "", (finish or {}).get(name, "length"), [])
