@@ -9,7 +9,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -19,20 +19,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
-from tqdm import tqdm
+from typer.core import TyperCommand
 from typer.exceptions import TyperException
 from typer.models import OptionInfo
 
 from specdemo import __version__
-from specdemo.bench.base import OPTIONS
-from specdemo.bench.suites import suite, suites, takes
+from specdemo.bench.command import bench, progress_bar, reports_to
 from specdemo.core.files import check_writable
 from specdemo.core.reading import lacks_memory, read_text
 from specdemo.core.signals import tidy
-from specdemo.core.suggest import DEVICES, suggest
+from specdemo.core.suggest import DEVICES, program, suggest
 from specdemo.engine.comparison import Comparison, Lane, settings, type_of
 from specdemo.methods import PLUG_INS, knobs, method, unusable, usable
-from specdemo.presets.files import EMBEDDED, Preset, load_presets, of_checkout, preset
+from specdemo.presets.files import EMBEDDED, FOLDER, Preset, load_presets, of_checkout, preset
 from specdemo.presets.limits import LIMITS
 from specdemo.servers.address import allow, known_engine
 from specdemo.ui.app import ui
@@ -42,7 +41,8 @@ if TYPE_CHECKING:
     from specdemo.servers.started import Server
 
 app = typer.Typer(
-    add_completion=False,
+    add_completion=program() == "specdemo",  # a shell completes the names of programs, not `python -m specdemo`
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     help="Plain and speculative decoding of the same model, side by side, measured honestly.",
@@ -54,7 +54,14 @@ Work = Callable[..., object]
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable.")]
 Gpus = Annotated[int, typer.Option(help="GPUs that each server spreads its model over.", min=1, max=1024)]
 Command = Annotated[str | None, typer.Option(help="The engine's program, where it is not on PATH.")]
-PresetId = Annotated[str, typer.Argument(metavar="PRESET", help="One of `specdemo presets`.")]
+PresetId = Annotated[
+    str,
+    typer.Argument(
+        metavar="PRESET",
+        help=f"One of `{program()} presets`.",
+        autocompletion=lambda incomplete: [id for id in load_presets() if id.startswith(incomplete)],
+    ),
+]
 
 
 def main(argv: Sequence[str] | None = None, told_by: str = "specdemo") -> int:
@@ -64,7 +71,7 @@ def main(argv: Sequence[str] | None = None, told_by: str = "specdemo") -> int:
         sys.stdout.reconfigure(errors="replace")
     try:
         with tidy():
-            code = app(args=arguments or ["--help"], prog_name="specdemo", standalone_mode=False)
+            code = app(args=arguments or ["--help"], prog_name=program(), standalone_mode=False)
     except (ValueError, OSError, TyperException) as error:
         message = error.format_message() if isinstance(error, TyperException) else str(error)
         print(f"{told_by}:", " ".join(message.split()), file=sys.stderr)
@@ -81,24 +88,34 @@ def main(argv: Sequence[str] | None = None, told_by: str = "specdemo") -> int:
     return code if isinstance(code, int) else 0
 
 
+def _print_version(chosen: bool) -> None:
+    if chosen:
+        print(f"specdemo {__version__}")
+        raise typer.Exit
+
+
+Version = Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)]
+
+
+@app.callback()
+def _of_program(version: Version = False) -> None:
+    pass
+
+
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(ui)
 
 
-def _with_options(options: Iterable[tuple[str, Any, OptionInfo]]) -> Callable[[Work], Work]:
-    """A decorator: the command with an option of each name and type, behind its argument, in the place of `**asked`."""
-
-    def add(command: Work) -> Work:
-        first, *own, _ = signature(command).parameters.values()
-        word = Parameter.KEYWORD_ONLY
-        more = [Parameter(name, word, default=None, annotation=Annotated[of | None, it]) for name, of, it in options]
-        command.__signature__ = Signature([first, *more, *(p.replace(kind=word) for p in own)])  # type: ignore[attr-defined]
-        return command
-
-    return add
+def _with_settings(command: Work) -> Work:
+    """Give a command an option for every setting of a comparison and its lanes, in the place of `**given`."""
+    first, *own, _ = signature(command).parameters.values()
+    keyword = Parameter.KEYWORD_ONLY
+    options = [Parameter(n, keyword, default=None, annotation=Annotated[of | None, it]) for n, of, it in _settings()]
+    command.__signature__ = Signature([first, *options, *(p.replace(kind=keyword) for p in own)])  # type: ignore[attr-defined]
+    return command
 
 
-def _settings() -> Iterator[tuple[str, object, OptionInfo]]:
-    """The settings of a comparison and of its lanes that have one value."""
+def _settings() -> Iterator[tuple[str, Any, OptionInfo]]:
+    """Yield name, type and option of the settings of a comparison and of its lanes that have one value."""
     for of in (Comparison, Lane):
         for name, setting in settings(of).items():
             if setting.help and type_of(of, name) is not dict:
@@ -106,24 +123,32 @@ def _settings() -> Iterator[tuple[str, object, OptionInfo]]:
 
 
 @app.command()
-@_with_options(_settings())
+@_with_settings
 def run(
     preset_id: PresetId,
     prompt_file: Annotated[Path | None, typer.Option(help="The prompt, from a UTF-8 file.")] = None,
-    option: Annotated[list[str] | None, typer.Option(help="Option of the method, name=value; repeatable.")] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="Option of the method, as `methods` lists them; repeatable."),
+    ] = None,
     server: Annotated[
         list[str] | None,
-        typer.Option(help="A lane's OpenAI-compatible server; repeatable, the baseline's first if each lane has one."),
+        typer.Option(
+            metavar="URL",
+            help="OpenAI-compatible server of a lane; repeatable, the baseline's first if each lane has one.",
+        ),
     ] = None,
-    served_model: Annotated[str | None, typer.Option(help="What --server calls the target.")] = None,
-    engine: Annotated[str | None, typer.Option(help="Race on vllm, sglang or llamacpp, started for it.")] = None,
+    served_model: Annotated[str | None, typer.Option(metavar="NAME", help="The target's name on --server.")] = None,
+    engine: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Serving engine to start for the run: vllm, sglang or llamacpp.")
+    ] = None,
     gpus: Gpus = 1,
     command: Command = None,
-    out: Annotated[Path | None, typer.Option(help="Write the trace (JSON) there.")] = None,
-    **asked: Any,
+    out: Annotated[Path | None, typer.Option(help="Write the trace (JSON) to this file.")] = None,
+    **given: Any,
 ) -> int:
-    """Race plain decoding against the lanes of a preset and print what came out."""
-    changes = {**asked, "prompt": _prompt(asked["prompt"], prompt_file), "options": _options(option)}
+    """Race plain decoding against a preset's lanes. Prints tokens/s, speed-up and acceptance of every lane."""
+    changes = {**given, "prompt": _prompt(given["prompt"], prompt_file), "options": _options(option)}
     chosen = preset(preset_id).with_changes(**{name: value for name, value in changes.items() if value is not None})
     if served_model is not None and not server:
         raise ValueError("--served-model is for a server; name one with --server")
@@ -150,72 +175,35 @@ def run(
 
 @app.command()
 def replay(
-    trace: Annotated[Path, typer.Argument(help="A trace written by `specdemo run --out` or by the page.")],
+    trace: Annotated[
+        Path, typer.Argument(metavar="TRACE", help="A trace that `run --out` or the page wrote.", show_default=False)
+    ],
 ) -> None:
-    """Print a stored comparison again; needs no model and no GPU."""
+    """Print a stored run again. Needs no model and no GPU."""
     from specdemo.presets.recorded import load_trace
 
     _show(load_trace(trace))
 
 
-def _suites() -> str:
-    listed = [f"{name}: {suite.__doc__}" for name, suite in suites().items()]
-    return "\n\n".join(["Run a benchmark suite: interleaved repeats, 95 % intervals.", *listed])
-
-
-@app.command(help=_suites())
-@_with_options((n, o.kind, typer.Option(o.flag, help=o.help)) for n, o in OPTIONS.items() if o.flag != "--out")
-def bench(
-    suite_name: Annotated[str, typer.Argument(metavar="SUITE", help="One of those above.")],
-    out: Annotated[Path | None, typer.Option(help="Write the numbers (JSON) there; of suite gpu a folder.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page with the plot there; it needs nothing else.")] = None,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
-    as_json: AsJson = False,
-    **asked: object,
-) -> None:
-    if suite_name in suites() and takes(suite_name, "folder"):  # it writes while it measures
-        asked, out = {**asked, "folder": out}, None
-    journal = out and out.with_name(f"{out.name}.rounds")
-    if suite_name in suites() and takes(suite_name, "journal"):  # a killed run goes on where it was
-        asked = {**asked, "journal": journal}
-    chosen = suite(suite_name, **{n: OPTIONS[n].read(value) for n, value in asked.items() if value is not None})
-
-    from specdemo.bench.report import bench_report, markdown
-    from specdemo.bench.result import to_json, write_result
-    from specdemo.engine.loop import never
-
-    for path in (out, html):
-        if path is not None:
-            check_writable(path)
-    with _bar(1.0, "{l_bar}{bar}| {elapsed}") as bar:
-        result = chosen.run(_moves(bar), never)
-    if out is not None:
-        write_result(result, out)
-    print(to_json(result) if as_json else markdown(result) if as_markdown else bench_report(result))
-    if html is not None:
-        from specdemo.bench.page import write_page
-
-        write_page(result, html)
-    if "journal" in asked and journal is not None:
-        journal.unlink(missing_ok=True)
+app.add_typer(bench, name="bench")
 
 
 @app.command()
 def profile(
     device: Annotated[str, typer.Option(help=f"{DEVICES}.")] = "auto",
-    name: Annotated[
-        str | None, typer.Option(help="What the profile is called; the device's own name unless told.")
-    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the profile; by default the device's name.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the profile (JSON) there.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure this machine in a minute: memory bandwidth, matrix products, starting work, passes by width and batch."""
+    """Measure this machine for `predict`. It takes a few minutes: memory bandwidth, matrix products, launches, and
+    forward passes by number of tokens and batch size."""
     from specdemo.bench.device import measure_profile, profile_report
     from specdemo.prediction.profiles import write_profile
 
     if out is not None:
         check_writable(out)
-    measured = measure_profile(device, name)
+    with progress_bar(1.0, "{l_bar}{bar}| {elapsed}") as bar:
+        measured = measure_profile(device, name, reports_to(bar))
     print(measured.model_dump_json(indent=1, exclude_none=True) if as_json else profile_report(measured))
     if out is not None:
         write_profile(measured, out)
@@ -223,8 +211,11 @@ def profile(
 
 @app.command()
 def predict(
-    target: Annotated[str, typer.Argument(help="A folder, an embedded model or a hub id; its config.json is enough.")],
-    method: Annotated[str, typer.Option(help="Of `specdemo methods`; told by --model, else eagle.")] = "",
+    target: Annotated[
+        str,
+        typer.Argument(metavar="TARGET", help="A folder, an embedded model or a hub id; its config.json is enough."),
+    ],
+    method: Annotated[str, typer.Option(help="Drafting method; by default that of --model, else eagle.")] = "",
     model: Annotated[str | None, typer.Option(help="The drafter; without, a head as is usual on the target.")] = None,
     trace: Annotated[
         Path | None, typer.Option(help="A recorded run: acceptance, method and model of its first drafting lane.")
@@ -233,7 +224,7 @@ def predict(
         str | None, typer.Option(help="0.8,0.75,0.7: chance that each position is kept where those before it are.")
     ] = None,
     device: Annotated[
-        str, typer.Option(help="Profiles with commas between: h100-sxm,l4, or files of `specdemo profile`.")
+        str, typer.Option(help="Profiles with commas between: h100-sxm,l4, or files that `profile --out` wrote.")
     ] = "h100-sxm",
     dtype: Annotated[str, typer.Option(help="Of weights and cache; bfloat16, on a CPU float32.")] = "",
     quantization: Annotated[str | None, typer.Option(help="4bit or 8bit, of the target's matrices.")] = None,
@@ -244,8 +235,8 @@ def predict(
     price: Annotated[float | None, typer.Option(help="Of an hour of the machine, for the cost of tokens.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what speculation would bring on a machine that is not here: speed-up by draft length and batch, with its
-    interval, and what limits it. Needs no torch."""
+    """Predict the speed-up on another machine. By draft length and batch size, with an interval and what limits it;
+    needs no torch."""
     from specdemo.bench.report import what_if_report
     from specdemo.prediction.predict import predict as foresee
     from specdemo.prediction.roofline import known_engine as engine_of
@@ -272,9 +263,22 @@ def predict(
     print(json.dumps([one.as_dict() for one in found], indent=1) if as_json else what_if_report(found))
 
 
-@app.command()
+class _Train(TyperCommand):
+    """The command `train`, whose help ends with the recipes; they are imported for it alone."""
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        from specdemo.methods.recipes import recipes
+
+        with formatter.section("Recipes of heads"):
+            formatter.write_dl(list(recipes().items()))
+        if (shipped := of_checkout("recipes.train")) is not None:
+            with formatter.section("Recipes of the shipped models"):
+                formatter.write_dl([(name, f"{it.minutes:g} minutes on a CPU") for name, it in shipped.RECIPES.items()])
+
+
+@app.command(cls=_Train)
 def train(
-    recipe: Annotated[str, typer.Argument(help="A head, or in a checkout a shipped model (stories-target, ...).")],
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="One of those below.")],
     corpus: Annotated[
         Path | None,
         typer.Option(help="Folder of *.txt files, documents separated by <|endoftext|>; code collects its own."),
@@ -289,7 +293,7 @@ def train(
     compile: Annotated[bool, typer.Option(help="Run the target through torch.compile; stories-target only.")] = False,
     quantization: Annotated[str | None, typer.Option(help="4bit or 8bit, of the frozen target; heads only.")] = None,
 ) -> None:
-    """Train a speculation head, or in a checkout an embedded model again; a killed run continues where it was."""
+    """Train a speculation head. A run that was killed continues."""
     from specdemo.methods.recipes import HEAD_RECIPES, train_head_recipe
 
     if recipe in HEAD_RECIPES:
@@ -297,8 +301,7 @@ def train(
         return
     shipped = of_checkout("recipes.train")
     if shipped is None:
-        cure = f"those of the shipped models come with specdemo's checkout; here {suggest(recipe, HEAD_RECIPES)}"
-        raise ValueError(f"unknown recipe {recipe!r}: {cure}")
+        raise ValueError(f"unknown recipe {recipe!r}; {suggest(recipe, HEAD_RECIPES)}")
     print(shipped.train(recipe, corpus, out, minutes, device, threads, target, cache, start, compile))
 
 
@@ -354,7 +357,7 @@ def serve_command(
     engine: Annotated[str, typer.Option("--for", help="vllm, sglang or llamacpp.")] = "vllm",
     gpus: Gpus = 1,
 ) -> None:
-    """Print the lines that start a preset's lanes on servers, to be raced with `run --server`."""
+    """Print the commands that start servers. One for each lane of a preset, to be raced with `run --server`."""
     from specdemo.presets.serve import serve_commands
 
     print("\n".join(serve_commands(preset(preset_id), known_engine(engine), gpus)))
@@ -367,12 +370,12 @@ def serve(
     gpus: Gpus = 1,
     command: Command = None,
 ) -> None:
-    """Start a preset's lanes on servers of this machine and keep them until Ctrl-C."""
+    """Start servers on this machine. One for each lane of a preset, until Ctrl-C."""
     from specdemo.servers.started import watch
 
     with _started(preset(preset_id), engine, command, gpus) as (chosen, servers):
         asked = " ".join(f"--server {lane.server}" for lane in chosen.all_lanes)
-        print(f"specdemo run {preset_id} {asked}", "Ctrl-C stops them.", sep="\n", flush=True)
+        print(f"{program()} run {preset_id} {asked}", "Ctrl-C stops them.", sep="\n", flush=True)
         watch(servers)
 
 
@@ -382,7 +385,7 @@ def _started(chosen: Preset, engine: str, command: str | None, gpus: int) -> Ite
     from specdemo.presets.serve import serving
 
     known = known_engine(engine)
-    with _bar(1.0, "{desc}") as bar:
+    with progress_bar(1.0, "{desc}") as bar:
 
         def tell(what: str) -> None:
             bar.set_description_str(what[: shutil.get_terminal_size().columns - 1])
@@ -405,8 +408,8 @@ def methods(as_json: AsJson = False) -> None:
         print(f"{name}: {cls.title} ({kind}{', needs a draft model' if cls.needs_model else ''})")
         print(f"    {cls.summary}")
         for knob in knobs(name):
-            range = " | ".join(knob.choices) or f"{knob.low} to {knob.high}"
-            print(f"    --option {knob.name}={knob.default}  {range}  {knob.help}")
+            default = str(knob.default).lower() if knob.type is bool else knob.default
+            print(f"    --option {knob.name}={default}  {knob.range}  {knob.help}")
     print("Exact holds for the default rule; --acceptance typical is lossy whatever the method.")
 
 
@@ -415,7 +418,8 @@ def doctor(
     target: Annotated[str | None, typer.Argument(help="A target: its drafters are checked, not the machine.")] = None,
     drafter: Annotated[str | None, typer.Argument(help="Only this one; exit code 2 if it does not fit.")] = None,
 ) -> int:
-    """Say what is installed, what the device is, and what verifying costs here; or which drafters fit a target."""
+    """Check the installation, or a target's drafters. Without a target: versions, devices, and what verification costs
+    here. With one: which drafters fit it, and why others do not."""
     if target is not None:
         return _pairs(target, drafter)
     found = {name: _version(name) for name in LIBRARIES}
@@ -425,7 +429,8 @@ def doctor(
     reasons = unusable()
     for name in PLUG_INS:
         print(f"{'plug-in':<16}{reasons.get(name, name)}")
-    print(f"{'chromium':<16}{_chromium() or 'none (only the tests of the page need one)'}")
+    if (FOLDER.parent / "tests").is_dir():  # a checkout
+        print(f"{'chromium':<16}{_chromium() or 'none (only the tests of the page need one)'}")
 
     from specdemo.engine.session import environment
     from specdemo.models.devices import KINDS, best
@@ -491,23 +496,12 @@ def _options(pairs: list[str] | None) -> dict[str, str] | None:
     return dict(pair.split("=", 1) for pair in pairs)
 
 
-def _bar(total: float, form: str) -> Any:
-    return tqdm(total=total, disable=None, leave=False, file=sys.stderr, bar_format=form)
-
-
-def _moves(bar: Any) -> Callable[[float, str], None]:
-    def report(share: float, what: str) -> None:
-        bar.set_description(what, refresh=False)
-        bar.update(share - bar.n)
-
-    return report
-
-
 def _race(spec: Comparison) -> "RunTrace":
     from specdemo.engine.messages import Finished, Started, Step
     from specdemo.engine.session import session
 
-    with _bar(spec.max_new_tokens * (len(spec.lanes) + 1), "{l_bar}{bar}| {n:.0f}/{total:.0f} tokens {elapsed}") as bar:
+    tokens = spec.max_new_tokens * (len(spec.lanes) + 1)
+    with progress_bar(tokens, "{l_bar}{bar}| {n:.0f}/{total:.0f} tokens {elapsed}") as bar:
         for message in session().stream(spec, progress=lambda _, what: bar.set_description(what)):
             if isinstance(message, Started):
                 bar.set_description("decoding")

@@ -1,18 +1,24 @@
 """The command line as a user meets it: what it prints, and one line for everything that can be wrong."""
 
 import json
+import os
 import re
 import subprocess
 import sys
-import time
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import pytest
 
+import specdemo
 from recipes.train import RECIPES
 from specdemo.__main__ import main
+from specdemo.bench.base import OPTIONS
+from specdemo.bench.suites import suites
 from specdemo.core.trace import from_json
+from specdemo.methods import knob
+from specdemo.methods.none import NoDraft
+from specdemo.methods.recipes import HEAD_RECIPES
 from specdemo.presets.files import load_presets
 
 SHORT = ("--max-new-tokens", "16")
@@ -148,7 +154,9 @@ def test_a_malformed_trace_is_one_line(capsys, tmp_path, content):
     path = tmp_path / "bad.json"
     path.write_bytes(content)
     line = refusal(capsys, "replay", str(path))
-    assert line.startswith(f"{path}: ") and line.endswith(f"record it again with specdemo run PRESET --out {path}")
+    assert line.startswith(f"{path}: ") and line.endswith(
+        f"record it again with python -m specdemo run PRESET --out {path}"
+    )
 
 
 def test_a_trace_without_lanes_is_one_line(capsys, tmp_path):
@@ -183,11 +191,19 @@ def test_bench_prints_and_writes_its_numbers(capsys, tmp_path):
     assert (stored["suite"], stored["config"]["ks"], stored["config"]["preset"]) == ("k", [2], "embedded-ngram")
 
 
-def test_presets_are_listed_quickly():
-    start = time.perf_counter()
-    done = subprocess.run([sys.executable, "-m", "specdemo", "presets", "--json"], capture_output=True, check=True)
-    assert time.perf_counter() - start < 10  # a few times what it takes on a busy machine
-    listed = json.loads(done.stdout)
+@pytest.mark.parametrize("command", [["presets", "--json"], ["--help"], ["bench", "k", "--help"], ["bench", "--help"]])
+def test_lists_and_help_import_nothing_slow(command):
+    code = (
+        "import sys; from specdemo.__main__ import main; main(sys.argv[1:]); "
+        "print({'torch', 'transformers', 'gradio', 'plotly'} & set(sys.modules), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=True)
+    assert done.stdout and done.stderr == "set()\n"
+
+
+def test_presets_are_listed_as_json(capsys):
+    assert main(["presets", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
     assert [entry["id"] for entry in listed] == list(load_presets())
     assert listed[0] == {
         "id": "embedded-draft",
@@ -282,3 +298,103 @@ def test_two_servers_are_needed(named, line, capsys, monkeypatch):
     assert main(["run", "two-servers", *(part for server in named for part in ("--server", server))]) == 2
     error = capsys.readouterr().err
     assert error == f"specdemo: two-servers needs 2 servers, first the baseline's, then each lane's; {line}\n"
+
+
+def output(capsys, *arguments):
+    assert main(arguments) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("suite", suites())
+def test_help_of_a_suite_lists_its_own_options(capsys, suite):
+    out = output(capsys, "bench", suite, "--help")
+    assert out == output(capsys, "bench", suite, "-h")
+    own = {OPTIONS[field.name].flag for field in fields(suites()[suite])}
+    assert set(re.findall(r"^  (--[a-z-]+)", out, re.MULTILINE)) == own | {"--out", "--html", "--json", "--markdown"}
+    meaning = " ".join(suites()[suite].__doc__.split())
+    assert meaning in " ".join(out.split()) and meaning in " ".join(output(capsys, "bench", "-h").split())
+    assert f"[default: {suites()[suite].repeats}]" in out
+
+
+def test_a_suite_may_come_after_its_options(capsys):
+    expected = "suite 'race-fairness' has no draft length to choose; leave --k out"
+    assert refusal(capsys, "bench", "--markdown", "--k", "3", "race-fairness") == expected
+    assert (
+        refusal(capsys, "bench", "--prompt=k", "--repeats", "0", "k")
+        == "repeats must be 1 or more, not 0; 1000 at most"
+    )
+    assert refusal(capsys, "bench").startswith("no suite given; choose one of k, methods")
+
+
+@pytest.mark.parametrize("command", [[], ["ui"], ["run"], ["bench"], ["doctor"], ["train"]])
+def test_h_is_help_everywhere_in_readable_types(capsys, command):
+    out = output(capsys, *command, "-h")
+    assert out == output(capsys, *command, "--help") and out.startswith("Usage: python -m specdemo")
+    assert "list[" not in out and "..." not in out.partition("Commands:")[2]
+
+
+def test_help_of_train_lists_the_recipes(capsys):
+    out = output(capsys, "train", "--help")
+    assert all(f"\n  {name} " in out for name in [*HEAD_RECIPES, *RECIPES])
+
+
+def test_the_version_is_printed(capsys):
+    assert output(capsys, "--version") == f"specdemo {specdemo.__version__}\n"
+
+
+@dataclass(frozen=True, slots=True)
+class EveryType:
+    sure: bool = knob(False, "a bool")
+    name: str = knob("x", "a text")
+    depth: int = knob(3, "a number", low=1)
+    share: float = knob(0.5, "any")
+    most: float = knob(0.5, "bounded above", high=1.0)
+
+
+def test_options_are_listed_with_the_values_they_accept(capsys, monkeypatch):
+    monkeypatch.setattr(NoDraft, "Options", EveryType)
+    listed = re.findall("    --option (.*)", output(capsys, "methods").partition("draft_model:")[0])
+    assert listed == [
+        "sure=false  true or false  a bool",
+        "name=x  text  a text",
+        "depth=3  at least 1  a number",
+        "share=0.5  any number  any",
+        "most=0.5  at most 1.0  bounded above",
+    ]
+    for option, line in [("sure=2", "true or false, not '2'"), ("depth=0", "at least 1, not 0")]:
+        given = ["run", "embedded-ngram", "--method", "none", "--option", option]
+        assert refusal(capsys, *given) == f"option {option[:-2]!r} must be {line}"
+
+
+def started_as(program, *arguments, **environment):
+    """Start the command line under another program's name, as the installed script does."""
+    code = "import sys; from specdemo.__main__ import main; sys.exit(main())"
+    code = f"import sys; sys.argv[0] = {program!r}; {code}"
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+
+
+def test_suggestions_name_the_program_that_was_started(tmp_path):
+    (tmp_path / "bad.json").write_text("{", encoding="utf-8")
+    for program, name in [
+        ("/usr/bin/specdemo", "specdemo"),
+        ("specdemo.exe", "specdemo"),
+        ("app.py", "python -m specdemo"),
+    ]:
+        refused = started_as(program, "replay", str(tmp_path / "bad.json"))
+        assert f"with {name} run PRESET --out" in refused.stderr
+        assert started_as(program, "run", "-h").stdout.startswith(f"Usage: {name} run ")
+
+
+@pytest.mark.parametrize(
+    "words, completed",
+    [
+        ("specdemo ben", "bench"),
+        ("specdemo bench los", "losslessness"),
+        ("specdemo run embedded-cas", "embedded-cascade"),
+    ],
+)
+def test_a_shell_completes_commands_suites_and_presets(words, completed):
+    asked = {"_SPECDEMO_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    assert started_as("specdemo", **asked).stdout.split() == [completed]
+    assert "--install-completion" in started_as("specdemo", "--help").stdout

@@ -175,7 +175,7 @@ def _same(value: object) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A field that suites may have: how the command line gives it, how it is checked, how a result's file tells it."""
+    """A field that suites may have: its option on the command line, its check, and its form in a result's file."""
 
     flag: str
     noun: str
@@ -184,53 +184,92 @@ class Option:
     read: Callable[[Any], object] = _same  # what the command line took -> the field
     check: Callable[[Any], object] = _same
     told: Callable[[Any], object] = _same
+    metavar: str | None = None  # of the help; None: the type
 
 
 OPTIONS: Mapping[str, Option] = {
-    "repeats": Option("--repeats", "number of repeats", "Interleaved repeats; 5 unless told.", int, check=_repeats),
-    "preset": Option("--preset", "preset", "Whose target and first lane to measure."),
-    "ks": Option("--k", "draft length", "Draft lengths: 4, 1-8, or 0,1,3.", read=_ranges, check=_ks, told=list),
+    "repeats": Option("--repeats", "number of repeats", "Interleaved repeats.", int, check=_repeats),
+    "preset": Option("--preset", "preset", "Preset whose target and first lane are measured.", metavar="ID"),
+    "ks": Option(
+        "--k",
+        "draft length",
+        "Draft lengths, for example 4, 1-8 or 0,1,3.",
+        read=_ranges,
+        check=_ks,
+        told=list,
+        metavar="K",
+    ),
     "prompts": Option(
-        "--prompt", "prompt", "Instead of the suite's own; repeatable.", list[str], check=_prompts, told=len
+        "--prompt",
+        "prompt",
+        "Prompt to use in place of the suite's own; repeatable.",
+        list[str],
+        check=_prompts,
+        told=len,
+        metavar="TEXT",
     ),
     "questions": Option(
         "--questions",
         "question file",
-        "A question.jsonl in Spec-Bench's form; results by category too.",
+        "File question.jsonl in the format of Spec-Bench; results by category too.",
         Path,
         told=lambda path: path.name,
     ),
-    "new_tokens": Option(
-        "--new-tokens", "number of new tokens", "Tokens to decode behind every prompt.", int, check=_new_tokens
+    "new_tokens": Option("--new-tokens", "number of new tokens", "Output tokens per prompt.", int, check=_new_tokens),
+    "engine": Option("--engine", "engine", "Serving engine to start: vllm, sglang or llamacpp.", metavar="NAME"),
+    "servers": Option(
+        "--server",
+        "server",
+        "Running server, one per draft length; repeatable.",
+        list[str],
+        metavar="URL",
     ),
-    "engine": Option("--engine", "engine", "Started for every k, or beside: vllm, sglang or llamacpp."),
-    "servers": Option("--server", "server", "Servers that run already, one for every k; repeatable.", list[str]),
-    "command": Option("--command", "program", "The engine's program, where it is not on PATH."),
-    "gpus": Option("--gpus", "number of GPUs", "GPUs that each server spreads its model over.", int, check=_above_zero),
+    "command": Option("--command", "program", "Program of the engine, if it is not on PATH.", metavar="PATH"),
+    "gpus": Option("--gpus", "number of GPUs", "GPUs per server (tensor parallelism).", int, check=_above_zero),
     "concurrency": Option(
-        "--concurrency", "concurrency", "Requests at a time: 1,2,4.", read=partial(_list, of=int), check=_at_most
+        "--concurrency",
+        "concurrency",
+        "Concurrent requests, for example 1,2,4.",
+        read=partial(_list, of=int),
+        check=_at_most,
+        metavar="N",
     ),
     "rates": Option(
         "--rate",
         "arrival rate",
-        "In place of that requests a second that arrive by chance (Poisson): 0.5,2.",
+        "Requests per second with Poisson arrivals, for example 0.5,2; in place of --concurrency.",
         read=partial(_list, of=float),
         check=_at_most,
+        metavar="R",
     ),
     "requests": Option(
-        "--requests", "number of requests", "Of every load and repeat; four rounds unless told.", int, check=_above_zero
+        "--requests",
+        "number of requests",
+        "Requests per load and repeat; four rounds by default.",
+        int,
+        check=_above_zero,
     ),
     "slo_ttft": Option(
-        "--slo-ttft", "bound", "A good request's first text comes within so many ms.", float, check=_above_zero
+        "--slo-ttft",
+        "bound",
+        "Time to first token of a good request, in ms at most.",
+        float,
+        check=_above_zero,
+        metavar="MS",
     ),
     "slo_itl": Option(
-        "--slo-itl", "bound", "A good request's whole time is at most so many ms a token.", float, check=_above_zero
+        "--slo-itl",
+        "bound",
+        "Mean time per output token of a good request, in ms at most.",
+        float,
+        check=_above_zero,
+        metavar="MS",
     ),
-    "schedule": Option("--schedule", "schedule", "Measure the schedule that comes out as well.", bool),
-    "pair": Option("--pair", "model pair", "Models of peers and floor: embedded, 8m, 98m, 342m or 8b."),
-    "folder": Option("--out", "folder", "Where it writes.", Path, told=str),
-    "minutes": Option("--minutes", "time", "How long a call of suite gpu may take.", float, check=_minutes),
-    "journal": Option("--out", "file", "What is through, in case it is killed.", Path, told=str),
-    "device": Option("--device", "device", f"{DEVICES}."),
-    "dtype": Option("--dtype", "dtype", f"{NAMES}.", read=dtype_name),
+    "schedule": Option("--schedule", "schedule", "Measure the resulting schedule of draft lengths as well.", bool),
+    "pair": Option("--pair", "model pair", "Pair of models: embedded, 8m, 98m, 342m or 8b.", metavar="NAME"),
+    "folder": Option("--out", "folder", "Folder to write to.", Path, told=str),
+    "minutes": Option("--minutes", "time", "Minutes that this call may take.", float, check=_minutes),
+    "journal": Option("--out", "file", "Finished points, from which a killed run continues.", Path, told=str),
+    "device": Option("--device", "device", f"{DEVICES}.", metavar="NAME"),
+    "dtype": Option("--dtype", "dtype", f"{NAMES}.", read=dtype_name, metavar="NAME"),
 }

@@ -6,13 +6,14 @@ Every figure is the best of a few, as whatever else runs only takes away.
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from itertools import pairwise
+from itertools import count, pairwise
 from statistics import fmean
 from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
+from specdemo.bench.base import Report
 from specdemo.bench.random_models import DRAFTS, random_model
 from specdemo.bench.report import table
 from specdemo.core import accept
@@ -22,6 +23,7 @@ from specdemo.methods import load_drafter
 from specdemo.methods.heads.eagle import Eagle
 from specdemo.models.devices import kind
 from specdemo.models.fused import hasten
+from specdemo.models.hub import silent
 from specdemo.models.machine import clock, commit, device_name, one_thread, versions
 from specdemo.models.pass_cost import verify_costs
 from specdemo.models.place import DTYPES, pick_device, pick_dtype
@@ -117,11 +119,16 @@ def passes(
     batches: Sequence[int] = BATCHES,
     context: int = CONTEXT,
     uneven: bool = False,
+    starts: Callable[[str], None] | None = None,
 ) -> Milliseconds:
-    """Batch -> slots -> milliseconds of a pass; as many batches as memory holds. uneven: of texts of different
-    lengths."""
+    """Return batch size -> slots -> milliseconds of a pass, for as many batch sizes as memory holds.
+
+    uneven: with texts of different lengths. starts: called with the name of each batch size before it is measured.
+    """
     found: Milliseconds = {}
     for batch in batches:
+        if starts:
+            starts(f"passes, batch size {batch}")
         try:
             found[batch] = verify_costs(target, sorted({1, *widths}), 5, batch, context, min, uneven)
         except torch.OutOfMemoryError:
@@ -177,8 +184,8 @@ def slug(title: str) -> str:
 
 
 @torch.no_grad()
-def measure_profile(device: str = "auto", name: str | None = None) -> Profile:
-    """This machine in about a minute. name: of the profile. Raises ValueError with one line."""
+def measure_profile(device: str = "auto", name: str | None = None, report: Report = silent) -> Profile:
+    """Measure this machine in about a minute. name: of the profile. Raise ValueError with one line."""
     where = pick_device(device)
     if name is not None and not re.fullmatch(NAME, name):
         raise ValueError(f"a profile's name has small letters, digits, - and ., not {name!r}")
@@ -186,33 +193,45 @@ def measure_profile(device: str = "auto", name: str | None = None) -> Profile:
         ("llama-100m", CPU_WIDTHS, CPU_BATCHES) if where.type == "cpu" else ("llama-1b", WIDTHS, BATCHES)
     )
     with one_thread(where):
+        report(0.0, "memory and matrix products")
         found = basics(where, COMMAND)
         targets, dtype = {}, pick_dtype("auto", where)
         while model:  # small models beside a large one tell starting operations from reading weights
             targets[model] = fast(random_model(model, where, dtype))
             model = DRAFTS.get(model, "")
+        starts = _parts(report, len(targets) * (2 * len(batches) + 2 + len(STEP_KS)))  # at most
         known = []
         for of, target in targets.items():
-            even, uneven = passes(target, widths, batches), passes(target, widths, batches[1:], uneven=True)
+            even = passes(target, widths, batches, starts=starts)
+            uneven = passes(target, widths, batches[1:], uneven=True, starts=starts)
             known.append(passes_of(of, target, even, uneven))
-        known += [
-            passes_of(of, target, passes(target, (5,), (1, 8), FAR), context=FAR) for of, target in targets.items()
-        ]
-        steps = [*step_times(targets)]
+        for of, target in targets.items():
+            known.append(passes_of(of, target, passes(target, (5,), (1, 8), FAR, starts=starts), context=FAR))
+        steps = [*step_times(targets, starts)]
     more = {"passes": known, "steps": steps, "name": name or found.name}
     return Profile.model_validate(found.model_dump() | more)
 
 
-def step_times(targets: Mapping[str, HFTarget]) -> Iterator[Step]:
-    """What an engine's steps take, lap by lap, of one text and of a batch: every model plain and with the next one as
-    its draft, and a small one, whose matrices hide least of what is done beside them, with a head. Drafts are kept by
-    chance, or texts of a batch would not come to have different lengths, as they do."""
+def _parts(report: Report, total: int) -> Callable[[str], None]:
+    """Return a function that reports the start of the next of `total` parts."""
+    done = count()
+    return lambda what: report(min(1.0, next(done) / total), what)
+
+
+def step_times(targets: Mapping[str, HFTarget], starts: Callable[[str], None] | None = None) -> Iterator[Step]:
+    """Yield what an engine's steps take, lap by lap, for one text and for a batch of texts.
+
+    Every model runs plain and with the next one as its draft, and a small one with a head, because small matrices hide
+    least of the work around them. Drafts are accepted by chance: otherwise texts of a batch would have equal lengths.
+    """
     small, last = list(targets.items())[min(1, len(targets) - 1)]
     lanes = []
     for one, (draft, model) in pairwise(targets.items()):
         lanes += [_Lane(*one), *(_Lane(*one, "draft_model", k, model, draft) for k in STEP_KS)]
     lanes += [_Lane(small, last, "eagle", STEP_K, Eagle.fresh(last).hasten())]
     for lane in lanes:
+        if starts:
+            starts(f"steps of {lane.name}, {lane.method}")
         for batch in (1, STEP_BATCH):
             yield _step(lane, batch)
 

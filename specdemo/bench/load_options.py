@@ -6,6 +6,7 @@ from pathlib import Path
 
 from specdemo.bench.base import Axis, Prompted
 from specdemo.bench.prompts import PROMPTS
+from specdemo.core.suggest import program
 from specdemo.presets.files import DEFAULT
 
 CONCURRENCY = Axis("concurrency", "concurrency", "requests at a time", doubling=True)
@@ -25,7 +26,7 @@ class Load(Prompted):
     question = (
         "Where does the gain die under load? Throughput against latency, from one request at a time to many: a curve "
         "per draft length of the preset's first lane. Here requests at a time are the rows of a batch; "
-        "`specdemo bench load --engine vllm` measures the same on a server."
+        f"`{program()} bench load --engine vllm` measures the same on a server."
     )
     axis = CONCURRENCY
     measured_by = "specdemo.bench.load:load"

@@ -6,6 +6,7 @@ from typing import Any
 from specdemo.bench.result import ALL, THOROUGH, Cell, Result, best, ends, is_baseline, noisy, told
 from specdemo.core.estimate import Estimate
 from specdemo.core.headline import headline, settled
+from specdemo.core.suggest import program
 from specdemo.core.tally import summarise
 from specdemo.core.trace import LaneTrace, RunTrace, estimates
 from specdemo.engine.cost import prediction
@@ -188,7 +189,7 @@ def what_if_report(predictions: Sequence[Prediction]) -> str:
         lines += ["", _lengths(predictions[0])]
     unmeasured = {one.scene.device.profile.title for one in predictions if not one.scene.device.profile.passes}
     if unmeasured:
-        lines += ["", f"By datasheet alone: {', '.join(sorted(unmeasured))}; `specdemo profile` measures one."]
+        lines += ["", f"By datasheet alone: {', '.join(sorted(unmeasured))}; `{program()} profile` measures one."]
     return "\n".join(lines)
 
 

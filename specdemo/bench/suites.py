@@ -178,18 +178,23 @@ def suites() -> dict[str, type[Suite]]:
     return {suite.name: suite for suite in (*SHIPPED, *(benchmarks.SUITES if benchmarks else ()))}
 
 
-def suite(name: str, **options: Any) -> Suite:
-    """The suite with these options, the others at their defaults. Raises ValueError with one line that names the
-    cure."""
+def known_suite(name: str) -> type[Suite]:
+    """Return the suite of that name. Raise ValueError with a suggestion if there is none."""
     if name not in suites():
         if name in OF_THE_PROJECT:
             raise ValueError(f"suite {name!r} measures specdemo itself and comes with its checkout; run it there")
         raise ValueError(f"unknown suite {name!r}; {suggest(name, suites())}")
+    return suites()[name]
+
+
+def suite(name: str, **options: Any) -> Suite:
+    """Return the suite with these options, the others at their defaults. Raise ValueError with one line."""
+    chosen = known_suite(name)
     for option in options:
         if not takes(name, option):
             told = OPTIONS[option]
             raise ValueError(f"suite {name!r} has no {told.noun} to choose; leave {told.flag} out")
-    return suites()[name](**options)
+    return chosen(**options)
 
 
 def takes(name: str, option: str) -> bool:

@@ -1,7 +1,9 @@
 """Parts of one-line error messages: suggestions and short values."""
 
+import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
+from pathlib import Path
 
 DEVICES = "auto, cpu, mps, cuda, cuda:N, xpu or xpu:N"
 LISTED = 18  # most names in a list; a longer list is cut to half as many
@@ -24,3 +26,8 @@ def shown(value: object) -> str:
         return f"a number of {value.bit_length()} bits"
     text = repr(value[:60]) if isinstance(value, str) else repr(value)
     return text if len(text) <= 48 else text[:45] + "..."
+
+
+def program() -> str:
+    """Return the command that starts specdemo, in the form in which this process was started."""
+    return "specdemo" if Path(sys.argv[0]).stem == "specdemo" else "python -m specdemo"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from specdemo.core.dtypes import NAMES, dtype_name
-from specdemo.core.suggest import DEVICES, shown, suggest
+from specdemo.core.suggest import DEVICES, program, shown, suggest
 from specdemo.methods import BASELINE, METHODS, MODEL_OPTIONS, Knob, check_model, knobs, method, validate_options
 from specdemo.servers.address import place
 
@@ -160,7 +160,7 @@ class Lane(Settings):
     the server is meant to run; they are not checked.
     """
 
-    method: Annotated[str, AfterValidator(known_method), Setting("Drafting method, one of `specdemo methods`.")]
+    method: Annotated[str, AfterValidator(known_method), Setting(f"Drafting method, one of `{program()} methods`.")]
     model: Annotated[Model | None, Setting("Draft model: embedded name, folder or hub id[@revision].")] = None
     k: Annotated[int, Setting("Draft length.", label="Draft length k", step=1)] = Field(4, ge=1, le=DRAFT)
     options: Annotated[dict[str, int | float | bool | str], Setting("Options of the method.")] = {}

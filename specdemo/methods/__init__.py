@@ -74,14 +74,28 @@ class Knob:
         if self.type is float and type(value) is int:
             value = float(value)
         if type(value) is not self.type:
-            raise ValueError(f"option {self.name!r} must be of type {self.type.__name__}, not {value!r:.60}")
+            kind = "true or false" if self.type is bool else f"of type {self.type.__name__}"
+            raise ValueError(f"option {self.name!r} must be {kind}, not {value!r:.60}")
         if self.choices and value not in self.choices:
             raise ValueError(f"option {self.name!r} must be one of {', '.join(self.choices)}, not {value!r:.60}")
         low = -inf if self.low is None else self.low
         high = inf if self.high is None else self.high
         if isinstance(value, int | float) and not low <= value <= high:
-            raise ValueError(f"option {self.name!r} must be between {self.low} and {self.high}, not {value}")
+            between = f"between {self.low} and {self.high}" if -inf < low and high < inf else self.range
+            raise ValueError(f"option {self.name!r} must be {between}, not {value}")
         return value
+
+    @property
+    def range(self) -> str:
+        """The values it accepts, in a few words."""
+        if self.type is bool:
+            return "true or false"
+        if self.choices or self.type not in (int, float):
+            return " | ".join(self.choices) or "text"
+        if self.low is None or self.high is None:
+            limits = {"at least": self.low, "at most": self.high}
+            return " ".join(f"{word} {limit}" for word, limit in limits.items() if limit is not None) or "any number"
+        return f"{self.low} to {self.high}"
 
 
 def knob(default: object, help: str, **limits: object) -> Any:

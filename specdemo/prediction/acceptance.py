@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import fmean, variance
 
 from specdemo.core.estimate import Estimate, t_quantile
+from specdemo.core.suggest import program
 from specdemo.core.tally import Step
 from specdemo.core.trace import LaneTrace
 from specdemo.presets.recorded import load_trace
@@ -209,7 +210,7 @@ def drafting_lane(path: str | Path) -> LaneTrace:
     for lane in load_trace(path).lanes:
         if lane.method != "none":
             return lane
-    raise ValueError(f"{path} has no lane that drafts; record one with specdemo run PRESET --out {path}")
+    raise ValueError(f"{path} has no lane that drafts; record one with {program()} run PRESET --out {path}")
 
 
 def _mean(values: Sequence[float]) -> Estimate:

@@ -15,7 +15,7 @@ from specdemo.presets.files import EMBEDDED, FOLDER, Preset, load_presets
 README = FOLDER.parent / "README.md"
 NODES = 64  # of a draft tree, so that the trace of the longest run opens here again
 SHARED = "remember"  # an option that shows one visitor what another wrote
-HOME = "for more, duplicate this Space or run python app.py at home"
+HOME = "for more, duplicate this Space or run python -m specdemo ui at home"
 PRIVATE = f"{SHARED} is off on this public page: it drafts from what other visitors were answered; {HOME}"
 
 

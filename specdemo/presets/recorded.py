@@ -7,6 +7,7 @@ from pathlib import Path
 from specdemo.core.bounds import FILE
 from specdemo.core.files import write_text
 from specdemo.core.reading import read
+from specdemo.core.suggest import program
 from specdemo.core.trace import RunTrace, from_json, to_json
 from specdemo.presets.files import FOLDER
 
@@ -18,7 +19,7 @@ def save_trace(trace: RunTrace, out: str | Path) -> None:
 
 def load_trace(path: str | Path) -> RunTrace:
     """Read and check a stored trace. Raises ValueError with one line."""
-    cure = f"with specdemo run PRESET --out {path}"
+    cure = f"with {program()} run PRESET --out {path}"
     try:
         content = read(path, FILE)
     except OSError as error:

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from specdemo.core.suggest import program
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.methods import BASELINE, validate_options
 from specdemo.methods import method as class_of
@@ -66,7 +67,7 @@ def serve_commands(preset: Preset, engine: Engine, gpus: int = 1) -> list[str]:
             lines += [f"# {lane.name}", shlex.join(lane.command)]
     if not any(lane.refusal for lane in lanes):
         asked = " ".join(f"--server {address(lane.server)}" for lane in lanes)
-        lines += ["# then", f"specdemo run {preset.id} {asked}"]
+        lines += ["# then", f"{program()} run {preset.id} {asked}"]
     return lines
 
 

@@ -1,4 +1,4 @@
-"""What opens the page, with its options: the command `ui`, and `python app.py`."""
+"""What opens the page, with its options: the command `ui`, which app.py starts too."""
 
 from importlib import import_module
 from typing import Annotated
@@ -28,7 +28,7 @@ def ui(
         typer.Option(metavar="NAME[=PATH]", help="Lanes may be started on it: vllm, sglang or llamacpp; repeatable."),
     ] = None,
 ) -> None:
-    """Open the page: plain and speculative decoding, side by side. The same as `python app.py`."""
+    """Open the page in a browser. It shows plain and speculative decoding side by side."""
     if context.args:
         raise ValueError(f"unrecognized arguments: {' '.join(context.args)}; see --help")
     if not (port.isdecimal() and 1 <= int(port) <= 65535):

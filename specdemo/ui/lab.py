@@ -38,7 +38,7 @@ START = "embedded-sampling"
 POINTS = 500  # of a curve, evaluations apart: steps come by the thousand
 OFF = (
     "Training is off on this public page: it would keep the shared machine busy for minutes. "
-    "At home it is on: start the page with `python app.py`."
+    "At home it is on: start the page with `python -m specdemo ui`."
 )
 
 

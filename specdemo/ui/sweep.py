@@ -28,7 +28,7 @@ from specdemo.ui.views import view
 IF_LINKED = f"() => {{ if (new URLSearchParams(location.search).has('sweep')) ({assets.to_tab('sweep')})(); }}"
 OFF = (
     "this Space borrows a GPU for seconds and a sweep needs minutes; open a stored result, "
-    "or start the page at home with `python app.py`"
+    "or start the page at home with `python -m specdemo ui`"
 )
 
 Measure = Callable[[Report, Stop], Result]

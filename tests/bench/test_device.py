@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from specdemo.bench import device
 from specdemo.bench.device import basics, passes, passes_of, step_times
 from specdemo.bench.random_models import random_model
 from specdemo.models.target import HFTarget
+from specdemo.prediction.profiles import profile
 from specdemo.prediction.shapes import shape
 
 CPU = torch.device("cpu")
@@ -64,6 +66,19 @@ def test_steps_accept_part_of_each_chain():
     for (_, method, k, _), step in found.items():
         assert step.drafted == k and (0.0 < step.kept < k or not k)
         assert step.draft == ("qwen3-tiny" if method == "draft_model" else "")
+
+
+def test_a_profile_reports_its_progress(monkeypatch):
+    monkeypatch.setattr(device, "basics", lambda where, command: profile("laptop-cpu"))
+    monkeypatch.setattr(device, "random_model", lambda name, where, dtype: random_model("llama-tiny", where, dtype))
+    monkeypatch.setattr(device, "CPU_WIDTHS", (3,))
+    monkeypatch.setattr(device, "CPU_BATCHES", (1, 2))
+    monkeypatch.setattr(device, "STEP_TOKENS", 32)
+    seen = []
+    device.measure_profile("cpu", report=lambda share, what: seen.append((share, what)))
+    shares = [share for share, _ in seen]
+    assert shares[0] == 0.0 and shares == sorted(shares) and 0.8 < shares[-1] <= 1.0
+    assert {"memory and matrix products", "passes, batch size 2", "steps of llama-100m, none"} <= {w for _, w in seen}
 
 
 def test_the_basics_of_this_machine():

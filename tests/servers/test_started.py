@@ -75,7 +75,7 @@ def test_an_engine_that_does_not_start_is_quoted(engine, monkeypatch, capsys):
 def test_no_server_outlives_the_command_that_started_it(engine, number):
     command = [sys.executable, "-m", "specdemo", "serve", "embedded-draft", "--command", str(engine)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=os.environ) as serving:
-        assert serving.stdout.readline().startswith("specdemo run embedded-draft --server http://127.0.0.1:")
+        assert serving.stdout.readline().startswith("python -m specdemo run embedded-draft --server http://127.0.0.1:")
         assert len(started(engine)) == 2 and all(psutil.pid_exists(entry["pid"]) for entry in started(engine))
         serving.send_signal(number)
         serving.wait(60)
@@ -87,7 +87,7 @@ def test_no_server_outlives_the_command_that_started_it(engine, number):
 def test_serve_ends_all_servers_when_one_of_them_ends(engine, number):
     command = [sys.executable, "-m", "specdemo", "serve", "embedded-draft", "--command", str(engine)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
-        assert serving.stdout.readline().startswith("specdemo run embedded-draft")
+        assert serving.stdout.readline().startswith("python -m specdemo run embedded-draft")
         psutil.Process(started(engine)[1]["pid"]).parent().send_signal(number)
         assert serving.wait(60) == 2
         assert f"{engine} at 127.0.0.1:" in serving.stderr.read()

@@ -1,0 +1,151 @@
+"""The command `bench`: one subcommand per suite, whose help lists the options of that suite alone."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import MISSING, fields
+from inspect import Parameter, Signature
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from tqdm import tqdm
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
+from typer.models import OptionInfo
+
+from specdemo.bench.base import OPTIONS, Report, Suite
+from specdemo.bench.suites import known_suite, suite, suites, takes
+from specdemo.core.files import check_writable
+from specdemo.core.suggest import suggest
+
+OUT = "--out"  # the numbers of a suite, or the folder of one that writes while it measures
+
+
+class SuiteGroup(TyperGroup):
+    """The suites as subcommands, read from the registry each time."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(suites())
+
+    def get_command(self, ctx: Any, cmd_name: str) -> TyperCommand | None:
+        return _subcommand(cmd_name) if cmd_name in suites() else None
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, _suite_first(args))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if not ctx.resilient_parsing:  # that is shell completion
+            known_suite(args[0])
+        return super().resolve_command(ctx, args)
+
+
+bench = typer.Typer(
+    cls=SuiteGroup,
+    help="Run a benchmark suite: interleaved repeats, 95 % intervals. `bench SUITE --help` lists the suite's options.",
+)
+
+
+@bench.callback(invoke_without_command=True)
+def _name_a_suite(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        raise ValueError(f"no suite given; {suggest('', suites())}")
+
+
+def _suite_first(args: list[str]) -> list[str]:
+    """Return the arguments with the suite first, for command lines that give options before it."""
+    flags = {option.flag for option in OPTIONS.values() if option.kind is bool} | {"--json", "--markdown"}
+    value_of = ""
+    for i, arg in enumerate(args):
+        if not value_of and not arg.startswith("-"):
+            return [arg, *args[:i], *args[i + 1 :]]
+        value_of = arg if arg.startswith("--") and "=" not in arg and arg not in flags else ""
+    return args
+
+
+def _subcommand(name: str) -> TyperCommand:
+    cls = known_suite(name)
+
+    def command(**given: Any) -> None:
+        _run(name, **given)
+
+    command.__signature__ = Signature(_parameters(cls))  # type: ignore[attr-defined]
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    meaning = " ".join((cls.__doc__ or "").split())
+    app.command(name=name, help=meaning, short_help=meaning)(command)
+    made = get_command(app)
+    assert isinstance(made, TyperCommand)
+    return made
+
+
+def _parameters(cls: type[Suite]) -> list[Parameter]:
+    """Return the options of a suite. Those of other suites are hidden, so that `suite` can refuse them by name."""
+    of_suite = {field.name: field.default for field in fields(cls)}
+    options: dict[str, tuple[Any, OptionInfo]] = {}
+    for name, option in OPTIONS.items():
+        if option.flag != OUT:
+            text = f"{option.help}{_default(of_suite.get(name))}"
+            info = typer.Option(option.flag, help=text, metavar=option.metavar, hidden=name not in of_suite)
+            options[name] = option.kind | None, info
+    folder = of_suite.get("folder")
+    to = f"{OPTIONS['folder'].help}{_default(folder)}" if folder else "Write the numbers (JSON) to this file."
+    options["out"] = Path | None, typer.Option(OUT, help=to)
+    options["html"] = Path | None, typer.Option("--html", help="Write a page with the plot to this file.")
+    options["as_json"] = bool, typer.Option("--json", help="Print the numbers as JSON.")
+    options["markdown"] = bool, typer.Option("--markdown", help="Print the lanes as a Markdown table.")
+    return [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=False if of is bool else None, annotation=Annotated[of, info])
+        for name, (of, info) in options.items()
+    ]
+
+
+def _default(value: object) -> str:
+    """Return a field's default as its option would be given, for the help."""
+    if isinstance(value, range):
+        value = f"{value[0]}-{value[-1]}"
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        value = ",".join(map(str, value))
+    return "" if value in (None, MISSING, False) else f"  [default: {value}]"
+
+
+def _run(name: str, out: Path | None, html: Path | None, as_json: bool, markdown: bool, **given: object) -> None:
+    journal = out and out.with_name(f"{out.name}.rounds")
+    if takes(name, "folder"):  # it writes while it measures
+        given, out = {**given, "folder": out}, None
+    if takes(name, "journal"):  # a run that is killed continues from it
+        given = {**given, "journal": journal}
+    chosen = suite(name, **{n: OPTIONS[n].read(value) for n, value in given.items() if value is not None})
+
+    from specdemo.bench.report import bench_report
+    from specdemo.bench.report import markdown as as_markdown
+    from specdemo.bench.result import to_json, write_result
+    from specdemo.engine.loop import never
+
+    for path in (out, html):
+        if path is not None:
+            check_writable(path)
+    with progress_bar(1.0, "{l_bar}{bar}| {elapsed}") as bar:
+        result = chosen.run(reports_to(bar), never)
+    if out is not None:
+        write_result(result, out)
+    print(to_json(result) if as_json else as_markdown(result) if markdown else bench_report(result))
+    if html is not None:
+        from specdemo.bench.page import write_page
+
+        write_page(result, html)
+    if "journal" in given and journal is not None:
+        journal.unlink(missing_ok=True)
+
+
+def progress_bar(total: float, form: str) -> Any:
+    """Return a progress bar on stderr, which shows nothing where that is no terminal."""
+    return tqdm(total=total, disable=None, leave=False, file=sys.stderr, bar_format=form)
+
+
+def reports_to(bar: Any) -> Report:
+    """Return a report of a share from 0 to 1 and what is done, shown by a bar with total 1."""
+
+    def report(share: float, what: str) -> None:
+        bar.set_description(what, refresh=False)
+        bar.update(share - bar.n)
+
+    return report
