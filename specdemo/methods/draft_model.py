@@ -24,7 +24,7 @@ from specdemo.methods.vocabularies import ENOUGH, Bridge, RowText
 from specdemo.models.checkpoints import Checkpoint, outline_checkpoint
 from specdemo.models.history import DraftPlan
 from specdemo.models.hub import LoadProgress
-from specdemo.models.load import Incomplete, LoadedModel, load_model
+from specdemo.models.load import Incomplete, LoadedModel, load_model, load_target
 from specdemo.models.target import HFTarget
 from specdemo.training.losses import likeliest
 
@@ -286,7 +286,7 @@ def _as_target(model: object, target: Target) -> HFTarget:
     if isinstance(model, HFTarget):
         return model
     if isinstance(model, PreTrainedModel):
-        return HFTarget(model)
+        return load_target(model)
     loaded = model if isinstance(model, LoadedModel) else DraftModel.load(str(model), target)
     return loaded.target()
 

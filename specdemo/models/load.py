@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from specdemo.core.suggest import suggest
 from specdemo.models import hub, probe
+from specdemo.models.causal import check_class, check_config, check_model
 from specdemo.models.configs import read_config
 from specdemo.models.devices import kind
 from specdemo.models.footprint import Precision, check_described, measure
@@ -66,11 +67,20 @@ def load_target(
 ) -> HFTarget:
     """Load a target by name, or wrap a loaded model. The options apply to names only."""
     if isinstance(name_or_model, PreTrainedModel):
-        return HFTarget(name_or_model, tokenizer)
+        return _given(name_or_model, tokenizer)
     loaded = name_or_model
     if not isinstance(loaded, LoadedModel):
         loaded = load_model(str(loaded), dtype, device, quantization, progress, kernels)
     return loaded.target(tokenizer)
+
+
+def _given(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> HFTarget:
+    """Return the target of a loaded model. Raises ValueError for one that cannot generate."""
+    name = str(model.config.name_or_path) or type(model).__name__
+    check_config(name, model.config)
+    with one_thread(model.device):
+        check_model(name, model.eval())
+    return HFTarget(model, tokenizer)
 
 
 def load_model(
@@ -111,7 +121,7 @@ def _read(name: str, folder: str, where: torch.device, precision: Precision, spr
     """Load a complete folder."""
     with one_line(name):
         tokenizer = _tokenizer(folder)
-        loaded: Any = _speaking(folder)[0].from_pretrained(
+        loaded: Any = _speaking(name, folder)[0].from_pretrained(
             folder,
             dtype=precision.dtype,
             use_safetensors=True,
@@ -129,6 +139,7 @@ def _read(name: str, folder: str, where: torch.device, precision: Precision, spr
     model.requires_grad_(False)
     note = ""
     with one_thread(where):  # as in a run
+        check_model(name, model)
         if kernels == "auto":
             hasten(model)
         kind(where).empty()  # the original matrices, which were concatenated
@@ -153,7 +164,7 @@ def _blank(name: str, folder: str) -> HFTarget:
     the size of the files."""
     read_config(Path(folder))
     with one_line(name), _alone():
-        speaking, config = _speaking(folder)
+        speaking, config = _speaking(name, folder)
         with torch.device("meta"):
             model = speaking.from_config(config, trust_remote_code=False)
         target = HFTarget(model, name=name)
@@ -161,10 +172,12 @@ def _blank(name: str, folder: str) -> HFTarget:
     return target
 
 
-def _speaking(folder: str) -> tuple[Speaking, PreTrainedConfig]:
+def _speaking(name: str, folder: str) -> tuple[Speaking, PreTrainedConfig]:
     """Return the auto class for a folder, and its config. transformers registers some multimodal models in one mapping
     only."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    check_config(name, config)
+    check_class(name, config)
     seeing = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
     return AutoModelForImageTextToText if seeing else AutoModelForCausalLM, config
 

@@ -1,0 +1,132 @@
+"""Models that cannot generate are refused when they load, as an object and as a folder; all others load."""
+
+import pytest
+import torch
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertGenerationConfig,
+    BertGenerationDecoder,
+    BertLMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    JambaConfig,
+    JambaForCausalLM,
+    LlamaModel,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from specdemo.methods.draft_model import DraftModel
+from specdemo.models.load import load_model, load_target, outline
+from tests.models.tiny import CHAINS, HYBRIDS, SIZES, TREES, build, pinned
+
+BERT = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+BART = {f"{side}_{part}": size for side in ("encoder", "decoder") for part, size in (("layers", 1), ("ffn_dim", 48))}
+MAMBA = {"num_experts": 2, "mamba_d_state": 8, "mamba_dt_rank": 4}
+
+
+def bert(**more):
+    return BertLMHeadModel(BertConfig(**BERT, **more))
+
+
+def bert_generation():
+    return BertGenerationDecoder(BertGenerationConfig(**BERT, **TOKENS))
+
+
+def t5():
+    return T5ForConditionalGeneration(T5Config(vocab_size=61, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4))
+
+
+def bart():
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    return BartForConditionalGeneration(BartConfig(vocab_size=61, d_model=32, **BART, **heads))
+
+
+def modern_bert():
+    return ModernBertForMaskedLM(ModernBertConfig(**BERT, **TOKENS, cls_token_id=1, sep_token_id=2))
+
+
+def jamba(**more):
+    return JambaForCausalLM(JambaConfig(**SIZES, **MAMBA, **more))
+
+
+def gpt_neox():
+    """Its config says is_decoder=False, as an encoder's does."""
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**BERT, **TOKENS))
+
+
+def line_of(load, name):
+    with pytest.raises(ValueError) as caught:
+        load(name)
+    line = str(caught.value)
+    assert "\n" not in line and "choose" in line
+    return line
+
+
+@pytest.mark.parametrize(
+    ("make", "reason", "outlined"),
+    [
+        (bert, "is an encoder (bert): its predictions depend on later tokens", True),
+        (bert_generation, "is an encoder (bert-generation): its predictions depend on later tokens", False),
+        (t5, "is an encoder-decoder model (t5)", True),
+        (bart, "is an encoder-decoder model (bart)", True),
+        pytest.param(
+            jamba, "cannot generate: transformers fails in a forward pass of this jamba model (", False, marks=pinned
+        ),
+    ],
+)
+def test_what_cannot_generate_is_refused_as_object_and_folder(tmp_path, make, reason, outlined):
+    """outlined: its config alone shows it."""
+    torch.manual_seed(0)
+    model = make()
+    assert line_of(load_target, model).startswith(f"{type(model).__name__} {reason}")
+    model.save_pretrained(tmp_path)
+    for load in (load_target, load_model, *([outline] if outlined else [])):
+        assert line_of(load, str(tmp_path)).startswith(f"{tmp_path} {reason}")
+
+
+def test_what_cannot_generate_is_no_draft_model_either():
+    target = load_target(build("llama"))
+    with pytest.raises(ValueError, match="^BertLMHeadModel is an encoder"):
+        DraftModel(target, bert())
+
+
+def test_a_type_without_a_causal_model_is_refused(tmp_path):
+    modern_bert().save_pretrained(tmp_path)
+    for load in (load_target, outline):
+        line = line_of(load, str(tmp_path))
+        assert line.startswith(f"{tmp_path} does not generate text: transformers has no causal language model")
+
+
+def test_a_model_without_a_head_is_refused():
+    with pytest.raises(ValueError, match=r"^LlamaModel has no language-model head \(LlamaModel\); load it with Auto"):
+        load_target(LlamaModel(build("llama").config))
+
+
+@pytest.mark.parametrize("name", [*TREES, *CHAINS, *HYBRIDS])
+def test_every_kind_of_history_loads_as_object_and_folder(tmp_path, name):
+    model = build(name)
+    assert load_target(model).model is model
+    model.save_pretrained(tmp_path)
+    assert load_target(str(tmp_path)).vocab_size == outline(str(tmp_path)).vocab_size == model.config.vocab_size
+
+
+@pytest.mark.parametrize(
+    "make", [gpt_neox, lambda: bert(is_decoder=True), lambda: jamba(attn_layer_period=2, attn_layer_offset=1)]
+)
+def test_similar_models_that_generate_load(tmp_path, make):
+    model = make()
+    assert load_target(model).model is model
+    model.save_pretrained(tmp_path)
+    assert load_target(str(tmp_path)).model.config.model_type == model.config.model_type
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_is_not_taken_for_a_look_ahead(dtype):
+    for name in ("llama", "gpt_oss", "qwen3_next"):
+        assert load_target(build(name).to(dtype)).dtype == dtype
