@@ -3,7 +3,6 @@ notices, and what is written can be opened again."""
 
 import gzip
 import json
-import time
 import tracemalloc
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -225,10 +224,8 @@ def test_a_bad_server(kind, session, good, monkeypatch):
     for place, name in ((client, "silence"), (lane, "token"), (client, "metrics")):
         if name in kind.limits:
             monkeypatch.setattr(place, f"{name.upper()}_S", kind.limits[name])
-    start = time.perf_counter()
     with serving(kind) as bad:
         trace = race(session, None, bad)
-    assert time.perf_counter() - start < 20  # no bound but that nothing waits for a server's pleasure
     here, there = trace.lanes
     assert here.finish == "length" and len(here.token_ids) == TOKENS and here.summary["tokens_per_s"]
     if kind.why is None:
