@@ -29,9 +29,9 @@ def race_report(trace: RunTrace) -> str:
     sentences = [result.sentence] if result else []
     if plain[0].finish == "error":
         sentences.append(f"{plain[0].name}: {plain[0].note}")
-    for (lane, _), predicted in zip(lanes, prediction(trace), strict=True):
-        if why := _why(lane, predicted["sentence"] if settled(trace, lane) else ""):
-            sentences.append(f"{lane.name}: {why}")
+    for one, predicted in zip(trace.lanes[1:], prediction(trace), strict=True):
+        if why := _why(one, predicted["sentence"] if settled(trace, one) else ""):
+            sentences.append(f"{one.name}: {why}")
     noisy = [
         f"Noisy machine, repeat ({lane.name}): {'; '.join(speed.reasons)}."
         for (lane, _), speed in zip(lanes, speeds, strict=True)
