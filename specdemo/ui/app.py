@@ -27,6 +27,22 @@ def ui(
         list[str] | None,
         typer.Option(metavar="NAME[=PATH]", help="Lanes may be started on it: vllm, sglang or llamacpp; repeatable."),
     ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            envvar="SPECDEMO_ALLOW_HOST",
+            help="A host name under which visitors reach the page, besides its own; repeatable.",
+        ),
+    ] = None,
+    behind_proxy: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ADDRESS",
+            envvar="SPECDEMO_BEHIND_PROXY",
+            help="A reverse proxy, or a network of them, whose X-Forwarded-For names the visitor; repeatable.",
+        ),
+    ] = None,
 ) -> None:
     """Open the page in a browser. It shows plain and speculative decoding side by side."""
     if context.args:
@@ -41,7 +57,7 @@ def ui(
     for given in engines or []:
         _allow_engine(*given.split("=", 1))
     try:
-        serve(preset, host, int(port), allow_any_model)
+        serve(preset, host, int(port), allow_any_model, allow_hosts=allow_host or (), proxies=behind_proxy or ())
     except OSError as error:
         if "empty port" not in str(error):
             raise

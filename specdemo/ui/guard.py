@@ -14,7 +14,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdemo.core.bounds import Bounds, judge
-from specdemo.ui.turns import address
+from specdemo.ui.network import address
 
 REQUEST = Bounds(1_000_000, 50_000, 10_000)  # of what the page and its API send
 ENVELOPE = 4_096  # bytes around the file in the body of an upload

@@ -8,8 +8,8 @@ they hold the page's settings, so that every answer has hashes of its own.
 import gzip
 import re
 from base64 import b64encode
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from hashlib import sha256
 
 from fastapi import FastAPI
@@ -104,12 +104,20 @@ def guarded(app: ASGIApp) -> ASGIApp:
     return serve
 
 
-@asynccontextmanager
-async def outermost(app: FastAPI) -> AsyncIterator[None]:
-    """Gradio puts its own layers around any that it is given, so the last one is put there when the server starts."""
-    assert app.middleware_stack is not None
-    app.middleware_stack = guarded(app.middleware_stack)
-    yield
+def outermost(*layers: Callable[[ASGIApp], ASGIApp]) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    """Return a lifespan that puts layers around the whole server, the last one outermost.
+
+    Gradio puts its own layers around those that it is given, so these are added when the server starts.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        assert app.middleware_stack is not None
+        for layer in layers:
+            app.middleware_stack = layer(app.middleware_stack)
+        yield
+
+    return lifespan
 
 
 def _is_page(start: Message) -> bool:

@@ -8,14 +8,15 @@ share the engine: one runs, the others queue and see their place. Everything tha
 import gc
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from specdemo.presets import limits
 from specdemo.ui import space
 
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
+os.environ["FORWARDED_ALLOW_IPS"] = ""  # uvicorn would believe X-Forwarded-For of every local peer; see network.address
 if limits.public() and not space.zero_gpu():
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no visitor makes a public machine fetch anything
 
@@ -28,7 +29,7 @@ from specdemo.presets.files import DEFAULT, Preset, load_presets, preset
 from specdemo.presets.link import from_query, is_link, is_sweep, to_query
 from specdemo.presets.recorded import recorded
 from specdemo.servers.address import startable
-from specdemo.ui import assets, controls, headers, how, lab, space, sweep, turns, whatif
+from specdemo.ui import assets, controls, headers, how, lab, network, space, sweep, turns, whatif
 from specdemo.ui.controls import Controls, address, changed, fill_untouched, from_values, key, to_values, wire_share
 from specdemo.ui.guard import ENVELOPE, WINDOW_S, Guard
 from specdemo.ui.job import ENGINE, QUIET, Jobs, Start, Store, Values, named, stop_all, wire
@@ -318,12 +319,25 @@ def theme() -> gr.themes.Base:
 
 
 def serve(
-    start: str = DEFAULT, host: str = "127.0.0.1", port: int = 7860, allow_any_model: bool = False, block: bool = True
+    start: str = DEFAULT,
+    host: str = "127.0.0.1",
+    port: int = 7860,
+    allow_any_model: bool = False,
+    block: bool = True,
+    allow_hosts: Sequence[str] = (),
+    proxies: Sequence[str] = (),
 ) -> gr.Blocks:
-    """Show the page; the models of the preset load meanwhile. Raises ValueError with one line, OSError for the port."""
+    """Show the page; the models of the preset load meanwhile.
+
+    allow_hosts: names that the page answers to besides its own. proxies: addresses or networks of reverse proxies.
+    Raises ValueError with one line, OSError for the port.
+    """
+    network.trust_proxies(proxies)
+    names = network.own_names(host, allow_hosts)
     page = build(start, allow_any_model)
     if space.zero_gpu():  # models must be in place before the first call; the first one shown is loaded last
         live().preload([*(p for p in limits.at_hand() if p.id != preset(start).id), preset(start)])
+    outer = headers.outermost(partial(network.Hosts, names=names), headers.guarded)
     layers = [Middleware(headers.Policy), Middleware(Guard, space.bounds().bytes)]
     page.launch(
         server_name=host,
@@ -336,7 +350,7 @@ def serve(
         run_history=False,
         max_file_size=space.bounds().bytes + ENVELOPE,  # the guard's own, which leaves nothing on disk
         state_session_capacity=SESSIONS,
-        app_kwargs={"middleware": layers, "lifespan": headers.outermost},
+        app_kwargs={"middleware": layers, "lifespan": outer},
         theme=theme(),
         css_paths=[assets.HERE / "style.css"],
         favicon_path=assets.HERE / "favicon.svg",

@@ -11,7 +11,6 @@ calls without a session are one visitor. An address, which a whole class may sha
 
 import time
 from collections import Counter, deque
-from ipaddress import ip_address
 from typing import Any, Literal
 
 import fastapi
@@ -21,10 +20,9 @@ from gradio.queueing import Event, Queue
 from gradio.route_utils import get_fn
 from gradio.server_messages import EstimationMessage, EventMessage
 from gradio.utils import LRUCache
-from starlette.requests import HTTPConnection
 
-from specdemo.presets import limits
 from specdemo.ui.job import ENGINE
+from specdemo.ui.network import address
 
 SHARE_S, ADDRESS_SHARE_S, HOUR_S = 300.0, 1200.0, 3600.0
 PLACES, ADDRESS_PLACES, VISITOR_PLACES = 200, 64, 20  # that may wait
@@ -148,19 +146,6 @@ class FairQueue(Queue):
         if len(waiting) >= PLACES or [where for where, _ in waiting].count(address) >= ADDRESS_PLACES:
             return "too many are waiting; try again in a minute"
         return ""
-
-
-def address(request: HTTPConnection) -> str:
-    """Where a call came from. On a public page, behind a proxy, the last public hop: those before it may be made up by
-    the caller."""
-    hops = request.headers.get("x-forwarded-for", "").split(",") if limits.public() else []
-    for hop in reversed(hops):
-        try:
-            if ip_address(hop.strip()).is_global:
-                return hop.strip()
-        except ValueError:
-            continue
-    return request.client.host if request.client else ""
 
 
 def _visitor(event: Event) -> Visitor:

@@ -25,7 +25,11 @@ def public_page(folder):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "app.py", "--port", str(port)]
-    where = os.environ | {"SPECDEMO_PUBLIC": "1", "GRADIO_TEMP_DIR": str(folder)}
+    where = os.environ | {
+        "SPECDEMO_PUBLIC": "1",
+        "GRADIO_TEMP_DIR": str(folder),
+        "SPECDEMO_ALLOW_HOST": "demo.example.org other.example.org",
+    }
     root = Path(__file__).parents[2]
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root, env=where) as server,
@@ -65,6 +69,21 @@ def test_another_sites_page_can_send_nothing(public_page, folder, headers):
     assert on_disk(folder) == before
 
 
+@pytest.mark.parametrize("method, path", [("GET", "/"), ("OPTIONS", "/config"), ("POST", "/gradio_api/queue/join")])
+def test_a_foreign_host_gets_one_line(public_page, method, path):
+    headers = {"Host": "evil.example", "Origin": "http://evil.example", "Sec-Fetch-Site": "same-origin"}
+    answer = public_page.request(method, path, headers=headers)
+    assert answer.status_code == 403 and answer.headers["x-content-type-options"] == "nosniff"
+    assert "'evil.example'" in answer.text and "--allow-host" in answer.text and "\n" not in answer.text
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost:1", "127.0.0.1", "[::1]:7860", "demo.example.org", "OTHER.example.org:443"]
+)
+def test_own_and_allowed_hosts_are_answered(public_page, host):
+    assert public_page.get("/config", headers={"Host": host}).status_code == 200
+
+
 HEAD = b'--b\r\nContent-Disposition: form-data; name="files"; filename="a"\r\n'
 PART = HEAD + b"\r\nx\r\n"
 
@@ -100,4 +119,6 @@ def test_request_limits_apply_before_parsing(public_page, body, line):
 def test_a_visitor_opens_so_many_files_and_no_more(public_page):
     statuses = [upload(public_page).status_code for _ in range(UPLOADS + 1)]
     assert statuses[-1] == 429 and "wait 10 minutes" in upload(public_page).text
+    forged = upload(public_page, **{"X-Forwarded-For": "8.8.8.8"})
+    assert forged.status_code == 429  # no proxy was declared
     assert public_page.get("/").status_code == 200

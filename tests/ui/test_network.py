@@ -1,0 +1,140 @@
+"""The names that the page answers to, and the address of a visitor."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from starlette.datastructures import Headers
+from starlette.responses import PlainTextResponse
+
+from specdemo.__main__ import main
+from specdemo.ui import network
+from specdemo.ui.network import Hosts, address, canonical, own_names, trust_proxies
+
+
+@pytest.fixture(autouse=True)
+def at_home(monkeypatch):
+    for name in ("SPACE_ID", "SPACE_HOST"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(network, "_proxies", [])
+    monkeypatch.setattr(network.socket, "gethostname", lambda: "Box.lan")
+
+
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [
+        ("localhost:7860", "localhost"),
+        ("LOCALHOST.", "localhost"),
+        ("127.0.0.1:80", "127.0.0.1"),
+        ("[::1]:7860", "::1"),
+        ("::1", "::1"),
+        ("[::ffff:10.0.0.1]", "10.0.0.1"),
+        ("[fe80::1%eth0]:7860", "fe80::1"),
+        ("my_demo.hf.space", "my_demo.hf.space"),
+        ("", ""),
+        ("http://demo.example.org", ""),
+        ("evil.example@localhost", ""),
+        ("[::1]evil.example", ""),
+        ("localhost:80:80", ""),
+        ("[localhost]", ""),
+        ("*", ""),
+    ],
+)
+def test_a_host_is_compared_without_its_port(host, name):
+    assert canonical(host) == name
+
+
+def status(names, host, local="127.0.0.1"):
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    headers = [] if host is None else [(b"host", host.encode())]
+    scope = {"type": "http", "headers": headers, "server": (local, 7860)}
+    asyncio.run(Hosts(PlainTextResponse("the page"), names)(scope, None, send))
+    return sent[0]["status"]
+
+
+@pytest.mark.parametrize(
+    ("bound", "host", "expected"),
+    [
+        ("127.0.0.1", "localhost:7860", 200),
+        ("127.0.0.1", "evil.example", 403),
+        ("127.0.0.1", "box.lan", 403),
+        ("127.0.0.1", "192.168.1.5", 403),
+        ("127.0.0.1", None, 403),
+        ("192.168.1.5", "192.168.1.5:7860", 200),
+        ("demo.lan", "demo.lan", 200),
+        ("0.0.0.0", "box.lan:7860", 200),
+        ("0.0.0.0", "box", 200),
+        ("0.0.0.0", "box.local", 200),
+        ("0.0.0.0", "evil.example", 403),
+        ("::", "box.lan", 200),
+    ],
+)
+def test_a_page_answers_to_its_own_names(bound, host, expected):
+    assert status(own_names(bound), host) == expected
+
+
+def test_a_page_answers_to_the_address_that_a_connection_came_in_on():
+    names = own_names("0.0.0.0")
+    assert status(names, "192.168.1.5:7860", local="192.168.1.5") == 200
+    assert status(names, "[fd00::5]:7860", local="fd00::5") == 200
+    assert status(names, "192.168.1.6", local="192.168.1.5") == 403
+
+
+def test_a_space_answers_to_its_host_and_an_operator_may_allow_more(monkeypatch):
+    monkeypatch.setenv("SPACE_HOST", "me-demo.hf.space,demo.example.org")
+    names = own_names("0.0.0.0", ["Other.example.org"])
+    assert [status(names, host) for host in ("me-demo.hf.space", "demo.example.org", "other.example.org")] == [200] * 3
+    assert status(names, "you-demo.hf.space") == 403
+
+
+@pytest.mark.parametrize(
+    ("option", "line"),
+    [
+        ("--allow-host=http://demo", "--allow-host takes a host name such as demo.example.org, not 'http://demo'"),
+        ("--behind-proxy=nginx", "--behind-proxy takes the address or network of a proxy, such as 127.0.0.1"),
+    ],
+)
+def test_a_wrong_option_is_refused_in_one_line(capsys, option, line):
+    assert main(["ui", option]) == 2
+    error = capsys.readouterr().err
+    assert line in error and error.count("\n") == 1
+
+
+def visitor(hops, peer="10.0.0.1"):
+    headers = Headers(raw=[(b"x-forwarded-for", line.encode()) for line in hops])
+    return address(SimpleNamespace(headers=headers, client=SimpleNamespace(host=peer)))
+
+
+@pytest.mark.parametrize(
+    ("hops", "where"),
+    [
+        ([], "10.0.0.1"),
+        (["8.8.8.8"], "8.8.8.8"),
+        (["1.1.1.1, 8.8.8.8"], "8.8.8.8"),  # the first one was sent by the visitor
+        (["1.1.1.1", "8.8.8.8"], "8.8.8.8"),  # a proxy may add a header instead
+        (["8.8.8.8, 10.3.0.9"], "8.8.8.8"),
+        (["8.8.8.8:1234"], "8.8.8.8"),
+        (["nonsense"], "10.0.0.1"),
+        (["8.8.8.8, nonsense"], "10.0.0.1"),
+    ],
+)
+def test_the_address_is_what_the_outermost_trusted_proxy_saw(monkeypatch, hops, where):
+    monkeypatch.setenv("SPACE_ID", "me/demo")
+    trust_proxies([])
+    assert visitor(hops) == where
+    monkeypatch.delenv("SPACE_ID")
+    trust_proxies([])
+    assert visitor(hops) == "10.0.0.1"  # without a proxy anyone could send the header
+    monkeypatch.setenv("SPECDEMO_PUBLIC", "1")
+    assert visitor(hops) == "10.0.0.1"
+
+
+def test_only_declared_proxies_are_believed():
+    trust_proxies(["127.0.0.1, 192.168.0.0/16"])
+    assert visitor(["8.8.8.8"], peer="127.0.0.1") == visitor(["8.8.8.8"], peer="::ffff:192.168.3.4") == "8.8.8.8"
+    assert visitor(["10.1.1.1"], peer="127.0.0.1") == "10.1.1.1"
+    assert visitor(["8.8.8.8"], peer="10.0.0.1") == "10.0.0.1"
