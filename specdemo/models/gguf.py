@@ -3,11 +3,12 @@
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -15,6 +16,9 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+
+from specdemo.models.load import outline
+from specdemo.models.resolve import is_gguf
 
 NORMAL, CONTROL = 1, 3  # token types of GGUF
 ROPE_BASE = 10_000.0  # default of models without one in their config
@@ -55,13 +59,47 @@ class Words:
         return cls(padded, merges, frozenset(fast.all_special_ids), fast.eos_token_id)
 
 
+def check_pair(target: str, draft: str | None, dtype: str) -> None:
+    """Raise ValueError if these models cannot be exported to llama.cpp, judged by their configs and tokenizers.
+
+    GGUF files pass: llama.cpp itself checks them.
+    """
+    dtype = "float32" if dtype == "auto" else dtype  # llama.cpp runs on the CPU here
+    names = [name for name in (target, draft) if name]
+    if all(map(is_gguf, names)):
+        return
+    if any(map(is_gguf, names)):
+        raise ValueError("target and draft must both be GGUF files or both be transformers models")
+    vocabularies = [_vocabulary(name, dtype).tokens for name in names]
+    if vocabularies[-1] != vocabularies[0]:
+        raise ValueError(f"llama.cpp needs a draft with the target's vocabulary, and that of {draft} is another")
+
+
+@lru_cache(maxsize=8)
+def _vocabulary(name: str, dtype: str) -> Words:
+    """Return the vocabulary of a model that can be written. Raises ValueError for another model."""
+    known = outline(name)
+    config = _checked(known.model, dtype)
+    return Words.of(known.tokenizer, int(config.vocab_size or 0))
+
+
+def context_length(file: str) -> int:
+    """Return the context length that a GGUF file states. Raises ValueError for a file that is no GGUF."""
+    try:
+        fields = import_module("gguf").GGUFReader(file).fields
+        return int(fields[f"{fields['general.architecture'].contents()}.context_length"].contents())
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{file} cannot be read as GGUF ({reason}); choose another file") from None
+
+
 def write_gguf(model: PreTrainedModel, words: Words, file: Path) -> None:
     """Write the model in float32 or bfloat16. Raises ValueError unless it is a plain Llama.
 
     llama.cpp knows pre-tokenizers by name only; the one written here is close to the tokenizer's own, but not
     identical.
     """
-    config = _checked(model)
+    config = _checked(model, str(model.dtype).removeprefix("torch."))
     writer = import_module("gguf").GGUFWriter(file, "llama")
     for name, value in _shape(config).items():
         (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"llama.{name}", value)
@@ -83,15 +121,16 @@ def write_gguf(model: PreTrainedModel, words: Words, file: Path) -> None:
     writer.close()
 
 
-def _checked(model: PreTrainedModel) -> LlamaConfig:
+def _checked(model: nn.Module, dtype: str) -> LlamaConfig:
+    """Return the config of a model that can be written. Raises ValueError for another model."""
     config = model.config
-    if type(model) is LlamaForCausalLM and isinstance(config, LlamaConfig) and model.dtype != torch.float16:
+    if type(model) is LlamaForCausalLM and isinstance(config, LlamaConfig) and dtype != "float16":
         scaled = (config.rope_parameters or {}).get("rope_type") != "default"
         if not (config.attention_bias or config.mlp_bias or scaled):
             return config
     raise ValueError(
         f"export to llama.cpp supports Llama models without bias and RoPE scaling, in float32 or bfloat16; this is "
-        f"{type(model).__name__} in {str(model.dtype).removeprefix('torch.')}; choose another model or engine"
+        f"{type(model).__name__} in {dtype}; name a GGUF file of it, or choose another model or engine"
     )
 
 

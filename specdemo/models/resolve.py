@@ -36,6 +36,11 @@ def resolve(name: str) -> str:
     return str(Path(name).expanduser()) if _is_path(name) else name
 
 
+def is_gguf(name: str) -> bool:
+    """Return whether this is the name of a GGUF file."""
+    return name.lower().endswith(".gguf")
+
+
 def _is_path(name: str) -> bool:
     several = hub.split(name)[0].count("/") > 1
     return name.startswith((".", "/", "~")) or os.sep * 2 in name or several or Path(name).exists()
@@ -51,7 +56,7 @@ def locate(name: str, pickled: Sequence[str] = ()) -> Path | hub.Repository:
     folder = Path(path)
     if not name.strip():
         raise ValueError("the model name is empty; use a folder, a Hugging Face id or an embedded model")
-    if name.lower().endswith(".gguf"):
+    if is_gguf(name):
         raise ValueError(f"{name} is {NO_GGUF}")
     if folder.is_file():
         raise ValueError(f"{name} is a file; give the folder it is in")
@@ -76,7 +81,7 @@ def locate(name: str, pickled: Sequence[str] = ()) -> Path | hub.Repository:
 
 def _check_not_gguf(name: str, files: Sequence[str]) -> None:
     """Raise ValueError where the only weights among the files are GGUF."""
-    if any(file.lower().endswith(".gguf") for file in files) and not any(file.endswith(WEIGHTS) for file in files):
+    if any(map(is_gguf, files)) and not any(file.endswith(WEIGHTS) for file in files):
         raise ValueError(f"{name} holds only {NO_GGUF}")
 
 

@@ -14,6 +14,7 @@ from specdemo.methods import BASELINE, validate_options
 from specdemo.methods import method as class_of
 from specdemo.methods.flags import AT, Flags, NotServed
 from specdemo.models.hub import embedded_folder
+from specdemo.models.resolve import described, is_gguf
 from specdemo.presets.files import EMBEDDED, Preset
 from specdemo.servers.address import TITLES, Engine, address, admitted
 from specdemo.servers.started import Installed, Server, Tell, check_llamacpp, free_port, installed, started
@@ -22,18 +23,20 @@ FIRST_PORT = 8000
 PARALLEL = {"vllm": "--tensor-parallel-size", "sglang": "--tp-size"}
 # every lane reads the same prompt: one that a server still has from the last run would cost it nothing
 UNCACHED = {"vllm": "--no-enable-prefix-caching", "sglang": "--disable-radix-cache"}
+LLAMAS = "llama.cpp runs Llama models without bias and RoPE scaling, and GGUF files"
 CONFIG, ATTENTION = "--speculative-config", "--attention-backend"
 GPU_SHARE = 0.9  # of a GPU's memory for all servers on it, vLLM's own default for one
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A lane on a server of its own: the command that starts it, or why there is none."""
+    """A lane on a server of its own: the command that starts it, or why there is none. note: what was not checked."""
 
     name: str
     server: str
     command: list[str]
     refusal: str = ""
+    note: str = ""
 
 
 def served(preset: Comparison, engine: Engine, gpus: int = 1) -> Iterator[Served]:
@@ -47,11 +50,12 @@ def served(preset: Comparison, engine: Engine, gpus: int = 1) -> Iterator[Served
             if gpus > 1 and engine not in PARALLEL:
                 raise NotServed(f"{TITLES[engine]} is started on the CPU; leave --gpus out")
             drafting = _drafting(engine, lane, model)
+            note = _check_llamacpp(preset, lane.model) if engine == "llamacpp" else ""
         except NotServed as reason:
             yield Served(name, server, [], str(reason))
             continue
         spread = [PARALLEL[engine], str(gpus)] if gpus > 1 else []
-        yield Served(name, server, [*_start(preset, engine, server), *spread, *drafting])
+        yield Served(name, server, [*_start(preset, engine, server), *spread, *drafting], note=note)
 
 
 def serve_commands(preset: Preset, engine: Engine, gpus: int = 1) -> list[str]:
@@ -64,7 +68,7 @@ def serve_commands(preset: Preset, engine: Engine, gpus: int = 1) -> list[str]:
         if lane.refusal:
             lines.append(f"# {lane.name}: not served, {lane.refusal}")
         else:
-            lines += [f"# {lane.name}", shlex.join(lane.command)]
+            lines += [f"# {lane.name}{lane.note and f'; {lane.note}'}", shlex.join(lane.command)]
     if not any(lane.refusal for lane in lanes):
         asked = " ".join(f"--server {address(lane.server)}" for lane in lanes)
         lines += ["# then", f"{program()} run {preset.id} {asked}"]
@@ -73,7 +77,8 @@ def serve_commands(preset: Preset, engine: Engine, gpus: int = 1) -> list[str]:
 
 def _start(preset: Comparison, engine: Engine, server: str) -> list[str]:
     where = urlsplit(server)
-    at = ["--dtype", preset.dtype, "--host", where.hostname or "127.0.0.1", "--port", str(where.port or FIRST_PORT)]
+    at = ["--host", where.hostname or "127.0.0.1", "--port", str(where.port or FIRST_PORT)]
+    at = at if is_gguf(preset.target) else ["--dtype", preset.dtype, *at]  # such a file has its own
     if engine == "llamacpp":
         return [sys.executable, "-m", "specdemo.servers.llamacpp", preset.target, *at]
     name, _, revision = preset.target.partition(AT)
@@ -94,8 +99,26 @@ def _drafting(engine: Engine, lane: Lane, model: str | None) -> Flags:
         return []
     serves = class_of(lane.method).serves
     if engine not in serves:
-        raise NotServed(f"{TITLES[engine]} has no such method")
+        able = "specdemo starts it with a draft model or prompt lookup only" if engine == "llamacpp" else ""
+        raise NotServed(able or f"{TITLES[engine]} has no such method")
     return serves[engine](model, lane.k, validate_options(lane.method, lane.options))
+
+
+def _check_llamacpp(preset: Comparison, draft: str | None) -> str:
+    """Raise NotServed if llama.cpp cannot be given a lane's models. Return a note if their configs are not known."""
+    from specdemo.models.gguf import check_pair  # needs torch
+
+    for name in (preset.target, draft):
+        try:
+            if name and not is_gguf(name):
+                described(name)
+        except ValueError:
+            return f"not checked, since the config of {name} is not here; {LLAMAS}"
+    try:
+        check_pair(preset.target, draft, preset.dtype)
+    except ValueError as error:
+        raise NotServed(str(error)) from None
+    return ""
 
 
 def _quantises(preset: Comparison, engine: Engine) -> bool:

@@ -115,7 +115,8 @@ def test_unsupported_server_feature_is_one_line():
         said = {name: command(engine, method=name, **models.get(name, {})) for name in METHODS if name != "none"}
         assert {name for name, words in said.items() if isinstance(words, list)} == able
         refused = [line for line in said.values() if isinstance(line, str)]
-        assert all("has no such method" in line or "have it no more" in line for line in refused)
+        reason = "specdemo starts it with a draft model" if engine == "llamacpp" else "has no such method"
+        assert all(reason in line or "have it no more" in line for line in refused)
 
 
 def test_every_line_has_its_own_port_and_the_last_one_races_them():

@@ -4,6 +4,7 @@ import json
 from importlib.util import find_spec
 
 import pytest
+from transformers import Qwen3Config
 
 from specdemo.__main__ import main
 from specdemo.models.load import outline
@@ -46,13 +47,61 @@ def test_prompt_lookup_looks_for_one_length():
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["embedded-medusa"], "lane 1: medusa is not served: llama.cpp has no such method"),
+        (
+            ["embedded-medusa"],
+            "lane 1: medusa is not served: specdemo starts it with a draft model or prompt lookup only",
+        ),
         (["embedded-draft", "--gpus", "2"], "llama.cpp is started on the CPU; leave --gpus out"),
     ],
 )
 def test_unsupported_lane_is_rejected_before_start(arguments, reason, engine, capsys):
     assert main(["run", *arguments, "--engine", "llamacpp", "--command", str(engine)]) == 2
     assert reason in capsys.readouterr().err and not (engine.parent / "started").exists()
+
+
+def test_a_folder_that_is_no_llama_is_not_served(tmp_path):
+    Qwen3Config(hidden_size=32, num_hidden_layers=1, vocab_size=64).save_pretrained(tmp_path)
+    chosen = preset("embedded-ngram").with_changes(target=str(tmp_path), dtype="bfloat16")
+    lines = [text for text in serve_commands(chosen, "llamacpp") if text.startswith("# ")][1:]
+    reason = (
+        "not served, export to llama.cpp supports Llama models without bias and RoPE scaling, in float32 or bfloat16"
+    )
+    assert [reason in text and "this is Qwen3ForCausalLM in bfloat16" in text for text in lines] == [True, True]
+
+
+def test_half_precision_is_not_served():
+    chosen = preset("embedded-draft").with_changes(dtype="float16")
+    assert "this is LlamaForCausalLM in float16" in serve_commands(chosen, "llamacpp")[1]
+
+
+def test_a_gguf_file_is_served_as_it_is():
+    chosen = preset("embedded-draft").with_changes(target="a/model.gguf", model="a/draft.GGUF")
+    baseline, drafting = (text for text in serve_commands(chosen, "llamacpp") if "specdemo.servers.llamacpp" in text)
+    assert baseline.endswith("-m specdemo.servers.llamacpp a/model.gguf --host 127.0.0.1 --port 8000")
+    assert drafting.endswith("--port 8001 --draft-model a/draft.GGUF --k 4")
+    mixed = chosen.with_changes(model="stories-draft-wide")
+    assert "not served, target and draft must both be GGUF files or both be" in serve_commands(mixed, "llamacpp")[3]
+
+
+def test_a_model_that_is_not_here_is_not_checked(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    chosen = preset("two-servers").with_changes(target="nobody/absent")
+    comment = serve_commands(chosen, "llamacpp")[1]
+    assert comment.startswith("# baseline; not checked, since the config of nobody/absent is not here; llama.cpp ")
+
+
+@installed
+def test_a_written_gguf_file_is_read_back(tmp_path):
+    from specdemo.models.gguf import Words, context_length, write_gguf
+    from specdemo.models.load import load_model
+
+    loaded = load_model("stories-draft-wide", "float32", "cpu", kernels="transformers")
+    words = Words.of(loaded.tokenizer, loaded.model.config.vocab_size)
+    write_gguf(loaded.model, words, tmp_path / "draft.gguf")
+    assert context_length(str(tmp_path / "draft.gguf")) == loaded.model.config.max_position_embeddings
+    (tmp_path / "other.gguf").write_bytes(b"GGML")
+    with pytest.raises(ValueError, match=r"other\.gguf cannot be read as GGUF"):
+        context_length(str(tmp_path / "other.gguf"))
 
 
 def test_missing_packages_are_named_with_the_install_command(monkeypatch, capsys):
@@ -73,14 +122,16 @@ def test_a_model_that_is_no_llama_is_one_line(monkeypatch):
     loaded = outline("stories")
     loaded.model.config.attention_bias = True
     monkeypatch.setattr(llamacpp, "load_model", lambda *_, **__: loaded)
-    with pytest.raises(SystemExit, match="export to llama.cpp supports Llama models without bias and RoPE scaling, in float32"):
+    with pytest.raises(
+        SystemExit, match="export to llama.cpp supports Llama models without bias and RoPE scaling, in float32"
+    ):
         child(["stories", "--port", "1"])
 
 
 @installed
 def test_a_draft_in_other_words_is_one_line(capsys):
     assert main(["run", "embedded-other-vocabulary", "--engine", "llamacpp"]) == 2
-    assert "llama.cpp drafts in the target's own words" in capsys.readouterr().err
+    assert "llama.cpp needs a draft with the target's vocabulary" in capsys.readouterr().err
 
 
 @installed
