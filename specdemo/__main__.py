@@ -301,7 +301,8 @@ def train(
         return
     shipped = of_checkout("recipes.train")
     if shipped is None:
-        raise ValueError(f"unknown recipe {recipe!r}; {suggest(recipe, HEAD_RECIPES)}")
+        known = f"those of the shipped models come with specdemo's checkout; here {suggest(recipe, HEAD_RECIPES)}"
+        raise ValueError(f"unknown recipe {recipe!r}: {known}")
     print(shipped.train(recipe, corpus, out, minutes, device, threads, target, cache, start, compile))
 
 

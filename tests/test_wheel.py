@@ -1,10 +1,12 @@
 """What `pip install` gives: everything the package reads, and a command line and a page that work from any folder."""
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
 import zipfile
+from email import message_from_bytes
 from pathlib import Path
 
 import pytest
@@ -76,11 +78,63 @@ def test_an_installed_copy_works_in_an_empty_folder(wheel, tmp_path):
     assert not list(empty.iterdir())
 
 
+WITHOUT_PAGE = """
+import sys
+
+sys.modules |= dict.fromkeys(("gradio", "gradio_client", "plotly", "pandas", "bitsandbytes"))
+import specdemo
+from specdemo.__main__ import main
+
+sizes = ["--repeats", "1", "--k", "2", "--preset", "embedded-ngram", "--new-tokens", "6", "--prompt", "Once upon"]
+for command in (
+    ["run", "embedded-draft", "--max-new-tokens", "4", "--out", "t.json"], ["replay", "t.json"], ["methods"],
+    ["presets"], ["bench", "k", *sizes], ["predict", "stories", "--trace", "t.json", "--device", "laptop-cpu"], ["doctor"],
+    ["serve-command", "embedded-draft"],
+):
+    assert main(command) == 0, command
+assert specdemo.run("embedded-ngram", max_new_tokens=2).lanes
+assert main(["ui"]) == 2
+assert main(["bench", "k", *sizes, "--html", "k.html"]) == 2
+assert main(["run", "embedded-draft", "--quantization", "4bit"]) == 2
+"""
+
+
+def test_without_the_page_only_the_page_and_plots_are_missing(wheel, tmp_path):
+    installed, folder = tmp_path / "installed", tmp_path / "folder"
+    folder.mkdir()
+    pip("install", "--no-compile", "--no-index", "--target", str(installed), str(wheel))
+    where = os.environ | {"PYTHONPATH": str(installed)}
+    done = subprocess.run([sys.executable, "-c", WITHOUT_PAGE], capture_output=True, text=True, cwd=folder, env=where)
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in folder.iterdir()] == ["t.json"]
+    assert done.stderr.splitlines() == [
+        'specdemo: this needs gradio and plotly; run: pip install "specdemo[page]"',
+        'specdemo: this needs plotly; run: pip install "specdemo[page]"',
+        "specdemo: quantization '4bit' needs bitsandbytes; run: pip install bitsandbytes accelerate",
+    ]
+
+
+def test_the_metadata_describe_the_package(wheel):
+    with zipfile.ZipFile(wheel) as opened:
+        (name,) = (name for name in opened.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = message_from_bytes(opened.read(name))
+    description = metadata.get_payload()
+    assert description.startswith("# specdemo\n") and metadata["Description-Content-Type"] == "text/markdown"
+    assert not re.search(
+        r"\]\((?!https://)", description
+    )  # a link or an image that would be broken outside the checkout
+    assert set(metadata.get_all("Provides-Extra")) == {"page", "bitsandbytes"}
+    required = [Requirement(line) for line in metadata.get_all("Requires-Dist")]
+    core = {wanted.name for wanted in required if wanted.marker is None or wanted.marker.evaluate({"extra": ""})}
+    assert {"torch", "transformers", "typer"} <= core and not {"gradio", "plotly", "bitsandbytes"} & core
+
+
 def test_pins_satisfy_the_package_requirements():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    accepted = {wanted.name: wanted for wanted in map(Requirement, project["dependencies"])}
+    extras = [line for lines in project["optional-dependencies"].values() for line in lines]
+    accepted = {wanted.name: wanted for wanted in map(Requirement, [*project["dependencies"], *extras])}
     pinned = [Requirement(line) for line in (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()]
-    assert [pin.name for pin in pinned] == list(accepted)
+    assert {pin.name for pin in pinned} == set(accepted)
     for pin in pinned:
         (version,) = (clause.version for clause in pin.specifier)
         assert accepted[pin.name].specifier.contains(version), pin

@@ -17,6 +17,7 @@ from specdemo.bench.base import OPTIONS, Report, Suite
 from specdemo.bench.suites import known_suite, suite, suites, takes
 from specdemo.core.files import check_writable
 from specdemo.core.suggest import suggest
+from specdemo.presets.files import require
 
 OUT = "--out"  # the numbers of a suite, or the folder of one that writes while it measures
 
@@ -113,6 +114,8 @@ def _run(name: str, out: Path | None, html: Path | None, as_json: bool, markdown
         given, out = {**given, "folder": out}, None
     if takes(name, "journal"):  # a run that is killed continues from it
         given = {**given, "journal": journal}
+    if html is not None:
+        require("page", "plotly")
     chosen = suite(name, **{n: OPTIONS[n].read(value) for n, value in given.items() if value is not None})
 
     from specdemo.bench.report import bench_report

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Literal
@@ -142,6 +143,14 @@ def of_checkout(name: str) -> ModuleType | None:
     if str(checkout) not in sys.path:  # installed with pip install -e
         sys.path.insert(0, str(checkout))
     return import_module(name)
+
+
+def require(extra: str, *modules: str) -> None:
+    """Raise ValueError with the pip command if a package of an extra of the installation is missing."""
+    missing = [module for module in modules if find_spec(module) is None]
+    if missing:
+        command = f'"specdemo[{extra}]"' if FOLDER == INSTALLED else "-r requirements.txt"
+        raise ValueError(f"this needs {' and '.join(missing)}; run: pip install {command}")
 
 
 def read_preset(path: Path) -> Preset:

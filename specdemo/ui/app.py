@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from specdemo.presets.files import DEFAULT
+from specdemo.presets.files import DEFAULT, require
 from specdemo.presets.limits import public
 from specdemo.servers.address import allow, known_engine, startable
 from specdemo.ui import space
@@ -49,6 +49,7 @@ def ui(
         raise ValueError(f"unrecognized arguments: {' '.join(context.args)}; see --help")
     if not (port.isdecimal() and 1 <= int(port) <= 65535):
         raise ValueError(f"argument --port: {port!r} is not from 1 to 65535; see --help")
+    require("page", "gradio", "plotly")
     if space.zero_gpu():
         import_module("spaces")  # has to come before torch
     from specdemo.ui.page import serve
