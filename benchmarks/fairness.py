@@ -11,7 +11,8 @@ from torch import Generator
 from specdemo.bench.base import Report
 from specdemo.bench.measure import Tick, repeated
 from specdemo.bench.prompts import PROMPTS
-from specdemo.bench.result import Result, Spread
+from specdemo.bench.result import Result
+from specdemo.core.estimate import over_repeats
 from specdemo.core.protocol import Budget, Drafter, GenerationConfig, Progress
 from specdemo.core.sampling import Sampling
 from specdemo.core.trace import StepEvent, step_ms
@@ -50,15 +51,15 @@ def race_fairness(repeats: int, report: Report, cancelled: Callable[[], bool]) -
     rows: list[dict[str, Any]] = [
         {
             "plain lane beside": name,
-            "its ms/token": Spread.of([clocks[name][0] for clocks in done]),
-            "the rival's ms/token": Spread.of([clocks[name][1] for clocks in done]),
+            "its ms/token": over_repeats([clocks[name][0] for clocks in done]),
+            "the rival's ms/token": over_repeats([clocks[name][1] for clocks in done]),
         }
         for name in beside
     ]
     usual, stalled = (row["its ms/token"] for row in rows)
-    change = stalled.median / usual.median - 1.0
-    noise = max(s.q3 - s.q1 for s in (usual, stalled)) / usual.median
-    remark = f"The plain lane's own clock changed by {change:+.1%}; the quartiles of its repeats lie {noise:.1%} apart."
+    widths = [each.width for each in (usual, stalled) if each.width is not None]
+    noise = f"; its 95 % intervals are up to ±{max(widths):.1%} wide" if widths else ""
+    remark = f"The plain lane's own clock changed by {stalled.value / usual.value - 1.0:+.1%}{noise}."
     config = {"target": "stories", "prompts": 3, "new_tokens": NEW_TOKENS, "stall_ms": STALL_MS}
     return Result("race-fairness", len(done), config, environment(target), rows, [remark, *remarks])
 

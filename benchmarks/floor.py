@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from benchmarks.pairs import Pair
 from specdemo.bench.base import Report
 from specdemo.bench.measure import Tick, repeated
-from specdemo.bench.result import Result, Spread
+from specdemo.bench.result import Result
+from specdemo.core.estimate import Estimate, over_repeats
 from specdemo.core.protocol import Budget, Drafter, Forward, GenerationConfig, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
@@ -211,17 +212,17 @@ def _row(name: str, mode: str, repeats: Sequence[Sequence[Overhead]]) -> dict[st
     if not all(repeats):
         return row
     return row | {
-        "ms/step": Spread.of([sum(o.step_ms for o in r) / sum(o.steps for o in r) for r in repeats]),
-        "forwards ms/step": Spread.of([sum(o.floor_ms for o in r) / sum(o.steps for o in r) for r in repeats]),
+        "ms/step": over_repeats([sum(o.step_ms for o in r) / sum(o.steps for o in r) for r in repeats]),
+        "forwards ms/step": over_repeats([sum(o.floor_ms for o in r) / sum(o.steps for o in r) for r in repeats]),
         **overhead_columns(repeats),
     }
 
 
-def overhead_columns(repeats: Sequence[Sequence[Overhead]]) -> dict[str, Spread | None]:
+def overhead_columns(repeats: Sequence[Sequence[Overhead]]) -> dict[str, Estimate | None]:
     """Return the spread over the repeats of the whole step, of the target's part and of drafting."""
 
-    def spread(part: str) -> Spread | None:
+    def spread(part: str) -> Estimate | None:
         values = [[value for o in r if (value := getattr(o, part)) is not None] for r in repeats]
-        return Spread.of([sum(v) / len(v) for v in values]) if all(values) else None
+        return over_repeats([sum(v) / len(v) for v in values]) if all(values) else None
 
     return {"overhead": spread("whole"), "of the target": spread("target"), "of drafting": spread("draft")}

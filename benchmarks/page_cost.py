@@ -21,7 +21,7 @@ from gradio_client import Client
 from playwright.sync_api import Playwright, expect, sync_playwright
 
 from specdemo.bench.report import table
-from specdemo.bench.result import Spread
+from specdemo.core.estimate import over_repeats
 from specdemo.servers.started import free_port
 
 FLAGS = ["--no-sandbox", "--disable-gpu"]
@@ -127,7 +127,7 @@ def report(pairs: list[tuple[Race, Race]], delays: list[float]) -> None:
     load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
     print(f"{environment['device']} | {cores} cores, shared by engine, server and browser | {threads}")
     print(f"commit {environment['commit']} | {PRESET}, {NEW_TOKENS} new tokens at most | load {load}")
-    print(f"{len(pairs)} repeats of both in turn, median [quartiles]\n")
+    print(f"{len(pairs)} repeats of both in turn, mean and 95 % interval\n")
     rows = []
     for lane in pairs[0][0]["ms"]:
         alone, beside = ([race["ms"][lane] for race in races] for races in zip(*pairs, strict=True))
@@ -140,8 +140,7 @@ def report(pairs: list[tuple[Race, Race]], delays: list[float]) -> None:
 
 
 def _spread(values: list[float]) -> str:
-    spread = Spread.of(values)
-    return f"{spread.median:.3f} [{spread.q1:.3f} {spread.q3:.3f}]"
+    return over_repeats(values).told("", 3)
 
 
 if __name__ == "__main__":

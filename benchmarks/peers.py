@@ -24,7 +24,8 @@ from benchmarks.pairs import Pair
 from specdemo.bench.base import Report
 from specdemo.bench.device import copy_bandwidth
 from specdemo.bench.measure import Tick, repeated
-from specdemo.bench.result import Result, Spread
+from specdemo.bench.result import Result
+from specdemo.core.estimate import Estimate, over_repeats
 from specdemo.core.protocol import Budget, Drafter, GenerationConfig
 from specdemo.core.trace import StepEvent
 from specdemo.engine.loop import generate
@@ -225,7 +226,7 @@ def row(name: str, contests: Sequence[Mapping[str, Timed]]) -> dict[str, Any]:
     total = len(last[PLAIN].written)
     return {
         "lane": name,
-        "tokens/s": Spread.of([timed[name].tokens_per_s for timed in contests]),
+        "tokens/s": over_repeats([timed[name].tokens_per_s for timed in contests]),
         "speed-up": _ratio(contests, name, PLAIN),
         "accepted": round(sum(len(e.path[0]) - 1 for e in events) / drafted, 4) if drafted else None,
         "tokens/pass": round(sum(len(e.emitted[0]) for e in events) / len(events), 4) if events else None,
@@ -233,8 +234,8 @@ def row(name: str, contests: Sequence[Mapping[str, Timed]]) -> dict[str, Any]:
     }
 
 
-def _ratio(contests: Sequence[Mapping[str, Timed]], one: str, other: str) -> Spread:
-    return Spread.of([timed[one].tokens_per_s / timed[other].tokens_per_s for timed in contests])
+def _ratio(contests: Sequence[Mapping[str, Timed]], one: str, other: str) -> Estimate:
+    return over_repeats([timed[one].tokens_per_s / timed[other].tokens_per_s for timed in contests])
 
 
 def _agreement(pair: Pair) -> str:
@@ -255,7 +256,7 @@ def _ratios(contests: Sequence[Mapping[str, Timed]]) -> list[str]:
         (OUR_LOOKUP, LOOKUP_THEIRS),
     ]
     ratios = [(one, other, _ratio(contests, one, other)) for one, other in versus if other in contests[0]]
-    return [f"{one} / {other}: {r.median:.2f}x [{r.q1:.2f} {r.q3:.2f}]" for one, other, r in ratios]
+    return [f"{one} / {other}: {r.told()}" for one, other, r in ratios]
 
 
 def _bandwidth(model: PreTrainedModel, contests: Sequence[Mapping[str, Timed]]) -> str:

@@ -12,8 +12,9 @@ from benchmarks.pairs import Pair
 from benchmarks.peers import OUR_PLAIN, PLAIN, Ours, Peer, contest, quiet, row, transformers_peer
 from specdemo.bench.base import Report
 from specdemo.bench.measure import Tick, repeated
-from specdemo.bench.result import Result, Spread
+from specdemo.bench.result import Result
 from specdemo.bench.suites import Losslessness
+from specdemo.core.estimate import over_repeats
 from specdemo.core.protocol import Budget
 from specdemo.engine.session import environment
 from specdemo.methods import BASELINE, load_drafter
@@ -52,11 +53,11 @@ def vocabularies(repeats: int, new_tokens: int, report: Report, cancelled: Calla
     with quiet():
         done, stopped = repeated(repeats, report, cancelled, once)
     ratios = {
-        other: Spread.of([timed[DRAFTING].tokens_per_s / timed[other].tokens_per_s for timed in done])
+        other: over_repeats([timed[DRAFTING].tokens_per_s / timed[other].tokens_per_s for timed in done])
         for other in (OUR_PLAIN, PLAIN, ASSISTED, ASSISTED_USUAL)
     }
     remarks = [f"{differing} differing tokens over {PROMPTS} prompts of {GREEDY} tokens.", *drawn.remarks[:4]]
-    remarks += [f"{DRAFTING} / {name}: {r.median:.2f}x [{r.q1:.2f}, {r.q3:.2f}]" for name, r in ratios.items()]
+    remarks += [f"{DRAFTING} / {name}: {r.told()}" for name, r in ratios.items()]
     config = {"preset": PRESET, "k": k, "new_tokens": new_tokens, "prompts": TIMED}
     rows = [row(name, done) for name in peers]
     return Result("other-vocabulary", len(done), config, environment(target), rows, [*remarks, *stopped], "lane")

@@ -102,15 +102,10 @@ def _table(rows: list[Row]) -> str:
     return text if len(rows) <= LONGEST else f"{text}\n\n{len(rows) - LONGEST} more rows are in {RESULTS}."
 
 
-def _middle(cell: Mapping[str, float]) -> float:
-    """Return the central value of a stored Spread, or of the Estimate that remains with too few repeats."""
-    return cell["median"] if "median" in cell else cell["value"]
-
-
 def _cell(value: Any) -> str:
     if isinstance(value, Mapping):
-        around = f" [{value['q1']:.4g}, {value['q3']:.4g}]" if "q1" in value else ""
-        return f"{_middle(value):.4g}{around}"
+        around = f" [{value['low']:.4g}, {value['high']:.4g}]" if value.get("low") is not None else ""
+        return f"{value['value']:.4g}{around}"
     if isinstance(value, float):
         return f"{value:.4g}"
     return "" if value is None else str(value).replace("|", "\\|").replace("\n", " ")
@@ -127,7 +122,7 @@ def profile_of(kept: Mapping[str, Kept], environment: Kept, lab: Lab) -> Profile
         return Figure(value=numbers[name], source=source) if name in numbers else None
 
     rates = {what.split()[1]: figure(what) for what in numbers if what.startswith("compute_tflop_per_s ")}
-    over = [_middle(row["overhead"]) for row in rows_of(kept, "overhead") if row.get("overhead")]
+    over = [row["overhead"]["value"] for row in rows_of(kept, "overhead") if row.get("overhead")]
     title = str(environment["device"])
     return Profile.model_validate(
         {

@@ -23,7 +23,8 @@ from benchmarks.pairs import SIZES, Pair, Size, make_pair, random_pair
 from benchmarks.peers import compete, read_bytes
 from specdemo.bench.device import BATCHES, WIDTHS, basics, fast, passes, passes_of, slug
 from specdemo.bench.random_models import DRAFTS, random_model
-from specdemo.bench.result import Cell, Result
+from specdemo.bench.result import Result
+from specdemo.core.estimate import Estimate
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.sampling import Sampling
 from specdemo.engine.comparison import Lane
@@ -343,7 +344,7 @@ def _found(result: Result) -> Found:
 
 
 def _cell(value: Any) -> Any:
-    return asdict(value) if isinstance(value, Cell) else value
+    return asdict(value) if isinstance(value, Estimate) else value
 
 
 def presets(lab: Lab) -> Found:

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from specdemo.bench.base import Report, Stop
 from specdemo.bench.report import sentence
-from specdemo.bench.result import ALL, THOROUGH, Spread
+from specdemo.bench.result import ALL, THOROUGH
 from specdemo.core import noise
 from specdemo.core.accept import AcceptRule
-from specdemo.core.estimate import Estimate, Timed, rate, speedup, waited_share
+from specdemo.core.estimate import Estimate, Timed, over_repeats, rate, speedup, waited_share
 from specdemo.core.protocol import GenerationConfig, Target
 from specdemo.core.reading import read_text
 from specdemo.core.sampling import Sampling
@@ -279,7 +279,7 @@ def along(
             plain = [tallies[number][0] for tallies in done]
             own = [tallies[number][index] for tallies in done] if index else plain
             row = tally_row(name, {axis: place.value}, own, plain)
-            rows.append(row | {"TTFT ms": Spread.of([sum(t.prefills) / len(t.prefills) for t in own])})
+            rows.append(row | {"TTFT ms": over_repeats([sum(t.prefills) / len(t.prefills) for t in own])})
     return rows, remarks, len(done)
 
 

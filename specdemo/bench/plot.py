@@ -14,7 +14,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from specdemo.bench.base import Axis
-from specdemo.bench.result import ALL, DRAFTED, LATENCY, PLAIN, TOKEN, Cell, Result, Row, ends, is_baseline
+from specdemo.bench.result import ALL, DRAFTED, LATENCY, PLAIN, TOKEN, Result, Row, is_baseline
 from specdemo.bench.suites import suites
 from specdemo.core.estimate import Estimate
 
@@ -48,8 +48,8 @@ def figure(result: Result) -> go.Figure:
         return _frontier(result)
     over = result.axis or BARS
     place = str if over in (BARS, KIND) else (int, float)
-    rows = [row for row in result.rows if isinstance(row.get("speed-up"), Cell) and isinstance(row.get(over), place)]
-    rows = [row for row in rows if row.get("category", ALL) == ALL]
+    rows = [row for row in result.rows if row.get("category", ALL) == ALL and isinstance(row.get(over), place)]
+    rows = [row for row in rows if isinstance(row.get("speed-up"), Estimate)]
     rows = [row for row in rows if isinstance(row.get("lane"), str) and not _is_baseline(row["lane"], rows)]
     if not rows:
         raise ValueError(f"suite {result.suite} measures no speed-up; there is nothing to draw")
@@ -177,7 +177,7 @@ def _sideways(rows: list[Row], name: str = "") -> dict[str, object]:
 def _frontier(result: Result) -> go.Figure:
     """A curve per lane from load to load: to the left is quicker for each, up is more for all."""
     over, columns = result.axis or "", ("tokens/s", LATENCY, "speed-up")
-    rows = [row for row in result.rows if all(isinstance(row.get(name), Cell) for name in columns)]
+    rows = [row for row in result.rows if all(isinstance(row.get(name), Estimate) for name in columns)]
     rows = [row for row in rows if isinstance(row.get("lane"), str) and _is_number(row.get(over))]
     if not rows:
         raise ValueError(f"suite {result.suite} holds no load; there is nothing to draw")
@@ -185,8 +185,8 @@ def _frontier(result: Result) -> go.Figure:
     for lane, (color, dash, marker) in zip(_lanes(rows), cycle(LINES), strict=False):
         points = [row for row in rows if row["lane"] == lane]
         drawn.add_scatter(
-            x=[ends(row[LATENCY])[0] for row in points],
-            y=[ends(row["tokens/s"])[0] for row in points],
+            x=[row[LATENCY].value for row in points],
+            y=[row["tokens/s"].value for row in points],
             error_y=_intervals(points, "tokens/s") | {"color": color},
             mode="lines+markers+text",
             name=_plain(lane),
@@ -194,7 +194,7 @@ def _frontier(result: Result) -> go.Figure:
             textposition="top left",
             line={"color": color, "width": 2.5, "dash": dash},
             marker={"symbol": marker, "size": 9},
-            customdata=[(ends(row["speed-up"])[0],) for row in points],
+            customdata=[(row["speed-up"].value,) for row in points],
             hovertemplate=f"%{{text}} {over}: <b>%{{y:.0f}} tokens/s</b>, %{{x:.2f}} ms a token, "
             f"%{{customdata[0]:.2f}}{TIMES} of plain<extra>{_plain(lane)}</extra>",
         )
@@ -262,19 +262,20 @@ def _lanes(rows: Iterable[Row]) -> list[str]:
 
 
 def _value(row: Row) -> float:
-    return ends(row["speed-up"])[0]
+    speed: Estimate = row["speed-up"]
+    return speed.value
 
 
 def _intervals(rows: list[Row], column: str = "speed-up") -> dict[str, object]:
     """Error bars over the intervals, where there are any."""
-    known = [ends(row[column]) for row in rows]
-    up = [(high or value) - value for value, _, high in known]
-    down = [value - (low or value) for value, low, _ in known]
+    known: list[Estimate] = [row[column] for row in rows]
+    up = [(one.high or one.value) - one.value for one in known]
+    down = [one.value - (one.low or one.value) for one in known]
     return {"type": "data", "symmetric": False, "array": up, "arrayminus": down, "thickness": 1.5, "width": 5}
 
 
 def _told(rows: list[Row]) -> list[tuple[str]]:
-    return [(Estimate(*ends(row["speed-up"])).interval(),) for row in rows]
+    return [(row["speed-up"].interval(),) for row in rows]
 
 
 def _title(result: Result, head: str) -> dict[str, object]:

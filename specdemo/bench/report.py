@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from specdemo.bench.result import ALL, THOROUGH, Cell, Result, best, ends, is_baseline, noisy, told
+from specdemo.bench.result import ALL, Result, best, intervals, is_baseline, noisy
 from specdemo.core.estimate import Estimate
 from specdemo.core.headline import headline, settled
 from specdemo.core.suggest import program
@@ -22,9 +22,9 @@ def race_report(trace: RunTrace) -> str:
     header = ("lane", "tokens", "tokens/s", "speed-up", "accepted", "tokens/pass", "TTFT ms", "waited", "output")
     speeds = estimates(trace)
     rows = [_race_row(*plain, Estimate(1.0), NONE)]
-    for index, (lane, speed) in enumerate(zip(lanes, speeds, strict=True)):
+    for index, (measured, speed) in enumerate(zip(lanes, speeds, strict=True)):
         output = str(trace.comparison[index].get("verdict", NONE)) if index < len(trace.comparison) else NONE
-        rows.append(_race_row(*lane, speed, output))
+        rows.append(_race_row(*measured, speed, output))
     result = headline(trace)
     sentences = [result.sentence] if result else []
     if plain[0].finish == "error":
@@ -128,7 +128,7 @@ def _markdown_table(result: Result) -> list[str]:
     rows = [row for row in result.rows if row.get("category", ALL) == ALL]
     complete = all(row.get(name) is not None for row in rows for name in README)
     if complete and len({row["lane"] for row in rows}) == len(rows):
-        rows = sorted(rows, key=lambda row: -ends(row["speed-up"])[0])
+        rows = sorted(rows, key=lambda row: -row["speed-up"].value)
         head = "| lane | tokens/s | speed-up | drafted tokens kept | tokens per target pass |"
         return [head, "|---|---|---|---|---|", *map(_in_markdown, rows)]
     names = list(dict.fromkeys(name for row in result.rows for name in row))
@@ -138,8 +138,8 @@ def _markdown_table(result: Result) -> list[str]:
 
 def _in_markdown(row: dict[str, Any]) -> str:
     kept = f"{row['accepted']:.0%}" if row.get("accepted") is not None else ""
-    speed = "1" if is_baseline(row["speed-up"]) else told(row["speed-up"])
-    rate = Estimate(*ends(row["tokens/s"])).told("", 0)
+    speed = "1" if is_baseline(row["speed-up"]) else row["speed-up"].told()
+    rate = row["tokens/s"].told("", 0)
     return f"| {row['lane']} | {rate} | {speed} | {kept} | {row['tokens/pass']:.2f} |"
 
 
@@ -147,7 +147,7 @@ def conditions(result: Result) -> str:
     """How often it was measured, by which clock, and what stands in brackets."""
     repeats = f"{result.repeats} repeat{'s' * (result.repeats != 1)}"
     clock = result.environment.get("clock")
-    return ", ".join(filter(None, [repeats, clock, "95 % intervals" if result.repeats >= THOROUGH else ""]))
+    return ", ".join(filter(None, [repeats, clock, "95 % intervals" if intervals(result) else ""]))
 
 
 def sentence(text: str) -> str:
@@ -156,9 +156,9 @@ def sentence(text: str) -> str:
 
 
 def _cell(value: object) -> str:
-    if isinstance(value, Cell):
-        number, low, high = ends(value)
-        return f"{number:.4g}" + ("" if low is None or high is None else f" [{low:.4g} {high:.4g}]")
+    if isinstance(value, Estimate):
+        known = value.low is not None and value.high is not None
+        return f"{value.value:.4g}" + (f" [{value.low:.4g} {value.high:.4g}]" if known else "")
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
     return NONE if value is None else visible(str(value)).replace("\n", "\\n").replace("\t", "\\t")

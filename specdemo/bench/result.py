@@ -1,8 +1,6 @@
 """What a suite found, and its file."""
 
 import json
-import statistics
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -25,33 +23,7 @@ PLAIN, DRAFTED = "plain", "speculative"
 LATENCY = "ms/token"  # of requests, in rows of a load
 
 
-@dataclass(frozen=True, slots=True)
-class Spread:
-    median: float
-    q1: float
-    q3: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> "Spread":
-        """The median and the quartiles of what was measured; of one value, that value."""
-        q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
-        return cls(round(median, 4), round(q1, 4), round(q3, 4))
-
-
-Cell = Spread | Estimate  # a number of several runs
-
-
-def ends(cell: Cell) -> tuple[float, float | None, float | None]:
-    """Its value, and from where to where it may be told: of an older result the middle half of the repeats."""
-    return (cell.median, cell.q1, cell.q3) if isinstance(cell, Spread) else (cell.value, cell.low, cell.high)
-
-
-def told(cell: Cell) -> str:
-    """Of a speed-up: `1.97x, 1.86 to 2.07`."""
-    return Estimate(*ends(cell)).told()
-
-
-Row = dict[str, Any]  # column -> text, number, Spread, Estimate or None
+Row = dict[str, Any]  # column -> text, number, Estimate or None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +35,6 @@ class Result:
     rows: list[Row]
     remarks: list[str] = field(default_factory=list)
     axis: str | None = None  # the column of a plot's x axis
-
-    def __post_init__(self) -> None:
-        """Below THOROUGH repeats quartiles say nothing, so they are left out."""
-        if self.repeats < THOROUGH:
-            for row in self.rows:
-                row.update({name: Estimate(cell.median) for name, cell in row.items() if isinstance(cell, Spread)})
 
 
 def to_json(result: Result) -> str:
@@ -93,7 +59,16 @@ class _Estimate:
     reasons: Annotated[list[_Text], Field(max_length=64)]
 
 
-_Cell = Spread | _Estimate | float | int | bool | _Text | None
+@checked(frozen=True, config=_strict)
+class _Quartiles:
+    """A number of a result of before there were intervals."""
+
+    median: float
+    q1: float
+    q3: float
+
+
+_Cell = _Quartiles | _Estimate | float | int | bool | _Text | None
 _Row = Annotated[dict[Annotated[str, Field(max_length=80)], _Cell], Field(max_length=40)]
 
 
@@ -153,19 +128,23 @@ def _parsed(content: str | bytes, bounds: Bounds) -> Result:
 def _cell(value: object) -> object:
     if isinstance(value, _Estimate):
         return Estimate(value.value, value.low, value.high, tuple(value.reasons))
+    if isinstance(value, _Quartiles):  # half of the repeats lie between quartiles, which is no 95 % interval
+        return Estimate(value.median)
     return value
 
 
 def best(result: Result) -> str:
     """Which of the rows is the fastest: one, if its interval lies above all others, or as many as nobody can tell
     apart. Below THOROUGH repeats none is. Empty where no speed-up was measured."""
-    rows = [row for row in result.rows if isinstance(row.get("speed-up"), Cell) and row.get("category", ALL) == ALL]
+    rows = [row for row in result.rows if isinstance(row.get("speed-up"), Estimate) and row.get("category", ALL) == ALL]
     rows = [row for row in rows if not is_baseline(row["speed-up"])]
     if not rows:
         return ""
     if result.repeats < THOROUGH:
         return f"measured {result.repeats} time{'s' * (result.repeats > 1)}; {THOROUGH} repeats say which is the best."
-    speeds = [Estimate(*ends(row["speed-up"])) for row in rows]
+    speeds: list[Estimate] = [row["speed-up"] for row in rows]
+    if all(speed.low is None for speed in speeds):
+        return "this result has no 95 % intervals; measure again to see which is the best."
     top, *tied = fastest(speeds)
     if speeds[top].word != "faster":
         return "nothing was clearly faster than plain decoding."
@@ -173,7 +152,12 @@ def best(result: Result) -> str:
         names = " and ".join(_place(rows[index], result.axis) for index in (top, *tied))
         value = speeds[top].value
         return f"no clear difference between the best, {names}, at {value:.2f} times as fast as plain decoding."
-    return f"at best {told(rows[top]['speed-up'])} as fast as plain decoding, {_place(rows[top], result.axis)}."
+    return f"at best {speeds[top].told()} as fast as plain decoding, {_place(rows[top], result.axis)}."
+
+
+def intervals(result: Result) -> bool:
+    """Return whether its numbers have 95 % intervals."""
+    return any(isinstance(cell, Estimate) and cell.low is not None for row in result.rows for cell in row.values())
 
 
 def noisy(result: Result) -> str:
@@ -188,9 +172,9 @@ def noisy(result: Result) -> str:
     )
 
 
-def is_baseline(speed: Cell) -> bool:
+def is_baseline(speed: Estimate) -> bool:
     """What the others are divided by."""
-    return set(ends(speed)) <= {1.0, None}
+    return {speed.value, speed.low, speed.high} <= {1.0, None}
 
 
 def _place(row: dict[str, object], axis: str | None) -> str:

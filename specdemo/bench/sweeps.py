@@ -12,7 +12,7 @@ from specdemo.bench.base import Decoding, Laned, Questioned, Report, Stop
 from specdemo.bench.measure import Place, Question, Way, along, compare_lanes, read_questions, windows
 from specdemo.bench.prompts import CODE, EDITS, PROMPTS
 from specdemo.bench.report import sentence
-from specdemo.bench.result import ALL, Result, Row, ends, told
+from specdemo.bench.result import ALL, Result, Row
 from specdemo.core.accept import Block, Lossless
 from specdemo.core.protocol import GenerationConfig
 from specdemo.core.sampling import Sampling
@@ -158,14 +158,15 @@ def _order(rows: list[Row]) -> str:
     best = [max((row for row in rows if row["text"] == kind), key=_times) for kind in kinds]
     best.sort(key=_times, reverse=True)
     words = "; ".join(
-        f"{row['text']} {told(row['speed-up'])} with {row['tokens/pass']:.1f} tokens a pass ({row['lane']})"
+        f"{row['text']} {row['speed-up'].told()} with {row['tokens/pass']:.1f} tokens a pass ({row['lane']})"
         for row in best
     )
     return f"A pass costs the same whatever the text, so what gains is text of which more guesses come true: {words}."
 
 
 def _times(row: Row) -> float:
-    return ends(row["speed-up"])[0]
+    value: float = row["speed-up"].value
+    return value
 
 
 def over_batches(suite: Laned, report: Report, cancelled: Stop) -> Result:

@@ -30,5 +30,5 @@ def _batch() -> dict[str, object] | None:
     if result is None:
         return None
     drafting = [row for row in result.rows if row["accepted"] is not None]
-    points = [[row["batch"], row["speed-up"].median] for row in drafting]
+    points = [[row["batch"], row["speed-up"].value] for row in drafting]
     return {"points": points, "where": result.environment.get("device", "")}

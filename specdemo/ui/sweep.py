@@ -13,7 +13,7 @@ import gradio as gr
 
 from specdemo.bench.base import Report, Stop
 from specdemo.bench.plot import figure
-from specdemo.bench.result import Cell, Result, best, ends, noisy, read_result, recorded_suite, to_json
+from specdemo.bench.result import Result, best, noisy, read_result, recorded_suite, to_json
 from specdemo.bench.suites import Sweep, swept, takes
 from specdemo.core.estimate import Estimate
 from specdemo.presets import limits
@@ -121,10 +121,9 @@ def result_line(result: Result, recorded: bool) -> str:
 
 def _cell(value: object) -> object:
     """A number of several runs as its value and its interval in words."""
-    if not isinstance(value, Cell):
+    if not isinstance(value, Estimate):
         return value
-    number = Estimate(*ends(value))
-    return {"value": number.value, "interval": number.interval(1 if number.value >= 10.0 else 2)}
+    return {"value": value.value, "interval": value.interval(1 if value.value >= 10.0 else 2)}
 
 
 def begin(values: Values, last: Sweeping | None) -> Sweeping:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from specdemo.bench.plot import figure
-from specdemo.bench.result import Spread
+from specdemo.core.estimate import Estimate
 from tests.ui.stand_ins import swept
 
 
@@ -15,21 +15,21 @@ def named(drawn):
 
 
 def bars(*lanes, **more):
-    rows = [{"lane": lane, "speed-up": Spread(x, x - 0.1, x + 0.2)} | more for lane, x in lanes]
-    plain = {"lane": "Baseline", "speed-up": Spread(1.0, 1.0, 1.0)}
+    rows = [{"lane": lane, "speed-up": Estimate(x, x - 0.1, x + 0.2)} | more for lane, x in lanes]
+    plain = {"lane": "Baseline", "speed-up": Estimate(1.0, 1.0, 1.0)}
     return replace(swept(), suite="methods", axis="lane", rows=[plain, *rows])
 
 
-def test_a_line_per_lane_with_quartiles_and_what_was_predicted():
+def test_a_line_per_lane_with_intervals_and_predictions():
     drawn = figure(swept())
     deep = "&lt;i&gt;deep&lt;/i&gt; &amp; co"
     traces = named(drawn)
     assert list(traces) == ["plain decoding", "wide", deep, f"{deep}, predicted"]
     wide = traces["wide"]
     row = next(row for row in swept().rows if (row["lane"], row["k"]) == ("wide", 2))
-    assert list(wide.x) == [1, 2, 4, 8] and wide.y[1] == row["speed-up"].median
-    assert wide.error_y.array[1] == pytest.approx(row["speed-up"].q3 - row["speed-up"].median)
-    assert wide.error_y.arrayminus[1] == pytest.approx(row["speed-up"].median - row["speed-up"].q1)
+    assert list(wide.x) == [1, 2, 4, 8] and wide.y[1] == row["speed-up"].value
+    assert wide.error_y.array[1] == pytest.approx(row["speed-up"].high - row["speed-up"].value)
+    assert wide.error_y.arrayminus[1] == pytest.approx(row["speed-up"].value - row["speed-up"].low)
     assert traces[f"{deep}, predicted"].line.dash == "dash" and wide.line.dash is None
     assert list(traces["plain decoding"].y) == [1.0, 1.0]
     assert len({traces[name].marker.symbol for name in list(traces)[1:]}) == 3
@@ -70,7 +70,7 @@ def test_a_figure_reads_on_any_background():
 
 
 def test_more_lanes_than_colours():
-    rows = [{"lane": f"lane {i}", "k": 1, "speed-up": Spread(2.0, 2.0, 2.0)} for i in range(20)]
+    rows = [{"lane": f"lane {i}", "k": 1, "speed-up": Estimate(2.0, 2.0, 2.0)} for i in range(20)]
     assert len(figure(replace(swept(), rows=rows)).data) == 21
 
 
@@ -78,10 +78,10 @@ def test_more_lanes_than_colours():
     "rows",
     [
         [],
-        [{"lane": "wide", "tokens/s": Spread(1.0, 1.0, 1.0)}],
-        [{"lane": "wide", "k": "<b>", "speed-up": Spread(2.0, 2.0, 2.0)}],
-        [{"k": 1, "speed-up": Spread(2.0, 2.0, 2.0)}, {"lane": "wide", "k": 1, "speed-up": "2"}],
-        [{"lane": "Baseline", "k": 1, "speed-up": Spread(1.0, 1.0, 1.0)}],
+        [{"lane": "wide", "tokens/s": Estimate(1.0, 1.0, 1.0)}],
+        [{"lane": "wide", "k": "<b>", "speed-up": Estimate(2.0, 2.0, 2.0)}],
+        [{"k": 1, "speed-up": Estimate(2.0, 2.0, 2.0)}, {"lane": "wide", "k": 1, "speed-up": "2"}],
+        [{"lane": "Baseline", "k": 1, "speed-up": Estimate(1.0, 1.0, 1.0)}],
     ],
 )
 def test_no_plot_without_speed_up(rows):

@@ -6,7 +6,7 @@ import pytest
 
 from specdemo.bench import page
 from specdemo.bench.report import bench_report
-from specdemo.bench.result import Result, Spread, best, read_result, write_result
+from specdemo.bench.result import Result, best, intervals, read_result, write_result
 from specdemo.core.bounds import FILE
 from specdemo.core.estimate import Estimate
 
@@ -19,7 +19,7 @@ RESULT = Result(
         {
             "lane": "a",
             "k": 1,
-            "tokens/s": Spread(3.0, 2.0, 4.0),
+            "tokens/s": Estimate(3.0, 2.0, 4.0),
             "speed-up": Estimate(1.5, 1.4, 1.6, ("it waited",)),
             "predicted": 1.5,
         }
@@ -41,9 +41,7 @@ def test_a_result_comes_back_as_it_was(tmp_path):
 
 
 def test_fewer_than_three_repeats_have_no_brackets():
-    few = read_result(stored(repeats=2, rows=[{"tokens/s": {"median": 7.5, "q1": 7.5, "q3": 7.5}}]))
-    assert few.rows == [{"tokens/s": Estimate(7.5)}] and best(few) == ""
-    assert "[" not in bench_report(sped(1, a=Spread(7.5, 7.5, 7.5)))
+    assert "[" not in bench_report(sped(1, a=Estimate(7.5)))
 
 
 def sped(repeats=3, **speeds):
@@ -65,9 +63,21 @@ def test_a_best_one_is_named_only_where_it_is_separated(result, words):
     assert best(result).startswith(words)
 
 
-def test_spread_is_median_and_quartiles():
-    assert Spread.of([4.0, 1.0, 2.0, 3.0, 5.0]) == Spread(3.0, 2.0, 4.0)
-    assert Spread.of([2.0]) == Spread(2.0, 2.0, 2.0)
+@pytest.mark.parametrize("repeats", [2, 3])
+def test_quartiles_of_an_older_result_are_no_interval(repeats):
+    """Half of the repeats lie between them, and the median of three may equal one of them."""
+    lanes = [{"lane": name, "speed-up": dict(zip(("median", "q1", "q3"), speeds, strict=True))} for name, speeds in OLD]
+    where = {"device": "d", "threads": 1, "dtype": "t"}
+    old = read_result(stored(suite="methods", repeats=repeats, environment=where, rows=lanes, axis="lane"))
+    assert [row["speed-up"] for row in old.rows] == [Estimate(1.0), Estimate(1.0574), Estimate(1.3713)]
+    assert not intervals(old)
+    report = bench_report(old)
+    assert "95 % intervals |" not in report and "[" not in report
+    words = {2: "measured 2 times; ", 3: "this result has no 95 % intervals; measure again"}
+    assert best(old).startswith(words[repeats])
+
+
+OLD = [("Baseline", [1.0] * 3), ("medusa", [1.0574, 1.0558, 1.3662]), ("eagle", [1.3713, 1.367, 1.4301])]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,10 @@
 """Intervals: what they hold, what widens them, what is said with them."""
 
+from math import sqrt
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from specdemo.core import noise
 from specdemo.core.definitions import DEFINITIONS, by_key, table
@@ -93,6 +97,33 @@ def test_a_number_that_was_measured_several_times():
     told = over_repeats([1.0, 2.0, 4.0])  # ln 2 apart, and t = 4.303 of two degrees of freedom
     assert told.value == 2.0 and told.high == pytest.approx(2.0 * 2.0 ** (4.3027 / 3**0.5), rel=1e-3)
     assert told.low * told.high == pytest.approx(4.0, rel=1e-3)
+
+
+STEPS = st.lists(st.tuples(st.integers(0, 8), st.floats(0.5, 50.0)), min_size=1, max_size=40)
+RUN = st.builds(Timed, STEPS, st.integers(1, 200), st.sampled_from([0.0, 7.0]), st.sampled_from([None, 0.0, 90.0]))
+
+
+def strictly_inside(estimate):
+    """Return whether the estimate is the middle of its interval on a logarithmic scale, or the interval is a point."""
+    if estimate is None or estimate.low is None:
+        return True
+    point = estimate.high - estimate.low <= 1e-9 * estimate.value
+    middle = sqrt(estimate.low * estimate.high) == pytest.approx(estimate.value, rel=1e-6)
+    return middle and (point or estimate.low < estimate.value < estimate.high)
+
+
+@given(runs=st.lists(st.tuples(RUN, RUN), min_size=1, max_size=6), shared=st.booleans())
+def test_a_speed_and_a_speedup_lie_strictly_inside_their_intervals(runs, shared):
+    plain, lane = zip(*runs, strict=True)
+    assert strictly_inside(rate(lane))
+    assert strictly_inside(speedup(plain, lane, shared))
+
+
+@given(st.lists(st.floats(0.1, 1000.0), min_size=1, max_size=8))
+def test_a_repeated_number_lies_strictly_inside_its_interval(values):
+    """An end that is rounded meets the rounded value only where the interval is about as narrow as the rounding."""
+    seen = over_repeats(values)
+    assert seen.low is None or seen.low < seen.value < seen.high or seen.high - seen.low <= 3e-4
 
 
 def test_number_formatting():
