@@ -8,7 +8,7 @@ what it sends. Goodput counts the requests that keep both bounds (Zhong et al. 2
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from statistics import quantiles
 
@@ -19,6 +19,7 @@ from specdemo.bench.load_points import Journal, Measure, Measured, Point, Round,
 from specdemo.bench.load_servers import Fleet
 from specdemo.bench.measure import Tick, repeated
 from specdemo.bench.result import LATENCY, THOROUGH, Result, Row
+from specdemo.core import noise
 from specdemo.core.estimate import Estimate, over_repeats
 from specdemo.core.tally import ratio
 from specdemo.presets.files import preset
@@ -165,14 +166,14 @@ def _row(
     answers = [answer for point in points for answer in point.answers]
     gaps = [gap for answer in answers for gap in answer.gaps]
     first = [answer.ttft for answer in answers]
-    told = points[-1].told.counters
+    told, speed = points[-1].told.counters, _gain(points, plain)
     unlike = sum(answer.text != texts.get(answer.asked, answer.text) for answer in answers)
     return {
         "lane": lane.lane,
         "k": lane.k,
         suite.over.column: load,
         "tokens/s": over_repeats([point.throughput for point in points]),
-        "speed-up": _gain(points, plain),
+        "speed-up": replace(speed, reasons=tuple(noise.wide(speed))),
         GOODPUT: over_repeats([point.goodput(suite.slo_ttft, suite.slo_itl) for point in points]),
         LATENCY: over_repeats([point.per_token for point in points]),
         **{f"TTFT p{share}": _percentile(first, share) for share in SHARES},

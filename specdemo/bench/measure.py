@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,6 +31,7 @@ from specdemo.engine.session import Session
 from specdemo.engine.warm_up import warm_up
 from specdemo.methods.base import Method
 from specdemo.models.hub import Cancelled
+from specdemo.models.machine import GpuClock
 
 Tick = Callable[[float], None]  # share of a repeat done; raises Stopped
 T = TypeVar("T")
@@ -37,6 +39,7 @@ T = TypeVar("T")
 MAX_QUESTIONS = 2000
 QUESTIONS_BYTES = 16_000_000
 QUESTION = 100_000  # characters
+MACHINE = 3  # reasons for noise that come from the machine; a clock that wanders has another in every run
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +110,21 @@ class Totals:
 
 
 def tally_row(
-    lane: str, where: Mapping[str, object], own: Sequence[Totals], plain: Sequence[Totals]
+    lane: str,
+    where: Mapping[str, object],
+    own: Sequence[Totals],
+    plain: Sequence[Totals],
+    machine: Iterable[str] = (),
 ) -> dict[str, object]:
-    """The row of a lane from its tallies and those of plain decoding, one per repeat. `where`: the columns that say
-    which row it is."""
+    """Return the row of a lane from its tallies and those of plain decoding, one per repeat.
+
+    where: the columns that identify the row. machine: why no time that was measured on the machine can be trusted.
+    """
     every = Totals([row for totals in own for row in totals.rows])
     ours, theirs = _runs(own), _runs(plain)
     speed = Estimate(1.0, 1.0, 1.0) if own is plain else speedup(theirs, ours, shared=False)
     if speed and own is not plain:
-        speed = replace(speed, reasons=noise.reasons(theirs, ours, speed))
+        speed = replace(speed, reasons=(*noise.reasons(theirs, ours, speed), *islice(machine, MACHINE)))
     return {
         "lane": lane,
         **where,
@@ -149,6 +158,7 @@ class Compared:
     verdicts: list[Counter[str]]  # per lane
     environment: dict[str, object]
     remarks: list[str]
+    machine: Sequence[str] = ()  # see tally_row
 
     def rows(self, where: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
         """One row per lane over all prompts, then by category where there are several. where[i]: lane i's columns."""
@@ -166,7 +176,7 @@ class Compared:
     def _row(self, lane: int, where: Mapping[str, object], category: str) -> dict[str, object]:
         of = [tallies[category] for tallies in self.tallies]
         plain = [t[0] for t in of]
-        row = tally_row(self.names[lane], where, [t[lane] for t in of] if lane else plain, plain)
+        row = tally_row(self.names[lane], where, [t[lane] for t in of] if lane else plain, plain, self.machine)
         verdict = self.verdicts[lane]
         words = (f"{count} {word}" if len(verdict) > 1 else word for word, count in verdict.items())
         return row | {"output": ", ".join(words) or None}
@@ -211,7 +221,15 @@ def compare_lanes(
     trace = done[-1][-1][1]
     remarks += [f"{sentence(note)}." for note in trace.notes]
     by_category = [{**{c: t for c, t in tally.items() if c != ALL}, ALL: tally[ALL]} for tally in tallies]
-    return Compared([ln.name for ln in trace.lanes], by_category, runs, verdicts, trace.environment, remarks)
+    names, environment = [lane.name for lane in trace.lanes], trace.environment
+    machine = dict.fromkeys(reason for traces in done for _, run in traces for reason in _noise(run))
+    return Compared(names, by_category, runs, verdicts, environment, remarks, [*machine])
+
+
+def _noise(trace: RunTrace) -> list[str]:
+    """Return what the machine's own sensors found wrong during a run."""
+    found = trace.environment.get("noise", [])
+    return [str(reason) for reason in found] if isinstance(found, list) else []
 
 
 def run_whole(runner: Session, spec: Comparison, cancelled: Stop) -> RunTrace:
@@ -255,10 +273,13 @@ def along(
     """Every lane at every place, the lanes next to each other -> rows, remarks, repeats done. The first lane is the
     plain one."""
 
+    machine: list[dict[str, None]] = [{} for _ in places]
+
     def once(repeat: int, tick: Tick) -> list[list[Totals]]:
         tallies = []
         for number, place in enumerate(places):
             tallies.append([Totals() for _ in lanes])
+            gpu = None
             for tally, way in zip(tallies[-1], lanes.values(), strict=True):
                 config = replace(way.config, sampling=place.sampling, seed=repeat)
                 run = partial(generate, target, way.drafter, accept=way.accept, cancelled=cancelled)
@@ -266,9 +287,11 @@ def along(
                     tick(number / len(places))
                     longest = max(place.prompts, key=lambda prompt: prompt.shape[1])
                     warm_up(target, way.drafter, longest, config, way.accept, cancelled)
+                gpu = gpu or GpuClock(target.device)  # not before the GPU has left its idle clock
                 for prompt in place.prompts:
                     tick(number / len(places))
                     tally.add(list(run(prompt, config)))
+            machine[number] |= dict.fromkeys(gpu.reasons() if gpu else ())
         tick(1.0)  # the last run may have been cut short
         return tallies
 
@@ -278,7 +301,7 @@ def along(
         for index, name in enumerate(lanes):
             plain = [tallies[number][0] for tallies in done]
             own = [tallies[number][index] for tallies in done] if index else plain
-            row = tally_row(name, {axis: place.value}, own, plain)
+            row = tally_row(name, {axis: place.value}, own, plain, machine[number])
             rows.append(row | {"TTFT ms": over_repeats([sum(t.prefills) / len(t.prefills) for t in own])})
     return rows, remarks, len(done)
 

@@ -120,7 +120,10 @@ class Session:
                 _repeat(spec.schedule, lanes, cancelled)
             for together in _turns(lanes):
                 yield from _play(together, trace, cancelled)
-            judge(trace, self.models.target() if here else None, gpu.reasons())
+            slowed = gpu.reasons()
+            if slowed:
+                trace.environment["noise"] = slowed
+            judge(trace, self.models.target() if here else None, slowed)
             self.kept.end(spec, trace)
             yield Finished(trace)
 

@@ -3,22 +3,35 @@
 import json
 import subprocess
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from specdemo.__main__ import main
 from specdemo.bench import suites as registry
 from specdemo.bench import sweeps
 from specdemo.bench.base import OPTIONS, Decoding
-from specdemo.bench.measure import Place, Question, Totals, Way, along, compare_lanes, read_questions, repeated, windows
+from specdemo.bench.measure import (
+    Place,
+    Question,
+    Totals,
+    Way,
+    along,
+    compare_lanes,
+    read_questions,
+    repeated,
+    tally_row,
+    windows,
+)
 from specdemo.bench.plot import figure
-from specdemo.bench.report import bench_report
-from specdemo.bench.result import Result, read_result, write_result
+from specdemo.bench.report import bench_report, markdown
+from specdemo.bench.result import Result, read_result, recorded_suite, to_json, write_result
 from specdemo.bench.suites import SHIPPED, Sweep, suite, suites
 from specdemo.core.accept import Lossless
-from specdemo.core.estimate import Estimate, rate
+from specdemo.core.estimate import Estimate, Timed, rate
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.trace import StepEvent
 from specdemo.engine.comparison import Comparison, Lane
@@ -194,6 +207,59 @@ def test_stopping_reaches_a_text_that_is_being_written():
     with pytest.raises(ValueError, match="stopped before the first repeat"):
         along(target, lanes, [place], "batch", 1, silent, lambda: len(passes) >= 30)
     assert len(passes) == 30
+
+
+STEPS = st.lists(st.tuples(st.integers(0, 6), st.floats(1.0, 40.0)), min_size=1, max_size=30)
+REPEAT = st.builds(lambda steps, tokens: Totals(runs=[Timed(steps, tokens)]), STEPS, st.integers(1, 99))
+
+
+@given(st.lists(st.tuples(REPEAT, REPEAT), min_size=1, max_size=5))
+def test_the_numbers_of_a_row_lie_strictly_inside_their_intervals(repeats):
+    """The ends are rounded as the value is, so an interval may only meet it where it is about as narrow as that."""
+    plain, own = zip(*repeats, strict=True)
+    row = tally_row("lane", {}, own, plain)
+    for seen in (row["tokens/s"], row["speed-up"]):
+        assert (seen.low is None) >= (len(repeats) < 3)
+        assert seen.low is None or seen.low < seen.value < seen.high or seen.high - seen.low <= 3e-4
+
+
+@pytest.mark.parametrize("name", registry.swept())
+def test_recorded_numbers_lie_strictly_inside_their_intervals(name):
+    for row in recorded_suite(name).rows:
+        for seen in row.values():
+            if isinstance(seen, Estimate) and seen.low is not None:
+                assert seen.low < seen.value < seen.high or seen.low == seen.value == seen.high, row
+
+
+class Throttled:
+    """A GPU that is too hot in every run."""
+
+    def __init__(self, device):
+        pass
+
+    def reasons(self):
+        return ["the GPU is throttled by heat"]
+
+
+def test_a_noisy_run_marks_its_result_also_once_it_is_stored(monkeypatch):
+    monkeypatch.setattr("specdemo.engine.session.GpuClock", Throttled)
+    result = run_suite("k", repeats=1, ks=(2,), preset="embedded-ngram", **SHORT)
+    stored = read_result(to_json(result))
+    assert "the GPU is throttled by heat" in stored.rows[1]["speed-up"].reasons
+    for text in (bench_report(stored), markdown(stored)):
+        assert "Noisy machine, repeat: 1 of 2 rows" in text and "the GPU is throttled by heat" in text
+
+
+def test_a_noisy_machine_marks_every_place_on_an_axis(monkeypatch):
+    monkeypatch.setattr("specdemo.bench.measure.GpuClock", Throttled)
+    target = ToyTarget(64)
+    plain = GenerationConfig(8, stop_token_ids=())
+    lanes = {
+        "plain": Way(load_drafter("none", target), Lossless(), plain),
+        "lookup": Way(load_drafter("ngram", target), Lossless(), replace(plain, budget=Budget(2, 2))),
+    }
+    rows, _, _ = along(target, lanes, [Place(1, [torch.tensor([[1, 2, 3]])])], "batch", 1, silent, never)
+    assert [row["speed-up"].reasons[-1:] for row in rows] == [(), ("the GPU is throttled by heat",)]
 
 
 def test_stopping_reaches_the_run_itself():
