@@ -1,0 +1,104 @@
+"""One result for the README's table and the recorded sweep."""
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks import readme
+from specdemo.bench.result import Result, read_result, write_result
+from specdemo.core.estimate import Estimate
+
+PLACE = "# Title\n\n<!-- bench methods -->\nold text\n\n| old | table |\n<!-- end of bench methods -->\n\nMore.\n"
+NOISE = ("this lane waited for the processor in 31% of its time",)
+RESULT = Result(
+    "methods",
+    3,
+    {"target": "stories", "new_tokens": 96},
+    {"device": "Test CPU", "threads": 1, "dtype": "float32", "commit": "0123456789abcdef", "date": "2026-11-24"},
+    [
+        {
+            "lane": "Baseline",
+            "tokens/s": Estimate(100.0, 99.0, 101.0),
+            "speed-up": Estimate(1.0, 1.0, 1.0),
+            "accepted": None,
+            "tokens/pass": 1.0,
+            "output": None,
+        },
+        {
+            "lane": "fast",
+            "tokens/s": Estimate(197.0, 190.0, 204.0),
+            "speed-up": Estimate(1.974, 1.86, 2.071),
+            "accepted": 0.5,
+            "tokens/pass": 2.0,
+            "output": "identical",
+        },
+    ],
+    [],
+    "lane",
+)
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    (tmp_path / "presets" / "recorded" / "suites").mkdir(parents=True)
+    (tmp_path / "README.md").write_text(PLACE, encoding="utf-8")
+    return tmp_path
+
+
+def recorded(result, checkout):
+    write_result(result, checkout / "result.json")
+    return readme.record(checkout / "result.json", checkout)
+
+
+def test_readme_and_recorded_sweep_come_from_one_result(checkout):
+    assert recorded(RESULT, checkout) == RESULT
+    assert read_result(checkout / "presets" / "recorded" / "suites" / "methods.json") == RESULT
+    text = (checkout / "README.md").read_text(encoding="utf-8")
+    assert text.startswith(
+        "# Title\n\n<!-- bench methods -->\nTest CPU, 1 thread, float32, 2026-11-24, commit `0123456`"
+    )
+    assert "| fast | 197, 190 to 204 | 1.97x, 1.86 to 2.07 | 50% | 2.00 |\n| Baseline | 100, 99 to 101 | 1 |" in text
+    assert "Every output is identical to that of plain decoding. | lane |" in " ".join(text.split())
+    assert text.endswith("|\n<!-- end of bench methods -->\n\nMore.\n") and "old" not in text
+    recorded(RESULT, checkout)
+    assert (checkout / "README.md").read_text(encoding="utf-8") == text
+
+
+def test_noise_and_an_output_that_differs_are_in_both(checkout):
+    speed = replace(RESULT.rows[1]["speed-up"], reasons=NOISE)
+    rows = [RESULT.rows[0], RESULT.rows[1] | {"speed-up": speed, "output": "7 identical, 1 differs"}]
+    recorded(replace(RESULT, rows=rows), checkout)
+    text = " ".join((checkout / "README.md").read_text(encoding="utf-8").split())
+    assert f"Noisy machine, repeat: 1 of 2 rows may not be confirmed by a second run, such as fast: {NOISE[0]}." in text
+    assert "Every output is identical" not in text
+    stored = read_result(checkout / "presets" / "recorded" / "suites" / "methods.json")
+    assert stored.rows[1]["speed-up"].reasons == NOISE
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"suite": "k"}, "this is suite k on stories; run python -m specdemo bench methods --repeats 3"),
+        ({"config": {"target": "code"}}, "this is suite methods on code; run"),
+        ({"config": {"target": "stories", "prompts": 2}}, "this result has prompts of its own; run"),
+        ({"repeats": 2}, "a recorded result names its commit and has 3 repeats or more; run"),
+        ({"environment": RESULT.environment | {"commit": None}}, "a recorded result names its commit"),
+    ],
+)
+def test_a_result_that_cannot_be_recorded_changes_nothing(checkout, changes, line):
+    with pytest.raises(ValueError, match=line):
+        recorded(replace(RESULT, **changes), checkout)
+    assert (checkout / "README.md").read_text(encoding="utf-8") == PLACE
+    assert not [*(checkout / "presets" / "recorded" / "suites").iterdir()]
+
+
+def test_a_readme_without_a_place_is_one_line(checkout, capsys):
+    (checkout / "README.md").write_text("# Title\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="has no place for the table; put it between <!-- bench methods -->"):
+        recorded(RESULT, checkout)
+    assert readme.main(["nothing.json"]) == 2
+    assert capsys.readouterr().err.startswith("error: cannot read 'nothing.json'")
+
+
+def test_the_readme_has_its_place():
+    assert len(readme.PLACE.findall((readme.ROOT / "README.md").read_text(encoding="utf-8"))) == 1
