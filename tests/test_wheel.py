@@ -88,8 +88,8 @@ from specdemo.__main__ import main
 sizes = ["--repeats", "1", "--k", "2", "--preset", "embedded-ngram", "--new-tokens", "6", "--prompt", "Once upon"]
 for command in (
     ["run", "embedded-draft", "--max-new-tokens", "4", "--out", "t.json"], ["replay", "t.json"], ["methods"],
-    ["presets"], ["bench", "k", *sizes], ["predict", "stories", "--trace", "t.json", "--device", "laptop-cpu"], ["doctor"],
-    ["serve-command", "embedded-draft"],
+    ["presets"], ["bench", "k", *sizes], ["predict", "stories", "--trace", "t.json", "--device", "laptop-cpu"],
+    ["doctor"], ["serve-command", "embedded-draft"],
 ):
     assert main(command) == 0, command
 assert specdemo.run("embedded-ngram", max_new_tokens=2).lanes
