@@ -31,6 +31,7 @@ from specdemo.presets.recorded import recorded
 from specdemo.servers.address import startable
 from specdemo.ui import assets, controls, headers, how, lab, network, space, sweep, turns, whatif
 from specdemo.ui.controls import Controls, address, changed, fill_untouched, from_values, key, to_values, wire_share
+from specdemo.ui.failures import Page, quiet
 from specdemo.ui.guard import ENVELOPE, WINDOW_S, Guard
 from specdemo.ui.job import ENGINE, QUIET, Jobs, Start, Store, Values, named, stop_all, wire
 from specdemo.ui.lazy_imports import live
@@ -187,9 +188,7 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
     first = limits.fit(preset(start))
     store = Store()
     visits = Visits(first, allow_any_model, store)
-    page: gr.Blocks = gr.Blocks(
-        title=headers.TITLE, analytics_enabled=False, delete_cache=(int(WINDOW_S / 2), int(WINDOW_S))
-    )
+    page = Page(title=headers.TITLE, analytics_enabled=False, delete_cache=(int(WINDOW_S / 2), int(WINDOW_S)))
     with page:
         gr.HTML(assets.text("title.html"), elem_id="title")
         # "menu" hides tabs that fit whenever it measures them before the page has its width
@@ -337,7 +336,7 @@ def serve(
     page = build(start, allow_any_model)
     if space.zero_gpu():  # models must be in place before the first call; the first one shown is loaded last
         live().preload([*(p for p in limits.at_hand() if p.id != preset(start).id), preset(start)])
-    outer = headers.outermost(partial(network.Hosts, names=names), headers.guarded)
+    outer = headers.outermost(quiet, partial(network.Hosts, names=names), headers.guarded)
     layers = [Middleware(headers.Policy), Middleware(Guard, space.bounds().bytes)]
     page.launch(
         server_name=host,

@@ -15,13 +15,14 @@ ROOT = Path(__file__).parents[2]
 
 
 @contextmanager
-def served(**settings):
-    """`python app.py` -> the process and the page's address."""
+def served(log=None, **settings):
+    """`python app.py` -> the process and the page's address. log: a file for what it writes to stderr."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "app.py", "--port", str(port)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ | settings) as server:
+    where = {"text": True, "cwd": ROOT, "env": os.environ | settings}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, **where) as server:
         try:
             yield server, server.stdout.readline().split()[-1]
         finally:

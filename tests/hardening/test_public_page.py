@@ -19,9 +19,18 @@ from tests.hardening.public import served, visitors
 CLASS = 30
 
 
+PUBLIC = {"SPECDEMO_PUBLIC": "1", "HF_HUB_OFFLINE": "1", "SPECDEMO_BEHIND_PROXY": "127.0.0.1"}
+
+
 @pytest.fixture(scope="module")
-def page():
-    with served(SPECDEMO_PUBLIC="1", HF_HUB_OFFLINE="1", SPECDEMO_BEHIND_PROXY="127.0.0.1") as (_, address):
+def log(tmp_path_factory):
+    """What the page writes to stderr."""
+    return tmp_path_factory.mktemp("page") / "log"
+
+
+@pytest.fixture(scope="module")
+def page(log):
+    with log.open("w") as file, served(file, **PUBLIC) as (_, address):
         yield address
 
 
@@ -57,6 +66,19 @@ def test_nothing_gets_past_the_queue_or_into_it(visit):
     run, quiet = caller.after(caller.fn("click", "run")), caller.fn("click", "stop")
     assert caller.now(run, caller.values(run)).status_code == 404
     assert caller.join(quiet, []).status_code == 400
+
+
+def test_a_bad_call_is_one_line_of_the_log(visit, log):
+    caller = visit()
+    share = caller.fn("click", "share")
+    before = len(log.read_text().splitlines())
+    assert caller.now(share, ["\x1b[2J\nnope"] * len(share["inputs"])).status_code == 500
+    assert caller.now(share, []).json()["error"] == "the call failed; the log of the server names the reason"
+    assert caller.client.post("gradio_api/run/nope", json={"data": []}).status_code == 500
+    assert not ends(caller.call(caller.fn("race"), []))["success"]
+    lines = log.read_text().splitlines()
+    assert len(lines) == before + 4 and "Traceback" not in log.read_text()
+    assert all(" failed: " in line and len(line) < 400 for line in lines[before:])
 
 
 # Limits
