@@ -47,7 +47,7 @@ def judge(text: bytes, bounds: Bounds, what: str) -> None:
 
 @contextmanager
 def parsing() -> Iterator[None]:
-    """Disable garbage collection. Parsing creates no garbage, but so many objects that repeated collections take
+    """Disable garbage collection. Parsing creates millions of objects but no garbage, and repeated collections take
     seconds."""
     was_on = gc.isenabled()
     gc.disable()

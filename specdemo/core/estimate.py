@@ -1,13 +1,13 @@
-"""A measured number and how far it can be trusted: made here, printed here. Needs no torch.
+"""Estimates with confidence intervals: how they are computed and printed. Needs no torch.
 
-A run of the same settings decodes the same tokens again, so what differs between two runs is time alone. Every step of
-a lane is compared with what a step of its shape takes on average (a straight line over the nodes it drafted); what is
-left is noise, added up over blocks of time, long enough that blocks hardly know of each other. The interval is
-Student's t on these sums, linearised: ln S changes by (P - E[P]) / P of plain decoding less (L - E[L]) / L of the lane.
+A repeated run decodes the same tokens, so runs differ in time only. Each step of a lane is compared with the mean time
+of a step of its shape (a straight line over the number of draft nodes). The residuals are summed over blocks of time
+that are long enough to be nearly independent (batch means). The interval is Student's t on these sums, linearised: ln S
+changes by (P - E[P]) / P of plain decoding minus (L - E[L]) / L of the lane.
 
-Lanes that take turns share their moments, so a block holds both of them and what slows both cancels. Lanes that ran one
-after the other have blocks of their own, and the interval is widened by what a steady drift, as their steps show it,
-would change from the middle of one to the middle of the other. Of many runs every run is a block.
+Interleaved lanes share each moment, so a block contains both, and a slowdown of both cancels. Sequential lanes have
+separate blocks, and the interval is widened by the effect of a steady drift, as seen in their steps, between the middle
+of one lane and the middle of the other. With many runs, each run is one block.
 """
 
 from collections import defaultdict
@@ -17,21 +17,21 @@ from itertools import accumulate
 from math import exp, inf, log, pi, sqrt, tan
 from statistics import NormalDist, fmean, stdev
 
-SHARED_BLOCKS = 8  # of a run whose lanes take turns
-OWN_BLOCKS = 6  # of a lane by itself
-MANY_RUNS = 4  # from here on a run is a block
-FEW_STEPS = 6  # with fewer a run has no blocks
-FEW_RUNS = 3  # with fewer runs and as few steps there is no interval
+SHARED_BLOCKS = 8  # per run of interleaved lanes
+OWN_BLOCKS = 6  # per run of a sequential lane
+MANY_RUNS = 4  # with this many runs, each run is one block
+FEW_STEPS = 6  # minimum for several blocks per run
+FEW_RUNS = 3  # minimum for an interval if runs have fewer steps
 UNTOLD = "no clear difference"
-COLD = 0.05  # a thread that waited all the time but for an instant finds its caches cold: that much it may cost
+COLD = 0.05  # largest relative cost of cold caches, for a thread that waited almost all the time
 LEVEL = 0.95
-WIDEST = 5.0  # half an interval of ln S; what is wider says nothing
+WIDEST = 5.0  # half width of ln S above which there is no interval
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """low, high: the 95 % interval; None: too little was measured to have one. reasons: why it is `noisy`, so that it
-    should be measured again."""
+    """Value with a 95 % interval. low, high: None if too little was measured. reasons: why it is `noisy` and should be
+    measured again."""
 
     value: float
     low: float | None = None
@@ -40,37 +40,37 @@ class Estimate:
 
     @property
     def noisy(self) -> bool:
-        """Whether it should be measured again."""
+        """Return True if it should be measured again."""
         return bool(self.reasons)
 
     @property
     def width(self) -> float | None:
-        """Half of the interval, as a share of the value."""
+        """Return half of the interval, relative to the value."""
         return None if self.low is None or self.high is None else (self.high - self.low) / (2.0 * self.value)
 
     @property
     def word(self) -> str:
-        """Of a speed-up: faster, slower, or that nobody can tell."""
+        """Return the result of a speed-up: faster, slower or no clear difference."""
         if self.low is None or self.high is None or self.low <= 1.0 <= self.high:
             return UNTOLD
         return "faster" if self.low > 1.0 else "slower"
 
     def told(self, unit: str = "x", digits: int = 2) -> str:
-        """`1.97x, 1.86 to 2.07`: how a number is printed everywhere."""
+        """Format as `1.97x, 1.86 to 2.07`."""
         value = f"{self.value:.{digits}f}{unit}"
         return f"{value}, {self.interval(digits)}" if self.interval() else value
 
     def interval(self, digits: int = 2) -> str:
-        """`1.86 to 2.07`; empty where there is none."""
+        """Format the interval as `1.86 to 2.07`; empty if there is none."""
         return "" if self.low is None or self.high is None else f"{self.low:.{digits}f} to {self.high:.{digits}f}"
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """The decoding of one lane in one run: its steps as (nodes drafted, milliseconds), and the tokens they emitted.
+    """Decode time of one lane in one run: steps as (nodes drafted, milliseconds), and tokens emitted.
 
-    first_ms: what was timed before the steps, where that counts. waited_ms: beyond all this, for the processor; None:
-    unknown. On a server a step is a piece of text, and its first number the tokens in it.
+    first_ms: time before the steps, if it counts. waited_ms: additional time waiting for the processor; None: unknown.
+    On a server a step is a piece of text, and its first number the tokens in it.
     """
 
     steps: Sequence[tuple[int, float]]
@@ -80,16 +80,16 @@ class Timed:
 
     @property
     def ms(self) -> float:
-        """Milliseconds of all that counts."""
+        """Return the total time."""
         return self.first_ms + self.steps_ms
 
     @property
     def steps_ms(self) -> float:
-        """Milliseconds of the steps alone."""
+        """Return the time of the steps."""
         return sum(ms for _, ms in self.steps)
 
     def middles(self) -> Iterator[float]:
-        """The moment of every step, on the lane's own clock."""
+        """Yield the midpoint of every step, on the lane's own clock."""
         for end, (_, ms) in zip(accumulate(ms for _, ms in self.steps), self.steps, strict=True):
             yield end - ms / 2.0
 
@@ -98,7 +98,7 @@ Runs = Sequence[Timed]
 
 
 def rate(runs: Runs) -> Estimate | None:
-    """Tokens a second of one lane over all its runs. None where no time passed."""
+    """Return tokens per second of a lane over all runs. None if no time passed."""
     tokens, ms = sum(run.tokens for run in runs), sum(run.ms for run in runs)
     if not tokens or not 0.0 < ms < inf:
         return None
@@ -110,8 +110,10 @@ def rate(runs: Runs) -> Estimate | None:
 
 
 def speedup(plain: Runs, lane: Runs, shared: bool) -> Estimate | None:
-    """A lane's tokens a second over plain decoding's; run by run they were together. shared: the lanes took turns.
-    None where no time passed."""
+    """Return the ratio of a lane's rate to plain decoding's. None if no time passed.
+
+    The two lanes ran together in each run; shared: they were interleaved.
+    """
     ours, theirs = rate(lane), rate(plain)
     if ours is None or theirs is None or not theirs.value:
         return None
@@ -126,8 +128,8 @@ def speedup(plain: Runs, lane: Runs, shared: bool) -> Estimate | None:
 
 
 def over_repeats(values: Sequence[float]) -> Estimate:
-    """A number that was measured several times: the geometric mean, and Student's t on the logarithms. With a zero
-    among them, or below FEW_RUNS, their mean alone. Rounded to four places."""
+    """Return the geometric mean of repeated measurements, with Student's t on the logarithms, rounded to four places.
+    If one is zero, or there are fewer than MIN_RUNS, their arithmetic mean without interval."""
     if len(values) < FEW_RUNS or min(values) <= 0.0:
         return Estimate(round(fmean(values), 4))
     logs = [log(value) for value in values]
@@ -148,14 +150,15 @@ def fastest(speeds: Sequence[Estimate]) -> list[int]:
 
 
 def waited_share(runs: Runs) -> float | None:
-    """The part of the wall time that went by while the thread of a lane did not run; None: unknown."""
+    """Return the share of the wall time in which the lane's thread did not run. None: unknown."""
     waited = [run.waited_ms for run in runs if run.waited_ms is not None]
     wall = sum(waited) + sum(run.steps_ms for run in runs)
     return round(sum(waited) / wall, 4) if waited and wall else None
 
 
 def t_quantile(freedom: int) -> float:
-    """Student's t, two-sided at LEVEL: exact for 1 and 2 degrees of freedom, else Abramowitz & Stegun 26.7.5."""
+    """Return the two-sided quantile of Student's t at CONFIDENCE: exact for 1 and 2 degrees of freedom, else Abramowitz
+    & Stegun 26.7.5."""
     if freedom < 3:
         return tan(pi * LEVEL / 2.0) if freedom < 2 else LEVEL * sqrt(2.0 / (1.0 - LEVEL**2))
     z = NormalDist().inv_cdf(0.5 + LEVEL / 2.0)
@@ -169,8 +172,8 @@ def t_quantile(freedom: int) -> float:
 
 
 def _around(value: float, half: float) -> Estimate:
-    """half: of the interval of the logarithm."""
-    if not half < WIDEST:  # a stored trace may hold any times
+    """Return the estimate for a half width of the logarithm's interval."""
+    if not half < WIDEST:  # a stored trace may contain any times
         return Estimate(value)
     return Estimate(value, value * exp(-half), value * exp(half))
 
@@ -185,13 +188,13 @@ def _enough(runs: Runs) -> bool:
 
 
 def _whole(*lanes: Runs) -> bool:
-    """Whether a run is a block: there are many, or one is too short to have several."""
+    """Return True if a run is one block: there are many runs, or one is too short for several blocks."""
     return len(lanes[0]) >= MANY_RUNS or min(len(run.steps) for runs in lanes for run in runs) < FEW_STEPS
 
 
 def _blocks(lanes: Sequence[tuple[int, Runs]], shared: bool) -> list[float]:
-    """The scores of ln S, block by block."""
-    scores: dict[tuple[int, int, int], float] = defaultdict(float)  # by run, place in it, and lane
+    """Return the scores of ln S, per block."""
+    scores: dict[tuple[int, int, int], float] = defaultdict(float)  # by run, block in it, and lane
     whole = _whole(*(runs for _, runs in lanes))
     spans = [max(run.steps_ms for run in runs) or 1.0 for runs in zip(*(runs for _, runs in lanes), strict=True)]
     for sign, runs in lanes:
@@ -205,7 +208,7 @@ def _blocks(lanes: Sequence[tuple[int, Runs]], shared: bool) -> list[float]:
 
 
 def _excess(runs: Runs) -> list[list[float]]:
-    """Of every step the milliseconds beyond what its shape takes on average."""
+    """Return the milliseconds of every step beyond the mean of its shape."""
     steps = [step for run in runs for step in run.steps]
     size, time = fmean(n for n, _ in steps), fmean(ms for _, ms in steps)
     spread = sum((n - size) ** 2 for n, _ in steps)
@@ -214,7 +217,7 @@ def _excess(runs: Runs) -> list[list[float]]:
 
 
 def _drift(plain: Timed, lane: Timed) -> float:
-    """By how much ln S is off when both lanes, one after the other, slowed down as steadily as their steps say."""
+    """Return the error of ln S if both lanes, one after the other, slowed down as steadily as their steps show."""
     fall = weight = 0.0
     centres = []
     for run in (plain, lane):

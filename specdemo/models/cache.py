@@ -171,7 +171,7 @@ class SlabCache(Cache):
             cursor.columns, cursor.whole = before, False
 
     def keep(self, path: list[list[int]]) -> None:
-        """Move the accepted slots of the last forward pass behind the history."""
+        """Move the accepted slots of the last forward pass to the end of the history."""
         cursor = self.cursor
         stray = [slots for slots in path if slots != list(range(len(slots)))]
         if stray and len(path) == 1:

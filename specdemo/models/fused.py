@@ -256,7 +256,7 @@ def sample(like: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 class OneLayer(DynamicCache):
-    """Cache for a single layer, whatever index the layer passes."""
+    """Cache of a single layer; ignores the layer index."""
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object) -> Any:
         return super().update(key_states, value_states, 0, *args, **kwargs)
