@@ -52,7 +52,8 @@ class RunningLane(ABC):
 
     @abstractmethod
     def again(self) -> "RunningLane":
-        """Return the same lane with an empty trace. It shares models, drafter and recordings, so it is prepared."""
+        """Return the same lane with an empty trace. It shares models, drafter and CUDA graphs, so it is prepared
+        already."""
 
     def rewind(self) -> None:
         """Drop what was cached in the last run."""

@@ -1,6 +1,6 @@
-"""From a comparison to its trace: load, schedule, collect. One run at a time in a process.
+"""Execution of comparisons: load, schedule, collect. One run at a time per process.
 
-`Session.stream` yields the messages of messages.py, as `replay` there does for a stored run.
+`Session.stream` yields the messages of messages.py, as `replay` does for a stored run.
 """
 
 import threading
@@ -36,7 +36,7 @@ CONFIG = {"target", "max_new_tokens", "seed", "dtype", "device", "quantization",
 
 
 class Session:
-    """Runs comparisons on the models of its cache. A second caller waits for `lock`."""
+    """Runs comparisons on the models of its cache. Other callers wait for `lock`."""
 
     def __init__(self, budget_bytes: int | None = None) -> None:
         """budget_bytes: see ModelCache."""
@@ -45,36 +45,36 @@ class Session:
         self.kept = Kept()
 
     def loaded(self) -> list[tuple[str, int]]:
-        """Name and bytes of every model that is in memory, the last used first, and of what runs left behind."""
+        """Return name and bytes of every loaded model, the most recently used first, and of state from earlier runs."""
         return [*self.models.loaded(), *self.kept.held()]
 
     def unload(self) -> None:
-        """Forget every model; waits for a run that is under way."""
+        """Drop all models; waits for a current run."""
         with self.lock:
             self.kept.forget()
             self.models.forget()
 
     def unlearn(self) -> None:
-        """Forget what drafters learned from earlier runs; waits for a run that is under way."""
+        """Drop what drafters learned in earlier runs; waits for a current run."""
         with self.lock:
             self.kept.learners.clear()
 
     def load(self, spec: Comparison, progress: LoadProgress = silent) -> None:
-        """Load what the comparison needs, in place of others where memory is short, and build every lane once.
+        """Load the models of a comparison and build every lane once.
 
-        Raises ValueError with one line that names the cure.
+        Raises ValueError with one line that says how to fix it.
         """
         with self.lock, self.kept.around_run():
             self._load(spec, progress)
             self._lanes(spec)
 
     def place(self, spec: Comparison, progress: LoadProgress = silent) -> None:
-        """Put the models where they will run, and compute nothing: the device may not be there yet."""
+        """Load the models onto their devices without any computation, because the device may not be attached yet."""
         with self.lock:
             self._load(spec, progress)
 
     def run(self, spec: Comparison, cancelled: Callable[[], bool] = never, progress: LoadProgress = silent) -> RunTrace:
-        """The whole comparison -> its trace."""
+        """Run the comparison and return its trace."""
         for message in self.stream(spec, cancelled, progress):
             if isinstance(message, Finished):
                 return message.trace
@@ -83,10 +83,10 @@ class Session:
     def stream(
         self, spec: Comparison, cancelled: Callable[[], bool] = never, progress: LoadProgress = silent
     ) -> Iterator[Message]:
-        """The comparison step by step. Closing the iterator, or `cancelled()`, stops every lane within one step. A lane
-        that fails says why in its trace and ends alone.
+        """Run the comparison step by step. Closing the iterator, or `cancelled()`, stops every lane within one step. A
+        lane that fails notes the reason in its trace and ends alone.
 
-        Raises ValueError for what cannot be loaded, and Cancelled, a ValueError too, when that was to stop.
+        Raises ValueError if models cannot be loaded, and Cancelled, also a ValueError, if `cancelled()` stopped that.
         """
 
         def report(share: float, what: str) -> None:
@@ -112,7 +112,7 @@ class Session:
             for index, lane in enumerate(lanes):
                 for note in lane.prepare(cancelled):
                     yield Note(note, index)
-            if here:  # the warm-up may have shown that passes cannot be recorded
+            if here:  # a capture may have failed in the warm-up
                 trace.environment["kernels"] = here.kernels
             gpu = GpuClock(here.device if here else torch.device("cpu"))
             for run in range(1, spec.repeats):
@@ -128,7 +128,7 @@ class Session:
             yield Finished(trace)
 
     def target(self) -> HFTarget:
-        """The target of the last comparison, with a history of its own."""
+        """Return the target of the last comparison, with its own history."""
         return self.models.target()
 
     def _load(self, spec: Comparison, progress: LoadProgress) -> None:
@@ -164,13 +164,13 @@ class Session:
 
 @lru_cache(maxsize=1)
 def session() -> Session:
-    """The session of this process."""
+    """Return the session of this process."""
     return Session()
 
 
 def follow_up(spec: Comparison, trace: RunTrace, message: str) -> Comparison:
-    """The comparison that goes on from a finished one: every lane asks the message in a chat of its own, after its own
-    answer. Raises ValueError when there is no chat to go on with."""
+    """Return the comparison that continues a finished one: every lane gets the message after its own answer. Raises
+    ValueError if the run was not a chat."""
     if not all(lane.messages for lane in trace.lanes):
         raise ValueError("this run went on with a text; only a chat, of a model with a chat template, has a next turn")
     if len(trace.lanes) != len(spec.lanes) + 1 or any(lane.finish not in ("stop", "length") for lane in trace.lanes):
@@ -181,7 +181,7 @@ def follow_up(spec: Comparison, trace: RunTrace, message: str) -> Comparison:
 
 
 def environment(target: HFTarget | None) -> dict[str, object]:
-    """What the numbers were measured on, and when. Without a target every lane ran on a server, of which no more is
+    """Return the facts about machine and software of a run. Without a target every lane ran on a server, and little is
     known."""
     threads = None
     if target is not None and target.device.type == "cpu":
@@ -206,13 +206,14 @@ def _notes(spec: Comparison, target: HFTarget) -> list[str]:
 
 
 def _turns(lanes: Sequence[RunningLane]) -> list[dict[int, RunningLane]]:
-    """Which lanes run at one time, by their index: all that may share the machine, then every other one."""
+    """Group the lanes that run at the same time, by index: first all that may share the machine, then each exclusive
+    lane."""
     alone = [{index: lane} for index, lane in enumerate(lanes) if lane.alone]
     return [{index: lane for index, lane in enumerate(lanes) if not lane.alone}, *alone]
 
 
 def _repeat(schedule: str, lanes: Sequence[RunningLane], cancelled: Callable[[], bool]) -> None:
-    """Run all lanes once by the same schedule without showing it, and add the steps to the traces as a repeat."""
+    """Run all lanes once by the same schedule without display, and add the events to the traces as a repeat."""
     unshown = [lane.again() for lane in lanes]
     for together in _turns(unshown):
         for _ in SCHEDULES[schedule]([lane.events(cancelled) for lane in together.values()]):
@@ -225,7 +226,8 @@ def _repeat(schedule: str, lanes: Sequence[RunningLane], cancelled: Callable[[],
 
 
 def _play(lanes: Mapping[int, RunningLane], trace: RunTrace, cancelled: Callable[[], bool]) -> Iterator[Message]:
-    """The lanes by the trace's schedule. One that has reached its end is done at once, others when all are."""
+    """Run the lanes by the trace's schedule. A lane whose text is complete is done immediately, the others at the
+    end."""
     waiting = list(lanes)
     tallies = {index: Tally() for index in lanes}
     with closing(SCHEDULES[trace.schedule]([lane.events(cancelled) for lane in lanes.values()])) as steps:

@@ -1,9 +1,9 @@
-"""Passes of fixed shapes, recorded once and replayed.
+"""CUDA graphs of forward passes with fixed shapes: captured once, then replayed.
 
-On a GPU a pass over a few tokens costs more in starting its hundreds of operations than in running them; recorded as a
-CUDA graph it is started as one. A recorded pass is the same operations on the same memory every time: its inputs are
-copied into tensors of its own, and whatever differs from one replay to the next, such as how long a text is, has to be
-in these. What runs is a function of tensors alone, be it a pass of the target or a whole draft.
+On a GPU, a pass over a few tokens spends more time launching its hundreds of kernels than running them; a CUDA graph
+launches them as one. A graph runs the same operations on the same memory every time: inputs are copied into its static
+buffers, and everything that differs between replays, such as the length of a text, must be in these inputs. A graph
+captures a function of tensors: a target pass or a complete draft.
 """
 
 import os
@@ -20,49 +20,50 @@ from torch import Tensor
 
 from specdemo.models.fused import TOLERANCE
 
-WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)  # of passes over slots; wider ones are not recorded
-COLUMNS = 64  # a cache of recorded passes holds a multiple of so many; rows of a mask are then aligned
-ROOM = 512  # columns kept free when nobody said how many will follow: a cache that grows is recorded anew
-WARM_UPS = 3  # passes before a recording: libraries choose their kernels and take their memory in the first ones
-# bytes of one owner's recordings, as they add up for 152,000 words: a workspace of cuBLAS of 32 MiB on the GPUs that
-# want most, the logits of every width, what a draft draws, and what passes work with
+WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)  # slots per captured pass; wider passes run eagerly
+COLUMNS = 64  # the capacity of a captured cache is a multiple of this, so that mask rows are aligned
+ROOM = 512  # free columns where no reserve is given: a cache that grows needs new graphs
+WARM_UPS = 3  # eager passes before a capture, in which libraries choose kernels and allocate memory
+# estimate for a vocabulary of 152,000: a cuBLAS workspace of 32 MiB on the GPUs with the largest ones, the logits of
+# every width, the noise of a draft, and temporary tensors
 OWNED = 128 << 20
-# environment: 0 starts every operation on its own, compile lets torch.compile join some first
+# environment variable: 0 disables graphs, compile applies torch.compile before the capture
 SWITCH = "SPECDEMO_GRAPHS"
-# torch's streams come round: of each priority it has so many per device, and creates no more
+# torch has this many streams per device and priority; torch.cuda.Stream() returns them in turn
 STREAMS, PRIORITIES = 32, (0, -1, -2, -3)
-COMPILATIONS = 64  # a target has one for every width and set of taps; the usual limit of 8 would end in eager passes
+COMPILATIONS = 64  # one per width and set of taps; torch's default limit of 8 would fall back to eager passes
 
 Decoder = TypeVar("Decoder", bound=Callable[..., object])
 Tensors = tuple[Tensor, ...]
 Run = Callable[[], Tensors]
 Shapes = Sequence[Sequence[int]]
-Recorder = Callable[[Run], Run]  # what runs -> what replays it, into the same memory
+Recorder = Callable[[Run], Run]  # function -> its replay, which writes to the same memory
 
-_taken: weakref.WeakSet[torch.cuda.Stream] = weakref.WeakSet()  # by recorders, and by graphs that live longer
+_taken: weakref.WeakSet[torch.cuda.Stream] = weakref.WeakSet()  # streams of captures, and of their living graphs
 
 
 def recorder_for(device: torch.device) -> Recorder | None:
-    """CUDA graphs where there are any; None: nothing is recorded."""
+    """Return the capture function of a device; None: no graphs."""
     return CudaGraphs(device) if device.type == "cuda" and os.environ.get(SWITCH) != "0" else None
 
 
 def recorded_bytes(device: torch.device, owners: int) -> int:
-    """What the recordings of so many owners may take beside weights and caches."""
+    """Return the expected memory of the graphs of `owners` owners."""
     return owners * OWNED if recorder_for(device) else 0
 
 
 def compiled(decoder: Decoder) -> Decoder:
-    """Through torch.compile where that was asked for: its first pass of every width then takes a minute or so."""
+    """Pass the decoder through torch.compile if the environment variable requests it. The first pass of each width then
+    takes about a minute."""
     if os.environ.get(SWITCH) != "compile":
         return decoder
-    config: Any = torch._dynamo.config  # public nowhere else
+    config: Any = torch._dynamo.config  # there is no public name
     config.recompile_limit = max(config.recompile_limit, COMPILATIONS)
     return cast(Decoder, torch.compile(decoder, dynamic=False))
 
 
 def covering(slots: int) -> list[int]:
-    """The fewest of `WIDTHS` by which every pass over up to so many slots has one that is not much wider."""
+    """Return the fewest of `WIDTHS` that cover all passes of up to `slots` slots without much padding."""
     full = next((w for w in WIDTHS if w >= slots), WIDTHS[-1])
     widths = [1]
     while widths[-1] < full:
@@ -71,16 +72,16 @@ def covering(slots: int) -> list[int]:
 
 
 def _loosest(slots: int) -> int:
-    """The widest pass that may read so many slots: beyond, what it reads for nothing would be felt."""
+    """Return the widest pass to use for `slots` slots; with more padding the extra time is noticeable."""
     return 2 * slots + 6
 
 
 class CudaGraphs:
-    """Records on `device`, for one owner, who drops all its recordings at once.
+    """Captures CUDA graphs on `device` for one owner, who drops all of them at once.
 
-    Warm-up and capture run on a stream that no other recorder has: the end of any graph takes the cuBLAS workspaces of
-    its stream from all others recorded there (pytorch #193402). All graphs share one pool of memory, so that each
-    result has to be copied before the next replay.
+    Warm-up and capture run on a stream that no other owner uses: the end of any capture takes the cuBLAS workspaces of
+    its stream from all other graphs captured there (pytorch #193402). All graphs share one memory pool, so each result
+    must be copied before the next replay.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -99,17 +100,16 @@ class CudaGraphs:
             return partial(self._replay, *self._capture(run, beside))
 
     def _replay(self, graph: torch.cuda.CUDAGraph, outputs: Tensors) -> Tensors:
-        """Bound to the recorder, so that its stream stays taken as long as a graph of it lives."""
+        """Replay a graph. A bound method keeps this object, and so its stream, in use as long as a graph exists."""
         graph.replay()
         return outputs
 
     def _capture(self, run: Run, stream: torch.cuda.Stream) -> tuple[torch.cuda.CUDAGraph, Tensors]:
-        """Return the graph of `run` and its outputs. Raise what `run` raised, not the error in which the capture ends
-        because of that."""
+        """Return the graph of `run` and its outputs. If `run` fails, raise its error and not the capture's."""
         graph, newest, caller = torch.cuda.CUDAGraph(), self._newest(), torch.cuda.current_stream()
         pool = newest.pool() if newest else torch.cuda.graph_pool_handle()  # a pool without graphs cannot be reused
         try:
-            # a server has other threads
+            # other threads, such as a server's, may use CUDA meanwhile
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 outputs = run()
         except BaseException as error:
@@ -122,20 +122,20 @@ class CudaGraphs:
 
 
 def _free_stream() -> torch.cuda.Stream:
-    """Return a stream of the current device that holds no recordings. Raise RuntimeError where all of them do."""
+    """Return a stream of the current device without graphs. Raise RuntimeError if there is none."""
     for priority, _ in product(PRIORITIES, range(STREAMS)):
         stream = torch.cuda.Stream(priority=priority)
         if stream not in _taken:
             _taken.add(stream)
             return stream
-    raise RuntimeError("every CUDA stream of the device holds the recordings of another model")
+    raise RuntimeError("every CUDA stream of the device has CUDA graphs of another model")
 
 
 def _abandon(graph: torch.cuda.CUDAGraph, device: torch.device, pool: tuple[int, int], shared: bool) -> None:
-    """Undo what a failed capture leaves in the allocator. Each call fails where torch has already done its work.
+    """Undo what a failed capture leaves in the allocator. Each call fails if torch has done its part already.
 
-    torch up to 2.11 keeps allocating to the pool, and 2.13 still holds a reference to it (pytorch #180395, #190308).
-    A shared pool keeps that reference: one too few would free memory that other graphs use.
+    torch up to 2.11 keeps allocating to the pool, and 2.13 keeps a reference to it (pytorch #180395, #190308). A shared
+    pool must keep that reference: with one too few, memory of other graphs would be freed.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     with suppress(RuntimeError):
@@ -148,44 +148,47 @@ def _abandon(graph: torch.cuda.CUDAGraph, device: torch.device, pool: tuple[int,
 
 @dataclass(slots=True)
 class _Frame:
+    """A captured graph with its static input buffers."""
+
     inputs: Tensors
     replay: Run
 
     def fill(self, inputs: Sequence[Tensor]) -> None:
-        """What is smaller than its place leaves the rest as it is."""
+        """Copy the inputs. Smaller inputs fill the leading part of a buffer."""
         for into, given in zip(self.inputs, inputs, strict=True):
             (into if into.shape == given.shape else into[tuple(map(slice, given.shape))]).copy_(given)
 
 
 class Passes:
-    """The recorded passes of one owner, by their kind and size."""
+    """CUDA graphs of one owner, by kind and size."""
 
     def __init__(self, record: Recorder, dtype: torch.dtype) -> None:
-        """dtype: what is worked out in; a recording may differ by so much rounding from what it records."""
-        self.refused = ""  # why nothing is recorded any more
+        """dtype: of the computation; results of a graph may differ from the eager ones by its rounding."""
+        self.refused = ""  # why graphs are disabled; empty if they are not
         self._record, self._dtype = record, dtype
         self._frames: dict[tuple[Hashable, int], _Frame] = {}
 
     @property
     def note(self) -> str:
-        """Why every operation is started on its own; empty where passes are recorded."""
-        return f"{self.refused}, so every operation is started on its own" if self.refused else ""
+        """Return why graphs are disabled; empty if they are not."""
+        return f"{self.refused}, so every operation is launched separately" if self.refused else ""
 
     def clear(self) -> None:
-        """Before memory is freed that they read or write."""
+        """Drop all graphs, before memory they use is freed."""
         self._frames.clear()
 
     def width(self, kind: Hashable, slots: int) -> int | None:
-        """Of the pass that is to read so many slots: of one that is there where that is not much wider, so that the
-        short last steps of a text need no recordings of their own. None: too wide, or refused."""
+        """Return the width of the graph to use: an existing one if it is not much wider, so that short last steps of a
+        text need no graphs of their own. None: too wide, or disabled."""
         if self.refused:
             return None
         known = (w for w in self._sizes(kind) if slots <= w <= _loosest(slots))
         return min(known, default=next((w for w in WIDTHS if w >= slots), None))
 
     def depth(self, kind: Hashable, wanted: int, cut: bool) -> int | None:
-        """Of the draft that is to be written: a deeper one that is there will do where it can be `cut`. None: it is to
-        run as it is, being refused or one of the last of a text, which are not worth a recording."""
+        """Return the draft depth of the graph to use: an existing, deeper one if the result can be `cut`. None: run
+        eagerly, because graphs are disabled or this is one of the last steps of a text, which are not worth a
+        capture."""
         if self.refused:
             return None
         known = [depth for depth in self._sizes(kind) if depth >= wanted]
@@ -199,8 +202,11 @@ class Passes:
     def __call__(
         self, kind: Hashable, size: int, run: Callable[..., Tensors], inputs: Sequence[Tensor], shapes: Shapes
     ) -> Tensors | None:
-        """`run(*inputs)`, of inputs that may be smaller than `shapes`; what it says is to be copied before the next
-        call. `run` may write into memory that stays, the same whenever it is run on the same inputs. None: refused."""
+        """Run `run(*inputs)` as a graph; return None if graphs are disabled.
+
+        inputs may be smaller than `shapes`. Copy the result before the next call. `run` may write to persistent memory
+        if it writes the same for the same inputs.
+        """
         frame = self._frames.get((kind, size)) or self._added((kind, size), run, inputs, shapes)
         if frame is None:
             return None
@@ -210,7 +216,7 @@ class Passes:
     def _added(
         self, key: tuple[Hashable, int], run: Callable[..., Tensors], inputs: Sequence[Tensor], shapes: Shapes
     ) -> _Frame | None:
-        """Refused unless the recording says what is recorded."""
+        """Capture a graph. Disable graphs if its result differs from the eager one."""
         try:
             places = tuple(x.new_zeros(shape) for x, shape in zip(inputs, shapes, strict=True))
             frame = _Frame(places, partial(run, *places))
@@ -220,13 +226,13 @@ class Passes:
             if all(map(self._alike, frame.replay(), expected)):
                 self._frames[key] = frame
                 return frame
-            self.refused = "a recorded pass said something else than the pass itself"
+            self.refused = "a CUDA graph returned another result than the eager pass"
         except RuntimeError as error:
             reason = str(error).partition("\n")[0].partition(". ")[0]
-            self.refused = f"passes could not be recorded ({reason})"
+            self.refused = f"CUDA graph capture failed ({reason})"
         self.clear()
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # what a lack of memory left
+            torch.cuda.empty_cache()  # memory left by an out-of-memory error
         return None
 
     def _alike(self, said: Tensor, expected: Tensor) -> bool:

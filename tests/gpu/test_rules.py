@@ -168,8 +168,8 @@ def test_without_a_free_stream_passes_run_as_they_are(world):
     target = fast()
     text = written(target, load_drafter("none", target))
     assert target.note == (
-        "passes could not be recorded (every CUDA stream of the device holds the recordings of another model), "
-        "so every operation is started on its own"
+        "CUDA graph capture failed (every CUDA stream of the device has CUDA graphs of another model), "
+        "so every operation is launched separately"
     )
     for replay in replays:
         replay()
@@ -191,7 +191,7 @@ def test_without_memory_for_recordings_passes_run_as_they_are(world):
     other = fast()
     world.refuse = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 0 bytes free")
     assert written(other, load_drafter("none", other)) == plain
-    assert other.note == "passes could not be recorded (CUDA out of memory), so every operation is started on its own"
+    assert other.note == "CUDA graph capture failed (CUDA out of memory), so every operation is launched separately"
     assert "graphs" not in other.kernels
 
 
@@ -203,7 +203,7 @@ def test_a_capture_that_fails_leaves_nothing_behind(world):
     before, refused = torch.cuda.current_stream().index, fast()
     world.refuse = RuntimeError("operation not permitted when stream is capturing")
     assert written(refused, load_drafter("none", refused)) == plain
-    assert refused.note.startswith("passes could not be recorded (operation not permitted")
+    assert refused.note.startswith("CUDA graph capture failed (operation not permitted")
     assert torch.cuda.current_stream().index == before
     assert world.underway == []
     assert world.pools.total() == 0
@@ -238,7 +238,7 @@ def test_heads_that_cannot_be_recorded_draft_as_they_are(world, name):
     world.refuse = RuntimeError("operation not permitted when stream is capturing")
     assert written(target, made) == plain
     said = target.note if name == "layer_skip" else made.unrecorded
-    assert said.startswith("passes could not be recorded (operation not permitted")
+    assert said.startswith("CUDA graph capture failed (operation not permitted")
 
 
 @pytest.mark.parametrize("name", [*HEADS, "draft_model", "layer_skip"])
@@ -304,7 +304,7 @@ def test_model_on_several_devices_is_not_captured(world):
     target = HFTarget(model)
     target.start(there(1, 9))
     target.forward(there(1, 1), chain_parents(1, 0, target.device))
-    assert target.note == "its layers are on several devices, so every operation is started on its own"
+    assert target.note == "its layers are on several devices, so every operation is launched separately"
     assert not world.recorded
 
 

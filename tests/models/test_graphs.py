@@ -117,8 +117,8 @@ def test_passes_wider_than_the_widest_run_as_they_are():
 @pytest.mark.parametrize(
     ("recorder", "reason"),
     [
-        (failing, "could not be recorded (operation not permitted when stream is capturing)"),
-        (forgetful, "said something else"),
+        (failing, "CUDA graph capture failed (operation not permitted when stream is capturing)"),
+        (forgetful, "returned another result"),
     ],
 )
 def test_failed_capture_falls_back_to_eager_with_a_note(recorder, reason):
@@ -158,7 +158,7 @@ def test_stateful_model_is_not_captured():
     target.forward(texts(1, 5), chain(1, 4))
     assert recorder.recorded == 0
     assert "graphs" not in target.kernels
-    assert target.note == "its cache cannot be rewritten in place, so every operation is started on its own"
+    assert target.note == "its cache cannot be rewritten in place, so every operation is launched separately"
 
 
 @pytest.mark.parametrize("switch", ["0", "1"])
