@@ -303,7 +303,8 @@ def _one_line(error: ValidationError, of: type[Settings]) -> str:
     limits, given = first.get("ctx", {}), shown(first["input"])
     match first["type"]:
         case "extra_forbidden":
-            return f"unknown setting {where!r}; {suggest(where, (Lane if len(first['loc']) > 1 else of).model_fields)}"
+            settings_class = Lane if len(first["loc"]) > 1 else of
+            return f"unknown setting {where!r}; {suggest(where, settings_class.model_fields)}"
         case "value_error":
             message = str(limits["error"])
             return message if message.startswith("unknown") else f"the {where} {message}"

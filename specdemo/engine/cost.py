@@ -212,7 +212,8 @@ def explain(lane: Mapping[str, Any], speed: Estimate | None, foreseen: Foreseen 
     if speed is None or not lane["steps"]:
         return "Too few tokens to say."
     cost = round(lane["tokens_per_step"] / speed.value, 2)
-    sentence = f"{_said(speed)}: a step costs {cost:.2f}x a plain token and yields {lane['tokens_per_step']:.2f} tokens"
+    length = lane["tokens_per_step"]
+    sentence = f"{_said(speed)}: a step costs {cost:.2f}x a plain token and yields {length:.2f} tokens"
     if not lane["drafted"]:
         return sentence + "; nothing was drafted."
     sentence += f"; {lane['acceptance_rate']:.0%} of the draft tokens were accepted"

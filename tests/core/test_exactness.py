@@ -256,7 +256,8 @@ def test_the_test_sees_wrong_rules_and_drafts_that_lie(fits, rule, shape, choose
 
 
 def test_unrenormalised_siblings_fail_the_chi_square_test(fits, monkeypatch):
-    monkeypatch.setattr(accept, "_given_elders", lambda draft, probs, target, nodes: P[:1].expand(DRAWS, 3, V))
+    target_probs = P[:1].expand(DRAWS, 3, V)
+    monkeypatch.setattr(accept, "_given_elders", lambda draft, probs, target, nodes: target_probs)
     rng = torch.Generator().manual_seed(8)
     assert not fits(three_tokens(Lossless(), grow(STAR, independent, rng), rng), JOINT)
 

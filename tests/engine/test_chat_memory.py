@@ -206,7 +206,8 @@ def test_a_drafter_that_learns_goes_on_as_well(session, chatty):
     assert min(kept(session.run(again))) > 0
     session.run(spec(chatty, asked.lanes, chat=False))
     (pair,) = session.kept.learners.values()
-    assert isinstance(pair.target, Remembering) and pair.target.history_bytes == 0 and not session.kept.chat
+    assert isinstance(pair.target, Remembering) and pair.target.history_bytes == 0
+    assert not session.kept.chat
 
 
 def test_texts_are_not_remembered(session, chatty):

@@ -141,5 +141,5 @@ def test_encode_refuses_what_cannot_be_continued(tokenizer):
     assert len(encode(tokenizer, "A dog.", length)) == length
     with pytest.raises(ValueError, match=f"has {length} tokens, there is room for {length - 1}; shorten it"):
         encode(tokenizer, "A dog.", length - 1)
-    with pytest.raises(ValueError, match="fill the model's context; ask for fewer"):
+    with pytest.raises(ValueError, match="max_new_tokens fills the model's context; reduce it"):
         encode(tokenizer, "A dog.", -7)
