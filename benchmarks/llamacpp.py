@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from specdemo.models.gguf import Words, write_gguf
-from specdemo.servers.started import check_llamacpp
+from specdemo.servers.started import check_installed
 
 CONTEXT = 1024
 
@@ -24,7 +24,7 @@ class LlamaCpp:
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Convert and load the model. Raises ValueError, one line, if llama.cpp cannot take part."""
-        check_llamacpp()
+        check_installed("llamacpp")
         if type(model) is not LlamaForCausalLM or model.device.type != "cpu" or model.dtype != torch.float32:
             raise ValueError("llama.cpp does not take part: it is compared on Llama in float32 on a CPU")
         library = import_module("xllamacpp")

@@ -17,7 +17,7 @@ from specdemo.models.hub import embedded_folder
 from specdemo.models.resolve import described, is_gguf
 from specdemo.presets.files import EMBEDDED, Preset
 from specdemo.servers.address import TITLES, Engine, address, admitted
-from specdemo.servers.started import Installed, Server, Tell, check_llamacpp, free_port, installed, started
+from specdemo.servers.started import Installed, Server, Tell, engine_program, free_port, installed, started
 
 FIRST_PORT = 8000
 PARALLEL = {"vllm": "--tensor-parallel-size", "sglang": "--tp-size"}
@@ -141,10 +141,9 @@ class Program:
 
     @classmethod
     def find(cls, engine: Engine, command: str | None = None, gpus: int = 1) -> "Program":
-        """Raises ValueError when there is none."""
-        if engine == "llamacpp" and command is None:
-            check_llamacpp()
-        return cls(command, gpus, installed(command or "vllm") if engine == "vllm" else None)
+        """Raise ValueError, with the command that installs it, if there is none."""
+        path = engine_program(engine, command)
+        return cls(command, gpus, installed(path) if engine == "vllm" else None)
 
     def check(self, lane: Served) -> None:
         """Raises ValueError, with the reason, for a lane that it cannot serve."""

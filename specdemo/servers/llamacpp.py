@@ -20,7 +20,7 @@ from specdemo.models.gguf import Words, check_pair, context_length, write_gguf
 from specdemo.models.load import load_model
 from specdemo.models.resolve import is_gguf
 from specdemo.servers.lane import TOKEN_IDS
-from specdemo.servers.started import check_llamacpp
+from specdemo.servers.started import check_installed
 
 CONTEXT = 4096  # tokens, at most
 
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
     asked = parser.parse_args(arguments)
     try:
         with tidy():
-            check_llamacpp()
+            check_installed("llamacpp")
             check_pair(asked.model, asked.draft_model, asked.dtype)
             with TemporaryDirectory() as folder:
                 server = import_module("xllamacpp").Server(_settings(asked, Path(folder)))  # in threads of its own

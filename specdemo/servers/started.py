@@ -4,6 +4,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import shutil
 import socket
 import sys
@@ -22,7 +23,7 @@ from typing import NoReturn
 import httpx
 
 from specdemo.servers import keeper
-from specdemo.servers.address import host
+from specdemo.servers.address import TITLES, Engine, host
 
 LOADING_S = 1800.0  # the longest that a server may take, download included
 POLL_S = 0.25
@@ -46,6 +47,14 @@ print(json.dumps({"version": version("vllm"), "methods": words(speculative.Specu
 
 LLAMACPP = ("xllamacpp", "gguf")  # packages
 COMMANDS = {"vllm": "vllm", "sglang": "python", "llamacpp": sys.executable}  # where none is named
+GPU_ONLY = "on Linux with an NVIDIA GPU"
+INSTALL = {  # an environment of its own: it needs another torch
+    "vllm": f"python3 -m venv vllm && vllm/bin/pip install vllm ({GPU_ONLY}; docs/servers.md has the lines for a CPU), "
+    "then name it with --command vllm/bin/vllm, for the page --engines vllm=vllm/bin/vllm",
+    "sglang": f"python3 -m venv sglang && sglang/bin/pip install sglang ({GPU_ONLY}), "
+    "then name it with --command sglang/bin/python, for the page --engines sglang=sglang/bin/python",
+    "llamacpp": f"{shlex.quote(sys.executable)} -m pip install {' '.join(LLAMACPP)}",
+}
 
 Tell = Callable[[str], None]
 
@@ -69,10 +78,30 @@ def program(command: str) -> str:
     return path
 
 
-def check_llamacpp() -> None:
-    """Raises ValueError, one line, where llama.cpp's packages are missing."""
-    if not all(map(find_spec, LLAMACPP)):
-        raise ValueError(f"llama.cpp is not here: pip install {' '.join(LLAMACPP)}")
+def engine_program(engine: Engine, command: str | None = None) -> str:
+    """Return the path of an engine's program. command: a path or a name on PATH, None: the engine's own name.
+
+    Raises ValueError, with the command that installs the engine, if it is not installed.
+    """
+    if command is None:
+        check_installed(engine)
+    return program(command or COMMANDS[engine])
+
+
+def check_installed(engine: Engine) -> None:
+    """Raise ValueError, with the command that installs it, if an engine is not installed."""
+    if not _is_installed(engine):
+        raise ValueError(f"{TITLES[engine]} is not installed here: {INSTALL[engine]}")
+
+
+def _is_installed(engine: Engine) -> bool:
+    if engine == "llamacpp":
+        return all(map(find_spec, LLAMACPP))
+    found = shutil.which(COMMANDS[engine])
+    if engine == "vllm" or found is None:
+        return found is not None
+    look = "import sys; from importlib.util import find_spec; sys.exit(find_spec('sglang') is None)"
+    return run([found, "-c", look], capture_output=True).returncode == 0
 
 
 @lru_cache

@@ -69,7 +69,7 @@ def ui(
 def _allow_engine(name: str, path: str | None = None) -> None:
     if public():
         raise ValueError("a public page starts no engines; leave --engines out")
-    from specdemo.servers.started import COMMANDS, program
+    from specdemo.servers.started import engine_program
 
     engine = known_engine(name)
-    startable[engine] = program(path or COMMANDS[engine])
+    startable[engine] = engine_program(engine, path)

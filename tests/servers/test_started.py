@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import psutil
@@ -13,6 +14,7 @@ import pytest
 from specdemo.__main__ import main
 from specdemo.bench.load_servers import Fleet
 from specdemo.bench.suites import suite
+from specdemo.servers import started as starting
 from tests.servers.stand_in import gone, make, started
 
 ROOT = Path(__file__).parents[2]
@@ -62,6 +64,32 @@ def test_a_cpu_has_one_way_of_attention(engine):
 def test_bad_input_is_one_line(arguments, reason, capsys):
     assert main(["run", "embedded-draft", *arguments]) == 2
     assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("engine", "line"),
+    [
+        ("vllm", "vLLM is not installed here: python3 -m venv vllm && vllm/bin/pip install vllm ("),
+        ("sglang", "SGLang is not installed here: python3 -m venv sglang && sglang/bin/pip install sglang ("),
+        ("llamacpp", f"llama.cpp is not installed here: {sys.executable} -m pip install xllamacpp gguf\n"),
+    ],
+)
+def test_an_engine_that_is_not_installed_is_named_with_its_install_command(engine, line, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(starting, "find_spec", lambda name: None)
+    for command in (["run", "embedded-draft"], ["serve", "embedded-draft"], ["ui", "--engines", engine]):
+        assert main([*command, *(["--engine", engine] if command[0] != "ui" else [])]) == 2
+        assert capsys.readouterr().err.startswith(f"specdemo: {line}")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell script")
+@pytest.mark.parametrize("code", [0, 1])
+def test_sglang_is_looked_up_in_the_python_on_the_path(code, monkeypatch, tmp_path):
+    (tmp_path / "python").write_text(f"#!/bin/sh\nexit {code}\n", encoding="utf-8")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match="SGLang is not installed here") if code else nullcontext():
+        assert starting.engine_program("sglang") == str(tmp_path / "python")
 
 
 def test_an_engine_that_does_not_start_is_quoted(engine, monkeypatch, capsys):
