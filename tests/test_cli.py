@@ -3,16 +3,20 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import pytest
+from typer.core import TyperGroup
+from typer.exceptions import TyperException
+from typer.main import get_command
 
 import specdemo
 from recipes.train import RECIPES
-from specdemo.__main__ import main
+from specdemo.__main__ import app, main
 from specdemo.bench.base import OPTIONS
 from specdemo.bench.suites import suites
 from specdemo.core.trace import from_json
@@ -21,6 +25,7 @@ from specdemo.methods.none import NoDraft
 from specdemo.methods.recipes import HEAD_RECIPES
 from specdemo.presets.files import load_presets
 
+ROOT = Path(__file__).parents[1]
 SHORT = ("--max-new-tokens", "16")
 
 
@@ -398,3 +403,26 @@ def test_a_shell_completes_commands_suites_and_presets(words, completed):
     asked = {"_SPECDEMO_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
     assert started_as("specdemo", **asked).stdout.split() == [completed]
     assert "--install-completion" in started_as("specdemo", "--help").stdout
+
+
+def documented():
+    """Yield the command lines of specdemo in the documentation, without comments."""
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        text = page.read_text(encoding="utf-8")
+        for command in re.findall(r"(?:python -m |`)specdemo ([a-z-][^`#;|\\\n]*)", text):
+            yield pytest.param(shlex.split(command), id=f"{page.name}: {command.strip()}")
+
+
+@pytest.mark.parametrize("arguments", list(documented()))
+def test_documented_commands_exist_with_their_options(arguments):
+    command, context = get_command(app), None
+    while isinstance(command, TyperGroup) and arguments and not arguments[0].startswith("-"):
+        context = command.make_context(command.name, list(arguments), parent=context, resilient_parsing=True)
+        command, arguments = command.get_command(context, arguments[0]), arguments[1:]
+        assert command is not None
+    hidden = {flag for option in command.params if getattr(option, "hidden", False) for flag in option.opts}
+    assert not hidden & {argument.partition("=")[0] for argument in arguments}
+    try:
+        command.make_context(command.name, list(arguments), parent=context)
+    except (ValueError, TyperException) as error:  # the documentation may leave out arguments, but not invent options
+        assert "No such" not in str(getattr(error, "message", error))
