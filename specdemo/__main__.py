@@ -30,7 +30,7 @@ from specdemo.core.reading import lacks_memory, read_text
 from specdemo.core.signals import tidy
 from specdemo.core.suggest import DEVICES, program, suggest
 from specdemo.engine.comparison import Comparison, Lane, settings, type_of
-from specdemo.methods import PLUG_INS, knobs, method, unusable, usable
+from specdemo.methods import PLUG_INS, head_of, knobs, method, unusable, usable
 from specdemo.presets.files import EMBEDDED, FOLDER, Preset, load_presets, of_checkout, preset
 from specdemo.presets.limits import LIMITS
 from specdemo.servers.address import allow, known_engine
@@ -440,9 +440,12 @@ def doctor(
     from specdemo.models.resolve import resolve
 
     missing = [name for name in EMBEDDED if not Path(resolve(name)).is_dir()]
-    print(f"{'embedded models':<16}{'missing: ' + ', '.join(missing) if missing else ', '.join(EMBEDDED)}")
     if missing:
+        print(f"{'embedded models':<16}missing: {', '.join(missing)}")
         return 1
+    heads = {name: head for name in EMBEDDED if (head := head_of(name))}
+    print(f"{'embedded models':<16}{', '.join(name for name in EMBEDDED if name not in heads)}")
+    print(f"{'embedded heads':<16}{', '.join(f'{name} ({head})' for name, head in heads.items())}")
     stories = load_target("stories")
     cost = verify_cost(stories)
     print(f"{'device':<16}{environment(stories)['device']}")
@@ -458,7 +461,7 @@ def doctor(
 def _pairs(target: str, drafter: str | None) -> int:
     from specdemo.bench.report import table
     from specdemo.methods.pairs import check_pair, check_pairs
-    from specdemo.models.load import outline
+    from specdemo.methods.targets import outline
     from specdemo.presets.files import known_drafters
 
     described = outline(target)

@@ -148,10 +148,19 @@ def test_bad_input_is_one_line_that_names_the_cure(capsys, arguments, line):
 
 @pytest.mark.parametrize("name, kind", [("stories-medusa", "medusa"), ("stories-eagle-1", "eagle")])
 def test_a_head_in_the_place_of_a_model_is_named(capsys, name, kind):
-    line = f"{name} is a checkpoint for method {kind!r}, not 'draft_model'; choose that method"
+    line = f"{name} is a head for method {kind!r}, not a draft model; choose method {kind!r}"
     assert refusal(capsys, "run", "embedded-draft", "--model", name) == line
     line = f"{name} holds a head for method {kind!r}; choose a whole model as the target"
     assert refusal(capsys, "run", "embedded-draft", "--target", name) == line
+    assert refusal(capsys, "doctor", name) == refusal(capsys, "doctor", name, "stories-draft-wide") == line
+    assert refusal(capsys, "train", "medusa", "--target", name) == line
+
+
+def test_a_whole_model_in_the_place_of_a_head_is_named(capsys):
+    line = "stories-draft-wide is a whole model, not a head for method 'medusa'; choose a head for it"
+    assert refusal(capsys, "run", "embedded-medusa", "--model", "stories-draft-wide") == line
+    line = "stories-medusa is a head for method 'medusa', not for method 'eagle'; choose method 'medusa'"
+    assert refusal(capsys, "run", "embedded-eagle-1", "--model", "stories-medusa") == line
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"schema": 2}', b'{"lanes": [{"x": 1}]}'])
@@ -176,7 +185,7 @@ def test_a_trace_without_lanes_is_one_line(capsys, tmp_path):
     [
         (["--k", "0"], "k must be 1 or more, not 0"),
         (["--prompt", "word " * 600], "the prompt has 1202 tokens, there is room for 352; shorten it or ask for fewer"),
-        (["--model", "stories-eagle-1"], "stories-eagle-1 is a checkpoint for method 'eagle', not 'draft_model'; "),
+        (["--model", "stories-eagle-1"], "stories-eagle-1 is a head for method 'eagle', not a draft model; "),
     ],
 )
 def test_the_process_itself_exits_with_2_and_one_line(arguments, line):
@@ -249,10 +258,14 @@ def test_doctor_lists_the_machine(capsys):
         "device",
         "chromium",
         "embedded models",
+        "embedded heads",
         "cpu (auto)",
         "verify cost",
     ):
         assert f"\n{line}" in out
+    models, heads = (next(ln for ln in out.splitlines() if ln.startswith(f"embedded {kind}")) for kind in ("m", "h"))
+    assert "stories-draft-wide, " in models and "stories-medusa" not in models and "eagle" not in models
+    assert "stories-medusa (medusa), " in heads and "stories-mtp (mtp)" in heads and "stories-draft-wide" not in heads
 
 
 def test_doctor_fails_when_models_are_missing(capsys, monkeypatch, tmp_path):

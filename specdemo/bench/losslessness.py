@@ -25,7 +25,7 @@ from specdemo.core.tree import Draft
 from specdemo.engine.loop import generate
 from specdemo.engine.session import Session, environment
 from specdemo.methods import BASELINE, load_drafter, method
-from specdemo.models.load import load_target
+from specdemo.methods.targets import load_target
 from specdemo.models.text import encode, token_text
 from specdemo.presets.files import Preset, preset
 

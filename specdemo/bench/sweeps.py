@@ -20,8 +20,8 @@ from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.cost import WIDTHS, Costs, observed
 from specdemo.engine.session import Session, environment
 from specdemo.methods import BASELINE, load_drafter
+from specdemo.methods.targets import load_target
 from specdemo.methods.wrapper import Wrapper
-from specdemo.models.load import load_target
 from specdemo.models.pass_cost import verify_costs
 from specdemo.models.target import HFTarget
 from specdemo.models.text import encode

@@ -9,15 +9,16 @@ DEVICES = "auto, cpu, mps, cuda, cuda:N, xpu or xpu:N"
 LISTED = 18  # most names in a list; a longer list is cut to half as many
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
-    """Return `did you mean 'x'?`, or a list of the choices."""
-    names = list(known)
-    close = get_close_matches(name, names, n=1)
+def suggest(name: str, known: Iterable[str], heads: Iterable[str] = ()) -> str:
+    """Return `did you mean 'x'?`, or a list of the choices. heads: choices for a drafter only, listed separately."""
+    names, drafters = list(known), list(heads)
+    close = get_close_matches(name, [*names, *drafters], n=1)
     if close:
-        return f"did you mean {close[0]!r}?"
+        return f"did you mean {'the head ' if close[0] in drafters else ''}{close[0]!r}?"
     if len(names) > LISTED:
         names = [*names[: LISTED // 2], f"... ({len(names)} in all)"]
-    return f"choose one of {', '.join(names)}" if names else "there is none"
+    listed = f"choose one of {', '.join(names)}" if names else "there is none"
+    return f"{listed} (as a drafter also one of the heads {', '.join(drafters)})" if drafters else listed
 
 
 def shown(value: object) -> str:

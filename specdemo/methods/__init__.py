@@ -231,7 +231,12 @@ def expect(checkpoint: "Checkpoint", name: str) -> None:
     """Raise ValueError if the checkpoint is for another method than `name`, and name that method."""
     if not reads(name, checkpoint):
         found = kind_of(checkpoint)
-        raise ValueError(f"{checkpoint.name} is a checkpoint for method {found!r}, not {name!r}; choose that method")
+        if found == "draft_model":
+            raise ValueError(
+                f"{checkpoint.name} is a whole model, not a head for method {name!r}; choose a head for it"
+            )
+        other = "a draft model" if name == "draft_model" else f"for method {name!r}"
+        raise ValueError(f"{checkpoint.name} is a head for method {found!r}, not {other}; choose method {found!r}")
     if name != "draft_model":
         from specdemo.models.checkpoints import check_weights
 
@@ -254,15 +259,15 @@ def reads(name: str, checkpoint: "Checkpoint") -> bool:
 
 
 def head_of(source: str) -> str | None:
-    """The method whose head lies in a folder; None for whole models, for what is not here and for anything else."""
+    """Return the method of a head in a folder or in the hub's cache; None for whole models and for anything else."""
     from specdemo.models.checkpoints import outline_checkpoint, readable
+    from specdemo.models.hub import cached
     from specdemo.models.resolve import resolve
 
-    if not Path(resolve(source)).is_dir():
-        return None
     try:
+        folder = Path(resolve(source)) if Path(resolve(source)).is_dir() else cached(source)
         with readable(source):
-            kind = kind_of(outline_checkpoint(source))
+            kind = kind_of(outline_checkpoint(str(folder)))
     except ValueError:
         return None
     return None if kind == "draft_model" else kind

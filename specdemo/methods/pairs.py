@@ -33,7 +33,8 @@ def check_pair(target: HFTarget, drafter: str, method_name: str | None = None) -
     """
     checkpoint = outline_checkpoint(drafter)
     try:
-        name = method_name or kind_of(checkpoint)
+        with readable(drafter):
+            name = method_name or kind_of(checkpoint)
     except ValueError as error:
         return Pair(drafter, "?", False, str(error))
     cls = method(name)

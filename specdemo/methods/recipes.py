@@ -12,7 +12,7 @@ from specdemo.core.suggest import suggest
 from specdemo.methods import method, usable
 from specdemo.methods.base import Head, Recipe
 from specdemo.methods.heads.network import Network
-from specdemo.models.load import load_target
+from specdemo.methods.targets import load_target
 from specdemo.models.machine import one_thread
 from specdemo.models.target import HFTarget
 from specdemo.training.collect import Plan

@@ -30,3 +30,4 @@ def naming_heads(of_whole: Callable[P, T]) -> Callable[P, T]:
 
 load_target = naming_heads(load.load_target)
 load_model = naming_heads(load.load_model)
+outline = naming_heads(load.outline)

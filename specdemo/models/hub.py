@@ -82,9 +82,18 @@ def shipped(folder: str | Path) -> bool:
     return Path(folder).resolve().is_relative_to(embedded_folder().resolve())
 
 
-def embedded_names() -> list[str]:
-    """Return the names of the embedded models."""
-    return sorted(config.parent.name for config in embedded_folder().glob("*/config.json"))
+def embedded_models() -> list[str]:
+    """Return the names of the embedded models that can be a target or a draft model: those with a tokenizer."""
+    return sorted(config.parent.name for config in embedded_folder().glob("*/config.json") if _whole(config.parent))
+
+
+def embedded_heads() -> list[str]:
+    """Return the names of the embedded heads."""
+    return sorted(config.parent.name for config in embedded_folder().glob("*/config.json") if not _whole(config.parent))
+
+
+def _whole(folder: Path) -> bool:
+    return (folder / "tokenizer.json").is_file()
 
 
 def offline() -> bool:
@@ -229,7 +238,7 @@ def one_line(name: str) -> Iterator[None]:
 
 def _explained(name: str, error: Exception, kinds: set[str]) -> str:
     repository, revision = split(name)
-    cure = suggest(name, embedded_names())
+    cure = suggest(name, embedded_models(), embedded_heads())
     if "GatedRepoError" in kinds:
         return (
             f"{repository} is gated; accept its licence on huggingface.co/{repository} and log in with: hf auth login"

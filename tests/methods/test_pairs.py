@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from recipes.corpus import train_tokenizer
 from specdemo.__main__ import main
 from specdemo.methods.pairs import check_pair, check_pairs
+from specdemo.models.hub import embedded_folder
 from specdemo.models.load import outline
 from specdemo.models.resolve import resolve
 from specdemo.presets.files import EMBEDDED, known_drafters
@@ -129,3 +130,11 @@ def test_the_command_line_prints_a_table(narrow, capsys):
     assert len(capsys.readouterr().out.splitlines()) > 8
     assert main(["doctor", "storys"]) == 2
     assert "did you mean 'stories'" in capsys.readouterr().err
+
+
+def test_a_head_whose_config_is_damaged_does_not_fit(stories, tmp_path):
+    shutil.copytree(embedded_folder() / "stories-medusa", tmp_path / "head")
+    config = json.loads((tmp_path / "head" / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "head" / "config.json").write_text(json.dumps(config | {"architectures": True}), encoding="utf-8")
+    pair = check_pair(stories, str(tmp_path / "head"))
+    assert pair.fits is False and "cannot be read" in pair.reason

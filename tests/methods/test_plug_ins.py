@@ -128,7 +128,9 @@ def test_a_variant_of_a_head_and_the_head_itself_read_the_same_file(plug_in, nam
     plug_in(VARIANT)
     target = load_target("stories")
     assert load_drafter(name, target, "stories-medusa").title == method(name).title
-    with pytest.raises(ValueError, match="is a checkpoint for method 'eagle', not 'medusa'; choose that method"):
+    with pytest.raises(
+        ValueError, match="is a head for method 'eagle', not for method 'medusa'; choose method 'eagle'"
+    ):
         load_drafter(name, target, "stories-eagle-1")
 
 

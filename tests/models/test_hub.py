@@ -6,6 +6,8 @@ import threading
 import pytest
 import torch
 
+from specdemo.methods import METHODS, head_of
+from specdemo.methods.targets import load_target
 from specdemo.models import hub
 from specdemo.models.checkpoints import PICKLED
 from specdemo.models.load import load_model, outline
@@ -122,6 +124,25 @@ def test_unavailable_model_is_one_line(server, repositories, name, line):
     assert not [file for file, _ in server.requests if not file.endswith(".json")]
 
 
+def test_targets_and_heads_are_suggested_separately(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    models, _, heads = refused("Qwen/Qwen3-0.6B").partition(" (as a drafter also one of the heads ")
+    assert models.endswith("choose one of " + ", ".join(hub.embedded_models()))
+    assert heads == ", ".join(hub.embedded_heads()) + ")"
+    assert "stories-draft-wide" in hub.embedded_models() and "stories-medusa" in hub.embedded_heads()
+    assert refused("stories-medsua").endswith("did you mean the head 'stories-medusa'?")
+    assert refused("storys").endswith("did you mean 'stories'?")
+
+
+def test_a_head_in_the_cache_is_named(server, repositories):
+    folder = hub.embedded_folder() / "stories-eagle-1"
+    repositories["org/head"] = {name: (folder / name).read_bytes() for name in ("config.json", "model.safetensors")}
+    with pytest.raises(
+        ValueError, match="^org/head holds a head for method 'eagle'; choose a whole model as the target"
+    ):
+        load_target("org/head")
+
+
 def test_no_network_is_one_line(server, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     assert "'org/tiny' is not here and http://127.0.0.1:9 cannot be reached" in refused("org/tiny")
@@ -175,3 +196,8 @@ def test_an_outline_needs_no_weights(server):
 def test_revisions_may_be_commits(server):
     assert hub.split(f"org/tiny@{SHA}") == ("org/tiny", SHA)
     assert load_model(f"org/tiny@{SHA}").name == f"org/tiny@{SHA}"
+
+
+def test_embedded_models_and_heads_are_told_apart_as_methods_do():
+    assert [head_of(name) for name in hub.embedded_models()] == [None] * len(hub.embedded_models())
+    assert {head_of(name) for name in hub.embedded_heads()} <= {*METHODS}
