@@ -1,6 +1,6 @@
 """Record one run of `bench methods` in both places that show it, the README's table and the page's Sweep tab:
 
-`python -m specdemo bench methods --repeats 3 --out runs/methods.json && python -m benchmarks.readme runs/methods.json`.
+`python -m specdemo bench methods --repeats 3 --out result.json && python -m benchmarks.readme result.json`.
 """
 
 import re
@@ -35,7 +35,7 @@ def record(source: str | Path, root: Path = ROOT) -> Result:
 
 
 def _check(result: Result) -> None:
-    cure = f"run python -m specdemo bench {SUITE} --repeats {THOROUGH} --out runs/methods.json in a checkout"
+    cure = f"run python -m specdemo bench {SUITE} --repeats {THOROUGH} --out result.json in a checkout"
     if result.suite != SUITE or result.config.get("target") != TARGET:
         raise ValueError(f"this is suite {result.suite} on {result.config.get('target')}; {cure}")
     if "prompts" in result.config or "questions" in result.config:
