@@ -24,6 +24,7 @@ from specdemo.prediction.shapes import Shape, config_of, shape
 from specdemo.prediction.steps import Load, Step, step_of
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+MOST_EXPENSIVE = 1e9  # an hour, in any currency
 SURE = 1.96  # standard deviations of 95 %
 HEADROOM = 1.1  # of memory: activations and buffers
 ASSUMED = 0.75  # acceptance of every position, where nobody says
@@ -215,7 +216,7 @@ def predict(
     method = method or (method_in(config) if config else "eagle")
     notes = [] if acceptance else [f"No acceptance was given: {ASSUMED} at every position is assumed."]
     kept = acceptance if isinstance(acceptance, Acceptance) else Acceptance(tuple(acceptance or (ASSUMED,)))
-    _check(batch, context, nodes or kept.nodes)
+    _check(batch, context, nodes or kept.nodes, price)
     scene = Scene(
         of,
         drafting(method, of, config, options or {}),
@@ -262,7 +263,9 @@ def predicted(scene: Scene, ks: Sequence[int] = (), notes: tuple[str, ...] = ())
     )
 
 
-def _check(batch: int, context: int, nodes: int) -> None:
+def _check(batch: int, context: int, nodes: int, price: float | None) -> None:
+    if price is not None and not 0.0 <= price <= MOST_EXPENSIVE:
+        raise ValueError(f"price goes from 0 to {MOST_EXPENSIVE:,.0f} an hour, not {price:g}")
     for name, value, low, high in (
         ("batch", batch, 1, 4096),
         ("context", context, 1, 1 << 20),

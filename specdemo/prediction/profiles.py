@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from specdemo.core.bounds import FILE, judge
+from specdemo.core.bounds import Bounds, judge
 from specdemo.core.files import write_text
 from specdemo.core.reading import read_bytes
 from specdemo.core.suggest import suggest
@@ -16,8 +16,11 @@ from specdemo.core.suggest import suggest
 FOLDER = Path(__file__).parents[1] / "profiles"
 
 NAME = r"^[a-z0-9][a-z0-9.-]*$"
-Positive = Annotated[float, Field(gt=0.0)]
-Count = Annotated[int, Field(ge=1)]
+# A measured profile has some 500 keys and 10 kB; the fit evaluates every measured pass some 300 times.
+BOUNDS = Bounds(200_000, 8_000, 4_000)
+# Figures of any device, and milliseconds: within these limits no prediction overflows.
+Positive = Annotated[float, Field(ge=1e-6, le=1e9)]
+Count = Annotated[int, Field(ge=1, le=1 << 24)]
 
 
 class _Strict(BaseModel):
@@ -56,10 +59,10 @@ class Step(_Strict):
     draft: str = ""  # the shape of its draft model
     batch: Count = 1
     context: Count = 80  # tokens before it, on the average
-    k: Annotated[int, Field(ge=0)] = 0  # of a chain that was drafted whole; 0: none, or not told
-    ms: dict[str, Annotated[float, Field(ge=0.0)]]
-    drafted: Annotated[float, Field(ge=0.0)]  # tokens a step
-    kept: Annotated[float, Field(ge=0.0)] = 0.0  # of them
+    k: Annotated[int, Field(ge=0, le=64)] = 0  # of a chain that was drafted whole; 0: none, or not told
+    ms: dict[str, Annotated[float, Field(ge=0.0, le=1e9)]]
+    drafted: Annotated[float, Field(ge=0.0, le=1e6)]  # tokens a step
+    kept: Annotated[float, Field(ge=0.0, le=1e6)] = 0.0  # of them
 
 
 class Measured(_Strict):
@@ -108,8 +111,8 @@ def profile(name: str) -> Profile:
 
 def read_profile(path: Path) -> Profile:
     """Raises ValueError, one line that names the file."""
-    text = read_bytes(path, FILE.bytes, "name a profile")
-    judge(text, FILE, str(path))
+    text = read_bytes(path, BOUNDS.bytes, "name a profile")
+    judge(text, BOUNDS, str(path))
     try:
         return Profile.model_validate_json(text)
     except ValidationError as error:

@@ -36,6 +36,7 @@ from specdemo.models.load import load_target, outline
 from specdemo.models.text import encode
 from specdemo.prediction.drafts import MAKERS
 from specdemo.prediction.predict import predict
+from specdemo.prediction.profiles import Profile
 from specdemo.prediction.shapes import known, shape_of
 from specdemo.presets.files import Preset, load_presets, preset, read_preset
 from specdemo.presets.link import from_query
@@ -613,3 +614,29 @@ def test_predict_on_a_hostile_config_ends_in_one_line(tmp_path, capsys, role, sa
     out, err = capsys.readouterr()
     assert (code, err.count("\n")) in ((2, 1), (0, 0)) and "Traceback" not in err
     assert code == 0 or (out == "" and "says no sizes of a" in err)
+
+
+FIGURE = st.sampled_from([1e-6, 1e-3, 1.0, 1e4, 1e9]).map(lambda value: {"value": value, "source": "a test"})
+ROW = st.dictionaries(st.sampled_from([1, 2, 17, 2**24]), st.sampled_from([1e-6, 1.0, 1e9]), max_size=3)
+MEASURED = st.fixed_dictionaries({"1": ROW, "4096": ROW}).map(
+    lambda ms: {"model": "llama-1m", "dtype": "float32", "kernels": "fused", "context": 2**24, "ms": ms}
+)
+
+
+@FEW
+@given(
+    st.sampled_from(["gpu", "cpu"]), FIGURE, FIGURE, FIGURE, st.none() | FIGURE, st.lists(MEASURED, max_size=2),
+    st.sampled_from([1, 4096]), st.sampled_from([None, 0.0, 1e9]),
+)  # fmt: skip
+def test_a_prediction_from_any_profile_is_finite_or_one_line(
+    kind, memory, bandwidth, compute, node, passes, batch, price
+):
+    figures = {"memory_gb": memory, "bandwidth_gb_per_s": bandwidth, "compute_tflop_per_s": {"float32": compute}}
+    where = {"name": "a", "title": "A", "kind": kind, **figures, "node_us": node, "passes": passes}
+    try:
+        device = Profile.model_validate(where)
+        found = predict("llama-8b", method="eagle", device=device, dtype="float32", batch=batch, price=price)
+    except ValueError as error:
+        assert len(str(error)) < 300
+    else:
+        json.dumps(found.as_dict(), allow_nan=False)

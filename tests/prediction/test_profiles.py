@@ -1,10 +1,12 @@
 """Profiles of devices: what a file may hold, and what ships."""
 
+import json
 import subprocess
 import sys
 
 import pytest
 
+from specdemo.__main__ import main
 from specdemo.prediction.profiles import Profile, profile, profiles, read_profile, write_profile
 
 ONE = {"value": 1.5, "source": "a test"}
@@ -37,8 +39,6 @@ def test_a_profile_is_read_as_it_was_written(tmp_path):
     ],
 )
 def test_invalid_profiles(tmp_path, change, line):
-    import json
-
     path = tmp_path / "a.json"
     path.write_text(json.dumps(LEAST | change))
     with pytest.raises(ValueError) as refused:
@@ -61,3 +61,29 @@ def test_every_number_that_ships_has_a_source_and_no_torch_is_needed():
     for name, one in profiles().items():
         assert one.name == name
         assert one.measured or "datasheet" in one.bandwidth_gb_per_s.source
+
+
+@pytest.mark.parametrize("value", [1e-308, 1e-7, 1e10, 1e308, float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["memory_gb", "bandwidth_gb_per_s", "node_us"])
+def test_figures_that_no_device_has_are_refused(tmp_path, capsys, name, value):
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(LEAST | {name: {"value": value, "source": "a test"}}))
+    assert main(["predict", "stories", "--device", str(path), "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and f"{path} is no profile: {name}.value: Input should be" in err
+
+
+@pytest.mark.parametrize(
+    "more, line",
+    [
+        ({str(n): 1 for n in range(9_000)}, "may hold 8,000 values at most"),
+        ({"passes": [PASSES | {"ms": {str(n): {"1": 1.0} for n in range(1, 2_500)}}]}, "may hold 4,000 keys at most"),
+        ({"title": "x" * 300_000}, "bytes, the limit is 200,000"),
+    ],
+)
+def test_a_profile_is_bounded_before_it_is_parsed(tmp_path, monkeypatch, more, line):
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(LEAST | more))
+    monkeypatch.setattr(Profile, "model_validate_json", None)
+    with pytest.raises(ValueError, match=line):
+        read_profile(path)
