@@ -7,7 +7,6 @@ the story model, and how many completions of held-out code parse or break off on
 import ast
 import codeop
 import gzip
-import json
 import math
 import random
 import shutil
@@ -21,6 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from recipes.corpus import token_stream
 from recipes.losses import cross_entropy
+from specdemo.core.files import json_text
 from specdemo.models.resolve import resolve
 from specdemo.training.collect import continue_texts
 from specdemo.training.corpus import Corpus, read_corpus, windows
@@ -139,7 +139,7 @@ def main(model: str, folder: str) -> None:
         "bits per byte of held-out projects": bits,
         f"completions of {TOKENS} tokens that parse or break off only at their end": f"{held} of {len(said)}",
     }
-    print(json.dumps(told, indent=1))
+    print(json_text(told, indent=1))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from specdemo.bench.base import Report
 from specdemo.bench.measure import Tick, repeated
 from specdemo.bench.result import Result
 from specdemo.core.estimate import Timed, speedup
+from specdemo.core.files import json_text
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.session import Session, environment, session
 from specdemo.presets.files import preset
@@ -211,7 +212,7 @@ def _server(bunch: int, times: float = 1.0) -> Iterator[str]:
 
         def do_GET(self) -> None:
             known = self.path == "/v1/models"
-            self._head(200 if known else 404, json.dumps({"data": [{"id": "m"}]}).encode() if known else b"")
+            self._head(200 if known else 404, json_text({"data": [{"id": "m"}]}).encode() if known else b"")
 
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -227,7 +228,7 @@ def _server(bunch: int, times: float = 1.0) -> Iterator[str]:
                 end = "length" if number == limit else None
                 choice = {"index": 0, "text": " a", "finish_reason": end, "token_ids": [7]}
                 held += (
-                    b"data: %s\n\n" % json.dumps({"choices": [choice], "usage": {"completion_tokens": number}}).encode()
+                    b"data: %s\n\n" % json_text({"choices": [choice], "usage": {"completion_tokens": number}}).encode()
                 )
                 if number % bunch == 0 or end:
                     self.wfile.write(held)

@@ -4,7 +4,6 @@ Exit code 0: done; 1: a lane failed; 2: bad input, told in one line on stderr th
 Ctrl-C and by SIGTERM. Whatever needs torch is imported by the command that needs it.
 """
 
-import json
 import os
 import platform
 import shutil
@@ -25,7 +24,7 @@ from typer.models import OptionInfo
 
 from specdemo import __version__
 from specdemo.bench.command import bench, progress_bar, reports_to
-from specdemo.core.files import check_writable
+from specdemo.core.files import check_writable, json_text
 from specdemo.core.reading import lacks_memory, read_text
 from specdemo.core.signals import tidy
 from specdemo.core.suggest import DEVICES, program, suggest
@@ -260,7 +259,7 @@ def predict(
         for name in device.split(",")
         for texts in _numbers("batch", batch, int)
     ]
-    print(json.dumps([one.as_dict() for one in found], indent=1) if as_json else what_if_report(found))
+    print(json_text([one.as_dict() for one in found], indent=1) if as_json else what_if_report(found))
 
 
 class _Train(TyperCommand):
@@ -320,7 +319,7 @@ def presets(
         {"id": p.id, "title": p.title, "embedded": p.embedded, "methods": p.methods} for p in load_presets().values()
     ]
     if as_json:
-        print(json.dumps(listed, indent=1))
+        print(json_text(listed, indent=1))
         return 0
     from specdemo.bench.report import table
     from specdemo.presets.runnable import nearest_runnable, why_not
@@ -346,7 +345,7 @@ def _check_presets(as_json: bool) -> int:
             print(answer, flush=True)
     wrong = sum(bool(answer.wrong) for answer in found)
     if as_json:
-        print(json.dumps([asdict(answer) for answer in found], indent=1))
+        print(json_text([asdict(answer) for answer in found], indent=1))
     else:
         print(f"{wrong} of {len(found)} wrong" if wrong else f"all {len(found)} are what the presets say")
     return int(wrong > 0)
@@ -402,7 +401,7 @@ def methods(as_json: AsJson = False) -> None:
     for reason in unusable().values():
         print(f"specdemo: {reason}", file=sys.stderr)
     if as_json:
-        print(json.dumps([_method(name) for name in usable()], indent=1))
+        print(json_text([_method(name) for name in usable()], indent=1))
         return
     for name, cls in ((name, method(name)) for name in usable()):
         kind = "exact" if cls.exact else "lossy"

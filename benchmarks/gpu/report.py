@@ -1,6 +1,5 @@
 """Report of the sections: a Markdown page, a JSON file, a device profile and plots."""
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 from benchmarks.gpu.lab import Lab
 from benchmarks.gpu.sections import COMMAND, METHODS, PLAIN, shape_of_draft
 from specdemo.bench.device import CONTEXT, measured, slug
-from specdemo.core.files import write_text
+from specdemo.core.files import finite, json_text, write_text
 from specdemo.models.devices import kind
 from specdemo.prediction.profiles import Figure, Passes, Profile, Step, write_profile
 
@@ -22,7 +21,7 @@ Row = dict[str, Any]
 
 def write_report(folder: Path, kept: Mapping[str, Kept], environment: Kept, lab: Lab) -> list[str]:
     """Write all files and return their names."""
-    write_text(folder / RESULTS, json.dumps({"environment": environment, "sections": kept}, indent=1) + "\n")
+    write_text(folder / RESULTS, json_text(finite({"environment": environment, "sections": kept}), indent=1) + "\n")
     write_text(folder / "report.md", _page(kept, environment, lab))
     files = ["report.md", RESULTS]
     profile = profile_of(kept, environment, lab)

@@ -3,7 +3,6 @@ rest.
 """
 
 import gc
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -18,7 +17,7 @@ from benchmarks.gpu.sections import Section, sections
 from specdemo.bench.base import Report
 from specdemo.bench.result import Result
 from specdemo.core.bounds import FILE
-from specdemo.core.files import write_text
+from specdemo.core.files import finite, json_text, write_text
 from specdemo.core.reading import read_json
 from specdemo.engine.failure import let_go, reason
 from specdemo.models.machine import commit, device_name, versions
@@ -108,7 +107,7 @@ def _environment(lab: Lab) -> dict[str, Any]:
 
 
 def _write(folder: Path, name: str, found: Kept) -> Kept:
-    write_text(folder / f"{name}{SECTION}", json.dumps(found, indent=1) + "\n")
+    write_text(folder / f"{name}{SECTION}", json_text(finite(found), indent=1) + "\n")
     return found
 
 

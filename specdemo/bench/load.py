@@ -6,7 +6,6 @@ its tokens is its ms/token ("normalized latency", Kwon et al. 2309.06180), which
 what it sends. Goodput counts the requests that keep both bounds (Zhong et al. 2401.09670): on TTFT and on ms/token.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -21,6 +20,7 @@ from specdemo.bench.measure import Tick, repeated
 from specdemo.bench.result import LATENCY, THOROUGH, Result, Row
 from specdemo.core import noise
 from specdemo.core.estimate import Estimate, over_repeats
+from specdemo.core.files import json_text
 from specdemo.core.tally import ratio
 from specdemo.presets.files import preset
 
@@ -273,7 +273,7 @@ def _advice(rows: Sequence[Row], schedule: Schedule, site: Site) -> list[str]:
 
     loads, fixed = ", ".join(map(str, best)), _fixed(rows)
     return [
-        f"Schedule {json.dumps(schedule)}: goodput at {loads} at a time {against(0)} of {PLAIN}, {against(fixed)} of"
+        f"Schedule {json_text(schedule)}: goodput at {loads} at a time {against(0)} of {PLAIN}, {against(fixed)} of"
         f" k = {fixed}, which is the best of one k.",
         *site.paste(schedule),
     ]

@@ -1,6 +1,5 @@
 """What a load measures: answers, the points they make up, and the file that outlives a killed run."""
 
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from specdemo.core.files import append_line, write_text
+from specdemo.core.files import append_line, json_text, write_text
 from specdemo.core.reading import read_text
 from specdemo.servers.counters import Told
 
@@ -83,7 +82,7 @@ class Journal:
         self._path, self._rounds = path, dict[str, tuple[int, Round]]()  # with the line's number
         if path is None:
             return
-        head = json.dumps(asked)
+        head = json_text(asked)
         text = read_text(path, JOURNAL_BYTES, "remove it, or choose another --out") if path.is_file() else ""
         first, *lines = text.split("\n")
         if text and first != head:
@@ -116,7 +115,7 @@ class Journal:
     def put(self, key: str, found: Round) -> None:
         """Store a round."""
         if self._path is not None:
-            line = json.dumps([key, {lane: asdict(point) for lane, point in found.items()}])
+            line = json_text([key, {lane: asdict(point) for lane, point in found.items()}])
             append_line(self._path, line)
 
 

@@ -19,6 +19,7 @@ import httpx
 from specdemo.bench.load_options import CONCURRENCY, Load
 from specdemo.bench.load_points import Answer, Measure, Measured, Point, Schedule
 from specdemo.bench.prompts import PROMPTS
+from specdemo.core.files import json_text
 from specdemo.core.protocol import GenerationConfig
 from specdemo.core.trace import LaneTrace, Remote, step_ms
 from specdemo.engine.loop import never
@@ -123,7 +124,7 @@ class Fleet:
             elif flags[1] not in ADAPTIVE:
                 told.append(f"For SGLang, whose {flags[1]} has one k for all batch sizes: {shlex.join(flags)}")
             else:
-                steps = json.dumps({str(at): {"candidate_steps": [k]} for at, _, k in schedule})
+                steps = json_text({str(at): {"candidate_steps": [k]} for at, _, k in schedule})
                 told.append(f"For SGLang: {shlex.join(flags)} {FOLLOW} FILE, and in FILE {steps}")
         return told
 

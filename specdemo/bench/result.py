@@ -1,6 +1,5 @@
 """What a suite found, and its file."""
 
-import json
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -11,7 +10,7 @@ from pydantic.dataclasses import dataclass as checked
 
 from specdemo.core.bounds import FILE, Bounds, judge, parsing
 from specdemo.core.estimate import Estimate, fastest
-from specdemo.core.files import write_text
+from specdemo.core.files import finite, json_text, write_text
 from specdemo.core.reading import read
 from specdemo.presets.files import FOLDER
 
@@ -39,7 +38,7 @@ class Result:
 
 def to_json(result: Result) -> str:
     """The text of its file."""
-    return json.dumps({"schema": SCHEMA, **asdict(result)}, indent=1) + "\n"
+    return json_text(finite({"schema": SCHEMA, **asdict(result)}), indent=1) + "\n"
 
 
 def write_result(result: Result, out: Path) -> None:

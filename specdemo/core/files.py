@@ -4,11 +4,14 @@ A full disk leaves the old file and raises one line. A killed process leaves the
 """
 
 import errno
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import isfinite
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from specdemo.core.signals import held
 
@@ -62,6 +65,26 @@ def write_text(path: str | Path, text: str) -> None:
     """Write a text file. Raises ValueError, one line, if it cannot be written; `path` is unchanged then."""
     with replacing(path) as part:
         part.write_text(text, encoding="utf-8")
+
+
+def json_text(value: object, **layout: Any) -> str:
+    """Return `value` as JSON. All JSON of the package is written by this function, so none contains NaN.
+
+    layout: keyword arguments of `json.dumps`. Raises ValueError, one line, for NaN, Infinity and other unknown values.
+    """
+    try:
+        return json.dumps(value, allow_nan=False, **layout)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"cannot write this as JSON: {error}") from None
+
+
+def finite(value: Any) -> Any:
+    """Return a measured JSON value with null in place of NaN and Infinity, so that no result is lost."""
+    if isinstance(value, dict):
+        return {key: finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(entry) for entry in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def append_line(path: Path, line: str) -> None:

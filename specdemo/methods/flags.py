@@ -2,8 +2,9 @@
 config/speculative.py and SGLang's speculative_decoding page, read in autumn 2026; both change, so `--help` of the
 installed version decides."""
 
-import json
 from collections.abc import Callable, Mapping
+
+from specdemo.core.files import json_text
 
 Flags = list[str]
 Options = Mapping[str, object]  # all of the method's, with their defaults
@@ -30,7 +31,7 @@ def vllm_config(**values: object) -> Flags:
     """vLLM's `--speculative-config` with these values; a model's revision is a key of its own there."""
     model, _, revision = str(values.get("model", "")).partition(AT)
     values |= {"model": model, "revision": revision} if revision else {}
-    return ["--speculative-config", json.dumps(values, separators=(",", ":"))]
+    return ["--speculative-config", json_text(values, separators=(",", ":"))]
 
 
 def unserved(reason: str) -> ServeLine:

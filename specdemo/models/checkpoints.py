@@ -4,7 +4,6 @@ Weights are safetensors. Families that publish nothing else (Medusa-1, Hydra, ML
 `.pt` or `.bin` with `torch.load(weights_only=True)`, which runs no code from the file.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specdemo.core.files import replacing_all, write_text
+from specdemo.core.files import finite, json_text, replacing_all, write_text
 from specdemo.core.reading import TOO_LARGE, lacks_memory
 from specdemo.models.configs import read_config
 from specdemo.models.footprint import headers
@@ -135,7 +134,7 @@ def write_checkpoint(folder: Path, config: Mapping[str, object], tensors: Mappin
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with replacing_all(folder, SHARDS, "config.json") as beside:
         save_torch_state_dict(state, beside, max_shard_size=SHARD)
-        write_text(beside / "config.json", json.dumps(dict(config), indent=2) + "\n")
+        write_text(beside / "config.json", json_text(finite(dict(config)), indent=2) + "\n")
 
 
 def check_weights(checkpoint: Checkpoint) -> None:

@@ -44,7 +44,7 @@ def render(template: str, messages: Sequence[Mapping[str, str]], special: Mappin
 
 
 def _ask(request: Mapping[str, object]) -> dict[str, object]:
-    command, said = [sys.executable, "-P", __file__], json.dumps(request).encode()
+    command, said = [sys.executable, "-P", __file__], json.dumps(request, allow_nan=False).encode()
     try:
         done = subprocess.run(command, input=said, capture_output=True, timeout=WALL_S, env=os.environ | ONE_THREAD)
         answer: dict[str, object] = json.loads(done.stdout)
@@ -69,7 +69,7 @@ def _answer(request: Request) -> dict[str, object]:
         return {}
     parts = dict(request["parts"])
     tokens = parts.pop("tokens")
-    tokenizer = Tokenizer.from_str(json.dumps(EMPTY | parts))
+    tokenizer = Tokenizer.from_str(json.dumps(EMPTY | parts, allow_nan=False))
     tokenizer.add_tokens([AddedToken(**token) for token in tokens])
     tokenizer.encode(request["text"])
     return {}
@@ -95,7 +95,7 @@ def _problems(tokenizer: Any) -> Iterator[str]:
         yield "makes more than ten tokens of a character"
     decoder = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else {}
     steps = list(_steps(decoder))  # each step could double a text
-    if len(steps) > DECODERS or len(json.dumps(decoder)) > PIECE or any(map(_grows, steps)):
+    if len(steps) > DECODERS or len(json.dumps(decoder, allow_nan=False)) > PIECE or any(map(_grows, steps)):
         yield "has a decoder that rewrites texts as no known one does"
 
 
@@ -126,7 +126,7 @@ def _main() -> None:
         lines = str(error).splitlines() or [type(error).__name__]
         what = "this conversation" if "template" in request else "to work"
         answer = {"error": f"refuses {what}: {lines[0][:200]}"}
-    print(json.dumps(answer))
+    print(json.dumps(answer, allow_nan=False))
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ from vllm.platforms import current_platform
 def words(kind):
     return [w for a in typing.get_args(kind) for w in (words(a) if typing.get_args(a) else [a])]
 print(json.dumps({"version": version("vllm"), "methods": words(speculative.SpeculativeMethod),
-                  "gpus": 0 if current_platform.is_cpu() else torch.cuda.device_count()}))
+                  "gpus": 0 if current_platform.is_cpu() else torch.cuda.device_count()}, allow_nan=False))
 """
 
 LLAMACPP = ("xllamacpp", "gguf")  # packages

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
-from specdemo.core.files import replacing, write_text
+from specdemo.core.files import json_text, replacing, write_text
 from specdemo.models.machine import matmul_dtype
 
 Result = TypeVar("Result")
@@ -174,7 +174,7 @@ def claim(folder: Path, model: PreTrainedModel, text: str | None, plan: Plan, ro
     begun = _label(folder)
     if not begun:
         begun = {**mark, "plan": asdict(plan), "shards": shards(plan, rows)}
-        write_text(folder / "cache.json", json.dumps(begun) + "\n")
+        write_text(folder / "cache.json", json_text(begun) + "\n")
         return plan
     own = Plan(**begun["plan"] | {"taps": tuple(begun["plan"]["taps"])})
     if any(begun.get(name) != value for name, value in mark.items()):

@@ -4,7 +4,6 @@ The learning rate depends on the used fraction of `minutes`, so that a run ends 
 data it used is stored with the result.
 """
 
-import json
 import logging
 import time
 from collections.abc import Callable, Generator, Mapping
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from specdemo.core.files import replacing, write_text
+from specdemo.core.files import finite, json_text, replacing, write_text
 from specdemo.core.signals import held
 from specdemo.models.machine import commit, versions
 from specdemo.training.muon import Muon
@@ -249,7 +248,7 @@ def show(ticks: Generator[Tick, None, None], minutes: float, name: str) -> Histo
                 if history.step % 10 == 0:
                     bar.set_postfix(step=history.step, loss=f"{tick.loss:.3f}")
                 if tick.evaluation:
-                    bar.write(json.dumps(tick.evaluation))
+                    bar.write(json_text(finite(tick.evaluation)))
                 if stop:
                     break
         if stop:
@@ -275,4 +274,4 @@ def make_folder(out: Path) -> None:
 def write_provenance(out: Path, history: History, **facts: object) -> None:
     """Write `provenance.json`: software, hardware, data and the training curve of a result."""
     facts = {**facts, "versions": versions(), "commit": commit(), **asdict(history)}
-    write_text(out / "provenance.json", json.dumps(facts, indent=1) + "\n")
+    write_text(out / "provenance.json", json_text(finite(facts), indent=1) + "\n")

@@ -5,7 +5,6 @@ are not shown have values too. Drawing the page needs no torch: what only a meth
 title, its options) is filled in by the first events of a visitor.
 """
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 
+from specdemo.core.files import json_text
 from specdemo.engine.comparison import Comparison, Lane, Settings, as_knob, brief, linked, settings, type_of
 from specdemo.methods import BASELINE, METHODS, Knob, knobs, method, reader, usable
 from specdemo.presets import limits
@@ -228,13 +228,13 @@ def key(values: Values) -> str:
     asked = [name for name in NAMES if name not in ("preset", "count")]
     kept = {name: values[name] for name in asked if int(name.partition("-")[2] or 0) <= count}
     plain = {k: float(v) if isinstance(v, int | float) else v or None for k, v in kept.items()}
-    return sha256(json.dumps(plain, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return sha256(json_text(plain, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def setup(values: Values, lanes: Sequence[tuple[str, str | None, int]]) -> str:
     """What setup.js shows: the lanes by method, weights and draft length, and the key of all settings."""
     words = [f"{title}{f' ({Path(model).name})' if model else ''}, k = {k}" for title, model, k in lanes]
-    return json.dumps({"target": values["target"], "lanes": words, "key": key(values)})
+    return json_text({"target": values["target"], "lanes": words, "key": key(values)})
 
 
 def told(_: gr.Request, values: Values) -> Values:

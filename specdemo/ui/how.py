@@ -3,6 +3,7 @@
 import json
 
 from specdemo.bench.result import recorded_suite
+from specdemo.core.files import json_text
 from specdemo.presets.files import DEFAULT
 from specdemo.presets.recorded import recorded
 from specdemo.ui import assets
@@ -13,7 +14,7 @@ STEPS = 14
 
 def draw() -> None:
     """The tab, inside the current Blocks."""
-    assets.view("how.html", *assets.HOW, elem_id="how", value=json.dumps({"lines": _race(), "batch": _batch()}))
+    assets.view("how.html", *assets.HOW, elem_id="how", value=json_text({"lines": _race(), "batch": _batch()}))
 
 
 def _race() -> list[str]:

@@ -5,7 +5,6 @@ limit. A job turns them into the append-only text that its view draws, a JSON ob
 """
 
 import contextlib
-import json
 import logging
 import math
 import secrets
@@ -21,6 +20,7 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import gradio as gr
 
+from specdemo.core.files import json_text
 from specdemo.engine.messages import Note
 from specdemo.ui import space
 from specdemo.ui.views import Failed, Loading, view
@@ -44,7 +44,7 @@ Work = Callable[[Callable[[], bool], Callable[[float, str], None]], Iterator[obj
 def to_line(fields: dict[str, object]) -> str:
     """JSON knows no NaN: a number that is not known yet is left out. Raises ValueError where one is deeper inside."""
     known = {k: v for k, v in fields.items() if not isinstance(v, float) or math.isfinite(v)}
-    return json.dumps(known, ensure_ascii=False, separators=(",", ":"), allow_nan=False) + "\n"
+    return json_text(known, ensure_ascii=False, separators=(",", ":")) + "\n"
 
 
 def opening(**fields: object) -> str:

@@ -6,13 +6,13 @@ lines are documented for API users in `reference.md`.
 
 import csv
 import io
-import json
 from dataclasses import asdict, dataclass
 from itertools import chain, repeat
 from typing import Literal
 
 from specdemo.core.definitions import by_key
 from specdemo.core.estimate import Estimate
+from specdemo.core.files import json_text
 from specdemo.core.headline import SO_FAR, headline, settled
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, estimates, kinds
 from specdemo.engine.cost import prediction
@@ -116,7 +116,7 @@ def tokens_csv(trace: RunTrace) -> str:
     writer.writerow(CSV_COLUMNS)
     for index, lane in enumerate(trace.lanes):
         for row in _lane_rows(lane, trace.vocabulary):
-            writer.writerow([index, lane.name, json.dumps(lane.exact), *row])
+            writer.writerow([index, lane.name, json_text(lane.exact), *row])
     return out.getvalue()
 
 
@@ -196,14 +196,14 @@ def _lane_rows(lane: LaneTrace, vocabulary: dict[str, str]) -> list[tuple[object
         slots = chain(event.path[0][1:], repeat(None))
         for kind, token, slot in zip(kinds(event), event.emitted[0], slots, strict=False):
             q, p = (None, None) if slot is None else (event.draft_probs[0][slot - 1], event.target_probs[0][slot - 1])
-            rows.append((event.index, kind, token, json.dumps(lane.pieces[given], ensure_ascii=False), q, p, ms))
+            rows.append((event.index, kind, token, json_text(lane.pieces[given], ensure_ascii=False), q, p, ms))
             given += 1
         unused = event.path[0][1 + kinds(event).count("accepted") :]  # kept, but behind the end of the text
         for node, fate in enumerate(fates(event)):
             end = "behind the end" if node + 1 in unused else fate
             if end in ("rejected", "not reached", "behind the end"):
                 token = event.drafted[0][node]
-                text = json.dumps(vocabulary.get(str(token), ""), ensure_ascii=False)
+                text = json_text(vocabulary.get(str(token), ""), ensure_ascii=False)
                 rows.append(
                     (event.index, end, token, text, event.draft_probs[0][node], event.target_probs[0][node], ms)
                 )

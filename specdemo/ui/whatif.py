@@ -2,7 +2,6 @@
 answer is a prediction of milliseconds, made anew at each change of a control.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -11,6 +10,7 @@ import gradio as gr
 from gradio.components import Component
 
 from specdemo.core.estimate import Estimate
+from specdemo.core.files import json_text
 from specdemo.core.trace import RunTrace, estimates
 from specdemo.engine.comparison import DRAFT
 from specdemo.prediction.acceptance import Acceptance, of_lane
@@ -218,7 +218,7 @@ class Questions:
             "rate": gr.update(visible=values["kept"] == OWN),
         }
         try:
-            return shown | {"view": json.dumps(told(start, foretold(start, values), int(values["k"])))}
+            return shown | {"view": json_text(told(start, foretold(start, values), int(values["k"])))}
         except ValueError as error:
             return shown | {"view": _refused(error)}
 
@@ -260,7 +260,7 @@ class Questions:
 
 
 def _refused(error: ValueError) -> str:
-    return json.dumps({"error": str(error)})
+    return json_text({"error": str(error)})
 
 
 def _targets(first: str) -> list[str]:

@@ -125,3 +125,9 @@ def test_a_suite_without_a_plot_has_its_table(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "figure", figure)
     page.write_page(RESULT, tmp_path / "r.html")
     assert "3 [2 4]" in (tmp_path / "r.html").read_text(encoding="utf-8")
+
+
+def test_a_result_that_is_not_finite_is_stored_as_unknown(tmp_path):
+    stored = Result("k", 1, {}, {}, [{"lane": "a", "ms": float("nan")}])
+    write_result(stored, tmp_path / "a.json")
+    assert read_result(tmp_path / "a.json").rows == [{"lane": "a", "ms": None}]

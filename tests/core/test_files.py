@@ -1,3 +1,4 @@
+import ast
 import signal
 import stat
 from pathlib import Path
@@ -5,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import specdemo
-from specdemo.core.files import check_writable, replacing, replacing_all, write_text
+from specdemo.core.files import check_writable, finite, json_text, replacing, replacing_all, write_text
 from tests.disk import full_disk
 
 
@@ -139,3 +140,25 @@ def test_nothing_else_writes_files():
             lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
             lines = [line for line in lines if not line.startswith(("part.", "with part.", '"def '))]
             assert not [line for line in lines for call in writes if call in line], path
+
+
+@pytest.mark.parametrize("value", [float("nan"), [1.0, {"a": float("inf")}], {"a": object()}])
+def test_json_text_refuses_values_outside_json_in_one_line(value):
+    with pytest.raises(ValueError, match="^cannot write this as JSON: [^\n]*$"):
+        json_text(value)
+
+
+def test_a_measured_value_that_is_not_finite_becomes_null():
+    measured = {"a": float("nan"), "b": [1.5, float("-inf"), "x"], "c": (float("inf"), True, None)}
+    assert json_text(finite(measured)) == '{"a": null, "b": [1.5, null, "x"], "c": [null, true, null]}'
+
+
+def test_all_json_is_written_without_nan():
+    """`probe.py` runs as a script of its own and cannot import `json_text`."""
+    root = Path(specdemo.__file__).parents[1]
+    for path in [file for folder in ("specdemo", "benchmarks", "recipes") for file in (root / folder).rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if called in ("json.dump", "json.dumps"):
+                assert path.name in ("files.py", "probe.py"), f"{path}:{node.lineno}: use core.files.json_text"
+                assert "allow_nan=False" in ast.unparse(node), f"{path}:{node.lineno}"

@@ -211,3 +211,8 @@ def test_signal_ends_a_run_after_saving_a_step(number: signal.Signals, tmp_path:
 def test_a_thread_trains_without_handlers(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(run, Bigram(), tmp_path, 0.2).result().seconds == 12.0
+
+
+def test_provenance_of_a_diverged_run_is_valid_json(tmp_path: Path) -> None:
+    write_provenance(tmp_path, History(step=1, evaluations=[{"valid_loss": float("nan")}]))
+    assert '"valid_loss": null' in (tmp_path / "provenance.json").read_text(encoding="utf-8")

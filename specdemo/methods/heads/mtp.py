@@ -13,7 +13,6 @@ Embedding, lm_head, rotary angles and the final norm are the target's: used, nev
 moved nor saved with the heads; where the target is trained too, gradients reach them.
 """
 
-import json
 from collections.abc import Iterator
 from copy import deepcopy
 from functools import partial
@@ -27,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from specdemo.core.files import write_text
+from specdemo.core.files import finite, json_text, write_text
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
 from specdemo.methods.base import Head, NoOptions, Recipe
@@ -324,7 +323,7 @@ class MTP(Head[Heads]):
         else:
             params, named = files.written_parallel(tensors, len(head), head.config, head.below, target_name)
             write_checkpoint(folder, params, named)
-            write_text(folder / "params.json", json.dumps(params, indent=2) + "\n")
+            write_text(folder / "params.json", json_text(finite(params), indent=2) + "\n")
 
 
 def _decoder(target: Target) -> Any:
