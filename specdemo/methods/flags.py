@@ -13,6 +13,9 @@ ServeLine = Callable[[str | None, int, Options], Flags]  # model (None: the targ
 
 AT = "@"  # between a model's name and its revision
 
+# methods that vLLM removed, and the first version without them; config/speculative.py
+REMOVED = {"medusa": "0.33"}
+
 
 class NotServed(Exception):
     """Why a server cannot run a method, in one sentence."""

@@ -12,7 +12,7 @@ from specdemo.core.suggest import program
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.methods import BASELINE, validate_options
 from specdemo.methods import method as class_of
-from specdemo.methods.flags import AT, Flags, NotServed
+from specdemo.methods.flags import AT, REMOVED, Flags, NotServed
 from specdemo.models.hub import embedded_folder
 from specdemo.models.resolve import described, is_gguf
 from specdemo.presets.files import EMBEDDED, Preset
@@ -30,7 +30,7 @@ GPU_SHARE = 0.9  # of a GPU's memory for all servers on it, vLLM's own default f
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A lane on a server of its own: the command that starts it, or why there is none. note: what was not checked."""
+    """A lane on a server of its own: the command that starts it, or why there is none. note: what the command needs."""
 
     name: str
     server: str
@@ -50,7 +50,7 @@ def served(preset: Comparison, engine: Engine, gpus: int = 1) -> Iterator[Served
             if gpus > 1 and engine not in PARALLEL:
                 raise NotServed(f"{TITLES[engine]} is started on the CPU; leave --gpus out")
             drafting = _drafting(engine, lane, model)
-            note = _check_llamacpp(preset, lane.model) if engine == "llamacpp" else ""
+            note = _check_llamacpp(preset, lane.model) if engine == "llamacpp" else _needs(drafting)
         except NotServed as reason:
             yield Served(name, server, [], str(reason))
             continue
@@ -102,6 +102,17 @@ def _drafting(engine: Engine, lane: Lane, model: str | None) -> Flags:
         able = "specdemo starts it with a draft model or prompt lookup only" if engine == "llamacpp" else ""
         raise NotServed(able or f"{TITLES[engine]} has no such method")
     return serves[engine](model, lane.k, validate_options(lane.method, lane.options))
+
+
+def _needs(flags: Flags) -> str:
+    """Return which versions of vLLM take the flags, an empty text if all known ones do."""
+    removed = REMOVED.get(_vllm_method(flags))
+    return f"needs vLLM before {removed}, which removed {_vllm_method(flags)}" if removed else ""
+
+
+def _vllm_method(command: Sequence[str]) -> str:
+    """Return the method in vLLM's `--speculative-config`, an empty text without one."""
+    return str(json.loads(command[command.index(CONFIG) + 1])["method"]) if CONFIG in command else ""
 
 
 def _check_llamacpp(preset: Comparison, draft: str | None) -> str:
@@ -163,11 +174,12 @@ class Program:
             yield server
 
     def _unknown(self, command: Sequence[str]) -> str:
-        """Why the installed version cannot run the command, as far as it says which methods it has."""
-        if self.there is None or CONFIG not in command:
+        """Return why the installed version cannot run the command, if it tells which methods it has."""
+        method = _vllm_method(command)
+        if self.there is None or not method or method in self.there.methods:
             return ""
-        method = json.loads(command[command.index(CONFIG) + 1])["method"]
-        return "" if method in self.there.methods else f"vLLM {self.there.version} has no method {method!r}"
+        cure = f"; install vllm<{REMOVED[method]}" if method in REMOVED else ""
+        return f"vLLM {self.there.version} has no method {method!r}{cure}"
 
     def _fitted(self, command: list[str], place: int, servers: int) -> tuple[list[str], dict[str, str]]:
         """The command of server `place` as this machine can run it, and its environment: GPUs of its own if there are

@@ -226,6 +226,14 @@ def test_scales_of_the_newer_configs(target, tmp_path):
     torch.testing.assert_close(logits_of(target, write(tmp_path, config, w), TEXT), wanted, atol=1e-4, rtol=1e-4)
 
 
+def test_a_jetspec_drafter_is_refused_by_name(target, tmp_path):
+    folder = write(tmp_path, changed(ZLAB, causal_head=True), drafter_tensors())
+    with pytest.raises(ValueError, match="is a JetSpec drafter .*, not read yet; choose a DFlash"):
+        DFlash.load(folder, target)
+    folder = write(tmp_path, changed(ZLAB, causal_head=False), drafter_tensors())
+    agrees(target, folder, drafter_tensors(), TEXT)
+
+
 @pytest.mark.parametrize(
     ("extra", "causal"),
     [({}, True), ({"is_causal": False}, False), ({"dflash_config": {"causal": False}}, False)],

@@ -8,7 +8,8 @@ import pytest
 from specdemo.__main__ import main
 from specdemo.methods import METHODS
 from specdemo.presets.files import load_presets, preset
-from specdemo.presets.serve import serve_commands
+from specdemo.presets.serve import Program, serve_commands, served
+from specdemo.servers.started import Installed
 
 BASE = preset("two-servers")
 VLLM = {"draft_model", "ngram", "suffix", "medusa", "mtp", "eagle", "dflash"}
@@ -81,6 +82,10 @@ def test_vllm_settings_are_json(settings, config):
             {"algorithm": "STANDALONE", "draft-model-path": "Qwen/Qwen3-0.6B", "num-steps": "4", "eagle-topk": "1"},
         ),
         ({"method": "dflash", "model": "z-lab/Qwen3-8B-DFlash-b16", "k": 15}, {"num-draft-tokens": "16"}),
+        (
+            {"method": "dflash", "model": "deepseek-ai/dspark_qwen3_8b_block7", "k": 7},
+            {"algorithm": "DSPARK", "draft-model-path": "deepseek-ai/dspark_qwen3_8b_block7", "dspark-block-size": "7"},
+        ),
         ({"method": "mtp", "model": "Qwen/Qwen3-8B", "k": 3}, {"algorithm": "NEXTN", "num-draft-tokens": "4"}),
         (
             {"method": "eagle", "model": "a/eagle3", "k": 5, "options": {"top_k": 8, "nodes": 31}},
@@ -93,6 +98,15 @@ def test_sglang_counts_the_root_as_a_token_to_verify(settings, flags):
     assert words[:5] == ["python", "-m", "sglang.launch_server", "--model-path", "Qwen/Qwen3-8B"]
     assert "--enable-metrics" in words  # without it there are no counters to read
     assert {name: after(words, f"--speculative-{name}") for name in flags} == flags
+
+
+def test_a_method_that_vllm_removed_names_the_last_version_with_it():
+    lines = serve_commands(lane(method="medusa", model="some/heads"), "vllm")
+    assert "# lane 1: medusa; needs vLLM before 0.33, which removed medusa" in lines
+    (served_lane,) = [one for one in served(lane(method="medusa", model="some/heads"), "vllm") if "medusa" in one.name]
+    Program("vllm", 1, Installed("0.32.0", ["medusa"], 1)).check(served_lane)
+    with pytest.raises(ValueError, match=r"vLLM 0\.33\.0 has no method 'medusa'; install vllm<0\.33; choose another"):
+        Program("vllm", 1, Installed("0.33.0", ["eagle"], 1)).check(served_lane)
 
 
 def test_a_pinned_model_is_served_at_its_revision():
@@ -116,7 +130,7 @@ def test_unsupported_server_feature_is_one_line():
         assert {name for name, words in said.items() if isinstance(words, list)} == able
         refused = [line for line in said.values() if isinstance(line, str)]
         reason = "specdemo starts it with a draft model" if engine == "llamacpp" else "has no such method"
-        assert all(reason in line or "have it no more" in line for line in refused)
+        assert all(reason in line or "no longer have it" in line for line in refused)
 
 
 def test_every_line_has_its_own_port_and_the_last_one_races_them():

@@ -44,7 +44,7 @@ def test_missing_feature_is_rejected_before_start(engine, capsys):
     assert main([*command, "embedded-ngram"]) == 2
     assert "vLLM 9.9 has no method 'ngram'" in capsys.readouterr().err
     assert main([*command, "embedded-mlp-speculator"]) == 2
-    assert "lane 1: mlp_speculator is not served: vLLM 0.32 and later have it no more" in capsys.readouterr().err
+    assert "lane 1: mlp_speculator is not served: vLLM 0.32 and later no longer have it" in capsys.readouterr().err
     assert not (engine.parent / "started").exists()
 
 

@@ -28,7 +28,7 @@ from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
 from specdemo.methods import expect, knob
 from specdemo.methods.base import Head, Recipe
-from specdemo.methods.flags import Flags, NotServed, says, sglang, vllm_config
+from specdemo.methods.flags import Flags, says, sglang, vllm_config
 from specdemo.methods.grow import grow
 from specdemo.methods.heads.choose import NEVER, Vocabulary, Writing
 from specdemo.methods.heads.formats import absolute, renamed
@@ -257,7 +257,7 @@ def _vllm(model: str | None, k: int, options: Mapping[str, object]) -> Flags:
 
 def _sglang(model: str | None, k: int, options: Mapping[str, object]) -> Flags:
     if says(model, "dspark"):
-        raise NotServed("SGLang documents DSpark for DeepSeek-V4 checkpoints only")
+        return sglang("DSPARK", model, dspark_block_size=k)
     return sglang("DFLASH", model, num_draft_tokens=k + 1)
 
 

@@ -122,7 +122,7 @@ class MLPSpeculator(Head[Speculator]):
     )
     taps: tuple[int, ...] = (-1,)
     recipes: ClassVar = {"mlp-speculator": Recipe("MLPSpeculator, 4 tokens", {"n_predict": 4})}
-    serves: ClassVar = {"vllm": unserved("vLLM 0.32 and later have it no more")}
+    serves: ClassVar = {"vllm": unserved("vLLM 0.32 and later no longer have it")}
 
     @dataclass(frozen=True, slots=True)
     class Options:

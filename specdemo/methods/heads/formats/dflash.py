@@ -209,6 +209,8 @@ def _check(checkpoint: Checkpoint, said: Said, tensors: Tensors, target: Target)
     for key, usual in PLAIN.items():
         if said.get(key, usual) != usual:
             raise ValueError(f"{name} says {key} {said[key]}, which is not read here; choose a drafter without it")
+    if said.get("causal_head"):
+        raise ValueError(f"{name} is a JetSpec drafter (causal_head in its config), not read yet; choose a DFlash")
     if "mask_hidden" in tensors:
         raise ValueError(f"{name} has a mask state of its own (mask_hidden), not read here; choose a DFlash")
     for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "mask_token_id"):
