@@ -324,7 +324,20 @@ def shape(name: str, quantization: str | None = None) -> Shape:
 
     Raises ValueError with one line, which names the nearest.
     """
-    return shape_of(config_of(name), name, quantization)
+    config = config_of(name)
+    if name not in known():
+        _check_whole(name)
+    return shape_of(config, name, quantization)
+
+
+def _check_whole(name: str) -> None:
+    """Raise ValueError for an embedded head."""
+    from specdemo.models.hub import embedded_heads
+
+    if name in embedded_heads():
+        from specdemo.methods import head_of
+
+        raise ValueError(f"{name} holds a head for method {head_of(name)!r}; choose a whole model as the target")
 
 
 def config_of(name: str) -> Config:
