@@ -110,8 +110,9 @@ class Controls:
         after(lambda *values: gr.update(label=in_force(*values)), folded, self.parts["fold"], **HALF_TYPED)
 
     def _tell(self, event: Callable[..., object]) -> None:
-        """The line that says what would run follows the controls."""
-        named(event, told, self.inputs, {"setup": self.parts["setup"]}, trigger_mode="always_last", **HALF_TYPED)
+        """Update what describes the setup after an event that changes it."""
+        shown = {name: self.parts[name] for name in ("setup", "about")}
+        named(event, told, self.inputs, shown, trigger_mode="always_last", **HALF_TYPED)
 
     def _of_lane(self, n: int) -> Parts:
         return {name: self.parts[f"{name}-{n}"] for name in ("method", "model", "train", "options", "drawn")}
@@ -245,7 +246,14 @@ def told(_: gr.Request, values: Values) -> Values:
         name = values[f"method-{n}"]
         model = values[f"model-{n}"] if needs_model(name, values[f"options-{n}"]) else None
         lanes.append((str(method(name).title), model, values[f"k-{n}"]))
-    return {"setup": setup(values, lanes)}
+    return {"setup": setup(values, lanes), "about": described(values)}
+
+
+def described(values: Values) -> str:
+    """Return the description of the preset, or that the setup is not the preset's any more."""
+    chosen = preset(values["preset"])
+    unchanged = key(values) == key(to_values(limits.fit(chosen)))
+    return about(chosen) if unchanged else f"**Custom (from {chosen.title}).**"
 
 
 def to_values(chosen: Preset) -> Values:

@@ -103,9 +103,9 @@ class Log(Job):
         return self.text
 
 
-def waiting(lanes: Sequence[str]) -> str:
-    """A log of nothing but the names of the lanes that would run."""
-    return Log(still=True).text + to_line({"type": "idle", "lanes": list(lanes)})
+def waiting(lanes: Sequence[str], obstacle: str = "") -> str:
+    """Return a log of nothing but the names of the lanes that would run, and of why they cannot run here."""
+    return Log(still=True).text + to_line({"type": "idle", "lanes": list(lanes), "obstacle": obstacle})
 
 
 def notes(texts: Iterable[str]) -> str:

@@ -28,6 +28,7 @@ from specdemo.core.trace import RunTrace, to_json
 from specdemo.presets.files import DEFAULT, Preset, load_presets, preset
 from specdemo.presets.link import from_query, is_link, is_sweep, to_query
 from specdemo.presets.recorded import recorded
+from specdemo.presets.runnable import why_not
 from specdemo.servers.address import startable
 from specdemo.ui import assets, controls, headers, how, lab, network, space, sweep, turns, whatif
 from specdemo.ui.controls import Controls, address, changed, fill_untouched, from_values, key, to_values, wire_share
@@ -169,7 +170,9 @@ def _free_memory() -> None:
 
 def _lanes(chosen: Preset) -> str:
     """A log that shows the lanes of a preset, empty."""
-    return waiting([live().lane_name(lane) for lane in chosen.checked().lanes])
+    whole = preset(chosen.id)
+    obstacle = why_not(whole) if chosen.target == whole.target else ""
+    return waiting([live().lane_name(lane) for lane in chosen.checked().lanes], obstacle)
 
 
 @lru_cache

@@ -337,7 +337,7 @@ function idle() {
 
 function waiting(line) {
   coming = null;
-  say("Ready. Press Run to race plain against speculative decoding.");
+  say(line.obstacle ? `This machine cannot run this preset: ${line.obstacle}.` : "Ready. Press Run to race plain against speculative decoding.");
   const lane = (name, index) => ({ name, options: {}, exact: true, note: null, index, ...UNHEARD() });
   run = { recorded: false, own: false, start: { environment: {}, prompt: "", lanes: [] }, end: null };
   run.lanes = ["Baseline", ...line.lanes].map(lane);

@@ -47,6 +47,7 @@ def test_a_link_restores_every_setting(visit):
     expect(page.locator("#model-1")).to_be_hidden()
     expect(page.locator(".unseen:visible")).to_have_count(0)
     set_number(page, "option-max_n-1", 5)
+    expect(page.locator("#about")).to_have_text("Custom (from Prompt lookup where text repeats).")
     page.locator("#add-lane").click()
     choose(page, "model-2", "stories-draft-deep")
     set_number(page, "k-2", 9)

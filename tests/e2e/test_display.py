@@ -9,7 +9,7 @@ from specdemo.core.trace import compare
 from specdemo.engine.messages import replay
 from specdemo.ui import assets
 from specdemo.ui.job import refusal, to_line
-from specdemo.ui.log import Log, lines, notes, replayed
+from specdemo.ui.log import Log, lines, notes, replayed, waiting
 from specdemo.ui.views import Failed, Loading
 from tests.traces import HOSTILE, hostile_trace
 
@@ -158,6 +158,14 @@ def test_a_trace_that_is_opened_replaces_the_verdict_of_the_run_before(display):
     assert display.read(".sd-status") == ["Replaying, slowed 16 times."]
     display.wait(3000)
     assert display.read(".sd-status")[0].startswith("Replayed. Speculative <em>lane</em> is faster: ")
+
+
+def test_the_status_says_why_a_preset_cannot_run(display):
+    display.show(waiting(["Draft model"], "it needs a GPU with about 18 GB and there is none"))
+    words = "This machine cannot run this preset: it needs a GPU with about 18 GB and there is none."
+    assert display.read(".sd-status") == [words]
+    display.show(waiting(["Draft model"]))
+    assert display.read(".sd-status")[0].startswith("Ready. Press Run")
 
 
 @pytest.mark.parametrize("refused", [refusal(ValueError("no")), notes(["no"])], ids=["error", "note"])

@@ -34,6 +34,15 @@ def test_browser_integers_may_arrive_as_floats(values):
     assert (chosen.lanes[1].k, chosen.seed) == (7, 3) and type(chosen.seed) is int
 
 
+@pytest.mark.parametrize("name", list(load_presets()))
+def test_a_preset_is_described_until_its_setup_is_changed(name):
+    chosen = preset(name)
+    values = to_values(chosen)
+    assert controls.described(values).startswith(f"**{chosen.title}.** {chosen.description}")
+    for change in ({"target": "someone/else"}, {"k-1": 19}, {"temperature": 1.7}, {"prompt": "Hi"}):
+        assert controls.described(values | change) == f"**Custom (from {chosen.title}).**"
+
+
 def test_hidden_lanes_count_for_nothing(values):
     values["count"] = 1
     values[place("k", 1)] = "nonsense"

@@ -177,7 +177,11 @@ def test_a_visitor_sees_recorded_races_until_there_is_one_of_their_own(monkeypat
     assert '"still":true' in first.partition("\n")[0] and first != other
     assert visits.save(visitor, "json")["name"] == "specdemo-embedded-ngram.json"
     lanes = visits.select(visitor, "embedded-dflash")  # none is recorded
-    assert json.loads(lanes.splitlines()[1]) == {"type": "idle", "lanes": ["DFlash (stories-dflash)"]}
+    assert json.loads(lanes.splitlines()[1]) == {
+        "type": "idle",
+        "lanes": ["DFlash (stories-dflash)"],
+        "obstacle": "",
+    }
     with pytest.raises(gr.Error, match="no run to save"):  # what is no longer on show
         visits.save(visitor, "json")
     list(visits.run(visits.race, visitor, to_values(preset("embedded-draft"))))
