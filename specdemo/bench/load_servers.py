@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from time import perf_counter
@@ -54,6 +54,7 @@ class Fleet:
     engine: Engine
     program: Program | None
     running: Mapping[int, str]
+    models: dict[str, str] = field(default_factory=dict)  # as the servers report them, by host and port
 
     @classmethod
     def of(cls, suite: Load, ks: Sequence[int]) -> "Fleet":
@@ -71,10 +72,13 @@ class Fleet:
         return cls(suite, chosen, engine, None, dict(zip(ks, suite.servers, strict=True)))
 
     def environment(self) -> dict[str, object]:
-        """For the result's file. device: the engine and its version, or the servers."""
+        """Return the facts for the result's file. device: the engine and its version, or the models that the servers
+        report and their addresses."""
         version = self.program.there.version if self.program and self.program.there else ""
-        title = f"{self.engine} {version}".strip() if self.program else ", ".join(map(host, self.running.values()))
-        return environment(None) | {"device": title, "dtype": self.chosen.dtype}
+        hosts = map(host, self.running.values())
+        named = ", ".join(f"{self.models[at]} at {at}" if at in self.models else at for at in hosts)
+        title = f"{self.engine} {version}".strip() if self.program else named
+        return environment(None) | {"device": title, "dtype": self.chosen.dtype, "served_models": self.models}
 
     def together(self, lanes: int) -> bool:
         """Not where they share GPUs, or may."""
@@ -139,6 +143,7 @@ class Fleet:
         except RuntimeError as error:
             raise ValueError(str(error)) from None
         assert trace.remote is not None
+        self.models[trace.remote.server] = trace.remote.model
         return trace.remote
 
 

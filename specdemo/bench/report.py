@@ -38,7 +38,9 @@ def race_report(trace: RunTrace) -> str:
         if speed and speed.noisy
     ]
     notes = [f"Note: {note}." for note in trace.notes]
-    return visible("\n".join([_conditions(trace), "", table(header, rows), "", *sentences, *noisy, *notes]))
+    return visible(
+        "\n".join([_conditions(trace), *_servers(trace), "", table(header, rows), "", *sentences, *noisy, *notes])
+    )
 
 
 def texts(trace: RunTrace) -> str:
@@ -74,13 +76,27 @@ def _why(lane: LaneTrace, sentence: str) -> str:
     return f"{sentence} Note: {lane.note}.".lstrip() if lane.note else sentence
 
 
+def _servers(trace: RunTrace) -> list[str]:
+    """Return a line with the model that each server reports; no line without servers that answered."""
+    remotes = [(one.name, one.remote) for one in trace.lanes if one.remote and one.remote.model]
+    served = [f"{name}: {remote.model} at {remote.server}" for name, remote in remotes]
+    return [f"served models | {' | '.join(served)}"] if served else []
+
+
+def _target(trace: RunTrace) -> str:
+    """Return the name of the target; where all lanes ran on servers, the names that the servers report."""
+    reported = [lane.remote.model for lane in trace.lanes if lane.remote and lane.remote.model]
+    names = dict.fromkeys(reported) if len(reported) == len(trace.lanes) else [trace.config.get("target", "?")]
+    return " and ".join(map(str, names))
+
+
 def _conditions(trace: RunTrace) -> str:
     environment, config = trace.environment, trace.config
     threads = environment.get("threads")
     temperature = config.get("temperature")
     parts = [
         trace.preset,
-        f"target {config.get('target', '?')}",
+        f"target {_target(trace)}",
         str(environment.get("dtype", "?")),
         str(environment.get("device", "?")) + (f", {threads} thread{'s' * (threads != 1)}" if threads else ""),
         "greedy" if not temperature else f"temperature {temperature}",

@@ -123,6 +123,8 @@ class Session:
             slowed = gpu.reasons()
             if slowed:
                 trace.environment["noise"] = slowed
+            served = {lane.remote.server: lane.remote.model for lane in trace.lanes if lane.remote}
+            trace.environment |= {"served_models": served} if served else {}
             judge(trace, self.models.target() if here else None, slowed)
             self.kept.end(spec, trace)
             yield Finished(trace)

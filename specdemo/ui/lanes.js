@@ -13,10 +13,13 @@ function mark(lane) {
 
 const lossy = (lane) => (lane.exact === false ? [make("em", "sd-lossy", "lossy")] : []);
 
+// The model is the one that the server reports, known once it has answered.
+const remoteWords = ({ server, model }) => `remote: ${model ? `${model} at ` : ""}${server}, what was drafted is unknown`;
+
 function remote(lane) {
   if (!lane.remote) return [];
-  const node = make("em", "sd-remote", `remote: ${lane.remote.server}, what was drafted is unknown`);
-  node.title = [lane.remote.model, lane.remote.endpoint].filter(Boolean).join(" at ");
+  const node = make("em", "sd-remote", remoteWords(lane.remote));
+  node.title = lane.remote.endpoint;
   return [node];
 }
 
@@ -177,7 +180,10 @@ function refusedDraft(line, step) {
 function drawDone(lane, line) {
   lane.finish = line.finish;
   lane.summary = line.summary;
-  if (lane.remote) lane.remote = line.remote;
+  if (lane.remote) {
+    lane.remote = line.remote;
+    lane.view.card.querySelector(".sd-remote").textContent = remoteWords(lane.remote);
+  }
   if (line.note) laneNote(lane, line.note);
   const seconds = `${((lane.soFar.clock_ms ?? 0) / 1000).toFixed(2)} s`;
   const words = { stop: [`done in ${seconds}`, "good"], length: [`done in ${seconds}`, "good"] };

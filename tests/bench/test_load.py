@@ -75,7 +75,9 @@ def test_every_k_at_every_load(servers):
     # a greeting, a warm-up of 1 and of 3, and twice 8 requests alone and 12 by three
     assert len(asked) == 2 + 4 + 2 * (8 + 12)
     assert "target" not in result.config and "preset" not in result.config  # nothing names what the servers run
-    assert result.environment["device"] == ", ".join(server.address[7:] for server in servers)
+    hosts = [server.address[7:] for server in servers]
+    assert result.environment["device"] == ", ".join(f"stories at {host}" for host in hosts)
+    assert result.environment["served_models"] == dict.fromkeys(hosts, "stories")
 
 
 def test_chance_brings_as_many_requests_a_second(servers):

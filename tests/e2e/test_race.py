@@ -237,7 +237,7 @@ def test_unreported_server_values_are_unknown(visit, remote_file):
     said(page, "^Replayed")
     assert lane_text(page, 1) == "".join(HOSTILE)
     badge = page.locator(".sd-remote")
-    expect(badge).to_have_text("remote: <b>host</b>:8000, what was drafted is unknown")
+    expect(badge).to_have_text("remote: m at <b>host</b>:8000, what was drafted is unknown")
     kinds = "[...new Set([...document.querySelectorAll('[data-lane=\"1\"] span[data-kind]')].map(s => s.dataset.kind))]"
     assert set(page.evaluate(kinds)) == {"prompt", "unknown"}
     token = page.locator('[data-lane="1"] [data-kind="unknown"]').last

@@ -102,7 +102,7 @@ def test_the_text_of_a_real_server_is_the_baselines(real):
     assert lane.summary["tokens"] == 40 and lane.summary["tokens_per_s"] > 0 and lane.summary["ttft_ms"] > 0
     assert lane.summary["acceptance_rate"] is None and {k for e in lane.events for k in kinds(e)} == {"unknown"}
     assert lane.remote.endpoint == "/v1/completions" and "standard settings only" in lane.note
-    assert "its software is not the baseline's" in lane.note and baseline.note is None
+    assert "its software differs from the baseline's" in lane.note and baseline.note is None
     assert from_json(to_json(trace)) == trace
 
 
@@ -142,6 +142,17 @@ def test_two_deployments_and_their_counters(good):
     report = race_report(from_json(to_json(trace)))
     assert "70%" in report and "2.40" in report and "counted in" in report
     assert {m.lane for m in replay(trace) if isinstance(m, LaneDone)} == {0, 1}
+
+
+def test_the_model_that_a_server_reports_is_shown(good):
+    with completion_server(GOOD, models=("org/other-model",)) as other:
+        trace = run(spec(good.address, other.address, target="some/target"), good.address, other.address)
+    plain, drafting = good.address[7:], other.address[7:]
+    assert trace.environment["served_models"] == {plain: "m", drafting: "org/other-model"}
+    first, second, *_ = race_report(trace).splitlines()
+    assert first.startswith("test | target m and org/other-model | ")
+    assert second == f"served models | Baseline: m at {plain} | Lane 1: org/other-model at {drafting}"
+    assert from_json(to_json(trace)) == trace
 
 
 def test_request_sets_every_sampling_parameter(good):
