@@ -283,11 +283,16 @@ def test_no_command_is_help(capsys):
 
 def test_ui_hands_its_options_to_the_page(monkeypatch):
     served = []
-    monkeypatch.setattr("specdemo.ui.page.serve", lambda *given: served.append(given))
+    monkeypatch.setattr("specdemo.ui.page.serve", lambda *given, **names: served.append((*given, names)))
     monkeypatch.setenv("GRADIO_SERVER_NAME", "0.0.0.0")
+    monkeypatch.setenv("SPECDEMO_ALLOW_HOST", "a.example b.example")
     assert main(["ui", "--port", "7861", "--allow-any-model"]) == 0
-    assert main(["ui", "--preset", "embedded-ngram", "--host", "::1"]) == 0
-    assert served == [("embedded-draft", "0.0.0.0", 7861, True), ("embedded-ngram", "::1", 7860, False)]
+    names = ["--allow-host", "c.example", "--allow-host", "d.example", "--behind-proxy", "10.0.0.1"]
+    assert main(["ui", "--preset", "embedded-ngram", "--host", "::1", *names]) == 0
+    assert served == [
+        ("embedded-draft", "0.0.0.0", 7861, True, {"allow_hosts": ["a.example", "b.example"], "proxies": ()}),
+        ("embedded-ngram", "::1", 7860, False, {"allow_hosts": ["c.example", "d.example"], "proxies": ["10.0.0.1"]}),
+    ]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="nothing else has a folder that takes no files")
