@@ -61,7 +61,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         server = self.server
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        server.asked.append((self.path, body, self.headers))
+        server.requests.append((self.path, body, self.headers))
         status, message = server.refusal(self.path, body)
         if status != 200:
             return self.answer(status, json.dumps(message).encode(), {"Location": server.elsewhere})
@@ -75,11 +75,11 @@ class Handler(BaseHTTPRequestHandler):
         if stage not in self.server.faults:
             return False
         self.close_connection = True
-        for said in self.server.faults[stage]():
-            if isinstance(said, Broken):
-                self.end(said.how)
+        for chunk in self.server.faults[stage]():
+            if isinstance(chunk, Broken):
+                self.end(chunk.how)
                 break
-            self.wfile.write(said)
+            self.wfile.write(chunk)
         return True
 
     def answer(self, status, content, headers=None):
@@ -95,10 +95,10 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Connection", "close")
         self.end_headers()
         self.close_connection = True
-        for said in pieces:
-            if isinstance(said, Broken):
-                return self.end(said.how)
-            self.wfile.write(f"data: {json.dumps(said)}\n\n".encode())
+        for chunk in pieces:
+            if isinstance(chunk, Broken):
+                return self.end(chunk.how)
+            self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
         self.wfile.write(b"data: [DONE]\n\n")
         return None
 
@@ -125,7 +125,7 @@ def completion_server(pieces, metrics=(), models=("m",), refusal=lambda path, bo
     server.daemon_threads = True
     server.pieces, server.metrics, server.models, server.refusal = pieces, metrics, models, refusal
     server.faults = dict(faults)
-    server.asked, server.readings, server.elsewhere, server.left = [], 0, "", threading.Event()
+    server.requests, server.readings, server.elsewhere, server.left = [], 0, "", threading.Event()
     server.address = f"http://127.0.0.1:{server.server_port}"
     server.handle_error = lambda *args: None
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()

@@ -418,8 +418,8 @@ def test_suggestions_name_the_program_that_was_started(tmp_path):
     ],
 )
 def test_a_shell_completes_commands_suites_and_presets(words, completed):
-    asked = {"_SPECDEMO_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
-    assert started_as("specdemo", **asked).stdout.split() == [completed]
+    arguments = {"_SPECDEMO_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    assert started_as("specdemo", **arguments).stdout.split() == [completed]
     assert "--install-completion" in started_as("specdemo", "--help").stdout
 
 

@@ -33,8 +33,8 @@ def test_no_files_import_each_other_in_a_circle():
     files = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
     graph = {}
     for name, path in files.items():
-        whole = set(imported(path))  # a file, or a name in one
-        graph[name] = (whole | {full.rpartition(".")[0] for full in whole}) & files.keys() - {name}
+        modules = set(imported(path))  # a file, or a name in one
+        graph[name] = (modules | {full.rpartition(".")[0] for full in modules}) & files.keys() - {name}
     assert len(list(TopologicalSorter(graph).static_order())) == len(files)
 
 
@@ -45,9 +45,9 @@ def test_core_needs_torch_and_pydantic_alone():
 
 def test_the_package_needs_nothing_of_the_checkout():
     """`benchmarks` and `recipes` are looked for by name (presets/files.py)."""
-    beside = {path.parent.name for path in PACKAGE.parent.glob("*/__init__.py")} | {"tests"}
+    checkout_packages = {path.parent.name for path in PACKAGE.parent.glob("*/__init__.py")} | {"tests"}
     roots = {name.split(".")[0] for path in PACKAGE.rglob("*.py") for name in imported(path)}
-    assert {"benchmarks", "recipes"} <= beside and roots & beside == {"specdemo"}
+    assert {"benchmarks", "recipes"} <= checkout_packages and roots & checkout_packages == {"specdemo"}
 
 
 def test_every_package_has_its_place():

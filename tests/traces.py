@@ -39,18 +39,18 @@ def speculative_lane(name: str = "Speculative <em>lane</em>", method: str = "ngr
     """By turns one draft kept of three (corrected), two of two (bonus), none of two (corrected), nothing drafted."""
     wrong, events, at = len(HOSTILE), [prefill()], 1
     while at < len(HOSTILE):
-        kept, refused = [(1, 2), (2, 0), (0, 2), (0, 0)][(len(events) - 1) % 4]
-        kept = min(kept, len(HOSTILE) - at - 1)
-        drafted = [*range(at, at + kept), *[wrong] * refused]
+        accepted, refused = [(1, 2), (2, 0), (0, 2), (0, 0)][(len(events) - 1) % 4]
+        accepted = min(accepted, len(HOSTILE) - at - 1)
+        drafted = [*range(at, at + accepted), *[wrong] * refused]
         probs = [0.9 if t != wrong else 0.2 for t in drafted]
-        emitted = list(range(at, at + kept + 1))
+        emitted = list(range(at, at + accepted + 1))
         events.append(
             StepEvent(
-                len(events), [drafted], [list(range(len(drafted)))], [list(range(kept + 1))], [emitted],
+                len(events), [drafted], [list(range(len(drafted)))], [list(range(accepted + 1))], [emitted],
                 [probs], [[p / 2 for p in probs]], SPEC_MS,
             )
         )  # fmt: skip
-        at += kept + 1
+        at += accepted + 1
     return _closed(name, method, events)
 
 

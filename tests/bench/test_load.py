@@ -28,7 +28,7 @@ WORDS = ["Once", " upon", " a", " time"]
 SHORT = {"repeats": 2, "concurrency": (1, 3), "new_tokens": 4, "prompts": ["Tom", "Anna"]}
 
 
-def says(*words):
+def metrics_text(*words):
     return [piece(w, total=n, finish="length" if n == len(words) else None) for n, w in enumerate(words, 1)]
 
 
@@ -43,16 +43,18 @@ def metrics(readings):
 def servers():
     """Plain and drafting, which write the same."""
     with ExitStack() as running:
-        plain = running.enter_context(completion_server(says(*WORDS), models=("stories",)))
-        drafting = running.enter_context(completion_server(says(*WORDS), metrics(40), models=("stories",)))
+        plain = running.enter_context(completion_server(metrics_text(*WORDS), models=("stories",)))
+        drafting = running.enter_context(completion_server(metrics_text(*WORDS), metrics(40), models=("stories",)))
         yield plain, drafting
 
 
 def measured(servers, **options):
-    asked = {"servers": [server.address for server in servers], "ks": (0, 4), **SHORT, **options}
-    told = []
-    result = suite("load", **asked).run(lambda share, what: told.append((share, what)), never)
-    assert all(0.0 <= share <= 1.0 for share, _ in told) and [share for share, _ in told] == sorted(s for s, _ in told)
+    options_given = {"servers": [server.address for server in servers], "ks": (0, 4), **SHORT, **options}
+    printed = []
+    result = suite("load", **options_given).run(lambda share, what: printed.append((share, what)), never)
+    assert all(0.0 <= share <= 1.0 for share, _ in printed) and [share for share, _ in printed] == sorted(
+        s for s, _ in printed
+    )
     return result
 
 
@@ -71,9 +73,9 @@ def test_every_k_at_every_load(servers):
         assert (drafting["accepted"], drafting["tokens/pass"]) == (0.75, 4.0)
         assert drafting["output"] == "identical" and drafting["tokens/s"].value > 0
         assert 0 < drafting["TTFT p50"] <= drafting["TTFT p99"]
-    asked = [body["prompt"] for path, body, _ in servers[1].asked if path == "/v1/completions"]
+    options_given = [body["prompt"] for path, body, _ in servers[1].requests if path == "/v1/completions"]
     # a greeting, a warm-up of 1 and of 3, and twice 8 requests alone and 12 by three
-    assert len(asked) == 2 + 4 + 2 * (8 + 12)
+    assert len(options_given) == 2 + 4 + 2 * (8 + 12)
     assert "target" not in result.config and "preset" not in result.config  # nothing names what the servers run
     hosts = [server.address[7:] for server in servers]
     assert result.environment["device"] == ", ".join(f"stories at {host}" for host in hosts)
@@ -83,21 +85,32 @@ def test_every_k_at_every_load(servers):
 def test_chance_brings_as_many_requests_a_second(servers):
     result = measured(servers, rates=(500.0,), requests=5, repeats=1)
     assert [row["rate"] for row in result.rows] == [500.0, 500.0] and result.axis == "rate"
-    assert len(servers[0].asked) == 2 + 8 + 5
+    assert len(servers[0].requests) == 2 + 8 + 5
     assert not any("Schedule" in remark for remark in result.remarks)  # of batch sizes nothing is known
 
 
 def test_a_text_that_is_another_is_counted(servers):
-    with completion_server(says("Once", " upon", " the", " time"), models=("stories",)) as wrong:
+    with completion_server(metrics_text("Once", " upon", " the", " time"), models=("stories",)) as wrong:
         result = measured([servers[0], wrong], repeats=1)
     assert [row["output"] for row in result.rows] == ["identical", "8 of 8 differ", "identical", "12 of 12 differ"]
 
 
 def test_the_command_writes_numbers_and_a_page(servers, tmp_path, capsys):
     named = [part for server in servers for part in ("--server", server.address)]
-    asked = ["--k", "0,4", "--concurrency", "1,2", "--repeats", "1", "--new-tokens", "4", "--slo-ttft", "0.0001"]
+    options_given = [
+        "--k",
+        "0,4",
+        "--concurrency",
+        "1,2",
+        "--repeats",
+        "1",
+        "--new-tokens",
+        "4",
+        "--slo-ttft",
+        "0.0001",
+    ]
     files = ["--out", str(tmp_path / "r.json"), "--html", str(tmp_path / "r.html")]
-    assert main(["bench", "load", *named, *asked, *files]) == 0
+    assert main(["bench", "load", *named, *options_given, *files]) == 0
     assert "good requests/s" in capsys.readouterr().out
     stored = read_result(tmp_path / "r.json")
     assert all(row["good requests/s"] == Estimate(0.0) for row in stored.rows)  # none is as quick as that
@@ -190,7 +203,7 @@ def test_a_server_that_bunches_its_text_is_named():
 
 
 @pytest.mark.parametrize(
-    ("asked", "reason"),
+    ("options_given", "reason"),
     [
         (["--k", "0"], "draft lengths go from 1 to 16, not [0]"),
         (["--concurrency", "0"], "a load is above 0 and at most 1024, not [0]"),
@@ -204,8 +217,8 @@ def test_a_server_that_bunches_its_text_is_named():
         (["--engine", "vllm", "--device", "cpu"], "--device is for --engine here"),
     ],
 )
-def test_bad_input_is_one_line(asked, reason, capsys):
-    assert main(["bench", "load", *asked]) == 2
+def test_bad_input_is_one_line(options_given, reason, capsys):
+    assert main(["bench", "load", *options_given]) == 2
     assert reason in capsys.readouterr().err
 
 
@@ -217,8 +230,8 @@ def test_a_server_that_refuses_under_load_is_quoted(servers):
 
 
 def test_the_engine_here_under_the_same_load():
-    asked = {"engine": "here", "preset": "embedded-ngram", "ks": (0, 3), "concurrency": (1, 3), "new_tokens": 6}
-    result = suite("load", repeats=1, requests=6, dtype="float32", **asked).run(lambda share, what: None, never)
+    options_given = {"engine": "here", "preset": "embedded-ngram", "ks": (0, 3), "concurrency": (1, 3), "new_tokens": 6}
+    result = suite("load", repeats=1, requests=6, dtype="float32", **options_given).run(lambda share, what: None, never)
     assert [(row["lane"], row["concurrency"]) for row in result.rows] == [
         ("Baseline", 1), ("k = 3", 1), ("Baseline", 3), ("k = 3", 3)
     ]  # fmt: skip
@@ -233,7 +246,12 @@ def test_here_the_prompts_of_a_batch_are_of_one_length_and_batches_of_several():
     batches = load._batches(4)
     assert [ids.shape[0] for _, ids in batches] == [4] * 4
     assert len({ids.shape[1] for _, ids in batches}) == 3 and batches[0][1].shape == batches[3][1].shape
-    assert [asked for asked, _ in batches] == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11], [12, 15, 18, 21]]
+    assert [options_given for options_given, _ in batches] == [
+        [0, 3, 6, 9],
+        [1, 4, 7, 10],
+        [2, 5, 8, 11],
+        [12, 15, 18, 21],
+    ]
 
 
 def test_a_killed_run_goes_on_where_it_was(servers, tmp_path):
@@ -246,11 +264,11 @@ def test_a_killed_run_goes_on_where_it_was(servers, tmp_path):
     drafting.refusal = lambda path, body: (200, None)
     with journal.open("a", encoding="utf-8") as file:
         file.write('["first: Baseline, k = 4 at 3, rep')  # it was killed while it wrote
-    before = len(plain.asked)
+    before = len(plain.requests)
     assert measured(servers, journal=journal).repeats == 2
-    assert len(plain.asked) - before == 2 + 3 + 12  # a greeting, a warm-up, and the one load that was missing
-    before = len(plain.asked)
-    assert measured(servers, journal=journal).repeats == 2 and len(plain.asked) == before
+    assert len(plain.requests) - before == 2 + 3 + 12  # a greeting, a warm-up, and the one load that was missing
+    before = len(plain.requests)
+    assert measured(servers, journal=journal).repeats == 2 and len(plain.requests) == before
     with pytest.raises(ValueError, match="holds a run with other options; give those, remove it, or choose another"):
         measured(servers, journal=journal, new_tokens=5)
 
@@ -306,19 +324,19 @@ def test_a_journal_that_is_no_text_is_refused_by_its_name(tmp_path):
 
 def test_command_removes_its_journal(servers, tmp_path):
     named = [part for server in servers for part in ("--server", server.address)]
-    asked = ["--k", "0,4", "--concurrency", "1", "--repeats", "1", "--new-tokens", "4", "--requests", "1"]
-    assert main(["bench", "load", *named, *asked, "--out", str(tmp_path / "r.json")]) == 0
+    options_given = ["--k", "0,4", "--concurrency", "1", "--repeats", "1", "--new-tokens", "4", "--requests", "1"]
+    assert main(["bench", "load", *named, *options_given, "--out", str(tmp_path / "r.json")]) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
 
 
 @pytest.mark.parametrize(
-    ("chosen", "told"),
+    ("chosen", "printed"),
     [
         ("embedded-eagle-1", '"1": {"candidate_steps": [4]}, "4": {"candidate_steps": [0]}}'),
         ("embedded-draft", "For SGLang, whose STANDALONE has one k for all batch sizes: --speculative-algorithm STAND"),
     ],
 )
-def test_schedule_uses_the_sglang_format(chosen, told):
+def test_schedule_uses_the_sglang_format(chosen, printed):
     urls = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
     vllm, sglang = Fleet.of(suite("load", preset=chosen, servers=urls, ks=(4,)), (0, 4)).paste([[1, 3, 4], [4, 8, 0]])
-    assert '"num_speculative_tokens_per_batch_size":[[1,3,4],[4,8,0]]' in vllm and told in sglang
+    assert '"num_speculative_tokens_per_batch_size":[[1,3,4],[4,8,0]]' in vllm and printed in sglang

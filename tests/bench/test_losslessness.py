@@ -29,8 +29,10 @@ def ignore(*_):
 @pytest.mark.parametrize(("a", "b"), [([40, 30, 30], [35, 45, 20]), ([400, 30, 70], [210, 12, 28])])
 def test_the_statistic_is_scipys(a, b):
     found = chi_square(dict(enumerate(a)), dict(enumerate(b)))
-    wanted = stats.chi2_contingency([a, b], correction=False)
-    assert (found.freedom, found.statistic, found.p) == pytest.approx((wanted.dof, wanted.statistic, wanted.pvalue))
+    expected = stats.chi2_contingency([a, b], correction=False)
+    assert (found.freedom, found.statistic, found.p) == pytest.approx(
+        (expected.dof, expected.statistic, expected.pvalue)
+    )
 
 
 def test_rare_outcomes_are_one():
@@ -44,8 +46,8 @@ def test_one_outcome_compares_nothing(same):
     assert chi_square(same, same).p == 1.0
 
 
-@pytest.mark.parametrize(("rule", "alike"), [("lossless", True), ("typical", False)])
-def test_the_lossy_rule_is_found_out_and_the_lossless_one_is_not(rule, alike, tiny_llama):
+@pytest.mark.parametrize(("rule", "lossless"), [("lossless", True), ("typical", False)])
+def test_the_lossy_rule_is_found_out_and_the_lossless_one_is_not(rule, lossless, tiny_llama):
     target = ToyTarget(8, seed=4)
     plain = GenerationConfig(4, Sampling(1.0), stop_token_ids=())
     drafting = GenerationConfig(4, Sampling(1.0), Budget(3, 3), stop_token_ids=())
@@ -58,7 +60,7 @@ def test_the_lossy_rule_is_found_out_and_the_lossless_one_is_not(rule, alike, ti
     ]
     assert all(len(row) == 4 for sample in rows for row in sample)
     counts = [Counter(row[1] for row in sample) for sample in rows]
-    assert (chi_square(*counts).p > 0.001) is alike
+    assert (chi_square(*counts).p > 0.001) is lossless
 
 
 @pytest.fixture
@@ -69,11 +71,11 @@ def few(monkeypatch):
 
 
 def test_a_sampled_result_has_both_histograms(few):
-    told = []
+    progress = []
     result = Losslessness(preset=preset("embedded-sampling"), repeats=2).run(
-        lambda share, what: told.append(share), never
+        lambda share, what: progress.append(share), never
     )
-    assert told == sorted(told) and 0.5 in told
+    assert progress == sorted(progress) and 0.5 in progress
     assert (result.repeats, result.config["draws"]) == (2, 48)
     for place in (2, 3, 4):
         rows = [row for row in result.rows if row["place"] == place]
@@ -81,20 +83,20 @@ def test_a_sampled_result_has_both_histograms(few):
             assert sum(row[sample] for row in rows) == pytest.approx(1.0, abs=0.002)
     assert result.remarks[0] == "No difference was found between 48 continuations of each."
     assert [remark.split(":")[0] for remark in result.remarks[1:4]] == ["Token 2", "Token 3", "Token 4"]
-    kept = re.fullmatch(
+    matched = re.fullmatch(
         r"Tokens kept of the first draft: lossless (\S+) \[.*\], block (\S+) \[.*\], typical \(lossy\) (\S+) \[.*\]. "
         r"Block less lossless: (\S+) \[.*\].",
         result.remarks[4],
     )
-    single, block, _, more = map(float, kept.groups())
+    single, block, _, more = map(float, matched.groups())
     assert 0 < single <= 3 and block - single == pytest.approx(more, abs=0.002)
     assert [bar.name for bar in figure(result).data] == ["plain", "speculative"]
 
 
 def test_stop_keeps_the_finished_batches(few):
-    told = []
+    progress = []
     result = Losslessness(preset=preset("embedded-sampling"), repeats=5).run(
-        lambda share, what: told.append(share), lambda: bool(told) and told[-1] >= 0.4
+        lambda share, what: progress.append(share), lambda: bool(progress) and progress[-1] >= 0.4
     )
     assert result.repeats == 2 and result.remarks[-1] == "stopped after 2 of 5 repeats"
 

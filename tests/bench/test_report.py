@@ -8,12 +8,12 @@ from specdemo.core.estimate import Estimate
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent
 
 
-def step(index, drafted, kept, ms):
+def step(index, drafted, accepted, ms):
     """A chain step that keeps the first `kept` drafts."""
     nodes = [100 + i for i in range(drafted)]
     probs = [[0.5] * drafted]
-    emitted = [[*nodes[:kept], 7]]
-    path = [list(range(kept + 1))]
+    emitted = [[*nodes[:accepted], 7]]
+    path = [list(range(accepted + 1))]
     return StepEvent(index, [nodes], [list(range(drafted))], path, emitted, probs, probs, ms)
 
 

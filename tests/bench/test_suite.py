@@ -110,8 +110,8 @@ def test_sweep_shows_predictions_next_to_measurements(swept):
 
 
 def test_results_by_category(tmp_path):
-    asked = [("writing", "Once upon a time"), ("math", "Lily had two apples"), ("writing", "Tom saw a dog")]
-    lines = [json.dumps({"question_id": i, "category": c, "turns": [t, "More"]}) for i, (c, t) in enumerate(asked)]
+    prompts = [("writing", "Once upon a time"), ("math", "Lily had two apples"), ("writing", "Tom saw a dog")]
+    lines = [json.dumps({"question_id": i, "category": c, "turns": [t, "More"]}) for i, (c, t) in enumerate(prompts)]
     path = tmp_path / "question.jsonl"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     result = run_suite("k", repeats=1, preset="embedded-ngram", ks=(2,), new_tokens=6, questions=path)
@@ -146,9 +146,9 @@ def test_depth_width_has_a_lane_per_draft_and_k(monkeypatch):
         raise Asked(*spec.lanes)
 
     monkeypatch.setattr(sweeps, "compare_lanes", keep)
-    with pytest.raises(Asked) as asked:
+    with pytest.raises(Asked) as prompts:
         run_suite("depth-width", repeats=1, ks=(1, 2))
-    assert [(lane.method, lane.model, lane.k) for lane in asked.value.args] == [
+    assert [(lane.method, lane.model, lane.k) for lane in prompts.value.args] == [
         ("draft_model", "stories-draft-wide", 1),
         ("draft_model", "stories-draft-wide", 2),
         ("draft_model", "stories-draft-deep", 1),

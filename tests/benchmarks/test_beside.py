@@ -6,9 +6,9 @@ from benchmarks.beside import SHORT, Round, _row
 
 
 def test_speed_excludes_the_first_tokens():
-    ours, theirs = Round(2.5, 0.5, 5.0, [[1, 2], [3]]), Round(4.0, 1.5, 4.0, [[1, 2], [4]])
+    own, other = Round(2.5, 0.5, 5.0, [[1, 2], [3]]), Round(4.0, 1.5, 4.0, [[1, 2], [4]])
     drafting = Round(1.5, 0.5, 2.0, [[1, 2], [3]])
-    done = [{"none, here": ours, "none, vLLM": theirs, "draft_model, here": drafting, "draft_model, vLLM": theirs}] * 3
+    done = [{"none, here": own, "none, vLLM": other, "draft_model, here": drafting, "draft_model, vLLM": other}] * 3
     plain, faster = (_row(f"{name}, here", done, 100 - SHORT) for name in ("none", "draft_model"))
     assert plain["tokens/s"].value == pytest.approx((100 - SHORT) * 2 / 2.0)
     assert plain["of vLLM's"].value == pytest.approx(1.25) and plain["speed-up"].value == 1.0

@@ -44,19 +44,21 @@ def measured(tmp_path_factory):
 
 
 def test_every_section_runs_without_gradio(measured):
-    folder, said = measured
+    folder, printed = measured
     kept = json.loads((folder / "results.json").read_text())["sections"]
     assert list(kept) == list(sections(Lab(CPU, 1)))
     assert {name: found.get("error") for name, found in kept.items() if found["state"] != "done"} == {}
     assert all(found["rows"] for name, found in kept.items() if name != "tests")
     assert kept["tests"]["remarks"] == ["by an earlier call"]
-    assert "page: ['specdemo.ui', 'specdemo.ui.app', 'specdemo.ui.space']" in said  # the command's options alone
-    assert said.count("This is no GPU measurement") == 1
+    assert "page: ['specdemo.ui', 'specdemo.ui.app', 'specdemo.ui.space']" in printed  # the command's options alone
+    assert printed.count("This is no GPU measurement") == 1
 
 
 def test_every_method_drafts_and_reports_its_laps(measured):
-    kept = json.loads((measured[0] / "results.json").read_text())["sections"]
-    rows = {row["method"]: row for name, found in kept.items() if name.startswith("method-") for row in found["rows"]}
+    sections = json.loads((measured[0] / "results.json").read_text())["sections"]
+    rows = {
+        row["method"]: row for name, found in sections.items() if name.startswith("method-") for row in found["rows"]
+    }
     assert list(rows) == list(METHODS)
     for name, row in rows.items():
         assert (row["drafted/step"] > 0) == (not name.startswith("plain")), name
@@ -187,29 +189,29 @@ def test_a_folder_is_for_one_device(tmp_path, table, monkeypatch):
 
 def test_synthetic_acceptance_keeps_by_the_rates():
     usual = torch.tensor([7])
-    chain, said = Draft.chain(torch.tensor([[1, 2, 3, ABSENT]])), torch.randn(1, 5, 16)
-    assert Synthetic(usual, (1.0, 1.0, 0.0))(chain, said, None).path == [[0, 1, 2]]
-    verdict = Synthetic(usual, (1.0, 0.0))(chain, said, None)
+    chain, logits = Draft.chain(torch.tensor([[1, 2, 3, ABSENT]])), torch.randn(1, 5, 16)
+    assert Synthetic(usual, (1.0, 1.0, 0.0))(chain, logits, None).path == [[0, 1, 2]]
+    verdict = Synthetic(usual, (1.0, 0.0))(chain, logits, None)
     assert (verdict.path, verdict.bonus.tolist()) == ([[0, 1]], [2])  # as if the target had said it
-    verdict = Synthetic(usual, (1.0,))(chain, said, None)
+    verdict = Synthetic(usual, (1.0,))(chain, logits, None)
     assert (verdict.path, verdict.bonus.tolist()) == ([[0, 1, 2, 3]], [7])  # no further than there is a draft
     tree = Draft(torch.tensor([[4, 5, 6, 8]]), torch.tensor([[0, 0, 2, 1]]))
-    assert Synthetic(usual, (1.0,))(tree, said, None).path == [[0, 1, 4]]
-    assert Synthetic(usual)(Draft.empty(1, CPU), said[:, :1], None).bonus.tolist() == [7]
+    assert Synthetic(usual, (1.0,))(tree, logits, None).path == [[0, 1, 4]]
+    assert Synthetic(usual)(Draft.empty(1, CPU), logits[:, :1], None).bonus.tolist() == [7]
     rule = Synthetic(usual, (0.7, 0.5))
-    kept = [len(rule(chain, said, None).path[0]) - 1 for _ in range(4000)]
-    assert sum(n >= 1 for n in kept) / 4000 == pytest.approx(0.7, abs=0.03)
-    assert sum(n >= 2 for n in kept) / sum(n >= 1 for n in kept) == pytest.approx(0.5, abs=0.03)
+    sections = [len(rule(chain, logits, None).path[0]) - 1 for _ in range(4000)]
+    assert sum(n >= 1 for n in sections) / 4000 == pytest.approx(0.7, abs=0.03)
+    assert sum(n >= 2 for n in sections) / sum(n >= 1 for n in sections) == pytest.approx(0.5, abs=0.03)
 
 
 def test_the_exact_rule_is_paid_for_as_well(monkeypatch):
-    asked = []
+    calls = []
     rule = Lossless.__call__
-    monkeypatch.setattr(Lossless, "__call__", lambda *all: (asked.append(1), rule(*all))[1])
+    monkeypatch.setattr(Lossless, "__call__", lambda *all: (calls.append(1), rule(*all))[1])
     lab = Lab(CPU, 1)
     target = lab.target("llama-tiny", torch.float32)
     steps = measure_steps(lab, target, load_drafter("ngram", target), GenerationConfig(20, budget=Budget(3, 3)))
-    assert len(asked) > 4 and steps.drafted > 0.0
+    assert len(calls) > 4 and steps.drafted > 0.0
 
 
 def test_one_precision_that_fails_leaves_the_others(monkeypatch):

@@ -9,19 +9,19 @@ from tests.models.tiny import build, texts
 def test_every_length_and_adaptive_write_the_same_text_from_the_same_place(monkeypatch):
     target = HFTarget(build("llama"), name="tiny")
     fixed = load_drafter("draft_model", target, deepcopy(target.model))  # keeps everything
-    began = []
+    starts = []
     contest = Contest(target, fixed, [texts(1, 12)], 9)
-    whole = contest.prompts[0].shape[1]
+    prompt_length = contest.prompts[0].shape[1]
     start = target.start
     monkeypatch.setattr(
-        target, "start", lambda ids, *more, **said: began.append(ids.shape[1]) or start(ids, *more, **said)
+        target, "start", lambda ids, *more, **said: starts.append(ids.shape[1]) or start(ids, *more, **said)
     )
     done, made = [], []
     for repeat in range(3):
         done.append(contest.once(repeat, lambda share: None))
         made.append(contest.ways[ADAPTIVE][0])
     assert made[0] is made[1] and made[1] is not made[2]
-    assert {whole - APART * (PLACES - 1), whole - APART * (PLACES - 2)} < set(began)
+    assert {prompt_length - APART * (PLACES - 1), prompt_length - APART * (PLACES - 2)} < set(starts)
     assert all([row.tokens for row in totals.rows] == [8] for seen in done for totals in seen.values())
     rows = _rows("stories", done)
     assert [row["lane"] for row in rows] == [*(f"k = {k}" for k in range(1, DEEPEST + 1)), ADAPTIVE]

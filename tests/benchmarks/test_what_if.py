@@ -11,14 +11,14 @@ from specdemo.prediction.profiles import profiles
 from specdemo.prediction.shapes import known
 
 
-def event(index, drafted, kept, emitted, ms):
+def event(index, drafted, accepted, emitted, ms):
     rows = range(len(emitted))
     probs = [[None] * len(d) for d in drafted]
     return StepEvent(
         index=index,
         drafted=drafted,
         parents=[list(range(len(d))) for d in drafted],
-        path=[list(range(kept[row] + 1)) for row in rows],
+        path=[list(range(accepted[row] + 1)) for row in rows],
         emitted=emitted,
         draft_probs=probs,
         target_probs=probs,
@@ -32,9 +32,9 @@ def test_a_batch_is_timed_while_all_its_rows_go_on():
         event(1, [[2, 3], [4, 5]], [2, 0], [[2, 3, 7], [9]], 2.0),
         event(2, [[2], [4]], [0, 1], [[8], [4, 6]], 1.0),
     ]
-    behind = [event(3, [[2], [4]], [0, 0], [[8], [4]], 1.0), event(4, [[2], []], [0, 0], [[8], []], 1.0)]
+    later = [event(3, [[2], [4]], [0, 0], [[8], [4]], 1.0), event(4, [[2], []], [0, 0], [[8], []], 1.0)]
     ran = Ran()
-    ran.add([prefill, *steps, *behind])
+    ran.add([prefill, *steps, *later])
     assert (ran.tokens, ran.ms) == (7, 3.0)  # the last whole step may be cut, so it is left out
     assert ran.passes == ((2, 2), (0, 1), (0, 2), (1, 1))
 

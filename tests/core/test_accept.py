@@ -106,8 +106,8 @@ def test_block_rule_falls_back_to_token_level_with_a_note(case):
     draft, target, seed = case
     rule, drawn_chain = Block(), draft.probs is not None and accept.is_chain(draft.parents)
     if not drawn_chain:
-        fast, wanted = rule(draft, target, rng(seed)), Lossless()(draft, target, rng(seed))
-        assert (fast.path, fast.bonus.tolist()) == (wanted.path, wanted.bonus.tolist())
+        fast, expected = rule(draft, target, rng(seed)), Lossless()(draft, target, rng(seed))
+        assert (fast.path, fast.bonus.tolist()) == (expected.path, expected.bonus.tolist())
         assert ("one by one" in rule.note) == bool(draft.nodes)
 
 
@@ -152,8 +152,8 @@ def test_a_block_keeps_more_than_its_tokens_one_by_one(k, block, single):
     states = torch.stack(slots, 1)
     draft = Draft.chain(states[:, 1:] - 1, torch.stack(q, 1))
     for rule, expected in ((Block(), block), (Lossless(), single)):
-        kept = torch.tensor([len(path) - 1.0 for path in rule(draft, BLOCK_P[states], rng(5)).path])
-        assert float(kept.mean()) == pytest.approx(expected, abs=4 * float(kept.std()) / rows**0.5)
+        accepted = torch.tensor([len(path) - 1.0 for path in rule(draft, BLOCK_P[states], rng(5)).path])
+        assert float(accepted.mean()) == pytest.approx(expected, abs=4 * float(accepted.std()) / rows**0.5)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -163,9 +163,9 @@ def test_greedy_follows_the_argmax_with_or_without_coins(case):
     verdict = Lossless()(draft, target, None)
     best = target.argmax(-1)
     for row, path in enumerate(verdict.path):
-        kept = [int(draft.tokens[row, slot - 1]) for slot in path[1:]]
-        said = [int(best[row, slot]) for slot in path]
-        assert [*kept, int(verdict.bonus[row])] == said
+        accepted = [int(draft.tokens[row, slot - 1]) for slot in path[1:]]
+        predicted = [int(best[row, slot]) for slot in path]
+        assert [*accepted, int(verdict.bonus[row])] == predicted
     assert Typical()(draft, target, None).path == verdict.path
     if draft.probs is None:
         for other in (lossless_reference(draft, target, None), Lossless()(draft, target, rng(seed))):
@@ -248,8 +248,8 @@ def test_the_acceptance_rate_is_the_overlap():
     p, q, draws = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.5, 0.3]), 20_000
     tokens = torch.multinomial(q, draws, replacement=True, generator=rng())[:, None]
     verdict = Lossless()(Draft.chain(tokens, q.expand(draws, 1, 3)), p.expand(draws, 2, 3), rng(1))
-    kept = sum(len(path) - 1 for path in verdict.path) / draws
-    assert kept == pytest.approx(torch.minimum(p, q).sum().item(), abs=4 * (0.21 / draws) ** 0.5)
+    accepted = sum(len(path) - 1 for path in verdict.path) / draws
+    assert accepted == pytest.approx(torch.minimum(p, q).sum().item(), abs=4 * (0.21 / draws) ** 0.5)
     refused = [b for b, path in zip(verdict.bonus.tolist(), verdict.path, strict=True) if path == [0]]
     assert set(refused) == {0}  # the residual norm(max(p - q, 0)) is (1, 0, 0)
 
@@ -262,14 +262,14 @@ def test_no_draft_is_plain_decoding():
     assert Lossless()(Draft.empty(2), target, rng()).bonus.tolist()[1] == 2
 
 
-@pytest.mark.parametrize("p, kept", [
+@pytest.mark.parametrize("p, accepted", [
     ([0.25, 0.25, 0.25, 0.25], {0, 1, 2, 3}),  # flat: 0.3 exp(-ln 4) = 0.075 lets all pass
     ([0.97, 0.01, 0.01, 0.01], {0}),  # sharp: 0.09 bars all but the top
 ])  # fmt: skip
-def test_typical_thresholds(p, kept):
+def test_typical_thresholds(p, accepted):
     target = torch.tensor(p).expand(1, 2, 4)
     verdicts = {x: Typical()(Draft.chain(torch.tensor([[x]])), target, rng()) for x in range(4)}
-    assert {x for x, verdict in verdicts.items() if verdict.path == [[0, 1]]} == kept
+    assert {x for x, verdict in verdicts.items() if verdict.path == [[0, 1]]} == accepted
 
 
 def test_typical_takes_the_longest_path_then_the_likelier():

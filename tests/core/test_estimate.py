@@ -51,9 +51,9 @@ def test_steps_that_differ_by_their_shape_alone_are_known_exactly():
 def test_shared_slowdown_widens_interleaved_intervals_less():
     """The machine is slower by half in the second half of the race: as much for one lane as for the other."""
     plain, lane = (timed(slower_from(steps, 0.5, 1.5)) for steps in ([(0, 3.0)] * 60, [(4, 6.0)] * 30))
-    shared, apart = (speedup([plain], [lane], together) for together in (True, False))
-    assert shared.value == pytest.approx(1.0) and shared.width < 0.05 < 0.2 < apart.width
-    assert shared.word == apart.word == "no clear difference"
+    shared, separate = (speedup([plain], [lane], together) for together in (True, False))
+    assert shared.value == pytest.approx(1.0) and shared.width < 0.05 < 0.2 < separate.width
+    assert shared.word == separate.word == "no clear difference"
 
 
 def test_a_drift_widens_the_interval_of_lanes_that_ran_one_after_the_other():
@@ -65,8 +65,8 @@ def test_a_drift_widens_the_interval_of_lanes_that_ran_one_after_the_other():
 
 
 def test_a_thread_that_waited_widens_the_interval():
-    alone, beside = (speedup([timed(STEADY, waited_ms=ms)], [timed(DRAFTING)], True) for ms in (0.0, 180.0))
-    assert alone.width < 1e-6 and beside.width == pytest.approx(0.025, rel=0.01)
+    alone, contended = (speedup([timed(STEADY, waited_ms=ms)], [timed(DRAFTING)], True) for ms in (0.0, 180.0))
+    assert alone.width < 1e-6 and contended.width == pytest.approx(0.025, rel=0.01)
     assert waited_share([timed(STEADY, waited_ms=180.0)]) == 0.5 and waited_share([timed(STEADY)]) is None
 
 
@@ -94,9 +94,9 @@ def test_a_number_that_was_measured_several_times():
     assert over_repeats([2.0, 4.0]) == Estimate(3.0)  # two say nothing of how they spread
     assert over_repeats([1.0, 0.0, 2.0]) == Estimate(1.0)
     assert over_repeats([1.5] * 3) == Estimate(1.5, 1.5, 1.5)
-    told = over_repeats([1.0, 2.0, 4.0])  # ln 2 apart, and t = 4.303 of two degrees of freedom
-    assert told.value == 2.0 and told.high == pytest.approx(2.0 * 2.0 ** (4.3027 / 3**0.5), rel=1e-3)
-    assert told.low * told.high == pytest.approx(4.0, rel=1e-3)
+    estimate = over_repeats([1.0, 2.0, 4.0])  # ln 2 apart, and t = 4.303 of two degrees of freedom
+    assert estimate.value == 2.0 and estimate.high == pytest.approx(2.0 * 2.0 ** (4.3027 / 3**0.5), rel=1e-3)
+    assert estimate.low * estimate.high == pytest.approx(4.0, rel=1e-3)
 
 
 STEPS = st.lists(st.tuples(st.integers(0, 8), st.floats(0.5, 50.0)), min_size=1, max_size=40)

@@ -76,10 +76,12 @@ def three_tokens(rule, draft, rng):
     """[DRAWS] codes of the first three tokens: the verdict's, then plain sampling."""
     slots = in_slots(draft.tokens)
     verdict = rule(draft, P[slots], rng)
-    kept = [[said[s] for s in path[1:]] for said, path in zip(slots.tolist(), verdict.path, strict=True)]
-    said = [([*k, b] + [-1] * 3)[:3] for k, b in zip(kept, verdict.bonus.tolist(), strict=True)]
+    accepted = [
+        [slot_tokens[s] for s in path[1:]] for slot_tokens, path in zip(slots.tolist(), verdict.path, strict=True)
+    ]
+    slot_tokens = [([*k, b] + [-1] * 3)[:3] for k, b in zip(accepted, verdict.bonus.tolist(), strict=True)]
     code, context = torch.zeros(DRAWS, dtype=torch.int64), torch.zeros(DRAWS, dtype=torch.int64)
-    for column in torch.tensor(said).T:
+    for column in torch.tensor(slot_tokens).T:
         context = torch.where(column >= 0, column, draw(P[context], rng))
         code = code * V + context
     return code
@@ -109,8 +111,8 @@ def test_blocks_cut_by_what_was_drafted_are_lossless(fits):
     rng = torch.Generator().manual_seed(12)
     draft = grow(CHAIN, independent, rng)
     ends = (draft.tokens == 2) | (torch.rand(draft.tokens.shape, generator=rng) < 0.2)
-    behind = ends.cumsum(1) - ends.long() > 0
-    draft = Draft(draft.tokens.masked_fill(behind, ABSENT), draft.parents, draft.probs)
+    after_end = ends.cumsum(1) - ends.long() > 0
+    draft = Draft(draft.tokens.masked_fill(after_end, ABSENT), draft.parents, draft.probs)
     assert fits(three_tokens(Block(), draft, rng), JOINT)
 
 
@@ -191,23 +193,23 @@ def exact_law(shape, draft, chances, p):
         coins = (1.0 - ways[1:]).repeat(count, 1)
         coins[range(count * nodes), own] = bars + 0.5**halving
         paths, _ = verdict_of_coins(draft, p, coins)
-        kept = [node + 1 in path for node, path in zip(own.tolist(), paths, strict=True)]
-        bars += torch.tensor(kept) * 0.5**halving
+        accepted = [node + 1 in path for node, path in zip(own.tolist(), paths, strict=True)]
+        bars += torch.tensor(accepted) * 0.5**halving
     _, bonus = verdict_of_coins(draft, p, (1.0 - ways).repeat(count, 1))
     bars, bonus, law = bars.view(count, nodes), bonus.view(count, nodes + 1, -1), torch.zeros(*(len(p),) * 3)
     for row, chance in enumerate(chances):
-        ended, said = [chance] + [None] * nodes, [()] * (nodes + 1)  # chance that the path ends in a slot
+        ended, tokens_by_slot = [chance] + [None] * nodes, [()] * (nodes + 1)  # chance that the path ends in a slot
         for node, parent in enumerate(shape):
-            said[node + 1] = (*said[parent], int(draft.tokens[row, node]))
+            tokens_by_slot[node + 1] = (*tokens_by_slot[parent], int(draft.tokens[row, node]))
             ended[node + 1] = ended[parent] * bars[row, node]
             ended[parent] = ended[parent] * (1.0 - bars[row, node])
-        for slot, tokens in enumerate(said):
-            behind = ended[slot]
+        for slot, tokens in enumerate(tokens_by_slot):
+            after_end = ended[slot]
             if len(tokens) < 3:
-                behind = behind * bonus[row, slot]
+                after_end = after_end * bonus[row, slot]
                 for _ in range(2 - len(tokens)):
-                    behind = behind[..., None] * p
-            law[tokens[:3]] += behind
+                    after_end = after_end[..., None] * p
+            law[tokens[:3]] += after_end
     return law
 
 
@@ -217,8 +219,8 @@ def test_a_tree_of_which_last_children_are_drawn_keeps_the_targets_law(language)
     shape, p, q = language
     draft, chances = last_ones_drawn(shape, q)
     assert float(chances.sum()) == pytest.approx(1.0, abs=1e-5)
-    wanted = p[0][:, None, None] * p[:, :, None] * p[None]
-    torch.testing.assert_close(exact_law(shape, draft, chances, p), wanted, atol=2e-6, rtol=0.0)
+    expected = p[0][:, None, None] * p[:, :, None] * p[None]
+    torch.testing.assert_close(exact_law(shape, draft, chances, p), expected, atol=2e-6, rtol=0.0)
 
 
 def test_last_child_with_unrestricted_q_is_not_lossless():

@@ -52,10 +52,10 @@ def test_a_link_stays_a_link_and_a_device_a_device(tmp_path):
 
 
 def fill(folder, word, *shards):
-    with replacing_all(folder, "model*.safetensors*", "config.json") as beside:
-        (beside / "config.json").write_text(word)
+    with replacing_all(folder, "model*.safetensors*", "config.json") as staging:
+        (staging / "config.json").write_text(word)
         for shard in shards:
-            (beside / shard).write_text(word)
+            (staging / shard).write_text(word)
 
 
 def test_a_folder_gets_all_new_files_and_loses_old_shards_alone(tmp_path):
@@ -74,8 +74,8 @@ def test_a_full_disk_leaves_the_old_folder_and_names_it(tmp_path):
     assert (tmp_path / "model.safetensors").read_text() == "old"
 
 
-@pytest.mark.parametrize("dies_at", range(4))
-def test_old_and_new_shards_are_never_taken_for_one_model(tmp_path, monkeypatch, dies_at):
+@pytest.mark.parametrize("killed_at", range(4))
+def test_old_and_new_shards_are_never_taken_for_one_model(tmp_path, monkeypatch, killed_at):
     """Killed before any of the renames: the folder is the old one whole or lacks its config."""
     fill(tmp_path, "old", "model-1.safetensors", "model-2.safetensors")
     moved, replace = [], Path.replace
@@ -84,13 +84,13 @@ def test_old_and_new_shards_are_never_taken_for_one_model(tmp_path, monkeypatch,
         pass
 
     def dying(path, target):
-        if len(moved) == dies_at:
+        if len(moved) == killed_at:
             raise Killed
         moved.append(target)
         return replace(path, target)
 
     monkeypatch.setattr(Path, "replace", dying)
-    if dies_at < 3:
+    if killed_at < 3:
         with pytest.raises(Killed):
             fill(tmp_path, "new", "model-1.safetensors", "model-2.safetensors")
         assert not (tmp_path / "config.json").exists()

@@ -125,17 +125,16 @@ def test_summary_before_the_first_step_has_no_rates():
         assert summary["accept_histogram"] == [0]
 
 
-def lanes_of(ours, theirs, finish="length"):
+def lanes_of(own, other, finish="length"):
     lanes = [
-        LaneTrace(n, "none", {}, True, [1], ids, finish=f)
-        for n, ids, f in (("a", ours, "length"), ("b", theirs, finish))
+        LaneTrace(n, "none", {}, True, [1], ids, finish=f) for n, ids, f in (("a", own, "length"), ("b", other, finish))
     ]
     for one, speed in zip(lanes, (100.0, 250.0), strict=True):
         one.summary = {"tokens_per_s": speed}
     return lanes
 
 
-@pytest.mark.parametrize("ours, theirs, finish, first", [
+@pytest.mark.parametrize("own, other, finish, first", [
     ([1, 2, 3], [1, 2, 3], "length", None),
     ([1, 2, 3], [1, 9, 3], "length", 1),
     ([1, 2, 3], [1, 2], "length", 2),
@@ -144,8 +143,8 @@ def lanes_of(ours, theirs, finish="length"):
     ([1, 2, 3], [1, 9], "cancelled", 1),
     ([1, 2, 3], [], "cancelled", None),
 ])  # fmt: skip
-def test_compare(ours, theirs, finish, first):
-    row = compare(*lanes_of(ours, theirs, finish), greedy=True, margin=0.25)
+def test_compare(own, other, finish, first):
+    row = compare(*lanes_of(own, other, finish), greedy=True, margin=0.25)
     assert row == {
         "lane": "b",
         "speedup": 2.5,

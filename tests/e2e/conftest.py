@@ -144,7 +144,7 @@ def gates(gated_server):
     gates = gated_server[1]
     gates.open.clear()
     gates.warm.set()
-    for counted in (gates.begun, gates.stopped):
+    for counted in (gates.started, gates.stopped):
         while counted.acquire(block=False):  # by the tests before
             pass
     yield gates

@@ -16,10 +16,10 @@ from tests.ui.stand_ins import Bench, Trainer
 
 @dataclass
 class Gates:
-    """Shared with the test's process. begun and stopped count runs."""
+    """Shared with the test's process. started and stopped count runs."""
 
     open: multiprocessing.synchronize.Event
-    begun: multiprocessing.synchronize.Semaphore
+    started: multiprocessing.synchronize.Semaphore
     stopped: multiprocessing.synchronize.Semaphore
     up: multiprocessing.synchronize.Event
     warm: multiprocessing.synchronize.Event  # cleared: a link is not read yet, as on a server that still imports torch
@@ -34,7 +34,7 @@ class Gated:
         progress(0.5, "loading stories")
         messages = list(replay(hostile_trace()))
         yield from messages[:5]
-        self.gates.begun.release()
+        self.gates.started.release()
         while not self.gates.open.wait(0.01):
             if cancelled():
                 trace = hostile_trace()

@@ -9,7 +9,7 @@ from playwright.sync_api import expect
 
 from specdemo.models.hub import embedded_folder
 from tests.e2e.conftest import served, visitors
-from tests.e2e.test_layout import BEYOND, CONTROLS, SMALL, said
+from tests.e2e.test_layout import CONTROLS, OVERFLOWING, SMALL, wait_for_text
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
@@ -20,21 +20,21 @@ def visit_chat(chromium, tmp_path_factory):
     shutil.copytree(embedded_folder() / "stories", folder)
     written = folder / "tokenizer_config.json"
     written.write_text(json.dumps({**json.loads(written.read_text()), "chat_template": TEMPLATE}))
-    asked = f"?preset=embedded-ngram&target={quote(str(folder))}&max_new_tokens=24&prompt=A+fox."
+    query = f"?preset=embedded-ngram&target={quote(str(folder))}&max_new_tokens=24&prompt=A+fox."
     with served("--allow-any-model") as address, visitors(chromium, address) as opened:
-        yield lambda **settings: opened(asked + "&chat=true", **settings)
+        yield lambda **settings: opened(query + "&chat=true", **settings)
 
 
 @pytest.mark.parametrize(("width", "height"), [(1280, 900), (390, 844)], ids=str)
 def test_the_next_message_is_answered_below_the_bar(visit_chat, width, height):
     page = visit_chat(viewport={"width": width, "height": height}, reduced_motion="reduce")
     page.locator("#run:enabled").click()
-    said(page, "^Finished")
+    wait_for_text(page, "^Finished")
     expect(page.locator("#continue")).to_be_visible()
     bar = page.locator(".sd-pace").bounding_box()
     assert bar["y"] + bar["height"] <= page.locator("#follow-row").bounding_box()["y"]
     assert page.evaluate("document.documentElement.scrollWidth") == width
-    assert [page.evaluate(rule) for rule in (CONTROLS, SMALL, BEYOND)] == [[], [], []]
+    assert [page.evaluate(rule) for rule in (CONTROLS, SMALL, OVERFLOWING)] == [[], [], []]
     first = page.locator('[data-lane="1"] .sd-answer').inner_text()
     page.locator("#message textarea, #message input").fill("Why <b>so</b>?")
     page.locator("#continue").click()
@@ -42,5 +42,5 @@ def test_the_next_message_is_answered_below_the_bar(visit_chat, width, height):
         box = page.locator(f'[data-lane="{lane}"].sd-text')
         expect(box.locator(".sd-turn").last).to_have_text("userWhy <b>so</b>?")
         expect(box.locator("summary").first).to_have_text("Before this: user, assistant")
-    said(page, "^Finished")
+    wait_for_text(page, "^Finished")
     assert page.locator('[data-lane="1"] .sd-answer').inner_text() != first

@@ -77,21 +77,21 @@ def test_a_link_restores_every_setting(visit):
 def test_missing_link_shows_the_reason(visit_gated):
     page = visit_gated("?__theme=dark")
     link = page.locator("#link")
-    said = link.locator("textarea, input")
+    message = link.locator("textarea, input")
     expect(page.locator(".sd-status")).to_have_text(re.compile("^Recorded"))
     page.locator("#share").click()
-    expect(said).to_have_value(re.compile("preset=embedded-draft$"))
-    shown = f"{said.input_value()}&__theme=dark"  # how one's own page looks is not a part of the link
+    expect(message).to_have_value(re.compile("preset=embedded-draft$"))
+    shown = f"{message.input_value()}&__theme=dark"  # how one's own page looks is not a part of the link
     expect(page).to_have_url(shown)
     page.locator("#prompt textarea").fill("<u>" * 1000)
     page.locator("#share").click()
     expect(link).to_contain_text("No link")
-    expect(said).to_have_value(re.compile("^a link holds a prompt of 2000 characters, this one has 3000"))
+    expect(message).to_have_value(re.compile("^a link holds a prompt of 2000 characters, this one has 3000"))
     expect(page.locator(".sd-status")).to_have_text(re.compile("^Recorded"))
     expect(page).to_have_url(shown)
     page.locator("#prompt textarea").fill("short")
     page.locator("#share").click()
-    expect(said).to_have_value(re.compile("prompt=short$"))
+    expect(message).to_have_value(re.compile("prompt=short$"))
     expect(link).not_to_contain_text("No link")
     page.get_by_label("Sampling", exact=True).check()
     expect(link).to_be_hidden()  # it is of another comparison now

@@ -51,8 +51,8 @@ class Display:
         return self._page.locator(selector).all_inner_texts()
 
     def text(self, lane):
-        kept = f'[data-lane="{lane}"] span:not([data-kind="prompt"], [data-kind="rejected"])'
-        return "".join(self._page.locator(kept).all_text_contents())
+        selector = f'[data-lane="{lane}"] span:not([data-kind="prompt"], [data-kind="rejected"])'
+        return "".join(self._page.locator(selector).all_text_contents())
 
 
 @pytest.fixture
@@ -173,11 +173,11 @@ def test_a_refusal_leaves_the_run_on_show_going(display, refused):
     display.pace("0.0625")
     display.show(Log().add(replay(hostile_trace())))
     display.wait(100)
-    begun = display.text(0)
+    text_before = display.text(0)
     display.show(refused)
     assert display.read(".sd-alert, .sd-notes") != ["", ""]
     display.wait(3000)
-    assert begun != display.text(0) == "".join(HOSTILE)
+    assert text_before != display.text(0) == "".join(HOSTILE)
     assert all(words.startswith("done") for words in display.read(".sd-pill"))
 
 

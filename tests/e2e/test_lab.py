@@ -28,8 +28,8 @@ def test_the_lab_leads_to_depth_against_width_and_tests_losslessness(visit_gated
     page = visit_gated(viewport={"width": 390, "height": 800})
     page.get_by_role("tab", name="Lab").click()
     page.locator("#losslessness-run").click()
-    said = page.locator("#losslessness .sd-status")
-    expect(said).to_have_text("Finished: No difference was found between 1024 continuations of each.")
+    status = page.locator("#losslessness .sd-status")
+    expect(status).to_have_text("Finished: No difference was found between 1024 continuations of each.")
     expect(page.locator("#losslessness tbody tr").first).to_have_text("<b>bold</b>275.0 %70.0 %")
     expect(page.locator("#losslessness-chart .js-plotly-plot .legendtext")).to_have_text(["plain", "speculative"])
     assert page.evaluate("document.documentElement.scrollWidth") == 390

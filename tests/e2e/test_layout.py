@@ -25,7 +25,7 @@ CONTROLS = """() => {
   }
   return wrong;
 }"""
-BEYOND = """() => {
+OVERFLOWING = """() => {
   const walker = document.createTreeWalker(document.querySelector('main'), NodeFilter.SHOW_TEXT);
   const range = document.createRange();
   const cut = (box) => getComputedStyle(box).overflowX !== 'visible' || (!box.matches('.sd') && cut(box.parentElement));
@@ -52,27 +52,27 @@ SMALL = """() => {
 }"""
 
 
-def said(page, words):
+def wait_for_text(page, words):
     expect(page.locator(".sd-status").first).to_have_text(re.compile(words))
 
 
 @pytest.mark.parametrize(("width", "height"), WIDTHS, ids=lambda x: str(x))
 def test_nothing_is_clipped_covered_or_small(visit, width, height):
     page = visit(viewport={"width": width, "height": height}, reduced_motion="reduce")
-    said(page, "^Recorded")
+    wait_for_text(page, "^Recorded")
     page.locator(".sd-edit").click()
     for tab in ("Race", "Sweep", "What if", "Lab", "How it works", "Reference"):
         page.get_by_role("tab", name=tab).click()
         assert page.evaluate("document.documentElement.scrollWidth") == width, tab
         assert page.evaluate(CONTROLS) == [], tab
         assert page.evaluate(SMALL) == [], tab
-        assert page.evaluate(BEYOND) == [], tab
+        assert page.evaluate(OVERFLOWING) == [], tab
 
 
 @pytest.mark.parametrize(("width", "height", "lines"), [(1280, 900, 180), (390, 844, 60)])
 def test_the_race_is_on_the_first_screen_and_does_not_move_when_it_starts(visit, width, height, lines):
     page = visit(viewport={"width": width, "height": height}, reduced_motion="reduce")
-    said(page, "^Recorded")
+    wait_for_text(page, "^Recorded")
     for place in ("#run", ".sd-ratio", ".sd-race", "#title p"):
         box = page.locator(place).first.bounding_box()
         assert box["y"] >= 0 and box["y"] + box["height"] <= height, place
@@ -81,9 +81,9 @@ def test_the_race_is_on_the_first_screen_and_does_not_move_when_it_starts(visit,
                for text in texts)  # fmt: skip
     before = [text.bounding_box() for text in texts]
     page.locator("#run").click()
-    said(page, "^(Running|Measured|Finished)")
+    wait_for_text(page, "^(Running|Measured|Finished)")
     assert [text.bounding_box() for text in texts] == before
-    said(page, "^Finished")
+    wait_for_text(page, "^Finished")
     assert [text.bounding_box() for text in texts] == before
     assert page.evaluate("scrollY") == 0
     page.mouse.wheel(0, 400)
@@ -94,7 +94,7 @@ def test_the_race_is_on_the_first_screen_and_does_not_move_when_it_starts(visit,
 def test_a_run_a_step_and_an_inspection_by_keyboard(visit_gated, gates):
     gates.open.set()
     page = visit_gated(reduced_motion="reduce")
-    said(page, "^Recorded")
+    wait_for_text(page, "^Recorded")
     page.locator("h1").click()
     focused = []
     while "run" not in focused and len(focused) < 9:
@@ -103,7 +103,7 @@ def test_a_run_a_step_and_an_inspection_by_keyboard(visit_gated, gates):
     assert len(focused) < 8, focused
     expect(page.locator("ul[role=listbox]")).to_have_count(0)  # the list of presets on the way has closed again
     page.keyboard.press("Control+Enter")
-    said(page, "^Finished")
+    wait_for_text(page, "^Finished")
     expect(page.locator("#run")).to_be_focused()
     page.locator(".sd-pause").focus()
     for _ in range(2):
@@ -116,27 +116,27 @@ def test_a_run_a_step_and_an_inspection_by_keyboard(visit_gated, gates):
     page.keyboard.press("Escape")
     expect(page.locator(".sd-inspector")).to_be_hidden()
     page.locator(".sd-replay").press("Enter")
-    said(page, "^Finished")
+    wait_for_text(page, "^Finished")
 
 
 def test_escape_stops_and_the_focus_returns(visit_gated, gates):
     page = visit_gated(reduced_motion="reduce")
-    said(page, "^Recorded")
+    wait_for_text(page, "^Recorded")
     page.locator("#run").focus()
     page.keyboard.press("Enter")
-    assert gates.begun.acquire(timeout=60)
+    assert gates.started.acquire(timeout=60)
     expect(page.locator("#stop")).to_be_focused()
     page.keyboard.press("Escape")
-    said(page, "^Stopped")
+    wait_for_text(page, "^Stopped")
     expect(page.locator("#run")).to_be_focused()
 
 
 def test_outdated_result_names_its_settings(visit_gated, gates):
     gates.open.set()
     page = visit_gated(reduced_motion="reduce")
-    said(page, "^Recorded")
+    wait_for_text(page, "^Recorded")
     page.locator("#run").click()
-    said(page, "^Finished")
+    wait_for_text(page, "^Finished")
     expect(page.locator(".sd-stale")).to_be_hidden()
     prompt = page.locator("#prompt textarea").input_value()
     page.locator("#prompt textarea").fill("Another prompt")
@@ -150,20 +150,20 @@ def test_run_waits_for_what_a_link_asks_for(visit_gated, gates):
     gates.warm.clear()
     page = visit_gated("?preset=embedded-draft&k=7")
     page.locator("#run").click()
-    said(page, "^Reading the link")
+    wait_for_text(page, "^Reading the link")
     gates.warm.set()
-    said(page, "^(Running|Measured|Finished)")
+    wait_for_text(page, "^(Running|Measured|Finished)")
     expect(page.locator("#k-1 input[type=number]")).to_have_value("7")
-    said(page, "^Finished")
+    wait_for_text(page, "^Finished")
     expect(page.locator(".sd-stale")).to_be_hidden()  # the run is of the link's settings
 
 
 def test_a_first_visit_plays_the_recorded_race_once(visit_gated):
     page = visit_gated()
-    said(page, "^A recorded race, slowed")
-    said(page, "^Recorded earlier")
+    wait_for_text(page, "^A recorded race, slowed")
+    wait_for_text(page, "^Recorded earlier")
     still = visit_gated("?preset=embedded-draft")
-    said(still, "^Recorded earlier")
+    wait_for_text(still, "^Recorded earlier")
     expect(still.locator(".sd-pause")).to_have_attribute("aria-label", "Play")
 
 
@@ -171,7 +171,7 @@ def test_a_first_visit_plays_the_recorded_race_once(visit_gated):
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_axe_finds_nothing(visit, theme):
     page = visit(f"?__theme={theme}", reduced_motion="reduce")
-    said(page, "^Recorded")
+    wait_for_text(page, "^Recorded")
     page.evaluate(AXE.read_text(encoding="utf-8") + "; null")
 
     def violations():
@@ -182,9 +182,9 @@ def test_axe_finds_nothing(visit, theme):
         page.get_by_role("tab", name=tab).click()
         assert violations() == [], tab
     page.locator("#run").click()
-    said(page, "^(Running|Measured)")
+    wait_for_text(page, "^(Running|Measured)")
     assert violations() == []
-    said(page, "^Finished")
+    wait_for_text(page, "^Finished")
     page.locator('[data-lane="1"] [data-kind="accepted"]').first.click()
     page.locator("#prompt textarea").fill("Another prompt")
     expect(page.locator(".sd-stale")).to_be_visible()
@@ -193,6 +193,6 @@ def test_axe_finds_nothing(visit, theme):
 
 def test_little_is_transferred_before_a_run(visit):
     page = visit(reduced_motion="reduce")
-    said(page, "^Recorded")
+    wait_for_text(page, "^Recorded")
     sizes = page.evaluate("performance.getEntries().map(e => e.transferSize || 0)")
     assert sum(sizes) < 700_000

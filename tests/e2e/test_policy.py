@@ -9,8 +9,8 @@ LISTEN = "window.refused = []; addEventListener('securitypolicyviolation', e => 
 
 def test_nothing_on_the_page_breaks_its_policy(visit_gated, gates):
     gates.open.set()
-    page, said = visit_gated(), []
-    page.on("console", lambda message: said.append(message.text))
+    page, violations = visit_gated(), []
+    page.on("console", lambda message: violations.append(message.text))
     page.add_init_script(LISTEN)
     page.goto(page.url + "?k=3&method=ngram")
     page.locator(".sd-edit").click()
@@ -31,6 +31,6 @@ def test_nothing_on_the_page_breaks_its_policy(visit_gated, gates):
         expect(page.locator(status)).to_have_text(re.compile("^(Finished|Done)"))
     expect(page.locator("#sweep-chart .js-plotly-plot")).to_be_attached()
     assert page.evaluate("refused") == []
-    assert not [text for text in said if "Content Security Policy" in text]
+    assert not [text for text in violations if "Content Security Policy" in text]
     with page.expect_console_message(lambda message: "Content Security Policy" in message.text):
         page.evaluate("document.body.append(Object.assign(document.createElement('script'), {textContent: '1'}))")

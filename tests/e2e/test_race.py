@@ -22,14 +22,14 @@ def visit_short(visit):
     return page
 
 
-def said(page, words):
+def wait_for_text(page, words):
     expect(page.locator(".sd-status")).to_have_text(re.compile(words))
 
 
-def run(page, says="^Finished"):
+def run(page, status="^Finished"):
     """The first run of a page, which may be too short to be seen under way."""
     page.locator("#run").click()
-    said(page, says)
+    wait_for_text(page, status)
     expect(page.locator("#run")).to_be_enabled()
 
 
@@ -64,19 +64,19 @@ def open_file(page, path):
 
 def test_a_link_answered_late_replaces_no_run_opened_meanwhile(visit, trace_file):
     page = visit()
-    said(page, "^Recorded")
+    wait_for_text(page, "^Recorded")
 
     def overtake(route):
         answer = route.fetch()
         if '"value":"embedded-ngram"' in answer.text():  # the link's, which carries the form
             open_file(page, trace_file)
-            said(page, "^Replayed")
+            wait_for_text(page, "^Replayed")
         route.fulfill(response=answer)
 
     page.route("**/gradio_api/run/predict*", overtake)
     page.goto(page.url + "?preset=embedded-ngram")
     expect(page.get_by_label("Prompt lookup", exact=True)).to_be_checked()
-    said(page, "^Replayed")
+    wait_for_text(page, "^Replayed")
     page.unroute_all(behavior="wait")
 
 
@@ -106,7 +106,7 @@ def test_run_shows_its_trace(visit, tmp_path):
     # opened again, the file shows the same without a model
     other = visit()
     open_file(other, tmp_path / file.suggested_filename)
-    said(other, "^Replayed")
+    wait_for_text(other, "^Replayed")
     expect(other.locator(".sd-badge")).to_have_text(re.compile("^Recorded run · .+ · 20"))
     assert [lane_text(other, i) for i in (0, 1)] == [lane.text for lane in trace.lanes]
     assert float(value(other, "speedup", 1)) == row["speedup"]
@@ -140,19 +140,19 @@ def test_every_number_of_a_finished_page_follows_from_its_trace(visit):
         "nodes => nodes.map(n => [n.dataset.metric, Number(n.dataset.ofLane), n.dataset.value])"
     )
     assert {(metric, of): value for metric, of, value in shown} == {key: str(value) for key, value in expected.items()}
-    kept, (speed,) = summarise(lane), estimates(trace)
-    expect(page.locator('[data-tile="acceptance"] small')).to_have_text(f"{kept['accepted']} of {kept['drafted']}")
-    expect(page.locator('[data-tile="per-pass"] small')).to_have_text(f"{kept['steps']} passes")
+    totals, (speed,) = summarise(lane), estimates(trace)
+    expect(page.locator('[data-tile="acceptance"] small')).to_have_text(f"{totals['accepted']} of {totals['drafted']}")
+    expect(page.locator('[data-tile="per-pass"] small')).to_have_text(f"{totals['steps']} passes")
     expect(page.locator('[data-tile="speedup"] small')).to_contain_text(f"{speed.interval()}, ")
     expect(page.locator('[data-tile="speedup"] small')).to_contain_text(speed.word)
     expect(page.locator('[data-tile="speedup"] .sd-noisy')).to_have_count(int(row["noisy"]))
     expect(page.locator(".sd-why")).to_contain_text(prediction(trace)[0]["sentence"])
-    rates = "  ".join(f"{i}: {100 * rate:.0f} %" for i, rate in enumerate(kept["accept_by_position"], start=1))
+    rates = "  ".join(f"{i}: {100 * rate:.0f} %" for i, rate in enumerate(totals["accept_by_position"], start=1))
     expect(page.locator(".sd-rates")).to_have_text(f"kept at position: {rates}")
     rows = csv.DictReader(io.StringIO(save(page, "csv").path().read_text(encoding="utf-8")))
     kinds = [line["kind"] for line in rows if line["lane"] == "1"]
-    assert kinds.count("accepted") == kept["accepted"]
-    assert kinds.count("rejected") + kinds.count("not reached") == kept["drafted"] - kept["accepted"]
+    assert kinds.count("accepted") == totals["accepted"]
+    assert kinds.count("rejected") + kinds.count("not reached") == totals["drafted"] - totals["accepted"]
 
 
 def test_a_noisy_run_is_repeated_with_one_click_and_pooled(visit):
@@ -165,7 +165,7 @@ def test_a_noisy_run_is_repeated_with_one_click_and_pooled(visit):
         page.locator(".sd-noisy").click()
     expect(page.locator("#stop")).to_be_enabled()
     expect(page.locator("#run")).to_be_enabled()
-    said(page, "^Finished")
+    wait_for_text(page, "^Finished")
     pooled = from_json(save(page, "json").path().read_bytes())
     assert [len(lane.repeats) for lane in pooled.lanes] == [2, 2]
     assert float(value(page, "tokens_per_s", 1)) == summarise(pooled.lanes[1])["tokens_per_s"]
@@ -176,7 +176,7 @@ def test_hostile_text_stays_text(visit, trace_file):
     page = visit()
     title = page.title()
     open_file(page, trace_file)
-    said(page, "^Replayed")
+    wait_for_text(page, "^Replayed")
     assert lane_text(page, 0) == lane_text(page, 1) == "".join(HOSTILE)
     for lane in (0, 1):
         expect(page.locator(f'[data-lane="{lane}"] [data-kind="prompt"]')).to_have_text(PROMPT)
@@ -196,7 +196,7 @@ def test_hostile_text_stays_text(visit, trace_file):
 def test_drafts_can_be_hidden_steps_inspected_and_the_run_replayed(visit, trace_file):
     page = visit()
     open_file(page, trace_file)
-    said(page, "^Replayed")
+    wait_for_text(page, "^Replayed")
     rejected = page.locator('[data-lane="1"] [data-kind="rejected"]').first
     expect(rejected).to_be_visible()
     assert rejected.get_attribute("data-more") == "+1"
@@ -213,8 +213,8 @@ def test_drafts_can_be_hidden_steps_inspected_and_the_run_replayed(visit, trace_
     expect(page.locator(".sd-verdict").last).to_have_text("★ bonus of target")
     page.get_by_role("radio", name="1/16").check(force=True)
     page.locator(".sd-replay").click()
-    said(page, "slowed 16 times")
-    said(page, "^Replayed")
+    wait_for_text(page, "slowed 16 times")
+    wait_for_text(page, "^Replayed")
     assert lane_text(page, 1) == "".join(HOSTILE)
 
 
@@ -234,7 +234,7 @@ def test_lossy_lane_has_its_badge_everywhere(visit, tmp_path):
 def test_unreported_server_values_are_unknown(visit, remote_file):
     page = visit()
     open_file(page, remote_file)
-    said(page, "^Replayed")
+    wait_for_text(page, "^Replayed")
     assert lane_text(page, 1) == "".join(HOSTILE)
     badge = page.locator(".sd-remote")
     expect(badge).to_have_text("remote: m at <b>host</b>:8000, what was drafted is unknown")
@@ -256,7 +256,7 @@ def test_unreported_server_values_are_unknown(visit, remote_file):
 def test_a_tree_is_drawn_and_walked_by_keyboard(visit, tree_file):
     page = visit("?__theme=dark", viewport={"width": 390, "height": 800}, reduced_motion="reduce")
     open_file(page, tree_file)
-    said(page, "^Replayed")
+    wait_for_text(page, "^Replayed")
     page.locator('[data-lane="1"].sd-text').focus()
     page.keyboard.press("End")
     expect(page.locator(".sd-table table")).to_be_visible()  # a chain
@@ -264,8 +264,10 @@ def test_a_tree_is_drawn_and_walked_by_keyboard(visit, tree_file):
     page.keyboard.press("ArrowRight")
     nodes = page.get_by_role("treeitem")
     expect(nodes).to_have_count(1 + 64 + 1)
-    kept = page.locator('.sd-node:is([data-fate="accepted"], [data-fate="bonus"], [data-fate="corrected"]) code')
-    assert kept.all_text_contents() == [visible(text) for text in HOSTILE[1:5]]
+    output_nodes = page.locator(
+        '.sd-node:is([data-fate="accepted"], [data-fate="bonus"], [data-fate="corrected"]) code'
+    )
+    assert output_nodes.all_text_contents() == [visible(text) for text in HOSTILE[1:5]]
     assert page.locator(".sd-tree img, .sd-tree b, .sd-tree script").count() == 0
     struck = page.locator('[data-fate="rejected"] code').first
     assert "line-through" in struck.evaluate("e => getComputedStyle(e).textDecorationLine")
@@ -286,12 +288,12 @@ def test_a_tree_is_drawn_and_walked_by_keyboard(visit, tree_file):
 def test_drafter_notes_are_plotted(visit, tree_file, trace_file):
     page = visit(reduced_motion="reduce")
     open_file(page, tree_file)
-    said(page, "^Replayed")
-    told = page.locator(".sd-told figure")
-    expect(told).to_have_count(2)
-    expect(told.first).to_contain_text("Draft length know 2 · estimated acceptance 75 % · predicted 1.50×")
-    expect(told.last).to_contain_text("now 60 % · 4 updates · 16.0 ms of training · training loss 1.250")
-    expect(told.first.locator("[role=img]").last).to_have_attribute(
+    wait_for_text(page, "^Replayed")
+    figures = page.locator(".sd-told figure")
+    expect(figures).to_have_count(2)
+    expect(figures.first).to_contain_text("Draft length know 2 · estimated acceptance 75 % · predicted 1.50×")
+    expect(figures.last).to_contain_text("now 60 % · 4 updates · 16.0 ms of training · training loss 1.250")
+    expect(figures.first.locator("[role=img]").last).to_have_attribute(
         "aria-label", re.compile("over 4 target passes, now 2$")
     )
     expect(page.locator(".sd-times small").filter(has_text="training")).to_contain_text("16.0 ms of it training")
@@ -302,7 +304,7 @@ def test_drafter_notes_are_plotted(visit, tree_file, trace_file):
 def test_copy_from_lane_is_the_model_text(visit, trace_file):
     page = visit(reduced_motion="reduce")
     open_file(page, trace_file)
-    said(page, "^Replayed")
+    wait_for_text(page, "^Replayed")
     expect(page.locator('[data-lane="1"] [data-kind="rejected"]').first).to_be_visible()
     copied = page.evaluate(
         "getSelection().selectAllChildren(document.querySelector('[data-lane=\"1\"].sd-text')), `${getSelection()}`"
@@ -315,7 +317,7 @@ def test_the_same_file_opens_twice(visit, trace_file):
     for _ in range(2):
         open_file(page, trace_file)
         expect(page.locator(".sd-step")).to_contain_text("Click a token")  # no step of the file opened before
-        said(page, "^Replayed")
+        wait_for_text(page, "^Replayed")
         page.locator('[data-lane="1"].sd-text').focus()
         page.keyboard.press("End")
         expect(page.locator(".sd-step")).to_contain_text("Step ")
@@ -348,7 +350,7 @@ def test_a_hostile_prompt_is_shown_as_it_is_and_bad_input_keeps_it(visit):
 def test_a_narrow_dark_page_fits(visit, trace_file):
     page = visit("?__theme=dark", viewport={"width": 390, "height": 800}, reduced_motion="reduce")
     open_file(page, trace_file)
-    said(page, "^Replayed")
+    wait_for_text(page, "^Replayed")
     assert page.evaluate("document.documentElement.scrollWidth") == 390
     page.get_by_role("tab", name="Reference").click()
     expect(page.get_by_role("heading", name="Scripts")).to_be_visible()
@@ -363,7 +365,7 @@ def test_four_lanes(visit, tmp_path, lanes=3):
     path.write_text(to_json(hostile_trace(lanes)), encoding="utf-8")
     page = visit(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
     open_file(page, path)
-    said(page, "^Replayed")
+    wait_for_text(page, "^Replayed")
     expect(page.locator('[data-tile="speedup"] b')).to_have_count(lanes)
     assert [lane_text(page, i) for i in range(lanes + 1)] == ["".join(HOSTILE)] * (lanes + 1)
     page.locator(".sd-tab").last.click()
@@ -372,32 +374,32 @@ def test_four_lanes(visit, tmp_path, lanes=3):
 
 def test_a_first_visit_shows_the_recorded_race_of_the_preset(visit):
     page = visit()
-    said(page, "^Recorded earlier. Press Run")
+    wait_for_text(page, "^Recorded earlier. Press Run")
     expect(page.locator(".sd-badge")).to_have_text(re.compile(r"^Recorded run · .+ · 20\d\d-\d\d-\d\d · commit \w{7}$"))
     first = lane_text(page, 1)
     assert first and first == lane_text(page, 0)
     page.locator("#more input").click()
     page.get_by_role("option", name="DFlash, a block in one pass", exact=True).click()  # nothing is recorded
-    said(page, "^Ready")
+    wait_for_text(page, "^Ready")
     expect(page.locator(".sd-badge")).to_be_hidden()
     expect(page.locator(".sd-lane h3")).to_have_text(["Baseline", "DFlash (stories-dflash)"])
     page.get_by_label("Prompt lookup", exact=True).check()
-    said(page, "^Recorded")
+    wait_for_text(page, "^Recorded")
     assert lane_text(page, 1) not in ("", first)
     charted = "[...document.querySelectorAll('#chart .sd-curve')].map(line => line.dataset.points).join()"
     points = page.wait_for_function(f"() => {{ const n = {charted}; return /^[1-9]/.test(n) && n; }}").json_value()
     page.get_by_text("1/16", exact=True).click()  # the race itself took a third of a second
     page.locator(".sd-replay").click()
-    said(page, "^Replaying")
+    wait_for_text(page, "^Replaying")
     page.locator(".sd-replay").click()
-    said(page, "^Replayed")
+    wait_for_text(page, "^Replayed")
     page.wait_for_function(f"points => {charted} === points", arg=points)
 
 
 def test_a_chat_shows_its_turns_and_folds_what_is_thought(visit, chat_file):
     page = visit(reduced_motion="reduce")
     open_file(page, chat_file)
-    said(page, "^Replayed")
+    wait_for_text(page, "^Replayed")
     assert [lane_text(page, i) for i in (0, 1)] == [lane.text for lane in chat_trace().lanes]
     for lane, heads in ((0, ["Thought · 6 tokens"]), (1, ["Thought · 7 tokens"])):
         box = page.locator(f'[data-lane="{lane}"].sd-text')

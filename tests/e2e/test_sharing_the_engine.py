@@ -7,23 +7,23 @@ from playwright.sync_api import expect
 from tests.traces import HOSTILE
 
 
-def said(page, words):
+def wait_for_text(page, words):
     expect(page.locator(".sd-status")).to_have_text(re.compile(words))
 
 
 def begin(page, gates):
     page.locator("#run").click()
     expect(page.locator("#stop")).to_be_enabled()
-    assert gates.begun.acquire(timeout=60)
+    assert gates.started.acquire(timeout=60)
 
 
 def test_stop_and_run_again(visit_gated, gates):
     page = visit_gated()
     begin(page, gates)
-    said(page, "^Running")
+    wait_for_text(page, "^Running")
     expect(page.locator("#run")).to_be_disabled()
     page.locator("#stop").click()
-    said(page, "^Stopped")
+    wait_for_text(page, "^Stopped")
     expect(page.locator(".sd-pill").first).to_have_text(re.compile("stopped"))
     expect(page.locator("#stop")).to_be_disabled()
     expect(page.locator("#run")).to_be_enabled()
@@ -31,7 +31,7 @@ def test_stop_and_run_again(visit_gated, gates):
 
     gates.open.set()
     page.locator("#run").click()
-    said(page, "^Finished")
+    wait_for_text(page, "^Finished")
     expect(page.locator("#run")).to_be_enabled()
     text = page.evaluate(
         "[...document.querySelectorAll('[data-lane=\"0\"] [data-kind=target]')].map(s => s.textContent).join('')"
@@ -44,13 +44,13 @@ def test_a_second_visitor_sees_the_queue_and_gets_the_engine_when_the_first_one_
     begin(first, gates)
     second.locator("#run").click()
     expect(second.locator("#queue")).to_contain_text(re.compile(r"queue: \d/\d", re.I))
-    said(second, "^Waiting for the engine: ")
+    wait_for_text(second, "^Waiting for the engine: ")
     second.locator("#share").click()  # light events do not queue
     expect(second.locator("#link")).to_be_visible()
     first.close()
     assert gates.stopped.acquire(timeout=60)
-    assert gates.begun.acquire(timeout=60)
-    said(second, "^Running")
+    assert gates.started.acquire(timeout=60)
+    wait_for_text(second, "^Running")
 
 
 def test_stop_leaves_the_queue_and_the_one_who_runs_alone(visit_gated, gates):
@@ -62,11 +62,11 @@ def test_stop_leaves_the_queue_and_the_one_who_runs_alone(visit_gated, gates):
     expect(second.locator("#run")).to_be_enabled()
     expect(second.locator("#stop")).to_be_disabled()
     expect(second.locator("#queue")).not_to_contain_text(re.compile("queue", re.I))
-    said(first, "^Running")
+    wait_for_text(first, "^Running")
     gates.open.set()
-    said(first, "^Finished")
+    wait_for_text(first, "^Finished")
     second.locator("#run").click()
-    said(second, "^Finished")
+    wait_for_text(second, "^Finished")
 
 
 def test_run_by_keyboard_alone(visit_gated, gates):
@@ -76,5 +76,5 @@ def test_run_by_keyboard_alone(visit_gated, gates):
     page.keyboard.press("Tab")
     expect(page.locator("#run")).to_be_focused()
     page.keyboard.press("Space")
-    said(page, "^Finished")
+    wait_for_text(page, "^Finished")
     page.keyboard.press("Tab")

@@ -5,7 +5,7 @@ import re
 from playwright.sync_api import expect
 
 
-def said(page, words):
+def wait_for_text(page, words):
     expect(page.locator("#sweep .sd-status")).to_have_text(re.compile(words))
 
 
@@ -15,13 +15,13 @@ def test_run_stop_save_open_share(visit_gated, gates, tmp_path):
     expect(page.get_by_label("Batch size")).to_be_checked()
     expect(page.locator("#question")).to_contain_text("Where does the gain end?")
     expect(page.locator("#repeats input[type=number]")).to_have_value("2")
-    said(page, "^Ready")
+    wait_for_text(page, "^Ready")
 
     page.locator("#sweep-run").click()
-    said(page, r"^50 % done: repeat 2 of 2, k = 4\.")
+    wait_for_text(page, r"^50 % done: repeat 2 of 2, k = 4\.")
     expect(page.locator("#sweep-run")).to_be_disabled()
     page.locator("#sweep-stop").click()
-    said(page, r"^Stopped\. The numbers are those of the finished repeats\.")
+    wait_for_text(page, r"^Stopped\. The numbers are those of the finished repeats\.")
     assert gates.stopped.acquire(timeout=60)
     expect(page.locator("#sweep .sd-remarks")).to_have_text("Stopped after 1 of 2 repeats.")
     expect(page.locator("#sweep-chart .js-plotly-plot .legendtext").last).to_have_text("<i>deep</i> & co, predicted")
@@ -31,7 +31,7 @@ def test_run_stop_save_open_share(visit_gated, gates, tmp_path):
 
     gates.open.set()
     page.locator("#sweep-run").click()
-    said(page, r"^Finished: measured 2 times; 3 repeats say which is the best\.")
+    wait_for_text(page, r"^Finished: measured 2 times; 3 repeats say which is the best\.")
     with page.expect_download() as download:
         page.locator("#sweep-save").click()
     path = tmp_path / download.value.suggested_filename
@@ -45,7 +45,7 @@ def test_run_stop_save_open_share(visit_gated, gates, tmp_path):
     with other.expect_file_chooser() as chooser:
         other.locator("#sweep-open").click()
     chooser.value.set_files(path)
-    said(other, "^Opened: measured 2 times")
+    wait_for_text(other, "^Opened: measured 2 times")
     expect(other.locator("#sweep .sd-badge")).to_have_text("recorded · Test CPU <b> · 2026-11-21")
     expect(other.locator("#sweep tbody tr")).to_have_count(9)
     expect(other.locator("#sweep-chart .js-plotly-plot .legendtext")).to_have_count(4)
@@ -55,9 +55,9 @@ def test_run_stop_save_open_share(visit_gated, gates, tmp_path):
 def test_a_closed_tab_frees_the_engine_for_a_race(visit_gated, gates):
     first, second = visit_gated("?sweep=k"), visit_gated()
     first.locator("#sweep-run").click()
-    said(first, "^67 %")
+    wait_for_text(first, "^67 %")
     second.locator("#run").click()
     expect(second.locator("#queue")).to_contain_text(re.compile(r"queue: \d/\d", re.I))
     first.close()
     assert gates.stopped.acquire(timeout=60)
-    assert gates.begun.acquire(timeout=60)
+    assert gates.started.acquire(timeout=60)

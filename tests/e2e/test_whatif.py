@@ -8,7 +8,7 @@ from playwright.sync_api import expect
 from tests.e2e.test_layout import CONTROLS, SMALL
 
 
-def said(page, words):
+def wait_for_text(page, words):
     expect(page.locator(".sd-status").first).to_have_text(re.compile(words))
 
 
@@ -20,7 +20,7 @@ def test_from_a_finished_race_to_an_h100(visit):
     page = visit("?preset=embedded-draft&max_new_tokens=60", reduced_motion="reduce")
     expect(page.locator(".sd-ask")).to_be_hidden()
     page.locator("#run").click()
-    said(page, "^Finished")
+    wait_for_text(page, "^Finished")
     page.locator(".sd-ask").click()
     expect(page.get_by_role("tab", name="What if")).to_have_attribute("aria-selected", "true")
     expect(page.locator("#whatif-start input")).to_have_value(re.compile("^Your last run: stories, Draft model"))
@@ -48,7 +48,7 @@ def test_from_a_finished_race_to_an_h100(visit):
 
 def test_by_keyboard_alone(visit):
     page = visit(reduced_motion="reduce")
-    said(page, "^Recorded")
+    wait_for_text(page, "^Recorded")
     page.get_by_role("tab", name="What if").focus()
     page.keyboard.press("Enter")
     expect(page.locator("#whatif-start input")).to_have_value(re.compile("^The run on show"))
@@ -75,7 +75,7 @@ def test_by_keyboard_alone(visit):
 @pytest.mark.parametrize("width", [1280, 390])
 def test_all_of_it_open_nothing_is_clipped_or_small(visit, width):
     page = visit(viewport={"width": width, "height": 844}, reduced_motion="reduce")
-    said(page, "^Recorded")
+    wait_for_text(page, "^Recorded")
     page.get_by_role("tab", name="What if").click()
     expect(gain(page)).not_to_be_empty()
     page.locator("#whatif-draft button").first.click()

@@ -58,9 +58,9 @@ def without():
     """A run that remembers nothing of the turn before."""
     other = Session()
 
-    def run(asked):
+    def run(comparison):
         other.kept.forget_chat()
-        return other.run(asked)
+        return other.run(comparison)
 
     return run
 
@@ -89,47 +89,47 @@ def prefix(a, b):
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def kept(trace):
+def session_state(trace):
     return [lane.events[0].notes.get("kept", 0) for lane in trace.lanes]
 
 
-def said(trace):
+def outputs(trace):
     return [(lane.prompt_ids, lane.token_ids, lane.text) for lane in trace.lanes]
 
 
 def test_next_turns_equal_runs_without_prefix_cache(session, without, chatty):
-    asked = spec(chatty, LANES)
-    trace = session.run(asked)
-    assert kept(trace) == [0] * 6  # the warm-up's reading does not count
+    comparison = spec(chatty, LANES)
+    trace = session.run(comparison)
+    assert session_state(trace) == [0] * 6  # the warm-up's reading does not count
     for message in ("The dog saw a ball", "Then the ball"):
-        asked, before = follow_up(asked, trace, message), trace
-        trace = session.run(asked)
-        fresh = without(asked)
-        assert said(trace) == said(fresh) and kept(fresh) == [0] * 6
+        comparison, before = follow_up(comparison, trace, message), trace
+        trace = session.run(comparison)
+        fresh = without(comparison)
+        assert outputs(trace) == outputs(fresh) and session_state(fresh) == [0] * 6
         assert [row["verdict"] for row in trace.comparison] == ["identical"] * 5
-        for number, old, lane in zip(kept(trace), before.lanes, trace.lanes, strict=True):
+        for number, old, lane in zip(session_state(trace), before.lanes, trace.lanes, strict=True):
             shared = prefix([*old.prompt_ids, *old.token_ids], lane.prompt_ids)
             # the last token said was not read yet, unless it had been drafted
             assert len(old.prompt_ids) < shared - 1 <= number <= shared < len(lane.prompt_ids)
 
 
 def test_only_what_is_new_is_read_by_the_target_and_by_its_draft_model(session, chatty, monkeypatch):
-    asked = spec(chatty, LANES[:1])
-    again = follow_up(asked, session.run(asked), "The dog saw a ball")
+    comparison = spec(chatty, LANES[:1])
+    again = follow_up(comparison, session.run(comparison), "The dog saw a ball")
     read = tokens_read(monkeypatch)
     trace = session.run(again)
-    whole = len(trace.lanes[0].prompt_ids)
-    assert len(read) == 6 and max(read) < 12 < whole  # three models, in the warm-up and in the race
+    prompt_length = len(trace.lanes[0].prompt_ids)
+    assert len(read) == 6 and max(read) < 12 < prompt_length  # three models, in the warm-up and in the race
     assert sorted(read[:3]) == sorted(read[3:])
 
 
 def test_an_answer_that_the_template_writes_otherwise_is_read_again(session, without, tmp_path):
-    asked = spec(with_template(tmp_path, ANSWERS_CUT), LANES[:2])
-    before = session.run(asked)
-    again = follow_up(asked, before, "The dog saw a ball")
+    comparison = spec(with_template(tmp_path, ANSWERS_CUT), LANES[:2])
+    before = session.run(comparison)
+    again = follow_up(comparison, before, "The dog saw a ball")
     trace = session.run(again)
-    assert said(trace) == said(without(again))
-    for number, old, lane in zip(kept(trace), before.lanes, trace.lanes, strict=True):
+    assert outputs(trace) == outputs(without(again))
+    for number, old, lane in zip(session_state(trace), before.lanes, trace.lanes, strict=True):
         assert number == prefix([*old.prompt_ids, *old.token_ids], lane.prompt_ids)
         assert len(old.prompt_ids) <= number < len(old.prompt_ids) + 8
 
@@ -143,30 +143,30 @@ def test_a_recurrent_target_goes_on_too(session, without, tmp_path):
     model.config.max_position_embeddings = 512
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    asked = spec(str(tmp_path), prompt="Once", max_new_tokens=6)
-    again = follow_up(asked, session.run(asked), "And")
+    comparison = spec(str(tmp_path), prompt="Once", max_new_tokens=6)
+    again = follow_up(comparison, session.run(comparison), "And")
     trace = session.run(again)
-    assert said(trace) == said(without(again))
-    assert kept(trace)[0] > 0
+    assert outputs(trace) == outputs(without(again))
+    assert session_state(trace)[0] > 0
 
 
 def test_cached_prefix_counts_as_memory_and_is_freed(session, chatty):
-    asked = spec(chatty, LANES[:2])
-    trace = session.run(asked)
+    comparison = spec(chatty, LANES[:2])
+    trace = session.run(comparison)
     *models, (name, size) = session.loaded()
     assert name == "the chat so far" and size > 0 and models == session.models.loaded()
     slabs = [weakref.ref(target._history._cache.slabs[0].keys) for target, _ in session.kept.chat.values()]
-    again = follow_up(asked, trace, "The dog saw a ball")
+    again = follow_up(comparison, trace, "The dog saw a ball")
     session.unload()
     gc.collect()
     assert session.loaded() == [] and [slab() for slab in slabs] == [None] * 3
-    assert kept(session.run(again)) == [0] * 3
+    assert session_state(session.run(again)) == [0] * 3
 
 
 @pytest.mark.parametrize("other", ["text", "chat", "load", "place"])
 def test_another_comparison_ends_the_chat(session, chatty, other):
-    asked = spec(chatty)
-    again = follow_up(asked, session.run(asked), "The dog saw a ball")
+    comparison = spec(chatty)
+    again = follow_up(comparison, session.run(comparison), "The dog saw a ball")
     if other == "text":
         session.run(spec(chatty, chat=False, max_new_tokens=2))
         assert session.loaded() == session.models.loaded()
@@ -175,36 +175,36 @@ def test_another_comparison_ends_the_chat(session, chatty, other):
     else:
         getattr(session, other)(spec("stories"))
         assert not session.kept.chat
-    assert kept(session.run(again)) == [0, 0]
+    assert session_state(session.run(again)) == [0, 0]
 
 
 def test_a_run_that_was_stopped_leaves_nothing(session, chatty):
-    asked = spec(chatty)
-    again = follow_up(asked, session.run(asked), "The dog saw a ball")
+    comparison = spec(chatty)
+    again = follow_up(comparison, session.run(comparison), "The dog saw a ball")
     for message in (run := session.stream(again)):
         assert session.kept.chat
         if isinstance(message, Step):
             run.close()
     assert not session.kept.chat and session.loaded() == session.models.loaded()
     stop = [False, False, False, False, True]
-    for _ in session.stream(asked, cancelled=lambda: stop.pop(0) if len(stop) > 1 else True):
+    for _ in session.stream(comparison, cancelled=lambda: stop.pop(0) if len(stop) > 1 else True):
         pass
     assert not session.kept.chat
 
 
 def test_a_comparison_that_cannot_be_loaded_leaves_the_chat_as_it_was(session, chatty):
-    asked = spec(chatty)
-    again = follow_up(asked, session.run(asked), "The dog saw a ball")
+    comparison = spec(chatty)
+    again = follow_up(comparison, session.run(comparison), "The dog saw a ball")
     with pytest.raises(ValueError, match="stopped while"):
         list(session.stream(again, cancelled=lambda: True))
-    assert min(kept(session.run(again))) > 0
+    assert min(session_state(session.run(again))) > 0
 
 
 def test_a_drafter_that_learns_goes_on_as_well(session, chatty):
-    asked = spec(chatty, (Lane(method="online", model="stories-draft-deep", k=2, options={"every": 2}),))
-    again = follow_up(asked, session.run(asked), "The dog saw a ball")
-    assert min(kept(session.run(again))) > 0
-    session.run(spec(chatty, asked.lanes, chat=False))
+    comparison = spec(chatty, (Lane(method="online", model="stories-draft-deep", k=2, options={"every": 2}),))
+    again = follow_up(comparison, session.run(comparison), "The dog saw a ball")
+    assert min(session_state(session.run(again))) > 0
+    session.run(spec(chatty, comparison.lanes, chat=False))
     (pair,) = session.kept.learners.values()
     assert isinstance(pair.target, Remembering) and pair.target.history_bytes == 0
     assert not session.kept.chat

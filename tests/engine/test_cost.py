@@ -21,12 +21,12 @@ def costs(**changes):
     return Costs(**usual | {"other_ms": 0.0, "alpha": [0.6], "k": 4} | changes)
 
 
-def chain(index, drafted, kept, draft_ms, verify_ms, other_ms=0.0):
+def chain(index, drafted, accepted, draft_ms, verify_ms, other_ms=0.0):
     nodes = [100 + i for i in range(drafted)]
     probs = [[None] * drafted]
     ms = {"draft": draft_ms, "verify": verify_ms, "accept": other_ms}
     parents = [list(range(drafted))]
-    return StepEvent(index, [nodes], parents, [list(range(kept + 1))], [[*nodes[:kept], 7]], probs, probs, ms)
+    return StepEvent(index, [nodes], parents, [list(range(accepted + 1))], [[*nodes[:accepted], 7]], probs, probs, ms)
 
 
 def prefill():
@@ -42,8 +42,8 @@ def simulated(rng, alphas, k, steps=2500, v=None, c=1.0, fixed=0.5, other=0.25):
     v = v or (lambda n: 10.0 + n)
     events = [prefill()]
     for index in range(1, steps + 1):
-        kept = next((i for i in range(k) if rng.random() >= alphas[i]), k)
-        events.append(chain(index, k, kept, fixed + c * k, v(k + 1), other))
+        accepted = next((i for i in range(k) if rng.random() >= alphas[i]), k)
+        events.append(chain(index, k, accepted, fixed + c * k, v(k + 1), other))
     return events
 
 

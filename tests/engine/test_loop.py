@@ -246,9 +246,9 @@ def test_sampling_through_the_loop_is_exact(method, tiny_llama):
     context = prompt[0].tolist()
     for first, p in enumerate(target.next_probs(context).tolist()):
         expected[first] = p * target.next_probs([*context, first]) * draws
-    kept = expected > 5
-    statistic = ((counts - expected)[kept] ** 2 / expected[kept]).sum()
-    free = int(kept.sum()) - 1
+    common = expected > 5
+    statistic = ((counts - expected)[common] ** 2 / expected[common]).sum()
+    free = int(common.sum()) - 1
     assert statistic < free + 4.0 * (2.0 * free) ** 0.5  # beyond 4 standard deviations: p < 1e-4
 
 

@@ -107,7 +107,7 @@ def oracle(model, prompt, n):
     return out[0, len(prompt) :].tolist()
 
 
-def ours(target, drafter, prompt, n, k, nodes=0):
+def decode(target, drafter, prompt, n, k, nodes=0):
     config = GenerationConfig(n, budget=Budget(k, nodes or k))
     return [t for e in generate(target, drafter, torch.tensor([prompt]), config) for t in e.emitted[0]]
 
@@ -124,7 +124,7 @@ def test_random_models(architecture):
         for name in ("none", "draft_model", "ngram"):
             target = HFTarget(model)
             drafter = load_drafter(name, target, draft if name == "draft_model" else None)
-            got = ours(target, drafter, prompt, 24, k=1 + index % 6)
+            got = decode(target, drafter, prompt, 24, k=1 + index % 6)
             assert got == expected, f"{name}, prompt {prompt}"
     assert ended_early >= 3, "no prompt met the stop token: the test would not see one inside a draft"
 
@@ -156,7 +156,7 @@ def test_every_other_method(random_llama, fused_llama, name, passes):
         weights = cls.fresh(target) if hasattr(cls, "fresh") else near_copy(model)
     drafter = load_drafter(name, target, weights)
     for index, (prompt, expected) in enumerate(answers):
-        assert ours(target, drafter, prompt, 16, 1 + index % 6, 12) == expected, f"prompt {prompt}"
+        assert decode(target, drafter, prompt, 16, 1 + index % 6, 12) == expected, f"prompt {prompt}"
 
 
 @pytest.mark.parametrize("architecture", [*CHAINS, *HYBRIDS, "mistral", "gpt_oss"])
@@ -188,7 +188,7 @@ def test_everything_that_ships(stories, lane):
     for index, text in enumerate(openings):
         prompt = encode(stories.tokenizer, text, 256)
         k = 1 + index % 7
-        assert ours(stories, drafter, prompt, 16, k, max(k, nodes)) == story_oracle(tuple(prompt)), repr(text)
+        assert decode(stories, drafter, prompt, 16, k, max(k, nodes)) == story_oracle(tuple(prompt)), repr(text)
 
 
 @cache

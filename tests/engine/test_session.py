@@ -284,9 +284,9 @@ def test_every_lane_goes_on_with_its_own_conversation(runner, chatty):
 
 def test_follow_up_equals_fresh_run_on_the_conversation(runner, chatty):
     first = spec(Lane(method="ngram"), target=chatty, max_new_tokens=8)
-    asked = follow_up(first, runner.run(first), "And then?")
-    again = runner.run(asked)
-    fresh = Session().run(asked)
+    comparison = follow_up(first, runner.run(first), "And then?")
+    again = runner.run(comparison)
+    fresh = Session().run(comparison)
     assert [lane.token_ids for lane in again.lanes] == [lane.token_ids for lane in fresh.lanes]
     assert again.comparison[0]["verdict"] == "identical"
 

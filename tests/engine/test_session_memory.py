@@ -77,10 +77,10 @@ def test_a_target_takes_its_drafters_along(folders):
     session = Session(budget_bytes=1)
     session.load(spec(a, Lane(method="online", model=b, options={"drafter": "draft_model"})))
     assert names(session) == ["model-0", "model-1"]
-    held = [weakref.ref(loaded.model.model) for loaded in session.models._models.values()]
+    references = [weakref.ref(loaded.model.model) for loaded in session.models._models.values()]
     session.load(spec(c))
     assert names(session) == ["model-2"]
-    assert [ref() for ref in held] == [None, None]
+    assert [ref() for ref in references] == [None, None]
     session.unload()
     assert session.loaded() == [] and not session.kept.learners
 
@@ -111,9 +111,9 @@ def test_models_that_do_not_fit_together_are_rejected_before_loading(folders, mo
 
 def test_loading_can_be_cancelled(folders):
     session = Session()
-    asked = []
+    calls = []
     with pytest.raises(Cancelled, match="^stopped while "):
-        list(session.stream(spec(folders[0]), cancelled=lambda: len(asked) > 1 or asked.append(1)))
+        list(session.stream(spec(folders[0]), cancelled=lambda: len(calls) > 1 or calls.append(1)))
     assert not session.lock.locked() and session.loaded() == []
     assert session.run(spec(folders[0])).lanes[1].finish == "length"
 

@@ -189,12 +189,12 @@ class World:
         if kernels:
             self.launch(name, device, kernels)
         a, k = tree_map(_here, (args, kwargs))
-        said = _fixed(func, name)(*a, **k)
+        result = _fixed(func, name)(*a, **k)
         if self.capturing is not None and not view and name not in NO_KERNEL:
-            self.capturing.note(_fixed(func, name), a, k, () if in_place else tree_leaves(said), name)
+            self.capturing.note(_fixed(func, name), a, k, () if in_place else tree_leaves(result), name)
         if in_place:
             return args[0]
-        return tree_map(lambda x: OnDevice(x, device) if isinstance(x, torch.Tensor) else x, said)
+        return tree_map(lambda x: OnDevice(x, device) if isinstance(x, torch.Tensor) else x, result)
 
 
 class _Operations(TorchDispatchMode):
@@ -301,9 +301,11 @@ def _one_device(name, tensors):
     devices = {t.device for t in tensors if isinstance(t, OnDevice)}
     if not devices:
         return None
-    beside = any(t.dim() and not isinstance(t, OnDevice) for t in tensors)
-    if (len(devices) > 1 and name != "copy_") or (beside and name not in {*COPIES, "index", "index_put", "index_put_"}):
-        found = sorted(map(str, devices)) + ["cpu"] * beside
+    on_host = any(t.dim() and not isinstance(t, OnDevice) for t in tensors)
+    if (len(devices) > 1 and name != "copy_") or (
+        on_host and name not in {*COPIES, "index", "index_put", "index_put_"}
+    ):
+        found = sorted(map(str, devices)) + ["cpu"] * on_host
         raise RuntimeError(f"Expected all tensors to be on the same device, but found {found} in {name}")
     return next(iter(devices))
 
@@ -515,10 +517,10 @@ def move(module, device, dtype=None):
         return done[id(tensor)]
 
     for part in module.modules():
-        for held in (part._parameters, part._buffers, vars(part)):
-            for name, tensor in list(held.items()):
+        for entries in (part._parameters, part._buffers, vars(part)):
+            for name, tensor in list(entries.items()):
                 if isinstance(tensor, torch.Tensor):
-                    held[name] = moved(tensor)
+                    entries[name] = moved(tensor)
     return module
 
 

@@ -190,9 +190,9 @@ def count(world: Any, models: Models, case: Case) -> Counts:
         laps.counting = False
         for _ in steps:  # to the end, where drafts get shorter
             pass
-    said = {name: laps.totals[name] / laps.steps for name in ("launches", "syncs", "replays")}
+    per_step = {name: laps.totals[name] / laps.steps for name in ("launches", "syncs", "replays")}
     in_race = len(world.recorded) - recorded
-    return Counts(case.name, **said, recordings_in_race=in_race, note=target.note, laps=laps.laps)
+    return Counts(case.name, **per_step, recordings_in_race=in_race, note=target.note, laps=laps.laps)
 
 
 def counted(chosen: Callable[[Case], bool] = lambda case: True) -> list[Counts]:
@@ -205,16 +205,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("words", nargs="*")
     parser.add_argument("--json", action="store_true")
-    asked = parser.parse_args()
-    found = counted(lambda case: not asked.words or any(word in case.name for word in asked.words))
-    if asked.json:
+    arguments = parser.parse_args()
+    found = counted(lambda case: not arguments.words or any(word in case.name for word in arguments.words))
+    if arguments.json:
         fields = ("name", "launches", "syncs", "replays", "recordings_in_race", "note")
         json.dump([{name: getattr(row, name) for name in fields} for row in found], sys.stdout, indent=1)
         return
     for row in found:
         numbers = f"{row.launches:7.1f} launches {row.syncs:5.1f} syncs {row.replays:5.1f} replays"
         print(f"{row.name:28} {numbers} {row.recordings_in_race:3} recordings in the race {row.note}")
-        if asked.words:
+        if arguments.words:
             for lap, what in row.laps.items():
                 print(f"    {lap:8}", ", ".join(f"{name} {n / COUNTED:.1f}" for name, n in what.most_common()))
 

@@ -57,16 +57,16 @@ def test_texts_are_the_same(name, rows, without_graphs):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_replay_equals_eager_pass(dtype, without_graphs):
     tree = torch.tensor([[0, 0, 1, 1, 2, 5]]).cuda()
-    said = []
+    outputs = []
     for target in (without_graphs("llama", dtype), fast("llama", dtype)):
         target.start(texts(1, 13).cuda(), (2, -1))
         for step in range(3):
             forward = target.forward(texts(1, 7, step).cuda(), tree, (2, -1))
             target.commit([[0, 2, 5]])
-        said.append(forward)
+        outputs.append(forward)
     assert target.note == ""
-    tolerance = (1e-4 if dtype == torch.float32 else 0.1) * float(said[0].logits.float().std())
-    torch.testing.assert_close(said[1].logits, said[0].logits, rtol=0, atol=tolerance)
+    tolerance = (1e-4 if dtype == torch.float32 else 0.1) * float(outputs[0].logits.float().std())
+    torch.testing.assert_close(outputs[1].logits, outputs[0].logits, rtol=0, atol=tolerance)
 
 
 HEADS = {
@@ -104,7 +104,7 @@ def test_a_recorded_draft_is_the_draft(name, without_graphs):
 def test_memory_does_not_grow_with_the_runs(name):
     """Recordings die with their lane, by reference."""
     config = GenerationConfig(16, budget=Budget(3, 3), stop_token_ids=())
-    held = []
+    memory = []
     gc.collect()
     gc.disable()
     try:
@@ -116,10 +116,10 @@ def test_memory_does_not_grow_with_the_runs(name):
             torch.cuda.synchronize()
             torch._C._cuda_clearCublasWorkspaces()  # those of streams, of which there are 32
             torch.cuda.empty_cache()
-            held.append(torch.cuda.memory_allocated())
+            memory.append(torch.cuda.memory_allocated())
     finally:
         gc.enable()
-    assert held[3] == held[1]  # the first takes what libraries keep
+    assert memory[3] == memory[1]  # the first takes what libraries keep
 
 
 @pytest.mark.parametrize("slots", [1, 4])

@@ -26,9 +26,16 @@ for name, preset in load_presets().items():
 
 def test_every_embedded_preset_is_placed_ahead_of_time(tmp_path):
     pytest.importorskip("spaces")
-    lent = {"SPACES_ZERO_GPU": "true", "SPACES_ZERO_DEVICE_API_URL": "http://127.0.0.1:9", "SPACE_ID": "some/space"}
+    zero_gpu_env = {
+        "SPACES_ZERO_GPU": "true",
+        "SPACES_ZERO_DEVICE_API_URL": "http://127.0.0.1:9",
+        "SPACE_ID": "some/space",
+    }
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PLACED], env={**os.environ, **lent}, capture_output=True, text=True
+        [sys.executable, "-W", "ignore", "-c", PLACED],
+        env={**os.environ, **zero_gpu_env},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     placed = done.stdout.splitlines()

@@ -26,26 +26,26 @@ def test_every_path_of_a_tree(name, dtype):
     target.start(prompt.cuda())
     logits = target.forward(tokens.cuda(), torch.tensor([TREE]).cuda()).logits[0].float().cpu()
     for path in PATHS:
-        said = fresh(reference, prompt[0].tolist() + tokens[0, path].tolist())
-        tolerance = (5e-3 if dtype == torch.float32 else 0.3) * float(said.std())
-        torch.testing.assert_close(logits[path[-1]], said, rtol=0, atol=tolerance)
+        slot_logits = fresh(reference, prompt[0].tolist() + tokens[0, path].tolist())
+        tolerance = (5e-3 if dtype == torch.float32 else 0.3) * float(slot_logits.std())
+        torch.testing.assert_close(logits[path[-1]], slot_logits, rtol=0, atol=tolerance)
 
 
 def test_ragged_rows(name):
     reference, target = build(name), HFTarget(build(name).cuda())
     rows = texts(3, 13).tolist()
     target.start(torch.tensor(rows).cuda(), reserve=4)
-    for step, kept in enumerate([(0, 5, 8), (6, 0, 3), (4, 8, 0)]):
+    for step, lengths in enumerate([(0, 5, 8), (6, 0, 3), (4, 8, 0)]):
         tokens = texts(3, len(TREE) + 1, seed=step)
         target.forward(tokens.cuda(), torch.tensor([TREE] * 3).cuda())
-        paths = [PATHS[k] for k in kept]
+        paths = [PATHS[k] for k in lengths]
         target.commit(paths)
-        for row, said, path in zip(rows, tokens.tolist(), paths, strict=True):
-            row += [said[slot] for slot in path]
+        for row, row_tokens, path in zip(rows, tokens.tolist(), paths, strict=True):
+            row += [row_tokens[slot] for slot in path]
     following = texts(3, 1, seed=9)
     logits = target.forward(following.cuda(), torch.empty(3, 0, dtype=torch.int64).cuda()).logits.cpu()
-    for said, text, token in zip(logits, rows, following.tolist(), strict=True):
-        torch.testing.assert_close(said[0], fresh(reference, text + token), rtol=1e-3, atol=5e-3)
+    for row_tokens, text, token in zip(logits, rows, following.tolist(), strict=True):
+        torch.testing.assert_close(row_tokens[0], fresh(reference, text + token), rtol=1e-3, atol=5e-3)
 
 
 def test_a_chain_is_verified_without_waiting_for_the_device():

@@ -85,7 +85,7 @@ def test_a_bad_call_is_one_line_of_the_log(visit, log):
 
 
 @pytest.mark.parametrize(
-    ("asked", "line"),
+    ("values", "line"),
     [
         (["k", "llama-3.1-8b", 1, 32], "is not on this public page"),
         (["methods", "qwen3-8b", 1, 32], "needs a GPU and there is none here"),
@@ -93,12 +93,12 @@ def test_a_bad_call_is_one_line_of_the_log(visit, log):
         (["k", "embedded-draft", 9, 32], "3"),
     ],
 )
-def test_a_sweep_obeys_the_limits_of_a_race(visit, asked, line):
+def test_a_sweep_obeys_the_limits_of_a_race(visit, values, line):
     caller = visit()
     fn = caller.after(caller.fn("click", "sweep-run"))
-    names = {"suite": asked[0], "sweep-preset": asked[1], "repeats": asked[2], "new-tokens": asked[3]}
-    told = ends(caller.call(fn, caller.values(fn, **names)))["output"]
-    assert line in (told.get("error") or told["data"][0]) and '"type":"start"' not in str(told)
+    names = {"suite": values[0], "sweep-preset": values[1], "repeats": values[2], "new-tokens": values[3]}
+    message = ends(caller.call(fn, caller.values(fn, **names)))["output"]
+    assert line in (message.get("error") or message["data"][0]) and '"type":"start"' not in str(message)
 
 
 def test_a_turn_is_two_minutes_at_most(monkeypatch):
@@ -128,18 +128,20 @@ def test_remember_is_off_whoever_asks_for_it(public, monkeypatch):
     query = {"preset": "embedded-draft", "method": "suffix", "option.remember": "True"}
     chosen, refused = visits.read_link(SimpleNamespace(session_hash="a", query_params=query))
     assert not limits.shares(chosen) and ["remember" in note for note in refused] == [True]
-    asked = preset("embedded-draft").with_changes(lanes=[REMEMBER])
-    assert limits.shares(asked) and not limits.shares(limits.fit(asked))
+    comparison = preset("embedded-draft").with_changes(lanes=[REMEMBER])
+    assert limits.shares(comparison) and not limits.shares(limits.fit(comparison))
     monkeypatch.delenv("SPECDEMO_PUBLIC")
     assert from_values(values).lanes[0].options == {"remember": True}
 
 
 def test_online_learning_is_reset_between_visitors(public, monkeypatch):
-    said = []
-    engine = SimpleNamespace(unlearn=lambda: said.append("unlearn"), stream=lambda *_: said.append("run") or iter(()))
+    outputs = []
+    engine = SimpleNamespace(
+        unlearn=lambda: outputs.append("unlearn"), stream=lambda *_: outputs.append("run") or iter(())
+    )
     monkeypatch.setattr(live, "session", lambda: engine)
     list(live.run(preset("embedded-draft").checked(), live.Log()))
-    assert said == ["unlearn", "run"]
+    assert outputs == ["unlearn", "run"]
 
 
 # What browsers are told
@@ -147,9 +149,9 @@ def test_online_learning_is_reset_between_visitors(public, monkeypatch):
 
 def test_headers(visit):
     answer = visit().client.get("")
-    told = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
-    assert "unsafe-inline" not in told["script-src"] and told["script-src"].count("sha256-") == 5
-    assert told["frame-ancestors"] == "'self' https://huggingface.co https://*.hf.space"
+    directives = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
+    assert "unsafe-inline" not in directives["script-src"] and directives["script-src"].count("sha256-") == 5
+    assert directives["frame-ancestors"] == "'self' https://huggingface.co https://*.hf.space"
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert answer.headers["referrer-policy"] == "no-referrer"
 
@@ -166,11 +168,11 @@ def test_at_home_nobody_else_frames_the_page(monkeypatch):
 
 @pytest.mark.parametrize("host", ["127.0.0.1:7860", "someone-specdemo.hf.space"])
 def test_no_other_origin_reads_an_answer(visit, host):
-    asked = {"Origin": "https://evil.example", "Host": host}
+    headers = {"Origin": "https://evil.example", "Host": host}
     client = visit().client
     for answer in (
-        client.get("config", headers=asked),
-        client.options("gradio_api/queue/join", headers=asked | {"Access-Control-Request-Method": "POST"}),
+        client.get("config", headers=headers),
+        client.options("gradio_api/queue/join", headers=headers | {"Access-Control-Request-Method": "POST"}),
     ):
         assert not [name for name in answer.headers if name.startswith("access-control-")]
 
@@ -178,33 +180,33 @@ def test_no_other_origin_reads_an_answer(visit, host):
 # Whose turn it is
 
 
-def told(turns, calls, now=0.0):
+def run_output(turns, calls, now=0.0):
     """The order of calls (visitor, session or pair; second they came)."""
     waiting = [(f"{i}{who}", who if isinstance(who, tuple) else ("", who), came) for i, (who, came) in enumerate(calls)]
     return "".join(call[1:] if call[1:].isalpha() else call[0] for call in turns.order(waiting, now))
 
 
-def had(turns, who, begun, ended):
-    turns.begin("call", who if isinstance(who, tuple) else ("", who), begun)
+def had(turns, who, started, ended):
+    turns.begin("call", who if isinstance(who, tuple) else ("", who), started)
     turns.end(ended)
 
 
 def test_no_visitor_runs_twice_while_another_waits():
     turns = Turns()
-    assert told(turns, [("a", 0), ("a", 1), ("a", 2), ("b", 3), ("c", 4)]) == "abcaa"
+    assert run_output(turns, [("a", 0), ("a", 1), ("a", 2), ("b", 3), ("c", 4)]) == "abcaa"
     turns.begin("call", ("", "a"), 0.0)
-    assert told(turns, [("a", 1), ("b", 3)], now=5.0) == "ba"
+    assert run_output(turns, [("a", 1), ("b", 3)], now=5.0) == "ba"
     turns.end(5.0)
-    assert told(turns, [("a", 1), ("b", 3)], now=5.0) == "ba"
-    assert told(turns, [("a", 1), ("b", 6)], now=7.0) == "ab"  # its last turn ended before the other one came
+    assert run_output(turns, [("a", 1), ("b", 3)], now=5.0) == "ba"
+    assert run_output(turns, [("a", 1), ("b", 6)], now=7.0) == "ab"  # its last turn ended before the other one came
 
 
 def test_heavy_user_waits_for_all_others():
     turns = Turns()
     had(turns, "a", 0.0, SHARE_S + 1)
     now = SHARE_S + 10
-    assert told(turns, [("a", now - 5), ("b", now - 1), ("b", now)], now) == "bba"
-    assert told(turns, [("a", now + HOUR_S - 5), ("b", now + HOUR_S)], now + HOUR_S) == "ab"  # an hour later
+    assert run_output(turns, [("a", now - 5), ("b", now - 1), ("b", now)], now) == "bba"
+    assert run_output(turns, [("a", now + HOUR_S - 5), ("b", now + HOUR_S)], now + HOUR_S) == "ab"  # an hour later
 
 
 def test_new_sessions_of_one_address_do_not_add_up():
@@ -233,11 +235,11 @@ def test_a_class_that_presses_run_at_once_all_gets_its_turn(visit):
     assert all(ends(messages)["success"] and '"finish":"done"' in text(messages) for messages in runs)
     waits = [[m for m in messages if m["msg"] == "estimation"] for messages in runs]
     for wait in waits:
-        ranks = [told["rank"] for told in wait]
+        ranks = [message["rank"] for message in wait]
         assert ranks == sorted(ranks, reverse=True)
         if ranks[0] > CLASS // 2:
             assert ranks[-1] < ranks[0] / 2
-            assert all(told["rank_eta"] > 0.0 for told in wait)  # how long is the unit test's: real turns differ
+            assert all(message["rank_eta"] > 0.0 for message in wait)  # how long is the unit test's: real turns differ
     assert max(wait[0]["rank"] for wait in waits) >= CLASS // 2
 
 
@@ -257,10 +259,10 @@ def test_visitor_with_many_calls_waits_for_all_others(visit):
         for other in others:
             assert other.join(fn, values).status_code == 200
             came.append(time.monotonic())
-        begun = [start for (start,) in threads.map(starts, others)]
+        started = [start for (start,) in threads.map(starts, others)]
         turns = many.result()
     assert len(turns) == 8
-    for joined, start in zip(came, begun, strict=True):
+    for joined, start in zip(came, started, strict=True):
         assert len([turn for turn in turns if joined < turn < start]) <= 1
 
 

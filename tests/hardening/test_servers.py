@@ -53,12 +53,12 @@ def models(name, body, why, **headers):
     return Kind("models", name, [head("application/json", **headers), body], why)
 
 
-def said(name, chunk, why, **more):
+def faulty_chunk(name, chunk, why, **more):
     """A good start, then a chunk."""
     return Kind("answer", name, [head(), events(GOOD[0], chunk), DONE], why, **more)
 
 
-def whole(name, *chunks, text="Once upon a time.", **known):
+def slow_limits(name, *chunks, text="Once upon a time.", **known):
     return Kind("answer", name, [head(), events(*chunks), DONE], known=known, text=text)
 
 
@@ -132,38 +132,44 @@ KINDS = [
     Kind("answer", "a-flood-of-nothing", lambda: (head(), *repeat(events({}) * 500, 900)), "2,016,000 bytes"),
     Kind("answer", "a-line-without-end", lambda: (head(), *repeat(NUL, 5000)), "a line of more than 1,000,000 bytes"),
     Kind("answer", "many-tiny-pieces", [head(), events(*repeat(piece("."), 5000))], MORE),
-    said("no-json", b"{oops", UNUSABLE),
-    said("not-utf-8", b'{"choices": "\xff\xfe"}', "'utf-8' codec can't decode"),
-    said("deep", DEEP, f"{UNUSABLE}maximum recursion depth"),
-    said("a-number-of-5000-digits", b'{"usage": %s}' % HUGE, UNUSABLE),
-    said("a-list", [1, 2], "an event: Input should be a valid dictionary"),
-    said("a-text", "x", "an event: Input should be a valid dictionary"),
-    said("null", None, "an event: Input should be a valid dictionary"),
-    said("an-error", {"error": {"message": "\x1b[2Jout of\nmemory\ud800"}}, f"{UNUSABLE}[2Jout of memory"),
-    said("an-error-of-another-shape", {"error": [["x"]]}, f"{UNUSABLE}[['x']]"),
-    said("a-dict-of-choices", {"choices": {"0": 1}}, "choices: Input should be a valid list"),
-    said("two-choices", {"choices": choice()["choices"] * 2}, "choices: List should have at most 1 item"),
-    said("a-number-for-a-choice", {"choices": [3]}, "choices.0: Input should be a valid dictionary"),
-    said("a-number-for-text", choice(text=3), "choices.0.text: Input should be a valid string"),
-    said("a-text-for-a-delta", choice(delta="x"), "choices.0.delta: Input should be a valid dictionary"),
-    said("a-list-for-a-reason", choice(finish_reason=["stop"]), "choices.0.finish_reason: Input should be a valid str"),
-    said("an-unknown-reason", choice(finish_reason="x" * 9000), "it ended the text early: xxx"),
-    said("a-piece-of-900-kb", choice(text="x" * 900_000), f"it sends more text than {TOKENS} tokens hold"),
-    said("a-billion-tokens", choice() | {"usage": {"completion_tokens": 10**9}}, MORE),
-    said("100000-ids", choice(token_ids=[5] * 100_000), MORE),
-    whole("usage-a-text", piece("Once"), ended(usage="3"), **UNCOUNTED),
-    whole("usage-below-zero", piece("Once"), ended(usage={"completion_tokens": -3}), **UNCOUNTED),
-    whole("usage-a-truth", piece("Once"), ended(usage={"completion_tokens": True}), **UNCOUNTED),
-    whole("usage-nan", piece("Once"), ended(usage={"completion_tokens": float("nan")}), **UNCOUNTED),
-    whole("usage-beyond-reason", piece("Once"), ended(usage={"completion_tokens": 10**400}), **UNCOUNTED),
-    whole("usage-that-shrinks", piece("Once", total=2), piece("", total=1), ended(), **UNCOUNTED),
-    whole("ids-of-texts", piece("Once"), ended() | choice(text=" upon a time.", finish_reason="stop", token_ids=["5"])),
-    whole("ids-below-zero", piece("Once", ids=[-5]), piece(" upon a time.", ids=[True], finish="stop")),
-    whole("ids-beyond-reason", piece("Once", ids=[2**70]), piece(" upon a time.", ids={"a": 1}, finish="stop")),
-    whole("an-odd-index", piece("Once"), ended() | choice(index=[-9], text=" upon a time.", finish_reason="stop")),
-    whole("half-a-character", piece("\ud83d"), piece("!", finish="stop"), text="?!"),
+    faulty_chunk("no-json", b"{oops", UNUSABLE),
+    faulty_chunk("not-utf-8", b'{"choices": "\xff\xfe"}', "'utf-8' codec can't decode"),
+    faulty_chunk("deep", DEEP, f"{UNUSABLE}maximum recursion depth"),
+    faulty_chunk("a-number-of-5000-digits", b'{"usage": %s}' % HUGE, UNUSABLE),
+    faulty_chunk("a-list", [1, 2], "an event: Input should be a valid dictionary"),
+    faulty_chunk("a-text", "x", "an event: Input should be a valid dictionary"),
+    faulty_chunk("null", None, "an event: Input should be a valid dictionary"),
+    faulty_chunk("an-error", {"error": {"message": "\x1b[2Jout of\nmemory\ud800"}}, f"{UNUSABLE}[2Jout of memory"),
+    faulty_chunk("an-error-of-another-shape", {"error": [["x"]]}, f"{UNUSABLE}[['x']]"),
+    faulty_chunk("a-dict-of-choices", {"choices": {"0": 1}}, "choices: Input should be a valid list"),
+    faulty_chunk("two-choices", {"choices": choice()["choices"] * 2}, "choices: List should have at most 1 item"),
+    faulty_chunk("a-number-for-a-choice", {"choices": [3]}, "choices.0: Input should be a valid dictionary"),
+    faulty_chunk("a-number-for-text", choice(text=3), "choices.0.text: Input should be a valid string"),
+    faulty_chunk("a-text-for-a-delta", choice(delta="x"), "choices.0.delta: Input should be a valid dictionary"),
+    faulty_chunk(
+        "a-list-for-a-reason", choice(finish_reason=["stop"]), "choices.0.finish_reason: Input should be a valid str"
+    ),
+    faulty_chunk("an-unknown-reason", choice(finish_reason="x" * 9000), "it ended the text early: xxx"),
+    faulty_chunk("a-piece-of-900-kb", choice(text="x" * 900_000), f"it sends more text than {TOKENS} tokens hold"),
+    faulty_chunk("a-billion-tokens", choice() | {"usage": {"completion_tokens": 10**9}}, MORE),
+    faulty_chunk("100000-ids", choice(token_ids=[5] * 100_000), MORE),
+    slow_limits("usage-a-text", piece("Once"), ended(usage="3"), **UNCOUNTED),
+    slow_limits("usage-below-zero", piece("Once"), ended(usage={"completion_tokens": -3}), **UNCOUNTED),
+    slow_limits("usage-a-truth", piece("Once"), ended(usage={"completion_tokens": True}), **UNCOUNTED),
+    slow_limits("usage-nan", piece("Once"), ended(usage={"completion_tokens": float("nan")}), **UNCOUNTED),
+    slow_limits("usage-beyond-reason", piece("Once"), ended(usage={"completion_tokens": 10**400}), **UNCOUNTED),
+    slow_limits("usage-that-shrinks", piece("Once", total=2), piece("", total=1), ended(), **UNCOUNTED),
+    slow_limits(
+        "ids-of-texts", piece("Once"), ended() | choice(text=" upon a time.", finish_reason="stop", token_ids=["5"])
+    ),
+    slow_limits("ids-below-zero", piece("Once", ids=[-5]), piece(" upon a time.", ids=[True], finish="stop")),
+    slow_limits("ids-beyond-reason", piece("Once", ids=[2**70]), piece(" upon a time.", ids={"a": 1}, finish="stop")),
+    slow_limits(
+        "an-odd-index", piece("Once"), ended() | choice(index=[-9], text=" upon a time.", finish_reason="stop")
+    ),
+    slow_limits("half-a-character", piece("\ud83d"), piece("!", finish="stop"), text="?!"),
     *(
-        whole(f"timings-{name}", piece("Once"), ended(timings=timings), **UNKNOWN)
+        slow_limits(f"timings-{name}", piece("Once"), ended(timings=timings), **UNKNOWN)
         for name, timings in {
             "nan": {"draft_n": float("nan"), "draft_n_accepted": 1},
             "infinite": {"draft_n": float("inf"), "draft_n_accepted": float("inf")},
@@ -215,8 +221,8 @@ def race(session, baseline, server):
     first, second = (each and each.address for each in (baseline, server))
     address.allow(filter(None, (first, second)))
     lanes = [Lane(method="ngram", k=2, server=second)]
-    asked = {"target": "stories", "prompt": "Once upon a time", "max_new_tokens": TOKENS, "server": first}
-    return session.run(Comparison(id="test", lanes=lanes, **asked))
+    settings = {"target": "stories", "prompt": "Once upon a time", "max_new_tokens": TOKENS, "server": first}
+    return session.run(Comparison(id="test", lanes=lanes, **settings))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.stage}-{kind.name}")
@@ -284,5 +290,5 @@ def test_positions_are_as_many_as_a_trace_holds(session, good):
     readings = [drafted(1, 2, 1, *[0] * 3000), drafted(9, 18, 9, *[4, 40] * 1500)]
     with completion_server(GOOD, metrics=readings) as many:
         trace = race(session, good, many)
-    told = trace.lanes[1].remote.accept_by_position
-    assert len(told) == MAX_DEPTH and told[:2] == [0.5, None] and from_json(to_json(trace)) == trace
+    positions = trace.lanes[1].remote.accept_by_position
+    assert len(positions) == MAX_DEPTH and positions[:2] == [0.5, None] and from_json(to_json(trace)) == trace

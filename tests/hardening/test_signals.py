@@ -30,11 +30,13 @@ class Process:
     """A command, its stderr and stdout on a terminal, as one text."""
 
     def __init__(self, *command):
-        ours, theirs = pty.openpty()
-        termios.tcsetwinsize(theirs, (24, 120))  # without a width there are no progress bars
-        self.text, self._from, self.ended = "", ours, False
-        self.process = subprocess.Popen([sys.executable, *map(str, command)], cwd=ROOT, stdout=theirs, stderr=theirs)
-        os.close(theirs)
+        controller, terminal = pty.openpty()
+        termios.tcsetwinsize(terminal, (24, 120))  # without a width there are no progress bars
+        self.text, self._from, self.ended = "", controller, False
+        self.process = subprocess.Popen(
+            [sys.executable, *map(str, command)], cwd=ROOT, stdout=terminal, stderr=terminal
+        )
+        os.close(terminal)
 
     def until(self, pattern):
         """Read on until it is found; None: until the end."""
@@ -52,10 +54,10 @@ class Process:
 
     def _read(self):
         try:
-            said = os.read(self._from, 1 << 16)
+            data = os.read(self._from, 1 << 16)
         except OSError:  # the other end is closed
-            said = b""
-        self.text, self.ended = self.text + said.decode(errors="replace"), not said
+            data = b""
+        self.text, self.ended = self.text + data.decode(errors="replace"), not data
 
     def end(self, number=None):
         """Send the signal, or wait for the end -> exit code."""

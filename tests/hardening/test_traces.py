@@ -91,9 +91,9 @@ def test_exceeded_limit_is_one_line_that_names_it(kind, tmp_path):
     for reader, source in ((from_json, text), (load_trace, path), (read_result, text)):
         with pytest.raises(ValueError) as refused:
             reader(source)
-        said = str(refused.value)
-        assert "\n" not in said and len(said) < 300 + len(str(path)) * 2
-        assert line in said or reader is read_result
+        message = str(refused.value)
+        assert "\n" not in message and len(message) < 300 + len(str(path)) * 2
+        assert line in message or reader is read_result
     assert line in open_trace(str(path)).text
 
 
@@ -264,8 +264,8 @@ def test_a_damaged_trace_opens_or_is_refused_in_one_line_and_little_memory(reade
     text = DOCUMENT
     for at, width, part, times in edits:
         text = text[:at] + part * times + text[at + width :]
-    said = reader(text)
-    assert said == "opened\n" or (0 < len(said) < 400 and "\\n" not in said)
+    opened = reader(text)
+    assert opened == "opened\n" or (0 < len(opened) < 400 and "\\n" not in opened)
 
 
 @pytest.mark.parametrize("kind", ["empty events", "deep", "keys", "lanes"])

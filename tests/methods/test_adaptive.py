@@ -43,9 +43,9 @@ class World:
         self._dice = random.Random(seed)
 
     def step(self, k):
-        kept = next((i for i in range(k) if self._dice.random() >= self.rates[i]), k)
+        accepted = next((i for i in range(k) if self._dice.random() >= self.rates[i]), k)
         noise = 1.0 + 0.1 * self._dice.random()
-        return kept, self.draft * k * noise, (1.0 + self.slot * k) * noise
+        return accepted, self.draft * k * noise, (1.0 + self.slot * k) * noise
 
     def speed(self, policy, steps, depth=8):
         """Tokens per second, and how often each k was chosen."""
@@ -53,10 +53,10 @@ class World:
         policy.start()
         for _ in range(steps):
             k = policy.choose(depth, depth) if isinstance(policy, Goodput) else policy
-            kept, drafting, verifying = self.step(k)
+            accepted, drafting, verifying = self.step(k)
             if isinstance(policy, Goodput):
-                policy.learn(Outcome(k, k + 1, [(k, kept)], drafting, verifying))
-            tokens, seconds, chosen[k] = tokens + kept + 1, seconds + drafting + verifying, chosen[k] + 1
+                policy.learn(Outcome(k, k + 1, [(k, accepted)], drafting, verifying))
+            tokens, seconds, chosen[k] = tokens + accepted + 1, seconds + drafting + verifying, chosen[k] + 1
         return tokens / seconds, chosen
 
 
@@ -97,37 +97,37 @@ def test_goodput_calibrates_and_outlives_a_generation():
     assert [Goodput().choose(depth, depth) for depth in (0, 8)] == [0, 0]
 
 
-def speed_where_it_tells(asked, steps=3000):
+def speed_with_informative_confidence(requested, steps=3000):
     """Tokens per second where how sure the draft is of a token, by turns much and little, says how often it is kept."""
     dice, policy, tokens, seconds = random.Random(3), Goodput(), 0, 0.0
     policy.start()
     for _ in range(steps):
         k, sure = policy.choose(8, 8), [dice.choice((0.98, 0.2)) for _ in range(8)]
-        if asked and k:
+        if requested and k:
             k = next((n for n in range(1, k) if policy.enough([sure[n - 1]])), k)
-        kept = next((i for i in range(k) if dice.random() >= (0.95 if sure[i] > 0.5 else 0.3)), k)
+        accepted = next((i for i in range(k) if dice.random() >= (0.95 if sure[i] > 0.5 else 0.3)), k)
         drafting, verifying = 0.1 * k, 1.0 + 0.1 * k
-        policy.learn(Outcome(k, k + 1, [(k, kept)], drafting, verifying))
-        tokens, seconds = tokens + kept + 1, seconds + drafting + verifying
+        policy.learn(Outcome(k, k + 1, [(k, accepted)], drafting, verifying))
+        tokens, seconds = tokens + accepted + 1, seconds + drafting + verifying
     return tokens / seconds
 
 
 def test_goodput_stops_a_draft_where_it_gets_unsure():
-    assert speed_where_it_tells(True) > 1.05 * speed_where_it_tells(False)
+    assert speed_with_informative_confidence(True) > 1.05 * speed_with_informative_confidence(False)
 
 
 def test_drafting_stops_when_confidence_is_low(tiny_llama):
     """Asked after every token but the last, with the likeliest one's chance, drawn or not."""
-    draft, asked = tiny_llama(16), []
+    draft, requested = tiny_llama(16), []
     for sampling in (Sampling(), Sampling(1.0)):
         drafter = load_drafter("draft_model", ToyTarget(16), draft)
         drafter.start(2, sampling, torch.Generator().manual_seed(0))
         drafter.observe(Progress(ROWS[:2, :8] % 16, ROWS[:2, 1:] % 16, [8, 8]))
-        asked.clear()
-        got = drafter.propose(Budget(6, 6, lambda chances: asked.append(chances) or len(asked) == 3))
-        assert got.nodes == 3 and len(asked) == 3
+        requested.clear()
+        got = drafter.propose(Budget(6, 6, lambda chances: requested.append(chances) or len(requested) == 3))
+        assert got.nodes == 3 and len(requested) == 3
         likeliest = got.confidence if sampling.greedy else got.probs.amax(-1)
-        torch.testing.assert_close(torch.tensor(asked).T, likeliest)
+        torch.testing.assert_close(torch.tensor(requested).T, likeliest)
         assert drafter.propose(Budget(6, 6, lambda chances: False)).nodes == 6
 
 
@@ -207,9 +207,9 @@ def test_heuristic_goes_up_by_two_and_down_by_one():
     policy = Heuristic()
     policy.start()
     chosen = []
-    for kept in (3, 6, 0, 0, 0, 0, 0, 0, 1):
+    for accepted in (3, 6, 0, 0, 0, 0, 0, 0, 1):
         chosen.append(policy.choose(6, 6))
-        policy.learn(Outcome(chosen[-1], chosen[-1] + 1, [(chosen[-1], min(kept, chosen[-1]))]))
+        policy.learn(Outcome(chosen[-1], chosen[-1] + 1, [(chosen[-1], min(accepted, chosen[-1]))]))
     assert chosen == [6, 5, 6, 5, 4, 3, 2, 1, 1]
     assert policy.choose(9, 9) == 3
     policy.learn(Outcome(3, 1, [(0, 0)]))  # nothing was drafted, nothing is learnt
@@ -242,14 +242,14 @@ def test_cutting_by_confidence_is_exact_under_sampling():
     assert 0 < int((draft.tokens[:, 1] == ABSENT).sum()) < rows
     target = torch.stack([p[0].expand(rows, -1), p[1 + first], p[1 + second]], 1)
     verdict = Lossless()(draft, target, rng)
-    said = [
+    outputs = [
         (*(tokens[row, s - 1].item() for s in path[1:]), int(verdict.bonus[row]))
         for row, path in enumerate(verdict.path)
     ]
-    heads = torch.bincount(torch.tensor([s[0] for s in said]), minlength=vocabulary) / rows
+    heads = torch.bincount(torch.tensor([s[0] for s in outputs]), minlength=vocabulary) / rows
     torch.testing.assert_close(heads, p[0], atol=0.015, rtol=0.0)
     for x in range(vocabulary):
-        after = torch.tensor([s[1] for s in said if s[0] == x and len(s) > 1])
+        after = torch.tensor([s[1] for s in outputs if s[0] == x and len(s) > 1])
         got = torch.bincount(after, minlength=vocabulary) / len(after)
         torch.testing.assert_close(got, p[1 + x], atol=0.03, rtol=0.0)
 

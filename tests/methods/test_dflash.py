@@ -171,7 +171,7 @@ def features_of(target, text):
     return torch.cat([hidden[tap] for tap in TAPS], -1)
 
 
-def told(target, model, text, steps=(), sampling=None, **options):
+def observed(target, model, text, steps=(), sampling=None, **options):
     """A drafter that has seen text [B, T], the columns behind `steps[0]` in several observations."""
     drafter = load_drafter("dflash", target, model, **options)
     hidden = target.start(text, drafter.taps).hidden
@@ -185,13 +185,13 @@ def told(target, model, text, steps=(), sampling=None, **options):
 
 def logits_of(target, model, text, steps=(9, 12)):
     """log q [D, V] of every slot behind a text [1, T]."""
-    return told(target, model, text, steps).propose(Budget(16, 16)).probs[0].log()
+    return observed(target, model, text, steps).propose(Budget(16, 16)).probs[0].log()
 
 
 def agrees(target, model, w, text, first=1, logits=None, **how):
     states = reference(w, features_of(target, text)[0, :-1], block(target, int(text[0, -1])), **how)[first:]
-    wanted = (logits or target.lm_head)(states).softmax(-1)
-    torch.testing.assert_close(logits_of(target, model, text).exp(), wanted, atol=1e-5, rtol=1e-3)
+    expected = (logits or target.lm_head)(states).softmax(-1)
+    torch.testing.assert_close(logits_of(target, model, text).exp(), expected, atol=1e-5, rtol=1e-3)
 
 
 TEXT = texts(1, 16, seed=3)
@@ -222,8 +222,8 @@ def test_scales_of_the_newer_configs(target, tmp_path):
     w = drafter_tensors()
     config = changed(ZLAB, input_embedding_scale=2.0, output_multiplier=0.5, final_logit_softcapping=1.5)
     states = reference(w, features_of(target, TEXT)[0, :-1], 2.0 * block(target, int(TEXT[0, -1])))[1:]
-    wanted = (1.5 * torch.tanh(0.5 * target.lm_head(states) / 1.5)).log_softmax(-1)
-    torch.testing.assert_close(logits_of(target, write(tmp_path, config, w), TEXT), wanted, atol=1e-4, rtol=1e-4)
+    expected = (1.5 * torch.tanh(0.5 * target.lm_head(states) / 1.5)).log_softmax(-1)
+    torch.testing.assert_close(logits_of(target, write(tmp_path, config, w), TEXT), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_a_jetspec_drafter_is_refused_by_name(target, tmp_path):
@@ -268,28 +268,28 @@ def test_a_mask_token_with_an_embedding_of_its_own(target, tmp_path, mask, where
     inside = {"mask_embedding": own} if where == "among the weights" else {}
     model = write(tmp_path, changed(ZLAB, mask_token_id=mask), w | inside)
     if not inside:
-        torch.save(own[None] if where == "alone" else {"embedding": own, "mask_token_id": mask}, beside(model))
+        torch.save(own[None] if where == "alone" else {"embedding": own, "mask_token_id": mask}, attached(model))
     x = torch.cat([block(target, int(TEXT[0, -1]))[:1], own.expand(BLOCK - 1, -1)])
-    wanted = target.lm_head(reference(w, features_of(target, TEXT)[0, :-1], x)[1:]).softmax(-1)
-    torch.testing.assert_close(logits_of(target, model, TEXT).exp(), wanted, atol=1e-5, rtol=1e-3)
+    expected = target.lm_head(reference(w, features_of(target, TEXT)[0, :-1], x)[1:]).softmax(-1)
+    torch.testing.assert_close(logits_of(target, model, TEXT).exp(), expected, atol=1e-5, rtol=1e-3)
     assert outline_checkpoint(model).tensors["mask_embedding"].shape == (H,)
 
 
-def beside(model):
+def attached(model):
     return Path(model) / "mask_embedding.pt"
 
 
-@pytest.mark.parametrize("said, told", [
+@pytest.mark.parametrize("config, message", [
     ({"embedding": torch.zeros(H), "mask_token_id": MASK + 1}, f"is of token {MASK + 1}, its config says {MASK}"),
     ({"mask_token_id": MASK}, "holds no embedding of a mask token"),
     ({"embedding": torch.zeros(H), "mask_token_id": "3"}, "holds no embedding of a mask token"),
     ({"embedding": torch.zeros(H), "mask_token_id": 1 << 70}, "holds no embedding of a mask token"),
     (torch.zeros(H + 1), "mask_embedding"),
 ])  # fmt: skip
-def test_a_mask_embedding_that_is_not_of_these_weights_is_refused(target, tmp_path, said, told):
+def test_a_mask_embedding_that_is_not_of_these_weights_is_refused(target, tmp_path, config, message):
     model = write(tmp_path, ZLAB, drafter_tensors())
-    torch.save(said, beside(model))
-    with pytest.raises(ValueError, match=told):
+    torch.save(config, attached(model))
+    with pytest.raises(ValueError, match=message):
         load_drafter("dflash", target, model)
 
 
@@ -304,16 +304,16 @@ def test_other_names_of_layers_and_mask_and_a_head_of_its_own(target, tmp_path):
 @pytest.mark.parametrize("from_anchor", [False, True])
 def test_speculators(target, tmp_path, from_anchor):
     w = drafter_tensors()
-    kept = torch.arange(1, VOCABULARY, 3)
-    rows = torch.randn(len(kept), H, generator=torch.Generator().manual_seed(4))
-    t2d = torch.zeros(VOCABULARY, dtype=torch.bool).index_fill(0, kept, True)
-    extra = {"lm_head.weight": rows, "d2t": kept - torch.arange(len(kept)), "t2d": t2d}
+    draft_vocab = torch.arange(1, VOCABULARY, 3)
+    rows = torch.randn(len(draft_vocab), H, generator=torch.Generator().manual_seed(4))
+    t2d = torch.zeros(VOCABULARY, dtype=torch.bool).index_fill(0, draft_vocab, True)
+    extra = {"lm_head.weight": rows, "d2t": draft_vocab - torch.arange(len(draft_vocab)), "t2d": t2d}
     extra["embed_tokens.weight"] = target.embed.weight.clone()
     config = {
         "speculators_model_type": "dflash",
         "architectures": ["DFlashDraftModel"],
         "transformer_layer_config": BODY | {"rope_theta": THETA, "vocab_size": VOCABULARY, "model_type": "qwen3"},
-        "draft_vocab_size": len(kept),
+        "draft_vocab_size": len(draft_vocab),
         "block_size": BLOCK,
         "aux_hidden_state_layer_ids": list(TAPS),
         "mask_token_id": MASK,
@@ -323,14 +323,14 @@ def test_speculators(target, tmp_path, from_anchor):
 
     def logits(states):
         every = torch.full((len(states), VOCABULARY), -1e4)
-        every[:, kept] = states @ rows.T
+        every[:, draft_vocab] = states @ rows.T
         return every
 
     model = DFlash.load(write(tmp_path, config, w | extra), target)
     assert model.note == ""
     agrees(target, model, w, TEXT, 0 if from_anchor else 1, logits)
-    draft = told(target, model, TEXT).propose(Budget(16, 16))
-    assert set(draft.tokens[0].tolist()) <= set(kept.tolist())
+    draft = observed(target, model, TEXT).propose(Budget(16, 16))
+    assert set(draft.tokens[0].tolist()) <= set(draft_vocab.tolist())
 
 
 def markov_bias(extra, kind, states, before):
@@ -368,20 +368,20 @@ def test_deepspec(target, tmp_path, kind, early):
     config = {k: v for k, v in ZLAB.items() if k != "dflash_config"} | ZLAB["dflash_config"]
     config |= {"architectures": ["Qwen3DSparkModel"], "markov_rank": rank, "markov_head_type": kind}
     model = DFlash.load(write(tmp_path, config, stored), target)
-    drafter = told(target, model, TEXT, (9, 12))
+    drafter = observed(target, model, TEXT, (9, 12))
     draft = drafter.propose(Budget(16, 16))
     assert draft.nodes == BLOCK
     states = reference(w, features_of(target, TEXT)[0, :-1], block(target, int(TEXT[0, -1])))
-    wanted = target.lm_head(states)
+    expected = target.lm_head(states)
     if rank:
-        wanted = wanted + markov_bias(extra, kind, states, torch.cat([TEXT[0, -1:], draft.tokens[0, :-1]]))
-    torch.testing.assert_close(draft.probs[0].log(), wanted.log_softmax(-1), atol=2e-4, rtol=1e-4)
+        expected = expected + markov_bias(extra, kind, states, torch.cat([TEXT[0, -1:], draft.tokens[0, :-1]]))
+    torch.testing.assert_close(draft.probs[0].log(), expected.log_softmax(-1), atol=2e-4, rtol=1e-4)
     stages_agree(target, model, draft)
 
 
 def stages_agree(target, model, draft):
     """What a stage says slot by slot is what it says of whole blocks, which are trained on, and in trees."""
-    drafter = told(target, model, TEXT, (9, 12))
+    drafter = observed(target, model, TEXT, (9, 12))
     tokens = torch.full((1, BLOCK), model.design.mask_token_id)
     tokens[:, 0] = TEXT[:, -1]
     states = read(drafter, tokens)[:, model.design.first :]
@@ -413,21 +413,21 @@ def test_domino(target, tmp_path, shifted, alone):
     said = {"projector_type": "domino", "emb_dim": words, "gru_hidden_dim": inner}
     config = changed(ZLAB, pure_draft_prefix_len=alone, shift_label=shifted, **said)
     model = DFlash.load(write(tmp_path, config | {"architectures": ["DominoDraftModel"]}, w | extra), target)
-    draft = told(target, model, TEXT, (9, 12)).propose(Budget(16, 16))
+    draft = observed(target, model, TEXT, (9, 12)).propose(Budget(16, 16))
     first = 0 if shifted else 1
     states = reference(w, features_of(target, TEXT)[0, :-1], block(target, int(TEXT[0, -1])))[first:]
-    wanted, s = target.lm_head(states), torch.zeros(inner)
+    expected, s = target.lm_head(states), torch.zeros(inner)
     for i, token in enumerate([int(TEXT[0, -1]), *draft.tokens[0, :-1].tolist()]):
         x = extra["prefix_gru.weight_ih_l0"] @ target.embed.weight[token]
         h = extra["prefix_gru.weight_hh_l0"] @ s
         (reset, update, new), (r, u, n) = x.split(inner), h.split(inner)
-        kept = (update + u).sigmoid()
-        s = kept * s + (1 - kept) * (new + (reset + r).sigmoid() * n).tanh()
+        gate = (update + u).sigmoid()
+        s = gate * s + (1 - gate) * (new + (reset + r).sigmoid() * n).tanh()
         if i >= alone:
             inside = torch.nn.functional.silu(extra["embed_proj.0.weight"] @ torch.cat([states[i], s]))
-            wanted[i] = wanted[i] + extra["embed_proj.2.weight"] @ inside
+            expected[i] = expected[i] + extra["embed_proj.2.weight"] @ inside
     assert draft.nodes == BLOCK - first
-    torch.testing.assert_close(draft.probs[0].log(), wanted.log_softmax(-1), atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(draft.probs[0].log(), expected.log_softmax(-1), atol=2e-4, rtol=1e-4)
     stages_agree(target, model, draft)
 
 
@@ -436,17 +436,17 @@ def test_dflash2(target, tmp_path):
     assert len(more) == 4 * LAYERS + 3
     config = changed(ZLAB, conv_kernel_size=2, conv_group_size=8, selector_rank=4, selector_top_k=7)
     model = write(tmp_path, config | {"architectures": ["DFlash2DraftModel"]}, w | more)
-    draft = told(target, model, TEXT, (9, 12)).propose(Budget(16, 16))
+    draft = observed(target, model, TEXT, (9, 12)).propose(Budget(16, 16))
     states = reference(w | more, features_of(target, TEXT)[0, :-1], block(target, int(TEXT[0, -1])))[1:]
     before = torch.cat([TEXT[0, -1:], draft.tokens[0, :-1]])
     a, b = more["candidate_selector.predecessor_codebook"], more["candidate_selector.successor_codebook"]
     project = more["candidate_selector.hidden_projection.weight"]
     for i, (state, token) in enumerate(zip(states, before, strict=True)):
         unary = target.lm_head(state)
-        kept = unary.topk(7).indices
-        wanted = (unary[kept] + b[kept] @ (a[token] * (project @ state))).softmax(-1)
-        torch.testing.assert_close(draft.probs[0, i, kept], wanted, atol=1e-4, rtol=1e-4)
-        assert float(draft.probs[0, i].sum()) == pytest.approx(float(draft.probs[0, i, kept].sum()))
+        candidates = unary.topk(7).indices
+        expected = (unary[candidates] + b[candidates] @ (a[token] * (project @ state))).softmax(-1)
+        torch.testing.assert_close(draft.probs[0, i, candidates], expected, atol=1e-4, rtol=1e-4)
+        assert float(draft.probs[0, i].sum()) == pytest.approx(float(draft.probs[0, i, candidates].sum()))
 
 
 LATTICE = {"hidden_size": 12, "candidate_topk": 3, "num_layers": 2, "num_heads": 2, "mlp_ratio": 1.5}
@@ -455,14 +455,14 @@ LATTICE |= {"factor_dim": 5, "vector_eps": 1e-4, "logit_scale": 8.0}
 
 def lattice_tensors(width, seed=2):
     """What a LiLiCorr has besides, as it is exported; a head as wide as the drafter projects no embeddings."""
-    rng, kept = torch.Generator().manual_seed(seed), LATTICE["candidate_topk"]
+    rng, candidates = torch.Generator().manual_seed(seed), LATTICE["candidate_topk"]
     inner, factor = int(1.5 * width), LATTICE["factor_dim"]
     linears = {"pass_hidden_proj": (width, H), "context_proj": (width, H), "feature_mlp.1": (width, 5)}
     linears |= {"feature_mlp.3": (width, width), "factor_input_proj": (width, 3 * width)}
     linears |= dict.fromkeys(("out_head", "in_head", "anchor_out_head"), (factor, width))
     if width != H:
         linears["token_proj"] = (width, H)
-    shapes = {"slot_embedding": (1, 1, BLOCK - 1, 1, width), "rank_embedding": (1, 1, 1, kept, width)}
+    shapes = {"slot_embedding": (1, 1, BLOCK - 1, 1, width), "rank_embedding": (1, 1, 1, candidates, width)}
     shapes |= {"relative_slot_bias": (2, 2 * BLOCK - 1), "same_slot_bias": (2,)}
     shapes |= {"output_norm.weight": (width,), "anchor_norm.weight": (width,), "feature_mlp.0.weight": (5,)}
     shapes["feature_mlp.0.bias"] = (5,)
@@ -481,11 +481,11 @@ def lattice_scores(stored, rows, chances, states, context):
     of the first slot [K], and of pairs [D - 1, K, K]."""
     w = {name.removeprefix("lilicorr."): tensor for name, tensor in stored.items()}
     line = lambda name, x: x @ w[f"{name}.weight"].T + w[f"{name}.bias"]  # noqa: E731
-    silu, (slots, kept) = torch.nn.functional.silu, chances.shape
+    silu, (slots, candidates) = torch.nn.functional.silu, chances.shape
     project = (lambda x: line("token_proj", x)) if "token_proj.weight" in w else (lambda x: x)
-    known, slot_of = [], [d for d in range(slots) for _ in range(kept)]
-    for d, k in product(range(slots), range(kept)):
-        chance, rank = chances[d, k], torch.tensor([k / (kept - 1), float(k == 0)])
+    known, slot_of = [], [d for d in range(slots) for _ in range(candidates)]
+    for d, k in product(range(slots), range(candidates)):
+        chance, rank = chances[d, k], torch.tensor([k / (candidates - 1), float(k == 0)])
         seen = torch.cat([torch.stack([chance, chance.exp(), chance - chances[d].max()]), rank])
         seen = (seen - seen.mean()) / (seen.var(unbiased=False) + 1e-5).sqrt()
         seen = seen * w["feature_mlp.0.weight"] + w["feature_mlp.0.bias"]
@@ -511,7 +511,7 @@ def lattice_scores(stored, rows, chances, states, context):
         y / y.norm(dim=-1, keepdim=True)
         for y in (line("out_head", mixed), line("in_head", mixed), line("anchor_out_head", a))
     )
-    out, into = out.view(slots, kept, -1), into.view(slots, kept, -1)
+    out, into = out.view(slots, candidates, -1), into.view(slots, candidates, -1)
     pairs = torch.stack([out[d] @ into[d + 1].T for d in range(slots - 1)])
     return 8.0 * into[0] @ start, 8.0 * pairs
 
@@ -529,21 +529,21 @@ def test_lilicorr(target, tmp_path, width, renamed):
     for old, new in names.items() if renamed else ():
         stored = {name.replace(old, new): tensor for name, tensor in stored.items()}
     model = DFlash.load(write(tmp_path / "stored", config, w | stored), target)
-    drafter = told(target, model, TEXT, (9, 12))
+    drafter = observed(target, model, TEXT, (9, 12))
     draft = drafter.propose(Budget(16, 16))
     features = features_of(target, TEXT)[0, :-1]
     states = reference(w, features, block(target, int(TEXT[0, -1])))[1:]
     context = norm(features[-1] @ w["fc.weight"].T, w["hidden_norm.weight"])
-    chances, kept = target.lm_head(states).log_softmax(-1).topk(3)
-    rows = target.embed.weight[kept]
+    chances, candidates = target.lm_head(states).log_softmax(-1).topk(3)
+    rows = target.embed.weight[candidates]
     first, pairs = lattice_scores(more, rows, chances, states, context)
     said, at = [first], None
     for d, token in enumerate(draft.tokens[0].tolist()):
-        at = kept[d].tolist().index(token)
+        at = candidates[d].tolist().index(token)
         said += [pairs[d, at]] if d < len(pairs) else []
     for d, scores in enumerate(said):
-        torch.testing.assert_close(draft.probs[0, d, kept[d]], scores.softmax(-1), atol=1e-5, rtol=1e-3)
-    again = told(target, model, TEXT, (9, 12)).propose(Budget(2, 2))
+        torch.testing.assert_close(draft.probs[0, d, candidates[d]], scores.softmax(-1), atol=1e-5, rtol=1e-3)
+    again = observed(target, model, TEXT, (9, 12)).propose(Budget(2, 2))
     torch.testing.assert_close(again.probs, draft.probs[:, :2])
 
     drafter.options = DFlash.Options(nodes=9)
@@ -553,12 +553,12 @@ def test_lilicorr(target, tmp_path, width, renamed):
         paths.append((*paths[parent], token))
     for path, confidence in zip(paths[1:], tree.confidence[0].tolist(), strict=True):
         d = len(path) - 1
-        scores = pairs[d - 1, kept[d - 1].tolist().index(path[-2])] if d else first
-        wanted = scores.softmax(-1)[kept[d].tolist().index(path[-1])]
-        assert confidence == pytest.approx(float(wanted), rel=1e-3)
+        scores = pairs[d - 1, candidates[d - 1].tolist().index(path[-2])] if d else first
+        expected = scores.softmax(-1)[candidates[d].tolist().index(path[-1])]
+        assert confidence == pytest.approx(float(expected), rel=1e-3)
 
     drafter.save(tmp_path / "saved", "tiny")
-    saved = told(target, str(tmp_path / "saved"), TEXT, (9, 12)).propose(Budget(16, 16))
+    saved = observed(target, str(tmp_path / "saved"), TEXT, (9, 12)).propose(Budget(16, 16))
     torch.testing.assert_close(saved.probs, draft.probs)
     loss, metrics = drafter.loss(written(target, TAPS))
     assert loss.isfinite() and len(metrics) == BLOCK - 1
@@ -589,17 +589,17 @@ def test_transformers_drafts_the_same(target, tmp_path, kind):
     oracle.save_pretrained(tmp_path)
     assert load_file(tmp_path / "model.safetensors").keys() == weights.keys()
     settings = transformers.GenerationConfig(max_length=80, do_sample=False)
-    theirs = DFlashTokenCandidateGenerator(oracle, target.embed, target.lm_head, settings)
-    theirs.get_candidates(TEXT, {}, None, is_first_iteration=True, n_last_matches=0)
+    reference = DFlashTokenCandidateGenerator(oracle, target.embed, target.lm_head, settings)
+    reference.get_candidates(TEXT, {}, None, is_first_iteration=True, n_last_matches=0)
     said = target.model(TEXT[:, :-1], output_hidden_states=True)
-    drafter = told(target, str(tmp_path), TEXT[:, :10])
+    drafter = observed(target, str(tmp_path), TEXT[:, :10])
     for begin, end in ((0, 9), (9, 12), (12, 13)):  # the prompt, then three and one kept columns
         ids = TEXT[:, : end + 1]
         said.hidden_states = target.model(ids[:, :-1], output_hidden_states=True).hidden_states
         said.hidden_states = tuple(h[:, begin:] for h in said.hidden_states)
         arguments = {"position_ids": torch.arange(end + 1)[None], "attention_mask": torch.ones_like(ids)}
         with torch.no_grad():
-            tokens, logits = theirs.get_candidates(ids, arguments, said, False, n_last_matches=end - begin - 1)
+            tokens, logits = reference.get_candidates(ids, arguments, said, False, n_last_matches=end - begin - 1)
         if begin:
             hidden = {tap: said.hidden_states[tap] for tap in TAPS}
             drafter.observe(Progress(ids[:, begin:end], ids[:, begin + 1 :], [end - begin], hidden))
@@ -663,7 +663,7 @@ def read(drafter, tokens):
 def test_slots_attend_to_later_slots_unless_causal(target, tmp_path):
     for causal in (False, True):
         model = DFlash.load(write(tmp_path, changed(ZLAB, causal=causal), drafter_tensors()), target)
-        drafter = told(target, model, TEXT)
+        drafter = observed(target, model, TEXT)
         tokens = torch.full((1, BLOCK), MASK)
         before = read(drafter, tokens)
         tokens[0, -1] = MASK + 1
@@ -672,31 +672,31 @@ def test_slots_attend_to_later_slots_unless_causal(target, tmp_path):
 
 
 def test_a_smaller_budget_cuts_the_block(target, tmp_path):
-    drafter = told(target, write(tmp_path, ZLAB, drafter_tensors()), TEXT, sampling=Sampling())
-    whole = drafter.propose(Budget(99, 99))
-    assert whole.nodes == BLOCK - 1
-    assert whole.probs is None
-    assert drafter.propose(Budget(2, 2)).tokens.tolist() == whole.tokens[:, :2].tolist()
+    drafter = observed(target, write(tmp_path, ZLAB, drafter_tensors()), TEXT, sampling=Sampling())
+    full = drafter.propose(Budget(99, 99))
+    assert full.nodes == BLOCK - 1
+    assert full.probs is None
+    assert drafter.propose(Budget(2, 2)).tokens.tolist() == full.tokens[:, :2].tolist()
 
 
 def test_only_observed_columns_are_committed(target, tmp_path):
-    drafter = told(target, write(tmp_path, ZLAB, drafter_tensors()), TEXT, (4, 5))
+    drafter = observed(target, write(tmp_path, ZLAB, drafter_tensors()), TEXT, (4, 5))
     for _ in range(2):
         drafter.propose(Budget(3, 3))
         assert drafter.history.lengths == [TEXT.shape[1] - 1]
-    once = told(target, drafter.head, TEXT).propose(Budget(5, 5))
+    once = observed(target, drafter.head, TEXT).propose(Budget(5, 5))
     torch.testing.assert_close(once.probs, drafter.propose(Budget(5, 5)).probs)
 
 
 def test_rows_of_unequal_length_do_not_mix(target, tmp_path):
     model = DFlash.load(write(tmp_path, ZLAB, drafter_tensors()), target)
-    text, kept = texts(3, 14, seed=8), [5, 2, 0]
-    together = told(target, model, text[:, :9])
+    text, lengths = texts(3, 14, seed=8), [5, 2, 0]
+    together = observed(target, model, text[:, :9])
     hidden = {tap: h[:, 8:13] for tap, h in target.start(text, TAPS).hidden.items()}
-    together.observe(Progress(text[:, 8:13], text[:, 9:14], kept, hidden))
+    together.observe(Progress(text[:, 8:13], text[:, 9:14], lengths, hidden))
     draft = together.propose(Budget(5, 5))
-    for row, length in enumerate(kept[:2]):
-        alone = told(target, model, text[row : row + 1, : 9 + length]).propose(Budget(5, 5))
+    for row, length in enumerate(lengths[:2]):
+        alone = observed(target, model, text[row : row + 1, : 9 + length]).propose(Budget(5, 5))
         torch.testing.assert_close(draft.probs[row], alone.probs[0])
 
 
@@ -710,19 +710,19 @@ def test_greedy_text_is_the_targets_own(target, tmp_path, nodes):
         return [[t for e in events for t in e.emitted[row]] for row in range(3)], events
 
     plain, _ = rows(load_drafter("none", target))
-    kept = 0
+    accepted = 0
     for extra in ({}, second_tensors()):
         model = write(tmp_path, ZLAB, drafter_tensors() | extra)
         got, events = rows(load_drafter("dflash", target, model, nodes=nodes))
         assert got == plain
-        kept += sum(len(path) - 1 for e in events for path in e.path)
-    assert kept > 0
+        accepted += sum(len(path) - 1 for e in events for path in e.path)
+    assert accepted > 0
 
 
 def test_the_tree_has_the_likeliest_paths(target, tmp_path):
     model = DFlash.load(write(tmp_path, ZLAB, drafter_tensors()), target)
     logq = logits_of(target, model, TEXT)[:3].topk(12)
-    drafter = told(target, model, TEXT, (9, 12), nodes=12)
+    drafter = observed(target, model, TEXT, (9, 12), nodes=12)
     draft = drafter.propose(Budget(3, 12))
     assert draft.probs is None
     paths = {}
@@ -744,8 +744,8 @@ def test_the_tree_has_the_likeliest_paths(target, tmp_path):
 def test_the_tree_of_a_last_stage_follows_it(target, tmp_path):
     config = changed(ZLAB, selector_top_k=2)
     model = DFlash.load(write(tmp_path, config, drafter_tensors() | second_tensors()), target)
-    chain = told(target, model, TEXT, sampling=Sampling()).propose(Budget(3, 3))
-    draft = told(target, model, TEXT, nodes=14).propose(Budget(3, 14))
+    chain = observed(target, model, TEXT, sampling=Sampling()).propose(Budget(3, 3))
+    draft = observed(target, model, TEXT, nodes=14).propose(Budget(3, 14))
     slot = 0
     for token, chance in zip(chain.tokens[0].tolist(), chain.confidence[0].tolist(), strict=True):
         node = next(n for n in range(14) if int(draft.parents[0, n]) == slot and int(draft.tokens[0, n]) == token)
@@ -810,14 +810,14 @@ def test_training_sees_what_drafting_sees(target, tmp_path, from_anchor):
     for row, places in enumerate(anchors.tolist()):
         for place, anchor in enumerate(places):
             part = text[row : row + 1, : anchor + 1]
-            probs = told(target, drafter.head, part).propose(Budget(16, 16)).probs[0]
+            probs = observed(target, drafter.head, part).propose(Budget(16, 16)).probs[0]
             said = target.lm_head(states[row, place, first:]).log_softmax(-1)
             torch.testing.assert_close(said, probs.log(), atol=2e-4, rtol=1e-4)
-            wanted = text[row, anchor + 1 : anchor + 1 + drafts]
+            expected = text[row, anchor + 1 : anchor + 1 + drafts]
             weight = torch.exp(-torch.arange(drafts) / 4.0)
-            nats += float((weight * -said.gather(1, wanted[:, None])[:, 0]).sum())
+            nats += float((weight * -said.gather(1, expected[:, None])[:, 0]).sum())
             weights += float(weight.sum())
-            hits += said.argmax(-1) == wanted
+            hits += said.argmax(-1) == expected
     loss, metrics = drafter.loss(batch)
     assert float(loss) == pytest.approx(nats / weights, rel=1e-4)
     assert list(metrics.values()) == pytest.approx((hits / anchors.numel()).tolist())
@@ -891,7 +891,7 @@ def test_the_mask_token_stands_in_no_text(target):
 def test_half_precision_drafts_and_a_full_one_learns():
     target = HFTarget(build("llama").bfloat16(), name="half")
     head = DFlash.fresh(target, block_size=4)
-    assert told(target, head, TEXT, (9,)).propose(Budget(3, 3)).nodes == 3
+    assert observed(target, head, TEXT, (9,)).propose(Budget(3, 3)).nodes == 3
     drafter = load_drafter("dflash", target, head.float().requires_grad_(True))
     loss, _ = drafter.loss(example(target, drafter.taps))
     loss.backward()

@@ -74,11 +74,11 @@ class Reference:
         self.eagle1 = "layers.0.hidden_norm.weight" not in w and "midlayer.hidden_norm.weight" not in w
 
     def features(self, text):
-        kept = []
-        handle = self.target.model.model.layers[-1].register_forward_hook(lambda *said: kept.append(said[2][0]))
+        states = []
+        handle = self.target.model.model.layers[-1].register_forward_hook(lambda *said: states.append(said[2][0]))
         every = [h[0] for h in self.target.model(torch.tensor([text]), output_hidden_states=True).hidden_states]
         handle.remove()
-        every[-1:] = [kept[0], every[-1]]  # transformers shows the last layer's output behind the norm only
+        every[-1:] = [states[0], every[-1]]  # transformers shows the last layer's output behind the norm only
         return self.join([every[tap] for tap in self.taps])
 
     def join(self, taken):
@@ -276,10 +276,10 @@ def plain(target, prompts):
     return record(target, load_drafter("none", target), prompts)[1]
 
 
-def quick_reference(target, head, **said):
+def quick_reference(target, head, **settings):
     way = head.convention
-    said |= {"window": max(way.windows), "theta": 5e5} if way.windows else {}
-    return Reference(target, dict(head.state_dict()), way.taps, way.norm_before_residual, **said)
+    settings |= {"window": max(way.windows), "theta": 5e5} if way.windows else {}
+    return Reference(target, dict(head.state_dict()), way.taps, way.norm_before_residual, **settings)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -452,8 +452,8 @@ def slow_loss(reference, head, batch, hard):
                     losses.append((torch.tensor(0.0), 0))
                     continue
                 known = logits > -math.inf
-                wanted = p[known] / p[known].sum()
-                ce = -logits.log_softmax(-1)[best] if hard else -(wanted * logits[known].log_softmax(-1)).sum()
+                target = p[known] / p[known].sum()
+                ce = -logits.log_softmax(-1)[best] if hard else -(target * logits[known].log_softmax(-1)).sum()
                 losses.append((ce, 1))
                 if reference.eagle1:
                     distance = F.smooth_l1_loss(states[-1], batch.hidden[-1][row, column + 1])
@@ -532,16 +532,16 @@ def test_best_convention_is_selected(lists, before, target, tmp_path):
     head = Eagle.fresh(target)
     head.convention = type(head.convention)((1, 2, 3), before)
     taught(target, head, settle.written(target, (1, 2, 3)), steps=40)
-    said = speculators() if lists == "top" else dict(LAYER)
+    config = speculators() if lists == "top" else dict(LAYER)
     if lists == "top":
-        said["transformer_layer_config"].pop("rope_theta")
-        said.pop("norm_before_residual")
+        config["transformer_layer_config"].pop("rope_theta")
+        config.pop("norm_before_residual")
     else:
-        said["norm_before_residual"] = before
+        config["norm_before_residual"] = before
     for ids in ([1, 2, 3], [0, 1, 2]):
         inner = {"eagle_config": {ID_LIST: ids}} if lists == "inner" else {ID_LIST: ids}
         tensors = {n.replace("layers.0.", "midlayer."): t for n, t in head.state_dict().items()}
-        loaded = Eagle.load(write(tmp_path, said | inner, tensors), target)
+        loaded = Eagle.load(write(tmp_path, config | inner, tensors), target)
         assert loaded.convention == head.convention
         if lists == "top" or ids == [0, 1, 2]:  # else it would read a layer 4
             residual = "normed" if before else "plain"
@@ -615,14 +615,14 @@ def test_rows_that_end_early_draft_nothing_that_counts(target):
 
 
 def test_specforge_feedback_convention_is_detected(target, tmp_path):
-    said = {**LAYER, "draft_vocab_size": WORDS, "norm_output": True}
-    head = Eagle.load(write(tmp_path, said, eagle3()), target)
+    config = {**LAYER, "draft_vocab_size": WORDS, "norm_output": True}
+    head = Eagle.load(write(tmp_path, config, eagle3()), target)
     assert [reading.norm_output for reading in head.readings] == [True, False] and "fed back normed" in head.note
 
 
 def test_target_layer_windows_do_not_apply_to_heads(target, tmp_path):
-    said = {**LAYER, "draft_vocab_size": WORDS, "layer_types": ["sliding_attention"] * 3, "sliding_window": 4}
-    assert Eagle.load(write(tmp_path, said, eagle3()), target).windows == (0,)
+    config = {**LAYER, "draft_vocab_size": WORDS, "layer_types": ["sliding_attention"] * 3, "sliding_window": 4}
+    assert Eagle.load(write(tmp_path, config, eagle3()), target).windows == (0,)
 
 
 def test_eagle_1_of_speculators_is_named(target, tmp_path):

@@ -54,8 +54,8 @@ def test_the_first_tokens_are_drawn_from_the_target(name):
     target = ToyTarget(VOCABULARY, seed=6)
     counts = joint(target, testing.drafter(name, target), 3)
     wanted = expected(target, 3) * DRAWS
-    kept = wanted >= 5.0  # rarer outcomes are pooled
-    observed = torch.cat([counts[kept].double(), counts[~kept].sum()[None].double()])
-    hoped = torch.cat([wanted[kept].double(), wanted[~kept].sum()[None].double()])
+    common = wanted >= 5.0  # rarer outcomes are pooled
+    observed = torch.cat([counts[common].double(), counts[~common].sum()[None].double()])
+    hoped = torch.cat([wanted[common].double(), wanted[~common].sum()[None].double()])
     statistic = float(((observed - hoped) ** 2 / hoped.clamp_min(1e-9)).sum())
     assert statistic < chi2.ppf(0.9999, len(hoped) - 1)

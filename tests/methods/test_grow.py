@@ -52,21 +52,21 @@ def table_drafter(order, vocabulary=6, batch=2, seed=0):
     """A Markov drafter whose q depends on the last `order` tokens; keeps the paths of its frontier."""
     rng = torch.Generator().manual_seed(seed)
     table = torch.randn(batch, vocabulary, vocabulary, generator=rng).log_softmax(-1)
-    asked = []
+    expanded = []
 
     def expand(tokens, parents):
-        asked.append((tokens, parents))
+        expanded.append((tokens, parents))
         return table[torch.arange(batch)[:, None], tokens]
 
-    return table[:, 0], expand, table, asked
+    return table[:, 0], expand, table, expanded
 
 
 @pytest.mark.parametrize("nodes", [1, 3, 7, 20])
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_growth_keeps_the_likeliest_paths(depth, nodes):
-    first, expand, table, asked = table_drafter(1)
+    first, expand, table, expanded = table_drafter(1)
     draft = grow(first, expand, Budget(depth, nodes), top_k=6)  # K = V: nothing is missed on the first two levels
-    assert len(asked) == depth - 1
+    assert len(expanded) == depth - 1
     assert int(depths(draft.parents).max()) <= depth
     for row in range(2):
         paths, scores = [()], [0.0]
@@ -93,14 +93,14 @@ def test_a_frontier_of_one_is_a_greedy_chain():
 
 
 def test_parents_point_into_the_frontier_before():
-    first, expand, _, asked = table_drafter(1)
+    first, expand, _, expanded = table_drafter(1)
     grow(first, expand, Budget(4, 9), top_k=3)
-    for (tokens, _), (_, parents) in itertools.pairwise(asked):
+    for (tokens, _), (_, parents) in itertools.pairwise(expanded):
         assert parents.shape == tokens.shape == (2, 3)
         assert int(parents.max()) < 3
 
 
 def test_no_budget_no_nodes():
-    first, expand, _, asked = table_drafter(1)
+    first, expand, _, expanded = table_drafter(1)
     assert grow(first, expand, Budget(0, 0), top_k=3).nodes == 0
-    assert not asked
+    assert not expanded

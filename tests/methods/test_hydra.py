@@ -95,9 +95,9 @@ def test_hydra_plus_plus(tmp_path, target):
     batch = example(target)
     states = layer(inputs_embeds=batch.hidden[-1]).last_hidden_state
     x = torch.cat([states[:, :-2], target.embed(batch.outputs[:, :-2]), target.embed(batch.outputs[:, 1:-1])], -1)
-    wanted = reference(tensors, x, 1, dropout=1)
+    expected = reference(tensors, x, 1, dropout=1)
     got = list(drafter._taught(batch))[1][0]
-    torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_prefix_layer_continues_after_ragged_rows(tmp_path, target):
@@ -219,11 +219,11 @@ def test_the_heads_are_taught_on_the_text(target):
     with torch.no_grad():
         for parameter in drafter.head.parameters():
             parameter.normal_(0.0, 0.1)
-    logits, wanted = list(drafter._taught(batch))[1]
+    logits, expected = list(drafter._taught(batch))[1]
     column = 4
     read = [batch.hidden[-1][0, column], *target.embed(batch.outputs[0, column : column + 2])]
     torch.testing.assert_close(logits[0, column], drafter.head(torch.cat(read), 1))
-    assert torch.equal(wanted[0, column], batch.probs[0, column + 2])
+    assert torch.equal(expected[0, column], batch.probs[0, column + 2])
 
 
 @pytest.mark.parametrize("hard", [False, True])
@@ -253,9 +253,9 @@ def test_saved_file_loads_in_the_official_code(tmp_path, target, kind):
         events = list(generate(target, one, prompts, GenerationConfig(8, budget=Budget(3, 3), stop_token_ids=())))
         drafted.append([e.drafted for e in events])
     assert drafted[0] == drafted[1] and rows_of(events)
-    kept = {name for name in tensors if "embed" not in name.replace("prefix_embeding", "") and "inv_freq" not in name}
-    assert again.head.state_dict().keys() == kept
-    for name in kept:
+    loaded = {name for name in tensors if "embed" not in name.replace("prefix_embeding", "") and "inv_freq" not in name}
+    assert again.head.state_dict().keys() == loaded
+    for name in loaded:
         torch.testing.assert_close(again.head.state_dict()[name], tensors[name])
 
 

@@ -13,7 +13,7 @@ from tests.models.tiny import build, texts
 K = Budget(7, 32)
 
 
-def told(prompts, **options):
+def drafter_after(prompts, **options):
     """A drafter that has seen prompts, with the root 9 behind them."""
     drafter = load_drafter("lookahead", ToyTarget(64), **options)
     drafter.start(len(prompts), Sampling(), torch.Generator())
@@ -23,9 +23,9 @@ def told(prompts, **options):
     return drafter
 
 
-def say(drafter, draft, said):
+def observe_output(drafter, draft, outputs):
     """The target's argmax is said[s] behind slot s of the only row; it keeps none of the draft."""
-    logits = torch.nn.functional.one_hot(torch.tensor([said]), 64).float()
+    logits = torch.nn.functional.one_hot(torch.tensor([outputs]), 64).float()
     root = torch.tensor([[9]])
     drafter.observe(Progress(root, root, [1], forward=Forward(logits), slots=torch.zeros(1, 1, dtype=torch.int64)))
 
@@ -40,33 +40,33 @@ def rows_of(events):
 
 
 def test_the_window_hangs_below_the_root():
-    drafter = told([[4, 5, 6]], window=3, ngram=3, guesses=2)
+    drafter = drafter_after([[4, 5, 6]], window=3, ngram=3, guesses=2)
     draft = drafter.propose(K)
     assert draft.probs is None
     assert (draft.tokens.tolist(), draft.parents.tolist()) == ([[4, 5, 6]], [[0, 1, 2]])
-    say(drafter, draft, [60, 14, 15, 16])
+    observe_output(drafter, draft, [60, 14, 15, 16])
     draft = drafter.propose(K)  # 4 5 6 with a second level of 14 15 16
     assert draft.tokens.tolist() == [[4, 14, 5, 15, 6, 16]]
     assert draft.parents.tolist() == [[0, 1, 1, 3, 3, 5]]
-    say(drafter, draft, [60, 61, 24, 61, 25, 61, 26])
+    observe_output(drafter, draft, [60, 61, 24, 61, 25, 61, 26])
     draft = drafter.propose(K)  # the oldest level has gone into the pool
     assert draft.tokens.tolist() == [[14, 24, 15, 25, 16, 26]]
 
 
 def test_columns_become_ngrams_that_are_checked():
-    drafter = told([[9, 5]], window=2, ngram=3, guesses=2)
-    for said in ([0, 31, 32], [0, 0, 41, 0, 42]):  # 9 31 41 and 5 32 42
-        say(drafter, drafter.propose(K), said)
+    drafter = drafter_after([[9, 5]], window=2, ngram=3, guesses=2)
+    for outputs in ([0, 31, 32], [0, 0, 41, 0, 42]):  # 9 31 41 and 5 32 42
+        observe_output(drafter, drafter.propose(K), outputs)
     draft = drafter.propose(K)  # the guess behind the root, then the window; 31 below the root is there once
     assert draft.tokens.tolist() == [[31, 41, 32, 42]]
     assert draft.parents.tolist() == [[0, 1, 1, 3]]
 
 
 def test_pool_evicts_old_ngrams():
-    drafter = told([[9]], window=1, ngram=2, guesses=2)
+    drafter = drafter_after([[9]], window=1, ngram=2, guesses=2)
     for token in (9, 9, 20, 9, 21, 9, 22, 9, 20):  # 9 20, 9 21, 9 22, and again 9 20
         draft = drafter.propose(K)
-        say(drafter, draft, [token] * (draft.nodes + 1))
+        observe_output(drafter, draft, [token] * (draft.nodes + 1))
     assert drafter.propose(K).tokens[0].tolist() == [20, 22]
 
 
@@ -75,7 +75,7 @@ def test_ngrams_are_the_targets_own_text():
     target = ToyTarget(32, seed=4, order=1)
     drafter = load_drafter("lookahead", target)
     for _ in generate(target, drafter, texts(1, 6) % 32, GenerationConfig(25, budget=Budget(10, 56))):
-        grams = [(first, gram) for row in drafter._rows for first, kept in row.pool.items() for gram in kept]
+        grams = [(first, gram) for row in drafter._rows for first, grams_of in row.pool.items() for gram in grams_of]
     assert grams
     for first, gram in grams:
         for token in gram:
@@ -126,8 +126,8 @@ def test_rows_of_a_batch_are_as_if_alone():
     together = run(target, prompts)
     for row in range(3):
         alone = [e for e in run(target, prompts[row : row + 1]) if e.emitted[0]]
-        ours = [e for e in together if e.emitted[row]]
-        assert [e.emitted[row] for e in ours] == [e.emitted[0] for e in alone]
+        own_events = [e for e in together if e.emitted[row]]
+        assert [e.emitted[row] for e in own_events] == [e.emitted[0] for e in alone]
 
 
 def test_greedy_text_is_the_targets_own():
@@ -140,7 +140,7 @@ def test_greedy_text_is_the_targets_own():
 
 
 def test_a_pass_over_another_draft_is_not_read():
-    drafter = told([[4, 5, 6]], window=3, ngram=3)
+    drafter = drafter_after([[4, 5, 6]], window=3, ngram=3)
     drafter.propose(K)
     root = torch.tensor([[9]])
     for forward in (None, Forward(torch.zeros(1, 2, 64))):

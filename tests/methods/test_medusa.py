@@ -61,7 +61,7 @@ def reference(tensors, hidden, layers=1):
     return torch.stack(logits)
 
 
-def said_by(heads, hidden):
+def logits_of(heads, hidden):
     return torch.stack([heads(hidden, i) for i in range(len(heads))])
 
 
@@ -98,9 +98,9 @@ def check_greedy(target, drafter):
     """The text is the target's own; -> how many drafted tokens a row kept, over all steps."""
     prompts = texts(4, 4)
     config = GenerationConfig(24, budget=Budget(4, 12), stop_token_ids=())
-    wanted = rows_of(list(generate(target, load_drafter("none", target), prompts, config)))
+    expected = rows_of(list(generate(target, load_drafter("none", target), prompts, config)))
     events = list(generate(target, drafter, prompts, config))
-    assert rows_of(events) == wanted
+    assert rows_of(events) == expected
     return {len(path) - 1 for e in events for path in e.path}
 
 
@@ -122,20 +122,20 @@ def test_medusa_1(tmp_path, target, file, layers):
     heads = Medusa.load(folder_with(tmp_path, tensors, config, file), target)
     assert (len(heads), heads.layers) == (5, layers)
     hidden = torch.randn(7, HIDDEN)
-    torch.testing.assert_close(said_by(heads, hidden), reference(tensors, hidden, layers))
+    torch.testing.assert_close(logits_of(heads, hidden), reference(tensors, hidden, layers))
 
 
 def test_medusa_2_is_a_full_model(tmp_path, target):
     tensors = medusa_1()
-    whole = {f"medusa_head.{name}": tensor for name, tensor in tensors.items()}
-    whole |= {"lm_head.weight": torch.randn(VOCABULARY, HIDDEN), "model.norm.weight": torch.ones(HIDDEN)}
+    full = {f"medusa_head.{name}": tensor for name, tensor in tensors.items()}
+    full |= {"lm_head.weight": torch.randn(VOCABULARY, HIDDEN), "model.norm.weight": torch.ones(HIDDEN)}
     config = {"model_type": "llama", "medusa_num_heads": 3, "hidden_size": HIDDEN}
-    source = folder_with(tmp_path / "medusa-1.0-llama", whole, config)
+    source = folder_with(tmp_path / "medusa-1.0-llama", full, config)
     with pytest.raises(ValueError, match="trained together with its heads; make it the target too"):
         Medusa.load(source, target)
     heads = Medusa.load(source, HFTarget(target.model, name="FasterDecoding/medusa-1.0-llama"))
     hidden = torch.randn(7, HIDDEN)
-    torch.testing.assert_close(said_by(heads, hidden), reference(tensors, hidden))
+    torch.testing.assert_close(logits_of(heads, hidden), reference(tensors, hidden))
 
 
 def vllm_config(**more):
@@ -158,8 +158,8 @@ def test_vllm(tmp_path, target, prefix):
     stored = {prefix + name: tensor for name, tensor in tensors.items()}
     heads = Medusa.load(folder_with(tmp_path, stored, vllm_config(truncated_vocab_size=VOCABULARY)), target)
     hidden = torch.randn(7, HIDDEN)
-    wanted = [vllm_reference(tensors, hidden, i, f"lm_heads.{i}.weight") for i in range(3)]
-    torch.testing.assert_close(said_by(heads, hidden), torch.stack(wanted))
+    expected = [vllm_reference(tensors, hidden, i, f"lm_heads.{i}.weight") for i in range(3)]
+    torch.testing.assert_close(logits_of(heads, hidden), torch.stack(expected))
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "lm_heads.0.weight"])
@@ -167,8 +167,8 @@ def test_vllm_with_one_lm_head(tmp_path, target, name):
     tensors = {n: t for n, t in vllm().items() if n.startswith("blocks")} | {name: torch.randn(VOCABULARY, HIDDEN)}
     heads = Medusa.load(folder_with(tmp_path, tensors, vllm_config(original_lm_head=True)), target)
     hidden = torch.randn(7, HIDDEN)
-    wanted = [vllm_reference(tensors, hidden, i, name) for i in range(3)]
-    torch.testing.assert_close(said_by(heads, hidden), torch.stack(wanted))
+    expected = [vllm_reference(tensors, hidden, i, name) for i in range(3)]
+    torch.testing.assert_close(logits_of(heads, hidden), torch.stack(expected))
 
 
 @pytest.mark.parametrize("rows", [12, VOCABULARY])
@@ -180,8 +180,8 @@ def test_vllm_with_a_truncated_vocabulary(tmp_path, target, rows):
     heads = Medusa.load(source, target)
     hidden = torch.randn(7, HIDDEN)
     logits = heads(hidden, 1)
-    wanted = vllm_reference(tensors, hidden, 1, "lm_heads.1.weight")
-    torch.testing.assert_close(logits[:, token_map], wanted if rows == 12 else wanted[:, token_map])
+    expected = vllm_reference(tensors, hidden, 1, "lm_heads.1.weight")
+    torch.testing.assert_close(logits[:, token_map], expected if rows == 12 else expected[:, token_map])
     left_out = torch.ones(VOCABULARY, dtype=torch.bool).index_fill(0, token_map, False)
     assert not logits.softmax(-1)[:, left_out].any()
     check_greedy(target, load_drafter("medusa", target, heads, nodes=12))
@@ -226,7 +226,7 @@ def test_every_node_is_the_rank_of_its_levels_head(target):
     draft = drafter.propose(Budget(8, 63))
     assert draft.nodes == 61  # two nodes are on level 4, for a fourth head
     for row, last in enumerate(hidden[[0, 1], [2, 1]]):
-        ranked = said_by(heads, last).softmax(-1).sort(descending=True)
+        ranked = logits_of(heads, last).softmax(-1).sort(descending=True)
         for node in range(draft.nodes):
             level, rank = shape.levels[node] - 1, shape.ranks[node]
             assert draft.tokens[row, node] == ranked.indices[level, rank]
@@ -265,10 +265,10 @@ def test_measured_rates_are_shares(target):
     drafter, batch = load_drafter("medusa", target, Medusa.fresh(target, heads=2)), example(target)
     drafter.measure(batch)
     assert [len(ranks) for ranks in drafter.head.rates] == [10, 10]
-    wanted = batch.probs[:, 2:].argmax(-1)
+    expected = batch.probs[:, 2:].argmax(-1)
     ranked = drafter.head(batch.hidden[-1][:, :-2], 1).topk(10).indices
     for rank in range(10):
-        assert drafter.head.rates[1][rank] == pytest.approx(float((ranked[..., rank] == wanted).float().mean()))
+        assert drafter.head.rates[1][rank] == pytest.approx(float((ranked[..., rank] == expected).float().mean()))
     assert drafter.head.rates[1][0] == pytest.approx(drafter.loss(batch)[1]["agree_2"])
 
 
@@ -297,12 +297,12 @@ def test_sampled_tree_draws_the_last_child(target):
             left = heads[row, level].clone()
             order = left.argsort(descending=True, stable=True).tolist()
             place = siblings.index(node)
-            wanted = torch.zeros_like(left)
-            wanted[order[place]] = 1.0
+            expected = torch.zeros_like(left)
+            expected[order[place]] = 1.0
             if node == siblings[-1]:
                 left[order[:place]] = 0.0
-                wanted = left / left.sum()
-            torch.testing.assert_close(draft.probs[row, node], wanted, atol=1e-5, rtol=1e-4)
+                expected = left / left.sum()
+            torch.testing.assert_close(draft.probs[row, node], expected, atol=1e-5, rtol=1e-4)
             assert draft.probs[row, node, draft.tokens[row, node]] > 0.0
 
 
@@ -323,7 +323,7 @@ def test_new_heads_equal_lm_head(target):
 
 def test_the_loss_is_a_weighted_cross_entropy(target):
     drafter, batch = load_drafter("medusa", target, Medusa.fresh(target, heads=2)), example(target)
-    wanted = 0.0
+    expected = 0.0
     for i in range(2):
         logits = drafter.head(batch.hidden[-1], i)
         every = [
@@ -331,8 +331,8 @@ def test_the_loss_is_a_weighted_cross_entropy(target):
             for row in range(4)
             for a in range(batch.inputs.shape[1] - 1 - i)
         ]
-        wanted += 0.8 ** (i + 1) * float(torch.stack(every).mean())
-    assert drafter.loss(batch)[0].item() == pytest.approx(wanted, rel=1e-4)
+        expected += 0.8 ** (i + 1) * float(torch.stack(every).mean())
+    assert drafter.loss(batch)[0].item() == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("hard", [False, True])
@@ -359,7 +359,7 @@ def test_saved_file_loads_in_vllm(tmp_path, target):
     layers = {f"blocks.{i}.layers.{n}.{k}" for i in range(2) for n in range(2) for k in ("weight", "bias")}
     assert load_file(tmp_path / "model.safetensors").keys() == layers | {f"lm_heads.{i}.weight" for i in range(2)}
     again, hidden = method("medusa").load(str(tmp_path), target), torch.randn(5, HIDDEN)
-    torch.testing.assert_close(said_by(again, hidden), said_by(drafter.head, hidden))
+    torch.testing.assert_close(logits_of(again, hidden), logits_of(drafter.head, hidden))
     assert again.rates == drafter.head.rates
 
 

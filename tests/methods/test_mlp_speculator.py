@@ -50,11 +50,11 @@ def speculator(inner=INNER, steps=3, vocabulary=VOCABULARY, hidden=HIDDEN):
 def tied(inner=INNER, steps=3):
     """The same with one table for all steps: every name, and those that a file without copies holds."""
     tensors = speculator(inner, steps)
-    kept = {name for name in tensors if ".0." in name or "proj.1." in name}
+    shared = {name for name in tensors if ".0." in name or "proj.1." in name}
     named = {
-        n: n if n in kept else f"speculator.{n.split('.')[1]}.{int('proj' in n)}.{n.split('.')[3]}" for n in tensors
+        n: n if n in shared else f"speculator.{n.split('.')[1]}.{int('proj' in n)}.{n.split('.')[3]}" for n in tensors
     }
-    return {name: tensors[first].clone() for name, first in named.items()}, {n: tensors[n] for n in kept}
+    return {name: tensors[first].clone() for name, first in named.items()}, {n: tensors[n] for n in shared}
 
 
 def reference(tensors, hidden, tokens, scale_input=False, steps=3, inner=INNER):
@@ -74,7 +74,7 @@ def reference(tensors, hidden, tokens, scale_input=False, steps=3, inner=INNER):
     return torch.stack(logits)
 
 
-def said_by(head, hidden, tokens):
+def logits_of(head, hidden, tokens):
     state, logits = head.begin(hidden), []
     for i in range(len(head)):
         state, said = head(state, tokens[:, i], i)
@@ -84,7 +84,7 @@ def said_by(head, hidden, tokens):
 
 def check_logits(head, tensors, **variant):
     hidden, tokens = torch.randn(7, HIDDEN) * 3, texts(7, len(head))
-    torch.testing.assert_close(said_by(head, hidden, tokens), reference(tensors, hidden, tokens, **variant))
+    torch.testing.assert_close(logits_of(head, hidden, tokens), reference(tensors, hidden, tokens, **variant))
 
 
 # the state's scale
@@ -149,15 +149,15 @@ def test_padded_vocabularies(tmp_path, target, rows):
     source = folder_with(tmp_path, tensors, {**CONFIG, "vocab_size": rows})
     head, known = MLPSpeculator.load(source, target), min(rows, VOCABULARY)
     hidden, tokens = torch.randn(7, HIDDEN), texts(7, 3).clamp_max(known - 1)
-    torch.testing.assert_close(said_by(head, hidden, tokens), reference(tensors, hidden, tokens)[..., :known])
+    torch.testing.assert_close(logits_of(head, hidden, tokens), reference(tensors, hidden, tokens)[..., :known])
     drafter = load_drafter("mlp_speculator", target, head)
     drafter.start(4, Sampling(temperature=1.0), torch.Generator().manual_seed(0))
     observe(drafter)
     draft = drafter.propose(Budget(3, 3))
     assert draft.probs.shape == (4, 3, VOCABULARY) and draft.tokens.max() < known
     batch = example(target)
-    for said in (batch.probs, None):
-        assert drafter.loss(Progress(batch.inputs, batch.outputs, batch.lengths, batch.hidden, said))[0].isfinite()
+    for probs in (batch.probs, None):
+        assert drafter.loss(Progress(batch.inputs, batch.outputs, batch.lengths, batch.hidden, probs))[0].isfinite()
 
 
 @pytest.mark.parametrize(
@@ -210,9 +210,9 @@ def test_a_sampled_chain_carries_what_it_was_drawn_from(tmp_path, target):
     draft, hidden, root = first_draft(drafter, Budget(5, 5), Sampling(temperature=0.7))
     assert draft.tokens.shape == (4, 3)
     read = torch.cat([root[:, None], draft.tokens[:, :-1]], 1)
-    wanted = (reference(tensors, hidden, read) / 0.7).softmax(-1).transpose(0, 1)
-    torch.testing.assert_close(draft.probs, wanted)
-    torch.testing.assert_close(draft.confidence, wanted.gather(-1, draft.tokens[..., None])[..., 0])
+    expected = (reference(tensors, hidden, read) / 0.7).softmax(-1).transpose(0, 1)
+    torch.testing.assert_close(draft.probs, expected)
+    torch.testing.assert_close(draft.confidence, expected.gather(-1, draft.tokens[..., None])[..., 0])
 
 
 @pytest.mark.parametrize("nodes", [4, 12, 200])
@@ -274,10 +274,10 @@ def test_the_speculator_is_taught_on_the_text(target):
     drafter, batch = load_drafter("mlp_speculator", target, MLPSpeculator.fresh(target)), example(target)
     column = 5
     taught = list(drafter._taught(batch))
-    wanted = said_by(drafter.head, batch.hidden[-1][:, column], batch.outputs[:, column : column + 4])
-    for i, (logits, said) in enumerate(taught):
-        torch.testing.assert_close(logits[:, column], wanted[i])
-        assert torch.equal(said[:, column], batch.probs[:, column + 1 + i])
+    expected = logits_of(drafter.head, batch.hidden[-1][:, column], batch.outputs[:, column : column + 4])
+    for i, (logits, observed) in enumerate(taught):
+        torch.testing.assert_close(logits[:, column], expected[i])
+        assert torch.equal(observed[:, column], batch.probs[:, column + 1 + i])
 
 
 @pytest.mark.parametrize("hard", [False, True])
@@ -301,7 +301,7 @@ def test_saving_round_trips(tmp_path, target, config):
     assert {**written, "torch_dtype": "float16"}.items() >= config.items()
     again = MLPSpeculator.load(str(tmp_path / "written"), target)
     hidden, tokens = torch.randn(7, HIDDEN), texts(7, 3)
-    assert torch.equal(said_by(again, hidden, tokens), said_by(drafter.head, hidden, tokens))
+    assert torch.equal(logits_of(again, hidden, tokens), logits_of(drafter.head, hidden, tokens))
 
 
 def test_a_half_precision_speculator_reads_full_precision_states(target):

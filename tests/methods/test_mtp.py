@@ -64,22 +64,22 @@ class Reference:
 
     def states(self, joined):
         """joined [B, A, H] -> the states before and behind the norm"""
-        kept = []
-        hook = self.model.norm.register_forward_pre_hook(lambda module, inputs: kept.append(inputs[0]))
+        states = []
+        hook = self.model.norm.register_forward_pre_hook(lambda module, inputs: states.append(inputs[0]))
         normed = self.model(inputs_embeds=joined, use_cache=False).last_hidden_state
         hook.remove()
-        return kept[0], normed
+        return states[0], normed
 
     def logits(self, tokens, hidden):
         return self.lm_head(self.states(self.joined(tokens, hidden))[1])
 
-    def draft(self, tokens, hidden, depth, normed, said=None):
+    def draft(self, tokens, hidden, depth, normed, tokens_fed=None):
         """Of one row the logits [V] behind its last column and `depth` - 1 more, drafted (or given) in turn."""
         inputs, found = self.joined(tokens[None], hidden[None]), []
         for step in range(depth):
             both = self.states(inputs)
             found.append(self.lm_head(both[1][0, -1]))
-            token = found[-1].argmax() if said is None else said[step]
+            token = found[-1].argmax() if tokens_fed is None else tokens_fed[step]
             inputs = torch.cat([inputs, self.joined(token[None, None], both[normed][:, -1:])], 1)
         return torch.stack(found)
 
@@ -111,10 +111,10 @@ DIALECTS = {
     ),
 }
 DIALECTS["speculators"] = (DIALECTS["mimo"][0], "mtp_layers.0.", "mtp_layers.0.")
-SAID = {"mimo": {"model_type": "mimo"}, "speculators": {"speculators_model_type": "mtp"}}
+CONFIGS = {"mimo": {"model_type": "mimo"}, "speculators": {"speculators_model_type": "mtp"}}
 
 
-def whole(target, tensors):
+def full_checkpoint(target, tensors):
     """A file that holds the target too."""
     return {n: t.clone() for n, t in target.model.state_dict().items() if n != "lm_head.weight"} | tensors
 
@@ -124,7 +124,7 @@ def columns(seed=2, rows=2, width=7):
     return texts(rows, width, seed), torch.randn(rows, width, HIDDEN, generator=generator)
 
 
-def said_by(head, tokens, hidden, index=0):
+def logits_of(head, tokens, hidden, index=0):
     width = tokens.shape[1]
     return head.logits(head.step(index, hidden, tokens, whole_rows(torch.arange(width)[None], head.angles, width))[0])
 
@@ -141,10 +141,10 @@ def test_sequential_modules(tmp_path, name, dialect):
     if dialect == "deepseek":
         copies = ("embed_tokens.weight", "shared_head.head.weight")
         tensors |= {f"model.layers.{LAYERS}.{copy}": torch.zeros(VOCABULARY, HIDDEN) for copy in copies}
-    config = {"model_type": name, "num_nextn_predict_layers": 1} | SAID.get(dialect, {})
-    head = MTP.load(folder_with(tmp_path, whole(target, tensors), config), target)
+    config = {"model_type": name, "num_nextn_predict_layers": 1} | CONFIGS.get(dialect, {})
+    head = MTP.load(folder_with(tmp_path, full_checkpoint(target, tensors), config), target)
     assert len(head) == 1 and head.convention.hidden_first == (dialect == "mimo")
-    torch.testing.assert_close(said_by(head, *columns()), reference.logits(*columns()), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits_of(head, *columns()), reference.logits(*columns()), atol=1e-4, rtol=1e-4)
     if dialect == "speculators":
         assert head.convention == Convention() and not head.note
     else:
@@ -152,7 +152,7 @@ def test_sequential_modules(tmp_path, name, dialect):
 
 
 def test_input_order_is_detected_without_a_family(tmp_path, target):
-    head = MTP.load(folder_with(tmp_path, whole(target, Reference(target).stored("mimo")), {}), target)
+    head = MTP.load(folder_with(tmp_path, full_checkpoint(target, Reference(target).stored("mimo")), {}), target)
     assert [reading.hidden_first for reading in head.readings] == [True, False] * 4
 
 
@@ -166,7 +166,7 @@ def test_experts_stored_one_by_one_and_norms_around_zero(tmp_path):
         for i, expert in enumerate(experts):
             tensors[f"mtp.layers.0.mlp.experts.{i}.{kind}_proj.weight"] = expert.clone()
     head = MTP.load(folder_with(tmp_path, tensors, {"model_type": "qwen3_next"}), target)
-    torch.testing.assert_close(said_by(head, *columns()), reference.logits(*columns()), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits_of(head, *columns()), reference.logits(*columns()), atol=1e-4, rtol=1e-4)
     plain, drafted = (
         [t for event in generate(target, one, texts(1, 4), GenerationConfig(6)) for t in event.emitted[0]]
         for one in (load_drafter("none", target), load_drafter("mtp", target, head))
@@ -223,7 +223,7 @@ def test_parallel_heads(tmp_path, target):
     assert len(head) == 3 and drafter.taps == (LAYERS - 1,) and not drafter.note
     tokens, trunk = columns()
     for i in range(len(head)):
-        logits = said_by(head, tokens, trunk, i)
+        logits = logits_of(head, tokens, trunk, i)
         torch.testing.assert_close(logits, meta_reference(target, tensors, i, trunk), atol=1e-4, rtol=1e-4)
 
 
@@ -249,7 +249,7 @@ def without(tensors, part):
     ],
 )
 def test_other_files_are_refused(tmp_path, target, change, reason):
-    tensors = whole(target, change(Reference(target).stored("deepseek")))
+    tensors = full_checkpoint(target, change(Reference(target).stored("deepseek")))
     with pytest.raises(ValueError, match=reason):
         MTP.load(folder_with(tmp_path, tensors, {"base_model_name_or_path": "some/llama"}), target)
 
@@ -314,9 +314,9 @@ def test_one_module_is_applied_again_and_again(tmp_path, target, normed):
     observe(drafter, tokens, hidden[:, 1:], [6, 6])
     draft = drafter.propose(Budget(4, 4))
     for row in range(2):
-        wanted = reference.draft(tokens[row, 1:], hidden[row, 1:], 4, normed)
-        assert draft.tokens[row].tolist() == wanted.argmax(-1).tolist()
-        torch.testing.assert_close(draft.confidence[row], wanted.softmax(-1).amax(-1), atol=1e-4, rtol=1e-4)
+        expected = reference.draft(tokens[row, 1:], hidden[row, 1:], 4, normed)
+        assert draft.tokens[row].tolist() == expected.argmax(-1).tolist()
+        torch.testing.assert_close(draft.confidence[row], expected.softmax(-1).amax(-1), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "stacked"])
@@ -339,14 +339,14 @@ def test_drafts_continue_after_ragged_rows(target, kind):
             old = read[row]
             new = tokens[row, 1 : length + 1], hidden[row, 1 : length + 1]
             read[row] = torch.cat([old[0], new[0]]), torch.cat([old[1], new[1]])
-            said, states = read[row]
+            row_text, states = read[row]
             alone.start(1, Sampling(), torch.Generator())
-            observe(alone, F.pad(said, (1, 0))[None], states[None], [len(said)])
-            wanted = alone.propose(Budget(step, 3))
+            observe(alone, F.pad(row_text, (1, 0))[None], states[None], [len(row_text)])
+            expected = alone.propose(Budget(step, 3))
             assert draft.nodes == min(step, 3 if kind != "two" else 2)
-            assert torch.equal(draft.tokens[row], wanted.tokens[0])
+            assert torch.equal(draft.tokens[row], expected.tokens[0])
             if step:
-                torch.testing.assert_close(draft.confidence[row], wanted.confidence[0], atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(draft.confidence[row], expected.confidence[0], atol=1e-4, rtol=1e-4)
     assert drafter.history_bytes > 0
     drafter.release()
     assert drafter.history_bytes == 0
@@ -362,9 +362,9 @@ def test_the_drafts_are_those_of_transformers(tmp_path):
     config = DeepseekV3Config(**{**SIZES, **sizes, "head_dim": 4})
     torch.manual_seed(7)
     target = HFTarget(DeepseekV3ForCausalLM(config).eval().requires_grad_(False), name="some/deepseek")
-    theirs = transformers.modeling_layers.MtpModel(target.model, 2).eval()
-    state = random({n: t for n, t in theirs.state_dict().items() if n.startswith("layers.")}, 0.3)
-    theirs.load_state_dict(state, strict=False)
+    reference = transformers.modeling_layers.MtpModel(target.model, 2).eval()
+    state = random({n: t for n, t in reference.state_dict().items() if n.startswith("layers.")}, 0.3)
+    reference.load_state_dict(state, strict=False)
     tensors = {}
     for name, tensor in state.items():
         _, index, part = name.split(".", 2)
@@ -378,8 +378,8 @@ def test_the_drafts_are_those_of_transformers(tmp_path):
     drafter.observe(Progress(tokens[:, :-1], tokens[:, 1:], [8], hidden))
     draft = drafter.propose(Budget(2, 2))
     cache = transformers.cache_utils.MtpCache(config=config.get_mtp_config())
-    wanted, logits, _ = theirs(tokens[:, 1:], hidden[-1], None, torch.arange(1, 9)[None], cache)
-    assert torch.equal(draft.tokens, wanted)
+    expected, logits, _ = reference(tokens[:, 1:], hidden[-1], None, torch.arange(1, 9)[None], cache)
+    assert torch.equal(draft.tokens, expected)
     torch.testing.assert_close(draft.confidence, logits.softmax(-1).amax(-1), atol=1e-4, rtol=1e-4)
 
 
@@ -414,11 +414,11 @@ def test_one_module_is_trained_as_it_drafts(tmp_path, target):
     reference = Reference(target)
     head = MTP.load(folder_with(tmp_path, reference.stored("deepseek"), {}), target)
     drafter, batch, column = load_drafter("mtp", target, head), example(target, head.tap), 9
-    taught = [(head.logits(state), wanted) for state, wanted in drafter._taught(batch)]
-    said = batch.outputs[0, : column + 1], batch.hidden[head.tap][0, : column + 1]
-    wanted = reference.draft(*said, 3, head.convention.hands_on_normed, batch.outputs[0, column + 1 :])
+    taught = [(head.logits(state), expected) for state, expected in drafter._taught(batch)]
+    prefix = batch.outputs[0, : column + 1], batch.hidden[head.tap][0, : column + 1]
+    expected = reference.draft(*prefix, 3, head.convention.hands_on_normed, batch.outputs[0, column + 1 :])
     for i, (logits, answers) in enumerate(taught):
-        torch.testing.assert_close(logits[0, column], wanted[i], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(logits[0, column], expected[i], atol=1e-4, rtol=1e-4)
         assert torch.equal(answers[0, column], batch.probs[0, column + 1 + i])
 
 
@@ -443,7 +443,7 @@ def test_parallel_heads_are_trained_with_their_trunk():
     tokens = texts(2, 12)
     trunk = model(tokens, output_hidden_states=True).hidden_states[heads.tap]
     for i in range(len(heads)):
-        logits = said_by(heads, tokens, trunk, i)
+        logits = logits_of(heads, tokens, trunk, i)
         F.cross_entropy(logits[:, : -2 - i].flatten(0, 1), tokens[:, 2 + i :].flatten()).backward(retain_graph=True)
     last = model.model.layers[-1]
     assert all(p.grad is None for p in last.parameters())  # head 0 has a loss of its own
@@ -460,7 +460,7 @@ def test_saved_weights_equal_trained_weights(tmp_path, target, kind):
     assert type(again) is type(head) and not any(p.requires_grad for p in again.parameters())
     tokens, hidden = columns()
     for i in range(len(head)):
-        torch.testing.assert_close(said_by(again, tokens, hidden, i), said_by(head, tokens, hidden, i))
+        torch.testing.assert_close(logits_of(again, tokens, hidden, i), logits_of(head, tokens, hidden, i))
     if kind == "parallel":
         params = json.loads((tmp_path / "params.json").read_text())
         assert params.items() >= PARAMS.items()

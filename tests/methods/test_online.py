@@ -76,20 +76,20 @@ def test_it_learns_the_target_distribution_at_accepted_tokens(tiny_llama, monkey
     monkeypatch.setattr(drafter.drafters[0], "loss", lambda batch: (batches.append(batch), loss(batch))[1])
     prompt = PROMPTS[:1] % 16
     text, _ = written(target, drafter, prompt, 100, stop_token_ids=())
-    whole = prompt[0].tolist() + text[0]
+    full_text = prompt[0].tolist() + text[0]
     assert SHORTEST <= batches[0].inputs.shape[1] < batches[-1].inputs.shape[1] == WINDOW
     for batch in batches:
         inputs, outputs = batch.inputs[0].tolist(), batch.outputs[0].tolist()
         assert inputs[1:] == outputs[:-1]
-        end = next(i for i in range(len(whole)) if whole[i : i + len(inputs)] == inputs) + len(inputs)
-        assert outputs[-1] == whole[end]
+        end = next(i for i in range(len(full_text)) if full_text[i : i + len(inputs)] == inputs) + len(inputs)
+        assert outputs[-1] == full_text[end]
         for column in range(len(inputs)):
             place = end - len(inputs) + column
             got = batch.probs[0, column]
             if place < prompt.shape[1]:  # the prompt: nobody asked the target, its text is the lesson
-                assert int(got.argmax()) == whole[place + 1] and float(got.max()) == 1.0
+                assert int(got.argmax()) == full_text[place + 1] and float(got.max()) == 1.0
             else:
-                torch.testing.assert_close(got, target.next_probs(whole[: place + 1]))
+                torch.testing.assert_close(got, target.next_probs(full_text[: place + 1]))
 
 
 def test_earlier_texts_are_read_again(tiny_llama, monkeypatch):

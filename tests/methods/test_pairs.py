@@ -82,8 +82,8 @@ def test_tokenizers_are_compared_by_vocabulary_and_by_what_they_do(stories, tmp_
     described = json.loads(file.read_text(encoding="utf-8"))
     described["model"]["merges"] = described["model"]["merges"][:40]
     file.write_text(json.dumps(described), encoding="utf-8")
-    odd = check_pair(stories, str(tmp_path / "merges"))
-    assert odd.reason.startswith(
+    pair = check_pair(stories, str(tmp_path / "merges"))
+    assert pair.reason.startswith(
         "fits through 100 % shared tokens, 100 % of its own; another tokenizer: it cuts 'Once upon a time, there ' into"
     )
     save(tmp_path / "mute", None, 512)
@@ -106,12 +106,12 @@ def test_the_format_is_checked_too(stories, tmp_path):
 
 
 def test_hub_drafters_are_recognised_by_their_header(stories, monkeypatch, tmp_path):
-    held = {file.name: file.read_bytes() for file in Path(resolve("stories-eagle-3")).iterdir() if file.is_file()}
+    files = {file.name: file.read_bytes() for file in Path(resolve("stories-eagle-3")).iterdir() if file.is_file()}
     pickled = {"config.json": b"{}", "medusa_lm_head.pt": b"x"}
-    with serve({"org/head": held, "org/pickled": pickled}, monkeypatch, tmp_path) as server:
+    with serve({"org/head": files, "org/pickled": pickled}, monkeypatch, tmp_path) as server:
         assert check_pair(stories, "org/head").fits
-        read = [(file, asked) for file, asked in server.requests if file.endswith(".safetensors")]
-        assert read and all(asked for _, asked in read)
+        read = [(file, byte_range) for file, byte_range in server.requests if file.endswith(".safetensors")]
+        assert read and all(byte_range for _, byte_range in read)
         pairs = check_pairs(stories, [("medusa", "org/pickled"), ("eagle", "org/none"), ("eagle", "org/head")])
     assert [(pair.drafter, pair.fits) for pair in pairs] == [
         ("org/head", True),

@@ -48,8 +48,8 @@ def installed(tmp_path_factory):
 
 def test_documented_plug_in_runs_like_a_builtin_method(installed, tmp_path):
     paths = os.pathsep.join([str(installed), str(ROOT)])
-    said = run(sys.executable, "-c", USED, str(tmp_path / "trace.json"), PYTHONPATH=paths).splitlines()[-1]
-    assert json.loads(said) == {"last": "bigram", "offered": True, "knobs": ["longest"], "codes": [0, 2]}
+    printed = run(sys.executable, "-c", USED, str(tmp_path / "trace.json"), PYTHONPATH=paths).splitlines()[-1]
+    assert json.loads(printed) == {"last": "bigram", "offered": True, "knobs": ["longest"], "codes": [0, 2]}
     lane = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["lanes"][1]
     assert lane["method"] == "bigram" and lane["summary"]["drafted"] > 0
 

@@ -29,7 +29,7 @@ def cache(target, tmp_path_factory):
     return folder
 
 
-def held_out(drafter, target, material):
+def validation_loss(drafter, target, material):
     drafter.head.float()
     batch = example(columns(material.held_out, drafter.taps), drafter.taps, target)
     with torch.no_grad():
@@ -42,14 +42,16 @@ def test_training_makes_a_head_guess_better(name, target, cache, tmp_path):
     torch.manual_seed(0)
     drafter = untrained(recipe, target)
     material = gather(target, cache, replace(PLAN, taps=drafter.taps))
-    before, chance = held_out(drafter, target, material)
+    before, chance = validation_loss(drafter, target, material)
     ticks = list(train_head(drafter, target, material, tmp_path, 1.2, batch_tokens=384, clock=ticking()))
-    after, metrics = held_out(drafter, target, material)
+    after, metrics = validation_loss(drafter, target, material)
     assert float(after) < float(before)
     assert metrics["agree_1"] > chance["agree_1"]
     save_head(drafter, target, tmp_path, ticks[-1].history, material, recipe=name, minutes=1.2)
     again = load_drafter(recipe.method, target, str(tmp_path))
-    torch.testing.assert_close(held_out(again, target, material)[0], after, atol=0.05, rtol=0.02)  # saved in bf16
+    torch.testing.assert_close(
+        validation_loss(again, target, material)[0], after, atol=0.05, rtol=0.02
+    )  # saved in bf16
 
 
 def test_a_stopped_run_ends_as_one_that_never_stopped(target, cache, tmp_path):
@@ -65,22 +67,22 @@ def test_a_stopped_run_ends_as_one_that_never_stopped(target, cache, tmp_path):
         ticks.close()
         return drafter.head.state_dict()
 
-    whole = run(tmp_path / "whole", None)
+    uninterrupted = run(tmp_path / "whole", None)
     run(tmp_path / "parts", 5)
     parts = run(tmp_path / "parts", None)
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert all(torch.equal(uninterrupted[name], parts[name]) for name in uninterrupted)
 
 
 def test_the_page_hears_every_step_and_the_folder(target, tmp_path, monkeypatch):
     monkeypatch.setattr("specdemo.methods.recipes.load_target", lambda name, kernels: target)
     monkeypatch.setattr("specdemo.methods.recipes._plan", lambda drafter, minutes: PLAN)
-    heard = []
-    for said in train_live("medusa", 30.0, tmp_path, cancelled=lambda: len(heard) > 6):
-        heard.append(said)
-    steps = [said for said in heard if "step" in said]
-    assert [said["step"] for said in steps] == list(range(len(steps)))
+    messages = []
+    for message in train_live("medusa", 30.0, tmp_path, cancelled=lambda: len(messages) > 6):
+        messages.append(message)
+    steps = [message for message in messages if "step" in message]
+    assert [message["step"] for message in steps] == list(range(len(steps)))
     assert steps[-1]["of_seconds"] == 1800.0 and steps[-1]["loss"] > 0.0
-    assert heard[-1] == {"done": True, "folder": str(tmp_path)}
+    assert messages[-1] == {"done": True, "folder": str(tmp_path)}
     assert load_drafter("medusa", target, str(tmp_path))
 
 

@@ -14,7 +14,7 @@ from specdemo.models.toy import ToyTarget
 from tests.models.tiny import VOCABULARY, build, texts
 
 
-def told(text, target=None, **options):
+def drafter_after(text, target=None, **options):
     """A drafter that has seen one text."""
     drafter = load_drafter("suffix", target or ToyTarget(64), **options)
     drafter.start(1, Sampling(), torch.Generator())
@@ -24,7 +24,7 @@ def told(text, target=None, **options):
 
 
 def propose(text, k, nodes=0, **options):
-    return told(text, nodes=nodes, **options).propose(Budget(k, max(k, nodes)))
+    return drafter_after(text, nodes=nodes, **options).propose(Budget(k, max(k, nodes)))
 
 
 def drafted(*args, **options):
@@ -115,10 +115,10 @@ def test_the_tree_counts_every_piece():
     assert not tree._root.children
 
 
-def following(whole, growing, length):
+def following(texts, growing, length):
     """What followed the last `length` tokens of a text, in it and in others -> how often."""
     end = growing[-length:]
-    pairs = [(t[i : i + length], t[i + length]) for t in (*whole, growing) for i in range(len(t) - length)]
+    pairs = [(t[i : i + length], t[i + length]) for t in (*texts, growing) for i in range(len(t) - length)]
     return Counter(token for piece, token in pairs if piece == end)
 
 
@@ -144,7 +144,7 @@ def test_earlier_outputs_are_used_only_on_request():
 
 def test_only_answers_are_remembered_and_only_long_ones():
     target = ToyTarget(64)
-    told([1, 2, 3] * 10, target, remember=True).release()  # a prompt of 29, an answer of one token
+    drafter_after([1, 2, 3] * 10, target, remember=True).release()  # a prompt of 29, an answer of one token
     assert propose([1, 2], 3, target=target, remember=True).nodes == 0
 
 
@@ -152,7 +152,7 @@ def test_the_oldest_answer_is_forgotten(monkeypatch):
     monkeypatch.setattr(suffix, "REMEMBERED", 2)
     target = ToyTarget(64)
     for start in (10, 30, 50):
-        drafter = told([0, start], target, remember=True, max_depth=3)
+        drafter = drafter_after([0, start], target, remember=True, max_depth=3)
         ids = torch.arange(start, start + suffix.SHORTEST)[None]
         drafter.observe(Progress(ids[:, :-1], ids[:, 1:], [suffix.SHORTEST - 1]))
         drafter.release()
@@ -175,9 +175,9 @@ def test_greedy_text_is_the_targets_own(options):
     target = HFTarget(build("llama"))
     prompts = texts(3, 4).repeat(1, 3)
     config = GenerationConfig(30, budget=Budget(5, 12), stop_token_ids=())
-    wanted = rows_of(list(generate(target, load_drafter("none", target), prompts, config)))
+    expected = rows_of(list(generate(target, load_drafter("none", target), prompts, config)))
     for _ in range(2):  # with and without something to remember
         events = list(generate(target, load_drafter("suffix", target, **options), prompts, config))
-        assert rows_of(events) == wanted
+        assert rows_of(events) == expected
         assert accepted(events) > 0
     assert all(t < VOCABULARY for e in events for t in e.drafted[0])

@@ -26,7 +26,7 @@ def events(target, drafter, prompts=PROMPTS, temperature=0.0, tokens=400, k=4, s
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
-    ("rates", "wanted"),
+    ("rates", "expected"),
     [
         ("0.8,0.75,0.7", [0.8, 0.75, 0.7, 0.7]),
         ("0.6", [0.6] * 4),
@@ -34,28 +34,28 @@ def events(target, drafter, prompts=PROMPTS, temperature=0.0, tokens=400, k=4, s
         ("1,1,0", [1, 1, 0]),
     ],
 )
-def test_acceptance_follows_the_given_rates(rates, wanted, temperature):
+def test_acceptance_follows_the_given_rates(rates, expected, temperature):
     target = ToyTarget(61, seed=1)
-    said = events(target, load_drafter("synthetic", target, rates=rates), PROMPTS.repeat(8, 1), temperature)
-    steps = [Step.of(event, row) for event in said[1:] for row in range(24)]
-    kept_of = [step.kept for step in steps if step.depth == 4]  # at the end of a text there is room for less
-    for depth, rate in enumerate(wanted):
-        tries, kept = (sum(kept >= n for kept in kept_of) for n in (depth, depth + 1))
-        assert tries > 500 and binomtest(kept, tries, rate).pvalue > 1e-3, (depth, kept / tries)
+    steps_seen = events(target, load_drafter("synthetic", target, rates=rates), PROMPTS.repeat(8, 1), temperature)
+    steps = [Step.of(event, row) for event in steps_seen[1:] for row in range(24)]
+    accepted_counts = [step.kept for step in steps if step.depth == 4]  # at the end of a text there is room for less
+    for depth, rate in enumerate(expected):
+        tries, accepted = (sum(accepted >= n for accepted in accepted_counts) for n in (depth, depth + 1))
+        assert tries > 500 and binomtest(accepted, tries, rate).pvalue > 1e-3, (depth, accepted / tries)
 
 
 def test_correction_is_the_target_token():
     """The text is the prompt again, and wherever a draft is refused what the target says to all that was written."""
     target = ToyTarget(61, seed=1)
-    said = events(target, load_drafter("synthetic", target, rates="0.7"), PROMPTS[:1])
+    steps_seen = events(target, load_drafter("synthetic", target, rates="0.7"), PROMPTS[:1])
     text = PROMPTS[0].tolist()
-    for event in said:
-        *kept, own = event.emitted[0]
-        assert kept == event.drafted[0][: len(kept)]
-        assert own == int(target.next_probs(text + kept).argmax())
+    for event in steps_seen:
+        *accepted, own = event.emitted[0]
+        assert accepted == event.drafted[0][: len(accepted)]
+        assert own == int(target.next_probs(text + accepted).argmax())
         text += event.emitted[0]
-    copied = [token for event in said[1:] for token in event.drafted[0]]
-    assert set(copied) <= set(PROMPTS[0].tolist()) and all(event.notes["by_chance"] for event in said[1:])
+    copied = [token for event in steps_seen[1:] for token in event.drafted[0]]
+    assert set(copied) <= set(PROMPTS[0].tolist()) and all(event.notes["by_chance"] for event in steps_seen[1:])
 
 
 def test_a_draft_of_another_method_costs_what_it_costs(tiny_llama):
@@ -63,10 +63,10 @@ def test_a_draft_of_another_method_costs_what_it_costs(tiny_llama):
     target = HFTarget(tiny_llama(61))
     for name, given in (("draft_model", tiny_llama(61)), ("lookahead", None)):
         drafter = load_drafter("synthetic", target, given, drafter=name, rates="0.9")
-        said = events(target, drafter, tokens=60)
+        steps_seen = events(target, drafter, tokens=60)
         assert drafter.weight_bytes == (target.weight_bytes if given else 0)
-        assert all(event.parents[row] == [*range(len(event.parents[row]))] for event in said for row in range(3))
-        assert any(len(path) > 1 for event in said[1:] for path in event.path)
+        assert all(event.parents[row] == [*range(len(event.parents[row]))] for event in steps_seen for row in range(3))
+        assert any(len(path) > 1 for event in steps_seen[1:] for path in event.path)
 
 
 def test_the_seed_repeats_it():

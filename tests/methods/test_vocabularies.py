@@ -61,20 +61,20 @@ def model(tokenizer, seed):
     return HFTarget(LlamaForCausalLM(config).eval().requires_grad_(False), tokenizer, f"model {seed}")
 
 
-OURS = ("Ã", "©", "Ġa", "Ġab", "ab", "Ġabc", "cd")
-THEIRS = ("▁a", "▁ab", "ab", "▁abd", "▁b")
+TARGET_WORDS = ("Ã", "©", "Ġa", "Ġab", "ab", "Ġabc", "cd")
+DRAFT_WORDS = ("▁a", "▁ab", "ab", "▁abd", "▁b")
 
 
 @pytest.fixture(scope="module")
 def pair():
-    return model(byte_level(*OURS), 1), model(sentence_piece(*THEIRS), 2)
+    return model(byte_level(*TARGET_WORDS), 1), model(sentence_piece(*DRAFT_WORDS), 2)
 
 
 def test_tokens_are_shared_by_what_they_write(pair):
     bridge = Bridge(*pair)
     words = pair[0].tokenizer.convert_ids_to_tokens(bridge.shared.tolist())
-    theirs = pair[1].tokenizer.convert_ids_to_tokens(bridge.there.tolist())
-    assert dict(zip(words, theirs, strict=True)) == {
+    draft_tokens = pair[1].tokenizer.convert_ids_to_tokens(bridge.there.tolist())
+    assert dict(zip(words, draft_tokens, strict=True)) == {
         "<end>": "</s>", **{c: c for c in LETTERS}, "Ġ": "▁", "Ã": "<0xC3>", "©": "<0xA9>",
         "Ġa": "▁a", "Ġab": "▁ab", "ab": "ab",
     }  # fmt: skip
@@ -146,8 +146,8 @@ def test_equal_model_with_another_vocabulary_is_accepted(pair):
     for temperature in (0.0, 1.0):
         config = GenerationConfig(40, Sampling(temperature), Budget(3, 3), stop_token_ids=())
         events = [e for e in generate(first, drafter, ids, config) if e.index]
-        kept = sum(len(e.path[0]) - 1 for e in events) / sum(len(e.drafted[0]) for e in events)
-        assert kept == 1.0
+        accepted = sum(len(e.path[0]) - 1 for e in events) / sum(len(e.drafted[0]) for e in events)
+        assert accepted == 1.0
 
 
 def test_sampling_is_exact(pair, way):
@@ -174,7 +174,7 @@ def shipped():
 def test_the_shipped_pair_writes_the_targets_text(shipped):
     target, drafter, budget = shipped
     assert "drafts the shared tokens alone. Shared are 76 % of the target's tokens" in drafter.note
-    kept = 0
+    accepted = 0
     for prompt in PROMPTS[:3]:
         ids = torch.tensor([encode(target.tokenizer, prompt, target.max_length)])
         plain, drafted = (
@@ -182,8 +182,8 @@ def test_the_shipped_pair_writes_the_targets_text(shipped):
             for of in (load_drafter("none", target), drafter)
         )
         assert [t for e in drafted for t in e.emitted[0]] == [t for e in plain for t in e.emitted[0]]
-        kept += sum(len(e.path[0]) - 1 for e in drafted)
-    assert kept > 3 * 32 / 3  # a third of the text is the draft's at least
+        accepted += sum(len(e.path[0]) - 1 for e in drafted)
+    assert accepted > 3 * 32 / 3  # a third of the text is the draft's at least
 
 
 def test_the_shipped_pair_samples_as_its_target(shipped):

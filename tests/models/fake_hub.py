@@ -35,16 +35,16 @@ class FakeHub:
             return
         files = self.repositories[repository]
         if tree:
-            said = [{"type": "file", "path": f, "size": len(b), "oid": str(hash(b))} for f, b in files.items()]
+            listing = [{"type": "file", "path": f, "size": len(b), "oid": str(hash(b))} for f, b in files.items()]
         else:
-            said = {"id": repository, "modelId": repository, "sha": SHA, **self.cards.get(repository, {})}
-            said["siblings"] = [{"rfilename": f, "size": len(b)} for f, b in files.items()]
+            listing = {"id": repository, "modelId": repository, "sha": SHA, **self.cards.get(repository, {})}
+            listing["siblings"] = [{"rfilename": f, "size": len(b)} for f, b in files.items()]
             if repository in self.numbers:
-                said["safetensors"] = {
+                listing["safetensors"] = {
                     "parameters": {"F32": self.numbers[repository]},
                     "total": self.numbers[repository],
                 }
-        self._send(handler, 200, json.dumps(said).encode(), {"Content-Type": "application/json"}, True)
+        self._send(handler, 200, json.dumps(listing).encode(), {"Content-Type": "application/json"}, True)
 
     def _file(self, handler, repository, revision, file, body):
         if self._refused(handler, repository, revision, True):
@@ -54,13 +54,13 @@ class FakeHub:
             self._refuse(handler, 404, "EntryNotFound")
             return
         headers = {"ETag": f'"{abs(hash((repository, file)))}"', "X-Repo-Commit": SHA, "Accept-Ranges": "bytes"}
-        asked = handler.headers.get("Range")
-        start = int(asked.removeprefix("bytes=").partition("-")[0]) if asked else 0
-        if asked:
+        byte_range = handler.headers.get("Range")
+        start = int(byte_range.removeprefix("bytes=").partition("-")[0]) if byte_range else 0
+        if byte_range:
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
         if body:
-            self.requests.append((file, asked))
-        self._send(handler, 206 if asked else 200, content[start:], headers, body, file)
+            self.requests.append((file, byte_range))
+        self._send(handler, 206 if byte_range else 200, content[start:], headers, body, file)
 
     def _refused(self, handler, repository, revision, download):
         if repository not in self.repositories:

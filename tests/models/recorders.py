@@ -10,13 +10,13 @@ class Replayed:
 
     def __call__(self, run):
         self.recorded += 1
-        kept = run()
+        results = run()
 
         def replay():
             self.replayed += 1
-            for into, said in zip(kept, run(), strict=True):
-                into.copy_(said)
-            return kept
+            for into, result in zip(results, run(), strict=True):
+                into.copy_(result)
+            return results
 
         return replay
 
@@ -27,6 +27,6 @@ def failing(run):
 
 def forgetful(run):
     """Replays what it recorded, whatever the input."""
-    said = run()
-    said[0].zero_()
-    return lambda: said
+    result = run()
+    result[0].zero_()
+    return lambda: result

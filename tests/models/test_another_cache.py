@@ -30,13 +30,13 @@ def test_half_precision_cache_is_close(half, monkeypatch):
     prompts, following = texts(2, 13), texts(2, 4, seed=1)
     parents = torch.tensor([[0, 0, 1], [0, 1, 2]])
     half.start(prompts)
-    said, held = half.forward(following, parents).logits, half.history_bytes
+    logits, size = half.forward(following, parents).logits, half.history_bytes
     monkeypatch.setattr(specdemo.models.target, "SlabCache", SlabCache)
-    whole = HFTarget(half.model)
-    whole.start(prompts)
-    expected = whole.forward(following, parents).logits
-    assert whole.history_bytes == 2 * held
-    assert 0 < (said - expected).norm() < 0.02 * expected.norm()
+    reference = HFTarget(half.model)
+    reference.start(prompts)
+    expected = reference.forward(following, parents).logits
+    assert reference.history_bytes == 2 * size
+    assert 0 < (logits - expected).norm() < 0.02 * expected.norm()
 
 
 @pytest.mark.parametrize("name", ["ngram", "draft_model", "medusa", "eagle", "layer_skip"])

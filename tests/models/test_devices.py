@@ -150,12 +150,12 @@ class Counting(Kind):
     """A CPU that counts as a GPU's allocator does: 700 MB are somebody else's, and 5 MB come and go in every step."""
 
     def allocated(self, device):
-        return 700_000_000 + self.held()
+        return 700_000_000 + self.in_use()
 
     def peak(self, device):
-        return 705_000_000 + self.held()
+        return 705_000_000 + self.in_use()
 
-    def held(self):
+    def in_use(self):
         return max((lane._held for lane in Counting.lanes), default=0)
 
 
@@ -190,8 +190,8 @@ def test_missing_linear_attention_kernels_are_reported(monkeypatch):
 
     config = Qwen3_5TextConfig(num_hidden_layers=4)
     assert "linear_attention" in config.layer_types
-    told = "its linear attention runs without its own kernels; pip install flash-linear-attention makes it faster"
-    assert unhastened(config, torch.device("cuda")) == told
+    note = "its linear attention runs without its own kernels; pip install flash-linear-attention makes it faster"
+    assert unhastened(config, torch.device("cuda")) == note
     assert unhastened(config, torch.device("cpu")) == ""
     monkeypatch.setattr("specdemo.models.fused.find_spec", lambda package: package)
     assert unhastened(config, torch.device("cuda")) == ""

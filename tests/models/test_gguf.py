@@ -26,26 +26,26 @@ def test_gguf_round_trip(file):
     model = llama(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False, rms_norm_eps=1e-5)
     write_gguf(model, WORDS, file)
     read = gguf.GGUFReader(file)
-    told = {name: field.contents() for name, field in read.fields.items()}
-    assert told["llama.attention.head_count_kv"] == 2 and told["llama.rope.dimension_count"] == 8
-    assert told["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(1e-5)
-    assert told["tokenizer.ggml.tokens"][7] == "t7" and told["tokenizer.ggml.eos_token_id"] == 2
-    assert [number for number, kind in enumerate(told["tokenizer.ggml.token_type"]) if kind == 3] == [2]
-    held = {tensor.name: torch.tensor(tensor.data) for tensor in read.tensors}
-    assert len(held) == 3 + 2 * 9
+    fields = {name: field.contents() for name, field in read.fields.items()}
+    assert fields["llama.attention.head_count_kv"] == 2 and fields["llama.rope.dimension_count"] == 8
+    assert fields["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(1e-5)
+    assert fields["tokenizer.ggml.tokens"][7] == "t7" and fields["tokenizer.ggml.eos_token_id"] == 2
+    assert [number for number, kind in enumerate(fields["tokenizer.ggml.token_type"]) if kind == 3] == [2]
+    tensors = {tensor.name: torch.tensor(tensor.data) for tensor in read.tensors}
+    assert len(tensors) == 3 + 2 * 9
     layer = model.model.layers[1]
-    assert held["output.weight"].equal(model.lm_head.weight)
-    assert held["blk.1.attn_v.weight"].equal(layer.self_attn.v_proj.weight)
-    keys = held["blk.1.attn_k.weight"].view(2, 4, 2, 32)  # of a head, pairs that are turned together are neighbours
+    assert tensors["output.weight"].equal(model.lm_head.weight)
+    assert tensors["blk.1.attn_v.weight"].equal(layer.self_attn.v_proj.weight)
+    keys = tensors["blk.1.attn_k.weight"].view(2, 4, 2, 32)  # of a head, pairs that are turned together are neighbours
     assert keys.transpose(1, 2).reshape(16, 32).equal(layer.self_attn.k_proj.weight)
 
 
 def test_norms_stay_float32_in_half_precision(file):
     model = llama(num_attention_heads=4, tie_word_embeddings=True).to(torch.bfloat16)
     write_gguf(model, WORDS, file)
-    held = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
-    assert "output.weight" not in held and held["output_norm.weight"].tensor_type == gguf.GGMLQuantizationType.F32
-    down = held["blk.0.ffn_down.weight"]
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    assert "output.weight" not in tensors and tensors["output_norm.weight"].tensor_type == gguf.GGMLQuantizationType.F32
+    down = tensors["blk.0.ffn_down.weight"]
     assert down.tensor_type == gguf.GGMLQuantizationType.BF16 and list(down.shape) == [48, 32]
     assert torch.tensor(down.data).view(torch.bfloat16).equal(model.model.layers[0].mlp.down_proj.weight)
 

@@ -41,7 +41,7 @@ def test_replays_equal_eager_for_trees_chains_and_ragged_rows(name, rows):
     recorder = Replayed()
     plain, recorded = fast(name), fast(name, recorder)
     assert recorded.kernels == plain.kernels + ", graphs"
-    kept = []
+    lengths = []
     for step, slots in enumerate((9, 7, 1, 4, 7, 10)):
         forwards = []
         for target in (plain, recorded):
@@ -53,23 +53,23 @@ def test_replays_equal_eager_for_trees_chains_and_ragged_rows(name, rows):
         torch.testing.assert_close(forwards[1].logits, forwards[0].logits, rtol=1e-4, atol=2e-4)
         for tap in TAPS:
             torch.testing.assert_close(forwards[1].hidden[tap], forwards[0].hidden[tap], rtol=1e-4, atol=2e-4)
-        kept.append((forwards[1].logits, forwards[1].logits.clone()))
+        lengths.append((forwards[1].logits, forwards[1].logits.clone()))
     assert recorder.recorded == 4  # of trees of 8 slots, and of chains of 1, 4 and 12
-    for result, as_it_was in kept:
+    for result, as_it_was in lengths:
         assert torch.equal(result, as_it_was), "a later replay wrote over it"
 
 
 def test_a_text_after_another_needs_no_recording():
     recorder = Replayed()
     target = fast(recorder=recorder)
-    said = []
+    outputs = []
     for _ in range(2):
         target.start(texts(1, 9), reserve=20)
-        said.append(target.forward(texts(1, 5, 1), chain(1, 4)).logits)
+        outputs.append(target.forward(texts(1, 5, 1), chain(1, 4)).logits)
         target.release()
         assert target.length == []
     assert recorder.recorded == 1
-    assert torch.equal(*said)
+    assert torch.equal(*outputs)
 
 
 def test_growing_the_cache_captures_again(monkeypatch):
@@ -106,11 +106,11 @@ def test_passes_wider_than_the_widest_run_as_they_are():
     recorder = Replayed()
     plain, target = fast(), fast(recorder=recorder)
     slots = WIDTHS[-1] + 1
-    said = []
+    outputs = []
     for each in (plain, target):
         each.start(texts(1, 9))
-        said.append(each.forward(texts(1, slots), chain(1, slots - 1)).logits)
-    torch.testing.assert_close(said[1], said[0])
+        outputs.append(each.forward(texts(1, slots), chain(1, slots - 1)).logits)
+    torch.testing.assert_close(outputs[1], outputs[0])
     assert recorder.recorded == 0
 
 
@@ -124,11 +124,11 @@ def test_passes_wider_than_the_widest_run_as_they_are():
 def test_failed_capture_falls_back_to_eager_with_a_note(recorder, reason):
     plain, target = fast(), fast(recorder=recorder)
     for _ in range(2):
-        said = []
+        outputs = []
         for each in (plain, target):
             each.start(texts(1, 9))
-            said.append(each.forward(texts(1, 5), chain(1, 4)).logits)
-        torch.testing.assert_close(said[1], said[0])
+            outputs.append(each.forward(texts(1, 5), chain(1, 4)).logits)
+        torch.testing.assert_close(outputs[1], outputs[0])
     assert reason in target.note
     assert target.kernels == plain.kernels
 
@@ -138,15 +138,15 @@ def test_failed_capture_falls_back_to_eager_with_a_note(recorder, reason):
 def test_models_of_transformers_own_layers_and_with_windows_are_recorded_too(name, rows):
     plain, target = HFTarget(build(name)), HFTarget(build(name), recorder=Replayed())
     for step, slots in enumerate((13, 7, 1, 4, 7)):
-        said = []
+        outputs = []
         for each in (plain, target):
             tokens = texts(rows, slots, step)
             parents = TREE.expand(rows, -1) if slots == 7 else chain(rows, slots - 1)
-            said.append(each.forward(tokens, parents, (1,)) if step else each.start(tokens, (1,)))
+            outputs.append(each.forward(tokens, parents, (1,)) if step else each.start(tokens, (1,)))
             if step:
                 each.commit([[0, 2, 5][: 1 + (row if slots == 7 else 0)] for row in range(rows)])
-        torch.testing.assert_close(said[1].logits, said[0].logits, rtol=1e-4, atol=5e-4)
-        torch.testing.assert_close(said[1].hidden[1], said[0].hidden[1], rtol=1e-4, atol=5e-4)
+        torch.testing.assert_close(outputs[1].logits, outputs[0].logits, rtol=1e-4, atol=5e-4)
+        torch.testing.assert_close(outputs[1].hidden[1], outputs[0].hidden[1], rtol=1e-4, atol=5e-4)
     assert target.note == ""
     assert target.kernels == "transformers, graphs"
 
@@ -178,11 +178,11 @@ def test_passes_can_be_compiled_first(monkeypatch):
         torch, "compile", lambda f, _compile=torch.compile, **how: passes.append(f) or _compile(f, **how)
     )
     plain, target = fast(), fast(recorder=Replayed())
-    said = []
+    outputs = []
     for each in (plain, target):
         each.start(texts(1, 9), TAPS)
-        said.append(each.forward(texts(1, 7, 1), TREE, TAPS))
-    torch.testing.assert_close(said[1].logits, said[0].logits, rtol=1e-4, atol=2e-4)
+        outputs.append(each.forward(texts(1, 7, 1), TREE, TAPS))
+    torch.testing.assert_close(outputs[1].logits, outputs[0].logits, rtol=1e-4, atol=2e-4)
     assert len(passes) == 1
     assert target.note == ""
 

@@ -24,9 +24,9 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
     build("llama").save_pretrained(folder, max_shard_size="30KB")
     byte_level().save_pretrained(folder)
-    held = {file.name: file.read_bytes() for file in folder.iterdir()}
+    contents = {file.name: file.read_bytes() for file in folder.iterdir()}
     others = ("consolidated.safetensors", "original/model.safetensors", "pytorch_model.bin", "modeling_tiny.py")
-    return held | dict.fromkeys((*others, "README.md", "training_args.bin"), b"not to be fetched")
+    return contents | dict.fromkeys((*others, "README.md", "training_args.bin"), b"not to be fetched")
 
 
 @pytest.fixture
@@ -46,17 +46,17 @@ def weights(files):
 
 def test_only_needed_files_are_fetched(server, files):
     assert len(weights(files)) > 2
-    said = []
-    loaded = load_model("org/tiny@v1", progress=lambda share, what: said.append((share, what)))
+    messages = []
+    loaded = load_model("org/tiny@v1", progress=lambda share, what: messages.append((share, what)))
     assert loaded.name == "org/tiny@v1" and loaded.tokenizer is not None
     prompt = texts(1, 9)
     torch.testing.assert_close(fresh(loaded.model, prompt[0].tolist()), fresh(build("llama"), prompt[0].tolist()))
     fetched = {file for file, _ in server.requests}
     assert {*weights(files), "config.json", "tokenizer.json", "model.safetensors.index.json"} <= fetched
     assert not fetched & {"consolidated.safetensors", "original/model.safetensors", "pytorch_model.bin", "README.md"}
-    shares = [share for share, _ in said]
+    shares = [share for share, _ in messages]
     assert shares == sorted(shares) and shares[-1] == 1.0
-    assert any(re.match(r"downloading org/tiny@v1: [\d.]+ MB of [\d.]+ MB", what) for _, what in said)
+    assert any(re.match(r"downloading org/tiny@v1: [\d.]+ MB of [\d.]+ MB", what) for _, what in messages)
 
 
 def test_cached_model_needs_no_network(server, monkeypatch):
@@ -73,7 +73,7 @@ def test_a_cut_connection_goes_on_where_it_broke_off(server, files):
     shard = weights(files)[0]
     server.cuts[shard] = 5000
     load_model("org/tiny")
-    ranges = [asked for file, asked in server.requests if file == shard]
+    ranges = [byte_range for file, byte_range in server.requests if file == shard]
     assert len(ranges) == 2 and re.match(r"bytes=(\d+)-", ranges[1])
     assert 0 < int(ranges[1].removeprefix("bytes=").rstrip("-")) <= 5000
 

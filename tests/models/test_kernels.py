@@ -63,11 +63,11 @@ def test_first_layers_alone_are_equal(packing):
     model = build("llama")
     untouched = HFTarget(copy.deepcopy(model))
     hasten(model)
-    said = []
+    outputs = []
     for target in (untouched, HFTarget(model)):
         target.start(texts(1, 6))
-        said.append(target.shallow(texts(1, 1, 5), 2))
-    torch.testing.assert_close(said[1], said[0], rtol=1e-4, atol=2e-4)
+        outputs.append(target.shallow(texts(1, 1, 5), 2))
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-4, atol=2e-4)
 
 
 def test_a_deep_copy_can_be_trained_and_leaves_the_original_alone(packing):

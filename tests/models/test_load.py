@@ -70,8 +70,8 @@ def test_a_model_that_transformers_knows_by_its_eyes_alone_loads(tmp_path):
     assert target.supports_trees and outline(str(tmp_path)).num_layers == 3
     drafter = load_drafter("ngram", target)
     events = generate(target, drafter, prompt, GenerationConfig(24, budget=Budget(4, 4), stop_token_ids=()))
-    wanted = model.generate(prompt, max_new_tokens=24, do_sample=False, eos_token_id=None)
-    assert [token for event in events for token in event.emitted[0]] == wanted[0, 9:].tolist()
+    expected = model.generate(prompt, max_new_tokens=24, do_sample=False, eos_token_id=None)
+    assert [token for event in events for token in event.emitted[0]] == expected[0, 9:].tolist()
 
 
 def test_a_saved_folder_loads(folder):
@@ -316,12 +316,12 @@ def test_layers_that_lie_elsewhere_make_no_difference(folder, tmp_path):
     spread = LlamaForCausalLM.from_pretrained(folder, device_map=places, offload_folder=tmp_path)
     assert placed(spread) == "cpu: embed_tokens, norm, rotary_emb, layers 0, layers 2; disk: lm_head, layers 1"
     prompt, config = texts(1, 12), GenerationConfig(20, budget=Budget(4, 4))
-    said = []
+    outputs = []
     for model in (load_target(str(folder)).model, spread):
         target = HFTarget(model)
         events = list(generate(target, load_drafter("layer_skip", target, exit_layer=2), prompt, config))
-        said.append([token for event in events for token in event.emitted[0]])
-    assert said[0] == said[1]
+        outputs.append([token for event in events for token in event.emitted[0]])
+    assert outputs[0] == outputs[1]
 
 
 @pytest.fixture(scope="module")
@@ -352,13 +352,13 @@ def test_a_quantised_target_keeps_to_its_own_plain_lane(wider, quantization):
     for table in (target.lm_head, target.embed):  # heads share them
         assert table.weight.dtype == torch.float32
     counted = measure(Path(wider), Precision(torch.float32, {"4bit": 4, "8bit": 8}[quantization])).weights
-    whole = measure(Path(wider), Precision(torch.float32)).weights
-    assert counted < 0.6 * whole
+    full_size = measure(Path(wider), Precision(torch.float32)).weights
+    assert counted < 0.6 * full_size
     config = GenerationConfig(40, budget=Budget(4, 4))
-    said = []
+    outputs = []
     for method, model in (("none", None), ("ngram", None), ("draft_model", wider)):
         steps = generate(target, load_drafter(method, target, model), texts(1, 12), config)
         events = list(steps)
-        said.append([token for event in events for token in event.emitted[0]])
-    assert said[1] == said[0] and said[2] == said[0]
+        outputs.append([token for event in events for token in event.emitted[0]])
+    assert outputs[1] == outputs[0] and outputs[2] == outputs[0]
     assert len(events) < 40  # drafts of the whole weights are taken

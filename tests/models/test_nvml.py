@@ -20,12 +20,12 @@ class Library:
         return 0
 
     def __getitem__(self, function):
-        def ask(handle, *arguments):
+        def call(handle, *arguments):
             clock = function == "nvmlDeviceGetClockInfo"
             arguments[-1]._obj.value = next(self.mhz) if clock else self.limits
             return int(function in self.fails)
 
-        return ask
+        return call
 
 
 @pytest.mark.parametrize(

@@ -70,17 +70,17 @@ def turn(target, prompt, seed=1, taps=TAPS):
     return text
 
 
-def asked(text, seed=9):
+def ids_of(text, seed=9):
     return torch.cat([text, texts(1, QUESTION, seed=seed)], 1)
 
 
 def same(target, text, taps=TAPS, **named):
     """The target says after the text what a fresh one says."""
-    said, expected = target.start(text, taps, **named), HFTarget(target.model).start(text, taps)
-    close(said.logits, expected.logits)
-    assert said.hidden.keys() == expected.hidden.keys()
+    forward, expected = target.start(text, taps, **named), HFTarget(target.model).start(text, taps)
+    close(forward.logits, expected.logits)
+    assert forward.hidden.keys() == expected.hidden.keys()
     for tap, hidden in expected.hidden.items():
-        close(said.hidden[tap], hidden)
+        close(forward.hidden[tap], hidden)
     following = texts(1, 1, seed=99)
     logits = target.forward(following, following[:, 1:], taps).logits[0, 0]
     close(logits, fresh(target.model, [*text[0].tolist(), *following[0].tolist()]))
@@ -91,7 +91,7 @@ def test_the_next_turns_are_read_from_where_they_are_new(model, fed):
     target = Remembering(weights)
     text = turn(target, texts(1, PROMPT))
     for seed in (20, 30):
-        prompt = asked(text, seed)
+        prompt = ids_of(text, seed)
         fed.clear()
         same(target, prompt)
         at_once = name in TREES or target._at_once  # some read on one token at a time
@@ -103,7 +103,7 @@ def test_the_next_turns_are_read_from_where_they_are_new(model, fed):
 
 def test_an_answer_that_was_written_otherwise_is_read_from_there(target, fed):
     text = turn(target, texts(1, PROMPT))
-    prompt = asked(text)
+    prompt = ids_of(text)
     prompt[0, PROMPT + 1] = (prompt[0, PROMPT + 1] + 1) % VOCABULARY
     fed.clear()
     same(target, prompt)
@@ -113,11 +113,11 @@ def test_an_answer_that_was_written_otherwise_is_read_from_there(target, fed):
 def test_a_replayed_answer_that_was_written_otherwise_is_read_from_a_snapshot_or_from_the_start():
     target = Remembering(build("gpt_neo"))
     text = turn(target, texts(1, PROMPT))
-    for place, kept in ((PROMPT + ANSWER - 1, PROMPT + ANSWER - 2), (PROMPT + 1, 0)):  # the last pass, the one before
-        prompt = asked(text)
+    for place, cached in ((PROMPT + ANSWER - 1, PROMPT + ANSWER - 2), (PROMPT + 1, 0)):  # the last pass, the one before
+        prompt = ids_of(text)
         prompt[0, place] = (prompt[0, place] + 1) % VOCABULARY
         same(target, prompt)
-        assert target.kept == kept
+        assert target.kept == cached
         text = turn(target, text[:, :PROMPT])
 
 
@@ -151,16 +151,16 @@ def test_cropped_tokens_are_not_cached(target):
     target.commit([[0, 1]])
     target.crop([PROMPT + 2])
     target.release()
-    same(target, asked(torch.cat([text, guess[:, :1], other], 1)))
+    same(target, ids_of(torch.cat([text, guess[:, :1], other], 1)))
     assert target.kept == PROMPT + 2
 
 
 def test_other_taps_other_texts_and_batches_are_read_from_their_start(target):
     text = turn(target, texts(1, PROMPT))
-    same(target, asked(text), (1, *TAPS))
+    same(target, ids_of(text), (1, *TAPS))
     assert target.kept == 0
     target.release()
-    same(target, asked(text), (2,))  # some of those that were kept
+    same(target, ids_of(text), (2,))  # some of those that were kept
     assert target.kept == text.shape[1] + QUESTION - 1
     target.release()
     same(target, (texts(1, PROMPT) + 1) % VOCABULARY)
@@ -179,7 +179,7 @@ def test_other_taps_other_texts_and_batches_are_read_from_their_start(target):
 def test_discard_turn_preserves_the_cached_prefix(name):
     target = Remembering(build(name))
     text = turn(target, texts(1, PROMPT))
-    prompt = asked(text)
+    prompt = ids_of(text)
     for _ in range(2):  # as a warm-up and a run
         turn(target, prompt)
         assert target.kept == text.shape[1]
@@ -194,7 +194,7 @@ def test_discard_turn_preserves_the_cached_prefix(name):
 
 
 def test_memory_grows_by_what_follows_and_is_freed(target):
-    prompt, other = asked(turn(target, texts(1, PROMPT))), HFTarget(target.model)
+    prompt, other = ids_of(turn(target, texts(1, PROMPT))), HFTarget(target.model)
     for reserve in (50, 60):
         target.start(prompt, TAPS, reserve=reserve)
         other.start(prompt, TAPS, reserve=reserve)
@@ -215,7 +215,7 @@ def test_short_memory_disables_the_prefix_cache(target, monkeypatch):
         patch.setattr("specdemo.models.prefix_reuse._joined", full)
         text = turn(target, texts(1, PROMPT))
     assert target.history_bytes == 0
-    same(target, asked(text))
+    same(target, ids_of(text))
     assert target.kept == 0
 
 
@@ -225,4 +225,4 @@ def test_a_text_that_could_not_be_read_leaves_nothing(target):
         target.start(torch.cat([text, texts(1, 97 - text.shape[1])], 1))
     target.release()
     assert target.history_bytes == 0
-    same(target, asked(text))
+    same(target, ids_of(text))

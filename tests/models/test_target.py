@@ -63,14 +63,14 @@ def check_next(target, rows):
     """One more token: every row's logits are those of its whole text."""
     following = texts(len(rows), 1, seed=99)
     logits = target.forward(following, chain(0, len(rows))).logits
-    for said, text, token in zip(logits, rows, following.tolist(), strict=True):
-        close(said[0], fresh(target.model, text + token))
+    for slot_logits, text, token in zip(logits, rows, following.tolist(), strict=True):
+        close(slot_logits[0], fresh(target.model, text + token))
 
 
 def keep(target, rows, tokens, path):
     target.commit(path)
-    for row, said, kept in zip(rows, tokens.tolist(), path, strict=True):
-        row += [said[slot] for slot in kept]
+    for row, row_tokens, lengths in zip(rows, tokens.tolist(), path, strict=True):
+        row += [row_tokens[slot] for slot in lengths]
     assert target.length == [len(row) for row in rows]
 
 
@@ -78,8 +78,8 @@ def test_start_returns_the_logits_after_the_prompt(tree_target):
     prompts = texts(2, PROMPT)
     logits = tree_target.start(prompts).logits
     assert logits.shape == (2, 1, VOCABULARY)
-    for said, prompt in zip(logits, prompts.tolist(), strict=True):
-        close(said[0], fresh(tree_target.model, prompt))
+    for slot_logits, prompt in zip(logits, prompts.tolist(), strict=True):
+        close(slot_logits[0], fresh(tree_target.model, prompt))
 
 
 @pytest.mark.parametrize("parents", [[], [0], [0, 1, 2, 3], [0, 0, 0], TREE])
@@ -87,9 +87,9 @@ def test_every_path_of_a_tree(tree_target, parents):
     prompt, tokens = texts(1, PROMPT), texts(1, len(parents) + 1, seed=1)
     tree_target.start(prompt)
     logits = tree_target.forward(tokens, torch.tensor([parents], dtype=torch.int64)).logits[0]
-    for slot, said in enumerate(logits):
+    for slot, slot_logits in enumerate(logits):
         path = path_to(slot, parents)
-        close(said, fresh(tree_target.model, prompt[0].tolist() + tokens[0, path].tolist()))
+        close(slot_logits, fresh(tree_target.model, prompt[0].tolist() + tokens[0, path].tolist()))
 
 
 def test_rows_may_have_trees_of_their_own(tree_target):
@@ -179,13 +179,13 @@ def test_absent_slots_affect_nobody(tree_target):
     prompts, tokens = texts(2, PROMPT), texts(2, len(TREE) + 1, seed=5)
     parents = torch.tensor([TREE, TREE])
     tree_target.start(prompts)
-    whole = tree_target.forward(tokens, parents).logits
+    full = tree_target.forward(tokens, parents).logits
     cut = tokens.clone()
     cut[0, [5, 6, 8]] = ABSENT  # a branch of row 0
     cut[1, 1:] = ABSENT
     partly = tree_target.forward(cut, parents).logits
-    close(partly[0, [0, 1, 2, 3, 4, 7]], whole[0, [0, 1, 2, 3, 4, 7]])
-    close(partly[1, 0], whole[1, 0])
+    close(partly[0, [0, 1, 2, 3, 4, 7]], full[0, [0, 1, 2, 3, 4, 7]])
+    close(partly[1, 0], full[1, 0])
 
 
 @pytest.mark.parametrize("steps", [(), (0,), (0, 3)])
@@ -240,9 +240,9 @@ def test_other_kernels_and_precisions(attention, dtype):
     target.start(prompt)
     logits = target.forward(tokens, torch.tensor([TREE])).logits[0]
     assert logits.isfinite().all()
-    for slot, said in enumerate(logits):
+    for slot, slot_logits in enumerate(logits):
         expected = fresh(model, prompt[0].tolist() + tokens[0, path_to(slot, TREE)].tolist())
-        torch.testing.assert_close(said, expected, rtol=0, atol=2e-4 if dtype == torch.float32 else 0.3)
+        torch.testing.assert_close(slot_logits, expected, rtol=0, atol=2e-4 if dtype == torch.float32 else 0.3)
 
 
 def test_one_model_serves_several_targets_in_turn():
@@ -312,18 +312,18 @@ def test_chains_are_checked_where_trees_cannot_be(chain_target):
     prompt, tokens = texts(1, PROMPT), texts(1, 5, seed=1)
     close(chain_target.start(prompt).logits[0, 0], fresh(chain_target.model, prompt[0].tolist()))
     logits = chain_target.forward(tokens, chain(4)).logits[0]
-    for slot, said in enumerate(logits):
-        close(said, fresh(chain_target.model, prompt[0].tolist() + tokens[0, : slot + 1].tolist()))
+    for slot, slot_logits in enumerate(logits):
+        close(slot_logits, fresh(chain_target.model, prompt[0].tolist() + tokens[0, : slot + 1].tolist()))
 
 
 def test_chains_are_replayed_to_any_length(chain_target):
     rows = texts(3, PROMPT).tolist()
     chain_target.start(torch.tensor(rows))
-    for step, kept in enumerate([(5, 1, 0), (2, 5, 3), (0, 4, 1)]):
+    for step, lengths in enumerate([(5, 1, 0), (2, 5, 3), (0, 4, 1)]):
         tokens = texts(3, 5, seed=step)
         tokens[2, 4:] = ABSENT
         chain_target.forward(tokens, chain(4, 3))
-        keep(chain_target, rows, tokens, [list(range(n)) for n in kept])
+        keep(chain_target, rows, tokens, [list(range(n)) for n in lengths])
     assert chain_target.history_bytes > 0
     check_next(chain_target, rows)
 
@@ -364,8 +364,8 @@ def drafted(target, rows, layers, length, seed):
     chain = texts(len(rows), length, seed=seed)
     for end in range(1, length + 1):
         logits = target.shallow(chain[:, :end], layers)
-        for said, text, new in zip(logits, rows, chain[:, :end].tolist(), strict=True):
-            close(said, fresh(short, text + new))
+        for slot_logits, text, new in zip(logits, rows, chain[:, :end].tolist(), strict=True):
+            close(slot_logits, fresh(short, text + new))
 
 
 def test_first_layers_continue_the_cache(tree_target):

@@ -56,8 +56,8 @@ def test_pieces_add_up_to_the_text(text, cut):
     ids = tokenizer("A dog. " + text)["input_ids"]
     cut = min(cut, len(ids) - 1)
     said = "".join(pieces(tokenizer, ids[:cut], ids[cut:]))
-    whole, before = tokenizer.decode(ids), tokenizer.decode(ids[:cut]).rstrip("\ufffd")
-    assert said == whole[len(before) :]
+    decoded, before = tokenizer.decode(ids), tokenizer.decode(ids[:cut]).rstrip("\ufffd")
+    assert said == decoded[len(before) :]
 
 
 BYTE_LEVEL = byte_level()
@@ -72,10 +72,10 @@ def test_split_character_appears_when_complete(tokenizer):
 def test_hard_text_survives_every_way_of_being_pushed(tokenizer):
     ids = tokenizer(HARD)["input_ids"]
     detokenizer = Detokenizer(tokenizer, ids[:1])
-    said = ""
+    text = ""
     for start in range(1, len(ids), 5):
-        said += "".join(detokenizer.push(ids[start : start + 5]))
-    assert tokenizer.decode(ids[:1]) + said + detokenizer.flush() == HARD
+        text += "".join(detokenizer.push(ids[start : start + 5]))
+    assert tokenizer.decode(ids[:1]) + text + detokenizer.flush() == HARD
 
 
 def test_bytes_that_never_become_a_character_come_at_the_end(tokenizer):
@@ -116,13 +116,13 @@ def chat(*texts):
 def test_a_conversation_is_written_by_the_chat_template():
     tokenizer = byte_level()
     tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant]"
-    said = chat("A dog.", "Yes?", "A dog, I say.")
-    ids = encode(tokenizer, said, 100)
-    assert ids == tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=True)["input_ids"]
+    text = chat("A dog.", "Yes?", "A dog, I say.")
+    ids = encode(tokenizer, text, 100)
+    assert ids == tokenizer.apply_chat_template(text, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert tokenizer.decode(ids) == "[user] A dog.\n[assistant] Yes?\n[user] A dog, I say.\n[assistant]"
     assert encode(tokenizer, "A dog.", 100)[0] == 0  # a text does not pass through the template
     with pytest.raises(ValueError, match=f"the conversation has {len(ids)} tokens, there is room for 9"):
-        encode(tokenizer, said, 9)
+        encode(tokenizer, text, 9)
 
 
 def test_a_conversation_that_the_template_does_not_take_is_one_line():

@@ -48,8 +48,8 @@ def test_every_path_of_a_tree(target):
     for row, prompt in enumerate(prompts):
         torch.testing.assert_close(first[row, 0].softmax(-1), target.next_probs(prompt))
         for slot, path in enumerate(PATHS):
-            said = logits[row, slot].softmax(-1)
-            torch.testing.assert_close(said, target.next_probs(prompt + tokens[row, path].tolist()))
+            probs = logits[row, slot].softmax(-1)
+            torch.testing.assert_close(probs, target.next_probs(prompt + tokens[row, path].tolist()))
 
 
 def test_ragged_paths_crop_and_release(target):
@@ -60,8 +60,8 @@ def test_ragged_paths_crop_and_release(target):
     assert target.length == [5, 2]
     target.crop([4, 2])
     logits = target.forward(torch.tensor([[9], [9]]), torch.empty(2, 0, dtype=torch.int64)).logits
-    for said, text in zip(logits, ([5, 6, 1, 3, 9], [7, 8, 9]), strict=True):
-        torch.testing.assert_close(said[0].softmax(-1), target.next_probs(text))
+    for row_logits, text in zip(logits, ([5, 6, 1, 3, 9], [7, 8, 9]), strict=True):
+        torch.testing.assert_close(row_logits[0].softmax(-1), target.next_probs(text))
     target.release()
     with pytest.raises(ValueError, match="call start"):
         target.forward(tokens, torch.tensor([TREE, TREE]))

@@ -18,9 +18,9 @@ def decode(guessed, k):
     passes, at = [], 0
     while at < len(guessed):
         drafted = min(k, len(guessed) - at - 1)
-        kept = next((i for i in range(drafted) if not guessed[at + i]), drafted)
-        passes.append((kept, drafted))
-        at += kept + 1
+        accepted = next((i for i in range(drafted) if not guessed[at + i]), drafted)
+        passes.append((accepted, drafted))
+        at += accepted + 1
     return passes
 
 
@@ -31,7 +31,7 @@ def test_a_run_is_replayed_at_every_shorter_draft(guessed, recorded, data):
     low, value, high = replayed(decode(guessed, recorded), k, 0.5)
     assert low <= value <= high
     assert low - 1e-9 <= truth <= high + 1e-9
-    if not any(kept == recorded for kept, _ in decode(guessed, recorded)[:-1]):
+    if not any(accepted == recorded for accepted, _ in decode(guessed, recorded)[:-1]):
         assert low == high == pytest.approx(truth)
 
 
@@ -93,10 +93,10 @@ def test_heads_are_known_by_position_alone_and_trees_at_their_size():
 
 @given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=6), st.integers(1, 8), st.integers(1, 64))
 def test_widest_row_sets_the_verification_width(rates, k, batch):
-    kept = Acceptance(tuple(rates))
-    assert kept.longest_of(k, 1) == pytest.approx(kept.expected(k))
-    assert kept.longest_of(k, batch) <= kept.longest_of(k, batch + 1) + 1e-9 <= k + 1.0 + 1e-6
-    assert 0.0 <= kept.whole(k, batch) <= kept.whole(k, batch + 1) + 1e-9 <= 1.0 + 1e-6
+    acceptance = Acceptance(tuple(rates))
+    assert acceptance.longest_of(k, 1) == pytest.approx(acceptance.expected(k))
+    assert acceptance.longest_of(k, batch) <= acceptance.longest_of(k, batch + 1) + 1e-9 <= k + 1.0 + 1e-6
+    assert 0.0 <= acceptance.whole(k, batch) <= acceptance.whole(k, batch + 1) + 1e-9 <= 1.0 + 1e-6
 
 
 FULL = [(5, 5)] * 12 + [(0, 5), (1, 5), (2, 5), (3, 5)] * 5  # the last position was accepted 12 of 12 times

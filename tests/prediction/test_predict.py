@@ -50,10 +50,10 @@ def test_more_acceptance_never_predicts_slower(rates, place, more):
 
 @pytest.mark.parametrize("k", [1, 4, 16])
 def test_a_free_perfect_draft_gives_k_and_one(k):
-    scene = predict("llama-8b", method="ngram", acceptance=[1.0]).scene
-    free = replace(scene.device.costs, check_ms=0.0, token_ms=0.0, row_us=0.0)
-    device = replace(scene.device, costs=free)
-    found = predicted(replace(scene, draft=Drafting(), device=device), (k,))
+    scenario = predict("llama-8b", method="ngram", acceptance=[1.0]).scene
+    free = replace(scenario.device.costs, check_ms=0.0, token_ms=0.0, row_us=0.0)
+    device = replace(scenario.device, costs=free)
+    found = predicted(replace(scenario, draft=Drafting(), device=device), (k,))
     assert found.best.tokens.value == k + 1.0
     assert found.best.speedup.value == pytest.approx(k + 1.0, rel=0.01)  # its pass is a little wider
 
@@ -103,9 +103,9 @@ def test_a_k_beyond_the_recorded_one_is_marked_and_never_recommended_silently():
 
 def test_a_last_position_without_a_rejection_does_not_continue_as_certainty():
     """12 of 12 accepted at position 5 made k = 16 look best."""
-    kept = of_passes([(n, 5) for n in (5, 1, 0, 5, 2, 5, 3, 0) * 4], exact=True)
-    assert kept.rates[-1] == 1.0
-    found = predict("stories", model="stories-draft-wide", acceptance=kept, device="laptop-cpu")
+    accepted = of_passes([(n, 5) for n in (5, 1, 0, 5, 2, 5, 3, 0) * 4], exact=True)
+    assert accepted.rates[-1] == 1.0
+    found = predict("stories", model="stories-draft-wide", acceptance=accepted, device="laptop-cpu")
     assert found.best_k <= 9 and found.rows[-1].speedup.value < found.rows[4].speedup.value
 
 
@@ -144,10 +144,10 @@ def test_drafts_cost_more_where_texts_come_to_differ_and_caches_turn_cold():
 
 
 def test_predicting_needs_no_torch():
-    asked = "import specdemo, sys; p = specdemo.predict('stories', model='stories-draft-wide', device='l4'); "
-    asked += "print(p.best_k, [m for m in ('torch', 'transformers', 'numpy', 'gradio') if m in sys.modules])"
-    said = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout
-    assert said.split(maxsplit=1)[1].strip() == "[]"
+    arguments = "import specdemo, sys; p = specdemo.predict('stories', model='stories-draft-wide', device='l4'); "
+    arguments += "print(p.best_k, [m for m in ('torch', 'transformers', 'numpy', 'gradio') if m in sys.modules])"
+    printed = subprocess.run([sys.executable, "-c", arguments], capture_output=True, text=True, check=True).stdout
+    assert printed.split(maxsplit=1)[1].strip() == "[]"
 
 
 @pytest.mark.parametrize(
@@ -182,11 +182,24 @@ def test_bad_input_is_one_line_that_names_the_cure(capsys, monkeypatch, argument
 
 
 def test_command_prints_text_and_json(capsys):
-    asked = ["predict", "llama-8b", "--model", "llama-1b", "--device", "h100-sxm,l4", "--batch", "1,32", "--price", "2"]
-    assert main(asked) == 0
-    told = capsys.readouterr().out
-    assert told.count("\nh100-sxm ") == told.count("\nl4 ") == 2 and "0.75 at every position is assumed" in told
-    assert main([*asked, "--json"]) == 0
+    arguments = [
+        "predict",
+        "llama-8b",
+        "--model",
+        "llama-1b",
+        "--device",
+        "h100-sxm,l4",
+        "--batch",
+        "1,32",
+        "--price",
+        "2",
+    ]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert (
+        printed.count("\nh100-sxm ") == printed.count("\nl4 ") == 2 and "0.75 at every position is assumed" in printed
+    )
+    assert main([*arguments, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [(one["device"], one["batch"]) for one in found] == [(d, b) for d in ("h100-sxm", "l4") for b in (1, 32)]
     assert found[0]["rows"][3]["speedup"]["low"] < found[0]["rows"][3]["speedup"]["value"]

@@ -53,11 +53,11 @@ def test_an_unknown_device_is_refused_with_the_nearest():
 
 
 def test_every_number_that_ships_has_a_source_and_no_torch_is_needed():
-    asked = (
+    script = (
         "from specdemo.prediction.profiles import profiles as p; import sys; print(len(p()), 'torch' in sys.modules)"
     )
-    said = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout.split()
-    assert int(said[0]) >= 12 and said[1] == "False"
+    printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert int(printed[0]) >= 12 and printed[1] == "False"
     for name, one in profiles().items():
         assert one.name == name
         assert one.measured or "datasheet" in one.bandwidth_gb_per_s.source

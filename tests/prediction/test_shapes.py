@@ -62,7 +62,7 @@ def test_window_bounds_the_kv_cache():
 
 
 @pytest.mark.parametrize(
-    "said, bits",
+    "config, bits",
     [
         ({"quant_method": "gptq", "bits": 4}, 4.25),
         ({"quant_method": "fp8"}, 8.0),
@@ -71,8 +71,8 @@ def test_window_bounds_the_kv_cache():
         ({"quant_method": "something"}, None),
     ],
 )
-def test_weight_dtypes(said, bits):
-    assert shape_of({**known()["llama-1b"], "quantization_config": said}).bits == bits
+def test_weight_dtypes(config, bits):
+    assert shape_of({**known()["llama-1b"], "quantization_config": config}).bits == bits
 
 
 @pytest.mark.parametrize("config", [{}, {"num_hidden_layers": 2}, {**MOE, "hidden_size": "large"}])

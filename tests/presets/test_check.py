@@ -41,7 +41,7 @@ def test_valid_presets_are_one_line_and_nothing_is_fetched(hub):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda hub: hub.repositories.pop("org/target"), "unknown model 'org/target'"),
         (
@@ -58,10 +58,10 @@ def test_valid_presets_are_one_line_and_nothing_is_fetched(hub):
         ),
     ],
 )
-def test_each_thing_that_is_wrong_is_named(hub, change, said):
+def test_each_thing_that_is_wrong_is_named(hub, change, message):
     change(hub)
     found = wrong(preset())
-    assert list(found) == ["org/target"] and found["org/target"][0].startswith(said)
+    assert list(found) == ["org/target"] and found["org/target"][0].startswith(message)
 
 
 def test_a_pin_that_is_gone_is_named(hub):
@@ -113,5 +113,5 @@ def test_the_command_ends_with_1_where_something_is_wrong(hub, monkeypatch, caps
 def test_unreachable_hub_is_one_line(hub, monkeypatch, capsys, name, value, line):
     monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
     assert cli.main(["presets", "--check"]) == 2
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 1 and told[0].startswith(line)
+    printed = capsys.readouterr().err.splitlines()
+    assert len(printed) == 1 and printed[0].startswith(line)

@@ -46,8 +46,8 @@ def test_the_nearest_does_the_same_with_what_there_is():
 def test_page_reports_it(monkeypatch):
     monkeypatch.setattr("specdemo.presets.runnable.this_machine", lambda: NONE)
     assert "cannot run" not in about(PRESETS["embedded-draft"])
-    said = about(PRESETS["llama-3.1-8b"])
-    assert "about 20 GB, gated: needs a login, Llama 3.1 Community License" in said
-    assert said.endswith("and there is none.**")
+    text = about(PRESETS["llama-3.1-8b"])
+    assert "about 20 GB, gated: needs a login, Llama 3.1 Community License" in text
+    assert text.endswith("and there is none.**")
     button = fill(PRESETS["llama-3.1-8b"], dict.fromkeys(DRAWN, 0))["nearest"]
     assert button["visible"] and button["value"] == f"Run the nearest that can: {PRESETS['embedded-draft'].title}"

@@ -10,10 +10,10 @@ from tests.recipes.test_code_corpus import FUNCTION
 
 @pytest.mark.parametrize("seed", range(60))
 def test_edit_states_its_instruction_and_parses(seed: int) -> None:
-    told = edit(FUNCTION, random.Random(seed))
-    if told is None:  # too long for what the dice said
+    edited = edit(FUNCTION, random.Random(seed))
+    if edited is None:  # too long for what the dice said
         return
-    before, order, after = re.fullmatch(r"(.*?)\n\n\n# (.*?)\n(.*)", told, re.DOTALL).groups()  # type: ignore[union-attr]
+    before, order, after = re.fullmatch(r"(.*?)\n\n\n# (.*?)\n(.*)", edited, re.DOTALL).groups()  # type: ignore[union-attr]
     assert before == FUNCTION.strip() and after != before
     ast.parse(after)
     for old, new in re.findall(r"Rename (?!the)(\w+) to (\w+)\.", order):

@@ -20,9 +20,9 @@ def tokenizer() -> Tokenizer:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_retelling_changes_one_word_and_copies_the_rest(seed: int) -> None:
-    told = retell(STORY, random.Random(seed), 400)
-    assert told is not None
-    first, order, again = told.split("\n\n")
+    edited = retell(STORY, random.Random(seed), 400)
+    assert edited is not None
+    first, order, again = edited.split("\n\n")
     new, old = order.removeprefix("Tell it again with ").removesuffix(".").split(", not ")
     assert STORY.startswith(first)
     assert old in first and new not in first

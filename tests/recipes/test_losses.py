@@ -6,24 +6,24 @@ from recipes.losses import CHUNK, cross_entropy, head_forward_kl, sparse_forward
 
 
 def case(
-    n: int, kept: int, v: int = 40, h: int = 16, sharpness: float = 1.0
+    n: int, entries: int, v: int = 40, h: int = 16, sharpness: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     torch.manual_seed(n)
     hidden, weight = torch.randn(n, h), torch.randn(v, h) * 0.3
     p = torch.softmax(sharpness * torch.randn(n, v), dim=-1)
-    best = p.topk(kept, dim=-1)
+    best = p.topk(entries, dim=-1)
     return hidden, weight, p, best.indices.to(torch.int16), best.values
 
 
 def test_all_entries_give_dense_forward_kl() -> None:
-    hidden, weight, p, indices, probs = case(20, kept=40)
+    hidden, weight, p, indices, probs = case(20, entries=40)
     logits = hidden @ weight.T
     dense = -(p * torch.log_softmax(logits, -1)).sum(-1).mean()
     torch.testing.assert_close(sparse_forward_kl(logits, indices, probs), dense)
 
 
 def test_the_rest_is_matched_as_one_lump() -> None:
-    hidden, weight, p, indices, probs = case(20, kept=5)
+    hidden, weight, p, indices, probs = case(20, entries=5)
     logits = hidden @ weight.T
     q = torch.softmax(logits, -1)
     lump_q = 1.0 - q.gather(1, indices.long()).sum(1)
@@ -34,9 +34,9 @@ def test_the_rest_is_matched_as_one_lump() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 7, CHUNK, CHUNK + 3])
-@pytest.mark.parametrize("kept", [1, 6, 40])
-def test_the_fused_loss_and_its_gradient_are_those_of_the_reference(n: int, kept: int) -> None:
-    hidden, weight, _, indices, probs = case(n, kept)
+@pytest.mark.parametrize("entries", [1, 6, 40])
+def test_the_fused_loss_and_its_gradient_are_those_of_the_reference(n: int, entries: int) -> None:
+    hidden, weight, _, indices, probs = case(n, entries)
     hidden, weight = hidden.bfloat16().float(), weight.bfloat16().float()
     found = []
     for fused in (False, True):
@@ -50,7 +50,7 @@ def test_the_fused_loss_and_its_gradient_are_those_of_the_reference(n: int, kept
 
 
 def test_one_certain_entry_is_cross_entropy() -> None:
-    hidden, weight, _, _, _ = case(30, kept=1)
+    hidden, weight, _, _, _ = case(30, entries=1)
     labels = torch.arange(30)
     fused = head_forward_kl(hidden, weight, labels[:, None], torch.ones(30, 1))
     torch.testing.assert_close(fused, cross_entropy(hidden @ weight.T, labels), atol=0.01, rtol=0.01)
@@ -64,7 +64,7 @@ def test_a_perfect_draft_has_no_gradient() -> None:
 
 
 def test_leaning_to_the_argmax_keeps_the_mass_and_the_order() -> None:
-    *_, probs = case(10, kept=6)
+    *_, probs = case(10, entries=6)
     leaning = toward_argmax(probs, 0.25)
     torch.testing.assert_close(leaning[:, 0], 0.75 * probs[:, 0] + 0.25)
     torch.testing.assert_close(leaning[:, 1:], 0.75 * probs[:, 1:])

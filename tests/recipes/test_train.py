@@ -54,12 +54,15 @@ def test_a_draft_of_other_words_reads_what_the_target_wrote(
         monkeypatch.setattr(module, "train_on", lambda job, corpus: (read.append(corpus), train_on(job, corpus)))
     target = train("stories-target", corpus, tmp_path / "stories")
     draft = train("stories-draft-other", corpus, tmp_path / "draft", target=str(target), cache=tmp_path / "cache")
-    ours, theirs = (PreTrainedTokenizerFast.from_pretrained(folder) for folder in (target, draft))
-    assert ours.get_vocab() != theirs.get_vocab() and theirs("Lily saw").input_ids[0] == 0
+    target_tokenizer, draft_tokenizer = (PreTrainedTokenizerFast.from_pretrained(folder) for folder in (target, draft))
+    assert target_tokenizer.get_vocab() != draft_tokenizer.get_vocab() and draft_tokenizer("Lily saw").input_ids[0] == 0
     own = read[1].train[len(read[0].train) :]
-    said = load_cache(tmp_path / "cache", ["samples"]).tokens
-    assert len(own) >= 2 * len(said) and own[: len(own) // 2] == own[len(own) // 2 :]
-    assert ours.decode(said[0], clean_up_tokenization_spaces=False).split("<|endoftext|>")[1].strip() == own[0]
+    sampled = load_cache(tmp_path / "cache", ["samples"]).tokens
+    assert len(own) >= 2 * len(sampled) and own[: len(own) // 2] == own[len(own) // 2 :]
+    assert (
+        target_tokenizer.decode(sampled[0], clean_up_tokenization_spaces=False).split("<|endoftext|>")[1].strip()
+        == own[0]
+    )
     assert "by sequences" in (draft / "MODEL_CARD.md").read_text(encoding="utf-8")
 
 

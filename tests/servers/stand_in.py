@@ -67,7 +67,7 @@ def started(engine):
     return [json.loads(line) for line in (engine.parent / "started").read_text(encoding="utf-8").splitlines()]
 
 
-def asked(engine):
+def prompts_sent(engine):
     """The prompts that were sent, warm-ups included."""
     return [json.loads(line) for line in (engine.parent / "started.asked").read_text(encoding="utf-8").splitlines()]
 

@@ -156,18 +156,18 @@ def test_the_model_that_a_server_reports_is_shown(good):
 
 
 def test_request_sets_every_sampling_parameter(good):
-    good.asked.clear()  # of a model that is not here, so that nobody knows whether it chats
+    good.requests.clear()  # of a model that is not here, so that nobody knows whether it chats
     run(
         spec(good.address, good.address, target="some/model", temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=3),
         good.address,
     )
-    path, body, _ = good.asked[-1]
+    path, body, _ = good.requests[-1]
     assert path == "/v1/chat/completions" and body["messages"] == [{"role": "user", "content": "Say it"}]
-    wanted = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 3, "max_tokens": 16}
-    assert wanted.items() <= body.items() and body["repetition_penalty"] == 1.0
+    expected = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 3, "max_tokens": 16}
+    assert expected.items() <= body.items() and body["repetition_penalty"] == 1.0
 
 
-def heard(arrivals, told=()):
+def lane_with_arrivals(arrivals, server_times=()):
     """A lane whose 120 tokens arrived at these seconds after its request, by a clock that is given."""
     trace = LaneTrace("lane", "draft_model", {}, True, [])
     events = []
@@ -177,7 +177,7 @@ def heard(arrivals, told=()):
         end = "length" if number == 120 else None
         listener.hear(piece(" a", ids=[7], total=number, finish=end), listener.began + seconds)
     trace.events, trace.token_ids = events, [7] * 120
-    trace.remote = Remote("a:1", "m", "/v1/completions", 120, True, times=dict(told))
+    trace.remote = Remote("a:1", "m", "/v1/completions", 120, True, times=dict(server_times))
     trace.summary = summarise(trace)
     return trace
 
@@ -188,8 +188,8 @@ TRUE_PACE = [0.05 + 0.004 * i for i in range(120)]
 @pytest.mark.parametrize("bunch", [1, 10, 120])
 def test_a_speed_up_does_not_depend_on_how_a_server_sends_its_text(bunch):
     """Token by token, in bunches of ten, all at once."""
-    baseline = heard([1.8 * seconds for seconds in TRUE_PACE])
-    lane = heard([TRUE_PACE[i - i % bunch + bunch - 1] for i in range(120)])
+    baseline = lane_with_arrivals([1.8 * seconds for seconds in TRUE_PACE])
+    lane = lane_with_arrivals([TRUE_PACE[i - i % bunch + bunch - 1] for i in range(120)])
     row = compare(baseline, lane, greedy=True)
     assert row["speedup"] == pytest.approx(1.8, rel=0.05)
     assert any("arrived in bunches" in reason for reason in row["reasons"]) == (bunch > 1) == row["noisy"]
@@ -197,8 +197,8 @@ def test_a_speed_up_does_not_depend_on_how_a_server_sends_its_text(bunch):
 
 def test_server_times_and_their_deviation_are_reported():
     times = {"ttft_ms": 50.0, "decode_ms": 476.0}
-    baseline, agrees = (heard(TRUE_PACE, told) for told in ({}, times))
-    late = heard([seconds + 1.0 for seconds in TRUE_PACE], times)
+    baseline, agrees = (lane_with_arrivals(TRUE_PACE, server_times) for server_times in ({}, times))
+    late = lane_with_arrivals([seconds + 1.0 for seconds in TRUE_PACE], times)
     assert not compare(baseline, agrees, greedy=True)["noisy"]
     assert (
         "the server of this lane says 0.53 s where 1.53 s passed here"
@@ -219,8 +219,8 @@ def test_llamacpp_counters_of_one_answer_are_reported(others, tokens_a_pass):
     name = "llamacpp:spec_decode_num_"
     counted = f"{name}drafts_total 2\n{name}draft_tokens_total {8 + others}\n{name}accepted_tokens_total 5\n"
     timings = {"draft_n": 8, "draft_n_accepted": 5}
-    said = [piece("a"), piece("b", finish="stop", timings=timings)]
-    with completion_server(said, metrics=[""] * 3 + [counted]) as server:
+    pieces = [piece("a"), piece("b", finish="stop", timings=timings)]
+    with completion_server(pieces, metrics=[""] * 3 + [counted]) as server:
         remote = run(spec(server.address, server.address), server.address).lanes[1].remote
     assert remote.counters["drafted"] == 8 and remote.counters.get("tokens_per_step") == tokens_a_pass
     assert remote.source.startswith("llama.cpp's count")
@@ -300,7 +300,7 @@ def test_error_does_not_contain_the_key(good, monkeypatch, status):
     refusal = lambda path, body: (status, {"error": {"message": "wrong key hush-hush"}})  # noqa: E731
     with completion_server(GOOD, refusal=refusal) as bad:
         trace = run(spec(good.address, bad.address), good.address, bad.address)
-        assert bad.asked[0][2]["Authorization"] == "Bearer hush-hush"
+        assert bad.requests[0][2]["Authorization"] == "Bearer hush-hush"
     assert trace.lanes[1].finish == "error" and f"answered Error code: {status}" in trace.lanes[1].note
     assert "hush" not in to_json(trace)
 
@@ -308,9 +308,9 @@ def test_error_does_not_contain_the_key(good, monkeypatch, status):
 def test_a_redirect_is_not_followed(good):
     with completion_server(GOOD, refusal=lambda path, body: (307, None)) as bad:
         bad.elsewhere = f"{good.address}/v1/completions"
-        good.asked.clear()
+        good.requests.clear()
         lane = run(spec(bad.address, bad.address), bad.address).lanes[1]
-    assert lane.finish == "error" and "307" in lane.note and not good.asked
+    assert lane.finish == "error" and "307" in lane.note and not good.requests
 
 
 def test_a_server_that_is_not_there_or_not_known(good):
@@ -375,8 +375,8 @@ def test_a_key_in_an_address_is_refused_and_not_repeated():
     ],
 )
 def test_counters(before, after, numbers):
-    told = counters.between(before, after)
-    assert numbers.items() <= told.counters.items() and bool(told.counters) == bool(numbers) == bool(told.source)
+    counts = counters.between(before, after)
+    assert numbers.items() <= counts.counters.items() and bool(counts.counters) == bool(numbers) == bool(counts.source)
 
 
 def test_a_trace_of_a_server_holds_no_drafts(good):

@@ -13,7 +13,7 @@ from specdemo.presets.serve import serve_commands
 from specdemo.servers import started as starting
 from specdemo.servers.llamacpp import main as child
 from specdemo.servers.started import LLAMACPP
-from tests.servers.stand_in import asked, gone, make, started
+from tests.servers.stand_in import gone, make, prompts_sent, started
 
 installed = pytest.mark.skipif(not all(map(find_spec, LLAMACPP)), reason="pip install xllamacpp gguf")
 SHORT = ["--max-new-tokens", "32", "--dtype", "float32"]
@@ -31,7 +31,7 @@ def test_a_text_is_sent_as_the_tokens_of_the_targets_own_tokenizer(engine):
     flag, draft, *k = drafting["args"][-4:]
     assert flag == "--draft-model" and draft.endswith("stories-draft-wide") and k == ["--k", "4"]
     ids = outline("stories").tokenizer(preset("embedded-draft").prompt)["input_ids"]
-    assert [prompt for prompt in asked(engine) if isinstance(prompt, list)] == [ids, ids]
+    assert [prompt for prompt in prompts_sent(engine) if isinstance(prompt, list)] == [ids, ids]
     assert gone(engine)
 
 
@@ -140,7 +140,7 @@ def test_llama_cpp_writes_what_the_engine_here_writes(name, tmp_path):
     here, there = tmp_path / "here.json", tmp_path / "there.json"
     assert main(["run", name, *SHORT, "--out", str(here)]) == 0
     assert main(["run", name, *SHORT, "--engine", "llamacpp", "--out", str(there)]) == 0
-    ours, theirs = (json.loads(file.read_text(encoding="utf-8"))["lanes"] for file in (here, there))
-    assert [lane["text"] for lane in theirs] == [lane["text"] for lane in ours]
-    counted = theirs[1]["remote"]["counters"]
+    own_lanes, other_lanes = (json.loads(file.read_text(encoding="utf-8"))["lanes"] for file in (here, there))
+    assert [lane["text"] for lane in other_lanes] == [lane["text"] for lane in own_lanes]
+    counted = other_lanes[1]["remote"]["counters"]
     assert counted["accepted"] > 0 and (name != "embedded-draft" or counted["tokens_per_step"] > 1)

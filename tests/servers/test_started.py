@@ -134,8 +134,8 @@ def test_ctrl_c_waits_until_the_servers_have_ended(engine, monkeypatch):
 
 
 def test_a_load_on_engines_that_are_started_for_it(engine, capsys):
-    asked = ["--k", "0,4", "--concurrency", "1,2", "--repeats", "1", "--new-tokens", "4", "--requests", "4"]
-    assert main(["bench", "load", "--command", str(engine), *asked]) == 0
+    options = ["--k", "0,4", "--concurrency", "1,2", "--repeats", "1", "--new-tokens", "4", "--requests", "4"]
+    assert main(["bench", "load", "--command", str(engine), *options]) == 0
     assert capsys.readouterr().out.startswith("load | vllm 9.9, auto | 1 repeat,")
     plain, drafting = started(engine)
     assert "--speculative-config" not in plain["args"]
@@ -145,6 +145,6 @@ def test_a_load_on_engines_that_are_started_for_it(engine, capsys):
 
 def test_schedule_uses_the_vllm_format():
     fleet = Fleet.of(suite("load", servers=["http://127.0.0.1:1", "http://127.0.0.1:2"], ks=(4,)), (0, 4))
-    told = json.loads(fleet.lane(4, [[1, 3, 4], [4, 8, 0]]).command[-1])
-    assert told["num_speculative_tokens_per_batch_size"] == [[1, 3, 4], [4, 8, 0]]
-    assert told["num_speculative_tokens"] == 4 and told["method"] == "draft_model"
+    config = json.loads(fleet.lane(4, [[1, 3, 4], [4, 8, 0]]).command[-1])
+    assert config["num_speculative_tokens_per_batch_size"] == [[1, 3, 4], [4, 8, 0]]
+    assert config["num_speculative_tokens"] == 4 and config["method"] == "draft_model"

@@ -103,9 +103,10 @@ def program():
 def answers(case, program):
     """What vLLM says to every prompt: its greedy token ids and how many drafts every pass that had some kept."""
     with serving(case, program, 1, DETAILED) as server:
-        said = [asked(server, prompt, max_tokens=TOKENS, temperature=0) for prompt in case.prompts]
+        answers_of = [request_output(server, prompt, max_tokens=TOKENS, temperature=0) for prompt in case.prompts]
     return [
-        (one["choices"][0]["token_ids"], one["metrics"]["speculative_decoding"]["per_step_accepted"]) for one in said
+        (one["choices"][0]["token_ids"], one["metrics"]["speculative_decoding"]["per_step_accepted"])
+        for one in answers_of
     ]
 
 
@@ -127,11 +128,11 @@ def serving(case, program, lane, flags=()):
 
 def draws(server):
     many = {"n": AT_ONCE, "max_tokens": PLACES[-1] + 1, "temperature": TEMPERATURE, "ignore_eos": True}
-    said = [asked(server, PROMPTS[0], **many) for _ in range(DRAWS // AT_ONCE)]
-    return [choice["token_ids"] for one in said for choice in one["choices"]]
+    answers_of = [request_output(server, PROMPTS[0], **many) for _ in range(DRAWS // AT_ONCE)]
+    return [choice["token_ids"] for one in answers_of for choice in one["choices"]]
 
 
-def asked(address, prompt, **settings):
+def request_output(address, prompt, **settings):
     question = {"model": "stories", "prompt": prompt, "return_token_ids": True, **settings}
     return httpx.post(f"{address}/v1/completions", json=question, timeout=300).raise_for_status().json()
 
@@ -148,35 +149,35 @@ def drafter(case, program, target, monkeypatch):
 
 
 def test_output_and_accepted_drafts_equal_vllm(case, program, answers, target, monkeypatch):
-    ours = drafter(case, program, target, monkeypatch)
+    own_rows = drafter(case, program, target, monkeypatch)
     config = GenerationConfig(TOKENS, budget=case.lane.budget)
-    for prompt, (ids, kept) in zip(case.prompts, answers, strict=True):
+    for prompt, (ids, accepted) in zip(case.prompts, answers, strict=True):
         text = torch.tensor([encode(target.tokenizer, prompt, 400)])
-        steps = list(generate(target, ours, text, config))
+        steps = list(generate(target, own_rows, text, config))
         assert [token for event in steps for token in event.emitted[0]] == ids
         mine = [step.kept for step in map(Step.of, steps) if step.drafted]
         # at the last pass vLLM drafts beyond the tokens asked for
-        assert mine[:-1] == kept[: len(mine) - 1] and len(kept) - len(mine) in (0, 1)
+        assert mine[:-1] == accepted[: len(mine) - 1] and len(accepted) - len(mine) in (0, 1)
 
 
 def test_our_sampled_text_is_distributed_as_vllms_plain(case, sampled, target):
-    ours = load_drafter(case.lane.method, target, case.lane.model, **case.lane.options)
-    alike(sampled, ours, case.lane.budget, target)
+    drafter_here = load_drafter(case.lane.method, target, case.lane.model, **case.lane.options)
+    assert_equal_passes(sampled, drafter_here, case.lane.budget, target)
 
 
 def test_vllm_sampled_output_has_the_same_distribution(case, program, target):
     if not program.there.gpus:
         pytest.skip("vLLM 0.32 for CPUs divides drafted logits by memory that nobody wrote (docs/servers.md)")
     with serving(case, program, 1) as server:
-        alike(draws(server), load_drafter(BASELINE, target), Budget(), target)
+        assert_equal_passes(draws(server), load_drafter(BASELINE, target), Budget(), target)
 
 
-def alike(theirs, drafter, budget, target):
+def assert_equal_passes(assert_equal_passes, drafter, budget, target):
     prompt = encode(target.tokenizer, PROMPTS[0], 400)
     config = GenerationConfig(PLACES[-1] + 1, Sampling(temperature=TEMPERATURE), budget, stop_token_ids=())
     way = Way(drafter, accept_rule("lossless"), config)
     ours = [row for seed in range(DRAWS // ROWS) for row in drawn(target, way, prompt, seed, lambda: None)]
     for place in PLACES:
-        counts = [Counter(row[place - 1] for row in sample) for sample in (ours, theirs)]
+        counts = [Counter(row[place - 1] for row in sample) for sample in (ours, assert_equal_passes)]
         assert [count.total() for count in counts] == [DRAWS, DRAWS]
         assert chi_square(*counts).p > ALARM / len(PLACES)

@@ -39,25 +39,25 @@ def text() -> Tensor:
 
 
 def test_the_best_entries_are_recorded_largest_first(model: LlamaForCausalLM, text: Tensor) -> None:
-    heard = listen(model, text, taps=(0, -1), kept=64)
-    indices, probs = heard["indices"], heard["probs"]
+    recorded = listen(model, text, taps=(0, -1), kept=64)
+    indices, probs = recorded["indices"], recorded["probs"]
     exact = next_probs(model, text)
     assert torch.equal(indices.long().sort(-1).values, torch.arange(64).expand(12, 32, 64))
     assert bool((probs[..., :-1] >= probs[..., 1:]).all())
     torch.testing.assert_close(exact.gather(-1, indices.long()), probs.float(), atol=2e-3, rtol=2e-2)
-    torch.testing.assert_close(heard["tap.0"].float(), model.model.embed_tokens(text), atol=2e-3, rtol=2e-2)
-    logits = model.lm_head(heard["tap.-1"].float())
+    torch.testing.assert_close(recorded["tap.0"].float(), model.model.embed_tokens(text), atol=2e-3, rtol=2e-2)
+    logits = model.lm_head(recorded["tap.-1"].float())
     torch.testing.assert_close(logits.softmax(-1), exact, atol=2e-3, rtol=2e-2)
 
 
 def test_greedy_samples_are_the_models_own_greedy_text(model: LlamaForCausalLM) -> None:
     prompts = torch.tensor([[0, 5, 9], [0, 7, 7]])
-    told = continue_texts(model, prompts, 12, torch.tensor([0.0, 0.0]), torch.Generator().manual_seed(0))
-    assert torch.equal(told[:, :3], prompts)
+    texts = continue_texts(model, prompts, 12, torch.tensor([0.0, 0.0]), torch.Generator().manual_seed(0))
+    assert torch.equal(texts[:, :3], prompts)
     for t in range(3, 12):
         with torch.no_grad():
-            logits = model(input_ids=told[:, :t], use_cache=False).logits[:, -1]
-        lead = logits.max(-1).values - logits.gather(1, told[:, t : t + 1])[:, 0]
+            logits = model(input_ids=texts[:, :t], use_cache=False).logits[:, -1]
+        lead = logits.max(-1).values - logits.gather(1, texts[:, t : t + 1])[:, 0]
         assert float(lead.max()) < 1e-2
 
 
@@ -122,17 +122,17 @@ def test_a_target_writes_its_own_text_once(model: LlamaForCausalLM, tmp_path: Pa
     """Stopped behind any shard, what is there stays and the rest comes to the same."""
     one, two = tmp_path / "one", tmp_path / "two"
     collect(model, 0, [], one, PLAN)
-    begun = collecting(model, 0, [], two, PLAN)
-    next(begun)
+    started = collecting(model, 0, [], two, PLAN)
+    next(started)
     stamps = {p: p.stat().st_mtime_ns for p in two.iterdir()}
     assert sorted(p.name for p in stamps) == ["cache.json", "text-000.safetensors"]
     collect(model, 0, [], two, PLAN)
     assert {p: p.stat().st_mtime_ns for p in stamps} == stamps
-    whole, parts = load_cache(one), load_cache(two)
-    assert torch.equal(whole.tokens, parts.tokens) and len(whole) == 14
-    assert len(whole.tokens[:10].unique(dim=0)) == 10 and not whole.tokens[:10, 0].any()
-    openings = {tuple(row[:8].tolist()) for row in whole.tokens[:10]}
-    assert all(tuple(row.tolist()) in openings for row in whole.tokens[10:].view(-1, 16)[:4, :8])
+    full, parts = load_cache(one), load_cache(two)
+    assert torch.equal(full.tokens, parts.tokens) and len(full) == 14
+    assert len(full.tokens[:10].unique(dim=0)) == 10 and not full.tokens[:10, 0].any()
+    openings = {tuple(row[:8].tolist()) for row in full.tokens[:10]}
+    assert all(tuple(row.tolist()) in openings for row in full.tokens[10:].view(-1, 16)[:4, :8])
 
 
 def test_a_shard_that_is_cut_short_is_gathered_again(
@@ -158,9 +158,9 @@ def test_a_damaged_label_is_one_line(model: LlamaForCausalLM, text: Tensor, tmp_
 
 
 def test_a_full_disk_keeps_the_shards(model: LlamaForCausalLM, text: Tensor, tmp_path: Path) -> None:
-    begun = collecting(model, text, STORIES, tmp_path, PLAN)
-    next(begun)
+    started = collecting(model, text, STORIES, tmp_path, PLAN)
+    next(started)
     names = sorted(p.name for p in tmp_path.iterdir())
     with full_disk(1000), pytest.raises(ValueError, match="cannot write .*text-001.safetensors: .*File too large"):
-        next(begun)
+        next(started)
     assert sorted(p.name for p in tmp_path.iterdir()) == names

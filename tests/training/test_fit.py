@@ -73,8 +73,8 @@ def test_a_run_uses_its_minutes_and_learns(tmp_path: Path) -> None:
 
 def test_a_killed_run_goes_on_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fitting, "CHECKPOINT_SECONDS", 7.0)
-    whole = Bigram()
-    expected = run(whole, tmp_path / "whole", 1.0)
+    reference = Bigram()
+    expected = run(reference, tmp_path / "whole", 1.0)
 
     class Killed(Exception):
         pass
@@ -90,7 +90,7 @@ def test_a_killed_run_goes_on_exactly(tmp_path: Path, monkeypatch: pytest.Monkey
     resumed = run(second, tmp_path, 1.0)
     assert (resumed.step, resumed.tokens, resumed.seconds) == (expected.step, expected.tokens, expected.seconds)
     assert resumed.evaluations == expected.evaluations
-    for name, value in whole.state_dict().items():
+    for name, value in reference.state_dict().items():
         torch.testing.assert_close(second.state_dict()[name], value, rtol=0, atol=0)
 
 
@@ -101,13 +101,13 @@ def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_micro_batches_add_up_to_the_batch(workers: int) -> None:
-    whole, pieces = Bigram(), Bigram()
+    reference, pieces = Bigram(), Bigram()
     schedule = Schedule(1.0)
     with ThreadPoolExecutor(workers) if workers else nullcontext() as pool:
-        for module, micro in ((whole, 1000), (pieces, 5)):
+        for module, micro in ((reference, 1000), (pieces, 5)):
             run = Run(module, optimizers(module, schedule), History(), pool)
             run.step(batches(0.0, 0), loss_of(module), 1.0, micro)
-    for a, b in zip(whole.parameters(), pieces.parameters(), strict=True):
+    for a, b in zip(reference.parameters(), pieces.parameters(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
 
 

@@ -74,12 +74,12 @@ def test_an_example_is_aligned_like_progress(target: HFTarget, material: Materia
     assert progress.inputs.shape == progress.outputs.shape == (2, 31)
     assert torch.equal(progress.inputs[:, 1:], progress.outputs[:, :-1])
     with torch.no_grad():
-        said = target.model(batch[0], output_hidden_states=True)
-    torch.testing.assert_close(progress.hidden[1], said.hidden_states[1][:, :-1], atol=5e-3, rtol=5e-3)
-    torch.testing.assert_close(target.lm_head(progress.hidden[-1]), said.logits[:, :-1], atol=0.2, rtol=0.02)
+        outputs = target.model(batch[0], output_hidden_states=True)
+    torch.testing.assert_close(progress.hidden[1], outputs.hidden_states[1][:, :-1], atol=5e-3, rtol=5e-3)
+    torch.testing.assert_close(target.lm_head(progress.hidden[-1]), outputs.logits[:, :-1], atol=0.2, rtol=0.02)
     assert progress.probs is not None
     torch.testing.assert_close(progress.probs.sum(-1), torch.ones(2, 31))
-    assert torch.equal(progress.probs.argmax(-1), said.logits[:, :-1].argmax(-1))
+    assert torch.equal(progress.probs.argmax(-1), outputs.logits[:, :-1].argmax(-1))
 
 
 def test_a_head_learns_and_is_saved_with_its_history(target: HFTarget, material: Material, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ class Trainer:
     """Trains nothing, in four steps; when `endless`, the last of them lasts until it is cancelled."""
 
     def __init__(self):
-        self.endless = self.fails = self.begun = self.stopped = False
+        self.endless = self.fails = self.started = self.stopped = False
         self.minutes = 0.0
 
     def recipes(self):
@@ -29,7 +29,7 @@ class Trainer:
         return SimpleNamespace(method="draft_model")
 
     def train_live(self, name, minutes, out, cancelled):
-        self.begun, self.minutes = True, minutes
+        self.started, self.minutes = True, minutes
         if self.fails:
             raise ValueError("no text to learn from")
         yield {"note": "stories is writing the text that the head will learn from"}
@@ -86,10 +86,10 @@ class Bench:
 
     endless = fails = False
     finished = 1  # repeats done when it is cancelled
-    asked = None
+    options = None
 
     def __call__(self, name, **asked):
-        self.asked, repeats = (name, asked), asked["repeats"]
+        self.options, repeats = (name, asked), asked["repeats"]
         return SimpleNamespace(run=partial(self.losslessness if name == "losslessness" else self.run, repeats))
 
     def run(self, repeats, report, cancelled):
@@ -133,7 +133,7 @@ def tree_trace(nodes=64):
         path.append(max(i + 1 for i, parent in enumerate(parents) if parent == path[-1]))
     for depth, slot in enumerate(path[1:], start=1):
         drafted[slot - 1] = depth
-    told = {
+    totals = {
         "k": 4.0,
         "alpha": 0.75,
         "predicted": 1.5,
@@ -143,14 +143,14 @@ def tree_trace(nodes=64):
         "accepted": 0.6,
     }
     probs = [[0.5] * nodes], [[0.25] * nodes]
-    events = [prefill, StepEvent(1, [drafted], [parents], [path], [[1, 2, 3, 4]], *probs, rest[0].ms, told)]
+    events = [prefill, StepEvent(1, [drafted], [parents], [path], [[1, 2, 3, 4]], *probs, rest[0].ms, totals)]
     at = 5
     while at < len(HOSTILE):
         end = min(at + 3, len(HOSTILE) - 1)
         size = end - at
         chain = [[*range(at, end)]], [[*range(size)]], [[*range(size + 1)]], [[*range(at, end + 1)]]
-        told = told | {"k": 2.0, "updates": told["updates"] + 1.0}
-        events.append(StepEvent(len(events), *chain, [[0.5] * size], [[0.25] * size], rest[0].ms, told))
+        totals = totals | {"k": 2.0, "updates": totals["updates"] + 1.0}
+        events.append(StepEvent(len(events), *chain, [[0.5] * size], [[0.25] * size], rest[0].ms, totals))
         at = end + 1
     lane = replace(trace.lanes[1], name="Tree", options={"k": 4, "nodes": nodes}, events=events)
     lane.summary = summarise(lane)
@@ -162,14 +162,14 @@ def chat_trace():
     """A second turn made by hand. Lane 0 writes both tags of its thoughts, the first cut in two; in lane 1 the template
     wrote the first one."""
     trace = hostile_trace()
-    said = [
+    messages = [
         ("system", "Be <b>brief</b>."),
         ("user", "A riddle?"),
         ("assistant", "What has keys?"),
         ("user", "A piano!"),
     ]
     for lane, tags in zip(trace.lanes, ({1: "<th", 2: "ink>", 6: "</think>"}, {6: "</think>"}), strict=True):
-        lane.messages = [{"role": role, "content": content} for role, content in said]
+        lane.messages = [{"role": role, "content": content} for role, content in messages]
         lane.pieces = [tags.get(i, piece) for i, piece in enumerate(lane.pieces)]
         lane.text = "".join(lane.pieces)
     return trace
@@ -187,9 +187,9 @@ def remote_trace(hostile="<b>host</b>:8000") -> RunTrace:
     trace.lanes[1] = replace(
         lane, name="Far away", events=events, token_ids=[-1] * len(HOSTILE), options={}, prompt_ids=[]
     )
-    told = {"steps": 6, "drafted": 20, "accepted": 9, "acceptance_rate": 0.45, "tokens_per_step": 2.5}
+    totals = {"steps": 6, "drafted": 20, "accepted": 9, "acceptance_rate": 0.45, "tokens_per_step": 2.5}
     source = "accepted / drafted tokens; other users of the server are counted in"
-    trace.lanes[1].remote = Remote(hostile, "m", "/v1/completions", len(HOSTILE), True, told, [0.9, 0.6], source)
+    trace.lanes[1].remote = Remote(hostile, "m", "/v1/completions", len(HOSTILE), True, totals, [0.9, 0.6], source)
     trace.lanes[1].summary = summarise(trace.lanes[1])
     trace.comparison = [{**compare(baseline, trace.lanes[1], greedy=True), "verdict": "same text"}]
     return trace

@@ -79,9 +79,9 @@ def test_a_head_trained_on_the_page_may_race(values, monkeypatch):
 
 
 def test_options_that_name_models_may_name_those_of_the_list():
-    asked = {"method": "router", "model": "stories-draft-wide", "options": {"drafts": "stories-draft-deep, ngram"}}
-    assert changed("embedded-draft", {"lanes": [asked]}, False).lanes[0].options["drafts"]
-    foreign = asked | {"options": {"drafts": "ngram,evil/model"}}
+    lane = {"method": "router", "model": "stories-draft-wide", "options": {"drafts": "stories-draft-deep, ngram"}}
+    assert changed("embedded-draft", {"lanes": [lane]}, False).lanes[0].options["drafts"]
+    foreign = lane | {"options": {"drafts": "ngram,evil/model"}}
     with pytest.raises(ValueError, match="'evil/model' is not on this page's list"):
         changed("embedded-draft", {"lanes": [foreign]}, False)
     assert changed("embedded-draft", {"lanes": [foreign]}, True)
@@ -96,12 +96,12 @@ def test_every_preset_is_a_chip_or_in_the_list():
 
 
 DRAWN = dict.fromkeys(controls.DRAWN, 0)
-ASKED = preset("embedded-three-lanes").with_changes(k=9, temperature=0.5)
+REQUEST = preset("embedded-three-lanes").with_changes(k=9, temperature=0.5)
 
 
 def untouched(now):
-    updates = fill_untouched(ASKED, preset("embedded-draft"), now | DRAWN)
-    return updates, {*fill(ASKED, DRAWN)} - {*updates}  # and what stays
+    updates = fill_untouched(REQUEST, preset("embedded-draft"), now | DRAWN)
+    return updates, {*fill(REQUEST, DRAWN)} - {*updates}  # and what stays
 
 
 def test_a_link_fills_a_page_that_nobody_has_touched():
@@ -159,9 +159,9 @@ def test_any_model_only_where_it_was_allowed(values):
 def test_overrides_of_the_endpoints():
     assert changed("embedded-draft", {"k": 6, "temperature": 0.5}, False).lanes[0].k == 6
     assert changed("embedded-draft", None, False) == preset("embedded-draft")
-    for odd in ([1, 2], "k", 5):
+    for value in ([1, 2], "k", 5):
         with pytest.raises(ValueError, match="overrides must be an object of settings"):
-            changed("embedded-draft", odd, False)
+            changed("embedded-draft", value, False)
     with pytest.raises(ValueError, match="named in text, not by 5"):
         changed(5, None, False)
     with pytest.raises(ValueError, match="did you mean 'temperature'"):

@@ -13,7 +13,7 @@ from specdemo.ui.lab import Lab, Training, race_with, train
 from tests.ui.stand_ins import Trainer
 
 VISITOR = SimpleNamespace(session_hash="a")
-ASKED = {"recipe": "medusa", "minutes": 1.0}
+REQUEST = {"recipe": "medusa", "minutes": 1.0}
 
 
 @pytest.fixture
@@ -29,8 +29,8 @@ def lines(text):
     return [json.loads(line) for line in text.splitlines()]
 
 
-def last(asked):
-    return list(Lab("training").run(train, VISITOR, asked))[-1]["view"]
+def last(request):
+    return list(Lab("training").run(train, VISITOR, request))[-1]["view"]
 
 
 def test_the_stand_in_has_what_the_lab_asks_for():
@@ -40,7 +40,7 @@ def test_the_stand_in_has_what_the_lab_asks_for():
 
 
 def test_a_training_is_a_growing_text(trainer):
-    texts = [shown["view"] for shown in Lab("training").run(train, VISITOR, ASKED)]
+    texts = [shown["view"] for shown in Lab("training").run(train, VISITOR, REQUEST)]
     assert all(after.startswith(before) for before, after in pairwise(texts))
     seen = lines(texts[-1])
     assert [line["type"] for line in seen] == ["run", "note", *["tick"] * 4, "done"]
@@ -58,7 +58,7 @@ def test_one_line_a_point_of_the_curve(trainer):
 
 def test_stop_keeps_the_head_as_far_as_it_got(trainer):
     visits, trainer.endless = Lab("training"), True
-    shown = visits.run(train, VISITOR, ASKED)
+    shown = visits.run(train, VISITOR, REQUEST)
     while '"step":1' not in (update := next(shown))["view"]:
         pass
     assert update["race"]["interactive"] is False
@@ -85,18 +85,18 @@ def test_engine_is_locked_during_training(trainer):
     training = Training("medusa", 1.0)
     with lock:
         texts = training.stream()
-        assert next(texts) == next(texts) == training.text and not trainer.begun
+        assert next(texts) == next(texts) == training.text and not trainer.started
     list(texts)
-    assert trainer.begun and lock.acquire(blocking=False)
+    assert trainer.started and lock.acquire(blocking=False)
     lock.release()
 
 
 def test_invalid_input_is_one_line(trainer, monkeypatch):
-    assert "unknown recipe" in last(ASKED | {"recipe": "elephant"})
+    assert "unknown recipe" in last(REQUEST | {"recipe": "elephant"})
     trainer.fails = True
-    assert lines(last(ASKED))[-1]["text"] == "no text to learn from"
+    assert lines(last(REQUEST))[-1]["text"] == "no text to learn from"
     monkeypatch.setenv("SPACE_ID", "someone/specdemo")
-    assert "Training is off" in last(ASKED)
+    assert "Training is off" in last(REQUEST)
 
 
 def test_minutes_have_limits(trainer):
@@ -119,5 +119,5 @@ def test_until_a_visitor_trains_the_shipped_head_shows_how_it_learned(trainer):
     agreed = [line["agree_1"] for line in seen if line["type"] == "tick"]
     assert len(agreed) == 18 and agreed[-1] > agreed[0]
     assert visits.recorded(VISITOR, {"recipe": "hydra"}) == {"view": ""}  # none ships
-    list(visits.run(train, VISITOR, ASKED))
+    list(visits.run(train, VISITOR, REQUEST))
     assert visits.recorded(VISITOR, {"recipe": "eagle-3"}) == {}

@@ -33,8 +33,8 @@ def lines(text):
 
 def test_the_visitors_sampling_and_rule_are_tested(bench):
     outputs = list(Sweeps("sweep").run(begin, VISITOR, VALUES))
-    wanted = preset("embedded-draft").with_changes(acceptance="typical", temperature=0.7, top_p=0.9)
-    assert bench.asked == ("losslessness", {"preset": wanted, "repeats": 2})
+    expected = preset("embedded-draft").with_changes(acceptance="typical", temperature=0.7, top_p=0.9)
+    assert bench.options == ("losslessness", {"preset": expected, "repeats": 2})
     last = lines(outputs[-1]["view"])[-1]
     assert last["type"] == "result" and last["axis"] == "token" and last["rows"][0]["plain"] == 0.75
     assert len(outputs[-1]["chart"]["value"].data) == 2
@@ -56,7 +56,7 @@ def test_the_visitors_sampling_and_rule_are_tested(bench):
 )
 def test_limits_hold_whatever_a_client_sends(bench, at, value, message):
     text = last(VALUES | {at: value})
-    assert lines(text)[-1]["type"] == "error" and message in lines(text)[-1]["text"] and bench.asked is None
+    assert lines(text)[-1]["type"] == "error" and message in lines(text)[-1]["text"] and bench.options is None
 
 
 def test_a_public_page_tests_less(bench, monkeypatch):

@@ -141,8 +141,8 @@ def test_a_run_that_fails_while_loading_leaves_the_one_on_show_exportable(monkey
         assert visits.stop(visitor)["view"].endswith('"comparison":[]}\n')
 
 
-@pytest.mark.parametrize(("before", "kept"), [(0, False), (1, True)])
-def test_unstarted_run_does_not_block_presets(monkeypatch, before, kept):
+@pytest.mark.parametrize(("before", "shown"), [(0, False), (1, True)])
+def test_unstarted_run_does_not_block_presets(monkeypatch, before, shown):
     session, visitor = Session(0), SimpleNamespace(session_hash="a", query_params={})
     session.runs = 1 - before
     monkeypatch.setattr(live, "session", lambda: session)
@@ -151,8 +151,8 @@ def test_unstarted_run_does_not_block_presets(monkeypatch, before, kept):
     for _ in range(before + 1):
         last = list(visits.run(visits.race, visitor, values))[-1]["view"]
     assert "no such file" in last
-    assert (visits.select(visitor, "embedded-ngram") == gr.skip()) is kept
-    assert visits.save(visitor, "json")["name"] == f"specdemo-embedded-{'draft' if kept else 'ngram'}.json"
+    assert (visits.select(visitor, "embedded-ngram") == gr.skip()) is shown
+    assert visits.save(visitor, "json")["name"] == f"specdemo-embedded-{'draft' if shown else 'ngram'}.json"
 
 
 def test_a_run_is_saved_once_it_has_ended():
@@ -212,10 +212,10 @@ class ChatSession:
     """Answers in a chat; keeps what it was asked."""
 
     def __init__(self):
-        self.asked = []
+        self.comparisons = []
 
     def stream(self, spec, cancelled, loading):
-        self.asked.append(spec)
+        self.comparisons.append(spec)
         trace = hostile_trace()
         for lane, before in zip(trace.lanes, spec.history or ((), ()), strict=True):
             lane.messages = [*before, {"role": "user", "content": spec.prompt}]
@@ -235,8 +235,8 @@ def test_a_chat_goes_on_from_every_lanes_answer(monkeypatch):
     for message in ("Why?", "And then?"):
         list(visits.run(visits.follow, visitor, {"message": message}))
         assert visits.offer(visitor, {"message": message})["message"] == ""
-    prompts = [spec.prompt for spec in session.asked]
+    prompts = [spec.prompt for spec in session.comparisons]
     assert prompts[1:] == ["Why?", "And then?"]
     answer = hostile_trace().lanes[1].text
-    said = [message["content"] for message in session.asked[-1].history[1]]
-    assert said == [prompts[0], answer, "Why?", answer]
+    contents = [message["content"] for message in session.comparisons[-1].history[1]]
+    assert contents == [prompts[0], answer, "Why?", answer]

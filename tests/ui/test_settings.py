@@ -7,7 +7,7 @@ from pathlib import Path
 from shutil import copytree, ignore_patterns
 
 ROOT = Path(__file__).parents[2]
-WHOLE = '    warmth: Annotated[float, Setting("A throwaway.", label="Warmth", step=0.5)] = Field(1.0, ge=0.5, lt=3.0)\n'
+FULL = '    warmth: Annotated[float, Setting("A throwaway.", label="Warmth", step=0.5)] = Field(1.0, ge=0.5, lt=3.0)\n'
 OF_LANE = '    vigour: Annotated[int, Setting("One of a lane.", label="Vigour", step=1)] = Field(2, ge=1, le=8)\n'
 LOOK = """
 import json
@@ -50,7 +50,7 @@ def test_a_setting_is_added_in_one_place(tmp_path):
     copytree(ROOT / "presets", tmp_path / "presets", ignore=ignore_patterns("recorded"))
     declared = tmp_path / "specdemo" / "engine" / "comparison.py"
     text = declared.read_text(encoding="utf-8")
-    for after, line in (("    top_p: ", WHOLE), ("    acceptance: ", OF_LANE)):
+    for after, line in (("    top_p: ", FULL), ("    acceptance: ", OF_LANE)):
         assert text.count(after) == 1
         text = text.replace(after, line + after)
     declared.write_text(text, encoding="utf-8")

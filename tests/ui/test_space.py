@@ -62,9 +62,11 @@ def test_zero_gpu_runs_in_a_forked_process():
     ran = subprocess.run([sys.executable, "-c", ZERO_GPU], env=settings, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
     text, comparison, stopped, refused, recorded, compared = json.loads(ran.stdout)
-    said = lines(text)
-    assert said[-1]["type"] == "end" and comparison["verdict"] == "identical"
-    assert [line["text"] for line in said if line["type"] == "loading"] == ["models ready"]  # loaded before the fork
+    messages = lines(text)
+    assert messages[-1]["type"] == "end" and comparison["verdict"] == "identical"
+    assert [line["text"] for line in messages if line["type"] == "loading"] == [
+        "models ready"
+    ]  # loaded before the fork
     assert lines(stopped)[-1] == {"type": "end", "finish": "cancelled", "comparison": []}
     first, note, start, *_ = lines(refused)
     assert first["recorded"] and recorded and start["environment"]["date"]

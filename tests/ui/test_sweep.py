@@ -31,7 +31,7 @@ def bench(monkeypatch):
     return stand_in
 
 
-def asked(*values):
+def arguments(*values):
     return dict(zip(VALUES, values, strict=True))
 
 
@@ -54,19 +54,19 @@ def test_a_recorded_result_stands_in_until_there_is_one_of_the_visitors(bench):
     assert [line["type"] for line in lines(shown["view"])] == ["run", "result"] and shown["chart"]["visible"]
     assert lines(shown["view"])[1]["recorded"] and "2026-" in lines(shown["view"])[1]["where"][1]
     assert sweeps.recorded(visitor, {"sweep": "batch"}) and json.loads(sweeps.save(visitor)["text"])["suite"] == "batch"
-    list(sweeps.run(begin, visitor, asked("batch", "embedded-ngram", 2.0, 32)))
+    list(sweeps.run(begin, visitor, arguments("batch", "embedded-ngram", 2.0, 32)))
     assert sweeps.recorded(visitor, {"sweep": "k"}) == {}
     assert all(recorded_suite(name) for name in suites.swept()), "every suite of the tab has one"
 
 
 def test_a_sweep_is_a_growing_text_and_then_curves(bench):
-    outputs = list(Sweeps("sweep").run(begin, VISITOR, asked("batch", "embedded-ngram", 2.0, 32)))
+    outputs = list(Sweeps("sweep").run(begin, VISITOR, arguments("batch", "embedded-ngram", 2.0, 32)))
     texts = [output["view"] for output in outputs]
     assert all(after.startswith(before) for before, after in pairwise(texts))
     seen = lines(texts[-1])
     assert [line["type"] for line in seen] == ["run", "start", "loading", "loading", "result"]
     assert seen[3] == {"type": "loading", "share": 0.5, "text": "repeat 2 of 2, k = 4"}
-    assert bench.asked == ("batch", {"repeats": 2, "preset": "embedded-ngram", "new_tokens": 32})
+    assert bench.options == ("batch", {"repeats": 2, "preset": "embedded-ngram", "new_tokens": 32})
     chart = outputs[-1]["chart"]
     assert chart["visible"] and len(chart["value"].data) == 4
     assert seen[-1]["rows"][2]["speed-up"] == {"value": 1.3, "interval": ""}  # of two repeats
@@ -74,8 +74,8 @@ def test_a_sweep_is_a_growing_text_and_then_curves(bench):
 
 
 def test_a_suite_with_models_of_its_own_gets_no_preset(bench):
-    text = last(asked("depth-width", "embedded-ngram", 2, 32))
-    assert bench.asked == ("depth-width", {"repeats": 2, "new_tokens": 32})
+    text = last(arguments("depth-width", "embedded-ngram", 2, 32))
+    assert bench.options == ("depth-width", {"repeats": 2, "new_tokens": 32})
     assert lines(text)[1]["name"] == "Depth or width"
 
 
@@ -142,8 +142,8 @@ def test_a_tab_that_is_closed_frees_the_engine(bench):
     ],
 )
 def test_limits_hold_whatever_a_client_sends(bench, values, message):
-    text = last(asked(*values))
-    assert lines(text)[-1]["type"] == "error" and message in lines(text)[-1]["text"] and bench.asked is None
+    text = last(arguments(*values))
+    assert lines(text)[-1]["type"] == "error" and message in lines(text)[-1]["text"] and bench.options is None
 
 
 def test_suite_error_is_one_line(bench):
@@ -190,15 +190,15 @@ def test_invalid_result_is_one_line_and_changes_nothing(bench, tmp_path, content
 
 
 def test_a_strangers_numbers_stay_readable():
-    odd = replace(swept(), config={"a": float("nan"), "b": [1]}, environment={"device": {"x": float("inf")}})
-    assert lines(result_line(odd, recorded=True))[0]["conditions"] == "suite k · 3 repeats · a nan"
+    damaged = replace(swept(), config={"a": float("nan"), "b": [1]}, environment={"device": {"x": float("inf")}})
+    assert lines(result_line(damaged, recorded=True))[0]["conditions"] == "suite k · 3 repeats · a nan"
 
 
 def test_a_link_fills_the_controls_and_runs_nothing(bench):
     values = restore(visit("sweep=batch&preset=embedded-ngram&repeats=2&new_tokens=32"), {})
     notes = values.pop("view")
-    assert values == asked("batch", "embedded-ngram", 2, 32)
-    assert "note" not in notes and bench.asked is None
+    assert values == arguments("batch", "embedded-ngram", 2, 32)
+    assert "note" not in notes and bench.options is None
     assert sweep.share(values) == "?sweep=batch&preset=embedded-ngram&repeats=2&new_tokens=32"
 
 

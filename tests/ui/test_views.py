@@ -117,9 +117,9 @@ def test_csv_has_every_token_once_and_every_refused_draft():
     rows = list(csv.DictReader(io.StringIO(tokens_csv(trace))))
     for index, lane in enumerate(trace.lanes):
         mine = [r for r in rows if r["lane"] == str(index)]
-        kept = [r for r in mine if r["kind"] not in ("rejected", "not reached")]
-        assert "".join(json.loads(r["text"]) for r in kept) == lane.text
-        assert [int(r["token_id"]) for r in kept] == lane.token_ids
+        output_rows = [r for r in mine if r["kind"] not in ("rejected", "not reached")]
+        assert "".join(json.loads(r["text"]) for r in output_rows) == lane.text
+        assert [int(r["token_id"]) for r in output_rows] == lane.token_ids
         assert sum(r["kind"] == "accepted" for r in mine) == lane.summary["accepted"]
         refused = [r for r in mine if r["kind"] in ("rejected", "not reached")]
         assert len(refused) == lane.summary["drafted"] - lane.summary["accepted"]

@@ -45,9 +45,9 @@ def test_every_recorded_race_of_a_known_method_can_be_started_from():
     assert "embedded-adaptive" in adaptive and not adaptive & {*recorded_starts()}
     for id in recorded_starts():
         start = recorded_start(id)
-        told = shown(questions().begin(VISITOR, VALUES | {"start": id}))
-        assert told["from"].endswith(load_presets()[id].title) and told["measured"]["k"] == start.k
-        assert all(low <= value <= high for value, low, high in (row["speedup"] for row in told["rows"]))
+        view = shown(questions().begin(VISITOR, VALUES | {"start": id}))
+        assert view["from"].endswith(load_presets()[id].title) and view["measured"]["k"] == start.k
+        assert all(low <= value <= high for value, low, high in (row["speedup"] for row in view["rows"]))
 
 
 def test_the_run_on_show_comes_first_and_fills_the_controls(race):
@@ -69,9 +69,9 @@ def test_race_is_predicted_on_an_h100(race):
         VISITOR, VALUES | {"machine": "l4", "k": 12, "batch": 64, "draft": "eagle"}
     )
     assert updates["machine"] == whatif.ELSEWHERE and updates["draft"] == "run"
-    told = shown(updates)
-    assert told["where"].startswith("NVIDIA H100") and told["from"].startswith("The run on show: stories")
-    assert told["at"] == {"k": updates["state"].k, "batch": 64}
+    view = shown(updates)
+    assert view["where"].startswith("NVIDIA H100") and view["from"].startswith("The run on show: stories")
+    assert view["at"] == {"k": updates["state"].k, "batch": 64}
 
 
 def test_unpredictable_lane_is_one_line(race):
@@ -113,25 +113,25 @@ def test_a_precision_that_a_machine_lacks_is_left_for_one_it_has():
     ("values", "words"), [({"target": "../x"}, "unknown target '../x'"), ({"draft": "magic"}, "magic")]
 )
 def test_values_without_control_are_rejected(values, words):
-    told = changed(**values)
-    assert [*told] == ["error"] and words in told["error"] and "\n" not in told["error"]
+    view = changed(**values)
+    assert [*view] == ["error"] and words in view["error"] and "\n" not in view["error"]
 
 
 def test_sentence_names_bottleneck_and_better_k():
     start = recorded_start(DEFAULT)
-    told = changed(kept="own", rate=0.3, k=16)
+    view = changed(kept="own", rate=0.3, k=16)
     best = foretold(start, VALUES | {"state": start, "kept": "own", "rate": 0.3}).best_k
-    assert "With k = 16 and one text a step takes" in told["sentence"] and "limits it most." in told["sentence"]
-    assert (f"k = {best} would be best" if best else "No draft length gains here.") in told["sentence"]
+    assert "With k = 16 and one text a step takes" in view["sentence"] and "limits it most." in view["sentence"]
+    assert (f"k = {best} would be best" if best else "No draft length gains here.") in view["sentence"]
     full = changed(target="llama-8b", draft="eagle", context=65536, batch=256)["sentence"]
     assert "does not fit into this machine's memory" in full
 
 
 def test_a_draft_length_beyond_the_run_is_marked_as_extrapolated():
-    told = changed(k=12)
-    assert told["recorded"] == 4
-    assert "k = 12 is extrapolated: the run recorded k = 4. Record a run with k = 12 to check it." in told["sentence"]
-    assert ("extrapolated" in changed(k=3)["sentence"]) == (told["best"] > 4)
+    view = changed(k=12)
+    assert view["recorded"] == 4
+    assert "k = 12 is extrapolated: the run recorded k = 4. Record a run with k = 12 to check it." in view["sentence"]
+    assert ("extrapolated" in changed(k=3)["sentence"]) == (view["best"] > 4)
     assert changed(kept="own", rate=0.8, k=12)["recorded"] is None
     assert "extrapolated" not in changed(kept="own", rate=0.8, k=12)["sentence"]
 

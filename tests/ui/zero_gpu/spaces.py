@@ -19,7 +19,7 @@ def GPU(*, duration):
 def _lend(duration, task):
     fork = multiprocessing.get_context("fork")
 
-    def lent(*arguments):
+    def run_forked(*arguments):
         if "REFUSED" in os.environ:
             raise Refused(os.environ["REFUSED"])
         assert 0 < duration(*arguments) <= 120
@@ -35,7 +35,7 @@ def _lend(duration, task):
                 item = results.get()
             worker.join()
 
-    return lent
+    return run_forked
 
 
 def _work(task, sent, results, stop):
