@@ -27,7 +27,7 @@ class Peers(Decoding):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beside(Suite):
+class EngineComparison(Suite):
     """The engine against vLLM or llama.cpp on a CPU: baseline and first lane of a preset, greedy, interleaved."""
 
     name = "beside"
@@ -38,9 +38,9 @@ class Beside(Suite):
     new_tokens: int = 112
 
     def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
-        from benchmarks.beside import beside
+        from benchmarks.beside import compare_engines
 
-        return beside(self, report, cancelled)
+        return compare_engines(self, report, cancelled)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,9 +149,9 @@ class Noise(Suite):
     repeats: int = 20
 
     def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
-        from benchmarks.trust import beside
+        from benchmarks.trust import alone_and_loaded
 
-        return beside(self.repeats, report, cancelled)
+        return alone_and_loaded(self.repeats, report, cancelled)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +203,7 @@ class Published(Suite):
 
 SUITES: tuple[type[Suite], ...] = (
     Peers,
-    Beside,
+    EngineComparison,
     Vocabularies,
     Lengths,
     Floor,

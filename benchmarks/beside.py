@@ -35,20 +35,22 @@ from specdemo.presets.serve import serving
 from specdemo.servers.address import TITLES, Engine, known_engine
 
 if TYPE_CHECKING:
-    from benchmarks import Beside
+    from benchmarks import EngineComparison
 
 SHORT = 16  # tokens
 PATIENCE_S = 300.0
-OURS = "here"
+LOCAL = "here"
 
-Ask = Callable[[Sequence[int], int], list[int]]  # a prompt's ids and a number of tokens -> the ids that follow
+RequestFunction = Callable[
+    [Sequence[int], int], list[int]
+]  # a prompt's ids and a number of tokens -> the ids that follow
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TimedLane:
     """A lane and its clock, which returns CPU seconds."""
 
-    ask: Ask
+    request: RequestFunction
     clock: Callable[[], float]
 
 
@@ -64,7 +66,7 @@ class Round:
     written: list[list[int]]
 
 
-def beside(suite: "Beside", report: Report, cancelled: Callable[[], bool]) -> Result:
+def compare_engines(suite: "EngineComparison", report: Report, cancelled: Callable[[], bool]) -> Result:
     """Compare the baseline and the first lane of a preset on both engines. Raises ValueError if the other engine does
     not start.
     """
@@ -75,7 +77,7 @@ def beside(suite: "Beside", report: Report, cancelled: Callable[[], bool]) -> Re
     assert target.tokenizer is not None
     prompts = [encode(target.tokenizer, text, target.max_length - suite.new_tokens) for text in PROMPTS]
     engine = known_engine(suite.engine or "vllm")
-    with threads(count), _asked(chosen, target, engine, suite.command, report) as lanes:
+    with threads(count), _timed_lanes(chosen, target, engine, suite.command, report) as lanes:
         for lane in lanes.values():
             _round(lane, prompts, suite.new_tokens)  # off the clock
 
@@ -89,48 +91,48 @@ def beside(suite: "Beside", report: Report, cancelled: Callable[[], bool]) -> Re
 
 
 @contextmanager
-def _asked(
+def _timed_lanes(
     chosen: Preset, target: HFTarget, engine: Engine, command: str | None, report: Report
-) -> Iterator[Mapping[str, Asked]]:
+) -> Iterator[Mapping[str, TimedLane]]:
     """Yield the request functions of all lanes: the local lanes first, then the same lanes on the other engine."""
-    asks: dict[str, Asked] = {}
+    asks: dict[str, TimedLane] = {}
     asking = _llamacpp if engine == "llamacpp" else _vllm
     started = serving(chosen, engine, lambda said: report(0.0, said), command)
     with started as (onto, _), httpx.Client(timeout=PATIENCE_S) as http:
         for lane in onto.all_lanes:
             drafter = load_drafter(lane.method, target, lane.model, **lane.options)
-            asks[f"{lane.method}, {OURS}"] = Asked(_here(target, drafter, lane), time.process_time)
-            asks[f"{lane.method}, {TITLES[engine]}"] = Asked(asking(http, lane, chosen.target), _servers_s)
+            asks[f"{lane.method}, {LOCAL}"] = TimedLane(_here(target, drafter, lane), time.process_time)
+            asks[f"{lane.method}, {TITLES[engine]}"] = TimedLane(asking(http, lane, chosen.target), _servers_s)
         yield asks
 
 
-def _here(target: HFTarget, drafter: Method, lane: Lane) -> Ask:
-    def ask(prompt: Sequence[int], tokens: int) -> list[int]:
+def _here(target: HFTarget, drafter: Method, lane: Lane) -> RequestFunction:
+    def request(prompt: Sequence[int], tokens: int) -> list[int]:
         config = GenerationConfig(tokens, budget=lane.budget, stop_token_ids=())
         steps = generate(target, drafter, torch.tensor([prompt]), config)
         return [token for event in steps for token in event.emitted[0]]
 
-    return ask
+    return request
 
 
-def _llamacpp(http: httpx.Client, lane: Lane, model: str) -> Ask:
-    def ask(prompt: Sequence[int], tokens: int) -> list[int]:
+def _llamacpp(http: httpx.Client, lane: Lane, model: str) -> RequestFunction:
+    def request(prompt: Sequence[int], tokens: int) -> list[int]:
         how = {"n_predict": tokens, "temperature": 0.0, "ignore_eos": True, "return_tokens": True}
         answer = http.post(f"{lane.server}/completion", json={"prompt": [*prompt], **how})
         ids: list[int] = answer.raise_for_status().json()["tokens"]
         return ids
 
-    return ask
+    return request
 
 
-def _vllm(http: httpx.Client, lane: Lane, model: str) -> Ask:
-    def ask(prompt: Sequence[int], tokens: int) -> list[int]:
+def _vllm(http: httpx.Client, lane: Lane, model: str) -> RequestFunction:
+    def request(prompt: Sequence[int], tokens: int) -> list[int]:
         how = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, "return_token_ids": True}
         answer = http.post(f"{lane.server}/v1/completions", json={"model": model, "prompt": [*prompt], **how})
         ids: list[int] = answer.raise_for_status().json()["choices"][0]["token_ids"]
         return ids
 
-    return ask
+    return request
 
 
 def _servers_s() -> float:
@@ -139,31 +141,33 @@ def _servers_s() -> float:
     return float(sum(taken.user + taken.system for taken in times))
 
 
-def _round(lane: Asked, prompts: Sequence[Sequence[int]], new_tokens: int) -> Round:
-    wall, began = time.perf_counter(), lane.clock()
-    written = [lane.ask(prompt, new_tokens) for prompt in prompts]
+def _round(lane: TimedLane, prompts: Sequence[Sequence[int]], new_tokens: int) -> Round:
+    wall, cpu_start = time.perf_counter(), lane.clock()
+    written = [lane.request(prompt, new_tokens) for prompt in prompts]
     between, wall_s = lane.clock(), time.perf_counter() - wall
     for prompt in prompts:
-        lane.ask(prompt, SHORT)
-    return Round(between - began, lane.clock() - between, wall_s, written)
+        lane.request(prompt, SHORT)
+    return Round(between - cpu_start, lane.clock() - between, wall_s, written)
 
 
 def _row(name: str, done: Sequence[Mapping[str, Round]], tokens: int) -> Row:
     method, _, where = name.partition(", ")
-    there = next(other.partition(", ")[2] for other in done[0] if not other.endswith(OURS))
-    plain, theirs = f"{BASELINE}, {where}", f"{method}, {there}"
+    there = next(other.partition(", ")[2] for other in done[0] if not other.endswith(LOCAL))
+    plain, other_name = f"{BASELINE}, {where}", f"{method}, {there}"
     count = tokens * len(done[0][name].written)
 
     def speed(lane: str, rounds: Mapping[str, Round]) -> float:
         return count / (rounds[lane].long_s - rounds[lane].short_s)
 
-    same = sum(a == b for a, b in zip(done[-1][name].written, done[-1][theirs].written, strict=True))
+    same = sum(a == b for a, b in zip(done[-1][name].written, done[-1][other_name].written, strict=True))
     return {
         "lane": name,
         "tokens/s": over_repeats([speed(name, rounds) for rounds in done]),
         "speed-up": over_repeats([speed(name, rounds) / speed(plain, rounds) for rounds in done]),
-        f"of {there}'s": over_repeats([speed(name, rounds) / speed(theirs, rounds) for rounds in done]),
-        f"of {there}'s, whole requests": over_repeats([rounds[theirs].long_s / rounds[name].long_s for rounds in done]),
-        "by the wall": over_repeats([rounds[theirs].wall_s / rounds[name].wall_s for rounds in done]),
+        f"of {there}'s": over_repeats([speed(name, rounds) / speed(other_name, rounds) for rounds in done]),
+        f"of {there}'s, whole requests": over_repeats(
+            [rounds[other_name].long_s / rounds[name].long_s for rounds in done]
+        ),
+        "by the wall": over_repeats([rounds[other_name].wall_s / rounds[name].wall_s for rounds in done]),
         "output": "identical" if same == len(done[0][name].written) else f"{same} identical",
     }

@@ -51,20 +51,20 @@ def n_gram_bits_per_byte(corpus: Corpus, model_name: str) -> float:
     """
     tokenizer = PreTrainedTokenizerFast.from_pretrained(resolve(model_name)).backend_tokenizer
     seen = token_stream(corpus.train[::READ], tokenizer).numpy()
-    held_out = token_stream(corpus.valid, tokenizer).numpy()
-    probability = np.full(len(held_out), 1.0 / tokenizer.get_vocab_size())
+    valid = token_stream(corpus.valid, tokenizer).numpy()
+    probability = np.full(len(valid), 1.0 / tokenizer.get_vocab_size())
     for order in range(1, ORDER + 1):
         grams, counts = np.unique(packed(seen, order), return_counts=True)
         contexts, first, kinds = np.unique(grams >> BITS, return_index=True, return_counts=True)
         totals = np.add.reduceat(counts, first)
-        asked = packed(held_out, order)
-        count = looked_up(grams, counts, asked)
-        total, kind = looked_up(contexts, totals, asked >> BITS), looked_up(contexts, kinds, asked >> BITS)
+        queries = packed(valid, order)
+        count = looked_up(grams, counts, queries)
+        total, kind = looked_up(contexts, totals, queries >> BITS), looked_up(contexts, kinds, queries >> BITS)
         lower = probability[order - 1 :]
         mixed = (count + kind * lower) / np.maximum(total + kind, 1)
         probability[order - 1 :] = np.where(total > 0, mixed, lower)
-    told = probability[held_out != 0]
-    return float(-np.log2(told).sum() / sum(len(d.encode()) for d in corpus.valid))
+    token_probs = probability[valid != 0]
+    return float(-np.log2(token_probs).sum() / sum(len(d.encode()) for d in corpus.valid))
 
 
 def packed(stream: np.ndarray, order: int) -> np.ndarray:
@@ -75,9 +75,9 @@ def packed(stream: np.ndarray, order: int) -> np.ndarray:
     return runs
 
 
-def looked_up(keys: np.ndarray, values: np.ndarray, asked: np.ndarray) -> np.ndarray:
-    place = np.minimum(np.searchsorted(keys, asked), len(keys) - 1)
-    return np.where(keys[place] == asked, values[place], 0)
+def looked_up(keys: np.ndarray, values: np.ndarray, queries: np.ndarray) -> np.ndarray:
+    place = np.minimum(np.searchsorted(keys, queries), len(keys) - 1)
+    return np.where(keys[place] == queries, values[place], 0)
 
 
 def compressed(documents: list[str]) -> dict[str, float]:
@@ -111,8 +111,8 @@ def completions(model_name: str, documents: list[str]) -> list[tuple[str, str]]:
     model = AutoModelForCausalLM.from_pretrained(resolve(model_name), dtype=torch.float32).eval()
     tokenizer = PreTrainedTokenizerFast.from_pretrained(resolve(model_name))
     rng = random.Random(0)
-    said: list[tuple[str, str]] = []
-    while len(said) < COMPLETIONS:
+    pairs: list[tuple[str, str]] = []
+    while len(pairs) < COMPLETIONS:
         lines = rng.choice(documents).split("\n")
         prefix = "\n".join(lines[: rng.randrange(3, max(4, len(lines)))])
         if not 200 <= len(prefix) <= 2000:
@@ -123,8 +123,8 @@ def completions(model_name: str, documents: list[str]) -> list[tuple[str, str]]:
         )
         new = out[0, len(ids) :].tolist()
         new = new[: new.index(0)] if 0 in new else new
-        said.append((prefix, tokenizer.decode(new)))
-    return said
+        pairs.append((prefix, tokenizer.decode(new)))
+    return pairs
 
 
 def main(model: str, folder: str) -> None:
@@ -132,14 +132,14 @@ def main(model: str, folder: str) -> None:
     found = {"code": bits_per_byte(model, corpus.valid), "stories": bits_per_byte("stories", corpus.valid)}
     found |= compressed(corpus.valid)
     found[f"{ORDER}-gram on the same tokens"] = n_gram_bits_per_byte(corpus, model)
-    said = completions(model, corpus.valid)
-    held = sum(holds(prefix + more) for prefix, more in said)
+    pairs = completions(model, corpus.valid)
+    parsed = sum(holds(prefix + more) for prefix, more in pairs)
     bits = ", ".join(f"{name} {value:.2f}" for name, value in found.items())
-    told = {
+    results = {
         "bits per byte of held-out projects": bits,
-        f"completions of {TOKENS} tokens that parse or break off only at their end": f"{held} of {len(said)}",
+        f"completions of {TOKENS} tokens that parse or break off only at their end": f"{parsed} of {len(pairs)}",
     }
-    print(json_text(told, indent=1))
+    print(json_text(results, indent=1))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def race_fairness(repeats: int, report: Report, cancelled: Callable[[], bool]) -
     """Race a plain lane against a draft lane, once unchanged and once slowed down."""
     target, other = load_target("stories"), load_target("stories")
     drafter = load_drafter("draft_model", other, "stories-draft-wide")
-    beside: dict[str, Drafter] = {
+    opponents: dict[str, Drafter] = {
         "its usual rival": drafter,
         f"a rival stalled {STALL_MS:.0f} ms a step": Stalled(drafter, STALL_MS),
     }
@@ -41,8 +41,8 @@ def race_fairness(repeats: int, report: Report, cancelled: Callable[[], bool]) -
 
     def once(_repeat: int, tick: Tick) -> dict[str, tuple[float, float]]:
         clocks = {}
-        for number, (name, opponent) in enumerate(beside.items()):
-            tick(number / len(beside))
+        for number, (name, opponent) in enumerate(opponents.items()):
+            tick(number / len(opponents))
             both = [_race_once(target, other, opponent, prompt) for prompt in PROMPTS[:3]]
             clocks[name] = fmean(plain for plain, _ in both), fmean(rival for _, rival in both)
         return clocks
@@ -54,7 +54,7 @@ def race_fairness(repeats: int, report: Report, cancelled: Callable[[], bool]) -
             "its ms/token": over_repeats([clocks[name][0] for clocks in done]),
             "the rival's ms/token": over_repeats([clocks[name][1] for clocks in done]),
         }
-        for name in beside
+        for name in opponents
     ]
     usual, stalled = (row["its ms/token"] for row in rows)
     widths = [each.width for each in (usual, stalled) if each.width is not None]

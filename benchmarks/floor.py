@@ -24,8 +24,8 @@ from specdemo.engine.clock import stopwatch_for
 from specdemo.engine.loop import generate
 from specdemo.engine.session import environment
 from specdemo.methods import BASELINE, load_drafter
-from specdemo.models.fused import hasten
-from specdemo.models.graphs import Recorder, Run, Tensors, recorder_for
+from specdemo.models.fused import fuse_layers
+from specdemo.models.graphs import GraphCapture, Run, Tensors, capture_for
 from specdemo.models.runner import Runner
 from specdemo.models.target import HFTarget
 
@@ -48,24 +48,24 @@ class Overhead:
     draft: float | None  # time of drafting / the draft model's forwards
 
     @property
-    def whole(self) -> float:
+    def total(self) -> float:
         return self.step_ms / self.floor_ms
 
 
-class Recorded(HFTarget):
+class RecordingTarget(HFTarget):
     """A target that records its model calls on request, so that they can be repeated."""
 
     calls: list["_Call"] | None = None  # in order; of all that share the list
 
     def __init__(self, model: PreTrainedModel) -> None:
-        recorder = recorder_for(model.device)
-        super().__init__(model, recorder=self._kept(recorder) if recorder else None)
+        recorder = capture_for(model.device)
+        super().__init__(model, capture=self._recording(recorder) if recorder else None)
 
     def runner(self, *about: Any) -> Runner:
         """Return a runner that records its calls."""
         return _Watched(self, *about)
 
-    def _kept(self, recorder: Recorder) -> Recorder:
+    def _recording(self, recorder: GraphCapture) -> GraphCapture:
         """Wrap a recorder so that graph replays are recorded and repeated as calls."""
 
         def record(run: Run) -> Run:
@@ -82,7 +82,7 @@ class Recorded(HFTarget):
 
 
 class _Watched(Runner):
-    def __init__(self, of: Recorded, *about: Any) -> None:
+    def __init__(self, of: RecordingTarget, *about: Any) -> None:
         super().__init__(*about)
         self._of = of
 
@@ -101,12 +101,12 @@ def _again(run: Callable[[], Forward], cursor: Any, stood: dict[str, Any]) -> Fo
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    of: Recorded
+    of: RecordingTarget
     again: Callable[[], Any] | None  # None: its cache has no cursor to set back
 
 
 def overhead(
-    target: Recorded, drafter: Drafter, draft: Recorded | None, prompt: Tensor, config: GenerationConfig
+    target: RecordingTarget, drafter: Drafter, draft: RecordingTarget | None, prompt: Tensor, config: GenerationConfig
 ) -> Overhead | None:
     """Run once, then repeat the run's forward passes. draft: the drafter's model, if it has one.
 
@@ -139,7 +139,7 @@ def overhead(
 
 
 @torch.no_grad()
-def _replayed(calls: Sequence[_Call], target: Recorded) -> dict[str, float]:
+def _replayed(calls: Sequence[_Call], target: RecordingTarget) -> dict[str, float]:
     watch = stopwatch_for(target.device)
     watch.start()
     for call in calls:
@@ -175,9 +175,9 @@ class FixedTree:
 def floor(pair: Pair, repeats: int, new_tokens: int, report: Report, cancelled: Callable[[], bool]) -> Result:
     """Compare engine steps with their own forward passes alone: plain, a chain and a tree, greedy and sampled."""
     for model in (pair.target, pair.draft):
-        hasten(model)
-    target, draft = Recorded(pair.target), Recorded(pair.draft)
-    lanes: dict[str, tuple[Drafter, Recorded | None, Budget]] = {
+        fuse_layers(model)
+    target, draft = RecordingTarget(pair.target), RecordingTarget(pair.draft)
+    lanes: dict[str, tuple[Drafter, RecordingTarget | None, Budget]] = {
         "plain": (load_drafter(BASELINE, target), None, Budget(0, 0)),
         f"chain, k={K}": (load_drafter("draft_model", target, draft), draft, Budget(K, K)),
         f"tree of {len(TREE)}": (FixedTree(target), None, Budget(len(TREE), len(TREE))),

@@ -26,7 +26,7 @@ from specdemo.models.text import encode
 
 DRAFTS = {"stories": "stories-draft-wide", "code": "code-draft"}
 DEEPEST = 8
-PLACES, APART = 4, 2  # a text begins at so many places of its answer: what fits one by chance does not fit them all
+STARTS, SPACING = 4, 2  # a text begins at so many places of its answer: what fits one by chance does not fit them all
 ADAPTIVE = "adaptive"
 
 
@@ -50,11 +50,11 @@ class Contest:
             self.ways = {f"k = {k}": (self.fixed, k) for k in range(1, DEEPEST + 1)} | {ADAPTIVE: (made, DEEPEST)}
             for drafter, k in self.ways.values():
                 warm_up(self.target, drafter, self.prompts[0], self._config(k))
-        begun = repeat // 2 % PLACES
+        start = repeat // 2 % STARTS
         seen = {name: Totals() for name in self.ways}
         for number, prompt in enumerate(self.prompts):
             tick(number / len(self.prompts))
-            ids = prompt[:, : prompt.shape[1] - APART * (PLACES - 1 - begun)]
+            ids = prompt[:, : prompt.shape[1] - SPACING * (STARTS - 1 - start)]
             for name in self.order.sample([*self.ways], len(self.ways)):
                 drafter, k = self.ways[name]
                 seen[name].add([*generate(self.target, drafter, ids, self._config(k))])
@@ -75,13 +75,13 @@ def lengths(repeats: int, new_tokens: int, report: Report, cancelled: Callable[[
         for kind, texts in kinds.items():
             prompts = [_answered(target, text) for text in texts]
             contest = Contest(target, fixed, prompts, new_tokens, order=random.Random(0))
-            done, stopped = repeated(repeats, partial(_tell, report, kind), cancelled, contest.once)
+            done, stopped = repeated(repeats, partial(_report_row, report, kind), cancelled, contest.once)
             rows += _rows(kind, done)
             remarks += stopped
     return Result("lengths", repeats, {"new_tokens": new_tokens}, environment(target), rows, remarks, "text")
 
 
-def _tell(report: Report, kind: str, share: float, what: str) -> None:
+def _report_row(report: Report, kind: str, share: float, what: str) -> None:
     report(share, f"{kind}, {what}")
 
 
@@ -89,9 +89,9 @@ def _answered(target: HFTarget, text: str) -> Tensor:
     """Return the ids of a prompt and of the start of the target's answer, [1, T]."""
     assert target.tokenizer is not None
     ids = torch.tensor([encode(target.tokenizer, text, target.max_length)])
-    config = GenerationConfig(APART * (PLACES - 1), stop_token_ids=())
-    said = [t for event in generate(target, load_drafter(BASELINE, target), ids, config) for t in event.emitted[0]]
-    return torch.cat([ids, torch.tensor([said])], 1)
+    config = GenerationConfig(SPACING * (STARTS - 1), stop_token_ids=())
+    answer = [t for event in generate(target, load_drafter(BASELINE, target), ids, config) for t in event.emitted[0]]
+    return torch.cat([ids, torch.tensor([answer])], 1)
 
 
 def _rows(kind: str, done: list[dict[str, Totals]]) -> list[Row]:
@@ -102,8 +102,8 @@ def _rows(kind: str, done: list[dict[str, Totals]]) -> list[Row]:
     for name, own in speeds.items():
         every = Totals([row for seen in done for row in seen[name].rows])
         ratio = over_repeats([a / b for a, b in zip(own, speeds[best], strict=True)])
-        told = {"tokens/pass": every.tokens_per_pass, "accepted": every.acceptance_rate}
-        rows.append({"text": kind, "lane": name, "of the best": ratio, **told})
+        details = {"tokens/pass": every.tokens_per_pass, "accepted": every.acceptance_rate}
+        rows.append({"text": kind, "lane": name, "of the best": ratio, **details})
     return rows
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from specdemo.models.gguf import Words, write_gguf
+from specdemo.models.gguf import GGUFVocab, write_gguf
 from specdemo.servers.started import check_installed
 
 CONTEXT = 1024
@@ -37,11 +37,11 @@ class LlamaCpp:
         with TemporaryDirectory() as folder:
             file = Path(folder) / "model.gguf"
             words = [f"t{number}" for number in range(model.config.vocab_size)]
-            write_gguf(model, Words(words, ["t 0"]), file)
+            write_gguf(model, GGUFVocab(words, ["t 0"]), file)
             settings.model.path = str(file)
             self._server = library.Server(settings)
 
     def __call__(self, prompt: Tensor, new_tokens: int) -> list[int]:
-        asked = {"prompt": prompt[0].tolist(), "n_predict": new_tokens, "temperature": 0, "ignore_eos": True}
-        answer = self._server.handle_completions({**asked, "cache_prompt": False})
+        body = {"prompt": prompt[0].tolist(), "n_predict": new_tokens, "temperature": 0, "ignore_eos": True}
+        answer = self._server.handle_completions({**body, "cache_prompt": False})
         return [int(number) for number in re.findall(r"t(\d+)", answer["choices"][0]["text"])]

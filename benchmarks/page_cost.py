@@ -47,7 +47,7 @@ Race = dict[str, Any]  # what the server notes of one: emitted, ms per token, en
 
 def serve_noting(port: int, results: Connection) -> None:
     """Serve the page of app.py with a session that records when each race emitted its steps."""
-    from specdemo.engine.messages import Finished, Message, Step
+    from specdemo.engine.messages import Finished, LaneStep, Message
     from specdemo.engine.session import Session
     from specdemo.ui.page import serve
 
@@ -56,7 +56,7 @@ def serve_noting(port: int, results: Connection) -> None:
     def noting(session: Session, *given: Any) -> Iterator[Message]:
         emitted = []
         for message in stream(session, *given):
-            if isinstance(message, Step):
+            if isinstance(message, LaneStep):
                 emitted.append((message.lane, message.event.index, time.time()))
             elif isinstance(message, Finished):
                 lanes = message.trace.lanes
@@ -92,9 +92,9 @@ def in_the_page(playwright: Playwright, address: str, results: Connection) -> tu
 
 def main(repeats: int) -> None:
     spawn = multiprocessing.get_context("spawn")
-    results, told = spawn.Pipe(duplex=False)
+    results, sender = spawn.Pipe(duplex=False)
     port = free_port()
-    server = spawn.Process(target=serve_noting, args=(port, told), daemon=True)
+    server = spawn.Process(target=serve_noting, args=(port, sender), daemon=True)
     server.start()
     assert results.recv() == "up"
     address = f"http://127.0.0.1:{port}/"
@@ -109,11 +109,11 @@ def main(repeats: int) -> None:
     with sync_playwright() as playwright:
         for repeat in range(repeats + 1):
             if repeat % 2:
-                without, (beside, waited) = alone(), in_the_page(playwright, address, results)
+                without, (with_page, waited) = alone(), in_the_page(playwright, address, results)
             else:
-                (beside, waited), without = in_the_page(playwright, address, results), alone()
+                (with_page, waited), without = in_the_page(playwright, address, results), alone()
             if repeat:  # the first is the warm-up
-                pairs.append((without, beside))
+                pairs.append((without, with_page))
                 delays += waited
     server.terminate()
     server.join()
@@ -130,9 +130,9 @@ def report(pairs: list[tuple[Race, Race]], delays: list[float]) -> None:
     print(f"{len(pairs)} repeats of both in turn, mean and 95 % interval\n")
     rows = []
     for lane in pairs[0][0]["ms"]:
-        alone, beside = ([race["ms"][lane] for race in races] for races in zip(*pairs, strict=True))
-        ratios = [b / a for a, b in zip(alone, beside, strict=True)]
-        rows.append((lane, *map(_spread, (alone, beside, ratios))))
+        alone, with_page = ([race["ms"][lane] for race in races] for races in zip(*pairs, strict=True))
+        ratios = [b / a for a, b in zip(alone, with_page, strict=True)]
+        rows.append((lane, *map(_spread, (alone, with_page, ratios))))
     print(table(("lane", "ms/token, no browser", "ms/token, page open", "page / none"), rows))
     cuts = quantiles(delays, n=20)
     shown = f"p50 {cuts[9]:.0f} ms, p95 {cuts[18]:.0f} ms, max {max(delays):.0f} ms"
@@ -140,7 +140,7 @@ def report(pairs: list[tuple[Race, Race]], delays: list[float]) -> None:
 
 
 def _spread(values: list[float]) -> str:
-    return over_repeats(values).told("", 3)
+    return over_repeats(values).format("", 3)
 
 
 if __name__ == "__main__":

@@ -89,16 +89,16 @@ def main(races: int, more: int = 0) -> None:
         session.send("Performance.enable")
         for _ in range(WARM):
             race(page, False)
-        kept = [left(session)]
+        remaining = [left(session)]
         seen = [race(page, True) for _ in range(races)]
         page.locator('[name=sd-pace][value="1"]').check(force=True)
         for _ in range(LOOKS if more else 0):
             for _ in range(more // LOOKS):
                 race(page, False)
-            kept.append(left(session))
+            remaining.append(left(session))
         browser.close()
     server.terminate()
-    report(seen, more, kept)
+    report(seen, more, remaining)
 
 
 def arrive(page: Page, address: str) -> None:
@@ -115,12 +115,14 @@ def arrive(page: Page, address: str) -> None:
     page.locator("#view .sd-status", has_text="Recorded").wait_for()  # the recorded race has played
 
 
-def growth(kept: list[float], form: str) -> tuple[str, str]:
+def growth(values: list[float], form: str) -> tuple[str, str]:
     """Return the final value with its growth over the first, and all values in between."""
-    return f"{kept[-1]:{form}}", f"{100 * (kept[-1] / kept[0] - 1):+.1f} %: " + ", ".join(f"{x:{form}}" for x in kept)
+    return f"{values[-1]:{form}}", f"{100 * (values[-1] / values[0] - 1):+.1f} %: " + ", ".join(
+        f"{x:{form}}" for x in values
+    )
 
 
-def report(races: list[Race], more: int, kept: list[tuple[float, float]]) -> None:
+def report(races: list[Race], more: int, remaining: list[tuple[float, float]]) -> None:
     first = [race[0] for race in races]
     frames = [frame for race in races for frame in race[1]]
     tasks = [task for race in races for task in race[2]]
@@ -132,8 +134,8 @@ def report(races: list[Race], more: int, kept: list[tuple[float, float]]) -> Non
         ("press of Run to first token, ms", f"{median(first):.0f}", f"{min(first):.0f} to {max(first):.0f}"),
         ("between frames, ms", f"{cuts[9]:.1f}", f"p95 {cuts[18]:.1f}, longest {max(frames):.0f}, of {len(frames)}"),
         ("tasks over 50 ms", f"{len(tasks)}", f"longest {max(tasks, default=0):.0f} ms"),
-        ("elements in the page", *growth([elements for elements, _ in kept], ".0f")),
-        ("heap, MB", *growth([heap for _, heap in kept], ".2f")),
+        ("elements in the page", *growth([elements for elements, _ in remaining], ".0f")),
+        ("heap, MB", *growth([heap for _, heap in remaining], ".2f")),
     ]
     print(table(("what", "median or number", "spread"), rows))
 

@@ -117,10 +117,10 @@ def agreement(target: PreTrainedModel, draft: PreTrainedModel, prompts: Tensor) 
     engine = HFTarget(target)
     config = GenerationConfig(PROBE_TOKENS, stop_token_ids=())
     events = generate(engine, load_drafter(BASELINE, engine), prompts, config)
-    said = torch.tensor([event.emitted for event in events], device=prompts.device)[..., 0].T
-    seen = torch.cat([prompts, said], 1)[:, :-1]
-    chosen = draft(seen, use_cache=False, logits_to_keep=said.shape[1]).logits.argmax(-1)
-    return float((chosen == said).float().mean())
+    output = torch.tensor([event.emitted for event in events], device=prompts.device)[..., 0].T
+    seen = torch.cat([prompts, output], 1)[:, :-1]
+    chosen = draft(seen, use_cache=False, logits_to_keep=output.shape[1]).logits.argmax(-1)
+    return float((chosen == output).float().mean())
 
 
 def _tune(target: PreTrainedModel, draft: PreTrainedModel, shared: int, prompts: Tensor) -> float:

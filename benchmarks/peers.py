@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers import GenerationConfig as HFGenerationConfig
 from transformers.utils import logging
 
-from benchmarks.floor import Overhead, Recorded, overhead, overhead_columns
+from benchmarks.floor import Overhead, RecordingTarget, overhead, overhead_columns
 from benchmarks.llamacpp import LlamaCpp
 from benchmarks.pairs import Pair
 from specdemo.bench.base import Report
@@ -31,8 +31,8 @@ from specdemo.core.trace import StepEvent
 from specdemo.engine.loop import generate
 from specdemo.engine.session import environment
 from specdemo.methods import BASELINE, load_drafter
-from specdemo.models.devices import kind
-from specdemo.models.fused import hasten
+from specdemo.models.devices import device_kind
+from specdemo.models.fused import fuse_layers
 from specdemo.models.target import HFTarget
 
 K = 5
@@ -43,14 +43,14 @@ WARM_UP_TOKENS = 16
 OUR_PLAIN, OUR_DRAFT, OUR_LOOKUP = "specdemo plain", f"specdemo draft model, k={K}", "specdemo prompt lookup"
 BARE = f"bare loop, k={K}"
 PLAIN, ASSISTED = "transformers generate", f"transformers assisted, k={K}"
-ASSISTED_USUAL, LOOKUP_THEIRS = "transformers assisted, default", "transformers prompt lookup"
+ASSISTED_USUAL, TRANSFORMERS_LOOKUP = "transformers assisted, default", "transformers prompt lookup"
 LLAMA_CPP = "llama.cpp plain"
 
 Peer = Callable[[Tensor, int], list[int]]  # prompt [1, T], new tokens -> what it wrote
 
 
 @dataclass(slots=True)
-class Ours:
+class OwnEngine:
     """The engine as a peer. It stores the steps of its last run."""
 
     target: HFTarget
@@ -101,16 +101,16 @@ def bare_loop(target: PreTrainedModel, draft: PreTrainedModel, prompt: Tensor, n
             seen = draft(unread, past_key_values=caches[draft], logits_to_keep=1).logits
             drafted = torch.cat([drafted, seen.argmax(-1)], 1)
         chosen = target(drafted[:, length - 1 :], past_key_values=caches[target]).logits.argmax(-1)
-        kept = int((drafted[:, length:] == chosen[:, :-1]).long().cumprod(1).sum())
-        text = torch.cat([text, chosen[:, : kept + 1]], 1)
+        accepted = int((drafted[:, length:] == chosen[:, :-1]).long().cumprod(1).sum())
+        text = torch.cat([text, chosen[:, : accepted + 1]], 1)
         for cache in caches.values():
-            surplus = cache.get_seq_length() - (length + kept)
+            surplus = cache.get_seq_length() - (length + accepted)
             if surplus > 0:
                 cache.crop(-surplus)
     return text[0, prompt.shape[1] :].tolist()
 
 
-def cast(pair: Pair, target: Recorded, draft: Recorded) -> dict[str, Peer]:
+def cast(pair: Pair, target: RecordingTarget, draft: RecordingTarget) -> dict[str, Peer]:
     """Return all peers by name. target and draft are the engine's own copies."""
     fixed = {
         "num_assistant_tokens": K,
@@ -118,14 +118,14 @@ def cast(pair: Pair, target: Recorded, draft: Recorded) -> dict[str, Peer]:
         "assistant_confidence_threshold": 0.0,
     }
     return {
-        OUR_PLAIN: Ours(target, load_drafter(BASELINE, target), Budget(0, 0)),
-        OUR_DRAFT: Ours(target, load_drafter("draft_model", target, draft), Budget(K, K)),
-        OUR_LOOKUP: Ours(target, load_drafter("ngram", target), Budget(LOOKUP, LOOKUP)),
+        OUR_PLAIN: OwnEngine(target, load_drafter(BASELINE, target), Budget(0, 0)),
+        OUR_DRAFT: OwnEngine(target, load_drafter("draft_model", target, draft), Budget(K, K)),
+        OUR_LOOKUP: OwnEngine(target, load_drafter("ngram", target), Budget(LOOKUP, LOOKUP)),
         BARE: lambda prompt, new_tokens: bare_loop(pair.target, pair.draft, prompt, new_tokens, K),
         PLAIN: transformers_peer(pair, {}),
         ASSISTED: transformers_peer(pair, {}, fixed),
         ASSISTED_USUAL: transformers_peer(pair, {}, {}),
-        LOOKUP_THEIRS: transformers_peer(pair, {"prompt_lookup_num_tokens": LOOKUP}),
+        TRANSFORMERS_LOOKUP: transformers_peer(pair, {"prompt_lookup_num_tokens": LOOKUP}),
     }
 
 
@@ -157,40 +157,40 @@ def contest(
     for number, prompt in enumerate(prompts):
         for place, name in enumerate(order):
             tick((number + place / len(order)) / len(prompts))
-            kind(prompt.device).wait(prompt.device)
+            device_kind(prompt.device).synchronize(prompt.device)
             begin = now()
-            said = peers[name](prompt, new_tokens)
-            kind(prompt.device).wait(prompt.device)
+            output = peers[name](prompt, new_tokens)
+            device_kind(prompt.device).synchronize(prompt.device)
             spent[name] += now() - begin
-            written[name].append(said)
+            written[name].append(output)
             peer = peers[name]
-            if isinstance(peer, Ours):
+            if isinstance(peer, OwnEngine):
                 events[name].append(peer.events)
     return {name: Timed(spent[name], written[name], events[name]) for name in order}
 
 
 def compete(pair: Pair, repeats: int, new_tokens: int, report: Report, cancelled: Callable[[], bool]) -> Result:
     """Compare the engine with transformers, with a bare loop, and with its own forward passes alone."""
-    target, draft = _hastened(pair.target), _hastened(pair.draft)
+    target, draft = _with_fused_layers(pair.target), _with_fused_layers(pair.draft)
     everybody = cast(pair, target, draft)
     absent = []
     try:
         everybody[LLAMA_CPP] = LlamaCpp(pair.target)
     except ValueError as error:
         absent.append(f"{error}.")
-    ours = {name: peer for name, peer in everybody.items() if isinstance(peer, Ours)}
+    own_lanes = {name: peer for name, peer in everybody.items() if isinstance(peer, OwnEngine)}
 
     def once(repeat: int, tick: Tick) -> tuple[dict[str, Timed], dict[str, list[Overhead]]]:
         if not repeat:
             longest = max(pair.prompts, key=lambda prompt: prompt.shape[1])
             for peer in everybody.values():  # ours over a whole text: recorded passes are as long as their text's cache
                 tick(0.0)
-                peer(longest, new_tokens if isinstance(peer, Ours) else min(WARM_UP_TOKENS, new_tokens))
+                peer(longest, new_tokens if isinstance(peer, OwnEngine) else min(WARM_UP_TOKENS, new_tokens))
         timed = contest(everybody, pair.prompts, new_tokens, repeat, lambda share: tick(0.8 * share))
         floors: dict[str, list[Overhead]] = {}
         for name in (OUR_PLAIN, OUR_DRAFT):
             tick(0.8)
-            peer = ours[name]
+            peer = own_lanes[name]
             found = [overhead(target, peer.drafter, draft, prompt, peer.config(new_tokens)) for prompt in pair.prompts]
             floors[name] = [run for run in found if run is not None]
         return timed, floors
@@ -211,11 +211,11 @@ def compete(pair: Pair, repeats: int, new_tokens: int, report: Report, cancelled
     return Result("peers", len(done), config, environment(target), rows, remarks, "lane")
 
 
-def _hastened(model: PreTrainedModel) -> Recorded:
+def _with_fused_layers(model: PreTrainedModel) -> RecordingTarget:
     """Return a copy with fused layers; the peers use the weights as transformers made them."""
     own = deepcopy(model)
-    hasten(own)
-    return Recorded(own)
+    fuse_layers(own)
+    return RecordingTarget(own)
 
 
 def row(name: str, contests: Sequence[Mapping[str, Timed]]) -> dict[str, Any]:
@@ -253,10 +253,10 @@ def _ratios(contests: Sequence[Mapping[str, Timed]]) -> list[str]:
         (OUR_DRAFT, ASSISTED),
         (OUR_DRAFT, ASSISTED_USUAL),
         (OUR_DRAFT, BARE),
-        (OUR_LOOKUP, LOOKUP_THEIRS),
+        (OUR_LOOKUP, TRANSFORMERS_LOOKUP),
     ]
     ratios = [(one, other, _ratio(contests, one, other)) for one, other in versus if other in contests[0]]
-    return [f"{one} / {other}: {r.told()}" for one, other, r in ratios]
+    return [f"{one} / {other}: {r.format()}" for one, other, r in ratios]
 
 
 def _bandwidth(model: PreTrainedModel, contests: Sequence[Mapping[str, Timed]]) -> str:

@@ -25,7 +25,7 @@ def read() -> list[Published]:
     return found
 
 
-def foreseen(one: Published) -> Row:
+def predict_row(one: Published) -> Row:
     """Predict one result."""
     return predict(
         one["target"],
@@ -45,7 +45,7 @@ def published() -> Result:
     """Predict every result and return its error and whether the interval contains the published value."""
     rows = [
         {"device": one["device"], "target": one["target"].rpartition("/")[2], "nodes": one["nodes"]}
-        | row_of(one["what"], one["method"], one["k"], 1, one["speedup"], foreseen(one))
+        | row_of(one["what"], one["method"], one["k"], 1, one["speedup"], predict_row(one))
         for one in read()
     ]
     remarks = [f"{engine}: {line}" for engine in ("recorded", "eager") for line in _verdict(rows, engine)]
@@ -54,5 +54,5 @@ def published() -> Result:
 
 
 def _verdict(rows: list[dict[str, Any]], engine: str) -> list[str]:
-    kept = [row for row, one in zip(rows, read(), strict=True) if one["engine"].startswith(engine)]
-    return [verdict(kept)[0]]
+    selected = [row for row, one in zip(rows, read(), strict=True) if one["engine"].startswith(engine)]
+    return [verdict(selected)[0]]

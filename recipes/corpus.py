@@ -128,10 +128,10 @@ class Epochs:
         rng.shuffle(documents)
         documents = documents[epoch % self.parts :: self.parts]
         rng = random.Random(f"part {epoch}") if self.parts > 1 else rng
-        wanted = int(len(documents) * self.copies)
+        copy_count = int(len(documents) * self.copies)
         copies = (self.again(d, rng) for d in documents)
-        told = list(islice((c for c in copies if c is not None), wanted))
-        documents = documents[: len(documents) - len(told)] + told
+        retold = list(islice((c for c in copies if c is not None), copy_count))
+        documents = documents[: len(documents) - len(retold)] + retold
         rng.shuffle(documents)
         return token_stream(documents, self.tokenizer)[rng.randrange(length) :]
 

@@ -12,15 +12,23 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from recipes.agreement import agreement, next_probs
 from recipes.corpus import gpt2_words, train_tokenizer
 from recipes.job import Job, finish
-from recipes.lessons import Lessons, held_out_rows
+from recipes.lessons import Lessons, validation_rows
 from recipes.llama import build, is_as_wide, to_depth, weights
 from recipes.losses import head_forward_kl
 from recipes.targets import train_on
-from specdemo.core.files import replacing
-from specdemo.models.resolve import check_shipped
-from specdemo.training.collect import Recorded, autocast, claim, collecting, complete, load_cache, watched
+from specdemo.core.files import atomic_path
+from specdemo.models.resolve import check_embedded
+from specdemo.training.collect import (
+    TeacherData,
+    autocast,
+    build_cache,
+    claim_cache,
+    is_complete,
+    load_cache,
+    with_progress,
+)
 from specdemo.training.corpus import END, Corpus, read_corpus, windows
-from specdemo.training.fit import Schedule, make_folder, show, steps
+from specdemo.training.fit import Schedule, make_folder, run_with_progress, train_steps
 
 OPENINGS = 10_000  # documents whose beginnings prompt the target's samples
 KINDS = ("text", "samples")  # kinds of training data from a target
@@ -37,13 +45,13 @@ def train_draft(job: Job) -> None:
     target, wrapped = load_target(job)
     make_folder(job.out)
     tokenizer = wrapped.backend_tokenizer
-    valid = held_out_rows(corpus, tokenizer, job.plan.context)
+    valid = validation_rows(corpus, tokenizer, job.plan.context)
     truth = next_probs(target, valid)
     model = nn.Module.to(build(job.shape, target.config.vocab_size), job.device)
-    alike = is_as_wide(job.shape, target.config)
-    if job.start or alike:
+    same_width = is_as_wide(job.shape, target.config)
+    if job.start or same_width:
         model.load_state_dict(weights(job.start) if job.start else to_depth(target.state_dict(), job.shape.layers))
-    listen_from = 0.0 if job.start or alike else 0.1
+    listen_from = 0.0 if job.start or same_width else 0.1
     text, samples = record(job, target, corpus, tokenizer)
     batches = Lessons(text, samples, 65536 if job.large else 4096, job.device, listen_from)
 
@@ -55,7 +63,7 @@ def train_draft(job: Job) -> None:
     def evaluate() -> dict[str, float]:
         return agreement(model, truth, valid)
 
-    ticks = steps(
+    ticks = train_steps(
         model,
         batches,
         loss,
@@ -65,7 +73,7 @@ def train_draft(job: Job) -> None:
         micro_tokens=job.micro_tokens,
         evaluate_every_seconds=120.0,
     )
-    finish(job, model, tokenizer, corpus, show(ticks, job.minutes, job.out.name))
+    finish(job, model, tokenizer, corpus, run_with_progress(ticks, job.minutes, job.out.name))
 
 
 def train_other(job: Job) -> None:
@@ -78,18 +86,18 @@ def train_other(job: Job) -> None:
     make_folder(job.out)
     words = job.out / "tokenizer.json"
     if not words.exists():
-        with replacing(words) as part:  # few documents, so that the vocabulary differs
+        with atomic_path(words) as part:  # few documents, so that the vocabulary differs
             train_tokenizer(corpus.train[: -(-len(corpus.train) // OTHER_WORDS)], words=gpt2_words).save(str(part))
     (samples,) = record(job, target, corpus, wrapped.backend_tokenizer, ("samples",))
     rows = samples.tokens.view(-1, job.plan.sample_length)
-    said = wrapped.batch_decode(rows, clean_up_tokenization_spaces=False)
-    told = [story.strip() for text in said for story in text.split(END) if story.strip()]
-    train_on(job, replace(corpus, train=corpus.train + OTHER_TURNS * told))
+    decoded = wrapped.batch_decode(rows, clean_up_tokenization_spaces=False)
+    sampled_stories = [story.strip() for text in decoded for story in text.split(END) if story.strip()]
+    train_on(job, replace(corpus, train=corpus.train + OTHER_TURNS * sampled_stories))
 
 
 def load_target(job: Job) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """Load the target in fp32 and its tokenizer. Raises ValueError if there is none at `job.target`."""
-    check_shipped(Path(job.target))
+    check_embedded(Path(job.target))
     try:
         target = AutoModelForCausalLM.from_pretrained(job.target, dtype=torch.float32)
         return nn.Module.to(target.eval(), job.device), PreTrainedTokenizerFast.from_pretrained(job.target)
@@ -99,15 +107,15 @@ def load_target(job: Job) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
 
 def record(
     job: Job, target: PreTrainedModel, corpus: Corpus, tokenizer: Tokenizer, kinds: Sequence[str] = KINDS
-) -> list[Recorded]:
+) -> list[TeacherData]:
     """Return the target's cache of text and samples and complete it if necessary. A complete cache of other text is
     used too.
     """
-    if complete(job.cache):
-        claim(job.cache, target, None, job.plan)
+    if is_complete(job.cache):
+        claim_cache(job.cache, target, None, job.plan)
         return [load_cache(job.cache, [kind]) for kind in kinds]
     text = windows(job.world.epochs(corpus.train, tokenizer, later=True).stream(0, job.plan.context), job.plan.context)
     openings = corpus.train[:: 1 + len(corpus.train) // OPENINGS]
     stories = [e.ids for e in tokenizer.encode_batch(openings)]
-    watched(collecting(target, text, stories, job.cache, job.plan, job.backwards), f"cache {job.cache.name}")
+    with_progress(build_cache(target, text, stories, job.cache, job.plan, job.backwards), f"cache {job.cache.name}")
     return [load_cache(job.cache, [kind]) for kind in kinds]

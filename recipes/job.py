@@ -19,7 +19,7 @@ from recipes.llama import CONTEXT, Shape, save_model
 from specdemo.models.machine import device_name
 from specdemo.training.collect import Plan
 from specdemo.training.corpus import Corpus
-from specdemo.training.fit import History, Schedule, write_provenance
+from specdemo.training.fit import Schedule, TrainHistory, write_provenance
 
 DROPOUT = 0.15  # of the target, which reads its 2.6 M tokens many times and would memorise them
 
@@ -115,15 +115,15 @@ def finish(
     model: LlamaForCausalLM,
     tokenizer: Tokenizer,
     corpus: Corpus,
-    history: History,
+    history: TrainHistory,
     start_share: float = 0.0,
 ) -> None:
     """Write model, provenance, attribution and card. start_share: share of the start's weights in the result."""
     save_model(model, tokenizer, job.out)
     start = {"start": Path(job.start).name} if job.start else {}
     share = {"start_share": start_share} if start_share else {}
-    told = facts(job, corpus) | start | share | seed_facts(job.out)
-    write_provenance(job.out, history, **told, parameters=model.num_parameters())
+    run_facts = facts(job, corpus) | start | share | seed_facts(job.out)
+    write_provenance(job.out, history, **run_facts, parameters=model.num_parameters())
     write_card(job.out)
 
 
@@ -140,12 +140,12 @@ def facts(job: Job, corpus: Corpus) -> dict[str, object]:
 
 def seed_facts(folder: Path) -> dict[str, object]:
     """Return the provenance of the models that this one started from."""
-    told = []
+    seeds = []
     for path in (folder / name / "provenance.json" for name in ("seed", "copying")):
         if path.exists():
             seed = json.loads(path.read_text(encoding="utf-8"))
             layers = json.loads(path.with_name("config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
             loss = seed["evaluations"][-1]["held_out_loss"] if seed["evaluations"] else None
             at = {"minutes": seed["seconds"] / 60, "tokens": seed["tokens"], "held_out_loss": loss}
-            told.append({"name": path.parent.name, "layers": layers, **at})
-    return {"seeds": told} if told else {}
+            seeds.append({"name": path.parent.name, "layers": layers, **at})
+    return {"seeds": seeds} if seeds else {}

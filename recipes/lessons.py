@@ -8,7 +8,7 @@ from torch import Tensor
 
 from recipes.corpus import Epochs, token_stream
 from recipes.losses import toward_argmax
-from specdemo.training.collect import Recorded
+from specdemo.training.collect import TeacherData
 from specdemo.training.corpus import Corpus, windows
 from specdemo.training.fit import Batch
 
@@ -51,8 +51,8 @@ class Lessons:
     samples of the target, and the loss moves towards the target's greedy choice.
     """
 
-    text: Recorded  # rows of `context` tokens
-    samples: Recorded
+    text: TeacherData  # rows of `context` tokens
+    samples: TeacherData
     tokens_per_batch: int
     device: torch.device
     listen_from: float = 0.1
@@ -62,12 +62,12 @@ class Lessons:
     def __call__(self, progress: float, step: int) -> Batch:
         if progress >= self.samples_from:
             half = max(1, self.tokens_per_batch // self.text.tokens.shape[1] // 2)
-            a, b = self.text.turn(half, step), self.samples.turn(half, step)
+            a, b = self.text.batch(half, step), self.samples.batch(half, step)
             tokens, indices = torch.cat([a.tokens, b.tokens]), torch.cat([a.indices, b.indices])
             probs = toward_argmax(torch.cat([a.probs, b.probs]), self.lean)
         else:
-            text = self.text if progress >= self.listen_from else self.text.cut(2)
-            rows = text.turn(max(1, self.tokens_per_batch // text.tokens.shape[1]), step)
+            text = self.text if progress >= self.listen_from else self.text.split_rows(2)
+            rows = text.batch(max(1, self.tokens_per_batch // text.tokens.shape[1]), step)
             tokens, indices, probs = rows.tokens, rows.indices, rows.probs
         if progress < self.listen_from:  # one-hot targets: the next token of the text
             tokens, indices = tokens[:, :-1], tokens[:, 1:, None]
@@ -75,7 +75,7 @@ class Lessons:
         return tokens.to(self.device), indices.to(self.device), probs.to(self.device)
 
 
-def held_out_rows(corpus: Corpus, tokenizer: Tokenizer, length: int) -> Tensor:
+def validation_rows(corpus: Corpus, tokenizer: Tokenizer, length: int) -> Tensor:
     """Return the held-out text as [N, length]; one shorter row if there is less text."""
     stream = token_stream(corpus.valid, tokenizer)
     return windows(stream, min(length, len(stream)))

@@ -18,9 +18,9 @@ from transformers import (
 )
 
 from recipes.corpus import VOCAB_SIZE
-from specdemo.core.files import replacing_all
+from specdemo.core.files import atomic_folder
 from specdemo.models.checkpoints import SHARD, SHARDS
-from specdemo.models.resolve import check_shipped
+from specdemo.models.resolve import check_embedded
 from specdemo.training.corpus import END
 
 CONTEXT = 512
@@ -104,7 +104,7 @@ def to_depth(state: Mapping[str, Tensor], layers: int) -> Mapping[str, Tensor]:
 
 def weights(folder: str) -> Mapping[str, Tensor]:
     """Return the tensors of a shipped or trained model's folder, by name."""
-    check_shipped(Path(folder))
+    check_embedded(Path(folder))
     return dict(AutoModelForCausalLM.from_pretrained(folder).state_dict())
 
 
@@ -142,6 +142,6 @@ def save_model(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None
         pad_token=END,
         model_max_length=model.config.max_position_embeddings,
     )
-    with replacing_all(out, SHARDS, "config.json") as beside:
-        model.save_pretrained(beside, max_shard_size=SHARD)
-        wrapped.save_pretrained(beside)
+    with atomic_folder(out, SHARDS, "config.json") as staging:
+        model.save_pretrained(staging, max_shard_size=SHARD)
+        wrapped.save_pretrained(staging)

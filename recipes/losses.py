@@ -25,11 +25,11 @@ def sparse_forward_kl(logits: Tensor, indices: Tensor, probs: Tensor) -> Tensor:
     readable reference of `head_forward_kl`.
     """
     log_q = F.log_softmax(logits.float(), dim=-1)
-    kept = log_q.gather(-1, indices.long())
+    top_log_q = log_q.gather(-1, indices.long())
     p = probs.float()
     p_rest = (1.0 - p.sum(-1)).clamp_min(0.0)
-    q_rest = (1.0 - kept.exp().sum(-1)).clamp_min(TINY)
-    return -((p * kept).sum(-1) + p_rest * q_rest.log()).mean()
+    q_rest = (1.0 - top_log_q.exp().sum(-1)).clamp_min(TINY)
+    return -((p * top_log_q).sum(-1) + p_rest * q_rest.log()).mean()
 
 
 class _HeadForwardKL(torch.autograd.Function):
@@ -46,13 +46,13 @@ class _HeadForwardKL(torch.autograd.Function):
         total = hidden.new_zeros((), dtype=torch.float32)
         for start in range(0, len(h), CHUNK):
             part = slice(start, start + CHUNK)
-            kept, p = indices[part].long(), probs[part].float()
+            top_ids, p = indices[part].long(), probs[part].float()
             q = torch.softmax((h[part] @ w.T).float(), dim=-1)
-            q_kept = q.gather(1, kept)
+            q_top = q.gather(1, top_ids)
             p_rest = (1.0 - p.sum(1)).clamp_min(0.0)
-            q_rest = (1.0 - q_kept.sum(1)).clamp_min(TINY)
-            total -= (p * q_kept.clamp_min(1e-30).log()).sum() + (p_rest * q_rest.log()).sum()
-            gradient[part] = q.mul_((1.0 - p_rest / q_rest)[:, None]).scatter_(1, kept, q_kept - p)
+            q_rest = (1.0 - q_top.sum(1)).clamp_min(TINY)
+            total -= (p * q_top.clamp_min(1e-30).log()).sum() + (p_rest * q_rest.log()).sum()
+            gradient[part] = q.mul_((1.0 - p_rest / q_rest)[:, None]).scatter_(1, top_ids, q_top - p)
         ctx.save_for_backward(gradient @ w, gradient.T @ h)
         return total / len(h)
 

@@ -13,13 +13,13 @@ from transformers import PreTrainedModel
 from recipes.cards import write_attribution
 from recipes.corpus import train_tokenizer
 from recipes.job import Job, finish, side_by_side
-from recipes.lessons import GrowingWindows, held_out_rows
+from recipes.lessons import GrowingWindows, validation_rows
 from recipes.llama import average, build, drop_out, to_depth, weights
 from recipes.losses import cross_entropy
-from specdemo.core.files import replacing
+from specdemo.core.files import atomic_path
 from specdemo.training.collect import autocast
 from specdemo.training.corpus import Corpus, read_corpus
-from specdemo.training.fit import Batch, make_folder, show, steps
+from specdemo.training.fit import Batch, make_folder, run_with_progress, train_steps
 
 DROPOUT_UNTIL = 0.8  # share of the time; the rest trains without dropout
 SEED_LAYERS, SEED_SHARE = 4, 0.5  # depth of the shallow target, and its share of the time
@@ -42,7 +42,7 @@ def train_on(job: Job, corpus: Corpus) -> None:
     if start:
         model.load_state_dict(start)
     short, long = world.windows_later if start else world.windows
-    valid = held_out_rows(corpus, tokenizer, long + 1).to(job.device)
+    valid = validation_rows(corpus, tokenizer, long + 1).to(job.device)
     tokens_per_batch = 65536 if job.large else world.later_batch if start else 4096
     batches = GrowingWindows(
         world.epochs(corpus.train, tokenizer, bool(start)), tokens_per_batch, job.device, short, long
@@ -61,10 +61,10 @@ def train_on(job: Job, corpus: Corpus) -> None:
         return cross_entropy(logits_of(forward, tokens[:, :-1]), tokens[:, 1:])
 
     def evaluate() -> dict[str, float]:
-        return {"held_out_loss": round(held_out_loss(model, valid), 4)}
+        return {"held_out_loss": round(validation_loss(model, valid), 4)}
 
     with side_by_side(job) as pool:
-        ticks = steps(
+        ticks = train_steps(
             model,
             lesson,
             loss,
@@ -74,8 +74,8 @@ def train_on(job: Job, corpus: Corpus) -> None:
             micro_tokens=job.micro_tokens + 8,  # a row is its window plus one token
             pool=pool,
         )
-        history = show(ticks, job.minutes, job.out.name)
-    share = average(model, start, lambda: held_out_loss(model, valid)) if start else 0.0
+        history = run_with_progress(ticks, job.minutes, job.out.name)
+    share = average(model, start, lambda: validation_loss(model, valid)) if start else 0.0
     if share:
         history.evaluations.append({**history.evaluations[-1], **evaluate()})
     finish(job, model, tokenizer, corpus, history, share)
@@ -88,7 +88,7 @@ def logits_of(model: Callable[..., Any], tokens: Tensor) -> Tensor:
     return logits
 
 
-def held_out_loss(model: PreTrainedModel, rows: Tensor) -> float:
+def validation_loss(model: PreTrainedModel, rows: Tensor) -> float:
     """Return the loss on rows [N, T + 1] in mean nats per token."""
     total = 0.0
     for chunk in rows.split(16):
@@ -104,7 +104,7 @@ def load_or_train_tokenizer(corpus: Corpus, out: Path, start: str | None, vocab_
     if path.exists():
         return Tokenizer.from_file(str(path))
     tokenizer = train_tokenizer(corpus.train[::5] if len(corpus.train) > 20_000 else corpus.train, vocab_size)
-    with replacing(path) as part:
+    with atomic_path(path) as part:
         tokenizer.save(str(part))
     return tokenizer
 

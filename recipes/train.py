@@ -21,7 +21,7 @@ from specdemo.models.place import pick_device
 from specdemo.models.resolve import resolve
 from specdemo.training.collect import Plan
 from specdemo.training.corpus import check_corpus
-from specdemo.training.fit import positive
+from specdemo.training.fit import check_minutes
 
 TARGET = Shape(layers=12, hidden=256, intermediate=672, heads=4)
 WIDE = Shape(layers=1, hidden=256, intermediate=672, heads=4)
@@ -75,7 +75,7 @@ def train(
     if recipe not in RECIPES:
         raise ValueError(f"unknown recipe {recipe!r}; {suggest(recipe, [*HEAD_RECIPES, *RECIPES])}")
     chosen = RECIPES[recipe]
-    minutes = positive(chosen.minutes if minutes is None else minutes)
+    minutes = check_minutes(chosen.minutes if minutes is None else minutes)
     out = out or Path("runs") / recipe
     if corpus is None:
         if chosen.world.collect is None:

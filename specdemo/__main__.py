@@ -25,11 +25,11 @@ from typer.models import OptionInfo
 from specdemo import __version__
 from specdemo.bench.command import bench, progress_bar, reports_to
 from specdemo.core.files import check_writable, json_text
-from specdemo.core.reading import lacks_memory, read_text
-from specdemo.core.signals import tidy
+from specdemo.core.safe_io import is_out_of_memory, read_text
+from specdemo.core.signals import sigterm_as_exit
 from specdemo.core.suggest import DEVICES, program, suggest
 from specdemo.engine.comparison import Comparison, Lane, settings, type_of
-from specdemo.methods import PLUG_INS, head_of, knobs, method, unusable, usable
+from specdemo.methods import PLUG_INS, detect_head, knobs, method, unusable, usable
 from specdemo.presets.files import EMBEDDED, FOLDER, Preset, load_presets, of_checkout, preset
 from specdemo.presets.limits import LIMITS
 from specdemo.servers.address import allow, known_engine
@@ -69,14 +69,14 @@ def main(argv: Sequence[str] | None = None, told_by: str = "specdemo") -> int:
     if isinstance(sys.stdout, TextIOWrapper):  # a terminal without a letter of the text still gets the rest
         sys.stdout.reconfigure(errors="replace")
     try:
-        with tidy():
+        with sigterm_as_exit():
             code = app(args=arguments or ["--help"], prog_name=program(), standalone_mode=False)
     except (ValueError, OSError, TyperException) as error:
         message = error.format_message() if isinstance(error, TyperException) else str(error)
         print(f"{told_by}:", " ".join(message.split()), file=sys.stderr)
         return 2
     except (MemoryError, RuntimeError) as error:
-        if not lacks_memory(error):
+        if not is_out_of_memory(error):
             raise
         print("specdemo: out of memory; choose smaller models or end other programs", file=sys.stderr)
         return 2
@@ -165,7 +165,7 @@ def run(
     with ExitStack() as running:
         if engine:
             chosen, _ = running.enter_context(_started(chosen, engine, command, gpus))
-        trace = _race(chosen.checked())
+        trace = _race(chosen.validated())
     _show(trace)
     if out is not None:
         save_trace(trace, out)
@@ -433,7 +433,7 @@ def doctor(
         print(f"{'chromium':<16}{_chromium() or 'none (only the tests of the page need one)'}")
 
     from specdemo.engine.session import environment
-    from specdemo.models.devices import KINDS, best
+    from specdemo.models.devices import DEVICE_KINDS, best_device
     from specdemo.models.load import load_target
     from specdemo.models.pass_cost import verify_cost
     from specdemo.models.resolve import resolve
@@ -442,18 +442,18 @@ def doctor(
     if missing:
         print(f"{'embedded models':<16}missing: {', '.join(missing)}")
         return 1
-    heads = {name: head for name in EMBEDDED if (head := head_of(name))}
+    heads = {name: head for name in EMBEDDED if (head := detect_head(name))}
     print(f"{'embedded models':<16}{', '.join(name for name in EMBEDDED if name not in heads)}")
     print(f"{'embedded heads':<16}{', '.join(f'{name} ({head})' for name, head in heads.items())}")
     stories = load_target("stories")
     cost = verify_cost(stories)
     print(f"{'device':<16}{environment(stories)['device']}")
-    for name, row in KINDS.items():
+    for name, row in DEVICE_KINDS.items():
         if row.count():
-            auto = f"{name} (auto)" if name == best().type else name
-            print(f"{auto:<16}{row.count()}, {row.title}: {row.told()}")
+            auto = f"{name} (auto)" if name == best_device().type else name
+            print(f"{auto:<16}{row.count()}, {row.title}: {row.describe()}")
     times = f"one token {cost.one_ms:.2f} ms, five at once {cost.verify_ms:.2f} ms"
-    print(f"{'verify cost':<16}{times}: {cost.ratio.told()}")
+    print(f"{'verify cost':<16}{times}: {cost.ratio.format()}")
     return 0
 
 
@@ -500,7 +500,7 @@ def _options(pairs: list[str] | None) -> dict[str, str] | None:
 
 
 def _race(spec: Comparison) -> "RunTrace":
-    from specdemo.engine.messages import Finished, Started, Step
+    from specdemo.engine.messages import Finished, LaneStep, Started
     from specdemo.engine.session import session
 
     tokens = spec.max_new_tokens * (len(spec.lanes) + 1)
@@ -508,7 +508,7 @@ def _race(spec: Comparison) -> "RunTrace":
         for message in session().stream(spec, progress=lambda _, what: bar.set_description(what)):
             if isinstance(message, Started):
                 bar.set_description("decoding")
-            elif isinstance(message, Step):
+            elif isinstance(message, LaneStep):
                 bar.update(len(message.event.emitted[0]))
             elif isinstance(message, Finished):
                 return message.trace

@@ -16,7 +16,7 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.trace import StepEvent
 from specdemo.core.tree import ABSENT, depths
 from specdemo.engine.loop import generate
-from specdemo.methods import BASELINE, knobs, load_drafter, method, reader, reads
+from specdemo.methods import BASELINE, knobs, load_drafter, method, model_method, reads
 from specdemo.methods.base import Head, Method
 from specdemo.models.checkpoints import open_checkpoint
 from specdemo.models.toy import ToyTarget
@@ -31,14 +31,14 @@ def check_method(name: str) -> None:
         check(name)
 
 
-def greedy_output_is_the_baseline(name: str) -> None:
+def greedy_output_matches_baseline(name: str) -> None:
     """Whatever it drafts, a greedy text is the target's own."""
     if not method(name).exact:
         return
     target = ToyTarget(VOCABULARY, seed=1)
-    plain = written(target, load_drafter(BASELINE, target), GenerationConfig(40))
+    expected = output_tokens(target, load_drafter(BASELINE, target), GenerationConfig(40))
     for k in (1, 2, 5, 12):
-        assert written(target, drafter(name, target), GenerationConfig(40, budget=Budget(k, k))) == plain
+        assert output_tokens(target, make_drafter(name, target), GenerationConfig(40, budget=Budget(k, k))) == expected
 
 
 def rows_are_independent(name: str) -> None:
@@ -48,17 +48,17 @@ def rows_are_independent(name: str) -> None:
     target = ToyTarget(VOCABULARY, seed=2, stop_token_ids=(7,))
     prompts = torch.stack([PROMPT[0], PROMPT[0].flip(0), PROMPT[0].roll(3)])
     config = GenerationConfig(30)
-    alone = [written(target, load_drafter(BASELINE, target), config, prompt[None])[0] for prompt in prompts]
-    assert written(target, drafter(name, target), config, prompts) == alone
+    expected = [output_tokens(target, load_drafter(BASELINE, target), config, prompt[None])[0] for prompt in prompts]
+    assert output_tokens(target, make_drafter(name, target), config, prompts) == expected
 
 
-def a_budget_is_a_ceiling(name: str) -> None:
+def draft_fits_budget(name: str) -> None:
     """No draft is larger or deeper than its budget."""
     target = ToyTarget(VOCABULARY)
-    made = drafter(name, target)
+    made = make_drafter(name, target)
     made.start(1, Sampling(), torch.Generator().manual_seed(0))
-    said = target.start(PROMPT[:, :-1], made.taps)
-    made.observe(Progress(PROMPT[:, :-1], PROMPT[:, 1:], [PROMPT.shape[1] - 1], said.hidden))
+    forward = target.start(PROMPT[:, :-1], made.taps)
+    made.observe(Progress(PROMPT[:, :-1], PROMPT[:, 1:], [PROMPT.shape[1] - 1], forward.hidden))
     for budget in (Budget(0, 0), Budget(1, 1), Budget(3, 2), Budget(4, 4)):
         draft = made.propose(budget)
         assert draft.nodes <= budget.nodes
@@ -67,35 +67,35 @@ def a_budget_is_a_ceiling(name: str) -> None:
         assert bool((draft.tokens < VOCABULARY).all())
 
 
-def a_second_start_is_clean(name: str) -> None:
+def start_resets_state(name: str) -> None:
     """Nothing of one text is left in the next, and nothing is held between them."""
     target = ToyTarget(VOCABULARY, seed=3)
-    made = drafter(name, target)
+    made = make_drafter(name, target)
     first = events(target, made, GenerationConfig(25))
     assert made.history_bytes == 0
-    written(target, made, GenerationConfig(9), PROMPT.flip(1))
-    again = events(target, made, GenerationConfig(25))
-    assert [event.emitted for event in again] == [event.emitted for event in first]
-    assert made.learns or [event.drafted for event in again] == [event.drafted for event in first]
+    output_tokens(target, made, GenerationConfig(9), PROMPT.flip(1))
+    second = events(target, made, GenerationConfig(25))
+    assert [event.emitted for event in second] == [event.emitted for event in first]
+    assert made.learns or [event.drafted for event in second] == [event.drafted for event in first]
 
 
-def sampling_repeats_with_the_seed(name: str, **options: object) -> None:
+def sampling_is_reproducible(name: str, **options: object) -> None:
     """The same seed writes the same text."""
     target = ToyTarget(VOCABULARY, seed=4)
     config = GenerationConfig(25, Sampling(temperature=1.0), seed=11)
-    first, second = (written(target, drafter(name, target, **options), config) for _ in range(2))
+    first, second = (output_tokens(target, make_drafter(name, target, **options), config) for _ in range(2))
     assert first == second
 
 
 def confidence_is_a_probability(name: str) -> None:
     """Every event says one probability a drafted token, of draft and target, or none."""
     target = ToyTarget(VOCABULARY, seed=5)
-    for event in events(target, drafter(name, target), GenerationConfig(20)):
+    for event in events(target, make_drafter(name, target), GenerationConfig(20)):
         assert len(event.draft_probs[0]) == len(event.target_probs[0]) == len(event.drafted[0])
         assert all(p is None or 0.0 <= p <= 1.0 for p in event.draft_probs[0] + event.target_probs[0])
 
 
-def words_and_options_are_said(name: str) -> None:
+def metadata_is_complete(name: str) -> None:
     """A title, a sentence, and of every option its help and a default within its own range."""
     assert method(name).title and method(name).summary.endswith(".")
     for knob in knobs(name):
@@ -103,39 +103,39 @@ def words_and_options_are_said(name: str) -> None:
         assert knob.check(knob.default) == knob.default
 
 
-def a_saved_head_comes_back(name: str) -> None:
+def saved_head_loads(name: str) -> None:
     """It is recognised, and says what it said before."""
     cls = method(name)
     if not issubclass(cls, Head):
         return
     target = ToyTarget(VOCABULARY, seed=6, hidden_size=32)
     torch.manual_seed(0)
-    made = cls(target, cls.fresh(target))
+    drafter = cls(target, cls.fresh(target))
     with TemporaryDirectory() as folder:
-        made.save(Path(folder), "toy")
+        drafter.save(Path(folder), "toy")
         assert reads(name, open_checkpoint(folder))
-        again = cls(target, folder)
-    batch = Progress(PROMPT[:, :-1], PROMPT[:, 1:], [15], target.start(PROMPT[:, :-1], made.taps).hidden)
-    (loss, metrics), (other, _) = made.loss(batch), again.loss(batch)
+        loaded = cls(target, folder)
+    batch = Progress(PROMPT[:, :-1], PROMPT[:, 1:], [15], target.start(PROMPT[:, :-1], drafter.taps).hidden)
+    (loss, metrics), (loaded_loss, _) = drafter.loss(batch), loaded.loss(batch)
     assert "agree_1" in metrics
-    torch.testing.assert_close(loss, other)
+    torch.testing.assert_close(loss, loaded_loss)
 
 
 CHECKS: tuple[Callable[[str], None], ...] = (
-    greedy_output_is_the_baseline,
+    greedy_output_matches_baseline,
     rows_are_independent,
-    a_budget_is_a_ceiling,
-    a_second_start_is_clean,
-    sampling_repeats_with_the_seed,
+    draft_fits_budget,
+    start_resets_state,
+    sampling_is_reproducible,
     confidence_is_a_probability,
-    words_and_options_are_said,
-    a_saved_head_comes_back,
+    metadata_is_complete,
+    saved_head_loads,
 )
 
 
-def drafter(name: str, target: Target, **options: object) -> Method:
+def make_drafter(name: str, target: Target, **options: object) -> Method:
     """With an untrained head or a random draft model where it needs one."""
-    cls = method(reader(name))
+    cls = method(model_method(name))
     if not cls.needs_model:
         return load_drafter(name, target, **options)
     torch.manual_seed(0)
@@ -163,7 +163,9 @@ def events(target: Target, drafter: Method, config: GenerationConfig, prompt: Te
     return list(generate(target, drafter, prompt, config))
 
 
-def written(target: Target, drafter: Method, config: GenerationConfig, prompt: Tensor = PROMPT) -> list[list[int]]:
+def output_tokens(
+    target: Target, drafter: Method, config: GenerationConfig, prompt: Tensor = PROMPT
+) -> list[list[int]]:
     """What every row of a batch is given."""
-    said = events(target, drafter, config, prompt)
-    return [[token for event in said for token in event.emitted[row]] for row in range(len(prompt))]
+    steps = events(target, drafter, config, prompt)
+    return [[token for event in steps for token in event.emitted[row]] for row in range(len(prompt))]

@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 
 from specdemo.bench.device import copy_bandwidth, fast, read_bandwidth
 from specdemo.bench.random_models import random_model
-from specdemo.core.accept import Lossless, Verdict
+from specdemo.core.accept import AcceptResult, Lossless
 from specdemo.core.protocol import Drafter, GenerationConfig
 from specdemo.core.trace import StepEvent
 from specdemo.core.tree import ABSENT, Draft
 from specdemo.engine.loop import generate
-from specdemo.models.devices import kind, now
+from specdemo.models.devices import device_kind, now
 from specdemo.models.place import DTYPES, pick_dtype
 from specdemo.models.target import HFTarget
 from specdemo.prediction.shapes import shape
@@ -48,7 +48,7 @@ class Lab:
     def __init__(self, device: torch.device, repeats: int) -> None:
         self.device, self.repeats = device, repeats
         self.small = device.type == "cpu"  # to try it out
-        self._held: tuple[Any, HFTarget] | None = None
+        self._loaded: tuple[Any, HFTarget] | None = None
 
     @cached_property
     def bandwidth(self) -> float:
@@ -59,13 +59,13 @@ class Lab:
         return pick_dtype(name, self.device)
 
     def fits(self, name: str, dtype: torch.dtype, bits: int | None = None) -> bool:
-        return ROOM * _bytes(name, dtype, bits) <= kind(self.device).free(self.device)
+        return ROOM * _bytes(name, dtype, bits) <= device_kind(self.device).free(self.device)
 
     def model(self, name: str, dtype: torch.dtype, bits: int | None = None) -> PreTrainedModel:
         """Load a model as transformers creates it. Raises Absent."""
         self.forget()
         if not self.fits(name, dtype, bits):
-            needed, free = _bytes(name, dtype, bits) * ROOM, kind(self.device).free(self.device)
+            needed, free = _bytes(name, dtype, bits) * ROOM, device_kind(self.device).free(self.device)
             raise Absent(f"{name} needs {needed / 1e9:.0f} GB and {free / 1e9:.0f} GB are free")
         try:
             return random_model(name, self.device, dtype, bits)
@@ -75,23 +75,23 @@ class Lab:
     def target(self, name: str, dtype: torch.dtype, bits: int | None = None) -> HFTarget:
         """Load a model as a lane runs it and cache the last one. Raises Absent."""
         key = name, dtype, bits
-        if self._held is None or self._held[0] != key:
-            self._held = key, fast(self.model(name, dtype, bits))
-        return self._held[1]
+        if self._loaded is None or self._loaded[0] != key:
+            self._loaded = key, fast(self.model(name, dtype, bits))
+        return self._loaded[1]
 
     @property
     def main(self) -> str:
         """Return the shape for method measurements: the largest that leaves room for heads and a draft model."""
         if self.small:
             return "llama-tiny"
-        free = kind(self.device).total(self.device)
+        free = device_kind(self.device).total(self.device)
         return "llama-8b" if 1.8 * _bytes("llama-8b", self.dtype()) <= free else "llama-1b"
 
     def forget(self) -> None:
-        self._held = None
+        self._loaded = None
         gc.collect()
         with suppress(RuntimeError):  # a context that is lost
-            kind(self.device).empty()
+            device_kind(self.device).empty_cache()
 
     def prompt(self, target: HFTarget, period: int = 16) -> Tensor:
         """Return [1, PROMPT] tokens with repetitions, so that lookup methods find matches."""
@@ -119,10 +119,10 @@ class Synthetic:
     def __init__(self, usual: Tensor, rates: tuple[float, ...] = RATES, seed: int = 0) -> None:
         self._usual, self._rates, self._coins, self._rule = usual, rates, Random(seed), Lossless()
 
-    def __call__(self, draft: Draft, target: Tensor, rng: Generator | None) -> Verdict:
+    def __call__(self, draft: Draft, target: Tensor, rng: Generator | None) -> AcceptResult:
         verdict = self._rule(draft, target, rng)
         if not draft.nodes:
-            return Verdict(verdict.path, self._usual)
+            return AcceptResult(verdict.path, self._usual)
         first: dict[int, int] = {}  # slot -> its first child
         tokens, parents = torch.stack([draft.tokens[0], draft.parents[0]]).tolist()
         for slot, (token, parent) in enumerate(zip(tokens, parents, strict=True), start=1):
@@ -132,7 +132,7 @@ class Synthetic:
         while path[-1] in first and self._coins.random() < self._rates[min(len(path), len(self._rates)) - 1]:
             path.append(first[path[-1]])
         after = first.get(path[-1])
-        return Verdict([path], self._usual if after is None else draft.tokens[:, after - 1])
+        return AcceptResult([path], self._usual if after is None else draft.tokens[:, after - 1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class Steps:
     step_ms: float
     wall_ms: float  # of a step, with what the clock leaves out between two of them
     drafted: float
-    kept: float
+    accepted: float
     emitted: float
 
     @property
@@ -162,14 +162,14 @@ def measure_steps(lab: Lab, target: HFTarget, drafter: Drafter, config: Generati
         events = list(steps)
         if repeat:
             wall_ms = 1000.0 * (now(lab.device) - begin) / len(events)
-            runs.append(_means(list(_whole(events, config)), wall_ms))
+            runs.append(_means(list(_full_drafts(events, config)), wall_ms))
     names = runs[0].ms
     return Steps(
         {name: median(run.ms.get(name, 0.0) for run in runs) for name in names},
         median(run.step_ms for run in runs),
         median(run.wall_ms for run in runs),
         fmean(run.drafted for run in runs),
-        fmean(run.kept for run in runs),
+        fmean(run.accepted for run in runs),
         fmean(run.emitted for run in runs),
     )
 
@@ -179,7 +179,7 @@ def _bytes(name: str, dtype: torch.dtype, bits: int | None = None) -> float:
     return shape(name, f"{bits}bit" if bits else None).weight_bytes(dtype.itemsize)
 
 
-def _whole(events: list[StepEvent], config: GenerationConfig) -> Iterator[StepEvent]:
+def _full_drafts(events: list[StepEvent], config: GenerationConfig) -> Iterator[StepEvent]:
     """Drop the last steps, which had no room for a full draft."""
     left = config.max_new_tokens - 1
     for event in events:

@@ -12,13 +12,13 @@ from benchmarks.gpu.report import methods_of, rows_of
 from specdemo.bench.plot import GREY, LINES, axis, layout
 from specdemo.core.files import write_text
 
-Kept = Mapping[str, Any]
+StoredSection = Mapping[str, Any]
 LAPS = ("draft", "verify", "accept", "commit", "observe")
 
 
-def write_plots(path: Path, kept: Mapping[str, Kept], environment: Kept, note: str) -> bool:
+def write_plots(path: Path, sections: Mapping[str, StoredSection], environment: StoredSection, note: str) -> bool:
     """Write the plots; return False if there is nothing to draw. note: text below the title."""
-    drawn = [figure for figure in (_widths(kept), _bandwidth(kept), _steps(kept)) if figure is not None]
+    drawn = [figure for figure in (_widths(sections), _bandwidth(sections), _steps(sections)) if figure is not None]
     if not drawn:
         return False
     where = escape(f"{environment['device']}, {environment['date']}")
@@ -35,8 +35,8 @@ def _figure(title: str, x: dict[str, Any], y: dict[str, Any]) -> go.Figure:
     return drawn
 
 
-def _widths(kept: Mapping[str, Kept]) -> go.Figure | None:
-    rows = rows_of(kept, "widths")
+def _widths(sections: Mapping[str, StoredSection]) -> go.Figure | None:
+    rows = rows_of(sections, "widths")
     if not rows:
         return None
     own = [row for row in rows if row["shape"] == rows[0]["shape"]]
@@ -58,8 +58,8 @@ def _widths(kept: Mapping[str, Kept]) -> go.Figure | None:
     return drawn
 
 
-def _bandwidth(kept: Mapping[str, Kept]) -> go.Figure | None:
-    rows = rows_of(kept, "plain-")
+def _bandwidth(sections: Mapping[str, StoredSection]) -> go.Figure | None:
+    rows = rows_of(sections, "plain-")
     if not rows:
         return None
     drawn = _figure(
@@ -82,8 +82,8 @@ def _bandwidth(kept: Mapping[str, Kept]) -> go.Figure | None:
     return drawn
 
 
-def _steps(kept: Mapping[str, Kept]) -> go.Figure | None:
-    rows = methods_of(kept)
+def _steps(sections: Mapping[str, StoredSection]) -> go.Figure | None:
+    rows = methods_of(sections)
     if not rows:
         return None
     drawn = _figure(

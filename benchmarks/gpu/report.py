@@ -8,23 +8,25 @@ from benchmarks.gpu.lab import Lab
 from benchmarks.gpu.sections import COMMAND, METHODS, PLAIN, shape_of_draft
 from specdemo.bench.device import CONTEXT, measured, slug
 from specdemo.core.files import finite, json_text, write_text
-from specdemo.models.devices import kind
+from specdemo.models.devices import device_kind
 from specdemo.prediction.profiles import Figure, Passes, Profile, Step, write_profile
 
 NO_GPU = "This is no GPU measurement: tiny models on a CPU, to try the command."
 RESULTS = "results.json"
 LONGEST = 40  # rows of a table in the page; all are in the JSON
 
-Kept = Mapping[str, Any]
+StoredSection = Mapping[str, Any]
 Row = dict[str, Any]
 
 
-def write_report(folder: Path, kept: Mapping[str, Kept], environment: Kept, lab: Lab) -> list[str]:
+def write_report(
+    folder: Path, sections: Mapping[str, StoredSection], environment: StoredSection, lab: Lab
+) -> list[str]:
     """Write all files and return their names."""
-    write_text(folder / RESULTS, json_text(finite({"environment": environment, "sections": kept}), indent=1) + "\n")
-    write_text(folder / "report.md", _page(kept, environment, lab))
+    write_text(folder / RESULTS, json_text(finite({"environment": environment, "sections": sections}), indent=1) + "\n")
+    write_text(folder / "report.md", _page(sections, environment, lab))
     files = ["report.md", RESULTS]
-    profile = profile_of(kept, environment, lab)
+    profile = profile_of(sections, environment, lab)
     if profile is not None:
         write_profile(profile, folder / f"{profile.name}.profile.json")
         files.append(f"{profile.name}.profile.json")
@@ -32,65 +34,65 @@ def write_report(folder: Path, kept: Mapping[str, Kept], environment: Kept, lab:
         from benchmarks.gpu.plots import write_plots
     except ImportError:
         return [*files, "no plots, which need plotly: run it again where that is, with --minutes 0"]
-    if write_plots(folder / "plots.html", kept, environment, NO_GPU * lab.small):
+    if write_plots(folder / "plots.html", sections, environment, NO_GPU * lab.small):
         files.append("plots.html")
     return files
 
 
-def rows_of(kept: Mapping[str, Kept], prefix: str) -> list[Row]:
+def rows_of(sections: Mapping[str, StoredSection], prefix: str) -> list[Row]:
     """Return the rows of all sections whose name starts with `prefix`."""
-    return [row for name, found in kept.items() if name.startswith(prefix) for row in found.get("rows", ())]
+    return [row for name, found in sections.items() if name.startswith(prefix) for row in found.get("rows", ())]
 
 
-def methods_of(kept: Mapping[str, Kept]) -> list[Row]:
+def methods_of(sections: Mapping[str, StoredSection]) -> list[Row]:
     """Return the steps of all methods and their ratio to plain decoding."""
-    rows = rows_of(kept, "method-")
+    rows = rows_of(sections, "method-")
     plain = next((row for row in rows if row["method"] == PLAIN), None)
     if plain is None:
         return rows
     return [row | {"speed-up": round(row["tokens/s"] / plain["tokens/s"], 3)} for row in rows]
 
 
-def _page(kept: Mapping[str, Kept], environment: Kept, lab: Lab) -> str:
+def _page(sections: Mapping[str, StoredSection], environment: StoredSection, lab: Lab) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in environment["versions"].items())
     commit = f", commit `{str(environment['commit'])[:7]}`" if environment["commit"] else ""
     parts = [f"# {environment['device']}", f"{environment['date']}, {versions}{commit} (`{COMMAND}`)."]
     parts += [f"**{NO_GPU}**"] * lab.small
-    for title, rows, remarks in _chapters(kept):
+    for title, rows, remarks in _chapters(sections):
         parts.append(f"## {title}")
         parts += [_table(rows)] * bool(rows)
         parts += ["\n".join(f"- {remark}" for remark in remarks)] * bool(remarks)
     return "\n\n".join(parts) + "\n"
 
 
-def _chapters(kept: Mapping[str, Kept]) -> Iterator[tuple[str, list[Row], list[str]]]:
+def _chapters(sections: Mapping[str, StoredSection]) -> Iterator[tuple[str, list[Row], list[str]]]:
     """Yield title, rows and remarks; related sections share a chapter."""
     together = {"plain-": "Plain decoding", "method-": "A step of every method, at synthetic acceptance"}
-    told = set()
-    for name, found in kept.items():
+    printed = set()
+    for name, found in sections.items():
         prefix = next((p for p in together if name.startswith(p)), "")
-        if prefix in told:
+        if prefix in printed:
             continue
         if not prefix:
             yield str(found["title"]), list(found.get("rows", ())), _remarks({name: found})
             continue
-        told.add(prefix)
-        alike = {n: f for n, f in kept.items() if n.startswith(prefix)}
-        rows = methods_of(alike) if prefix == "method-" else rows_of(alike, prefix)
-        yield together[prefix], rows, _remarks(alike)
+        printed.add(prefix)
+        same_chapter = {n: f for n, f in sections.items() if n.startswith(prefix)}
+        rows = methods_of(same_chapter) if prefix == "method-" else rows_of(same_chapter, prefix)
+        yield together[prefix], rows, _remarks(same_chapter)
 
 
-def _remarks(found: Mapping[str, Kept]) -> list[str]:
+def _remarks(found: Mapping[str, StoredSection]) -> list[str]:
     several = len(found) > 1
-    said = []
+    remarks = []
     for one in found.values():
         lines = list(one.get("remarks", ()))
         if one["state"] == "failed":
             lines.append(f"failed: {one['error']}")
         if one["state"] == "started":
             lines.append("was cut off")
-        said += [f"{one['title']}: {line}" if several else line for line in lines]
-    return said
+        remarks += [f"{one['title']}: {line}" if several else line for line in lines]
+    return remarks
 
 
 def _table(rows: list[Row]) -> str:
@@ -110,9 +112,9 @@ def _cell(value: Any) -> str:
     return "" if value is None else str(value).replace("|", "\\|").replace("\n", " ")
 
 
-def profile_of(kept: Mapping[str, Kept], environment: Kept, lab: Lab) -> Profile | None:
+def profile_of(sections: Mapping[str, StoredSection], environment: StoredSection, lab: Lab) -> Profile | None:
     """Return the device profile; None until the device itself was measured."""
-    numbers = {row["what"]: row["is"] for row in rows_of(kept, "device")}
+    numbers = {row["what"]: row["is"] for row in rows_of(sections, "device")}
     if not numbers:
         return None
     source = f"measured by {COMMAND}"
@@ -121,7 +123,7 @@ def profile_of(kept: Mapping[str, Kept], environment: Kept, lab: Lab) -> Profile
         return Figure(value=numbers[name], source=source) if name in numbers else None
 
     rates = {what.split()[1]: figure(what) for what in numbers if what.startswith("compute_tflop_per_s ")}
-    over = [row["overhead"]["value"] for row in rows_of(kept, "overhead") if row.get("overhead")]
+    over = [row["overhead"]["value"] for row in rows_of(sections, "overhead") if row.get("overhead")]
     title = str(environment["device"])
     return Profile.model_validate(
         {
@@ -132,8 +134,8 @@ def profile_of(kept: Mapping[str, Kept], environment: Kept, lab: Lab) -> Profile
             **{name: figure(name) for name in ("memory_gb", "bandwidth_gb_per_s", "launch_us", "node_us", "wait_us")},
             "link_gb_per_s": figure("link_gb_per_s"),
             "step_overhead": Figure(value=max(over), source=f"{source}, the worst of {len(over)}") if over else None,
-            "passes": tuple(_passes(rows_of(kept, "widths"), lab)),
-            "steps": tuple(_steps(rows_of(kept, "method-"), lab)),
+            "passes": tuple(_passes(rows_of(sections, "widths"), lab)),
+            "steps": tuple(_steps(rows_of(sections, "method-"), lab)),
             "measured": measured(COMMAND),
         }
     )
@@ -145,7 +147,9 @@ def _passes(rows: list[Row], lab: Lab) -> Iterator[Passes]:
         ms: dict[int, dict[int, float]] = {}
         for row in own:
             ms.setdefault(row["batch"], {})[row["slots"]] = row["ms"]
-        yield Passes(model=name, dtype=kind(lab.device).dtypes[0], kernels=own[0]["layers"], context=CONTEXT, ms=ms)
+        yield Passes(
+            model=name, dtype=device_kind(lab.device).dtypes[0], kernels=own[0]["layers"], context=CONTEXT, ms=ms
+        )
 
 
 def _steps(rows: list[Row], lab: Lab) -> Iterator[Step]:
@@ -154,14 +158,14 @@ def _steps(rows: list[Row], lab: Lab) -> Iterator[Step]:
         known, drafted = METHODS.get(row["method"]), row["drafted/step"]
         if known is None or known.temperature:
             continue
-        whole = "nodes" not in (known.options or {}) and drafted == known.k
+        full_draft = "nodes" not in (known.options or {}) and drafted == known.k
         yield Step(
             model=row["shape"],
             method=known.method,
             dtype=row["precision"],
             draft=shape_of_draft(lab) if known.draft else "",
             context=CONTEXT + (4 if lab.small else 64),
-            k=known.k if whole else 0,
+            k=known.k if full_draft else 0,
             ms={name.removesuffix(" ms"): value for name, value in row.items() if name.endswith(" ms")},
             drafted=drafted,
             kept=row["kept/step"],

@@ -16,10 +16,10 @@ from benchmarks.gpu.report import NO_GPU, RESULTS, write_report
 from benchmarks.gpu.sections import Section, sections
 from specdemo.bench.base import Report
 from specdemo.bench.result import Result
-from specdemo.core.bounds import FILE
 from specdemo.core.files import finite, json_text, write_text
-from specdemo.core.reading import read_json
-from specdemo.engine.failure import let_go, reason
+from specdemo.core.json_limits import FILE_LIMITS
+from specdemo.core.safe_io import read_json
+from specdemo.engine.failure import clear_traceback, reason
 from specdemo.models.machine import commit, device_name, versions
 from specdemo.models.place import pick_device
 
@@ -27,7 +27,7 @@ SECTION = ".section.json"
 TRIES = 2  # of a section that takes the process, or the call, with it
 TRIAL_SECONDS = 5.0  # of a section on a CPU, where everything is tiny
 
-Kept = dict[str, Any]
+StoredSection = dict[str, Any]
 
 
 def measure(
@@ -43,30 +43,30 @@ def measure(
     lab = Lab(pick_device(device), repeats)
     begin, table = now(), sections(lab)
     folder.mkdir(parents=True, exist_ok=True)
-    kept = {name: found for name, found in _stored(folder, lab).items() if name in table}
+    finished = {name: found for name, found in _stored(folder, lab).items() if name in table}
     lost = ""
     for name, section in table.items():
         left = 60.0 * minutes - (now() - begin)
-        if name in kept and _over(kept[name]):
+        if name in finished and _over(finished[name]):
             continue
         if cancelled() or lost or (TRIAL_SECONDS if lab.small else section.seconds) > left:
             continue  # a shorter one may still fit
-        report(len([k for k in kept.values() if _over(k)]) / len(table), section.title)
-        tries = kept.get(name, {}).get("tries", 0) + 1
-        kept[name] = _write(folder, name, _entry(section, lab, "started", tries))
-        kept[name] = _write(folder, name, _run(section, lab, tries, now))
+        report(len([k for k in finished.values() if _over(k)]) / len(table), section.title)
+        tries = finished.get(name, {}).get("tries", 0) + 1
+        finished[name] = _write(folder, name, _entry(section, lab, "started", tries))
+        finished[name] = _write(folder, name, _run(section, lab, tries, now))
         if not lab.alive():
             lost = f"The device is lost since {section.title!r}."
     environment = _environment(lab)
-    files = write_report(folder, {name: kept[name] for name in table if name in kept}, environment, lab)
-    return _result(table, kept, environment, lab, [lost] * bool(lost), files)
+    files = write_report(folder, {name: finished[name] for name in table if name in finished}, environment, lab)
+    return _result(table, finished, environment, lab, [lost] * bool(lost), files)
 
 
-def _stored(folder: Path, lab: Lab) -> dict[str, Kept]:
+def _stored(folder: Path, lab: Lab) -> dict[str, StoredSection]:
     """Return the results of earlier calls, from one file per section or from a single combined file."""
-    whole = folder / RESULTS
-    kept: dict[str, Kept] = read_json(whole, FILE)["sections"] if whole.is_file() else {}
-    kept |= {path.name.removesuffix(SECTION): read_json(path, FILE) for path in folder.glob(f"*{SECTION}")}
+    combined = folder / RESULTS
+    kept: dict[str, StoredSection] = read_json(combined, FILE_LIMITS)["sections"] if combined.is_file() else {}
+    kept |= {path.name.removesuffix(SECTION): read_json(path, FILE_LIMITS) for path in folder.glob(f"*{SECTION}")}
     here = device_name(lab.device)
     for found in kept.values():
         there = found["environment"]["device"]
@@ -75,11 +75,11 @@ def _stored(folder: Path, lab: Lab) -> dict[str, Kept]:
     return kept
 
 
-def _over(found: Kept) -> bool:
+def _over(found: StoredSection) -> bool:
     return found["state"] != "started" or int(found["tries"]) >= TRIES
 
 
-def _run(section: Section, lab: Lab, tries: int, now: Callable[[], float]) -> Kept:
+def _run(section: Section, lab: Lab, tries: int, now: Callable[[], float]) -> StoredSection:
     begin = now()
     entry = _entry(section, lab, "done", tries)
     try:
@@ -89,42 +89,47 @@ def _run(section: Section, lab: Lab, tries: int, now: Callable[[], float]) -> Ke
     except Exception as error:
         found = Found()
         entry |= {"state": "failed", "error": reason(error)}
-        let_go(error)
+        clear_traceback(error)
         lab.forget()
     gc.collect()
     return entry | asdict(found) | {"seconds": round(now() - begin, 1)}
 
 
-def _entry(section: Section, lab: Lab, state: str, tries: int) -> Kept:
+def _entry(section: Section, lab: Lab, state: str, tries: int) -> StoredSection:
     return {"title": section.title, "state": state, "tries": tries, "environment": _environment(lab)}
 
 
 def _environment(lab: Lab) -> dict[str, Any]:
     threads = torch.get_num_threads() if lab.small else None
     dtype = "several precisions"
-    told = {"device": device_name(lab.device), "threads": threads, "dtype": dtype, "versions": versions()}
-    return told | {"commit": commit(), "date": time.strftime("%Y-%m-%d", time.gmtime())}
+    facts = {"device": device_name(lab.device), "threads": threads, "dtype": dtype, "versions": versions()}
+    return facts | {"commit": commit(), "date": time.strftime("%Y-%m-%d", time.gmtime())}
 
 
-def _write(folder: Path, name: str, found: Kept) -> Kept:
+def _write(folder: Path, name: str, found: StoredSection) -> StoredSection:
     write_text(folder / f"{name}{SECTION}", json_text(finite(found), indent=1) + "\n")
     return found
 
 
 def _result(
-    table: dict[str, Section], kept: dict[str, Kept], environment: Kept, lab: Lab, remarks: list[str], files: list[str]
+    table: dict[str, Section],
+    sections: dict[str, StoredSection],
+    environment: StoredSection,
+    lab: Lab,
+    remarks: list[str],
+    files: list[str],
 ) -> Result:
     rows = [
         {
             "section": name,
-            "state": _state(kept.get(name)),
-            "seconds": kept.get(name, {}).get("seconds"),
-            "what": _told(found),
+            "state": _state(sections.get(name)),
+            "seconds": sections.get(name, {}).get("seconds"),
+            "what": _status_line(found),
         }
         for name in table
-        for found in [kept.get(name, {})]
+        for found in [sections.get(name, {})]
     ]
-    open_ = [section.seconds for name, section in table.items() if not (name in kept and _over(kept[name]))]
+    open_ = [section.seconds for name, section in table.items() if not (name in sections and _over(sections[name]))]
     if open_:
         remarks.append(
             f"{len(open_)} of {len(table)} sections are to come, about {sum(open_) / 60.0:.0f} minutes on a large GPU: "
@@ -134,12 +139,12 @@ def _result(
     return Result("gpu", lab.repeats, {}, environment, rows, [*remarks, f"Written: {', '.join(files)}."])
 
 
-def _state(found: Kept | None) -> str:
+def _state(found: StoredSection | None) -> str:
     if found is None:
         return "to come"
     return "cut off" if found["state"] == "started" else str(found["state"])
 
 
-def _told(found: Kept) -> str:
-    said: str = found.get("error") or next(iter(found.get("remarks", ())), "")
-    return said or (f"{len(found['rows'])} rows" if found.get("rows") else "")
+def _status_line(found: StoredSection) -> str:
+    remark: str = found.get("error") or next(iter(found.get("remarks", ())), "")
+    return remark or (f"{len(found['rows'])} rows" if found.get("rows") else "")

@@ -28,12 +28,12 @@ from specdemo.core.estimate import Estimate
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.sampling import Sampling
 from specdemo.engine.comparison import Lane
-from specdemo.engine.failure import let_go, reason
-from specdemo.engine.loop import never
+from specdemo.engine.failure import clear_traceback, reason
+from specdemo.engine.loop import never_cancelled
 from specdemo.engine.session import Session
 from specdemo.methods import BASELINE, load_drafter, method
 from specdemo.methods.base import Head
-from specdemo.models.devices import kind
+from specdemo.models.devices import device_kind
 from specdemo.models.machine import commit, device_name, one_thread, versions
 from specdemo.models.target import HFTarget
 from specdemo.presets.files import load_presets
@@ -121,8 +121,8 @@ def sections(lab: Lab) -> dict[str, Section]:
 def environment(lab: Lab) -> Found:
     facts = {
         "device": device_name(lab.device),
-        "memory GB": round(kind(lab.device).total(lab.device) / 1e9, 1),
-        "kind": kind(lab.device).told(),
+        "memory GB": round(device_kind(lab.device).total(lab.device) / 1e9, 1),
+        "kind": device_kind(lab.device).describe(),
         "processor": device_name(torch.device("cpu")),
         "cores": psutil.cpu_count(),
         "main memory GB": round(psutil.virtual_memory().total / 1e9, 1),
@@ -140,11 +140,16 @@ def _nvidia(device: torch.device) -> Iterator[tuple[str, str]]:
         return
     yield "capability", ".".join(map(str, torch.cuda.get_device_capability(device)))
     yield "CUDA", str(torch.version.cuda)
-    asked = ("driver_version", "clocks.max.sm", "clocks.max.mem", "power.limit", "persistence_mode")
+    fields = ("driver_version", "clocks.max.sm", "clocks.max.mem", "power.limit", "persistence_mode")
     if shutil.which("nvidia-smi"):
-        command = ["nvidia-smi", f"--query-gpu={','.join(asked)}", "--format=csv,noheader", f"--id={device.index or 0}"]
-        said = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
-        yield from zip(asked, said.split(", "), strict=False)
+        command = [
+            "nvidia-smi",
+            f"--query-gpu={','.join(fields)}",
+            "--format=csv,noheader",
+            f"--id={device.index or 0}",
+        ]
+        output = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
+        yield from zip(fields, output.split(", "), strict=False)
 
 
 def _version(package: str) -> str:
@@ -190,17 +195,17 @@ def plain(name: str, lab: Lab) -> Found:
     """Measure plain decoding in every precision of the device, against its bandwidth."""
     found = Found()
     usual = lab.dtype()
-    held: list[tuple[torch.dtype, int | None]] = [
-        (lab.dtype(known), None) for known in kind(lab.device).dtypes if lab.small or known != "float32"
+    precisions: list[tuple[torch.dtype, int | None]] = [
+        (lab.dtype(known), None) for known in device_kind(lab.device).dtypes if lab.small or known != "float32"
     ]
-    if kind(lab.device).quantised and not lab.small:
-        held += [(usual, 4), (usual, 8)]
-    for dtype, bits in held:
+    if device_kind(lab.device).quantised and not lab.small:
+        precisions += [(usual, 4), (usual, 8)]
+    for dtype, bits in precisions:
         try:
             found.rows.append(_plain(name, lab, dtype, bits))
         except Exception as error:  # one precision is not the others
             found.remarks.append(f"{f'{bits}bit' if bits else name_of(dtype)}: {reason(error)}.")
-            let_go(error)
+            clear_traceback(error)
             lab.forget()
     return found
 
@@ -248,12 +253,12 @@ def widths(lab: Lab) -> Found:
         found.remarks += [f"{name}: {target.note}."] * bool(target.note)
         if len(ms) < len(batches):
             found.remarks.append(f"{name}: memory ends behind a batch of {max(ms)}.")
-    own, beside = (
+    own, with_draft = (
         {row["batch"]: row["ms"] for row in found.rows if row["shape"] == name and row["slots"] == 1}
         for name in (lab.main, shape_of_draft(lab))
     )
-    told = ", ".join(f"{beside[b] / own[b]:.3f} at batch {b}" for b in own if b in beside)
-    found.remarks.append(f"c, a pass of {shape_of_draft(lab)} over one of {lab.main}: {told}.")
+    ratios = ", ".join(f"{with_draft[b] / own[b]:.3f} at batch {b}" for b in own if b in with_draft)
+    found.remarks.append(f"c, a pass of {shape_of_draft(lab)} over one of {lab.main}: {ratios}.")
     return found
 
 
@@ -277,7 +282,7 @@ def step(label: str, drafting: Drafting, lab: Lab) -> Found:
         "by the wall": round(steps.wall_ms, 4),
         **{f"{lap} ms": round(ms, 4) for lap, ms in steps.ms.items()},
         "drafted/step": round(steps.drafted, 2),
-        "kept/step": round(steps.kept, 2),
+        "kept/step": round(steps.accepted, 2),
         "tokens/step": round(steps.emitted, 2),
         "tokens/s": round(steps.tokens_per_s, 1),
     }
@@ -298,7 +303,7 @@ def _model(drafting: Drafting, lab: Lab, target: HFTarget) -> Any:
     with lab.device, torch.no_grad():  # billions of weights are drawn in seconds there, in minutes here
         made = head.fresh(target, **sizes)
         _randomised(made)
-    return made.hasten()
+    return made.fuse()
 
 
 def _randomised(head: nn.Module) -> None:
@@ -311,28 +316,28 @@ def _randomised(head: nn.Module) -> None:
 def peers(lab: Lab) -> Found:
     """Measure transformers' generate and assisted generation on the same weights, including the prompt."""
     with one_thread(lab.device):
-        result = compete(_pair(lab), 1 if lab.small else 2, 8 if lab.small else 64, lambda *_: None, never)
+        result = compete(_pair(lab), 1 if lab.small else 2, 8 if lab.small else 64, lambda *_: None, never_cancelled)
     return _found(result)
 
 
 def overhead(lab: Lab) -> Found:
     """Compare engine steps with the same forward passes alone."""
     with one_thread(lab.device):
-        result = floor(_pair(lab), 1 if lab.small else 3, 8 if lab.small else 64, lambda *_: None, never)
+        result = floor(_pair(lab), 1 if lab.small else 3, 8 if lab.small else 64, lambda *_: None, never_cancelled)
     return _found(result)
 
 
 def fairness(lab: Lab) -> Found:
     """Measure whether a slow lane changes the other lane's clock."""
     lab.forget()
-    return _found(race_fairness(1 if lab.small else 3, lambda *_: None, never))
+    return _found(race_fairness(1 if lab.small else 3, lambda *_: None, never_cancelled))
 
 
 def _pair(lab: Lab) -> Pair:
     lab.forget()
     if lab.small:
         return random_pair("tiny", TINY, lab.device, lab.dtype(), texts=1)
-    free = kind(lab.device).free(lab.device)
+    free = device_kind(lab.device).free(lab.device)
     name = next(n for n in reversed(SIZES) if 3.0 * SIZES[n].parameters * lab.dtype().itemsize <= free)
     return make_pair(name, str(lab.device), "auto", texts=2)
 
@@ -354,7 +359,7 @@ def presets(lab: Lab) -> Found:
     embedded = [known for known in load_presets().values() if known.embedded]
     for chosen in embedded[:2] if lab.small else embedded:
         changed = chosen.with_changes(device=str(lab.device), max_new_tokens=8 if lab.small else 128)
-        trace = session.run(changed.checked())
+        trace = session.run(changed.validated())
         for lane, compared in zip(trace.lanes, [{}, *trace.comparison], strict=True):
             failed = lane.note if lane.finish == "error" else ""
             found.rows.append(
@@ -376,16 +381,16 @@ def memory(lab: Lab) -> Found:
     """Measure the memory in use after each of many runs of one comparison. It must not grow."""
     lab.forget()
     session, chosen = Session(), load_presets()["embedded-eagle-3"]
-    spec = chosen.with_changes(device=str(lab.device), max_new_tokens=8 if lab.small else 64).checked()
-    held, counted = [], False
+    spec = chosen.with_changes(device=str(lab.device), max_new_tokens=8 if lab.small else 64).validated()
+    in_use, counted = [], False
     for _ in range(6 if lab.small else 50):
         session.run(spec)
-        tensors = kind(lab.device).allocated(lab.device)
+        tensors = device_kind(lab.device).allocated(lab.device)
         counted = tensors > 0
-        held.append(tensors or psutil.Process().memory_info().rss)
+        in_use.append(tensors or psutil.Process().memory_info().rss)
     session.unload()
-    after = held[len(held) // 5 :]  # the first ones fill what is kept on purpose
+    after = in_use[len(in_use) // 5 :]  # the first ones fill what is kept on purpose
     growth = (fmean(after[len(after) // 2 :]) - fmean(after[: len(after) // 2])) / (len(after) / 2.0)
-    rows = [{"run": run, "held MB": round(value / 1e6, 2)} for run, value in enumerate(held, start=1)]
+    rows = [{"run": run, "held MB": round(value / 1e6, 2)} for run, value in enumerate(in_use, start=1)]
     what = "by tensors on the device" if counted else "by the process"
     return Found(rows, [f"Held {what}; it grows by {growth / 1e6:.3f} MB a run."])

@@ -121,13 +121,13 @@ def _run(name: str, out: Path | None, html: Path | None, as_json: bool, markdown
     from specdemo.bench.report import bench_report
     from specdemo.bench.report import markdown as as_markdown
     from specdemo.bench.result import to_json, write_result
-    from specdemo.engine.loop import never
+    from specdemo.engine.loop import never_cancelled
 
     for path in (out, html):
         if path is not None:
             check_writable(path)
     with progress_bar(1.0, "{l_bar}{bar}| {elapsed}") as bar:
-        result = chosen.run(reports_to(bar), never)
+        result = chosen.run(reports_to(bar), never_cancelled)
     if out is not None:
         write_result(result, out)
     print(to_json(result) if as_json else as_markdown(result) if markdown else bench_report(result))

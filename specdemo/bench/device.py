@@ -21,9 +21,9 @@ from specdemo.core.protocol import Budget, GenerationConfig, Target
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
 from specdemo.methods.heads.eagle import Eagle
-from specdemo.models.devices import kind
-from specdemo.models.fused import hasten
-from specdemo.models.hub import silent
+from specdemo.models.devices import device_kind
+from specdemo.models.fused import fuse_layers
+from specdemo.models.hub import no_progress
 from specdemo.models.machine import clock, commit, device_name, one_thread, versions
 from specdemo.models.pass_cost import verify_costs
 from specdemo.models.place import DTYPES, pick_device, pick_dtype
@@ -91,7 +91,7 @@ def wait_seconds(device: torch.device) -> float:
 
 def node_seconds(device: torch.device) -> float | None:
     """An operation of a recorded pass; None where passes are not recorded."""
-    if not kind(device).records:
+    if not device_kind(device).cuda_graphs:
         return None
     tensor = torch.zeros(1, device=device)
     with torch.cuda.device(device):
@@ -106,7 +106,7 @@ def node_seconds(device: torch.device) -> float | None:
 
 def link_bandwidth(device: torch.device) -> float | None:
     """Bytes a second from main memory, from pinned pages; None where that is the device's own memory."""
-    if not kind(device).apart:
+    if not device_kind(device).separate_memory:
         return None
     here = torch.zeros(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(LINK_BYTES, dtype=torch.uint8, device=device)
@@ -133,7 +133,7 @@ def passes(
             found[batch] = verify_costs(target, sorted({1, *widths}), 5, batch, context, min, uneven)
         except torch.OutOfMemoryError:
             target.release()
-            kind(target.device).empty()
+            device_kind(target.device).empty_cache()
             break
     return found
 
@@ -141,8 +141,8 @@ def passes(
 def fast(model: PreTrainedModel) -> HFTarget:
     """The model as a lane runs it."""
     with one_thread(model.device):
-        hasten(model)
-    kind(model.device).empty()
+        fuse_layers(model)
+    device_kind(model.device).empty_cache()
     return HFTarget(model)
 
 
@@ -164,10 +164,10 @@ def basics(device: torch.device, command: str) -> Profile:
         "name": slug(title),
         "title": title if device.type != "cpu" else f"{title}, {torch.get_num_threads()} thread(s)",
         "kind": "cpu" if device.type == "cpu" else "gpu",
-        "memory_gb": figure(kind(device).total(device), 1e9),
+        "memory_gb": figure(device_kind(device).total(device), 1e9),
         "bandwidth_gb_per_s": figure(bandwidth, 1e9),
         "compute_tflop_per_s": {
-            dtype: figure(matmul_rate(device, DTYPES[dtype]), 1e12) for dtype in kind(device).dtypes
+            dtype: figure(matmul_rate(device, DTYPES[dtype]), 1e12) for dtype in device_kind(device).dtypes
         },
         "launch_us": figure(launch_seconds(device), 1e-6),
         "node_us": figure(node_seconds(device), 1e-6),
@@ -184,7 +184,7 @@ def slug(title: str) -> str:
 
 
 @torch.no_grad()
-def measure_profile(device: str = "auto", name: str | None = None, report: Report = silent) -> Profile:
+def measure_profile(device: str = "auto", name: str | None = None, report: Report = no_progress) -> Profile:
     """Measure this machine in about a minute. name: of the profile. Raise ValueError with one line."""
     where = pick_device(device)
     if name is not None and not re.fullmatch(NAME, name):
@@ -228,7 +228,7 @@ def step_times(targets: Mapping[str, HFTarget], starts: Callable[[str], None] | 
     lanes = []
     for one, (draft, model) in pairwise(targets.items()):
         lanes += [_Lane(*one), *(_Lane(*one, "draft_model", k, model, draft) for k in STEP_KS)]
-    lanes += [_Lane(small, last, "eagle", STEP_K, Eagle.fresh(last).hasten())]
+    lanes += [_Lane(small, last, "eagle", STEP_K, Eagle.fresh(last).fuse())]
     for lane in lanes:
         if starts:
             starts(f"steps of {lane.name}, {lane.method}")
@@ -304,4 +304,4 @@ def passes_of(
 def _bytes(device: torch.device) -> int:
     """Large enough to be in no cache: of a GPU up to a sixteenth of what is free."""
     size = 1 << 27 if device.type == "cpu" else 1 << 32
-    return min(size, kind(device).free(device) // 16)
+    return min(size, device_kind(device).free(device) // 16)

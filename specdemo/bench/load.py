@@ -133,7 +133,7 @@ class Turns:
         own = [row for row in _rows(self.suite, lanes) if row["lane"] == SCHEDULED]
         told = []
         for lane in lanes[:-1]:
-            gains = [_gain(lanes[-1].points[load], lane.points[load]).told() for load in self.suite.loads]
+            gains = [_gain(lanes[-1].points[load], lane.points[load]).format() for load in self.suite.loads]
             told.append(f"of {lane.lane} {' | '.join(gains)}")
         return own, [f"Measured with the schedule, in turns: {'; '.join(told)}."]
 
@@ -173,7 +173,7 @@ def _row(
         "k": lane.k,
         suite.over.column: load,
         "tokens/s": over_repeats([point.throughput for point in points]),
-        "speed-up": replace(speed, reasons=tuple(noise.wide(speed))),
+        "speed-up": replace(speed, reasons=tuple(noise.wide_interval(speed))),
         GOODPUT: over_repeats([point.goodput(suite.slo_ttft, suite.slo_itl) for point in points]),
         LATENCY: over_repeats([point.per_token for point in points]),
         **{f"TTFT p{share}": _percentile(first, share) for share in SHARES},

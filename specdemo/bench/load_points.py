@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from specdemo.core.files import append_line, json_text, write_text
-from specdemo.core.reading import read_text
+from specdemo.core.safe_io import read_text
 from specdemo.servers.counters import Told
 
 Schedule = Sequence[Sequence[int]]  # [from, to, k]: of batch sizes

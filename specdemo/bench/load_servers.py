@@ -22,7 +22,7 @@ from specdemo.bench.prompts import PROMPTS
 from specdemo.core.files import json_text
 from specdemo.core.protocol import GenerationConfig
 from specdemo.core.trace import LaneTrace, Remote, step_ms
-from specdemo.engine.loop import never
+from specdemo.engine.loop import never_cancelled
 from specdemo.engine.session import environment
 from specdemo.methods import BASELINE
 from specdemo.methods.flags import vllm_config
@@ -138,7 +138,9 @@ class Fleet:
         config = GenerationConfig(min(self.suite.new_tokens, 8))
         forms: tuple[Form, ...] = ("completions", "chat/completions")
         try:
-            for _ in RemoteLane(trace, server, None, self.chosen.target, PROMPTS[0], config, forms).events(never):
+            for _ in RemoteLane(trace, server, None, self.chosen.target, PROMPTS[0], config, forms).events(
+                never_cancelled
+            ):
                 pass
         except RuntimeError as error:
             raise ValueError(str(error)) from None

@@ -19,7 +19,7 @@ from specdemo.bench.prompts import PROMPTS
 from specdemo.bench.result import DRAFTED, PLAIN, TOKEN, Result
 from specdemo.bench.suites import Losslessness
 from specdemo.bench.sweeps import tokenizer
-from specdemo.core.accept import RULES, AcceptRule, Verdict, accept_rule
+from specdemo.core.accept import RULES, AcceptResult, AcceptRule, accept_rule
 from specdemo.core.protocol import GenerationConfig, Target
 from specdemo.core.tree import Draft
 from specdemo.engine.loop import generate
@@ -81,7 +81,7 @@ class Tried:
     def note(self) -> str:
         return self.rule.note
 
-    def __call__(self, draft: Draft, target: Tensor, rng: Generator | None) -> Verdict:
+    def __call__(self, draft: Draft, target: Tensor, rng: Generator | None) -> AcceptResult:
         for name in () if self.kept else RULES:
             self.kept[name] = [len(path) - 1 for path in accept_rule(name)(draft, target, self.coins).path]
         return self.rule(draft, target, rng)
@@ -112,7 +112,7 @@ def losslessness(suite: Losslessness, report: Report, cancelled: Stop) -> Result
 
 
 def _same_distribution(suite: Losslessness, chosen: Preset, report: Report, cancelled: Stop) -> Result:
-    spec = chosen.checked()
+    spec = chosen.validated()
     lane = spec.lanes[0]
     target = load_target(chosen.target, suite.dtype, suite.device, chosen.quantization)
     tokens = PLACES[-1] + 1  # one more, so that a draft may reach the last place
@@ -218,7 +218,7 @@ def _histogram(tokenizer: Any, place: int, counts: Sequence[Counter[int]]) -> li
 def _same_tokens(suite: Losslessness, chosen: Preset, report: Report, cancelled: Stop) -> Result:
     """Plain and speculative decoding of every prompt, one after the other, token by token."""
     runner = Session()
-    first = chosen.with_changes(lanes=[chosen.lanes[0].model_dump()], max_new_tokens=GREEDY_TOKENS).checked()
+    first = chosen.with_changes(lanes=[chosen.lanes[0].model_dump()], max_new_tokens=GREEDY_TOKENS).validated()
     spec = first.changed(schedule="sequential", device=suite.device, dtype=suite.dtype)
     prompts = [chosen.prompt, *PROMPTS]
 

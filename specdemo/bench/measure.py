@@ -19,12 +19,12 @@ from specdemo.bench.report import sentence
 from specdemo.bench.result import ALL, THOROUGH
 from specdemo.core import noise
 from specdemo.core.accept import AcceptRule
-from specdemo.core.estimate import Estimate, Timed, over_repeats, rate, speedup, waited_share
+from specdemo.core.estimate import Estimate, RunTiming, over_repeats, rate, speedup, waited_share
 from specdemo.core.protocol import GenerationConfig, Target
-from specdemo.core.reading import read_text
+from specdemo.core.safe_io import read_text
 from specdemo.core.sampling import Sampling
 from specdemo.core.tally import Tally, ratio
-from specdemo.core.trace import RunTrace, StepEvent, step_ms, timed_events
+from specdemo.core.trace import RunTrace, StepEvent, decode_timing, step_ms
 from specdemo.engine.comparison import Comparison
 from specdemo.engine.loop import generate
 from specdemo.engine.session import Session
@@ -81,14 +81,14 @@ class Totals:
 
     rows: list[Tally] = field(default_factory=list)
     prefills: list[float] = field(default_factory=list)
-    runs: list[Timed] = field(default_factory=list)
+    runs: list[RunTiming] = field(default_factory=list)
 
     def add(self, events: Sequence[StepEvent]) -> None:
         """Count one generation's steps, of all its rows."""
         rows = [Tally.of(events, row) for row in range(len(events[0].emitted))]
         self.rows += rows
         self.prefills.append(step_ms(events[0]))
-        self.runs.append(timed_events(events))
+        self.runs.append(decode_timing(events))
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -100,7 +100,7 @@ class Totals:
         """[i]: of the steps that drafted at depth i + 1, the share that kept a node there."""
         deepest = max((len(row.reached) for row in self.rows), default=0)
         reached = [sum(row.reached[i] for row in self.rows if i < len(row.reached)) for i in range(deepest)]
-        kept = [sum(sum(row.kept[i + 1 :]) for row in self.rows) for i in range(deepest)]
+        kept = [sum(sum(row.accept_histogram[i + 1 :]) for row in self.rows) for i in range(deepest)]
         return [ratio(hits, tries) for hits, tries in zip(kept, reached, strict=True)]
 
     @property
@@ -135,7 +135,7 @@ def tally_row(
     }
 
 
-def _runs(repeats: Iterable[Totals]) -> list[Timed]:
+def _runs(repeats: Iterable[Totals]) -> list[RunTiming]:
     return [run for totals in repeats for run in totals.runs]
 
 

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, FailFast, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
-from specdemo.core.bounds import FILE, Bounds, judge, parsing
 from specdemo.core.estimate import Estimate, fastest
 from specdemo.core.files import finite, json_text, write_text
-from specdemo.core.reading import read
+from specdemo.core.json_limits import FILE_LIMITS, JsonLimits, check_json_limits, gc_paused
+from specdemo.core.safe_io import read_limited
 from specdemo.presets.files import FOLDER
 
 SCHEMA = 1
@@ -86,13 +86,13 @@ class _Stored:
 _adapter = TypeAdapter(_Stored)
 
 
-def read_result(source: str | bytes | Path, bounds: Bounds = FILE) -> Result:
+def read_result(source: str | bytes | Path, bounds: JsonLimits = FILE_LIMITS) -> Result:
     """A file that `write_result` made, or its text (anything that starts with a brace). Raises ValueError with one
     line."""
     if isinstance(source, bytes) or (isinstance(source, str) and source.lstrip()[:1] == "{"):
         return _parsed(source, bounds)
     try:
-        content = read(source, bounds)
+        content = read_limited(source, bounds)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"cannot read {str(source)[:100]!r}: {reason}") from None
@@ -107,11 +107,11 @@ def recorded_suite(suite: str) -> Result | None:
     return read_result(path) if path.is_file() else None
 
 
-def _parsed(content: str | bytes, bounds: Bounds) -> Result:
+def _parsed(content: str | bytes, bounds: JsonLimits) -> Result:
     content = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
-    judge(content, bounds, "a result")
+    check_json_limits(content, bounds, "a result")
     try:
-        with parsing():
+        with gc_paused():
             stored = _adapter.validate_json(content)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
@@ -145,13 +145,13 @@ def best(result: Result) -> str:
     if all(speed.low is None for speed in speeds):
         return "this result has no 95 % intervals; measure again to see which is the best."
     top, *tied = fastest(speeds)
-    if speeds[top].word != "faster":
+    if speeds[top].label != "faster":
         return "nothing was clearly faster than plain decoding."
     if tied:
         names = " and ".join(_place(rows[index], result.axis) for index in (top, *tied))
         value = speeds[top].value
         return f"no clear difference between the best, {names}, at {value:.2f} times as fast as plain decoding."
-    return f"at best {speeds[top].told()} as fast as plain decoding, {_place(rows[top], result.axis)}."
+    return f"at best {speeds[top].format()} as fast as plain decoding, {_place(rows[top], result.axis)}."
 
 
 def intervals(result: Result) -> bool:

@@ -17,7 +17,7 @@ from specdemo.core.accept import Block, Lossless
 from specdemo.core.protocol import GenerationConfig
 from specdemo.core.sampling import Sampling
 from specdemo.engine.comparison import Comparison, Lane
-from specdemo.engine.cost import WIDTHS, Costs, observed
+from specdemo.engine.cost import WIDTHS, CostModel, fit_cost_model
 from specdemo.engine.session import Session, environment
 from specdemo.methods import BASELINE, load_drafter
 from specdemo.methods.targets import load_target
@@ -43,7 +43,7 @@ LOOKUP = {"prompt lookup": Lane(method="ngram")}
 def shipped_lanes(target: str = "stories") -> tuple[Lane, ...]:
     """The lanes of those presets, named by their preset."""
     chosen = [p for p in load_presets().values() if p.embedded and p.target == target and p.temperature == 0.0]
-    return tuple(p.lanes[0].checked().model_copy(update={"name": p.id}) for p in chosen if len(p.lanes) == 1)
+    return tuple(p.lanes[0].validated().model_copy(update={"name": p.id}) for p in chosen if len(p.lanes) == 1)
 
 
 def every_k(
@@ -65,9 +65,9 @@ def every_k(
     for family, lane in families.items():
         own = lane.k if lane.k in ks else ks[len(ks) // 2]
         index = 1 + next(i for i, (name, at) in enumerate(lanes) if (name, at.k) == (family, own))
-        costs = observed(seen.runs[0], seen.runs[index], own)
+        costs = fit_cost_model(seen.runs[0], seen.runs[index], own)
         if costs is not None:
-            remarks.append(_predict(family, own, costs.probed(probe), rows))
+            remarks.append(_predict(family, own, costs.with_probe(probe), rows))
     rows = [{name: row.get(name) for name in COLUMNS if any(name in r for r in rows)} for row in rows]
     axis = "k" if len(ks) > 1 else "lane"
     config = suite.config(target)
@@ -77,7 +77,7 @@ def every_k(
 COLUMNS = ("lane", "k", "category", "tokens/s", "speed-up", "predicted", "accepted", "tokens/pass", "output")
 
 
-def _predict(family: str, own: int, costs: Costs, rows: list[Row]) -> str:
+def _predict(family: str, own: int, costs: CostModel, rows: list[Row]) -> str:
     """Write the predictions into the family's rows; how far they are off."""
     off = {}
     for row in rows:

@@ -15,19 +15,19 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Generator, Tensor
 
-from specdemo.core.host import to_device
+from specdemo.core.host_copy import to_device
 from specdemo.core.sampling import draw
 from specdemo.core.suggest import suggest
 from specdemo.core.tree import ABSENT, Draft, is_chain
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class AcceptResult:
     """Result of an acceptance rule."""
 
     path: list[list[int]]  # per row: accepted slots from the root down, starts with 0
-    bonus: Tensor  # [B] int64, the correction or bonus token after the path
-    said: list[list[int]] | None = None  # per row: accepted tokens and the next token, if they are on the host
+    next_token: Tensor  # [B] int64, the correction or bonus token after the path
+    output_tokens: list[list[int]] | None = None  # per row: accepted tokens and the next token, if they are on the host
 
 
 class AcceptRule(Protocol):
@@ -41,7 +41,7 @@ class AcceptRule(Protocol):
     def note(self) -> str:
         """Return why the rule fell back to another one; empty if it did not."""
 
-    def __call__(self, draft: Draft, target: Tensor, rng: Generator | None) -> Verdict:
+    def __call__(self, draft: Draft, target: Tensor, rng: Generator | None) -> AcceptResult:
         """Accept a path of the draft.
 
         target: probabilities [B, S, V] after each slot. rng None: greedy decoding. Then target may be any scores with
@@ -66,29 +66,29 @@ class Lossless:
     exact: ClassVar[bool] = True
     note: ClassVar[str] = ""
 
-    def __call__(self, draft: Draft, target: Tensor, rng: Generator | None) -> Verdict:
+    def __call__(self, draft: Draft, target: Tensor, rng: Generator | None) -> AcceptResult:
         if rng is None:
-            return _greedy(draft, target)
+            return _accept_greedy(draft, target)
         if not draft.nodes:
-            return Verdict([[0] for _ in range(len(target))], draw(target[:, 0], rng))
-        bars = _coins(draft, rng)
-        chances = _pick(target, draft.parents, draft.tokens)
+            return AcceptResult([[0] for _ in range(len(target))], draw(target[:, 0], rng))
+        thresholds = _coins(draft, rng)
+        target_probs = _token_probs(target, draft.parents, draft.tokens)
         if draft.probs is not None:
-            bars = bars * draft.probs.gather(-1, draft.tokens.clamp_min(0)[..., None])[..., 0]
-        nodes, heights, odds = _read(draft, bars, chances)
-        given = None
+            thresholds = thresholds * draft.probs.gather(-1, draft.tokens.clamp_min(0)[..., None])[..., 0]
+        nodes, host_thresholds, host_probs = _read(draft, thresholds, target_probs)
+        residuals = None
         if draft.probs is not None and any(len(set(row)) < len(row) for row in nodes.parents):
-            given = _given_elders(draft, draft.probs, target, nodes)
-            odds = given.gather(-1, draft.tokens.clamp_min(0)[..., None])[..., 0].tolist()
-        lists = zip(nodes.tokens, nodes.parents, heights, odds, strict=True)
-        path = [_walk(*row, one_hot=draft.probs is None) for row in lists]
-        return Verdict(path, draw(_left(draft, target, given, nodes, path), rng))
+            residuals = _residuals_after_siblings(draft, draft.probs, target, nodes)
+            host_probs = residuals.gather(-1, draft.tokens.clamp_min(0)[..., None])[..., 0].tolist()
+        rows = zip(nodes.tokens, nodes.parents, host_thresholds, host_probs, strict=True)
+        path = [_walk(*row, one_hot=draft.probs is None) for row in rows]
+        return AcceptResult(path, draw(_final_probs(draft, target, residuals, nodes, path), rng))
 
 
-def lossless_reference(draft: Draft, target: Tensor, rng: Generator | None) -> Verdict:
+def lossless_reference(draft: Draft, target: Tensor, rng: Generator | None) -> AcceptResult:
     """Apply `Lossless` row by row and node by node, normalising every residual. Slow; the reference for tests."""
     coins = torch.zeros(draft.tokens.shape) if rng is None else _coins(draft, rng)
-    path, left = [], []
+    path, residuals = [], []
     for row in range(len(target)):
         slots, p = [0], target[row, 0]
         for node in range(draft.nodes):
@@ -102,11 +102,11 @@ def lossless_reference(draft: Draft, target: Tensor, rng: Generator | None) -> V
             else:
                 p = _residual(p, q)
         path.append(slots)
-        left.append(_unless_empty(p, target[row, slots[-1]]))
-    return Verdict(path, draw(torch.stack(left), rng))
+        residuals.append(_or_target(p, target[row, slots[-1]]))
+    return AcceptResult(path, draw(torch.stack(residuals), rng))
 
 
-ONE_BY_ONE = "the draft is not a sampled chain, so its tokens are accepted one by one and not as a block"
+TOKEN_BY_TOKEN = "the draft is not a sampled chain, so its tokens are accepted one by one and not as a block"
 
 
 @dataclass(slots=True)
@@ -129,45 +129,47 @@ class Block:
     note: str = ""
     exact: ClassVar[bool] = True
 
-    def __call__(self, draft: Draft, target: Tensor, rng: Generator | None) -> Verdict:
+    def __call__(self, draft: Draft, target: Tensor, rng: Generator | None) -> AcceptResult:
         if rng is None or not draft.nodes:
             return Lossless()(draft, target, rng)
         if draft.probs is None or not is_chain(draft.parents):
-            self.note = ONE_BY_ONE
+            self.note = TOKEN_BY_TOKEN
             return Lossless()(draft, target, rng)
-        coins, there = _coins(draft, rng), draft.tokens != ABSENT
+        coins, present = _coins(draft, rng), draft.tokens != ABSENT
         p, q = (x.gather(-1, draft.tokens.clamp_min(0)[..., None])[..., 0] for x in (target[:, :-1], draft.probs))
-        joint = _joint(p / q.clamp_min(torch.finfo(q.dtype).tiny))
-        left = (joint[:, :-1, None] * target[:, 1:-1] - draft.probs[:, 1:]).clamp_min_(0.0).sum(-1)
-        chance = torch.where(there[:, 1:], _share(left, 1.0 - joint[:, :-1]), joint[:, :-1])
-        kept = there & (coins < torch.cat([chance, joint[:, -1:]], 1))
-        lengths = (kept * torch.arange(1, draft.nodes + 1, device=kept.device)).amax(1)
+        joint = _joint_probs(p / q.clamp_min(torch.finfo(q.dtype).tiny))
+        residual_mass = (joint[:, :-1, None] * target[:, 1:-1] - draft.probs[:, 1:]).clamp_min_(0.0).sum(-1)
+        accept_probs = torch.where(present[:, 1:], _share_or_one(residual_mass, 1.0 - joint[:, :-1]), joint[:, :-1])
+        accepted = present & (coins < torch.cat([accept_probs, joint[:, -1:]], 1))
+        lengths = (accepted * torch.arange(1, draft.nodes + 1, device=accepted.device)).amax(1)
         scale = torch.cat([torch.ones_like(joint[:, :1]), joint], 1).gather(1, lengths[:, None])
-        ends = target[torch.arange(len(target), device=target.device), lengths]
-        bonus = draw(_unless_empty(_behind(draft, draft.probs, lengths, scale * ends), ends), rng)
-        return Verdict([list(range(n + 1)) for n in lengths.tolist()], bonus)
+        end_probs = target[torch.arange(len(target), device=target.device), lengths]
+        next_token = draw(_or_target(_block_residual(draft, draft.probs, lengths, scale * end_probs), end_probs), rng)
+        return AcceptResult([list(range(n + 1)) for n in lengths.tolist()], next_token)
 
 
-def block_reference(draft: Draft, target: Tensor, rng: Generator) -> Verdict:
+def block_reference(draft: Draft, target: Tensor, rng: Generator) -> AcceptResult:
     """Apply `Block` to a sampled chain row by row. Slow; the reference for tests."""
     assert draft.probs is not None
-    coins, path, left = _coins(draft, rng), [], []
+    coins, path, residuals = _coins(draft, rng), [], []
     for row, (p, q) in enumerate(zip(target, draft.probs, strict=True)):
         tokens = [x for x in draft.tokens[row].tolist() if x != ABSENT]
         joint = [torch.ones(())]
         for i, x in enumerate(tokens):
             joint.append((joint[i] * p[i, x] / q[i, x].clamp_min(torch.finfo(q.dtype).tiny)).clamp_max(1.0))
-        kept = 0
+        accepted = 0
         for i in range(1, len(tokens) + 1):
-            chance = joint[i]
+            accept_prob = joint[i]
             if i < len(tokens):
-                chance = _share((joint[i] * p[i] - q[i]).clamp_min(0.0).sum(), 1.0 - joint[i])
-            if coins[row, i - 1] < chance:  # a later success overrides earlier failures
-                kept = i
-        path.append(list(range(kept + 1)))
-        behind = joint[kept] * p[kept]
-        left.append(_unless_empty((behind - q[kept]).clamp_min(0.0) if kept < len(tokens) else behind, p[kept]))
-    return Verdict(path, draw(torch.stack(left), rng))
+                accept_prob = _share_or_one((joint[i] * p[i] - q[i]).clamp_min(0.0).sum(), 1.0 - joint[i])
+            if coins[row, i - 1] < accept_prob:  # a later success overrides earlier failures
+                accepted = i
+        path.append(list(range(accepted + 1)))
+        scaled = joint[accepted] * p[accepted]
+        residuals.append(
+            _or_target((scaled - q[accepted]).clamp_min(0.0) if accepted < len(tokens) else scaled, p[accepted])
+        )
+    return AcceptResult(path, draw(torch.stack(residuals), rng))
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,14 +190,18 @@ class Typical:
         if not 0.0 < self.epsilon < 1.0 or self.delta <= 0.0:
             raise ValueError(f"epsilon must be in (0, 1) and delta above 0, not {self.epsilon} and {self.delta}")
 
-    def __call__(self, draft: Draft, target: Tensor, rng: Generator | None) -> Verdict:
+    def __call__(self, draft: Draft, target: Tensor, rng: Generator | None) -> AcceptResult:
         if rng is None:
-            return _greedy(draft, target)
+            return _accept_greedy(draft, target)
         entropy = torch.special.entr(target).sum(-1)
         thresholds = (self.delta * torch.exp(-entropy)).clamp_max(self.epsilon).gather(1, draft.parents)
-        nodes, odds, least = _read(draft, _pick(target, draft.parents, draft.tokens), thresholds)
-        path = [_longest(*row) for row in zip(nodes.tokens, nodes.parents, odds, least, strict=True)]
-        return Verdict(path, draw(_ends(target, path), rng))
+        nodes, target_probs, host_thresholds = _read(
+            draft, _token_probs(target, draft.parents, draft.tokens), thresholds
+        )
+        path = [
+            _longest_path(*row) for row in zip(nodes.tokens, nodes.parents, target_probs, host_thresholds, strict=True)
+        ]
+        return AcceptResult(path, draw(_end_probs(target, path), rng))
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,12 +218,12 @@ class Synthetic:
     exact: ClassVar[bool] = False
     note: ClassVar[str] = ""
 
-    def __call__(self, draft: Draft, target: Tensor, rng: Generator | None) -> Verdict:
+    def __call__(self, draft: Draft, target: Tensor, rng: Generator | None) -> AcceptResult:
         rates = [*self.rates, *self.rates[-1:] * (draft.nodes - len(self.rates))][: draft.nodes]
-        chances = to_device(rates, draft.tokens.device, torch.float32)
-        kept = (_coins(draft, self.coins) < chances) & (draft.tokens != ABSENT)
-        path = [list(range(n + 1)) for n in kept.int().cumprod(1).sum(1).tolist()]
-        return Verdict(path, draw(_ends(target, path), rng))
+        accept_probs = to_device(rates, draft.tokens.device, torch.float32)
+        accepted = (_coins(draft, self.coins) < accept_probs) & (draft.tokens != ABSENT)
+        path = [list(range(n + 1)) for n in accepted.int().cumprod(1).sum(1).tolist()]
+        return AcceptResult(path, draw(_end_probs(target, path), rng))
 
 
 RULES: dict[str, Callable[[], AcceptRule]] = {"lossless": Lossless, "block": Block, "typical": Typical}
@@ -244,37 +250,39 @@ class _Nodes:
 
 def _read(draft: Draft, *numbers: Tensor) -> tuple[Any, ...]:
     """Copy the nodes, and numbers [B, N] as float32, to the host in one synchronisation."""
-    whole = [draft.tokens.int(), draft.parents.int(), *(x.float().view(torch.int32) for x in numbers)]
-    tokens, parents, *read = torch.cat(whole, 1).cpu().chunk(len(whole), 1)
-    return _Nodes(tokens.tolist(), parents.tolist()), *(x.contiguous().view(torch.float32).tolist() for x in read)
+    columns = [draft.tokens.int(), draft.parents.int(), *(x.float().view(torch.int32) for x in numbers)]
+    tokens, parents, *host_numbers = torch.cat(columns, 1).cpu().chunk(len(columns), 1)
+    return _Nodes(tokens.tolist(), parents.tolist()), *(
+        x.contiguous().view(torch.float32).tolist() for x in host_numbers
+    )
 
 
 def _coins(draft: Draft, rng: Generator) -> Tensor:
     return torch.rand(draft.tokens.shape, generator=rng, device=draft.tokens.device)
 
 
-def _pick(target: Tensor, parents: Tensor, tokens: Tensor) -> Tensor:
+def _token_probs(target: Tensor, parents: Tensor, tokens: Tensor) -> Tensor:
     """Return the probability [B, N] of each node's token after its parent, from target [B, S, V]. Undefined where
     ABSENT."""
     rows = torch.arange(len(tokens), device=tokens.device)[:, None]
     return target[rows, parents, tokens.clamp_min(0)]
 
 
-def _joint(ratios: Tensor) -> Tensor:
+def _joint_probs(ratios_pq: Tensor) -> Tensor:
     """Return the joint ratios [B, N] of all prefixes from p / q [B, N], capped at 1 after every token."""
-    joint = [ratios[:, 0].clamp_max(1.0)]
-    for ratio in ratios.unbind(1)[1:]:
+    joint = [ratios_pq[:, 0].clamp_max(1.0)]
+    for ratio in ratios_pq.unbind(1)[1:]:
         joint.append((joint[-1] * ratio).clamp_max(1.0))
     return torch.stack(joint, 1)
 
 
-def _share(part: Tensor, other: Tensor) -> Tensor:
+def _share_or_one(part: Tensor, other: Tensor) -> Tensor:
     """Return part / (part + other); 1 where both are zero."""
-    whole = part + other
-    return torch.where(whole > 0.0, part / whole, 1.0)
+    total = part + other
+    return torch.where(total > 0.0, part / total, 1.0)
 
 
-def _behind(draft: Draft, probs: Tensor, lengths: Tensor, p: Tensor) -> Tensor:
+def _block_residual(draft: Draft, probs: Tensor, lengths: Tensor, p: Tensor) -> Tensor:
     """Return what remains of the scaled p [B, V] after a path of lengths [B]: p - q of the next draft token, or p
     without one."""
     rows, following = torch.arange(len(p), device=p.device), lengths.clamp_max(draft.nodes - 1)
@@ -288,37 +296,39 @@ def _one_hot(x: int, like: Tensor) -> Tensor:
 
 def _residual(p: Tensor, q: Tensor) -> Tensor:
     """Return norm(max(p - q, 0)) for p, q [..., V]; all zeros where nothing remains, never NaN."""
-    left = (p - q).clamp_min_(0.0)
-    return left / left.sum(-1, keepdim=True).clamp_min(torch.finfo(left.dtype).tiny)
+    residual = (p - q).clamp_min_(0.0)
+    return residual / residual.sum(-1, keepdim=True).clamp_min(torch.finfo(residual.dtype).tiny)
 
 
-def _unless_empty(left: Tensor, p: Tensor) -> Tensor:
+def _or_target(residual: Tensor, p: Tensor) -> Tensor:
     """Return p where the residual is empty. Rounding can cause that when q == p up to the last bit."""
-    return torch.where(left.sum(-1, keepdim=True) > 0.0, left, p)
+    return torch.where(residual.sum(-1, keepdim=True) > 0.0, residual, p)
 
 
-def _greedy(draft: Draft, target: Tensor) -> Verdict:
+def _accept_greedy(draft: Draft, target: Tensor) -> AcceptResult:
     """Follow the argmax: the test `coin * q(x) < p(x)` for a one-hot p."""
     best = target.argmax(-1)
     n = draft.nodes
     if not n:
-        return Verdict([[0] for _ in range(len(best))], best[:, 0])
-    path, said = [], []
+        return AcceptResult([[0] for _ in range(len(best))], best[:, 0])
+    path, output_tokens = [], []
     for row in torch.cat([draft.tokens, draft.parents, best], 1).tolist():
-        slots, wanted = [0], row[2 * n]
+        slots, expected = [0], row[2 * n]
         for node in range(n):
-            if row[node] == wanted and row[n + node] == slots[-1]:
+            if row[node] == expected and row[n + node] == slots[-1]:
                 slots.append(node + 1)
-                wanted = row[2 * n + node + 1]
+                expected = row[2 * n + node + 1]
         path.append(slots)
-        said.append([*(row[slot - 1] for slot in slots[1:]), wanted])
+        output_tokens.append([*(row[slot - 1] for slot in slots[1:]), expected])
     if len(path) == 1:
-        return Verdict(path, best[:, path[0][-1]], said)
+        return AcceptResult(path, best[:, path[0][-1]], output_tokens)
     ends = to_device([[slots[-1]] for slots in path], best.device)
-    return Verdict(path, best.gather(1, ends)[:, 0], said)
+    return AcceptResult(path, best.gather(1, ends)[:, 0], output_tokens)
 
 
-def _walk(tokens: list[int], parents: list[int], bars: list[float], chances: list[float], one_hot: bool) -> list[int]:
+def _walk(
+    tokens: list[int], parents: list[int], thresholds: list[float], target_probs: list[float], one_hot: bool
+) -> list[int]:
     """Return the accepted slots of one row. thresholds: coin * q(x). target_probs: p(x) after the rejection of earlier
     siblings.
 
@@ -326,30 +336,30 @@ def _walk(tokens: list[int], parents: list[int], bars: list[float], chances: lis
     which avoids work over the vocabulary.
     """
     slots, mass = [0], 1.0
-    refused: set[int] = set()
+    rejected: set[int] = set()
     for node, (x, parent) in enumerate(zip(tokens, parents, strict=True)):
-        if parent != slots[-1] or x == ABSENT or x in refused:
+        if parent != slots[-1] or x == ABSENT or x in rejected:
             continue
-        if bars[node] * mass < chances[node]:
+        if thresholds[node] * mass < target_probs[node]:
             slots.append(node + 1)
-            refused, mass = set(), 1.0
+            rejected, mass = set(), 1.0
         elif one_hot:
-            refused.add(x)
-            mass = max(mass - chances[node], 0.0)  # a negative mass would accept a zero-probability token
+            rejected.add(x)
+            mass = max(mass - target_probs[node], 0.0)  # a negative mass would accept a zero-probability token
     return slots
 
 
-def _given_elders(draft: Draft, probs: Tensor, target: Tensor, nodes: _Nodes) -> Tensor:
+def _residuals_after_siblings(draft: Draft, probs: Tensor, target: Tensor, nodes: _Nodes) -> Tensor:
     """Return [B, N, V]: what remains of p for each node after its earlier siblings were rejected.
 
     Independent of the coins, so the k-th children of all slots in all rows are computed together.
     """
     rows = torch.arange(len(target), device=target.device)[:, None]
-    given = target[rows, draft.parents]
+    residuals = target[rows, draft.parents]
     for pairs in _generations(nodes):
         row, elder, node = to_device(pairs, target.device).T
-        given[row, node] = _residual(given[row, elder], probs[row, elder])
-    return given
+        residuals[row, node] = _residual(residuals[row, elder], probs[row, elder])
+    return residuals
 
 
 def _generations(nodes: _Nodes) -> list[list[tuple[int, int, int]]]:
@@ -365,7 +375,7 @@ def _generations(nodes: _Nodes) -> list[list[tuple[int, int, int]]]:
     return generations
 
 
-def _ends(target: Tensor, path: list[list[int]]) -> Tensor:
+def _end_probs(target: Tensor, path: list[list[int]]) -> Tensor:
     """Return the target's distribution [B, V] after each row's path."""
     if len(path) == 1:
         return target[:, path[0][-1]]
@@ -373,29 +383,33 @@ def _ends(target: Tensor, path: list[list[int]]) -> Tensor:
     return target[torch.arange(len(path), device=target.device), end]
 
 
-def _left(draft: Draft, target: Tensor, given: Tensor | None, nodes: _Nodes, path: list[list[int]]) -> Tensor:
+def _final_probs(
+    draft: Draft, target: Tensor, residuals: Tensor | None, nodes: _Nodes, path: list[list[int]]
+) -> Tensor:
     """Return what remains of p [B, V] after each row's path and the rejection of all children there."""
-    p = _ends(target, path)
-    refused = [(row, node) for row, slots in enumerate(path) for node in nodes.children(row, slots[-1])]
-    if not refused:
+    p = _end_probs(target, path)
+    rejected = [(row, node) for row, slots in enumerate(path) for node in nodes.children(row, slots[-1])]
+    if not rejected:
         return p
     if draft.probs is None:
-        row, node = to_device(refused, target.device).T
-        left = p.clone()
-        left[row, draft.tokens[row, node]] = 0.0
+        row, node = to_device(rejected, target.device).T
+        residual = p.clone()
+        residual[row, draft.tokens[row, node]] = 0.0
     else:
-        row, node = to_device(list(dict(refused).items()), target.device).T  # the last child of each row
-        found = p[row] if given is None else given[row, node]
-        left = p.clone()
-        left[row] = _residual(found, draft.probs[row, node])
-    return _unless_empty(left, p)
+        row, node = to_device(list(dict(rejected).items()), target.device).T  # the last child of each row
+        last_probs = p[row] if residuals is None else residuals[row, node]
+        residual = p.clone()
+        residual[row] = _residual(last_probs, draft.probs[row, node])
+    return _or_target(residual, p)
 
 
-def _longest(tokens: list[int], parents: list[int], chances: list[float], thresholds: list[float]) -> list[int]:
+def _longest_path(
+    tokens: list[int], parents: list[int], target_probs: list[float], thresholds: list[float]
+) -> list[int]:
     """Return one row's longest path of nodes above their thresholds. Ties go to the higher product of probabilities."""
     paths: dict[int, tuple[int, float, list[int]]] = {0: (0, 0.0, [0])}
     for node, (x, parent) in enumerate(zip(tokens, parents, strict=True)):
-        if x != ABSENT and parent in paths and chances[node] > thresholds[node]:
+        if x != ABSENT and parent in paths and target_probs[node] > thresholds[node]:
             depth, likelihood, slots = paths[parent]
-            paths[node + 1] = (depth + 1, likelihood + log(chances[node]), [*slots, node + 1])
-    return max(paths.values(), key=lambda found: found[:2])[2]
+            paths[node + 1] = (depth + 1, likelihood + log(target_probs[node]), [*slots, node + 1])
+    return max(paths.values(), key=lambda path_entry: path_entry[:2])[2]

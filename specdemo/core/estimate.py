@@ -18,14 +18,14 @@ from math import exp, inf, log, pi, sqrt, tan
 from statistics import NormalDist, fmean, stdev
 
 SHARED_BLOCKS = 8  # per run of interleaved lanes
-OWN_BLOCKS = 6  # per run of a sequential lane
-MANY_RUNS = 4  # with this many runs, each run is one block
-FEW_STEPS = 6  # minimum for several blocks per run
-FEW_RUNS = 3  # minimum for an interval if runs have fewer steps
-UNTOLD = "no clear difference"
-COLD = 0.05  # largest relative cost of cold caches, for a thread that waited almost all the time
-LEVEL = 0.95
-WIDEST = 5.0  # half width of ln S above which there is no interval
+SEPARATE_BLOCKS = 6  # per run of a sequential lane
+RUNS_AS_BLOCKS = 4  # with this many runs, each run is one block
+MIN_STEPS = 6  # minimum for several blocks per run
+MIN_RUNS = 3  # minimum for an interval if runs have fewer steps
+INCONCLUSIVE = "no clear difference"
+COLD_CACHE_COST = 0.05  # largest relative cost of cold caches, for a thread that waited almost all the time
+CONFIDENCE = 0.95
+MAX_HALF_WIDTH = 5.0  # half width of ln S above which there is no interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +49,13 @@ class Estimate:
         return None if self.low is None or self.high is None else (self.high - self.low) / (2.0 * self.value)
 
     @property
-    def word(self) -> str:
+    def label(self) -> str:
         """Return the result of a speed-up: faster, slower or no clear difference."""
         if self.low is None or self.high is None or self.low <= 1.0 <= self.high:
-            return UNTOLD
+            return INCONCLUSIVE
         return "faster" if self.low > 1.0 else "slower"
 
-    def told(self, unit: str = "x", digits: int = 2) -> str:
+    def format(self, unit: str = "x", digits: int = 2) -> str:
         """Format as `1.97x, 1.86 to 2.07`."""
         value = f"{self.value:.{digits}f}{unit}"
         return f"{value}, {self.interval(digits)}" if self.interval() else value
@@ -66,7 +66,7 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
+class RunTiming:
     """Decode time of one lane in one run: steps as (nodes drafted, milliseconds), and tokens emitted.
 
     first_ms: time before the steps, if it counts. waited_ms: additional time waiting for the processor; None: unknown.
@@ -88,13 +88,13 @@ class Timed:
         """Return the time of the steps."""
         return sum(ms for _, ms in self.steps)
 
-    def middles(self) -> Iterator[float]:
+    def midpoints(self) -> Iterator[float]:
         """Yield the midpoint of every step, on the lane's own clock."""
         for end, (_, ms) in zip(accumulate(ms for _, ms in self.steps), self.steps, strict=True):
             yield end - ms / 2.0
 
 
-Runs = Sequence[Timed]
+Runs = Sequence[RunTiming]
 
 
 def rate(runs: Runs) -> Estimate | None:
@@ -103,10 +103,10 @@ def rate(runs: Runs) -> Estimate | None:
     if not tokens or not 0.0 < ms < inf:
         return None
     value = 1000.0 * tokens / ms
-    if not _enough(runs):
+    if not _has_interval(runs):
         return Estimate(value)
     blocks = _blocks([(1, runs)], shared=False)
-    return _around(value, _half(blocks, lost=1))
+    return _from_log_interval(value, _half_width(blocks, lost_freedom=1))
 
 
 def speedup(plain: Runs, lane: Runs, shared: bool) -> Estimate | None:
@@ -114,28 +114,28 @@ def speedup(plain: Runs, lane: Runs, shared: bool) -> Estimate | None:
 
     The two lanes ran together in each run; shared: they were interleaved.
     """
-    ours, theirs = rate(lane), rate(plain)
-    if ours is None or theirs is None or not theirs.value:
+    lane_rate, plain_rate = rate(lane), rate(plain)
+    if lane_rate is None or plain_rate is None or not plain_rate.value:
         return None
-    value = ours.value / theirs.value
-    if not (_enough(plain) and _enough(lane)):
+    value = lane_rate.value / plain_rate.value
+    if not (_has_interval(plain) and _has_interval(lane)):
         return Estimate(value)
     blocks = _blocks([(1, plain), (-1, lane)], shared)
-    together = shared or _whole(plain, lane)
-    drift = 0.0 if together else fmean(_drift(*pair) for pair in zip(plain, lane, strict=True))
-    cold = COLD * max(waited_share(runs) or 0.0 for runs in (plain, lane))
-    return _around(value, _half(blocks, lost=1 if together else 2) + abs(drift) + cold)
+    same_time = shared or _run_is_block(plain, lane)
+    drift = 0.0 if same_time else fmean(_drift(*pair) for pair in zip(plain, lane, strict=True))
+    cold_cost = COLD_CACHE_COST * max(waited_share(runs) or 0.0 for runs in (plain, lane))
+    return _from_log_interval(value, _half_width(blocks, lost_freedom=1 if same_time else 2) + abs(drift) + cold_cost)
 
 
 def over_repeats(values: Sequence[float]) -> Estimate:
     """Return the geometric mean of repeated measurements, with Student's t on the logarithms, rounded to four places.
     If one is zero, or there are fewer than MIN_RUNS, their arithmetic mean without interval."""
-    if len(values) < FEW_RUNS or min(values) <= 0.0:
+    if len(values) < MIN_RUNS or min(values) <= 0.0:
         return Estimate(round(fmean(values), 4))
     logs = [log(value) for value in values]
-    around = _around(exp(fmean(logs)), t_quantile(len(logs) - 1) * stdev(logs) / sqrt(len(logs)))
-    low, high = (None if end is None else round(end, 4) for end in (around.low, around.high))
-    return Estimate(round(around.value, 4), low, high)
+    estimate = _from_log_interval(exp(fmean(logs)), t_quantile(len(logs) - 1) * stdev(logs) / sqrt(len(logs)))
+    low, high = (None if end is None else round(end, 4) for end in (estimate.low, estimate.high))
+    return Estimate(round(estimate.value, 4), low, high)
 
 
 def fastest(speeds: Sequence[Estimate]) -> list[int]:
@@ -156,53 +156,55 @@ def waited_share(runs: Runs) -> float | None:
     return round(sum(waited) / wall, 4) if waited and wall else None
 
 
-def t_quantile(freedom: int) -> float:
+def t_quantile(degrees_of_freedom: int) -> float:
     """Return the two-sided quantile of Student's t at CONFIDENCE: exact for 1 and 2 degrees of freedom, else Abramowitz
     & Stegun 26.7.5."""
-    if freedom < 3:
-        return tan(pi * LEVEL / 2.0) if freedom < 2 else LEVEL * sqrt(2.0 / (1.0 - LEVEL**2))
-    z = NormalDist().inv_cdf(0.5 + LEVEL / 2.0)
+    if degrees_of_freedom < 3:
+        return tan(pi * CONFIDENCE / 2.0) if degrees_of_freedom < 2 else CONFIDENCE * sqrt(2.0 / (1.0 - CONFIDENCE**2))
+    z = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2.0)
     series = (
         (z**3 + z) / 4.0,
         (5 * z**5 + 16 * z**3 + 3 * z) / 96.0,
         (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384.0,
         (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160.0,
     )
-    return float(z + sum(term / freedom**power for power, term in enumerate(series, start=1)))
+    return float(z + sum(term / degrees_of_freedom**power for power, term in enumerate(series, start=1)))
 
 
-def _around(value: float, half: float) -> Estimate:
+def _from_log_interval(value: float, half_width: float) -> Estimate:
     """Return the estimate for a half width of the logarithm's interval."""
-    if not half < WIDEST:  # a stored trace may contain any times
+    if not half_width < MAX_HALF_WIDTH:  # a stored trace may contain any times
         return Estimate(value)
-    return Estimate(value, value * exp(-half), value * exp(half))
+    return Estimate(value, value * exp(-half_width), value * exp(half_width))
 
 
-def _half(blocks: Sequence[float], lost: int) -> float:
-    freedom = max(len(blocks) - lost, 1)
-    return t_quantile(freedom) * sqrt(sum(score * score for score in blocks) * len(blocks) / freedom)
+def _half_width(blocks: Sequence[float], lost_freedom: int) -> float:
+    degrees_of_freedom = max(len(blocks) - lost_freedom, 1)
+    return t_quantile(degrees_of_freedom) * sqrt(
+        sum(score * score for score in blocks) * len(blocks) / degrees_of_freedom
+    )
 
 
-def _enough(runs: Runs) -> bool:
-    return len(runs) >= FEW_RUNS or min(len(run.steps) for run in runs) >= FEW_STEPS
+def _has_interval(runs: Runs) -> bool:
+    return len(runs) >= MIN_RUNS or min(len(run.steps) for run in runs) >= MIN_STEPS
 
 
-def _whole(*lanes: Runs) -> bool:
+def _run_is_block(*lanes: Runs) -> bool:
     """Return True if a run is one block: there are many runs, or one is too short for several blocks."""
-    return len(lanes[0]) >= MANY_RUNS or min(len(run.steps) for runs in lanes for run in runs) < FEW_STEPS
+    return len(lanes[0]) >= RUNS_AS_BLOCKS or min(len(run.steps) for runs in lanes for run in runs) < MIN_STEPS
 
 
 def _blocks(lanes: Sequence[tuple[int, Runs]], shared: bool) -> list[float]:
     """Return the scores of ln S, per block."""
     scores: dict[tuple[int, int, int], float] = defaultdict(float)  # by run, block in it, and lane
-    whole = _whole(*(runs for _, runs in lanes))
+    run_is_block = _run_is_block(*(runs for _, runs in lanes))
     spans = [max(run.steps_ms for run in runs) or 1.0 for runs in zip(*(runs for _, runs in lanes), strict=True)]
     for sign, runs in lanes:
         total = sum(run.ms for run in runs)
         for index, (run, excess) in enumerate(zip(runs, _excess(runs), strict=True)):
-            length = spans[index] / SHARED_BLOCKS if shared else (run.steps_ms or 1.0) / OWN_BLOCKS
-            for middle, ms in zip(run.middles(), excess, strict=True):
-                block = (index, 0, 0) if whole else (index, int(middle / length), 0 if shared else sign)
+            length = spans[index] / SHARED_BLOCKS if shared else (run.steps_ms or 1.0) / SEPARATE_BLOCKS
+            for midpoint, ms in zip(run.midpoints(), excess, strict=True):
+                block = (index, 0, 0) if run_is_block else (index, int(midpoint / length), 0 if shared else sign)
                 scores[block] += sign * ms / total
     return [*scores.values()]
 
@@ -216,15 +218,15 @@ def _excess(runs: Runs) -> list[list[float]]:
     return [[ms - time - slope * (n - size) for n, ms in run.steps] for run in runs]
 
 
-def _drift(plain: Timed, lane: Timed) -> float:
+def _drift(plain: RunTiming, lane: RunTiming) -> float:
     """Return the error of ln S if both lanes, one after the other, slowed down as steadily as their steps show."""
-    fall = weight = 0.0
-    centres = []
+    weighted_excess = weight = 0.0
+    centers = []
     for run in (plain, lane):
         (excess,) = _excess([run])
-        steps = [(middle, ms) for middle, (_, ms) in zip(run.middles(), run.steps, strict=True)]
-        centre = sum(middle * ms for middle, ms in steps) / (run.steps_ms or 1.0)
-        fall += sum((middle - centre) * ms for (middle, _), ms in zip(steps, excess, strict=True))
-        weight += sum((middle - centre) ** 2 * ms for middle, ms in steps)
-        centres.append(centre)
-    return fall / weight * (plain.ms + centres[1] - centres[0]) if weight else 0.0
+        steps = [(midpoint, ms) for midpoint, (_, ms) in zip(run.midpoints(), run.steps, strict=True)]
+        center = sum(midpoint * ms for midpoint, ms in steps) / (run.steps_ms or 1.0)
+        weighted_excess += sum((midpoint - center) * ms for (midpoint, _), ms in zip(steps, excess, strict=True))
+        weight += sum((midpoint - center) ** 2 * ms for midpoint, ms in steps)
+        centers.append(center)
+    return weighted_excess / weight * (plain.ms + centers[1] - centers[0]) if weight else 0.0

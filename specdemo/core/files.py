@@ -13,32 +13,32 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from specdemo.core.signals import held
+from specdemo.core.signals import defer_signals
 
 
 @contextmanager
-def replacing(path: str | Path) -> Iterator[Path]:
+def atomic_path(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path to write to; it replaces `path` at the end of the block. A device or a pipe is written
     directly.
 
     Raises ValueError, one line, for any error in the block; `path` is unchanged then.
     """
     path = Path(path)
-    part = path if _streams(path) else _part(path)
+    part = path if _is_stream(path) else _part_path(path)
     try:
         yield part
         if part != path:
             _flush(part)
             part.replace(path.resolve())  # a symbolic link stays one
     except Exception as error:  # writers in other languages raise their own exception types
-        raise ValueError(_line(path, error)) from error
+        raise ValueError(_error_line(path, error)) from error
     finally:
         if part != path:
             part.unlink(missing_ok=True)
 
 
 @contextmanager
-def replacing_all(folder: Path, old: str, seal: str) -> Iterator[Path]:
+def atomic_folder(folder: Path, old_pattern: str, last_name: str) -> Iterator[Path]:
     """Yield a temporary folder to fill; at the end of the block its files move to `folder`, and files that match
     `old_pattern` are deleted from there.
 
@@ -47,23 +47,23 @@ def replacing_all(folder: Path, old: str, seal: str) -> Iterator[Path]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(suffix=".part", dir=folder) as beside:
-            yield Path(beside)
-            files = sorted(Path(beside).iterdir(), key=lambda file: file.name == seal)
+        with TemporaryDirectory(suffix=".part", dir=folder) as staging:
+            yield Path(staging)
+            files = sorted(Path(staging).iterdir(), key=lambda file: file.name == last_name)
             for file in files:
                 _flush(file)
-            with held():
-                for stale in (folder / seal, *folder.glob(old)):
+            with defer_signals():
+                for stale in (folder / last_name, *folder.glob(old_pattern)):
                     stale.unlink(missing_ok=True)
                 for file in files:
                     file.replace(folder / file.name)
     except Exception as error:
-        raise ValueError(_line(folder, error)) from error
+        raise ValueError(_error_line(folder, error)) from error
 
 
 def write_text(path: str | Path, text: str) -> None:
     """Write a text file. Raises ValueError, one line, if it cannot be written; `path` is unchanged then."""
-    with replacing(path) as part:
+    with atomic_path(path) as part:
         part.write_text(text, encoding="utf-8")
 
 
@@ -93,7 +93,7 @@ def append_line(path: Path, line: str) -> None:
         with path.open("a", encoding="utf-8") as file:
             file.write(f"{line}\n")
     except OSError as error:
-        raise ValueError(_line(path, error)) from error
+        raise ValueError(_error_line(path, error)) from error
 
 
 def check_writable(path: str | Path) -> None:
@@ -106,29 +106,29 @@ def check_writable(path: str | Path) -> None:
     try:
         if path.exists() and not os.access(path, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        if not _streams(path):
-            _part(path).touch()
-            _part(path).unlink()
+        if not _is_stream(path):
+            _part_path(path).touch()
+            _part_path(path).unlink()
     except OSError as error:
-        raise ValueError(_line(path, error)) from None
+        raise ValueError(_error_line(path, error)) from None
 
 
-def _streams(path: Path) -> bool:
+def _is_stream(path: Path) -> bool:
     """Return True for an existing path that stores nothing: `/dev/null`, a pipe."""
     return path.exists() and not path.is_file()
 
 
-def _part(path: Path) -> Path:
+def _part_path(path: Path) -> Path:
     path = path.resolve()
     return path.with_name(f"{path.name}.{os.getpid()}.part")  # two processes may write one file
 
 
 def _flush(file: Path) -> None:
-    with file.open("rb+") as written:
-        os.fsync(written.fileno())
+    with file.open("rb+") as opened:
+        os.fsync(opened.fileno())
 
 
-def _line(path: Path, error: Exception) -> str:
+def _error_line(path: Path, error: Exception) -> str:
     cause: BaseException | None = error
     while cause and not isinstance(cause, OSError):  # torch.save wraps the error of the disk
         cause = cause.__context__

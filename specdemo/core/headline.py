@@ -41,8 +41,8 @@ def headline(trace: RunTrace, times: str = "x") -> Headline | None:
     was stopped has no winner. times: the unit of a speed-up.
     """
     stopped = any(lane.finish == "cancelled" for lane in trace.lanes)
-    known = enumerate(zip(trace.lanes[1:], estimates(trace), strict=True), start=1)
-    speeds = {index: speed for index, (lane, speed) in known if speed and (stopped or settled(trace, lane))}
+    numbered_lanes = enumerate(zip(trace.lanes[1:], estimates(trace), strict=True), start=1)
+    speeds = {index: speed for index, (lane, speed) in numbered_lanes if speed and (stopped or settled(trace, lane))}
     if not speeds:
         return None
     return _so_far(trace, speeds, times) if stopped else _verdict(trace, speeds, times)
@@ -78,7 +78,7 @@ def _verdict(trace: RunTrace, speeds: Speeds, times: str) -> Headline:
 
 
 def _all_faster(speeds: Speeds, lanes: Sequence[int]) -> bool:
-    return all(index and speeds[index].word == "faster" for index in lanes)
+    return all(index and speeds[index].label == "faster" for index in lanes)
 
 
 def _with_speed(trace: RunTrace, index: int, speeds: Speeds, times: str) -> str:

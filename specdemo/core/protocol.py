@@ -96,17 +96,17 @@ class Progress:
     probs: Tensor | None = None  # [B, A, V] the target's distribution after each input, if known
     forward: Forward | None = None  # the full pass, with rejected slots; None for the prefill and offline
     slots: Tensor | None = None  # [B, A] the slot of `forward` of each column
-    _said: list[list[list[int]]] = field(default_factory=list, init=False, repr=False, compare=False)
+    _output_ids: list[list[list[int]]] = field(default_factory=list, init=False, repr=False, compare=False)
 
-    def said(self) -> list[list[int]]:
+    def output_ids(self) -> list[list[int]]:
         """Return the real outputs of every row, on the host. All callers share one copy."""
-        if not self._said:
-            self.tell([o[:n] for o, n in zip(self.outputs.tolist(), self.lengths, strict=True)])
-        return self._said[0]
+        if not self._output_ids:
+            self.set_output_ids([o[:n] for o, n in zip(self.outputs.tolist(), self.lengths, strict=True)])
+        return self._output_ids[0]
 
-    def tell(self, said: list[list[int]]) -> None:
+    def set_output_ids(self, output_ids: list[list[int]]) -> None:
         """Set the result of `output_ids` where it is known already."""
-        self._said.append(said)
+        self._output_ids.append(output_ids)
 
     def target_probs(self) -> Tensor | None:
         """Return the target's softmax [B, A, V] after every input, at temperature 1. None if unknown."""

@@ -63,14 +63,14 @@ def draw(probs: Tensor, rng: Generator | None) -> Tensor:
     """
     if rng is None:
         return probs.argmax(-1)
-    return drawn(probs, exponential(probs, rng))
+    return draw_with_noise(probs, exponential_noise(probs, rng))
 
 
-def exponential(like: Tensor, rng: Generator) -> Tensor:
+def exponential_noise(like: Tensor, rng: Generator) -> Tensor:
     """Return the noise to sample from probabilities with the shape of `like`."""
     return torch.empty_like(like).exponential_(generator=rng)
 
 
-def drawn(probs: Tensor, noise: Tensor) -> Tensor:
+def draw_with_noise(probs: Tensor, noise: Tensor) -> Tensor:
     """Sample as `draw` does, with the given noise."""
     return (probs / noise.clamp_min(torch.finfo(noise.dtype).tiny)).argmax(-1)

@@ -6,22 +6,22 @@ from difflib import get_close_matches
 from pathlib import Path
 
 DEVICES = "auto, cpu, mps, cuda, cuda:N, xpu or xpu:N"
-LISTED = 18  # most names in a list; a longer list is cut to half as many
+MAX_LISTED = 18  # most names in a list; a longer list is cut to half as many
 
 
-def suggest(name: str, known: Iterable[str], heads: Iterable[str] = ()) -> str:
+def suggest(name: str, choices: Iterable[str], heads: Iterable[str] = ()) -> str:
     """Return `did you mean 'x'?`, or a list of the choices. heads: choices for a drafter only, listed separately."""
-    names, drafters = list(known), list(heads)
+    names, drafters = list(choices), list(heads)
     close = get_close_matches(name, [*names, *drafters], n=1)
     if close:
         return f"did you mean {'the head ' if close[0] in drafters else ''}{close[0]!r}?"
-    if len(names) > LISTED:
-        names = [*names[: LISTED // 2], f"... ({len(names)} in all)"]
+    if len(names) > MAX_LISTED:
+        names = [*names[: MAX_LISTED // 2], f"... ({len(names)} in all)"]
     listed = f"choose one of {', '.join(names)}" if names else "there is none"
     return f"{listed} (as a drafter also one of the heads {', '.join(drafters)})" if drafters else listed
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """Return the repr of a value, short enough for one line."""
     if isinstance(value, int) and value.bit_length() > 256:  # Python limits the digits of a printed integer
         return f"a number of {value.bit_length()} bits"

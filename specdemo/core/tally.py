@@ -10,10 +10,10 @@ from statistics import quantiles
 from typing import Self
 
 from specdemo.core.estimate import rate, waited_share
-from specdemo.core.trace import LaneTrace, Number, StepEvent, step_ms, timed
+from specdemo.core.trace import LaneTrace, Number, StepEvent, run_timings, step_ms
 
 WINDOW = 16  # tokens that the recent rate covers
-UNSEEN = (  # numbers that are unknown for a lane on a server
+UNKNOWN_REMOTELY = (  # numbers that are unknown for a lane on a server
     "steps drafted accepted acceptance_rate tokens_per_step accept_histogram accept_by_position "
     "ms_draft ms_verify ms_other peak_memory_bytes"
 ).split()
@@ -22,13 +22,13 @@ Numbers = dict[str, Number | list[Number]]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepCounts:
     """One row of one event: tokens emitted, nodes drafted and their depth, draft tokens accepted."""
 
     emitted: int
     drafted: int
     depth: int
-    kept: int
+    accepted: int
     ms: float
     draft_ms: float
     verify_ms: float
@@ -45,7 +45,7 @@ class Step:
             drafted=sum(map(bool, depths)),
             depth=max(depths),
             # accepted tokens after a stop token do not count
-            kept=max(min(len(event.path[row]) - 1, len(event.emitted[row])), 0),
+            accepted=max(min(len(event.path[row]) - 1, len(event.emitted[row])), 0),
             ms=step_ms(event),
             draft_ms=draft_ms,
             verify_ms=event.ms.get("verify", 0.0),
@@ -65,7 +65,7 @@ class Tally:
     verify_ms: float = 0.0
     train_ms: float = 0.0  # part of draft_ms in which the drafter trained
     drafted: int = 0
-    kept: list[int] = field(default_factory=lambda: [0])  # [n] steps that accepted n draft tokens
+    accept_histogram: list[int] = field(default_factory=lambda: [0])  # [n] steps that accepted n draft tokens
     reached: list[int] = field(default_factory=list)  # [i] steps that drafted at depth i + 1
     gaps: list[float] = field(default_factory=list)  # time of a step, divided equally among its tokens
     _past: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])  # clock and tokens after each step
@@ -80,7 +80,7 @@ class Tally:
 
     def add(self, event: StepEvent, row: int = 0) -> None:
         """Add one step of row `row`, in constant time."""
-        step = Step.of(event, row)
+        step = StepCounts.of(event, row)
         if event.index == 0:
             self.first, self.prefill_ms = step.emitted, step.ms
         else:
@@ -90,7 +90,7 @@ class Tally:
         while len(self._past) > 2 and self._past[-1][1] - self._past[1][1] >= WINDOW:
             del self._past[0]
 
-    def _decode(self, step: Step) -> None:
+    def _decode(self, step: StepCounts) -> None:
         self.tokens += step.emitted
         self.steps += bool(step.emitted)
         self.ms += step.ms
@@ -98,9 +98,9 @@ class Tally:
         self.verify_ms += step.verify_ms
         self.drafted += step.drafted
         longer = [0] * (step.depth - len(self.reached))
-        self.kept += longer
+        self.accept_histogram += longer
         self.reached += longer
-        self.kept[step.kept] += 1
+        self.accept_histogram[step.accepted] += 1
         for depth in range(step.depth):
             self.reached[depth] += 1
         self.gaps += [step.ms / max(step.emitted, 1)] * step.emitted
@@ -113,7 +113,7 @@ class Tally:
     @property
     def accepted(self) -> int:
         """Return the number of accepted draft tokens."""
-        return sum(kept * steps for kept, steps in enumerate(self.kept))
+        return sum(count * steps for count, steps in enumerate(self.accept_histogram))
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -123,12 +123,14 @@ class Tally:
     @property
     def recent_tokens_per_s(self) -> float | None:
         """Return tokens per second over about the last WINDOW tokens."""
-        (then, had), (now, have) = self._past[0], self._past[-1]
-        return ratio(have - had, (now - then) / 1000.0)
+        (earlier_ms, earlier_tokens), (clock_ms, tokens) = self._past[0], self._past[-1]
+        return ratio(tokens - earlier_tokens, (clock_ms - earlier_ms) / 1000.0)
 
     def numbers(self) -> Numbers:
         """Return the part of `summarise` that is known after every step."""
-        hits = accumulate(reversed(self.kept[1:]))  # a step that accepted at a depth accepted at every smaller one
+        hits = accumulate(
+            reversed(self.accept_histogram[1:])
+        )  # a step that accepted at a depth accepted at every smaller one
         by_position = zip(reversed([*hits]), self.reached, strict=True)
         return {
             "tokens": self.first + self.tokens,
@@ -139,8 +141,8 @@ class Tally:
             "accepted": self.accepted,
             "acceptance_rate": ratio(self.accepted, self.drafted),
             "tokens_per_step": ratio(self.tokens, self.steps),
-            "accept_histogram": [*self.kept],
-            "accept_by_position": [ratio(kept, reached) for kept, reached in by_position],
+            "accept_histogram": [*self.accept_histogram],
+            "accept_by_position": [ratio(accepted, reached) for accepted, reached in by_position],
             "ms_draft": round(self.draft_ms, 3),
             "ms_verify": round(self.verify_ms, 3),
             "ms_other": round(self.ms - self.draft_ms - self.verify_ms, 3),
@@ -149,8 +151,8 @@ class Tally:
     def latencies(self) -> Numbers:
         """Return the median and the 95th percentile of the milliseconds between two tokens."""
         gaps = self.gaps * 2 if len(self.gaps) == 1 else self.gaps  # Python 3.11 needs two numbers
-        every_5th = quantiles(gaps, n=20, method="inclusive") if gaps else []
-        return {f"itl_ms_p{p}": round(every_5th[p // 5 - 1], 3) if gaps else None for p in (50, 95)}
+        percentiles = quantiles(gaps, n=20, method="inclusive") if gaps else []
+        return {f"itl_ms_p{p}": round(percentiles[p // 5 - 1], 3) if gaps else None for p in (50, 95)}
 
 
 def summarise(lane: LaneTrace, peak_memory_bytes: int = 0) -> Numbers:
@@ -160,36 +162,36 @@ def summarise(lane: LaneTrace, peak_memory_bytes: int = 0) -> Numbers:
     If the lane was repeated, its speed and waiting time cover all runs, the other numbers the last run.
     """
     tally = Tally.of(lane.events)
-    known = {**tally.numbers(), **tally.latencies(), "peak_memory_bytes": peak_memory_bytes}
-    return (known if lane.remote is None else _from_outside(known, lane)) | _speed(lane)
+    numbers = {**tally.numbers(), **tally.latencies(), "peak_memory_bytes": peak_memory_bytes}
+    return (numbers if lane.remote is None else _remote_numbers(numbers, lane)) | _speed(lane)
 
 
 def _speed(lane: LaneTrace) -> Numbers:
-    runs = timed(lane)
+    runs = run_timings(lane)
     speed = rate(runs)
     ends = (speed.value, speed.low, speed.high) if speed else (None, None, None)
     names = ("tokens_per_s", "tokens_per_s_low", "tokens_per_s_high")
-    told = {name: None if end is None else round(end, 4) for name, end in zip(names, ends, strict=True)}
-    return {**told, "waited_share": waited_share(runs)}
+    speeds = {name: None if end is None else round(end, 4) for name, end in zip(names, ends, strict=True)}
+    return {**speeds, "waited_share": waited_share(runs)}
 
 
-def so_far(tally: Tally, remote: bool) -> Numbers:
+def running_numbers(tally: Tally, remote: bool) -> Numbers:
     """Return the numbers of a running lane: `numbers`, its clock and its recent speed. For a lane on a server a token
     is a piece of text, and its passes are unknown."""
-    known = tally.numbers() | dict.fromkeys(UNSEEN if remote else ())
+    numbers = tally.numbers() | dict.fromkeys(UNKNOWN_REMOTELY if remote else ())
     if remote:
-        known["tokens_per_s"] = ratio(tally.first + tally.tokens, tally.clock_ms / 1000.0)
+        numbers["tokens_per_s"] = ratio(tally.first + tally.tokens, tally.clock_ms / 1000.0)
     clocks = {"clock_ms": tally.clock_ms, "ms_train": tally.train_ms, "recent": tally.recent_tokens_per_s}
-    return known | {name: None if ms is None else round(ms, 3) for name, ms in clocks.items()}
+    return numbers | {name: None if ms is None else round(ms, 3) for name, ms in clocks.items()}
 
 
-def _from_outside(known: Numbers, lane: LaneTrace) -> Numbers:
+def _remote_numbers(numbers: Numbers, lane: LaneTrace) -> Numbers:
     """Return the observable numbers of a lane on a server, overridden by the server's own counters. Gaps between tokens
     are unknown if pieces come without token counts."""
     assert lane.remote is not None
     return {
-        **known,
-        **dict.fromkeys(UNSEEN if lane.remote.counted else (*UNSEEN, "itl_ms_p50", "itl_ms_p95")),
+        **numbers,
+        **dict.fromkeys(UNKNOWN_REMOTELY if lane.remote.counted else (*UNKNOWN_REMOTELY, "itl_ms_p50", "itl_ms_p95")),
         "tokens": len(lane.token_ids) if lane.remote.counted else lane.remote.tokens,
         "accept_histogram": [],
         "accept_by_position": lane.remote.accept_by_position,

@@ -14,8 +14,8 @@ from pydantic import BeforeValidator, ConfigDict, FailFast, Field, TypeAdapter, 
 from pydantic.dataclasses import dataclass as checked
 
 from specdemo.core import noise
-from specdemo.core.bounds import FILE, Bounds, judge, parsing
-from specdemo.core.estimate import Estimate, Runs, Timed, speedup
+from specdemo.core.estimate import Estimate, Runs, RunTiming, speedup
+from specdemo.core.json_limits import FILE_LIMITS, JsonLimits, check_json_limits, gc_paused
 
 SCHEMA: Final = 1
 LISTS: Final = ("accept_histogram", "accept_by_position")  # the entries of a summary that are lists
@@ -69,7 +69,7 @@ class StepEvent:
     wall_ms: _Ms | None = None  # wall time, if `ms` is the time of the thread
 
 
-def kinds(event: StepEvent, row: int = 0) -> list[Kind]:
+def token_kinds(event: StepEvent, row: int = 0) -> list[Kind]:
     """Return the kind of each emitted token of a row: accepted draft tokens, then one token from the target.
 
     That token is `bonus` if the draft ended with the path, `corrected` if all draft tokens after the path were
@@ -153,27 +153,30 @@ class RunTrace:
 _adapter = TypeAdapter(RunTrace)
 
 
-def to_json(trace: RunTrace, indent: int | None = None, bounds: Bounds = FILE) -> str:
+def to_json(trace: RunTrace, indent: int | None = None, limits: JsonLimits = FILE_LIMITS) -> str:
     """Write a trace that `from_json` can read. A trace that exceeds the limits is written without indentation and, if
     needed, without probabilities: `draft_probs` and `target_probs` are then empty."""
     text = _adapter.dump_json(trace, indent=indent)
-    if indent is not None and not _fits(text, bounds):
+    if indent is not None and not _fits(text, limits):
         text = _adapter.dump_json(trace)
-    if not _fits(text, bounds):
-        lanes = [replace(ln, events=bare(ln.events), repeats=[*map(bare, ln.repeats)]) for ln in trace.lanes]
+    if not _fits(text, limits):
+        lanes = [
+            replace(ln, events=without_probabilities(ln.events), repeats=[*map(without_probabilities, ln.repeats)])
+            for ln in trace.lanes
+        ]
         text = _adapter.dump_json(replace(trace, lanes=lanes))
     return text.decode()
 
 
-def _fits(text: bytes, bounds: Bounds) -> bool:
+def _fits(text: bytes, limits: JsonLimits) -> bool:
     try:
-        judge(text, bounds, "a trace")
+        check_json_limits(text, limits, "a trace")
     except ValueError:
         return False
     return True
 
 
-def bare(events: Iterable[StepEvent]) -> list[StepEvent]:
+def without_probabilities(events: Iterable[StepEvent]) -> list[StepEvent]:
     """Return the events without probabilities, which are the largest part of a trace."""
     return [replace(event, draft_probs=[], target_probs=[]) for event in events]
 
@@ -186,12 +189,12 @@ def _with_probabilities(event: StepEvent) -> StepEvent:
     return replace(event, draft_probs=unknown, target_probs=unknown)
 
 
-def from_json(text: str | bytes, bounds: Bounds = FILE) -> RunTrace:
+def from_json(text: str | bytes, limits: JsonLimits = FILE_LIMITS) -> RunTrace:
     """Parse and validate a trace. Raises ValueError with one line."""
     text = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
-    judge(text, bounds, "a trace")
+    check_json_limits(text, limits, "a trace")
     try:
-        with parsing():
+        with gc_paused():
             trace = _adapter.validate_json(text)
     except ValidationError as error:
         raise ValueError(_reason(error)) from None
@@ -207,7 +210,7 @@ def from_json(text: str | bytes, bounds: Bounds = FILE) -> RunTrace:
         lane.events = [_with_probabilities(event) for event in lane.events]
         for problem in _problems(lane):
             raise ValueError(f"not a specdemo trace: lane {lane.name!r}: {problem}")
-    _estimate_again(trace)
+    _fill_intervals(trace)
     return trace
 
 
@@ -222,12 +225,12 @@ def _check_numbers(value: object) -> None:
         raise ValueError("an integer of more than 63 bits")
 
 
-def _estimate_again(trace: RunTrace) -> None:
+def _fill_intervals(trace: RunTrace) -> None:
     """Add intervals of the speed-ups to traces that have none."""
     for row, lane in zip(trace.comparison, trace.lanes[1:], strict=False):
         value = row.get("speedup")
         if "speedup_low" not in row and isinstance(value, int | float):
-            row.update(_trust(trace.lanes[0], lane, value, trace.schedule))
+            row.update(_interval_fields(trace.lanes[0], lane, value, trace.schedule))
 
 
 def _reason(error: ValidationError) -> str:
@@ -237,14 +240,14 @@ def _reason(error: ValidationError) -> str:
     schema = next((e for e in errors if e["loc"] == ("schema",)), None)
     if schema:
         return f"this trace has schema {schema['input']!r:.20}; this version reads schema {SCHEMA}"
-    where = " ".join(".".join(map(str, errors[0]["loc"])).split())  # a key may hold line breaks
-    return f"not a specdemo trace: {where[:100] or 'the file'}: {errors[0]['msg']}"
+    location = " ".join(".".join(map(str, errors[0]["loc"])).split())  # a key may hold line breaks
+    return f"not a specdemo trace: {location[:100] or 'the file'}: {errors[0]['msg']}"
 
 
 def _problems(lane: LaneTrace) -> Iterator[str]:
     """Yield inconsistencies that types cannot express."""
     for event in chain(lane.events, *lane.repeats):
-        if not _holds_together(_with_probabilities(event), lane.remote is not None):
+        if not _is_consistent(_with_probabilities(event), lane.remote is not None):
             yield f"step {event.index} is inconsistent"
     if [t for e in lane.events for t in e.emitted[0]] != lane.token_ids:
         yield "token_ids differ from the emitted tokens of its events"
@@ -259,7 +262,7 @@ def _problems(lane: LaneTrace) -> Iterator[str]:
     yield from (f"{n!r} has more than {MAX_DEPTH:,} entries" for n, value in lists.items() if len(value) > MAX_DEPTH)
 
 
-def _holds_together(event: StepEvent, remote: bool) -> bool:
+def _is_consistent(event: StepEvent, remote: bool) -> bool:
     """Return True if rows and columns have equal sizes, parents come first, and the path goes from parent to child.
 
     The drafts and the path of a remote event are empty.
@@ -282,15 +285,17 @@ def _holds_together(event: StepEvent, remote: bool) -> bool:
     return True
 
 
-def timed(lane: LaneTrace, whole: bool = False) -> Runs:
+def run_timings(lane: LaneTrace, include_prefill: bool = False) -> Runs:
     """Return the timing of every run of a lane, without the prefill unless `include_prefill`. Lanes on a server always
     include it."""
-    return [_timed(lane, events, whole or lane.remote is not None) for events in (*lane.repeats, lane.events)]
+    return [
+        _run_timing(lane, events, include_prefill or lane.remote is not None) for events in (*lane.repeats, lane.events)
+    ]
 
 
-def _timed(lane: LaneTrace, events: Sequence[StepEvent], whole: bool) -> Timed:
-    run = timed_events(events)
-    if not whole or not events:
+def _run_timing(lane: LaneTrace, events: Sequence[StepEvent], include_prefill: bool) -> RunTiming:
+    run = decode_timing(events)
+    if not include_prefill or not events:
         return run
     tokens = run.tokens + len(events[0].emitted[0])
     if lane.remote and not lane.remote.counted:
@@ -298,17 +303,17 @@ def _timed(lane: LaneTrace, events: Sequence[StepEvent], whole: bool) -> Timed:
     return replace(run, tokens=tokens, first_ms=step_ms(events[0]))
 
 
-def timed_events(events: Sequence[StepEvent]) -> Timed:
+def decode_timing(events: Sequence[StepEvent]) -> RunTiming:
     """Return the decode time of all rows together, without the prefill. For pieces from a server, sizes are in
     tokens."""
-    steps, waited = [], []
+    steps, waited_ms = [], []
     for event in events[1:]:
         drafted = sum(token >= 0 for row in event.drafted for token in row)
         steps.append((drafted if event.path[0] else len(event.emitted[0]), step_ms(event)))
         if event.wall_ms is not None:
-            waited.append(event.wall_ms - step_ms(event))
+            waited_ms.append(event.wall_ms - step_ms(event))
     tokens = sum(len(row) for event in events[1:] for row in event.emitted)
-    return Timed(steps, tokens, waited_ms=max(sum(waited), 0.0) if waited else None)
+    return RunTiming(steps, tokens, waited_ms=max(sum(waited_ms), 0.0) if waited_ms else None)
 
 
 def step_ms(event: StepEvent) -> float:
@@ -330,63 +335,65 @@ def compare(
     """
     a: Sequence[Any] = baseline.token_ids
     b: Sequence[Any] = lane.token_ids
-    known = not any(t < 0 for ids in (a, b) for t in ids)
-    if not known:
+    ids_known = not any(t < 0 for ids in (a, b) for t in ids)
+    if not ids_known:
         a, b = baseline.text, lane.text
     if "cancelled" in (baseline.finish, lane.finish):
         a, b = a[: len(b)], b[: len(a)]
     first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
     if first is None and len(a) != len(b):
         first = min(len(a), len(b))
-    value = _ratio(baseline, lane)
+    value = _speed_ratio(baseline, lane)
     return {
         "lane": lane.name,
         "speedup": value,
-        **_trust(baseline, lane, value, schedule),
+        **_interval_fields(baseline, lane, value, schedule),
         "identical": first is None if greedy else None,
-        "first_divergence": first if greedy and known else None,
+        "first_divergence": first if greedy and ids_known else None,
         "divergence_margin": margin if greedy else None,
     }
 
 
-def _ratio(baseline: LaneTrace, lane: LaneTrace) -> float | None:
+def _speed_ratio(baseline: LaneTrace, lane: LaneTrace) -> float | None:
     """Return the speed-up. The summary of a local lane has no speed that includes the prefill, as a lane on a server
     needs."""
     if (baseline.remote is None) != (lane.remote is None):
-        seen = speedup(timed(baseline, True), timed(lane, True), shared=False)
-        return round(seen.value, 4) if seen else None
-    ours, theirs = (_number(one.summary.get("tokens_per_s")) for one in (lane, baseline))
-    return round(ours / theirs, 4) if ours and theirs else None
+        estimate = speedup(run_timings(baseline, True), run_timings(lane, True), shared=False)
+        return round(estimate.value, 4) if estimate else None
+    lane_speed, baseline_speed = (_number(one.summary.get("tokens_per_s")) for one in (lane, baseline))
+    return round(lane_speed / baseline_speed, 4) if lane_speed and baseline_speed else None
 
 
-def _trust(baseline: LaneTrace, lane: LaneTrace, value: float | None, schedule: str) -> dict[str, Any]:
-    seen = None if value is None else judged(baseline, lane, schedule)
-    if value is None or seen is None:
+def _interval_fields(baseline: LaneTrace, lane: LaneTrace, value: float | None, schedule: str) -> dict[str, Any]:
+    estimate = None if value is None else estimate_speedup(baseline, lane, schedule)
+    if value is None or estimate is None:
         return {"speedup_low": None, "speedup_high": None, "noisy": False, "reasons": []}
-    low, high = (None if end is None else round(value * end / seen.value, 4) for end in (seen.low, seen.high))
-    return {"speedup_low": low, "speedup_high": high, "noisy": seen.noisy, "reasons": [*seen.reasons]}
+    low, high = (
+        None if end is None else round(value * end / estimate.value, 4) for end in (estimate.low, estimate.high)
+    )
+    return {"speedup_low": low, "speedup_high": high, "noisy": estimate.noisy, "reasons": [*estimate.reasons]}
 
 
-def judged(baseline: LaneTrace, lane: LaneTrace, schedule: str) -> Estimate | None:
+def estimate_speedup(baseline: LaneTrace, lane: LaneTrace, schedule: str) -> Estimate | None:
     """Estimate the speed-up from the steps, with the reasons to measure it again."""
-    outside = baseline.remote is not None or lane.remote is not None
-    runs = timed(baseline, outside), timed(lane, outside)
-    seen = speedup(*runs, shared=schedule == "race" and not outside)
-    if seen is None:
+    remote = baseline.remote is not None or lane.remote is not None
+    runs = run_timings(baseline, remote), run_timings(lane, remote)
+    estimate = speedup(*runs, shared=schedule == "race" and not remote)
+    if estimate is None:
         return None
-    if not outside:
-        return replace(seen, reasons=noise.reasons(*runs, seen))
-    named = (("the baseline", baseline), ("this lane", lane))
-    servers = [(name, timed(one), one.remote.times.values()) for name, one in named if one.remote]
-    told = (why for server in servers for why in noise.of_server(*server))
-    return replace(seen, reasons=(*told, *noise.wide(seen)))
+    if not remote:
+        return replace(estimate, reasons=noise.reasons(*runs, estimate))
+    named_lanes = (("the baseline", baseline), ("this lane", lane))
+    servers = [(name, run_timings(one), one.remote.times.values()) for name, one in named_lanes if one.remote]
+    server_reasons = (why for server in servers for why in noise.server_warnings(*server))
+    return replace(estimate, reasons=(*server_reasons, *noise.wide_interval(estimate)))
 
 
 def estimates(trace: RunTrace) -> list[Estimate | None]:
     """Return the speed-up of every lane over lane 0, from its row of `comparison` if present."""
     rows = [*trace.comparison, *[{}] * len(trace.lanes)]
     return [
-        _stored(row) if "speedup" in row else judged(trace.lanes[0], lane, trace.schedule)
+        _stored(row) if "speedup" in row else estimate_speedup(trace.lanes[0], lane, trace.schedule)
         for lane, row in zip(trace.lanes[1:], rows, strict=False)
     ]
 

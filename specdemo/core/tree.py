@@ -52,7 +52,7 @@ def chain_parents(batch: int, nodes: int, device: torch.device) -> Tensor:
     return torch.arange(nodes, device=device).expand(batch, nodes)
 
 
-def bounded(draft: Draft, rows: int, vocab_size: int) -> Draft:
+def clamp_ids(draft: Draft, rows: int, vocab_size: int) -> Draft:
     """Clamp ids and parents to a range that is safe for indexing, without a device read; call `validate_ids` later.
 
     Raises ValueError for tensors of other shapes or dtypes than a draft of `rows` rows has.
@@ -63,22 +63,22 @@ def bounded(draft: Draft, rows: int, vocab_size: int) -> Draft:
     shape = rows, tokens.shape[-1] if tokens.ndim else 0
     fits = tokens.shape == parents.shape == shape and tokens.dtype == parents.dtype == torch.int64
     if not fits or (draft.probs is not None and draft.probs.shape != (*shape, vocab_size)):
-        given = ", ".join(f"{list(t.shape)} {t.dtype}" for t in (tokens, parents, draft.probs) if t is not None)
-        wanted = f"int64 ids and parents [{rows}, N], with or without q [{rows}, N, {vocab_size}]"
-        raise ValueError(f"a draft must have {wanted}, not {given}")
+        actual = ", ".join(f"{list(t.shape)} {t.dtype}" for t in (tokens, parents, draft.probs) if t is not None)
+        expected = f"int64 ids and parents [{rows}, N], with or without q [{rows}, N, {vocab_size}]"
+        raise ValueError(f"a draft must have {expected}, not {actual}")
     chain = chain_parents(*shape, parents.device)
     if parents is not chain:
         parents = torch.minimum(parents, chain).clamp_min_(0)
     return Draft(tokens.clamp(ABSENT, vocab_size - 1), parents, draft.probs, draft.confidence, draft.notes)
 
 
-def check(tokens: list[list[int]], parents: list[list[int]], vocab_size: int) -> None:
+def validate_ids(tokens: list[list[int]], parents: list[list[int]], vocab_size: int) -> None:
     """Raise ValueError for ids outside the vocabulary and for a node that does not come after its parent."""
-    for ids, above in zip(tokens, parents, strict=True):
+    for ids, parent_slots in zip(tokens, parents, strict=True):
         if ids and not ABSENT <= min(ids) <= max(ids) < vocab_size:
-            stray = next(x for x in ids if not ABSENT <= x < vocab_size)
-            raise ValueError(f"the draft has token {stray}; the vocabulary has 0 to {vocab_size - 1}")
-        for node, slot in enumerate(above):
+            invalid = next(x for x in ids if not ABSENT <= x < vocab_size)
+            raise ValueError(f"the draft has token {invalid}; the vocabulary has 0 to {vocab_size - 1}")
+        for node, slot in enumerate(parent_slots):
             if not 0 <= slot <= node:
                 raise ValueError(f"node {node} of the draft has parent slot {slot}, which does not come before it")
 

@@ -12,8 +12,8 @@ from typing import Protocol
 
 import torch
 
-from specdemo.models.devices import EVENTS, WAITS, kind, now
-from specdemo.models.machine import thread_time
+from specdemo.models.devices import EVENTS, SYNCHRONISING, device_kind, now
+from specdemo.models.machine import uses_thread_time
 
 
 class Stopwatch(Protocol):
@@ -38,13 +38,13 @@ class CpuStopwatch:
     def __init__(self, now: Callable[[], float] = time.perf_counter, wall: Callable[[], float] | None = None) -> None:
         self.wall_ms: float | None = None
         self._now, self._wall = now, wall
-        self._began = 0.0
+        self._wall_start = 0.0
         self._last = 0.0
         self._ms: dict[str, float] = {}
 
     def start(self) -> None:
         self._ms = {}
-        self._began = self._wall() if self._wall else 0.0
+        self._wall_start = self._wall() if self._wall else 0.0
         self._last = self._now()
 
     def lap(self, name: str) -> None:
@@ -54,7 +54,7 @@ class CpuStopwatch:
 
     def read(self) -> dict[str, float]:
         if self._wall:
-            self.wall_ms = round((self._wall() - self._began) * 1000.0, 4)
+            self.wall_ms = round((self._wall() - self._wall_start) * 1000.0, 4)
         return {name: round(ms, 4) for name, ms in self._ms.items()}
 
 
@@ -91,16 +91,16 @@ class CudaStopwatch:
 
 def stopwatch_for(device: torch.device) -> Stopwatch:
     """Return the stopwatch of a device."""
-    timing = kind(device).timing
+    timing = device_kind(device).timing
     if timing == EVENTS:
         return CudaStopwatch(device)
-    if thread_time(device):
+    if uses_thread_time(device):
         return CpuStopwatch(time.thread_time, time.perf_counter)
-    return CpuStopwatch(partial(now, device)) if timing == WAITS else CpuStopwatch()
+    return CpuStopwatch(partial(now, device)) if timing == SYNCHRONISING else CpuStopwatch()
 
 
-def clock_of(device: torch.device) -> str:
+def clock_name(device: torch.device) -> str:
     """Return the name of the clock for lanes on a device."""
-    if kind(device).timing == EVENTS:
+    if device_kind(device).timing == EVENTS:
         return "CUDA events"
-    return "thread CPU time" if thread_time(device) else "wall time"
+    return "thread CPU time" if uses_thread_time(device) else "wall time"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from specdemo.core.dtypes import NAMES, dtype_name
-from specdemo.core.suggest import DEVICES, program, shown, suggest
+from specdemo.core.suggest import DEVICES, program, short_repr, suggest
 from specdemo.methods import BASELINE, METHODS, MODEL_OPTIONS, Knob, check_model, knobs, method, validate_options
 from specdemo.servers.address import place
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:  # these import torch
     from specdemo.core.protocol import Budget
     from specdemo.core.sampling import Sampling
 
-LANES = 3  # without the baseline
-DRAFT = 16  # tokens
-TOKENS = 1024
-PROMPT = 100_000  # characters
-REPEATS = 20
+MAX_LANES = 3  # without the baseline
+MAX_K = 16  # tokens
+MAX_NEW_TOKENS = 1024
+MAX_PROMPT_CHARACTERS = 100_000  # characters
+MAX_REPEATS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +87,9 @@ def brief(of: type[Settings], name: str, value: object) -> str:
 
 @lru_cache
 def _schema(of: type[Settings]) -> dict[str, dict[str, Any]]:
-    said: dict[str, dict[str, Any]] = of.model_json_schema()["properties"]
+    properties: dict[str, dict[str, Any]] = of.model_json_schema()["properties"]
     # of an optional field the first alternative is its type
-    return {name: field | field.get("anyOf", [{}])[0] for name, field in said.items()}
+    return {name: field | field.get("anyOf", [{}])[0] for name, field in properties.items()}
 
 
 def type_of(of: type[Settings], name: str) -> type:
@@ -127,16 +127,16 @@ def _model(name: str) -> str:
     return _label(name)
 
 
-def _some_words(text: str) -> str:
+def _non_empty(text: str) -> str:
     if not text.strip():
         raise ValueError("is empty; write at least one word")
     return text
 
 
-def known_method(name: str) -> str:
+def validate_method_name(name: str) -> str:
     """Return the name of a method. Raises ValueError if it is unknown."""
     if name not in METHODS:
-        raise ValueError(f"unknown method {shown(name)}; {suggest(name[:60], METHODS)}")
+        raise ValueError(f"unknown method {short_repr(name)}; {suggest(name[:60], METHODS)}")
     return name
 
 
@@ -149,7 +149,7 @@ def _device(name: str) -> str:
 Server = Annotated[str, Field(max_length=300), AfterValidator(place)]
 Name = Annotated[str, Field(max_length=80), AfterValidator(_label)]
 Model = Annotated[str, Field(min_length=1, max_length=300), AfterValidator(_model)]
-Text = Annotated[str, Field(max_length=PROMPT), AfterValidator(_printable)]
+Text = Annotated[str, Field(max_length=MAX_PROMPT_CHARACTERS), AfterValidator(_printable)]
 Messages = tuple[Mapping[str, str], ...]  # each with role and content
 
 
@@ -160,9 +160,11 @@ class Lane(Settings):
     the server is meant to run; they are not checked.
     """
 
-    method: Annotated[str, AfterValidator(known_method), Setting(f"Drafting method, one of `{program()} methods`.")]
+    method: Annotated[
+        str, AfterValidator(validate_method_name), Setting(f"Drafting method, one of `{program()} methods`.")
+    ]
     model: Annotated[Model | None, Setting("Draft model: embedded name, folder or hub id[@revision].")] = None
-    k: Annotated[int, Setting("Draft length.", label="Draft length k", step=1)] = Field(4, ge=1, le=DRAFT)
+    k: Annotated[int, Setting("Draft length.", label="Draft length k", step=1)] = Field(4, ge=1, le=MAX_K)
     options: Annotated[dict[str, int | float | bool | str], Setting("Options of the method.")] = {}
     acceptance: Annotated[
         Literal["lossless", "block", "typical"],
@@ -179,8 +181,10 @@ class Lane(Settings):
     @property
     def models(self) -> tuple[str, ...]:
         """Return all models that the lane names, including those in its options."""
-        inside = [name.strip() for option in MODEL_OPTIONS for name in str(self.options.get(option, "")).split(",")]
-        return tuple(name for name in (self.model, *inside) if name and name not in METHODS)
+        option_models = [
+            name.strip() for option in MODEL_OPTIONS for name in str(self.options.get(option, "")).split(",")
+        ]
+        return tuple(name for name in (self.model, *option_models) if name and name not in METHODS)
 
     @property
     def budget(self) -> "Budget":
@@ -190,7 +194,7 @@ class Lane(Settings):
         nodes = validate_options(self.method, self.options).get("nodes", 0)
         return Budget(self.k, max(self.k, int(nodes)))
 
-    def checked(self) -> Self:
+    def validated(self) -> Self:
         """Return this lane as validated by its method, without options that are at their default."""
         cls = method(self.method)
         options = validate_options(self.method, self.options)
@@ -213,8 +217,8 @@ class Comparison(Settings):
     ] = "auto"
     device: Annotated[str, AfterValidator(_device), Setting(f"{DEVICES}.", link=False)] = "auto"
     quantization: Annotated[Literal["4bit", "8bit"] | None, Setting("4bit or 8bit, of the target.", link=False)] = None
-    lanes: list[Lane] = Field(min_length=1, max_length=LANES)
-    prompt: Annotated[Text, AfterValidator(_some_words), Setting("Text to continue.")]
+    lanes: list[Lane] = Field(min_length=1, max_length=MAX_LANES)
+    prompt: Annotated[Text, AfterValidator(_non_empty), Setting("Text to continue.")]
     chat: Annotated[bool | None, Setting("Prompt as a message in the target's chat template, or as a text.")] = None
     system: Annotated[Text, Setting("System prompt of the chat.")] = ""
     temperature: Annotated[
@@ -236,7 +240,7 @@ class Comparison(Settings):
             step=1,
             brief=lambda n: f"at most {n} token{'' if n == 1 else 's'}",
         ),
-    ] = Field(128, ge=1, le=TOKENS)
+    ] = Field(128, ge=1, le=MAX_NEW_TOKENS)
     schedule: Annotated[
         Literal["race", "sequential"],
         Setting(
@@ -247,7 +251,7 @@ class Comparison(Settings):
             brief=lambda how: "lanes in turn" if how == "race" else "one lane after the other",
         ),
     ] = "race"
-    repeats: Annotated[int, Setting("Number of runs, which are pooled.", link=False)] = Field(1, ge=1, le=REPEATS)
+    repeats: Annotated[int, Setting("Number of runs, which are pooled.", link=False)] = Field(1, ge=1, le=MAX_REPEATS)
     server: Annotated[Server | None, Setting(link=False)] = None
     served_model: Annotated[Model | None, Setting(link=False)] = None
     history: tuple[Messages, ...] = Field((), exclude=True)  # earlier messages of every lane, the baseline first
@@ -270,13 +274,13 @@ class Comparison(Settings):
 
         return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
 
-    def checked(self) -> Self:
+    def validated(self) -> Self:
         """Return this comparison as validated by the engine and its methods. Raises ValueError with one line."""
         _ = self.sampling
-        return self.model_copy(update={"lanes": [lane.checked() for lane in self.lanes]})
+        return self.model_copy(update={"lanes": [lane.validated() for lane in self.lanes]})
 
 
-_WORDS = {
+_MESSAGES = {
     "greater_than_equal": "must be {ge} or more, not {given}",
     "greater_than": "must be above {gt}, not {given}",
     "less_than_equal": "must be {le} or less, not {given}",
@@ -290,8 +294,8 @@ _WORDS = {
     "string_unicode": "must be valid text, not {given}",
     "string_too_long": "must have {max_length} characters at most",
     "string_too_short": "must not be empty",
-    "too_long": f"must have 1 to {LANES} entries",
-    "too_short": f"must have 1 to {LANES} entries",
+    "too_long": f"must have 1 to {MAX_LANES} entries",
+    "too_short": f"must have 1 to {MAX_LANES} entries",
     "missing": "is missing",
 }
 
@@ -299,15 +303,15 @@ _WORDS = {
 def _one_line(error: ValidationError, of: type[Settings]) -> str:
     """Format the first error as `k must be 16 or less, not 9999`."""
     first = error.errors()[0]
-    where = next((str(part) for part in reversed(first["loc"]) if isinstance(part, str)), "the preset")
-    limits, given = first.get("ctx", {}), shown(first["input"])
+    field_name = next((str(part) for part in reversed(first["loc"]) if isinstance(part, str)), "the preset")
+    limits, value = first.get("ctx", {}), short_repr(first["input"])
     match first["type"]:
         case "extra_forbidden":
             settings_class = Lane if len(first["loc"]) > 1 else of
-            return f"unknown setting {where!r}; {suggest(where, settings_class.model_fields)}"
+            return f"unknown setting {field_name!r}; {suggest(field_name, settings_class.model_fields)}"
         case "value_error":
             message = str(limits["error"])
-            return message if message.startswith("unknown") else f"the {where} {message}"
-        case known if known in _WORDS:
-            return f"{where} {_WORDS[known].format(**limits, given=given)}"
-    return f"{where}: {first['msg'].lower()}, not {given}"
+            return message if message.startswith("unknown") else f"the {field_name} {message}"
+        case error_type if error_type in _MESSAGES:
+            return f"{field_name} {_MESSAGES[error_type].format(**limits, given=value)}"
+    return f"{field_name}: {first['msg'].lower()}, not {value}"

@@ -19,14 +19,14 @@ from specdemo.core.tally import summarise
 from specdemo.core.trace import LaneTrace, StepEvent
 from specdemo.core.tree import ABSENT
 from specdemo.engine.comparison import Comparison, Lane
-from specdemo.engine.failure import let_go, reason
-from specdemo.engine.kept import Pair
+from specdemo.engine.failure import clear_traceback, reason
 from specdemo.engine.loop import generate
+from specdemo.engine.session_state import LaneModels
 from specdemo.engine.warm_up import warm_up
 from specdemo.methods import BASELINE, method, validate_options
 from specdemo.methods.base import Method
-from specdemo.models.devices import kind
-from specdemo.models.prefix_reuse import Remembering
+from specdemo.models.devices import device_kind
+from specdemo.models.prefix_reuse import PrefixCachedTarget
 from specdemo.models.target import HFTarget
 from specdemo.models.text import Detokenizer, encode, token_text
 from specdemo.servers import lane as servers
@@ -40,7 +40,7 @@ Message = dict[str, str]  # role and content
 class RunningLane(ABC):
     """A lane of a run. trace: grows with every event; its `finish` is `cancelled` until the text is complete."""
 
-    alone = False  # True: no other lane runs at the same time
+    exclusive = False  # True: no other lane runs at the same time
     peak_bytes = 0
 
     def __init__(self, trace: LaneTrace) -> None:
@@ -51,11 +51,11 @@ class RunningLane(ABC):
         return []
 
     @abstractmethod
-    def again(self) -> "RunningLane":
+    def empty_copy(self) -> "RunningLane":
         """Return the same lane with an empty trace. It shares models, drafter and CUDA graphs, so it is prepared
         already."""
 
-    def rewind(self) -> None:
+    def discard_turn(self) -> None:
         """Drop what was cached in the last run."""
 
     def events(self, cancelled: Cancelled) -> Events:
@@ -68,12 +68,12 @@ class RunningLane(ABC):
             if self.trace.finish == "cancelled":
                 self.trace.finish = "error"
             self.trace.note = reason(error)
-            let_go(error)
+            clear_traceback(error)
 
     @abstractmethod
     def _events(self, cancelled: Cancelled) -> Events: ...
 
-    def drafted(self, event: StepEvent) -> list[str]:
+    def draft_texts(self, event: StepEvent) -> list[str]:
         """Return the text of each draft token by itself; empty where it is absent."""
         return [""] * len(event.drafted[0])
 
@@ -86,78 +86,82 @@ class RunningLane(ABC):
 class LocalLane(RunningLane):
     """A lane that decodes locally. Raises ValueError for a prompt that does not fit."""
 
-    def __init__(self, spec: Comparison, index: int, pair: Pair, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, spec: Comparison, index: int, models: LaneModels, tokenizer: PreTrainedTokenizerBase) -> None:
         lane = spec.all_lanes[index]
         options = validate_options(lane.method, dict(lane.options))
-        messages = chat_of(spec, index, bool(tokenizer.chat_template))
-        prompt_ids = encode(tokenizer, messages or spec.prompt, pair.target.max_length - spec.max_new_tokens)
+        messages = chat_messages(spec, index, bool(tokenizer.chat_template))
+        prompt_ids = encode(tokenizer, messages or spec.prompt, models.target.max_length - spec.max_new_tokens)
         self._accept = accept_rule(lane.acceptance)
-        shown = {**options, **({"k": lane.k} if lane.k else {}), **({"model": lane.model} if lane.model else {})}
+        trace_options = {
+            **options,
+            **({"k": lane.k} if lane.k else {}),
+            **({"model": lane.model} if lane.model else {}),
+        }
         if lane.acceptance != "lossless":
-            shown["acceptance"] = lane.acceptance
+            trace_options["acceptance"] = lane.acceptance
         unset = [name for name in options if name not in lane.options]
         trace = LaneTrace(
-            lane_name(lane), lane.method, shown, _exact(lane), prompt_ids, messages=messages, defaults=unset
+            lane_name(lane), lane.method, trace_options, _exact(lane), prompt_ids, messages=messages, defaults=unset
         )
         super().__init__(trace)
-        _note_unlike(self.trace, spec, lane)
-        own = method(lane.method).exact
-        if not own:
-            self.trace.note = "; ".join(filter(None, (self.trace.note, pair.drafter.note)))
-        self._stop = pair.target.stop_token_ids if own else ()
+        _note_differences(self.trace, spec, lane)
+        method_exact = method(lane.method).exact
+        if not method_exact:
+            self.trace.note = "; ".join(filter(None, (self.trace.note, models.drafter.note)))
+        self._stop = models.target.stop_token_ids if method_exact else ()
         self._config = GenerationConfig(spec.max_new_tokens, spec.sampling, lane.budget, spec.seed, self._stop)
-        self.target, self._pair = pair.target, pair
+        self.target, self._models = models.target, models
         self._spec, self._index, self._tokenizer = spec, index, tokenizer
         self._text = Detokenizer(tokenizer, prompt_ids)
-        self._others = 0  # bytes on the device that belong to other lanes
+        self._other_bytes = 0  # bytes on the device that belong to other lanes
 
-    def again(self) -> "LocalLane":
-        return LocalLane(self._spec, self._index, self._pair, self._tokenizer)
+    def empty_copy(self) -> "LocalLane":
+        return LocalLane(self._spec, self._index, self._models, self._tokenizer)
 
     def prepare(self, cancelled: Cancelled) -> list[str]:
         try:
-            warm_up(*self._task(), self._accept, cancelled)
-            self.rewind()
+            warm_up(*self._inputs(), self._accept, cancelled)
+            self.discard_turn()
             return self._notes()
         except Exception as error:  # the timed run raises it again and notes it in the trace
-            let_go(error)
-            for memory in self._pair.memories:
-                memory.forget()
+            clear_traceback(error)
+            for cached_target in self._models.prefix_cached:
+                cached_target.forget()
             return []
 
-    def rewind(self) -> None:
-        for memory in self._pair.memories:
-            memory.rewind()
+    def discard_turn(self) -> None:
+        for cached_target in self._models.prefix_cached:
+            cached_target.discard_turn()
 
     def _notes(self) -> list[str]:
-        drafter = self._pair.drafter
-        notes = [self.target.note, drafter.note, drafter.unrecorded, self._accept.note]
-        reads = drafter.max_length
-        if reads is not None and reads < len(self.trace.prompt_ids) + self._config.max_new_tokens:
-            notes.append(f"the drafter reads at most {reads} tokens and drafts nothing after them")
+        drafter = self._models.drafter
+        notes = [self.target.note, drafter.note, drafter.graph_note, self._accept.note]
+        max_length = drafter.max_length
+        if max_length is not None and max_length < len(self.trace.prompt_ids) + self._config.max_new_tokens:
+            notes.append(f"the drafter reads at most {max_length} tokens and drafts nothing after them")
         return [note for note in notes if note and note not in (self.trace.note or "")]
 
     def _events(self, cancelled: Cancelled) -> Events:
-        self._forget_peak()
-        with closing(generate(*self._task(), accept=self._accept, cancelled=cancelled)) as events:
+        self._reset_peak()
+        with closing(generate(*self._inputs(), accept=self._accept, cancelled=cancelled)) as events:
             for event in events:
                 self.peak_bytes = max(self.peak_bytes, self._memory())
-                event = self._noted(event)
+                event = self._with_cached_tokens(event)
                 self._record(event)
                 yield event
-                self._forget_peak()
+                self._reset_peak()
 
-    def _task(self) -> tuple[HFTarget, Method, Tensor, GenerationConfig]:
+    def _inputs(self) -> tuple[HFTarget, Method, Tensor, GenerationConfig]:
         """Return the arguments of `generate`. Raises RuntimeError for a drafter that could not be built."""
-        if self._pair.failure:
-            raise RuntimeError(self._pair.failure)
+        if self._models.failure:
+            raise RuntimeError(self._models.failure)
         prompt = torch.tensor([self.trace.prompt_ids], device=self.target.device)
-        return self.target, self._pair.drafter, prompt, self._config
+        return self.target, self._models.drafter, prompt, self._config
 
-    def _noted(self, event: StepEvent) -> StepEvent:
+    def _with_cached_tokens(self, event: StepEvent) -> StepEvent:
         """Add the number of reused prompt tokens to the prefill's notes, as "kept"."""
-        kept = self.target.kept if isinstance(self.target, Remembering) and not event.index else 0
-        return replace(event, notes={**event.notes, "kept": float(kept)}) if kept else event
+        cached = self.target.cached_tokens if isinstance(self.target, PrefixCachedTarget) and not event.index else 0
+        return replace(event, notes={**event.notes, "kept": float(cached)}) if cached else event
 
     def _record(self, event: StepEvent) -> None:
         trace = self.trace
@@ -173,53 +177,53 @@ class LocalLane(RunningLane):
         trace.pieces += pieces
         trace.text += "".join(pieces)
 
-    def drafted(self, event: StepEvent) -> list[str]:
+    def draft_texts(self, event: StepEvent) -> list[str]:
         return ["" if t == ABSENT else token_text(self._tokenizer, t) for t in event.drafted[0]]
 
-    def _forget_peak(self) -> None:
-        row, device = kind(self.target.device), self.target.device
-        row.forget_peak(device)
-        self._others = row.allocated(device) - self._held
+    def _reset_peak(self) -> None:
+        row, device = device_kind(self.target.device), self.target.device
+        row.reset_peak(device)
+        self._other_bytes = row.allocated(device) - self._model_bytes
 
     def _memory(self) -> int:
         """Return the memory of this lane in its last step: weights and caches and, if the device counts it, temporary
         tensors."""
-        return max(self._held, kind(self.target.device).peak(self.target.device) - self._others)
+        return max(self._model_bytes, device_kind(self.target.device).peak(self.target.device) - self._other_bytes)
 
     @property
-    def _held(self) -> int:
+    def _model_bytes(self) -> int:
         """Return the size of weights and caches."""
-        return sum(held.weight_bytes + held.history_bytes for held in (self.target, self._pair.drafter))
+        return sum(part.weight_bytes + part.history_bytes for part in (self.target, self._models.drafter))
 
 
-class RemoteLane(RunningLane):
+class ServerLane(RunningLane):
     """A lane on a server. No local lane runs at the same time.
 
     template: the target has a chat template; None: unknown, because no lane is local.
     """
 
-    alone = True
+    exclusive = True
 
     def __init__(self, spec: Comparison, index: int, template: bool | None) -> None:
         self._made_from = (spec, index, template)
         lane = spec.all_lanes[index]
         assert lane.server is not None
-        messages = chat_of(
+        messages = chat_messages(
             spec, index, bool(spec.chat or spec.system or spec.history) if template is None else template
         )
         drafts = "" if lane.method == BASELINE else f", k = {lane.k}"
         # method and k as described by the preset
         name = lane.name or f"{lane_name(lane)}{drafts} on {host(check_listed(lane.server))}"
         super().__init__(LaneTrace(name, lane.method, {}, _exact(lane), [], messages=messages))
-        _note_unlike(self.trace, spec, lane)
+        _note_differences(self.trace, spec, lane)
         config = GenerationConfig(spec.max_new_tokens, spec.sampling, Budget(0, 0), spec.seed)
         forms = ("chat/completions",) if messages else _forms(spec, template)
         self._stream = servers.RemoteLane(
             self.trace, lane.server, lane.served_model, spec.target, messages or spec.prompt, config, forms
         )
 
-    def again(self) -> "RemoteLane":
-        return RemoteLane(*self._made_from)
+    def empty_copy(self) -> "ServerLane":
+        return ServerLane(*self._made_from)
 
     def _events(self, cancelled: Cancelled) -> Events:
         for event, _ in self._stream.events(cancelled):
@@ -233,7 +237,7 @@ def _forms(spec: Comparison, template: bool | None) -> tuple[servers.Form, ...]:
     return ("completions",) if template else ("completions", "chat/completions")
 
 
-def chat_of(spec: Comparison, lane: int, template: bool) -> list[Message]:
+def chat_messages(spec: Comparison, lane: int, template: bool) -> list[Message]:
     """Return the messages that a lane answers; empty if it completes a text. Raises ValueError if the chat template is
     missing."""
     chat = template if spec.chat is None else spec.chat
@@ -242,8 +246,8 @@ def chat_of(spec: Comparison, lane: int, template: bool) -> list[Message]:
     if not chat and spec.system:
         raise ValueError("text completion has no system prompt; leave it empty or turn chat on")
     system = [{"role": "system", "content": spec.system}] if spec.system else []
-    before = [dict(message) for message in spec.history[lane]] if spec.history else []
-    return [*system, *before, {"role": "user", "content": spec.prompt}] if chat else []
+    earlier = [dict(message) for message in spec.history[lane]] if spec.history else []
+    return [*system, *earlier, {"role": "user", "content": spec.prompt}] if chat else []
 
 
 def lane_name(lane: Lane) -> str:
@@ -258,7 +262,7 @@ def _exact(lane: Lane) -> bool:
     return accept_rule(lane.acceptance).exact and method(lane.method).exact
 
 
-def _note_unlike(trace: LaneTrace, spec: Comparison, lane: Lane) -> None:
+def _note_differences(trace: LaneTrace, spec: Comparison, lane: Lane) -> None:
     """Note differences from the baseline that affect the speed as well."""
     other = "machine" if machine(lane.server) != machine(spec.server) else "software"
     if other == "machine" or (lane.server is None) != (spec.server is None):

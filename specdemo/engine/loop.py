@@ -11,18 +11,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from specdemo.core.accept import AcceptRule, Lossless, Verdict
-from specdemo.core.host import to_device
+from specdemo.core.accept import AcceptResult, AcceptRule, Lossless
+from specdemo.core.host_copy import to_device
 from specdemo.core.protocol import Budget, Drafter, Forward, GenerationConfig, Progress, Target
 from specdemo.core.sampling import draw, to_probs
 from specdemo.core.trace import StepEvent
-from specdemo.core.tree import ABSENT, Draft, bounded, chain_parents, check, depths, first_branch, is_chain
+from specdemo.core.tree import ABSENT, Draft, chain_parents, clamp_ids, depths, first_branch, is_chain, validate_ids
 from specdemo.engine.clock import Stopwatch, stopwatch_for
 from specdemo.methods.base import Method
 from specdemo.models.machine import one_thread
 
 
-def never() -> bool:
+def never_cancelled() -> bool:
     """Return False: `cancelled` of a run that cannot be stopped."""
     return False
 
@@ -35,7 +35,7 @@ def generate(
     *,
     accept: AcceptRule | None = None,
     stopwatch: Stopwatch | None = None,
-    cancelled: Callable[[], bool] = never,
+    cancelled: Callable[[], bool] = never_cancelled,
 ) -> Generator[StepEvent, None, None]:
     """Decode prompt_ids [B, T] int64; yield one StepEvent per target pass, the first is the prefill.
 
@@ -74,7 +74,7 @@ def _steps(
         watch.start()
         drafter.start(len(prompt_ids), config.sampling, rng)
         if isinstance(drafter, Method):
-            accept = drafter.judge(accept)
+            accept = drafter.accept_rule(accept)
         forward = target.start(prompt_ids, drafter.taps, reserve=config.max_new_tokens + config.budget.nodes)
         root = draw(to_probs(forward.logits[:, -1], config.sampling), noise)
         watch.lap("prefill")
@@ -88,29 +88,35 @@ def _steps(
             proposed = rows.trim(drafter.propose(rows.budget()))
             if not target.supports_trees and not is_chain(proposed.parents):
                 proposed = first_branch(proposed)
-            draft = bounded(proposed, len(root), target.vocab_size)
+            draft = clamp_ids(proposed, len(root), target.vocab_size)
             watch.lap("draft")
             tokens = torch.cat([root[:, None], draft.tokens], 1) if draft.nodes else root[:, None]
             forward = target.forward(tokens, draft.parents, drafter.taps)
             watch.lap("verify")
-            said = forward.logits if noise is None else to_probs(forward.logits, config.sampling)
-            verdict = rows.freeze(accept(draft, said, noise))
-            progress = _progress(tokens, verdict, forward)
-            if verdict.said is not None:
-                progress.tell(verdict.said)
+            target_scores = forward.logits if noise is None else to_probs(forward.logits, config.sampling)
+            result = rows.clear_finished(accept(draft, target_scores, noise))
+            progress = _progress(tokens, result, forward)
+            if result.output_tokens is not None:
+                progress.set_output_ids(result.output_tokens)
             watch.lap("accept")
-            target.commit(verdict.path)
+            target.commit(result.path)
             watch.lap("commit")
             drafter.observe(progress)
             watch.lap("observe")
             ms = watch.read()
             if isinstance(drafter, Method):
-                drafter.timed(ms)
-            root = verdict.bonus if rows.all_alive else torch.where(rows.alive(root.device), verdict.bonus, root)
+                drafter.on_step_timed(ms)
+            root = (
+                result.next_token
+                if rows.all_running
+                else torch.where(rows.running_mask(root.device), result.next_token, root)
+            )
             nodes = proposed.tokens.tolist(), proposed.parents.tolist()
-            check(*nodes, target.vocab_size)
-            emitted = rows.emit(progress.said())
-            yield _event(index, draft, nodes, verdict, emitted, forward if noise is None else said, ms, watch.wall_ms)
+            validate_ids(*nodes, target.vocab_size)
+            emitted = rows.emit(progress.output_ids())
+            yield _event(
+                index, draft, nodes, result, emitted, forward if noise is None else target_scores, ms, watch.wall_ms
+            )
     finally:
         try:
             target.release()
@@ -124,51 +130,53 @@ class _Rows:
     def __init__(self, rows: int, config: GenerationConfig, target: Target) -> None:
         stop = target.stop_token_ids if config.stop_token_ids is None else config.stop_token_ids
         self._stop = frozenset(stop)
-        self._left = [config.max_new_tokens] * rows
+        self._remaining = [config.max_new_tokens] * rows
         self._budget = config.budget
 
     @property
     def running(self) -> bool:
-        return any(self._left)
+        return any(self._remaining)
 
     def budget(self) -> Budget:
         """Return the budget, no deeper than the longest row needs besides the target's token."""
-        depth = min(self._budget.depth, max(self._left) - 1)
+        depth = min(self._budget.depth, max(self._remaining) - 1)
         return Budget(depth, self._budget.nodes if depth else 0)
 
     @property
-    def all_alive(self) -> bool:
-        return all(self._left)
+    def all_running(self) -> bool:
+        return all(self._remaining)
 
-    def alive(self, device: torch.device) -> Tensor:
-        return to_device([left > 0 for left in self._left], device, torch.bool)
+    def running_mask(self, device: torch.device) -> Tensor:
+        return to_device([left > 0 for left in self._remaining], device, torch.bool)
 
     def trim(self, draft: Draft) -> Draft:
         """Remove nodes beyond a row's limit, since the budget is the longest row's. Whether a node is removed does not
         depend on its token, so verification stays lossless."""
-        if len(set(self._left)) == 1 or min(self._left) > draft.nodes:
+        if len(set(self._remaining)) == 1 or min(self._remaining) > draft.nodes:
             return draft
-        left = to_device(self._left, draft.tokens.device)[:, None]
-        beyond = depths(draft.parents)[:, 1:] >= left
-        return replace(draft, tokens=draft.tokens.masked_fill(beyond, ABSENT))
+        remaining = to_device(self._remaining, draft.tokens.device)[:, None]
+        too_deep = depths(draft.parents)[:, 1:] >= remaining
+        return replace(draft, tokens=draft.tokens.masked_fill(too_deep, ABSENT))
 
-    def freeze(self, verdict: Verdict) -> Verdict:
-        if self.all_alive:
-            return verdict
-        kept = [p if left else [] for p, left in zip(verdict.path, self._left, strict=True)]
-        said = verdict.said and [s if left else [] for s, left in zip(verdict.said, self._left, strict=True)]
-        return Verdict(kept, verdict.bonus, said)
+    def clear_finished(self, result: AcceptResult) -> AcceptResult:
+        if self.all_running:
+            return result
+        path = [p if left else [] for p, left in zip(result.path, self._remaining, strict=True)]
+        output_tokens = result.output_tokens and [
+            s if left else [] for s, left in zip(result.output_tokens, self._remaining, strict=True)
+        ]
+        return AcceptResult(path, result.next_token, output_tokens)
 
     def emit(self, outputs: list[list[int]]) -> list[list[int]]:
         """Cut each row's outputs at its limit and after its first stop token, and count them."""
         emitted = []
         for row, tokens in enumerate(outputs):
-            kept = tokens[: self._left[row]]
-            stopped = next((i for i, t in enumerate(kept) if t in self._stop), None)
-            if stopped is not None:
-                kept = kept[: stopped + 1]
-            self._left[row] = 0 if stopped is not None else self._left[row] - len(kept)
-            emitted.append(kept)
+            new_tokens = tokens[: self._remaining[row]]
+            stop_index = next((i for i, t in enumerate(new_tokens) if t in self._stop), None)
+            if stop_index is not None:
+                new_tokens = new_tokens[: stop_index + 1]
+            self._remaining[row] = 0 if stop_index is not None else self._remaining[row] - len(new_tokens)
+            emitted.append(new_tokens)
         return emitted
 
 
@@ -198,23 +206,23 @@ def _prompt_progress(prompt: Tensor, root: Tensor, forward: Forward) -> Progress
     return Progress(prompt, outputs, [prompt.shape[1]] * len(prompt), forward.hidden)
 
 
-def _progress(tokens: Tensor, verdict: Verdict, forward: Forward) -> Progress:
+def _progress(tokens: Tensor, result: AcceptResult, forward: Forward) -> Progress:
     """Gather the accepted slots; short rows are padded with slot 0."""
-    lengths = [len(p) for p in verdict.path]
+    lengths = [len(p) for p in result.path]
     width = max(lengths)
-    if verdict.path == [list(range(width))] * len(lengths):  # the same prefix of the chain in every row: no gather
+    if result.path == [list(range(width))] * len(lengths):  # the same prefix of the chain in every row: no gather
         slots = chain_parents(len(lengths), width, tokens.device)
         inputs, hidden = tokens[:, :width], {tap: h[:, :width] for tap, h in forward.hidden.items()}
-        outputs = verdict.bonus[:, None]
+        outputs = result.next_token[:, None]
         if width > 1:
             outputs = torch.cat([inputs[:, 1:], outputs], 1)
         return Progress(inputs, outputs, lengths, hidden, forward=forward, slots=slots)
-    slots = to_device([p + [0] * (width - len(p)) for p in verdict.path], tokens.device)
+    slots = to_device([p + [0] * (width - len(p)) for p in result.path], tokens.device)
     inputs = tokens.gather(1, slots)
-    outputs = torch.cat([inputs[:, 1:], verdict.bonus[:, None]], 1)
+    outputs = torch.cat([inputs[:, 1:], result.next_token[:, None]], 1)
     if min(lengths) < width:
         last = to_device([max(n - 1, 0) for n in lengths], tokens.device)[:, None]
-        outputs = outputs.scatter(1, last, verdict.bonus[:, None])
+        outputs = outputs.scatter(1, last, result.next_token[:, None])
     rows = torch.arange(len(tokens), device=tokens.device)[:, None]
     hidden = {tap: h[rows, slots] for tap, h in forward.hidden.items()}
     return Progress(inputs, outputs, lengths, hidden, forward=forward, slots=slots)
@@ -230,9 +238,9 @@ def _event(
     index: int,
     draft: Draft,
     nodes: tuple[list[list[int]], list[list[int]]],
-    verdict: Verdict,
+    result: AcceptResult,
     emitted: list[list[int]],
-    seen: Forward | Tensor,
+    target_scores: Forward | Tensor,
     ms: dict[str, float],
     wall_ms: float | None,
 ) -> StepEvent:
@@ -243,7 +251,7 @@ def _event(
     """
     tokens, parents = nodes
     if draft.nodes:
-        p = seen.logits.float().softmax(-1) if isinstance(seen, Forward) else seen
+        p = target_scores.logits.float().softmax(-1) if isinstance(target_scores, Forward) else target_scores
         rows = torch.arange(len(tokens), device=p.device)[:, None]
         target_probs = _rounded(p[rows, draft.parents, draft.tokens.clamp_min(0)], tokens)
     else:
@@ -252,7 +260,7 @@ def _event(
     if draft.confidence is not None:
         draft_probs = _rounded(draft.confidence, tokens)
     notes = {name: float(value) for name, value in draft.notes.items()}
-    path = [p or [0] for p in verdict.path]
+    path = [p or [0] for p in result.path]
     return StepEvent(index, tokens, parents, path, emitted, draft_probs, target_probs, ms, notes, wall_ms)
 
 

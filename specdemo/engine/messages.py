@@ -4,7 +4,7 @@ the same code. Needs no torch: a page shows a stored run before the engine is lo
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from specdemo.core.tally import Numbers, Tally, so_far
+from specdemo.core.tally import Numbers, Tally, running_numbers
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent
 from specdemo.engine.race import race
 
@@ -17,7 +17,7 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class LaneStep:
     """One event of one lane, with the text of each emitted token, the text of each draft token, and the lane's numbers
     so far (core.tally.running_numbers)."""
 
@@ -25,7 +25,7 @@ class Step:
     event: StepEvent
     pieces: list[str]
     drafted: list[str]
-    so_far: Numbers
+    numbers: Numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Finished:
     trace: RunTrace
 
 
-Message = Started | Step | Note | LaneDone | Finished
+Message = Started | LaneStep | Note | LaneDone | Finished
 
 
 def opened(trace: RunTrace) -> Iterator[Message]:
@@ -65,16 +65,16 @@ def replay(trace: RunTrace) -> Iterator[Message]:
     empty = [replace(lane, events=[], token_ids=[], pieces=[], text="", summary={}) for lane in trace.lanes]
     yield from opened(replace(trace, lanes=empty, comparison=[]))
     tallies = [Tally() for _ in trace.lanes]
-    given = [0] * len(trace.lanes)
-    left = [len(lane.events) for lane in trace.lanes]
+    emitted = [0] * len(trace.lanes)
+    remaining = [len(lane.events) for lane in trace.lanes]
     for index, event in race([iter(lane.events) for lane in trace.lanes]):
-        start, given[index] = given[index], given[index] + len(event.emitted[0])
-        pieces = trace.lanes[index].pieces[start : given[index]]
+        start, emitted[index] = emitted[index], emitted[index] + len(event.emitted[0])
+        pieces = trace.lanes[index].pieces[start : emitted[index]]
         tallies[index].add(event)
-        numbers = so_far(tallies[index], trace.lanes[index].remote is not None)
-        yield Step(index, event, pieces, [trace.vocabulary.get(str(t), "") for t in event.drafted[0]], numbers)
-        left[index] -= 1
-        if not left[index]:
+        numbers = running_numbers(tallies[index], trace.lanes[index].remote is not None)
+        yield LaneStep(index, event, pieces, [trace.vocabulary.get(str(t), "") for t in event.drafted[0]], numbers)
+        remaining[index] -= 1
+        if not remaining[index]:
             yield LaneDone(index, trace.lanes[index])
     for index, lane in enumerate(trace.lanes):
         if not lane.events:

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdemo.engine.comparison import Comparison, Lane
-from specdemo.methods import BASELINE, method, reader
+from specdemo.methods import BASELINE, method, model_method
 from specdemo.methods.targets import load_model
-from specdemo.models.checkpoints import readable
-from specdemo.models.devices import best, kind
-from specdemo.models.footprint import Precision, free_bytes, measure
-from specdemo.models.graphs import recorded_bytes
-from specdemo.models.hub import LoadProgress, silent
-from specdemo.models.place import check_memory, plan
+from specdemo.models.checkpoints import checkpoint_errors
+from specdemo.models.devices import best_device, device_kind
+from specdemo.models.footprint import Precision, estimate_footprint, free_bytes
+from specdemo.models.graphs import graph_bytes
+from specdemo.models.hub import LoadProgress, no_progress
+from specdemo.models.place import check_memory, resolve_placement
 from specdemo.models.resolve import locate
 from specdemo.models.target import HFTarget
 
@@ -42,9 +42,9 @@ class ModelCache:
 
     def loaded(self) -> list[tuple[str, int]]:
         """Return name and bytes of every loaded model, the most recently used first."""
-        return [(key[1], held.bytes) for key, held in reversed(list(self._models.items()))]
+        return [(key[1], entry.bytes) for key, entry in reversed(list(self._models.items()))]
 
-    def bring(self, spec: Comparison, progress: LoadProgress = silent) -> None:
+    def load(self, spec: Comparison, progress: LoadProgress = no_progress) -> None:
         """Load the models of the local lanes, and drop others if memory is short. Raises ValueError with one line."""
         target = target_key(spec)
         lanes = {drafter_key(lane, spec): lane for lane in spec.lanes if lane.model is not None and lane.server is None}
@@ -57,10 +57,10 @@ class ModelCache:
         self._target = target
         for done, (key, lane) in enumerate(lanes.items(), start=1):
             if key not in self._models:
-                loader = method(reader(lane.method, lane.options))
+                loader = method(model_method(lane.method, lane.options))
                 report = _scaled(progress, done, total)
                 report(0.0, f"loading {lane.model}")
-                with readable(str(lane.model)):
+                with checkpoint_errors(str(lane.model)):
                     self._models[key] = _Loaded(loader.load(str(lane.model), self.target(), report), bytes_of[key])
         for key in (*lanes, target):  # now the most recently used
             self._models[key] = self._models.pop(key)
@@ -87,40 +87,41 @@ class ModelCache:
 
         Raises ValueError, before any download, if they do not fit even into empty memory.
         """
-        wanted = {key: str(lane.model) for key, lane in lanes.items() if key not in self._models}
+        missing = {key: str(lane.model) for key, lane in lanes.items() if key not in self._models}
         if target not in self._models:
-            wanted[target] = spec.target
-        if not wanted:
+            missing[target] = spec.target
+        if not missing:
             return {}
-        progress(0.0, f"looking for {', '.join(wanted.values())}")
-        where, precision = plan(spec.dtype, _device(spec), spec.quantization)
-        beside = Precision(precision.dtype)  # drafters and heads are not quantised
+        progress(0.0, f"looking for {', '.join(missing.values())}")
+        device, precision = resolve_placement(spec.dtype, _device(spec), spec.quantization)
+        unquantised = Precision(precision.dtype)  # drafters and heads are not quantised
         # heads inside the target's own checkpoint need no extra memory
-        new = {key: name for key, name in wanted.items() if key == target or name != spec.target}
+        new = {key: name for key, name in missing.items() if key == target or name != spec.target}
         sizes = {
-            key: measure(locate(name, ANY_WEIGHTS), precision if key == target else beside) for key, name in new.items()
+            key: estimate_footprint(locate(name, ANY_WEIGHTS), precision if key == target else unquantised)
+            for key, name in new.items()
         }
         tokens = len(spec.prompt) // 2 + spec.max_new_tokens  # at least two characters per token
         histories = {key: tokens * (1 + len(spec.lanes) if key == target else 1) for key in sizes}
         needed = sum(size.weights + size.per_token * histories[key] for key, size in sizes.items())
-        needed += recorded_bytes(where, 2 * (1 + len(spec.lanes)))  # target and drafter of every lane
-        budget = (sum(free_bytes(where)) + self._held()) // 2 if self._budget is None else self._budget
+        needed += graph_bytes(device, 2 * (1 + len(spec.lanes)))  # target and drafter of every lane
+        budget = (sum(free_bytes(device)) + self._used_bytes()) // 2 if self._budget is None else self._budget
         for key in [key for key in self._models if key != target and key not in lanes]:
-            if self._held() + needed <= budget:
+            if self._used_bytes() + needed <= budget:
                 break
             self.forget(key)
-        check_memory(" with ".join([new[key] for key in reversed(new)]), needed, where, precision)
-        return {key: sizes[key].weights if key in sizes else 0 for key in wanted}
+        check_memory(" with ".join([new[key] for key in reversed(new)]), needed, device, precision)
+        return {key: sizes[key].weights if key in sizes else 0 for key in missing}
 
-    def _held(self) -> int:
+    def _used_bytes(self) -> int:
         return sum(loaded.bytes for loaded in self._models.values())
 
-    def forget(self, gone: Key | None = None) -> None:
+    def forget(self, key_to_drop: Key | None = None) -> None:
         """Drop a model, a target with its drafters; None: all."""
-        self._models = {key: m for key, m in self._models.items() if gone and gone not in (key, key[2:])}
-        if best().type != "cpu":
+        self._models = {key: m for key, m in self._models.items() if key_to_drop and key_to_drop not in (key, key[2:])}
+        if best_device().type != "cpu":
             gc.collect()  # models with hooks of accelerate are in reference cycles
-            kind(best()).empty()
+            device_kind(best_device()).empty_cache()
 
 
 def target_key(spec: Comparison) -> Key:
@@ -130,11 +131,11 @@ def target_key(spec: Comparison) -> Key:
 
 def drafter_key(lane: Lane, spec: Comparison) -> Key:
     """Return the key of a drafter; a head belongs to the target it was loaded for."""
-    return reader(lane.method, lane.options), str(lane.model), *target_key(spec)
+    return model_method(lane.method, lane.options), str(lane.model), *target_key(spec)
 
 
 def _device(spec: Comparison) -> str:
-    return best().type if spec.device == "auto" else spec.device
+    return best_device().type if spec.device == "auto" else spec.device
 
 
 def _scaled(progress: LoadProgress, done: int, total: int) -> LoadProgress:

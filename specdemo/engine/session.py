@@ -12,27 +12,27 @@ from functools import lru_cache
 
 import torch
 
-from specdemo.core.tally import Tally, so_far
-from specdemo.core.trace import RunTrace, bare
+from specdemo.core.tally import Tally, running_numbers
+from specdemo.core.trace import RunTrace, without_probabilities
 from specdemo.core.tree import ABSENT
-from specdemo.engine.clock import clock_of
+from specdemo.engine.clock import clock_name
 from specdemo.engine.comparison import Comparison
-from specdemo.engine.kept import Kept
-from specdemo.engine.lanes import LocalLane, RemoteLane, RunningLane, chat_of
-from specdemo.engine.loop import never
-from specdemo.engine.messages import Finished, LaneDone, Message, Note, Step, opened
+from specdemo.engine.lanes import LocalLane, RunningLane, ServerLane, chat_messages
+from specdemo.engine.loop import never_cancelled
+from specdemo.engine.messages import Finished, LaneDone, LaneStep, Message, Note, opened
 from specdemo.engine.model_cache import ModelCache
 from specdemo.engine.race import SCHEDULES
-from specdemo.engine.verdict import judge
+from specdemo.engine.session_state import SessionState
+from specdemo.engine.verdict import compare_outputs
 from specdemo.methods import check_model, validate_options
-from specdemo.models.hub import Cancelled, LoadProgress, silent
+from specdemo.models.hub import Cancelled, LoadProgress, no_progress
 from specdemo.models.machine import GpuClock, commit, device_name, one_thread, versions
-from specdemo.models.place import placed
+from specdemo.models.place import device_map_summary
 from specdemo.models.resolve import has_chat_template
 from specdemo.models.target import HFTarget
 from specdemo.servers.address import check_listed
 
-CONFIG = {"target", "max_new_tokens", "seed", "dtype", "device", "quantization", "chat", "system"}  # of a trace
+TRACE_CONFIG = {"target", "max_new_tokens", "seed", "dtype", "device", "quantization", "chat", "system"}  # of a trace
 
 
 class Session:
@@ -42,38 +42,40 @@ class Session:
         """budget_bytes: see ModelCache."""
         self.lock = threading.Lock()
         self.models = ModelCache(budget_bytes)
-        self.kept = Kept()
+        self.state = SessionState()
 
     def loaded(self) -> list[tuple[str, int]]:
         """Return name and bytes of every loaded model, the most recently used first, and of state from earlier runs."""
-        return [*self.models.loaded(), *self.kept.held()]
+        return [*self.models.loaded(), *self.state.memory_use()]
 
     def unload(self) -> None:
         """Drop all models; waits for a current run."""
         with self.lock:
-            self.kept.forget()
+            self.state.forget()
             self.models.forget()
 
-    def unlearn(self) -> None:
+    def forget_learned(self) -> None:
         """Drop what drafters learned in earlier runs; waits for a current run."""
         with self.lock:
-            self.kept.learners.clear()
+            self.state.learners.clear()
 
-    def load(self, spec: Comparison, progress: LoadProgress = silent) -> None:
+    def load(self, spec: Comparison, progress: LoadProgress = no_progress) -> None:
         """Load the models of a comparison and build every lane once.
 
         Raises ValueError with one line that says how to fix it.
         """
-        with self.lock, self.kept.around_run():
+        with self.lock, self.state.run_scope():
             self._load(spec, progress)
             self._lanes(spec)
 
-    def place(self, spec: Comparison, progress: LoadProgress = silent) -> None:
+    def place_models(self, spec: Comparison, progress: LoadProgress = no_progress) -> None:
         """Load the models onto their devices without any computation, because the device may not be attached yet."""
         with self.lock:
             self._load(spec, progress)
 
-    def run(self, spec: Comparison, cancelled: Callable[[], bool] = never, progress: LoadProgress = silent) -> RunTrace:
+    def run(
+        self, spec: Comparison, cancelled: Callable[[], bool] = never_cancelled, progress: LoadProgress = no_progress
+    ) -> RunTrace:
         """Run the comparison and return its trace."""
         for message in self.stream(spec, cancelled, progress):
             if isinstance(message, Finished):
@@ -81,7 +83,7 @@ class Session:
         raise AssertionError("a run ends with Finished")
 
     def stream(
-        self, spec: Comparison, cancelled: Callable[[], bool] = never, progress: LoadProgress = silent
+        self, spec: Comparison, cancelled: Callable[[], bool] = never_cancelled, progress: LoadProgress = no_progress
     ) -> Iterator[Message]:
         """Run the comparison step by step. Closing the iterator, or `cancelled()`, stops every lane within one step. A
         lane that fails notes the reason in its trace and ends alone.
@@ -94,39 +96,39 @@ class Session:
                 raise Cancelled(f"stopped while {what}; files that were complete are kept")
             progress(share, what)
 
-        with self.lock, self.kept.around_run():
+        with self.lock, self.state.run_scope():
             self._load(spec, report)
             lanes = self._lanes(spec)
-            here = next((lane.target for lane in lanes if isinstance(lane, LocalLane)), None)
+            local_target = next((lane.target for lane in lanes if isinstance(lane, LocalLane)), None)
             trace = RunTrace(
                 preset=spec.id,
-                config=spec.model_dump(include=CONFIG) | asdict(spec.sampling),
-                environment=environment(here),
+                config=spec.model_dump(include=TRACE_CONFIG) | asdict(spec.sampling),
+                environment=environment(local_target),
                 schedule=spec.schedule,
                 lanes=[lane.trace for lane in lanes],
                 prompt=spec.prompt,
             )
-            if here:
-                trace.notes += _notes(spec, here)
+            if local_target:
+                trace.notes += _notes(spec, local_target)
             yield from opened(trace)
             for index, lane in enumerate(lanes):
                 for note in lane.prepare(cancelled):
                     yield Note(note, index)
-            if here:  # a capture may have failed in the warm-up
-                trace.environment["kernels"] = here.kernels
-            gpu = GpuClock(here.device if here else torch.device("cpu"))
+            if local_target:  # a capture may have failed in the warm-up
+                trace.environment["kernels"] = local_target.kernels
+            gpu = GpuClock(local_target.device if local_target else torch.device("cpu"))
             for run in range(1, spec.repeats):
                 yield Note(f"run {run} of {spec.repeats} is not shown; all of them are pooled")
                 _repeat(spec.schedule, lanes, cancelled)
-            for together in _turns(lanes):
-                yield from _play(together, trace, cancelled)
+            for group in _groups(lanes):
+                yield from _play(group, trace, cancelled)
             slowed = gpu.reasons()
             if slowed:
                 trace.environment["noise"] = slowed
             served = {lane.remote.server: lane.remote.model for lane in trace.lanes if lane.remote}
             trace.environment |= {"served_models": served} if served else {}
-            judge(trace, self.models.target() if here else None, slowed)
-            self.kept.end(spec, trace)
+            compare_outputs(trace, self.models.target() if local_target else None, slowed)
+            self.state.end_run(spec, trace)
             yield Finished(trace)
 
     def target(self) -> HFTarget:
@@ -134,34 +136,36 @@ class Session:
         return self.models.target()
 
     def _load(self, spec: Comparison, progress: LoadProgress) -> None:
-        self.kept.prepare(spec)
+        self.state.prepare(spec)
         for lane in spec.all_lanes:
             if lane.server is not None:
                 check_listed(lane.server)
             check_model(lane.method, validate_options(lane.method, dict(lane.options)), lane.model)
         if not spec.all_remote:
-            self.models.bring(spec, progress)
+            self.models.load(spec, progress)
 
     def _lanes(self, spec: Comparison) -> Sequence[RunningLane]:
-        self.kept.begin()
+        self.state.begin_run()
         if not spec.prompt.strip():
             raise ValueError("the prompt is empty; write at least one word")
         if spec.all_remote:
             template = has_chat_template(spec.target)
-            return [RemoteLane(spec, index, template) for index in range(len(spec.all_lanes))]
+            return [ServerLane(spec, index, template) for index in range(len(spec.all_lanes))]
         tokenizer = self.models.tokenizer
         if tokenizer is None:
             raise ValueError(f"{spec.target} has no tokenizer; put its tokenizer.json into the same folder")
         chats = bool(tokenizer.chat_template)
 
-        def here(index: int) -> LocalLane:
+        def local_lane(index: int) -> LocalLane:
             lane = spec.all_lanes[index]
-            chat = bool(chat_of(spec, index, chats))
-            pair = self.kept.pair(spec, index, chat, lambda: (self.models.target(), self.models.drafter(lane, spec)))
-            return LocalLane(spec, index, pair, tokenizer)
+            chat = bool(chat_messages(spec, index, chats))
+            models = self.state.lane_models(
+                spec, index, chat, lambda: (self.models.target(), self.models.drafter(lane, spec))
+            )
+            return LocalLane(spec, index, models, tokenizer)
 
         servers = enumerate(lane.server for lane in spec.all_lanes)
-        return [RemoteLane(spec, index, chats) if server else here(index) for index, server in servers]
+        return [ServerLane(spec, index, chats) if server else local_lane(index) for index, server in servers]
 
 
 @lru_cache(maxsize=1)
@@ -178,8 +182,8 @@ def follow_up(spec: Comparison, trace: RunTrace, message: str) -> Comparison:
     if len(trace.lanes) != len(spec.lanes) + 1 or any(lane.finish not in ("stop", "length") for lane in trace.lanes):
         raise ValueError("a lane has no whole answer to go on from; run the comparison again")
     start = 1 if spec.system else 0
-    said = [(*lane.messages[start:], {"role": "assistant", "content": lane.text}) for lane in trace.lanes]
-    return spec.model_copy(update={"prompt": message, "history": tuple(said)})
+    histories = [(*lane.messages[start:], {"role": "assistant", "content": lane.text}) for lane in trace.lanes]
+    return spec.model_copy(update={"prompt": message, "history": tuple(histories)})
 
 
 def environment(target: HFTarget | None) -> dict[str, object]:
@@ -194,7 +198,7 @@ def environment(target: HFTarget | None) -> dict[str, object]:
         "threads": threads,
         "dtype": str(target.dtype).removeprefix("torch.") if target else "unknown precision",
         "kernels": target.kernels if target else "unknown",
-        "clock": clock_of(target.device) if target else "wall time",
+        "clock": clock_name(target.device) if target else "wall time",
         "versions": versions(),
         "commit": commit(),
         "date": datetime.now(UTC).date().isoformat(),
@@ -203,28 +207,28 @@ def environment(target: HFTarget | None) -> dict[str, object]:
 
 def _notes(spec: Comparison, target: HFTarget) -> list[str]:
     """Return what a reader should know of a run on this target."""
-    spread = placed(target.model)
+    spread = device_map_summary(target.model)
     return [*([f"{spec.target} does not fit into one device: {spread}"] if spread else []), *target.notes]
 
 
-def _turns(lanes: Sequence[RunningLane]) -> list[dict[int, RunningLane]]:
+def _groups(lanes: Sequence[RunningLane]) -> list[dict[int, RunningLane]]:
     """Group the lanes that run at the same time, by index: first all that may share the machine, then each exclusive
     lane."""
-    alone = [{index: lane} for index, lane in enumerate(lanes) if lane.alone]
-    return [{index: lane for index, lane in enumerate(lanes) if not lane.alone}, *alone]
+    exclusive = [{index: lane} for index, lane in enumerate(lanes) if lane.exclusive]
+    return [{index: lane for index, lane in enumerate(lanes) if not lane.exclusive}, *exclusive]
 
 
 def _repeat(schedule: str, lanes: Sequence[RunningLane], cancelled: Callable[[], bool]) -> None:
     """Run all lanes once by the same schedule without display, and add the events to the traces as a repeat."""
-    unshown = [lane.again() for lane in lanes]
-    for together in _turns(unshown):
-        for _ in SCHEDULES[schedule]([lane.events(cancelled) for lane in together.values()]):
+    hidden_lanes = [lane.empty_copy() for lane in lanes]
+    for group in _groups(hidden_lanes):
+        for _ in SCHEDULES[schedule]([lane.events(cancelled) for lane in group.values()]):
             pass
-    for lane in unshown:
-        lane.rewind()
-    if all(lane.trace.finish in ("stop", "length") for lane in unshown):
-        for shown, lane in zip(lanes, unshown, strict=True):
-            shown.trace.repeats.append(bare(lane.trace.events))
+    for lane in hidden_lanes:
+        lane.discard_turn()
+    if all(lane.trace.finish in ("stop", "length") for lane in hidden_lanes):
+        for shown, lane in zip(lanes, hidden_lanes, strict=True):
+            shown.trace.repeats.append(without_probabilities(lane.trace.events))
 
 
 def _play(lanes: Mapping[int, RunningLane], trace: RunTrace, cancelled: Callable[[], bool]) -> Iterator[Message]:
@@ -233,15 +237,15 @@ def _play(lanes: Mapping[int, RunningLane], trace: RunTrace, cancelled: Callable
     waiting = list(lanes)
     tallies = {index: Tally() for index in lanes}
     with closing(SCHEDULES[trace.schedule]([lane.events(cancelled) for lane in lanes.values()])) as steps:
-        for place, event in steps:
-            index = list(lanes)[place]
+        for position, event in steps:
+            index = list(lanes)[position]
             lane = lanes[index]
-            drafted = lane.drafted(event)
+            drafted = lane.draft_texts(event)
             nodes = zip(event.drafted[0], drafted, strict=True)
             trace.vocabulary.update({str(token): text for token, text in nodes if token != ABSENT})
             tallies[index].add(event)
-            numbers = so_far(tallies[index], lane.trace.remote is not None)
-            yield Step(index, event, lane.trace.pieces[-len(event.emitted[0]) :], drafted, numbers)
+            numbers = running_numbers(tallies[index], lane.trace.remote is not None)
+            yield LaneStep(index, event, lane.trace.pieces[-len(event.emitted[0]) :], drafted, numbers)
             if lane.trace.finish != "cancelled":
                 waiting.remove(index)
                 yield LaneDone(index, lane.summarise())

@@ -11,7 +11,7 @@ from specdemo.models.pass_cost import rounding_noise
 from specdemo.models.target import HFTarget
 
 
-def judge(trace: RunTrace, target: HFTarget | None, noise: Sequence[str] = ()) -> None:
+def compare_outputs(trace: RunTrace, target: HFTarget | None, noise: Sequence[str] = ()) -> None:
     """Fill in `comparison`.
 
     target: the baseline's target, which reads a text again where two lanes diverge; None: the baseline ran on a server.
@@ -30,7 +30,7 @@ def judge(trace: RunTrace, target: HFTarget | None, noise: Sequence[str] = ()) -
             if not row["identical"]:  # a lossy lane need not be identical
                 row |= {"identical": None, "first_divergence": None}
         elif baseline.remote or lane.remote:
-            row["verdict"] = _from_outside(baseline, lane, row["identical"])
+            row["verdict"] = _remote_verdict(baseline, lane, row["identical"])
         elif index is None:
             row["verdict"] = "identical" if greedy else "same distribution"
         else:
@@ -42,7 +42,7 @@ def judge(trace: RunTrace, target: HFTarget | None, noise: Sequence[str] = ()) -
         trace.comparison.append(row)
 
 
-def _from_outside(baseline: LaneTrace, lane: LaneTrace, same: bool | None) -> str:
+def _remote_verdict(baseline: LaneTrace, lane: LaneTrace, same: bool | None) -> str:
     """Return the verdict if a server wrote one of the texts. Its sampling rule, and why a text differs, are unknown."""
     if same is None or not lane.text:
         return "unknown"
@@ -59,14 +59,14 @@ def _divergence(target: HFTarget, baseline: LaneTrace, lane: LaneTrace, index: i
     the two best tokens, and these differ by no more than that noise, as measured on this text, or a few units in the
     last place. A larger gap is a bug.
     """
-    said = baseline.token_ids[:index]
-    tokens = torch.tensor([baseline.prompt_ids + said], device=target.device)
+    prefix = baseline.token_ids[:index]
+    tokens = torch.tensor([baseline.prompt_ids + prefix], device=target.device)
     logits = target.start(tokens).logits[0, -1].float()
     target.release()
     best = logits.topk(2)
     margin = float(best.values[0] - best.values[1])
     noise = rounding_noise(target, tokens)
-    ours = {t[index] for t in (baseline.token_ids, lane.token_ids) if index < len(t)}
+    next_tokens = {t[index] for t in (baseline.token_ids, lane.token_ids) if index < len(t)}
     units = torch.finfo(target.dtype).eps * float(best.values[0].abs())
     tolerance = max(1e-4, 4.0 * units, 2.0 * noise)
-    return round(margin, 6), ours == set(best.indices.tolist()) and margin <= tolerance
+    return round(margin, 6), next_tokens == set(best.indices.tolist()) and margin <= tolerance

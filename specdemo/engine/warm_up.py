@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specdemo.core.accept import AcceptRule
 from specdemo.core.protocol import Budget, Drafter, GenerationConfig, Target
-from specdemo.engine.loop import generate, never
+from specdemo.engine.loop import generate, never_cancelled
 from specdemo.methods.base import Method
 from specdemo.models.target import HFTarget
 
@@ -22,25 +22,25 @@ def warm_up(
     prompt_ids: Tensor,
     config: GenerationConfig,
     accept: AcceptRule | None = None,
-    cancelled: Callable[[], bool] = never,
+    cancelled: Callable[[], bool] = never_cancelled,
 ) -> None:
     """Run the first tokens of the lane's text, to execute every code path and allocate every buffer. With CUDA graphs,
     also capture those that later steps may need."""
-    written = 0
+    generated = 0
     config = replace(config, stop_token_ids=())
     with closing(generate(target, drafter, prompt_ids, config, accept=accept, cancelled=cancelled)) as run:
         for event in run:
-            if not event.index and isinstance(target, HFTarget) and target.records:
-                _rehearse(target, drafter, config.budget)
-            written += len(event.emitted[0])
-            if written >= TOKENS:
+            if not event.index and isinstance(target, HFTarget) and target.uses_cuda_graphs:
+                _capture_graphs(target, drafter, config.budget)
+            generated += len(event.emitted[0])
+            if generated >= TOKENS:
                 break
 
 
 @torch.no_grad()
-def _rehearse(target: HFTarget, drafter: Drafter, budget: Budget) -> None:
+def _capture_graphs(target: HFTarget, drafter: Drafter, budget: Budget) -> None:
     if isinstance(drafter, Method) and min(budget.depth, budget.nodes):
-        drafter.rehearse(budget)
-    target.rehearse(budget.depth + 1, drafter.taps)
+        drafter.capture_graphs(budget)
+    target.capture_graphs(budget.depth + 1, drafter.taps)
     if budget.nodes > budget.depth:
-        target.rehearse(budget.nodes + 1, drafter.taps, tree=True)
+        target.capture_graphs(budget.nodes + 1, drafter.taps, tree=True)

@@ -13,7 +13,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specdemo.core.signals import KILLED
+from specdemo.core.signals import SIGNAL_EXIT_CODE
 from specdemo.core.suggest import suggest
 
 if TYPE_CHECKING:
@@ -109,10 +109,10 @@ def method(name: str) -> "type[Method]":
         raise ValueError(f"unknown method {name!r}; {suggest(name, METHODS)}")
     if name in BUILT_IN:
         return _import(name)
-    found = _plug_in(name)
-    if isinstance(found, str):
-        raise ValueError(found)
-    return found
+    cls = _plug_in(name)
+    if isinstance(cls, str):
+        raise ValueError(cls)
+    return cls
 
 
 def _import(name: str) -> "type[Method]":
@@ -134,7 +134,7 @@ def _plug_in(name: str) -> "type[Method] | str":
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a module may raise anything, SystemExit included
-        if isinstance(error, SystemExit) and error.code == KILLED + signal.SIGTERM:
+        if isinstance(error, SystemExit) and error.code == SIGNAL_EXIT_CODE + signal.SIGTERM:
             raise  # this process was terminated (core/signals.py), not the module
         why = f"cannot be imported ({_brief(error)}); fix or uninstall it"
         return f"method {name!r} of another package {why}"
@@ -171,25 +171,25 @@ def _knobs(of: "type[Method]") -> list[Knob]:
 
 def validate_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
     """The given options, checked, with defaults filled in. Raises ValueError with one line that names the cure."""
-    known = {k.name: k for k in knobs(name)}
+    specs = {k.name: k for k in knobs(name)}
     for option in options:
-        if option not in known:
-            raise ValueError(f"unknown option {option!r:.60} of method {name!r}; {suggest(str(option)[:60], known)}")
-    return {k.name: k.check(options[k.name]) if k.name in options else k.default for k in known.values()}
+        if option not in specs:
+            raise ValueError(f"unknown option {option!r:.60} of method {name!r}; {suggest(str(option)[:60], specs)}")
+    return {k.name: k.check(options[k.name]) if k.name in options else k.default for k in specs.values()}
 
 
-def reader(name: str, options: Mapping[str, object] | None = None) -> str:
+def model_method(name: str, options: Mapping[str, object] | None = None) -> str:
     """The method that reads the lane's model: a wrapper (one with an option `drafter`) hands it to what it wraps."""
     inner = {k.name: k.default for k in knobs(name)} | dict(options or {})
-    return reader(inner["drafter"]) if "drafter" in inner else name
+    return model_method(inner["drafter"]) if "drafter" in inner else name
 
 
 def check_model(name: str, options: Mapping[str, object] | None, model: object) -> None:
     """Raise ValueError when a model is missing, or given to a method that takes none."""
-    wanted = method(reader(name, options)).needs_model
-    if wanted and model is None:
+    needs_model = method(model_method(name, options)).needs_model
+    if needs_model and model is None:
         raise ValueError(f"method {name!r} needs a model; name a draft model, e.g. 'stories-draft-wide'")
-    if not wanted and model is not None:
+    if not needs_model and model is not None:
         raise ValueError(f"method {name!r} takes no model; leave it out")
 
 
@@ -202,13 +202,13 @@ def load_drafter(name: str, target: "Target", model: object = None, **options: o
     cls = method(name)
     checked = validate_options(name, options)
     check_model(name, checked, model)
-    from specdemo.models.checkpoints import readable
+    from specdemo.models.checkpoints import checkpoint_errors
 
-    with readable(model) if isinstance(model, str) else nullcontext():
+    with checkpoint_errors(model) if isinstance(model, str) else nullcontext():
         return cls(target, model, cls.Options(**checked))
 
 
-def kind_of(checkpoint: "Checkpoint") -> str:
+def detect_method(checkpoint: "Checkpoint") -> str:
     """Return the method that reads a checkpoint. The last of METHODS is asked first: plug-ins before the built-in
     methods, heads before `draft_model`, which any complete model is for.
 
@@ -223,20 +223,22 @@ def kind_of(checkpoint: "Checkpoint") -> str:
             if name in BUILT_IN:
                 raise
             failed += f"; method {name!r} of another package failed on it ({_brief(error)})"
-    first = ", ".join(list(checkpoint.tensors)[:3]) or "nowhere"
-    raise ValueError(f"{checkpoint.name} is no speculator known here; its tensors begin {first}{failed}")
+    sample = ", ".join(list(checkpoint.tensors)[:3]) or "nowhere"
+    raise ValueError(f"{checkpoint.name} is no speculator known here; its tensors begin {sample}{failed}")
 
 
-def expect(checkpoint: "Checkpoint", name: str) -> None:
+def require_method(checkpoint: "Checkpoint", name: str) -> None:
     """Raise ValueError if the checkpoint is for another method than `name`, and name that method."""
     if not reads(name, checkpoint):
-        found = kind_of(checkpoint)
-        if found == "draft_model":
+        detected = detect_method(checkpoint)
+        if detected == "draft_model":
             raise ValueError(
                 f"{checkpoint.name} is a whole model, not a head for method {name!r}; choose a head for it"
             )
         other = "a draft model" if name == "draft_model" else f"for method {name!r}"
-        raise ValueError(f"{checkpoint.name} is a head for method {found!r}, not {other}; choose method {found!r}")
+        raise ValueError(
+            f"{checkpoint.name} is a head for method {detected!r}, not {other}; choose method {detected!r}"
+        )
     if name != "draft_model":
         from specdemo.models.checkpoints import check_weights
 
@@ -250,7 +252,7 @@ def reads(name: str, checkpoint: "Checkpoint") -> bool:
     it is enough that the chosen method recognises the checkpoint. Between unrelated built-in methods the order of
     METHODS decides, because some recognise more files than they read. Raise ValueError if no method recognises it.
     """
-    found = kind_of(checkpoint)
+    found = detect_method(checkpoint)
     if found == name:
         return True
     chosen, other = method(name), method(found)
@@ -258,16 +260,16 @@ def reads(name: str, checkpoint: "Checkpoint") -> bool:
     return (related or found in PLUG_INS) and chosen.recognises(checkpoint)
 
 
-def head_of(source: str) -> str | None:
+def detect_head(source: str) -> str | None:
     """Return the method of a head in a folder or in the hub's cache; None for whole models and for anything else."""
-    from specdemo.models.checkpoints import outline_checkpoint, readable
-    from specdemo.models.hub import cached
+    from specdemo.models.checkpoints import checkpoint_errors, open_meta_checkpoint
+    from specdemo.models.hub import cached_folder
     from specdemo.models.resolve import resolve
 
     try:
-        folder = Path(resolve(source)) if Path(resolve(source)).is_dir() else cached(source)
-        with readable(source):
-            kind = kind_of(outline_checkpoint(str(folder)))
+        folder = Path(resolve(source)) if Path(resolve(source)).is_dir() else cached_folder(source)
+        with checkpoint_errors(source):
+            detected = detect_method(open_meta_checkpoint(str(folder)))
     except ValueError:
         return None
-    return None if kind == "draft_model" else kind
+    return None if detected == "draft_model" else detected

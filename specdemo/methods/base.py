@@ -17,14 +17,14 @@ from specdemo.core.accept import AcceptRule
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
-from specdemo.methods.flags import ServeLine
-from specdemo.methods.heads.choose import Choice, parts, whole
+from specdemo.methods.flags import EngineArgs
+from specdemo.methods.heads.conventions import select_convention
 from specdemo.methods.heads.network import Network
 from specdemo.methods.heads.runtime import HeadHistory
-from specdemo.methods.heads.settle import settle
+from specdemo.methods.heads.sampler import TokenSampler, flatten_draft, unflatten_draft
 from specdemo.models.checkpoints import Checkpoint, open_checkpoint
 from specdemo.models.graphs import Tensors
-from specdemo.models.hub import LoadProgress, silent
+from specdemo.models.hub import LoadProgress, no_progress
 from specdemo.models.packed import packed_bytes
 from specdemo.models.target import HFTarget
 
@@ -56,12 +56,12 @@ class Method(ABC):
     exact: ClassVar[bool] = True  # under an exact rule the text is the target's
     learns: ClassVar[bool] = False  # gets better with use, so that a session keeps it from run to run
     Options: ClassVar[type[Any]] = NoOptions
-    serves: ClassVar[Mapping[str, ServeLine]] = {}  # engine -> how its server is told to draft so
+    serves: ClassVar[Mapping[str, EngineArgs]] = {}  # engine -> how its server is told to draft so
     taps: tuple[int, ...] = ()
     note = ""  # one sentence on what it decided for itself, such as a convention it had to probe for
 
     @property
-    def unrecorded(self) -> str:
+    def graph_note(self) -> str:
         """Why what it runs on a GPU is not recorded, where that was to be."""
         return ""
 
@@ -82,9 +82,9 @@ class Method(ABC):
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
         """A new history; everything remembered of the last one is gone."""
 
-    def judge(self, chosen: AcceptRule) -> AcceptRule:
+    def accept_rule(self, default: AcceptRule) -> AcceptRule:
         """The rule that its drafts are judged by in the text that has begun, given the one that was chosen."""
-        return chosen
+        return default
 
     @abstractmethod
     def propose(self, budget: Budget) -> Draft:
@@ -94,17 +94,17 @@ class Method(ABC):
     def observe(self, progress: Progress) -> None:
         """What became history: the prompt first, then every step; `progress.outputs` ends in the new root."""
 
-    def timed(self, ms: Mapping[str, float]) -> None:
+    def on_step_timed(self, ms: Mapping[str, float]) -> None:
         """The device time of the step that was observed last, by lap; the lane's clock is read once it is over."""
 
     def release(self) -> None:
         """Free what is remembered of a text."""
 
-    def rehearse(self, budget: Budget) -> None:
+    def capture_graphs(self, budget: Budget) -> None:
         """Off the clock, behind a prompt: propose what a budget may lead to and not every step does, so that it is
         recorded before a clock runs."""
 
-    def unrecord(self) -> None:
+    def release_graphs(self) -> None:
         """Free what was recorded of what it runs; that is made anew where it is needed."""
 
     @property
@@ -149,9 +149,9 @@ class Head(Learner, Generic[Net]):
         self.head = self.load(model, target) if isinstance(model, str) else model
         self.options = options or self.Options()
         self.note = self.head.note
-        self.choice = Choice()
-        self.passes = target.passes(self.head.dtype) if isinstance(target, HFTarget) else None
-        self._vocabulary, self.device = target.vocab_size, target.device
+        self.sampler = TokenSampler()
+        self.graph_cache = target.new_graph_cache(self.head.dtype) if isinstance(target, HFTarget) else None
+        self._vocab_size, self.device = target.vocab_size, target.device
 
     @classmethod
     def load(cls, source: str, target: Target, progress: LoadProgress | None = None) -> Net:
@@ -160,12 +160,12 @@ class Head(Learner, Generic[Net]):
         Where the file leaves open how it is to be read, the target writes a short text and the reading whose guesses at
         it are right most often is kept.
         """
-        report = progress or silent
+        report = progress or no_progress
         head = cls.read(cls.open(source, target, report), target)
-        if len(head.readings) > 1:
+        if len(head.conventions) > 1:
             report(0.9, f"finding out how to read {source}")
-            settle(head, target, lambda: cls(target, head))
-        return head.hasten()
+            select_convention(head, target, lambda: cls(target, head))
+        return head.fuse()
 
     @classmethod
     def open(cls, source: str, target: Target, progress: LoadProgress) -> Checkpoint:
@@ -190,7 +190,7 @@ class Head(Learner, Generic[Net]):
         """Find out on held-out text what is saved beside the weights."""
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
-        self.choice = Choice(sampling, rng)
+        self.sampler = TokenSampler(sampling, rng)
         if self.history is not None:
             self.history.start(batch)
 
@@ -199,64 +199,72 @@ class Head(Learner, Generic[Net]):
             self.history.start(0)
 
     @property
-    def unrecorded(self) -> str:
-        passes = self.history.passes if self.history is not None else self.passes
-        return passes.note if passes is not None else ""
+    def graph_note(self) -> str:
+        graph_cache = self.history.graph_cache if self.history is not None else self.graph_cache
+        return graph_cache.note if graph_cache is not None else ""
 
-    def unrecord(self) -> None:
-        if self.passes is not None:
-            self.passes.clear()
+    def release_graphs(self) -> None:
+        if self.graph_cache is not None:
+            self.graph_cache.clear()
         if self.history is not None:
-            self.history.unrecord()
+            self.history.release_graphs()
 
-    def replayed(
-        self, kind: Hashable, depth: int, write: Callable[..., Draft], *inputs: Tensor, draws: int = 0, cut: bool = True
+    def run_draft(
+        self,
+        key: Hashable,
+        depth: int,
+        draft_fn: Callable[..., Draft],
+        *inputs: Tensor,
+        num_draws: int = 0,
+        truncatable: bool = True,
     ) -> Draft:
         """`write(depth, *inputs)`, as a recorded pass where passes are recorded. draws: tokens of a row that are drawn;
         cut: what is deeper than `depth` can be left out."""
-        passes = self.passes
-        deep = passes.depth((kind, self.choice.sampling), depth, cut) if passes else None
-        if passes is None or deep is None:
-            return write(depth, *inputs)
-        noise = self.choice.beforehand(len(inputs[0]), draws, self._vocabulary, self.device)
-        given = (*inputs, *noise)
-        run = partial(self._parts, write, len(inputs), deep)
-        said = passes((kind, self.choice.sampling), deep, run, given, [x.shape for x in given])
-        return write(depth, *inputs) if said is None else whole(said, depth)
+        graph_cache = self.graph_cache
+        graph_depth = graph_cache.depth((key, self.sampler.sampling), depth, truncatable) if graph_cache else None
+        if graph_cache is None or graph_depth is None:
+            return draft_fn(depth, *inputs)
+        noise = self.sampler.predraw_noise(len(inputs[0]), num_draws, self._vocab_size, self.device)
+        tensors = (*inputs, *noise)
+        run = partial(self._draft_tensors, draft_fn, len(inputs), graph_depth)
+        outputs = graph_cache((key, self.sampler.sampling), graph_depth, run, tensors, [x.shape for x in tensors])
+        return draft_fn(depth, *inputs) if outputs is None else unflatten_draft(outputs, depth)
 
-    def replayed_behind(
+    def run_draft_with_history(
         self,
-        kind: Hashable,
+        key: Hashable,
         depth: int,
-        write: Callable[..., Draft],
+        draft_fn: Callable[..., Draft],
         *inputs: Tensor,
-        ahead: int,
-        again: int = 0,
+        max_columns: int,
+        reread: int = 0,
         tree: bool = False,
     ) -> Draft:
         """`write(depth, columns, *inputs)`, which drafts in at most `ahead` columns behind what the head has read.
         columns: those that wait, None: nothing does; again: as of `catch_up`; tree: nothing is drawn, nothing cut."""
         history = self.history
         assert history is not None
-        if history.passes is not None and not history.passes.refused:
-            if (at := history.surplus(again)) is not None:
-                write(1, at, *inputs)
-            noise = self.choice.beforehand(history.rows, 0 if tree else depth, self._vocabulary, self.device)
-            run = partial(self._parts, write, 1 + len(inputs))
-            said = history.draft((kind, self.choice.sampling), depth, run, (*inputs, *noise), not tree, ahead, again)
-            if said is not None:
-                return whole(said, depth)
-        return write(depth, history.catch_up(again), *inputs)
+        if history.graph_cache is not None and not history.graph_cache.disabled_reason:
+            if (overflow := history.prefill_overflow(reread)) is not None:
+                draft_fn(1, overflow, *inputs)
+            noise = self.sampler.predraw_noise(history.rows, 0 if tree else depth, self._vocab_size, self.device)
+            run = partial(self._draft_tensors, draft_fn, 1 + len(inputs))
+            outputs = history.draft(
+                (key, self.sampler.sampling), depth, run, (*inputs, *noise), not tree, max_columns, reread
+            )
+            if outputs is not None:
+                return unflatten_draft(outputs, depth)
+        return draft_fn(depth, history.flush_pending(reread), *inputs)
 
-    def _parts(self, write: Callable[..., Draft], inputs: int, depth: int, *given: Any) -> Tensors:
+    def _draft_tensors(self, draft_fn: Callable[..., Draft], num_inputs: int, depth: int, *args: Any) -> Tensors:
         """What `write` says of its inputs; what follows these is noise."""
-        choice, self.choice = self.choice, self.choice.by(given[inputs:])
+        sampler, self.sampler = self.sampler, self.sampler.with_noise(args[num_inputs:])
         try:
-            return parts(write(depth, *given[:inputs]))
+            return flatten_draft(draft_fn(depth, *args[:num_inputs]))
         finally:
-            self.choice = choice
+            self.sampler = sampler
 
-    def tapped(self, progress: Progress, taps: tuple[int, ...] = ()) -> Tensor:
+    def target_features(self, progress: Progress, taps: tuple[int, ...] = ()) -> Tensor:
         """What the target's layers say, [B, A, taps H]; those of `taps`, in that order, which may name some twice."""
         hidden = [progress.hidden[tap] for tap in taps or self.taps]
         return (hidden[0] if len(hidden) == 1 else torch.cat(hidden, -1)).to(self.head.dtype)

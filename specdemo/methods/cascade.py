@@ -16,12 +16,12 @@ import torch
 from torch import Generator, Tensor, nn
 
 from specdemo.core.accept import Lossless
-from specdemo.core.host import Reading, padded, to_device
+from specdemo.core.host_copy import AsyncHostCopy, padded, to_device
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling, draw, to_probs
 from specdemo.core.tree import ABSENT, Draft, chain_parents, first_branch, is_chain
 from specdemo.methods import knob, load_drafter
-from specdemo.methods.draft_model import CATCHING_UP, DraftModel
+from specdemo.methods.draft_model import MAX_CATCH_UP, DraftModel
 from specdemo.methods.wrapper import Wrapper, wrappable
 from specdemo.models.checkpoints import Checkpoint
 
@@ -31,7 +31,7 @@ class Cascade(DraftModel):
     summary = "A cheap guess is checked by a draft model, whose draft is checked by the target."
 
     serves: ClassVar = {}  # no server has it
-    crosses: ClassVar[bool] = False
+    cross_vocabulary: ClassVar[bool] = False
 
     @dataclass(frozen=True, slots=True)
     class Options:
@@ -69,88 +69,95 @@ class Cascade(DraftModel):
         super().observe(progress)
         self._inner.observe(progress)
 
-    def _write(self, depth: int, enough: Callable[[list[float]], bool] | None = None) -> Draft:
+    def _draft(self, depth: int, should_stop: Callable[[list[float]], bool] | None = None) -> Draft:
         """Its notes have passes: how often the draft model was asked."""
         guess = self._inner.propose(Budget(depth - 1, depth - 1))
         guess = guess if is_chain(guess.parents) else first_branch(guess)  # [B, G]
-        missing = self._missing()
+        missing = self._crop_to_common()
         guessed: list[list[int]] = guess.tokens.tolist()
-        logits = self._read_both(missing, guess, guessed)
-        verdict = self._rule(guess, to_probs(logits, self.choice.sampling), self.choice.noise)
-        self.model.commit([list(range(len(m) + len(p) - 1)) for m, p in zip(missing, verdict.path, strict=True)])
-        tokens, seen = [], []
-        ends = zip(verdict.path, guessed, verdict.bonus.tolist() if verdict.said is None else verdict.said, strict=True)
-        for row, (path, words, end) in enumerate(ends):
-            kept = words[: len(path) - 1]
-            tokens.append([*kept, end[-1] if isinstance(end, list) else end])
-            seen.append([*logits[row, : len(path)]])
-            self._read[row] = self._history[row] + kept
-            self._agreed[row] = len(self._history[row])
-        return self._rest(tokens[0], logits, depth) or self._whole(tokens, seen, depth)
+        logits = self._read_guess(missing, guess, guessed)
+        result = self._rule(guess, to_probs(logits, self.sampler.sampling), self.sampler.active_rng)
+        self.model.commit([list(range(len(m) + len(p) - 1)) for m, p in zip(missing, result.path, strict=True)])
+        tokens, row_logits = [], []
+        row_results = zip(
+            result.path,
+            guessed,
+            result.next_token.tolist() if result.output_tokens is None else result.output_tokens,
+            strict=True,
+        )
+        for row, (path, guess_ids, next_ids) in enumerate(row_results):
+            accepted = guess_ids[: len(path) - 1]
+            tokens.append([*accepted, next_ids[-1] if isinstance(next_ids, list) else next_ids])
+            row_logits.append([*logits[row, : len(path)]])
+            self._cached_ids[row] = self._history[row] + accepted
+            self._common_lengths[row] = len(self._history[row])
+        return self._draft_rest_graphed(tokens[0], logits, depth) or self._draft_rest_eager(tokens, row_logits, depth)
 
-    def _rest(self, tokens: list[int], logits: Tensor, depth: int) -> Draft | None:
+    def _draft_rest_graphed(self, tokens: list[int], logits: Tensor, depth: int) -> Draft | None:
         """Behind the only row's tokens so far, which the logits [1, 1 + G, V] said; None: not as a recorded pass."""
-        first = self.choice.chain(
-            to_device([tokens], logits.device), self.choice.said(logits[:, : len(tokens)]), self._words
+        start = self.sampler.make_draft(
+            to_device([tokens], logits.device),
+            self.sampler.draft_distribution(logits[:, : len(tokens)]),
+            self._draft_vocab,
         )
         if len(tokens) >= depth or len(logits) > 1:
-            return replace(first, notes={"passes": 1}) if len(logits) == 1 else None
-        rest = self._replayed([tokens[-1:]], depth - len(tokens))
+            return replace(start, notes={"passes": 1}) if len(logits) == 1 else None
+        rest = self._draft_graphed([tokens[-1:]], depth - len(tokens))
         if rest is None:
             return None
-        self._written = Reading(torch.cat([first.tokens[:, -1:], rest.tokens[:, :-1]], 1))
-        both = [(first.tokens, rest.tokens), (first.probs, rest.probs), (first.confidence, rest.confidence)]
-        drafted, probs, sure = (None if b is None or a is None else torch.cat([a, b], 1) for a, b in both)
+        self._pending_draft = AsyncHostCopy(torch.cat([start.tokens[:, -1:], rest.tokens[:, :-1]], 1))
+        both = [(start.tokens, rest.tokens), (start.probs, rest.probs), (start.confidence, rest.confidence)]
+        drafted, probs, confidence = (None if b is None or a is None else torch.cat([a, b], 1) for a, b in both)
         assert drafted is not None
-        return replace(Draft.chain(drafted, probs, sure), notes={"passes": 2})
+        return replace(Draft.chain(drafted, probs, confidence), notes={"passes": 2})
 
-    def unrecord(self) -> None:
-        super().unrecord()
-        self._inner.unrecord()
+    def release_graphs(self) -> None:
+        super().release_graphs()
+        self._inner.release_graphs()
 
-    def rehearse(self, budget: Budget) -> None:
+    def capture_graphs(self, budget: Budget) -> None:
         depth = min(budget.depth, budget.nodes)
-        super()._write(depth)
-        self.model.rehearse(CATCHING_UP + depth)
-        self._inner.rehearse(budget)
+        super()._draft(depth)
+        self.model.capture_graphs(MAX_CATCH_UP + depth)
+        self._inner.capture_graphs(budget)
 
-    def _whole(self, tokens: list[list[int]], seen: list[list[Tensor]], depth: int) -> Draft:
+    def _draft_rest_eager(self, tokens: list[list[int]], row_logits: list[list[Tensor]], depth: int) -> Draft:
         """Every row's tokens so far, one by one as deep as is asked."""
         passes = 1
         while min(map(len, tokens)) < depth:
-            self._go_on(tokens, seen, depth)
+            self._extend_rows(tokens, row_logits, depth)
             passes += 1
-        logits = torch.stack([torch.stack(row) for row in seen])
-        draft = self.choice.chain(to_device(tokens, logits.device), self.choice.said(logits))
+        logits = torch.stack([torch.stack(row) for row in row_logits])
+        draft = self.sampler.make_draft(to_device(tokens, logits.device), self.sampler.draft_distribution(logits))
         return replace(draft, notes={"passes": passes})
 
-    def _read_both(self, missing: list[list[int]], guess: Draft, guessed: list[list[int]]) -> Tensor:
+    def _read_guess(self, missing: list[list[int]], guess: Draft, guessed: list[list[int]]) -> Tensor:
         """One pass over what is missing and the guess; logits [B, 1 + G, V] after the root and every guessed token."""
-        fed = [m + [t for t in g if t != ABSENT] for m, g in zip(missing, guessed, strict=True)]
-        tokens = padded(fed, self.model.device, ABSENT)
-        logits = self.model.forward(tokens, chain_parents(len(fed), tokens.shape[1] - 1, tokens.device)).logits
-        if len(fed) == 1:
-            return self._widened(logits[:, len(missing[0]) - 1 :])
-        rows = torch.arange(len(fed), device=logits.device)[:, None]
+        row_ids = [m + [t for t in g if t != ABSENT] for m, g in zip(missing, guessed, strict=True)]
+        tokens = padded(row_ids, self.model.device, ABSENT)
+        logits = self.model.forward(tokens, chain_parents(len(row_ids), tokens.shape[1] - 1, tokens.device)).logits
+        if len(row_ids) == 1:
+            return self._pad_to_target_vocab(logits[:, len(missing[0]) - 1 :])
+        rows = torch.arange(len(row_ids), device=logits.device)[:, None]
         roots = to_device([[len(m) - 1] for m in missing], logits.device)
-        places = (roots + torch.arange(1 + guess.nodes, device=logits.device)).clamp_max(tokens.shape[1] - 1)
-        return self._widened(logits[rows, places])
+        columns = (roots + torch.arange(1 + guess.nodes, device=logits.device)).clamp_max(tokens.shape[1] - 1)
+        return self._pad_to_target_vocab(logits[rows, columns])
 
-    def _go_on(self, tokens: list[list[int]], seen: list[list[Tensor]], depth: int) -> None:
+    def _extend_rows(self, tokens: list[list[int]], row_logits: list[list[Tensor]], depth: int) -> None:
         """One more token for every row that is shorter than `depth`."""
-        short = [len(row) < depth for row in tokens]
-        last = [row[-1] if goes_on else ABSENT for row, goes_on in zip(tokens, short, strict=True)]
-        fed = to_device(last, self.model.device)[:, None]
-        logits = self._widened(self.model.forward(fed, fed.new_empty(len(last), 0)).logits[:, -1])
-        self.model.commit([[0] if goes_on else [] for goes_on in short])
-        drawn = draw(to_probs(logits, self.choice.sampling), self.choice.noise).tolist()
-        for row, goes_on in enumerate(short):
-            if goes_on:
-                self._read[row].append(last[row])
-                tokens[row].append(drawn[row])
-                seen[row].append(logits[row])
+        unfinished = [len(row) < depth for row in tokens]
+        last_ids = [row[-1] if active else ABSENT for row, active in zip(tokens, unfinished, strict=True)]
+        inputs = to_device(last_ids, self.model.device)[:, None]
+        logits = self._pad_to_target_vocab(self.model.forward(inputs, inputs.new_empty(len(last_ids), 0)).logits[:, -1])
+        self.model.commit([[0] if active else [] for active in unfinished])
+        sampled = draw(to_probs(logits, self.sampler.sampling), self.sampler.active_rng).tolist()
+        for row, active in enumerate(unfinished):
+            if active:
+                self._cached_ids[row].append(last_ids[row])
+                tokens[row].append(sampled[row])
+                row_logits[row].append(logits[row])
 
-    def _widened(self, logits: Tensor) -> Tensor:
+    def _pad_to_target_vocab(self, logits: Tensor) -> Tensor:
         """Logits over the draft model's vocabulary -> over the target's; the extra entries of either are padding."""
-        logits = logits[..., : self._words.size]
-        return nn.functional.pad(logits, (0, self._words.size - logits.shape[-1]), value=float("-inf"))
+        logits = logits[..., : self._draft_vocab.size]
+        return nn.functional.pad(logits, (0, self._draft_vocab.size - logits.shape[-1]), value=float("-inf"))

@@ -8,7 +8,7 @@ from specdemo.core.files import json_text
 
 Flags = list[str]
 Options = Mapping[str, object]  # all of the method's, with their defaults
-ServeLine = Callable[[str | None, int, Options], Flags]  # model (None: the target holds the heads), k, options
+EngineArgs = Callable[[str | None, int, Options], Flags]  # model (None: the target holds the heads), k, options
 
 
 AT = "@"  # between a model's name and its revision
@@ -17,11 +17,11 @@ AT = "@"  # between a model's name and its revision
 REMOVED = {"medusa": "0.33"}
 
 
-class NotServed(Exception):
+class UnsupportedByEngine(Exception):
     """Why a server cannot run a method, in one sentence."""
 
 
-def vllm(name: str) -> ServeLine:
+def vllm(name: str) -> EngineArgs:
     """Serve lines of a method that vLLM knows under `name` and tells apart by nothing but model and k."""
 
     def flags(model: str | None, k: int, options: Options) -> Flags:
@@ -37,11 +37,11 @@ def vllm_config(**values: object) -> Flags:
     return ["--speculative-config", json_text(values, separators=(",", ":"))]
 
 
-def unserved(reason: str) -> ServeLine:
+def unsupported(reason: str) -> EngineArgs:
     """Serve lines of a method that a server once had."""
 
     def flags(model: str | None, k: int, options: Options) -> Flags:
-        raise NotServed(reason)
+        raise UnsupportedByEngine(reason)
 
     return flags
 
@@ -55,7 +55,7 @@ def sglang(algorithm: str, model: str | None = None, **more: object) -> Flags:
     return ["--speculative-algorithm", algorithm, *paths, *rest]
 
 
-def sglang_chain(algorithm: str) -> ServeLine:
+def sglang_chain(algorithm: str) -> EngineArgs:
     """Serve lines of a method that SGLang knows as `algorithm`, drafting a chain of k."""
 
     def flags(model: str | None, k: int, options: Options) -> Flags:
@@ -64,6 +64,6 @@ def sglang_chain(algorithm: str) -> ServeLine:
     return flags
 
 
-def says(model: str | None, word: str) -> bool:
+def name_contains(model: str | None, text: str) -> bool:
     """Whether a model's name holds `word`, in whatever case."""
-    return word in (model or "").lower()
+    return text in (model or "").lower()

@@ -17,15 +17,15 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
 from specdemo.methods import knob
 from specdemo.methods.base import Method
-from specdemo.methods.heads.choose import Choice, Writing, replayed
-from specdemo.methods.heads.runtime import at_last
+from specdemo.methods.heads.runtime import last_columns
+from specdemo.methods.heads.sampler import ChainBuilder, TokenSampler, run_chain_graph
 from specdemo.models.history import DraftPlan
 from specdemo.models.target import HFTarget
 
 
 @runtime_checkable
-class Shallow(Protocol):
-    def shallow(self, chain: Tensor, layers: int) -> Tensor:
+class EarlyExitTarget(Protocol):
+    def early_exit_logits(self, chain: Tensor, layers: int) -> Tensor:
         """chain [B, n], drafted behind the history -> [B, V] logits behind it after `layers` layers."""
 
 
@@ -40,7 +40,7 @@ class LayerSkip(Method):
     def __init__(self, target: Target, model: object = None, options: Options | None = None) -> None:
         """Raises ValueError for a target that has too few layers or cannot run some of them alone."""
         name = target.name or "the target"
-        if not isinstance(target, Shallow) or not target.supports_trees:
+        if not isinstance(target, EarlyExitTarget) or not target.supports_trees:
             raise ValueError(f"{name} cannot take back what its first layers read; choose 'ngram' or 'draft_model'")
         self.exit_layer = (options or self.Options()).exit_layer or max(1, round(target.num_layers / 3))
         if self.exit_layer >= target.num_layers:
@@ -50,25 +50,27 @@ class LayerSkip(Method):
         self.note = f"The first {self.exit_layer} of {target.num_layers} layers draft."
         self._target = target
         self._device = target.device
-        self.choice = Choice()
+        self.sampler = TokenSampler()
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
-        self.choice = Choice(sampling, rng)
+        self.sampler = TokenSampler(sampling, rng)
 
     def observe(self, progress: Progress) -> None:
-        self._roots = at_last(progress, progress.outputs)[:, None]  # of a finished row any token: its draft is dropped
+        self._roots = last_columns(progress, progress.outputs)[
+            :, None
+        ]  # of a finished row any token: its draft is dropped
 
     def propose(self, budget: Budget) -> Draft:
         depth = min(budget.depth, budget.nodes)
         if depth < 1:
             return Draft.empty(len(self._roots), self._device)
-        target, chain, written = self._target, self._roots, Writing(self.choice)
-        if isinstance(target, HFTarget) and target.records:
-            plan = DraftPlan(("layers", self.choice.sampling), depth, room=1, layers=self.exit_layer)
-            draft = replayed(target, chain, [1] * len(chain), plan, self.choice)
+        target, chain, builder = self._target, self._roots, ChainBuilder(self.sampler)
+        if isinstance(target, HFTarget) and target.uses_cuda_graphs:
+            plan = DraftPlan(("layers", self.sampler.sampling), depth, room=1, layers=self.exit_layer)
+            draft = run_chain_graph(target, chain, [1] * len(chain), plan, self.sampler)
             if draft is not None:
                 return draft
-        while len(written) < depth:
-            logits = target.shallow(chain, self.exit_layer)
-            chain = torch.cat([chain, written.take(logits[:, None])], 1)
-        return written.draft()
+        while len(builder) < depth:
+            logits = target.early_exit_logits(chain, self.exit_layer)
+            chain = torch.cat([chain, builder.append(logits[:, None])], 1)
+        return builder.build()

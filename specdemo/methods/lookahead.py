@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import Generator
 
-from specdemo.core.host import padded
+from specdemo.core.host_copy import padded
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft
@@ -21,7 +21,7 @@ from specdemo.methods.base import Method
 Gram = tuple[int, ...]
 
 
-class _Tree:
+class _TreeBuilder:
     """One row's draft; of equal siblings there is one."""
 
     def __init__(self) -> None:
@@ -39,16 +39,18 @@ class _Tree:
 
 
 @dataclass(slots=True)
-class _Row:
+class _WindowRow:
     root: int
     columns: list[list[int]]  # the window, from the root on
     pool: dict[int, dict[Gram, None]] = field(default_factory=dict)  # first token -> the rest, the newest last
-    ends: list[int] = field(default_factory=list)  # the last slots of the columns in the last draft
+    end_slots: list[int] = field(default_factory=list)  # the last slots of the columns in the last draft
 
-    def roll(self, said: list[int], height: int, guesses: int) -> None:
+    def advance(self, argmax_ids: list[int], height: int, guesses: int) -> None:
         """said [S]: the target's argmax at every slot of the last draft."""
-        for column, end in zip(self.columns, self.ends, strict=False):  # a small budget runs the first columns only
-            column.append(said[end])
+        for column, slot in zip(
+            self.columns, self.end_slots, strict=False
+        ):  # a small budget runs the first columns only
+            column.append(argmax_ids[slot])
             if len(column) > height:
                 first = column.pop(0)
                 grams = self.pool.setdefault(first, {})
@@ -75,40 +77,40 @@ class Lookahead(Method):
         self._device = target.device
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
-        self._rows: list[_Row] = []
+        self._rows: list[_WindowRow] = []
         self._height = self._nodes = 0  # of the columns in the last draft, and all of that
 
     def observe(self, progress: Progress) -> None:
-        outputs = progress.said()
+        outputs = progress.output_ids()
         if not self._rows:
             # any first guess will do; the prompt's end is at least of its kind
-            for prompt, after in zip(progress.inputs.tolist(), outputs, strict=True):
+            for prompt, next_ids in zip(progress.inputs.tolist(), outputs, strict=True):
                 columns = [[prompt[-1 - i % len(prompt)]] for i in reversed(range(self._options.window))]
-                self._rows.append(_Row(after[-1], columns))
+                self._rows.append(_WindowRow(next_ids[-1], columns))
             return
-        said: list[list[int]] = []
+        argmax_ids: list[list[int]] = []
         if progress.forward is not None and progress.forward.logits.shape[1] == self._nodes + 1:
-            said = progress.forward.logits.argmax(-1).tolist()
+            argmax_ids = progress.forward.logits.argmax(-1).tolist()
         for b, (row, length) in enumerate(zip(self._rows, progress.lengths, strict=True)):
             if length:
                 row.root = outputs[b][length - 1]
-                if said:
-                    row.roll(said[b], self._height, self._options.guesses)
+                if argmax_ids:
+                    row.advance(argmax_ids[b], self._height, self._options.guesses)
 
     def propose(self, budget: Budget) -> Draft:
         if min(budget.depth, budget.nodes) < 1:
             self._nodes = -1  # there is no window to read
             return Draft.empty(len(self._rows), self._device)
-        trees = [self._tree(row, budget) for row in self._rows]
+        trees = [self._build_tree(row, budget) for row in self._rows]
         tokens = padded([tree.tokens for tree in trees], self._device, ABSENT)
         self._nodes = tokens.shape[1]
         if not self._supports_trees:
             return Draft.chain(tokens)
         return Draft(tokens, padded([tree.parents for tree in trees], self._device, 0))
 
-    def _tree(self, row: _Row, budget: Budget) -> _Tree:
-        tree = _Tree()
-        columns = self._shape(budget)
+    def _build_tree(self, row: _WindowRow, budget: Budget) -> _TreeBuilder:
+        tree = _TreeBuilder()
+        columns = self._set_window_size(budget)
         grams = [gram[: budget.depth] for gram in reversed(row.pool.get(row.root, {}))]
         if not self._supports_trees:  # the loop would cut the tree, and its slots be others
             grams, columns = grams[:1], 0 if grams else 1
@@ -118,20 +120,20 @@ class Lookahead(Method):
             for token in gram:
                 if len(tree.tokens) < room:
                     slot = tree.add(slot, token)
-        row.ends = []
+        row.end_slots = []
         slot = 0
         for column in row.columns[:columns]:
             del column[: -self._height]
-            slot = end = tree.add(slot, column[0])
+            slot = end_slot = tree.add(slot, column[0])
             for token in column[1:]:
-                end = tree.add(end, token)
-            row.ends.append(end)
+                end_slot = tree.add(end_slot, token)
+            row.end_slots.append(end_slot)
         return tree
 
-    def _shape(self, budget: Budget) -> int:
+    def _set_window_size(self, budget: Budget) -> int:
         """How many columns fit; sets their height. Where the depth is short, both get half of it."""
         options = self._options
         self._height = min(options.ngram - 1, (budget.depth + 1) // 2, (budget.nodes + 1) // 2)
         share = options.window / (options.window + options.guesses)
-        fitting = int(share * (budget.nodes // self._height))
-        return max(1, min(options.window, budget.depth - self._height + 1, fitting))
+        max_columns = int(share * (budget.nodes // self._height))
+        return max(1, min(options.window, budget.depth - self._height + 1, max_columns))

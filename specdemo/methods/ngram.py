@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from torch import Generator
 
-from specdemo.core.host import padded
+from specdemo.core.host_copy import padded
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft
@@ -21,7 +21,7 @@ from specdemo.methods.flags import Flags, sglang, vllm_config
 LLAMACPP_N = 3  # tokens
 
 
-class _Text:
+class _NGramIndex:
     """The tokens of one row and, for every n-gram in it but the last, where it ended most recently."""
 
     def __init__(self, sizes: range) -> None:
@@ -56,8 +56,8 @@ def _sglang(model: str | None, k: int, options: Mapping[str, object]) -> Flags:
 
 def _llamacpp(model: str | None, k: int, options: Mapping[str, object]) -> Flags:
     """It looks for one length alone: that of those here which is nearest to LLAMACPP_N."""
-    least, most = int(str(options["min_n"])), int(str(options["max_n"]))
-    return ["--ngram", str(min(max(least, LLAMACPP_N), most)), "--k", str(k)]
+    shortest, longest = int(str(options["min_n"])), int(str(options["max_n"]))
+    return ["--ngram", str(min(max(shortest, LLAMACPP_N), longest)), "--k", str(k)]
 
 
 class NGram(Method):
@@ -78,18 +78,18 @@ class NGram(Method):
         options = options or self.Options()
         self._sizes = range(options.min_n, options.max_n + 1)
         self._device = target.device
-        self._rows: list[_Text] = []
+        self._rows: list[_NGramIndex] = []
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
-        self._rows = [_Text(self._sizes) for _ in range(batch)]
+        self._rows = [_NGramIndex(self._sizes) for _ in range(batch)]
 
     def observe(self, progress: Progress) -> None:
         if not self._rows[0].ids:
             for row, first in zip(self._rows, progress.inputs[:, :1].tolist(), strict=True):
                 row.extend(first)
-        for row, said in zip(self._rows, progress.said(), strict=True):
-            row.extend(said)
+        for row, new_ids in zip(self._rows, progress.output_ids(), strict=True):
+            row.extend(new_ids)
 
     def propose(self, budget: Budget) -> Draft:
-        found = [row.continuation(min(budget.depth, budget.nodes)) for row in self._rows]
-        return Draft.chain(padded(found, self._device, ABSENT))
+        continuations = [row.continuation(min(budget.depth, budget.nodes)) for row in self._rows]
+        return Draft.chain(padded(continuations, self._device, ABSENT))

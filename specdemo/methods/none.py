@@ -14,13 +14,13 @@ class NoDraft(Method):
     summary = "One token per target pass; the baseline every other lane is measured against."
 
     def __init__(self, target: Target, model: object = None, options: NoOptions | None = None) -> None:
-        self._nothing = Draft.empty(1, torch.device(target.device))
+        self._empty_draft = Draft.empty(1, torch.device(target.device))
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
-        self._nothing = Draft.empty(batch, self._nothing.tokens.device)
+        self._empty_draft = Draft.empty(batch, self._empty_draft.tokens.device)
 
     def propose(self, budget: Budget) -> Draft:
-        return self._nothing
+        return self._empty_draft
 
     def observe(self, progress: Progress) -> None:
         pass

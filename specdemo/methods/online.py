@@ -19,19 +19,19 @@ from torch import Generator, Tensor, nn
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
-from specdemo.methods import knob, load_drafter, method, reader
+from specdemo.methods import knob, load_drafter, method, model_method
 from specdemo.methods.base import Learner
-from specdemo.methods.wrapper import Wrapper, judged, wrappable
+from specdemo.methods.wrapper import Wrapper, acceptance_per_row, wrappable
 from specdemo.models.load import LoadedModel
 from specdemo.models.target import HFTarget
 
 WINDOW = 64  # columns of a text learnt from at once: the new ones and those before them
-PAST = 8  # earlier texts whose last window is kept
-RECALLED = 3  # of them, read again in each update: against forgetting, and for a steadier gradient
-SHORTEST = 16  # less text teaches nothing to a head that looks several tokens ahead
-MEMORY = 0.98  # what a draft still counts in the running acceptance after the next one
+PAST_TEXTS = 8  # earlier texts whose last window is kept
+PAST_TEXTS_PER_UPDATE = 3  # of them, read again in each update: against forgetting, and for a steadier gradient
+MIN_COLUMNS = 16  # less text teaches nothing to a head that looks several tokens ahead
+DECAY = 0.98  # what a draft still counts in the running acceptance after the next one
 
-Columns = tuple[Tensor, ...]  # of one row: inputs [A], outputs [A], probs [A, V] and one [A, H] per tap
+TextColumns = tuple[Tensor, ...]  # of one row: inputs [A], outputs [A], probs [A, V] and one [A, H] per tap
 
 
 class Online(Wrapper):
@@ -55,12 +55,12 @@ class Online(Wrapper):
                 f"{options.drafter!r} has nothing to learn; choose a drafter with weights, as 'draft_model'"
             )
         self._drafter = drafter
-        self._learner = _Learner(drafter.head, options.lr)
-        self._first = [w.detach().clone() for w in self._learner.weights] if options.reset else []
+        self._trainer = _Trainer(drafter.head, options.lr)
+        self._initial_weights = [w.detach().clone() for w in self._trainer.weights] if options.reset else []
         self._vocab_size = target.vocab_size
-        self._text: list[list[Columns]] = []
-        self._past: deque[Columns] = deque(maxlen=PAST)
-        self._kept = self._drafted = 0.0
+        self._text: list[list[TextColumns]] = []
+        self._past: deque[TextColumns] = deque(maxlen=PAST_TEXTS)
+        self._accepted = self._drafted = 0.0
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
         super().start(batch, sampling, rng)
@@ -69,7 +69,7 @@ class Online(Wrapper):
         self._steps = 0
         self._train_ms = 0.0
         if self._options.reset:
-            self._forget()
+            self._reset_weights()
 
     def release(self) -> None:
         super().release()
@@ -82,45 +82,47 @@ class Online(Wrapper):
         of drafted tokens kept of late."""
         self._depth = budget.depth
         draft = super().propose(budget)
-        notes = {**draft.notes, "updates": self._learner.updates, "train_ms": self._train_ms}
-        if self._learner.updates:
-            notes["train_loss"] = self._learner.loss
+        notes = {**draft.notes, "updates": self._trainer.updates, "train_ms": self._train_ms}
+        if self._trainer.updates:
+            notes["train_loss"] = self._trainer.loss
         if self._drafted:
-            notes["accepted"] = self._kept / self._drafted
+            notes["accepted"] = self._accepted / self._drafted
         self._train_ms = 0.0
         self._draft = replace(draft, notes=notes)
         return self._draft
 
     def observe(self, progress: Progress) -> None:
         super().observe(progress)
-        self._remember(progress)
+        self._store(progress)
         if self._draft is None:
             return
-        for drafted, kept in judged(self._draft, self._depth, progress):
-            self._drafted = MEMORY * self._drafted + drafted
-            self._kept = MEMORY * self._kept + kept
+        for drafted, accepted in acceptance_per_row(self._draft, self._depth, progress):
+            self._drafted = DECAY * self._drafted + drafted
+            self._accepted = DECAY * self._accepted + accepted
         self._steps += 1
         if self._steps % self._options.every == 0:
             self._update([row for row, length in enumerate(progress.lengths) if length])
 
     @torch.no_grad()
-    def _forget(self) -> None:
-        for weight, first in zip(self._learner.weights, self._first, strict=True):
-            weight.copy_(first)
-        self._learner = _Learner(self._drafter.head, self._options.lr)
+    def _reset_weights(self) -> None:
+        for weight, initial in zip(self._trainer.weights, self._initial_weights, strict=True):
+            weight.copy_(initial)
+        self._trainer = _Trainer(self._drafter.head, self._options.lr)
         self._past.clear()
-        self._kept = self._drafted = 0.0
+        self._accepted = self._drafted = 0.0
 
-    def _remember(self, progress: Progress) -> None:
+    def _store(self, progress: Progress) -> None:
         probs = progress.target_probs()
         for row, length in enumerate(progress.lengths):
             new = slice(max(0, length - WINDOW), length)
             outputs = progress.outputs[row, new]
-            known = nn.functional.one_hot(outputs, self._vocab_size).float() if probs is None else probs[row, new]
+            target_probs = (
+                nn.functional.one_hot(outputs, self._vocab_size).float() if probs is None else probs[row, new]
+            )
             hidden = (progress.hidden[tap][row, new] for tap in self.taps)
-            self._text[row].append((progress.inputs[row, new], outputs, known, *hidden))
+            self._text[row].append((progress.inputs[row, new], outputs, target_probs, *hidden))
 
-    def _window(self, row: int) -> Columns:
+    def _window(self, row: int) -> TextColumns:
         """The row's latest columns in one piece."""
         window = tuple(torch.cat(parts)[-WINDOW:] for parts in zip(*self._text[row], strict=True))
         self._text[row] = [window]
@@ -128,21 +130,23 @@ class Online(Wrapper):
 
     def _update(self, rows: list[int]) -> None:
         """One step on the latest text of these rows and on some of the past."""
-        began = perf_counter()
+        started = perf_counter()
         latest = [self._window(row) for row in rows]
         length = min((len(window[0]) for window in latest), default=0)
-        if length < SHORTEST:
+        if length < MIN_COLUMNS:
             return
-        self._past.rotate(RECALLED)
-        windows = [[column[-length:] for column in window] for window in (*latest, *islice(self._past, RECALLED))]
+        self._past.rotate(PAST_TEXTS_PER_UPDATE)
+        windows = [
+            [column[-length:] for column in window] for window in (*latest, *islice(self._past, PAST_TEXTS_PER_UPDATE))
+        ]
         inputs, outputs, probs, *hidden = (torch.stack(columns) for columns in zip(*windows, strict=True))
         batch = Progress(inputs, outputs, [length] * len(windows), dict(zip(self.taps, hidden, strict=True)), probs)
         with torch.enable_grad():
-            self._learner.step(self._drafter.loss(batch)[0])
-        self._train_ms = 1000.0 * (perf_counter() - began)
+            self._trainer.step(self._drafter.loss(batch)[0])
+        self._train_ms = 1000.0 * (perf_counter() - started)
 
 
-class _Learner:
+class _Trainer:
     """Adam on the weights of a module. It works in fp32: a small step would be lost in the digits of bf16."""
 
     def __init__(self, module: nn.Module, lr: float) -> None:
@@ -168,9 +172,9 @@ class _Learner:
 
 def _copy(drafter: str, target: Target, model: object) -> object:
     """The model with weights of its own, as `load` would give it; what belongs to the target is shared, not copied."""
-    loaded = method(reader(drafter)).load(model, target) if isinstance(model, str) else model
+    loaded = method(model_method(drafter)).load(model, target) if isinstance(model, str) else model
     shared = [target, target.embed, target.lm_head]
     if isinstance(loaded, LoadedModel | HFTarget):
         shared.append(loaded.tokenizer)
     shared += [*target.embed.parameters(), *target.lm_head.parameters()]
-    return deepcopy(loaded, {id(thing): thing for thing in shared})
+    return deepcopy(loaded, {id(obj): obj for obj in shared})

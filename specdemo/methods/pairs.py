@@ -7,17 +7,17 @@ answers are collected.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from specdemo.methods import kind_of, method
+from specdemo.methods import detect_method, method
 from specdemo.methods.base import Head
-from specdemo.methods.draft_model import DraftModel, unlike
-from specdemo.methods.vocabularies import Bridge
-from specdemo.models.checkpoints import outline_checkpoint, readable
-from specdemo.models.load import outline
+from specdemo.methods.draft_model import DraftModel, tokenizer_difference
+from specdemo.methods.vocabularies import VocabBridge
+from specdemo.models.checkpoints import checkpoint_errors, open_meta_checkpoint
+from specdemo.models.load import load_meta_target
 from specdemo.models.target import HFTarget
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class DrafterFit:
     """fits: None where it cannot be told here."""
 
     drafter: str
@@ -26,51 +26,51 @@ class Pair:
     reason: str
 
 
-def check_pair(target: HFTarget, drafter: str, method_name: str | None = None) -> Pair:
+def check_pair(target: HFTarget, drafter: str, method_name: str | None = None) -> DrafterFit:
     """target: an outline will do. method_name: who reads the drafter; None: what its files say.
 
     Raises ValueError when the drafter's files cannot be had.
     """
-    checkpoint = outline_checkpoint(drafter)
+    checkpoint = open_meta_checkpoint(drafter)
     try:
-        with readable(drafter):
-            name = method_name or kind_of(checkpoint)
+        with checkpoint_errors(drafter):
+            name = method_name or detect_method(checkpoint)
     except ValueError as error:
-        return Pair(drafter, "?", False, str(error))
+        return DrafterFit(drafter, "?", False, str(error))
     cls = method(name)
-    draft = None if issubclass(cls, Head) else outline(drafter)
-    fits = f"made for hidden size {target.hidden_size}, vocabulary {target.vocab_size}"
+    draft = None if issubclass(cls, Head) else load_meta_target(drafter)
+    reason = f"made for hidden size {target.hidden_size}, vocabulary {target.vocab_size}"
     try:
         if issubclass(cls, Head):
-            with readable(drafter):
+            with checkpoint_errors(drafter):
                 cls.read(checkpoint, target)
         elif draft is not None:
-            fits = _alike(target, draft, issubclass(cls, DraftModel) and cls.crosses)
+            reason = _tokenizer_fit(target, draft, issubclass(cls, DraftModel) and cls.cross_vocabulary)
     except ValueError as error:
-        return Pair(drafter, name, False, str(error))
-    return Pair(drafter, name, True, fits)
+        return DrafterFit(drafter, name, False, str(error))
+    return DrafterFit(drafter, name, True, reason)
 
 
-def _alike(target: HFTarget, draft: HFTarget, crosses: bool) -> str:
+def _tokenizer_fit(target: HFTarget, draft: HFTarget, cross_vocabulary: bool) -> str:
     """How a whole model fits. Raises ValueError where it does not."""
-    difference = unlike(target, draft)
-    if difference and not crosses:
+    difference = tokenizer_difference(target, draft)
+    if difference and not cross_vocabulary:
         raise ValueError(f"another tokenizer: {difference}; choose a draft of the same model family")
     if difference:
-        bridge = Bridge(target, draft)
-        shared = f"{100 * bridge.share:.0f} % shared tokens, {100 * bridge.own_share:.0f} % of its own"
+        bridge = VocabBridge(target, draft)
+        shared = f"{100 * bridge.target_overlap:.0f} % shared tokens, {100 * bridge.draft_overlap:.0f} % of its own"
         return f"fits through {shared}; another tokenizer: {difference}"
     if draft.vocab_size == target.vocab_size:
         return "same tokenizer"
     return f"same tokenizer; {draft.vocab_size} rows against {target.vocab_size}, the rest is padding"
 
 
-def check_pairs(target: HFTarget, known: Iterable[tuple[str, str]]) -> list[Pair]:
+def check_pairs(target: HFTarget, candidates: Iterable[tuple[str, str]]) -> list[DrafterFit]:
     """known: a method and the drafter that it reads. Those that fit come first, those that cannot be told last."""
     pairs = []
-    for name, drafter in dict.fromkeys(known):
+    for name, drafter in dict.fromkeys(candidates):
         try:
             pairs.append(check_pair(target, drafter, name))
         except ValueError as error:
-            pairs.append(Pair(drafter, name, None, str(error)))
+            pairs.append(DrafterFit(drafter, name, None, str(error)))
     return sorted(pairs, key=lambda pair: (pair.fits is None, not pair.fits, pair.method, pair.drafter))

@@ -17,14 +17,14 @@ from specdemo.models.machine import one_thread
 from specdemo.models.target import HFTarget
 from specdemo.training.collect import Plan
 from specdemo.training.corpus import check_corpus
-from specdemo.training.fit import Tick, make_folder, positive, show
-from specdemo.training.heads import Material, gather, gathering, save_head, train_head
+from specdemo.training.fit import TrainStep, check_minutes, make_folder, run_with_progress
+from specdemo.training.heads import TeacherSplit, build_dataset, iter_dataset, save_head, train_head
 
 ROWS_PER_MINUTE = 120  # what a small head reads in a minute on one CPU core, several times over
 CONTEXT = 256  # tokens of a row: on a CPU the target spends more time on writing them than the head on learning
 
 
-def _of_methods() -> dict[str, Recipe]:
+def _collect_recipes() -> dict[str, Recipe]:
     """Return every head's recipes. A variant of a head (a class derived from it) does not replace those it inherits."""
     found: dict[str, Recipe] = {}
     for name in usable():
@@ -35,7 +35,7 @@ def _of_methods() -> dict[str, Recipe]:
     return found
 
 
-HEAD_RECIPES = _of_methods()
+HEAD_RECIPES = _collect_recipes()
 
 
 def recipes() -> dict[str, str]:
@@ -50,7 +50,7 @@ def head_recipe(name: str) -> Recipe:
     return HEAD_RECIPES[name]
 
 
-def untrained(recipe: Recipe, target: HFTarget) -> Head[Network]:
+def untrained_drafter(recipe: Recipe, target: HFTarget) -> Head[Network]:
     """A drafter of the recipe's method with a fresh head."""
     cls = method(recipe.method)
     assert issubclass(cls, Head)
@@ -72,7 +72,7 @@ def train_head_recipe(
     Without a corpus the head learns from what the target writes by itself. `cache` keeps what the target said; heads
     of one target may share it. `quantization` is the frozen target's. Raises ValueError, one line.
     """
-    recipe, minutes = head_recipe(name), positive(20.0 if minutes is None else minutes)
+    recipe, minutes = head_recipe(name), check_minutes(20.0 if minutes is None else minutes)
     if corpus is not None:
         check_corpus(corpus)
     out = out or Path("runs") / name
@@ -81,12 +81,12 @@ def train_head_recipe(
         if isinstance(target, HFTarget)
         else load_target(target, "auto", device, quantization, kernels="transformers")
     )
-    drafter = untrained(recipe, loaded)
+    drafter = untrained_drafter(recipe, loaded)
     make_folder(out)
     with one_thread(loaded.device):
-        material = gather(loaded, cache or out / "cache", _plan(drafter, minutes), corpus)
-        history = show(train_head(drafter, loaded, material, out, minutes), minutes, name)
-        save_head(drafter, loaded, out, history, material, recipe=name, minutes=minutes)
+        dataset = build_dataset(loaded, cache or out / "cache", _plan(drafter, minutes), corpus)
+        history = run_with_progress(train_head(drafter, loaded, dataset, out, minutes), minutes, name)
+        save_head(drafter, loaded, out, history, dataset, recipe=name, minutes=minutes)
     return out
 
 
@@ -96,35 +96,35 @@ def train_live(
     """The same, told as it goes: a note while the text is written, what `tick` says at every step, at last `done` and
     the folder. A run that is cancelled keeps the head as far as it got, and nothing if it had not begun.
     """
-    recipe, minutes = head_recipe(name), positive(minutes)
+    recipe, minutes = head_recipe(name), check_minutes(minutes)
     loaded = load_target(target, kernels="transformers")
-    drafter = untrained(recipe, loaded)
+    drafter = untrained_drafter(recipe, loaded)
     with one_thread(loaded.device):
-        texts = gathering(loaded, out / "cache", _plan(drafter, minutes))
+        collection = iter_dataset(loaded, out / "cache", _plan(drafter, minutes))
         while True:
             try:
-                share = next(texts)
+                share = next(collection)
             except StopIteration as end:
-                material: Material = end.value
+                dataset: TeacherSplit = end.value
                 break
             yield {"note": f"{loaded.name} is writing the text that the head will learn from: {share:.0%}"}
             if cancelled():
                 return
         last = None
-        for last in train_head(drafter, loaded, material, out, minutes):
-            yield tick(last, minutes)
+        for last in train_head(drafter, loaded, dataset, out, minutes):
+            yield progress_event(last, minutes)
             if cancelled():
                 break
         if last is not None:
-            save_head(drafter, loaded, out, last.history, material, recipe=name, minutes=minutes)
+            save_head(drafter, loaded, out, last.history, dataset, recipe=name, minutes=minutes)
             yield {"done": True, "folder": str(out)}
 
 
-def tick(now: Tick, minutes: float) -> dict[str, Any]:
+def progress_event(now: TrainStep, minutes: float) -> dict[str, Any]:
     """One step for people: seconds of `of_seconds`, step, tokens, loss, and the evaluation if there was one."""
     history = now.history
-    said = {"seconds": history.seconds, "of_seconds": 60.0 * minutes, "step": history.step, "tokens": history.tokens}
-    return said | {"loss": now.loss} | (now.evaluation or {})
+    event = {"seconds": history.seconds, "of_seconds": 60.0 * minutes, "step": history.step, "tokens": history.tokens}
+    return event | {"loss": now.loss} | (now.evaluation or {})
 
 
 def _plan(drafter: Head[Network], minutes: float) -> Plan:

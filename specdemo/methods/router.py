@@ -41,7 +41,7 @@ class Router(Wrapper):
         super().start(batch, sampling, rng)
         self._steps = -1  # decoding steps seen; -1 until the prompt has been observed
         self._route = 0
-        self._kept = [0] * len(self.drafters)  # tokens, by draft
+        self._accepted = [0] * len(self.drafters)  # tokens, by draft
 
     def propose(self, budget: Budget) -> Draft:
         """Its notes have route: which draft it is, 0 the lane's own model."""
@@ -53,9 +53,9 @@ class Router(Wrapper):
         if self._steps < trials:
             super().observe(progress)
             if self._steps >= 0:
-                self._kept[self._route] += sum(progress.lengths) - sum(length > 0 for length in progress.lengths)
+                self._accepted[self._route] += sum(progress.lengths) - sum(length > 0 for length in progress.lengths)
             self._steps += 1
             done = self._steps == trials
-            self._route = self._kept.index(max(self._kept)) if done else self._steps // self._trial
+            self._route = self._accepted.index(max(self._accepted)) if done else self._steps // self._trial
         else:
             self.drafters[self._route].observe(progress)

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Generator, nn
 
-from specdemo.core.host import padded
+from specdemo.core.host_copy import padded
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft
@@ -24,60 +24,62 @@ from specdemo.methods import knob
 from specdemo.methods.base import Method
 from specdemo.methods.flags import vllm
 
-REMEMBERED = 256  # answers per model, the oldest forgotten first
-SHORTEST = 16  # tokens of an answer worth remembering; a lane's warm-up, which would give its text away, is shorter
+MAX_ANSWERS = 256  # answers per model, the oldest forgotten first
+MIN_ANSWER_TOKENS = (
+    16  # tokens of an answer worth remembering; a lane's warm-up, which would give its text away, is shorter
+)
 
 
-class _Node:
+class _SuffixNode:
     """A piece of text that occurred `count` times, at the text's own end too. While it occurred once nothing is stored
     below it: what follows is read from the text it stands in, which may still grow."""
 
-    __slots__ = ("_children", "_place", "_text", "count")
+    __slots__ = ("_children", "_position", "_text", "count")
 
-    def __init__(self, text: list[int], place: int) -> None:
+    def __init__(self, text: list[int], position: int) -> None:
         self.count = 1
-        self._children: dict[int, _Node] = {}
+        self._children: dict[int, _SuffixNode] = {}
         self._text = text
-        self._place = place  # of the next token
+        self._position = position  # of the next token
 
     @property
-    def children(self) -> dict[int, "_Node"]:
-        if self._place < len(self._text):
-            self._children[self._text[self._place]] = _Node(self._text, self._place + 1)
-            self._text, self._place = [], 0
+    def children(self) -> dict[int, "_SuffixNode"]:
+        if self._position < len(self._text):
+            self._children[self._text[self._position]] = _SuffixNode(self._text, self._position + 1)
+            self._text, self._position = [], 0
         return self._children
 
 
 @dataclass(slots=True)
-class _Text:
+class _GrowingText:
     """Tokens that grow, and the nodes of those of its endings that occurred elsewhere in a tree, longest first: the
     last one is that of its last token, the one before that of its last two."""
 
     ids: list[int] = field(default_factory=list)
-    endings: list[_Node] = field(default_factory=list)
+    endings: list[_SuffixNode] = field(default_factory=list)
 
 
-class _Tree:
+class _SuffixTree:
     """The pieces of up to `depth` tokens of some texts, with their counts."""
 
     def __init__(self, depth: int) -> None:
-        self._root = _Node([], 0)
+        self._root = _SuffixNode([], 0)
         self._depth = depth
 
-    def extend(self, text: _Text, token: int) -> None:
+    def extend(self, text: _GrowingText, token: int) -> None:
         """One more token of a text of this tree. An ending that is new needs no more care: its node reads on itself."""
         text.ids.append(token)
-        found = []
+        matched = []
         for node in (*text.endings[-self._depth + 1 :], self._root):
             child = node.children.get(token)
             if child is None:
-                node.children[token] = _Node(text.ids, len(text.ids))
+                node.children[token] = _SuffixNode(text.ids, len(text.ids))
             else:
                 child.count += 1
-                found.append(child)
-        text.endings = found
+                matched.append(child)
+        text.endings = matched
 
-    def follow(self, endings: list[_Node], token: int) -> list[_Node]:
+    def follow(self, endings: list[_SuffixNode], token: int) -> list[_SuffixNode]:
         """`endings` after one more token of a text that is not in this tree."""
         steps = (node.children.get(token) for node in (*endings[-self._depth + 1 :], self._root))
         return [child for child in steps if child is not None]
@@ -94,41 +96,41 @@ class _Tree:
                 node = child
 
 
-class _Memory:
+class _AnswerMemory:
     """The last REMEMBERED answers of one model."""
 
     def __init__(self, depth: int) -> None:
-        self.tree = _Tree(depth)
+        self.tree = _SuffixTree(depth)
         self._answers: deque[list[int]] = deque()
 
     def add(self, ids: list[int]) -> None:
-        text = _Text()
+        text = _GrowingText()
         for token in ids:
             self.tree.extend(text, token)
         self._answers.append(text.ids)
-        if len(self._answers) > REMEMBERED:
+        if len(self._answers) > MAX_ANSWERS:
             self.tree.remove(self._answers.popleft())
 
 
 # by the model's embedding, which all its targets share: a memory ends with its model
-_memories: WeakKeyDictionary[nn.Module, dict[int, _Memory]] = WeakKeyDictionary()
+_memories: WeakKeyDictionary[nn.Module, dict[int, _AnswerMemory]] = WeakKeyDictionary()
 
 
 @dataclass(slots=True)
-class _Row:
-    tree: _Tree
-    text: _Text = field(default_factory=_Text)
-    recalled: list[_Node] = field(default_factory=list)  # as text.endings, in the memory
+class _SuffixRow:
+    tree: _SuffixTree
+    text: _GrowingText = field(default_factory=_GrowingText)
+    memory_endings: list[_SuffixNode] = field(default_factory=list)  # as text.endings, in the memory
     prompt: int = 0  # tokens
 
 
 @dataclass(slots=True)
-class _Found:
+class _Candidate:
     """Drafted nodes: parents are slots, `chances` given the parent, `score` the tokens this promises."""
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
-    chances: list[float] = field(default_factory=list)
+    probs: list[float] = field(default_factory=list)
     score: float = 0.0
 
 
@@ -153,20 +155,20 @@ class Suffix(Method):
     def __init__(self, target: Target, model: object = None, options: Options | None = None) -> None:
         self._options = options or self.Options()
         self._device = target.device
-        self._rows: list[_Row] = []
-        self._memory: _Memory | None = None
+        self._rows: list[_SuffixRow] = []
+        self._memory: _AnswerMemory | None = None
         if self._options.remember:
             depth = self._options.max_depth
-            self._memory = _memories.setdefault(target.embed, {}).setdefault(depth, _Memory(depth))
+            self._memory = _memories.setdefault(target.embed, {}).setdefault(depth, _AnswerMemory(depth))
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
-        self._rows = [_Row(_Tree(self._options.max_depth)) for _ in range(batch)]
+        self._rows = [_SuffixRow(_SuffixTree(self._options.max_depth)) for _ in range(batch)]
 
     def release(self) -> None:
         """What was answered goes into the memory, cancelled or not."""
         if self._memory is not None:
             for row in self._rows:
-                if len(row.text.ids) - row.prompt >= SHORTEST:
+                if len(row.text.ids) - row.prompt >= MIN_ANSWER_TOKENS:
                     self._memory.add(row.text.ids[row.prompt :])
         self._rows = []
 
@@ -174,59 +176,61 @@ class Suffix(Method):
         if not self._rows[0].text.ids:
             for row, first, length in zip(self._rows, progress.inputs[:, :1].tolist(), progress.lengths, strict=True):
                 row.prompt = length
-                self._read(row, first)
-        for row, said in zip(self._rows, progress.said(), strict=True):
-            self._read(row, said)
+                self._append(row, first)
+        for row, new_ids in zip(self._rows, progress.output_ids(), strict=True):
+            self._append(row, new_ids)
 
-    def _read(self, row: _Row, tokens: list[int]) -> None:
+    def _append(self, row: _SuffixRow, tokens: list[int]) -> None:
         for token in tokens:
             row.tree.extend(row.text, token)
             if self._memory is not None:
-                row.recalled = self._memory.tree.follow(row.recalled, token)
+                row.memory_endings = self._memory.tree.follow(row.memory_endings, token)
 
     def propose(self, budget: Budget) -> Draft:
-        found = [self._best(row, budget) for row in self._rows]
-        tokens = padded([f.tokens for f in found], self._device, ABSENT)
-        confidence = padded([f.chances for f in found], self._device, 0.0, torch.float32)
+        candidates = [self._best(row, budget) for row in self._rows]
+        tokens = padded([f.tokens for f in candidates], self._device, ABSENT)
+        confidence = padded([f.probs for f in candidates], self._device, 0.0, torch.float32)
         if not self._options.nodes:
             return Draft.chain(tokens, confidence=confidence)
-        return Draft(tokens, padded([f.parents for f in found], self._device, 0), confidence=confidence)
+        return Draft(tokens, padded([f.parents for f in candidates], self._device, 0), confidence=confidence)
 
-    def _best(self, row: _Row, budget: Budget) -> _Found:
+    def _best(self, row: _SuffixRow, budget: Budget) -> _Candidate:
         """Of equal scores the longer match wins, and the row's own text before the memory."""
         options = self._options
-        best = _Found()
-        for endings in (row.text.endings, row.recalled):
+        best = _Candidate()
+        for endings in (row.text.endings, row.memory_endings):
             for length, node in zip(range(len(endings), 0, -1), endings, strict=True):
-                trusted = int(options.max_spec_factor * length + options.max_spec_offset)
+                max_tokens = int(options.max_spec_factor * length + options.max_spec_offset)
                 depth = min(budget.depth, options.max_depth - length)
-                if trusted <= best.score:
+                if max_tokens <= best.score:
                     break  # nothing shorter can promise more
-                found = self._below(node, min(trusted, budget.nodes), depth)
-                if found.score > best.score:
-                    best = found
+                candidate = self._expand(node, min(max_tokens, budget.nodes), depth)
+                if candidate.score > best.score:
+                    best = candidate
         return best
 
-    def _below(self, ending: _Node, nodes: int, depth: int) -> _Found:
+    def _expand(self, ending: _SuffixNode, nodes: int, depth: int) -> _Candidate:
         """The likeliest of what followed an ending: a tree of at most `nodes` nodes, or its best chain."""
-        options, found, order = self._options, _Found(), count()
+        options, candidate, order = self._options, _Candidate(), count()
         width = nodes if options.nodes else 1
-        waiting: list[tuple[float, int, int, int, int, float, _Node]] = []  # the likeliest path first, then the oldest
+        frontier: list[
+            tuple[float, int, int, int, int, float, _SuffixNode]
+        ] = []  # the likeliest path first, then the oldest
 
-        def offer(above: _Node, slot: int, level: int, reached: float) -> None:
-            children = above.children if level <= depth else {}
+        def push_children(parent_node: _SuffixNode, slot: int, level: int, path_prob: float) -> None:
+            children = parent_node.children if level <= depth else {}
             # of equal counts the token that came first; ArcticInference's order is an accident of its lists
             for token, child in nlargest(width, children.items(), key=lambda pair: pair[1].count):
-                chance = child.count / above.count
-                if reached * chance >= options.min_token_prob:
-                    heappush(waiting, (-reached * chance, next(order), slot, level, token, chance, child))
+                prob = child.count / parent_node.count
+                if path_prob * prob >= options.min_token_prob:
+                    heappush(frontier, (-path_prob * prob, next(order), slot, level, token, prob, child))
 
-        offer(ending, 0, 1, 1.0)
-        while waiting and len(found.tokens) < nodes:
-            less, _, slot, level, token, chance, node = heappop(waiting)
-            found.tokens.append(token)
-            found.parents.append(slot)
-            found.chances.append(chance)
-            found.score -= less
-            offer(node, len(found.tokens), level + 1, -less)
-        return found
+        push_children(ending, 0, 1, 1.0)
+        while frontier and len(candidate.tokens) < nodes:
+            neg_prob, _, slot, level, token, token_prob, node = heappop(frontier)
+            candidate.tokens.append(token)
+            candidate.parents.append(slot)
+            candidate.probs.append(token_prob)
+            candidate.score -= neg_prob
+            push_children(node, len(candidate.tokens), level + 1, -neg_prob)
+        return candidate

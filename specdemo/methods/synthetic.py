@@ -12,7 +12,7 @@ from torch import Generator
 
 from specdemo.core import accept
 from specdemo.core.accept import AcceptRule
-from specdemo.core.host import to_device
+from specdemo.core.host_copy import to_device
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft, first_branch, is_chain
@@ -33,47 +33,47 @@ class Synthetic(Wrapper):
         )
 
         def __post_init__(self) -> None:
-            kept_rates(self.rates)
+            parse_rates(self.rates)
 
     def __init__(self, target: Target, model: object = None, options: Options | None = None) -> None:
         options = options or self.Options()
         super().__init__(load_drafter(options.drafter, target, model))
-        self._free, self._device = options.drafter == BASELINE, target.device
-        self._rates = kept_rates(options.rates)
+        self._is_free, self._device = options.drafter == BASELINE, target.device
+        self._rates = parse_rates(options.rates)
         self.note = (
             f"drafts are kept by chance, at {options.rates}: this is not the model's text, its speed alone counts"
         )
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
         super().start(batch, sampling, rng)
-        self._coins, self._written = rng, [0] * batch  # tokens, per row
+        self._rng, self._num_written = rng, [0] * batch  # tokens, per row
         self._prompts: list[list[int]] = []
 
-    def judge(self, chosen: AcceptRule) -> AcceptRule:
-        return accept.Synthetic(self._rates, self._coins)
+    def accept_rule(self, default: AcceptRule) -> AcceptRule:
+        return accept.Synthetic(self._rates, self._rng)
 
     def propose(self, budget: Budget) -> Draft:
         """Its notes have by_chance, so that every step of a trace says so."""
-        draft = self._copied(min(budget.depth, budget.nodes)) if self._free else super().propose(budget)
+        draft = self._copy_prompt(min(budget.depth, budget.nodes)) if self._is_free else super().propose(budget)
         chain = draft if is_chain(draft.parents) else first_branch(draft)
         return replace(chain, notes={**draft.notes, "by_chance": 1.0})
 
     def observe(self, progress: Progress) -> None:
         super().observe(progress)
         if self._prompts:
-            self._written = [n + length for n, length in zip(self._written, progress.lengths, strict=True)]
+            self._num_written = [n + length for n, length in zip(self._num_written, progress.lengths, strict=True)]
         else:
             rows = zip(progress.inputs.tolist(), progress.lengths, strict=True)
             self._prompts = [tokens[:length] for tokens, length in rows]
 
-    def _copied(self, depth: int) -> Draft:
+    def _copy_prompt(self, depth: int) -> Draft:
         """The prompt again, from the token that as many were written before."""
-        rows = zip(self._prompts, self._written, strict=True)
-        tokens = [[prompt[(at + i) % len(prompt)] for i in range(depth)] for prompt, at in rows]
+        rows = zip(self._prompts, self._num_written, strict=True)
+        tokens = [[prompt[(offset + i) % len(prompt)] for i in range(depth)] for prompt, offset in rows]
         return Draft.chain(to_device(tokens, self._device).view(len(tokens), depth))
 
 
-def kept_rates(text: str) -> tuple[float, ...]:
+def parse_rates(text: str) -> tuple[float, ...]:
     """`0.8,0.75` as numbers. Raises ValueError, one line, for anything but chances."""
     try:
         rates = tuple(map(float, text.split(",")))

@@ -4,30 +4,30 @@ from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
-from specdemo.methods import head_of
+from specdemo.methods import detect_head
 from specdemo.models import load
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def naming_heads(of_whole: Callable[P, T]) -> Callable[P, T]:
+def name_head_in_error(loader: Callable[P, T]) -> Callable[P, T]:
     """A loader of whole models, given the name first, whose ValueError names the method of what is a head's folder."""
 
-    @wraps(of_whole)
-    def loaded(*given: P.args, **how: P.kwargs) -> T:
+    @wraps(loader)
+    def load_or_explain(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            return of_whole(*given, **how)
+            return loader(*args, **kwargs)
         except ValueError:
-            name = next(iter((*given, *how.values())))
-            head = head_of(name) if isinstance(name, str) else None
+            name = next(iter((*args, *kwargs.values())))
+            head = detect_head(name) if isinstance(name, str) else None
             if head is None:
                 raise
             raise ValueError(f"{name} holds a head for method {head!r}; choose a whole model as the target") from None
 
-    return loaded
+    return load_or_explain
 
 
-load_target = naming_heads(load.load_target)
-load_model = naming_heads(load.load_model)
-outline = naming_heads(load.outline)
+load_target = name_head_in_error(load.load_target)
+load_model = name_head_in_error(load.load_model)
+outline = name_head_in_error(load.load_meta_target)

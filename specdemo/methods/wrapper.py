@@ -16,7 +16,7 @@ def wrappable(wrapper: str) -> tuple[str, ...]:
     return tuple(name for name in METHODS if name not in (BASELINE, SYNTHETIC, wrapper))
 
 
-def judged(draft: Draft, depth: int, progress: Progress) -> list[tuple[int, int]]:
+def acceptance_per_row(draft: Draft, depth: int, progress: Progress) -> list[tuple[int, int]]:
     """What became of a draft of at most `depth` levels: levels drafted and levels kept, per row still running."""
     drafted = [draft.nodes] * len(progress.lengths)
     if len(drafted) > 1 and draft.nodes:
@@ -40,17 +40,17 @@ class Wrapper(Method):
         return sum(drafter.history_bytes for drafter in self.drafters)
 
     @property
-    def unrecorded(self) -> str:
-        return next((drafter.unrecorded for drafter in self.drafters if drafter.unrecorded), "")
+    def graph_note(self) -> str:
+        return next((drafter.graph_note for drafter in self.drafters if drafter.graph_note), "")
 
-    def unrecord(self) -> None:
+    def release_graphs(self) -> None:
         for drafter in self.drafters:
-            drafter.unrecord()
+            drafter.release_graphs()
 
-    def rehearse(self, budget: Budget) -> None:
+    def capture_graphs(self, budget: Budget) -> None:
         for drafter in self.drafters:
             drafter.propose(budget)
-            drafter.rehearse(budget)
+            drafter.capture_graphs(budget)
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
         for drafter in self.drafters:
@@ -63,9 +63,9 @@ class Wrapper(Method):
         for drafter in self.drafters:
             drafter.observe(progress)
 
-    def timed(self, ms: Mapping[str, float]) -> None:
+    def on_step_timed(self, ms: Mapping[str, float]) -> None:
         for drafter in self.drafters:
-            drafter.timed(ms)
+            drafter.on_step_timed(ms)
 
     def release(self) -> None:
         for drafter in self.drafters:

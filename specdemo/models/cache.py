@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from specdemo.core.host import to_device
+from specdemo.core.host_copy import to_device
 
-SPARE = 64  # free columns where no reserve is given
+SPARE_COLUMNS = 64  # free columns where no reserve is given
 
 
 class KeyValues(Protocol):
@@ -34,17 +34,17 @@ class Cursor:
         self.lengths = [0] * rows
         self.capacity = capacity
         self.longest = 0
-        self.each: Tensor | None = None  # [B] lengths, if they differ
+        self.row_lengths: Tensor | None = None  # [B] lengths, if they differ
         self.columns: Tensor | None = None  # [B, 1, S, 1] columns that this pass writes to, if lengths differ
-        self.whole = False  # the pass reads all columns; its mask hides those after the new ones
-        self._every = torch.empty(0, dtype=torch.int64, device=device)
+        self.full_read = False  # the pass reads all columns; its mask hides those after the new ones
+        self._positions = torch.empty(0, dtype=torch.int64, device=device)
 
     @property
     def position(self) -> Tensor:
         """Return the position [1, 1] of the next token. All rows have the same length."""
-        if len(self._every) <= self.longest:
-            self._every = torch.arange(max(self.capacity, self.longest + 1), device=self.device)
-        return self._every[None, self.longest : self.longest + 1]
+        if len(self._positions) <= self.longest:
+            self._positions = torch.arange(max(self.capacity, self.longest + 1), device=self.device)
+        return self._positions[None, self.longest : self.longest + 1]
 
 
 class SlabLayer(CacheLayerMixin):
@@ -57,9 +57,9 @@ class SlabLayer(CacheLayerMixin):
         self.cursor = cursor
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.hold(self._slab(key_states), self._slab(value_states))
+        self.set_slabs(self._slab(key_states), self._slab(value_states))
 
-    def hold(self, keys: Tensor, values: Tensor) -> None:
+    def set_slabs(self, keys: Tensor, values: Tensor) -> None:
         """Use keys and values [B, H, T, D] as storage, without a copy."""
         self.keys, self.values, self.is_initialized = keys, values, True
 
@@ -80,7 +80,7 @@ class SlabLayer(CacheLayerMixin):
             columns = cursor.columns.to(key_states.device)
             self.keys.scatter_(2, columns.expand_as(key_states), key_states)
             self.values.scatter_(2, columns.expand_as(value_states), value_states)
-        if cursor.whole:
+        if cursor.full_read:
             return self.keys, self.values
         return self.keys.narrow(2, 0, start + slots), self.values.narrow(2, 0, start + slots)
 
@@ -110,43 +110,43 @@ class SlabLayer(CacheLayerMixin):
 class SlabCache(Cache):
     """KV cache of a model of attention layers, passed as `past_key_values`."""
 
-    def __init__(self, layers: int, rows: int, capacity: int, device: torch.device, alike: bool = False) -> None:
+    def __init__(self, layers: int, rows: int, capacity: int, device: torch.device, same_shape: bool = False) -> None:
         """same_shape: keys and values have one shape in all layers. They share one tensor, so that a commit moves them
         in one operation."""
         self.cursor = Cursor(rows, capacity, device)
         self.slabs = [SlabLayer(self.cursor) for _ in range(layers)]
-        self._alike = alike
+        self._same_shape = same_shape
         self._block: Tensor | None = None  # [2 * layers, B, H, capacity, D]
         super().__init__(layers=list(self.slabs))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        if self._alike and self._block is None:
-            self._share(key_states)
+        if self._same_shape and self._block is None:
+            self._allocate_block(key_states)
         return self.slabs[layer_idx].update(key_states, value_states)
 
-    def _share(self, like: Tensor) -> None:
+    def _allocate_block(self, like: Tensor) -> None:
         """Allocate one block for all layers, with the shape of states [B, H, S, D], and copy the old block into it."""
-        before = self._block
+        old_block = self._block
         rows, heads, _, size = like.shape
         self._block = like.new_zeros(2 * len(self.slabs), rows, heads, self.cursor.capacity, size)
-        if before is not None:
-            self._block.narrow(3, 0, before.shape[3]).copy_(before)
+        if old_block is not None:
+            self._block.narrow(3, 0, old_block.shape[3]).copy_(old_block)
         for layer, keys, values in zip(self.slabs, self._block[::2], self._block[1::2], strict=True):
-            layer.hold(keys, values)
+            layer.set_slabs(keys, values)
 
     @property
     def bytes(self) -> int:
         """Return the allocated size of all keys and values."""
-        return sum(slabs.nbytes for slabs in self._held())
+        return sum(slabs.nbytes for slabs in self._slab_tensors())
 
     def reserve(self, columns: int) -> None:
         """Make room for histories of `columns` tokens."""
         if columns > self.cursor.capacity:
             self.cursor.capacity = columns
             if self._block is not None:
-                self._share(self._block[0])
+                self._allocate_block(self._block[0])
                 return
             for layer in self.slabs:
                 layer.grow()
@@ -156,42 +156,42 @@ class SlabCache(Cache):
         cursor = self.cursor
         needed = cursor.longest + slots
         if needed > cursor.capacity:
-            self.reserve(max(needed + SPARE, 2 * cursor.capacity))
-        if cursor.each is not None:
-            cursor.columns = (cursor.each[:, None] + torch.arange(slots, device=cursor.device))[:, None, :, None]
+            self.reserve(max(needed + SPARE_COLUMNS, 2 * cursor.capacity))
+        if cursor.row_lengths is not None:
+            cursor.columns = (cursor.row_lengths[:, None] + torch.arange(slots, device=cursor.device))[:, None, :, None]
 
     @contextmanager
-    def whole(self, columns: Tensor) -> Iterator[None]:
+    def scatter_writes(self, columns: Tensor) -> Iterator[None]:
         """Make forward passes inside the block write to columns [B, 1, S, 1] and read all columns."""
         cursor = self.cursor
-        before, cursor.columns, cursor.whole = cursor.columns, columns, True
+        before, cursor.columns, cursor.full_read = cursor.columns, columns, True
         try:
             yield
         finally:
-            cursor.columns, cursor.whole = before, False
+            cursor.columns, cursor.full_read = before, False
 
-    def keep(self, path: list[list[int]]) -> None:
+    def gather_accepted(self, path: list[list[int]]) -> None:
         """Move the accepted slots of the last forward pass to the end of the history."""
         cursor = self.cursor
-        stray = [slots for slots in path if slots != list(range(len(slots)))]
-        if stray and len(path) == 1:
-            stays = next(i for i, slot in enumerate(stray[0]) if i != slot)
-            source = to_device([cursor.longest + slot for slot in stray[0][stays:]], cursor.device)
-            for slabs in self._held():
-                kept = slabs.index_select(-2, source.to(slabs.device))
-                slabs.narrow(-2, cursor.longest + stays, len(source)).copy_(kept)
-        elif stray:
+        moving_rows = [slots for slots in path if slots != list(range(len(slots)))]
+        if moving_rows and len(path) == 1:
+            prefix = next(i for i, slot in enumerate(moving_rows[0]) if i != slot)
+            source = to_device([cursor.longest + slot for slot in moving_rows[0][prefix:]], cursor.device)
+            for slabs in self._slab_tensors():
+                accepted = slabs.index_select(-2, source.to(slabs.device))
+                slabs.narrow(-2, cursor.longest + prefix, len(source)).copy_(accepted)
+        elif moving_rows:
             width = max(map(len, path))
             start = to_device(cursor.lengths, cursor.device)[:, None]
             # pad with slots that stay in place; they are never read again
             padded = [slots + list(range(len(slots), width)) for slots in path]
             moved = to_device(padded, cursor.device) + start
             target = torch.arange(width, device=cursor.device) + start
-            for slabs in self._held():
+            for slabs in self._slab_tensors():
                 _move(slabs, moved.to(slabs.device), target.to(slabs.device))
         self.set_lengths([n + len(slots) for n, slots in zip(cursor.lengths, path, strict=True)])
 
-    def _held(self) -> list[Tensor]:
+    def _slab_tensors(self) -> list[Tensor]:
         """Return all keys and values, [.., B, H, capacity, D] each."""
         if self._block is not None:
             return [self._block]
@@ -201,11 +201,11 @@ class SlabCache(Cache):
         """Set the committed lengths. Shorter rows are cropped, longer ones include columns of the last forward pass."""
         cursor = self.cursor
         cursor.lengths, cursor.longest, cursor.columns = lengths, max(lengths), None
-        cursor.each = None if min(lengths) == cursor.longest else to_device(lengths, cursor.device)
+        cursor.row_lengths = None if min(lengths) == cursor.longest else to_device(lengths, cursor.device)
 
 
 def _move(slabs: Tensor, source: Tensor, target: Tensor) -> None:
     """Copy columns source [B, A] of slabs [.., B, H, C, D] to columns target [B, A], row by row."""
     shape = (*slabs.shape[:-2], source.shape[-1], slabs.shape[-1])
-    taken = slabs.gather(-2, source[:, None, :, None].expand(shape))
-    slabs.scatter_(-2, target[:, None, :, None].expand(shape), taken)
+    values = slabs.gather(-2, source[:, None, :, None].expand(shape))
+    slabs.scatter_(-2, target[:, None, :, None].expand(shape), values)

@@ -10,7 +10,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING,
 )
 
-from specdemo.core.reading import lacks_memory
+from specdemo.core.safe_io import is_out_of_memory
 
 # How much a token may change the logits before it, as a share of how much it changes its own. In a causal model only
 # rounding changes them. Encoders with random weights of scale 0.2 reach 0.3 to 2, of scale 0.02 0.004 to 0.01.
@@ -51,7 +51,7 @@ def check_model(name: str, model: PreTrainedModel) -> None:
     try:
         logits = model(tokens % embed.weight.shape[0]).logits.float()
     except Exception as error:
-        if lacks_memory(error):
+        if is_out_of_memory(error):
             raise
         raise ValueError(f"{name} cannot generate: {_failure(model, error)}; choose another model") from error
     first, second = (logits[0] - logits[1]).abs().amax(-1).tolist()

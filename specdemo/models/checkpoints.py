@@ -17,17 +17,17 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specdemo.core.files import finite, json_text, replacing_all, write_text
-from specdemo.core.reading import TOO_LARGE, lacks_memory
+from specdemo.core.files import atomic_folder, finite, json_text, write_text
+from specdemo.core.safe_io import TOO_LARGE, is_out_of_memory
 from specdemo.models.configs import read_config
 from specdemo.models.footprint import headers
-from specdemo.models.hub import MASK, Cancelled, LoadProgress, describe, remote_headers, silent
-from specdemo.models.resolve import fetched, locate
+from specdemo.models.hub import MASK_FILE, Cancelled, LoadProgress, fetch_config, no_progress, remote_headers
+from specdemo.models.resolve import fetch_folder, locate
 
 PICKLED = ("*.pt", "*.bin")
 SHARD = "9MB"
-NUMBERED = 2048  # limit of the numbers in tensor names (layers, heads, experts)
-TABLE = 1 << 24  # most integers in a table of a checkpoint opened without weights
+MAX_NUMBER = 2048  # limit of the numbers in tensor names (layers, heads, experts)
+MAX_TABLE = 1 << 24  # most integers in a table of a checkpoint opened without weights
 MASK_TOKEN = "mask_embedding.token"  # tensor name of the mask token's id
 SHARDS = "model*.safetensors*"  # names of the files that `write_checkpoint` writes
 
@@ -49,79 +49,79 @@ class Checkpoint:
         """Return True if any tensor name contains one of the parts."""
         return any(part in name for name in self.tensors for part in parts)
 
-    def says(self, key: str, *values: str) -> bool:
+    def config_has(self, key: str, *values: str) -> bool:
         """Return True if the config entry is one of the values, or a list that contains one."""
-        said = self.config.get(key)
-        return any(str(value) in values for value in (said if isinstance(said, list) else [said]))
+        entry = self.config.get(key)
+        return any(str(value) in values for value in (entry if isinstance(entry, list) else [entry]))
 
 
-def open_checkpoint(source: str, progress: LoadProgress = silent) -> Checkpoint:
+def open_checkpoint(source: str, progress: LoadProgress = no_progress) -> Checkpoint:
     """Open a folder, an embedded name or a hub id.
 
     Raises ValueError, one line, if there is no checkpoint, if a file is damaged, or if it would run code.
     """
-    folder = fetched(locate(source, PICKLED), progress)
-    pickled = (f for kind in PICKLED for f in folder.glob(kind) if f.name != MASK)
+    folder = fetch_folder(locate(source, PICKLED), progress)
+    pickled = (f for kind in PICKLED for f in folder.glob(kind) if f.name != MASK_FILE)
     files = sorted(folder.glob("*.safetensors")) or sorted(pickled)
     if not files:
         raise ValueError(f"{source} holds no weights (*.safetensors, *.pt or *.bin); name the folder of a speculator")
     tensors: dict[str, Tensor] = {}
     for done, file in enumerate(files):
         progress(done / len(files), f"reading {file.name}")
-        loaded = _loaded(file)
+        loaded = _load_file(file)
         if not isinstance(loaded, Mapping) or not all(isinstance(t, Tensor) for t in loaded.values()):
             raise ValueError(f"{file} holds more than tensors; convert it to safetensors")
         tensors |= loaded
-    return Checkpoint(source, read_config(folder), tensors | _mask(folder), tuple(f.name for f in files))
+    return Checkpoint(source, read_config(folder), tensors | _mask_token_tensors(folder), tuple(f.name for f in files))
 
 
-def outline_checkpoint(source: str) -> Checkpoint:
+def open_meta_checkpoint(source: str) -> Checkpoint:
     """Open a checkpoint from the headers of its files only, with all tensors on the meta device.
 
     Integer tables are zeros. Raises ValueError, one line, also for a repository with pickled weights, which have no
     headers and must be downloaded first.
     """
-    found = locate(source, PICKLED)
-    if isinstance(found, Path):
-        folder, files = found, sorted(found.glob("*.safetensors"))
+    location = locate(source, PICKLED)
+    if isinstance(location, Path):
+        folder, files = location, sorted(location.glob("*.safetensors"))
         if not files:
             opened = open_checkpoint(source)
             tensors = {n: t.to("meta") if t.is_floating_point() else t for n, t in opened.tensors.items()}
             return Checkpoint(source, opened.config, tensors, opened.files)
-        described, names = headers(files), [file.name for file in files]
+        header_entries, names = headers(files), [file.name for file in files]
     else:
-        pickled = [file for file in found.weights if not file.endswith(".safetensors")]
+        pickled = [file for file in location.weights if not file.endswith(".safetensors")]
         if pickled:
             raise ValueError(f"{source} has pickled weights ({pickled[0]}); download it to see its content")
-        folder, described, names = describe(found), remote_headers(found), found.weights
-    shapes = {name: _stand_in(shape, stored) for name, shape, stored in described}
-    return Checkpoint(source, read_config(folder), shapes | _mask(folder), tuple(names))
+        folder, header_entries, names = fetch_config(location), remote_headers(location), location.weights
+    shapes = {name: _placeholder(shape, stored) for name, shape, stored in header_entries}
+    return Checkpoint(source, read_config(folder), shapes | _mask_token_tensors(folder), tuple(names))
 
 
-def _stand_in(shape: Sequence[int], stored: str) -> Tensor:
-    if stored[0] in "IUB" and stored != "BF16" and prod(shape) <= TABLE:
+def _placeholder(shape: Sequence[int], stored: str) -> Tensor:
+    if stored[0] in "IUB" and stored != "BF16" and prod(shape) <= MAX_TABLE:
         return torch.zeros(list(shape), dtype=torch.bool if stored == "BOOL" else torch.int64)
     return torch.empty(list(shape), device="meta")
 
 
-def _loaded(file: Path) -> object:
+def _load_file(file: Path) -> object:
     try:
         return load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
     except Exception as error:  # a damaged pickle raises anything
-        wrong = TOO_LARGE if lacks_memory(error) else "is damaged or not plain weights; fetch it again"
+        wrong = TOO_LARGE if is_out_of_memory(error) else "is damaged or not plain weights; fetch it again"
         raise ValueError(f"{file} {wrong}") from None
 
 
-def _mask(folder: Path) -> dict[str, Tensor]:
+def _mask_token_tensors(folder: Path) -> dict[str, Tensor]:
     """Read `mask_embedding.pt` of MiMo's drafters, as vLLM does (qwen3_dflash.py): the embedding of the mask token,
     with or without the token's id."""
-    file = folder / MASK
+    file = folder / MASK_FILE
     if not file.is_file():
         return {}
-    said = _loaded(file)
-    named = said if isinstance(said, Mapping) else {"embedding": said}
+    contents = _load_file(file)
+    named = contents if isinstance(contents, Mapping) else {"embedding": contents}
     row, token = named.get("embedding"), named.get("mask_token_id")
-    if not isinstance(row, Tensor) or not (token is None or (isinstance(token, int) and 0 <= token < TABLE)):
+    if not isinstance(row, Tensor) or not (token is None or (isinstance(token, int) and 0 <= token < MAX_TABLE)):
         raise ValueError(f"{file} holds no embedding of a mask token; fetch it again")
     return {"mask_embedding": row.reshape(-1)} | ({} if token is None else {MASK_TOKEN: torch.tensor(token)})
 
@@ -132,9 +132,9 @@ def write_checkpoint(folder: Path, config: Mapping[str, object], tensors: Mappin
     Raises ValueError, one line, if they cannot be written.
     """
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    with replacing_all(folder, SHARDS, "config.json") as beside:
-        save_torch_state_dict(state, beside, max_shard_size=SHARD)
-        write_text(beside / "config.json", json_text(finite(dict(config)), indent=2) + "\n")
+    with atomic_folder(folder, SHARDS, "config.json") as staging:
+        save_torch_state_dict(state, staging, max_shard_size=SHARD)
+        write_text(staging / "config.json", json_text(finite(dict(config)), indent=2) + "\n")
 
 
 def check_weights(checkpoint: Checkpoint) -> None:
@@ -148,20 +148,20 @@ def check_weights(checkpoint: Checkpoint) -> None:
         if name.endswith((".weight", ".bias")) and not tensor.is_floating_point():
             kind = str(tensor.dtype).removeprefix("torch.")
             raise ValueError(f"{checkpoint.name} holds {name} as {kind}; choose a head that is not quantised")
-        if any(len(number) > 4 or int(number) >= NUMBERED for number in re.findall(r"\d+", name)):
-            raise ValueError(f"{checkpoint.name} holds {name[:80]}, numbered beyond {NUMBERED}; choose another head")
+        if any(len(number) > 4 or int(number) >= MAX_NUMBER for number in re.findall(r"\d+", name)):
+            raise ValueError(f"{checkpoint.name} holds {name[:80]}, numbered beyond {MAX_NUMBER}; choose another head")
 
 
 @contextmanager
-def readable(name: str) -> Iterator[None]:
+def checkpoint_errors(name: str) -> Iterator[None]:
     """Convert any error from reading a head's files to a ValueError with one line."""
     try:
         yield
     except Cancelled:
         raise
     except Exception as error:
-        if lacks_memory(error):
+        if is_out_of_memory(error):
             raise ValueError(f"{name} {TOO_LARGE}") from error
         line = str(error).partition("\n")[0] or type(error).__name__
-        told = isinstance(error, ValueError)
-        raise ValueError(line if told else f"{name} cannot be read ({line}); fetch it again") from error
+        has_message = isinstance(error, ValueError)
+        raise ValueError(line if has_message else f"{name} cannot be read ({line}); fetch it again") from error

@@ -10,7 +10,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class DeviceKind:
     """A device kind; the defaults are those of a CPU. Sizes are in bytes, for the device in the argument."""
 
     title: str = "CPU"
@@ -18,8 +18,8 @@ class Kind:
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")  # the first is dtype `auto`
     attention: str = "flash or math"  # kernels of scaled dot product attention
     quantised: bool = True  # bitsandbytes has kernels for it
-    records: bool = False  # forward passes run as CUDA graphs
-    apart: bool = False  # has its own memory; main memory can hold layers that do not fit
+    cuda_graphs: bool = False  # forward passes run as CUDA graphs
+    separate_memory: bool = False  # has its own memory; main memory can hold layers that do not fit
     tested: bool = False  # on hardware
 
     def count(self) -> int:
@@ -30,7 +30,7 @@ class Kind:
         """Return the name of the device; empty if torch does not know it."""
         return ""
 
-    def wait(self, device: torch.device) -> None:
+    def synchronize(self, device: torch.device) -> None:
         """Wait until all work on the device is done."""
 
     def free(self, device: torch.device) -> int:
@@ -49,25 +49,25 @@ class Kind:
         """Return the peak memory used by tensors since `reset_peak`; 0 if unknown."""
         return 0
 
-    def forget_peak(self, device: torch.device) -> None:
+    def reset_peak(self, device: torch.device) -> None:
         """Reset the peak."""
 
-    def empty(self) -> None:
+    def empty_cache(self) -> None:
         """Return cached memory of the allocator to the device."""
 
     def prepare(self) -> None:
         """Set up the device before the first pass of a model."""
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """Return the row as a sentence."""
-        recorded = "CUDA graphs" if self.records else "no CUDA graphs"
+        graphs = "CUDA graphs" if self.cuda_graphs else "no CUDA graphs"
         quantised = "4bit and 8bit" if self.quantised else "neither 4bit nor 8bit"
-        words = [", ".join(self.dtypes), quantised, f"time by {self.timing}", f"attention {self.attention}", recorded]
+        words = [", ".join(self.dtypes), quantised, f"time by {self.timing}", f"attention {self.attention}", graphs]
         return "; ".join(words if self.tested else [*words, "untested on hardware"])
 
 
 @dataclass(frozen=True, slots=True)
-class Discrete(Kind):
+class Discrete(DeviceKind):
     """A GPU for which torch has a module like torch.cuda."""
 
     module: ModuleType = torch.cuda
@@ -78,7 +78,7 @@ class Discrete(Kind):
     def name(self, device: torch.device) -> str:
         return str(self.module.get_device_name(device))
 
-    def wait(self, device: torch.device) -> None:
+    def synchronize(self, device: torch.device) -> None:
         self.module.synchronize(device)
 
     def free(self, device: torch.device) -> int:
@@ -93,10 +93,10 @@ class Discrete(Kind):
     def peak(self, device: torch.device) -> int:
         return int(self.module.max_memory_allocated(device))
 
-    def forget_peak(self, device: torch.device) -> None:
+    def reset_peak(self, device: torch.device) -> None:
         self.module.reset_peak_memory_stats(device)
 
-    def empty(self) -> None:
+    def empty_cache(self) -> None:
         self.module.empty_cache()
 
     def prepare(self) -> None:
@@ -104,7 +104,7 @@ class Discrete(Kind):
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-class Mps(Kind):
+class Mps(DeviceKind):
     """An Apple GPU, which uses main memory."""
 
     def count(self) -> int:
@@ -113,7 +113,7 @@ class Mps(Kind):
     def name(self, device: torch.device) -> str:
         return "Apple GPU"
 
-    def wait(self, device: torch.device) -> None:
+    def synchronize(self, device: torch.device) -> None:
         torch.mps.synchronize()
 
     def free(self, device: torch.device) -> int:
@@ -123,31 +123,33 @@ class Mps(Kind):
     def total(self, device: torch.device) -> int:
         return int(torch.mps.recommended_max_memory())
 
-    def empty(self) -> None:
+    def empty_cache(self) -> None:
         torch.mps.empty_cache()
 
 
-EVENTS, WAITS = "events", "synchronising"
+EVENTS, SYNCHRONISING = "events", "synchronising"
 HALF = ("bfloat16", "float16", "float32")
-KINDS: dict[str, Kind] = {  # the best first
-    "cuda": Discrete("NVIDIA or AMD GPU", EVENTS, HALF, "flash, efficient or math", records=True, apart=True),
-    "xpu": Discrete("Intel GPU", WAITS, HALF, "flash, oneDNN or math", apart=True, module=torch.xpu),
-    "mps": Mps("Apple GPU", WAITS, HALF, "Metal", quantised=False),
-    "cpu": Kind(tested=True),
+DEVICE_KINDS: dict[str, DeviceKind] = {  # the best first
+    "cuda": Discrete(
+        "NVIDIA or AMD GPU", EVENTS, HALF, "flash, efficient or math", cuda_graphs=True, separate_memory=True
+    ),
+    "xpu": Discrete("Intel GPU", SYNCHRONISING, HALF, "flash, oneDNN or math", separate_memory=True, module=torch.xpu),
+    "mps": Mps("Apple GPU", SYNCHRONISING, HALF, "Metal", quantised=False),
+    "cpu": DeviceKind(tested=True),
 }
 
 
-def kind(device: torch.device) -> Kind:
+def device_kind(device: torch.device) -> DeviceKind:
     """Return the row of a device; an unknown kind is treated as a CPU."""
-    return KINDS.get(device.type, KINDS["cpu"])
+    return DEVICE_KINDS.get(device.type, DEVICE_KINDS["cpu"])
 
 
-def best() -> torch.device:
+def best_device() -> torch.device:
     """Return the device for `auto`: the first available kind."""
-    return torch.device(next(name for name, row in KINDS.items() if row.count()))
+    return torch.device(next(name for name, row in DEVICE_KINDS.items() if row.count()))
 
 
 def now(device: torch.device) -> float:
     """Return seconds on a clock, read after all work on the device is done."""
-    kind(device).wait(device)
+    device_kind(device).synchronize(device)
     return time.perf_counter()

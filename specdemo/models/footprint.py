@@ -15,17 +15,23 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
-from specdemo.core.reading import TOO_LARGE
+from specdemo.core.safe_io import TOO_LARGE
 from specdemo.models.configs import read_config
-from specdemo.models.devices import kind
-from specdemo.models.hub import Repository, describe
+from specdemo.models.devices import device_kind
+from specdemo.models.hub import Repository, fetch_config
 
 HEADROOM = 1.1  # factor for activations, buffers and fragmentation
 STORED_BITS = {"I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F4": 4}
-WHOLE = ("embed", "lm_head", "wte", "wpe", "experts")  # parts of names of matrices that bitsandbytes does not quantise
+UNQUANTISED = (
+    "embed",
+    "lm_head",
+    "wte",
+    "wpe",
+    "experts",
+)  # parts of names of matrices that bitsandbytes does not quantise
 ABSENT = 1.5  # a config with so many times the numbers of its files: they lack tensors, as those of heads do
-PACKED = 8  # 4-bit numbers per stored entry
-SCALES = {4: 4.13, 8: 8.03}  # bits per number, including its share of the scales (4: double quantisation)
+NUMBERS_PER_ENTRY = 8  # 4-bit numbers per stored entry
+BITS_PER_NUMBER = {4: 4.13, 8: 8.03}  # bits per number, including its share of the scales (4: double quantisation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +58,16 @@ class Footprint:
     per_token: int  # keys and values per token of a lane
 
 
-def measure(source: Path | Repository, precision: Precision) -> Footprint:
+def estimate_footprint(source: Path | Repository, precision: Precision) -> Footprint:
     """Estimate the memory of a model. Raises ValueError for a damaged file or an unreachable repository."""
-    folder = describe(source) if isinstance(source, Repository) else source
+    folder = fetch_config(source) if isinstance(source, Repository) else source
     config = read_config(folder)
     _check_stored(str(source.name), config)
     config = config.get("text_config") or config.get("transformer_layer_config") or config
     weights = (
-        _announced(source, precision, config) if isinstance(source, Repository) else weight_bytes(folder, precision)
+        _from_hub_metadata(source, precision, config)
+        if isinstance(source, Repository)
+        else weight_bytes(folder, precision)
     )
     try:
         return Footprint(weights, _per_token(config, precision))
@@ -70,20 +78,20 @@ def measure(source: Path | Repository, precision: Precision) -> Footprint:
 def _check_stored(name: str, config: Mapping[str, Any]) -> None:
     """Raise ValueError if transformers would silently load 4-bit weights in 16 bits."""
     stored = config.get("quantization_config")
-    wanting = [package for package in ("kernels", "triton") if find_spec(package) is None]
-    if isinstance(stored, dict) and stored.get("quant_method") == "mxfp4" and wanting:
-        raise ValueError(f"{name} is stored in MXFP4, which needs other packages; run: pip install {' '.join(wanting)}")
+    missing = [package for package in ("kernels", "triton") if find_spec(package) is None]
+    if isinstance(stored, dict) and stored.get("quant_method") == "mxfp4" and missing:
+        raise ValueError(f"{name} is stored in MXFP4, which needs other packages; run: pip install {' '.join(missing)}")
 
 
-def check_described(name: str, folder: Path, model: PreTrainedModel) -> None:
+def check_config_size(name: str, folder: Path, model: PreTrainedModel) -> None:
     """Raise ValueError if a config describes more numbers than the files hold. model: on the meta device."""
     files = list(folder.glob("*.safetensors"))
-    held = sum(prod(shape) for _, shape, _ in headers(files))
+    stored = sum(prod(shape) for _, shape, _ in headers(files))
     trained = sum(parameter.numel() for parameter in model.parameters())
-    described = trained + sum(buffer.numel() for buffer in model.buffers())
+    expected = trained + sum(buffer.numel() for buffer in model.buffers())
     quantized = getattr(model.config, "quantization_config", None)
-    if files and (described > PACKED * held or (trained > ABSENT * held and not quantized)):
-        raise ValueError(f"the config of {name} has {described:,} numbers, its files {held:,}; fetch it again")
+    if files and (expected > NUMBERS_PER_ENTRY * stored or (trained > ABSENT * stored and not quantized)):
+        raise ValueError(f"the config of {name} has {expected:,} numbers, its files {stored:,}; fetch it again")
 
 
 def weight_bytes(folder: Path, precision: Precision) -> int:
@@ -109,13 +117,13 @@ def headers(files: list[Path]) -> Iterator[tuple[str, list[int], str]]:
             raise ValueError(f"{file} {TOO_LARGE}") from None
 
 
-def free_bytes(where: torch.device) -> list[int]:
+def free_bytes(device: torch.device) -> list[int]:
     """Return the free memory of the device, then of other devices of its kind that a model may be spread over."""
-    row = kind(where)
-    if not row.apart:
-        return [row.free(where)]
-    every = range(row.count()) if where.index is None else [where.index]
-    return [row.free(torch.device(where.type, index)) for index in every]
+    row = device_kind(device)
+    if not row.separate_memory:
+        return [row.free(device)]
+    indices = range(row.count()) if device.index is None else [device.index]
+    return [row.free(torch.device(device.type, index)) for index in indices]
 
 
 def gigabytes(count: float) -> str:
@@ -127,22 +135,22 @@ def _bits(name: str, dimensions: int, stored: str, precision: Precision) -> floa
     """Return the bits per number after loading. Integers and numbers below 16 bits stay as stored."""
     if stored in STORED_BITS:
         return STORED_BITS[stored]
-    if precision.bits is None or dimensions != 2 or any(part in name for part in WHOLE):
+    if precision.bits is None or dimensions != 2 or any(part in name for part in UNQUANTISED):
         return precision.width
-    return SCALES[precision.bits]
+    return BITS_PER_NUMBER[precision.bits]
 
 
-def _announced(found: Repository, precision: Precision, config: Mapping[str, Any]) -> int:
+def _from_hub_metadata(repository: Repository, precision: Precision, config: Mapping[str, Any]) -> int:
     """Return the weight size from the hub's metadata, or the size of the files."""
-    if not found.numbers:
-        return sum(found.files[file] for file in found.weights)
-    whole = 0
+    if not repository.numbers:
+        return sum(repository.files[file] for file in repository.weights)
+    unquantised = 0
     if precision.bits:
         tables = 1 if config.get("tie_word_embeddings") else 2
-        whole = tables * int(config.get("vocab_size", 0)) * int(config.get("hidden_size", 0))
-    per_number = SCALES[precision.bits] if precision.bits else precision.width
-    bits = sum(count * STORED_BITS.get(stored, per_number) for stored, count in found.numbers.items())
-    return int(bits + whole * (precision.width - per_number)) // 8
+        unquantised = tables * int(config.get("vocab_size", 0)) * int(config.get("hidden_size", 0))
+    per_number = BITS_PER_NUMBER[precision.bits] if precision.bits else precision.width
+    bits = sum(count * STORED_BITS.get(stored, per_number) for stored, count in repository.numbers.items())
+    return int(bits + unquantised * (precision.width - per_number)) // 8
 
 
 def _per_token(config: Mapping[str, Any], precision: Precision) -> int:

@@ -21,13 +21,22 @@ from transformers.models.mistral.modeling_mistral import MistralDecoderLayer, Mi
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
 
-from specdemo.models.packed import KNOWN_NORMS, PackedHead, PackedLinear, QuickNorm, joined, packed, packs, quick
-from specdemo.models.place import placed
+from specdemo.models.packed import (
+    KNOWN_NORMS,
+    FastRMSNorm,
+    PackedHead,
+    PackedLinear,
+    concat_linears,
+    fast_norm,
+    pack_linear,
+    should_pack,
+)
+from specdemo.models.place import device_map_summary
 
 KNOWN_MODELS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 KNOWN_LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
 QUANTISED = ("Linear4bit", "Linear8bitLt")  # classes of bitsandbytes
-STEADY_ROPE = ("default", "linear", "llama3", "yarn")  # RoPE types whose angles do not depend on the text's length
+FIXED_ROPE = ("default", "linear", "llama3", "yarn")  # RoPE types whose angles do not depend on the text's length
 TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 4e-2, torch.float16: 5e-3}  # relative to the largest output
 
 Layer = Any  # a decoder layer of transformers, of any model family
@@ -44,12 +53,15 @@ class FusedLayer(nn.Module):
         self.heads = attention.q_proj.out_features // self.head_dim
         self.kv_heads = attention.k_proj.out_features // self.head_dim
         self.attention_type = getattr(layer, "attention_type", None)
-        self.before_attention, self.before_mlp = quick(layer.input_layernorm), quick(layer.post_attention_layernorm)
-        self.q_norm, self.k_norm = (quick(getattr(attention, name, None)) for name in ("q_norm", "k_norm"))
-        self.qkv = _together(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.out = packed(attention.o_proj)
-        self.gate_up = _together(mlp.gate_proj, mlp.up_proj)
-        self.down = packed(mlp.down_proj)
+        self.before_attention, self.before_mlp = (
+            fast_norm(layer.input_layernorm),
+            fast_norm(layer.post_attention_layernorm),
+        )
+        self.q_norm, self.k_norm = (fast_norm(getattr(attention, name, None)) for name in ("q_norm", "k_norm"))
+        self.qkv = _fuse_linears(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.out = pack_linear(attention.o_proj)
+        self.gate_up = _fuse_linears(mlp.gate_proj, mlp.up_proj)
+        self.down = pack_linear(mlp.down_proj)
         self.act = mlp.act_fn
 
     def forward(
@@ -62,7 +74,7 @@ class FusedLayer(nn.Module):
     ) -> Tensor:
         assert position_embeddings is not None
         cos, sin = position_embeddings
-        return self.run(hidden_states, cos[:, :, None], turning(sin)[:, :, None], attention_mask, past_key_values)
+        return self.run(hidden_states, cos[:, :, None], signed_sin(sin)[:, :, None], attention_mask, past_key_values)
 
     def run(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache | None) -> Tensor:
         """Run the layer on x [B, S, hidden]; return the same shape.
@@ -71,24 +83,24 @@ class FusedLayer(nn.Module):
         causal.
         """
         rows, slots, _ = x.shape
-        qkv = self.qkv(_normed(self.before_attention, x)).view(rows, slots, -1, self.head_dim)
+        qkv = self.qkv(_apply_norm(self.before_attention, x)).view(rows, slots, -1, self.head_dim)
         qk, value = qkv.split([self.heads + self.kv_heads, self.kv_heads], 2)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = qk.split([self.heads, self.kv_heads], 2)
-            qk = torch.cat([_normed(self.q_norm, query), _normed(self.k_norm, key)], 2)
+            qk = torch.cat([_apply_norm(self.q_norm, query), _apply_norm(self.k_norm, key)], 2)
         qk = torch.addcmul(qk * cos, qk.roll(self.head_dim // 2, -1), sin)
         query, key = qk.transpose(1, 2).split([self.heads, self.kv_heads], 1)
         value = value.transpose(1, 2)
         if cache is not None:
             key, value = cache.update(key, value, self.index)
-        seen = attend(query, key, value, mask, mask is None and slots > 1, self.scaling)
-        x = x + self.out(seen.reshape(rows, slots, -1))
-        gate, up = self.gate_up(_normed(self.before_mlp, x)).chunk(2, -1)
+        attended = attend(query, key, value, mask, mask is None and slots > 1, self.scaling)
+        x = x + self.out(attended.reshape(rows, slots, -1))
+        gate, up = self.gate_up(_apply_norm(self.before_mlp, x)).chunk(2, -1)
         out: Tensor = x + self.down(self.act(gate) * up)
         return out
 
 
-class Several(nn.Module):
+class ConcatLinear(nn.Module):
     """Concatenated outputs of linear layers with the same input, where their weights cannot be concatenated."""
 
     def __init__(self, *layers: nn.Module) -> None:
@@ -99,10 +111,10 @@ class Several(nn.Module):
         return torch.cat([layer(x) for layer in self.layers], -1)
 
 
-def _together(*linears: nn.Linear) -> nn.Module:
+def _fuse_linears(*linears: nn.Linear) -> nn.Module:
     if all(type(linear) is nn.Linear for linear in linears):
-        return packed(joined(*linears))
-    return Several(*linears)
+        return pack_linear(concat_linears(*linears))
+    return ConcatLinear(*linears)
 
 
 def attend(
@@ -132,8 +144,8 @@ class FusedDecoder:
     def __init__(self, model: Layer) -> None:
         decoder = model.get_decoder()
         self._embed, self._layers, self._norm = decoder.embed_tokens, list(decoder.layers), decoder.norm
-        if any(isinstance(layer.before_mlp, QuickNorm) for layer in self._layers):
-            self._norm = quick(decoder.norm)  # a copy for training keeps its own norm, whose weights may change
+        if any(isinstance(layer.before_mlp, FastRMSNorm) for layer in self._layers):
+            self._norm = fast_norm(decoder.norm)  # a copy for training keeps its own norm, whose weights may change
         self._rotary, self._lm_head = decoder.rotary_emb, model.get_output_embeddings()
         self._angles: Tensor | None = None  # [P, 2, 1, D]: cos, and sin with its first half negated
 
@@ -152,45 +164,45 @@ class FusedDecoder:
         layers: run only the first `layers` layers.
         """
         x = self._embed(tokens)
-        cos, sin = self._at(positions, x, cache)
+        cos, sin = self._rotary_at(positions, x, cache)
         hidden = {0: x} if 0 in taps else {}
         for number, layer in enumerate(self._layers[:layers], start=1):
             x = layer.run(x, cos, sin, mask, cache)
             if number in taps:
                 hidden[number] = x
-        x = _normed(self._norm, x)
+        x = _apply_norm(self._norm, x)
         if -1 in taps:
             hidden[-1] = x
         return self._lm_head(x[:, -1:] if last else x), hidden
 
-    def _at(self, positions: Tensor, x: Tensor, cache: Any) -> tuple[Tensor, Tensor]:
+    def _rotary_at(self, positions: Tensor, x: Tensor, cache: Any) -> tuple[Tensor, Tensor]:
         needed = cache.cursor.capacity + positions.shape[1]
         if self._angles is None or len(self._angles) < needed:
-            every = torch.arange(2 * needed, device=x.device)[None]
-            cos, sin = self._rotary(x, every)
-            self._angles = torch.stack([cos[0], turning(sin)[0]], 1)[:, :, None]
+            positions_to_cache = torch.arange(2 * needed, device=x.device)[None]
+            cos, sin = self._rotary(x, positions_to_cache)
+            self._angles = torch.stack([cos[0], signed_sin(sin)[0]], 1)[:, :, None]
         cos, sin = self._angles[positions].unbind(2)
         return cos, sin
 
 
 @torch.no_grad()
-def hasten(model: PreTrainedModel) -> None:
+def fuse_layers(model: PreTrainedModel) -> None:
     """Replace layers, matrices and norms by faster equivalents, in place.
 
     Models spread over several devices stay as they are. So do quantised models on a CPU: only on a GPU do their many
     small operations dominate.
     """
     quantised = getattr(model, "hf_quantizer", None) is not None and model.device.type != "cuda"
-    if quantised or placed(model):
+    if quantised or device_map_summary(model):
         return
     decoder: object = model.get_decoder()
     layers = getattr(decoder, "layers", None)
     if not isinstance(layers, nn.ModuleList) or not hasattr(decoder, "rotary_emb"):
         return
     for index, layer in enumerate(layers):
-        layers[index] = fused(layer, decoder.rotary_emb)
+        layers[index] = fuse_layer(layer, decoder.rotary_emb)
     head = model.get_output_embeddings()
-    if _all_fused(model) and type(head) is nn.Linear and packs(head.weight):
+    if _all_fused(model) and type(head) is nn.Linear and should_pack(head.weight):
         model.set_output_embeddings(PackedHead(head))
     for parameter in model.parameters():  # a tensor that is still mapped keeps the whole file in memory
         if parameter.device.type == "cpu":
@@ -198,19 +210,19 @@ def hasten(model: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def fused(layer: nn.Module, rotary: nn.Module) -> nn.Module:
+def fuse_layer(layer: nn.Module, rotary: nn.Module) -> nn.Module:
     """Return the fused replacement of a layer, or the layer itself if it is unknown or its output differs."""
     if type(layer) not in KNOWN_LAYERS or not is_plain(layer, QUANTISED):
         return layer
     replacement = FusedLayer(layer)
-    return replacement if _alike(layer, replacement, rotary) else layer
+    return replacement if _same_output(layer, replacement, rotary) else layer
 
 
 def fused_decoder(model: PreTrainedModel) -> FusedDecoder | None:
     """Return a `FusedDecoder`. None unless all layers are fused and the model has no other modules between ids and
     logits."""
-    steady = type(model) in KNOWN_MODELS and _all_fused(model) and model.model.rotary_emb.rope_type in STEADY_ROPE
-    return FusedDecoder(model) if steady else None
+    supported = type(model) in KNOWN_MODELS and _all_fused(model) and model.model.rotary_emb.rope_type in FIXED_ROPE
+    return FusedDecoder(model) if supported else None
 
 
 def kernels(model: PreTrainedModel) -> str:
@@ -221,7 +233,7 @@ def kernels(model: PreTrainedModel) -> str:
     return "fused, packed" if any(isinstance(m, PackedLinear) for m in modules) else "fused"
 
 
-def unhastened(config: object, device: torch.device) -> str:
+def missing_kernels(config: object, device: torch.device) -> str:
     """Return a clause that names the kernels this model lacks on this device; empty if none."""
     linear = "linear_attention" in (getattr(config, "layer_types", None) or ())
     if device.type != "cuda" or not linear or find_spec("fla"):
@@ -234,55 +246,55 @@ def layer_class(layer: nn.Module) -> type[nn.Module]:
     return layer.origin if isinstance(layer, FusedLayer) else type(layer)
 
 
-def close(said: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+def close(output: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
     """Return True if `output` differs from `expected` by rounding in `dtype` only."""
-    return bool((said - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max())
+    return bool((output - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max())
 
 
-def is_plain(layer: Layer, more: tuple[str, ...] = ()) -> bool:
+def is_plain(layer: Layer, extra_classes: tuple[str, ...] = ()) -> bool:
     """Return True if all matrices are `nn.Linear`, or of the named classes, and all norms are known."""
     attention, mlp = layer.self_attn, layer.mlp
     linear = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
     linear += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
     norms = (layer.input_layernorm, layer.post_attention_layernorm)
-    known = all(type(m) is nn.Linear or type(m).__name__ in more for m in linear)
-    return known and all(type(n) in KNOWN_NORMS for n in norms)
+    linears_known = all(type(m) is nn.Linear or type(m).__name__ in extra_classes for m in linear)
+    return linears_known and all(type(n) in KNOWN_NORMS for n in norms)
 
 
-def sample(like: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def probe_input(like: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Return six random states [1, 6, size] and their positions."""
     x = torch.randn(1, 6, size, generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
     return x, torch.arange(6, device=x.device)[None]
 
 
-class OneLayer(DynamicCache):
+class SingleLayerCache(DynamicCache):
     """Cache of a single layer; ignores the layer index."""
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object) -> Any:
         return super().update(key_states, value_states, 0, *args, **kwargs)
 
 
-def turning(sin: Tensor) -> Tensor:
+def signed_sin(sin: Tensor) -> Tensor:
     """Negate the first half of sin [..., D], for use with a state rolled by half its size."""
     first, second = sin.chunk(2, -1)
     return torch.cat([-first, second], -1)
 
 
-def _normed(norm: Layer, x: Tensor) -> Tensor:
+def _apply_norm(norm: Layer, x: Tensor) -> Tensor:
     # transformers runs this as eight kernels on a GPU and rounds to 16 bits between them; one kernel rounds once
     if type(norm) in KNOWN_NORMS and (x.dtype == torch.float32 or x.device.type == "cuda"):
         return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
-    normed: Tensor = norm(x)
-    return normed
+    output: Tensor = norm(x)
+    return output
 
 
-def _alike(layer: Layer, replacement: FusedLayer, rotary: nn.Module) -> bool:
+def _same_output(layer: Layer, replacement: FusedLayer, rotary: nn.Module) -> bool:
     """Compare the outputs of both layers for five tokens and for one more token after them."""
     weight = layer.input_layernorm.weight
-    x, positions = sample(weight, len(weight))
+    x, positions = probe_input(weight, len(weight))
     outputs = []
     for module in (layer, replacement):
-        cache = OneLayer()
+        cache = SingleLayerCache()
         parts = []
         for columns in (slice(0, 5), slice(5, 6)):
             angles = rotary(x, positions[:, columns])

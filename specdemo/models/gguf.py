@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from specdemo.models.load import outline
+from specdemo.models.load import load_meta_target
 from specdemo.models.resolve import is_gguf
 
 NORMAL, CONTROL = 1, 3  # token types of GGUF
@@ -36,25 +36,25 @@ NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class GGUFVocab:
     """A byte-level vocabulary."""
 
     tokens: Sequence[str]
     merges: Sequence[str]
     special: frozenset[int] = frozenset()
-    ends: int | None = None
+    eos_token_id: int | None = None
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase | None, size: int) -> "Words":
+    def of(cls, tokenizer: PreTrainedTokenizerBase | None, size: int) -> "GGUFVocab":
         """Read the first `size` tokens. Raises ValueError for other kinds of tokenizers."""
         fast = tokenizer if isinstance(tokenizer, PreTrainedTokenizerFast) else None
-        told = json.loads(fast.backend_tokenizer.to_str() if fast else "{}")
-        if not fast or told["model"]["type"] != "BPE" or told["decoder"]["type"] != "ByteLevel":
+        spec = json.loads(fast.backend_tokenizer.to_str() if fast else "{}")
+        if not fast or spec["model"]["type"] != "BPE" or spec["decoder"]["type"] != "ByteLevel":
             raise ValueError(
                 "export to llama.cpp supports byte-level BPE tokenizers only; choose another model or engine"
             )
         names = [str(fast.convert_ids_to_tokens(number)) for number in range(min(size, len(fast)))]
-        merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in told["model"]["merges"]]
+        merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in spec["model"]["merges"]]
         padded = [*names, *(f"[unused {number}]" for number in range(len(names), size))]
         return cls(padded, merges, frozenset(fast.all_special_ids), fast.eos_token_id)
 
@@ -76,11 +76,11 @@ def check_pair(target: str, draft: str | None, dtype: str) -> None:
 
 
 @lru_cache(maxsize=8)
-def _vocabulary(name: str, dtype: str) -> Words:
+def _vocabulary(name: str, dtype: str) -> GGUFVocab:
     """Return the vocabulary of a model that can be written. Raises ValueError for another model."""
-    known = outline(name)
+    known = load_meta_target(name)
     config = _checked(known.model, dtype)
-    return Words.of(known.tokenizer, int(config.vocab_size or 0))
+    return GGUFVocab.of(known.tokenizer, int(config.vocab_size or 0))
 
 
 def context_length(file: str) -> int:
@@ -93,7 +93,7 @@ def context_length(file: str) -> int:
         raise ValueError(f"{file} cannot be read as GGUF ({reason}); choose another file") from None
 
 
-def write_gguf(model: PreTrainedModel, words: Words, file: Path) -> None:
+def write_gguf(model: PreTrainedModel, vocab: GGUFVocab, file: Path) -> None:
     """Write the model in float32 or bfloat16. Raises ValueError unless it is a plain Llama.
 
     llama.cpp knows pre-tokenizers by name only; the one written here is close to the tokenizer's own, but not
@@ -105,11 +105,11 @@ def write_gguf(model: PreTrainedModel, words: Words, file: Path) -> None:
         (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"llama.{name}", value)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(words.tokens)
-    writer.add_token_types([CONTROL if number in words.special else NORMAL for number in range(len(words.tokens))])
-    writer.add_token_merges(words.merges)
-    if words.ends is not None:
-        writer.add_eos_token_id(words.ends)
+    writer.add_token_list(vocab.tokens)
+    writer.add_token_types([CONTROL if number in vocab.special else NORMAL for number in range(len(vocab.tokens))])
+    writer.add_token_merges(vocab.merges)
+    if vocab.eos_token_id is not None:
+        writer.add_eos_token_id(vocab.eos_token_id)
     bfloat16 = import_module("gguf").GGMLQuantizationType.BF16
     for name, tensor in _tensors(model):
         half = tensor.dtype == torch.bfloat16 and tensor.ndim > 1  # llama.cpp requires norms in float32
@@ -154,17 +154,17 @@ def _shape(config: LlamaConfig) -> dict[str, int | float]:
 
 
 def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    held, config = model.state_dict(), model.config
-    yield "token_embd.weight", held["model.embed_tokens.weight"]
-    yield "output_norm.weight", held["model.norm.weight"]
+    state, config = model.state_dict(), model.config
+    yield "token_embd.weight", state["model.embed_tokens.weight"]
+    yield "output_norm.weight", state["model.norm.weight"]
     if not config.tie_word_embeddings:
-        yield "output.weight", held["lm_head.weight"]
+        yield "output.weight", state["lm_head.weight"]
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     for layer in range(int(config.num_hidden_layers or 0)):
-        for theirs, name in NAMES.items():
-            tensor = held[f"model.layers.{layer}.{theirs}.weight"]
-            turned = _interleaved(tensor, int(heads[name] or 1)) if name in heads else tensor
-            yield f"blk.{layer}.{name}.weight", turned
+        for hf_name, name in NAMES.items():
+            tensor = state[f"model.layers.{layer}.{hf_name}.weight"]
+            value = _interleaved(tensor, int(heads[name] or 1)) if name in heads else tensor
+            yield f"blk.{layer}.{name}.weight", value
 
 
 def _interleaved(weight: Tensor, heads: int) -> Tensor:

@@ -21,57 +21,57 @@ from torch import Tensor
 from specdemo.models.fused import TOLERANCE
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)  # slots per captured pass; wider passes run eagerly
-COLUMNS = 64  # the capacity of a captured cache is a multiple of this, so that mask rows are aligned
-ROOM = 512  # free columns where no reserve is given: a cache that grows needs new graphs
+COLUMN_MULTIPLE = 64  # the capacity of a captured cache is a multiple of this, so that mask rows are aligned
+GRAPH_SPARE_COLUMNS = 512  # free columns where no reserve is given: a cache that grows needs new graphs
 WARM_UPS = 3  # eager passes before a capture, in which libraries choose kernels and allocate memory
 # estimate for a vocabulary of 152,000: a cuBLAS workspace of 32 MiB on the GPUs with the largest ones, the logits of
 # every width, the noise of a draft, and temporary tensors
-OWNED = 128 << 20
+BYTES_PER_OWNER = 128 << 20
 # environment variable: 0 disables graphs, compile applies torch.compile before the capture
-SWITCH = "SPECDEMO_GRAPHS"
+ENVIRONMENT_VARIABLE = "SPECDEMO_GRAPHS"
 # torch has this many streams per device and priority; torch.cuda.Stream() returns them in turn
 STREAMS, PRIORITIES = 32, (0, -1, -2, -3)
-COMPILATIONS = 64  # one per width and set of taps; torch's default limit of 8 would fall back to eager passes
+RECOMPILE_LIMIT = 64  # one per width and set of taps; torch's default limit of 8 would fall back to eager passes
 
 Decoder = TypeVar("Decoder", bound=Callable[..., object])
 Tensors = tuple[Tensor, ...]
 Run = Callable[[], Tensors]
 Shapes = Sequence[Sequence[int]]
-Recorder = Callable[[Run], Run]  # function -> its replay, which writes to the same memory
+GraphCapture = Callable[[Run], Run]  # function -> its replay, which writes to the same memory
 
-_taken: weakref.WeakSet[torch.cuda.Stream] = weakref.WeakSet()  # streams of captures, and of their living graphs
+_used_streams: weakref.WeakSet[torch.cuda.Stream] = weakref.WeakSet()  # streams of captures, and of their living graphs
 
 
-def recorder_for(device: torch.device) -> Recorder | None:
+def capture_for(device: torch.device) -> GraphCapture | None:
     """Return the capture function of a device; None: no graphs."""
-    return CudaGraphs(device) if device.type == "cuda" and os.environ.get(SWITCH) != "0" else None
+    return CudaGraphs(device) if device.type == "cuda" and os.environ.get(ENVIRONMENT_VARIABLE) != "0" else None
 
 
-def recorded_bytes(device: torch.device, owners: int) -> int:
+def graph_bytes(device: torch.device, owners: int) -> int:
     """Return the expected memory of the graphs of `owners` owners."""
-    return owners * OWNED if recorder_for(device) else 0
+    return owners * BYTES_PER_OWNER if capture_for(device) else 0
 
 
 def compiled(decoder: Decoder) -> Decoder:
     """Pass the decoder through torch.compile if the environment variable requests it. The first pass of each width then
     takes about a minute."""
-    if os.environ.get(SWITCH) != "compile":
+    if os.environ.get(ENVIRONMENT_VARIABLE) != "compile":
         return decoder
     config: Any = torch._dynamo.config  # there is no public name
-    config.recompile_limit = max(config.recompile_limit, COMPILATIONS)
+    config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
     return cast(Decoder, torch.compile(decoder, dynamic=False))
 
 
-def covering(slots: int) -> list[int]:
+def covering_widths(slots: int) -> list[int]:
     """Return the fewest of `WIDTHS` that cover all passes of up to `slots` slots without much padding."""
-    full = next((w for w in WIDTHS if w >= slots), WIDTHS[-1])
+    largest = next((w for w in WIDTHS if w >= slots), WIDTHS[-1])
     widths = [1]
-    while widths[-1] < full:
-        widths.append(max(w for w in WIDTHS if w <= min(_loosest(widths[-1] + 1), full)))
+    while widths[-1] < largest:
+        widths.append(max(w for w in WIDTHS if w <= min(_max_padded_width(widths[-1] + 1), largest)))
     return widths
 
 
-def _loosest(slots: int) -> int:
+def _max_padded_width(slots: int) -> int:
     """Return the widest pass to use for `slots` slots; with more padding the extra time is noticeable."""
     return 2 * slots + 6
 
@@ -87,17 +87,17 @@ class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
-        self._newest: Callable[[], Any] = lambda: None
+        self._last_graph: Callable[[], Any] = lambda: None
 
     def __call__(self, run: Run) -> Run:
         with torch.cuda.device(self._device):
-            beside = self._stream = self._stream or _free_stream()
-            beside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(beside):
+            stream = self._stream = self._stream or _free_stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
                 for _ in range(WARM_UPS):
                     run()
-            torch.cuda.current_stream().wait_stream(beside)
-            return partial(self._replay, *self._capture(run, beside))
+            torch.cuda.current_stream().wait_stream(stream)
+            return partial(self._replay, *self._capture(run, stream))
 
     def _replay(self, graph: torch.cuda.CUDAGraph, outputs: Tensors) -> Tensors:
         """Replay a graph. A bound method keeps this object, and so its stream, in use as long as a graph exists."""
@@ -106,18 +106,20 @@ class CudaGraphs:
 
     def _capture(self, run: Run, stream: torch.cuda.Stream) -> tuple[torch.cuda.CUDAGraph, Tensors]:
         """Return the graph of `run` and its outputs. If `run` fails, raise its error and not the capture's."""
-        graph, newest, caller = torch.cuda.CUDAGraph(), self._newest(), torch.cuda.current_stream()
-        pool = newest.pool() if newest else torch.cuda.graph_pool_handle()  # a pool without graphs cannot be reused
+        graph, last_graph, caller = torch.cuda.CUDAGraph(), self._last_graph(), torch.cuda.current_stream()
+        pool = (
+            last_graph.pool() if last_graph else torch.cuda.graph_pool_handle()
+        )  # a pool without graphs cannot be reused
         try:
             # other threads, such as a server's, may use CUDA meanwhile
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 outputs = run()
         except BaseException as error:
             torch.cuda.set_stream(caller)
-            self._newest = lambda: None
-            _abandon(graph, self._device, pool, shared=newest is not None)
+            self._last_graph = lambda: None
+            _abandon(graph, self._device, pool, shared=last_graph is not None)
             raise (error.__context__ if isinstance(error.__context__, RuntimeError) else error) from None
-        self._newest = weakref.ref(graph)
+        self._last_graph = weakref.ref(graph)
         return graph, outputs
 
 
@@ -125,8 +127,8 @@ def _free_stream() -> torch.cuda.Stream:
     """Return a stream of the current device without graphs. Raise RuntimeError if there is none."""
     for priority, _ in product(PRIORITIES, range(STREAMS)):
         stream = torch.cuda.Stream(priority=priority)
-        if stream not in _taken:
-            _taken.add(stream)
+        if stream not in _used_streams:
+            _used_streams.add(stream)
             return stream
     raise RuntimeError("every CUDA stream of the device has CUDA graphs of another model")
 
@@ -147,7 +149,7 @@ def _abandon(graph: torch.cuda.CUDAGraph, device: torch.device, pool: tuple[int,
 
 
 @dataclass(slots=True)
-class _Frame:
+class _CapturedGraph:
     """A captured graph with its static input buffers."""
 
     inputs: Tensors
@@ -155,49 +157,49 @@ class _Frame:
 
     def fill(self, inputs: Sequence[Tensor]) -> None:
         """Copy the inputs. Smaller inputs fill the leading part of a buffer."""
-        for into, given in zip(self.inputs, inputs, strict=True):
-            (into if into.shape == given.shape else into[tuple(map(slice, given.shape))]).copy_(given)
+        for buffer, value in zip(self.inputs, inputs, strict=True):
+            (buffer if buffer.shape == value.shape else buffer[tuple(map(slice, value.shape))]).copy_(value)
 
 
-class Passes:
+class GraphCache:
     """CUDA graphs of one owner, by kind and size."""
 
-    def __init__(self, record: Recorder, dtype: torch.dtype) -> None:
+    def __init__(self, capture: GraphCapture, dtype: torch.dtype) -> None:
         """dtype: of the computation; results of a graph may differ from the eager ones by its rounding."""
-        self.refused = ""  # why graphs are disabled; empty if they are not
-        self._record, self._dtype = record, dtype
-        self._frames: dict[tuple[Hashable, int], _Frame] = {}
+        self.disabled_reason = ""  # why graphs are disabled; empty if they are not
+        self._capture_run, self._dtype = capture, dtype
+        self._graphs: dict[tuple[Hashable, int], _CapturedGraph] = {}
 
     @property
     def note(self) -> str:
         """Return why graphs are disabled; empty if they are not."""
-        return f"{self.refused}, so every operation is launched separately" if self.refused else ""
+        return f"{self.disabled_reason}, so every operation is launched separately" if self.disabled_reason else ""
 
     def clear(self) -> None:
         """Drop all graphs, before memory they use is freed."""
-        self._frames.clear()
+        self._graphs.clear()
 
     def width(self, kind: Hashable, slots: int) -> int | None:
         """Return the width of the graph to use: an existing one if it is not much wider, so that short last steps of a
         text need no graphs of their own. None: too wide, or disabled."""
-        if self.refused:
+        if self.disabled_reason:
             return None
-        known = (w for w in self._sizes(kind) if slots <= w <= _loosest(slots))
-        return min(known, default=next((w for w in WIDTHS if w >= slots), None))
+        widths = (w for w in self._sizes(kind) if slots <= w <= _max_padded_width(slots))
+        return min(widths, default=next((w for w in WIDTHS if w >= slots), None))
 
-    def depth(self, kind: Hashable, wanted: int, cut: bool) -> int | None:
+    def depth(self, kind: Hashable, min_depth: int, cut: bool) -> int | None:
         """Return the draft depth of the graph to use: an existing, deeper one if the result can be `cut`. None: run
         eagerly, because graphs are disabled or this is one of the last steps of a text, which are not worth a
         capture."""
-        if self.refused:
+        if self.disabled_reason:
             return None
-        known = [depth for depth in self._sizes(kind) if depth >= wanted]
-        if wanted in known or not known:
-            return wanted
-        return min(known) if cut else None
+        depths = [depth for depth in self._sizes(kind) if depth >= min_depth]
+        if min_depth in depths or not depths:
+            return min_depth
+        return min(depths) if cut else None
 
     def _sizes(self, kind: Hashable) -> list[int]:
-        return [size for each, size in self._frames if each == kind]
+        return [size for graph_kind, size in self._graphs if graph_kind == kind]
 
     def __call__(
         self, kind: Hashable, size: int, run: Callable[..., Tensors], inputs: Sequence[Tensor], shapes: Shapes
@@ -207,37 +209,37 @@ class Passes:
         inputs may be smaller than `shapes`. Copy the result before the next call. `run` may write to persistent memory
         if it writes the same for the same inputs.
         """
-        frame = self._frames.get((kind, size)) or self._added((kind, size), run, inputs, shapes)
-        if frame is None:
+        graph = self._graphs.get((kind, size)) or self._capture((kind, size), run, inputs, shapes)
+        if graph is None:
             return None
-        frame.fill(inputs)
-        return frame.replay()
+        graph.fill(inputs)
+        return graph.replay()
 
-    def _added(
+    def _capture(
         self, key: tuple[Hashable, int], run: Callable[..., Tensors], inputs: Sequence[Tensor], shapes: Shapes
-    ) -> _Frame | None:
+    ) -> _CapturedGraph | None:
         """Capture a graph. Disable graphs if its result differs from the eager one."""
         try:
-            places = tuple(x.new_zeros(shape) for x, shape in zip(inputs, shapes, strict=True))
-            frame = _Frame(places, partial(run, *places))
-            frame.fill(inputs)
-            expected = [said.clone() for said in frame.replay()]
-            frame.replay = self._record(frame.replay)
-            if all(map(self._alike, frame.replay(), expected)):
-                self._frames[key] = frame
-                return frame
-            self.refused = "a CUDA graph returned another result than the eager pass"
+            buffers = tuple(x.new_zeros(shape) for x, shape in zip(inputs, shapes, strict=True))
+            graph = _CapturedGraph(buffers, partial(run, *buffers))
+            graph.fill(inputs)
+            expected = [output.clone() for output in graph.replay()]
+            graph.replay = self._capture_run(graph.replay)
+            if all(map(self._close_enough, graph.replay(), expected)):
+                self._graphs[key] = graph
+                return graph
+            self.disabled_reason = "a CUDA graph returned another result than the eager pass"
         except RuntimeError as error:
             reason = str(error).partition("\n")[0].partition(". ")[0]
-            self.refused = f"CUDA graph capture failed ({reason})"
+            self.disabled_reason = f"CUDA graph capture failed ({reason})"
         self.clear()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # memory left by an out-of-memory error
         return None
 
-    def _alike(self, said: Tensor, expected: Tensor) -> bool:
-        same = said == expected
-        if said.is_floating_point() and said.numel():
+    def _close_enough(self, output: Tensor, expected: Tensor) -> bool:
+        same = output == expected
+        if output.is_floating_point() and output.numel():
             finite = expected.masked_fill(~expected.isfinite(), 0.0).float()
-            same = same | ((said.float() - finite).abs() <= TOLERANCE[self._dtype] * finite.abs().max())
+            same = same | ((output.float() - finite).abs() <= TOLERANCE[self._dtype] * finite.abs().max())
         return bool(same.all())

@@ -25,12 +25,12 @@ from specdemo.core.suggest import suggest
 
 LoadProgress = Callable[[float, str], None]  # fraction done 0..1, current activity; may raise to stop loading
 
-MASK = "mask_embedding.pt"  # embedding of a drafter's mask token
-DESCRIPTION = ("*.json", "*.txt", "*.model", "*.jinja", MASK)  # config, tokenizer, chat template
+MASK_FILE = "mask_embedding.pt"  # embedding of a drafter's mask token
+CONFIG_FILES = ("*.json", "*.txt", "*.model", "*.jinja", MASK_FILE)  # config, tokenizer, chat template
 WEIGHTS = "*.safetensors"
 LEFT_BY_TRAINERS = ("training_args.*", "optimizer.*", "scheduler.*", "rng_state*", "trainer_state.*")
 POLL_S = 0.2
-UNANSWERED = {"LocalEntryNotFoundError", "ConnectError", "ConnectionError", "TransportError", "TimeoutException"}
+CONNECTION_ERRORS = {"LocalEntryNotFoundError", "ConnectError", "ConnectionError", "TransportError", "TimeoutException"}
 SPARE_DISK = 500_000_000  # bytes to leave free
 
 
@@ -53,16 +53,16 @@ class Repository:
     @property
     def weights(self) -> list[str]:
         """Return the weight files."""
-        return [file for file in self.files if not any(fnmatch(file, kind) for kind in DESCRIPTION)]
+        return [file for file in self.files if not any(fnmatch(file, kind) for kind in CONFIG_FILES)]
 
     def missing(self) -> dict[str, int]:
         """Return the files that are not in the local cache."""
         repository, revision = split(self.name)
-        here = {f for f in self.files if isinstance(try_to_load_from_cache(repository, f, revision=revision), str)}
-        return {file: size for file, size in self.files.items() if file not in here}
+        local = {f for f in self.files if isinstance(try_to_load_from_cache(repository, f, revision=revision), str)}
+        return {file: size for file, size in self.files.items() if file not in local}
 
 
-def silent(share: float, what: str) -> None:
+def no_progress(share: float, what: str) -> None:
     """Ignore progress."""
 
 
@@ -77,7 +77,7 @@ def embedded_folder() -> Path:
     return Path(os.environ.get("SPECDEMO_MODELS") or Path(__file__).parent / "embedded")
 
 
-def shipped(folder: str | Path) -> bool:
+def is_embedded(folder: str | Path) -> bool:
     """Return True for the folder of an embedded model."""
     return Path(folder).resolve().is_relative_to(embedded_folder().resolve())
 
@@ -101,70 +101,72 @@ def offline() -> bool:
     return bool(constants.HF_HUB_OFFLINE)
 
 
-def ask(name: str) -> ModelInfo:
+def model_info(name: str) -> ModelInfo:
     """Fetch the hub's metadata of a repository and its files.
 
     Raises ValueError, one line, if it is missing, gated or cannot be read, and Unreachable if the hub does not answer.
     """
     repository, revision = split(name)
-    with one_line(name):
+    with hub_errors(name):
         return HfApi().model_info(repository, revision=revision, files_metadata=True)
 
 
-def described(name: str, info: ModelInfo, pickled: Sequence[str] = ()) -> Repository:
+def select_files(name: str, info: ModelInfo, pickled: Sequence[str] = ()) -> Repository:
     """Select the files of a repository that a model needs. pickled: patterns of weights to accept without
     safetensors."""
     top = {f.rfilename: f.size or 0 for f in info.siblings or [] if "/" not in f.rfilename}
-    described = {f: size for f, size in top.items() if any(fnmatch(f, kind) for kind in DESCRIPTION)}
+    config_files = {f: size for f, size in top.items() if any(fnmatch(f, kind) for kind in CONFIG_FILES)}
     weights = [f for f in top if fnmatch(f, WEIGHTS)]
     # a second copy in the author's own format would double the download
     weights = [f for f in weights if f.startswith("model")] or weights
     weights = weights or [f for f in top if any(fnmatch(f, kind) for kind in pickled)]
-    wanted = {**described, **{f: top[f] for f in weights}}
-    files = {f: size for f, size in wanted.items() if not any(fnmatch(f, kind) for kind in LEFT_BY_TRAINERS)}
+    selected = {**config_files, **{f: top[f] for f in weights}}
+    files = {f: size for f, size in selected.items() if not any(fnmatch(f, kind) for kind in LEFT_BY_TRAINERS)}
     return Repository(name, files, dict(info.safetensors.parameters) if info.safetensors else {})
 
 
-def fetch(found: Repository, report: LoadProgress = silent) -> Path:
+def fetch(repo: Repository, report: LoadProgress = no_progress) -> Path:
     """Download the files. Raises ValueError, one line, if there is too little disk space, and any error of `report`."""
-    missing = found.missing()
+    missing = repo.missing()
     total, cache = sum(missing.values()), Path(constants.HF_HUB_CACHE)
     free = shutil.disk_usage(next(p for p in (cache, *cache.parents) if p.exists())).free
     if missing and total + SPARE_DISK > free:
         raise ValueError(
-            f"{found.name}: the download needs {_gb(total)} and {_gb(free)} of disk space are free; free some in "
+            f"{repo.name}: the download needs {_gb(total)} and {_gb(free)} of disk space are free; free some in "
             f"{cache}, or set HF_HOME to another folder"
         )
-    return _snapshot(found.name, list(found.files), total, report)
+    return _snapshot(repo.name, list(repo.files), total, report)
 
 
-def describe(found: Repository) -> Path:
+def fetch_config(repo: Repository) -> Path:
     """Download the config and the tokenizer without weights; return their folder. Raises ValueError with one line."""
-    return _snapshot(found.name, [file for file in found.files if file not in found.weights], 0, silent)
+    return _snapshot(repo.name, [file for file in repo.files if file not in repo.weights], 0, no_progress)
 
 
-def remote_headers(found: Repository) -> Iterator[tuple[str, list[int], str]]:
+def remote_headers(repo: Repository) -> Iterator[tuple[str, list[int], str]]:
     """Yield name, shape and stored dtype of every tensor. Downloads only the headers of its safetensors."""
-    repository, revision = split(found.name)
-    for file in found.weights:
-        with one_line(found.name):
+    repository, revision = split(repo.name)
+    for file in repo.weights:
+        with hub_errors(repo.name):
             header = HfApi().parse_safetensors_file_metadata(repository, file, revision=revision)
         for name, tensor in header.tensors.items():
             yield name, list(tensor.shape), str(tensor.dtype)
 
 
-def cached(name: str) -> Path:
+def cached_folder(name: str) -> Path:
     """Return the folder of an earlier download. Raises ValueError, one line, if there is none."""
     # a single file: with a pattern, the client treats a folder that lacks any match as incomplete
-    return _snapshot(name, ["config.json"], 0, silent, local=True)
+    return _snapshot(name, ["config.json"], 0, no_progress, local=True)
 
 
 def _snapshot(name: str, patterns: list[str], total: int, report: LoadProgress, local: bool = False) -> Path:
     repository, revision = split(name)
     counter = _Counter(total, name)
     download = partial(snapshot_download, repository, revision=revision, local_files_only=local)
-    with one_line(name):
-        return Path(_awaited(partial(download, allow_patterns=patterns, tqdm_class=counter.bar()), counter, report))
+    with hub_errors(name):
+        return Path(
+            _run_download(partial(download, allow_patterns=patterns, tqdm_class=counter.bar()), counter, report)
+        )
 
 
 class _Counter:
@@ -206,7 +208,7 @@ class _Counter:
         return min(self.done / self.total, 1.0) if self.total else 0.0
 
 
-def _awaited(download: Callable[[], str], counter: _Counter, report: LoadProgress) -> str:
+def _run_download(download: Callable[[], str], counter: _Counter, report: LoadProgress) -> str:
     """Run the download in a thread, so that `report` is called, and can stop it, while the network is silent."""
     pool = ThreadPoolExecutor(1, "download")
     running: Future[str] = pool.submit(download)
@@ -224,7 +226,7 @@ def _awaited(download: Callable[[], str], counter: _Counter, report: LoadProgres
 
 
 @contextmanager
-def one_line(name: str) -> Iterator[None]:
+def hub_errors(name: str) -> Iterator[None]:
     """Convert any error of the hub's client to a ValueError with one line that says how to fix it."""
     try:
         yield
@@ -232,13 +234,13 @@ def one_line(name: str) -> Iterator[None]:
         raise
     except Exception as error:  # the client raises errors of its transport, which are not OSErrors
         kinds = {kind.__name__ for kind in type(error).__mro__}
-        silent = bool(kinds & UNANSWERED) and not offline()
-        raise (Unreachable if silent else ValueError)(_explained(name, error, kinds)) from error
+        unreachable = bool(kinds & CONNECTION_ERRORS) and not offline()
+        raise (Unreachable if unreachable else ValueError)(_explain(name, error, kinds)) from error
 
 
-def _explained(name: str, error: Exception, kinds: set[str]) -> str:
+def _explain(name: str, error: Exception, kinds: set[str]) -> str:
     repository, revision = split(name)
-    cure = suggest(name, embedded_models(), embedded_heads())
+    hint = suggest(name, embedded_models(), embedded_heads())
     if "GatedRepoError" in kinds:
         return (
             f"{repository} is gated; accept its licence on huggingface.co/{repository} and log in with: hf auth login"
@@ -246,11 +248,11 @@ def _explained(name: str, error: Exception, kinds: set[str]) -> str:
     if "RevisionNotFoundError" in kinds:
         return f"{repository} has no revision {revision!r}; name a branch, a tag or a commit, or leave @{revision} out"
     if kinds & {"RepositoryNotFoundError", "HFValidationError"}:
-        return f"unknown model {name!r}; {cure}, or give a folder or a Hugging Face id (hf auth login for private ones)"
+        return f"unknown model {name!r}; {hint}, or give a folder or a Hugging Face id (hf auth login for private ones)"
     if kinds & {"LocalEntryNotFoundError", "OfflineModeIsEnabled"} and offline():
-        return f"{name!r} is not on this machine and HF_HUB_OFFLINE is set; unset it, or {cure}"
-    if kinds & UNANSWERED:
-        return f"{name!r} is not here and {constants.ENDPOINT} cannot be reached; {cure}"
+        return f"{name!r} is not on this machine and HF_HUB_OFFLINE is set; unset it, or {hint}"
+    if kinds & CONNECTION_ERRORS:
+        return f"{name!r} is not here and {constants.ENDPOINT} cannot be reached; {hint}"
     line = next((text for text in str(error).splitlines() if text.strip()), "") or type(error).__name__
     if "HfHubHTTPError" in kinds:
         return f"{constants.ENDPOINT} refused the download of {name!r} ({line}); try again later"

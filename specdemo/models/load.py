@@ -26,20 +26,20 @@ from specdemo.core.suggest import suggest
 from specdemo.models import hub, probe
 from specdemo.models.causal import check_class, check_config, check_model
 from specdemo.models.configs import read_config
-from specdemo.models.devices import kind
-from specdemo.models.footprint import Precision, check_described, measure
-from specdemo.models.fused import hasten
-from specdemo.models.hub import LoadProgress, silent
+from specdemo.models.devices import device_kind
+from specdemo.models.footprint import Precision, check_config_size, estimate_footprint
+from specdemo.models.fused import fuse_layers
+from specdemo.models.hub import LoadProgress, no_progress
 from specdemo.models.machine import one_thread
 from specdemo.models.pass_cost import verify_cost
-from specdemo.models.place import check_memory, placement, plan
-from specdemo.models.resolve import checked, described, fetched, locate, one_line
+from specdemo.models.place import check_memory, placement_kwargs, resolve_placement
+from specdemo.models.resolve import check_folder, config_folder, fetch_folder, load_errors, locate
 from specdemo.models.target import HFTarget
 
-Speaking = type[_BaseAutoModelClass]
+AutoClass = type[_BaseAutoModelClass]
 _building = threading.RLock()
 KERNELS = ("auto", "transformers")
-SAMPLED = 4096  # numbers per tensor to check for NaN
+SAMPLE_SIZE = 4096  # numbers per tensor to check for NaN
 
 
 @dataclass
@@ -102,84 +102,88 @@ def load_model(
     """
     if kernels not in KERNELS:
         raise ValueError(f"unknown kernels {kernels!r}; {suggest(kernels, KERNELS)}")
-    report = progress or silent
-    where, precision = plan(dtype, device, quantization)
+    report = progress or no_progress
+    torch_device, precision = resolve_placement(dtype, device, quantization)
     report(0.0, f"looking for {name}")
     source = locate(name)
-    spread = check_memory(name, measure(source, precision).weights, where, precision)
-    folder = str(checked(fetched(source, report), name))
-    if not hub.shipped(folder):
-        _blank(name, folder)
+    spread = check_memory(name, estimate_footprint(source, precision).weights, torch_device, precision)
+    folder = str(check_folder(fetch_folder(source, report), name))
+    if not hub.is_embedded(folder):
+        _meta_target(name, folder)
     report(0.6, f"reading {name}")
-    with _alone():
-        loaded = _read(name, folder, where, precision, spread, kernels)
+    with _exclusive_build():
+        loaded = _read(name, folder, torch_device, precision, spread, kernels)
     report(1.0, f"{name} is ready")
     return loaded
 
 
-def _read(name: str, folder: str, where: torch.device, precision: Precision, spread: bool, kernels: str) -> LoadedModel:
+def _read(
+    name: str, folder: str, torch_device: torch.device, precision: Precision, spread: bool, kernels: str
+) -> LoadedModel:
     """Load a complete folder."""
-    with one_line(name):
+    with load_errors(name):
         tokenizer = _tokenizer(folder)
-        loaded: Any = _speaking(name, folder)[0].from_pretrained(
+        loaded: Any = _auto_class(name, folder)[0].from_pretrained(
             folder,
             dtype=precision.dtype,
             use_safetensors=True,
             trust_remote_code=False,
             local_files_only=True,
             output_loading_info=True,
-            **placement(where, precision, spread),
+            **placement_kwargs(torch_device, precision, spread),
         )
     model, info = loaded
     _check_weights(name, model, info["missing_keys"])
-    if precision.bits == 4 and where.type == "cpu":
+    if precision.bits == 4 and torch_device.type == "cpu":
         _check_four_bits(model, name)
     if not precision.bits and not spread:
-        nn.Module.to(model, where)
+        nn.Module.to(model, torch_device)
     model.requires_grad_(False)
     note = ""
-    with one_thread(where):  # as in a run
+    with one_thread(torch_device):  # as in a run
         check_model(name, model)
         if kernels == "auto":
-            hasten(model)
-        kind(where).empty()  # the original matrices, which were concatenated
-        if where.type == "cpu" and precision.dtype != torch.float32:
+            fuse_layers(model)
+        device_kind(torch_device).empty_cache()  # the original matrices, which were concatenated
+        if torch_device.type == "cpu" and precision.dtype != torch.float32:
             note = verify_cost(HFTarget(model)).note(str(precision.dtype).removeprefix("torch."))
     return LoadedModel(model, tokenizer, name, (note,) if note else ())
 
 
-def outline(name: str) -> HFTarget:
+def load_meta_target(name: str) -> HFTarget:
     """Return the model without weights, on the meta device, with its tokenizer. Reads config files only.
 
     Raises ValueError with one line.
     """
-    folder = str(described(name))
-    model = _blank(name, folder).model
-    with one_line(name), _alone():
+    folder = str(config_folder(name))
+    model = _meta_target(name, folder).model
+    with load_errors(name), _exclusive_build():
         return HFTarget(model, _tokenizer(folder), name)
 
 
-def _blank(name: str, folder: str) -> HFTarget:
+def _meta_target(name: str, folder: str) -> HFTarget:
     """Return the target of a config without weights. Raises ValueError with one line, also if the config does not match
     the size of the files."""
     read_config(Path(folder))
-    with one_line(name), _alone():
-        speaking, config = _speaking(name, folder)
+    with load_errors(name), _exclusive_build():
+        auto_class, config = _auto_class(name, folder)
         with torch.device("meta"):
-            model = speaking.from_config(config, trust_remote_code=False)
+            model = auto_class.from_config(config, trust_remote_code=False)
         target = HFTarget(model, name=name)
-    check_described(name, Path(folder), model)
+    check_config_size(name, Path(folder), model)
     return target
 
 
-def _speaking(name: str, folder: str) -> tuple[Speaking, PreTrainedConfig]:
+def _auto_class(name: str, folder: str) -> tuple[AutoClass, PreTrainedConfig]:
     """Return the auto class for a folder, and its config. transformers registers some multimodal models in one mapping
     only."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     check_config(name, config)
     check_class(name, config)
-    seeing = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-    return AutoModelForImageTextToText if seeing else AutoModelForCausalLM, config
+    multimodal = (
+        type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    )
+    return AutoModelForImageTextToText if multimodal else AutoModelForCausalLM, config
 
 
 class Incomplete(ValueError):
@@ -194,7 +198,7 @@ def _check_weights(name: str, model: PreTrainedModel, missing: set[str]) -> None
     for part, tensor in model.named_parameters():
         if tensor.is_floating_point() and tensor.device.type != "meta":
             flat = tensor.detach().flatten()
-            if not torch.isfinite(flat[:: 1 + len(flat) // SAMPLED]).all():
+            if not torch.isfinite(flat[:: 1 + len(flat) // SAMPLE_SIZE]).all():
                 raise ValueError(f"{name} holds NaN or infinity in {part}; fetch it again, or take another revision")
 
 
@@ -209,7 +213,7 @@ def _check_four_bits(model: PreTrainedModel, name: str) -> None:
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
+def _exclusive_build() -> Iterator[None]:
     """Let one thread at a time build a model, without the progress bars and reports of transformers.
 
     While transformers builds a model it changes global state: torch's default precision, how tensors are initialised,
@@ -233,7 +237,7 @@ def _tokenizer(folder: str) -> PreTrainedTokenizerBase | None:
     if not any((Path(folder) / name).is_file() for name in names):
         return None
     path = Path(folder) / "tokenizer.json"
-    if path.is_file() and not hub.shipped(folder):
+    if path.is_file() and not hub.is_embedded(folder):
         try:
             probe.try_tokenizer(str(path))
         except ValueError as error:

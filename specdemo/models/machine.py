@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import transformers
 
-from specdemo.models.devices import kind, now
+from specdemo.models.devices import device_kind, now
 
 SM_CLOCK = 1  # NVML_CLOCK_SM
-SLOWED = {0x04: "its power limit", 0x08: "the hardware", 0x20: "heat", 0x40: "heat", 0x80: "its power supply"}
-FELL = 0.05  # relative change of the clock
+THROTTLE_REASONS = {0x04: "its power limit", 0x08: "the hardware", 0x20: "heat", 0x40: "heat", 0x80: "its power supply"}
+CLOCK_TOLERANCE = 0.05  # relative change of the clock
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def one_thread(device: torch.device) -> AbstractContextManager[None]:
     return threads(1) if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ else nullcontext()
 
 
-def thread_time(device: torch.device) -> bool:
+def uses_thread_time(device: torch.device) -> bool:
     """Return True if all work on a device runs in the calling thread, whose CPU time then measures it."""
     with one_thread(device):
         return device.type == "cpu" and torch.get_num_threads() == 1 and sys.platform != "win32"
@@ -48,12 +48,12 @@ def thread_time(device: torch.device) -> bool:
 
 def clock(device: torch.device) -> Callable[[], float]:
     """Return the clock of lanes on a device, in seconds: thread time if all work runs in the calling thread."""
-    return time.thread_time if thread_time(device) else partial(now, device)
+    return time.thread_time if uses_thread_time(device) else partial(now, device)
 
 
 def device_name(device: torch.device) -> str:
     """Return the name of the GPU or the processor."""
-    return kind(device).name(device) or _processor()
+    return device_kind(device).name(device) or _processor()
 
 
 def versions() -> dict[str, str]:
@@ -76,38 +76,38 @@ class GpuClock:
     def reasons(self) -> list[str]:
         """Return why measurements since the start may not be repeatable."""
         before, after = self._before, self._mhz()
-        limits = _asked("nvmlDeviceGetCurrentClocksThrottleReasons", self._handle, ctypes.c_ulonglong())
-        slowed = sorted({words for bit, words in SLOWED.items() if limits and limits & bit})
-        told = [f"the GPU is throttled by {' and '.join(slowed)}"] if slowed else []
-        if before and after and abs(after / before - 1.0) > FELL:
-            told.append(f"the GPU's clock went from {before} to {after} MHz")
-        return told
+        limits = _nvml_value("nvmlDeviceGetCurrentClocksThrottleReasons", self._handle, ctypes.c_ulonglong())
+        causes = sorted({words for bit, words in THROTTLE_REASONS.items() if limits and limits & bit})
+        messages = [f"the GPU is throttled by {' and '.join(causes)}"] if causes else []
+        if before and after and abs(after / before - 1.0) > CLOCK_TOLERANCE:
+            messages.append(f"the GPU's clock went from {before} to {after} MHz")
+        return messages
 
     def _mhz(self) -> int | None:
-        return _asked("nvmlDeviceGetClockInfo", self._handle, SM_CLOCK, ctypes.c_uint())
+        return _nvml_value("nvmlDeviceGetClockInfo", self._handle, SM_CLOCK, ctypes.c_uint())
 
 
 @lru_cache(maxsize=1)
 def commit() -> str | None:
     """Return the git commit of this checkout; None outside a checkout."""
-    here = Path(__file__).parents[2]
-    if not (here / ".git").exists():  # installed, maybe inside another repository
+    checkout = Path(__file__).parents[2]
+    if not (checkout / ".git").exists():  # installed, maybe inside another repository
         return None
     try:
-        asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=here)
+        result = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=checkout)
     except OSError:  # no git
         return None
-    return asked.stdout.strip() if asked.returncode == 0 else None
+    return result.stdout.strip() if result.returncode == 0 else None
 
 
 def matmul_dtype(device: torch.device) -> torch.dtype:
     """Return the fastest dtype of matrix products for training: bfloat16 on a GPU and on a CPU with bf16
     instructions."""
-    return torch.bfloat16 if device.type != "cpu" or _cpu_likes_bf16() else torch.float32
+    return torch.bfloat16 if device.type != "cpu" or _fast_bf16() else torch.float32
 
 
 @lru_cache(maxsize=1)
-def _cpu_likes_bf16() -> bool:
+def _fast_bf16() -> bool:
     """Measure whether bfloat16 is faster. Processors without bf16 instructions emulate it, up to fifteen times as
     slowly."""
     best = {}
@@ -136,14 +136,14 @@ def _library() -> ctypes.CDLL | None:
 
 def _handle(device: torch.device) -> ctypes.c_void_p | None:
     """Find the device by its UUID; CUDA may number devices differently."""
-    library, found = _library(), ctypes.c_void_p()
+    library, handle = _library(), ctypes.c_void_p()
     if library is None:
         return None
     name = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
-    return found if library.nvmlDeviceGetHandleByUUID(name, ctypes.byref(found)) == 0 else None
+    return handle if library.nvmlDeviceGetHandleByUUID(name, ctypes.byref(handle)) == 0 else None
 
 
-def _asked(function: str, handle: ctypes.c_void_p | None, *arguments: Any) -> int | None:
+def _nvml_value(function: str, handle: ctypes.c_void_p | None, *arguments: Any) -> int | None:
     """Call a function that writes its result into its last argument."""
     library, value = _library(), arguments[-1]
     if library is None or handle is None:

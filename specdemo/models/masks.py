@@ -14,19 +14,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdemo.core.host import to_device
+from specdemo.core.host_copy import to_device
 from specdemo.core.tree import chain_parents
 
-REMEMBERED = 32  # cached plans: chains of every length and a few static trees
+MAX_PLANS = 32  # cached plans: chains of every length and a few static trees
 ALIGNMENT = 16  # elements; with other row strides the GPU kernels copy the mask in every layer
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class MaskPlan:
     """Mask of one tree for every window. R is 1 if all rows share the tree, else B."""
 
     depth: Tensor  # [R, S] int64
-    deepest: int
+    max_depth: int
     masks: dict[int, Tensor]  # window (0: none) -> [R, S, C + S + 1] additive; the last column is never visible
 
 
@@ -36,12 +36,12 @@ def ancestry(parents: Tensor) -> Tensor:
     Doubles the path length in each of log2(S) matrix products, instead of one step per node.
     """
     rows, nodes = parents.shape
-    up = torch.eye(nodes + 1, device=parents.device).repeat(rows, 1, 1)
+    ancestors = torch.eye(nodes + 1, device=parents.device).repeat(rows, 1, 1)
     if nodes:
-        up[:, 1:].scatter_(2, parents[..., None], 1.0)
+        ancestors[:, 1:].scatter_(2, parents[..., None], 1.0)
     for _ in range(nodes.bit_length()):
-        up = (up @ up).clamp_max_(1.0)
-    return up
+        ancestors = (ancestors @ ancestors).clamp_max_(1.0)
+    return ancestors
 
 
 class Masks:
@@ -49,7 +49,7 @@ class Masks:
 
     def __init__(self, windows: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self._windows, self.dtype, self._device = windows, dtype, device
-        self._plans: OrderedDict[object, Plan] = OrderedDict()
+        self._plans: OrderedDict[object, MaskPlan] = OrderedDict()
         self._capacity = 0
 
     def reserve(self, columns: int) -> None:
@@ -58,20 +58,20 @@ class Masks:
             self._capacity = columns
             self._plans.clear()
 
-    def plan(self, parents: Tensor) -> Plan:
+    def plan(self, parents: Tensor) -> MaskPlan:
         """Return the plan of a tree, cached by the values of `parents`."""
         key = _key(parents)
         plan = self._plans.get(key)
         if plan is None:
-            up = ancestry(to_device(key, self._device).reshape(len(key), len(key[0])))
-            depth = up.sum(-1).long() - 1
-            masks = {window: self._mask(up, depth, window) for window in self._windows}
-            plan = self._plans[key] = Plan(depth, _deepest(key), masks)
-            if len(self._plans) > REMEMBERED:
+            ancestors = ancestry(to_device(key, self._device).reshape(len(key), len(key[0])))
+            depth = ancestors.sum(-1).long() - 1
+            masks = {window: self._mask(ancestors, depth, window) for window in self._windows}
+            plan = self._plans[key] = MaskPlan(depth, _max_depth(key), masks)
+            if len(self._plans) > MAX_PLANS:
                 self._plans.popitem(last=False)
         return plan
 
-    def at(self, plan: Plan, window: int, length: int) -> Tensor | None:
+    def shared_mask(self, plan: MaskPlan, window: int, length: int) -> Tensor | None:
         """Return the mask [R, 1, S, W] for histories of `length` tokens. None: nothing is masked."""
         slots = plan.depth.shape[1]
         if slots == 1 and not 0 < window <= length:
@@ -79,25 +79,25 @@ class Masks:
         start = self._capacity - length
         return aligned(plan.masks[window][:, None, :, start : self._capacity + slots])
 
-    def at_each(self, plan: Plan, window: int, lengths: Tensor, longest: int) -> Tensor:
+    def ragged_mask(self, plan: MaskPlan, window: int, lengths: Tensor, longest: int) -> Tensor:
         """Return the masks [B, 1, S, longest + S] for histories of lengths[b] tokens, lengths [B] int64."""
         slots = plan.depth.shape[1]
         columns = torch.arange(longest + slots, device=self._device) + (self._capacity - lengths)[:, None]
         columns = columns.clamp_max(self._capacity + slots)[:, None].expand(-1, slots, -1)
         return aligned(plan.masks[window].expand(len(lengths), -1, -1).gather(2, columns)[:, None])
 
-    def _mask(self, up: Tensor, depth: Tensor, window: int) -> Tensor:
-        rows, slots, _ = up.shape
+    def _mask(self, ancestors: Tensor, depth: Tensor, window: int) -> Tensor:
+        rows, slots, _ = ancestors.shape
         positions = torch.arange(-self._capacity, 0, device=self._device).expand(rows, -1)
         positions = torch.cat([positions, depth], 1)
-        visible = torch.cat([up.new_ones(rows, slots, self._capacity), up], 2) > 0
+        visible = torch.cat([ancestors.new_ones(rows, slots, self._capacity), ancestors], 2) > 0
         if window:
             visible &= depth[:, :, None] - positions[:, None, :] < window
         return additive(torch.nn.functional.pad(visible, (0, 1), value=False), self.dtype)
 
 
-def in_place(
-    lengths: Tensor, depth: Tensor, up: Tensor | None, columns: int, window: int, dtype: torch.dtype
+def mask_from_tensors(
+    lengths: Tensor, depth: Tensor, ancestors: Tensor | None, columns: int, window: int, dtype: torch.dtype
 ) -> Tensor:
     """Return the mask [B, 1, S, columns] of S slots after histories of lengths[b] tokens, in a cache of `columns`
     columns.
@@ -105,20 +105,20 @@ def in_place(
     lengths [B] and depth [R, S] are int64; ancestors [R, S, S] comes from `ancestry`, None for a chain. Same result as
     `Masks`, from device tensors only, so that a CUDA graph computes it again in every replay.
     """
-    every = torch.arange(columns, device=lengths.device)
+    column_ids = torch.arange(columns, device=lengths.device)
     positions = (lengths[:, None] + depth)[..., None]  # [B, S, 1]
-    if up is None:
-        visible, places = every <= positions, every
+    if ancestors is None:
+        visible, key_positions = column_ids <= positions, column_ids
     else:
-        behind = every - lengths[:, None]  # [B, columns]
-        slot = behind.clamp(0, depth.shape[1] - 1)
-        new = (behind >= 0) & (behind == slot)
+        offsets = column_ids - lengths[:, None]  # [B, columns]
+        slot = offsets.clamp(0, depth.shape[1] - 1)
+        new = (offsets >= 0) & (offsets == slot)
         rows = (len(lengths), depth.shape[1], columns)
-        above = up.expand(len(lengths), -1, -1).gather(2, slot[:, None].expand(rows)) > 0
-        visible = torch.where(new[:, None], above, (behind < 0)[:, None])
-        places = every + new * (depth.expand(len(lengths), -1).gather(1, slot) - slot)
+        above = ancestors.expand(len(lengths), -1, -1).gather(2, slot[:, None].expand(rows)) > 0
+        visible = torch.where(new[:, None], above, (offsets < 0)[:, None])
+        key_positions = column_ids + new * (depth.expand(len(lengths), -1).gather(1, slot) - slot)
     if window:
-        visible = visible & (positions - places.unsqueeze(-2) < window)
+        visible = visible & (positions - key_positions.unsqueeze(-2) < window)
     return additive(visible, dtype)[:, None]
 
 
@@ -132,11 +132,11 @@ def aligned(mask: Tensor) -> Tensor:
     if mask.device.type == "cpu":
         return mask
     width = mask.shape[-1]
-    whole = mask.new_empty(*mask.shape[:-1], -(-width // ALIGNMENT) * ALIGNMENT)
-    return whole[..., :width].copy_(mask)
+    buffer = mask.new_empty(*mask.shape[:-1], -(-width // ALIGNMENT) * ALIGNMENT)
+    return buffer[..., :width].copy_(mask)
 
 
-def _deepest(key: tuple[tuple[int, ...], ...]) -> int:
+def _max_depth(key: tuple[tuple[int, ...], ...]) -> int:
     depths = [[0] for _ in key]
     for row, parents in zip(depths, key, strict=True):
         for parent in parents:

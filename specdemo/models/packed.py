@@ -50,7 +50,7 @@ class PackedLinear(nn.Module):
         return product
 
     def __deepcopy__(self, memo: dict[int, object]) -> nn.Linear:
-        return linear_of(self._blocks.to_dense(), None if self._bias is None else self._bias.clone())
+        return make_linear(self._blocks.to_dense(), None if self._bias is None else self._bias.clone())
 
 
 class PackedHead(nn.Module):
@@ -73,7 +73,7 @@ class PackedHead(nn.Module):
         return product
 
     def __deepcopy__(self, memo: dict[int, object]) -> nn.Linear:
-        return linear_of(deepcopy(self.weight, memo), deepcopy(self.bias, memo))
+        return make_linear(deepcopy(self.weight, memo), deepcopy(self.bias, memo))
 
 
 class RMSNorm(nn.RMSNorm):
@@ -83,7 +83,7 @@ class RMSNorm(nn.RMSNorm):
         return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps)
 
 
-class QuickNorm(nn.Module):
+class FastRMSNorm(nn.Module):
     """RMS norm of n features in float32 on a CPU, for which torch has no fused kernel. Computed as x * sqrt(n) w /
     sqrt(|x|^2 + n eps), it takes half the time. A deep copy is the original, trainable norm."""
 
@@ -94,44 +94,44 @@ class QuickNorm(nn.Module):
         size = norm.weight.numel()
         eps = norm.eps if isinstance(norm, RMSNorm) else norm.variance_epsilon
         self._scaled = norm.weight.detach() * size**0.5
-        self._least = torch.tensor((size * eps) ** 0.5)
+        self._eps_term = torch.tensor((size * eps) ** 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled() or x.dtype != torch.float32:
             normed: Tensor = self._norm[0](x)
         else:
             length: Tensor = torch.linalg.vector_norm(x, 2, -1, True)
-            normed = (x * self._scaled).div_(length.hypot_(self._least))
+            normed = (x * self._scaled).div_(length.hypot_(self._eps_term))
         return normed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        made: nn.Module = deepcopy(self._norm[0], memo)
-        return made
+        copy: nn.Module = deepcopy(self._norm[0], memo)
+        return copy
 
 
 @torch.no_grad()
 def pack(head: Module) -> Module:
     """Pack the linear layers of a head for inference and replace its norms by faster ones. It can no longer be saved;
     only a deep copy can be trained."""
-    made: dict[nn.Module, nn.Module] = {}
+    replacements: dict[nn.Module, nn.Module] = {}
     for name, layer in list(head.named_modules(remove_duplicate=False)):
-        if layer not in made:
-            made[layer] = packed(layer) if type(layer) is nn.Linear else quick(layer)
-        if made[layer] is not layer:
-            head.set_submodule(name, made[layer])
+        if layer not in replacements:
+            replacements[layer] = pack_linear(layer) if type(layer) is nn.Linear else fast_norm(layer)
+        if replacements[layer] is not layer:
+            head.set_submodule(name, replacements[layer])
     return head
 
 
-def packs(*weights: Tensor) -> bool:
+def should_pack(*weights: Tensor) -> bool:
     """Return True if `pack` would pack this weight (or the concatenation of several)."""
     size = sum(weight.numel() for weight in weights)
-    least = PACKED_SIZE // (2 if weights[0].dtype == torch.bfloat16 else 1)
-    return weights[0].device.type == "cpu" and size >= least and packing_pays(weights[0].dtype)
+    min_size = PACKED_SIZE // (2 if weights[0].dtype == torch.bfloat16 else 1)
+    return weights[0].device.type == "cpu" and size >= min_size and packing_pays(weights[0].dtype)
 
 
-def joins(*weights: Tensor) -> bool:
+def should_fuse(*weights: Tensor) -> bool:
     """Return True if products with these weights should be one: on a GPU, or where the result is packed."""
-    return weights[0].device.type == "cuda" or packs(*weights)
+    return weights[0].device.type == "cuda" or should_pack(*weights)
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:
@@ -149,34 +149,38 @@ def packed_bytes(model: nn.Module) -> int:
     return sum(m.bytes for m in model.modules() if isinstance(m, PackedLinear | PackedHead))
 
 
-def joined(*linears: nn.Linear) -> nn.Linear:
+def concat_linears(*linears: nn.Linear) -> nn.Linear:
     """Return one layer that concatenates the outputs of several."""
     weight, bias = torch.cat([linear.weight.detach() for linear in linears]), None
     if any(linear.bias is not None for linear in linears):
         none = [weight.new_zeros(linear.out_features) for linear in linears]
         bias = torch.cat([n if m.bias is None else m.bias.detach() for m, n in zip(linears, none, strict=True)])
-    return linear_of(weight, bias)
+    return make_linear(weight, bias)
 
 
-def packed(linear: nn.Linear) -> nn.Module:
+def pack_linear(linear: nn.Linear) -> nn.Module:
     """Return the layer with packed weights where that is faster, else the layer itself."""
-    return PackedLinear(linear) if packs(linear.weight) else linear
+    return PackedLinear(linear) if should_pack(linear.weight) else linear
 
 
-def quick(norm: Any) -> Any:
+def fast_norm(norm: Any) -> Any:
     """Return the faster norm for float32 on a CPU. Any other module is returned unchanged."""
-    known = type(norm) in (RMSNorm, *KNOWN_NORMS)
-    return QuickNorm(norm) if known and (norm.weight.device.type, norm.weight.dtype) == ("cpu", torch.float32) else norm
+    supported = type(norm) in (RMSNorm, *KNOWN_NORMS)
+    return (
+        FastRMSNorm(norm)
+        if supported and (norm.weight.device.type, norm.weight.dtype) == ("cpu", torch.float32)
+        else norm
+    )
 
 
-def linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+def make_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     """Create a linear layer. Tensors that are parameters already are used as they are."""
     outputs, inputs = weight.shape
-    made = nn.Linear(inputs, outputs, bias=False, device="meta")
-    made.weight = _frozen(weight)
+    linear = nn.Linear(inputs, outputs, bias=False, device="meta")
+    linear.weight = _frozen(weight)
     if bias is not None:
-        made.bias = _frozen(bias)
-    return made
+        linear.bias = _frozen(bias)
+    return linear
 
 
 def _frozen(tensor: Tensor) -> nn.Parameter:
@@ -188,7 +192,7 @@ def packing_pays(dtype: torch.dtype) -> bool:
     """Measure whether one token and five tokens are faster together with blocked weights on this CPU."""
     if dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():
         return False
-    linear = linear_of(torch.randn(768, 512, generator=torch.Generator().manual_seed(0)).to(dtype), None)
+    linear = make_linear(torch.randn(768, 512, generator=torch.Generator().manual_seed(0)).to(dtype), None)
     try:
         packed = PackedLinear(linear)
         seconds = {kind: sum(_seconds(kind, rows, dtype) for rows in (1, PACKED_ROWS)) for kind in (linear, packed)}

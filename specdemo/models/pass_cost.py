@@ -14,7 +14,7 @@ from specdemo.models.machine import clock, one_thread
 from specdemo.models.target import HFTarget
 
 VERIFY_TOKENS = 5
-APART = 4
+MAX_LENGTH_SPREAD = 4
 VERIFY_LIMIT = 1.2  # times a one-token pass; above it the cost of verifying is worth a note
 REPEATS = 6  # interleaved repeats of one measurement of the verify cost
 ROUNDS = 4  # measurements at most; only the first one is made where its interval excludes VERIFY_LIMIT
@@ -69,13 +69,13 @@ def verify_costs(
     repeats: int = 5,
     rows: int = 1,
     context: int = 32,
-    of: Callable[[Sequence[float]], float] = median,
-    uneven: bool = False,
+    reduce: Callable[[Sequence[float]], float] = median,
+    ragged: bool = False,
 ) -> dict[int, float]:
     """Slots -> milliseconds of a pass over a chain of that many: the median of all repeats, or what `of` computes. The
     other arguments are those of `pass_times`."""
-    times = pass_times(target, widths, repeats, rows, context, uneven)
-    return {width: of(measured) for width, measured in times.items()}
+    times = pass_times(target, widths, repeats, rows, context, ragged)
+    return {width: reduce(measured) for width, measured in times.items()}
 
 
 def pass_times(
@@ -84,21 +84,23 @@ def pass_times(
     repeats: int,
     rows: int = 1,
     context: int = 32,
-    uneven: bool = False,
+    ragged: bool = False,
     now: Clock | None = None,
 ) -> dict[int, list[float]]:
     """Slots -> milliseconds of every repeat of a pass over a chain of that many, after `context` tokens, for `rows`
     texts at once. Repeats of different widths are interleaved.
 
-    uneven: the texts have different lengths, up to `APART` tokens more. now: the clock; None: that of lanes."""
+    uneven: the texts have different lengths, up to `MAX_LENGTH_SPREAD` tokens more. now: the clock; None: that of
+    lanes.
+    """
     now = now or clock(target.device)
     prompt = (torch.arange(1, context + 1, device=target.device) % target.vocab_size).repeat(rows, 1)
     times: dict[int, list[float]] = {width: [] for width in widths}
     with one_thread(target.device):
-        target.start(prompt, reserve=max(widths) + APART)
-        if uneven:
-            _seconds(target, APART, rows, now)
-            target.commit([list(range(1 + row % APART)) for row in range(rows)])
+        target.start(prompt, reserve=max(widths) + MAX_LENGTH_SPREAD)
+        if ragged:
+            _seconds(target, MAX_LENGTH_SPREAD, rows, now)
+            target.commit([list(range(1 + row % MAX_LENGTH_SPREAD)) for row in range(rows)])
         for repeat in range(repeats + 1):
             for width, measured in times.items():
                 seconds = _seconds(target, width, rows, now)
@@ -125,11 +127,11 @@ def rounding_noise(target: HFTarget, tokens: Tensor, slots: int = VERIFY_TOKENS)
         return 0.0
     last = tokens[:, -slots:]
     target.start(tokens[:, :-slots])
-    alone = []
+    single = []
     for token in last.split(1, 1):  # before the wide pass, whose CUDA graph would also serve single tokens
-        alone.append(target.forward(token, token[:, 1:]).logits.float())
+        single.append(target.forward(token, token[:, 1:]).logits.float())
         target.commit([[0]])
     target.crop([tokens.shape[1] - slots])
-    together = target.forward(last, chain_parents(1, slots - 1, tokens.device)).logits.float()
+    combined = target.forward(last, chain_parents(1, slots - 1, tokens.device)).logits.float()
     target.release()
-    return float((torch.cat(alone, 1) - together).abs().max())
+    return float((torch.cat(single, 1) - combined).abs().max())

@@ -17,9 +17,9 @@ Request = Mapping[str, Any]  # JSON from the parent process
 CPU_S = 3  # CPU time, so that a busy machine rejects nothing
 WALL_S = 30
 MEMORY_BYTES = 2 << 30
-TEXT = 4_000_000  # most characters of a template's output
-PIECE = 4096  # most characters of a vocabulary entry
-DECODERS = 8
+MAX_OUTPUT = 4_000_000  # most characters of a template's output
+MAX_ENTRY = 4096  # most characters of a vocabulary entry
+MAX_DECODERS = 8
 EMPTY = {"model": {"type": "WordLevel", "vocab": {"?": 0}, "unk_token": "?"}, "added_tokens": []}
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
 SAMPLE = "Once upon a time, there was a dog.\n" + "a" * 10_000
@@ -27,7 +27,7 @@ SAMPLE = "Once upon a time, there was a dog.\n" + "a" * 10_000
 
 def try_tokenizer(path: str) -> None:
     """Load a tokenizer.json and encode a sample. Raises ValueError with a clause that says what is wrong."""
-    _ask({"path": path})
+    _run_child({"path": path})
 
 
 def try_text(parts: Mapping[str, object], text: str) -> None:
@@ -35,18 +35,18 @@ def try_text(parts: Mapping[str, object], text: str) -> None:
 
     parts: its normalizer and pre_tokenizer, as in tokenizer.json, and `tokens`, the arguments of its added tokens.
     """
-    _ask({"parts": parts, "text": text})
+    _run_child({"parts": parts, "text": text})
 
 
 def render(template: str, messages: Sequence[Mapping[str, str]], special: Mapping[str, object]) -> str:
     """Apply a chat template with the generation prompt. Raises ValueError with a clause that says what is wrong."""
-    return str(_ask({"template": template, "messages": messages, "special": special})["text"])
+    return str(_run_child({"template": template, "messages": messages, "special": special})["text"])
 
 
-def _ask(request: Mapping[str, object]) -> dict[str, object]:
-    command, said = [sys.executable, "-P", __file__], json.dumps(request, allow_nan=False).encode()
+def _run_child(request: Mapping[str, object]) -> dict[str, object]:
+    command, payload = [sys.executable, "-P", __file__], json.dumps(request, allow_nan=False).encode()
     try:
-        done = subprocess.run(command, input=said, capture_output=True, timeout=WALL_S, env=os.environ | ONE_THREAD)
+        done = subprocess.run(command, input=payload, capture_output=True, timeout=WALL_S, env=os.environ | ONE_THREAD)
         answer: dict[str, object] = json.loads(done.stdout)
     except subprocess.TimeoutExpired:
         raise ValueError("does not come to an end") from None
@@ -57,7 +57,7 @@ def _ask(request: Mapping[str, object]) -> dict[str, object]:
     return answer
 
 
-def _answer(request: Request) -> dict[str, object]:
+def _handle(request: Request) -> dict[str, object]:
     if "template" in request:
         return _render(request)
     from tokenizers import AddedToken, Tokenizer
@@ -78,24 +78,24 @@ def _answer(request: Request) -> dict[str, object]:
 def _render(request: Request) -> dict[str, object]:
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    written: Any = render_jinja_template(
+    rendered: Any = render_jinja_template(
         [request["messages"]], chat_template=request["template"], add_generation_prompt=True, **request["special"]
     )
-    text = str(written[0][0])
-    return {"text": text} if len(text) <= TEXT else {"error": f"writes {len(text):,} characters"}
+    text = str(rendered[0][0])
+    return {"text": text} if len(text) <= MAX_OUTPUT else {"error": f"writes {len(text):,} characters"}
 
 
 def _problems(tokenizer: Any) -> Iterator[str]:
     """Yield defects that no sample shows: long vocabulary entries, and decoders that could grow a text without
     limit."""
     longest = max(map(len, tokenizer.get_vocab()), default=0)
-    if longest > PIECE:
+    if longest > MAX_ENTRY:
         yield f"has an entry of {longest:,} characters"
     if len(tokenizer.encode(SAMPLE).ids) > 10 * len(SAMPLE):
         yield "makes more than ten tokens of a character"
     decoder = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else {}
     steps = list(_steps(decoder))  # each step could double a text
-    if len(steps) > DECODERS or len(json.dumps(decoder, allow_nan=False)) > PIECE or any(map(_grows, steps)):
+    if len(steps) > MAX_DECODERS or len(json.dumps(decoder, allow_nan=False)) > MAX_ENTRY or any(map(_grows, steps)):
         yield "has a decoder that rewrites texts as no known one does"
 
 
@@ -107,8 +107,8 @@ def _steps(decoder: Request) -> Iterator[Mapping[str, object]]:
 
 
 def _grows(step: Request) -> bool:
-    found = step.get("pattern", {})
-    return "Regex" in found or len(step.get("content", "")) > len(found.get("String", " "))
+    pattern = step.get("pattern", {})
+    return "Regex" in pattern or len(step.get("content", "")) > len(pattern.get("String", " "))
 
 
 def _main() -> None:
@@ -119,7 +119,7 @@ def _main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     request = json.load(sys.stdin)
     try:
-        answer = _answer(request)
+        answer = _handle(request)
     except MemoryError:
         answer = {"error": "takes too much memory"}
     except BaseException as error:  # a Rust panic is not an Exception

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from specdemo.core.bounds import Bounds
-from specdemo.core.reading import TOO_LARGE, check_regular, lacks_memory, read_json
+from specdemo.core.json_limits import JsonLimits
+from specdemo.core.safe_io import TOO_LARGE, check_regular, is_out_of_memory, read_json
 from specdemo.models import hub
 from specdemo.models.hub import LoadProgress, embedded_folder
 
@@ -25,7 +25,7 @@ NO_GGUF = (
     "GGUF, which specdemo does not load itself; serve it with llama.cpp (llama-server -m FILE.gguf --port 8080), "
     "LM Studio or Ollama and give the address with --server, or choose the original model with safetensors weights"
 )
-DESCRIPTION = Bounds(64_000_000, 2_000_000, 600_000)  # twice the largest public tokenizer or weight index
+CONFIG_LIMITS = JsonLimits(64_000_000, 2_000_000, 600_000)  # twice the largest public tokenizer or weight index
 
 
 def resolve(name: str) -> str:
@@ -62,21 +62,21 @@ def locate(name: str, pickled: Sequence[str] = ()) -> Path | hub.Repository:
         raise ValueError(f"{name} is a file; give the folder it is in")
     if folder.is_dir():
         _check_not_gguf(name, [file.name for file in folder.iterdir()])
-        return _readable(folder)
+        return _check_files(folder)
     if _is_path(name):
         raise ValueError(f"there is no folder {name}")
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?", path):
         raise ValueError(f"{name!r} is neither a folder nor a Hugging Face id (organisation/model, or with @revision)")
     if hub.offline():
-        return hub.cached(path)
-    info = hub.ask(path)
+        return hub.cached_folder(path)
+    info = hub.model_info(path)
     _check_not_gguf(name, [file.rfilename for file in info.siblings or []])
-    found = hub.described(path, info, pickled)
-    if not pickled and "config.json" not in found.files:
+    repository = hub.select_files(path, info, pickled)
+    if not pickled and "config.json" not in repository.files:
         raise ValueError(f"{name} has no config.json; it is not a transformers model")
-    if not found.weights:
+    if not repository.weights:
         raise ValueError(f"{name} holds no .safetensors weights; choose a model that does")
-    return found
+    return repository
 
 
 def _check_not_gguf(name: str, files: Sequence[str]) -> None:
@@ -85,24 +85,24 @@ def _check_not_gguf(name: str, files: Sequence[str]) -> None:
         raise ValueError(f"{name} holds only {NO_GGUF}")
 
 
-def _readable(folder: Path) -> Path:
+def _check_files(folder: Path) -> Path:
     """Return the folder. Raises ValueError if one of its files is not a regular file or is too large."""
     for file in folder.iterdir():
         described = file.suffix in (".json", ".txt", ".model", ".jinja")
         if file.exists() and (described or file.suffix in WEIGHTS):
-            check_regular(file, DESCRIPTION.bytes if described else None)
+            check_regular(file, CONFIG_LIMITS.bytes if described else None)
     return folder
 
 
-def fetched(source: Path | hub.Repository, report: LoadProgress) -> Path:
+def fetch_folder(source: Path | hub.Repository, report: LoadProgress) -> Path:
     """Return the folder of a source, downloaded if it is on the hub."""
     if isinstance(source, Path):
-        check_shipped(source)
+        check_embedded(source)
         return source
     return hub.fetch(source, lambda share, what: report(0.05 + 0.5 * share, what))
 
 
-def check_shipped(folder: Path) -> None:
+def check_embedded(folder: Path) -> None:
     """Raise ValueError, one line, if a weight file of an embedded model does not match its checksum in SHA256SUMS.
 
     Other folders pass. Every file is read once per process. To update the checksums after training, run `sha256sum
@@ -115,8 +115,8 @@ def check_shipped(folder: Path) -> None:
         digest, _, name = line.partition("  ")
         file = root / name
         if file.parent.name == folder.resolve().name and file.is_file():
-            there = file.stat()
-            if _digest(file, there.st_size, there.st_mtime_ns) != digest:
+            info = file.stat()
+            if _digest(file, info.st_size, info.st_mtime_ns) != digest:
                 raise ValueError(f"{file} is not the file that was shipped; fetch it again, or renew {SUMS} beside it")
 
 
@@ -127,10 +127,10 @@ def _digest(file: Path, size: int, changed_ns: int) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def described(name: str) -> Path:
+def config_folder(name: str) -> Path:
     """Return the folder with the config and the tokenizer of a model."""
     source = locate(name)
-    return source if isinstance(source, Path) else hub.describe(source)
+    return source if isinstance(source, Path) else hub.fetch_config(source)
 
 
 def has_chat_template(name: str) -> bool | None:
@@ -139,11 +139,11 @@ def has_chat_template(name: str) -> bool | None:
     if not (folder / "config.json").is_file():
         return None
     settings = folder / "tokenizer_config.json"
-    alone = (folder / "chat_template.jinja").is_file()
-    return alone or (settings.is_file() and "chat_template" in read_json(settings, DESCRIPTION))
+    has_template_file = (folder / "chat_template.jinja").is_file()
+    return has_template_file or (settings.is_file() and "chat_template" in read_json(settings, CONFIG_LIMITS))
 
 
-def checked(folder: Path, name: str) -> Path:
+def check_folder(folder: Path, name: str) -> Path:
     """Return the folder if it holds a complete model. Raises ValueError, one line, that says how to fix it."""
     if not (folder / "config.json").is_file():
         raise ValueError(f"{name} has no config.json; it is not a Hugging Face model folder")
@@ -151,8 +151,8 @@ def checked(folder: Path, name: str) -> Path:
         raise ValueError(f"{name} holds no .safetensors weights; convert it with model.save_pretrained(folder)")
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        with one_line(name):
-            shards = set(map(str, read_json(index, DESCRIPTION)["weight_map"].values()))
+        with load_errors(name):
+            shards = set(map(str, read_json(index, CONFIG_LIMITS)["weight_map"].values()))
         absent = sorted(shard for shard in shards if not (folder / shard).is_file())
         if absent:
             raise ValueError(f"{name} lacks {absent[0]} of {len(shards)} files of weights; fetch it again")
@@ -160,16 +160,16 @@ def checked(folder: Path, name: str) -> Path:
 
 
 @contextmanager
-def one_line(name: str) -> Iterator[None]:
+def load_errors(name: str) -> Iterator[None]:
     """Convert any error from loading to a ValueError with one line."""
     try:
         yield
     except Exception as error:
-        raise ValueError(_explained(name, error)) from error
+        raise ValueError(_explain(name, error)) from error
 
 
-def _explained(name: str, error: Exception) -> str:
-    if lacks_memory(error):
+def _explain(name: str, error: Exception) -> str:
+    if is_out_of_memory(error):
         return f"{name} {TOO_LARGE}"
     line = next((s for s in str(error).splitlines() if s.strip()), "")
     if "trust_remote_code" in str(error):

@@ -34,20 +34,22 @@ class Runner:
 
     def __init__(self, model: PreTrainedModel, layers: int, name: str) -> None:
         """layers: number of decoder layers. Raises ValueError for a model whose forward takes no cache."""
-        self.model, self._count, self._name = model, layers, name
+        self.model, self._num_layers, self._name = model, layers, name
         self.device: torch.device = model.get_input_embeddings().weight.device  # type: ignore[assignment]
-        known = inspect.signature(model.forward).parameters
-        held = next((argument for argument in ("past_key_values", "cache_params") if argument in known), None)
-        if held is None:
+        parameters = inspect.signature(model.forward).parameters
+        cache_argument = next(
+            (argument for argument in ("past_key_values", "cache_params") if argument in parameters), None
+        )
+        if cache_argument is None:
             kind = model.config.model_type
             raise ValueError(f"a {kind} model keeps its history where it cannot be rolled back; choose another model")
-        self._holds = held
-        self._last = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
-        self.positions = "position_ids" in known
-        self._short: dict[int, nn.Module] = {}  # number of layers -> model that ends after them
+        self._cache_argument = cache_argument
+        self._last_arguments = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        self.takes_positions = "position_ids" in parameters
+        self._truncated_models: dict[int, nn.Module] = {}  # number of layers -> model that ends after them
 
     @cached_property
-    def recorded(self) -> Callable[..., Forward]:
+    def for_capture(self) -> Callable[..., Forward]:
         """Return the callable to capture in a CUDA graph; its decoder may go through torch.compile."""
         return partial(self, decoder=compiled(self.fused.__call__)) if self.fused else self
 
@@ -70,8 +72,13 @@ class Runner:
         if decoder is not None:
             assert positions is not None and not isinstance(mask, dict)
             return Forward(*decoder(tokens, cache, positions, mask, taps, last, layers))
-        model = self.model if layers is None else self._ending_after(layers)
-        arguments = {self._holds: cache, "attention_mask": mask, "use_cache": True, **(self._last if last else {})}
+        model = self.model if layers is None else self._truncated_model(layers)
+        arguments = {
+            self._cache_argument: cache,
+            "attention_mask": mask,
+            "use_cache": True,
+            **(self._last_arguments if last else {}),
+        }
         if positions is not None:
             arguments["position_ids"] = positions
         if not taps:
@@ -80,10 +87,10 @@ class Runner:
             output = model(tokens, **arguments)
         return Forward(self._logits(output, last), {tap: hidden[tap].to(self.device) for tap in taps})
 
-    def _ending_after(self, layers: int) -> nn.Module:
-        if layers not in self._short:
-            self._short[layers] = _ending_after(self.model, self._layers, layers)
-        return self._short[layers]
+    def _truncated_model(self, layers: int) -> nn.Module:
+        if layers not in self._truncated_models:
+            self._truncated_models[layers] = _truncate(self.model, self._layers, layers)
+        return self._truncated_models[layers]
 
     def _logits(self, output: Any, last: bool) -> Tensor:
         logits: Tensor = output.logits
@@ -98,10 +105,10 @@ class Runner:
         with ExitStack() as hooks:
             for tap in taps:
                 if tap == 0:
-                    hook = self._layers[0].register_forward_pre_hook(_keep_input(hidden), with_kwargs=True)
+                    hook = self._layers[0].register_forward_pre_hook(_input_hook(hidden), with_kwargs=True)
                 else:
                     module = self._decoder if tap == -1 else self._layers[tap - 1]
-                    hook = module.register_forward_hook(_keep_output(hidden, tap))
+                    hook = module.register_forward_hook(_output_hook(hidden, tap))
                 hooks.enter_context(hook)
             yield hidden
 
@@ -110,37 +117,37 @@ class Runner:
         """Return the module between the token ids and lm_head: the one that owns the list of layers."""
         module: nn.Module
         for module in self.model.modules():
-            if any(isinstance(m, nn.ModuleList) and len(m) == self._count for m in module.children()):
+            if any(isinstance(m, nn.ModuleList) and len(m) == self._num_layers for m in module.children()):
                 return module
-        raise ValueError(f"{self._name} has no list of {self._count} layers to take hidden states from")
+        raise ValueError(f"{self._name} has no list of {self._num_layers} layers to take hidden states from")
 
     @cached_property
     def _layers(self) -> nn.ModuleList:
         lists = (m for m in self._decoder.children() if isinstance(m, nn.ModuleList))
-        return next(m for m in lists if len(m) == self._count)
+        return next(m for m in lists if len(m) == self._num_layers)
 
 
-def _ending_after(module: nn.Module, layers: nn.ModuleList, count: int) -> nn.Module:
+def _truncate(module: nn.Module, layers: nn.ModuleList, count: int) -> nn.Module:
     """Return a copy of `module` with the first `count` of `layers`. Modules that do not contain them are shared."""
     if module is layers:
         return layers[:count]
     twin = copy(module)
     twin.__dict__.pop("forward", None)  # the wrapper of accelerate would run the original
     twin._modules = {
-        name: _ending_after(part, layers, count) if part and any(m is layers for m in part.modules()) else part
+        name: _truncate(part, layers, count) if part and any(m is layers for m in part.modules()) else part
         for name, part in module._modules.items()
     }
     return twin
 
 
-def _keep_output(hidden: dict[int, Tensor], tap: int) -> Any:
+def _output_hook(hidden: dict[int, Tensor], tap: int) -> Any:
     def hook(module: nn.Module, inputs: object, output: Any) -> None:
         hidden[tap] = output if isinstance(output, Tensor) else output[0]
 
     return hook
 
 
-def _keep_input(hidden: dict[int, Tensor]) -> Any:
+def _input_hook(hidden: dict[int, Tensor]) -> Any:
     def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         hidden[0] = inputs[0] if inputs else named["hidden_states"]
 

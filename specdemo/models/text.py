@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from specdemo.models import probe
-from specdemo.models.hub import shipped
+from specdemo.models.hub import is_embedded
 
 Chat = tuple[tuple[tuple[str, str], ...], ...]  # messages, each the items of a dict
 
@@ -43,16 +43,16 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Mapping[st
 def _ids(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
     chat = None if isinstance(prompt, str) else tuple(tuple(message.items()) for message in prompt)
     source = str(tokenizer.name_or_path)  # empty for a tokenizer created in this process
-    if source and not shipped(source):
-        text = _tried(ref(tokenizer), chat or str(prompt))
+    if source and not is_embedded(source):
+        text = _checked_text(ref(tokenizer), chat or str(prompt))
     else:
-        text = str(prompt) if chat is None else _written(tokenizer, chat)
+        text = str(prompt) if chat is None else _apply_template(tokenizer, chat)
     ids = list(tokenizer(text, add_special_tokens=chat is None, verbose=False)["input_ids"])
     bos = tokenizer.bos_token_id
     return [bos, *ids] if chat is None and bos is not None and ids[:1] != [bos] else ids
 
 
-def _written(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> str:
+def _apply_template(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> str:
     """Apply the model's chat template."""
     try:
         return str(tokenizer.apply_chat_template(list(map(dict, chat)), add_generation_prompt=True, tokenize=False))
@@ -61,24 +61,24 @@ def _written(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> str:
 
 
 @lru_cache(maxsize=16)
-def _tried(tokenizer: ref[PreTrainedTokenizerBase], prompt: str | Chat) -> str:
+def _checked_text(tokenizer: ref[PreTrainedTokenizerBase], prompt: str | Chat) -> str:
     """Return the text to encode, after a trial run in a child process; cached for all lanes.
 
     Raises ValueError if the trial fails.
     """
-    known, text = tokenizer(), prompt
-    assert known is not None
+    live_tokenizer, text = tokenizer(), prompt
+    assert live_tokenizer is not None
     try:
         if not isinstance(text, str):
-            template = known.get_chat_template()
-            text = probe.render(template, list(map(dict, text)), known.special_tokens_map)
+            template = live_tokenizer.get_chat_template()
+            text = probe.render(template, list(map(dict, text)), live_tokenizer.special_tokens_map)
     except ValueError as error:
         raise ValueError(f"the model's chat template {error}") from None
-    if isinstance(known, PreTrainedTokenizerFast):
+    if isinstance(live_tokenizer, PreTrainedTokenizerFast):
         try:
-            probe.try_text(_parts(known.backend_tokenizer), text)
+            probe.try_text(_parts(live_tokenizer.backend_tokenizer), text)
         except ValueError as error:
-            raise ValueError(f"the tokenizer of {known.name_or_path} {error}; choose another model") from None
+            raise ValueError(f"the tokenizer of {live_tokenizer.name_or_path} {error}; choose another model") from None
     return text
 
 

@@ -65,15 +65,15 @@ class ToyTarget:
     def start(self, tokens: Tensor, taps: tuple[int, ...] = (), reserve: int = 0) -> Forward:
         self._history = tokens.tolist()
         windows = nn.functional.pad(tokens, (self._order - 1, 0)).unfold(1, self._order, 1)
-        return self._say(windows, taps, slice(-1, None))
+        return self._forward(windows, taps, slice(-1, None))
 
     def forward(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...] = ()) -> Forward:
         if not self._history:
             raise ValueError("there is no history; call start() with the prompt first")
         self._slots = tokens.clamp_min(0)
-        return self._say(self._windows(parents), taps, slice(None))
+        return self._forward(self._windows(parents), taps, slice(None))
 
-    def shallow(self, chain: Tensor, layers: int) -> Tensor:
+    def early_exit_logits(self, chain: Tensor, layers: int) -> Tensor:
         """Return logits [B, V] after chain [B, n], read by lm_head from the state after `layers` layers."""
         histories = self._history or [[]] * len(chain)
         texts = [[0] * self._order + old + new for old, new in zip(histories, chain.tolist(), strict=True)]
@@ -82,8 +82,8 @@ class ToyTarget:
         return logits
 
     def commit(self, path: list[list[int]]) -> None:
-        for history, slots, kept in zip(self._history, self._slots.tolist(), path, strict=True):
-            history += [slots[slot] for slot in kept]
+        for history, slots, accepted in zip(self._history, self._slots.tolist(), path, strict=True):
+            history += [slots[slot] for slot in accepted]
             if len(history) > self.max_length:
                 raise ValueError(f"{self.name} holds {self.max_length} tokens, not {len(history)}; shorten the prompt")
 
@@ -111,7 +111,7 @@ class ToyTarget:
         """Return the table rows [...] of windows [..., order]."""
         return (windows * self._powers).sum(-1) % self._states.shape[1]
 
-    def _say(self, windows: Tensor, taps: tuple[int, ...], kept: slice) -> Forward:
+    def _forward(self, windows: Tensor, taps: tuple[int, ...], positions: slice) -> Forward:
         rows = self._rows(windows)
         hidden = {tap: self.embed(windows[..., -1]) if tap == 0 else self._states[tap, rows] for tap in taps}
-        return Forward(self.lm_head(self._states[-1, rows[:, kept]]), hidden)
+        return Forward(self.lm_head(self._states[-1, rows[:, positions]]), hidden)

@@ -20,7 +20,7 @@ from statistics import fmean, variance
 
 from specdemo.core.estimate import Estimate, t_quantile
 from specdemo.core.suggest import program
-from specdemo.core.tally import Step
+from specdemo.core.tally import StepCounts
 from specdemo.core.trace import LaneTrace
 from specdemo.presets.recorded import load_trace
 
@@ -199,10 +199,10 @@ def of_lane(lane: LaneTrace) -> Acceptance:
         conditional = tuple(min(b / a, 1.0) for a, b in zip([1.0, *rates], rates, strict=False))
         return Acceptance(conditional, recorded=True)
     rows = range(len(lane.events[0].path)) if lane.events else range(0)
-    steps = [Step.of(event, row) for row in rows for event in lane.events[1:] if event.emitted[row]]
+    steps = [StepCounts.of(event, row) for row in rows for event in lane.events[1:] if event.emitted[row]]
     nodes = max((step.drafted for step in steps if step.drafted > step.depth), default=0)
     greedy = lane.method == "draft_model"  # heads guess less well the further they are from the target's own states
-    return of_passes(((step.kept, step.depth) for step in steps), greedy and len(rows) == 1, nodes)
+    return of_passes(((step.accepted, step.depth) for step in steps), greedy and len(rows) == 1, nodes)
 
 
 def drafting_lane(path: str | Path) -> LaneTrace:

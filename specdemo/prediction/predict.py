@@ -113,10 +113,10 @@ class Prediction:
         best, scene = self.best, self.scene
         where = f"on {scene.device.profile.title} at batch {scene.batch}"
         if not self.best_k:
-            return f"No draft length gains {where}: k = {best.k} is {best.speedup.told()}; {best.limit} costs most."
+            return f"No draft length gains {where}: k = {best.k} is {best.speedup.format()}; {best.limit} costs most."
         dies = f"; the gain ends at batch {self.dies}" if self.dies and self.dies > scene.batch else ""
         how = f"{scene.nodes} nodes" if scene.nodes else f"k = {best.k}"
-        return f"{best.speedup.told()} {where} with {how}; {best.limit} limits it{dies}."
+        return f"{best.speedup.format()} {where} with {how}; {best.limit} limits it{dies}."
 
     def beyond(self, row: Row) -> str:
         """Return the sentence that marks a row as extrapolated; empty for a recorded draft length."""

@@ -8,16 +8,16 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from specdemo.core.bounds import Bounds, judge
 from specdemo.core.files import write_text
-from specdemo.core.reading import read_bytes
+from specdemo.core.json_limits import JsonLimits, check_json_limits
+from specdemo.core.safe_io import read_bytes
 from specdemo.core.suggest import suggest
 
 FOLDER = Path(__file__).parents[1] / "profiles"
 
 NAME = r"^[a-z0-9][a-z0-9.-]*$"
 # A measured profile has some 500 keys and 10 kB; the fit evaluates every measured pass some 300 times.
-BOUNDS = Bounds(200_000, 8_000, 4_000)
+BOUNDS = JsonLimits(200_000, 8_000, 4_000)
 # Figures of any device, and milliseconds: within these limits no prediction overflows.
 Positive = Annotated[float, Field(ge=1e-6, le=1e9)]
 Count = Annotated[int, Field(ge=1, le=1 << 24)]
@@ -112,7 +112,7 @@ def profile(name: str) -> Profile:
 def read_profile(path: Path) -> Profile:
     """Raises ValueError, one line that names the file."""
     text = read_bytes(path, BOUNDS.bytes, "name a profile")
-    judge(text, BOUNDS, str(path))
+    check_json_limits(text, BOUNDS, str(path))
     try:
         return Profile.model_validate_json(text)
     except ValidationError as error:

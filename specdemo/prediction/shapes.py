@@ -335,9 +335,9 @@ def _check_whole(name: str) -> None:
     from specdemo.models.hub import embedded_heads
 
     if name in embedded_heads():
-        from specdemo.methods import head_of
+        from specdemo.methods import detect_head
 
-        raise ValueError(f"{name} holds a head for method {head_of(name)!r}; choose a whole model as the target")
+        raise ValueError(f"{name} holds a head for method {detect_head(name)!r}; choose a whole model as the target")
 
 
 def config_of(name: str) -> Config:
@@ -345,10 +345,10 @@ def config_of(name: str) -> Config:
     if name in known():
         return known()[name]
     from specdemo.models.configs import read_config
-    from specdemo.models.resolve import described
+    from specdemo.models.resolve import config_folder
 
     try:
-        return read_config(described(name), "config.json", "params.json")
+        return read_config(config_folder(name), "config.json", "params.json")
     except ValueError as error:
         near = suggest(name[:60], known())
         raise ValueError(f"{error}; {near}" if near.startswith("did") else str(error)) from None

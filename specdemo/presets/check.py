@@ -52,12 +52,12 @@ def answers(presets: Iterable[Preset]) -> Iterator[Answer]:
 
 def _ask(name: str, users: list[Preset]) -> Answer:
     try:
-        info = hub.ask(name)
+        info = hub.model_info(name)
     except hub.Unreachable:
         raise ValueError(f"{constants.ENDPOINT} cannot be reached; try again when it can") from None
     except ValueError as error:
         return Answer(name, f"presets {_ids(users)}", (str(error),))
-    found = hub.described(name, info, PICKLED)
+    found = hub.select_files(name, info, PICKLED)
     size = sum(found.files[file] for file in found.weights)
     licence, gate = _licence(info), "asks for a login" if info.gated else "open"
     said = f"{size / 1e9:.1f} GB, licence {licence or 'not stated'}, {gate}, at {(info.sha or '')[:8]}"

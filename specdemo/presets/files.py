@@ -16,9 +16,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from specdemo.core.suggest import shown, suggest
-from specdemo.engine.comparison import Comparison, Lane, Name, Settings, known_method, settings
-from specdemo.methods import reader
+from specdemo.core.suggest import short_repr, suggest
+from specdemo.engine.comparison import Comparison, Lane, Name, Settings, settings, validate_method_name
+from specdemo.methods import model_method
 from specdemo.presets.reading import read_yaml
 from specdemo.servers.address import TITLES, listed
 
@@ -85,11 +85,11 @@ class Preset(Comparison, About):
         """
         for name in changes:
             if name not in SETTINGS:
-                raise ValueError(f"unknown setting {shown(name)}; {suggest(name, SETTINGS)}")
+                raise ValueError(f"unknown setting {short_repr(name)}; {suggest(name, SETTINGS)}")
         of_lanes = {name: changes.pop(name) for name in _OF_LANES if name in changes}
         whole = self.changed(**changes)
         whole = whole.changed(lanes=_change_lanes(whole.lanes, of_lanes, whole.target))
-        return whole.model_copy(update={"lanes": [lane.checked() for lane in whole.lanes]})
+        return whole.model_copy(update={"lanes": [lane.validated() for lane in whole.lanes]})
 
     def on_servers(self, servers: Sequence[str], served_model: str | None = None) -> "Preset":
         """The same comparison with a server a lane, in their order; of one more the first is the baseline's.
@@ -121,7 +121,7 @@ class Preset(Comparison, About):
 def _change_lanes(lanes: list[Lane], changes: dict[str, object], target: str) -> list[dict[str, object]]:
     """The lanes with one setting each replaced, not checked yet."""
     if "method" in changes:
-        name = known_method(str(changes["method"]))
+        name = validate_method_name(str(changes["method"]))
         lanes = [next((lane for lane in lanes if lane.method == name), None) or _usual_lane(name, target, lanes[0].k)]
     alone = [name for name in ("model", "options") if name in changes]
     if alone and len(lanes) > 1:
@@ -177,11 +177,11 @@ def load_presets() -> dict[str, Preset]:
 def preset(id: str) -> Preset:
     """The preset of that id, in which - and _ are alike. Raises ValueError with a suggestion."""
     if not isinstance(id, str):
-        raise ValueError(f"a preset is named in text, not by {shown(id)}")
+        raise ValueError(f"a preset is named in text, not by {short_repr(id)}")
     presets = load_presets()
     id = next((known for known in presets if known.replace("_", "-") == id.replace("_", "-")), id)
     if id not in presets:
-        raise ValueError(f"unknown preset {shown(id)}; {suggest(id, presets)}")
+        raise ValueError(f"unknown preset {short_repr(id)}; {suggest(id, presets)}")
     return presets[id]
 
 
@@ -193,4 +193,4 @@ def allowed_models(presets: Mapping[str, Preset]) -> tuple[str, ...]:
 def known_drafters(target: str) -> list[tuple[str, str]]:
     """A method and the drafter it reads: all that ship, and those of the hub that a preset pairs with this target."""
     presets = [p for p in load_presets().values() if p.embedded or p.target == target]
-    return [(reader(lane.method, lane.options), lane.model) for p in presets for lane in p.lanes if lane.model]
+    return [(model_method(lane.method, lane.options), lane.model) for p in presets for lane in p.lanes if lane.model]

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import yaml
 
-from specdemo.engine.comparison import DRAFT, LANES, PROMPT, TOKENS
+from specdemo.engine.comparison import MAX_K, MAX_LANES, MAX_NEW_TOKENS, MAX_PROMPT_CHARACTERS
 from specdemo.presets.files import EMBEDDED, FOLDER, Preset, load_presets
 
 README = FOLDER.parent / "README.md"
@@ -23,10 +23,10 @@ PRIVATE = f"{SHARED} is off on this public page: it drafts from what other visit
 class Limits:
     """The greatest values; `lanes` counts the baseline, `prompt` characters."""
 
-    max_new_tokens: int = TOKENS
-    k: int = DRAFT
-    lanes: int = LANES + 1
-    prompt: int = PROMPT
+    max_new_tokens: int = MAX_NEW_TOKENS
+    k: int = MAX_K
+    lanes: int = MAX_LANES + 1
+    prompt: int = MAX_PROMPT_CHARACTERS
     sweep_repeats: int = 10
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Self, TypeVar
 from urllib.parse import parse_qsl, urlencode
 
-from specdemo.core.suggest import shown, suggest
+from specdemo.core.suggest import short_repr, suggest
 from specdemo.engine.comparison import Comparison, Lane, Settings, linked, type_of
 from specdemo.methods import MODEL_OPTIONS, knobs, validate_options
 from specdemo.presets.files import Preset, allowed_models
@@ -114,7 +114,7 @@ class _Link:
         return self._values.pop(key, None)
 
     def refuse(self, key: str, text: str, why: object) -> None:
-        self._notes.append(f"ignored {key}={shown(text)} from the link: {why}")
+        self._notes.append(f"ignored {key}={short_repr(text)} from the link: {why}")
 
     def change(self, one: Linkable, key: str, name: str, **also: object) -> Linkable:
         """One of a comparison or a lane, with the field `name` as the link has it under `key`, and others beside it."""
@@ -148,7 +148,7 @@ class _Link:
         for key, text in options.items():
             lane = self._change_option(lane, key, text)
         try:
-            return lane if lane == reference else lane.checked()
+            return lane if lane == reference else lane.validated()
         except ValueError as error:
             self.refuse("method" + suffix, lane.method, error)
             return reference
@@ -189,7 +189,7 @@ class _Link:
 
     def all_notes(self) -> list[str]:
         unknown = [key for key in self._values if not _of_gradio(key)]
-        notes = [*self._notes, *(f"ignored unknown setting {shown(key)} from the link" for key in unknown)]
+        notes = [*self._notes, *(f"ignored unknown setting {short_repr(key)} from the link" for key in unknown)]
         rest = len(notes) - _NOTES
         return notes if rest <= 0 else [*notes[:_NOTES], f"and {rest} more settings of the link were ignored"]
 
@@ -212,9 +212,9 @@ def _pairs(query: Mapping[str, object] | str) -> tuple[dict[str, str], list[str]
         items = multi_items()
     for key, value in items:
         if not isinstance(key, str) or not isinstance(value, str):
-            notes.append(f"ignored {shown(key)} from the link: its value is no text")
+            notes.append(f"ignored {short_repr(key)} from the link: its value is no text")
         elif key in values:
-            notes.append(f"ignored a second {shown(key)} from the link")
+            notes.append(f"ignored a second {short_repr(key)} from the link")
         else:
             values[key] = value
     return values, notes

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import yaml
 
-from specdemo.core.reading import read_text
+from specdemo.core.safe_io import read_text
 
 YAML_BYTES = 1_000_000
 YAML_VALUES = 2000

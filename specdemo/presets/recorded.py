@@ -4,9 +4,9 @@ has run yet or nothing can. Needs neither torch nor a model."""
 from functools import lru_cache
 from pathlib import Path
 
-from specdemo.core.bounds import FILE
 from specdemo.core.files import write_text
-from specdemo.core.reading import read
+from specdemo.core.json_limits import FILE_LIMITS
+from specdemo.core.safe_io import read_limited
 from specdemo.core.suggest import program
 from specdemo.core.trace import RunTrace, from_json, to_json
 from specdemo.presets.files import FOLDER
@@ -21,7 +21,7 @@ def load_trace(path: str | Path) -> RunTrace:
     """Read and check a stored trace. Raises ValueError with one line."""
     cure = f"with {program()} run PRESET --out {path}"
     try:
-        content = read(path, FILE)
+        content = read_limited(path, FILE_LIMITS)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror or error}; record a trace {cure}") from None
     try:

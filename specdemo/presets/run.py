@@ -16,7 +16,7 @@ def run(preset_id: str, prompt: str | None = None, out: str | Path | None = None
     Raises ValueError with one line that names the cure.
     """
     changes = overrides if prompt is None else {**overrides, "prompt": prompt}
-    spec = preset(preset_id).with_changes(**changes).checked()
+    spec = preset(preset_id).with_changes(**changes).validated()
     if out is not None:
         check_writable(out)
     trace = session().run(spec)

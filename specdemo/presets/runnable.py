@@ -21,10 +21,10 @@ def this_machine() -> Machine:
     import torch
     from huggingface_hub import get_token
 
-    from specdemo.models.devices import best, kind
+    from specdemo.models.devices import best_device, device_kind
 
-    name = best().type
-    row = kind(best())
+    name = best_device().type
+    row = device_kind(best_device())
     gpus = [torch.device(name, i) for i in range(row.count())] if name != "cpu" else []
     return Machine(sum(map(row.total, gpus)) / 1e9, get_token() is not None)
 

@@ -12,9 +12,9 @@ from specdemo.core.suggest import program
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.methods import BASELINE, validate_options
 from specdemo.methods import method as class_of
-from specdemo.methods.flags import AT, REMOVED, Flags, NotServed
+from specdemo.methods.flags import AT, REMOVED, Flags, UnsupportedByEngine
 from specdemo.models.hub import embedded_folder
-from specdemo.models.resolve import described, is_gguf
+from specdemo.models.resolve import config_folder, is_gguf
 from specdemo.presets.files import EMBEDDED, Preset
 from specdemo.servers.address import TITLES, Engine, address, admitted
 from specdemo.servers.started import Installed, Server, Tell, engine_program, free_port, installed, started
@@ -48,10 +48,10 @@ def served(preset: Comparison, engine: Engine, gpus: int = 1) -> Iterator[Served
         model = None if lane.model == preset.target else _path(lane.model)  # heads inside the target
         try:
             if gpus > 1 and engine not in PARALLEL:
-                raise NotServed(f"{TITLES[engine]} is started on the CPU; leave --gpus out")
+                raise UnsupportedByEngine(f"{TITLES[engine]} is started on the CPU; leave --gpus out")
             drafting = _drafting(engine, lane, model)
             note = _check_llamacpp(preset, lane.model) if engine == "llamacpp" else _needs(drafting)
-        except NotServed as reason:
+        except UnsupportedByEngine as reason:
             yield Served(name, server, [], str(reason))
             continue
         spread = [PARALLEL[engine], str(gpus)] if gpus > 1 else []
@@ -100,7 +100,7 @@ def _drafting(engine: Engine, lane: Lane, model: str | None) -> Flags:
     serves = class_of(lane.method).serves
     if engine not in serves:
         able = "specdemo starts it with a draft model or prompt lookup only" if engine == "llamacpp" else ""
-        raise NotServed(able or f"{TITLES[engine]} has no such method")
+        raise UnsupportedByEngine(able or f"{TITLES[engine]} has no such method")
     return serves[engine](model, lane.k, validate_options(lane.method, lane.options))
 
 
@@ -122,13 +122,13 @@ def _check_llamacpp(preset: Comparison, draft: str | None) -> str:
     for name in (preset.target, draft):
         try:
             if name and not is_gguf(name):
-                described(name)
+                config_folder(name)
         except ValueError:
             return f"not checked, since the config of {name} is not here; {LLAMAS}"
     try:
         check_pair(preset.target, draft, preset.dtype)
     except ValueError as error:
-        raise NotServed(str(error)) from None
+        raise UnsupportedByEngine(str(error)) from None
     return ""
 
 

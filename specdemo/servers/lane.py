@@ -144,10 +144,10 @@ class RemoteLane:
 
     def _split(self) -> list[int]:
         """The prompt's tokens. Raises ValueError where they are too many, or the target's tokenizer is not here."""
-        from specdemo.models.load import outline
+        from specdemo.models.load import load_meta_target
         from specdemo.models.text import encode
 
-        known = outline(self.target)
+        known = load_meta_target(self.target)
         if known.tokenizer is None:
             raise ValueError(f"it takes token ids, and {self.target} has no tokenizer here")
         return encode(known.tokenizer, self.prompt, known.max_length - self.config.max_new_tokens)

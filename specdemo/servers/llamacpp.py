@@ -15,8 +15,8 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from specdemo.core.signals import tidy
-from specdemo.models.gguf import Words, check_pair, context_length, write_gguf
+from specdemo.core.signals import sigterm_as_exit
+from specdemo.models.gguf import GGUFVocab, check_pair, context_length, write_gguf
 from specdemo.models.load import load_model
 from specdemo.models.resolve import is_gguf
 from specdemo.servers.lane import TOKEN_IDS
@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--k", type=int, default=0, help="tokens that are drafted")
     asked = parser.parse_args(arguments)
     try:
-        with tidy():
+        with sigterm_as_exit():
             check_installed("llamacpp")
             check_pair(asked.model, asked.draft_model, asked.dtype)
             with TemporaryDirectory() as folder:
@@ -93,7 +93,7 @@ def _model(name: str, dtype: str, file: Path) -> _Model:
         return _Model(path, context_length(path))
     loaded = load_model(name, dtype, "cpu", kernels="transformers")
     config = loaded.model.config
-    words = Words.of(loaded.tokenizer, int(config.vocab_size or 0))
+    words = GGUFVocab.of(loaded.tokenizer, int(config.vocab_size or 0))
     write_gguf(loaded.model, words, file)
     context = int(config.max_position_embeddings or CONTEXT)
     return _Model(str(file), context, loaded.model.dtype == torch.float32, exported=True)

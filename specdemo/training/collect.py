@@ -26,14 +26,14 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
-from specdemo.core.files import json_text, replacing, write_text
+from specdemo.core.files import atomic_path, json_text, write_text
 from specdemo.models.machine import matmul_dtype
 
 Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
-KEPT = 32  # K: at a validation loss of 1.75 nats the top 32 hold 97 % of the probability
+TOP_K = 32  # K: at a validation loss of 1.75 nats the top 32 hold 97 % of the probability
 TEMPERATURES = (1.0, 0.7, 1.0, 0.0)  # of sampled rows, cyclic
 OPENINGS = (8, 16, 32, 64)  # prompt tokens of sampled rows, one length per shard
 
@@ -57,17 +57,19 @@ def autocast(device: torch.device) -> torch.autocast:
 
 
 @torch.no_grad()
-def listen(model: PreTrainedModel, rows: Tensor, taps: Sequence[int] = (), kept: int = KEPT) -> dict[str, Tensor]:
+def record_target(
+    model: PreTrainedModel, rows: Tensor, taps: Sequence[int] = (), top_k: int = TOP_K
+) -> dict[str, Tensor]:
     """Return the columns of a shard for rows [R, T] int64, on the CPU."""
-    found: list[dict[str, Tensor]] = []
+    chunks: list[dict[str, Tensor]] = []
     for chunk in rows.split(4):
         with autocast(model.device):
-            said = model(input_ids=chunk.to(model.device), use_cache=False, output_hidden_states=bool(taps))
-        best = torch.softmax(said.logits.float(), dim=-1).topk(min(kept, said.logits.shape[-1]), dim=-1)
+            output = model(input_ids=chunk.to(model.device), use_cache=False, output_hidden_states=bool(taps))
+        best = torch.softmax(output.logits.float(), dim=-1).topk(min(top_k, output.logits.shape[-1]), dim=-1)
         columns = {"tokens": chunk.int(), "indices": best.indices.int(), "probs": best.values.half()}
-        columns |= {f"tap.{tap}": said.hidden_states[tap].half() for tap in taps}
-        found.append({name: column.cpu() for name, column in columns.items()})
-    return {name: torch.cat([f[name] for f in found]) for name in found[0]}
+        columns |= {f"tap.{tap}": output.hidden_states[tap].half() for tap in taps}
+        chunks.append({name: column.cpu() for name, column in columns.items()})
+    return {name: torch.cat([f[name] for f in chunks]) for name in chunks[0]}
 
 
 @torch.no_grad()
@@ -79,11 +81,11 @@ def continue_texts(
     Rows continue after `<|endoftext|>` with the next document.
     """
     cache = DynamicCache(config=model.config)
-    greedy, heat = temperatures[:, None] == 0.0, temperatures[:, None].clamp_min(1e-6)
+    greedy, clamped = temperatures[:, None] == 0.0, temperatures[:, None].clamp_min(1e-6)
     tokens = fresh = prompts
     while tokens.shape[1] < length:
         logits = model(input_ids=fresh, past_key_values=cache, logits_to_keep=1).logits[:, -1].float()
-        drawn = torch.multinomial(torch.softmax(logits / heat, dim=-1), 1, generator=generator)
+        drawn = torch.multinomial(torch.softmax(logits / clamped, dim=-1), 1, generator=generator)
         fresh = torch.where(greedy, logits.argmax(-1, keepdim=True), drawn)
         tokens = torch.cat([tokens, fresh], dim=1)
     return tokens
@@ -106,15 +108,15 @@ def sampled_rows(model: PreTrainedModel, stories: list[list[int]], plan: Plan, n
     return torch.cat(drawn).view(-1, plan.context).cpu()
 
 
-def own_rows(model: PreTrainedModel, first: int, count: int, length: int, seed: int) -> Tensor:
+def generated_rows(model: PreTrainedModel, first: int, count: int, length: int, seed: int) -> Tensor:
     """Return text [count, length] that the target generates after token `first` at temperature 1."""
     prompts = torch.full((count, 1), first, device=model.device)
     generator = torch.Generator(model.device).manual_seed(seed)
-    heat = torch.ones(count, device=model.device)
-    return continue_texts(model, prompts, length, heat, generator).cpu()
+    temperatures = torch.ones(count, device=model.device)
+    return continue_texts(model, prompts, length, temperatures, generator).cpu()
 
 
-def sampler(model: PreTrainedModel) -> PreTrainedModel:
+def fast_copy(model: PreTrainedModel) -> PreTrainedModel:
     """Return a copy in the fastest dtype, for sampling only; `model` itself computes the probabilities afterwards."""
     fast = nn.Module.to(copy.deepcopy(model), matmul_dtype(model.device))
     fast.set_attn_implementation("eager")
@@ -129,10 +131,10 @@ def fingerprint(model: PreTrainedModel) -> str:
     return digest.hexdigest()
 
 
-def complete(folder: Path) -> bool:
+def is_complete(folder: Path) -> bool:
     """Return True if all shards are present and readable."""
-    begun = _label(folder)
-    return bool(begun) and all(sound(folder / f"{name}.safetensors") for name in begun["shards"])
+    label = _label(folder)
+    return bool(label) and all(is_valid_shard(folder / f"{name}.safetensors") for name in label["shards"])
 
 
 def _label(folder: Path) -> dict[str, Any]:
@@ -144,7 +146,7 @@ def _label(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{label} is damaged: remove its folder or name another with --cache") from None
 
 
-def sound(shard: Path) -> bool:
+def is_valid_shard(shard: Path) -> bool:
     """Return True if the shard exists. A truncated one is deleted, with a warning."""
     if not shard.exists():
         return False
@@ -157,31 +159,31 @@ def sound(shard: Path) -> bool:
         return False
 
 
-def keep(shard: Path, columns: Mapping[str, Tensor]) -> None:
+def write_shard(shard: Path, columns: Mapping[str, Tensor]) -> None:
     """Write a shard. Raises ValueError, one line, if it cannot be written."""
-    with replacing(shard) as part:
+    with atomic_path(shard) as part:
         save_file(dict(columns), part)
 
 
-def claim(folder: Path, model: PreTrainedModel, text: str | None, plan: Plan, rows: int = 0) -> Plan:
+def claim_cache(folder: Path, model: PreTrainedModel, text: str | None, plan: Plan, rows: int = 0) -> Plan:
     """Create the description of a cache for model, text, rows and plan; return the plan of an existing one.
 
     text: identifies the text; None: accept any. Raises ValueError if the cache belongs to another model or text, or
     lacks one of the plan's taps.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    mark = {"model": fingerprint(model)} | ({} if text is None else {"text": text})
-    begun = _label(folder)
-    if not begun:
-        begun = {**mark, "plan": asdict(plan), "shards": shards(plan, rows)}
-        write_text(folder / "cache.json", json_text(begun) + "\n")
+    identity = {"model": fingerprint(model)} | ({} if text is None else {"text": text})
+    label = _label(folder)
+    if not label:
+        label = {**identity, "plan": asdict(plan), "shards": shards(plan, rows)}
+        write_text(folder / "cache.json", json_text(label) + "\n")
         return plan
-    own = Plan(**begun["plan"] | {"taps": tuple(begun["plan"]["taps"])})
-    if any(begun.get(name) != value for name, value in mark.items()):
+    cached_plan = Plan(**label["plan"] | {"taps": tuple(label["plan"]["taps"])})
+    if any(label.get(name) != value for name, value in identity.items()):
         raise ValueError(f"the cache {folder} is of another target or corpus: remove it or name another with --cache")
-    if not set(plan.taps) <= set(own.taps):
+    if not set(plan.taps) <= set(cached_plan.taps):
         raise ValueError(f"the cache {folder} lacks taps {plan.taps}: remove it or name another with --cache")
-    return own
+    return cached_plan
 
 
 def shards(plan: Plan, rows: int) -> list[str]:
@@ -191,7 +193,7 @@ def shards(plan: Plan, rows: int) -> list[str]:
     return [f"text-{i:03d}" for i in range(texts)] + [f"samples-{i:03d}" for i in range(samples)]
 
 
-def collecting(
+def build_cache(
     model: PreTrainedModel,
     text: Tensor | int,
     stories: list[list[int]],
@@ -205,15 +207,15 @@ def collecting(
     text: if a token id, the target generates the text after it, and that text provides the prompts of samples.
     """
     if isinstance(text, int):
-        plan = claim(folder, model, f"its own behind {text}", plan, plan.text_rows)
+        plan = claim_cache(folder, model, f"its own behind {text}", plan, plan.text_rows)
     else:
         digest = hashlib.sha256(text.int().numpy().tobytes()).hexdigest()
-        plan = claim(folder, model, digest, plan, len(text))
-    fast, size = sampler(model), plan.rows_per_shard
+        plan = claim_cache(folder, model, digest, plan, len(text))
+    fast, size = fast_copy(model), plan.rows_per_shard
 
     def texts(number: int) -> Tensor:
         if isinstance(text, int):
-            return own_rows(fast, text, min(size, plan.text_rows - number * size), plan.context, number)
+            return generated_rows(fast, text, min(size, plan.text_rows - number * size), plan.context, number)
         return text[: plan.text_rows][number * size : (number + 1) * size]
 
     @cache
@@ -227,13 +229,13 @@ def collecting(
     names = _label(folder)["shards"]
     for done, name in enumerate(names[::-1] if backwards else names, start=1):
         shard = folder / f"{name}.safetensors"
-        if not sound(shard):
+        if not is_valid_shard(shard):
             kind, number = name.split("-")
-            keep(shard, listen(model, kinds[kind](int(number)), plan.taps))
+            write_shard(shard, record_target(model, kinds[kind](int(number)), plan.taps))
         yield done / len(names)
 
 
-def watched(shares: Generator[float, None, Result], name: str) -> Result:
+def with_progress(shares: Generator[float, None, Result], name: str) -> Result:
     """Run a generator of fractions 0..1 with a progress bar; return its result."""
     with tqdm(total=100, unit="%", desc=name) as bar:
         while True:
@@ -245,7 +247,7 @@ def watched(shares: Generator[float, None, Result], name: str) -> Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class TeacherData:
     """Teacher data of rows: tokens [R, T] int64, indices and probs [R, T, K], hidden: tap -> [R, T, H]."""
 
     tokens: Tensor
@@ -254,42 +256,42 @@ class Recorded:
     hidden: dict[int, Tensor] = field(default_factory=dict)
 
     @staticmethod
-    def of(columns: Mapping[str, Tensor]) -> "Recorded":
+    def of(columns: Mapping[str, Tensor]) -> "TeacherData":
         """Convert the columns of a shard."""
         hidden = {int(n.removeprefix("tap.")): c for n, c in columns.items() if n.startswith("tap.")}
-        return Recorded(columns["tokens"].long(), columns["indices"], columns["probs"], hidden)
+        return TeacherData(columns["tokens"].long(), columns["indices"], columns["probs"], hidden)
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> "Recorded":
+    def _map(self, change: Callable[[Tensor], Tensor]) -> "TeacherData":
         hidden = {tap: change(h) for tap, h in self.hidden.items()}
-        return Recorded(change(self.tokens), change(self.indices), change(self.probs), hidden)
+        return TeacherData(change(self.tokens), change(self.indices), change(self.probs), hidden)
 
-    def rows(self, chosen: Tensor) -> "Recorded":
+    def select(self, chosen: Tensor) -> "TeacherData":
         """Select rows."""
-        return self._each(lambda column: column[chosen])
+        return self._map(lambda column: column[chosen])
 
-    def turn(self, count: int, step: int) -> "Recorded":
+    def batch(self, count: int, step: int) -> "TeacherData":
         """Return `count` rows for `step`: every row once per epoch, shuffled in each epoch."""
         per_epoch = max(1, len(self) // count)
         epoch, place = divmod(step, per_epoch)
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(epoch))
-        return self.rows(order[place * count : (place + 1) * count])
+        return self.select(order[place * count : (place + 1) * count])
 
-    def cut(self, pieces: int) -> "Recorded":
+    def split_rows(self, pieces: int) -> "TeacherData":
         """Split each row into `pieces` shorter rows."""
         length = self.tokens.shape[1] // pieces
-        return self._each(lambda column: column.view(-1, length, *column.shape[2:]))
+        return self._map(lambda column: column.view(-1, length, *column.shape[2:]))
 
 
-def load_cache(folder: Path, kinds: Iterable[str] = ("text", "samples"), taps: Sequence[int] = ()) -> Recorded:
+def load_cache(folder: Path, kinds: Iterable[str] = ("text", "samples"), taps: Sequence[int] = ()) -> TeacherData:
     """Load all shards of the given kinds, with these taps."""
     loaded = [_load(p, taps) for kind in kinds for p in sorted(folder.glob(f"{kind}-*.safetensors"))]
-    return Recorded.of({name: torch.cat([shard.pop(name) for shard in loaded]) for name in list(loaded[0])})
+    return TeacherData.of({name: torch.cat([shard.pop(name) for shard in loaded]) for name in list(loaded[0])})
 
 
 def _load(shard: Path, taps: Sequence[int]) -> dict[str, Tensor]:
-    wanted = {"tokens", "indices", "probs", *(f"tap.{tap}" for tap in taps)}
+    names = {"tokens", "indices", "probs", *(f"tap.{tap}" for tap in taps)}
     with safe_open(shard, "pt") as opened:
-        return {name: opened.get_tensor(name) for name in opened.keys() if name in wanted}  # noqa: SIM118 - no mapping
+        return {name: opened.get_tensor(name) for name in opened.keys() if name in names}  # noqa: SIM118 - no mapping

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from specdemo.core.reading import read_text
+from specdemo.core.safe_io import read_text
 
 CORPUS_BYTES = 4 << 30  # limit of one file
 END = "<|endoftext|>"

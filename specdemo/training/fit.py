@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from specdemo.core.files import finite, json_text, replacing, write_text
-from specdemo.core.signals import held
+from specdemo.core.files import atomic_path, finite, json_text, write_text
+from specdemo.core.signals import defer_signals
 from specdemo.models.machine import commit, versions
 from specdemo.training.muon import Muon
 
 CHECKPOINT_SECONDS = 120.0
-MOST_MINUTES = 1_000_000
+MAX_MINUTES = 1_000_000
 FIRST_CHECKPOINT_SECONDS = 10.0
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Schedule:
 
 
 @dataclass(slots=True)
-class History:
+class TrainHistory:
     """Progress of a run, stored in every checkpoint and with the result."""
 
     step: int = 0
@@ -82,12 +82,12 @@ def optimizers(module: nn.Module, schedule: Schedule, vocab_size: int = 0) -> li
 
 
 @dataclass(slots=True)
-class Run:
+class TrainRun:
     """Module, optimizers and history: the state that a checkpoint stores."""
 
     module: nn.Module
     optimizers: list[torch.optim.Optimizer]
-    history: History
+    history: TrainHistory
     pool: Executor | None = None  # runs the pieces of a batch in parallel
 
     def save(self, path: Path) -> None:
@@ -100,7 +100,7 @@ class Run:
             "history": asdict(self.history),
             "rng": torch.get_rng_state(),
         }
-        with replacing(path) as part:
+        with atomic_path(path) as part:
             with part.open("wb") as file:  # errors of a file that torch opens give no reason
                 torch.save(state, file)
             if path.exists():
@@ -126,7 +126,7 @@ class Run:
     def load(self, path: Path) -> None:
         """Load a checkpoint. Raises for a file of another module, before anything is changed."""
         saved = torch.load(path, "cpu", weights_only=True)
-        history = History(**saved["history"])
+        history = TrainHistory(**saved["history"])
         if _shapes(saved["module"]) != _shapes(self.module.state_dict()):
             raise ValueError("it is of another model or head")
         for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
@@ -177,15 +177,15 @@ def _shapes(state: Mapping[str, Tensor]) -> dict[str, torch.Size]:
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class TrainStep:
     """One training step; `evaluation` is set if one followed it."""
 
-    history: History
+    history: TrainHistory
     loss: float
     evaluation: dict[str, float] | None
 
 
-def steps(
+def train_steps(
     module: nn.Module,
     batches: Batches,
     loss: Loss,
@@ -197,7 +197,7 @@ def steps(
     clock: Callable[[], float] = time.perf_counter,
     vocab_size: int = 0,
     pool: Executor | None = None,
-) -> Generator[Tick, None, None]:
+) -> Generator[TrainStep, None, None]:
     """Train `module` in place until `schedule.minutes` are used; continue from `checkpoint` if it exists.
 
     A batch runs in pieces of `micro_tokens` tokens whose gradients add up: small pieces stay in the CPU's cache, and a
@@ -205,7 +205,7 @@ def steps(
     checkpoints do not count as training time. `clock` returns seconds. Closing the iterator stops after the current
     step and saves a checkpoint; run again with the same folder to continue.
     """
-    run = Run(module, optimizers(module, schedule, vocab_size), History(), pool)
+    run = TrainRun(module, optimizers(module, schedule, vocab_size), TrainHistory(), pool)
     run.resume(checkpoint)
     history = run.history
     total = schedule.minutes * 60.0
@@ -213,7 +213,7 @@ def steps(
     evaluated_at = history.evaluations[-1]["seconds"] if history.evaluations else 0.0
     module.train()
     try:
-        yield Tick(history, nan, None)  # state before the first step
+        yield TrainStep(history, nan, None)  # state before the first step
         while history.seconds < total:
             started = clock()
             progress = history.seconds / total
@@ -228,7 +228,7 @@ def steps(
             if ended or history.seconds >= save_at:
                 run.save(checkpoint)
                 save_at = history.seconds + CHECKPOINT_SECONDS
-            yield Tick(history, train_loss, evaluation)
+            yield TrainStep(history, train_loss, evaluation)
     except GeneratorExit:
         run.save(checkpoint)
         raise
@@ -236,11 +236,11 @@ def steps(
         module.eval()
 
 
-def show(ticks: Generator[Tick, None, None], minutes: float, name: str) -> History:
+def run_with_progress(ticks: Generator[TrainStep, None, None], minutes: float, name: str) -> TrainHistory:
     """Run to the end with a progress bar, or to the end of the step in which SIGINT or SIGTERM arrives."""
-    history = History()
+    history = TrainHistory()
     bar = tqdm(total=round(60.0 * minutes), unit="s", desc=name, mininterval=5)
-    with held() as stop:
+    with defer_signals() as stop:
         with bar, closing(ticks):
             for tick in ticks:
                 history = tick.history
@@ -256,10 +256,10 @@ def show(ticks: Generator[Tick, None, None], minutes: float, name: str) -> Histo
     return history
 
 
-def positive(minutes: float) -> float:
+def check_minutes(minutes: float) -> float:
     """Return the minutes. Raises ValueError unless they are positive."""
-    if not 0.0 < minutes <= MOST_MINUTES:
-        raise ValueError(f"minutes must be positive, not {minutes:g}; {MOST_MINUTES:,} at most")
+    if not 0.0 < minutes <= MAX_MINUTES:
+        raise ValueError(f"minutes must be positive, not {minutes:g}; {MAX_MINUTES:,} at most")
     return minutes
 
 
@@ -271,7 +271,7 @@ def make_folder(out: Path) -> None:
         raise ValueError(f"cannot make the folder {out}: {error.strerror}; name another with --out") from None
 
 
-def write_provenance(out: Path, history: History, **facts: object) -> None:
+def write_provenance(out: Path, history: TrainHistory, **facts: object) -> None:
     """Write `provenance.json`: software, hardware, data and the training curve of a result."""
     facts = {**facts, "versions": versions(), "commit": commit(), **asdict(history)}
     write_text(out / "provenance.json", json_text(finite(facts), indent=1) + "\n")

@@ -19,39 +19,39 @@ from specdemo.models.machine import device_name
 from specdemo.models.target import HFTarget
 from specdemo.training.collect import (
     Plan,
-    Recorded,
+    TeacherData,
     autocast,
-    claim,
-    collecting,
-    complete,
-    keep,
-    listen,
+    build_cache,
+    claim_cache,
+    generated_rows,
+    is_complete,
+    is_valid_shard,
     load_cache,
-    own_rows,
-    sound,
-    watched,
+    record_target,
+    with_progress,
+    write_shard,
 )
 from specdemo.training.corpus import read_corpus, windows
-from specdemo.training.fit import Batch, History, Schedule, Tick, steps, write_provenance
+from specdemo.training.fit import Batch, Schedule, TrainHistory, TrainStep, train_steps, write_provenance
 
-HELD_OUT_ROWS = 32
-HELD_OUT_SEED = -1  # text shards use their number as seed
-DENSE = 1 << 22  # entries of a [B, A, V] distribution per micro-batch on a CPU; 64 times as many on a GPU
+VALIDATION_ROWS = 32
+VALIDATION_SEED = -1  # text shards use their number as seed
+MAX_DENSE = 1 << 22  # entries of a [B, A, V] distribution per micro-batch on a CPU; 64 times as many on a GPU
 
 
 @dataclass(frozen=True)
-class Material:
+class TeacherSplit:
     """Teacher data for training and validation."""
 
-    text: Recorded
-    samples: Recorded
-    held_out: Recorded
+    text: TeacherData
+    samples: TeacherData
+    validation: TeacherData
     source: str  # sha256 of the corpus, or the model that generated the text
 
 
-def gathering(
+def iter_dataset(
     target: HFTarget, cache: Path, plan: Plan, corpus: Path | None = None
-) -> Generator[float, None, Material]:
+) -> Generator[float, None, TeacherSplit]:
     """Write the missing shards of the target's cache and load it; yield the fraction done, return the data.
 
     A cache with additional taps is accepted, and so is a complete one of another text, such as a draft model's. Raises
@@ -68,21 +68,21 @@ def gathering(
     if corpus is None:
         text, stories, source = first, [], f"text written by {target.name}"
     else:
-        text, stories, held_out, source = _read(target, corpus, context)
-    if complete(cache):
-        claim(cache, model, None, plan)
+        text, stories, validation_rows, source = _read(target, corpus, context)
+    if is_complete(cache):
+        claim_cache(cache, model, None, plan)
     else:
-        yield from collecting(model, text, stories, cache, plan)
+        yield from build_cache(model, text, stories, cache, plan)
     if corpus is None:
-        held_out = _own_held_out(model, first, cache, context)
-    recorded = Recorded.of(listen(model, held_out[:HELD_OUT_ROWS], plan.taps))
-    said, sampled = (load_cache(cache, [kind], plan.taps) for kind in ("text", "samples"))
-    return Material(said, sampled, recorded, source)
+        validation_rows = _generated_validation(model, first, cache, context)
+    validation = TeacherData.of(record_target(model, validation_rows[:VALIDATION_ROWS], plan.taps))
+    text_data, sample_data = (load_cache(cache, [kind], plan.taps) for kind in ("text", "samples"))
+    return TeacherSplit(text_data, sample_data, validation, source)
 
 
-def gather(target: HFTarget, cache: Path, plan: Plan, corpus: Path | None = None) -> Material:
+def build_dataset(target: HFTarget, cache: Path, plan: Plan, corpus: Path | None = None) -> TeacherSplit:
     """Run `iter_dataset` to the end with a progress bar."""
-    return watched(gathering(target, cache, plan, corpus), f"cache {cache.name}")
+    return with_progress(iter_dataset(target, cache, plan, corpus), f"cache {cache.name}")
 
 
 def _read(target: HFTarget, corpus: Path, context: int) -> tuple[Tensor, list[list[int]], Tensor, str]:
@@ -90,50 +90,50 @@ def _read(target: HFTarget, corpus: Path, context: int) -> tuple[Tensor, list[li
     assert target.tokenizer is not None
     read = read_corpus(corpus)
     documents = [[int(i) for i in target.tokenizer(d, verbose=False).input_ids] for d in read.train]
-    held_out = [int(i) for d in read.valid for i in target.tokenizer(d, verbose=False).input_ids]
+    valid_ids = [int(i) for d in read.valid for i in target.tokenizer(d, verbose=False).input_ids]
     stream = torch.tensor([i for d in documents for i in d])
-    held = torch.tensor(held_out)
-    return windows(stream, context), documents, windows(held, min(context, len(held))), read.sha256
+    valid_stream = torch.tensor(valid_ids)
+    return windows(stream, context), documents, windows(valid_stream, min(context, len(valid_stream))), read.sha256
 
 
-def _own_held_out(model: PreTrainedModel, first: int, cache: Path, context: int) -> Tensor:
+def _generated_validation(model: PreTrainedModel, first: int, cache: Path, context: int) -> Tensor:
     """Return validation rows [R, context] that the target generates, stored in its cache."""
     shard = cache / "held-out.safetensors"
-    if not sound(shard):
-        keep(shard, {"tokens": own_rows(model, first, HELD_OUT_ROWS // 4, context, HELD_OUT_SEED)})
+    if not is_valid_shard(shard):
+        write_shard(shard, {"tokens": generated_rows(model, first, VALIDATION_ROWS // 4, context, VALIDATION_SEED)})
     return load_file(shard)["tokens"]
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class BatchSource:
     """Source of batches. A pure function of progress and step, so that a resumed run sees the same batches."""
 
-    material: Material
+    data: TeacherSplit
     taps: tuple[int, ...]
     count: int  # rows of a batch
     samples_from: float = 0.4
 
     def __call__(self, progress: float, step: int) -> Batch:
         if progress < self.samples_from:
-            return columns(self.material.text.turn(self.count, step), self.taps)
+            return columns(self.data.text.batch(self.count, step), self.taps)
         half = max(1, self.count // 2)
-        both = (self.material.text.turn(half, step), self.material.samples.turn(half, step))
+        both = (self.data.text.batch(half, step), self.data.samples.batch(half, step))
         pairs = zip(*(columns(rows, self.taps) for rows in both), strict=True)
         return tuple(torch.cat(pair) for pair in pairs)
 
 
-def columns(recorded: Recorded, taps: Sequence[int]) -> Batch:
+def columns(recorded: TeacherData, taps: Sequence[int]) -> Batch:
     """Return tokens, indices, probs and the taps, in this order."""
     return recorded.tokens, recorded.indices, recorded.probs, *(recorded.hidden[tap] for tap in taps)
 
 
-def example(batch: Batch, taps: Sequence[int], target: HFTarget) -> Progress:
+def to_progress(batch: Batch, taps: Sequence[int], target: HFTarget) -> Progress:
     """Convert columns [R, T, ...] to the T - 1 positions whose next token is known, with the target's distribution
     there."""
     tokens, indices, probs, *hidden = (column.to(target.device) for column in batch)
-    known = probs[:, :-1].float()
-    dense = known.new_zeros(*known.shape[:2], target.vocab_size)
-    dense.scatter_(-1, indices[:, :-1].long(), known / known.sum(-1, keepdim=True))
+    top_probs = probs[:, :-1].float()
+    dense = top_probs.new_zeros(*top_probs.shape[:2], target.vocab_size)
+    dense.scatter_(-1, indices[:, :-1].long(), top_probs / top_probs.sum(-1, keepdim=True))
     states = {tap: h[:, :-1].float() for tap, h in zip(taps, hidden, strict=True)}
     inputs, outputs = tokens[:, :-1], tokens[:, 1:]
     return Progress(inputs, outputs, [inputs.shape[1]] * len(inputs), states, dense)
@@ -142,21 +142,21 @@ def example(batch: Batch, taps: Sequence[int], target: HFTarget) -> Progress:
 def train_head(
     drafter: Trainable,
     target: HFTarget,
-    material: Material,
+    data: TeacherSplit,
     out: Path,
     minutes: float,
     batch_tokens: int | None = None,
     clock: Callable[[], float] = time.perf_counter,
-) -> Generator[Tick, None, None]:
+) -> Generator[TrainStep, None, None]:
     """Train `drafter.head` in place, step by step; continue from the checkpoint in `out` if there is one."""
     large = target.device.type != "cpu"
-    context = material.text.tokens.shape[1]
+    context = data.text.tokens.shape[1]
     tokens = batch_tokens or (32768 if large else 4096)
-    micro = max(context, (64 * DENSE if large else DENSE) // target.vocab_size)
+    micro = max(context, (64 * MAX_DENSE if large else MAX_DENSE) // target.vocab_size)
     head = nn.Module.float(drafter.head).requires_grad_(True)
 
     def progress_of(batch: Batch) -> Progress:
-        return example(batch, drafter.taps, target)
+        return to_progress(batch, drafter.taps, target)
 
     def loss(*batch: Tensor) -> Tensor:
         with autocast(target.device):
@@ -167,11 +167,11 @@ def train_head(
         return {"held_out_loss": float(nats), **metrics}
 
     def evaluate() -> dict[str, float]:
-        return on_held_out(columns(material.held_out, drafter.taps), max(1, micro // context), measured)
+        return evaluate_rows(columns(data.validation, drafter.taps), max(1, micro // context), measured)
 
-    yield from steps(
+    yield from train_steps(
         head,
-        Rows(material, drafter.taps, max(1, tokens // context)),
+        BatchSource(data, drafter.taps, max(1, tokens // context)),
         loss,
         evaluate,
         Schedule(minutes, muon=0.01, adamw=0.002, decay_from=0.3),
@@ -183,18 +183,18 @@ def train_head(
     )
 
 
-def on_held_out(batch: Batch, rows: int, measured: Callable[..., dict[str, float]]) -> dict[str, float]:
+def evaluate_rows(batch: Batch, rows: int, measure: Callable[..., dict[str, float]]) -> dict[str, float]:
     """Run `measure` on `rows` rows at a time; return the weighted mean of each number."""
     pieces = [*zip(*(column.split(rows) for column in batch), strict=True)]
-    found = [(len(piece[0]) / len(batch[0]), measured(*piece)) for piece in pieces]
+    found = [(len(piece[0]) / len(batch[0]), measure(*piece)) for piece in pieces]
     return {name: round(sum(share * numbers[name] for share, numbers in found), 4) for name in found[0][1]}
 
 
 def save_head(
-    drafter: Trainable, target: HFTarget, out: Path, history: History, material: Material, **facts: str | float
+    drafter: Trainable, target: HFTarget, out: Path, history: TrainHistory, data: TeacherSplit, **facts: str | float
 ) -> None:
     """Measure what is stored with the head, then write it in its public format, with provenance."""
-    drafter.measure(example(columns(material.held_out, drafter.taps), drafter.taps, target))
+    drafter.measure(to_progress(columns(data.validation, drafter.taps), drafter.taps, target))
     nn.Module.to(drafter.head, torch.bfloat16)
     drafter.save(out, target.name)
     write_provenance(
@@ -204,6 +204,6 @@ def save_head(
         hardware=device_name(target.device),
         threads=torch.get_num_threads(),
         parameters=sum(p.numel() for p in drafter.head.parameters()),
-        data_sha256=material.source,
+        data_sha256=data.source,
         **facts,
     )

@@ -7,19 +7,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def likeliest(said: Tensor) -> Tensor:
+def argmax_targets(targets: Tensor) -> Tensor:
     """Return tokens [...] of probabilities [..., V]; tokens are returned unchanged."""
-    return said.argmax(-1) if said.is_floating_point() else said
+    return targets.argmax(-1) if targets.is_floating_point() else targets
 
 
-def compare(logits: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+def token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mean cross-entropy in nats and the top-1 agreement of logits [R, A, V].
 
     targets: probabilities [R, A, V] or tokens [R, A].
     """
     logits = logits.float()
-    nats = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(0, 1))
-    return nats, (logits.argmax(-1) == likeliest(wanted)).float().mean()
+    nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(0, 1))
+    return nats, (logits.argmax(-1) == argmax_targets(targets)).float().mean()
 
 
 def steps_loss(steps: Iterable[tuple[Tensor, Tensor]], weights: Iterable[float]) -> tuple[Tensor, dict[str, float]]:

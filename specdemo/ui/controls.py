@@ -18,7 +18,7 @@ import gradio as gr
 
 from specdemo.core.files import json_text
 from specdemo.engine.comparison import Comparison, Lane, Settings, as_knob, brief, linked, settings, type_of
-from specdemo.methods import BASELINE, METHODS, Knob, knobs, method, reader, usable
+from specdemo.methods import BASELINE, METHODS, Knob, knobs, method, model_method, usable
 from specdemo.presets import limits
 from specdemo.presets.files import DEFAULT, EMBEDDED, Preset, allowed_models, known_drafters, load_presets, preset
 from specdemo.presets.limits import LIMITS
@@ -28,7 +28,7 @@ from specdemo.ui import assets, lazy_imports
 from specdemo.ui.job import QUIET, Parts, Values, named
 
 if TYPE_CHECKING:
-    from specdemo.methods.pairs import Pair
+    from specdemo.methods.pairs import DrafterFit
 
 LANES = LIMITS.lanes - 1
 NUMBERS = range(1, LANES + 1)
@@ -301,21 +301,21 @@ def check_models(chosen: Preset, allow_any_model: bool) -> Preset:
 
 def needs_model(name: str, options: Mapping[str, object]) -> bool:
     """Whether a lane has to name a model; of `options` only those that the method knows count."""
-    return bool(method(reader(name, _known(name, options))).needs_model)
+    return bool(method(model_method(name, _known(name, options))).needs_model)
 
 
 @lru_cache
-def pairs(target: str) -> "tuple[Pair, ...]":
+def pairs(target: str) -> "tuple[DrafterFit, ...]":
     """What the checker says of the known drafters; of a target that is not here it can say nothing."""
-    from specdemo.methods.pairs import Pair, check_pairs
-    from specdemo.models.load import outline
+    from specdemo.methods.pairs import DrafterFit, check_pairs
+    from specdemo.models.load import load_meta_target
 
     known = known_drafters(target)
     try:
-        return tuple(check_pairs(outline(target), known))
+        return tuple(check_pairs(load_meta_target(target), known))
     except ValueError:
         with_it = {*_paired(target)}
-        return tuple(Pair(model, name, None, "") for name, model in dict.fromkeys(known) if model in with_it)
+        return tuple(DrafterFit(model, name, None, "") for name, model in dict.fromkeys(known) if model in with_it)
 
 
 def fitting_models(target: str, reads: str) -> list[str]:
@@ -497,7 +497,7 @@ def _set(_: gr.Request, values: Values) -> Values:
     """A lane's options with one of them changed, and its model if that decides who reads it."""
     options = values["options"]
     changed = {**options, values["knob"]: values["value"]}
-    before, after = (reader(values["method"], _known(values["method"], given)) for given in (options, changed))
+    before, after = (model_method(values["method"], _known(values["method"], given)) for given in (options, changed))
     fitted = {} if before == after else _fit_model(values["target"], values["method"], changed)
     return {"options": changed, **fitted}
 
@@ -521,7 +521,7 @@ def _switch(_: gr.Request, values: Values) -> Values:
 def _fit_model(target: str, name: str, options: Mapping[str, object]) -> Values:
     """The drafters that fit, the first of them chosen; where there is none, the way to train one."""
     needed = needs_model(name, options)
-    fitting = fitting_models(target, reader(name, _known(name, options))) if needed else []
+    fitting = fitting_models(target, model_method(name, _known(name, options))) if needed else []
     none = needed and not fitting
     value = fitting[0] if fitting else None if none else default_draft(target)
     choices = _model_choices(value, fitting) if value else []

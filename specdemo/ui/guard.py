@@ -13,10 +13,10 @@ from starlette.requests import HTTPConnection
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specdemo.core.bounds import Bounds, judge
+from specdemo.core.json_limits import JsonLimits, check_json_limits
 from specdemo.ui.network import address
 
-REQUEST = Bounds(1_000_000, 50_000, 10_000)  # of what the page and its API send
+REQUEST = JsonLimits(1_000_000, 50_000, 10_000)  # of what the page and its API send
 ENVELOPE = 4_096  # bytes around the file in the body of an upload
 WINDOW_S = 600.0  # in which uploads are counted, and after which they are deleted
 UPLOADS, ALL_UPLOADS = 60, 300  # of one visitor, or of a class behind one address; and of everybody
@@ -63,7 +63,7 @@ class Guard:
             _check_upload(headers, body)
         else:
             try:
-                judge(body, REQUEST, "a request")
+                check_json_limits(body, REQUEST, "a request")
             except ValueError as error:
                 raise Refused(413, str(error)) from None
         messages: Iterator[Message] = iter([{"type": "http.request", "body": body, "more_body": False}])

@@ -8,7 +8,7 @@ from specdemo.core.trace import RunTrace
 from specdemo.engine.comparison import Comparison
 from specdemo.engine.lanes import lane_name
 from specdemo.engine.session import follow_up, session
-from specdemo.models.devices import best
+from specdemo.models.devices import best_device
 from specdemo.presets import limits
 from specdemo.presets.engines import Engines
 from specdemo.presets.files import EMBEDDED, Preset
@@ -42,7 +42,7 @@ def _play(spec: Comparison, log: Log | None) -> Generator[Lines, None, None]:
 
     def work(cancelled: Callable[[], bool], loading: Callable[[float, str], None]) -> Iterator[object]:
         if limits.public():
-            session().unlearn()  # what a draft learned from one visitor's text is not shown to another
+            session().forget_learned()  # what a draft learned from one visitor's text is not shown to another
         return session().stream(ENGINES.onto(spec, loading, cancelled), cancelled, loading)
 
     engine = Engine(work, space.seconds(spec) - space.BACK_S if ELSEWHERE else None)
@@ -78,7 +78,7 @@ def run(spec: Comparison, log: Log) -> Iterator[str]:
 
 def no_gpu(spec: Comparison) -> str:
     """Why a model that does not ship with the project may be too large for this machine; empty where there is a GPU."""
-    if spec.target in EMBEDDED or spec.all_remote or best().type != "cpu":
+    if spec.target in EMBEDDED or spec.all_remote or best_device().type != "cpu":
         return ""
     return f"{spec.target} needs a GPU and there is none here"
 
@@ -113,4 +113,4 @@ def preload(presets: Iterable[Preset]) -> None:
     """Load the models while the visitor reads; what fails here is said when Run is pressed."""
     for chosen in presets:
         with contextlib.suppress(Exception):
-            session().place(chosen.checked())
+            session().place_models(chosen.validated())

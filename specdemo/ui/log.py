@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from specdemo.core.bounds import FILE, Bounds
-from specdemo.core.reading import read
+from specdemo.core.json_limits import FILE_LIMITS, JsonLimits
+from specdemo.core.safe_io import read_limited
 from specdemo.core.trace import RunTrace, from_json, to_json
 from specdemo.engine.comparison import Comparison
 from specdemo.engine.messages import Finished, Note, Started, replay
@@ -121,10 +121,10 @@ def replayed(trace: RunTrace, still: bool = False, key: str = "") -> Log:
     return log
 
 
-def open_trace(path: str, bounds: Bounds = FILE) -> Log:
+def open_trace(path: str, bounds: JsonLimits = FILE_LIMITS) -> Log:
     """A stored run, or why the file is none."""
     try:
-        return replayed(from_json(read(path, bounds), bounds))
+        return replayed(from_json(read_limited(path, bounds), bounds))
     except ValueError as error:
         log = Log()
         log.add([Failed(f"{error}; open a file that was exported here")])

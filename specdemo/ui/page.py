@@ -61,7 +61,7 @@ class Visits(Jobs[Log]):
 
     def race(self, values: Values, last: Log | None) -> Log:
         """The log of a run. This and the next two raise ValueError with one line where there can be none."""
-        spec = from_values(values, self._any).checked()
+        spec = from_values(values, self._any).validated()
         return Race(before=last, key=key(values), spec=spec)
 
     def repeat(self, _: Values, last: Log | None) -> Log:
@@ -172,7 +172,7 @@ def _lanes(chosen: Preset) -> str:
     """A log that shows the lanes of a preset, empty."""
     whole = preset(chosen.id)
     obstacle = why_not(whole) if chosen.target == whole.target else ""
-    return waiting([live().lane_name(lane) for lane in chosen.checked().lanes], obstacle)
+    return waiting([live().lane_name(lane) for lane in chosen.validated().lanes], obstacle)
 
 
 @lru_cache
@@ -307,7 +307,7 @@ def _endpoints(allow_any_model: bool) -> None:
 
 def _asked(preset_id: str, overrides: dict[str, object] | None, allow_any_model: bool) -> object:
     try:
-        return changed(preset_id, overrides, allow_any_model).checked()
+        return changed(preset_id, overrides, allow_any_model).validated()
     except ValueError as error:
         raise gr.Error(str(error), print_exception=False) from None
 

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from math import ceil
 from typing import TypeVar
 
-from specdemo.core.bounds import FILE, PUBLIC_FILE, Bounds
+from specdemo.core.json_limits import FILE_LIMITS, PUBLIC_FILE_LIMITS, JsonLimits
 from specdemo.engine.comparison import Comparison
 from specdemo.presets import limits
 from specdemo.presets.files import EMBEDDED
@@ -35,9 +35,9 @@ def turn_s() -> float:
     return 120.0 if limits.public() else 1800.0
 
 
-def bounds() -> Bounds:
+def bounds() -> JsonLimits:
     """Of a file that a visitor opens."""
-    return PUBLIC_FILE if limits.public() else FILE
+    return PUBLIC_FILE_LIMITS if limits.public() else FILE_LIMITS
 
 
 def lent(duration: Callable[..., int]) -> Callable[[Function], Function]:

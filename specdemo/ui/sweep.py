@@ -184,7 +184,7 @@ def admit(asked: Sweep) -> Sweep:
     most = limits.here().sweep_repeats
     if asked.repeats > most:
         raise ValueError(f"this public page repeats a sweep {most} times at most, not {asked.repeats}; {limits.HOME}")
-    reason = live().no_gpu(preset(asked.preset).checked()) if limits.public() else ""
+    reason = live().no_gpu(preset(asked.preset).validated()) if limits.public() else ""
     if reason:
         raise ValueError(f"{reason}; {limits.HOME}")
     return asked

@@ -14,9 +14,9 @@ from specdemo.core.definitions import by_key
 from specdemo.core.estimate import Estimate
 from specdemo.core.files import json_text
 from specdemo.core.headline import SO_FAR, headline, settled
-from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, estimates, kinds
+from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, estimates, token_kinds
 from specdemo.engine.cost import prediction
-from specdemo.engine.messages import Finished, LaneDone, Message, Note, Started, Step
+from specdemo.engine.messages import Finished, LaneDone, LaneStep, Message, Note, Started
 
 Fate = Literal["accepted", "rejected", "not reached"]
 
@@ -44,7 +44,7 @@ def view(message: Shown) -> dict[str, object]:
     match message:
         case Started(trace):
             return _start(trace)
-        case Step():
+        case LaneStep():
             return _step(message)
         case LaneDone(lane, trace):
             done = {"type": "done", "lane": lane, "finish": trace.finish, "note": trace.note, "summary": trace.summary}
@@ -146,7 +146,7 @@ def _remote(lane: LaneTrace) -> dict[str, object] | None:
     return {name: getattr(lane.remote, name) for name in ("server", "model", "endpoint", "source")}
 
 
-def _step(step: Step) -> dict[str, object]:
+def _step(step: LaneStep) -> dict[str, object]:
     event = step.event
     return {
         "type": "step",
@@ -154,7 +154,7 @@ def _step(step: Step) -> dict[str, object]:
         "index": event.index,
         "ms": {name: round(value, 3) for name, value in event.ms.items()},
         "wall_ms": event.wall_ms,
-        "kinds": kinds(event),
+        "kinds": token_kinds(event),
         "text": step.pieces,
         "drafted": step.drafted,
         "fates": fates(event),
@@ -163,7 +163,7 @@ def _step(step: Step) -> dict[str, object]:
         "q": event.draft_probs[0],
         "p": event.target_probs[0],
         "notes": event.notes,
-        "so_far": step.so_far,
+        "so_far": step.numbers,
     }
 
 
@@ -179,7 +179,7 @@ def _comparison(trace: RunTrace) -> list[dict[str, object]]:
 
 
 def _texts(final: bool, speed: Estimate | None, why: str) -> dict[str, object]:
-    texts = {"interval": speed.interval(), "word": speed.word if final else SO_FAR} if speed else {}
+    texts = {"interval": speed.interval(), "word": speed.label if final else SO_FAR} if speed else {}
     return {**texts, "why": why if final else ""}
 
 
@@ -194,11 +194,11 @@ def _lane_rows(lane: LaneTrace, vocabulary: dict[str, str]) -> list[tuple[object
     for event in lane.events:
         ms = round(sum(event.ms.values()), 3)
         slots = chain(event.path[0][1:], repeat(None))
-        for kind, token, slot in zip(kinds(event), event.emitted[0], slots, strict=False):
+        for kind, token, slot in zip(token_kinds(event), event.emitted[0], slots, strict=False):
             q, p = (None, None) if slot is None else (event.draft_probs[0][slot - 1], event.target_probs[0][slot - 1])
             rows.append((event.index, kind, token, json_text(lane.pieces[given], ensure_ascii=False), q, p, ms))
             given += 1
-        unused = event.path[0][1 + kinds(event).count("accepted") :]  # kept, but behind the end of the text
+        unused = event.path[0][1 + token_kinds(event).count("accepted") :]  # kept, but behind the end of the text
         for node, fate in enumerate(fates(event)):
             end = "behind the end" if node + 1 in unused else fate
             if end in ("rejected", "not reached", "behind the end"):

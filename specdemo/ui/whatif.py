@@ -12,7 +12,7 @@ from gradio.components import Component
 from specdemo.core.estimate import Estimate
 from specdemo.core.files import json_text
 from specdemo.core.trace import RunTrace, estimates
-from specdemo.engine.comparison import DRAFT
+from specdemo.engine.comparison import MAX_K
 from specdemo.prediction.acceptance import Acceptance, of_lane
 from specdemo.prediction.drafts import MAKERS, TITLES, USUAL, Drafting, method_in
 from specdemo.prediction.predict import ASSUMED, BATCHES, Prediction, Row, predict, predicted
@@ -145,7 +145,7 @@ def told(start: Start, p: Prediction, k: int) -> dict[str, object]:
         "room_gb": where.memory_gb.value,
         "best": p.best_k,
         "recorded": p.scene.acceptance.longest,
-        "word": row.speedup.word,
+        "word": row.speedup.label,
         "interval": row.speedup.interval(),
         "sentence": sentence(p, row),
         "where": f"{where.title} · {p.scene.device.dtype} · {source}",
@@ -165,7 +165,7 @@ def sentence(p: Prediction, row: Row) -> str:
     if not p.best_k:
         words.append("No draft length gains here.")
     elif p.best_k != row.k:
-        words.append(f"k = {p.best_k} would be best: {p.best.speedup.told()}.")
+        words.append(f"k = {p.best_k} would be best: {p.best.speedup.format()}.")
     advised = [row, p.best] if p.best_k else [row]
     words += dict.fromkeys(filter(None, map(p.beyond, advised)))
     if p.dies is not None and p.best_k:
@@ -316,7 +316,7 @@ def _where() -> dict[str, Component]:
         batches = [(str(n), n) for n in BATCHES]
         batch = _chips(batches, 1, "Texts at once", "batch", 5, 300)
         context = _chips(contexts, 1024, "Context, tokens", "context", 3, 300)
-        length = gr.Slider(1, DRAFT, k, step=1, label="Draft length k", elem_id="whatif-k", scale=3, min_width=220)
+        length = gr.Slider(1, MAX_K, k, step=1, label="Draft length k", elem_id="whatif-k", scale=3, min_width=220)
     return {"start": start, "machine": machine, "dtype": dtype, "batch": batch, "context": context, "k": length}
 
 

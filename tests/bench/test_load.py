@@ -17,7 +17,7 @@ from specdemo.bench.plot import figure
 from specdemo.bench.result import read_result
 from specdemo.bench.suites import suite
 from specdemo.core.estimate import Estimate
-from specdemo.engine.loop import never
+from specdemo.engine.loop import never_cancelled
 from specdemo.presets.files import preset
 from specdemo.presets.serve import Program
 from specdemo.servers.counters import Told
@@ -51,7 +51,7 @@ def servers():
 def measured(servers, **options):
     options_given = {"servers": [server.address for server in servers], "ks": (0, 4), **SHORT, **options}
     printed = []
-    result = suite("load", **options_given).run(lambda share, what: printed.append((share, what)), never)
+    result = suite("load", **options_given).run(lambda share, what: printed.append((share, what)), never_cancelled)
     assert all(0.0 <= share <= 1.0 for share, _ in printed) and [share for share, _ in printed] == sorted(
         s for s, _ in printed
     )
@@ -231,7 +231,9 @@ def test_a_server_that_refuses_under_load_is_quoted(servers):
 
 def test_the_engine_here_under_the_same_load():
     options_given = {"engine": "here", "preset": "embedded-ngram", "ks": (0, 3), "concurrency": (1, 3), "new_tokens": 6}
-    result = suite("load", repeats=1, requests=6, dtype="float32", **options_given).run(lambda share, what: None, never)
+    result = suite("load", repeats=1, requests=6, dtype="float32", **options_given).run(
+        lambda share, what: None, never_cancelled
+    )
     assert [(row["lane"], row["concurrency"]) for row in result.rows] == [
         ("Baseline", 1), ("k = 3", 1), ("Baseline", 3), ("k = 3", 3)
     ]  # fmt: skip

@@ -16,7 +16,7 @@ from specdemo.bench.suites import Losslessness
 from specdemo.core.accept import accept_rule
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.sampling import Sampling
-from specdemo.engine.loop import never
+from specdemo.engine.loop import never_cancelled
 from specdemo.methods import load_drafter
 from specdemo.models.toy import ToyTarget
 from specdemo.presets.files import preset
@@ -73,7 +73,7 @@ def few(monkeypatch):
 def test_a_sampled_result_has_both_histograms(few):
     progress = []
     result = Losslessness(preset=preset("embedded-sampling"), repeats=2).run(
-        lambda share, what: progress.append(share), never
+        lambda share, what: progress.append(share), never_cancelled
     )
     assert progress == sorted(progress) and 0.5 in progress
     assert (result.repeats, result.config["draws"]) == (2, 48)
@@ -102,7 +102,7 @@ def test_stop_keeps_the_finished_batches(few):
 
 
 def test_greedy_compares_tokens(few):
-    result = Losslessness(preset=preset("embedded-draft"), repeats=3).run(ignore, never)
+    result = Losslessness(preset=preset("embedded-draft"), repeats=3).run(ignore, never_cancelled)
     assert [row["output"] for row in result.rows] == ["identical", "identical"]
     assert [row["tokens"] for row in result.rows] == [8, 8] and result.remarks == ["Greedy, 2 prompts: 2 identical."]
 
@@ -123,7 +123,7 @@ def test_a_strangers_histogram_may_be_none(row):
 def test_synthetic_lanes_are_not_tested():
     chosen = preset("embedded-sampling").with_changes(method="synthetic", model="stories-draft-wide")
     with pytest.raises(ValueError, match="'synthetic' does not write the target's text; choose a preset"):
-        Losslessness(preset=chosen, repeats=1).run(ignore, never)
+        Losslessness(preset=chosen, repeats=1).run(ignore, never_cancelled)
 
 
 def test_equal_seeds_are_not_used_twice(few, monkeypatch):
@@ -131,5 +131,5 @@ def test_equal_seeds_are_not_used_twice(few, monkeypatch):
     monkeypatch.setattr(
         module, "drawn", lambda target, way, prompt, seed, tick: seeds.append(seed) or torch.ones(4, 5).int().tolist()
     )
-    Losslessness(preset=preset("embedded-sampling"), repeats=3).run(ignore, never)
+    Losslessness(preset=preset("embedded-sampling"), repeats=3).run(ignore, never_cancelled)
     assert len(set(seeds)) == len(seeds) == 6

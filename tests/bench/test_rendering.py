@@ -17,7 +17,7 @@ from specdemo.bench.page import write_page
 from specdemo.bench.report import bench_report, markdown
 from specdemo.bench.result import read_result, recorded_suite, to_json
 from specdemo.bench.suites import suite, suites
-from specdemo.engine.loop import never
+from specdemo.engine.loop import never_cancelled
 from specdemo.prediction.profiles import profiles
 from specdemo.presets.files import preset
 
@@ -31,7 +31,7 @@ def silent(share, what):
 
 
 def short(name, **options):
-    return suite(name, **{"repeats": 1, **options}).run(silent, never)
+    return suite(name, **{"repeats": 1, **options}).run(silent, never_cancelled)
 
 
 def pair():
@@ -48,13 +48,13 @@ def of_copying(patch, folder):
 
 
 def of_peers(patch, folder):
-    return peers.compete(pair(), 1, 6, silent, never)
+    return peers.compete(pair(), 1, 6, silent, never_cancelled)
 
 
 def of_beside(patch, folder):
     """Both engines write two tokens; the clock of each goes on by itself."""
     ticks = iter(range(1, 10_000))
-    lane = beside.Asked(lambda prompt, tokens: [1, 2], lambda: next(ticks) ** 2 / 100.0)
+    lane = beside.TimedLane(lambda prompt, tokens: [1, 2], lambda: next(ticks) ** 2 / 100.0)
 
     @contextmanager
     def lanes(*_):
@@ -78,7 +78,7 @@ def of_lengths(patch, folder):
 
 
 def of_floor(patch, folder):
-    return floor.floor(pair(), 1, 6, silent, never)
+    return floor.floor(pair(), 1, 6, silent, never_cancelled)
 
 
 def of_fairness(patch, folder):
@@ -105,7 +105,7 @@ def of_paces(patch, folder):
 
 
 def of_gpu(patch, folder):
-    return run.measure(folder / "gpu", "cpu", 0.0, 1, silent, never)
+    return run.measure(folder / "gpu", "cpu", 0.0, 1, silent, never_cancelled)
 
 
 def of_what_if(patch, folder):
@@ -113,7 +113,7 @@ def of_what_if(patch, folder):
     patch.setattr(what_if, "LONGEST", 1)
     few = [*islice(what_if.cases_of("stories"), 2)]
     patch.setattr(what_if, "cases_of", lambda pair: few)
-    return what_if.what_if(next(iter(profiles().values())), 1, 8, silent, never)
+    return what_if.what_if(next(iter(profiles().values())), 1, 8, silent, never_cancelled)
 
 
 def of_published(patch, folder):

@@ -7,8 +7,8 @@ import pytest
 from specdemo.bench import page
 from specdemo.bench.report import bench_report
 from specdemo.bench.result import Result, best, intervals, read_result, write_result
-from specdemo.core.bounds import FILE
 from specdemo.core.estimate import Estimate
+from specdemo.core.json_limits import FILE_LIMITS
 
 RESULT = Result(
     "k",
@@ -94,7 +94,7 @@ OLD = [("Baseline", [1.0] * 3), ("medusa", [1.0574, 1.0558, 1.3662]), ("eagle", 
         (stored(axis="k"), "not a specdemo result: no row has its axis 'k'"),
         (stored(extra=1), "not a specdemo result: extra: "),
         (stored(suite="x" * 5000), "not a specdemo result: suite: "),
-        (b" " * (FILE.bytes + 1), "a result may hold 16 MB at most"),
+        (b" " * (FILE_LIMITS.bytes + 1), "a result may hold 16 MB at most"),
         (b'{"rows":[' + b"[]," * 1_000_000, "a result may hold 2,000,000 values at most"),
     ],
 )

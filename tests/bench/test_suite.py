@@ -31,11 +31,11 @@ from specdemo.bench.report import bench_report, markdown
 from specdemo.bench.result import Result, read_result, recorded_suite, to_json, write_result
 from specdemo.bench.suites import SHIPPED, Sweep, suite, suites
 from specdemo.core.accept import Lossless
-from specdemo.core.estimate import Estimate, Timed, rate
+from specdemo.core.estimate import Estimate, RunTiming, rate
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.trace import StepEvent
 from specdemo.engine.comparison import Comparison, Lane
-from specdemo.engine.loop import never
+from specdemo.engine.loop import never_cancelled
 from specdemo.engine.session import Session
 from specdemo.methods import load_drafter
 from specdemo.models.toy import ToyTarget
@@ -57,7 +57,7 @@ def silent(share, what):
 
 
 def run_suite(name, **options):
-    return suite(name, **options).run(silent, never)
+    return suite(name, **options).run(silent, never_cancelled)
 
 
 def cancelled_after(calls):
@@ -210,7 +210,7 @@ def test_stopping_reaches_a_text_that_is_being_written():
 
 
 STEPS = st.lists(st.tuples(st.integers(0, 6), st.floats(1.0, 40.0)), min_size=1, max_size=30)
-REPEAT = st.builds(lambda steps, tokens: Totals(runs=[Timed(steps, tokens)]), STEPS, st.integers(1, 99))
+REPEAT = st.builds(lambda steps, tokens: Totals(runs=[RunTiming(steps, tokens)]), STEPS, st.integers(1, 99))
 
 
 @given(st.lists(st.tuples(REPEAT, REPEAT), min_size=1, max_size=5))
@@ -258,7 +258,7 @@ def test_a_noisy_machine_marks_every_place_on_an_axis(monkeypatch):
         "plain": Way(load_drafter("none", target), Lossless(), plain),
         "lookup": Way(load_drafter("ngram", target), Lossless(), replace(plain, budget=Budget(2, 2))),
     }
-    rows, _, _ = along(target, lanes, [Place(1, [torch.tensor([[1, 2, 3]])])], "batch", 1, silent, never)
+    rows, _, _ = along(target, lanes, [Place(1, [torch.tensor([[1, 2, 3]])])], "batch", 1, silent, never_cancelled)
     assert [row["speed-up"].reasons[-1:] for row in rows] == [(), ("the GPU is throttled by heat",)]
 
 

@@ -5,7 +5,7 @@ import pytest
 from benchmarks import RaceFairness, fairness
 from benchmarks.fairness import Stalled
 from specdemo.core.protocol import Budget
-from specdemo.engine.loop import never
+from specdemo.engine.loop import never_cancelled
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +16,7 @@ def quick(monkeypatch):
 
 
 def test_race_fairness_reports_both_clocks():
-    result = RaceFairness(repeats=1).run(lambda share, what: None, never)
+    result = RaceFairness(repeats=1).run(lambda share, what: None, never_cancelled)
     usual, stalled = result.rows
     assert stalled["the rival's ms/token"].value > usual["the rival's ms/token"].value
     assert result.remarks[0].startswith("The plain lane's own clock changed by ")

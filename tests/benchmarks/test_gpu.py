@@ -192,12 +192,12 @@ def test_synthetic_acceptance_keeps_by_the_rates():
     chain, logits = Draft.chain(torch.tensor([[1, 2, 3, ABSENT]])), torch.randn(1, 5, 16)
     assert Synthetic(usual, (1.0, 1.0, 0.0))(chain, logits, None).path == [[0, 1, 2]]
     verdict = Synthetic(usual, (1.0, 0.0))(chain, logits, None)
-    assert (verdict.path, verdict.bonus.tolist()) == ([[0, 1]], [2])  # as if the target had said it
+    assert (verdict.path, verdict.next_token.tolist()) == ([[0, 1]], [2])  # as if the target had said it
     verdict = Synthetic(usual, (1.0,))(chain, logits, None)
-    assert (verdict.path, verdict.bonus.tolist()) == ([[0, 1, 2, 3]], [7])  # no further than there is a draft
+    assert (verdict.path, verdict.next_token.tolist()) == ([[0, 1, 2, 3]], [7])  # no further than there is a draft
     tree = Draft(torch.tensor([[4, 5, 6, 8]]), torch.tensor([[0, 0, 2, 1]]))
     assert Synthetic(usual, (1.0,))(tree, logits, None).path == [[0, 1, 4]]
-    assert Synthetic(usual)(Draft.empty(1, CPU), logits[:, :1], None).bonus.tolist() == [7]
+    assert Synthetic(usual)(Draft.empty(1, CPU), logits[:, :1], None).next_token.tolist() == [7]
     rule = Synthetic(usual, (0.7, 0.5))
     sections = [len(rule(chain, logits, None).path[0]) - 1 for _ in range(4000)]
     assert sum(n >= 1 for n in sections) / 4000 == pytest.approx(0.7, abs=0.03)

@@ -1,6 +1,6 @@
 from copy import deepcopy
 
-from benchmarks.lengths import ADAPTIVE, APART, DEEPEST, PLACES, Contest, _rows
+from benchmarks.lengths import ADAPTIVE, DEEPEST, SPACING, STARTS, Contest, _rows
 from specdemo.methods import load_drafter
 from specdemo.models.target import HFTarget
 from tests.models.tiny import build, texts
@@ -21,7 +21,7 @@ def test_every_length_and_adaptive_write_the_same_text_from_the_same_place(monke
         done.append(contest.once(repeat, lambda share: None))
         made.append(contest.ways[ADAPTIVE][0])
     assert made[0] is made[1] and made[1] is not made[2]
-    assert {prompt_length - APART * (PLACES - 1), prompt_length - APART * (PLACES - 2)} < set(starts)
+    assert {prompt_length - SPACING * (STARTS - 1), prompt_length - SPACING * (STARTS - 2)} < set(starts)
     assert all([row.tokens for row in totals.rows] == [8] for seen in done for totals in seen.values())
     rows = _rows("stories", done)
     assert [row["lane"] for row in rows] == [*(f"k = {k}" for k in range(1, DEEPEST + 1)), ADAPTIVE]

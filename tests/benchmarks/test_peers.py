@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import floor as floors
-from benchmarks.floor import FixedTree, Recorded, overhead
+from benchmarks.floor import FixedTree, RecordingTarget, overhead
 from benchmarks.llamacpp import LlamaCpp
 from benchmarks.pairs import SIZES, Size, agreement, make_pair, random_pair
 from benchmarks.peers import (
@@ -21,9 +21,9 @@ from benchmarks.peers import (
     transformers_peer,
 )
 from specdemo.core.protocol import Budget, GenerationConfig
-from specdemo.engine.loop import never
+from specdemo.engine.loop import never_cancelled
 from specdemo.methods import load_drafter
-from specdemo.models.fused import hasten
+from specdemo.models.fused import fuse_layers
 from specdemo.servers import started
 from tests.models.recorders import Replayed
 
@@ -73,7 +73,7 @@ def test_a_pair_that_does_not_fit_is_refused(monkeypatch):
 
 
 def test_everybody_writes_the_same_text(pair):
-    result = compete(pair, 1, 20, silent, never)
+    result = compete(pair, 1, 20, silent, never_cancelled)
     assert result.rows[0]["lane"] == OUR_PLAIN
     assert len(result.rows) == 9
     assert [row["output"] for row in result.rows] == ["identical"] * 9
@@ -98,7 +98,7 @@ def test_the_order_changes_from_repeat_to_repeat_and_the_clock_is_read_around_ea
 
 
 def test_the_bare_loop_drafts(pair):
-    everybody = cast(pair, Recorded(pair.target), Recorded(pair.draft))
+    everybody = cast(pair, RecordingTarget(pair.target), RecordingTarget(pair.draft))
     passes = []
     handle = pair.target.register_forward_hook(lambda *_: passes.append(1))
     written = everybody[BARE](pair.prompts[0], 20)
@@ -108,7 +108,7 @@ def test_the_bare_loop_drafts(pair):
 
 
 def test_the_forwards_of_a_run_are_made_again_on_caches_set_back(pair):
-    target, draft = Recorded(pair.target), Recorded(pair.draft)
+    target, draft = RecordingTarget(pair.target), RecordingTarget(pair.draft)
     drafter = load_drafter("draft_model", target, draft)
     config = GenerationConfig(16, budget=Budget(3, 3), stop_token_ids=())
 
@@ -125,16 +125,16 @@ def test_the_forwards_of_a_run_are_made_again_on_caches_set_back(pair):
     _prefill, *calls = seen
     assert found.steps > 1
     assert calls[: found.steps] == calls[found.steps :]  # the same widths at the same places
-    assert found.whole == pytest.approx(found.step_ms / found.floor_ms)
+    assert found.total == pytest.approx(found.step_ms / found.floor_ms)
     assert found.draft is not None
 
 
 def test_recorded_passes_are_replayed_again(pair, monkeypatch):
     recorder = Replayed()
-    monkeypatch.setattr(floors, "recorder_for", lambda device: recorder)
+    monkeypatch.setattr(floors, "capture_for", lambda device: recorder)
     model = copy.deepcopy(pair.target)
-    hasten(model)
-    target = Recorded(model)
+    fuse_layers(model)
+    target = RecordingTarget(model)
     config = GenerationConfig(16, stop_token_ids=())
     plain = load_drafter("none", target)
     overhead(target, plain, None, pair.prompts[0], config)  # what is recorded on the way is no step's forward
@@ -147,14 +147,14 @@ def test_recorded_passes_are_replayed_again(pair, monkeypatch):
 
 
 def test_a_fixed_tree_is_verified_and_changes_nothing(pair):
-    target = Recorded(pair.target)
+    target = RecordingTarget(pair.target)
     config = GenerationConfig(8, budget=Budget(10, 10), stop_token_ids=())
     assert overhead(target, FixedTree(target), None, pair.prompts[0], config).steps <= 7
 
 
 def test_the_floor_suite_has_a_row_per_shape_and_mode():
     pair = random_pair("tiny", TINY, CPU, torch.float32, texts=1)
-    result = floors.floor(pair, 1, 6, silent, never)
+    result = floors.floor(pair, 1, 6, silent, never_cancelled)
     assert [(row["lane"], row["sampling"]) for row in result.rows] == [
         (lane, mode) for lane in ("plain", "chain, k=5", "tree of 10") for mode in ("greedy", "temperature 1")
     ]

@@ -1,14 +1,14 @@
 """The suite of another vocabulary, on few prompts and draws."""
 
 from benchmarks import vocabularies
-from specdemo.engine.loop import never
+from specdemo.engine.loop import never_cancelled
 
 
 def test_the_shipped_pair_is_compared_with_universal_assisted_generation(monkeypatch):
     for name, few in (("PROMPTS", 2), ("GREEDY", 12), ("TIMED", 1), ("DRAWS", 1)):
         monkeypatch.setattr(vocabularies, name, few)
     monkeypatch.setattr("specdemo.bench.losslessness.ROWS", 16)
-    result = vocabularies.vocabularies(1, 12, lambda share, what: None, never)
+    result = vocabularies.vocabularies(1, 12, lambda share, what: None, never_cancelled)
     assert [line["lane"] for line in result.rows] == [
         "specdemo plain", "specdemo, other vocabulary", "transformers generate",
         "universal assisted", "universal assisted, default",

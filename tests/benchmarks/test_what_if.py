@@ -4,7 +4,7 @@ from statistics import median
 
 import pytest
 
-from benchmarks.published import foreseen, published, read
+from benchmarks.published import predict_row, published, read
 from benchmarks.what_if import Ran, row_of, verdict
 from specdemo.core.trace import StepEvent
 from specdemo.prediction.profiles import profiles
@@ -54,7 +54,7 @@ def test_published_results_are_predicted_as_documented():
 
 
 def test_a_verdict_counts_what_is_inside():
-    guess = foreseen(read()[0])
+    guess = predict_row(read()[0])
     rows = [row_of("a", "eagle", 6, 1, guess.speedup.value, guess), row_of("b", "eagle", 6, 1, 9.0, guess)]
     assert [row["inside"] for row in rows] == [True, False]
     assert rows[0]["error"] == pytest.approx(0.0, abs=1e-3)

@@ -60,7 +60,7 @@ def test_the_fast_rule_is_the_readable_one(case):
     draft, target, seed = case
     fast, readable = Lossless()(draft, target, rng(seed)), lossless_reference(draft, target, rng(seed))
     assert fast.path == readable.path
-    assert fast.bonus.tolist() == readable.bonus.tolist()
+    assert fast.next_token.tolist() == readable.next_token.tolist()
 
 
 @pytest.mark.parametrize("sampled", [True, False])
@@ -76,7 +76,7 @@ def test_the_fast_rule_is_the_readable_one_on_many_bushes(sampled):
     fast, readable = Lossless()(draft, target, rng(5)), lossless_reference(draft, target, rng(5))
     assert max(map(len, fast.path)) >= 4
     assert fast.path == readable.path
-    assert torch.equal(fast.bonus, readable.bonus)
+    assert torch.equal(fast.next_token, readable.next_token)
 
 
 @st.composite
@@ -97,7 +97,7 @@ def test_the_fast_block_rule_is_the_readable_one(case):
     draft, target, seed = case
     fast, readable = Block()(draft, target, rng(seed)), block_reference(draft, target, rng(seed))
     assert fast.path == readable.path
-    assert fast.bonus.tolist() == readable.bonus.tolist()
+    assert fast.next_token.tolist() == readable.next_token.tolist()
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
@@ -107,7 +107,7 @@ def test_block_rule_falls_back_to_token_level_with_a_note(case):
     rule, drawn_chain = Block(), draft.probs is not None and accept.is_chain(draft.parents)
     if not drawn_chain:
         fast, expected = rule(draft, target, rng(seed)), Lossless()(draft, target, rng(seed))
-        assert (fast.path, fast.bonus.tolist()) == (expected.path, expected.bonus.tolist())
+        assert (fast.path, fast.next_token.tolist()) == (expected.path, expected.next_token.tolist())
         assert ("one by one" in rule.note) == bool(draft.nodes)
 
 
@@ -125,7 +125,7 @@ def block_chances(tokens):
     verdict = Block()(draft, target, rng(3))
     lengths = torch.tensor([len(path) - 1 for path in verdict.path])
     shares = [float((lengths == n).double().mean()) for n in range(len(tokens) + 1)]
-    return shares, {n: set(verdict.bonus[lengths == n].tolist()) for n in range(len(tokens) + 1)}
+    return shares, {n: set(verdict.next_token[lengths == n].tolist()) for n in range(len(tokens) + 1)}
 
 
 @pytest.mark.parametrize(("tokens", "h"), [
@@ -165,12 +165,12 @@ def test_greedy_follows_the_argmax_with_or_without_coins(case):
     for row, path in enumerate(verdict.path):
         accepted = [int(draft.tokens[row, slot - 1]) for slot in path[1:]]
         predicted = [int(best[row, slot]) for slot in path]
-        assert [*accepted, int(verdict.bonus[row])] == predicted
+        assert [*accepted, int(verdict.next_token[row])] == predicted
     assert Typical()(draft, target, None).path == verdict.path
     if draft.probs is None:
         for other in (lossless_reference(draft, target, None), Lossless()(draft, target, rng(seed))):
             assert other.path == verdict.path
-            assert other.bonus.tolist() == verdict.bonus.tolist()
+            assert other.next_token.tolist() == verdict.next_token.tolist()
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -185,7 +185,7 @@ def test_a_path_descends_over_possible_tokens_only(case, rule):
             assert int(draft.parents[row, slot - 1]) == parent
             assert token != ABSENT
             assert target[row, parent, token] > 0
-        assert target[row, path[-1], verdict.bonus[row]] > 0
+        assert target[row, path[-1], verdict.next_token[row]] > 0
 
 
 def test_rejected_token_is_not_accepted_as_duplicate_or_bonus():
@@ -195,7 +195,7 @@ def test_rejected_token_is_not_accepted_as_duplicate_or_bonus():
         verdict = Lossless()(star, target, rng(seed))
         assert verdict.path[0] in ([0], [0, 1], [0, 3])
         if verdict.path[0] == [0]:
-            assert verdict.bonus.item() == 0
+            assert verdict.next_token.item() == 0
 
 
 @pytest.mark.parametrize("rule", [Lossless(), lossless_reference])
@@ -205,7 +205,7 @@ def test_a_coin_of_zero_does_not_keep_an_impossible_token(monkeypatch, rule, pro
     draft = Draft.chain(torch.tensor([[0]]), probs)
     verdict = rule(draft, torch.tensor([[[0.0, 0.4, 0.6], [1.0, 0.0, 0.0]]]), rng())
     assert verdict.path == [[0]]
-    assert verdict.bonus.item() != 0
+    assert verdict.next_token.item() != 0
 
 
 @pytest.mark.parametrize("rule", [Lossless(), lossless_reference])
@@ -216,7 +216,7 @@ def test_a_residual_rounded_to_nothing_falls_back_to_the_target(monkeypatch, rul
     star = Draft(torch.full((1, nodes), 2), torch.zeros(1, nodes, dtype=torch.int64), p.expand(1, nodes, 3))
     verdicts = [rule(star, p.expand(1, nodes + 1, 3), rng(seed)) for seed in range(20)]
     assert {tuple(v.path[0]) for v in verdicts} == {(0,)}
-    assert {v.bonus.item() for v in verdicts} == {1, 2}
+    assert {v.next_token.item() for v in verdicts} == {1, 2}
 
 
 def test_one_hot_mass_rounded_below_zero_keeps_no_impossible_token(monkeypatch):
@@ -225,7 +225,7 @@ def test_one_hot_mass_rounded_below_zero_keeps_no_impossible_token(monkeypatch):
     star = Draft(torch.tensor([[0, 1, 2]]), torch.zeros(1, 3, dtype=torch.int64))
     verdict = Lossless()(star, p.expand(1, 4, 3), rng())
     assert verdict.path == [[0]]
-    assert verdict.bonus.item() in (0, 1)
+    assert verdict.next_token.item() in (0, 1)
 
 
 def test_draft_equal_to_target_is_always_accepted():
@@ -241,7 +241,7 @@ def test_disjoint_draft_is_always_rejected():
     tokens = torch.multinomial(probs.reshape(-1, 4), 1, generator=rng()).view(500, 3)
     verdict = Lossless()(Draft.chain(tokens, probs), target, rng(1))
     assert all(path == [0] for path in verdict.path)
-    assert set(verdict.bonus.tolist()) == {0, 1}
+    assert set(verdict.next_token.tolist()) == {0, 1}
 
 
 def test_the_acceptance_rate_is_the_overlap():
@@ -250,7 +250,7 @@ def test_the_acceptance_rate_is_the_overlap():
     verdict = Lossless()(Draft.chain(tokens, q.expand(draws, 1, 3)), p.expand(draws, 2, 3), rng(1))
     accepted = sum(len(path) - 1 for path in verdict.path) / draws
     assert accepted == pytest.approx(torch.minimum(p, q).sum().item(), abs=4 * (0.21 / draws) ** 0.5)
-    refused = [b for b, path in zip(verdict.bonus.tolist(), verdict.path, strict=True) if path == [0]]
+    refused = [b for b, path in zip(verdict.next_token.tolist(), verdict.path, strict=True) if path == [0]]
     assert set(refused) == {0}  # the residual norm(max(p - q, 0)) is (1, 0, 0)
 
 
@@ -258,8 +258,8 @@ def test_no_draft_is_plain_decoding():
     target = torch.tensor([[[0.1, 0.7, 0.2]], [[0.0, 0.0, 1.0]]])
     greedy = Lossless()(Draft.empty(2), target, None)
     assert greedy.path == [[0], [0]]
-    assert greedy.bonus.tolist() == [1, 2]
-    assert Lossless()(Draft.empty(2), target, rng()).bonus.tolist()[1] == 2
+    assert greedy.next_token.tolist() == [1, 2]
+    assert Lossless()(Draft.empty(2), target, rng()).next_token.tolist()[1] == 2
 
 
 @pytest.mark.parametrize("p, accepted", [
@@ -315,4 +315,4 @@ def test_the_fast_rule_on_a_gpu_is_the_readable_one(sampled):
         coins = [torch.Generator("cuda").manual_seed(seed) for _ in range(2)]
         fast, readable = Lossless()(draft, target, coins[0]), lossless_reference(draft, target, coins[1])
         assert fast.path == readable.path
-        assert fast.bonus.tolist() == readable.bonus.tolist()
+        assert fast.next_token.tolist() == readable.next_token.tolist()

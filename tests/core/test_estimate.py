@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from specdemo.core import noise
 from specdemo.core.definitions import DEFINITIONS, by_key, table
-from specdemo.core.estimate import Estimate, Timed, fastest, over_repeats, rate, speedup, t_quantile, waited_share
+from specdemo.core.estimate import Estimate, RunTiming, fastest, over_repeats, rate, speedup, t_quantile, waited_share
 
 STEADY = [(0, 3.0)] * 60
 DRAFTING = [(4, 6.0), (4, 6.0), (2, 5.0)] * 8
 
 
 def timed(steps, tokens=60, **more):
-    return Timed(steps, tokens, **more)
+    return RunTiming(steps, tokens, **more)
 
 
 def slower_from(steps, share, by):
@@ -44,7 +44,7 @@ def test_fastest_lists_all_that_overlap_the_greatest_value(speeds, expected):
 def test_steps_that_differ_by_their_shape_alone_are_known_exactly():
     seen = speedup([timed(STEADY)], [timed(DRAFTING)], shared=True)
     assert seen.value == pytest.approx(180.0 / 136.0)
-    assert seen.low == pytest.approx(seen.value) == seen.high and seen.word == "faster"
+    assert seen.low == pytest.approx(seen.value) == seen.high and seen.label == "faster"
     assert rate([timed(STEADY)]).value == pytest.approx(1000.0 / 3.0)
 
 
@@ -53,7 +53,7 @@ def test_shared_slowdown_widens_interleaved_intervals_less():
     plain, lane = (timed(slower_from(steps, 0.5, 1.5)) for steps in ([(0, 3.0)] * 60, [(4, 6.0)] * 30))
     shared, separate = (speedup([plain], [lane], together) for together in (True, False))
     assert shared.value == pytest.approx(1.0) and shared.width < 0.05 < 0.2 < separate.width
-    assert shared.word == separate.word == "no clear difference"
+    assert shared.label == separate.label == "no clear difference"
 
 
 def test_a_drift_widens_the_interval_of_lanes_that_ran_one_after_the_other():
@@ -100,7 +100,7 @@ def test_a_number_that_was_measured_several_times():
 
 
 STEPS = st.lists(st.tuples(st.integers(0, 8), st.floats(0.5, 50.0)), min_size=1, max_size=40)
-RUN = st.builds(Timed, STEPS, st.integers(1, 200), st.sampled_from([0.0, 7.0]), st.sampled_from([None, 0.0, 90.0]))
+RUN = st.builds(RunTiming, STEPS, st.integers(1, 200), st.sampled_from([0.0, 7.0]), st.sampled_from([None, 0.0, 90.0]))
 
 
 def strictly_inside(estimate):
@@ -127,9 +127,9 @@ def test_a_repeated_number_lies_strictly_inside_its_interval(values):
 
 
 def test_number_formatting():
-    assert Estimate(1.974, 1.86, 2.071).told() == "1.97x, 1.86 to 2.07"
-    assert Estimate(7.5).told() == "7.50x" and Estimate(7.5).word == "no clear difference"
-    assert Estimate(0.8, 0.7, 0.9).word == "slower"
+    assert Estimate(1.974, 1.86, 2.071).format() == "1.97x, 1.86 to 2.07"
+    assert Estimate(7.5).format() == "7.50x" and Estimate(7.5).label == "no clear difference"
+    assert Estimate(0.8, 0.7, 0.9).label == "slower"
 
 
 @pytest.mark.parametrize(
@@ -149,8 +149,8 @@ def test_noise_is_named(plain, lane, reasons):
 
 
 def test_a_wide_interval_is_named():
-    assert [*noise.wide(Estimate(2.0, 1.5, 2.5))] == ["its interval is wide, 1.50 to 2.50"]
-    assert not [*noise.wide(Estimate(2.0, 1.9, 2.1))] and not [*noise.wide(Estimate(2.0))]
+    assert [*noise.wide_interval(Estimate(2.0, 1.5, 2.5))] == ["its interval is wide, 1.50 to 2.50"]
+    assert not [*noise.wide_interval(Estimate(2.0, 1.9, 2.1))] and not [*noise.wide_interval(Estimate(2.0))]
 
 
 def test_every_number_of_a_summary_and_of_a_comparison_is_defined():

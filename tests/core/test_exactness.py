@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdemo.core import accept
-from specdemo.core.accept import Block, Lossless, Typical, Verdict
+from specdemo.core.accept import AcceptResult, Block, Lossless, Typical
 from specdemo.core.sampling import draw
 from specdemo.core.tree import ABSENT, Draft
 
@@ -79,7 +79,7 @@ def three_tokens(rule, draft, rng):
     accepted = [
         [slot_tokens[s] for s in path[1:]] for slot_tokens, path in zip(slots.tolist(), verdict.path, strict=True)
     ]
-    slot_tokens = [([*k, b] + [-1] * 3)[:3] for k, b in zip(accepted, verdict.bonus.tolist(), strict=True)]
+    slot_tokens = [([*k, b] + [-1] * 3)[:3] for k, b in zip(accepted, verdict.next_token.tolist(), strict=True)]
     code, context = torch.zeros(DRAWS, dtype=torch.int64), torch.zeros(DRAWS, dtype=torch.int64)
     for column in torch.tensor(slot_tokens).T:
         context = torch.where(column >= 0, column, draw(P[context], rng))
@@ -233,7 +233,7 @@ def test_last_child_with_unrestricted_q_is_not_lossless():
 
 def no_residual(draft, target, rng):
     verdict = Lossless()(draft, target, rng)
-    return Verdict(verdict.path, draw(accept._ends(target, verdict.path), rng))
+    return AcceptResult(verdict.path, draw(accept._end_probs(target, verdict.path), rng))
 
 
 def favourites_declared_as_drawn(context, elder, rng):
@@ -259,7 +259,7 @@ def test_the_test_sees_wrong_rules_and_drafts_that_lie(fits, rule, shape, choose
 
 def test_unrenormalised_siblings_fail_the_chi_square_test(fits, monkeypatch):
     target_probs = P[:1].expand(DRAWS, 3, V)
-    monkeypatch.setattr(accept, "_given_elders", lambda draft, probs, target, nodes: target_probs)
+    monkeypatch.setattr(accept, "_residuals_after_siblings", lambda draft, probs, target, nodes: target_probs)
     rng = torch.Generator().manual_seed(8)
     assert not fits(three_tokens(Lossless(), grow(STAR, independent, rng), rng), JOINT)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import specdemo
-from specdemo.core.files import check_writable, finite, json_text, replacing, replacing_all, write_text
+from specdemo.core.files import atomic_folder, atomic_path, check_writable, finite, json_text, write_text
 from tests.disk import full_disk
 
 
@@ -17,7 +17,7 @@ def names(folder):
 def test_a_file_is_the_old_one_until_it_is_the_new_one(tmp_path):
     path = tmp_path / "a.json"
     write_text(path, "old")
-    with replacing(path) as part:
+    with atomic_path(path) as part:
         part.write_text("new")
         assert path.read_text() == "old"
     assert path.read_text() == "new" and names(tmp_path) == ["a.json"]
@@ -36,7 +36,7 @@ def test_a_full_disk_leaves_the_old_file_and_one_line_that_names_it(tmp_path):
 def test_an_interrupted_writer_leaves_the_old_file(tmp_path, end):
     path = tmp_path / "a.json"
     write_text(path, "old")
-    with pytest.raises(end), replacing(path) as part:
+    with pytest.raises(end), atomic_path(path) as part:
         part.write_text("half")
         raise end
     assert path.read_text() == "old" and names(tmp_path) == ["a.json"]
@@ -52,7 +52,7 @@ def test_a_link_stays_a_link_and_a_device_a_device(tmp_path):
 
 
 def fill(folder, word, *shards):
-    with replacing_all(folder, "model*.safetensors*", "config.json") as staging:
+    with atomic_folder(folder, "model*.safetensors*", "config.json") as staging:
         (staging / "config.json").write_text(word)
         for shard in shards:
             (staging / shard).write_text(word)

@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from specdemo.core.signals import held, tidy
+from specdemo.core.signals import defer_signals, sigterm_as_exit
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +16,7 @@ def handlers():
 
 def test_a_polite_kill_leaves_like_an_exception():
     closed = []
-    with pytest.raises(SystemExit) as left, tidy():
+    with pytest.raises(SystemExit) as left, sigterm_as_exit():
         try:
             signal.raise_signal(signal.SIGTERM)
         finally:
@@ -26,28 +26,28 @@ def test_a_polite_kill_leaves_like_an_exception():
 
 def test_ctrl_c_waits_for_the_end_of_the_block():
     done = []
-    with pytest.raises(KeyboardInterrupt), held() as noted:
+    with pytest.raises(KeyboardInterrupt), defer_signals() as noted:
         signal.raise_signal(signal.SIGINT)
         done.append(list(noted))
     assert done == [[signal.SIGINT]]
 
 
 def test_a_polite_kill_waits_too():
-    with pytest.raises(SystemExit) as left, tidy(), held() as noted:
+    with pytest.raises(SystemExit) as left, sigterm_as_exit(), defer_signals() as noted:
         signal.raise_signal(signal.SIGTERM)
         assert noted
     assert left.value.code == 143
 
 
 def test_the_second_ctrl_c_ends_it_at_once():
-    with pytest.raises(KeyboardInterrupt), held():
+    with pytest.raises(KeyboardInterrupt), defer_signals():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         pytest.fail("it went on")
 
 
 def test_error_during_deferral_is_raised_instead():
-    with pytest.raises(ValueError, match="full"), held():
+    with pytest.raises(ValueError, match="full"), defer_signals():
         signal.raise_signal(signal.SIGINT)
         raise ValueError("full")
 
@@ -55,7 +55,7 @@ def test_error_during_deferral_is_raised_instead():
 def test_an_ignored_signal_stays_ignored(monkeypatch):
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with held() as noted:
+        with defer_signals() as noted:
             signal.raise_signal(signal.SIGINT)
         assert not noted
     finally:
@@ -66,7 +66,7 @@ def test_a_thread_changes_no_handlers():
     found = []
 
     def work():
-        with tidy(), held() as noted:
+        with sigterm_as_exit(), defer_signals() as noted:
             found.append(noted)
 
     thread = threading.Thread(target=work)

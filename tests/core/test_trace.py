@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdemo.core.tally import summarise
-from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, compare, from_json, kinds, to_json
+from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, compare, from_json, to_json, token_kinds
 
 
 def step(index, drafted, parents, path, emitted, **ms):
@@ -52,20 +52,20 @@ def run():
 
 
 def test_kinds():
-    assert kinds(CHAIN[0]) == ["target"]
-    assert kinds(CHAIN[1]) == ["accepted", "accepted", "accepted", "bonus"]
-    assert kinds(CHAIN[2]) == ["accepted", "corrected"]
-    assert kinds(CHAIN[3]) == ["corrected"]
-    assert kinds(CHAIN[4]) == ["target"]
-    assert kinds(TREE[1]) == ["accepted", "accepted", "corrected"]
-    assert kinds(TREE[2]) == ["accepted", "bonus"]
+    assert token_kinds(CHAIN[0]) == ["target"]
+    assert token_kinds(CHAIN[1]) == ["accepted", "accepted", "accepted", "bonus"]
+    assert token_kinds(CHAIN[2]) == ["accepted", "corrected"]
+    assert token_kinds(CHAIN[3]) == ["corrected"]
+    assert token_kinds(CHAIN[4]) == ["target"]
+    assert token_kinds(TREE[1]) == ["accepted", "accepted", "corrected"]
+    assert token_kinds(TREE[2]) == ["accepted", "bonus"]
 
 
 def test_kinds_of_a_row_that_drafted_less_or_was_cut():
-    assert kinds(step(1, [2, -1], [0, 1], [0, 1], [2, 9])) == ["accepted", "bonus"]
-    assert kinds(step(1, [-1, -1], [0, 1], [0], [9])) == ["target"]
-    assert kinds(step(1, [2, 3], [0, 1], [0, 1, 2], [2])) == ["accepted"]
-    assert kinds(step(1, [], [], [0], [])) == []
+    assert token_kinds(step(1, [2, -1], [0, 1], [0, 1], [2, 9])) == ["accepted", "bonus"]
+    assert token_kinds(step(1, [-1, -1], [0, 1], [0], [9])) == ["target"]
+    assert token_kinds(step(1, [2, 3], [0, 1], [0, 1, 2], [2])) == ["accepted"]
+    assert token_kinds(step(1, [], [], [0], [])) == []
 
 
 def test_summary_of_a_chain():
@@ -98,7 +98,7 @@ def test_draft_tokens_after_the_stop_token_are_not_accepted():
     stopped = step(1, [2, 3, 4], [0, 1, 2], [0, 1, 2, 3], [2], verify=6.0)
     summary = summarise(lane([prefill(1), stopped]))
     assert (summary["accepted"], summary["drafted"], summary["accept_histogram"]) == (1, 3, [0, 1, 0, 0])
-    assert kinds(stopped) == ["accepted"]
+    assert token_kinds(stopped) == ["accepted"]
 
 
 def test_gaps_between_their_neighbours():
@@ -304,5 +304,5 @@ def test_a_mutated_trace_is_usable_or_refused_in_one_line(place, action, value):
         compare(trace.lanes[0], one, greedy=True)
         for event in one.events:
             for row, emitted in enumerate(event.emitted):
-                assert len(kinds(event, row)) == len(emitted)
+                assert len(token_kinds(event, row)) == len(emitted)
     assert from_json(to_json(trace)) == trace

@@ -144,7 +144,7 @@ def test_every_number_of_a_finished_page_follows_from_its_trace(visit):
     expect(page.locator('[data-tile="acceptance"] small')).to_have_text(f"{totals['accepted']} of {totals['drafted']}")
     expect(page.locator('[data-tile="per-pass"] small')).to_have_text(f"{totals['steps']} passes")
     expect(page.locator('[data-tile="speedup"] small')).to_contain_text(f"{speed.interval()}, ")
-    expect(page.locator('[data-tile="speedup"] small')).to_contain_text(speed.word)
+    expect(page.locator('[data-tile="speedup"] small')).to_contain_text(speed.label)
     expect(page.locator('[data-tile="speedup"] .sd-noisy')).to_have_count(int(row["noisy"]))
     expect(page.locator(".sd-why")).to_contain_text(prediction(trace)[0]["sentence"])
     rates = "  ".join(f"{i}: {100 * rate:.0f} %" for i, rate in enumerate(totals["accept_by_position"], start=1))

@@ -8,9 +8,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from specdemo.engine.comparison import Comparison, Lane
-from specdemo.engine.messages import Started, Step
+from specdemo.engine.messages import LaneStep, Started
 from specdemo.engine.session import Session, follow_up
-from specdemo.models.prefix_reuse import Remembering
+from specdemo.models.prefix_reuse import PrefixCachedTarget
 from specdemo.models.resolve import resolve
 from specdemo.models.target import HFTarget
 from tests.models.test_text import byte_level
@@ -49,7 +49,7 @@ def runner():
 @pytest.fixture
 def session(runner):
     """Its models may be loaded; it remembers nothing."""
-    runner.kept.forget_chat()
+    runner.state.forget_chat()
     return runner
 
 
@@ -59,7 +59,7 @@ def without():
     other = Session()
 
     def run(comparison):
-        other.kept.forget_chat()
+        other.state.forget_chat()
         return other.run(comparison)
 
     return run
@@ -74,14 +74,14 @@ def spec(target, lanes=NGRAM, **changes):
 def tokens_read(monkeypatch):
     """By the prefill of every target and draft model."""
     seen = []
-    start = Remembering.start
+    start = PrefixCachedTarget.start
 
     def counted(self, tokens, *more, **named):
         forward = start(self, tokens, *more, **named)
-        seen.append(tokens.shape[1] - self.kept)
+        seen.append(tokens.shape[1] - self.cached_tokens)
         return forward
 
-    monkeypatch.setattr(Remembering, "start", counted)
+    monkeypatch.setattr(PrefixCachedTarget, "start", counted)
     return seen
 
 
@@ -155,7 +155,7 @@ def test_cached_prefix_counts_as_memory_and_is_freed(session, chatty):
     trace = session.run(comparison)
     *models, (name, size) = session.loaded()
     assert name == "the chat so far" and size > 0 and models == session.models.loaded()
-    slabs = [weakref.ref(target._history._cache.slabs[0].keys) for target, _ in session.kept.chat.values()]
+    slabs = [weakref.ref(target._history._cache.slabs[0].keys) for target, _ in session.state.chat_models.values()]
     again = follow_up(comparison, trace, "The dog saw a ball")
     session.unload()
     gc.collect()
@@ -163,7 +163,7 @@ def test_cached_prefix_counts_as_memory_and_is_freed(session, chatty):
     assert session_state(session.run(again)) == [0] * 3
 
 
-@pytest.mark.parametrize("other", ["text", "chat", "load", "place"])
+@pytest.mark.parametrize("other", ["text", "chat", "load", "place_models"])
 def test_another_comparison_ends_the_chat(session, chatty, other):
     comparison = spec(chatty)
     again = follow_up(comparison, session.run(comparison), "The dog saw a ball")
@@ -174,7 +174,7 @@ def test_another_comparison_ends_the_chat(session, chatty, other):
         session.run(spec(chatty, max_new_tokens=2))
     else:
         getattr(session, other)(spec("stories"))
-        assert not session.kept.chat
+        assert not session.state.chat_models
     assert session_state(session.run(again)) == [0, 0]
 
 
@@ -182,14 +182,14 @@ def test_a_run_that_was_stopped_leaves_nothing(session, chatty):
     comparison = spec(chatty)
     again = follow_up(comparison, session.run(comparison), "The dog saw a ball")
     for message in (run := session.stream(again)):
-        assert session.kept.chat
-        if isinstance(message, Step):
+        assert session.state.chat_models
+        if isinstance(message, LaneStep):
             run.close()
-    assert not session.kept.chat and session.loaded() == session.models.loaded()
+    assert not session.state.chat_models and session.loaded() == session.models.loaded()
     stop = [False, False, False, False, True]
     for _ in session.stream(comparison, cancelled=lambda: stop.pop(0) if len(stop) > 1 else True):
         pass
-    assert not session.kept.chat
+    assert not session.state.chat_models
 
 
 def test_a_comparison_that_cannot_be_loaded_leaves_the_chat_as_it_was(session, chatty):
@@ -205,13 +205,13 @@ def test_a_drafter_that_learns_goes_on_as_well(session, chatty):
     again = follow_up(comparison, session.run(comparison), "The dog saw a ball")
     assert min(session_state(session.run(again))) > 0
     session.run(spec(chatty, comparison.lanes, chat=False))
-    (pair,) = session.kept.learners.values()
-    assert isinstance(pair.target, Remembering) and pair.target.history_bytes == 0
-    assert not session.kept.chat
+    (pair,) = session.state.learners.values()
+    assert isinstance(pair.target, PrefixCachedTarget) and pair.target.history_bytes == 0
+    assert not session.state.chat_models
 
 
 def test_texts_are_not_remembered(session, chatty):
     for message in session.stream(spec(chatty, chat=False, max_new_tokens=4)):
         if isinstance(message, Started):
-            assert not session.kept.chat
-    assert [type(session.target())] == [HFTarget] and not session.kept.chat
+            assert not session.state.chat_models
+    assert [type(session.target())] == [HFTarget] and not session.state.chat_models

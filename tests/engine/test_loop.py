@@ -6,7 +6,7 @@ import torch
 from specdemo.core.accept import Typical
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.sampling import Sampling
-from specdemo.core.trace import kinds
+from specdemo.core.trace import token_kinds
 from specdemo.core.tree import Draft
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
@@ -85,7 +85,7 @@ def test_perfect_draft_is_fully_accepted(target):
     events = list(generate(target, Oracle(answer), PROMPT, GenerationConfig(30, budget=Budget(4, 4))))
     assert tokens(events) == answer
     assert [len(e.emitted[0]) for e in events[:6]] == [1, 5, 5, 5, 5, 5]
-    assert kinds(events[1]) == ["accepted"] * 4 + ["bonus"]
+    assert token_kinds(events[1]) == ["accepted"] * 4 + ["bonus"]
 
 
 def test_a_refused_draft_is_corrected(target):
@@ -93,7 +93,7 @@ def test_a_refused_draft_is_corrected(target):
     drafter = Oracle(answer, wrong=lambda position: position % 3 == 0)
     events = list(generate(target, drafter, PROMPT, GenerationConfig(30, budget=Budget(4, 4))))
     assert tokens(events) == answer
-    assert "corrected" in {k for e in events for k in kinds(e)}
+    assert "corrected" in {k for e in events for k in token_kinds(e)}
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 5, 6, 7, 11])
@@ -116,7 +116,7 @@ def test_a_stop_token_inside_an_accepted_run_ends_the_text_there():
     for k in (1, 3, 6, 12):
         events = list(generate(target, Oracle(free), PROMPT, GenerationConfig(30, budget=Budget(k, k))))
         assert tokens(events) == free[: first + 1]
-        assert len(kinds(events[-1])) == len(events[-1].emitted[0])
+        assert len(token_kinds(events[-1])) == len(events[-1].emitted[0])
 
 
 def test_stop_tokens_can_be_overruled():

@@ -23,8 +23,8 @@ from specdemo.bench.sweeps import shipped_lanes
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.engine.comparison import Lane
 from specdemo.engine.loop import generate
-from specdemo.methods import METHODS, load_drafter, method, reader
-from specdemo.models.fused import hasten
+from specdemo.methods import METHODS, load_drafter, method, model_method
+from specdemo.models.fused import fuse_layers
 from specdemo.models.load import load_target
 from specdemo.models.resolve import resolve
 from specdemo.models.target import HFTarget
@@ -140,7 +140,7 @@ def random_llama():
 @pytest.fixture(scope="module")
 def fused_llama(random_llama):
     model = copy.deepcopy(random_llama[0])
-    hasten(model)
+    fuse_layers(model)
     return model
 
 
@@ -148,10 +148,10 @@ def fused_llama(random_llama):
 @pytest.mark.parametrize("name", [n for n in METHODS if n not in ("none", "draft_model", "ngram") and method(n).exact])
 def test_every_other_method(random_llama, fused_llama, name, passes):
     model, answers = random_llama
-    target, cls = HFTarget(model), method(reader(name))
+    target, cls = HFTarget(model), method(model_method(name))
     weights = None
     if passes == "recorded":
-        target, answers = HFTarget(fused_llama, recorder=Replayed()), answers[::3]
+        target, answers = HFTarget(fused_llama, capture=Replayed()), answers[::3]
     if cls.needs_model:
         weights = cls.fresh(target) if hasattr(cls, "fresh") else near_copy(model)
     drafter = load_drafter(name, target, weights)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specdemo.core.trace import StepEvent
-from specdemo.engine.clock import CpuStopwatch, clock_of, stopwatch_for
+from specdemo.engine.clock import CpuStopwatch, clock_name, stopwatch_for
 from specdemo.engine.race import race, sequential
 
 
@@ -100,10 +100,10 @@ def test_a_thread_that_waits_takes_no_device_time():
 
 def test_lanes_on_a_cpu_are_timed_by_their_own_thread_if_it_is_the_only_one(monkeypatch):
     cpu = torch.device("cpu")
-    assert clock_of(cpu) == "thread CPU time" and clock_of(torch.device("cuda")) == "CUDA events"
+    assert clock_name(cpu) == "thread CPU time" and clock_name(torch.device("cuda")) == "CUDA events"
     watch = stopwatch_for(cpu)
     watch.start()
     watch.lap("verify")
     assert watch.read()["verify"] >= 0.0 and watch.wall_ms is not None
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert clock_of(cpu) == "wall time" and stopwatch_for(cpu).wall_ms is None
+    assert clock_name(cpu) == "wall time" and stopwatch_for(cpu).wall_ms is None

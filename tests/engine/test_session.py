@@ -13,7 +13,7 @@ from specdemo.core.estimate import Estimate
 from specdemo.core.trace import from_json, to_json
 from specdemo.engine import model_cache
 from specdemo.engine.comparison import Comparison, Lane
-from specdemo.engine.messages import Finished, LaneDone, Note, Started, Step, replay
+from specdemo.engine.messages import Finished, LaneDone, LaneStep, Note, Started, replay
 from specdemo.engine.session import Session, follow_up
 from specdemo.models import load
 from specdemo.models.pass_cost import VerifyCost
@@ -105,11 +105,11 @@ def test_a_trace_survives_its_file_and_replays_without_models(trace, monkeypatch
     messages = list(replay(again))
     assert isinstance(messages[0], Started) and isinstance(messages[-1], Finished)
     for index, lane in enumerate(trace.lanes):
-        steps = [m for m in messages if isinstance(m, Step) and m.lane == index]
+        steps = [m for m in messages if isinstance(m, LaneStep) and m.lane == index]
         assert "".join(p for s in steps for p in s.pieces) == lane.text
         assert [s.event for s in steps] == lane.events
     assert sum(isinstance(m, LaneDone) for m in messages) == 3
-    drafted = [m.drafted for m in messages if isinstance(m, Step) and m.lane == 1 and m.drafted]
+    drafted = [m.drafted for m in messages if isinstance(m, LaneStep) and m.lane == 1 and m.drafted]
     assert all(isinstance(text, str) for texts in drafted for text in texts) and drafted
 
 
@@ -148,7 +148,7 @@ def test_a_lossy_rule_is_labelled_everywhere(runner):
 
 
 def test_sequential_runs_one_lane_after_the_other(runner):
-    lanes = [m.lane for m in runner.stream(spec(schedule="sequential", max_new_tokens=6)) if isinstance(m, Step)]
+    lanes = [m.lane for m in runner.stream(spec(schedule="sequential", max_new_tokens=6)) if isinstance(m, LaneStep)]
     assert lanes == sorted(lanes)
 
 
@@ -251,7 +251,7 @@ def test_online_drafter_persists_between_runs():
         first = notes[0]["updates"]
     assert first > 0  # the second run goes on where the first one ended
     keeper.run(spec(Lane(method="ngram"), max_new_tokens=4))
-    assert not keeper.kept.learners
+    assert not keeper.state.learners
 
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant]"

@@ -56,7 +56,7 @@ def resident():
 
 def test_models_stay_until_others_need_the_room(folders):
     a, b, c = folders
-    one = model_cache.measure(Path(a), model_cache.Precision(torch.float32)).weights
+    one = model_cache.estimate_footprint(Path(a), model_cache.Precision(torch.float32)).weights
     session = Session(budget_bytes=int(2.5 * one))
     session.load(spec(a))
     first = weakref.ref(session.models._models[session.models._target].model.model)
@@ -82,7 +82,7 @@ def test_a_target_takes_its_drafters_along(folders):
     assert names(session) == ["model-2"]
     assert [ref() for ref in references] == [None, None]
     session.unload()
-    assert session.loaded() == [] and not session.kept.learners
+    assert session.loaded() == [] and not session.state.learners
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's count of memory")
@@ -102,7 +102,7 @@ def test_fifty_switches_leak_no_memory(folders):
 
 def test_models_that_do_not_fit_together_are_rejected_before_loading(folders, monkeypatch):
     a, b, _ = folders
-    need = model_cache.measure(Path(a), model_cache.Precision(torch.float32)).weights
+    need = model_cache.estimate_footprint(Path(a), model_cache.Precision(torch.float32)).weights
     monkeypatch.setattr("specdemo.models.place.free_bytes", lambda where: [int(1.5 * need)])
     monkeypatch.setattr(model_cache, "load_model", None)
     with pytest.raises(ValueError, match=f"^{a} with {b} needs about 0.0 GB in float32, .* smaller model$"):
@@ -120,7 +120,7 @@ def test_loading_can_be_cancelled(folders):
 
 def test_model_on_several_devices_is_reported(folders, monkeypatch):
     session = Session()
-    monkeypatch.setattr(engine, "placed", lambda model: "cuda:0: embed_tokens; cpu: lm_head")
+    monkeypatch.setattr(engine, "device_map_summary", lambda model: "cuda:0: embed_tokens; cpu: lm_head")
     messages = list(session.stream(spec(folders[0])))
     notes = [m for m in messages if isinstance(m, Note)]
     assert notes[0].lane is None and "does not fit into one device: cuda:0: embed_tokens" in notes[0].text

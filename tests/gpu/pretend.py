@@ -34,7 +34,7 @@ from specdemo.methods.heads.hydra import Hydra
 from specdemo.methods.heads.medusa import Medusa
 from specdemo.methods.heads.mlp_speculator import MLPSpeculator
 from specdemo.methods.heads.mtp import MTP
-from specdemo.models.fused import hasten
+from specdemo.models.fused import fuse_layers
 from specdemo.models.target import HFTarget
 from tests.gpu.device import OnDevice, move, pretended
 
@@ -99,8 +99,8 @@ class Models:
     def __init__(self) -> None:
         torch.manual_seed(0)
         self._made: dict[str, Any] = {"target": qwen(6, 1), "draft": qwen(3, 2), "unfused": qwen(36, 1)}
-        hasten(self._made["target"])
-        hasten(self._made["draft"])
+        fuse_layers(self._made["target"])
+        fuse_layers(self._made["draft"])
         there = HFTarget(self._made["target"])
         heads = {
             "eagle": Eagle.fresh(there, "eagle3", draft_vocab=96),
@@ -111,12 +111,12 @@ class Models:
             "mlp": MLPSpeculator.fresh(there, n_predict=4),
         }
         self._made |= heads
-        for cache in (chain_parents, medusa._indices, hydra._levels):
+        for cache in (chain_parents, medusa._shape_tensors, hydra._levels):
             cache.cache_clear()
         for made in self._made.values():
             move(made, "cuda:0")
         for head in heads.values():
-            head.hasten()
+            head.fuse()
 
     def target(self, name: str) -> HFTarget:
         return HFTarget(self._made[name])

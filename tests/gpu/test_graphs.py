@@ -14,8 +14,8 @@ from specdemo.methods.heads.hydra import Hydra
 from specdemo.methods.heads.medusa import Medusa
 from specdemo.methods.heads.mlp_speculator import MLPSpeculator
 from specdemo.methods.heads.mtp import MTP
-from specdemo.models.fused import hasten
-from specdemo.models.graphs import SWITCH
+from specdemo.models.fused import fuse_layers
+from specdemo.models.graphs import ENVIRONMENT_VARIABLE
 from specdemo.models.target import HFTarget
 from tests.gpu.waits import no_synchronisation
 from tests.models.tiny import build, texts
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.gpu
 
 def fast(name, dtype=torch.float32):
     model = build(name).to("cuda", dtype)
-    hasten(model)
+    fuse_layers(model)
     return HFTarget(model)
 
 
@@ -33,7 +33,7 @@ def fast(name, dtype=torch.float32):
 def without_graphs(monkeypatch):
     def make(name, dtype=torch.float32):
         with monkeypatch.context() as patch:
-            patch.setenv(SWITCH, "0")
+            patch.setenv(ENVIRONMENT_VARIABLE, "0")
             return fast(name, dtype)
 
     return make
@@ -83,7 +83,7 @@ def lane(name, target):
     """A drafter of the target's own, its weights the same every time."""
     torch.manual_seed(3)
     if name in HEADS:
-        return load_drafter(name, target, HEADS[name](target).hasten())
+        return load_drafter(name, target, HEADS[name](target).fuse())
     return load_drafter(name, target, fast("llama") if name == "draft_model" else None)
 
 
@@ -96,7 +96,7 @@ def test_a_recorded_draft_is_the_draft(name, without_graphs):
         drafter = lane(name, target)
         events = list(generate(target, drafter, texts(1, 9).cuda(), config))
         drafted.append([(event.drafted, event.emitted) for event in events[:-4]])  # the last drafts are shorter
-    assert target.note == drafter.unrecorded == ""
+    assert target.note == drafter.graph_note == ""
     assert drafted[0] == drafted[1]
 
 
@@ -137,10 +137,10 @@ def test_a_replay_does_not_wait_for_the_device(slots):
 def test_on_the_second_device():
     """With the first as the current one."""
     model = build("llama").to("cuda:1")
-    hasten(model)
+    fuse_layers(model)
     target = HFTarget(model)
     drafter = lane("eagle", target)
     config = GenerationConfig(24, budget=Budget(3, 3), stop_token_ids=())
     events = list(generate(target, drafter, texts(1, 9).to("cuda:1"), config))
-    assert target.note == drafter.unrecorded == ""
+    assert target.note == drafter.graph_note == ""
     assert all(event.ms["verify"] > 0.0 for event in events[1:])

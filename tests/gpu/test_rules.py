@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from specdemo.core.host import Reading, to_device
+from specdemo.core.host_copy import AsyncHostCopy, to_device
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import chain_parents
@@ -22,10 +22,10 @@ from specdemo.methods.heads.hydra import Hydra
 from specdemo.methods.heads.medusa import Medusa
 from specdemo.methods.heads.mlp_speculator import MLPSpeculator
 from specdemo.methods.heads.mtp import MTP
-from specdemo.models.fused import fused, hasten
-from specdemo.models.graphs import CudaGraphs, covering
+from specdemo.models.fused import fuse_layer, fuse_layers
+from specdemo.models.graphs import CudaGraphs, covering_widths
 from specdemo.models.pass_cost import rounding_noise
-from specdemo.models.prefix_reuse import Remembering
+from specdemo.models.prefix_reuse import PrefixCachedTarget
 from specdemo.models.target import HFTarget
 from tests.gpu.device import STREAMS, OnDevice, move, pretended
 from tests.gpu.waits import no_synchronisation
@@ -63,7 +63,7 @@ def world():
 
 def fast(name="llama", device="cuda:0"):
     model = move(build(name), device)
-    hasten(model)
+    fuse_layers(model)
     return HFTarget(model)
 
 
@@ -75,7 +75,7 @@ def drafter(name, target):
     if name in HEADS:
         torch.manual_seed(3)
         head = HEADS[name](target)
-        return load_drafter(name.removeprefix("p-"), target, head.hasten())
+        return load_drafter(name.removeprefix("p-"), target, head.fuse())
     return load_drafter(name, target, fast("llama") if name in ("draft_model", "cascade", "adaptive") else None)
 
 
@@ -95,7 +95,7 @@ def test_recorded_drafts_leave_a_greedy_text_as_it_is(world, name, rows):
     plain = written(target, load_drafter("none", target), rows)
     made = drafter(name, target)
     assert written(target, made, rows) == plain
-    assert target.note == made.unrecorded == ""
+    assert target.note == made.graph_note == ""
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "adaptive"])  # whose k goes by the time
@@ -104,7 +104,7 @@ def test_sampled_texts_repeat_with_their_seed(world, name):
     made = drafter(name, target)
     first = written(target, made, sampling=Sampling(0.8, 20, 0.9))
     assert written(target, made, sampling=Sampling(0.8, 20, 0.9)) == first
-    assert target.note == made.unrecorded == ""
+    assert target.note == made.graph_note == ""
 
 
 @pytest.mark.parametrize("name", ["ngram", "draft_model", "eagle", "adaptive"])
@@ -237,7 +237,7 @@ def test_heads_that_cannot_be_recorded_draft_as_they_are(world, name):
     made = drafter(name, target)
     world.refuse = RuntimeError("operation not permitted when stream is capturing")
     assert written(target, made) == plain
-    said = target.note if name == "layer_skip" else made.unrecorded
+    said = target.note if name == "layer_skip" else made.graph_note
     assert said.startswith("CUDA graph capture failed (operation not permitted")
 
 
@@ -255,21 +255,21 @@ def test_second_proposal_after_the_same_text_is_equal(world, name):
     steps.close()
     assert again == first
     assert short[0] == first[0][:2] or name == "eagle"  # whose tree is another one
-    assert made.unrecorded == ""
+    assert made.graph_note == ""
 
 
 def test_a_draft_model_remembers_what_recorded_drafts_read(world):
     """The next turn of a chat is read from where it is new, and drafted as if all of it had been read."""
     target, drafts = fast(), []
     prompt, config = there(1, 9), GenerationConfig(20, budget=Budget(3, 3), stop_token_ids=())
-    for kind in (HFTarget, Remembering):
+    for kind in (HFTarget, PrefixCachedTarget):
         draft = kind(fast().model)
         made = load_drafter("draft_model", target, draft)
         said = [t for event in generate(target, made, prompt, config) for t in event.emitted[0]]
         longer = torch.cat([prompt, to_device([said], prompt.device), there(1, 4, 5)], 1)
         drafts.append([event.drafted for event in generate(target, made, longer, config)])
-        if kind is Remembering:
-            assert draft.kept > prompt.shape[1] + 10
+        if kind is PrefixCachedTarget:
+            assert draft.cached_tokens > prompt.shape[1] + 10
     assert drafts[0] == drafts[1]
 
 
@@ -277,15 +277,15 @@ def test_a_draft_model_remembers_what_recorded_drafts_read(world):
 def test_on_another_device_than_the_first(world, name):
     """With the first as the current one, as it is for whoever says nothing."""
     model = move(build("llama"), "cuda:1")
-    hasten(model)
+    fuse_layers(model)
     target = HFTarget(model)
-    made = load_drafter(name, target, HEADS[name](target).hasten() if name in HEADS else fast(device="cuda:1"))
+    made = load_drafter(name, target, HEADS[name](target).fuse() if name in HEADS else fast(device="cuda:1"))
     config = GenerationConfig(16, budget=Budget(3, 3), stop_token_ids=())
     watch = stopwatch_for(target.device)
     steps = list(generate(target, made, there(1, 9, device="cuda:1"), config, stopwatch=watch))
     assert world.alive
     assert all(event.ms["verify"] > 0.0 for event in steps[1:])
-    assert target.note == made.unrecorded == ""
+    assert target.note == made.graph_note == ""
 
 
 def test_a_clock_reads_its_own_device(world):
@@ -312,14 +312,14 @@ def test_model_on_several_devices_is_not_captured(world):
 def test_a_layer_in_16_bits_is_few_kernels(world, name):
     """50 of Qwen3's were norms: transformers works them out in eight each."""
     model = build(name).bfloat16()
-    hasten(move(model, "cuda:0"))
+    fuse_layers(move(model, "cuda:0"))
     target = HFTarget(model)
     target.start(there(1, 9))
-    with patch.object(target, "_passes", None):
+    with patch.object(target, "_graphs", None):
         kernels = []
         for layers in (1, 2):
             before = world.launches
-            target.shallow(there(1, 1), layers)
+            target.early_exit_logits(there(1, 1), layers)
             kernels.append(world.launches - before)
     assert kernels[1] - kernels[0] <= {"llama": 20, "qwen3": 24}[name]
 
@@ -327,7 +327,7 @@ def test_a_layer_in_16_bits_is_few_kernels(world, name):
 def test_models_are_placed_where_tensors_are_only_emulated(world):
     """A lent GPU's tensors are the CPU's to C++ before it is there: `.to(like)` would read that device."""
     model = move(build("llama"), "cuda:0")
-    hasten(model)
+    fuse_layers(model)
     assert "fused" in HFTarget(model).kernels
 
 
@@ -345,18 +345,18 @@ def test_rounding_is_measured_on_passes_of_one_token(world):
 def test_numbers_go_to_the_device_without_a_wait_and_come_back_by_one(world):
     sent = to_device([1, 2, 3], torch.device("cuda:0"))
     assert world.syncs == 0
-    reading = Reading(sent)
+    reading = AsyncHostCopy(sent)
     assert sent.tolist() == [1, 2, 3]
     assert reading.tolist() == [1, 2, 3]
     assert world.syncs == 1
 
 
 def test_every_width_has_a_recording_that_is_not_much_wider():
-    assert covering(1) == [1]
-    assert covering(6) == [1, 6]
-    assert covering(33) == [1, 8, 24, 48]
+    assert covering_widths(1) == [1]
+    assert covering_widths(6) == [1, 6]
+    assert covering_widths(33) == [1, 8, 24, 48]
     for slots in range(1, 65):
-        assert any(slots <= width <= 2 * slots + 6 for width in covering(64))
+        assert any(slots <= width <= 2 * slots + 6 for width in covering_widths(64))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -372,7 +372,7 @@ def test_quantised_layers_are_fused_as_they_are(bits):
                 made = linear(plain.in_features, plain.out_features, bias=False)
                 made.weight = packed(plain.weight.data, requires_grad=False)
                 setattr(part, name, made.to("cpu"))  # where it is packed
-    made = fused(layer.requires_grad_(False), model.model.rotary_emb)
+    made = fuse_layer(layer.requires_grad_(False), model.model.rotary_emb)
     assert type(made).__name__ == "FusedLayer"
     assert len(made.qkv.layers) == 3
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from specdemo.core.tree import chain_parents
-from specdemo.engine.messages import Finished, Note, Step
+from specdemo.engine.messages import Finished, LaneStep, Note
 from specdemo.engine.session import Session
-from specdemo.models.graphs import recorded_bytes
+from specdemo.models.graphs import graph_bytes
 from specdemo.presets.files import load_presets
 from tests.gpu.device import pretended
 
@@ -28,7 +28,7 @@ def run(session, world, name):
     """-> the trace, and the recordings made once the first lane had begun."""
     before, trace = None, None
     for message in session.stream(load_presets()[name].with_changes(device="cuda", max_new_tokens=TOKENS)):
-        if isinstance(message, Step) and before is None:
+        if isinstance(message, LaneStep) and before is None:
             before = len(world.recorded)
         if isinstance(message, Finished):
             trace = message.trace
@@ -71,8 +71,8 @@ def test_repeats_use_the_recordings_of_the_shown_lanes(world):
 
 def test_graph_memory_is_counted_before_loading(world):
     cuda = torch.device("cuda:0")
-    assert recorded_bytes(cuda, 4) == 4 * recorded_bytes(cuda, 1) > 0
-    assert recorded_bytes(torch.device("cpu"), 4) == 0
+    assert graph_bytes(cuda, 4) == 4 * graph_bytes(cuda, 1) > 0
+    assert graph_bytes(torch.device("cpu"), 4) == 0
     session = Session()
     preset = load_presets()["embedded-draft"].with_changes(device="cuda:0")
     little = (300 << 20, 300 << 20)  # the models alone would fit
@@ -80,4 +80,4 @@ def test_graph_memory_is_counted_before_loading(world):
         patch.object(torch.cuda, "mem_get_info", lambda device=None: little),
         pytest.raises(ValueError, match="choose quantization 4bit or a smaller model"),
     ):
-        session.place(preset)
+        session.place_models(preset)

@@ -67,6 +67,6 @@ def test_release_gives_the_memory_back():
         target.start(texts(4, 13).cuda(), reserve=64)
         held = torch.cuda.memory_allocated()
         target.release()
-        target.unrecord()
+        target.release_graphs()
     assert held > before
     assert torch.cuda.memory_allocated() == before

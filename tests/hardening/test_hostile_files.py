@@ -25,14 +25,14 @@ from specdemo.bench.measure import read_questions
 from specdemo.bench.result import read_result
 from specdemo.bench.suites import Sweep
 from specdemo.core.protocol import GenerationConfig
-from specdemo.core.reading import CONFIG, read_json, read_text
+from specdemo.core.safe_io import CONFIG_LIMITS, read_json, read_text
 from specdemo.methods import METHODS, load_drafter
 from specdemo.methods.pairs import check_pair
 from specdemo.models import probe
-from specdemo.models.checkpoints import outline_checkpoint
+from specdemo.models.checkpoints import open_meta_checkpoint
 from specdemo.models.configs import read_config
 from specdemo.models.hub import embedded_folder
-from specdemo.models.load import load_target, outline
+from specdemo.models.load import load_meta_target, load_target
 from specdemo.models.text import encode
 from specdemo.prediction.drafts import MAKERS
 from specdemo.prediction.predict import predict
@@ -42,7 +42,7 @@ from specdemo.presets.files import Preset, load_presets, preset, read_preset
 from specdemo.presets.link import from_query
 from specdemo.presets.recorded import load_trace
 from specdemo.training.corpus import read_corpus
-from specdemo.training.fit import positive
+from specdemo.training.fit import check_minutes
 from tests.models.tiny import build
 
 SECONDS = 5.0  # of this process and of its children, whatever else the machine does
@@ -117,7 +117,7 @@ def test_no_part_of_a_model_is_without_end(tmp_path, name, kind):
     shutil.copytree(embedded_folder() / "stories-medusa", tmp_path / "head")
     (tmp_path / "head" / name).unlink(missing_ok=True)
     endless(tmp_path, kind).rename(tmp_path / "head" / name)
-    assert refused(outline_checkpoint, str(tmp_path / "head"))
+    assert refused(open_meta_checkpoint, str(tmp_path / "head"))
 
 
 def test_questions_are_bounded(tmp_path):
@@ -134,7 +134,7 @@ def test_questions_are_bounded(tmp_path):
         ("[1]", "damaged"),
         ("[" * 100_000, "may nest 32 brackets"),
         ('{"a":' * 100_000, "may nest 32 brackets"),
-        ('{"a":' * (CONFIG.depth + 1) + "1" + "}" * (CONFIG.depth + 1), "may nest 32 brackets at most"),
+        ('{"a":' * (CONFIG_LIMITS.depth + 1) + "1" + "}" * (CONFIG_LIMITS.depth + 1), "may nest 32 brackets at most"),
         ('{"a": ' + "9" * 100_000 + "}", "damaged"),
         ('{"a": "' + "x" * 5_000_000 + '"}', "4,000,000 at most"),
         ('{"a": "\udc80"}', "not UTF-8"),
@@ -148,7 +148,7 @@ def test_json_limits(tmp_path, text, line):
 
 def test_json_as_deep_as_is_read(tmp_path):
     path = tmp_path / "config.json"
-    path.write_text('{"a":' * CONFIG.depth + "1" + "}" * CONFIG.depth, encoding="utf-8")
+    path.write_text('{"a":' * CONFIG_LIMITS.depth + "1" + "}" * CONFIG_LIMITS.depth, encoding="utf-8")
     assert read_json(path)
 
 
@@ -229,7 +229,7 @@ def test_any_link_is_read(query):
     with bounded():
         chosen, notes = from_query(query, presets)
         sweep, more = Sweep().from_query(query)
-    assert chosen.checked() and sweep and all(len(note) < 1000 for note in (*notes, *more))
+    assert chosen.validated() and sweep and all(len(note) < 1000 for note in (*notes, *more))
 
 
 def test_a_link_of_thousands_of_options_is_cheap():
@@ -268,7 +268,7 @@ def test_numbers_on_the_command_line(capsys, arguments):
 
 
 def test_numbers_of_the_library():
-    assert "minutes must be positive" in refused(positive, float("nan"))
+    assert "minutes must be positive" in refused(check_minutes, float("nan"))
     assert "a seed must be" in refused(lambda: GenerationConfig(seed=10**400))
 
 
@@ -385,14 +385,14 @@ def test_fuzzed_heads_are_read_or_rejected(stories, tmp_path_factory, name, data
 @pytest.mark.parametrize("length", [0, 1 << 30, (1 << 64) - 1])
 def test_a_header_of_absurd_size(tmp_path, length):
     (tmp_path / "model.safetensors").write_bytes(length.to_bytes(8, "little") + b"{" * 1000)
-    assert "damaged" in refused(outline_checkpoint, str(tmp_path))
+    assert "damaged" in refused(open_meta_checkpoint, str(tmp_path))
 
 
 def test_a_header_of_absurd_shapes(tmp_path):
     header = json.dumps({"fc.weight": {"dtype": "I64", "shape": [1 << 60], "data_offsets": [0, 8]}}).encode()
     content = len(header).to_bytes(8, "little") + header + bytes(8)
     (tmp_path / "model.safetensors").write_bytes(content)
-    assert "damaged" in refused(outline_checkpoint, str(tmp_path))
+    assert "damaged" in refused(open_meta_checkpoint, str(tmp_path))
 
 
 # Models.
@@ -439,7 +439,7 @@ def rewrite(path, **said):
         ({"sliding_window": {"a": 1}}, ""),
     ],
 )
-@pytest.mark.parametrize("how", [load_target, outline])
+@pytest.mark.parametrize("how", [load_target, load_meta_target])
 def test_models_that_describe_what_they_are_not(copied, said, line, how):
     rewrite(copied / "config.json", **said)
     assert line in refused(how, str(copied))

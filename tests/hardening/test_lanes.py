@@ -16,7 +16,7 @@ from specdemo.core.tree import Draft
 from specdemo.engine import verdict
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.loop import generate
-from specdemo.engine.messages import LaneDone, Note, Step
+from specdemo.engine.messages import LaneDone, LaneStep, Note
 from specdemo.engine.session import Session
 from specdemo.methods.ngram import NGram
 from specdemo.models.target import HFTarget
@@ -223,7 +223,7 @@ def test_memory_that_cannot_be_released_is_the_lanes_own_affair(runner, whole, c
         breaks(broken, NGram, "release", KeyError("handle"))
         trace = runner.run(spec())
         stream = runner.stream(spec())
-        while not isinstance(next(stream), Step):
+        while not isinstance(next(stream), LaneStep):
             pass
         stream.close()
     assert [lane.token_ids for lane in trace.lanes] == [whole] * 3
@@ -258,10 +258,10 @@ def test_a_lane_keeps_one_learner_and_none_that_failed(monkeypatch):
     for every in (3, 2):
         lane = Lane(method="online", model="stories-draft-deep", k=2, options={"every": every})
         session.run(spec(lane))
-        assert len(session.kept.learners) == 1
-    assert session.run(spec(lane)).lanes[1].finish == "length" and session.kept.learners
-    breaks(monkeypatch, type(next(iter(session.kept.learners.values())).drafter), "_update", KeyError("loss"))
-    assert session.run(spec(lane)).lanes[1].finish == "error" and not session.kept.learners
+        assert len(session.state.learners) == 1
+    assert session.run(spec(lane)).lanes[1].finish == "length" and session.state.learners
+    breaks(monkeypatch, type(next(iter(session.state.learners.values())).drafter), "_update", KeyError("loss"))
+    assert session.run(spec(lane)).lanes[1].finish == "error" and not session.state.learners
 
 
 def test_a_text_that_cannot_be_read_again_leaves_the_verdict_open(runner, monkeypatch):
@@ -273,5 +273,5 @@ def test_a_text_that_cannot_be_read_again_leaves_the_verdict_open(runner, monkey
         raise MemoryError
 
     monkeypatch.setattr(verdict, "_divergence", no_memory)
-    verdict.judge(trace, runner.target())
+    verdict.compare_outputs(trace, runner.target())
     assert trace.comparison[0]["verdict"] == "unknown" and trace.comparison[0]["identical"] is False

@@ -140,7 +140,7 @@ def test_online_learning_is_reset_between_visitors(public, monkeypatch):
         unlearn=lambda: outputs.append("unlearn"), stream=lambda *_: outputs.append("run") or iter(())
     )
     monkeypatch.setattr(live, "session", lambda: engine)
-    list(live.run(preset("embedded-draft").checked(), live.Log()))
+    list(live.run(preset("embedded-draft").validated(), live.Log()))
     assert outputs == ["unlearn", "run"]
 
 

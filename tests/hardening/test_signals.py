@@ -17,7 +17,7 @@ import torch
 
 from specdemo.models.load import load_target
 from specdemo.training.collect import Plan
-from specdemo.training.heads import gather
+from specdemo.training.heads import build_dataset
 from tests.models.tiny import build
 
 KILL, TERM, INT = signal.SIGKILL, signal.SIGTERM, signal.SIGINT
@@ -117,7 +117,7 @@ def folders(tmp_path_factory):
     folder, cache = tmp_path_factory.mktemp("tiny"), tmp_path_factory.mktemp("cache")
     build("llama").save_pretrained(folder)
     plan = Plan(text_rows=8, sampled_rows=4, rows_per_shard=4, context=32, sample_length=16, taps=(-1,))
-    gather(load_target(str(folder), kernels="transformers"), cache, plan)
+    build_dataset(load_target(str(folder), kernels="transformers"), cache, plan)
     return folder, cache
 
 

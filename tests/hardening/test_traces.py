@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 from specdemo.__main__ import main
 from specdemo.bench.report import race_report, texts
 from specdemo.bench.result import read_result
-from specdemo.core.bounds import FILE, PUBLIC_FILE, Bounds, judge, parsing
+from specdemo.core.json_limits import FILE_LIMITS, PUBLIC_FILE_LIMITS, JsonLimits, check_json_limits, gc_paused
 from specdemo.core.tally import summarise
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, from_json, to_json
 from specdemo.presets.recorded import load_trace
@@ -27,7 +27,7 @@ from specdemo.ui.views import tokens_csv
 from specdemo.ui.whatif import start_of
 from tests.traces import hostile_trace
 
-M = FILE.bytes
+M = FILE_LIMITS.bytes
 LANE = {"name": "a", "method": "none", "options": {}, "exact": True, "prompt_ids": []}
 EVENT = {name: [[]] for name in ("drafted", "parents", "emitted", "draft_probs", "target_probs")}
 EVENT |= {"index": 0, "path": [[0]], "ms": {}}
@@ -100,14 +100,14 @@ def test_exceeded_limit_is_one_line_that_names_it(kind, tmp_path):
 @pytest.mark.parametrize("kind", [*TOO_MUCH, *WITHIN])
 def test_judging_takes_little_time(kind):
     text = TOO_MUCH[kind][0] if kind in TOO_MUCH else WITHIN[kind]
-    assert cost(judge, text, FILE, "a trace") < 50  # measured: up to 10
+    assert cost(check_json_limits, text, FILE_LIMITS, "a trace") < 50  # measured: up to 10
 
 
 @pytest.mark.parametrize("text", [TOO_MUCH["objects"][0], TOO_MUCH["keys"][0], WITHIN["quotes"]])
 def test_judging_takes_little_memory(text):
     tracemalloc.start()
     with suppress(ValueError):
-        judge(text, FILE, "a trace")
+        check_json_limits(text, FILE_LIMITS, "a trace")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 100e6
@@ -115,7 +115,7 @@ def test_judging_takes_little_memory(text):
 
 @pytest.mark.parametrize("kind", WITHIN)
 def test_unusual_input_within_limits_is_accepted(kind):
-    judge(WITHIN[kind], FILE, "a trace")
+    check_json_limits(WITHIN[kind], FILE_LIMITS, "a trace")
 
 
 strings = st.text(st.sampled_from('"\\[]{},:é a'), max_size=6)
@@ -140,12 +140,12 @@ def count(node):
 def test_limit_check_counts_like_a_parser(node):
     text = json.dumps(node, ensure_ascii=False).encode()
     depth, values, keys = count(node)
-    exact = Bounds(len(text), values, keys, depth)
-    judge(text, exact, "it")
+    exact = JsonLimits(len(text), values, keys, depth)
+    check_json_limits(text, exact, "it")
     for name, line in {"bytes": "MB", "values": "values", "keys": "keys", "depth": "nest"}.items():
         if most := getattr(exact, name):
             with pytest.raises(ValueError, match=line):
-                judge(text, replace(exact, **{name: most - 1}), "it")
+                check_json_limits(text, replace(exact, **{name: most - 1}), "it")
 
 
 PUBLIC_WORST = {
@@ -171,8 +171,8 @@ PUBLIC_WORST = {
 @pytest.mark.parametrize("kind", PUBLIC_WORST)
 def test_a_public_page_parses_without_holding_up_the_others(kind):
     text = PUBLIC_WORST[kind]
-    judge(text, PUBLIC_FILE, "a trace")
-    with parsing():  # as from_json does it
+    check_json_limits(text, PUBLIC_FILE_LIMITS, "a trace")
+    with gc_paused():  # as from_json does it
         assert cost(TypeAdapter(RunTrace).validate_json, text) < 15  # in one go; measured: up to 1.5
     assert cost(lambda: replayed(from_json(text))) < 100  # measured: up to 15
 
@@ -207,7 +207,7 @@ def wide_run(new_tokens, lanes, nodes, vocabulary=150_000):
 
 
 @pytest.mark.parametrize("shape, bounds", [
-    ((2048, 4, 64), FILE), ((1024, 4, 128), FILE), ((256, 3, 64), PUBLIC_FILE),
+    ((2048, 4, 64), FILE_LIMITS), ((1024, 4, 128), FILE_LIMITS), ((256, 3, 64), PUBLIC_FILE_LIMITS),
 ])  # fmt: skip
 def test_the_largest_run_opens_again(shape, bounds):
     run = wide_run(*shape)
@@ -217,7 +217,7 @@ def test_the_largest_run_opens_again(shape, bounds):
 
 def test_a_run_that_is_larger_still_opens_without_its_probabilities():
     run = wide_run(256, 3, 80)
-    again = from_json(to_json(run, 1, PUBLIC_FILE), PUBLIC_FILE)
+    again = from_json(to_json(run, 1, PUBLIC_FILE_LIMITS), PUBLIC_FILE_LIMITS)
     assert again.lanes[1].events[5].target_probs == [[None] * 80]
     assert again.lanes[1].events[5].drafted == run.lanes[1].events[5].drafted
     assert again.lanes[1].summary == run.lanes[1].summary

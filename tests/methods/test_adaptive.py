@@ -9,7 +9,15 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
-from specdemo.methods.adaptive import Acceptance, Costs, Goodput, Heuristic, Outcome, expected_tokens, sure
+from specdemo.methods.adaptive import (
+    AcceptanceEstimator,
+    Goodput,
+    Heuristic,
+    LatencyTable,
+    StepOutcome,
+    expected_tokens,
+    prune_by_confidence,
+)
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
 
@@ -55,7 +63,7 @@ class World:
             k = policy.choose(depth, depth) if isinstance(policy, Goodput) else policy
             accepted, drafting, verifying = self.step(k)
             if isinstance(policy, Goodput):
-                policy.learn(Outcome(k, k + 1, [(k, accepted)], drafting, verifying))
+                policy.learn(StepOutcome(k, k + 1, [(k, accepted)], drafting, verifying))
             tokens, seconds, chosen[k] = tokens + accepted + 1, seconds + drafting + verifying, chosen[k] + 1
         return tokens / seconds, chosen
 
@@ -104,10 +112,10 @@ def speed_with_informative_confidence(requested, steps=3000):
     for _ in range(steps):
         k, sure = policy.choose(8, 8), [dice.choice((0.98, 0.2)) for _ in range(8)]
         if requested and k:
-            k = next((n for n in range(1, k) if policy.enough([sure[n - 1]])), k)
+            k = next((n for n in range(1, k) if policy.should_stop([sure[n - 1]])), k)
         accepted = next((i for i in range(k) if dice.random() >= (0.95 if sure[i] > 0.5 else 0.3)), k)
         drafting, verifying = 0.1 * k, 1.0 + 0.1 * k
-        policy.learn(Outcome(k, k + 1, [(k, accepted)], drafting, verifying))
+        policy.learn(StepOutcome(k, k + 1, [(k, accepted)], drafting, verifying))
         tokens, seconds = tokens + accepted + 1, seconds + drafting + verifying
     return tokens / seconds
 
@@ -143,23 +151,23 @@ def test_expected_tokens_by_position():
 
 
 def test_acceptance_is_counted_where_a_level_was_reached():
-    acceptance = Acceptance()
+    acceptance = AcceptanceEstimator()
     for _ in range(200):
         acceptance.add(3, 1)  # the first kept, the second refused, the third never asked
     first, second, third = acceptance.rates(3)
     assert first == pytest.approx(1.0, abs=0.01)
     assert second < 0.12 and third == second
-    assert Acceptance().rates(2) == [0.7, 0.7]
+    assert AcceptanceEstimator().rates(2) == [0.7, 0.7]
 
 
 def test_costs_are_medians_and_lines_between():
-    costs = Costs({0: 0.0})
+    costs = LatencyTable({0: 0.0})
     for seconds in (2.0, 90.0, 2.2):
         costs.add(2, seconds)
-    assert [costs.at(size) for size in (0, 1, 2, 4)] == pytest.approx([0.0, 1.1, 2.2, 4.4])
+    assert [costs.estimate(size) for size in (0, 1, 2, 4)] == pytest.approx([0.0, 1.1, 2.2, 4.4])
     costs.add(4, 1.0)
-    assert [costs.at(size) for size in (3, 9)] == pytest.approx([1.6, 1.0])
-    assert Costs({}).at(3) == 0.0
+    assert [costs.estimate(size) for size in (3, 9)] == pytest.approx([1.6, 1.0])
+    assert LatencyTable({}).estimate(3) == 0.0
 
 
 class Watch:
@@ -199,7 +207,7 @@ def test_short_rows_count_their_drafts_only(monkeypatch):
     draft = drafter.propose(Budget(2, 2))
     assert draft.tokens.tolist() == [[1, 2], [ABSENT, ABSENT], [5, 5]]
     drafter.observe(Progress(torch.zeros(3, 3).long(), torch.zeros(3, 3).long(), [3, 1, 0]))
-    drafter.timed({"draft": 1.0, "verify": 2.0})
+    drafter.on_step_timed({"draft": 1.0, "verify": 2.0})
     assert (outcomes[0].rows, outcomes[0].slots) == ([(2, 2), (0, 0)], 3)
 
 
@@ -209,25 +217,25 @@ def test_heuristic_goes_up_by_two_and_down_by_one():
     chosen = []
     for accepted in (3, 6, 0, 0, 0, 0, 0, 0, 1):
         chosen.append(policy.choose(6, 6))
-        policy.learn(Outcome(chosen[-1], chosen[-1] + 1, [(chosen[-1], min(accepted, chosen[-1]))]))
+        policy.learn(StepOutcome(chosen[-1], chosen[-1] + 1, [(chosen[-1], min(accepted, chosen[-1]))]))
     assert chosen == [6, 5, 6, 5, 4, 3, 2, 1, 1]
     assert policy.choose(9, 9) == 3
-    policy.learn(Outcome(3, 1, [(0, 0)]))  # nothing was drafted, nothing is learnt
+    policy.learn(StepOutcome(3, 1, [(0, 0)]))  # nothing was drafted, nothing is learnt
     assert policy.choose(9, 9) == 3
 
 
 def test_nothing_is_drafted_below_a_doubtful_node():
     tokens = torch.tensor([[4, 5, 6, 7]])
     chain = Draft.chain(tokens, torch.eye(8)[tokens], torch.tensor([[0.9, 0.3, 0.9, 0.9]]))
-    cut = sure(chain, 0.4)
+    cut = prune_by_confidence(chain, 0.4)
     assert cut.tokens.tolist() == [[4, 5]] and cut.parents.tolist() == [[0, 1]]
     assert cut.probs.argmax(-1).tolist() == [[4, 5]] and cut.confidence.shape == (1, 2)
-    assert sure(chain, 0.2) is chain
+    assert prune_by_confidence(chain, 0.2) is chain
     tree = Draft(tokens, torch.tensor([[0, 0, 1, 2]]), confidence=torch.tensor([[0.3, 0.6, 0.9, 0.9]]))
-    assert sure(tree, 0.4).tokens.tolist() == [[4, 5, 7]]
-    assert sure(tree, 0.4).parents.tolist() == [[0, 0, 2]]
+    assert prune_by_confidence(tree, 0.4).tokens.tolist() == [[4, 5, 7]]
+    assert prune_by_confidence(tree, 0.4).parents.tolist() == [[0, 0, 2]]
     two = Draft.chain(tokens.expand(2, -1), confidence=torch.tensor([[0.9, 0.9, 0.1, 0.9], [0.1, 0.9, 0.9, 0.9]]))
-    assert sure(two, 0.4).tokens.tolist() == [[4, 5, 6], [4, ABSENT, ABSENT]]
+    assert prune_by_confidence(two, 0.4).tokens.tolist() == [[4, 5, 6], [4, ABSENT, ABSENT]]
 
 
 def test_cutting_by_confidence_is_exact_under_sampling():
@@ -238,12 +246,12 @@ def test_cutting_by_confidence_is_exact_under_sampling():
     first = torch.multinomial(q[0].expand(rows, -1), 1, generator=rng)[:, 0]
     second = torch.multinomial(q[1 + first], 1, generator=rng)[:, 0]
     tokens, probs = torch.stack([first, second], 1), torch.stack([q[0].expand(rows, -1), q[1 + first]], 1)
-    draft = sure(Draft.chain(tokens, probs, probs.gather(-1, tokens[..., None])[..., 0]), 0.35)
+    draft = prune_by_confidence(Draft.chain(tokens, probs, probs.gather(-1, tokens[..., None])[..., 0]), 0.35)
     assert 0 < int((draft.tokens[:, 1] == ABSENT).sum()) < rows
     target = torch.stack([p[0].expand(rows, -1), p[1 + first], p[1 + second]], 1)
     verdict = Lossless()(draft, target, rng)
     outputs = [
-        (*(tokens[row, s - 1].item() for s in path[1:]), int(verdict.bonus[row]))
+        (*(tokens[row, s - 1].item() for s in path[1:]), int(verdict.next_token[row]))
         for row, path in enumerate(verdict.path)
     ]
     heads = torch.bincount(torch.tensor([s[0] for s in outputs]), minlength=vocabulary) / rows

@@ -11,10 +11,10 @@ from specdemo.core.protocol import Budget, GenerationConfig, Progress
 from specdemo.core.sampling import Sampling
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
-from specdemo.methods.heads.dflash import DFlash, whole_blocks
+from specdemo.methods.heads.conventions import sample_target_text
+from specdemo.methods.heads.dflash import DFlash, stage_logits
 from specdemo.methods.heads.formats.dflash import spread_taps
-from specdemo.methods.heads.settle import written
-from specdemo.models.checkpoints import outline_checkpoint
+from specdemo.models.checkpoints import open_meta_checkpoint
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
 from tests.models.tiny import VOCABULARY, build, pinned, texts
@@ -272,7 +272,7 @@ def test_a_mask_token_with_an_embedding_of_its_own(target, tmp_path, mask, where
     x = torch.cat([block(target, int(TEXT[0, -1]))[:1], own.expand(BLOCK - 1, -1)])
     expected = target.lm_head(reference(w, features_of(target, TEXT)[0, :-1], x)[1:]).softmax(-1)
     torch.testing.assert_close(logits_of(target, model, TEXT).exp(), expected, atol=1e-5, rtol=1e-3)
-    assert outline_checkpoint(model).tensors["mask_embedding"].shape == (H,)
+    assert open_meta_checkpoint(model).tensors["mask_embedding"].shape == (H,)
 
 
 def attached(model):
@@ -384,11 +384,11 @@ def stages_agree(target, model, draft):
     drafter = observed(target, model, TEXT, (9, 12))
     tokens = torch.full((1, BLOCK), model.design.mask_token_id)
     tokens[:, 0] = TEXT[:, -1]
-    states = read(drafter, tokens)[:, model.design.first :]
+    states = read(drafter, tokens)[:, model.design.first_slot :]
     logits = drafter._logits(states)
     if model.stage is not None:
         before = torch.cat([TEXT[:, -1:], draft.tokens[:, :-1]], 1)
-        logits = whole_blocks(model.stage, before, states, logits)
+        logits = stage_logits(model.stage, before, states, logits)
     torch.testing.assert_close(logits.softmax(-1), draft.probs, atol=1e-5, rtol=1e-4)
     drafter.options = DFlash.Options(nodes=12)
     tree = drafter.propose(Budget(BLOCK, 12))
@@ -399,7 +399,7 @@ def stages_agree(target, model, draft):
         logits = drafter._logits(states)[:, : len(path)]
         if model.stage is not None:
             before = torch.tensor([[int(TEXT[0, -1]), *path[:-1]]])
-            logits = whole_blocks(model.stage, before, states[:, : len(path)], logits)
+            logits = stage_logits(model.stage, before, states[:, : len(path)], logits)
         assert confidence == pytest.approx(float(logits.softmax(-1)[0, -1, path[-1]]), rel=1e-3)
 
 
@@ -560,7 +560,7 @@ def test_lilicorr(target, tmp_path, width, renamed):
     drafter.save(tmp_path / "saved", "tiny")
     saved = observed(target, str(tmp_path / "saved"), TEXT, (9, 12)).propose(Budget(16, 16))
     torch.testing.assert_close(saved.probs, draft.probs)
-    loss, metrics = drafter.loss(written(target, TAPS))
+    loss, metrics = drafter.loss(sample_target_text(target, TAPS))
     assert loss.isfinite() and len(metrics) == BLOCK - 1
 
 
@@ -655,9 +655,9 @@ def test_other_kin_and_unknown_tensors_are_refused(target, tmp_path):
 
 def read(drafter, tokens):
     """A block [B, S] behind all that was observed -> its states [B, S, H]."""
-    if at := drafter.history.catch_up():
-        at.run(drafter.head.remember, *at.inputs)
-    return drafter.history.ahead(tokens.shape[1]).run(drafter._block, tokens)
+    if at := drafter.history.flush_pending():
+        at.run(drafter.head.cache_context, *at.inputs)
+    return drafter.history.draft_columns(tokens.shape[1]).run(drafter._block, tokens)
 
 
 def test_slots_attend_to_later_slots_unless_causal(target, tmp_path):
@@ -763,7 +763,7 @@ def test_missing_config_is_detected_by_trial(target, tmp_path, from_anchor, taps
     head = DFlash.fresh(target, layers=1, block_size=4, taps=taps)
     head.design = replace(head.design, from_anchor=from_anchor)
     drafter = load_drafter("dflash", target, head)
-    learn(drafter, written(target, taps), 60)
+    learn(drafter, sample_target_text(target, taps), 60)
     folder = tmp_path / "drafter"
     drafter.save(folder, "tiny")
     config = json.loads((folder / "config.json").read_text())
@@ -802,9 +802,9 @@ def test_training_sees_what_drafting_sees(target, tmp_path, from_anchor):
     model = write(tmp_path, changed(config, sample_from_anchor=from_anchor), drafter_tensors())
     drafter = load_drafter("dflash", target, model)
     batch = example(target, drafter.taps, soft=False)
-    first, drafts = drafter.head.design.first, drafter.head.design.drafts
+    first, drafts = drafter.head.design.first_slot, drafter.head.design.num_drafts
     anchors = drafter._anchors(batch.inputs)
-    states = drafter._blocks(batch, anchors)
+    states = drafter._block_states(batch, anchors)
     text = torch.cat([batch.inputs[:, :1], batch.outputs], 1)
     nats, weights, hits = 0.0, 0.0, torch.zeros(drafts)
     for row, places in enumerate(anchors.tolist()):

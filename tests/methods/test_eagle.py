@@ -10,7 +10,7 @@ from specdemo.core.protocol import Budget, GenerationConfig, Progress
 from specdemo.core.sampling import Sampling, to_probs
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
-from specdemo.methods.heads import settle
+from specdemo.methods.heads import conventions
 from specdemo.methods.heads.eagle import Eagle
 from specdemo.methods.heads.formats.eagle import default_taps
 from specdemo.models import packed as module
@@ -531,7 +531,7 @@ def test_best_convention_is_selected(lists, before, target, tmp_path):
     torch.manual_seed(1)
     head = Eagle.fresh(target)
     head.convention = type(head.convention)((1, 2, 3), before)
-    taught(target, head, settle.written(target, (1, 2, 3)), steps=40)
+    taught(target, head, conventions.sample_target_text(target, (1, 2, 3)), steps=40)
     config = speculators() if lists == "top" else dict(LAYER)
     if lists == "top":
         config["transformer_layer_config"].pop("rope_theta")
@@ -552,7 +552,7 @@ def test_best_convention_is_selected(lists, before, target, tmp_path):
 def test_either_order_of_fc_is_found(target, tmp_path):
     torch.manual_seed(1)
     head = Eagle.fresh(target, "eagle1")
-    taught(target, head, settle.written(target, (-1,)), steps=40)
+    taught(target, head, conventions.sample_target_text(target, (-1,)), steps=40)
     tensors = dict(head.state_dict())
     assert not Eagle.load(write(tmp_path, LAYER, tensors), target).convention.feature_first
     swapped = Eagle.load(write(tmp_path, LAYER, tensors | {"fc.weight": tensors["fc.weight"].roll(H, 1)}), target)
@@ -617,7 +617,7 @@ def test_rows_that_end_early_draft_nothing_that_counts(target):
 def test_specforge_feedback_convention_is_detected(target, tmp_path):
     config = {**LAYER, "draft_vocab_size": WORDS, "norm_output": True}
     head = Eagle.load(write(tmp_path, config, eagle3()), target)
-    assert [reading.norm_output for reading in head.readings] == [True, False] and "fed back normed" in head.note
+    assert [reading.norm_output for reading in head.conventions] == [True, False] and "fed back normed" in head.note
 
 
 def test_target_layer_windows_do_not_apply_to_heads(target, tmp_path):

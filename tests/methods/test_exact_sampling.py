@@ -52,7 +52,7 @@ def expected(target, tokens):
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "none" and method(name).exact])
 def test_the_first_tokens_are_drawn_from_the_target(name):
     target = ToyTarget(VOCABULARY, seed=6)
-    counts = joint(target, testing.drafter(name, target), 3)
+    counts = joint(target, testing.make_drafter(name, target), 3)
     wanted = expected(target, 3) * DRAWS
     common = wanted >= 5.0  # rarer outcomes are pooled
     observed = torch.cat([counts[common].double(), counts[~common].sum()[None].double()])

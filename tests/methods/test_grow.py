@@ -7,27 +7,27 @@ import torch
 
 from specdemo.core.protocol import Budget
 from specdemo.core.tree import depths
-from specdemo.methods.grow import Shape, chain, fitted, grow, within
+from specdemo.methods.grow import TreeShape, chain, clip_shape, grow_tree, optimal_shape
 
 
 def test_a_shape_is_its_paths():
     paths = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]
-    shape = Shape.of(list(reversed(paths)))
+    shape = TreeShape.from_paths(list(reversed(paths)))
     assert shape.paths() == sorted(paths, key=lambda p: (len(p), p))
     assert shape.parents == (0, 0, 1, 1, 2, 3)
     assert (shape.width, shape.depth) == (2, 3)
-    assert chain(3) == Shape.of([(0,), (0, 0), (0, 0, 0)])
+    assert chain(3) == TreeShape.from_paths([(0,), (0, 0), (0, 0, 0)])
 
 
 def test_an_orphan_is_refused():
     with pytest.raises(ValueError, match="hangs from"):
-        Shape.of([(0,), (1, 0)])
+        TreeShape.from_paths([(0,), (1, 0)])
 
 
 def test_a_budget_cuts_depth_and_nodes():
-    shape = Shape.of([p for n in (1, 2, 3) for p in itertools.product(range(3), repeat=n)])
+    shape = TreeShape.from_paths([p for n in (1, 2, 3) for p in itertools.product(range(3), repeat=n)])
     for depth, nodes in itertools.product(range(4), (0, 1, 2, 5, 40)):
-        cut = within(shape, Budget(depth, nodes))
+        cut = clip_shape(shape, Budget(depth, nodes))
         assert len(cut.parents) <= nodes
         assert cut.depth <= depth
         assert set(cut.paths()) <= set(shape.paths())
@@ -45,7 +45,7 @@ def test_the_fitted_tree_is_the_best_of_all_trees():
 
     for nodes in (1, 2, 4, 5):
         best = max(gain(c) for c in itertools.combinations(every, nodes) if closed(c))
-        assert float(gain(fitted(rates, nodes).paths())) == pytest.approx(float(best))
+        assert float(gain(optimal_shape(rates, nodes).paths())) == pytest.approx(float(best))
 
 
 def table_drafter(order, vocabulary=6, batch=2, seed=0):
@@ -65,7 +65,7 @@ def table_drafter(order, vocabulary=6, batch=2, seed=0):
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_growth_keeps_the_likeliest_paths(depth, nodes):
     first, expand, table, expanded = table_drafter(1)
-    draft = grow(first, expand, Budget(depth, nodes), top_k=6)  # K = V: nothing is missed on the first two levels
+    draft = grow_tree(first, expand, Budget(depth, nodes), top_k=6)  # K = V: nothing is missed on the first two levels
     assert len(expanded) == depth - 1
     assert int(depths(draft.parents).max()) <= depth
     for row in range(2):
@@ -83,7 +83,7 @@ def test_growth_keeps_the_likeliest_paths(depth, nodes):
 
 def test_a_frontier_of_one_is_a_greedy_chain():
     first, expand, table, _ = table_drafter(1)
-    draft = grow(first, expand, Budget(4, 4), top_k=1)
+    draft = grow_tree(first, expand, Budget(4, 4), top_k=1)
     assert draft.parents.tolist() == [[0, 1, 2, 3]] * 2
     for row in range(2):
         last = 0
@@ -94,7 +94,7 @@ def test_a_frontier_of_one_is_a_greedy_chain():
 
 def test_parents_point_into_the_frontier_before():
     first, expand, _, expanded = table_drafter(1)
-    grow(first, expand, Budget(4, 9), top_k=3)
+    grow_tree(first, expand, Budget(4, 9), top_k=3)
     for (tokens, _), (_, parents) in itertools.pairwise(expanded):
         assert parents.shape == tokens.shape == (2, 3)
         assert int(parents.max()) < 3
@@ -102,5 +102,5 @@ def test_parents_point_into_the_frontier_before():
 
 def test_no_budget_no_nodes():
     first, expand, _, expanded = table_drafter(1)
-    assert grow(first, expand, Budget(0, 0), top_k=3).nodes == 0
+    assert grow_tree(first, expand, Budget(0, 0), top_k=3).nodes == 0
     assert not expanded

@@ -11,7 +11,7 @@ from specdemo.core.sampling import Sampling
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
 from specdemo.methods.heads.hydra import Hydra
-from specdemo.methods.heads.medusa import Medusa, published
+from specdemo.methods.heads.medusa import Medusa, published_shape
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
 from tests.methods.test_medusa import HIDDEN, check_greedy, check_sampling, example, folder_with, rows_of, train
@@ -96,7 +96,7 @@ def test_hydra_plus_plus(tmp_path, target):
     states = layer(inputs_embeds=batch.hidden[-1]).last_hidden_state
     x = torch.cat([states[:, :-2], target.embed(batch.outputs[:, :-2]), target.embed(batch.outputs[:, 1:-1])], -1)
     expected = reference(tensors, x, 1, dropout=1)
-    got = list(drafter._taught(batch))[1][0]
+    got = list(drafter._training_steps(batch))[1][0]
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -171,7 +171,7 @@ def test_every_node_follows_from_its_path(tmp_path, target):
     tokens, hidden = texts(2, 3), torch.randn(2, 2, HIDDEN)
     drafter.observe(Progress(tokens[:, :2], tokens[:, 1:], [2, 1], {-1: hidden}))
     draft = drafter.propose(Budget(8, 63))
-    shape = published("mc_sim_7b_63")
+    shape = published_shape("mc_sim_7b_63")
     assert draft.nodes == 61 and draft.probs is None
     assert draft.parents.tolist() == [list(shape.parents[:61])] * 2
     for row, (state, root) in enumerate([(hidden[0, 1], tokens[0, 2]), (hidden[1, 0], tokens[1, 1])]):
@@ -219,7 +219,7 @@ def test_the_heads_are_taught_on_the_text(target):
     with torch.no_grad():
         for parameter in drafter.head.parameters():
             parameter.normal_(0.0, 0.1)
-    logits, expected = list(drafter._taught(batch))[1]
+    logits, expected = list(drafter._training_steps(batch))[1]
     column = 4
     read = [batch.hidden[-1][0, column], *target.embed(batch.outputs[0, column : column + 2])]
     torch.testing.assert_close(logits[0, column], drafter.head(torch.cat(read), 1))

@@ -108,7 +108,7 @@ def test_nothing_is_refused_when_the_last_layers_add_nothing():
 def test_all_layers_of_the_toy_are_the_toy():
     target = ToyTarget(seed=2)
     target.start(torch.tensor([[3, 1, 4], [1, 5, 9]]))
-    logits = target.shallow(torch.tensor([[2, 6], [5, 3]]), target.num_layers)
+    logits = target.early_exit_logits(torch.tensor([[2, 6], [5, 3]]), target.num_layers)
     for row, text in enumerate(([3, 1, 4, 2, 6], [1, 5, 9, 5, 3])):
         torch.testing.assert_close(logits[row].softmax(-1), target.next_probs(text))
 

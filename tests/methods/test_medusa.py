@@ -11,7 +11,7 @@ from specdemo.core.protocol import Budget, GenerationConfig, Progress
 from specdemo.core.sampling import Sampling
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter, method
-from specdemo.methods.heads.medusa import PUBLISHED, Medusa, published
+from specdemo.methods.heads.medusa import PUBLISHED, Medusa, published_shape
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
 from tests.methods.test_exact_sampling import DRAWS, expected, joint
@@ -222,7 +222,7 @@ def test_every_node_is_the_rank_of_its_levels_head(target):
     hidden = torch.randn(2, 3, HIDDEN)
     inputs = torch.zeros(2, 3, dtype=torch.int64)
     drafter.observe(Progress(inputs, inputs, [3, 2], {-1: hidden}))
-    shape = published("mc_sim_7b_63")
+    shape = published_shape("mc_sim_7b_63")
     draft = drafter.propose(Budget(8, 63))
     assert draft.nodes == 61  # two nodes are on level 4, for a fourth head
     for row, last in enumerate(hidden[[0, 1], [2, 1]]):
@@ -236,7 +236,7 @@ def test_every_node_is_the_rank_of_its_levels_head(target):
 
 
 def test_the_published_trees():
-    per_level = {name: list(Counter(published(name).levels).values()) for name in PUBLISHED}
+    per_level = {name: list(Counter(published_shape(name).levels).values()) for name in PUBLISHED}
     assert per_level["mc_sim_7b_63"] == [10, 28, 23, 2]
     assert per_level["vicuna_7b_stage1"] == [10, 32, 20, 1]
     assert per_level["vicuna_7b_stage2"] == [10, 23, 23, 7]
@@ -245,7 +245,7 @@ def test_the_published_trees():
     assert per_level["vicuna_33b_stage1"] == [10, 34, 19]
     assert per_level["vicuna_33b_stage2"] == [10, 24, 24, 5]
     assert per_level["zephyr_stage2"] == [10, 27, 23, 3]
-    paths = published("mc_sim_7b_63").paths()
+    paths = published_shape("mc_sim_7b_63").paths()
     assert {(0, 7, 0), (2, 0, 0), (9, 0), (0, 0, 0, 1)} <= set(paths)
     assert not {(3, 0, 0), (0, 1, 0, 0), (9, 1)} & set(paths)
 

@@ -273,7 +273,7 @@ def test_the_speculator_is_taught_on_the_text(target):
     torch.manual_seed(0)
     drafter, batch = load_drafter("mlp_speculator", target, MLPSpeculator.fresh(target)), example(target)
     column = 5
-    taught = list(drafter._taught(batch))
+    taught = list(drafter._training_steps(batch))
     expected = logits_of(drafter.head, batch.hidden[-1][:, column], batch.outputs[:, column : column + 4])
     for i, (logits, observed) in enumerate(taught):
         torch.testing.assert_close(logits[:, column], expected[i])

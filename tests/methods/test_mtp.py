@@ -11,11 +11,11 @@ from specdemo.core.protocol import Budget, GenerationConfig, Progress
 from specdemo.core.sampling import Sampling
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
-from specdemo.methods.heads.formats.mtp import Convention
+from specdemo.methods.heads.conventions import sample_target_text
+from specdemo.methods.heads.formats.mtp import MTPConvention
 from specdemo.methods.heads.medusa import Medusa
 from specdemo.methods.heads.mtp import MTP, ParallelHeads
-from specdemo.methods.heads.runtime import whole_rows
-from specdemo.methods.heads.settle import written
+from specdemo.methods.heads.runtime import training_columns
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
 from tests.methods.test_medusa import check_greedy, check_sampling, example, folder_with, train
@@ -23,7 +23,7 @@ from tests.models.tiny import SIZES, VOCABULARY, build, pinned, texts
 
 HIDDEN, LAYERS = SIZES["hidden_size"], SIZES["num_hidden_layers"]
 KINDS = {"one": {}, "two": {"modules": 2}, "parallel": {"modules": 3, "kind": "parallel"}}
-UNSETTLED = [Convention(True, False), Convention(False, True)]
+UNSETTLED = [MTPConvention(True, False), MTPConvention(False, True)]
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,9 @@ def columns(seed=2, rows=2, width=7):
 
 def logits_of(head, tokens, hidden, index=0):
     width = tokens.shape[1]
-    return head.logits(head.step(index, hidden, tokens, whole_rows(torch.arange(width)[None], head.angles, width))[0])
+    return head.logits(
+        head.step(index, hidden, tokens, training_columns(torch.arange(width)[None], head.angles, width))[0]
+    )
 
 
 # formats
@@ -146,14 +148,14 @@ def test_sequential_modules(tmp_path, name, dialect):
     assert len(head) == 1 and head.convention.hidden_first == (dialect == "mimo")
     torch.testing.assert_close(logits_of(head, *columns()), reference.logits(*columns()), atol=1e-4, rtol=1e-4)
     if dialect == "speculators":
-        assert head.convention == Convention() and not head.note
+        assert head.convention == MTPConvention() and not head.note
     else:
         assert head.note.startswith(f"Read by {head.convention}, since of the guesses at a short text were ")
 
 
 def test_input_order_is_detected_without_a_family(tmp_path, target):
     head = MTP.load(folder_with(tmp_path, full_checkpoint(target, Reference(target).stored("mimo")), {}), target)
-    assert [reading.hidden_first for reading in head.readings] == [True, False] * 4
+    assert [reading.hidden_first for reading in head.conventions] == [True, False] * 4
 
 
 def test_experts_stored_one_by_one_and_norms_around_zero(tmp_path):
@@ -284,7 +286,7 @@ def test_the_convention_is_found_out(tmp_path, convention):
     target = HFTarget(model)
     head.convention = convention
     drafter = load_drafter("mtp", target, head)
-    train(drafter, written(target, drafter.taps), 25)
+    train(drafter, sample_target_text(target, drafter.taps), 25)
     drafter.save(tmp_path, "some/llama")
     settled = MTP.load(str(tmp_path), target)
     assert (settled.convention, settled.note) == (convention, "")
@@ -307,7 +309,7 @@ def observe(drafter, tokens, hidden, lengths):
 def test_one_module_is_applied_again_and_again(tmp_path, target, normed):
     reference = Reference(target)
     head = MTP.load(folder_with(tmp_path, reference.stored("deepseek"), {}), target)
-    head.convention = Convention(True, normed)
+    head.convention = MTPConvention(True, normed)
     drafter = load_drafter("mtp", target, head)
     tokens, hidden = columns()
     drafter.start(2, Sampling(), torch.Generator())
@@ -326,8 +328,8 @@ def test_drafts_continue_after_ragged_rows(target, kind):
     head.load_state_dict(random(head.state_dict()))
     own = deepcopy(head)
     if kind == "stacked":
-        own.hasten()
-        assert own.slabs == 1
+        own.fuse()
+        assert own.cache_layers == 1
     drafter, alone = load_drafter("mtp", target, own), load_drafter("mtp", target, head)
     drafter.start(2, Sampling(), torch.Generator())
     read = [(torch.empty(0, dtype=torch.int64), torch.empty(0, HIDDEN))] * 2
@@ -414,9 +416,9 @@ def test_one_module_is_trained_as_it_drafts(tmp_path, target):
     reference = Reference(target)
     head = MTP.load(folder_with(tmp_path, reference.stored("deepseek"), {}), target)
     drafter, batch, column = load_drafter("mtp", target, head), example(target, head.tap), 9
-    taught = [(head.logits(state), expected) for state, expected in drafter._taught(batch)]
+    taught = [(head.logits(state), expected) for state, expected in drafter._training_steps(batch)]
     prefix = batch.outputs[0, : column + 1], batch.hidden[head.tap][0, : column + 1]
-    expected = reference.draft(*prefix, 3, head.convention.hands_on_normed, batch.outputs[0, column + 1 :])
+    expected = reference.draft(*prefix, 3, head.convention.normed_output, batch.outputs[0, column + 1 :])
     for i, (logits, answers) in enumerate(taught):
         torch.testing.assert_close(logits[0, column], expected[i], atol=1e-4, rtol=1e-4)
         assert torch.equal(answers[0, column], batch.probs[0, column + 1 + i])
@@ -473,10 +475,10 @@ def test_saved_weights_equal_trained_weights(tmp_path, target, kind):
 def test_stacked_heads_are_saved_and_copied_as_they_came(target):
     heads = fresh(target, "parallel")
     before = deepcopy(heads.state_dict())
-    heads.hasten()
+    heads.fuse()
     assert all(torch.equal(tensor, before[name]) for name, tensor in heads.state_dict().items())
     taught = deepcopy(heads)
-    assert taught.slabs == len(heads) > heads.slabs == 1
+    assert taught.cache_layers == len(heads) > heads.cache_layers == 1
     for parameter in taught.parameters():
         parameter.zero_()
     assert all(torch.equal(tensor, before[name]) for name, tensor in heads.state_dict().items())

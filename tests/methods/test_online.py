@@ -7,7 +7,7 @@ from specdemo.core.protocol import Budget, GenerationConfig, Progress
 from specdemo.core.sampling import Sampling
 from specdemo.engine.loop import generate
 from specdemo.methods import METHODS, load_drafter, method
-from specdemo.methods.online import SHORTEST, WINDOW
+from specdemo.methods.online import MIN_COLUMNS, WINDOW
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
 
@@ -77,7 +77,7 @@ def test_it_learns_the_target_distribution_at_accepted_tokens(tiny_llama, monkey
     prompt = PROMPTS[:1] % 16
     text, _ = written(target, drafter, prompt, 100, stop_token_ids=())
     full_text = prompt[0].tolist() + text[0]
-    assert SHORTEST <= batches[0].inputs.shape[1] < batches[-1].inputs.shape[1] == WINDOW
+    assert MIN_COLUMNS <= batches[0].inputs.shape[1] < batches[-1].inputs.shape[1] == WINDOW
     for batch in batches:
         inputs, outputs = batch.inputs[0].tolist(), batch.outputs[0].tolist()
         assert inputs[1:] == outputs[:-1]
@@ -148,7 +148,7 @@ def test_half_precision_weights_keep_small_steps(tiny_llama):
     target = HFTarget(tiny_llama(61))
     drafter = load_drafter("online", target, tiny_llama(61).bfloat16(), every=1, lr=0.00002)
     written(target, drafter)
-    learner = drafter._learner
+    learner = drafter._trainer
     assert all(w.dtype == torch.bfloat16 for w in learner.weights)
     assert all(m.dtype == torch.float32 for m in learner._masters)
     assert any(bool((m != w.float()).any()) for m, w in zip(learner._masters, learner.weights, strict=True))

@@ -14,7 +14,7 @@ from recipes.corpus import train_tokenizer
 from specdemo.__main__ import main
 from specdemo.methods.pairs import check_pair, check_pairs
 from specdemo.models.hub import embedded_folder
-from specdemo.models.load import outline
+from specdemo.models.load import load_meta_target
 from specdemo.models.resolve import resolve
 from specdemo.presets.files import EMBEDDED, known_drafters
 from tests.models.fake_hub import serve
@@ -24,7 +24,7 @@ BYTES = ("stories-bytes", "stories-bytes-heads")  # a target of its own and its 
 
 @pytest.fixture(scope="module")
 def stories():
-    return outline("stories")
+    return load_meta_target("stories")
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +49,13 @@ def test_all_that_ships_fits_its_target(stories):
     # without being told who reads it
     assert all(check_pair(stories, name).fits for name in EMBEDDED if name not in (*BYTES, "code", "code-eagle-1"))
     assert "hidden size 128" in check_pair(stories, "stories-bytes-heads").reason
-    assert check_pair(outline("stories-bytes"), "stories-bytes-heads").fits
-    code = check_pair(outline("code"), "stories-mtp")  # as wide, and says no word of its own
+    assert check_pair(load_meta_target("stories-bytes"), "stories-bytes-heads").fits
+    code = check_pair(load_meta_target("code"), "stories-mtp")  # as wide, and says no word of its own
     assert code.reason == "stories-mtp is for vocabulary 2048, the target has 4096; choose the target stories"
 
 
 def test_mismatched_head_reports_the_reason(narrow):
-    pairs = check_pairs(outline(narrow), known_drafters(narrow))
+    pairs = check_pairs(load_meta_target(narrow), known_drafters(narrow))
     fits = {pair.drafter for pair in pairs if pair.fits}
     assert fits == {"stories-draft-wide", "stories-draft-deep", "stories-draft-other", "code-draft"}
     assert [pair.fits for pair in pairs] == sorted((pair.fits for pair in pairs), reverse=True)

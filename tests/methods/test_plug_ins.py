@@ -13,10 +13,10 @@ import torch
 from specdemo.__main__ import main
 from specdemo.core.protocol import Budget, Progress
 from specdemo.core.tree import Draft
-from specdemo.methods import METHODS, PLUG_INS, _plug_in, kind_of, load_drafter, method, recipes
+from specdemo.methods import METHODS, PLUG_INS, _plug_in, detect_method, load_drafter, method, recipes
 from specdemo.methods.targets import load_target
-from specdemo.models.checkpoints import Checkpoint, outline_checkpoint
-from specdemo.testing import a_saved_head_comes_back
+from specdemo.models.checkpoints import Checkpoint, open_meta_checkpoint
+from specdemo.testing import saved_head_loads
 from tests.plug_in import PAGE, ROOT, install_bigram, run
 
 USED = """
@@ -99,7 +99,7 @@ def test_failing_plug_in_breaks_nothing_else(plug_in, capsys, text, error):
     assert "\nmedusa: " in out and err == line
     assert main(["run", "embedded-draft", "--method", "parrot"]) == 2
     assert capsys.readouterr().err == line
-    assert kind_of(outline_checkpoint("stories-medusa")) == "medusa"
+    assert detect_method(open_meta_checkpoint("stories-medusa")) == "medusa"
 
 
 def test_doctor_names_plug_ins(plug_in, capsys, monkeypatch, tmp_path):
@@ -137,22 +137,22 @@ def test_a_variant_of_a_head_and_the_head_itself_read_the_same_file(plug_in, nam
 @pytest.mark.parametrize("name", ["parrot", "medusa"])
 def test_a_variant_and_its_head_keep_the_contract(plug_in, name):
     plug_in(VARIANT)
-    a_saved_head_comes_back(name)
+    saved_head_loads(name)
 
 
 def test_a_variant_does_not_replace_the_recipes_of_its_head(plug_in):
     plug_in(VARIANT)
-    assert recipes._of_methods()["medusa"].method == "medusa"
+    assert recipes._collect_recipes()["medusa"].method == "medusa"
 
 
 def test_a_plug_in_that_fails_on_a_file_is_named_only_where_no_other_method_reads_it(plug_in):
     plug_in(VARIANT + "    @classmethod\n    def recognises(cls, checkpoint):\n        raise KeyError('tensor')\n")
-    assert kind_of(outline_checkpoint("stories-eagle-1")) == "eagle"
+    assert detect_method(open_meta_checkpoint("stories-eagle-1")) == "eagle"
     unknown = Checkpoint("unknown", {}, {"a": torch.zeros(1)})
     with pytest.raises(
         ValueError, match="begin a; method 'parrot' of another package failed on it \\(KeyError: 'tensor'"
     ):
-        kind_of(unknown)
+        detect_method(unknown)
 
 
 @pytest.mark.parametrize("of", [Progress, Budget, Draft])

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from specdemo.methods import load_drafter
-from specdemo.methods.recipes import HEAD_RECIPES, train_head_recipe, train_live, untrained
+from specdemo.methods.recipes import HEAD_RECIPES, train_head_recipe, train_live, untrained_drafter
 from specdemo.models.load import load_target
 from specdemo.training.collect import Plan
-from specdemo.training.heads import columns, example, gather, save_head, train_head
+from specdemo.training.heads import build_dataset, columns, save_head, to_progress, train_head
 from tests.training.test_fit import ticking
 
 PLAN = Plan(text_rows=24, sampled_rows=8, rows_per_shard=24, context=48, sample_length=24, taps=(2, 6, 9, 10, -1))
@@ -25,13 +25,13 @@ def target():
 @pytest.fixture(scope="module")
 def cache(target, tmp_path_factory):
     folder = tmp_path_factory.mktemp("cache")
-    gather(target, folder, PLAN)
+    build_dataset(target, folder, PLAN)
     return folder
 
 
 def validation_loss(drafter, target, material):
     drafter.head.float()
-    batch = example(columns(material.held_out, drafter.taps), drafter.taps, target)
+    batch = to_progress(columns(material.validation, drafter.taps), drafter.taps, target)
     with torch.no_grad():
         return drafter.loss(batch)
 
@@ -40,8 +40,8 @@ def validation_loss(drafter, target, material):
 def test_training_makes_a_head_guess_better(name, target, cache, tmp_path):
     recipe = HEAD_RECIPES[name]
     torch.manual_seed(0)
-    drafter = untrained(recipe, target)
-    material = gather(target, cache, replace(PLAN, taps=drafter.taps))
+    drafter = untrained_drafter(recipe, target)
+    material = build_dataset(target, cache, replace(PLAN, taps=drafter.taps))
     before, chance = validation_loss(drafter, target, material)
     ticks = list(train_head(drafter, target, material, tmp_path, 1.2, batch_tokens=384, clock=ticking()))
     after, metrics = validation_loss(drafter, target, material)
@@ -59,8 +59,8 @@ def test_a_stopped_run_ends_as_one_that_never_stopped(target, cache, tmp_path):
 
     def run(folder, steps):
         torch.manual_seed(0)
-        drafter = untrained(recipe, target)
-        material = gather(target, cache, replace(PLAN, taps=drafter.taps))
+        drafter = untrained_drafter(recipe, target)
+        material = build_dataset(target, cache, replace(PLAN, taps=drafter.taps))
         ticks = train_head(drafter, target, material, folder, 0.2, batch_tokens=96, clock=ticking())
         for _ in islice(ticks, steps):
             pass

@@ -98,10 +98,10 @@ def test_rows_may_draft_differently():
 
 def test_the_tree_counts_every_piece():
     """Against counting by hand, with texts added, one of them growing, and texts removed."""
-    depth, tree = 5, suffix._Tree(5)
+    depth, tree = 5, suffix._SuffixTree(5)
     several = [row.tolist() for row in torch.randint(0, 3, (4, 60), generator=torch.Generator().manual_seed(0))]
     for ids in several:
-        text = suffix._Text()
+        text = suffix._GrowingText()
         for place, token in enumerate(ids, start=1):
             tree.extend(text, token)
             for length, node in enumerate(reversed(text.endings), start=1):
@@ -149,12 +149,12 @@ def test_only_answers_are_remembered_and_only_long_ones():
 
 
 def test_the_oldest_answer_is_forgotten(monkeypatch):
-    monkeypatch.setattr(suffix, "REMEMBERED", 2)
+    monkeypatch.setattr(suffix, "MAX_ANSWERS", 2)
     target = ToyTarget(64)
     for start in (10, 30, 50):
         drafter = drafter_after([0, start], target, remember=True, max_depth=3)
-        ids = torch.arange(start, start + suffix.SHORTEST)[None]
-        drafter.observe(Progress(ids[:, :-1], ids[:, 1:], [suffix.SHORTEST - 1]))
+        ids = torch.arange(start, start + suffix.MIN_ANSWER_TOKENS)[None]
+        drafter.observe(Progress(ids[:, :-1], ids[:, 1:], [suffix.MIN_ANSWER_TOKENS - 1]))
         drafter.release()
     options = {"target": target, "remember": True, "max_depth": 3}
     assert [drafted([0, start + 1], 3, **options) for start in (10, 30, 50)] == [[], [32], [52]]

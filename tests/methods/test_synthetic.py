@@ -7,12 +7,12 @@ from scipy.stats import binomtest
 from specdemo import testing
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.sampling import Sampling
-from specdemo.core.tally import Step
+from specdemo.core.tally import StepCounts
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.loop import generate
 from specdemo.engine.session import Session
 from specdemo.methods import load_drafter, method
-from specdemo.methods.synthetic import kept_rates
+from specdemo.methods.synthetic import parse_rates
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
 
@@ -37,8 +37,10 @@ def events(target, drafter, prompts=PROMPTS, temperature=0.0, tokens=400, k=4, s
 def test_acceptance_follows_the_given_rates(rates, expected, temperature):
     target = ToyTarget(61, seed=1)
     steps_seen = events(target, load_drafter("synthetic", target, rates=rates), PROMPTS.repeat(8, 1), temperature)
-    steps = [Step.of(event, row) for event in steps_seen[1:] for row in range(24)]
-    accepted_counts = [step.kept for step in steps if step.depth == 4]  # at the end of a text there is room for less
+    steps = [StepCounts.of(event, row) for event in steps_seen[1:] for row in range(24)]
+    accepted_counts = [
+        step.accepted for step in steps if step.depth == 4
+    ]  # at the end of a text there is room for less
     for depth, rate in enumerate(expected):
         tries, accepted = (sum(accepted >= n for accepted in accepted_counts) for n in (depth, depth + 1))
         assert tries > 500 and binomtest(accepted, tries, rate).pvalue > 1e-3, (depth, accepted / tries)
@@ -81,7 +83,7 @@ def test_the_seed_repeats_it():
 @pytest.mark.parametrize("text", ["", "a", "0.5,", "1.1", "-0.1", "nan", "0.5,nan", "80 %"])
 def test_rates_that_are_none_are_refused_in_one_line(text):
     with pytest.raises(ValueError, match=r"option 'rates' must be numbers from 0 to 1 .*, as 0\.8,0\.75, not"):
-        kept_rates(text)
+        parse_rates(text)
 
 
 def test_it_wraps_and_is_not_wrapped():
@@ -97,7 +99,7 @@ def test_synthetic_lane_is_marked_lossy():
         Lane(method="synthetic", k=3, model="stories-draft-wide", options={"rates": "1", "drafter": "draft_model"}),
     ]
     spec = Comparison.build({"id": "test", "target": "stories", "prompt": "Once upon a time", "lanes": lanes})
-    trace = Session().run(spec.model_copy(update={"max_new_tokens": 40}).checked())
+    trace = Session().run(spec.model_copy(update={"max_new_tokens": 40}).validated())
     for lane, row in zip(trace.lanes[1:], trace.comparison, strict=True):
         assert lane.exact is False and "not the model's text" in lane.note and lane.finish == "length"
         assert row["verdict"] == "lossy" and row["identical"] is None and row["first_divergence"] is None

@@ -14,7 +14,7 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT
 from specdemo.engine.loop import generate
 from specdemo.methods import draft_model, load_drafter
-from specdemo.methods.vocabularies import LONG, Bridge, RowText, Spelling
+from specdemo.methods.vocabularies import MAX_TAIL, RowText, TokenBytes, VocabBridge
 from specdemo.models.load import load_target
 from specdemo.models.target import HFTarget
 from specdemo.models.text import encode
@@ -71,48 +71,50 @@ def pair():
 
 
 def test_tokens_are_shared_by_what_they_write(pair):
-    bridge = Bridge(*pair)
-    words = pair[0].tokenizer.convert_ids_to_tokens(bridge.shared.tolist())
-    draft_tokens = pair[1].tokenizer.convert_ids_to_tokens(bridge.there.tolist())
+    bridge = VocabBridge(*pair)
+    words = pair[0].tokenizer.convert_ids_to_tokens(bridge.target_ids.tolist())
+    draft_tokens = pair[1].tokenizer.convert_ids_to_tokens(bridge.draft_ids.tolist())
     assert dict(zip(words, draft_tokens, strict=True)) == {
         "<end>": "</s>", **{c: c for c in LETTERS}, "Ġ": "▁", "Ã": "<0xC3>", "©": "<0xA9>",
         "Ġa": "▁a", "Ġab": "▁ab", "ab": "ab",
     }  # fmt: skip
-    assert (bridge.share, bridge.own_share) == (10 / 13, 10 / 14)  # the ends are not spelled alike
+    assert (bridge.target_overlap, bridge.draft_overlap) == (10 / 13, 10 / 14)  # the ends are not spelled alike
 
 
 def test_a_text_that_goes_on_gets_no_space_of_its_own(pair):
-    spelling = Spelling(pair[1].tokenizer, pair[1].vocab_size)
+    spelling = TokenBytes(pair[1].tokenizer, pair[1].vocab_size)
     tokens = pair[1].tokenizer.convert_ids_to_tokens
-    assert tokens(spelling.cut("ab")) == ["ab"] and tokens(spelling.cut(" ab")) == ["▁ab"]
-    assert tokens(spelling.whole("ab")) == ["</s>", "▁ab"]
-    assert spelling.written(spelling.cut(" abé")) == " abé".encode()
+    assert tokens(spelling.encode_continuation("ab")) == ["ab"] and tokens(spelling.encode_continuation(" ab")) == [
+        "▁ab"
+    ]
+    assert tokens(spelling.encode_from_start("ab")) == ["</s>", "▁ab"]
+    assert spelling.decode(spelling.encode_continuation(" abé")) == " abé".encode()
 
 
 def test_row_equals_full_text_tokenization(pair):
     text, generator = "", torch.Generator().manual_seed(0)
-    reading = RowText(Spelling(pair[1].tokenizer, pair[1].vocab_size))
-    for _ in range(4 * LONG):
+    reading = RowText(TokenBytes(pair[1].tokenizer, pair[1].vocab_size))
+    for _ in range(4 * MAX_TAIL):
         letter = "abcd é"[int(torch.randint(0, 6, (1,), generator=generator))]
         text += letter
         for byte in letter.encode():
             ids = reading.extend(bytes([byte]))
-    assert ids == reading.spelling.whole(text)
-    assert len(reading.tail) <= LONG and ids[: len(reading.ids)] == reading.ids
+    assert ids == reading.tokens.encode_from_start(text)
+    assert len(reading.tail) <= MAX_TAIL and ids[: len(reading.ids)] == reading.ids
 
 
 def test_unfinished_word_is_continued(pair):
-    spelling = Spelling(pair[1].tokenizer, pair[1].vocab_size)
-    assert pair[1].tokenizer.convert_ids_to_tokens(spelling.agreeing(b" ab")) == ["▁ab", "▁abd", "▁", "▁a"]
+    spelling = TokenBytes(pair[1].tokenizer, pair[1].vocab_size)
+    assert pair[1].tokenizer.convert_ids_to_tokens(spelling.prefix_matches(b" ab")) == ["▁ab", "▁abd", "▁", "▁a"]
     reading = RowText(spelling)
     reading.extend(b"ab cd a")
-    assert reading.before_word() == (spelling.whole("ab cd"), b" a")
-    assert RowText(spelling, tail="ab").before_word() == (spelling.whole("ab"), b"")
+    assert reading.split_last_word() == (spelling.encode_from_start("ab cd"), b" a")
+    assert RowText(spelling, tail="ab").split_last_word() == (spelling.encode_from_start("ab"), b"")
 
 
 @pytest.fixture(params=["tokens", "text"])
 def way(request, monkeypatch):
-    monkeypatch.setattr(draft_model, "ENOUGH", 0.0 if request.param == "tokens" else 2.0)
+    monkeypatch.setattr(draft_model, "MIN_SHARED_MASS", 0.0 if request.param == "tokens" else 2.0)
     return request.param
 
 

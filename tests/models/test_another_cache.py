@@ -8,7 +8,7 @@ from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.methods import BASELINE
 from specdemo.models.cache import SlabCache
 from specdemo.models.target import HFTarget
-from specdemo.testing import drafter, written
+from specdemo.testing import make_drafter, output_tokens
 from tests.models.tiny import build, texts
 
 
@@ -43,6 +43,6 @@ def test_half_precision_cache_is_close(half, monkeypatch):
 @pytest.mark.parametrize("rows", [1, 3])
 def test_chains_trees_and_batches_are_exact_on_it(half, name, rows):
     prompts, config = texts(rows, 13), GenerationConfig(24)
-    plain = written(half, drafter(BASELINE, half), config, prompts)
+    plain = output_tokens(half, make_drafter(BASELINE, half), config, prompts)
     spoken = GenerationConfig(24, budget=Budget(6, 4))
-    assert written(half, drafter(name, half), spoken, prompts) == plain
+    assert output_tokens(half, make_drafter(name, half), spoken, prompts) == plain

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from specdemo.methods.draft_model import DraftModel
-from specdemo.models.load import load_model, load_target, outline
+from specdemo.models.load import load_meta_target, load_model, load_target
 from tests.models.tiny import CHAINS, HYBRIDS, SIZES, TREES, build, pinned
 
 BERT = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -86,7 +86,7 @@ def test_what_cannot_generate_is_refused_as_object_and_folder(tmp_path, make, re
     model = make()
     assert line_of(load_target, model).startswith(f"{type(model).__name__} {reason}")
     model.save_pretrained(tmp_path)
-    for load in (load_target, load_model, *([outline] if outlined else [])):
+    for load in (load_target, load_model, *([load_meta_target] if outlined else [])):
         assert line_of(load, str(tmp_path)).startswith(f"{tmp_path} {reason}")
 
 
@@ -98,7 +98,7 @@ def test_what_cannot_generate_is_no_draft_model_either():
 
 def test_a_type_without_a_causal_model_is_refused(tmp_path):
     modern_bert().save_pretrained(tmp_path)
-    for load in (load_target, outline):
+    for load in (load_target, load_meta_target):
         line = line_of(load, str(tmp_path))
         assert line.startswith(f"{tmp_path} does not generate text: transformers has no causal language model")
 
@@ -113,7 +113,9 @@ def test_every_kind_of_history_loads_as_object_and_folder(tmp_path, name):
     model = build(name)
     assert load_target(model).model is model
     model.save_pretrained(tmp_path)
-    assert load_target(str(tmp_path)).vocab_size == outline(str(tmp_path)).vocab_size == model.config.vocab_size
+    assert (
+        load_target(str(tmp_path)).vocab_size == load_meta_target(str(tmp_path)).vocab_size == model.config.vocab_size
+    )
 
 
 @pytest.mark.parametrize(

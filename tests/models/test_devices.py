@@ -10,16 +10,16 @@ from specdemo.engine import lanes
 from specdemo.engine.clock import CpuStopwatch, stopwatch_for
 from specdemo.engine.session import Session
 from specdemo.models import devices, footprint, load
-from specdemo.models.devices import KINDS, Kind, best, kind
-from specdemo.models.footprint import Precision, free_bytes, measure
-from specdemo.models.fused import unhastened
-from specdemo.models.graphs import recorder_for
-from specdemo.models.place import check_memory, pick_device, pick_dtype, plan
+from specdemo.models.devices import DEVICE_KINDS, DeviceKind, best_device, device_kind
+from specdemo.models.footprint import Precision, estimate_footprint, free_bytes
+from specdemo.models.fused import missing_kernels
+from specdemo.models.graphs import capture_for
+from specdemo.models.place import check_memory, pick_device, pick_dtype, resolve_placement
 from specdemo.presets import runnable
 from specdemo.presets.files import preset
 
 
-class Pretend(Kind):
+class Pretend(DeviceKind):
     """A device that is here `here` times and remembers what it was asked."""
 
     here = 1
@@ -31,7 +31,7 @@ class Pretend(Kind):
     def count(self):
         return self.here
 
-    def wait(self, device):
+    def synchronize(self, device):
         self.asked.append("wait")
 
     def free(self, device):
@@ -40,7 +40,7 @@ class Pretend(Kind):
     def total(self, device):
         return 24_000_000_000
 
-    def empty(self):
+    def empty_cache(self):
         self.asked.append("empty")
 
     def prepare(self):
@@ -50,17 +50,17 @@ class Pretend(Kind):
 @pytest.fixture
 def pretend(monkeypatch):
     def make(name, here=1, **row):
-        known = KINDS[name]
+        known = DEVICE_KINDS[name]
         row = {
             "title": known.title,
             "timing": known.timing,
             "dtypes": known.dtypes,
             "quantised": known.quantised,
-            "apart": known.apart,
+            "apart": known.separate_memory,
         } | row
         made = Pretend(**row)
         monkeypatch.setattr(Pretend, "here", here)
-        monkeypatch.setitem(KINDS, name, made)
+        monkeypatch.setitem(DEVICE_KINDS, name, made)
         return made
 
     return make
@@ -72,15 +72,15 @@ def test_auto_is_the_best_there_is(name, pretend):
     where = pick_device("auto")
     assert where.type == name
     assert pick_dtype("auto", where) == torch.bfloat16
-    assert plan()[0] == where
+    assert resolve_placement()[0] == where
     assert runnable.this_machine.__wrapped__().gpu_gb == 24.0
 
 
 def test_a_gpu_of_its_own_goes_before_one_that_shares_memory(pretend):
-    assert best().type == "cpu"
+    assert best_device().type == "cpu"
     for name in ("mps", "xpu", "cuda"):
         pretend(name)
-        assert best().type == name
+        assert best_device().type == name
 
 
 @pytest.mark.parametrize("name", ["mps", "xpu"])
@@ -93,7 +93,7 @@ def test_a_lap_ends_when_the_device_is_done(name, pretend):
     watch.lap("verify")
     assert list(watch.read()) == ["draft", "verify"]
     assert row.asked == ["wait"] * 3
-    assert recorder_for(device) is None
+    assert capture_for(device) is None
 
 
 def test_memory_that_is_left(pretend):
@@ -125,7 +125,7 @@ def test_devices_that_are_not_here(device, line):
 def test_devices_without_4_bit_kernels_are_rejected(pretend):
     pretend("mps")
     with pytest.raises(ValueError, match="bitsandbytes has no kernels for mps; leave quantization '4bit' out"):
-        plan(device="mps", quantization="4bit")
+        resolve_placement(device="mps", quantization="4bit")
 
 
 @pytest.mark.parametrize("device", ["mps", "xpu", "xpu:1", "cuda:0"])
@@ -136,7 +136,7 @@ def test_a_comparison_may_name_them(device):
 def test_cudnn_attention_is_off_on_nvidia():
     """It plans anew for every length of the text."""
     torch.backends.cuda.enable_cudnn_sdp(True)
-    KINDS["cuda"].prepare()
+    DEVICE_KINDS["cuda"].prepare()
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
@@ -146,7 +146,7 @@ def test_loading_prepares_the_device_and_gives_back_what_joining_took(pretend):
     assert row.asked[-2:] == ["empty", "prepare"]
 
 
-class Counting(Kind):
+class Counting(DeviceKind):
     """A CPU that counts as a GPU's allocator does: 700 MB are somebody else's, and 5 MB come and go in every step."""
 
     def allocated(self, device):
@@ -156,7 +156,7 @@ class Counting(Kind):
         return 705_000_000 + self.in_use()
 
     def in_use(self):
-        return max((lane._held for lane in Counting.lanes), default=0)
+        return max((lane._model_bytes for lane in Counting.lanes), default=0)
 
 
 def test_a_lanes_memory_is_its_own(monkeypatch):
@@ -164,8 +164,8 @@ def test_a_lanes_memory_is_its_own(monkeypatch):
     Counting.lanes = []
     prepare = lanes.LocalLane.prepare
     monkeypatch.setattr(lanes.LocalLane, "prepare", lambda lane, c: (Counting.lanes.append(lane), prepare(lane, c))[1])
-    monkeypatch.setitem(KINDS, "cpu", Counting(tested=True))
-    spec = preset("embedded-draft").with_changes(max_new_tokens=12).checked()
+    monkeypatch.setitem(DEVICE_KINDS, "cpu", Counting(tested=True))
+    spec = preset("embedded-draft").with_changes(max_new_tokens=12).validated()
     trace = Session().run(spec)
     peaks = [lane.summary["peak_memory_bytes"] for lane in trace.lanes]
     plain = Session()
@@ -180,9 +180,9 @@ def test_unquantizable_4_bit_weights_are_rejected(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr(footprint, "find_spec", lambda package: None if package == "kernels" else package)
     with pytest.raises(ValueError, match="is stored in MXFP4, which needs other packages; run: pip install kernels$"):
-        measure(tmp_path, Precision(torch.bfloat16))
+        estimate_footprint(tmp_path, Precision(torch.bfloat16))
     monkeypatch.setattr(footprint, "find_spec", lambda package: package)
-    assert measure(tmp_path, Precision(torch.bfloat16)).weights == 0
+    assert estimate_footprint(tmp_path, Precision(torch.bfloat16)).weights == 0
 
 
 def test_missing_linear_attention_kernels_are_reported(monkeypatch):
@@ -191,15 +191,18 @@ def test_missing_linear_attention_kernels_are_reported(monkeypatch):
     config = Qwen3_5TextConfig(num_hidden_layers=4)
     assert "linear_attention" in config.layer_types
     note = "its linear attention runs without its own kernels; pip install flash-linear-attention makes it faster"
-    assert unhastened(config, torch.device("cuda")) == note
-    assert unhastened(config, torch.device("cpu")) == ""
+    assert missing_kernels(config, torch.device("cuda")) == note
+    assert missing_kernels(config, torch.device("cpu")) == ""
     monkeypatch.setattr("specdemo.models.fused.find_spec", lambda package: package)
-    assert unhastened(config, torch.device("cuda")) == ""
+    assert missing_kernels(config, torch.device("cuda")) == ""
 
 
 def test_every_device_row_is_reported():
-    for row in KINDS.values():
-        assert ("untested on hardware" in row.told()) == (not row.tested)
-    assert kind(torch.device("meta")) is KINDS["cpu"]
-    assert "no CUDA graphs" in replace(KINDS["mps"]).told() and "; CUDA graphs" in KINDS["cuda"].told()
+    for row in DEVICE_KINDS.values():
+        assert ("untested on hardware" in row.describe()) == (not row.tested)
+    assert device_kind(torch.device("meta")) is DEVICE_KINDS["cpu"]
+    assert (
+        "no CUDA graphs" in replace(DEVICE_KINDS["mps"]).describe()
+        and "; CUDA graphs" in DEVICE_KINDS["cuda"].describe()
+    )
     assert devices.now(torch.device("cpu")) > 0.0

@@ -4,12 +4,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specdemo.models.gguf import Words, write_gguf
-from specdemo.models.load import outline
+from specdemo.models.gguf import GGUFVocab, write_gguf
+from specdemo.models.load import load_meta_target
 
 gguf = pytest.importorskip("gguf")
 SIZE = 40
-WORDS = Words([f"t{number}" for number in range(SIZE)], ["t 0"], frozenset({2}), 2)
+WORDS = GGUFVocab([f"t{number}" for number in range(SIZE)], ["t 0"], frozenset({2}), 2)
 
 
 def llama(**settings):
@@ -51,11 +51,15 @@ def test_norms_stay_float32_in_half_precision(file):
 
 
 def test_words_are_those_of_the_tokenizer():
-    known = outline("stories").tokenizer
-    words = Words.of(known, len(known) + 2)
+    known = load_meta_target("stories").tokenizer
+    words = GGUFVocab.of(known, len(known) + 2)
     assert words.tokens[:-2] == known.convert_ids_to_tokens(list(range(len(known))))
     assert words.tokens[-2:] == [f"[unused {len(known)}]", f"[unused {len(known) + 1}]"]
-    assert words.ends == known.eos_token_id and words.ends in words.special and len(words.merges[0].split(" ")) == 2
+    assert (
+        words.eos_token_id == known.eos_token_id
+        and words.eos_token_id in words.special
+        and len(words.merges[0].split(" ")) == 2
+    )
 
 
 def test_unsupported_model_is_one_line(file):
@@ -63,4 +67,4 @@ def test_unsupported_model_is_one_line(file):
     with pytest.raises(ValueError, match="RoPE scaling"):
         write_gguf(scaled, WORDS, file)
     with pytest.raises(ValueError, match="byte-level BPE"):
-        Words.of(None, SIZE)
+        GGUFVocab.of(None, SIZE)

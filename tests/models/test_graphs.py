@@ -13,9 +13,9 @@ from specdemo.methods.draft_model import DraftModel
 from specdemo.methods.none import NoDraft
 from specdemo.models import graphs as module
 from specdemo.models import packed
-from specdemo.models.fused import hasten
+from specdemo.models.fused import fuse_layers
 from specdemo.models.graphs import WIDTHS
-from specdemo.models.prefix_reuse import Remembering
+from specdemo.models.prefix_reuse import PrefixCachedTarget
 from specdemo.models.target import HFTarget
 from tests.models.recorders import Replayed, failing, forgetful
 from tests.models.test_kernels import MODELS
@@ -27,8 +27,8 @@ TAPS = (0, 2, -1)
 
 def fast(name="llama", recorder=None, kind=HFTarget):
     model = MODELS[name]()
-    hasten(model)
-    return kind(model, recorder=recorder)
+    fuse_layers(model)
+    return kind(model, capture=recorder)
 
 
 def chain(rows, nodes):
@@ -136,7 +136,7 @@ def test_failed_capture_falls_back_to_eager_with_a_note(recorder, reason):
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mistral", "gpt2", "gpt_oss"])
 def test_models_of_transformers_own_layers_and_with_windows_are_recorded_too(name, rows):
-    plain, target = HFTarget(build(name)), HFTarget(build(name), recorder=Replayed())
+    plain, target = HFTarget(build(name)), HFTarget(build(name), capture=Replayed())
     for step, slots in enumerate((13, 7, 1, 4, 7)):
         outputs = []
         for each in (plain, target):
@@ -153,7 +153,7 @@ def test_models_of_transformers_own_layers_and_with_windows_are_recorded_too(nam
 
 def test_stateful_model_is_not_captured():
     recorder = Replayed()
-    target = HFTarget(build("gpt_neo"), recorder=recorder)
+    target = HFTarget(build("gpt_neo"), capture=recorder)
     target.start(texts(1, 9))
     target.forward(texts(1, 5), chain(1, 4))
     assert recorder.recorded == 0
@@ -163,16 +163,16 @@ def test_stateful_model_is_not_captured():
 
 @pytest.mark.parametrize("switch", ["0", "1"])
 def test_they_are_for_gpus_and_can_be_switched_off(monkeypatch, switch):
-    monkeypatch.setenv(module.SWITCH, switch)
-    assert module.recorder_for(torch.device("cpu")) is None
-    assert (module.recorder_for(torch.device("cuda")) is None) == (switch == "0")
+    monkeypatch.setenv(module.ENVIRONMENT_VARIABLE, switch)
+    assert module.capture_for(torch.device("cpu")) is None
+    assert (module.capture_for(torch.device("cuda")) is None) == (switch == "0")
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler, of other parts of torch
 def test_passes_can_be_compiled_first(monkeypatch):
     monkeypatch.setattr(packed, "packing_pays", lambda dtype: False)  # packed weights are for CPUs, compiling for GPUs
-    monkeypatch.setenv(module.SWITCH, "compile")
+    monkeypatch.setenv(module.ENVIRONMENT_VARIABLE, "compile")
     passes = []
     monkeypatch.setattr(
         torch, "compile", lambda f, _compile=torch.compile, **how: passes.append(f) or _compile(f, **how)
@@ -187,7 +187,7 @@ def test_passes_can_be_compiled_first(monkeypatch):
     assert target.note == ""
 
 
-@pytest.mark.parametrize("kind", [HFTarget, Remembering])
+@pytest.mark.parametrize("kind", [HFTarget, PrefixCachedTarget])
 @pytest.mark.parametrize("k", [0, 1, 5])
 def test_a_text_is_the_same(k, kind):
     config = GenerationConfig(60, budget=Budget(k, k), stop_token_ids=())
@@ -198,8 +198,8 @@ def test_a_text_is_the_same(k, kind):
         with torch.no_grad():
             for parameter in draft.parameters():
                 parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
-        hasten(draft)
-        drafter = DraftModel(target, HFTarget(draft, recorder=recorder)) if k else NoDraft(target, None)
+        fuse_layers(draft)
+        drafter = DraftModel(target, HFTarget(draft, capture=recorder)) if k else NoDraft(target, None)
         for turn in range(2):  # the draft model is not told how long its text will be
             events = list(generate(target, drafter, texts(2 if kind is HFTarget else 1, 9, turn), config))
             rows = zip(*(event.emitted for event in events), strict=True)

@@ -6,12 +6,12 @@ import threading
 import pytest
 import torch
 
-from specdemo.methods import METHODS, head_of
+from specdemo.methods import METHODS, detect_head
 from specdemo.methods.targets import load_target
 from specdemo.models import hub
 from specdemo.models.checkpoints import PICKLED
-from specdemo.models.load import load_model, outline
-from specdemo.models.resolve import fetched, locate
+from specdemo.models.load import load_meta_target, load_model
+from specdemo.models.resolve import fetch_folder, locate
 from tests.models.fake_hub import SHA, serve
 from tests.models.test_load import refused
 from tests.models.test_text import byte_level
@@ -173,21 +173,21 @@ def test_an_index_may_name_a_file_that_is_gone(server, repositories, files):
 
 def test_only_a_head_without_safetensors_may_be_pickled(server, repositories):
     repositories["org/head"] = {"config.json": b"{}", "medusa_lm_head.pt": b"x", "optimizer.pt": b"x"}
-    folder = fetched(locate("org/head", PICKLED), hub.silent)
+    folder = fetch_folder(locate("org/head", PICKLED), hub.no_progress)
     assert {file.name for file in folder.iterdir()} == {"config.json", "medusa_lm_head.pt"}
     repositories["org/head"]["model.safetensors"] = b"x"
-    assert hub.described("org/head", hub.ask("org/head"), PICKLED).weights == ["model.safetensors"]
+    assert hub.select_files("org/head", hub.model_info("org/head"), PICKLED).weights == ["model.safetensors"]
 
 
 def test_the_embedding_of_a_mask_token_comes_with_the_description(server, repositories):
     repositories["org/head"] = {"config.json": b"{}", "model.safetensors": b"x", "mask_embedding.pt": b"x"}
-    found = hub.described("org/head", hub.ask("org/head"), PICKLED)
+    found = hub.select_files("org/head", hub.model_info("org/head"), PICKLED)
     assert found.weights == ["model.safetensors"]
-    assert {file.name for file in hub.describe(found).iterdir()} == {"config.json", "mask_embedding.pt"}
+    assert {file.name for file in hub.fetch_config(found).iterdir()} == {"config.json", "mask_embedding.pt"}
 
 
 def test_an_outline_needs_no_weights(server):
-    target = outline("org/tiny")
+    target = load_meta_target("org/tiny")
     assert (target.hidden_size, target.num_layers, target.device.type) == (32, 3, "meta")
     assert target.tokenizer is not None
     assert not [file for file, _ in server.requests if file.endswith(".safetensors")]
@@ -199,5 +199,5 @@ def test_revisions_may_be_commits(server):
 
 
 def test_embedded_models_and_heads_are_told_apart_as_methods_do():
-    assert [head_of(name) for name in hub.embedded_models()] == [None] * len(hub.embedded_models())
-    assert {head_of(name) for name in hub.embedded_heads()} <= {*METHODS}
+    assert [detect_head(name) for name in hub.embedded_models()] == [None] * len(hub.embedded_models())
+    assert {detect_head(name) for name in hub.embedded_heads()} <= {*METHODS}

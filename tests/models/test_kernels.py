@@ -8,9 +8,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from specdemo.core.tree import chain_parents
 from specdemo.models import packed as module
-from specdemo.models.fused import fused_decoder, hasten, kernels
+from specdemo.models.fused import fuse_layers, fused_decoder, kernels
 from specdemo.models.load import load_model
-from specdemo.models.packed import PackedLinear, QuickNorm, RMSNorm, dtype_of, pack, packed_bytes, packing_pays
+from specdemo.models.packed import FastRMSNorm, PackedLinear, RMSNorm, dtype_of, pack, packed_bytes, packing_pays
 from specdemo.models.target import HFTarget
 from tests.models.tiny import SIZES, build, texts
 
@@ -43,7 +43,7 @@ def packing(request, monkeypatch):
 def test_fused_layers_equal_originals_for_prompts_trees_and_ragged_rows(name, rows, packing):
     model = MODELS[name]()
     expected = HFTarget(copy.deepcopy(model))
-    hasten(model)
+    fuse_layers(model)
     fused = HFTarget(model)
     assert fused.kernels == {"packed": "fused, packed", "plain": "fused"}[packing]
     taps = (0, 2, 3, -1)
@@ -62,17 +62,17 @@ def test_fused_layers_equal_originals_for_prompts_trees_and_ragged_rows(name, ro
 def test_first_layers_alone_are_equal(packing):
     model = build("llama")
     untouched = HFTarget(copy.deepcopy(model))
-    hasten(model)
+    fuse_layers(model)
     outputs = []
     for target in (untouched, HFTarget(model)):
         target.start(texts(1, 6))
-        outputs.append(target.shallow(texts(1, 1, 5), 2))
+        outputs.append(target.early_exit_logits(texts(1, 1, 5), 2))
     torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-4, atol=2e-4)
 
 
 def test_a_deep_copy_can_be_trained_and_leaves_the_original_alone(packing):
     model = build("llama")
-    hasten(model)
+    fuse_layers(model)
     tokens = texts(1, 8)
     before = model(tokens).logits
     twin = copy.deepcopy(model).requires_grad_(True)
@@ -86,7 +86,7 @@ def test_a_deep_copy_can_be_trained_and_leaves_the_original_alone(packing):
 
 def test_a_copy_that_is_trained_drafts_with_what_it_learned(packing):
     model = build("llama")
-    hasten(model)
+    fuse_layers(model)
     twin = copy.deepcopy(model)
     target = HFTarget(twin)
     with torch.no_grad():
@@ -98,7 +98,7 @@ def test_a_copy_that_is_trained_drafts_with_what_it_learned(packing):
 
 def test_a_head_learns_through_a_packed_lm_head(packing):
     model = build("llama")
-    hasten(model)
+    fuse_layers(model)
     state = torch.randn(1, 2, 32, generator=torch.Generator().manual_seed(0)).requires_grad_(True)
     model.lm_head(state).sum().backward()
     expected = model.lm_head.weight.sum(0).expand(1, 2, -1)
@@ -109,7 +109,7 @@ def test_layer_with_different_output_is_not_fused(monkeypatch):
     model = build("llama")
     model.model.layers[1].self_attn.scaling *= 2.0
     model.model.layers[1].forward = lambda *args, **named: args[0]  # a layer of somebody's own
-    hasten(model)
+    fuse_layers(model)
     fused = [type(layer).__name__ for layer in model.model.layers]
     assert fused == ["FusedLayer", "LlamaDecoderLayer", "FusedLayer"]
     assert fused_decoder(model) is None
@@ -117,7 +117,7 @@ def test_layer_with_different_output_is_not_fused(monkeypatch):
 
 def test_angles_that_follow_the_length_of_the_text_are_left_to_transformers():
     model = build("llama")
-    hasten(model)
+    fuse_layers(model)
     assert fused_decoder(model) is not None
     model.model.rotary_emb.rope_type = "dynamic"
     assert fused_decoder(model) is None
@@ -126,7 +126,7 @@ def test_angles_that_follow_the_length_of_the_text_are_left_to_transformers():
 def test_models_of_another_build_stay_as_they_are():
     for name in ("gpt2", "gemma3"):
         model = build(name)
-        hasten(model)
+        fuse_layers(model)
         assert kernels(model) == "transformers"
 
 
@@ -165,7 +165,7 @@ def test_a_quick_norm_is_the_norm(scale):
     norm = RMSNorm(48, 1e-5).requires_grad_(False)
     norm.weight.normal_()
     head = pack(torch.nn.Sequential(copy.deepcopy(norm)))
-    assert type(head[0]) is QuickNorm
+    assert type(head[0]) is FastRMSNorm
     assert list(head.state_dict()) == ["0.weight"]
     x = scale * torch.randn(2, 3, 5, 48, generator=torch.Generator().manual_seed(0))
     before = x.clone()

@@ -24,11 +24,11 @@ from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
 from specdemo.models import hub, load, place
-from specdemo.models.checkpoints import open_checkpoint, outline_checkpoint
-from specdemo.models.footprint import Precision, measure
-from specdemo.models.load import LoadedModel, load_model, load_target, outline
+from specdemo.models.checkpoints import open_checkpoint, open_meta_checkpoint
+from specdemo.models.footprint import Precision, estimate_footprint
+from specdemo.models.load import LoadedModel, load_meta_target, load_model, load_target
 from specdemo.models.pass_cost import VerifyCost, rounding_noise, verify_cost
-from specdemo.models.place import placed
+from specdemo.models.place import device_map_summary
 from specdemo.models.resolve import resolve
 from specdemo.models.target import HFTarget
 from tests.models.test_text import byte_level
@@ -67,7 +67,7 @@ def test_a_model_that_transformers_knows_by_its_eyes_alone_loads(tmp_path):
     model.save_pretrained(tmp_path)
     byte_level().save_pretrained(tmp_path)
     target, prompt = load_target(str(tmp_path)), texts(1, 9)
-    assert target.supports_trees and outline(str(tmp_path)).num_layers == 3
+    assert target.supports_trees and load_meta_target(str(tmp_path)).num_layers == 3
     drafter = load_drafter("ngram", target)
     events = generate(target, drafter, prompt, GenerationConfig(24, budget=Budget(4, 4), stop_token_ids=()))
     expected = model.generate(prompt, max_new_tokens=24, do_sample=False, eos_token_id=None)
@@ -123,7 +123,7 @@ def test_non_models_are_rejected(folder, tmp_path):
     assert "neither a folder nor a Hugging Face id" in refused("a model")
 
 
-@pytest.mark.parametrize("read", [load_model, outline, open_checkpoint, outline_checkpoint, load_target])
+@pytest.mark.parametrize("read", [load_model, load_meta_target, open_checkpoint, open_meta_checkpoint, load_target])
 def test_a_gguf_file_or_a_folder_of_them_is_answered_with_what_works(folder, tmp_path, read):
     (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
     (tmp_path / "config.json").write_text("{}")
@@ -288,7 +288,7 @@ def test_pickles_with_code_are_rejected(tmp_path):
 
 
 def test_keys_and_values_are_counted_from_the_config(folder):
-    found = measure(folder, Precision(torch.float32))
+    found = estimate_footprint(folder, Precision(torch.float32))
     assert found.weights == 4 * sum(p.numel() for p in build("llama").parameters())
     target = load_target(str(folder))
     target.start(texts(1, 9), reserve=11)
@@ -297,7 +297,7 @@ def test_keys_and_values_are_counted_from_the_config(folder):
 
 def test_placement_is_reported(folder):
     model = build("llama")
-    assert placed(model) == ""
+    assert device_map_summary(model) == ""
     parts = {
         "model.embed_tokens": 0,
         "model.layers.0": 0,
@@ -306,7 +306,7 @@ def test_placement_is_reported(folder):
         "lm_head": "cpu",
     }
     model.hf_device_map = parts
-    assert placed(model) == "cuda:0: embed_tokens, layers 0-1; cpu: lm_head, layers 2"
+    assert device_map_summary(model) == "cuda:0: embed_tokens, layers 0-1; cpu: lm_head, layers 2"
 
 
 def test_layers_that_lie_elsewhere_make_no_difference(folder, tmp_path):
@@ -314,7 +314,9 @@ def test_layers_that_lie_elsewhere_make_no_difference(folder, tmp_path):
     places = {f"model.layers.{i}": "disk" if i == 1 else "cpu" for i in range(3)}
     places |= {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "disk"}
     spread = LlamaForCausalLM.from_pretrained(folder, device_map=places, offload_folder=tmp_path)
-    assert placed(spread) == "cpu: embed_tokens, norm, rotary_emb, layers 0, layers 2; disk: lm_head, layers 1"
+    assert (
+        device_map_summary(spread) == "cpu: embed_tokens, norm, rotary_emb, layers 0, layers 2; disk: lm_head, layers 1"
+    )
     prompt, config = texts(1, 12), GenerationConfig(20, budget=Budget(4, 4))
     outputs = []
     for model in (load_target(str(folder)).model, spread):
@@ -351,8 +353,8 @@ def test_a_quantised_target_keeps_to_its_own_plain_lane(wider, quantization):
     assert body.weight.dtype == {"4bit": torch.uint8, "8bit": torch.int8}[quantization]
     for table in (target.lm_head, target.embed):  # heads share them
         assert table.weight.dtype == torch.float32
-    counted = measure(Path(wider), Precision(torch.float32, {"4bit": 4, "8bit": 8}[quantization])).weights
-    full_size = measure(Path(wider), Precision(torch.float32)).weights
+    counted = estimate_footprint(Path(wider), Precision(torch.float32, {"4bit": 4, "8bit": 8}[quantization])).weights
+    full_size = estimate_footprint(Path(wider), Precision(torch.float32)).weights
     assert counted < 0.6 * full_size
     config = GenerationConfig(40, budget=Budget(4, 4))
     outputs = []

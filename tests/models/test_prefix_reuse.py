@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from specdemo.core.tree import chain_parents
-from specdemo.models.prefix_reuse import Remembering
+from specdemo.models.prefix_reuse import PrefixCachedTarget
 from specdemo.models.runner import Runner
 from specdemo.models.target import HFTarget
 from tests.models.tiny import CHAINS, TREES, VOCABULARY, build, fresh, pinned, texts
@@ -23,7 +23,7 @@ def model(request):
 
 @pytest.fixture
 def target():
-    return Remembering(build("llama"))
+    return PrefixCachedTarget(build("llama"))
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def fed(monkeypatch):
         return run(self, tokens, *more, **named)
 
     for name in ("start", "forward", "commit"):
-        monkeypatch.setattr(Remembering, name, watched(getattr(Remembering, name)))
+        monkeypatch.setattr(PrefixCachedTarget, name, watched(getattr(PrefixCachedTarget, name)))
     monkeypatch.setattr(Runner, "__call__", counted)
     return seen
 
@@ -88,14 +88,14 @@ def same(target, text, taps=TAPS, **named):
 
 def test_the_next_turns_are_read_from_where_they_are_new(model, fed):
     name, weights = model
-    target = Remembering(weights)
+    target = PrefixCachedTarget(weights)
     text = turn(target, texts(1, PROMPT))
     for seed in (20, 30):
         prompt = ids_of(text, seed)
         fed.clear()
         same(target, prompt)
-        at_once = name in TREES or target._at_once  # some read on one token at a time
-        assert target.kept == (text.shape[1] if at_once else 0)
+        at_once = name in TREES or target._multi_token  # some read on one token at a time
+        assert target.cached_tokens == (text.shape[1] if at_once else 0)
         assert fed == [QUESTION if at_once else prompt.shape[1], 1]
         text = turn(target, prompt, seed)
         assert target.length == [text.shape[1]]
@@ -107,23 +107,23 @@ def test_an_answer_that_was_written_otherwise_is_read_from_there(target, fed):
     prompt[0, PROMPT + 1] = (prompt[0, PROMPT + 1] + 1) % VOCABULARY
     fed.clear()
     same(target, prompt)
-    assert target.kept == PROMPT + 1 and fed[0] == ANSWER - 1 + QUESTION
+    assert target.cached_tokens == PROMPT + 1 and fed[0] == ANSWER - 1 + QUESTION
 
 
 def test_a_replayed_answer_that_was_written_otherwise_is_read_from_a_snapshot_or_from_the_start():
-    target = Remembering(build("gpt_neo"))
+    target = PrefixCachedTarget(build("gpt_neo"))
     text = turn(target, texts(1, PROMPT))
     for place, cached in ((PROMPT + ANSWER - 1, PROMPT + ANSWER - 2), (PROMPT + 1, 0)):  # the last pass, the one before
         prompt = ids_of(text)
         prompt[0, place] = (prompt[0, place] + 1) % VOCABULARY
         same(target, prompt)
-        assert target.kept == cached
+        assert target.cached_tokens == cached
         text = turn(target, text[:, :PROMPT])
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neo"])
 def test_the_same_text_again_is_read_in_its_last_token(name, fed):
-    target = Remembering(build(name))
+    target = PrefixCachedTarget(build(name))
     text = texts(1, PROMPT)
     target.start(text)
     following = texts(1, 3, seed=2)
@@ -132,10 +132,10 @@ def test_the_same_text_again_is_read_in_its_last_token(name, fed):
     again = torch.cat([text, texts(1, 1, seed=5)], 1)
     fed.clear()
     same(target, again, ())
-    assert target.kept == PROMPT and fed[0] == 1
+    assert target.cached_tokens == PROMPT and fed[0] == 1
     target.release()
     same(target, text, ())
-    assert target.kept == (PROMPT - 1 if name == "llama" else 0)
+    assert target.cached_tokens == (PROMPT - 1 if name == "llama" else 0)
 
 
 def test_cropped_tokens_are_not_cached(target):
@@ -152,23 +152,23 @@ def test_cropped_tokens_are_not_cached(target):
     target.crop([PROMPT + 2])
     target.release()
     same(target, ids_of(torch.cat([text, guess[:, :1], other], 1)))
-    assert target.kept == PROMPT + 2
+    assert target.cached_tokens == PROMPT + 2
 
 
 def test_other_taps_other_texts_and_batches_are_read_from_their_start(target):
     text = turn(target, texts(1, PROMPT))
     same(target, ids_of(text), (1, *TAPS))
-    assert target.kept == 0
+    assert target.cached_tokens == 0
     target.release()
     same(target, ids_of(text), (2,))  # some of those that were kept
-    assert target.kept == text.shape[1] + QUESTION - 1
+    assert target.cached_tokens == text.shape[1] + QUESTION - 1
     target.release()
     same(target, (texts(1, PROMPT) + 1) % VOCABULARY)
-    assert target.kept == 0
+    assert target.cached_tokens == 0
     rows = texts(2, PROMPT, seed=4)
     target.release()
     target.start(rows)
-    assert target.kept == 0 and target.length == [PROMPT] * 2
+    assert target.cached_tokens == 0 and target.length == [PROMPT] * 2
     target.forward(rows[:, :1], rows[:, :0])
     target.commit([[0], [0]])
     target.release()
@@ -177,19 +177,19 @@ def test_other_taps_other_texts_and_batches_are_read_from_their_start(target):
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neo", pytest.param("qwen3_next", marks=pinned)])
 def test_discard_turn_preserves_the_cached_prefix(name):
-    target = Remembering(build(name))
+    target = PrefixCachedTarget(build(name))
     text = turn(target, texts(1, PROMPT))
     prompt = ids_of(text)
     for _ in range(2):  # as a warm-up and a run
         turn(target, prompt)
-        assert target.kept == text.shape[1]
-        target.rewind()
+        assert target.cached_tokens == text.shape[1]
+        target.discard_turn()
         assert target.length == [text.shape[1]]
     same(target, prompt)
-    assert target.kept == text.shape[1]
+    assert target.cached_tokens == text.shape[1]
     target.forget()
     turn(target, prompt)
-    target.rewind()
+    target.discard_turn()
     assert target.history_bytes == 0 and target.length == []
 
 
@@ -216,7 +216,7 @@ def test_short_memory_disables_the_prefix_cache(target, monkeypatch):
         text = turn(target, texts(1, PROMPT))
     assert target.history_bytes == 0
     same(target, ids_of(text))
-    assert target.kept == 0
+    assert target.cached_tokens == 0
 
 
 def test_a_text_that_could_not_be_read_leaves_nothing(target):

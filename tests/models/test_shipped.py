@@ -6,7 +6,7 @@ import pytest
 from specdemo.models.checkpoints import open_checkpoint
 from specdemo.models.hub import embedded_folder
 from specdemo.models.load import load_model
-from specdemo.models.resolve import SUMS, check_shipped
+from specdemo.models.resolve import SUMS, check_embedded
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_every_file_of_weights_is_listed_and_is_what_was_listed():
     listed = {line.split()[1] for line in (embedded_folder() / SUMS).read_text().splitlines()}
     assert listed == {f"{file.parent.name}/{file.name}" for file in embedded_folder().glob("*/*.safetensors")}
     for folder in embedded_folder().glob("*/"):
-        check_shipped(folder)
+        check_embedded(folder)
 
 
 @pytest.mark.parametrize("load, name", [(load_model, "stories-draft-deep"), (open_checkpoint, "stories-eagle-1")])
@@ -52,9 +52,9 @@ def test_ones_own_folder_is_not_looked_at(shipped, tmp_path_factory):
 
 def test_a_file_is_read_once(shipped, monkeypatch):
     folder = shipped / "stories-eagle-1"
-    check_shipped(folder)
+    check_embedded(folder)
     monkeypatch.setattr("hashlib.file_digest", lambda *_: pytest.fail("read again"))
-    check_shipped(folder)
+    check_embedded(folder)
     os.utime(folder / "model.safetensors", ns=(0, 0))
     with pytest.raises(pytest.fail.Exception):
-        check_shipped(folder)
+        check_embedded(folder)

@@ -363,7 +363,7 @@ def drafted(target, rows, layers, length, seed):
     setattr(decoder, name, all_layers[:layers])
     chain = texts(len(rows), length, seed=seed)
     for end in range(1, length + 1):
-        logits = target.shallow(chain[:, :end], layers)
+        logits = target.early_exit_logits(chain[:, :end], layers)
         for slot_logits, text, new in zip(logits, rows, chain[:, :end].tolist(), strict=True):
             close(slot_logits, fresh(short, text + new))
 
@@ -387,7 +387,7 @@ def test_the_first_layers_alone_leave_the_history_and_the_model_as_they_were(tar
     slabs = target._history._cache.slabs
     before = [(slab.keys.clone(), slab.values.clone()) for slab in slabs]
     weights = target.weight_bytes
-    target.shallow(texts(1, 1), 2)
+    target.early_exit_logits(texts(1, 1), 2)
     assert target.length == [PROMPT] and target.weight_bytes == weights and len(target.model.model.layers) == 3
     for layer, (slab, (keys, values)) in enumerate(zip(slabs, before, strict=True)):
         assert torch.equal(slab.keys[:, :, :PROMPT], keys[:, :, :PROMPT])
@@ -404,4 +404,4 @@ def test_the_first_layers_alone_of_a_model_with_device_hooks():
 def test_a_model_of_chains_does_not_run_its_first_layers_alone(chain_target):
     chain_target.start(texts(1, PROMPT))
     with pytest.raises(ValueError, match="cannot run only its first layers"):
-        chain_target.shallow(texts(1, 1), 1)
+        chain_target.early_exit_logits(texts(1, 1), 1)

@@ -36,7 +36,7 @@ def test_the_default_comes_first_then_what_needs_no_download():
 def test_every_preset_is_what_the_engine_takes(id):
     chosen = PRESETS[id]
     assert chosen.with_changes() == chosen  # its options are known to the methods and none is at its default
-    spec = chosen.checked()
+    spec = chosen.validated()
     assert (spec.id, spec.target, spec.prompt) == (id, chosen.target, chosen.prompt)
     assert [lane.k for lane in spec.lanes] == [lane.k for lane in chosen.lanes]
     assert len(chosen.prompt) <= LONGEST_TEXT
@@ -113,7 +113,7 @@ def test_servers_go_to_the_lanes_and_one_more_to_the_baseline():
     three = preset("embedded-three-lanes")
     one = three.on_servers(["a:1"], "m")
     assert (one.server, one.lanes[0].server, one.lanes[1].server) == (None, "http://a:1", None)
-    every = three.on_servers(["a:1", "https://b/v1/", "c:3"], "m").checked()
+    every = three.on_servers(["a:1", "https://b/v1/", "c:3"], "m").validated()
     assert [lane.server for lane in every.all_lanes] == ["http://a:1", "https://b", "http://c:3"]
     assert {lane.served_model for lane in every.all_lanes} == {"m"} and every.all_remote
     assert three.on_servers([]) == three

@@ -13,7 +13,7 @@ from recipes.job import CODE
 from recipes.lessons import Lessons
 from recipes.llama import CONTEXT, Shape, average, build, to_depth
 from recipes.train import DEEP, RECIPES, TARGET, WIDE, train
-from specdemo.training.collect import Plan, Recorded, collecting, load_cache
+from specdemo.training.collect import Plan, TeacherData, build_cache, load_cache
 
 PLAN = Plan(text_rows=8, sampled_rows=8, rows_per_shard=16, context=64, sample_length=32)
 
@@ -118,7 +118,7 @@ def test_drafts_learn_from_a_complete_recording_of_other_text(corpus: Path, tmp_
     target = train("stories-target", corpus, tmp_path / "stories")
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     rows = torch.randint(1, 40, (8, 64), generator=torch.Generator().manual_seed(0))
-    assert list(collecting(model, rows, rows.tolist(), tmp_path / "cache", PLAN))[-1] == 1.0
+    assert list(build_cache(model, rows, rows.tolist(), tmp_path / "cache", PLAN))[-1] == 1.0
     before = sorted((tmp_path / "cache").iterdir())
     train("stories-draft-wide", corpus, tmp_path / "draft", target=str(target), cache=tmp_path / "cache")
     assert sorted((tmp_path / "cache").iterdir()) == before
@@ -158,10 +158,10 @@ def test_a_corpus_smaller_than_a_batch_is_refused(tmp_path: Path) -> None:
         train("stories-target", tmp_path, tmp_path / "out")
 
 
-def recorded(rows: int, first: int) -> Recorded:
+def recorded(rows: int, first: int) -> TeacherData:
     tokens = torch.arange(rows * 8).view(rows, 8) + first
     indices = (tokens[..., None] + torch.arange(3)).to(torch.int16)
-    return Recorded(tokens, indices, torch.tensor([0.5, 0.3, 0.1]).expand(rows, 8, 3).half())
+    return TeacherData(tokens, indices, torch.tensor([0.5, 0.3, 0.1]).expand(rows, 8, 3).half())
 
 
 def test_a_draft_hears_text_then_the_target_then_its_samples() -> None:
@@ -185,9 +185,9 @@ def test_lessons_depend_on_progress_and_step_alone() -> None:
 
 def test_every_row_comes_once_in_an_epoch() -> None:
     rows = recorded(6, 0)
-    seen = torch.cat([rows.turn(2, step).tokens[:, 0] for step in range(3)])
+    seen = torch.cat([rows.batch(2, step).tokens[:, 0] for step in range(3)])
     assert sorted(seen.tolist()) == rows.tokens[:, 0].tolist()
-    later = torch.cat([rows.turn(2, step).tokens[:, 0] for step in range(3, 6)])
+    later = torch.cat([rows.batch(2, step).tokens[:, 0] for step in range(3, 6)])
     assert seen.tolist() != later.tolist() and sorted(seen.tolist()) == sorted(later.tolist())
 
 

@@ -8,11 +8,11 @@ import sys
 import pytest
 
 from specdemo.bench.report import race_report
-from specdemo.core.bounds import PUBLIC_FILE
+from specdemo.core.json_limits import PUBLIC_FILE_LIMITS
 from specdemo.core.tally import summarise
-from specdemo.core.trace import MAX_TEXT, LaneTrace, Remote, compare, from_json, kinds, to_json
+from specdemo.core.trace import MAX_TEXT, LaneTrace, Remote, compare, from_json, to_json, token_kinds
 from specdemo.engine.comparison import Comparison, Lane
-from specdemo.engine.messages import Finished, LaneDone, Step, replay
+from specdemo.engine.messages import Finished, LaneDone, LaneStep, replay
 from specdemo.engine.session import Session
 from specdemo.models.resolve import resolve
 from specdemo.servers import address as addresses
@@ -100,7 +100,7 @@ def test_the_text_of_a_real_server_is_the_baselines(real):
     assert lane.text == baseline.text and lane.finish == baseline.finish == "length"
     assert trace.comparison[0]["verdict"] == "same text" and trace.comparison[0]["identical"] is True
     assert lane.summary["tokens"] == 40 and lane.summary["tokens_per_s"] > 0 and lane.summary["ttft_ms"] > 0
-    assert lane.summary["acceptance_rate"] is None and {k for e in lane.events for k in kinds(e)} == {"unknown"}
+    assert lane.summary["acceptance_rate"] is None and {k for e in lane.events for k in token_kinds(e)} == {"unknown"}
     assert lane.remote.endpoint == "/v1/completions" and "standard settings only" in lane.note
     assert "its software differs from the baseline's" in lane.note and baseline.note is None
     assert from_json(to_json(trace)) == trace
@@ -112,7 +112,7 @@ def test_a_real_server_killed_in_mid_run_fails_its_lane_alone(real, good):
     given = given.changed(lanes=[given.lanes[0].changed(served_model=resolve("stories"))])
     allow([address, good.address])
     for message in Session().stream(given):
-        if isinstance(message, Step) and message.lane == 1 and message.event.index == 3:
+        if isinstance(message, LaneStep) and message.lane == 1 and message.event.index == 3:
             process.kill()
         if isinstance(message, Finished):
             baseline, lane = message.trace.lanes
@@ -245,8 +245,8 @@ def test_a_text_that_no_trace_can_hold_is_cut_off():
         trace = run(spec(server.address, server.address, max_new_tokens=1000), server.address)
     lane = trace.lanes[1]
     assert len(lane.text) == MAX_TEXT and lane.finish == "length" and "cut off at 50,000 characters" in lane.note
-    text = to_json(trace, bounds=PUBLIC_FILE)
-    assert from_json(text, PUBLIC_FILE) == trace
+    text = to_json(trace, limits=PUBLIC_FILE_LIMITS)
+    assert from_json(text, PUBLIC_FILE_LIMITS) == trace
 
 
 def test_llama_cpp_counts_the_answer_itself():
@@ -326,7 +326,7 @@ def test_stop_reaches_a_silent_server(good):
     with completion_server([GOOD[0], Broken("quiet")]) as quiet:
         allow([good.address, quiet.address])
         for message in Session().stream(spec(good.address, quiet.address), cancelled=lambda: len(seen) > 4):
-            if isinstance(message, Step):
+            if isinstance(message, LaneStep):
                 seen.append(message)
         assert quiet.left.wait(20)
     assert message.trace.lanes[1].finish == "cancelled" and message.trace.lanes[1].text == "Once"

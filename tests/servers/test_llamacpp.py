@@ -7,7 +7,7 @@ import pytest
 from transformers import Qwen3Config
 
 from specdemo.__main__ import main
-from specdemo.models.load import outline
+from specdemo.models.load import load_meta_target
 from specdemo.presets.files import preset
 from specdemo.presets.serve import serve_commands
 from specdemo.servers import started as starting
@@ -30,7 +30,7 @@ def test_a_text_is_sent_as_the_tokens_of_the_targets_own_tokenizer(engine):
     assert plain["args"][:3] == ["-m", "specdemo.servers.llamacpp", "stories"] and "--draft-model" not in plain["args"]
     flag, draft, *k = drafting["args"][-4:]
     assert flag == "--draft-model" and draft.endswith("stories-draft-wide") and k == ["--k", "4"]
-    ids = outline("stories").tokenizer(preset("embedded-draft").prompt)["input_ids"]
+    ids = load_meta_target("stories").tokenizer(preset("embedded-draft").prompt)["input_ids"]
     assert [prompt for prompt in prompts_sent(engine) if isinstance(prompt, list)] == [ids, ids]
     assert gone(engine)
 
@@ -92,11 +92,11 @@ def test_a_model_that_is_not_here_is_not_checked(monkeypatch):
 
 @installed
 def test_a_written_gguf_file_is_read_back(tmp_path):
-    from specdemo.models.gguf import Words, context_length, write_gguf
+    from specdemo.models.gguf import GGUFVocab, context_length, write_gguf
     from specdemo.models.load import load_model
 
     loaded = load_model("stories-draft-wide", "float32", "cpu", kernels="transformers")
-    words = Words.of(loaded.tokenizer, loaded.model.config.vocab_size)
+    words = GGUFVocab.of(loaded.tokenizer, loaded.model.config.vocab_size)
     write_gguf(loaded.model, words, tmp_path / "draft.gguf")
     assert context_length(str(tmp_path / "draft.gguf")) == loaded.model.config.max_position_embeddings
     (tmp_path / "other.gguf").write_bytes(b"GGML")
@@ -119,7 +119,7 @@ def test_a_load_is_not_for_one_text_at_a_time(capsys):
 def test_a_model_that_is_no_llama_is_one_line(monkeypatch):
     from specdemo.servers import llamacpp
 
-    loaded = outline("stories")
+    loaded = load_meta_target("stories")
     loaded.model.config.attention_bias = True
     monkeypatch.setattr(llamacpp, "load_model", lambda *_, **__: loaded)
     with pytest.raises(

@@ -19,11 +19,11 @@ from specdemo.bench.prompts import COPYING, PROMPTS
 from specdemo.core.accept import accept_rule
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.sampling import Sampling
-from specdemo.core.tally import Step
+from specdemo.core.tally import StepCounts
 from specdemo.engine.comparison import Lane
 from specdemo.engine.loop import generate
 from specdemo.methods import BASELINE, load_drafter
-from specdemo.methods.ngram import _Text
+from specdemo.methods.ngram import _NGramIndex
 from specdemo.models.load import load_target
 from specdemo.models.text import encode
 from specdemo.presets.files import preset
@@ -70,7 +70,7 @@ def one_norm(head):
 
 
 def chain(method, model=None, k=4, **options):
-    return Lane(method=method, model=model, k=k, options=options).checked()
+    return Lane(method=method, model=model, k=k, options=options).validated()
 
 
 CASES = {
@@ -139,7 +139,7 @@ def request_output(address, prompt, **settings):
 
 def drafter(case, program, target, monkeypatch):
     """Ours, with vLLM's rule where that is another."""
-    monkeypatch.setattr(_Text, "continuation", earliest)
+    monkeypatch.setattr(_NGramIndex, "continuation", earliest)
     made = load_drafter(case.lane.method, target, case.lane.model, **case.lane.options)
     if case.lane.method == "dflash":
         if not program.there.gpus:
@@ -155,7 +155,7 @@ def test_output_and_accepted_drafts_equal_vllm(case, program, answers, target, m
         text = torch.tensor([encode(target.tokenizer, prompt, 400)])
         steps = list(generate(target, own_rows, text, config))
         assert [token for event in steps for token in event.emitted[0]] == ids
-        mine = [step.kept for step in map(Step.of, steps) if step.drafted]
+        mine = [step.accepted for step in map(StepCounts.of, steps) if step.drafted]
         # at the last pass vLLM drafts beyond the tokens asked for
         assert mine[:-1] == accepted[: len(mine) - 1] and len(accepted) - len(mine) in (0, 1)
 

@@ -9,11 +9,11 @@ from recipes.agreement import next_probs
 from recipes.llama import Shape, build
 from specdemo.training.collect import (
     Plan,
-    collecting,
-    complete,
+    build_cache,
     continue_texts,
-    listen,
+    is_complete,
     load_cache,
+    record_target,
     sampled_rows,
     shards,
 )
@@ -24,7 +24,7 @@ STORIES = [[0, *range(i, i + 30)] for i in range(1, 40)]
 
 
 def collect(*given: object, **how: object) -> None:
-    for _ in collecting(*given, **how):  # type: ignore[arg-type]
+    for _ in build_cache(*given, **how):  # type: ignore[arg-type]
         pass
 
 
@@ -39,7 +39,7 @@ def text() -> Tensor:
 
 
 def test_the_best_entries_are_recorded_largest_first(model: LlamaForCausalLM, text: Tensor) -> None:
-    recorded = listen(model, text, taps=(0, -1), kept=64)
+    recorded = record_target(model, text, taps=(0, -1), top_k=64)
     indices, probs = recorded["indices"], recorded["probs"]
     exact = next_probs(model, text)
     assert torch.equal(indices.long().sort(-1).values, torch.arange(64).expand(12, 32, 64))
@@ -90,9 +90,9 @@ def test_a_cache_is_completed_from_both_ends_and_never_made_twice(
     assert torch.equal(recorded.tokens[:10].long(), text[:10])
 
     lost = one / "text-001.safetensors"
-    assert complete(one)
+    assert is_complete(one)
     lost.unlink()
-    assert not complete(one)
+    assert not is_complete(one)
     stamps = {p: p.stat().st_mtime_ns for p in one.glob("*.safetensors")}
     collect(model, text, STORIES, one, PLAN)
     assert lost.exists()
@@ -111,8 +111,8 @@ def test_a_cache_of_another_target_is_refused(model: LlamaForCausalLM, text: Ten
 def test_cut_rows_hold_the_same_positions(model: LlamaForCausalLM, text: Tensor, tmp_path: Path) -> None:
     collect(model, text, STORIES, tmp_path, PLAN)
     recorded = load_cache(tmp_path, ["text"])
-    halves = recorded.cut(2)
-    taken = halves.rows(torch.tensor([0, 1]))
+    halves = recorded.split_rows(2)
+    taken = halves.select(torch.tensor([0, 1]))
     tokens, indices, probs = taken.tokens, taken.indices, taken.probs
     assert torch.equal(torch.cat([tokens[0], tokens[1]]), recorded.tokens[0].long())
     assert torch.equal(indices[1], recorded.indices[0, 16:]) and torch.equal(probs[1], recorded.probs[0, 16:])
@@ -122,7 +122,7 @@ def test_a_target_writes_its_own_text_once(model: LlamaForCausalLM, tmp_path: Pa
     """Stopped behind any shard, what is there stays and the rest comes to the same."""
     one, two = tmp_path / "one", tmp_path / "two"
     collect(model, 0, [], one, PLAN)
-    started = collecting(model, 0, [], two, PLAN)
+    started = build_cache(model, 0, [], two, PLAN)
     next(started)
     stamps = {p: p.stat().st_mtime_ns for p in two.iterdir()}
     assert sorted(p.name for p in stamps) == ["cache.json", "text-000.safetensors"]
@@ -144,7 +144,7 @@ def test_a_shard_that_is_cut_short_is_gathered_again(
     for length in (shard.stat().st_size - 1, 100, 4, 0):
         shard.write_bytes(shard.read_bytes()[:length])
         caplog.clear()
-        assert not complete(tmp_path)
+        assert not is_complete(tmp_path)
         assert caplog.messages == [f"{shard} is damaged and is written again"]
         collect(model, text, STORIES, tmp_path, PLAN)
         assert torch.equal(load_cache(tmp_path).indices, before.indices)
@@ -158,7 +158,7 @@ def test_a_damaged_label_is_one_line(model: LlamaForCausalLM, text: Tensor, tmp_
 
 
 def test_a_full_disk_keeps_the_shards(model: LlamaForCausalLM, text: Tensor, tmp_path: Path) -> None:
-    started = collecting(model, text, STORIES, tmp_path, PLAN)
+    started = build_cache(model, text, STORIES, tmp_path, PLAN)
     next(started)
     names = sorted(p.name for p in tmp_path.iterdir())
     with full_disk(1000), pytest.raises(ValueError, match="cannot write .*text-001.safetensors: .*File too large"):

@@ -11,9 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from specdemo.core.signals import tidy
+from specdemo.core.signals import sigterm_as_exit
 from specdemo.training import fit as fitting
-from specdemo.training.fit import History, Run, Schedule, optimizers, show, steps, write_provenance
+from specdemo.training.fit import (
+    Schedule,
+    TrainHistory,
+    TrainRun,
+    optimizers,
+    run_with_progress,
+    train_steps,
+    write_provenance,
+)
 from tests.disk import full_disk
 
 
@@ -48,8 +56,8 @@ def ticking() -> Callable[[], float]:
     return itertools.count().__next__
 
 
-def run(module: Bigram, folder: Path, minutes: float, of: fitting.Batches = batches) -> History:
-    ticks = steps(
+def run(module: Bigram, folder: Path, minutes: float, of: fitting.Batches = batches) -> TrainHistory:
+    ticks = train_steps(
         module,
         of,
         loss_of(module),
@@ -59,7 +67,7 @@ def run(module: Bigram, folder: Path, minutes: float, of: fitting.Batches = batc
         evaluate_every_seconds=20,
         clock=ticking(),
     )
-    return show(ticks, minutes, folder.name)
+    return run_with_progress(ticks, minutes, folder.name)
 
 
 def test_a_run_uses_its_minutes_and_learns(tmp_path: Path) -> None:
@@ -105,7 +113,7 @@ def test_micro_batches_add_up_to_the_batch(workers: int) -> None:
     schedule = Schedule(1.0)
     with ThreadPoolExecutor(workers) if workers else nullcontext() as pool:
         for module, micro in ((reference, 1000), (pieces, 5)):
-            run = Run(module, optimizers(module, schedule), History(), pool)
+            run = TrainRun(module, optimizers(module, schedule), TrainHistory(), pool)
             run.step(batches(0.0, 0), loss_of(module), 1.0, micro)
     for a, b in zip(reference.parameters(), pieces.parameters(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
@@ -128,7 +136,7 @@ def test_muon_takes_the_hidden_matrices_alone() -> None:
 
 
 def test_provenance_names_the_run(tmp_path: Path) -> None:
-    history = History(step=3, tokens=72, seconds=3.0, evaluations=[{"step": 3, "loss": 0.5}])
+    history = TrainHistory(step=3, tokens=72, seconds=3.0, evaluations=[{"step": 3, "loss": 0.5}])
     write_provenance(tmp_path, history, recipe="r", data_sha256="abc")
     facts = json.loads((tmp_path / "provenance.json").read_text(encoding="utf-8"))
     assert facts["recipe"] == "r" and facts["data_sha256"] == "abc"
@@ -139,7 +147,7 @@ def test_provenance_names_the_run(tmp_path: Path) -> None:
 
 def test_a_checkpoint_comes_early_and_then_as_usual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = []
-    monkeypatch.setattr(Run, "save", lambda run, path: saved.append(run.history.seconds))
+    monkeypatch.setattr(TrainRun, "save", lambda run, path: saved.append(run.history.seconds))
     run(Bigram(), tmp_path, 5.0)
     assert saved == [fitting.FIRST_CHECKPOINT_SECONDS, 130.0, 250.0, 300.0]
 
@@ -165,16 +173,16 @@ def test_a_spoilt_checkpoint_is_put_aside_for_the_one_before(
     spoil: Callable[[Path], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "checkpoint.pt"
-    first = Run(Bigram(), [], History(step=1))
+    first = TrainRun(Bigram(), [], TrainHistory(step=1))
     first.save(path)
     first.history.step = 2
     first.save(path)
     spoil(path)
-    again = Run(Bigram(), [], History())
+    again = TrainRun(Bigram(), [], TrainHistory())
     again.resume(path)
     assert again.history.step == 1 and len(caplog.records) == 1
     assert caplog.messages == [f"{path} is damaged or of another run; it was renamed to checkpoint.pt.unusable"]
-    spoilt = Run(Bigram(), [], History())
+    spoilt = TrainRun(Bigram(), [], TrainHistory())
     (tmp_path / "checkpoint.pt.previous").write_bytes(b"x")
     before = {name: value.clone() for name, value in spoilt.module.state_dict().items()}
     spoilt.resume(path)
@@ -184,7 +192,7 @@ def test_a_spoilt_checkpoint_is_put_aside_for_the_one_before(
 
 def test_a_full_disk_leaves_the_checkpoint_and_one_line(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.pt"
-    some = Run(Bigram(), [], History(step=1))
+    some = TrainRun(Bigram(), [], TrainHistory(step=1))
     some.save(path)
     some.history.step = 2
     with full_disk(1000), pytest.raises(ValueError, match=f"cannot write {path}: File too large; make room"):
@@ -202,7 +210,7 @@ def test_signal_ends_a_run_after_saving_a_step(number: signal.Signals, tmp_path:
             signal.raise_signal(number)
         return batches(progress, step)
 
-    with pytest.raises((KeyboardInterrupt, SystemExit)), tidy():
+    with pytest.raises((KeyboardInterrupt, SystemExit)), sigterm_as_exit():
         run(Bigram(), tmp_path, 1.0, signalled)
     assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["history"]["step"] == 6
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
@@ -214,5 +222,5 @@ def test_a_thread_trains_without_handlers(tmp_path: Path) -> None:
 
 
 def test_provenance_of_a_diverged_run_is_valid_json(tmp_path: Path) -> None:
-    write_provenance(tmp_path, History(step=1, evaluations=[{"valid_loss": float("nan")}]))
+    write_provenance(tmp_path, TrainHistory(step=1, evaluations=[{"valid_loss": float("nan")}]))
     assert '"valid_loss": null' in (tmp_path / "provenance.json").read_text(encoding="utf-8")

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from specdemo.core.protocol import Progress
 from specdemo.models.target import HFTarget
 from specdemo.training.collect import Plan
-from specdemo.training.heads import Material, columns, example, gather, save_head, train_head
+from specdemo.training.heads import TeacherSplit, build_dataset, columns, save_head, to_progress, train_head
 from tests.models.tiny import VOCABULARY, build
 from tests.training.test_fit import ticking
 
@@ -45,32 +45,32 @@ def target() -> HFTarget:
 
 
 @pytest.fixture(scope="module")
-def material(target: HFTarget, tmp_path_factory: pytest.TempPathFactory) -> Material:
+def material(target: HFTarget, tmp_path_factory: pytest.TempPathFactory) -> TeacherSplit:
     with pytest.MonkeyPatch.context() as patched:  # the same on every processor
         patched.setattr("specdemo.training.collect.matmul_dtype", lambda device: torch.float32)
-        return gather(target, tmp_path_factory.mktemp("cache"), PLAN)
+        return build_dataset(target, tmp_path_factory.mktemp("cache"), PLAN)
 
 
-def test_without_a_corpus_the_target_writes_the_text(material: Material) -> None:
+def test_without_a_corpus_the_target_writes_the_text(material: TeacherSplit) -> None:
     assert material.text.tokens.shape == (8, 32) and material.samples.tokens.shape == (4, 32)
     assert set(material.text.hidden) == {1, -1}
     assert material.source == "text written by tiny"
-    assert not any(bool((row == material.text.tokens).all(-1).any()) for row in material.held_out.tokens)
+    assert not any(bool((row == material.text.tokens).all(-1).any()) for row in material.validation.tokens)
 
 
 def test_cached_dataset_is_not_rebuilt(
-    target: HFTarget, material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: HFTarget, material: TeacherSplit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = gather(target, tmp_path, PLAN)
+    first = build_dataset(target, tmp_path, PLAN)
     monkeypatch.setattr("specdemo.training.collect.continue_texts", lambda *_: pytest.fail("written again"))
-    again = gather(target, tmp_path, PLAN)
+    again = build_dataset(target, tmp_path, PLAN)
     assert torch.equal(first.text.tokens, again.text.tokens) and torch.equal(first.samples.tokens, again.samples.tokens)
-    assert torch.equal(first.held_out.tokens, again.held_out.tokens)
+    assert torch.equal(first.validation.tokens, again.validation.tokens)
 
 
-def test_an_example_is_aligned_like_progress(target: HFTarget, material: Material) -> None:
-    batch = columns(material.text.rows(torch.tensor([0, 3])), (1, -1))
-    progress = example(batch, (1, -1), target)
+def test_an_example_is_aligned_like_progress(target: HFTarget, material: TeacherSplit) -> None:
+    batch = columns(material.text.select(torch.tensor([0, 3])), (1, -1))
+    progress = to_progress(batch, (1, -1), target)
     assert progress.inputs.shape == progress.outputs.shape == (2, 31)
     assert torch.equal(progress.inputs[:, 1:], progress.outputs[:, :-1])
     with torch.no_grad():
@@ -82,7 +82,7 @@ def test_an_example_is_aligned_like_progress(target: HFTarget, material: Materia
     assert torch.equal(progress.probs.argmax(-1), outputs.logits[:, :-1].argmax(-1))
 
 
-def test_a_head_learns_and_is_saved_with_its_history(target: HFTarget, material: Material, tmp_path: Path) -> None:
+def test_a_head_learns_and_is_saved_with_its_history(target: HFTarget, material: TeacherSplit, tmp_path: Path) -> None:
     head = Next(32, VOCABULARY)
     ticks = list(train_head(head, target, material, tmp_path, minutes=1.0, batch_tokens=64, clock=ticking()))
     curve = ticks[-1].history.evaluations
@@ -93,7 +93,7 @@ def test_a_head_learns_and_is_saved_with_its_history(target: HFTarget, material:
     assert '"recipe": "next"' in (tmp_path / "provenance.json").read_text(encoding="utf-8")
 
 
-def test_a_stopped_run_goes_on_where_it_was(target: HFTarget, material: Material, tmp_path: Path) -> None:
+def test_a_stopped_run_goes_on_where_it_was(target: HFTarget, material: TeacherSplit, tmp_path: Path) -> None:
     ticks = train_head(Next(32, VOCABULARY), target, material, tmp_path, minutes=1.0, batch_tokens=64)
     for tick in ticks:
         if tick.history.step == 5:
@@ -104,6 +104,6 @@ def test_a_stopped_run_goes_on_where_it_was(target: HFTarget, material: Material
 
 
 def test_a_cache_without_the_taps_is_refused(target: HFTarget, tmp_path: Path) -> None:
-    gather(target, tmp_path, Plan(4, 2, 4, 32, 16, (-1,)))
+    build_dataset(target, tmp_path, Plan(4, 2, 4, 32, 16, (-1,)))
     with pytest.raises(ValueError, match="lacks taps"):
-        gather(target, tmp_path, PLAN)
+        build_dataset(target, tmp_path, PLAN)

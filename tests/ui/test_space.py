@@ -84,9 +84,9 @@ def test_no_quota_without_zero_gpu(monkeypatch):
 
 
 def test_duration_estimate_grows_and_stays_below_the_quota():
-    short, long = (preset("embedded-draft").with_changes(max_new_tokens=n).checked() for n in (32, 1024))
+    short, long = (preset("embedded-draft").with_changes(max_new_tokens=n).validated() for n in (32, 1024))
     assert space.seconds(short) < space.seconds(long) < space.LEND_S
-    large = load_presets()["qwen3-8b"].checked()
+    large = load_presets()["qwen3-8b"].validated()
     assert space.seconds(long) < space.seconds(large) <= space.LEND_S
 
 
@@ -164,7 +164,7 @@ def recorded_qwen(preset_id):
 
 
 def test_public_page_without_gpu_shows_the_recorded_run_with_a_reason(public, monkeypatch):
-    monkeypatch.setattr(live, "best", lambda: torch.device("cpu"))
+    monkeypatch.setattr(live, "best_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(live, "session", None)
     monkeypatch.setattr(live, "recorded", lambda preset_id: None)
     (text,) = live.run(qwen(), Log())
@@ -184,7 +184,7 @@ class Engine:
 
 @pytest.mark.parametrize("gpu", [False, True])
 def test_at_home_a_model_that_does_not_start_is_replaced_only_for_want_of_a_gpu(monkeypatch, gpu):
-    monkeypatch.setattr(live, "best", lambda: torch.device("mps" if gpu else "cpu"))
+    monkeypatch.setattr(live, "best_device", lambda: torch.device("mps" if gpu else "cpu"))
     monkeypatch.setattr(live, "session", Engine)
     monkeypatch.setattr(live, "recorded", recorded_qwen)
     log = Log()
@@ -196,7 +196,7 @@ def test_at_home_a_model_that_does_not_start_is_replaced_only_for_want_of_a_gpu(
     "changes", [{"target": "someone/else"}, {"history": (({"role": "user", "content": "Hi"},),) * 3}]
 )
 def test_no_recorded_run_stands_in_for_another_target_or_for_the_next_turn_of_a_chat(monkeypatch, changes):
-    monkeypatch.setattr(live, "best", lambda: torch.device("cpu"))
+    monkeypatch.setattr(live, "best_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(live, "session", Engine)
     monkeypatch.setattr(live, "recorded", recorded_qwen)
     log = Log(before=replayed(hostile_trace()))

@@ -26,30 +26,30 @@ from transformers import DynamicCache, Qwen3Config
 
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
-from specdemo.methods import expect, knob
+from specdemo.methods import knob, require_method
 from specdemo.methods.base import Head, Recipe
-from specdemo.methods.flags import Flags, says, sglang, vllm_config
-from specdemo.methods.grow import grow
-from specdemo.methods.heads.choose import NEVER, Vocabulary, Writing
-from specdemo.methods.heads.formats import absolute, renamed
+from specdemo.methods.flags import Flags, name_contains, sglang, vllm_config
+from specdemo.methods.grow import grow_tree
+from specdemo.methods.heads.formats import d2t_to_ids, rename_tensors
 from specdemo.methods.heads.formats import dflash as files
 from specdemo.methods.heads.formats.dflash import Design, spread_taps
 from specdemo.methods.heads.layers import Layer
-from specdemo.methods.heads.lilicorr import Correlator, Memory, Said
-from specdemo.methods.heads.network import Network, as_target
-from specdemo.methods.heads.runtime import Columns, HeadHistory, Kind, Rotary, at_last, whole_rows
+from specdemo.methods.heads.lilicorr import Correlator, Memory, StageOutput
+from specdemo.methods.heads.network import Network, move_to_target
+from specdemo.methods.heads.runtime import AttentionKind, Columns, HeadHistory, Rotary, last_columns, training_columns
+from specdemo.methods.heads.sampler import MASKED_LOGIT, ChainBuilder, DraftVocab
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
 from specdemo.models.packed import RMSNorm
 from specdemo.models.target import HFTarget
-from specdemo.training.losses import likeliest
+from specdemo.training.losses import argmax_targets
 
-TAPS = 3
+NUM_TAPS = 3
 CLASSES = ("DFlash", "DSpark", "Domino", "PEagle", "LiLiCorr")  # a part of what the class of its files is called
 HEAD_SIZE = 64  # of a fresh drafter
 BRANCHES = 10  # children of a node, where they depend on it
-CURE = "fetch config.json and weights of one revision, or choose a drafter of another dialect if these belong together"
+HINT = "fetch config.json and weights of one revision, or choose a drafter of another dialect if these belong together"
 
-Step = Callable[[int, Tensor, Tensor, Tensor, Memory], Said]  # as `Stage.forward`
+StageFn = Callable[[int, Tensor, Tensor, Tensor, Memory], StageOutput]  # as `Stage.forward`
 
 
 class Convolution(nn.Module):
@@ -78,25 +78,25 @@ class Convolution(nn.Module):
         return mixed
 
 
-class Slots(Layer):
+class BlockLayer(Layer):
     """A layer over the slots of blocks."""
 
     def __init__(self, design: Design, index: int, tensors: Mapping[str, Tensor]) -> None:
-        body, (span, groups) = design.body, files.convolution(tensors)
+        body, (span, groups) = design.body, files.convolution_sizes(tensors)
         names = {"self_attn.q_norm.weight"}
         if body.attention_bias:
             names |= {f"self_attn.{part}_proj.bias" for part in "qkvo"}
         if "layers.0.self_attn.attention_sink_bias" in tensors:
             names |= {"self_attn.attention_sink_bias"}
-        super().__init__(body, index, names, kind=design.kinds[index])
+        super().__init__(body, index, names, kind=design.attention_kinds[index])
         self.attention_conv = Convolution(body.hidden_size, design.block_size, span, groups) if span else None
         self.mlp_conv = Convolution(body.hidden_size, design.block_size, span, groups) if span else None
 
-    def forward(self, x: Tensor, at: Columns) -> Tensor:
+    def forward(self, x: Tensor, columns: Columns) -> Tensor:
         """x [B, N S, H] -> the same shape"""
         if self.attention_conv is None or self.mlp_conv is None:
-            return super().forward(x, at)
-        x = x + self.attention_conv(self.input_layernorm(x), lambda states: self.self_attn(states, at))
+            return super().forward(x, columns)
+        x = x + self.attention_conv(self.input_layernorm(x), lambda states: self.self_attn(states, columns))
         out: Tensor = x + self.mlp_conv(self.post_attention_layernorm(x), self.mlp)
         return out
 
@@ -106,7 +106,7 @@ class Stage(nn.Module):
 
     recurrent = False  # whether on more of them than the last one
 
-    def forward(self, slot: int, previous: Tensor, states: Tensor, logits: Tensor, memory: Memory) -> Said:
+    def forward(self, slot: int, previous: Tensor, states: Tensor, logits: Tensor, memory: Memory) -> StageOutput:
         """slot counts from the first that guesses; previous [...] tokens, states [..., H], logits [..., W], memory
         [..., M] of the slot before, None in the first -> logits, memory. One that is not recurrent reads any slots at
         once."""
@@ -116,44 +116,44 @@ class Stage(nn.Module):
 class CandidateSelector(Stage):
     """DFlash2: of a slot's likeliest tokens, how well each follows the token before."""
 
-    def __init__(self, design: Design, words: int, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, design: Design, vocab_size: int, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self.candidates, rank = min(design.candidates, words), tensors[files.CODEBOOK].shape[1]
-        self.predecessor_codebook = nn.Parameter(torch.zeros(words, rank))
-        self.successor_codebook = nn.Parameter(torch.zeros(words, rank))
+        self.candidates, rank = min(design.candidates, vocab_size), tensors[files.CODEBOOK].shape[1]
+        self.predecessor_codebook = nn.Parameter(torch.zeros(vocab_size, rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(vocab_size, rank))
         self.hidden_projection = nn.Linear(design.body.hidden_size, rank, bias=False)
 
-    def forward(self, slot: int, previous: Tensor, states: Tensor, logits: Tensor, memory: Memory) -> Said:
+    def forward(self, slot: int, previous: Tensor, states: Tensor, logits: Tensor, memory: Memory) -> StageOutput:
         scores, tokens = logits.topk(self.candidates)
-        wanted = self.predecessor_codebook[previous] * self.hidden_projection(states)
-        follow = (self.successor_codebook[tokens] @ wanted[..., None]).squeeze(-1)
-        return torch.full_like(logits, NEVER).scatter(-1, tokens, scores + follow.float()), None
+        query = self.predecessor_codebook[previous] * self.hidden_projection(states)
+        follow_scores = (self.successor_codebook[tokens] @ query[..., None]).squeeze(-1)
+        return torch.full_like(logits, MASKED_LOGIT).scatter(-1, tokens, scores + follow_scores.float()), None
 
 
 class MarkovHead(Stage):
     """DSpark: a bias on every token from the token before, of low rank. It may be gated by the slot's state, or depend,
     through a gated state of its own, on all tokens before."""
 
-    def __init__(self, design: Design, words: int, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, design: Design, vocab_size: int, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
         size, rank = design.body.hidden_size, tensors["markov_head.markov_w1.weight"].shape[1]
         self.markov_w1 = nn.Embedding(design.vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, words, bias=False)
+        self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
         self.recurrent = "markov_head.joint_proj.weight" in tensors
         self.joint_proj = nn.Linear(2 * rank + size, 3 * rank) if self.recurrent else None
         gated = "markov_head.gate_proj.weight" in tensors and not self.recurrent
         self.gate_proj = nn.Linear(size + rank, rank) if gated else None
 
-    def forward(self, slot: int, previous: Tensor, states: Tensor, logits: Tensor, memory: Memory) -> Said:
-        read = self.markov_w1(previous)
+    def forward(self, slot: int, previous: Tensor, states: Tensor, logits: Tensor, memory: Memory) -> StageOutput:
+        embedded = self.markov_w1(previous)
         if self.gate_proj is not None:
-            read = torch.sigmoid(self.gate_proj(torch.cat([states, read], -1))) * read
+            embedded = torch.sigmoid(self.gate_proj(torch.cat([states, embedded], -1))) * embedded
         elif self.joint_proj is not None:
-            memory = torch.zeros_like(read) if memory is None else memory
-            gate, candidate, out = self.joint_proj(torch.cat([memory, read, states], -1)).chunk(3, -1)
-            kept = torch.sigmoid(gate)
-            read, memory = torch.tanh(out), kept * memory + (1 - kept) * torch.tanh(candidate)
-        return logits + self.markov_w2(read).float(), memory
+            memory = torch.zeros_like(embedded) if memory is None else memory
+            gate, candidate, out = self.joint_proj(torch.cat([memory, embedded, states], -1)).chunk(3, -1)
+            retain = torch.sigmoid(gate)
+            embedded, memory = torch.tanh(out), retain * memory + (1 - retain) * torch.tanh(candidate)
+        return logits + self.markov_w2(embedded).float(), memory
 
 
 class Domino(Stage):
@@ -164,32 +164,32 @@ class Domino(Stage):
     def __init__(self, design: Design, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
         inner = len(tensors["domino.prefix_gru.weight_ih_l0"]) // 3
-        words = len(tensors["domino.embed_proj.0.weight"])
-        size, self.alone = design.body.hidden_size, design.left_alone
+        rank = len(tensors["domino.embed_proj.0.weight"])
+        size, self.uncorrected_slots = design.body.hidden_size, design.uncorrected_slots
         self.prefix_gru = nn.GRU(size, inner, bias=False, batch_first=True)
         self.embed_proj = nn.Sequential(
-            nn.Linear(size + inner, words, bias=False), nn.SiLU(), nn.Linear(words, design.vocab_size, bias=False)
+            nn.Linear(size + inner, rank, bias=False), nn.SiLU(), nn.Linear(rank, design.vocab_size, bias=False)
         )
         self.embedding: tuple[Tensor, ...] = ()  # the target's, which is no part of it
 
-    def forward(self, slot: int, previous: Tensor, states: Tensor, logits: Tensor, memory: Memory) -> Said:
-        read = F.embedding(previous, self.embedding[0]).to(states.dtype)
-        before = None if memory is None else memory.reshape(1, -1, memory.shape[-1])
-        seen = self.prefix_gru(read.reshape(-1, 1, read.shape[-1]), before)[0].view(*previous.shape, -1)
-        if slot < self.alone:
-            return logits, seen
-        return logits + self.embed_proj(torch.cat([states, seen], -1)).float(), seen
+    def forward(self, slot: int, previous: Tensor, states: Tensor, logits: Tensor, memory: Memory) -> StageOutput:
+        embedded = F.embedding(previous, self.embedding[0]).to(states.dtype)
+        initial_state = None if memory is None else memory.reshape(1, -1, memory.shape[-1])
+        state = self.prefix_gru(embedded.reshape(-1, 1, embedded.shape[-1]), initial_state)[0].view(*previous.shape, -1)
+        if slot < self.uncorrected_slots:
+            return logits, state
+        return logits + self.embed_proj(torch.cat([states, state], -1)).float(), state
 
 
-def whole_blocks(step: Step, previous: Tensor, states: Tensor, logits: Tensor) -> Tensor:
+def stage_logits(step: StageFn, previous: Tensor, states: Tensor, logits: Tensor) -> Tensor:
     """What a stage says of all slots, which are the last dimension of previous [..., D] -> logits [..., D, W]"""
     if isinstance(step, Stage) and not step.recurrent:
         return step.forward(0, previous, states, logits, None)[0]
-    memory, every = None, []
+    memory, all_logits = None, []
     for slot in range(previous.shape[-1]):
-        said, memory = step(slot, previous[..., slot], states[..., slot, :], logits[..., slot, :], memory)
-        every.append(said)
-    return torch.stack(every, -2)
+        slot_logits, memory = step(slot, previous[..., slot], states[..., slot, :], logits[..., slot, :], memory)
+        all_logits.append(slot_logits)
+    return torch.stack(all_logits, -2)
 
 
 class DFlashDraftModel(Network):
@@ -201,22 +201,26 @@ class DFlashDraftModel(Network):
     def __init__(self, design: Design, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.design = design
-        size, eps, own = design.body.hidden_size, design.body.rms_norm_eps, "d2t" in tensors
-        words = len(tensors["d2t"]) if own else design.vocab_size
+        size, eps, has_draft_vocab = design.body.hidden_size, design.body.rms_norm_eps, "d2t" in tensors
+        draft_vocab_size = len(tensors["d2t"]) if has_draft_vocab else design.vocab_size
         self.fc = nn.Linear(len(design.taps) * size, size, bias=False)
         self.hidden_norm = RMSNorm(size, eps)
-        self.layers = nn.ModuleList(Slots(design, i, tensors) for i in range(design.body.num_hidden_layers))
+        self.layers = nn.ModuleList(BlockLayer(design, i, tensors) for i in range(design.body.num_hidden_layers))
         self.norm = RMSNorm(size, eps)
-        self.lm_head = nn.Linear(size, words, bias=False) if own else None
-        self.register_buffer("d2t", torch.zeros(words, dtype=torch.int64) if own else None)
-        self.candidate_selector = CandidateSelector(design, words, tensors) if files.CODEBOOK in tensors else None
-        self.markov_head = MarkovHead(design, words, tensors) if "markov_head.markov_w1.weight" in tensors else None
+        self.lm_head = nn.Linear(size, draft_vocab_size, bias=False) if has_draft_vocab else None
+        self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.int64) if has_draft_vocab else None)
+        self.candidate_selector = (
+            CandidateSelector(design, draft_vocab_size, tensors) if files.CODEBOOK in tensors else None
+        )
+        self.markov_head = (
+            MarkovHead(design, draft_vocab_size, tensors) if "markov_head.markov_w1.weight" in tensors else None
+        )
         self.domino = Domino(design, tensors) if "domino.prefix_gru.weight_ih_l0" in tensors else None
         self.lilicorr = Correlator(design.lattice, size, design.block_size, eps) if design.lattice else None
         self.mask_embedding = nn.Parameter(torch.zeros(size)) if "mask_embedding" in tensors else None
 
-    def read_as(self, reading: Design) -> None:
-        self.design = reading
+    def use_convention(self, convention: Design) -> None:
+        self.design = convention
 
     @property
     def stage(self) -> Stage | None:
@@ -228,35 +232,35 @@ class DFlashDraftModel(Network):
         states: Tensor = self.hidden_norm(self.fc(features))
         return states
 
-    def remember(self, features: Tensor, at: Columns) -> None:
+    def cache_context(self, features: Tensor, columns: Columns) -> None:
         """Keep the keys and values of the target's features [B, A, F] at columns `at`."""
         states = self.context(features)
-        for layer in cast(list[Slots], self.layers):
-            layer.self_attn.remember(states, at)
+        for layer in cast(list[BlockLayer], self.layers):
+            layer.self_attn.cache_keys_values(states, columns)
 
-    def forward(self, x: Tensor, at: Columns) -> Tensor:
+    def forward(self, x: Tensor, columns: Columns) -> Tensor:
         """x [B, N S, H] -> the same"""
         for layer in self.layers:
-            x = layer(x, at)
+            x = layer(x, columns)
         out: Tensor = self.norm(x)
         return out
 
-    def whole(self, logits: Tensor) -> Tensor:
+    def to_target_vocab(self, logits: Tensor) -> Tensor:
         """Logits over the draft's vocabulary -> over the target's."""
         if not isinstance(self.d2t, Tensor):
             return logits
-        return Vocabulary(absolute(self.d2t), self.design.vocab_size).spread(logits)
+        return DraftVocab(d2t_to_ids(self.d2t), self.design.vocab_size).to_target_vocab(logits)
 
 
 def _vllm(model: str | None, k: int, options: Mapping[str, object]) -> Flags:
-    if says(model, "dspark"):
+    if name_contains(model, "dspark"):
         return vllm_config(method="dspark", model=model, num_speculative_tokens=k)
     dflash = vllm_config(method="dflash", model=model, num_speculative_tokens=k)
     return [*dflash, "--attention-backend", "flash_attn"]
 
 
 def _sglang(model: str | None, k: int, options: Mapping[str, object]) -> Flags:
-    if says(model, "dspark"):
+    if name_contains(model, "dspark"):
         return sglang("DSPARK", model, dspark_block_size=k)
     return sglang("DFLASH", model, num_draft_tokens=k + 1)
 
@@ -281,19 +285,19 @@ class DFlash(Head[DFlashDraftModel]):
         family = config.get("speculators_model_type")
         if family:
             return family in ("dflash", "dspark")
-        called = any(part in str(name) for name in config.get("architectures") or () for part in CLASSES)
-        shaped = {"hidden_norm.weight", "fc.weight", "norm.weight"} <= names
-        return "dflash_config" in config or called or shaped or checkpoint.has("encoder.output_norm_enc.")
+        by_class = any(part in str(name) for name in config.get("architectures") or () for part in CLASSES)
+        by_names = {"hidden_norm.weight", "fc.weight", "norm.weight"} <= names
+        return "dflash_config" in config or by_class or by_names or checkpoint.has("encoder.output_norm_enc.")
 
     @classmethod
     def read(cls, checkpoint: Checkpoint, target: Target) -> DFlashDraftModel:
-        checkpoint = replace(checkpoint, tensors=renamed(checkpoint.tensors, files.NAMES))
-        expect(checkpoint, "dflash")
-        tensors, designs = files.found(checkpoint, target)
+        checkpoint = replace(checkpoint, tensors=rename_tensors(checkpoint.tensors, files.NAMES))
+        require_method(checkpoint, "dflash")
+        tensors, designs = files.read_designs(checkpoint, target)
         with torch.device("meta"):
             head = DFlashDraftModel(designs[0], tensors)
-        head.readings = designs
-        return head.fill(tensors, checkpoint, target, CURE)
+        head.conventions = designs
+        return head.load_tensors(tensors, checkpoint, target, HINT)
 
     def __init__(self, target: Target, model: DFlashDraftModel | str, options: Options | None = None) -> None:
         super().__init__(target, model, options)
@@ -306,7 +310,9 @@ class DFlash(Head[DFlashDraftModel]):
         self._angles = Rotary(head.design.body, target.device)
         self.history = HeadHistory(target, len(head.layers), head.dtype, self._angles)  # of the context alone
         self._root = torch.empty(0, dtype=torch.int64)  # [B]
-        self._last: tuple[Tensor, ...] = ()  # of a LiLiCorr what the target said of the token before it, [B, taps H]
+        self._last_features: tuple[
+            Tensor, ...
+        ] = ()  # of a LiLiCorr what the target said of the token before it, [B, taps H]
 
     @classmethod
     def fresh(
@@ -331,153 +337,167 @@ class DFlash(Head[DFlashDraftModel]):
         )
         design = Design(
             body=body,
-            taps=taps or spread_taps(target.num_layers, TAPS),
+            taps=taps or spread_taps(target.num_layers, NUM_TAPS),
             block_size=block_size,
             mask_token_id=_mask_token(target),
             vocab_size=target.vocab_size,
-            kinds=((0, False),) * layers,
+            attention_kinds=((0, False),) * layers,
         )
-        made = DFlashDraftModel(design, {})
-        for name, parameter in made.named_parameters():
+        head = DFlashDraftModel(design, {})
+        for name, parameter in head.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 nn.init.zeros_(parameter)
             elif parameter.ndim > 1:
                 nn.init.normal_(parameter, 0.0, 0.02)
-        return as_target(made, target)
+        return move_to_target(head, target)
 
     def observe(self, progress: Progress) -> None:
-        features = self.tapped(progress)
+        features = self.target_features(progress)
         self.history.observe(progress.lengths, features)
-        self._root = at_last(progress, progress.outputs)
+        self._root = last_columns(progress, progress.outputs)
         if self.head.lilicorr is not None:
-            self._last = (at_last(progress, features),)
+            self._last_features = (last_columns(progress, features),)
 
     def propose(self, budget: Budget) -> Draft:
         design = self.head.design
-        depth = min(budget.depth, budget.nodes, design.drafts)
+        depth = min(budget.depth, budget.nodes, design.num_drafts)
         if depth < 1:
             return Draft.empty(len(self._root), self._root.device)
         nodes = budget.nodes if self.options.nodes else 0
-        write, block = partial(self._write, nodes), design.block_size
-        return self.replayed_behind(nodes, depth, write, self._root, *self._last, ahead=block, tree=nodes > 0)
+        draft_fn, block_size = partial(self._draft_block, nodes), design.block_size
+        return self.run_draft_with_history(
+            nodes, depth, draft_fn, self._root, *self._last_features, max_columns=block_size, tree=nodes > 0
+        )
 
-    def _write(self, nodes: int, depth: int, at: Columns | None, root: Tensor, *last: Tensor) -> Draft:
+    def _draft_block(
+        self, nodes: int, depth: int, columns: Columns | None, root: Tensor, *last_features: Tensor
+    ) -> Draft:
         """A block behind all that was observed; of an earlier one nothing stays. nodes 0: a chain."""
         design = self.head.design
-        if at is not None:
-            at.run(self.head.remember, *at.inputs)
+        if columns is not None:
+            columns.run(self.head.cache_context, *columns.inputs)
         tokens = root.new_full((len(root), design.block_size), design.mask_token_id)
         tokens[:, 0] = root
-        ends = design.first + (design.drafts if last else depth)  # candidates see those of all slots
-        states = self.history.ahead(design.block_size).run(self._block, tokens)[:, design.first : ends]
+        end = design.first_slot + (design.num_drafts if last_features else depth)  # candidates see those of all slots
+        states = self.history.draft_columns(design.block_size).run(self._block, tokens)[:, design.first_slot : end]
         logits = self._logits(states)
         if nodes:  # all nodes have one block
-            last = tuple(features[:, None] for features in last)
-            step = self._step(states[:, None], logits[:, None], *last)
+            last_features = tuple(features[:, None] for features in last_features)
+            step = self._stage_fn(states[:, None], logits[:, None], *last_features)
             return self._tree(root, states, logits, Budget(depth, nodes), step)
-        return self._chain(root, states[:, :depth], logits[:, :depth], self._step(states, logits, *last))
+        return self._chain(root, states[:, :depth], logits[:, :depth], self._stage_fn(states, logits, *last_features))
 
-    def _step(self, states: Tensor, logits: Tensor, features: Tensor | None = None) -> Step | None:
+    def _stage_fn(self, states: Tensor, logits: Tensor, features: Tensor | None = None) -> StageFn | None:
         """What makes a token depend on those before it, in whole blocks of states [..., D, H] and logits [..., D, V]
         behind the target's features [..., taps H]."""
         if self.head.lilicorr is None or features is None:
             return self.head.stage
-        return self.head.lilicorr.over(states, logits, self.head.context(features), self._rows)
+        return self.head.lilicorr.build_lattice(states, logits, self.head.context(features), self._rows)
 
-    def _block(self, tokens: Tensor, at: Columns) -> Tensor:
-        states: Tensor = self.head(self._embed(tokens), at)
+    def _block(self, tokens: Tensor, columns: Columns) -> Tensor:
+        states: Tensor = self.head(self._embed(tokens), columns)
         return states
 
-    def _chain(self, root: Tensor, states: Tensor, logits: Tensor, step: Step | None) -> Draft:
+    def _chain(self, root: Tensor, states: Tensor, logits: Tensor, step: StageFn | None) -> Draft:
         """states [B, D, H], logits [B, D, V] before the last stage -> a token per slot"""
-        previous, written = root, Writing(self.choice)
+        previous, builder = root, ChainBuilder(self.sampler)
         if step is None:
-            written.take(self.head.whole(logits))
-            return written.draft()
+            builder.append(self.head.to_target_vocab(logits))
+            return builder.build()
         memory = None
         for i in range(states.shape[1]):
-            said, memory = step(i, previous, states[:, i], logits[:, i], memory)
-            previous = written.take(self.head.whole(said)[:, None])[:, 0]
-        return written.draft()
+            slot_logits, memory = step(i, previous, states[:, i], logits[:, i], memory)
+            previous = builder.append(self.head.to_target_vocab(slot_logits)[:, None])[:, 0]
+        return builder.build()
 
-    def _tree(self, root: Tensor, states: Tensor, logits: Tensor, budget: Budget, step: Step | None) -> Draft:
+    def _tree(self, root: Tensor, states: Tensor, logits: Tensor, budget: Budget, step: StageFn | None) -> Draft:
         """The likeliest nodes."""
         slots = count()
         if step is None:
-            return _independent_tree(self.head.whole(logits).log_softmax(-1), budget)
+            return _independent_tree(self.head.to_target_vocab(logits).log_softmax(-1), budget)
         memory: Memory = None  # of the last level's nodes
         rows = torch.arange(len(states), device=states.device)[:, None]
 
-        def after(tokens: Tensor, parents: Tensor) -> Tensor:
+        def expand(tokens: Tensor, parents: Tensor) -> Tensor:
             nonlocal memory
             slot = next(slots)
-            state, found = (part[:, slot, None].expand(-1, tokens.shape[1], -1) for part in (states, logits))
-            said, memory = step(slot, tokens, state, found, None if memory is None else memory[rows, parents])
-            return self.head.whole(said).log_softmax(-1)
+            state, slot_logits = (part[:, slot, None].expand(-1, tokens.shape[1], -1) for part in (states, logits))
+            next_logits, memory = step(
+                slot, tokens, state, slot_logits, None if memory is None else memory[rows, parents]
+            )
+            return self.head.to_target_vocab(next_logits).log_softmax(-1)
 
-        first = after(root[:, None], torch.zeros_like(root)[:, None])[:, 0]
-        return grow(first, after, budget, BRANCHES)
+        root_log_probs = expand(root[:, None], torch.zeros_like(root)[:, None])[:, 0]
+        return grow_tree(root_log_probs, expand, budget, BRANCHES)
 
     def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:
         """Cross-entropy to the target's distribution (to the text where it is unknown) in blocks at random places, slot
         i of them weighted by exp(-i / gamma); at evenly spaced places while the head is in eval mode."""
         design, columns = self.head.design, batch.inputs.shape[1]
         anchors = self._anchors(batch.inputs)
-        states = self._blocks(batch, anchors)[:, :, design.first :]
-        asked = anchors[..., None] + torch.arange(design.drafts, device=anchors.device)  # [B, N, D]: whose outputs
-        known, asked = asked < columns, asked.clamp_max(columns - 1)
-        rows = torch.arange(len(asked), device=asked.device)[:, None, None]
+        states = self._block_states(batch, anchors)[:, :, design.first_slot :]
+        label_columns = anchors[..., None] + torch.arange(
+            design.num_drafts, device=anchors.device
+        )  # [B, N, D]: whose outputs
+        in_range, label_columns = label_columns < columns, label_columns.clamp_max(columns - 1)
+        rows = torch.arange(len(label_columns), device=label_columns.device)[:, None, None]
         logits = self._logits(states)
-        logits = self.head.whole(self._staged(batch, anchors, batch.inputs[rows, asked], states, logits))
+        logits = self.head.to_target_vocab(
+            self._apply_stage(batch, anchors, batch.inputs[rows, label_columns], states, logits)
+        )
         probs = batch.target_probs()
-        wanted = batch.outputs[rows, asked] if probs is None else probs[rows, asked]
-        nats = F.cross_entropy(logits.flatten(0, 2), wanted.flatten(0, 2), reduction="none").view_as(known)
-        weights = known * torch.exp(-torch.arange(design.drafts, device=known.device) / self.gamma)
-        right = ((logits.argmax(-1) == likeliest(wanted)) & known).sum((0, 1)) / known.sum((0, 1)).clamp_min(1)
-        metrics = {f"agree_{i}": share for i, share in enumerate(right.tolist(), start=1)}
-        return (nats * weights).sum() / weights.sum(), metrics
+        labels = batch.outputs[rows, label_columns] if probs is None else probs[rows, label_columns]
+        losses = F.cross_entropy(logits.flatten(0, 2), labels.flatten(0, 2), reduction="none").view_as(in_range)
+        weights = in_range * torch.exp(-torch.arange(design.num_drafts, device=in_range.device) / self.gamma)
+        agreement = ((logits.argmax(-1) == argmax_targets(labels)) & in_range).sum((0, 1)) / in_range.sum(
+            (0, 1)
+        ).clamp_min(1)
+        metrics = {f"agree_{i}": share for i, share in enumerate(agreement.tolist(), start=1)}
+        return (losses * weights).sum() / weights.sum(), metrics
 
-    def _staged(self, batch: Progress, anchors: Tensor, before: Tensor, states: Tensor, logits: Tensor) -> Tensor:
+    def _apply_stage(
+        self, batch: Progress, anchors: Tensor, previous: Tensor, states: Tensor, logits: Tensor
+    ) -> Tensor:
         """Logits [B, N, D, V] behind the last stage, the tokens before [B, N, D] given."""
         rows = torch.arange(len(anchors), device=anchors.device)[:, None]
-        features = None if self.head.lilicorr is None else self.tapped(batch)[rows, anchors - 1]
-        step = self._step(states, logits, features)
-        return logits if step is None else whole_blocks(step, before, states, logits)
+        features = None if self.head.lilicorr is None else self.target_features(batch)[rows, anchors - 1]
+        step = self._stage_fn(states, logits, features)
+        return logits if step is None else stage_logits(step, previous, states, logits)
 
     def _anchors(self, inputs: Tensor) -> Tensor:
         """Columns [B, N] of anchors, no two alike in a row, for about as many slots as there are columns."""
         rows, columns = inputs.shape
-        places = max(1, columns - self.head.design.drafts)  # a block should end within the row
+        places = max(1, columns - self.head.design.num_drafts)  # a block should end within the row
         number = min(places, max(1, columns // self.head.design.block_size))
         if self.head.training:
             return 1 + torch.rand(rows, places).argsort(1)[:, :number].to(inputs.device)
         return 1 + (torch.arange(number, device=inputs.device) * places // number).expand(rows, -1)
 
-    def _blocks(self, batch: Progress, anchors: Tensor) -> Tensor:
+    def _block_states(self, batch: Progress, anchors: Tensor) -> Tensor:
         """The states [B, N, S, H] of blocks at anchors [B, N]; each sees what is before its anchor, and itself."""
         design, (rows, columns) = self.head.design, batch.inputs.shape
         positions = (anchors[..., None] + torch.arange(design.block_size, device=anchors.device)).flatten(1)
-        beyond, cache = columns + design.block_size, DynamicCache()
+        end, cache = columns + design.block_size, DynamicCache()
         context = torch.arange(columns, device=anchors.device)[None]
-        self.head.remember(self.tapped(batch), whole_rows(context, self._angles, beyond, cache=cache))
+        self.head.cache_context(self.target_features(batch), training_columns(context, self._angles, end, cache=cache))
         tokens = torch.full_like(positions, design.mask_token_id)
         tokens[:, :: design.block_size] = batch.inputs.gather(1, anchors.clamp_max(columns - 1))
         masks = _training_masks(design, anchors, positions, columns)
-        at = Columns(positions, self._angles(positions, beyond), masks.get, cache)
-        states: Tensor = self.head(self._embed(tokens), at)
+        block_columns = Columns(positions, self._angles(positions, end), masks.get, cache)
+        states: Tensor = self.head(self._embed(tokens), block_columns)
         return states.view(rows, -1, design.block_size, states.shape[-1])
 
     def save(self, folder: Path, target_name: str) -> None:
         tensors = self.head.state_dict()
         write_checkpoint(
-            folder, files.described(self.head.design, tensors, target_name, self._target.num_layers), tensors
+            folder, files.to_config(self.head.design, tensors, target_name, self._target.num_layers), tensors
         )
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        design, own = self.head.design, self.head.mask_embedding
+        design, mask_embedding = self.head.design, self.head.mask_embedding
         rows = self._rows(tokens.clamp_max(len(self._embedding) - 1))
-        if own is not None:
-            rows = torch.where((tokens == design.mask_token_id)[..., None], own, rows)
+        if mask_embedding is not None:
+            rows = torch.where((tokens == design.mask_token_id)[..., None], mask_embedding, rows)
         return rows * design.embedding_scale
 
     def _rows(self, tokens: Tensor) -> Tensor:
@@ -486,39 +506,41 @@ class DFlash(Head[DFlashDraftModel]):
 
     def _logits(self, states: Tensor) -> Tensor:
         """states [..., H] -> fp32 logits over the draft's vocabulary, before the last stage"""
-        design, own = self.head.design, self.head.lm_head
+        design, lm_head = self.head.design, self.head.lm_head
         states = states.contiguous()  # of a strided view the product takes several times as long
-        logits: Tensor = self._target.lm_head(states.to(self._embedding.dtype)) if own is None else own(states)
+        logits: Tensor = self._target.lm_head(states.to(self._embedding.dtype)) if lm_head is None else lm_head(states)
         logits = logits.float() * design.output_multiplier
         return design.softcap * torch.tanh(logits / design.softcap) if design.softcap else logits
 
 
-def _independent_tree(chances: Tensor, budget: Budget) -> Draft:
+def _independent_tree(log_probs: Tensor, budget: Budget) -> Draft:
     """The likeliest nodes, log q [B, D, V] of independent slots given (DDTree, 2604.12989). All nodes of a level have
     the same R children, so the tree grows over ranks, and rank r of level i is number i R + r."""
-    chances, ranked = chances.topk(min(budget.nodes, chances.shape[-1]))
-    rows, depth, width = chances.shape
-    apart = chances.new_full((rows, depth, depth, width), -torch.inf)
-    apart.diagonal(dim1=1, dim2=2).copy_(chances.transpose(1, 2))
-    levels = iter(apart.flatten(2).unbind(1))
+    log_probs, ranked = log_probs.topk(min(budget.nodes, log_probs.shape[-1]))
+    rows, depth, width = log_probs.shape
+    by_level = log_probs.new_full((rows, depth, depth, width), -torch.inf)
+    by_level.diagonal(dim1=1, dim2=2).copy_(log_probs.transpose(1, 2))
+    levels = iter(by_level.flatten(2).unbind(1))
     first = next(levels)
-    tree = grow(first, lambda ranks, _: next(levels)[:, None].expand(-1, ranks.shape[1], -1), budget, width)
+    tree = grow_tree(first, lambda ranks, _: next(levels)[:, None].expand(-1, ranks.shape[1], -1), budget, width)
     return Draft(ranked.flatten(1).gather(1, tree.tokens), tree.parents, confidence=tree.confidence)
 
 
-def _training_masks(design: Design, anchors: Tensor, positions: Tensor, columns: int) -> dict[Kind, Tensor | None]:
+def _training_masks(
+    design: Design, anchors: Tensor, positions: Tensor, columns: int
+) -> dict[AttentionKind, Tensor | None]:
     """[B, 1, N S, A + N S] for blocks of slots at positions [B, N S], side by side behind A columns of context."""
-    before = torch.arange(columns, device=anchors.device)
-    context = before < anchors.repeat_interleave(design.block_size, 1)[..., None]
-    owner = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(design.block_size)
-    own = (owner[:, None] == owner).expand(len(anchors), -1, -1)
-    seen = torch.cat([context, own], 2)
-    keys = torch.cat([before.expand(len(anchors), -1), positions], 1)
+    context_positions = torch.arange(columns, device=anchors.device)
+    context = context_positions < anchors.repeat_interleave(design.block_size, 1)[..., None]
+    block_of_slot = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(design.block_size)
+    same_block = (block_of_slot[:, None] == block_of_slot).expand(len(anchors), -1, -1)
+    visible = torch.cat([context, same_block], 2)
+    keys = torch.cat([context_positions.expand(len(anchors), -1), positions], 1)
     distance = positions[..., None] - keys[:, None]
-    masks: dict[Kind, Tensor | None] = {}
-    for window, causal in set(design.kinds):
-        near = seen & (distance.abs() < window) if window else seen
-        masks[window, causal] = (near & (distance >= 0) if causal else near)[:, None]
+    masks: dict[AttentionKind, Tensor | None] = {}
+    for window, causal in set(design.attention_kinds):
+        in_window = visible & (distance.abs() < window) if window else visible
+        masks[window, causal] = (in_window & (distance >= 0) if causal else in_window)[:, None]
     return masks
 
 

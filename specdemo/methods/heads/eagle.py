@@ -29,22 +29,22 @@ from transformers import DynamicCache, LlamaConfig
 
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
-from specdemo.methods import expect, knob
+from specdemo.methods import knob, require_method
 from specdemo.methods.base import Head, Recipe
-from specdemo.methods.flags import Flags, says, sglang, sglang_chain, vllm_config
-from specdemo.methods.grow import grow
-from specdemo.methods.heads.choose import Vocabulary, Writing
-from specdemo.methods.heads.formats import absolute
+from specdemo.methods.flags import Flags, name_contains, sglang, sglang_chain, vllm_config
+from specdemo.methods.grow import grow_tree
+from specdemo.methods.heads.formats import d2t_to_ids
 from specdemo.methods.heads.formats import eagle as files
-from specdemo.methods.heads.formats.eagle import Convention, default_taps
-from specdemo.methods.heads.layers import Layer, below, like, linear
-from specdemo.methods.heads.network import Network, as_target
-from specdemo.methods.heads.runtime import Columns, HeadHistory, Rotary, unrolled_mask, whole_rows
+from specdemo.methods.heads.formats.eagle import EagleConvention, default_taps
+from specdemo.methods.heads.layers import Layer, linear, llama_config_like, strip_prefix
+from specdemo.methods.heads.network import Network, move_to_target
+from specdemo.methods.heads.runtime import Columns, HeadHistory, Rotary, training_columns, unrolled_mask
+from specdemo.methods.heads.sampler import ChainBuilder, DraftVocab
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
 from specdemo.models.packed import RMSNorm
-from specdemo.training.losses import likeliest, steps_loss
+from specdemo.training.losses import argmax_targets, steps_loss
 
-UNROLLED = 4  # steps of EAGLE-3's training-time test
+UNROLLED_STEPS = 4  # steps of EAGLE-3's training-time test
 DECAY = 0.8  # weight of a step in the loss, relative to the one before it
 TOKENS_WEIGHT = 0.1  # EAGLE-1: weight of the cross-entropy beside the distance of the features
 
@@ -59,13 +59,13 @@ class EagleLayer(Layer):
             self.input_layernorm = nn.Identity()
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if doubled else None
 
-    def read(self, state: Tensor, embedded: Tensor, norm_before_residual: bool, at: Columns) -> Tensor:
+    def forward_pair(self, state: Tensor, embedded: Tensor, norm_before_residual: bool, columns: Columns) -> Tensor:
         """state [B, S, D], read together with embedded [B, S, D] by EAGLE-3's first layer -> [B, S, D]"""
         if self.hidden_norm is None:
-            return self.forward(state, at)
+            return self.forward(state, columns)
         normed = self.hidden_norm(state)
         x = torch.cat([self.input_layernorm(embedded), normed], -1)
-        state = (normed if norm_before_residual else state) + self.self_attn(x, at)
+        state = (normed if norm_before_residual else state) + self.self_attn(x, columns)
         out: Tensor = state + self.mlp(self.post_attention_layernorm(state))
         return out
 
@@ -83,45 +83,45 @@ class EagleHead(Network):
         self,
         target: Target,
         config: LlamaConfig,
-        convention: Convention,
+        convention: EagleConvention,
         names: Collection[str],
         d2t: Tensor | None = None,
     ) -> None:
         super().__init__()
         size, eps, taps = config.hidden_size, config.rms_norm_eps, len(convention.taps)
         self.config = config
-        read = 2 * size if convention.eagle1 else taps * target.hidden_size
-        drafted = config.vocab_size if d2t is None else len(d2t)
-        self.fc = linear(read, size, "fc", names)
+        fc_inputs = 2 * size if convention.eagle1 else taps * target.hidden_size
+        draft_vocab_size = config.vocab_size if d2t is None else len(d2t)
+        self.fc = linear(fc_inputs, size, "fc", names)
         copied = len(convention.windows) != config.num_hidden_layers  # from the config of a whole model
         self.windows = (0,) * config.num_hidden_layers if copied else convention.windows
         self.layers = nn.ModuleList(
-            EagleLayer(config, i, below(names, f"layers.{i}."), window) for i, window in enumerate(self.windows)
+            EagleLayer(config, i, strip_prefix(names, f"layers.{i}."), window) for i, window in enumerate(self.windows)
         )
         self.norm = RMSNorm(size, eps) if "norm.weight" in names else None
-        self.lm_head = nn.Linear(size, drafted, bias=False) if "lm_head.weight" in names else None
+        self.lm_head = nn.Linear(size, draft_vocab_size, bias=False) if "lm_head.weight" in names else None
         self.embed_tokens = nn.Embedding(config.vocab_size, size) if "embed_tokens.weight" in names else None
-        self.input_norm = RMSNorm(read, eps) if "input_norm.weight" in names else None
+        self.input_norm = RMSNorm(fc_inputs, eps) if "input_norm.weight" in names else None
         normed = range(taps if "fc_norm.0.weight" in names else 0)
         self.fc_norm = nn.ModuleList(RMSNorm(target.hidden_size, eps) for _ in normed)
-        self.mask_hidden = nn.Parameter(torch.zeros(read)) if files.MASKED in names else None
+        self.mask_hidden = nn.Parameter(torch.zeros(fc_inputs)) if files.MASK_HIDDEN in names else None
         self.register_buffer("d2t", d2t)
-        self._targets = target.embed, target.lm_head  # a tuple, so that they are not registered
-        self._spoken = target.dtype  # that its lm_head reads
+        self._target_modules = target.embed, target.lm_head  # a tuple, so that they are not registered
+        self._lm_head_dtype = target.dtype  # that its lm_head reads
         self.convention = convention
 
-    def read_as(self, reading: Convention) -> None:
-        self.convention = reading
+    def use_convention(self, convention: EagleConvention) -> None:
+        self.convention = convention
 
-    def hasten(self) -> "EagleHead":
+    def fuse(self) -> "EagleHead":
         for layer in self._layers:
-            layer.self_attn.join()
-            layer.mlp.join()
-        return super().hasten()
+            layer.self_attn.fuse_projections()
+            layer.mlp.fuse_projections()
+        return super().fuse()
 
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens [B, S] of the target's vocabulary -> [B, S, D]"""
-        embedded: Tensor = (self.embed_tokens or self._targets[0])(tokens)
+        embedded: Tensor = (self.embed_tokens or self._target_modules[0])(tokens)
         return embedded.to(self.dtype)
 
     def features(self, hidden: Tensor) -> Tensor:
@@ -134,23 +134,25 @@ class EagleHead(Network):
         features: Tensor = self.fc(hidden if self.input_norm is None else self.input_norm(hidden))
         return features
 
-    def forward(self, embedded: Tensor, features: Tensor, at: Columns) -> Tensor:
+    def forward(self, embedded: Tensor, features: Tensor, columns: Columns) -> Tensor:
         """embedded and features [B, S, D] -> states [B, S, D]"""
         state = features
         if self.convention.eagle1:
             pair = [features, embedded] if self.convention.feature_first else [embedded, features]
             state = self.fc(torch.cat(pair, -1))
         for layer in self._layers:
-            state = layer.read(state, embedded, self.convention.norm_before_residual, at)
+            state = layer.forward_pair(state, embedded, self.convention.norm_before_residual, columns)
         return state
 
     def logits(self, states: Tensor) -> Tensor:
         """states [..., D] -> [..., W]"""
         normed = states if self.norm is None else self.norm(states)
-        logits: Tensor = self.lm_head(normed) if self.lm_head else self._targets[1](normed.to(self._spoken))
+        logits: Tensor = (
+            self.lm_head(normed) if self.lm_head else self._target_modules[1](normed.to(self._lm_head_dtype))
+        )
         return logits
 
-    def fed_back(self, states: Tensor) -> Tensor:
+    def feedback_features(self, states: Tensor) -> Tensor:
         """What takes the feature's place below a drafted token."""
         return self.norm(states) if self.convention.norm_output and self.norm is not None else states
 
@@ -159,23 +161,23 @@ class EagleHead(Network):
         return cast(list[EagleLayer], self.layers)
 
     @cached_property
-    def words(self) -> Vocabulary:
-        return Vocabulary(None if self.d2t is None else absolute(self.d2t), self.config.vocab_size)
+    def draft_vocab(self) -> DraftVocab:
+        return DraftVocab(None if self.d2t is None else d2t_to_ids(self.d2t), self.config.vocab_size)
 
 
-def _third(model: str | None) -> str:
+def _eagle3_suffix(model: str | None) -> str:
     """EAGLE-3, which a server has to be told by name."""
-    return "3" if says(model, "eagle3") or says(model, "eagle-3") else ""
+    return "3" if name_contains(model, "eagle3") or name_contains(model, "eagle-3") else ""
 
 
 def _vllm(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
-    if says(model, "p-eagle"):
+    if name_contains(model, "p-eagle"):
         return vllm_config(method="eagle3", model=model, num_speculative_tokens=k, parallel_drafting=True)
-    return vllm_config(method=f"eagle{_third(model)}", model=model, num_speculative_tokens=k)
+    return vllm_config(method=f"eagle{_eagle3_suffix(model)}", model=model, num_speculative_tokens=k)
 
 
 def _sglang(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
-    algorithm = f"EAGLE{_third(model)}"
+    algorithm = f"EAGLE{_eagle3_suffix(model)}"
     if options["draft"] == "chain":
         return sglang_chain(algorithm)(model, k, options)
     return sglang(algorithm, model, num_steps=k, eagle_topk=options["top_k"], num_draft_tokens=options["nodes"] + 1)
@@ -215,12 +217,12 @@ class Eagle(Head[EagleHead]):
 
     @classmethod
     def read(cls, checkpoint: Checkpoint, target: Target) -> EagleHead:
-        expect(checkpoint, "eagle")
-        tensors, config, conventions = files.found(checkpoint, target)
+        require_method(checkpoint, "eagle")
+        tensors, config, conventions = files.read_conventions(checkpoint, target)
         with torch.device("meta"):
             head = EagleHead(target, config, conventions[0], tensors, tensors.get("d2t"))
-        head.readings = conventions
-        return head.fill(tensors, checkpoint, target, "choose a head of Llama layers")
+        head.conventions = conventions
+        return head.load_tensors(tensors, checkpoint, target, "choose a head of Llama layers")
 
     def __init__(self, target: Target, model: EagleHead | str, options: Options | None = None) -> None:
         super().__init__(target, model, options)
@@ -236,19 +238,19 @@ class Eagle(Head[EagleHead]):
             raise ValueError(f"unknown kind {kind!r} of EAGLE head; choose eagle3 or eagle1")
         if kind == "eagle1" and draft_vocab:
             raise ValueError("an EAGLE-1 head speaks through the target's lm_head; leave draft_vocab out")
-        config = like(target)
+        config = llama_config_like(target)
         config.intermediate_size = intermediate or config.intermediate_size
         if kind == "eagle1":
-            head = EagleHead(target, config, Convention((-1,)), ())
+            head = EagleHead(target, config, EagleConvention((-1,)), ())
         else:
             names = {"norm.weight", "lm_head.weight", "layers.0.input_layernorm.weight", "layers.0.hidden_norm.weight"}
             # byte-pair vocabularies are numbered by how often a pair occurred, so the low ids are the common words
             d2t = torch.zeros(draft_vocab, dtype=torch.int64) if 0 < draft_vocab < target.vocab_size else None
-            head = EagleHead(target, config, Convention(default_taps(target.num_layers)), names, d2t)
-        return as_target(head, target)
+            head = EagleHead(target, config, EagleConvention(default_taps(target.num_layers)), names, d2t)
+        return move_to_target(head, target)
 
     def observe(self, progress: Progress) -> None:
-        hidden = self.tapped(progress, self.head.convention.taps)
+        hidden = self.target_features(progress, self.head.convention.taps)
         self.history.observe(progress.lengths, progress.outputs, hidden)
 
     def propose(self, budget: Budget) -> Draft:
@@ -256,74 +258,74 @@ class Eagle(Head[EagleHead]):
         if depth < 1:
             return Draft.empty(self.history.rows, self.device)
         if self.head.mask_hidden is not None:
-            return self.replayed_behind("masks", depth, self._at_once, ahead=depth)
+            return self.run_draft_with_history("masks", depth, self._draft_parallel, max_columns=depth)
         if self.options.draft == "chain":
-            return self.replayed_behind("chain", depth, self._chain, ahead=depth)
-        ahead, write = depth * self.options.top_k, partial(self._tree, budget.nodes)
-        return self.replayed_behind(("tree", budget.nodes), depth, write, ahead=ahead, tree=True)
+            return self.run_draft_with_history("chain", depth, self._chain, max_columns=depth)
+        max_columns, draft_fn = depth * self.options.top_k, partial(self._tree, budget.nodes)
+        return self.run_draft_with_history(("tree", budget.nodes), depth, draft_fn, max_columns=max_columns, tree=True)
 
-    def _root_of(self, at: Columns | None) -> tuple[Tensor, Tensor]:
+    def _root_logits(self, columns: Columns | None) -> tuple[Tensor, Tensor]:
         """What is fed back [B, 1, D] below the root, and logits [B, W] behind it."""
-        if at is not None:
-            root = at.last(at.run(self._read, *at.inputs))
-            found = self.head.fed_back(root), self.head.logits(root[:, 0])
-            if at.written is not None:
-                return found  # of a recorded pass, whose memory is its own
-            self._root = found
+        if columns is not None:
+            root = columns.last(columns.run(self._observed_states, *columns.inputs))
+            output = self.head.feedback_features(root), self.head.logits(root[:, 0])
+            if columns.cache_columns is not None:
+                return output  # of a recorded pass, whose memory is its own
+            self._root = output
         return self._root
 
-    def _read(self, tokens: Tensor, hidden: Tensor, at: Columns) -> Tensor:
+    def _observed_states(self, tokens: Tensor, hidden: Tensor, columns: Columns) -> Tensor:
         """What the target said [B, S], and in which states [B, S, taps H] -> states [B, S, D]"""
-        states: Tensor = self.head(self.head.embed(tokens), self.head.features(hidden), at)
+        states: Tensor = self.head(self.head.embed(tokens), self.head.features(hidden), columns)
         return states
 
-    def _onward(self, tokens: Tensor, features: Tensor, at: Columns) -> tuple[Tensor, Tensor]:
+    def _decode_step(self, tokens: Tensor, features: Tensor, columns: Columns) -> tuple[Tensor, Tensor]:
         """The head's own tokens [B, S] and states [B, S, D] -> what is fed back [B, S, D], and logits [B, S, W]"""
-        states = self.head(self.head.embed(self.head.words.in_target(tokens)), features, at)
-        return self.head.fed_back(states), self.head.logits(states)
+        states = self.head(self.head.embed(self.head.draft_vocab.to_target_ids(tokens)), features, columns)
+        return self.head.feedback_features(states), self.head.logits(states)
 
-    def _tree(self, nodes: int, depth: int, at: Columns | None) -> Draft:
-        states, logits = self._root_of(at)
+    def _tree(self, nodes: int, depth: int, columns: Columns | None) -> Draft:
+        states, logits = self._root_logits(columns)
 
-        def level(tokens: Tensor, parents: Tensor) -> Tensor:
+        def expand(tokens: Tensor, parents: Tensor) -> Tensor:
             """Tokens [B, K], each below a node of the last frontier -> log q [B, K, W] behind them."""
             nonlocal states
             features = states[torch.arange(len(parents), device=self.device)[:, None], parents]
-            states, logits = self.history.ahead(parents=parents).run(self._onward, tokens, features)
+            states, logits = self.history.draft_columns(parents=parents).run(self._decode_step, tokens, features)
             return logits.float().log_softmax(-1)
 
-        drafted = grow(logits.float().log_softmax(-1), level, Budget(depth, nodes), self.options.top_k)
-        return replace(drafted, tokens=self.head.words.in_target(drafted.tokens))
+        drafted = grow_tree(logits.float().log_softmax(-1), expand, Budget(depth, nodes), self.options.top_k)
+        return replace(drafted, tokens=self.head.draft_vocab.to_target_ids(drafted.tokens))
 
-    def _chain(self, depth: int, at: Columns | None) -> Draft:
-        states, logits = self._root_of(at)
-        written = Writing(self.choice)
+    def _chain(self, depth: int, columns: Columns | None) -> Draft:
+        states, logits = self._root_logits(columns)
+        builder = ChainBuilder(self.sampler)
 
-        def read(tokens: Tensor) -> Tensor:
+        def decode_step(tokens: Tensor) -> Tensor:
             nonlocal states
-            alone = torch.zeros_like(tokens) if any(self.head.windows) else None  # a level's window ends at the root
-            states, logits = self.history.ahead(parents=alone).run(self._onward, tokens, states)
+            parents = torch.zeros_like(tokens) if any(self.head.windows) else None  # a level's window ends at the root
+            states, logits = self.history.draft_columns(parents=parents).run(self._decode_step, tokens, states)
             return logits[:, 0]
 
-        written.take(logits[:, None])
-        written.follow(read, depth)
-        return written.draft(self.head.words)
+        builder.append(logits[:, None])
+        builder.extend(decode_step, depth)
+        return builder.build(self.head.draft_vocab)
 
-    def _at_once(self, depth: int, at: Columns | None) -> Draft:
-        said = self._root_of(at)[1][:, None]
+    def _draft_parallel(self, depth: int, columns: Columns | None) -> Draft:
+        logits = self._root_logits(columns)[1][:, None]
         if depth > 1:
-            masks = torch.full((len(said), depth - 1), self.head.convention.mask or 0, device=self.device)
-            said = torch.cat([said, self.history.ahead(depth - 1).run(self._guess, masks)], 1)
-        written = Writing(self.choice)
-        written.take(said)
-        return written.draft(self.head.words)
+            masks = torch.full((len(logits), depth - 1), self.head.convention.mask or 0, device=self.device)
+            logits = torch.cat([logits, self.history.draft_columns(depth - 1).run(self._mask_logits, masks)], 1)
+        builder = ChainBuilder(self.sampler)
+        builder.append(logits)
+        return builder.build(self.head.draft_vocab)
 
-    def _guess(self, masks: Tensor, at: Columns) -> Tensor:
+    def _mask_logits(self, masks: Tensor, columns: Columns) -> Tensor:
         """Mask tokens [B, S] -> logits [B, S, W]"""
         head = self.head
         assert head.mask_hidden is not None
-        unknown = head.features(head.mask_hidden.expand(*masks.shape, -1))
-        return head.logits(head(head.embed(masks), unknown, at))
+        features = head.features(head.mask_hidden.expand(*masks.shape, -1))
+        return head.logits(head(head.embed(masks), features, columns))
 
     def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:
         """EAGLE-1: smooth L1 to the next feature and a tenth of the cross-entropy to the target's distribution.
@@ -331,52 +333,52 @@ class Eagle(Head[EagleHead]):
 
         Where the target's distribution is unknown, the text stands in for it.
         """
-        return steps_loss(self._steps(batch), (DECAY**i for i in count()))
+        return steps_loss(self._training_steps(batch), (DECAY**i for i in count()))
 
-    def _steps(self, batch: Progress) -> Iterator[tuple[Tensor, Tensor]]:
-        head, last = self.head, batch.outputs.shape[1] - 1
+    def _training_steps(self, batch: Progress) -> Iterator[tuple[Tensor, Tensor]]:
+        head, columns_per_row = self.head, batch.outputs.shape[1] - 1
         eagle1 = head.convention.eagle1
         probs = batch.target_probs()
-        said = batch.outputs if probs is None else probs
-        embedded = head.embed(batch.outputs[:, :last])
-        features = head.features(self.tapped(batch, head.convention.taps))[:, :last]
-        columns = torch.arange(last, device=said.device)
+        labels = batch.outputs if probs is None else probs
+        embedded = head.embed(batch.outputs[:, :columns_per_row])
+        features = head.features(self.target_features(batch, head.convention.taps))[:, :columns_per_row]
+        columns = torch.arange(columns_per_row, device=labels.device)
         cache = DynamicCache()
-        alone = eagle1 or head.mask_hidden is not None  # whose drafts read no states of their own
-        for step in range(min(1 if alone else UNROLLED, last)):
-            at = whole_rows(columns[None, step:], self._angles, last, None, cache)
+        single_step = eagle1 or head.mask_hidden is not None  # whose drafts read no states of their own
+        for step in range(min(1 if single_step else UNROLLED_STEPS, columns_per_row)):
+            new_columns = training_columns(columns[None, step:], self._angles, columns_per_row, None, cache)
             if step or any(head.windows):
-                at.see = partial(unrolled_mask, columns, step)
-            states = head(embedded[:, step:], features, at)
-            loss, agreed = _compare(head, states, said[:, step + 1 :])
+                new_columns.make_mask = partial(unrolled_mask, columns, step)
+            states = head(embedded[:, step:], features, new_columns)
+            loss, agreement = _compare(head, states, labels[:, step + 1 :])
             if eagle1:
                 loss = TOKENS_WEIGHT * loss + F.smooth_l1_loss(states.float(), batch.hidden[-1][:, 1:].float())
-            yield loss, agreed
-            features = head.fed_back(states)[:, :-1]
+            yield loss, agreement
+            features = head.feedback_features(states)[:, :-1]
 
     def save(self, folder: Path, target_name: str) -> None:
         head = self.head
-        write_checkpoint(folder, *files.written(head.state_dict(), head.config, head.convention, target_name))
+        write_checkpoint(folder, *files.to_checkpoint(head.state_dict(), head.config, head.convention, target_name))
 
 
-def _compare(head: EagleHead, states: Tensor, said: Tensor) -> tuple[Tensor, Tensor]:
+def _compare(head: EagleHead, states: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Cross-entropy and agreement of states [B, S, D] with said, [B, S, V] probabilities or [B, S] tokens.
 
     As far as the head has the tokens: the distribution is cut to them, and where the likeliest is missing, left out.
     """
     logits = head.logits(states).float().flatten(0, 1)
-    said, ids = said.flatten(0, 1), head.words.ids
-    best = likeliest(said)
-    agreed = (head.words.in_target(logits.argmax(-1)) == best).float().mean()
+    labels, ids = labels.flatten(0, 1), head.draft_vocab.ids
+    best = argmax_targets(labels)
+    agreement = (head.draft_vocab.to_target_ids(logits.argmax(-1)) == best).float().mean()
     if ids is None:
-        return F.cross_entropy(logits, said), agreed
-    place = torch.full((head.config.vocab_size,), -1, device=best.device)
-    place[ids] = torch.arange(len(ids), device=best.device)
-    known = place[best] >= 0
-    if said.is_floating_point():
-        kept = said[:, ids]
-        wanted = kept / kept.sum(-1, keepdim=True).clamp_min(1e-9)
+        return F.cross_entropy(logits, labels), agreement
+    draft_ids = torch.full((head.config.vocab_size,), -1, device=best.device)
+    draft_ids[ids] = torch.arange(len(ids), device=best.device)
+    in_vocab = draft_ids[best] >= 0
+    if labels.is_floating_point():
+        shared = labels[:, ids]
+        draft_labels = shared / shared.sum(-1, keepdim=True).clamp_min(1e-9)
     else:
-        wanted = place[best].clamp_min(0)
-    losses = F.cross_entropy(logits, wanted, reduction="none")
-    return (losses * known).sum() / known.sum().clamp_min(1), agreed
+        draft_labels = draft_ids[best].clamp_min(0)
+    losses = F.cross_entropy(logits, draft_labels, reduction="none")
+    return (losses * in_vocab).sum() / in_vocab.sum().clamp_min(1), agreement

@@ -24,14 +24,14 @@ from transformers import LlamaConfig
 
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
-from specdemo.methods import expect
+from specdemo.methods import require_method
 from specdemo.methods.base import Recipe
-from specdemo.methods.grow import Shape
-from specdemo.methods.heads.formats import check_target, numbered
+from specdemo.methods.grow import TreeShape
+from specdemo.methods.heads.formats import check_target, count_numbered
 from specdemo.methods.heads.layers import Layer
-from specdemo.methods.heads.medusa import ALIKE, Chosen, Heads, Medusa
-from specdemo.methods.heads.network import as_target
-from specdemo.methods.heads.runtime import Columns, HeadHistory, Rotary, at_last, whole_rows
+from specdemo.methods.heads.medusa import SAME_SHAPE_HINT, DraftedNodes, Medusa, TokenHeads
+from specdemo.methods.heads.network import move_to_target
+from specdemo.methods.heads.runtime import Columns, HeadHistory, Rotary, last_columns, training_columns
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
 from specdemo.models.packed import RMSNorm
 from specdemo.models.target import HFTarget
@@ -61,13 +61,13 @@ class Prefix(nn.Module):
         self.layers = nn.ModuleList([Layer(config, 0, names)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, hidden: Tensor, at: Columns) -> Tensor:
+    def forward(self, hidden: Tensor, columns: Columns) -> Tensor:
         """hidden [B, S, H] -> [B, S, H]"""
-        states: Tensor = self.norm(self.layers[0](hidden, at))
+        states: Tensor = self.norm(self.layers[0](hidden, columns))
         return states
 
 
-class HydraHeads(Heads):
+class HydraHeads(TokenHeads):
     """Tensors are named as the authors name them, so where they drop out something must stand (`prefix` given)."""
 
     def __init__(
@@ -100,25 +100,27 @@ class HydraHeads(Heads):
 class Level(NamedTuple):
     """How the paths of one level of a tree go on; M of its N nodes have children."""
 
-    places: Tensor  # [N] which of the paths a node is below
+    positions: Tensor  # [N] which of the paths a node is below
     ranks: Tensor  # [N]
-    lasts: Tensor  # [N], whether no child of the same node follows
+    is_last: Tensor  # [N], whether no child of the same node follows
     width: int
-    kept: Tensor  # [M] which of the nodes go on
+    continuing: Tensor  # [M] which of the nodes go on
 
 
 @lru_cache(maxsize=64)
-def _levels(shape: Shape, device: torch.device) -> tuple[Level, ...]:
-    levels, ends = [], [0]  # the slots that paths end in
+def _levels(shape: TreeShape, device: torch.device) -> tuple[Level, ...]:
+    levels, path_slots = [], [0]  # the slots that paths end in
     for depth in range(1, shape.depth + 1):
         nodes = [node for node, level in enumerate(shape.levels) if level == depth]
-        kept = [i for i, node in enumerate(nodes) if node + 1 in shape.parents]
+        continuing = [i for i, node in enumerate(nodes) if node + 1 in shape.parents]
         ranks = [shape.ranks[node] for node in nodes]
-        lasts = [shape.lasts[node] for node in nodes]
-        indices = [ends.index(shape.parents[node]) for node in nodes], ranks, kept, lasts
-        places, ranked, going_on, last = (torch.tensor(i, dtype=torch.int64, device=device) for i in indices)
-        levels.append(Level(places, ranked, last.bool(), 1 + max(ranks), going_on))
-        ends = [nodes[i] + 1 for i in kept]
+        is_last = [shape.last_children[node] for node in nodes]
+        indices = [path_slots.index(shape.parents[node]) for node in nodes], ranks, continuing, is_last
+        position_tensor, rank_tensor, continuing_tensor, is_last_tensor = (
+            torch.tensor(i, dtype=torch.int64, device=device) for i in indices
+        )
+        levels.append(Level(position_tensor, rank_tensor, is_last_tensor.bool(), 1 + max(ranks), continuing_tensor))
+        path_slots = [nodes[i] + 1 for i in continuing]
     return tuple(levels)
 
 
@@ -136,13 +138,15 @@ class Hydra(Medusa):
         return "hydra_lm_head.pt" in checkpoint.files or "hydra_num_heads" in checkpoint.config
 
     @classmethod
-    def read(cls, checkpoint: Checkpoint, target: Target) -> Heads:
+    def read(cls, checkpoint: Checkpoint, target: Target) -> TokenHeads:
         """Raises ValueError, one line, also for other kinds of Hydra heads."""
-        expect(checkpoint, "hydra")
+        require_method(checkpoint, "hydra")
         tensors = {n: t for n, t in checkpoint.tensors.items() if n.startswith(USED) and not n.endswith("inv_freq")}
         prefixed = any(name.startswith("prefix") for name in tensors)
-        lm_head, first = ("hydra_lm_head.0.1", "hydra_mlp.0.1") if prefixed else ("hydra_lm_head.0", "hydra_mlp.0.0")
-        if f"{lm_head}.weight" not in tensors or f"{first}.res_connection.weight" not in tensors:
+        lm_head, first_block = (
+            ("hydra_lm_head.0.1", "hydra_mlp.0.1") if prefixed else ("hydra_lm_head.0", "hydra_mlp.0.0")
+        )
+        if f"{lm_head}.weight" not in tensors or f"{first_block}.res_connection.weight" not in tensors:
             arch = checkpoint.config.get("hydra_head_arch", "unknown")
             raise ValueError(
                 f"{checkpoint.name} holds {arch} heads; choose grounded heads of kind mlp or prefix-mlp (Hydra++)"
@@ -150,14 +154,17 @@ class Hydra(Medusa):
         vocab_size, size = tensors[f"{lm_head}.weight"].shape
         check_target(checkpoint, hidden_size=(size, target.hidden_size), vocabulary=(vocab_size, target.vocab_size))
         layers = sum(bool(re.fullmatch(r"hydra_mlp\.0\.\d+\.linear\.weight", name)) for name in tensors)
-        heads, offset = numbered(tensors, r"hydra_mlp\.(\d+)\."), int(checkpoint.config.get("hidden_state_offset", 0))
+        heads, offset = (
+            count_numbered(tensors, r"hydra_mlp\.(\d+)\."),
+            int(checkpoint.config.get("hidden_state_offset", 0)),
+        )
         with torch.device("meta"):
             prefix = _prefix(target, checkpoint) if prefixed else None
-            made = HydraHeads(size, vocab_size, heads, layers, prefix, offset)
-        made.rates = made.rates_in(checkpoint, "hydra_rank_rates")
-        return made.fill(tensors, checkpoint, target, ALIKE)
+            network = HydraHeads(size, vocab_size, heads, layers, prefix, offset)
+        network.rates = network.rates_from_config(checkpoint, "hydra_rank_rates")
+        return network.load_tensors(tensors, checkpoint, target, SAME_SHAPE_HINT)
 
-    def __init__(self, target: Target, model: Heads | str, options: Medusa.Options | None = None) -> None:
+    def __init__(self, target: Target, model: TokenHeads | str, options: Medusa.Options | None = None) -> None:
         super().__init__(target, model, options)
         offset, prefix = self.head.hidden_state_offset, self.head.prefix_embeding_layer
         self.taps = (target.num_layers - offset if offset else -1,)
@@ -167,57 +174,59 @@ class Hydra(Medusa):
             self.history = HeadHistory(target, 1, self.head.dtype, self._angles, limit=target.max_length)
 
     @classmethod
-    def fresh(cls, target: Target, heads: int = 4, layers: int = 1) -> Heads:
+    def fresh(cls, target: Target, heads: int = 4, layers: int = 1) -> TokenHeads:
         """Every head says at first what lm_head says: A and b are zero, R picks h, the LM head is lm_head."""
-        made = HydraHeads(target.hidden_size, target.vocab_size, heads, layers)
-        as_target(made, target)
-        for parameter in made.parameters():
+        network = HydraHeads(target.hidden_size, target.vocab_size, heads, layers)
+        move_to_target(network, target)
+        for parameter in network.parameters():
             parameter.zero_()
-        for mlp, lm_head in zip(made.hydra_mlp, made.hydra_lm_head, strict=True):
+        for mlp, lm_head in zip(network.hydra_mlp, network.hydra_lm_head, strict=True):
             mlp.get_parameter("0.res_connection.weight")[:, : target.hidden_size].fill_diagonal_(1.0)
             lm_head.get_parameter("weight").copy_(target.lm_head.get_parameter("weight"))
-        return made
+        return network
 
     def observe(self, progress: Progress) -> None:
-        self._root = at_last(progress, progress.outputs)
+        self._root = last_columns(progress, progress.outputs)
         if self.history is None:
             super().observe(progress)
         else:
-            self.history.observe(progress.lengths, self.tapped(progress))
+            self.history.observe(progress.lengths, self.target_features(progress))
 
     def propose(self, budget: Budget) -> Draft:
         prefix = self.head.prefix_embeding_layer
-        if self.history is not None and prefix is not None and (at := self.history.catch_up()):
-            self._hidden = at.last(at.run(prefix, *at.inputs))[:, 0]
+        if self.history is not None and prefix is not None and (columns := self.history.flush_pending()):
+            self._hidden = columns.last(columns.run(prefix, *columns.inputs))[:, 0]
         return super().propose(budget)
 
-    def _read(self) -> tuple[Tensor, ...]:
+    def _draft_inputs(self) -> tuple[Tensor, ...]:
         return self._hidden, self._root
 
-    def _fill(self, shape: Shape, hidden: Tensor, *more: Tensor) -> Chosen:
+    def _fill_shape(self, shape: TreeShape, hidden: Tensor, *more: Tensor) -> DraftedNodes:
         (root,) = more
         paths = torch.cat([hidden, self._embed(root)], -1)[:, None]
-        chosen: list[Chosen] = []
+        drafted_levels: list[DraftedNodes] = []
         for head, level in enumerate(_levels(shape, paths.device)):
-            chosen.append(self._choose(self.head(paths, head), level.places, level.ranks, level.lasts, level.width))
-            tokens = chosen[-1][0][:, level.kept]
-            paths = torch.cat([paths[:, level.places[level.kept]], self._embed(tokens)], -1)
-        drafted, confidence, probs = zip(*chosen, strict=True)
-        return torch.cat(drafted, 1), torch.cat(confidence, 1), torch.cat(probs, 1) if self.choice.noise else None
+            drafted_levels.append(
+                self._select_tokens(self.head(paths, head), level.positions, level.ranks, level.is_last, level.width)
+            )
+            tokens = drafted_levels[-1][0][:, level.continuing]
+            paths = torch.cat([paths[:, level.positions[level.continuing]], self._embed(tokens)], -1)
+        drafted, confidence, probs = zip(*drafted_levels, strict=True)
+        return torch.cat(drafted, 1), torch.cat(confidence, 1), torch.cat(probs, 1) if self.sampler.active_rng else None
 
     def _embed(self, tokens: Tensor) -> Tensor:
         embedded: Tensor = self._target.embed(tokens)
         return embedded.to(self.head.dtype)
 
-    def _states(self, hidden: Tensor) -> Tensor:
+    def _head_inputs(self, hidden: Tensor) -> Tensor:
         prefix, width = self.head.prefix_embeding_layer, hidden.shape[1]
         if prefix is None:
             return hidden
-        at = whole_rows(torch.arange(width, device=hidden.device)[None], self._angles, width)
-        states: Tensor = prefix(hidden, at)
+        columns = training_columns(torch.arange(width, device=hidden.device)[None], self._angles, width)
+        states: Tensor = prefix(hidden, columns)
         return states
 
-    def _ahead(self, states: Tensor, outputs: Tensor, head: int) -> Tensor:
+    def _head_logits(self, states: Tensor, outputs: Tensor, head: int) -> Tensor:
         columns = outputs.shape[1] - 1 - head
         read = [self._embed(outputs[:, i : i + columns]) for i in range(head + 1)]
         logits: Tensor = self.head(torch.cat([states[:, :columns], *read], -1), head)

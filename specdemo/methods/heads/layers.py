@@ -13,42 +13,42 @@ from transformers import LlamaConfig, Qwen3Config
 from transformers.activations import ACT2FN
 
 from specdemo.core.protocol import Target
-from specdemo.methods.heads.runtime import FULL, Columns, Kind, Rope
+from specdemo.methods.heads.runtime import FULL, AttentionKind, Columns, Rope
 from specdemo.models.fused import attend
 from specdemo.models.masks import additive
-from specdemo.models.packed import RMSNorm, joined, joins
+from specdemo.models.packed import RMSNorm, concat_linears, should_fuse
 from specdemo.models.target import HFTarget
 
-Names = Container[str]  # the optional tensors there are, such as self_attn.q_proj.bias
+TensorNames = Container[str]  # the optional tensors there are, such as self_attn.q_proj.bias
 
 
-def linear(inputs: int, outputs: int, name: str, names: Names) -> nn.Linear:
+def linear(inputs: int, outputs: int, name: str, names: TensorNames) -> nn.Linear:
     """A linear layer, with a bias where the checkpoint's `names` hold one."""
     return nn.Linear(inputs, outputs, bias=f"{name}.bias" in names)
 
 
-def below(names: Iterable[str], prefix: str) -> frozenset[str]:
+def strip_prefix(names: Iterable[str], prefix: str) -> frozenset[str]:
     """The names that begin so, without it."""
     return frozenset(name.removeprefix(prefix) for name in names if name.startswith(prefix))
 
 
-def like(target: Target) -> LlamaConfig:
+def llama_config_like(target: Target) -> LlamaConfig:
     """Of one Llama layer of the target's sizes, with RoPE as published heads have it."""
-    theirs = target.model.config.get_text_config(decoder=True).to_dict() if isinstance(target, HFTarget) else {}
-    heads = theirs.get("num_attention_heads") or max(1, target.hidden_size // 64)
+    target_config = target.model.config.get_text_config(decoder=True).to_dict() if isinstance(target, HFTarget) else {}
+    heads = target_config.get("num_attention_heads") or max(1, target.hidden_size // 64)
     return LlamaConfig(
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
-        intermediate_size=theirs.get("intermediate_size") or 4 * target.hidden_size,
+        intermediate_size=target_config.get("intermediate_size") or 4 * target.hidden_size,
         num_hidden_layers=1,
         num_attention_heads=heads,
-        num_key_value_heads=theirs.get("num_key_value_heads") or heads,
-        head_dim=theirs.get("head_dim") or target.hidden_size // heads,
+        num_key_value_heads=target_config.get("num_key_value_heads") or heads,
+        head_dim=target_config.get("head_dim") or target.hidden_size // heads,
         max_position_embeddings=target.max_length,
     )
 
 
-def rotated(x: Tensor, rope: Rope) -> Tensor:
+def apply_rope(x: Tensor, rope: Rope) -> Tensor:
     """x [B, S, heads, E]"""
     cos, sin = rope
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).type_as(x)
@@ -56,7 +56,12 @@ def rotated(x: Tensor, rope: Rope) -> Tensor:
 
 class Attention(nn.Module):
     def __init__(
-        self, config: LlamaConfig | Qwen3Config, index: int, names: Names, inputs: int = 0, kind: Kind = FULL
+        self,
+        config: LlamaConfig | Qwen3Config,
+        index: int,
+        names: TensorNames,
+        inputs: int = 0,
+        kind: AttentionKind = FULL,
     ) -> None:
         """index: of its keys and values in the cache; inputs: features read, 0: D."""
         super().__init__()
@@ -75,63 +80,65 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if normed else None
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if normed else None
 
-    def forward(self, x: Tensor, at: Columns) -> Tensor:
+    def forward(self, x: Tensor, columns: Columns) -> Tensor:
         """x [B, S, D or inputs] -> [B, S, D]"""
         qkv = self.qkv(x) if self.qkv else torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
-        qk, v = self._apart(qkv).split([self.heads + self.kv_heads, self.kv_heads], 2)
+        qk, v = self._split_heads(qkv).split([self.heads + self.kv_heads, self.kv_heads], 2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk.split([self.heads, self.kv_heads], 2)
             qk = torch.cat([self.q_norm(q), self.k_norm(k)], 2)
-        q, k = rotated(qk, at.rope).transpose(1, 2).split([self.heads, self.kv_heads], 1)
+        q, k = apply_rope(qk, columns.rope).transpose(1, 2).split([self.heads, self.kv_heads], 1)
         v = v.transpose(1, 2)
-        if at.cache is not None:
-            k, v = at.cache.update(k, v, self.index)
-        mask = at.mask(self.kind)
+        if columns.cache is not None:
+            k, v = columns.cache.update(k, v, self.index)
+        mask = columns.mask(self.kind)
         causal = mask is None and self.kind[1] and x.shape[1] > 1
         if self.attention_sink_bias is not None:
-            k, v, mask, causal = *self._sunk(k, v, mask, causal, x.shape[1]), False
+            k, v, mask, causal = *self._add_sink(k, v, mask, causal, x.shape[1]), False
         if x.device.type == "cuda" and self.attention_sink_bias is None:
-            seen = attend(q, k, v, mask, causal)  # grouped queries behind a mask have no fast kernel on some GPUs
+            attended = attend(q, k, v, mask, causal)  # grouped queries behind a mask have no fast kernel on some GPUs
         else:
             grouped = self.heads != self.kv_heads
-            seen = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
-        out: Tensor = self.o_proj(seen.flatten(2))
+            attended = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped).transpose(
+                1, 2
+            )
+        out: Tensor = self.o_proj(attended.flatten(2))
         return out
 
-    def _sunk(self, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, width: int) -> tuple[Tensor, ...]:
+    def _add_sink(self, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, width: int) -> tuple[Tensor, ...]:
         """One more key, of nothing, which every query sees with its head's logit -> k, v, and an additive mask."""
         assert self.attention_sink_bias is not None
         if mask is None:
-            seen = torch.ones(1, 1, width, k.shape[2], dtype=torch.bool, device=k.device)
-            mask = seen.tril() if causal else seen
+            visible = torch.ones(1, 1, width, k.shape[2], dtype=torch.bool, device=k.device)
+            mask = visible.tril() if causal else visible
         mask = additive(mask, k.dtype) if mask.dtype == torch.bool else mask
         sink = self.attention_sink_bias.to(k.dtype).view(1, -1, 1, 1)
         rows = len(mask), self.heads, mask.shape[2]
-        wide = torch.cat([mask.expand(*rows, -1), sink.expand(*rows, 1)], -1)
-        return F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1)), wide
+        wide_mask = torch.cat([mask.expand(*rows, -1), sink.expand(*rows, 1)], -1)
+        return F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1)), wide_mask
 
-    def remember(self, x: Tensor, at: Columns) -> None:
+    def cache_keys_values(self, x: Tensor, columns: Columns) -> None:
         """Put the keys and values of x [B, S, D] into the cache, and no more."""
-        assert at.cache is not None
-        k, v = self._apart(self.k_proj(x)), self._apart(self.v_proj(x))
+        assert columns.cache is not None
+        k, v = self._split_heads(self.k_proj(x)), self._split_heads(self.v_proj(x))
         if self.k_norm is not None:
             k = self.k_norm(k)
-        at.cache.update(rotated(k, at.rope).transpose(1, 2), v.transpose(1, 2), self.index)
+        columns.cache.update(apply_rope(k, columns.rope).transpose(1, 2), v.transpose(1, 2), self.index)
 
-    def _apart(self, states: Tensor) -> Tensor:
+    def _split_heads(self, states: Tensor) -> Tensor:
         heads: Tensor = states.unflatten(-1, (-1, self.head_dim))
         return heads
 
-    def join(self) -> None:
+    def fuse_projections(self) -> None:
         """Multiply once where several read the same states, on a GPU or if they are to be packed: then they cannot be
         saved."""
-        if joins(self.q_proj.weight, self.k_proj.weight, self.v_proj.weight):
-            self.qkv = joined(self.q_proj, self.k_proj, self.v_proj)
+        if should_fuse(self.q_proj.weight, self.k_proj.weight, self.v_proj.weight):
+            self.qkv = concat_linears(self.q_proj, self.k_proj, self.v_proj)
             del self.q_proj, self.k_proj, self.v_proj
 
 
 class MLP(nn.Module):
-    def __init__(self, config: LlamaConfig | Qwen3Config, names: Names) -> None:
+    def __init__(self, config: LlamaConfig | Qwen3Config, names: TensorNames) -> None:
         super().__init__()
         inner, size = config.intermediate_size, config.hidden_size
         self.gate_proj = linear(size, inner, "mlp.gate_proj", names)
@@ -145,10 +152,10 @@ class MLP(nn.Module):
         out: Tensor = self.down_proj(self.act(gate) * up)
         return out
 
-    def join(self) -> None:
+    def fuse_projections(self) -> None:
         """As that of `Attention`."""
-        if joins(self.gate_proj.weight, self.up_proj.weight):
-            self.gate_up = joined(self.gate_proj, self.up_proj)
+        if should_fuse(self.gate_proj.weight, self.up_proj.weight):
+            self.gate_up = concat_linears(self.gate_proj, self.up_proj)
             del self.gate_proj, self.up_proj
 
 
@@ -156,7 +163,12 @@ class Layer(nn.Module):
     """`names` as in a file, without the layer's own prefix."""
 
     def __init__(
-        self, config: LlamaConfig | Qwen3Config, index: int, names: Names, inputs: int = 0, kind: Kind = FULL
+        self,
+        config: LlamaConfig | Qwen3Config,
+        index: int,
+        names: TensorNames,
+        inputs: int = 0,
+        kind: AttentionKind = FULL,
     ) -> None:
         super().__init__()
         self.input_layernorm: nn.Module = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -164,8 +176,8 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config, names)
 
-    def forward(self, x: Tensor, at: Columns) -> Tensor:
+    def forward(self, x: Tensor, columns: Columns) -> Tensor:
         """x [B, S, D] -> [B, S, D]"""
-        x = x + self.self_attn(self.input_layernorm(x), at)
+        x = x + self.self_attn(self.input_layernorm(x), columns)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from specdemo.methods.heads.choose import NEVER
+from specdemo.methods.heads.sampler import MASKED_LOGIT
 from specdemo.models.packed import RMSNorm
 
 Memory = Tensor | None  # of a last stage, from slot to slot
-Said = tuple[Tensor, Memory]  # logits, and what it remembers
+StageOutput = tuple[Tensor, Memory]  # logits, and what it remembers
 FEATURES = 5  # log q, q, log q less the best one's, the rank from 0 to 1, whether it is the best
 
 
@@ -45,19 +45,19 @@ class Lattice:
     first: Tensor
     pairs: Tensor
 
-    def __call__(self, slot: int, previous: Tensor, states: Tensor, logits: Tensor, memory: Memory) -> Said:
+    def __call__(self, slot: int, previous: Tensor, states: Tensor, logits: Tensor, memory: Memory) -> StageOutput:
         """As that of `Stage`; logits are asked for their shape alone."""
         shape, tokens = previous.shape, self.tokens[..., slot, :]
         if slot:
-            at = (self.tokens[..., slot - 1, :] == previous[..., None]).int().argmax(-1)[..., None, None]
+            index = (self.tokens[..., slot - 1, :] == previous[..., None]).int().argmax(-1)[..., None, None]
             pairs = self.pairs[..., slot - 1, :, :].expand(*shape, -1, -1)
-            scores = pairs.gather(-2, at.expand(*shape, 1, pairs.shape[-1])).squeeze(-2)
+            scores = pairs.gather(-2, index.expand(*shape, 1, pairs.shape[-1])).squeeze(-2)
         else:
             scores = self.first.expand(*shape, -1)
-        return torch.full_like(logits, NEVER).scatter(-1, tokens.expand(*shape, -1), scores), memory
+        return torch.full_like(logits, MASKED_LOGIT).scatter(-1, tokens.expand(*shape, -1), scores), memory
 
 
-class Attention(nn.Module):
+class CandidateAttention(nn.Module):
     """Named as torch's MultiheadAttention."""
 
     def __init__(self, size: int, heads: int) -> None:
@@ -71,15 +71,15 @@ class Attention(nn.Module):
         """x [B, D K, E], bias [heads, D K, D K] -> [B, D K, E]"""
         qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias).unflatten(-1, (3, self.heads, -1))
         q, k, v = qkv.transpose(1, 3).unbind(2)
-        seen = F.scaled_dot_product_attention(q, k, v, bias[None])
-        out: Tensor = self.out_proj(seen.transpose(1, 2).flatten(2))
+        attended = F.scaled_dot_product_attention(q, k, v, bias[None])
+        out: Tensor = self.out_proj(attended.transpose(1, 2).flatten(2))
         return out
 
 
 class LatticeLayer(nn.Module):
     def __init__(self, size: int, heads: int, inner: int, eps: float) -> None:
         super().__init__()
-        self.attn_norm, self.attn = RMSNorm(size, eps), Attention(size, heads)
+        self.attn_norm, self.attn = RMSNorm(size, eps), CandidateAttention(size, heads)
         self.mlp_norm = RMSNorm(size, eps)
         self.mlp = nn.Sequential(nn.Linear(size, inner), nn.SiLU(), nn.Linear(inner, size))
 
@@ -112,41 +112,47 @@ class Correlator(nn.Module):
         self.factor_input_proj = nn.Linear(3 * size, size)
         self.out_head, self.in_head, self.anchor_out_head = (nn.Linear(size, sizes.factor_dim) for _ in range(3))
 
-    def over(self, states: Tensor, logits: Tensor, context: Tensor, embed: Callable[[Tensor], Tensor]) -> Lattice:
+    def build_lattice(
+        self, states: Tensor, logits: Tensor, context: Tensor, embed: Callable[[Tensor], Tensor]
+    ) -> Lattice:
         """states [..., D, H] and logits [..., D, W] of a whole block, context [..., H] of the token before the anchor.
         embed: the target's rows of tokens."""
-        chances, tokens = logits.log_softmax(-1).topk(self.sizes.candidate_topk)
-        known = self._candidates(embed(tokens), chances, states)
-        seen, bias = known.flatten(0, -4).flatten(1, 2), self._bias(tokens.shape[-2], known.dtype)
+        log_probs, tokens = logits.log_softmax(-1).topk(self.sizes.candidate_topk)
+        candidates = self._candidates(embed(tokens), log_probs, states)
+        hidden, bias = candidates.flatten(0, -4).flatten(1, 2), self._bias(tokens.shape[-2], candidates.dtype)
         for layer in self.layers:
-            seen = layer(seen, bias)
-        return Lattice(tokens, *self._scores(self.output_norm(seen).view_as(known), context))
+            hidden = layer(hidden, bias)
+        return Lattice(tokens, *self._scores(self.output_norm(hidden).view_as(candidates), context))
 
-    def _candidates(self, rows: Tensor, chances: Tensor, states: Tensor) -> Tensor:
+    def _candidates(self, rows: Tensor, log_probs: Tensor, states: Tensor) -> Tensor:
         """[..., D, K, E]"""
-        ranks = torch.linspace(0.0, 1.0, chances.shape[-1], device=chances.device).expand_as(chances)
-        best = chances[..., :1]
-        features = torch.stack([chances, chances.exp(), chances - best, ranks, (ranks == 0.0).float()], -1)
-        known = self.token_proj(rows) + self.pass_hidden_proj(states)[..., None, :]
-        known = known + self.feature_mlp(features.to(known.dtype))
-        out: Tensor = known + self.slot_embedding[0, 0, : known.shape[-3]] + self.rank_embedding[0, 0]
+        ranks = torch.linspace(0.0, 1.0, log_probs.shape[-1], device=log_probs.device).expand_as(log_probs)
+        best = log_probs[..., :1]
+        features = torch.stack([log_probs, log_probs.exp(), log_probs - best, ranks, (ranks == 0.0).float()], -1)
+        candidates = self.token_proj(rows) + self.pass_hidden_proj(states)[..., None, :]
+        candidates = candidates + self.feature_mlp(features.to(candidates.dtype))
+        out: Tensor = candidates + self.slot_embedding[0, 0, : candidates.shape[-3]] + self.rank_embedding[0, 0]
         return out
 
     def _bias(self, slots: int, dtype: torch.dtype) -> Tensor:
         """What a candidate adds to its interest in another, by the distance of their slots, [heads, D K, D K]."""
-        at = torch.arange(slots, device=self.same_slot_bias.device).repeat_interleave(self.sizes.candidate_topk)
-        distance = at[:, None] - at
+        slot_of_candidate = torch.arange(slots, device=self.same_slot_bias.device).repeat_interleave(
+            self.sizes.candidate_topk
+        )
+        distance = slot_of_candidate[:, None] - slot_of_candidate
         bias = self.relative_slot_bias[:, distance + self.block_size - 1]
         return (bias + (distance == 0) * self.same_slot_bias[:, None, None]).to(dtype)
 
-    def _scores(self, known: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
+    def _scores(self, candidates: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
         """The candidates [..., D, K, E] and the context [..., H] -> how well each follows the one before it."""
         anchor = self.anchor_norm(self.context_proj(context))
-        beside = anchor[..., None, None, :].expand_as(known)
-        mixed = F.silu(self.factor_input_proj(torch.cat([known, beside, known * beside], -1)))
-        out, into, start = (
+        anchor_rows = anchor[..., None, None, :].expand_as(candidates)
+        mixed = F.silu(self.factor_input_proj(torch.cat([candidates, anchor_rows, candidates * anchor_rows], -1)))
+        outgoing, incoming, start = (
             F.normalize(head(x), dim=-1, eps=self.sizes.vector_eps).float()
             for head, x in ((self.out_head, mixed), (self.in_head, mixed), (self.anchor_out_head, anchor))
         )
-        first = (into[..., 0, :, :] @ start[..., None]).squeeze(-1)
-        return self.sizes.logit_scale * first, self.sizes.logit_scale * out[..., :-1, :, :] @ into[..., 1:, :, :].mT
+        first = (incoming[..., 0, :, :] @ start[..., None]).squeeze(-1)
+        return self.sizes.logit_scale * first, self.sizes.logit_scale * outgoing[..., :-1, :, :] @ incoming[
+            ..., 1:, :, :
+        ].mT

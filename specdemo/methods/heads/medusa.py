@@ -24,20 +24,20 @@ from torch.nn import functional as F
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
-from specdemo.methods import expect, knob
+from specdemo.methods import knob, require_method
 from specdemo.methods.base import Head, Recipe
 from specdemo.methods.flags import vllm
-from specdemo.methods.grow import Shape, chain, fitted, within
-from specdemo.methods.heads.choose import Choice, Vocabulary
-from specdemo.methods.heads.formats import check_target, numbered, renamed
-from specdemo.methods.heads.network import Network, as_target
-from specdemo.methods.heads.runtime import at_last
+from specdemo.methods.grow import TreeShape, chain, clip_shape, optimal_shape
+from specdemo.methods.heads.formats import check_target, count_numbered, rename_tensors
+from specdemo.methods.heads.network import Network, move_to_target
+from specdemo.methods.heads.runtime import last_columns
+from specdemo.methods.heads.sampler import DraftVocab, TokenSampler
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
-from specdemo.training.losses import compare, likeliest, steps_loss
+from specdemo.training.losses import argmax_targets, steps_loss, token_loss
 
 RANKS = 10
 MAX_HEADS = 16
-ALIKE = "its heads must all be built alike"
+SAME_SHAPE_HINT = "its heads must all be built alike"
 
 VLLM_NAMES = {
     r"^medusa_heads\.": "",
@@ -45,11 +45,11 @@ VLLM_NAMES = {
     r"^(\d+)\.\d+\.weight$": r"lm_heads.\1.weight",
 }
 
-Chosen = tuple[Tensor, Tensor, Tensor | None]  # tokens [B, N], confidence [B, N], probs [B, N, V]
+DraftedNodes = tuple[Tensor, Tensor, Tensor | None]  # tokens [B, N], confidence [B, N], probs [B, N, V]
 Rates = tuple[tuple[float, ...], ...]  # per head, per rank: how often it is what the target says
 
 # Where nobody has measured: with 63 nodes a tree much like `mc_sim_7b_63`.
-USUAL_RATES: Rates = tuple(tuple(0.5 * 0.8**i / (rank + 1) ** 2 for rank in range(RANKS)) for i in range(MAX_HEADS))
+DEFAULT_RATES: Rates = tuple(tuple(0.5 * 0.8**i / (rank + 1) ** 2 for rank in range(RANKS)) for i in range(MAX_HEADS))
 
 # The authors' trees, 63 nodes each. Per level, the number of children of every node of the level above, in order;
 # zeros at the end are left out.
@@ -67,27 +67,29 @@ PUBLISHED = {
 
 
 @lru_cache(maxsize=len(PUBLISHED))
-def published(name: str) -> Shape:
+def published_shape(name: str) -> TreeShape:
     """A tree of PUBLISHED."""
     level: list[tuple[int, ...]] = [()]
     paths: list[tuple[int, ...]] = []
     for counts in PUBLISHED[name].split("/"):
         level = [(*path, r) for path, count in zip(level, map(int, counts.split()), strict=False) for r in range(count)]
         paths += level
-    return Shape.of(paths)
+    return TreeShape.from_paths(paths)
 
 
-_fitted = lru_cache(maxsize=64)(fitted)
+_optimal_shape = lru_cache(maxsize=64)(optimal_shape)
 
 
 @lru_cache(maxsize=64)
-def _indices(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _shape_tensors(shape: TreeShape, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """parents, places among the levels, ranks, and which are the last children, each [N]."""
-    parents, levels, ranks, lasts = torch.tensor((shape.parents, shape.levels, shape.ranks, shape.lasts), device=device)
-    return parents, levels - 1, ranks, lasts.bool()
+    parents, levels, ranks, is_last = torch.tensor(
+        (shape.parents, shape.levels, shape.ranks, shape.last_children), device=device
+    )
+    return parents, levels - 1, ranks, is_last.bool()
 
 
-class Heads(Network):
+class TokenHeads(Network):
     """What the heads of one target have in common."""
 
     def __init__(self, hidden_size: int, vocab_size: int, heads: int, layers: int) -> None:
@@ -99,7 +101,7 @@ class Heads(Network):
         return self.heads
 
     @staticmethod
-    def rates_in(checkpoint: Checkpoint, key: str) -> Rates | None:
+    def rates_from_config(checkpoint: Checkpoint, key: str) -> Rates | None:
         """The rates measured in training, by head and rank; None where the config has none under `key`."""
         rates = checkpoint.config.get(key)
         return rates and tuple(map(tuple, rates))
@@ -116,7 +118,7 @@ class ResBlocks(nn.Module):
         return hidden
 
 
-class MedusaHeads(Heads):
+class MedusaHeads(TokenHeads):
     """Tensors are named as in vLLM. With a token map [T] the heads know T tokens of the vocabulary only."""
 
     def __init__(
@@ -140,10 +142,10 @@ class MedusaHeads(Heads):
         logits: Tensor = self.lm_heads[head](self.blocks[head](hidden))
         if not isinstance(self.token_map, Tensor):
             return logits
-        return Vocabulary(self.token_map, self.vocab_size).spread(logits)
+        return DraftVocab(self.token_map, self.vocab_size).to_target_vocab(logits)
 
 
-class Medusa(Head[Heads]):
+class Medusa(Head[TokenHeads]):
     title = "Medusa"
     summary = "Extra heads on the target itself guess several words ahead at once; there is no second model to run."
     taps: tuple[int, ...] = (-1,)
@@ -168,127 +170,138 @@ class Medusa(Head[Heads]):
 
     @classmethod
     def recognises(cls, checkpoint: Checkpoint) -> bool:
-        files = any(file.startswith("medusa_lm_head.") for file in checkpoint.files)
-        named = checkpoint.says("model_type", "medusa") or "medusa_num_heads" in checkpoint.config
-        return files or named or checkpoint.has("medusa_head.", "blocks.0.layers.")
+        by_files = any(file.startswith("medusa_lm_head.") for file in checkpoint.files)
+        by_config = checkpoint.config_has("model_type", "medusa") or "medusa_num_heads" in checkpoint.config
+        return by_files or by_config or checkpoint.has("medusa_head.", "blocks.0.layers.")
 
     @classmethod
-    def read(cls, checkpoint: Checkpoint, target: Target) -> Heads:
-        expect(checkpoint, "medusa")
-        tensors = _in_vllm_names(checkpoint, target)
+    def read(cls, checkpoint: Checkpoint, target: Target) -> TokenHeads:
+        require_method(checkpoint, "medusa")
+        tensors = _to_vllm_names(checkpoint, target)
         rows, size = tensors["lm_heads.0.weight"].shape
         token_map = tensors.get("token_map")
         vocab_size = rows if token_map is None else int(checkpoint.config.get("vocab_size", target.vocab_size))
         check_target(checkpoint, hidden_size=(size, target.hidden_size), vocabulary=(vocab_size, target.vocab_size))
-        heads, layers = (numbered(tensors, group) for group in (r"lm_heads\.(\d+)\.", r"blocks\.\d+\.layers\.(\d+)\."))
+        heads, layers = (
+            count_numbered(tensors, group) for group in (r"lm_heads\.(\d+)\.", r"blocks\.\d+\.layers\.(\d+)\.")
+        )
         bias = "blocks.0.layers.0.bias" in tensors
         with torch.device("meta"):
-            made = MedusaHeads(size, vocab_size, heads, layers, bias, token_map)
-        made.rates = made.rates_in(checkpoint, "medusa_rank_rates")
-        return made.fill(tensors, checkpoint, target, ALIKE)
+            network = MedusaHeads(size, vocab_size, heads, layers, bias, token_map)
+        network.rates = network.rates_from_config(checkpoint, "medusa_rank_rates")
+        return network.load_tensors(tensors, checkpoint, target, SAME_SHAPE_HINT)
 
     options: Options
     _hidden: Tensor  # [B, H] at every row's last column
 
     @classmethod
-    def fresh(cls, target: Target, heads: int = 4, layers: int = 1) -> Heads:
+    def fresh(cls, target: Target, heads: int = 4, layers: int = 1) -> TokenHeads:
         """Every head says at first what lm_head says: A and b are zero, W is lm_head's."""
-        made = MedusaHeads(target.hidden_size, target.vocab_size, heads, layers)
-        as_target(made, target)
-        for parameter in made.blocks.parameters():
+        network = MedusaHeads(target.hidden_size, target.vocab_size, heads, layers)
+        move_to_target(network, target)
+        for parameter in network.blocks.parameters():
             parameter.zero_()
-        for parameter in made.lm_heads.parameters():
+        for parameter in network.lm_heads.parameters():
             parameter.copy_(target.lm_head.get_parameter("weight"))
-        return made
+        return network
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
         super().start(batch, sampling, rng)
         if self.options.draft == "ranked":
-            self.choice = Choice(sampling)
+            self.sampler = TokenSampler(sampling)
 
     def observe(self, progress: Progress) -> None:
-        self._hidden = at_last(progress, self.tapped(progress))
+        self._hidden = last_columns(progress, self.target_features(progress))
 
     def propose(self, budget: Budget) -> Draft:
-        shape = self._shape(budget)
+        shape = self._tree_shape(budget)
         if not shape.parents:
             return Draft.empty(len(self._hidden), self._hidden.device)
-        nodes, write = self.options.nodes and budget.nodes, partial(self._write, shape)
-        return self.replayed(nodes, shape.depth, write, *self._read(), draws=len(shape.parents), cut=not nodes)
+        nodes, draft_fn = self.options.nodes and budget.nodes, partial(self._draft_shape, shape)
+        return self.run_draft(
+            nodes, shape.depth, draft_fn, *self._draft_inputs(), num_draws=len(shape.parents), truncatable=not nodes
+        )
 
-    def _read(self) -> tuple[Tensor, ...]:
+    def _draft_inputs(self) -> tuple[Tensor, ...]:
         """What the heads read, at every row's last column."""
         return (self._hidden,)
 
-    def _write(self, shape: Shape, depth: int, *read: Tensor) -> Draft:
+    def _draft_shape(self, shape: TreeShape, depth: int, *inputs: Tensor) -> Draft:
         """A chain is as deep as is said, a tree of its shape."""
         shape = shape if self.options.nodes else chain(depth)
-        tokens, confidence, probs = self._fill(shape, *read)
+        tokens, confidence, probs = self._fill_shape(shape, *inputs)
         if not self.options.nodes:
             return Draft.chain(tokens, probs, confidence)
-        return Draft(tokens, _indices(shape, tokens.device)[0].expand_as(tokens), probs, confidence)
+        return Draft(tokens, _shape_tensors(shape, tokens.device)[0].expand_as(tokens), probs, confidence)
 
-    def _shape(self, budget: Budget) -> Shape:
+    def _tree_shape(self, budget: Budget) -> TreeShape:
         depth = min(budget.depth, len(self.head))
         if not self.options.nodes:
             return chain(min(depth, budget.nodes))
         if self.options.tree != "fitted":
-            return within(published(self.options.tree), Budget(depth, budget.nodes))
-        rates = self.head.rates or USUAL_RATES
-        return _fitted(tuple(ranks[: self.head.vocab_size] for ranks in rates[:depth]), budget.nodes)
+            return clip_shape(published_shape(self.options.tree), Budget(depth, budget.nodes))
+        rates = self.head.rates or DEFAULT_RATES
+        return _optimal_shape(tuple(ranks[: self.head.vocab_size] for ranks in rates[:depth]), budget.nodes)
 
-    def _fill(self, shape: Shape, hidden: Tensor, *more: Tensor) -> Chosen:
-        _, places, ranks, lasts = _indices(shape, hidden.device)
+    def _fill_shape(self, shape: TreeShape, hidden: Tensor, *more: Tensor) -> DraftedNodes:
+        _, positions, ranks, is_last = _shape_tensors(shape, hidden.device)
         logits = torch.stack([self.head(hidden, i) for i in range(shape.depth)], 1)
-        return self._choose(logits, places, ranks, lasts, shape.width)
+        return self._select_tokens(logits, positions, ranks, is_last, shape.width)
 
-    def _choose(self, logits: Tensor, places: Tensor, ranks: Tensor, lasts: Tensor, width: int) -> Chosen:
+    def _select_tokens(
+        self, logits: Tensor, positions: Tensor, ranks: Tensor, is_last: Tensor, width: int
+    ) -> DraftedNodes:
         """logits [B, P, V] at the places that the nodes are below, places, ranks and lasts [N], all ranks below width.
 
         Where it draws, the elder children of a slot are the likeliest tokens and the last one is drawn from what these
         leave of q (the greedy drafts of Hu et al. 2502.18779).
         """
-        if not self.choice.noise:
-            chances, ranked = logits.float().softmax(-1).topk(width)
-            return ranked[:, places, ranks], chances[:, places, ranks], None
-        probs = self.choice.said(logits)
-        ranked, probs = probs.topk(width).indices[:, places], probs[:, places]
-        elder = torch.arange(width, device=ranks.device) < ranks[:, None]
-        left = probs.scatter(-1, ranked, probs.gather(-1, ranked) * ~elder)
-        some = left.sum(-1, keepdim=True)
-        own = ranked.gather(-1, ranks[None, :, None].expand(len(ranked), -1, 1))
-        chosen = torch.zeros_like(probs).scatter(-1, own, 1.0)
-        q = torch.where(lasts[:, None] & (some > 0.0), left / some.clamp_min(torch.finfo(some.dtype).tiny), chosen)
-        tokens = self.choice.token(q)
+        if not self.sampler.active_rng:
+            top_probs, ranked = logits.float().softmax(-1).topk(width)
+            return ranked[:, positions, ranks], top_probs[:, positions, ranks], None
+        probs = self.sampler.draft_distribution(logits)
+        ranked, probs = probs.topk(width).indices[:, positions], probs[:, positions]
+        earlier = torch.arange(width, device=ranks.device) < ranks[:, None]
+        residual = probs.scatter(-1, ranked, probs.gather(-1, ranked) * ~earlier)
+        residual_mass = residual.sum(-1, keepdim=True)
+        node_tokens = ranked.gather(-1, ranks[None, :, None].expand(len(ranked), -1, 1))
+        one_hot = torch.zeros_like(probs).scatter(-1, node_tokens, 1.0)
+        q = torch.where(
+            is_last[:, None] & (residual_mass > 0.0),
+            residual / residual_mass.clamp_min(torch.finfo(residual_mass.dtype).tiny),
+            one_hot,
+        )
+        tokens = self.sampler.sample(q)
         return tokens, probs.gather(-1, tokens[..., None])[..., 0], q
 
     def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:
         """Cross-entropy to the target's distribution, or to the text where that is unknown; head i weighs decay^i."""
-        steps = (compare(logits, wanted) for logits, wanted in self._taught(batch))
+        steps = (token_loss(logits, labels) for logits, labels in self._training_steps(batch))
         return steps_loss(steps, (self.decay**i for i in count(1)))
 
     @torch.no_grad()
     def measure(self, batch: Progress) -> None:
         """Count how often each rank of each head is right: what the fitted tree is fitted to, and `save` writes."""
         width = min(RANKS, self.head.vocab_size)
-        right = [
-            (q.topk(width).indices == likeliest(p)[..., None]).float().mean((0, 1)) for q, p in self._taught(batch)
+        agreement = [
+            (q.topk(width).indices == argmax_targets(p)[..., None]).float().mean((0, 1))
+            for q, p in self._training_steps(batch)
         ]
-        self.head.rates = tuple(tuple(ranks.tolist()) for ranks in right)
+        self.head.rates = tuple(tuple(ranks.tolist()) for ranks in agreement)
 
-    def _taught(self, batch: Progress) -> Iterator[tuple[Tensor, Tensor]]:
+    def _training_steps(self, batch: Progress) -> Iterator[tuple[Tensor, Tensor]]:
         """Per head i its logits [B, A - 1 - i, V] and what the target says there, probabilities or else tokens."""
         probs = batch.target_probs()
-        said = batch.outputs if probs is None else probs
-        states = self._states(self.tapped(batch))
+        labels = batch.outputs if probs is None else probs
+        states = self._head_inputs(self.target_features(batch))
         for i in range(min(len(self.head), states.shape[1] - 1)):
-            yield self._ahead(states, batch.outputs, i).float(), said[:, i + 1 :]
+            yield self._head_logits(states, batch.outputs, i).float(), labels[:, i + 1 :]
 
-    def _states(self, hidden: Tensor) -> Tensor:
+    def _head_inputs(self, hidden: Tensor) -> Tensor:
         """What the heads read of the target, [B, A, H] of whole rows."""
         return hidden
 
-    def _ahead(self, states: Tensor, outputs: Tensor, head: int) -> Tensor:
+    def _head_logits(self, states: Tensor, outputs: Tensor, head: int) -> Tensor:
         """-> logits [B, A - 1 - head, V] at the columns whose answer lies within the batch"""
         logits: Tensor = self.head(states[:, : -1 - head], head)
         return logits
@@ -311,16 +324,16 @@ class Medusa(Head[Heads]):
         write_checkpoint(folder, config, heads.state_dict())
 
 
-def _in_vllm_names(checkpoint: Checkpoint, target: Target) -> dict[str, Tensor]:
+def _to_vllm_names(checkpoint: Checkpoint, target: Target) -> dict[str, Tensor]:
     """The heads' tensors, whichever format they are in. Raises ValueError where there are none for this target."""
-    inside = checkpoint.take("medusa_head.")
-    if 0 < len(inside) < len(checkpoint.tensors) and Path(target.name).name != Path(checkpoint.name).name:
+    head_tensors = checkpoint.take("medusa_head.")
+    if 0 < len(head_tensors) < len(checkpoint.tensors) and Path(target.name).name != Path(checkpoint.name).name:
         raise ValueError(f"{checkpoint.name} is a whole model trained together with its heads; make it the target too")
-    tensors = renamed(inside or checkpoint.tensors, VLLM_NAMES)
+    tensors = rename_tensors(head_tensors or checkpoint.tensors, VLLM_NAMES)
     if checkpoint.config.get("original_lm_head"):  # one for all heads
         shared = tensors.pop("lm_head.weight", tensors.get("lm_heads.0.weight"))
         if shared is not None:
-            heads = numbered(tensors, r"blocks\.(\d+)\.")
+            heads = count_numbered(tensors, r"blocks\.(\d+)\.")
             tensors |= {f"lm_heads.{i}.weight": shared.clone() for i in range(heads)}
     token_map = tensors.get("token_map")
     if token_map is not None:  # the file may hold the LM heads of the whole vocabulary

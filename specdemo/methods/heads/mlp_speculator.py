@@ -29,22 +29,22 @@ from torch.nn import functional as F
 
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.tree import Draft
-from specdemo.methods import expect, knob
+from specdemo.methods import knob, require_method
 from specdemo.methods.base import Head, Recipe
-from specdemo.methods.flags import unserved
-from specdemo.methods.grow import pruned
-from specdemo.methods.heads.choose import Vocabulary, Writing
+from specdemo.methods.flags import unsupported
+from specdemo.methods.grow import prune_tree
 from specdemo.methods.heads.formats import check_target
-from specdemo.methods.heads.network import Network, as_target
-from specdemo.methods.heads.runtime import at_last
+from specdemo.methods.heads.network import Network, move_to_target
+from specdemo.methods.heads.runtime import last_columns
+from specdemo.methods.heads.sampler import ChainBuilder, DraftVocab
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
-from specdemo.training.losses import compare, steps_loss
+from specdemo.training.losses import steps_loss, token_loss
 
 EPSILON = 1e-6
 WIDTHS = (4, 3, 2, 2)  # tokens per step of the published trees; 1 at every further step
 CANDIDATES = 5  # paths that the authors' own engine verifies
-CURE = "fetch the whole speculator again"
-PADDED_TO = 512  # rows are added to a vocabulary until it is a multiple of this at most
+HINT = "fetch the whole speculator again"
+VOCAB_MULTIPLE = 512  # rows are added to a vocabulary until it is a multiple of this at most
 
 
 class Norm(nn.Module):
@@ -76,14 +76,14 @@ class Speculator(Network):
         self.hidden_size, self.inner_dim, self.vocab_size = hidden_size, inner_dim, vocab_size
         self.n_predict, self.tie_weights, self.scale_input = n_predict, tie_weights, scale_input
         self.widths = (*widths, *WIDTHS[len(widths) :], *[1] * n_predict)[:n_predict]
-        made = 1 if tie_weights else n_predict
-        copies = n_predict // made
+        num_distinct = 1 if tie_weights else n_predict
+        copies = n_predict // num_distinct
         first = nn.Linear(hidden_size, inner_dim, bias=False)
-        further = [nn.Linear(inner_dim, inner_dim, bias=False) for _ in range(min(made, n_predict - 1))]
-        self.emb = nn.ModuleList([nn.Embedding(vocab_size, inner_dim) for _ in range(made)] * copies)
+        further = [nn.Linear(inner_dim, inner_dim, bias=False) for _ in range(min(num_distinct, n_predict - 1))]
+        self.emb = nn.ModuleList([nn.Embedding(vocab_size, inner_dim) for _ in range(num_distinct)] * copies)
         self.proj = nn.ModuleList([first, *(further * copies)[: n_predict - 1]])
-        self.head = nn.ModuleList([nn.Linear(inner_dim, vocab_size, bias=False) for _ in range(made)] * copies)
-        self.ln = nn.ModuleList([Norm(inner_dim) for _ in range(made)] * copies)
+        self.head = nn.ModuleList([nn.Linear(inner_dim, vocab_size, bias=False) for _ in range(num_distinct)] * copies)
+        self.ln = nn.ModuleList([Norm(inner_dim) for _ in range(num_distinct)] * copies)
 
     def __len__(self) -> int:
         return self.n_predict
@@ -103,7 +103,7 @@ class Speculator(Network):
         """The embedding's weight over the state's."""
         return self.emb_weight / self.state_weight
 
-    def begin(self, hidden: Tensor) -> Tensor:
+    def initial_state(self, hidden: Tensor) -> Tensor:
         """hidden [..., H] -> the first state"""
         hidden = hidden.to(self.dtype)
         return F.rms_norm(hidden, hidden.shape[-1:], eps=EPSILON) / sqrt(2) if self.scale_input else hidden
@@ -122,7 +122,7 @@ class MLPSpeculator(Head[Speculator]):
     )
     taps: tuple[int, ...] = (-1,)
     recipes: ClassVar = {"mlp-speculator": Recipe("MLPSpeculator, 4 tokens", {"n_predict": 4})}
-    serves: ClassVar = {"vllm": unserved("vLLM 0.32 and later no longer have it")}
+    serves: ClassVar = {"vllm": unsupported("vLLM 0.32 and later no longer have it")}
 
     @dataclass(frozen=True, slots=True)
     class Options:
@@ -139,23 +139,25 @@ class MLPSpeculator(Head[Speculator]):
 
     @classmethod
     def recognises(cls, checkpoint: Checkpoint) -> bool:
-        return checkpoint.says("model_type", "mlp_speculator")
+        return checkpoint.config_has("model_type", "mlp_speculator")
 
     @classmethod
     def read(cls, checkpoint: Checkpoint, target: Target) -> Speculator:
-        expect(checkpoint, "mlp_speculator")
+        require_method(checkpoint, "mlp_speculator")
         config = checkpoint.config
         missing = [key for key in ("emb_dim", "n_predict", "vocab_size") if not config.get(key)]
         if missing:
-            raise ValueError(f"{checkpoint.name}: config.json does not say {missing[0]}; {CURE}")
+            raise ValueError(f"{checkpoint.name}: config.json does not say {missing[0]}; {HINT}")
         smaller, larger = sorted((config["vocab_size"], target.vocab_size))
-        padded = larger <= -(-smaller // PADDED_TO) * PADDED_TO  # one of the two
-        words = target.vocab_size if padded else config["vocab_size"]
+        only_padding = larger <= -(-smaller // VOCAB_MULTIPLE) * VOCAB_MULTIPLE  # one of the two
+        expected_vocab = target.vocab_size if only_padding else config["vocab_size"]
         check_target(
-            checkpoint, hidden_size=(config["emb_dim"], target.hidden_size), vocabulary=(words, target.vocab_size)
+            checkpoint,
+            hidden_size=(config["emb_dim"], target.hidden_size),
+            vocabulary=(expected_vocab, target.vocab_size),
         )
         with torch.device("meta"):
-            made = Speculator(
+            network = Speculator(
                 config["emb_dim"],
                 config.get("inner_dim") or config["emb_dim"],
                 min(config["vocab_size"], target.vocab_size),
@@ -164,11 +166,11 @@ class MLPSpeculator(Head[Speculator]):
                 config.get("scale_input", False),
                 tuple(config.get("top_k_tokens_per_head", ())),
             )
-        return made.fill(_named(checkpoint, made), checkpoint, target, CURE)
+        return network.load_tensors(_expand_tied(checkpoint, network), checkpoint, target, HINT)
 
     def __init__(self, target: Target, model: Speculator | str, options: Options | None = None) -> None:
         super().__init__(target, model, options)
-        self._words = Vocabulary(None, target.vocab_size)
+        self._draft_vocab = DraftVocab(None, target.vocab_size)
 
     @classmethod
     def fresh(
@@ -176,31 +178,33 @@ class MLPSpeculator(Head[Speculator]):
     ) -> Speculator:
         """An inner dimension of 0 is the hidden size."""
         inner = inner_dim or target.hidden_size
-        made = Speculator(target.hidden_size, inner, target.vocab_size, n_predict, tie_weights, scale_input)
-        for parameter in made.parameters():
+        network = Speculator(target.hidden_size, inner, target.vocab_size, n_predict, tie_weights, scale_input)
+        for parameter in network.parameters():
             if parameter.ndim > 1:  # what `ratio` is made for
                 nn.init.normal_(parameter, std=inner**-0.5)
-        return as_target(made, target)
+        return move_to_target(network, target)
 
     def observe(self, progress: Progress) -> None:
-        self._hidden, self._root = at_last(progress, progress.hidden[-1]), at_last(progress, progress.outputs)
+        self._hidden, self._root = last_columns(progress, progress.hidden[-1]), last_columns(progress, progress.outputs)
 
     def propose(self, budget: Budget) -> Draft:
         depth = min(budget.depth, budget.nodes, len(self.head))
         if depth < 1:
             return Draft.empty(len(self._root), self._root.device)
-        read = self._hidden, self._root
+        inputs = self._hidden, self._root
         if self.options.draft == "chain":
-            return self.replayed("chain", depth, self._chain, *read, draws=depth)
-        return self.replayed(("tree", budget.nodes), depth, partial(self._tree, budget.nodes), *read, cut=False)
+            return self.run_draft("chain", depth, self._chain, *inputs, num_draws=depth)
+        return self.run_draft(
+            ("tree", budget.nodes), depth, partial(self._tree, budget.nodes), *inputs, truncatable=False
+        )
 
     def _chain(self, depth: int, hidden: Tensor, token: Tensor) -> Draft:
-        state = self.head.begin(hidden)
-        written = Writing(self.choice)
+        state = self.head.initial_state(hidden)
+        builder = ChainBuilder(self.sampler)
         for step in range(depth):
             state, logits = self.head(state, token, step)
-            token = written.take(logits[:, None])[:, 0]
-        return written.draft(self._words)
+            token = builder.append(logits[:, None])[:, 0]
+        return builder.build(self._draft_vocab)
 
     def _tree(self, nodes: int, depth: int, hidden: Tensor, root: Tensor) -> Draft:
         """Every path goes on by the `widths[i]` likeliest tokens of step i; the likeliest nodes of all are drafted.
@@ -208,35 +212,35 @@ class MLPSpeculator(Head[Speculator]):
         The authors keep whole paths, the `CANDIDATES` likeliest; chosen by nodes a budget goes further, since a node is
         worth the probability of its path. They are ranked, not drawn: probs None.
         """
-        state, tokens = self.head.begin(hidden)[:, None], root[:, None]
+        state, tokens = self.head.initial_state(hidden)[:, None], root[:, None]
         scores = torch.zeros_like(tokens, dtype=torch.float32)
-        ends = torch.zeros_like(tokens)  # the slots of the whole tree that the paths end in
+        path_slots = torch.zeros_like(tokens)  # the slots of the whole tree that the paths end in
         slots, levels = 1, []
         for step, width in enumerate(self.head.widths[:depth]):
             state, logits = self.head(state, tokens, step)
-            chances, ranked = logits.float().log_softmax(-1).topk(min(width, logits.shape[-1]))
-            parents, state = (x.repeat_interleave(ranked.shape[-1], 1) for x in (ends, state))
-            scores, tokens = (scores[..., None] + chances).flatten(1), ranked.flatten(1)
-            ends = torch.arange(slots, slots + tokens.shape[1], device=tokens.device).expand_as(tokens)
+            log_probs, ranked = logits.float().log_softmax(-1).topk(min(width, logits.shape[-1]))
+            parents, state = (x.repeat_interleave(ranked.shape[-1], 1) for x in (path_slots, state))
+            scores, tokens = (scores[..., None] + log_probs).flatten(1), ranked.flatten(1)
+            path_slots = torch.arange(slots, slots + tokens.shape[1], device=tokens.device).expand_as(tokens)
             slots += tokens.shape[1]
-            levels.append((tokens, parents, scores, chances.flatten(1).exp()))
+            levels.append((tokens, parents, scores, log_probs.flatten(1).exp()))
         drafted, parents, scores, confidence = (torch.cat(column, 1) for column in zip(*levels, strict=True))
-        return pruned(drafted, parents, scores, confidence, nodes)
+        return prune_tree(drafted, parents, scores, confidence, nodes)
 
     def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:
         """The sum over steps of the cross-entropy to the target's distribution, or to the text where it is unknown."""
-        return steps_loss((compare(logits, wanted) for logits, wanted in self._taught(batch)), repeat(1.0))
+        return steps_loss((token_loss(logits, labels) for logits, labels in self._training_steps(batch)), repeat(1.0))
 
-    def _taught(self, batch: Progress) -> Iterator[tuple[Tensor, Tensor]]:
+    def _training_steps(self, batch: Progress) -> Iterator[tuple[Tensor, Tensor]]:
         """Per step i its logits [B, A - 1 - i, V] and what the target says there, probabilities or else tokens."""
         probs = batch.target_probs()
-        known = self.head.vocab_size
-        said = batch.outputs.clamp_max(known - 1) if probs is None else probs[..., :known]
-        state = self.head.begin(batch.hidden[-1])
+        vocab_size = self.head.vocab_size
+        labels = batch.outputs.clamp_max(vocab_size - 1) if probs is None else probs[..., :vocab_size]
+        state = self.head.initial_state(batch.hidden[-1])
         columns = state.shape[1]
         for i in range(min(len(self.head), columns - 1)):
             state, logits = self.head(state[:, : columns - 1 - i], batch.outputs[:, i:-1], i)
-            yield logits.float(), said[:, i + 1 :]
+            yield logits.float(), labels[:, i + 1 :]
 
     def save(self, folder: Path, target_name: str) -> None:
         speculator = self.head
@@ -258,12 +262,12 @@ class MLPSpeculator(Head[Speculator]):
         write_checkpoint(folder, config, {f"speculator.{name}": p for name, p in speculator.named_parameters()})
 
 
-def _named(checkpoint: Checkpoint, speculator: Speculator) -> dict[str, Tensor]:
+def _expand_tied(checkpoint: Checkpoint, speculator: Speculator) -> dict[str, Tensor]:
     """The tensors, tied ones by each of their names in `speculator`, without padding rows that the target lacks."""
     stored = {
         name: tensor[: speculator.vocab_size] if re.match(r"(emb|head)\.", name) else tensor
         for name, tensor in (checkpoint.take("speculator.") or checkpoint.tensors).items()
     }
-    wanted = speculator.state_dict(keep_vars=True)
-    first = {id(p): stored[name] for name, p in reversed(wanted.items()) if name in stored}
-    return stored | {name: first[id(p)] for name, p in wanted.items() if id(p) in first}
+    parameters = speculator.state_dict(keep_vars=True)
+    tensor_of = {id(p): stored[name] for name, p in reversed(parameters.items()) if name in stored}
+    return stored | {name: tensor_of[id(p)] for name, p in parameters.items() if id(p) in tensor_of}

@@ -17,37 +17,38 @@ class Network(nn.Module):
     """The weights of a head. Files that leave open how they are meant have several `readings`, the likeliest first."""
 
     note = ""  # which reading was kept, and why
-    readings: tuple[object, ...] = ()
+    conventions: tuple[object, ...] = ()
 
     @property
     def dtype(self) -> torch.dtype:
         """The type of its weights."""
         return dtype_of(self)
 
-    def read_as(self, reading: Any) -> None:
+    def use_convention(self, convention: Any) -> None:
         """Follow one of `readings` from now on."""
 
-    def hasten(self) -> Self:
+    def fuse(self) -> Self:
         """Run with fewer and larger operations; from now on it is only read, or else deep copies are trained."""
         return pack(self)
 
-    def fill(self, tensors: Mapping[str, Tensor], checkpoint: Checkpoint, target: Target, cure: str) -> Self:
+    def load_tensors(self, tensors: Mapping[str, Tensor], checkpoint: Checkpoint, target: Target, hint: str) -> Self:
         """Made on the meta device, it takes these tensors, where the target is and in its precision.
 
         Raises ValueError when one is missing, unknown or of another shape than in `state_dict`.
         """
-        wanted = {name: tuple(tensor.shape) for name, tensor in self.state_dict().items()}
-        held = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        odd = next((name for name in sorted(wanted | held) if held.get(name) != wanted.get(name)), None)
-        if odd:
+        expected = {name: tuple(tensor.shape) for name, tensor in self.state_dict().items()}
+        actual = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        mismatch = next((name for name in sorted(expected | actual) if actual.get(name) != expected.get(name)), None)
+        if mismatch:
             raise ValueError(
-                f"{checkpoint.name}: {odd} is missing, of another shape or unknown: it is {held.get(odd, 'missing')}, "
-                f"its config asks for {wanted.get(odd, 'no such tensor')}; {cure}"
+                f"{checkpoint.name}: {mismatch} is missing, of another shape or unknown: "
+                f"it is {actual.get(mismatch, 'missing')}, its config asks for "
+                f"{expected.get(mismatch, 'no such tensor')}; {hint}"
             )
         self.load_state_dict(tensors, assign=True)
-        return as_target(self, target)
+        return move_to_target(self, target)
 
 
-def as_target(head: Module, target: Target) -> Module:
+def move_to_target(head: Module, target: Target) -> Module:
     """The head frozen, where the target is and in its precision."""
     return nn.Module.to(head, target.device, target.dtype).requires_grad_(False).eval()

@@ -28,12 +28,12 @@ from transformers import Qwen3Config
 from specdemo.core.protocol import Target
 from specdemo.methods.heads.formats import MASK_KEYS, check_target
 from specdemo.methods.heads.lilicorr import Sizes
-from specdemo.methods.heads.runtime import Kind
+from specdemo.methods.heads.runtime import AttentionKind
 from specdemo.models.checkpoints import MASK_TOKEN, Checkpoint
 
-Said = Mapping[str, Any]  # what a config says, all of it
+Config = Mapping[str, Any]  # what a config says, all of it
 Tensors = Mapping[str, Tensor]
-BODY = (
+BODY_KEYS = (
     "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_act "
     "rms_norm_eps attention_bias max_position_embeddings rope_parameters"
 ).split()
@@ -55,12 +55,16 @@ NAMES = {
 }
 LATTICE = "lilicorr"
 CODEBOOK = "candidate_selector.predecessor_codebook"
-TAPS = {  # by the key that says them: what is added to these numbers
+TAP_OFFSETS = {  # by the key that says them: what is added to these numbers
     **dict.fromkeys(("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids", "layer_ids"), 0),
     **dict.fromkeys(("target_layer_ids", "dspark_target_layer_ids"), 1),
 }
-PLAIN = {"is_neox_style": True, "attention_value_scale": 1.0, "logit_scale": 1.0}  # else drafts would be wrong
-KNOWN = ("dflash", "dspark", "domino", "museglimmer", LATTICE)  # whose slots are known
+REQUIRED_DEFAULTS = {
+    "is_neox_style": True,
+    "attention_value_scale": 1.0,
+    "logit_scale": 1.0,
+}  # else drafts would be wrong
+KNOWN_FAMILIES = ("dflash", "dspark", "domino", "museglimmer", LATTICE)  # whose slots are known
 UNUSED = ("embed_tokens.", "lm_head.", "t2d", "verifier_", "confidence_head.")
 
 
@@ -73,73 +77,73 @@ class Design:
     block_size: int  # slots of a block, the anchor included
     mask_token_id: int
     vocab_size: int
-    kinds: tuple[Kind, ...]  # one per layer
+    attention_kinds: tuple[AttentionKind, ...]  # one per layer
     from_anchor: bool = False  # slot k guesses the token after its own
     embedding_scale: float = 1.0
     output_multiplier: float = 1.0
     softcap: float = 0.0  # of the logits; 0: none
     candidates: int = 16  # of DFlash2's selector
-    left_alone: int = 0  # first slots that a Domino does not correct
+    uncorrected_slots: int = 0  # first slots that a Domino does not correct
     lattice: Sizes | None = None  # LiLiCorr
 
     def __str__(self) -> str:
         return f"{'every slot' if self.from_anchor else 'the slots after the anchor'} and layers {self.taps}"
 
     @property
-    def first(self) -> int:
+    def first_slot(self) -> int:
         """The first slot that guesses."""
         return 0 if self.from_anchor else 1
 
     @property
-    def drafts(self) -> int:
+    def num_drafts(self) -> int:
         """Tokens that a block guesses."""
-        return self.block_size - self.first
+        return self.block_size - self.first_slot
 
 
-def found(checkpoint: Checkpoint, target: Target) -> tuple[Tensors, tuple[Design, ...]]:
+def read_designs(checkpoint: Checkpoint, target: Target) -> tuple[Tensors, tuple[Design, ...]]:
     """The tensors, and the designs that they may have. Raises ValueError, one line, for a checkpoint of another kind or
     another target."""
-    name, tensors, said = checkpoint.name, checkpoint.tensors, _said(checkpoint.config)
-    if said.get("has_own_lm_head") and "lm_head.weight" in tensors:  # of the target's words, in their order
+    name, tensors, config = checkpoint.name, checkpoint.tensors, _flatten_config(checkpoint.config)
+    if config.get("has_own_lm_head") and "lm_head.weight" in tensors:  # of the target's words, in their order
         tensors = {"d2t": torch.zeros(len(tensors["lm_head.weight"]), dtype=torch.int64)} | tensors
     own_head = "d2t" in tensors
     tensors = {n: t for n, t in tensors.items() if not n.startswith(UNUSED) or (own_head and n == "lm_head.weight")}
-    _check(checkpoint, said, tensors, target)
+    _check(checkpoint, config, tensors, target)
     tensors.pop(MASK_TOKEN, None)
-    names = said.get("speculators_model_type"), said.get("projector_type"), *(said.get("architectures") or ())
+    names = config.get("speculators_model_type"), config.get("projector_type"), *(config.get("architectures") or ())
     family = " ".join(map(str, names)).lower()
-    sizes = _lattice(said) if any(name.startswith(f"{LATTICE}.") for name in tensors) else None
-    anchored = said.get("sample_from_anchor", said.get("shift_label", "dspark" in family))
+    sizes = _lattice_sizes(config) if any(name.startswith(f"{LATTICE}.") for name in tensors) else None
+    from_anchor = config.get("sample_from_anchor", config.get("shift_label", "dspark" in family))
     design = Design(
-        body=_body(said),
-        taps=_taps(name, said, tensors, target),
-        block_size=int(said.get("block_size", 8 if "transformer_layer_config" in said else 16)),
-        mask_token_id=int(said["mask_token_id"]),
+        body=_body(config),
+        taps=_taps(name, config, tensors, target),
+        block_size=int(config.get("block_size", 8 if "transformer_layer_config" in config else 16)),
+        mask_token_id=int(config["mask_token_id"]),
         vocab_size=target.vocab_size,
-        kinds=_kinds(said),
-        from_anchor=bool(anchored),
-        embedding_scale=float(said.get("input_embedding_scale", 1.0)),
-        output_multiplier=float(said.get("output_multiplier", 1.0)),
-        softcap=float(said.get("final_logit_softcapping", 0.0)),
-        candidates=int(said.get("selector_top_k", 16)),
-        left_alone=int(said.get("pure_draft_prefix_len", 0)),
+        attention_kinds=_attention_kinds(config),
+        from_anchor=bool(from_anchor),
+        embedding_scale=float(config.get("input_embedding_scale", 1.0)),
+        output_multiplier=float(config.get("output_multiplier", 1.0)),
+        softcap=float(config.get("final_logit_softcapping", 0.0)),
+        candidates=int(config.get("selector_top_k", 16)),
+        uncorrected_slots=int(config.get("pure_draft_prefix_len", 0)),
         lattice=sizes,
     )
-    if {"sample_from_anchor", "shift_label"} & said.keys() or any(word in family for word in KNOWN):
+    if {"sample_from_anchor", "shift_label"} & config.keys() or any(word in family for word in KNOWN_FAMILIES):
         return tensors, (design,)
-    counted = [taps for shift in (0, 1) if min(taps := tuple(tap - shift for tap in design.taps)) >= 0]
-    return tensors, tuple(replace(design, taps=t, from_anchor=a) for t in counted for a in (False, True))
+    tap_options = [taps for shift in (0, 1) if min(taps := tuple(tap - shift for tap in design.taps)) >= 0]
+    return tensors, tuple(replace(design, taps=t, from_anchor=a) for t in tap_options for a in (False, True))
 
 
-def described(design: Design, tensors: Tensors, target_name: str, target_layers: int) -> dict[str, Any]:
+def to_config(design: Design, tensors: Tensors, target_name: str, target_layers: int) -> dict[str, Any]:
     """The config.json of a drafter, in z-lab's dialect."""
-    body, windows = design.body, [window for window, _ in design.kinds]
-    (span, groups), rank = convolution(tensors), tensors[CODEBOOK].shape[1] if CODEBOOK in tensors else 0
+    body, windows = design.body, [window for window, _ in design.attention_kinds]
+    (span, groups), rank = convolution_sizes(tensors), tensors[CODEBOOK].shape[1] if CODEBOOK in tensors else 0
     usual = tuple((window, bool(window)) for window in windows)
     lattice = asdict(design.lattice) if design.lattice else {}
     kind = "LiLiCorr" if lattice else "DFlash2" if span or rank else "DFlash"
-    more = {  # with what goes without saying
-        "causal": (design.kinds[0][1] if design.kinds != usual else None, None),
+    optional = {  # with what goes without saying
+        "causal": (design.attention_kinds[0][1] if design.attention_kinds != usual else None, None),
         "sample_from_anchor": (design.from_anchor, False),
         "input_embedding_scale": (design.embedding_scale, 1.0),
         "output_multiplier": (design.output_multiplier, 1.0),
@@ -153,7 +157,7 @@ def described(design: Design, tensors: Tensors, target_name: str, target_layers:
         "architectures": [f"{kind}DraftModel"],
         "model_type": "qwen3",
         "base_model_name_or_path": target_name,
-        **{key: value for key, value in body.to_dict().items() if key in BODY},
+        **{key: value for key, value in body.to_dict().items() if key in BODY_KEYS},
         "rope_theta": dict(body.rope_parameters or {})["rope_theta"],
         "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
         "sliding_window": max(windows) or None,
@@ -165,13 +169,13 @@ def described(design: Design, tensors: Tensors, target_name: str, target_layers:
         "dflash_config": {
             "mask_token_id": design.mask_token_id,
             "target_layer_ids": [tap - 1 for tap in design.taps],
-            **{key: value for key, (value, usually) in more.items() if value != usually},
+            **{key: value for key, (value, usually) in optional.items() if value != usually},
             **{f"{LATTICE}_{key}": value for key, value in lattice.items()},
         },
     }
 
 
-def convolution(tensors: Tensors) -> tuple[int, int]:
+def convolution_sizes(tensors: Tensors) -> tuple[int, int]:
     """DFlash2: positions that its convolutions span, and channel groups; 0: it has none."""
     base = tensors.get("layers.0.attention_conv.base_kernel")
     if base is None:
@@ -186,56 +190,56 @@ def spread_taps(layers: int, points: int) -> tuple[int, ...]:
     return tuple(sorted({min(max(i + 1, 0), layers - 1) for i in ids}))
 
 
-def _said(config: Said) -> dict[str, Any]:
+def _flatten_config(config: Config) -> dict[str, Any]:
     """All keys on one level, the innermost of two alike."""
     parts = config.get("transformer_layer_config"), config, config.get("dflash_config")
-    said = {key: value for part in parts for key, value in (part or {}).items() if value is not None}
-    mask = next((said[key] for key in MASK_KEYS if key in said), None)
-    return said if mask is None else said | {"mask_token_id": mask}
+    flat = {key: value for part in parts for key, value in (part or {}).items() if value is not None}
+    mask = next((flat[key] for key in MASK_KEYS if key in flat), None)
+    return flat if mask is None else flat | {"mask_token_id": mask}
 
 
-def _lattice(said: Said) -> Sizes:
+def _lattice_sizes(config: Config) -> Sizes:
     """A scale that was guessed would be another head's, so the config has to say all."""
     keys = {field.name: f"{LATTICE}_{field.name}" for field in fields(Sizes)}
-    absent = next((key for key in keys.values() if key not in said), None)
+    absent = next((key for key in keys.values() if key not in config), None)
     if absent:
         raise ValueError(f"its config lacks {absent!r}, without which a LiLiCorr cannot be read; fetch it again")
-    return Sizes(**{name: said[key] for name, key in keys.items()})
+    return Sizes(**{name: config[key] for name, key in keys.items()})
 
 
-def _check(checkpoint: Checkpoint, said: Said, tensors: Tensors, target: Target) -> None:
+def _check(checkpoint: Checkpoint, config: Config, tensors: Tensors, target: Target) -> None:
     """Raise ValueError where it is of another kind, says too little, or is for another target."""
-    name, words = checkpoint.name, target.vocab_size
-    for key, usual in PLAIN.items():
-        if said.get(key, usual) != usual:
-            raise ValueError(f"{name} says {key} {said[key]}, which is not read here; choose a drafter without it")
-    if said.get("causal_head"):
+    name, vocab_size = checkpoint.name, target.vocab_size
+    for key, usual in REQUIRED_DEFAULTS.items():
+        if config.get(key, usual) != usual:
+            raise ValueError(f"{name} says {key} {config[key]}, which is not read here; choose a drafter without it")
+    if config.get("causal_head"):
         raise ValueError(f"{name} is a JetSpec drafter (causal_head in its config), not read yet; choose a DFlash")
     if "mask_hidden" in tensors:
         raise ValueError(f"{name} has a mask state of its own (mask_hidden), not read here; choose a DFlash")
     for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "mask_token_id"):
-        if key not in said:
+        if key not in config:
             raise ValueError(f"the config of {name} lacks {key!r}; fetch the config.json of its authors")
-    if "d2t" not in tensors and said.get("draft_vocab_size", words) != words:
+    if "d2t" not in tensors and config.get("draft_vocab_size", vocab_size) != vocab_size:
         raise ValueError(f"{name} has a vocabulary of its own but no tensor d2t to the target's; fetch it again")
-    mask, token = int(said["mask_token_id"]), tensors.get(MASK_TOKEN)
+    mask, token = int(config["mask_token_id"]), tensors.get(MASK_TOKEN)
     if token is not None and int(token) != mask:
         raise ValueError(
             f"the mask embedding of {name} is of token {int(token)}, its config says {mask}; fetch both of one revision"
         )
-    check_target(checkpoint, hidden_size=(said["hidden_size"], target.hidden_size))
-    check_target(checkpoint, vocabulary=(said.get("vocab_size", words), words))
-    check_target(checkpoint, layers=(said.get("num_target_layers", target.num_layers), target.num_layers))
-    if "mask_embedding" not in tensors and not 0 <= mask < words:
-        raise ValueError(f"the mask token {mask} of {name} is not in a vocabulary of {words}")
+    check_target(checkpoint, hidden_size=(config["hidden_size"], target.hidden_size))
+    check_target(checkpoint, vocabulary=(config.get("vocab_size", vocab_size), vocab_size))
+    check_target(checkpoint, layers=(config.get("num_target_layers", target.num_layers), target.num_layers))
+    if "mask_embedding" not in tensors and not 0 <= mask < vocab_size:
+        raise ValueError(f"the mask token {mask} of {name} is not in a vocabulary of {vocab_size}")
 
 
-def _taps(name: str, said: Said, tensors: Tensors, target: Target) -> tuple[int, ...]:
+def _taps(name: str, config: Config, tensors: Tensors, target: Target) -> tuple[int, ...]:
     if "fc.weight" not in tensors:
         raise ValueError(f"{name} has no tensor fc.weight, so it is no DFlash; choose another method")
     count = tensors["fc.weight"].shape[1] // target.hidden_size
-    key = next((key for key in TAPS if key in said), None)
-    taps = tuple(int(i) + TAPS[key] for i in said[key]) if key else spread_taps(target.num_layers, count)
+    key = next((key for key in TAP_OFFSETS if key in config), None)
+    taps = tuple(int(i) + TAP_OFFSETS[key] for i in config[key]) if key else spread_taps(target.num_layers, count)
     if len(taps) * target.hidden_size != tensors["fc.weight"].shape[1]:
         raise ValueError(
             f"{name} names {len(taps)} layers of its target, but its fc.weight reads {count}; mend its config"
@@ -248,23 +252,28 @@ def _taps(name: str, said: Said, tensors: Tensors, target: Target) -> tuple[int,
     return taps
 
 
-def _body(said: Said) -> Qwen3Config:
-    sizes = {key: said[key] for key in (*BODY, *OLD_ROPE) if key in said}
+def _body(config: Config) -> Qwen3Config:
+    sizes = {key: config[key] for key in (*BODY_KEYS, *OLD_ROPE) if key in config}
     sizes.setdefault("head_dim", sizes["hidden_size"] // sizes["num_attention_heads"])
     sizes.setdefault("num_key_value_heads", sizes["num_attention_heads"])
     return Qwen3Config(**sizes)
 
 
-def _kinds(said: Said) -> tuple[Kind, ...]:
+def _attention_kinds(config: Config) -> tuple[AttentionKind, ...]:
     """Layers typed as windowed are causal unless the config, or transformers' own class, says otherwise; where none is,
     `use_swa` gives all a window."""
-    layers, window = int(said["num_hidden_layers"]), int(said.get("swa_window_size", said.get("sliding_window", 0)))
-    causal = said.get("is_causal", said.get("causal"))
-    if said.get("sliding_window_non_causal"):
+    layers, window = (
+        int(config["num_hidden_layers"]),
+        int(config.get("swa_window_size", config.get("sliding_window", 0))),
+    )
+    causal = config.get("is_causal", config.get("causal"))
+    if config.get("sliding_window_non_causal"):
         causal = False
-    if said.get("model_type") == "muse_glimmer_assistant":
+    if config.get("model_type") == "muse_glimmer_assistant":
         causal, window = False, window + 1  # there a window counts the distance, not the positions
-    sliding = ["sliding" in kind for kind in said.get("layer_types") or ["full_attention"] * layers]
-    blind = [slides if causal is None else bool(causal) for slides in sliding]
-    near = [True] * layers if said.get("use_swa") and not any(sliding) else sliding
-    return tuple((window if slides else 0, ahead) for slides, ahead in zip(near, blind, strict=True))
+    sliding = ["sliding" in kind for kind in config.get("layer_types") or ["full_attention"] * layers]
+    causal_layers = [slides if causal is None else bool(causal) for slides in sliding]
+    windowed = [True] * layers if config.get("use_swa") and not any(sliding) else sliding
+    return tuple(
+        (window if slides else 0, is_causal) for slides, is_causal in zip(windowed, causal_layers, strict=True)
+    )

@@ -20,22 +20,29 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from specdemo.core.protocol import Target
-from specdemo.methods.heads.formats import MASK_KEYS, absolute, check_target, made_for, numbered, renamed
+from specdemo.methods.heads.formats import (
+    MASK_KEYS,
+    base_model,
+    check_target,
+    count_numbered,
+    d2t_to_ids,
+    rename_tensors,
+)
 from specdemo.models.checkpoints import Checkpoint
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-FIRST = "layers.0."
-MASKED = "mask_hidden"  # P-EAGLE: the hidden states that stand for those not yet known
+FIRST_LAYER = "layers.0."
+MASK_HIDDEN = "mask_hidden"  # P-EAGLE: the hidden states that stand for those not yet known
 SKIPPED = re.compile(r"t2d$|verifier_|.*inv_freq$")
-COPIED = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", "rms_norm_eps")
-WRITTEN = (
+COPIED_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", "rms_norm_eps")
+WRITTEN_KEYS = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
     "rms_norm_eps max_position_embeddings"
 ).split()
 
 
 @dataclass(frozen=True, slots=True)
-class Convention:
+class EagleConvention:
     """One way to read a head. Taps are those of `core.protocol`, in the order fc reads them."""
 
     taps: tuple[int, ...]
@@ -64,70 +71,79 @@ def default_taps(layers: int) -> tuple[int, int, int]:
     return min(2, middle), middle, max(layers - 3, middle)
 
 
-def found(checkpoint: Checkpoint, target: Target) -> tuple[dict[str, Tensor], LlamaConfig, tuple[Convention, ...]]:
+def read_conventions(
+    checkpoint: Checkpoint, target: Target
+) -> tuple[dict[str, Tensor], LlamaConfig, tuple[EagleConvention, ...]]:
     """Tensors, the sizes they have, and the conventions that the head may follow. Raises ValueError, one line, when it
     is of an unknown build or belongs on another target."""
     stored = {n: t for n, t in checkpoint.tensors.items() if not SKIPPED.match(n)}
-    tensors = renamed(stored, {r"^midlayer\.": FIRST})
+    tensors = rename_tensors(stored, {r"^midlayer\.": FIRST_LAYER})
     if "fusion_fc.weight" in tensors:
         raise ValueError(f"{checkpoint.name} is EAGLE-1 as speculators writes it, not read here; choose its EAGLE-3")
-    for name in ("fc", FIRST + "self_attn.q_proj", FIRST + "self_attn.k_proj", FIRST + "mlp.gate_proj"):
+    for name in (
+        "fc",
+        FIRST_LAYER + "self_attn.q_proj",
+        FIRST_LAYER + "self_attn.k_proj",
+        FIRST_LAYER + "mlp.gate_proj",
+    ):
         if f"{name}.weight" not in tensors:
             raise ValueError(f"{checkpoint.name} lacks {name}.weight; choose an EAGLE head in a format of its authors")
-    if FIRST + "hidden_norm.weight" in tensors:
+    if FIRST_LAYER + "hidden_norm.weight" in tensors:
         conventions = _eagle3(checkpoint.config, target)
     else:  # EAGLE-1: what else it holds are copies of the target's
         tensors = {n: t for n, t in tensors.items() if not n.startswith(("embed_tokens.", "lm_head."))}
-        conventions = Convention((-1,)), Convention((-1,), feature_first=True)
+        conventions = EagleConvention((-1,)), EagleConvention((-1,), feature_first=True)
     _check_fit(checkpoint, tensors, conventions[0], target)
-    if MASKED in tensors or checkpoint.says("speculators_model_type", "peagle"):
+    if MASK_HIDDEN in tensors or checkpoint.config_has("speculators_model_type", "peagle"):
         mask = _mask(checkpoint, tensors, target.vocab_size)
         conventions = tuple(replace(convention, mask=mask) for convention in conventions)
     return tensors, _layer_config(checkpoint, tensors, target.vocab_size), conventions
 
 
-def _mask(checkpoint: Checkpoint, tensors: dict[str, Tensor], words: int) -> int:
+def _mask(checkpoint: Checkpoint, tensors: dict[str, Tensor], vocab_size: int) -> int:
     """The mask token of a P-EAGLE, of so many; its state becomes a vector, as dialects differ in leading ones."""
-    said = dict(checkpoint.config) | dict(checkpoint.config.get("dflash_config") or {})
-    mask = next((int(said[key]) for key in MASK_KEYS if said.get(key) is not None), None)
-    if MASKED not in tensors or mask is None:
-        lacking = "mask_token_id in its config" if mask is None else MASKED
-        raise ValueError(f"{checkpoint.name} is P-EAGLE, but lacks {lacking}; fetch config.json and weights again")
-    if not 0 <= mask < words:
-        raise ValueError(f"the mask token {mask} of {checkpoint.name} is not in a vocabulary of {words}")
-    tensors[MASKED] = tensors[MASKED].reshape(-1)
+    config = dict(checkpoint.config) | dict(checkpoint.config.get("dflash_config") or {})
+    mask = next((int(config[key]) for key in MASK_KEYS if config.get(key) is not None), None)
+    if MASK_HIDDEN not in tensors or mask is None:
+        missing = "mask_token_id in its config" if mask is None else MASK_HIDDEN
+        raise ValueError(f"{checkpoint.name} is P-EAGLE, but lacks {missing}; fetch config.json and weights again")
+    if not 0 <= mask < vocab_size:
+        raise ValueError(f"the mask token {mask} of {checkpoint.name} is not in a vocabulary of {vocab_size}")
+    tensors[MASK_HIDDEN] = tensors[MASK_HIDDEN].reshape(-1)
     return mask
 
 
-def _eagle3(said: Mapping[str, Any], target: Target) -> tuple[Convention, ...]:
+def _eagle3(config: Mapping[str, Any], target: Target) -> tuple[EagleConvention, ...]:
     """Ids at the top level count as transformers' hidden_states do, those in `eagle_config` count layers from 0.
 
     Converters have copied lists from one place to the other unchanged, so the other way of counting is a reading too.
     SpecForge, which never says `norm_before_residual`, at first trained on plain states where it says `norm_output`.
     """
-    top, inner = said.get(LAYER_IDS), (said.get("eagle_config") or {}).get(LAYER_IDS)
-    readings: list[Sequence[int]] = [default_taps(target.num_layers)]
-    if top:
-        readings = [top] if inner and _plus_one(inner) == list(top) else [top, _plus_one(top)]
-    elif inner:
-        readings = [_plus_one(inner), inner]
-    elif "target_layer_ids" in said:
-        readings = [_plus_one(said["target_layer_ids"])]
-    residual = said.get("norm_before_residual")
+    top_ids, inner_ids = config.get(LAYER_IDS), (config.get("eagle_config") or {}).get(LAYER_IDS)
+    tap_options: list[Sequence[int]] = [default_taps(target.num_layers)]
+    if top_ids:
+        tap_options = (
+            [top_ids] if inner_ids and _plus_one(inner_ids) == list(top_ids) else [top_ids, _plus_one(top_ids)]
+        )
+    elif inner_ids:
+        tap_options = [_plus_one(inner_ids), inner_ids]
+    elif "target_layer_ids" in config:
+        tap_options = [_plus_one(config["target_layer_ids"])]
+    residual = config.get("norm_before_residual")
     residuals = [bool(residual)]
-    fed_back = [bool(said.get("norm_output"))]
-    if residual is None and "speculators_model_type" in said:
+    norm_outputs = [bool(config.get("norm_output"))]
+    if residual is None and "speculators_model_type" in config:
         residuals = [False, True]
-    elif residual is None and fed_back[0]:
-        fed_back = [True, False]
-    inside = [taps for taps in readings if max(taps) <= target.num_layers] or readings
-    windows = _windows(said)
-    ways = product(inside, residuals, fed_back)
-    return tuple(Convention(tuple(taps), before, back, windows=windows) for taps, before, back in ways)
+    elif residual is None and norm_outputs[0]:
+        norm_outputs = [True, False]
+    valid_taps = [taps for taps in tap_options if max(taps) <= target.num_layers] or tap_options
+    windows = _windows(config)
+    combinations = product(valid_taps, residuals, norm_outputs)
+    return tuple(EagleConvention(tuple(taps), before, back, windows=windows) for taps, before, back in combinations)
 
 
-def _windows(said: Mapping[str, Any]) -> tuple[int, ...]:
-    layer = said.get("transformer_layer_config") or said
+def _windows(config: Mapping[str, Any]) -> tuple[int, ...]:
+    layer = config.get("transformer_layer_config") or config
     window = int(layer.get("sliding_window") or 0)
     return tuple(window if kind == "sliding_attention" else 0 for kind in layer.get("layer_types") or ())
 
@@ -136,14 +152,16 @@ def _plus_one(ids: Sequence[int]) -> list[int]:
     return [i + 1 for i in ids]
 
 
-def _check_fit(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], convention: Convention, target: Target) -> None:
+def _check_fit(
+    checkpoint: Checkpoint, tensors: Mapping[str, Tensor], convention: EagleConvention, target: Target
+) -> None:
     """Raise ValueError unless the head reads this target's hidden states, embeddings and vocabulary."""
     taps, (size, read) = convention.taps, tensors["fc.weight"].shape
     features = read - size if convention.eagle1 else read / len(taps)
     t2d, d2t = checkpoint.tensors.get("t2d"), checkpoint.tensors.get("d2t")
     vocabulary = _layer(checkpoint).get("vocab_size", target.vocab_size) if t2d is None else len(t2d)
     if d2t is not None:
-        vocabulary = max(vocabulary, 1 + int(absolute(d2t).max()))
+        vocabulary = max(vocabulary, 1 + int(d2t_to_ids(d2t).max()))
     check_target(checkpoint, hidden_size=(f"{features:g}", f"{target.hidden_size}"))
     check_target(checkpoint, vocabulary=(vocabulary, target.vocab_size))
     if "embed_tokens.weight" not in tensors:
@@ -151,7 +169,7 @@ def _check_fit(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], convention
     if max(taps) > target.num_layers:
         raise ValueError(
             f"{checkpoint.name} reads layer {max(taps)}, the target has {target.num_layers}; choose the target "
-            f"{made_for(checkpoint)}"
+            f"{base_model(checkpoint)}"
         )
 
 
@@ -163,34 +181,36 @@ def _layer(checkpoint: Checkpoint) -> Mapping[str, Any]:
 
 def _layer_config(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], vocab_size: int) -> LlamaConfig:
     """Sizes are those of the tensors, published configs leave some out; RoPE is the head's own, not the target's."""
-    said = _layer(checkpoint)
-    if said.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"{checkpoint.name} activates with {said['hidden_act']}; choose a head of Llama layers (silu)")
-    if "num_attention_heads" not in said:
+    config = _layer(checkpoint)
+    if config.get("hidden_act", "silu") != "silu":
+        raise ValueError(
+            f"{checkpoint.name} activates with {config['hidden_act']}; choose a head of Llama layers (silu)"
+        )
+    if "num_attention_heads" not in config:
         raise ValueError(f"{checkpoint.name} does not say num_attention_heads; add them to its config.json")
-    heads = int(said["num_attention_heads"])
-    head_dim = len(tensors[FIRST + "self_attn.q_proj.weight"]) // heads
+    heads = int(config["num_attention_heads"])
+    head_dim = len(tensors[FIRST_LAYER + "self_attn.q_proj.weight"]) // heads
     return LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=len(tensors["fc.weight"]),
-        intermediate_size=len(tensors[FIRST + "mlp.gate_proj.weight"]),
-        num_hidden_layers=numbered(tensors, r"layers\.(\d+)\."),
+        intermediate_size=len(tensors[FIRST_LAYER + "mlp.gate_proj.weight"]),
+        num_hidden_layers=count_numbered(tensors, r"layers\.(\d+)\."),
         num_attention_heads=heads,
-        num_key_value_heads=len(tensors[FIRST + "self_attn.k_proj.weight"]) // head_dim,
+        num_key_value_heads=len(tensors[FIRST_LAYER + "self_attn.k_proj.weight"]) // head_dim,
         head_dim=head_dim,
-        **{key: said[key] for key in COPIED if said.get(key) is not None},
+        **{key: config[key] for key in COPIED_KEYS if config.get(key) is not None},
     )
 
 
-def written(
-    tensors: dict[str, Tensor], config: LlamaConfig, convention: Convention, target_name: str
+def to_checkpoint(
+    tensors: dict[str, Tensor], config: LlamaConfig, convention: EagleConvention, target_name: str
 ) -> tuple[dict[str, object], dict[str, Tensor]]:
     """config.json and the tensors. Layer ids are written twice, as vLLM (top level) and as SpecForge count."""
     rope = dict(config.rope_parameters or {})
-    said = {
+    saved_config = {
         "model_type": "llama",
         "hidden_act": "silu",
-        **{name: value for name, value in config.to_dict().items() if name in WRITTEN},
+        **{name: value for name, value in config.to_dict().items() if name in WRITTEN_KEYS},
         "rope_theta": rope.pop("rope_theta"),
         "rope_scaling": None if rope.get("rope_type", "default") == "default" else rope,
         "tie_word_embeddings": False,
@@ -200,12 +220,12 @@ def written(
     if convention.eagle1:
         if convention.feature_first:
             tensors["fc.weight"] = tensors["fc.weight"].roll(config.hidden_size, 1)
-        return said | {"architectures": ["LlamaForCausalLM"], "bias": "fc.bias" in tensors}, tensors
+        return saved_config | {"architectures": ["LlamaForCausalLM"], "bias": "fc.bias" in tensors}, tensors
     d2t = tensors.get("d2t")
     if d2t is not None:
         tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool)
-        tensors["t2d"][absolute(d2t).cpu()] = True
-    said |= {
+        tensors["t2d"][d2t_to_ids(d2t).cpu()] = True
+    saved_config |= {
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": config.vocab_size if d2t is None else len(d2t),
         LAYER_IDS: convention.taps,
@@ -214,8 +234,8 @@ def written(
         "norm_output": convention.norm_output,
     }
     if convention.mask is not None:
-        said["mask_token_id"] = convention.mask
+        saved_config["mask_token_id"] = convention.mask
     if any(convention.windows):
         kinds = ["sliding_attention" if window else "full_attention" for window in convention.windows]
-        said |= {"layer_types": kinds, "sliding_window": max(convention.windows)}
-    return said, renamed(tensors, {f"^{FIRST}": "midlayer."})
+        saved_config |= {"layer_types": kinds, "sliding_window": max(convention.windows)}
+    return saved_config, rename_tensors(tensors, {f"^{FIRST_LAYER}": "midlayer."})

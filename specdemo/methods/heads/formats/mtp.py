@@ -23,11 +23,11 @@ from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig
 
 from specdemo.core.protocol import Target
-from specdemo.methods.heads.formats import check_target, numbered
+from specdemo.methods.heads.formats import check_target, count_numbered
 from specdemo.models.checkpoints import Checkpoint, check_weights
 from specdemo.models.configs import read_config
 from specdemo.models.hub import LoadProgress
-from specdemo.models.resolve import fetched, locate
+from specdemo.models.resolve import fetch_folder, locate
 
 Tensors = dict[str, Tensor]
 
@@ -56,107 +56,115 @@ META = {
     "attention_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
 }
-HAND_ON_PLAIN = ("glm", "step", "ernie", "pangu")  # in the model_type of those that hand their state on as it is
-READS, HANDS_ON = "mtp_reads_normed", "mtp_hands_on_normed"  # config keys of this project
+UNNORMED_OUTPUT_FAMILIES = (
+    "glm",
+    "step",
+    "ernie",
+    "pangu",
+)  # in the model_type of those that hand their state on as it is
+NORMED_INPUT_KEY, NORMED_OUTPUT_KEY = "mtp_reads_normed", "mtp_hands_on_normed"  # config keys of this project
 
 
 @dataclass(frozen=True, slots=True)
-class Convention:
+class MTPConvention:
     """Whether a module reads the target's state behind the target's final norm, and hands on its own behind its own;
     and whether eh_proj reads [hidden; embedding] instead of [embedding; hidden]."""
 
-    reads_normed: bool = True
-    hands_on_normed: bool = True
+    normed_input: bool = True
+    normed_output: bool = True
     hidden_first: bool = False
 
     def __str__(self) -> str:
         words = {True: "normed", False: "plain"}
         order = ", the state before the embedding" if self.hidden_first else ""
-        return f"{words[self.reads_normed]} states in, {words[self.hands_on_normed]} states on{order}"
+        return f"{words[self.normed_input]} states in, {words[self.normed_output]} states on{order}"
 
 
-def wanted(checkpoint: Checkpoint, target: Target) -> Checkpoint:
+def select_heads(checkpoint: Checkpoint, target: Target) -> Checkpoint:
     """Without what else it holds. Raises ValueError when nothing is left."""
-    tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if _wanted(name, target)}
+    tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if _is_head_tensor(name, target)}
     if not tensors:
         raise ValueError(
             f"{checkpoint.name} holds no multi-token prediction for {target.num_layers} layers; copies often leave it "
             "out, so choose the original upload of the target"
         )
-    left = replace(checkpoint, tensors=tensors)
-    check_weights(left)
-    return left
+    selected = replace(checkpoint, tensors=tensors)
+    check_weights(selected)
+    return selected
 
 
-def opened(source: str, target: Target, progress: LoadProgress) -> Checkpoint:
+def open_heads(source: str, target: Target, progress: LoadProgress) -> Checkpoint:
     """The config, and of the tensors those of the heads alone."""
-    folder = fetched(locate(source, ("*.pth",)), progress)
+    folder = fetch_folder(locate(source, ("*.pth",)), progress)
     tensors: Tensors = {}
     for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as held:
-            tensors |= {name: held.get_tensor(name) for name in held.keys() if _wanted(name, target)}  # noqa: SIM118
+        with safe_open(file, "pt") as reader:
+            tensors |= {name: reader.get_tensor(name) for name in reader.keys() if _is_head_tensor(name, target)}  # noqa: SIM118
     for file in sorted(folder.glob("*.pth")):
         stored = torch.load(file, "cpu", weights_only=True, mmap=True)
-        tensors |= {name: tensor for name, tensor in stored.items() if _wanted(name, target)}
+        tensors |= {name: tensor for name, tensor in stored.items() if _is_head_tensor(name, target)}
     return Checkpoint(source, read_config(folder, "params.json", "config.json"), tensors)
 
 
-def _wanted(name: str, target: Target) -> bool:
+def _is_head_tensor(name: str, target: Target) -> bool:
     numbered = NUMBERED.fullmatch(name)
     if numbered:
         return int(numbered[1]) >= target.num_layers
     return any(pattern.fullmatch(name) for pattern in (MIMO, QWEN, PARALLEL))
 
 
-def sequential(checkpoint: Checkpoint, target: Target) -> tuple[Tensors, int, tuple[Convention, ...]]:
+def read_sequential(checkpoint: Checkpoint, target: Target) -> tuple[Tensors, int, tuple[MTPConvention, ...]]:
     """The tensors of modules, how many these are, and the conventions they may follow. Raises ValueError when they
     belong on a target of another width or vocabulary."""
     check_target(checkpoint, vocabulary=(checkpoint.config.get("vocab_size", target.vocab_size), target.vocab_size))
-    tensors = _fused(dict(_named(checkpoint.tensors, target.num_layers)))
+    tensors = _stack_experts(dict(_rename(checkpoint.tensors, target.num_layers)))
     joined = tensors.get("layers.0.eh_proj.weight")
     if joined is not None and joined.shape != (target.hidden_size, 2 * target.hidden_size):
         check_target(checkpoint, hidden_size=(joined.shape[0], target.hidden_size))
-    return tensors, numbered(tensors, r"layers\.(\d+)\."), _conventions(checkpoint)
+    return tensors, count_numbered(tensors, r"layers\.(\d+)\."), _conventions(checkpoint)
 
 
-def _conventions(checkpoint: Checkpoint) -> tuple[Convention, ...]:
+def _conventions(checkpoint: Checkpoint) -> tuple[MTPConvention, ...]:
     """As vLLM reads the families; what speculators trained and what was written here is sure."""
     config = checkpoint.config
-    if READS in config:
-        return (Convention(config[READS], config[HANDS_ON]),)
+    if NORMED_INPUT_KEY in config:
+        return (MTPConvention(config[NORMED_INPUT_KEY], config[NORMED_OUTPUT_KEY]),)
     if "speculators_model_type" in config:
-        return (Convention(),)
+        return (MTPConvention(),)
     family = str(config.get("model_type"))
-    hands_on = not any(name in family for name in HAND_ON_PLAIN)
+    normed_output = not any(name in family for name in UNNORMED_OUTPUT_FAMILIES)
     orders = [False]
     if any(MIMO.fullmatch(name) for name in checkpoint.tensors):
         orders = [True] if "mimo" in family else [True, False]
-    return tuple(Convention(*way) for way in product((True, False), (hands_on, not hands_on), orders))
+    return tuple(
+        MTPConvention(*combination)
+        for combination in product((True, False), (normed_output, not normed_output), orders)
+    )
 
 
-def _named(tensors: Mapping[str, Tensor], layers: int) -> Iterator[tuple[str, Tensor]]:
+def _rename(tensors: Mapping[str, Tensor], layers: int) -> Iterator[tuple[str, Tensor]]:
     """Tensors by our names; what Qwen has once for all modules is given to each."""
     count = 1 + max((int(m[1]) for m in map(QWEN.fullmatch, tensors) if m and m[1]), default=0)
     for name, tensor in tensors.items():
         qwen, numbered = QWEN.fullmatch(name), NUMBERED.fullmatch(name)
         if qwen and qwen[1] is None:
             for i in range(count):
-                yield f"layers.{i}.{_part(qwen[2])}", tensor
+                yield f"layers.{i}.{_part_name(qwen[2])}", tensor
         else:
             match = qwen or numbered or MIMO.fullmatch(name)
             assert match
             if not match[2].startswith(COPIES):
                 index = int(match[1]) - (layers if numbered else 0)
-                yield f"layers.{index}.{_part(match[2])}", tensor
+                yield f"layers.{index}.{_part_name(match[2])}", tensor
 
 
-def _part(name: str) -> str:
-    theirs, _, kind = name.rpartition(".")
-    part = next((part for part, names in PARTS.items() if theirs in names), None)
+def _part_name(name: str) -> str:
+    stem, _, kind = name.rpartition(".")
+    part = next((part for part, names in PARTS.items() if stem in names), None)
     return f"{part}.{kind}" if part else f"block.{name}"
 
 
-def _fused(tensors: Tensors) -> Tensors:
+def _stack_experts(tensors: Tensors) -> Tensors:
     """Experts stored one by one -> as transformers keeps them, gate_up_proj [E, 2 I, H] and down_proj [E, H, I]."""
     experts: dict[str, dict[str, dict[int, Tensor]]] = {}
     for name in list(tensors):
@@ -170,9 +178,9 @@ def _fused(tensors: Tensors) -> Tensors:
     return tensors
 
 
-def parallel_heads(checkpoint: Checkpoint, target: Target) -> int:
+def count_parallel_heads(checkpoint: Checkpoint, target: Target) -> int:
     """How many. Raises ValueError when they belong on another target."""
-    params, heads = checkpoint.config, numbered(checkpoint.tensors, PARALLEL)
+    params, heads = checkpoint.config, count_numbered(checkpoint.tensors, PARALLEL)
     check_target(checkpoint, layers=(params.get("n_layers", heads) - heads, target.num_layers))
     check_target(checkpoint, hidden_size=(params.get("dim", target.hidden_size), target.hidden_size))
     if params.get("vocab_size", -1) != -1:  # Meta's for a tokenizer to say
@@ -180,17 +188,17 @@ def parallel_heads(checkpoint: Checkpoint, target: Target) -> int:
     return heads
 
 
-def parallel(checkpoint: Checkpoint, config: LlamaConfig) -> Tensors:
+def read_parallel(checkpoint: Checkpoint, config: LlamaConfig) -> Tensors:
     """The tensors of parallel heads under the names of a Llama layer."""
     tensors: Tensors = {}
     for name, tensor in checkpoint.tensors.items():
         _, index, part = name.removesuffix(".weight").split(".", 2)
         part = META.get(part, part)
-        tensors[f"layers.{index}.{part}.weight"] = _turned(part, tensor, (int(config.head_dim or 0) // 2, 2))
+        tensors[f"layers.{index}.{part}.weight"] = _permute_rope(part, tensor, (int(config.head_dim or 0) // 2, 2))
     return tensors
 
 
-def _turned(part: str, weight: Tensor, pairs: tuple[int, int]) -> Tensor:
+def _permute_rope(part: str, weight: Tensor, pairs: tuple[int, int]) -> Tensor:
     """Rows of queries and keys, whose angles Meta gives to neighbours, pairs (E / 2, 2) of a head, and transformers to
     its halves, pairs (2, E / 2): turned from either into the other."""
     if not part.endswith(("q_proj", "k_proj")):
@@ -198,8 +206,8 @@ def _turned(part: str, weight: Tensor, pairs: tuple[int, int]) -> Tensor:
     return weight.view(-1, *pairs, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
-def written_sequential(
-    tensors: Tensors, convention: Convention, config: PretrainedConfig, layers: int, target_name: str
+def sequential_to_checkpoint(
+    tensors: Tensors, convention: MTPConvention, config: PretrainedConfig, layers: int, target_name: str
 ) -> tuple[dict[str, object], Tensors]:
     """config.json and tensors in DeepSeek's names, behind so many layers of the target."""
     if convention.hidden_first:
@@ -209,25 +217,27 @@ def written_sequential(
         _, index, part, kind = name.split(".", 3)
         inside = kind if part == "block" else f"{PARTS[part][0]}.{kind}"
         named[f"model.layers.{layers + int(index)}.{inside}"] = tensor
-    said = config.to_dict() | {
+    saved_config = config.to_dict() | {
         "_name_or_path": target_name,  # transformers' own is a folder of this machine
         "num_hidden_layers": layers,
-        "num_nextn_predict_layers": numbered(tensors, r"layers\.(\d+)\."),
+        "num_nextn_predict_layers": count_numbered(tensors, r"layers\.(\d+)\."),
         "base_model_name_or_path": target_name,
-        READS: convention.reads_normed,
-        HANDS_ON: convention.hands_on_normed,
+        NORMED_INPUT_KEY: convention.normed_input,
+        NORMED_OUTPUT_KEY: convention.normed_output,
     }
-    return said, named
+    return saved_config, named
 
 
-def written_parallel(
+def parallel_to_checkpoint(
     tensors: Tensors, heads: int, config: LlamaConfig, layers: int, target_name: str
 ) -> tuple[dict[str, Any], Tensors]:
     """params.json, which is config.json too, and tensors in Meta's names, behind so many layers of the target."""
-    names, named = {ours: theirs for theirs, ours in META.items()}, {}
+    names, named = {hf_name: meta_name for meta_name, hf_name in META.items()}, {}
     for name, tensor in tensors.items():
         _, index, part = name.removesuffix(".weight").split(".", 2)
-        named[f"extra_heads.{index}.{names[part]}.weight"] = _turned(part, tensor, (2, int(config.head_dim or 0) // 2))
+        named[f"extra_heads.{index}.{names[part]}.weight"] = _permute_rope(
+            part, tensor, (2, int(config.head_dim or 0) // 2)
+        )
     params = {
         "dim": config.hidden_size,
         "n_layers": layers + heads,

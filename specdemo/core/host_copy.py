@@ -23,18 +23,18 @@ def padded(
     return to_device([[*row, *[filler] * (width - len(row))] for row in rows], device, dtype)
 
 
-class Reading:
+class AsyncHostCopy:
     """Asynchronous device-to-host copy; `tolist` waits for it."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._here, self._done = tensor, None
+        self._host_tensor, self._event = tensor, None
         if tensor.device.type == "cuda":
-            self._here = tensor.to("cpu", non_blocking=True)
-            self._done = torch.cuda.Event()
-            self._done.record(torch.cuda.current_stream(tensor.device))
+            self._host_tensor = tensor.to("cpu", non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(tensor.device))
 
     def tolist(self) -> Any:
         """Wait for the copy and return its numbers."""
-        if self._done is not None:
-            self._done.synchronize()
-        return self._here.tolist()
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host_tensor.tolist()

@@ -8,58 +8,58 @@ from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import Any
 
-from specdemo.core.bounds import Bounds, judge
+from specdemo.core.json_limits import JsonLimits, check_json_limits
 
-CONFIG = Bounds(4_000_000, 500_000, 150_000)  # config files; the largest known is a weight index
+CONFIG_LIMITS = JsonLimits(4_000_000, 500_000, 150_000)  # config files; the largest known is a weight index
 TOO_LARGE = "does not fit into the memory that this process may have; choose a smaller model"
 
 
-def lacks_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Return True for an out-of-memory error. The allocators of torch raise RuntimeError with these words."""
-    said = str(error)
-    return isinstance(error, MemoryError) or "allocate memory" in said or "out of memory" in said
+    message = str(error)
+    return isinstance(error, MemoryError) or "allocate memory" in message or "out of memory" in message
 
 
 def check_regular(path: str | Path, limit: int | None = None) -> None:
     """Raise ValueError unless it is a regular file of at most `limit` bytes (None: any size), OSError if it does not
     exist."""
-    found = Path(path).stat()
-    if not S_ISREG(found.st_mode) and not S_ISDIR(found.st_mode):  # opening a folder raises a clear error
+    status = Path(path).stat()
+    if not S_ISREG(status.st_mode) and not S_ISDIR(status.st_mode):  # opening a folder raises a clear error
         raise ValueError(f"{path} is a device or a pipe; copy its content into a file first")
-    if limit is not None and found.st_size > limit:
-        raise ValueError(f"{path} has {found.st_size:,} bytes, the limit is {limit:,}")
+    if limit is not None and status.st_size > limit:
+        raise ValueError(f"{path} has {status.st_size:,} bytes, the limit is {limit:,}")
 
 
-def read_bytes(path: str | Path, limit: int, cure: str = "choose another file") -> bytes:
+def read_bytes(path: str | Path, limit: int, hint: str = "choose another file") -> bytes:
     """Read a file. Raises ValueError, one line with the file's name."""
     try:
         check_regular(path, limit)
         return Path(path).read_bytes()
     except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror or error}; {cure}") from None
+        raise ValueError(f"cannot read {path}: {error.strerror or error}; {hint}") from None
 
 
-def read_text(path: str | Path, limit: int, cure: str = "choose another file") -> str:
+def read_text(path: str | Path, limit: int, hint: str = "choose another file") -> str:
     """Read UTF-8 text; line ends become \\n. Raises ValueError, one line with the file's name."""
     try:
-        text = read_bytes(path, limit, cure).decode()
+        text = read_bytes(path, limit, hint).decode()
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not UTF-8 text; convert it first") from None
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def read(path: str | Path, bounds: Bounds) -> bytes:
+def read_limited(path: str | Path, limits: JsonLimits) -> bytes:
     """Read at most one byte more than the limit, so that the caller can see that a file is too large. Raises OSError,
     and ValueError for a path that is not a regular file."""
     check_regular(path)
     with Path(path).open("rb") as file:
-        return file.read(bounds.bytes + 1)
+        return file.read(limits.bytes + 1)
 
 
-def read_json(path: str | Path, bounds: Bounds = CONFIG) -> dict[str, Any]:
+def read_json(path: str | Path, limits: JsonLimits = CONFIG_LIMITS) -> dict[str, Any]:
     """Read a JSON object. Raises ValueError, one line with the file's name, also if it exceeds the limits."""
-    text = read_text(path, bounds.bytes)
-    judge(text.encode(), bounds, str(path))
+    text = read_text(path, limits.bytes)
+    check_json_limits(text.encode(), limits, str(path))
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
