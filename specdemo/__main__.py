@@ -48,6 +48,7 @@ app = typer.Typer(
 )
 
 LIBRARIES = "torch transformers gradio accelerate bitsandbytes safetensors tokenizers plotly".split()
+CHECKOUT = (FOLDER.parent / "recipes").is_dir()
 INTERRUPTED = 130  # what a shell calls a program ended by Ctrl-C
 Work = Callable[..., object]
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable.")]
@@ -285,11 +286,17 @@ def train(
     out: Annotated[Path | None, typer.Option(help="Folder of the trained model.")] = None,
     minutes: Annotated[float | None, typer.Option(help="Training time.")] = None,
     device: Annotated[str, typer.Option(help=f"{DEVICES}.")] = "auto",
-    threads: Annotated[int | None, typer.Option(help="CPU threads; models only.", min=1, max=1024)] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads; shipped models only.", min=1, max=1024, hidden=not CHECKOUT)
+    ] = None,
     target: Annotated[str | None, typer.Option(help="Of a draft or head; without it stories, or code.")] = None,
     cache: Annotated[Path | None, typer.Option(help="Folder of what the target said, shared by its drafts.")] = None,
-    start: Annotated[str | None, typer.Option(help="A trained model to go on from; models only.")] = None,
-    compile: Annotated[bool, typer.Option(help="Run the target through torch.compile; stories-target only.")] = False,
+    start: Annotated[
+        str | None, typer.Option(help="Trained model to continue from; shipped models only.", hidden=not CHECKOUT)
+    ] = None,
+    compile: Annotated[
+        bool, typer.Option(help="Run the target through torch.compile; stories-target only.", hidden=not CHECKOUT)
+    ] = False,
     quantization: Annotated[str | None, typer.Option(help="4bit or 8bit, of the frozen target; heads only.")] = None,
 ) -> None:
     """Train a speculation head. A run that was killed continues."""
@@ -429,7 +436,7 @@ def doctor(
     reasons = unusable()
     for name in PLUG_INS:
         print(f"{'plug-in':<16}{reasons.get(name, name)}")
-    if (FOLDER.parent / "tests").is_dir():  # a checkout
+    if CHECKOUT:
         print(f"{'chromium':<16}{_chromium() or 'none (only the tests of the page need one)'}")
 
     from specdemo.engine.session import environment

@@ -175,8 +175,8 @@ def _side_by_side(kept: Mapping[str, Sequence[int]]) -> Sequence[str]:
     draft by draft."""
     if not kept["lossless"]:
         return ()
-    words = {"lossless": "lossless", "block": "block", "typical": "typical (lossy)"}
-    every = ", ".join(f"{words.get(name, name)} {_interval(lengths)}" for name, lengths in kept.items())
+    words = {name: name if rule().exact else f"{name} (lossy)" for name, rule in RULES.items()}
+    every = ", ".join(f"{words[name]} {_interval(lengths)}" for name, lengths in kept.items())
     more = _interval([b - a for a, b in zip(kept["lossless"], kept["block"], strict=True)])
     return (f"Tokens kept of the first draft: {every}. Block less lossless: {more}.",)
 

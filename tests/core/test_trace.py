@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specdemo.core.definitions import by_key
 from specdemo.core.tally import summarise
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, compare, from_json, to_json, token_kinds
 
@@ -70,7 +71,7 @@ def test_kinds_of_a_row_that_drafted_less_or_was_cut():
 
 def test_summary_of_a_chain():
     summary = summarise(lane(CHAIN), peak_memory_bytes=12)
-    assert summary == {
+    expected = {
         "tokens": 9,
         "steps": 4,
         "tokens_per_s": round(8 / 0.030, 4),
@@ -91,6 +92,8 @@ def test_summary_of_a_chain():
         "ms_other": 1.0,
         "peak_memory_bytes": 12,
     }
+    assert {name: summary[name] for name in expected} == expected
+    assert set(summary) <= set(by_key())  # a number without a definition is not shown
 
 
 def test_draft_tokens_after_the_stop_token_are_not_accepted():

@@ -2,6 +2,7 @@
 
 import pytest
 
+from specdemo.engine.comparison import Comparison
 from specdemo.presets.files import load_presets, preset
 from specdemo.presets.limits import LIMITS
 from specdemo.ui import controls
@@ -218,10 +219,15 @@ def test_a_lane_may_run_on_a_server_that_the_operator_listed(values, monkeypatch
 
 
 def test_hidden_settings_are_named():
-    assert controls.in_force("text", 0, 1, 0, 0, 0, 160, "race") == (
+    def label(chat, **changes):
+        chosen = {name: Comparison.model_fields[name].default for name in controls.SAMPLING} | changes
+        return controls.in_force(chat, *chosen.values())
+
+    assert label("text", max_new_tokens=160) == (
         "Settings: raw completion · greedy · at most 160 tokens · lanes in turn"
     )
-    assert controls.in_force("chat", 0.8, 0.95, 40, 0.05, 7, 1, "sequential") == (
+    sampling = {"temperature": 0.8, "top_p": 0.95, "top_k": 40, "min_p": 0.05}
+    assert label("chat", **sampling, seed=7, max_new_tokens=1, schedule="sequential") == (
         "Settings: chat template · temperature 0.8 · top-p 0.95 · top-k 40 · min-p 0.05 · seed 7 · at most 1 token · "
         "one lane after the other"
     )

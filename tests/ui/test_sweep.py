@@ -132,7 +132,7 @@ def test_a_tab_that_is_closed_frees_the_engine(bench):
     [
         (
             ("elephant", "embedded-draft", 3, 96),
-            "sweep must be 'k', 'methods', 'batch', 'prompt', 'temperature', 'depth-width', 'text' or 'load'",
+            "sweep must be " + ", ".join(map(repr, [*suites.swept()][:-1])) + f" or {[*suites.swept()][-1]!r}",
         ),
         (("k", "evil/model", 3, 96), "unknown preset 'evil/model'"),
         (("k", "embedded-draft", 11, 96), "repeats must be 10 or less, not 11"),
