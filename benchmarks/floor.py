@@ -225,4 +225,4 @@ def overhead_columns(repeats: Sequence[Sequence[Overhead]]) -> dict[str, Estimat
         values = [[value for o in r if (value := getattr(o, part)) is not None] for r in repeats]
         return over_repeats([sum(v) / len(v) for v in values]) if all(values) else None
 
-    return {"overhead": spread("whole"), "of the target": spread("target"), "of drafting": spread("draft")}
+    return {"overhead": spread("total"), "of the target": spread("target"), "of drafting": spread("draft")}

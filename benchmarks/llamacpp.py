@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from specdemo.models.gguf import GGUFVocab, write_gguf
-from specdemo.servers.started import check_installed
+from specdemo.servers.process import check_installed
 
 CONTEXT = 1024
 

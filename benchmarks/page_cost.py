@@ -22,7 +22,7 @@ from playwright.sync_api import Playwright, expect, sync_playwright
 
 from specdemo.bench.report import table
 from specdemo.core.estimate import over_repeats
-from specdemo.servers.started import free_port
+from specdemo.servers.process import free_port
 
 FLAGS = ["--no-sandbox", "--disable-gpu"]
 PRESET, NEW_TOKENS, REPEATS = "embedded-draft", 448, 7

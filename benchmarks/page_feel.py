@@ -16,7 +16,7 @@ from playwright.sync_api import CDPSession, Error, Page, sync_playwright
 
 from benchmarks.page_cost import FLAGS, PATIENCE_MS, PRESET
 from specdemo.bench.report import table
-from specdemo.servers.started import free_port
+from specdemo.servers.process import free_port
 
 WARM = 2  # races
 LOOKS = 5  # at what the races as fast as they come leave

@@ -24,7 +24,7 @@ from specdemo.engine.session import environment
 from specdemo.methods import BASELINE, load_drafter
 from specdemo.models.fused import fuse_layers
 from specdemo.models.target import HFTarget
-from specdemo.prediction.acceptance import Acceptance, Kept, of_passes
+from specdemo.prediction.acceptance import Acceptance, PassCounts, of_passes
 from specdemo.prediction.predict import Row, predict
 from specdemo.prediction.profiles import Profile
 from specdemo.prediction.shapes import Config, shape_of
@@ -68,7 +68,7 @@ class Ran:
 
     tokens: int = 0
     ms: float = 0.0
-    passes: tuple[Kept, ...] = ()
+    passes: tuple[PassCounts, ...] = ()
 
     def add(self, events: Sequence[StepEvent]) -> None:
         """Add the steps of a run while all rows are active, because later steps run at a smaller batch size."""
@@ -129,7 +129,7 @@ def rows_of(
     return found
 
 
-def predicted(profile: Profile, case: Case, passes: tuple[Kept, ...], new_tokens: int) -> Row:
+def predicted(profile: Profile, case: Case, passes: tuple[PassCounts, ...], new_tokens: int) -> Row:
     """Predict from model shapes, device profile and measured acceptance."""
     acceptance: Acceptance = of_passes(passes, exact=case.method == "draft_model")
     found = predict(

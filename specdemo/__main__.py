@@ -37,7 +37,7 @@ from specdemo.ui.app import ui
 
 if TYPE_CHECKING:
     from specdemo.core.trace import RunTrace
-    from specdemo.servers.started import Server
+    from specdemo.servers.process import Server
 
 app = typer.Typer(
     add_completion=program() == "specdemo",  # a shell completes the names of programs, not `python -m specdemo`
@@ -64,7 +64,7 @@ PresetId = Annotated[
 ]
 
 
-def main(argv: Sequence[str] | None = None, told_by: str = "specdemo") -> int:
+def main(argv: Sequence[str] | None = None, prog: str = "specdemo") -> int:
     """Run a command; returns the exit code. told_by: what the line of a refusal begins with."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, TextIOWrapper):  # a terminal without a letter of the text still gets the rest
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None, told_by: str = "specdemo") -> int:
             code = app(args=arguments or ["--help"], prog_name=program(), standalone_mode=False)
     except (ValueError, OSError, TyperException) as error:
         message = error.format_message() if isinstance(error, TyperException) else str(error)
-        print(f"{told_by}:", " ".join(message.split()), file=sys.stderr)
+        print(f"{prog}:", " ".join(message.split()), file=sys.stderr)
         return 2
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None, told_by: str = "specdemo") -> int:
     except typer.Abort:
         code = INTERRUPTED
     if code == INTERRUPTED:
-        print(f"{told_by}: interrupted", file=sys.stderr)
+        print(f"{prog}: interrupted", file=sys.stderr)
     return code if isinstance(code, int) else 0
 
 
@@ -378,11 +378,11 @@ def serve(
     command: Command = None,
 ) -> None:
     """Start servers on this machine. One for each lane of a preset, until Ctrl-C."""
-    from specdemo.servers.started import watch
+    from specdemo.servers.process import watch
 
     with _started(preset(preset_id), engine, command, gpus) as (chosen, servers):
-        asked = " ".join(f"--server {lane.server}" for lane in chosen.all_lanes)
-        print(f"{program()} run {preset_id} {asked}", "Ctrl-C stops them.", sep="\n", flush=True)
+        server_options = " ".join(f"--server {lane.server}" for lane in chosen.all_lanes)
+        print(f"{program()} run {preset_id} {server_options}", "Ctrl-C stops them.", sep="\n", flush=True)
         watch(servers)
 
 
@@ -394,10 +394,10 @@ def _started(chosen: Preset, engine: str, command: str | None, gpus: int) -> Ite
     known = known_engine(engine)
     with progress_bar(1.0, "{desc}") as bar:
 
-        def tell(what: str) -> None:
+        def report(what: str) -> None:
             bar.set_description_str(what[: shutil.get_terminal_size().columns - 1])
 
-        with serving(chosen, known, tell, command, gpus) as served:
+        with serving(chosen, known, report, command, gpus) as served:
             bar.clear()
             yield served
 
@@ -530,9 +530,9 @@ def _show(trace: "RunTrace") -> None:
 
 def _method(name: str) -> dict[str, object]:
     cls = method(name)
-    told = {word: getattr(cls, word) for word in ("title", "summary", "exact", "needs_model")}
+    facts = {word: getattr(cls, word) for word in ("title", "summary", "exact", "needs_model")}
     options = [asdict(knob) | {"type": knob.type.__name__} for knob in knobs(name)]
-    return {"name": name, **told, "options": options}
+    return {"name": name, **facts, "options": options}
 
 
 def _version(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What a suite is, and the options that suites share. Needs no torch; `run` does."""
+"""Suites and the options that they share. Needs no torch; `run` does."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -25,7 +25,7 @@ ROWS = 256  # of losslessness: continuations decoded at once, and so in a repeat
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """What the points of a suite's curves are: a column of its rows, in words, with a unit."""
+    """Meaning of the points of a suite's curves: a column of its rows, its label and its unit."""
 
     column: str
     title: str
@@ -35,9 +35,9 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
-    """One thing to measure; its fields are its options. With title and question it is on the page's Sweep tab.
+    """One measurement; its fields are its options. Suites with title and question appear on the page's Sweep tab.
 
-    Raises ValueError with one line that names the cure for an option it cannot use.
+    Raises ValueError, one line with the fix, for an unusable option.
     """
 
     name: ClassVar[str]
@@ -60,10 +60,10 @@ class Suite:
         return found
 
     def config(self, target: str) -> dict[str, object]:
-        """What was asked for and the target it was asked of, for the result's file."""
-        asked = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "repeats"}
-        told = {name: OPTIONS[name].told(value) for name, value in asked.items() if value is not None}
-        return {"target": target, "temperature": 0.0, **told}
+        """Return the options and the target for the result's file."""
+        options = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "repeats"}
+        serialized = {name: OPTIONS[name].serialize(value) for name, value in options.items() if value is not None}
+        return {"target": target, "temperature": 0.0, **serialized}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +106,8 @@ class Questioned(Prompted):
             raise ValueError("prompts and a question file exclude each other; give one of them")
 
     @property
-    def asked(self) -> Sequence[str] | Path:
-        """What the models are asked: the questions given, else the prompts."""
+    def prompts_or_file(self) -> Sequence[str] | Path:
+        """Return the question file if given, else the prompts."""
         return self.questions or self.texts
 
 
@@ -183,7 +183,7 @@ class Option:
     kind: Any = str  # as the command line takes it
     read: Callable[[Any], object] = _same  # what the command line took -> the field
     check: Callable[[Any], object] = _same
-    told: Callable[[Any], object] = _same
+    serialize: Callable[[Any], object] = _same
     metavar: str | None = None  # of the help; None: the type
 
 
@@ -196,7 +196,7 @@ OPTIONS: Mapping[str, Option] = {
         "Draft lengths, for example 4, 1-8 or 0,1,3.",
         read=_ranges,
         check=_ks,
-        told=list,
+        serialize=list,
         metavar="K",
     ),
     "prompts": Option(
@@ -205,7 +205,7 @@ OPTIONS: Mapping[str, Option] = {
         "Prompt to use in place of the suite's own; repeatable.",
         list[str],
         check=_prompts,
-        told=len,
+        serialize=len,
         metavar="TEXT",
     ),
     "questions": Option(
@@ -213,7 +213,7 @@ OPTIONS: Mapping[str, Option] = {
         "question file",
         "File question.jsonl in the format of Spec-Bench; results by category too.",
         Path,
-        told=lambda path: path.name,
+        serialize=lambda path: path.name,
     ),
     "new_tokens": Option("--new-tokens", "number of new tokens", "Output tokens per prompt.", int, check=_new_tokens),
     "engine": Option("--engine", "engine", "Serving engine to start: vllm, sglang or llamacpp.", metavar="NAME"),
@@ -267,9 +267,9 @@ OPTIONS: Mapping[str, Option] = {
     ),
     "schedule": Option("--schedule", "schedule", "Measure the resulting schedule of draft lengths as well.", bool),
     "pair": Option("--pair", "model pair", "Pair of models: embedded, 8m, 98m, 342m or 8b.", metavar="NAME"),
-    "folder": Option("--out", "folder", "Folder to write to.", Path, told=str),
+    "folder": Option("--out", "folder", "Folder to write to.", Path, serialize=str),
     "minutes": Option("--minutes", "time", "Minutes that this call may take.", float, check=_minutes),
-    "journal": Option("--out", "file", "Finished points, from which a killed run continues.", Path, told=str),
+    "journal": Option("--out", "file", "Finished points, from which a killed run continues.", Path, serialize=str),
     "device": Option("--device", "device", f"{DEVICES}.", metavar="NAME"),
     "dtype": Option("--dtype", "dtype", f"{NAMES}.", read=dtype_name, metavar="NAME"),
 }

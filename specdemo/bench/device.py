@@ -1,6 +1,6 @@
-"""What a device can do, measured: memory bandwidth, matrix products, starting work, passes by width and batch.
+"""Device measurements: memory bandwidth, matrix products, launch time, forward passes by width and batch size.
 
-Every figure is the best of a few, as whatever else runs only takes away.
+Every figure is the best of several measurements, because other programs can only slow a measurement down.
 """
 
 import re
@@ -38,14 +38,14 @@ CPU_WIDTHS, CPU_BATCHES = (1, 2, 3, 5, 9, 17), (1, 2, 4, 8, 16)  # of `specdemo 
 CONTEXT, FAR = 64, 256
 LINK_BYTES = 1 << 28
 STEP_K, STEP_KS, STEP_TOKENS, STEP_BATCH = 5, (2, 5), 96, 8
-KEPT = 0.7  # the chance of a draft in a step
+ACCEPTANCE = 0.7  # the chance of a draft in a step
 COMMAND = "python -m specdemo profile"
 
 Milliseconds = dict[int, dict[int, float]]  # of passes, by batch and width
 
 
 def best_seconds(run: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
-    """Of `run`, on a device that has nothing else to do; after one that warms up."""
+    """Return the shortest time of `run` on an otherwise idle device, after one warm-up run."""
     times, read = [], clock(device)
     for _ in range(repeats + 1):
         begin = read()
@@ -70,15 +70,16 @@ def read_bandwidth(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second of a large product of two square matrices; numbers that are not all alike, since equal bits
-    save power and so time."""
+    """Return operations per second of a large square matrix product. The entries differ, because equal bits save
+    power.
+    """
     size = 512 if device.type == "cpu" else 8192
     matrix = torch.empty(size, size, device=device).normal_().to(dtype)
     return 2.0 * size**3 / best_seconds(lambda: matrix @ matrix, device)
 
 
 def launch_seconds(device: torch.device) -> float:
-    """Starting an operation from Python, in a row of them that nobody waits for."""
+    """Return the time to launch an operation from Python, in a sequence without synchronisation."""
     tensor = torch.zeros(1, device=device)
     return best_seconds(lambda: [tensor.add_(1.0) for _ in range(LAUNCHES)], device) / LAUNCHES
 
@@ -247,14 +248,14 @@ class _Lane(NamedTuple):
 
 def _step(lane: _Lane, batch: int) -> Step:
     target, k = lane.target, lane.k
-    rule = accept.Synthetic((KEPT,), torch.Generator(target.device).manual_seed(0))
+    rule = accept.Synthetic((ACCEPTANCE,), torch.Generator(target.device).manual_seed(0))
     prompt = torch.randint(1, target.vocab_size, (batch, CONTEXT), generator=torch.Generator().manual_seed(0))
     config = GenerationConfig(STEP_TOKENS, budget=Budget(k, k), stop_token_ids=())
     drafter = load_drafter(lane.method, target, lane.model)
     found = list(generate(target, drafter, prompt.to(target.device), config, accept=rule if k else None))
     events = [event for event in found if all(event.emitted)][2:-1]
     laps = {lap: round(fmean(event.ms[lap] for event in events), 4) for lap in events[0].ms}
-    kept = fmean(len(path) - 1 for event in events for path in event.path)
+    accepted = fmean(len(path) - 1 for event in events for path in event.path)
     return Step(
         model=lane.name,
         method=lane.method,
@@ -265,12 +266,12 @@ def _step(lane: _Lane, batch: int) -> Step:
         k=k,
         ms=laps,
         drafted=k,
-        kept=round(kept, 3),
+        kept=round(accepted, 3),
     )
 
 
 def profile_report(profile: Profile) -> str:
-    """Its numbers in lines, and v(n) of every batch in a table."""
+    """Return the numbers of a profile as lines, and v(n) for every batch size as a table."""
     lines = [f"{profile.name}: {profile.title}"]
     for name, value in profile:
         several = value if isinstance(value, dict) else {"": value}
@@ -293,12 +294,12 @@ def passes_of(
     model: str, target: HFTarget, ms: Milliseconds, uneven: Milliseconds | None = None, context: int = CONTEXT
 ) -> Passes:
     """Milliseconds by batch and width as a profile holds them."""
-    even, apart = (
+    even_ms, uneven_ms = (
         {batch: {slots: round(value, 4) for slots, value in row.items()} for batch, row in found.items()}
         for found in (ms, uneven or {})
     )
     dtype = str(target.dtype).removeprefix("torch.")
-    return Passes(model=model, dtype=dtype, kernels=target.kernels, context=context, ms=even, uneven=apart)
+    return Passes(model=model, dtype=dtype, kernels=target.kernels, context=context, ms=even_ms, uneven=uneven_ms)
 
 
 def _bytes(device: torch.device) -> int:

@@ -55,8 +55,8 @@ def load(suite: Load, report: Report, cancelled: Stop) -> Result:
     advice = _advice(rows, schedule, site)
     if suite.schedule and any(k for *_, k in schedule):
         again = Turns(suite, site, journal, "again", lambda done, what: report(0.5 + 0.5 * done, what), cancelled)
-        own, said = again.confirm(rows, schedule)
-        remarks += said
+        own, notes = again.confirm(rows, schedule)
+        remarks += notes
         if all(row["speed-up"].word != "faster" for row in own):
             advice = [f"No part of the schedule {NO_GAIN}"]
         rows = sorted([*rows, *own], key=lambda row: float(row[suite.over.column]))
@@ -69,8 +69,7 @@ def load(suite: Load, report: Report, cancelled: Stop) -> Result:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Lanes that take turns: load by load, repeat by repeat. stage: what tells their rounds from others' in the
-    journal."""
+    """Lanes that alternate, load by load and repeat by repeat. stage: labels their rounds in the journal."""
 
     suite: Load
     site: Site
@@ -131,11 +130,11 @@ class Turns:
         lanes.append(Measured(SCHEDULED, max(k for *_, k in schedule), schedule))
         self.measure(lanes)
         own = [row for row in _rows(self.suite, lanes) if row["lane"] == SCHEDULED]
-        told = []
+        per_lane = []
         for lane in lanes[:-1]:
             gains = [_gain(lanes[-1].points[load], lane.points[load]).format() for load in self.suite.loads]
-            told.append(f"of {lane.lane} {' | '.join(gains)}")
-        return own, [f"Measured with the schedule, in turns: {'; '.join(told)}."]
+            per_lane.append(f"of {lane.lane} {' | '.join(gains)}")
+        return own, [f"Measured with the schedule, in turns: {'; '.join(per_lane)}."]
 
 
 def _round(group: Sequence[Measured], measures: Sequence[Measure], load: float, warm: bool) -> Round:
@@ -146,7 +145,7 @@ def _round(group: Sequence[Measured], measures: Sequence[Measure], load: float, 
 
 
 def _gain(own: Sequence[Point], plain: Sequence[Point]) -> Estimate:
-    """How much more tokens a second."""
+    """Return the ratio of throughputs."""
     return over_repeats([p.throughput / b.throughput for p, b in zip(own, plain, strict=True)])
 
 
@@ -166,8 +165,8 @@ def _row(
     answers = [answer for point in points for answer in point.answers]
     gaps = [gap for answer in answers for gap in answer.gaps]
     first = [answer.ttft for answer in answers]
-    told, speed = points[-1].told.counters, _gain(points, plain)
-    unlike = sum(answer.text != texts.get(answer.asked, answer.text) for answer in answers)
+    counters, speed = points[-1].told.counters, _gain(points, plain)
+    different = sum(answer.text != texts.get(answer.asked, answer.text) for answer in answers)
     return {
         "lane": lane.lane,
         "k": lane.k,
@@ -178,9 +177,9 @@ def _row(
         LATENCY: over_repeats([point.per_token for point in points]),
         **{f"TTFT p{share}": _percentile(first, share) for share in SHARES},
         **{f"ITL p{share}": _percentile(gaps, share) for share in SHARES},
-        "accepted": told.get("acceptance_rate"),
-        "tokens/pass": told.get("tokens_per_step"),
-        "output": f"{unlike} of {len(answers)} differ" if unlike else "identical",
+        "accepted": counters.get("acceptance_rate"),
+        "tokens/pass": counters.get("tokens_per_step"),
+        "output": f"{different} of {len(answers)} differ" if different else "identical",
     }
 
 
@@ -247,14 +246,14 @@ def _fixed(rows: Sequence[Row]) -> int:
 
 
 def _gains(rows: Sequence[Row], over: Axis) -> list[str]:
-    """Where each lane's gain is, and where it has become a loss."""
-    told = []
+    """Return one line per lane: the loads at which it gains and the load from which it loses."""
+    lines = []
     for lane in dict.fromkeys(row["lane"] for row in rows if row["lane"] != PLAIN):
         words = [(row["speed-up"].word, f"{row[over.column]:g}") for row in rows if row["lane"] == lane]
-        at = {word: [load for said, load in words if said == word] for word, _ in words}
+        at = {word: [load for by_word, load in words if by_word == word] for word, _ in words}
         slower = f"; slower at {', '.join(at['slower'])}" if "slower" in at else ""
-        told.append(f"{lane}: faster at {over.title} {', '.join(at.get('faster', ['none of these']))}{slower}.")
-    return told
+        lines.append(f"{lane}: faster at {over.title} {', '.join(at.get('faster', ['none of these']))}{slower}.")
+    return lines
 
 
 def _advice(rows: Sequence[Row], schedule: Schedule, site: Site) -> list[str]:
@@ -280,6 +279,6 @@ def _advice(rows: Sequence[Row], schedule: Schedule, site: Site) -> list[str]:
 
 
 def bunched(rows: Sequence[Row]) -> list[str]:
-    """Whether most gaps are none: then a TTFT holds the decoding."""
+    """Return a note if most gaps are zero, because TTFT then includes decoding."""
     lanes = dict.fromkeys(row["lane"] for row in rows if (row["ITL p50"] or 0.0) < BUNCHED * row[LATENCY].value)
     return [f"Text arrived in bunches ({', '.join(lanes)}): TTFT and ITL say little, ms/token holds."] if lanes else []

@@ -25,13 +25,13 @@ from specdemo.engine.warm_up import warm_up
 from specdemo.models.target import HFTarget
 from specdemo.models.text import encode
 from specdemo.presets.files import preset
-from specdemo.servers.counters import Told
-from specdemo.servers.started import Tell
+from specdemo.servers.counters import ServerStats
+from specdemo.servers.process import ReportFunction
 
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """The preset's first lane, beside plain decoding."""
+    """The local engine with the preset's first lane and plain decoding."""
 
     suite: Load
     target: HFTarget
@@ -47,8 +47,8 @@ class Here:
         plain, drafting = ways.values()
         texts = [encode(tokenizer(target), text, room(target, suite)) for text in suite.texts]
         lengths = 1 if suite.prompts else len(LENGTHS)
-        alike = [texts[i::lengths] for i in range(lengths)]
-        prompts = [[ids[-min(map(len, group)) :] for ids in group] for group in alike]
+        groups = [texts[i::lengths] for i in range(lengths)]
+        prompts = [[ids[-min(map(len, group)) :] for ids in group] for group in groups]
         return cls(suite, target, preset(suite.preset_id).lanes[0], plain, drafting, prompts)
 
     def environment(self) -> dict[str, object]:
@@ -60,7 +60,7 @@ class Here:
         return True
 
     @contextmanager
-    def up(self, lanes: Sequence[Measured], tell: Tell) -> Iterator[list[Measure]]:
+    def up(self, lanes: Sequence[Measured], report: ReportFunction) -> Iterator[list[Measure]]:
         """Nothing is to be started."""
         yield [partial(self._measure, self._way(lane.k)) for lane in lanes]
 
@@ -84,13 +84,13 @@ class Here:
             batches = batches[: len(self.prompts)]
             warm_up(self.target, way.drafter, batches[-1][1], way.config, way.accept)
         totals, answers, ms = Totals(), list[Answer](), 0.0
-        for asked, prompt in batches:
+        for indices, prompt in batches:
             events = list(generate(self.target, way.drafter, prompt, way.config, accept=way.accept))
             totals.add(events)
-            answers += [self._answer(events, row, number) for row, number in enumerate(asked)]
+            answers += [self._answer(events, row, number) for row, number in enumerate(indices)]
             ms += sum(map(step_ms, events))
-        told = Told({"acceptance_rate": totals.acceptance_rate, "tokens_per_step": totals.tokens_per_pass})
-        return Point(answers, ms / 1000.0, told)
+        stats = ServerStats({"acceptance_rate": totals.acceptance_rate, "tokens_per_step": totals.tokens_per_pass})
+        return Point(answers, ms / 1000.0, stats)
 
     def _batches(self, rows: int) -> list[tuple[list[int], Tensor]]:
         """The places of the prompts among the texts, and their ids [B, T]; batch by batch another length."""
@@ -104,8 +104,8 @@ class Here:
             batches.append(([one * len(self.prompts) + length for one in taken], ids))
         return batches
 
-    def _answer(self, events: Sequence[StepEvent], row: int, asked: int) -> Answer:
+    def _answer(self, events: Sequence[StepEvent], row: int, index: int) -> Answer:
         ids = [token for event in events for token in event.emitted[row]]
         ends = [at for at, event in zip(accumulate(map(step_ms, events)), events, strict=True) if event.emitted[row]]
         text = str(tokenizer(self.target).decode(ids))
-        return Answer(asked, text, len(ids), ends[0], [round(b - a, 4) for a, b in pairwise(ends)])
+        return Answer(index, text, len(ids), ends[0], [round(b - a, 4) for a, b in pairwise(ends)])

@@ -61,7 +61,7 @@ class Load(Prompted):
 
     @property
     def here(self) -> bool:
-        """Whether the engine of this program is under load, unless servers are asked for."""
+        """Return whether the local engine is under load. It is, unless servers are given."""
         servers = (self.servers, self.command, self.schedule, self.rates, self.gpus > 1)
         return self.engine == HERE or (self.engine is None and not any(servers))
 
@@ -72,7 +72,7 @@ class Load(Prompted):
 
     @property
     def over(self) -> Axis:
-        """What the loads are."""
+        """Return the axis of the loads."""
         return RATE if self.rates else CONCURRENCY
 
     @property
@@ -87,7 +87,7 @@ class Load(Prompted):
         return self.prompts or [" ".join(ring[i : i + n]) for i in range(len(PROMPTS)) for n in LENGTHS]
 
     def count(self, load: float, warm_up: bool) -> int:
-        """How many requests are asked at a load."""
+        """Return the number of requests at a load."""
         at_once = FEWEST if self.rates else int(load)
         return at_once if warm_up else self.requests or max(FEWEST, ROUNDS * at_once)
 

@@ -1,4 +1,4 @@
-"""What a load measures: answers, the points they make up, and the file that outlives a killed run."""
+"""Measurements of a load: answers, points, and the journal that survives a killed run."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from specdemo.core.files import append_line, json_text, write_text
 from specdemo.core.safe_io import read_text
-from specdemo.servers.counters import Told
+from specdemo.servers.counters import ServerStats
 
 Schedule = Sequence[Sequence[int]]  # [from, to, k]: of batch sizes
 Measure = Callable[[float, bool], "Point"]  # the load, and whether it is but the warm-up
@@ -46,7 +46,7 @@ class Point:
 
     answers: Annotated[Sequence[Answer], Field(min_length=1)]
     seconds: _Seconds
-    told: Told
+    told: ServerStats
 
     @property
     def throughput(self) -> float:
@@ -77,21 +77,21 @@ class Measured:
 class Journal:
     """The measured rounds of a run, one line of JSON each below a line with the options. No path: nothing is stored."""
 
-    def __init__(self, path: Path | None, asked: Mapping[str, object]) -> None:
+    def __init__(self, path: Path | None, settings: Mapping[str, object]) -> None:
         """Read the rounds of a run that was killed. Raises ValueError, one line, for any other file."""
         self._path, self._rounds = path, dict[str, tuple[int, Round]]()  # with the line's number
         if path is None:
             return
-        head = json_text(asked)
+        head = json_text(settings)
         text = read_text(path, JOURNAL_BYTES, "remove it, or choose another --out") if path.is_file() else ""
         first, *lines = text.split("\n")
         if text and first != head:
             raise ValueError(f"{path} holds a run with other options; give those, remove it, or choose another --out")
-        whole = lines[:-1]  # the line after the last line break is empty, or the kill cut it off
-        for number, line in enumerate(whole, 2):
+        complete_lines = lines[:-1]  # the line after the last line break is empty, or the kill cut it off
+        for number, line in enumerate(complete_lines, 2):
             key, found = self._parsed(number, line)
             self._rounds[key] = number, found
-        write_text(path, "\n".join([head, *whole, ""]))
+        write_text(path, "\n".join([head, *complete_lines, ""]))
 
     def _parsed(self, number: int, line: str) -> tuple[str, Round]:
         try:

@@ -29,11 +29,11 @@ from specdemo.methods.flags import vllm_config
 from specdemo.presets.files import Preset, preset
 from specdemo.presets.serve import CONFIG, Program, Served, on_free_ports, served
 from specdemo.servers.address import Engine, allow, host, known_engine
-from specdemo.servers.answer import Heard, Piece
 from specdemo.servers.client import Client, Refused, connected
-from specdemo.servers.counters import between
+from specdemo.servers.counters import stats_between
 from specdemo.servers.lane import KEY, Form, RemoteLane
-from specdemo.servers.started import Tell
+from specdemo.servers.process import ReportFunction
+from specdemo.servers.stream import Piece, StreamParser
 
 SCHEDULE = "num_speculative_tokens_per_batch_size"  # vLLM's name; config/speculative.py
 # SGLang's names; speculative/adaptive_spec_params.py and adaptive_step_router.py
@@ -41,7 +41,7 @@ ALGORITHM, FOLLOW = "--speculative-algorithm", "--speculative-adaptive --specula
 ADAPTIVE = ("EAGLE", "EAGLE3")
 
 T = TypeVar("T")
-Ask = Callable[[int], Awaitable[Answer]]  # the number of the request
+RequestFunction = Callable[[int], Awaitable[Answer]]  # the number of the request
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +88,18 @@ class Fleet:
         return there is not None and not 0 < there.gpus < lanes * self.program.gpus
 
     @contextmanager
-    def up(self, lanes: Sequence[Measured], tell: Tell) -> Iterator[list[Measure]]:
+    def up(self, lanes: Sequence[Measured], report: ReportFunction) -> Iterator[list[Measure]]:
         """A server for each lane."""
         with ExitStack() as running:
-            asked = [self.lane(lane.k, lane.schedule) for lane in lanes] if self.program else []
-            for place, one in enumerate(asked):
+            lane_specs = [self.lane(lane.k, lane.schedule) for lane in lanes] if self.program else []
+            for place, one in enumerate(lane_specs):
                 assert self.program is not None
-                running.enter_context(self.program.serve(one, tell, place, len(asked)))
-            servers = [one.server for one in asked] or [self.running[lane.k] for lane in lanes]
+                running.enter_context(self.program.serve(one, report, place, len(lane_specs)))
+            servers = [one.server for one in lane_specs] or [self.running[lane.k] for lane in lanes]
             yield [partial(_measure, self.suite, server, self._greet(server)) for server in servers]
 
     def lane(self, k: int, schedule: Schedule = (), engine: Engine | None = None) -> Served:
-        """How a server that drafts k tokens, or by a schedule k at most, is started."""
+        """Return how to start a server with k draft tokens, or with a schedule of at most k."""
         onto = on_free_ports(self.chosen.with_changes(k=k) if k else self.chosen)
         gpus = self.program.gpus if self.program else 1
         lane = list(served(onto, engine or self.engine, gpus))[bool(k)]
@@ -120,20 +120,20 @@ class Fleet:
         most = max(k for *_, k in schedule)
         schedule = schedule if len({k for *_, k in schedule}) > 1 else ()
         vllm, sglang = self.lane(most, schedule, "vllm").command, self.lane(most, engine="sglang").command
-        told = [f"For vLLM: {shlex.join(vllm[vllm.index(CONFIG) :][:2])}"] if CONFIG in vllm else []
+        hints = [f"For vLLM: {shlex.join(vllm[vllm.index(CONFIG) :][:2])}"] if CONFIG in vllm else []
         if ALGORITHM in sglang:
             flags = sglang[sglang.index(ALGORITHM) :]
             if not schedule:
-                told.append(f"For SGLang: {shlex.join(flags)}")
+                hints.append(f"For SGLang: {shlex.join(flags)}")
             elif flags[1] not in ADAPTIVE:
-                told.append(f"For SGLang, whose {flags[1]} has one k for all batch sizes: {shlex.join(flags)}")
+                hints.append(f"For SGLang, whose {flags[1]} has one k for all batch sizes: {shlex.join(flags)}")
             else:
                 steps = json_text({str(at): {"candidate_steps": [k]} for at, _, k in schedule})
-                told.append(f"For SGLang: {shlex.join(flags)} {FOLLOW} FILE, and in FILE {steps}")
-        return told
+                hints.append(f"For SGLang: {shlex.join(flags)} {FOLLOW} FILE, and in FILE {steps}")
+        return hints
 
     def _greet(self, server: str) -> Remote:
-        """What the server calls the model, and where it takes a text. Raises ValueError where it does not answer."""
+        """Return the server's name for the model and its endpoint. Raises ValueError if it does not answer."""
         trace = LaneTrace("load", BASELINE, {}, True, [])
         config = GenerationConfig(min(self.suite.new_tokens, 8))
         forms: tuple[Form, ...] = ("completions", "chat/completions")
@@ -155,8 +155,8 @@ def _measure(suite: Load, server: str, remote: Remote, place: float, warm_up: bo
         with ThreadPoolExecutor(1) as alone:  # whoever asks may have a loop of its own, as notebooks do
             return alone.submit(asyncio.run, point).result()
     except (Refused, ConnectionError, httpx.HTTPError, ValueError) as error:
-        said = str(error).replace(os.environ.get(KEY) or "\0", "***")  # a server may quote the key back
-        reason = " ".join(said.split())[:300] or type(error).__name__
+        message = str(error).replace(os.environ.get(KEY) or "\0", "***")  # a server may quote the key back
+        reason = " ".join(message.split())[:300] or type(error).__name__
         raise ValueError(f"{host(server)} failed under load: {reason}") from None
 
 
@@ -165,36 +165,38 @@ async def _point(suite: Load, server: str, remote: Remote, place: float, warm_up
     count = suite.count(place, warm_up)
     async with connected(server, os.environ.get(KEY)) as http:
 
-        async def ask(number: int) -> Answer:
-            return await _ask(http, remote, number % len(texts), texts[number % len(texts)], suite.new_tokens)
+        async def request(number: int) -> Answer:
+            return await _request(http, remote, number % len(texts), texts[number % len(texts)], suite.new_tokens)
 
-        before, began = await http.metrics(), perf_counter()
-        answers = await _traffic(suite, ask, place, count)
-        seconds = perf_counter() - began
-        return Point(answers, seconds, between(before, await http.metrics()))
+        before, start = await http.metrics(), perf_counter()
+        answers = await _traffic(suite, request, place, count)
+        seconds = perf_counter() - start
+        return Point(answers, seconds, stats_between(before, await http.metrics()))
 
 
-async def _traffic(suite: Load, ask: Ask, place: float, count: int) -> list[Answer]:
-    """So many requests: each after the answer before it, `place` at a time, or as many a second by chance."""
+async def _traffic(suite: Load, request: RequestFunction, place: float, count: int) -> list[Answer]:
+    """Send `count` requests: `place` concurrently, each after the previous answer, or at random times with that
+    rate.
+    """
     if suite.over is CONCURRENCY:
         todo = iter(range(count))
 
         async def worker() -> list[Answer]:
-            return [await ask(number) for number in todo]
+            return [await request(number) for number in todo]
 
         return [a for answers in await _together(worker() for _ in range(int(place))) for a in answers]
     chance = random.Random(0)  # the same arrivals for every k
 
     async def later(number: int, seconds: float) -> Answer:
         await asyncio.sleep(seconds)
-        return await ask(number)
+        return await request(number)
 
     arrivals = accumulate(chance.expovariate(place) for _ in range(count))
     return await _together(later(number, at) for number, at in enumerate(arrivals))
 
 
 async def _together(asking: Iterable[Coroutine[None, None, T]]) -> list[T]:
-    """What all of them say. When one fails the others have ended too, before its error goes on."""
+    """Return all results. If one call fails, the others are cancelled before its error is raised."""
     tasks = [asyncio.create_task(one) for one in asking]
     try:
         return await asyncio.gather(*tasks)
@@ -204,15 +206,15 @@ async def _together(asking: Iterable[Coroutine[None, None, T]]) -> list[T]:
         await asyncio.wait(tasks)
 
 
-async def _ask(http: Client, remote: Remote, asked: int, text: str, tokens: int) -> Answer:
+async def _request(http: Client, remote: Remote, index: int, text: str, tokens: int) -> Answer:
     """One request, greedy. Raises what Client and Heard raise, and ConnectionError for an answer without an end."""
     chat = remote.endpoint.endswith("chat/completions")
     put: dict[str, object] = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
     how = {"model": remote.model, "max_tokens": tokens, "temperature": 0.0, "top_p": 1.0, "stream": True}
     pieces: list[Piece] = []
-    heard = Heard(pieces.append, tokens)
-    await heard.listen(http, remote.endpoint, {**put, **how, "stream_options": {"include_usage": True}})
+    parser = StreamParser(pieces.append, tokens)
+    await parser.read_stream(http, remote.endpoint, {**put, **how, "stream_options": {"include_usage": True}})
     if not pieces:
         raise ConnectionError("an answer broke off")
     first, *gaps = (step_ms(event) for event, _ in pieces)
-    return Answer(asked, "".join(piece for _, piece in pieces), heard.told or heard.tokens, first, gaps)
+    return Answer(index, "".join(piece for _, piece in pieces), parser.reported_tokens or parser.tokens, first, gaps)

@@ -14,7 +14,7 @@ import torch
 from torch import Generator, Tensor
 
 from specdemo.bench.base import ROWS, Report, Stop
-from specdemo.bench.measure import Tick, Way, repeated, run_whole
+from specdemo.bench.measure import Tick, Way, repeated, run_complete
 from specdemo.bench.prompts import PROMPTS
 from specdemo.bench.result import DRAFTED, PLAIN, TOKEN, Result
 from specdemo.bench.suites import Losslessness
@@ -31,7 +31,7 @@ from specdemo.presets.files import Preset, preset
 
 PLACES = (2, 3, 4)  # tokens that are compared; the first is the prefill's, which speculates nothing
 SHOWN = 10  # the commonest tokens of a place
-POOLED = 10  # rarer tokens, of both samples together, are counted as one
+MIN_COUNT = 10  # rarer tokens, of both samples together, are counted as one
 ALARM = 0.001  # a p-value below it calls the distributions different
 GREEDY_TOKENS = 64
 OTHERS = "(all others)"
@@ -48,30 +48,32 @@ def chi_square(a: Mapping[Any, int], b: Mapping[Any, int]) -> ChiSquare:
     """Are two samples of counts from one distribution? p is the chance of a statistic as large if they are. Outcomes
     with fewer than POOLED counts in both together are pooled; with one outcome left there is nothing to compare."""
     pairs = [(a.get(outcome, 0), b.get(outcome, 0)) for outcome in {**a, **b}]
-    kept = [pair for pair in pairs if sum(pair) >= POOLED]
-    rest = [sum(column) for column in zip((0, 0), *(pair for pair in pairs if sum(pair) < POOLED), strict=True)]
-    if sum(rest) < POOLED and kept:
-        least = min(range(len(kept)), key=lambda i: sum(kept[i]))
-        kept[least] = (kept[least][0] + rest[0], kept[least][1] + rest[1])
+    frequent = [pair for pair in pairs if sum(pair) >= MIN_COUNT]
+    rest = [sum(column) for column in zip((0, 0), *(pair for pair in pairs if sum(pair) < MIN_COUNT), strict=True)]
+    if sum(rest) < MIN_COUNT and frequent:
+        least = min(range(len(frequent)), key=lambda i: sum(frequent[i]))
+        frequent[least] = (frequent[least][0] + rest[0], frequent[least][1] + rest[1])
     elif sum(rest):
-        kept.append((rest[0], rest[1]))
-    sizes = sum(x for x, _ in kept), sum(y for _, y in kept)
-    if len(kept) < 2 or not all(sizes):
+        frequent.append((rest[0], rest[1]))
+    sizes = sum(x for x, _ in frequent), sum(y for _, y in frequent)
+    if len(frequent) < 2 or not all(sizes):
         return ChiSquare(0.0, 0, 1.0)
     scale = (sizes[1] / sizes[0]) ** 0.5
-    statistic = sum((scale * x - y / scale) ** 2 / (x + y) for x, y in kept)
-    half = torch.tensor([(len(kept) - 1) / 2, statistic / 2], dtype=torch.float64)
-    return ChiSquare(statistic, len(kept) - 1, float(torch.special.gammaincc(half[0], half[1])))
+    statistic = sum((scale * x - y / scale) ** 2 / (x + y) for x, y in frequent)
+    half = torch.tensor([(len(frequent) - 1) / 2, statistic / 2], dtype=torch.float64)
+    return ChiSquare(statistic, len(frequent) - 1, float(torch.special.gammaincc(half[0], half[1])))
 
 
 @dataclass(slots=True)
-class Tried:
-    """A rule, and beside it how many tokens each rule keeps of the first draft of every row. All see the same drafts;
-    their coins are their own, so that those of the text stay as they are."""
+class RuleProbe:
+    """A rule that also counts how many tokens each rule accepts of every row's first draft.
+
+    All rules see the same drafts but use separate coins, so that the generated text does not change.
+    """
 
     rule: AcceptRule
     coins: Generator
-    kept: dict[str, list[int]] = field(default_factory=dict)
+    accepted: dict[str, list[int]] = field(default_factory=dict)
 
     @property
     def exact(self) -> bool:
@@ -82,8 +84,8 @@ class Tried:
         return self.rule.note
 
     def __call__(self, draft: Draft, target: Tensor, rng: Generator | None) -> AcceptResult:
-        for name in () if self.kept else RULES:
-            self.kept[name] = [len(path) - 1 for path in accept_rule(name)(draft, target, self.coins).path]
+        for name in () if self.accepted else RULES:
+            self.accepted[name] = [len(path) - 1 for path in accept_rule(name)(draft, target, self.coins).path]
         return self.rule(draft, target, rng)
 
 
@@ -126,22 +128,24 @@ def _same_distribution(suite: Losslessness, chosen: Preset, report: Report, canc
     }
     prompt = encode(tokenizer(target), spec.prompt, target.max_length - tokens)
 
-    kept: dict[str, list[int]] = {name: [] for name in RULES}
+    accepted: dict[str, list[int]] = {name: [] for name in RULES}
 
     def once(repeat: int, tick: Tick) -> list[list[list[int]]]:
-        """Of every way its continuations. No two have one seed: equal noise would make the samples alike."""
+        """Return the continuations of every decoding setup. All seeds differ, because equal noise would correlate the
+        samples.
+        """
         samples = []
-        tried = Tried(rule, Generator(target.device).manual_seed(chosen.seed + repeat))
+        tried = RuleProbe(rule, Generator(target.device).manual_seed(chosen.seed + repeat))
         ways[DRAFTED] = replace(ways[DRAFTED], accept=tried)
         for number, way in enumerate(ways.values()):
             seed = chosen.seed + len(ways) * repeat + number
 
-            def tell(number: int = number) -> None:
+            def report_progress(number: int = number) -> None:
                 tick(number / len(ways))
 
-            samples.append(drawn(target, way, prompt, seed, tell))
-        for name, lengths in tried.kept.items():
-            kept[name] += lengths
+            samples.append(drawn(target, way, prompt, seed, report_progress))
+        for name, lengths in tried.accepted.items():
+            accepted[name] += lengths
         return samples
 
     done, remarks = repeated(suite.repeats, report, cancelled, once)
@@ -153,7 +157,7 @@ def _same_distribution(suite: Losslessness, chosen: Preset, report: Report, canc
         counts = [Counter(row[place - 1] for row in sample) for sample in samples]
         verdicts.append(chi_square(counts[0], counts[1]))
         rows += _histogram(tokenizer(target), place, counts)
-    said = [
+    test_results = [
         f"Token {place}: chi-square {v.statistic:.1f} with {v.freedom} degrees of freedom, p = {_p(v.p)}."
         for place, v in zip(PLACES, verdicts, strict=True)
     ]
@@ -166,18 +170,17 @@ def _same_distribution(suite: Losslessness, chosen: Preset, report: Report, canc
         "draws": draws,
         "prompt": chosen.prompt[:200],
     }
-    remarks = [_verdict(verdicts, draws, rule.exact), *said, *_side_by_side(kept), *remarks]
+    remarks = [_verdict(verdicts, draws, rule.exact), *test_results, *_side_by_side(accepted), *remarks]
     return Result("losslessness", len(done), config, environment(target), rows, remarks, TOKEN)
 
 
-def _side_by_side(kept: Mapping[str, Sequence[int]]) -> Sequence[str]:
-    """How many tokens of a draft each rule keeps, with intervals of 95 %; all rules see the same drafts, so they differ
-    draft by draft."""
-    if not kept["lossless"]:
+def _side_by_side(accepted: Mapping[str, Sequence[int]]) -> Sequence[str]:
+    """Return the mean number of accepted tokens per draft and rule with 95 % intervals, paired by draft."""
+    if not accepted["lossless"]:
         return ()
     words = {name: name if rule().exact else f"{name} (lossy)" for name, rule in RULES.items()}
-    every = ", ".join(f"{words[name]} {_interval(lengths)}" for name, lengths in kept.items())
-    more = _interval([b - a for a, b in zip(kept["lossless"], kept["block"], strict=True)])
+    every = ", ".join(f"{words[name]} {_interval(lengths)}" for name, lengths in accepted.items())
+    more = _interval([b - a for a, b in zip(accepted["lossless"], accepted["block"], strict=True)])
     return (f"Tokens kept of the first draft: {every}. Block less lossless: {more}.",)
 
 
@@ -223,7 +226,7 @@ def _same_tokens(suite: Losslessness, chosen: Preset, report: Report, cancelled:
     prompts = [chosen.prompt, *PROMPTS]
 
     def once(number: int, tick: Tick) -> dict[str, object]:
-        trace = run_whole(runner, spec.model_copy(update={"prompt": prompts[number]}), cancelled)
+        trace = run_complete(runner, spec.model_copy(update={"prompt": prompts[number]}), cancelled)
         tick(0.0)  # a run that was cut short is not counted
         found = trace.comparison[0]
         same = found["first_divergence"]
@@ -231,8 +234,8 @@ def _same_tokens(suite: Losslessness, chosen: Preset, report: Report, cancelled:
         return {"prompt": prompts[number][:40], "tokens": tokens, "parts at": same, "output": found["verdict"]}
 
     rows, remarks = repeated(len(prompts), report, cancelled, once, "prompt")
-    alike = Counter(str(row["output"]) for row in rows)
-    told = ", ".join(f"{count} {word}" for word, count in alike.items())
+    counts = Counter(str(row["output"]) for row in rows)
+    summary = ", ".join(f"{count} {word}" for word, count in counts.items())
     config = {"target": chosen.target, "temperature": 0.0, "k": spec.lanes[0].k, "prompts": len(rows)}
-    remark = f"Greedy, {len(rows)} prompts: {told}."
+    remark = f"Greedy, {len(rows)} prompts: {summary}."
     return Result("losslessness", len(rows), config, environment(runner.target()), rows, [remark, *remarks])

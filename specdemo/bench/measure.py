@@ -1,6 +1,8 @@
-"""How suites measure. Repeats are interleaved (A B C A B C), so that a machine that warms up or slows down touches
-every lane alike; a number is that of all runs together, with its 95 % interval from three repeats on. A suite that is
-stopped keeps its finished repeats."""
+"""Measurement loop of the suites.
+
+Repeats are interleaved (A B C A B C), so that a machine that warms up or slows down affects all lanes equally. A number
+covers all runs and has a 95 % interval from three repeats on. A stopped suite returns its finished repeats.
+"""
 
 import json
 from collections import Counter, defaultdict
@@ -49,7 +51,7 @@ class Question:
 
 
 class Stopped(Exception):
-    """Whoever asked has changed their mind."""
+    """Raised when the user cancels a suite."""
 
 
 def repeated(
@@ -121,14 +123,14 @@ def tally_row(
     where: the columns that identify the row. machine: why no time that was measured on the machine can be trusted.
     """
     every = Totals([row for totals in own for row in totals.rows])
-    ours, theirs = _runs(own), _runs(plain)
-    speed = Estimate(1.0, 1.0, 1.0) if own is plain else speedup(theirs, ours, shared=False)
+    own_runs, plain_runs = _runs(own), _runs(plain)
+    speed = Estimate(1.0, 1.0, 1.0) if own is plain else speedup(plain_runs, own_runs, shared=False)
     if speed and own is not plain:
-        speed = replace(speed, reasons=(*noise.reasons(theirs, ours, speed), *islice(machine, MACHINE)))
+        speed = replace(speed, reasons=(*noise.reasons(plain_runs, own_runs, speed), *islice(machine, MACHINE)))
     return {
         "lane": lane,
         **where,
-        "tokens/s": _thorough(rate(ours), len(own)),
+        "tokens/s": _thorough(rate(own_runs), len(own)),
         "speed-up": _thorough(speed, len(own)),
         "accepted": every.acceptance_rate,
         "tokens/pass": every.tokens_per_pass,
@@ -150,7 +152,7 @@ def _thorough(number: Estimate | None, repeats: int) -> Estimate | None:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """What `compare_lanes` saw. Lane 0 is plain decoding."""
+    """Result of `compare_lanes`. Lane 0 is plain decoding."""
 
     names: list[str]
     tallies: list[dict[str, list[Totals]]]  # per repeat: category -> a tally per lane
@@ -193,7 +195,7 @@ def compare_lanes(
         for number, question in enumerate(questions):
             tick(number / len(questions))
             traces.append(
-                (question.category, run_whole(runner, spec.model_copy(update={"prompt": question.text}), cancelled))
+                (question.category, run_complete(runner, spec.model_copy(update={"prompt": question.text}), cancelled))
             )
             tick((number + 1) / len(questions))  # a run that was cut short is not counted
         return traces
@@ -232,7 +234,7 @@ def _noise(trace: RunTrace) -> list[str]:
     return [str(reason) for reason in found] if isinstance(found, list) else []
 
 
-def run_whole(runner: Session, spec: Comparison, cancelled: Stop) -> RunTrace:
+def run_complete(runner: Session, spec: Comparison, cancelled: Stop) -> RunTrace:
     """A run of which no lane failed. Raises ValueError with one line."""
     trace = runner.run(spec, cancelled)
     for lane in trace.lanes:

@@ -1,8 +1,8 @@
-"""A result as a picture: speed-up over what was swept, with its interval and, where the cost model
-spoke, what it predicted; of two samples of tokens both histograms; of servers under load throughput over latency.
+"""Plots of results: speed-up over the swept setting with its interval and the cost model's prediction, histograms of
+two token samples, and throughput over latency of servers under load.
 
-Colours are of middle lightness and backgrounds are clear, so that one figure reads well on a light and on a dark page;
-no line is told apart by its colour alone.
+Colours have medium lightness and backgrounds are transparent, so that one figure suits light and dark pages. No line is
+distinguished by colour only.
 """
 
 import re
@@ -89,14 +89,14 @@ def _lines(rows: list[Row], along: Axis) -> go.Figure:
             name=name,
             line={"color": color, "width": 2.5},
             marker={"symbol": marker, "size": 9},
-            customdata=_told(points),
+            customdata=_hover_text(points),
             hovertemplate=f"%{{x}}: <b>%{{y:.2f}}{TIMES}</b> %{{customdata[0]}}<extra>{name}</extra>",
         )
-        foreseen = [row for row in points if _is_number(row.get("predicted"))]
-        if foreseen:
+        predicted_rows = [row for row in points if _is_number(row.get("predicted"))]
+        if predicted_rows:
             drawn.add_scatter(
-                x=[row[over] for row in foreseen],
-                y=[row["predicted"] for row in foreseen],
+                x=[row[over] for row in predicted_rows],
+                y=[row["predicted"] for row in predicted_rows],
                 mode="lines+markers",
                 name=f"{name}, predicted",
                 line={"color": color, "width": 1.75, "dash": "dash"},
@@ -124,17 +124,19 @@ def _bars(rows: list[Row]) -> go.Figure:
         constraintext="none",
         textfont={"color": "#0b1220"},
     )
-    foreseen = [row for row in rows if _is_number(row.get("predicted"))]
-    if foreseen:
+    predicted_rows = [row for row in rows if _is_number(row.get("predicted"))]
+    if predicted_rows:
         drawn.add_scatter(
-            x=[row["predicted"] for row in foreseen],
-            y=[_plain(row["lane"]) for row in foreseen],
+            x=[row["predicted"] for row in predicted_rows],
+            y=[_plain(row["lane"]) for row in predicted_rows],
             mode="markers",
             name="predicted",
             marker={"symbol": "diamond-open", "size": 10, "color": GREY, "line": {"width": 2}},
             hovertemplate=f"%{{y}}: %{{x:.2f}}{TIMES} predicted<extra></extra>",
         )
-    drawn.update_xaxes(axis(title={"text": "speed-up; ◇ predicted" if foreseen else "speed-up"}, ticksuffix=TIMES))
+    drawn.update_xaxes(
+        axis(title={"text": "speed-up; ◇ predicted" if predicted_rows else "speed-up"}, ticksuffix=TIMES)
+    )
     drawn.update_yaxes(axis(autorange="reversed", automargin=True, showgrid=False))
     drawn.update_layout(showlegend=False)
     drawn.add_vline(
@@ -148,7 +150,7 @@ def _bars(rows: list[Row]) -> go.Figure:
 
 
 def _groups(rows: list[Row]) -> go.Figure:
-    """A bar for every kind of text beside each lane's name."""
+    """Draw grouped bars, one bar per kind of text for each lane."""
     drawn = go.Figure(layout=layout(height=170 + 72 * len(_lanes(rows)), margin={"l": 8, "r": 16, "t": 92, "b": 44}))
     kinds = dict.fromkeys(row[KIND] for row in rows)
     for kind, (color, _, _), shape in zip(kinds, LINES[1:], ("", "/", ".", "x", "-", "+"), strict=False):
@@ -169,7 +171,7 @@ def _sideways(rows: list[Row], name: str = "") -> dict[str, object]:
         "y": [_plain(row["lane"]) for row in rows],
         "error_x": _intervals(rows) | {"color": GREY},
         "orientation": "h",
-        "customdata": _told(rows),
+        "customdata": _hover_text(rows),
         "hovertemplate": f"%{{y}}: <b>%{{x:.2f}}{TIMES}</b> %{{customdata[0]}}<extra>{name}</extra>",
     }
 
@@ -212,8 +214,8 @@ def _histograms(result: Result) -> go.Figure:
         known = isinstance(row.get(TOKEN), str) and _is_number(row.get("place"))
         if known and all(_is_share(row.get(name)) for name in (PLAIN, DRAFTED)):
             places.setdefault(row["place"], []).append(row)
-    unlike = {place: sum(abs(row[PLAIN] - row[DRAFTED]) for row in rows) for place, rows in places.items()}
-    place = max(unlike, key=unlike.__getitem__, default=None)
+    differences = {place: sum(abs(row[PLAIN] - row[DRAFTED]) for row in rows) for place, rows in places.items()}
+    place = max(differences, key=differences.__getitem__, default=None)
     rows = places.get(place, [])
     draws = result.config.get("draws")
     if not rows or not isinstance(draws, int) or draws < 1:
@@ -274,17 +276,17 @@ def _intervals(rows: list[Row], column: str = "speed-up") -> dict[str, object]:
     return {"type": "data", "symmetric": False, "array": up, "arrayminus": down, "thickness": 1.5, "width": 5}
 
 
-def _told(rows: list[Row]) -> list[tuple[str]]:
+def _hover_text(rows: list[Row]) -> list[tuple[str]]:
     return [(row["speed-up"].interval(),) for row in rows]
 
 
 def _title(result: Result, head: str) -> dict[str, object]:
-    """What was measured, on what, when and by which code."""
-    told = result.environment
-    threads = f"{told['threads']} thread{'s' * (told['threads'] != 1)}" if told.get("threads") else None
-    where = [told.get("device"), threads, told.get("dtype")]
-    commit = f"commit {str(told['commit'])[:7]}" if told.get("commit") else None
-    when = [f"suite {result.suite}", told.get("date"), commit]
+    """Return the title: suite, machine, date and commit."""
+    facts = result.environment
+    threads = f"{facts['threads']} thread{'s' * (facts['threads'] != 1)}" if facts.get("threads") else None
+    where = [facts.get("device"), threads, facts.get("dtype")]
+    commit = f"commit {str(facts['commit'])[:7]}" if facts.get("commit") else None
+    when = [f"suite {result.suite}", facts.get("date"), commit]
     lines = [", ".join(_plain(part) for part in parts if part) for parts in (where, when)]
     small = "".join(f'<br><span style="font-size:12px">{line}</span>' for line in lines if line)
     return {

@@ -1,4 +1,4 @@
-"""What the suites ask the shipped models to continue."""
+"""Prompts of the suites for the shipped models."""
 
 PROMPTS = (
     "Once upon a time, there was a girl named Sue. She had a big kite. One windy day,",

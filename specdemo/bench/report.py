@@ -44,7 +44,7 @@ def race_report(trace: RunTrace) -> str:
 
 
 def texts(trace: RunTrace) -> str:
-    """What the lanes wrote, texts that are equal once."""
+    """Return the outputs of the lanes; equal outputs appear once."""
     groups: dict[str, list[str]] = {}
     for lane in trace.lanes:
         groups.setdefault(lane.text, []).append(lane.name)
@@ -52,7 +52,7 @@ def texts(trace: RunTrace) -> str:
 
 
 def visible(text: str) -> str:
-    """Control characters written out: a model's text, or a stranger's trace, must not steer the terminal."""
+    """Escape control characters, because model text or a foreign trace must not control the terminal."""
     return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -125,7 +125,7 @@ def markdown(result: Result) -> str:
     where = result.environment
     versions = where.get("versions", {})
     counts = ("prompts", "new_tokens")
-    asked = [f"{result.config[name]} {name.replace('_', ' ')}" for name in counts if name in result.config]
+    counts_text = [f"{result.config[name]} {name.replace('_', ' ')}" for name in counts if name in result.config]
     parts = [
         str(where["device"]),
         f"{where['threads']} thread{'s' * (where['threads'] != 1)}" if where.get("threads") else None,
@@ -133,11 +133,11 @@ def markdown(result: Result) -> str:
         f"torch {versions['torch']}" if "torch" in versions else None,
         where.get("date"),
         f"commit `{str(where['commit'])[:7]}`" if where.get("commit") else None,
-        *asked,
+        *counts_text,
         conditions(result),
     ]
-    said = [", ".join(filter(None, parts)) + ".", *result.remarks, *filter(None, [noisy(result)])]
-    return "\n".join([" ".join(said), "", *_markdown_table(result)])
+    sentences = [", ".join(filter(None, parts)) + ".", *result.remarks, *filter(None, [noisy(result)])]
+    return "\n".join([" ".join(sentences), "", *_markdown_table(result)])
 
 
 def _markdown_table(result: Result) -> list[str]:
@@ -153,14 +153,14 @@ def _markdown_table(result: Result) -> list[str]:
 
 
 def _in_markdown(row: dict[str, Any]) -> str:
-    kept = f"{row['accepted']:.0%}" if row.get("accepted") is not None else ""
-    speed = "1" if is_baseline(row["speed-up"]) else row["speed-up"].told()
-    rate = row["tokens/s"].told("", 0)
-    return f"| {row['lane']} | {rate} | {speed} | {kept} | {row['tokens/pass']:.2f} |"
+    acceptance = f"{row['accepted']:.0%}" if row.get("accepted") is not None else ""
+    speed = "1" if is_baseline(row["speed-up"]) else row["speed-up"].format()
+    rate = row["tokens/s"].format("", 0)
+    return f"| {row['lane']} | {rate} | {speed} | {acceptance} | {row['tokens/pass']:.2f} |"
 
 
 def conditions(result: Result) -> str:
-    """How often it was measured, by which clock, and what stands in brackets."""
+    """Return the number of repeats, the clock, and the meaning of the brackets."""
     repeats = f"{result.repeats} repeat{'s' * (result.repeats != 1)}"
     clock = result.environment.get("clock")
     return ", ".join(filter(None, [repeats, clock, "95 % intervals" if intervals(result) else ""]))
@@ -197,13 +197,13 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def what_if_report(predictions: Sequence[Prediction]) -> str:
-    """Of one machine and batch all draft lengths, of several the best one of each."""
+    """Return all draft lengths for a single machine and batch size, or the best draft length for each of several."""
     lines = [*dict.fromkeys(note for one in predictions for note in one.notes)]
     lines += [one.sentence for one in predictions]
     lines += ["", _loads(predictions)]
     if len(predictions) == 1:
         lines += ["", _lengths(predictions[0])]
-    unmeasured = {one.scene.device.profile.title for one in predictions if not one.scene.device.profile.passes}
+    unmeasured = {one.scenario.device.profile.title for one in predictions if not one.scenario.device.profile.passes}
     if unmeasured:
         lines += ["", f"By datasheet alone: {', '.join(sorted(unmeasured))}; `{program()} profile` measures one."]
     return "\n".join(lines)
@@ -229,7 +229,7 @@ def _lengths(one: Prediction) -> str:
 
 
 def _loads(predictions: Sequence[Prediction]) -> str:
-    priced = any(one.scene.price is not None for one in predictions)
+    priced = any(one.scenario.price is not None for one in predictions)
     header = ["device", "batch", "plain tokens/s", "best k", "tokens/s", "speed-up", "95 %", "memory GB"]
     header += ["a million", "plain"] * priced + [""]
     return table(header, [_load(one, priced) for one in predictions])
@@ -239,7 +239,7 @@ def _load(one: Prediction, priced: bool) -> list[str]:
     best = one.best
     rate = best.tokens_per_s if one.best_k else one.plain_tokens_per_s
     speed = best.speedup if one.best_k else Estimate(1.0)
-    cells = [one.scene.device.profile.name, str(one.scene.batch), f"{one.plain_tokens_per_s.value:.0f}"]
+    cells = [one.scenario.device.profile.name, str(one.scenario.batch), f"{one.plain_tokens_per_s.value:.0f}"]
     cells += [str(one.best_k or "off"), f"{rate.value:.0f}", f"{speed.value:.2f}x", speed.interval()]
     cells += [f"{one.memory_gb:.1f}"]
     costs = [one.per_million(value.value) for value in (rate, one.plain_tokens_per_s)] if priced else []

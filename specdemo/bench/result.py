@@ -1,4 +1,4 @@
-"""What a suite found, and its file."""
+"""Result of a suite, and its file."""
 
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -133,8 +133,10 @@ def _cell(value: object) -> object:
 
 
 def best(result: Result) -> str:
-    """Which of the rows is the fastest: one, if its interval lies above all others, or as many as nobody can tell
-    apart. Below THOROUGH repeats none is. Empty where no speed-up was measured."""
+    """Name the fastest rows: one if its interval lies above all others, else all that cannot be distinguished.
+
+    Returns "" below THOROUGH repeats or if no speed-up was measured.
+    """
     rows = [row for row in result.rows if isinstance(row.get("speed-up"), Estimate) and row.get("category", ALL) == ALL]
     rows = [row for row in rows if not is_baseline(row["speed-up"])]
     if not rows:
@@ -160,7 +162,7 @@ def intervals(result: Result) -> bool:
 
 
 def noisy(result: Result) -> str:
-    """Which numbers a second run may not confirm, and why; empty where there are none."""
+    """Name the numbers that a second run may not confirm, with the reason; "" if there are none."""
     rows = [row for row in result.rows if isinstance(row.get("speed-up"), Estimate) and row["speed-up"].noisy]
     if not rows:
         return ""
@@ -172,7 +174,7 @@ def noisy(result: Result) -> str:
 
 
 def is_baseline(speed: Estimate) -> bool:
-    """What the others are divided by."""
+    """Return whether this speed is the denominator of the others."""
     return {speed.value, speed.low, speed.high} <= {1.0, None}
 
 

@@ -55,7 +55,7 @@ class Methods(Questioned):
         from specdemo.bench.sweeps import as_shipped, shipped_lanes
 
         target = preset(self.preset).target
-        return as_shipped(self, target, shipped_lanes(target), self.asked, report, cancelled)
+        return as_shipped(self, target, shipped_lanes(target), self.prompts_or_file, report, cancelled)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class Batch(Laned):
 
 @dataclass(frozen=True, kw_only=True)
 class PromptLength(Laned):
-    """The first lane of a preset behind prompts of growing length, as far as the context reaches."""
+    """The first lane of a preset after prompts of increasing length, up to the context limit."""
 
     name = "prompt"
     title = "Prompt length"
@@ -192,13 +192,13 @@ def suite(name: str, **options: Any) -> Suite:
     chosen = known_suite(name)
     for option in options:
         if not takes(name, option):
-            told = OPTIONS[option]
-            raise ValueError(f"suite {name!r} has no {told.noun} to choose; leave {told.flag} out")
+            option_spec = OPTIONS[option]
+            raise ValueError(f"suite {name!r} has no {option_spec.noun} to choose; leave {option_spec.flag} out")
     return chosen(**options)
 
 
 def takes(name: str, option: str) -> bool:
-    """Whether a suite has that option."""
+    """Return whether a suite has that option."""
     return option in (field.name for field in fields(suites()[name]))
 
 
@@ -224,6 +224,6 @@ class Sweep(Linked):
     new_tokens: int = Field(96, ge=8, le=LIMITS.max_new_tokens)
 
     def suite(self) -> Suite:
-        """What it measures; a suite on models of its own gets no preset."""
+        """Return the suite. A suite with fixed models gets no preset."""
         chosen = {"preset": self.preset} if takes(self.sweep, "preset") else {}
         return suite(self.sweep, repeats=self.repeats, new_tokens=self.new_tokens, **chosen)

@@ -1,4 +1,4 @@
-"""What suites run: lanes at every draft length, lanes as they ship, a lane over batches or prompt lengths."""
+"""Sweeps of the suites: lanes at every k, lanes as they ship, a lane over batch sizes or prompt lengths."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -58,7 +58,7 @@ def every_k(
     ]
     runner = Session()
     spec = _spec(suite, target, tuple(lane for _, lane in lanes))
-    seen = compare_lanes(runner, spec, _questions(suite.asked), suite.repeats, report, cancelled)
+    seen = compare_lanes(runner, spec, _questions(suite.prompts_or_file), suite.repeats, report, cancelled)
     rows = seen.rows([{"lane": "Baseline", "k": 0}, *({"lane": name, "k": lane.k} for name, lane in lanes)])
     probe = verify_costs(runner.target(), sorted({*WIDTHS, *(k + 1 for k in ks)}), PROBES)
     remarks = []
@@ -116,10 +116,12 @@ def over_texts(suite: Decoding, report: Report, cancelled: Stop) -> Result:
         lanes = stories if target == "stories" else tuple(filter(None, map(_of_code, stories)))
         questions = [Question(text, kind) for kind, texts in kinds.items() for text in texts]
 
-        def tell(share: float, what: str, turn: int = turn, target: str = target) -> None:
+        def report_progress(share: float, what: str, turn: int = turn, target: str = target) -> None:
             report((turn + share) / len(KINDS), f"{target}, {what}")
 
-        seen = compare_lanes(Session(), _spec(suite, target, lanes), questions, suite.repeats, tell, cancelled)
+        seen = compare_lanes(
+            Session(), _spec(suite, target, lanes), questions, suite.repeats, report_progress, cancelled
+        )
         for row, at in zip(seen.rows([{} for _ in seen.names]), seen.places(), strict=True):
             kind = {"text": row.pop("category"), "lane": row.pop("lane")}
             if kind["text"] != ALL:
@@ -153,12 +155,12 @@ def _of_code(lane: Lane) -> Lane | None:
 
 
 def _order(rows: list[Row]) -> str:
-    """Why one kind of text gains more than another, in one sentence of numbers."""
+    """Explain in one sentence why one kind of text gains more than another."""
     kinds = dict.fromkeys(row["text"] for row in rows)
     best = [max((row for row in rows if row["text"] == kind), key=_times) for kind in kinds]
     best.sort(key=_times, reverse=True)
     words = "; ".join(
-        f"{row['text']} {row['speed-up'].told()} with {row['tokens/pass']:.1f} tokens a pass ({row['lane']})"
+        f"{row['text']} {row['speed-up'].format()} with {row['tokens/pass']:.1f} tokens a pass ({row['lane']})"
         for row in best
     )
     return f"A pass costs the same whatever the text, so what gains is text of which more guesses come true: {words}."
@@ -183,7 +185,7 @@ def over_batches(suite: Laned, report: Report, cancelled: Stop) -> Result:
 
 
 def over_lengths(suite: Laned, report: Report, cancelled: Stop) -> Result:
-    """The first lane behind windows of 16, 32, 64, ... tokens."""
+    """Measure the first lane after prompts of 16, 32, 64, ... tokens."""
     target, lanes = first_lane(suite, suite.preset)
     text = encode(tokenizer(target), " ".join(suite.texts), LIMITS.prompt)
     lengths = [n for n in LENGTHS if n <= room(target, suite)]
@@ -194,8 +196,10 @@ def over_lengths(suite: Laned, report: Report, cancelled: Stop) -> Result:
 
 
 def over_temperatures(suite: Laned, report: Report, cancelled: Stop) -> Result:
-    """The first lane at growing temperatures: with its drafts drawn as the target draws, once accepted token by token
-    and once as a block; and with the likeliest tokens drafted whatever the temperature."""
+    """Measure the first lane at increasing temperatures, with three ways to draft and verify.
+
+    Sampled drafts are verified token by token and as a block; the third lane drafts the most likely tokens.
+    """
     target, lanes = first_lane(suite, suite.preset)
     (baseline, plain), (lane, drawn) = lanes.items()
     lanes = {
@@ -234,9 +238,9 @@ class Likeliest(Wrapper):
 
 
 def _spec(suite: Decoding, target: str, lanes: tuple[Lane, ...]) -> Comparison:
-    asked = {"id": f"bench-{suite.name}", "target": target, "prompt": "-", "max_new_tokens": suite.new_tokens}
+    settings = {"id": f"bench-{suite.name}", "target": target, "prompt": "-", "max_new_tokens": suite.new_tokens}
     how = {"schedule": "sequential", "dtype": suite.dtype, "device": suite.device}
-    spec = Comparison.build({**asked, **how, "lanes": [*lanes[:1]]})
+    spec = Comparison.build({**settings, **how, "lanes": [*lanes[:1]]})
     return spec.model_copy(update={"lanes": [*lanes]})  # as many as there are, which no page shows at once
 
 
@@ -258,14 +262,14 @@ def _gain(rows: list[Row], axis: str, noun: str) -> str:
     drafting = [row for row in rows if row["lane"] != "Baseline"]
     lost = next((row for row in drafting if row["speed-up"].word == "slower"), None)
     if lost is not None:
-        return f"The gain is gone at {noun} {lost[axis]}: {lost['speed-up'].told()}."
+        return f"The gain is gone at {noun} {lost[axis]}: {lost['speed-up'].format()}."
     last = drafting[-1]
     words = "still pays" if last["speed-up"].word == "faster" else "is not clearly faster or slower"
-    return f"Drafting {words} at {noun} {last[axis]}: {last['speed-up'].told()}."
+    return f"Drafting {words} at {noun} {last[axis]}: {last['speed-up'].format()}."
 
 
 def room(target: HFTarget, suite: Decoding) -> int:
-    """How long a prompt may be, in tokens."""
+    """Return the longest possible prompt in tokens."""
     return target.max_length - suite.new_tokens
 
 

@@ -225,7 +225,7 @@ class GraphCache:
             graph.fill(inputs)
             expected = [output.clone() for output in graph.replay()]
             graph.replay = self._capture_run(graph.replay)
-            if all(map(self._close_enough, graph.replay(), expected)):
+            if all(map(self._matches, graph.replay(), expected)):
                 self._graphs[key] = graph
                 return graph
             self.disabled_reason = "a CUDA graph returned another result than the eager pass"
@@ -237,7 +237,7 @@ class GraphCache:
             torch.cuda.empty_cache()  # memory left by an out-of-memory error
         return None
 
-    def _close_enough(self, output: Tensor, expected: Tensor) -> bool:
+    def _matches(self, output: Tensor, expected: Tensor) -> bool:
         same = output == expected
         if output.is_floating_point() and output.numel():
             finite = expected.masked_fill(~expected.isfinite(), 0.0).float()

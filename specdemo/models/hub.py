@@ -84,15 +84,19 @@ def is_embedded(folder: str | Path) -> bool:
 
 def embedded_models() -> list[str]:
     """Return the names of the embedded models that can be a target or a draft model: those with a tokenizer."""
-    return sorted(config.parent.name for config in embedded_folder().glob("*/config.json") if _whole(config.parent))
+    return sorted(
+        config.parent.name for config in embedded_folder().glob("*/config.json") if _is_complete(config.parent)
+    )
 
 
 def embedded_heads() -> list[str]:
     """Return the names of the embedded heads."""
-    return sorted(config.parent.name for config in embedded_folder().glob("*/config.json") if not _whole(config.parent))
+    return sorted(
+        config.parent.name for config in embedded_folder().glob("*/config.json") if not _is_complete(config.parent)
+    )
 
 
-def _whole(folder: Path) -> bool:
+def _is_complete(folder: Path) -> bool:
     return (folder / "tokenizer.json").is_file()
 
 

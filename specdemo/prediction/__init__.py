@@ -1,1 +1,1 @@
-"""What speculation would bring on a machine that is not here. Needs no torch."""
+"""Prediction of speculative decoding on other machines. Needs no torch."""

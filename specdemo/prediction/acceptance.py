@@ -1,9 +1,8 @@
-"""How many tokens a pass emits: from the chance that each position is kept, or by replaying what a run kept.
+"""Tokens emitted per pass, from acceptance rates by position or from the passes of a recorded run.
 
-A run says for every pass how many tokens were drafted and how many of them were kept. A draft model that is greedy
-guesses the same token at the same place wherever its draft began, so what it would have kept with shorter drafts can be
-played again, pass by pass. One thing no run tells: whether the draft would have guessed the token that the target added
-behind a draft that was kept whole. Where a shorter draft would have had to, both answers are followed.
+A run records the drafted and accepted tokens of every pass. A greedy draft model predicts the same token at the same
+place wherever its draft starts, so shorter drafts can be simulated pass by pass. One case is unknown: whether the draft
+would have predicted the bonus token after a fully accepted draft. If a shorter draft needs it, both cases are followed.
 
 Drafts longer than the recorded ones are extrapolated. The interval then covers every case from none to all of the
 unknown draft tokens being accepted, because the run contains no data about them.
@@ -33,7 +32,7 @@ FEW = 4  # a position tried less often is not believed
 # are overestimated by 10 %. docs/what-if.md has the comparison with runs.
 DECAY = 0.97
 
-Kept = tuple[int, int]  # of a pass: tokens kept and drafted
+PassCounts = tuple[int, int]  # of a pass: tokens kept and drafted
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ class Acceptance:
     """
 
     rates: tuple[float, ...]
-    passes: tuple[Kept, ...] = ()
+    passes: tuple[PassCounts, ...] = ()
     exact: bool = False
     nodes: int = 0
     recorded: bool = False
@@ -58,7 +57,7 @@ class Acceptance:
 
     @property
     def longest(self) -> int | None:
-        """The draft length that was recorded; None: no run stands behind it."""
+        """Return the recorded draft length; None if the rates do not come from a run."""
         return max((drafted for _, drafted in self.passes), default=len(self.rates) if self.recorded else None)
 
     def extrapolates(self, k: int) -> bool:
@@ -67,17 +66,17 @@ class Acceptance:
 
     def rate(self, position: int) -> float:
         """Return the conditional acceptance at a position, counted from 1."""
-        beyond = position - len(self.rates)
-        if beyond <= 0:
+        excess = position - len(self.rates)
+        if excess <= 0:
             return self.rates[position - 1]
         if self.longest is None:
             return self.rates[-1]
         reached: list[float] = [1.0, *accumulate(self.rates, mul)]
         pooled = sum(reached[1:]) / sum(reached[:-1])
-        return min(self.rates[-1], pooled) * DECAY**beyond
+        return min(self.rates[-1], pooled) * DECAY**excess
 
     def tokens(self, k: int) -> Estimate:
-        """What a pass emits that checks k drafted tokens, the target's own included."""
+        """Return the tokens emitted by a pass that verifies k draft tokens, including the correction or bonus token."""
         longest = self.longest
         if longest is None:
             return Estimate(self.expected(k))
@@ -106,33 +105,34 @@ class Acceptance:
 
     def _extrapolated(self, k: int, longest: int) -> Estimate:
         """Add the further tokens of full drafts to the recorded mean. The interval goes from none of them to all."""
-        known, beyond = self._measured(longest), range(longest + 1, k + 1)
+        known, extrapolated = self._measured(longest), range(longest + 1, k + 1)
         full, passes = sum(kept >= longest for kept, _ in self.passes), len(self.passes)
-        chance = full / passes if passes else self.whole(longest)
+        chance = full / passes if passes else self.p_all_accepted(longest)
         most = (full + 1.0) / (passes + 2.0) if passes else chance  # rule of succession: 0 of n does not prove never
-        value = known.value + chance * sum(accumulate(map(self.rate, beyond), mul))
+        value = known.value + chance * sum(accumulate(map(self.rate, extrapolated), mul))
         low = known.value if known.low is None else known.low
         high = known.value if known.high is None else known.high
-        return Estimate(value, low, min(high + max(most, chance) * len(beyond), k + 1.0))
+        return Estimate(value, low, min(high + max(most, chance) * len(extrapolated), k + 1.0))
 
     def expected(self, k: int) -> float:
         """1 + a1 + a1 a2 + ... up to k (2211.17192, equation 1, with a chance for every position)."""
         reached: Iterator[float] = accumulate(map(self.rate, range(1, k + 1)), mul)
         return 1.0 + sum(reached)
 
-    def whole(self, k: int, batch: int = 1) -> float:
-        """The chance that at least one of so many texts keeps all of a draft."""
+    def p_all_accepted(self, k: int, batch: int = 1) -> float:
+        """Return the probability that at least one row of a batch accepts the whole draft."""
         return 1.0 - (1.0 - (self.expected(k) - self.expected(k - 1))) ** batch
 
     def longest_of(self, k: int, batch: int) -> float:
-        """What the text of a batch that keeps most emits in a pass: as wide is what all of them read."""
-        return 1.0 + sum(self.whole(length, batch) for length in range(1, k + 1))
+        """Return the expected maximum number of tokens over the rows of a batch, which sets the verification width."""
+        return 1.0 + sum(self.p_all_accepted(length, batch) for length in range(1, k + 1))
 
 
-def replayed(passes: Sequence[Kept], k: int, chance: float) -> tuple[float, float, float]:
-    """Tokens a pass with drafts of k, where `passes` drafted at least as many: the fewest, the expected and the most.
+def replayed(passes: Sequence[PassCounts], k: int, chance: float) -> tuple[float, float, float]:
+    """Simulate drafts of length k from longer ones; return the lowest, expected and highest tokens per pass.
 
-    chance: that a guess nobody recorded would have been kept. The three are equal where no such guess is needed.
+    chance: probability that a draft token without recorded outcome is accepted. The three values are equal if there is
+    none.
     """
     guesses: list[bool | None] = []  # of every token: would the draft have guessed it? None: nobody knows
     for kept, drafted in passes:
@@ -166,21 +166,21 @@ def _steps(guesses: Sequence[bool | None], k: int, chance: float) -> tuple[float
     return found[0]
 
 
-def of_passes(passes: Iterable[Kept], exact: bool = False, nodes: int = 0) -> Acceptance:
+def of_passes(passes: Iterable[PassCounts], exact: bool = False, nodes: int = 0) -> Acceptance:
     """Raises ValueError where nothing was drafted."""
     known = tuple(passes)
     deepest = max((drafted for _, drafted in known), default=0)
     if not deepest:
         raise ValueError("this run drafted nothing, so it says nothing of acceptance; choose another lane")
-    whole = [kept for kept, drafted in known if drafted == deepest] or [kept for kept, _ in known]
-    kept = [sum(n >= position for n in whole) for position in range(deepest + 1)]
+    counts = [kept for kept, drafted in known if drafted == deepest] or [kept for kept, _ in known]
+    kept = [sum(n >= position for n in counts) for position in range(deepest + 1)]
     tried = [i for i in range(1, deepest + 1) if kept[i - 1] >= FEW] or [1]
     rates = tuple(kept[i] / max(kept[i - 1], 1) for i in tried)
     return Acceptance(rates[:LONGEST], () if nodes else known, exact, nodes)
 
 
 def from_mean(tokens: float, k: int) -> Acceptance:
-    """Of drafts of k, or trees as deep, of which a mean is all that is known: one chance at every position."""
+    """Return one acceptance rate for all positions from the mean accepted length of drafts of length or depth k."""
     if not 1.0 <= tokens <= k + 1.0:
         raise ValueError(f"a pass over a draft of {k} emits 1 to {k + 1} tokens, not {tokens:g}")
     low, high = 0.0, 1.0
@@ -191,7 +191,7 @@ def from_mean(tokens: float, k: int) -> Acceptance:
 
 
 def of_lane(lane: LaneTrace) -> Acceptance:
-    """What a lane of a trace kept, all rows of its batch together. Raises ValueError where that is not known."""
+    """Return the acceptance of a lane of a trace over all its rows. Raises ValueError if it is unknown."""
     if lane.remote is not None:
         rates = [rate for rate in lane.remote.accept_by_position if rate]
         if not rates:

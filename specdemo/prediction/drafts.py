@@ -1,14 +1,24 @@
-"""What drafting costs, method by method: the passes that a step makes before the target checks.
+"""Drafting cost by method: the passes that a step makes before verification.
 
-H hidden size of the target, V its vocabulary. Sizes come from the drafter's config.json, or where none is named, from
-what its family usually has on a target of this shape.
+H hidden size of the target, V its vocabulary. Sizes come from the drafter's config.json. Without one, they are typical
+values of the method for a target of this shape.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from specdemo.core.suggest import suggest
-from specdemo.prediction.shapes import CHAIN, ENDS, UNREADABLE, Config, Said, Shape, number, shape_of, with_layers
+from specdemo.prediction.shapes import (
+    CHAIN,
+    ENDS,
+    UNREADABLE,
+    Config,
+    ConfigReader,
+    Shape,
+    number,
+    shape_of,
+    with_layers,
+)
 
 HEAD_OPERATIONS = 8  # of a head without attention, and of a pass's ends
 EAGLE_VOCABULARY = 32000  # tokens of a usual EAGLE-3 head on a target that has more
@@ -33,7 +43,7 @@ class Drafting:
 
     @property
     def remembers(self) -> bool:
-        """Whether it keeps something of its own of a text, which has to catch up with what became history."""
+        """Return whether the drafter has its own cache, which must catch up with committed tokens."""
         return bool(self.own and self.own.memory)
 
 
@@ -129,31 +139,35 @@ def _mlp_speculator(target: Shape, config: Config, options: Mapping[str, int]) -
     return Drafting(first, further, own=own, longest=steps)
 
 
-def _layer(target: Shape, config: Config) -> tuple[Shape, Said]:
+def _layer(target: Shape, config: Config) -> tuple[Shape, ConfigReader]:
     """A decoder layer, or several, of the drafter's own, else of the target's sizes."""
     sizes = {**target.layer, "num_hidden_layers": 1, "vocab_size": target.vocabulary, "layer_types": None}
     sizes |= {name: value for name, value in config.items() if value is not None}
-    return shape_of({**sizes, "quantization_config": None}, "head"), Said(sizes)
+    return shape_of({**sizes, "quantization_config": None}, "head"), ConfigReader(sizes)
 
 
 def _eagle(target: Shape, config: Config, options: Mapping[str, int]) -> Drafting:
-    """One decoder layer whose attention reads feature and embedding (EAGLE-3, 2503.01840, section 3), or behind a
-    matrix that joins them (EAGLE-1, 2401.15077)."""
-    layer, said = _layer(target, {**config, "num_hidden_layers": 1})
-    hidden = said.hidden
+    """Return the cost of one decoder layer that reads features and embeddings.
+
+    EAGLE-3 (arXiv 2503.01840, section 3) attends to both; EAGLE-1 (arXiv 2401.15077) joins them with a matrix first.
+    """
+    layer, reader = _layer(target, {**config, "num_hidden_layers": 1})
+    hidden = reader.hidden
     old = bool(config) and not (config.get("draft_vocab_size") or "agle3" in str(config.get("architectures")))
     if old:
         one = replace(layer, dense=layer.dense + 2 * hidden**2, head=target.head, embedding=0)
         return Drafting(one, one, reads_all=True, own=replace(one, head=0))
     words = number(config, "draft_vocab_size", default=0) or min(target.vocabulary, EAGLE_VOCABULARY)
-    wider = hidden * said.head_dim * (said.heads + 2 * said.kv_heads)
+    wider = hidden * reader.head_dim * (reader.heads + 2 * reader.kv_heads)
     further = replace(layer, dense=layer.dense + wider, head=words * hidden, embedding=0)
     first = replace(further, dense=further.dense + TAPS * target.hidden * hidden)
     return Drafting(first, further, reads_all=True, own=first)
 
 
 def _mtp(target: Shape, config: Config, options: Mapping[str, int]) -> Drafting:
-    """A layer of the target's behind a matrix that joins state and embedding (DeepSeek-V3, 2412.19437, section 2.2)."""
+    """Return the cost of a target layer after a matrix that joins state and embedding (DeepSeek-V3, arXiv 2412.19437,
+    section 2.2).
+    """
     layer, _ = _layer(target, {"num_hidden_layers": 1, "first_k_dense_replace": 0, "mlp_only_layers": []})
     one = replace(layer, dense=layer.dense + 2 * target.hidden**2, head=target.head, embedding=0, bits=target.bits)
     return Drafting(one, one, reads_all=True, own=replace(one, head=0))
@@ -162,9 +176,9 @@ def _mtp(target: Shape, config: Config, options: Mapping[str, int]) -> Drafting:
 def _dflash(target: Shape, config: Config, options: Mapping[str, int]) -> Drafting:
     """Layers that see a whole block at once and what the target's taps say of the text."""
     layers = number(config, "num_hidden_layers", default=DFLASH_LAYERS)
-    body, said = _layer(target, {**config, "num_hidden_layers": layers})
+    body, reader = _layer(target, {**config, "num_hidden_layers": layers})
     taps = (config.get("dflash_config") or {}).get("target_layer_ids") or config.get("target_layer_ids")
-    fc = (len(taps) if taps else DFLASH_TAPS) * target.hidden * said.hidden
+    fc = (len(taps) if taps else DFLASH_TAPS) * target.hidden * reader.hidden
     one = replace(body, dense=body.dense + fc, head=target.head, embedding=0, operations=layers * CHAIN + ENDS)
     longest = number(config, "block_size", default=DFLASH_BLOCK) - 1
     return Drafting(one, block=True, reads_all=True, own=replace(one, head=0), longest=longest)

@@ -27,7 +27,7 @@ FITTED = ("none", "draft_model", "eagle")  # methods whose sizes in a profile ar
 
 
 def device_of(profile: Profile, dtype: str, engine: Engine) -> Device:
-    """With what the profile's passes and steps correct. Raises ValueError for a precision that nobody knows."""
+    """Return the device corrected by the profile's passes and steps. Raises ValueError for an unknown precision."""
     if dtype not in BYTES:
         raise ValueError(f"unknown dtype {dtype[:60]!r}; {suggest(dtype[:60], BYTES)}")
     engine = "eager" if profile.kind == "cpu" else engine
@@ -48,9 +48,9 @@ class Seen:
 
 
 def _measured(profile: Profile, dtype: str) -> list[Seen]:
-    """Passes, and the laps of steps: drafting, checking, and what is done beside."""
+    """Return the measured passes and the parts of measured steps: drafting, verification and overhead."""
     passes = [seen for one in profile.passes if one.dtype == dtype for seen in _passes(one)]
-    steps = [seen for one in profile.steps if one.dtype == dtype and _told(one) for seen in _laps(one)]
+    steps = [seen for one in profile.steps if one.dtype == dtype and _is_usable(one) for seen in _laps(one)]
     return [seen for seen in (*passes, *steps) if seen.ms > 0.0]
 
 
@@ -63,13 +63,13 @@ def _passes(measured: Passes) -> Iterator[Seen]:
                 yield Seen(partial(Device.ms, of=one, batch=batch, uneven=uneven), ms)
 
 
-def _told(step: Measured) -> bool:
-    """Whether it says all that a step is made of."""
+def _is_usable(step: Measured) -> bool:
+    """Return whether a step states all of its parts."""
     return not set(step.ms) - LAPS and bool(step.k or not step.drafted)
 
 
 def _laps(measured: Measured) -> Iterator[Seen]:
-    """Of a step the pass that checks, what is done beside, and drafting."""
+    """Yield verification, overhead and drafting of a step."""
     target, k = shape(measured.model), measured.k
     draft = drafting(
         measured.method if measured.method in FITTED else "none",
@@ -77,11 +77,11 @@ def _laps(measured: Measured) -> Iterator[Seen]:
         known()[measured.draft] if measured.draft else None,
         {},
     )
-    kept = from_mean(1.0 + min(measured.kept, k), k) if k else from_mean(1.0, 1)
-    step = step_of(target, draft, kept, k, Load(measured.batch, measured.context, BYTES[measured.dtype]))
+    acceptance = from_mean(1.0 + min(measured.kept, k), k) if k else from_mean(1.0, 1)
+    step = step_of(target, draft, acceptance, k, Load(measured.batch, measured.context, BYTES[measured.dtype]))
     laps = measured.ms
     yield Seen(step.check_ms, laps.get("verify", 0.0))
-    yield Seen(step.beside_ms, laps.get("accept", 0.0) + laps.get("commit", 0.0))
+    yield Seen(step.overhead_ms, laps.get("accept", 0.0) + laps.get("commit", 0.0))
     if step.drafts:
         yield Seen(step.draft_ms, laps.get("draft", 0.0) + laps.get("observe", 0.0))
 
@@ -90,23 +90,23 @@ def _fitted(start: Device, seen: Sequence[Seen]) -> Device:
     """Gauss-Newton from the constants, which hold each term as tightly as their errors say; steps are halved until what
     is left of the errors becomes less."""
     size, at, device = len(NAMES), [0.0] * len(NAMES), start
-    held = [1.0 / start.errors[i][i] for i in range(size)]
+    prior = [1.0 / start.errors[i][i] for i in range(size)]
     for _ in range(ROUNDS):
         off = _off(device, seen)
         columns = [*zip(*_slopes(device, seen), strict=True)]
         weights = [_weight(o) / NOISE**2 for o in off]
         weighed = [[*map(mul, weights, column)] for column in columns]
         normal = [
-            [sum(map(mul, weighed[i], columns[j])) + (i == j) * held[i] for j in range(size)] for i in range(size)
+            [sum(map(mul, weighed[i], columns[j])) + (i == j) * prior[i] for j in range(size)] for i in range(size)
         ]
-        right = [sum(map(mul, row, off)) - a * h for row, a, h in zip(weighed, at, held, strict=True)]
+        right = [sum(map(mul, row, off)) - a * h for row, a, h in zip(weighed, at, prior, strict=True)]
         inverse = _inverse(normal)
         step = [sum(map(mul, row, right)) for row in inverse]
-        before, share = _loss(off, at, held), min(1.0, LARGEST_STEP / max(map(abs, step)))
+        before, share = _loss(off, at, prior), min(1.0, LARGEST_STEP / max(map(abs, step)))
         while share > LEAST:
             then = [a + share * s for a, s in zip(at, step, strict=True)]
             moved = start.scaled(dict(zip(NAMES, then, strict=True)))
-            if _loss(_off(moved, seen), then, held) < before:
+            if _loss(_off(moved, seen), then, prior) < before:
                 break
             share /= 2.0
         else:
@@ -124,26 +124,26 @@ def _off(device: Device, seen: Sequence[Seen]) -> list[float]:
     return [log(one.ms / one.what(device)) for one in seen]
 
 
-def _loss(off: Sequence[float], at: Sequence[float], held: Sequence[float]) -> float:
+def _loss(off: Sequence[float], at: Sequence[float], prior: Sequence[float]) -> float:
     """Cauchy's, of which `_weight` is the weight, and that of the constants."""
     measured = sum(log(1.0 + (o / DISTURBED) ** 2) for o in off) * (DISTURBED / NOISE) ** 2
-    return measured + sum(a * a * h for a, h in zip(at, held, strict=True))
+    return measured + sum(a * a * h for a, h in zip(at, prior, strict=True))
 
 
 def _weight(off: float) -> float:
-    """Of something measured that far off: what another program disturbed shall not bend the rest."""
+    """Return the weight of a measurement with that error, so that disturbed measurements do not bend the fit."""
     return 1.0 / (1.0 + (off / DISTURBED) ** 2)
 
 
 def _slopes(device: Device, seen: Sequence[Seen]) -> list[list[float]]:
-    """Of the logarithm of every pass's time, by the logarithm of every term."""
+    """Return the derivatives of the logarithm of every pass's time by the logarithm of every term."""
     moved = [device.scaled({name: EDGE}) for name in NAMES]
     now = [one.what(device) for one in seen]
     return [[log(one.what(up) / ms) / EDGE for up in moved] for one, ms in zip(seen, now, strict=True)]
 
 
 def _inverse(matrix: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Of a symmetric positive matrix, by Gauss and Jordan."""
+    """Invert a symmetric positive matrix by Gauss-Jordan elimination."""
     size = len(matrix)
     rows = [[*row, *(float(i == j) for j in range(size))] for i, row in enumerate(matrix)]
     for i in range(size):

@@ -1,9 +1,8 @@
-"""What speculation would bring on a machine, at a load or with a draft that is not here.
+"""Prediction of the speed-up on another machine, at another load or with another draft.
 
-A step that drafts k tokens costs its drafting passes, one pass of the target over k + 1 tokens of every text, and what
-the engine does beside; it emits what `Acceptance` says. All times are `Device.ms` of what `shapes` reads from configs.
-The interval is that of the device's terms, whose errors and their covariance the fit gives, of what the roofline itself
-is off by, and of the acceptance.
+A step with k draft tokens costs its drafting passes, one target pass over k + 1 tokens of every row, and the engine's
+overhead. It emits the tokens that `Acceptance` predicts. All times come from `Device.ms` and the shapes in configs. The
+interval covers the device's terms with their fitted covariance, the error of the roofline itself, and the acceptance.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,11 +27,11 @@ MOST_EXPENSIVE = 1e9  # an hour, in any currency
 SURE = 1.96  # standard deviations of 95 %
 HEADROOM = 1.1  # of memory: activations and buffers
 ASSUMED = 0.75  # acceptance of every position, where nobody says
-ALIKE = 0.5  # of the misfit, how much two passes of one model have in common
+CORRELATION = 0.5  # of the misfit, how much two passes of one model have in common
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class Scenario:
     """All that a prediction is made from. nodes: of a draft tree; 0: chains."""
 
     target: Shape
@@ -83,12 +82,14 @@ class Gain:
 class Prediction:
     """rows: by draft length, of the batch that was asked for; a tree has one. loads: by batch size."""
 
-    scene: Scene
+    scenario: Scenario
     plain_ms: float  # a step of plain decoding
     plain_tokens_per_s: Estimate
     rows: tuple[Row, ...]
     loads: tuple[Gain, ...]
-    dies: int | None  # the smallest batch at which no draft length gains; None: none up to the largest of `loads`
+    break_even_batch: (
+        int | None
+    )  # the smallest batch at which no draft length gains; None: none up to the largest of `loads`
     memory_gb: float
     fits: bool
     notes: tuple[str, ...] = ()
@@ -105,24 +106,28 @@ class Prediction:
 
     @cached_property
     def sentence(self) -> str:
-        """What comes out and what limits it."""
-        return " ".join(filter(None, (self._gain, self.beyond(self.best), self.too_large)))
+        """Return the result and its bottleneck in one sentence."""
+        return " ".join(filter(None, (self._gain, self.extrapolation_note(self.best), self.too_large)))
 
     @property
     def _gain(self) -> str:
-        best, scene = self.best, self.scene
-        where = f"on {scene.device.profile.title} at batch {scene.batch}"
+        best, scenario = self.best, self.scenario
+        where = f"on {scenario.device.profile.title} at batch {scenario.batch}"
         if not self.best_k:
             return f"No draft length gains {where}: k = {best.k} is {best.speedup.format()}; {best.limit} costs most."
-        dies = f"; the gain ends at batch {self.dies}" if self.dies and self.dies > scene.batch else ""
-        how = f"{scene.nodes} nodes" if scene.nodes else f"k = {best.k}"
-        return f"{best.speedup.format()} {where} with {how}; {best.limit} limits it{dies}."
+        limit_text = (
+            f"; the gain ends at batch {self.break_even_batch}"
+            if self.break_even_batch and self.break_even_batch > scenario.batch
+            else ""
+        )
+        how = f"{scenario.nodes} nodes" if scenario.nodes else f"k = {best.k}"
+        return f"{best.speedup.format()} {where} with {how}; {best.limit} limits it{limit_text}."
 
-    def beyond(self, row: Row) -> str:
+    def extrapolation_note(self, row: Row) -> str:
         """Return the sentence that marks a row as extrapolated; empty for a recorded draft length."""
         if not row.extrapolated:
             return ""
-        longest = self.scene.acceptance.longest
+        longest = self.scenario.acceptance.longest
         return (
             f"k = {row.k} is extrapolated: the run recorded k = {longest}. Record a run with k = {row.k} to check it."
         )
@@ -130,40 +135,40 @@ class Prediction:
     @property
     def too_large(self) -> str:
         """Return the sentence about the device's memory; empty if the models fit."""
-        room = self.scene.device.profile.memory_gb.value
+        room = self.scenario.device.profile.memory_gb.value
         needed = f"It needs {self.memory_gb:.1f} GB and does not fit into this machine's memory ({room:g} GB)."
         return "" if self.fits else needed
 
     def per_million(self, tokens_per_s: float) -> float | None:
-        """What a million tokens cost; None without a price."""
-        return None if self.scene.price is None else self.scene.price / 3600.0 / tokens_per_s * 1e6
+        """Return the cost of a million tokens; None without a price."""
+        return None if self.scenario.price is None else self.scenario.price / 3600.0 / tokens_per_s * 1e6
 
     def as_dict(self) -> dict[str, object]:
         """All of it for JSON: names of fields, intervals as value, low and high."""
-        scene = self.scene
+        scenario = self.scenario
         return {
-            "target": scene.target.name,
-            "method": scene.draft.method,
-            "device": scene.device.profile.name,
-            "measured": bool(scene.device.profile.passes),
-            "dtype": scene.device.dtype,
-            "engine": scene.device.engine,
-            "batch": scene.batch,
-            "context": scene.context,
-            "nodes": scene.nodes,
+            "target": scenario.target.name,
+            "method": scenario.draft.method,
+            "device": scenario.device.profile.name,
+            "measured": bool(scenario.device.profile.passes),
+            "dtype": scenario.device.dtype,
+            "engine": scenario.device.engine,
+            "batch": scenario.batch,
+            "context": scenario.context,
+            "nodes": scenario.nodes,
             "plain_ms": round(self.plain_ms, 4),
-            "plain_tokens_per_s": _told(self.plain_tokens_per_s),
+            "plain_tokens_per_s": _formatted(self.plain_tokens_per_s),
             "best_k": self.best_k,
-            "recorded_k": scene.acceptance.longest,
-            "dies": self.dies,
+            "recorded_k": scenario.acceptance.longest,
+            "dies": self.break_even_batch,
             "memory_gb": round(self.memory_gb, 3),
             "fits": self.fits,
             "plain_per_million": self.per_million(self.plain_tokens_per_s.value),
             "per_million": self.per_million(self.best.tokens_per_s.value),
             "sentence": self.sentence,
             "notes": list(self.notes),
-            "rows": [{name: _told(getattr(row, name)) for name in ROW} for row in self.rows],
-            "loads": [{name: _told(getattr(load, name)) for name in LOAD} for load in self.loads],
+            "rows": [{name: _formatted(getattr(row, name)) for name in ROW} for row in self.rows],
+            "loads": [{name: _formatted(getattr(load, name)) for name in LOAD} for load in self.loads],
         }
 
 
@@ -171,9 +176,11 @@ ROW = tuple(field.name for field in fields(Row))
 LOAD = tuple(field.name for field in fields(Gain))
 
 
-def _told(value: object) -> object:
+def _formatted(value: object) -> object:
     if isinstance(value, Estimate):
-        return {name: _told(part) for name, part in (("value", value.value), ("low", value.low), ("high", value.high))}
+        return {
+            name: _formatted(part) for name, part in (("value", value.value), ("low", value.low), ("high", value.high))
+        }
     return round(value, 4) if isinstance(value, float) else value
 
 
@@ -195,15 +202,14 @@ def predict(
     options: Mapping[str, int] | None = None,
     price: float | None = None,
 ) -> Prediction:
-    """The speed-up of a draft at every length with its interval, tokens/s, memory, the batch at which the gain ends.
+    """Predict the speed-up at every draft length with its interval, tokens/s, memory, and the break-even batch size.
 
-    target: a folder, an embedded name, a hub id, or a `Shape`. model: the drafter's, or its config; None: a head as is
-    usual on such a target. method: told from the model's config
-    where none is named. device: one of `specdemo/profiles`, a file of `specdemo profile --out`, or a `Profile`.
-    acceptance: the chance that each position is kept where those before it are, or what `acceptance.of_lane` says of a
-    recorded lane. trace: a stored run, whose first lane that drafts says acceptance, method and model, as far as these
-    are not given. nodes: of a draft tree. engine: recorded (CUDA graphs) or eager. price: of an hour of the machine.
-    Raises ValueError, one line with the nearest, for names nobody knows.
+    target: a folder, an embedded name, a hub id, or a `Shape`. model: the drafter or its config; None: a typical head
+    for the target. method: detected from the model's config by default. device: a name in `specdemo/profiles`, a file
+    of `specdemo profile --out`, or a `Profile`. acceptance: conditional acceptance rates by position, or the result of
+    `acceptance.of_lane`. trace: a stored run; acceptance, method and model default to its first speculative lane.
+    nodes: of a draft tree. engine: recorded (CUDA graphs) or eager. price: hourly price of the machine. Raises
+    ValueError, one line with the nearest match, for unknown names.
     """
     where = device if isinstance(device, Profile) else profile(device)
     dtype = dtype_name(dtype) or ("float32" if where.kind == "cpu" else "bfloat16")
@@ -215,24 +221,24 @@ def predict(
     config = config_of(model) if isinstance(model, str) else model
     method = method or (method_in(config) if config else "eagle")
     notes = [] if acceptance else [f"No acceptance was given: {ASSUMED} at every position is assumed."]
-    kept = acceptance if isinstance(acceptance, Acceptance) else Acceptance(tuple(acceptance or (ASSUMED,)))
-    _check(batch, context, nodes or kept.nodes, price)
-    scene = Scene(
+    acceptance_model = acceptance if isinstance(acceptance, Acceptance) else Acceptance(tuple(acceptance or (ASSUMED,)))
+    _check(batch, context, nodes or acceptance_model.nodes, price)
+    scenario = Scenario(
         of,
         drafting(method, of, config, options or {}),
         device_of(where, dtype, engine),
-        kept,
+        acceptance_model,
         batch,
         context,
-        nodes or kept.nodes,
+        nodes or acceptance_model.nodes,
         price,
     )
-    if kept.extrapolates(max(ks or _lengths(scene))):
+    if acceptance_model.extrapolates(max(ks or _lengths(scenario))):
         notes.append(
-            f"The run recorded k = {kept.longest}. Larger k are extrapolated with decaying acceptance; their intervals "
-            "go from no further draft token accepted to every one."
+            f"The run recorded k = {acceptance_model.longest}. Larger k are extrapolated with decaying acceptance; "
+            "their intervals go from no further draft token accepted to every one."
         )
-    return predicted(scene, ks, tuple(notes))
+    return predicted(scenario, ks, tuple(notes))
 
 
 def _model_of(lane: LaneTrace, method: str) -> str | None:
@@ -241,22 +247,22 @@ def _model_of(lane: LaneTrace, method: str) -> str | None:
     return named if isinstance(named, str) and method in ("", lane.method) else None
 
 
-def predicted(scene: Scene, ks: Sequence[int] = (), notes: tuple[str, ...] = ()) -> Prediction:
+def predicted(scenario: Scenario, ks: Sequence[int] = (), notes: tuple[str, ...] = ()) -> Prediction:
     """`predict` of what has been read already; takes milliseconds."""
-    lengths = tuple(ks) or _lengths(scene)
-    rows = tuple(_row(scene, k) for k in lengths)
-    memory = _memory_gb(scene)
-    room = scene.device.profile.memory_gb.value
-    plain = _step(scene, 0).ms(scene.device)
-    value = 1e3 * scene.batch / plain
-    half = _half(scene.device, lambda d: log(_step(scene, 0).ms(d)), scene.device.misfit)
+    lengths = tuple(ks) or _lengths(scenario)
+    rows = tuple(_row(scenario, k) for k in lengths)
+    memory = _memory_gb(scenario)
+    room = scenario.device.profile.memory_gb.value
+    plain = _step(scenario, 0).ms(scenario.device)
+    value = 1e3 * scenario.batch / plain
+    half = _half(scenario.device, lambda d: log(_step(scenario, 0).ms(d)), scenario.device.misfit)
     return Prediction(
-        scene=scene,
+        scenario=scenario,
         plain_ms=plain,
         plain_tokens_per_s=Estimate(value, value * exp(-half), value * exp(half)),
         rows=rows,
-        loads=tuple(_load(replace(scene, batch=batch), lengths) for batch in BATCHES),
-        dies=_dies(scene, lengths),
+        loads=tuple(_load(replace(scenario, batch=batch), lengths) for batch in BATCHES),
+        break_even_batch=_break_even_batch(scenario, lengths),
         memory_gb=memory,
         fits=memory <= room,
         notes=notes,
@@ -275,27 +281,27 @@ def _check(batch: int, context: int, nodes: int, price: float | None) -> None:
             raise ValueError(f"{name} goes from {low} to {high:,}, not {value}")
 
 
-def _lengths(scene: Scene) -> tuple[int, ...]:
-    if scene.nodes:
-        return (len(scene.acceptance.rates),)
-    return tuple(range(1, scene.draft.longest + 1))
+def _lengths(scenario: Scenario) -> tuple[int, ...]:
+    if scenario.nodes:
+        return (len(scenario.acceptance.rates),)
+    return tuple(range(1, scenario.draft.longest + 1))
 
 
-def _step(scene: Scene, k: int) -> Step:
+def _step(scenario: Scenario, k: int) -> Step:
     """k 0: plain decoding."""
-    load = Load(scene.batch, scene.context, BYTES[scene.device.dtype])
-    return step_of(scene.target, scene.draft, scene.acceptance, k, load, scene.nodes)
+    load = Load(scenario.batch, scenario.context, BYTES[scenario.device.dtype])
+    return step_of(scenario.target, scenario.draft, scenario.acceptance, k, load, scenario.nodes)
 
 
-def _row(scene: Scene, k: int) -> Row:
-    device, plain, step = scene.device, _step(scene, 0), _step(scene, k)
-    tokens, plain_ms = scene.acceptance.tokens(k), plain.ms(device)
-    draft_ms, verify_ms, other_ms = step.draft_ms(device), step.check_ms(device), step.beside_ms(device)
+def _row(scenario: Scenario, k: int) -> Row:
+    device, plain, step = scenario.device, _step(scenario, 0), _step(scenario, k)
+    tokens, plain_ms = scenario.acceptance.tokens(k), plain.ms(device)
+    draft_ms, verify_ms, other_ms = step.draft_ms(device), step.check_ms(device), step.overhead_ms(device)
     step_ms = draft_ms + verify_ms + other_ms
-    speedup, rate = tokens.value * plain_ms / step_ms, 1e3 * scene.batch * tokens.value / step_ms
+    speedup, rate = tokens.value * plain_ms / step_ms, 1e3 * scenario.batch * tokens.value / step_ms
     own, shared = verify_ms / step_ms, draft_ms / step_ms
-    apart = ALIKE * (1.0 - own) ** 2 + (1.0 - ALIKE) * (1.0 + own**2) + shared**2
-    half = _half(device, lambda d: log(plain.ms(d) / step.ms(d)), device.misfit * sqrt(apart))
+    variance = CORRELATION * (1.0 - own) ** 2 + (1.0 - CORRELATION) * (1.0 + own**2) + shared**2
+    half = _half(device, lambda d: log(plain.ms(d) / step.ms(d)), device.misfit * sqrt(variance))
     alone = _half(device, lambda d: log(step.ms(d)), device.misfit)
     return Row(
         k=k,
@@ -307,8 +313,8 @@ def _row(scene: Scene, k: int) -> Row:
         v=verify_ms / plain.check_ms(device),
         speedup=_about(speedup, tokens, half),
         tokens_per_s=_about(rate, tokens, alone),
-        limit=_limit(scene, k, tokens.value, step, plain),
-        extrapolated=scene.acceptance.extrapolates(k),
+        limit=_limit(scenario, k, tokens.value, step, plain),
+        extrapolated=scenario.acceptance.extrapolates(k),
     )
 
 
@@ -327,11 +333,11 @@ def _about(value: float, tokens: Estimate, half: float) -> Estimate:
     return Estimate(value, value * exp(-hypot(half, below)), value * exp(hypot(half, above)))
 
 
-def _limit(scene: Scene, k: int, tokens: float, step: Step, plain: Step) -> str:
-    """What would bring most if it cost nothing, or for acceptance, if it were whole."""
-    device, all_ms = scene.device, step.ms(scene.device)
+def _limit(scenario: Scenario, k: int, tokens: float, step: Step, plain: Step) -> str:
+    """Name the part that would gain most if it were free, or acceptance if it were perfect."""
+    device, all_ms = scenario.device, step.ms(scenario.device)
     wider_ms = step.check_ms(device) - plain.check_ms(device)
-    more_ms = step.beside_ms(device) - plain.beside_ms(device)
+    more_ms = step.overhead_ms(device) - plain.overhead_ms(device)
     gains = {
         "what drafting costs": all_ms / (all_ms - step.draft_ms(device)),
         "what a wider pass costs": all_ms / (all_ms - max(wider_ms, 0.0)),
@@ -341,25 +347,25 @@ def _limit(scene: Scene, k: int, tokens: float, step: Step, plain: Step) -> str:
     return max(gains, key=gains.__getitem__)
 
 
-def _speedup(scene: Scene, k: int) -> float:
-    times = _step(scene, 0).ms(scene.device) / _step(scene, k).ms(scene.device)
-    return scene.acceptance.tokens(k).value * times
+def _speedup(scenario: Scenario, k: int) -> float:
+    times = _step(scenario, 0).ms(scenario.device) / _step(scenario, k).ms(scenario.device)
+    return scenario.acceptance.tokens(k).value * times
 
 
-def _load(scene: Scene, lengths: Sequence[int]) -> Gain:
-    best = max(lengths, key=lambda k: _speedup(scene, k))
-    row, memory = _row(scene, best), _memory_gb(scene)
+def _load(scenario: Scenario, lengths: Sequence[int]) -> Gain:
+    best = max(lengths, key=lambda k: _speedup(scenario, k))
+    row, memory = _row(scenario, best), _memory_gb(scenario)
     off = row.speedup.value <= 1.0
-    rate = 1e3 * scene.batch / _step(scene, 0).ms(scene.device) if off else row.tokens_per_s.value
-    fits = memory <= scene.device.profile.memory_gb.value
-    return Gain(scene.batch, 0 if off else best, row.speedup, rate, memory, fits)
+    rate = 1e3 * scenario.batch / _step(scenario, 0).ms(scenario.device) if off else row.tokens_per_s.value
+    fits = memory <= scenario.device.profile.memory_gb.value
+    return Gain(scenario.batch, 0 if off else best, row.speedup, rate, memory, fits)
 
 
-def _dies(scene: Scene, lengths: Sequence[int]) -> int | None:
+def _break_even_batch(scenario: Scenario, lengths: Sequence[int]) -> int | None:
     """The smallest batch at which every draft length loses; None: even the largest gains."""
 
     def gains(batch: int) -> bool:
-        return max(_speedup(replace(scene, batch=batch), k) for k in lengths) > 1.0
+        return max(_speedup(replace(scenario, batch=batch), k) for k in lengths) > 1.0
 
     last = next((batch for batch in BATCHES if not gains(batch)), None)
     if last is None or last == 1:
@@ -371,9 +377,9 @@ def _dies(scene: Scene, lengths: Sequence[int]) -> int | None:
     return high
 
 
-def _memory_gb(scene: Scene) -> float:
+def _memory_gb(scenario: Scenario) -> float:
     """Weights, and what is remembered of every text, of target and drafter."""
-    size, own = BYTES[scene.device.dtype], scene.draft.own
-    shapes = [scene.target, *([own] if own else [])]
+    size, own = BYTES[scenario.device.dtype], scenario.draft.own
+    shapes = [scenario.target, *([own] if own else [])]
     weights = sum(one.weight_bytes(size) for one in shapes)
-    return HEADROOM * (weights + scene.batch * sum(one.kept_bytes(scene.context, size) for one in shapes)) / 1e9
+    return HEADROOM * (weights + scenario.batch * sum(one.kv_bytes(scenario.context, size) for one in shapes)) / 1e9

@@ -1,5 +1,5 @@
-"""Profiles of devices: what memory, arithmetic and starting work cost there. Every number has its unit in its name and
-its source beside it, a datasheet or a measurement. `specdemo/profiles/NAME.json` are those that ship.
+"""Device profiles: memory, compute and launch costs. Every number has a unit in its name and a source, a datasheet or a
+measurement. `specdemo/profiles/NAME.json` are the shipped profiles.
 """
 
 from functools import lru_cache
@@ -96,7 +96,7 @@ class Profile(_Strict):
 
 @lru_cache(maxsize=1)
 def profiles() -> dict[str, Profile]:
-    """Those that ship, by name."""
+    """Return the shipped profiles by name."""
     return {path.stem: read_profile(path) for path in sorted(FOLDER.glob("*.json"))}
 
 

@@ -1,12 +1,10 @@
-"""What a pass takes on a device: a roofline with measured corrections, each with its error.
+"""Roofline of a forward pass with measured corrections, each with its error.
 
-A pass starts operations, multiplies with weights, and attends to what is remembered of the texts. Each of the two reads
-and multiplies at once, so that the slower counts, softly where they are alike; one core overlaps them little. Where
-an engine records its passes its operations run one after the other; where it starts them from Python they run while the
-next ones are started, so that starting them is a third thing that overlaps.
+A pass launches operations, multiplies with weights, and attends to the KV cache. Reading and computing overlap, so the
+slower one counts, with a smooth maximum near equality; a single CPU core overlaps them little. In CUDA graphs the
+operations run back to back. In eager execution they overlap with the launches, which are a third term.
 
-Of a device whose passes nobody measured the constants below are taken, with the errors beside them; `fit` corrects
-them.
+Devices without measured passes use the constants below with the errors stated there; `fit` corrects them.
 """
 
 from collections.abc import Mapping
@@ -27,7 +25,7 @@ EDGE = 1e-3  # for slopes
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a device costs."""
+    """Cost terms of a device."""
 
     bandwidth: float  # share of the profile's that reading reaches
     cache_mb: float  # weights that are still in the cache when the same network passes again
@@ -84,14 +82,16 @@ class Device:
     misfit: float  # standard deviation of the logarithm of a pass's time about all this
 
     def ms(self, of: Work, batch: float = 1.0, uneven: bool = False, cold: bool = False) -> float:
-        """Of one pass. uneven: over texts of different lengths. cold: behind one of another network."""
+        """Return the milliseconds of one pass. uneven: over rows of different lengths. cold: after another network's
+        pass.
+        """
         costs = self.costs
         rate = 1e9 * self.profile.bandwidth_gb_per_s.value * costs.bandwidth
         flops = 1e9 * self.peak * costs.compute
         cached = 0.0 if cold else CACHED / (1.0 + (1e-6 * of.weight_bytes / costs.cache_mb) ** 4)
         read = of.weight_bytes * (1.0 - cached)
         matrices = 1e3 * read / rate, of.flop / flops
-        attention = 1e3 * of.kept_bytes / (rate * costs.attention), of.kept_flop / (flops * costs.attention)
+        attention = 1e3 * of.kv_bytes / (rate * costs.attention), of.kv_flop / (flops * costs.attention)
         texts = costs.text_us * (batch - 1.0) * of.layers + 1e-3 * costs.uneven_ns * uneven * of.written
         starting = 1e-3 * (of.operations * (costs.operation_us + costs.row_us * of.rows) + texts)
         if self.engine == "eager" and self.profile.kind == "gpu":

@@ -1,8 +1,8 @@
-"""What a pass of a model reads, computes and starts, told from its config.json alone.
+"""Work of a model's forward pass, from its config.json: bytes read, operations, launches.
 
-A model is matrices that every pass reads, experts of which a batch touches some, a head over the vocabulary, and what
-its layers remember of a text: keys and values, a latent of them, or a state that does not grow. Numbers are counts of
-parameters; what they take in bytes depends on how they are held.
+A model consists of matrices that every pass reads, experts of which a batch activates some, an output head, and a
+per-row cache: keys and values, a compressed latent, or a state of fixed size. Counts are numbers of parameters; their
+size in bytes depends on the storage format.
 """
 
 import json
@@ -20,7 +20,7 @@ EXPERTS = 6  # more of a layer of experts
 ENDS = 6  # before the first layer and behind the last
 PLAIN_MLP = ("opt", "gpt2", "gptj", "gpt_neox", "bloom", "falcon", "phi")  # two matrices where others have three
 STORED = {"gptq": 4.25, "awq": 4.25, "mxfp4": 4.25, "fp8": 8.0, "fbgemm_fp8": 8.0}  # bits with the scales of groups
-ASKED = {"4bit": 4.13, "8bit": 8.03}
+QUANTIZED_BITS = {"4bit": 4.13, "8bit": 8.03}
 
 LARGEST = 1 << 24  # no size of a model is larger
 MOST_BITS = 64
@@ -32,7 +32,7 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What some layers keep of a text."""
+    """Cache of some layers for one row."""
 
     layers: int
     numbers: int  # per token and layer
@@ -73,7 +73,7 @@ class Shape:
         return self.dense + self.head + self.embedding + self.expert * self.experts * self.expert_layers
 
     def touched(self, tokens: float) -> float:
-        """Experts of a layer that so many tokens choose, if each chooses as if by chance."""
+        """Return the expected number of experts per layer that so many tokens activate with uniform random routing."""
         return self.experts * (1.0 - (1.0 - self.chosen / self.experts) ** tokens) if self.experts else 0.0
 
     def width(self, dtype_bytes: float) -> float:
@@ -81,24 +81,24 @@ class Shape:
         return dtype_bytes if self.bits is None else self.bits / 8.0
 
     def weight_bytes(self, dtype_bytes: float) -> float:
-        """Of all weights."""
+        """Return the bytes of all weights."""
         quantised = self.parameters - self.head - self.embedding
         return quantised * self.width(dtype_bytes) + (self.head + self.embedding) * dtype_bytes
 
-    def kept_bytes(self, context: int, dtype_bytes: float) -> float:
-        """Of what is remembered of one text."""
-        kept = (m.layers * (m.numbers * (min(context, m.window) if m.window else context)) for m in self.memory)
-        return sum(kept) * dtype_bytes + sum(m.layers * m.state for m in self.memory) * 4.0
+    def kv_bytes(self, context: int, dtype_bytes: float) -> float:
+        """Return the bytes of the cache of one row."""
+        kv_numbers = (m.layers * (m.numbers * (min(context, m.window) if m.window else context)) for m in self.memory)
+        return sum(kv_numbers) * dtype_bytes + sum(m.layers * m.state for m in self.memory) * 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a pass asks of a device."""
+    """Work of a pass: bytes, operations and launches."""
 
     weight_bytes: float
     flop: float  # of the matrices
-    kept_bytes: float  # keys, values and states
-    kept_flop: float  # with them
+    kv_bytes: float  # keys, values and states
+    kv_flop: float  # with them
     written: float  # numbers of them that are new
     rows: float  # tokens that the matrices are multiplied with
     operations: float
@@ -108,20 +108,22 @@ class Work:
 def work(
     shape: Shape, tokens: float, batch: float, context: int, dtype_bytes: float, heads: float | None = None
 ) -> Work:
-    """A pass over `tokens` of each of `batch` texts behind `context` tokens. heads: tokens of each text that the head
-    over the vocabulary is asked about; None: all."""
-    rows, said = tokens * batch, (tokens if heads is None else heads) * batch
+    """Return the work of a pass over `tokens` of each of `batch` rows after `context` tokens.
+
+    heads: tokens of each row for which the output head runs; None: all.
+    """
+    rows, output_rows = tokens * batch, (tokens if heads is None else heads) * batch
     expert = shape.expert * shape.expert_layers
     width = shape.width(dtype_bytes)
-    weights = (shape.dense + expert * shape.touched(rows)) * width + (shape.head * dtype_bytes if said else 0.0)
-    flop = 2.0 * rows * (shape.dense + expert * shape.chosen) + 2.0 * said * shape.head
+    weights = (shape.dense + expert * shape.touched(rows)) * width + (shape.head * dtype_bytes if output_rows else 0.0)
+    flop = 2.0 * rows * (shape.dense + expert * shape.chosen) + 2.0 * output_rows * shape.head
     attending = 0.0
     for memory in shape.memory:
         seen = min(context, memory.window) if memory.window else context
         attending += rows * memory.layers * (memory.operations * seen + 2.0 * memory.state)
-    kept = batch * shape.kept_bytes(context, dtype_bytes)
+    kv_bytes = batch * shape.kv_bytes(context, dtype_bytes)
     written = rows * sum(memory.layers * memory.numbers for memory in shape.memory)
-    return Work(weights, flop, kept, attending, written, rows, shape.operations, shape.layers)
+    return Work(weights, flop, kv_bytes, attending, written, rows, shape.operations, shape.layers)
 
 
 def shape_of(config: Config, name: str = "", quantization: str | None = None) -> Shape:
@@ -129,11 +131,11 @@ def shape_of(config: Config, name: str = "", quantization: str | None = None) ->
 
     quantization: 4bit or 8bit, as `run` takes it; None: as the config says.
     """
-    if quantization is not None and quantization not in ASKED:
-        raise ValueError(f"unknown quantization {quantization!r:.60}; {suggest(quantization[:60], ASKED)}")
+    if quantization is not None and quantization not in QUANTIZED_BITS:
+        raise ValueError(f"unknown quantization {quantization!r:.60}; {suggest(quantization[:60], QUANTIZED_BITS)}")
     try:
         part = config.get("text_config") or config.get("transformer_layer_config") or config
-        return _shape(config, part, name, ASKED[quantization] if quantization else stored_bits(config, part))
+        return _shape(config, part, name, QUANTIZED_BITS[quantization] if quantization else stored_bits(config, part))
     except UNREADABLE as error:
         why = f": {error}" if type(error) is ValueError else ""
         raise ValueError(f"the config.json of {name or 'this model'} says no sizes of a language model{why}") from None
@@ -150,8 +152,8 @@ def number(config: Config, *names: str, default: int | None = None, low: int = 0
         return default
     if value is None:
         raise KeyError(name)
-    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-    if not whole or not low <= value <= LARGEST:
+    integer = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    if not integer or not low <= value <= LARGEST:
         raise ValueError(f"{name} must be a whole number from {low} to {LARGEST:,}, not {_shortened(value)}")
     return int(value)
 
@@ -162,43 +164,45 @@ def _shortened(value: object) -> str:
     return "a larger one" if huge else f"{value!r:.40}"
 
 
-def _shape(whole: Config, config: Config, name: str, bits: float | None) -> Shape:
-    said = Said(config)
-    layers, hidden, vocabulary = said.layers, said.hidden, number(config, "vocab_size", low=1)
-    sparse = said.expert_layers
-    linear = said.count("linear_attention")
-    dense = (layers - linear) * said.attention + linear * said.linear_attention + (layers - sparse) * said.mlp
-    tied = bool(config.get("tie_word_embeddings", whole.get("tie_word_embeddings", said.family in ("gpt2", "opt"))))
+def _shape(outer_config: Config, config: Config, name: str, bits: float | None) -> Shape:
+    reader = ConfigReader(config)
+    layers, hidden, vocabulary = reader.layers, reader.hidden, number(config, "vocab_size", low=1)
+    sparse = reader.expert_layers
+    linear = reader.count("linear_attention")
+    dense = (layers - linear) * reader.attention + linear * reader.linear_attention + (layers - sparse) * reader.mlp
+    tied = bool(
+        config.get("tie_word_embeddings", outer_config.get("tie_word_embeddings", reader.family in ("gpt2", "opt")))
+    )
     return Shape(
-        name=name or str(whole.get("_name_or_path") or said.family),
+        name=name or str(outer_config.get("_name_or_path") or reader.family),
         layers=layers,
         hidden=hidden,
         vocabulary=vocabulary,
-        dense=dense + sparse * said.shared,
+        dense=dense + sparse * reader.shared,
         head=vocabulary * hidden,
         embedding=0 if tied else vocabulary * hidden,
-        expert=said.expert,
-        experts=said.experts if sparse else 0,
-        chosen=said.chosen if sparse else 0,
+        expert=reader.expert,
+        experts=reader.experts if sparse else 0,
+        chosen=reader.chosen if sparse else 0,
         expert_layers=sparse,
-        memory=tuple(said.memory()),
+        memory=tuple(reader.memory()),
         bits=bits,
         operations=layers * CHAIN + sparse * EXPERTS + ENDS,
         layer=config,
     )
 
 
-def stored_bits(whole: Config, config: Config) -> float | None:
+def stored_bits(outer_config: Config, config: Config) -> float | None:
     """Return the bits in which a config says that its matrices are stored; None: as everything else.
 
     Raises ValueError for a number of bits that no format has.
     """
-    stored = whole.get("quantization_config") or config.get("quantization_config")
+    stored = outer_config.get("quantization_config") or config.get("quantization_config")
     if not isinstance(stored, dict):
         return None
     method = str(stored.get("quant_method"))
     if method == "bitsandbytes":
-        return ASKED["4bit" if stored.get("load_in_4bit") else "8bit"]
+        return QUANTIZED_BITS["4bit" if stored.get("load_in_4bit") else "8bit"]
     if method == "compressed-tensors":
         groups = stored.get("config_groups") or {}
         stored = next(({"bits": g["weights"]["num_bits"]} for g in groups.values() if g.get("weights")), {})
@@ -210,8 +214,8 @@ def stored_bits(whole: Config, config: Config) -> float | None:
     return bits + (0.25 if bits < 8 else 0.0)
 
 
-class Said:
-    """The sizes that a config says, whatever its family calls them."""
+class ConfigReader:
+    """Sizes in a config, with the key names of all families."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -246,10 +250,10 @@ class Said:
         rank, rope = self._number("kv_lora_rank"), self._number("qk_rope_head_dim")
         nope, value = self._number("qk_nope_head_dim"), self._number("v_head_dim")
         down = self._number("q_lora_rank", default=0)
-        asked = self.heads * (nope + rope)
-        queries = down * (self.hidden + asked) if down else self.hidden * asked
-        kept = self.hidden * (rank + rope) + rank * self.heads * (nope + value)
-        return queries + kept + self.heads * value * self.hidden
+        query_width = self.heads * (nope + rope)
+        queries = down * (self.hidden + query_width) if down else self.hidden * query_width
+        kv_width = self.hidden * (rank + rope) + rank * self.heads * (nope + value)
+        return queries + kv_width + self.heads * value * self.hidden
 
     @property
     def linear_attention(self) -> int:
@@ -276,14 +280,14 @@ class Said:
 
     @property
     def shared(self) -> int:
-        """What every token of a layer of experts reads: the experts all share, and the router."""
+        """Return the parameters that every token of a mixture-of-experts layer reads: shared experts and router."""
         inner = self._number("shared_expert_intermediate_size", default=0)
         inner = inner or self._number("n_shared_experts", default=0) * self._number("moe_intermediate_size", default=0)
         return 3 * self.hidden * inner + self.hidden * self.experts
 
     @property
     def expert_layers(self) -> int:
-        """How many layers have experts."""
+        """Return the number of layers with experts."""
         if not self.experts:
             return 0
         dense = self._number("first_k_dense_replace", default=0) + len(self._config.get("mlp_only_layers") or ())
@@ -320,17 +324,17 @@ def known() -> dict[str, Config]:
 
 
 def shape(name: str, quantization: str | None = None) -> Shape:
-    """Of a folder, an embedded name, a well-known hub id, or any other whose config the hub gives.
+    """Return the shape of a folder, an embedded name, a well-known hub id, or a hub id whose config can be fetched.
 
-    Raises ValueError with one line, which names the nearest.
+    Raises ValueError, one line with the nearest match.
     """
     config = config_of(name)
     if name not in known():
-        _check_whole(name)
+        _check_integers(name)
     return shape_of(config, name, quantization)
 
 
-def _check_whole(name: str) -> None:
+def _check_integers(name: str) -> None:
     """Raise ValueError for an embedded head."""
     from specdemo.models.hub import embedded_heads
 
@@ -355,7 +359,7 @@ def config_of(name: str) -> Config:
 
 
 def with_layers(shape: Shape, layers: int) -> Shape:
-    """Its first layers alone, under the same head: what layer skip drafts with."""
+    """Return the shape of the first layers with the same output head, as layer skip uses it."""
     share = layers / shape.layers
     memory = tuple(replace(m, layers=round(m.layers * share)) for m in shape.memory)
     return replace(

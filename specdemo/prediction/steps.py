@@ -13,7 +13,7 @@ BRANCHES = 10  # of a tree that grows by levels: nodes that a drafting pass goes
 
 
 class Load(NamedTuple):
-    """What a step is asked for: so many texts, behind so many tokens each, in numbers of so many bytes."""
+    """Load of a step: batch size, context length and bytes per number."""
 
     batch: int
     context: int
@@ -30,43 +30,43 @@ class Step(NamedTuple):
     batch: int
 
     def draft_ms(self, device: Device) -> float:
-        """Of drafting."""
+        """Return the milliseconds of drafting."""
         passes = sum(
             count * device.ms(of, self.batch, self._uneven, cold=not number)
             for number, (of, count) in enumerate(self.drafts)
         )
         costs = device.costs
         catching_up = self.drafts and self.draft.remembers  # on what became history
-        begun = costs.draft_ms + (self.batch - 1.0) * costs.draft_text_ms if catching_up else 0.0
-        beside = costs.token_ms + (costs.head_ms if self.draft.reads_all else 0.0)
-        return passes + begun + self.rounds * beside
+        base_ms = costs.draft_ms + (self.batch - 1.0) * costs.draft_text_ms if catching_up else 0.0
+        extra_ms = costs.token_ms + (costs.head_ms if self.draft.reads_all else 0.0)
+        return passes + base_ms + self.rounds * extra_ms
 
     def check_ms(self, device: Device) -> float:
-        """Of the target's pass."""
-        behind = bool(self.drafts)
-        return device.ms(self.check, self.batch, self._uneven, behind) + device.costs.cold_ms * behind
+        """Return the milliseconds of verification."""
+        has_drafts = bool(self.drafts)
+        return device.ms(self.check, self.batch, self._uneven, has_drafts) + device.costs.cold_ms * has_drafts
 
-    def beside_ms(self, device: Device) -> float:
-        """Of all else that the engine does."""
+    def overhead_ms(self, device: Device) -> float:
+        """Return the milliseconds of the engine's overhead."""
         costs = device.costs
         return costs.step_ms + (costs.check_ms + (self.batch - 1.0) * costs.check_text_ms if self.rounds else 0.0)
 
     def ms(self, device: Device) -> float:
         """All of it."""
-        return self.draft_ms(device) + self.check_ms(device) + self.beside_ms(device)
+        return self.draft_ms(device) + self.check_ms(device) + self.overhead_ms(device)
 
     @property
     def _uneven(self) -> bool:
         return self.rounds > 0 and self.batch > 1
 
 
-def step_of(target: Shape, draft: Drafting, kept: Acceptance, k: int, load: Load, nodes: int = 0) -> Step:
+def step_of(target: Shape, draft: Drafting, acceptance: Acceptance, k: int, load: Load, nodes: int = 0) -> Step:
     """k 0: plain decoding. nodes: of a tree, 0: a chain."""
     batch, context, size = load
     check = work(target, (nodes or k) + 1 if k else 1, batch, context, size)
     if not k or draft.first is None:
         return Step(check, (), draft, min(k, 1), batch)
-    read = kept.longest_of(k, batch) if draft.reads_all else 1.0 + kept.whole(k, batch)
+    read = acceptance.longest_of(k, batch) if draft.reads_all else 1.0 + acceptance.p_all_accepted(k, batch)
     if draft.block:
         return Step(check, ((work(draft.first, read + k, batch, context, size, k), 1.0),), draft, 1, batch)
     drafts = [(work(draft.first, read, batch, context, size, 1.0), 1.0)]

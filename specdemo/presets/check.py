@@ -19,15 +19,15 @@ UNNAMED = ("other", "unknown")  # what the hub calls a licence that it does not 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the hub says of one repository, or of a preset's weights together."""
+    """Facts from the hub about one repository, or about a preset's weights."""
 
     name: str
-    said: str
+    text: str
     wrong: tuple[str, ...] = ()
     weights: int = 0  # bytes, as they are loaded in half precision
 
     def __str__(self) -> str:
-        return f"{'WRONG' if self.wrong else 'ok':5}  {self.name}: {'; '.join((*self.wrong, self.said))}"
+        return f"{'WRONG' if self.wrong else 'ok':5}  {self.name}: {'; '.join((*self.wrong, self.text))}"
 
 
 def answers(presets: Iterable[Preset]) -> Iterator[Answer]:
@@ -44,13 +44,13 @@ def answers(presets: Iterable[Preset]) -> Iterator[Answer]:
                 users.setdefault(model, []).append(preset)
     sizes: dict[str, int] = {}
     for name, those in users.items():
-        answer = _ask(name, those)
+        answer = _query_hub(name, those)
         sizes[name] = answer.weights
         yield answer
     yield from _cramped({preset.id: preset for those in users.values() for preset in those}, sizes)
 
 
-def _ask(name: str, users: list[Preset]) -> Answer:
+def _query_hub(name: str, users: list[Preset]) -> Answer:
     try:
         info = hub.model_info(name)
     except hub.Unreachable:
@@ -60,8 +60,8 @@ def _ask(name: str, users: list[Preset]) -> Answer:
     found = hub.select_files(name, info, PICKLED)
     size = sum(found.files[file] for file in found.weights)
     licence, gate = _licence(info), "asks for a login" if info.gated else "open"
-    said = f"{size / 1e9:.1f} GB, licence {licence or 'not stated'}, {gate}, at {(info.sha or '')[:8]}"
-    return Answer(name, said, (*_files(found), *_terms(name, info, users)), size - 2 * found.numbers.get("F32", 0))
+    facts = f"{size / 1e9:.1f} GB, licence {licence or 'not stated'}, {gate}, at {(info.sha or '')[:8]}"
+    return Answer(name, facts, (*_files(found), *_terms(name, info, users)), size - 2 * found.numbers.get("F32", 0))
 
 
 def _files(found: hub.Repository) -> Iterator[str]:
@@ -73,7 +73,7 @@ def _files(found: hub.Repository) -> Iterator[str]:
 
 
 def _terms(name: str, info: ModelInfo, users: list[Preset]) -> Iterator[str]:
-    """Of its gate and licence; that of a preset is its target's."""
+    """Yield remarks about gating and licence. A preset has the licence of its target."""
     silent = [p for p in users if info.gated and not p.gated]
     if silent:
         yield f"asks for a login, of which {_ids(silent)} says nothing"
@@ -81,7 +81,9 @@ def _terms(name: str, info: ModelInfo, users: list[Preset]) -> Iterator[str]:
     if open_again:
         yield f"is open, and {_ids(open_again)} says that it asks for a login"
     licence = _licence(info)
-    other = [p for p in users if p.target == name and licence not in ("", *UNNAMED) and not _alike(licence, p.licence)]
+    other = [
+        p for p in users if p.target == name and licence not in ("", *UNNAMED) and not _same_licence(licence, p.licence)
+    ]
     if other:
         yield f"is under {licence!r}, and {_ids(other)} says {other[0].licence!r}"
 
@@ -98,7 +100,7 @@ def _licence(info: ModelInfo) -> str:
     return str(info.card_data.get("license") or "") if info.card_data else ""
 
 
-def _alike(licence: str, words: str) -> bool:
+def _same_licence(licence: str, words: str) -> bool:
     """llama3.1 and Llama 3.1 Community License are."""
     short, long = (re.sub(r"[^a-z0-9]", "", text.lower()) for text in (licence, words))
     return short in long

@@ -8,13 +8,13 @@ from specdemo.engine.comparison import Comparison
 from specdemo.models.hub import Cancelled, LoadProgress
 from specdemo.presets.serve import Program, Served, served
 from specdemo.servers.address import TITLES, check_listed, known_engine, startable
-from specdemo.servers.started import Server, Tell, free_port
+from specdemo.servers.process import ReportFunction, Server, free_port
 
 Key = tuple[object, ...]  # the same for servers that are started alike
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class _EngineRequest:
     """A server that has to be up: number `number` of `servers`."""
 
     title: str
@@ -41,19 +41,19 @@ class Engines:
 
         Raises ValueError for an engine that is not allowed or does not start, Cancelled when that was to stop.
         """
-        wanted = _wanted(spec)
-        if wanted:
-            self._keep({want.key for want in wanted.values()})
+        requests = _engine_requests(spec)
+        if requests:
+            self._keep({want.key for want in requests.values()})
         lanes = [*spec.all_lanes]
-        for place, want in wanted.items():
+        for place, want in requests.items():
 
-            def tell(said: str, want: _Wanted = want) -> None:
+            def report_start(message: str, want: _EngineRequest = want) -> None:
                 what = f"{want.title}, {want.number + 1} of {want.servers}"
                 if cancelled():
                     raise Cancelled(f"stopped while {what} was starting")
-                report(want.number / want.servers, f"starting {what}: {said}")
+                report(want.number / want.servers, f"starting {what}: {message}")
 
-            lanes[place] = lanes[place].model_copy(update={"server": self._server(want, tell).address})
+            lanes[place] = lanes[place].model_copy(update={"server": self._server(want, report_start).address})
         return spec.model_copy(update={"server": lanes[0].server, "lanes": lanes[1:]})
 
     def end(self) -> int:
@@ -62,34 +62,34 @@ class Engines:
         self._keep(set())
         return ended
 
-    def _keep(self, wanted: set[Key]) -> None:
+    def _keep(self, needed: set[Key]) -> None:
         """End those that are not wanted, and forget those that have ended."""
         for key, (server, running) in [*self._up.items()]:
-            if key not in wanted or server.process.poll() is not None:
+            if key not in needed or server.process.poll() is not None:
                 self._up.pop(key, None)  # a run that was stopped may be at it too
                 running.close()
 
-    def _server(self, want: _Wanted, tell: Tell) -> Server:
+    def _server(self, want: _EngineRequest, report: ReportFunction) -> Server:
         if want.key not in self._up:
             with ExitStack() as starting:
-                server = starting.enter_context(want.program.serve(want.lane, tell, want.number, want.servers))
+                server = starting.enter_context(want.program.serve(want.lane, report, want.number, want.servers))
                 self._up[want.key] = server, starting.pop_all()
         return self._up[want.key][0]
 
 
-def _wanted(spec: Comparison) -> dict[int, _Wanted]:
+def _engine_requests(spec: Comparison) -> dict[int, _EngineRequest]:
     """By their lane's place. Raises ValueError for an engine that is not allowed, or cannot serve its lane."""
     places = [lane.server for lane in spec.all_lanes]
     if places[0] is None and len({*places[1:]}) == 1:
         places[0] = places[1]
     named = {place: check_listed(name) for place, name in enumerate(places) if name in TITLES}
-    wanted = {}
+    requests = {}
     for number, (place, name) in enumerate(named.items()):
         engine = known_engine(name)
         lane = [*served(_on(spec, f"http://127.0.0.1:{free_port()}"), engine)][place]
-        wanted[place] = _Wanted(TITLES[name], Program.find(engine, startable[name]), lane, number, len(named))
-        wanted[place].program.check(lane)
-    return wanted
+        requests[place] = _EngineRequest(TITLES[name], Program.find(engine, startable[name]), lane, number, len(named))
+        requests[place].program.check(lane)
+    return requests
 
 
 def _on(spec: Comparison, server: str) -> Comparison:

@@ -48,7 +48,7 @@ SETTINGS = (*settings(Comparison), "lanes", *_OF_LANES)
 
 
 class About(Settings):
-    """What a preset is for, and what it takes."""
+    """Purpose and requirements of a preset."""
 
     title: Name
     chip: Name = ""  # its title among the few that the page shows first; without one it stands in the list behind them
@@ -87,9 +87,9 @@ class Preset(Comparison, About):
             if name not in SETTINGS:
                 raise ValueError(f"unknown setting {short_repr(name)}; {suggest(name, SETTINGS)}")
         of_lanes = {name: changes.pop(name) for name in _OF_LANES if name in changes}
-        whole = self.changed(**changes)
-        whole = whole.changed(lanes=_change_lanes(whole.lanes, of_lanes, whole.target))
-        return whole.model_copy(update={"lanes": [lane.validated() for lane in whole.lanes]})
+        changed = self.changed(**changes)
+        changed = changed.changed(lanes=_change_lanes(changed.lanes, of_lanes, changed.target))
+        return changed.model_copy(update={"lanes": [lane.validated() for lane in changed.lanes]})
 
     def on_servers(self, servers: Sequence[str], served_model: str | None = None) -> "Preset":
         """The same comparison with a server a lane, in their order; of one more the first is the baseline's.
@@ -175,7 +175,7 @@ def load_presets() -> dict[str, Preset]:
 
 
 def preset(id: str) -> Preset:
-    """The preset of that id, in which - and _ are alike. Raises ValueError with a suggestion."""
+    """Return the preset of that id; - and _ are equal. Raises ValueError with a suggestion."""
     if not isinstance(id, str):
         raise ValueError(f"a preset is named in text, not by {short_repr(id)}")
     presets = load_presets()
@@ -186,7 +186,7 @@ def preset(id: str) -> Preset:
 
 
 def allowed_models(presets: Mapping[str, Preset]) -> tuple[str, ...]:
-    """What a visitor may name: the embedded models and those of the presets."""
+    """Return the models that a visitor may choose: embedded models and those of the presets."""
     return tuple(dict.fromkeys([*EMBEDDED, *(model for p in presets.values() for model in p.models)]))
 
 

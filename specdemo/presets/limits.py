@@ -1,6 +1,7 @@
-"""What a page lets its visitors ask for: one at home anything a preset can say, a public one listed models, short runs.
+"""Limits of a page. A private page allows everything a preset can express; a public page allows listed models and short
+runs.
 
-SPECDEMO_PUBLIC=1, or SPACE_ID as every Space has it, makes the page public.
+SPECDEMO_PUBLIC=1, or SPACE_ID as set on every Space, makes the page public.
 """
 
 import os
@@ -35,12 +36,12 @@ PUBLIC = Limits(max_new_tokens=256, k=10, lanes=3, prompt=4000, sweep_repeats=3)
 
 
 def public() -> bool:
-    """Whether strangers can reach this page, as on a Space."""
+    """Return whether strangers can reach this page, as on a Space."""
     return os.environ.get("SPECDEMO_PUBLIC") == "1" or bool(os.environ.get("SPACE_ID"))
 
 
 def here() -> Limits:
-    """Those of this page."""
+    """Return the limits of this page."""
     return PUBLIC if public() else LIMITS
 
 
@@ -68,7 +69,7 @@ def admit(chosen: Preset) -> Preset:
         raise ValueError(f"{far} is not on this public page; {HOME}")
     if shares(chosen):
         raise ValueError(PRIVATE)
-    asked = {
+    values = {
         "new tokens": (chosen.max_new_tokens, PUBLIC.max_new_tokens),
         "lanes": (len(chosen.lanes) + 1, PUBLIC.lanes),
         "characters of prompt": (len(chosen.prompt) + len(chosen.system), PUBLIC.prompt),
@@ -76,9 +77,9 @@ def admit(chosen: Preset) -> Preset:
         "tokens of draft": (max(lane.k for lane in chosen.lanes), PUBLIC.k),
         "nodes of a draft tree": (max(int(lane.options.get("nodes", 0)) for lane in chosen.lanes), NODES),
     }
-    for what, (wanted, most) in asked.items():
-        if wanted > most:
-            raise ValueError(f"this public page runs {most} {what} at most, not {wanted}; {HOME}")
+    for what, (value, most) in values.items():
+        if value > most:
+            raise ValueError(f"this public page runs {most} {what} at most, not {value}; {HOME}")
     return chosen
 
 
@@ -95,5 +96,5 @@ def fit(chosen: Preset) -> Preset:
 
 
 def shares(chosen: Preset) -> bool:
-    """Whether a lane learns with a memory that all visitors share."""
+    """Return whether a lane learns with a memory that all visitors share."""
     return any(lane.options.get(SHARED) for lane in chosen.lanes)

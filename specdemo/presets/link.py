@@ -1,8 +1,8 @@
-"""Share links: what differs from a preset, or a sweep. A link is written by a stranger: whatever in it cannot be used
-is left out and said.
+"""Share links: differences from a preset, or a sweep. Links come from strangers, so unusable parts are skipped and
+listed.
 
-A field of a comparison or a lane stands in links when its `Setting` says so (engine/comparison.py). What belongs to the
-machine stays out, and a lane's server counts only where the operator of the page that reads the link has listed it.
+A field of a comparison or a lane is part of links if its `Setting` says so (engine/comparison.py). Machine settings are
+not. A lane's server counts only if the operator of the page that opens the link has listed it.
 """
 
 import math
@@ -45,10 +45,10 @@ class Linked(Settings):
 
 
 def to_query(preset: Preset, base: Preset) -> str:
-    """What differs from `base`, as a query string: `preset=embedded-draft&k=7`.
+    """Return the differences from `base` as a query string: `preset=embedded-draft&k=7`.
 
     The second lane's settings end in 2, the third's in 3: `k2=5`; an option is `option.max_n=4`, `option2.max_n=4`.
-    Raises ValueError when the prompt is too long for a link.
+    Raises ValueError if the prompt is too long for a link.
     """
     changed = {n: _text(getattr(preset, n)) for n in linked(Comparison) if getattr(preset, n) != getattr(base, n)}
     for name, text in changed.items():
@@ -77,12 +77,12 @@ def from_query(
     or named in a preset unless `allow_any_model`. start: what a link without a preset changes; None: the first one.
     """
     link = _Link(*_pairs(query), None if allow_any_model else allowed_models(presets))
-    wanted = link.take("preset")
+    preset_id = link.take("preset")
     chosen = start or next(iter(presets.values()))
-    if wanted is not None and wanted in presets:
-        chosen = presets[wanted]
-    elif wanted is not None:
-        link.refuse("preset", wanted, f"unknown preset; {suggest(wanted[:60], presets)}")
+    if preset_id is not None and preset_id in presets:
+        chosen = presets[preset_id]
+    elif preset_id is not None:
+        link.refuse("preset", preset_id, f"unknown preset; {suggest(preset_id[:60], presets)}")
     base = chosen
     for name in linked(Comparison):
         chosen = link.change(chosen, name, name)
@@ -93,12 +93,12 @@ def from_query(
 
 
 def is_link(query: Mapping[str, object]) -> bool:
-    """Whether a page's address asks for anything but how Gradio shows it."""
+    """Return whether a page's address contains more than Gradio's display parameters."""
     return not all(map(_of_gradio, query))
 
 
 def is_sweep(query: Mapping[str, object]) -> bool:
-    """Whether a link is one to a sweep, not to a race."""
+    """Return whether a link opens a sweep instead of a race."""
     return "sweep" in query
 
 
@@ -117,7 +117,7 @@ class _Link:
         self._notes.append(f"ignored {key}={short_repr(text)} from the link: {why}")
 
     def change(self, one: Linkable, key: str, name: str, **also: object) -> Linkable:
-        """One of a comparison or a lane, with the field `name` as the link has it under `key`, and others beside it."""
+        """Return a comparison or lane with field `name` set from `key`, and with the settings that depend on it."""
         text = self.take(key)
         if text is None:
             return one
@@ -221,7 +221,7 @@ def _pairs(query: Mapping[str, object] | str) -> tuple[dict[str, str], list[str]
 
 
 def _reference(base: Preset, index: int) -> Lane:
-    """What a lane of a link is described against: the same lane of the preset, or its last one."""
+    """Return the lane that a link's lane is compared with: the same lane of the preset, or its last one."""
     return base.lanes[min(index, len(base.lanes) - 1)]
 
 
@@ -238,8 +238,8 @@ def _lane_pairs(lane: Lane, reference: Lane, suffix: str) -> list[tuple[str, str
     pairs += [(n + suffix, _text(getattr(lane, n))) for n in changed]
     if lane.options != reference.options:
         default = {k.name: k.default for k in knobs(lane.method)}
-        ours, theirs = default | lane.options, default | reference.options
-        pairs += [(f"option{suffix}.{n}", _text(v)) for n, v in ours.items() if v != theirs[n]]
+        own, base = default | lane.options, default | reference.options
+        pairs += [(f"option{suffix}.{n}", _text(v)) for n, v in own.items() if v != base[n]]
     return pairs
 
 

@@ -31,7 +31,7 @@ def load_trace(path: str | Path) -> RunTrace:
 
 
 def is_recorded(preset_id: str) -> bool:
-    """Whether there is a recorded run of a preset."""
+    """Return whether there is a recorded run of a preset."""
     return _recording(preset_id).is_file()
 
 

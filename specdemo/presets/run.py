@@ -10,10 +10,10 @@ from specdemo.presets.recorded import save_trace
 
 
 def run(preset_id: str, prompt: str | None = None, out: str | Path | None = None, **overrides: object) -> RunTrace:
-    """Run the comparison and return its trace, also written to `out` when given.
+    """Run the comparison and return its trace; also write it to `out` if given.
 
     overrides: any setting of `Preset.with_changes` (k, method, max_new_tokens, temperature, seed, ...).
-    Raises ValueError with one line that names the cure.
+    Raises ValueError, one line with the fix.
     """
     changes = overrides if prompt is None else {**overrides, "prompt": prompt}
     spec = preset(preset_id).with_changes(**changes).validated()

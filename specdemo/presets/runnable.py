@@ -1,6 +1,6 @@
-"""Which presets this machine can run, and what to run instead of one that it cannot.
+"""Presets that this machine can run, and replacements for those that it cannot.
 
-Sizes are those a preset states; what its files take is measured when it is loaded.
+Sizes are those stated in a preset; the sizes of files are checked when they are loaded.
 """
 
 import re
@@ -46,8 +46,9 @@ def why_not(preset: Preset, machine: Machine | None = None) -> str:
 
 
 def nearest_runnable(preset: Preset, machine: Machine | None = None) -> Preset:
-    """Of those that can run: the one with most of its methods, then of its target, then with fewest other methods, then
-    the most alike by title."""
+    """Return the runnable preset with most of the same methods, then the same target, then fewest other methods, then
+    the most similar title.
+    """
     here = [other for other in load_presets().values() if other.server is None]
     able = [other for other in here if not why_not(other, machine)]
 

@@ -17,7 +17,7 @@ from specdemo.models.hub import embedded_folder
 from specdemo.models.resolve import config_folder, is_gguf
 from specdemo.presets.files import EMBEDDED, Preset
 from specdemo.servers.address import TITLES, Engine, address, admitted
-from specdemo.servers.started import Installed, Server, Tell, engine_program, free_port, installed, started
+from specdemo.servers.process import Installed, ReportFunction, Server, engine_program, free_port, installed, started
 
 FIRST_PORT = 8000
 PARALLEL = {"vllm": "--tensor-parallel-size", "sglang": "--tp-size"}
@@ -70,8 +70,8 @@ def serve_commands(preset: Preset, engine: Engine, gpus: int = 1) -> list[str]:
         else:
             lines += [f"# {lane.name}{lane.note and f'; {lane.note}'}", shlex.join(lane.command)]
     if not any(lane.refusal for lane in lanes):
-        asked = " ".join(f"--server {address(lane.server)}" for lane in lanes)
-        lines += ["# then", f"{program()} run {preset.id} {asked}"]
+        server_options = " ".join(f"--server {address(lane.server)}" for lane in lanes)
+        lines += ["# then", f"{program()} run {preset.id} {server_options}"]
     return lines
 
 
@@ -93,8 +93,10 @@ def _start(preset: Comparison, engine: Engine, server: str) -> list[str]:
 
 
 def _drafting(engine: Engine, lane: Lane, model: str | None) -> Flags:
-    """What makes a server draft as the lane does, as its method's class says; nothing for plain decoding. model: None
-    where the target itself holds the heads. Raises NotServed."""
+    """Return the server flags of the lane's method; none for plain decoding. Raises UnsupportedByEngine.
+
+    model: None if the target contains the heads.
+    """
     if lane.method == BASELINE:
         return []
     serves = class_of(lane.method).serves
@@ -133,7 +135,7 @@ def _check_llamacpp(preset: Comparison, draft: str | None) -> str:
 
 
 def _quantises(preset: Comparison, engine: Engine) -> bool:
-    """Whether the server can quantise while it loads, as the preset wants."""
+    """Return whether the server can quantise while loading, as the preset requires."""
     return engine == "vllm" and preset.quantization == "4bit"
 
 
@@ -162,19 +164,21 @@ class Program:
             raise ValueError(f"{lane.name} is not served: {reason}; choose another method, or race it here")
 
     @contextmanager
-    def serve(self, lane: Served, tell: Tell, place: int = 0, servers: int = 1) -> Iterator[Server]:
-        """A lane's server, number `place` of so many at a time, until the block ends. Raises ValueError, with the end
-        of its log, when it does not start."""
+    def serve(self, lane: Served, report: ReportFunction, place: int = 0, servers: int = 1) -> Iterator[Server]:
+        """Run a lane's server, number `place` of `servers`, until the block ends.
+
+        Raises ValueError with the end of its log if it does not start.
+        """
         self.check(lane)
         line = [*([self.command] if self.command else lane.command[:1]), *lane.command[1:]]
         line, environment = self._fitted(line, place, servers)
         with admitted(lane.server), started(line, lane.server, environment) as server:
-            seconds = server.wait(lambda said: tell(f"{lane.name}, {said}"))
-            tell(f"{lane.name} is ready at {lane.server} after {seconds:.0f} s")
+            seconds = server.wait(lambda said: report(f"{lane.name}, {said}"))
+            report(f"{lane.name} is ready at {lane.server} after {seconds:.0f} s")
             yield server
 
     def _unknown(self, command: Sequence[str]) -> str:
-        """Return why the installed version cannot run the command, if it tells which methods it has."""
+        """Return why the installed version cannot run the command, if it lists its methods."""
         method = _vllm_method(command)
         if self.there is None or not method or method in self.there.methods:
             return ""
@@ -197,7 +201,7 @@ class Program:
 
 @contextmanager
 def serving(
-    preset: Preset, engine: Engine, tell: Tell, command: str | None = None, gpus: int = 1
+    preset: Preset, engine: Engine, report: ReportFunction, command: str | None = None, gpus: int = 1
 ) -> Iterator[tuple[Preset, list[Server]]]:
     """Start a server for the baseline and for each lane, one after the other, until the block ends.
 
@@ -210,10 +214,10 @@ def serving(
     for lane in lanes:
         program.check(lane)
     with ExitStack() as running:
-        starts = (program.serve(lane, tell, place, len(lanes)) for place, lane in enumerate(lanes))
+        starts = (program.serve(lane, report, place, len(lanes)) for place, lane in enumerate(lanes))
         yield onto, [running.enter_context(start) for start in starts]
 
 
 def on_free_ports(preset: Preset) -> Preset:
-    """The preset with the baseline and every lane on a port of this machine that nobody listens on."""
+    """Return the preset with the baseline and every lane on a free port of this machine."""
     return preset.on_servers([f"http://127.0.0.1:{free_port()}" for _ in range(len(preset.lanes) + 1)])

@@ -1,6 +1,6 @@
-"""Which servers a lane may run on: those the operator listed, `SPECDEMO_SERVERS=host:port,https://host`, no others.
+"""Servers that a lane may use: only those that the operator listed (`SPECDEMO_SERVERS=host:port,https://host`).
 
-A place is the address of a server, or the name of an engine, of which one is started (presets/engines.py).
+A lane names a server's address, or an engine that is started for it (presets/engines.py).
 """
 
 import os
@@ -76,7 +76,7 @@ def allow(servers: Iterable[str]) -> None:
 
 @contextmanager
 def admitted(server: str) -> Iterator[None]:
-    """This server, which was started here, may be asked until the block ends; nobody is offered it."""
+    """Allow a server that was started here until the block ends, without offering it to anyone."""
     _started.add(server)
     try:
         yield
@@ -90,12 +90,12 @@ def check_listed(server: str) -> str:
         return server
     if server in TITLES:
         raise ValueError(f"{server} is not started here; whoever opens the page allows it with --engines {server}")
-    wanted = _checked(server)
-    if wanted not in listed() and wanted not in _started:
+    requested = _checked(server)
+    if requested not in listed() and requested not in _started:
         raise ValueError(
-            f"server {wanted} is not listed; whoever runs specdemo lists it with --server {wanted} or {LISTED}"
+            f"server {requested} is not listed; whoever runs specdemo lists it with --server {requested} or {LISTED}"
         )
-    return wanted
+    return requested
 
 
 def _checked(text: str) -> str:

@@ -27,7 +27,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """What is asked of a server over its connections."""
+    """HTTP requests to one server."""
 
     server: str
     http: httpx.AsyncClient
@@ -54,11 +54,13 @@ class Client:
     async def events(
         self, path: str, question: dict[str, object], tokens: int
     ) -> AsyncGenerator[tuple[object, float], None]:
-        """The JSON of every event of an answer of so many tokens, and when its last byte arrived, in seconds of
-        `time.perf_counter`. Raises as `read` does."""
+        """Yield the JSON of every event of an answer and its arrival time in seconds of `time.perf_counter`.
+
+        The answer may have at most `tokens` tokens. Raises as `read` does.
+        """
         async with self._answer("POST", path, question) as answer:
             parts = _bounded(answer, SPARE_BYTES + tokens * EVENT_BYTES)
-            heard = False
+            received = False
             async for line, arrived in _lines(parts):
                 name, _, value = line.partition(b":")
                 if name != b"data":
@@ -67,9 +69,9 @@ class Client:
                     await _drain(parts)
                     return
                 yield json.loads(value.decode()), arrived
-                heard = True
+                received = True
             kind = answer.headers.get("content-type", "nothing it names")
-            if not heard and "text/event-stream" not in kind:
+            if not received and "text/event-stream" not in kind:
                 raise ValueError(f"it sends {kind} in place of a stream of events")
 
     @asynccontextmanager
@@ -80,12 +82,12 @@ class Client:
             if answer.status_code == 200:
                 yield answer
                 return
-            said = b""
+            body = b""
             async for part in answer.aiter_raw():
-                said += part
-                if len(said) > REFUSAL_BYTES:
+                body += part
+                if len(body) > REFUSAL_BYTES:
                     break
-            raise Refused(f"Error code: {answer.status_code} - {said[:REFUSAL_BYTES].decode(errors='replace')}")
+            raise Refused(f"Error code: {answer.status_code} - {body[:REFUSAL_BYTES].decode(errors='replace')}")
 
 
 @asynccontextmanager
@@ -101,7 +103,7 @@ async def connected(server: str, key: str | None) -> AsyncIterator[Client]:
 
 
 async def _bounded(answer: httpx.Response, most: int) -> AsyncGenerator[tuple[bytes, float], None]:
-    """What arrives, and when: read before anything is made of it."""
+    """Yield the received bytes with their arrival times, before any processing."""
     if answer.headers.get("content-encoding", "identity") != "identity":
         raise ValueError("it compresses its answer, which was not asked for")
     seen = 0
@@ -114,17 +116,17 @@ async def _bounded(answer: httpx.Response, most: int) -> AsyncGenerator[tuple[by
 
 
 async def _lines(parts: AsyncIterator[tuple[bytes, float]]) -> AsyncGenerator[tuple[bytes, float], None]:
-    held = bytearray()
+    buffer = bytearray()
     arrived = 0.0
     async for part, arrived in parts:
         *ends, rest = part.split(b"\n")
         for end in ends:
-            yield bytes(held + end), arrived
-            held.clear()
-        held += rest
-        if len(held) > LINE_BYTES:
+            yield bytes(buffer + end), arrived
+            buffer.clear()
+        buffer += rest
+        if len(buffer) > LINE_BYTES:
             raise ValueError(f"it sends a line of more than {LINE_BYTES:,} bytes")
-    yield bytes(held), arrived
+    yield bytes(buffer), arrived
 
 
 async def _drain(parts: AsyncIterator[tuple[bytes, float]]) -> None:

@@ -1,8 +1,8 @@
-"""What a server's Prometheus /metrics tells of its speculation between two moments.
+"""Speculation statistics from a server's Prometheus /metrics, as differences between two readings.
 
-Every number counts the whole server: whoever else used it in between is counted in. What a server does not export is
-left out, and so is a number that is none, below zero, beyond reason or at odds with another. Names: vLLM
-v1/spec_decode/metrics.py, which llama.cpp's end as well, SGLang's metrics collector.
+All numbers count the whole server, including other users. Missing numbers are left out, and so are numbers that are
+invalid, negative, implausibly large or inconsistent. Names: vLLM v1/spec_decode/metrics.py, whose suffixes llama.cpp
+shares, and SGLang's metrics collector.
 """
 
 import re
@@ -16,8 +16,8 @@ from pydantic import Field
 
 from specdemo.core.trace import MAX_DEPTH, Counter, Number, Span
 
-BEYOND = 2**53  # no server has counted so far, and a browser's numbers hold no more
-_BOUNDS = Field(ge=0, le=BEYOND)
+MAX_COUNT = 2**53  # no server has counted so far, and a browser's numbers hold no more
+_BOUNDS = Field(ge=0, le=MAX_COUNT)
 _Count = Annotated[Number, _BOUNDS]
 _NAME = re.compile(r"(?:vllm|llamacpp|sglang):\w+")
 _POSITION = re.compile(r'[{,]\s*position="(\d{1,4})"')
@@ -39,7 +39,7 @@ Samples = dict[tuple[str, int | None], list[float]]  # name without _total, posi
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ServerStats:
     """Numbers of `core.trace.Remote`, and what they are; all empty when nothing is known."""
 
     counters: dict[Counter, _Count] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Told:
 
 
 def parse(text: str) -> Samples:
-    """What is read here of Prometheus' text format; other lines are skipped."""
+    """Parse Prometheus' text format; lines of other metrics are skipped."""
     samples: Samples = defaultdict(list)
     for line in text.splitlines():
         match = _NAME.match(line)
@@ -65,48 +65,48 @@ def parse(text: str) -> Samples:
 
 
 def _number(text: str) -> float:
-    """NaN for what is no count, which makes whatever is computed from it unknown."""
+    """Parse a count. Return NaN if it is not one, which makes every derived value unknown."""
     try:
         value = float(text)
     except ValueError:
         return nan
-    return value if 0 <= value < BEYOND else nan
+    return value if 0 <= value < MAX_COUNT else nan
 
 
-def between(before: str | None, after: str | None) -> Told:
-    """What happened between two readings of /metrics. None: it could not be read."""
+def stats_between(before: str | None, after: str | None) -> ServerStats:
+    """Return the statistics between two readings of /metrics. None: a reading failed."""
     if before is None or after is None:
-        return Told()
+        return ServerStats()
     old, new = parse(before), parse(after)
-    told = (_counted(old, new, server, prefix) for server, prefix in _PREFIXES.items())
-    return replace(next(filter(None, told), None) or _sglang(old, new) or Told(), times=_times(old, new))
+    per_server = (_counted(old, new, server, prefix) for server, prefix in _PREFIXES.items())
+    return replace(next(filter(None, per_server), None) or _sglang(old, new) or ServerStats(), times=_times(old, new))
 
 
 def _times(old: Samples, new: Samples) -> dict[Span, float]:
-    """Of the one request that was answered meanwhile; empty where there were several, or none was timed."""
+    """Return the times of a single request; empty if there were several, or none was timed."""
     times: dict[Span, float] = {}
     for span, name in _TIMES.items():
-        seconds = _grown(old, new, f"{name}_sum")
-        if seconds is not None and _grown(old, new, f"{name}_count") == 1:
+        seconds = _delta(old, new, f"{name}_sum")
+        if seconds is not None and _delta(old, new, f"{name}_count") == 1:
             times[span] = round(1000.0 * seconds, 3)
     return times if len(times) == len(_TIMES) else {}
 
 
-def _grown(old: Samples, new: Samples, name: str, position: int | None = None) -> float | None:
-    """How far a counter has come, all engines together; None: not exported, no number, or the server was restarted."""
+def _delta(old: Samples, new: Samples, name: str, position: int | None = None) -> float | None:
+    """Return the increase of a counter over all engines; None: not exported, not a number, or the server restarted."""
     if (name, position) not in new:
         return None
     grown = sum(new[name, position]) - sum(old.get((name, position), []))
     return grown if grown >= 0 else None
 
 
-def _counted(old: Samples, new: Samples, server: str, prefix: str) -> Told | None:
-    drafts, drafted, accepted = (_grown(old, new, prefix + name) for name in _COUNTED)
+def _counted(old: Samples, new: Samples, server: str, prefix: str) -> ServerStats | None:
+    drafts, drafted, accepted = (_delta(old, new, prefix + name) for name in _COUNTED)
     if not drafts or not drafted or accepted is None or accepted > drafted:
         return None
     positions = sorted(p for name, p in new if name == prefix + _PER_POSITION and p is not None)
-    kept = [_grown(old, new, prefix + _PER_POSITION, p) for p in positions[:MAX_DEPTH]]
-    return Told(
+    accepted_at = [_delta(old, new, prefix + _PER_POSITION, p) for p in positions[:MAX_DEPTH]]
+    return ServerStats(
         {
             "steps": int(drafts),
             "drafted": int(drafted),
@@ -114,16 +114,16 @@ def _counted(old: Samples, new: Samples, server: str, prefix: str) -> Told | Non
             "acceptance_rate": round(accepted / drafted, 4),
             "tokens_per_step": round(1 + accepted / drafts, 4),
         },
-        [None if n is None or n > drafts else round(n / drafts, 4) for n in kept],
+        [None if n is None or n > drafts else round(n / drafts, 4) for n in accepted_at],
         f"{server}'s counters over the run: accepted / drafted tokens; 1 + accepted tokens / drafts; "
         "other users of the server are counted in",
     )
 
 
-def _sglang(old: Samples, new: Samples) -> Told | None:
+def _sglang(old: Samples, new: Samples) -> ServerStats | None:
     """Verified passes are a counter in some versions; the rest are gauges over the last log interval, 0 when idle."""
     rate, length = (_gauge(new, _SGLANG + name) for name in ("spec_accept_rate", "spec_accept_length"))
-    tokens, passes = (_grown(old, new, _SGLANG + name) for name in ("generation_tokens", "spec_verify_calls"))
+    tokens, passes = (_delta(old, new, _SGLANG + name) for name in ("generation_tokens", "spec_verify_calls"))
     if tokens and passes:
         length, means = tokens / passes, "generated tokens / verify calls over the run"
     else:
@@ -132,7 +132,7 @@ def _sglang(old: Samples, new: Samples) -> Told | None:
     if rate is None and length is None:
         return None
     counters: dict[Counter, float | None] = {"acceptance_rate": rate, "tokens_per_step": length}
-    return Told(
+    return ServerStats(
         {name: round(value, 4) for name, value in counters.items() if value is not None},
         [],
         f"SGLang's metrics: acceptance a gauge over its last log interval, which some versions count with the bonus "

@@ -24,8 +24,8 @@ from pydantic import BaseModel, Field, ValidationError
 from specdemo.core.trace import MAX_TEXT, LaneTrace, Remote
 from specdemo.servers import client, counters
 from specdemo.servers.address import check_listed, host
-from specdemo.servers.answer import Heard, Piece
 from specdemo.servers.client import Client, Refused, connected
+from specdemo.servers.stream import Piece, StreamParser
 
 if TYPE_CHECKING:
     from specdemo.core.protocol import GenerationConfig
@@ -100,33 +100,35 @@ class RemoteLane:
         if not cancelled() and self._finish:
             self.trace.finish = self._finish
 
-    def _tell(self, **known: Any) -> None:
+    def _update(self, **known: Any) -> None:
         self.trace.remote = self._remote = replace(self._remote, **known)
 
     def _note(self, text: str) -> None:
         self.trace.note = f"{self.trace.note}; {text}" if self.trace.note else text
 
-    async def _talk(self, say: Callable[[Piece], None]) -> None:
+    async def _talk(self, emit: Callable[[Piece], None]) -> None:
         key = os.environ.get(KEY)
         limit = self.config.max_new_tokens
-        heard = Heard(say, limit)
+        parser = StreamParser(emit, limit)
         try:
             async with connected(self.server, key) as http:
-                self._tell(model=self.model or await self._served(http))
+                self._update(model=self.model or await self._served(http))
                 prompt: Prompt = self._split() if self._as_ids else self.prompt
                 form, standard = await self._warm_up(http)
-                self._tell(endpoint=f"/v1/{form}")
+                self._update(endpoint=f"/v1/{form}")
                 before = await http.metrics()
-                await heard.listen(http, f"/v1/{form}", self._request(form, standard, prompt, limit))
-                counted = counters.between(before, await http.metrics())
+                await parser.read_stream(http, f"/v1/{form}", self._request(form, standard, prompt, limit))
+                counted = counters.stats_between(before, await http.metrics())
         except Exception as error:
-            raise RuntimeError(_reason(error, host(self.server), key, heard.pieces)) from None
+            raise RuntimeError(_reason(error, host(self.server), key, parser.pieces)) from None
         finally:
-            self._tell(tokens=heard.told, counted=heard.counted or heard.told == heard.pieces)
-        told = counted if _alone(counted, heard) else heard.drafted or counted
-        self._tell(counters=told.counters, accept_by_position=told.accept_by_position, source=told.source)
-        self._tell(times=heard.times or counted.times)
-        self._finish = heard.finish
+            self._update(
+                tokens=parser.reported_tokens, counted=parser.counted or parser.reported_tokens == parser.pieces
+            )
+        told = counted if _alone(counted, parser) else parser.drafted or counted
+        self._update(counters=told.counters, accept_by_position=told.accept_by_position, source=told.source)
+        self._update(times=parser.times or counted.times)
+        self._finish = parser.finish
 
     async def _served(self, http: Client) -> str:
         try:
@@ -161,18 +163,18 @@ class RemoteLane:
         droppable = not self.config.sampling.top_k and not self.config.sampling.min_p  # it asks for the same without
         refusal: Refused | None = None
 
-        async def ask(form: Form, standard: bool) -> None:
+        async def request(form: Form, standard: bool) -> None:
             question = self._request(form, standard, WARM_UP, limit)
-            await Heard(lambda piece: None, limit).listen(http, f"/v1/{form}", question)
+            await StreamParser(lambda piece: None, limit).read_stream(http, f"/v1/{form}", question)
 
         for form, standard in product(self.forms, (False, True) if droppable else (False,)):
             try:
                 try:
-                    await ask(form, standard)
+                    await request(form, standard)
                 except httpx.TransportError as error:
                     if refusal is None or isinstance(error, httpx.TimeoutException):
                         raise
-                    await ask(form, standard)  # a refusal may have closed the connection it came on
+                    await request(form, standard)  # a refusal may have closed the connection it came on
             except Refused as error:
                 refusal = refusal or error
                 continue
@@ -210,30 +212,32 @@ class RemoteLane:
         return request
 
 
-def _alone(counted: counters.Told, heard: Heard) -> bool:
-    """Whether the server's counters, which tell more than those of the answer, count no other answer in."""
-    drafted = heard.drafted.counters["drafted"] if heard.drafted else None
+def _alone(counted: counters.ServerStats, parser: StreamParser) -> bool:
+    """Return whether the server's counters cover this answer only, so that they can replace those of the answer."""
+    drafted = parser.drafted.counters["drafted"] if parser.drafted else None
     return drafted is not None and counted.counters.get("drafted") == drafted
 
 
 def _in_background(
     work: Callable[[Callable[[Any], None]], Awaitable[None]], cancelled: Callable[[], bool], seconds: float
 ) -> Iterator[Any]:
-    """What `work` says, as it says it: arrival times do not depend on who reads, nor stopping on what comes. Raises
-    what it raises, and TimeoutError when it is not over after so many seconds."""
-    said: SimpleQueue[object] = SimpleQueue()
+    """Yield the items of `work` as they arrive, so that neither arrival times nor stopping depend on the reader.
+
+    Raises its errors, and TimeoutError if it is not finished after `seconds`.
+    """
+    queue: SimpleQueue[object] = SimpleQueue()
     over = object()
     stop = threading.Event()
 
     async def watched() -> None:
-        task = asyncio.ensure_future(work(said.put))
+        task = asyncio.ensure_future(work(queue.put))
         while not task.done():
             await asyncio.wait({task}, timeout=POLL_S)
             if stop.is_set():
                 task.cancel()
         if not task.cancelled() and task.exception():
-            said.put(task.exception())
-        said.put(over)
+            queue.put(task.exception())
+        queue.put(over)
 
     thread = threading.Thread(target=lambda: asyncio.run(watched()), daemon=True, name="remote lane")
     deadline = time.monotonic() + seconds
@@ -241,7 +245,7 @@ def _in_background(
     try:
         while not cancelled():
             try:
-                item = said.get(timeout=POLL_S)
+                item = queue.get(timeout=POLL_S)
             except Empty:
                 if time.monotonic() > deadline:
                     raise TimeoutError from None

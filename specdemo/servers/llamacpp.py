@@ -20,7 +20,7 @@ from specdemo.models.gguf import GGUFVocab, check_pair, context_length, write_gg
 from specdemo.models.load import load_model
 from specdemo.models.resolve import is_gguf
 from specdemo.servers.lane import TOKEN_IDS
-from specdemo.servers.started import check_installed
+from specdemo.servers.process import check_installed
 
 CONTEXT = 4096  # tokens, at most
 
@@ -35,13 +35,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--draft-model")
     parser.add_argument("--ngram", type=int, help="tokens that have to occur again")
     parser.add_argument("--k", type=int, default=0, help="tokens that are drafted")
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
         with sigterm_as_exit():
             check_installed("llamacpp")
-            check_pair(asked.model, asked.draft_model, asked.dtype)
+            check_pair(options.model, options.draft_model, options.dtype)
             with TemporaryDirectory() as folder:
-                server = import_module("xllamacpp").Server(_settings(asked, Path(folder)))  # in threads of its own
+                server = import_module("xllamacpp").Server(_settings(options, Path(folder)))  # in threads of its own
             print(f"llama.cpp answers at {server.listening_address}", flush=True)
             threading.Event().wait()
     except (ValueError, RuntimeError) as error:
@@ -58,25 +58,25 @@ class _Model:
     exported: bool = False
 
 
-def _settings(asked: Namespace, folder: Path) -> object:
+def _settings(arguments: Namespace, folder: Path) -> object:
     library = import_module("xllamacpp")
     settings = library.CommonParams()
-    target = _model(asked.model, asked.dtype, folder / "target.gguf")
-    settings.hostnames, settings.port, settings.ui = [asked.host], asked.port, False
-    settings.model_alias, settings.model_tags = {asked.model}, {TOKEN_IDS} if target.exported else set()
+    target = _model(arguments.model, arguments.dtype, folder / "target.gguf")
+    settings.hostnames, settings.port, settings.ui = [arguments.host], arguments.port, False
+    settings.model_alias, settings.model_tags = {arguments.model}, {TOKEN_IDS} if target.exported else set()
     settings.endpoint_metrics, settings.cache_prompt, settings.verbosity = True, False, -1
     settings.load_mode = library.llama_load_mode.LLAMA_LOAD_MODE_NONE  # whole, so that the files can go
     settings.n_parallel, settings.n_gpu_layers = 1, 0
     settings.model.path = target.path
     settings.n_ctx = min(CONTEXT, target.context)
     drafting = settings.speculative
-    if asked.draft_model:
-        draft = _model(asked.draft_model, asked.dtype, folder / "draft.gguf")
+    if arguments.draft_model:
+        draft = _model(arguments.draft_model, arguments.dtype, folder / "draft.gguf")
         drafting.types = [library.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
-        drafting.draft.mparams.path, drafting.draft.n_max = draft.path, asked.k
-    elif asked.ngram:
+        drafting.draft.mparams.path, drafting.draft.n_max = draft.path, arguments.k
+    elif arguments.ngram:
         drafting.types = [library.common_speculative_type.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
-        drafting.ngram_simple.size_n, drafting.ngram_simple.size_m = asked.ngram, asked.k
+        drafting.ngram_simple.size_n, drafting.ngram_simple.size_m = arguments.ngram, arguments.k
     if target.in_float32:  # its caches are in half precision unless told, and over others this is slow
         settings.flash_attn_type = library.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     for part in (settings, drafting.draft):

@@ -1,4 +1,4 @@
-"""What opens the page, with its options: the command `ui`, which app.py starts too."""
+"""Command `ui` and its options, which app.py starts as well."""
 
 from importlib import import_module
 from typing import Annotated
@@ -69,7 +69,7 @@ def ui(
 def _allow_engine(name: str, path: str | None = None) -> None:
     if public():
         raise ValueError("a public page starts no engines; leave --engines out")
-    from specdemo.servers.started import engine_program
+    from specdemo.servers.process import engine_program
 
     engine = known_engine(name)
     startable[engine] = engine_program(engine, path)

@@ -14,7 +14,7 @@ RACE = tuple(
 
 
 def text(name: str) -> str:
-    """The text of a file beside this one."""
+    """Return the text of a file in this folder."""
     return (HERE / name).read_text(encoding="utf-8")
 
 
@@ -30,7 +30,7 @@ def to_tab(tab_id: str) -> str:
 
 
 def heading(picture: str, words: str, elem_id: str) -> None:
-    """A card's picture beside what it is about."""
+    """Draw a card's picture next to its title and text."""
     with gr.Row(elem_classes="card-head"):
         gr.HTML(text(f"picture_{picture}.html"), elem_classes="picture")
         gr.Markdown(words, elem_id=elem_id)

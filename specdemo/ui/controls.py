@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 LANES = LIMITS.lanes - 1
 NUMBERS = range(1, LANES + 1)
-WHOLE = tuple(linked(Comparison))
+COMPARISON_FIELDS = tuple(linked(Comparison))
 LANE = tuple(name for name in linked(Lane) if name != "name")
-NAMES = ("preset", "count", *WHOLE, *(f"{name}-{n}" for n in NUMBERS for name in LANE))
+NAMES = ("preset", "count", *COMPARISON_FIELDS, *(f"{name}-{n}" for n in NUMBERS for name in LANE))
 DRAWN = tuple(f"drawn-{n}" for n in NUMBERS)
 HERE = ("this machine", "")
 SAMPLING = [name for name, setting in settings(Comparison).items() if setting.label]
@@ -47,24 +47,23 @@ TRAINED: list[str] = []  # folders of the heads that this process's visitors tra
 
 @dataclass(frozen=True)
 class Controls:
-    """Every control of a comparison by its name, that of a lane with the lane's number: "k-2".
+    """All controls of a comparison by name; those of a lane end in its number: "k-2".
 
-    preset: the id of what is chosen in `chips`, the comparisons to start with, or in `more`. count: how many lanes are
-    shown. options: knob -> value, of the knobs that are not at their default. server: where a lane runs; unseen unless
-    the operator listed servers or allowed engines. drawn: counts up when a lane's option controls have to be drawn
-    anew; unseen.
+    preset: id of the selection in `chips` (examples) or in `more`. count: number of lanes shown. options: knob -> value
+    for knobs that differ from their default. server: where a lane runs; hidden unless the operator listed servers or
+    allowed engines. drawn: incremented when a lane's option controls must be drawn again; hidden.
     """
 
     parts: Parts
 
     @property
     def inputs(self) -> dict[str, object]:
-        """What `from_values` reads."""
+        """Return the controls that `from_values` reads."""
         return {name: self.parts[name] for name in NAMES}
 
     @property
     def drawn(self) -> dict[str, object]:
-        """The parts that are drawn anew when the settings change."""
+        """Return the parts that are drawn again when settings change."""
         return {name: self.parts[name] for name in DRAWN}
 
     @property
@@ -93,10 +92,10 @@ class Controls:
         for n in NUMBERS:
             parts[f"train-{n}"].click(None, None, None, js=assets.to_tab("lab"), **QUIET)
         for name, more in (("add", 1), ("remove", -1)):
-            self._tell(named(parts[name].click, partial(_count_on, more), count, parts, **QUIET).then)
+            self._describe(named(parts[name].click, partial(_count_on, more), count, parts, **QUIET).then)
         page.load(None, js=assets.text("names.js"), **QUIET)
-        self._tell(named(page.load, titles, {}, parts, **QUIET).then)
-        self._tell(partial(gr.on, [parts[name].change for name in NAMES if not isinstance(parts[name], gr.State)]))
+        self._describe(named(page.load, titles, {}, parts, **QUIET).then)
+        self._describe(partial(gr.on, [parts[name].change for name in NAMES if not isinstance(parts[name], gr.State)]))
         self.relabel(partial(gr.on, [parts[name].change for name in FOLDED], trigger_mode="always_last"))
         for n in NUMBERS:
             given = target | {name: parts[f"{name}-{n}"] for name in ("method", "drawn")}
@@ -107,12 +106,12 @@ class Controls:
     def relabel(self, after: Callable[..., object]) -> None:
         """After an event the fold says what is in force."""
         folded = [self.parts[name] for name in FOLDED]
-        after(lambda *values: gr.update(label=in_force(*values)), folded, self.parts["fold"], **HALF_TYPED)
+        after(lambda *values: gr.update(label=settings_summary(*values)), folded, self.parts["fold"], **HALF_TYPED)
 
-    def _tell(self, event: Callable[..., object]) -> None:
+    def _describe(self, event: Callable[..., object]) -> None:
         """Update what describes the setup after an event that changes it."""
         shown = {name: self.parts[name] for name in ("setup", "about")}
-        named(event, told, self.inputs, shown, trigger_mode="always_last", **HALF_TYPED)
+        named(event, setup_line, self.inputs, shown, trigger_mode="always_last", **HALF_TYPED)
 
     def _of_lane(self, n: int) -> Parts:
         return {name: self.parts[f"{name}-{n}"] for name in ("method", "model", "train", "options", "drawn")}
@@ -129,7 +128,7 @@ class Controls:
                     value = options.get(knob.name, knob.default)
                     control = _draw_knob(knob, value, {}, gr.Dropdown, **words, interactive=True)
                     given = {"target": self.parts["target"], **lane, "knob": gr.State(knob.name), "value": control}
-                    self._tell(named(control.change, _set, given, lane, **QUIET).then)
+                    self._describe(named(control.change, _set, given, lane, **QUIET).then)
 
         follow = [page.load, lane["drawn"].change]
         gr.render([lane["method"], lane["options"]], triggers=follow, queue=False, show_progress="hidden")(draw_knobs)
@@ -154,8 +153,8 @@ def wire_share(button: gr.Button, share: Callable[[Values], str], inputs: dict[s
     shared.then(None, link, link, js=assets.text("share.js"), **QUIET)
 
 
-def looks(chosen: Preset) -> dict[str, Values]:
-    """What every control of `Controls.parts` shows of this comparison: the words that draw it, or update it."""
+def component_props(chosen: Preset) -> dict[str, Values]:
+    """Return the properties of every control of `Controls.parts` for a comparison."""
     shown: dict[str, Values] = {name: {"value": value} for name, value in to_values(chosen).items()}
     for n, lane in zip(NUMBERS, _padded(chosen), strict=True):
         model = shown[f"model-{n}"]
@@ -163,10 +162,10 @@ def looks(chosen: Preset) -> dict[str, Values]:
         model["visible"] = lane is None or lane.model is not None
         shown[f"train-{n}"] = {"visible": False}
         shown[f"server-{n}"]["choices"] = _servers(lane.server if lane else None)
-    whole, (chip, other) = load_presets()[chosen.id], _picked(chosen)
-    values = {"chips": chip, "more": other, "about": about(whole), "unfit": ""}
+    full, (chip, other) = load_presets()[chosen.id], _picked(chosen)
+    values = {"chips": chip, "more": other, "about": about(full), "unfit": ""}
     shown |= {name: {"value": value} for name, value in values.items()}
-    able = nearest_runnable(chosen) if why_not(whole) else None
+    able = nearest_runnable(chosen) if why_not(full) else None
     words = f"Run the nearest that can: {able.title}" if able else ""
     shown["nearest"] = {"visible": able is not None, "value": words}
     return shown | _chat_looks(chosen.target, chosen.chat, chosen.system) | _lane_looks(len(chosen.lanes))
@@ -178,7 +177,7 @@ def _updates(shown: Mapping[str, Values]) -> Values:
 
 def fill(chosen: Preset, drawn: Mapping[str, int]) -> Values:
     """Updates of `Controls.parts` that show this comparison."""
-    return _updates(looks(chosen)) | {name: drawn[name] + 1 for name in DRAWN}
+    return _updates(component_props(chosen)) | {name: drawn[name] + 1 for name in DRAWN}
 
 
 def fill_untouched(chosen: Preset, start: Preset, now: Values) -> Values:
@@ -205,7 +204,7 @@ def _choose(nearest: bool, _: gr.Request, values: Values) -> Values:
 
 
 def about(chosen: Preset) -> str:
-    """What a preset is for, what it takes, and what there is instead where this machine cannot run it."""
+    """Return the description and requirements of a preset, with a replacement if this machine cannot run it."""
     words = [f"**{chosen.title}.** {chosen.description}"]
     if chosen.memory_gb is not None:
         login = "gated: needs a login, " if chosen.gated else ""
@@ -224,21 +223,21 @@ def titles(_: gr.Request, __: Values) -> Values:
 
 
 def key(values: Values) -> str:
-    """The same for the same comparison, whatever preset it was made from."""
+    """Return a key that is equal for equal comparisons, independent of the preset they came from."""
     count = int(values["count"])
-    asked = [name for name in NAMES if name not in ("preset", "count")]
-    kept = {name: values[name] for name in asked if int(name.partition("-")[2] or 0) <= count}
-    plain = {k: float(v) if isinstance(v, int | float) else v or None for k, v in kept.items()}
+    fields = [name for name in NAMES if name not in ("preset", "count")]
+    relevant = {name: values[name] for name in fields if int(name.partition("-")[2] or 0) <= count}
+    plain = {k: float(v) if isinstance(v, int | float) else v or None for k, v in relevant.items()}
     return sha256(json_text(plain, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def setup(values: Values, lanes: Sequence[tuple[str, str | None, int]]) -> str:
-    """What setup.js shows: the lanes by method, weights and draft length, and the key of all settings."""
+    """Return the data of setup.js: lanes by method, weights and draft length, and the key of all settings."""
     words = [f"{title}{f' ({Path(model).name})' if model else ''}, k = {k}" for title, model, k in lanes]
     return json_text({"target": values["target"], "lanes": words, "key": key(values)})
 
 
-def told(_: gr.Request, values: Values) -> Values:
+def setup_line(_: gr.Request, values: Values) -> Values:
     """The line above the prompt, in the methods' own words."""
     lazy_imports.live()
     lanes = []
@@ -258,7 +257,11 @@ def described(values: Values) -> str:
 
 def to_values(chosen: Preset) -> Values:
     """The values of `Controls.inputs`."""
-    values = {"preset": chosen.id, "count": len(chosen.lanes), **{name: getattr(chosen, name) for name in WHOLE}}
+    values = {
+        "preset": chosen.id,
+        "count": len(chosen.lanes),
+        **{name: getattr(chosen, name) for name in COMPARISON_FIELDS},
+    }
     values["chat"] = _prompt_as(chosen.target, chosen.chat)
     for n, lane in zip(NUMBERS, _padded(chosen), strict=True):
         shown = lane or Lane(method=DRAFTING[0], model=default_draft(chosen.target))  # as one that is added starts
@@ -272,10 +275,10 @@ def from_values(values: Values, allow_any_model: bool = False) -> Preset:
     """The comparison the controls describe. Raises ValueError with one line."""
     lazy_imports.live()
     base = preset(values["preset"])
-    changes = _counts(Comparison, {name: values[name] for name in WHOLE})
+    changes = _counts(Comparison, {name: values[name] for name in COMPARISON_FIELDS})
     usual = base.chat if changes["target"] == base.target else None
-    asked = changes["chat"]
-    changes["chat"] = usual if asked == _prompt_as(changes["target"], usual) else asked == CHAT
+    chat = changes["chat"]
+    changes["chat"] = usual if chat == _prompt_as(changes["target"], usual) else chat == CHAT
     lanes = [{name: values[f"{name}-{n}"] for name in LANE} for n in NUMBERS[: int(values["count"])]]
     changes["lanes"] = [_lane_config(lane, base.lanes[i : i + 1]) for i, lane in enumerate(lanes)]
     return limits.admit(check_models(base.with_changes(**changes), allow_any_model))
@@ -300,13 +303,13 @@ def check_models(chosen: Preset, allow_any_model: bool) -> Preset:
 
 
 def needs_model(name: str, options: Mapping[str, object]) -> bool:
-    """Whether a lane has to name a model; of `options` only those that the method knows count."""
+    """Return whether a lane must name a model. Unknown `options` are ignored."""
     return bool(method(model_method(name, _known(name, options))).needs_model)
 
 
 @lru_cache
 def pairs(target: str) -> "tuple[DrafterFit, ...]":
-    """What the checker says of the known drafters; of a target that is not here it can say nothing."""
+    """Return the checker's results for all known drafters; none if the target is not available."""
     from specdemo.methods.pairs import DrafterFit, check_pairs
     from specdemo.models.load import load_meta_target
 
@@ -319,13 +322,13 @@ def pairs(target: str) -> "tuple[DrafterFit, ...]":
 
 
 def fitting_models(target: str, reads: str) -> list[str]:
-    """What this method may read on this target, what a preset pairs with it first."""
+    """Return the models that this method can use with the target; those that a preset pairs with it come first."""
     fitting = [pair.drafter for pair in pairs(target) if pair.method == reads and pair.fits is not False]
     return sorted(fitting, key=lambda name: name != default_draft(target))
 
 
 def unfit(target: str) -> str:
-    """The drafters that are not offered for a target, and why; behind a fold."""
+    """Return the drafters that are not offered for a target, with reasons, as a fold."""
     reasons = {pair.drafter: pair.reason for pair in pairs(target) if pair.fits is False}
     items = "".join(f"<li><b>{escape(name)}</b> {escape(reason)}</li>" for name, reason in reasons.items())
     head = f"{len(reasons)} drafter{'s do' if len(reasons) > 1 else ' does'} not fit {escape(target)}"
@@ -338,8 +341,8 @@ def default_draft(target: str) -> str:
     return next((model for name, model in pairs if name == target), pairs[0][1])
 
 
-def whole_number(name: str, value: object) -> int:
-    """What a slider means, which a browser may send as 4.0. Raises ValueError with one line."""
+def integer(name: str, value: object) -> int:
+    """Convert a slider's value, which a browser may send as 4.0, to an integer. Raises ValueError with one line."""
     if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
         raise ValueError(f"{name} must be a whole number, not {value!r}")
     return int(value)
@@ -347,12 +350,12 @@ def whole_number(name: str, value: object) -> int:
 
 def _counts(of: type[Settings], values: Values) -> Values:
     """The values of a comparison or a lane, whole numbers as such."""
-    return {name: whole_number(name, value) if type_of(of, name) is int else value for name, value in values.items()}
+    return {name: integer(name, value) if type_of(of, name) is int else value for name, value in values.items()}
 
 
 def draw(start: Preset, allow_any_model: bool) -> Controls:
     """Every control, inside the current Blocks, showing `start`."""
-    shown = looks(start)
+    shown = component_props(start)
     few, others = _offered()
     parts: Parts = {name: gr.State(**shown[name]) for name in ("preset", "count")}
     with gr.Row(elem_id="presets"):
@@ -366,7 +369,7 @@ def draw(start: Preset, allow_any_model: bool) -> Controls:
     with gr.Row(elem_id="setup-row"):
         now = setup(to_values(start), lanes)
         parts["setup"] = assets.view("setup.html", "kit.js", "setup.js", elem_id="setup", value=now)
-        folded = in_force(*(shown[name]["value"] for name in FOLDED))
+        folded = settings_summary(*(shown[name]["value"] for name in FOLDED))
         with gr.Accordion(folded, open=False, elem_id="sampling") as parts["fold"]:
             parts |= _draw_chat(shown) | _draw_sampling(shown)
     with gr.Column(elem_id="drawer", elem_classes="lane-controls"):
@@ -390,14 +393,14 @@ def draw(start: Preset, allow_any_model: bool) -> Controls:
     return Controls(parts)
 
 
-def in_force(chat: str, *values: object) -> str:
+def settings_summary(chat: str, *values: object) -> str:
     """The accordion's label: what holds while it is shut, by the values of FOLDED."""
-    said = [brief(Comparison, name, value) for name, value in zip(SAMPLING, values, strict=True)]
-    return "Settings: " + " · ".join(filter(None, ("chat template" if chat == CHAT else "raw completion", *said)))
+    parts = [brief(Comparison, name, value) for name, value in zip(SAMPLING, values, strict=True)]
+    return "Settings: " + " · ".join(filter(None, ("chat template" if chat == CHAT else "raw completion", *parts)))
 
 
 def _draw_chat(shown: Mapping[str, Values]) -> Parts:
-    """How the prompt is given to the model."""
+    """Draw the controls of the prompt format."""
     ways = [("chat template", CHAT), ("raw completion", TEXT)]
     system: Values = {"label": "System prompt", "max_length": limits.here().prompt, "elem_id": "system"}
     with gr.Row():
@@ -473,10 +476,10 @@ def _servers(chosen: str | None) -> list[tuple[str, str]]:
 
 def draw_setting(of: type[Settings], name: str, value: object, **place: object) -> Any:
     """The control that suits a field, within the limits of this page. place: elem_id, scale, min_width."""
-    setting, found, whole = settings(of)[name], as_knob(of, name), of is Comparison
+    setting, found, of_comparison = settings(of)[name], as_knob(of, name), of is Comparison
     found = replace(found, high=asdict(limits.here()).get(name, found.high))
-    info = (setting.info or setting.help.rstrip(".")) if whole else None
-    choose = gr.Radio if whole else gr.Dropdown
+    info = (setting.info or setting.help.rstrip(".")) if of_comparison else None
+    choose = gr.Radio if of_comparison else gr.Dropdown
     return _draw_knob(found, value, setting.words, choose, label=setting.label, info=info, **place)
 
 
@@ -532,12 +535,12 @@ def _fit_model(target: str, name: str, options: Mapping[str, object]) -> Values:
 
 
 def _prompt_as(target: str, chat: bool | None) -> str:
-    """What the control shows for a preset's `chat`: a model of the hub is taken to have a template."""
+    """Return the value shown for a preset's `chat`. Hub models are assumed to have a chat template."""
     return CHAT if (target not in EMBEDDED if chat is None else chat) else TEXT
 
 
 def _chat_looks(target: str, chat: bool | None, system: str = "") -> dict[str, Values]:
-    """Of the controls that say how the prompt is given."""
+    """Return the properties of the prompt-format controls."""
     able = target not in EMBEDDED
     info = "a message to the model, or a text it goes on with"
     info = info if able else f"{target} has no chat template: it goes on with the text"
@@ -548,14 +551,14 @@ def _chat_looks(target: str, chat: bool | None, system: str = "") -> dict[str, V
 
 
 def _offered() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Labels and values of the chips and of the list beside them."""
+    """Return labels and values of the example chips and of the list next to them."""
     offered = limits.at_hand() if limits.public() else load_presets().values()
     few = [(p.chip, p.id) for p in offered if p.chip]
     return few, [(f"{p.group or ''} {p.title}".strip(), p.id) for p in offered if not p.chip]
 
 
 def _picked(chosen: Preset) -> tuple[str | None, str]:
-    """The values of the chips and of the list beside them: one of them names the preset."""
+    """Return the values of the chips and of the list next to them; one of them names the preset."""
     return (chosen.id, "") if load_presets()[chosen.id].chip else (None, chosen.id)
 
 
@@ -564,7 +567,7 @@ def _count_on(more: int, _: gr.Request, values: Values) -> Values:
 
 
 def _lane_looks(count: int) -> dict[str, Values]:
-    """The count, the two buttons and the blocks for so many lanes."""
+    """Return the properties of the lane count, the two buttons and the lane blocks."""
     count = min(max(count, 1), LANES)
     buttons = {"add": {"visible": count < limits.here().lanes - 1}, "remove": {"visible": count > 1}}
     return {"count": {"value": count}, **buttons, **{f"lane-{n}": {"visible": n <= count} for n in NUMBERS}}
@@ -589,6 +592,6 @@ def _lane_config(lane: Values, named: Sequence[Lane]) -> Values:
 
 
 def _known(name: str, options: Mapping[str, object]) -> dict[str, object]:
-    """Of the options those that the method has, whole numbers as such."""
+    """Return the options that the method has, with integers as such."""
     given = {k: options[k.name] for k in knobs(name) if k.name in options}
-    return {k.name: whole_number(k.name, value) if k.type is int else value for k, value in given.items()}
+    return {k.name: integer(k.name, value) if k.type is int else value for k, value in given.items()}

@@ -1,5 +1,6 @@
-"""What stands between the network and Gradio: no foreign page may write here, and no body comes in that Gradio would
-keep on disk for ever, or parse while nobody else is served."""
+"""Request checks in front of Gradio: no writes from foreign pages, and no bodies that Gradio would keep on disk forever
+or parse while everybody else waits.
+"""
 
 import os
 import re
@@ -73,17 +74,17 @@ class Guard:
 
         return again
 
-    def _count(self, whose: str) -> None:
+    def _count(self, visitor: str) -> None:
         now = time.monotonic()
         while self._uploads and self._uploads[0][0] < now - WINDOW_S:
             self._uploads.popleft()
-        if len(self._uploads) >= ALL_UPLOADS or sum(who == whose for _, who in self._uploads) >= UPLOADS:
+        if len(self._uploads) >= ALL_UPLOADS or sum(who == visitor for _, who in self._uploads) >= UPLOADS:
             raise Refused(429, f"too many files were opened here; wait {WINDOW_S / 60:.0f} minutes")
-        self._uploads.append((now, whose))
+        self._uploads.append((now, visitor))
 
 
 def same_origin(headers: Headers) -> bool:
-    """Whether no other site's page sent this. What is no browser names no origin."""
+    """Return whether the request does not come from another site's page. Clients other than browsers send no origin."""
     origin = headers.get("origin")
     forwarded = [host.strip() for host in headers.get("x-forwarded-host", "").split(",")]
     own = {headers.get("host"), *forwarded, os.environ.get("SPACE_HOST")} - {"", None}
@@ -112,6 +113,6 @@ def _check_upload(headers: Headers, body: bytes) -> None:
     if kind != b"multipart/form-data" or not boundary:
         raise Refused(400, "a file is sent as multipart/form-data")
     mark = b"--" + boundary
-    whole = re.match(FILE % re.escape(boundary), body, re.IGNORECASE) and body.rstrip(b"\r\n").endswith(mark + b"--")
-    if not whole or body.count(mark) != 2:
+    complete = re.match(FILE % re.escape(boundary), body, re.IGNORECASE) and body.rstrip(b"\r\n").endswith(mark + b"--")
+    if not complete or body.count(mark) != 2:
         raise Refused(400, "send one whole file, as `files`")

@@ -1,8 +1,8 @@
-"""What a browser is told to allow: a content security policy, no guessing of types, no foreign frames or origins.
+"""Security headers: a content security policy, no content sniffing, no foreign frames or origins.
 
-What the policy has to allow, since Gradio's page is made so: 'unsafe-eval', by which it compiles `js=` handlers and the
-templates of gr.HTML, and inline styles, which its components write. Inline scripts are allowed by their hashes alone;
-they hold the page's settings, so that every answer has hashes of its own.
+Gradio's page requires two exceptions: 'unsafe-eval', with which it compiles `js=` handlers and the templates of
+gr.HTML, and inline styles, which its components write. Inline scripts are allowed only by hash. They contain the page's
+settings, so every answer has its own hashes.
 """
 
 import gzip
@@ -62,35 +62,35 @@ class Policy:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun: list[Message] = []  # the start of an answer that is a page
+        page_start: list[Message] = []  # the start of an answer that is a page
         body = b""
 
-        async def held(message: Message) -> None:
+        async def send_page(message: Message) -> None:
             nonlocal body
             if message["type"] == "http.response.start" and _is_page(message):
-                begun.append(message)
-            elif not begun:
+                page_start.append(message)
+            elif not page_start:
                 await send(message)
             else:
                 body += message.get("body", b"")
                 if not message.get("more_body"):
-                    page, headers = carded(body), MutableHeaders(scope=begun[0])
+                    page, headers = carded(body), MutableHeaders(scope=page_start[0])
                     headers["Content-Security-Policy"] = policy(page)
                     if "gzip" in Headers(scope=scope).get("accept-encoding", ""):
                         page, headers["Content-Encoding"] = gzip.compress(page, 6), "gzip"
                         headers.add_vary_header("Accept-Encoding")
                     headers["Content-Length"] = str(len(page))
-                    await send(begun[0])
+                    await send(page_start[0])
                     await send({"type": "http.response.body", "body": page})
 
-        await self._app(scope, receive, held)
+        await self._app(scope, receive, send_page)
 
 
 def guarded(app: ASGIApp) -> ASGIApp:
     """The whole server: without the headers by which Gradio lets other origins read what it answers."""
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
-        async def told(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 for name in [name for name in headers if name.startswith("access-control-")]:
@@ -99,7 +99,7 @@ def guarded(app: ASGIApp) -> ASGIApp:
                 headers["Referrer-Policy"] = "no-referrer"
             await send(message)
 
-        await app(scope, receive, told)
+        await app(scope, receive, send_with_headers)
 
     return serve
 

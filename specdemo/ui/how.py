@@ -21,8 +21,8 @@ def _race() -> list[str]:
     """The start and the first steps of the recorded race."""
     trace = recorded(DEFAULT)
     lines = replayed(trace).text.splitlines() if trace else []
-    told = ((line, json.loads(line)) for line in lines)
-    return [line for line, said in told if said["type"] == "start" or said.get("index", STEPS + 1) <= STEPS]
+    parsed = ((line, json.loads(line)) for line in lines)
+    return [line for line, message in parsed if message["type"] == "start" or message.get("index", STEPS + 1) <= STEPS]
 
 
 def _batch() -> dict[str, object] | None:

@@ -1,7 +1,7 @@
-"""What every tab that runs something shares: a job of the engine, begun, streamed, stopped and forgotten by visitor.
+"""Jobs of the engine, shared by all tabs that run something: started, streamed, stopped and deleted per visitor.
 
-The engine works in a thread of its own and never waits for a reader: messages pile up in a list, bounded by the token
-limit. A job turns them into the append-only text that its view draws, a JSON object a line. Needs no torch.
+The engine works in a separate thread and never waits for a reader. Messages collect in a list that the token limit
+bounds. A job turns them into the append-only text of its view, one JSON object per line. Needs no torch.
 """
 
 import contextlib
@@ -83,7 +83,7 @@ class Engine:
         self._thread = threading.Thread(target=self._work, daemon=True, name="engine")
 
     def batches(self) -> Generator[Messages, None, None]:
-        """What is new, 15 times a second, often nothing. Closing the iterator stops the engine within one step."""
+        """Yield new messages 15 times a second, often none. Closing the iterator stops the engine within one step."""
         deadline = time.monotonic() + self._limit_s
         self.at_work.add(self)
         self._thread.start()
@@ -105,7 +105,7 @@ class Engine:
             self._thread.join(grace_s)
 
     def finish(self, grace_s: float = GRACE_S) -> Messages:
-        """Stop, and what was said since the last batch."""
+        """Stop the engine and return the messages since the last batch."""
         self.end(grace_s)
         return self._new()
 
@@ -154,7 +154,7 @@ class Job(ABC):
 
     @abstractmethod
     def add(self, messages: Iterable[Any]) -> str:
-        """The text, with what the engine said."""
+        """Return the text extended by new messages."""
 
     def stream(self) -> Iterator[str]:
         """The text so far, 15 times a second. Closing the iterator stops the engine."""
@@ -168,7 +168,7 @@ class Job(ABC):
             finally:
                 self._unread.set()
 
-    def ask_to_stop(self) -> str:
+    def request_stop(self) -> str:
         """The text, which ends with what happens now; `stop` waits for that."""
         self.text += to_line(self.STOPPING)
         return self.text
@@ -182,13 +182,13 @@ class Job(ABC):
         self.ended = True
         return self.text
 
-    def beside(self) -> Values:
-        """Updates of what a tab shows beside the text."""
+    def extra_updates(self) -> Values:
+        """Return updates of the components next to the text."""
         return {}
 
-    def whole(self) -> Values:
-        """What a tab shows of it. The page has the text of a job that has ended then, so it is not kept here."""
-        shown = {"view": self.text, **self.beside()}
+    def final_updates(self) -> Values:
+        """Return the final updates of the tab. The page then has the text, so it is not stored here."""
+        shown = {"view": self.text, **self.extra_updates()}
         if self.ended:
             self.text = ""
         return shown
@@ -235,7 +235,7 @@ class Store:
 
 
 class Jobs(Generic[Kind]):
-    """What Run and Stop of a tab do, for every visitor. name: which of a visitor's jobs these are."""
+    """Run and Stop of a tab for every visitor. name: identifies these jobs among a visitor's."""
 
     def __init__(self, name: str, store: Store | None = None) -> None:
         self._name = name
@@ -258,13 +258,13 @@ class Jobs(Generic[Kind]):
         self.keep(request, job)
         for text in job.stream():
             self.last(request)  # it has grown
-            yield {"view": text, **job.beside()}
-        job.whole()
+            yield {"view": text, **job.extra_updates()}
+        job.final_updates()
 
-    def ask_to_stop(self, request: gr.Request) -> Values:
+    def request_stop(self, request: gr.Request) -> Values:
         """Ask it to end at its next step."""
         job = self.last(request)
-        return {} if job is None or job.ended else {"view": job.ask_to_stop()}
+        return {} if job is None or job.ended else {"view": job.request_stop()}
 
     def stop(self, request: gr.Request) -> Values:
         """End it now, and show what there is."""
@@ -272,7 +272,7 @@ class Jobs(Generic[Kind]):
         if job is None or job.ended:
             return {}
         text = job.stop()
-        return {**job.whole(), "view": text}
+        return {**job.final_updates(), "view": text}
 
     def keep(self, request: gr.Request, job: Kind) -> None:
         """Remember a job as its visitor's latest."""
@@ -299,11 +299,11 @@ def wire(
     place: gr.HTML,
     first: str | None = None,
 ) -> list[Any]:
-    """Run and Stop of a tab -> the events at which a job of each start has ended.
+    """Connect Run and Stop of a tab; return the events at which a job of each start has ended.
 
-    starts: ways to start a job: events, what makes it from the values of controls and the last job, and those controls.
-    parts: `view`, which shows the text, and what a job updates beside it. off: the buttons that wait for its end.
-    place: shows the queue. first: a script that a start waits for.
+    starts: ways to start a job: events, a function that creates it from the values of controls and the last job, and
+    those controls. parts: `view`, which shows the text, and further components that a job updates. off: buttons
+    disabled during a job. place: shows the queue. first: a script that a start waits for.
     """
     switched = {"stop": stop, **{str(i): button for i, button in enumerate(off)}}
     over = {"over": gr.State(False)}  # Stop came, perhaps before Run has reached the engine's queue
@@ -323,14 +323,14 @@ def wire(
         ended.append(named(locked.then, partial(run, begin), {**given, **over}, parts, **shown, **ENGINE))
         named(ended[-1].then, lambda *_: switch(False), {}, switched, **QUIET)
 
-    def ask(request: gr.Request, _: Values) -> Values:
-        return {**jobs.ask_to_stop(request), "stop": gr.update(interactive=False), "over": True}
+    def on_stop(request: gr.Request, _: Values) -> Values:
+        return {**jobs.request_stop(request), "stop": gr.update(interactive=False), "over": True}
 
     def end(request: gr.Request, _: Values) -> Values:
         return {**jobs.stop(request), **switch(False)}
 
     everything = {**parts, **switched, **over}
-    named(named(stop.click, ask, {}, everything, cancels=ended, **QUIET).then, end, {}, everything, **QUIET)
+    named(named(stop.click, on_stop, {}, everything, cancels=ended, **QUIET).then, end, {}, everything, **QUIET)
     return ended
 
 

@@ -22,7 +22,7 @@ from specdemo.models.hub import embedded_folder
 from specdemo.presets import limits
 from specdemo.presets.files import DEFAULT, load_presets, preset
 from specdemo.ui import assets
-from specdemo.ui.controls import TRAINED, Controls, draw_setting, fill, whole_number
+from specdemo.ui.controls import TRAINED, Controls, draw_setting, fill, integer
 from specdemo.ui.job import QUIET, Engine, Job, Jobs, Store, Values, named, opening, to_line, wire
 from specdemo.ui.lazy_imports import live
 from specdemo.ui.sweep import Sweeping, Sweeps, draw_result
@@ -44,7 +44,7 @@ OFF = (
 
 class Trainer(Protocol):
     def recipes(self) -> dict[str, str]:
-        """What can be trained: name -> title."""
+        """Return the available recipes: name -> title."""
 
     def head_recipe(self, name: str) -> "Recipe":
         """The recipe of a head; raises ValueError for an unknown name."""
@@ -52,11 +52,11 @@ class Trainer(Protocol):
     def train_live(
         self, name: str, minutes: float, out: Path, cancelled: Callable[[], bool]
     ) -> Iterator[dict[str, object]]:
-        """Train for so many minutes, one message after another."""
+        """Train for `minutes` and yield messages."""
 
 
 def trainer() -> Trainer:
-    """What trains; brings torch along."""
+    """Return the trainer. Imports torch."""
     live()
     from specdemo.methods import recipes
 
@@ -77,7 +77,7 @@ class Training(Job):
         minutes = min(max(minutes, MINUTES[0]), MINUTES[1])
         out = RUNS / f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
         self.engine = Engine(
-            live().held(lambda cancelled, _: trains.train_live(recipe, minutes, out, cancelled)), math.inf
+            live().with_engine_lock(lambda cancelled, _: trains.train_live(recipe, minutes, out, cancelled)), math.inf
         )
         self.folder: str | None = None
         self._due = 0.0  # seconds of training at which the next point of the curve is worth a line
@@ -98,24 +98,24 @@ class Training(Job):
                 self.text += to_line({"type": "tick", **message})
         return self.text
 
-    def beside(self) -> Values:
+    def extra_updates(self) -> Values:
         """The button that races the head."""
         return {"race": gr.update(interactive=self.folder is not None)}
 
 
 def shipped_training(recipe: str) -> str:
-    """How the shipped head of a recipe learned, as the text of a training; empty where none ships."""
+    """Return the training log of a recipe's shipped head; "" if none ships."""
     path = embedded_folder() / f"stories-{recipe}" / "provenance.json"
     if not path.is_file():
         return ""
-    told = json.loads(path.read_text(encoding="utf-8"))
-    where = [told["hardware"], f"{told['threads']} thread", f"commit {told['commit'][:7]}"]
-    ticks = ({"type": "tick", "of_seconds": told["seconds"], **point} for point in told["evaluations"])
+    provenance = json.loads(path.read_text(encoding="utf-8"))
+    where = [provenance["hardware"], f"{provenance['threads']} thread", f"commit {provenance['commit'][:7]}"]
+    ticks = ({"type": "tick", "of_seconds": provenance["seconds"], **point} for point in provenance["evaluations"])
     return opening(recipe=recipe, recorded=True, where=where) + "".join(map(to_line, (*ticks, {"type": "done"})))
 
 
 def train(values: Values, _: Training | None) -> Training:
-    """What the visitor chose. Raises ValueError with one line."""
+    """Create the training that the visitor chose. Raises ValueError with one line."""
     return Training(values["recipe"], values["minutes"])
 
 
@@ -123,7 +123,7 @@ class Lab(Jobs[Training]):
     """The trainings of all visitors."""
 
     def recorded(self, request: gr.Request, values: Values) -> Values:
-        """How the shipped head of the chosen recipe learned, until the visitor trains one."""
+        """Show the training of the recipe's shipped head until the visitor trains one."""
         shown = shipped_training(values["recipe"])
         return {} if self.last(request) else {"view": shown}
 
@@ -198,7 +198,7 @@ def begin(values: Values, last: Sweeping | None) -> Sweeping:
     if not base.embedded:
         raise ValueError(f"losslessness is tested on the models that ship with the project, not on {base.target[:80]}")
     chosen = limits.admit(base.with_changes(**{name: values[name] for name in ("acceptance", "temperature", "top_p")}))
-    draws = whole_number("continuations", values["draws"])
+    draws = integer("continuations", values["draws"])
     if not ROWS <= draws <= most_draws():
         raise ValueError(f"continuations must be {ROWS} to {most_draws()} on this page, not {draws}")
     title = f"Losslessness, {chosen.id}"

@@ -1,5 +1,6 @@
-"""What brings torch along is imported once, under a lock: transformers' lazy modules break when two threads import them
-at the same time, and a page has visitors while its engine is still being imported."""
+"""Lazy imports of modules that need torch. A lock ensures that each is imported once: transformers' lazy modules break
+when two threads import them at the same time, and a page has visitors while its engine is still being imported.
+"""
 
 import threading
 from types import ModuleType

@@ -1,4 +1,4 @@
-"""Runs behind the page, on an engine of this process or of one that has a GPU for a while."""
+"""Runs of the page, on the engine of this process or of a process with a GPU for a limited time."""
 
 import atexit
 import contextlib
@@ -18,7 +18,17 @@ from specdemo.ui.job import Engine, Work
 from specdemo.ui.log import Lines, Log, lines
 from specdemo.ui.views import Failed, summary
 
-__all__ = ["compare", "follow_up", "free_memory", "held", "lane_name", "no_gpu", "preload", "run", "session"]
+__all__ = [
+    "compare",
+    "follow_up",
+    "free_memory",
+    "lane_name",
+    "no_gpu",
+    "preload",
+    "run",
+    "session",
+    "with_engine_lock",
+]
 
 ENGINES = Engines()
 atexit.register(ENGINES.end)
@@ -26,7 +36,7 @@ ELSEWHERE = space.zero_gpu()  # the engine runs in another process
 INSTEAD = "Shown in its place: this preset's recorded run, with the preset's own settings."
 
 
-def held(work: Work) -> Work:
+def with_engine_lock(work: Work) -> Work:
     """Work that has the engine for itself."""
 
     def alone(cancelled: Callable[[], bool], report: Callable[[float, str], None]) -> Iterator[object]:
@@ -36,7 +46,7 @@ def held(work: Work) -> Work:
     return alone
 
 
-@space.lent(lambda spec, log: space.seconds(spec))
+@space.on_zero_gpu(lambda spec, log: space.seconds(spec))
 def _play(spec: Comparison, log: Log | None) -> Generator[Lines, None, None]:
     """The run, 15 times a second what is new of it; `log` learns of the engine where both are in one process."""
 
@@ -68,8 +78,8 @@ def run(spec: Comparison, log: Log) -> Iterator[str]:
                 for new in batches:
                     yield log.take(new)
         except Exception as error:  # from whoever lends the GPU: the engine tells its own failures
-            said = getattr(error, "message", None) or str(error) or type(error).__name__
-            reason = f"{'the GPU is gone' if log.started else 'no GPU for this run'}: {said}"
+            message = getattr(error, "message", None) or str(error) or type(error).__name__
+            reason = f"{'the GPU is gone' if log.started else 'no GPU for this run'}: {message}"
             log.add([Failed(reason)])
     if log.failure:
         trace = _stand_in(spec) if reason and not log.started else None
@@ -77,7 +87,7 @@ def run(spec: Comparison, log: Log) -> Iterator[str]:
 
 
 def no_gpu(spec: Comparison) -> str:
-    """Why a model that does not ship with the project may be too large for this machine; empty where there is a GPU."""
+    """Return why an external model may be too large for this machine; "" if there is a GPU."""
     if spec.target in EMBEDDED or spec.all_remote or best_device().type != "cpu":
         return ""
     return f"{spec.target} needs a GPU and there is none here"
@@ -101,16 +111,16 @@ def compare(spec: Comparison) -> dict[str, object]:
 
 def free_memory() -> str:
     """Forget every loaded model and end the servers that were started; says which."""
-    held = session().loaded()
+    loaded = session().loaded()
     session().unload()
-    names = ", ".join(name for name, _ in held)
-    freed = f"freed {sum(size for _, size in held) / 1e6:.0f} MB: {names}" if held else "no models were loaded"
+    names = ", ".join(name for name, _ in loaded)
+    freed = f"freed {sum(size for _, size in loaded) / 1e6:.0f} MB: {names}" if loaded else "no models were loaded"
     ended = ENGINES.end()
     return f"{freed}; servers ended: {ended}" if ended else freed
 
 
 def preload(presets: Iterable[Preset]) -> None:
-    """Load the models while the visitor reads; what fails here is said when Run is pressed."""
+    """Load the models while the visitor reads. Errors are shown when Run is pressed."""
     for chosen in presets:
         with contextlib.suppress(Exception):
             session().place_models(chosen.validated())

@@ -14,7 +14,7 @@ from specdemo.ui.views import Failed, Shown, view
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """Some lines of a log and what they amount to; plain data, since on a lent GPU it crosses from another process."""
+    """Lines of a log and their totals; plain data, because on ZeroGPU they come from another process."""
 
     text: str
     started: bool = False
@@ -67,7 +67,9 @@ class Log(Job):
 
     @property
     def own(self) -> bool:
-        """Whether the visitor asked for what is on show, a run or a file; a preset's recorded race comes by itself."""
+        """Return whether the visitor requested what is shown, a run or a file, as opposed to a preset's recorded
+        race.
+        """
         begins = self.started or not (self.failure or self.stopped)
         return not self.still and (begins or self._own_before)
 
@@ -90,7 +92,7 @@ class Log(Job):
         self.text, self.recorded = opening(recorded=True), True
         return self.add([Note(why), *replay(trace)])
 
-    def ask_to_stop(self) -> str:
+    def request_stop(self) -> str:
         return self.text  # `stop` does not take long
 
     def stop(self) -> str:

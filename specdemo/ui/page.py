@@ -1,8 +1,8 @@
 """The page: `build` draws it, `serve` shows it.
 
-The whole view is one component whose value is an append-only log (views.py) that race.js draws. Events of one group
-share the engine: one runs, the others queue and see their place. Everything that needs torch is behind
-`lazy_imports.live`, so that the page is there before torch is.
+The view is one component whose value is an append-only log (views.py), drawn by race.js. Events of one group share the
+engine: one runs, the others queue and see their position. Code that needs torch is imported through
+`lazy_imports.live`, so that the page appears before torch is loaded.
 """
 
 import gc
@@ -52,7 +52,7 @@ class Race(Log):
 
 
 class Visits(Jobs[Log]):
-    """What the events of the Race tab do, for every visitor."""
+    """Events of the Race tab for every visitor."""
 
     def __init__(self, start: Preset, allow_any_model: bool, store: Store | None = None) -> None:
         super().__init__("race", store)
@@ -79,7 +79,7 @@ class Visits(Jobs[Log]):
         return Race(before=last, spec=live().follow_up(last.spec, last.trace, message))
 
     def offer(self, request: gr.Request, values: Values) -> Values:
-        """What asks on, shown when the run on show is a chat of this page; empty again once its message is answered."""
+        """Show the follow-up prompt if the visible run is a chat of this page; empty after its message is answered."""
         log = self.last(request)
         shown: Values = {"row": gr.update(visible=log is not None and log.is_chat)}
         if log is None or log.spec is None or not log.ended or log.spec.prompt != values["message"]:
@@ -91,10 +91,10 @@ class Visits(Jobs[Log]):
         log = open_trace(path, space.bounds())
         if log.ended:
             self.keep(request, log)
-        return str(log.whole()["view"])
+        return str(log.final_updates()["view"])
 
     def first(self, request: gr.Request) -> object:
-        """What is on show before anything has run: the recorded race of the preset. A link is another matter."""
+        """Return the initial view: the recorded race of the preset, unless a link was opened."""
         return gr.skip() if is_link(request.query_params) else self.select(request, self._start.id)
 
     def select(self, request: gr.Request, preset_id: str | None) -> object:
@@ -170,8 +170,8 @@ def _free_memory() -> None:
 
 def _lanes(chosen: Preset) -> str:
     """A log that shows the lanes of a preset, empty."""
-    whole = preset(chosen.id)
-    obstacle = why_not(whole) if chosen.target == whole.target else ""
+    full = preset(chosen.id)
+    obstacle = why_not(full) if chosen.target == full.target else ""
     return waiting([live().lane_name(lane) for lane in chosen.validated().lanes], obstacle)
 
 
@@ -198,11 +198,13 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
         with gr.Tabs(overflow_behavior="wrap"):
             with gr.Tab("Race", id="race"):
                 form = _race_tab(page, visits, first, allow_any_model)
-                ask = gr.Button("And on an H100?", elem_id="ask")  # clicked by the one below the results, in race.js
+                estimate_button = gr.Button(
+                    "And on an H100?", elem_id="ask"
+                )  # clicked by the one below the results, in race.js
             with gr.Tab("Sweep", id="sweep") as tab:
                 suite = sweep.draw(page, tab, store)
             with gr.Tab("What if", id="what-if") as tab:
-                whatif.draw(tab, ask, whatif.Questions(visits.on_show, allow_any_model))
+                whatif.draw(tab, estimate_button, whatif.Questions(visits.on_show, allow_any_model))
             with gr.Tab("Lab", id="lab") as tab:
                 lab.draw(page, form, suite, tab, store)
             with gr.Tab("How it works", id="how"):
@@ -242,15 +244,15 @@ def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: b
     link = gr.Textbox(label="Link to this comparison", visible=False, buttons=["copy"], elem_id="link")
     repeat = gr.Button("Repeat", elem_id="repeat")  # clicked by the badge of a noisy run, in tiles.js
     form.wire(page)
-    asked = {"message": message}
+    inputs = {"message": message}
     starts: list[Start] = [
         ([run.click], visits.race, form.inputs),
-        ([again.click, message.submit], visits.follow, asked),
+        ([again.click, message.submit], visits.follow, inputs),
         ([repeat.click], visits.repeat, {}),
     ]
-    held = [run, opened, again, repeat]
-    for racing in wire(visits, starts, {"view": view}, stop, held, place, assets.text("linked.js")):
-        named(racing.success, visits.offer, asked, {"row": row, **asked}, **QUIET)
+    actions = [run, opened, again, repeat]
+    for racing in wire(visits, starts, {"view": view}, stop, actions, place, assets.text("linked.js")):
+        named(racing.success, visits.offer, inputs, {"row": row, **inputs}, **QUIET)
     wire_share(share, visits.share, form.inputs, link)
     gr.on(form.edits, lambda: gr.update(visible=False), None, link, trigger_mode="once", **QUIET)
     opened.upload(visits.open, opened, view, **QUIET)
@@ -271,9 +273,9 @@ def _show_what_is_chosen(page: gr.Blocks, visits: Visits, form: Controls, view: 
     page.load(visits.first, None, view, **QUIET)
     for choice in (form.parts["chips"], form.parts["more"]):
         choice.input(visits.select, choice, view, **QUIET)
-    asked = gr.State()
-    linked = page.load(visits.read_link, None, asked, **QUIET)
-    given = {"asked": asked, **form.inputs, **form.drawn}
+    requested = gr.State()
+    linked = page.load(visits.read_link, None, requested, **QUIET)
+    given = {"asked": requested, **form.inputs, **form.drawn}
     restored = named(linked.then, visits.restore, given, {**form.parts, "view": view}, **QUIET)
     shown = restored.then(None, None, None, js=assets.text("unhold.js"), **QUIET)
     form.relabel(shown.then)  # with all that was restored and is drawn, which changes one by one may not see
@@ -287,7 +289,7 @@ def _endpoints(allow_any_model: bool) -> None:
 
         preset_id: a preset, e.g. "embedded-draft". overrides: settings to change, e.g. {"k": 7, "temperature": 0.8}.
         """
-        spec = _asked(preset_id, overrides, allow_any_model)
+        spec = _link_values(preset_id, overrides, allow_any_model)
         yield from live().run(spec, Log())
 
     def compare(preset_id: str = DEFAULT, overrides: dict[str, object] | None = None) -> dict[str, object]:
@@ -295,7 +297,7 @@ def _endpoints(allow_any_model: bool) -> None:
 
         preset_id: a preset, e.g. "embedded-draft". overrides: settings to change, e.g. {"k": 7, "temperature": 0.8}.
         """
-        spec = _asked(preset_id, overrides, allow_any_model)
+        spec = _link_values(preset_id, overrides, allow_any_model)
         try:
             return dict(live().compare(spec))
         except ValueError as error:
@@ -305,7 +307,7 @@ def _endpoints(allow_any_model: bool) -> None:
     gr.api(compare, api_name="compare", **ENGINE)
 
 
-def _asked(preset_id: str, overrides: dict[str, object] | None, allow_any_model: bool) -> object:
+def _link_values(preset_id: str, overrides: dict[str, object] | None, allow_any_model: bool) -> object:
     try:
         return changed(preset_id, overrides, allow_any_model).validated()
     except ValueError as error:

@@ -1,7 +1,7 @@
-"""Where the page runs: at home, on a public machine, on GPUs that Hugging Face lends by the call (ZeroGPU).
+"""Environment of the page: a private machine, a public machine, or ZeroGPU of Hugging Face.
 
-SPACES_ZERO_GPU is set where a GPU is lent: the function marked by `lent` runs in a forked process that has it, what it
-yields is pickled, and models have to be in place in the first process before.
+On ZeroGPU SPACES_ZERO_GPU is set. A function decorated with `on_zero_gpu` runs in a forked process with a GPU. Its
+results are pickled, and models must be loaded in the parent process before.
 """
 
 import os
@@ -25,9 +25,9 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def zero_gpu() -> bool:
-    """True where a GPU is lent by the call."""
-    asked = os.environ.get("SPACES_ZERO_GPU", "").lower() in ("1", "t", "true")  # as `spaces` reads it
-    return asked and find_spec("spaces") is not None
+    """Return True on ZeroGPU."""
+    enabled = os.environ.get("SPACES_ZERO_GPU", "").lower() in ("1", "t", "true")  # as `spaces` reads it
+    return enabled and find_spec("spaces") is not None
 
 
 def turn_s() -> float:
@@ -36,12 +36,12 @@ def turn_s() -> float:
 
 
 def bounds() -> JsonLimits:
-    """Of a file that a visitor opens."""
+    """Return the limits of a file that a visitor opens."""
     return PUBLIC_FILE_LIMITS if limits.public() else FILE_LIMITS
 
 
-def lent(duration: Callable[..., int]) -> Callable[[Function], Function]:
-    """A decorator: the generator runs where a GPU is lent, for `duration(its arguments)` seconds; else as it is."""
+def on_zero_gpu(duration: Callable[..., int]) -> Callable[[Function], Function]:
+    """Return a decorator that runs a generator on ZeroGPU for `duration(*args)` seconds, or unchanged elsewhere."""
     if not zero_gpu():
         return lambda function: function
     decorator: Callable[[Function], Function] = import_module("spaces").GPU(duration=duration)
@@ -49,6 +49,6 @@ def lent(duration: Callable[..., int]) -> Callable[[Function], Function]:
 
 
 def seconds(spec: Comparison) -> int:
-    """What a run may take at the most, loaded models given: the shorter the estimate, the sooner a GPU is lent."""
+    """Return the longest possible duration of a run with loaded models. Shorter estimates get a GPU sooner."""
     rate = EMBEDDED_RATE if spec.target in EMBEDDED else RATE
     return min(LEND_S, START_S + ceil(spec.repeats * (len(spec.lanes) + 1) * spec.max_new_tokens / rate))

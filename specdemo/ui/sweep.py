@@ -20,7 +20,7 @@ from specdemo.presets import limits
 from specdemo.presets.files import DEFAULT, load_presets, preset
 from specdemo.presets.link import is_sweep
 from specdemo.ui import assets, space
-from specdemo.ui.controls import address, whole_number, wire_share
+from specdemo.ui.controls import address, integer, wire_share
 from specdemo.ui.job import QUIET, Engine, Job, Jobs, Packed, Store, Values, named, opening, refusal, to_line, wire
 from specdemo.ui.lazy_imports import live
 from specdemo.ui.views import view
@@ -44,7 +44,7 @@ class Sweeping(Job):
         super().__init__(opening() + text)
         self.result: Result | None = None
         self.file: tuple[str, Packed] | None = before.file if before else None
-        self._told: tuple[int, str] | None = None
+        self._last_progress: tuple[int, str] | None = None
         self._stopping = False
 
     @classmethod
@@ -57,23 +57,23 @@ class Sweeping(Job):
             yield measure(report, cancelled)
 
         sweeping = cls(to_line({"type": "start", "name": name}), before)
-        sweeping.engine = Engine(live().held(work))
+        sweeping.engine = Engine(live().with_engine_lock(work))
         return sweeping
 
     @property
     def size(self) -> int:
         return super().size + (self.file[1].size if self.file else 0)
 
-    def ask_to_stop(self) -> str:
+    def request_stop(self) -> str:
         self._stopping = True
-        return super().ask_to_stop()
+        return super().request_stop()
 
     def add(self, messages: Iterable[Any]) -> str:
         for message in messages:
             if isinstance(message, Result):
                 self.conclude(message, recorded=False)
             else:
-                self._say(view(message))
+                self._emit(view(message))
         return self.text
 
     def conclude(self, result: Result, recorded: bool) -> None:
@@ -82,7 +82,7 @@ class Sweeping(Job):
         self.file = f"specdemo-{result.suite}.json", Packed(to_json(result))
         self.text += result_line(result, recorded)
 
-    def beside(self) -> Values:
+    def extra_updates(self) -> Values:
         """The curves; of a suite without speed-ups the table says all."""
         if self.result is None:
             return {}
@@ -91,32 +91,32 @@ class Sweeping(Job):
         except ValueError:
             return {"chart": gr.update(visible=False)}
 
-    def whole(self) -> Values:
-        shown = super().whole()
+    def final_updates(self) -> Values:
+        shown = super().final_updates()
         self.result = None  # `file` is kept
         return shown
 
-    def _say(self, line: dict[str, Any]) -> None:
-        """Of the progress what a reader can see; of an end that was asked for nothing."""
-        told = (int(100 * line["share"]), line["text"]) if line["type"] == "loading" else None
-        if (told and told == self._told) or (self._stopping and line["type"] == "error"):
+    def _emit(self, line: dict[str, Any]) -> None:
+        """Emit visible progress. Nothing is emitted at the end of a stopped sweep."""
+        progress = (int(100 * line["share"]), line["text"]) if line["type"] == "loading" else None
+        if (progress and progress == self._last_progress) or (self._stopping and line["type"] == "error"):
             return
-        self._told = told
+        self._last_progress = progress
         self.text += to_line(line)
 
 
 def result_line(result: Result, recorded: bool) -> str:
-    """What the view shows; of what no one checked, such as a stranger's config, words alone."""
+    """Return the data of the view. Unchecked parts, such as a foreign config, are reduced to text."""
     rows = [{name: _cell(value) for name, value in row.items()} for row in result.rows]
     verdict = best(result) or (result.remarks[0] if result.remarks else "this suite measures no speed-up.")
     remarks = [*result.remarks, *filter(None, [noisy(result)])]
-    told = {"axis": result.axis, "rows": rows, "remarks": remarks, "verdict": verdict}
+    payload = {"axis": result.axis, "rows": rows, "remarks": remarks, "verdict": verdict}
     where = [str(result.environment[name]) for name in ("device", "date") if result.environment.get(name)]
     repeats = f"{result.repeats} repeat{'s' * (result.repeats != 1)}"
     config = {name: v for name, v in result.config.items() if isinstance(v, str | int | float) and v != "auto"}
     chosen = [f"{name.replace('_', ' ')} {value}" for name, value in config.items()]
-    told |= {"where": where, "conditions": " · ".join([f"suite {result.suite}", repeats, *chosen])}
-    return to_line({"type": "result", "recorded": recorded, **told})
+    payload |= {"where": where, "conditions": " · ".join([f"suite {result.suite}", repeats, *chosen])}
+    return to_line({"type": "result", "recorded": recorded, **payload})
 
 
 def _cell(value: object) -> object:
@@ -129,16 +129,16 @@ def _cell(value: object) -> object:
 def begin(values: Values, last: Sweeping | None) -> Sweeping:
     """The sweep the controls describe. Raises ValueError with one line."""
     live()  # brings torch along, under its lock; a preset's methods are checked here
-    asked = admit(from_values(values))
-    on = asked.preset if takes(asked.sweep, "preset") else None
-    return Sweeping.measuring(", ".join(filter(None, (swept()[asked.sweep].title, on))), asked.suite().run, last)
+    sweep = admit(from_values(values))
+    on = sweep.preset if takes(sweep.sweep, "preset") else None
+    return Sweeping.measuring(", ".join(filter(None, (swept()[sweep.sweep].title, on))), sweep.suite().run, last)
 
 
 Begin = Callable[[Values, Sweeping | None], Sweeping]
 
 
 class Sweeps(Jobs[Sweeping]):
-    """What the events of a tab do, for every visitor."""
+    """Events of the tab for every visitor."""
 
     def open(self, request: gr.Request, values: Values) -> Values:
         """A stored result, or why the file is none."""
@@ -161,7 +161,7 @@ class Sweeps(Jobs[Sweeping]):
         shown.conclude(result, recorded=True)
         shown.ended, shown.stands_in = True, stands_in
         self.keep(request, shown)
-        return shown.whole()
+        return shown.final_updates()
 
     def save(self, request: gr.Request) -> dict[str, str]:
         """The result on show as a file's name and text."""
@@ -174,20 +174,20 @@ class Sweeps(Jobs[Sweeping]):
 
 def from_values(values: Values) -> Sweep:
     """The sweep the controls describe. Raises ValueError with one line."""
-    counts = {name: whole_number(name, values[name]) for name in ("repeats", "new_tokens")}
+    counts = {name: integer(name, values[name]) for name in ("repeats", "new_tokens")}
     return Sweep().changed(**values | counts)
 
 
-def admit(asked: Sweep) -> Sweep:
+def admit(sweep: Sweep) -> Sweep:
     """The sweep again. Raises ValueError on a public page for one that is too large for it."""
-    limits.admit(limits.fit(preset(asked.preset)).with_changes(max_new_tokens=asked.new_tokens))
+    limits.admit(limits.fit(preset(sweep.preset)).with_changes(max_new_tokens=sweep.new_tokens))
     most = limits.here().sweep_repeats
-    if asked.repeats > most:
-        raise ValueError(f"this public page repeats a sweep {most} times at most, not {asked.repeats}; {limits.HOME}")
-    reason = live().no_gpu(preset(asked.preset).validated()) if limits.public() else ""
+    if sweep.repeats > most:
+        raise ValueError(f"this public page repeats a sweep {most} times at most, not {sweep.repeats}; {limits.HOME}")
+    reason = live().no_gpu(preset(sweep.preset).validated()) if limits.public() else ""
     if reason:
         raise ValueError(f"{reason}; {limits.HOME}")
-    return asked
+    return sweep
 
 
 def share(values: Values) -> str:
@@ -199,9 +199,9 @@ def restore(request: gr.Request, _: Values) -> Values:
     """The controls a link to a sweep asks for and a text of what was refused. It runs nothing."""
     if not is_sweep(request.query_params):
         return {}
-    asked, refused = Sweep().from_query(request.query_params)
+    sweep, refused = Sweep().from_query(request.query_params)
     notes = opening() + "".join(to_line({"type": "note", "text": text}) for text in refused)
-    return {**asked.model_dump(), "view": notes}
+    return {**sweep.model_dump(), "view": notes}
 
 
 def draw(page: gr.Blocks, tab: gr.Tab, store: Store) -> gr.Radio:

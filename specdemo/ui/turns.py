@@ -1,12 +1,14 @@
-"""Whose turn it is on the engine: Gradio's queue, but fair by visitor.
+"""Fair queue of the engine: Gradio's queue with turns by visitor.
 
-Gradio's own is first come, first served: one visitor may fill it, the next is refused. Taking its place costs less than
-a turnstile behind it: those who wait hold no thread, and the page shows place and time by Gradio's own messages.
+Gradio's queue is first come, first served: one visitor may fill it, and the next is rejected. Replacing it costs less
+than a second queue behind it: waiting calls hold no thread, and the page shows position and time through Gradio's
+messages.
 
-Nobody has two turns while another waits: a call waits since it came or since its visitor's last turn ended, whatever is
-later, and who waits longest is next. Who had the engine for more than SHARE_S of the last hour waits until nobody else
-does; one turn is bounded by `space.turn_s`. A page names its session itself: a visitor is an address and a session, and
-calls without a session are one visitor. An address, which a whole class may share, has a share and places too.
+No visitor has two turns while another waits. The waiting time of a call starts when it arrives or when its visitor's
+last turn ends, whichever is later; the longest wait is next. A visitor who used the engine for more than SHARE_S of the
+last hour waits for all others. One turn is bounded by `space.turn_s`. A page chooses its session id itself, so a
+visitor is an address plus a session, and calls without a session are one visitor. An address, which a whole class may
+share, has its own share and number of places.
 """
 
 import time
@@ -34,7 +36,7 @@ Visitor = tuple[str, str]
 
 
 class Turns:
-    """Who had the engine, and when."""
+    """Past and current turns on the engine."""
 
     def __init__(self) -> None:
         self._past: deque[tuple[Visitor, float, float]] = deque(maxlen=TURNS)
@@ -45,19 +47,19 @@ class Turns:
         self._now = call, visitor, now
 
     def end(self, now: float, call: str | None = None) -> None:
-        """Of the turn that is on, if it is this call's."""
+        """End the current turn if it belongs to this call."""
         if self._now is not None and call in (None, self._now[0]):
-            _, visitor, begun = self._now
-            self._past.append((visitor, begun, now))
+            _, visitor, start = self._now
+            self._past.append((visitor, start, now))
             self._now = None
 
     def order(self, waiting: list[tuple[str, Visitor, float]], now: float) -> list[str]:
         """The calls in the order of their turns, from call, visitor and when it came."""
         used: Counter[Visitor | str] = Counter()
         last: dict[Visitor, float] = {}
-        for visitor, begun, ended in self._past:
+        for visitor, start, ended in self._past:
             if ended > now - HOUR_S:
-                used.update({visitor: ended - begun, visitor[0]: ended - begun})
+                used.update({visitor: ended - start, visitor[0]: ended - start})
                 last[visitor] = ended
         if self._now is not None:
             last[self._now[1]] = now
@@ -70,8 +72,8 @@ class Turns:
         return sorted(places, key=places.__getitem__)
 
     def seconds(self, waiting: int, now: float) -> list[float]:
-        """When so many calls will have had their turns, as far as the last ten tell."""
-        recent = [ended - begun for _, begun, ended in list(self._past)[-10:]]
+        """Estimate when `waiting` calls will have had their turns, from the last ten turns."""
+        recent = [ended - start for _, start, ended in list(self._past)[-10:]]
         usual = sum(recent) / len(recent) if recent else FIRST_S
         rest = max(usual - (now - self._now[2]), 0.0) if self._now else 0.0
         return [rest + usual * place for place in range(1, waiting + 1)]
@@ -139,7 +141,7 @@ class FairQueue(Queue):
             lane.queue.sort(key=lambda event: order[event._id])
 
     def _full(self, address: str, session: str) -> str:
-        """Why a visitor cannot wait here; empty where there is a place."""
+        """Return why a visitor cannot queue; "" if there is room."""
         waiting = [_visitor(event) for lane in self.event_queue_per_concurrency_id.values() for event in lane.queue]
         if waiting.count((address, session)) >= VISITOR_PLACES:
             return f"{VISITOR_PLACES} of your calls are waiting already; let one of them end first"

@@ -1,7 +1,7 @@
-"""What the page shows of a run, as plain data: one JSON line per message, one CSV row per token.
+"""Data of the page for a run: one JSON line per message, one CSV row per token.
 
-A log is such lines, append-only; its first line names the run, so a reader can tell a new run from a longer one. The
-lines are documented for API users in `reference.md`.
+A log consists of such lines and is append-only. Its first line names the run, so that a reader can distinguish a new
+run from a longer one. `reference.md` documents the lines for API users.
 """
 
 import csv
@@ -23,7 +23,7 @@ Fate = Literal["accepted", "rejected", "not reached"]
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """How far the models are loaded: share 0..1."""
+    """Progress of loading the models, 0..1."""
 
     share: float
     text: str
@@ -31,7 +31,7 @@ class Loading:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Why there is no run, in one line."""
+    """Reason why there is no run, in one line."""
 
     text: str
 
@@ -67,10 +67,10 @@ def finish(trace: RunTrace) -> str:
 
 
 def fates(event: StepEvent) -> list[Fate | None]:
-    """What became of every drafted node of row 0; None where nothing was drafted.
+    """Return the outcome of every draft token of row 0; None for absent ones.
 
-    Siblings are tried in order until one is accepted: those behind it, nodes below a refused one and those behind the
-    end of the text are not reached.
+    Siblings are tried in order until one is accepted. Later siblings, nodes below a rejected one and nodes after the
+    end of the text are not verified.
     """
     emitted = len(event.emitted[0])
     path = event.path[0][: emitted + 1]

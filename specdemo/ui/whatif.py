@@ -1,5 +1,5 @@
-"""The tab "What if": what a run kept, on a machine, at a load or with a draft that is not here. Needs no torch: every
-answer is a prediction of milliseconds, made anew at each change of a control.
+"""The What if tab: a run's acceptance combined with another machine, load or draft. Needs no torch: every answer is a
+prediction that takes milliseconds, computed at each change of a control.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +48,9 @@ class Start:
 
 
 def start_of(trace: RunTrace, index: int, words: str, allow_any_model: bool = False) -> Start:
-    """Raises ValueError, one line, for a lane of which nothing can be predicted; its names may be a stranger's."""
+    """Return the starting point of a lane. Raises ValueError, one line, if it cannot be predicted. Names may be foreign
+    text.
+    """
     lane, config = trace.lanes[index], trace.config
     target, model = str(config.get("target")), lane.options.get("model")
     for name in (target, model):
@@ -94,32 +96,32 @@ def recorded_start(preset_id: str) -> Start:
     return start_of(trace, 1, f"Recorded: {recorded_starts()[preset_id]}")
 
 
-def foretold(start: Start, asked: Values) -> Prediction:
+def predict_for(start: Start, values: Values) -> Prediction:
     """asked: the values of the controls. Raises ValueError with one line."""
-    if asked["target"] not in {start.target, *_listed()}:
-        raise ValueError(f"unknown target {str(asked['target'])[:60]!r}; choose one from the list")
-    same = asked["draft"] == SAME
-    name, _, model = str(asked["draft"]).partition(":")
+    if values["target"] not in {start.target, *_listed()}:
+        raise ValueError(f"unknown target {str(values['target'])[:60]!r}; choose one from the list")
+    same = values["draft"] == SAME
+    name, _, model = str(values["draft"]).partition(":")
     prediction = predict(
-        asked["target"],
-        device=asked["machine"],
+        values["target"],
+        device=values["machine"],
         method=start.method if same else name,
         model=start.model if same else model or None,
-        dtype=asked["dtype"],
-        quantization=start.quantization if asked["target"] == start.target else None,
-        batch=int(asked["batch"]),
-        context=int(asked["context"]),
-        acceptance=start.acceptance if asked["kept"] == SAME else [asked["rate"]],
+        dtype=values["dtype"],
+        quantization=start.quantization if values["target"] == start.target else None,
+        batch=int(values["batch"]),
+        context=int(values["context"]),
+        acceptance=start.acceptance if values["kept"] == SAME else [values["rate"]],
         options=start.options if same else {},
     )
-    if asked["size"] == 1.0:
+    if values["size"] == 1.0:
         return prediction
-    draft = _resized(prediction.scene.draft, float(asked["size"]))
-    return predicted(replace(prediction.scene, draft=draft), notes=prediction.notes)
+    draft = _resized(prediction.scenario.draft, float(values["size"]))
+    return predicted(replace(prediction.scenario, draft=draft), notes=prediction.notes)
 
 
 def _resized(draft: Drafting, times: float) -> Drafting:
-    """With layers so many times as large; the words they choose from stay."""
+    """Return the draft with layers scaled by `times`; its vocabulary stays."""
 
     def resized(shape: Shape | None) -> Shape | None:
         if shape is None:
@@ -129,26 +131,26 @@ def _resized(draft: Drafting, times: float) -> Drafting:
     return replace(draft, first=resized(draft.first), further=resized(draft.further), own=resized(draft.own))
 
 
-def told(start: Start, p: Prediction, k: int) -> dict[str, object]:
-    """What the view draws."""
+def to_view(start: Start, p: Prediction, k: int) -> dict[str, object]:
+    """Return the data of the view."""
     row = next((row for row in p.rows if row.k == k), p.best)
-    where = p.scene.device.profile
+    where = p.scenario.device.profile
     source = f"measured {where.measured.date}" if where.measured else "by its datasheet"
     verify = row.verify_ms / row.v
     parts = {"draft": 0.0, "verify": verify, "other": p.plain_ms - verify}
     return {
-        "at": {"k": row.k, "batch": p.scene.batch},
+        "at": {"k": row.k, "batch": p.scenario.batch},
         "rows": [_row(row) for row in p.rows],
         "loads": [{"batch": g.batch, "k": g.k, "speedup": _three(g.speedup), "fits": g.fits} for g in p.loads],
         "plain": {"parts": parts, "tokens_per_s": p.plain_tokens_per_s.value},
         "memory_gb": p.memory_gb,
         "room_gb": where.memory_gb.value,
         "best": p.best_k,
-        "recorded": p.scene.acceptance.longest,
+        "recorded": p.scenario.acceptance.longest,
         "word": row.speedup.label,
         "interval": row.speedup.interval(),
         "sentence": sentence(p, row),
-        "where": f"{where.title} · {p.scene.device.dtype} · {source}",
+        "where": f"{where.title} · {p.scenario.device.dtype} · {source}",
         "measured": {"k": start.k, "speedup": start.speedup.value} if start.speedup else None,
         "from": start.words,
         "notes": list(p.notes),
@@ -156,8 +158,8 @@ def told(start: Start, p: Prediction, k: int) -> dict[str, object]:
 
 
 def sentence(p: Prediction, row: Row) -> str:
-    """What limits the draft length that was chosen, and what would be better."""
-    texts = "one text" if p.scene.batch == 1 else f"{p.scene.batch} texts"
+    """Return the bottleneck at the chosen draft length and a better one."""
+    texts = "one text" if p.scenario.batch == 1 else f"{p.scenario.batch} texts"
     words = [
         f"With k = {row.k} and {texts} a step takes {row.step_ms / p.plain_ms:.2f} plain ones and yields "
         f"{row.tokens.value:.2f} tokens; {row.limit} limits it most."
@@ -167,9 +169,9 @@ def sentence(p: Prediction, row: Row) -> str:
     elif p.best_k != row.k:
         words.append(f"k = {p.best_k} would be best: {p.best.speedup.format()}.")
     advised = [row, p.best] if p.best_k else [row]
-    words += dict.fromkeys(filter(None, map(p.beyond, advised)))
-    if p.dies is not None and p.best_k:
-        words.append(f"From {p.dies} texts at once on nothing gains.")
+    words += dict.fromkeys(filter(None, map(p.extrapolation_note, advised)))
+    if p.break_even_batch is not None and p.best_k:
+        words.append(f"From {p.break_even_batch} texts at once on nothing gains.")
     if p.too_large:
         words.append(p.too_large)
     return " ".join(words)
@@ -186,8 +188,9 @@ def _three(number: Estimate) -> list[float | None]:
 
 
 class Questions:
-    """What the events of the tab do, for every visitor. shown: the run on show in a visitor's Race, and whether it is
-    the visitor's own."""
+    """Events of the tab for every visitor. shown: the run in a visitor's Race tab, and whether it is the visitor's
+    own.
+    """
 
     def __init__(self, shown: Callable[[gr.Request], tuple[RunTrace, bool] | None], allow_any_model: bool) -> None:
         self._shown, self._any = shown, allow_any_model
@@ -198,7 +201,7 @@ class Questions:
         chosen = values["start"] if values["start"] in {*lanes, *recorded_starts()} and values["state"] else None
         return self._begin(request, lanes, chosen, values)
 
-    def ask(self, request: gr.Request, values: Values) -> Values:
+    def start_from_race(self, request: gr.Request, values: Values) -> Values:
         """The run on show on another machine."""
         return self._begin(request, self._lanes(request), None, values | {"machine": ELSEWHERE, "state": None})
 
@@ -218,7 +221,7 @@ class Questions:
             "rate": gr.update(visible=values["kept"] == OWN),
         }
         try:
-            return shown | {"view": json_text(told(start, foretold(start, values), int(values["k"])))}
+            return shown | {"view": json_text(to_view(start, predict_for(start, values), int(values["k"])))}
         except ValueError as error:
             return shown | {"view": _refused(error)}
 
@@ -246,7 +249,7 @@ class Questions:
         return update | filled | answer | {"state": start, "rate": rate, "target": target}
 
     def _lanes(self, request: gr.Request) -> dict[str, tuple[RunTrace, int, str]]:
-        """The lanes of the run on show of which something can be foretold."""
+        """Return the lanes of the visible run that can be predicted."""
         shown = self._shown(request)
         if shown is None:
             return {}
@@ -279,7 +282,7 @@ def _drafts() -> list[tuple[str, str]]:
     return [("as in the run", SAME), *((TITLES[name], name) for name in USUAL), *models]
 
 
-def draw(tab: gr.Tab, ask: gr.Button, questions: Questions) -> None:
+def draw(tab: gr.Tab, estimate_button: gr.Button, questions: Questions) -> None:
     """The tab, inside the current Blocks. ask: takes the run on show here."""
     gr.Markdown(assets.text("whatif.md"), elem_id="whatif-about")
     given: dict[str, Component] = {"state": gr.State(), **_where(), **_other()}
@@ -287,8 +290,8 @@ def draw(tab: gr.Tab, ask: gr.Button, questions: Questions) -> None:
     parts = {**given, "view": view}
     named(tab.select, questions.open, given, parts, **QUIET)
     named(_changed(given["start"]), questions.begin, given, parts, **QUIET)
-    asked = named(ask.click, questions.ask, given, parts, **QUIET)
-    asked.then(None, None, None, js=assets.to_tab("what-if"), **QUIET)
+    event = named(estimate_button.click, questions.start_from_race, given, parts, **QUIET)
+    event.then(None, None, None, js=assets.to_tab("what-if"), **QUIET)
     changes = [_changed(part) for name, part in given.items() if name not in ("state", "start")]
     shown = {name: parts[name] for name in ("dtype", "rate", "view")}
     named(partial(gr.on, changes, trigger_mode="always_last"), questions.answer, given, shown, **QUIET)
@@ -327,12 +330,12 @@ def _other() -> dict[str, Component]:
         target = gr.Dropdown(_targets(first), value=first, label="Target", elem_id="whatif-target", min_width=220)
         draft = gr.Dropdown(_drafts(), value=SAME, label="Draft", elem_id="draft", min_width=220)
         size = _chips([(words, times) for times, words in SIZES.items()], 1.0, "The draft's size", "size")
-        kept = _chips([("as in the run", SAME), ("a rate of my own", OWN)], SAME, "What is kept", "kept")
+        acceptance_choice = _chips([("as in the run", SAME), ("a rate of my own", OWN)], SAME, "What is kept", "kept")
         rate = gr.Slider(
             0.05, 0.98, ASSUMED, step=0.01, label="A guess is kept", info="where those before it were", visible=False,
             elem_id="rate", min_width=220,
         )  # fmt: skip
-    return {"target": target, "draft": draft, "size": size, "kept": kept, "rate": rate}
+    return {"target": target, "draft": draft, "size": size, "kept": acceptance_choice, "rate": rate}
 
 
 def _chips(

@@ -20,8 +20,8 @@ from specdemo.core.estimate import Estimate
 from specdemo.engine.loop import never_cancelled
 from specdemo.presets.files import preset
 from specdemo.presets.serve import Program
-from specdemo.servers.counters import Told
-from specdemo.servers.started import Installed
+from specdemo.servers.counters import ServerStats
+from specdemo.servers.process import Installed
 from tests.completion_server import completion_server, piece
 
 WORDS = ["Once", " upon", " a", " time"]
@@ -121,7 +121,7 @@ def test_the_command_writes_numbers_and_a_page(servers, tmp_path, capsys):
 
 def test_goodput_counts_what_keeps_both_bounds():
     answers = [Answer(0, "", 5, ttft, [gap] * 4) for ttft, gap in ((10.0, 1.0), (30.0, 1.0), (10.0, 9.0))]
-    point = Point(answers, 2.0, Told())
+    point = Point(answers, 2.0, ServerStats())
     assert point.throughput == 7.5
     assert [answer.per_token for answer in answers] == [2.8, 6.8, 9.2]
     assert [point.goodput(*b) for b in ((None, None), (20.0, None), (None, 7.0), (20.0, 7.0))] == [1.5, 1.0, 1.0, 0.5]
@@ -297,8 +297,8 @@ def set_in(point, path, value):
 )
 def test_a_damaged_round_is_refused_by_file_and_line(tmp_path, path, value, reason):
     journal = tmp_path / "load.json.rounds"
-    point = {"answers": [asdict(Answer(0, "a", 3, 1.0, [1.0]))], "seconds": 1.0, "told": asdict(Told())}
-    Journal(journal, {}).put("first", {"Baseline": Point([Answer(0, "a", 3, 1.0, [1.0])], 1.0, Told())})
+    point = {"answers": [asdict(Answer(0, "a", 3, 1.0, [1.0]))], "seconds": 1.0, "told": asdict(ServerStats())}
+    Journal(journal, {}).put("first", {"Baseline": Point([Answer(0, "a", 3, 1.0, [1.0])], 1.0, ServerStats())})
     set_in(point, path, value)
     with journal.open("a", encoding="utf-8") as file:
         file.write(json.dumps(["second", {"Baseline": point}]).replace("Infinity", "1e400") + "\n")
@@ -310,7 +310,7 @@ def test_a_damaged_round_is_refused_by_file_and_line(tmp_path, path, value, reas
 
 def test_a_round_without_a_lane_is_refused_by_file_and_line(tmp_path):
     journal = tmp_path / "load.json.rounds"
-    Journal(journal, {}).put("first", {"Baseline": Point([Answer(0, "a", 3, 1.0, [1.0])], 1.0, Told())})
+    Journal(journal, {}).put("first", {"Baseline": Point([Answer(0, "a", 3, 1.0, [1.0])], 1.0, ServerStats())})
     again = Journal(journal, {})
     assert again.get("first", ["Baseline"]).keys() == {"Baseline"} and again.get("second", ["Baseline"]) is None
     with pytest.raises(ValueError, match=re.escape(f"{journal}, line 2: lanes Baseline instead of Baseline, k = 3;")):

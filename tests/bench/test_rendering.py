@@ -60,7 +60,7 @@ def of_beside(patch, folder):
     def lanes(*_):
         yield {f"{method}, {where}": lane for method in ("none", "draft_model") for where in ("here", "vLLM")}
 
-    patch.setattr(beside, "_asked", lanes)
+    patch.setattr(beside, "_timed_lanes", lanes)
     return short("beside")
 
 

@@ -278,12 +278,12 @@ def test_memory_stays_bounded(kind, session, good):
     ],
 )
 def test_counters_that_are_none_are_unknown(before, after):
-    assert counters.between(before, after) == counters.Told()
-    assert counters.between(drafted(1, 2, 1), drafted(9, 18, 9)).counters["accepted"] == 8
+    assert counters.stats_between(before, after) == counters.ServerStats()
+    assert counters.stats_between(drafted(1, 2, 1), drafted(9, 18, 9)).counters["accepted"] == 8
 
 
 def test_a_reading_that_failed_is_no_zero():
-    assert counters.between(None, drafted(9, 18, 9)) == counters.Told()
+    assert counters.stats_between(None, drafted(9, 18, 9)) == counters.ServerStats()
 
 
 def test_positions_are_as_many_as_a_trace_holds(session, good):

@@ -96,7 +96,7 @@ def test_widest_row_sets_the_verification_width(rates, k, batch):
     acceptance = Acceptance(tuple(rates))
     assert acceptance.longest_of(k, 1) == pytest.approx(acceptance.expected(k))
     assert acceptance.longest_of(k, batch) <= acceptance.longest_of(k, batch + 1) + 1e-9 <= k + 1.0 + 1e-6
-    assert 0.0 <= acceptance.whole(k, batch) <= acceptance.whole(k, batch + 1) + 1e-9 <= 1.0 + 1e-6
+    assert 0.0 <= acceptance.p_all_accepted(k, batch) <= acceptance.p_all_accepted(k, batch + 1) + 1e-9 <= 1.0 + 1e-6
 
 
 FULL = [(5, 5)] * 12 + [(0, 5), (1, 5), (2, 5), (3, 5)] * 5  # the last position was accepted 12 of 12 times

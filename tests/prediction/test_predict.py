@@ -50,7 +50,7 @@ def test_more_acceptance_never_predicts_slower(rates, place, more):
 
 @pytest.mark.parametrize("k", [1, 4, 16])
 def test_a_free_perfect_draft_gives_k_and_one(k):
-    scenario = predict("llama-8b", method="ngram", acceptance=[1.0]).scene
+    scenario = predict("llama-8b", method="ngram", acceptance=[1.0]).scenario
     free = replace(scenario.device.costs, check_ms=0.0, token_ms=0.0, row_us=0.0)
     device = replace(scenario.device, costs=free)
     found = predicted(replace(scenario, draft=Drafting(), device=device), (k,))
@@ -75,16 +75,19 @@ def test_every_method_has_a_cost_and_an_interval_around_its_value(method, device
 
 def test_no_gain_when_passes_are_compute_bound():
     found = predict("llama-8b", model="llama-1b", device="laptop-cpu")
-    assert found.dies is not None and found.dies > 1
-    at, before = (predicted(replace(found.scene, batch=batch)) for batch in (found.dies, found.dies - 1))
+    assert found.break_even_batch is not None and found.break_even_batch > 1
+    at, before = (
+        predicted(replace(found.scenario, batch=batch))
+        for batch in (found.break_even_batch, found.break_even_batch - 1)
+    )
     assert at.best_k == 0 and before.best_k > 0
     assert "costs most" in at.sentence and at.loads[-1].k == 0
 
 
 def test_trace_names_method_model_and_tokens():
     found = predict("stories", trace=RECORDED, device="laptop-cpu")
-    assert found.scene.draft.method == "draft_model" and not any("is assumed" in note for note in found.notes)
-    assert found.scene.acceptance.exact and found.rows[3].tokens.low is not None
+    assert found.scenario.draft.method == "draft_model" and not any("is assumed" in note for note in found.notes)
+    assert found.scenario.acceptance.exact and found.rows[3].tokens.low is not None
 
 
 def test_a_k_beyond_the_recorded_one_is_marked_and_never_recommended_silently():

@@ -38,7 +38,7 @@ def test_matrices_are_counted_as_the_model_has_them(name):
 def test_the_shipped_models_are_known_by_name():
     stories = shape("stories")
     assert stories.parameters == pytest.approx(9.87e6, rel=1e-3)
-    assert stories.kept_bytes(1, 4.0) == 2 * 12 * 256 * 4
+    assert stories.kv_bytes(1, 4.0) == 2 * 12 * 256 * 4
     assert shape(str(embedded_folder() / "stories")).dense == stories.dense
 
 
@@ -58,7 +58,7 @@ def test_window_bounds_the_kv_cache():
     config = {"model_type": "x", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100}
     config |= {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
     found = shape_of(config)
-    assert found.kept_bytes(100, 1.0) == 2 * 2 * 64 * (100 + 8)
+    assert found.kv_bytes(100, 1.0) == 2 * 2 * 64 * (100 + 8)
 
 
 @pytest.mark.parametrize(

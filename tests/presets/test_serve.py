@@ -9,7 +9,7 @@ from specdemo.__main__ import main
 from specdemo.methods import METHODS
 from specdemo.presets.files import load_presets, preset
 from specdemo.presets.serve import Program, serve_commands, served
-from specdemo.servers.started import Installed
+from specdemo.servers.process import Installed
 
 BASE = preset("two-servers")
 VLLM = {"draft_model", "ngram", "suffix", "medusa", "mtp", "eagle", "dflash"}

@@ -19,7 +19,7 @@ from specdemo.servers import address as addresses
 from specdemo.servers import client, counters
 from specdemo.servers import lane as remote
 from specdemo.servers.address import LISTED, address, allow, listed
-from specdemo.servers.answer import Heard
+from specdemo.servers.stream import StreamParser
 from tests.completion_server import Broken, completion_server, piece
 
 WORDS = ["Once", " upon", " a time", "."]
@@ -171,11 +171,11 @@ def lane_with_arrivals(arrivals, server_times=()):
     """A lane whose 120 tokens arrived at these seconds after its request, by a clock that is given."""
     trace = LaneTrace("lane", "draft_model", {}, True, [])
     events = []
-    listener = Heard(lambda said: events.append(said[0]), 120)
+    listener = StreamParser(lambda said: events.append(said[0]), 120)
     listener.begin()
     for number, seconds in enumerate(arrivals, start=1):
         end = "length" if number == 120 else None
-        listener.hear(piece(" a", ids=[7], total=number, finish=end), listener.began + seconds)
+        listener.feed(piece(" a", ids=[7], total=number, finish=end), listener.started_at + seconds)
     trace.events, trace.token_ids = events, [7] * 120
     trace.remote = Remote("a:1", "m", "/v1/completions", 120, True, times=dict(server_times))
     trace.summary = summarise(trace)
@@ -375,7 +375,7 @@ def test_a_key_in_an_address_is_refused_and_not_repeated():
     ],
 )
 def test_counters(before, after, numbers):
-    counts = counters.between(before, after)
+    counts = counters.stats_between(before, after)
     assert numbers.items() <= counts.counters.items() and bool(counts.counters) == bool(numbers) == bool(counts.source)
 
 

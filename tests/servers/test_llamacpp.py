@@ -10,9 +10,9 @@ from specdemo.__main__ import main
 from specdemo.models.load import load_meta_target
 from specdemo.presets.files import preset
 from specdemo.presets.serve import serve_commands
-from specdemo.servers import started as starting
+from specdemo.servers import process as starting
 from specdemo.servers.llamacpp import main as child
-from specdemo.servers.started import LLAMACPP
+from specdemo.servers.process import LLAMACPP
 from tests.servers.stand_in import gone, make, prompts_sent, started
 
 installed = pytest.mark.skipif(not all(map(find_spec, LLAMACPP)), reason="pip install xllamacpp gguf")

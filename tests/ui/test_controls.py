@@ -6,13 +6,22 @@ from specdemo.engine.comparison import Comparison
 from specdemo.presets.files import load_presets, preset
 from specdemo.presets.limits import LIMITS
 from specdemo.ui import controls
-from specdemo.ui.controls import LANE, WHOLE, changed, fill, fill_untouched, from_values, needs_model, to_values
+from specdemo.ui.controls import (
+    COMPARISON_FIELDS,
+    LANE,
+    changed,
+    fill,
+    fill_untouched,
+    from_values,
+    needs_model,
+    to_values,
+)
 
 
 def test_every_control_has_a_value_by_its_name():
     values = to_values(preset("embedded-ngram"))
     assert (values["preset"], values["count"]) == ("embedded-ngram", 1) and {*values} == {*controls.NAMES}
-    assert len(values) == 2 + len(WHOLE) + controls.LANES * len(LANE)
+    assert len(values) == 2 + len(COMPARISON_FIELDS) + controls.LANES * len(LANE)
 
 
 @pytest.mark.parametrize("name", list(load_presets()))
@@ -210,6 +219,7 @@ def test_the_prompt_is_a_message_where_the_target_has_a_template():
 
 
 def test_a_lane_may_run_on_a_server_that_the_operator_listed(values, monkeypatch):
+    monkeypatch.setattr("specdemo.servers.address._added", {})
     monkeypatch.setenv("SPECDEMO_SERVERS", "gpu-box:8000")
     values[place("server", 1)] = "http://gpu-box:8000"
     assert [lane.server for lane in from_values(values).lanes] == [None, "http://gpu-box:8000"]
@@ -221,7 +231,7 @@ def test_a_lane_may_run_on_a_server_that_the_operator_listed(values, monkeypatch
 def test_hidden_settings_are_named():
     def label(chat, **changes):
         chosen = {name: Comparison.model_fields[name].default for name in controls.SAMPLING} | changes
-        return controls.in_force(chat, *chosen.values())
+        return controls.settings_summary(chat, *chosen.values())
 
     assert label("text", max_new_tokens=160) == (
         "Settings: raw completion · greedy · at most 160 tokens · lanes in turn"

@@ -48,7 +48,7 @@ def test_text_is_stored_until_delivered():
     shown = list(jobs.run(lambda *_: Text("begun ", lambda *_: iter(["a ", "b"])), visitor("a"), {}))
     job = jobs.last(visitor("a"))
     assert shown[-1]["view"] == "begun a b" and job.ended and job.text == ""
-    assert jobs.ask_to_stop(visitor("a")) == jobs.stop(visitor("a")) == {}
+    assert jobs.request_stop(visitor("a")) == jobs.stop(visitor("a")) == {}
 
 
 def test_job_of_a_closed_page_is_not_stored_again():

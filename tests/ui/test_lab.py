@@ -62,7 +62,7 @@ def test_stop_keeps_the_head_as_far_as_it_got(trainer):
     while '"step":1' not in (update := next(shown))["view"]:
         pass
     assert update["race"]["interactive"] is False
-    assert "is written as far as it is trained" in visits.ask_to_stop(VISITOR)["view"]
+    assert "is written as far as it is trained" in visits.request_stop(VISITOR)["view"]
     shown.close()
     update = visits.stop(VISITOR)
     assert [line["type"] for line in lines(update["view"])][-2:] == ["done", "stopped"]

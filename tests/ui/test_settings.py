@@ -39,7 +39,7 @@ print(json.dumps({
     "refused": [refused(lambda: base.with_changes(warmth=3.0)), refused(lambda: base.with_changes(vigour=9))],
     "overrides": controls.changed("embedded-ngram", {"warmth": 2.5, "vigour": 7}, False) == warm,
     "controls": {n: [type(c).__name__, c.label, c.minimum, c.maximum, c.step, c.value] for n, c in shown.items()},
-    "folded": controls.in_force("text", *(getattr(warm, name) for name in controls.SAMPLING)),
+    "folded": controls.settings_summary("text", *(getattr(warm, name) for name in controls.SAMPLING)),
     "from the page": controls.from_values(controls.to_values(warm)) == warm,
 }))
 """

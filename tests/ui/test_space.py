@@ -33,18 +33,18 @@ chosen = preset("embedded-draft").with_changes(max_new_tokens=12)
 live.preload([chosen])
 assert live.ELSEWHERE and not torch.cuda.is_initialized()
 done, stopped, refused = Log(), Log(), Log()
-outputs = list(live.run(chosen.checked(), done))
+outputs = list(live.run(chosen.validated(), done))
 
-running = live.run(chosen.with_changes(max_new_tokens=400).checked(), stopped)
+running = live.run(chosen.with_changes(max_new_tokens=400).validated(), stopped)
 while "step" not in next(running):
     pass
 running.close()
 stopped.stop()
 
 os.environ["REFUSED"] = "You have exceeded your GPU quota (13s requested vs. 0s left)"
-list(live.run(chosen.checked(), refused))
+list(live.run(chosen.validated(), refused))
 try:
-    live.compare(chosen.checked())
+    live.compare(chosen.validated())
 except ValueError as error:
     compared = str(error)
 json.dump([outputs[-1], done.trace.comparison[0], stopped.text, refused.text, refused.recorded, compared], sys.stdout)
@@ -79,7 +79,7 @@ def test_zero_gpu_runs_in_a_forked_process():
 def test_no_quota_without_zero_gpu(monkeypatch):
     monkeypatch.syspath_prepend("tests/ui/zero_gpu")
     monkeypatch.delenv("SPACES_ZERO_GPU", raising=False)
-    assert space.lent(lambda: 1)(build) is build
+    assert space.on_zero_gpu(lambda: 1)(build) is build
     assert not space.zero_gpu() and not live.ELSEWHERE
 
 

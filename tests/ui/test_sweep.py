@@ -90,7 +90,7 @@ def test_stop_keeps_the_finished_repeats(bench):
     texts = sweeps.run(begin, VISITOR, VALUES)
     while "repeat 3" not in next(texts)["view"]:
         pass
-    assert lines(sweeps.ask_to_stop(VISITOR)["view"])[-1]["type"] == "stopping"
+    assert lines(sweeps.request_stop(VISITOR)["view"])[-1]["type"] == "stopping"
     texts.close()
     stopped = sweeps.stop(VISITOR)
     text, chart = stopped["view"], stopped["chart"]
@@ -102,7 +102,7 @@ def test_stop_before_the_first_repeat_is_no_error(bench):
     sweeps, bench.endless, bench.finished = Sweeps("sweep"), True, 0
     texts = sweeps.run(begin, VISITOR, VALUES)
     next(texts)
-    sweeps.ask_to_stop(VISITOR)
+    sweeps.request_stop(VISITOR)
     texts.close()
     stopped = sweeps.stop(VISITOR)
     text = stopped["view"]
@@ -112,7 +112,7 @@ def test_stop_before_the_first_repeat_is_no_error(bench):
 def test_stop_while_waiting_for_the_engine(bench):
     sweeps = Sweeps("sweep")
     list(sweeps.run(begin, VISITOR, VALUES))
-    assert sweeps.ask_to_stop(VISITOR) == sweeps.stop(VISITOR) == {}  # the sweep before has ended
+    assert sweeps.request_stop(VISITOR) == sweeps.stop(VISITOR) == {}  # the sweep before has ended
 
 
 def test_a_tab_that_is_closed_frees_the_engine(bench):

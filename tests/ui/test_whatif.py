@@ -11,7 +11,7 @@ from specdemo.presets.recorded import recorded
 from specdemo.ui import whatif
 from specdemo.ui.log import Log, replayed
 from specdemo.ui.page import Visits
-from specdemo.ui.whatif import Questions, foretold, recorded_start, recorded_starts, start_of
+from specdemo.ui.whatif import Questions, predict_for, recorded_start, recorded_starts, start_of
 from tests.traces import hostile_trace
 
 VISITOR = SimpleNamespace(session_hash="a", query_params={})
@@ -65,7 +65,7 @@ def test_the_run_on_show_comes_first_and_fills_the_controls(race):
 
 
 def test_race_is_predicted_on_an_h100(race):
-    updates = questions(race, own=False).ask(
+    updates = questions(race, own=False).start_from_race(
         VISITOR, VALUES | {"machine": "l4", "k": 12, "batch": 64, "draft": "eagle"}
     )
     assert updates["machine"] == whatif.ELSEWHERE and updates["draft"] == "run"
@@ -120,7 +120,7 @@ def test_values_without_control_are_rejected(values, words):
 def test_sentence_names_bottleneck_and_better_k():
     start = recorded_start(DEFAULT)
     view = changed(kept="own", rate=0.3, k=16)
-    best = foretold(start, VALUES | {"state": start, "kept": "own", "rate": 0.3}).best_k
+    best = predict_for(start, VALUES | {"state": start, "kept": "own", "rate": 0.3}).best_k
     assert "With k = 16 and one text a step takes" in view["sentence"] and "limits it most." in view["sentence"]
     assert (f"k = {best} would be best" if best else "No draft length gains here.") in view["sentence"]
     full = changed(target="llama-8b", draft="eagle", context=65536, batch=256)["sentence"]

@@ -9,8 +9,8 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from specdemo.servers import keeper
-from specdemo.servers.started import started
+from specdemo.servers import supervisor
+from specdemo.servers.process import started
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no fork and no signals")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
@@ -63,8 +63,8 @@ def assert_ended(links):
 
 @contextmanager
 def keeping(command, **more):
-    line = [sys.executable, "-P", keeper.__file__, *command]
-    env = {**os.environ, keeper.MARK: "a mark"}
+    line = [sys.executable, "-P", supervisor.__file__, *command]
+    env = {**os.environ, supervisor.MARK: "a mark"}
     with subprocess.Popen(line, stdin=subprocess.PIPE, env=env, **more) as process:
         yield process
 
@@ -125,13 +125,13 @@ def test_the_starter_ends_what_a_killed_keeper_leaves(engine):
 
 
 def test_a_process_that_ignores_sigterm_is_killed(engine, monkeypatch):
-    monkeypatch.setattr(keeper, "GRACE_S", 0.0)
+    monkeypatch.setattr(supervisor, "GRACE_S", 0.0)
     command, listener = engine
-    env = {**os.environ, keeper.MARK: "stubborn mark"}
+    env = {**os.environ, supervisor.MARK: "stubborn mark"}
     with subprocess.Popen([*command[:2], "stubborn", command[3]], env=env) as process:
         links = connections(listener, 1)
-        keeper.end_marked("another mark", 0)
+        supervisor.end_marked("another mark", 0)
         assert process.poll() is None
-        keeper.end_marked("stubborn mark", 0)
+        supervisor.end_marked("stubborn mark", 0)
         assert_ended(links)
         assert process.wait(60) == -signal.SIGKILL

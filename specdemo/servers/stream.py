@@ -1,5 +1,8 @@
-"""What a server streams, checked and bounded, and the events it becomes. A number that is none, or is below zero or
-beyond reason, counts as not told; text that is none, or more of anything than was asked for, ends the answer."""
+"""Parser of server streams: checked, bounded, and turned into events.
+
+Numbers that are invalid, negative or implausibly large count as not reported. Invalid or excessive text ends the
+answer.
+"""
 
 import time
 from collections.abc import Callable
@@ -10,7 +13,7 @@ from pydantic import BaseModel, Field, ValidationError, ValidatorFunctionWrapHan
 
 from specdemo.core.trace import Span, StepEvent
 from specdemo.servers.client import Client
-from specdemo.servers.counters import BEYOND, Told
+from specdemo.servers.counters import MAX_COUNT, ServerStats
 
 TOKEN_CHARS = 64  # of a token's text, on average
 SPARE_CHARS = 4_000
@@ -26,8 +29,8 @@ def _or_none(value: object, check: ValidatorFunctionWrapHandler) -> object:
 
 
 _IF_RIGHT = WrapValidator(_or_none)
-_Count = Annotated[Annotated[int, Field(strict=True, ge=0, lt=BEYOND)] | None, _IF_RIGHT]
-_Ms = Annotated[Annotated[float, Field(ge=0, lt=BEYOND, allow_inf_nan=False)] | None, _IF_RIGHT]
+_Count = Annotated[Annotated[int, Field(strict=True, ge=0, lt=MAX_COUNT)] | None, _IF_RIGHT]
+_Ms = Annotated[Annotated[float, Field(ge=0, lt=MAX_COUNT, allow_inf_nan=False)] | None, _IF_RIGHT]
 _Id = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 
 
@@ -38,7 +41,7 @@ class _Text(BaseModel):
     text: str | None = None
 
     @property
-    def whole(self) -> str:
+    def complete(self) -> str:
         return (self.reasoning_content or self.reasoning or "") + (self.content or self.text or "")
 
 
@@ -68,45 +71,45 @@ class _Chunk(BaseModel):
     error: object = None
 
 
-class Heard:
+class StreamParser:
     """Turns the chunks of one answer of at most `limit` tokens into events."""
 
-    def __init__(self, say: Callable[[Piece], None], limit: int) -> None:
-        self._say = say
+    def __init__(self, emit: Callable[[Piece], None], limit: int) -> None:
+        self._emit = emit
         self._limit = limit
         self._room = SPARE_CHARS + TOKEN_CHARS * limit
-        self.began = self._last = 0.0
+        self.started_at = self._last = 0.0
         self._steady = True  # no count has shrunk
         self.pieces = 0
         self.tokens = 0  # as many as are told, and where nothing is told one a piece
         self.counted = False  # every piece so far came with the number of its tokens
-        self.told: int | None = None  # tokens of the whole text so far, in the server's own count
+        self.reported_tokens: int | None = None  # tokens of the whole text so far, in the server's own count
         self.finish: Literal["stop", "length"] | None = None
-        self.drafted: Told | None = None
+        self.drafted: ServerStats | None = None
         self.times: dict[Span, float] = {}  # as the server measured them
 
     def begin(self) -> None:
         """Start the clock: the request goes out now."""
-        self.began = self._last = time.perf_counter()
+        self.started_at = self._last = time.perf_counter()
 
-    async def listen(self, http: Client, path: str, question: dict[str, object]) -> None:
+    async def read_stream(self, http: Client, path: str, question: dict[str, object]) -> None:
         """A whole answer. Raises what `Client.events` and `hear` raise, and ConnectionError for one without an end."""
         self.begin()
-        async with aclosing(http.events(path, question, self._limit)) as said:
-            async for chunk, arrived in said:
-                self.hear(chunk, arrived)
+        async with aclosing(http.events(path, question, self._limit)) as events:
+            async for chunk, arrived in events:
+                self.feed(chunk, arrived)
         if self.finish is None:
             raise ConnectionError("an answer broke off")
 
-    def hear(self, said: object, arrived: float) -> None:
+    def feed(self, event: object, arrived: float) -> None:
         """One chunk, and when it arrived (`time.perf_counter`). Raises ValueError for what is none, and for more than
         was asked for."""
-        chunk = _Chunk.model_validate(said)
+        chunk = _Chunk.model_validate(event)
         if chunk.error:
             raise ValueError(chunk.error.get("message", "") if isinstance(chunk.error, dict) else str(chunk.error))
         grown = self._grown(chunk.usage.completion_tokens if chunk.usage else None)
         for choice in chunk.choices or []:
-            text, ids = (choice.delta or choice).whole, choice.token_ids or []
+            text, ids = (choice.delta or choice).complete, choice.token_ids or []
             if text or ids or grown:
                 self._piece(text, ids, grown, arrived)
             self._end(choice.finish_reason)
@@ -114,13 +117,15 @@ class Heard:
             self._timed(chunk.timings)
 
     def _grown(self, total: int | None) -> int:
-        """The tokens since the last count, where every piece has come with one: one at the end tells only their sum."""
+        """Return the tokens since the last count, if every piece came with one; a count at the end gives only the
+        sum.
+        """
         if total is None or not self._steady:
             return 0
-        before, self.told = self.told or 0, total
+        before, self.reported_tokens = self.reported_tokens or 0, total
         self._check(total)
         if total < before:
-            self._steady, self.told, self.counted = False, None, False
+            self._steady, self.reported_tokens, self.counted = False, None, False
             return 0
         return total - before if self.counted or not self.pieces else 0
 
@@ -136,8 +141,8 @@ class Heard:
             raise ValueError(f"it sends more text than {self._limit} tokens hold")
         self.counted = bool(ids or grown) and (self.counted or not self.pieces)
         ms = {"stream" if self.pieces else "prefill": round((arrived - self._last) * 1000.0, 4)}
-        whole = text.encode("utf-8", "replace").decode()  # JSON can hold halves of characters that UTF-8 cannot
-        self._say((StepEvent(self.pieces, [[]], [[]], [[]], [ids or [-1] * (grown or 1)], [[]], [[]], ms), whole))
+        text_utf8 = text.encode("utf-8", "replace").decode()  # JSON can hold halves of characters that UTF-8 cannot
+        self._emit((StepEvent(self.pieces, [[]], [[]], [[]], [ids or [-1] * (grown or 1)], [[]], [[]], ms), text_utf8))
         self._last = arrived
         self.pieces += 1
 
@@ -153,7 +158,7 @@ class Heard:
             self.times = {"ttft_ms": timings.prompt_ms, "decode_ms": timings.predicted_ms}
         drafted, accepted = timings.draft_n, timings.draft_n_accepted
         if drafted and accepted is not None and accepted <= drafted:
-            self.drafted = Told(
+            self.drafted = ServerStats(
                 {"drafted": drafted, "accepted": accepted, "acceptance_rate": round(accepted / drafted, 4)},
                 [],
                 "llama.cpp's count for this answer: accepted / drafted tokens",

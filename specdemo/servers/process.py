@@ -1,4 +1,6 @@
-"""Servers started here: found a port, watched while they load, and never left behind (servers/keeper.py)."""
+"""Server processes: started on a free port, watched while loading, and ended with this process
+(servers/supervisor.py).
+"""
 
 import json
 import os
@@ -22,7 +24,7 @@ from typing import NoReturn
 
 import httpx
 
-from specdemo.servers import keeper
+from specdemo.servers import supervisor
 from specdemo.servers.address import TITLES, Engine, host
 
 LOADING_S = 1800.0  # the longest that a server may take, download included
@@ -56,12 +58,12 @@ INSTALL = {  # an environment of its own: it needs another torch
     "llamacpp": f"{shlex.quote(sys.executable)} -m pip install {' '.join(LLAMACPP)}",
 }
 
-Tell = Callable[[str], None]
+ReportFunction = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """What a vLLM here says of itself."""
+    """Facts about an installed vLLM."""
 
     version: str
     methods: Sequence[str]  # of `--speculative-config`
@@ -106,22 +108,22 @@ def _is_installed(engine: Engine) -> bool:
 
 @lru_cache
 def installed(command: str) -> Installed | None:
-    """Ask the Python beside `command`, a path or a name on PATH; None where it does not tell.
+    """Query the Python next to `command`, a path or a name on PATH; None if it does not answer.
 
-    Raises ValueError where there is no such command.
+    Raises ValueError if there is no such command.
     """
     python = Path(program(command)).parent / "python"
     if not python.exists():
         return None
     try:
-        said = run([str(python), "-c", PROBE], capture_output=True, timeout=PROBE_S, check=True).stdout
-        return Installed(**json.loads(said.splitlines()[-1]))
+        output = run([str(python), "-c", PROBE], capture_output=True, timeout=PROBE_S, check=True).stdout
+        return Installed(**json.loads(output.splitlines()[-1]))
     except (OSError, SubprocessError, ValueError, TypeError, IndexError):
         return None
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
+    """Return a free port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -130,8 +132,8 @@ def free_port() -> int:
 @contextmanager
 def started(command: Sequence[str], address: str, environment: Mapping[str, str]) -> Iterator["Server"]:
     """A server's process, which ends with the block, or with this process however that ends."""
-    watched, mark = [sys.executable, "-P", keeper.__file__, *command], secrets.token_hex(16)
-    alone = {**DEFAULTS, **os.environ, **environment, keeper.MARK: mark}
+    watched, mark = [sys.executable, "-P", supervisor.__file__, *command], secrets.token_hex(16)
+    alone = {**DEFAULTS, **os.environ, **environment, supervisor.MARK: mark}
     with (
         TemporaryDirectory() as folder,
         _log(Path(folder) / "log") as log,
@@ -150,7 +152,7 @@ def started(command: Sequence[str], address: str, environment: Mapping[str, str]
 def _end_after(process: "Popen[bytes]", mark: str) -> None:
     """Wait for the end of a keeper, then end what it left, which is something only if it was killed."""
     process.wait()
-    keeper.end_marked(mark, process.pid)
+    supervisor.end_marked(mark, process.pid)
 
 
 @contextmanager
@@ -172,15 +174,15 @@ class Server:
     process: "Popen[bytes]"
     log: Path
 
-    def wait(self, tell: Tell) -> float:
+    def wait(self, report: ReportFunction) -> float:
         """Until it answers; returns the seconds that took. Raises ValueError, one line, with the end of its log."""
-        began = time.monotonic()
-        while (seconds := time.monotonic() - began) < LOADING_S:
+        start = time.monotonic()
+        while (seconds := time.monotonic() - start) < LOADING_S:
             if self.process.poll() is not None:
                 raise ValueError(f"{self.program} ended while it loaded: {' / '.join(self._tail()) or 'no words'}")
             if _answers(self.address):
                 return seconds
-            tell(f"{seconds:.0f} s: {_shortened(next(reversed(self._tail()), 'starting'))}")
+            report(f"{seconds:.0f} s: {_shortened(next(reversed(self._tail()), 'starting'))}")
             time.sleep(POLL_S)
         raise ValueError(f"{host(self.address)} does not answer after {LOADING_S:g} s")
 
@@ -194,8 +196,8 @@ class Server:
         """The last lines of its log that say something."""
         with self.log.open("rb") as log:
             log.seek(max(0, self.log.stat().st_size - LOG_BYTES))
-            said = log.read().decode(errors="replace")
-        return [line.strip() for line in said.splitlines() if line.strip()][-TAIL:]
+            text = log.read().decode(errors="replace")
+        return [line.strip() for line in text.splitlines() if line.strip()][-TAIL:]
 
 
 def watch(servers: Sequence[Server]) -> NoReturn:
@@ -208,8 +210,8 @@ def watch(servers: Sequence[Server]) -> NoReturn:
 
 def _shortened(line: str) -> str:
     """A line of a log without who wrote it, when and where in the code."""
-    said = re.sub(r"^.*?\[[\w.]+:\d+\] ", "", line)
-    return said if len(said) <= SHOWN else f"{said[: SHOWN - 1]}…"
+    shortened = re.sub(r"^.*?\[[\w.]+:\d+\] ", "", line)
+    return shortened if len(shortened) <= SHOWN else f"{shortened[: SHOWN - 1]}…"
 
 
 def _answers(address: str) -> bool:

@@ -1,10 +1,10 @@
-"""`python -m specdemo.servers.keeper COMMAND...`: runs an engine and ends it, with all its processes, with its starter.
+"""Supervisor of a serving engine: `python -m specdemo.servers.supervisor COMMAND...` runs and ends it.
 
-The process that starts the keeper holds the other end of its stdin. The pipe closes when that process ends, even by
+The process that starts the supervisor holds the other end of its stdin. The pipe closes when that process ends, even by
 SIGKILL. SIGTERM, SIGINT and SIGHUP end the engine as well. No single way finds all processes of an engine, so there are
 three: descent (on Linux with PR_SET_CHILD_SUBREAPER, which keeps daemons among the descendants), the session, and an
-environment variable that processes inherit. If the keeper itself is killed by SIGKILL, the kernel ends the engine
-(PR_SET_PDEATHSIG, Linux), and the process that started the keeper ends the other processes (`end_marked`).
+environment variable that processes inherit. If the supervisor itself is killed by SIGKILL, the kernel ends the engine
+(PR_SET_PDEATHSIG, Linux), and the process that started the supervisor ends the other processes (`end_marked`).
 """
 
 import ctypes

@@ -14,7 +14,7 @@ import pytest
 from specdemo.__main__ import main
 from specdemo.bench.load_servers import Fleet
 from specdemo.bench.suites import suite
-from specdemo.servers import started as starting
+from specdemo.servers import process as starting
 from tests.servers.stand_in import gone, make, started
 
 ROOT = Path(__file__).parents[2]
