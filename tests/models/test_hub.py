@@ -110,7 +110,10 @@ def test_progress_reports_bytes_and_time_left(monkeypatch):
         ("org/tiny@v2", "org/tiny has no revision 'v2'; name a branch, a tag or a commit, or leave @v2 out"),
         ("org/gated", "org/gated is gated; accept its licence on huggingface.co/org/gated and log in with: hf auth"),
         ("org/pickled", "org/pickled holds no .safetensors weights; choose a model that does"),
-        ("org/gguf", r"org/gguf holds only GGUF, which specdemo does not load itself; serve it with llama.cpp \("),
+        (
+            "org/gguf",
+            r"org/gguf holds only GGUF, which specdemo does not load itself; run the file with --engine llamacpp",
+        ),
         ("org/empty", "org/empty has no config.json; it is not a transformers model"),
         ("org/tiny@v 2", "'org/tiny@v 2' is neither a folder nor a Hugging Face id"),
     ],
