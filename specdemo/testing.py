@@ -1,6 +1,6 @@
-"""The contract of a method as a test that anyone can run on a method of their own: `check_method("name")`.
+"""Conformance test of drafting methods: `check_method("name")`. Also for methods of other packages.
 
-Everything runs on the toy target (models/toy.py), whose distributions are known exactly, in a few seconds.
+It runs on the toy target (models/toy.py), whose distributions are known exactly, and takes a few seconds.
 """
 
 from collections.abc import Callable
@@ -26,13 +26,13 @@ PROMPT = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]])
 
 
 def check_method(name: str) -> None:
-    """Raises AssertionError where the method of this name breaks the contract of methods/base.py."""
+    """Check a method against the contract of methods/base.py. Raises AssertionError if it is violated."""
     for check in CHECKS:
         check(name)
 
 
 def greedy_output_matches_baseline(name: str) -> None:
-    """Whatever it drafts, a greedy text is the target's own."""
+    """Greedy output equals plain decoding for every draft length."""
     if not method(name).exact:
         return
     target = ToyTarget(VOCABULARY, seed=1)
@@ -42,7 +42,7 @@ def greedy_output_matches_baseline(name: str) -> None:
 
 
 def rows_are_independent(name: str) -> None:
-    """A row of a batch is written as it is alone, whether others are longer or have ended."""
+    """A row of a batch has the same output as in a batch of one, also when other rows end earlier or later."""
     if not method(name).exact:
         return
     target = ToyTarget(VOCABULARY, seed=2, stop_token_ids=(7,))
@@ -53,7 +53,7 @@ def rows_are_independent(name: str) -> None:
 
 
 def draft_fits_budget(name: str) -> None:
-    """No draft is larger or deeper than its budget."""
+    """A draft is at most as large and as deep as its budget."""
     target = ToyTarget(VOCABULARY)
     made = make_drafter(name, target)
     made.start(1, Sampling(), torch.Generator().manual_seed(0))
@@ -68,7 +68,7 @@ def draft_fits_budget(name: str) -> None:
 
 
 def start_resets_state(name: str) -> None:
-    """Nothing of one text is left in the next, and nothing is held between them."""
+    """A generation does not depend on the one before, and no state is held between them."""
     target = ToyTarget(VOCABULARY, seed=3)
     made = make_drafter(name, target)
     first = events(target, made, GenerationConfig(25))
@@ -80,7 +80,7 @@ def start_resets_state(name: str) -> None:
 
 
 def sampling_is_reproducible(name: str, **options: object) -> None:
-    """The same seed writes the same text."""
+    """Sampling with the same seed returns the same output."""
     target = ToyTarget(VOCABULARY, seed=4)
     config = GenerationConfig(25, Sampling(temperature=1.0), seed=11)
     first, second = (output_tokens(target, make_drafter(name, target, **options), config) for _ in range(2))
@@ -88,7 +88,7 @@ def sampling_is_reproducible(name: str, **options: object) -> None:
 
 
 def confidence_is_a_probability(name: str) -> None:
-    """Every event says one probability a drafted token, of draft and target, or none."""
+    """Events have one draft and one target probability per draft token, each None or in [0, 1]."""
     target = ToyTarget(VOCABULARY, seed=5)
     for event in events(target, make_drafter(name, target), GenerationConfig(20)):
         assert len(event.draft_probs[0]) == len(event.target_probs[0]) == len(event.drafted[0])
@@ -96,7 +96,7 @@ def confidence_is_a_probability(name: str) -> None:
 
 
 def metadata_is_complete(name: str) -> None:
-    """A title, a sentence, and of every option its help and a default within its own range."""
+    """The method has a title and a summary sentence; every option has a help text and a default within its range."""
     assert method(name).title and method(name).summary.endswith(".")
     for knob in knobs(name):
         assert knob.help
@@ -104,7 +104,7 @@ def metadata_is_complete(name: str) -> None:
 
 
 def saved_head_loads(name: str) -> None:
-    """It is recognised, and says what it said before."""
+    """A saved head is recognised and gives the same loss when loaded."""
     cls = method(name)
     if not issubclass(cls, Head):
         return
@@ -134,7 +134,7 @@ CHECKS: tuple[Callable[[str], None], ...] = (
 
 
 def make_drafter(name: str, target: Target, **options: object) -> Method:
-    """With an untrained head or a random draft model where it needs one."""
+    """Build a drafter, with an untrained head or a random draft model if it needs one."""
     cls = method(model_method(name))
     if not cls.needs_model:
         return load_drafter(name, target, **options)
@@ -144,7 +144,7 @@ def make_drafter(name: str, target: Target, **options: object) -> Method:
 
 
 def tiny_llama(vocab_size: int) -> LlamaForCausalLM:
-    """A random one-layer Llama, the same every time."""
+    """Return a one-layer Llama with fixed random weights."""
     torch.manual_seed(7)
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -159,13 +159,13 @@ def tiny_llama(vocab_size: int) -> LlamaForCausalLM:
 
 
 def events(target: Target, drafter: Method, config: GenerationConfig, prompt: Tensor = PROMPT) -> list[StepEvent]:
-    """All steps of one generation."""
+    """Return all steps of one generation."""
     return list(generate(target, drafter, prompt, config))
 
 
 def output_tokens(
     target: Target, drafter: Method, config: GenerationConfig, prompt: Tensor = PROMPT
 ) -> list[list[int]]:
-    """What every row of a batch is given."""
+    """Return the output tokens of every row."""
     steps = events(target, drafter, config, prompt)
     return [[token for event in steps for token in event.emitted[row]] for row in range(len(prompt))]

@@ -57,7 +57,7 @@ def load(suite: Load, report: Report, cancelled: Stop) -> Result:
         again = Turns(suite, site, journal, "again", lambda done, what: report(0.5 + 0.5 * done, what), cancelled)
         own, notes = again.confirm(rows, schedule)
         remarks += notes
-        if all(row["speed-up"].word != "faster" for row in own):
+        if all(row["speed-up"].label != "faster" for row in own):
             advice = [f"No part of the schedule {NO_GAIN}"]
         rows = sorted([*rows, *own], key=lambda row: float(row[suite.over.column]))
     remarks += advice
@@ -216,7 +216,7 @@ def _chosen(rows: Sequence[Row]) -> dict[int, Row]:
 
 def _pays(row: Row, plain: Row) -> bool:
     """Return whether a lane writes clearly more tokens a second than plain decoding, at no less goodput."""
-    return bool(row["speed-up"].word == "faster" and row[GOODPUT].value >= plain[GOODPUT].value)
+    return bool(row["speed-up"].label == "faster" and row[GOODPUT].value >= plain[GOODPUT].value)
 
 
 def _above(row: Row, other: Row) -> bool:
@@ -249,7 +249,7 @@ def _gains(rows: Sequence[Row], over: Axis) -> list[str]:
     """Return one line per lane: the loads at which it gains and the load from which it loses."""
     lines = []
     for lane in dict.fromkeys(row["lane"] for row in rows if row["lane"] != PLAIN):
-        words = [(row["speed-up"].word, f"{row[over.column]:g}") for row in rows if row["lane"] == lane]
+        words = [(row["speed-up"].label, f"{row[over.column]:g}") for row in rows if row["lane"] == lane]
         at = {word: [load for by_word, load in words if by_word == word] for word, _ in words}
         slower = f"; slower at {', '.join(at['slower'])}" if "slower" in at else ""
         lines.append(f"{lane}: faster at {over.title} {', '.join(at.get('faster', ['none of these']))}{slower}.")

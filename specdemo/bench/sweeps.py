@@ -260,11 +260,11 @@ def first_lane(suite: Decoding, preset_id: str) -> tuple[HFTarget, dict[str, Way
 
 def _gain(rows: list[Row], axis: str, noun: str) -> str:
     drafting = [row for row in rows if row["lane"] != "Baseline"]
-    lost = next((row for row in drafting if row["speed-up"].word == "slower"), None)
+    lost = next((row for row in drafting if row["speed-up"].label == "slower"), None)
     if lost is not None:
         return f"The gain is gone at {noun} {lost[axis]}: {lost['speed-up'].format()}."
     last = drafting[-1]
-    words = "still pays" if last["speed-up"].word == "faster" else "is not clearly faster or slower"
+    words = "still pays" if last["speed-up"].label == "faster" else "is not clearly faster or slower"
     return f"Drafting {words} at {noun} {last[axis]}: {last['speed-up'].format()}."
 
 

@@ -1,5 +1,6 @@
 """The methods by name. What a method is: methods/base.py. They are imported when they are first asked for, so the names
-can be had without torch."""
+can be had without torch.
+"""
 
 import dataclasses
 import signal
@@ -261,7 +262,7 @@ def reads(name: str, checkpoint: "Checkpoint") -> bool:
 
 
 def detect_head(source: str) -> str | None:
-    """Return the method of a head in a folder or in the hub's cache; None for whole models and for anything else."""
+    """The method whose head lies in a folder; None for whole models, for what is not here and for anything else."""
     from specdemo.models.checkpoints import checkpoint_errors, open_meta_checkpoint
     from specdemo.models.hub import cached_folder
     from specdemo.models.resolve import resolve

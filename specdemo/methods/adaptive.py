@@ -1,19 +1,18 @@
-"""Adaptive draft length: at every step a policy says how deep the wrapped drafter may draft. The budget is the ceiling.
+"""Adaptive draft length: a policy chooses the draft depth at every step, up to the budget.
 
-B rows, N draft nodes, k the depth asked for. The policies:
+B rows, N draft nodes, k the requested depth. The policies:
 
-goodput     the k of most expected tokens per second (TurboSpec, 2406.14066), 0 included: sum over i <= k of the chance
-            that i drafted tokens are kept, over the seconds of drafting k and verifying them. Chances are estimated by
-            position while decoding, seconds are measured; both outlive the generation. A drafter that writes token by
-            token is stopped as soon as another one is not worth its seconds: worth it is the chance that it will count,
-            which how sure the draft was of each token before tells (the estimator of vLLM 0.32), at the speed so far.
-            That looks at distributions only, never at a token's own draw
-confidence  nothing is kept below a node of which the drafter is unsure. That looks at a node's ancestors only, never at
-            its own token, so it is exact under sampling too. It saves verification, not drafting
-heuristic   two more after a draft that was kept whole, one less after any other, at least 1 (that of transformers)
+goodput     Chooses the k (0 included) with the most expected tokens per second (TurboSpec, 2406.14066): the sum over
+            i <= k of the probability that i draft tokens are accepted, divided by the seconds to draft and verify k.
+            Acceptance is estimated per position, seconds are measured; both estimates persist across generations.
+            A drafter that drafts token by token stops as soon as the next token is not worth its time. Its acceptance
+            is predicted from the drafter's top probabilities (as in vLLM 0.32), never from the sampled token.
+confidence  Drops the nodes below a node of low confidence. Depends only on a node's ancestors, not on its own token, so
+            sampling stays exact. Saves verification time, not drafting time.
+heuristic   Two more tokens after a fully accepted draft, one less otherwise, at least 1 (as in transformers).
 
-Goodput listens to the clock. The text is exact all the same, but under sampling two runs of one seed may draft to other
-depths, draw other noise and so write other texts.
+Goodput depends on measured times. The output is still exact, but two sampled runs with the same seed may use different
+draft lengths, draw different noise and return different texts.
 """
 
 from bisect import bisect
@@ -47,7 +46,7 @@ MAX_PROB = 1.0 - 1e-6
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """One step: what was asked for and what came of it. Rows that have ended are left out."""
+    """Depth, acceptance and times of one step. Finished rows are left out."""
 
     k: int  # k
     slots: int  # verified, the root included
@@ -57,7 +56,7 @@ class StepOutcome:
 
 
 class LengthPolicy:
-    """What decides how far to draft: as it is, as far as may be, and all of it is verified."""
+    """Base class: always drafts as deep as the budget allows and verifies everything."""
 
     should_stop: Callable[[list[float]], bool] | None = None  # as in `Budget`
 
@@ -65,23 +64,25 @@ class LengthPolicy:
         self.notes: dict[str, float] = {}
 
     def start(self) -> None:
-        """A new generation."""
+        """Begin a new generation."""
 
     def choose(self, depth: int, nodes: int) -> int:
-        """How deep to draft, 0 to `depth`, when `nodes` nodes may be drafted at `depth`."""
+        """Return the draft depth, 0 to `depth`, where `nodes` is the node budget at full depth."""
         return depth
 
     def prune(self, draft: Draft) -> Draft:
-        """What of a draft to verify."""
+        """Return the part of a draft to verify."""
         return draft
 
     def learn(self, outcome: StepOutcome) -> None:
-        """What came of the step that `choose` decided on."""
+        """Update the estimates with the result of the last step."""
 
 
 class LatencyTable:
-    """Seconds by size: the median of the last measurements. Sizes between measured ones are interpolated, those below
-    cost what the smallest does, those above go on as the last two did."""
+    """Seconds by size: the median of recent measurements, linearly interpolated between sizes.
+
+    Below the smallest size the value is constant, above the largest it is extrapolated from the last two.
+    """
 
     def __init__(self, initial: Mapping[int, float]) -> None:
         self._recent = {size: deque([seconds], MEASUREMENTS) for size, seconds in initial.items()}
@@ -92,7 +93,7 @@ class LatencyTable:
         return len(self._sizes)
 
     def add(self, size: int, seconds: float) -> None:
-        """Note that `size` took so many seconds."""
+        """Add a measurement."""
         if size not in self._recent:
             self._recent[size] = deque(maxlen=MEASUREMENTS)
             self._sizes.insert(bisect(self._sizes, size), size)
@@ -101,7 +102,7 @@ class LatencyTable:
         self._median[size] = sorted(recent)[(len(recent) - 1) // 2]  # the lower of two: disturbances only add time
 
     def estimate(self, size: int) -> float:
-        """0 while nothing is known."""
+        """Return the seconds of a size; 0 before the first measurement."""
         median, sizes = self._median, self._sizes
         if size in median:
             return median[size]
@@ -115,10 +116,10 @@ class LatencyTable:
 
 
 class AcceptanceEstimator:
-    """The chance that level i is kept when the level above was, from what happened to the last tries there.
+    """Acceptance rate per level, given that the level above was accepted, with exponential decay.
 
-    Level 1 starts from an optimistic prior that is forgotten like any other try; a deeper level is believed to be like
-    the one above until it has tries of its own.
+    Level 1 starts from an optimistic prior that decays like an observation. A deeper level starts from the rate of the
+    level above.
     """
 
     def __init__(self) -> None:
@@ -126,7 +127,7 @@ class AcceptanceEstimator:
         self._tries = [PRIOR_WEIGHT]
 
     def add(self, drafted: int, accepted: int) -> None:
-        """Note one row of one step: levels drafted, and levels kept of them."""
+        """Add one row of one step: drafted and accepted levels."""
         hits, tries = self._hits, self._tries
         verified = min(accepted + 1, drafted)
         while len(tries) < verified:
@@ -137,7 +138,7 @@ class AcceptanceEstimator:
             tries[level] = DECAY * tries[level] + 1.0
 
     def rates(self, depth: int) -> list[float]:
-        """The chance of each of the levels 1 to `depth`."""
+        """Return the acceptance rates of levels 1 to `depth`."""
         rate, rates = self._hits[0] / self._tries[0], []
         for level in range(depth):
             if 0 < level < len(self._tries):
@@ -147,8 +148,11 @@ class AcceptanceEstimator:
 
 
 class AcceptancePredictor:
-    """The chance that a drafted token is kept, of how sure the draft was: logistic in the log-odds f of the likeliest
-    token there, sigmoid(w f + b), by one Newton step a verdict on sums that fade."""
+    """Predicts acceptance of a draft token from the drafter's confidence by online logistic regression.
+
+    The probability is sigmoid(w f + b), where f is the log-odds of the drafter's most likely token. Every observation
+    adds one Newton step on exponentially decaying sums.
+    """
 
     def __init__(self) -> None:
         self.w, self.b = 0.6, 0.5
@@ -156,11 +160,11 @@ class AcceptancePredictor:
         self._wb = 0.0
 
     def accept_prob(self, log_odds: float) -> float:
-        """0..1"""
+        """Return the predicted acceptance probability."""
         return 1.0 / (1.0 + exp(-max(-40.0, min(40.0, self.w * log_odds + self.b))))
 
     def add(self, log_odds: float, accepted: bool) -> None:
-        """Note what became of a token that was judged."""
+        """Add the result of one verified token."""
         predicted = self.accept_prob(log_odds)
         weight, error = predicted * (1.0 - predicted), accepted - predicted
         self._ww = PREDICTOR_DECAY * self._ww + weight * log_odds * log_odds
@@ -173,13 +177,13 @@ class AcceptancePredictor:
 
 
 def expected_tokens(rates: Sequence[float]) -> list[float]:
-    """Acceptance by level -> for k = 0, 1, .. the tokens that a step emits, the target's own one included."""
+    """Return the expected output tokens of a step for k = 0, 1, .., including the correction or bonus token."""
     return list(accumulate(accumulate(rates, mul), initial=1.0))
 
 
 @dataclass(frozen=True, slots=True)
 class DepthPlan:
-    """What is believed of drafting k = 0, 1, .. tokens, and so the best k."""
+    """Estimates for k = 0, 1, .. draft tokens, and the best k."""
 
     rates: list[float]  # of the levels
     tokens: list[float]
@@ -189,7 +193,7 @@ class DepthPlan:
 
 
 class Goodput(LengthPolicy):
-    """The first steps are plain and the next ones draft one token: so the costs are known before much is spent."""
+    """Maximises expected tokens per second. Starts with plain steps, then one draft token, to measure the costs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,7 +238,7 @@ class Goodput(LengthPolicy):
         return draft
 
     def should_stop(self, top_probs: list[float]) -> bool:
-        """Whether one more token is worth less than its seconds, by the chances of the likeliest ones so far."""
+        """Return True when one more token is not worth its time. chances: top probability per row at this level."""
         self._token_by_token = True
         log_odds = [log(prob / (1.0 - prob)) for prob in (min(max(c, 1.0 - MAX_PROB), MAX_PROB) for c in top_probs)]
         self._log_odds.append(log_odds)
@@ -273,20 +277,23 @@ class Goodput(LengthPolicy):
         return plan
 
     def _thresholds(self, rates: list[float], seconds: list[float]) -> list[float]:
-        """Another token is held to take the least that one takes in any longer draft: the seconds of single sizes lie
-        too near each other for their differences to be trusted."""
+        """Return the stop thresholds per level.
+
+        The cost of one more token is the smallest slope towards any longer draft, because the difference between two
+        neighbouring sizes is mostly noise.
+        """
         speed, depth = self._recent_tokens / self._recent_seconds if self._recent_seconds else 0.0, len(rates)
         slopes = (min((seconds[n] - seconds[k]) / (n - k) for n in range(k + 1, depth + 1)) for k in range(depth))
         return [slope * speed / max(rate, 1.0 - MAX_PROB) for slope, rate in zip(slopes, rates, strict=True)]
 
     def _seconds(self, depth: int, nodes: int) -> list[float]:
-        """Of a step, by k. More slots never take less time, so a plain step takes at most what any other does."""
+        """Return the seconds of a step by k. Verification time is made monotonic in the number of slots."""
         slots = (1 + nodes * k // max(depth, 1) for k in range(depth, -1, -1))
         verifying = [*accumulate(map(self._verify_times.estimate, slots), min)]
         return [self._draft_times.estimate(k) + v for k, v in enumerate(reversed(verifying))]
 
     def _explore(self, plan: DepthPlan) -> int:
-        """Mostly the best; now and then a neighbour, the rarer the more of the time that is expected to lose."""
+        """Return the best k, or now and then a neighbour; the more time that costs, the less often."""
         best, tokens, seconds = plan.best, plan.tokens, plan.seconds
         if len(seconds) == 1:
             return best
@@ -331,7 +338,7 @@ class Heuristic(LengthPolicy):
 
 
 def prune_by_confidence(draft: Draft, threshold: float) -> Draft:
-    """The nodes all of whose ancestors have a confidence of at least `threshold`."""
+    """Keep the nodes whose ancestors all have a confidence of at least `threshold`."""
     if draft.confidence is None or not draft.nodes:
         return draft
     masks = []
@@ -390,14 +397,16 @@ class Adaptive(Wrapper):
         self._draft: Draft | None = None  # None until the prompt has been observed
 
     def capture_graphs(self, budget: Budget) -> None:
-        """Every length, the shortest first: a draft of another length would be timed as what it is not."""
+        """Capture every length, because the policy measures the time of each."""
         depth = min(budget.depth, budget.nodes)
         for k in range(1, depth + 1):
             super().capture_graphs(Budget(k, budget.nodes * k // depth))
 
     def propose(self, budget: Budget) -> Draft:
-        """Its notes have k; by goodput also alpha, the mean acceptance expected, and predicted, the speed-up over plain
-        decoding."""
+        """Draft with the chosen k.
+
+        Notes: k; with goodput also alpha (expected mean acceptance rate) and predicted (speed-up over plain decoding).
+        """
         depth = min(budget.depth, budget.nodes)
         self._k = k = self.policy.choose(depth, budget.nodes)
         draft = self._empty_draft

@@ -1,6 +1,6 @@
-"""The contract: `Method`, one way of drafting, and `Head`, a method with weights that read the target's hidden states.
+"""Base classes of drafting methods: `Method`, and `Head` for methods that read the target's hidden states.
 
-B rows, A columns, H hidden.
+B rows, A columns, N draft nodes, V vocabulary, H hidden size.
 """
 
 from abc import ABC, abstractmethod
@@ -31,12 +31,12 @@ from specdemo.models.target import HFTarget
 
 @dataclass(frozen=True, slots=True)
 class NoOptions:
-    """Nothing to choose."""
+    """Options of a method that has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A head that can be trained here: its name for people, what `fresh` is told, and the method whose it is."""
+    """A head that `specdemo train` can train."""
 
     title: str
     sizes: Mapping[str, object]
@@ -44,10 +44,11 @@ class Recipe:
 
 
 class Method(ABC):
-    """One way of drafting, a `core.protocol.Drafter`. Subclasses say how; all else has a default.
+    """A drafting method; implements `core.protocol.Drafter`. Only `start`, `propose` and `observe` are required.
 
-    `Options` is a frozen dataclass whose fields are made by `knob`. By convention `nodes` is the size of the draft tree
-    (0: a chain of k), and a method that wraps another names it in `drafter` and hands the model on.
+    `Options` is a frozen dataclass whose fields come from `knob`. By convention the option `nodes` is the size of the
+    draft tree (0: a chain of k). A method that wraps another one names it in the option `drafter` and passes it the
+    lane's model.
     """
 
     title: ClassVar[str]
@@ -62,83 +63,87 @@ class Method(ABC):
 
     @property
     def graph_note(self) -> str:
-        """Why what it runs on a GPU is not recorded, where that was to be."""
+        """Reason why CUDA graphs were requested but are not used; empty otherwise."""
         return ""
 
     def __init__(self, target: Target, model: object = None, options: object = None) -> None:
-        """model: a source, or what `load` makes of it. Raises ValueError, with the cure, when it does not fit."""
+        """model: a source, or the result of `load`. Raises ValueError when the drafter does not fit the target."""
 
     @classmethod
     def recognises(cls, checkpoint: Checkpoint) -> bool:
-        """Whether it reads such files; told from names and shapes alone. `methods.kind_of` says who is asked first."""
+        """Return True for checkpoints of this method. Only names and shapes may be read.
+
+        `methods.detect_method` defines the order in which methods are tried.
+        """
         return False
 
     @classmethod
     def load(cls, source: str, target: Target, progress: LoadProgress | None = None) -> object:
-        """A name, folder or hub id -> what `__init__` takes as `model`, so that it need not be read again."""
+        """Load a name, folder or hub id. The result can be passed to `__init__` as `model`."""
         raise ValueError(f"{cls.title} takes no model; leave it out")
 
     @abstractmethod
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
-        """A new history; everything remembered of the last one is gone."""
+        """Begin a new generation and drop the state of the last one."""
 
     def accept_rule(self, default: AcceptRule) -> AcceptRule:
-        """The rule that its drafts are judged by in the text that has begun, given the one that was chosen."""
+        """Return the acceptance rule for this generation; `default` is the lane's."""
         return default
 
     @abstractmethod
     def propose(self, budget: Budget) -> Draft:
-        """A draft [B, N] behind the last root, within the budget; B rows, N nodes."""
+        """Draft [B, N] below the last root, within the budget."""
 
     @abstractmethod
     def observe(self, progress: Progress) -> None:
-        """What became history: the prompt first, then every step; `progress.outputs` ends in the new root."""
+        """Read committed tokens: first the prompt, then every step. `progress.outputs` ends in the new root."""
 
     def on_step_timed(self, ms: Mapping[str, float]) -> None:
-        """The device time of the step that was observed last, by lap; the lane's clock is read once it is over."""
+        """Receive the device time of the last observed step, in ms per phase."""
 
     def release(self) -> None:
-        """Free what is remembered of a text."""
+        """Free the state of the generation."""
 
     def capture_graphs(self, budget: Budget) -> None:
-        """Off the clock, behind a prompt: propose what a budget may lead to and not every step does, so that it is
-        recorded before a clock runs."""
+        """Propose drafts of all sizes that the budget allows, so that their CUDA graphs are captured in the warm-up."""
 
     def release_graphs(self) -> None:
-        """Free what was recorded of what it runs; that is made anew where it is needed."""
+        """Free captured CUDA graphs. They are captured again when needed."""
 
     @property
     def max_length(self) -> int | None:
-        """The tokens it can read, behind which it drafts nothing; None: as many as the target."""
+        """Context length of the drafter; it drafts nothing past it. None: the target's."""
         return None
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights it holds beside the target's."""
+        """Bytes of the drafter's own weights."""
         return 0
 
     @property
     def history_bytes(self) -> int:
-        """Bytes of what it remembers of the text at hand."""
+        """Bytes of the state of the current generation."""
         return 0
 
 
 class Learner(Method):
-    """A method with weights of its own, which can be trained."""
+    """A method with trainable weights."""
 
     head: nn.Module
 
     @abstractmethod
     def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:
-        """What to lower, and metrics: agree_i, how often the i-th token ahead is what the target says."""
+        """Return the loss, and metrics agree_i: agreement with the target on the i-th token ahead."""
 
 
 Net = TypeVar("Net", bound=Network)
 
 
 class Head(Learner, Generic[Net]):
-    """A method whose weights read the target's hidden states (`taps`). Its class says how its files are recognised,
-    read, made fresh and written."""
+    """A method whose weights read the target's hidden states (`taps`).
+
+    Subclasses define how checkpoints are recognised, read, initialised and written.
+    """
 
     needs_model = True
     recipes: ClassVar[Mapping[str, Recipe]] = {}  # name -> what is trained under it
@@ -155,10 +160,10 @@ class Head(Learner, Generic[Net]):
 
     @classmethod
     def load(cls, source: str, target: Target, progress: LoadProgress | None = None) -> Net:
-        """Raises ValueError, one line, for other files and for a head of another target.
+        """Load a head. Raises ValueError for other files and for a head of another target.
 
-        Where the file leaves open how it is to be read, the target writes a short text and the reading whose guesses at
-        it are right most often is kept.
+        If the checkpoint allows several conventions, the one with the highest agreement on a short text sampled from
+        the target is used.
         """
         report = progress or no_progress
         head = cls.read(cls.open(source, target, report), target)
@@ -169,25 +174,25 @@ class Head(Learner, Generic[Net]):
 
     @classmethod
     def open(cls, source: str, target: Target, progress: LoadProgress) -> Checkpoint:
-        """The files of `source`, described and not yet read. Raises ValueError, one line, with the cure."""
+        """Open the files of `source` without reading the tensors. Raises ValueError when that is impossible."""
         return open_checkpoint(source, progress)
 
     @classmethod
     @abstractmethod
     def read(cls, checkpoint: Checkpoint, target: Target) -> Net:
-        """Its weights, which may be on the meta device. Raises ValueError, one line, where they do not fit."""
+        """Build the network from a checkpoint. Raises ValueError when it does not fit the target."""
 
     @classmethod
     @abstractmethod
     def fresh(cls, target: Target, *sizes: Any, **named: Any) -> Net:
-        """Untrained weights for `target`, as `load` would give them."""
+        """Return an untrained network for `target`."""
 
     @abstractmethod
     def save(self, folder: Path, target_name: str) -> None:
-        """Write the head in its family's public format."""
+        """Write the head in the public format of its family."""
 
     def measure(self, batch: Progress) -> None:
-        """Find out on held-out text what is saved beside the weights."""
+        """Measure statistics on held-out text that `save` stores with the weights."""
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
         self.sampler = TokenSampler(sampling, rng)
@@ -218,8 +223,10 @@ class Head(Learner, Generic[Net]):
         num_draws: int = 0,
         truncatable: bool = True,
     ) -> Draft:
-        """`write(depth, *inputs)`, as a recorded pass where passes are recorded. draws: tokens of a row that are drawn;
-        cut: what is deeper than `depth` can be left out."""
+        """Run `draft_fn(depth, *inputs)` as a CUDA graph if enabled, else eagerly.
+
+        num_draws: sampled tokens per row. truncatable: a deeper draft may be computed and cut at `depth`.
+        """
         graph_cache = self.graph_cache
         graph_depth = graph_cache.depth((key, self.sampler.sampling), depth, truncatable) if graph_cache else None
         if graph_cache is None or graph_depth is None:
@@ -240,8 +247,11 @@ class Head(Learner, Generic[Net]):
         reread: int = 0,
         tree: bool = False,
     ) -> Draft:
-        """`write(depth, columns, *inputs)`, which drafts in at most `ahead` columns behind what the head has read.
-        columns: those that wait, None: nothing does; again: as of `catch_up`; tree: nothing is drawn, nothing cut."""
+        """Run `draft_fn(depth, columns, *inputs)` as a CUDA graph if enabled, else eagerly.
+
+        `columns` are the pending columns of the KV cache (None: no column is pending). The draft takes at most
+        `max_columns` further columns. reread: see `HeadHistory.flush_pending`. tree: draw nothing, never cut.
+        """
         history = self.history
         assert history is not None
         if history.graph_cache is not None and not history.graph_cache.disabled_reason:
@@ -257,7 +267,7 @@ class Head(Learner, Generic[Net]):
         return draft_fn(depth, history.flush_pending(reread), *inputs)
 
     def _draft_tensors(self, draft_fn: Callable[..., Draft], num_inputs: int, depth: int, *args: Any) -> Tensors:
-        """What `write` says of its inputs; what follows these is noise."""
+        """Run `draft_fn` on the first `num_inputs` arguments, with the rest as sampling noise."""
         sampler, self.sampler = self.sampler, self.sampler.with_noise(args[num_inputs:])
         try:
             return flatten_draft(draft_fn(depth, *args[:num_inputs]))
@@ -265,7 +275,7 @@ class Head(Learner, Generic[Net]):
             self.sampler = sampler
 
     def target_features(self, progress: Progress, taps: tuple[int, ...] = ()) -> Tensor:
-        """What the target's layers say, [B, A, taps H]; those of `taps`, in that order, which may name some twice."""
+        """Return the target's hidden states [B, A, taps H], concatenated in the order of `taps` or self.taps."""
         hidden = [progress.hidden[tap] for tap in taps or self.taps]
         return (hidden[0] if len(hidden) == 1 else torch.cat(hidden, -1)).to(self.head.dtype)
 

@@ -1,11 +1,10 @@
-"""Cascade: a draft model that does not write its draft word by word, but checks the guess of a cheaper drafter in one
-pass (staged speculative decoding, 2308.04623; the vertical cascade of 2312.11462).
+"""Cascade: the draft model verifies the guess of a cheaper drafter in one pass instead of drafting token by token
+(staged speculative decoding, 2308.04623; the vertical cascade of 2312.11462).
 
-B rows, G guessed tokens, k the depth of the draft, V vocabulary. The inner drafter guesses for the target as it would
-alone; the draft model, in the pass in which it catches up, judges the guess by the lossless rule, then goes on by
-itself. So the draft is what the draft model alone would have written: the same tokens when greedy, and when sampling
-every token follows the draft model's own q, which is what the target tests it with. The guess is made once per draft: a
-drafter cannot take back what it observed, and what follows the guess may yet be refused.
+B rows, G guessed tokens, k the depth of the draft, V vocabulary. The inner drafter drafts for the target's history. The
+draft model verifies this guess by the lossless rule in its catch-up pass, then continues by itself. The draft therefore
+equals that of the draft model alone: the same tokens when greedy, and the same q of every token when sampling. There is
+one guess per draft, because a drafter cannot take back what it observed.
 """
 
 from collections.abc import Callable
@@ -94,7 +93,10 @@ class Cascade(DraftModel):
         return self._draft_rest_graphed(tokens[0], logits, depth) or self._draft_rest_eager(tokens, row_logits, depth)
 
     def _draft_rest_graphed(self, tokens: list[int], logits: Tensor, depth: int) -> Draft | None:
-        """Behind the only row's tokens so far, which the logits [1, 1 + G, V] said; None: not as a recorded pass."""
+        """Draft the tokens after `tokens` as a CUDA graph. Only for one row; None if there is no graph.
+
+        logits [1, 1 + G, V]: those from which `tokens` were drawn.
+        """
         start = self.sampler.make_draft(
             to_device([tokens], logits.device),
             self.sampler.draft_distribution(logits[:, : len(tokens)]),
@@ -122,7 +124,7 @@ class Cascade(DraftModel):
         self._inner.capture_graphs(budget)
 
     def _draft_rest_eager(self, tokens: list[list[int]], row_logits: list[list[Tensor]], depth: int) -> Draft:
-        """Every row's tokens so far, one by one as deep as is asked."""
+        """Extend every row to `depth` tokens, one pass per token."""
         passes = 1
         while min(map(len, tokens)) < depth:
             self._extend_rows(tokens, row_logits, depth)
@@ -132,7 +134,7 @@ class Cascade(DraftModel):
         return replace(draft, notes={"passes": passes})
 
     def _read_guess(self, missing: list[list[int]], guess: Draft, guessed: list[list[int]]) -> Tensor:
-        """One pass over what is missing and the guess; logits [B, 1 + G, V] after the root and every guessed token."""
+        """Read the missing tokens and the guess; return logits [B, 1 + G, V] of the root and every guessed token."""
         row_ids = [m + [t for t in g if t != ABSENT] for m, g in zip(missing, guessed, strict=True)]
         tokens = padded(row_ids, self.model.device, ABSENT)
         logits = self.model.forward(tokens, chain_parents(len(row_ids), tokens.shape[1] - 1, tokens.device)).logits
@@ -144,7 +146,7 @@ class Cascade(DraftModel):
         return self._pad_to_target_vocab(logits[rows, columns])
 
     def _extend_rows(self, tokens: list[list[int]], row_logits: list[list[Tensor]], depth: int) -> None:
-        """One more token for every row that is shorter than `depth`."""
+        """Add one token to every row that is shorter than `depth`."""
         unfinished = [len(row) < depth for row in tokens]
         last_ids = [row[-1] if active else ABSENT for row, active in zip(tokens, unfinished, strict=True)]
         inputs = to_device(last_ids, self.model.device)[:, None]
@@ -158,6 +160,6 @@ class Cascade(DraftModel):
                 row_logits[row].append(logits[row])
 
     def _pad_to_target_vocab(self, logits: Tensor) -> Tensor:
-        """Logits over the draft model's vocabulary -> over the target's; the extra entries of either are padding."""
+        """Resize logits to the target's vocabulary; extra entries of either model are padding."""
         logits = logits[..., : self._draft_vocab.size]
         return nn.functional.pad(logits, (0, self._draft_vocab.size - logits.shape[-1]), value=float("-inf"))

@@ -1,8 +1,8 @@
-"""Draft model: a smaller causal LM guesses a chain (Leviathan et al. 2211.17192; Chen et al. 2302.01318).
+"""Draft model: a smaller causal LM drafts a chain (Leviathan et al. 2211.17192; Chen et al. 2302.01318).
 
-The draft keeps a cache of its own that may lag: `propose` crops it to the longest common prefix of what it read and
-what became history, and feeds the rest. Sampled drafts carry the q they were drawn from; greedy ones are one-hot. A
-draft with another tokenizer than the target's guesses through a `Bridge`.
+The draft model's KV cache may lack recent tokens: `propose` crops it to the longest common prefix and reads the rest.
+Sampled drafts carry the q they were drawn from; greedy ones are one-hot. A draft model with another tokenizer drafts
+through a `VocabBridge`.
 """
 
 from collections.abc import Callable
@@ -56,7 +56,9 @@ class DraftModel(Learner):
 
     @classmethod
     def load(cls, source: str, target: Target, progress: LoadProgress | None = None) -> LoadedModel:
-        """On a CPU in fp32 whatever the target is in: one-token passes of a small draft are not faster in bf16."""
+        """Load the draft model. On a CPU it runs in fp32, because one-token passes of a small model gain nothing from
+        bf16.
+        """
         try:
             return load_model(source, "auto", str(target.device), progress=progress)
         except ValueError as error:
@@ -75,13 +77,13 @@ class DraftModel(Learner):
         if difference:
             assert isinstance(target, HFTarget)
             self._set_up_bridge(target, difference)
-        shared_ids = None if self._bridge is None else self._bridge.shared
+        shared_ids = None if self._bridge is None else self._bridge.target_ids
         self._draft_vocab = DraftVocab(shared_ids, target.vocab_size)
         self._target = target
         self.sampler = TokenSampler()
 
     def _set_up_bridge(self, target: HFTarget, difference: str) -> None:
-        """Speak through shared tokens where they hold most of what either model says, else through text."""
+        """Draft the shared tokens if both models give them most of their probability, else draft text."""
         if not self.cross_vocabulary:
             raise ValueError(
                 f"{self.model.name} has another tokenizer than {target.name}: {difference}; choose a draft of the same "
@@ -118,7 +120,7 @@ class DraftModel(Learner):
         return self.model.history_bytes
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
-        """Every list has an entry per row."""
+        """Begin a new generation. Every list has one entry per row."""
         self.sampler = TokenSampler(sampling, rng)
         self._history: list[list[int]] = [[] for _ in range(batch)]  # what the target has committed, the root last
         self._cached_ids: list[list[int]] = [[] for _ in range(batch)]  # what the draft's cache holds
@@ -152,7 +154,7 @@ class DraftModel(Learner):
             history += new_ids
 
     def _observe_translated(self, bridge: VocabBridge, inputs: list[list[int]], output_ids: list[list[int]]) -> None:
-        """What became history, as the draft reads it; the prompt goes into its cache as far as all rows have it."""
+        """Add new tokens in the draft model's vocabulary. Prefill its cache with the prompt, up to the shortest row."""
         is_prompt = not self._history[0]
         for row, (text, new_ids) in enumerate(zip(self._row_texts, output_ids, strict=True)):
             new_bytes = (
@@ -210,7 +212,7 @@ class DraftModel(Learner):
         return builder.build(self._draft_vocab)
 
     def _draft_graphed(self, missing: list[list[int]], depth: int) -> Draft | None:
-        """The whole draft as one recorded pass; None: it is not recorded."""
+        """Draft by one CUDA graph replay; None if graphs are disabled or too many tokens are missing."""
         if not self.model.uses_cuda_graphs or max(map(len, missing)) > MAX_CATCH_UP:
             return None
         plan = DraftPlan(("chain", self.sampler.sampling), depth, MAX_CATCH_UP, commits=True)
@@ -225,16 +227,18 @@ class DraftModel(Learner):
         self._common_lengths = [len(h) for h in self._history]
 
     def _shared_logits(self, logits: Tensor) -> Tensor:
-        """[.., draft's vocabulary] -> [.., W] of the tokens that the target has too"""
+        """Select the logits [.., W] of tokens that the target shares."""
         return logits[..., self._bridge.draft_ids] if self._bridge else logits[..., : self._draft_vocab.size]
 
     def _to_draft_ids(self, tokens: Tensor) -> Tensor:
-        """Places among those -> the draft's ids"""
+        """Map indices of shared tokens to the draft model's ids."""
         return self._bridge.draft_ids[tokens] if self._bridge else tokens
 
     def _draft_text(self, bridge: VocabBridge, depth: int) -> Draft:
-        """The likeliest text, until it is `depth` tokens of the target's in every row. A word that has begun is read
-        again: a model knows words by their first token."""
+        """Draft greedy text until it gives `depth` target tokens in every row.
+
+        A partial last word is drafted again from its start, because tokenizers encode whole words.
+        """
         logits, partial_words, steps = self._catch_up(self._crop_to_common()), self._partial_words.copy(), []
         max_steps = min(depth + PARTIAL_WORD_TOKENS, self.model.max_length - max(map(len, self._history)))
         while True:
@@ -252,7 +256,7 @@ class DraftModel(Learner):
         return Draft.chain(padded(drafted, self.model.device, ABSENT))
 
     def _continue_words(self, bridge: VocabBridge, logits: Tensor, partial_words: list[bytes]) -> Tensor:
-        """The likeliest tokens [B, 1] that write what is left of a word; of it they leave the rest in `begun`."""
+        """Return the most likely tokens [B, 1] that continue the partial words, and remove their bytes from these."""
         best = bridge.real_draft_ids[logits[:, bridge.real_draft_ids].argmax(-1, keepdim=True)]
         for row, word in enumerate(partial_words):
             ids = bridge.draft_tokens.prefix_matches(word) if word else []
@@ -262,7 +266,7 @@ class DraftModel(Learner):
         return best
 
     def _crop_to_common(self) -> list[list[int]]:
-        """Crop to the common prefix; per row what is to be read, the root last."""
+        """Crop the cache to the common prefix; return the tokens to read per row, the root last."""
         if self._pending_draft is not None:
             for read, new in zip(self._cached_ids, self._pending_draft.tolist(), strict=True):
                 read += new
@@ -280,7 +284,7 @@ class DraftModel(Learner):
         return missing
 
     def _catch_up(self, missing: list[list[int]]) -> Tensor:
-        """Read what is missing; logits [B, V] after the root."""
+        """Read the missing tokens; return logits [B, V] of the root."""
         tokens = padded(missing, self.model.device, ABSENT)
         logits = self.model.forward(tokens, chain_parents(len(missing), tokens.shape[1] - 1, tokens.device)).logits
         self.model.commit([list(range(len(m))) for m in missing])
@@ -291,7 +295,7 @@ class DraftModel(Learner):
         return logits[torch.arange(len(missing), device=logits.device), last]
 
     def _decode_step(self, tokens: Tensor) -> Tensor:
-        """tokens [B, 1] -> logits [B, V]"""
+        """Decode one step: tokens [B, 1] -> logits [B, V]."""
         forward = self.model.forward(tokens, tokens[:, 1:])
         self.model.commit([[0]] * len(tokens))
         return forward.logits[:, -1]
@@ -307,10 +311,9 @@ def _to_target(model: object, target: Target) -> HFTarget:
 
 
 def tokenizer_difference(target: Target, draft: HFTarget) -> str | None:
-    """How the tokenizers differ; None where both models read token ids the same way. Vocabulary sizes may differ by
-    padding rows as long as the tokenizers are the same.
+    """Describe how the tokenizers differ; None if token ids mean the same. Vocabulary sizes may differ by padding.
 
-    Raises ValueError with the reason where ids differ and one of the models has no tokenizer to tell what they mean.
+    Raises ValueError when the sizes differ and a model has no tokenizer.
     """
     target_tokenizer = target.tokenizer if isinstance(target, HFTarget) else None
     draft_tokenizer = draft.tokenizer
@@ -327,7 +330,7 @@ def tokenizer_difference(target: Target, draft: HFTarget) -> str | None:
 def _compare_tokenizers(
     target_tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase
 ) -> str | None:
-    """In the vocabulary, or in how PROBES and the special tokens are read; None when both are alike."""
+    """Compare vocabularies, then the encoding of PROBES and the special tokens."""
     a, b = target_tokenizer.get_vocab(), draft_tokenizer.get_vocab()
     if a != b:
         differing = sum(b.get(word) != index for word, index in a.items())

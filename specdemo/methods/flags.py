@@ -1,6 +1,7 @@
 """What a method's class says of servers: the arguments that make vLLM or SGLang draft so. Names of flags: vLLM
 config/speculative.py and SGLang's speculative_decoding page, read in autumn 2026; both change, so `--help` of the
-installed version decides."""
+installed version decides.
+"""
 
 from collections.abc import Callable, Mapping
 

@@ -1,7 +1,7 @@
 """Shapes of draft trees. B rows, K frontier nodes, N draft nodes, V vocabulary.
 
-Two ways to a tree: a `Shape` is fixed before the text is known and says which rank of which head sits where (Medusa,
-2401.10774, section 2.3.3); `grow` follows the drafter's own probabilities (EAGLE-2, 2406.16858, section 4).
+A `TreeShape` is static and places ranks of heads at nodes (Medusa, 2401.10774, section 2.3.3). `grow_tree` builds a
+dynamic tree from the drafter's probabilities (EAGLE-2, 2406.16858, section 4).
 """
 
 import heapq
@@ -21,7 +21,7 @@ Expand = Callable[[Tensor, Tensor], Tensor]  # tokens [B, K], parents [B, K] -> 
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """Node i hangs below slot `parents[i]`, is on level `levels[i]` (1: below the root) and holds rank `ranks[i]`."""
+    """A static tree: node i has parent slot `parents[i]`, level `levels[i]` (1: below the root), rank `ranks[i]`."""
 
     parents: tuple[int, ...]
     levels: tuple[int, ...]
@@ -29,7 +29,7 @@ class TreeShape:
 
     @property
     def width(self) -> int:
-        """How many ranks it asks of a head."""
+        """Number of ranks needed from a head."""
         return 1 + max(self.ranks, default=-1)
 
     @property
@@ -39,13 +39,13 @@ class TreeShape:
 
     @property
     def last_children(self) -> tuple[bool, ...]:
-        """Of every node whether it is the last child of its slot."""
+        """True for nodes that are the last child of their slot."""
         last = {parent: node for node, parent in enumerate(self.parents)}
         return tuple(last[parent] == node for node, parent in enumerate(self.parents))
 
     @staticmethod
     def from_paths(paths: Sequence[Path]) -> "TreeShape":
-        """Paths in any order. Raises ValueError when one lacks its beginning."""
+        """Build the shape from paths in any order. Raises ValueError when the parent of a path is missing."""
         ordered = sorted(set(paths), key=lambda path: (len(path), path))
         slot = {(): 0} | {path: i + 1 for i, path in enumerate(ordered)}
         for path in ordered:
@@ -54,7 +54,7 @@ class TreeShape:
         return TreeShape(tuple(slot[p[:-1]] for p in ordered), tuple(map(len, ordered)), tuple(p[-1] for p in ordered))
 
     def paths(self) -> list[Path]:
-        """The way from the root to every node, as ranks among siblings."""
+        """Return the path of every node."""
         all_paths: list[Path] = [()]
         for parent, rank in zip(self.parents, self.ranks, strict=True):
             all_paths.append((*all_paths[parent], rank))
@@ -63,22 +63,22 @@ class TreeShape:
 
 @lru_cache(maxsize=256)
 def clip_shape(shape: TreeShape, budget: Budget) -> TreeShape:
-    """What a budget leaves of a shape: its upper levels, and of these the low ranks first."""
+    """Cut a shape to a budget. Nodes of low rank are kept first."""
     paths = [path for path in shape.paths() if len(path) <= budget.depth]
     paths.sort(key=lambda path: (sum(path), len(path)))  # a beginning is never after what hangs from it
     return TreeShape.from_paths(paths[: budget.nodes])
 
 
 def chain(depth: int) -> TreeShape:
-    """The shape of a chain of `depth` nodes."""
+    """Return the shape of a chain."""
     return TreeShape(tuple(range(depth)), tuple(range(1, depth + 1)), (0,) * depth)
 
 
 def optimal_shape(rates: Sequence[Sequence[float]], nodes: int) -> TreeShape:
-    """The tree of `nodes` nodes that keeps most tokens when head i's rank r is right with chance rates[i][r].
+    """Return the tree of `nodes` nodes with the largest expected accepted length.
 
-    Heads are taken as independent, as in Medusa's appendix: a node's gain is the product along its path, so picking
-    the best candidate again and again is optimal.
+    rates[i][r]: probability that rank r of head i is correct. Heads are assumed independent, as in Medusa's appendix:
+    the gain of a node is the product along its path, so greedy selection is optimal.
     """
     best: list[tuple[float, Path]] = []
 
@@ -99,11 +99,12 @@ def optimal_shape(rates: Sequence[Sequence[float]], nodes: int) -> TreeShape:
 
 
 def grow_tree(root_log_probs: Tensor, expand: Expand, budget: Budget, top_k: int) -> Draft:
-    """The `budget.nodes` likeliest nodes of a tree that widens where the drafter is sure.
+    """Draft the `budget.nodes` most likely nodes of a dynamic tree.
 
-    first [B, V]: log q after the root. `expand` reads a frontier of K tokens, each below the node `parents` of the
-    frontier before it, and says log q after each. A node's score is the log-probability of its path; the K best of a
-    level are expanded, and of all nodes seen the best are drafted. They are ranked, not drawn: probs None.
+    root_log_probs [B, V]: log q of the root. `expand` reads the tokens of a frontier, whose parents are indices into
+    the previous frontier, and returns log q of each. The score of a node is the log-probability of its path. The
+    `top_k` best nodes of a level are expanded; the best nodes of all levels are drafted. Nothing is sampled, so probs
+    is None.
     """
     batch, vocabulary = root_log_probs.shape
     if budget.depth < 1 or budget.nodes < 1:
@@ -133,7 +134,7 @@ def grow_tree(root_log_probs: Tensor, expand: Expand, budget: Budget, top_k: int
 
 
 def prune_tree(tokens: Tensor, parents: Tensor, scores: Tensor, confidence: Tensor, nodes: int) -> Draft:
-    """The `nodes` best of a tree's nodes [B, N]; parents are slots and never score less than their children."""
+    """Keep the `nodes` best nodes of a tree [B, N]. A parent slot must not score lower than its children."""
     # stable: of equal scores the earlier, so that a parent is never left out for its child
     best = torch.argsort(scores, dim=1, descending=True, stable=True)[:, :nodes].sort(1).values
     slots = torch.zeros(len(tokens), tokens.shape[1] + 1, dtype=torch.int64, device=tokens.device)

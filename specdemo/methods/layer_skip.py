@@ -1,9 +1,9 @@
-"""Layer skip: the target's own first layers, its last norm and lm_head draft a chain (Elhoushi et al. 2404.16710,
+"""Layer skip: the first layers of the target, its final norm and lm_head draft a chain (Elhoushi et al. 2404.16710,
 section 4.3).
 
-B rows, n tokens of a chain, V vocabulary. No weights and no memory of its own: drafting reads the target's cache of
-those layers and writes behind the history there, where the verifying pass writes over it. Any model will do; those
-trained to exit early are guessed far better. Sampled drafts carry the q they were drawn from.
+B rows, n tokens of a chain, V vocabulary. Needs no further weights or cache: the draft uses the target's KV cache of
+these layers and writes its provisional entries there, which the verification overwrites. Works with any model, best
+with models trained for early exit. Sampled drafts carry the q they were drawn from.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class LayerSkip(Method):
         exit_layer: int = knob(0, "layers that draft; 0 takes a third of them", low=0, high=128, step=1)
 
     def __init__(self, target: Target, model: object = None, options: Options | None = None) -> None:
-        """Raises ValueError for a target that has too few layers or cannot run some of them alone."""
+        """Raises ValueError for a target that has too few layers or cannot run its first layers alone."""
         name = target.name or "the target"
         if not isinstance(target, EarlyExitTarget) or not target.supports_trees:
             raise ValueError(f"{name} cannot take back what its first layers read; choose 'ngram' or 'draft_model'")

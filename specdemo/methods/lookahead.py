@@ -1,10 +1,11 @@
-"""Lookahead decoding: the target guesses its own n-grams beside the text (Fu et al. 2402.02057, sections 3.1 to 3.3).
+"""Lookahead decoding: the target generates n-grams in parallel with verification (Fu et al. 2402.02057, sections 3.1
+to 3.3).
 
-B rows, W window columns, N tokens per n-gram, G guesses per token. Every pass carries one exact tree with two kinds of
-nodes. Guesses: n-grams seen before that begin with the root. The window: a chain of W guesses below the root, and below
-each of them a column with what Jacobi iteration has made of the positions after it, N - 1 tokens high. What the target
-says behind the columns grows them by one token; a full column is an n-gram for the pool and loses its oldest token.
-Window nodes may be accepted like any other. Nothing is drawn, so probs is None.
+B rows, W window columns, N tokens per n-gram, G n-grams per first token. Every draft is one tree with two kinds of
+nodes. N-grams: those in the pool that begin with the root. The window: a chain of W tokens below the root, with a
+column of N - 1 tokens below each, the state of Jacobi iteration at the following positions. The target's argmax at the
+end of a column is appended to it. A full column becomes an n-gram of the pool and drops its oldest token. Window nodes
+can be accepted as well. Nothing is sampled, so probs is None.
 """
 
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ Gram = tuple[int, ...]
 
 
 class _TreeBuilder:
-    """One row's draft; of equal siblings there is one."""
+    """Builds the tree of one row. Equal siblings share a node."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -30,7 +31,7 @@ class _TreeBuilder:
         self._slots: dict[tuple[int, int], int] = {}
 
     def add(self, parent: int, token: int) -> int:
-        """-> the slot of `token` below `parent`"""
+        """Add a token below a parent slot; return its slot."""
         slot = self._slots.setdefault((parent, token), len(self.tokens) + 1)
         if slot > len(self.tokens):
             self.tokens.append(token)
@@ -46,7 +47,7 @@ class _WindowRow:
     end_slots: list[int] = field(default_factory=list)  # the last slots of the columns in the last draft
 
     def advance(self, argmax_ids: list[int], height: int, guesses: int) -> None:
-        """said [S]: the target's argmax at every slot of the last draft."""
+        """Advance the window. argmax_ids [S]: the target's argmax at every slot of the last draft."""
         for column, slot in zip(
             self.columns, self.end_slots, strict=False
         ):  # a small budget runs the first columns only
@@ -131,7 +132,7 @@ class Lookahead(Method):
         return tree
 
     def _set_window_size(self, budget: Budget) -> int:
-        """How many columns fit; sets their height. Where the depth is short, both get half of it."""
+        """Set the column height and return the number of columns that fit. A small depth is split evenly."""
         options = self._options
         self._height = min(options.ngram - 1, (budget.depth + 1) // 2, (budget.nodes + 1) // 2)
         share = options.window / (options.window + options.guesses)

@@ -1,7 +1,7 @@
-"""Prompt lookup: the draft is what followed the last time the current suffix occurred (Saxena 2023; no model at all).
+"""Prompt lookup: drafts the tokens that followed the most recent occurrence of the current suffix (Saxena 2023).
 
-The longest suffix of at most `max_n` tokens that occurred before wins; among its occurrences the most recent one. A
-match that runs into the end of the text goes on copying itself, as an LZ77 copy does, so that loops are drafted whole.
+The longest suffix of `min_n` to `max_n` tokens that occurred before is used. A match that reaches the end of the text
+continues with its own output, like an LZ77 copy, so that loops are drafted to full length.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ LLAMACPP_N = 3  # tokens
 
 
 class _NGramIndex:
-    """The tokens of one row and, for every n-gram in it but the last, where it ended most recently."""
+    """The tokens of one row, and for every n-gram that has a continuation the position after its last occurrence."""
 
     def __init__(self, sizes: range) -> None:
         self.ids: list[int] = []
@@ -55,7 +55,7 @@ def _sglang(model: str | None, k: int, options: Mapping[str, object]) -> Flags:
 
 
 def _llamacpp(model: str | None, k: int, options: Mapping[str, object]) -> Flags:
-    """It looks for one length alone: that of those here which is nearest to LLAMACPP_N."""
+    """Return llama.cpp's arguments. It supports one n-gram size: the allowed one nearest to LLAMACPP_N."""
     shortest, longest = int(str(options["min_n"])), int(str(options["max_n"]))
     return ["--ngram", str(min(max(shortest, LLAMACPP_N), longest)), "--k", str(k)]
 

@@ -1,4 +1,4 @@
-"""No drafting: the plain lane is this empty drafter in the same loop."""
+"""Plain decoding: an empty draft at every step, in the same loop."""
 
 import torch
 from torch import Generator

@@ -1,10 +1,9 @@
-"""Online speculative decoding: the draft learns from the target's verdicts while it drafts (Liu et al. 2310.07177).
+"""Online speculative decoding: the drafter is trained on the target's outputs while it drafts (Liu et al. 2310.07177).
 
-B rows, A columns, V vocabulary. Every verification says the target's distribution behind each kept token; nothing more
-is asked of the target. Every few steps, between two drafts, the wrapped drafter's own loss is lowered on the latest
-columns of text and on some of earlier texts. The weights that learn are a copy, so other lanes keep theirs, and what
-was learnt outlives a generation. That the cached keys of a draft are those of its older weights costs some acceptance,
-never exactness.
+B rows, A columns, V vocabulary. Every verification gives the target's distribution at each accepted token, so training
+needs no further target passes. Every few steps the wrapped drafter's loss is minimised on the latest columns and on
+some earlier texts. The trained weights are a copy, so other lanes are unaffected; they persist across generations.
+Cached keys and values of older weights cost some acceptance, but the output stays exact.
 """
 
 from collections import deque
@@ -78,8 +77,9 @@ class Online(Wrapper):
         self._text = []
 
     def propose(self, budget: Budget) -> Draft:
-        """Its notes have updates, train_ms since the last draft, train_loss of the last update, and accepted: the share
-        of drafted tokens kept of late."""
+        """Draft. Notes: updates, train_ms since the last draft, train_loss of the last update, and accepted, the
+        recent acceptance rate.
+        """
         self._depth = budget.depth
         draft = super().propose(budget)
         notes = {**draft.notes, "updates": self._trainer.updates, "train_ms": self._train_ms}
@@ -123,13 +123,13 @@ class Online(Wrapper):
             self._text[row].append((progress.inputs[row, new], outputs, target_probs, *hidden))
 
     def _window(self, row: int) -> TextColumns:
-        """The row's latest columns in one piece."""
+        """Merge the stored columns of a row and return the last WINDOW."""
         window = tuple(torch.cat(parts)[-WINDOW:] for parts in zip(*self._text[row], strict=True))
         self._text[row] = [window]
         return window
 
     def _update(self, rows: list[int]) -> None:
-        """One step on the latest text of these rows and on some of the past."""
+        """Take one optimiser step on the latest text of these rows and on some past texts."""
         started = perf_counter()
         latest = [self._window(row) for row in rows]
         length = min((len(window[0]) for window in latest), default=0)
@@ -147,7 +147,7 @@ class Online(Wrapper):
 
 
 class _Trainer:
-    """Adam on the weights of a module. It works in fp32: a small step would be lost in the digits of bf16."""
+    """Adam with fp32 master weights, because small steps would vanish in bf16."""
 
     def __init__(self, module: nn.Module, lr: float) -> None:
         self.updates, self.loss = 0, 0.0
@@ -171,7 +171,7 @@ class _Trainer:
 
 
 def _copy(drafter: str, target: Target, model: object) -> object:
-    """The model with weights of its own, as `load` would give it; what belongs to the target is shared, not copied."""
+    """Load or copy the model. Modules of the target are shared, not copied."""
     loaded = method(model_method(drafter)).load(model, target) if isinstance(model, str) else model
     shared = [target, target.embed, target.lm_head]
     if isinstance(loaded, LoadedModel | HFTarget):

@@ -1,7 +1,6 @@
-"""Which drafters fit a target, and why the others do not; told from configs, tokenizers and file headers alone.
+"""Compatibility of drafters with a target, from configs, tokenizers and file headers, without loading weights.
 
-Whether a head fits is for its method to say (`read`), and of a draft model for `draft_model.unlike`; here their
-answers are collected.
+Heads are checked by `Head.read`, draft models by `draft_model.tokenizer_difference`.
 """
 
 from collections.abc import Iterable
@@ -18,7 +17,7 @@ from specdemo.models.target import HFTarget
 
 @dataclass(frozen=True, slots=True)
 class DrafterFit:
-    """fits: None where it cannot be told here."""
+    """Result of one check. fits: None if the drafter's files could not be opened."""
 
     drafter: str
     method: str
@@ -27,9 +26,9 @@ class DrafterFit:
 
 
 def check_pair(target: HFTarget, drafter: str, method_name: str | None = None) -> DrafterFit:
-    """target: an outline will do. method_name: who reads the drafter; None: what its files say.
+    """Check one drafter. target: may be an outline without weights. method_name: None detects it from the files.
 
-    Raises ValueError when the drafter's files cannot be had.
+    Raises ValueError when the drafter's files cannot be opened.
     """
     checkpoint = open_meta_checkpoint(drafter)
     try:
@@ -52,7 +51,7 @@ def check_pair(target: HFTarget, drafter: str, method_name: str | None = None) -
 
 
 def _tokenizer_fit(target: HFTarget, draft: HFTarget, cross_vocabulary: bool) -> str:
-    """How a whole model fits. Raises ValueError where it does not."""
+    """Describe how a draft model fits. Raises ValueError when it does not."""
     difference = tokenizer_difference(target, draft)
     if difference and not cross_vocabulary:
         raise ValueError(f"another tokenizer: {difference}; choose a draft of the same model family")
@@ -66,7 +65,7 @@ def _tokenizer_fit(target: HFTarget, draft: HFTarget, cross_vocabulary: bool) ->
 
 
 def check_pairs(target: HFTarget, candidates: Iterable[tuple[str, str]]) -> list[DrafterFit]:
-    """known: a method and the drafter that it reads. Those that fit come first, those that cannot be told last."""
+    """Check candidates (method, drafter). Sorted: those that fit, those that do not, those that could not be opened."""
     pairs = []
     for name, drafter in dict.fromkeys(candidates):
         try:

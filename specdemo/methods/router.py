@@ -1,7 +1,7 @@
-"""Router: several drafts, of which each prompt gets the one that suits it, by measured acceptance.
+"""Router: selects one of several drafters per prompt, by measured acceptance.
 
-Every draft drafts for a few steps in turn; then the one that had most tokens accepted per step drafts for the rest of
-the generation. One choice holds for all rows of a batch.
+Every drafter is tried for a few steps; then the one with the most accepted tokens drafts for the rest of the
+generation. All rows of a batch use the same drafter.
 """
 
 from dataclasses import dataclass, replace
@@ -44,7 +44,7 @@ class Router(Wrapper):
         self._accepted = [0] * len(self.drafters)  # tokens, by draft
 
     def propose(self, budget: Budget) -> Draft:
-        """Its notes have route: which draft it is, 0 the lane's own model."""
+        """Draft with the current drafter. Notes: route, its index; 0 is the lane's model."""
         draft = self.drafters[self._route].propose(budget)
         return replace(draft, notes={**draft.notes, "route": self._route})
 

@@ -1,9 +1,8 @@
-"""Suffix decoding: what followed the longest endings of the text before, as often as it did (Oliaro et al. 2411.04975).
+"""Suffix decoding: drafts the most frequent continuations of the text's suffixes (Oliaro et al. 2411.04975).
 
-B rows, N draft nodes. Two suffix trees: one over the row's own prompt and output; one, if asked for, over earlier
-answers of the same model. An ending of n tokens that occurred before may draft max_spec_factor * n + max_spec_offset
-tokens: the longer the match, the more it is trusted. Of all endings the one whose draft promises most tokens wins.
-Drafts are rankings, so probs is None.
+B rows, N draft nodes. There are two suffix trees: one over the row's prompt and output and, with option `remember`, one
+over earlier answers of the same model. A matching suffix of n tokens may draft max_spec_factor * n + max_spec_offset
+tokens. The suffix whose draft has the most expected tokens is used. Nothing is sampled, so probs is None.
 """
 
 from collections import deque
@@ -31,8 +30,10 @@ MIN_ANSWER_TOKENS = (
 
 
 class _SuffixNode:
-    """A piece of text that occurred `count` times, at the text's own end too. While it occurred once nothing is stored
-    below it: what follows is read from the text it stands in, which may still grow."""
+    """A token sequence that occurred `count` times, including at the end of the text.
+
+    After one occurrence no children are stored: they are read from the text, which may still grow.
+    """
 
     __slots__ = ("_children", "_position", "_text", "count")
 
@@ -52,22 +53,21 @@ class _SuffixNode:
 
 @dataclass(slots=True)
 class _GrowingText:
-    """Tokens that grow, and the nodes of those of its endings that occurred elsewhere in a tree, longest first: the
-    last one is that of its last token, the one before that of its last two."""
+    """A growing text, and the nodes of its suffixes that occur elsewhere in a tree, longest first."""
 
     ids: list[int] = field(default_factory=list)
     endings: list[_SuffixNode] = field(default_factory=list)
 
 
 class _SuffixTree:
-    """The pieces of up to `depth` tokens of some texts, with their counts."""
+    """Counts of all sequences of up to `depth` tokens of some texts."""
 
     def __init__(self, depth: int) -> None:
         self._root = _SuffixNode([], 0)
         self._depth = depth
 
     def extend(self, text: _GrowingText, token: int) -> None:
-        """One more token of a text of this tree. An ending that is new needs no more care: its node reads on itself."""
+        """Append a token to a text of this tree."""
         text.ids.append(token)
         matched = []
         for node in (*text.endings[-self._depth + 1 :], self._root):
@@ -80,7 +80,7 @@ class _SuffixTree:
         text.endings = matched
 
     def follow(self, endings: list[_SuffixNode], token: int) -> list[_SuffixNode]:
-        """`endings` after one more token of a text that is not in this tree."""
+        """Advance the suffix nodes by one token of a text outside this tree."""
         steps = (node.children.get(token) for node in (*endings[-self._depth + 1 :], self._root))
         return [child for child in steps if child is not None]
 
@@ -97,7 +97,7 @@ class _SuffixTree:
 
 
 class _AnswerMemory:
-    """The last REMEMBERED answers of one model."""
+    """The last MAX_ANSWERS answers of one model."""
 
     def __init__(self, depth: int) -> None:
         self.tree = _SuffixTree(depth)
@@ -126,7 +126,7 @@ class _SuffixRow:
 
 @dataclass(slots=True)
 class _Candidate:
-    """Drafted nodes: parents are slots, `chances` given the parent, `score` the tokens this promises."""
+    """A candidate draft: parents are slots, `probs` are conditional on the parent, `score` the expected tokens."""
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
@@ -165,7 +165,7 @@ class Suffix(Method):
         self._rows = [_SuffixRow(_SuffixTree(self._options.max_depth)) for _ in range(batch)]
 
     def release(self) -> None:
-        """What was answered goes into the memory, cancelled or not."""
+        """Store the answers in the memory, including those of cancelled generations."""
         if self._memory is not None:
             for row in self._rows:
                 if len(row.text.ids) - row.prompt >= MIN_ANSWER_TOKENS:
@@ -195,7 +195,7 @@ class Suffix(Method):
         return Draft(tokens, padded([f.parents for f in candidates], self._device, 0), confidence=confidence)
 
     def _best(self, row: _SuffixRow, budget: Budget) -> _Candidate:
-        """Of equal scores the longer match wins, and the row's own text before the memory."""
+        """Return the best candidate. Ties go to the longer match, and to the row's own text before the memory."""
         options = self._options
         best = _Candidate()
         for endings in (row.text.endings, row.memory_endings):
@@ -210,7 +210,7 @@ class Suffix(Method):
         return best
 
     def _expand(self, ending: _SuffixNode, nodes: int, depth: int) -> _Candidate:
-        """The likeliest of what followed an ending: a tree of at most `nodes` nodes, or its best chain."""
+        """Return the most likely continuations of a suffix: a tree of at most `nodes` nodes, or the best chain."""
         options, candidate, order = self._options, _Candidate(), count()
         width = nodes if options.nodes else 1
         frontier: list[

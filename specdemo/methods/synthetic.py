@@ -1,8 +1,8 @@
-"""Synthetic acceptance: what would a draft of a given quality bring here? Drafts are kept by chance, at rates of one's
-choice, so the speed is that of such a draft and the text nobody's (as `rejection_sample_method` "synthetic" of vLLM).
+"""Synthetic acceptance: measures the speed at chosen acceptance rates. Draft tokens are accepted at random, so the text
+is meaningless (like `rejection_sample_method` "synthetic" of vLLM).
 
-B rows, N drafted tokens. A kept draft is written as it was drafted; where the chances end stands the target's own token
-for what was written so far. Either another method drafts, at its own cost, or drafting is free: the prompt once more.
+B rows, N draft tokens. Accepted draft tokens are output as drafted; at the first rejection follows the target's
+correction token. Either another method drafts, at its own cost, or the draft is a free copy of the prompt.
 """
 
 from dataclasses import dataclass, replace
@@ -53,7 +53,7 @@ class Synthetic(Wrapper):
         return accept.Synthetic(self._rates, self._rng)
 
     def propose(self, budget: Budget) -> Draft:
-        """Its notes have by_chance, so that every step of a trace says so."""
+        """Draft a chain. Notes: by_chance = 1, to mark the steps in a trace."""
         draft = self._copy_prompt(min(budget.depth, budget.nodes)) if self._is_free else super().propose(budget)
         chain = draft if is_chain(draft.parents) else first_branch(draft)
         return replace(chain, notes={**draft.notes, "by_chance": 1.0})
@@ -67,14 +67,14 @@ class Synthetic(Wrapper):
             self._prompts = [tokens[:length] for tokens, length in rows]
 
     def _copy_prompt(self, depth: int) -> Draft:
-        """The prompt again, from the token that as many were written before."""
+        """Draft the prompt again, starting at the number of output tokens so far."""
         rows = zip(self._prompts, self._num_written, strict=True)
         tokens = [[prompt[(offset + i) % len(prompt)] for i in range(depth)] for prompt, offset in rows]
         return Draft.chain(to_device(tokens, self._device).view(len(tokens), depth))
 
 
 def parse_rates(text: str) -> tuple[float, ...]:
-    """`0.8,0.75` as numbers. Raises ValueError, one line, for anything but chances."""
+    """Parse rates such as `0.8,0.75`. Raises ValueError for anything but probabilities."""
     try:
         rates = tuple(map(float, text.split(",")))
     except ValueError:

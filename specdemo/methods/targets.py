@@ -1,4 +1,4 @@
-"""Loading of whole models where a head may be named instead: the error says which method reads it."""
+"""Model loaders whose error names the method when the source is a head instead of a complete model."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def name_head_in_error(loader: Callable[P, T]) -> Callable[P, T]:
-    """A loader of whole models, given the name first, whose ValueError names the method of what is a head's folder."""
+    """Wrap a model loader: if the source is the folder of a head, its ValueError names the method."""
 
     @wraps(loader)
     def load_or_explain(*args: P.args, **kwargs: P.kwargs) -> T:

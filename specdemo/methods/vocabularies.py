@@ -1,9 +1,9 @@
-"""A draft model of another vocabulary than the target's (Timor et al. 2502.05202).
+"""Draft models with another vocabulary than the target's (Timor et al. 2502.05202).
 
-Two ways. Tokens: the draft's distribution is cut to the tokens that both spell alike and renormalised, so it is a true
-q over the target's tokens, and sampling stays exact as with any q. Text: what the draft writes is cut anew by the
-target's tokenizer; such drafts are one-hot, which is exact for every draft. Either way the draft reads the text of the
-target cut by its own tokenizer. W tokens are shared.
+There are two modes. Tokens: the draft model's distribution is restricted to tokens with the same bytes in both
+vocabularies and renormalised. This is a valid q over the target's tokens, so sampling stays exact. Text: the draft
+model's text is tokenized again by the target's tokenizer; such drafts are one-hot, which is exact as well. In both
+modes the draft model reads the target's text in its own tokenization. W tokens are shared.
 """
 
 from bisect import bisect_left
@@ -29,10 +29,10 @@ SENTENCE_PIECE_SPACE, BYTE_SPACE = "\u2581", "\u0120"  # how SentencePiece and b
 
 
 class TokenBytes:
-    """What the tokens of a tokenizer write, as bytes."""
+    """The bytes of every token of a tokenizer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> None:
-        """size: rows of the model; ids beyond are left out."""
+        """num_rows: rows of the model's embedding; larger ids are left out."""
         self._tokenizer = tokenizer
         vocabulary = {token: i for token, i in tokenizer.get_vocab().items() if i < num_rows}
         decode = _decode_byte_level if BYTE_SPACE in vocabulary else _decode_sentence_piece
@@ -41,7 +41,7 @@ class TokenBytes:
 
     @cached_property
     def id_of(self) -> dict[bytes, int]:
-        """The first id of every spelling."""
+        """Bytes -> the lowest id with these bytes."""
         return {spelling: i for i, spelling in reversed(self.bytes_of.items())}
 
     @cached_property
@@ -50,14 +50,14 @@ class TokenBytes:
         return [spelling for spelling, _ in pairs], [i for _, i in pairs]
 
     def prefix_matches(self, prefix: bytes) -> list[int]:
-        """The tokens that write what a text has begun with, or its beginning."""
+        """Return the tokens that start with `prefix`, and those that are a prefix of it."""
         spellings, ids = self._sorted
         longer = ids[bisect_left(spellings, prefix) : bisect_left(spellings, prefix + b"\xff" * 8)]
         shorter = (self.id_of.get(prefix[:n]) for n in range(1, len(prefix)))
         return longer + [i for i in shorter if i is not None]
 
     def encode_continuation(self, text: str) -> list[int]:
-        """The ids of a text that goes on another one: some tokenizers would put a space before a text of its own."""
+        """Encode a text that continues another one. A newline in front keeps tokenizers from adding a space."""
         ids = self._encode("\n" + text)
         return (
             ids[len(self._newline_ids) :] if ids[: len(self._newline_ids)] == self._newline_ids else self._encode(text)
@@ -67,23 +67,23 @@ class TokenBytes:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def encode_from_start(self, text: str) -> list[int]:
-        """The ids of a text from its beginning."""
+        """Encode a text from its beginning, with the BOS token if there is one."""
         bos = self._tokenizer.bos_token_id
         return [*([] if bos is None else [bos]), *self._encode(text)]
 
     def decode_from_start(self, ids: list[int]) -> bytes:
-        """What tokens at the beginning of a text write."""
+        """Return the bytes of tokens at the beginning of a text, without the BOS token."""
         bos = self._tokenizer.bos_token_id
         return self.decode(ids[1:] if ids and ids[0] == bos else ids)
 
     def decode(self, ids: list[int]) -> bytes:
-        """What tokens write that go on a text."""
+        """Return the bytes of tokens that continue a text."""
         return b"".join(self.bytes_of.get(i, b"") for i in ids)
 
 
 @dataclass(slots=True)
 class RowText:
-    """One row's text as the draft reads it. What is before the tail stays as it was cut."""
+    """The text of one row in the draft model's tokens. Only the tail is tokenized again when the text grows."""
 
     tokens: TokenBytes
     ids: list[int] = field(default_factory=list)
@@ -91,7 +91,7 @@ class RowText:
     decoder: IncrementalDecoder = field(default_factory=lambda: getincrementaldecoder("utf-8")("ignore"))
 
     def extend(self, new_bytes: bytes) -> list[int]:
-        """Go on with what was written -> the ids of the whole text."""
+        """Append bytes; return the ids of the complete text."""
         self.tail += self.decoder.decode(new_bytes)
         if len(self.tail) > MAX_TAIL:
             split = self.tail.rfind(" ", 0, len(self.tail) - MIN_TAIL)
@@ -101,7 +101,7 @@ class RowText:
         return self.ids + self._encode(self.tail)
 
     def split_last_word(self) -> tuple[list[int], bytes]:
-        """ids of the text without its last word, and that word; where there is nothing else, all of it and nothing."""
+        """Return the ids of the text without its last word, and the word. A text of one word is not split."""
         split = self.tail.rfind(" ")
         if split <= 0:
             return self.ids + self._encode(self.tail), b""
@@ -112,7 +112,7 @@ class RowText:
 
 
 class VocabBridge:
-    """Between a target's tokens and those of its draft."""
+    """Maps tokens between a target and its draft model."""
 
     def __init__(self, target: HFTarget, draft: HFTarget) -> None:
         assert target.tokenizer is not None and draft.tokenizer is not None
@@ -139,16 +139,16 @@ class VocabBridge:
         )
 
     def shared_mass(self, target: HFTarget, draft: HFTarget) -> tuple[float, float]:
-        """Which part of the target's and of the draft's probability the shared tokens hold, on a sample of text."""
+        """Return the mean probability of the shared tokens in the target and in the draft model, on SAMPLE_TEXT."""
         return _mass_on(target, self.target_tokens, self.target_ids), _mass_on(draft, self.draft_tokens, self.draft_ids)
 
     def may_end_inside_word(self, root: int) -> bool:
-        """Whether a text that ends with this token of the target's may end within a word."""
+        """Return True if a text that ends with this target token may end inside a word."""
         ending = self.target_tokens.bytes_of.get(root, b"")
         return ending == b" " or ending[:1].isalpha()
 
     def to_target_ids(self, root: int, text_bytes: bytes) -> list[int]:
-        """What the draft wrote behind the target's token `root`, as the target's tokens."""
+        """Encode draft bytes that follow the target token `root` as target tokens."""
         text = text_bytes.decode("utf-8", "ignore")
         root_text = self.target_tokens.bytes_of.get(root, b"").decode("utf-8", "ignore")
         combined = self.target_tokens.encode_continuation(root_text + text)

@@ -1,4 +1,4 @@
-"""What the methods that wrap other drafters share. The lane's model is the wrapped drafter's."""
+"""Base class of methods that wrap other drafters. The lane's model belongs to the wrapped drafter."""
 
 from collections.abc import Mapping
 
@@ -12,12 +12,12 @@ from specdemo.methods.base import Method
 
 
 def wrappable(wrapper: str) -> tuple[str, ...]:
-    """What a wrapper may wrap: every method but plain decoding, itself and what keeps drafts by chance."""
+    """Return the methods that a wrapper supports: all but plain decoding, synthetic acceptance and itself."""
     return tuple(name for name in METHODS if name not in (BASELINE, SYNTHETIC, wrapper))
 
 
 def acceptance_per_row(draft: Draft, depth: int, progress: Progress) -> list[tuple[int, int]]:
-    """What became of a draft of at most `depth` levels: levels drafted and levels kept, per row still running."""
+    """Return (drafted levels, accepted levels) of the last draft for every unfinished row."""
     drafted = [draft.nodes] * len(progress.lengths)
     if len(drafted) > 1 and draft.nodes:
         drafted = (draft.tokens != ABSENT).sum(1).tolist()
@@ -25,7 +25,7 @@ def acceptance_per_row(draft: Draft, depth: int, progress: Progress) -> list[tup
 
 
 class Wrapper(Method):
-    """Hands everything on to the drafters it holds; the first one drafts."""
+    """Forwards all calls to the wrapped drafters; the first one drafts."""
 
     def __init__(self, *drafters: Method) -> None:
         self.drafters = drafters

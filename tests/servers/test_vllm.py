@@ -144,7 +144,9 @@ def drafter(case, program, target, monkeypatch):
     if case.lane.method == "dflash":
         if not program.there.gpus:
             one_norm(made.head)
-        made.head.read_as(replace(made.head.design, block_size=case.lane.k + 1))  # its blocks are as wide as asked for
+        made.head.use_convention(
+            replace(made.head.design, block_size=case.lane.k + 1)
+        )  # its blocks are as wide as asked for
     return made
 
 

@@ -1,1 +1,1 @@
-"""Heads: what they share, one file each for what is their own, and their files in `formats`."""
+"""Heads, one file per family, with shared modules; `formats` reads and writes their checkpoints."""

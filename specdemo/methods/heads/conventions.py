@@ -1,7 +1,7 @@
-"""Which reading of a file that leaves open how it is meant.
+"""Selection of the checkpoint convention for files that allow several.
 
-A wrong reading raises nothing, its drafts are only refused more often. So the target writes, and the reading is kept
-whose guesses are right most often, the documented one where there is little between them.
+A wrong convention raises no error, but its drafts are rejected more often. The convention with the highest agreement on
+text sampled from the target is used; within a margin, the documented one.
 """
 
 from collections.abc import Callable
@@ -19,8 +19,10 @@ MARGIN = 0.02  # of the guesses: what is less may be chance, and then the likeli
 
 @torch.no_grad()
 def select_convention(head: Network, target: Target, make_drafter: Callable[[], Trainable]) -> None:
-    """Keep the reading by which the head guesses texts of the target best, and note it. `drafter` makes one of the head
-    as it is read now."""
+    """Set the convention with the highest agreement on a sampled text, and describe it in `head.note`.
+
+    make_drafter: returns a drafter of the head under its current convention.
+    """
     taps: set[int] = set()
     for convention in head.conventions:
         head.use_convention(convention)
@@ -40,8 +42,10 @@ def select_convention(head: Network, target: Target, make_drafter: Callable[[], 
 
 
 def sample_target_text(target: Target, taps: tuple[int, ...]) -> Progress:
-    """Texts drawn from the target behind a stop token, and what it finds likeliest at every place: written greedily, a
-    text soon repeats itself, and then any reading does."""
+    """Sample texts from the target after a stop token; outputs are its argmax at every position.
+
+    Greedy text would soon repeat itself and not distinguish the conventions.
+    """
     rng = Generator().manual_seed(0)  # of the host: a lent GPU may not be there yet
     first = target.stop_token_ids[0] if target.stop_token_ids else 0
     tokens = torch.full((ROWS, 1), first, device=target.device)

@@ -1,15 +1,14 @@
-"""DFlash: a small network fills a whole block of masked tokens in one pass (Chen et al. 2602.06036); DFlash2, DSpark
-(2607.05147) and LiLiCorr (2608.20530) are the same with a last stage in which a token also depends on those before it.
+"""DFlash: a small network predicts a block of masked tokens in one pass (Chen et al. 2602.06036). DFlash2, DSpark
+(2607.05147) and LiLiCorr (2608.20530) add a final stage in which a token also depends on the tokens before it.
 
-B rows, A columns, S slots of a block, D drafted tokens, N nodes or blocks, G key/value heads, V vocabulary, H hidden.
+B rows, A columns, S slots of a block, D draft tokens, N nodes or blocks, G key/value heads, V vocabulary, H hidden.
 
-What the target's layers say of a token (`taps`) becomes one context vector, and that becomes keys and values in every
-layer of the drafter, never queries: the context costs two products per layer and is not read again. A block is the
-embedding of the anchor, which is the root, and of S - 1 mask tokens, at the positions that follow the context; its
-slots see the context and each other, both ways. So a block cut short would be another drafter: it always has its
-trained size, and what exceeds the budget is left out. Only the context stays in the cache; nothing is ever rolled back.
+The target's hidden states of a token (`taps`) are projected to one context vector, which every drafter layer turns into
+keys and values but not queries. A block consists of the embeddings of the anchor (the root) and of S - 1 mask tokens at
+the next positions. Its slots attend to the context and to each other in both directions, so a block always has its
+trained size, and draft tokens beyond the budget are dropped. Only the context stays in the KV cache.
 
-Slots are drawn independently of each other, each with its own q, or (DFlash2, DSpark) one after the other.
+Slots are sampled independently, each from its own q, or one after the other (DFlash2, DSpark, LiLiCorr).
 """
 
 from collections.abc import Callable, Mapping
@@ -53,8 +52,7 @@ StageFn = Callable[[int, Tensor, Tensor, Tensor, Memory], StageOutput]  # as `St
 
 
 class Convolution(nn.Module):
-    """DFlash2: what goes into a sublayer and what comes out of it, mixed with the slots before, by kernels that depend
-    on the slot's own state."""
+    """DFlash2: mixes input and output of a sublayer with the previous slots, with kernels computed from the slot."""
 
     def __init__(self, hidden_size: int, block_size: int, span: int, groups: int) -> None:
         super().__init__()
@@ -67,7 +65,7 @@ class Convolution(nn.Module):
         return self._filter(1, sublayer(self._filter(0, states, kernels)), kernels)
 
     def _filter(self, side: int, states: Tensor, kernels: Tensor) -> Tensor:
-        """states [B, N S, H] -> the same shape; nothing comes from before a block's first slot."""
+        """Filter states [B, N S, H] within each block."""
         width = states.shape[-1] // self.groups
         weights = self.base_kernel[side] + kernels[..., side, :, :].repeat_interleave(width, -1)
         blocks = states.unflatten(1, (-1, self.block_size))
@@ -79,7 +77,7 @@ class Convolution(nn.Module):
 
 
 class BlockLayer(Layer):
-    """A layer over the slots of blocks."""
+    """A decoder layer over the slots of blocks."""
 
     def __init__(self, design: Design, index: int, tensors: Mapping[str, Tensor]) -> None:
         body, (span, groups) = design.body, files.convolution_sizes(tensors)
@@ -93,7 +91,7 @@ class BlockLayer(Layer):
         self.mlp_conv = Convolution(body.hidden_size, design.block_size, span, groups) if span else None
 
     def forward(self, x: Tensor, columns: Columns) -> Tensor:
-        """x [B, N S, H] -> the same shape"""
+        """x [B, N S, H] -> [B, N S, H]"""
         if self.attention_conv is None or self.mlp_conv is None:
             return super().forward(x, columns)
         x = x + self.attention_conv(self.input_layernorm(x), lambda states: self.self_attn(states, columns))
@@ -102,19 +100,21 @@ class BlockLayer(Layer):
 
 
 class Stage(nn.Module):
-    """What makes a token depend on those before it in its block."""
+    """A final stage: makes the logits of a slot depend on the tokens before it in the block."""
 
     recurrent = False  # whether on more of them than the last one
 
     def forward(self, slot: int, previous: Tensor, states: Tensor, logits: Tensor, memory: Memory) -> StageOutput:
-        """slot counts from the first that guesses; previous [...] tokens, states [..., H], logits [..., W], memory
-        [..., M] of the slot before, None in the first -> logits, memory. One that is not recurrent reads any slots at
-        once."""
+        """Return the logits of a slot, and the memory for the next slot.
+
+        slot: counted from the first slot that predicts. previous [...]: tokens, states [..., H], logits [..., W],
+        memory [..., M]: None for the first slot. Stages that are not recurrent accept several slots at once.
+        """
         raise NotImplementedError
 
 
 class CandidateSelector(Stage):
-    """DFlash2: of a slot's likeliest tokens, how well each follows the token before."""
+    """DFlash2: scores the most likely tokens of a slot by how well they follow the previous token."""
 
     def __init__(self, design: Design, vocab_size: int, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -131,8 +131,10 @@ class CandidateSelector(Stage):
 
 
 class MarkovHead(Stage):
-    """DSpark: a bias on every token from the token before, of low rank. It may be gated by the slot's state, or depend,
-    through a gated state of its own, on all tokens before."""
+    """DSpark: adds a low-rank bias that depends on the previous token.
+
+    Variants gate the bias by the slot's state, or use a recurrent state over all previous tokens.
+    """
 
     def __init__(self, design: Design, vocab_size: int, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -157,7 +159,7 @@ class MarkovHead(Stage):
 
 
 class Domino(Stage):
-    """SpecForge: a GRU reads the tokens before, and corrects all slots but the first few."""
+    """SpecForge: a GRU over the previous tokens corrects all slots but the first few."""
 
     recurrent = True
 
@@ -182,7 +184,7 @@ class Domino(Stage):
 
 
 def stage_logits(step: StageFn, previous: Tensor, states: Tensor, logits: Tensor) -> Tensor:
-    """What a stage says of all slots, which are the last dimension of previous [..., D] -> logits [..., D, W]"""
+    """Run a stage on all slots: previous tokens [..., D] -> logits [..., D, W]."""
     if isinstance(step, Stage) and not step.recurrent:
         return step.forward(0, previous, states, logits, None)[0]
     memory, all_logits = None, []
@@ -193,9 +195,9 @@ def stage_logits(step: StageFn, previous: Tensor, states: Tensor, logits: Tensor
 
 
 class DFlashDraftModel(Network):
-    """Tensors are named as z-lab, DFlash2 and DeepSpec name them.
+    """Network of all DFlash variants. Tensor names are those of z-lab, DFlash2 and DeepSpec.
 
-    `tensors`, those of its files, tell which of the optional parts there are, and their sizes.
+    tensors: of the checkpoint; they define which optional parts exist, and their sizes.
     """
 
     def __init__(self, design: Design, tensors: Mapping[str, Tensor]) -> None:
@@ -224,29 +226,29 @@ class DFlashDraftModel(Network):
 
     @property
     def stage(self) -> Stage | None:
-        """What makes a token depend on the one before it."""
+        """The final stage, except LiLiCorr, which needs the whole block."""
         return self.candidate_selector or self.markov_head or self.domino
 
     def context(self, features: Tensor) -> Tensor:
-        """features [B, A, taps H] -> [B, A, H] what the keys and values of all layers are made of"""
+        """Project target features [B, A, taps H] to context vectors [B, A, H], the input of all keys and values."""
         states: Tensor = self.hidden_norm(self.fc(features))
         return states
 
     def cache_context(self, features: Tensor, columns: Columns) -> None:
-        """Keep the keys and values of the target's features [B, A, F] at columns `at`."""
+        """Write the keys and values of target features [B, A, taps H] to the cache."""
         states = self.context(features)
         for layer in cast(list[BlockLayer], self.layers):
             layer.self_attn.cache_keys_values(states, columns)
 
     def forward(self, x: Tensor, columns: Columns) -> Tensor:
-        """x [B, N S, H] -> the same"""
+        """x [B, N S, H] -> [B, N S, H]"""
         for layer in self.layers:
             x = layer(x, columns)
         out: Tensor = self.norm(x)
         return out
 
     def to_target_vocab(self, logits: Tensor) -> Tensor:
-        """Logits over the draft's vocabulary -> over the target's."""
+        """Scatter logits of the draft vocabulary to the target's."""
         if not isinstance(self.d2t, Tensor):
             return logits
         return DraftVocab(d2t_to_ids(self.d2t), self.design.vocab_size).to_target_vocab(logits)
@@ -318,10 +320,10 @@ class DFlash(Head[DFlashDraftModel]):
     def fresh(
         cls, target: Target, layers: int = 2, block_size: int = 8, taps: tuple[int, ...] | None = None
     ) -> DFlashDraftModel:
-        """An untrained drafter that says at first what lm_head makes of the block's own embeddings.
+        """Return an untrained drafter, which outputs lm_head of the block's embeddings.
 
-        Its mask token is the first id without a word, if the vocabulary is padded, or else a stop token: either stands
-        in no text. `taps` None: z-lab's choice of three.
+        The mask token is the first padding id of the vocabulary, else a stop token, since neither occurs inside a text.
+        taps: None uses z-lab's default of three.
         """
         size = target.hidden_size
         head_dim = min(HEAD_SIZE, size + size % 2)
@@ -372,7 +374,7 @@ class DFlash(Head[DFlashDraftModel]):
     def _draft_block(
         self, nodes: int, depth: int, columns: Columns | None, root: Tensor, *last_features: Tensor
     ) -> Draft:
-        """A block behind all that was observed; of an earlier one nothing stays. nodes 0: a chain."""
+        """Draft one block. nodes: size of the tree, 0 drafts a chain."""
         design = self.head.design
         if columns is not None:
             columns.run(self.head.cache_context, *columns.inputs)
@@ -388,8 +390,10 @@ class DFlash(Head[DFlashDraftModel]):
         return self._chain(root, states[:, :depth], logits[:, :depth], self._stage_fn(states, logits, *last_features))
 
     def _stage_fn(self, states: Tensor, logits: Tensor, features: Tensor | None = None) -> StageFn | None:
-        """What makes a token depend on those before it, in whole blocks of states [..., D, H] and logits [..., D, V]
-        behind the target's features [..., taps H]."""
+        """Return the final stage for blocks with states [..., D, H] and logits [..., D, V]; None if there is none.
+
+        features [..., taps H]: target features of the token before the anchor, for LiLiCorr.
+        """
         if self.head.lilicorr is None or features is None:
             return self.head.stage
         return self.head.lilicorr.build_lattice(states, logits, self.head.context(features), self._rows)
@@ -399,7 +403,7 @@ class DFlash(Head[DFlashDraftModel]):
         return states
 
     def _chain(self, root: Tensor, states: Tensor, logits: Tensor, step: StageFn | None) -> Draft:
-        """states [B, D, H], logits [B, D, V] before the last stage -> a token per slot"""
+        """Draft one token per slot from states [B, D, H] and logits [B, D, V] before the final stage."""
         previous, builder = root, ChainBuilder(self.sampler)
         if step is None:
             builder.append(self.head.to_target_vocab(logits))
@@ -411,7 +415,7 @@ class DFlash(Head[DFlashDraftModel]):
         return builder.build()
 
     def _tree(self, root: Tensor, states: Tensor, logits: Tensor, budget: Budget, step: StageFn | None) -> Draft:
-        """The likeliest nodes."""
+        """Draft the most likely nodes."""
         slots = count()
         if step is None:
             return _independent_tree(self.head.to_target_vocab(logits).log_softmax(-1), budget)
@@ -431,8 +435,9 @@ class DFlash(Head[DFlashDraftModel]):
         return grow_tree(root_log_probs, expand, budget, BRANCHES)
 
     def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:
-        """Cross-entropy to the target's distribution (to the text where it is unknown) in blocks at random places, slot
-        i of them weighted by exp(-i / gamma); at evenly spaced places while the head is in eval mode."""
+        """Cross-entropy to the target's distribution (or the text) in blocks at random anchors, slot i weighted by
+        exp(-i / gamma). In eval mode the anchors are evenly spaced.
+        """
         design, columns = self.head.design, batch.inputs.shape[1]
         anchors = self._anchors(batch.inputs)
         states = self._block_states(batch, anchors)[:, :, design.first_slot :]
@@ -458,14 +463,14 @@ class DFlash(Head[DFlashDraftModel]):
     def _apply_stage(
         self, batch: Progress, anchors: Tensor, previous: Tensor, states: Tensor, logits: Tensor
     ) -> Tensor:
-        """Logits [B, N, D, V] behind the last stage, the tokens before [B, N, D] given."""
+        """Apply the final stage to logits [B, N, D, V], given the previous tokens [B, N, D]."""
         rows = torch.arange(len(anchors), device=anchors.device)[:, None]
         features = None if self.head.lilicorr is None else self.target_features(batch)[rows, anchors - 1]
         step = self._stage_fn(states, logits, features)
         return logits if step is None else stage_logits(step, previous, states, logits)
 
     def _anchors(self, inputs: Tensor) -> Tensor:
-        """Columns [B, N] of anchors, no two alike in a row, for about as many slots as there are columns."""
+        """Choose distinct anchor columns [B, N], so that the blocks have about as many slots as there are columns."""
         rows, columns = inputs.shape
         places = max(1, columns - self.head.design.num_drafts)  # a block should end within the row
         number = min(places, max(1, columns // self.head.design.block_size))
@@ -474,7 +479,7 @@ class DFlash(Head[DFlashDraftModel]):
         return 1 + (torch.arange(number, device=inputs.device) * places // number).expand(rows, -1)
 
     def _block_states(self, batch: Progress, anchors: Tensor) -> Tensor:
-        """The states [B, N, S, H] of blocks at anchors [B, N]; each sees what is before its anchor, and itself."""
+        """Return the states [B, N, S, H] of blocks at anchors [B, N]. A block sees the context before its anchor."""
         design, (rows, columns) = self.head.design, batch.inputs.shape
         positions = (anchors[..., None] + torch.arange(design.block_size, device=anchors.device)).flatten(1)
         end, cache = columns + design.block_size, DynamicCache()
@@ -501,11 +506,11 @@ class DFlash(Head[DFlashDraftModel]):
         return rows * design.embedding_scale
 
     def _rows(self, tokens: Tensor) -> Tensor:
-        """[...] -> [..., H] as the target's table has them"""
+        """Look up rows of the target's embedding, without scaling."""
         return F.embedding(tokens, self._embedding).to(self.head.dtype)
 
     def _logits(self, states: Tensor) -> Tensor:
-        """states [..., H] -> fp32 logits over the draft's vocabulary, before the last stage"""
+        """Return fp32 logits of states [..., H] over the draft vocabulary, before the final stage."""
         design, lm_head = self.head.design, self.head.lm_head
         states = states.contiguous()  # of a strided view the product takes several times as long
         logits: Tensor = self._target.lm_head(states.to(self._embedding.dtype)) if lm_head is None else lm_head(states)
@@ -514,8 +519,10 @@ class DFlash(Head[DFlashDraftModel]):
 
 
 def _independent_tree(log_probs: Tensor, budget: Budget) -> Draft:
-    """The likeliest nodes, log q [B, D, V] of independent slots given (DDTree, 2604.12989). All nodes of a level have
-    the same R children, so the tree grows over ranks, and rank r of level i is number i R + r."""
+    """Draft the most likely nodes of independent slots with log q [B, D, V] (DDTree, 2604.12989).
+
+    All nodes of a level have the same R children, so the tree is grown over ranks: rank r of level i has index i R + r.
+    """
     log_probs, ranked = log_probs.topk(min(budget.nodes, log_probs.shape[-1]))
     rows, depth, width = log_probs.shape
     by_level = log_probs.new_full((rows, depth, depth, width), -torch.inf)
@@ -529,7 +536,7 @@ def _independent_tree(log_probs: Tensor, budget: Budget) -> Draft:
 def _training_masks(
     design: Design, anchors: Tensor, positions: Tensor, columns: int
 ) -> dict[AttentionKind, Tensor | None]:
-    """[B, 1, N S, A + N S] for blocks of slots at positions [B, N S], side by side behind A columns of context."""
+    """Return masks [B, 1, N S, A + N S] for blocks at positions [B, N S] that follow A context columns."""
     context_positions = torch.arange(columns, device=anchors.device)
     context = context_positions < anchors.repeat_interleave(design.block_size, 1)[..., None]
     block_of_slot = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(design.block_size)

@@ -1,18 +1,16 @@
-"""EAGLE: one decoder layer of its own goes on in the target's features (Li et al.: EAGLE-1 2401.15077, section 4.1; the
-dynamic tree of EAGLE-2 2406.16858, section 4; EAGLE-3 2503.01840, section 3).
+"""EAGLE: a decoder layer continues the target's features (Li et al.: EAGLE-1 2401.15077, section 4.1; dynamic trees of
+EAGLE-2 2406.16858, section 4; EAGLE-3 2503.01840, section 3).
 
-B rows, A columns, S queries, C keys, K frontier nodes, N nodes, V vocabulary, W the part of it the head drafts from,
-H hidden size of the target, D of the head.
+B rows, A columns, S queries, C keys, K frontier nodes, N nodes, V vocabulary of the target, W of the draft, H hidden
+size of the target, D of the head.
 
-Column a pairs the target's feature there with the embedding of outputs[a]; the head's state in that column foresees
-the token after outputs[a]. The feature is tap -1 in EAGLE-1 and fc of three taps in EAGLE-3. Below a drafted token the
-head's own state takes the feature's place. P-EAGLE (2602.01469) is an EAGLE-3 whose draft is a chain, where a learnt
-feature and a mask token's embedding stand in all drafted columns, so that these are read at once. EAGLE-1 states go
-through the target's lm_head; EAGLE-3 has a norm and an lm_head of its own, often of fewer tokens, where token i stands
-for i + d2t[i].
+Column a combines the target's feature with the embedding of outputs[a]; the head's state there predicts the token after
+outputs[a]. The feature is tap -1 in EAGLE-1 and fc of three taps in EAGLE-3. In draft columns the head's own state
+replaces the feature. P-EAGLE (2602.01469) is an EAGLE-3 that drafts a chain in parallel: all draft columns have a
+learnt feature and the embedding of a mask token. EAGLE-1 uses the target's lm_head. EAGLE-3 has its own norm and
+lm_head, often with a smaller vocabulary, where draft id i is target id i + d2t[i].
 
-The head's keys and values are those of observed columns; drafted columns follow them until the next `propose`, which
-drops them.
+The KV cache holds the observed columns; draft columns follow them until the next `propose` drops them.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -50,7 +48,9 @@ TOKENS_WEIGHT = 0.1  # EAGLE-1: weight of the cross-entropy beside the distance 
 
 
 class EagleLayer(Layer):
-    """`names` tells which norms it has: the first layer of EAGLE-1 none, that of EAGLE-3 one for each of its inputs."""
+    """A decoder layer of an EAGLE head. Its norms depend on `names`: the first layer of EAGLE-1 has no input norm, that
+    of EAGLE-3 has one for each of its two inputs.
+    """
 
     def __init__(self, config: LlamaConfig, index: int, names: Collection[str], window: int = 0) -> None:
         doubled = "hidden_norm.weight" in names
@@ -60,7 +60,7 @@ class EagleLayer(Layer):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if doubled else None
 
     def forward_pair(self, state: Tensor, embedded: Tensor, norm_before_residual: bool, columns: Columns) -> Tensor:
-        """state [B, S, D], read together with embedded [B, S, D] by EAGLE-3's first layer -> [B, S, D]"""
+        """state [B, S, D] -> [B, S, D]. The first layer of EAGLE-3 also reads embedded [B, S, D]."""
         if self.hidden_norm is None:
             return self.forward(state, columns)
         normed = self.hidden_norm(state)
@@ -71,10 +71,10 @@ class EagleLayer(Layer):
 
 
 class EagleHead(Network):
-    """Tensors are named as the authors name them, except that EAGLE-3's `midlayer.` is `layers.0.`.
+    """Network of an EAGLE head. Tensor names are the authors', except `layers.0.` for EAGLE-3's `midlayer.`.
 
-    `names` tells which of the optional tensors there are. The target's embedding and lm_head stand in for those that
-    the head has not got itself; they are no parameters of it.
+    names: tensors of the checkpoint. A head without embedding or lm_head uses the target's, which are not registered as
+    its parameters.
     """
 
     d2t: Tensor | None
@@ -120,12 +120,12 @@ class EagleHead(Network):
         return super().fuse()
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """tokens [B, S] of the target's vocabulary -> [B, S, D]"""
+        """Embed target token ids [B, S] -> [B, S, D]."""
         embedded: Tensor = (self.embed_tokens or self._target_modules[0])(tokens)
         return embedded.to(self.dtype)
 
     def features(self, hidden: Tensor) -> Tensor:
-        """hidden [B, A, taps H] -> [B, A, D] what stands beside the embedding in observed columns"""
+        """Project target hidden states [B, A, taps H] to features [B, A, D]."""
         if self.convention.eagle1:
             return hidden
         if self.fc_norm:
@@ -153,7 +153,7 @@ class EagleHead(Network):
         return logits
 
     def feedback_features(self, states: Tensor) -> Tensor:
-        """What takes the feature's place below a drafted token."""
+        """Return the states that replace the features in draft columns."""
         return self.norm(states) if self.convention.norm_output and self.norm is not None else states
 
     @property
@@ -166,7 +166,7 @@ class EagleHead(Network):
 
 
 def _eagle3_suffix(model: str | None) -> str:
-    """EAGLE-3, which a server has to be told by name."""
+    """Return "3" for EAGLE-3 models, which servers select by name."""
     return "3" if name_contains(model, "eagle3") or name_contains(model, "eagle-3") else ""
 
 
@@ -233,7 +233,11 @@ class Eagle(Head[EagleHead]):
 
     @classmethod
     def fresh(cls, target: Target, kind: str = "eagle3", intermediate: int = 0, draft_vocab: int = 0) -> EagleHead:
-        """kind: eagle3 or eagle1; intermediate 0: the target's; draft_vocab 0: all tokens, else the ids below it."""
+        """Return an untrained head.
+
+        kind: eagle3 or eagle1. intermediate: size of the MLP, 0 for the target's. draft_vocab: ids below it are
+        drafted, 0 for all.
+        """
         if kind not in ("eagle1", "eagle3"):
             raise ValueError(f"unknown kind {kind!r} of EAGLE head; choose eagle3 or eagle1")
         if kind == "eagle1" and draft_vocab:
@@ -265,7 +269,7 @@ class Eagle(Head[EagleHead]):
         return self.run_draft_with_history(("tree", budget.nodes), depth, draft_fn, max_columns=max_columns, tree=True)
 
     def _root_logits(self, columns: Columns | None) -> tuple[Tensor, Tensor]:
-        """What is fed back [B, 1, D] below the root, and logits [B, W] behind it."""
+        """Return the feedback features [B, 1, D] of the root, and its logits [B, W]."""
         if columns is not None:
             root = columns.last(columns.run(self._observed_states, *columns.inputs))
             output = self.head.feedback_features(root), self.head.logits(root[:, 0])
@@ -275,12 +279,12 @@ class Eagle(Head[EagleHead]):
         return self._root
 
     def _observed_states(self, tokens: Tensor, hidden: Tensor, columns: Columns) -> Tensor:
-        """What the target said [B, S], and in which states [B, S, taps H] -> states [B, S, D]"""
+        """Read output tokens [B, S] with the target's hidden states [B, S, taps H] -> states [B, S, D]."""
         states: Tensor = self.head(self.head.embed(tokens), self.head.features(hidden), columns)
         return states
 
     def _decode_step(self, tokens: Tensor, features: Tensor, columns: Columns) -> tuple[Tensor, Tensor]:
-        """The head's own tokens [B, S] and states [B, S, D] -> what is fed back [B, S, D], and logits [B, S, W]"""
+        """Read draft tokens [B, S] with features [B, S, D] -> feedback features [B, S, D], logits [B, S, W]."""
         states = self.head(self.head.embed(self.head.draft_vocab.to_target_ids(tokens)), features, columns)
         return self.head.feedback_features(states), self.head.logits(states)
 
@@ -288,7 +292,7 @@ class Eagle(Head[EagleHead]):
         states, logits = self._root_logits(columns)
 
         def expand(tokens: Tensor, parents: Tensor) -> Tensor:
-            """Tokens [B, K], each below a node of the last frontier -> log q [B, K, W] behind them."""
+            """Read a frontier [B, K] -> log q [B, K, W]."""
             nonlocal states
             features = states[torch.arange(len(parents), device=self.device)[:, None], parents]
             states, logits = self.history.draft_columns(parents=parents).run(self._decode_step, tokens, features)
@@ -321,17 +325,17 @@ class Eagle(Head[EagleHead]):
         return builder.build(self.head.draft_vocab)
 
     def _mask_logits(self, masks: Tensor, columns: Columns) -> Tensor:
-        """Mask tokens [B, S] -> logits [B, S, W]"""
+        """Run P-EAGLE on mask tokens [B, S] -> logits [B, S, W]."""
         head = self.head
         assert head.mask_hidden is not None
         features = head.features(head.mask_hidden.expand(*masks.shape, -1))
         return head.logits(head(head.embed(masks), features, columns))
 
     def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:
-        """EAGLE-1: smooth L1 to the next feature and a tenth of the cross-entropy to the target's distribution.
-        EAGLE-3: that cross-entropy alone, over steps that read the states of the step before, as drafts are.
+        """EAGLE-1: smooth L1 loss to the next feature plus TOKENS_WEIGHT times the cross-entropy to the target's
+        distribution. EAGLE-3: cross-entropy over several steps, each reading the states of the step before.
 
-        Where the target's distribution is unknown, the text stands in for it.
+        Without the target's distribution the text is used.
         """
         return steps_loss(self._training_steps(batch), (DECAY**i for i in count()))
 
@@ -362,9 +366,9 @@ class Eagle(Head[EagleHead]):
 
 
 def _compare(head: EagleHead, states: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy and agreement of states [B, S, D] with said, [B, S, V] probabilities or [B, S] tokens.
+    """Return cross-entropy and agreement of states [B, S, D] with labels: probabilities [B, S, V] or tokens [B, S].
 
-    As far as the head has the tokens: the distribution is cut to them, and where the likeliest is missing, left out.
+    With a draft vocabulary, distributions are restricted to it, and positions whose argmax is outside are ignored.
     """
     logits = head.logits(states).float().flatten(0, 1)
     labels, ids = labels.flatten(0, 1), head.draft_vocab.ids

@@ -1,14 +1,13 @@
-"""Hydra: Medusa's heads made sequential; each one also reads the tokens drafted before it (Ankner et al. 2402.05109).
+"""Hydra: sequential Medusa heads; each head also reads the draft tokens before it (Ankner et al. 2402.05109).
 
-B rows, A columns, P paths, N nodes, V vocabulary, H hidden. Head i (from 0) reads x, which is h beside the embeddings
-of the root and of i drafted tokens. Its state is R x + SiLU(A x + b), then come further residual blocks and an LM head
-with a bias. Tokens depend on their path, so a tree is filled level by level, one head per level.
+B rows, A columns, P paths, N nodes, V vocabulary, H hidden. Head i (from 0) reads x = [h, embeddings of the root and of
+i draft tokens]. Its state is R x + SiLU(A x + b), followed by further residual blocks and an LM head with a bias.
+Tokens depend on their path, so a tree is filled level by level, one head per level.
 
-Hydra++ passes h through one decoder layer of the target's kind first, which has keys and values of its
-own: of observed columns only, never of drafted ones.
+Hydra++ first runs h through a decoder layer like the target's, with a KV cache of the observed columns only.
 
-Files are `hydra_lm_head.pt`, with `hydra_mlp.{i}.*` and `hydra_lm_head.{i}.*`; the same tensors are written, but as
-safetensors. In Hydra++ dropouts shift the numbers in the names. Blocks 1.. of a head are one and the same.
+The authors' file is `hydra_lm_head.pt`, with `hydra_mlp.{i}.*` and `hydra_lm_head.{i}.*`. `save` writes the same
+tensors as safetensors. In Hydra++ dropout modules shift the numbers in the names. Blocks 1.. of a head share weights.
 """
 
 import re
@@ -68,7 +67,7 @@ class Prefix(nn.Module):
 
 
 class HydraHeads(TokenHeads):
-    """Tensors are named as the authors name them, so where they drop out something must stand (`prefix` given)."""
+    """Network of a Hydra head. Tensor names are the authors', so with a prefix identities replace their dropouts."""
 
     def __init__(
         self,
@@ -92,13 +91,13 @@ class HydraHeads(TokenHeads):
             self.hydra_lm_head.append(nn.Sequential(*dropout, lm_head) if dropout else lm_head)
 
     def forward(self, x: Tensor, head: int) -> Tensor:
-        """x [..., (head + 2) H] -> logits [..., V] of one head"""
+        """Run one head: x [..., (head + 2) H] -> logits [..., V]."""
         logits: Tensor = self.hydra_lm_head[head](self.hydra_mlp[head](x))
         return logits
 
 
 class Level(NamedTuple):
-    """How the paths of one level of a tree go on; M of its N nodes have children."""
+    """Index tensors of one tree level. M of its N nodes have children."""
 
     positions: Tensor  # [N] which of the paths a node is below
     ranks: Tensor  # [N]
@@ -139,7 +138,7 @@ class Hydra(Medusa):
 
     @classmethod
     def read(cls, checkpoint: Checkpoint, target: Target) -> TokenHeads:
-        """Raises ValueError, one line, also for other kinds of Hydra heads."""
+        """Read grounded heads of kind mlp or prefix-mlp. Raises ValueError for other kinds."""
         require_method(checkpoint, "hydra")
         tensors = {n: t for n, t in checkpoint.tensors.items() if n.startswith(USED) and not n.endswith("inv_freq")}
         prefixed = any(name.startswith("prefix") for name in tensors)
@@ -175,7 +174,7 @@ class Hydra(Medusa):
 
     @classmethod
     def fresh(cls, target: Target, heads: int = 4, layers: int = 1) -> TokenHeads:
-        """Every head says at first what lm_head says: A and b are zero, R picks h, the LM head is lm_head."""
+        """Return untrained heads that all output lm_head(h): A and b are zero, R selects h."""
         network = HydraHeads(target.hidden_size, target.vocab_size, heads, layers)
         move_to_target(network, target)
         for parameter in network.parameters():
@@ -248,7 +247,7 @@ class Hydra(Medusa):
 
 
 def _prefix(target: Target, checkpoint: Checkpoint) -> Prefix:
-    """One decoder layer like the target's."""
+    """Return a decoder layer like the target's."""
     config = target.model.get_decoder().config if isinstance(target, HFTarget) else None
     if not isinstance(config, LlamaConfig):
         raise ValueError(f"{checkpoint.name} is Hydra++, whose first layer is a Llama's; choose a Llama as the target")

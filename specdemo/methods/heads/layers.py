@@ -1,7 +1,6 @@
-"""Decoder layers of Llama's kind, for heads. No transformers module runs in them: for a layer this small their overhead
-would be what it costs.
+"""Llama decoder layers for heads, without transformers modules, whose overhead would dominate in such small networks.
 
-B rows, S columns, W columns of keys, D hidden, E size of an attention head.
+B rows, S columns, W columns of keys, D hidden size, E size of an attention head.
 """
 
 from collections.abc import Container, Iterable
@@ -23,17 +22,17 @@ TensorNames = Container[str]  # the optional tensors there are, such as self_att
 
 
 def linear(inputs: int, outputs: int, name: str, names: TensorNames) -> nn.Linear:
-    """A linear layer, with a bias where the checkpoint's `names` hold one."""
+    """Return a linear layer, with a bias if the checkpoint has one."""
     return nn.Linear(inputs, outputs, bias=f"{name}.bias" in names)
 
 
 def strip_prefix(names: Iterable[str], prefix: str) -> frozenset[str]:
-    """The names that begin so, without it."""
+    """Return the names with this prefix, without it."""
     return frozenset(name.removeprefix(prefix) for name in names if name.startswith(prefix))
 
 
 def llama_config_like(target: Target) -> LlamaConfig:
-    """Of one Llama layer of the target's sizes, with RoPE as published heads have it."""
+    """Return the config of one Llama layer with the target's sizes and the default RoPE, as in published heads."""
     target_config = target.model.config.get_text_config(decoder=True).to_dict() if isinstance(target, HFTarget) else {}
     heads = target_config.get("num_attention_heads") or max(1, target.hidden_size // 64)
     return LlamaConfig(
@@ -49,7 +48,7 @@ def llama_config_like(target: Target) -> LlamaConfig:
 
 
 def apply_rope(x: Tensor, rope: Rope) -> Tensor:
-    """x [B, S, heads, E]"""
+    """Apply rotary embeddings to x [B, S, heads, E]."""
     cos, sin = rope
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).type_as(x)
 
@@ -63,7 +62,7 @@ class Attention(nn.Module):
         inputs: int = 0,
         kind: AttentionKind = FULL,
     ) -> None:
-        """index: of its keys and values in the cache; inputs: features read, 0: D."""
+        """index: layer of the KV cache. inputs: input features, 0: D."""
         super().__init__()
         size, self.index, self.kind = config.hidden_size, index, kind
         self.head_dim = int(config.head_dim or 0)
@@ -106,7 +105,7 @@ class Attention(nn.Module):
         return out
 
     def _add_sink(self, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, width: int) -> tuple[Tensor, ...]:
-        """One more key, of nothing, which every query sees with its head's logit -> k, v, and an additive mask."""
+        """Append a zero key and value, with the sink logit of each head; return k, v and an additive mask."""
         assert self.attention_sink_bias is not None
         if mask is None:
             visible = torch.ones(1, 1, width, k.shape[2], dtype=torch.bool, device=k.device)
@@ -118,7 +117,7 @@ class Attention(nn.Module):
         return F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1)), wide_mask
 
     def cache_keys_values(self, x: Tensor, columns: Columns) -> None:
-        """Put the keys and values of x [B, S, D] into the cache, and no more."""
+        """Write the keys and values of x [B, S, D] to the cache, without attention."""
         assert columns.cache is not None
         k, v = self._split_heads(self.k_proj(x)), self._split_heads(self.v_proj(x))
         if self.k_norm is not None:
@@ -130,8 +129,9 @@ class Attention(nn.Module):
         return heads
 
     def fuse_projections(self) -> None:
-        """Multiply once where several read the same states, on a GPU or if they are to be packed: then they cannot be
-        saved."""
+        """Fuse q_proj, k_proj and v_proj into one linear layer, on a GPU or for packing. The layer cannot be saved
+        afterwards.
+        """
         if should_fuse(self.q_proj.weight, self.k_proj.weight, self.v_proj.weight):
             self.qkv = concat_linears(self.q_proj, self.k_proj, self.v_proj)
             del self.q_proj, self.k_proj, self.v_proj
@@ -153,14 +153,14 @@ class MLP(nn.Module):
         return out
 
     def fuse_projections(self) -> None:
-        """As that of `Attention`."""
+        """Fuse gate_proj and up_proj, like `Attention.fuse_projections`."""
         if should_fuse(self.gate_proj.weight, self.up_proj.weight):
             self.gate_up = concat_linears(self.gate_proj, self.up_proj)
             del self.gate_proj, self.up_proj
 
 
 class Layer(nn.Module):
-    """`names` as in a file, without the layer's own prefix."""
+    """A Llama decoder layer. names: tensors of the checkpoint without the prefix of the layer."""
 
     def __init__(
         self,

@@ -1,10 +1,11 @@
-"""LiLiCorr: a last stage of DFlash in which the likeliest tokens of all slots see each other (2608.20530).
+"""LiLiCorr: a final stage of DFlash in which the most likely tokens of all slots attend to each other (2608.20530).
 
-D drafted slots, K candidates of each, H hidden size of the drafter, E of this stage, F of a token's vectors, W words.
+D draft slots, K candidates per slot, H hidden size of the drafter, E of this stage, F of a factor, W draft vocabulary.
 
-Every candidate is a state of its embedding, its slot's state, and how likely it is; D K of them attend to each other
-both ways. Then each has a vector out and one in, of length 1; the product of a token's out with the next one's in is
-how well the second follows the first. The anchor's vector out is made of the last token that the target has read.
+The state of a candidate combines its token embedding, the state of its slot and its probability. All D K candidates
+attend to each other in both directions. Each then gets an outgoing and an incoming unit vector; their product scores
+how well one token follows another. The outgoing vector of the anchor is computed from the last token that the target
+has read.
 """
 
 from collections.abc import Callable
@@ -24,7 +25,7 @@ FEATURES = 5  # log q, q, log q less the best one's, the rank from 0 to 1, wheth
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """As a config says them, each behind `lilicorr_`."""
+    """Sizes from config.json, where each key has the prefix `lilicorr_`."""
 
     hidden_size: int  # E; 0: that of the drafter
     candidate_topk: int
@@ -38,15 +39,18 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Lattice:
-    """Candidates [..., D, K], how well those of the first slot follow the anchor [..., K], and those of each other slot
-    the ones before [..., D - 1, K, K]."""
+    """Scores of a block.
+
+    tokens [..., D, K]: candidates. first [..., K]: scores of the first slot after the anchor. pairs [..., D - 1, K, K]:
+    scores of the candidates of a slot after those of the slot before.
+    """
 
     tokens: Tensor
     first: Tensor
     pairs: Tensor
 
     def __call__(self, slot: int, previous: Tensor, states: Tensor, logits: Tensor, memory: Memory) -> StageOutput:
-        """As that of `Stage`; logits are asked for their shape alone."""
+        """Implement `Stage.forward`; only the shape of logits is used."""
         shape, tokens = previous.shape, self.tokens[..., slot, :]
         if slot:
             index = (self.tokens[..., slot - 1, :] == previous[..., None]).int().argmax(-1)[..., None, None]
@@ -58,7 +62,7 @@ class Lattice:
 
 
 class CandidateAttention(nn.Module):
-    """Named as torch's MultiheadAttention."""
+    """Self-attention with an additive bias. Tensor names are those of torch's MultiheadAttention."""
 
     def __init__(self, size: int, heads: int) -> None:
         super().__init__()
@@ -90,7 +94,7 @@ class LatticeLayer(nn.Module):
 
 
 class Correlator(nn.Module):
-    """Tensors are named as Model Optimizer exports them."""
+    """The network of LiLiCorr. Tensor names are those of Model Optimizer."""
 
     def __init__(self, sizes: Sizes, hidden_size: int, block_size: int, eps: float) -> None:
         super().__init__()
@@ -115,8 +119,9 @@ class Correlator(nn.Module):
     def build_lattice(
         self, states: Tensor, logits: Tensor, context: Tensor, embed: Callable[[Tensor], Tensor]
     ) -> Lattice:
-        """states [..., D, H] and logits [..., D, W] of a whole block, context [..., H] of the token before the anchor.
-        embed: the target's rows of tokens."""
+        """Score a block with states [..., D, H], logits [..., D, W] and the context [..., H] of the token before the
+        anchor. embed: looks up the target's embedding.
+        """
         log_probs, tokens = logits.log_softmax(-1).topk(self.sizes.candidate_topk)
         candidates = self._candidates(embed(tokens), log_probs, states)
         hidden, bias = candidates.flatten(0, -4).flatten(1, 2), self._bias(tokens.shape[-2], candidates.dtype)
@@ -125,7 +130,7 @@ class Correlator(nn.Module):
         return Lattice(tokens, *self._scores(self.output_norm(hidden).view_as(candidates), context))
 
     def _candidates(self, rows: Tensor, log_probs: Tensor, states: Tensor) -> Tensor:
-        """[..., D, K, E]"""
+        """Return the candidate states [..., D, K, E]."""
         ranks = torch.linspace(0.0, 1.0, log_probs.shape[-1], device=log_probs.device).expand_as(log_probs)
         best = log_probs[..., :1]
         features = torch.stack([log_probs, log_probs.exp(), log_probs - best, ranks, (ranks == 0.0).float()], -1)
@@ -135,7 +140,7 @@ class Correlator(nn.Module):
         return out
 
     def _bias(self, slots: int, dtype: torch.dtype) -> Tensor:
-        """What a candidate adds to its interest in another, by the distance of their slots, [heads, D K, D K]."""
+        """Return the attention bias [heads, D K, D K] by the distance of slots."""
         slot_of_candidate = torch.arange(slots, device=self.same_slot_bias.device).repeat_interleave(
             self.sizes.candidate_topk
         )
@@ -144,7 +149,7 @@ class Correlator(nn.Module):
         return (bias + (distance == 0) * self.same_slot_bias[:, None, None]).to(dtype)
 
     def _scores(self, candidates: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
-        """The candidates [..., D, K, E] and the context [..., H] -> how well each follows the one before it."""
+        """Return `Lattice.first` and `Lattice.pairs` for candidates [..., D, K, E] and the context [..., H]."""
         anchor = self.anchor_norm(self.context_proj(context))
         anchor_rows = anchor[..., None, None, :].expand_as(candidates)
         mixed = F.silu(self.factor_input_proj(torch.cat([candidates, anchor_rows, candidates * anchor_rows], -1)))

@@ -1,13 +1,13 @@
-"""Medusa: extra heads on the target's last hidden state guess the tokens after the next one (Cai et al. 2401.10774).
+"""Medusa: heads on the target's last hidden state predict the tokens after the next one (Cai et al. 2401.10774).
 
-B rows, A columns, N nodes, L heads, P places, R ranks, V vocabulary, H hidden. Head i (from 0) is
-W_i (h + SiLU(A_i h + b_i)), section 2.1.1: where h is tap -1 of column a, lm_head says token a + 1 and head i token
-a + 2 + i. All heads speak at once, so a node's token depends on its level and rank and not on its parent.
+B rows, A columns, N nodes, L heads, P positions, R ranks, V vocabulary, H hidden. Head i (from 0) is
+W_i (h + SiLU(A_i h + b_i)), section 2.1.1. With h = tap -1 of column a, lm_head predicts token a + 1 and head i token
+a + 2 + i. The heads are independent, so the token of a node depends on its level and rank but not on its parent.
 
-Files that are read: Medusa-1, `{i}.{l}.linear.*` and `{i}.{L}.weight`; Medusa-2, the same under `medusa_head.` in a
-whole model; vLLM's, `blocks.{i}.layers.{l}.*` and `lm_heads.{i}.weight`. The last is written, the only one in
-safetensors that an engine of today reads as it is. Heads and layers are counted from the tensors: published configs say
-two heads where the file holds five.
+Formats read: Medusa-1, `{i}.{l}.linear.*` and `{i}.{L}.weight`; Medusa-2, the same with prefix `medusa_head.` in a
+complete model; vLLM's, `blocks.{i}.layers.{l}.*` and `lm_heads.{i}.weight`. `save` writes vLLM's, the only one in
+safetensors that current engines read. Heads and layers are counted from the tensors, because published configs say two
+heads where the file has five.
 """
 
 from collections.abc import Iterator
@@ -68,7 +68,7 @@ PUBLISHED = {
 
 @lru_cache(maxsize=len(PUBLISHED))
 def published_shape(name: str) -> TreeShape:
-    """A tree of PUBLISHED."""
+    """Return a tree of PUBLISHED."""
     level: list[tuple[int, ...]] = [()]
     paths: list[tuple[int, ...]] = []
     for counts in PUBLISHED[name].split("/"):
@@ -82,7 +82,7 @@ _optimal_shape = lru_cache(maxsize=64)(optimal_shape)
 
 @lru_cache(maxsize=64)
 def _shape_tensors(shape: TreeShape, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """parents, places among the levels, ranks, and which are the last children, each [N]."""
+    """Return parents, levels from 0, ranks and last-child flags of a shape, each [N]."""
     parents, levels, ranks, is_last = torch.tensor(
         (shape.parents, shape.levels, shape.ranks, shape.last_children), device=device
     )
@@ -90,7 +90,7 @@ def _shape_tensors(shape: TreeShape, device: torch.device) -> tuple[Tensor, Tens
 
 
 class TokenHeads(Network):
-    """What the heads of one target have in common."""
+    """Base class of Medusa and Hydra heads."""
 
     def __init__(self, hidden_size: int, vocab_size: int, heads: int, layers: int) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class TokenHeads(Network):
 
     @staticmethod
     def rates_from_config(checkpoint: Checkpoint, key: str) -> Rates | None:
-        """The rates measured in training, by head and rank; None where the config has none under `key`."""
+        """Return the rates measured in training, or None if the config has none."""
         rates = checkpoint.config.get(key)
         return rates and tuple(map(tuple, rates))
 
@@ -119,7 +119,7 @@ class ResBlocks(nn.Module):
 
 
 class MedusaHeads(TokenHeads):
-    """Tensors are named as in vLLM. With a token map [T] the heads know T tokens of the vocabulary only."""
+    """Network of Medusa heads. Tensor names are vLLM's. token_map [T]: ids of a draft vocabulary of T tokens."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class MedusaHeads(TokenHeads):
         self.register_buffer("token_map", token_map)
 
     def forward(self, hidden: Tensor, head: int) -> Tensor:
-        """hidden [..., H] -> logits [..., V] of one head"""
+        """Run one head: hidden [..., H] -> logits [..., V]."""
         logits: Tensor = self.lm_heads[head](self.blocks[head](hidden))
         if not isinstance(self.token_map, Tensor):
             return logits
@@ -196,7 +196,7 @@ class Medusa(Head[TokenHeads]):
 
     @classmethod
     def fresh(cls, target: Target, heads: int = 4, layers: int = 1) -> TokenHeads:
-        """Every head says at first what lm_head says: A and b are zero, W is lm_head's."""
+        """Return untrained heads that all output lm_head(h): A and b are zero, W is lm_head's."""
         network = MedusaHeads(target.hidden_size, target.vocab_size, heads, layers)
         move_to_target(network, target)
         for parameter in network.blocks.parameters():
@@ -223,11 +223,11 @@ class Medusa(Head[TokenHeads]):
         )
 
     def _draft_inputs(self) -> tuple[Tensor, ...]:
-        """What the heads read, at every row's last column."""
+        """Return the inputs of the heads, from the last column of every row."""
         return (self._hidden,)
 
     def _draft_shape(self, shape: TreeShape, depth: int, *inputs: Tensor) -> Draft:
-        """A chain is as deep as is said, a tree of its shape."""
+        """Draft a chain of `depth`, or a tree of `shape`."""
         shape = shape if self.options.nodes else chain(depth)
         tokens, confidence, probs = self._fill_shape(shape, *inputs)
         if not self.options.nodes:
@@ -251,10 +251,10 @@ class Medusa(Head[TokenHeads]):
     def _select_tokens(
         self, logits: Tensor, positions: Tensor, ranks: Tensor, is_last: Tensor, width: int
     ) -> DraftedNodes:
-        """logits [B, P, V] at the places that the nodes are below, places, ranks and lasts [N], all ranks below width.
+        """Select the tokens of N nodes from logits [B, P, V]. positions, ranks and is_last [N]; width > all ranks.
 
-        Where it draws, the elder children of a slot are the likeliest tokens and the last one is drawn from what these
-        leave of q (the greedy drafts of Hu et al. 2502.18779).
+        When sampling, the children of a slot are its most likely tokens, except the last child, which is sampled from
+        the rest of q (the greedy drafts of Hu et al. 2502.18779).
         """
         if not self.sampler.active_rng:
             top_probs, ranked = logits.float().softmax(-1).topk(width)
@@ -275,13 +275,13 @@ class Medusa(Head[TokenHeads]):
         return tokens, probs.gather(-1, tokens[..., None])[..., 0], q
 
     def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:
-        """Cross-entropy to the target's distribution, or to the text where that is unknown; head i weighs decay^i."""
+        """Cross-entropy to the target's distribution (or the text); head i has weight decay^i."""
         steps = (token_loss(logits, labels) for logits, labels in self._training_steps(batch))
         return steps_loss(steps, (self.decay**i for i in count(1)))
 
     @torch.no_grad()
     def measure(self, batch: Progress) -> None:
-        """Count how often each rank of each head is right: what the fitted tree is fitted to, and `save` writes."""
+        """Measure the accuracy of every head and rank, which shapes the fitted tree and is stored by `save`."""
         width = min(RANKS, self.head.vocab_size)
         agreement = [
             (q.topk(width).indices == argmax_targets(p)[..., None]).float().mean((0, 1))
@@ -290,7 +290,7 @@ class Medusa(Head[TokenHeads]):
         self.head.rates = tuple(tuple(ranks.tolist()) for ranks in agreement)
 
     def _training_steps(self, batch: Progress) -> Iterator[tuple[Tensor, Tensor]]:
-        """Per head i its logits [B, A - 1 - i, V] and what the target says there, probabilities or else tokens."""
+        """Yield per head i its logits [B, A - 1 - i, V] and the target's probabilities, or else tokens."""
         probs = batch.target_probs()
         labels = batch.outputs if probs is None else probs
         states = self._head_inputs(self.target_features(batch))
@@ -298,11 +298,11 @@ class Medusa(Head[TokenHeads]):
             yield self._head_logits(states, batch.outputs, i).float(), labels[:, i + 1 :]
 
     def _head_inputs(self, hidden: Tensor) -> Tensor:
-        """What the heads read of the target, [B, A, H] of whole rows."""
+        """Return the head inputs [B, A, H] for training."""
         return hidden
 
     def _head_logits(self, states: Tensor, outputs: Tensor, head: int) -> Tensor:
-        """-> logits [B, A - 1 - head, V] at the columns whose answer lies within the batch"""
+        """Return logits [B, A - 1 - head, V] of the columns whose label is in the batch."""
         logits: Tensor = self.head(states[:, : -1 - head], head)
         return logits
 
@@ -325,7 +325,7 @@ class Medusa(Head[TokenHeads]):
 
 
 def _to_vllm_names(checkpoint: Checkpoint, target: Target) -> dict[str, Tensor]:
-    """The heads' tensors, whichever format they are in. Raises ValueError where there are none for this target."""
+    """Return the tensors under vLLM's names. Raises ValueError if there are none for this target."""
     head_tensors = checkpoint.take("medusa_head.")
     if 0 < len(head_tensors) < len(checkpoint.tensors) and Path(target.name).name != Path(checkpoint.name).name:
         raise ValueError(f"{checkpoint.name} is a whole model trained together with its heads; make it the target too")

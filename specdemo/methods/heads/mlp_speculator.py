@@ -1,17 +1,16 @@
-"""MLPSpeculator: a small recurrent MLP goes on from the target's last hidden state (Wertheimer et al. 2404.19124).
+"""MLPSpeculator: a small recurrent MLP continues from the target's last hidden state (Wertheimer et al. 2404.19124).
 
 B rows, A columns, P paths, N nodes, V vocabulary, H hidden, I inner. The state starts as h, tap -1 of the column that
-said the root. Step i (from 0) adds the last token to it and guesses the next one (section 2):
+predicted the root. Step i (from 0) adds the last token to the state and predicts the next one (section 2):
 
     s <- P_i s + r E_i[token]        s <- GELU(norm_i(s))        logits = W_i s
 
-r is the ratio of two weights that keep the state's scale (`Speculator.ratio`); norm is RMS with a weight and a bias.
-All tables are the speculator's own, and may be tied, one for all steps; P_0 never is. Training is teacher-forced, on
-text first and then on what the target itself writes (section 3): a state at t and tokens up to t + 1 + i guess the
-token t + 2 + i.
+r is the ratio of two weights that preserve the scale of the state (`Speculator.ratio`); norm is RMS with weight and
+bias. Weights may be tied over the steps, except P_0. Training is teacher-forced, first on text, then on text generated
+by the target (section 3): the state at t and tokens up to t + 1 + i predict token t + 2 + i.
 
-Files are `ibm-ai-platform/*-accelerator`, tensors `speculator.{emb,proj,head,ln}.{i}.*`. Of tied tensors a file may
-hold one copy or all; one is written, as transformers does.
+Files are `ibm-ai-platform/*-accelerator`, tensors `speculator.{emb,proj,head,ln}.{i}.*`. Tied tensors may be stored
+once or per step; `save` writes them once, as transformers does.
 """
 
 import re
@@ -60,7 +59,7 @@ class Norm(nn.Module):
 
 
 class Speculator(Network):
-    """Tensors are named as the authors name them."""
+    """The recurrent MLP. Tensor names are the authors'."""
 
     def __init__(
         self,
@@ -90,26 +89,26 @@ class Speculator(Network):
 
     @property
     def state_weight(self) -> float:
-        """So that after `n_predict` steps half of the state's variance is still that of the first state."""
+        """Weight of the state; after `n_predict` steps half of its variance still comes from the first state."""
         return float(0.5 ** (0.5 / self.n_predict))
 
     @property
     def emb_weight(self) -> float:
-        """What an embedding counts in the state; `state_weight`'s complement."""
+        """Weight of the embedding; the complement of `state_weight`."""
         return sqrt((1 - self.state_weight**2) * self.inner_dim / 2)
 
     @property
     def ratio(self) -> float:
-        """The embedding's weight over the state's."""
+        """Weight of the embedding divided by the weight of the state."""
         return self.emb_weight / self.state_weight
 
     def initial_state(self, hidden: Tensor) -> Tensor:
-        """hidden [..., H] -> the first state"""
+        """Return the first state for hidden [..., H]."""
         hidden = hidden.to(self.dtype)
         return F.rms_norm(hidden, hidden.shape[-1:], eps=EPSILON) / sqrt(2) if self.scale_input else hidden
 
     def forward(self, state: Tensor, tokens: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """state [..., H or I], tokens [...] -> the next state [..., I] and logits [..., V] of the token after these"""
+        """Run a step: state [..., H or I], tokens [...] -> next state [..., I], logits [..., V]."""
         embedded = self.emb[step](tokens.clamp_max(self.vocab_size - 1))  # beyond are the target's padding rows
         state = F.gelu(self.ln[step](self.proj[step](state) + self.ratio * embedded))
         return state, self.head[step](state)
@@ -176,7 +175,7 @@ class MLPSpeculator(Head[Speculator]):
     def fresh(
         cls, target: Target, n_predict: int = 4, inner_dim: int = 0, tie_weights: bool = True, scale_input: bool = True
     ) -> Speculator:
-        """An inner dimension of 0 is the hidden size."""
+        """Return an untrained speculator. inner_dim: 0 for the hidden size."""
         inner = inner_dim or target.hidden_size
         network = Speculator(target.hidden_size, inner, target.vocab_size, n_predict, tie_weights, scale_input)
         for parameter in network.parameters():
@@ -207,10 +206,10 @@ class MLPSpeculator(Head[Speculator]):
         return builder.build(self._draft_vocab)
 
     def _tree(self, nodes: int, depth: int, hidden: Tensor, root: Tensor) -> Draft:
-        """Every path goes on by the `widths[i]` likeliest tokens of step i; the likeliest nodes of all are drafted.
+        """Extend every path by the `widths[i]` most likely tokens of step i and draft the most likely nodes.
 
-        The authors keep whole paths, the `CANDIDATES` likeliest; chosen by nodes a budget goes further, since a node is
-        worth the probability of its path. They are ranked, not drawn: probs None.
+        The authors verify the `CANDIDATES` most likely complete paths instead. Nodes use a budget better, because the
+        gain of a node is the probability of its path. Nothing is sampled, so probs is None.
         """
         state, tokens = self.head.initial_state(hidden)[:, None], root[:, None]
         scores = torch.zeros_like(tokens, dtype=torch.float32)
@@ -228,11 +227,11 @@ class MLPSpeculator(Head[Speculator]):
         return prune_tree(drafted, parents, scores, confidence, nodes)
 
     def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:
-        """The sum over steps of the cross-entropy to the target's distribution, or to the text where it is unknown."""
+        """Sum over steps of the cross-entropy to the target's distribution (or the text)."""
         return steps_loss((token_loss(logits, labels) for logits, labels in self._training_steps(batch)), repeat(1.0))
 
     def _training_steps(self, batch: Progress) -> Iterator[tuple[Tensor, Tensor]]:
-        """Per step i its logits [B, A - 1 - i, V] and what the target says there, probabilities or else tokens."""
+        """Yield per step i its logits [B, A - 1 - i, V] and the target's probabilities, or else tokens."""
         probs = batch.target_probs()
         vocab_size = self.head.vocab_size
         labels = batch.outputs.clamp_max(vocab_size - 1) if probs is None else probs[..., :vocab_size]
@@ -263,7 +262,7 @@ class MLPSpeculator(Head[Speculator]):
 
 
 def _expand_tied(checkpoint: Checkpoint, speculator: Speculator) -> dict[str, Tensor]:
-    """The tensors, tied ones by each of their names in `speculator`, without padding rows that the target lacks."""
+    """Return the tensors under all of their names, tied ones repeated, without padding rows."""
     stored = {
         name: tensor[: speculator.vocab_size] if re.match(r"(emb|head)\.", name) else tensor
         for name, tensor in (checkpoint.take("speculator.") or checkpoint.tensors).items()

@@ -1,16 +1,16 @@
-"""Multi-token prediction: decoder layers that were trained with the target go on where it stops (DeepSeek-V3
+"""Multi-token prediction: decoder layers trained with the target continue from its hidden state (DeepSeek-V3
 2412.19437, section 2.2; Gloeckle et al. 2404.19737).
 
-B rows, A columns, S columns of a pass, D modules or heads, V vocabulary, H hidden. Column a is the target's state there
-and outputs[a], the token that follows. Step i says the token i + 1 places behind outputs[a]: module i, which reads the
-state of module i - 1 and the token before; or head i, which reads the trunk alone. A single module is applied again and
-again, and trained so (FastMTP 2509.18362).
+B rows, A columns, S columns of a pass, D modules or heads, V vocabulary, H hidden. Column a combines the target's state
+with the next token, outputs[a]. Step i predicts the token i + 1 positions after outputs[a]. Sequential: module i reads
+the state of module i - 1 and the previous token. Parallel: head i reads the trunk only. A single module is applied
+repeatedly and trained that way (FastMTP 2509.18362).
 
-Keys and values are those of observed columns. Of these the last D are read anew by every `propose`, since there modules
-have seen tokens that were only drafted.
+The KV cache holds the observed columns. Every `propose` reads the last D of them again, because the modules read draft
+tokens there.
 
-Embedding, lm_head, rotary angles and the final norm are the target's: used, never owned, so they are neither frozen,
-moved nor saved with the heads; where the target is trained too, gradients reach them.
+Embedding, lm_head, rotary embeddings and final norm belong to the target. They are neither frozen, moved nor saved with
+the heads; if the target is trained too, gradients reach them.
 """
 
 from collections.abc import Iterator
@@ -48,7 +48,7 @@ STEP_WEIGHTS = (0.51, 0.31, 0.18)  # FastMTP: weights of the steps of a module t
 
 
 class TargetModules(NamedTuple):
-    """What heads use of their target. In a tuple, so that it is no part of their state."""
+    """Modules of the target that heads use; in a tuple, so that they are not registered as submodules."""
 
     embed: nn.Module
     lm_head: nn.Module
@@ -57,7 +57,7 @@ class TargetModules(NamedTuple):
 
 
 class MTPHeads(Network):
-    """One layer, or module around a layer, per token ahead; made from `config`."""
+    """Base class: one decoder layer, or module with one, per token ahead."""
 
     def __init__(self, target: Target, config: Any, rotary: nn.Module, layers: list[nn.Module]) -> None:
         super().__init__()
@@ -74,30 +74,30 @@ class MTPHeads(Network):
 
     @property
     def step_weights(self) -> tuple[float, ...]:
-        """Of the steps in the loss; as many as are trained."""
+        """Loss weights, one per trained step."""
         return (1 / len(self),) * len(self)  # together as much as the text: a small trunk has to serve that first
 
     @property
     def tap(self) -> int:
-        """The tap of the target whose states are read."""
+        """The tap of the target that the heads read."""
         return self.target_layers - 1
 
     def step(self, index: int, hidden: Tensor, tokens: Tensor, columns: Columns) -> tuple[Tensor, Tensor]:
-        """hidden [B, A, H], tokens [B, A] -> state [B, A, H], and the hidden state the next step reads."""
+        """Run step `index`: hidden [B, A, H], tokens [B, A] -> state [B, A, H], and the input of the next step."""
         raise NotImplementedError
 
     @property
     def cache_layers(self) -> int:
-        """Layers of their cache."""
+        """Layers of the KV cache."""
         return len(self)
 
     def logits(self, state: Tensor) -> Tensor:
-        """state [..., H] of `step` -> [..., V]"""
+        """Return logits [..., V] of a state [..., H]."""
         logits: Tensor = self.shared.lm_head(state.to(self._lm_head_dtype))
         return logits
 
     def angles(self, positions: Tensor, end: int, trailing: bool = False) -> Rope:
-        """Cosines and sines at `positions`, each [B, S, D]; `beyond` and `last` are for heads of several tables."""
+        """Return cos and sin at `positions`, each [B, S, D]. `end` and `trailing` are not used."""
         cos, sin = self.shared.rotary(positions.new_empty(0, dtype=self.dtype), positions)
         return cos, sin
 
@@ -114,7 +114,7 @@ class MTPHeads(Network):
 
 
 class MTPModule(nn.Module):
-    """One sequential module: what joins two states, a decoder layer, and the norm before lm_head."""
+    """One sequential module: projection of two inputs, decoder layer, and the norm before lm_head."""
 
     def __init__(self, config: Any, norm: type[nn.Module], block: nn.Module) -> None:
         super().__init__()
@@ -127,10 +127,10 @@ class MTPModule(nn.Module):
 
 
 class SequentialModules(MTPHeads):
-    """Modules of the target's family. A single one may be applied any number of times."""
+    """Sequential modules with decoder layers of the target's family. A single module can be applied repeatedly."""
 
     def __init__(self, target: Target, modules: int) -> None:
-        """Raises ValueError for a target of another build."""
+        """Raises ValueError for a target whose layers cannot run separately."""
         config, layer, norm, rotary = _target_family(target, modules)
         super().__init__(target, config, rotary, [MTPModule(config, norm, layer(config, i)) for i in range(modules)])
         self.convention = MTPConvention()
@@ -162,7 +162,7 @@ class SequentialModules(MTPHeads):
 
 
 class ParallelHeads(MTPHeads):
-    """One Llama layer per head on the trunk's output, tap `num_layers - 1`; final norm and lm_head are the target's."""
+    """One Llama layer per head on the trunk's output, tap `num_layers - 1`, with the target's norm and lm_head."""
 
     def __init__(self, target: Target, heads: int) -> None:
         config = _llama(target, heads)
@@ -178,9 +178,9 @@ class ParallelHeads(MTPHeads):
         return self
 
     def last_states(self, heads: int, hidden: Tensor, columns: Columns) -> Tensor:
-        """hidden [B, A, H] -> states [B, heads, H] of the first heads in every row's last column.
+        """Return states [B, heads, H] of the first heads at the last column of every row.
 
-        Keys and values are kept for all of them.
+        The keys and values of all heads are written to the cache.
         """
         if self._stack:
             ends = (
@@ -242,9 +242,10 @@ class MTP(Head[MTPHeads]):
 
     @classmethod
     def fresh(cls, target: Target, modules: int = 1, kind: str = "deepseek") -> MTPHeads:
-        """kind: deepseek, sequential modules of the target's family; or parallel, that many heads besides the target's.
+        """Return untrained heads. kind: deepseek (sequential modules of the target's family) or parallel.
 
-        Raises ValueError for a target whose layers cannot stand alone."""
+        Raises ValueError for a target whose layers cannot run separately.
+        """
         if kind not in ("deepseek", "parallel"):
             raise ValueError(f"unknown kind {kind!r} of multi-token prediction; choose deepseek or parallel")
         network: MTPHeads = SequentialModules(target, modules) if kind == "deepseek" else ParallelHeads(target, modules)
@@ -275,7 +276,7 @@ class MTP(Head[MTPHeads]):
         return builder.build()
 
     def _draft_sequential(self, head: SequentialModules, columns: Columns, builder: ChainBuilder, depth: int) -> None:
-        """Read the columns that wait, module after module, and go on behind them with what they say."""
+        """Read the pending columns with every module, then decode further steps."""
         hidden, tokens = columns.inputs
         width, rows = tokens.shape[1], torch.arange(len(tokens), device=self.device)
         ends = width - 1 if columns.ends is None else columns.ends
@@ -291,17 +292,17 @@ class MTP(Head[MTPHeads]):
             sampled = builder.append(head.logits(state))
 
     def loss(self, batch: Progress) -> tuple[Tensor, dict[str, float]]:
-        """Cross-entropy to the target's distribution (to the text where it is unknown), steps by `head.weights`.
+        """Cross-entropy to the target's distribution (or the text), weighted by `head.step_weights`.
 
-        With several steps the logits of each are worked out again for its gradient, so that never two are kept.
+        Logits are recomputed in the backward pass, so that only one step's are in memory.
         """
         steps = (checkpoint(self._compare, *step, use_reentrant=False) for step in self._training_steps(batch))
         return steps_loss(steps, self.head.step_weights)
 
     def _training_steps(self, batch: Progress) -> Iterator[tuple[Tensor, Tensor]]:
-        """Per step i its states [B, A - 1 - i, H] and what the target says there, probabilities or else tokens.
+        """Yield per step i its states [B, A - 1 - i, H] and the target's probabilities, or else tokens.
 
-        A single module's steps follow each other as in a draft: each sees the observed columns of the first step and
+        The steps of a single module are unrolled as in a draft: each sees the observed columns of the first step and
         its own ancestors.
         """
         probs = batch.target_probs()
@@ -335,12 +336,12 @@ class MTP(Head[MTPHeads]):
 
 
 def _decoder(target: Target) -> Any:
-    """What runs between embedding and lm_head; None when the target is no transformers model."""
+    """Return the decoder of the target; None if it is not a transformers model."""
     return target.model.get_decoder() if isinstance(target, HFTarget) else None
 
 
 def _target_family(target: Target, layers: int) -> tuple[object, type[nn.Module], type[nn.Module], nn.Module]:
-    """config, decoder layer, norm and rotary angles of the target's family; attention is full and experts are used."""
+    """Return config, decoder layer, norm and rotary embedding of the target's family, for full attention and MoE."""
     decoder = _decoder(target)
     if decoder is None:
         config = _llama(target, layers)
@@ -357,7 +358,7 @@ def _target_family(target: Target, layers: int) -> tuple[object, type[nn.Module]
 
 
 def _llama(target: Target, layers: int) -> LlamaConfig:
-    """Llama layers of the target's sizes."""
+    """Return the config of Llama layers with the target's sizes."""
     decoder = _decoder(target)
     config = llama_config_like(target) if decoder is None else deepcopy(decoder.config)
     if not isinstance(config, LlamaConfig):

@@ -1,4 +1,4 @@
-"""The weights of a head, however its files name and read them."""
+"""Base class of the networks of heads."""
 
 from collections.abc import Mapping
 from typing import Any, Self, TypeVar
@@ -14,27 +14,28 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class Network(nn.Module):
-    """The weights of a head. Files that leave open how they are meant have several `readings`, the likeliest first."""
+    """The network of a head. An ambiguous checkpoint has several `conventions`, the most likely first."""
 
     note = ""  # which reading was kept, and why
     conventions: tuple[object, ...] = ()
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of its weights."""
+        """The dtype of the weights."""
         return dtype_of(self)
 
     def use_convention(self, convention: Any) -> None:
-        """Follow one of `readings` from now on."""
+        """Switch to one of `conventions`."""
 
     def fuse(self) -> Self:
-        """Run with fewer and larger operations; from now on it is only read, or else deep copies are trained."""
+        """Fuse and pack the weights for inference. Training afterwards needs a deep copy."""
         return pack(self)
 
     def load_tensors(self, tensors: Mapping[str, Tensor], checkpoint: Checkpoint, target: Target, hint: str) -> Self:
-        """Made on the meta device, it takes these tensors, where the target is and in its precision.
+        """Load tensors into a network on the meta device and move it to the target's device and dtype.
 
-        Raises ValueError when one is missing, unknown or of another shape than in `state_dict`.
+        Raises ValueError when a tensor is missing, unknown or of another shape than in `state_dict`; `hint` is the end
+        of the message.
         """
         expected = {name: tuple(tensor.shape) for name, tensor in self.state_dict().items()}
         actual = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -50,5 +51,5 @@ class Network(nn.Module):
 
 
 def move_to_target(head: Module, target: Target) -> Module:
-    """The head frozen, where the target is and in its precision."""
+    """Freeze the head and move it to the target's device and dtype."""
     return nn.Module.to(head, target.device, target.dtype).requires_grad_(False).eval()

@@ -1,11 +1,11 @@
-"""What a head has read, as keys and values, and what it drafts behind that.
+"""KV cache of a head: committed and draft columns, their masks, and CUDA graphs.
 
-B rows, A columns that wait, S new columns, K of them on one level of a tree, W columns of keys, D features, E size of
-an attention head.
+B rows, A pending columns, S new columns, K nodes of a tree level, W columns of keys, D features, E size of an attention
+head.
 
-Row b's read columns are 0 .. L_b - 1 of its slabs, where column and position are one. What is observed waits until it
-is read (`catch_up`). Drafted columns stand behind (`ahead`), level by level, and vanish with the next `catch_up`.
-Heads say what runs over new columns; where these stand, what they see and how a pass is started is said here.
+Row b has its committed columns at 0 .. L_b - 1, where column and position are equal. Observed columns are pending until
+the head reads them (`flush_pending`). Draft columns follow (`draft_columns`), level by level, until the next
+`flush_pending` drops them. Heads define what runs over columns; this module defines their positions and masks.
 """
 
 from collections.abc import Callable, Hashable
@@ -38,11 +38,11 @@ Result = TypeVar("Result")
 
 class Angles(Protocol):
     def __call__(self, positions: Tensor, end: int, trailing: bool = False) -> Rope:
-        """Of positions [B or 1, S], all below `beyond`; last: they are the S last below it."""
+        """Return cos and sin of positions [B or 1, S], all below `end`. trailing: they are end - S .. end - 1."""
 
 
 class Rotary:
-    """A table of angles, made as far as it is asked for."""
+    """Rotary embeddings from a table that grows on demand."""
 
     def __init__(self, config: LlamaConfig | Qwen3Config, device: torch.device) -> None:
         with device:
@@ -62,7 +62,7 @@ class Rotary:
 
 @dataclass(slots=True)
 class Columns:
-    """New columns, where they stand and what they see. `inputs` are those that were observed, [B, S, ..] each."""
+    """New columns of a KV cache with positions and masks. inputs: observed tensors, [B, S, ..] each."""
 
     positions: Tensor  # [B or 1, S]
     rope: Rope
@@ -74,20 +74,23 @@ class Columns:
     _masks: dict[AttentionKind, Tensor | None] = field(default_factory=dict)
 
     def run(self, network: Callable[..., Result], *inputs: Tensor) -> Result:
-        """`network(*inputs, columns)`: the one place where a pass is started."""
+        """Run `network(*inputs, self)`."""
         if self.cache_columns is None or not isinstance(self.cache, SlabCache):
             return network(*inputs, self)
         with self.cache.scatter_writes(self.cache_columns[:, None, :, None]):
             return network(*inputs, self)
 
     def mask(self, kind: AttentionKind = FULL) -> Tensor | None:
-        """Additive, or True where visible, [B or 1, 1, S, W]. None: nothing is hidden but, where S = W, later ones."""
+        """Return the attention mask [B or 1, 1, S, W], additive or boolean (True: visible).
+
+        None: no mask is needed, except a causal one if S = W.
+        """
         if self.make_mask is not None and kind not in self._masks:
             self._masks[kind] = self.make_mask(kind)
         return self._masks.get(kind)
 
     def last(self, states: Tensor) -> Tensor:
-        """states [B, S, D] -> [B, 1, D] in every row's last real column"""
+        """Return the states [B, 1, D] of the last real column of every row."""
         if self.ends is None:
             return states[:, -1:]
         return states[torch.arange(len(states), device=states.device), self.ends][:, None]
@@ -96,15 +99,15 @@ class Columns:
 def training_columns(
     positions: Tensor, angles: Angles, end: int, mask: Tensor | None = None, cache: KeyValues | None = None
 ) -> Columns:
-    """Columns that are trained on; behind those in `cache` where there are some."""
+    """Return columns for training. Those in `cache`, if given, precede them."""
     return Columns(positions, angles(positions, end), lambda kind: mask, cache)
 
 
 def unrolled_mask(columns: Tensor, step: int, kind: AttentionKind = FULL) -> Tensor:
-    """The mask [1, 1, S, W] of unrolled step `step` (from 0): columns [A] from `step` on, keys of all steps in turn.
+    """Return the mask [1, 1, S, W] of an unrolled training step (from 0). Keys are those of all steps, in order.
 
-    A draft of `step` tokens ends in column a: what is before it are observed columns, of step 0, as many as the window
-    has; of each later step it sees the one column that is its own ancestor, and itself.
+    Queries are columns [A] from `step` on. A query sees the columns of step 0 before its draft, within the window, its
+    one ancestor in each later step, and itself.
     """
     queries = columns[step:, None]
     visible = [(columns <= queries - step) & (columns > queries - step - (kind[0] or len(columns)))]
@@ -114,7 +117,7 @@ def unrolled_mask(columns: Tensor, step: int, kind: AttentionKind = FULL) -> Ten
 
 @dataclass(slots=True)
 class GraphOffsets:
-    """Where columns stand in a recorded pass, which is the same at every length: told by tensors, not by numbers."""
+    """Positions of columns in a CUDA graph, as tensors, because a graph is replayed at every length."""
 
     start: Tensor  # [B] columns before those that are read
     num_new: Tensor  # [B] how many of these are real
@@ -123,15 +126,15 @@ class GraphOffsets:
 
 
 class HeadHistory:
-    """Keys and values of one head.
+    """KV cache of one head.
 
-    Where passes are recorded the cache is as long as the target's from the first, and stays from text to text.
+    With CUDA graphs it has the target's capacity from the start and is reused by the next generation.
     """
 
     def __init__(
         self, target: Target, layers: int, dtype: torch.dtype, angles: Angles, limit: int = NO_LENGTH_LIMIT
     ) -> None:
-        """limit: positions there are; slots beyond, which nobody reads, stand on the last one."""
+        """limit: number of positions. Later columns, whose outputs are not used, get the last position."""
         self._layers, self._dtype, self._device = layers, dtype, target.device
         self._target, self._angles, self._limit = target, angles, limit
         self._positions = torch.arange(0, device=target.device)
@@ -141,7 +144,7 @@ class HeadHistory:
         self.start(0)
 
     def start(self, rows: int) -> None:
-        """An empty history of so many rows."""
+        """Begin a new generation with this number of rows."""
         self._cache: SlabCache | None = None
         self._offsets: GraphOffsets | None = None  # in a recorded pass
         self._last_replay: tuple[list[int], Pending] | None = (
@@ -155,34 +158,36 @@ class HeadHistory:
         self._tree_depth = 0  # levels of the tree
 
     def release_graphs(self) -> None:
-        """Free what was recorded, and the memory that is of."""
+        """Free captured CUDA graphs and their cache."""
         self._persistent_cache = None
         if self.graph_cache is not None:
             self.graph_cache.clear()
 
     @property
     def rows(self) -> int:
-        """B, the rows of the batch."""
+        """Batch size."""
         return len(self._read_lengths)
 
     @property
     def lengths(self) -> list[int]:
-        """Columns read, per row."""
+        """Permanent columns per row."""
         return self._read_lengths
 
     @property
     def bytes(self) -> int:
-        """Bytes of its keys and values."""
+        """Bytes of the keys and values."""
         cache = self._cache or self._persistent_cache
         return cache.bytes if cache else 0
 
     def observe(self, lengths: list[int], *columns: Tensor) -> None:
-        """Columns [B, A, ..], of which lengths[b] are real, are to be read."""
+        """Add pending columns [B, A, ..], of which the first lengths[b] are real."""
         self._pending.append((lengths, columns))
 
     def flush_pending(self, reread: int = 0) -> Columns | None:
-        """Drop what was drafted, and place all that waits: its pass is to follow. None where nothing waits. The last
-        `again` columns of every row are read again the next time."""
+        """Drop the draft columns and return the pending ones, which the caller must run. None if there are none.
+
+        The last `reread` columns of every row stay pending and are read again next time.
+        """
         if self._last_replay is not None and not self._pending:
             self._requeue(*self._last_replay)
         self._ancestors, self._draft_ends, self._last_replay = None, self._committed_ends, None
@@ -197,7 +202,7 @@ class HeadHistory:
         return columns
 
     def _consume_pending(self, reread: int) -> tuple[list[int], Pending]:
-        """How many columns were read, per row, and those that wait, which are taken for read."""
+        """Mark the pending columns as read; return the lengths before, and the columns."""
         read_before = self._read_lengths
         lengths, inputs = _merge_pending(self._pending)
         consumed = [max(n - reread, 0) for n in lengths]
@@ -208,11 +213,14 @@ class HeadHistory:
         return read_before, (lengths, inputs)
 
     def _requeue(self, read_before: list[int], pending: Pending) -> None:
-        """What a recorded draft took waits again."""
+        """Put the columns of a draft back into the queue."""
         self._read_lengths, self._pending, self._last_replay = read_before, [pending], None
 
     def prefill_overflow(self, reread: int) -> Columns | None:
-        """Of more columns than a recorded pass can read, all but the last of every row, which are to be read first."""
+        """If more columns are pending than a CUDA graph reads, return all but the last of every row.
+
+        The caller must run them eagerly first.
+        """
         pending = self._pending
         if sum(columns[0].shape[1] for _, columns in pending) <= MAX_PENDING:
             return None
@@ -234,9 +242,11 @@ class HeadHistory:
         max_columns: int,
         reread: int,
     ) -> Tensors | None:
-        """`write(depth, columns, *more)`: what waits is read, and drafted behind in at most `ahead` columns, as one
-        recorded pass that drafts at least `depth` levels; what it says is to be copied before the next. None: it is to
-        run as it is."""
+        """Run `draft_fn(depth, columns, *extra_inputs)` on the pending columns by CUDA graph replay.
+
+        The graph drafts at least `depth` levels in at most `max_columns` columns. The outputs are static buffers: copy
+        them before the next replay. None: the caller must run the draft eagerly.
+        """
         num_pending = sum(columns[0].shape[1] for _, columns in self._pending)
         if self.graph_cache is None or num_pending > MAX_PENDING or not (num_pending or self._last_replay):
             return None
@@ -272,7 +282,7 @@ class HeadHistory:
         return outputs
 
     def _reserve_cache(self, columns: int) -> SlabCache:
-        """The cache, with room for so many columns."""
+        """Return the cache with room for this number of columns."""
         cache = self._ensure_cache(columns)
         if columns > cache.cursor.capacity and self.graph_cache:
             cache.reserve(-(-2 * columns // COLUMN_MULTIPLE) * COLUMN_MULTIPLE)
@@ -297,8 +307,10 @@ class HeadHistory:
         return self._cache
 
     def draft_columns(self, width: int = 1, parents: Tensor | None = None) -> Columns:
-        """`width` columns behind all others, that follow each other. parents [B, K]: K instead, a level of a tree, each
-        below that node of the level before it (0 for the first), which sees no others but those above it."""
+        """Append draft columns: `width` consecutive ones, or with `parents` [B, K] a tree level of K nodes.
+
+        parents: index in the previous level (0 for the first level). A node sees its ancestors only.
+        """
         if self._offsets is not None:
             return self._graph_draft_columns(self._offsets, width, parents)
         if parents is None:
@@ -310,7 +322,7 @@ class HeadHistory:
         return columns
 
     def _graph_draft_columns(self, offsets: GraphOffsets, width: int, parents: Tensor | None) -> Columns:
-        """As `ahead`, in a recorded pass."""
+        """Append draft columns inside a CUDA graph."""
         ends, drafted_before = offsets.start + offsets.num_new, offsets.drafted
         width = width if parents is None else parents.shape[1]
         offsets.drafted += width
@@ -333,13 +345,13 @@ class HeadHistory:
         )
 
     def _columns_from(self, start: Tensor, width: int) -> Columns:
-        """Columns that follow each other from start [B] on."""
+        """Return consecutive columns that begin at start [B]."""
         positions = start[:, None] + self._positions[:width]
         end = len(self._positions)
         return self._make_columns(positions, end, lambda kind: self._mask(kind, positions, end), positions)
 
     def _extend_ancestors(self, parents: Tensor) -> Tensor:
-        """What a level [B, K] of a tree sees of it, itself included."""
+        """Add a tree level [B, K]; return the draft columns visible to its nodes, including themselves."""
         rows, width = parents.shape
         if self._ancestors is None:
             self._ancestors = torch.ones(rows, 1, 0, dtype=torch.bool, device=self._device)
@@ -358,7 +370,7 @@ class HeadHistory:
         return self._make_columns(positions, total, lambda kind: self._mask(kind, positions, total))
 
     def _tree_columns(self, parents: Tensor) -> Columns:
-        """In the same columns of all rows, behind the longest."""
+        """Return the columns of a tree level. All rows use the same columns, after the longest row."""
         rows, width = parents.shape
         if self._ancestors is None:
             self._tree_depth, self._draft_ends = 0, [max(self._committed_ends)] * rows
@@ -402,7 +414,7 @@ class HeadHistory:
         )
 
     def _prepare(self, width: int) -> Cursor:
-        """With room for `width` columns behind all others."""
+        """Make room for `width` columns after the draft columns."""
         cache = self._ensure_cache(width + SPARE_COLUMNS)
         old_capacity, cursor = cache.cursor.capacity, cache.cursor
         cache.set_lengths(self._draft_ends)
@@ -414,7 +426,7 @@ class HeadHistory:
         return cursor
 
     def _mask(self, kind: AttentionKind, positions: Tensor, total: int) -> Tensor | None:
-        """[B or 1, 1, S or 1, W] for columns that follow each other."""
+        """Return the mask [B or 1, 1, S or 1, W] of consecutive columns, or None if all keys are visible."""
         (window, causal), slots = kind, positions.shape[1]
         unwindowed = not 0 < window < total
         if self._offsets is None and unwindowed and len(positions) == 1 and (not causal or slots in (1, total)):
@@ -427,7 +439,7 @@ class HeadHistory:
 
 
 def _merge_pending(pending: list[Pending]) -> Pending:
-    """Real columns side by side, per row."""
+    """Concatenate the real columns per row."""
     if len(pending) == 1:
         return pending[0]
     lengths = [sum(counts) for counts in zip(*(lengths for lengths, _ in pending), strict=True)]
@@ -443,7 +455,7 @@ def _merge_pending(pending: list[Pending]) -> Pending:
 
 
 def _slice_rows(columns: Tensor, starts: list[int], width: int) -> Tensor:
-    """columns [B, A, ..] -> [B, width, ..] from starts[b] on; what is beyond the last is padding."""
+    """Return columns [B, width, ..] from starts[b] on, padded with the last column."""
     if min(starts) == max(starts):
         return columns[:, starts[0] : starts[0] + width]
     last = columns.shape[1] - 1
@@ -451,13 +463,13 @@ def _slice_rows(columns: Tensor, starts: list[int], width: int) -> Tensor:
 
 
 def _pick_columns(columns: Tensor, indices: list[list[int]]) -> Tensor:
-    """columns [B, A, ..], places[b] in them -> [B, most places, ..]"""
+    """Gather columns [B, A, ..] at indices[b]; shorter rows are padded."""
     rows = torch.arange(len(indices), device=columns.device)[:, None]
     return columns[rows, padded(indices, columns.device, 0)]
 
 
 def last_columns(progress: Progress, columns: Tensor) -> Tensor:
-    """columns [B, A, ..] -> [B, ..] at every row's last real column; any column of a finished row"""
+    """Return the last real column [B, ..] of every row of columns [B, A, ..]; any column for finished rows."""
     if min(progress.lengths) == columns.shape[1]:
         return columns[:, -1]
     last = to_device([max(n - 1, 0) for n in progress.lengths], columns.device)

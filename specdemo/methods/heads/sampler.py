@@ -1,6 +1,6 @@
-"""Which token, and with which q.
+"""Sampling of draft tokens, with their distribution q.
 
-B rows, D tokens that follow each other, V vocabulary, W the part of it that a head knows.
+B rows, D consecutive tokens, V vocabulary size of the target, W of the draft.
 """
 
 from collections.abc import Callable
@@ -19,13 +19,13 @@ MASKED_LOGIT = -1e4  # the logit of a token that a head does not know; finite, s
 
 
 class Noise:
-    """Of the draws of a draft, [B, D, V], made before it is written: a recorded pass draws nothing by itself."""
+    """Exponential noise [B, D, V] for all samples of a draft, drawn before it, because CUDA graphs do not draw."""
 
     def __init__(self, noise: Tensor) -> None:
         self._remaining = noise
 
     def take(self, probs: Tensor) -> Tensor:
-        """For probs [B, n, W]."""
+        """Return the noise for the next probabilities [B, n, W]."""
         _, tokens, vocab_size = probs.shape
         noise, self._remaining = self._remaining[:, :tokens, :vocab_size], self._remaining[:, tokens:]
         return noise
@@ -33,7 +33,7 @@ class Noise:
 
 @dataclass(frozen=True, slots=True)
 class TokenSampler:
-    """How tokens are taken from logits: the likeliest when the target is greedy, else drawn as the target draws."""
+    """Draws draft tokens with the target's sampling settings; greedy if the target is."""
 
     sampling: Sampling = field(default_factory=Sampling)
     rng: Generator | None = None
@@ -41,15 +41,15 @@ class TokenSampler:
 
     @property
     def active_rng(self) -> Generator | None:
-        """None: nothing is drawn."""
+        """The generator, or None if decoding is greedy."""
         return None if self.sampling.greedy else self.rng
 
     def draft_distribution(self, logits: Tensor) -> Tensor:
-        """Logits [..., V] -> what is chosen from: q, or where nothing is drawn the logits themselves."""
+        """Return q for logits [..., V]; the logits themselves if greedy."""
         return to_probs(logits, self.sampling) if self.active_rng else logits
 
     def sample(self, distribution: Tensor) -> Tensor:
-        """[..., V] -> [...]"""
+        """Draw tokens [...] from a draft distribution [..., V]."""
         return (
             draw_with_noise(distribution, self.predrawn.take(distribution))
             if self.predrawn
@@ -57,22 +57,21 @@ class TokenSampler:
         )
 
     def top_prob(self, distribution: Tensor) -> list[float]:
-        """What was said [B, W] -> per row the chance of its likeliest token: of the distribution, not of what was
-        drawn."""
+        """Return the largest probability per row of a draft distribution [B, W]; independent of the sample."""
         probs: list[float] = (distribution if self.active_rng else distribution.float().softmax(-1)).amax(-1).tolist()
         return probs
 
     def predraw_noise(self, rows: int, tokens: int, vocab_size: int, device: torch.device) -> Tensors:
-        """What is drawn for so many tokens of `words` words; nothing where nothing is drawn."""
+        """Draw the noise for `tokens` samples per row; empty if greedy."""
         template = torch.empty(0, device=device).new_empty(rows, tokens, vocab_size)
         return (exponential_noise(template, self.active_rng),) if self.active_rng else ()
 
     def with_noise(self, noise: Tensors) -> "TokenSampler":
-        """As it is, with what `beforehand` made."""
+        """Return a sampler that uses the noise of `predraw_noise`."""
         return replace(self, predrawn=Noise(noise[0])) if noise else self
 
     def make_draft(self, tokens: Tensor, distribution: Tensor, vocab: "DraftVocab | None" = None) -> Draft:
-        """tokens [B, D] taken from what was said [B, D, W], where `vocabulary` is not the target's."""
+        """Make a chain of tokens [B, D] with their draft distribution [B, D, W]. vocab: None for the target's."""
         q = distribution if self.active_rng else distribution.float().softmax(-1)
         confidence = q.gather(-1, tokens[..., None])[..., 0]
         if vocab is not None:
@@ -82,7 +81,7 @@ class TokenSampler:
 
 
 class ChainBuilder:
-    """A chain as it is written: tokens are taken one or several at a time, the draft is made of all."""
+    """Builds a chain, one or several tokens at a time."""
 
     def __init__(self, sampler: TokenSampler) -> None:
         self._sampler = sampler
@@ -94,11 +93,11 @@ class ChainBuilder:
 
     @property
     def tokens(self) -> Tensor:
-        """[B, D]"""
+        """All tokens so far, [B, D]."""
         return self._tokens[0] if len(self._tokens) == 1 else torch.cat(self._tokens, 1)
 
     def append(self, logits: Tensor) -> Tensor:
-        """logits [B, n, W] -> tokens [B, n]"""
+        """Draw tokens [B, n] from logits [B, n, W]."""
         self._distributions.append(self._sampler.draft_distribution(logits))
         self._tokens.append(self._sampler.sample(self._distributions[-1]))
         return self._tokens[-1]
@@ -109,31 +108,34 @@ class ChainBuilder:
         depth: int,
         should_stop: Callable[[list[float]], bool] | None = None,
     ) -> None:
-        """Up to `depth` tokens, or until `enough` of a `Budget`; read: the last [B, 1] -> logits [B, V] behind it."""
+        """Decode until the chain has `depth` tokens or `should_stop` returns True.
+
+        decode_step: last tokens [B, 1] -> logits [B, V]. should_stop: as in `Budget`.
+        """
         for _ in range(len(self), depth):
             if should_stop and should_stop(self._sampler.top_prob(self._distributions[-1].select(1, -1))):
                 break
             self.append(decode_step(self._tokens[-1])[:, None])
 
     def build(self, vocab: "DraftVocab | None" = None) -> Draft:
-        """vocabulary: of the logits, where it is not the target's."""
+        """Return the draft. vocab: None for the target's vocabulary."""
         distributions = self._distributions[0] if len(self._distributions) == 1 else torch.cat(self._distributions, 1)
         return self._sampler.make_draft(self.tokens, distributions, vocab)
 
 
 @dataclass(frozen=True, slots=True)
 class DraftVocab:
-    """The words of a head among the target's. ids [W]: what they are there; None: the first W."""
+    """Vocabulary of a draft. ids [W]: the ids of its tokens in the target; None: the first W."""
 
     ids: Tensor | None
     size: int  # V
 
     def to_target_ids(self, tokens: Tensor) -> Tensor:
-        """Token ids of the draft's vocabulary as the target's."""
+        """Map draft token ids to the target's."""
         return tokens if self.ids is None else self.ids[tokens]
 
     def to_target_vocab(self, values: Tensor, fill_value: float = MASKED_LOGIT) -> Tensor:
-        """values [..., W] -> [..., V]"""
+        """Scatter values [..., W] to the target's vocabulary [..., V]."""
         if self.ids is None:
             return torch.nn.functional.pad(values, (0, self.size - values.shape[-1]), value=fill_value)
         return values.new_full((*values.shape[:-1], self.size), fill_value).index_copy(-1, self.ids, values)
@@ -147,7 +149,7 @@ def run_chain_graph(
     sampler: TokenSampler,
     vocab: DraftVocab | None = None,
 ) -> Draft | None:
-    """A chain behind the tokens that the model reads first, as one recorded pass; None: it is not recorded."""
+    """Read `tokens` and draft a chain in one CUDA graph replay. None if graphs are disabled."""
     vocab_size = vocab.size if vocab else model.vocab_size
 
     def draft_fn(decode_step: ReadFunction, depth: int, *noise: Tensor) -> Tensors:
@@ -162,7 +164,7 @@ def run_chain_graph(
 
 
 def flatten_draft(draft: Draft) -> Tensors:
-    """A draft as tensors, those that are not there empty, and the parents of a chain too."""
+    """Convert a draft to tensors, as outputs of a CUDA graph. Missing parts and a chain's parents are empty."""
     empty = draft.tokens.new_empty(0, dtype=torch.float32)
     is_chain = draft.parents is chain_parents(*draft.tokens.shape, draft.tokens.device)
     parents = draft.tokens.new_empty(0) if is_chain else draft.parents
@@ -170,7 +172,7 @@ def flatten_draft(draft: Draft) -> Tensors:
 
 
 def unflatten_draft(tensors: Tensors, depth: int) -> Draft:
-    """A draft from copies of its parts, a chain cut at `depth`."""
+    """Restore a draft from copies of its tensors. A chain is cut at `depth`."""
     tokens, parents, probs, confidence = tensors
     if parents.numel():
         return Draft(tokens.clone(), parents.clone(), None, confidence.clone() if confidence.numel() else None)

@@ -1,20 +1,19 @@
-"""DFlash checkpoints: what a config says, whatever its dialect, and the tensors under one set of names.
+"""DFlash checkpoints: configs of all formats, and tensors under common names.
 
-h the drafter's hidden size (the target's too), V vocabulary, r rank. Dialects read:
+h the drafter's hidden size (equal to the target's), V vocabulary, r rank. Formats read:
 
-z-lab, SpecForge   `dflash_config` beside Qwen3's own keys; a key counts wherever of the two it stands. DFlash2 is the
-                   same with `attention_conv`, `mlp_conv` and `candidate_selector` tensors, Domino with `prefix_gru` and
-                   `embed_proj`; early files have those of the last stage below `logit_head.`
-Model Optimizer    the same with `lilicorr.*` (LiLiCorr); servers name parts of its small networks otherwise, read too
-DeepSpec           flat, class Qwen3DSparkModel, for DSpark and for plain DFlash (Markov rank 0) alike
-speculators        Qwen3's keys in `transformer_layer_config`; a draft vocabulary has its own lm_head, and `d2t` says
-                   how far a draft token's id is from the target's
+z-lab, SpecForge   `dflash_config` and Qwen3's keys; a key may be in either place. DFlash2 has additional tensors
+                   `attention_conv`, `mlp_conv` and `candidate_selector`, Domino `prefix_gru` and `embed_proj`; early
+                   files have the tensors of the final stage below `logit_head.`
+Model Optimizer    the same with `lilicorr.*` (LiLiCorr); the names that servers use for it are read too
+DeepSpec           flat, class Qwen3DSparkModel, for both DSpark and plain DFlash (Markov rank 0)
+speculators        Qwen3's keys in `transformer_layer_config`; a draft vocabulary has its own lm_head and offsets `d2t`
 transformers       model type muse_glimmer_assistant, tensors `encoder.*`
 
-Two conventions differ silently. Slots: in DFlash slot k of a block guesses its own token, so slot 0, the anchor,
-guesses nothing; in DSpark every slot guesses the next token. Layers: `target_layer_ids` counts what a layer puts out
-from 0, `aux_hidden_state_layer_ids` counts as taps do. `save` writes z-lab's dialect. Copies of the target's embedding
-and lm_head are not read, nor is DSpark's confidence head, which changes no token.
+Two conventions differ without any trace in the tensors. Slots: in DFlash slot k of a block predicts its own token, so
+slot 0, the anchor, predicts nothing; in DSpark every slot predicts the next token. Layers: `target_layer_ids` counts
+layer outputs from 0, `aux_hidden_state_layer_ids` counts like taps. `save` writes z-lab's format. Copies of the
+target's embedding and lm_head, and DSpark's confidence head, which changes no token, are ignored.
 """
 
 from collections.abc import Mapping
@@ -70,7 +69,7 @@ UNUSED = ("embed_tokens.", "lm_head.", "t2d", "verifier_", "confidence_head.")
 
 @dataclass(frozen=True, slots=True)
 class Design:
-    """What no tensor's name or shape says of a drafter: its layers, and how it is to be read."""
+    """Properties of a drafter that its tensors do not determine: layer config and conventions."""
 
     body: Qwen3Config
     taps: tuple[int, ...]
@@ -91,18 +90,19 @@ class Design:
 
     @property
     def first_slot(self) -> int:
-        """The first slot that guesses."""
+        """The first slot that predicts a token."""
         return 0 if self.from_anchor else 1
 
     @property
     def num_drafts(self) -> int:
-        """Tokens that a block guesses."""
+        """Tokens drafted per block."""
         return self.block_size - self.first_slot
 
 
 def read_designs(checkpoint: Checkpoint, target: Target) -> tuple[Tensors, tuple[Design, ...]]:
-    """The tensors, and the designs that they may have. Raises ValueError, one line, for a checkpoint of another kind or
-    another target."""
+    """Return the tensors, and the possible designs. Raises ValueError for another kind of checkpoint or another
+    target.
+    """
     name, tensors, config = checkpoint.name, checkpoint.tensors, _flatten_config(checkpoint.config)
     if config.get("has_own_lm_head") and "lm_head.weight" in tensors:  # of the target's words, in their order
         tensors = {"d2t": torch.zeros(len(tensors["lm_head.weight"]), dtype=torch.int64)} | tensors
@@ -136,7 +136,7 @@ def read_designs(checkpoint: Checkpoint, target: Target) -> tuple[Tensors, tuple
 
 
 def to_config(design: Design, tensors: Tensors, target_name: str, target_layers: int) -> dict[str, Any]:
-    """The config.json of a drafter, in z-lab's dialect."""
+    """Return the config.json of a drafter in z-lab's format."""
     body, windows = design.body, [window for window, _ in design.attention_kinds]
     (span, groups), rank = convolution_sizes(tensors), tensors[CODEBOOK].shape[1] if CODEBOOK in tensors else 0
     usual = tuple((window, bool(window)) for window in windows)
@@ -176,7 +176,7 @@ def to_config(design: Design, tensors: Tensors, target_name: str, target_layers:
 
 
 def convolution_sizes(tensors: Tensors) -> tuple[int, int]:
-    """DFlash2: positions that its convolutions span, and channel groups; 0: it has none."""
+    """Return DFlash2's convolution span in slots and its channel groups; 0, 0 without convolutions."""
     base = tensors.get("layers.0.attention_conv.base_kernel")
     if base is None:
         return 0, 0
@@ -185,13 +185,13 @@ def convolution_sizes(tensors: Tensors) -> tuple[int, int]:
 
 
 def spread_taps(layers: int, points: int) -> tuple[int, ...]:
-    """z-lab's choice: outputs of layers 1 to layers - 3, counted from 0, evenly spaced; fewer where they coincide."""
+    """Return z-lab's default taps: outputs of layers 1 to layers - 3 (from 0), evenly spaced, without duplicates."""
     ids = [layers // 2] if points == 1 else [round(1 + i * (layers - 4) / (points - 1)) for i in range(points)]
     return tuple(sorted({min(max(i + 1, 0), layers - 1) for i in ids}))
 
 
 def _flatten_config(config: Config) -> dict[str, Any]:
-    """All keys on one level, the innermost of two alike."""
+    """Merge the levels of a config; inner keys take precedence."""
     parts = config.get("transformer_layer_config"), config, config.get("dflash_config")
     flat = {key: value for part in parts for key, value in (part or {}).items() if value is not None}
     mask = next((flat[key] for key in MASK_KEYS if key in flat), None)
@@ -199,7 +199,7 @@ def _flatten_config(config: Config) -> dict[str, Any]:
 
 
 def _lattice_sizes(config: Config) -> Sizes:
-    """A scale that was guessed would be another head's, so the config has to say all."""
+    """Return LiLiCorr's sizes. All keys are required, because defaults would give a different head."""
     keys = {field.name: f"{LATTICE}_{field.name}" for field in fields(Sizes)}
     absent = next((key for key in keys.values() if key not in config), None)
     if absent:
@@ -208,7 +208,7 @@ def _lattice_sizes(config: Config) -> Sizes:
 
 
 def _check(checkpoint: Checkpoint, config: Config, tensors: Tensors, target: Target) -> None:
-    """Raise ValueError where it is of another kind, says too little, or is for another target."""
+    """Raise ValueError if the checkpoint is unsupported, incomplete or made for another target."""
     name, vocab_size = checkpoint.name, target.vocab_size
     for key, usual in REQUIRED_DEFAULTS.items():
         if config.get(key, usual) != usual:
@@ -260,8 +260,9 @@ def _body(config: Config) -> Qwen3Config:
 
 
 def _attention_kinds(config: Config) -> tuple[AttentionKind, ...]:
-    """Layers typed as windowed are causal unless the config, or transformers' own class, says otherwise; where none is,
-    `use_swa` gives all a window."""
+    """Return window and causality per layer. Sliding-window layers are causal unless the config or transformers' class
+    sets otherwise. `use_swa` without sliding layers gives all layers a window.
+    """
     layers, window = (
         int(config["num_hidden_layers"]),
         int(config.get("swa_window_size", config.get("sliding_window", 0))),

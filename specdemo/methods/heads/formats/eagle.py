@@ -1,12 +1,12 @@
-"""Files of EAGLE heads. Read are four dialects: the authors', SpecForge's (AngelSlim's is the same), DeepSpec's (whose
-`target_layer_ids` count layers from 0) and the one of vllm-project's speculators. `written` is the authors'. P-EAGLE is
-an EAGLE-3 in any of them that has a `mask_hidden`, as vLLM reads it (llama_eagle3.py).
+"""EAGLE checkpoints. Four formats are read: the authors', SpecForge's (also AngelSlim's), DeepSpec's (whose
+`target_layer_ids` count layers from 0) and that of vllm-project's speculators. `to_checkpoint` writes the authors'.
+P-EAGLE is an EAGLE-3 with a tensor `mask_hidden`, as in vLLM (llama_eagle3.py).
 
-H hidden size of the target, D of the head, V vocabulary, W the part of it that the head drafts from.
+H hidden size of the target, D of the head, V vocabulary, W draft vocabulary.
 
-The dialects name their tensors almost alike and leave open what no shape can tell: which layers feed the head, what the
-first residual is, which half of fc reads what. A wrong reading raises nothing, its drafts are only refused more often.
-So a file that leaves something open comes with several conventions, the documented one first.
+The formats have almost the same tensor names, and no shape determines which layers feed the head, what the first
+residual is, and which half of fc reads which input. A wrong choice raises no error, but its drafts are rejected more
+often. An ambiguous file therefore gets several conventions, the documented one first.
 """
 
 import re
@@ -43,7 +43,7 @@ WRITTEN_KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class EagleConvention:
-    """One way to read a head. Taps are those of `core.protocol`, in the order fc reads them."""
+    """Convention of a checkpoint. Taps are in the order in which fc reads them."""
 
     taps: tuple[int, ...]
     norm_before_residual: bool = False  # the first residual is the feature behind hidden_norm
@@ -54,7 +54,7 @@ class EagleConvention:
 
     @property
     def eagle1(self) -> bool:
-        """Whether it reads the last hidden states only, as EAGLE-1 and -2 do."""
+        """True for EAGLE-1 and EAGLE-2, which read only the last hidden state."""
         return self.taps == (-1,)
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class EagleConvention:
 
 
 def default_taps(layers: int) -> tuple[int, int, int]:
-    """The authors' 2, n // 2 and n - 3; where a target is too shallow for that, some are the same."""
+    """Return the authors' taps 2, n // 2 and n - 3; for a shallow target some are equal."""
     middle = max(1, layers // 2)
     return min(2, middle), middle, max(layers - 3, middle)
 
@@ -74,8 +74,9 @@ def default_taps(layers: int) -> tuple[int, int, int]:
 def read_conventions(
     checkpoint: Checkpoint, target: Target
 ) -> tuple[dict[str, Tensor], LlamaConfig, tuple[EagleConvention, ...]]:
-    """Tensors, the sizes they have, and the conventions that the head may follow. Raises ValueError, one line, when it
-    is of an unknown build or belongs on another target."""
+    """Return tensors, layer config and possible conventions. Raises ValueError if the checkpoint is unsupported or made
+    for another target.
+    """
     stored = {n: t for n, t in checkpoint.tensors.items() if not SKIPPED.match(n)}
     tensors = rename_tensors(stored, {r"^midlayer\.": FIRST_LAYER})
     if "fusion_fc.weight" in tensors:
@@ -101,7 +102,7 @@ def read_conventions(
 
 
 def _mask(checkpoint: Checkpoint, tensors: dict[str, Tensor], vocab_size: int) -> int:
-    """The mask token of a P-EAGLE, of so many; its state becomes a vector, as dialects differ in leading ones."""
+    """Return the mask token of a P-EAGLE. Flatten its mask state, since formats differ in leading dimensions of 1."""
     config = dict(checkpoint.config) | dict(checkpoint.config.get("dflash_config") or {})
     mask = next((int(config[key]) for key in MASK_KEYS if config.get(key) is not None), None)
     if MASK_HIDDEN not in tensors or mask is None:
@@ -114,10 +115,11 @@ def _mask(checkpoint: Checkpoint, tensors: dict[str, Tensor], vocab_size: int) -
 
 
 def _eagle3(config: Mapping[str, Any], target: Target) -> tuple[EagleConvention, ...]:
-    """Ids at the top level count as transformers' hidden_states do, those in `eagle_config` count layers from 0.
+    """Return the possible conventions of an EAGLE-3.
 
-    Converters have copied lists from one place to the other unchanged, so the other way of counting is a reading too.
-    SpecForge, which never says `norm_before_residual`, at first trained on plain states where it says `norm_output`.
+    Layer ids at the top level count like transformers' hidden_states, those in `eagle_config` count layers from 0. Some
+    converters copied them unchanged, so both countings are possible. SpecForge never stores `norm_before_residual`, and
+    its early versions trained on unnormed states despite `norm_output`.
     """
     top_ids, inner_ids = config.get(LAYER_IDS), (config.get("eagle_config") or {}).get(LAYER_IDS)
     tap_options: list[Sequence[int]] = [default_taps(target.num_layers)]
@@ -174,13 +176,15 @@ def _check_fit(
 
 
 def _layer(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """What is said of the decoder layers; speculators nests it."""
+    """Return the config of the decoder layers, which speculators nests."""
     layer: Mapping[str, object] = checkpoint.config.get("transformer_layer_config") or checkpoint.config
     return layer
 
 
 def _layer_config(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], vocab_size: int) -> LlamaConfig:
-    """Sizes are those of the tensors, published configs leave some out; RoPE is the head's own, not the target's."""
+    """Return the layer config, with sizes from the tensors, because published configs omit some, and the head's own
+    RoPE.
+    """
     config = _layer(checkpoint)
     if config.get("hidden_act", "silu") != "silu":
         raise ValueError(
@@ -205,7 +209,7 @@ def _layer_config(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], vocab_s
 def to_checkpoint(
     tensors: dict[str, Tensor], config: LlamaConfig, convention: EagleConvention, target_name: str
 ) -> tuple[dict[str, object], dict[str, Tensor]]:
-    """config.json and the tensors. Layer ids are written twice, as vLLM (top level) and as SpecForge count."""
+    """Return config.json and tensors. Layer ids are written twice, for vLLM (top level) and for SpecForge."""
     rope = dict(config.rope_parameters or {})
     saved_config = {
         "model_type": "llama",

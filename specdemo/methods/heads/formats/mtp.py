@@ -1,14 +1,14 @@
-"""Files of multi-token prediction.
+"""Checkpoints of multi-token prediction.
 
-L layers of the target, D modules, E experts. Sequential modules are read from four families, often out of the target's
-own files, of which nothing else is read: `model.layers.{L + i}.*` with `eh_proj` (DeepSeek, GLM; this is also written),
-`mtp.*` (Qwen), `model.mtp_layers.{i}.*` (MiMo; eh_proj reads the hidden state first) and `mtp_layers.{i}.*`
-(speculators; the embedding first). Parallel heads are `extra_heads.{i}.*` in the names of Meta's Llama, beside a
-params.json with `n_future_tokens`; their target is made of the file's `layers`, of which there are
-n_layers - n_future_tokens + 1.
+L layers of the target, D modules, E experts. Sequential modules are read in four formats, often from the target's own
+files: `model.layers.{L + i}.*` with `eh_proj` (DeepSeek, GLM; also written by `save`), `mtp.*` (Qwen),
+`model.mtp_layers.{i}.*` (MiMo; eh_proj reads the hidden state first) and `mtp_layers.{i}.*` (speculators; the embedding
+first). Parallel heads are `extra_heads.{i}.*` under Meta's Llama names, with `n_future_tokens` in params.json; the
+target is the trunk `layers` of the file, n_layers - n_future_tokens + 1 layers.
 
-What no file says is whether states are read and handed on behind a norm, and in MiMo's names what eh_proj reads first,
-where the config names no family: several conventions, the likeliest first.
+No file specifies whether states are normed before they are read and passed on; under MiMo's names, without a model
+family in the config, the order of eh_proj's inputs is open too. Such files get several conventions, the most likely
+first.
 """
 
 import re
@@ -67,8 +67,7 @@ NORMED_INPUT_KEY, NORMED_OUTPUT_KEY = "mtp_reads_normed", "mtp_hands_on_normed" 
 
 @dataclass(frozen=True, slots=True)
 class MTPConvention:
-    """Whether a module reads the target's state behind the target's final norm, and hands on its own behind its own;
-    and whether eh_proj reads [hidden; embedding] instead of [embedding; hidden]."""
+    """Convention of a checkpoint."""
 
     normed_input: bool = True
     normed_output: bool = True
@@ -81,7 +80,7 @@ class MTPConvention:
 
 
 def select_heads(checkpoint: Checkpoint, target: Target) -> Checkpoint:
-    """Without what else it holds. Raises ValueError when nothing is left."""
+    """Drop the tensors that do not belong to heads. Raises ValueError if none remain."""
     tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if _is_head_tensor(name, target)}
     if not tensors:
         raise ValueError(
@@ -94,7 +93,7 @@ def select_heads(checkpoint: Checkpoint, target: Target) -> Checkpoint:
 
 
 def open_heads(source: str, target: Target, progress: LoadProgress) -> Checkpoint:
-    """The config, and of the tensors those of the heads alone."""
+    """Read the config and the tensors of the heads; skip all other tensors."""
     folder = fetch_folder(locate(source, ("*.pth",)), progress)
     tensors: Tensors = {}
     for file in sorted(folder.glob("*.safetensors")):
@@ -114,8 +113,10 @@ def _is_head_tensor(name: str, target: Target) -> bool:
 
 
 def read_sequential(checkpoint: Checkpoint, target: Target) -> tuple[Tensors, int, tuple[MTPConvention, ...]]:
-    """The tensors of modules, how many these are, and the conventions they may follow. Raises ValueError when they
-    belong on a target of another width or vocabulary."""
+    """Return the tensors of sequential modules, the number of modules and the possible conventions.
+
+    Raises ValueError if hidden size or vocabulary differ from the target's.
+    """
     check_target(checkpoint, vocabulary=(checkpoint.config.get("vocab_size", target.vocab_size), target.vocab_size))
     tensors = _stack_experts(dict(_rename(checkpoint.tensors, target.num_layers)))
     joined = tensors.get("layers.0.eh_proj.weight")
@@ -125,7 +126,7 @@ def read_sequential(checkpoint: Checkpoint, target: Target) -> tuple[Tensors, in
 
 
 def _conventions(checkpoint: Checkpoint) -> tuple[MTPConvention, ...]:
-    """As vLLM reads the families; what speculators trained and what was written here is sure."""
+    """Return the possible conventions, following vLLM. Only speculators' files and our own are unambiguous."""
     config = checkpoint.config
     if NORMED_INPUT_KEY in config:
         return (MTPConvention(config[NORMED_INPUT_KEY], config[NORMED_OUTPUT_KEY]),)
@@ -143,7 +144,7 @@ def _conventions(checkpoint: Checkpoint) -> tuple[MTPConvention, ...]:
 
 
 def _rename(tensors: Mapping[str, Tensor], layers: int) -> Iterator[tuple[str, Tensor]]:
-    """Tensors by our names; what Qwen has once for all modules is given to each."""
+    """Yield the tensors under common names. Tensors that Qwen shares between modules are repeated."""
     count = 1 + max((int(m[1]) for m in map(QWEN.fullmatch, tensors) if m and m[1]), default=0)
     for name, tensor in tensors.items():
         qwen, numbered = QWEN.fullmatch(name), NUMBERED.fullmatch(name)
@@ -165,7 +166,7 @@ def _part_name(name: str) -> str:
 
 
 def _stack_experts(tensors: Tensors) -> Tensors:
-    """Experts stored one by one -> as transformers keeps them, gate_up_proj [E, 2 I, H] and down_proj [E, H, I]."""
+    """Stack separate experts as transformers does: gate_up_proj [E, 2 I, H] and down_proj [E, H, I]."""
     experts: dict[str, dict[str, dict[int, Tensor]]] = {}
     for name in list(tensors):
         match = EXPERT.fullmatch(name)
@@ -179,7 +180,7 @@ def _stack_experts(tensors: Tensors) -> Tensors:
 
 
 def count_parallel_heads(checkpoint: Checkpoint, target: Target) -> int:
-    """How many. Raises ValueError when they belong on another target."""
+    """Return the number of parallel heads. Raises ValueError if they are for another target."""
     params, heads = checkpoint.config, count_numbered(checkpoint.tensors, PARALLEL)
     check_target(checkpoint, layers=(params.get("n_layers", heads) - heads, target.num_layers))
     check_target(checkpoint, hidden_size=(params.get("dim", target.hidden_size), target.hidden_size))
@@ -189,7 +190,7 @@ def count_parallel_heads(checkpoint: Checkpoint, target: Target) -> int:
 
 
 def read_parallel(checkpoint: Checkpoint, config: LlamaConfig) -> Tensors:
-    """The tensors of parallel heads under the names of a Llama layer."""
+    """Return the tensors of parallel heads under the names of a Llama layer."""
     tensors: Tensors = {}
     for name, tensor in checkpoint.tensors.items():
         _, index, part = name.removesuffix(".weight").split(".", 2)
@@ -199,8 +200,9 @@ def read_parallel(checkpoint: Checkpoint, config: LlamaConfig) -> Tensors:
 
 
 def _permute_rope(part: str, weight: Tensor, pairs: tuple[int, int]) -> Tensor:
-    """Rows of queries and keys, whose angles Meta gives to neighbours, pairs (E / 2, 2) of a head, and transformers to
-    its halves, pairs (2, E / 2): turned from either into the other."""
+    """Permute the rows of q_proj and k_proj between the RoPE layouts of Meta, pairs (E / 2, 2), and transformers, pairs
+    (2, E / 2). Other weights are unchanged.
+    """
     if not part.endswith(("q_proj", "k_proj")):
         return weight
     return weight.view(-1, *pairs, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
@@ -209,7 +211,7 @@ def _permute_rope(part: str, weight: Tensor, pairs: tuple[int, int]) -> Tensor:
 def sequential_to_checkpoint(
     tensors: Tensors, convention: MTPConvention, config: PretrainedConfig, layers: int, target_name: str
 ) -> tuple[dict[str, object], Tensors]:
-    """config.json and tensors in DeepSeek's names, behind so many layers of the target."""
+    """Return config.json and tensors under DeepSeek's names. layers: of the target."""
     if convention.hidden_first:
         raise ValueError("modules that join [hidden; embedding] have no place in DeepSeek's format; train a fresh head")
     named = {}
@@ -231,7 +233,7 @@ def sequential_to_checkpoint(
 def parallel_to_checkpoint(
     tensors: Tensors, heads: int, config: LlamaConfig, layers: int, target_name: str
 ) -> tuple[dict[str, Any], Tensors]:
-    """params.json, which is config.json too, and tensors in Meta's names, behind so many layers of the target."""
+    """Return params.json, also used as config.json, and tensors under Meta's names. layers: of the target."""
     names, named = {hf_name: meta_name for meta_name, hf_name in META.items()}, {}
     for name, tensor in tensors.items():
         _, index, part = name.removesuffix(".weight").split(".", 2)
