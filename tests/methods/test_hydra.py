@@ -148,7 +148,7 @@ def test_other_files_are_refused(tmp_path, target, tensors, config, reason):
 
 def test_medusa_heads_are_refused(tmp_path, target):
     Medusa(target, Medusa.fresh(target)).save(tmp_path, "some/llama")
-    with pytest.raises(ValueError, match="checkpoint for method 'medusa'"):
+    with pytest.raises(ValueError, match="head for method 'medusa'"):
         Hydra.load(str(tmp_path), target)
 
 
