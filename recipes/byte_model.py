@@ -16,6 +16,7 @@ from recipes.job import Job, facts, finish
 from recipes.lessons import GrowingWindows, validation_rows
 from recipes.llama import Shape, build
 from recipes.losses import cross_entropy
+from specdemo.core.outputs import check_output_folder
 from specdemo.core.protocol import Progress, Trainable
 from specdemo.methods.base import Recipe
 from specdemo.methods.recipes import untrained_drafter
@@ -44,6 +45,8 @@ def train_bytes(job: Job) -> None:
     if job.start:
         raise ValueError(f"recipe {job.recipe!r} begins from scratch; leave --start out")
     corpus, tokenizer = read_corpus(job.corpus), byte_tokenizer()
+    heads = job.out.with_name(f"{job.out.name}-heads")
+    check_output_folder(heads, job.force)
     make_folder(job.out)
     model = nn.Module.to(build(job.shape, tokenizer.get_vocab_size()), job.device)
     drafter = untrained_drafter(HEADS, HFTarget(model, name=job.out.name))
@@ -54,8 +57,7 @@ def train_bytes(job: Job) -> None:
     ticks = train_jointly(model, drafter, batches, valid, job.out, job.schedule, job.micro_tokens)
     history = run_with_progress(ticks, job.minutes, job.out.name)
     finish(job, model, tokenizer, corpus, history)
-    heads = job.out.with_name(f"{job.out.name}-heads")
-    heads.mkdir(exist_ok=True)
+    make_folder(heads)
     drafter.save(heads, job.out.name)
     parameters = sum(p.numel() for p in drafter.head.parameters())
     write_provenance(heads, history, **facts(job, corpus), parameters=parameters)

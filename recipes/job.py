@@ -80,6 +80,7 @@ class Job:
     threads: int
     compile: bool
     seed: bool = False  # another run continues from this one
+    force: bool = False  # overwrite a folder that specdemo did not make
 
     @property
     def schedule(self) -> Schedule:

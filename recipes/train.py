@@ -14,6 +14,7 @@ from recipes.drafts import train_draft, train_other
 from recipes.job import CODE, STORIES, Job, World
 from recipes.llama import Shape
 from recipes.targets import deepened_target, train_target
+from specdemo.core.outputs import check_output_folder
 from specdemo.core.suggest import suggest
 from specdemo.methods.recipes import HEAD_RECIPES
 from specdemo.models import machine
@@ -64,6 +65,7 @@ def train(
     cache: Path | None = None,
     start: str | None = None,
     compile: bool = False,
+    force: bool = False,
 ) -> Path:
     """Run a recipe and return its folder. Raises ValueError, one line, if something is missing.
 
@@ -77,6 +79,7 @@ def train(
     chosen = RECIPES[recipe]
     minutes = check_minutes(chosen.minutes if minutes is None else minutes)
     out = out or Path("runs") / recipe
+    check_output_folder(out, force)
     if corpus is None:
         if chosen.world.collect is None:
             raise ValueError(f"recipe {recipe!r} needs a corpus: name a folder of *.txt files with --corpus")
@@ -98,6 +101,7 @@ def train(
         start=resolve(start) if start else None,
         threads=count,
         compile=compile,
+        force=force,
     )
     with machine.threads(count):
         chosen.make(job)

@@ -24,7 +24,8 @@ from typer.models import OptionInfo
 
 from specdemo import __version__
 from specdemo.bench.command import bench, progress_bar, reports_to
-from specdemo.core.files import check_writable, json_text
+from specdemo.core.files import json_text
+from specdemo.core.outputs import check_output
 from specdemo.core.safe_io import is_out_of_memory, read_text
 from specdemo.core.signals import sigterm_as_exit
 from specdemo.core.suggest import DEVICES, program, suggest
@@ -52,6 +53,7 @@ CHECKOUT = (FOLDER.parent / "recipes").is_dir()
 INTERRUPTED = 130  # what a shell calls a program ended by Ctrl-C
 Work = Callable[..., object]
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable.")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite a file or folder that specdemo did not write.")]
 Gpus = Annotated[int, typer.Option(help="GPUs that each server spreads its model over.", min=1, max=1024)]
 Command = Annotated[str | None, typer.Option(help="The engine's program, where it is not on PATH.")]
 PresetId = Annotated[
@@ -145,6 +147,7 @@ def run(
     gpus: Gpus = 1,
     command: Command = None,
     out: Annotated[Path | None, typer.Option(help="Write the trace (JSON) to this file.")] = None,
+    force: Force = False,
     **given: Any,
 ) -> int:
     """Race plain decoding against a preset's lanes. Prints tokens/s, speed-up and acceptance of every lane."""
@@ -160,7 +163,7 @@ def run(
     from specdemo.presets.recorded import save_trace
 
     if out is not None:
-        check_writable(out)
+        check_output(out, force)
     if engine and server:
         raise ValueError("--engine starts servers and --server names some that run; give one of them")
     with ExitStack() as running:
@@ -193,6 +196,7 @@ def profile(
     device: Annotated[str, typer.Option(help=f"{DEVICES}.")] = "auto",
     name: Annotated[str | None, typer.Option(help="Name of the profile; by default the device's name.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the profile (JSON) there.")] = None,
+    force: Force = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure this machine for `predict`. It takes a few minutes: memory bandwidth, matrix products, launches, and
@@ -201,7 +205,7 @@ def profile(
     from specdemo.prediction.profiles import write_profile
 
     if out is not None:
-        check_writable(out)
+        check_output(out, force)
     with progress_bar(1.0, "{l_bar}{bar}| {elapsed}") as bar:
         measured = measure_profile(device, name, reports_to(bar))
     print(measured.model_dump_json(indent=1, exclude_none=True) if as_json else profile_report(measured))
@@ -284,6 +288,7 @@ def train(
         typer.Option(help="Folder of *.txt files, documents separated by <|endoftext|>; code collects its own."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the trained model.")] = None,
+    force: Force = False,
     minutes: Annotated[float | None, typer.Option(help="Training time.")] = None,
     device: Annotated[str, typer.Option(help=f"{DEVICES}.")] = "auto",
     threads: Annotated[
@@ -303,13 +308,13 @@ def train(
     from specdemo.methods.recipes import HEAD_RECIPES, train_head_recipe
 
     if recipe in HEAD_RECIPES:
-        print(train_head_recipe(recipe, out, minutes, target or "stories", corpus, cache, device, quantization))
+        print(train_head_recipe(recipe, out, minutes, target or "stories", corpus, cache, device, quantization, force))
         return
     shipped = of_checkout("recipes.train")
     if shipped is None:
         known = f"those of the shipped models come with specdemo's checkout; here {suggest(recipe, HEAD_RECIPES)}"
         raise ValueError(f"unknown recipe {recipe!r}: {known}")
-    print(shipped.train(recipe, corpus, out, minutes, device, threads, target, cache, start, compile))
+    print(shipped.train(recipe, corpus, out, minutes, device, threads, target, cache, start, compile, force))
 
 
 @app.command()

@@ -15,7 +15,7 @@ from typer.models import OptionInfo
 
 from specdemo.bench.base import OPTIONS, Report, Suite
 from specdemo.bench.suites import known_suite, suite, suites, takes
-from specdemo.core.files import check_writable
+from specdemo.core.outputs import check_output, check_output_folder
 from specdemo.core.suggest import suggest
 from specdemo.presets.files import require
 
@@ -54,7 +54,7 @@ def _name_a_suite(context: typer.Context) -> None:
 
 def _suite_first(args: list[str]) -> list[str]:
     """Return the arguments with the suite first, for command lines that give options before it."""
-    flags = {option.flag for option in OPTIONS.values() if option.kind is bool} | {"--json", "--markdown"}
+    flags = {option.flag for option in OPTIONS.values() if option.kind is bool} | {"--force", "--json", "--markdown"}
     value_of = ""
     for i, arg in enumerate(args):
         if not value_of and not arg.startswith("-"):
@@ -91,6 +91,7 @@ def _parameters(cls: type[Suite]) -> list[Parameter]:
     to = f"{OPTIONS['folder'].help}{_default(folder)}" if folder else "Write the numbers (JSON) to this file."
     options["out"] = Path | None, typer.Option(OUT, help=to)
     options["html"] = Path | None, typer.Option("--html", help="Write a page with the plot to this file.")
+    options["force"] = bool, typer.Option("--force", help="Overwrite a file or folder that specdemo did not write.")
     options["as_json"] = bool, typer.Option("--json", help="Print the numbers as JSON.")
     options["markdown"] = bool, typer.Option("--markdown", help="Print the lanes as a Markdown table.")
     return [
@@ -108,7 +109,9 @@ def _default(value: object) -> str:
     return "" if value in (None, MISSING, False) else f"  [default: {value}]"
 
 
-def _run(name: str, out: Path | None, html: Path | None, as_json: bool, markdown: bool, **given: object) -> None:
+def _run(
+    name: str, out: Path | None, html: Path | None, force: bool, as_json: bool, markdown: bool, **given: object
+) -> None:
     journal = out and out.with_name(f"{out.name}.rounds")
     if takes(name, "folder"):  # it writes while it measures
         given, out = {**given, "folder": out}, None
@@ -125,7 +128,9 @@ def _run(name: str, out: Path | None, html: Path | None, as_json: bool, markdown
 
     for path in (out, html):
         if path is not None:
-            check_writable(path)
+            check_output(path, force)
+    if isinstance(folder := getattr(chosen, "folder", None), Path):
+        check_output_folder(folder, force)
     with progress_bar(1.0, "{l_bar}{bar}| {elapsed}") as bar:
         result = chosen.run(reports_to(bar), never_cancelled)
     if out is not None:

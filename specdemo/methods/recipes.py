@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from specdemo.core.outputs import check_output_folder
 from specdemo.core.suggest import suggest
 from specdemo.methods import method, usable
 from specdemo.methods.base import Head, Recipe
@@ -66,6 +67,7 @@ def train_head_recipe(
     cache: Path | None = None,
     device: str = "auto",
     quantization: str | None = None,
+    force: bool = False,
 ) -> Path:
     """Train a head and return its folder. An interrupted run resumes when started again with the same folder.
 
@@ -76,6 +78,7 @@ def train_head_recipe(
     if corpus is not None:
         check_corpus(corpus)
     out = out or Path("runs") / name
+    check_output_folder(out, force)
     loaded = (
         target
         if isinstance(target, HFTarget)

@@ -210,7 +210,7 @@ def drafting_lane(path: str | Path) -> LaneTrace:
     for lane in load_trace(path).lanes:
         if lane.method != "none":
             return lane
-    raise ValueError(f"{path} has no lane that drafts; record one with {program()} run PRESET --out {path}")
+    raise ValueError(f"{path} has no lane that drafts; record one with {program()} run PRESET --out FILE")
 
 
 def _mean(values: Sequence[float]) -> Estimate:

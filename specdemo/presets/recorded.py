@@ -19,7 +19,7 @@ def save_trace(trace: RunTrace, out: str | Path) -> None:
 
 def load_trace(path: str | Path) -> RunTrace:
     """Read and check a stored trace. Raises ValueError with one line."""
-    cure = f"with {program()} run PRESET --out {path}"
+    cure = f"with {program()} run PRESET --out FILE"
     try:
         content = read_limited(path, FILE_LIMITS)
     except OSError as error:

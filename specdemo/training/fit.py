@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from specdemo.core.files import atomic_path, finite, json_text, write_text
+from specdemo.core.outputs import MARKER, mark_folder
 from specdemo.core.signals import defer_signals
 from specdemo.models.machine import commit, versions
 from specdemo.training.muon import Muon
@@ -264,9 +265,10 @@ def check_minutes(minutes: float) -> float:
 
 
 def make_folder(out: Path) -> None:
-    """Create the folder. Raises ValueError with one line if that fails."""
+    """Create and mark the folder of a run. Raises ValueError with one line if that fails."""
     try:
         out.mkdir(parents=True, exist_ok=True)
+        mark_folder(out)
     except OSError as error:
         raise ValueError(f"cannot make the folder {out}: {error.strerror}; name another with --out") from None
 
@@ -275,3 +277,4 @@ def write_provenance(out: Path, history: TrainHistory, **facts: object) -> None:
     """Write `provenance.json`: software, hardware, data and the training curve of a result."""
     facts = {**facts, "versions": versions(), "commit": commit(), **asdict(history)}
     write_text(out / "provenance.json", json_text(finite(facts), indent=1) + "\n")
+    (out / MARKER).unlink(missing_ok=True)

@@ -35,8 +35,22 @@ def refused(capsys, left, *arguments):
     return line
 
 
-RUN = ("run", "embedded-ngram", "--max-new-tokens", 8)
-BENCH = ("bench", "k", "--repeats", 1, "--k", 2, "--preset", "embedded-ngram", "--new-tokens", 4, "--prompt", "Tom ran")
+RUN = ("run", "embedded-ngram", "--force", "--max-new-tokens", 8)
+BENCH = (
+    "bench",
+    "k",
+    "--force",
+    "--repeats",
+    1,
+    "--k",
+    2,
+    "--preset",
+    "embedded-ngram",
+    "--new-tokens",
+    4,
+    "--prompt",
+    "Tom ran",
+)
 
 
 @pytest.mark.parametrize("command", [(*RUN, "--out"), (*BENCH, "--out"), (*BENCH, "--html")])

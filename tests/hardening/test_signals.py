@@ -104,7 +104,7 @@ def test_the_page_ends_and_frees_its_port(started, number):
 def test_a_run_ends_and_leaves_the_old_trace(started, number, tmp_path):
     out = tmp_path / "trace.json"
     out.write_text("old", encoding="utf-8")
-    command = ["run", "embedded-bytes", "--max-new-tokens", "900", "--out", out]
+    command = ["run", "embedded-bytes", "--max-new-tokens", "900", "--force", "--out", out]
     run = started("-m", "specdemo", *command).until("decoding")
     assert run.end(number) == CODES[number]
     assert out.read_text() == "old" and list(tmp_path.iterdir()) == [out]

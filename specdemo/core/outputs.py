@@ -1,0 +1,69 @@
+"""Checks of output paths before the work starts, so that no file of the user is overwritten. Needs no torch."""
+
+import json
+from collections.abc import Iterator
+from itertools import chain, islice
+from pathlib import Path
+
+from specdemo.core.files import check_writable, write_text
+from specdemo.core.json_limits import FILE_LIMITS, check_json_limits, gc_paused
+from specdemo.core.safe_io import read_limited
+
+TRACE, RESULT = {"preset", "schedule", "lanes"}, {"suite", "repeats", "rows"}
+PROFILE = {"kind", "bandwidth_gb_per_s", "compute_tflop_per_s"}
+PAGE = b"<title>specdemo bench "  # a plot of `bench --html`
+PROVENANCE = {"versions", "commit", "step", "evaluations"}
+SECTIONS, SECTION = {"environment", "sections"}, {"title", "state", "tries"}  # of `bench gpu`
+MARKER = ".specdemo-training"  # in a folder of `train` until its provenance is written
+HEAD = 1000  # bytes
+
+
+def check_output(path: str | Path, force: bool = False) -> None:
+    """Raise ValueError unless `path` can be written and is new, empty or written by specdemo.
+
+    force: overwrite any file.
+    """
+    path = Path(path)
+    check_writable(path)
+    if force or not path.is_file() or not path.stat().st_size:
+        return
+    if not _is_page(path) and not any(kind <= _keys(path) for kind in (TRACE, RESULT, PROFILE)):
+        raise ValueError(f"{path} exists and was not written by specdemo; name another file or add --force")
+
+
+def check_output_folder(folder: Path, force: bool = False) -> None:
+    """Raise ValueError unless `folder` is new, empty or was made by `train` or `bench gpu`. force: accept any."""
+    if force or not folder.is_dir() or not any(folder.iterdir()) or (folder / MARKER).is_file():
+        return
+    kinds = (PROVENANCE, SECTIONS, SECTION)
+    if not any(kind <= _keys(file) for file in _marks(folder) for kind in kinds):
+        raise ValueError(f"{folder} is not empty and was not made by specdemo; name another with --out or add --force")
+
+
+def mark_folder(folder: Path) -> None:
+    """Mark an empty folder, so that a killed training run may continue in it."""
+    if not any(folder.iterdir()):
+        write_text(folder / MARKER, "")
+
+
+def _marks(folder: Path) -> Iterator[Path]:
+    names = (folder / name for name in ("provenance.json", "results.json"))
+    return filter(Path.is_file, chain(names, islice(folder.glob("*.section.json"), 3)))
+
+
+def _is_page(path: Path) -> bool:
+    with path.open("rb") as file:
+        return PAGE in file.read(HEAD)
+
+
+def _keys(path: Path) -> set[str]:
+    """Return the keys of a JSON object; none for any other file, or for one beyond the bounds of a trace."""
+    try:
+        text = read_limited(path, FILE_LIMITS)
+        if text.lstrip()[:1] != b"{":
+            return set()
+        check_json_limits(text, FILE_LIMITS, str(path))
+        with gc_paused():
+            return set(json.loads(text))
+    except (OSError, ValueError, RecursionError):
+        return set()
