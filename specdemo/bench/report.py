@@ -145,7 +145,7 @@ def _markdown_table(result: Result) -> list[str]:
     complete = all(row.get(name) is not None for row in rows for name in README)
     if complete and len({row["lane"] for row in rows}) == len(rows):
         rows = sorted(rows, key=lambda row: -row["speed-up"].value)
-        head = "| lane | tokens/s | speed-up | drafted tokens kept | tokens per target pass |"
+        head = "| lane | tokens/s | speed-up | acceptance rate | mean accepted length |"
         return [head, "|---|---|---|---|---|", *map(_in_markdown, rows)]
     names = list(dict.fromkeys(name for row in result.rows for name in row))
     lines = [[_cell(row.get(name)).replace("|", "\\|") for name in names] for row in result.rows]
