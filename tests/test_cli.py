@@ -169,7 +169,7 @@ def test_a_malformed_trace_is_one_line(capsys, tmp_path, content):
     path.write_bytes(content)
     line = refusal(capsys, "replay", str(path))
     assert line.startswith(f"{path}: ") and line.endswith(
-        f"record it again with python -m specdemo run PRESET --out {path}"
+        "record it again with python -m specdemo run PRESET --out FILE"
     )
 
 
@@ -333,7 +333,8 @@ def test_help_of_a_suite_lists_its_own_options(capsys, suite):
     out = output(capsys, "bench", suite, "--help")
     assert out == output(capsys, "bench", suite, "-h")
     own = {OPTIONS[field.name].flag for field in fields(suites()[suite])}
-    assert set(re.findall(r"^  (--[a-z-]+)", out, re.MULTILINE)) == own | {"--out", "--html", "--json", "--markdown"}
+    common = {"--out", "--html", "--json", "--markdown", "--force"}
+    assert set(re.findall(r"^  (--[a-z-]+)", out, re.MULTILINE)) == own | common
     meaning = " ".join(suites()[suite].__doc__.split())
     assert meaning in " ".join(out.split()) and meaning in " ".join(output(capsys, "bench", "-h").split())
     assert f"[default: {suites()[suite].repeats}]" in out
