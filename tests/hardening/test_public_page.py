@@ -137,11 +137,11 @@ def test_remember_is_off_whoever_asks_for_it(public, monkeypatch):
 def test_online_learning_is_reset_between_visitors(public, monkeypatch):
     outputs = []
     engine = SimpleNamespace(
-        unlearn=lambda: outputs.append("unlearn"), stream=lambda *_: outputs.append("run") or iter(())
+        forget_learned=lambda: outputs.append("forget_learned"), stream=lambda *_: outputs.append("run") or iter(())
     )
     monkeypatch.setattr(live, "session", lambda: engine)
     list(live.run(preset("embedded-draft").validated(), live.Log()))
-    assert outputs == ["unlearn", "run"]
+    assert outputs == ["forget_learned", "run"]
 
 
 # What browsers are told

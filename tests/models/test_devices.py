@@ -56,7 +56,7 @@ def pretend(monkeypatch):
             "timing": known.timing,
             "dtypes": known.dtypes,
             "quantised": known.quantised,
-            "apart": known.separate_memory,
+            "separate_memory": known.separate_memory,
         } | row
         made = Pretend(**row)
         monkeypatch.setattr(Pretend, "here", here)
