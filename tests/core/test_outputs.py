@@ -10,7 +10,7 @@ from specdemo.bench.result import Result, write_result
 from specdemo.core.outputs import MARKER, check_output, check_output_folder, mark_folder
 from specdemo.prediction.profiles import profile, write_profile
 from specdemo.presets.recorded import save_trace
-from specdemo.training.fit import History, write_provenance
+from specdemo.training.fit import TrainHistory, write_provenance
 from tests.traces import hostile_trace
 
 MACHINE = {"device": "a", "dtype": "float32", "threads": 1}
@@ -110,7 +110,7 @@ def test_a_training_folder_continues_and_any_other_needs_force(tmp_path):
     (ours / "checkpoint.pt").write_bytes(b"")
     check_output_folder(ours)
     mark_folder(finished)
-    write_provenance(finished, History())
+    write_provenance(finished, TrainHistory())
     assert not (finished / MARKER).exists()
     check_output_folder(finished)
     (other / "config.json").write_text("{}")
