@@ -19,7 +19,7 @@ from specdemo.presets.files import load_presets
 session = Session()
 for name, preset in load_presets().items():
     if preset.embedded:
-        session.place(preset)
+        session.place_models(preset)
         print(name, session.target().device, session.target().kernels)
 """
 
