@@ -1,4 +1,4 @@
-"""A completion server that says what it is told to say, down to the bytes."""
+"""A scripted completion server: tests choose its responses byte by byte."""
 
 import json
 import socket
@@ -11,7 +11,7 @@ from specdemo.servers.lane import WARM_UP
 
 
 def piece(text, ids=None, total=None, finish=None, **more):
-    """One streamed chunk; `total`: tokens so far, as servers count them with continuous_usage_stats."""
+    """Return one streamed chunk. total: tokens so far, as servers report them with continuous_usage_stats."""
     choice = {"index": 0, "text": text, "finish_reason": finish, "logprobs": None}
     if ids is not None:
         choice["token_ids"] = ids
@@ -27,14 +27,16 @@ def piece(text, ids=None, total=None, finish=None, **more):
 
 
 class Broken:
-    """Where an answer ends: `reset` drops the connection, `quiet` says nothing until it is gone, `close` just ends."""
+    """A failure in the middle of a response: `reset` drops the connection, `quiet` sends nothing until the client has
+    disconnected, `close` closes it normally.
+    """
 
     def __init__(self, how):
         self.how = how
 
 
 def head(kind="text/event-stream", status=200, **headers):
-    """A response up to its body, which ends with the connection unless a header says where."""
+    """Return a status line and headers. The body ends with the connection unless a header gives its length."""
     lines = [f"HTTP/1.1 {status} X", f"Content-Type: {kind}", "Connection: close"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
@@ -71,7 +73,7 @@ class Handler(BaseHTTPRequestHandler):
         return self.stream([piece("ok", total=1, finish="stop")] if warm_up else server.pieces)
 
     def misbehaves(self, stage):
-        """Send the bytes that were given for this stage, if any were."""
+        """Send the bytes that were scripted for this stage. Return whether there were any."""
         if stage not in self.server.faults:
             return False
         self.close_connection = True
@@ -107,7 +109,7 @@ class Handler(BaseHTTPRequestHandler):
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.connection.close()
         if how == "quiet":
-            self.connection.recv(1)  # nothing comes but the end of the connection
+            self.connection.recv(1)  # returns when the client closes the connection
             self.server.left.set()
 
     def log_message(self, *args):
@@ -116,10 +118,10 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def completion_server(pieces, metrics=(), models=("m",), refusal=lambda path, body: (200, None), faults=()):
-    """Serves `pieces` to every request but warm-ups, and the next of `metrics` to every reading.
+    """Serve `pieces` to every request except warm-ups, and the next of `metrics` to every reading.
 
-    faults: what to send as it is in the place of a whole response: models, warm-up, answer or metrics -> a function
-    that makes the parts, which may be endless.
+    faults: raw replacements of whole responses. Maps models, warm-up, answer or metrics to a function that yields the
+    parts, possibly without end.
     """
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True

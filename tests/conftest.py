@@ -1,6 +1,6 @@
 import os
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch: two threads collapse as soon as anything else runs
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch: two threads are very slow next to other programs
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
 
@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session")
 def tiny_llama():
-    """vocabulary size -> a random one-layer Llama, the same every time."""
+    """Return a function that makes a random one-layer Llama of a vocabulary size, always with the same weights."""
     from specdemo.testing import tiny_llama
 
     return tiny_llama

@@ -1,4 +1,4 @@
-"""A disk that is full."""
+"""A full disk."""
 
 import resource
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def full_disk(left):
-    """No file grows beyond `left` bytes: a write fails as it does on a full disk."""
+    """Limit the size of files to `left` bytes, so that larger writes fail as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (left, hard))
     try:

@@ -1,4 +1,4 @@
-"""The package of docs/add-a-method.md, built and installed from the page's own code."""
+"""The package of docs/add-a-method.md, built and installed from the code on that page."""
 
 import os
 import re
@@ -11,7 +11,7 @@ PAGE = ROOT / "docs" / "add-a-method.md"
 
 
 def install_bigram(folder):
-    """A folder inside `folder` with the page's package in it, as pip leaves it."""
+    """Install the page's package with pip into a folder inside `folder`, and return that folder."""
     source, site = folder / "source", folder / "site"
     source.mkdir()
     page = PAGE.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: what it prints, and one line for everything that can be wrong."""
+"""The command line: its output, and one line for every error."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def stored(tmp_path_factory):
 
 
 def refusal(capsys, *arguments):
-    """The one line on stderr; nothing on stdout."""
+    """Return the single line on stderr of a rejected command; stdout must be empty."""
     assert main(arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -189,7 +189,7 @@ def test_a_trace_without_lanes_is_one_line(capsys, tmp_path):
     ],
 )
 def test_the_process_itself_exits_with_2_and_one_line(arguments, line):
-    """In a process of its own: libraries write to the terminal's stderr past what a test can capture."""
+    """Runs in a process, because libraries write directly to the terminal's stderr, which pytest does not capture."""
     command = [sys.executable, "-m", "specdemo", "run", "embedded-draft", *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
@@ -391,7 +391,7 @@ def test_options_are_listed_with_the_values_they_accept(capsys, monkeypatch):
 
 
 def started_as(program, *arguments, **environment):
-    """Start the command line under another program's name, as the installed script does."""
+    """Start the command line under another program name, as the installed script does."""
     code = "import sys; from specdemo.__main__ import main; sys.exit(main())"
     code = f"import sys; sys.argv[0] = {program!r}; {code}"
     command = [sys.executable, "-c", code, *arguments]
@@ -443,5 +443,6 @@ def test_documented_commands_exist_with_their_options(arguments):
     assert not hidden & {argument.partition("=")[0] for argument in arguments}
     try:
         command.make_context(command.name, list(arguments), parent=context)
-    except (ValueError, TyperException) as error:  # the documentation may leave out arguments, but not invent options
+    # The documentation may omit arguments but must not name unknown options.
+    except (ValueError, TyperException) as error:
         assert "No such" not in str(getattr(error, "message", error))

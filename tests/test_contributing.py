@@ -1,4 +1,4 @@
-"""The changes that CONTRIBUTING.md shows apply to the code as it is."""
+"""The diffs in CONTRIBUTING.md, which must apply to the current code."""
 
 import re
 from itertools import chain

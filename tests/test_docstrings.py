@@ -1,4 +1,4 @@
-"""Every public function says what it does: itself, through what it overrides, or through the protocol it fulfils."""
+"""Docstrings of public functions: their own, those of the overridden method, or those of the protocol."""
 
 import importlib
 import inspect
@@ -21,7 +21,7 @@ def public(namespace):
 
 
 def functions(module):
-    """Public functions, and methods of public classes: (name, the function, its class)."""
+    """Yield public functions and methods of public classes as (name, function, class)."""
     for name, value in public(module):
         if getattr(value, "__module__", None) != module.__name__:
             continue
@@ -34,7 +34,7 @@ def functions(module):
 
 
 def promised(module, method):
-    """Whether a protocol beside the class, or one of the seams, documents the method."""
+    """Return whether a protocol of the module, or of core.protocol, documents the method."""
     protocols = (c for place in (module, protocol) for _, c in public(place) if getattr(c, "_is_protocol", False))
     return any(inspect.getdoc(getattr(c, method, None)) for c in protocols if hasattr(c, method))
 

@@ -1,4 +1,4 @@
-"""Names and docstrings use plain English and the terms of docs/glossary.md, not private words."""
+"""Names and docstrings in plain English and the terms of docs/glossary.md."""
 
 import ast
 import re

@@ -1,4 +1,6 @@
-"""Imports run one way: a package imports itself and what stands left of it, `core` nothing but torch and pydantic."""
+"""Imports in one direction: a package imports only itself and the packages below it; `core` imports only torch and
+pydantic.
+"""
 
 import ast
 import sys
@@ -29,11 +31,11 @@ def test_imports_run_one_way(package):
 
 
 def test_no_files_import_each_other_in_a_circle():
-    """Nor by an import inside a function. Raises CycleError, which names the files."""
+    """Includes imports inside functions. TopologicalSorter raises CycleError with the names of the files."""
     files = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
     graph = {}
     for name, path in files.items():
-        modules = set(imported(path))  # a file, or a name in one
+        modules = set(imported(path))  # modules, or names in modules
         graph[name] = (modules | {full.rpartition(".")[0] for full in modules}) & files.keys() - {name}
     assert len(list(TopologicalSorter(graph).static_order())) == len(files)
 
@@ -44,7 +46,7 @@ def test_core_needs_torch_and_pydantic_alone():
 
 
 def test_the_package_needs_nothing_of_the_checkout():
-    """`benchmarks` and `recipes` are looked for by name (presets/files.py)."""
+    """`benchmarks` and `recipes` are found by name at run time (presets/files.py)."""
     checkout_packages = {path.parent.name for path in PACKAGE.parent.glob("*/__init__.py")} | {"tests"}
     roots = {name.split(".")[0] for path in PACKAGE.rglob("*.py") for name in imported(path)}
     assert {"benchmarks", "recipes"} <= checkout_packages and roots & checkout_packages == {"specdemo"}

@@ -1,4 +1,4 @@
-"""What others script against, and what it costs to import it."""
+"""The public API for scripts, and the cost of importing it."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What `pip install` gives: everything the package reads, and a command line and a page that work from any folder."""
+"""The installed wheel: all files that the package reads, and a command line and a page that work from any folder."""
 
 import os
 import re
@@ -41,7 +41,7 @@ def pip(*arguments, **settings):
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
-    elsewhere = folder / "elsewhere.cfg"  # what is built leaves nothing in the checkout
+    elsewhere = folder / "elsewhere.cfg"  # the build leaves no files in the checkout
     lines = ["[build]", f"build_base = {folder / 'build'}", "[egg_info]", f"egg_base = {folder}"]
     elsewhere.write_text("\n".join(lines), encoding="utf-8")
     pip("wheel", "--no-build-isolation", "--wheel-dir", str(folder), str(ROOT), DIST_EXTRA_CONFIG=str(elsewhere))
@@ -120,9 +120,7 @@ def test_the_metadata_describe_the_package(wheel):
         metadata = message_from_bytes(opened.read(name))
     description = metadata.get_payload()
     assert description.startswith("# specdemo\n") and metadata["Description-Content-Type"] == "text/markdown"
-    assert not re.search(
-        r"\]\((?!https://)", description
-    )  # a link or an image that would be broken outside the checkout
+    assert not re.search(r"\]\((?!https://)", description)  # links and images that break outside the checkout
     assert set(metadata.get_all("Provides-Extra")) == {"page", "bitsandbytes"}
     required = [Requirement(line) for line in metadata.get_all("Requires-Dist")]
     core = {wanted.name for wanted in required if wanted.marker is None or wanted.marker.evaluate({"extra": ""})}

@@ -1,4 +1,4 @@
-"""A run made by hand, of text that would do harm if anything took it for markup."""
+"""A hand-made run whose text would do harm if it were interpreted as markup."""
 
 from specdemo.core.tally import summarise
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, compare
@@ -36,7 +36,7 @@ def plain_lane() -> LaneTrace:
 
 
 def speculative_lane(name: str = "Speculative <em>lane</em>", method: str = "ngram") -> LaneTrace:
-    """By turns one draft kept of three (corrected), two of two (bonus), none of two (corrected), nothing drafted."""
+    """Return a lane with four kinds of steps in turn: 1 of 3 draft tokens accepted, 2 of 2, 0 of 2, and no draft."""
     wrong, events, at = len(HOSTILE), [prefill()], 1
     while at < len(HOSTILE):
         accepted, refused = [(1, 2), (2, 0), (0, 2), (0, 0)][(len(events) - 1) % 4]

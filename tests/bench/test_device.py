@@ -1,4 +1,4 @@
-"""Random models of real shapes, and what is measured of a device."""
+"""Random models with the shapes of public models, and device measurements."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def test_a_random_model_is_the_same_every_time_and_of_its_shape(name):
     assert len({p.flatten()[0].item() for p in matrices.values()}) == len(matrices)
     ids = torch.arange(1, 30)[None]
     assert torch.isfinite(one(ids).logits).all()
-    transformers_own = type(one)(one.config)  # whose angles are as they should be
+    transformers_own = type(one)(one.config)  # with correct rotary angles
     transformers_own.load_state_dict(one.state_dict())
     torch.testing.assert_close(transformers_own.eval()(ids).logits, one(ids).logits)
 
@@ -31,11 +31,11 @@ def test_a_random_model_is_the_same_every_time_and_of_its_shape(name):
     "name, billions", [("llama-1b", 1.24), ("llama-8b", 8.03), ("qwen3-8b", 8.19), ("qwen3-32b", 32.8)]
 )
 def test_shapes_have_the_sizes_of_their_models(name, billions):
-    """As the public models' cards say."""
+    """The sizes are those of the public model cards."""
     assert shape(name).parameters / 1e9 == pytest.approx(billions, rel=0.01)
 
 
-@pytest.mark.filterwarnings("ignore")  # of bitsandbytes on a CPU
+@pytest.mark.filterwarnings("ignore")  # bitsandbytes warns on a CPU
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantised_weights_take_what_they_are_counted_for(bits):
     target = HFTarget(random_model("llama-tiny", CPU, torch.bfloat16, bits))
@@ -57,7 +57,7 @@ def test_passes_by_batch_and_width():
 
 
 def test_steps_accept_part_of_each_chain():
-    """Of texts that come to have different lengths, as in a run."""
+    """The rows of a batch reach different lengths, as in a real run."""
     targets = {name: HFTarget(random_model(name, CPU, torch.float32)) for name in ("llama-tiny", "qwen3-tiny")}
     found = {(step.model, step.method, step.k, step.batch): step for step in step_times(targets)}
     small = [("qwen3-tiny", "eagle", 5)]

@@ -1,4 +1,4 @@
-"""A load on servers that say what they are told to: counted, compared, and turned into a schedule."""
+"""The load suite on scripted servers: counts, comparisons and the resulting schedule."""
 
 import json
 import math
@@ -33,7 +33,7 @@ def metrics_text(*words):
 
 
 def metrics(readings):
-    """/metrics of a server that drafts 4 tokens a pass and keeps 3: each reading one pass later."""
+    """Return successive /metrics texts of a server that drafts 4 tokens per pass and accepts 3, one pass per text."""
     name = "vllm:spec_decode_num_"
     counts = [{"drafts": n, "draft_tokens": 4 * n, "accepted_tokens": 3 * n} for n in range(readings)]
     return ["".join(f"{name}{what}_total {n}\n" for what, n in of.items()) for of in counts]
@@ -41,7 +41,7 @@ def metrics(readings):
 
 @pytest.fixture
 def servers():
-    """Plain and drafting, which write the same."""
+    """Run a plain and a drafting server that return the same text."""
     with ExitStack() as running:
         plain = running.enter_context(completion_server(metrics_text(*WORDS), models=("stories",)))
         drafting = running.enter_context(completion_server(metrics_text(*WORDS), metrics(40), models=("stories",)))
@@ -74,9 +74,9 @@ def test_every_k_at_every_load(servers):
         assert drafting["output"] == "identical" and drafting["tokens/s"].value > 0
         assert 0 < drafting["TTFT p50"] <= drafting["TTFT p99"]
     options_given = [body["prompt"] for path, body, _ in servers[1].requests if path == "/v1/completions"]
-    # a greeting, a warm-up of 1 and of 3, and twice 8 requests alone and 12 by three
+    # the first contact, warm-ups of 1 and 3, then twice 8 requests at concurrency 1 and 12 at concurrency 3
     assert len(options_given) == 2 + 4 + 2 * (8 + 12)
-    assert "target" not in result.config and "preset" not in result.config  # nothing names what the servers run
+    assert "target" not in result.config and "preset" not in result.config  # the servers' models are not known
     hosts = [server.address[7:] for server in servers]
     assert result.environment["device"] == ", ".join(f"stories at {host}" for host in hosts)
     assert result.environment["served_models"] == dict.fromkeys(hosts, "stories")
@@ -86,7 +86,7 @@ def test_chance_brings_as_many_requests_a_second(servers):
     result = measured(servers, rates=(500.0,), requests=5, repeats=1)
     assert [row["rate"] for row in result.rows] == [500.0, 500.0] and result.axis == "rate"
     assert len(servers[0].requests) == 2 + 8 + 5
-    assert not any("Schedule" in remark for remark in result.remarks)  # of batch sizes nothing is known
+    assert not any("Schedule" in remark for remark in result.remarks)  # the batch sizes are not known
 
 
 def test_a_text_that_is_another_is_counted(servers):
@@ -113,7 +113,7 @@ def test_the_command_writes_numbers_and_a_page(servers, tmp_path, capsys):
     assert main(["bench", "load", *named, *options_given, *files]) == 0
     assert "good requests/s" in capsys.readouterr().out
     stored = read_result(tmp_path / "r.json")
-    assert all(row["good requests/s"] == Estimate(0.0) for row in stored.rows)  # none is as quick as that
+    assert all(row["good requests/s"] == Estimate(0.0) for row in stored.rows)  # no request meets the limit
     drawn = figure(stored)
     assert [curve.name for curve in drawn.data] == ["Baseline", "k = 4"] and drawn.data[0].text == ("1", "2")
     assert "plotly" in (tmp_path / "r.html").read_text(encoding="utf-8")
@@ -128,7 +128,7 @@ def test_goodput_counts_what_keeps_both_bounds():
 
 
 def row(at, k, good, speed=1.0, width=0.1, speedup=None):
-    """A row of a load; its intervals are `width` wide to either side."""
+    """Return a row of a load result whose intervals extend by the fraction `width` on each side."""
     goodput = Estimate(good, good * (1 - width), good * (1 + width)) if good and width else Estimate(good)
     return {
         "lane": f"k = {k}",
@@ -150,7 +150,7 @@ def test_the_schedule_takes_the_best_k_of_every_load():
 def test_a_gain_without_an_interval_or_within_noise_makes_no_schedule():
     assert schedule_of([row(2, 0, 1.0, width=0.0), row(2, 3, 2.0, width=0.0)]) == [[1, 2, 0]]
     assert schedule_of([row(2, 0, 1.0, width=0.3), row(2, 3, 1.2, width=0.3)]) == [[1, 2, 0]]
-    paired = Estimate(1.2, 1.1, 1.3)  # repeats in turns share their noise
+    paired = Estimate(1.2, 1.1, 1.3)  # interleaved repeats share their noise
     assert schedule_of([row(2, 0, 1.0, width=0.3), row(2, 3, 1.2, width=0.3, speedup=paired)]) == [[1, 2, 3]]
 
 
@@ -259,16 +259,17 @@ def test_here_the_prompts_of_a_batch_are_of_one_length_and_batches_of_several():
 def test_a_killed_run_goes_on_where_it_was(servers, tmp_path):
     plain, drafting = servers
     journal = tmp_path / "load.json.rounds"
-    left = iter(range(40))  # the second repeat comes to its last load
+    left = iter(range(40))  # the second repeat reaches its last load
     drafting.refusal = lambda path, body: (200, None) if next(left, None) is not None else (503, {"error": "killed"})
     with pytest.raises(ValueError, match="killed"):
         measured(servers, journal=journal)
     drafting.refusal = lambda path, body: (200, None)
     with journal.open("a", encoding="utf-8") as file:
-        file.write('["first: Baseline, k = 4 at 3, rep')  # it was killed while it wrote
+        file.write('["first: Baseline, k = 4 at 3, rep')  # as if killed while writing
     before = len(plain.requests)
     assert measured(servers, journal=journal).repeats == 2
-    assert len(plain.requests) - before == 2 + 3 + 12  # a greeting, a warm-up, and the one load that was missing
+    # the first contact, a warm-up, and the missing load
+    assert len(plain.requests) - before == 2 + 3 + 12
     before = len(plain.requests)
     assert measured(servers, journal=journal).repeats == 2 and len(plain.requests) == before
     with pytest.raises(ValueError, match="holds a run with other options; give those, remove it, or choose another"):
@@ -276,7 +277,6 @@ def test_a_killed_run_goes_on_where_it_was(servers, tmp_path):
 
 
 def set_in(point, path, value):
-    """Set the value at a path of keys."""
     for key in path[:-1]:
         point = point[key]
     point[path[-1]] = value

@@ -1,4 +1,4 @@
-"""The test of losslessness: its statistic against scipy, its verdicts on a toy target and on the shipped models."""
+"""The losslessness test: its statistic against scipy, its verdicts on a toy target and on the shipped models."""
 
 import re
 from collections import Counter
@@ -38,7 +38,7 @@ def test_the_statistic_is_scipys(a, b):
 def test_rare_outcomes_are_one():
     rare = {f"rare {i}": 3 for i in range(10)}
     assert chi_square({"a": 50, **rare}, {"a": 50}).freedom == 1
-    assert chi_square({"a": 50, "b": 20, "rare": 2}, {"a": 50, "b": 20}).freedom == 1  # too rare to stand alone
+    assert chi_square({"a": 50, "b": 20, "rare": 2}, {"a": 50, "b": 20}).freedom == 1  # "rare" is pooled
 
 
 @pytest.mark.parametrize("same", [{}, {"a": 1}, {"a": 500}])

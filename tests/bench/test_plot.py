@@ -1,4 +1,4 @@
-"""What a plot shows of a result."""
+"""Plots of results."""
 
 import math
 from dataclasses import replace

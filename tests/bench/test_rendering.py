@@ -1,4 +1,4 @@
-"""Every suite's result as a table, Markdown, JSON and a page: recorded ones, and short runs of the other suites."""
+"""Results of all suites as table, Markdown, JSON and page: the recorded ones, and short runs of the other suites."""
 
 import json
 from contextlib import contextmanager, nullcontext
@@ -52,7 +52,7 @@ def of_peers(patch, folder):
 
 
 def of_beside(patch, folder):
-    """Both engines write two tokens; the clock of each goes on by itself."""
+    """Return a result in which both engines write two tokens, each with its own scripted clock."""
     ticks = iter(range(1, 10_000))
     lane = beside.TimedLane(lambda prompt, tokens: [1, 2], lambda: next(ticks) ** 2 / 100.0)
 
@@ -153,7 +153,7 @@ def test_a_result_is_rendered_in_every_form(name, monkeypatch, tmp_path):
     result = MAKERS[name](monkeypatch, tmp_path) if name in MAKERS else recorded_suite(name)
     assert result.suite == name and result.rows
     report = bench_report(result).split("\n")
-    assert all(report[2 : len(result.rows) + 3]) and not report[len(result.rows) + 3]  # a line for every row
+    assert all(report[2 : len(result.rows) + 3]) and not report[len(result.rows) + 3]  # one line per row
     table = [line for line in markdown(result).splitlines() if line.startswith("|")]
     assert len(table) >= 3 and len({line.replace("\\|", "").count("|") for line in table}) == 1
     assert json.loads(to_json(result), parse_constant=no_constant)["suite"] == name

@@ -1,4 +1,4 @@
-"""What a terminal shows of a trace."""
+"""The terminal report of a trace."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from specdemo.core.trace import LaneTrace, RunTrace, StepEvent
 
 
 def step(index, drafted, accepted, ms):
-    """A chain step that keeps the first `kept` drafts."""
+    """Return a chain step whose first `accepted` draft tokens are accepted."""
     nodes = [100 + i for i in range(drafted)]
     probs = [[0.5] * drafted]
     emitted = [[*nodes[:accepted], 7]]
@@ -54,7 +54,7 @@ def test_a_faster_lane():
     baseline, first, *_ = rows(report)
     assert baseline == ["Baseline", "7", "100.0", "1.00x", "-", "1.00", "30.0", "-", "-"]
     assert first == ["fast", "7", "200.0", "2.00x", "100%", "3.00", "30.0", "-", "identical"]
-    assert "fast: No clear difference (2.00x): a step costs 1.50x a plain token" in report  # two steps tell little
+    assert "fast: No clear difference (2.00x): a step costs 1.50x a plain token" in report  # two steps are too few
 
 
 def test_slower_lane_is_reported_with_its_reason():

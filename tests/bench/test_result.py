@@ -1,4 +1,4 @@
-"""A result's file, and what else is taken for one."""
+"""Result files, and files of other kinds that are rejected."""
 
 import json
 
@@ -65,7 +65,7 @@ def test_a_best_one_is_named_only_where_it_is_separated(result, words):
 
 @pytest.mark.parametrize("repeats", [2, 3])
 def test_quartiles_of_an_older_result_are_no_interval(repeats):
-    """Half of the repeats lie between them, and the median of three may equal one of them."""
+    """Quartiles contain half of the repeats; the median of three repeats can equal one of them."""
     lanes = [{"lane": name, "speed-up": dict(zip(("median", "q1", "q3"), speeds, strict=True))} for name, speeds in OLD]
     where = {"device": "d", "threads": 1, "dtype": "t"}
     old = read_result(stored(suite="methods", repeats=repeats, environment=where, rows=lanes, axis="lane"))

@@ -1,4 +1,4 @@
-"""Suites on the shipped models, short; numbers follow from the traces, the clock is a fake one where time matters."""
+"""Short runs of the suites on the shipped models, with a fake clock where time matters."""
 
 import json
 import subprocess
@@ -79,7 +79,7 @@ def test_a_row_per_lane_with_medians_and_quartiles(result):
     assert [row["lane"] for row in result.rows] == ["Baseline", "wide draft", "deep draft", "prompt lookup"]
     for row in result.rows:
         spread = row["tokens/s"]
-        assert spread.value > 0 and spread.low is spread.high is None  # two repeats confirm nothing
+        assert spread.value > 0 and spread.low is spread.high is None  # two repeats give no interval
     assert result.rows[0]["speed-up"] == Estimate(1.0)
     assert result.rows[0]["tokens/pass"] == 1.0
     assert 0.0 < result.rows[1]["accepted"] <= 1.0
@@ -167,7 +167,7 @@ def test_batches_grow_and_every_row_is_decoded(monkeypatch):
     ]
     assert [row["tokens/pass"] for row in result.rows[::2]] == [1.0, 1.0]
     assert result.rows[2]["speed-up"].value == 1.0
-    assert result.remarks[0].startswith("Drafting is not clearly faster or slower at batch size 3: ")  # in one repeat
+    assert result.remarks[0].startswith("Drafting is not clearly faster or slower at batch size 3: ")
 
 
 def test_prompts_grow_as_far_as_the_context_reaches(monkeypatch):
@@ -215,7 +215,9 @@ REPEAT = st.builds(lambda steps, tokens: Totals(runs=[RunTiming(steps, tokens)])
 
 @given(st.lists(st.tuples(REPEAT, REPEAT), min_size=1, max_size=5))
 def test_the_numbers_of_a_row_lie_strictly_inside_their_intervals(repeats):
-    """The ends are rounded as the value is, so an interval may only meet it where it is about as narrow as that."""
+    """Interval ends are rounded like the value, so they may meet it only where the interval is narrower than the
+    rounding.
+    """
     plain, own = zip(*repeats, strict=True)
     row = tally_row("lane", {}, own, plain)
     for seen in (row["tokens/s"], row["speed-up"]):
@@ -232,7 +234,7 @@ def test_recorded_numbers_lie_strictly_inside_their_intervals(name):
 
 
 class Throttled:
-    """A GPU that is too hot in every run."""
+    """A throttle monitor of a GPU that is too hot in every run."""
 
     def __init__(self, device):
         pass
@@ -338,7 +340,7 @@ def test_every_option_of_a_suite_is_one_of_the_command_line():
 
 @dataclass(frozen=True, kw_only=True)
 class Coin(Decoding):
-    """Heads or tails."""
+    """A suite with a fixed result."""
 
     name, title, question = "coin", "Coin", "Which side is faster?"
 

@@ -1,4 +1,4 @@
-"""What a row of the comparison with vLLM is made of."""
+"""Rows of the comparison with vLLM."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The clocks of a race: a slow lane against the other one's."""
+"""The clocks of a race: a slow lane must not slow down the clock of another lane."""
 
 import pytest
 
@@ -33,4 +33,4 @@ def test_a_stalled_drafter_waits_and_then_drafts():
     stalled = Stalled(Counting(), 1000.0, lambda: next(times))
     assert stalled.taps == (-1,)
     assert stalled.propose(Budget(2, 2)) == Budget(2, 2)
-    assert next(times) == 5.0  # it looked until a second had passed, and not longer
+    assert next(times) == 5.0  # it polled until one second had passed

@@ -1,4 +1,4 @@
-"""`bench gpu`: every section on a CPU with tiny shapes, and calls that go on from each other, fail and are cut off."""
+"""`bench gpu`: every section on a CPU with tiny shapes; resumed, failed and interrupted calls."""
 
 import json
 import subprocess
@@ -31,7 +31,7 @@ sys.exit(code)
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """All sections but the GPU's tests, which an earlier call is made to have run."""
+    """Measure all sections except the GPU tests, whose result is taken from an earlier call."""
     folder = tmp_path_factory.mktemp("gpu")
     lab = Lab(CPU, 1)
     entry = run._entry(sections(lab)["tests"], lab, "done", 1) | {"rows": [], "remarks": ["by an earlier call"]}
@@ -50,7 +50,7 @@ def test_every_section_runs_without_gradio(measured):
     assert {name: found.get("error") for name, found in kept.items() if found["state"] != "done"} == {}
     assert all(found["rows"] for name, found in kept.items() if name != "tests")
     assert kept["tests"]["remarks"] == ["by an earlier call"]
-    assert "page: ['specdemo.ui', 'specdemo.ui.app', 'specdemo.ui.space']" in printed  # the command's options alone
+    assert "page: ['specdemo.ui', 'specdemo.ui.app', 'specdemo.ui.space']" in printed  # only for the command's options
     assert printed.count("This is no GPU measurement") == 1
 
 
@@ -83,11 +83,11 @@ def test_the_page_the_plots_and_the_profile(measured):
     assert set(steps) == {drafting.method for drafting in METHODS.values()}
     drafts = steps["draft_model"]
     assert (drafts.draft, drafts.k, drafts.drafted) == ("qwen3-tiny", 5, 5.0) and 0.0 < drafts.kept < 5.0
-    assert [step.k for step in profile.steps if step.method == "eagle"] == [0, 5]  # a tree, a chain
+    assert [step.k for step in profile.steps if step.method == "eagle"] == [0, 5]  # first the tree, then the chain
 
 
 def slowed(profile, times):
-    """As the same machine would have measured itself, were it so many times slower."""
+    """Return the profile of a machine that is `times` as slow."""
 
     def longer(of):
         return {name: longer(value) if isinstance(value, dict) else times * value for name, value in of.items()}
@@ -98,7 +98,7 @@ def slowed(profile, times):
 
 
 def test_a_prediction_reads_the_profile(measured):
-    """Of a machine ten times as slow, so that what is read and what is guessed lie apart on a busy one, too."""
+    """The profile is ten times as slow, so that measured and estimated times differ clearly, also on a busy machine."""
     (file,) = measured[0].glob("*.profile.json")
     profile = slowed(read_profile(file), 10.0)
     dtype = profile.passes[0].dtype
@@ -114,7 +114,9 @@ def test_a_prediction_reads_the_profile(measured):
 
 @pytest.fixture
 def table(monkeypatch):
-    """Sections that note that they ran; an exception in place of a name is raised."""
+    """Return a list of the sections that ran, and replace the sections by ones that append to it or raise an
+    exception.
+    """
     ran = []
 
     def make(**found):
@@ -140,14 +142,14 @@ def call(folder, minutes=100.0, now=lambda: 0.0):
 
 def test_a_call_goes_on_where_the_last_one_ended(tmp_path, table):
     ran = table(a=None, b=None, c=None)
-    clock = iter(range(0, 1000, 2))  # every look at it takes two seconds; a section on a CPU is given five
+    clock = iter(range(0, 1000, 2))  # two seconds pass per reading; a CPU section has five
     states, remarks = call(tmp_path, 12 / 60, lambda: next(clock))
     assert states == {"a": "done", "b": "to come", "c": "to come"}
     assert remarks[0].startswith("2 of 3 sections are to come, about 2 minutes")
     states, _ = call(tmp_path)
     assert states == dict.fromkeys("abc", "done")
     assert ran == ["a", "b", "c"]
-    for file in tmp_path.glob("*.section.json"):  # results.json alone was brought back
+    for file in tmp_path.glob("*.section.json"):  # only results.json was copied back
         file.unlink()
     assert call(tmp_path)[0] == dict.fromkeys("abc", "done")
     assert ran == ["a", "b", "c"]
@@ -192,9 +194,9 @@ def test_synthetic_acceptance_keeps_by_the_rates():
     chain, logits = Draft.chain(torch.tensor([[1, 2, 3, ABSENT]])), torch.randn(1, 5, 16)
     assert Synthetic(usual, (1.0, 1.0, 0.0))(chain, logits, None).path == [[0, 1, 2]]
     verdict = Synthetic(usual, (1.0, 0.0))(chain, logits, None)
-    assert (verdict.path, verdict.next_token.tolist()) == ([[0, 1]], [2])  # as if the target had said it
+    assert (verdict.path, verdict.next_token.tolist()) == ([[0, 1]], [2])  # as if the target had predicted it
     verdict = Synthetic(usual, (1.0,))(chain, logits, None)
-    assert (verdict.path, verdict.next_token.tolist()) == ([[0, 1, 2, 3]], [7])  # no further than there is a draft
+    assert (verdict.path, verdict.next_token.tolist()) == ([[0, 1, 2, 3]], [7])  # no further than the draft
     tree = Draft(torch.tensor([[4, 5, 6, 8]]), torch.tensor([[0, 0, 2, 1]]))
     assert Synthetic(usual, (1.0,))(tree, logits, None).path == [[0, 1, 4]]
     assert Synthetic(usual)(Draft.empty(1, CPU), logits[:, :1], None).next_token.tolist() == [7]

@@ -8,7 +8,7 @@ from tests.models.tiny import build, texts
 
 def test_every_length_and_adaptive_write_the_same_text_from_the_same_place(monkeypatch):
     target = HFTarget(build("llama"), name="tiny")
-    fixed = load_drafter("draft_model", target, deepcopy(target.model))  # keeps everything
+    fixed = load_drafter("draft_model", target, deepcopy(target.model))  # all its drafts are accepted
     starts = []
     contest = Contest(target, fixed, [texts(1, 12)], 9)
     prompt_length = contest.prompts[0].shape[1]

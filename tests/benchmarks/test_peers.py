@@ -1,4 +1,4 @@
-"""Peers and floor on a tiny random pair: who takes part, who agrees, what is recorded and replayed."""
+"""Peer comparisons and the overhead floor on a tiny random pair: participants, agreement, capture and replay."""
 
 import copy
 
@@ -91,7 +91,7 @@ def test_the_order_changes_from_repeat_to_repeat_and_the_clock_is_read_around_ea
     peers = {name: lambda prompt, n, name=name: called.append(name) or [1] * n for name in "abcd"}
     ticks = iter(range(10_000))
     timed = contest(peers, pair.prompts, 5, 0, lambda share: None, lambda: float(next(ticks)))
-    assert called[:4] == called[4:]  # one order for all prompts of a repeat
+    assert called[:4] == called[4:]  # all prompts of a repeat have the same order
     assert {name: t.tokens_per_s for name, t in timed.items()} == dict.fromkeys("abcd", 10 / 2)
     contest(peers, pair.prompts[:1], 5, 1, lambda share: None, lambda: float(next(ticks)))
     assert sorted(called[8:]) == sorted(called[:4]) and called[8:] != called[:4]
@@ -124,7 +124,7 @@ def test_the_forwards_of_a_run_are_made_again_on_caches_set_back(pair):
     handle.remove()
     _prefill, *calls = seen
     assert found.steps > 1
-    assert calls[: found.steps] == calls[found.steps :]  # the same widths at the same places
+    assert calls[: found.steps] == calls[found.steps :]  # the same widths in the same order
     assert found.total == pytest.approx(found.step_ms / found.floor_ms)
     assert found.draft is not None
 
@@ -137,8 +137,9 @@ def test_recorded_passes_are_replayed_again(pair, monkeypatch):
     target = RecordingTarget(model)
     config = GenerationConfig(16, stop_token_ids=())
     plain = load_drafter("none", target)
-    overhead(target, plain, None, pair.prompts[0], config)  # what is recorded on the way is no step's forward
-    assert recorder.recorded == 1  # of one slot
+    # A capture on the way is not counted as a step's forward pass.
+    overhead(target, plain, None, pair.prompts[0], config)
+    assert recorder.recorded == 1  # a graph for one slot
     before = recorder.replayed
     found = overhead(target, plain, None, pair.prompts[0], config)
     assert found.steps == 15

@@ -1,4 +1,4 @@
-"""One result for the README's table and the recorded sweep."""
+"""The one result from which the README's table and the recorded sweep are made."""
 
 from dataclasses import replace
 

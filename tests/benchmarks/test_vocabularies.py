@@ -1,4 +1,4 @@
-"""The suite of another vocabulary, on few prompts and draws."""
+"""The suite for draft models with another vocabulary, with few prompts and draws."""
 
 from benchmarks import vocabularies
 from specdemo.engine.loop import never_cancelled

@@ -1,4 +1,4 @@
-"""Predictions against measurement: what is counted of a run, and the published results."""
+"""Predictions against measurements: counts from a run, and the published results."""
 
 from statistics import median
 
@@ -35,7 +35,7 @@ def test_a_batch_is_timed_while_all_its_rows_go_on():
     later = [event(3, [[2], [4]], [0, 0], [[8], [4]], 1.0), event(4, [[2], []], [0, 0], [[8], []], 1.0)]
     ran = Ran()
     ran.add([prefill, *steps, *later])
-    assert (ran.tokens, ran.ms) == (7, 3.0)  # the last whole step may be cut, so it is left out
+    assert (ran.tokens, ran.ms) == (7, 3.0)  # the last step may be cut, so it is left out
     assert ran.passes == ((2, 2), (0, 1), (0, 2), (1, 1))
 
 

@@ -5,12 +5,14 @@ import torch
 
 
 def critical_value(freedom, z=3.72):
-    """The chi-square value that chance exceeds once in 10,000 times (Wilson and Hilferty's cube approximation)."""
+    """Return the chi-square value exceeded by chance once in 10,000 times (cube approximation of Wilson and
+    Hilferty).
+    """
     return freedom * (1 - 2 / (9 * freedom) + z * sqrt(2 / (9 * freedom))) ** 3
 
 
 def fits(samples, probs):
-    """samples [M] int64, probs [K] -> could the samples come from it? Cells expected less than 5 times are pooled."""
+    """Return whether samples [M] int64 can come from probs [K]. Cells with expected counts below 5 are pooled."""
     observed = torch.bincount(samples, minlength=len(probs)).double()
     expected = probs.double() / probs.double().sum() * len(samples)
     if observed[probs == 0].any():

@@ -1,4 +1,4 @@
-"""The acceptance rules one verdict at a time: the fast rule is the readable one, and corner cases by hand."""
+"""The acceptance rules, verdict by verdict: the fast rule equals the reference, and corner cases computed by hand."""
 
 from itertools import pairwise
 
@@ -17,7 +17,7 @@ def rng(seed=0):
 
 
 def random_probs(shape, seed, zeros):
-    """Distributions with a share of zeros, never all zero."""
+    """Return random distributions; a fraction `zeros` of their entries is zero, but never all of them."""
     generator = rng(seed)
     weights = torch.rand(shape, generator=generator) ** 2
     weights = weights * (torch.rand(shape, generator=generator) >= zeros) + 1e-12
@@ -28,7 +28,9 @@ def random_probs(shape, seed, zeros):
 
 @st.composite
 def trees(draw, max_nodes=7, vocabulary=4):
-    """tokens, parents [B, N]: empty, ragged and duplicate siblings included; below an absent node all are absent."""
+    """Draw tokens and parents [B, N], including empty, ragged and duplicate siblings. Descendants of an absent node are
+    absent.
+    """
     rows, nodes = draw(st.integers(1, 3)), draw(st.integers(0, max_nodes))
     chain = draw(st.booleans())
     tokens = torch.empty(rows, nodes, dtype=torch.int64)
@@ -65,7 +67,7 @@ def test_the_fast_rule_is_the_readable_one(case):
 
 @pytest.mark.parametrize("sampled", [True, False])
 def test_the_fast_rule_is_the_readable_one_on_many_bushes(sampled):
-    """Hypothesis prefers small trees; here 600 rows, each with its own, of up to 10 nodes."""
+    """Hypothesis prefers small trees; here are 600 rows with different trees of up to 10 nodes."""
     tokens = torch.randint(ABSENT, 5, (600, 10), generator=rng(1))
     parents = (torch.rand(600, 10, generator=rng(2)) * torch.arange(1, 11) * 0.6).long()
     for node in range(1, 10):
@@ -81,7 +83,7 @@ def test_the_fast_rule_is_the_readable_one_on_many_bushes(sampled):
 
 @st.composite
 def chains(draw, vocabulary=4):
-    """Drawn chains, some rows shorter than others."""
+    """Draw chains of different lengths."""
     rows, nodes = draw(st.integers(1, 4)), draw(st.integers(1, 5))
     seed, zeros = draw(st.integers(0, 10_000)), draw(st.sampled_from([0.0, 0.3, 0.7]))
     target, probs = random_probs((rows, nodes + 1, 4), seed, zeros), random_probs((rows, nodes, 4), seed + 1, zeros)
@@ -111,13 +113,15 @@ def test_block_rule_falls_back_to_token_level_with_a_note(case):
         assert ("one by one" in rule.note) == bool(draft.nodes)
 
 
-# Sun et al., a Markov chain of three tokens: rows follow the start, then token 0, 1, 2
+# Sun et al., a Markov chain of three tokens. Rows: after the start, after token 0, 1 and 2.
 BLOCK_P = torch.tensor([[0.5, 0.3, 0.2], [0.6, 0.3, 0.1], [0.2, 0.5, 0.3], [0.3, 0.3, 0.4]], dtype=torch.float64)
 BLOCK_Q = torch.tensor([[0.2, 0.5, 0.3], [0.3, 0.6, 0.1], [0.5, 0.3, 0.2], [0.1, 0.2, 0.7]], dtype=torch.float64)
 
 
 def block_chances(tokens):
-    """Of a drafted chain how likely each length is kept, and the bonus behind it, by hundreds of coins."""
+    """Return the probability of each accepted length of a drafted chain, and the bonus tokens by length, from 20,000
+    rows.
+    """
     slots = [0, *(x + 1 for x in tokens)]
     rows = 20_000
     target = BLOCK_P[slots].expand(rows, -1, -1)
@@ -211,7 +215,8 @@ def test_a_coin_of_zero_does_not_keep_an_impossible_token(monkeypatch, rule, pro
 @pytest.mark.parametrize("rule", [Lossless(), lossless_reference])
 @pytest.mark.parametrize("nodes", [1, 3])
 def test_a_residual_rounded_to_nothing_falls_back_to_the_target(monkeypatch, rule, nodes):
-    monkeypatch.setattr(accept, "_coins", lambda draft, rng: torch.ones(draft.tokens.shape))  # refuses even q == p
+    # A coin of 1 rejects even where q == p.
+    monkeypatch.setattr(accept, "_coins", lambda draft, rng: torch.ones(draft.tokens.shape))
     p = torch.tensor([0.0, 0.25, 0.75])
     star = Draft(torch.full((1, nodes), 2), torch.zeros(1, nodes, dtype=torch.int64), p.expand(1, nodes, 3))
     verdicts = [rule(star, p.expand(1, nodes + 1, 3), rng(seed)) for seed in range(20)]
@@ -263,8 +268,8 @@ def test_no_draft_is_plain_decoding():
 
 
 @pytest.mark.parametrize("p, accepted", [
-    ([0.25, 0.25, 0.25, 0.25], {0, 1, 2, 3}),  # flat: 0.3 exp(-ln 4) = 0.075 lets all pass
-    ([0.97, 0.01, 0.01, 0.01], {0}),  # sharp: 0.09 bars all but the top
+    ([0.25, 0.25, 0.25, 0.25], {0, 1, 2, 3}),  # flat: the threshold 0.3 exp(-ln 4) = 0.075 accepts all
+    ([0.97, 0.01, 0.01, 0.01], {0}),  # sharp: the threshold 0.09 accepts only the most probable token
 ])  # fmt: skip
 def test_typical_thresholds(p, accepted):
     target = torch.tensor(p).expand(1, 2, 4)

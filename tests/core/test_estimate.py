@@ -1,4 +1,4 @@
-"""Intervals: what they hold, what widens them, what is said with them."""
+"""Confidence intervals: values, widths and labels."""
 
 from math import sqrt
 
@@ -19,7 +19,7 @@ def timed(steps, tokens=60, **more):
 
 
 def slower_from(steps, share, by):
-    """The same steps, those behind a share of them slower."""
+    """Return the steps with those after the fraction `share` slowed down by the factor `by`."""
     return [(size, ms * (by if index >= share * len(steps) else 1.0)) for index, (size, ms) in enumerate(steps)]
 
 
@@ -49,7 +49,7 @@ def test_steps_that_differ_by_their_shape_alone_are_known_exactly():
 
 
 def test_shared_slowdown_widens_interleaved_intervals_less():
-    """The machine is slower by half in the second half of the race: as much for one lane as for the other."""
+    """The machine is 1.5 times as slow in the second half of the race, equally for both lanes."""
     plain, lane = (timed(slower_from(steps, 0.5, 1.5)) for steps in ([(0, 3.0)] * 60, [(4, 6.0)] * 30))
     shared, separate = (speedup([plain], [lane], together) for together in (True, False))
     assert shared.value == pytest.approx(1.0) and shared.width < 0.05 < 0.2 < separate.width
@@ -57,7 +57,9 @@ def test_shared_slowdown_widens_interleaved_intervals_less():
 
 
 def test_a_drift_widens_the_interval_of_lanes_that_ran_one_after_the_other():
-    """Every step takes longer than the one before; the second lane pays for it, and the truth is within."""
+    """Every step takes longer than the one before. The second lane is slower for that reason, and its interval must
+    contain 1.
+    """
     times = [3.0 * (1.0 + 0.002 * i) for i in range(120)]
     plain, lane = ([(0, ms) for ms in times[:60]], [(0, ms) for ms in times[60:]])
     seen = speedup([timed(plain)], [timed(lane)], shared=False)
@@ -80,7 +82,7 @@ def test_few_steps_have_no_interval_but_several_runs_do():
 def test_ratios_of_several_runs_are_pooled_and_not_averaged():
     plain = [timed([(0, 10.0)] * 10, 10), timed([(0, 30.0)] * 10, 10)]
     lane = [timed([(0, 10.0)] * 10, 10), timed([(0, 10.0)] * 10, 10)]
-    assert speedup(plain, lane, True).value == pytest.approx(2.0)  # of 1 and 3: 400 ms by 200 ms
+    assert speedup(plain, lane, True).value == pytest.approx(2.0)  # of runs 1 and 3: 400 ms / 200 ms
 
 
 @pytest.mark.parametrize("ms", [0.0, 5e-324, 1e308, 1.7e308])
@@ -91,10 +93,10 @@ def test_times_that_cannot_be_give_no_interval_or_none_at_all(ms):
 
 
 def test_a_number_that_was_measured_several_times():
-    assert over_repeats([2.0, 4.0]) == Estimate(3.0)  # two say nothing of how they spread
+    assert over_repeats([2.0, 4.0]) == Estimate(3.0)  # two repeats give no spread
     assert over_repeats([1.0, 0.0, 2.0]) == Estimate(1.0)
     assert over_repeats([1.5] * 3) == Estimate(1.5, 1.5, 1.5)
-    estimate = over_repeats([1.0, 2.0, 4.0])  # ln 2 apart, and t = 4.303 of two degrees of freedom
+    estimate = over_repeats([1.0, 2.0, 4.0])  # ln 2 apart; t = 4.303 for two degrees of freedom
     assert estimate.value == 2.0 and estimate.high == pytest.approx(2.0 * 2.0 ** (4.3027 / 3**0.5), rel=1e-3)
     assert estimate.low * estimate.high == pytest.approx(4.0, rel=1e-3)
 
@@ -121,7 +123,7 @@ def test_a_speed_and_a_speedup_lie_strictly_inside_their_intervals(runs, shared)
 
 @given(st.lists(st.floats(0.1, 1000.0), min_size=1, max_size=8))
 def test_a_repeated_number_lies_strictly_inside_its_interval(values):
-    """An end that is rounded meets the rounded value only where the interval is about as narrow as the rounding."""
+    """A rounded end may equal the rounded value only where the interval is narrower than the rounding."""
     seen = over_repeats(values)
     assert seen.low is None or seen.low < seen.value < seen.high or seen.high - seen.low <= 3e-4
 

@@ -1,8 +1,8 @@
-"""Losslessness by chi-square: three tokens of speculative decoding against their joint distribution, and the proof that
-the test sees wrong rules.
+"""Losslessness by chi-square: the first three tokens of speculative decoding against their joint distribution, and
+proof that the test detects wrong rules.
 
-The language is a Markov chain over V = 4 tokens that starts from token 0: P[c] is what follows c, Q[c] what the draft
-believes. The draws are the rows of one batch.
+The language is a Markov chain over V = 4 tokens that starts from token 0: P[c] is the target's distribution after c,
+Q[c] the drafter's. The draws are the rows of one batch.
 """
 
 import pytest
@@ -19,7 +19,7 @@ DRAWS = 12_500
 V = 4
 P = torch.tensor([[0.35, 0.05, 0.35, 0.25], [0.1, 0.2, 0.3, 0.4], [0.7, 0.1, 0.1, 0.1], [0.0, 0.05, 0.9, 0.05]])
 Q = torch.tensor([[0.2, 0.5, 0.2, 0.1], [0.4, 0.3, 0.2, 0.1], [0.5, 0.3, 0.0, 0.2], [0.25, 0.25, 0.25, 0.25]])
-JOINT = (P[0][:, None, None] * P[:, :, None] * P[None]).flatten()  # [V ** 3] of three tokens
+JOINT = (P[0][:, None, None] * P[:, :, None] * P[None]).flatten()  # [V ** 3], three tokens
 
 CHAIN = [0, 1, 2, 3]
 STAR = [0, 0, 0]
@@ -27,12 +27,15 @@ BUSH = [0, 0, 0, 1, 2, 3, 3, 5]
 
 
 def in_slots(tokens):
-    """tokens [B, N] -> [B, S] the token in each slot, 0 in the root's."""
+    """Return the token in each slot, [B, S], for tokens [B, N]. The root's is 0."""
     return torch.cat([torch.zeros(len(tokens), 1, dtype=torch.int64), tokens.clamp_min(0)], 1)
 
 
 def grow(shape, choose, rng):
-    """A draft of DRAWS rows over the tree `shape`; choose(context [B], elder siblings, rng) -> token [B], q [B, V]."""
+    """Return a draft of DRAWS rows over the tree `shape`.
+
+    choose(context [B], elder siblings, rng) returns token [B] and q [B, V].
+    """
     parents = torch.tensor(shape).expand(DRAWS, -1)
     slots, probs = [torch.zeros(DRAWS, dtype=torch.int64)], []
     for node, parent in enumerate(shape):
@@ -56,12 +59,12 @@ def without_replacement(context, elder, rng):
 
 
 def ranked(context, elder, rng):
-    """The draft's favourites, best first: chosen, not drawn."""
+    """Choose the most probable draft token that no elder sibling has, without a draw."""
     return Q[context].argsort(descending=True, stable=True)[:, len(elder)], None
 
 
 def ranked_and_one_drawn(context, elder, rng):
-    """The favourites, each of its own one-hot q, and then a draw from what they leave."""
+    """Choose the two most probable tokens, each with a one-hot q, then draw one of the others."""
     if len(elder) < 2:
         token = ranked(context, elder, rng)[0]
         return token, torch.eye(V)[token]
@@ -73,7 +76,7 @@ def repetitive(context, elder, rng):
 
 
 def three_tokens(rule, draft, rng):
-    """[DRAWS] codes of the first three tokens: the verdict's, then plain sampling."""
+    """Return codes [DRAWS] of the first three tokens: those of the verdict, continued by plain sampling."""
     slots = in_slots(draft.tokens)
     verdict = rule(draft, P[slots], rng)
     accepted = [
@@ -107,7 +110,7 @@ def test_the_block_rule_is_lossless(fits, shape, choose):
 
 
 def test_blocks_cut_by_what_was_drafted_are_lossless(fits):
-    """Whether there is a next token may depend on those before it, and on a coin."""
+    """The end of a draft may depend on its earlier tokens and on a coin."""
     rng = torch.Generator().manual_seed(12)
     draft = grow(CHAIN, independent, rng)
     ends = (draft.tokens == 2) | (torch.rand(draft.tokens.shape, generator=rng) < 0.2)
@@ -118,7 +121,7 @@ def test_blocks_cut_by_what_was_drafted_are_lossless(fits):
 
 @pytest.mark.parametrize("choose", [independent, ranked])
 def test_ragged_drafts_are_lossless(fits, choose):
-    """A node may be missing, by a coin that does not look at its token."""
+    """A node may be missing at random, independent of its token."""
     rng = torch.Generator().manual_seed(5)
     draft = grow(BUSH, choose, rng)
     missing = torch.rand(draft.tokens.shape, generator=rng) < 0.3
@@ -135,12 +138,12 @@ def test_sampled_tokens_declared_as_one_hot_are_lossless_too(fits):
     assert fits(three_tokens(Lossless(), Draft(draft.tokens, draft.parents), rng), JOINT)
 
 
-# The same without a throw: every draft of a small tree weighed by its chance
+# The same without random draws: every draft of a small tree, weighted by its probability
 
 
 @st.composite
 def languages(pick, vocabulary=3):
-    """A tree, and what follows each token by the target and by the draft, both [V, V]."""
+    """Draw a tree, and the next-token distributions of target and drafter, both [V, V]."""
     shape = [pick(st.integers(0, node)) for node in range(pick(st.integers(1, 4)))]
     rng = torch.Generator().manual_seed(pick(st.integers(0, 10_000)))
     weights = torch.rand(2, vocabulary, vocabulary, generator=rng) ** 2
@@ -150,8 +153,11 @@ def languages(pick, vocabulary=3):
 
 
 def last_ones_drawn(shape, q):
-    """Each draft of which last children alone are drawn, one a row, and its chance. An elder child is the likeliest
-    that those before it leave; the last one is drawn from what they leave, where they leave anything."""
+    """Return all drafts in which only last children are drawn, one per row, and their probabilities.
+
+    An elder child is the most probable token that its elder siblings leave. The last one is drawn from the remaining
+    distribution if there is any.
+    """
     drafts = [([0], [], 1.0)]  # the tokens in the slots, the q of the nodes, the chance
     for node, parent in enumerate(shape):
         grown = []
@@ -170,7 +176,9 @@ def last_ones_drawn(shape, q):
 
 
 def verdict_of_coins(draft, p, coins):
-    """The rule's on every draft under each of its coins, [B * R, N], and what it draws the bonuses from, [B * R, V]."""
+    """Return the rule's paths for every draft under each of its coins [B * R, N], and the bonus distributions [B * R,
+    V].
+    """
     times, left = len(coins) // len(draft.tokens), []
     many = Draft(*(x.repeat_interleave(times, 0) for x in (draft.tokens, draft.parents, draft.probs)))
     with pytest.MonkeyPatch.context() as patch:
@@ -181,10 +189,13 @@ def verdict_of_coins(draft, p, coins):
 
 
 def exact_law(shape, draft, chances, p):
-    """[V, V, V] of the first three tokens. Up to which coin a node is kept, whose ancestors are kept and whose elder
-    siblings are refused, is found by halving."""
+    """Return the joint distribution [V, V, V] of the first three tokens.
+
+    The coin up to which a node is accepted, given accepted ancestors and rejected elder siblings, is found by
+    bisection.
+    """
     count, nodes = draft.tokens.shape
-    ways = torch.zeros(nodes + 1, nodes)  # what is kept on the way to a slot
+    ways = torch.zeros(nodes + 1, nodes)  # the nodes accepted on the path to a slot
     for node, parent in enumerate(shape):
         ways[node + 1] = ways[parent]
         ways[node + 1, node] = 1.0
@@ -198,7 +209,8 @@ def exact_law(shape, draft, chances, p):
     _, bonus = verdict_of_coins(draft, p, (1.0 - ways).repeat(count, 1))
     bars, bonus, law = bars.view(count, nodes), bonus.view(count, nodes + 1, -1), torch.zeros(*(len(p),) * 3)
     for row, chance in enumerate(chances):
-        ended, tokens_by_slot = [chance] + [None] * nodes, [()] * (nodes + 1)  # chance that the path ends in a slot
+        # ended: the probability that the path ends in a slot
+        ended, tokens_by_slot = [chance] + [None] * nodes, [()] * (nodes + 1)
         for node, parent in enumerate(shape):
             tokens_by_slot[node + 1] = (*tokens_by_slot[parent], int(draft.tokens[row, node]))
             ended[node + 1] = ended[parent] * bars[row, node]

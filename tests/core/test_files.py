@@ -76,7 +76,7 @@ def test_a_full_disk_leaves_the_old_folder_and_names_it(tmp_path):
 
 @pytest.mark.parametrize("killed_at", range(4))
 def test_old_and_new_shards_are_never_taken_for_one_model(tmp_path, monkeypatch, killed_at):
-    """Killed before any of the renames: the folder is the old one whole or lacks its config."""
+    """If saving is killed before any rename, the folder is the complete old one or has no config."""
     fill(tmp_path, "old", "model-1.safetensors", "model-2.safetensors")
     moved, replace = [], Path.replace
 
@@ -154,7 +154,7 @@ def test_a_measured_value_that_is_not_finite_becomes_null():
 
 
 def test_all_json_is_written_without_nan():
-    """`probe.py` runs as a script of its own and cannot import `json_text`."""
+    """`probe.py` runs as a separate script and cannot import `json_text`."""
     root = Path(specdemo.__file__).parents[1]
     for path in [file for folder in ("specdemo", "benchmarks", "recipes") for file in (root / folder).rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

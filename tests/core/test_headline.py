@@ -1,4 +1,4 @@
-"""The result of a comparison in one sentence."""
+"""The one-sentence result of a comparison."""
 
 from dataclasses import asdict
 
@@ -9,7 +9,10 @@ from specdemo.core.trace import LaneTrace, RunTrace
 
 
 def trace(*speeds, finish=None, verdicts="identical"):
-    """Return a comparison: per speculative lane its speed-up, or (value, low, high). finish: by lane, else `length`."""
+    """Return a comparison with one speed-up, or (value, low, high), per speculative lane.
+
+    finish: finish reasons by lane name, `length` for the others.
+    """
     names = [chr(ord("A") + i) for i in range(len(speeds))]
     lanes = [
         LaneTrace(name, "ngram", {}, True, [1], [], "", (finish or {}).get(name, "length"), [])

@@ -1,4 +1,4 @@
-"""to_probs against transformers' own processors, draw against its distribution."""
+"""`to_probs` against the processors of transformers, and `draw` against its distribution."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ VOCABULARY = 50
 
 
 def oracle(logits, sampling):
-    """transformers' processors in the order its `generate` applies them."""
+    """Return probabilities from the processors of transformers, in the order in which its `generate` applies them."""
     steps = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
     if sampling.top_k:
         steps.append(TopKLogitsWarper(sampling.top_k))

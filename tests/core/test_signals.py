@@ -8,7 +8,7 @@ from specdemo.core.signals import defer_signals, sigterm_as_exit
 
 @pytest.fixture(autouse=True)
 def handlers():
-    """The same behind every test as before it."""
+    """Check that the signal handlers after a test are those from before it."""
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     yield
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before

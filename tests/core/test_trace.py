@@ -1,4 +1,4 @@
-"""What leaves the engine: numbers on events made by hand, round trips, and files nobody should have written."""
+"""Traces: numbers from hand-made events, round trips, and malformed files."""
 
 import copy
 import json
@@ -75,11 +75,11 @@ def test_summary_of_a_chain():
         "tokens": 9,
         "steps": 4,
         "tokens_per_s": round(8 / 0.030, 4),
-        "tokens_per_s_low": None,  # four steps are too few to say
+        "tokens_per_s_low": None,  # four steps are too few
         "tokens_per_s_high": None,
         "waited_share": None,
         "ttft_ms": 42.0,
-        "itl_ms_p50": 3.75,  # the steps' 10, 10, 5 and 5 ms, shared: 2.5 2.5 2.5 2.5 5 5 5 5
+        "itl_ms_p50": 3.75,  # the steps' 10, 10, 5, 5 ms per token: 2.5 2.5 2.5 2.5 5 5 5 5
         "itl_ms_p95": 5.0,
         "drafted": 8,
         "accepted": 4,
@@ -97,7 +97,7 @@ def test_summary_of_a_chain():
 
 
 def test_draft_tokens_after_the_stop_token_are_not_accepted():
-    """A stop token was the first of three drafts that the target agreed with."""
+    """The target agreed with all three draft tokens, but the first of them is a stop token."""
     stopped = step(1, [2, 3, 4], [0, 1, 2], [0, 1, 2, 3], [2], verify=6.0)
     summary = summarise(lane([prefill(1), stopped]))
     assert (summary["accepted"], summary["drafted"], summary["accept_histogram"]) == (1, 3, [0, 1, 0, 0])
@@ -107,7 +107,7 @@ def test_draft_tokens_after_the_stop_token_are_not_accepted():
 def test_gaps_between_their_neighbours():
     events = [prefill(1), *(step(i, [], [], [0], [i], verify=10.0 * i) for i in range(1, 5))]
     summary = summarise(lane(events))
-    assert (summary["itl_ms_p50"], summary["itl_ms_p95"]) == (25.0, 38.5)  # of 10, 20, 30 and 40 ms
+    assert (summary["itl_ms_p50"], summary["itl_ms_p95"]) == (25.0, 38.5)  # percentiles of 10, 20, 30 and 40 ms
 
 
 def test_summary_of_a_tree():
@@ -189,7 +189,7 @@ def refused(text):
 
 
 def changed(**fields):
-    """The trace with fields of the chain's step 1 replaced."""
+    """Return the trace with replaced fields in step 1 of the chain."""
     data = json.loads(to_json(run()))
     data["lanes"][1]["events"][1].update(fields)
     return json.dumps(data)
@@ -263,7 +263,7 @@ def test_a_large_broken_file_is_refused_cheaply():
 
 
 def places(node, at=()):
-    """Every place in a JSON document."""
+    """Yield the path of every value in a JSON document."""
     yield at
     inside = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for key, child in inside:

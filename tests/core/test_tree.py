@@ -21,7 +21,7 @@ def as_tensor(rows):
 
 
 def line(parents, slot):
-    """From a slot up to the root."""
+    """Return the slots from a slot up to the root."""
     slots = [slot]
     while slots[-1]:
         slots.append(parents[slots[-1] - 1])
