@@ -1,4 +1,4 @@
-"""The real page in a real Chromium. One browser for all tests; every visitor has a context of its own."""
+"""The real page in Chromium. All tests share one browser; every visitor has its own browser context."""
 
 import multiprocessing
 import os
@@ -51,7 +51,7 @@ def address():
 
 @contextmanager
 def served(*options, **environment):
-    """`python app.py`, as a user starts it."""
+    """Start `python app.py` and yield the page's address."""
     command = [sys.executable, "app.py", "--port", str(free_port()), *options]
     where = {"cwd": Path(__file__).parents[2], "env": os.environ | environment}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **where) as server:
@@ -75,8 +75,10 @@ def visit(chromium, address):
 
 @contextmanager
 def visitors(chromium, address):
-    """Opens the page, every time as a new visitor. What goes wrong in any of them fails the test: an outside request, a
-    script error, a dialog."""
+    """Yield a function that opens the page as a new visitor.
+
+    A request to another host, a script error or a dialog of any visitor fails the test.
+    """
     contexts, wrong = [], []
 
     def opened(query="", **settings):
@@ -127,7 +129,7 @@ def remote_file(tmp_path):
 
 @pytest.fixture(scope="session")
 def gated_server():
-    """The page on the stand-in engine of gated.py, in a process of its own."""
+    """Run the page on the stand-in engine of gated.py in a separate process."""
     spawn = multiprocessing.get_context("spawn")
     gates = Gates(spawn.Event(), spawn.Semaphore(0), spawn.Semaphore(0), spawn.Event(), spawn.Event())
     port = free_port()
@@ -145,7 +147,7 @@ def gates(gated_server):
     gates.open.clear()
     gates.warm.set()
     for counted in (gates.started, gates.stopped):
-        while counted.acquire(block=False):  # by the tests before
+        while counted.acquire(block=False):  # left over from earlier tests
             pass
     yield gates
     gates.open.set()

@@ -1,5 +1,6 @@
-"""The page on a stand-in engine whose runs stay at their first tokens until a test opens the gate, and with stand-ins
-for what trains and what measures."""
+"""The page with a stand-in engine whose runs stop after their first tokens until a test opens the gate, and with
+stand-ins for training and benchmarks.
+"""
 
 import multiprocessing.synchronize
 import threading
@@ -16,13 +17,13 @@ from tests.ui.stand_ins import Bench, Trainer
 
 @dataclass
 class Gates:
-    """Shared with the test's process. started and stopped count runs."""
+    """Events and counters shared with the test's process. started and stopped count runs."""
 
     open: multiprocessing.synchronize.Event
     started: multiprocessing.synchronize.Semaphore
     stopped: multiprocessing.synchronize.Semaphore
     up: multiprocessing.synchronize.Event
-    warm: multiprocessing.synchronize.Event  # cleared: a link is not read yet, as on a server that still imports torch
+    warm: multiprocessing.synchronize.Event  # cleared: links are not read yet, as if torch were still being imported
 
 
 class Gated:
@@ -50,7 +51,7 @@ class Gated:
 
 
 class GatedBench(Bench):
-    """The last repeat of a sweep ends when the gate is open."""
+    """A benchmark stand-in whose last repeat ends when the gate is open."""
 
     def __init__(self, gates):
         self.gates = gates
@@ -70,7 +71,7 @@ class GatedBench(Bench):
 def serve_gated(port, gates):
     engine, trainer, read_link = Gated(gates), Trainer(), page.Visits.read_link
 
-    def read_when_warm(self, request: gr.Request):  # Gradio passes what is annotated so
+    def read_when_warm(self, request: gr.Request):  # Gradio passes the request by its annotation
         gates.warm.wait(60)
         return read_link(self, request)
 

@@ -1,4 +1,4 @@
-"""Take the pictures of docs/: `python tests/e2e/screenshots.py [ADDRESS]`, with a page running there."""
+"""Screenshots for docs/: `python tests/e2e/screenshots.py [ADDRESS]`, with a page running at the address."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""A chat on the page: a model with a template answers, and answers again, under a bar that stays where it was."""
+"""A chat on the page with a model that has a chat template: several turns, with a bar that does not move."""
 
 import json
 import shutil

@@ -14,7 +14,10 @@ def set_number(page, elem_id, value):
 
 
 def unfold(page):
-    """Open the settings. Gradio gives what is shown first its values two frames later, over what is typed by then."""
+    """Open the settings and wait until Gradio has set their values.
+
+    Gradio sets the values of controls two frames after they are first shown, and would overwrite earlier input.
+    """
     button = page.locator("#sampling button").first
     button.click()
     expect(page.locator("#seed input[type=number]")).to_be_visible()
@@ -70,7 +73,7 @@ def test_a_link_restores_every_setting(visit):
     expect(folded).to_contain_text("temperature 0.7 · seed 11 · at most 40 tokens")
     folded.click()
     for place, value in settings(page).items():
-        expect(other.locator(place)).to_have_value(value)  # the methods' titles come when they are known
+        expect(other.locator(place)).to_have_value(value)  # method titles arrive later
     expect(other.locator(".sd-notes")).to_be_hidden()
 
 
@@ -81,7 +84,7 @@ def test_missing_link_shows_the_reason(visit_gated):
     expect(page.locator(".sd-status")).to_have_text(re.compile("^Recorded"))
     page.locator("#share").click()
     expect(message).to_have_value(re.compile("preset=embedded-draft$"))
-    shown = f"{message.input_value()}&__theme=dark"  # how one's own page looks is not a part of the link
+    shown = f"{message.input_value()}&__theme=dark"  # the theme is not part of the link
     expect(page).to_have_url(shown)
     page.locator("#prompt textarea").fill("<u>" * 1000)
     page.locator("#share").click()
@@ -94,7 +97,7 @@ def test_missing_link_shows_the_reason(visit_gated):
     expect(message).to_have_value(re.compile("prompt=short$"))
     expect(link).not_to_contain_text("No link")
     page.get_by_label("Sampling", exact=True).check()
-    expect(link).to_be_hidden()  # it is of another comparison now
+    expect(link).to_be_hidden()  # the comparison has changed
 
 
 def test_error_disappears_with_the_preset(visit):

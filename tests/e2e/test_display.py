@@ -1,4 +1,4 @@
-"""The display of a log in a real Chromium, with no page around it and a clock that the tests move."""
+"""The display of a trace in Chromium without the rest of the page, with a clock that the tests set."""
 
 from dataclasses import replace
 
@@ -34,13 +34,13 @@ class Display:
         self._page.clock.run_for(ms)
 
     def seek(self, share):
-        """Move the playhead to a share of the run, 0 to 1."""
+        """Move the playhead to a fraction of the run, 0 to 1."""
         scrub = self._page.locator(".sd-scrub")
         scrub.evaluate("(e, at) => { e.value = at; e.dispatchEvent(new Event('input')); }", round(1000 * share))
         self.wait(100)
 
     def tones(self):
-        """Return the tones of all numbers that have one: `gain` and `good` are green, `bad` is red."""
+        """Return the tones of all coloured numbers: `gain` and `good` are green, `bad` is red."""
         return {
             *self._page.locator("[data-metric][data-tone], .sd-ratio b:not([data-tone=''])").evaluate_all(
                 "nodes => nodes.map(node => node.dataset.tone)"
@@ -69,7 +69,7 @@ def display(chromium):
 
 
 def race(finish="stop"):
-    """Return a run of two speculative lanes, of which the second is the faster one."""
+    """Return a run of two speculative lanes; the second is faster."""
     trace = hostile_trace(2)
     for name, lane, share in zip(("Slow", "Fast"), trace.lanes[1:], (1.0, 0.5), strict=True):
         lane.name, lane.finish = name, finish
@@ -81,7 +81,7 @@ def race(finish="stop"):
 
 
 def slow_start(prefill_ms=60_000.0):
-    """A run whose lanes take a minute to their first token and milliseconds to each other one."""
+    """Return a run whose lanes need a minute until the first token and milliseconds per token after it."""
     trace = hostile_trace()
     for lane in trace.lanes:
         lane.events[0].ms["prefill"] = prefill_ms

@@ -1,4 +1,4 @@
-"""The two endpoints, through gradio_client."""
+"""The two API endpoints, called with gradio_client."""
 
 import itertools
 import json

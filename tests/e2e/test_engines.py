@@ -22,7 +22,7 @@ def engine(tmp_path):
 
 @pytest.fixture
 def page_with_engine(engine):
-    """The page's process and its address."""
+    """Start a page with this engine and yield its process and address."""
     command = [sys.executable, "app.py", "--port", str(free_port()), "--engines", f"vllm={engine}"]
     gate = {**os.environ, "GATE": str(engine.parent / "gate")}
     with subprocess.Popen(
@@ -43,7 +43,7 @@ def test_a_lane_is_started_on_an_engine_used_again_and_ended(chromium, page_with
         expect(status).to_contain_text(re.compile(r"Starting vLLM, 1 of 2: baseline, \d+ s: starting"))
         page.locator("#stop").click()
         expect(status).to_contain_text("Stopped")
-        assert gone(engine)  # one that was loading
+        assert gone(engine)  # it was still loading
 
         (engine.parent / "gate").touch()
         page.locator("#run").click()
@@ -55,7 +55,7 @@ def test_a_lane_is_started_on_an_engine_used_again_and_ended(chromium, page_with
         page.locator("#run").click()
         expect(page.locator("#stop")).to_be_enabled()
         expect(page.locator("#run")).to_be_enabled()
-        assert len(started(engine)) == 3  # the same two are asked again
+        assert len(started(engine)) == 3  # the same two servers are used again
         page.locator("#free-memory").click()
         expect(page.get_by_text("servers ended: 2")).to_be_visible()
         assert gone(engine)

@@ -1,4 +1,4 @@
-"""Training on the page, with a stand-in for what trains."""
+"""Training on the page, with a stand-in trainer."""
 
 import re
 
@@ -19,7 +19,7 @@ def test_a_head_is_trained_and_raced(visit_gated):
     page.locator("#race-head").click()
     expect(page.locator("#model-1 input")).to_have_value(re.compile(r"^medusa-\d+-\d+$"))
     expect(page.locator("#run")).to_be_visible()
-    page.locator("#share").click()  # nothing refuses the new model
+    page.locator("#share").click()  # the new model is accepted
     expect(page.locator("#link")).to_be_visible()
     expect(page.locator("#view .sd-alert")).to_be_hidden()
 

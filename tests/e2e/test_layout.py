@@ -1,4 +1,4 @@
-"""Nothing clipped, nothing covered, nothing too small, nothing that moves; and all of it by keyboard."""
+"""Layout: nothing clipped, covered, too small or moving, and every control reachable by keyboard."""
 
 import re
 from pathlib import Path
@@ -101,13 +101,13 @@ def test_a_run_a_step_and_an_inspection_by_keyboard(visit_gated, gates):
         page.keyboard.press("Tab")
         focused.append(page.evaluate("document.activeElement.id"))
     assert len(focused) < 8, focused
-    expect(page.locator("ul[role=listbox]")).to_have_count(0)  # the list of presets on the way has closed again
+    expect(page.locator("ul[role=listbox]")).to_have_count(0)  # the list of presets has closed
     page.keyboard.press("Control+Enter")
     wait_for_text(page, "^Finished")
     expect(page.locator("#run")).to_be_focused()
     page.locator(".sd-pause").focus()
     for _ in range(2):
-        page.keyboard.press(",")  # a step back, twice
+        page.keyboard.press(",")  # two steps back
     expect(page.locator(".sd-inspector")).to_be_visible()
     number = r"Step (\d+) of"
     first = int(re.search(number, page.locator(".sd-step").text_content())[1])
@@ -155,7 +155,7 @@ def test_run_waits_for_what_a_link_asks_for(visit_gated, gates):
     wait_for_text(page, "^(Running|Measured|Finished)")
     expect(page.locator("#k-1 input[type=number]")).to_have_value("7")
     wait_for_text(page, "^Finished")
-    expect(page.locator(".sd-stale")).to_be_hidden()  # the run is of the link's settings
+    expect(page.locator(".sd-stale")).to_be_hidden()  # the run matches the link's settings
 
 
 def test_a_first_visit_plays_the_recorded_race_once(visit_gated):

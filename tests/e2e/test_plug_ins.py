@@ -1,4 +1,4 @@
-"""A method of another package races on the page like one of ours."""
+"""A method of an installed plug-in, raced on the page like a built-in one."""
 
 from playwright.sync_api import expect
 

@@ -1,4 +1,4 @@
-"""The page under its content security policy: nothing it does is refused by the browser."""
+"""The page under its content security policy: the browser must not block anything."""
 
 import re
 

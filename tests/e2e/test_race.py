@@ -1,4 +1,4 @@
-"""A run on the shipped models, and stored runs, as a visitor sees them."""
+"""Runs of the shipped models, and stored runs, as a visitor sees them."""
 
 import csv
 import io
@@ -16,7 +16,7 @@ from tests.ui.stand_ins import chat_trace
 
 
 def visit_short(visit):
-    """A visitor with a link to a short run, once the controls show it."""
+    """Open a link to a short run and wait until the controls show it."""
     page = visit("?preset=embedded-draft&max_new_tokens=24&k=3")
     expect(page.locator("#k-1 input[type=number]")).to_have_value("3")
     return page
@@ -27,7 +27,7 @@ def wait_for_text(page, words):
 
 
 def run(page, status="^Finished"):
-    """The first run of a page, which may be too short to be seen under way."""
+    """Start the first run of a page and wait for its end. The run may be too short to observe in progress."""
     page.locator("#run").click()
     wait_for_text(page, status)
     expect(page.locator("#run")).to_be_enabled()
@@ -46,7 +46,7 @@ def value(page, metric, lane):
 
 
 def visible(text):
-    """As the step inspector writes it."""
+    """Return the text as the step inspector writes it."""
     return re.sub("^ | $", "·", text.translate({9: "⇥", 10: "⏎", 13: "␍"}))
 
 
@@ -68,7 +68,7 @@ def test_a_link_answered_late_replaces_no_run_opened_meanwhile(visit, trace_file
 
     def overtake(route):
         answer = route.fetch()
-        if '"value":"embedded-ngram"' in answer.text():  # the link's, which carries the form
+        if '"value":"embedded-ngram"' in answer.text():  # the link's preset, sent with the form
             open_file(page, trace_file)
             wait_for_text(page, "^Replayed")
         route.fulfill(response=answer)
@@ -103,7 +103,7 @@ def test_run_shows_its_trace(visit, tmp_path):
     rows = save(page, "csv").path().read_text(encoding="utf-8").splitlines()
     assert len(rows) > 1 + 2 * 24
 
-    # opened again, the file shows the same without a model
+    # The opened file shows the same numbers without a model.
     other = visit()
     open_file(other, tmp_path / file.suggested_filename)
     wait_for_text(other, "^Replayed")
@@ -113,7 +113,7 @@ def test_run_shows_its_trace(visit, tmp_path):
 
 
 def test_every_number_of_a_finished_page_follows_from_its_trace(visit):
-    """Recomputed from the events alone, with the page open."""
+    """The numbers are recomputed from the events while the page is open."""
     page = visit_short(visit)
     run(page)
     trace = from_json(save(page, "json").path().read_bytes())
@@ -159,7 +159,7 @@ def test_a_noisy_run_is_repeated_with_one_click_and_pooled(visit):
     page = visit_short(visit)
     run(page)
     once = from_json(save(page, "json").path().read_bytes())
-    if not once.comparison[0]["noisy"]:  # a quiet machine has no badge; what it does is there all the same
+    if not once.comparison[0]["noisy"]:  # on a quiet machine there is no badge, but its effect is testable
         page.evaluate("document.getElementById('repeat').click()")
     else:
         page.locator(".sd-noisy").click()
@@ -184,7 +184,7 @@ def test_hostile_text_stays_text(visit, trace_file):
     assert page.title() == title
     kinds = page.locator("[data-lane] [data-kind]").evaluate_all("spans => spans.map(s => s.dataset.kind)")
     assert set(kinds) == {"prompt", "target", "accepted", "rejected", "corrected", "bonus"}
-    # the hooks of outside tests stand for this text alone
+    # External tests rely on these hooks.
     assert [page.locator(f'[data-lane="{lane}"]').count() for lane in (0, 1)] == [1, 1]
     assert page.locator("[data-kind]").count() == len(kinds)
     expect(page.locator(".sd-badge")).to_have_text(
@@ -259,7 +259,7 @@ def test_a_tree_is_drawn_and_walked_by_keyboard(visit, tree_file):
     wait_for_text(page, "^Replayed")
     page.locator('[data-lane="1"].sd-text').focus()
     page.keyboard.press("End")
-    expect(page.locator(".sd-table table")).to_be_visible()  # a chain
+    expect(page.locator(".sd-table table")).to_be_visible()  # the draft is a chain
     page.keyboard.press("Home")
     page.keyboard.press("ArrowRight")
     nodes = page.get_by_role("treeitem")
@@ -316,7 +316,7 @@ def test_the_same_file_opens_twice(visit, trace_file):
     page = visit(reduced_motion="reduce")
     for _ in range(2):
         open_file(page, trace_file)
-        expect(page.locator(".sd-step")).to_contain_text("Click a token")  # no step of the file opened before
+        expect(page.locator(".sd-step")).to_contain_text("Click a token")  # no step of the previous file
         wait_for_text(page, "^Replayed")
         page.locator('[data-lane="1"].sd-text').focus()
         page.keyboard.press("End")
@@ -334,7 +334,7 @@ def test_page_rejects_files_that_are_not_traces(visit, tmp_path):
 def test_a_hostile_prompt_is_shown_as_it_is_and_bad_input_keeps_it(visit):
     page = visit("?preset=embedded-draft&max_new_tokens=24&k=3&seed=7")
     page.locator("#sampling button").first.click()
-    expect(page.locator("#seed input")).to_have_value("7")  # what is folded away takes the link's values when it opens
+    expect(page.locator("#seed input")).to_have_value("7")  # hidden controls take the link's values when opened
     page.locator("#prompt textarea").fill(PROMPT)
     page.locator("#seed input").fill("-5")
     page.locator("#run").click()
@@ -379,7 +379,7 @@ def test_a_first_visit_shows_the_recorded_race_of_the_preset(visit):
     first = lane_text(page, 1)
     assert first and first == lane_text(page, 0)
     page.locator("#more input").click()
-    page.get_by_role("option", name="DFlash, a block in one pass", exact=True).click()  # nothing is recorded
+    page.get_by_role("option", name="DFlash, a block in one pass", exact=True).click()  # there is no recording
     wait_for_text(page, "^Ready")
     expect(page.locator(".sd-badge")).to_be_hidden()
     expect(page.locator(".sd-lane h3")).to_have_text(["Baseline", "DFlash (stories-dflash)"])
@@ -388,7 +388,7 @@ def test_a_first_visit_shows_the_recorded_race_of_the_preset(visit):
     assert lane_text(page, 1) not in ("", first)
     charted = "[...document.querySelectorAll('#chart .sd-curve')].map(line => line.dataset.points).join()"
     points = page.wait_for_function(f"() => {{ const n = {charted}; return /^[1-9]/.test(n) && n; }}").json_value()
-    page.get_by_text("1/16", exact=True).click()  # the race itself took a third of a second
+    page.get_by_text("1/16", exact=True).click()  # at full speed the replay takes a third of a second
     page.locator(".sd-replay").click()
     wait_for_text(page, "^Replaying")
     page.locator(".sd-replay").click()
@@ -409,5 +409,5 @@ def test_a_chat_shows_its_turns_and_folds_what_is_thought(visit, chat_file):
         expect(box.locator('[data-kind="prompt"]').first).to_be_hidden()
     page.locator('[data-lane="1"].sd-text').focus()
     page.keyboard.press("Home")
-    expect(page.locator('[data-lane="1"] .sd-picked')).to_be_visible()  # the step is in the fold, which opens
-    expect(page.locator("#follow-row")).to_be_hidden()  # there is no model behind it
+    expect(page.locator('[data-lane="1"] .sd-picked')).to_be_visible()  # the section with the step has opened
+    expect(page.locator("#follow-row")).to_be_hidden()  # a file has no model

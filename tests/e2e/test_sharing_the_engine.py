@@ -1,4 +1,4 @@
-"""Stop, a second visitor, a closed tab: on a stand-in engine whose every step waits for the test."""
+"""Stop, a second visitor and a closed tab, on a stand-in engine that waits for the test before every step."""
 
 import re
 
@@ -45,7 +45,7 @@ def test_a_second_visitor_sees_the_queue_and_gets_the_engine_when_the_first_one_
     second.locator("#run").click()
     expect(second.locator("#queue")).to_contain_text(re.compile(r"queue: \d/\d", re.I))
     wait_for_text(second, "^Waiting for the engine: ")
-    second.locator("#share").click()  # light events do not queue
+    second.locator("#share").click()  # events without a model do not queue
     expect(second.locator("#link")).to_be_visible()
     first.close()
     assert gates.stopped.acquire(timeout=60)

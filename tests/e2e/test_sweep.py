@@ -1,4 +1,4 @@
-"""A sweep as a visitor sees it, with a stand-in for what measures."""
+"""The Sweep tab in the browser, with a stand-in benchmark."""
 
 import re
 
@@ -26,7 +26,7 @@ def test_run_stop_save_open_share(visit_gated, gates, tmp_path):
     expect(page.locator("#sweep .sd-remarks")).to_have_text("Stopped after 1 of 2 repeats.")
     expect(page.locator("#sweep-chart .js-plotly-plot .legendtext").last).to_have_text("<i>deep</i> & co, predicted")
     cell = page.locator("#sweep tr", has_text="wide").nth(1).locator("td").nth(2)
-    expect(cell).to_have_text("1.30")  # of one repeat there is no interval
+    expect(cell).to_have_text("1.30")  # one repeat gives no interval
     expect(page.locator("#sweep-run")).to_be_enabled()
 
     gates.open.set()

@@ -1,4 +1,4 @@
-"""The tab "What if" as a visitor sees it: from a finished race to a prediction, by mouse and by keyboard."""
+"""The What if tab in the browser: from a finished race to a prediction, by mouse and by keyboard."""
 
 import re
 
@@ -42,7 +42,7 @@ def test_from_a_finished_race_to_an_h100(visit):
 
     page.get_by_role("tab", name="Race").click()
     page.get_by_role("tab", name="What if").click()
-    expect(page.locator("#machine input")).to_have_value("NVIDIA L4")  # what was chosen stays
+    expect(page.locator("#machine input")).to_have_value("NVIDIA L4")  # the selected machine stays
     expect(page.locator(".sd-limits")).to_contain_text("and 64 texts a step")
 
 
@@ -65,7 +65,7 @@ def test_by_keyboard_alone(visit):
     page.keyboard.press("ArrowRight")
     page.locator("#rate input[type=range]").focus()
     expect(page.locator(".sd-over-k")).to_have_attribute("aria-label", re.compile("^Speed-up over the draft length"))
-    page.keyboard.press("Home")  # no guess is kept any more
+    page.keyboard.press("Home")  # all guesses are rejected
     expect(page.locator('#whatif [data-tile="best"] b')).to_have_text("off")
     page.locator("#whatif summary").focus()
     page.keyboard.press("Enter")

@@ -1,4 +1,6 @@
-"""A chat's next turn goes on from the keys and values of the turn before: nothing is said otherwise, less is read."""
+"""Prefix reuse in a chat: the next turn starts from the KV cache of the last one, with the same output and fewer tokens
+read.
+"""
 
 import gc
 import shutil
@@ -48,14 +50,14 @@ def runner():
 
 @pytest.fixture
 def session(runner):
-    """Its models may be loaded; it remembers nothing."""
+    """Yield a session that may have loaded models but remembers no chat."""
     runner.state.forget_chat()
     return runner
 
 
 @pytest.fixture(scope="module")
 def without():
-    """A run that remembers nothing of the turn before."""
+    """Return a function that runs a comparison in a session without the previous turn."""
     other = Session()
 
     def run(comparison):
@@ -72,7 +74,7 @@ def spec(target, lanes=NGRAM, **changes):
 
 
 def tokens_read(monkeypatch):
-    """By the prefill of every target and draft model."""
+    """Record the number of tokens read in the prefill of every target and draft model."""
     seen = []
     start = PrefixCachedTarget.start
 
@@ -100,7 +102,7 @@ def outputs(trace):
 def test_next_turns_equal_runs_without_prefix_cache(session, without, chatty):
     comparison = spec(chatty, LANES)
     trace = session.run(comparison)
-    assert session_state(trace) == [0] * 6  # the warm-up's reading does not count
+    assert session_state(trace) == [0] * 6  # the warm-up is not counted
     for message in ("The dog saw a ball", "Then the ball"):
         comparison, before = follow_up(comparison, trace, message), trace
         trace = session.run(comparison)
@@ -109,7 +111,7 @@ def test_next_turns_equal_runs_without_prefix_cache(session, without, chatty):
         assert [row["verdict"] for row in trace.comparison] == ["identical"] * 5
         for number, old, lane in zip(session_state(trace), before.lanes, trace.lanes, strict=True):
             shared = prefix([*old.prompt_ids, *old.token_ids], lane.prompt_ids)
-            # the last token said was not read yet, unless it had been drafted
+            # The last output token has not been read yet unless it was drafted.
             assert len(old.prompt_ids) < shared - 1 <= number <= shared < len(lane.prompt_ids)
 
 
@@ -119,7 +121,7 @@ def test_only_what_is_new_is_read_by_the_target_and_by_its_draft_model(session, 
     read = tokens_read(monkeypatch)
     trace = session.run(again)
     prompt_length = len(trace.lanes[0].prompt_ids)
-    assert len(read) == 6 and max(read) < 12 < prompt_length  # three models, in the warm-up and in the race
+    assert len(read) == 6 and max(read) < 12 < prompt_length  # three models, each in the warm-up and in the race
     assert sorted(read[:3]) == sorted(read[3:])
 
 

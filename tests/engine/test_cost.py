@@ -1,4 +1,4 @@
-"""The cost model: hand-computed numbers, a simulated run, and what is said of a run."""
+"""The cost model: numbers computed by hand, a simulated run, and the sentence about a run."""
 
 import random
 
@@ -38,7 +38,7 @@ def plain_run(steps=40, ms=10.0):
 
 
 def simulated(rng, alphas, k, steps=2500, v=None, c=1.0, fixed=0.5, other=0.25):
-    """A lane whose costs and acceptance are known."""
+    """Return events of a lane with known costs and acceptance."""
     v = v or (lambda n: 10.0 + n)
     events = [prefill()]
     for index in range(1, steps + 1):
@@ -64,7 +64,7 @@ def trace(*lanes, options=None):
 
 @pytest.mark.parametrize(("cost", "best"), [(0.01, 7), (0.02, 6), (0.05, 4), (0.1, 3)])
 def test_the_published_best_lengths(cost, best):
-    """Acceptance 0.6 and a free verification (Leviathan et al., and OSD's table of it)."""
+    """Best k at acceptance rate 0.6 with free verification (Leviathan et al., and the table in OSD)."""
     assert costs(plain_ms=1.0, pass_ms=1.0, draft_ms=cost).best_k() == best
 
 
@@ -232,7 +232,7 @@ def test_summaries_alone_give_the_measured_half():
 
 
 def test_other_k_is_advised_only_if_significant():
-    """Both lanes would gain by one token more; only the long one is long enough to know."""
+    """One more token would be faster for both lanes, but only the long lane has enough steps for certainty."""
     few, many = (
         prediction(trace(("lane", simulated(random.Random(4), [0.8] * 8, 2, steps)), options={"k": 2}))[0]
         for steps in (20, 2500)

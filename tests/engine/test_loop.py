@@ -1,4 +1,4 @@
-"""The loop on the toy target with scripted drafters: every way a generation can end, and what it leaves behind."""
+"""The generation loop on the toy target with scripted drafters: every end of a generation, and the state after it."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
 
 
 class Oracle:
-    """Drafts the plain continuation, wrong where asked; remembers what it was told."""
+    """A drafter of the plain continuation, with chosen positions wrong. It records what it observes."""
 
     taps = ()
 
@@ -44,7 +44,7 @@ class Oracle:
 
 
 class Pair:
-    """Drafts two rows: the first always right, the second always wrong."""
+    """A drafter for two rows: the first is always right, the second always wrong."""
 
     taps = ()
 
@@ -228,7 +228,9 @@ def test_refusals_name_the_cure(target):
 
 @pytest.mark.parametrize("method", ["none", "ngram", "draft_model"])
 def test_sampling_through_the_loop_is_exact(method, tiny_llama):
-    """First two tokens of 12 000 draws (as batch rows) against the exact joint distribution, by chi-square."""
+    """Compares the first two tokens of 12,000 draws, the rows of a batch, with the exact joint distribution by
+    chi-square.
+    """
     vocabulary, draws = 6, 12_000
     target = ToyTarget(vocabulary, seed=9)
     prompt = torch.tensor([[1, 2, 3, 1, 2, 3, 1, 2]])
@@ -249,7 +251,7 @@ def test_sampling_through_the_loop_is_exact(method, tiny_llama):
     common = expected > 5
     statistic = ((counts - expected)[common] ** 2 / expected[common]).sum()
     free = int(common.sum()) - 1
-    assert statistic < free + 4.0 * (2.0 * free) ** 0.5  # beyond 4 standard deviations: p < 1e-4
+    assert statistic < free + 4.0 * (2.0 * free) ** 0.5  # 4 standard deviations: p < 1e-4
 
 
 def test_the_lossy_rule_is_labelled():
@@ -258,7 +260,7 @@ def test_the_lossy_rule_is_labelled():
 
 @pytest.mark.parametrize("k", [2, 3, 5, 7])
 def test_a_row_that_is_ahead_keeps_no_more_than_the_context_holds(k):
-    """The budget follows the row that is behind; the other one has less room than that."""
+    """The budget follows the shorter row; the longer one has less room left."""
     target = ToyTarget(16, seed=5, max_length=PROMPT.shape[1] + 12)
     answer = plain(ToyTarget(16, seed=5), n=30)
     config = GenerationConfig(12, budget=Budget(k, k))

@@ -1,4 +1,4 @@
-"""Greedy output against transformers' own `generate`, token for token: every method, many models, 50 prompts."""
+"""Greedy output against `generate` of transformers, token for token: every method, many models, 50 prompts."""
 
 import copy
 import random
@@ -69,7 +69,9 @@ STORIES = [
 
 
 def settle(model):
-    """Sharp random weights (so that greedy text does not collapse) and a stop token that is met now and then."""
+    """Scale up random weights so that greedy text does not collapse, and choose a stop token that occurs now and
+    then.
+    """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 2:
@@ -83,7 +85,7 @@ def settle(model):
 
 
 def near_copy(model):
-    """A draft that agrees with the target often but not always."""
+    """Return a draft model that agrees with the target often but not always."""
     draft = copy.deepcopy(model)
     rng = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -131,7 +133,7 @@ def test_random_models(architecture):
 
 @pytest.fixture(scope="module")
 def random_llama():
-    """The model and what it says to every prompt."""
+    """Return a random Llama and its greedy output for every prompt."""
     torch.manual_seed(1)
     model = settle(MODELS["llama"]())
     return model, [(prompt, oracle(model, prompt, 16)) for prompt in id_prompts()]
@@ -161,7 +163,7 @@ def test_every_other_method(random_llama, fused_llama, name, passes):
 
 @pytest.mark.parametrize("architecture", [*CHAINS, *HYBRIDS, "mistral", "gpt_oss"])
 def test_recurrent_hybrid_and_windowed_targets(architecture):
-    """Past the window, and with drafts that are kept, cut short and refused."""
+    """Covers text longer than the window, and drafts that are accepted, cut short and rejected."""
     model = build(architecture)
     target, draft = HFTarget(model), HFTarget(copy.deepcopy(model))
     prompt = texts(1, 13)
@@ -171,7 +173,7 @@ def test_recurrent_hybrid_and_windowed_targets(architecture):
     for name, given in (("none", None), ("ngram", None), ("draft_model", draft)):
         events = list(generate(target, load_drafter(name, target, given), prompt, config))
         assert [token for event in events for token in event.emitted[0]] == expected
-    assert len(events) < 9  # drafts of its own weights are kept
+    assert len(events) < 9  # drafts from the same weights are accepted
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +195,7 @@ def test_everything_that_ships(stories, lane):
 
 @cache
 def plain_stories():
-    """The model as transformers runs it; the lanes run it on kernels of their own."""
+    """Return the model with the kernels of transformers. The lanes use the package's own."""
     return load_target("stories", kernels="transformers").model
 
 

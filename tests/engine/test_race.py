@@ -1,4 +1,4 @@
-"""The schedule and the clocks, on made-up events and a made-up clock."""
+"""The schedule and the clocks, on hand-made events and a fake clock."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from specdemo.engine.race import race, sequential
 
 
 def lane(name, durations, log=None):
-    """Events of the given milliseconds; `log` sees when the lane was closed."""
+    """Yield events with the given durations in ms, and append the name to `log` when the generator is closed."""
     try:
         for index, ms in enumerate(durations):
             yield StepEvent(index, [[]], [[]], [[0]], [[name]], [[]], [[]], {"verify": ms})
@@ -40,7 +40,7 @@ def test_every_lane_gets_the_same_time_whatever_its_steps_cost():
 
 
 def test_a_stall_in_one_lane_leaves_the_other_lane_clock_alone():
-    """The same lane beside a fast and beside a slowed rival: its own clock must not change at all."""
+    """The clock of a lane must not change when the other lane is slowed down."""
 
     def clocked(stall):
         now = {"seconds": 0.0}
@@ -51,7 +51,7 @@ def test_a_stall_in_one_lane_leaves_the_other_lane_clock_alone():
                 now["seconds"] += 0.010 + extra
                 watch.lap("verify")
                 yield StepEvent(index, [[]], [[]], [[0]], [[1]], [[]], [[]], watch.read())
-                now["seconds"] += 5.0  # whatever happens between steps is on nobody's clock
+                now["seconds"] += 5.0  # time between steps is not counted
 
         watches = [CpuStopwatch(lambda: now["seconds"]) for _ in range(2)]
         totals = [0.0, 0.0]

@@ -1,4 +1,4 @@
-"""From a comparison to a trace, on the shipped models; and back from the trace without them."""
+"""From a comparison to a trace on the shipped models, and from the trace back without them."""
 
 import json
 import re
@@ -249,7 +249,7 @@ def test_online_drafter_persists_between_runs():
     for _ in range(2):
         notes = [e.notes for e in keeper.run(learning).lanes[1].events if "updates" in e.notes]
         first = notes[0]["updates"]
-    assert first > 0  # the second run goes on where the first one ended
+    assert first > 0  # the second run continues where the first one ended
     keeper.run(spec(Lane(method="ngram"), max_new_tokens=4))
     assert not keeper.state.learners
 
@@ -259,7 +259,7 @@ TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[
 
 @pytest.fixture(scope="module")
 def chatty(tmp_path_factory):
-    """A small model of random weights with a chat template."""
+    """Save a small random model with a chat template and return its folder."""
     folder = tmp_path_factory.mktemp("chatty")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(resolve("stories"))
     tokenizer.chat_template = TEMPLATE
@@ -267,7 +267,7 @@ def chatty(tmp_path_factory):
 
 
 def test_every_lane_goes_on_with_its_own_conversation(runner, chatty):
-    typical = Lane(method="draft_model", model="stories-draft-wide", k=3, acceptance="typical")  # says something else
+    typical = Lane(method="draft_model", model="stories-draft-wide", k=3, acceptance="typical")  # generates other text
     first = spec(typical, target=chatty, system="Be brief.", temperature=1.0, max_new_tokens=8)
     trace = runner.run(first)
     assert trace.lanes[0].text != trace.lanes[1].text

@@ -1,4 +1,4 @@
-"""What a session keeps in memory: the last models used, within a budget, and nothing once they are gone."""
+"""Models in memory: the most recently used ones within a budget, all freed with the session."""
 
 import os
 import weakref
@@ -16,7 +16,7 @@ from specdemo.engine.session import Session
 from specdemo.models.hub import Cancelled
 from tests.models.test_text import byte_level
 
-MEGABYTES = 4  # of every model
+MEGABYTES = 4  # size of each model
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_models_stay_until_others_need_the_room(folders):
         names(session) == ["model-0", "model-1"]
         and first() is session.models._models[session.models._target].model.model
     )
-    session.load(spec(c))  # b was used longest ago
+    session.load(spec(c))  # b is the least recently used
     assert names(session) == ["model-2", "model-0"]
     assert all(size == one for _, size in session.loaded())
 
@@ -95,7 +95,7 @@ def test_fifty_switches_leak_no_memory(folders):
         seen += [weakref.ref(loaded.model.model) for loaded in session.models._models.values()]
         if switch == 9:
             before = resident()
-    assert resident() - before < 10 * MEGABYTES  # forty switches load about 190 MB
+    assert resident() - before < 10 * MEGABYTES  # 40 switches load about 190 MB
     session.unload()
     assert [ref for ref in seen if ref() is not None] == []
 

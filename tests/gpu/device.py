@@ -1,19 +1,18 @@
-"""A CUDA device that is only pretended, so that what the code asks of a GPU can be counted and checked without one.
+"""A simulated CUDA device, so that GPU work can be counted and checked without a GPU.
 
-Its tensors say `cuda:0` and live in main memory. While `pretended()` is open,
+Its tensors report `cuda:0` and live in main memory. While `pretended()` is open,
 
-- every operation on them counts as the kernels that it starts on a GPU (`KERNELS`, else one; views and empty memory
-  none), and every wait of the host for the device as a synchronisation; nothing is timed;
-- devices must not be mixed, and in a capture nothing may wait, be copied from pageable memory or be read back;
-- `torch.cuda` has devices, streams, events and graphs. A graph is a tape: its capture notes what was started on which
-  memory, its replay starts the same again, so whatever the host worked out in between stays as it was;
-- graphs of one pool overwrite each other's results; the end of a graph takes the workspace of its stream from all
-  others there (pytorch #175276); a pool ends with its last graph;
-- a capture in which something not permitted happened ends in an error and leaves what torch 2.11 leaves: the thread on
-  the capture's stream, the allocator still serving the capture, the pool referenced;
-- `torch.cuda.set_sync_debug_mode` warns once, as torch does, and in mode "error" a synchronisation raises.
+- every operation on them counts as the kernels that it starts on a GPU (`KERNELS`, otherwise one; views and empty
+memory none), and every wait of the host for the device as a synchronisation; nothing is timed; - devices must not be
+mixed, and a capture must not wait, copy from pageable memory or read results back; - `torch.cuda` has devices, streams,
+events and graphs. A graph is a tape: its capture records the operations and their memory, its replay runs them again on
+the same memory, so that values computed by the host meanwhile stay constant; - graphs of one pool overwrite each
+other's results; destroying a graph frees the workspace of its stream for all other graphs on it (pytorch #175276); a
+pool ends with its last graph; - an operation that is not permitted in a capture ends it with an error and leaves the
+state that torch 2.11 leaves: the thread on the capture's stream, the allocator still serving the capture, the pool
+referenced; - `torch.cuda.set_sync_debug_mode` warns once, as torch does, and in mode "error" a synchronisation raises.
 
-What it cannot show: time, rounding, what a kernel refuses, races between streams.
+It cannot show time, rounding, inputs that a kernel rejects, and races between streams.
 """
 
 import warnings
@@ -24,14 +23,14 @@ from itertools import count
 from unittest.mock import patch
 
 import torch
-import torch._dynamo  # the modes below would import it, when torch is patched already
+import torch._dynamo  # import it before torch is patched
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-STREAMS = 32  # that torch has per device and priority; the next one is the first again
-# of operations that are more than one kernel
+STREAMS = 32  # streams of torch per device and priority, reused in turn
+# Kernels per operation, where there are several.
 KERNELS = {"topk": 2, "sort": 2, "argsort": 2, "nonzero": 3, "scatter": 2, "index_put": 2, "masked_fill": 2}
 KERNELS |= {"index_copy": 2, "constant_pad_nd": 2, "logsumexp": 5, "eye": 2, "_grouped_mm": 2}
 NO_KERNEL = {
@@ -46,13 +45,15 @@ NO_KERNEL = {
 }
 NO_KERNEL |= {"_unsafe_view", "lift_fresh", "_reshape_alias", "set_", "is_pinned", "is_same_size"}
 WAITING = {"nonzero", "masked_select", "_unique2", "unique_dim", "equal", "_local_scalar_dense", "item"}
-PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear", "matmul", "_grouped_mm"}  # need their stream's workspace
+PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear", "matmul", "_grouped_mm"}  # these need a workspace
 SYNC_MODES = ("default", "warn", "error")
 COPIES = {"copy_", "_to_copy", "to", "_copy_from"}
 
 
 class OnDevice(torch.Tensor):
-    """`here` holds the numbers. To C++ it is a tensor of the CPU, as those of a lent GPU are before it is there."""
+    """A tensor on the simulated device. `here` holds the numbers. To C++ it is a CPU tensor, like a ZeroGPU tensor
+    before its GPU is attached.
+    """
 
     @staticmethod
     def __new__(cls, here, where):
@@ -105,24 +106,24 @@ class OnDevice(torch.Tensor):
 
 
 class World:
-    """The counts, and what torch knows of the device."""
+    """The counters, and the state of the simulated device."""
 
     def __init__(self, devices):
         self.devices = devices
-        self.kernels = Counter()  # by the operation's name
+        self.kernels = Counter()  # by operation name
         self.on = Counter()  # kernels and replays by device
-        self.waits = Counter()  # by what was waited for
+        self.waits = Counter()  # by reason
         self.replays = 0
         self.recorded = []  # weak references to every graph
-        self.refuse = None  # an error that the first operation of the next captures raises
+        self.refuse = None  # an error for the first operation of the next captures
         self.underway = []  # pools of captures that the allocator still serves
         self.silent = 0
         self.capturing = None
         self.current = 0
-        self.streams = defaultdict(Stream)  # device -> the current one
+        self.streams = defaultdict(Stream)  # device -> the current stream
         self.made = Counter()  # streams by device and priority
-        self.generation = Counter()  # of the workspace of a stream
-        self.pools = Counter()  # references to them, by their handle
+        self.generation = Counter()  # of each stream's workspace
+        self.pools = Counter()  # references by pool handle
         self.now, self.waited = count(1), 0
         self.sync_mode, self.sync_mode_warned = "default", False
 
@@ -136,7 +137,7 @@ class World:
 
     @property
     def alive(self):
-        """Graphs that were not freed."""
+        """Return the number of graphs that were not freed."""
         return sum(graph() is not None for graph in self.recorded)
 
     def wait(self, why):
@@ -155,7 +156,7 @@ class World:
             self.on[device.index or 0] += kernels
 
     def sent(self, tensor, device, pinned):
-        """From main memory to the device."""
+        """Copy a tensor from main memory to the device."""
         if not pinned and tensor.numel():
             self.wait("a copy from pageable memory")
         self.launch("sent", device)
@@ -180,7 +181,7 @@ class World:
         return self.run(func, args, plain, device, name)
 
     def run(self, func, args, kwargs, device, name, kernels=None):
-        """`func` on what the tensors hold, as `kernels` kernels (None: as those of an operation of torch)."""
+        """Run `func` on the numbers and count `kernels` kernels; None: as many as the torch operation has."""
         operation = kernels is None
         view = operation and any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
         in_place = operation and any(r.alias_info and r.alias_info.is_write for r in func._schema.returns)
@@ -203,7 +204,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """What is more, or less, than the operations it is made of: factories, copies between devices, fused kernels."""
+    """Functions that differ from the operations inside them: factories, copies between devices, fused kernels."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -223,7 +224,7 @@ class _Functions(TorchFunctionMode):
 
 
 def _made(func, name, args, kwargs, device):
-    """By a factory, or as another tensor but elsewhere."""
+    """Run a factory function, or a conversion of another tensor to a device."""
     del kwargs["device"]
     kwargs.pop("pin_memory", None)
     if any(isinstance(x, OnDevice) for x in args):
@@ -244,7 +245,7 @@ def _moved(name, args, kwargs):
     if name != "to":
         device, dtype = torch.device(more[0] if more else kwargs.get("device", name)), None
     elif more and isinstance(more[0], torch.Tensor):
-        device, dtype = torch._C.TensorBase.device.__get__(more[0]), more[0].dtype  # as C++ reads it
+        device, dtype = torch._C.TensorBase.device.__get__(more[0]), more[0].dtype  # as seen from C++
     else:
         with torch._C.DisableTorchFunction():
             device, dtype, *_ = torch._C._nn._parse_to(*more, **{k: v for k, v in kwargs.items() if k != "copy"})
@@ -269,7 +270,7 @@ def _crossed(x, device, non_blocking):
 
 
 def _fused(func, name, args, kwargs):
-    """One kernel; attention under a mask that is no number, or whose rows are not aligned, some more."""
+    """Run one fused kernel. Attention with a boolean or unaligned mask needs extra kernels."""
     mask = (kwargs.get("attn_mask") if len(args) < 4 else args[3]) if name != "rms_norm" else None
     device = _one_device(name, [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)])
     if mask is None:
@@ -281,7 +282,7 @@ def _fused(func, name, args, kwargs):
 
 
 def _fixed(func, name):
-    """Not every operation is there for a CPU."""
+    """Replace operations that do not exist on a CPU."""
     if name == "histc":
         return lambda x, bins=100, *_: torch.bincount(x.long(), minlength=int(bins)).to(x.dtype)
     return func
@@ -297,7 +298,7 @@ def _indexed(device):
 
 
 def _one_device(name, tensors):
-    """That of the tensors; None where all are in main memory."""
+    """Return the device of the tensors; None if all are in main memory."""
     devices = {t.device for t in tensors if isinstance(t, OnDevice)}
     if not devices:
         return None
@@ -333,7 +334,7 @@ class Stream:
 
 
 class Event:
-    """Knows the kernels that its stream's device had been given, and whether somebody has waited since."""
+    """A CUDA event. Records the kernels launched so far, and whether the host has waited since."""
 
     def __init__(self, **_):
         self.at = self.when = 0
@@ -347,18 +348,19 @@ class Event:
             the.wait("an event")
 
     def elapsed_time(self, after):
-        return 0.01 * (after.at - self.at)  # 10 us for each
+        return 0.01 * (after.at - self.at)  # 10 us per kernel
 
 
 class CUDAGraph:
     def __init__(self):
         self.tape, self.stream, self.handle = [], None, None
         self.workspace = self.spoiled = self.invalid = False
-        self.finish = lambda: None  # frees what a finished capture has taken
+        self.finish = lambda: None  # frees the resources of a finished capture
 
     def note(self, func, args, kwargs, results, name):
         if the.refuse is not None:
-            self.invalid = not isinstance(the.refuse, torch.OutOfMemoryError)  # which does not end a capture
+            # Running out of memory does not invalidate a capture.
+            self.invalid = not isinstance(the.refuse, torch.OutOfMemoryError)
             raise the.refuse
         self.tape.append((func, args, kwargs, [x for x in results if isinstance(x, torch.Tensor)]))
         self.workspace |= name in PRODUCTS
@@ -422,7 +424,7 @@ def _spoil(tensor):
 
 
 class graph:
-    """A capture as torch.cuda.graph does it: where its end fails, the stream's context is not left."""
+    """A capture like torch.cuda.graph. If its end fails, it does not leave the stream's context."""
 
     def __init__(self, made, pool=None, stream=None, capture_error_mode="global"):
         self.made, self.pool = made, pool
@@ -492,7 +494,7 @@ def current_stream(device=None):
 
 
 def set_sync_debug_mode(mode):
-    """Set the mode, then warn, in torch's order: a warning that is an error leaves the mode set."""
+    """Set the mode, then warn, in torch's order: a warning turned into an error leaves the mode set."""
     the.sync_mode = SYNC_MODES[mode] if isinstance(mode, int) else mode
     if the.sync_mode != "default" and not the.sync_mode_warned:
         the.sync_mode_warned = True
@@ -504,7 +506,7 @@ def get_sync_debug_mode():
 
 
 def move(module, device, dtype=None):
-    """A module, in place, to the pretended device; what is shared stays so."""
+    """Move a module in place to the simulated device. Shared tensors stay shared."""
     done = {}
 
     def moved(tensor):
@@ -540,7 +542,7 @@ the: World
 
 @contextmanager
 def pretended(devices=1):
-    """-> the `World`. Everything made in it is for it alone."""
+    """Patch torch with a simulated device and yield its `World`. Tensors made inside must not be used outside."""
     global the
     the = World(devices)
     the.streams = {}

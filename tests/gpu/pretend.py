@@ -1,10 +1,10 @@
-"""What one step of every method asks of a GPU, counted on the pretended one.
+"""GPU operations per step of every method, counted on the simulated device.
 
-`python -m tests.gpu.pretend [--json] [WORD..]`; words choose the methods whose name has one.
+`python -m tests.gpu.pretend [--json] [WORD..]` counts the methods whose name contains one of the words.
 
-Launches are operations that the host starts one by one while the clock runs; a replay of a recorded pass is none of
-them. Syncs are waits of the host for the device. Sizes are tiny, since counts do not depend on them, but layers,
-drafts and trees are those of the table in tests/gpu/test_counts.py.
+Launches are operations that the host starts one by one while the clock runs; replayed graphs are counted separately.
+Syncs are waits of the host for the device. Sizes are tiny, since counts do not depend on them; layers, drafts and trees
+are those of the table in tests/gpu/test_counts.py.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from specdemo.models.fused import fuse_layers
 from specdemo.models.target import HFTarget
 from tests.gpu.device import OnDevice, move, pretended
 
-SKIPPED, COUNTED, TOKENS = 2, 8, 64  # steps that are not counted and that are, of a text of so many tokens
+SKIPPED, COUNTED, TOKENS = 2, 8, 64  # steps skipped, steps counted, tokens per text
 GREEDY, WARM = Sampling(), Sampling(0.8)
 SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "head_dim": 8}
 SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 2048, "pad_token_id": 0, "eos_token_id": 2}
@@ -52,10 +52,10 @@ class Case:
     method: str
     budget: Budget
     sampling: Sampling = GREEDY
-    model: str = ""  # what its drafter is made of, by its name in `Models`
+    model: str = ""  # the drafter's model, by its name in `Models`
     options: dict[str, Any] = field(default_factory=dict)
     target: str = "target"
-    repeats: bool = False  # a text that does: else some methods draft nothing
+    repeats: bool = False  # a repetitive text, without which some methods draft nothing
 
 
 CASES = [
@@ -82,7 +82,7 @@ CASES = [
 
 @dataclass
 class Counts:
-    """Of one step, the mean over `COUNTED` of them."""
+    """Counts of one step, averaged over `COUNTED` steps."""
 
     name: str
     launches: float = 0.0
@@ -90,11 +90,11 @@ class Counts:
     replays: float = 0.0
     recordings_in_race: int = 0
     note: str = ""
-    laps: dict[str, Counter[str]] = field(default_factory=dict, repr=False)  # what was launched and waited for
+    laps: dict[str, Counter[str]] = field(default_factory=dict, repr=False)  # launches and waits by lap
 
 
 class Models:
-    """Made in main memory, once, and put onto the device of each world."""
+    """Models that are made once in main memory and copied to the device of each world."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -137,7 +137,7 @@ def qwen(layers: int, seed: int) -> Any:
 
 
 class Laps:
-    """A stopwatch that counts."""
+    """A stopwatch that counts operations."""
 
     wall_ms: float | None = None
 
@@ -174,7 +174,7 @@ def prompt_of(case: Case) -> Any:
 
 
 def count(world: Any, models: Models, case: Case) -> Counts:
-    """A lane as a race has it: warmed up, then timed."""
+    """Count the operations per step of a lane after its warm-up, as in a race."""
     target = models.target(case.target)
     drafter = load_drafter(case.method, target, models[case.model], **case.options)
     config = GenerationConfig(TOKENS, sampling=case.sampling, budget=case.budget, stop_token_ids=())
@@ -188,7 +188,7 @@ def count(world: Any, models: Models, case: Case) -> Counts:
         for _ in islice(steps, COUNTED):
             pass
         laps.counting = False
-        for _ in steps:  # to the end, where drafts get shorter
+        for _ in steps:  # until the end, where drafts get shorter
             pass
     per_step = {name: laps.totals[name] / laps.steps for name in ("launches", "syncs", "replays")}
     in_race = len(world.recorded) - recorded

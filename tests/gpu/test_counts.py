@@ -1,10 +1,10 @@
-"""What one step of each method may ask of a GPU, counted on the pretended one."""
+"""Limits on launches and synchronisations per step of each method, counted on the simulated GPU."""
 
 import pytest
 
 from tests.gpu.pretend import CASES, counted
 
-LIMITS = {  # launches outside recordings, and syncs, while the clock runs
+LIMITS = {  # launches outside graphs, and syncs, while the clock runs
     "plain": (10, 0),
     "plain T=0.8": (20, 1),
     "draft_model k=5": (30, 1),

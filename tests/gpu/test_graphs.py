@@ -1,4 +1,4 @@
-"""On a GPU: passes recorded as CUDA graphs against the same passes run one operation after the other."""
+"""CUDA graphs against eager execution, on a GPU."""
 
 import gc
 
@@ -80,7 +80,7 @@ HEADS = {
 
 
 def lane(name, target):
-    """A drafter of the target's own, its weights the same every time."""
+    """Return a drafter for the target, always with the same weights."""
     torch.manual_seed(3)
     if name in HEADS:
         return load_drafter(name, target, HEADS[name](target).fuse())
@@ -89,7 +89,9 @@ def lane(name, target):
 
 @pytest.mark.parametrize("name", [*HEADS, "draft_model", "layer_skip"])
 def test_a_recorded_draft_is_the_draft(name, without_graphs):
-    """Drafts, too, token by token: in fp32 no two of these models' logits are as close as rounding."""
+    """Compares drafts token by token too: in fp32 the logits of these models never differ as little as rounding
+    errors.
+    """
     config = GenerationConfig(40, budget=Budget(3, 3), stop_token_ids=())
     drafted = []
     for target in (without_graphs("llama"), fast("llama")):
@@ -102,7 +104,7 @@ def test_a_recorded_draft_is_the_draft(name, without_graphs):
 
 @pytest.mark.parametrize("name", [*HEADS, "draft_model", "none"])
 def test_memory_does_not_grow_with_the_runs(name):
-    """Recordings die with their lane, by reference."""
+    """Graphs are freed with their lane by reference counting, without the garbage collector."""
     config = GenerationConfig(16, budget=Budget(3, 3), stop_token_ids=())
     memory = []
     gc.collect()
@@ -114,12 +116,12 @@ def test_memory_does_not_grow_with_the_runs(name):
             list(generate(target, drafter, texts(1, 9).cuda(), config))
             del target, drafter
             torch.cuda.synchronize()
-            torch._C._cuda_clearCublasWorkspaces()  # those of streams, of which there are 32
+            torch._C._cuda_clearCublasWorkspaces()  # workspaces of up to 32 streams
             torch.cuda.empty_cache()
             memory.append(torch.cuda.memory_allocated())
     finally:
         gc.enable()
-    assert memory[3] == memory[1]  # the first takes what libraries keep
+    assert memory[3] == memory[1]  # the first run allocates permanent library memory
 
 
 @pytest.mark.parametrize("slots", [1, 4])
@@ -128,14 +130,14 @@ def test_a_replay_does_not_wait_for_the_device(slots):
     target.start(texts(1, 13).cuda())
     tree = torch.zeros(1, slots - 1, dtype=torch.int64).cuda()
     tokens = texts(1, slots).cuda()
-    target.forward(tokens, tree)  # recorded
+    target.forward(tokens, tree)  # captures
     with no_synchronisation():
         target.forward(tokens, tree)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_on_the_second_device():
-    """With the first as the current one."""
+    """The first device stays the current one."""
     model = build("llama").to("cuda:1")
     fuse_layers(model)
     target = HFTarget(model)

@@ -1,4 +1,4 @@
-"""A GPU that is lent by the call: `spaces` emulates it until it is there, and all models are placed before."""
+"""ZeroGPU: models are placed on the GPU that `spaces` emulates before a call attaches a real one."""
 
 import os
 import subprocess

@@ -1,6 +1,6 @@
-"""The tests that need a GPU, on the pretended one: they show that the tests themselves work before a GPU is there.
+"""The GPU tests on the simulated device, which shows without a GPU that the tests work.
 
-Not here are those that ask for allocated memory or for a device's capability, which the pretended device does not have.
+Tests that need allocated memory or a device capability are left out; the simulated device has neither.
 """
 
 import pytest
@@ -22,14 +22,14 @@ from tests.gpu.test_target import (  # noqa: F401
 from tests.models.tiny import TREES
 
 
-@pytest.fixture(params=[name for name in TREES if name != "gpt_oss"])  # its experts ask for the device's capability
+@pytest.fixture(params=[name for name in TREES if name != "gpt_oss"])  # its experts need the device capability
 def name(request):
     return request.param
 
 
 @pytest.fixture(autouse=True)
 def world():
-    chain_parents.cache_clear()  # its tensors belong to one world
+    chain_parents.cache_clear()  # cached tensors belong to one world
     with pretended() as made:
         yield made
         assert made.sync_mode == "default"

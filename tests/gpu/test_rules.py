@@ -1,4 +1,4 @@
-"""By the rules of CUDA, on the pretended device: what broke them, or would have."""
+"""Rules of CUDA on the simulated device: regressions and likely mistakes."""
 
 import gc
 from dataclasses import replace
@@ -35,7 +35,7 @@ GREEDY = Sampling()
 
 
 def masked(target):
-    """A P-EAGLE head."""
+    """Return a P-EAGLE head."""
     head = Eagle.fresh(target, draft_vocab=40)
     head.mask_hidden = torch.nn.Parameter(torch.randn_like(head.fc.weight[0]))
     head.convention = replace(head.convention, mask=3)
@@ -55,7 +55,7 @@ HEADS = {
 
 @pytest.fixture
 def world():
-    chain_parents.cache_clear()  # of other worlds
+    chain_parents.cache_clear()  # cached tensors belong to other worlds
     with pretended(devices=2) as made:
         yield made
     chain_parents.cache_clear()
@@ -98,7 +98,7 @@ def test_recorded_drafts_leave_a_greedy_text_as_it_is(world, name, rows):
     assert target.note == made.graph_note == ""
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "adaptive"])  # whose k goes by the time
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "adaptive"])  # its k depends on time
 def test_sampled_texts_repeat_with_their_seed(world, name):
     target = fast()
     made = drafter(name, target)
@@ -109,7 +109,8 @@ def test_sampled_texts_repeat_with_their_seed(world, name):
 
 @pytest.mark.parametrize("name", ["ngram", "draft_model", "eagle", "adaptive"])
 def test_nothing_is_recorded_while_the_clock_runs(world, name, monkeypatch):
-    monkeypatch.setattr("specdemo.engine.warm_up.TOKENS", 3)  # one step: what later ones need is foreseen, not met
+    # One warm-up step: all shapes of later steps must be captured in advance.
+    monkeypatch.setattr("specdemo.engine.warm_up.TOKENS", 3)
     target = fast()
     made = drafter(name, target)
     config = GenerationConfig(40, budget=Budget(6, 6), stop_token_ids=())
@@ -136,7 +137,7 @@ def test_recordings_die_with_their_lane_without_a_collector(world):
 
 
 def test_the_end_of_one_lane_leaves_the_workspace_of_others(world):
-    """pytorch #193402: destroying a graph frees the workspaces of its stream under every other graph there."""
+    """Destroying a graph frees the workspaces of its stream for every other graph on it (pytorch #193402)."""
     lanes = [(fast(), fast()) for _ in range(2)]
     texts_of = [written(target, load_drafter("draft_model", target, draft)) for target, draft in lanes]
     assert texts_of[0] == texts_of[1]
@@ -154,11 +155,11 @@ def test_a_recorder_starts_a_new_pool_when_its_recordings_are_gone(world):
 
 
 def test_recorders_share_no_stream(world):
-    """torch hands out the same streams again and again, and the end of a graph takes the workspaces of its stream."""
+    """torch reuses its streams in turn, and destroying a graph frees the workspaces of its stream."""
     x = torch.ones(2, 2, device="cuda:0")
     waiting = CudaGraphs(x.device)(lambda: (x @ x,))
     for _ in range(2 * STREAMS):
-        CudaGraphs(x.device)(lambda: (x @ x,))  # ends at once
+        CudaGraphs(x.device)(lambda: (x @ x,))  # freed immediately
     assert waiting()[0].tolist() == [[2.0, 2.0], [2.0, 2.0]]
 
 
@@ -196,7 +197,7 @@ def test_without_memory_for_recordings_passes_run_as_they_are(world):
 
 
 def test_a_capture_that_fails_leaves_nothing_behind(world):
-    """torch leaves the thread on the capture's stream, and its allocator in the capture."""
+    """torch leaves the thread on the capture's stream and its allocator in the capture."""
     target = fast()
     plain = written(target, load_drafter("none", target))
     del target
@@ -226,7 +227,7 @@ def test_a_failed_capture_keeps_the_pool_that_others_use(world):
     with pytest.raises(RuntimeError, match="not permitted"):
         record(lambda: (x @ x,))
     assert world.underway == []
-    assert world.pools.total() == 2  # of the recording, and one that stays
+    assert world.pools.total() == 2  # the graph's pool, and a permanent one
     assert replay()[0].tolist() == [[2.0, 2.0], [2.0, 2.0]]
 
 
@@ -243,7 +244,7 @@ def test_heads_that_cannot_be_recorded_draft_as_they_are(world, name):
 
 @pytest.mark.parametrize("name", [*HEADS, "draft_model", "layer_skip"])
 def test_second_proposal_after_the_same_text_is_equal(world, name):
-    """Also a shorter one, which is not recorded."""
+    """A shorter draft, for which there is no graph, must be equal too."""
     target = fast()
     made = drafter(name, target)
     config = GenerationConfig(40, budget=Budget(3, 3), stop_token_ids=())
@@ -254,12 +255,12 @@ def test_second_proposal_after_the_same_text_is_equal(world, name):
         first, again, short = (made.propose(Budget(k, k)).tokens.tolist() for k in (3, 3, 2))
     steps.close()
     assert again == first
-    assert short[0] == first[0][:2] or name == "eagle"  # whose tree is another one
+    assert short[0] == first[0][:2] or name == "eagle"  # EAGLE's smaller tree differs
     assert made.graph_note == ""
 
 
 def test_a_draft_model_remembers_what_recorded_drafts_read(world):
-    """The next turn of a chat is read from where it is new, and drafted as if all of it had been read."""
+    """Only the new tokens of the next chat turn are read, and the drafts are those after reading all of it."""
     target, drafts = fast(), []
     prompt, config = there(1, 9), GenerationConfig(20, budget=Budget(3, 3), stop_token_ids=())
     for kind in (HFTarget, PrefixCachedTarget):
@@ -275,7 +276,7 @@ def test_a_draft_model_remembers_what_recorded_drafts_read(world):
 
 @pytest.mark.parametrize("name", ["eagle", "draft_model"])
 def test_on_another_device_than_the_first(world, name):
-    """With the first as the current one, as it is for whoever says nothing."""
+    """The first device stays the current one, as it is by default."""
     model = move(build("llama"), "cuda:1")
     fuse_layers(model)
     target = HFTarget(model)
@@ -310,7 +311,7 @@ def test_model_on_several_devices_is_not_captured(world):
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_a_layer_in_16_bits_is_few_kernels(world, name):
-    """50 of Qwen3's were norms: transformers works them out in eight each."""
+    """The norms of a Qwen3 layer were 50 kernels: transformers needs eight for each."""
     model = build(name).bfloat16()
     fuse_layers(move(model, "cuda:0"))
     target = HFTarget(model)
@@ -325,7 +326,7 @@ def test_a_layer_in_16_bits_is_few_kernels(world, name):
 
 
 def test_models_are_placed_where_tensors_are_only_emulated(world):
-    """A lent GPU's tensors are the CPU's to C++ before it is there: `.to(like)` would read that device."""
+    """To C++, ZeroGPU tensors are CPU tensors before a GPU is attached: `.to(like)` would read the wrong device."""
     model = move(build("llama"), "cuda:0")
     fuse_layers(model)
     assert "fused" in HFTarget(model).kernels
@@ -371,7 +372,7 @@ def test_quantised_layers_are_fused_as_they_are(bits):
             if type(plain) is torch.nn.Linear:
                 made = linear(plain.in_features, plain.out_features, bias=False)
                 made.weight = packed(plain.weight.data, requires_grad=False)
-                setattr(part, name, made.to("cpu"))  # where it is packed
+                setattr(part, name, made.to("cpu"))  # packing happens on the CPU
     made = fuse_layer(layer.requires_grad_(False), model.model.rotary_emb)
     assert type(made).__name__ == "FusedLayer"
     assert len(made.qkv.layers) == 3

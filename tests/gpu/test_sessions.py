@@ -1,4 +1,4 @@
-"""Whole comparisons on the pretended GPU: what their races record, and what is left of that."""
+"""Whole comparisons on the simulated GPU: the graphs that races capture and free."""
 
 import gc
 from unittest.mock import patch
@@ -18,14 +18,14 @@ TOKENS = 20
 
 @pytest.fixture
 def world():
-    chain_parents.cache_clear()  # of other worlds
+    chain_parents.cache_clear()  # cached tensors belong to other worlds
     with pretended() as made, patch("specdemo.models.packed.packing_pays", lambda dtype: False):
         yield made
     chain_parents.cache_clear()
 
 
 def run(session, world, name):
-    """-> the trace, and the recordings made once the first lane had begun."""
+    """Return the trace and the number of graphs captured after the first lane had started."""
     before, trace = None, None
     for message in session.stream(load_presets()[name].with_changes(device="cuda", max_new_tokens=TOKENS)):
         if isinstance(message, LaneStep) and before is None:
@@ -52,7 +52,7 @@ def test_a_race_records_nothing_and_leaves_nothing(world, name):
 
 
 def test_repeats_use_the_recordings_of_the_shown_lanes(world):
-    """A capture in a timed run takes longer than the run: every repeat would be pooled into the speed with it."""
+    """A capture takes longer than a run, and in a timed repeat it would count towards the speed."""
     before, preset = None, load_presets()["embedded-draft"]
     for message in Session().stream(preset.with_changes(device="cuda", max_new_tokens=TOKENS, repeats=3)):
         if isinstance(message, Note) and message.text.startswith("run 1 of 3"):
@@ -66,7 +66,7 @@ def test_repeats_use_the_recordings_of_the_shown_lanes(world):
         runs = [*lane.repeats, lane.events]
         assert len(runs) == 3
         slowest = [max(sum(event.ms.values()) for event in events[1:]) for events in runs]
-        assert slowest == pytest.approx([slowest[0]] * 3)  # launches, which are the same in every run
+        assert slowest == pytest.approx([slowest[0]] * 3)  # time is counted in launches, which are equal in every run
 
 
 def test_graph_memory_is_counted_before_loading(world):
@@ -75,7 +75,7 @@ def test_graph_memory_is_counted_before_loading(world):
     assert graph_bytes(torch.device("cpu"), 4) == 0
     session = Session()
     preset = load_presets()["embedded-draft"].with_changes(device="cuda:0")
-    little = (300 << 20, 300 << 20)  # the models alone would fit
+    little = (300 << 20, 300 << 20)  # enough for the models alone
     with (
         patch.object(torch.cuda, "mem_get_info", lambda device=None: little),
         pytest.raises(ValueError, match="choose quantization 4bit or a smaller model"),

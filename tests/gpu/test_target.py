@@ -1,4 +1,4 @@
-"""On a GPU: trees, ragged rows and windows through the GPU's own attention kernels."""
+"""Trees, ragged rows and windows with the GPU's attention kernels, on a GPU."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def test_a_chain_is_verified_without_waiting_for_the_device():
     target.start(texts(1, 13).cuda())
     draft = Draft.chain(torch.tensor([[5, 6, 7]]).cuda())
     tokens = torch.cat([texts(1, 1).cuda(), draft.tokens], 1)
-    target.forward(tokens, draft.parents)  # plans are made once
+    target.forward(tokens, draft.parents)  # the plan is made once
     with no_synchronisation():
         logits = target.forward(tokens, draft.parents).logits
     assert logits.shape == (1, 4, VOCABULARY)
@@ -61,7 +61,7 @@ def test_a_chain_is_verified_without_waiting_for_the_device():
 
 def test_release_gives_the_memory_back():
     target = HFTarget(build("llama").cuda())
-    for _ in range(2):  # the first takes what libraries keep
+    for _ in range(2):  # the first pass allocates permanent library memory
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         target.start(texts(4, 13).cuda(), reserve=64)

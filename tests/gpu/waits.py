@@ -1,4 +1,4 @@
-"""Synchronisations of the host with the device, as errors."""
+"""Synchronisations of the host with the device, turned into errors."""
 
 import warnings
 from contextlib import contextmanager
@@ -8,9 +8,9 @@ import torch
 
 @contextmanager
 def no_synchronisation():
-    """Raise RuntimeError at every wait of the host for the device; restore torch's mode in every case.
+    """Raise RuntimeError at every wait of the host for the device, and restore torch's mode at the end.
 
-    torch warns once that this mode is a prototype. It does so after it has set the mode.
+    torch warns once, after setting the mode, that this mode is a prototype.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Synchronization debug mode")

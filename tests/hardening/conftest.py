@@ -1,4 +1,6 @@
-"""`@settings(settings.get_profile("hardening"))` tries 50 examples, with --soak 5,000."""
+"""The hypothesis profile "hardening": `@settings(settings.get_profile("hardening"))` tries 50 examples, with --soak
+5,000.
+"""
 
 from hypothesis import settings
 

@@ -1,4 +1,4 @@
-"""A public page in a process of its own, and callers of it that need no browser."""
+"""A public page in a separate process, and clients that need no browser."""
 
 import json
 import os
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 @contextmanager
 def served(log=None, **settings):
-    """`python app.py` -> the process and the page's address. log: a file for what it writes to stderr."""
+    """Start `python app.py` and yield its process and address. log: a file for its stderr."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -31,7 +31,7 @@ def served(log=None, **settings):
 
 @contextmanager
 def visitors(page):
-    """Opens the page, every time as a new visitor."""
+    """Yield a function that opens the page as a new visitor."""
     opened = []
 
     def visit(address=None):
@@ -44,7 +44,7 @@ def visitors(page):
 
 
 class Caller:
-    """A visitor with a session of its own; `address`: where it seems to come from."""
+    """A visitor with its own session. address: its address in X-Forwarded-For."""
 
     def __init__(self, page, address=None):
         headers = {"X-Forwarded-For": address} if address else {}
@@ -53,7 +53,7 @@ class Caller:
         self.session = secrets.token_hex(6)
 
     def fn(self, event, elem_id=None):
-        """The last event of a control; of an endpoint its name is enough."""
+        """Return the last event of a control, or an endpoint by its name."""
         ids = {c["id"] for c in self.config["components"] if elem_id and c["props"].get("elem_id") == elem_id}
         for fn in (fn for fn in reversed(self.config["dependencies"]) if fn["backend_fn"]):
             if (
@@ -65,11 +65,11 @@ class Caller:
         raise LookupError(event)
 
     def after(self, fn):
-        """The event that follows another and wants the engine."""
+        """Return the event that is triggered after another and uses the engine."""
         return next(f for f in self.config["dependencies"] if f["trigger_after"] == fn["id"])
 
     def values(self, fn, **changed):
-        """What a page that nobody touched sends, but for some controls by their elem_id."""
+        """Return the page's default inputs of an event, with changes by elem_id."""
         controls = {c["id"]: c["props"] for c in self.config["components"]}
         return [changed.get(controls[i].get("elem_id"), controls[i].get("value")) for i in fn["inputs"]]
 
@@ -78,19 +78,19 @@ class Caller:
         return self.client.post("gradio_api/queue/join", json=body)
 
     def messages(self):
-        """What the queue tells this session, until it has no call left."""
+        """Yield the queue's messages to this session until it has no call left."""
         with self.client.stream("GET", "gradio_api/queue/data", params={"session_hash": self.session}) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data:"):
                     yield json.loads(line[5:])
 
     def call(self, fn, data):
-        """The messages of one call."""
+        """Make one call and return its messages."""
         self.join(fn, data).raise_for_status()
         return list(self.messages())
 
     def now(self, fn, data):
-        """A call that does not wait."""
+        """Make a call that bypasses the queue."""
         body = {"fn_index": fn["id"], "data": data, "session_hash": self.session}
         return self.client.post("gradio_api/run/predict", json=body)
 

@@ -1,4 +1,4 @@
-"""A full disk under every command that writes: the old file stays, one line names it, exit code 2."""
+"""Every command that writes, on a full disk: the old file stays, one line names it, exit code 2."""
 
 import os
 import resource
@@ -27,7 +27,7 @@ def target(tmp_path_factory):
 
 
 def refused(capsys, left, *arguments):
-    """The line on stderr of a command on a disk with so many bytes left."""
+    """Return the line on stderr of a command on a disk with `left` bytes of free space."""
     with full_disk(left):
         assert main([str(argument) for argument in arguments]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
@@ -72,7 +72,8 @@ def test_training_keeps_what_it_has_at_every_stage(capsys, monkeypatch, tmp_path
     saved = {path: path.read_bytes() for path in tmp_path.glob("*.*")}
     monkeypatch.setattr("specdemo.training.fit.FIRST_CHECKPOINT_SECONDS", 0.0)
     assert str(tmp_path / "checkpoint.pt") in refused(capsys, 10_000, *train, 5)
-    assert f"cannot write {tmp_path}:" in refused(capsys, 3_000, *train, 0.001)  # trained enough: only the head is left
+    # Training is complete, and only the head remains to be written.
+    assert f"cannot write {tmp_path}:" in refused(capsys, 3_000, *train, 0.001)
     assert {path: path.read_bytes() for path in tmp_path.glob("*.*")} == saved
     assert load_drafter("medusa", load_target(str(target)), str(tmp_path))
 

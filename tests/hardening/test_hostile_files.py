@@ -1,4 +1,4 @@
-"""Files and numbers that mean harm: one line, exit code 2, and neither a wait nor memory worth mentioning."""
+"""Hostile files and numbers: one line and exit code 2, within bounded time and memory."""
 
 import json
 import os
@@ -45,14 +45,14 @@ from specdemo.training.corpus import read_corpus
 from specdemo.training.fit import check_minutes
 from tests.models.tiny import build
 
-SECONDS = 5.0  # of this process and of its children, whatever else the machine does
-BYTES = 1 << 29  # of address space beside what is taken already
+SECONDS = 5.0  # CPU time of this process and its children
+BYTES = 1 << 29  # address space on top of the current one
 FEW = settings(settings.get_profile("hardening"))
 
 
 @contextmanager
 def bounded():
-    """Work that takes neither SECONDS nor BYTES."""
+    """Fail if the work takes more CPU time than SECONDS or more address space than BYTES."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     taken = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (taken + BYTES, hard))
@@ -65,7 +65,7 @@ def bounded():
 
 
 def refused(call, *arguments):
-    """The one line of a refusal."""
+    """Return the one-line message of the ValueError that a call raises."""
     with bounded(), pytest.raises(ValueError) as error:
         call(*arguments)
     line = str(error.value)
@@ -73,7 +73,7 @@ def refused(call, *arguments):
     return line
 
 
-# Files that are none, or without end.
+# Special files, and files without end.
 
 
 def endless(folder, kind):
@@ -272,7 +272,7 @@ def test_numbers_of_the_library():
     assert "a seed must be" in refused(lambda: GenerationConfig(seed=10**400))
 
 
-# Heads. Each is an embedded one with something changed.
+# Heads: embedded ones with one change each.
 
 
 @pytest.fixture(scope="module")
@@ -282,7 +282,9 @@ def stories():
 
 @pytest.fixture
 def head(tmp_path):
-    """Name, what is said otherwise, what is held otherwise -> folder."""
+    """Return a function that copies an embedded head with a changed config and changed tensors, and returns its
+    folder.
+    """
 
     def make(name, said, held=None):
         folder = tmp_path / name
@@ -400,7 +402,7 @@ def test_a_header_of_absurd_shapes(tmp_path):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A folder with a tiny model and a tokenizer of single letters."""
+    """Save a tiny model with a tokenizer of single letters and return its folder."""
     folder = tmp_path_factory.mktemp("model")
     build("llama").save_pretrained(folder)
     letters = dict(zip(["<unk>", *string.ascii_lowercase, " ", "!"], range(61), strict=False))
@@ -446,7 +448,7 @@ def test_models_that_describe_what_they_are_not(copied, said, line, how):
 
 
 def test_sizes_of_public_models_are_allowed(tmp_path):
-    """The largest there are: Kimi K2, Llama 4 Scout, Meta's params.json, and what has no number."""
+    """Sizes from Kimi K2, Llama 4 Scout and Meta's params.json, and values that are not numbers."""
     said = {"num_hidden_layers": 126, "n_routed_experts": 512, "max_position_embeddings": 10_485_760}
     said |= {"vocab_size": -1, "tie_word_embeddings": True, "head_dim": None, "intermediate_size": [8192, 16384]}
     (tmp_path / "config.json").write_text(json.dumps(said | {"text_config": said}), encoding="utf-8")

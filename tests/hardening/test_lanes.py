@@ -1,5 +1,6 @@
-"""A lane that fails ends alone, whatever its drafter, its target or its rule does: it says why, the others finish, the
-next run works, and nothing of it stays in memory."""
+"""Failures of one lane in its drafter, target or rule: the lane reports the reason, the other lanes finish, the next
+run works, and the memory is freed.
+"""
 
 import weakref
 from dataclasses import replace
@@ -53,13 +54,13 @@ def runner():
 
 @pytest.fixture(scope="module")
 def whole(runner):
-    """What all lanes say."""
+    """Return the output that all lanes share."""
     return runner.run(spec()).lanes[0].token_ids
 
 
 @pytest.fixture
 def caches(monkeypatch):
-    """Those of every lane since, as far as they are still in memory."""
+    """Return a function that lists the KV caches of all lanes made since, None for each that is freed."""
     seen = []
     make = HFTarget._new_history
 
@@ -73,7 +74,7 @@ def caches(monkeypatch):
 
 
 def breaks(monkeypatch, owner, name, error, when=lambda *args: True):
-    """`name` raises where `when` says so; otherwise it does what it did."""
+    """Make `name` raise an error where `when` returns True, and work as before otherwise."""
     real = getattr(owner, name, lambda *args: None)
 
     def fail(self, *args, **named):
@@ -85,7 +86,7 @@ def breaks(monkeypatch, owner, name, error, when=lambda *args: True):
 
 
 def fails_alone(trace, whole, why):
-    """Lane 1 does, for that reason."""
+    """Check that lane 1 alone failed, with this reason."""
     baseline, failed, other = trace.lanes
     assert [lane.finish for lane in trace.lanes] == ["length", "error", "length"]
     assert baseline.token_ids == other.token_ids == whole
@@ -107,7 +108,7 @@ def is_free(runner, caches, whole):
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_a_drafter_that_raises(runner, whole, caches, monkeypatch, error):
-    """Three lanes, one at each of its three calls."""
+    """Three lanes fail, one in each method of the drafter."""
     calls = {1: "start", 2: "propose", 3: "observe"}
     lanes = [Lane(method="ngram", k=2, options={"max_n": n}) for n in calls]
     with monkeypatch.context() as broken:
@@ -227,7 +228,7 @@ def test_memory_that_cannot_be_released_is_the_lanes_own_affair(runner, whole, c
             pass
         stream.close()
     assert [lane.token_ids for lane in trace.lanes] == [whole] * 3
-    assert [lane.finish for lane in trace.lanes] == ["length"] * 3  # its text was whole
+    assert [lane.finish for lane in trace.lanes] == ["length"] * 3  # its text was complete
     assert trace.lanes[1].note.startswith("KeyError: 'handle'")
     del stream
     assert is_free(runner, caches, whole)

@@ -1,8 +1,8 @@
-"""A model that does not fit into the memory of its process ends in one line.
+"""One line for a model that does not fit into the memory of its process.
 
-The limit is on address space, as a container's shell sets it. A library that starts a thread or loads a file of its own
-while less than some 100 MB are left may end the process by itself, so the second limit leaves more room than that and
-the weights ask for more than it.
+The limit is on address space, as `ulimit -v` sets it. With less than about 100 MB left, a library that starts a thread
+or loads a file may end the process, so the second limit leaves more room than that, and the weights need more than that
+room.
 """
 
 import json
@@ -49,10 +49,10 @@ def test_a_model_without_room_for_its_weights_is_one_line(tmp_path):
     config = json.loads((stories / "config.json").read_text())
     vocabulary, width = 2**18, 2**10
     (folder / "config.json").write_text(json.dumps({**config, "vocab_size": vocabulary, "hidden_size": width}))
-    size = 2 * vocabulary * width  # 0.5 GB mapped, 1 GB as float32
+    size = 2 * vocabulary * width  # 0.5 GB mapped, 1 GB in float32
     entry = {"dtype": "BF16", "shape": [vocabulary, width], "data_offsets": [0, size]}
     header = json.dumps({"model.embed_tokens.weight": entry}).encode()
     with (folder / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
-        file.truncate(8 + len(header) + size)  # a hole: it takes no room on the disk
+        file.truncate(8 + len(header) + size)  # a sparse file, which takes no space on the disk
     assert "does not fit into the memory" in run(size + size // 2, "--target", str(folder), "--dtype", "float32")

@@ -1,4 +1,4 @@
-"""Memory over time: what a page keeps of its visitors is bounded, whatever they name themselves."""
+"""Memory of a page over many visitors, which must stay bounded for any visitor names."""
 
 import secrets
 from pathlib import Path
@@ -35,7 +35,8 @@ def test_memory_stays_where_it_was_after_the_first_visitors():
             for times, act in ((refusals, refused), (runs, run), (traces, lambda caller: opened(caller, trace))):
                 for _ in range(times):
                     caller.session = secrets.token_hex(6)
-                    caller.client.headers["X-Forwarded-For"] = f"8.8.8.{secrets.randbelow(250)}"  # few files a visitor
+                    # Few files per visitor.
+                    caller.client.headers["X-Forwarded-For"] = f"8.8.8.{secrets.randbelow(250)}"
                     act(caller)
                 print(times, act.__name__, memory().rss // 1_000_000, "MB", flush=True)
 

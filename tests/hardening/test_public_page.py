@@ -1,4 +1,4 @@
-"""A public page: what it refuses whoever asks and however, what it tells browsers, and whose turn it is."""
+"""A public page: rejected requests, response headers, and the order of visitors' turns."""
 
 import re
 import time
@@ -24,7 +24,7 @@ PUBLIC = {"SPECDEMO_PUBLIC": "1", "HF_HUB_OFFLINE": "1", "SPECDEMO_BEHIND_PROXY"
 
 @pytest.fixture(scope="module")
 def log(tmp_path_factory):
-    """What the page writes to stderr."""
+    """Return the path of the file with the page's stderr."""
     return tmp_path_factory.mktemp("page") / "log"
 
 
@@ -48,7 +48,7 @@ def text(messages):
     return ends(messages)["output"]["data"][0]
 
 
-# What is hidden
+# Hidden parts
 
 
 def test_hidden_functions_reject_calls(visit):
@@ -106,7 +106,7 @@ def test_a_turn_is_two_minutes_at_most(monkeypatch):
     assert sweep.Engine(lambda *_: iter(()))._limit_s == 120.0
 
 
-# What one visitor wrote
+# Input of one visitor
 
 
 REMEMBER = {"method": "suffix", "options": {"remember": True}}
@@ -144,7 +144,7 @@ def test_online_learning_is_reset_between_visitors(public, monkeypatch):
     assert outputs == ["forget_learned", "run"]
 
 
-# What browsers are told
+# Response headers
 
 
 def test_headers(visit):
@@ -160,7 +160,7 @@ def test_at_home_nobody_else_frames_the_page(monkeypatch):
     monkeypatch.delenv("SPACE_ID", raising=False)
     monkeypatch.delenv("SPECDEMO_PUBLIC", raising=False)
     assert "frame-ancestors 'self'" in policy(b"") and "huggingface" not in policy(b"")
-    assert not re.search("  | ;| $", policy(b""))  # a server refuses to send it
+    assert not re.search("  | ;| $", policy(b""))  # servers reject such a header
     assert re.findall("sha256-.{44}", policy(b"<script>1</script><script src='a.js'></script>")) == [
         "sha256-a4ayc/80/OGda4BO/1o/V0etpOqiLx1JwB5S3beHW0s="
     ]
@@ -177,11 +177,11 @@ def test_no_other_origin_reads_an_answer(visit, host):
         assert not [name for name in answer.headers if name.startswith("access-control-")]
 
 
-# Whose turn it is
+# Turns
 
 
 def run_output(turns, calls, now=0.0):
-    """The order of calls (visitor, session or pair; second they came)."""
+    """Return the order of calls, given as (visitor, session or pair; arrival in s)."""
     waiting = [(f"{i}{who}", who if isinstance(who, tuple) else ("", who), came) for i, (who, came) in enumerate(calls)]
     return "".join(call[1:] if call[1:].isalpha() else call[0] for call in turns.order(waiting, now))
 
@@ -198,7 +198,7 @@ def test_no_visitor_runs_twice_while_another_waits():
     assert run_output(turns, [("a", 1), ("b", 3)], now=5.0) == "ba"
     turns.end(5.0)
     assert run_output(turns, [("a", 1), ("b", 3)], now=5.0) == "ba"
-    assert run_output(turns, [("a", 1), ("b", 6)], now=7.0) == "ab"  # its last turn ended before the other one came
+    assert run_output(turns, [("a", 1), ("b", 6)], now=7.0) == "ab"  # a's last turn ended before b arrived
 
 
 def test_heavy_user_waits_for_all_others():
@@ -239,7 +239,8 @@ def test_a_class_that_presses_run_at_once_all_gets_its_turn(visit):
         assert ranks == sorted(ranks, reverse=True)
         if ranks[0] > CLASS // 2:
             assert ranks[-1] < ranks[0] / 2
-            assert all(message["rank_eta"] > 0.0 for message in wait)  # how long is the unit test's: real turns differ
+            # The exact time is tested in the unit test: real turns vary.
+            assert all(message["rank_eta"] > 0.0 for message in wait)
     assert max(wait[0]["rank"] for wait in waits) >= CLASS // 2
 
 

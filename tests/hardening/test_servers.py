@@ -1,5 +1,6 @@
-"""A server of every bad kind: its lane says why in one line, or leaves unknown what the server lied about; nothing else
-notices, and what is written can be opened again."""
+"""Faulty servers: the lane reports the reason in one line, or leaves false values unknown; other lanes are not
+affected, and the trace can be opened again.
+"""
 
 import gzip
 import json
@@ -20,7 +21,7 @@ TOKENS = 4
 GOOD = [piece("Once", total=1), piece(" upon", total=2), piece(" a time.", total=3, finish="stop")]
 DONE = b"data: [DONE]\n\n"
 QUICK = {"silence": 0.3}
-SOON = {"silence": 1.0, "token": 0.01}  # the whole lane's time is 1.04 s, of silence 1 s
+SOON = {"silence": 1.0, "token": 0.01}  # limits: 1.04 s for the lane in total, 1 s of silence
 DEEP = b"[" * 100_000
 NUL = b"\0" * 1000
 HUGE = b"9" * 5000
@@ -30,7 +31,9 @@ BOMB = gzip.compress(bytes(50_000_000))
 
 @dataclass(frozen=True)
 class Kind:
-    """parts: a response as it is sent. why: what its lane says; None: the lane ends well, with what `known` says."""
+    """A fault of a server. parts: the raw response. why: the start of the lane's note; None: the lane finishes, with
+    the values in `known`.
+    """
 
     stage: str
     name: str
@@ -42,7 +45,7 @@ class Kind:
 
 
 def drip(start, each):
-    """Never silent for long and never done."""
+    """Yield bytes without a long pause and without end."""
     yield start
     while True:
         Event().wait(0.02)
@@ -54,7 +57,7 @@ def models(name, body, why, **headers):
 
 
 def faulty_chunk(name, chunk, why, **more):
-    """A good start, then a chunk."""
+    """Return a fault that sends a good first chunk and then this one."""
     return Kind("answer", name, [head(), events(GOOD[0], chunk), DONE], why, **more)
 
 
@@ -63,7 +66,7 @@ def slow_limits(name, *chunks, text="Once upon a time.", **known):
 
 
 def ended(**changes):
-    """The last chunk, with odd fields."""
+    """Return the last chunk with changed fields."""
     return piece(" upon a time.", finish="stop") | changes
 
 
@@ -201,7 +204,7 @@ def limits(monkeypatch):
 
 @pytest.fixture(scope="module")
 def session():
-    """One for all: what a bad server leaves behind would meet the next."""
+    """Return one session for all tests, so that state left by a faulty server would affect the next."""
     return Session()
 
 
@@ -217,7 +220,7 @@ def serving(kind):
 
 
 def race(session, baseline, server):
-    """Plain decoding, on a server or here, against a lane on a server."""
+    """Run plain decoding, on a server or in this process, against a lane on a server."""
     first, second = (each and each.address for each in (baseline, server))
     address.allow(filter(None, (first, second)))
     lanes = [Lane(method="ngram", k=2, server=second)]
@@ -270,7 +273,7 @@ def test_memory_stays_bounded(kind, session, good):
         (drafted(1, 2, 1), drafted("9" * 9000, 18, 9)),
         (drafted(1, 2, 1), drafted("", "", "")),
         (drafted(9, 18, 9), drafted(1, 2, 1)),  # shrinks
-        (drafted(1, 2, 1), drafted(9, 18, 99)),  # more kept than drafted
+        (drafted(1, 2, 1), drafted(9, 18, 99)),  # more accepted than drafted
         (drafted(1, 2, 1), drafted(9, 18, 9).replace("drafts", "drafts{engine")),
         ("", "sglang:spec_accept_rate NaN\nsglang:spec_accept_length -2\n"),
         ("", "sglang:spec_accept_rate 1e400\nsglang:spec_accept_length 1e99\n"),

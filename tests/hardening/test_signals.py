@@ -1,4 +1,4 @@
-"""Processes ended by a signal: no traceback, the exit code of a shell, nothing half written, the port free again."""
+"""Processes ended by a signal: no traceback, a shell's exit code, no half-written file, and a free port."""
 
 import os
 import pty
@@ -23,15 +23,15 @@ from tests.models.tiny import build
 KILL, TERM, INT = signal.SIGKILL, signal.SIGTERM, signal.SIGINT
 CODES = {KILL: -9, TERM: 143, INT: 130}
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 120.0  # of anything waited for; a machine may be busy
+LIMIT_S = 120.0  # for any wait; the machine may be busy
 
 
 class Process:
-    """A command, its stderr and stdout on a terminal, as one text."""
+    """A command with stdout and stderr on one terminal, whose output is collected in `text`."""
 
     def __init__(self, *command):
         controller, terminal = pty.openpty()
-        termios.tcsetwinsize(terminal, (24, 120))  # without a width there are no progress bars
+        termios.tcsetwinsize(terminal, (24, 120))  # progress bars need a width
         self.text, self._from, self.ended = "", controller, False
         self.process = subprocess.Popen(
             [sys.executable, *map(str, command)], cwd=ROOT, stdout=terminal, stderr=terminal
@@ -39,7 +39,7 @@ class Process:
         os.close(terminal)
 
     def until(self, pattern):
-        """Read on until it is found; None: until the end."""
+        """Read until the pattern is found; None: until the end."""
         deadline = time.monotonic() + LIMIT_S
         while not self.ended and not (pattern and re.search(pattern, self.text, re.DOTALL)):
             assert time.monotonic() < deadline, self.text
@@ -48,19 +48,19 @@ class Process:
         return self
 
     def listen(self):
-        """Read what is there: who writes to a terminal that nobody reads waits."""
+        """Read available output. A process blocks if nothing reads its terminal."""
         if select.select([self._from], [], [], 0.1)[0]:
             self._read()
 
     def _read(self):
         try:
             data = os.read(self._from, 1 << 16)
-        except OSError:  # the other end is closed
+        except OSError:  # the process has closed its end
             data = b""
         self.text, self.ended = self.text + data.decode(errors="replace"), not data
 
     def end(self, number=None):
-        """Send the signal, or wait for the end -> exit code."""
+        """Send the signal, if any, wait for the end and return the exit code."""
         if number is not None:
             self.process.send_signal(number)
         self.until(None)
@@ -72,7 +72,7 @@ class Process:
 
 @pytest.fixture
 def started():
-    """Starts processes and leaves none."""
+    """Yield a function that starts processes; all are killed at the end."""
     processes = []
 
     def start(*command):
@@ -113,7 +113,7 @@ def test_a_run_ends_and_leaves_the_old_trace(started, number, tmp_path):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A tiny target, and a little of what it says."""
+    """Save a tiny target and a small dataset of its text, and return both folders."""
     folder, cache = tmp_path_factory.mktemp("tiny"), tmp_path_factory.mktemp("cache")
     build("llama").save_pretrained(folder)
     plan = Plan(text_rows=8, sampled_rows=4, rows_per_shard=4, context=32, sample_length=16, taps=(-1,))
@@ -129,7 +129,7 @@ def steps(folder):
 
 
 def inode(folder):
-    """Of the checkpoint; None between the moment the old one is put aside and the new one is there."""
+    """Return the inode of the checkpoint, or None while it is being replaced."""
     try:
         return (folder / "checkpoint.pt").stat().st_ino
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Hundreds of runs, and calls that are refused, leave memory where it was."""
+"""Memory after hundreds of runs and rejected calls, which must not grow."""
 
 import gc
 import os
@@ -26,7 +26,7 @@ def resident():
 
 
 def spec(number):
-    """Other lanes, another prompt and another length every time."""
+    """Return a comparison with other lanes, another prompt and another length for each number."""
     prompt = "Once upon a time, " + "a dog saw a cat and " * (number % 13)
     lanes = [*LANES[number % 4 :][:2]]
     return Comparison(id="test", target="stories", prompt=prompt, lanes=lanes, max_new_tokens=4 + number % 9)

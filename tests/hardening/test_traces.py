@@ -1,4 +1,4 @@
-"""Files that nobody should have written: what opening them costs, whoever opens them."""
+"""Malformed and oversized trace files: the cost of opening them."""
 
 import gc
 import json
@@ -31,7 +31,7 @@ M = FILE_LIMITS.bytes
 LANE = {"name": "a", "method": "none", "options": {}, "exact": True, "prompt_ids": []}
 EVENT = {name: [[]] for name in ("drafted", "parents", "emitted", "draft_probs", "target_probs")}
 EVENT |= {"index": 0, "path": [[0]], "ms": {}}
-FEW_KEYS = {str(n): 1 for n in range(59_000)}  # as many as a public page lets pass
+FEW_KEYS = {str(n): 1 for n in range(59_000)}  # as many as a public page accepts
 MANY = {str(n): 1 for n in range(1_200_000)}
 
 
@@ -127,7 +127,7 @@ anything = st.recursive(
 
 
 def count(node):
-    """-> depth of brackets; commas with opening brackets; keys."""
+    """Return the depth of brackets, the number of commas and opening brackets, and the number of keys."""
     if not isinstance(node, dict | list):
         return 0, 0, 0
     keys = len(node) if isinstance(node, dict) else 0
@@ -172,8 +172,8 @@ PUBLIC_WORST = {
 def test_a_public_page_parses_without_holding_up_the_others(kind):
     text = PUBLIC_WORST[kind]
     check_json_limits(text, PUBLIC_FILE_LIMITS, "a trace")
-    with gc_paused():  # as from_json does it
-        assert cost(TypeAdapter(RunTrace).validate_json, text) < 15  # in one go; measured: up to 1.5
+    with gc_paused():  # as in from_json
+        assert cost(TypeAdapter(RunTrace).validate_json, text) < 15  # in one step; measured: up to 1.5
     assert cost(lambda: replayed(from_json(text))) < 100  # measured: up to 15
 
 
@@ -184,7 +184,7 @@ def test_parsing_does_not_trigger_full_garbage_collection():
 
 
 def wide_run(new_tokens, lanes, nodes, vocabulary=150_000):
-    """Every array of every step full."""
+    """Return a run in which every array of every step is full."""
     rng = random.Random(7)
 
     def event(index, token, nodes):
@@ -245,7 +245,7 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="module")
 def reader():
-    """Opens a trace in a process of 400 MB more than it takes to start -> what it says."""
+    """Yield a function that opens a trace in a process with 400 MB more than it starts with, and returns its output."""
     command = [sys.executable, "-c", UNDER_A_LIMIT]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
 

@@ -1,4 +1,4 @@
-"""What a running public page takes from strangers."""
+"""Uploads to a running public page by untrusted visitors."""
 
 import os
 import socket
@@ -15,7 +15,7 @@ from specdemo.ui.guard import UPLOADS
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where Gradio keeps what is uploaded."""
+    """Return the folder for Gradio's uploads."""
     return tmp_path_factory.mktemp("uploads")
 
 
