@@ -44,7 +44,9 @@ def test_greedy_output_is_the_targets_own(policy, tiny_llama):
 
 
 class World:
-    """Costs in plain steps and an acceptance by position, played on a policy without any model or clock."""
+    """A simulation of a policy without model or clock. draft, slot: costs in plain steps. rates: acceptance by
+    position.
+    """
 
     def __init__(self, draft, slot, rates, seed=0):
         self.draft, self.slot, self.rates = draft, slot, rates
@@ -56,7 +58,7 @@ class World:
         return accepted, self.draft * k * noise, (1.0 + self.slot * k) * noise
 
     def speed(self, policy, steps, depth=8):
-        """Tokens per second, and how often each k was chosen."""
+        """Return tokens per second, and how often each k was chosen."""
         tokens, seconds, chosen = 0, 0.0, [0] * (depth + 1)
         policy.start()
         for _ in range(steps):
@@ -84,7 +86,7 @@ def test_goodput_is_close_to_the_best_fixed_depth(alpha, draft, slot):
 @pytest.mark.parametrize("draft", [0.1, 0.3, 1.0, 3.0])
 def test_goodput_never_loses_much_to_plain_decoding(draft):
     got, chosen = World(draft, 0.2, [0.0] * 8).speed(Goodput(), 400)
-    assert got > 0.97 / 1.05  # 1.05: the mean of the noise, which plain decoding has too
+    assert got > 0.97 / 1.05  # 1.05: the mean of the noise, also in plain decoding
     assert chosen[0] > 350
 
 
@@ -106,7 +108,9 @@ def test_goodput_calibrates_and_outlives_a_generation():
 
 
 def speed_with_informative_confidence(requested, steps=3000):
-    """Tokens per second where how sure the draft is of a token, by turns much and little, says how often it is kept."""
+    """Return tokens per second of a drafter that is at random sure or unsure of each token, with a matching acceptance
+    rate.
+    """
     dice, policy, tokens, seconds = random.Random(3), Goodput(), 0, 0.0
     policy.start()
     for _ in range(steps):
@@ -125,7 +129,9 @@ def test_goodput_stops_a_draft_where_it_gets_unsure():
 
 
 def test_drafting_stops_when_confidence_is_low(tiny_llama):
-    """Asked after every token but the last, with the likeliest one's chance, drawn or not."""
+    """The check runs after every token but the last, on the probability of the most probable token, also when
+    sampling.
+    """
     draft, requested = tiny_llama(16), []
     for sampling in (Sampling(), Sampling(1.0)):
         drafter = load_drafter("draft_model", ToyTarget(16), draft)
@@ -153,7 +159,7 @@ def test_expected_tokens_by_position():
 def test_acceptance_is_counted_where_a_level_was_reached():
     acceptance = AcceptanceEstimator()
     for _ in range(200):
-        acceptance.add(3, 1)  # the first kept, the second refused, the third never asked
+        acceptance.add(3, 1)  # accepted, rejected, not verified
     first, second, third = acceptance.rates(3)
     assert first == pytest.approx(1.0, abs=0.01)
     assert second < 0.12 and third == second
@@ -171,7 +177,7 @@ def test_costs_are_medians_and_lines_between():
 
 
 class Watch:
-    """A device on which drafting takes three times as long as verifying, whatever the host's clock says."""
+    """A stopwatch on which drafting takes three times as long as verification."""
 
     wall_ms = None
 
@@ -186,7 +192,7 @@ class Watch:
 
 
 def test_a_slow_draft_is_given_up(tiny_llama):
-    """By the lane's own clock, which alone knows when a device was busy."""
+    """The policy must use the lane's stopwatch, since only that one includes the device's time."""
     target = ToyTarget(16, seed=1)
     drafter = load_drafter("adaptive", target, tiny_llama(16))
     config = GenerationConfig(60, stop_token_ids=())
@@ -220,7 +226,7 @@ def test_heuristic_goes_up_by_two_and_down_by_one():
         policy.learn(StepOutcome(chosen[-1], chosen[-1] + 1, [(chosen[-1], min(accepted, chosen[-1]))]))
     assert chosen == [6, 5, 6, 5, 4, 3, 2, 1, 1]
     assert policy.choose(9, 9) == 3
-    policy.learn(StepOutcome(3, 1, [(0, 0)]))  # nothing was drafted, nothing is learnt
+    policy.learn(StepOutcome(3, 1, [(0, 0)]))  # nothing was drafted, so there is nothing to learn
     assert policy.choose(9, 9) == 3
 
 
@@ -241,7 +247,8 @@ def test_nothing_is_drafted_below_a_doubtful_node():
 def test_cutting_by_confidence_is_exact_under_sampling():
     rows, vocabulary = 20000, 3
     rng = torch.Generator().manual_seed(0)
-    p = torch.tensor([[0.6, 0.3, 0.1], [0.2, 0.5, 0.3], [0.1, 0.2, 0.7], [0.3, 0.4, 0.3]])  # after the root, after x
+    # Rows: after the root, after x.
+    p = torch.tensor([[0.6, 0.3, 0.1], [0.2, 0.5, 0.3], [0.1, 0.2, 0.7], [0.3, 0.4, 0.3]])
     q = torch.tensor([[0.3, 0.3, 0.4], [0.6, 0.2, 0.2], [0.3, 0.3, 0.4], [0.1, 0.8, 0.1]])
     first = torch.multinomial(q[0].expand(rows, -1), 1, generator=rng)[:, 0]
     second = torch.multinomial(q[1 + first], 1, generator=rng)[:, 0]

@@ -25,7 +25,7 @@ def written(target, drafter, tokens=40, **config):
 
 @pytest.mark.parametrize("options", [{}, {"inner": "suffix"}])
 def test_the_draft_is_the_draft_models_own(options, tiny_llama):
-    """Step by step, in rows of unequal length, also where guess and draft model part."""
+    """Compares step by step, with rows of different lengths and with wrong guesses."""
     target, draft = HFTarget(tiny_llama(61)), noisy(tiny_llama(61), 0.01)
     alone, expected = written(target, load_drafter("draft_model", target, draft))
     got, events = written(target, load_drafter("cascade", target, draft, **options))
@@ -35,7 +35,7 @@ def test_the_draft_is_the_draft_models_own(options, tiny_llama):
         for row, confidence in enumerate(event.draft_probs):
             assert confidence == pytest.approx(other.draft_probs[row], abs=1e-3)
     passes = [e.notes["passes"] for e in events[1:]]
-    assert min(passes) < 3 and max(passes) == 5  # some guesses hold, some do not
+    assert min(passes) < 3 and max(passes) == 5  # some guesses are accepted, some rejected
 
 
 def test_a_third_model_may_guess(tiny_llama, tmp_path):
@@ -45,7 +45,7 @@ def test_a_third_model_may_guess(tiny_llama, tmp_path):
     drafter = load_drafter("cascade", target, draft, inner="draft_model", inner_model=str(tmp_path))
     got, events = written(target, drafter)
     assert got == written(target, load_drafter("none", target))[0]
-    assert {e.notes["passes"] for e in events[1:]} == {1.0}  # the guess of an equal model always holds
+    assert {e.notes["passes"] for e in events[1:]} == {1.0}  # the guess of an equal model is always accepted
     assert drafter.weight_bytes == 2 * load_drafter("draft_model", target, draft).weight_bytes
 
 

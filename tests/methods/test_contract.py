@@ -1,4 +1,4 @@
-"""What every method must do, whatever it does: specdemo.testing, run over every entry of METHODS."""
+"""The contract of all methods: `specdemo.testing` on every entry of METHODS."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from specdemo import testing
 from specdemo.methods import METHODS, load_drafter, method, validate_options
 from specdemo.models.toy import ToyTarget
 
-UNTIMED = {"adaptive": {"policy": "heuristic"}}  # goodput listens to the clock
+UNTIMED = {"adaptive": {"policy": "heuristic"}}  # goodput depends on the clock
 
 
 @pytest.mark.parametrize("check", [c for c in testing.CHECKS if c is not testing.sampling_is_reproducible])
@@ -21,7 +21,7 @@ def test_sampling_repeats_with_the_seed(name):
 
 
 def test_the_contract_test_finds_what_is_broken(monkeypatch):
-    """Each fault is put into a method that keeps the contract."""
+    """Each fault is inserted into a method that fulfils the contract."""
     ngram = method("ngram")
     testing.check_method("ngram")
     faults = {

@@ -50,7 +50,7 @@ def target():
 
 
 def drafter_tensors(seed=0):
-    """Tensors in z-lab's names and shapes."""
+    """Return random tensors with z-lab's names and shapes."""
     rng = torch.Generator().manual_seed(seed)
     shapes = {"fc.weight": (H, len(TAPS) * H), "hidden_norm.weight": (H,), "norm.weight": (H,)}
     for i in range(LAYERS):
@@ -74,7 +74,7 @@ def drafter_tensors(seed=0):
 
 
 def second_tensors(span=2, group=8, rank=4, seed=1):
-    """What DFlash2 has besides."""
+    """Return the additional tensors of DFlash2."""
     rng = torch.Generator().manual_seed(seed)
     shapes = {
         "candidate_selector.predecessor_codebook": (VOCABULARY, rank),
@@ -103,14 +103,14 @@ def norm(x, weight):
 
 
 def turned(x, positions):
-    """RoPE as a product of complex numbers, x [S, heads, SIZE]."""
+    """Apply RoPE to x [S, heads, SIZE] as a product of complex numbers."""
     angles = positions[:, None] / THETA ** (torch.arange(0, SIZE, 2) / SIZE)
     z = torch.complex(*x.chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)[:, None]
     return torch.cat([z.real, z.imag], -1)
 
 
 def convolved(w, prefix, x, sublayer):
-    """DFlash2's filter around a sublayer, channel by channel; without its tensors, the sublayer."""
+    """Apply DFlash2's filter around a sublayer, channel by channel; without its tensors only the sublayer."""
     if f"{prefix}.base_kernel" not in w:
         return sublayer(x)
     base, projection = w[f"{prefix}.base_kernel"], w[f"{prefix}.kernel_projection.weight"]
@@ -129,7 +129,10 @@ def convolved(w, prefix, x, sublayer):
 
 
 def reference(w, features, x, start=0, window=0, causal=False, sink=-torch.inf):
-    """features [T, taps H], block embeddings x [S, H] -> states [S, H], from the paper's formulas without a cache."""
+    """Return states [S, H] from the paper's formulas without a cache.
+
+    features: [T, taps * H]. x: block embeddings [S, H].
+    """
     context = norm(features @ w["fc.weight"].T, w["hidden_norm.weight"])
     length, slots = len(context), len(x)
     positions = start + torch.arange(length + slots)
@@ -172,7 +175,7 @@ def features_of(target, text):
 
 
 def observed(target, model, text, steps=(), sampling=None, **options):
-    """A drafter that has seen text [B, T], the columns behind `steps[0]` in several observations."""
+    """Return a drafter that has observed text [B, T], split into several observations at `steps`."""
     drafter = load_drafter("dflash", target, model, **options)
     hidden = target.start(text, drafter.taps).hidden
     drafter.start(len(text), sampling or Sampling(1.0), torch.Generator().manual_seed(0))
@@ -184,7 +187,7 @@ def observed(target, model, text, steps=(), sampling=None, **options):
 
 
 def logits_of(target, model, text, steps=(9, 12)):
-    """log q [D, V] of every slot behind a text [1, T]."""
+    """Return log q [D, V] of every slot after a text [1, T]."""
     return observed(target, model, text, steps).propose(Budget(16, 16)).probs[0].log()
 
 
@@ -247,7 +250,7 @@ def test_windowed_layers_are_causal_by_default(target, tmp_path, extra, causal):
 def test_a_window_without_layer_types(target, tmp_path):
     w = drafter_tensors()
     agrees(target, write(tmp_path, changed(ZLAB, use_swa=True, swa_window_size=4), w), w, TEXT, window=4)
-    for types, window in (("full_attention", 4), ("sliding_attention", 4)):  # which comes before `sliding_window`
+    for types, window in (("full_attention", 4), ("sliding_attention", 4)):  # takes precedence over `sliding_window`
         config = changed(ZLAB, use_swa=True, swa_window_size=window) | {"layer_types": [types] * LAYERS}
         model = write(tmp_path / types, config | {"sliding_window": 7}, w)
         agrees(target, model, w, TEXT, window=window, causal=types == "sliding_attention")
@@ -334,7 +337,9 @@ def test_speculators(target, tmp_path, from_anchor):
 
 
 def markov_bias(extra, kind, states, before):
-    """states [D, H], tokens before [D] -> [D, V], slot by slot; `rnn` keeps s, of which the next slot hears"""
+    """Return the biases [D, V] slot by slot from states [D, H] and the tokens before [D]. `rnn` carries s to the next
+    slot.
+    """
     w, biases, s = {n.removeprefix("markov_head."): t for n, t in extra.items()}, [], torch.zeros(4)
     for state, read in zip(states, w["markov_w1.weight"][before], strict=True):
         if kind == "gated":
@@ -349,7 +354,7 @@ def markov_bias(extra, kind, states, before):
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("kind", ["none", "vanilla", "gated", "rnn"])
 def test_deepspec(target, tmp_path, kind, early):
-    """Slots from the anchor on; a Markov head reads the token before."""
+    """The block starts at the anchor; a Markov head reads the previous token."""
     w, rng = drafter_tensors(), torch.Generator().manual_seed(5)
     rank = 0 if kind == "none" else 4
     extra = {"embed_tokens.weight": target.embed.weight.clone(), "lm_head.weight": target.lm_head.weight.clone()}
@@ -380,7 +385,7 @@ def test_deepspec(target, tmp_path, kind, early):
 
 
 def stages_agree(target, model, draft):
-    """What a stage says slot by slot is what it says of whole blocks, which are trained on, and in trees."""
+    """Check that a stage gives the same results slot by slot, on whole blocks as in training, and in trees."""
     drafter = observed(target, model, TEXT, (9, 12))
     tokens = torch.full((1, BLOCK), model.design.mask_token_id)
     tokens[:, 0] = TEXT[:, -1]
@@ -405,7 +410,7 @@ def stages_agree(target, model, draft):
 
 @pytest.mark.parametrize(("shifted", "alone"), [(False, 1), (True, 2), (True, 0)])
 def test_domino(target, tmp_path, shifted, alone):
-    """A GRU over the tokens before, the anchor first; torch's gates are reset, update, new."""
+    """A GRU reads the previous tokens, starting with the anchor; torch orders its gates as reset, update, new."""
     w, rng, inner, words = drafter_tensors(), torch.Generator().manual_seed(5), 6, 5
     shapes = {"prefix_gru.weight_ih_l0": (3 * inner, H), "prefix_gru.weight_hh_l0": (3 * inner, inner)}
     shapes |= {"embed_proj.0.weight": (words, H + inner), "embed_proj.2.weight": (VOCABULARY, words)}
@@ -454,7 +459,9 @@ LATTICE |= {"factor_dim": 5, "vector_eps": 1e-4, "logit_scale": 8.0}
 
 
 def lattice_tensors(width, seed=2):
-    """What a LiLiCorr has besides, as it is exported; a head as wide as the drafter projects no embeddings."""
+    """Return the additional tensors of an exported LiLiCorr head. A head as wide as the drafter has no embedding
+    projection.
+    """
     rng, candidates = torch.Generator().manual_seed(seed), LATTICE["candidate_topk"]
     inner, factor = int(1.5 * width), LATTICE["factor_dim"]
     linears = {"pass_hidden_proj": (width, H), "context_proj": (width, H), "feature_mlp.1": (width, 5)}
@@ -477,8 +484,10 @@ def lattice_tensors(width, seed=2):
 
 
 def lattice_scores(stored, rows, chances, states, context):
-    """One block, candidate by candidate: embeddings rows [D, K, H], log q [D, K], states [D, H], context [H] -> scores
-    of the first slot [K], and of pairs [D - 1, K, K]."""
+    """Return the scores of the first slot [K] and of pairs [D - 1, K, K] in one block, candidate by candidate.
+
+    rows: embeddings [D, K, H]. chances: log q [D, K]. states: [D, H]. context: [H].
+    """
     w = {name.removeprefix("lilicorr."): tensor for name, tensor in stored.items()}
     line = lambda name, x: x @ w[f"{name}.weight"].T + w[f"{name}.bias"]  # noqa: E731
     silu, (slots, candidates) = torch.nn.functional.silu, chances.shape
@@ -518,8 +527,9 @@ def lattice_scores(stored, rows, chances, states, context):
 
 @pytest.mark.parametrize("width, renamed", [(12, False), (H, True)])
 def test_lilicorr(target, tmp_path, width, renamed):
-    """Of every slot the likeliest tokens, and only how well each follows the one before it; the whole block counts,
-    however much of it is asked for."""
+    """The head scores pairs of the most probable tokens of consecutive slots. The whole block counts, even if fewer
+    tokens are requested.
+    """
     w, more = drafter_tensors(), lattice_tensors(width)
     said = {f"lilicorr_{key}": value for key, value in LATTICE.items()} | {"lilicorr_hidden_size": width % H}
     config = changed(ZLAB, **said) | {"architectures": ["LiLiCorrDraftModel"]}
@@ -576,7 +586,9 @@ def muse_config(**more):
 @pinned
 @pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
 def test_transformers_drafts_the_same(target, tmp_path, kind):
-    """Against transformers' own model and generator: the first block, and one whose context is cached."""
+    """Compares with the model and candidate generator of transformers: the first block, and one with a cached
+    context.
+    """
     transformers = pytest.importorskip("transformers")
     if not hasattr(transformers, "MuseGlimmerAssistantModel"):
         pytest.skip("this transformers has no DFlash")
@@ -593,7 +605,7 @@ def test_transformers_drafts_the_same(target, tmp_path, kind):
     reference.get_candidates(TEXT, {}, None, is_first_iteration=True, n_last_matches=0)
     said = target.model(TEXT[:, :-1], output_hidden_states=True)
     drafter = observed(target, str(tmp_path), TEXT[:, :10])
-    for begin, end in ((0, 9), (9, 12), (12, 13)):  # the prompt, then three and one kept columns
+    for begin, end in ((0, 9), (9, 12), (12, 13)):  # the prompt, then three and one accepted columns
         ids = TEXT[:, : end + 1]
         said.hidden_states = target.model(ids[:, :-1], output_hidden_states=True).hidden_states
         said.hidden_states = tuple(h[:, begin:] for h in said.hidden_states)
@@ -608,7 +620,7 @@ def test_transformers_drafts_the_same(target, tmp_path, kind):
         assert tokens.shape[1] == end + BLOCK
 
 
-# Files that are refused
+# Rejected files
 
 
 @pytest.mark.parametrize(
@@ -654,7 +666,7 @@ def test_other_kin_and_unknown_tensors_are_refused(target, tmp_path):
 
 
 def read(drafter, tokens):
-    """A block [B, S] behind all that was observed -> its states [B, S, H]."""
+    """Return the states [B, S, H] of a block [B, S] after all observed tokens."""
     if at := drafter.history.flush_pending():
         at.run(drafter.head.cache_context, *at.inputs)
     return drafter.history.draft_columns(tokens.shape[1]).run(drafter._block, tokens)
@@ -753,12 +765,12 @@ def test_the_tree_of_a_last_stage_follows_it(target, tmp_path):
         slot = node + 1
 
 
-# Conventions that a file does not tell
+# Conventions that a file leaves open
 
 
 @pytest.mark.parametrize(("from_anchor", "taps"), [(False, (1, 2)), (True, (0, 1))])
 def test_missing_config_is_detected_by_trial(target, tmp_path, from_anchor, taps):
-    """A drafter trained to one reading, saved without a word about it."""
+    """The drafter was trained with one convention and saved without it."""
     torch.manual_seed(0)
     head = DFlash.fresh(target, layers=1, block_size=4, taps=taps)
     head.design = replace(head.design, from_anchor=from_anchor)
@@ -797,7 +809,7 @@ def example(target, taps, rows=4, columns=24, soft=True):
 
 @pytest.mark.parametrize("from_anchor", [False, True])
 def test_training_sees_what_drafting_sees(target, tmp_path, from_anchor):
-    """The block at anchor a is the one that is drafted after a columns, and its labels are the tokens that follow."""
+    """The block at anchor a equals the block drafted after a columns, and its labels are the next tokens."""
     config = changed(ZLAB | {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 6})
     model = write(tmp_path, changed(config, sample_from_anchor=from_anchor), drafter_tensors())
     drafter = load_drafter("dflash", target, model)

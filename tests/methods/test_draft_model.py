@@ -1,4 +1,4 @@
-"""What is particular to draft models; the rest is every method's contract."""
+"""Draft models, beyond the contract of all methods."""
 
 import pytest
 

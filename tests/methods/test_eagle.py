@@ -19,8 +19,8 @@ from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
 from tests.models.tiny import VOCABULARY, build, texts
 
-H, LAYERS, WORDS = 32, 3, 20  # the tiny Llama's, and a draft vocabulary
-IDS = torch.arange(WORDS) * 3 + torch.arange(WORDS) % 2  # the words it holds
+H, LAYERS, WORDS = 32, 3, 20  # sizes of the tiny Llama, and of the draft vocabulary
+IDS = torch.arange(WORDS) * 3 + torch.arange(WORDS) % 2  # target ids of the draft vocabulary
 LAYER = {"num_attention_heads": 4, "rms_norm_eps": 1e-5, "vocab_size": VOCABULARY, "hidden_act": "silu"}
 ID_LIST = "eagle_aux_hidden_state_layer_ids"
 
@@ -30,7 +30,7 @@ def target():
     return HFTarget(build("llama"), name="tiny")
 
 
-# --- a few lines that say again what a head computes, column by column and without any cache ---
+# --- reference: the head computed column by column without a cache ---
 
 
 def norm(x, weight, eps=1e-5):
@@ -42,7 +42,7 @@ def linear(w, name, x):
 
 
 def rope(x, theta):
-    """x [n, heads, size]"""
+    """Apply RoPE to x [n, heads, size]."""
     angles = torch.arange(len(x))[:, None] * theta ** -(torch.arange(0, x.shape[-1], 2) / x.shape[-1])
     a, b = x.chunk(2, -1)
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
@@ -64,7 +64,7 @@ def decoder_layer(w, name, x, residual, theta, blind):
 
 
 class Reference:
-    """`w` are a file's tensors by the file's own names."""
+    """A head computed column by column without a cache. w: tensors by their names in the file."""
 
     def __init__(self, target, w, taps=(-1,), before=False, feed_norm=False, theta=1e4, window=0, mask=None):
         self.mask = mask
@@ -78,7 +78,7 @@ class Reference:
         handle = self.target.model.model.layers[-1].register_forward_hook(lambda *said: states.append(said[2][0]))
         every = [h[0] for h in self.target.model(torch.tensor([text]), output_hidden_states=True).hidden_states]
         handle.remove()
-        every[-1:] = [states[0], every[-1]]  # transformers shows the last layer's output behind the norm only
+        every[-1:] = [states[0], every[-1]]  # transformers returns the last layer's output only after the norm
         return self.join([every[tap] for tap in self.taps])
 
     def join(self, taken):
@@ -92,7 +92,9 @@ class Reference:
         return linear(self.w, "fc", joined)
 
     def states(self, tokens, features, observed):
-        """[n] tokens that follow, [n, D] features -> [n, D]; drafted columns see what the last observed one sees"""
+        """Return states [n, D] for the next tokens [n] and features [n, D]. Drafted columns see what the last observed
+        one sees.
+        """
         w, every = self.w, torch.arange(len(tokens))
         blind = every > every[:, None]
         if self.window:
@@ -111,7 +113,7 @@ class Reference:
         return state
 
     def logits(self, states):
-        """Over the target's vocabulary."""
+        """Return logits over the target's vocabulary."""
         if self.eagle1:
             return states @ self.target.lm_head.weight.T
         small = norm(states, self.w["norm.weight"]) @ self.w["lm_head.weight"].T
@@ -121,7 +123,7 @@ class Reference:
         return torch.full((len(states), VOCABULARY), -math.inf).index_copy_(1, ids, small)
 
     def ahead(self, text, drafted):
-        """text with its root, tokens drafted behind it -> logits [V] after the last one"""
+        """Return logits [V] after the text, which includes its root, and the draft tokens that follow it."""
         features, tokens = self.features(text[:-1]), list(text[1:])
         observed = len(tokens)
         states = self.states(tokens, features, observed)
@@ -134,7 +136,7 @@ class Reference:
         return self.logits(states[-1:])[0]
 
 
-# --- files as the public ones are ---
+# --- files in public formats ---
 
 
 def layer_tensors(name, inputs, size=8, qk_norm=False, special=()):
@@ -257,7 +259,7 @@ def write(folder, config, tensors, pickled=False):
 
 
 def record(target, drafter, prompts, sampling=None, budget=None, tokens=14):
-    """One generation -> per step the written texts and the draft, and what was written in the end."""
+    """Run one generation. Return the texts and the draft of every step, and the final texts."""
     steps, written, propose = [], prompts.tolist(), drafter.propose
 
     def proposing(budget):
@@ -299,7 +301,7 @@ def test_drafts_of_every_dialect_match_the_reference(dialect, packed, target, tm
         assert taps in ((0, 1, 2), (1, 2, 3)) and "right by layers 1, 2, 3" in head.note
     else:
         assert taps == ((1, 2, 3) if dialect == "deepspec" else (1, 1, 1)) and not head.note
-    if head.convention.feature_first:  # random weights: the probe may like either
+    if head.convention.feature_first:  # random weights: the probe may choose either
         tensors["fc.weight"] = tensors["fc.weight"].roll(H, 1)
     reference = Reference(target, tensors, taps, **said)
     drafter = load_drafter("eagle", target, head, draft="chain")
@@ -339,21 +341,22 @@ def test_p_eagle_writes_the_targets_own_text_and_is_saved_as_it_was_read(draft, 
     drafter = load_drafter("eagle", target, write(tmp_path / "read", *peagle()), draft=draft)
     steps, written = record(target, drafter, prompts, budget=Budget(4, 9))
     assert written == plain(target, prompts)
-    assert max(draft.nodes for _, draft in steps) == 4  # a chain, whatever is asked for
+    assert max(draft.nodes for _, draft in steps) == 4  # always a chain
     drafter.save(tmp_path / "saved", "tiny")
     again, _ = record(target, load_drafter("eagle", target, str(tmp_path / "saved")), prompts, budget=Budget(4, 9))
     assert [d.tokens.tolist() for _, d in again] == [d.tokens.tolist() for _, d in steps]
 
 
 def at_their_own_pace(target, drafter, sampling=None):
-    """Two rows that accept different numbers of tokens -> per step their texts and what was drafted behind them."""
+    """Yield the texts and the draft of each step for two rows that accept different numbers of tokens."""
     text = texts(2, 16, seed=4)
     hidden = target.start(text, drafter.taps).hidden
     drafter.start(2, sampling or Sampling(), torch.Generator().manual_seed(0))
     read, rows = torch.zeros(2, 1, dtype=torch.int64), torch.arange(2)[:, None]
     for lengths in ([6, 6], [3, 1], [1, 4], [2, 2]):
         columns = (read + torch.arange(max(lengths))).clamp_max(14)
-        columns = torch.where(torch.arange(max(lengths)) < torch.tensor(lengths)[:, None], columns, read)  # as the loop
+        # As in the loop.
+        columns = torch.where(torch.arange(max(lengths)) < torch.tensor(lengths)[:, None], columns, read)
         seen = {tap: h[rows, columns] for tap, h in hidden.items()}
         drafter.observe(Progress(text[rows, columns], text[rows, columns + 1], lengths, seen))
         read = read + torch.tensor(lengths)[:, None]
@@ -397,7 +400,7 @@ def carries_what_it_was_drawn_from(head, target, reference):
 
 
 def test_pending_columns_may_be_read_late(head, target):
-    """A drafter that is not asked for several steps proposes as one that always is."""
+    """A drafter without proposals in several steps drafts the same as one with a proposal in each."""
     drafter = load_drafter("eagle", target, head, draft="chain")
     text = texts(2, 12, seed=6)
     hidden = target.start(text[:, :-1], drafter.taps).hidden
@@ -411,7 +414,7 @@ def test_pending_columns_may_be_read_late(head, target):
     observe(6, 9, [3, 3])
     observe(9, 11, [2, 2])
     late = drafter.propose(Budget(3, 3))
-    assert torch.equal(drafter.propose(Budget(3, 3)).tokens, late.tokens)  # asking changes nothing
+    assert torch.equal(drafter.propose(Budget(3, 3)).tokens, late.tokens)  # a second proposal is the same
     drafter.start(2, Sampling(), torch.Generator())
     for start, stop in ((0, 6), (6, 9), (9, 11)):
         observe(start, stop, [stop - start] * 2)
@@ -434,7 +437,7 @@ def windows(target, taps, rows=6, length=9):
 
 
 def slow_loss(reference, head, batch, hard):
-    """Section by section: EAGLE-3's unrolled steps each from a sequence of its own."""
+    """Return the loss column by column, with each unrolled step of EAGLE-3 on a sequence of its own."""
     columns, total, steps = batch.outputs.shape[1], 0.0, 1 if reference.eagle1 else 4
     for step in range(steps):
         losses, right = [], []
@@ -495,7 +498,7 @@ def test_training_lowers_the_loss_and_what_is_saved_loads_the_same(sizes, target
     assert all(p is not target.lm_head.weight and p is not target.embed.weight for p in head.parameters())
     batch = windows(target, head.convention.taps)
     losses, metrics = taught(target, head, batch)
-    assert losses[-1] < 0.85 * losses[0]  # the target's own entropy is most of the rest
+    assert losses[-1] < 0.85 * losses[0]  # most of the remainder is the target's entropy
     assert len(metrics) == (1 if "kind" in sizes else 4)
     drafter = load_drafter("eagle", target, head, draft="chain")
     drafter.save(tmp_path, "some/target")
@@ -522,7 +525,7 @@ def test_saved_files_have_the_authors_names(target, tmp_path):
     assert set(open_checkpoint(str(tmp_path / "1")).tensors) == set(eagle1())
 
 
-# --- files that leave open how they are to be read ---
+# --- files that leave the convention open ---
 
 
 @pytest.mark.parametrize("lists", ["top", "inner"])
@@ -543,7 +546,7 @@ def test_best_convention_is_selected(lists, before, target, tmp_path):
         tensors = {n.replace("layers.0.", "midlayer."): t for n, t in head.state_dict().items()}
         loaded = Eagle.load(write(tmp_path, config | inner, tensors), target)
         assert loaded.convention == head.convention
-        if lists == "top" or ids == [0, 1, 2]:  # else it would read a layer 4
+        if lists == "top" or ids == [0, 1, 2]:  # otherwise it would read a layer 4
             residual = "normed" if before else "plain"
             assert loaded.note.startswith(f"Read by layers 1, 2, 3 and the {residual} residual, since")
         assert load_drafter("eagle", target, loaded).note == loaded.note

@@ -1,6 +1,8 @@
-"""Under sampling every exact method draws from the target's own distribution: chi-square over the first tokens of many
-runs on a toy target whose probabilities are known. A wrong q, a leak from a confidence cut or a node whose existence
-depends on its own token shows here and nowhere else."""
+"""The distribution of sampled output of every exact method: chi-square over the first tokens of many runs on a toy
+target with known probabilities.
+
+This detects a wrong q, a bias from a confidence threshold, and a node whose existence depends on its own token.
+"""
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ PROMPT = [3, 1, 4, 1, 3, 1]
 
 
 def joint(target, drafter, tokens, temperature=1.0):
-    """Counts of the first `tokens` new tokens as one number in base V."""
+    """Return counts of the first `tokens` new tokens, coded as one number in base V."""
     counts = torch.zeros(VOCABULARY**tokens, dtype=torch.int64)
     powers = VOCABULARY ** torch.arange(tokens)
     prompt = torch.tensor([PROMPT] * BATCH)
@@ -35,7 +37,7 @@ def joint(target, drafter, tokens, temperature=1.0):
 
 
 def expected(target, tokens):
-    """The exact joint distribution, in the same numbering."""
+    """Return the exact joint distribution, coded in the same way."""
     chances = {(): 1.0}
     for _ in range(tokens):
         chances = {

@@ -1,4 +1,4 @@
-"""Tree shapes and tree growth, against definitions small enough to enumerate."""
+"""Tree shapes and tree growth, against definitions on sizes small enough to enumerate."""
 
 import itertools
 
@@ -49,7 +49,7 @@ def test_the_fitted_tree_is_the_best_of_all_trees():
 
 
 def table_drafter(order, vocabulary=6, batch=2, seed=0):
-    """A Markov drafter whose q depends on the last `order` tokens; keeps the paths of its frontier."""
+    """Return a Markov drafter whose q depends on the last `order` tokens, and a list of its expanded frontiers."""
     rng = torch.Generator().manual_seed(seed)
     table = torch.randn(batch, vocabulary, vocabulary, generator=rng).log_softmax(-1)
     expanded = []
@@ -65,7 +65,7 @@ def table_drafter(order, vocabulary=6, batch=2, seed=0):
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_growth_keeps_the_likeliest_paths(depth, nodes):
     first, expand, table, expanded = table_drafter(1)
-    draft = grow_tree(first, expand, Budget(depth, nodes), top_k=6)  # K = V: nothing is missed on the first two levels
+    draft = grow_tree(first, expand, Budget(depth, nodes), top_k=6)  # K = V: the first two levels are complete
     assert len(expanded) == depth - 1
     assert int(depths(draft.parents).max()) <= depth
     for row in range(2):

@@ -28,7 +28,7 @@ def target():
 
 
 def hydra(heads=3, layers=2, dropout=0, hidden=HIDDEN):
-    """The tensors of hydra_lm_head.pt; `dropout` 1 where names count dropout modules."""
+    """Return the tensors of hydra_lm_head.pt. dropout: 1 if the names count dropout modules."""
     rng = torch.Generator().manual_seed(3)
 
     def random(*shape):
@@ -61,7 +61,7 @@ def reference(tensors, x, head, layers=2, dropout=0):
 
 
 def prefix_of(target):
-    """A decoder layer as the authors use it, and its tensors under their names."""
+    """Return a decoder layer as in the authors' code, and its tensors under their names."""
     config = deepcopy(target.model.config)
     config.num_hidden_layers = 1
     torch.manual_seed(5)
@@ -101,7 +101,7 @@ def test_hydra_plus_plus(tmp_path, target):
 
 
 def test_prefix_layer_continues_after_ragged_rows(tmp_path, target):
-    """After every step its state is what the whole text gives in one pass."""
+    """After every step its state equals that of one pass over the whole text."""
     layer, tensors = plus(target)
     drafter = load_drafter("hydra", target, folder_with(tmp_path, tensors, PREFIX, "hydra_lm_head.pt"))
     drafter.start(2, Sampling(), torch.Generator())
@@ -214,7 +214,7 @@ def test_new_heads_equal_lm_head(target):
 
 
 def test_the_heads_are_taught_on_the_text(target):
-    """Head 1 reads the state, the next token and the one after it, and is told what follows those."""
+    """Head 1 reads the state, the next token and the one after it. Its label is the distribution after those."""
     drafter, batch = load_drafter("hydra", target, Hydra.fresh(target, heads=2)), example(target)
     with torch.no_grad():
         for parameter in drafter.head.parameters():

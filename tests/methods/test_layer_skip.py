@@ -24,14 +24,14 @@ def llama():
 
 
 def shortened(model, layers):
-    """Transformers' own early exit: the same model, told that it has fewer layers."""
+    """Return the early-exit model of transformers: the same model with fewer layers in its config."""
     short = deepcopy(model)
     short.config.num_hidden_layers = layers
     return short
 
 
 def record(target, prompts, sampling=None, **options):
-    """One generation -> per step the committed texts and what was drafted, and its events."""
+    """Run one generation. Return the texts and the draft of every step, and the events."""
     drafter = load_drafter("layer_skip", target, **options)
     steps = []
     propose = drafter.propose
@@ -52,13 +52,13 @@ def record(target, prompts, sampling=None, **options):
 
 
 def test_the_draft_is_that_of_the_shortened_model(llama):
-    """Token by token from the whole text, without any cache: early exit as transformers' own generate has it."""
+    """Compares every token with a pass of the shortened model over the whole text without a cache."""
     short = shortened(llama, 2)
     steps, events, _ = record(HFTarget(llama), texts(2, 7), exit_layer=2)
     assert any(len(path[0]) != len(path[1]) for path in (event.path for event in events))  # ragged rows
     for written, draft in steps:
         if not draft.nodes:
-            continue  # one token to go
+            continue  # one token is left
         assert draft.probs is None
         for row, text in enumerate(written):
             if len(text) >= 7 + 16:
@@ -94,7 +94,9 @@ def test_greedy_text_is_the_targets_own(model):
 
 
 def test_nothing_is_refused_when_the_last_layers_add_nothing():
-    """With the last layer's outputs zero the shortened model is the model; a wrong cache would show as a refusal."""
+    """If the last layer adds zero, the shortened model equals the full one, and a wrong cache would cause a
+    rejection.
+    """
     model = build("llama")
     last = model.model.layers[-1]
     for part in (last.self_attn.o_proj, last.mlp.down_proj):

@@ -14,7 +14,7 @@ K = Budget(7, 32)
 
 
 def drafter_after(prompts, **options):
-    """A drafter that has seen prompts, with the root 9 behind them."""
+    """Return a drafter that has observed the prompts, with the root 9 after them."""
     drafter = load_drafter("lookahead", ToyTarget(64), **options)
     drafter.start(len(prompts), Sampling(), torch.Generator())
     inputs = torch.tensor(prompts)
@@ -24,7 +24,9 @@ def drafter_after(prompts, **options):
 
 
 def observe_output(drafter, draft, outputs):
-    """The target's argmax is said[s] behind slot s of the only row; it keeps none of the draft."""
+    """Observe a step without accepted draft tokens, in which outputs[s] is the target's argmax after slot s of the only
+    row.
+    """
     logits = torch.nn.functional.one_hot(torch.tensor([outputs]), 64).float()
     root = torch.tensor([[9]])
     drafter.observe(Progress(root, root, [1], forward=Forward(logits), slots=torch.zeros(1, 1, dtype=torch.int64)))
@@ -45,11 +47,11 @@ def test_the_window_hangs_below_the_root():
     assert draft.probs is None
     assert (draft.tokens.tolist(), draft.parents.tolist()) == ([[4, 5, 6]], [[0, 1, 2]])
     observe_output(drafter, draft, [60, 14, 15, 16])
-    draft = drafter.propose(K)  # 4 5 6 with a second level of 14 15 16
+    draft = drafter.propose(K)  # 4 5 6, with the second level 14 15 16
     assert draft.tokens.tolist() == [[4, 14, 5, 15, 6, 16]]
     assert draft.parents.tolist() == [[0, 1, 1, 3, 3, 5]]
     observe_output(drafter, draft, [60, 61, 24, 61, 25, 61, 26])
-    draft = drafter.propose(K)  # the oldest level has gone into the pool
+    draft = drafter.propose(K)  # the oldest level moved into the pool
     assert draft.tokens.tolist() == [[14, 24, 15, 25, 16, 26]]
 
 
@@ -57,7 +59,8 @@ def test_columns_become_ngrams_that_are_checked():
     drafter = drafter_after([[9, 5]], window=2, ngram=3, guesses=2)
     for outputs in ([0, 31, 32], [0, 0, 41, 0, 42]):  # 9 31 41 and 5 32 42
         observe_output(drafter, drafter.propose(K), outputs)
-    draft = drafter.propose(K)  # the guess behind the root, then the window; 31 below the root is there once
+    # The guess after the root, then the window. 31 after the root occurs once.
+    draft = drafter.propose(K)
     assert draft.tokens.tolist() == [[31, 41, 32, 42]]
     assert draft.parents.tolist() == [[0, 1, 1, 3]]
 
@@ -71,7 +74,7 @@ def test_pool_evicts_old_ngrams():
 
 
 def test_ngrams_are_the_targets_own_text():
-    """The toy's next token depends on the last alone here, so that a column says what would follow its first token."""
+    """The toy's next token depends only on the last token, so a column gives the continuation of its first token."""
     target = ToyTarget(32, seed=4, order=1)
     drafter = load_drafter("lookahead", target)
     for _ in generate(target, drafter, texts(1, 6) % 32, GenerationConfig(25, budget=Budget(10, 56))):

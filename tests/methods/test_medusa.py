@@ -34,7 +34,7 @@ def folder_with(path, tensors, config, file="model.safetensors"):
 
 
 def randoms(**shapes):
-    """name -> random tensor; dots in names are written as double underscores"""
+    """Return name -> random tensor. Double underscores in names become dots."""
     rng = torch.Generator().manual_seed(3)
     return {name.replace("__", "."): torch.randn(shape, generator=rng) * 0.3 for name, shape in shapes.items()}
 
@@ -49,7 +49,7 @@ def medusa_1(heads=3, layers=1, vocabulary=VOCABULARY, hidden=HIDDEN):
 
 
 def reference(tensors, hidden, layers=1):
-    """[heads, V] from Medusa-1's tensors"""
+    """Return logits [heads, V] from Medusa-1 tensors."""
     logits = []
     for i in range(sum(name.endswith(f".{layers}.weight") for name in tensors)):
         state = hidden
@@ -66,7 +66,7 @@ def logits_of(heads, hidden):
 
 
 def example(target, tap=-1, rows=4, columns=24):
-    """A training batch of texts that the target continued greedily."""
+    """Return a training batch of texts that the target continued greedily."""
     tokens = texts(rows, 4)
     for _ in range(columns - 3):
         tokens = torch.cat([tokens, target.model(tokens).logits[:, -1:].argmax(-1)], 1)
@@ -95,7 +95,7 @@ def rows_of(events):
 
 
 def check_greedy(target, drafter):
-    """The text is the target's own; -> how many drafted tokens a row kept, over all steps."""
+    """Check that the output is the target's, and return the numbers of accepted draft tokens that occurred."""
     prompts = texts(4, 4)
     config = GenerationConfig(24, budget=Budget(4, 12), stop_token_ids=())
     expected = rows_of(list(generate(target, load_drafter("none", target), prompts, config)))
@@ -105,7 +105,7 @@ def check_greedy(target, drafter):
 
 
 def check_sampling(drafter, target):
-    """The first two tokens are drawn from the target."""
+    """Check by chi-square that the first two tokens follow the target's distribution."""
     counts, wanted = joint(target, drafter, 2), expected(target, 2) * DRAWS
     assert float(((counts - wanted) ** 2 / wanted).sum()) < chi2.ppf(0.9999, len(wanted) - 1)
 
@@ -116,7 +116,7 @@ def check_sampling(drafter, target):
 @pytest.mark.parametrize("file", ["medusa_lm_head.pt", "medusa_lm_head.safetensors"])
 @pytest.mark.parametrize("layers", [0, 1, 2])
 def test_medusa_1(tmp_path, target, file, layers):
-    """The published configs name two heads where there are more."""
+    """The published configs specify two heads where the file contains more."""
     tensors = medusa_1(5, layers)
     config = {"medusa_num_heads": 2, "medusa_num_layers": layers, "base_model_name_or_path": "some/llama"}
     heads = Medusa.load(folder_with(tmp_path, tensors, config, file), target)
@@ -224,7 +224,7 @@ def test_every_node_is_the_rank_of_its_levels_head(target):
     drafter.observe(Progress(inputs, inputs, [3, 2], {-1: hidden}))
     shape = published_shape("mc_sim_7b_63")
     draft = drafter.propose(Budget(8, 63))
-    assert draft.nodes == 61  # two nodes are on level 4, for a fourth head
+    assert draft.nodes == 61  # two of 63 nodes are on level 4, which needs a fourth head
     for row, last in enumerate(hidden[[0, 1], [2, 1]]):
         ranked = logits_of(heads, last).softmax(-1).sort(descending=True)
         for node in range(draft.nodes):
@@ -280,7 +280,7 @@ def test_greedy_text_is_the_targets_own(target, options):
 
 
 def test_sampled_tree_draws_the_last_child(target):
-    """And its elder siblings are the likeliest: each has the q that it comes from, given those before it."""
+    """The elder siblings are the most probable tokens; each has its q given those before it."""
     drafter = load_drafter("medusa", target, Medusa.fresh(target, heads=2), nodes=7, draft="sampled")
     drafter.start(3, Sampling(0.8), torch.Generator().manual_seed(0))
     tokens = torch.randint(0, 9, (3, 4), generator=torch.Generator().manual_seed(1))

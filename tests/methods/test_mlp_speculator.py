@@ -38,7 +38,7 @@ def target():
 
 
 def speculator(inner=INNER, steps=3, vocabulary=VOCABULARY, hidden=HIDDEN):
-    """The tensors of an untied file."""
+    """Return the tensors of an untied file."""
     rng = torch.Generator().manual_seed(3)
     shapes = {}
     for i in range(steps):
@@ -48,7 +48,7 @@ def speculator(inner=INNER, steps=3, vocabulary=VOCABULARY, hidden=HIDDEN):
 
 
 def tied(inner=INNER, steps=3):
-    """The same with one table for all steps: every name, and those that a file without copies holds."""
+    """Return tied tensors, one table for all steps, under every name, and under the names in a file without copies."""
     tensors = speculator(inner, steps)
     shared = {name for name in tensors if ".0." in name or "proj.1." in name}
     named = {
@@ -58,7 +58,7 @@ def tied(inner=INNER, steps=3):
 
 
 def reference(tensors, hidden, tokens, scale_input=False, steps=3, inner=INNER):
-    """hidden [R, H], tokens [R, steps] -> logits [steps, R, V]"""
+    """Return logits [steps, R, V] for hidden [R, H] and tokens [R, steps]."""
 
     def rms(x):
         return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
@@ -131,7 +131,7 @@ def test_inner_dimension_0_is_the_hidden_size(tmp_path, target):
 
 
 def test_the_scale_is_that_of_the_trained_steps(tmp_path, target):
-    """Fewer steps than trained are drafted with the constants of all."""
+    """Drafting fewer steps than trained uses the constants of all trained steps."""
     tensors = speculator()
     drafter = load_drafter("mlp_speculator", target, folder_with(tmp_path, tensors, CONFIG))
     draft, hidden, root = first_draft(drafter, Budget(1, 1))
@@ -142,7 +142,7 @@ def test_the_scale_is_that_of_the_trained_steps(tmp_path, target):
 
 @pytest.mark.parametrize("rows", [64, 56])
 def test_padded_vocabularies(tmp_path, target, rows):
-    """The file may be padded, and so may the target; nobody drafts padding rows."""
+    """File and target may be padded; padding rows must not be drafted."""
     tensors = speculator(vocabulary=rows)
     for i in range(3):
         tensors[f"speculator.head.{i}.weight"][VOCABULARY:] *= 1000.0
@@ -190,7 +190,7 @@ def test_medusa_heads_are_refused(tmp_path, target):
 
 
 def observe(drafter, rows=4):
-    """-> the hidden state [B, H] and the root [B] that the draft starts from; rows are ragged"""
+    """Observe ragged rows. Return the hidden state [B, H] and the root [B] from which the draft starts."""
     lengths = [1 + row % 3 for row in range(rows)]
     tokens, hidden = texts(rows, 4), torch.randn(rows, 3, HIDDEN, generator=torch.Generator().manual_seed(1))
     drafter.observe(Progress(tokens[:, :-1], tokens[:, 1:], lengths, {-1: hidden}))
@@ -217,7 +217,7 @@ def test_a_sampled_chain_carries_what_it_was_drawn_from(tmp_path, target):
 
 @pytest.mark.parametrize("nodes", [4, 12, 200])
 def test_the_tree_holds_the_likeliest_nodes(tmp_path, target, nodes):
-    """Of 5 + 15 + 30 paths, each the product of its steps' probabilities."""
+    """There are 5 + 15 + 30 paths, each with the product of its steps' probabilities."""
     tensors = speculator()
     drafter = load_drafter("mlp_speculator", target, folder_with(tmp_path, tensors, CONFIG), draft="tree", nodes=16)
     draft, hidden, root = first_draft(drafter, Budget(3, nodes))
@@ -269,7 +269,7 @@ def test_fresh_speculators(target, sizes, inner, tables):
 
 
 def test_the_speculator_is_taught_on_the_text(target):
-    """Step 1 at column t reads the tokens t + 1 and t + 2 and is told what the target says behind these."""
+    """Step 1 at column t reads tokens t + 1 and t + 2. Its label is the target's distribution after those."""
     torch.manual_seed(0)
     drafter, batch = load_drafter("mlp_speculator", target, MLPSpeculator.fresh(target)), example(target)
     column = 5

@@ -37,13 +37,15 @@ def fresh(target, kind):
 
 
 def random(tensors, scale=0.2):
-    """Norms far from one, so that none can be left out."""
+    """Return random tensors with norms far from one, so that a missing norm shows."""
     rng = torch.Generator().manual_seed(3)
     return {name: torch.randn(t.shape, generator=rng) * scale + (t.ndim == 1) for name, t in tensors.items()}
 
 
 class Reference:
-    """One sequential module: what joins, and a model of one layer of the target's kind, whose norm is the module's."""
+    """One sequential module: the input projection, and a model with one layer of the target's kind and the module's
+    norm.
+    """
 
     def __init__(self, target, hidden_first=False):
         config = deepcopy(target.model.config)
@@ -63,7 +65,7 @@ class Reference:
         return torch.cat(parts[::-1] if self.hidden_first else parts, -1) @ self.eh_proj.T
 
     def states(self, joined):
-        """joined [B, A, H] -> the states before and behind the norm"""
+        """Return the states before and after the norm for joined inputs [B, A, H]."""
         states = []
         hook = self.model.norm.register_forward_pre_hook(lambda module, inputs: states.append(inputs[0]))
         normed = self.model(inputs_embeds=joined, use_cache=False).last_hidden_state
@@ -74,7 +76,7 @@ class Reference:
         return self.lm_head(self.states(self.joined(tokens, hidden))[1])
 
     def draft(self, tokens, hidden, depth, normed, tokens_fed=None):
-        """Of one row the logits [V] behind its last column and `depth` - 1 more, drafted (or given) in turn."""
+        """Return logits [depth, V] after the last column of one row, continued with drafted or given tokens."""
         inputs, found = self.joined(tokens[None], hidden[None]), []
         for step in range(depth):
             both = self.states(inputs)
@@ -84,7 +86,7 @@ class Reference:
         return torch.stack(found)
 
     def stored(self, dialect):
-        """The module's tensors in a family's names."""
+        """Return the module's tensors under the names of a model family."""
         layer = {n.removeprefix("layers.0."): t for n, t in self.model.state_dict().items() if n.startswith("layers.")}
         own = {"enorm": self.enorm.weight.data, "hnorm": self.hnorm.weight.data, "eh_proj": self.eh_proj}
         own["norm"] = self.model.norm.weight.data
@@ -92,7 +94,7 @@ class Reference:
         return {f"{outer}{names[n]}.weight": t for n, t in own.items()} | {f"{folder}{n}": t for n, t in layer.items()}
 
 
-# ours -> theirs, where the decoder layer is, where the rest is
+# Module names by family, prefix of the decoder layer, prefix of the rest
 DIALECTS = {
     "deepseek": (
         {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared_head.norm"},
@@ -115,7 +117,7 @@ CONFIGS = {"mimo": {"model_type": "mimo"}, "speculators": {"speculators_model_ty
 
 
 def full_checkpoint(target, tensors):
-    """A file that holds the target too."""
+    """Return the tensors of a file that also contains the target."""
     return {n: t.clone() for n, t in target.model.state_dict().items() if n != "lm_head.weight"} | tensors
 
 
@@ -189,7 +191,9 @@ PARAMS = {"dim": HIDDEN, "n_layers": LAYERS + 3, "n_heads": 4, "n_kv_heads": 2, 
 
 
 def meta_reference(target, tensors, head, trunk):
-    """A Llama layer as Meta writes it, angles on neighbouring pairs, then the target's norm and lm_head."""
+    """Return the output of a Llama layer in Meta's format, with RoPE on adjacent pairs, then the target's norm and
+    lm_head.
+    """
     w = {n.removeprefix(f"extra_heads.{head}."): t for n, t in tensors.items() if n.startswith(f"extra_heads.{head}.")}
     rows, width, _ = trunk.shape
     angles = torch.arange(width)[:, None] * 10000.0 ** (-torch.arange(0, 8, 2) / 8)
@@ -278,7 +282,7 @@ def test_targets_of_another_build_are_refused():
 
 @pytest.mark.parametrize("convention", UNSETTLED)
 def test_the_convention_is_found_out(tmp_path, convention):
-    """A module that was trained one way is read that way, whatever is usual in its family."""
+    """A module is read with the convention of its training, even if its family uses another one."""
     model = build("llama")
     head = fresh(HFTarget(model), "one")
     model.model.norm.weight.copy_(torch.randn(HIDDEN))
@@ -323,7 +327,7 @@ def test_one_module_is_applied_again_and_again(tmp_path, target, normed):
 
 @pytest.mark.parametrize("kind", [*KINDS, "stacked"])
 def test_drafts_continue_after_ragged_rows(target, kind):
-    """After every step the draft is that of the whole text, read at once and alone."""
+    """After every step the draft equals that of the whole text read in one pass without other rows."""
     head = fresh(target, "parallel" if kind == "stacked" else kind)
     head.load_state_dict(random(head.state_dict()))
     own = deepcopy(head)
@@ -357,7 +361,7 @@ def test_drafts_continue_after_ragged_rows(target, kind):
 @pinned
 @pytest.mark.skipif(not hasattr(transformers.modeling_layers, "MtpModel"), reason="this transformers has no MTP")
 def test_the_drafts_are_those_of_transformers(tmp_path):
-    """Two modules of DeepSeek-V3: latent attention, experts, and a first draft that both sides make on a prompt."""
+    """Two modules of DeepSeek-V3 with latent attention and experts; compares the first draft after a prompt."""
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8}
     sizes |= {"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "n_group": 1, "topk_group": 1}
     sizes |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_mtp_layers": 2}
@@ -412,7 +416,9 @@ def test_a_sampled_chain_carries_what_it_was_drawn_from(target):
 
 
 def test_one_module_is_trained_as_it_drafts(tmp_path, target):
-    """Step i at a column reads the state of the step before, and the keys of observed columns and its own draft."""
+    """Step i at a column reads the state of the previous step, and the keys of observed columns and of its own
+    draft.
+    """
     reference = Reference(target)
     head = MTP.load(folder_with(tmp_path, reference.stored("deepseek"), {}), target)
     drafter, batch, column = load_drafter("mtp", target, head), example(target, head.tap), 9
@@ -438,7 +444,7 @@ def test_training_lowers_the_loss(target, kind, hard):
 
 
 def test_parallel_heads_are_trained_with_their_trunk():
-    """Their gradients reach the layers below, the embedding and what they share with the next-token head."""
+    """Gradients reach the layers below, the embedding and the parameters shared with the next-token head."""
     model = build("llama").requires_grad_(True)
     heads = ParallelHeads(HFTarget(model), 3)
     assert {name.split(".")[0] for name, _ in heads.named_parameters()} == {"layers"}
@@ -448,7 +454,7 @@ def test_parallel_heads_are_trained_with_their_trunk():
         logits = logits_of(heads, tokens, trunk, i)
         F.cross_entropy(logits[:, : -2 - i].flatten(0, 1), tokens[:, 2 + i :].flatten()).backward(retain_graph=True)
     last = model.model.layers[-1]
-    assert all(p.grad is None for p in last.parameters())  # head 0 has a loss of its own
+    assert all(p.grad is None for p in last.parameters())  # head 0 is trained by its own loss
     rest = [p for name, p in model.named_parameters() if not name.startswith(f"model.layers.{LAYERS - 1}.")]
     assert all(p.grad.abs().sum() > 0 for p in [*rest, *heads.parameters()])
 
@@ -489,7 +495,7 @@ def test_half_precision_modules_read_full_precision_states(target):
 
 
 def test_a_draft_at_the_end_of_the_context(target):
-    """Columns behind the last position are nobody's."""
+    """Columns after the last position must not be used."""
     drafter = load_drafter("mtp", target, fresh(target, "one"))
     config = GenerationConfig(8, budget=Budget(5, 5), stop_token_ids=())
     plain, drafted = (

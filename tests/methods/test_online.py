@@ -68,7 +68,7 @@ def test_the_loaded_model_is_left_alone(tiny_llama):
 
 
 def test_it_learns_the_target_distribution_at_accepted_tokens(tiny_llama, monkeypatch):
-    """What the loss is given: the latest columns of text in order, with exactly the target's probabilities."""
+    """The loss gets the latest columns of text in order, with exactly the target's probabilities."""
     target = ToyTarget(16, seed=5)
     drafter = load_drafter("online", target, tiny_llama(16), every=3)
     batches = []
@@ -86,7 +86,7 @@ def test_it_learns_the_target_distribution_at_accepted_tokens(tiny_llama, monkey
         for column in range(len(inputs)):
             place = end - len(inputs) + column
             got = batch.probs[0, column]
-            if place < prompt.shape[1]:  # the prompt: nobody asked the target, its text is the lesson
+            if place < prompt.shape[1]:  # in the prompt the text itself is the label
                 assert int(got.argmax()) == full_text[place + 1] and float(got.max()) == 1.0
             else:
                 torch.testing.assert_close(got, target.next_probs(full_text[: place + 1]))

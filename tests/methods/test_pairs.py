@@ -1,4 +1,4 @@
-"""Which drafters fit a target, from config and headers alone."""
+"""Compatibility of drafters and targets, from configs and file headers only."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from specdemo.models.resolve import resolve
 from specdemo.presets.files import EMBEDDED, known_drafters
 from tests.models.fake_hub import serve
 
-BYTES = ("stories-bytes", "stories-bytes-heads")  # a target of its own and its heads
+BYTES = ("stories-bytes", "stories-bytes-heads")  # a separate target and its heads
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def stories():
 
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory):
-    """A target of the same tokenizer and half the width."""
+    """Save a target with the same tokenizer and half the width, and return its folder."""
     folder = tmp_path_factory.mktemp("narrow")
     save(folder, PreTrainedTokenizerFast.from_pretrained(resolve("stories")), 2048)
     return str(folder)
@@ -46,11 +46,11 @@ def test_all_that_ships_fits_its_target(stories):
     pairs = check_pairs(stories, known_drafters("stories"))
     assert {pair.drafter for pair in pairs} == {*EMBEDDED} - {"stories", "stories-bytes", "code"}
     assert {pair.drafter for pair in pairs if not pair.fits} == {"stories-bytes-heads", "code-eagle-1"}
-    # without being told who reads it
+    # The reader of the file is not given.
     assert all(check_pair(stories, name).fits for name in EMBEDDED if name not in (*BYTES, "code", "code-eagle-1"))
     assert "hidden size 128" in check_pair(stories, "stories-bytes-heads").reason
     assert check_pair(load_meta_target("stories-bytes"), "stories-bytes-heads").fits
-    code = check_pair(load_meta_target("code"), "stories-mtp")  # as wide, and says no word of its own
+    code = check_pair(load_meta_target("code"), "stories-mtp")  # the same width, and a config without a target
     assert code.reason == "stories-mtp is for vocabulary 2048, the target has 4096; choose the target stories"
 
 

@@ -1,4 +1,4 @@
-"""A method from another package: the one of docs/add-a-method.md, built and installed from the page's own code."""
+"""A method from another package: the one of docs/add-a-method.md, built and installed from the code on that page."""
 
 import dataclasses
 import json
@@ -66,7 +66,7 @@ def test_one_that_cannot_be_imported_is_named(installed):
 
 @pytest.fixture
 def plug_in(tmp_path, monkeypatch):
-    """Install a module with this text as the plug-in `parrot`."""
+    """Return a function that installs a module with the given text as the plug-in `parrot`."""
 
     def install(text):
         (tmp_path / "parrot_plug_in.py").write_text(text, encoding="utf-8")
@@ -103,7 +103,7 @@ def test_failing_plug_in_breaks_nothing_else(plug_in, capsys, text, error):
 
 
 def test_doctor_names_plug_ins(plug_in, capsys, monkeypatch, tmp_path):
-    monkeypatch.setenv("SPECDEMO_MODELS", str(tmp_path))  # doctor ends where models are missing
+    monkeypatch.setenv("SPECDEMO_MODELS", str(tmp_path))  # doctor stops if models are missing
     plug_in("raise SystemExit")
     main(["doctor"])
     assert "\nplug-in         method 'parrot' of another package cannot be imported" in capsys.readouterr().out

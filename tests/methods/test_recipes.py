@@ -1,5 +1,6 @@
-"""Every head that can be trained: some training (on a clock that ticks a second a look) makes it guess better, it comes
-back from its folder as it was, and a stopped run goes on to the same end."""
+"""All trainable heads: short training on a fake clock improves their drafts, saving and loading preserves them, and a
+resumed run ends in the same state.
+"""
 
 from dataclasses import replace
 from itertools import islice

@@ -12,7 +12,7 @@ PROMPTS = torch.randint(3, 61, (3, 9), generator=torch.Generator().manual_seed(3
 
 @pytest.fixture
 def folders(tiny_llama, tmp_path):
-    """A draft model equal to the target and one that knows nothing."""
+    """Save a draft model that equals the target and a random one, and return their folders."""
     good, bad = tiny_llama(61), tiny_llama(61)
     bad.lm_head.weight.data = torch.randn(61, 16, generator=torch.Generator().manual_seed(0))
     for name, model in (("good", good), ("bad", bad)):

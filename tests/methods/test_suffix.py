@@ -15,7 +15,7 @@ from tests.models.tiny import VOCABULARY, build, texts
 
 
 def drafter_after(text, target=None, **options):
-    """A drafter that has seen one text."""
+    """Return a drafter that has observed one text."""
     drafter = load_drafter("suffix", target or ToyTarget(64), **options)
     drafter.start(1, Sampling(), torch.Generator())
     ids = torch.tensor([text])
@@ -58,8 +58,8 @@ def test_the_probability_is_how_often_it_followed():
     text = [1, 2, 1, 3, 1, 2, 1]
     draft = propose(text, 4)
     assert draft.probs is None
-    assert draft.tokens.tolist() == [[3, 1, 2]]  # after 1 2 1; after 1 alone 2 was likelier, for one token only
-    assert draft.confidence.tolist() == [[0.5, 1.0, 1.0]]  # one of the two times the text ended there
+    assert draft.tokens.tolist() == [[3, 1, 2]]  # after 1 2 1; after 1 alone 2 is more probable, but only for one token
+    assert draft.confidence.tolist() == [[0.5, 1.0, 1.0]]  # at one of the two occurrences the text ended
     draft = propose([1, 2, 1, 3, 1, 2, 4, 1], 4)
     assert draft.tokens.tolist() == [[2]]
     assert draft.confidence[0].tolist() == pytest.approx([1 / 2])
@@ -97,7 +97,7 @@ def test_rows_may_draft_differently():
 
 
 def test_the_tree_counts_every_piece():
-    """Against counting by hand, with texts added, one of them growing, and texts removed."""
+    """Compares with direct counts while texts are added, extended and removed."""
     depth, tree = 5, suffix._SuffixTree(5)
     several = [row.tolist() for row in torch.randint(0, 3, (4, 60), generator=torch.Generator().manual_seed(0))]
     for ids in several:
@@ -116,7 +116,7 @@ def test_the_tree_counts_every_piece():
 
 
 def following(texts, growing, length):
-    """What followed the last `length` tokens of a text, in it and in others -> how often."""
+    """Count the tokens that follow the last `length` tokens of the growing text, in it and in the other texts."""
     end = growing[-length:]
     pairs = [(t[i : i + length], t[i + length]) for t in (*texts, growing) for i in range(len(t) - length)]
     return Counter(token for piece, token in pairs if piece == end)
@@ -144,7 +144,7 @@ def test_earlier_outputs_are_used_only_on_request():
 
 def test_only_answers_are_remembered_and_only_long_ones():
     target = ToyTarget(64)
-    drafter_after([1, 2, 3] * 10, target, remember=True).release()  # a prompt of 29, an answer of one token
+    drafter_after([1, 2, 3] * 10, target, remember=True).release()  # a prompt of 29 tokens, one output token
     assert propose([1, 2], 3, target=target, remember=True).nodes == 0
 
 
@@ -176,7 +176,7 @@ def test_greedy_text_is_the_targets_own(options):
     prompts = texts(3, 4).repeat(1, 3)
     config = GenerationConfig(30, budget=Budget(5, 12), stop_token_ids=())
     expected = rows_of(list(generate(target, load_drafter("none", target), prompts, config)))
-    for _ in range(2):  # with and without something to remember
+    for _ in range(2):  # with and without remembered text
         events = list(generate(target, load_drafter("suffix", target, **options), prompts, config))
         assert rows_of(events) == expected
         assert accepted(events) > 0

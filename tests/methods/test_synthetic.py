@@ -1,4 +1,4 @@
-"""Synthetic acceptance: drafts are kept at the rates asked for, whoever drafts, and nothing else is claimed."""
+"""Synthetic acceptance: draft tokens are accepted at the requested rates for any drafter, without other claims."""
 
 import pytest
 import torch
@@ -38,16 +38,14 @@ def test_acceptance_follows_the_given_rates(rates, expected, temperature):
     target = ToyTarget(61, seed=1)
     steps_seen = events(target, load_drafter("synthetic", target, rates=rates), PROMPTS.repeat(8, 1), temperature)
     steps = [StepCounts.of(event, row) for event in steps_seen[1:] for row in range(24)]
-    accepted_counts = [
-        step.accepted for step in steps if step.depth == 4
-    ]  # at the end of a text there is room for less
+    accepted_counts = [step.accepted for step in steps if step.depth == 4]  # there is less room at the end of a text
     for depth, rate in enumerate(expected):
         tries, accepted = (sum(accepted >= n for accepted in accepted_counts) for n in (depth, depth + 1))
         assert tries > 500 and binomtest(accepted, tries, rate).pvalue > 1e-3, (depth, accepted / tries)
 
 
 def test_correction_is_the_target_token():
-    """The text is the prompt again, and wherever a draft is refused what the target says to all that was written."""
+    """The drafts repeat the prompt; after a rejection follows the target's token for the whole text."""
     target = ToyTarget(61, seed=1)
     steps_seen = events(target, load_drafter("synthetic", target, rates="0.7"), PROMPTS[:1])
     text = PROMPTS[0].tolist()
@@ -61,7 +59,9 @@ def test_correction_is_the_target_token():
 
 
 def test_a_draft_of_another_method_costs_what_it_costs(tiny_llama):
-    """It is asked at every step and its words are written, as a chain, whatever the target thinks of them."""
+    """The inner drafter drafts in every step, and its tokens are accepted as a chain regardless of the target's
+    probabilities.
+    """
     target = HFTarget(tiny_llama(61))
     for name, given in (("draft_model", tiny_llama(61)), ("lookahead", None)):
         drafter = load_drafter("synthetic", target, given, drafter=name, rates="0.9")

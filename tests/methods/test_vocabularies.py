@@ -1,4 +1,4 @@
-"""Drafts of another vocabulary: what tokens write, how a text is read on, and that the output stays the target's."""
+"""Drafts with another vocabulary: text of tokens, retokenization of a growing text, and lossless output."""
 
 from collections import Counter
 
@@ -25,7 +25,7 @@ BYTE_LEVEL = pre_tokenizers.ByteLevel(False, use_regex=False), decoders.ByteLeve
 
 
 def byte_level(*words):
-    """Letters, a space and some words as GPT-2 writes them."""
+    """Return a tokenizer of letters, a space and some words in GPT-2's byte-level form."""
     tokens = ["<end>", *LETTERS, "Ġ", *words]
     return wrapped(
         {t: i for i, t in enumerate(tokens)}, pre_tokenizers.ByteLevel(False, use_regex=False), decoders.ByteLevel()
@@ -40,7 +40,7 @@ def sentence_piece(*words):
 
 def wrapped(vocabulary, split, decoder):
     merges = []
-    for token in vocabulary:  # of words, letter by letter from the left
+    for token in vocabulary:  # merges of words, letter by letter from the left
         if len(token) > 1 and not token.startswith("<"):
             merges += [(token[:n], token[n]) for n in range(1, len(token)) if token[:n] in vocabulary]
     tokenizer = Tokenizer(models.BPE(vocabulary, list(dict.fromkeys(merges)), byte_fallback="<0x0A>" in vocabulary))
@@ -78,7 +78,7 @@ def test_tokens_are_shared_by_what_they_write(pair):
         "<end>": "</s>", **{c: c for c in LETTERS}, "Ġ": "▁", "Ã": "<0xC3>", "©": "<0xA9>",
         "Ġa": "▁a", "Ġab": "▁ab", "ab": "ab",
     }  # fmt: skip
-    assert (bridge.target_overlap, bridge.draft_overlap) == (10 / 13, 10 / 14)  # the ends are not spelled alike
+    assert (bridge.target_overlap, bridge.draft_overlap) == (10 / 13, 10 / 14)  # the end tokens are spelled differently
 
 
 def test_a_text_that_goes_on_gets_no_space_of_its_own(pair):
@@ -134,7 +134,9 @@ def test_greedy_text_is_the_targets_own(pair, way, swapped):
 
 
 def test_equal_model_with_another_vocabulary_is_accepted(pair):
-    """Same weights behind two tokenizers that number the letters otherwise: all drafts are the target's own tokens."""
+    """The same weights with two tokenizers that number the letters differently: all draft tokens are the target's
+    tokens.
+    """
     first, mixed = model(byte_level(), 3), byte_level()
     letters = dict(zip("abcd", "dcba", strict=True))
     mixed = renamed(mixed, letters)
@@ -185,7 +187,7 @@ def test_the_shipped_pair_writes_the_targets_text(shipped):
         )
         assert [t for e in drafted for t in e.emitted[0]] == [t for e in plain for t in e.emitted[0]]
         accepted += sum(len(e.path[0]) - 1 for e in drafted)
-    assert accepted > 3 * 32 / 3  # a third of the text is the draft's at least
+    assert accepted > 3 * 32 / 3  # at least a third of the text is drafted
 
 
 def test_the_shipped_pair_samples_as_its_target(shipped):

@@ -1,4 +1,6 @@
-"""A Hugging Face hub on loopback: one thread, the few endpoints that a download needs, and faults on demand."""
+"""A Hugging Face hub on the loopback interface: one thread, the endpoints that a download needs, and faults on
+demand.
+"""
 
 import json
 import re
@@ -11,14 +13,16 @@ SHA = "0123456789abcdef0123456789abcdef01234567"
 
 
 class FakeHub:
-    """`repositories`: id -> file -> bytes. `gated`: ids that need a login. `cuts`: file -> bytes after which the
-    connection is cut, once each. `requests`: (file, Range header) of every file asked for. `cards`: id -> what else the
-    hub says of it."""
+    """The state of the hub.
+
+    repositories: id -> file -> bytes. gated: ids that need a login. cuts: file -> bytes after which the connection is
+    cut, once each. requests: (file, Range header) of every requested file. cards: id -> further metadata.
+    """
 
     def __init__(self, repositories):
         self.repositories = repositories
         self.gated, self.cuts, self.requests, self.numbers, self.cards = set(), {}, [], {}, {}
-        self.hold = None  # an Event: bytes of weights behind the first half wait for it
+        self.hold = None  # an Event: the second half of weight files waits for it
 
     def answer(self, handler, body):
         path, _, _ = handler.path.partition("?")
@@ -98,7 +102,7 @@ class FakeHub:
 
 @contextmanager
 def serve(repositories, monkeypatch, cache):
-    """The hub's client asks this hub, stores into `cache` and does not pause between its tries."""
+    """Serve the hub, and direct the hub's client to it, with `cache` as its cache and no pauses between retries."""
     hub = FakeHub(repositories)
 
     class Handler(BaseHTTPRequestHandler):

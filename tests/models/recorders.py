@@ -2,7 +2,7 @@
 
 
 class Replayed:
-    """What a CUDA graph does as far as a CPU can show it: every replay writes its result to the same memory."""
+    """A recorder that behaves like a CUDA graph where a CPU can show it: every replay writes to the same memory."""
 
     def __init__(self):
         self.recorded = 0
@@ -26,7 +26,7 @@ def failing(run):
 
 
 def forgetful(run):
-    """Replays what it recorded, whatever the input."""
+    """Record a pass and replay its first result for any input."""
     result = run()
     result[0].zero_()
     return lambda: result

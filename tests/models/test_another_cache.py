@@ -1,4 +1,4 @@
-"""A cache of another kind is a file of its own and the line that chooses it (CONTRIBUTING.md)."""
+"""A cache of another kind: one file, and the line that selects it (CONTRIBUTING.md)."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tests.models.tiny import build, texts
 
 
 class HalfCache(SlabCache):
-    """Keeps keys and values in half the bytes; layers are given them as they asked."""
+    """A cache that stores keys and values in half the bytes and returns them in the layer's dtype."""
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         kept = super().update(key_states.bfloat16(), value_states.bfloat16(), layer_idx)

@@ -1,4 +1,4 @@
-"""Models that cannot generate are refused when they load, as an object and as a folder; all others load."""
+"""Models that cannot generate, rejected on loading as an object and as a folder; all others load."""
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ def jamba(**more):
 
 
 def gpt_neox():
-    """Its config says is_decoder=False, as an encoder's does."""
+    """Return a GPT-NeoX model. Its config has is_decoder=False, like an encoder's."""
     return GPTNeoXForCausalLM(GPTNeoXConfig(**BERT, **TOKENS))
 
 
@@ -81,7 +81,7 @@ def line_of(load, name):
     ],
 )
 def test_what_cannot_generate_is_refused_as_object_and_folder(tmp_path, make, reason, outlined):
-    """outlined: its config alone shows it."""
+    """outlined: the config alone shows the reason."""
     torch.manual_seed(0)
     model = make()
     assert line_of(load_target, model).startswith(f"{type(model).__name__} {reason}")

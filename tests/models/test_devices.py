@@ -1,4 +1,4 @@
-"""The table of devices, asked as on a machine that has others than this one."""
+"""The table of devices, on simulated machines with other devices."""
 
 import json
 from dataclasses import replace
@@ -20,7 +20,7 @@ from specdemo.presets.files import preset
 
 
 class Pretend(DeviceKind):
-    """A device that is here `here` times and remembers what it was asked."""
+    """A device kind with `here` devices that records its calls."""
 
     here = 1
 
@@ -103,9 +103,9 @@ def test_memory_that_is_left(pretend):
     assert free_bytes(torch.device("xpu:1")) == [1001]
     assert free_bytes(torch.device("mps")) == [1000]
     precision = Precision(torch.bfloat16)
-    assert check_memory("m", 1500, torch.device("xpu"), precision)  # over both
+    assert check_memory("m", 1500, torch.device("xpu"), precision)  # over both devices
     with pytest.raises(ValueError, match="m needs about .* free on mps; choose quantization"):
-        check_memory("m", 1500, torch.device("mps"), precision)  # main memory is the same memory
+        check_memory("m", 1500, torch.device("mps"), precision)  # it shares main memory
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_a_comparison_may_name_them(device):
 
 
 def test_cudnn_attention_is_off_on_nvidia():
-    """It plans anew for every length of the text."""
+    """cuDNN plans again for every text length."""
     torch.backends.cuda.enable_cudnn_sdp(True)
     DEVICE_KINDS["cuda"].prepare()
     assert not torch.backends.cuda.cudnn_sdp_enabled()
@@ -147,7 +147,9 @@ def test_loading_prepares_the_device_and_gives_back_what_joining_took(pretend):
 
 
 class Counting(DeviceKind):
-    """A CPU that counts as a GPU's allocator does: 700 MB are somebody else's, and 5 MB come and go in every step."""
+    """A CPU with the counters of a GPU's allocator: 700 MB belong to other programs, and every step uses 5 MB
+    temporarily.
+    """
 
     def allocated(self, device):
         return 700_000_000 + self.in_use()
@@ -160,7 +162,7 @@ class Counting(DeviceKind):
 
 
 def test_a_lanes_memory_is_its_own(monkeypatch):
-    """Not the peak of the process, in which other lanes and models lie too."""
+    """The process's peak would include other lanes and models."""
     Counting.lanes = []
     prepare = lanes.LocalLane.prepare
     monkeypatch.setattr(lanes.LocalLane, "prepare", lambda lane, c: (Counting.lanes.append(lane), prepare(lane, c))[1])
@@ -175,7 +177,7 @@ def test_a_lanes_memory_is_its_own(monkeypatch):
 
 
 def test_unquantizable_4_bit_weights_are_rejected(tmp_path, monkeypatch):
-    """transformers only logs it, and the check of the memory counts four."""
+    """transformers only logs a warning and dequantizes, while the memory check counts 4 bits."""
     config = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr(footprint, "find_spec", lambda package: None if package == "kernels" else package)

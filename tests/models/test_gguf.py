@@ -1,4 +1,4 @@
-"""A GGUF file, read back by `gguf` itself."""
+"""A GGUF file, read back by the `gguf` package."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_gguf_round_trip(file):
     layer = model.model.layers[1]
     assert tensors["output.weight"].equal(model.lm_head.weight)
     assert tensors["blk.1.attn_v.weight"].equal(layer.self_attn.v_proj.weight)
-    keys = tensors["blk.1.attn_k.weight"].view(2, 4, 2, 32)  # of a head, pairs that are turned together are neighbours
+    keys = tensors["blk.1.attn_k.weight"].view(2, 4, 2, 32)  # the two values that RoPE rotates together are adjacent
     assert keys.transpose(1, 2).reshape(16, 32).equal(layer.self_attn.k_proj.weight)
 
 

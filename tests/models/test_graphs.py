@@ -1,4 +1,4 @@
-"""Recorded passes against the passes themselves."""
+"""Captured passes against eager passes."""
 
 import copy
 import shutil
@@ -54,7 +54,7 @@ def test_replays_equal_eager_for_trees_chains_and_ragged_rows(name, rows):
         for tap in TAPS:
             torch.testing.assert_close(forwards[1].hidden[tap], forwards[0].hidden[tap], rtol=1e-4, atol=2e-4)
         lengths.append((forwards[1].logits, forwards[1].logits.clone()))
-    assert recorder.recorded == 4  # of trees of 8 slots, and of chains of 1, 4 and 12
+    assert recorder.recorded == 4  # for trees of 8 slots, and for chains of 1, 4 and 12
     for result, as_it_was in lengths:
         assert torch.equal(result, as_it_was), "a later replay wrote over it"
 
@@ -73,7 +73,7 @@ def test_a_text_after_another_needs_no_recording():
 
 
 def test_growing_the_cache_captures_again(monkeypatch):
-    monkeypatch.setattr("specdemo.models.target.WIDTHS", (2,))  # so much is kept free for padding
+    monkeypatch.setattr("specdemo.models.target.WIDTHS", (2,))  # slots reserved for padding
     recorder = Replayed()
     plain, target = fast(), fast(recorder=recorder)
     for step in range(40):
@@ -99,7 +99,7 @@ def test_shorter_passes_use_a_recording_that_is_there():
     assert recorder.recorded == 1
     target.forward(texts(1, 1), chain(1, 0), TAPS)
     target.forward(texts(1, 2), chain(1, 1), TAPS)
-    assert recorder.recorded == 3  # with these taps of one slot, and of two
+    assert recorder.recorded == 3  # with these taps, for one slot and for two
 
 
 def test_passes_wider_than_the_widest_run_as_they_are():
@@ -169,9 +169,10 @@ def test_they_are_for_gpus_and_can_be_switched_off(monkeypatch, switch):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler, of other parts of torch
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # warnings of torch's compiler about torch
 def test_passes_can_be_compiled_first(monkeypatch):
-    monkeypatch.setattr(packed, "packing_pays", lambda dtype: False)  # packed weights are for CPUs, compiling for GPUs
+    # Packed weights are for CPUs, compilation for GPUs.
+    monkeypatch.setattr(packed, "packing_pays", lambda dtype: False)
     monkeypatch.setenv(module.ENVIRONMENT_VARIABLE, "compile")
     passes = []
     monkeypatch.setattr(
@@ -200,7 +201,7 @@ def test_a_text_is_the_same(k, kind):
                 parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
         fuse_layers(draft)
         drafter = DraftModel(target, HFTarget(draft, capture=recorder)) if k else NoDraft(target, None)
-        for turn in range(2):  # the draft model is not told how long its text will be
+        for turn in range(2):  # the draft model does not know the length of its text
             events = list(generate(target, drafter, texts(2 if kind is HFTarget else 1, 9, turn), config))
             rows = zip(*(event.emitted for event in events), strict=True)
             texts_of.append([[token for part in row for token in part] for row in rows])

@@ -1,4 +1,4 @@
-"""Models of the hub, from a hub on loopback: what is fetched, what is said meanwhile, and what can go wrong."""
+"""Models from a hub on the loopback interface: downloaded files, progress messages and failures."""
 
 import re
 import threading
@@ -20,7 +20,7 @@ from tests.models.tiny import build, fresh, texts
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A model as the hub holds it: in three shards, with copies in other formats beside them."""
+    """Return a model as stored on the hub: in three shards, next to copies in other formats."""
     folder = tmp_path_factory.mktemp("saved")
     build("llama").save_pretrained(folder, max_shard_size="30KB")
     byte_level().save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Fused and packed layers against the ones they replace."""
+"""Fused and packed layers against the layers they replace."""
 
 import copy
 
@@ -108,7 +108,7 @@ def test_a_head_learns_through_a_packed_lm_head(packing):
 def test_layer_with_different_output_is_not_fused(monkeypatch):
     model = build("llama")
     model.model.layers[1].self_attn.scaling *= 2.0
-    model.model.layers[1].forward = lambda *args, **named: args[0]  # a layer of somebody's own
+    model.model.layers[1].forward = lambda *args, **named: args[0]  # a user-defined layer
     fuse_layers(model)
     fused = [type(layer).__name__ for layer in model.model.layers]
     assert fused == ["FusedLayer", "LlamaDecoderLayer", "FusedLayer"]

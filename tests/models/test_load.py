@@ -1,4 +1,4 @@
-"""Loading by name, folder and object; every refusal is one line that names the cure."""
+"""Loading by name, folder and object; every rejection is one line with the fix."""
 
 import json
 import re
@@ -215,7 +215,7 @@ def test_shards_tied_tables_and_padding_rows(tmp_path, tied):
 
 
 def edited(folder, tmp_path, change):
-    """The folder with other tensors."""
+    """Return a copy of the folder with changed tensors."""
     other = tmp_path / "other"
     shutil.copytree(folder, other)
     tensors = load_file(other / "model.safetensors")
@@ -260,7 +260,7 @@ def test_one_thread_at_a_time_builds_a_model(folder, monkeypatch):
     from_pretrained = load.AutoModelForCausalLM.from_pretrained
 
     def watched(*args, **kwargs):
-        with suppress(threading.BrokenBarrierError):  # nobody else came while this thread was here
+        with suppress(threading.BrokenBarrierError):  # no other thread arrived
             inside.wait(timeout=0.5)
             overlapped.append(True)
         return from_pretrained(*args, **kwargs)
@@ -310,7 +310,7 @@ def test_placement_is_reported(folder):
 
 
 def test_layers_that_lie_elsewhere_make_no_difference(folder, tmp_path):
-    """What accelerate does where one device is too small: here one layer and lm_head stay on the disk."""
+    """Simulates accelerate's offloading on a small device: one layer and lm_head stay on the disk."""
     places = {f"model.layers.{i}": "disk" if i == 1 else "cpu" for i in range(3)}
     places |= {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "disk"}
     spread = LlamaForCausalLM.from_pretrained(folder, device_map=places, offload_folder=tmp_path)
@@ -328,7 +328,7 @@ def test_layers_that_lie_elsewhere_make_no_difference(folder, tmp_path):
 
 @pytest.fixture(scope="module")
 def wider(tmp_path_factory):
-    """Of a size that 4 bit blocks divide."""
+    """Save a model whose sizes are multiples of 4-bit blocks, and return its folder."""
     path = tmp_path_factory.mktemp("wider")
     torch.manual_seed(5)
     sizes = build("llama").config.to_dict() | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
@@ -351,7 +351,7 @@ def test_a_quantised_target_keeps_to_its_own_plain_lane(wider, quantization):
     target = load_target(wider, quantization=quantization)
     body = target.model.model.layers[0].mlp.up_proj
     assert body.weight.dtype == {"4bit": torch.uint8, "8bit": torch.int8}[quantization]
-    for table in (target.lm_head, target.embed):  # heads share them
+    for table in (target.lm_head, target.embed):  # shared with heads
         assert table.weight.dtype == torch.float32
     counted = estimate_footprint(Path(wider), Precision(torch.float32, {"4bit": 4, "8bit": 8}[quantization])).weights
     full_size = estimate_footprint(Path(wider), Precision(torch.float32)).weights
@@ -363,4 +363,4 @@ def test_a_quantised_target_keeps_to_its_own_plain_lane(wider, quantization):
         events = list(steps)
         outputs.append([token for event in events for token in event.emitted[0]])
     assert outputs[1] == outputs[0] and outputs[2] == outputs[0]
-    assert len(events) < 40  # drafts of the whole weights are taken
+    assert len(events) < 40  # drafts from the full weights are accepted

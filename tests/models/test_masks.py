@@ -1,4 +1,4 @@
-"""Masks against what they mean, said slot by slot."""
+"""Attention masks against their definition, slot by slot."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def trees(draw, rows=1):
 
 
 def ancestors(parents):
-    """[B, S, S], node by node: True at [b, s, t] when t is s or above s."""
+    """Return a mask [B, S, S], computed node by node: True at [b, s, t] if t is s or an ancestor of s."""
     rows, nodes = parents.shape
     mask = torch.eye(nodes + 1, dtype=torch.bool).repeat(rows, 1, 1)
     for node in range(nodes):
@@ -28,7 +28,7 @@ def ancestors(parents):
 
 
 def visible(parents, lengths, window):
-    """[B, S, longest + S]: what every slot may see, from the definition."""
+    """Return a mask [B, S, longest + S] of what each slot may see, from the definition."""
     above, depth = ancestors(parents), depths(parents)
     rows, slots = depth.shape
     seen = torch.zeros(rows, slots, max(lengths) + slots, dtype=torch.bool)
@@ -75,7 +75,7 @@ def test_plans_are_remembered_until_the_history_outgrows_them():
     masks.reserve(8)
     first = masks.plan(torch.tensor([[0, 0, 1]]))
     assert masks.plan(torch.tensor([[0, 0, 1]])) is first
-    assert masks.plan(torch.tensor([[0, 0, 1], [0, 0, 1]])) is first  # rows alike share one
+    assert masks.plan(torch.tensor([[0, 0, 1], [0, 0, 1]])) is first  # equal rows share a plan
     masks.reserve(9)
     assert masks.plan(torch.tensor([[0, 0, 1]])) is not first
 

@@ -1,4 +1,4 @@
-"""A GPU's clock, from a library that stands in for NVIDIA's."""
+"""GPU clocks, read from a stand-in for NVIDIA's library."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,7 @@ from specdemo.models.machine import GpuClock
 
 
 class Library:
-    """Says the clocks and the limits it is given, one after the other."""
+    """A stand-in for NVML that returns scripted clocks and limits in turn."""
 
     def __init__(self, mhz, limits, fails=()):
         self.mhz, self.limits, self.fails = iter(mhz), limits, fails

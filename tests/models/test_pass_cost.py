@@ -1,4 +1,4 @@
-"""What verifying costs, by an injected clock: measured on near the limit, never a reason to refuse."""
+"""The measured cost of verification, on a fake clock: more measurements near the limit, and no rejection."""
 
 from itertools import cycle
 
@@ -9,7 +9,7 @@ from specdemo.models.toy import ToyTarget
 
 
 class Timed(ToyTarget):
-    """Passes that take the scripted times: one second for one token, `ratios` in turn for several."""
+    """A target with scripted pass times: one second for one token, the next of `ratios` for several."""
 
     def __init__(self, *ratios):
         super().__init__()
@@ -28,7 +28,7 @@ class Timed(ToyTarget):
 def measured(*ratios):
     target = Timed(*ratios)
     cost = verify_cost(target, target.now)
-    return cost, target.verified // (REPEATS + 1)  # one pass of each round warms up
+    return cost, target.verified // (REPEATS + 1)  # one pass of each round is a warm-up
 
 
 def test_a_clear_cost_is_measured_once():

@@ -1,4 +1,4 @@
-"""A target that remembers: what it says after a text is what a fresh reading says, and only the new tokens are read."""
+"""Prefix reuse: the logits equal those of a fresh target, and only the new tokens are read."""
 
 import gc
 import weakref
@@ -12,7 +12,7 @@ from specdemo.models.runner import Runner
 from specdemo.models.target import HFTarget
 from tests.models.tiny import CHAINS, TREES, VOCABULARY, build, fresh, pinned, texts
 
-PROMPT, ANSWER, QUESTION = 13, 4, 6  # tokens; the prompt is longer than every window of the tiny models
+PROMPT, ANSWER, QUESTION = 13, 4, 6  # in tokens; longer than every window of the tiny models
 TAPS = (0, 2, -1)
 
 
@@ -28,7 +28,7 @@ def target():
 
 @pytest.fixture
 def fed(monkeypatch):
-    """Tokens of every pass over one of the remembering targets' models."""
+    """Record the number of tokens in every pass of a prefix-caching target."""
     seen, inside = [], []
     run = Runner.__call__
 
@@ -58,7 +58,9 @@ def close(a, b):
 
 
 def turn(target, prompt, seed=1, taps=TAPS):
-    """Read a prompt, write an answer in two passes with one refused draft each, release -> the text in the history."""
+    """Read a prompt, write an answer in two passes with one rejected draft token each, release, and return the text in
+    the history.
+    """
     target.start(prompt, taps, reserve=8)
     text = prompt
     for step in range(2):
@@ -75,7 +77,7 @@ def ids_of(text, seed=9):
 
 
 def same(target, text, taps=TAPS, **named):
-    """The target says after the text what a fresh one says."""
+    """Check that the target gives the same logits and hidden states as a fresh one."""
     forward, expected = target.start(text, taps, **named), HFTarget(target.model).start(text, taps)
     close(forward.logits, expected.logits)
     assert forward.hidden.keys() == expected.hidden.keys()
@@ -94,7 +96,7 @@ def test_the_next_turns_are_read_from_where_they_are_new(model, fed):
         prompt = ids_of(text, seed)
         fed.clear()
         same(target, prompt)
-        at_once = name in TREES or target._multi_token  # some read on one token at a time
+        at_once = name in TREES or target._multi_token  # some continue one token at a time
         assert target.cached_tokens == (text.shape[1] if at_once else 0)
         assert fed == [QUESTION if at_once else prompt.shape[1], 1]
         text = turn(target, prompt, seed)
@@ -113,7 +115,8 @@ def test_an_answer_that_was_written_otherwise_is_read_from_there(target, fed):
 def test_a_replayed_answer_that_was_written_otherwise_is_read_from_a_snapshot_or_from_the_start():
     target = PrefixCachedTarget(build("gpt_neo"))
     text = turn(target, texts(1, PROMPT))
-    for place, cached in ((PROMPT + ANSWER - 1, PROMPT + ANSWER - 2), (PROMPT + 1, 0)):  # the last pass, the one before
+    # A token of the last pass, and of the one before.
+    for place, cached in ((PROMPT + ANSWER - 1, PROMPT + ANSWER - 2), (PROMPT + 1, 0)):
         prompt = ids_of(text)
         prompt[0, place] = (prompt[0, place] + 1) % VOCABULARY
         same(target, prompt)
@@ -127,7 +130,7 @@ def test_the_same_text_again_is_read_in_its_last_token(name, fed):
     text = texts(1, PROMPT)
     target.start(text)
     following = texts(1, 3, seed=2)
-    target.forward(following, chain_parents(1, 2, following.device))  # a pass that nobody commits
+    target.forward(following, chain_parents(1, 2, following.device))  # a pass that is not committed
     target.release()
     again = torch.cat([text, texts(1, 1, seed=5)], 1)
     fed.clear()
@@ -139,7 +142,7 @@ def test_the_same_text_again_is_read_in_its_last_token(name, fed):
 
 
 def test_cropped_tokens_are_not_cached(target):
-    """As a draft model does whose guess was refused."""
+    """This is what a draft model does after a rejection."""
     text, guess, other = texts(1, PROMPT), texts(1, 4, seed=2), texts(1, 2, seed=3)
     alone = text[:, :0]
     target.start(text, TAPS)
@@ -160,7 +163,7 @@ def test_other_taps_other_texts_and_batches_are_read_from_their_start(target):
     same(target, ids_of(text), (1, *TAPS))
     assert target.cached_tokens == 0
     target.release()
-    same(target, ids_of(text), (2,))  # some of those that were kept
+    same(target, ids_of(text), (2,))  # a subset of the cached taps
     assert target.cached_tokens == text.shape[1] + QUESTION - 1
     target.release()
     same(target, (texts(1, PROMPT) + 1) % VOCABULARY)
@@ -180,7 +183,7 @@ def test_discard_turn_preserves_the_cached_prefix(name):
     target = PrefixCachedTarget(build(name))
     text = turn(target, texts(1, PROMPT))
     prompt = ids_of(text)
-    for _ in range(2):  # as a warm-up and a run
+    for _ in range(2):  # like a warm-up and a run
         turn(target, prompt)
         assert target.cached_tokens == text.shape[1]
         target.discard_turn()

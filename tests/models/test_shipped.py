@@ -11,7 +11,7 @@ from specdemo.models.resolve import SUMS, check_embedded
 
 @pytest.fixture
 def shipped(tmp_path, monkeypatch):
-    """A copy of a model and of a head, with the list of all."""
+    """Return a folder with copies of a model and a head, and the list of checksums."""
     for name in ("stories-draft-deep", "stories-eagle-1"):
         shutil.copytree(embedded_folder() / name, tmp_path / name)
     shutil.copy(embedded_folder() / SUMS, tmp_path)

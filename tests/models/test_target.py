@@ -1,4 +1,4 @@
-"""Models as targets: whatever a tree proposes and whichever path is kept, the logits are those of the plain text."""
+"""Models as targets: for all draft trees and accepted paths, the logits equal those of the plain text."""
 
 import copy
 import gc
@@ -60,7 +60,7 @@ def chain(nodes, rows=1):
 
 
 def check_next(target, rows):
-    """One more token: every row's logits are those of its whole text."""
+    """Feed one more token, and check that every row's logits equal those of its whole text."""
     following = texts(len(rows), 1, seed=99)
     logits = target.forward(following, chain(0, len(rows))).logits
     for slot_logits, text, token in zip(logits, rows, following.tolist(), strict=True):
@@ -121,7 +121,7 @@ def test_a_pass_without_a_commit_leaves_no_trace(tree_target):
 
 def test_rows_of_a_batch_keep_paths_of_unequal_length(tree_target):
     rows = texts(3, PROMPT).tolist()
-    tree_target.start(torch.tensor(rows), reserve=8)  # less than follows: the history has to grow
+    tree_target.start(torch.tensor(rows), reserve=8)  # too little: the history has to grow
     for step, ends in enumerate([(0, 5, 8), (6, 0, 3), (4, 8, 0), (0, 0, 6), (2, 6, 1), (8, 0, 0)]):
         tokens = texts(3, len(TREE) + 1, seed=10 + step)
         logits = tree_target.forward(tokens, torch.tensor([TREE] * 3)).logits
@@ -161,7 +161,7 @@ def test_ragged_rows_leave_no_holes(target):
         target.forward(texts(2, 4), chain(3, 2))
         target.commit([[0, 1, 2], [0]])
     assert target.length == [40, 20]
-    assert target.history_bytes == allocated  # 10 + 40 columns: the longest row alone counts
+    assert target.history_bytes == allocated  # 10 + 40 columns: only the longest row counts
 
 
 def test_crop_forgets_row_by_row(tree_target):
@@ -202,7 +202,7 @@ def test_taps_are_the_hidden_states(tree_target, steps):
         text = torch.cat([text, tokens], 1)
     expected = model(text, output_hidden_states=True, use_cache=False).hidden_states
     for tap in taps:
-        close(hidden[tap], expected[tap][:, -hidden[tap].shape[1] :])  # theirs too are normed in the last place
+        close(hidden[tap], expected[tap][:, -hidden[tap].shape[1] :])  # the last ones are normed in transformers too
 
 
 def test_the_last_layers_tap_is_before_the_norm_and_the_models_hooks_are_gone(target):
@@ -213,7 +213,7 @@ def test_the_last_layers_tap_is_before_the_norm_and_the_models_hooks_are_gone(ta
 
 
 def test_the_context_is_never_exceeded():
-    model = build("gpt2")  # learned positions: one too many is an error inside the model
+    model = build("gpt2")  # learned positions: one too many raises inside the model
     target = HFTarget(model)
     assert target.max_length == 96
     rows = texts(2, 92).tolist()
@@ -221,7 +221,7 @@ def test_the_context_is_never_exceeded():
     tokens = texts(2, 4, seed=2)
     target.forward(tokens, chain(3, 2))
     keep(target, rows, tokens, [[0, 1, 2], []])
-    target.forward(texts(2, 4), chain(3, 2))  # the slots beyond the context are nobody's
+    target.forward(texts(2, 4), chain(3, 2))  # slots beyond the context are unused
     check_next(target, rows)
     target.forward(texts(2, 2), chain(1, 2))
     with pytest.raises(ValueError, match="holds 96 tokens, not 97"):
@@ -356,7 +356,9 @@ def test_a_known_chain_needs_no_reading(target, monkeypatch):
 
 
 def drafted(target, rows, layers, length, seed):
-    """A chain fed token by token to the first layers: every row's logits are those of the model cut off there."""
+    """Feed a chain token by token to the first layers, and check the logits against a model cut off after these
+    layers.
+    """
     short = copy.deepcopy(target.model)
     decoder = next(m for m in short.modules() if any(isinstance(c, torch.nn.ModuleList) for c in m.children()))
     name, all_layers = next((n, c) for n, c in decoder.named_children() if isinstance(c, torch.nn.ModuleList))
@@ -370,7 +372,7 @@ def drafted(target, rows, layers, length, seed):
 
 def test_first_layers_continue_the_cache(tree_target):
     rows = texts(2, PROMPT).tolist()
-    tree_target.start(torch.tensor(rows), reserve=2)  # less than follows: the history has to grow
+    tree_target.start(torch.tensor(rows), reserve=2)  # too little: the history has to grow
     for step, path in enumerate([[[0, 1], [0, 1, 2, 3]], [[0], [0, 1]]]):
         drafted(tree_target, rows, 1 + step, 4, seed=step)
         tokens = texts(2, 4, seed=20 + step)
@@ -396,7 +398,7 @@ def test_the_first_layers_alone_leave_the_history_and_the_model_as_they_were(tar
 
 def test_the_first_layers_alone_of_a_model_with_device_hooks():
     target = HFTarget(build("llama"))
-    target.model.forward = target.model.forward  # as accelerate has it: bound to the whole model
+    target.model.forward = target.model.forward  # as accelerate does: bound to the whole model
     target.start(texts(1, PROMPT))
     drafted(target, texts(1, PROMPT).tolist(), 1, 2, seed=5)
 

@@ -1,4 +1,4 @@
-"""Text in and out: the pieces of any token sequence add up to the text, whatever characters the tokens cut through."""
+"""Encoding and decoding: the pieces of any token sequence add up to its text, even if tokens split characters."""
 
 import pytest
 from hypothesis import given
@@ -13,7 +13,7 @@ HARD = "naïve café — 日本語のテキスト 🙂👩‍👩‍👧‍👦 
 
 
 def byte_level():
-    """A byte-level BPE that knows English alone: every other character is cut into bytes."""
+    """Return a byte-level BPE tokenizer trained only on English: all other characters are split into bytes."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -31,7 +31,7 @@ def byte_level():
 
 
 def word_pieces():
-    """Spaces as a mark in front of words, dropped before the first word of a text, as sentencepiece models do."""
+    """Return a tokenizer that marks spaces at the start of words and drops the first one, like SentencePiece models."""
     words = {w: i for i, w in enumerate(["<s>", "▁the", "▁dog", "s", "▁", "."])}
     tokenizer = Tokenizer(models.BPE(words, []))
     tokenizer.decoder = decoders.Metaspace()
@@ -120,7 +120,7 @@ def test_a_conversation_is_written_by_the_chat_template():
     ids = encode(tokenizer, text, 100)
     assert ids == tokenizer.apply_chat_template(text, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert tokenizer.decode(ids) == "[user] A dog.\n[assistant] Yes?\n[user] A dog, I say.\n[assistant]"
-    assert encode(tokenizer, "A dog.", 100)[0] == 0  # a text does not pass through the template
+    assert encode(tokenizer, "A dog.", 100)[0] == 0  # plain text does not use the template
     with pytest.raises(ValueError, match=f"the conversation has {len(ids)} tokens, there is room for 9"):
         encode(tokenizer, text, 9)
 

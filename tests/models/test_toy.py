@@ -1,4 +1,4 @@
-"""The toy target keeps the target's contract: its trees are its own texts."""
+"""The toy target under the target's contract."""
 
 import pytest
 import torch

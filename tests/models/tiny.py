@@ -1,4 +1,4 @@
-"""Tiny random models of every kind of history, built from their configs."""
+"""Tiny random models with every kind of history, built from their configs."""
 
 import pytest
 import torch
@@ -105,13 +105,13 @@ def mamba2():
 
 
 def falcon_h1():
-    """Attention and a state space side by side in every layer."""
+    """Return a model with attention and a state-space layer in parallel in every layer."""
     sizes = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 4}
     return FalconH1ForCausalLM(FalconH1Config(**SIZES, **sizes, mamba_n_groups=1))
 
 
 def gpt_oss():
-    """Experts, attention sinks, and windows in every other layer."""
+    """Return a model with experts, attention sinks, and windows in every other layer."""
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
     return GptOssForCausalLM(GptOssConfig(**SIZES, **experts, sliding_window=6, layer_types=kinds))
@@ -119,11 +119,11 @@ def gpt_oss():
 
 TREES = {"llama": llama, "qwen3": qwen3, "gemma3": gemma3, "mistral": mistral, "gpt2": gpt2, "gpt_oss": gpt_oss}
 CHAINS = {"gpt_neo": gpt_neo, "mamba": mamba, "qwen3_next": qwen3_next}
-HYBRIDS = {"qwen3_5": qwen3_5, "mamba2": mamba2, "falcon_h1": falcon_h1}  # slow to run; chains only, too
+HYBRIDS = {"qwen3_5": qwen3_5, "mamba2": mamba2, "falcon_h1": falcon_h1}  # slow, and limited to chains
 
 
 def build(name):
-    """Weights far from their usual tiny start, so that a wrong mask cannot hide."""
+    """Return a model with weights large enough that a wrong mask changes the output."""
     torch.manual_seed(7)
     model = {**TREES, **CHAINS, **HYBRIDS}[name]().eval()
     with torch.no_grad():
@@ -135,7 +135,7 @@ def build(name):
 
 @torch.no_grad()
 def fresh(model, tokens):
-    """The logits after a text, from one pass without any history."""
+    """Return the logits after a text, from one pass without a cache."""
     return model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
 
 

@@ -1,4 +1,4 @@
-"""Tokens a pass: from chances, and by replaying what a run kept."""
+"""Tokens per pass, from acceptance probabilities and by replaying a run."""
 
 from itertools import pairwise
 
@@ -14,7 +14,9 @@ guesses = st.lists(st.booleans(), min_size=1, max_size=60)
 
 
 def decode(guessed, k):
-    """The passes of a draft that guesses each token of a text rightly or not, wherever its draft begins."""
+    """Return the passes of a drafter whose guess at each position of a text is right or wrong, for any start of the
+    draft.
+    """
     passes, at = [], 0
     while at < len(guessed):
         drafted = min(k, len(guessed) - at - 1)
@@ -43,7 +45,7 @@ def test_at_its_own_length_a_run_is_itself(guessed, k):
 
 def test_simulated_shorter_draft_is_bounded():
     low, value, high = replayed([(4, 4), (0, 4)], 3, 0.5)  # guesses: yes yes yes yes unknown, no
-    assert (low, high) == (2.0, 3.0) and value == pytest.approx(6 / 2.5)  # four tokens, then the two at once or not
+    assert (low, high) == (2.0, 3.0) and value == pytest.approx(6 / 2.5)  # four tokens, then two in one pass or in two
 
 
 chances = st.lists(st.floats(0.0, 1.0), min_size=1, max_size=8)

@@ -1,4 +1,4 @@
-"""What a prediction promises: more never hurts, an interval around its value, no torch, one line for bad input."""
+"""Predictions: monotonic, inside their interval, without torch, and one line for bad input."""
 
 import json
 import subprocess
@@ -55,7 +55,7 @@ def test_a_free_perfect_draft_gives_k_and_one(k):
     device = replace(scenario.device, costs=free)
     found = predicted(replace(scenario, draft=Drafting(), device=device), (k,))
     assert found.best.tokens.value == k + 1.0
-    assert found.best.speedup.value == pytest.approx(k + 1.0, rel=0.01)  # its pass is a little wider
+    assert found.best.speedup.value == pytest.approx(k + 1.0, rel=0.01)  # its passes are slightly wider
 
 
 @pytest.mark.parametrize("method", sorted(MAKERS))
@@ -105,7 +105,7 @@ def test_a_k_beyond_the_recorded_one_is_marked_and_never_recommended_silently():
 
 
 def test_a_last_position_without_a_rejection_does_not_continue_as_certainty():
-    """12 of 12 accepted at position 5 made k = 16 look best."""
+    """12 of 12 accepted at position 5 must not make k = 16 look best."""
     accepted = of_passes([(n, 5) for n in (5, 1, 0, 5, 2, 5, 3, 0) * 4], exact=True)
     assert accepted.rates[-1] == 1.0
     found = predict("stories", model="stories-draft-wide", acceptance=accepted, device="laptop-cpu")
@@ -120,7 +120,7 @@ def test_sentence_reports_a_model_that_does_not_fit():
 
 
 def test_measured_passes_correct_the_constants():
-    """A machine that reaches half of the bandwidth and starts operations ten times as fast is found out."""
+    """The fit recovers a machine with half of the bandwidth that starts operations ten times as fast."""
     truth = device_of(profile("laptop-cpu"), "float32", "eager")
     truth = replace(truth, costs=replace(truth.costs, bandwidth=0.45, operation_us=2.0))
     passes = []
@@ -143,7 +143,7 @@ def test_drafts_cost_more_where_texts_come_to_differ_and_caches_turn_cold():
     assert device.ms(far, 4) > device.ms(small, 4)
     large, drafted = (work(shape(name), 1, 1, 64, 4.0) for name in ("llama-100m", "llama-1m"))
     share = device.ms(large, cold=True) / device.ms(large), device.ms(drafted, cold=True) / device.ms(drafted)
-    assert share[0] == pytest.approx(1.0, abs=1e-3) and share[1] > 1.1  # what is larger than the cache is never in it
+    assert share[0] == pytest.approx(1.0, abs=1e-3) and share[1] > 1.1  # larger data never fits into the cache
 
 
 def test_predicting_needs_no_torch():

@@ -1,4 +1,4 @@
-"""Profiles of devices: what a file may hold, and what ships."""
+"""Device profiles: the contents of a file, and the shipped ones."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Sizes from config.json alone, against the models that transformers makes of the same configs."""
+"""Sizes from config.json alone, against the models that transformers builds from the same configs."""
 
 import pytest
 import torch
@@ -32,7 +32,8 @@ def test_matrices_are_counted_as_the_model_has_them(name):
         model = (MADE | {"deepseek_v3": deepseek_v3})[name]()
     matrices = {n: p.numel() for n, p in model.named_parameters() if p.ndim > 1 and not any(s in n for s in SMALL)}
     found = shape_of(model.config.to_dict(), name)
-    assert found.parameters == pytest.approx(sum(matrices.values()), rel=0.003)  # a gate of a shared expert is a row
+    # The gate of a shared expert is one row.
+    assert found.parameters == pytest.approx(sum(matrices.values()), rel=0.003)
 
 
 def test_the_shipped_models_are_known_by_name():

@@ -1,4 +1,4 @@
-"""`presets --check` against a hub on loopback."""
+"""`presets --check` against a hub on the loopback interface."""
 
 import json
 
@@ -83,7 +83,7 @@ def test_weights_that_do_not_fit_the_stated_memory_are_named(hub):
     small = preset(memory_gb=5e-6)
     assert wrong(small) == {"preset mine": ["weights of 0.0 GB"]}
     assert not wrong(small.changed(quantization="4bit"))
-    hub.numbers = {"org/target": 750}  # as fp32, of which half is loaded
+    hub.numbers = {"org/target": 750}  # stored in fp32 and loaded at half the size
     assert not wrong(small)
 
 

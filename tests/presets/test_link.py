@@ -1,4 +1,4 @@
-"""Share links: what is written is read again, and nothing a stranger writes does harm."""
+"""Share links: round trips, and hostile input."""
 
 from urllib.parse import parse_qsl
 

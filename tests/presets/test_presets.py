@@ -1,4 +1,4 @@
-"""The shipped presets, and what a preset refuses."""
+"""The shipped presets, and presets that are rejected."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_the_default_comes_first_then_what_needs_no_download():
 @pytest.mark.parametrize("id", PRESETS)
 def test_every_preset_is_what_the_engine_takes(id):
     chosen = PRESETS[id]
-    assert chosen.with_changes() == chosen  # its options are known to the methods and none is at its default
+    assert chosen.with_changes() == chosen  # all options exist and differ from their defaults
     spec = chosen.validated()
     assert (spec.id, spec.target, spec.prompt) == (id, chosen.target, chosen.prompt)
     assert [lane.k for lane in spec.lanes] == [lane.k for lane in chosen.lanes]
@@ -46,7 +46,8 @@ def test_presets_match_their_names():
     assert PRESETS["embedded-draft"].lanes == [Lane(method="draft_model", model="stories-draft-wide", k=4)]
     assert PRESETS["embedded-sampling"].temperature == 0.8
     wide, deep = PRESETS["embedded-draft-wide"], PRESETS["embedded-draft-deep"]
-    assert (wide.prompt, wide.lanes[0].k) == (deep.prompt, deep.lanes[0].k)  # they are there to be compared
+    # The two presets differ only in the drafter.
+    assert (wide.prompt, wide.lanes[0].k) == (deep.prompt, deep.lanes[0].k)
     assert PRESETS["embedded-three-lanes"].models == ("stories", "stories-draft-wide", "stories-draft-deep")
     assert PRESETS["embedded-ngram"].prompt.endswith("\n\nTell it again with Max, not Tom.\n\n")
 

@@ -1,4 +1,4 @@
-"""The recorded runs that ship: they load, are whole, and are runs of the presets as they are."""
+"""The shipped recordings: they load, are complete, and match the current presets."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a preset of the hub says of itself, and what to run instead where it cannot run."""
+"""Presets with hub models: the reason why one cannot run, and the nearest one that can."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Start-up lines, read back as a shell would read them."""
+"""Server command lines, parsed as a shell would parse them."""
 
 import json
 import shlex
@@ -22,7 +22,7 @@ def lane(**settings):
 
 
 def command(engine, **settings):
-    """The words of the lane's line; of a lane that is not served, the line that says why."""
+    """Return the words of the lane's command line, or the line that says why the lane is not served."""
     lines = serve_commands(lane(**settings), engine)
     place = next(i for i, line in enumerate(lines) if line.startswith("# lane 1"))
     return lines[place] if "not served" in lines[place] else shlex.split(lines[place + 1])
@@ -96,7 +96,7 @@ def test_vllm_settings_are_json(settings, config):
 def test_sglang_counts_the_root_as_a_token_to_verify(settings, flags):
     words = command("sglang", **settings)
     assert words[:5] == ["python", "-m", "sglang.launch_server", "--model-path", "Qwen/Qwen3-8B"]
-    assert "--enable-metrics" in words  # without it there are no counters to read
+    assert "--enable-metrics" in words  # required for the counters
     assert {name: after(words, f"--speculative-{name}") for name in flags} == flags
 
 

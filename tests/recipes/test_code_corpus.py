@@ -52,7 +52,7 @@ def test_a_corpus_is_split_by_project(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "first1" in train and "library1" in train and "second1" in valid
     for word in ("second", "tested", "vendored", "made1"):
         assert word not in train
-    assert "first1" not in valid  # a copy of what was seen is not held out
+    assert "first1" not in valid  # duplicates of training text are not held out
     origin = (folder / "ORIGIN-code.md").read_text(encoding="utf-8")
     assert "- seen 1.0: MIT\n" in origin and "- unseen 1.0: MIT (held out)\n" in origin and "PSF-2.0" in origin
 

@@ -11,7 +11,7 @@ from tests.recipes.test_code_corpus import FUNCTION
 @pytest.mark.parametrize("seed", range(60))
 def test_edit_states_its_instruction_and_parses(seed: int) -> None:
     edited = edit(FUNCTION, random.Random(seed))
-    if edited is None:  # too long for what the dice said
+    if edited is None:  # the text is too long for the drawn edit
         return
     before, order, after = re.fullmatch(r"(.*?)\n\n\n# (.*?)\n(.*)", edited, re.DOTALL).groups()  # type: ignore[union-attr]
     assert before == FUNCTION.strip() and after != before

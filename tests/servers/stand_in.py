@@ -1,7 +1,9 @@
-"""A stand-in for vLLM: a program that starts and answers as one does; a Python beside it says what is installed.
+"""A stand-in for vLLM: a program that starts and answers like vLLM, next to a `python` that reports the installed
+versions.
 
-With GATE in its environment it is loaded once there is such a file; with BROKEN it does not start; with SLOW it takes a
-second to end. Started as llama.cpp is, it wants token ids as that does."""
+Environment variables: GATE is a file that the program waits for; BROKEN makes it fail at the start; SLOW delays its end
+by one second. Started with llama.cpp's arguments, it accepts token ids like llama.cpp.
+"""
 
 import json
 import shlex
@@ -50,7 +52,7 @@ PROBED = '{"version": "9.9", "methods": ["draft_model", "dflash"], "gpus": 0}'
 
 
 def make(folder):
-    """The program's path; `folder / "started"` will tell of every process of it."""
+    """Create the program and return its path. `folder / "started"` records every process."""
     (folder / "engine.py").write_text(ENGINE, encoding="utf-8")
     started = f"STARTED={shlex.quote(str(folder / 'started'))}"
     for name, body in (
@@ -63,16 +65,16 @@ def make(folder):
 
 
 def started(engine):
-    """Process id and arguments of every one that was started."""
+    """Return the process id and arguments of every started process."""
     return [json.loads(line) for line in (engine.parent / "started").read_text(encoding="utf-8").splitlines()]
 
 
 def prompts_sent(engine):
-    """The prompts that were sent, warm-ups included."""
+    """Return the prompts that were sent, including warm-ups."""
     return [json.loads(line) for line in (engine.parent / "started.asked").read_text(encoding="utf-8").splitlines()]
 
 
 def gone(engine):
-    """Whether none of the started processes is left; waits for them as long as their end may take."""
+    """Wait for the started processes to end, and return whether all have ended."""
     processes = [psutil.Process(entry["pid"]) for entry in started(engine) if psutil.pid_exists(entry["pid"])]
     return not psutil.wait_procs(processes, timeout=30)[1]

@@ -1,4 +1,4 @@
-"""Lanes on servers: a real one, transformers' own, and stand-ins for what a real one does only when it breaks."""
+"""Lanes on servers: `transformers serve`, and scripted servers for faults."""
 
 import os
 import socket
@@ -51,7 +51,7 @@ sglang:generation_tokens_total{{model_name="m"}} {tokens}
 
 
 def spec(*servers, **changes):
-    """The baseline on the first server, a lane on every other one; None: here."""
+    """Return a comparison with the baseline on the first server and a lane on each other one; None: in this process."""
     first, *rest = servers
     lanes = [Lane(method="ngram", k=2, server=server, name=f"Lane {i}") for i, server in enumerate(rest, start=1)]
     settings = {"id": "test", "target": "stories", "prompt": "Say it", "max_new_tokens": 16}
@@ -73,7 +73,7 @@ def good():
 
 @pytest.fixture(scope="module")
 def real():
-    """`transformers serve` with the embedded model, as a user would start it."""
+    """Start `transformers serve` with the embedded model, as a user would."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -156,7 +156,7 @@ def test_the_model_that_a_server_reports_is_shown(good):
 
 
 def test_request_sets_every_sampling_parameter(good):
-    good.requests.clear()  # of a model that is not here, so that nobody knows whether it chats
+    good.requests.clear()  # the model is not available locally, so it is unknown whether it has a chat template
     run(
         spec(good.address, good.address, target="some/model", temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=3),
         good.address,
@@ -168,7 +168,7 @@ def test_request_sets_every_sampling_parameter(good):
 
 
 def lane_with_arrivals(arrivals, server_times=()):
-    """A lane whose 120 tokens arrived at these seconds after its request, by a clock that is given."""
+    """Return a lane of 120 tokens that arrived at these times in s after the request, on a fake clock."""
     trace = LaneTrace("lane", "draft_model", {}, True, [])
     events = []
     listener = StreamParser(lambda said: events.append(said[0]), 120)
@@ -187,7 +187,7 @@ TRUE_PACE = [0.05 + 0.004 * i for i in range(120)]
 
 @pytest.mark.parametrize("bunch", [1, 10, 120])
 def test_a_speed_up_does_not_depend_on_how_a_server_sends_its_text(bunch):
-    """Token by token, in bunches of ten, all at once."""
+    """The server sends token by token, ten tokens at a time, or all at once."""
     baseline = lane_with_arrivals([1.8 * seconds for seconds in TRUE_PACE])
     lane = lane_with_arrivals([TRUE_PACE[i - i % bunch + bunch - 1] for i in range(120)])
     row = compare(baseline, lane, greedy=True)
@@ -231,7 +231,7 @@ def test_tokens_reported_only_as_a_total():
         lane = run(spec(server.address, server.address), server.address).lanes[1]
     assert not lane.remote.counted and lane.summary["tokens"] == 9 and lane.summary["itl_ms_p50"] is None
     seconds = sum(sum(e.ms.values()) for e in lane.events) / 1000
-    assert lane.summary["tokens_per_s"] == pytest.approx(9 / seconds, rel=0.01)  # from the request on
+    assert lane.summary["tokens_per_s"] == pytest.approx(9 / seconds, rel=0.01)  # measured from the request
 
 
 def test_unreported_tokens_are_unknown():
@@ -267,7 +267,7 @@ def test_a_server_with_one_interface_and_standard_settings_alone():
         assert lane.text == "Once upon a time." and "at /v1/completions only" in lane.note
         picky = spec(server.address, server.address, target="some/model", temperature=0.7, top_k=5)
         picky = run(picky, server.address).lanes[1]
-    assert picky.finish == "error" and "404" in picky.note  # a setting that was asked for is never dropped
+    assert picky.finish == "error" and "404" in picky.note  # requested settings are never dropped
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def test_an_answer_that_breaks_fails_its_lane_alone(good, monkeypatch, pieces, r
         trace = run(spec(good.address, bad.address, good.address), good.address, bad.address)
     first, failed, last = trace.lanes
     assert failed.finish == "error" and reason in failed.note and "\n" not in failed.note
-    assert bool(failed.text) == isinstance(pieces[0], dict)  # what had come is kept
+    assert bool(failed.text) == isinstance(pieces[0], dict)  # text received so far is preserved
     assert first.text == last.text == "Once upon a time." and last.finish == "length"
     assert trace.comparison[0]["verdict"] == "unknown" and failed.summary == summarise(failed)
     assert from_json(to_json(trace)) == trace
@@ -358,7 +358,7 @@ def test_a_key_in_an_address_is_refused_and_not_repeated():
     ("before", "after", "numbers"),
     [
         ("", AFTER, {"drafted": 220, "accepted": 104}),
-        (AFTER, BEFORE, {}),  # restarted in between
+        (AFTER, BEFORE, {}),  # the server restarted in between
         (BEFORE, BEFORE, {}),
         ("", "<html>", {}),
         (SGLANG.format(length=0, rate=0, tokens=10), SGLANG.format(length=0.0, rate=0.0, tokens=50), {}),

@@ -1,4 +1,4 @@
-"""llama.cpp started for a preset: a stand-in for it, and, where `xllamacpp` and `gguf` are installed, itself."""
+"""llama.cpp started for a preset: with a stand-in, and, if `xllamacpp` and `gguf` are installed, with the real one."""
 
 import json
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""Engines started for a preset: a stand-in for vLLM, found as a program would be, that answers as one does."""
+"""Engines started for a preset, with a stand-in for vLLM that is found and answers like the real one."""
 
 import json
 import os
@@ -35,7 +35,8 @@ def test_a_race_on_engines_that_are_started_for_it(engine, tmp_path):
     ports = [entry["args"][entry["args"].index("--port") + 1] for entry in (plain, drafting)]
     assert [lane["remote"]["server"] for lane in lanes] == [f"127.0.0.1:{port}" for port in ports]
     assert lanes[1]["name"] == f"Draft model (stories-draft-wide), k = 4 on 127.0.0.1:{ports[1]}"
-    assert lanes[1]["text"] == "Once upon a time" and lanes[1]["note"] is None  # a plain text is asked for as one
+    # Plain text is sent without a chat template.
+    assert lanes[1]["text"] == "Once upon a time" and lanes[1]["note"] is None
     assert gone(engine)
 
 

@@ -1,4 +1,4 @@
-"""The processes of an engine end with the keeper, with the engine and with the starter, whichever ends first."""
+"""The processes of an engine, which end with the supervisor, the engine or the starter, whichever ends first."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from specdemo.servers.process import started
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no fork and no signals")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 
-# every process connects to the test, so that its end closes a socket; "crash" on its socket ends the engine alone
+# Every process connects to the test, so that its end closes a socket. "crash" on its socket ends only the engine.
 ENGINE = """
 import os, signal, socket, subprocess, sys
 
@@ -37,7 +37,7 @@ CHILDREN = ("child", "session", "daemon")
 
 @pytest.fixture
 def engine(tmp_path):
-    """Its command and the server socket that its processes connect to."""
+    """Yield the engine's command and the server socket that its processes connect to."""
     (tmp_path / "engine.py").write_text(ENGINE, encoding="utf-8")
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         listener.settimeout(60)
@@ -45,7 +45,7 @@ def engine(tmp_path):
 
 
 def connections(listener, count):
-    """The sockets of so many processes, by role."""
+    """Accept `count` processes and return their sockets by role."""
     links = {}
     for _ in range(count):
         link, _ = listener.accept()
@@ -55,7 +55,7 @@ def connections(listener, count):
 
 
 def assert_ended(links):
-    """Each process has closed its socket, which fails after a minute."""
+    """Check that each process closes its socket within a minute."""
     for link in links.values():
         with closing(link):
             assert link.recv(1) == b""

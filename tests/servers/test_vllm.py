@@ -1,7 +1,8 @@
-"""The shipped heads on a real vLLM, the strongest outside oracle there is: the same text, and the same drafts kept pass
-by pass. Where vLLM drafts by another rule, its rule is put in the place of ours, and then they agree.
+"""The shipped heads on a real vLLM as an external reference: the same text, and the same number of accepted draft
+tokens in every pass. Where vLLM drafts by another rule, the test replaces the package's rule by it.
 
-SPECDEMO_VLLM names the program; docs/servers.md says how to get one. A server takes about a minute to start on a CPU.
+SPECDEMO_VLLM is the path of the program; docs/servers.md describes how to install it. A server takes about a minute to
+start on a CPU.
 """
 
 import os
@@ -45,8 +46,11 @@ class Case:
 
 
 def earliest(text, length):
-    """vLLM's lookup (v1/spec_decode/ngram_proposer.py): the earliest of the longest matches, and no further than the
-    text goes. Ours takes the latest, and lets a match that reaches the end copy itself."""
+    """Return the continuation of vLLM's lookup (v1/spec_decode/ngram_proposer.py).
+
+    It takes the earliest of the longest matches and ends with the text. The package's lookup takes the latest match,
+    and a match that reaches the end copies itself.
+    """
     ids = text.ids
     for n in reversed(text._sizes):
         for end in range(n, len(ids)):
@@ -56,8 +60,10 @@ def earliest(text, length):
 
 
 def one_norm(head):
-    """vLLM's kernel for CPUs normalises the context's keys by the first layer's weights in every layer: its `rms_norm`
-    reads one row of the two that _normalize_context_k gives it (model_executor/models/qwen3_dflash.py)."""
+    """Normalise the context's keys by the first layer's weights in every layer, as vLLM's CPU kernel does.
+
+    Its `rms_norm` reads one of the two rows that _normalize_context_k passes (model_executor/models/qwen3_dflash.py).
+    """
     first = head.layers[0].self_attn.k_norm
     for layer in head.layers:
 
@@ -101,7 +107,9 @@ def program():
 
 @pytest.fixture(scope="module")
 def answers(case, program):
-    """What vLLM says to every prompt: its greedy token ids and how many drafts every pass that had some kept."""
+    """Return, per prompt, vLLM's greedy token ids and the number of accepted draft tokens in every pass with a
+    draft.
+    """
     with serving(case, program, 1, DETAILED) as server:
         answers_of = [request_output(server, prompt, max_tokens=TOKENS, temperature=0) for prompt in case.prompts]
     return [
@@ -112,14 +120,14 @@ def answers(case, program):
 
 @pytest.fixture(scope="module")
 def sampled(program):
-    """DRAWS continuations of the first prompt, by vLLM's plain decoding."""
+    """Return DRAWS continuations of the first prompt by vLLM's plain decoding."""
     with serving(CASES["draft model"], program, 0) as server:
         return draws(server)
 
 
 @contextmanager
 def serving(case, program, lane, flags=()):
-    """The address of one of the two servers of a case: of plain decoding, 0, or of its lane, 1."""
+    """Start one of the two servers of a case, plain decoding (0) or its lane (1), and yield its address."""
     fp32 = preset("embedded-draft").with_changes(dtype="float32").model_copy(update={"lanes": [case.lane]})
     line = list(served(on_free_ports(fp32), "vllm"))[lane]
     with program.serve(replace(line, command=[*line.command, *flags]), lambda what: None):
@@ -138,7 +146,7 @@ def request_output(address, prompt, **settings):
 
 
 def drafter(case, program, target, monkeypatch):
-    """Ours, with vLLM's rule where that is another."""
+    """Return the package's drafter, with vLLM's rule where it differs."""
     monkeypatch.setattr(_NGramIndex, "continuation", earliest)
     made = load_drafter(case.lane.method, target, case.lane.model, **case.lane.options)
     if case.lane.method == "dflash":
@@ -146,7 +154,7 @@ def drafter(case, program, target, monkeypatch):
             one_norm(made.head)
         made.head.use_convention(
             replace(made.head.design, block_size=case.lane.k + 1)
-        )  # its blocks are as wide as asked for
+        )  # vLLM's blocks are as wide as requested
     return made
 
 
@@ -158,7 +166,7 @@ def test_output_and_accepted_drafts_equal_vllm(case, program, answers, target, m
         steps = list(generate(target, own_rows, text, config))
         assert [token for event in steps for token in event.emitted[0]] == ids
         mine = [step.accepted for step in map(StepCounts.of, steps) if step.drafted]
-        # at the last pass vLLM drafts beyond the tokens asked for
+        # In the last pass vLLM drafts beyond the requested tokens.
         assert mine[:-1] == accepted[: len(mine) - 1] and len(accepted) - len(mine) in (0, 1)
 
 

@@ -119,7 +119,7 @@ def test_cut_rows_hold_the_same_positions(model: LlamaForCausalLM, text: Tensor,
 
 
 def test_a_target_writes_its_own_text_once(model: LlamaForCausalLM, tmp_path: Path) -> None:
-    """Stopped behind any shard, what is there stays and the rest comes to the same."""
+    """If the run stops after any shard, the finished shards stay, and a new run completes the same dataset."""
     one, two = tmp_path / "one", tmp_path / "two"
     collect(model, 0, [], one, PLAN)
     started = build_cache(model, 0, [], two, PLAN)

@@ -26,7 +26,7 @@ from tests.disk import full_disk
 
 
 class Bigram(nn.Module):
-    """Reads one token, guesses the next."""
+    """A model that predicts the next token from one token."""
 
     def __init__(self, size: int = 8) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Bigram(nn.Module):
 
 def batches(progress: float, step: int) -> tuple[Tensor]:
     start = torch.randint(0, 8, (4, 1), generator=torch.Generator().manual_seed(step))
-    return ((start + torch.arange(6)) % 8,)  # always counts up: learnable
+    return ((start + torch.arange(6)) % 8,)  # the text counts up, so it can be learned
 
 
 def loss_of(module: Bigram) -> Callable[[Tensor], Tensor]:
@@ -52,7 +52,7 @@ def loss_of(module: Bigram) -> Callable[[Tensor], Tensor]:
 
 
 def ticking() -> Callable[[], float]:
-    """A clock on which everything timed takes one second."""
+    """Return a clock on which everything takes one second."""
     return itertools.count().__next__
 
 

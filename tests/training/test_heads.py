@@ -1,4 +1,4 @@
-"""Training of heads, on a head small enough to read: it guesses the token after next from the last hidden state."""
+"""Training of heads, on a small linear head that predicts the token after next from the last hidden state."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ PLAN = Plan(text_rows=8, sampled_rows=4, rows_per_shard=4, context=32, sample_le
 
 
 class Next:
-    """Anyone with taps, head, loss, measure and save can be trained."""
+    """A trainable drafter: it has taps, head, loss, measure and save."""
 
     taps = (-1,)
 
@@ -46,7 +46,7 @@ def target() -> HFTarget:
 
 @pytest.fixture(scope="module")
 def material(target: HFTarget, tmp_path_factory: pytest.TempPathFactory) -> TeacherSplit:
-    with pytest.MonkeyPatch.context() as patched:  # the same on every processor
+    with pytest.MonkeyPatch.context() as patched:  # the same result on every processor
         patched.setattr("specdemo.training.collect.matmul_dtype", lambda device: torch.float32)
         return build_dataset(target, tmp_path_factory.mktemp("cache"), PLAN)
 

@@ -24,4 +24,4 @@ def test_steps_are_those_of_torch() -> None:
         a.step()
         b.step()
     for mine, other in zip(parameters, reference, strict=True):
-        torch.testing.assert_close(mine, other, atol=3e-3, rtol=3e-2)  # torch's multiplies in bf16
+        torch.testing.assert_close(mine, other, atol=3e-3, rtol=3e-2)  # torch's Muon multiplies in bf16

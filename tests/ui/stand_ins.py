@@ -1,4 +1,4 @@
-"""What stands in for slow parts behind the page."""
+"""Stand-ins for the slow parts of the page."""
 
 import math
 import threading
@@ -14,7 +14,7 @@ from tests.traces import HOSTILE, hostile_trace
 
 
 class Trainer:
-    """Trains nothing, in four steps; when `endless`, the last of them lasts until it is cancelled."""
+    """A stand-in for training: four steps without work. With `endless`, the last step lasts until it is cancelled."""
 
     def __init__(self):
         self.endless = self.fails = self.started = self.stopped = False
@@ -53,7 +53,9 @@ ENVIRONMENT = {
 
 
 def swept(axis="k", places=(1, 2, 4, 8), repeats=3):
-    """A result made by hand: plain decoding and two lanes, of which the second is foretold and loses at the end."""
+    """Return a hand-made sweep: plain decoding and two lanes, of which the second is predicted and slower at the
+    end.
+    """
 
     def estimate(value, low, high):
         return Estimate(value, low, high) if repeats >= THOROUGH else Estimate(value)
@@ -81,11 +83,12 @@ def swept(axis="k", places=(1, 2, 4, 8), repeats=3):
 
 
 class Bench:
-    """Stands in for `suite` of specdemo.bench.suites, measures nothing. `endless`: the last repeat lasts until it is
-    cancelled."""
+    """A stand-in for `suite` of specdemo.bench.suites without measurements. With `endless`, the last repeat lasts until
+    it is cancelled.
+    """
 
     endless = fails = False
-    finished = 1  # repeats done when it is cancelled
+    finished = 1  # repeats finished before the cancellation
     options = None
 
     def __call__(self, name, **asked):
@@ -112,7 +115,7 @@ class Bench:
 
 
 def sampled(repeats=2):
-    """The result of a test of losslessness, made by hand."""
+    """Return a hand-made result of a losslessness test."""
     shares = [("<b>bold</b>", 0.75, 0.7), (" cat", 0.25, 0.3)]
     rows = [
         {"token": token, "place": place, "plain": p, "speculative": s} for place in (2, 3) for token, p, s in shares
@@ -122,7 +125,7 @@ def sampled(repeats=2):
 
 
 def tree_trace(nodes=64):
-    """A run made by hand whose drafter tells of itself: a tree of which three nodes are kept, then chains."""
+    """Return a hand-made run whose drafter writes notes: a tree with three accepted nodes, then chains."""
     trace = hostile_trace()
     prefill, *rest = trace.lanes[0].events
     wrong = len(HOSTILE)
@@ -159,8 +162,10 @@ def tree_trace(nodes=64):
 
 
 def chat_trace():
-    """A second turn made by hand. Lane 0 writes both tags of its thoughts, the first cut in two; in lane 1 the template
-    wrote the first one."""
+    """Return a hand-made second turn of a chat.
+
+    Lane 0 writes both tags of its thoughts, the first tag in two tokens. In lane 1 the template wrote the first tag.
+    """
     trace = hostile_trace()
     messages = [
         ("system", "Be <b>brief</b>."),
@@ -176,7 +181,7 @@ def chat_trace():
 
 
 def remote_trace(hostile="<b>host</b>:8000") -> RunTrace:
-    """A run made by hand whose lane ran on a server: two tokens a piece, and counters of the whole server."""
+    """Return a hand-made run with a lane on a server: two tokens per chunk, and counters of the whole server."""
     trace = hostile_trace()
     baseline, lane = trace.lanes
     pairs = [[-1]] + [[-1, -1][: len(HOSTILE) - i] for i in range(1, len(HOSTILE), 2)]

@@ -1,4 +1,4 @@
-"""Preset -> controls -> preset, and what the page refuses."""
+"""Round trips from presets to controls, and values that the page rejects."""
 
 import pytest
 
@@ -68,7 +68,7 @@ def test_a_method_without_a_model_drops_the_hidden_one(values):
 
 def test_wrapped_method_decides_whether_a_model_is_named(values):
     assert needs_model("adaptive", {"drafter": "draft_model"}) and not needs_model("adaptive", {"drafter": "ngram"})
-    assert not needs_model("ngram", {"drafter": "draft_model"})  # an option that another method left behind
+    assert not needs_model("ngram", {"drafter": "draft_model"})  # an option left over from another method
     values[place("method", 0)] = "adaptive"
     values[place("options", 0)] = {"drafter": "ngram"}
     assert from_values(values).lanes[0].model is None
@@ -111,7 +111,7 @@ REQUEST = preset("embedded-three-lanes").with_changes(k=9, temperature=0.5)
 
 def untouched(now):
     updates = fill_untouched(REQUEST, preset("embedded-draft"), now | DRAWN)
-    return updates, {*fill(REQUEST, DRAWN)} - {*updates}  # and what stays
+    return updates, {*fill(REQUEST, DRAWN)} - {*updates}  # the rest is unchanged
 
 
 def test_a_link_fills_a_page_that_nobody_has_touched():
@@ -185,8 +185,9 @@ def test_a_draft_is_offered_that_fits():
     assert controls.default_draft("unheard/of")
     fitting = ["stories-draft-wide", "code-draft", "stories-draft-deep", "stories-draft-other"]
     assert controls.fitting_models("stories", "draft_model") == fitting
-    assert "stories-draft-wide" in controls.fitting_models("stories-bytes", "draft_model")  # through their text
-    assert controls.fitting_models("Qwen/Qwen3-8B", "draft_model")  # not here, so what presets pair with it
+    assert "stories-draft-wide" in controls.fitting_models("stories-bytes", "draft_model")  # matched by text
+    # Not available locally: the models that presets pair with it.
+    assert controls.fitting_models("Qwen/Qwen3-8B", "draft_model")
     assert {*controls._targets()} == {p.target for p in load_presets().values()}
 
 
@@ -211,7 +212,7 @@ def test_the_prompt_is_a_message_where_the_target_has_a_template():
     values[place("chat")] = controls.TEXT
     assert from_values(values).chat is False
     values[place("target")] = "stories"
-    assert from_values(values).chat is None  # it cannot chat in any case
+    assert from_values(values).chat is None  # the model has no chat template
     radio, system = controls._chat_looks("stories", None).values()
     assert radio["interactive"] is False and "no chat template" in radio["info"] and system["visible"] is False
     updates = fill(large.with_changes(chat=False, system="Be brief."), DRAWN)

@@ -1,4 +1,4 @@
-"""One table defines every number: the docs and the page show it."""
+"""The table that defines every number, used by docs and page."""
 
 from pathlib import Path
 

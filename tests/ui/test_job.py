@@ -1,4 +1,4 @@
-"""What is kept for visitors, and for how long."""
+"""Storage for visitors: contents and lifetime."""
 
 import time
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ def test_least_recently_used_job_is_evicted():
     store.put(("a", ""), a)
     store.put(("b", ""), b)
     assert store.get(("a", "")) is a
-    store.put(("c", ""), c)  # 300 bytes: b has to go
+    store.put(("c", ""), c)  # 300 bytes: b is removed
     assert [store.get((name, "")) for name in "abc"] == [a, None, c] and store.size <= 3 * ENTRY + 250
     a.text *= 50
     assert store.get(("a", "")) is a  # it has grown

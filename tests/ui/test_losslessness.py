@@ -1,4 +1,4 @@
-"""The Lab's test of losslessness without a browser, with a stand-in for what measures."""
+"""The losslessness test in the Lab without a browser, with a stand-in benchmark."""
 
 import json
 from types import SimpleNamespace

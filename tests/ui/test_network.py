@@ -1,4 +1,4 @@
-"""The names that the page answers to, and the address of a visitor."""
+"""The host names that the page accepts, and the address of a visitor."""
 
 import asyncio
 from types import SimpleNamespace
@@ -114,7 +114,7 @@ def visitor(hops, peer="10.0.0.1"):
     [
         ([], "10.0.0.1"),
         (["8.8.8.8"], "8.8.8.8"),
-        (["1.1.1.1, 8.8.8.8"], "8.8.8.8"),  # the first one was sent by the visitor
+        (["1.1.1.1, 8.8.8.8"], "8.8.8.8"),  # the first address was sent by the visitor
         (["1.1.1.1", "8.8.8.8"], "8.8.8.8"),  # a proxy may add a header instead
         (["8.8.8.8, 10.3.0.9"], "8.8.8.8"),
         (["8.8.8.8:1234"], "8.8.8.8"),

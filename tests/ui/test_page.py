@@ -1,4 +1,4 @@
-"""The page without a browser: what it needs to be drawn, where its links point, what it opens."""
+"""The page without a browser: rendering, links and opened files."""
 
 import json
 import socket
@@ -55,7 +55,7 @@ def test_a_link_to_the_page_shows_the_projects_card_and_not_gradios():
 def test_the_same_comparison_has_the_same_key():
     values = to_values(preset("embedded-draft"))
     assert key(values) == key(values | {"k-1": 4.0, "preset": "embedded-ngram"})  # a browser sends 4.0
-    assert key(values) == key(values | {"k-3": 9})  # a lane that is not shown
+    assert key(values) == key(values | {"k-3": 9})  # a hidden lane
     assert len({key(values), key(values | {"k-1": 5}), key(values | {"prompt": "Another"})}) == 3
 
 
@@ -111,7 +111,7 @@ def test_a_stopped_log_ends_even_when_its_engine_is_elsewhere():
 
 
 class Session:
-    """Runs the hand-made trace once; afterwards its models do not load, or its first step fails."""
+    """A session that runs the hand-made trace once; after that its models fail to load, or its first step fails."""
 
     def __init__(self, late):
         self.runs, self.late = 0, late
@@ -133,7 +133,7 @@ def test_a_run_that_fails_while_loading_leaves_the_one_on_show_exportable(monkey
     list(visits.run(visits.race, visitor, values))
     before = visits.save(visitor, "json")
     assert "no such file" in list(visits.run(visits.race, visitor, values))[-1]["view"]
-    if late:  # it had begun, so the page shows it in place of the other
+    if late:  # the run had started, so it replaces the previous one
         with pytest.raises(gr.Error, match="the run failed, so there is nothing to save"):
             visits.save(visitor, "json")
     else:
@@ -176,13 +176,13 @@ def test_a_visitor_sees_recorded_races_until_there_is_one_of_their_own(monkeypat
     first, other = visits.first(visitor), visits.select(visitor, "embedded-ngram")
     assert '"still":true' in first.partition("\n")[0] and first != other
     assert visits.save(visitor, "json")["name"] == "specdemo-embedded-ngram.json"
-    lanes = visits.select(visitor, "embedded-dflash")  # none is recorded
+    lanes = visits.select(visitor, "embedded-dflash")  # there is no recording
     assert json.loads(lanes.splitlines()[1]) == {
         "type": "idle",
         "lanes": ["DFlash (stories-dflash)"],
         "obstacle": "",
     }
-    with pytest.raises(gr.Error, match="no run to save"):  # what is no longer on show
+    with pytest.raises(gr.Error, match="no run to save"):  # the run is no longer shown
         visits.save(visitor, "json")
     list(visits.run(visits.race, visitor, to_values(preset("embedded-draft"))))
     assert visits.select(visitor, "embedded-ngram") == gr.skip()
@@ -209,7 +209,7 @@ def test_a_page_keeps_its_preset_under_an_address_that_names_none():
 
 
 class ChatSession:
-    """Answers in a chat; keeps what it was asked."""
+    """A session that answers in a chat and records the comparisons."""
 
     def __init__(self):
         self.comparisons = []
@@ -231,7 +231,7 @@ def test_a_chat_goes_on_from_every_lanes_answer(monkeypatch):
     list(visits.run(visits.race, visitor, to_values(preset("embedded-draft"))))
     assert visits.offer(visitor, {"message": ""})["row"]["visible"] is True
     assert "is empty" in list(visits.run(visits.follow, visitor, {"message": "  "}))[-1]["view"]
-    assert "message" not in visits.offer(visitor, {"message": "  "})  # what was refused stays in its box
+    assert "message" not in visits.offer(visitor, {"message": "  "})  # a rejected message stays in the input
     for message in ("Why?", "And then?"):
         list(visits.run(visits.follow, visitor, {"message": message}))
         assert visits.offer(visitor, {"message": message})["message"] == ""

@@ -1,4 +1,4 @@
-"""A setting is added in one place: a line in engine/comparison.py reaches files, links, command line, API and page."""
+"""A new setting: one line in engine/comparison.py adds it to files, links, command line, API and page."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""A public page, a GPU lent by the call, and what is shown where no GPU can be had."""
+"""A public page, a ZeroGPU, and the page where no GPU is available."""
 
 import json
 import os
@@ -73,7 +73,7 @@ def test_zero_gpu_runs_in_a_forked_process():
     assert note["text"] == (
         "no GPU for this run: You have exceeded your GPU quota (13s requested vs. 0s left). " + live.INSTEAD
     )
-    assert compared.startswith("no GPU for this run")  # a script is never given another run than its own
+    assert compared.startswith("no GPU for this run")  # an API call never returns another run
 
 
 def test_no_quota_without_zero_gpu(monkeypatch):
@@ -201,7 +201,7 @@ def test_no_recorded_run_stands_in_for_another_target_or_for_the_next_turn_of_a_
     monkeypatch.setattr(live, "recorded", recorded_qwen)
     log = Log(before=replayed(hostile_trace()))
     list(live.run(qwen(**changes), log))
-    assert not log.recorded and log.trace == hostile_trace()  # a chat can still go on from where it was
+    assert not log.recorded and log.trace == hostile_trace()  # the chat can continue
 
 
 def test_the_front_matter_makes_a_space():
@@ -210,5 +210,5 @@ def test_the_front_matter_makes_a_space():
     assert front["sdk"] == "gradio" and Path(front["app_file"]).is_file()
     assert f"gradio=={front['sdk_version']}" in Path("requirements.txt").read_text(encoding="utf-8").split()
     assert tuple(front["preload_from_hub"]) == limits.preloaded() == tuple(front["models"])
-    assert any(not p.embedded for p in limits.at_hand())  # what is fetched makes a whole preset
+    assert any(not p.embedded for p in limits.at_hand())  # the downloaded models complete a preset
     assert len(front["short_description"]) <= 60

@@ -1,4 +1,4 @@
-"""The Sweep tab without a browser, with a stand-in for what measures."""
+"""The Sweep tab without a browser, with a stand-in benchmark."""
 
 import json
 from dataclasses import replace
@@ -49,7 +49,7 @@ def visit(query):
 
 def test_a_recorded_result_stands_in_until_there_is_one_of_the_visitors(bench):
     sweeps, visitor = Sweeps("sweep"), visit("")
-    assert sweeps.recorded(visit("sweep=batch"), {"sweep": "k"}) == {}  # a link asks for one's own
+    assert sweeps.recorded(visit("sweep=batch"), {"sweep": "k"}) == {}  # the link requests a new sweep
     shown = sweeps.recorded(visitor, {"sweep": "k"})
     assert [line["type"] for line in lines(shown["view"])] == ["run", "result"] and shown["chart"]["visible"]
     assert lines(shown["view"])[1]["recorded"] and "2026-" in lines(shown["view"])[1]["where"][1]
@@ -69,7 +69,7 @@ def test_a_sweep_is_a_growing_text_and_then_curves(bench):
     assert bench.options == ("batch", {"repeats": 2, "preset": "embedded-ngram", "new_tokens": 32})
     chart = outputs[-1]["chart"]
     assert chart["visible"] and len(chart["value"].data) == 4
-    assert seen[-1]["rows"][2]["speed-up"] == {"value": 1.3, "interval": ""}  # of two repeats
+    assert seen[-1]["rows"][2]["speed-up"] == {"value": 1.3, "interval": ""}  # two repeats give no interval
     assert seen[-1]["conditions"] == "suite k · 2 repeats · target stories · prompts 8 · new tokens 96"
 
 
@@ -112,7 +112,7 @@ def test_stop_before_the_first_repeat_is_no_error(bench):
 def test_stop_while_waiting_for_the_engine(bench):
     sweeps = Sweeps("sweep")
     list(sweeps.run(begin, VISITOR, VALUES))
-    assert sweeps.request_stop(VISITOR) == sweeps.stop(VISITOR) == {}  # the sweep before has ended
+    assert sweeps.request_stop(VISITOR) == sweeps.stop(VISITOR) == {}  # the previous sweep has ended
 
 
 def test_a_tab_that_is_closed_frees_the_engine(bench):

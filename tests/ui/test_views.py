@@ -1,4 +1,4 @@
-"""Messages as lines, steps as fates, traces as CSV."""
+"""Messages as lines, fates of draft tokens, and traces as CSV."""
 
 import csv
 import io
@@ -170,4 +170,4 @@ def test_a_run_that_ended_has_a_headline_and_a_stopped_one_no_verdict():
 def test_a_stored_run_without_numbers_still_shows():
     trace = hostile_trace()
     trace.lanes[1].summary = {"tokens_per_s": 9.0}
-    assert view(list(replay(trace))[-1])["comparison"][0]["why"].startswith("Faster (1.33x")  # the events say it
+    assert view(list(replay(trace))[-1])["comparison"][0]["why"].startswith("Faster (1.33x")  # computed from the events

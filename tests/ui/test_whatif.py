@@ -1,4 +1,4 @@
-"""The tab "What if" without a browser: what it starts from, what it answers, what it refuses."""
+"""The What if tab without a browser: initial values, answers and rejected input."""
 
 import json
 from types import SimpleNamespace
@@ -59,7 +59,7 @@ def test_the_run_on_show_comes_first_and_fills_the_controls(race):
     state = updates["state"]
     assert (updates["k"], state.method, state.target) == (state.k, race.lanes[1].method, "stories")
     again = asking.open(VISITOR, VALUES | {"state": state, "start": "lane-1", "k": 9, "batch": 8})
-    assert "k" not in again and shown(again)["at"] == {"k": 9, "batch": 8}  # what was chosen stays
+    assert "k" not in again and shown(again)["at"] == {"k": 9, "batch": 8}  # the selected values stay
     other = asking.open(VISITOR, VALUES | {"state": recorded_start("embedded-bytes"), "start": "embedded-bytes"})
     assert other["start"]["value"] == "embedded-bytes"
 

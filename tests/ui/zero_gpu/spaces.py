@@ -1,4 +1,4 @@
-"""What Hugging Face's `spaces` does on ZeroGPU, as far as a generator can tell: fork, and pickle what crosses."""
+"""A stand-in for Hugging Face's `spaces` on ZeroGPU, as seen by a generator: it forks, and pickles what crosses."""
 
 import functools
 import multiprocessing
