@@ -64,7 +64,7 @@ def race_fairness(repeats: int, report: Report, cancelled: Callable[[], bool]) -
     return Result("race-fairness", len(done), config, environment(target), rows, [remark, *remarks])
 
 
-class Stalled:
+class Stalled(Drafter):
     """A wrapper that wastes `ms` before every draft."""
 
     def __init__(self, drafter: Drafter, ms: float, now: Callable[[], float] = time.perf_counter) -> None:

@@ -17,7 +17,17 @@ from specdemo.bench.base import Report
 from specdemo.bench.measure import Tick, repeated
 from specdemo.bench.result import Result
 from specdemo.core.estimate import Estimate, over_repeats
-from specdemo.core.protocol import Budget, Drafter, Forward, GenerationConfig, Progress, Target
+from specdemo.core.protocol import (
+    Budget,
+    Drafter,
+    Forward,
+    GenerationConfig,
+    GraphCapture,
+    Progress,
+    Run,
+    Target,
+    Tensors,
+)
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
 from specdemo.engine.clock import stopwatch_for
@@ -25,7 +35,7 @@ from specdemo.engine.loop import generate
 from specdemo.engine.session import environment
 from specdemo.methods import BASELINE, load_drafter
 from specdemo.models.fused import fuse_layers
-from specdemo.models.graphs import GraphCapture, Run, Tensors, capture_for
+from specdemo.models.graphs import capture_for
 from specdemo.models.runner import Runner
 from specdemo.models.target import HFTarget
 
@@ -149,10 +159,8 @@ def _replayed(calls: Sequence[_Call], target: RecordingTarget) -> dict[str, floa
     return watch.read()
 
 
-class FixedTree:
+class FixedTree(Drafter):
     """A drafter that proposes one tree of random tokens at no cost, to isolate the engine's cost of a tree."""
-
-    taps: tuple[int, ...] = ()
 
     def __init__(self, target: Target) -> None:
         rng = torch.Generator().manual_seed(0)

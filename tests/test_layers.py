@@ -54,3 +54,12 @@ def test_the_package_needs_nothing_of_the_checkout():
 
 def test_every_package_has_its_place():
     assert {path.parent.name for path in PACKAGE.glob("*/*.py")} <= set(ORDER)
+
+
+@pytest.mark.parametrize("package", ["core", "training", "methods", "engine"])
+def test_engine_and_methods_use_interfaces(package):
+    """Targets, training and decoding do not name `HFTarget`, and the loop does not name `Method`."""
+    for path in (PACKAGE / package).rglob("*.py"):
+        classes = {name.rpartition(".")[2] for name in imported(path)}
+        assert "HFTarget" not in classes, f"{path.relative_to(PACKAGE)} depends on a concrete target"
+        assert path.name != "loop.py" or "Method" not in classes

@@ -17,12 +17,12 @@ from specdemo.bench.load_options import LENGTHS, Load
 from specdemo.bench.load_points import Answer, Measure, Measured, Point, Schedule
 from specdemo.bench.measure import Totals, Way
 from specdemo.bench.sweeps import first_lane, room, tokenizer
+from specdemo.core.protocol import Target
 from specdemo.core.trace import StepEvent, step_ms
 from specdemo.engine.comparison import Lane
 from specdemo.engine.loop import generate
 from specdemo.engine.session import environment
 from specdemo.engine.warm_up import warm_up
-from specdemo.models.target import HFTarget
 from specdemo.models.text import encode
 from specdemo.presets.files import preset
 from specdemo.servers.counters import ServerStats
@@ -34,7 +34,7 @@ class Here:
     """The local engine with the preset's first lane and plain decoding."""
 
     suite: Load
-    target: HFTarget
+    target: Target
     lane: Lane
     plain: Way
     drafting: Way

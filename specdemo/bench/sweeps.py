@@ -14,7 +14,7 @@ from specdemo.bench.prompts import CODE, EDITS, PROMPTS
 from specdemo.bench.report import sentence
 from specdemo.bench.result import ALL, Result, Row
 from specdemo.core.accept import Block, Lossless
-from specdemo.core.protocol import GenerationConfig
+from specdemo.core.protocol import GenerationConfig, Target
 from specdemo.core.sampling import Sampling
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.cost import WIDTHS, CostModel, fit_cost_model
@@ -23,7 +23,6 @@ from specdemo.methods import BASELINE, load_drafter
 from specdemo.methods.targets import load_target
 from specdemo.methods.wrapper import Wrapper
 from specdemo.models.pass_cost import verify_costs
-from specdemo.models.target import HFTarget
 from specdemo.models.text import encode
 from specdemo.presets.files import load_presets, preset
 from specdemo.presets.limits import LIMITS
@@ -216,7 +215,7 @@ def over_temperatures(suite: Laned, report: Report, cancelled: Stop) -> Result:
 
 
 def _along(
-    suite: Laned, target: HFTarget, lanes: Mapping[str, Way], places: Sequence[Place], report: Report, cancelled: Stop
+    suite: Laned, target: Target, lanes: Mapping[str, Way], places: Sequence[Place], report: Report, cancelled: Stop
 ) -> Result:
     """Every lane at every place on the suite's axis."""
     assert suite.axis is not None
@@ -244,7 +243,7 @@ def _spec(suite: Decoding, target: str, lanes: tuple[Lane, ...]) -> Comparison:
     return spec.model_copy(update={"lanes": [*lanes]})  # as many as there are, which no page shows at once
 
 
-def first_lane(suite: Decoding, preset_id: str) -> tuple[HFTarget, dict[str, Way]]:
+def first_lane(suite: Decoding, preset_id: str) -> tuple[Target, dict[str, Way]]:
     """Return the preset's target, and its first lane after plain decoding. No lane stops early."""
     base = preset(preset_id).with_changes(temperature=0.0)
     lane = base.lanes[0]
@@ -268,12 +267,12 @@ def _gain(rows: list[Row], axis: str, noun: str) -> str:
     return f"Drafting {words} at {noun} {last[axis]}: {last['speed-up'].format()}."
 
 
-def room(target: HFTarget, suite: Decoding) -> int:
+def room(target: Target, suite: Decoding) -> int:
     """Return the longest possible prompt in tokens."""
     return target.max_length - suite.new_tokens
 
 
-def tokenizer(target: HFTarget) -> Any:
+def tokenizer(target: Target) -> Any:
     """The target's. Raises ValueError with one line when it has none."""
     if target.tokenizer is None:
         raise ValueError(f"{target.name} has no tokenizer; put its tokenizer.json into the same folder")

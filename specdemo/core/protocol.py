@@ -1,16 +1,28 @@
-"""Interfaces between the decoding loop, targets and drafters. B rows, S slots, A accepted columns, V vocabulary, H
-hidden."""
+"""Interfaces between the decoding loop, targets and drafters.
 
-from collections.abc import Callable, Mapping
+B rows, T tokens, N draft nodes, S = N + 1 slots, A accepted columns, V vocabulary, H hidden size.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Generator, Tensor, nn
 
+from specdemo.core.accept import AcceptRule
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
+
+UNLIMITED = 1 << 30
+
+Tensors = tuple[Tensor, ...]
+Run = Callable[[], Tensors]
+GraphCapture = Callable[[Run], Run]  # function -> its replay, which writes to the same memory
+ReadFunction = Callable[[Tensor | None], Tensor]
+DraftFunction = Callable[..., Tensors]  # (read, depth, *extra) -> draft tokens [B, depth] and other tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,33 +68,127 @@ class Forward:
     hidden: Mapping[int, Tensor] = field(default_factory=dict)  # tap -> [B, S, H]; of `start` [B, T, H]
 
 
-@runtime_checkable
-class Target(Protocol):
-    """Protocol of a causal language model with one history. `forward` is provisional, `commit` extends the history."""
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """Optional abilities of a target. `methods.load_drafter` compares them with what a drafter requires."""
 
+    trees: bool = True  # False: the loop sends chains only
+    hidden_states: frozenset[int] | Literal["all"] = frozenset()  # taps that a pass can return, see `Forward`
+    layers: bool = False  # its first layers can run without the others: `early_exit_logits`
+    shared_kv: bool = False  # a drafter may attend to its KV cache
+    cuda_graphs: bool = False  # passes can run as CUDA graphs: `new_graph_capture`
+    batch: int = 1  # maximum batch size
+
+
+class DraftPlan(NamedTuple):
+    """A draft that runs as one CUDA graph."""
+
+    kind: Hashable  # graphs of one kind differ in depth only
+    depth: int  # draft tokens needed; the graph may produce more
+    room: int  # most input tokens
+    layers: int = 0  # number of layers to run; 0: all
+    commits: bool = False  # commit the input tokens and all draft tokens but the last
+
+
+class Target(ABC):
+    """Causal language model with one history. `forward` is provisional, `commit` extends the history.
+
+    Members with a default are optional.
+    """
+
+    capabilities: Capabilities
     name: str
     dtype: torch.dtype
     vocab_size: int
     hidden_size: int
     num_layers: int
-    supports_trees: bool  # False: the loop sends chains only
-    max_length: int  # most positions of a text
+    max_length: int  # maximum number of positions
     stop_token_ids: tuple[int, ...]
     device: torch.device
     embed: nn.Module
     lm_head: nn.Module
+    model: Any = None  # transformers model; None if the target is not one
+    tokenizer: Any = None  # transformers tokenizer, if there is one
+    notes: tuple[str, ...] = ()  # sentences about how it was loaded
+    cached_tokens: int = 0  # tokens that the last `start` did not have to read
 
+    @abstractmethod
     def start(self, tokens: Tensor, taps: tuple[int, ...] = (), reserve: int = 0) -> Forward:
         """Read tokens [B, T] as a new history; at most `reserve` more positions will follow."""
 
+    @abstractmethod
     def forward(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...] = ()) -> Forward:
         """Read tokens [B, S] (slot 0 is the root, ABSENT allowed) with parents [B, N], without changing the history."""
 
+    @abstractmethod
     def commit(self, path: list[list[int]]) -> None:
         """Append the accepted slots of the last forward, per row from the root down, to the history."""
 
+    @abstractmethod
+    def crop(self, lengths: list[int]) -> None:
+        """Shorten every row to its first lengths[b] tokens."""
+
+    @abstractmethod
     def release(self) -> None:
         """Free the history."""
+
+    @property
+    def kernels(self) -> str:
+        """Return the implementation of the layers in words."""
+        return ""
+
+    @property
+    def note(self) -> str:
+        """Return why passes are slower than intended; empty if they are not."""
+        return ""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Return the size of the weights; 0 if unknown."""
+        return 0
+
+    @property
+    def history_bytes(self) -> int:
+        """Return the size of the KV cache; 0 if unknown."""
+        return 0
+
+    @property
+    def capacity(self) -> int:
+        """Return the number of tokens that the history can hold without a new allocation; 0 if unknown."""
+        return 0
+
+    @property
+    def uses_cuda_graphs(self) -> bool:
+        """Return True if passes run as CUDA graphs."""
+        return False
+
+    def new_graph_capture(self) -> GraphCapture | None:
+        """Return a function that captures CUDA graphs for one drafter. None: no graphs on this device."""
+        return None
+
+    def capture_graphs(self, slots: int, taps: tuple[int, ...] = (), tree: bool = False) -> None:
+        """Capture the CUDA graphs for all drafts of fewer than `slots` nodes."""
+
+    def release_graphs(self) -> None:
+        """Free captured CUDA graphs. They are captured again when needed."""
+
+    def early_exit_logits(self, chain: Tensor, layers: int) -> Tensor:
+        """Return logits [B, V] after chain [B, n] as if the model ended after `layers` layers.
+
+        Reads the last token only; the earlier ones were read by previous calls. Requires the capability `layers`.
+        """
+        raise NotImplementedError
+
+    def draft(
+        self, tokens: Tensor, counts: list[int], write: DraftFunction, extra: Tensors, plan: DraftPlan
+    ) -> Tensors | None:
+        """Run `write(read, depth, *extra)`, a draft of at least `plan.depth` tokens, as one CUDA graph.
+
+        `read(None)` returns the logits [B, V] after tokens [B, m], of which counts[b] are real; `read(drafted)` returns
+        those after [B, 1] further tokens. Copy the result before the next pass. Return None if it cannot be captured;
+        nothing was read then.
+        """
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,23 +222,63 @@ class Progress:
         return self.forward.logits[rows, self.slots].float().softmax(-1)
 
 
-@runtime_checkable
-class Drafter(Protocol):
-    """Protocol of a drafter. It never changes the target's cache. The prompt arrives with the first `observe`."""
+class Drafter(ABC):
+    """Source of drafts. It never changes the target's KV cache. The prompt arrives with the first `observe`.
 
-    taps: tuple[int, ...]
+    Only `start`, `propose` and `observe` are required.
+    """
 
+    requires: ClassVar[frozenset[str]] = frozenset()  # names of `Capabilities` without which it cannot draft
+    taps: tuple[int, ...] = ()  # hidden states of the target that it reads, see `Forward`
+    note: str = ""  # one sentence for the user, such as a convention it had to detect
+
+    @abstractmethod
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
-        """Start a new text and drop the state of the last one."""
+        """Start a new generation and drop the state of the last one."""
 
+    @abstractmethod
     def propose(self, budget: Budget) -> Draft:
-        """Return a draft below the current root, within the budget: chains or trees, one per row."""
+        """Return a draft [B, N] below the current root, within the budget: chains or trees, one per row."""
 
+    @abstractmethod
     def observe(self, progress: Progress) -> None:
-        """Read what was committed: first the prompt, then every step. The last output is the new root."""
+        """Read committed tokens: first the prompt, then every step. `progress.outputs` ends in the new root."""
 
     def release(self) -> None:
-        """Free the state of the text."""
+        """Free the state of the generation."""
+
+    def accept_rule(self, default: AcceptRule) -> AcceptRule:
+        """Return the acceptance rule for this generation; `default` is the lane's."""
+        return default
+
+    def on_step_timed(self, ms: Mapping[str, float]) -> None:
+        """Receive the device time of the last observed step, in ms per phase."""
+
+    def capture_graphs(self, budget: Budget) -> None:
+        """Propose drafts of all sizes that the budget allows, so that their CUDA graphs are captured in the warm-up."""
+
+    def release_graphs(self) -> None:
+        """Free captured CUDA graphs. They are captured again when needed."""
+
+    @property
+    def graph_note(self) -> str:
+        """Reason why CUDA graphs were requested but are not used; empty otherwise."""
+        return ""
+
+    @property
+    def max_length(self) -> int | None:
+        """Context length of the drafter; it drafts nothing past it. None: the target's."""
+        return None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the drafter's own weights."""
+        return 0
+
+    @property
+    def history_bytes(self) -> int:
+        """Bytes of the state of the current generation."""
+        return 0
 
 
 class Trainable(Protocol):

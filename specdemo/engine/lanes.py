@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from specdemo.core.accept import accept_rule
-from specdemo.core.protocol import Budget, GenerationConfig
+from specdemo.core.protocol import Budget, GenerationConfig, Target
 from specdemo.core.tally import summarise
 from specdemo.core.trace import LaneTrace, StepEvent
 from specdemo.core.tree import ABSENT
@@ -26,8 +26,6 @@ from specdemo.engine.warm_up import warm_up
 from specdemo.methods import BASELINE, method, validate_options
 from specdemo.methods.base import Method
 from specdemo.models.devices import device_kind
-from specdemo.models.prefix_reuse import PrefixCachedTarget
-from specdemo.models.target import HFTarget
 from specdemo.models.text import Detokenizer, encode, token_text
 from specdemo.servers import lane as servers
 from specdemo.servers.address import check_listed, host, machine
@@ -151,7 +149,7 @@ class LocalLane(RunningLane):
                 yield event
                 self._reset_peak()
 
-    def _inputs(self) -> tuple[HFTarget, Method, Tensor, GenerationConfig]:
+    def _inputs(self) -> tuple[Target, Method, Tensor, GenerationConfig]:
         """Return the arguments of `generate`. Raises RuntimeError for a drafter that could not be built."""
         if self._models.failure:
             raise RuntimeError(self._models.failure)
@@ -160,7 +158,7 @@ class LocalLane(RunningLane):
 
     def _with_cached_tokens(self, event: StepEvent) -> StepEvent:
         """Add the number of reused prompt tokens to the prefill's notes, as "kept"."""
-        cached = self.target.cached_tokens if isinstance(self.target, PrefixCachedTarget) and not event.index else 0
+        cached = 0 if event.index else self.target.cached_tokens
         return replace(event, notes={**event.notes, "kept": float(cached)}) if cached else event
 
     def _record(self, event: StepEvent) -> None:

@@ -18,7 +18,6 @@ from specdemo.core.sampling import draw, to_probs
 from specdemo.core.trace import StepEvent
 from specdemo.core.tree import ABSENT, Draft, chain_parents, clamp_ids, depths, first_branch, is_chain, validate_ids
 from specdemo.engine.clock import Stopwatch, stopwatch_for
-from specdemo.methods.base import Method
 from specdemo.models.machine import one_thread
 
 
@@ -73,8 +72,7 @@ def _steps(
     try:
         watch.start()
         drafter.start(len(prompt_ids), config.sampling, rng)
-        if isinstance(drafter, Method):
-            accept = drafter.accept_rule(accept)
+        accept = drafter.accept_rule(accept)
         forward = target.start(prompt_ids, drafter.taps, reserve=config.max_new_tokens + config.budget.nodes)
         root = draw(to_probs(forward.logits[:, -1], config.sampling), noise)
         watch.lap("prefill")
@@ -86,7 +84,7 @@ def _steps(
             index += 1
             watch.start()
             proposed = rows.trim(drafter.propose(rows.budget()))
-            if not target.supports_trees and not is_chain(proposed.parents):
+            if not target.capabilities.trees and not is_chain(proposed.parents):
                 proposed = first_branch(proposed)
             draft = clamp_ids(proposed, len(root), target.vocab_size)
             watch.lap("draft")
@@ -104,8 +102,7 @@ def _steps(
             drafter.observe(progress)
             watch.lap("observe")
             ms = watch.read()
-            if isinstance(drafter, Method):
-                drafter.on_step_timed(ms)
+            drafter.on_step_timed(ms)
             root = (
                 result.next_token
                 if rows.all_running
@@ -185,6 +182,10 @@ def _check(target: Target, prompt_ids: Tensor, config: GenerationConfig) -> None
         raise ValueError(f"prompt_ids must be [B, T], not {list(prompt_ids.shape)}; add a dimension with [None]")
     if prompt_ids.numel() == 0:
         raise ValueError("the prompt is empty; write at least one word")
+    rows, limit = len(prompt_ids), target.capabilities.batch
+    if rows > limit:
+        texts = "1 text" if limit == 1 else f"{limit} texts"
+        raise ValueError(f"{target.name} decodes {texts} at a time, not {rows}; choose a smaller batch size")
     if not 0 <= int(prompt_ids.min()) <= int(prompt_ids.max()) < target.vocab_size:
         raise ValueError(
             f"prompt_ids must be 0 to {target.vocab_size - 1}; encode the text with the target's tokenizer"

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from specdemo.core.protocol import Target
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.methods import BASELINE, method, model_method
 from specdemo.methods.targets import load_model
@@ -15,7 +16,6 @@ from specdemo.models.graphs import graph_bytes
 from specdemo.models.hub import LoadProgress, no_progress
 from specdemo.models.place import check_memory, resolve_placement
 from specdemo.models.resolve import locate
-from specdemo.models.target import HFTarget
 
 ANY_WEIGHTS = ("*.pt", "*.bin", "*.pth")  # formats of published speculators without safetensors
 
@@ -66,9 +66,9 @@ class ModelCache:
             self._models[key] = self._models.pop(key)
         progress(1.0, "models ready")
 
-    def target(self) -> HFTarget:
+    def target(self) -> Target:
         """Return the target of the last comparison, with its own history on the shared weights."""
-        target: HFTarget = self._models[self._target].model.target()
+        target: Target = self._models[self._target].model.target()
         return target
 
     def drafter(self, lane: Lane, spec: Comparison) -> object:

@@ -12,6 +12,7 @@ from functools import lru_cache
 
 import torch
 
+from specdemo.core.protocol import Target
 from specdemo.core.tally import Tally, running_numbers
 from specdemo.core.trace import RunTrace, without_probabilities
 from specdemo.core.tree import ABSENT
@@ -29,7 +30,6 @@ from specdemo.models.hub import Cancelled, LoadProgress, no_progress
 from specdemo.models.machine import GpuClock, commit, device_name, one_thread, versions
 from specdemo.models.place import device_map_summary
 from specdemo.models.resolve import has_chat_template
-from specdemo.models.target import HFTarget
 from specdemo.servers.address import check_listed
 
 TRACE_CONFIG = {"target", "max_new_tokens", "seed", "dtype", "device", "quantization", "chat", "system"}  # of a trace
@@ -131,7 +131,7 @@ class Session:
             self.state.end_run(spec, trace)
             yield Finished(trace)
 
-    def target(self) -> HFTarget:
+    def target(self) -> Target:
         """Return the target of the last comparison, with its own history."""
         return self.models.target()
 
@@ -186,7 +186,7 @@ def follow_up(spec: Comparison, trace: RunTrace, message: str) -> Comparison:
     return spec.model_copy(update={"prompt": message, "history": tuple(histories)})
 
 
-def environment(target: HFTarget | None) -> dict[str, object]:
+def environment(target: Target | None) -> dict[str, object]:
     """Return the facts about machine and software of a run. Without a target every lane ran on a server, and little is
     known."""
     threads = None
@@ -205,7 +205,7 @@ def environment(target: HFTarget | None) -> dict[str, object]:
     }
 
 
-def _notes(spec: Comparison, target: HFTarget) -> list[str]:
+def _notes(spec: Comparison, target: Target) -> list[str]:
     """Return what a reader should know of a run on this target."""
     spread = device_map_summary(target.model)
     return [*([f"{spec.target} does not fit into one device: {spread}"] if spread else []), *target.notes]

@@ -3,20 +3,18 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
+from specdemo.core.protocol import Target
 from specdemo.core.trace import RunTrace
 from specdemo.engine.comparison import Comparison
 from specdemo.engine.failure import clear_traceback, reason
 from specdemo.engine.model_cache import drafter_key
 from specdemo.methods import BASELINE, load_drafter, method, validate_options
 from specdemo.methods.base import Method
-from specdemo.models.load import LoadedModel
-from specdemo.models.prefix_reuse import PrefixCachedTarget
-from specdemo.models.target import HFTarget
+from specdemo.models.prefix_reuse import PrefixCachedTarget, prefix_cached, with_prefix_cache
 
 Key = tuple[object, ...]  # key of the drafter's model, index of the lane, method and options
-Models = tuple[HFTarget, object]  # the target of a lane, and the model its drafter is built from
+Models = tuple[Target, object]  # the target of a lane, and the model its drafter is built from
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +22,7 @@ class LaneModels:
     """Target with its own history and its drafter. model: the drafter's model. failure: why the drafter could not be
     built; it is plain decoding then."""
 
-    target: HFTarget
+    target: Target
     model: object
     drafter: Method
     failure: str = ""
@@ -32,7 +30,7 @@ class LaneModels:
     @property
     def prefix_cached(self) -> list[PrefixCachedTarget]:
         """Return the models that cache a text between turns."""
-        return _prefix_cached(self.target, self.model)
+        return prefix_cached(self.target, self.model)
 
 
 class SessionState:
@@ -48,7 +46,7 @@ class SessionState:
         chat = sum(
             cached_target.history_bytes
             for models in list(self.chat_models.values())
-            for cached_target in _prefix_cached(*models)
+            for cached_target in prefix_cached(*models)
         )
         return [("the chat so far", chat)] if chat else []
 
@@ -95,7 +93,7 @@ class SessionState:
         key = drafter_key(lane, spec), index, lane.method, *options.items()
         models = self.learners.get(key)
         if models is None:
-            target, model = self.chat_models.get(key) or (map(_with_prefix_cache, load()) if chat else load())
+            target, model = self.chat_models.get(key) or (map(with_prefix_cache, load()) if chat else load())
             models = _build_lane_models(lane.method, target, model, options)
         if method(lane.method).learns:
             self.learners = {k: p for k, p in self.learners.items() if k[1] != index} | {key: models}
@@ -106,7 +104,7 @@ class SessionState:
     def forget_chat(self) -> None:
         """Drop the chat's keys and values; keep the models."""
         for models in self.chat_models.values():
-            for cached_target in _prefix_cached(*models):
+            for cached_target in prefix_cached(*models):
                 cached_target.forget()
         self.chat_models.clear()
         self._last_turn = None
@@ -117,7 +115,7 @@ class SessionState:
         self.learners.clear()
 
 
-def _build_lane_models(name: str, target: HFTarget, model: object, options: dict[str, object]) -> LaneModels:
+def _build_lane_models(name: str, target: Target, model: object, options: dict[str, object]) -> LaneModels:
     """Build the drafter. Only ValueError is raised, because it has advice for the user; other errors fail the lane and
     not the run."""
     try:
@@ -135,14 +133,3 @@ def _is_next_turn(last_turn: Comparison | None, spec: Comparison) -> bool:
     later, token by token."""
     changes = {"prompt": spec.prompt, "history": spec.history}
     return last_turn is not None and bool(spec.history) and last_turn.model_copy(update=changes) == spec
-
-
-def _with_prefix_cache(model: object) -> Any:
-    """Return the model with a prefix cache; a head is returned unchanged."""
-    if not isinstance(model, HFTarget | LoadedModel):
-        return model
-    return PrefixCachedTarget(model.model, model.tokenizer, model.name, notes=model.notes)
-
-
-def _prefix_cached(*models: object) -> list[PrefixCachedTarget]:
-    return [model for model in models if isinstance(model, PrefixCachedTarget)]

@@ -5,13 +5,13 @@ from contextlib import suppress
 
 import torch
 
+from specdemo.core.protocol import Target
 from specdemo.core.trace import LaneTrace, RunTrace, compare
 from specdemo.models.machine import one_thread
 from specdemo.models.pass_cost import rounding_noise
-from specdemo.models.target import HFTarget
 
 
-def compare_outputs(trace: RunTrace, target: HFTarget | None, noise: Sequence[str] = ()) -> None:
+def compare_outputs(trace: RunTrace, target: Target | None, noise: Sequence[str] = ()) -> None:
     """Fill in `comparison`.
 
     target: the baseline's target, which reads a text again where two lanes diverge; None: the baseline ran on a server.
@@ -52,7 +52,7 @@ def _remote_verdict(baseline: LaneTrace, lane: LaneTrace, same: bool | None) -> 
 
 
 @torch.no_grad()
-def _divergence(target: HFTarget, baseline: LaneTrace, lane: LaneTrace, index: int) -> tuple[float, bool]:
+def _divergence(target: Target, baseline: LaneTrace, lane: LaneTrace, index: int) -> tuple[float, bool]:
     """Return the gap between the target's two best logits where the texts diverge, and True if rounding explains it.
 
     Passes of different widths use different kernels and round differently. It is rounding if both texts chose one of

@@ -10,8 +10,6 @@ from torch import Tensor
 from specdemo.core.accept import AcceptRule
 from specdemo.core.protocol import Budget, Drafter, GenerationConfig, Target
 from specdemo.engine.loop import generate, never_cancelled
-from specdemo.methods.base import Method
-from specdemo.models.target import HFTarget
 
 TOKENS = 12
 
@@ -30,7 +28,7 @@ def warm_up(
     config = replace(config, stop_token_ids=())
     with closing(generate(target, drafter, prompt_ids, config, accept=accept, cancelled=cancelled)) as run:
         for event in run:
-            if not event.index and isinstance(target, HFTarget) and target.uses_cuda_graphs:
+            if not event.index and target.uses_cuda_graphs:
                 _capture_graphs(target, drafter, config.budget)
             generated += len(event.emitted[0])
             if generated >= TOKENS:
@@ -38,8 +36,8 @@ def warm_up(
 
 
 @torch.no_grad()
-def _capture_graphs(target: HFTarget, drafter: Drafter, budget: Budget) -> None:
-    if isinstance(drafter, Method) and min(budget.depth, budget.nodes):
+def _capture_graphs(target: Target, drafter: Drafter, budget: Budget) -> None:
+    if min(budget.depth, budget.nodes):
         drafter.capture_graphs(budget)
     target.capture_graphs(budget.depth + 1, drafter.taps)
     if budget.nodes > budget.depth:

@@ -25,6 +25,13 @@ if TYPE_CHECKING:
 BASELINE = "none"  # lane 0 of every comparison
 SYNTHETIC = "synthetic"  # wraps others and is not wrapped: its drafts are judged by a rule of its own
 
+CAPABILITY_USES = {  # a capability that a method may require (core/protocol.py), in words
+    "hidden_states": "reads the target's hidden states",
+    "layers": "runs only the first layers of the target",
+    "shared_kv": "reads the target's KV cache",
+    "trees": "drafts trees",
+}
+
 MODEL_OPTIONS = ("drafts", "inner_model")  # what these name are further models, with commas between
 
 BUILT_IN = {
@@ -203,10 +210,34 @@ def load_drafter(name: str, target: "Target", model: object = None, **options: o
     cls = method(name)
     checked = validate_options(name, options)
     check_model(name, checked, model)
+    check_capabilities(cls, target)
     from specdemo.models.checkpoints import checkpoint_errors
 
     with checkpoint_errors(model) if isinstance(model, str) else nullcontext():
-        return cls(target, model, cls.Options(**checked))
+        drafter = cls(target, model, cls.Options(**checked))
+    _check_taps(drafter, target)
+    return drafter
+
+
+def check_capabilities(cls: "type[Method]", target: "Target") -> None:
+    """Raise ValueError for a target without a capability that the method requires, before weights are loaded."""
+    for capability in sorted(cls.requires):
+        if not getattr(target.capabilities, capability):
+            raise ValueError(
+                f"{cls.title} {CAPABILITY_USES[capability]}, which {target.name or 'the target'} does not support; "
+                "choose 'ngram' or 'draft_model'"
+            )
+
+
+def _check_taps(drafter: "Method", target: "Target") -> None:
+    """Raise ValueError if the drafter reads hidden states that the target does not return."""
+    available = target.capabilities.hidden_states
+    missing = [] if available == "all" else sorted(set(drafter.taps) - available)
+    if missing:
+        raise ValueError(
+            f"{drafter.title} reads the hidden states of layers {', '.join(map(str, missing))}, which "
+            f"{target.name or 'the target'} does not return; choose another head"
+        )
 
 
 def detect_method(checkpoint: "Checkpoint") -> str:

@@ -3,7 +3,7 @@
 B rows, A columns, N draft nodes, V vocabulary, H hidden size.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -13,20 +13,19 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Generator, Tensor, nn
 
-from specdemo.core.accept import AcceptRule
-from specdemo.core.protocol import Budget, Progress, Target
+from specdemo.core.protocol import Drafter, Progress, Target, Tensors
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
+from specdemo.methods import check_capabilities
 from specdemo.methods.flags import EngineArgs
 from specdemo.methods.heads.conventions import select_convention
 from specdemo.methods.heads.network import Network
 from specdemo.methods.heads.runtime import HeadHistory
 from specdemo.methods.heads.sampler import TokenSampler, flatten_draft, unflatten_draft
 from specdemo.models.checkpoints import Checkpoint, open_checkpoint
-from specdemo.models.graphs import Tensors
+from specdemo.models.graphs import GraphCache
 from specdemo.models.hub import LoadProgress, no_progress
 from specdemo.models.packed import packed_bytes
-from specdemo.models.target import HFTarget
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +42,8 @@ class Recipe:
     method: str = ""  # in the list of all recipes
 
 
-class Method(ABC):
-    """A drafting method; implements `core.protocol.Drafter`. Only `start`, `propose` and `observe` are required.
+class Method(Drafter):
+    """A drafting method that can be chosen by name. Only `start`, `propose` and `observe` are required.
 
     `Options` is a frozen dataclass whose fields come from `knob`. By convention the option `nodes` is the size of the
     draft tree (0: a chain of k). A method that wraps another one names it in the option `drafter` and passes it the
@@ -58,13 +57,6 @@ class Method(ABC):
     learns: ClassVar[bool] = False  # gets better with use, so that a session keeps it from run to run
     Options: ClassVar[type[Any]] = NoOptions
     serves: ClassVar[Mapping[str, EngineArgs]] = {}  # engine -> how its server is told to draft so
-    taps: tuple[int, ...] = ()
-    note = ""  # one sentence on what it decided for itself, such as a convention it had to probe for
-
-    @property
-    def graph_note(self) -> str:
-        """Reason why CUDA graphs were requested but are not used; empty otherwise."""
-        return ""
 
     def __init__(self, target: Target, model: object = None, options: object = None) -> None:
         """model: a source, or the result of `load`. Raises ValueError when the drafter does not fit the target."""
@@ -81,49 +73,6 @@ class Method(ABC):
     def load(cls, source: str, target: Target, progress: LoadProgress | None = None) -> object:
         """Load a name, folder or hub id. The result can be passed to `__init__` as `model`."""
         raise ValueError(f"{cls.title} takes no model; leave it out")
-
-    @abstractmethod
-    def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
-        """Begin a new generation and drop the state of the last one."""
-
-    def accept_rule(self, default: AcceptRule) -> AcceptRule:
-        """Return the acceptance rule for this generation; `default` is the lane's."""
-        return default
-
-    @abstractmethod
-    def propose(self, budget: Budget) -> Draft:
-        """Draft [B, N] below the last root, within the budget."""
-
-    @abstractmethod
-    def observe(self, progress: Progress) -> None:
-        """Read committed tokens: first the prompt, then every step. `progress.outputs` ends in the new root."""
-
-    def on_step_timed(self, ms: Mapping[str, float]) -> None:
-        """Receive the device time of the last observed step, in ms per phase."""
-
-    def release(self) -> None:
-        """Free the state of the generation."""
-
-    def capture_graphs(self, budget: Budget) -> None:
-        """Propose drafts of all sizes that the budget allows, so that their CUDA graphs are captured in the warm-up."""
-
-    def release_graphs(self) -> None:
-        """Free captured CUDA graphs. They are captured again when needed."""
-
-    @property
-    def max_length(self) -> int | None:
-        """Context length of the drafter; it drafts nothing past it. None: the target's."""
-        return None
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the drafter's own weights."""
-        return 0
-
-    @property
-    def history_bytes(self) -> int:
-        """Bytes of the state of the current generation."""
-        return 0
 
 
 class Learner(Method):
@@ -146,6 +95,7 @@ class Head(Learner, Generic[Net]):
     """
 
     needs_model = True
+    requires: ClassVar = frozenset({"hidden_states"})
     recipes: ClassVar[Mapping[str, Recipe]] = {}  # name -> what is trained under it
     head: Net
     history: HeadHistory | None = None  # of heads with keys and values
@@ -155,7 +105,8 @@ class Head(Learner, Generic[Net]):
         self.options = options or self.Options()
         self.note = self.head.note
         self.sampler = TokenSampler()
-        self.graph_cache = target.new_graph_cache(self.head.dtype) if isinstance(target, HFTarget) else None
+        capture = target.new_graph_capture()
+        self.graph_cache = GraphCache(capture, self.head.dtype) if capture else None
         self._vocab_size, self.device = target.vocab_size, target.device
 
     @classmethod
@@ -165,6 +116,7 @@ class Head(Learner, Generic[Net]):
         If the checkpoint allows several conventions, the one with the highest agreement on a short text sampled from
         the target is used.
         """
+        check_capabilities(cls, target)
         report = progress or no_progress
         head = cls.read(cls.open(source, target, report), target)
         if len(head.conventions) > 1:

@@ -13,7 +13,7 @@ from torch import Generator, Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdemo.core.host_copy import AsyncHostCopy, padded, to_device
-from specdemo.core.protocol import Budget, Progress, Target
+from specdemo.core.protocol import Budget, DraftPlan, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft, chain_parents
 from specdemo.methods import detect_head, require_method
@@ -22,10 +22,8 @@ from specdemo.methods.flags import Flags, Options, sglang_chain, vllm
 from specdemo.methods.heads.sampler import ChainBuilder, DraftVocab, TokenSampler, run_chain_graph
 from specdemo.methods.vocabularies import MIN_SHARED_MASS, RowText, VocabBridge
 from specdemo.models.checkpoints import Checkpoint, open_meta_checkpoint
-from specdemo.models.history import DraftPlan
 from specdemo.models.hub import LoadProgress
 from specdemo.models.load import Incomplete, LoadedModel, load_model, load_target
-from specdemo.models.target import HFTarget
 from specdemo.training.losses import argmax_targets
 
 MAX_CATCH_UP = 8  # tokens that a recorded draft reads at most before it writes; mostly it is one or two
@@ -75,14 +73,13 @@ class DraftModel(Learner):
         self._draft_as_text = False
         difference = tokenizer_difference(target, self.model)
         if difference:
-            assert isinstance(target, HFTarget)
             self._set_up_bridge(target, difference)
         shared_ids = None if self._bridge is None else self._bridge.target_ids
         self._draft_vocab = DraftVocab(shared_ids, target.vocab_size)
         self._target = target
         self.sampler = TokenSampler()
 
-    def _set_up_bridge(self, target: HFTarget, difference: str) -> None:
+    def _set_up_bridge(self, target: Target, difference: str) -> None:
         """Draft the shared tokens if both models give them most of their probability, else draft text."""
         if not self.cross_vocabulary:
             raise ValueError(
@@ -142,9 +139,7 @@ class DraftModel(Learner):
             self._history = [[*i, o[-1]] for i, o in zip(inputs, progress.output_ids(), strict=True)]
             if progress.inputs.shape[1] < self.model.max_length:
                 # as much room as the target has, where a cache that grows is recorded anew
-                capacity = (
-                    self._target.capacity if isinstance(self._target, HFTarget) and self.model.uses_cuda_graphs else 0
-                )
+                capacity = self._target.capacity if self.model.uses_cuda_graphs else 0
                 room = capacity - progress.inputs.shape[1]
                 self.model.start(progress.inputs, reserve=room + MAX_CATCH_UP if room > 0 else 0)
                 self._cached_ids = inputs
@@ -301,8 +296,8 @@ class DraftModel(Learner):
         return forward.logits[:, -1]
 
 
-def _to_target(model: object, target: Target) -> HFTarget:
-    if isinstance(model, HFTarget):
+def _to_target(model: object, target: Target) -> Target:
+    if isinstance(model, Target):
         return model
     if isinstance(model, PreTrainedModel):
         return load_target(model)
@@ -310,15 +305,13 @@ def _to_target(model: object, target: Target) -> HFTarget:
     return loaded.target()
 
 
-def tokenizer_difference(target: Target, draft: HFTarget) -> str | None:
+def tokenizer_difference(target: Target, draft: Target) -> str | None:
     """Describe how the tokenizers differ; None if token ids mean the same. Vocabulary sizes may differ by padding.
 
     Raises ValueError when the sizes differ and a model has no tokenizer.
     """
-    target_tokenizer = target.tokenizer if isinstance(target, HFTarget) else None
-    draft_tokenizer = draft.tokenizer
-    if target_tokenizer is not None and draft_tokenizer is not None:
-        return _compare_tokenizers(target_tokenizer, draft_tokenizer)
+    if target.tokenizer is not None and draft.tokenizer is not None:
+        return _compare_tokenizers(target.tokenizer, draft.tokenizer)
     if draft.vocab_size != target.vocab_size:
         raise ValueError(
             f"{draft.name or 'the draft model'} has a vocabulary of {draft.vocab_size}, {target.name or 'the target'} "

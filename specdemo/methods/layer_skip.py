@@ -7,41 +7,32 @@ with models trained for early exit. Sampled drafts carry the q they were drawn f
 """
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import ClassVar
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator
 
-from specdemo.core.protocol import Budget, Progress, Target
+from specdemo.core.protocol import Budget, DraftPlan, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import Draft
 from specdemo.methods import knob
 from specdemo.methods.base import Method
 from specdemo.methods.heads.runtime import last_columns
 from specdemo.methods.heads.sampler import ChainBuilder, TokenSampler, run_chain_graph
-from specdemo.models.history import DraftPlan
-from specdemo.models.target import HFTarget
-
-
-@runtime_checkable
-class EarlyExitTarget(Protocol):
-    def early_exit_logits(self, chain: Tensor, layers: int) -> Tensor:
-        """chain [B, n], drafted behind the history -> [B, V] logits behind it after `layers` layers."""
 
 
 class LayerSkip(Method):
     title = "Layer skip"
     summary = "The target's own first layers write ahead, the whole of it checks; no second model, no extra memory."
+    requires: ClassVar = frozenset({"layers"})
 
     @dataclass(frozen=True, slots=True)
     class Options:
         exit_layer: int = knob(0, "layers that draft; 0 takes a third of them", low=0, high=128, step=1)
 
     def __init__(self, target: Target, model: object = None, options: Options | None = None) -> None:
-        """Raises ValueError for a target that has too few layers or cannot run its first layers alone."""
+        """Raises ValueError for a target that has too few layers."""
         name = target.name or "the target"
-        if not isinstance(target, EarlyExitTarget) or not target.supports_trees:
-            raise ValueError(f"{name} cannot take back what its first layers read; choose 'ngram' or 'draft_model'")
         self.exit_layer = (options or self.Options()).exit_layer or max(1, round(target.num_layers / 3))
         if self.exit_layer >= target.num_layers:
             raise ValueError(
@@ -65,7 +56,7 @@ class LayerSkip(Method):
         if depth < 1:
             return Draft.empty(len(self._roots), self._device)
         target, chain, builder = self._target, self._roots, ChainBuilder(self.sampler)
-        if isinstance(target, HFTarget) and target.uses_cuda_graphs:
+        if target.uses_cuda_graphs:
             plan = DraftPlan(("layers", self.sampler.sampling), depth, room=1, layers=self.exit_layer)
             draft = run_chain_graph(target, chain, [1] * len(chain), plan, self.sampler)
             if draft is not None:

@@ -74,7 +74,7 @@ class Lookahead(Method):
 
     def __init__(self, target: Target, model: object = None, options: Options | None = None) -> None:
         self._options = options or self.Options()
-        self._supports_trees = target.supports_trees
+        self._supports_trees = target.capabilities.trees
         self._device = target.device
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:

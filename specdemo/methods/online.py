@@ -22,7 +22,6 @@ from specdemo.methods import knob, load_drafter, method, model_method
 from specdemo.methods.base import Learner
 from specdemo.methods.wrapper import Wrapper, acceptance_per_row, wrappable
 from specdemo.models.load import LoadedModel
-from specdemo.models.target import HFTarget
 
 WINDOW = 64  # columns of a text learnt from at once: the new ones and those before them
 PAST_TEXTS = 8  # earlier texts whose last window is kept
@@ -174,7 +173,7 @@ def _copy(drafter: str, target: Target, model: object) -> object:
     """Load or copy the model. Modules of the target are shared, not copied."""
     loaded = method(model_method(drafter)).load(model, target) if isinstance(model, str) else model
     shared = [target, target.embed, target.lm_head]
-    if isinstance(loaded, LoadedModel | HFTarget):
+    if isinstance(loaded, LoadedModel | Target):
         shared.append(loaded.tokenizer)
     shared += [*target.embed.parameters(), *target.lm_head.parameters()]
     return deepcopy(loaded, {id(obj): obj for obj in shared})

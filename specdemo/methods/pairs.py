@@ -6,13 +6,13 @@ Heads are checked by `Head.read`, draft models by `draft_model.tokenizer_differe
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from specdemo.core.protocol import Target
 from specdemo.methods import detect_method, method
 from specdemo.methods.base import Head
 from specdemo.methods.draft_model import DraftModel, tokenizer_difference
 from specdemo.methods.vocabularies import VocabBridge
 from specdemo.models.checkpoints import checkpoint_errors, open_meta_checkpoint
 from specdemo.models.load import load_meta_target
-from specdemo.models.target import HFTarget
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class DrafterFit:
     reason: str
 
 
-def check_pair(target: HFTarget, drafter: str, method_name: str | None = None) -> DrafterFit:
+def check_pair(target: Target, drafter: str, method_name: str | None = None) -> DrafterFit:
     """Check one drafter. target: may be an outline without weights. method_name: None detects it from the files.
 
     Raises ValueError when the drafter's files cannot be opened.
@@ -50,7 +50,7 @@ def check_pair(target: HFTarget, drafter: str, method_name: str | None = None) -
     return DrafterFit(drafter, name, True, reason)
 
 
-def _tokenizer_fit(target: HFTarget, draft: HFTarget, cross_vocabulary: bool) -> str:
+def _tokenizer_fit(target: Target, draft: Target, cross_vocabulary: bool) -> str:
     """Describe how a draft model fits. Raises ValueError when it does not."""
     difference = tokenizer_difference(target, draft)
     if difference and not cross_vocabulary:
@@ -64,7 +64,7 @@ def _tokenizer_fit(target: HFTarget, draft: HFTarget, cross_vocabulary: bool) ->
     return f"same tokenizer; {draft.vocab_size} rows against {target.vocab_size}, the rest is padding"
 
 
-def check_pairs(target: HFTarget, candidates: Iterable[tuple[str, str]]) -> list[DrafterFit]:
+def check_pairs(target: Target, candidates: Iterable[tuple[str, str]]) -> list[DrafterFit]:
     """Check candidates (method, drafter). Sorted: those that fit, those that do not, those that could not be opened."""
     pairs = []
     for name, drafter in dict.fromkeys(candidates):

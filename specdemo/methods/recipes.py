@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from specdemo.core.outputs import check_output_folder
+from specdemo.core.protocol import Target
 from specdemo.core.suggest import suggest
 from specdemo.methods import method, usable
 from specdemo.methods.base import Head, Recipe
 from specdemo.methods.heads.network import Network
 from specdemo.methods.targets import load_target
 from specdemo.models.machine import one_thread
-from specdemo.models.target import HFTarget
 from specdemo.training.collect import Plan
 from specdemo.training.corpus import check_corpus
 from specdemo.training.fit import TrainStep, check_minutes, make_folder, run_with_progress
@@ -51,7 +51,7 @@ def head_recipe(name: str) -> Recipe:
     return HEAD_RECIPES[name]
 
 
-def untrained_drafter(recipe: Recipe, target: HFTarget) -> Head[Network]:
+def untrained_drafter(recipe: Recipe, target: Target) -> Head[Network]:
     """Return a drafter of the recipe's method with an untrained head."""
     cls = method(recipe.method)
     assert issubclass(cls, Head)
@@ -62,7 +62,7 @@ def train_head_recipe(
     name: str,
     out: Path | None = None,
     minutes: float | None = None,
-    target: str | HFTarget = "stories",
+    target: str | Target = "stories",
     corpus: Path | None = None,
     cache: Path | None = None,
     device: str = "auto",
@@ -81,7 +81,7 @@ def train_head_recipe(
     check_output_folder(out, force)
     loaded = (
         target
-        if isinstance(target, HFTarget)
+        if isinstance(target, Target)
         else load_target(target, "auto", device, quantization, kernels="transformers")
     )
     drafter = untrained_drafter(recipe, loaded)

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from specdemo.core.protocol import Target
 from specdemo.core.tree import chain_parents
-from specdemo.models.target import HFTarget
 
 MIN_SHARED_MASS = 0.8  # of either model's probability on the shared tokens: below, drafts go through the text
 MIN_TAIL, MAX_TAIL = 24, 96  # characters at the end of a text that are cut again, at least and at most
@@ -114,7 +114,7 @@ class RowText:
 class VocabBridge:
     """Maps tokens between a target and its draft model."""
 
-    def __init__(self, target: HFTarget, draft: HFTarget) -> None:
+    def __init__(self, target: Target, draft: Target) -> None:
         assert target.tokenizer is not None and draft.tokenizer is not None
         self.target_tokens = TokenBytes(target.tokenizer, target.vocab_size)
         self.draft_tokens = TokenBytes(draft.tokenizer, draft.vocab_size)
@@ -138,7 +138,7 @@ class VocabBridge:
             len(shared) / len(side.bytes_of) for side in (self.target_tokens, self.draft_tokens)
         )
 
-    def shared_mass(self, target: HFTarget, draft: HFTarget) -> tuple[float, float]:
+    def shared_mass(self, target: Target, draft: Target) -> tuple[float, float]:
         """Return the mean probability of the shared tokens in the target and in the draft model, on SAMPLE_TEXT."""
         return _mass_on(target, self.target_tokens, self.target_ids), _mass_on(draft, self.draft_tokens, self.draft_ids)
 
@@ -155,7 +155,7 @@ class VocabBridge:
         return combined[1:] if combined[:1] == [root] else self.target_tokens.encode_continuation(text)
 
 
-def _mass_on(model: HFTarget, token_bytes: TokenBytes, ids: Tensor) -> float:
+def _mass_on(model: Target, token_bytes: TokenBytes, ids: Tensor) -> float:
     tokens = torch.tensor([token_bytes.encode_from_start(SAMPLE_TEXT)], device=model.device)[:, : model.max_length]
     model.start(tokens[:, :1])
     logits = model.forward(tokens[:, 1:], chain_parents(1, tokens.shape[1] - 2, tokens.device)).logits

@@ -18,6 +18,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from specdemo.core.protocol import GraphCapture, Run, Tensors
 from specdemo.models.fused import TOLERANCE
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)  # slots per captured pass; wider passes run eagerly
@@ -34,10 +35,7 @@ STREAMS, PRIORITIES = 32, (0, -1, -2, -3)
 RECOMPILE_LIMIT = 64  # one per width and set of taps; torch's default limit of 8 would fall back to eager passes
 
 Decoder = TypeVar("Decoder", bound=Callable[..., object])
-Tensors = tuple[Tensor, ...]
-Run = Callable[[], Tensors]
 Shapes = Sequence[Sequence[int]]
-GraphCapture = Callable[[Run], Run]  # function -> its replay, which writes to the same memory
 
 _used_streams: weakref.WeakSet[torch.cuda.Stream] = weakref.WeakSet()  # streams of captures, and of their living graphs
 

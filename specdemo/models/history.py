@@ -9,39 +9,27 @@ B rows, S slots, T prompt tokens.
 """
 
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from specdemo.core.host_copy import to_device
-from specdemo.core.protocol import Forward
+from specdemo.core.protocol import DraftFunction, DraftPlan, Forward, Tensors
 from specdemo.core.tree import ABSENT, chain_parents
 from specdemo.models.cache import SlabCache
-from specdemo.models.graphs import GraphCache, Tensors
+from specdemo.models.graphs import GraphCache
 from specdemo.models.masks import MaskPlan, Masks, ancestry, mask_from_tensors
 from specdemo.models.runner import AttentionMask, Runner
 
 SNAPSHOTS = 24  # snapshots per row: so many commits can be cropped without reading the text again
 
 
-class DraftPlan(NamedTuple):
-    """A draft that runs as one CUDA graph."""
-
-    kind: Hashable  # graphs of one kind differ in depth only
-    depth: int  # draft tokens needed; the graph may produce more
-    room: int  # most input tokens
-    layers: int = 0  # number of layers to run; 0: all
-    commits: bool = False  # commit the input tokens and all draft tokens but the last
-
-
-ReadFunction = Callable[[Tensor | None], Tensor]  # see `HFTarget.draft`
 ForwardFunction = Callable[..., Forward]  # one call of the model, see `Runner`
-DraftFunction = Callable[..., Tensors]  # (read, depth, *extra) -> draft tokens [B, depth] and other tensors
 
 
 class History(Protocol):
@@ -161,7 +149,7 @@ class KVHistory:
         extra: Tensors,
         plan: DraftPlan,
     ) -> Tensors | None:
-        """See `HFTarget.draft`."""
+        """See `Target.draft`."""
         if self._graphs is None:
             return None
         depth = self._graphs.depth(plan.kind, plan.depth, cut=True)

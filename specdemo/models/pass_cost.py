@@ -11,7 +11,6 @@ from specdemo.core.estimate import Estimate, over_repeats
 from specdemo.core.protocol import Target
 from specdemo.core.tree import chain_parents
 from specdemo.models.machine import clock, one_thread
-from specdemo.models.target import HFTarget
 
 VERIFY_TOKENS = 5
 MAX_LENGTH_SPREAD = 4
@@ -117,7 +116,7 @@ def _seconds(target: Target, width: int, rows: int, now: Clock) -> float:
     return now() - begin
 
 
-def rounding_noise(target: HFTarget, tokens: Tensor, slots: int = VERIFY_TOKENS) -> float:
+def rounding_noise(target: Target, tokens: Tensor, slots: int = VERIFY_TOKENS) -> float:
     """Return the largest difference between the logits of one-token passes and of one pass over the last `slots` tokens
     of tokens [1, T].
 

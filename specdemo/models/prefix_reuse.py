@@ -7,14 +7,13 @@ T tokens of a text, S slots, A accepted slots, H hidden size.
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from specdemo.core.protocol import Forward
-from specdemo.models.graphs import Tensors
-from specdemo.models.history import DraftFunction, DraftPlan
+from specdemo.core.protocol import DraftFunction, DraftPlan, Forward, Tensors
+from specdemo.models.load import LoadedModel
 from specdemo.models.target import HFTarget
 
 
@@ -41,7 +40,6 @@ class PrefixCachedTarget(HFTarget):
     whose prefix the history cannot be cropped to (`History.max_crop`).
     """
 
-    cached_tokens = 0  # tokens of the last text that `start` reused
     _cached_text: _CachedText | None = None  # set between `release` and `start`
     _segments: list[_Segment] | None = None  # set between `start` and `release`, for a single row
     _last_forward: tuple[Tensor, dict[int, Tensor]] | None = None  # tokens [1, S] and hidden states of the last forward
@@ -131,6 +129,18 @@ class PrefixCachedTarget(HFTarget):
         forward = self._require_history().extend(tokens[:, self.cached_tokens :], taps, reserve)
         cached_hidden = _cut(text, self.cached_tokens).hidden
         return Forward(forward.logits, {tap: torch.cat([cached_hidden[tap], forward.hidden[tap]], 1) for tap in taps})
+
+
+def with_prefix_cache(model: object) -> Any:
+    """Return a loaded model with a prefix cache; a head is returned unchanged."""
+    if not isinstance(model, HFTarget | LoadedModel):
+        return model
+    return PrefixCachedTarget(model.model, model.tokenizer, model.name, notes=model.notes)
+
+
+def prefix_cached(*models: object) -> list[PrefixCachedTarget]:
+    """Return those of the models that have a prefix cache."""
+    return [model for model in models if isinstance(model, PrefixCachedTarget)]
 
 
 def _cut(text: _CachedText, length: int) -> _CachedText:

@@ -3,7 +3,7 @@
 B rows, N draft nodes, S = N + 1 slots, V vocabulary rows of lm_head (padding included), H hidden size.
 
 A model of plain attention layers verifies trees with a 4D mask and position ids; windows count positions. Any other
-model (`supports_trees` False) verifies chains. Each forward is one call of the model, or of its fused layers
+model (capability `trees` False) verifies chains. Each forward is one call of the model, or of its fused layers
 (models/fused.py).
 """
 
@@ -15,7 +15,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from specdemo.core.protocol import Forward
+from specdemo.core.protocol import (
+    UNLIMITED,
+    Capabilities,
+    DraftFunction,
+    DraftPlan,
+    Forward,
+    GraphCapture,
+    Target,
+    Tensors,
+)
 from specdemo.core.tree import chain_parents
 from specdemo.models.cache import SPARE_COLUMNS, SlabCache
 from specdemo.models.devices import device_kind
@@ -25,12 +34,10 @@ from specdemo.models.graphs import (
     GRAPH_SPARE_COLUMNS,
     WIDTHS,
     GraphCache,
-    GraphCapture,
-    Tensors,
     capture_for,
     covering_widths,
 )
-from specdemo.models.history import DraftFunction, DraftPlan, History, KVHistory, SnapshotHistory, supports_multi_token
+from specdemo.models.history import History, KVHistory, SnapshotHistory, supports_multi_token
 from specdemo.models.masks import Masks
 from specdemo.models.packed import packed_bytes
 from specdemo.models.place import device_map_summary
@@ -41,7 +48,7 @@ MASKED_ATTENTION = ("sdpa", "eager")  # implementations that accept any mask
 COLUMN_WINDOW_MODELS = ("gpt_neo",)  # model types that count windows in cache columns and ignore position_ids
 
 
-class HFTarget:
+class HFTarget(Target):
     """Target with one history on a shared model. Several targets may share a model if they take turns."""
 
     def __init__(
@@ -71,17 +78,21 @@ class HFTarget:
         self.device = self._run.device
         device_kind(self.device).prepare()
         windows = _windows(model, config) if self._run.takes_positions else None
-        self.supports_trees = windows is not None
+        trees = windows is not None
         self._windows = windows or {}
         if windows is not None and not any(windows.values()):
             self._run.fused = fused_decoder(model)
         self._masks = Masks(tuple(set(self._windows.values())), self.dtype, self.device)
         self._capture = capture
-        self._graphs = self.new_graph_cache(self.dtype)
+        graph_capture = self.new_graph_capture()
+        self._graphs = GraphCache(graph_capture, self.dtype) if graph_capture else None
         if self._graphs and device_map_summary(model):
             self._graphs.disabled_reason = "its layers are on several devices"
-        elif self._graphs and not self.supports_trees:
+        elif self._graphs and not trees:
             self._graphs.disabled_reason = "its cache cannot be rewritten in place"
+        # every plain model can also run its first layers and share its cache, because its history can be cropped
+        graphs = self.uses_cuda_graphs
+        self.capabilities = Capabilities(trees, "all", layers=trees, cuda_graphs=graphs, batch=UNLIMITED)
         self._history: History | None = None
         self._last_history: KVHistory | None = None  # reused for the next text, because graphs hold its addresses
 
@@ -111,18 +122,15 @@ class HFTarget:
 
     @property
     def note(self) -> str:
-        """Return why passes are slower than intended; empty if they are not."""
         graph_note = self._graphs.note if self._graphs else ""
         return "; ".join(filter(None, (graph_note, missing_kernels(self._config, self.device))))
 
     @property
     def uses_cuda_graphs(self) -> bool:
-        """Return True if passes run as CUDA graphs."""
         return self._graphs is not None and not self._graphs.disabled_reason
 
     @property
     def capacity(self) -> int:
-        """Return the number of tokens that the history can hold without a new allocation."""
         return self._history.capacity if isinstance(self._history, KVHistory) else 0
 
     def release_graphs(self) -> None:
@@ -131,15 +139,11 @@ class HFTarget:
         if self._graphs is not None:
             self._graphs.clear()
 
-    def new_graph_cache(self, dtype: torch.dtype) -> GraphCache | None:
-        """Create a graph cache for a drafter of this target. None: no graphs on this device."""
-        capture = self._capture or capture_for(self.device)
-        return GraphCache(capture, dtype) if capture else None
+    def new_graph_capture(self) -> GraphCapture | None:
+        return self._capture or capture_for(self.device)
 
     @torch.no_grad()
     def capture_graphs(self, slots: int, taps: tuple[int, ...] = (), tree: bool = False) -> None:
-        """Capture the graphs for all drafts of fewer than `slots` nodes, so that none is captured while a run is
-        timed."""
         if not self.uses_cuda_graphs or not self.capacity:
             return
         rows = len(self.length)
@@ -163,12 +167,7 @@ class HFTarget:
 
     @torch.no_grad()
     def early_exit_logits(self, chain: Tensor, layers: int) -> Tensor:
-        """Return logits [B, V] after chain [B, n] as if the model ended after `layers` layers.
-
-        Reads the last token only. Keys and values of the earlier ones remain in the cache from the previous calls,
-        until the next `forward` overwrites them. Raises ValueError for a model that verifies chains only, because its
-        cache cannot drop tokens.
-        """
+        # keys and values of the earlier tokens stay in the cache until the next `forward` overwrites them
         history = self._require_history()
         if not isinstance(history, KVHistory):
             raise ValueError(f"{self.name} cannot run only its first layers: its cache cannot be rolled back")
@@ -179,12 +178,6 @@ class HFTarget:
     def draft(
         self, tokens: Tensor, counts: list[int], write: DraftFunction, extra: Tensors, plan: DraftPlan
     ) -> Tensors | None:
-        """Run `write(read, depth, *extra)`, a draft of at least `plan.depth` tokens, as one CUDA graph.
-
-        `read(None)` returns the logits [B, V] after tokens [B, m], of which counts[b] are real; `read(drafted)` returns
-        those after [B, 1] further tokens. Copy the result before the next pass. Return None if it cannot be captured;
-        nothing was read then.
-        """
         history = self._history
         if not isinstance(history, KVHistory) or tokens.shape[1] > plan.room:
             return None
@@ -198,11 +191,9 @@ class HFTarget:
         self._check_length(max(history.lengths))
 
     def crop(self, lengths: list[int]) -> None:
-        """Shorten every row to its first lengths[b] tokens."""
         self._require_history().crop(lengths)
 
     def release(self) -> None:
-        """Free the history."""
         self._history = None
 
     def _require_history(self) -> History:
@@ -215,7 +206,7 @@ class HFTarget:
             raise ValueError(f"{self.name} holds {self.max_length} tokens, not {length}; shorten the prompt")
 
     def _new_history(self, rows: int, columns: int) -> History:
-        if not self.supports_trees:
+        if not self.capabilities.trees:
             return SnapshotHistory(self._run, self._config, self._multi_token, self.device)
         if self.uses_cuda_graphs:  # with room for padding slots
             columns = -(-(columns + WIDTHS[-1]) // COLUMN_MULTIPLE) * COLUMN_MULTIPLE

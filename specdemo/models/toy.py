@@ -6,23 +6,20 @@ B rows, T prompt tokens, N draft nodes, S = N + 1 slots, V vocabulary, H hidden,
 import torch
 from torch import Tensor, nn
 
-from specdemo.core.protocol import Forward
+from specdemo.core.protocol import UNLIMITED, Capabilities, Forward, Target
 
 TABLE_ROWS = 4096
 PEAKEDNESS = 1.5
 
 
-class ToyTarget:
-    """Implementation of `Target` on the CPU, with trees, ragged batches, taps and crop. Equal seeds give equal models.
+class ToyTarget(Target):
+    """Target on the CPU, with trees, ragged batches, taps and crop. Equal seeds give equal models.
 
     A context shorter than `order` is padded with token 0 in front.
     """
 
     name = "toy"
-    tokenizer = None
     num_layers = 3
-    weight_bytes = 0
-    history_bytes = 0
     dtype = torch.float32
 
     def __init__(
@@ -35,7 +32,7 @@ class ToyTarget:
         max_length: int = 4096,
     ) -> None:
         self.vocab_size, self.hidden_size, self.stop_token_ids = vocab_size, hidden_size, stop_token_ids
-        self.supports_trees = True
+        self.capabilities = Capabilities(hidden_states="all", layers=True, batch=UNLIMITED)
         self.max_length = max_length
         self.device = torch.device("cpu")
         rng = torch.Generator().manual_seed(seed)
@@ -74,7 +71,6 @@ class ToyTarget:
         return self._forward(self._windows(parents), taps, slice(None))
 
     def early_exit_logits(self, chain: Tensor, layers: int) -> Tensor:
-        """Return logits [B, V] after chain [B, n], read by lm_head from the state after `layers` layers."""
         histories = self._history or [[]] * len(chain)
         texts = [[0] * self._order + old + new for old, new in zip(histories, chain.tolist(), strict=True)]
         windows = torch.tensor([text[-self._order :] for text in texts])
@@ -88,7 +84,6 @@ class ToyTarget:
                 raise ValueError(f"{self.name} holds {self.max_length} tokens, not {len(history)}; shorten the prompt")
 
     def crop(self, lengths: list[int]) -> None:
-        """Shorten every row to its first lengths[b] tokens."""
         for history, length in zip(self._history, lengths, strict=True):
             del history[length:]
 

@@ -14,9 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specdemo.core.protocol import Progress, Trainable
+from specdemo.core.protocol import Progress, Target, Trainable
 from specdemo.models.machine import device_name
-from specdemo.models.target import HFTarget
 from specdemo.training.collect import (
     Plan,
     TeacherData,
@@ -50,7 +49,7 @@ class TeacherSplit:
 
 
 def iter_dataset(
-    target: HFTarget, cache: Path, plan: Plan, corpus: Path | None = None
+    target: Target, cache: Path, plan: Plan, corpus: Path | None = None
 ) -> Generator[float, None, TeacherSplit]:
     """Write the missing shards of the target's cache and load it; yield the fraction done, return the data.
 
@@ -80,12 +79,12 @@ def iter_dataset(
     return TeacherSplit(text_data, sample_data, validation, source)
 
 
-def build_dataset(target: HFTarget, cache: Path, plan: Plan, corpus: Path | None = None) -> TeacherSplit:
+def build_dataset(target: Target, cache: Path, plan: Plan, corpus: Path | None = None) -> TeacherSplit:
     """Run `iter_dataset` to the end with a progress bar."""
     return with_progress(iter_dataset(target, cache, plan, corpus), f"cache {cache.name}")
 
 
-def _read(target: HFTarget, corpus: Path, context: int) -> tuple[Tensor, list[list[int]], Tensor, str]:
+def _read(target: Target, corpus: Path, context: int) -> tuple[Tensor, list[list[int]], Tensor, str]:
     """Return text [R, context], documents, validation text [R, context] and the corpus's sha256."""
     assert target.tokenizer is not None
     read = read_corpus(corpus)
@@ -127,7 +126,7 @@ def columns(recorded: TeacherData, taps: Sequence[int]) -> Batch:
     return recorded.tokens, recorded.indices, recorded.probs, *(recorded.hidden[tap] for tap in taps)
 
 
-def to_progress(batch: Batch, taps: Sequence[int], target: HFTarget) -> Progress:
+def to_progress(batch: Batch, taps: Sequence[int], target: Target) -> Progress:
     """Convert columns [R, T, ...] to the T - 1 positions whose next token is known, with the target's distribution
     there."""
     tokens, indices, probs, *hidden = (column.to(target.device) for column in batch)
@@ -141,7 +140,7 @@ def to_progress(batch: Batch, taps: Sequence[int], target: HFTarget) -> Progress
 
 def train_head(
     drafter: Trainable,
-    target: HFTarget,
+    target: Target,
     data: TeacherSplit,
     out: Path,
     minutes: float,
@@ -191,7 +190,7 @@ def evaluate_rows(batch: Batch, rows: int, measure: Callable[..., dict[str, floa
 
 
 def save_head(
-    drafter: Trainable, target: HFTarget, out: Path, history: TrainHistory, data: TeacherSplit, **facts: str | float
+    drafter: Trainable, target: Target, out: Path, history: TrainHistory, data: TeacherSplit, **facts: str | float
 ) -> None:
     """Measure what is stored with the head, then write it in its public format, with provenance."""
     drafter.measure(to_progress(columns(data.validation, drafter.taps), drafter.taps, target))

@@ -1,10 +1,12 @@
 """The generation loop on the toy target with scripted drafters: every end of a generation, and the state after it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from specdemo.core.accept import Typical
-from specdemo.core.protocol import Budget, GenerationConfig
+from specdemo.core.protocol import Budget, Drafter, GenerationConfig
 from specdemo.core.sampling import Sampling
 from specdemo.core.trace import token_kinds
 from specdemo.core.tree import Draft
@@ -15,10 +17,8 @@ from specdemo.models.toy import ToyTarget
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
 
 
-class Oracle:
+class Oracle(Drafter):
     """A drafter of the plain continuation, with chosen positions wrong. It records what it observes."""
-
-    taps = ()
 
     def __init__(self, answer, wrong=lambda position: False, vocab=16):
         self.answer, self.wrong, self.vocab = answer, wrong, vocab
@@ -43,10 +43,8 @@ class Oracle:
         self.released = True
 
 
-class Pair:
+class Pair(Drafter):
     """A drafter for two rows: the first is always right, the second always wrong."""
-
-    taps = ()
 
     def __init__(self, answer, vocab=16):
         self.answer, self.vocab = answer, vocab
@@ -179,7 +177,7 @@ def test_memory_is_released_however_it_ends(target, monkeypatch):
 def test_a_target_without_trees_gets_the_first_branch():
     target = ToyTarget(16, seed=5)
     answer = plain(target)
-    target.supports_trees = False
+    target.capabilities = replace(target.capabilities, trees=False)
 
     class Star(Oracle):
         def propose(self, budget):

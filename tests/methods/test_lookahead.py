@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -97,7 +99,7 @@ def test_it_accepts_what_it_guessed():
 )
 def test_any_budget(supports_trees, budget):
     target = ToyTarget(32, seed=5)
-    target.supports_trees = supports_trees
+    target.capabilities = replace(target.capabilities, trees=supports_trees)
     drafter = load_drafter("lookahead", target)
     prompts = texts(2, 5) % 32
     plain = rows_of(run(target, prompts, "none"))
@@ -119,7 +121,7 @@ def test_any_budget(supports_trees, budget):
 
 def test_chains_too_fill_the_pool():
     target = ToyTarget(8, seed=5, order=1)
-    target.supports_trees = False
+    target.capabilities = replace(target.capabilities, trees=False)
     assert any(len(e.path[0]) > 2 for e in run(target, texts(1, 5) % 8))
 
 

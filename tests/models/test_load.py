@@ -67,7 +67,7 @@ def test_a_model_that_transformers_knows_by_its_eyes_alone_loads(tmp_path):
     model.save_pretrained(tmp_path)
     byte_level().save_pretrained(tmp_path)
     target, prompt = load_target(str(tmp_path)), texts(1, 9)
-    assert target.supports_trees and load_meta_target(str(tmp_path)).num_layers == 3
+    assert target.capabilities.trees and load_meta_target(str(tmp_path)).num_layers == 3
     drafter = load_drafter("ngram", target)
     events = generate(target, drafter, prompt, GenerationConfig(24, budget=Budget(4, 4), stop_token_ids=()))
     expected = model.generate(prompt, max_new_tokens=24, do_sample=False, eos_token_id=None)

@@ -278,7 +278,7 @@ def test_target_properties():
     target = HFTarget(model)
     assert isinstance(target, Target)
     assert (target.vocab_size, target.hidden_size, target.num_layers) == (VOCABULARY, 32, 3)
-    assert target.stop_token_ids == (2, 5) and target.supports_trees
+    assert target.stop_token_ids == (2, 5) and target.capabilities.trees
     assert target.embed is model.get_input_embeddings() and target.lm_head is model.get_output_embeddings()
     assert target.weight_bytes == 4 * sum(p.numel() for p in model.parameters())
 
@@ -308,7 +308,7 @@ def test_a_state_inside_the_model_is_noticed():
 
 
 def test_chains_are_checked_where_trees_cannot_be(chain_target):
-    assert not chain_target.supports_trees
+    assert not chain_target.capabilities.trees
     prompt, tokens = texts(1, PROMPT), texts(1, 5, seed=1)
     close(chain_target.start(prompt).logits[0, 0], fresh(chain_target.model, prompt[0].tolist()))
     logits = chain_target.forward(tokens, chain(4)).logits[0]

@@ -39,7 +39,6 @@ from specdemo.methods.heads.runtime import AttentionKind, Columns, HeadHistory, 
 from specdemo.methods.heads.sampler import MASKED_LOGIT, ChainBuilder, DraftVocab
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
 from specdemo.models.packed import RMSNorm
-from specdemo.models.target import HFTarget
 from specdemo.training.losses import argmax_targets
 
 NUM_TAPS = 3
@@ -552,7 +551,6 @@ def _training_masks(
 
 
 def _mask_token(target: Target) -> int:
-    tokenizer = target.tokenizer if isinstance(target, HFTarget) else None
-    if tokenizer is not None and len(tokenizer) < target.vocab_size:
-        return len(tokenizer)
+    if target.tokenizer is not None and len(target.tokenizer) < target.vocab_size:
+        return len(target.tokenizer)
     return target.stop_token_ids[0] if target.stop_token_ids else 0

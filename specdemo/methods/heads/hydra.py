@@ -33,7 +33,6 @@ from specdemo.methods.heads.network import move_to_target
 from specdemo.methods.heads.runtime import Columns, HeadHistory, Rotary, last_columns, training_columns
 from specdemo.models.checkpoints import Checkpoint, write_checkpoint
 from specdemo.models.packed import RMSNorm
-from specdemo.models.target import HFTarget
 
 USED = ("hydra_mlp.", "hydra_lm_head.", "prefix_embeding_layer.layers.", "prefix_embeding_layer.norm.")
 
@@ -248,7 +247,7 @@ class Hydra(Medusa):
 
 def _prefix(target: Target, checkpoint: Checkpoint) -> Prefix:
     """Return a decoder layer like the target's."""
-    config = target.model.get_decoder().config if isinstance(target, HFTarget) else None
+    config = target.model.get_decoder().config if target.model is not None else None
     if not isinstance(config, LlamaConfig):
         raise ValueError(f"{checkpoint.name} is Hydra++, whose first layer is a Llama's; choose a Llama as the target")
     return Prefix(config, checkpoint.take("prefix_embeding_layer.layers.0."))

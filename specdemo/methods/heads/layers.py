@@ -16,7 +16,6 @@ from specdemo.methods.heads.runtime import FULL, AttentionKind, Columns, Rope
 from specdemo.models.fused import attend
 from specdemo.models.masks import additive
 from specdemo.models.packed import RMSNorm, concat_linears, should_fuse
-from specdemo.models.target import HFTarget
 
 TensorNames = Container[str]  # the optional tensors there are, such as self_attn.q_proj.bias
 
@@ -33,7 +32,7 @@ def strip_prefix(names: Iterable[str], prefix: str) -> frozenset[str]:
 
 def llama_config_like(target: Target) -> LlamaConfig:
     """Return the config of one Llama layer with the target's sizes and the default RoPE, as in published heads."""
-    target_config = target.model.config.get_text_config(decoder=True).to_dict() if isinstance(target, HFTarget) else {}
+    target_config = target.model.config.get_text_config(decoder=True).to_dict() if target.model is not None else {}
     heads = target_config.get("num_attention_heads") or max(1, target.hidden_size // 64)
     return LlamaConfig(
         vocab_size=target.vocab_size,

@@ -41,7 +41,6 @@ from specdemo.models.checkpoints import Checkpoint, write_checkpoint
 from specdemo.models.fused import fuse_layer, layer_class
 from specdemo.models.hub import LoadProgress
 from specdemo.models.stack import Stack, stack_layers
-from specdemo.models.target import HFTarget
 from specdemo.training.losses import steps_loss, token_loss
 
 STEP_WEIGHTS = (0.51, 0.31, 0.18)  # FastMTP: weights of the steps of a module that is applied again and again
@@ -337,7 +336,7 @@ class MTP(Head[MTPHeads]):
 
 def _decoder(target: Target) -> Any:
     """Return the decoder of the target; None if it is not a transformers model."""
-    return target.model.get_decoder() if isinstance(target, HFTarget) else None
+    return target.model.get_decoder() if target.model is not None else None
 
 
 def _target_family(target: Target, layers: int) -> tuple[object, type[nn.Module], type[nn.Module], nn.Module]:

@@ -20,11 +20,11 @@ from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdemo.core.host_copy import padded, to_device
-from specdemo.core.protocol import Progress, Target
+from specdemo.core.protocol import Progress, Target, Tensors
 from specdemo.models.cache import SPARE_COLUMNS, Cursor, KeyValues, SlabCache
-from specdemo.models.graphs import COLUMN_MULTIPLE, GRAPH_SPARE_COLUMNS, Tensors
+from specdemo.models.graphs import COLUMN_MULTIPLE, GRAPH_SPARE_COLUMNS, GraphCache
 from specdemo.models.masks import additive
-from specdemo.models.target import NO_LENGTH_LIMIT, HFTarget
+from specdemo.models.target import NO_LENGTH_LIMIT
 
 Rope = tuple[Tensor, Tensor]  # cos, and sin with its first half negated, [B or 1, S, 1, E]
 AttentionKind = tuple[
@@ -138,7 +138,8 @@ class HeadHistory:
         self._layers, self._dtype, self._device = layers, dtype, target.device
         self._target, self._angles, self._limit = target, angles, limit
         self._positions = torch.arange(0, device=target.device)
-        self.graph_cache = target.new_graph_cache(dtype) if isinstance(target, HFTarget) else None
+        capture = target.new_graph_capture()
+        self.graph_cache = GraphCache(capture, dtype) if capture else None
         self._persistent_cache: SlabCache | None = None  # of recorded passes
         self._max_draft_columns = 0  # columns that one of these drafts
         self.start(0)
@@ -293,7 +294,7 @@ class HeadHistory:
 
     def _ensure_cache(self, columns: int) -> SlabCache:
         if self._cache is None:
-            if self.graph_cache is None or self.graph_cache.disabled_reason or not isinstance(self._target, HFTarget):
+            if self.graph_cache is None or self.graph_cache.disabled_reason:
                 self._cache = SlabCache(self._layers, self.rows, columns, self._device)
                 return self._cache
             columns = (

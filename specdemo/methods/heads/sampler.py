@@ -9,11 +9,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Generator, Tensor
 
+from specdemo.core.protocol import DraftPlan, ReadFunction, Target, Tensors
 from specdemo.core.sampling import Sampling, draw, draw_with_noise, exponential_noise, to_probs
 from specdemo.core.tree import Draft, chain_parents
-from specdemo.models.graphs import Tensors
-from specdemo.models.history import DraftPlan, ReadFunction
-from specdemo.models.target import HFTarget
 
 MASKED_LOGIT = -1e4  # the logit of a token that a head does not know; finite, so that a loss stays so
 
@@ -142,7 +140,7 @@ class DraftVocab:
 
 
 def run_chain_graph(
-    model: HFTarget,
+    model: Target,
     tokens: Tensor,
     counts: list[int],
     plan: DraftPlan,
