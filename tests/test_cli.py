@@ -142,12 +142,12 @@ def test_settings_reach_the_run(tmp_path, capsys):
         (["train", "stories-target", "--corpus", "none"], "no corpus folder none: name a folder of *.txt files"),
     ],
 )
-def test_bad_input_is_one_line_that_names_the_cure(capsys, arguments, line):
+def test_bad_input_is_one_line_with_the_fix(capsys, arguments, line):
     assert refusal(capsys, *arguments).startswith(line)
 
 
 @pytest.mark.parametrize("name, kind", [("stories-medusa", "medusa"), ("stories-eagle-1", "eagle")])
-def test_a_head_in_the_place_of_a_model_is_named(capsys, name, kind):
+def test_head_given_as_target_is_named(capsys, name, kind):
     line = f"{name} is a head for method {kind!r}, not a draft model; choose method {kind!r}"
     assert refusal(capsys, "run", "embedded-draft", "--model", name) == line
     line = f"{name} holds a head for method {kind!r}; choose a whole model as the target"
@@ -156,7 +156,7 @@ def test_a_head_in_the_place_of_a_model_is_named(capsys, name, kind):
     assert refusal(capsys, "train", "medusa", "--target", name) == line
 
 
-def test_a_whole_model_in_the_place_of_a_head_is_named(capsys):
+def test_full_model_given_as_head_is_named(capsys):
     line = "stories-draft-wide is a whole model, not a head for method 'medusa'; choose a head for it"
     assert refusal(capsys, "run", "embedded-medusa", "--model", "stories-draft-wide") == line
     line = "stories-medusa is a head for method 'medusa', not for method 'eagle'; choose method 'medusa'"
@@ -301,7 +301,7 @@ def test_a_file_that_cannot_be_written_is_one_line(capsys):
 
 
 @pytest.mark.parametrize("recipe, target", [("code-draft", "code"), ("stories-draft-wide", "stories")])
-def test_a_draft_learns_from_the_target_of_its_world(monkeypatch, tmp_path, recipe, target):
+def test_draft_learns_from_the_target_of_its_corpus(monkeypatch, tmp_path, recipe, target):
     jobs = []
     monkeypatch.setitem(RECIPES, recipe, replace(RECIPES[recipe], make=jobs.append))
     assert main(["train", recipe, "--corpus", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
@@ -351,7 +351,7 @@ def test_a_suite_may_come_after_its_options(capsys):
 
 
 @pytest.mark.parametrize("command", [[], ["ui"], ["run"], ["bench"], ["doctor"], ["train"]])
-def test_h_is_help_everywhere_in_readable_types(capsys, command):
+def test_short_help_option_works_everywhere(capsys, command):
     out = output(capsys, *command, "-h")
     assert out == output(capsys, *command, "--help") and out.startswith("Usage: python -m specdemo")
     assert "list[" not in out and "..." not in out.partition("Commands:")[2]

@@ -32,7 +32,7 @@ def test_an_unknown_name_is_an_attribute_error():
         _ = specdemo.laod_target
 
 
-def test_a_head_in_the_place_of_a_target_is_named():
+def test_head_given_as_target_is_named():
     with pytest.raises(ValueError, match="^stories-medusa holds a head for method 'medusa'; choose a whole model"):
         specdemo.load_target("stories-medusa")
 

@@ -82,14 +82,14 @@ def test_every_k_at_every_load(servers):
     assert result.environment["served_models"] == dict.fromkeys(hosts, "stories")
 
 
-def test_chance_brings_as_many_requests_a_second(servers):
+def test_random_arrivals_have_the_requested_rate(servers):
     result = measured(servers, rates=(500.0,), requests=5, repeats=1)
     assert [row["rate"] for row in result.rows] == [500.0, 500.0] and result.axis == "rate"
     assert len(servers[0].requests) == 2 + 8 + 5
     assert not any("Schedule" in remark for remark in result.remarks)  # the batch sizes are not known
 
 
-def test_a_text_that_is_another_is_counted(servers):
+def test_different_output_is_counted(servers):
     with completion_server(metrics_text("Once", " upon", " the", " time"), models=("stories",)) as wrong:
         result = measured([servers[0], wrong], repeats=1)
     assert [row["output"] for row in result.rows] == ["identical", "8 of 8 differ", "identical", "12 of 12 differ"]
@@ -119,7 +119,7 @@ def test_the_command_writes_numbers_and_a_page(servers, tmp_path, capsys):
     assert "plotly" in (tmp_path / "r.html").read_text(encoding="utf-8")
 
 
-def test_goodput_counts_what_keeps_both_bounds():
+def test_goodput_counts_requests_within_both_limits():
     answers = [Answer(0, "", 5, ttft, [gap] * 4) for ttft, gap in ((10.0, 1.0), (30.0, 1.0), (10.0, 9.0))]
     point = Point(answers, 2.0, ServerStats())
     assert point.throughput == 7.5
@@ -172,7 +172,7 @@ def fast(at):
         ({}, [row(1, 0, 1.0), row(1, 4, 1.05)], "No k is clearly faster than plain decoding"),
     ],
 )
-def test_without_a_preset_or_a_gain_one_line_says_why_nothing_is_recommended(named, rows, line):
+def test_without_a_preset_or_a_gain_one_line_explains_the_missing_recommendation(named, rows, line):
     urls = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
     fleet = Fleet.of(suite("load", servers=urls, ks=(4,), **named), (0, 4))
     (advice,) = _advice(rows, schedule_of(rows), fleet)
@@ -229,7 +229,7 @@ def test_a_server_that_refuses_under_load_is_quoted(servers):
         measured((plain, drafting))
 
 
-def test_the_engine_here_under_the_same_load():
+def test_local_engine_under_the_same_load():
     options_given = {"engine": "here", "preset": "embedded-ngram", "ks": (0, 3), "concurrency": (1, 3), "new_tokens": 6}
     result = suite("load", repeats=1, requests=6, dtype="float32", **options_given).run(
         lambda share, what: None, never_cancelled
@@ -256,7 +256,7 @@ def test_here_the_prompts_of_a_batch_are_of_one_length_and_batches_of_several():
     ]
 
 
-def test_a_killed_run_goes_on_where_it_was(servers, tmp_path):
+def test_killed_run_is_resumed(servers, tmp_path):
     plain, drafting = servers
     journal = tmp_path / "load.json.rounds"
     left = iter(range(40))  # the second repeat reaches its last load

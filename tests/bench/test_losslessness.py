@@ -115,7 +115,7 @@ def test_greedy_compares_tokens(few):
         {"place": 2, "plain": 0.2, "speculative": 0.1, "token": None},
     ],
 )
-def test_a_strangers_histogram_may_be_none(row):
+def test_invalid_histogram_of_a_foreign_result_is_rejected(row):
     with pytest.raises(ValueError, match="nothing to draw"):
         figure(Result("losslessness", 1, {"draws": 10}, {}, [{"token": "a", **row}], [], "token"))
 

@@ -381,7 +381,7 @@ def test_outside_a_checkout_the_projects_own_suites_are_one_line(monkeypatch, tm
     suites.cache_clear()
 
 
-def test_a_lane_has_the_tree_of_its_method_whether_or_not_its_size_is_named():
+def test_lane_uses_the_tree_of_its_method_with_or_without_a_size():
     assert Lane(method="eagle", model="stories-eagle-3", k=4).budget == Budget(4, 24)
     assert Lane(method="eagle", model="stories-eagle-3", k=4, options={"nodes": 8}).budget == Budget(4, 8)
     assert Lane(method="ngram", k=5).budget == Budget(5, 5)

@@ -140,7 +140,7 @@ def call(folder, minutes=100.0, now=lambda: 0.0):
     return {row["section"]: row["state"] for row in found.rows}, found.remarks
 
 
-def test_a_call_goes_on_where_the_last_one_ended(tmp_path, table):
+def test_call_resumes_the_last_one(tmp_path, table):
     ran = table(a=None, b=None, c=None)
     clock = iter(range(0, 1000, 2))  # two seconds pass per reading; a CPU section has five
     states, remarks = call(tmp_path, 12 / 60, lambda: next(clock))
@@ -173,7 +173,7 @@ def test_a_section_that_ends_the_process_is_tried_twice(tmp_path, table):
     assert ran == ["a", "a", "b"]
 
 
-def test_nothing_is_measured_on_a_device_that_is_lost(tmp_path, table, monkeypatch):
+def test_lost_device_ends_the_measurement(tmp_path, table, monkeypatch):
     ran = table(a=RuntimeError("an illegal memory access was encountered"), b=None)
     monkeypatch.setattr(Lab, "alive", lambda lab: False)
     states, remarks = call(tmp_path)
@@ -206,7 +206,7 @@ def test_synthetic_acceptance_keeps_by_the_rates():
     assert sum(n >= 2 for n in sections) / sum(n >= 1 for n in sections) == pytest.approx(0.5, abs=0.03)
 
 
-def test_the_exact_rule_is_paid_for_as_well(monkeypatch):
+def test_exact_rule_time_is_included(monkeypatch):
     calls = []
     rule = Lossless.__call__
     monkeypatch.setattr(Lossless, "__call__", lambda *all: (calls.append(1), rule(*all))[1])

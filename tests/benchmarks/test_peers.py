@@ -72,7 +72,7 @@ def test_a_pair_that_does_not_fit_is_refused(monkeypatch):
         make_pair("98m", "cpu", "auto")
 
 
-def test_everybody_writes_the_same_text(pair):
+def test_all_peers_write_the_same_text(pair):
     result = compete(pair, 1, 20, silent, never_cancelled)
     assert result.rows[0]["lane"] == OUR_PLAIN
     assert len(result.rows) == 9

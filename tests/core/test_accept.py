@@ -58,7 +58,7 @@ def cases(draw, one_hot_target=False):
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(cases())
-def test_the_fast_rule_is_the_readable_one(case):
+def test_fast_rule_equals_the_reference(case):
     draft, target, seed = case
     fast, readable = Lossless()(draft, target, rng(seed)), lossless_reference(draft, target, rng(seed))
     assert fast.path == readable.path
@@ -66,7 +66,7 @@ def test_the_fast_rule_is_the_readable_one(case):
 
 
 @pytest.mark.parametrize("sampled", [True, False])
-def test_the_fast_rule_is_the_readable_one_on_many_bushes(sampled):
+def test_fast_rule_equals_the_reference_on_many_trees(sampled):
     """Hypothesis prefers small trees; here are 600 rows with different trees of up to 10 nodes."""
     tokens = torch.randint(ABSENT, 5, (600, 10), generator=rng(1))
     parents = (torch.rand(600, 10, generator=rng(2)) * torch.arange(1, 11) * 0.6).long()
@@ -95,7 +95,7 @@ def chains(draw, vocabulary=4):
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(chains())
-def test_the_fast_block_rule_is_the_readable_one(case):
+def test_fast_block_rule_equals_the_reference(case):
     draft, target, seed = case
     fast, readable = Block()(draft, target, rng(seed)), block_reference(draft, target, rng(seed))
     assert fast.path == readable.path
@@ -136,7 +136,7 @@ def block_chances(tokens):
     ((2, 2), (3 / 13, 8 / 21)), ((1, 2), (0.0, 0.9)), ((0, 1), (1.0, 0.5)), ((2, 0), (3 / 13, 1.0)),
     ((2, 0, 1), (3 / 13, 1.0, 0.5)), ((0, 1, 0), (1.0, 0.0, 0.2)),
 ])  # fmt: skip
-def test_the_chances_of_a_block(tokens, h):
+def test_block_acceptance_probabilities(tokens, h):
     shares, bonus = block_chances(tokens)
     longest = 1.0
     for n in range(len(tokens), 0, -1):
@@ -291,7 +291,7 @@ def test_typical_stops_below_a_refused_node():
     assert Typical()(Draft.chain(torch.tensor([[1, 0]])), target, rng()).path == [[0]]
 
 
-def test_typical_refuses_senseless_thresholds():
+def test_typical_refuses_invalid_thresholds():
     with pytest.raises(ValueError, match="epsilon must be in"):
         Typical(epsilon=0.0)
     with pytest.raises(ValueError, match="delta above 0"):
@@ -311,7 +311,7 @@ def test_rules_by_name():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("sampled", [True, False])
-def test_the_fast_rule_on_a_gpu_is_the_readable_one(sampled):
+def test_fast_rule_on_a_gpu_equals_the_reference(sampled):
     tokens = torch.randint(0, 4, (8, 6), generator=rng()).cuda()
     parents = torch.tensor([0, 0, 1, 1, 2, 0]).expand(8, 6).cuda()
     target, probs = random_probs((8, 7, 4), 1, 0.3).cuda(), random_probs((8, 6, 4), 2, 0.3).cuda()

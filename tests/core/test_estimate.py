@@ -86,7 +86,7 @@ def test_ratios_of_several_runs_are_pooled_and_not_averaged():
 
 
 @pytest.mark.parametrize("ms", [0.0, 5e-324, 1e308, 1.7e308])
-def test_times_that_cannot_be_give_no_interval_or_none_at_all(ms):
+def test_impossible_times_give_no_interval_or_no_estimate(ms):
     run = timed([(0, ms), (4, ms)] * 10, 20)
     seen = speedup([timed(STEADY)], [run], True)
     assert seen is None or seen.low is None or 0.0 <= seen.low <= seen.high

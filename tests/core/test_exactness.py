@@ -227,7 +227,7 @@ def exact_law(shape, draft, chances, p):
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(languages())
-def test_a_tree_of_which_last_children_are_drawn_keeps_the_targets_law(language):
+def test_tree_with_drawn_last_children_keeps_the_targets_distribution(language):
     shape, p, q = language
     draft, chances = last_ones_drawn(shape, q)
     assert float(chances.sum()) == pytest.approx(1.0, abs=1e-5)
@@ -264,7 +264,7 @@ def without_replacement_declared_as_with(context, elder, rng):
     (Block(), CHAIN, favourites_declared_as_drawn),
     (Lossless(), STAR, without_replacement_declared_as_with),
 ])  # fmt: skip
-def test_the_test_sees_wrong_rules_and_drafts_that_lie(fits, rule, shape, choose):
+def test_chi_square_test_detects_wrong_rules_and_wrong_q(fits, rule, shape, choose):
     rng = torch.Generator().manual_seed(7)
     assert not fits(three_tokens(rule, grow(shape, choose, rng), rng), JOINT)
 

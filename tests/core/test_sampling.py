@@ -56,7 +56,7 @@ def test_any_logits_become_float32_rows_that_sum_to_one(dtype):
         assert torch.allclose(probs.sum(-1), torch.ones(2, 3))
 
 
-def test_greedy_is_a_one_hot_on_the_argmax_whatever_the_other_knobs():
+def test_greedy_is_a_one_hot_on_the_argmax_with_any_other_settings():
     logits = torch.randn(4, VOCABULARY, generator=torch.Generator().manual_seed(2))
     probs = to_probs(logits, Sampling(0.0, 3, 0.5, 0.5))
     assert torch.equal(probs.argmax(-1), logits.argmax(-1))
@@ -76,7 +76,7 @@ def test_draw_without_noise_is_the_argmax():
     assert draw(torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]), None).tolist() == [1, 2]
 
 
-def test_draw_on_a_one_hot_needs_no_luck():
+def test_draw_on_a_one_hot_is_certain():
     one_hot = torch.eye(9)
     assert draw(one_hot, torch.Generator().manual_seed(4)).tolist() == list(range(9))
 
@@ -87,6 +87,6 @@ def test_draw_on_a_one_hot_needs_no_luck():
     ({"top_k": -1}, "top_k must be 0"), ({"top_p": 0.0}, "top_p must be above 0"), ({"top_p": 1.5}, "top_p"),
     ({"min_p": 1.0}, "min_p must be at least 0"), ({"min_p": float("nan")}, "min_p"),
 ])  # fmt: skip
-def test_senseless_knobs_are_refused(wrong, message):
+def test_invalid_sampling_settings_are_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         Sampling(**wrong)

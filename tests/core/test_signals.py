@@ -14,7 +14,7 @@ def handlers():
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-def test_a_polite_kill_leaves_like_an_exception():
+def test_sigterm_exits_like_an_exception():
     closed = []
     with pytest.raises(SystemExit) as left, sigterm_as_exit():
         try:
@@ -32,7 +32,7 @@ def test_ctrl_c_waits_for_the_end_of_the_block():
     assert done == [[signal.SIGINT]]
 
 
-def test_a_polite_kill_waits_too():
+def test_sigterm_waits_too():
     with pytest.raises(SystemExit) as left, sigterm_as_exit(), defer_signals() as noted:
         signal.raise_signal(signal.SIGTERM)
         assert noted

@@ -140,7 +140,7 @@ def test_a_stopped_run_has_no_verdict(display):
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_the_end_that_stop_adds_hides_no_numbers(display, first):
+def test_stop_message_hides_no_numbers(display, first):
     messages = list(replay(race("cancelled")))
     log, ends = Log().add(messages[:-1]), [lines(messages[-1:]).text, to_line(STOPPED)]
     display.show(log + ends[first])
@@ -160,7 +160,7 @@ def test_a_trace_that_is_opened_replaces_the_verdict_of_the_run_before(display):
     assert display.read(".sd-status")[0].startswith("Replayed. Speculative <em>lane</em> is faster: ")
 
 
-def test_the_status_says_why_a_preset_cannot_run(display):
+def test_status_explains_why_a_preset_cannot_run(display):
     display.show(waiting(["Draft model"], "it needs a GPU with about 18 GB and there is none"))
     words = "This machine cannot run this preset: it needs a GPU with about 18 GB and there is none."
     assert display.read(".sd-status") == [words]
@@ -193,7 +193,7 @@ def test_the_next_run_ends_the_one_on_show(display):
     assert display.text(0) == "" and display.read(".sd-status")[0].startswith("Running")
 
 
-def test_a_run_that_fails_shows_what_there_was_and_ends(display):
+def test_failed_run_shows_its_partial_result(display):
     display.pace("0.0625")
     messages = list(replay(hostile_trace()))
     display.show(Log().add([*messages[:9], Failed("out of memory")]))
@@ -204,7 +204,7 @@ def test_a_run_that_fails_shows_what_there_was_and_ends(display):
     assert display.read(".sd-status, .sd-alert") == ["Out of memory", "The run failed."]
 
 
-def test_a_verdict_nobody_knows_is_shown_as_it_is(display, verdict="constructor"):
+def test_unknown_verdict_is_shown_unchanged(display, verdict="constructor"):
     trace = hostile_trace()
     trace.comparison[0]["verdict"] = verdict
     display.show(replayed(trace, still=True).text)

@@ -73,7 +73,7 @@ def test_by_keyboard_alone(visit):
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-def test_all_of_it_open_nothing_is_clipped_or_small(visit, width):
+def test_with_all_sections_open_nothing_is_clipped_or_small(visit, width):
     page = visit(viewport={"width": width, "height": 844}, reduced_motion="reduce")
     wait_for_text(page, "^Recorded")
     page.get_by_role("tab", name="What if").click()

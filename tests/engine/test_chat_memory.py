@@ -115,7 +115,7 @@ def test_next_turns_equal_runs_without_prefix_cache(session, without, chatty):
             assert len(old.prompt_ids) < shared - 1 <= number <= shared < len(lane.prompt_ids)
 
 
-def test_only_what_is_new_is_read_by_the_target_and_by_its_draft_model(session, chatty, monkeypatch):
+def test_target_and_draft_model_read_only_new_tokens(session, chatty, monkeypatch):
     comparison = spec(chatty, LANES[:1])
     again = follow_up(comparison, session.run(comparison), "The dog saw a ball")
     read = tokens_read(monkeypatch)
@@ -125,7 +125,7 @@ def test_only_what_is_new_is_read_by_the_target_and_by_its_draft_model(session, 
     assert sorted(read[:3]) == sorted(read[3:])
 
 
-def test_an_answer_that_the_template_writes_otherwise_is_read_again(session, without, tmp_path):
+def test_answer_changed_by_the_template_is_read_again(session, without, tmp_path):
     comparison = spec(with_template(tmp_path, ANSWERS_CUT), LANES[:2])
     before = session.run(comparison)
     again = follow_up(comparison, before, "The dog saw a ball")
@@ -137,7 +137,7 @@ def test_an_answer_that_the_template_writes_otherwise_is_read_again(session, wit
 
 
 @pinned
-def test_a_recurrent_target_goes_on_too(session, without, tmp_path):
+def test_recurrent_target_continues_too(session, without, tmp_path):
     tokenizer = byte_level()
     tokenizer.chat_template = TEMPLATE
     model = build("qwen3_next")
@@ -202,7 +202,7 @@ def test_a_comparison_that_cannot_be_loaded_leaves_the_chat_as_it_was(session, c
     assert min(session_state(session.run(again))) > 0
 
 
-def test_a_drafter_that_learns_goes_on_as_well(session, chatty):
+def test_learning_drafter_continues_too(session, chatty):
     comparison = spec(chatty, (Lane(method="online", model="stories-draft-deep", k=2, options={"every": 2}),))
     again = follow_up(comparison, session.run(comparison), "The dog saw a ball")
     assert min(session_state(session.run(again))) > 0
@@ -212,7 +212,7 @@ def test_a_drafter_that_learns_goes_on_as_well(session, chatty):
     assert not session.state.chat_models
 
 
-def test_texts_are_not_remembered(session, chatty):
+def test_plain_text_prompts_are_not_cached(session, chatty):
     for message in session.stream(spec(chatty, chat=False, max_new_tokens=4)):
         if isinstance(message, Started):
             assert not session.state.chat_models

@@ -89,7 +89,7 @@ def test_off_is_best_without_acceptance_or_with_costly_drafts():
     assert costs(alpha=[0.0], draft_ms=0.0, verify={1: 1.0, 2: 1.01}).best_k() == 0
 
 
-def test_a_drafter_that_is_often_silent_pays_for_what_it_drafts_alone():
+def test_drafter_that_often_drafts_nothing_pays_only_for_its_drafts():
     one = costs(verify={1: 1.0, 3: 1.4}, reach_rates=[0.5, 0.25])
     assert one.drafted(2) == 0.75
     assert one.verify_ms(2) == pytest.approx(10.0 * (0.5 * 1.0 + 0.25 * 1.2 + 0.25 * 1.4))
@@ -133,7 +133,7 @@ def test_a_length_that_was_never_reached_is_not_promised():
     assert found.best_k() == 2
 
 
-def test_a_tree_is_known_as_it_is():
+def test_tree_is_predicted_at_its_size():
     ms = {"draft": 1.0, "verify": 12.0}
     star = StepEvent(1, [[4, 5, 6]], [[0, 0, 1]], [[0, 2]], [[5, 7]], [[None] * 3], [[None] * 3], ms)
     found = fit_cost_model([plain_run()], [[prefill(), *[star] * 20]])
@@ -143,7 +143,7 @@ def test_a_tree_is_known_as_it_is():
     assert found.speedup(2) == pytest.approx(20.0 / 13.0)
 
 
-def test_nothing_is_claimed_of_nothing():
+def test_no_events_give_no_prediction():
     assert fit_cost_model([plain_run()], [[prefill()]]) is None
     assert fit_cost_model([plain_run()], [plain_run()]) is None
     assert fit_cost_model([[prefill()]], [simulated(random.Random(0), [0.5] * 2, 2, 10)]) is None
@@ -160,7 +160,7 @@ def test_nothing_is_claimed_of_nothing():
 
 
 @pytest.mark.parametrize("ms", [0.0, 5e-324, 1.7e308])
-def test_times_that_cannot_be_break_nothing(ms):
+def test_impossible_times_are_handled(ms):
     lane = [prefill(), *(chain(i, 3, 1, ms, ms) for i in range(1, 9))]
     (entry,) = prediction(trace(("lane", lane), options={"k": 10**9}))
     assert isinstance(entry["sentence"], str)
@@ -182,7 +182,7 @@ def test_the_prediction_of_a_run_agrees_with_its_own_measurement():
         ({"other": 9.0, "alphas": [0.95] * 4}, "overhead"),
     ],
 )
-def test_the_dearest_term_is_named(changes, word):
+def test_largest_cost_is_named(changes, word):
     (entry,) = prediction(trace(("lane", simulated(random.Random(3), k=4, steps=200, **changes))))
     assert f"most of the extra time goes into {word}" in entry["sentence"]
 

@@ -205,7 +205,7 @@ def test_a_finished_row_stays_finished():
         assert [t for e in events for t in e.emitted[row]] == alone
 
 
-def test_refusals_name_the_cure(target):
+def test_refusals_name_the_fix(target):
     drafter = load_drafter("none", target)
     with pytest.raises(ValueError, match="the prompt is empty"):
         next(generate(target, drafter, PROMPT[:, :0], GenerationConfig(5)))

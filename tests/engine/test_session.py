@@ -58,7 +58,7 @@ def test_numbers_follow_from_the_events(trace):
     assert trace.comparison[0]["speedup"] == pytest.approx(speeds[1] / speeds[0], rel=1e-3)
 
 
-def test_a_speed_up_has_its_interval_and_a_lane_what_it_waited(trace):
+def test_speed_up_has_an_interval_and_lane_a_waiting_time(trace):
     for row in trace.comparison:
         assert row["speedup_low"] < row["speedup"] < row["speedup_high"] and row["noisy"] == bool(row["reasons"])
     for lane in trace.lanes:
@@ -206,7 +206,7 @@ def test_a_failing_lane_ends_alone_with_its_reason(runner, monkeypatch):
         ({"lanes": ({"method": "ngram", "acceptance": "lax"},)}, "lossless"),
     ],
 )
-def test_bad_input_is_one_line_that_names_the_cure(runner, changes, line):
+def test_bad_input_is_one_line_with_the_fix(runner, changes, line):
     settings = {"lanes": (WIDE,)} | changes
     with pytest.raises(ValueError, match=line) as error:
         runner.load(spec(*settings.pop("lanes"), **settings))
@@ -266,7 +266,7 @@ def chatty(tmp_path_factory):
     return save_draft(folder, tokenizer, 2048)
 
 
-def test_every_lane_goes_on_with_its_own_conversation(runner, chatty):
+def test_every_lane_continues_its_own_conversation(runner, chatty):
     typical = Lane(method="draft_model", model="stories-draft-wide", k=3, acceptance="typical")  # generates other text
     first = spec(typical, target=chatty, system="Be brief.", temperature=1.0, max_new_tokens=8)
     trace = runner.run(first)

@@ -72,7 +72,7 @@ def test_models_stay_until_others_need_the_room(folders):
     assert all(size == one for _, size in session.loaded())
 
 
-def test_a_target_takes_its_drafters_along(folders):
+def test_unloading_a_target_unloads_its_drafters(folders):
     a, b, c = folders
     session = Session(budget_bytes=1)
     session.load(spec(a, Lane(method="online", model=b, options={"drafter": "draft_model"})))

@@ -121,7 +121,7 @@ def test_nothing_is_recorded_while_the_clock_runs(world, name, monkeypatch):
     assert len(world.recorded) == before
 
 
-def test_recordings_die_with_their_lane_without_a_collector(world):
+def test_graphs_are_freed_with_their_lane_without_a_collector(world):
     gc.collect()
     gc.disable()
     try:
@@ -196,7 +196,7 @@ def test_without_memory_for_recordings_passes_run_as_they_are(world):
     assert "graphs" not in other.kernels
 
 
-def test_a_capture_that_fails_leaves_nothing_behind(world):
+def test_failed_capture_restores_the_state(world):
     """torch leaves the thread on the capture's stream and its allocator in the capture."""
     target = fast()
     plain = written(target, load_drafter("none", target))
@@ -343,7 +343,7 @@ def test_rounding_is_measured_on_passes_of_one_token(world):
     assert len(world.recorded) == 2
 
 
-def test_numbers_go_to_the_device_without_a_wait_and_come_back_by_one(world):
+def test_numbers_are_sent_without_a_wait_and_returned_with_one(world):
     sent = to_device([1, 2, 3], torch.device("cuda:0"))
     assert world.syncs == 0
     reading = AsyncHostCopy(sent)

@@ -491,7 +491,7 @@ def test_tokenizers_that_would_end_or_hold_up_the_process(copied, kind):
     assert "its tokenizer" in refused(load_target, str(copied))
 
 
-def test_one_that_aborts_is_one_line_of_the_process(copied):
+def test_aborting_tokenizer_is_one_line(copied):
     rewrite(copied / "tokenizer.json", **TOKENIZERS["pads"])
     command = [sys.executable, "-m", "specdemo", "run", "embedded-ngram", "--target", str(copied)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -194,7 +194,7 @@ STRAY = {
 
 @pytest.mark.parametrize("hot", [0.0, 1.0])
 @pytest.mark.parametrize("case", STRAY)
-def test_a_draft_that_is_none(runner, caches, monkeypatch, case, hot):
+def test_invalid_draft_fails_only_its_lane(runner, caches, monkeypatch, case, hot):
     draft, why = STRAY[case]
     with monkeypatch.context() as broken:
         broken.setattr(NGram, "propose", lambda self, budget: draft)
@@ -219,7 +219,7 @@ def test_the_library_itself_raises_on_every_kind_of_target(model, case, hot):
         list(generate(target, drafter, torch.tensor([[3, 4, 5]]), config))
 
 
-def test_memory_that_cannot_be_released_is_the_lanes_own_affair(runner, whole, caches, monkeypatch):
+def test_release_error_is_reported_by_its_lane_only(runner, whole, caches, monkeypatch):
     with monkeypatch.context() as broken:
         breaks(broken, NGram, "release", KeyError("handle"))
         trace = runner.run(spec())
@@ -246,7 +246,7 @@ def test_both_are_released_even_if_the_first_fails(monkeypatch):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_whoever_ends_the_process_ends_the_run(runner, whole, caches, monkeypatch, error):
+def test_process_exit_ends_the_run(runner, whole, caches, monkeypatch, error):
     with monkeypatch.context() as broken:
         breaks(broken, NGram, "propose", error)
         with pytest.raises(error):

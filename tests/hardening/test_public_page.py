@@ -61,7 +61,7 @@ def test_hidden_functions_reject_calls(visit):
     assert raced.status_code == 500 and "no new head yet" in raced.json()["error"]
 
 
-def test_nothing_gets_past_the_queue_or_into_it(visit):
+def test_queued_and_direct_calls_cannot_be_exchanged(visit):
     caller = visit()
     run, quiet = caller.after(caller.fn("click", "run")), caller.fn("click", "stop")
     assert caller.now(run, caller.values(run)).status_code == 404
@@ -117,7 +117,7 @@ def public(monkeypatch):
     monkeypatch.setenv("SPECDEMO_PUBLIC", "1")
 
 
-def test_remember_is_off_whoever_asks_for_it(public, monkeypatch):
+def test_remember_is_off_for_every_request(public, monkeypatch):
     line = "remember is off on this public page"
     with pytest.raises(ValueError, match=line):
         changed("embedded-draft", {"lanes": [REMEMBER]}, False)
@@ -156,7 +156,7 @@ def test_headers(visit):
     assert answer.headers["referrer-policy"] == "no-referrer"
 
 
-def test_at_home_nobody_else_frames_the_page(monkeypatch):
+def test_local_page_cannot_be_framed(monkeypatch):
     monkeypatch.delenv("SPACE_ID", raising=False)
     monkeypatch.delenv("SPECDEMO_PUBLIC", raising=False)
     assert "frame-ancestors 'self'" in policy(b"") and "huggingface" not in policy(b"")
@@ -167,7 +167,7 @@ def test_at_home_nobody_else_frames_the_page(monkeypatch):
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:7860", "someone-specdemo.hf.space"])
-def test_no_other_origin_reads_an_answer(visit, host):
+def test_other_origins_cannot_read_answers(visit, host):
     headers = {"Origin": "https://evil.example", "Host": host}
     client = visit().client
     for answer in (
@@ -227,7 +227,7 @@ def test_a_turn_ends_once_and_only_by_its_own_call():
     assert turns.seconds(2, 9.0) == [4.0, 8.0]
 
 
-def test_a_class_that_presses_run_at_once_all_gets_its_turn(visit):
+def test_simultaneous_visitors_all_get_a_turn(visit):
     pupils = [visit("8.8.8.8") for _ in range(CLASS)]
     fn = pupils[0].after(pupils[0].fn("click", "run"))
     with ThreadPoolExecutor(CLASS) as threads:

@@ -229,7 +229,7 @@ def race(session, baseline, server):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.stage}-{kind.name}")
-def test_a_bad_server(kind, session, good, monkeypatch):
+def test_faulty_server_fails_only_its_lane(kind, session, good, monkeypatch):
     for place, name in ((client, "silence"), (lane, "token"), (client, "metrics")):
         if name in kind.limits:
             monkeypatch.setattr(place, f"{name.upper()}_S", kind.limits[name])
@@ -280,12 +280,12 @@ def test_memory_stays_bounded(kind, session, good):
         ("", "sglang:spec_accept_rate 1.5\n"),
     ],
 )
-def test_counters_that_are_none_are_unknown(before, after):
+def test_invalid_counters_are_unknown(before, after):
     assert counters.stats_between(before, after) == counters.ServerStats()
     assert counters.stats_between(drafted(1, 2, 1), drafted(9, 18, 9)).counters["accepted"] == 8
 
 
-def test_a_reading_that_failed_is_no_zero():
+def test_failed_reading_is_not_zero():
     assert counters.stats_between(None, drafted(9, 18, 9)) == counters.ServerStats()
 
 

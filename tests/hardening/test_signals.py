@@ -136,7 +136,7 @@ def inode(folder):
         return None
 
 
-def test_training_is_saved_whatever_ends_it_and_goes_on(started, folders, tmp_path):
+def test_training_is_saved_on_any_signal_and_resumed(started, folders, tmp_path):
     target, cache = folders
     command = ["-m", "specdemo", "train", "medusa", "--target", target, "--cache", cache, "--out", tmp_path]
     done = 0

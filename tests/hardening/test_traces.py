@@ -98,13 +98,13 @@ def test_exceeded_limit_is_one_line_that_names_it(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [*TOO_MUCH, *WITHIN])
-def test_judging_takes_little_time(kind):
+def test_limit_check_takes_little_time(kind):
     text = TOO_MUCH[kind][0] if kind in TOO_MUCH else WITHIN[kind]
     assert cost(check_json_limits, text, FILE_LIMITS, "a trace") < 50  # measured: up to 10
 
 
 @pytest.mark.parametrize("text", [TOO_MUCH["objects"][0], TOO_MUCH["keys"][0], WITHIN["quotes"]])
-def test_judging_takes_little_memory(text):
+def test_limit_check_takes_little_memory(text):
     tracemalloc.start()
     with suppress(ValueError):
         check_json_limits(text, FILE_LIMITS, "a trace")

@@ -30,7 +30,7 @@ def written(target, drafter, **config):
 
 
 @pytest.mark.parametrize("policy", ["goodput", "confidence", "heuristic"])
-def test_greedy_output_is_the_targets_own(policy, tiny_llama):
+def test_greedy_output_equals_plain_decoding(policy, tiny_llama):
     model = tiny_llama(61)
     plain, _ = written(HFTarget(model), load_drafter("none", HFTarget(model)))
     target = HFTarget(model)
@@ -97,7 +97,7 @@ def test_goodput_recovers_when_the_draft_becomes_good():
     assert sum(chosen[4:]) > 150
 
 
-def test_goodput_calibrates_and_outlives_a_generation():
+def test_goodput_calibrates_and_persists_between_generations():
     policy = Goodput()
     World(0.1, 0.02, [0.9] * 8).speed(policy, 60)
     alpha = policy.notes["alpha"]

@@ -35,7 +35,7 @@ def test_the_contract_test_finds_what_is_broken(monkeypatch):
             testing.check_method("ngram")
 
 
-def test_unknown_names_are_answered_with_the_cure():
+def test_unknown_names_get_suggestions():
     with pytest.raises(ValueError, match="did you mean 'draft_model'"):
         method("draft-model")
     with pytest.raises(ValueError, match="unknown option 'max_m' of method 'ngram'; did you mean 'max_n'"):

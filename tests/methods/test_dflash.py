@@ -646,7 +646,7 @@ def test_mismatched_checkpoints_are_rejected(target, tmp_path, config, reason):
         DFlash.load(write(tmp_path, config, drafter_tensors()), target)
 
 
-def test_other_kin_and_unknown_tensors_are_refused(target, tmp_path):
+def test_other_formats_and_unknown_tensors_are_refused(target, tmp_path):
     lacking = "lacks 'lilicorr_hidden_size', without which a LiLiCorr cannot be read"
     for name, reason in (("lilicorr.output_norm.weight", lacking), ("mask_hidden", "a mask state of its own")):
         with pytest.raises(ValueError, match=reason):
@@ -713,7 +713,7 @@ def test_rows_of_unequal_length_do_not_mix(target, tmp_path):
 
 
 @pytest.mark.parametrize("nodes", [0, 12])
-def test_greedy_text_is_the_targets_own(target, tmp_path, nodes):
+def test_greedy_output_equals_plain_decoding(target, tmp_path, nodes):
     prompts = texts(3, 7)
     config = GenerationConfig(20, budget=Budget(5, max(5, nodes)), stop_token_ids=())
 
@@ -882,14 +882,14 @@ def test_anchors_are_random_only_while_training(target):
     assert float(drafter.loss(batch)[0]) == losses[0]
 
 
-def test_a_row_shorter_than_a_block_teaches_too(target):
+def test_rows_shorter_than_a_block_are_trained_on(target):
     drafter = load_drafter("dflash", target, DFlash.fresh(target, block_size=8))
     loss, metrics = drafter.loss(example(target, drafter.taps, columns=3))
     assert torch.isfinite(loss)
     assert list(metrics) == [f"agree_{i}" for i in range(1, 8)]
 
 
-def test_the_mask_token_stands_in_no_text(target):
+def test_fresh_mask_token_never_occurs_in_text(target):
     class Tokenizer:
         def __len__(self):
             return 50

@@ -10,7 +10,7 @@ from tests.models.tiny import build, texts
 
 
 @pytest.mark.parametrize("context, drafted", [(48, [4, 0]), (32, [0, 0])])
-def test_no_drafts_beyond_the_draft_context(context, drafted):
+def test_drafts_end_with_the_draft_context(context, drafted):
     target, short = HFTarget(build("llama")), build("llama")
     short.config.max_position_embeddings = context
     drafter = load_drafter("draft_model", target, short)

@@ -327,7 +327,7 @@ def head(request, target, tmp_path_factory):
 
 
 @pytest.mark.parametrize("draft", ["tree", "chain"])
-def test_greedy_text_is_the_targets_own(head, draft, target):
+def test_greedy_output_equals_plain_decoding(head, draft, target):
     prompts = texts(3, 9, seed=1)
     drafter = load_drafter("eagle", target, head, draft=draft, top_k=3)
     steps, written = record(target, drafter, prompts, budget=Budget(4, 9))
@@ -575,7 +575,7 @@ def test_default_taps():
     ]
 
 
-def test_files_that_do_not_fit_are_refused_with_the_cure(target, tmp_path):
+def test_files_that_do_not_fit_are_refused_with_the_fix(target, tmp_path):
     tensors, config = eagle3("layers.0"), speculators()
 
     def refused(match, config=config, tensors=tensors, target=target):

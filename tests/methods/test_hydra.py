@@ -152,7 +152,7 @@ def test_medusa_heads_are_refused(tmp_path, target):
         Hydra.load(str(tmp_path), target)
 
 
-def test_hydra_plus_plus_wants_a_llama(tmp_path, target):
+def test_hydra_plus_plus_needs_a_llama(tmp_path, target):
     source = folder_with(tmp_path, plus(target)[1], PREFIX, "hydra_lm_head.pt")
     with pytest.raises(ValueError, match="choose a Llama as the target"):
         Hydra.load(source, HFTarget(build("qwen3")))
@@ -185,7 +185,7 @@ def test_every_node_follows_from_its_path(tmp_path, target):
 
 
 @pytest.mark.parametrize("options", [{}, {"nodes": 12}, {"nodes": 12, "tree": "vicuna_7b_stage2"}])
-def test_greedy_text_is_the_targets_own(target, options):
+def test_greedy_output_equals_plain_decoding(target, options):
     drafter = load_drafter("hydra", target, Hydra.fresh(target), **options)
     train(drafter, example(target))
     assert len(check_greedy(target, drafter)) > 2
@@ -213,7 +213,7 @@ def test_new_heads_equal_lm_head(target):
     torch.testing.assert_close(heads(x, 1), target.lm_head(x[:, :HIDDEN]))
 
 
-def test_the_heads_are_taught_on_the_text(target):
+def test_heads_are_trained_on_the_text(target):
     """Head 1 reads the state, the next token and the one after it. Its label is the distribution after those."""
     drafter, batch = load_drafter("hydra", target, Hydra.fresh(target, heads=2)), example(target)
     with torch.no_grad():

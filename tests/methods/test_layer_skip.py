@@ -83,7 +83,7 @@ def test_sampled_drafts_carry_what_they_were_drawn_from(llama):
                 text = [*text, token]
 
 
-def test_greedy_text_is_the_targets_own(model):
+def test_greedy_output_equals_plain_decoding(model):
     target = HFTarget(model)
     prompts = texts(3, 9, seed=1)
     config = GenerationConfig(16, stop_token_ids=())

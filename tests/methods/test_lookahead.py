@@ -135,7 +135,7 @@ def test_rows_of_a_batch_are_as_if_alone():
         assert [e.emitted[row] for e in own_events] == [e.emitted[0] for e in alone]
 
 
-def test_greedy_text_is_the_targets_own():
+def test_greedy_output_equals_plain_decoding():
     target = HFTarget(build("llama"))
     prompts = texts(3, 7)
     plain = rows_of(run(target, prompts, "none"))

@@ -273,7 +273,7 @@ def test_measured_rates_are_shares(target):
 
 
 @pytest.mark.parametrize("options", [{}, {"nodes": 12}, {"nodes": 12, "tree": "vicuna_7b_stage2"}])
-def test_greedy_text_is_the_targets_own(target, options):
+def test_greedy_output_equals_plain_decoding(target, options):
     drafter = load_drafter("medusa", target, Medusa.fresh(target), **options)
     train(drafter, example(target))
     assert len(check_greedy(target, drafter)) > 2

@@ -241,7 +241,7 @@ def test_the_tree_holds_the_likeliest_nodes(tmp_path, target, nodes):
 
 
 @pytest.mark.parametrize("options", [{}, {"draft": "tree", "nodes": 12}, {"draft": "tree"}])
-def test_greedy_text_is_the_targets_own(target, options):
+def test_greedy_output_equals_plain_decoding(target, options):
     torch.manual_seed(0)
     drafter = load_drafter("mlp_speculator", target, MLPSpeculator.fresh(target), **options)
     train(drafter, example(target))
@@ -268,7 +268,7 @@ def test_fresh_speculators(target, sizes, inner, tables):
     assert head.widths == (4, 3, 2, 2) and not any(p.requires_grad for p in head.parameters())
 
 
-def test_the_speculator_is_taught_on_the_text(target):
+def test_speculator_is_trained_on_the_text(target):
     """Step 1 at column t reads tokens t + 1 and t + 2. Its label is the target's distribution after those."""
     torch.manual_seed(0)
     drafter, batch = load_drafter("mlp_speculator", target, MLPSpeculator.fresh(target)), example(target)

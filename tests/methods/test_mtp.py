@@ -233,7 +233,7 @@ def test_parallel_heads(tmp_path, target):
         torch.testing.assert_close(logits, meta_reference(target, tensors, i, trunk), atol=1e-4, rtol=1e-4)
 
 
-def test_several_modules_of_qwen_share_what_joins(tmp_path, target):
+def test_qwen_modules_share_the_input_projection(tmp_path, target):
     tensors = Reference(target).stored("qwen")
     tensors |= {n.replace("layers.0", "layers.1"): -t for n, t in tensors.items() if ".layers." in n}
     head = MTP.load(folder_with(tmp_path, tensors, {}), target)
@@ -281,7 +281,7 @@ def test_targets_of_another_build_are_refused():
 
 
 @pytest.mark.parametrize("convention", UNSETTLED)
-def test_the_convention_is_found_out(tmp_path, convention):
+def test_convention_is_detected(tmp_path, convention):
     """A module is read with the convention of its training, even if its family uses another one."""
     model = build("llama")
     head = fresh(HFTarget(model), "one")
@@ -390,7 +390,7 @@ def test_the_drafts_are_those_of_transformers(tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_greedy_text_is_the_targets_own(target, kind):
+def test_greedy_output_equals_plain_decoding(target, kind):
     drafter = load_drafter("mtp", target, fresh(target, kind))
     train(drafter, example(target, drafter.taps[0]), 40)
     assert {0, 1, 2} <= check_greedy(target, drafter)

@@ -20,7 +20,7 @@ def written(target, drafter, prompts=PROMPTS, tokens=40, **config):
     return [[t for e in events for t in e.emitted[row]] for row in range(len(prompts))], events
 
 
-def test_greedy_output_is_the_targets_own_while_rows_end_one_by_one(tiny_llama):
+def test_greedy_output_equals_plain_decoding_while_rows_end(tiny_llama):
     target = HFTarget(tiny_llama(61))
     plain, _ = written(target, load_drafter("none", target), stop_token_ids=(5, 9))
     draft = tiny_llama(61)
@@ -31,7 +31,7 @@ def test_greedy_output_is_the_targets_own_while_rows_end_one_by_one(tiny_llama):
     assert events[-1].notes["updates"] >= 2
 
 
-def test_a_draft_that_knows_nothing_learns_to_be_accepted(tiny_llama):
+def test_random_draft_model_learns_to_be_accepted(tiny_llama):
     target = ToyTarget(16, seed=3, order=1)
     drafter = load_drafter("online", target, tiny_llama(16), every=2, lr=0.01)
     prompt = torch.tensor([[3, 1, 4, 1]])

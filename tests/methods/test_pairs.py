@@ -132,7 +132,7 @@ def test_the_command_line_prints_a_table(narrow, capsys):
     assert "did you mean 'stories'" in capsys.readouterr().err
 
 
-def test_a_head_whose_config_is_damaged_does_not_fit(stories, tmp_path):
+def test_head_with_a_damaged_config_does_not_fit(stories, tmp_path):
     shutil.copytree(embedded_folder() / "stories-medusa", tmp_path / "head")
     config = json.loads((tmp_path / "head" / "config.json").read_text(encoding="utf-8"))
     (tmp_path / "head" / "config.json").write_text(json.dumps(config | {"architectures": True}), encoding="utf-8")

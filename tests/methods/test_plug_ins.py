@@ -54,7 +54,7 @@ def test_documented_plug_in_runs_like_a_builtin_method(installed, tmp_path):
     assert lane["method"] == "bigram" and lane["summary"]["drafted"] > 0
 
 
-def test_one_that_cannot_be_imported_is_named(installed):
+def test_plug_in_that_cannot_be_imported_is_named(installed):
     (installed / "bigram.py").write_text("import nothing_like_it", encoding="utf-8")
     paths = os.pathsep.join([str(installed), str(ROOT)])
     command = [sys.executable, "-m", "specdemo", "methods"]

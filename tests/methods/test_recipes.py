@@ -74,7 +74,7 @@ def test_a_stopped_run_ends_as_one_that_never_stopped(target, cache, tmp_path):
     assert all(torch.equal(uninterrupted[name], parts[name]) for name in uninterrupted)
 
 
-def test_the_page_hears_every_step_and_the_folder(target, tmp_path, monkeypatch):
+def test_page_receives_every_step_and_the_folder(target, tmp_path, monkeypatch):
     monkeypatch.setattr("specdemo.methods.recipes.load_target", lambda name, kernels: target)
     monkeypatch.setattr("specdemo.methods.recipes._plan", lambda drafter, minutes: PLAN)
     messages = []

@@ -171,7 +171,7 @@ def test_the_memory_ends_with_the_model():
 
 
 @pytest.mark.parametrize("options", [{}, {"nodes": 12, "max_spec_factor": 4.0, "remember": True}])
-def test_greedy_text_is_the_targets_own(options):
+def test_greedy_output_equals_plain_decoding(options):
     target = HFTarget(build("llama"))
     prompts = texts(3, 4).repeat(1, 3)
     config = GenerationConfig(30, budget=Budget(5, 12), stop_token_ids=())

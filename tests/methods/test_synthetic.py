@@ -71,7 +71,7 @@ def test_a_draft_of_another_method_costs_what_it_costs(tiny_llama):
         assert any(len(path) > 1 for event in steps_seen[1:] for path in event.path)
 
 
-def test_the_seed_repeats_it():
+def test_seed_makes_acceptance_reproducible():
     target = ToyTarget(61, seed=1)
     texts = [
         [event.emitted for event in events(target, load_drafter("synthetic", target), tokens=60, seed=seed)]
@@ -81,12 +81,12 @@ def test_the_seed_repeats_it():
 
 
 @pytest.mark.parametrize("text", ["", "a", "0.5,", "1.1", "-0.1", "nan", "0.5,nan", "80 %"])
-def test_rates_that_are_none_are_refused_in_one_line(text):
+def test_invalid_rates_are_refused_in_one_line(text):
     with pytest.raises(ValueError, match=r"option 'rates' must be numbers from 0 to 1 .*, as 0\.8,0\.75, not"):
         parse_rates(text)
 
 
-def test_it_wraps_and_is_not_wrapped():
+def test_synthetic_wraps_and_cannot_be_wrapped():
     for name in ("adaptive", "online", "cascade", "router"):
         knobs = {knob.name: knob for knob in testing.knobs(name)}
         assert "synthetic" not in knobs["inner" if name == "cascade" else "drafter"].choices

@@ -81,7 +81,7 @@ def test_tokens_are_shared_by_what_they_write(pair):
     assert (bridge.target_overlap, bridge.draft_overlap) == (10 / 13, 10 / 14)  # the end tokens are spelled differently
 
 
-def test_a_text_that_goes_on_gets_no_space_of_its_own(pair):
+def test_continued_text_gets_no_extra_space(pair):
     spelling = TokenBytes(pair[1].tokenizer, pair[1].vocab_size)
     tokens = pair[1].tokenizer.convert_ids_to_tokens
     assert tokens(spelling.encode_continuation("ab")) == ["ab"] and tokens(spelling.encode_continuation(" ab")) == [
@@ -119,7 +119,7 @@ def way(request, monkeypatch):
 
 
 @pytest.mark.parametrize("swapped", [False, True])
-def test_greedy_text_is_the_targets_own(pair, way, swapped):
+def test_greedy_output_equals_plain_decoding(pair, way, swapped):
     target, draft = reversed(pair) if swapped else pair
     ids = torch.tensor([target.tokenizer.encode(text)[:4] for text in ("ab abc d", "d cab ab")])
     config = GenerationConfig(40, budget=Budget(4, 4), stop_token_ids=())

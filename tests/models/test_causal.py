@@ -129,6 +129,6 @@ def test_similar_models_that_generate_load(tmp_path, make):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rounding_is_not_taken_for_a_look_ahead(dtype):
+def test_rounding_is_not_mistaken_for_look_ahead(dtype):
     for name in ("llama", "gpt_oss", "qwen3_next"):
         assert load_target(build(name).to(dtype)).dtype == dtype

@@ -76,7 +76,7 @@ def test_auto_is_the_best_there_is(name, pretend):
     assert runnable.this_machine.__wrapped__().gpu_gb == 24.0
 
 
-def test_a_gpu_of_its_own_goes_before_one_that_shares_memory(pretend):
+def test_dedicated_gpu_precedes_one_that_shares_memory(pretend):
     assert best_device().type == "cpu"
     for name in ("mps", "xpu", "cuda"):
         pretend(name)
@@ -96,7 +96,7 @@ def test_a_lap_ends_when_the_device_is_done(name, pretend):
     assert capture_for(device) is None
 
 
-def test_memory_that_is_left(pretend):
+def test_free_memory(pretend):
     pretend("xpu", here=2)
     pretend("mps", here=2)
     assert free_bytes(torch.device("xpu")) == [1000, 1001]
@@ -116,7 +116,7 @@ def test_memory_that_is_left(pretend):
         ("meta", "nothing runs on device 'meta'; use auto, cpu, mps, cuda, cuda:N, xpu or xpu:N"),
     ],
 )
-def test_devices_that_are_not_here(device, line):
+def test_missing_devices(device, line):
     with pytest.raises(ValueError) as refused:
         pick_device(device)
     assert str(refused.value) == line
@@ -129,7 +129,7 @@ def test_devices_without_4_bit_kernels_are_rejected(pretend):
 
 
 @pytest.mark.parametrize("device", ["mps", "xpu", "xpu:1", "cuda:0"])
-def test_a_comparison_may_name_them(device):
+def test_comparison_may_name_a_device(device):
     assert preset("embedded-draft").with_changes(device=device).device == device
 
 
@@ -140,7 +140,7 @@ def test_cudnn_attention_is_off_on_nvidia():
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
-def test_loading_prepares_the_device_and_gives_back_what_joining_took(pretend):
+def test_loading_prepares_the_device_and_frees_temporary_memory(pretend):
     row = pretend("cpu", dtypes=("float32",))
     load.load_target("stories")
     assert row.asked[-2:] == ["empty", "prepare"]

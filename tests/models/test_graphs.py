@@ -162,7 +162,7 @@ def test_stateful_model_is_not_captured():
 
 
 @pytest.mark.parametrize("switch", ["0", "1"])
-def test_they_are_for_gpus_and_can_be_switched_off(monkeypatch, switch):
+def test_graphs_are_for_gpus_and_can_be_switched_off(monkeypatch, switch):
     monkeypatch.setenv(module.ENVIRONMENT_VARIABLE, switch)
     assert module.capture_for(torch.device("cpu")) is None
     assert (module.capture_for(torch.device("cuda")) is None) == (switch == "0")
@@ -190,7 +190,7 @@ def test_passes_can_be_compiled_first(monkeypatch):
 
 @pytest.mark.parametrize("kind", [HFTarget, PrefixCachedTarget])
 @pytest.mark.parametrize("k", [0, 1, 5])
-def test_a_text_is_the_same(k, kind):
+def test_captured_and_eager_texts_are_equal(k, kind):
     config = GenerationConfig(60, budget=Budget(k, k), stop_token_ids=())
     texts_of = []
     for recorder in (None, Replayed()):

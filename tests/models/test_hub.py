@@ -69,7 +69,7 @@ def test_cached_model_needs_no_network(server, monkeypatch):
     assert "'org/none' is not on this machine and HF_HUB_OFFLINE is set" in refused("org/none")
 
 
-def test_a_cut_connection_goes_on_where_it_broke_off(server, files):
+def test_cut_download_is_resumed(server, files):
     shard = weights(files)[0]
     server.cuts[shard] = 5000
     load_model("org/tiny")
@@ -189,7 +189,7 @@ def test_the_embedding_of_a_mask_token_comes_with_the_description(server, reposi
     assert {file.name for file in hub.fetch_config(found).iterdir()} == {"config.json", "mask_embedding.pt"}
 
 
-def test_an_outline_needs_no_weights(server):
+def test_meta_model_needs_no_weights(server):
     target = load_meta_target("org/tiny")
     assert (target.hidden_size, target.num_layers, target.device.type) == (32, 3, "meta")
     assert target.tokenizer is not None
@@ -201,6 +201,6 @@ def test_revisions_may_be_commits(server):
     assert load_model(f"org/tiny@{SHA}").name == f"org/tiny@{SHA}"
 
 
-def test_embedded_models_and_heads_are_told_apart_as_methods_do():
+def test_embedded_models_and_heads_are_distinguished_as_methods_do():
     assert [detect_head(name) for name in hub.embedded_models()] == [None] * len(hub.embedded_models())
     assert {detect_head(name) for name in hub.embedded_heads()} <= {*METHODS}

@@ -57,7 +57,7 @@ def refused(name, **options):
 
 
 @pinned
-def test_a_model_that_transformers_knows_by_its_eyes_alone_loads(tmp_path):
+def test_vision_language_model_loads(tmp_path):
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     text = MuseGlimmerConfig().text_config.to_dict() | SIZES | {"layer_types": kinds, "sliding_window": 6}
@@ -136,7 +136,7 @@ def test_a_gguf_file_or_a_folder_of_them_is_answered_with_what_works(folder, tmp
             assert way in line
 
 
-def test_a_gguf_file_beside_whole_weights_is_no_obstacle(folder, tmp_path):
+def test_gguf_file_next_to_full_weights_is_ignored(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "both")
     (tmp_path / "both" / "model.gguf").write_bytes(b"GGUF")
     assert load_model(str(tmp_path / "both")).name
@@ -195,7 +195,7 @@ def test_the_cost_of_verifying_is_measured():
     assert 0.1 < cost.ratio.value < 50.0
 
 
-def test_an_unknown_name_is_answered_with_the_likeliest(embedded, monkeypatch):
+def test_unknown_name_gets_a_suggestion(embedded, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert refused("tinny").endswith("HF_HUB_OFFLINE is set; unset it, or did you mean 'tiny'?")
 
@@ -347,7 +347,7 @@ def test_unsupported_4_bit_widths_are_rejected():
 
 
 @pytest.mark.parametrize("quantization", ["4bit", "8bit"])
-def test_a_quantised_target_keeps_to_its_own_plain_lane(wider, quantization):
+def test_quantised_target_matches_its_own_plain_lane(wider, quantization):
     target = load_target(wider, quantization=quantization)
     body = target.model.model.layers[0].mlp.up_proj
     assert body.weight.dtype == {"4bit": torch.uint8, "8bit": torch.int8}[quantization]

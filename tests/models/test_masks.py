@@ -44,7 +44,7 @@ def visible(parents, lengths, window):
 
 
 @given(trees(rows=3))
-def test_ancestry_is_the_readable_one(parents):
+def test_ancestry_equals_the_reference(parents):
     assert torch.equal(ancestry(parents) > 0, ancestors(parents))
 
 

@@ -43,7 +43,7 @@ def test_a_flipped_byte_is_refused_in_one_line(shipped, load, name):
     assert load(name)
 
 
-def test_ones_own_folder_is_not_looked_at(shipped, tmp_path_factory):
+def test_own_folder_is_not_checked(shipped, tmp_path_factory):
     own = tmp_path_factory.mktemp("own") / "stories-eagle-1"
     shutil.copytree(shipped / own.name, own)
     flip(own / "model.safetensors")

@@ -175,7 +175,7 @@ def test_crop_forgets_row_by_row(tree_target):
     check_next(tree_target, [rows[0] + tokens[0, :2].tolist(), rows[1][:-3]])
 
 
-def test_absent_slots_affect_nobody(tree_target):
+def test_absent_slots_have_no_effect(tree_target):
     prompts, tokens = texts(2, PROMPT), texts(2, len(TREE) + 1, seed=5)
     parents = torch.tensor([TREE, TREE])
     tree_target.start(prompts)

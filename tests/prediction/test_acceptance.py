@@ -59,7 +59,7 @@ def test_more_acceptance_never_means_fewer_tokens(rates, place, k):
     assert 1.0 <= Acceptance(tuple(rates)).expected(k) <= k + 1.0
 
 
-def test_the_last_chance_goes_on():
+def test_last_acceptance_probability_continues():
     assert Acceptance((0.8, 0.5)).expected(4) == pytest.approx(1 + 0.8 + 0.4 + 0.2 + 0.1)
 
 
@@ -105,7 +105,7 @@ FULL = [(5, 5)] * 12 + [(0, 5), (1, 5), (2, 5), (3, 5)] * 5  # the last position
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_acceptance_decays_and_the_interval_widens_beyond_the_recorded_k(exact):
+def test_acceptance_decays_and_the_interval_widens_after_the_recorded_k(exact):
     found = of_passes(FULL, exact)
     assert found.rates[-1] == 1.0 and found.longest == 5
     rates = [found.rate(position) for position in range(5, 17)]
@@ -118,7 +118,7 @@ def test_acceptance_decays_and_the_interval_widens_beyond_the_recorded_k(exact):
 
 
 @given(guesses, st.integers(1, 5), st.data())
-def test_the_interval_beyond_the_recorded_k_contains_the_real_run(guessed, recorded, data):
+def test_interval_after_the_recorded_k_contains_the_real_run(guessed, recorded, data):
     k = data.draw(st.integers(recorded + 1, 16))
     passes = decode(guessed, recorded)
     if any(drafted == recorded for _, drafted in passes):
@@ -134,7 +134,7 @@ def test_a_longer_draft_never_emits_fewer_tokens(passes, k, exact):
     assert 1.0 <= found.tokens(k).low <= found.tokens(k).value <= found.tokens(k).high <= k + 1.0
 
 
-def test_a_server_that_reports_rates_alone_is_a_record_too():
+def test_server_rates_alone_are_a_recording():
     lane = lane_of("embedded-draft")
     lane.remote = Remote("host:1", "m", "completions", accept_by_position=[0.9, 0.72, 0.72])
     found = of_lane(lane)
@@ -143,6 +143,6 @@ def test_a_server_that_reports_rates_alone_is_a_record_too():
     assert found.tokens(4).low == found.tokens(3).value < found.tokens(4).value < found.tokens(4).high
 
 
-def test_rates_that_were_given_are_no_record():
+def test_given_rates_are_not_a_recording():
     given_rates = Acceptance((0.8, 0.5))
     assert given_rates.longest is None and not given_rates.extrapolates(9) and given_rates.rate(9) == 0.5

@@ -90,7 +90,7 @@ def test_trace_names_method_model_and_tokens():
     assert found.scenario.acceptance.exact and found.rows[3].tokens.low is not None
 
 
-def test_a_k_beyond_the_recorded_one_is_marked_and_never_recommended_silently():
+def test_larger_k_than_recorded_is_marked_and_not_recommended_silently():
     found = predict("stories", trace=RECORDED, device="laptop-cpu")
     assert found.as_dict()["recorded_k"] == 4 and "The run recorded k = 4. Larger k are extrapolated" in found.notes[0]
     assert [row.extrapolated for row in found.rows] == [row.k > 4 for row in found.rows]
@@ -177,7 +177,7 @@ def test_predicting_needs_no_torch():
         (["stories", "--trace", "nowhere.json"], "cannot read nowhere.json"),
     ],
 )
-def test_bad_input_is_one_line_that_names_the_cure(capsys, monkeypatch, arguments, line):
+def test_bad_input_is_one_line_with_the_fix(capsys, monkeypatch, arguments, line):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert main(["predict", *arguments]) == 2
     out, err = capsys.readouterr()

@@ -77,7 +77,7 @@ def test_weight_dtypes(config, bits):
 
 
 @pytest.mark.parametrize("config", [{}, {"num_hidden_layers": 2}, {**MOE, "hidden_size": "large"}])
-def test_a_config_without_sizes_is_refused_in_one_line(config):
+def test_config_without_sizes_is_refused_in_one_line(config):
     with pytest.raises(ValueError, match=r"the config.json of x says no sizes"):
         shape_of(config, "x")
 

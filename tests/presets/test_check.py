@@ -69,7 +69,7 @@ def test_a_pin_that_is_gone_is_named(hub):
     assert "org/draft has no revision 'v9'" in wrong(gone)["org/draft@v9"][0]
 
 
-def test_the_licence_and_the_gate_of_a_preset_are_its_targets(hub):
+def test_licence_and_gate_of_a_preset_are_the_targets(hub):
     hub.cards["org/draft"] = {"cardData": {"license": "gemma"}, "gated": False}
     assert not wrong(preset())
     assert wrong(preset(gated=True)) == {"org/target": ["is open, and mine says that it asks for a login"]}

@@ -104,7 +104,7 @@ def test_changes_reach_the_lanes_they_are_for():
         ({"server": "ftp://x"}, "the server must be like http://host:port, not 'ftp://x'"),
     ],
 )
-def test_bad_settings_are_refused_in_one_line_that_names_the_cure(changes, line):
+def test_bad_settings_are_refused_in_one_line_with_the_fix(changes, line):
     with pytest.raises(ValueError) as refusal:
         BASE.with_changes(**changes)
     assert str(refusal.value) == line

@@ -36,7 +36,7 @@ def test_unrunnable_preset_reports_the_reason():
     assert [p.id for p in PRESETS.values() if why_not(p, LARGE)] == []
 
 
-def test_the_nearest_does_the_same_with_what_there_is():
+def test_nearest_preset_uses_available_models():
     assert nearest_runnable(PRESETS["gpt-oss-20b"], NONE).id == "embedded-code"  # EAGLE and a lookup
     assert nearest_runnable(PRESETS["qwen3-8b"], SMALL).id == "qwen3-8b-4bit"
     assert nearest_runnable(PRESETS["layerskip-1b"], NONE).id == "embedded-layer-skip"

@@ -26,7 +26,7 @@ def test_edit_states_its_instruction_and_parses(seed: int) -> None:
         assert '"""' not in after
 
 
-def test_renaming_leaves_attributes_and_texts_alone() -> None:
+def test_renaming_keeps_attributes_and_strings() -> None:
     made = Edit('def f(data):\n    self.data = data + "data"\n', random.Random(0))
     made.replace("data", "row")
     assert made.source == 'def f(row):\n    self.data = row + "data"\n'

@@ -19,7 +19,7 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_retelling_changes_one_word_and_copies_the_rest(seed: int) -> None:
+def test_rewriting_changes_one_word_and_copies_the_rest(seed: int) -> None:
     edited = retell(STORY, random.Random(seed), 400)
     assert edited is not None
     first, order, again = edited.split("\n\n")
@@ -30,7 +30,7 @@ def test_retelling_changes_one_word_and_copies_the_rest(seed: int) -> None:
     assert changed and all(b == a.replace(old, new) for a, b in changed)
 
 
-def test_a_story_without_a_word_to_change_is_not_retold() -> None:
+def test_story_without_a_replaceable_word_is_not_rewritten() -> None:
     assert retell("It rained. " * 20, random.Random(0), 400) is None
 
 

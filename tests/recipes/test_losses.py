@@ -22,7 +22,7 @@ def test_all_entries_give_dense_forward_kl() -> None:
     torch.testing.assert_close(sparse_forward_kl(logits, indices, probs), dense)
 
 
-def test_the_rest_is_matched_as_one_lump() -> None:
+def test_remaining_probability_is_matched_as_one_entry() -> None:
     hidden, weight, p, indices, probs = case(20, entries=5)
     logits = hidden @ weight.T
     q = torch.softmax(logits, -1)

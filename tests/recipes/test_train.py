@@ -45,7 +45,7 @@ def test_the_shapes_are_those_of_the_shipped_models() -> None:
 
 
 @pytest.mark.usefixtures("tiny")
-def test_a_draft_of_other_words_reads_what_the_target_wrote(
+def test_draft_with_another_vocabulary_reads_the_targets_text(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = []
@@ -145,7 +145,7 @@ def test_bad_input_is_one_line(
     assert "\n" not in str(error.value) and not Path("runs").exists()
 
 
-def test_a_file_in_the_way_of_the_folder_is_named(corpus: Path, tmp_path: Path) -> None:
+def test_existing_file_at_the_output_folder_is_named(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "out").touch()
     with pytest.raises(ValueError, match="cannot make the folder .*out: File exists; name another with --out"):
         train("stories-target", corpus, tmp_path / "out")
@@ -164,7 +164,7 @@ def recorded(rows: int, first: int) -> TeacherData:
     return TeacherData(tokens, indices, torch.tensor([0.5, 0.3, 0.1]).expand(rows, 8, 3).half())
 
 
-def test_a_draft_hears_text_then_the_target_then_its_samples() -> None:
+def test_lessons_progress_from_text_to_labels_to_samples() -> None:
     lessons = Lessons(recorded(6, 0), recorded(4, 1000), 16, torch.device("cpu"))
     tokens, labels, certain = lessons(0.0, 0)
     assert tokens.shape == (4, 3) and labels.shape == (4, 3, 1)
@@ -221,7 +221,7 @@ def test_deepened_model_equals_the_shallow_one() -> None:
     assert not torch.equal(deep.model.layers[1].mlp.up_proj.weight, torch.zeros(48, 32))
 
 
-def test_a_shallow_model_begins_as_layers_of_the_deep_one_from_its_first_on() -> None:
+def test_shallow_model_starts_from_layers_of_the_deep_one() -> None:
     deep, shallow = build(Shape(6, 32, 48, 2), 64), build(Shape(2, 32, 48, 2), 64)
     shallow.load_state_dict(to_depth(deep.state_dict(), 2))
     for mine, its in ((0, 0), (1, 3)):

@@ -129,14 +129,14 @@ def test_a_model_that_is_no_llama_is_one_line(monkeypatch):
 
 
 @installed
-def test_a_draft_in_other_words_is_one_line(capsys):
+def test_draft_with_another_vocabulary_is_one_line(capsys):
     assert main(["run", "embedded-other-vocabulary", "--engine", "llamacpp"]) == 2
     assert "llama.cpp needs a draft with the target's vocabulary" in capsys.readouterr().err
 
 
 @installed
 @pytest.mark.parametrize("name", ["embedded-draft", "embedded-ngram"])
-def test_llama_cpp_writes_what_the_engine_here_writes(name, tmp_path):
+def test_llama_cpp_output_equals_the_engines(name, tmp_path):
     here, there = tmp_path / "here.json", tmp_path / "there.json"
     assert main(["run", name, *SHORT, "--out", str(here)]) == 0
     assert main(["run", name, *SHORT, "--engine", "llamacpp", "--out", str(there)]) == 0

@@ -49,7 +49,7 @@ def test_missing_feature_is_rejected_before_start(engine, capsys):
     assert not (engine.parent / "started").exists()
 
 
-def test_a_cpu_has_one_way_of_attention(engine):
+def test_cpu_has_one_attention_backend(engine):
     assert main(["run", "embedded-dflash", "--engine", "vllm", "--command", str(engine)]) == 0
     assert "--attention-backend" not in started(engine)[1]["args"]
 

@@ -170,7 +170,7 @@ def test_output_and_accepted_drafts_equal_vllm(case, program, answers, target, m
         assert mine[:-1] == accepted[: len(mine) - 1] and len(accepted) - len(mine) in (0, 1)
 
 
-def test_our_sampled_text_is_distributed_as_vllms_plain(case, sampled, target):
+def test_sampled_output_is_distributed_like_vllms_plain_decoding(case, sampled, target):
     drafter_here = load_drafter(case.lane.method, target, case.lane.model, **case.lane.options)
     assert_equal_passes(sampled, drafter_here, case.lane.budget, target)
 

@@ -79,7 +79,7 @@ def test_a_run_uses_its_minutes_and_learns(tmp_path: Path) -> None:
     assert not module.training
 
 
-def test_a_killed_run_goes_on_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_run_is_resumed_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fitting, "CHECKPOINT_SECONDS", 7.0)
     reference = Bigram()
     expected = run(reference, tmp_path / "whole", 1.0)
@@ -127,7 +127,7 @@ def test_the_schedule_warms_up_holds_and_falls() -> None:
     assert schedule.scale(100, 1.0) == pytest.approx(0.1)
 
 
-def test_muon_takes_the_hidden_matrices_alone() -> None:
+def test_muon_updates_only_hidden_matrices() -> None:
     module = Bigram()
     muon, adamw = optimizers(module, Schedule(1.0))
     assert [p is module.hidden.weight for g in muon.param_groups for p in g["params"]] == [True]
@@ -145,7 +145,7 @@ def test_provenance_names_the_run(tmp_path: Path) -> None:
     assert "commit" in facts
 
 
-def test_a_checkpoint_comes_early_and_then_as_usual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_checkpoint_is_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = []
     monkeypatch.setattr(TrainRun, "save", lambda run, path: saved.append(run.history.seconds))
     run(Bigram(), tmp_path, 5.0)
@@ -169,7 +169,7 @@ def garbage(path: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [cut, foreign, empty, garbage])
-def test_a_spoilt_checkpoint_is_put_aside_for_the_one_before(
+def test_damaged_checkpoint_is_replaced_by_the_previous_one(
     spoil: Callable[[Path], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "checkpoint.pt"

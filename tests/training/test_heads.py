@@ -93,7 +93,7 @@ def test_a_head_learns_and_is_saved_with_its_history(target: HFTarget, material:
     assert '"recipe": "next"' in (tmp_path / "provenance.json").read_text(encoding="utf-8")
 
 
-def test_a_stopped_run_goes_on_where_it_was(target: HFTarget, material: TeacherSplit, tmp_path: Path) -> None:
+def test_stopped_run_is_resumed(target: HFTarget, material: TeacherSplit, tmp_path: Path) -> None:
     ticks = train_head(Next(32, VOCABULARY), target, material, tmp_path, minutes=1.0, batch_tokens=64)
     for tick in ticks:
         if tick.history.step == 5:

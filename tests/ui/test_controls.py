@@ -53,13 +53,13 @@ def test_a_preset_is_described_until_its_setup_is_changed(name):
         assert controls.described(values | change) == f"**Custom (from {chosen.title}).**"
 
 
-def test_hidden_lanes_count_for_nothing(values):
+def test_hidden_lanes_are_ignored(values):
     values["count"] = 1
     values[place("k", 1)] = "nonsense"
     assert len(from_values(values).lanes) == 1
 
 
-def test_a_method_without_a_model_drops_the_hidden_one(values):
+def test_method_without_a_model_drops_the_hidden_model(values):
     values[place("method", 0)] = "ngram"
     values[place("options", 0)] = {"max_n": 5.0, "left over": 1}
     lane = from_values(values).lanes[0]
@@ -114,7 +114,7 @@ def untouched(now):
     return updates, {*fill(REQUEST, DRAWN)} - {*updates}  # the rest is unchanged
 
 
-def test_a_link_fills_a_page_that_nobody_has_touched():
+def test_link_fills_an_untouched_page():
     updates, left = untouched(to_values(preset("embedded-draft")))
     assert updates["temperature"]["value"] == 0.5 and updates["k-2"]["value"] == 9
     assert not left
@@ -161,7 +161,7 @@ def test_limits_are_checked_in_python(values, name, lane, value, message):
     assert "\n" not in str(caught.value)
 
 
-def test_any_model_only_where_it_was_allowed(values):
+def test_any_model_is_accepted_with_permission(values):
     values[place("target")] = "some/model"
     assert from_values(values, allow_any_model=True).target == "some/model"
 

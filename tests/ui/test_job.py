@@ -60,7 +60,7 @@ def test_job_of_a_closed_page_is_not_stored_again():
     assert jobs.last(visitor("a")) is None and jobs._store.size == 0
 
 
-def test_a_page_that_ends_lets_every_run_come_to_its_end():
+def test_stop_all_waits_for_every_run():
     def endless(cancelled, report):
         yield "begun"
         while not cancelled():

@@ -33,13 +33,13 @@ def last(request):
     return list(Lab("training").run(train, VISITOR, request))[-1]["view"]
 
 
-def test_the_stand_in_has_what_the_lab_asks_for():
+def test_stand_in_has_the_interface_of_the_lab():
     real = lab.trainer()
     assert all(callable(getattr(real, name)) for name in ("recipes", "head_recipe", "train_live"))
     assert all(real.head_recipe(name).method for name in real.recipes())
 
 
-def test_a_training_is_a_growing_text(trainer):
+def test_training_is_a_growing_text(trainer):
     texts = [shown["view"] for shown in Lab("training").run(train, VISITOR, REQUEST)]
     assert all(after.startswith(before) for before, after in pairwise(texts))
     seen = lines(texts[-1])
@@ -48,7 +48,7 @@ def test_a_training_is_a_growing_text(trainer):
     assert [seen[-1]["folder"]] == lab.TRAINED and "medusa-" in seen[-1]["folder"]
 
 
-def test_one_line_a_point_of_the_curve(trainer):
+def test_curve_has_one_line_per_point(trainer):
     training = Training("medusa", 1.0)
     steps = [{"seconds": 0.001 * i, "of_seconds": 60.0, "step": i, "loss": 1.0} for i in range(1000)]
     training.add([*steps, {**steps[-1], "agree_1": 0.5}])
@@ -56,7 +56,7 @@ def test_one_line_a_point_of_the_curve(trainer):
     assert len(points) == 1000 * 0.001 * lab.POINTS // 60 + 2 and points[-1]["agree_1"] == 0.5
 
 
-def test_stop_keeps_the_head_as_far_as_it_got(trainer):
+def test_stop_saves_the_partly_trained_head(trainer):
     visits, trainer.endless = Lab("training"), True
     shown = visits.run(train, VISITOR, REQUEST)
     while '"step":1' not in (update := next(shown))["view"]:
@@ -69,7 +69,7 @@ def test_stop_keeps_the_head_as_far_as_it_got(trainer):
     assert update["race"]["interactive"] is True
 
 
-def test_a_tab_that_is_closed_stops_the_training(trainer):
+def test_closing_the_tab_stops_training(trainer):
     trainer.endless = True
     training = Training("medusa", 1.0)
     texts = training.stream()

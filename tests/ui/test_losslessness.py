@@ -54,7 +54,7 @@ def test_the_visitors_sampling_and_rule_are_tested(bench):
         ("draws", 300.5, "continuations must be a whole number"),
     ],
 )
-def test_limits_hold_whatever_a_client_sends(bench, at, value, message):
+def test_limits_hold_for_any_request(bench, at, value, message):
     text = last(VALUES | {at: value})
     assert lines(text)[-1]["type"] == "error" and message in lines(text)[-1]["text"] and bench.options is None
 

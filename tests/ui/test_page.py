@@ -166,7 +166,7 @@ def test_a_run_is_saved_once_it_has_ended():
     assert visits.save(visitor, "csv")["name"] == "specdemo-embedded-draft.csv"
 
 
-def test_no_notes_no_log():
+def test_no_notes_give_an_empty_log():
     assert notes([]) == "" and notes(["a"]).count("\n") == 2
 
 
@@ -189,7 +189,7 @@ def test_a_visitor_sees_recorded_races_until_there_is_one_of_their_own(monkeypat
 
 
 @pytest.mark.parametrize(("query", "shown"), [("preset=embedded-ngram", True), ("preset=embedded-ngram&k=3", False)])
-def test_a_link_shows_the_recorded_race_only_of_what_it_asks_for(query, shown):
+def test_link_shows_only_a_matching_recorded_race(query, shown):
     start = preset("embedded-draft")
     visits = Visits(start, False)
     visitor = SimpleNamespace(session_hash="a", query_params=dict(pair.split("=") for pair in query.split("&")))
@@ -222,7 +222,7 @@ class ChatSession:
         yield from replay(trace)
 
 
-def test_a_chat_goes_on_from_every_lanes_answer(monkeypatch):
+def test_chat_continues_from_every_lanes_answer(monkeypatch):
     session, visitor = ChatSession(), SimpleNamespace(session_hash="a")
     monkeypatch.setattr(live, "session", lambda: session)
     visits = Visits(preset("embedded-draft"), False)

@@ -183,7 +183,7 @@ class Engine:
 
 
 @pytest.mark.parametrize("gpu", [False, True])
-def test_at_home_a_model_that_does_not_start_is_replaced_only_for_want_of_a_gpu(monkeypatch, gpu):
+def test_local_page_replaces_a_model_only_without_a_gpu(monkeypatch, gpu):
     monkeypatch.setattr(live, "best_device", lambda: torch.device("mps" if gpu else "cpu"))
     monkeypatch.setattr(live, "session", Engine)
     monkeypatch.setattr(live, "recorded", recorded_qwen)

@@ -79,7 +79,7 @@ def test_a_suite_with_models_of_its_own_gets_no_preset(bench):
     assert lines(text)[1]["name"] == "Depth or width"
 
 
-def test_progress_that_nobody_could_see_is_not_sent(bench):
+def test_too_frequent_progress_is_dropped(bench):
     running = begin(VALUES, None)
     running.add(Loading(0.001 * i, "repeat 1 of 1") for i in range(1000))
     assert running.text.count('"loading"') == 100
@@ -115,7 +115,7 @@ def test_stop_while_waiting_for_the_engine(bench):
     assert sweeps.request_stop(VISITOR) == sweeps.stop(VISITOR) == {}  # the previous sweep has ended
 
 
-def test_a_tab_that_is_closed_frees_the_engine(bench):
+def test_closing_the_tab_frees_the_engine(bench):
     bench.endless = True
     sweeps, lock = Sweeps("sweep"), sweep.live().session().lock
     texts = sweeps.run(begin, VISITOR, VALUES)
@@ -141,7 +141,7 @@ def test_a_tab_that_is_closed_frees_the_engine(bench):
         (("k", "embedded-draft", None, 96), "repeats must be a whole number"),
     ],
 )
-def test_limits_hold_whatever_a_client_sends(bench, values, message):
+def test_limits_hold_for_any_request(bench, values, message):
     text = last(arguments(*values))
     assert lines(text)[-1]["type"] == "error" and message in lines(text)[-1]["text"] and bench.options is None
 
@@ -189,7 +189,7 @@ def test_invalid_result_is_one_line_and_changes_nothing(bench, tmp_path, content
     assert sweeps.save(VISITOR)["name"] == "specdemo-k.json"
 
 
-def test_a_strangers_numbers_stay_readable():
+def test_numbers_of_foreign_results_stay_readable():
     damaged = replace(swept(), config={"a": float("nan"), "b": [1]}, environment={"device": {"x": float("inf")}})
     assert lines(result_line(damaged, recorded=True))[0]["conditions"] == "suite k · 3 repeats · a nan"
 
@@ -202,7 +202,7 @@ def test_a_link_fills_the_controls_and_runs_nothing(bench):
     assert sweep.share(values) == "?sweep=batch&preset=embedded-ngram&repeats=2&new_tokens=32"
 
 
-def test_a_race_and_a_sweep_leave_the_other_ones_links_alone():
+def test_race_and_sweep_links_are_independent():
     assert restore(visit("preset=embedded-draft&k=7"), {}) == {}
     assert Visits(preset("embedded-draft"), False).read_link(visit("sweep=k&repeats=2")) is None
 

@@ -105,7 +105,7 @@ def test_small_messages():
     ("ends", "expected"),
     [(("stop", "length"), "done"), (("cancelled", "stop"), "cancelled"), (("cancelled", "error"), "error")],
 )
-def test_a_run_ends_as_its_worst_lane(ends, expected):
+def test_run_status_is_that_of_its_worst_lane(ends, expected):
     trace = hostile_trace()
     for lane, end in zip(trace.lanes, ends, strict=True):
         lane.finish = end

@@ -103,7 +103,7 @@ def test_every_control_changes_the_answer():
     assert large["memory_gb"] > 15 and large["where"] == "NVIDIA H100 SXM · bfloat16 · by its datasheet"
 
 
-def test_a_precision_that_a_machine_lacks_is_left_for_one_it_has():
+def test_unsupported_precision_is_replaced():
     updates = questions().answer(VISITOR, VALUES | {"state": recorded_start(DEFAULT), "machine": "t4"})
     assert updates["dtype"]["value"] == "float16" and "bfloat16" not in updates["dtype"]["choices"]
     assert shown(updates)["where"].startswith("NVIDIA T4 · float16")
@@ -127,7 +127,7 @@ def test_sentence_names_bottleneck_and_better_k():
     assert "does not fit into this machine's memory" in full
 
 
-def test_a_draft_length_beyond_the_run_is_marked_as_extrapolated():
+def test_longer_drafts_than_in_the_run_are_marked_as_extrapolated():
     view = changed(k=12)
     assert view["recorded"] == 4
     assert "k = 12 is extrapolated: the run recorded k = 4. Record a run with k = 12 to check it." in view["sentence"]
