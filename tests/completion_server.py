@@ -42,8 +42,8 @@ def head(kind="text/event-stream", status=200, **headers):
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 
-def events(*said):
-    return b"".join(b"data: %s\n\n" % (x if isinstance(x, bytes) else json.dumps(x).encode()) for x in said)
+def events(*chunks):
+    return b"".join(b"data: %s\n\n" % (x if isinstance(x, bytes) else json.dumps(x).encode()) for x in chunks)
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -56,10 +56,10 @@ def files(folder):
 
 def test_the_wheel_holds_every_file_of_the_package_and_the_presets_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as opened:
-        held = {name for name in opened.namelist() if ".dist-info/" not in name}
+        contents = {name for name in opened.namelist() if ".dist-info/" not in name}
     package = {f"specdemo/{name}" for name in files(ROOT / "specdemo")}
-    assert held == package | {f"specdemo/presets/installed/{name}" for name in files(ROOT / "presets")}
-    assert {"specdemo/py.typed", "specdemo/ui/style.css", "specdemo/ui/lanes.js"} <= held
+    assert contents == package | {f"specdemo/presets/installed/{name}" for name in files(ROOT / "presets")}
+    assert {"specdemo/py.typed", "specdemo/ui/style.css", "specdemo/ui/lanes.js"} <= contents
 
 
 def test_an_installed_copy_works_in_an_empty_folder(wheel, tmp_path):
@@ -123,14 +123,18 @@ def test_the_metadata_describe_the_package(wheel):
     assert not re.search(r"\]\((?!https://)", description)  # links and images that break outside the checkout
     assert set(metadata.get_all("Provides-Extra")) == {"page", "bitsandbytes"}
     required = [Requirement(line) for line in metadata.get_all("Requires-Dist")]
-    core = {wanted.name for wanted in required if wanted.marker is None or wanted.marker.evaluate({"extra": ""})}
+    core = {
+        requirement.name
+        for requirement in required
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+    }
     assert {"torch", "transformers", "typer"} <= core and not {"gradio", "plotly", "bitsandbytes"} & core
 
 
 def test_pins_satisfy_the_package_requirements():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = [line for lines in project["optional-dependencies"].values() for line in lines]
-    accepted = {wanted.name: wanted for wanted in map(Requirement, [*project["dependencies"], *extras])}
+    accepted = {requirement.name: requirement for requirement in map(Requirement, [*project["dependencies"], *extras])}
     pinned = [Requirement(line) for line in (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()]
     assert {pin.name for pin in pinned} == set(accepted)
     for pin in pinned:

@@ -38,20 +38,20 @@ def pair():
     return random_pair("tiny", TINY, torch.device("cpu"), torch.float32, texts=1)
 
 
-def of_embedded(patch, folder):
+def embedded_result(patch, folder):
     return short("embedded", ks=(2,), new_tokens=4, prompts=["Once"])
 
 
-def of_copying(patch, folder):
+def copying_result(patch, folder):
     patch.setattr(registry, "COPYING", registry.COPYING[:1])
     return short("copying", new_tokens=4)
 
 
-def of_peers(patch, folder):
+def peers_result(patch, folder):
     return peers.compete(pair(), 1, 6, silent, never_cancelled)
 
 
-def of_beside(patch, folder):
+def vllm_comparison_result(patch, folder):
     """Return a result in which both engines write two tokens, each with its own scripted clock."""
     ticks = iter(range(1, 10_000))
     lane = beside.TimedLane(lambda prompt, tokens: [1, 2], lambda: next(ticks) ** 2 / 100.0)
@@ -64,51 +64,51 @@ def of_beside(patch, folder):
     return short("beside")
 
 
-def of_vocabularies(patch, folder):
+def vocabularies_result(patch, folder):
     for name, few in (("PROMPTS", 1), ("GREEDY", 4), ("TIMED", 1), ("DRAWS", 1)):
         patch.setattr(vocabularies, name, few)
     patch.setattr("specdemo.bench.losslessness.ROWS", 2)
     return short("other-vocabulary", new_tokens=4)
 
 
-def of_lengths(patch, folder):
+def lengths_result(patch, folder):
     patch.setattr(lengths, "DEEPEST", 2)
     patch.setattr(lengths, "KINDS", {"stories": {"stories": lengths.KINDS["stories"]["stories"][:1]}})
     return short("lengths", new_tokens=4)
 
 
-def of_floor(patch, folder):
+def floor_result(patch, folder):
     return floor.floor(pair(), 1, 6, silent, never_cancelled)
 
 
-def of_fairness(patch, folder):
+def fairness_result(patch, folder):
     patch.setattr(fairness, "NEW_TOKENS", 4)
     patch.setattr(fairness, "STALL_MS", 1.0)
     patch.setattr(fairness, "PROMPTS", fairness.PROMPTS[:1])
     return short("race-fairness")
 
 
-def of_coverage(patch, folder):
+def coverage_result(patch, folder):
     return short("coverage", repeats=2)
 
 
-def of_noise(patch, folder):
+def noise_result(patch, folder):
     patch.setattr(trust, "_busy", lambda loops: nullcontext())
     patch.setattr(trust, "preset", lambda id: preset(id).with_changes(max_new_tokens=32))
     return short("noise")
 
 
-def of_paces(patch, folder):
+def paces_result(patch, folder):
     for name, value in (("TOKENS", 8), ("FIRST_S", 0.0), ("TOKEN_S", 0.0)):
         patch.setattr(trust, name, value)
     return short("paces")
 
 
-def of_gpu(patch, folder):
+def gpu_result(patch, folder):
     return run.measure(folder / "gpu", "cpu", 0.0, 1, silent, never_cancelled)
 
 
-def of_what_if(patch, folder):
+def what_if_result(patch, folder):
     patch.setattr(what_if, "KS", (1,))
     patch.setattr(what_if, "LONGEST", 1)
     few = [*islice(what_if.cases_of("stories"), 2)]
@@ -116,25 +116,25 @@ def of_what_if(patch, folder):
     return what_if.what_if(next(iter(profiles().values())), 1, 8, silent, never_cancelled)
 
 
-def of_published(patch, folder):
+def published_result(patch, folder):
     return short("published")
 
 
 MAKERS = {
-    "embedded": of_embedded,
-    "copying": of_copying,
-    "peers": of_peers,
-    "beside": of_beside,
-    "other-vocabulary": of_vocabularies,
-    "lengths": of_lengths,
-    "floor": of_floor,
-    "race-fairness": of_fairness,
-    "coverage": of_coverage,
-    "noise": of_noise,
-    "paces": of_paces,
-    "gpu": of_gpu,
-    "what-if": of_what_if,
-    "published": of_published,
+    "embedded": embedded_result,
+    "copying": copying_result,
+    "peers": peers_result,
+    "beside": vllm_comparison_result,
+    "other-vocabulary": vocabularies_result,
+    "lengths": lengths_result,
+    "floor": floor_result,
+    "race-fairness": fairness_result,
+    "coverage": coverage_result,
+    "noise": noise_result,
+    "paces": paces_result,
+    "gpu": gpu_result,
+    "what-if": what_if_result,
+    "published": published_result,
 }
 
 

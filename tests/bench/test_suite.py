@@ -139,14 +139,14 @@ def test_a_file_of_something_else_is_one_line(tmp_path, content, line):
 
 
 def test_depth_width_has_a_lane_per_draft_and_k(monkeypatch):
-    class Asked(Exception):
+    class ComparedLanes(Exception):
         pass
 
     def keep(runner, spec, *_):
-        raise Asked(*spec.lanes)
+        raise ComparedLanes(*spec.lanes)
 
     monkeypatch.setattr(sweeps, "compare_lanes", keep)
-    with pytest.raises(Asked) as prompts:
+    with pytest.raises(ComparedLanes) as prompts:
         run_suite("depth-width", repeats=1, ks=(1, 2))
     assert [(lane.method, lane.model, lane.k) for lane in prompts.value.args] == [
         ("draft_model", "stories-draft-wide", 1),

@@ -14,7 +14,7 @@ def test_every_length_and_adaptive_write_the_same_text_from_the_same_place(monke
     prompt_length = contest.prompts[0].shape[1]
     start = target.start
     monkeypatch.setattr(
-        target, "start", lambda ids, *more, **said: starts.append(ids.shape[1]) or start(ids, *more, **said)
+        target, "start", lambda ids, *more, **named: starts.append(ids.shape[1]) or start(ids, *more, **named)
     )
     done, made = [], []
     for repeat in range(3):

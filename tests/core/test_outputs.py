@@ -15,7 +15,7 @@ from tests.traces import hostile_trace
 
 MACHINE = {"device": "a", "dtype": "float32", "threads": 1}
 RESULT = Result("k", 1, {}, MACHINE, [{"lane": "a", "ms": 1.0}])
-OURS = {
+SPECDEMO_FILES = {
     "trace": lambda path: save_trace(hostile_trace(), path),
     "result": lambda path: write_result(RESULT, path),
     "profile": lambda path: write_profile(profile("l4"), path),
@@ -35,9 +35,9 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("kind", OURS)
+@pytest.mark.parametrize("kind", SPECDEMO_FILES)
 def test_a_file_of_specdemo_may_be_overwritten(tmp_path, kind):
-    OURS[kind](tmp_path / "a")
+    SPECDEMO_FILES[kind](tmp_path / "a")
     check_output(tmp_path / "a")
 
 
@@ -82,10 +82,10 @@ def test_every_command_refuses_to_overwrite_other_files_before_it_works(tmp_path
 def test_force_overwrites(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("old")
-    asked = ["run", "embedded-ngram", "--max-new-tokens", "4", "--out", str(path)]
-    assert main([*asked, "--force"]) == 0
+    command = ["run", "embedded-ngram", "--max-new-tokens", "4", "--out", str(path)]
+    assert main([*command, "--force"]) == 0
     assert json.loads(path.read_text())["preset"] == "embedded-ngram"
-    assert main(asked) == 0  # now it is a trace
+    assert main(command) == 0  # now it is a trace
 
 
 @pytest.mark.parametrize("command", [["replay"], ["predict", "stories", "--trace"]])
@@ -100,15 +100,15 @@ def test_an_unreadable_trace_is_never_suggested_as_output(tmp_path, capsys, comm
 
 
 def test_a_training_folder_continues_and_any_other_needs_force(tmp_path):
-    ours, finished, other = (tmp_path / name for name in ("ours", "finished", "other"))
-    check_output_folder(ours)
-    for folder in (ours, finished, other):
+    own, finished, other = (tmp_path / name for name in ("own", "finished", "other"))
+    check_output_folder(own)
+    for folder in (own, finished, other):
         folder.mkdir()
         check_output_folder(folder)
-    mark_folder(ours)
-    (ours / "tokenizer.json").write_text("{}")
-    (ours / "checkpoint.pt").write_bytes(b"")
-    check_output_folder(ours)
+    mark_folder(own)
+    (own / "tokenizer.json").write_text("{}")
+    (own / "checkpoint.pt").write_bytes(b"")
+    check_output_folder(own)
     mark_folder(finished)
     write_provenance(finished, TrainHistory())
     assert not (finished / MARKER).exists()

@@ -409,8 +409,8 @@ class CUDAGraph:
                         _spoil(result)
         self.spoiled = False
         for func, args, kwargs, results in self.tape:
-            said = [x for x in tree_leaves(func(*args, **kwargs)) if isinstance(x, torch.Tensor)]
-            for result, new in zip(results, said, strict=False):
+            new_results = [x for x in tree_leaves(func(*args, **kwargs)) if isinstance(x, torch.Tensor)]
+            for result, new in zip(results, new_results, strict=False):
                 result.copy_(new)
 
 

@@ -238,8 +238,8 @@ def test_heads_that_cannot_be_recorded_draft_as_they_are(world, name):
     made = drafter(name, target)
     world.refuse = RuntimeError("operation not permitted when stream is capturing")
     assert written(target, made) == plain
-    said = target.note if name == "layer_skip" else made.graph_note
-    assert said.startswith("CUDA graph capture failed (operation not permitted")
+    note = target.note if name == "layer_skip" else made.graph_note
+    assert note.startswith("CUDA graph capture failed (operation not permitted")
 
 
 @pytest.mark.parametrize("name", [*HEADS, "draft_model", "layer_skip"])
@@ -266,8 +266,8 @@ def test_a_draft_model_remembers_what_recorded_drafts_read(world):
     for kind in (HFTarget, PrefixCachedTarget):
         draft = kind(fast().model)
         made = load_drafter("draft_model", target, draft)
-        said = [t for event in generate(target, made, prompt, config) for t in event.emitted[0]]
-        longer = torch.cat([prompt, to_device([said], prompt.device), there(1, 4, 5)], 1)
+        output_ids = [t for event in generate(target, made, prompt, config) for t in event.emitted[0]]
+        longer = torch.cat([prompt, to_device([output_ids], prompt.device), there(1, 4, 5)], 1)
         drafts.append([event.drafted for event in generate(target, made, longer, config)])
         if kind is PrefixCachedTarget:
             assert draft.cached_tokens > prompt.shape[1] + 10
@@ -404,14 +404,14 @@ def test_the_pretended_device_keeps_the_rules(world):
         torch.cuda.set_stream(default)
         torch._C._cuda_endAllocateToPool(0, pool)
     graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
-    said = []
+    results = []
     for graph in graphs:
         with torch.cuda.graph(graph, pool=graphs[0].pool()):
-            said.append(x @ x)
+            results.append(x @ x)
     graphs[0].replay()
-    assert said[0].sum().item() == 8.0
+    assert results[0].sum().item() == 8.0
     graphs[1].replay()
-    assert said[0].isnan().all(), "another graph of the pool was replayed"
+    assert results[0].isnan().all(), "another graph of the pool was replayed"
     del graph, graphs[0]
     with pytest.raises(RuntimeError, match="workspace"):
         graphs.pop().replay()

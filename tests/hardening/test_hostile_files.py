@@ -184,8 +184,8 @@ PLAIN = {"title": "t", "target": "stories", "prompt": "p", "lanes": [{"method": 
 def test_preset_limits(tmp_path, text, line):
     path = tmp_path / "p.yaml"
     path.write_text(text, encoding="utf-8")
-    told = refused(read_preset, path)
-    assert line in told and "p.yaml" in told
+    message = refused(read_preset, path)
+    assert line in message and "p.yaml" in message
 
 
 LETTERS = st.text(st.sampled_from("{}[]&*!|>'\"#%@`:-?, \n\t01aé\u0085~=<"), max_size=60)
@@ -286,16 +286,16 @@ def head(tmp_path):
     folder.
     """
 
-    def make(name, said, held=None):
+    def make(name, change_config, change_tensors=None):
         folder = tmp_path / name
         shutil.copytree(embedded_folder() / name, folder)
         for file in ("config.json", "params.json"):
             if (folder / file).is_file():
                 config = json.loads((folder / file).read_text(encoding="utf-8"))
-                (folder / file).write_text(json.dumps(said(config)), encoding="utf-8")
-        if held is not None:
+                (folder / file).write_text(json.dumps(change_config(config)), encoding="utf-8")
+        if change_tensors is not None:
             tensors = load_file(folder / "model.safetensors")
-            save_file({n: t.contiguous() for n, t in held(tensors).items()}, folder / "model.safetensors")
+            save_file({n: t.contiguous() for n, t in change_tensors(tensors).items()}, folder / "model.safetensors")
         return str(folder)
 
     return make
@@ -311,8 +311,8 @@ HEADS = {
 }
 
 
-def changed(**said):
-    return lambda config: config | said
+def changed(**changes):
+    return lambda config: config | changes
 
 
 def same(config):
@@ -326,7 +326,7 @@ def numbered(tensors):
 
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize(
-    "said, held, line",
+    "change_config, change_tensors, line",
     [
         (lambda config: [config], None, "is damaged"),
         (lambda config: {"a": json.loads("[" * 200 + "]" * 200)} | config, None, "may nest 32 brackets"),
@@ -340,13 +340,13 @@ def numbered(tensors):
         (changed(num_hidden_layers=1e7), None, "num_hidden_layers must be a whole number of 512 at most"),
     ],
 )
-def test_head_limits(stories, head, name, said, held, line):
-    source = head(name, said, held)
+def test_head_limits(stories, head, name, change_config, change_tensors, line):
+    source = head(name, change_config, change_tensors)
     assert line in refused(load_drafter, HEADS[name], stories, source)
 
 
 @pytest.mark.parametrize(
-    "name, said, line",
+    "name, changes, line",
     [
         ("stories-mlp-speculator", {"n_predict": 10**7}, "n_predict must be a whole number of 512 at most"),
         ("stories-mlp-speculator", {"n_predict": 0}, "does not say n_predict"),
@@ -362,8 +362,8 @@ def test_head_limits(stories, head, name, said, held, line):
         ("stories-mtp", {"num_nextn_predict_layers": 10**9}, "num_nextn_predict_layers must be"),
     ],
 )
-def test_head_size_limits(stories, head, name, said, line):
-    assert line in refused(load_drafter, HEADS[name], stories, head(name, changed(**said)))
+def test_head_size_limits(stories, head, name, changes, line):
+    assert line in refused(load_drafter, HEADS[name], stories, head(name, changed(**changes)))
 
 
 VALUES = [None, True, -1, 0, 1.5, float("nan"), "x", "9" * 5000, [], [-1], ["x"], {}, {"a": 1}, 511, 10**6, 10**30]
@@ -420,13 +420,13 @@ def copied(model, tmp_path):
     return folder
 
 
-def rewrite(path, **said):
+def rewrite(path, **changes):
     value = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps(value | said), encoding="utf-8")
+    path.write_text(json.dumps(value | changes), encoding="utf-8")
 
 
 @pytest.mark.parametrize(
-    "said, line",
+    "config_changes, line",
     [
         ({"num_hidden_layers": 10**7}, "num_hidden_layers must be"),
         ({"num_hidden_layers": 500}, "numbers, its files"),
@@ -442,16 +442,16 @@ def rewrite(path, **said):
     ],
 )
 @pytest.mark.parametrize("how", [load_target, load_meta_target])
-def test_models_that_describe_what_they_are_not(copied, said, line, how):
-    rewrite(copied / "config.json", **said)
+def test_models_that_describe_what_they_are_not(copied, config_changes, line, how):
+    rewrite(copied / "config.json", **config_changes)
     assert line in refused(how, str(copied))
 
 
 def test_sizes_of_public_models_are_allowed(tmp_path):
     """Sizes from Kimi K2, Llama 4 Scout and Meta's params.json, and values that are not numbers."""
-    said = {"num_hidden_layers": 126, "n_routed_experts": 512, "max_position_embeddings": 10_485_760}
-    said |= {"vocab_size": -1, "tie_word_embeddings": True, "head_dim": None, "intermediate_size": [8192, 16384]}
-    (tmp_path / "config.json").write_text(json.dumps(said | {"text_config": said}), encoding="utf-8")
+    sizes = {"num_hidden_layers": 126, "n_routed_experts": 512, "max_position_embeddings": 10_485_760}
+    sizes |= {"vocab_size": -1, "tie_word_embeddings": True, "head_dim": None, "intermediate_size": [8192, 16384]}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"text_config": sizes}), encoding="utf-8")
     assert read_config(tmp_path)["num_hidden_layers"] == 126
 
 
@@ -545,9 +545,9 @@ def test_templates_that_would_end_or_hold_up_the_process(copied, template):
 def test_child_process_output_equals_the_library(copied, template):
     tokenizer = load_target(str(copied)).tokenizer
     tokenizer.chat_template = template
-    said = [{"role": "user", "content": "a <user> b"}, {"role": "assistant", "content": "c"}]
-    expected = tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=True)["input_ids"]
-    assert encode(tokenizer, said, 200) == expected
+    messages = [{"role": "user", "content": "a <user> b"}, {"role": "assistant", "content": "c"}]
+    expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert encode(tokenizer, messages, 200) == expected
 
 
 def test_one_child_for_all_lanes_and_none_for_the_models_that_ship(copied, stories, monkeypatch):
@@ -584,9 +584,9 @@ def stored_as(config):
     st.sampled_from(sorted(known())), changes(SIZES), st.sampled_from(sorted(MAKERS)), changes(DRAFTER_SIZES),
     st.sampled_from([1, 4096]), st.integers(-3, 40),
 )  # fmt: skip
-def test_a_prediction_from_any_config_is_finite_or_one_line(name, said, method, drafter, batch, exit_layer):
+def test_a_prediction_from_any_config_is_finite_or_one_line(name, config_changes, method, drafter, batch, exit_layer):
     try:
-        target = shape_of({**known()[name], **said}, name)
+        target = shape_of({**known()[name], **config_changes}, name)
         model = {**known()[name], **drafter}
         found = predict(target, method=method, model=model, batch=batch, options={"exit_layer": exit_layer}, ks=(1, 2))
     except ValueError as error:
@@ -596,7 +596,7 @@ def test_a_prediction_from_any_config_is_finite_or_one_line(name, said, method, 
 
 
 @pytest.mark.parametrize(
-    "said",
+    "config_changes",
     [
         {"layer_types": 1},
         {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": [1]}},
@@ -608,8 +608,8 @@ def test_a_prediction_from_any_config_is_finite_or_one_line(name, said, method, 
     ],
 )
 @pytest.mark.parametrize("role", ["target", "drafter"])
-def test_predict_on_a_hostile_config_ends_in_one_line(tmp_path, capsys, role, said):
-    (tmp_path / "config.json").write_text(json.dumps({**known()["llama-1b"], **said}), encoding="utf-8")
+def test_predict_on_a_hostile_config_ends_in_one_line(tmp_path, capsys, role, config_changes):
+    (tmp_path / "config.json").write_text(json.dumps({**known()["llama-1b"], **config_changes}), encoding="utf-8")
     asked = [str(tmp_path)] if role == "target" else ["llama-8b", "--model", str(tmp_path)]
     with bounded():
         code = main(["predict", *asked, "--json"])

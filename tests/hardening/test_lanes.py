@@ -53,7 +53,7 @@ def runner():
 
 
 @pytest.fixture(scope="module")
-def whole(runner):
+def baseline_ids(runner):
     """Return the output that all lanes share."""
     return runner.run(spec()).lanes[0].token_ids
 
@@ -85,12 +85,12 @@ def breaks(monkeypatch, owner, name, error, when=lambda *args: True):
     monkeypatch.setattr(owner, name, fail, raising=False)
 
 
-def fails_alone(trace, whole, why):
+def fails_alone(trace, baseline_ids, why):
     """Check that lane 1 alone failed, with this reason."""
     baseline, failed, other = trace.lanes
     assert [lane.finish for lane in trace.lanes] == ["length", "error", "length"]
-    assert baseline.token_ids == other.token_ids == whole
-    assert failed.token_ids == whole[: len(failed.token_ids)] and failed.summary["tokens"] < len(whole)
+    assert baseline.token_ids == other.token_ids == baseline_ids
+    assert failed.token_ids == baseline_ids[: len(failed.token_ids)] and failed.summary["tokens"] < len(baseline_ids)
     assert failed.note.startswith(why) and "\n" not in failed.note and len(failed.note) < 600
     assert from_json(to_json(trace)) == trace
     return True
@@ -100,14 +100,14 @@ def is_gone(runner, caches):
     return caches() and not any(cache is not None for cache in caches()) and not runner.lock.locked()
 
 
-def is_free(runner, caches, whole):
+def is_free(runner, caches, baseline_ids):
     assert is_gone(runner, caches)
-    assert [lane.token_ids for lane in runner.run(spec()).lanes] == [whole] * 3
+    assert [lane.token_ids for lane in runner.run(spec()).lanes] == [baseline_ids] * 3
     return True
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_a_drafter_that_raises(runner, whole, caches, monkeypatch, error):
+def test_a_drafter_that_raises(runner, baseline_ids, caches, monkeypatch, error):
     """Three lanes fail, one in each method of the drafter."""
     calls = {1: "start", 2: "propose", 3: "observe"}
     lanes = [Lane(method="ngram", k=2, options={"max_n": n}) for n in calls]
@@ -117,61 +117,63 @@ def test_a_drafter_that_raises(runner, whole, caches, monkeypatch, error):
         *messages, finished = runner.stream(spec(*lanes, Lane(method="suffix", k=2)))
     first, *failed, last = finished.trace.lanes
     for lane in failed:
-        assert fails_alone(replace(finished.trace, lanes=[first, lane, last], comparison=[]), whole, ERRORS[error])
+        assert fails_alone(
+            replace(finished.trace, lanes=[first, lane, last], comparison=[]), baseline_ids, ERRORS[error]
+        )
     assert [row["verdict"] for row in finished.trace.comparison] == [*["unknown"] * 3, "identical"]
     assert [m.text for m in messages if isinstance(m, Note)] == [lane.note for lane in failed]
     assert sorted(m.lane for m in messages if isinstance(m, LaneDone)) == [0, 1, 2, 3, 4]
     del messages
-    assert is_free(runner, caches, whole)
+    assert is_free(runner, caches, baseline_ids)
 
 
-def test_a_drafter_that_raises_late_keeps_what_it_wrote(runner, whole, caches, monkeypatch):
+def test_a_drafter_that_raises_late_keeps_what_it_wrote(runner, baseline_ids, caches, monkeypatch):
     calls = count()
     with monkeypatch.context() as broken:
         breaks(broken, NGram, "observe", KeyError("late"), lambda *args: next(calls) > 15)
         trace = runner.run(spec())
-    assert fails_alone(trace, whole, "KeyError: 'late'") and len(trace.lanes[1].token_ids) > 1
-    assert is_free(runner, caches, whole)
+    assert fails_alone(trace, baseline_ids, "KeyError: 'late'") and len(trace.lanes[1].token_ids) > 1
+    assert is_free(runner, caches, baseline_ids)
 
 
-def test_a_lane_that_fails_off_the_clock_alone_does_not_fail(runner, whole, monkeypatch):
+def test_a_lane_that_fails_off_the_clock_alone_does_not_fail(runner, baseline_ids, monkeypatch):
     calls = count()
     breaks(monkeypatch, NGram, "start", KeyError("cold"), lambda *args: not next(calls))
-    assert [lane.token_ids for lane in runner.run(spec()).lanes] == [whole] * 3
+    assert [lane.token_ids for lane in runner.run(spec()).lanes] == [baseline_ids] * 3
 
 
-def test_a_drafter_that_cannot_be_built(runner, whole, caches, monkeypatch):
+def test_a_drafter_that_cannot_be_built(runner, baseline_ids, caches, monkeypatch):
     with monkeypatch.context() as broken:
         breaks(broken, NGram, "__init__", KeyError("weights"))
-        assert fails_alone(runner.run(spec()), whole, "KeyError: 'weights' (test_lanes.py:")
-    assert is_free(runner, caches, whole)
+        assert fails_alone(runner.run(spec()), baseline_ids, "KeyError: 'weights' (test_lanes.py:")
+    assert is_free(runner, caches, baseline_ids)
     breaks(monkeypatch, NGram, "__init__", ValueError("it does not fit; choose another"))
     with pytest.raises(ValueError, match="^it does not fit; choose another$"):
         runner.run(spec())
 
 
 @pytest.mark.parametrize("error", [KeyError("gone"), MemoryError(), RuntimeError("no kernel")])
-def test_a_target_that_raises(runner, whole, caches, monkeypatch, error):
+def test_a_target_that_raises(runner, baseline_ids, caches, monkeypatch, error):
     with monkeypatch.context() as broken:
         breaks(broken, HFTarget, "forward", error, lambda self, tokens, *more: tokens.shape[1] == 3)
         trace = runner.run(spec(Lane(method="ngram", k=2), Lane(method="suffix", k=1)))
-    assert fails_alone(trace, whole, str(error) if isinstance(error, RuntimeError) else type(error).__name__)
-    assert is_free(runner, caches, whole)
+    assert fails_alone(trace, baseline_ids, str(error) if isinstance(error, RuntimeError) else type(error).__name__)
+    assert is_free(runner, caches, baseline_ids)
 
 
-def test_a_rule_that_raises(runner, whole, caches, monkeypatch):
+def test_a_rule_that_raises(runner, baseline_ids, caches, monkeypatch):
     with monkeypatch.context() as broken:
         breaks(broken, Typical, "__call__", IndexError("slot 9"))
         trace = runner.run(spec(Lane(method="ngram", k=2, acceptance="typical"), Lane(method="suffix", k=2)))
-    assert fails_alone(trace, whole, "IndexError: slot 9")
-    assert is_free(runner, caches, whole)
+    assert fails_alone(trace, baseline_ids, "IndexError: slot 9")
+    assert is_free(runner, caches, baseline_ids)
 
 
 def chain(*ids, **changes):
     return replace(Draft.chain(torch.tensor([ids])), **changes)
 
 
-STRAY = {
+INVALID_DRAFTS = {
     "minus two": (chain(-2), "the draft has token -2; the vocabulary has 0 to 2047"),
     "one too far": (chain(5, 2048), "the draft has token 2048; the vocabulary has 0 to 2047"),
     "huge": (chain(2**40), f"the draft has token {2**40}; the vocabulary has 0 to 2047"),
@@ -193,9 +195,9 @@ STRAY = {
 
 
 @pytest.mark.parametrize("hot", [0.0, 1.0])
-@pytest.mark.parametrize("case", STRAY)
+@pytest.mark.parametrize("case", INVALID_DRAFTS)
 def test_invalid_draft_fails_only_its_lane(runner, caches, monkeypatch, case, hot):
-    draft, why = STRAY[case]
+    draft, why = INVALID_DRAFTS[case]
     with monkeypatch.context() as broken:
         broken.setattr(NGram, "propose", lambda self, budget: draft)
         trace = runner.run(spec(temperature=hot))
@@ -211,7 +213,7 @@ def test_invalid_draft_fails_only_its_lane(runner, caches, monkeypatch, case, ho
 @pytest.mark.parametrize("case", ["minus two", "one too far", "huge"])
 def test_the_library_itself_raises_on_every_kind_of_target(model, case, hot):
     target = ToyTarget(2048) if model == "toy" else HFTarget(build(model))
-    draft, _ = STRAY[case]
+    draft, _ = INVALID_DRAFTS[case]
     drafter = NGram(target)
     drafter.propose = lambda budget: draft
     config = GenerationConfig(8, Sampling(hot), Budget(2, 2))
@@ -219,7 +221,7 @@ def test_the_library_itself_raises_on_every_kind_of_target(model, case, hot):
         list(generate(target, drafter, torch.tensor([[3, 4, 5]]), config))
 
 
-def test_release_error_is_reported_by_its_lane_only(runner, whole, caches, monkeypatch):
+def test_release_error_is_reported_by_its_lane_only(runner, baseline_ids, caches, monkeypatch):
     with monkeypatch.context() as broken:
         breaks(broken, NGram, "release", KeyError("handle"))
         trace = runner.run(spec())
@@ -227,11 +229,11 @@ def test_release_error_is_reported_by_its_lane_only(runner, whole, caches, monke
         while not isinstance(next(stream), LaneStep):
             pass
         stream.close()
-    assert [lane.token_ids for lane in trace.lanes] == [whole] * 3
+    assert [lane.token_ids for lane in trace.lanes] == [baseline_ids] * 3
     assert [lane.finish for lane in trace.lanes] == ["length"] * 3  # its text was complete
     assert trace.lanes[1].note.startswith("KeyError: 'handle'")
     del stream
-    assert is_free(runner, caches, whole)
+    assert is_free(runner, caches, baseline_ids)
 
 
 def test_both_are_released_even_if_the_first_fails(monkeypatch):
@@ -246,12 +248,12 @@ def test_both_are_released_even_if_the_first_fails(monkeypatch):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_process_exit_ends_the_run(runner, whole, caches, monkeypatch, error):
+def test_process_exit_ends_the_run(runner, baseline_ids, caches, monkeypatch, error):
     with monkeypatch.context() as broken:
         breaks(broken, NGram, "propose", error)
         with pytest.raises(error):
             runner.run(spec())
-    assert is_free(runner, caches, whole)
+    assert is_free(runner, caches, baseline_ids)
 
 
 def test_a_lane_keeps_one_learner_and_none_that_failed(monkeypatch):

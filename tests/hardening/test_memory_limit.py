@@ -21,8 +21,8 @@ import resource, sys
 import specdemo.presets.run, transformers.models.llama.modeling_llama
 from pathlib import Path
 from specdemo.__main__ import main
-held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (held + int(sys.argv[1]),) * 2)
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + int(sys.argv[1]),) * 2)
 sys.exit(main(sys.argv[2:]))
 """
 HERE = Path("/proc/self/statm").exists()

@@ -415,8 +415,8 @@ def test_domino(target, tmp_path, shifted, alone):
     shapes = {"prefix_gru.weight_ih_l0": (3 * inner, H), "prefix_gru.weight_hh_l0": (3 * inner, inner)}
     shapes |= {"embed_proj.0.weight": (words, H + inner), "embed_proj.2.weight": (VOCABULARY, words)}
     extra = {name: torch.randn(shape, generator=rng) for name, shape in shapes.items()}
-    said = {"projector_type": "domino", "emb_dim": words, "gru_hidden_dim": inner}
-    config = changed(ZLAB, pure_draft_prefix_len=alone, shift_label=shifted, **said)
+    settings = {"projector_type": "domino", "emb_dim": words, "gru_hidden_dim": inner}
+    config = changed(ZLAB, pure_draft_prefix_len=alone, shift_label=shifted, **settings)
     model = DFlash.load(write(tmp_path, config | {"architectures": ["DominoDraftModel"]}, w | extra), target)
     draft = observed(target, model, TEXT, (9, 12)).propose(Budget(16, 16))
     first = 0 if shifted else 1
@@ -531,8 +531,8 @@ def test_lilicorr(target, tmp_path, width, renamed):
     tokens are requested.
     """
     w, more = drafter_tensors(), lattice_tensors(width)
-    said = {f"lilicorr_{key}": value for key, value in LATTICE.items()} | {"lilicorr_hidden_size": width % H}
-    config = changed(ZLAB, **said) | {"architectures": ["LiLiCorrDraftModel"]}
+    settings = {f"lilicorr_{key}": value for key, value in LATTICE.items()} | {"lilicorr_hidden_size": width % H}
+    config = changed(ZLAB, **settings) | {"architectures": ["LiLiCorrDraftModel"]}
     names = {"feature_mlp.0.": "feature_norm.", "feature_mlp.1.": "feature_mlp.up_proj."}
     names |= {"feature_mlp.3.": "feature_mlp.down_proj.", ".mlp.0.": ".mlp.up_proj.", ".mlp.2.": ".mlp.down_proj."}
     stored = dict(more)
@@ -547,11 +547,11 @@ def test_lilicorr(target, tmp_path, width, renamed):
     chances, candidates = target.lm_head(states).log_softmax(-1).topk(3)
     rows = target.embed.weight[candidates]
     first, pairs = lattice_scores(more, rows, chances, states, context)
-    said, at = [first], None
+    scores_by_slot, at = [first], None
     for d, token in enumerate(draft.tokens[0].tolist()):
         at = candidates[d].tolist().index(token)
-        said += [pairs[d, at]] if d < len(pairs) else []
-    for d, scores in enumerate(said):
+        scores_by_slot += [pairs[d, at]] if d < len(pairs) else []
+    for d, scores in enumerate(scores_by_slot):
         torch.testing.assert_close(draft.probs[0, d, candidates[d]], scores.softmax(-1), atol=1e-5, rtol=1e-3)
     again = observed(target, model, TEXT, (9, 12)).propose(Budget(2, 2))
     torch.testing.assert_close(again.probs, draft.probs[:, :2])
@@ -603,17 +603,17 @@ def test_transformers_drafts_the_same(target, tmp_path, kind):
     settings = transformers.GenerationConfig(max_length=80, do_sample=False)
     reference = DFlashTokenCandidateGenerator(oracle, target.embed, target.lm_head, settings)
     reference.get_candidates(TEXT, {}, None, is_first_iteration=True, n_last_matches=0)
-    said = target.model(TEXT[:, :-1], output_hidden_states=True)
+    output = target.model(TEXT[:, :-1], output_hidden_states=True)
     drafter = observed(target, str(tmp_path), TEXT[:, :10])
     for begin, end in ((0, 9), (9, 12), (12, 13)):  # the prompt, then three and one accepted columns
         ids = TEXT[:, : end + 1]
-        said.hidden_states = target.model(ids[:, :-1], output_hidden_states=True).hidden_states
-        said.hidden_states = tuple(h[:, begin:] for h in said.hidden_states)
+        output.hidden_states = target.model(ids[:, :-1], output_hidden_states=True).hidden_states
+        output.hidden_states = tuple(h[:, begin:] for h in output.hidden_states)
         arguments = {"position_ids": torch.arange(end + 1)[None], "attention_mask": torch.ones_like(ids)}
         with torch.no_grad():
-            tokens, logits = reference.get_candidates(ids, arguments, said, False, n_last_matches=end - begin - 1)
+            tokens, logits = reference.get_candidates(ids, arguments, output, False, n_last_matches=end - begin - 1)
         if begin:
-            hidden = {tap: said.hidden_states[tap] for tap in TAPS}
+            hidden = {tap: output.hidden_states[tap] for tap in TAPS}
             drafter.observe(Progress(ids[:, begin:end], ids[:, begin + 1 :], [end - begin], hidden))
         draft = drafter.propose(Budget(16, 16))
         torch.testing.assert_close(draft.probs.log(), logits.log_softmax(-1), atol=1e-4, rtol=1e-4)
@@ -823,13 +823,13 @@ def test_training_sees_what_drafting_sees(target, tmp_path, from_anchor):
         for place, anchor in enumerate(places):
             part = text[row : row + 1, : anchor + 1]
             probs = observed(target, drafter.head, part).propose(Budget(16, 16)).probs[0]
-            said = target.lm_head(states[row, place, first:]).log_softmax(-1)
-            torch.testing.assert_close(said, probs.log(), atol=2e-4, rtol=1e-4)
+            log_probs = target.lm_head(states[row, place, first:]).log_softmax(-1)
+            torch.testing.assert_close(log_probs, probs.log(), atol=2e-4, rtol=1e-4)
             expected = text[row, anchor + 1 : anchor + 1 + drafts]
             weight = torch.exp(-torch.arange(drafts) / 4.0)
-            nats += float((weight * -said.gather(1, expected[:, None])[:, 0]).sum())
+            nats += float((weight * -log_probs.gather(1, expected[:, None])[:, 0]).sum())
             weights += float(weight.sum())
-            hits += said.argmax(-1) == expected
+            hits += log_probs.argmax(-1) == expected
     loss, metrics = drafter.loss(batch)
     assert float(loss) == pytest.approx(nats / weights, rel=1e-4)
     assert list(metrics.values()) == pytest.approx((hits / anchors.numel()).tolist())
@@ -863,9 +863,9 @@ def test_every_variant_survives_saving(target, tmp_path):
         selector_top_k=5,
     )
     tensors = drafter_tensors() | second_tensors()
-    model = DFlash.load(write(tmp_path / "theirs", config, tensors), target)
-    load_drafter("dflash", target, model).save(tmp_path / "ours", "tiny")
-    again = DFlash.load(str(tmp_path / "ours"), target)
+    model = DFlash.load(write(tmp_path / "original", config, tensors), target)
+    load_drafter("dflash", target, model).save(tmp_path / "saved", "tiny")
+    again = DFlash.load(str(tmp_path / "saved"), target)
     assert replace(again.design, body=model.design.body) == model.design
     assert torch.equal(logits_of(target, again, TEXT), logits_of(target, model, TEXT))
 

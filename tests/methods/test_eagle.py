@@ -75,7 +75,7 @@ class Reference:
 
     def features(self, text):
         states = []
-        handle = self.target.model.model.layers[-1].register_forward_hook(lambda *said: states.append(said[2][0]))
+        handle = self.target.model.model.layers[-1].register_forward_hook(lambda *call: states.append(call[2][0]))
         every = [h[0] for h in self.target.model(torch.tensor([text]), output_hidden_states=True).hidden_states]
         handle.remove()
         every[-1:] = [states[0], every[-1]]  # transformers returns the last layer's output only after the norm
@@ -178,7 +178,7 @@ def eagle3(first="midlayer", words=WORDS, **kinds):
     return tensors
 
 
-def speculators(**said):
+def speculators(**changes):
     nested = {**LAYER, "model_type": "llama", "rope_theta": 5e5}
     verifier = {"name_or_path": "some/verifier"}
     return {
@@ -188,7 +188,7 @@ def speculators(**said):
         "norm_before_residual": False,
         "transformer_layer_config": nested,
         "speculators_config": {"algorithm": "eagle3", "verifier": verifier},
-        **said,
+        **changes,
     }
 
 
@@ -199,9 +199,9 @@ def near(window):
     return config
 
 
-def peagle(**said):
+def peagle(**changes):
     second = layer_tensors("layers.1", H, special=("input_layernorm",))
-    config = speculators(**{"speculators_model_type": "peagle", "mask_token_id": 7, **said})
+    config = speculators(**{"speculators_model_type": "peagle", "mask_token_id": 7, **changes})
     return config, {**eagle3("layers.0"), **second, "mask_hidden": matrix(1, 1, 3 * H, seed=9)}
 
 
@@ -291,7 +291,7 @@ def test_drafts_of_every_dialect_match_the_reference(dialect, packed, target, tm
         pytest.skip("this torch has no oneDNN")
     monkeypatch.setattr(module, "PACKED_SIZE", 0)
     monkeypatch.setattr(module, "packing_pays", lambda dtype: packed)
-    config, tensors, said = dialects()[dialect]
+    config, tensors, conventions = dialects()[dialect]
     source = write(tmp_path, config, tensors, pickled=dialect in ("eagle1", "official"))
     head = Eagle.load(source, target)
     taps = head.convention.taps
@@ -303,7 +303,7 @@ def test_drafts_of_every_dialect_match_the_reference(dialect, packed, target, tm
         assert taps == ((1, 2, 3) if dialect == "deepspec" else (1, 1, 1)) and not head.note
     if head.convention.feature_first:  # random weights: the probe may choose either
         tensors["fc.weight"] = tensors["fc.weight"].roll(H, 1)
-    reference = Reference(target, tensors, taps, **said)
+    reference = Reference(target, tensors, taps, **conventions)
     drafter = load_drafter("eagle", target, head, draft="chain")
     steps, _ = record(target, drafter, texts(1, 6))
     for (text,), draft in steps[:3]:

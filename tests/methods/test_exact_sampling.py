@@ -55,9 +55,9 @@ def expected(target, tokens):
 def test_the_first_tokens_are_drawn_from_the_target(name):
     target = ToyTarget(VOCABULARY, seed=6)
     counts = joint(target, testing.make_drafter(name, target), 3)
-    wanted = expected(target, 3) * DRAWS
-    common = wanted >= 5.0  # rarer outcomes are pooled
+    expected_counts = expected(target, 3) * DRAWS
+    common = expected_counts >= 5.0  # rarer outcomes are pooled
     observed = torch.cat([counts[common].double(), counts[~common].sum()[None].double()])
-    hoped = torch.cat([wanted[common].double(), wanted[~common].sum()[None].double()])
-    statistic = float(((observed - hoped) ** 2 / hoped.clamp_min(1e-9)).sum())
-    assert statistic < chi2.ppf(0.9999, len(hoped) - 1)
+    pooled = torch.cat([expected_counts[common].double(), expected_counts[~common].sum()[None].double()])
+    statistic = float(((observed - pooled) ** 2 / pooled.clamp_min(1e-9)).sum())
+    assert statistic < chi2.ppf(0.9999, len(pooled) - 1)

@@ -77,8 +77,8 @@ def reference(tensors, hidden, tokens, scale_input=False, steps=3, inner=INNER):
 def logits_of(head, hidden, tokens):
     state, logits = head.initial_state(hidden), []
     for i in range(len(head)):
-        state, said = head(state, tokens[:, i], i)
-        logits.append(said)
+        state, step_logits = head(state, tokens[:, i], i)
+        logits.append(step_logits)
     return torch.stack(logits)
 
 

@@ -16,8 +16,8 @@ class HalfCache(SlabCache):
     """A cache that stores keys and values in half the bytes and returns them in the layer's dtype."""
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        kept = super().update(key_states.bfloat16(), value_states.bfloat16(), layer_idx)
-        return tuple(states.to(key_states.dtype) for states in kept)
+        cached = super().update(key_states.bfloat16(), value_states.bfloat16(), layer_idx)
+        return tuple(states.to(key_states.dtype) for states in cached)
 
 
 @pytest.fixture
@@ -44,5 +44,5 @@ def test_half_precision_cache_is_close(half, monkeypatch):
 def test_chains_trees_and_batches_are_exact_on_it(half, name, rows):
     prompts, config = texts(rows, 13), GenerationConfig(24)
     plain = output_tokens(half, make_drafter(BASELINE, half), config, prompts)
-    spoken = GenerationConfig(24, budget=Budget(6, 4))
-    assert output_tokens(half, make_drafter(name, half), spoken, prompts) == plain
+    speculative = GenerationConfig(24, budget=Budget(6, 4))
+    assert output_tokens(half, make_drafter(name, half), speculative, prompts) == plain

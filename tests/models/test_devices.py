@@ -26,13 +26,13 @@ class Pretend(DeviceKind):
 
     def __init__(self, **row):
         super().__init__(**row)
-        object.__setattr__(self, "asked", [])
+        object.__setattr__(self, "calls", [])
 
     def count(self):
         return self.here
 
     def synchronize(self, device):
-        self.asked.append("wait")
+        self.calls.append("wait")
 
     def free(self, device):
         return 1000 + (device.index or 0) if device.type != "cpu" else 10**10
@@ -41,10 +41,10 @@ class Pretend(DeviceKind):
         return 24_000_000_000
 
     def empty_cache(self):
-        self.asked.append("empty")
+        self.calls.append("empty")
 
     def prepare(self):
-        self.asked.append("prepare")
+        self.calls.append("prepare")
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_a_lap_ends_when_the_device_is_done(name, pretend):
     watch.lap("draft")
     watch.lap("verify")
     assert list(watch.read()) == ["draft", "verify"]
-    assert row.asked == ["wait"] * 3
+    assert row.calls == ["wait"] * 3
     assert capture_for(device) is None
 
 
@@ -143,7 +143,7 @@ def test_cudnn_attention_is_off_on_nvidia():
 def test_loading_prepares_the_device_and_frees_temporary_memory(pretend):
     row = pretend("cpu", dtypes=("float32",))
     load.load_target("stories")
-    assert row.asked[-2:] == ["empty", "prepare"]
+    assert row.calls[-2:] == ["empty", "prepare"]
 
 
 class Counting(DeviceKind):

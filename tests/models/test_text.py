@@ -45,9 +45,9 @@ def tokenizer():
 
 def pieces(tokenizer, prompt, ids):
     detokenizer = Detokenizer(tokenizer, prompt)
-    given_out = detokenizer.push(ids)
-    assert len(given_out) == len(ids)
-    return [*given_out, detokenizer.flush()]
+    added = detokenizer.push(ids)
+    assert len(added) == len(ids)
+    return [*added, detokenizer.flush()]
 
 
 @given(text=st.text(min_size=1, max_size=60), cut=st.integers(0, 20))
@@ -55,9 +55,9 @@ def test_pieces_add_up_to_the_text(text, cut):
     tokenizer = BYTE_LEVEL
     ids = tokenizer("A dog. " + text)["input_ids"]
     cut = min(cut, len(ids) - 1)
-    said = "".join(pieces(tokenizer, ids[:cut], ids[cut:]))
+    joined = "".join(pieces(tokenizer, ids[:cut], ids[cut:]))
     decoded, before = tokenizer.decode(ids), tokenizer.decode(ids[:cut]).rstrip("\ufffd")
-    assert said == decoded[len(before) :]
+    assert joined == decoded[len(before) :]
 
 
 BYTE_LEVEL = byte_level()
@@ -80,8 +80,8 @@ def test_hard_text_survives_every_way_of_being_pushed(tokenizer):
 
 def test_bytes_that_never_become_a_character_come_at_the_end(tokenizer):
     ids = tokenizer("a🙂")["input_ids"][:-1]
-    *given_out, rest = pieces(tokenizer, [], ids)
-    assert given_out == ["a", "", "", ""] and rest == "\ufffd"
+    *added, rest = pieces(tokenizer, [], ids)
+    assert added == ["a", "", "", ""] and rest == "\ufffd"
     assert Detokenizer(tokenizer, []).flush() == ""
 
 

@@ -30,8 +30,8 @@ def test_a_recorded_run_is_a_run_of_its_preset(path):
         "temperature": spec.sampling.temperature,
     }
     assert [lane.method for lane in trace.lanes[1:]] == [lane.method for lane in spec.lanes]
-    for ran, asked in zip(trace.lanes[1:], spec.lanes, strict=True):
-        assert {"k": asked.k, **asked.options}.items() <= ran.options.items()
+    for recorded_lane, lane in zip(trace.lanes[1:], spec.lanes, strict=True):
+        assert {"k": lane.k, **lane.options}.items() <= recorded_lane.options.items()
     good = {"same distribution"} if spec.sampling.temperature else {"identical", "lossy"}
     assert finish(trace) == "done" and {row["verdict"] for row in trace.comparison} <= good
     assert trace.environment["device"] and trace.environment["date"] and trace.environment["commit"]

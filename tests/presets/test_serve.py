@@ -113,8 +113,8 @@ def test_a_pinned_model_is_served_at_its_revision():
     pinned = lane(method="dflash", model="org/draft@v1", k=3).changed(target="org/target@v2")
     words = shlex.split(serve_commands(pinned, "vllm")[-3])
     assert words[:3] == ["vllm", "serve", "org/target"] and after(words, "--revision") == "v2"
-    told = json.loads(after(words, "--speculative-config"))
-    assert (told["model"], told["revision"]) == ("org/draft", "v1")
+    config = json.loads(after(words, "--speculative-config"))
+    assert (config["model"], config["revision"]) == ("org/draft", "v1")
     words = shlex.split(serve_commands(pinned, "sglang")[-3])
     assert (after(words, "--model-path"), after(words, "--revision")) == ("org/target", "v2")
     assert after(words, "--speculative-draft-model-path") == "org/draft"
@@ -126,9 +126,9 @@ def test_unsupported_server_feature_is_one_line():
     models |= {name: {"model": "some/drafter"} for name in ("mtp", "eagle", "dflash", "adaptive", "online")}
     models |= {name: {"model": "some/drafter"} for name in ("cascade", "router")}
     for engine, able in (("vllm", VLLM), ("sglang", SGLANG), ("llamacpp", LLAMACPP)):
-        said = {name: command(engine, method=name, **models.get(name, {})) for name in METHODS if name != "none"}
-        assert {name for name, words in said.items() if isinstance(words, list)} == able
-        refused = [line for line in said.values() if isinstance(line, str)]
+        commands = {name: command(engine, method=name, **models.get(name, {})) for name in METHODS if name != "none"}
+        assert {name for name, words in commands.items() if isinstance(words, list)} == able
+        refused = [line for line in commands.values() if isinstance(line, str)]
         reason = "specdemo starts it with a draft model" if engine == "llamacpp" else "has no such method"
         assert all(reason in line or "no longer have it" in line for line in refused)
 

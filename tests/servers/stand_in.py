@@ -19,10 +19,10 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         loaded = os.path.exists(os.environ.get("GATE", "/"))
         tags = ["token-ids"] if "specdemo.servers.llamacpp" in sys.argv else []
-        said = {"/v1/models": json.dumps({"data": [{"id": "stories", "tags": tags}]})}.get(self.path, "")
+        body = {"/v1/models": json.dumps({"data": [{"id": "stories", "tags": tags}]})}.get(self.path, "")
         self.send_response(503 if not loaded else 404 if self.path == "/metrics" else 200)
         self.end_headers()
-        self.wfile.write(said.encode())
+        self.wfile.write(body.encode())
 
     def do_POST(self):
         with open(os.environ["STARTED"] + ".asked", "a") as log:

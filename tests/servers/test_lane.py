@@ -171,7 +171,7 @@ def lane_with_arrivals(arrivals, server_times=()):
     """Return a lane of 120 tokens that arrived at these times in s after the request, on a fake clock."""
     trace = LaneTrace("lane", "draft_model", {}, True, [])
     events = []
-    listener = StreamParser(lambda said: events.append(said[0]), 120)
+    listener = StreamParser(lambda updates: events.append(updates[0]), 120)
     listener.begin()
     for number, seconds in enumerate(arrivals, start=1):
         end = "length" if number == 120 else None

@@ -159,35 +159,37 @@ def drafter(case, program, target, monkeypatch):
 
 
 def test_output_and_accepted_drafts_equal_vllm(case, program, answers, target, monkeypatch):
-    own_rows = drafter(case, program, target, monkeypatch)
+    package_drafter = drafter(case, program, target, monkeypatch)
     config = GenerationConfig(TOKENS, budget=case.lane.budget)
     for prompt, (ids, accepted) in zip(case.prompts, answers, strict=True):
         text = torch.tensor([encode(target.tokenizer, prompt, 400)])
-        steps = list(generate(target, own_rows, text, config))
+        steps = list(generate(target, package_drafter, text, config))
         assert [token for event in steps for token in event.emitted[0]] == ids
-        mine = [step.accepted for step in map(StepCounts.of, steps) if step.drafted]
+        package_accepted = [step.accepted for step in map(StepCounts.of, steps) if step.drafted]
         # In the last pass vLLM drafts beyond the requested tokens.
-        assert mine[:-1] == accepted[: len(mine) - 1] and len(accepted) - len(mine) in (0, 1)
+        assert package_accepted[:-1] == accepted[: len(package_accepted) - 1] and len(accepted) - len(
+            package_accepted
+        ) in (0, 1)
 
 
 def test_sampled_output_is_distributed_like_vllms_plain_decoding(case, sampled, target):
-    drafter_here = load_drafter(case.lane.method, target, case.lane.model, **case.lane.options)
-    assert_equal_passes(sampled, drafter_here, case.lane.budget, target)
+    package_drafter = load_drafter(case.lane.method, target, case.lane.model, **case.lane.options)
+    assert_same_distribution(sampled, package_drafter, case.lane.budget, target)
 
 
 def test_vllm_sampled_output_has_the_same_distribution(case, program, target):
     if not program.there.gpus:
         pytest.skip("vLLM 0.32 for CPUs divides drafted logits by memory that nobody wrote (docs/servers.md)")
     with serving(case, program, 1) as server:
-        assert_equal_passes(draws(server), load_drafter(BASELINE, target), Budget(), target)
+        assert_same_distribution(draws(server), load_drafter(BASELINE, target), Budget(), target)
 
 
-def assert_equal_passes(assert_equal_passes, drafter, budget, target):
+def assert_same_distribution(vllm_samples, drafter, budget, target):
     prompt = encode(target.tokenizer, PROMPTS[0], 400)
     config = GenerationConfig(PLACES[-1] + 1, Sampling(temperature=TEMPERATURE), budget, stop_token_ids=())
     way = Way(drafter, accept_rule("lossless"), config)
-    ours = [row for seed in range(DRAWS // ROWS) for row in drawn(target, way, prompt, seed, lambda: None)]
+    package_samples = [row for seed in range(DRAWS // ROWS) for row in drawn(target, way, prompt, seed, lambda: None)]
     for place in PLACES:
-        counts = [Counter(row[place - 1] for row in sample) for sample in (ours, assert_equal_passes)]
+        counts = [Counter(row[place - 1] for row in sample) for sample in (package_samples, vllm_samples)]
         assert [count.total() for count in counts] == [DRAWS, DRAWS]
         assert chi_square(*counts).p > ALARM / len(PLACES)

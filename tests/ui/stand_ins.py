@@ -91,8 +91,8 @@ class Bench:
     finished = 1  # repeats finished before the cancellation
     options = None
 
-    def __call__(self, name, **asked):
-        self.options, repeats = (name, asked), asked["repeats"]
+    def __call__(self, name, **arguments):
+        self.options, repeats = (name, arguments), arguments["repeats"]
         return SimpleNamespace(run=partial(self.losslessness if name == "losslessness" else self.run, repeats))
 
     def run(self, repeats, report, cancelled):
