@@ -46,7 +46,7 @@ def events(*chunks):
     return b"".join(b"data: %s\n\n" % (x if isinstance(x, bytes) else json.dumps(x).encode()) for x in chunks)
 
 
-class Handler(BaseHTTPRequestHandler):
+class CompletionHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self):
@@ -123,7 +123,7 @@ def completion_server(pieces, metrics=(), models=("m",), refusal=lambda path, bo
     faults: raw replacements of whole responses. Maps models, warm-up, answer or metrics to a function that yields the
     parts, possibly without end.
     """
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), CompletionHandler)
     server.daemon_threads = True
     server.pieces, server.metrics, server.models, server.refusal = pieces, metrics, models, refusal
     server.faults = dict(faults)

@@ -9,7 +9,7 @@ from benchmarks.gpu.sections import COMMAND, METHODS, PLAIN, shape_of_draft
 from specdemo.bench.device import CONTEXT, measured, slug
 from specdemo.core.files import finite, json_text, write_text
 from specdemo.models.devices import device_kind
-from specdemo.prediction.profiles import Figure, Passes, Profile, Step, write_profile
+from specdemo.prediction.profiles import Figure, MeasuredStep, Passes, Profile, write_profile
 
 NO_GPU = "This is no GPU measurement: tiny models on a CPU, to try the command."
 RESULTS = "results.json"
@@ -152,14 +152,14 @@ def _passes(rows: list[Row], lab: Lab) -> Iterator[Passes]:
         )
 
 
-def _steps(rows: list[Row], lab: Lab) -> Iterator[Step]:
+def _steps(rows: list[Row], lab: Lab) -> Iterator[MeasuredStep]:
     """Return greedy steps only, because predictions cover no others."""
     for row in rows:
         known, drafted = METHODS.get(row["method"]), row["drafted/step"]
         if known is None or known.temperature:
             continue
         full_draft = "nodes" not in (known.options or {}) and drafted == known.k
-        yield Step(
+        yield MeasuredStep(
             model=row["shape"],
             method=known.method,
             dtype=row["precision"],

@@ -28,7 +28,7 @@ from specdemo.models.machine import clock, commit, device_name, one_thread, vers
 from specdemo.models.pass_cost import verify_costs
 from specdemo.models.place import DTYPES, pick_device, pick_dtype
 from specdemo.models.target import HFTarget
-from specdemo.prediction.profiles import NAME, Figure, Measured, Passes, Profile, Step
+from specdemo.prediction.profiles import NAME, Figure, MeasuredStep, Passes, Profile, Provenance
 
 REPEATS = 8
 LAUNCHES = 500
@@ -147,9 +147,9 @@ def fast(model: PreTrainedModel) -> HFTarget:
     return HFTarget(model)
 
 
-def measured(command: str) -> Measured:
+def measured(command: str) -> Provenance:
     """When, from which code and by which command a profile is measured here."""
-    return Measured(date=datetime.now(UTC).date().isoformat(), commit=commit(), versions=versions(), by=command)
+    return Provenance(date=datetime.now(UTC).date().isoformat(), commit=commit(), versions=versions(), by=command)
 
 
 def basics(device: torch.device, command: str) -> Profile:
@@ -219,7 +219,7 @@ def _parts(report: Report, total: int) -> Callable[[str], None]:
     return lambda what: report(min(1.0, next(done) / total), what)
 
 
-def step_times(targets: Mapping[str, HFTarget], starts: Callable[[str], None] | None = None) -> Iterator[Step]:
+def step_times(targets: Mapping[str, HFTarget], starts: Callable[[str], None] | None = None) -> Iterator[MeasuredStep]:
     """Yield what an engine's steps take, lap by lap, for one text and for a batch of texts.
 
     Every model runs plain and with the next one as its draft, and a small one with a head, because small matrices hide
@@ -246,9 +246,9 @@ class _Lane(NamedTuple):
     draft: str = ""
 
 
-def _step(lane: _Lane, batch: int) -> Step:
+def _step(lane: _Lane, batch: int) -> MeasuredStep:
     target, k = lane.target, lane.k
-    rule = accept.Synthetic((ACCEPTANCE,), torch.Generator(target.device).manual_seed(0))
+    rule = accept.SyntheticAcceptance((ACCEPTANCE,), torch.Generator(target.device).manual_seed(0))
     prompt = torch.randint(1, target.vocab_size, (batch, CONTEXT), generator=torch.Generator().manual_seed(0))
     config = GenerationConfig(STEP_TOKENS, budget=Budget(k, k), stop_token_ids=())
     drafter = load_drafter(lane.method, target, lane.model)
@@ -256,7 +256,7 @@ def _step(lane: _Lane, batch: int) -> Step:
     events = [event for event in found if all(event.emitted)][2:-1]
     laps = {lap: round(fmean(event.ms[lap] for event in events), 4) for lap in events[0].ms}
     accepted = fmean(len(path) - 1 for event in events for path in event.path)
-    return Step(
+    return MeasuredStep(
         model=lane.name,
         method=lane.method,
         dtype=str(target.dtype).removeprefix("torch."),

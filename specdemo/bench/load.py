@@ -14,7 +14,7 @@ from statistics import quantiles
 from specdemo.bench.base import Axis, Report, Stop
 from specdemo.bench.load_here import Here
 from specdemo.bench.load_options import CONCURRENCY, Load
-from specdemo.bench.load_points import Journal, Measure, Measured, Point, Round, Schedule
+from specdemo.bench.load_points import Journal, Measure, MeasuredLane, Point, Round, Schedule
 from specdemo.bench.load_servers import Fleet
 from specdemo.bench.measure import Tick, repeated
 from specdemo.bench.result import LATENCY, THOROUGH, Result, Row
@@ -45,16 +45,18 @@ def load(suite: Load, report: Report, cancelled: Stop) -> Result:
     site = Here.of(suite) if suite.here else Fleet.of(suite, ks)
     config = suite.config(preset(suite.preset_id).target)
     journal = Journal(suite.journal, config)
-    lanes = [Measured(f"k = {k}" if k else PLAIN, k) for k in ks]
+    lanes = [MeasuredLane(f"k = {k}" if k else PLAIN, k) for k in ks]
     share = 0.5 if suite.schedule else 1.0
-    first = Turns(suite, site, journal, "first", lambda done, what: report(share * done, what), cancelled)
+    first = InterleavedLanes(suite, site, journal, "first", lambda done, what: report(share * done, what), cancelled)
     done, remarks = first.measure(lanes)
     rows = _rows(suite, lanes)
     schedule = schedule_of(rows) if suite.over is CONCURRENCY else []
     remarks += _gains(rows, suite.over)
     advice = _advice(rows, schedule, site)
     if suite.schedule and any(k for *_, k in schedule):
-        again = Turns(suite, site, journal, "again", lambda done, what: report(0.5 + 0.5 * done, what), cancelled)
+        again = InterleavedLanes(
+            suite, site, journal, "again", lambda done, what: report(0.5 + 0.5 * done, what), cancelled
+        )
         own, notes = again.confirm(rows, schedule)
         remarks += notes
         if all(row["speed-up"].label != "faster" for row in own):
@@ -68,8 +70,8 @@ def load(suite: Load, report: Report, cancelled: Stop) -> Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
-    """Lanes that alternate, load by load and repeat by repeat. stage: labels their rounds in the journal."""
+class InterleavedLanes:
+    """Lanes measured in turns at every load and repeat. stage: label of the rounds in the journal."""
 
     suite: Load
     site: Site
@@ -78,7 +80,7 @@ class Turns:
     report: Report
     cancelled: Stop
 
-    def measure(self, lanes: Sequence[Measured]) -> tuple[int, list[str]]:
+    def measure(self, lanes: Sequence[MeasuredLane]) -> tuple[int, list[str]]:
         """Write the points of every lane: the repeats that were finished, and a remark if not all were."""
         groups = [[*lanes]] if self.site.together(len(lanes)) else [[lane] for lane in lanes]
         finished, remarks = self.suite.repeats, list[str]()
@@ -93,7 +95,7 @@ class Turns:
             lane.points = {load: points[:finished] for load, points in lane.points.items()}
         return finished, remarks
 
-    def _group(self, group: Sequence[Measured], report: Report) -> tuple[int, list[str]]:
+    def _group(self, group: Sequence[MeasuredLane], report: Report) -> tuple[int, list[str]]:
         names = [lane.lane for lane in group]
         keys = [self._key(group, load, n) for load in self.suite.loads for n in range(self.suite.repeats)]
         stored = [self.journal.get(key, names) for key in keys]
@@ -120,14 +122,14 @@ class Turns:
                 lane.points[load] = [rounds[place][lane.lane] for rounds in done]
         return len(done), remarks
 
-    def _key(self, group: Sequence[Measured], load: float, repeat: int) -> str:
+    def _key(self, group: Sequence[MeasuredLane], load: float, repeat: int) -> str:
         return f"{self.stage}: {', '.join(lane.lane for lane in group)} at {load:g}, repeat {repeat}"
 
     def confirm(self, rows: Sequence[Row], schedule: Schedule) -> tuple[list[Row], list[str]]:
         """The schedule in turns with plain decoding and with the best of one k: its rows, and how it compares."""
         fixed = _fixed(rows)
-        lanes = [Measured(PLAIN, 0), Measured(f"k = {fixed}", fixed)]
-        lanes.append(Measured(SCHEDULED, max(k for *_, k in schedule), schedule))
+        lanes = [MeasuredLane(PLAIN, 0), MeasuredLane(f"k = {fixed}", fixed)]
+        lanes.append(MeasuredLane(SCHEDULED, max(k for *_, k in schedule), schedule))
         self.measure(lanes)
         own = [row for row in _rows(self.suite, lanes) if row["lane"] == SCHEDULED]
         per_lane = []
@@ -137,7 +139,7 @@ class Turns:
         return own, [f"Measured with the schedule, in turns: {'; '.join(per_lane)}."]
 
 
-def _round(group: Sequence[Measured], measures: Sequence[Measure], load: float, warm: bool) -> Round:
+def _round(group: Sequence[MeasuredLane], measures: Sequence[Measure], load: float, warm: bool) -> Round:
     if not warm:
         for measure in measures:
             measure(load, True)
@@ -149,7 +151,7 @@ def _gain(own: Sequence[Point], plain: Sequence[Point]) -> Estimate:
     return over_repeats([p.throughput / b.throughput for p, b in zip(own, plain, strict=True)])
 
 
-def _rows(suite: Load, lanes: Sequence[Measured]) -> list[Row]:
+def _rows(suite: Load, lanes: Sequence[MeasuredLane]) -> list[Row]:
     first = [answer for load in suite.loads for point in lanes[0].points[load] for answer in point.answers]
     texts = {answer.asked: answer.text for answer in reversed(first)}
     return [
@@ -160,7 +162,12 @@ def _rows(suite: Load, lanes: Sequence[Measured]) -> list[Row]:
 
 
 def _row(
-    suite: Load, lane: Measured, load: float, points: Sequence[Point], plain: Sequence[Point], texts: Mapping[int, str]
+    suite: Load,
+    lane: MeasuredLane,
+    load: float,
+    points: Sequence[Point],
+    plain: Sequence[Point],
+    texts: Mapping[int, str],
 ) -> Row:
     answers = [answer for point in points for answer in point.answers]
     gaps = [gap for answer in answers for gap in answer.gaps]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specdemo.bench.load_options import LENGTHS, Load
-from specdemo.bench.load_points import Answer, Measure, Measured, Point, Schedule
+from specdemo.bench.load_points import Answer, Measure, MeasuredLane, Point, Schedule
 from specdemo.bench.measure import Totals, Way
 from specdemo.bench.sweeps import first_lane, room, tokenizer
 from specdemo.core.protocol import Target
@@ -60,7 +60,7 @@ class Here:
         return True
 
     @contextmanager
-    def up(self, lanes: Sequence[Measured], report: ReportFunction) -> Iterator[list[Measure]]:
+    def up(self, lanes: Sequence[MeasuredLane], report: ReportFunction) -> Iterator[list[Measure]]:
         """Nothing is to be started."""
         yield [partial(self._measure, self._way(lane.k)) for lane in lanes]
 

@@ -65,8 +65,8 @@ class Point:
 
 
 @dataclass(slots=True)
-class Measured:
-    """A lane: how many tokens it drafts, or by which schedule, and its points at every load, one per repeat."""
+class MeasuredLane:
+    """A lane with its number of draft tokens or its schedule, and one point per load and repeat."""
 
     lane: str
     k: int

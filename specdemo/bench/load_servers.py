@@ -17,7 +17,7 @@ from typing import TypeVar
 import httpx
 
 from specdemo.bench.load_options import CONCURRENCY, Load
-from specdemo.bench.load_points import Answer, Measure, Measured, Point, Schedule
+from specdemo.bench.load_points import Answer, Measure, MeasuredLane, Point, Schedule
 from specdemo.bench.prompts import PROMPTS
 from specdemo.core.files import json_text
 from specdemo.core.protocol import GenerationConfig
@@ -29,7 +29,7 @@ from specdemo.methods.flags import vllm_config
 from specdemo.presets.files import Preset, preset
 from specdemo.presets.serve import CONFIG, Program, Served, on_free_ports, served
 from specdemo.servers.address import Engine, allow, host, known_engine
-from specdemo.servers.client import Client, Refused, connected
+from specdemo.servers.client import Client, StatusError, connected
 from specdemo.servers.counters import stats_between
 from specdemo.servers.lane import KEY, Form, RemoteLane
 from specdemo.servers.process import ReportFunction
@@ -88,7 +88,7 @@ class Fleet:
         return there is not None and not 0 < there.gpus < lanes * self.program.gpus
 
     @contextmanager
-    def up(self, lanes: Sequence[Measured], report: ReportFunction) -> Iterator[list[Measure]]:
+    def up(self, lanes: Sequence[MeasuredLane], report: ReportFunction) -> Iterator[list[Measure]]:
         """A server for each lane."""
         with ExitStack() as running:
             lane_specs = [self.lane(lane.k, lane.schedule) for lane in lanes] if self.program else []
@@ -154,7 +154,7 @@ def _measure(suite: Load, server: str, remote: Remote, place: float, warm_up: bo
     try:
         with ThreadPoolExecutor(1) as alone:  # whoever asks may have a loop of its own, as notebooks do
             return alone.submit(asyncio.run, point).result()
-    except (Refused, ConnectionError, httpx.HTTPError, ValueError) as error:
+    except (StatusError, ConnectionError, httpx.HTTPError, ValueError) as error:
         message = str(error).replace(os.environ.get(KEY) or "\0", "***")  # a server may quote the key back
         reason = " ".join(message.split())[:300] or type(error).__name__
         raise ValueError(f"{host(server)} failed under load: {reason}") from None

@@ -205,7 +205,7 @@ class Typical:
 
 
 @dataclass(frozen=True, slots=True)
-class Synthetic:
+class SyntheticAcceptance:
     """Accepts tokens of a chain at random, independent of their values. Lossy: simulates a drafter with given
     acceptance rates. vLLM has the same option (config/speculative.py, 0.32).
 

@@ -50,7 +50,7 @@ class Synthetic(Wrapper):
         self._prompts: list[list[int]] = []
 
     def accept_rule(self, default: AcceptRule) -> AcceptRule:
-        return accept.Synthetic(self._rates, self._rng)
+        return accept.SyntheticAcceptance(self._rates, self._rng)
 
     def propose(self, budget: Budget) -> Draft:
         """Draft a chain. Notes: by_chance = 1, to mark the steps in a trace."""

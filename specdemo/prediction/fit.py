@@ -11,11 +11,10 @@ from operator import mul
 from specdemo.core.suggest import suggest
 from specdemo.prediction.acceptance import from_mean
 from specdemo.prediction.drafts import drafting
-from specdemo.prediction.profiles import Passes, Profile
-from specdemo.prediction.profiles import Step as Measured
+from specdemo.prediction.profiles import MeasuredStep, Passes, Profile
 from specdemo.prediction.roofline import BYTES, CONSTANTS, EDGE, KINDS, NAMES, Device, Engine, Terms
 from specdemo.prediction.shapes import known, shape, work
-from specdemo.prediction.steps import Load, step_of
+from specdemo.prediction.steps import StepLoad, step_of
 
 NOISE = 0.04  # of a measured pass, as a share
 DISTURBED = 0.15
@@ -63,12 +62,12 @@ def _passes(measured: Passes) -> Iterator[Seen]:
                 yield Seen(partial(Device.ms, of=one, batch=batch, uneven=uneven), ms)
 
 
-def _is_usable(step: Measured) -> bool:
+def _is_usable(step: MeasuredStep) -> bool:
     """Return whether a step states all of its parts."""
     return not set(step.ms) - LAPS and bool(step.k or not step.drafted)
 
 
-def _laps(measured: Measured) -> Iterator[Seen]:
+def _laps(measured: MeasuredStep) -> Iterator[Seen]:
     """Yield verification, overhead and drafting of a step."""
     target, k = shape(measured.model), measured.k
     draft = drafting(
@@ -78,7 +77,7 @@ def _laps(measured: Measured) -> Iterator[Seen]:
         {},
     )
     acceptance = from_mean(1.0 + min(measured.kept, k), k) if k else from_mean(1.0, 1)
-    step = step_of(target, draft, acceptance, k, Load(measured.batch, measured.context, BYTES[measured.dtype]))
+    step = step_of(target, draft, acceptance, k, StepLoad(measured.batch, measured.context, BYTES[measured.dtype]))
     laps = measured.ms
     yield Seen(step.check_ms, laps.get("verify", 0.0))
     yield Seen(step.overhead_ms, laps.get("accept", 0.0) + laps.get("commit", 0.0))

@@ -20,7 +20,7 @@ from specdemo.prediction.fit import device_of
 from specdemo.prediction.profiles import Profile, profile
 from specdemo.prediction.roofline import BYTES, EDGE, NAMES, Device, Engine
 from specdemo.prediction.shapes import Shape, config_of, shape
-from specdemo.prediction.steps import Load, Step, step_of
+from specdemo.prediction.steps import Step, StepLoad, step_of
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MOST_EXPENSIVE = 1e9  # an hour, in any currency
@@ -289,7 +289,7 @@ def _lengths(scenario: Scenario) -> tuple[int, ...]:
 
 def _step(scenario: Scenario, k: int) -> Step:
     """k 0: plain decoding."""
-    load = Load(scenario.batch, scenario.context, BYTES[scenario.device.dtype])
+    load = StepLoad(scenario.batch, scenario.context, BYTES[scenario.device.dtype])
     return step_of(scenario.target, scenario.draft, scenario.acceptance, k, load, scenario.nodes)
 
 

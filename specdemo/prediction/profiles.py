@@ -50,7 +50,7 @@ class Passes(_Strict):
         return {slots: ms / alone for slots, ms in self.ms[batch].items()}
 
 
-class Step(_Strict):
+class MeasuredStep(_Strict):
     """A measured step of one method: milliseconds by lap."""
 
     model: str
@@ -65,8 +65,8 @@ class Step(_Strict):
     kept: Annotated[float, Field(ge=0.0, le=1e6)] = 0.0  # of them
 
 
-class Measured(_Strict):
-    """With what the measured numbers of a profile were measured."""
+class Provenance(_Strict):
+    """When and with which versions the numbers of a profile were measured."""
 
     date: str
     commit: str | None = None
@@ -90,8 +90,8 @@ class Profile(_Strict):
     link_gb_per_s: Figure | None = None  # from main memory to the device
     step_overhead: Figure | None = None  # an engine's step over its own forwards
     passes: tuple[Passes, ...] = ()
-    steps: tuple[Step, ...] = ()
-    measured: Measured | None = None
+    steps: tuple[MeasuredStep, ...] = ()
+    measured: Provenance | None = None
 
 
 @lru_cache(maxsize=1)

@@ -12,7 +12,7 @@ from specdemo.prediction.shapes import Shape, Work, work
 BRANCHES = 10  # of a tree that grows by levels: nodes that a drafting pass goes on from
 
 
-class Load(NamedTuple):
+class StepLoad(NamedTuple):
     """Load of a step: batch size, context length and bytes per number."""
 
     batch: int
@@ -60,7 +60,7 @@ class Step(NamedTuple):
         return self.rounds > 0 and self.batch > 1
 
 
-def step_of(target: Shape, draft: Drafting, acceptance: Acceptance, k: int, load: Load, nodes: int = 0) -> Step:
+def step_of(target: Shape, draft: Drafting, acceptance: Acceptance, k: int, load: StepLoad, nodes: int = 0) -> Step:
     """k 0: plain decoding. nodes: of a tree, 0: a chain."""
     batch, context, size = load
     check = work(target, (nodes or k) + 1 if k else 1, batch, context, size)

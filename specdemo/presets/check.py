@@ -18,7 +18,7 @@ UNNAMED = ("other", "unknown")  # what the hub calls a licence that it does not 
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CheckResult:
     """Facts from the hub about one repository, or about a preset's weights."""
 
     name: str
@@ -30,7 +30,7 @@ class Answer:
         return f"{'WRONG' if self.wrong else 'ok':5}  {self.name}: {'; '.join((*self.wrong, self.text))}"
 
 
-def answers(presets: Iterable[Preset]) -> Iterator[Answer]:
+def answers(presets: Iterable[Preset]) -> Iterator[CheckResult]:
     """One for every repository, then one for every preset that states too little memory.
 
     Raises ValueError, one line, where the hub may not be asked or cannot be reached.
@@ -50,18 +50,20 @@ def answers(presets: Iterable[Preset]) -> Iterator[Answer]:
     yield from _cramped({preset.id: preset for those in users.values() for preset in those}, sizes)
 
 
-def _query_hub(name: str, users: list[Preset]) -> Answer:
+def _query_hub(name: str, users: list[Preset]) -> CheckResult:
     try:
         info = hub.model_info(name)
     except hub.Unreachable:
         raise ValueError(f"{constants.ENDPOINT} cannot be reached; try again when it can") from None
     except ValueError as error:
-        return Answer(name, f"presets {_ids(users)}", (str(error),))
+        return CheckResult(name, f"presets {_ids(users)}", (str(error),))
     found = hub.select_files(name, info, PICKLED)
     size = sum(found.files[file] for file in found.weights)
     licence, gate = _licence(info), "asks for a login" if info.gated else "open"
     facts = f"{size / 1e9:.1f} GB, licence {licence or 'not stated'}, {gate}, at {(info.sha or '')[:8]}"
-    return Answer(name, facts, (*_files(found), *_terms(name, info, users)), size - 2 * found.numbers.get("F32", 0))
+    return CheckResult(
+        name, facts, (*_files(found), *_terms(name, info, users)), size - 2 * found.numbers.get("F32", 0)
+    )
 
 
 def _files(found: hub.Repository) -> Iterator[str]:
@@ -88,12 +90,14 @@ def _terms(name: str, info: ModelInfo, users: list[Preset]) -> Iterator[str]:
         yield f"is under {licence!r}, and {_ids(other)} says {other[0].licence!r}"
 
 
-def _cramped(presets: Mapping[str, Preset], sizes: Mapping[str, int]) -> Iterator[Answer]:
+def _cramped(presets: Mapping[str, Preset], sizes: Mapping[str, int]) -> Iterator[CheckResult]:
     """Presets whose weights are larger than the memory they state; quantized ones are smaller than their files."""
     for id, preset in presets.items():
         weights = sum(sizes.get(model, 0) for model in {*preset.models})
         if preset.memory_gb and preset.quantization is None and weights > preset.memory_gb * 1e9:
-            yield Answer(f"preset {id}", f"it states {preset.memory_gb:g} GB", (f"weights of {weights / 1e9:.1f} GB",))
+            yield CheckResult(
+                f"preset {id}", f"it states {preset.memory_gb:g} GB", (f"weights of {weights / 1e9:.1f} GB",)
+            )
 
 
 def _licence(info: ModelInfo) -> str:

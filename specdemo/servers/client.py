@@ -21,8 +21,8 @@ EVENT_BYTES = 4_000  # of a token's event, on average
 REFUSAL_BYTES = 4_000
 
 
-class Refused(Exception):
-    """An answer with another status than 200, in words that may be hostile."""
+class StatusError(Exception):
+    """A response with another status than 200. The message contains untrusted text of the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Client:
     http: httpx.AsyncClient
 
     async def read(self, path: str, most: int) -> bytes:
-        """The whole answer. Raises Refused, httpx.TransportError, and ValueError for more than `most` bytes."""
+        """The whole answer. Raises StatusError, httpx.TransportError, and ValueError for more than `most` bytes."""
         try:
             return await self._read(path, most)
         except httpx.RemoteProtocolError:  # it had closed the connection that was kept, as llama.cpp's does
@@ -87,7 +87,7 @@ class Client:
                 body += part
                 if len(body) > REFUSAL_BYTES:
                     break
-            raise Refused(f"Error code: {answer.status_code} - {body[:REFUSAL_BYTES].decode(errors='replace')}")
+            raise StatusError(f"Error code: {answer.status_code} - {body[:REFUSAL_BYTES].decode(errors='replace')}")
 
 
 @asynccontextmanager

@@ -24,7 +24,7 @@ from pydantic import BaseModel, Field, ValidationError
 from specdemo.core.trace import MAX_TEXT, LaneTrace, Remote
 from specdemo.servers import client, counters
 from specdemo.servers.address import check_listed, host
-from specdemo.servers.client import Client, Refused, connected
+from specdemo.servers.client import Client, StatusError, connected
 from specdemo.servers.stream import Piece, StreamParser
 
 if TYPE_CHECKING:
@@ -43,13 +43,13 @@ Prompt = Text | list[int]  # or the tokens of one
 TOKEN_IDS = "token-ids"  # a tag of a model whose server does not split text as the target does
 
 
-class _Model(BaseModel):
+class _ListedModel(BaseModel):
     id: Annotated[str, Field(max_length=500, pattern=r"^\P{C}*$")]  # of characters that can be seen
     tags: object = None  # llama.cpp's
 
 
-class _Models(BaseModel):
-    data: list[_Model]
+class _ModelList(BaseModel):
+    data: list[_ListedModel]
 
 
 @dataclass
@@ -133,9 +133,9 @@ class RemoteLane:
     async def _served(self, http: Client) -> str:
         try:
             listed = await http.read("/v1/models", MODELS_BYTES)
-        except Refused:  # it does not list what it serves
+        except StatusError:  # it does not list what it serves
             return self.target
-        models = _Models.model_validate_json(listed).data
+        models = _ModelList.model_validate_json(listed).data
         if any(isinstance(model.tags, list) and TOKEN_IDS in model.tags for model in models):
             self._as_ids, self.forms = True, ("completions",)
         names = [model.id for model in models]
@@ -161,7 +161,7 @@ class RemoteLane:
         """
         limit = min(WARM_UP_TOKENS, self.config.max_new_tokens)
         droppable = not self.config.sampling.top_k and not self.config.sampling.min_p  # it asks for the same without
-        refusal: Refused | None = None
+        refusal: StatusError | None = None
 
         async def request(form: Form, standard: bool) -> None:
             question = self._request(form, standard, WARM_UP, limit)
@@ -175,7 +175,7 @@ class RemoteLane:
                     if refusal is None or isinstance(error, httpx.TimeoutException):
                         raise
                     await request(form, standard)  # a refusal may have closed the connection it came on
-            except Refused as error:
+            except StatusError as error:
                 refusal = refusal or error
                 continue
             if standard:
@@ -272,7 +272,7 @@ def _reason(error: Exception, where: str, key: str | None, pieces: int) -> str:
         return f"{where} cannot be reached; start the server, or mend its address"
     if isinstance(error, httpx.TimeoutException):
         return f"{where} was silent for {client.SILENCE_S:g} seconds"
-    if isinstance(error, Refused):
+    if isinstance(error, StatusError):
         return f"{where} answered {words}"
     if isinstance(error, ValueError | RecursionError):
         return f"{where} gave no usable answer: {words}"

@@ -23,14 +23,14 @@ def test_race_fairness_reports_both_clocks():
 
 
 def test_a_stalled_drafter_waits_and_then_drafts():
-    class Counting:
+    class EchoDrafter:
         taps = (-1,)
 
         def propose(self, budget):
             return budget
 
     times = iter([0.0, 0.3, 0.9, 1.1, 5.0])
-    stalled = Stalled(Counting(), 1000.0, lambda: next(times))
+    stalled = Stalled(EchoDrafter(), 1000.0, lambda: next(times))
     assert stalled.taps == (-1,)
     assert stalled.propose(Budget(2, 2)) == Budget(2, 2)
     assert next(times) == 5.0  # it polled until one second had passed

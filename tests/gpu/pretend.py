@@ -45,7 +45,7 @@ SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 2048, "pad_token_
 
 
 @dataclass
-class Case:
+class GpuCase:
     """One row of the table."""
 
     name: str
@@ -59,24 +59,24 @@ class Case:
 
 
 CASES = [
-    Case("plain", "none", Budget(0, 0)),
-    Case("plain T=0.8", "none", Budget(0, 0), WARM),
-    Case("draft_model k=5", "draft_model", Budget(5, 5), model="draft"),
-    Case("draft_model k=5 T=0.8", "draft_model", Budget(5, 5), WARM, "draft"),
-    Case("ngram k=6", "ngram", Budget(6, 6), repeats=True),
-    Case("suffix k=6", "suffix", Budget(6, 6), repeats=True),
-    Case("eagle-3 tree k=6 nodes=32", "eagle", Budget(6, 32), model="eagle", options={"nodes": 32}),
-    Case("eagle-3 chain k=5", "eagle", Budget(5, 5), model="eagle", options={"draft": "chain"}),
-    Case("eagle-3 chain k=5 T=0.8", "eagle", Budget(5, 5), WARM, "eagle", {"draft": "chain"}),
-    Case("mtp k=3", "mtp", Budget(3, 3), model="mtp"),
-    Case("layer_skip k=4", "layer_skip", Budget(4, 4)),
-    Case("dflash block=16", "dflash", Budget(15, 15), model="dflash"),
-    Case("medusa tree nodes=24", "medusa", Budget(4, 24), model="medusa", options={"nodes": 24}),
-    Case("hydra k=4", "hydra", Budget(4, 4), model="hydra"),
-    Case("mlp_speculator k=4", "mlp_speculator", Budget(4, 4), model="mlp"),
-    Case("lookahead", "lookahead", Budget(4, 56)),
-    Case("cascade ngram k=4", "cascade", Budget(4, 4), model="draft", repeats=True),
-    Case("unfused 36 layers, plain", "none", Budget(0, 0), target="unfused"),
+    GpuCase("plain", "none", Budget(0, 0)),
+    GpuCase("plain T=0.8", "none", Budget(0, 0), WARM),
+    GpuCase("draft_model k=5", "draft_model", Budget(5, 5), model="draft"),
+    GpuCase("draft_model k=5 T=0.8", "draft_model", Budget(5, 5), WARM, "draft"),
+    GpuCase("ngram k=6", "ngram", Budget(6, 6), repeats=True),
+    GpuCase("suffix k=6", "suffix", Budget(6, 6), repeats=True),
+    GpuCase("eagle-3 tree k=6 nodes=32", "eagle", Budget(6, 32), model="eagle", options={"nodes": 32}),
+    GpuCase("eagle-3 chain k=5", "eagle", Budget(5, 5), model="eagle", options={"draft": "chain"}),
+    GpuCase("eagle-3 chain k=5 T=0.8", "eagle", Budget(5, 5), WARM, "eagle", {"draft": "chain"}),
+    GpuCase("mtp k=3", "mtp", Budget(3, 3), model="mtp"),
+    GpuCase("layer_skip k=4", "layer_skip", Budget(4, 4)),
+    GpuCase("dflash block=16", "dflash", Budget(15, 15), model="dflash"),
+    GpuCase("medusa tree nodes=24", "medusa", Budget(4, 24), model="medusa", options={"nodes": 24}),
+    GpuCase("hydra k=4", "hydra", Budget(4, 4), model="hydra"),
+    GpuCase("mlp_speculator k=4", "mlp_speculator", Budget(4, 4), model="mlp"),
+    GpuCase("lookahead", "lookahead", Budget(4, 56)),
+    GpuCase("cascade ngram k=4", "cascade", Budget(4, 4), model="draft", repeats=True),
+    GpuCase("unfused 36 layers, plain", "none", Budget(0, 0), target="unfused"),
 ]
 
 
@@ -166,14 +166,14 @@ class Laps:
         return {"draft": 1.0, "verify": 1.0}
 
 
-def prompt_of(case: Case) -> Any:
+def prompt_of(case: GpuCase) -> Any:
     text = torch.arange(3, 13).repeat(6)[None]
     if not case.repeats:
         text = torch.randint(3, 100, (1, 40), generator=torch.Generator().manual_seed(3))
     return OnDevice(text, torch.device("cuda:0"))
 
 
-def count(world: Any, models: Models, case: Case) -> Counts:
+def count(world: Any, models: Models, case: GpuCase) -> Counts:
     """Count the operations per step of a lane after its warm-up, as in a race."""
     target = models.target(case.target)
     drafter = load_drafter(case.method, target, models[case.model], **case.options)
@@ -195,7 +195,7 @@ def count(world: Any, models: Models, case: Case) -> Counts:
     return Counts(case.name, **per_step, recordings_in_race=in_race, note=target.note, laps=laps.laps)
 
 
-def counted(chosen: Callable[[Case], bool] = lambda case: True) -> list[Counts]:
+def counted(chosen: Callable[[GpuCase], bool] = lambda case: True) -> list[Counts]:
     with pretended() as world, patch("specdemo.models.packed.packing_pays", lambda dtype: False):
         models = Models()
         return [count(world, models, case) for case in CASES if chosen(case)]

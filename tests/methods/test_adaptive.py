@@ -43,7 +43,7 @@ def test_greedy_output_equals_plain_decoding(policy, tiny_llama):
     assert sum(len(p) - 1 for e in events for p in e.path) > 0
 
 
-class World:
+class SimulatedCosts:
     """A simulation of a policy without model or clock. draft, slot: costs in plain steps. rates: acceptance by
     position.
     """
@@ -78,28 +78,28 @@ class Fixed(int):
 @pytest.mark.parametrize("alpha, draft, slot", [(0.8, 0.05, 0.02), (0.6, 0.1, 0.05), (0.5, 0.2, 0.1), (0.7, 0.0, 0.3)])
 def test_goodput_is_close_to_the_best_fixed_depth(alpha, draft, slot):
     rates = [alpha] * 8
-    fixed = [World(draft, slot, rates, seed=1).speed(Fixed(k), 4000)[0] for k in range(9)]
-    got, _ = World(draft, slot, rates).speed(Goodput(), 4000)
+    fixed = [SimulatedCosts(draft, slot, rates, seed=1).speed(Fixed(k), 4000)[0] for k in range(9)]
+    got, _ = SimulatedCosts(draft, slot, rates).speed(Goodput(), 4000)
     assert got > 0.97 * max(fixed)
 
 
 @pytest.mark.parametrize("draft", [0.1, 0.3, 1.0, 3.0])
 def test_goodput_never_loses_much_to_plain_decoding(draft):
-    got, chosen = World(draft, 0.2, [0.0] * 8).speed(Goodput(), 400)
+    got, chosen = SimulatedCosts(draft, 0.2, [0.0] * 8).speed(Goodput(), 400)
     assert got > 0.97 / 1.05  # 1.05: the mean of the noise, also in plain decoding
     assert chosen[0] > 350
 
 
 def test_goodput_recovers_when_the_draft_becomes_good():
     policy = Goodput()
-    World(0.1, 0.02, [0.0] * 8).speed(policy, 300)
-    _, chosen = World(0.1, 0.02, [0.9] * 8).speed(policy, 300)
+    SimulatedCosts(0.1, 0.02, [0.0] * 8).speed(policy, 300)
+    _, chosen = SimulatedCosts(0.1, 0.02, [0.9] * 8).speed(policy, 300)
     assert sum(chosen[4:]) > 150
 
 
 def test_goodput_calibrates_and_persists_between_generations():
     policy = Goodput()
-    World(0.1, 0.02, [0.9] * 8).speed(policy, 60)
+    SimulatedCosts(0.1, 0.02, [0.9] * 8).speed(policy, 60)
     alpha = policy.notes["alpha"]
     policy.start()
     assert policy.choose(8, 8) > 2

@@ -63,7 +63,7 @@ def decoder_layer(w, name, x, residual, theta, blind):
     return state + linear(w, f"{name}.mlp.down_proj", gated)
 
 
-class Reference:
+class EagleReference:
     """A head computed column by column without a cache. w: tensors by their names in the file."""
 
     def __init__(self, target, w, taps=(-1,), before=False, feed_norm=False, theta=1e4, window=0, mask=None):
@@ -281,7 +281,7 @@ def plain(target, prompts):
 def quick_reference(target, head, **settings):
     way = head.convention
     settings |= {"window": max(way.windows), "theta": 5e5} if way.windows else {}
-    return Reference(target, dict(head.state_dict()), way.taps, way.norm_before_residual, **settings)
+    return EagleReference(target, dict(head.state_dict()), way.taps, way.norm_before_residual, **settings)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -303,7 +303,7 @@ def test_drafts_of_every_dialect_match_the_reference(dialect, packed, target, tm
         assert taps == ((1, 2, 3) if dialect == "deepspec" else (1, 1, 1)) and not head.note
     if head.convention.feature_first:  # random weights: the probe may choose either
         tensors["fc.weight"] = tensors["fc.weight"].roll(H, 1)
-    reference = Reference(target, tensors, taps, **conventions)
+    reference = EagleReference(target, tensors, taps, **conventions)
     drafter = load_drafter("eagle", target, head, draft="chain")
     steps, _ = record(target, drafter, texts(1, 6))
     for (text,), draft in steps[:3]:

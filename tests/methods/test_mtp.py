@@ -42,7 +42,7 @@ def random(tensors, scale=0.2):
     return {name: torch.randn(t.shape, generator=rng) * scale + (t.ndim == 1) for name, t in tensors.items()}
 
 
-class Reference:
+class MtpReference:
     """One sequential module: the input projection, and a model with one layer of the target's kind and the module's
     norm.
     """
@@ -140,7 +140,7 @@ def logits_of(head, tokens, hidden, index=0):
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_sequential_modules(tmp_path, name, dialect):
     target = HFTarget(build(name), name="some/model")
-    reference = Reference(target, hidden_first=dialect == "mimo")
+    reference = MtpReference(target, hidden_first=dialect == "mimo")
     tensors = reference.stored(dialect)
     if dialect == "deepseek":
         copies = ("embed_tokens.weight", "shared_head.head.weight")
@@ -156,13 +156,13 @@ def test_sequential_modules(tmp_path, name, dialect):
 
 
 def test_input_order_is_detected_without_a_family(tmp_path, target):
-    head = MTP.load(folder_with(tmp_path, full_checkpoint(target, Reference(target).stored("mimo")), {}), target)
+    head = MTP.load(folder_with(tmp_path, full_checkpoint(target, MtpReference(target).stored("mimo")), {}), target)
     assert [reading.hidden_first for reading in head.conventions] == [True, False] * 4
 
 
 def test_experts_stored_one_by_one_and_norms_around_zero(tmp_path):
     target = HFTarget(build("qwen3_next"), name="some/qwen")
-    reference = Reference(target)
+    reference = MtpReference(target)
     tensors = reference.stored("qwen")
     both = tensors.pop("mtp.layers.0.mlp.experts.gate_up_proj").chunk(2, 1)
     parts = {"gate": both[0], "up": both[1], "down": tensors.pop("mtp.layers.0.mlp.experts.down_proj")}
@@ -234,7 +234,7 @@ def test_parallel_heads(tmp_path, target):
 
 
 def test_qwen_modules_share_the_input_projection(tmp_path, target):
-    tensors = Reference(target).stored("qwen")
+    tensors = MtpReference(target).stored("qwen")
     tensors |= {n.replace("layers.0", "layers.1"): -t for n, t in tensors.items() if ".layers." in n}
     head = MTP.load(folder_with(tmp_path, tensors, {}), target)
     assert len(head) == 2 and torch.equal(head.layers[0].eh_proj.weight, head.layers[1].eh_proj.weight)
@@ -255,7 +255,7 @@ def without(tensors, part):
     ],
 )
 def test_other_files_are_refused(tmp_path, target, change, reason):
-    tensors = full_checkpoint(target, change(Reference(target).stored("deepseek")))
+    tensors = full_checkpoint(target, change(MtpReference(target).stored("deepseek")))
     with pytest.raises(ValueError, match=reason):
         MTP.load(folder_with(tmp_path, tensors, {"base_model_name_or_path": "some/llama"}), target)
 
@@ -311,7 +311,7 @@ def observe(drafter, tokens, hidden, lengths):
 
 @pytest.mark.parametrize("normed", [True, False])
 def test_one_module_is_applied_again_and_again(tmp_path, target, normed):
-    reference = Reference(target)
+    reference = MtpReference(target)
     head = MTP.load(folder_with(tmp_path, reference.stored("deepseek"), {}), target)
     head.convention = MTPConvention(True, normed)
     drafter = load_drafter("mtp", target, head)
@@ -419,7 +419,7 @@ def test_one_module_is_trained_as_it_drafts(tmp_path, target):
     """Step i at a column reads the state of the previous step, and the keys of observed columns and of its own
     draft.
     """
-    reference = Reference(target)
+    reference = MtpReference(target)
     head = MTP.load(folder_with(tmp_path, reference.stored("deepseek"), {}), target)
     drafter, batch, column = load_drafter("mtp", target, head), example(target, head.tap), 9
     taught = [(head.logits(state), expected) for state, expected in drafter._training_steps(batch)]

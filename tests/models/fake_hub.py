@@ -105,7 +105,7 @@ def serve(repositories, monkeypatch, cache):
     """Serve the hub, and direct the hub's client to it, with `cache` as its cache and no pauses between retries."""
     hub = FakeHub(repositories)
 
-    class Handler(BaseHTTPRequestHandler):
+    class HubHandler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_GET(self):
@@ -117,7 +117,7 @@ def serve(repositories, monkeypatch, cache):
         def log_message(self, *args):
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), HubHandler)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}"

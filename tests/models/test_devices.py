@@ -146,7 +146,7 @@ def test_loading_prepares_the_device_and_frees_temporary_memory(pretend):
     assert row.calls[-2:] == ["empty", "prepare"]
 
 
-class Counting(DeviceKind):
+class MemoryCounter(DeviceKind):
     """A CPU with the counters of a GPU's allocator: 700 MB belong to other programs, and every step uses 5 MB
     temporarily.
     """
@@ -158,15 +158,17 @@ class Counting(DeviceKind):
         return 705_000_000 + self.in_use()
 
     def in_use(self):
-        return max((lane._model_bytes for lane in Counting.lanes), default=0)
+        return max((lane._model_bytes for lane in MemoryCounter.lanes), default=0)
 
 
 def test_a_lanes_memory_is_its_own(monkeypatch):
     """The process's peak would include other lanes and models."""
-    Counting.lanes = []
+    MemoryCounter.lanes = []
     prepare = lanes.LocalLane.prepare
-    monkeypatch.setattr(lanes.LocalLane, "prepare", lambda lane, c: (Counting.lanes.append(lane), prepare(lane, c))[1])
-    monkeypatch.setitem(DEVICE_KINDS, "cpu", Counting(tested=True))
+    monkeypatch.setattr(
+        lanes.LocalLane, "prepare", lambda lane, c: (MemoryCounter.lanes.append(lane), prepare(lane, c))[1]
+    )
+    monkeypatch.setitem(DEVICE_KINDS, "cpu", MemoryCounter(tested=True))
     spec = preset("embedded-draft").with_changes(max_new_tokens=12).validated()
     trace = Session().run(spec)
     peaks = [lane.summary["peak_memory_bytes"] for lane in trace.lanes]

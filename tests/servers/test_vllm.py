@@ -40,7 +40,7 @@ DETAILED = ["--enable-per-request-metrics", "--per-request-spec-decode-metrics",
 
 
 @dataclass(frozen=True)
-class Case:
+class VllmCase:
     lane: Lane
     prompts: tuple[str, ...] = PROMPTS[:4]
 
@@ -80,13 +80,13 @@ def chain(method, model=None, k=4, **options):
 
 
 CASES = {
-    "draft model": Case(chain("draft_model", "stories-draft-wide")),
-    "EAGLE-1": Case(chain("eagle", "stories-eagle-1", draft="chain")),
-    "EAGLE-3": Case(chain("eagle", "stories-eagle-3", draft="chain")),
-    "Medusa": Case(chain("medusa", "stories-medusa")),
-    "DFlash, whole block": Case(chain("dflash", "stories-dflash", k=7)),
-    "DFlash, k = 4": Case(chain("dflash", "stories-dflash")),
-    "n-gram": Case(chain("ngram", k=5, min_n=1, max_n=4), COPYING),
+    "draft model": VllmCase(chain("draft_model", "stories-draft-wide")),
+    "EAGLE-1": VllmCase(chain("eagle", "stories-eagle-1", draft="chain")),
+    "EAGLE-3": VllmCase(chain("eagle", "stories-eagle-3", draft="chain")),
+    "Medusa": VllmCase(chain("medusa", "stories-medusa")),
+    "DFlash, whole block": VllmCase(chain("dflash", "stories-dflash", k=7)),
+    "DFlash, k = 4": VllmCase(chain("dflash", "stories-dflash")),
+    "n-gram": VllmCase(chain("ngram", k=5, min_n=1, max_n=4), COPYING),
 }
 
 

@@ -84,16 +84,16 @@ def test_killed_run_is_resumed_exactly(tmp_path: Path, monkeypatch: pytest.Monke
     reference = Bigram()
     expected = run(reference, tmp_path / "whole", 1.0)
 
-    class Killed(Exception):
+    class Interrupted(Exception):
         pass
 
     def dying(progress: float, step: int) -> tuple[Tensor]:
         if step == 40:
-            raise Killed
+            raise Interrupted
         return batches(progress, step)
 
     first, second = Bigram(), Bigram()
-    with pytest.raises(Killed):
+    with pytest.raises(Interrupted):
         run(first, tmp_path, 1.0, dying)
     resumed = run(second, tmp_path, 1.0)
     assert (resumed.step, resumed.tokens, resumed.seconds) == (expected.step, expected.tokens, expected.seconds)
