@@ -1,6 +1,6 @@
 """Record one run of `bench methods` in both places that show it, the README's table and the page's Sweep tab:
 
-`python -m specdemo bench methods --repeats 3 --out result.json && python -m benchmarks.readme result.json`.
+`python -m specdemo bench methods --repeats 12 --out result.json && python -m benchmarks.readme result.json`.
 """
 
 import re

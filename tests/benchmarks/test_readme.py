@@ -1,11 +1,13 @@
 """The one result from which the README's table and the recorded sweep are made."""
 
+import re
 from dataclasses import replace
 
 import pytest
 
 from benchmarks import readme
-from specdemo.bench.result import Result, read_result, write_result
+from specdemo.bench.result import Result, read_result, recorded_suite, write_result
+from specdemo.bench.sweeps import shipped_lanes
 from specdemo.core.estimate import Estimate
 
 PLACE = "# Title\n\n<!-- bench methods -->\nold text\n\n| old | table |\n<!-- end of bench methods -->\n\nMore.\n"
@@ -102,3 +104,32 @@ def test_a_readme_without_a_place_is_one_line(checkout, capsys):
 
 def test_the_readme_has_its_place():
     assert len(readme.PLACE.findall((readme.ROOT / "README.md").read_text(encoding="utf-8"))) == 1
+
+
+def readme_table():
+    """Return lane -> tokens/s and speed-up as the README shows them, and the text above the table."""
+    text = (readme.ROOT / "README.md").read_text(encoding="utf-8")
+    above, _, table = re.split("<!-- (?:end of )?bench methods -->", text)[1].partition("\n\n|")
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()[2:]]
+    return {lane: (speed, speed_up) for lane, speed, speed_up, *_ in cells}, above
+
+
+def test_the_readme_shows_the_recorded_sweep():
+    table, above = readme_table()
+    sweep = recorded_suite("methods")
+    assert re.findall("commit\\s`([0-9a-f]{7})`", above) == [sweep.environment["commit"][:7]]
+    assert [*table] == [row["lane"] for row in sorted(sweep.rows, key=lambda row: -row["speed-up"].value)]
+    for number, row in enumerate(sweep.rows):
+        speed, ratio = row["tokens/s"], row["speed-up"]
+        speed_up = f"{ratio.value:.2f}x, {ratio.low:.2f} to {ratio.high:.2f}" if number else "1"
+        assert table[row["lane"]] == (f"{speed.value:.0f}, {speed.low:.0f} to {speed.high:.0f}", speed_up)
+
+
+def test_the_recorded_sweep_has_every_lane_of_the_suite():
+    assert [row["lane"] for row in recorded_suite("methods").rows[1:]] == [lane.name for lane in shipped_lanes()]
+
+
+def test_no_interval_of_the_recorded_sweep_starts_at_its_estimate():
+    """Quartiles of three repeats were once shown as intervals: their lower end was the estimate."""
+    for row in recorded_suite("methods").rows[1:]:
+        assert row["speed-up"].low < row["speed-up"].value < row["speed-up"].high
