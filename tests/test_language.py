@@ -2,12 +2,14 @@
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+FOLDERS = ["specdemo", "benchmarks", "recipes", "tests"]
 PRIVATE = set(
     "said told tell tells says say spoken hasten untake behind beside foretold foreseen beforehand alike unlike heard "
     "surety stray anew lent kept let judge judged asked ask theirs ours whole whose begun began scene dies held enough "
@@ -39,17 +41,23 @@ def names(node: ast.AST) -> Iterator[str]:
         yield node.id if isinstance(node, ast.Name) else node.attr
 
 
-@pytest.mark.parametrize("folder", ["specdemo", "benchmarks", "recipes", "tests"])
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_names_use_no_private_words(folder):
     found = [name for node in nodes(folder) for name in names(node)]
     private = [name for name in found if PRIVATE & set(name.strip("_").lower().split("_"))]
     assert len(private) <= 0.006 * len(found), sorted(set(private))
 
 
-@pytest.mark.parametrize("folder", ["specdemo", "benchmarks", "recipes"])
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_docstrings_are_plain_english(folder):
     documented = (ast.Module, ast.ClassDef, *FUNCTIONS)
     texts = [text for node in nodes(folder) if isinstance(node, documented) and (text := ast.get_docstring(node))]
     fragments, odd = filter(FRAGMENT.match, texts), filter(ODD.search, texts)
     for found, limit in ((list(fragments), 0.02), (list(odd), 0.01)):
         assert len(found) <= limit * len(texts), [text.splitlines()[0] for text in found]
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_no_two_classes_have_the_same_name(folder):
+    classes = Counter(node.name for node in nodes(folder) if isinstance(node, ast.ClassDef) and node.name != "Options")
+    assert [name for name, count in classes.items() if count > 1] == []
