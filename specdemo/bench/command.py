@@ -137,7 +137,7 @@ def _run(
         write_result(result, out)
     print(to_json(result) if as_json else as_markdown(result) if markdown else bench_report(result))
     if html is not None:
-        from specdemo.bench.page import write_page
+        from specdemo.bench.html_page import write_page
 
         write_page(result, html)
     if "journal" in given and journal is not None:

@@ -15,7 +15,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdemo.core.json_limits import JsonLimits, check_json_limits
-from specdemo.ui.network import address
+from specdemo.ui.hosts import address
 
 REQUEST = JsonLimits(1_000_000, 50_000, 10_000)  # of what the page and its API send
 ENVELOPE = 4_096  # bytes around the file in the body of an upload

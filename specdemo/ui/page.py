@@ -16,7 +16,7 @@ from specdemo.presets import limits
 from specdemo.ui import space
 
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
-os.environ["FORWARDED_ALLOW_IPS"] = ""  # uvicorn would believe X-Forwarded-For of every local peer; see network.address
+os.environ["FORWARDED_ALLOW_IPS"] = ""  # uvicorn would believe X-Forwarded-For of every local peer; see hosts.address
 if limits.public() and not space.zero_gpu():
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no visitor makes a public machine fetch anything
 
@@ -30,7 +30,7 @@ from specdemo.presets.link import from_query, is_link, is_sweep, to_query
 from specdemo.presets.recorded import recorded
 from specdemo.presets.runnable import why_not
 from specdemo.servers.address import startable
-from specdemo.ui import assets, controls, headers, how, lab, network, space, sweep, turns, whatif
+from specdemo.ui import assets, controls, headers, hosts, how, lab, space, sweep, turns, whatif
 from specdemo.ui.controls import Controls, address, changed, fill_untouched, from_values, key, to_values, wire_share
 from specdemo.ui.failures import Page, quiet
 from specdemo.ui.guard import ENVELOPE, WINDOW_S, Guard
@@ -336,12 +336,12 @@ def serve(
     allow_hosts: names that the page answers to besides its own. proxies: addresses or networks of reverse proxies.
     Raises ValueError with one line, OSError for the port.
     """
-    network.trust_proxies(proxies)
-    names = network.own_names(host, allow_hosts)
+    hosts.trust_proxies(proxies)
+    names = hosts.own_names(host, allow_hosts)
     page = build(start, allow_any_model)
     if space.zero_gpu():  # models must be in place before the first call; the first one shown is loaded last
         live().preload([*(p for p in limits.at_hand() if p.id != preset(start).id), preset(start)])
-    outer = headers.outermost(quiet, partial(network.Hosts, names=names), headers.guarded)
+    outer = headers.outermost(quiet, partial(hosts.Hosts, names=names), headers.guarded)
     layers = [Middleware(headers.Policy), Middleware(Guard, space.bounds().bytes)]
     page.launch(
         server_name=host,

@@ -23,8 +23,8 @@ from gradio.route_utils import get_fn
 from gradio.server_messages import EstimationMessage, EventMessage
 from gradio.utils import LRUCache
 
+from specdemo.ui.hosts import address
 from specdemo.ui.job import ENGINE
-from specdemo.ui.network import address
 
 SHARE_S, ADDRESS_SHARE_S, HOUR_S = 300.0, 1200.0, 3600.0
 PLACES, ADDRESS_PLACES, VISITOR_PLACES = 200, 64, 20  # that may wait

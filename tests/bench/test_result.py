@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from specdemo.bench import page
+from specdemo.bench import html_page
 from specdemo.bench.report import bench_report
 from specdemo.bench.result import Result, best, intervals, read_result, write_result
 from specdemo.core.estimate import Estimate
@@ -111,8 +111,8 @@ def test_the_page_holds_plot_table_and_machine(tmp_path, monkeypatch):
             assert include_plotlyjs is True
             return "<div>plot</div>"
 
-    monkeypatch.setattr(page, "figure", lambda result: Figure())
-    page.write_page(RESULT, tmp_path / "r.html")
+    monkeypatch.setattr(html_page, "figure", lambda result: Figure())
+    html_page.write_page(RESULT, tmp_path / "r.html")
     text = (tmp_path / "r.html").read_text(encoding="utf-8")
     assert "<div>plot</div>" in text and "CPU &lt;1&gt;" in text and "<dd>abc</dd>" in text and "3 [2 4]" in text
     assert "http" not in text
@@ -122,8 +122,8 @@ def test_a_suite_without_a_plot_has_its_table(tmp_path, monkeypatch):
     def figure(result):
         raise ValueError("nothing to draw")
 
-    monkeypatch.setattr(page, "figure", figure)
-    page.write_page(RESULT, tmp_path / "r.html")
+    monkeypatch.setattr(html_page, "figure", figure)
+    html_page.write_page(RESULT, tmp_path / "r.html")
     assert "3 [2 4]" in (tmp_path / "r.html").read_text(encoding="utf-8")
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from specdemo.__main__ import main
-from specdemo.bench.page import write_page
+from specdemo.bench.html_page import write_page
 from specdemo.bench.result import Result, write_result
 from specdemo.core.outputs import MARKER, check_output, check_output_folder, mark_folder
 from specdemo.prediction.profiles import profile, write_profile

@@ -8,16 +8,16 @@ from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse
 
 from specdemo.__main__ import main
-from specdemo.ui import network
-from specdemo.ui.network import Hosts, address, canonical, own_names, trust_proxies
+from specdemo.ui import hosts
+from specdemo.ui.hosts import Hosts, address, canonical, own_names, trust_proxies
 
 
 @pytest.fixture(autouse=True)
 def at_home(monkeypatch):
     for name in ("SPACE_ID", "SPACE_HOST"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(network, "_proxies", [])
-    monkeypatch.setattr(network.socket, "gethostname", lambda: "Box.lan")
+    monkeypatch.setattr(hosts, "_proxies", [])
+    monkeypatch.setattr(hosts.socket, "gethostname", lambda: "Box.lan")
 
 
 @pytest.mark.parametrize(
