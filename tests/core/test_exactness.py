@@ -75,7 +75,7 @@ def repetitive(context, elder, rng):
     return Q[context].argmax(-1), None
 
 
-def three_tokens(rule, draft, rng):
+def first_three_tokens(rule, draft, rng):
     """Return codes [DRAWS] of the first three tokens: those of the verdict, continued by plain sampling."""
     slots = in_slots(draft.tokens)
     verdict = rule(draft, P[slots], rng)
@@ -99,14 +99,14 @@ def three_tokens(rule, draft, rng):
 def test_the_lossless_rule_is_lossless(fits, shape, choose):
     rng = torch.Generator().manual_seed(len(shape))
     draft = grow(shape, choose, rng) if shape else Draft.empty(DRAWS)
-    assert fits(three_tokens(Lossless(), draft, rng), JOINT)
+    assert fits(first_three_tokens(Lossless(), draft, rng), JOINT)
 
 
 @pytest.mark.parametrize("shape, choose", [(CHAIN, independent), (CHAIN[:2], independent), (CHAIN, ranked),
                                            (BUSH, independent)])  # fmt: skip
 def test_the_block_rule_is_lossless(fits, shape, choose):
     rng = torch.Generator().manual_seed(11 + len(shape))
-    assert fits(three_tokens(Block(), grow(shape, choose, rng), rng), JOINT)
+    assert fits(first_three_tokens(Block(), grow(shape, choose, rng), rng), JOINT)
 
 
 def test_blocks_cut_by_what_was_drafted_are_lossless(fits):
@@ -116,7 +116,7 @@ def test_blocks_cut_by_what_was_drafted_are_lossless(fits):
     ends = (draft.tokens == 2) | (torch.rand(draft.tokens.shape, generator=rng) < 0.2)
     after_end = ends.cumsum(1) - ends.long() > 0
     draft = Draft(draft.tokens.masked_fill(after_end, ABSENT), draft.parents, draft.probs)
-    assert fits(three_tokens(Block(), draft, rng), JOINT)
+    assert fits(first_three_tokens(Block(), draft, rng), JOINT)
 
 
 @pytest.mark.parametrize("choose", [independent, ranked])
@@ -129,13 +129,13 @@ def test_ragged_drafts_are_lossless(fits, choose):
         if parent:
             missing[:, node] |= missing[:, parent - 1]
     draft = Draft(draft.tokens.masked_fill(missing, ABSENT), draft.parents, draft.probs)
-    assert fits(three_tokens(Lossless(), draft, rng), JOINT)
+    assert fits(first_three_tokens(Lossless(), draft, rng), JOINT)
 
 
 def test_sampled_tokens_declared_as_one_hot_are_lossless_too(fits):
     rng = torch.Generator().manual_seed(6)
     draft = grow(BUSH, independent, rng)
-    assert fits(three_tokens(Lossless(), Draft(draft.tokens, draft.parents), rng), JOINT)
+    assert fits(first_three_tokens(Lossless(), Draft(draft.tokens, draft.parents), rng), JOINT)
 
 
 # The same without random draws: every draft of a small tree, weighted by its probability
@@ -152,7 +152,7 @@ def languages(pick, vocabulary=3):
     return shape, *(weights / weights.sum(-1, keepdim=True))
 
 
-def last_ones_drawn(shape, q):
+def drafts_with_drawn_last_children(shape, q):
     """Return all drafts in which only last children are drawn, one per row, and their probabilities.
 
     An elder child is the most probable token that its elder siblings leave. The last one is drawn from the remaining
@@ -175,7 +175,7 @@ def last_ones_drawn(shape, q):
     return draft, torch.tensor(chances)
 
 
-def verdict_of_coins(draft, p, coins):
+def verdict_with_coins(draft, p, coins):
     """Return the rule's paths for every draft under each of its coins [B * R, N], and the bonus distributions [B * R,
     V].
     """
@@ -188,7 +188,7 @@ def verdict_of_coins(draft, p, coins):
     return verdict.path, left[0] / left[0].sum(-1, keepdim=True)
 
 
-def exact_law(shape, draft, chances, p):
+def exact_distribution(shape, draft, chances, p):
     """Return the joint distribution [V, V, V] of the first three tokens.
 
     The coin up to which a node is accepted, given accepted ancestors and rejected elder siblings, is found by
@@ -203,11 +203,11 @@ def exact_law(shape, draft, chances, p):
     for halving in range(1, 25):
         coins = (1.0 - ways[1:]).repeat(count, 1)
         coins[range(count * nodes), own] = bars + 0.5**halving
-        paths, _ = verdict_of_coins(draft, p, coins)
+        paths, _ = verdict_with_coins(draft, p, coins)
         accepted = [node + 1 in path for node, path in zip(own.tolist(), paths, strict=True)]
         bars += torch.tensor(accepted) * 0.5**halving
-    _, bonus = verdict_of_coins(draft, p, (1.0 - ways).repeat(count, 1))
-    bars, bonus, law = bars.view(count, nodes), bonus.view(count, nodes + 1, -1), torch.zeros(*(len(p),) * 3)
+    _, bonus = verdict_with_coins(draft, p, (1.0 - ways).repeat(count, 1))
+    bars, bonus, distribution = bars.view(count, nodes), bonus.view(count, nodes + 1, -1), torch.zeros(*(len(p),) * 3)
     for row, chance in enumerate(chances):
         # ended: the probability that the path ends in a slot
         ended, tokens_by_slot = [chance] + [None] * nodes, [()] * (nodes + 1)
@@ -221,26 +221,30 @@ def exact_law(shape, draft, chances, p):
                 after_end = after_end * bonus[row, slot]
                 for _ in range(2 - len(tokens)):
                     after_end = after_end[..., None] * p
-            law[tokens[:3]] += after_end
-    return law
+            distribution[tokens[:3]] += after_end
+    return distribution
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(languages())
 def test_tree_with_drawn_last_children_keeps_the_targets_distribution(language):
     shape, p, q = language
-    draft, chances = last_ones_drawn(shape, q)
+    draft, chances = drafts_with_drawn_last_children(shape, q)
     assert float(chances.sum()) == pytest.approx(1.0, abs=1e-5)
     expected = p[0][:, None, None] * p[:, :, None] * p[None]
-    torch.testing.assert_close(exact_law(shape, draft, chances, p), expected, atol=2e-6, rtol=0.0)
+    torch.testing.assert_close(exact_distribution(shape, draft, chances, p), expected, atol=2e-6, rtol=0.0)
 
 
 def test_last_child_with_unrestricted_q_is_not_lossless():
-    draft, chances = last_ones_drawn([0, 0], Q)
-    lying = Draft(draft.tokens, draft.parents, torch.stack([draft.probs[:, 0], Q[:1].expand(len(chances), -1)], 1))
-    law, honest = (exact_law([0, 0], x, chances, P).sum((1, 2)) for x in (lying, draft))
-    torch.testing.assert_close(honest, P[0], atol=2e-6, rtol=0.0)
-    assert float((law - P[0]).abs().max()) > 0.05
+    draft, chances = drafts_with_drawn_last_children([0, 0], Q)
+    wrong_draft = Draft(
+        draft.tokens, draft.parents, torch.stack([draft.probs[:, 0], Q[:1].expand(len(chances), -1)], 1)
+    )
+    distribution, correct_distribution = (
+        exact_distribution([0, 0], x, chances, P).sum((1, 2)) for x in (wrong_draft, draft)
+    )
+    torch.testing.assert_close(correct_distribution, P[0], atol=2e-6, rtol=0.0)
+    assert float((distribution - P[0]).abs().max()) > 0.05
 
 
 def no_residual(draft, target, rng):
@@ -266,14 +270,14 @@ def without_replacement_declared_as_with(context, elder, rng):
 ])  # fmt: skip
 def test_chi_square_test_detects_wrong_rules_and_wrong_q(fits, rule, shape, choose):
     rng = torch.Generator().manual_seed(7)
-    assert not fits(three_tokens(rule, grow(shape, choose, rng), rng), JOINT)
+    assert not fits(first_three_tokens(rule, grow(shape, choose, rng), rng), JOINT)
 
 
 def test_unrenormalised_siblings_fail_the_chi_square_test(fits, monkeypatch):
     target_probs = P[:1].expand(DRAWS, 3, V)
     monkeypatch.setattr(accept, "_residuals_after_siblings", lambda draft, probs, target, nodes: target_probs)
     rng = torch.Generator().manual_seed(8)
-    assert not fits(three_tokens(Lossless(), grow(STAR, independent, rng), rng), JOINT)
+    assert not fits(first_three_tokens(Lossless(), grow(STAR, independent, rng), rng), JOINT)
 
 
 def test_the_chi_square_itself(fits):

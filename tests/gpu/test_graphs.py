@@ -23,7 +23,7 @@ from tests.models.tiny import build, texts
 pytestmark = pytest.mark.gpu
 
 
-def fast(name, dtype=torch.float32):
+def fused_target(name, dtype=torch.float32):
     model = build(name).to("cuda", dtype)
     fuse_layers(model)
     return HFTarget(model)
@@ -34,7 +34,7 @@ def without_graphs(monkeypatch):
     def make(name, dtype=torch.float32):
         with monkeypatch.context() as patch:
             patch.setenv(ENVIRONMENT_VARIABLE, "0")
-            return fast(name, dtype)
+            return fused_target(name, dtype)
 
     return make
 
@@ -44,7 +44,7 @@ def without_graphs(monkeypatch):
 def test_texts_are_the_same(name, rows, without_graphs):
     config = GenerationConfig(60, budget=Budget(5, 5), stop_token_ids=())
     written = []
-    for make in (without_graphs, fast):
+    for make in (without_graphs, fused_target):
         target, draft = make(name), make(name)
         for method, model in (("none", None), ("ngram", None), ("draft_model", draft)):
             events = list(generate(target, load_drafter(method, target, model), texts(rows, 9).cuda(), config))
@@ -58,7 +58,7 @@ def test_texts_are_the_same(name, rows, without_graphs):
 def test_replay_equals_eager_pass(dtype, without_graphs):
     tree = torch.tensor([[0, 0, 1, 1, 2, 5]]).cuda()
     outputs = []
-    for target in (without_graphs("llama", dtype), fast("llama", dtype)):
+    for target in (without_graphs("llama", dtype), fused_target("llama", dtype)):
         target.start(texts(1, 13).cuda(), (2, -1))
         for step in range(3):
             forward = target.forward(texts(1, 7, step).cuda(), tree, (2, -1))
@@ -79,12 +79,12 @@ HEADS = {
 }
 
 
-def lane(name, target):
+def make_drafter_for(name, target):
     """Return a drafter for the target, always with the same weights."""
     torch.manual_seed(3)
     if name in HEADS:
         return load_drafter(name, target, HEADS[name](target).fuse())
-    return load_drafter(name, target, fast("llama") if name == "draft_model" else None)
+    return load_drafter(name, target, fused_target("llama") if name == "draft_model" else None)
 
 
 @pytest.mark.parametrize("name", [*HEADS, "draft_model", "layer_skip"])
@@ -94,8 +94,8 @@ def test_a_recorded_draft_is_the_draft(name, without_graphs):
     """
     config = GenerationConfig(40, budget=Budget(3, 3), stop_token_ids=())
     drafted = []
-    for target in (without_graphs("llama"), fast("llama")):
-        drafter = lane(name, target)
+    for target in (without_graphs("llama"), fused_target("llama")):
+        drafter = make_drafter_for(name, target)
         events = list(generate(target, drafter, texts(1, 9).cuda(), config))
         drafted.append([(event.drafted, event.emitted) for event in events[:-4]])  # the last drafts are shorter
     assert target.note == drafter.graph_note == ""
@@ -111,8 +111,8 @@ def test_memory_does_not_grow_with_the_runs(name):
     gc.disable()
     try:
         for _ in range(4):
-            target = fast("llama")
-            drafter = lane(name, target)
+            target = fused_target("llama")
+            drafter = make_drafter_for(name, target)
             list(generate(target, drafter, texts(1, 9).cuda(), config))
             del target, drafter
             torch.cuda.synchronize()
@@ -126,7 +126,7 @@ def test_memory_does_not_grow_with_the_runs(name):
 
 @pytest.mark.parametrize("slots", [1, 4])
 def test_a_replay_does_not_wait_for_the_device(slots):
-    target = fast("llama")
+    target = fused_target("llama")
     target.start(texts(1, 13).cuda())
     tree = torch.zeros(1, slots - 1, dtype=torch.int64).cuda()
     tokens = texts(1, slots).cuda()
@@ -141,7 +141,7 @@ def test_on_the_second_device():
     model = build("llama").to("cuda:1")
     fuse_layers(model)
     target = HFTarget(model)
-    drafter = lane("eagle", target)
+    drafter = make_drafter_for("eagle", target)
     config = GenerationConfig(24, budget=Budget(3, 3), stop_token_ids=())
     events = list(generate(target, drafter, texts(1, 9).to("cuda:1"), config))
     assert target.note == drafter.graph_note == ""

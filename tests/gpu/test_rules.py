@@ -34,7 +34,7 @@ from tests.models.tiny import build, texts
 GREEDY = Sampling()
 
 
-def masked(target):
+def p_eagle_head(target):
     """Return a P-EAGLE head."""
     head = Eagle.fresh(target, draft_vocab=40)
     head.mask_hidden = torch.nn.Parameter(torch.randn_like(head.fc.weight[0]))
@@ -44,7 +44,7 @@ def masked(target):
 
 HEADS = {
     "eagle": lambda target: Eagle.fresh(target, draft_vocab=40),
-    "p-eagle": masked,
+    "p-eagle": p_eagle_head,
     "mtp": MTP.fresh,
     "dflash": lambda target: DFlash.fresh(target, layers=2, block_size=6),
     "medusa": lambda target: Medusa.fresh(target, heads=3),
@@ -61,13 +61,13 @@ def world():
     chain_parents.cache_clear()
 
 
-def fast(name="llama", device="cuda:0"):
+def fused_target(name="llama", device="cuda:0"):
     model = move(build(name), device)
     fuse_layers(model)
     return HFTarget(model)
 
 
-def there(rows, tokens, seed=0, device="cuda:0"):
+def cuda_texts(rows, tokens, seed=0, device="cuda:0"):
     return OnDevice(texts(rows, tokens, seed), torch.device(device))
 
 
@@ -76,12 +76,12 @@ def drafter(name, target):
         torch.manual_seed(3)
         head = HEADS[name](target)
         return load_drafter(name.removeprefix("p-"), target, head.fuse())
-    return load_drafter(name, target, fast("llama") if name in ("draft_model", "cascade", "adaptive") else None)
+    return load_drafter(name, target, fused_target("llama") if name in ("draft_model", "cascade", "adaptive") else None)
 
 
-def written(target, drafter, rows=1, sampling=GREEDY):
+def output_ids_of(target, drafter, rows=1, sampling=GREEDY):
     config = GenerationConfig(24, sampling=sampling, budget=Budget(3, 3), stop_token_ids=())
-    events = list(generate(target, drafter, there(rows, 9), config))
+    events = list(generate(target, drafter, cuda_texts(rows, 9), config))
     return [[t for event in events for t in event.emitted[row]] for row in range(rows)]
 
 
@@ -91,19 +91,19 @@ METHODS = [*HEADS, "none", "draft_model", "ngram", "suffix", "layer_skip", "look
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("name", METHODS)
 def test_recorded_drafts_leave_a_greedy_text_as_it_is(world, name, rows):
-    target = fast()
-    plain = written(target, load_drafter("none", target), rows)
+    target = fused_target()
+    plain = output_ids_of(target, load_drafter("none", target), rows)
     made = drafter(name, target)
-    assert written(target, made, rows) == plain
+    assert output_ids_of(target, made, rows) == plain
     assert target.note == made.graph_note == ""
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "adaptive"])  # its k depends on time
 def test_sampled_texts_repeat_with_their_seed(world, name):
-    target = fast()
+    target = fused_target()
     made = drafter(name, target)
-    first = written(target, made, sampling=Sampling(0.8, 20, 0.9))
-    assert written(target, made, sampling=Sampling(0.8, 20, 0.9)) == first
+    first = output_ids_of(target, made, sampling=Sampling(0.8, 20, 0.9))
+    assert output_ids_of(target, made, sampling=Sampling(0.8, 20, 0.9)) == first
     assert target.note == made.graph_note == ""
 
 
@@ -111,13 +111,13 @@ def test_sampled_texts_repeat_with_their_seed(world, name):
 def test_nothing_is_recorded_while_the_clock_runs(world, name, monkeypatch):
     # One warm-up step: all shapes of later steps must be captured in advance.
     monkeypatch.setattr("specdemo.engine.warm_up.TOKENS", 3)
-    target = fast()
+    target = fused_target()
     made = drafter(name, target)
     config = GenerationConfig(40, budget=Budget(6, 6), stop_token_ids=())
-    warm_up(target, made, there(1, 9), config)
+    warm_up(target, made, cuda_texts(1, 9), config)
     before = len(world.recorded)
     assert before
-    list(generate(target, made, there(1, 9), config))
+    list(generate(target, made, cuda_texts(1, 9), config))
     assert len(world.recorded) == before
 
 
@@ -126,9 +126,9 @@ def test_graphs_are_freed_with_their_lane_without_a_collector(world):
     gc.disable()
     try:
         for name in ("none", "draft_model", "eagle", "layer_skip"):
-            target = fast()
+            target = fused_target()
             made = drafter(name, target)
-            written(target, made)
+            output_ids_of(target, made)
             assert world.alive
             del target, made
             assert world.alive == 0, name
@@ -138,12 +138,12 @@ def test_graphs_are_freed_with_their_lane_without_a_collector(world):
 
 def test_the_end_of_one_lane_leaves_the_workspace_of_others(world):
     """Destroying a graph frees the workspaces of its stream for every other graph on it (pytorch #193402)."""
-    lanes = [(fast(), fast()) for _ in range(2)]
-    texts_of = [written(target, load_drafter("draft_model", target, draft)) for target, draft in lanes]
+    lanes = [(fused_target(), fused_target()) for _ in range(2)]
+    texts_of = [output_ids_of(target, load_drafter("draft_model", target, draft)) for target, draft in lanes]
     assert texts_of[0] == texts_of[1]
     target, draft = lanes[1]
     lanes.clear()
-    assert written(target, load_drafter("draft_model", target, draft)) == texts_of[1]
+    assert output_ids_of(target, load_drafter("draft_model", target, draft)) == texts_of[1]
 
 
 def test_a_recorder_starts_a_new_pool_when_its_recordings_are_gone(world):
@@ -166,8 +166,8 @@ def test_recorders_share_no_stream(world):
 def test_without_a_free_stream_passes_run_as_they_are(world):
     x = torch.ones(2, 2, device="cuda:0")
     replays = [CudaGraphs(torch.device("cuda:0"))(lambda: (x @ x,)) for _ in range(4 * STREAMS)]
-    target = fast()
-    text = written(target, load_drafter("none", target))
+    target = fused_target()
+    text = output_ids_of(target, load_drafter("none", target))
     assert target.note == (
         "CUDA graph capture failed (every CUDA stream of the device has CUDA graphs of another model), "
         "so every operation is launched separately"
@@ -175,8 +175,8 @@ def test_without_a_free_stream_passes_run_as_they_are(world):
     for replay in replays:
         replay()
     del replays, replay
-    other = fast()
-    assert written(other, load_drafter("none", other)) == text
+    other = fused_target()
+    assert output_ids_of(other, load_drafter("none", other)) == text
     assert other.note == ""
 
 
@@ -187,30 +187,30 @@ def test_the_streams_of_another_device_are_free(world):
 
 
 def test_without_memory_for_recordings_passes_run_as_they_are(world):
-    target = fast()
-    plain = written(target, load_drafter("none", target))
-    other = fast()
+    target = fused_target()
+    plain = output_ids_of(target, load_drafter("none", target))
+    other = fused_target()
     world.refuse = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 0 bytes free")
-    assert written(other, load_drafter("none", other)) == plain
+    assert output_ids_of(other, load_drafter("none", other)) == plain
     assert other.note == "CUDA graph capture failed (CUDA out of memory), so every operation is launched separately"
     assert "graphs" not in other.kernels
 
 
 def test_failed_capture_restores_the_state(world):
     """torch leaves the thread on the capture's stream and its allocator in the capture."""
-    target = fast()
-    plain = written(target, load_drafter("none", target))
+    target = fused_target()
+    plain = output_ids_of(target, load_drafter("none", target))
     del target
-    before, refused = torch.cuda.current_stream().index, fast()
+    before, refused = torch.cuda.current_stream().index, fused_target()
     world.refuse = RuntimeError("operation not permitted when stream is capturing")
-    assert written(refused, load_drafter("none", refused)) == plain
+    assert output_ids_of(refused, load_drafter("none", refused)) == plain
     assert refused.note.startswith("CUDA graph capture failed (operation not permitted")
     assert torch.cuda.current_stream().index == before
     assert world.underway == []
     assert world.pools.total() == 0
     world.refuse = None
-    later = fast()
-    assert written(later, load_drafter("none", later)) == plain
+    later = fused_target()
+    assert output_ids_of(later, load_drafter("none", later)) == plain
     assert later.note == ""
 
 
@@ -233,11 +233,11 @@ def test_a_failed_capture_keeps_the_pool_that_others_use(world):
 
 @pytest.mark.parametrize("name", [*HEADS, "draft_model", "layer_skip"])
 def test_heads_that_cannot_be_recorded_draft_as_they_are(world, name):
-    target = fast()
-    plain = written(target, load_drafter("none", target))
+    target = fused_target()
+    plain = output_ids_of(target, load_drafter("none", target))
     made = drafter(name, target)
     world.refuse = RuntimeError("operation not permitted when stream is capturing")
-    assert written(target, made) == plain
+    assert output_ids_of(target, made) == plain
     note = target.note if name == "layer_skip" else made.graph_note
     assert note.startswith("CUDA graph capture failed (operation not permitted")
 
@@ -245,10 +245,10 @@ def test_heads_that_cannot_be_recorded_draft_as_they_are(world, name):
 @pytest.mark.parametrize("name", [*HEADS, "draft_model", "layer_skip"])
 def test_second_proposal_after_the_same_text_is_equal(world, name):
     """A shorter draft, for which there is no graph, must be equal too."""
-    target = fast()
+    target = fused_target()
     made = drafter(name, target)
     config = GenerationConfig(40, budget=Budget(3, 3), stop_token_ids=())
-    steps = generate(target, made, there(1, 9), config)
+    steps = generate(target, made, cuda_texts(1, 9), config)
     for _ in range(5):
         next(steps)
     with torch.no_grad():
@@ -261,13 +261,13 @@ def test_second_proposal_after_the_same_text_is_equal(world, name):
 
 def test_a_draft_model_remembers_what_recorded_drafts_read(world):
     """Only the new tokens of the next chat turn are read, and the drafts are those after reading all of it."""
-    target, drafts = fast(), []
-    prompt, config = there(1, 9), GenerationConfig(20, budget=Budget(3, 3), stop_token_ids=())
+    target, drafts = fused_target(), []
+    prompt, config = cuda_texts(1, 9), GenerationConfig(20, budget=Budget(3, 3), stop_token_ids=())
     for kind in (HFTarget, PrefixCachedTarget):
-        draft = kind(fast().model)
+        draft = kind(fused_target().model)
         made = load_drafter("draft_model", target, draft)
         output_ids = [t for event in generate(target, made, prompt, config) for t in event.emitted[0]]
-        longer = torch.cat([prompt, to_device([output_ids], prompt.device), there(1, 4, 5)], 1)
+        longer = torch.cat([prompt, to_device([output_ids], prompt.device), cuda_texts(1, 4, 5)], 1)
         drafts.append([event.drafted for event in generate(target, made, longer, config)])
         if kind is PrefixCachedTarget:
             assert draft.cached_tokens > prompt.shape[1] + 10
@@ -280,10 +280,10 @@ def test_on_another_device_than_the_first(world, name):
     model = move(build("llama"), "cuda:1")
     fuse_layers(model)
     target = HFTarget(model)
-    made = load_drafter(name, target, HEADS[name](target).fuse() if name in HEADS else fast(device="cuda:1"))
+    made = load_drafter(name, target, HEADS[name](target).fuse() if name in HEADS else fused_target(device="cuda:1"))
     config = GenerationConfig(16, budget=Budget(3, 3), stop_token_ids=())
     watch = stopwatch_for(target.device)
-    steps = list(generate(target, made, there(1, 9, device="cuda:1"), config, stopwatch=watch))
+    steps = list(generate(target, made, cuda_texts(1, 9, device="cuda:1"), config, stopwatch=watch))
     assert world.alive
     assert all(event.ms["verify"] > 0.0 for event in steps[1:])
     assert target.note == made.graph_note == ""
@@ -303,8 +303,8 @@ def test_model_on_several_devices_is_not_captured(world):
     model = move(build("llama"), "cuda:0")
     model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
     target = HFTarget(model)
-    target.start(there(1, 9))
-    target.forward(there(1, 1), chain_parents(1, 0, target.device))
+    target.start(cuda_texts(1, 9))
+    target.forward(cuda_texts(1, 1), chain_parents(1, 0, target.device))
     assert target.note == "its layers are on several devices, so every operation is launched separately"
     assert not world.recorded
 
@@ -315,12 +315,12 @@ def test_a_layer_in_16_bits_is_few_kernels(world, name):
     model = build(name).bfloat16()
     fuse_layers(move(model, "cuda:0"))
     target = HFTarget(model)
-    target.start(there(1, 9))
+    target.start(cuda_texts(1, 9))
     with patch.object(target, "_graphs", None):
         kernels = []
         for layers in (1, 2):
             before = world.launches
-            target.early_exit_logits(there(1, 1), layers)
+            target.early_exit_logits(cuda_texts(1, 1), layers)
             kernels.append(world.launches - before)
     assert kernels[1] - kernels[0] <= {"llama": 20, "qwen3": 24}[name]
 
@@ -333,12 +333,12 @@ def test_models_are_placed_where_tensors_are_only_emulated(world):
 
 
 def test_rounding_is_measured_on_passes_of_one_token(world):
-    target, widths = fast(), []
+    target, widths = fused_target(), []
     forward = target.forward
     with patch.object(
         target, "forward", lambda tokens, *more: widths.append(tokens.shape[1]) or forward(tokens, *more)
     ):
-        rounding_noise(target, there(1, 14))
+        rounding_noise(target, cuda_texts(1, 14))
     assert widths == [1, 1, 1, 1, 1, 5]
     assert len(world.recorded) == 2
 

@@ -73,7 +73,7 @@ def caches(monkeypatch):
     return lambda: [cache() for cache in seen]
 
 
-def breaks(monkeypatch, owner, name, error, when=lambda *args: True):
+def break_method(monkeypatch, owner, name, error, when=lambda *args: True):
     """Make `name` raise an error where `when` returns True, and work as before otherwise."""
     real = getattr(owner, name, lambda *args: None)
 
@@ -85,7 +85,7 @@ def breaks(monkeypatch, owner, name, error, when=lambda *args: True):
     monkeypatch.setattr(owner, name, fail, raising=False)
 
 
-def fails_alone(trace, baseline_ids, why):
+def failed_alone(trace, baseline_ids, why):
     """Check that lane 1 alone failed, with this reason."""
     baseline, failed, other = trace.lanes
     assert [lane.finish for lane in trace.lanes] == ["length", "error", "length"]
@@ -96,12 +96,12 @@ def fails_alone(trace, baseline_ids, why):
     return True
 
 
-def is_gone(runner, caches):
+def caches_are_freed(runner, caches):
     return caches() and not any(cache is not None for cache in caches()) and not runner.lock.locked()
 
 
-def is_free(runner, caches, baseline_ids):
-    assert is_gone(runner, caches)
+def next_run_works(runner, caches, baseline_ids):
+    assert caches_are_freed(runner, caches)
     assert [lane.token_ids for lane in runner.run(spec()).lanes] == [baseline_ids] * 3
     return True
 
@@ -113,41 +113,41 @@ def test_a_drafter_that_raises(runner, baseline_ids, caches, monkeypatch, error)
     lanes = [Lane(method="ngram", k=2, options={"max_n": n}) for n in calls]
     with monkeypatch.context() as broken:
         for n, call in calls.items():
-            breaks(broken, NGram, call, error, lambda self, *args, n=n: len(self._sizes) == n)
+            break_method(broken, NGram, call, error, lambda self, *args, n=n: len(self._sizes) == n)
         *messages, finished = runner.stream(spec(*lanes, Lane(method="suffix", k=2)))
     first, *failed, last = finished.trace.lanes
     for lane in failed:
-        assert fails_alone(
+        assert failed_alone(
             replace(finished.trace, lanes=[first, lane, last], comparison=[]), baseline_ids, ERRORS[error]
         )
     assert [row["verdict"] for row in finished.trace.comparison] == [*["unknown"] * 3, "identical"]
     assert [m.text for m in messages if isinstance(m, Note)] == [lane.note for lane in failed]
     assert sorted(m.lane for m in messages if isinstance(m, LaneDone)) == [0, 1, 2, 3, 4]
     del messages
-    assert is_free(runner, caches, baseline_ids)
+    assert next_run_works(runner, caches, baseline_ids)
 
 
 def test_a_drafter_that_raises_late_keeps_what_it_wrote(runner, baseline_ids, caches, monkeypatch):
     calls = count()
     with monkeypatch.context() as broken:
-        breaks(broken, NGram, "observe", KeyError("late"), lambda *args: next(calls) > 15)
+        break_method(broken, NGram, "observe", KeyError("late"), lambda *args: next(calls) > 15)
         trace = runner.run(spec())
-    assert fails_alone(trace, baseline_ids, "KeyError: 'late'") and len(trace.lanes[1].token_ids) > 1
-    assert is_free(runner, caches, baseline_ids)
+    assert failed_alone(trace, baseline_ids, "KeyError: 'late'") and len(trace.lanes[1].token_ids) > 1
+    assert next_run_works(runner, caches, baseline_ids)
 
 
 def test_a_lane_that_fails_off_the_clock_alone_does_not_fail(runner, baseline_ids, monkeypatch):
     calls = count()
-    breaks(monkeypatch, NGram, "start", KeyError("cold"), lambda *args: not next(calls))
+    break_method(monkeypatch, NGram, "start", KeyError("cold"), lambda *args: not next(calls))
     assert [lane.token_ids for lane in runner.run(spec()).lanes] == [baseline_ids] * 3
 
 
 def test_a_drafter_that_cannot_be_built(runner, baseline_ids, caches, monkeypatch):
     with monkeypatch.context() as broken:
-        breaks(broken, NGram, "__init__", KeyError("weights"))
-        assert fails_alone(runner.run(spec()), baseline_ids, "KeyError: 'weights' (test_lanes.py:")
-    assert is_free(runner, caches, baseline_ids)
-    breaks(monkeypatch, NGram, "__init__", ValueError("it does not fit; choose another"))
+        break_method(broken, NGram, "__init__", KeyError("weights"))
+        assert failed_alone(runner.run(spec()), baseline_ids, "KeyError: 'weights' (test_lanes.py:")
+    assert next_run_works(runner, caches, baseline_ids)
+    break_method(monkeypatch, NGram, "__init__", ValueError("it does not fit; choose another"))
     with pytest.raises(ValueError, match="^it does not fit; choose another$"):
         runner.run(spec())
 
@@ -155,18 +155,18 @@ def test_a_drafter_that_cannot_be_built(runner, baseline_ids, caches, monkeypatc
 @pytest.mark.parametrize("error", [KeyError("gone"), MemoryError(), RuntimeError("no kernel")])
 def test_a_target_that_raises(runner, baseline_ids, caches, monkeypatch, error):
     with monkeypatch.context() as broken:
-        breaks(broken, HFTarget, "forward", error, lambda self, tokens, *more: tokens.shape[1] == 3)
+        break_method(broken, HFTarget, "forward", error, lambda self, tokens, *more: tokens.shape[1] == 3)
         trace = runner.run(spec(Lane(method="ngram", k=2), Lane(method="suffix", k=1)))
-    assert fails_alone(trace, baseline_ids, str(error) if isinstance(error, RuntimeError) else type(error).__name__)
-    assert is_free(runner, caches, baseline_ids)
+    assert failed_alone(trace, baseline_ids, str(error) if isinstance(error, RuntimeError) else type(error).__name__)
+    assert next_run_works(runner, caches, baseline_ids)
 
 
 def test_a_rule_that_raises(runner, baseline_ids, caches, monkeypatch):
     with monkeypatch.context() as broken:
-        breaks(broken, Typical, "__call__", IndexError("slot 9"))
+        break_method(broken, Typical, "__call__", IndexError("slot 9"))
         trace = runner.run(spec(Lane(method="ngram", k=2, acceptance="typical"), Lane(method="suffix", k=2)))
-    assert fails_alone(trace, baseline_ids, "IndexError: slot 9")
-    assert is_free(runner, caches, baseline_ids)
+    assert failed_alone(trace, baseline_ids, "IndexError: slot 9")
+    assert next_run_works(runner, caches, baseline_ids)
 
 
 def chain(*ids, **changes):
@@ -205,7 +205,7 @@ def test_invalid_draft_fails_only_its_lane(runner, caches, monkeypatch, case, ho
     assert [lane.finish for lane in trace.lanes] == ["length", "error", "length"]
     assert failed.note.startswith(why) and "\n" not in failed.note and len(failed.events) == 1
     assert not any(event.drafted[0] for event in failed.events) and from_json(to_json(trace)) == trace
-    assert is_gone(runner, caches)
+    assert caches_are_freed(runner, caches)
 
 
 @pytest.mark.parametrize("hot", [0.0, 1.0])
@@ -223,7 +223,7 @@ def test_the_library_itself_raises_on_every_kind_of_target(model, case, hot):
 
 def test_release_error_is_reported_by_its_lane_only(runner, baseline_ids, caches, monkeypatch):
     with monkeypatch.context() as broken:
-        breaks(broken, NGram, "release", KeyError("handle"))
+        break_method(broken, NGram, "release", KeyError("handle"))
         trace = runner.run(spec())
         stream = runner.stream(spec())
         while not isinstance(next(stream), LaneStep):
@@ -233,7 +233,7 @@ def test_release_error_is_reported_by_its_lane_only(runner, baseline_ids, caches
     assert [lane.finish for lane in trace.lanes] == ["length"] * 3  # its text was complete
     assert trace.lanes[1].note.startswith("KeyError: 'handle'")
     del stream
-    assert is_free(runner, caches, baseline_ids)
+    assert next_run_works(runner, caches, baseline_ids)
 
 
 def test_both_are_released_even_if_the_first_fails(monkeypatch):
@@ -241,7 +241,7 @@ def test_both_are_released_even_if_the_first_fails(monkeypatch):
     drafter = NGram(target)
     drafter.release = lambda: released.append(True)
     released = []
-    breaks(monkeypatch, ToyTarget, "release", OSError("stuck"))
+    break_method(monkeypatch, ToyTarget, "release", OSError("stuck"))
     with pytest.raises(OSError, match="stuck"):
         list(generate(target, drafter, torch.tensor([[3, 4, 5]]), GenerationConfig(4)))
     assert released
@@ -250,10 +250,10 @@ def test_both_are_released_even_if_the_first_fails(monkeypatch):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_process_exit_ends_the_run(runner, baseline_ids, caches, monkeypatch, error):
     with monkeypatch.context() as broken:
-        breaks(broken, NGram, "propose", error)
+        break_method(broken, NGram, "propose", error)
         with pytest.raises(error):
             runner.run(spec())
-    assert is_free(runner, caches, baseline_ids)
+    assert next_run_works(runner, caches, baseline_ids)
 
 
 def test_a_lane_keeps_one_learner_and_none_that_failed(monkeypatch):
@@ -263,7 +263,7 @@ def test_a_lane_keeps_one_learner_and_none_that_failed(monkeypatch):
         session.run(spec(lane))
         assert len(session.state.learners) == 1
     assert session.run(spec(lane)).lanes[1].finish == "length" and session.state.learners
-    breaks(monkeypatch, type(next(iter(session.state.learners.values())).drafter), "_update", KeyError("loss"))
+    break_method(monkeypatch, type(next(iter(session.state.learners.values())).drafter), "_update", KeyError("loss"))
     assert session.run(spec(lane)).lanes[1].finish == "error" and not session.state.learners
 
 

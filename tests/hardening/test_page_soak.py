@@ -31,7 +31,7 @@ def test_memory_stays_where_it_was_after_the_first_visitors():
     with served(SPECDEMO_PUBLIC="1", SPECDEMO_BEHIND_PROXY="127.0.0.1") as (server, page), visitors(page) as visit:
         caller, memory = visit(), psutil.Process(server.pid).memory_info
 
-        def all_of_it(refusals, runs, traces):
+        def send_requests(refusals, runs, traces):
             for times, act in ((refusals, refused), (runs, run), (traces, lambda caller: opened(caller, trace))):
                 for _ in range(times):
                     caller.session = secrets.token_hex(6)
@@ -40,7 +40,7 @@ def test_memory_stays_where_it_was_after_the_first_visitors():
                     act(caller)
                 print(times, act.__name__, memory().rss // 1_000_000, "MB", flush=True)
 
-        all_of_it(20, 20, 20)
+        send_requests(20, 20, 20)
         before = memory().rss
-        all_of_it(1000, 200, 100)
+        send_requests(1000, 200, 100)
         assert memory().rss < 1.05 * before

@@ -24,7 +24,7 @@ from specdemo.models.toy import ToyTarget
 ROWS = torch.randint(3, 61, (3, 9), generator=torch.Generator().manual_seed(3))
 
 
-def written(target, drafter, **config):
+def output_and_events(target, drafter, **config):
     events = list(generate(target, drafter, ROWS, GenerationConfig(30, stop_token_ids=(5,), **config)))
     return [[t for e in events for t in e.emitted[row]] for row in range(len(ROWS))], events
 
@@ -32,12 +32,12 @@ def written(target, drafter, **config):
 @pytest.mark.parametrize("policy", ["goodput", "confidence", "heuristic"])
 def test_greedy_output_equals_plain_decoding(policy, tiny_llama):
     model = tiny_llama(61)
-    plain, _ = written(HFTarget(model), load_drafter("none", HFTarget(model)))
+    plain, _ = output_and_events(HFTarget(model), load_drafter("none", HFTarget(model)))
     target = HFTarget(model)
     near = tiny_llama(61)
     near.lm_head.weight.data += 0.02 * torch.randn(61, 16, generator=torch.Generator().manual_seed(0))
     drafter = load_drafter("adaptive", target, near, policy=policy, threshold=0.03)
-    got, events = written(target, drafter, budget=Budget(4, 4))
+    got, events = output_and_events(target, drafter, budget=Budget(4, 4))
     assert got == plain
     assert all(0 <= e.notes["k"] <= 4 for e in events[1:])
     assert sum(len(p) - 1 for e in events for p in e.path) > 0

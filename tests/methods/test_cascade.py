@@ -17,7 +17,7 @@ def noisy(model, scale):
     return model
 
 
-def written(target, drafter, tokens=40, **config):
+def output_and_events(target, drafter, tokens=40, **config):
     config = GenerationConfig(tokens, budget=Budget(5, 5), stop_token_ids=(5, 9), **config)
     events = list(generate(target, drafter, PROMPTS, config))
     return [[t for e in events for t in e.emitted[row]] for row in range(len(PROMPTS))], events
@@ -27,9 +27,9 @@ def written(target, drafter, tokens=40, **config):
 def test_the_draft_is_the_draft_models_own(options, tiny_llama):
     """Compares step by step, with rows of different lengths and with wrong guesses."""
     target, draft = HFTarget(tiny_llama(61)), noisy(tiny_llama(61), 0.01)
-    alone, expected = written(target, load_drafter("draft_model", target, draft))
-    got, events = written(target, load_drafter("cascade", target, draft, **options))
-    assert got == alone == written(target, load_drafter("none", target))[0]
+    alone, expected = output_and_events(target, load_drafter("draft_model", target, draft))
+    got, events = output_and_events(target, load_drafter("cascade", target, draft, **options))
+    assert got == alone == output_and_events(target, load_drafter("none", target))[0]
     assert [e.drafted for e in events] == [e.drafted for e in expected]
     for event, other in zip(events, expected, strict=True):
         for row, confidence in enumerate(event.draft_probs):
@@ -43,8 +43,8 @@ def test_a_third_model_may_guess(tiny_llama, tmp_path):
     draft = tiny_llama(61)
     draft.save_pretrained(tmp_path)
     drafter = load_drafter("cascade", target, draft, inner="draft_model", inner_model=str(tmp_path))
-    got, events = written(target, drafter)
-    assert got == written(target, load_drafter("none", target))[0]
+    got, events = output_and_events(target, drafter)
+    assert got == output_and_events(target, load_drafter("none", target))[0]
     assert {e.notes["passes"] for e in events[1:]} == {1.0}  # the guess of an equal model is always accepted
     assert drafter.weight_bytes == 2 * load_drafter("draft_model", target, draft).weight_bytes
 
@@ -74,9 +74,9 @@ def test_sampled_drafts_follow_the_draft_models_distribution(tiny_llama):
 def test_a_draft_model_that_reads_chains_only():
     model = tiny.build("mamba")
     target = HFTarget(tiny.build("llama"))
-    alone, expected = written(target, load_drafter("draft_model", target, model), 12)
-    got, events = written(target, load_drafter("cascade", target, model), 12)
-    assert got == alone == written(target, load_drafter("none", target), 12)[0]
+    alone, expected = output_and_events(target, load_drafter("draft_model", target, model), 12)
+    got, events = output_and_events(target, load_drafter("cascade", target, model), 12)
+    assert got == alone == output_and_events(target, load_drafter("none", target), 12)[0]
     assert [e.drafted for e in events] == [e.drafted for e in expected]
 
 

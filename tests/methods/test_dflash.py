@@ -73,7 +73,7 @@ def drafter_tensors(seed=0):
     }
 
 
-def second_tensors(span=2, group=8, rank=4, seed=1):
+def dflash2_tensors(span=2, group=8, rank=4, seed=1):
     """Return the additional tensors of DFlash2."""
     rng = torch.Generator().manual_seed(seed)
     shapes = {
@@ -102,7 +102,7 @@ def norm(x, weight):
     return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
 
 
-def turned(x, positions):
+def apply_rope(x, positions):
     """Apply RoPE to x [S, heads, SIZE] as a product of complex numbers."""
     angles = positions[:, None] / THETA ** (torch.arange(0, SIZE, 2) / SIZE)
     z = torch.complex(*x.chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)[:, None]
@@ -143,13 +143,13 @@ def reference(w, features, x, start=0, window=0, causal=False, sink=-torch.inf):
         p = {n.removeprefix(f"layers.{i}."): t for n, t in w.items() if n.startswith(f"layers.{i}.")}
 
         def attention(a, p=p):
-            q = turned(
+            q = apply_rope(
                 norm((a @ p["self_attn.q_proj.weight"].T).view(-1, HEADS, SIZE), p["self_attn.q_norm.weight"]),
                 positions[length:],
             )
             both = torch.cat([context, a])
             k = (both @ p["self_attn.k_proj.weight"].T).view(-1, GROUPS, SIZE)
-            k = turned(norm(k, p["self_attn.k_norm.weight"]), positions).repeat_interleave(HEADS // GROUPS, 1)
+            k = apply_rope(norm(k, p["self_attn.k_norm.weight"]), positions).repeat_interleave(HEADS // GROUPS, 1)
             v = (both @ p["self_attn.v_proj.weight"].T).view(-1, GROUPS, SIZE).repeat_interleave(HEADS // GROUPS, 1)
             scores = (torch.einsum("qhd,khd->hqk", q, k) / SIZE**0.5).masked_fill(hidden, -torch.inf)
             nothing = torch.as_tensor(sink).expand(HEADS)[:, None, None].expand(-1, slots, 1)
@@ -174,7 +174,7 @@ def features_of(target, text):
     return torch.cat([hidden[tap] for tap in TAPS], -1)
 
 
-def observed(target, model, text, steps=(), sampling=None, **options):
+def observed_drafter(target, model, text, steps=(), sampling=None, **options):
     """Return a drafter that has observed text [B, T], split into several observations at `steps`."""
     drafter = load_drafter("dflash", target, model, **options)
     hidden = target.start(text, drafter.taps).hidden
@@ -188,7 +188,7 @@ def observed(target, model, text, steps=(), sampling=None, **options):
 
 def logits_of(target, model, text, steps=(9, 12)):
     """Return log q [D, V] of every slot after a text [1, T]."""
-    return observed(target, model, text, steps).propose(Budget(16, 16)).probs[0].log()
+    return observed_drafter(target, model, text, steps).propose(Budget(16, 16)).probs[0].log()
 
 
 def agrees(target, model, w, text, first=1, logits=None, **how):
@@ -332,7 +332,7 @@ def test_speculators(target, tmp_path, from_anchor):
     model = DFlash.load(write(tmp_path, config, w | extra), target)
     assert model.note == ""
     agrees(target, model, w, TEXT, 0 if from_anchor else 1, logits)
-    draft = observed(target, model, TEXT).propose(Budget(16, 16))
+    draft = observed_drafter(target, model, TEXT).propose(Budget(16, 16))
     assert set(draft.tokens[0].tolist()) <= set(draft_vocab.tolist())
 
 
@@ -341,13 +341,13 @@ def markov_bias(extra, kind, states, before):
     slot.
     """
     w, biases, s = {n.removeprefix("markov_head."): t for n, t in extra.items()}, [], torch.zeros(4)
-    for state, read in zip(states, w["markov_w1.weight"][before], strict=True):
+    for state, embedded in zip(states, w["markov_w1.weight"][before], strict=True):
         if kind == "gated":
-            read = (w["gate_proj.weight"] @ torch.cat([state, read]) + w["gate_proj.bias"]).sigmoid() * read
+            embedded = (w["gate_proj.weight"] @ torch.cat([state, embedded]) + w["gate_proj.bias"]).sigmoid() * embedded
         elif kind == "rnn":
-            g, c, o = (w["joint_proj.weight"] @ torch.cat([s, read, state]) + w["joint_proj.bias"]).split(4)
-            s, read = g.sigmoid() * s + (1 - g.sigmoid()) * c.tanh(), o.tanh()
-        biases.append(w["markov_w2.weight"] @ read)
+            g, c, o = (w["joint_proj.weight"] @ torch.cat([s, embedded, state]) + w["joint_proj.bias"]).split(4)
+            s, embedded = g.sigmoid() * s + (1 - g.sigmoid()) * c.tanh(), o.tanh()
+        biases.append(w["markov_w2.weight"] @ embedded)
     return torch.stack(biases)
 
 
@@ -373,7 +373,7 @@ def test_deepspec(target, tmp_path, kind, early):
     config = {k: v for k, v in ZLAB.items() if k != "dflash_config"} | ZLAB["dflash_config"]
     config |= {"architectures": ["Qwen3DSparkModel"], "markov_rank": rank, "markov_head_type": kind}
     model = DFlash.load(write(tmp_path, config, stored), target)
-    drafter = observed(target, model, TEXT, (9, 12))
+    drafter = observed_drafter(target, model, TEXT, (9, 12))
     draft = drafter.propose(Budget(16, 16))
     assert draft.nodes == BLOCK
     states = reference(w, features_of(target, TEXT)[0, :-1], block(target, int(TEXT[0, -1])))
@@ -381,15 +381,15 @@ def test_deepspec(target, tmp_path, kind, early):
     if rank:
         expected = expected + markov_bias(extra, kind, states, torch.cat([TEXT[0, -1:], draft.tokens[0, :-1]]))
     torch.testing.assert_close(draft.probs[0].log(), expected.log_softmax(-1), atol=2e-4, rtol=1e-4)
-    stages_agree(target, model, draft)
+    check_stage(target, model, draft)
 
 
-def stages_agree(target, model, draft):
+def check_stage(target, model, draft):
     """Check that a stage gives the same results slot by slot, on whole blocks as in training, and in trees."""
-    drafter = observed(target, model, TEXT, (9, 12))
+    drafter = observed_drafter(target, model, TEXT, (9, 12))
     tokens = torch.full((1, BLOCK), model.design.mask_token_id)
     tokens[:, 0] = TEXT[:, -1]
-    states = read(drafter, tokens)[:, model.design.first_slot :]
+    states = block_states(drafter, tokens)[:, model.design.first_slot :]
     logits = drafter._logits(states)
     if model.stage is not None:
         before = torch.cat([TEXT[:, -1:], draft.tokens[:, :-1]], 1)
@@ -418,7 +418,7 @@ def test_domino(target, tmp_path, shifted, alone):
     settings = {"projector_type": "domino", "emb_dim": words, "gru_hidden_dim": inner}
     config = changed(ZLAB, pure_draft_prefix_len=alone, shift_label=shifted, **settings)
     model = DFlash.load(write(tmp_path, config | {"architectures": ["DominoDraftModel"]}, w | extra), target)
-    draft = observed(target, model, TEXT, (9, 12)).propose(Budget(16, 16))
+    draft = observed_drafter(target, model, TEXT, (9, 12)).propose(Budget(16, 16))
     first = 0 if shifted else 1
     states = reference(w, features_of(target, TEXT)[0, :-1], block(target, int(TEXT[0, -1])))[first:]
     expected, s = target.lm_head(states), torch.zeros(inner)
@@ -433,15 +433,15 @@ def test_domino(target, tmp_path, shifted, alone):
             expected[i] = expected[i] + extra["embed_proj.2.weight"] @ inside
     assert draft.nodes == BLOCK - first
     torch.testing.assert_close(draft.probs[0].log(), expected.log_softmax(-1), atol=2e-4, rtol=1e-4)
-    stages_agree(target, model, draft)
+    check_stage(target, model, draft)
 
 
 def test_dflash2(target, tmp_path):
-    w, more = drafter_tensors(), second_tensors()
+    w, more = drafter_tensors(), dflash2_tensors()
     assert len(more) == 4 * LAYERS + 3
     config = changed(ZLAB, conv_kernel_size=2, conv_group_size=8, selector_rank=4, selector_top_k=7)
     model = write(tmp_path, config | {"architectures": ["DFlash2DraftModel"]}, w | more)
-    draft = observed(target, model, TEXT, (9, 12)).propose(Budget(16, 16))
+    draft = observed_drafter(target, model, TEXT, (9, 12)).propose(Budget(16, 16))
     states = reference(w | more, features_of(target, TEXT)[0, :-1], block(target, int(TEXT[0, -1])))[1:]
     before = torch.cat([TEXT[0, -1:], draft.tokens[0, :-1]])
     a, b = more["candidate_selector.predecessor_codebook"], more["candidate_selector.successor_codebook"]
@@ -539,7 +539,7 @@ def test_lilicorr(target, tmp_path, width, renamed):
     for old, new in names.items() if renamed else ():
         stored = {name.replace(old, new): tensor for name, tensor in stored.items()}
     model = DFlash.load(write(tmp_path / "stored", config, w | stored), target)
-    drafter = observed(target, model, TEXT, (9, 12))
+    drafter = observed_drafter(target, model, TEXT, (9, 12))
     draft = drafter.propose(Budget(16, 16))
     features = features_of(target, TEXT)[0, :-1]
     states = reference(w, features, block(target, int(TEXT[0, -1])))[1:]
@@ -553,7 +553,7 @@ def test_lilicorr(target, tmp_path, width, renamed):
         scores_by_slot += [pairs[d, at]] if d < len(pairs) else []
     for d, scores in enumerate(scores_by_slot):
         torch.testing.assert_close(draft.probs[0, d, candidates[d]], scores.softmax(-1), atol=1e-5, rtol=1e-3)
-    again = observed(target, model, TEXT, (9, 12)).propose(Budget(2, 2))
+    again = observed_drafter(target, model, TEXT, (9, 12)).propose(Budget(2, 2))
     torch.testing.assert_close(again.probs, draft.probs[:, :2])
 
     drafter.options = DFlash.Options(nodes=9)
@@ -568,7 +568,7 @@ def test_lilicorr(target, tmp_path, width, renamed):
         assert confidence == pytest.approx(float(expected), rel=1e-3)
 
     drafter.save(tmp_path / "saved", "tiny")
-    saved = observed(target, str(tmp_path / "saved"), TEXT, (9, 12)).propose(Budget(16, 16))
+    saved = observed_drafter(target, str(tmp_path / "saved"), TEXT, (9, 12)).propose(Budget(16, 16))
     torch.testing.assert_close(saved.probs, draft.probs)
     loss, metrics = drafter.loss(sample_target_text(target, TAPS))
     assert loss.isfinite() and len(metrics) == BLOCK - 1
@@ -604,7 +604,7 @@ def test_transformers_drafts_the_same(target, tmp_path, kind):
     reference = DFlashTokenCandidateGenerator(oracle, target.embed, target.lm_head, settings)
     reference.get_candidates(TEXT, {}, None, is_first_iteration=True, n_last_matches=0)
     output = target.model(TEXT[:, :-1], output_hidden_states=True)
-    drafter = observed(target, str(tmp_path), TEXT[:, :10])
+    drafter = observed_drafter(target, str(tmp_path), TEXT[:, :10])
     for begin, end in ((0, 9), (9, 12), (12, 13)):  # the prompt, then three and one accepted columns
         ids = TEXT[:, : end + 1]
         output.hidden_states = target.model(ids[:, :-1], output_hidden_states=True).hidden_states
@@ -665,7 +665,7 @@ def test_other_formats_and_unknown_tensors_are_refused(target, tmp_path):
 # The block
 
 
-def read(drafter, tokens):
+def block_states(drafter, tokens):
     """Return the states [B, S, H] of a block [B, S] after all observed tokens."""
     if at := drafter.history.flush_pending():
         at.run(drafter.head.cache_context, *at.inputs)
@@ -675,16 +675,16 @@ def read(drafter, tokens):
 def test_slots_attend_to_later_slots_unless_causal(target, tmp_path):
     for causal in (False, True):
         model = DFlash.load(write(tmp_path, changed(ZLAB, causal=causal), drafter_tensors()), target)
-        drafter = observed(target, model, TEXT)
+        drafter = observed_drafter(target, model, TEXT)
         tokens = torch.full((1, BLOCK), MASK)
-        before = read(drafter, tokens)
+        before = block_states(drafter, tokens)
         tokens[0, -1] = MASK + 1
-        after = read(drafter, tokens)
+        after = block_states(drafter, tokens)
         assert torch.equal(before[:, 1], after[:, 1]) == causal
 
 
 def test_a_smaller_budget_cuts_the_block(target, tmp_path):
-    drafter = observed(target, write(tmp_path, ZLAB, drafter_tensors()), TEXT, sampling=Sampling())
+    drafter = observed_drafter(target, write(tmp_path, ZLAB, drafter_tensors()), TEXT, sampling=Sampling())
     full = drafter.propose(Budget(99, 99))
     assert full.nodes == BLOCK - 1
     assert full.probs is None
@@ -692,23 +692,23 @@ def test_a_smaller_budget_cuts_the_block(target, tmp_path):
 
 
 def test_only_observed_columns_are_committed(target, tmp_path):
-    drafter = observed(target, write(tmp_path, ZLAB, drafter_tensors()), TEXT, (4, 5))
+    drafter = observed_drafter(target, write(tmp_path, ZLAB, drafter_tensors()), TEXT, (4, 5))
     for _ in range(2):
         drafter.propose(Budget(3, 3))
         assert drafter.history.lengths == [TEXT.shape[1] - 1]
-    once = observed(target, drafter.head, TEXT).propose(Budget(5, 5))
+    once = observed_drafter(target, drafter.head, TEXT).propose(Budget(5, 5))
     torch.testing.assert_close(once.probs, drafter.propose(Budget(5, 5)).probs)
 
 
 def test_rows_of_unequal_length_do_not_mix(target, tmp_path):
     model = DFlash.load(write(tmp_path, ZLAB, drafter_tensors()), target)
     text, lengths = texts(3, 14, seed=8), [5, 2, 0]
-    together = observed(target, model, text[:, :9])
+    together = observed_drafter(target, model, text[:, :9])
     hidden = {tap: h[:, 8:13] for tap, h in target.start(text, TAPS).hidden.items()}
     together.observe(Progress(text[:, 8:13], text[:, 9:14], lengths, hidden))
     draft = together.propose(Budget(5, 5))
     for row, length in enumerate(lengths[:2]):
-        alone = observed(target, model, text[row : row + 1, : 9 + length]).propose(Budget(5, 5))
+        alone = observed_drafter(target, model, text[row : row + 1, : 9 + length]).propose(Budget(5, 5))
         torch.testing.assert_close(draft.probs[row], alone.probs[0])
 
 
@@ -723,7 +723,7 @@ def test_greedy_output_equals_plain_decoding(target, tmp_path, nodes):
 
     plain, _ = rows(load_drafter("none", target))
     accepted = 0
-    for extra in ({}, second_tensors()):
+    for extra in ({}, dflash2_tensors()):
         model = write(tmp_path, ZLAB, drafter_tensors() | extra)
         got, events = rows(load_drafter("dflash", target, model, nodes=nodes))
         assert got == plain
@@ -734,7 +734,7 @@ def test_greedy_output_equals_plain_decoding(target, tmp_path, nodes):
 def test_the_tree_has_the_likeliest_paths(target, tmp_path):
     model = DFlash.load(write(tmp_path, ZLAB, drafter_tensors()), target)
     logq = logits_of(target, model, TEXT)[:3].topk(12)
-    drafter = observed(target, model, TEXT, (9, 12), nodes=12)
+    drafter = observed_drafter(target, model, TEXT, (9, 12), nodes=12)
     draft = drafter.propose(Budget(3, 12))
     assert draft.probs is None
     paths = {}
@@ -755,9 +755,9 @@ def test_the_tree_has_the_likeliest_paths(target, tmp_path):
 
 def test_the_tree_of_a_last_stage_follows_it(target, tmp_path):
     config = changed(ZLAB, selector_top_k=2)
-    model = DFlash.load(write(tmp_path, config, drafter_tensors() | second_tensors()), target)
-    chain = observed(target, model, TEXT, sampling=Sampling()).propose(Budget(3, 3))
-    draft = observed(target, model, TEXT, nodes=14).propose(Budget(3, 14))
+    model = DFlash.load(write(tmp_path, config, drafter_tensors() | dflash2_tensors()), target)
+    chain = observed_drafter(target, model, TEXT, sampling=Sampling()).propose(Budget(3, 3))
+    draft = observed_drafter(target, model, TEXT, nodes=14).propose(Budget(3, 14))
     slot = 0
     for token, chance in zip(chain.tokens[0].tolist(), chain.confidence[0].tolist(), strict=True):
         node = next(n for n in range(14) if int(draft.parents[0, n]) == slot and int(draft.tokens[0, n]) == token)
@@ -822,7 +822,7 @@ def test_training_sees_what_drafting_sees(target, tmp_path, from_anchor):
     for row, places in enumerate(anchors.tolist()):
         for place, anchor in enumerate(places):
             part = text[row : row + 1, : anchor + 1]
-            probs = observed(target, drafter.head, part).propose(Budget(16, 16)).probs[0]
+            probs = observed_drafter(target, drafter.head, part).propose(Budget(16, 16)).probs[0]
             log_probs = target.lm_head(states[row, place, first:]).log_softmax(-1)
             torch.testing.assert_close(log_probs, probs.log(), atol=2e-4, rtol=1e-4)
             expected = text[row, anchor + 1 : anchor + 1 + drafts]
@@ -862,7 +862,7 @@ def test_every_variant_survives_saving(target, tmp_path):
         output_multiplier=0.5,
         selector_top_k=5,
     )
-    tensors = drafter_tensors() | second_tensors()
+    tensors = drafter_tensors() | dflash2_tensors()
     model = DFlash.load(write(tmp_path / "original", config, tensors), target)
     load_drafter("dflash", target, model).save(tmp_path / "saved", "tiny")
     again = DFlash.load(str(tmp_path / "saved"), target)
@@ -903,7 +903,7 @@ def test_fresh_mask_token_never_occurs_in_text(target):
 def test_half_precision_drafts_and_a_full_one_learns():
     target = HFTarget(build("llama").bfloat16(), name="half")
     head = DFlash.fresh(target, block_size=4)
-    assert observed(target, head, TEXT, (9,)).propose(Budget(3, 3)).nodes == 3
+    assert observed_drafter(target, head, TEXT, (9,)).propose(Budget(3, 3)).nodes == 3
     drafter = load_drafter("dflash", target, head.float().requires_grad_(True))
     loss, _ = drafter.loss(example(target, drafter.taps))
     loss.backward()

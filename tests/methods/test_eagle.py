@@ -192,7 +192,7 @@ def speculators(**changes):
     }
 
 
-def near(window):
+def windowed_config(window):
     config = speculators()
     kinds = {"layer_types": ["sliding_attention"], "sliding_window": window}
     config["transformer_layer_config"] |= kinds
@@ -223,7 +223,7 @@ def dialects():
         "specforge": ({**plain, "eagle_config": {**spread, "use_aux_hidden_state": True}}, eagle3(size=16), {}),
         "speculators": (speculators(**spread), eagle3("layers.0"), {"theta": 5e5}),
         "deepspec": ({**plain, "target_layer_ids": [0, 1, 2]}, eagle3("layers.0"), {}),
-        "speculators-window": (near(5), eagle3("layers.0"), {"theta": 5e5, "window": 5}),
+        "speculators-window": (windowed_config(5), eagle3("layers.0"), {"theta": 5e5, "window": 5}),
         "speculators-qwen3": (
             qwen,
             {**eagle3("layers.0", size=16, qk_norm=True), **own},
@@ -317,7 +317,7 @@ def test_drafts_of_every_dialect_match_the_reference(dialect, packed, target, tm
 def head(request, target, tmp_path_factory):
     torch.manual_seed(3)
     if request.param == "window":
-        return Eagle.load(write(tmp_path_factory.mktemp("near"), near(4), eagle3("layers.0")), target)
+        return Eagle.load(write(tmp_path_factory.mktemp("near"), windowed_config(4), eagle3("layers.0")), target)
     kind = "eagle3" if request.param == "few words" else request.param
     made = Eagle.fresh(target, kind, draft_vocab=WORDS if request.param == "few words" else 0)
     for parameter in made.parameters():
@@ -347,7 +347,7 @@ def test_p_eagle_writes_the_targets_own_text_and_is_saved_as_it_was_read(draft, 
     assert [d.tokens.tolist() for _, d in again] == [d.tokens.tolist() for _, d in steps]
 
 
-def at_their_own_pace(target, drafter, sampling=None):
+def ragged_steps(target, drafter, sampling=None):
     """Yield the texts and the draft of each step for two rows that accept different numbers of tokens."""
     text = texts(2, 16, seed=4)
     hidden = target.start(text, drafter.taps).hidden
@@ -366,7 +366,7 @@ def at_their_own_pace(target, drafter, sampling=None):
 
 def test_tree_node_probabilities_match_full_forward(head, target):
     reference = quick_reference(target, head)
-    for written, draft in at_their_own_pace(target, load_drafter("eagle", target, head, top_k=3)):
+    for written, draft in ragged_steps(target, load_drafter("eagle", target, head, top_k=3)):
         assert draft.probs is None and draft.nodes == 7
         for row, text in enumerate(written):
             paths = [()]
@@ -381,17 +381,17 @@ def test_tree_node_probabilities_match_full_forward(head, target):
 
 
 def test_sampled_chains_carry_what_they_were_drawn_from(head, target):
-    carries_what_it_was_drawn_from(head, target, quick_reference(target, head))
+    check_probs_of_drawn_tokens(head, target, quick_reference(target, head))
 
 
 def test_sampled_p_eagle_chains_do_too(target, tmp_path):
     head = Eagle.load(write(tmp_path, *peagle()), target)
-    carries_what_it_was_drawn_from(head, target, quick_reference(target, head, mask=7, theta=5e5))
+    check_probs_of_drawn_tokens(head, target, quick_reference(target, head, mask=7, theta=5e5))
 
 
-def carries_what_it_was_drawn_from(head, target, reference):
+def check_probs_of_drawn_tokens(head, target, reference):
     sampling = Sampling(temperature=0.8, top_k=7)
-    for written, draft in at_their_own_pace(target, load_drafter("eagle", target, head, draft="chain"), sampling):
+    for written, draft in ragged_steps(target, load_drafter("eagle", target, head, draft="chain"), sampling):
         for row, text in enumerate(written):
             for i, (token, q) in enumerate(zip(draft.tokens[row].tolist(), draft.probs[row], strict=True)):
                 logits = reference.ahead(text, draft.tokens[row, :i].tolist())
@@ -436,7 +436,7 @@ def windows(target, taps, rows=6, length=9):
     return Progress(tokens[:, :-1], tokens[:, 1:], [length] * rows, hidden, probs)
 
 
-def slow_loss(reference, head, batch, hard):
+def reference_loss(reference, head, batch, hard):
     """Return the loss column by column, with each unrolled step of EAGLE-3 on a sequence of its own."""
     columns, total, steps = batch.outputs.shape[1], 0.0, 1 if reference.eagle1 else 4
     for step in range(steps):
@@ -471,7 +471,7 @@ def test_the_loss_reads_its_own_states_as_drafting_does(head, hard, target):
     drafter = load_drafter("eagle", target, head)
     given = Progress(batch.inputs, batch.outputs, batch.lengths, batch.hidden, None if hard else batch.probs)
     loss, metrics = drafter.loss(given)
-    *_, (total, _) = slow = list(slow_loss(quick_reference(target, head), head, batch, hard))
+    *_, (total, _) = slow = list(reference_loss(quick_reference(target, head), head, batch, hard))
     torch.testing.assert_close(loss, total, rtol=1e-4, atol=1e-4)
     assert metrics == pytest.approx({f"agree_{i}": right for i, (_, right) in enumerate(slow, 1)})
 

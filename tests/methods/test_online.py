@@ -14,7 +14,7 @@ from specdemo.models.toy import ToyTarget
 PROMPTS = torch.randint(3, 61, (3, 9), generator=torch.Generator().manual_seed(3))
 
 
-def written(target, drafter, prompts=PROMPTS, tokens=40, **config):
+def output_and_events(target, drafter, prompts=PROMPTS, tokens=40, **config):
     config = GenerationConfig(tokens, budget=Budget(3, 3), **config)
     events = list(generate(target, drafter, prompts, config))
     return [[t for e in events for t in e.emitted[row]] for row in range(len(prompts))], events
@@ -22,11 +22,11 @@ def written(target, drafter, prompts=PROMPTS, tokens=40, **config):
 
 def test_greedy_output_equals_plain_decoding_while_rows_end(tiny_llama):
     target = HFTarget(tiny_llama(61))
-    plain, _ = written(target, load_drafter("none", target), stop_token_ids=(5, 9))
+    plain, _ = output_and_events(target, load_drafter("none", target), stop_token_ids=(5, 9))
     draft = tiny_llama(61)
     draft.lm_head.weight.data += 0.02 * torch.randn(61, 16, generator=torch.Generator().manual_seed(0))
     drafter = load_drafter("online", target, draft, every=4)
-    got, events = written(target, drafter, stop_token_ids=(5, 9))
+    got, events = output_and_events(target, drafter, stop_token_ids=(5, 9))
     assert got == plain
     assert events[-1].notes["updates"] >= 2
 
@@ -35,7 +35,7 @@ def test_random_draft_model_learns_to_be_accepted(tiny_llama):
     target = ToyTarget(16, seed=3, order=1)
     drafter = load_drafter("online", target, tiny_llama(16), every=2, lr=0.01)
     prompt = torch.tensor([[3, 1, 4, 1]])
-    _, events = written(target, drafter, prompt, 120, sampling=Sampling(1.0), stop_token_ids=())
+    _, events = output_and_events(target, drafter, prompt, 120, sampling=Sampling(1.0), stop_token_ids=())
     early = next(e for e in events if e.notes.get("updates") == 5)
     late = events[-1]
     assert late.notes["accepted"] > early.notes["accepted"] + 0.1
@@ -49,7 +49,7 @@ def test_learned_weights_persist_unless_reset(tiny_llama):
     for reset in (False, True):
         drafter = load_drafter("online", target, tiny_llama(16), every=4, reset=reset)
         before = [w.clone() for w in drafter.drafters[0].head.parameters()]
-        written(target, drafter, PROMPTS[:1] % 16)
+        output_and_events(target, drafter, PROMPTS[:1] % 16)
         drafter.start(1, Sampling(), torch.Generator())
         after = list(drafter.drafters[0].head.parameters())
         assert all(map(torch.equal, before, after)) is reset
@@ -60,7 +60,7 @@ def test_the_loaded_model_is_left_alone(tiny_llama):
     draft = tiny_llama(61).requires_grad_(False)
     before = deepcopy(draft.state_dict())
     drafter = load_drafter("online", target, draft, every=2)
-    written(target, drafter)
+    output_and_events(target, drafter)
     assert all(torch.equal(before[name], w) for name, w in draft.state_dict().items())
     assert not any(w.requires_grad for w in draft.parameters())
     learnt = drafter.drafters[0].head.state_dict()
@@ -75,7 +75,7 @@ def test_it_learns_the_target_distribution_at_accepted_tokens(tiny_llama, monkey
     loss = drafter.drafters[0].loss
     monkeypatch.setattr(drafter.drafters[0], "loss", lambda batch: (batches.append(batch), loss(batch))[1])
     prompt = PROMPTS[:1] % 16
-    text, _ = written(target, drafter, prompt, 100, stop_token_ids=())
+    text, _ = output_and_events(target, drafter, prompt, 100, stop_token_ids=())
     full_text = prompt[0].tolist() + text[0]
     assert MIN_COLUMNS <= batches[0].inputs.shape[1] < batches[-1].inputs.shape[1] == WINDOW
     for batch in batches:
@@ -98,10 +98,10 @@ def test_earlier_texts_are_read_again(tiny_llama, monkeypatch):
     batches = []
     loss = drafter.drafters[0].loss
     monkeypatch.setattr(drafter.drafters[0], "loss", lambda batch: (batches.append(batch), loss(batch))[1])
-    first, _ = written(target, drafter, PROMPTS[:1] % 16, 80, stop_token_ids=())
+    first, _ = output_and_events(target, drafter, PROMPTS[:1] % 16, 80, stop_token_ids=())
     assert {len(batch.inputs) for batch in batches} == {1}
     batches.clear()
-    written(target, drafter, PROMPTS[1:2] % 16, 30, stop_token_ids=())
+    output_and_events(target, drafter, PROMPTS[1:2] % 16, 30, stop_token_ids=())
     length = batches[0].inputs.shape[1]
     assert batches[0].inputs.shape[0] == 2
     assert batches[0].outputs[1].tolist() == first[0][-length:]
@@ -115,8 +115,8 @@ def test_every_head_learns_without_a_change_to_the_one_that_was_loaded(name):
     before = deepcopy(head.state_dict())
     drafter = load_drafter("online", target, head, drafter=name, every=2, lr=0.003)
     prompt = PROMPTS[:1] % 16
-    got, events = written(target, drafter, prompt, 30, stop_token_ids=())
-    assert got == written(target, load_drafter("none", target), prompt, 30, stop_token_ids=())[0]
+    got, events = output_and_events(target, drafter, prompt, 30, stop_token_ids=())
+    assert got == output_and_events(target, load_drafter("none", target), prompt, 30, stop_token_ids=())[0]
     assert events[-1].notes["updates"] > 3
     assert all(torch.equal(before[key], weight) for key, weight in head.state_dict().items())
     losses = [e.notes["train_loss"] for e in events if "train_loss" in e.notes]
@@ -147,7 +147,7 @@ def test_the_loss_of_a_draft_model_falls_and_is_the_forward_kl(tiny_llama):
 def test_half_precision_weights_keep_small_steps(tiny_llama):
     target = HFTarget(tiny_llama(61))
     drafter = load_drafter("online", target, tiny_llama(61).bfloat16(), every=1, lr=0.00002)
-    written(target, drafter)
+    output_and_events(target, drafter)
     learner = drafter._trainer
     assert all(w.dtype == torch.bfloat16 for w in learner.weights)
     assert all(m.dtype == torch.float32 for m in learner._masters)

@@ -20,7 +20,7 @@ def folders(tiny_llama, tmp_path):
     return {name: str(tmp_path / name) for name in ("good", "bad")}
 
 
-def written(target, drafter, prompts=PROMPTS, **config):
+def output_and_events(target, drafter, prompts=PROMPTS, **config):
     config = GenerationConfig(60, budget=Budget(3, 3), **config)
     events = list(generate(target, drafter, prompts, config))
     return [[t for e in events for t in e.emitted[row]] for row in range(len(prompts))], events
@@ -31,8 +31,8 @@ def test_most_accepted_drafter_is_selected(folders, first, others, best, tiny_ll
     target = HFTarget(tiny_llama(61))
     drafts = ", ".join(folders.get(name, name) for name in others.split(", "))
     drafter = load_drafter("router", target, folders[first], drafts=drafts, trial=2)
-    got, events = written(target, drafter, stop_token_ids=(5, 9))
-    assert got == written(target, load_drafter("none", target), stop_token_ids=(5, 9))[0]
+    got, events = output_and_events(target, drafter, stop_token_ids=(5, 9))
+    assert got == output_and_events(target, load_drafter("none", target), stop_token_ids=(5, 9))[0]
     routes = [int(e.notes["route"]) for e in events[1:]]
     count = len(drafter.drafters)
     assert routes[: 2 * count] == [route for route in range(count) for _ in range(2)]
@@ -42,9 +42,9 @@ def test_most_accepted_drafter_is_selected(folders, first, others, best, tiny_ll
 def test_every_text_is_routed_separately(tiny_llama):
     target = HFTarget(tiny_llama(61))
     drafter = load_drafter("router", target, drafter="ngram", drafts="suffix", trial=3)
-    _, events = written(target, drafter)
+    _, events = output_and_events(target, drafter)
     assert len({e.notes["route"] for e in events[1:7]}) == 2
-    _, again = written(target, drafter)
+    _, again = output_and_events(target, drafter)
     assert [e.notes["route"] for e in again[1:]] == [e.notes["route"] for e in events[1:]]
 
 

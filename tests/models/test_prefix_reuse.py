@@ -27,7 +27,7 @@ def target():
 
 
 @pytest.fixture
-def fed(monkeypatch):
+def tokens_read(monkeypatch):
     """Record the number of tokens in every pass of a prefix-caching target."""
     seen, inside = [], []
     run = Runner.__call__
@@ -57,7 +57,7 @@ def close(a, b):
     torch.testing.assert_close(a, b, rtol=1e-4, atol=3e-4)
 
 
-def turn(target, prompt, seed=1, taps=TAPS):
+def write_turn(target, prompt, seed=1, taps=TAPS):
     """Read a prompt, write an answer in two passes with one rejected draft token each, release, and return the text in
     the history.
     """
@@ -76,7 +76,7 @@ def ids_of(text, seed=9):
     return torch.cat([text, texts(1, QUESTION, seed=seed)], 1)
 
 
-def same(target, text, taps=TAPS, **named):
+def check_equals_fresh(target, text, taps=TAPS, **named):
     """Check that the target gives the same logits and hidden states as a fresh one."""
     forward, expected = target.start(text, taps, **named), HFTarget(target.model).start(text, taps)
     close(forward.logits, expected.logits)
@@ -88,44 +88,44 @@ def same(target, text, taps=TAPS, **named):
     close(logits, fresh(target.model, [*text[0].tolist(), *following[0].tolist()]))
 
 
-def test_the_next_turns_are_read_from_where_they_are_new(model, fed):
+def test_the_next_turns_are_read_from_where_they_are_new(model, tokens_read):
     name, weights = model
     target = PrefixCachedTarget(weights)
-    text = turn(target, texts(1, PROMPT))
+    text = write_turn(target, texts(1, PROMPT))
     for seed in (20, 30):
         prompt = ids_of(text, seed)
-        fed.clear()
-        same(target, prompt)
+        tokens_read.clear()
+        check_equals_fresh(target, prompt)
         at_once = name in TREES or target._multi_token  # some continue one token at a time
         assert target.cached_tokens == (text.shape[1] if at_once else 0)
-        assert fed == [QUESTION if at_once else prompt.shape[1], 1]
-        text = turn(target, prompt, seed)
+        assert tokens_read == [QUESTION if at_once else prompt.shape[1], 1]
+        text = write_turn(target, prompt, seed)
         assert target.length == [text.shape[1]]
 
 
-def test_an_answer_that_was_written_otherwise_is_read_from_there(target, fed):
-    text = turn(target, texts(1, PROMPT))
+def test_an_answer_that_was_written_otherwise_is_read_from_there(target, tokens_read):
+    text = write_turn(target, texts(1, PROMPT))
     prompt = ids_of(text)
     prompt[0, PROMPT + 1] = (prompt[0, PROMPT + 1] + 1) % VOCABULARY
-    fed.clear()
-    same(target, prompt)
-    assert target.cached_tokens == PROMPT + 1 and fed[0] == ANSWER - 1 + QUESTION
+    tokens_read.clear()
+    check_equals_fresh(target, prompt)
+    assert target.cached_tokens == PROMPT + 1 and tokens_read[0] == ANSWER - 1 + QUESTION
 
 
 def test_a_replayed_answer_that_was_written_otherwise_is_read_from_a_snapshot_or_from_the_start():
     target = PrefixCachedTarget(build("gpt_neo"))
-    text = turn(target, texts(1, PROMPT))
+    text = write_turn(target, texts(1, PROMPT))
     # A token of the last pass, and of the one before.
     for place, cached in ((PROMPT + ANSWER - 1, PROMPT + ANSWER - 2), (PROMPT + 1, 0)):
         prompt = ids_of(text)
         prompt[0, place] = (prompt[0, place] + 1) % VOCABULARY
-        same(target, prompt)
+        check_equals_fresh(target, prompt)
         assert target.cached_tokens == cached
-        text = turn(target, text[:, :PROMPT])
+        text = write_turn(target, text[:, :PROMPT])
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neo"])
-def test_the_same_text_again_is_read_in_its_last_token(name, fed):
+def test_the_same_text_again_is_read_in_its_last_token(name, tokens_read):
     target = PrefixCachedTarget(build(name))
     text = texts(1, PROMPT)
     target.start(text)
@@ -133,11 +133,11 @@ def test_the_same_text_again_is_read_in_its_last_token(name, fed):
     target.forward(following, chain_parents(1, 2, following.device))  # a pass that is not committed
     target.release()
     again = torch.cat([text, texts(1, 1, seed=5)], 1)
-    fed.clear()
-    same(target, again, ())
-    assert target.cached_tokens == PROMPT and fed[0] == 1
+    tokens_read.clear()
+    check_equals_fresh(target, again, ())
+    assert target.cached_tokens == PROMPT and tokens_read[0] == 1
     target.release()
-    same(target, text, ())
+    check_equals_fresh(target, text, ())
     assert target.cached_tokens == (PROMPT - 1 if name == "llama" else 0)
 
 
@@ -154,19 +154,19 @@ def test_cropped_tokens_are_not_cached(target):
     target.commit([[0, 1]])
     target.crop([PROMPT + 2])
     target.release()
-    same(target, ids_of(torch.cat([text, guess[:, :1], other], 1)))
+    check_equals_fresh(target, ids_of(torch.cat([text, guess[:, :1], other], 1)))
     assert target.cached_tokens == PROMPT + 2
 
 
 def test_other_taps_other_texts_and_batches_are_read_from_their_start(target):
-    text = turn(target, texts(1, PROMPT))
-    same(target, ids_of(text), (1, *TAPS))
+    text = write_turn(target, texts(1, PROMPT))
+    check_equals_fresh(target, ids_of(text), (1, *TAPS))
     assert target.cached_tokens == 0
     target.release()
-    same(target, ids_of(text), (2,))  # a subset of the cached taps
+    check_equals_fresh(target, ids_of(text), (2,))  # a subset of the cached taps
     assert target.cached_tokens == text.shape[1] + QUESTION - 1
     target.release()
-    same(target, (texts(1, PROMPT) + 1) % VOCABULARY)
+    check_equals_fresh(target, (texts(1, PROMPT) + 1) % VOCABULARY)
     assert target.cached_tokens == 0
     rows = texts(2, PROMPT, seed=4)
     target.release()
@@ -181,23 +181,23 @@ def test_other_taps_other_texts_and_batches_are_read_from_their_start(target):
 @pytest.mark.parametrize("name", ["llama", "gpt_neo", pytest.param("qwen3_next", marks=pinned)])
 def test_discard_turn_preserves_the_cached_prefix(name):
     target = PrefixCachedTarget(build(name))
-    text = turn(target, texts(1, PROMPT))
+    text = write_turn(target, texts(1, PROMPT))
     prompt = ids_of(text)
     for _ in range(2):  # like a warm-up and a run
-        turn(target, prompt)
+        write_turn(target, prompt)
         assert target.cached_tokens == text.shape[1]
         target.discard_turn()
         assert target.length == [text.shape[1]]
-    same(target, prompt)
+    check_equals_fresh(target, prompt)
     assert target.cached_tokens == text.shape[1]
     target.forget()
-    turn(target, prompt)
+    write_turn(target, prompt)
     target.discard_turn()
     assert target.history_bytes == 0 and target.length == []
 
 
 def test_memory_grows_by_what_follows_and_is_freed(target):
-    prompt, other = ids_of(turn(target, texts(1, PROMPT))), HFTarget(target.model)
+    prompt, other = ids_of(write_turn(target, texts(1, PROMPT))), HFTarget(target.model)
     for reserve in (50, 60):
         target.start(prompt, TAPS, reserve=reserve)
         other.start(prompt, TAPS, reserve=reserve)
@@ -216,16 +216,16 @@ def test_short_memory_disables_the_prefix_cache(target, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr("specdemo.models.prefix_reuse._joined", full)
-        text = turn(target, texts(1, PROMPT))
+        text = write_turn(target, texts(1, PROMPT))
     assert target.history_bytes == 0
-    same(target, ids_of(text))
+    check_equals_fresh(target, ids_of(text))
     assert target.cached_tokens == 0
 
 
 def test_a_text_that_could_not_be_read_leaves_nothing(target):
-    text = turn(target, texts(1, PROMPT))
+    text = write_turn(target, texts(1, PROMPT))
     with pytest.raises(ValueError, match="holds 96 tokens, not 97"):
         target.start(torch.cat([text, texts(1, 97 - text.shape[1])], 1))
     target.release()
     assert target.history_bytes == 0
-    same(target, ids_of(text))
+    check_equals_fresh(target, ids_of(text))
