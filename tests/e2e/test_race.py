@@ -379,7 +379,8 @@ def test_a_first_visit_shows_the_recorded_race_of_the_preset(visit):
     first = lane_text(page, 1)
     assert first and first == lane_text(page, 0)
     page.locator("#more input").click()
-    page.get_by_role("option", name="DFlash, a block in one pass", exact=True).click()  # there is no recording
+    # this preset has no recording
+    page.get_by_role("option", name="DFlash: a block of drafts in one pass", exact=True).click()
     wait_for_text(page, "^Ready")
     expect(page.locator(".sd-badge")).to_be_hidden()
     expect(page.locator(".sd-lane h3")).to_have_text(["Baseline", "DFlash (stories-dflash)"])
