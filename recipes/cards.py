@@ -33,105 +33,105 @@ DATA = {
     "stories": """\
 Excerpts of TinyStories (Eldan & Li 2023, arXiv 2305.07759; data licence CDLA-Sharing-1.0) and English picture books of
 the African Storybook and of Pratham Books' StoryWeaver (CC-BY; every title and author is named in {attribution}).
-About a tenth of the stories are told a second time with one name or thing changed, so that there is something to copy.
-150 stories were held out; the losses and agreements below are on them.""",
+About a tenth of the stories are repeated with one name or thing changed, so that the models learn to copy.
+150 stories were held out; losses and agreements below are on them.""",
     "code": """\
-Python source: the standard library of the Python that ran, and the packages named with their licences in {attribution},
-fetched from PyPI by pinned hashes. Tests, vendored and machine-made files were left out, docstrings cut to their first
-line, documents of whose runs of five lines more than half had been seen dropped. A fifth of the documents, of the last
-part of the training four fifths, are edits, about 4 % and 40 % of the text: a function, an instruction as a comment,
-and the function again with names, types or a constant changed. The projects marked as held out were never trained on;
-the losses, agreements and measurements below are on them.""",
+Python source: the standard library of the Python that ran the recipe, and the packages listed with their licences in
+{attribution}, fetched from PyPI by pinned hashes. Left out are tests, vendored and generated files, and documents in
+which more than half of the five-line sequences were seen before. Docstrings are cut to their first line. A fifth of the
+documents (four fifths in the last part of the training) are edits, about 4 % and 40 % of the text: a function, an
+instruction as a comment, and the function again with names, types or a constant changed. Projects marked as held out
+were never trained on; losses, agreements and measurements below are on them.""",
 }
 
-LICENCE = "The weights: Apache-2.0. The data keep their own licences, named above; they are not part of this folder."
+LICENCE = "The weights: Apache-2.0. The data have their own licences, named above; they are not part of this folder."
 
-HONESTY = f"Unedited and not picked; a story ends where the model ended it, else after {SAMPLE_TOKENS} tokens."
+HONESTY = f"Neither edited nor selected. A text ends where the model ended it, or after {SAMPLE_TOKENS} tokens."
 
 ABOUT = {
     "stories-target": """\
-A small story teller: the target of specdemo's default comparison. It writes simple English stories in the manner of its
-data, nothing else.""",
+A small story model: the target of specdemo's default comparison. It writes simple English stories in the style of its
+data.""",
     "stories-draft-wide": """\
-A draft for speculative decoding of `stories`: one wide layer, so that a guess costs little time.""",
+A draft model for `stories`: one wide layer, so that a draft token costs little time.""",
     "stories-draft-deep": """\
-A draft for speculative decoding of `stories`: four narrow layers, as many parameters as `stories-draft-wide`, so that
-the two show what depth costs (arXiv 2402.01528).""",
+A draft model for `stories`: four narrow layers with as many parameters as `stories-draft-wide`. Comparing the two shows
+the cost of depth (arXiv 2402.01528).""",
     "stories-draft-other": """\
-A draft for speculative decoding of `stories` that has words of its own: three of four are the target's too.""",
+A draft model for `stories` with its own vocabulary: three of four tokens are also in the target's.""",
     "code-target": """\
-A small writer of Python: the target of specdemo's second world. What it writes looks like code and mostly parses; it
-does not know what a program is for.""",
+A small Python model: the target of specdemo's code presets. Its output looks like code and mostly parses; it does not
+know what a program is for.""",
     "code-draft": """\
-A draft for speculative decoding of `code`: two layers, the fewest that can copy.""",
+A draft model for `code` with two layers, the fewest that can copy.""",
     "stories-bytes": """\
-A story teller that writes letter by letter, trained together with seven heads (`stories-bytes-heads`) that say the
-letters behind the next one: the exhibit of multi-token prediction.""",
+A story model that reads and writes bytes, trained together with seven heads (`stories-bytes-heads`) that predict the
+bytes after the next one. It demonstrates multi-token prediction.""",
 }
 
 JOINT_METHOD = """\
-Model and heads were trained together from scratch: cross-entropy on the text for both, and in the second half the heads
-learn what the model itself says; all heads together weigh as much as the model's own loss. Muon for the hidden
-matrices, AdamW for the rest; matrix products in bf16 where the processor has it; windows of 256 bytes, and of 1,024
-from 70 % of the time on; the learning rate is constant to 40 % of the time, then falls linearly to 2 %."""
+Model and heads were trained together from scratch: both with cross-entropy on the text; in the second half the heads
+learn the model's own distribution. All heads together have the same weight as the model's loss. Muon for the hidden
+matrices, AdamW for the rest; matrix products in bf16 if the CPU supports it; windows of 256 bytes, and of 1,024 after
+70 % of the time; the learning rate is constant for 40 % of the time, then falls linearly to 2 %."""
 
 METHOD = {
     "stories-target": """\
-Cross-entropy, with 15 % of what the embedding and every branch add to the residual stream dropped out for 80 % of the
-time; Muon for the hidden matrices, AdamW for the rest; matrix products in bf16 where the processor has it; windows of
-256 tokens, and of 512 from 70 % of the time on; the learning rate is constant to 40 % of the time, then falls linearly
-to 2 %. A run that goes on from trained weights has windows of 512 throughout, half the learning rates, and holds them
-to 20 %; at its end the weights it began with are averaged into it as far as that lowers the held-out loss.""",
+Cross-entropy; dropout of 15 % on the outputs of the embedding and of every branch for 80 % of the time; Muon for the
+hidden matrices, AdamW for the rest; matrix products in bf16 if the CPU supports it; windows of 256 tokens, and of 512
+after 70 % of the time; the learning rate is constant for 40 % of the time, then falls linearly to 2 %. A run that
+starts from trained weights has windows of 512 throughout and half the learning rates, constant for 20 % of the time. At
+its end the initial weights are averaged in, with the share that gives the lowest held-out loss.""",
     "code-target": """\
-Cross-entropy. First a model of four layers, which sees three times the text in the same time (seed); the same on little
-but edits, a function, an order and the function again, so that it learns to copy (copying); then one of twelve, between
-whose layers are copies that add nothing at first (block expansion, Wu et al. 2024, arXiv 2401.02415), on text and edits
-alike. Windows of 256 tokens in the first part and 384 later, from 70 % of each part's time on of 512, in the last part
-of 1,024. Muon for the hidden matrices, AdamW for the rest; matrix products in bf16 where the processor has it; the
-learning rate falls linearly to half in the first two parts and from three quarters to 2 % in the last. At the end the
-weights that it began with are averaged in as far as that lowers the held-out loss.""",
+Cross-entropy, in three parts. First a model of four layers, which sees three times the text in the same time (seed).
+Then the same model, mostly on edits (a function, an instruction and the function again), so that it learns to copy
+(copying). Then a model of twelve layers, made by inserting copies of layers that add nothing at first (block expansion,
+Wu et al. 2024, arXiv 2401.02415), on text and edits. Windows of 256 tokens in the first part and 384 later; after 70 %
+of each part's time 512, in the last part 1,024. Muon for the hidden matrices, AdamW for the rest; matrix products in
+bf16 if the CPU supports it; the learning rate falls linearly to half in the first two parts, and from three quarters to
+2 % in the last. At the end the initial weights are averaged in, with the share that gives the lowest held-out loss.""",
     "stories-bytes": JOINT_METHOD,
     "stories-draft-other": """\
-Cross-entropy on the text and, twice in an epoch, on what the target wrote itself (temperatures 0, 0.7 and 1, begun like
-training stories): distillation by sequences (Kim & Rush 2016, arXiv 1606.07947), for which the two need no token in
-common. Its byte-level BPE splits words as GPT-2 does and was trained on the first fifteenth of the documents, the
-picture books, so that its words are others. Muon for the hidden matrices, AdamW for the rest; matrix products in bf16
-where the processor has it; windows of 256 tokens, and of 512 from 70 % of the time on; the learning rate is constant to
-40 % of the time, then falls linearly to 2 %.""",
+Cross-entropy on the text and, twice per epoch, on the target's own samples (temperatures 0, 0.7 and 1, with prompts
+from training stories): sequence-level distillation (Kim & Rush 2016, arXiv 1606.07947), which needs no shared tokens.
+Its byte-level BPE splits words as GPT-2 does. It was trained on the first fifteenth of the documents, the picture
+books, so that its vocabulary differs. Muon for the hidden matrices, AdamW for the rest; matrix products in bf16 if the
+CPU supports it; windows of 256 tokens, and of 512 after 70 % of the time; the learning rate is constant for 40 % of the
+time, then falls linearly to 2 %.""",
     "code-draft": """\
-Begun as the target's embedding and its first and seventh layer; then forward KL to the target's recorded distributions
-(its 32 most probable tokens at every position, the rest as one lump); in the second half of the time half of the rows
-are the target's own samples (temperatures 0, 0.7 and 1) and a share of the loss is cross-entropy to the target's greedy
-choice. Muon for the hidden matrices, AdamW for the rest; matrix products in bf16 where the processor has it; the
-learning rate falls linearly to 2 %.""",
+Initialised from the target's embedding and its first and seventh layer. Forward KL to the target's recorded
+distributions (its 32 most probable tokens at every position, the rest as one class); in the second half of the time
+half of the rows are the target's own samples (temperatures 0, 0.7 and 1), and part of the loss is cross-entropy to the
+target's greedy choice. Muon for the hidden matrices, AdamW for the rest; matrix products in bf16 if the CPU supports
+it; the learning rate falls linearly to 2 %.""",
     "draft": """\
 Cross-entropy on text first, then forward KL to the target's recorded distributions (its 32 most probable tokens at
-every position, the rest as one lump); in the last part half of the rows are the target's own samples (temperatures 0,
-0.7 and 1) and a share of the loss is cross-entropy to the target's greedy choice. Muon for the hidden matrices, AdamW
-for the rest; matrix products in bf16 where the processor has it; the learning rate falls linearly to 2 %.""",
+every position, the rest as one class); in the last part half of the rows are the target's own samples (temperatures 0,
+0.7 and 1), and part of the loss is cross-entropy to the target's greedy choice. Muon for the hidden matrices, AdamW for
+the rest; matrix products in bf16 if the CPU supports it; the learning rate falls linearly to 2 %.""",
 }
 
 LIMITS = {
     "stories-target": """\
-English children's stories only. It knows no facts, follows no instructions and was not made safe for any use beyond
+English children's stories only. It knows no facts, follows no instructions and is not safe for any use beyond
 demonstrations. Greedy text tends to repeat itself; names and objects drift after a few sentences. A quarter of the
 training stories had their capitals restored by rule, so some names stay lower-case. The context is 512 tokens.""",
     "code-target": """\
-Python only. It knows no library well and follows no instructions beyond the edits it was shown; it was not made safe
-for any use beyond demonstrations, and nothing that it writes should be run. The context is 1,024 tokens.""",
+Python only. It knows no library well and follows no instructions beyond the edits it was trained on. It is not safe for
+any use beyond demonstrations; do not run its output. The context is 1,024 tokens.""",
     "code-draft": """\
-Made to guess what its target says, not to write. It fits only a target with the same tokenizer. The context is 1,024
+Made to predict its target, not to write. It fits only a target with the same tokenizer. The context is 1,024
 tokens.""",
     "stories-draft-other": """\
-Made to guess what its target says, not to write: on its own its text falls apart quickly. Its guesses get worse away
-from simple stories, and where the target says a word that it lacks. The context is 512 tokens of its own.""",
+Made to predict its target, not to write: on its own its text soon becomes incoherent. It predicts less well beyond
+simple stories, and where the target uses a token that it lacks. The context is 512 of its own tokens.""",
     "stories-bytes": """\
-English children's stories only, and less well told than by `stories`: a letter is little to go by for a model of this
-size. It knows no facts, follows no instructions and was not made safe for any use beyond demonstrations. The context is
-1,024 bytes.""",
+English children's stories only, and worse ones than those of `stories`: single bytes are hard for a model of this size.
+It knows no facts, follows no instructions and is not safe for any use beyond demonstrations. The context is 1,024
+bytes.""",
     "draft": """\
-Made to guess what its target says, not to write: on its own its text falls apart quickly. It fits only a target with
-the same tokenizer, and its guesses get worse away from simple stories. The context is 512 tokens.""",
+Made to predict its target, not to write: on its own its text soon becomes incoherent. It fits only a target with the
+same tokenizer, and predicts less well beyond simple stories. The context is 512 tokens.""",
 }
 
 
@@ -206,10 +206,10 @@ def recipe_facts(facts: dict[str, Any], config: dict[str, object], recipe: str) 
         f"- software: {versions}; {source}",
     ]
     if "start_share" in facts:
-        lines.append(f"- averaged: {facts['start_share']:.0%} of the weights that the run began with")
+        lines.append(f"- averaged: {facts['start_share']:.0%} of the initial weights")
     for seed in facts.get("seeds", ()):
         lines.append(
-            "- before that, {name}, {layers} layer(s): {tokens:,} tokens in {minutes:.0f} minutes".format(**seed)
+            "- earlier part: {name}, {layers} layer(s), {tokens:,} tokens in {minutes:.0f} minutes".format(**seed)
         )
     if "hardware" in facts:
         lines.append(f"- hardware: {facts['hardware']}, {facts['threads']} thread(s)")
@@ -247,21 +247,21 @@ def write_card(folder: Path, recipe: str | None = None) -> Path:
     }
     body = "\n\n".join(f"## {head}\n\n{text}" for head, text in sections.items())
     card = folder / "MODEL_CARD.md"
-    write_text(card, f"# {name.removesuffix('-target')}\n\n{ABOUT.get(name, 'A small model of stories.')}\n\n{body}\n")
+    write_text(card, f"# {name.removesuffix('-target')}\n\n{ABOUT.get(name, 'A small story model.')}\n\n{body}\n")
     return card
 
 
 HEAD_METHOD = """\
-The target stayed frozen. The head learned from the target's recorded hidden states and distributions (its 32 most
-probable tokens at every position): on text first, then half on the target's own samples (temperatures 0, 0.7 and 1).
-Muon for the hidden matrices, AdamW for the rest; the learning rate is constant to 30 % of the time, then falls
-linearly to 2 %."""
+The target is frozen. The head learned from the target's recorded hidden states and distributions (its 32 most probable
+tokens at every position): first on text, then half on the target's own samples (temperatures 0, 0.7 and 1). Muon for
+the hidden matrices, AdamW for the rest; the learning rate is constant for 30 % of the time, then falls linearly to
+2 %."""
 
 
 def write_head_card(folder: Path, title: str, speed: dict[str, object] | None = None) -> Path:
     """Write `MODEL_CARD.md` of a head from its provenance. `speed`: benchmark results by name."""
     facts = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
-    target = facts.get("target", "the model it was trained with")
+    target = facts.get("target", folder.name.removesuffix("-heads"))
     last = facts["evaluations"][-1] if facts["evaluations"] else {}
     positions = sorted(n for n in last if n.startswith("agree_"))
     agreement = [f"| {n.removeprefix('agree_')} | {last[n]:.3f} |" for n in positions]
@@ -269,7 +269,7 @@ def write_head_card(folder: Path, title: str, speed: dict[str, object] | None = 
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     command = f"python -m specdemo train {facts['recipe']} --corpus CORPUS --minutes {facts['minutes']:g}"
     accepted = [
-        "How often the head's first choice is the target's, held-out text, true prefix:",
+        "Top-1 agreement of the head with the target, on held-out text with the true prefix:",
         "",
         "| tokens ahead | agreement |",
         "|---|---|",
@@ -294,7 +294,7 @@ def write_head_card(folder: Path, title: str, speed: dict[str, object] | None = 
     }
     body = "\n\n".join(f"## {head}\n\n{text}" for head, text in sections.items())
     card = folder / "MODEL_CARD.md"
-    about = f"{title}: a drafter for speculative decoding of `{target}`. It is of no use without it."
+    about = f"{title}: a drafter for `{target}`. It needs this target."
     write_text(card, f"# {folder.name}\n\n{about}\n\n{body}\n")
     return card
 
@@ -303,5 +303,5 @@ def write_attribution(corpus: Path, folder: Path) -> None:
     """Write `ATTRIBUTION.md` in `folder` from the corpus's `ORIGIN-*.md` files, which must accompany derived works."""
     origins = [p.read_text(encoding="utf-8").strip() for p in sorted(corpus.glob("ORIGIN-*.md"))]
     if origins:
-        head = "# Where the training text comes from"
+        head = "# Sources of the training text"
         write_text(folder / "ATTRIBUTION.md", "\n\n".join([head, *("#" + o for o in origins)]) + "\n")

@@ -63,7 +63,7 @@ def test_draft_with_another_vocabulary_reads_the_targets_text(
         target_tokenizer.decode(sampled[0], clean_up_tokenization_spaces=False).split("<|endoftext|>")[1].strip()
         == own[0]
     )
-    assert "by sequences" in (draft / "MODEL_CARD.md").read_text(encoding="utf-8")
+    assert "sequence-level distillation" in (draft / "MODEL_CARD.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.usefixtures("tiny")
@@ -247,7 +247,7 @@ def test_a_target_of_code_is_deepened_and_drafted_for(tmp_path: Path, monkeypatc
     facts = json.loads((target / "provenance.json").read_text(encoding="utf-8"))
     assert [(seed["name"], seed["layers"]) for seed in facts["seeds"]] == [("seed", 1), ("copying", 1)]
     assert all(seed["tokens"] > 0 for seed in facts["seeds"]) and facts["start"] == "copying"
-    assert "before that, copying, 1 layer(s)" in (target / "MODEL_CARD.md").read_text(encoding="utf-8")
+    assert "earlier part: copying, 1 layer(s)" in (target / "MODEL_CARD.md").read_text(encoding="utf-8")
     draft = train("code-draft", tmp_path / "code", tmp_path / "draft", target=str(target))
     assert "~~~python\ndef read_config" in (draft / "MODEL_CARD.md").read_text(encoding="utf-8")
 
