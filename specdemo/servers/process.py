@@ -150,7 +150,7 @@ def started(command: Sequence[str], address: str, environment: Mapping[str, str]
 
 
 def _end_after(process: "Popen[bytes]", mark: str) -> None:
-    """Wait for the end of a keeper, then end what it left, which is something only if it was killed."""
+    """Wait for the end of a supervisor, then end the processes that it left, which happens only if it was killed."""
     process.wait()
     supervisor.end_marked(mark, process.pid)
 

@@ -49,19 +49,19 @@ def end_marked(mark: str, session: int) -> None:
 
 
 def _start(command: Sequence[str]) -> "subprocess.Popen[bytes]":
-    """Start the command in a process group of its own. On Linux the kernel ends it when the keeper dies."""
+    """Start the command in a process group of its own. On Linux the kernel ends it when the supervisor dies."""
     if not LINUX:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=None if sys.platform == "win32" else 0)
-    prctl, keeper = ctypes.CDLL(None).prctl, os.getpid()
+    prctl, supervisor = ctypes.CDLL(None).prctl, os.getpid()
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
-    def die_with_keeper() -> None:
+    def die_with_supervisor() -> None:
         prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != keeper:  # it died before the call
+        if os.getppid() != supervisor:  # it died before the call
             os._exit(1)
 
     # no thread runs yet, so preexec_fn is safe
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=die_with_keeper)
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=die_with_supervisor)
 
 
 def _wait_for_eof(closed: threading.Event) -> None:
@@ -80,7 +80,7 @@ def _reap_orphans(engine: int) -> None:
 
 
 def _family() -> Processes:
-    """Return all processes of the engine that this keeper runs."""
+    """Return all processes of the engine that this supervisor runs."""
     below = {process.pid: process for process in psutil.Process().children(recursive=True)}
     own_session = os.getpid() if _session(0) == os.getpid() else 0  # else it is the session of the starter
     return below | _marked(os.environ.get(MARK, ""), own_session)

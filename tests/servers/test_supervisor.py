@@ -78,7 +78,7 @@ def test_the_end_of_the_starter_ends_all_processes(engine):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_to_the_keeper_ends_all_processes(engine, number):
+def test_a_signal_to_the_supervisor_ends_all_processes(engine, number):
     command, listener = engine
     with keeping([*command, *CHILDREN]) as process:
         links = connections(listener, 4)
@@ -106,7 +106,7 @@ def test_linux_finds_a_process_that_left_its_session_and_its_environment(engine)
 
 
 @linux
-def test_the_kernel_ends_the_engine_of_a_killed_keeper(engine):
+def test_the_kernel_ends_the_engine_of_a_killed_supervisor(engine):
     command, listener = engine
     with keeping(command) as process:
         links = connections(listener, 1)
@@ -114,7 +114,7 @@ def test_the_kernel_ends_the_engine_of_a_killed_keeper(engine):
         assert_ended(links)
 
 
-def test_the_starter_ends_what_a_killed_keeper_leaves(engine):
+def test_the_parent_ends_what_a_killed_supervisor_leaves(engine):
     command, listener = engine
     with started([*command, *CHILDREN], "http://127.0.0.1:1", {}) as server:
         links = connections(listener, 4)
