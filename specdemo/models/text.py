@@ -16,7 +16,9 @@ from specdemo.models.hub import is_embedded
 Chat = tuple[tuple[tuple[str, str], ...], ...]  # messages, each the items of a dict
 
 UNFINISHED = "\ufffd"  # shown by decoders for an incomplete character
-CONTEXT = 6  # prompt tokens decoded with the first piece: some tokenizers drop a leading space at the start
+# Prompt tokens decoded with the first piece, because some tokenizers drop a leading space at the start. More than 6, so
+# that the window holds a complete character even if it starts and ends inside one of 4 bytes.
+CONTEXT = 7
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Mapping[str, str]], max_length: int) -> list[int]:

@@ -1,7 +1,7 @@
 """Encoding and decoding: the pieces of any token sequence add up to its text, even if tokens split characters."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -51,6 +51,7 @@ def pieces(tokenizer, prompt, ids):
 
 
 @given(text=st.text(min_size=1, max_size=60), cut=st.integers(0, 20))
+@example(text="𐀀𐀀", cut=11)  # the last 6 prompt tokens are 3 bytes of each character
 def test_pieces_add_up_to_the_text(text, cut):
     tokenizer = BYTE_LEVEL
     ids = tokenizer("A dog. " + text)["input_ids"]
