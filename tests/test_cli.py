@@ -150,7 +150,7 @@ def test_bad_input_is_one_line_with_the_fix(capsys, arguments, line):
 def test_head_given_as_target_is_named(capsys, name, kind):
     line = f"{name} is a head for method {kind!r}, not a draft model; choose method {kind!r}"
     assert refusal(capsys, "run", "embedded-draft", "--model", name) == line
-    line = f"{name} holds a head for method {kind!r}; choose a whole model as the target"
+    line = f"{name} is a head for method {kind!r}; choose a complete model as the target"
     assert refusal(capsys, "run", "embedded-draft", "--target", name) == line
     assert refusal(capsys, "doctor", name) == refusal(capsys, "doctor", name, "stories-draft-wide") == line
     assert refusal(capsys, "train", "medusa", "--target", name) == line
@@ -232,7 +232,7 @@ def test_presets_and_methods_as_text(capsys):
     out = capsys.readouterr().out
     assert all(id in out for id in load_presets())
     assert main(["methods"]) == 0
-    assert "    --option max_n=8  1 to 8  longest suffix to look for" in capsys.readouterr().out
+    assert "    --option max_n=8  1 to 8  longest suffix to match" in capsys.readouterr().out
 
 
 def test_methods_name_their_options_with_range_and_help(capsys):

@@ -33,7 +33,7 @@ def test_an_unknown_name_is_an_attribute_error():
 
 
 def test_head_given_as_target_is_named():
-    with pytest.raises(ValueError, match="^stories-medusa holds a head for method 'medusa'; choose a whole model"):
+    with pytest.raises(ValueError, match="^stories-medusa is a head for method 'medusa'; choose a complete model"):
         specdemo.load_target("stories-medusa")
 
 

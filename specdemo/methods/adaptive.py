@@ -32,15 +32,15 @@ from specdemo.core.tree import ABSENT, Draft
 from specdemo.methods import knob, load_drafter
 from specdemo.methods.wrapper import Wrapper, acceptance_per_row, wrappable
 
-PRIOR, PRIOR_WEIGHT = 0.7, 2.0  # the acceptance believed before anything was seen, and how many tries that is worth
-DECAY = 0.98  # what a try still counts after the next one: the last 50 matter
+PRIOR, PRIOR_WEIGHT = 0.7, 2.0  # prior acceptance rate, and its weight in observations
+DECAY = 0.98  # decay of an observation per later one: about the last 50 count
 MEASUREMENTS = 9  # per size
-PLAIN_STEPS = 2  # to begin with: nothing is lost by them, and all is measured against a plain step
-EXPLORATION = 0.01  # the share of time that may be lost in looking what another depth brings
-PREDICTOR_DECAY, RIDGE = 0.995, 0.1  # of a verdict's weight at the next one; what is added to the sums
-MIN_WEIGHT = 0.05  # of the log-odds: a surer draft is never kept less
-EXPLORE_INTERVAL = 8  # steps between two such looks, at least
-PLAN_STEPS = 4  # steps that a plan serves: what it is made of changes slowly, and to make it takes time
+PLAIN_STEPS = 2  # at the start, to measure the cost of a plain step
+EXPLORATION = 0.01  # largest share of time spent on trying other depths
+PREDICTOR_DECAY, RIDGE = 0.995, 0.1  # decay of the sums per observation; regularisation
+MIN_WEIGHT = 0.05  # of the log-odds, so that predicted acceptance increases with confidence
+EXPLORE_INTERVAL = 8  # least number of steps between two explorations
+PLAN_STEPS = 4  # steps that a plan is reused, since its inputs change slowly and planning takes time
 MAX_PROB = 1.0 - 1e-6
 
 
@@ -48,9 +48,9 @@ MAX_PROB = 1.0 - 1e-6
 class StepOutcome:
     """Depth, acceptance and times of one step. Finished rows are left out."""
 
-    k: int  # k
-    slots: int  # verified, the root included
-    rows: Sequence[tuple[int, int]]  # levels drafted and levels kept, per row
+    k: int  # requested depth
+    slots: int  # verified slots, including the root
+    rows: Sequence[tuple[int, int]]  # per row: drafted levels, accepted levels
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
 
@@ -99,7 +99,8 @@ class LatencyTable:
             self._sizes.insert(bisect(self._sizes, size), size)
         recent = self._recent[size]
         recent.append(seconds)
-        self._median[size] = sorted(recent)[(len(recent) - 1) // 2]  # the lower of two: disturbances only add time
+        # the lower median, because noise only adds time
+        self._median[size] = sorted(recent)[(len(recent) - 1) // 2]
 
     def estimate(self, size: int) -> float:
         """Return the seconds of a size; 0 before the first measurement."""
@@ -185,11 +186,12 @@ def expected_tokens(rates: Sequence[float]) -> list[float]:
 class DepthPlan:
     """Estimates for k = 0, 1, .. draft tokens, and the best k."""
 
-    rates: list[float]  # of the levels
-    tokens: list[float]
+    rates: list[float]  # acceptance per level
+    tokens: list[float]  # expected output tokens
     seconds: list[float]
     best: int
-    thresholds: list[float]  # the chance that all so far is kept, below which one more token is not worth its seconds
+    # stop drafting when the probability that all tokens so far are accepted falls below this
+    thresholds: list[float]
 
 
 class Goodput(LengthPolicy):
@@ -199,22 +201,20 @@ class Goodput(LengthPolicy):
         super().__init__()
         self.acceptance = AcceptanceEstimator()
         self.predictor = AcceptancePredictor()
-        self._token_by_token = False  # the drafter does, whether it is enough
-        self._log_odds: list[list[float]] = []  # of the draft, per level and row
-        self._path_probs: list[float] = []  # the chance that all of the row's draft so far is kept
-        self._plans: dict[tuple[int, int], DepthPlan] = {}  # of budgets
+        self._token_by_token = False  # whether the drafter calls `should_stop`
+        self._log_odds: list[list[float]] = []  # of the current draft, by level and row
+        self._path_probs: list[float] = []  # per row: probability that the whole draft so far is accepted
+        self._plans: dict[tuple[int, int], DepthPlan] = {}  # by budget
         self._plan = DepthPlan([], [1.0], [0.0], 0, [])
         self._num_steps = 0
-        self._recent_tokens, self._recent_seconds = 0.0, 0.0  # of the last steps, a row's
+        self._recent_tokens, self._recent_seconds = 0.0, 0.0  # of recent steps, per row
         self._draft_times = LatencyTable({0: 0.0})
         self._verify_times = LatencyTable({})
-        self._seen_widths: set[int] = (
-            set()
-        )  # slots; the first pass over so many also pays for what the next ones find ready
+        self._seen_widths: set[int] = set()  # the first pass of a width includes one-time work and is not measured
         self._plain_steps_left = PLAIN_STEPS
-        self._drafted_last_step = False  # in the step before
-        self._steps_since_explored = 0  # steps, since a neighbour was looked at
-        self._explored_deeper = False  # which one that was
+        self._drafted_last_step = False
+        self._steps_since_explored = 0
+        self._explored_deeper = False
 
     def start(self) -> None:
         self._drafted_last_step = False
@@ -251,7 +251,7 @@ class Goodput(LengthPolicy):
             self._verify_times.add(outcome.slots, outcome.verify_seconds)
         self._seen_widths.add(outcome.slots)
         drafted = outcome.slots - 1 if self._log_odds else outcome.k
-        if drafted and self._drafted_last_step:  # a draft behind a plain step also reads what it has missed
+        if drafted and self._drafted_last_step:  # after a plain step the drafter also reads the tokens that it missed
             self._draft_times.add(drafted, outcome.draft_seconds)
         self._drafted_last_step = drafted > 0
         for levels, accepted in outcome.rows:
@@ -314,9 +314,7 @@ class Confidence(LengthPolicy):
 
     def prune(self, draft: Draft) -> Draft:
         if draft.nodes and draft.confidence is None:
-            raise ValueError(
-                f"{self._drafter!r} does not say how sure it is; choose policy 'goodput' or 'heuristic' for it"
-            )
+            raise ValueError(f"{self._drafter!r} reports no confidence; choose policy 'goodput' or 'heuristic' for it")
         draft = prune_by_confidence(draft, self._threshold)
         self.notes = {"k": draft.nodes}
         return draft
@@ -343,7 +341,7 @@ def prune_by_confidence(draft: Draft, threshold: float) -> Draft:
         return draft
     masks = []
     for parents, confidence in zip(draft.parents.tolist(), draft.confidence.tolist(), strict=True):
-        open_slots = [True]  # whether anything below a slot is kept
+        open_slots = [True]  # whether the children of a slot are kept
         row = []
         for parent, prob in zip(parents, confidence, strict=True):
             row.append(open_slots[parent])
@@ -369,17 +367,19 @@ def prune_by_confidence(draft: Draft, threshold: float) -> Draft:
 class Adaptive(Wrapper):
     learns = True
     title = "Adaptive length"
-    summary = "Decides at every step how far to draft, down to not at all, from what was kept and what it cost."
+    summary = "Chooses the draft length at every step, down to zero, from past acceptance and measured cost."
 
     @dataclass(frozen=True, slots=True)
     class Options:
         drafter: str = knob("draft_model", "the method whose draft length is chosen", choices=wrappable("adaptive"))
         policy: str = knob(
             "goodput",
-            "what decides: expected tokens per second, the drafter's confidence, or what became of the last draft",
+            "goodput: expected tokens per second; confidence: the drafter's own; heuristic: result of the last draft",
             choices=("goodput", "confidence", "heuristic"),
         )
-        threshold: float = knob(0.4, "policy confidence: draft no further below this", low=0.0, high=1.0, step=0.05)
+        threshold: float = knob(
+            0.4, "policy confidence: verify nothing below a node less confident than this", low=0.0, high=1.0, step=0.05
+        )
 
     def __init__(self, target: Target, model: object = None, options: Options | None = None) -> None:
         options = options or self.Options()
@@ -388,7 +388,7 @@ class Adaptive(Wrapper):
         if options.policy == "confidence":
             self.policy = Confidence(options.threshold, options.drafter)
         self._device = target.device
-        self._row_counts: list[tuple[int, int]] | None = None  # of the last draft, until its step was timed
+        self._row_counts: list[tuple[int, int]] | None = None  # of the last draft, until its times arrive
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
         super().start(batch, sampling, rng)

@@ -38,8 +38,8 @@ class Recipe:
     """A head that `specdemo train` can train."""
 
     title: str
-    sizes: Mapping[str, object]
-    method: str = ""  # in the list of all recipes
+    sizes: Mapping[str, object]  # keyword arguments of `Head.fresh`
+    method: str = ""  # filled in by methods/recipes.py
 
 
 class Method(Drafter):
@@ -51,12 +51,12 @@ class Method(Drafter):
     """
 
     title: ClassVar[str]
-    summary: ClassVar[str]  # one sentence for people
+    summary: ClassVar[str]  # one sentence, shown on the page
     needs_model: ClassVar[bool] = False
-    exact: ClassVar[bool] = True  # under an exact rule the text is the target's
-    learns: ClassVar[bool] = False  # gets better with use, so that a session keeps it from run to run
+    exact: ClassVar[bool] = True  # False: output is not the target's even under a lossless rule
+    learns: ClassVar[bool] = False  # True: improves with use, so a session reuses it in the next run
     Options: ClassVar[type[Any]] = NoOptions
-    serves: ClassVar[Mapping[str, EngineArgs]] = {}  # engine -> how its server is told to draft so
+    serves: ClassVar[Mapping[str, EngineArgs]] = {}  # engine -> its server arguments for this method
 
     def __init__(self, target: Target, model: object = None, options: object = None) -> None:
         """model: a source, or the result of `load`. Raises ValueError when the drafter does not fit the target."""
@@ -96,9 +96,9 @@ class Head(Learner, Generic[Net]):
 
     needs_model = True
     requires: ClassVar = frozenset({"hidden_states"})
-    recipes: ClassVar[Mapping[str, Recipe]] = {}  # name -> what is trained under it
+    recipes: ClassVar[Mapping[str, Recipe]] = {}  # by name
     head: Net
-    history: HeadHistory | None = None  # of heads with keys and values
+    history: HeadHistory | None = None  # KV cache; None for heads without attention
 
     def __init__(self, target: Target, model: Net | str, options: Any = None) -> None:
         self.head = self.load(model, target) if isinstance(model, str) else model
@@ -120,7 +120,7 @@ class Head(Learner, Generic[Net]):
         report = progress or no_progress
         head = cls.read(cls.open(source, target, report), target)
         if len(head.conventions) > 1:
-            report(0.9, f"finding out how to read {source}")
+            report(0.9, f"detecting the convention of {source}")
             select_convention(head, target, lambda: cls(target, head))
         return head.fuse()
 

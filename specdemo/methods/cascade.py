@@ -27,15 +27,15 @@ from specdemo.models.checkpoints import Checkpoint
 
 class Cascade(DraftModel):
     title = "Cascade"
-    summary = "A cheap guess is checked by a draft model, whose draft is checked by the target."
+    summary = "A draft model verifies a cheap guess; the target verifies the result."
 
-    serves: ClassVar = {}  # no server has it
+    serves: ClassVar = {}  # no server supports it
     cross_vocabulary: ClassVar[bool] = False
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        inner: str = knob("ngram", "the method that guesses for the draft model", choices=wrappable("cascade"))
-        inner_model: str = knob("", "its model or head, where it needs one: a name, folder or hub id")
+        inner: str = knob("ngram", "the method that drafts for the draft model", choices=wrappable("cascade"))
+        inner_model: str = knob("", "its model or head, if it needs one: a name, folder or hub id")
 
     def __init__(self, target: Target, model: object, options: Options | None = None) -> None:
         options = options or self.Options()
@@ -46,7 +46,7 @@ class Cascade(DraftModel):
 
     @classmethod
     def recognises(cls, checkpoint: Checkpoint) -> bool:
-        return False  # what it reads is a draft model
+        return False  # its model is a draft model
 
     @property
     def weight_bytes(self) -> int:
@@ -69,7 +69,7 @@ class Cascade(DraftModel):
         self._inner.observe(progress)
 
     def _draft(self, depth: int, should_stop: Callable[[list[float]], bool] | None = None) -> Draft:
-        """Its notes have passes: how often the draft model was asked."""
+        """Draft up to `depth` tokens. Notes: passes, the number of draft model passes."""
         guess = self._inner.propose(Budget(depth - 1, depth - 1))
         guess = guess if is_chain(guess.parents) else first_branch(guess)  # [B, G]
         missing = self._crop_to_common()

@@ -26,9 +26,10 @@ from specdemo.models.hub import LoadProgress
 from specdemo.models.load import Incomplete, LoadedModel, load_model, load_target
 from specdemo.training.losses import argmax_targets
 
-MAX_CATCH_UP = 8  # tokens that a recorded draft reads at most before it writes; mostly it is one or two
-PARTIAL_WORD_TOKENS = 2  # tokens that a word which has begun may take
-PROBES = (  # what tokenizers of one vocabulary may still cut differently
+MAX_CATCH_UP = 8  # largest number of missing tokens that a CUDA graph reads; usually one or two are missing
+PARTIAL_WORD_TOKENS = 2  # extra tokens to finish a partial word
+# texts that tokenizers with the same vocabulary may still split differently
+PROBES = (
     "Once upon a time, there was a little girl named Lily.",
     "  two spaces\n\n\ta tab, CAPITALS and camelCase don't",
     "for i in range(10):\n    x[i] += 3.14159e-10  # 1234567",
@@ -43,9 +44,9 @@ def _llamacpp(model: str | None, k: int, options: Options) -> Flags:
 
 class DraftModel(Learner):
     title = "Draft model"
-    summary = "A small model writes ahead; the target checks its words in one pass."
+    summary = "A small model drafts several tokens; the target verifies them in one pass."
     needs_model = True
-    cross_vocabulary: ClassVar[bool] = True  # to targets of another vocabulary
+    cross_vocabulary: ClassVar[bool] = True
     serves: ClassVar = {"vllm": vllm("draft_model"), "sglang": sglang_chain("STANDALONE"), "llamacpp": _llamacpp}
 
     @classmethod
@@ -61,14 +62,12 @@ class DraftModel(Learner):
             return load_model(source, "auto", str(target.device), progress=progress)
         except ValueError as error:
             if isinstance(error, Incomplete) or detect_head(source):
-                require_method(
-                    open_meta_checkpoint(source), "draft_model"
-                )  # heads are no whole model: name the method for them
+                require_method(open_meta_checkpoint(source), "draft_model")  # the error names the method of a head
             raise
 
     def __init__(self, target: Target, model: object, options: NoOptions | None = None) -> None:
         self.model = _to_target(model, target)
-        self.head: nn.Module = self.model.model  # what is trained: the draft model whole
+        self.head: nn.Module = self.model.model  # training updates the whole draft model
         self._bridge: VocabBridge | None = None
         self._draft_as_text = False
         difference = tokenizer_difference(target, self.model)
@@ -83,23 +82,23 @@ class DraftModel(Learner):
         """Draft the shared tokens if both models give them most of their probability, else draft text."""
         if not self.cross_vocabulary:
             raise ValueError(
-                f"{self.model.name} has another tokenizer than {target.name}: {difference}; choose a draft of the same "
-                "model family"
+                f"{self.model.name} has another tokenizer than {target.name}: {difference}; choose a draft model of "
+                "the same family"
             )
         self._bridge = VocabBridge(target, self.model)
         target_mass, draft_mass = self._bridge.shared_mass(target, self.model)
         self._draft_as_text = min(target_mass, draft_mass) < MIN_SHARED_MASS
-        approach = "writes text that is cut anew" if self._draft_as_text else "drafts the shared tokens alone"
+        approach = "drafts text, which is tokenized again" if self._draft_as_text else "drafts only the shared tokens"
         overlap = self._bridge.target_overlap
         self.note = (
-            f"Its tokenizer is another ({difference}): it {approach}. Shared are {100 * overlap:.0f} % of the target's "
-            f"tokens, with {100 * target_mass:.0f} % of the target's probability and "
-            f"{100 * draft_mass:.0f} % of its own."
+            f"The draft model has another tokenizer ({difference}) and {approach}. "
+            f"{100 * overlap:.0f} % of the target's tokens are shared; they hold {100 * target_mass:.0f} % of the "
+            f"target's probability and {100 * draft_mass:.0f} % of the draft model's."
         )
 
     @property
     def max_length(self) -> int | None:
-        return None if self._bridge else self.model.max_length  # whose tokens are others
+        return None if self._bridge else self.model.max_length  # token counts differ between two vocabularies
 
     def release_graphs(self) -> None:
         self.model.release_graphs()
@@ -119,13 +118,13 @@ class DraftModel(Learner):
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
         """Begin a new generation. Every list has one entry per row."""
         self.sampler = TokenSampler(sampling, rng)
-        self._history: list[list[int]] = [[] for _ in range(batch)]  # what the target has committed, the root last
-        self._cached_ids: list[list[int]] = [[] for _ in range(batch)]  # what the draft's cache holds
-        self._common_lengths = [0] * batch  # a prefix length known to be common to both
-        self._pending_draft: AsyncHostCopy | None = None  # [B, N - 1] what it read of its own last draft
+        self._history: list[list[int]] = [[] for _ in range(batch)]  # committed tokens, the root last
+        self._cached_ids: list[list[int]] = [[] for _ in range(batch)]  # tokens in the draft model's KV cache
+        self._common_lengths = [0] * batch  # length of the common prefix of both, as far as known
+        self._pending_draft: AsyncHostCopy | None = None  # [B, N - 1] draft tokens that are in the cache
         self._row_texts = [RowText(self._bridge.draft_tokens) for _ in range(batch)] if self._bridge else []
-        self._roots = [0] * batch  # the target's ids of the last tokens, where there is a bridge
-        self._partial_words = [b""] * batch  # the word its text ends with, which the draft reads anew
+        self._roots = [0] * batch  # the target's ids of the roots; with a bridge only
+        self._partial_words = [b""] * batch  # unfinished last word, which the draft completes
 
     def release(self) -> None:
         self.model.release()
@@ -138,7 +137,7 @@ class DraftModel(Learner):
             inputs = progress.inputs.tolist()
             self._history = [[*i, o[-1]] for i, o in zip(inputs, progress.output_ids(), strict=True)]
             if progress.inputs.shape[1] < self.model.max_length:
-                # as much room as the target has, where a cache that grows is recorded anew
+                # the target's capacity, because growing the cache would capture the CUDA graphs again
                 capacity = self._target.capacity if self.model.uses_cuda_graphs else 0
                 room = capacity - progress.inputs.shape[1]
                 self.model.start(progress.inputs, reserve=room + MAX_CATCH_UP if room > 0 else 0)
@@ -174,10 +173,10 @@ class DraftModel(Learner):
         """Forward KL to the target, in nats per token up to the target's entropy (2310.08461, section 3)."""
         if self._bridge:
             raise ValueError(
-                "a draft of another vocabulary cannot learn from the target's tokens; choose one of the same"
+                "a draft model with another vocabulary cannot learn from the target's tokens; choose one with the same"
             )
         logits = self.head(batch.inputs, use_cache=False).logits.float()
-        vocab_size = min(logits.shape[-1], self._draft_vocab.size)  # beyond are padding rows
+        vocab_size = min(logits.shape[-1], self._draft_vocab.size)  # the rest are padding rows
         logits = logits[..., :vocab_size].flatten(0, 1)
         labels = batch.outputs.flatten() if batch.probs is None else batch.probs[..., :vocab_size].flatten(0, 1)
         agree = (logits.argmax(-1) == argmax_targets(labels)).float().mean()
@@ -186,7 +185,7 @@ class DraftModel(Learner):
     def propose(self, budget: Budget) -> Draft:
         longest = max(map(len, self._history))
         depth = min(budget.depth, budget.nodes, self.model.max_length - longest)
-        if depth < 1 or not self._cached_ids[0]:  # the draft's context is shorter than the target's
+        if depth < 1 or not self._cached_ids[0]:  # the text is longer than the draft model's context
             return Draft.empty(len(self._history), self.model.device)
         return self._draft(depth, budget.enough)
 
@@ -268,7 +267,7 @@ class DraftModel(Learner):
             self._pending_draft = None
         missing = []
         for row, (history, read) in enumerate(zip(self._history, self._cached_ids, strict=True)):
-            limit = min(len(read), len(history) - 1)  # the root is always read anew
+            limit = min(len(read), len(history) - 1)  # the root is always read, for its logits
             common = min(self._common_lengths[row], limit)
             while common < limit and read[common] == history[common]:
                 common += 1
@@ -315,7 +314,7 @@ def tokenizer_difference(target: Target, draft: Target) -> str | None:
     if draft.vocab_size != target.vocab_size:
         raise ValueError(
             f"{draft.name or 'the draft model'} has a vocabulary of {draft.vocab_size}, {target.name or 'the target'} "
-            f"one of {target.vocab_size}, and no tokenizer says what they mean; choose a draft of the same model family"
+            f"one of {target.vocab_size}, and no tokenizer maps them; choose a draft model of the same family"
         )
     return None
 
@@ -328,12 +327,13 @@ def _compare_tokenizers(
     if a != b:
         differing = sum(b.get(word) != index for word, index in a.items())
         if not differing:
-            return f"it knows {len(b) - len(a)} more tokens"
+            return f"it has {len(b) - len(a)} more tokens"
         word = min((w for w, i in a.items() if b.get(w) != i), key=a.__getitem__)
         in_draft = b.get(word, "absent")
-        return f"{differing} of {len(a)} tokens differ (the first is {word!r}, id {a[word]} here, {in_draft} there)"
+        ids = f"id {a[word]} in the target, {in_draft} in the draft"
+        return f"{differing} of {len(a)} tokens differ (first {word!r}: {ids})"
     for text in (*PROBES, "".join(map(str, target_tokenizer.all_special_tokens))):
         in_target, in_draft = (t.encode(text, add_special_tokens=False) for t in (target_tokenizer, draft_tokenizer))
         if in_target != in_draft:
-            return f"it cuts {text[:24]!r} into {len(in_draft)} tokens, others than these {len(in_target)}"
+            return f"{text[:24]!r} has {len(in_target)} tokens in the target, {len(in_draft)} others in the draft"
     return None

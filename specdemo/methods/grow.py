@@ -15,7 +15,7 @@ from torch import Tensor
 from specdemo.core.protocol import Budget
 from specdemo.core.tree import Draft
 
-Path = tuple[int, ...]  # the rank chosen at every level, from the root down
+Path = tuple[int, ...]  # ranks from the root down
 Expand = Callable[[Tensor, Tensor], Tensor]  # tokens [B, K], parents [B, K] -> log q [B, K, V]
 
 
@@ -50,7 +50,7 @@ class TreeShape:
         slot = {(): 0} | {path: i + 1 for i, path in enumerate(ordered)}
         for path in ordered:
             if path[:-1] not in slot:
-                raise ValueError(f"the tree has {path} but not {path[:-1]}, which it hangs from")
+                raise ValueError(f"the tree has {path} but not its parent {path[:-1]}")
         return TreeShape(tuple(slot[p[:-1]] for p in ordered), tuple(map(len, ordered)), tuple(p[-1] for p in ordered))
 
     def paths(self) -> list[Path]:
@@ -65,7 +65,7 @@ class TreeShape:
 def clip_shape(shape: TreeShape, budget: Budget) -> TreeShape:
     """Cut a shape to a budget. Nodes of low rank are kept first."""
     paths = [path for path in shape.paths() if len(path) <= budget.depth]
-    paths.sort(key=lambda path: (sum(path), len(path)))  # a beginning is never after what hangs from it
+    paths.sort(key=lambda path: (sum(path), len(path)))  # a parent comes before its children
     return TreeShape.from_paths(paths[: budget.nodes])
 
 
@@ -111,7 +111,7 @@ def grow_tree(root_log_probs: Tensor, expand: Expand, budget: Budget, top_k: int
         return Draft.empty(batch, root_log_probs.device)
     width = min(top_k, vocabulary)
     scores, tokens = root_log_probs.topk(width)  # the frontier: [B, K]
-    frontier = torch.arange(width, device=root_log_probs.device).expand(batch, -1)  # its places among all nodes seen
+    frontier = torch.arange(width, device=root_log_probs.device).expand(batch, -1)  # indices into all nodes
     all_scores, all_tokens, all_log_probs = [scores], [tokens], [scores]
     all_parents = [torch.full_like(tokens, -1)]
     parents = torch.zeros_like(tokens)
@@ -128,14 +128,14 @@ def grow_tree(root_log_probs: Tensor, expand: Expand, budget: Budget, top_k: int
         tokens = children.flatten(1).gather(1, best)
         frontier = best + num_seen
         num_seen += paths.shape[1]
-    parent_slots = torch.cat(all_parents, 1) + 1  # as slots; the root is 0
+    parent_slots = torch.cat(all_parents, 1) + 1  # slot 0 is the root
     scored = torch.cat(all_scores, 1), torch.cat(all_log_probs, 1).exp().clamp_max(1.0)
     return prune_tree(torch.cat(all_tokens, 1), parent_slots, *scored, budget.nodes)
 
 
 def prune_tree(tokens: Tensor, parents: Tensor, scores: Tensor, confidence: Tensor, nodes: int) -> Draft:
     """Keep the `nodes` best nodes of a tree [B, N]. A parent slot must not score lower than its children."""
-    # stable: of equal scores the earlier, so that a parent is never left out for its child
+    # a stable sort prefers the earlier of two equal scores, so a parent is kept before its child
     best = torch.argsort(scores, dim=1, descending=True, stable=True)[:, :nodes].sort(1).values
     slots = torch.zeros(len(tokens), tokens.shape[1] + 1, dtype=torch.int64, device=tokens.device)
     slots.scatter_(1, best + 1, torch.arange(1, best.shape[1] + 1, device=tokens.device).expand_as(best))

@@ -23,12 +23,12 @@ from specdemo.methods.heads.sampler import ChainBuilder, TokenSampler, run_chain
 
 class LayerSkip(Method):
     title = "Layer skip"
-    summary = "The target's own first layers write ahead, the whole of it checks; no second model, no extra memory."
+    summary = "The first layers of the target draft, the full target verifies; no second model, no extra memory."
     requires: ClassVar = frozenset({"layers"})
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        exit_layer: int = knob(0, "layers that draft; 0 takes a third of them", low=0, high=128, step=1)
+        exit_layer: int = knob(0, "number of layers that draft; 0 uses a third", low=0, high=128, step=1)
 
     def __init__(self, target: Target, model: object = None, options: Options | None = None) -> None:
         """Raises ValueError for a target that has too few layers."""
@@ -47,9 +47,7 @@ class LayerSkip(Method):
         self.sampler = TokenSampler(sampling, rng)
 
     def observe(self, progress: Progress) -> None:
-        self._roots = last_columns(progress, progress.outputs)[
-            :, None
-        ]  # of a finished row any token: its draft is dropped
+        self._roots = last_columns(progress, progress.outputs)[:, None]  # drafts of finished rows are ignored
 
     def propose(self, budget: Budget) -> Draft:
         depth = min(budget.depth, budget.nodes)

@@ -42,15 +42,15 @@ class _TreeBuilder:
 @dataclass(slots=True)
 class _WindowRow:
     root: int
-    columns: list[list[int]]  # the window, from the root on
-    pool: dict[int, dict[Gram, None]] = field(default_factory=dict)  # first token -> the rest, the newest last
-    end_slots: list[int] = field(default_factory=list)  # the last slots of the columns in the last draft
+    columns: list[list[int]]  # the window
+    pool: dict[int, dict[Gram, None]] = field(default_factory=dict)  # first token -> other tokens, newest last
+    end_slots: list[int] = field(default_factory=list)  # last slot of every column in the last draft
 
     def advance(self, argmax_ids: list[int], height: int, guesses: int) -> None:
         """Advance the window. argmax_ids [S]: the target's argmax at every slot of the last draft."""
         for column, slot in zip(
             self.columns, self.end_slots, strict=False
-        ):  # a small budget runs the first columns only
+        ):  # a small budget includes only some columns
             column.append(argmax_ids[slot])
             if len(column) > height:
                 first = column.pop(0)
@@ -63,14 +63,16 @@ class _WindowRow:
 
 class Lookahead(Method):
     title = "Lookahead decoding"
-    summary = "The target itself guesses ahead in the same pass, keeps what it guessed as n-grams and checks those."
+    summary = "The target generates n-grams in the same pass that verifies earlier ones; needs no draft model."
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        window: int = knob(7, "columns of the window, fewer where k is too small", low=1, high=32, step=1)
-        ngram: int = knob(5, "tokens of an n-gram, fewer where k is too small", low=2, high=8, step=1)
-        guesses: int = knob(7, "n-grams kept and checked per first token", low=1, high=32, step=1)
-        nodes: int = knob(56, "nodes in all: (window + guesses) * (ngram - 1), or both shrink", low=2, high=128, step=1)
+        window: int = knob(7, "columns of the window; fewer if k is too small", low=1, high=32, step=1)
+        ngram: int = knob(5, "tokens of an n-gram; fewer if k is too small", low=2, high=8, step=1)
+        guesses: int = knob(7, "n-grams stored and verified per first token", low=1, high=32, step=1)
+        nodes: int = knob(
+            56, "total nodes: (window + guesses) * (ngram - 1); with fewer, both shrink", low=2, high=128, step=1
+        )
 
     def __init__(self, target: Target, model: object = None, options: Options | None = None) -> None:
         self._options = options or self.Options()
@@ -79,12 +81,12 @@ class Lookahead(Method):
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
         self._rows: list[_WindowRow] = []
-        self._height = self._nodes = 0  # of the columns in the last draft, and all of that
+        self._height = self._nodes = 0  # column height and node count of the last draft
 
     def observe(self, progress: Progress) -> None:
         outputs = progress.output_ids()
         if not self._rows:
-            # any first guess will do; the prompt's end is at least of its kind
+            # the initial window is arbitrary; use the end of the prompt
             for prompt, next_ids in zip(progress.inputs.tolist(), outputs, strict=True):
                 columns = [[prompt[-1 - i % len(prompt)]] for i in reversed(range(self._options.window))]
                 self._rows.append(_WindowRow(next_ids[-1], columns))
@@ -100,7 +102,7 @@ class Lookahead(Method):
 
     def propose(self, budget: Budget) -> Draft:
         if min(budget.depth, budget.nodes) < 1:
-            self._nodes = -1  # there is no window to read
+            self._nodes = -1  # no window in this draft
             return Draft.empty(len(self._rows), self._device)
         trees = [self._build_tree(row, budget) for row in self._rows]
         tokens = padded([tree.tokens for tree in trees], self._device, ABSENT)
@@ -113,7 +115,7 @@ class Lookahead(Method):
         tree = _TreeBuilder()
         columns = self._set_window_size(budget)
         grams = [gram[: budget.depth] for gram in reversed(row.pool.get(row.root, {}))]
-        if not self._supports_trees:  # the loop would cut the tree, and its slots be others
+        if not self._supports_trees:  # draft a chain, or the loop would cut the tree and renumber its slots
             grams, columns = grams[:1], 0 if grams else 1
         room = budget.nodes - columns * self._height
         for gram in grams:

@@ -31,7 +31,7 @@ class _NGramIndex:
 
     def extend(self, ids: list[int]) -> None:
         for token in ids:
-            for n in self._sizes:  # grams that end here may be matched once something follows them
+            for n in self._sizes:  # an n-gram is indexed when the token after it is known
                 if len(self.ids) >= n:
                     self._ends[tuple(self.ids[-n:])] = len(self.ids)
             self.ids.append(token)
@@ -62,13 +62,13 @@ def _llamacpp(model: str | None, k: int, options: Mapping[str, object]) -> Flags
 
 class NGram(Method):
     title = "Prompt lookup"
-    summary = "Drafts what followed the last occurrence of the current words; costs nothing, pays where text repeats."
+    summary = "Drafts what followed the last occurrence of the current words; free, and useful where text repeats."
     serves: ClassVar = {"vllm": _vllm, "sglang": _sglang, "llamacpp": _llamacpp}
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        max_n: int = knob(8, "longest suffix to look for, in tokens", low=1, high=8, step=1)
-        min_n: int = knob(1, "shortest suffix that counts as a match, in tokens", low=1, high=8, step=1)
+        max_n: int = knob(8, "longest suffix to match, in tokens", low=1, high=8, step=1)
+        min_n: int = knob(1, "shortest suffix to match, in tokens", low=1, high=8, step=1)
 
         def __post_init__(self) -> None:
             if self.min_n > self.max_n:

@@ -11,7 +11,7 @@ from specdemo.methods.base import Method, NoOptions
 
 class NoDraft(Method):
     title = "Plain decoding"
-    summary = "One token per target pass; the baseline every other lane is measured against."
+    summary = "One token per target pass; the baseline of every comparison."
 
     def __init__(self, target: Target, model: object = None, options: NoOptions | None = None) -> None:
         self._empty_draft = Draft.empty(1, torch.device(target.device))

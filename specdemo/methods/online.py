@@ -23,11 +23,11 @@ from specdemo.methods.base import Learner
 from specdemo.methods.wrapper import Wrapper, acceptance_per_row, wrappable
 from specdemo.models.load import LoadedModel
 
-WINDOW = 64  # columns of a text learnt from at once: the new ones and those before them
-PAST_TEXTS = 8  # earlier texts whose last window is kept
-PAST_TEXTS_PER_UPDATE = 3  # of them, read again in each update: against forgetting, and for a steadier gradient
-MIN_COLUMNS = 16  # less text teaches nothing to a head that looks several tokens ahead
-DECAY = 0.98  # what a draft still counts in the running acceptance after the next one
+WINDOW = 64  # columns of a text in one update
+PAST_TEXTS = 8  # earlier texts whose last window is stored
+PAST_TEXTS_PER_UPDATE = 3  # of these, used in each update, against forgetting and for a less noisy gradient
+MIN_COLUMNS = 16  # a head that looks several tokens ahead cannot learn from less
+DECAY = 0.98  # decay of the running acceptance rate per step
 
 TextColumns = tuple[Tensor, ...]  # of one row: inputs [A], outputs [A], probs [A, V] and one [A, H] per tap
 
@@ -35,14 +35,14 @@ TextColumns = tuple[Tensor, ...]  # of one row: inputs [A], outputs [A], probs [
 class Online(Wrapper):
     learns = True
     title = "Online learning"
-    summary = "The draft learns from every verdict of the target while it writes, so it is accepted more and more."
+    summary = "Trains the drafter on the target's verification results while it runs, so its acceptance rate rises."
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        drafter: str = knob("draft_model", "the method that learns", choices=wrappable("online"))
+        drafter: str = knob("draft_model", "the method to train", choices=wrappable("online"))
         every: int = knob(4, "target passes between two updates", low=1, high=128, step=1)
         lr: float = knob(0.0003, "learning rate of Adam", low=0.00001, high=0.1, step=0.0001)
-        reset: bool = knob(False, "forget at the start of a text what was learnt from others")
+        reset: bool = knob(False, "restore the initial weights at the start of every text")
 
     def __init__(self, target: Target, model: object = None, options: Options | None = None) -> None:
         self._options = options = options or self.Options()
@@ -50,7 +50,7 @@ class Online(Wrapper):
         drafter = self.drafters[0]
         if not isinstance(drafter, Learner):
             raise ValueError(
-                f"{options.drafter!r} has nothing to learn; choose a drafter with weights, as 'draft_model'"
+                f"{options.drafter!r} has no weights to train; choose a drafter with weights, such as 'draft_model'"
             )
         self._drafter = drafter
         self._trainer = _Trainer(drafter.head, options.lr)
@@ -166,7 +166,7 @@ class _Trainer:
             for weight, master in zip(self.weights, self._masters, strict=True):
                 weight.copy_(master)
         self.updates += 1
-        self.loss = float(loss.detach())  # waits for the device, so that the time is that of the whole update
+        self.loss = float(loss.detach())  # waits for the device, so that the measured time is complete
 
 
 def _copy(drafter: str, target: Target, model: object) -> object:

@@ -54,14 +54,16 @@ def _tokenizer_fit(target: Target, draft: Target, cross_vocabulary: bool) -> str
     """Describe how a draft model fits. Raises ValueError when it does not."""
     difference = tokenizer_difference(target, draft)
     if difference and not cross_vocabulary:
-        raise ValueError(f"another tokenizer: {difference}; choose a draft of the same model family")
+        raise ValueError(f"another tokenizer: {difference}; choose a draft model of the same family")
     if difference:
         bridge = VocabBridge(target, draft)
-        shared = f"{100 * bridge.target_overlap:.0f} % shared tokens, {100 * bridge.draft_overlap:.0f} % of its own"
-        return f"fits through {shared}; another tokenizer: {difference}"
+        shared = (
+            f"{100 * bridge.target_overlap:.0f} % of the target's tokens, {100 * bridge.draft_overlap:.0f} % of its own"
+        )
+        return f"fits; shares {shared}; another tokenizer: {difference}"
     if draft.vocab_size == target.vocab_size:
         return "same tokenizer"
-    return f"same tokenizer; {draft.vocab_size} rows against {target.vocab_size}, the rest is padding"
+    return f"same tokenizer; vocabulary {draft.vocab_size}, the target's is {target.vocab_size}, the rest is padding"
 
 
 def check_pairs(target: Target, candidates: Iterable[tuple[str, str]]) -> list[DrafterFit]:

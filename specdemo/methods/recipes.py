@@ -21,8 +21,8 @@ from specdemo.training.corpus import check_corpus
 from specdemo.training.fit import TrainStep, check_minutes, make_folder, run_with_progress
 from specdemo.training.heads import TeacherSplit, build_dataset, iter_dataset, save_head, train_head
 
-ROWS_PER_MINUTE = 120  # what a small head reads in a minute on one CPU core, several times over
-CONTEXT = 256  # tokens of a row: on a CPU the target spends more time on writing them than the head on learning
+ROWS_PER_MINUTE = 120  # a small head trains on this many rows several times per minute on one CPU core
+CONTEXT = 256  # tokens per row; on a CPU generating them takes longer than training on them
 
 
 def _collect_recipes() -> dict[str, Recipe]:
@@ -110,7 +110,7 @@ def train_live(
             except StopIteration as end:
                 dataset: TeacherSplit = end.value
                 break
-            yield {"note": f"{loaded.name} is writing the text that the head will learn from: {share:.0%}"}
+            yield {"note": f"{loaded.name} is generating training text: {share:.0%}"}
             if cancelled():
                 return
         last = None

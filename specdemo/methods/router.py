@@ -17,15 +17,15 @@ from specdemo.methods.wrapper import Wrapper, wrappable
 
 class Router(Wrapper):
     title = "Router"
-    summary = "Tries several drafts on the first words of a text and keeps the one that is accepted most."
+    summary = "Tries several drafters at the start of a text and continues with the one that is accepted most."
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        drafter: str = knob("draft_model", "the method of the drafts", choices=wrappable("router"))
+        drafter: str = knob("draft_model", "the method of the drafters", choices=wrappable("router"))
         drafts: str = knob(
-            "", "the drafts beside the lane's model, with commas between: models, or methods that need none"
+            "", "drafters besides the lane's model, separated by commas: models, or methods without a model"
         )
-        trial: int = knob(4, "steps that each draft is tried for", low=1, high=64, step=1)
+        trial: int = knob(4, "steps that each drafter is tried for", low=1, high=64, step=1)
 
     def __init__(self, target: Target, model: object = None, options: Options | None = None) -> None:
         options = options or self.Options()
@@ -39,9 +39,9 @@ class Router(Wrapper):
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
         super().start(batch, sampling, rng)
-        self._steps = -1  # decoding steps seen; -1 until the prompt has been observed
+        self._steps = -1  # -1 until the prompt has been observed
         self._route = 0
-        self._accepted = [0] * len(self.drafters)  # tokens, by draft
+        self._accepted = [0] * len(self.drafters)  # accepted tokens per drafter
 
     def propose(self, budget: Budget) -> Draft:
         """Draft with the current drafter. Notes: route, its index; 0 is the lane's model."""

@@ -23,10 +23,8 @@ from specdemo.methods import knob
 from specdemo.methods.base import Method
 from specdemo.methods.flags import vllm
 
-MAX_ANSWERS = 256  # answers per model, the oldest forgotten first
-MIN_ANSWER_TOKENS = (
-    16  # tokens of an answer worth remembering; a lane's warm-up, which would give its text away, is shorter
-)
+MAX_ANSWERS = 256  # answers per model; the oldest is dropped first
+MIN_ANSWER_TOKENS = 16  # tokens of an answer to store; a lane's warm-up is shorter, so its text is not stored
 
 
 class _SuffixNode:
@@ -41,7 +39,7 @@ class _SuffixNode:
         self.count = 1
         self._children: dict[int, _SuffixNode] = {}
         self._text = text
-        self._position = position  # of the next token
+        self._position = position  # position of the next token
 
     @property
     def children(self) -> dict[int, "_SuffixNode"]:
@@ -112,7 +110,7 @@ class _AnswerMemory:
             self.tree.remove(self._answers.popleft())
 
 
-# by the model's embedding, which all its targets share: a memory ends with its model
+# by the model's embedding module, which all its targets share, so that a memory is freed with its model
 _memories: WeakKeyDictionary[nn.Module, dict[int, _AnswerMemory]] = WeakKeyDictionary()
 
 
@@ -120,8 +118,8 @@ _memories: WeakKeyDictionary[nn.Module, dict[int, _AnswerMemory]] = WeakKeyDicti
 class _SuffixRow:
     tree: _SuffixTree
     text: _GrowingText = field(default_factory=_GrowingText)
-    memory_endings: list[_SuffixNode] = field(default_factory=list)  # as text.endings, in the memory
-    prompt: int = 0  # tokens
+    memory_endings: list[_SuffixNode] = field(default_factory=list)  # like text.endings, in the memory
+    prompt: int = 0  # prompt tokens
 
 
 @dataclass(slots=True)
@@ -136,20 +134,20 @@ class _Candidate:
 
 class Suffix(Method):
     title = "Suffix decoding"
-    summary = "Counts what followed every ending of the text so far; the longer the ending, the longer the draft."
+    summary = "Drafts the most frequent continuation of the text's suffix; a longer match gives a longer draft."
     serves: ClassVar = {"vllm": vllm("suffix")}
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        max_depth: int = knob(24, "longest piece of text counted, match and draft together", low=2, high=64, step=1)
-        max_spec_factor: float = knob(1.0, "drafted tokens per matched token", low=0.0, high=8.0, step=0.25)
-        max_spec_offset: float = knob(0.0, "drafted tokens whatever the match", low=0.0, high=16.0, step=0.5)
-        min_token_prob: float = knob(0.1, "stop where a path is less likely than this", low=0.0, high=1.0, step=0.05)
+        max_depth: int = knob(24, "longest counted sequence, match plus draft, in tokens", low=2, high=64, step=1)
+        max_spec_factor: float = knob(1.0, "draft tokens per matched token", low=0.0, high=8.0, step=0.25)
+        max_spec_offset: float = knob(0.0, "draft tokens added for every match", low=0.0, high=16.0, step=0.5)
+        min_token_prob: float = knob(0.1, "stop below this path probability", low=0.0, high=1.0, step=0.05)
         nodes: int = knob(0, "nodes of the draft tree; 0 drafts a chain", low=0, high=64, step=1)
         remember: bool = knob(
             False,
-            "draft also from earlier answers of this model in this process; whoever shares it may see traces of them, "
-            "and a prompt asked again is answered faster",
+            "also draft from earlier answers of this model in this process; a repeated prompt is answered faster, and "
+            "users of the same process may see traces of each other's text",
         )
 
     def __init__(self, target: Target, model: object = None, options: Options | None = None) -> None:
@@ -203,7 +201,7 @@ class Suffix(Method):
                 max_tokens = int(options.max_spec_factor * length + options.max_spec_offset)
                 depth = min(budget.depth, options.max_depth - length)
                 if max_tokens <= best.score:
-                    break  # nothing shorter can promise more
+                    break  # shorter matches cannot score higher
                 candidate = self._expand(node, min(max_tokens, budget.nodes), depth)
                 if candidate.score > best.score:
                     best = candidate
@@ -215,11 +213,11 @@ class Suffix(Method):
         width = nodes if options.nodes else 1
         frontier: list[
             tuple[float, int, int, int, int, float, _SuffixNode]
-        ] = []  # the likeliest path first, then the oldest
+        ] = []  # a heap: most likely first, then oldest
 
         def push_children(parent_node: _SuffixNode, slot: int, level: int, path_prob: float) -> None:
             children = parent_node.children if level <= depth else {}
-            # of equal counts the token that came first; ArcticInference's order is an accident of its lists
+            # ties go to the token that occurred first; ArcticInference leaves their order undefined
             for token, child in nlargest(width, children.items(), key=lambda pair: pair[1].count):
                 prob = child.count / parent_node.count
                 if path_prob * prob >= options.min_token_prob:

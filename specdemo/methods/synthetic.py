@@ -22,14 +22,16 @@ from specdemo.methods.wrapper import Wrapper, wrappable
 
 class Synthetic(Wrapper):
     title = "Synthetic acceptance"
-    summary = "Keeps drafts by chance: what a draft of that quality would bring here. Not this model's text."
+    summary = "Accepts draft tokens at random with chosen rates, to measure the speed. The text is meaningless."
     exact: ClassVar[bool] = False
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        rates: str = knob("0.8,0.75,0.7", "chance of each position that its draft is kept where those before are")
+        rates: str = knob("0.8,0.75,0.7", "acceptance rate per position, given that the positions before are accepted")
         drafter: str = knob(
-            BASELINE, "what drafts, at its own cost; none: a free draft", choices=(BASELINE, *wrappable(SYNTHETIC))
+            BASELINE,
+            "the method that drafts, at its own cost; none: a free draft",
+            choices=(BASELINE, *wrappable(SYNTHETIC)),
         )
 
         def __post_init__(self) -> None:
@@ -40,13 +42,11 @@ class Synthetic(Wrapper):
         super().__init__(load_drafter(options.drafter, target, model))
         self._is_free, self._device = options.drafter == BASELINE, target.device
         self._rates = parse_rates(options.rates)
-        self.note = (
-            f"drafts are kept by chance, at {options.rates}: this is not the model's text, its speed alone counts"
-        )
+        self.note = f"Draft tokens are accepted at random, with rates {options.rates}: only the speed is meaningful."
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
         super().start(batch, sampling, rng)
-        self._rng, self._num_written = rng, [0] * batch  # tokens, per row
+        self._rng, self._num_written = rng, [0] * batch  # output tokens per row
         self._prompts: list[list[int]] = []
 
     def accept_rule(self, default: AcceptRule) -> AcceptRule:
@@ -81,6 +81,6 @@ def parse_rates(text: str) -> tuple[float, ...]:
         rates = ()
     if not rates or not all(0.0 <= rate <= 1.0 for rate in rates):
         raise ValueError(
-            f"option 'rates' must be numbers from 0 to 1 with commas between, as 0.8,0.75, not {text!r:.60}"
+            f"option 'rates' must be numbers from 0 to 1 separated by commas, such as 0.8,0.75, not {text!r:.60}"
         )
     return rates

@@ -23,7 +23,7 @@ def name_head_in_error(loader: Callable[P, T]) -> Callable[P, T]:
             head = detect_head(name) if isinstance(name, str) else None
             if head is None:
                 raise
-            raise ValueError(f"{name} holds a head for method {head!r}; choose a whole model as the target") from None
+            raise ValueError(f"{name} is a head for method {head!r}; choose a complete model as the target") from None
 
     return load_or_explain
 

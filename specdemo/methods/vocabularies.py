@@ -19,13 +19,13 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from specdemo.core.protocol import Target
 from specdemo.core.tree import chain_parents
 
-MIN_SHARED_MASS = 0.8  # of either model's probability on the shared tokens: below, drafts go through the text
-MIN_TAIL, MAX_TAIL = 24, 96  # characters at the end of a text that are cut again, at least and at most
+MIN_SHARED_MASS = 0.8  # probability of the shared tokens, in both models, that selects mode tokens
+MIN_TAIL, MAX_TAIL = 24, 96  # characters at the end of a text that are tokenized again: least, most
 SAMPLE_TEXT = (
     "Once upon a time, there was a little girl who lived near the sea. Every day, she and her friends asked: why?"
 )
 BYTE_OF_CHARACTER = {character: byte for byte, character in bytes_to_unicode().items()}  # of byte-level tokenizers
-SENTENCE_PIECE_SPACE, BYTE_SPACE = "\u2581", "\u0120"  # how SentencePiece and byte-level tokenizers write a space
+SENTENCE_PIECE_SPACE, BYTE_SPACE = "\u2581", "\u0120"  # a space in SentencePiece and in byte-level tokenizers
 
 
 class TokenBytes:
@@ -128,12 +128,10 @@ class VocabBridge:
             and draft_eos in self.draft_tokens.bytes_of
             and draft_eos not in pairs.values()
         ):
-            pairs[target_eos] = draft_eos  # they end a text, however they are spelled
+            pairs[target_eos] = draft_eos  # EOS tokens are equivalent even if their bytes differ
         ids = torch.tensor(sorted(pairs.items()), dtype=torch.int64, device=target.device).view(-1, 2)
-        self.target_ids, self.draft_ids = ids.T.contiguous()  # [W] ids of the target, and the draft's
-        self.real_draft_ids = torch.tensor(
-            list(self.draft_tokens.bytes_of), device=target.device
-        )  # ids of the draft that are no padding
+        self.target_ids, self.draft_ids = ids.T.contiguous()  # [W] each: ids in the target, ids in the draft model
+        self.real_draft_ids = torch.tensor(list(self.draft_tokens.bytes_of), device=target.device)  # without padding
         self.target_overlap, self.draft_overlap = (
             len(shared) / len(side.bytes_of) for side in (self.target_tokens, self.draft_tokens)
         )

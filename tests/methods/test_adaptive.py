@@ -272,7 +272,7 @@ def test_cutting_by_confidence_is_exact_under_sampling():
 def test_a_drafter_that_is_never_unsure_is_refused_by_policy_confidence():
     target = ToyTarget(16)
     drafter = load_drafter("adaptive", target, drafter="ngram", policy="confidence")
-    with pytest.raises(ValueError, match="'ngram' does not say how sure it is; choose policy"):
+    with pytest.raises(ValueError, match="'ngram' reports no confidence; choose policy"):
         list(generate(target, drafter, torch.tensor([[1, 2, 1, 2]]), GenerationConfig(8)))
 
 

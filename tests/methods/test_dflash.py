@@ -283,7 +283,7 @@ def attached(model):
 
 
 @pytest.mark.parametrize("config, message", [
-    ({"embedding": torch.zeros(H), "mask_token_id": MASK + 1}, f"is of token {MASK + 1}, its config says {MASK}"),
+    ({"embedding": torch.zeros(H), "mask_token_id": MASK + 1}, f"is for token {MASK + 1}, its config has {MASK}"),
     ({"mask_token_id": MASK}, "holds no embedding of a mask token"),
     ({"embedding": torch.zeros(H), "mask_token_id": "3"}, "holds no embedding of a mask token"),
     ({"embedding": torch.zeros(H), "mask_token_id": 1 << 70}, "holds no embedding of a mask token"),
@@ -632,12 +632,12 @@ def test_transformers_drafts_the_same(target, tmp_path, kind):
         (changed(ZLAB, mask_token_id=None), "lacks 'mask_token_id'"),
         (changed(ZLAB, mask_token_id=61), "mask token 61"),
         (changed(ZLAB, target_layer_ids=[0, 1, 1]), "names 3 layers of its target, but its fc.weight reads 2"),
-        (changed(ZLAB, target_layer_ids=[0, 2]), "must lie between 0 and 2"),
-        (ZLAB | {"num_hidden_layers": 3}, "layers.2.* is missing"),
+        (changed(ZLAB, target_layer_ids=[0, 2]), "must be between 0 and 2"),
+        (ZLAB | {"num_hidden_layers": 3}, "layers.2.*: expected shape .* found none"),
         (ZLAB | {"draft_vocab_size": 20}, "no tensor d2t"),
         (ZLAB | {"speculators_model_type": "peagle"}, "method 'eagle'"),
-        (ZLAB | {"is_neox_style": False}, "says is_neox_style False, which is not read here"),
-        (changed(ZLAB, attention_value_scale=0.5), "says attention_value_scale 0.5"),
+        (ZLAB | {"is_neox_style": False}, "has is_neox_style False, which is not supported"),
+        (changed(ZLAB, attention_value_scale=0.5), "has attention_value_scale 0.5"),
         (ZLAB | {"speculators_model_type": "mtp"}, "for method 'mtp'"),
     ],
 )
@@ -647,17 +647,17 @@ def test_mismatched_checkpoints_are_rejected(target, tmp_path, config, reason):
 
 
 def test_other_formats_and_unknown_tensors_are_refused(target, tmp_path):
-    lacking = "lacks 'lilicorr_hidden_size', without which a LiLiCorr cannot be read"
-    for name, reason in (("lilicorr.output_norm.weight", lacking), ("mask_hidden", "a mask state of its own")):
+    lacking = "lacks 'lilicorr_hidden_size', which LiLiCorr requires"
+    for name, reason in (("lilicorr.output_norm.weight", lacking), ("mask_hidden", "a tensor mask_hidden")):
         with pytest.raises(ValueError, match=reason):
             DFlash.load(write(tmp_path, ZLAB, drafter_tensors() | {name: torch.zeros(H)}), target)
     with pytest.raises(ValueError, match="uses Gemma 4 layers, which are not supported"):
         DFlash.load(write(tmp_path, ZLAB, drafter_tensors() | {"layers.0.layer_scalar": torch.ones(1)}), target)
-    with pytest.raises(ValueError, match=r"domino.prefix_gru.weight_ih_l0 is .*its config asks for \(48, 32\)"):
+    with pytest.raises(ValueError, match=r"domino.prefix_gru.weight_ih_l0: expected shape \(48, 32\)"):
         more = {"prefix_gru.weight_ih_l0": torch.zeros(48, H + 1), "embed_proj.0.weight": torch.zeros(4, H + 16)}
         more |= {"prefix_gru.weight_hh_l0": torch.zeros(48, 16), "embed_proj.2.weight": torch.zeros(VOCABULARY, 4)}
         DFlash.load(write(tmp_path, ZLAB, drafter_tensors() | more), target)
-    with pytest.raises(ValueError, match=r"g_proj.weight is .*its config asks for no such tensor"):
+    with pytest.raises(ValueError, match=r"g_proj.weight: expected shape none"):
         more = {"layers.0.self_attn.g_proj.weight": torch.zeros(4, 4)}
         DFlash.load(write(tmp_path, ZLAB, drafter_tensors() | more), target)
 
@@ -784,7 +784,7 @@ def test_missing_config_is_detected_by_trial(target, tmp_path, from_anchor, taps
     (folder / "config.json").write_text(json.dumps(config))
     found = DFlash.load(str(folder), target)
     assert (found.design.from_anchor, found.design.taps) == (from_anchor, taps)
-    assert "its file does not say" in load_drafter("dflash", target, found).note
+    assert "The file does not specify it" in load_drafter("dflash", target, found).note
 
 
 # Training

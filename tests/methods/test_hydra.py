@@ -135,9 +135,13 @@ def test_a_layer_below_the_last_one(tmp_path, target):
     ("tensors", "config", "reason"),
     [
         (hydra(hidden=16), MLP, "hidden size 16 and vocabulary 61, .* choose the target some/llama"),
-        ({"attn.weight": torch.ones(2)}, {**MLP, "hydra_head_arch": "eagle-attn"}, "holds eagle-attn heads"),
+        ({"attn.weight": torch.ones(2)}, {**MLP, "hydra_head_arch": "eagle-attn"}, "has eagle-attn heads"),
         ({n: t for n, t in hydra().items() if "res_" not in n}, MLP, "choose grounded heads"),
-        ({n: t for n, t in hydra().items() if n != "hydra_mlp.2.1.linear.bias"}, MLP, "hydra_mlp.2.1.linear.bias is"),
+        (
+            {n: t for n, t in hydra().items() if n != "hydra_mlp.2.1.linear.bias"},
+            MLP,
+            "2.1.linear.bias: expected shape",
+        ),
     ],
 )
 def test_other_files_are_refused(tmp_path, target, tensors, config, reason):
@@ -154,9 +158,9 @@ def test_medusa_heads_are_refused(tmp_path, target):
 
 def test_hydra_plus_plus_needs_a_llama(tmp_path, target):
     source = folder_with(tmp_path, plus(target)[1], PREFIX, "hydra_lm_head.pt")
-    with pytest.raises(ValueError, match="choose a Llama as the target"):
+    with pytest.raises(ValueError, match="choose a Llama model as the target"):
         Hydra.load(source, HFTarget(build("qwen3")))
-    with pytest.raises(ValueError, match="choose a Llama as the target"):
+    with pytest.raises(ValueError, match="choose a Llama model as the target"):
         Hydra.load(source, ToyTarget(VOCABULARY, hidden_size=HIDDEN))
 
 

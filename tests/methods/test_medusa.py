@@ -131,7 +131,7 @@ def test_medusa_2_is_a_full_model(tmp_path, target):
     full |= {"lm_head.weight": torch.randn(VOCABULARY, HIDDEN), "model.norm.weight": torch.ones(HIDDEN)}
     config = {"model_type": "llama", "medusa_num_heads": 3, "hidden_size": HIDDEN}
     source = folder_with(tmp_path / "medusa-1.0-llama", full, config)
-    with pytest.raises(ValueError, match="trained together with its heads; make it the target too"):
+    with pytest.raises(ValueError, match="trained with its heads; choose it as the target too"):
         Medusa.load(source, target)
     heads = Medusa.load(source, HFTarget(target.model, name="FasterDecoding/medusa-1.0-llama"))
     hidden = torch.randn(7, HIDDEN)
@@ -192,9 +192,13 @@ def test_vllm_with_a_truncated_vocabulary(tmp_path, target, rows):
     [
         (medusa_1(hidden=16), {"base_model_name_or_path": "some/other"}, "hidden size 16 .* the target some/other"),
         (medusa_1(vocabulary=60), {"base_model_name_or_path": "N/A"}, "vocabulary 60, .* 61; choose the target it was"),
-        ({f"sequential_head.{n}": t for n, t in medusa_1().items()}, {}, "no Medusa head known here"),
-        (medusa_1() | {"extra.weight": torch.ones(2)}, {}, "extra.weight is missing"),
-        ({n: t for n, t in medusa_1(3).items() if n != "1.0.linear.bias"}, {}, r"blocks.1.layers.0.bias is missing"),
+        ({f"sequential_head.{n}": t for n, t in medusa_1().items()}, {}, "no Medusa heads in a known format"),
+        (medusa_1() | {"extra.weight": torch.ones(2)}, {}, "extra.weight: expected shape none"),
+        (
+            {n: t for n, t in medusa_1(3).items() if n != "1.0.linear.bias"},
+            {},
+            r"blocks.1.layers.0.bias: expected shape",
+        ),
     ],
 )
 def test_other_files_are_refused(tmp_path, target, tensors, config, reason):

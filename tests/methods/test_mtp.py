@@ -152,7 +152,9 @@ def test_sequential_modules(tmp_path, name, dialect):
     if dialect == "speculators":
         assert head.convention == MTPConvention() and not head.note
     else:
-        assert head.note.startswith(f"Read by {head.convention}, since of the guesses at a short text were ")
+        assert head.note.startswith(
+            f"Convention: {head.convention}. The file does not specify it; agreement on a short text was "
+        )
 
 
 def test_input_order_is_detected_without_a_family(tmp_path, target):
@@ -248,9 +250,9 @@ def without(tensors, part):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda t: {}, "holds no multi-token prediction for 3 layers; .* choose the original upload"),
-        (lambda t: without(t, "hnorm"), "layers.0.hnorm.weight is missing, of another shape or unknown"),
-        (lambda t: t | {"model.layers.3.mlp.up_proj.weight_scale": torch.ones(1)}, "weight_scale is missing"),
+        (lambda t: {}, "has no multi-token prediction for 3 layers; .* choose the original upload"),
+        (lambda t: without(t, "hnorm"), "layers.0.hnorm.weight: expected shape .* found none"),
+        (lambda t: t | {"model.layers.3.mlp.up_proj.weight_scale": torch.ones(1)}, "weight_scale: expected shape none"),
         (lambda t: t | {"model.layers.3.eh_proj.weight": torch.ones(16, 32)}, "hidden size 16, .* target some/llama"),
     ],
 )
@@ -267,14 +269,14 @@ def test_heads_of_another_trunk_are_refused(tmp_path, target):
 
 def test_medusa_heads_are_refused(tmp_path, target):
     Medusa(target, Medusa.fresh(target)).save(tmp_path, "some/llama")
-    with pytest.raises(ValueError, match="holds no multi-token prediction"):
+    with pytest.raises(ValueError, match="has no multi-token prediction"):
         MTP.load(str(tmp_path), target)
 
 
 def test_targets_of_another_build_are_refused():
-    with pytest.raises(ValueError, match="a gpt2 model has no layers that can stand alone"):
+    with pytest.raises(ValueError, match="the layers of a gpt2 model cannot run separately"):
         MTP.fresh(HFTarget(build("gpt2")))
-    with pytest.raises(ValueError, match="parallel heads are layers of Llama; choose such a target, not qwen3"):
+    with pytest.raises(ValueError, match="parallel heads are Llama layers; choose a Llama target, not qwen3"):
         MTP.fresh(HFTarget(build("qwen3")), kind="parallel")
     with pytest.raises(ValueError, match="unknown kind 'medusa'"):
         MTP.fresh(HFTarget(build("llama")), kind="medusa")

@@ -155,5 +155,5 @@ def test_half_precision_weights_keep_small_steps(tiny_llama):
 
 
 def test_a_drafter_without_weights_is_refused():
-    with pytest.raises(ValueError, match="'ngram' has nothing to learn; choose a drafter with weights"):
+    with pytest.raises(ValueError, match="'ngram' has no weights to train; choose a drafter with weights"):
         load_drafter("online", ToyTarget(16), drafter="ngram")

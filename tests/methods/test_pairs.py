@@ -69,14 +69,15 @@ def test_tokenizers_are_compared_by_vocabulary_and_by_what_they_do(stories, tmp_
     shipped = PreTrainedTokenizerFast.from_pretrained(resolve("stories"))
     save(tmp_path / "padded", shipped, 2048 + 64)
     padded = check_pair(stories, str(tmp_path / "padded"))
-    assert padded.fits and padded.reason == "same tokenizer; 2112 rows against 2048, the rest is padding"
+    assert padded.fits and padded.reason == "same tokenizer; vocabulary 2112, the target's is 2048, the rest is padding"
     save(tmp_path / "other", PreTrainedTokenizerFast(tokenizer_object=train_tokenizer(["other words"])), 2048)
     other = check_pair(stories, str(tmp_path / "other"))
     assert other.fits and re.match(
-        r"fits through \d+ % shared tokens, \d+ % of its own; another tokenizer: .* tokens differ", other.reason
+        r"fits; shares \d+ % of the target's tokens, \d+ % of its own; another tokenizer: .* tokens differ",
+        other.reason,
     )
     nested = check_pair(stories, str(tmp_path / "other"), "cascade")
-    assert nested.fits is False and "choose a draft of the same model family" in nested.reason
+    assert nested.fits is False and "choose a draft model of the same family" in nested.reason
     save(tmp_path / "merges", shipped, 2048)
     file = tmp_path / "merges" / "tokenizer.json"
     described = json.loads(file.read_text(encoding="utf-8"))
@@ -84,7 +85,7 @@ def test_tokenizers_are_compared_by_vocabulary_and_by_what_they_do(stories, tmp_
     file.write_text(json.dumps(described), encoding="utf-8")
     pair = check_pair(stories, str(tmp_path / "merges"))
     assert pair.reason.startswith(
-        "fits through 100 % shared tokens, 100 % of its own; another tokenizer: it cuts 'Once upon a time, there ' into"
+        "fits; shares 100 % of the target's tokens, 100 % of its own; another tokenizer: 'Once upon a time, there ' has"
     )
     save(tmp_path / "mute", None, 512)
     assert "has a vocabulary of 512, stories one of 2048" in check_pair(stories, str(tmp_path / "mute")).reason

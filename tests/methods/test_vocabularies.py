@@ -129,8 +129,10 @@ def test_greedy_output_equals_plain_decoding(pair, way, swapped):
     for row in range(2):
         assert [t for e in events for t in e.emitted[row]] == [t for e in plain for t in e.emitted[row]]
     assert any(t != ABSENT for e in events for t in e.drafted[0])
-    assert "Its tokenizer is another" in drafter.note and drafter.max_length is None
-    assert ("drafts the shared tokens alone" if way == "tokens" else "writes text that is cut anew") in drafter.note
+    assert "The draft model has another tokenizer" in drafter.note and drafter.max_length is None
+    assert (
+        "drafts only the shared tokens" if way == "tokens" else "drafts text, which is tokenized again"
+    ) in drafter.note
 
 
 def test_equal_model_with_another_vocabulary_is_accepted(pair):
@@ -145,7 +147,7 @@ def test_equal_model_with_another_vocabulary_is_accepted(pair):
     second.model.model.embed_tokens.weight.copy_(first.model.model.embed_tokens.weight[order])
     second.model.lm_head.weight.copy_(first.model.lm_head.weight[order])
     drafter = load_drafter("draft_model", first, second)
-    assert "drafts the shared tokens alone" in drafter.note and "100 % of the target's tokens" in drafter.note
+    assert "drafts only the shared tokens" in drafter.note and "100 % of the target's tokens" in drafter.note
     ids = torch.tensor([first.tokenizer.encode("ab abc d")])
     for temperature in (0.0, 1.0):
         config = GenerationConfig(40, Sampling(temperature), Budget(3, 3), stop_token_ids=())
@@ -177,7 +179,7 @@ def shipped():
 
 def test_the_shipped_pair_writes_the_targets_text(shipped):
     target, drafter, budget = shipped
-    assert "drafts the shared tokens alone. Shared are 76 % of the target's tokens" in drafter.note
+    assert "drafts only the shared tokens. 76 % of the target's tokens are shared" in drafter.note
     accepted = 0
     for prompt in PROMPTS[:3]:
         ids = torch.tensor([encode(target.tokenizer, prompt, target.max_length)])
@@ -211,5 +213,5 @@ def test_a_draft_of_another_vocabulary_does_not_learn(pair):
     drafter = load_drafter("draft_model", target, draft)
     with pytest.raises(ValueError, match="cannot learn from the target's tokens"):
         drafter.loss(None)
-    with pytest.raises(ValueError, match="has another tokenizer than model 1: .*; choose a draft of the same"):
+    with pytest.raises(ValueError, match="has another tokenizer than model 1: .*; choose a draft model of the same"):
         load_drafter("cascade", target, draft)

@@ -13,8 +13,8 @@ from specdemo.core.protocol import Progress, Target, Trainable
 from specdemo.core.sampling import draw
 from specdemo.methods.heads.network import Network
 
-ROWS, COLUMNS = 8, 48  # of the target's own text
-MARGIN = 0.02  # of the guesses: what is less may be chance, and then the likeliest reading stands
+ROWS, COLUMNS = 8, 48  # of the sampled text
+MARGIN = 0.02  # smaller differences in agreement may be noise
 
 
 @torch.no_grad()
@@ -35,10 +35,8 @@ def select_convention(head: Network, target: Target, make_drafter: Callable[[], 
     best = max(range(len(scores)), key=scores.__getitem__)
     chosen = head.conventions[best if scores[best] >= scores[0] + MARGIN else 0]
     head.use_convention(chosen)
-    shares = "; ".join(
-        f"{100 * share:.0f} % right by {name}" for share, name in zip(scores, head.conventions, strict=True)
-    )
-    head.note = f"Read by {chosen}, since of the guesses at a short text were {shares}: its file does not say."
+    shares = "; ".join(f"{100 * share:.0f} % with {name}" for share, name in zip(scores, head.conventions, strict=True))
+    head.note = f"Convention: {chosen}. The file does not specify it; agreement on a short text was {shares}."
 
 
 def sample_target_text(target: Target, taps: tuple[int, ...]) -> Progress:
@@ -46,7 +44,7 @@ def sample_target_text(target: Target, taps: tuple[int, ...]) -> Progress:
 
     Greedy text would soon repeat itself and not distinguish the conventions.
     """
-    rng = Generator().manual_seed(0)  # of the host: a lent GPU may not be there yet
+    rng = Generator().manual_seed(0)  # on the host, because a shared GPU may not be attached yet
     first = target.stop_token_ids[0] if target.stop_token_ids else 0
     tokens = torch.full((ROWS, 1), first, device=target.device)
     forward, texts, argmax_ids = target.start(tokens), [tokens], []

@@ -42,12 +42,12 @@ from specdemo.models.packed import RMSNorm
 from specdemo.training.losses import argmax_targets
 
 NUM_TAPS = 3
-CLASSES = ("DFlash", "DSpark", "Domino", "PEagle", "LiLiCorr")  # a part of what the class of its files is called
-HEAD_SIZE = 64  # of a fresh drafter
-BRANCHES = 10  # children of a node, where they depend on it
-HINT = "fetch config.json and weights of one revision, or choose a drafter of another dialect if these belong together"
+CLASSES = ("DFlash", "DSpark", "Domino", "PEagle", "LiLiCorr")  # substrings of `architectures` in config.json
+HEAD_SIZE = 64  # of an untrained drafter
+BRANCHES = 10  # children per node, with a final stage
+HINT = "fetch config.json and weights of the same revision, or choose a drafter in another format"
 
-StageFn = Callable[[int, Tensor, Tensor, Tensor, Memory], StageOutput]  # as `Stage.forward`
+StageFn = Callable[[int, Tensor, Tensor, Tensor, Memory], StageOutput]  # see `Stage.forward`
 
 
 class Convolution(nn.Module):
@@ -101,7 +101,7 @@ class BlockLayer(Layer):
 class Stage(nn.Module):
     """A final stage: makes the logits of a slot depend on the tokens before it in the block."""
 
-    recurrent = False  # whether on more of them than the last one
+    recurrent = False  # True: depends on more than the previous token
 
     def forward(self, slot: int, previous: Tensor, states: Tensor, logits: Tensor, memory: Memory) -> StageOutput:
         """Return the logits of a slot, and the memory for the next slot.
@@ -171,7 +171,7 @@ class Domino(Stage):
         self.embed_proj = nn.Sequential(
             nn.Linear(size + inner, rank, bias=False), nn.SiLU(), nn.Linear(rank, design.vocab_size, bias=False)
         )
-        self.embedding: tuple[Tensor, ...] = ()  # the target's, which is no part of it
+        self.embedding: tuple[Tensor, ...] = ()  # the target's; a tuple, so that it is not registered
 
     def forward(self, slot: int, previous: Tensor, states: Tensor, logits: Tensor, memory: Memory) -> StageOutput:
         embedded = F.embedding(previous, self.embedding[0]).to(states.dtype)
@@ -268,11 +268,11 @@ def _sglang(model: str | None, k: int, options: Mapping[str, object]) -> Flags:
 
 class DFlash(Head[DFlashDraftModel]):
     title = "DFlash"
-    summary = "A small network guesses a whole block of words at once from what the target's layers say of the text."
+    summary = "A small network drafts a block of tokens in one pass from the target's hidden states."
     recipes: ClassVar = {"dflash": Recipe("DFlash, blocks of 8", {"block_size": 8})}
     serves: ClassVar = {"vllm": _vllm, "sglang": _sglang}
     history: HeadHistory
-    gamma: ClassVar[float] = 4.0  # a slot counts exp(1 / gamma) times as much in the loss as the one behind it
+    gamma: ClassVar[float] = 4.0  # slot i has weight exp(-i / gamma) in the loss
 
     @dataclass(frozen=True, slots=True)
     class Options:
@@ -305,15 +305,15 @@ class DFlash(Head[DFlashDraftModel]):
         head = self.head
         self.taps = head.design.taps
         self._target = target
-        self._embedding = target.embed.get_parameter("weight")  # raw rows: some models scale what they look up
+        # the raw weight, because the embedding modules of some models scale their output
+        self._embedding = target.embed.get_parameter("weight")
         if head.domino is not None:
             head.domino.embedding = (self._embedding,)
         self._angles = Rotary(head.design.body, target.device)
-        self.history = HeadHistory(target, len(head.layers), head.dtype, self._angles)  # of the context alone
+        self.history = HeadHistory(target, len(head.layers), head.dtype, self._angles)  # of the context
         self._root = torch.empty(0, dtype=torch.int64)  # [B]
-        self._last_features: tuple[
-            Tensor, ...
-        ] = ()  # of a LiLiCorr what the target said of the token before it, [B, taps H]
+        # LiLiCorr only: target features of the token before the root, [B, taps H]
+        self._last_features: tuple[Tensor, ...] = ()
 
     @classmethod
     def fresh(
@@ -379,10 +379,12 @@ class DFlash(Head[DFlashDraftModel]):
             columns.run(self.head.cache_context, *columns.inputs)
         tokens = root.new_full((len(root), design.block_size), design.mask_token_id)
         tokens[:, 0] = root
-        end = design.first_slot + (design.num_drafts if last_features else depth)  # candidates see those of all slots
+        end = design.first_slot + (
+            design.num_drafts if last_features else depth
+        )  # LiLiCorr needs the candidates of all slots
         states = self.history.draft_columns(design.block_size).run(self._block, tokens)[:, design.first_slot : end]
         logits = self._logits(states)
-        if nodes:  # all nodes have one block
+        if nodes:  # all nodes share one block
             last_features = tuple(features[:, None] for features in last_features)
             step = self._stage_fn(states[:, None], logits[:, None], *last_features)
             return self._tree(root, states, logits, Budget(depth, nodes), step)
@@ -418,7 +420,7 @@ class DFlash(Head[DFlashDraftModel]):
         slots = count()
         if step is None:
             return _independent_tree(self.head.to_target_vocab(logits).log_softmax(-1), budget)
-        memory: Memory = None  # of the last level's nodes
+        memory: Memory = None  # of the nodes of the last level
         rows = torch.arange(len(states), device=states.device)[:, None]
 
         def expand(tokens: Tensor, parents: Tensor) -> Tensor:
@@ -471,7 +473,7 @@ class DFlash(Head[DFlashDraftModel]):
     def _anchors(self, inputs: Tensor) -> Tensor:
         """Choose distinct anchor columns [B, N], so that the blocks have about as many slots as there are columns."""
         rows, columns = inputs.shape
-        places = max(1, columns - self.head.design.num_drafts)  # a block should end within the row
+        places = max(1, columns - self.head.design.num_drafts)  # so that blocks end within the row
         number = min(places, max(1, columns // self.head.design.block_size))
         if self.head.training:
             return 1 + torch.rand(rows, places).argsort(1)[:, :number].to(inputs.device)
@@ -511,7 +513,7 @@ class DFlash(Head[DFlashDraftModel]):
     def _logits(self, states: Tensor) -> Tensor:
         """Return fp32 logits of states [..., H] over the draft vocabulary, before the final stage."""
         design, lm_head = self.head.design, self.head.lm_head
-        states = states.contiguous()  # of a strided view the product takes several times as long
+        states = states.contiguous()  # the matrix product is several times slower on a strided view
         logits: Tensor = self._target.lm_head(states.to(self._embedding.dtype)) if lm_head is None else lm_head(states)
         logits = logits.float() * design.output_multiplier
         return design.softcap * torch.tanh(logits / design.softcap) if design.softcap else logits

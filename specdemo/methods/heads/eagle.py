@@ -43,8 +43,8 @@ from specdemo.models.packed import RMSNorm
 from specdemo.training.losses import argmax_targets, steps_loss
 
 UNROLLED_STEPS = 4  # steps of EAGLE-3's training-time test
-DECAY = 0.8  # weight of a step in the loss, relative to the one before it
-TOKENS_WEIGHT = 0.1  # EAGLE-1: weight of the cross-entropy beside the distance of the features
+DECAY = 0.8  # weight of a step in the loss, relative to the previous step
+TOKENS_WEIGHT = 0.1  # EAGLE-1: weight of the cross-entropy relative to the feature loss
 
 
 class EagleLayer(Layer):
@@ -93,7 +93,8 @@ class EagleHead(Network):
         fc_inputs = 2 * size if convention.eagle1 else taps * target.hidden_size
         draft_vocab_size = config.vocab_size if d2t is None else len(d2t)
         self.fc = linear(fc_inputs, size, "fc", names)
-        copied = len(convention.windows) != config.num_hidden_layers  # from the config of a whole model
+        # the layer types were copied from the config of a complete model
+        copied = len(convention.windows) != config.num_hidden_layers
         self.windows = (0,) * config.num_hidden_layers if copied else convention.windows
         self.layers = nn.ModuleList(
             EagleLayer(config, i, strip_prefix(names, f"layers.{i}."), window) for i, window in enumerate(self.windows)
@@ -107,7 +108,7 @@ class EagleHead(Network):
         self.mask_hidden = nn.Parameter(torch.zeros(fc_inputs)) if files.MASK_HIDDEN in names else None
         self.register_buffer("d2t", d2t)
         self._target_modules = target.embed, target.lm_head  # a tuple, so that they are not registered
-        self._lm_head_dtype = target.dtype  # that its lm_head reads
+        self._lm_head_dtype = target.dtype
         self.convention = convention
 
     def use_convention(self, convention: EagleConvention) -> None:
@@ -185,9 +186,7 @@ def _sglang(model: str | None, k: int, options: Mapping[str, Any]) -> Flags:
 
 class Eagle(Head[EagleHead]):
     title = "EAGLE"
-    summary = (
-        "A single layer writes ahead from the target's own hidden states, and widens its draft where it is unsure."
-    )
+    summary = "A single decoder layer drafts a tree from the target's hidden states, wider where it is unsure."
     recipes: ClassVar = {
         "eagle-1": Recipe("EAGLE-1", {"kind": "eagle1"}),
         "eagle-3": Recipe("EAGLE-3", {"kind": "eagle3"}),
@@ -199,12 +198,12 @@ class Eagle(Head[EagleHead]):
     class Options:
         draft: str = knob(
             "tree",
-            "tree: the likeliest continuations, grown where the head is sure; chain: one, drawn from the head at a"
-            " temperature",
+            "tree: the most likely continuations by path probability; chain: one continuation, sampled if the target "
+            "samples",
             choices=("tree", "chain"),
         )
-        nodes: int = knob(24, "tokens of the draft tree", low=1, high=128, step=1)
-        top_k: int = knob(8, "branches of the tree that are followed on every level", low=1, high=32, step=1)
+        nodes: int = knob(24, "nodes of the draft tree", low=1, high=128, step=1)
+        top_k: int = knob(8, "nodes expanded per level, and children of each", low=1, high=32, step=1)
 
     options: Options
 
@@ -241,14 +240,14 @@ class Eagle(Head[EagleHead]):
         if kind not in ("eagle1", "eagle3"):
             raise ValueError(f"unknown kind {kind!r} of EAGLE head; choose eagle3 or eagle1")
         if kind == "eagle1" and draft_vocab:
-            raise ValueError("an EAGLE-1 head speaks through the target's lm_head; leave draft_vocab out")
+            raise ValueError("an EAGLE-1 head uses the target's lm_head; leave draft_vocab out")
         config = llama_config_like(target)
         config.intermediate_size = intermediate or config.intermediate_size
         if kind == "eagle1":
             head = EagleHead(target, config, EagleConvention((-1,)), ())
         else:
             names = {"norm.weight", "lm_head.weight", "layers.0.input_layernorm.weight", "layers.0.hidden_norm.weight"}
-            # byte-pair vocabularies are numbered by how often a pair occurred, so the low ids are the common words
+            # byte-pair vocabularies are ordered by frequency, so the low ids are the common tokens
             d2t = torch.zeros(draft_vocab, dtype=torch.int64) if 0 < draft_vocab < target.vocab_size else None
             head = EagleHead(target, config, EagleConvention(default_taps(target.num_layers)), names, d2t)
         return move_to_target(head, target)
@@ -274,7 +273,7 @@ class Eagle(Head[EagleHead]):
             root = columns.last(columns.run(self._observed_states, *columns.inputs))
             output = self.head.feedback_features(root), self.head.logits(root[:, 0])
             if columns.cache_columns is not None:
-                return output  # of a recorded pass, whose memory is its own
+                return output  # static buffers of a CUDA graph: do not store them
             self._root = output
         return self._root
 
@@ -307,7 +306,8 @@ class Eagle(Head[EagleHead]):
 
         def decode_step(tokens: Tensor) -> Tensor:
             nonlocal states
-            parents = torch.zeros_like(tokens) if any(self.head.windows) else None  # a level's window ends at the root
+            # as tree levels of one node, whose window counts from the root
+            parents = torch.zeros_like(tokens) if any(self.head.windows) else None
             states, logits = self.history.draft_columns(parents=parents).run(self._decode_step, tokens, states)
             return logits[:, 0]
 
@@ -348,7 +348,7 @@ class Eagle(Head[EagleHead]):
         features = head.features(self.target_features(batch, head.convention.taps))[:, :columns_per_row]
         columns = torch.arange(columns_per_row, device=labels.device)
         cache = DynamicCache()
-        single_step = eagle1 or head.mask_hidden is not None  # whose drafts read no states of their own
+        single_step = eagle1 or head.mask_hidden is not None  # trained without feedback of its own states
         for step in range(min(1 if single_step else UNROLLED_STEPS, columns_per_row)):
             new_columns = training_columns(columns[None, step:], self._angles, columns_per_row, None, cache)
             if step or any(head.windows):

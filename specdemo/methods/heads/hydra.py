@@ -78,7 +78,7 @@ class HydraHeads(TokenHeads):
         hidden_state_offset: int = 0,
     ) -> None:
         super().__init__(hidden_size, vocab_size, heads, layers)
-        self.hidden_state_offset = hidden_state_offset  # layers below the last one that h is taken from
+        self.hidden_state_offset = hidden_state_offset  # h is taken this many layers below the last
         self.prefix_embeding_layer = prefix
         dropout = [] if prefix is None else [nn.Identity()]
         self.hydra_mlp = nn.ModuleList()
@@ -98,16 +98,16 @@ class HydraHeads(TokenHeads):
 class Level(NamedTuple):
     """Index tensors of one tree level. M of its N nodes have children."""
 
-    positions: Tensor  # [N] which of the paths a node is below
+    positions: Tensor  # [N] parent path of a node
     ranks: Tensor  # [N]
-    is_last: Tensor  # [N], whether no child of the same node follows
+    is_last: Tensor  # [N] True for the last child of its parent
     width: int
-    continuing: Tensor  # [M] which of the nodes go on
+    continuing: Tensor  # [M] nodes with children
 
 
 @lru_cache(maxsize=64)
 def _levels(shape: TreeShape, device: torch.device) -> tuple[Level, ...]:
-    levels, path_slots = [], [0]  # the slots that paths end in
+    levels, path_slots = [], [0]
     for depth in range(1, shape.depth + 1):
         nodes = [node for node, level in enumerate(shape.levels) if level == depth]
         continuing = [i for i, node in enumerate(nodes) if node + 1 in shape.parents]
@@ -124,11 +124,11 @@ def _levels(shape: TreeShape, device: torch.device) -> tuple[Level, ...]:
 
 class Hydra(Medusa):
     title = "Hydra"
-    summary = "Medusa's heads, one after the other: each reads the words that those before it have guessed."
+    summary = "Medusa heads in sequence: each head also reads the tokens drafted by the heads before it."
     head: HydraHeads
     _root: Tensor  # [B]
     recipes: ClassVar = {"hydra": Recipe("Hydra, 4 heads", {"heads": 4})}
-    serves: ClassVar = {}  # no server has it
+    serves: ClassVar = {}  # no server supports it
     decay: ClassVar[float] = 1.0
 
     @classmethod
@@ -147,7 +147,7 @@ class Hydra(Medusa):
         if f"{lm_head}.weight" not in tensors or f"{first_block}.res_connection.weight" not in tensors:
             arch = checkpoint.config.get("hydra_head_arch", "unknown")
             raise ValueError(
-                f"{checkpoint.name} holds {arch} heads; choose grounded heads of kind mlp or prefix-mlp (Hydra++)"
+                f"{checkpoint.name} has {arch} heads; choose grounded heads of kind mlp or prefix-mlp (Hydra++)"
             )
         vocab_size, size = tensors[f"{lm_head}.weight"].shape
         check_target(checkpoint, hidden_size=(size, target.hidden_size), vocabulary=(vocab_size, target.vocab_size))
@@ -241,7 +241,7 @@ class Hydra(Medusa):
             "base_model_name_or_path": target_name,
             "hydra_rank_rates": heads.rates,
         }
-        # clones: a block that stands in several places of a head is written once for each, as the authors do
+        # shared blocks are cloned, because the authors write them once per name
         write_checkpoint(folder, config, {name: tensor.clone() for name, tensor in heads.state_dict().items()})
 
 
@@ -249,5 +249,5 @@ def _prefix(target: Target, checkpoint: Checkpoint) -> Prefix:
     """Return a decoder layer like the target's."""
     config = target.model.get_decoder().config if target.model is not None else None
     if not isinstance(config, LlamaConfig):
-        raise ValueError(f"{checkpoint.name} is Hydra++, whose first layer is a Llama's; choose a Llama as the target")
+        raise ValueError(f"{checkpoint.name} is Hydra++, which has a Llama layer; choose a Llama model as the target")
     return Prefix(config, checkpoint.take("prefix_embeding_layer.layers.0."))

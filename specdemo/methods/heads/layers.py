@@ -17,7 +17,7 @@ from specdemo.models.fused import attend
 from specdemo.models.masks import additive
 from specdemo.models.packed import RMSNorm, concat_linears, should_fuse
 
-TensorNames = Container[str]  # the optional tensors there are, such as self_attn.q_proj.bias
+TensorNames = Container[str]  # names of the tensors in a checkpoint, such as self_attn.q_proj.bias
 
 
 def linear(inputs: int, outputs: int, name: str, names: TensorNames) -> nn.Linear:
@@ -94,7 +94,8 @@ class Attention(nn.Module):
         if self.attention_sink_bias is not None:
             k, v, mask, causal = *self._add_sink(k, v, mask, causal, x.shape[1]), False
         if x.device.type == "cuda" and self.attention_sink_bias is None:
-            attended = attend(q, k, v, mask, causal)  # grouped queries behind a mask have no fast kernel on some GPUs
+            # some GPUs have no fast kernel for grouped queries with a mask
+            attended = attend(q, k, v, mask, causal)
         else:
             grouped = self.heads != self.kv_heads
             attended = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped).transpose(

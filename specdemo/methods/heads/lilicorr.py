@@ -18,16 +18,16 @@ from torch.nn import functional as F
 from specdemo.methods.heads.sampler import MASKED_LOGIT
 from specdemo.models.packed import RMSNorm
 
-Memory = Tensor | None  # of a last stage, from slot to slot
-StageOutput = tuple[Tensor, Memory]  # logits, and what it remembers
-FEATURES = 5  # log q, q, log q less the best one's, the rank from 0 to 1, whether it is the best
+Memory = Tensor | None  # recurrent state of a final stage
+StageOutput = tuple[Tensor, Memory]  # logits and state
+FEATURES = 5  # log q, q, log q minus the best log q, rank scaled to 0..1, 1 for the best
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """Sizes from config.json, where each key has the prefix `lilicorr_`."""
 
-    hidden_size: int  # E; 0: that of the drafter
+    hidden_size: int  # E; 0: H
     candidate_topk: int
     num_layers: int
     num_heads: int

@@ -37,7 +37,7 @@ from specdemo.training.losses import argmax_targets, steps_loss, token_loss
 
 RANKS = 10
 MAX_HEADS = 16
-SAME_SHAPE_HINT = "its heads must all be built alike"
+SAME_SHAPE_HINT = "all heads must have the same shapes"
 
 VLLM_NAMES = {
     r"^medusa_heads\.": "",
@@ -46,13 +46,13 @@ VLLM_NAMES = {
 }
 
 DraftedNodes = tuple[Tensor, Tensor, Tensor | None]  # tokens [B, N], confidence [B, N], probs [B, N, V]
-Rates = tuple[tuple[float, ...], ...]  # per head, per rank: how often it is what the target says
+Rates = tuple[tuple[float, ...], ...]  # per head and rank: agreement with the target
 
-# Where nobody has measured: with 63 nodes a tree much like `mc_sim_7b_63`.
+# for heads without measured rates; with 63 nodes the tree resembles `mc_sim_7b_63`
 DEFAULT_RATES: Rates = tuple(tuple(0.5 * 0.8**i / (rank + 1) ** 2 for rank in range(RANKS)) for i in range(MAX_HEADS))
 
-# The authors' trees, 63 nodes each. Per level, the number of children of every node of the level above, in order;
-# zeros at the end are left out.
+# The authors' trees, 63 nodes each. Per level: the number of children of every node of the level above, in order,
+# without trailing zeros.
 PUBLISHED = {
     "mc_sim_7b_63": "10 / 10 7 3 2 1 1 1 1 1 1 / 10 3 2 1 1 1 1 1 0 0 2 0 0 0 0 0 0 1 / 2",
     "vicuna_7b_stage1": "10 / 10 7 4 3 2 2 1 1 1 1 / 9 3 2 1 1 1 0 0 0 0 2 0 0 0 0 0 0 1 / 1",
@@ -147,24 +147,24 @@ class MedusaHeads(TokenHeads):
 
 class Medusa(Head[TokenHeads]):
     title = "Medusa"
-    summary = "Extra heads on the target itself guess several words ahead at once; there is no second model to run."
+    summary = "Extra heads on the target predict several tokens ahead in parallel; there is no second model to run."
     taps: tuple[int, ...] = (-1,)
     recipes: ClassVar = {"medusa": Recipe("Medusa, 4 heads", {"heads": 4})}
     serves: ClassVar = {"vllm": vllm("medusa")}
-    decay: ClassVar[float] = 0.8  # a head's weight in the loss, relative to the one before it
+    decay: ClassVar[float] = 0.8  # weight of a head in the loss, relative to the head before it
 
     @dataclass(frozen=True, slots=True)
     class Options:
         nodes: int = knob(0, "nodes of the draft tree; 0 drafts a chain", low=0, high=128, step=1)
         tree: str = knob(
             "fitted",
-            "its shape: fitted to how often each rank of each head is right, or one that the authors published",
+            "shape of the tree: fitted to the measured accuracy of heads and ranks, or one published by the authors",
             choices=("fitted", *PUBLISHED),
         )
         draft: str = knob(
             "ranked",
-            "at a temperature: take the heads' likeliest tokens or draw from them, in a tree the last child of a node "
-            "alone; the output is exact either way",
+            "when the target samples: draft the most likely tokens, or sample from the heads (in a tree only the last "
+            "child of a node); the output is exact either way",
             choices=("ranked", "sampled"),
         )
 
@@ -192,7 +192,7 @@ class Medusa(Head[TokenHeads]):
         return network.load_tensors(tensors, checkpoint, target, SAME_SHAPE_HINT)
 
     options: Options
-    _hidden: Tensor  # [B, H] at every row's last column
+    _hidden: Tensor  # [B, H] of the last column of every row
 
     @classmethod
     def fresh(cls, target: Target, heads: int = 4, layers: int = 1) -> TokenHeads:
@@ -328,7 +328,7 @@ def _to_vllm_names(checkpoint: Checkpoint, target: Target) -> dict[str, Tensor]:
     """Return the tensors under vLLM's names. Raises ValueError if there are none for this target."""
     head_tensors = checkpoint.take("medusa_head.")
     if 0 < len(head_tensors) < len(checkpoint.tensors) and Path(target.name).name != Path(checkpoint.name).name:
-        raise ValueError(f"{checkpoint.name} is a whole model trained together with its heads; make it the target too")
+        raise ValueError(f"{checkpoint.name} is a complete model trained with its heads; choose it as the target too")
     tensors = rename_tensors(head_tensors or checkpoint.tensors, VLLM_NAMES)
     if checkpoint.config.get("original_lm_head"):  # one for all heads
         shared = tensors.pop("lm_head.weight", tensors.get("lm_heads.0.weight"))
@@ -336,12 +336,12 @@ def _to_vllm_names(checkpoint: Checkpoint, target: Target) -> dict[str, Tensor]:
             heads = count_numbered(tensors, r"blocks\.(\d+)\.")
             tensors |= {f"lm_heads.{i}.weight": shared.clone() for i in range(heads)}
     token_map = tensors.get("token_map")
-    if token_map is not None:  # the file may hold the LM heads of the whole vocabulary
+    if token_map is not None:  # the LM heads of some files cover the full vocabulary
         for name, tensor in tensors.items():
             if name.startswith("lm_heads.") and len(tensor) > len(token_map):
                 tensors[name] = tensor[token_map]
     if "lm_heads.0.weight" not in tensors:
         raise ValueError(
-            f"{checkpoint.name} holds no Medusa head known here; convert it to the authors' or vLLM's format"
+            f"{checkpoint.name} has no Medusa heads in a known format; convert it to the authors' or vLLM's format"
         )
     return tensors

@@ -41,9 +41,9 @@ from specdemo.training.losses import steps_loss, token_loss
 
 EPSILON = 1e-6
 WIDTHS = (4, 3, 2, 2)  # tokens per step of the published trees; 1 at every further step
-CANDIDATES = 5  # paths that the authors' own engine verifies
-HINT = "fetch the whole speculator again"
-VOCAB_MULTIPLE = 512  # rows are added to a vocabulary until it is a multiple of this at most
+CANDIDATES = 5  # paths that the authors' engine verifies
+HINT = "fetch the speculator again"
+VOCAB_MULTIPLE = 512  # vocabularies are padded to a multiple of at most this
 
 
 class Norm(nn.Module):
@@ -109,16 +109,14 @@ class Speculator(Network):
 
     def forward(self, state: Tensor, tokens: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Run a step: state [..., H or I], tokens [...] -> next state [..., I], logits [..., V]."""
-        embedded = self.emb[step](tokens.clamp_max(self.vocab_size - 1))  # beyond are the target's padding rows
+        embedded = self.emb[step](tokens.clamp_max(self.vocab_size - 1))  # larger ids are padding
         state = F.gelu(self.ln[step](self.proj[step](state) + self.ratio * embedded))
         return state, self.head[step](state)
 
 
 class MLPSpeculator(Head[Speculator]):
     title = "MLPSpeculator"
-    summary = (
-        "A tiny recurrent network reads the target's last state and its own last guess, and guesses the next word."
-    )
+    summary = "A small recurrent network drafts from the target's last hidden state and its own last token."
     taps: tuple[int, ...] = (-1,)
     recipes: ClassVar = {"mlp-speculator": Recipe("MLPSpeculator, 4 tokens", {"n_predict": 4})}
     serves: ClassVar = {"vllm": unsupported("vLLM 0.32 and later no longer have it")}
@@ -127,13 +125,13 @@ class MLPSpeculator(Head[Speculator]):
     class Options:
         draft: str = knob(
             "chain",
-            "one guess after the other, drawn when the target samples; or a tree of the likeliest ones",
+            "chain: one token after the other, sampled if the target samples; tree: the most likely continuations",
             choices=("chain", "tree"),
         )
-        nodes: int = knob(0, "nodes of the draft tree; 0 drafts as many as a chain has", low=0, high=128, step=1)
+        nodes: int = knob(0, "nodes of the draft tree; 0 uses k nodes", low=0, high=128, step=1)
 
     options: Options
-    _hidden: Tensor  # [B, H] at every row's last column
+    _hidden: Tensor  # [B, H] of the last column of every row
     _root: Tensor  # [B]
 
     @classmethod
@@ -146,9 +144,9 @@ class MLPSpeculator(Head[Speculator]):
         config = checkpoint.config
         missing = [key for key in ("emb_dim", "n_predict", "vocab_size") if not config.get(key)]
         if missing:
-            raise ValueError(f"{checkpoint.name}: config.json does not say {missing[0]}; {HINT}")
+            raise ValueError(f"{checkpoint.name}: config.json lacks {missing[0]}; {HINT}")
         smaller, larger = sorted((config["vocab_size"], target.vocab_size))
-        only_padding = larger <= -(-smaller // VOCAB_MULTIPLE) * VOCAB_MULTIPLE  # one of the two
+        only_padding = larger <= -(-smaller // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
         expected_vocab = target.vocab_size if only_padding else config["vocab_size"]
         check_target(
             checkpoint,
@@ -179,7 +177,7 @@ class MLPSpeculator(Head[Speculator]):
         inner = inner_dim or target.hidden_size
         network = Speculator(target.hidden_size, inner, target.vocab_size, n_predict, tie_weights, scale_input)
         for parameter in network.parameters():
-            if parameter.ndim > 1:  # what `ratio` is made for
+            if parameter.ndim > 1:  # `ratio` assumes this scale
                 nn.init.normal_(parameter, std=inner**-0.5)
         return move_to_target(network, target)
 
@@ -213,7 +211,7 @@ class MLPSpeculator(Head[Speculator]):
         """
         state, tokens = self.head.initial_state(hidden)[:, None], root[:, None]
         scores = torch.zeros_like(tokens, dtype=torch.float32)
-        path_slots = torch.zeros_like(tokens)  # the slots of the whole tree that the paths end in
+        path_slots = torch.zeros_like(tokens)  # last slot of every path, in the unpruned tree
         slots, levels = 1, []
         for step, width in enumerate(self.head.widths[:depth]):
             state, logits = self.head(state, tokens, step)
@@ -257,7 +255,7 @@ class MLPSpeculator(Head[Speculator]):
             "top_k_tokens_per_head": speculator.widths,
             "torch_dtype": str(speculator.dtype).removeprefix("torch."),
         }
-        # named_parameters names a tied tensor once, by its first name
+        # named_parameters yields tied tensors once
         write_checkpoint(folder, config, {f"speculator.{name}": p for name, p in speculator.named_parameters()})
 
 

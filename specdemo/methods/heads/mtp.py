@@ -43,7 +43,7 @@ from specdemo.models.hub import LoadProgress
 from specdemo.models.stack import Stack, stack_layers
 from specdemo.training.losses import steps_loss, token_loss
 
-STEP_WEIGHTS = (0.51, 0.31, 0.18)  # FastMTP: weights of the steps of a module that is applied again and again
+STEP_WEIGHTS = (0.51, 0.31, 0.18)  # FastMTP: loss weights of the steps of a single module
 
 
 class TargetModules(NamedTuple):
@@ -66,7 +66,7 @@ class MTPHeads(Network):
         decoder = _decoder(target)
         norm = nn.Identity() if decoder is None else decoder.norm
         self.shared = TargetModules(target.embed, target.lm_head, norm, rotary)
-        self._lm_head_dtype = target.dtype  # that lm_head reads
+        self._lm_head_dtype = target.dtype
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -74,7 +74,7 @@ class MTPHeads(Network):
     @property
     def step_weights(self) -> tuple[float, ...]:
         """Loss weights, one per trained step."""
-        return (1 / len(self),) * len(self)  # together as much as the text: a small trunk has to serve that first
+        return (1 / len(self),) * len(self)  # in sum the weight of the target's own loss
 
     @property
     def tap(self) -> int:
@@ -166,7 +166,7 @@ class ParallelHeads(MTPHeads):
     def __init__(self, target: Target, heads: int) -> None:
         config = _llama(target, heads)
         super().__init__(target, config, _angles(config, target), [LlamaDecoderLayer(config, i) for i in range(heads)])
-        self._stack: Stack | None = None  # runs the layers at once
+        self._stack: Stack | None = None  # runs all layers in parallel
 
     @property
     def cache_layers(self) -> int:
@@ -201,7 +201,7 @@ class ParallelHeads(MTPHeads):
 
 class MTP(Head[MTPHeads]):
     title = "Multi-token prediction"
-    summary = "Layers that were trained together with the target carry on from its last state, a word at a time."
+    summary = "Layers trained together with the target draft from its last hidden state, one token after the other."
     recipes: ClassVar = {"mtp": Recipe("Multi-token prediction, 1 module", {})}
     serves: ClassVar = {"vllm": vllm("mtp"), "sglang": sglang_chain("NEXTN")}
     history: HeadHistory
@@ -220,7 +220,7 @@ class MTP(Head[MTPHeads]):
     @classmethod
     def read(cls, checkpoint: Checkpoint, target: Target) -> MTPHeads:
         checkpoint = files.select_heads(checkpoint, target)
-        hint = "its layers must be built like the target's and not be quantised"
+        hint = "its layers must have the target's shapes and must not be quantized"
         if checkpoint.has("extra_heads."):
             count = files.count_parallel_heads(checkpoint, target)
             with torch.device("meta"):
@@ -267,7 +267,7 @@ class MTP(Head[MTPHeads]):
 
     def _draft(self, depth: int, columns: Columns | None) -> Draft:
         head, builder = self.head, ChainBuilder(self.sampler)
-        assert columns is not None  # the last columns always wait
+        assert columns is not None  # the last columns are always pending
         if isinstance(head, SequentialModules):
             self._draft_sequential(head, columns, builder, depth)
         elif isinstance(head, ParallelHeads):
@@ -347,12 +347,12 @@ def _target_family(target: Target, layers: int) -> tuple[object, type[nn.Module]
         return config, LlamaDecoderLayer, LlamaRMSNorm, _angles(config, target)
     config = deepcopy(decoder.config)
     if not dict(decoder.named_children()).keys() >= {"layers", "norm", "rotary_emb"}:
-        raise ValueError(f"a {config.model_type} model has no layers that can stand alone; choose a target like Llama")
+        raise ValueError(f"the layers of a {config.model_type} model cannot run separately; choose a target like Llama")
     config.num_hidden_layers = layers
     overrides: dict[str, object] = {"layer_types": ["full_attention"] * layers, "mlp_layer_types": ["sparse"] * layers}
     overrides |= {"first_k_dense_replace": 0, "mlp_only_layers": []}
     config.update({name: value for name, value in overrides.items() if config.to_dict().get(name)})
-    config._attn_implementation = "sdpa"  # takes any mask, and is causal without one
+    config._attn_implementation = "sdpa"  # accepts any mask, and is causal without one
     return config, layer_class(decoder.layers[-1]), type(decoder.norm), decoder.rotary_emb
 
 
@@ -361,12 +361,12 @@ def _llama(target: Target, layers: int) -> LlamaConfig:
     decoder = _decoder(target)
     config = llama_config_like(target) if decoder is None else deepcopy(decoder.config)
     if not isinstance(config, LlamaConfig):
-        raise ValueError(f"parallel heads are layers of Llama; choose such a target, not {config.model_type}")
+        raise ValueError(f"parallel heads are Llama layers; choose a Llama target, not {config.model_type}")
     config.num_hidden_layers = layers
     config._attn_implementation = "sdpa"
     return config
 
 
 def _angles(config: LlamaConfig, target: Target) -> nn.Module:
-    with target.device:  # also where layers are made on the meta device
+    with target.device:  # even if the layers are created on the meta device
         return LlamaRotaryEmbedding(config)

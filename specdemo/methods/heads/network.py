@@ -16,7 +16,7 @@ Module = TypeVar("Module", bound=nn.Module)
 class Network(nn.Module):
     """The network of a head. An ambiguous checkpoint has several `conventions`, the most likely first."""
 
-    note = ""  # which reading was kept, and why
+    note = ""  # the selected convention, and why
     conventions: tuple[object, ...] = ()
 
     @property
@@ -42,9 +42,8 @@ class Network(nn.Module):
         mismatch = next((name for name in sorted(expected | actual) if actual.get(name) != expected.get(name)), None)
         if mismatch:
             raise ValueError(
-                f"{checkpoint.name}: {mismatch} is missing, of another shape or unknown: "
-                f"it is {actual.get(mismatch, 'missing')}, its config asks for "
-                f"{expected.get(mismatch, 'no such tensor')}; {hint}"
+                f"{checkpoint.name}: tensor {mismatch}: expected shape {expected.get(mismatch, 'none')}, "
+                f"found {actual.get(mismatch, 'none')}; {hint}"
             )
         self.load_state_dict(tensors, assign=True)
         return move_to_target(self, target)

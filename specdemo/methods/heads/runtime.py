@@ -27,12 +27,10 @@ from specdemo.models.masks import additive
 from specdemo.models.target import NO_LENGTH_LIMIT
 
 Rope = tuple[Tensor, Tensor]  # cos, and sin with its first half negated, [B or 1, S, 1, E]
-AttentionKind = tuple[
-    int, bool
-]  # of attention: its window in positions (0: none), and whether a slot is blind to later ones
+AttentionKind = tuple[int, bool]  # window in positions (0: none), causal
 FULL: AttentionKind = (0, True)
-MAX_PENDING = 24  # columns that a recorded pass reads at most; more wait behind a prompt, or steps that drafted nothing
-Pending = tuple[list[int], tuple[Tensor, ...]]  # per row how many columns are real, and the columns
+MAX_PENDING = 24  # pending columns that a CUDA graph reads; a prompt, or steps without a draft, leave more
+Pending = tuple[list[int], tuple[Tensor, ...]]  # real columns per row, and the columns
 Result = TypeVar("Result")
 
 
@@ -66,11 +64,11 @@ class Columns:
 
     positions: Tensor  # [B or 1, S]
     rope: Rope
-    make_mask: Callable[[AttentionKind], Tensor | None] | None = None  # makes masks
+    make_mask: Callable[[AttentionKind], Tensor | None] | None = None
     cache: KeyValues | None = None
     inputs: tuple[Tensor, ...] = ()
-    ends: Tensor | None = None  # [B] each row's last real column; None: the last one
-    cache_columns: Tensor | None = None  # [B, S] columns of the cache, where these are told by tensors
+    ends: Tensor | None = None  # [B] last real column per row; None: the last column
+    cache_columns: Tensor | None = None  # [B, S] indices into the cache; in CUDA graphs only
     _masks: dict[AttentionKind, Tensor | None] = field(default_factory=dict)
 
     def run(self, network: Callable[..., Result], *inputs: Tensor) -> Result:
@@ -119,10 +117,10 @@ def unrolled_mask(columns: Tensor, step: int, kind: AttentionKind = FULL) -> Ten
 class GraphOffsets:
     """Positions of columns in a CUDA graph, as tensors, because a graph is replayed at every length."""
 
-    start: Tensor  # [B] columns before those that are read
-    num_new: Tensor  # [B] how many of these are real
-    drafted: int = 0  # columns behind them
-    depth: int = 0  # levels of a tree among these
+    start: Tensor  # [B] committed columns before the pending ones
+    num_new: Tensor  # [B] pending columns that are real
+    drafted: int = 0  # draft columns so far
+    depth: int = 0  # tree levels so far
 
 
 class HeadHistory:
@@ -140,23 +138,22 @@ class HeadHistory:
         self._positions = torch.arange(0, device=target.device)
         capture = target.new_graph_capture()
         self.graph_cache = GraphCache(capture, dtype) if capture else None
-        self._persistent_cache: SlabCache | None = None  # of recorded passes
-        self._max_draft_columns = 0  # columns that one of these drafts
+        self._persistent_cache: SlabCache | None = None  # used by CUDA graphs
+        self._max_draft_columns = 0  # of any CUDA graph
         self.start(0)
 
     def start(self, rows: int) -> None:
         """Begin a new generation with this number of rows."""
         self._cache: SlabCache | None = None
-        self._offsets: GraphOffsets | None = None  # in a recorded pass
-        self._last_replay: tuple[list[int], Pending] | None = (
-            None  # what the last recorded draft read, and behind how much
-        )
+        self._offsets: GraphOffsets | None = None  # during capture only
+        # lengths before, and columns read by, the last replay
+        self._last_replay: tuple[list[int], Pending] | None = None
         self._pending: list[Pending] = []
-        self._read_lengths = [0] * rows  # columns that stay
-        self._committed_ends = [0] * rows  # behind them those that are read again
-        self._draft_ends = [0] * rows  # and behind these the drafted ones
-        self._ancestors: Tensor | None = None  # [B, K, drafted columns] what the frontier of a tree sees of it
-        self._tree_depth = 0  # levels of the tree
+        self._read_lengths = [0] * rows  # permanent columns per row
+        self._committed_ends = [0] * rows  # end of the observed columns, including those to be read again
+        self._draft_ends = [0] * rows  # end of the draft columns
+        self._ancestors: Tensor | None = None  # [B, K, draft columns] True: visible to a node of the frontier
+        self._tree_depth = 0
 
     def release_graphs(self) -> None:
         """Free captured CUDA graphs and their cache."""
@@ -337,7 +334,7 @@ class HeadHistory:
         offsets.depth += 1
 
         def make_mask(kind: AttentionKind) -> Tensor:
-            """As in `_level`: of what was observed, as far back as the last of it sees."""
+            # a window counts from the last observed column, as in `_tree_columns`
             observed = (distance < 0) & (distance >= -kind[0]) if kind[0] else distance < 0
             return additive(drafted | observed[:, None], self._dtype)[:, None]
 
@@ -386,7 +383,7 @@ class HeadHistory:
             positions = ends + (position - longest)
 
         def make_mask(kind: AttentionKind) -> Tensor | None:
-            """Of what was observed, as far back as the last of it sees, however deep the level."""
+            # the window counts from the last observed column at every level
             windowed = 0 < kind[0] < longest
             if same_lengths and width == 1 and not windowed:
                 return None

@@ -13,7 +13,7 @@ from specdemo.core.protocol import DraftPlan, ReadFunction, Target, Tensors
 from specdemo.core.sampling import Sampling, draw, draw_with_noise, exponential_noise, to_probs
 from specdemo.core.tree import Draft, chain_parents
 
-MASKED_LOGIT = -1e4  # the logit of a token that a head does not know; finite, so that a loss stays so
+MASKED_LOGIT = -1e4  # logit of a token outside the draft vocabulary; finite, so that losses stay finite
 
 
 class Noise:
@@ -34,8 +34,8 @@ class TokenSampler:
     """Draws draft tokens with the target's sampling settings; greedy if the target is."""
 
     sampling: Sampling = field(default_factory=Sampling)
-    rng: Generator | None = None
-    predrawn: Noise | None = None  # instead of the generator's
+    rng: Generator | None = None  # None: greedy
+    predrawn: Noise | None = None  # used in place of the generator
 
     @property
     def active_rng(self) -> Generator | None:

@@ -30,13 +30,13 @@ from specdemo.methods.heads.lilicorr import Sizes
 from specdemo.methods.heads.runtime import AttentionKind
 from specdemo.models.checkpoints import MASK_TOKEN, Checkpoint
 
-Config = Mapping[str, Any]  # what a config says, all of it
+Config = Mapping[str, Any]  # flattened config.json
 Tensors = Mapping[str, Tensor]
 BODY_KEYS = (
     "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_act "
     "rms_norm_eps attention_bias max_position_embeddings rope_parameters"
 ).split()
-OLD_ROPE = ("rope_theta", "rope_scaling")  # what rope_parameters were before transformers 5
+OLD_ROPE = ("rope_theta", "rope_scaling")  # rope_parameters before transformers 5
 NAMES = {
     r"^model\.": "",
     r"^midlayer\.": "layers.0.",
@@ -45,7 +45,7 @@ NAMES = {
     r"^logit_head\.": "",
     r"^prefix_gru\.": "domino.prefix_gru.",
     r"^embed_proj\.": "domino.embed_proj.",
-    # LiLiCorr's networks in servers -> as they are exported
+    # LiLiCorr: names in servers -> names in exported files
     r"^lilicorr\.feature_norm\.": "lilicorr.feature_mlp.0.",
     r"^lilicorr\.feature_mlp\.up_proj\.": "lilicorr.feature_mlp.1.",
     r"^lilicorr\.feature_mlp\.down_proj\.": "lilicorr.feature_mlp.3.",
@@ -54,7 +54,8 @@ NAMES = {
 }
 LATTICE = "lilicorr"
 CODEBOOK = "candidate_selector.predecessor_codebook"
-TAP_OFFSETS = {  # by the key that says them: what is added to these numbers
+# config key of the layer ids -> offset from id to tap
+TAP_OFFSETS = {
     **dict.fromkeys(("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids", "layer_ids"), 0),
     **dict.fromkeys(("target_layer_ids", "dspark_target_layer_ids"), 1),
 }
@@ -62,8 +63,8 @@ REQUIRED_DEFAULTS = {
     "is_neox_style": True,
     "attention_value_scale": 1.0,
     "logit_scale": 1.0,
-}  # else drafts would be wrong
-KNOWN_FAMILIES = ("dflash", "dspark", "domino", "museglimmer", LATTICE)  # whose slots are known
+}  # other values are not supported
+KNOWN_FAMILIES = ("dflash", "dspark", "domino", "museglimmer", LATTICE)  # families with a documented slot convention
 UNUSED = ("embed_tokens.", "lm_head.", "t2d", "verifier_", "confidence_head.")
 
 
@@ -73,16 +74,16 @@ class Design:
 
     body: Qwen3Config
     taps: tuple[int, ...]
-    block_size: int  # slots of a block, the anchor included
+    block_size: int  # slots of a block, including the anchor
     mask_token_id: int
     vocab_size: int
     attention_kinds: tuple[AttentionKind, ...]  # one per layer
-    from_anchor: bool = False  # slot k guesses the token after its own
+    from_anchor: bool = False  # every slot predicts the next token
     embedding_scale: float = 1.0
     output_multiplier: float = 1.0
     softcap: float = 0.0  # of the logits; 0: none
-    candidates: int = 16  # of DFlash2's selector
-    uncorrected_slots: int = 0  # first slots that a Domino does not correct
+    candidates: int = 16  # DFlash2
+    uncorrected_slots: int = 0  # Domino: first slots without correction
     lattice: Sizes | None = None  # LiLiCorr
 
     def __str__(self) -> str:
@@ -104,7 +105,7 @@ def read_designs(checkpoint: Checkpoint, target: Target) -> tuple[Tensors, tuple
     target.
     """
     name, tensors, config = checkpoint.name, checkpoint.tensors, _flatten_config(checkpoint.config)
-    if config.get("has_own_lm_head") and "lm_head.weight" in tensors:  # of the target's words, in their order
+    if config.get("has_own_lm_head") and "lm_head.weight" in tensors:  # over the target's vocabulary
         tensors = {"d2t": torch.zeros(len(tensors["lm_head.weight"]), dtype=torch.int64)} | tensors
     own_head = "d2t" in tensors
     tensors = {n: t for n, t in tensors.items() if not n.startswith(UNUSED) or (own_head and n == "lm_head.weight")}
@@ -142,7 +143,7 @@ def to_config(design: Design, tensors: Tensors, target_name: str, target_layers:
     usual = tuple((window, bool(window)) for window in windows)
     lattice = asdict(design.lattice) if design.lattice else {}
     kind = "LiLiCorr" if lattice else "DFlash2" if span or rank else "DFlash"
-    optional = {  # with what goes without saying
+    optional = {  # key -> (value, default)
         "causal": (design.attention_kinds[0][1] if design.attention_kinds != usual else None, None),
         "sample_from_anchor": (design.from_anchor, False),
         "input_embedding_scale": (design.embedding_scale, 1.0),
@@ -203,7 +204,7 @@ def _lattice_sizes(config: Config) -> Sizes:
     keys = {field.name: f"{LATTICE}_{field.name}" for field in fields(Sizes)}
     absent = next((key for key in keys.values() if key not in config), None)
     if absent:
-        raise ValueError(f"its config lacks {absent!r}, without which a LiLiCorr cannot be read; fetch it again")
+        raise ValueError(f"its config lacks {absent!r}, which LiLiCorr requires; fetch it again")
     return Sizes(**{name: config[key] for name, key in keys.items()})
 
 
@@ -212,20 +213,20 @@ def _check(checkpoint: Checkpoint, config: Config, tensors: Tensors, target: Tar
     name, vocab_size = checkpoint.name, target.vocab_size
     for key, usual in REQUIRED_DEFAULTS.items():
         if config.get(key, usual) != usual:
-            raise ValueError(f"{name} says {key} {config[key]}, which is not read here; choose a drafter without it")
+            raise ValueError(f"{name} has {key} {config[key]}, which is not supported; choose a drafter without it")
     if config.get("causal_head"):
         raise ValueError(f"{name} is a JetSpec drafter (causal_head in its config), not read yet; choose a DFlash")
     if "mask_hidden" in tensors:
-        raise ValueError(f"{name} has a mask state of its own (mask_hidden), not read here; choose a DFlash")
+        raise ValueError(f"{name} has a tensor mask_hidden, which is not supported; choose a DFlash drafter")
     for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "mask_token_id"):
         if key not in config:
             raise ValueError(f"the config of {name} lacks {key!r}; fetch the config.json of its authors")
     if "d2t" not in tensors and config.get("draft_vocab_size", vocab_size) != vocab_size:
-        raise ValueError(f"{name} has a vocabulary of its own but no tensor d2t to the target's; fetch it again")
+        raise ValueError(f"{name} has a draft vocabulary but no tensor d2t; fetch it again")
     mask, token = int(config["mask_token_id"]), tensors.get(MASK_TOKEN)
     if token is not None and int(token) != mask:
         raise ValueError(
-            f"the mask embedding of {name} is of token {int(token)}, its config says {mask}; fetch both of one revision"
+            f"the mask embedding of {name} is for token {int(token)}, its config has {mask}; fetch both of one revision"
         )
     check_target(checkpoint, hidden_size=(config["hidden_size"], target.hidden_size))
     check_target(checkpoint, vocabulary=(config.get("vocab_size", vocab_size), vocab_size))
@@ -236,18 +237,18 @@ def _check(checkpoint: Checkpoint, config: Config, tensors: Tensors, target: Tar
 
 def _taps(name: str, config: Config, tensors: Tensors, target: Target) -> tuple[int, ...]:
     if "fc.weight" not in tensors:
-        raise ValueError(f"{name} has no tensor fc.weight, so it is no DFlash; choose another method")
+        raise ValueError(f"{name} has no tensor fc.weight, so it is not a DFlash drafter; choose another method")
     count = tensors["fc.weight"].shape[1] // target.hidden_size
     key = next((key for key in TAP_OFFSETS if key in config), None)
     taps = tuple(int(i) + TAP_OFFSETS[key] for i in config[key]) if key else spread_taps(target.num_layers, count)
     if len(taps) * target.hidden_size != tensors["fc.weight"].shape[1]:
         raise ValueError(
-            f"{name} names {len(taps)} layers of its target, but its fc.weight reads {count}; mend its config"
+            f"{name} names {len(taps)} layers of its target, but its fc.weight reads {count}; fix its config"
         )
     if not all(0 <= tap < target.num_layers for tap in taps):
         raise ValueError(
-            f"{name} reads layers {taps} of its target, which must lie between 0 and {target.num_layers - 1}: what the "
-            "last layer puts out is not the same everywhere"
+            f"{name} reads layers {taps} of its target; they must be between 0 and {target.num_layers - 1}, because "
+            "engines disagree on the output of the last layer"
         )
     return taps
 
@@ -271,7 +272,7 @@ def _attention_kinds(config: Config) -> tuple[AttentionKind, ...]:
     if config.get("sliding_window_non_causal"):
         causal = False
     if config.get("model_type") == "muse_glimmer_assistant":
-        causal, window = False, window + 1  # there a window counts the distance, not the positions
+        causal, window = False, window + 1  # its window is a distance
     sliding = ["sliding" in kind for kind in config.get("layer_types") or ["full_attention"] * layers]
     causal_layers = [slides if causal is None else bool(causal) for slides in sliding]
     windowed = [True] * layers if config.get("use_swa") and not any(sliding) else sliding

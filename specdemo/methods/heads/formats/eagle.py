@@ -32,7 +32,7 @@ from specdemo.models.checkpoints import Checkpoint
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 FIRST_LAYER = "layers.0."
-MASK_HIDDEN = "mask_hidden"  # P-EAGLE: the hidden states that stand for those not yet known
+MASK_HIDDEN = "mask_hidden"  # P-EAGLE: replaces the target's hidden states in draft columns
 SKIPPED = re.compile(r"t2d$|verifier_|.*inv_freq$")
 COPIED_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", "rms_norm_eps")
 WRITTEN_KEYS = (
@@ -46,11 +46,11 @@ class EagleConvention:
     """Convention of a checkpoint. Taps are in the order in which fc reads them."""
 
     taps: tuple[int, ...]
-    norm_before_residual: bool = False  # the first residual is the feature behind hidden_norm
-    norm_output: bool = False  # EAGLE-3.1: the state is fed back behind the last norm
+    norm_before_residual: bool = False  # the first residual is the feature after hidden_norm
+    norm_output: bool = False  # EAGLE-3.1: the state is fed back after the final norm
     feature_first: bool = False  # EAGLE-1: fc reads [feature; embedding]
-    windows: tuple[int, ...] = ()  # of the layers, in positions, 0: none; empty: none anywhere
-    mask: int | None = None  # P-EAGLE: the token that stands for those not yet drafted
+    windows: tuple[int, ...] = ()  # attention window per layer, 0: none; empty: no windows
+    mask: int | None = None  # P-EAGLE: id of the mask token
 
     @property
     def eagle1(self) -> bool:
@@ -80,7 +80,7 @@ def read_conventions(
     stored = {n: t for n, t in checkpoint.tensors.items() if not SKIPPED.match(n)}
     tensors = rename_tensors(stored, {r"^midlayer\.": FIRST_LAYER})
     if "fusion_fc.weight" in tensors:
-        raise ValueError(f"{checkpoint.name} is EAGLE-1 as speculators writes it, not read here; choose its EAGLE-3")
+        raise ValueError(f"{checkpoint.name} is EAGLE-1 in speculators' format, not supported; choose its EAGLE-3")
     for name in (
         "fc",
         FIRST_LAYER + "self_attn.q_proj",
@@ -91,7 +91,7 @@ def read_conventions(
             raise ValueError(f"{checkpoint.name} lacks {name}.weight; choose an EAGLE head in a format of its authors")
     if FIRST_LAYER + "hidden_norm.weight" in tensors:
         conventions = _eagle3(checkpoint.config, target)
-    else:  # EAGLE-1: what else it holds are copies of the target's
+    else:  # EAGLE-1: its embedding and lm_head are copies of the target's
         tensors = {n: t for n, t in tensors.items() if not n.startswith(("embed_tokens.", "lm_head."))}
         conventions = EagleConvention((-1,)), EagleConvention((-1,), feature_first=True)
     _check_fit(checkpoint, tensors, conventions[0], target)
@@ -188,10 +188,10 @@ def _layer_config(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], vocab_s
     config = _layer(checkpoint)
     if config.get("hidden_act", "silu") != "silu":
         raise ValueError(
-            f"{checkpoint.name} activates with {config['hidden_act']}; choose a head of Llama layers (silu)"
+            f"{checkpoint.name} has activation {config['hidden_act']}; choose a head of Llama layers (silu)"
         )
     if "num_attention_heads" not in config:
-        raise ValueError(f"{checkpoint.name} does not say num_attention_heads; add them to its config.json")
+        raise ValueError(f"{checkpoint.name} lacks num_attention_heads; add it to its config.json")
     heads = int(config["num_attention_heads"])
     head_dim = len(tensors[FIRST_LAYER + "self_attn.q_proj.weight"]) // heads
     return LlamaConfig(

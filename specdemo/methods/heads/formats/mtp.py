@@ -38,7 +38,7 @@ PARALLEL = re.compile(r"extra_heads\.(\d+)\.(.+)")
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 COPIES = ("embed_tokens.", "shared_head.head.", "rotary_emb.", "self_attn.rotary_emb.")
 
-# a part of a module -> its names in files, the first is written; everything else belongs to the decoder layer
+# part of a module -> its names in files, of which `save` writes the first; all else belongs to the decoder layer
 PARTS = {
     "enorm": ("enorm", "token_layernorm", "pre_fc_norm_embedding"),
     "hnorm": ("hnorm", "hidden_layernorm", "pre_fc_norm_hidden"),
@@ -56,27 +56,22 @@ META = {
     "attention_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
 }
-UNNORMED_OUTPUT_FAMILIES = (
-    "glm",
-    "step",
-    "ernie",
-    "pangu",
-)  # in the model_type of those that hand their state on as it is
-NORMED_INPUT_KEY, NORMED_OUTPUT_KEY = "mtp_reads_normed", "mtp_hands_on_normed"  # config keys of this project
+UNNORMED_OUTPUT_FAMILIES = ("glm", "step", "ernie", "pangu")  # substrings of model_type
+NORMED_INPUT_KEY, NORMED_OUTPUT_KEY = "mtp_reads_normed", "mtp_hands_on_normed"  # config keys written by this project
 
 
 @dataclass(frozen=True, slots=True)
 class MTPConvention:
     """Convention of a checkpoint."""
 
-    normed_input: bool = True
-    normed_output: bool = True
-    hidden_first: bool = False
+    normed_input: bool = True  # the target's state is read after the target's final norm
+    normed_output: bool = True  # a module passes its state on after its own norm
+    hidden_first: bool = False  # eh_proj reads [hidden; embedding], not [embedding; hidden]
 
     def __str__(self) -> str:
         words = {True: "normed", False: "plain"}
-        order = ", the state before the embedding" if self.hidden_first else ""
-        return f"{words[self.normed_input]} states in, {words[self.normed_output]} states on{order}"
+        order = ", hidden state before embedding" if self.hidden_first else ""
+        return f"{words[self.normed_input]} input states, {words[self.normed_output]} output states{order}"
 
 
 def select_heads(checkpoint: Checkpoint, target: Target) -> Checkpoint:
@@ -84,8 +79,8 @@ def select_heads(checkpoint: Checkpoint, target: Target) -> Checkpoint:
     tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if _is_head_tensor(name, target)}
     if not tensors:
         raise ValueError(
-            f"{checkpoint.name} holds no multi-token prediction for {target.num_layers} layers; copies often leave it "
-            "out, so choose the original upload of the target"
+            f"{checkpoint.name} has no multi-token prediction for {target.num_layers} layers; copies of a model often "
+            "omit it, so choose the original upload of the target"
         )
     selected = replace(checkpoint, tensors=tensors)
     check_weights(selected)
@@ -184,7 +179,7 @@ def count_parallel_heads(checkpoint: Checkpoint, target: Target) -> int:
     params, heads = checkpoint.config, count_numbered(checkpoint.tensors, PARALLEL)
     check_target(checkpoint, layers=(params.get("n_layers", heads) - heads, target.num_layers))
     check_target(checkpoint, hidden_size=(params.get("dim", target.hidden_size), target.hidden_size))
-    if params.get("vocab_size", -1) != -1:  # Meta's for a tokenizer to say
+    if params.get("vocab_size", -1) != -1:  # -1: Meta takes it from the tokenizer
         check_target(checkpoint, vocabulary=(params["vocab_size"], target.vocab_size))
     return heads
 
@@ -213,14 +208,14 @@ def sequential_to_checkpoint(
 ) -> tuple[dict[str, object], Tensors]:
     """Return config.json and tensors under DeepSeek's names. layers: of the target."""
     if convention.hidden_first:
-        raise ValueError("modules that join [hidden; embedding] have no place in DeepSeek's format; train a fresh head")
+        raise ValueError("DeepSeek's format cannot store modules that join [hidden; embedding]; train a new head")
     named = {}
     for name, tensor in tensors.items():
         _, index, part, kind = name.split(".", 3)
         inside = kind if part == "block" else f"{PARTS[part][0]}.{kind}"
         named[f"model.layers.{layers + int(index)}.{inside}"] = tensor
     saved_config = config.to_dict() | {
-        "_name_or_path": target_name,  # transformers' own is a folder of this machine
+        "_name_or_path": target_name,  # transformers would write a local folder
         "num_hidden_layers": layers,
         "num_nextn_predict_layers": count_numbered(tensors, r"layers\.(\d+)\."),
         "base_model_name_or_path": target_name,
