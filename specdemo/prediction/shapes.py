@@ -341,7 +341,7 @@ def _check_integers(name: str) -> None:
     if name in embedded_heads():
         from specdemo.methods import detect_head
 
-        raise ValueError(f"{name} holds a head for method {detect_head(name)!r}; choose a whole model as the target")
+        raise ValueError(f"{name} is a head for method {detect_head(name)!r}; choose a complete model as the target")
 
 
 def config_of(name: str) -> Config:

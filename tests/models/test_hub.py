@@ -141,7 +141,7 @@ def test_a_head_in_the_cache_is_named(server, repositories):
     folder = hub.embedded_folder() / "stories-eagle-1"
     repositories["org/head"] = {name: (folder / name).read_bytes() for name in ("config.json", "model.safetensors")}
     with pytest.raises(
-        ValueError, match="^org/head holds a head for method 'eagle'; choose a whole model as the target"
+        ValueError, match="^org/head is a head for method 'eagle'; choose a complete model as the target"
     ):
         load_target("org/head")
 

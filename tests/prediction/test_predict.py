@@ -158,8 +158,8 @@ def test_predicting_needs_no_torch():
     [
         (["storie"], "did you mean 'stories'?"),
         (["llama-8c"], "did you mean 'llama-8b'?"),
-        (["stories-medusa"], "stories-medusa holds a head for method 'medusa'; choose a whole model as the target"),
-        (["stories-eagle-1"], "stories-eagle-1 holds a head for method 'eagle'; choose a whole model as the target"),
+        (["stories-medusa"], "stories-medusa is a head for method 'medusa'; choose a complete model as the target"),
+        (["stories-eagle-1"], "stories-eagle-1 is a head for method 'eagle'; choose a complete model as the target"),
         (["stories", "--device", "h100"], "unknown device 'h100'; did you mean 'h100-sxm'?"),
         (["stories", "--method", "eagl"], "unknown method 'eagl'; did you mean 'eagle'?"),
         (["stories", "--method", "adaptive"], "method 'adaptive' decides while it runs"),
