@@ -108,7 +108,7 @@ def test_settings_reach_the_run(tmp_path, capsys):
         (["run", "embedded-draft", "--prompt", ""], "the prompt is empty; write at least one word"),
         (["run", "embedded-draft", "--prompt", "a", "--prompt-file", "b"], "--prompt and --prompt-file exclude each"),
         (["run", "embedded-draft", "--prompt-file", "none.txt"], "cannot read none.txt: No such file or directory;"),
-        (["run", "embedded-draft", "--out", "none/x.json"], "there is no folder none; make it first"),
+        (["run", "embedded-draft", "--out", "none/x.json"], "the folder none does not exist; create it first"),
         on_linux(
             "cannot write /proc/x.json: No such file or directory;", "run", "embedded-draft", "--out", "/proc/x.json"
         ),
@@ -129,14 +129,14 @@ def test_settings_reach_the_run(tmp_path, capsys):
         (["bench", "race-fairness", "--k", "3"], "suite 'race-fairness' has no draft length to choose; leave --k out"),
         (["bench", "k", "--minutes", "3"], "suite 'k' has no time to choose; leave --minutes out"),
         (["bench", "gpu", "--minutes", "-1"], "minutes must be 0 to 600, not -1; 0 writes the report of what is there"),
-        (["bench", "gpu", "--device", "xpu"], "there is no device 'xpu' here; use device 'auto'"),
+        (["bench", "gpu", "--device", "xpu"], "this machine has no device 'xpu'; use device 'auto'"),
         (["profile", "--name", "My Card"], "a profile's name has small letters, digits, - and ., not 'My Card'"),
         (["bench", "k", "--preset", "embeded-draft"], "unknown preset 'embeded-draft'; did you mean 'embedded-draft'?"),
         (["bench", "peers", "--pair", "98mm"], "unknown pair '98mm'; did you mean '98m'?"),
         (["bench", "peers", "--pair", "8m", "--dtype", "fp8"], "unknown dtype 'fp8'; "),
         (["bench", "embedded", "--questions", "none.jsonl"], "cannot read none.jsonl: No such file or directory;"),
         (["bench", "embedded", "--prompt", "a", "--questions", "b"], "prompts and a question file exclude each other;"),
-        (["bench", "embedded", "--html", "none/x.html"], "there is no folder none; make it first"),
+        (["bench", "embedded", "--html", "none/x.html"], "the folder none does not exist; create it first"),
         (["train", "nothing", "--corpus", "none"], "unknown recipe 'nothing'; choose one of medusa, "),
         (["train", "medusa", "--minutes", "inf"], "minutes must be positive, not inf"),
         (["train", "stories-target", "--corpus", "none"], "no corpus folder none: name a folder of *.txt files"),
@@ -184,7 +184,10 @@ def test_a_trace_without_lanes_is_one_line(capsys, tmp_path):
     "arguments, line",
     [
         (["--k", "0"], "k must be 1 or more, not 0"),
-        (["--prompt", "word " * 600], "the prompt has 1202 tokens, there is room for 352; shorten it or ask for fewer"),
+        (
+            ["--prompt", "word " * 600],
+            "the prompt has 1202 tokens, the limit is 352; shorten it or reduce max_new_tokens",
+        ),
         (["--model", "stories-eagle-1"], "stories-eagle-1 is a head for method 'eagle', not a draft model; "),
     ],
 )

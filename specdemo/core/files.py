@@ -102,7 +102,7 @@ def check_writable(path: str | Path) -> None:
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file in it")
     if not path.absolute().parent.is_dir():
-        raise ValueError(f"there is no folder {path.parent}; make it first")
+        raise ValueError(f"the folder {path.parent} does not exist; create it first")
     try:
         if path.exists() and not os.access(path, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
@@ -133,4 +133,4 @@ def _error_line(path: Path, error: Exception) -> str:
     while cause and not isinstance(cause, OSError):  # torch.save wraps the error of the disk
         cause = cause.__context__
     reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(error).partition("\n")[0]
-    return f"cannot write {path}: {reason}; make room there or name another place"
+    return f"cannot write {path}: {reason}; free disk space or choose another path"

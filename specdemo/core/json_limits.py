@@ -25,8 +25,10 @@ class JsonLimits:
 
 FILE_LIMITS: Final = JsonLimits(16_000_000, 2_000_000, 600_000)
 PUBLIC_FILE_LIMITS: Final = JsonLimits(
-    2_000_000, 200_000, 60_000
-)  # parsed in less than 0.2 s, which blocks other requests
+    2_000_000,
+    200_000,
+    60_000,  # parsed in less than 0.2 s; parsing blocks other requests
+)
 
 
 def check_json_limits(text: bytes, limits: JsonLimits, what: str) -> None:
@@ -44,7 +46,7 @@ def check_json_limits(text: bytes, limits: JsonLimits, what: str) -> None:
     for _ in range(limits.depth):
         brackets = brackets.replace(b"[]", b"")
     if brackets:
-        raise ValueError(f"{what} may nest {limits.depth} brackets at most, each closed by its own")
+        raise ValueError(f"{what} may nest {limits.depth} brackets at most, and each must be closed")
 
 
 @contextmanager

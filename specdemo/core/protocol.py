@@ -39,7 +39,7 @@ class Budget:
 
     def __post_init__(self) -> None:
         if self.depth < 0 or self.nodes < 0:
-            raise ValueError(f"a budget cannot be negative: depth {self.depth}, nodes {self.nodes}")
+            raise ValueError(f"depth and nodes must be 0 or more, not {self.depth} and {self.nodes}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Any
 from specdemo.core.json_limits import JsonLimits, check_json_limits
 
 CONFIG_LIMITS = JsonLimits(4_000_000, 500_000, 150_000)  # config files; the largest known is a weight index
-TOO_LARGE = "does not fit into the memory that this process may have; choose a smaller model"
+TOO_LARGE = "does not fit into the memory of this process; choose a smaller model"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -27,7 +27,7 @@ def check_regular(path: str | Path, limit: int | None = None) -> None:
     if not S_ISREG(status.st_mode) and not S_ISDIR(status.st_mode):  # opening a folder raises a clear error
         raise ValueError(f"{path} is a device or a pipe; copy its content into a file first")
     if limit is not None and status.st_size > limit:
-        raise ValueError(f"{path} has {status.st_size:,} bytes, the limit is {limit:,}")
+        raise ValueError(f"{path} has {status.st_size:,} bytes; the limit is {limit:,}")
 
 
 def read_bytes(path: str | Path, limit: int, hint: str = "choose another file") -> bytes:

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 DEVICES = "auto, cpu, mps, cuda, cuda:N, xpu or xpu:N"
-MAX_LISTED = 18  # most names in a list; a longer list is cut to half as many
+MAX_LISTED = 18  # longest list of names; a longer one is cut to half of this
 
 
 def suggest(name: str, choices: Iterable[str], heads: Iterable[str] = ()) -> str:
@@ -16,9 +16,9 @@ def suggest(name: str, choices: Iterable[str], heads: Iterable[str] = ()) -> str
     if close:
         return f"did you mean {'the head ' if close[0] in drafters else ''}{close[0]!r}?"
     if len(names) > MAX_LISTED:
-        names = [*names[: MAX_LISTED // 2], f"... ({len(names)} in all)"]
-    listed = f"choose one of {', '.join(names)}" if names else "there is none"
-    return f"{listed} (as a drafter also one of the heads {', '.join(drafters)})" if drafters else listed
+        names = [*names[: MAX_LISTED // 2], f"... ({len(names)} in total)"]
+    listed = f"choose one of {', '.join(names)}" if names else "none is available"
+    return f"{listed} (or, as a drafter, one of the heads {', '.join(drafters)})" if drafters else listed
 
 
 def short_repr(value: object) -> str:

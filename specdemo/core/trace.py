@@ -26,7 +26,7 @@ Finish = Literal["stop", "length", "cancelled", "error"]
 Kind = Literal["target", "accepted", "corrected", "bonus", "unknown"]
 Span = Literal["ttft_ms", "decode_ms"]
 Counter = Literal["steps", "drafted", "accepted", "acceptance_rate", "tokens_per_step"]
-LARGEST: Final = (1 << 63) - 1  # the largest seed; a larger integer is no measurement and overflows a float
+LARGEST: Final = (1 << 63) - 1  # largest valid integer: the largest seed; larger ones could overflow a float
 Int = Annotated[int, Field(ge=-LARGEST, le=LARGEST)]
 Number = Int | float | None
 _strict = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -131,7 +131,7 @@ class LaneTrace:
     repeats: Annotated[list[Annotated[list[StepEvent], _FAST]], _SHORT] = field(
         default_factory=list
     )  # runs before, without probabilities
-    defaults: Annotated[list[str], _FAST, _SHORT] = field(default_factory=list)  # the options that nobody set
+    defaults: Annotated[list[str], _FAST, _SHORT] = field(default_factory=list)  # options left at their default
 
 
 @checked(slots=True, config=_strict)
@@ -147,7 +147,7 @@ class RunTrace:
     prompt: str = ""
     vocabulary: dict[str, str] = field(default_factory=dict)
     schema: Literal[1] = SCHEMA
-    notes: _Reasons = field(default_factory=list)  # what a reader should know of the run, one sentence each
+    notes: _Reasons = field(default_factory=list)  # remarks on the run, one sentence each
 
 
 _adapter = TypeAdapter(RunTrace)
@@ -201,11 +201,11 @@ def from_json(text: str | bytes, limits: JsonLimits = FILE_LIMITS) -> RunTrace:
     if not trace.lanes:
         raise ValueError("not a specdemo trace: it has no lanes")
     if len({len(lane.repeats) for lane in trace.lanes}) > 1:
-        raise ValueError("not a specdemo trace: its lanes were not repeated equally often")
+        raise ValueError("not a specdemo trace: its lanes have different numbers of runs")
     try:
         _check_numbers([trace.config, trace.environment, *(lane.options for lane in trace.lanes)])
     except ValueError as error:
-        raise ValueError(f"not a specdemo trace: config, environment or options hold {error}") from None
+        raise ValueError(f"not a specdemo trace: config, environment or options contain {error}") from None
     for lane in trace.lanes:
         lane.events = [_with_probabilities(event) for event in lane.events]
         for problem in _problems(lane):

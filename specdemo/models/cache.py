@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from specdemo.core.host_copy import to_device
 
-SPARE_COLUMNS = 64  # free columns where no reserve is given
+SPARE_COLUMNS = 64  # default number of free columns
 
 
 class KeyValues(Protocol):

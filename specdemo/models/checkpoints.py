@@ -64,13 +64,13 @@ def open_checkpoint(source: str, progress: LoadProgress = no_progress) -> Checkp
     pickled = (f for kind in PICKLED for f in folder.glob(kind) if f.name != MASK_FILE)
     files = sorted(folder.glob("*.safetensors")) or sorted(pickled)
     if not files:
-        raise ValueError(f"{source} holds no weights (*.safetensors, *.pt or *.bin); name the folder of a speculator")
+        raise ValueError(f"{source} has no weights (*.safetensors, *.pt or *.bin); choose the folder of a speculator")
     tensors: dict[str, Tensor] = {}
     for done, file in enumerate(files):
         progress(done / len(files), f"reading {file.name}")
         loaded = _load_file(file)
         if not isinstance(loaded, Mapping) or not all(isinstance(t, Tensor) for t in loaded.values()):
-            raise ValueError(f"{file} holds more than tensors; convert it to safetensors")
+            raise ValueError(f"{file} contains objects other than tensors; convert it to safetensors")
         tensors |= loaded
     return Checkpoint(source, read_config(folder), tensors | _mask_token_tensors(folder), tuple(f.name for f in files))
 
@@ -92,7 +92,7 @@ def open_meta_checkpoint(source: str) -> Checkpoint:
     else:
         pickled = [file for file in location.weights if not file.endswith(".safetensors")]
         if pickled:
-            raise ValueError(f"{source} has pickled weights ({pickled[0]}); download it to see its content")
+            raise ValueError(f"{source} has pickled weights ({pickled[0]}); download it to inspect them")
         folder, header_entries, names = fetch_config(location), remote_headers(location), location.weights
     shapes = {name: _placeholder(shape, stored) for name, shape, stored in header_entries}
     return Checkpoint(source, read_config(folder), shapes | _mask_token_tensors(folder), tuple(names))
@@ -122,7 +122,7 @@ def _mask_token_tensors(folder: Path) -> dict[str, Tensor]:
     named = contents if isinstance(contents, Mapping) else {"embedding": contents}
     row, token = named.get("embedding"), named.get("mask_token_id")
     if not isinstance(row, Tensor) or not (token is None or (isinstance(token, int) and 0 <= token < MAX_TABLE)):
-        raise ValueError(f"{file} holds no embedding of a mask token; fetch it again")
+        raise ValueError(f"{file} has no embedding of a mask token; fetch it again")
     return {"mask_embedding": row.reshape(-1)} | ({} if token is None else {MASK_TOKEN: torch.tensor(token)})
 
 
@@ -147,9 +147,9 @@ def check_weights(checkpoint: Checkpoint) -> None:
     for name, tensor in checkpoint.tensors.items():
         if name.endswith((".weight", ".bias")) and not tensor.is_floating_point():
             kind = str(tensor.dtype).removeprefix("torch.")
-            raise ValueError(f"{checkpoint.name} holds {name} as {kind}; choose a head that is not quantised")
+            raise ValueError(f"{checkpoint.name} stores {name} as {kind}; choose a head that is not quantised")
         if any(len(number) > 4 or int(number) >= MAX_NUMBER for number in re.findall(r"\d+", name)):
-            raise ValueError(f"{checkpoint.name} holds {name[:80]}, numbered beyond {MAX_NUMBER}; choose another head")
+            raise ValueError(f"{checkpoint.name} has {name[:80]}, a number above {MAX_NUMBER}; choose another head")
 
 
 @contextmanager

@@ -44,7 +44,7 @@ def _oversized(config: Mapping[str, object]) -> Iterator[str]:
         limit = MAX_VALUES.get(key, MAX_SIZE if key.endswith(SIZES) else 0)
         for number in value if isinstance(value, list) else [value]:
             if (limit and isinstance(number, float | str)) or (isinstance(number, int) and number > limit > 0):
-                yield f"{key} must be a whole number of {limit:,} at most, not {number!r:.40}"
+                yield f"{key} must be a whole number up to {limit:,}, not {number!r:.40}"
         if key in NESTED and not isinstance(value, dict | None):
             yield f"{key} must be an object"
         if key == WIDTHS and isinstance(value, list) and prod(value) > MAX_TREE:

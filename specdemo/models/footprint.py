@@ -29,9 +29,9 @@ UNQUANTISED = (
     "wpe",
     "experts",
 )  # parts of names of matrices that bitsandbytes does not quantise
-ABSENT = 1.5  # a config with so many times the numbers of its files: they lack tensors, as those of heads do
-NUMBERS_PER_ENTRY = 8  # 4-bit numbers per stored entry
-BITS_PER_NUMBER = {4: 4.13, 8: 8.03}  # bits per number, including its share of the scales (4: double quantisation)
+ABSENT = 1.5  # config weights / stored weights; above it the files lack tensors, like those of heads
+NUMBERS_PER_ENTRY = 8  # 4-bit weights per stored entry
+BITS_PER_NUMBER = {4: 4.13, 8: 8.03}  # bits per weight, including its share of the scales (4: double quantisation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,9 @@ def check_config_size(name: str, folder: Path, model: PreTrainedModel) -> None:
     expected = trained + sum(buffer.numel() for buffer in model.buffers())
     quantized = getattr(model.config, "quantization_config", None)
     if files and (expected > NUMBERS_PER_ENTRY * stored or (trained > ABSENT * stored and not quantized)):
-        raise ValueError(f"the config of {name} has {expected:,} numbers, its files {stored:,}; fetch it again")
+        raise ValueError(
+            f"the config of {name} describes {expected:,} weights, its files contain {stored:,}; fetch it again"
+        )
 
 
 def weight_bytes(folder: Path, precision: Precision) -> int:

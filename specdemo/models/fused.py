@@ -238,7 +238,7 @@ def missing_kernels(config: object, device: torch.device) -> str:
     linear = "linear_attention" in (getattr(config, "layer_types", None) or ())
     if device.type != "cuda" or not linear or find_spec("fla"):
         return ""
-    return "its linear attention runs without its own kernels; pip install flash-linear-attention makes it faster"
+    return "linear attention runs without specialised kernels; for more speed run: pip install flash-linear-attention"
 
 
 def layer_class(layer: nn.Module) -> type[nn.Module]:

@@ -64,15 +64,19 @@ def check_pair(target: str, draft: str | None, dtype: str) -> None:
 
     GGUF files pass: llama.cpp itself checks them.
     """
-    dtype = "float32" if dtype == "auto" else dtype  # llama.cpp runs on the CPU here
+    dtype = "float32" if dtype == "auto" else dtype  # specdemo runs llama.cpp on the CPU
     names = [name for name in (target, draft) if name]
     if all(map(is_gguf, names)):
         return
     if any(map(is_gguf, names)):
-        raise ValueError("target and draft must both be GGUF files or both be transformers models")
+        raise ValueError(
+            "one of target and draft is a GGUF file, the other is not; choose two GGUF files or two transformers models"
+        )
     vocabularies = [_vocabulary(name, dtype).tokens for name in names]
     if vocabularies[-1] != vocabularies[0]:
-        raise ValueError(f"llama.cpp needs a draft with the target's vocabulary, and that of {draft} is another")
+        raise ValueError(
+            f"the vocabulary of {draft} is not the target's, which llama.cpp requires; choose another draft"
+        )
 
 
 @lru_cache(maxsize=8)
@@ -130,7 +134,7 @@ def _checked(model: nn.Module, dtype: str) -> LlamaConfig:
             return config
     raise ValueError(
         f"export to llama.cpp supports Llama models without bias and RoPE scaling, in float32 or bfloat16; this is "
-        f"{type(model).__name__} in {dtype}; name a GGUF file of it, or choose another model or engine"
+        f"{type(model).__name__} in {dtype}; use a GGUF file of it, or choose another model or engine"
     )
 
 

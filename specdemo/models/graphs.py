@@ -23,7 +23,7 @@ from specdemo.models.fused import TOLERANCE
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)  # slots per captured pass; wider passes run eagerly
 COLUMN_MULTIPLE = 64  # the capacity of a captured cache is a multiple of this, so that mask rows are aligned
-GRAPH_SPARE_COLUMNS = 512  # free columns where no reserve is given: a cache that grows needs new graphs
+GRAPH_SPARE_COLUMNS = 512  # default number of free columns; a cache that grows needs new graphs
 WARM_UPS = 3  # eager passes before a capture, in which libraries choose kernels and allocate memory
 # estimate for a vocabulary of 152,000: a cuBLAS workspace of 32 MiB on the GPUs with the largest ones, the logits of
 # every width, the noise of a draft, and temporary tensors

@@ -391,8 +391,8 @@ def supports_multi_token(run: ForwardFunction, config: Any, vocab_size: int, dev
     multi_token, single_token = (bool((resumed(width) - expected).abs().max() <= tolerance) for width in (3, 1))
     if not multi_token and not single_token:
         raise ValueError(
-            f"a {config.model_type} model cannot be continued from its cache (it keeps its history elsewhere, or the "
-            "installed transformers continues it wrongly); choose another model"
+            f"a {config.model_type} model cannot be continued from its cache (it stores its history elsewhere, or "
+            "the installed transformers has a bug); choose another model"
         )
     return multi_token
 

@@ -250,18 +250,18 @@ def _explain(name: str, error: Exception, kinds: set[str]) -> str:
             f"{repository} is gated; accept its licence on huggingface.co/{repository} and log in with: hf auth login"
         )
     if "RevisionNotFoundError" in kinds:
-        return f"{repository} has no revision {revision!r}; name a branch, a tag or a commit, or leave @{revision} out"
+        return f"{repository} has no revision {revision!r}; use a branch, a tag or a commit, or omit @{revision}"
     if kinds & {"RepositoryNotFoundError", "HFValidationError"}:
         return f"unknown model {name!r}; {hint}, or give a folder or a Hugging Face id (hf auth login for private ones)"
     if kinds & {"LocalEntryNotFoundError", "OfflineModeIsEnabled"} and offline():
         return f"{name!r} is not on this machine and HF_HUB_OFFLINE is set; unset it, or {hint}"
     if kinds & CONNECTION_ERRORS:
-        return f"{name!r} is not here and {constants.ENDPOINT} cannot be reached; {hint}"
+        return f"{name!r} is not on this machine and {constants.ENDPOINT} cannot be reached; {hint}"
     line = next((text for text in str(error).splitlines() if text.strip()), "") or type(error).__name__
     if "HfHubHTTPError" in kinds:
-        return f"{constants.ENDPOINT} refused the download of {name!r} ({line}); try again later"
+        return f"{constants.ENDPOINT} rejected the download of {name!r} ({line}); try again later"
     if "Consistency check failed" in line:
-        return f"a file of {name} arrived incomplete; run it again, complete files are kept"
+        return f"a file of {name} is incomplete; run the command again, which downloads only missing files"
     return f"{name} cannot be downloaded: {line}"
 
 

@@ -140,7 +140,7 @@ def _read(
         nn.Module.to(model, torch_device)
     model.requires_grad_(False)
     note = ""
-    with one_thread(torch_device):  # as in a run
+    with one_thread(torch_device):  # a run also uses one thread
         check_model(name, model)
         if kernels == "auto":
             fuse_layers(model)
@@ -194,12 +194,12 @@ def _check_weights(name: str, model: PreTrainedModel, missing: set[str]) -> None
     """Raise Incomplete if a tensor is absent, ValueError if a sample of one contains NaN or infinity."""
     if missing:
         first = min(missing)
-        raise Incomplete(f"{name} lacks {len(missing)} tensors ({first} is the first); fetch the whole model again")
+        raise Incomplete(f"{name} lacks {len(missing)} tensors ({first} is the first); fetch the model again")
     for part, tensor in model.named_parameters():
         if tensor.is_floating_point() and tensor.device.type != "meta":
             flat = tensor.detach().flatten()
             if not torch.isfinite(flat[:: 1 + len(flat) // SAMPLE_SIZE]).all():
-                raise ValueError(f"{name} holds NaN or infinity in {part}; fetch it again, or take another revision")
+                raise ValueError(f"{name} has NaN or infinity in {part}; fetch it again or choose another revision")
 
 
 @torch.no_grad()
@@ -209,7 +209,9 @@ def _check_four_bits(model: PreTrainedModel, name: str) -> None:
         model(torch.zeros(1, 1, dtype=torch.int64), use_cache=False)
     except (AssertionError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(f"{name} does not run in 4 bit on this CPU ({reason}); use 8bit or none") from None
+        raise ValueError(
+            f"{name} does not run in 4 bit on this CPU ({reason}); choose 8bit or no quantization"
+        ) from None
 
 
 @contextmanager

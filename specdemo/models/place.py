@@ -35,9 +35,9 @@ def pick_device(device: str) -> torch.device:
     except RuntimeError:
         raise ValueError(f"unknown device {device!r}; use {DEVICES}") from None
     if torch_device.type not in DEVICE_KINDS:
-        raise ValueError(f"nothing runs on device {device!r}; use {DEVICES}")
+        raise ValueError(f"device {device!r} is not supported; use {DEVICES}")
     if (torch_device.index or 0) >= DEVICE_KINDS[torch_device.type].count():
-        raise ValueError(f"there is no device {device!r} here; use device 'auto'")
+        raise ValueError(f"this machine has no device {device!r}; use device 'auto'")
     return torch_device
 
 
@@ -59,7 +59,7 @@ def _bits(quantization: str | None, device: torch.device) -> int | None:
     if find_spec("bitsandbytes") is None or find_spec("accelerate") is None:
         raise ValueError(f"quantization {quantization!r} needs bitsandbytes; run: pip install bitsandbytes accelerate")
     if not device_kind(device).quantised:
-        raise ValueError(f"bitsandbytes has no kernels for {device.type}; leave quantization {quantization!r} out")
+        raise ValueError(f"bitsandbytes has no kernels for {device.type}; omit quantization {quantization!r}")
     return BITS[quantization]
 
 

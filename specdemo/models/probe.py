@@ -49,7 +49,7 @@ def _run_child(request: Mapping[str, object]) -> dict[str, object]:
         done = subprocess.run(command, input=payload, capture_output=True, timeout=WALL_S, env=os.environ | ONE_THREAD)
         answer: dict[str, object] = json.loads(done.stdout)
     except subprocess.TimeoutExpired:
-        raise ValueError("does not come to an end") from None
+        raise ValueError("does not terminate") from None
     except ValueError:  # no output: the child was killed or crashed
         raise ValueError(f"takes more than {CPU_S} s or {MEMORY_BYTES >> 30} GB, or crashes") from None
     if "error" in answer:
@@ -82,7 +82,7 @@ def _render(request: Request) -> dict[str, object]:
         [request["messages"]], chat_template=request["template"], add_generation_prompt=True, **request["special"]
     )
     text = str(rendered[0][0])
-    return {"text": text} if len(text) <= MAX_OUTPUT else {"error": f"writes {len(text):,} characters"}
+    return {"text": text} if len(text) <= MAX_OUTPUT else {"error": f"generates {len(text):,} characters"}
 
 
 def _problems(tokenizer: Any) -> Iterator[str]:
@@ -92,11 +92,11 @@ def _problems(tokenizer: Any) -> Iterator[str]:
     if longest > MAX_ENTRY:
         yield f"has an entry of {longest:,} characters"
     if len(tokenizer.encode(SAMPLE).ids) > 10 * len(SAMPLE):
-        yield "makes more than ten tokens of a character"
+        yield "makes more than ten tokens from one character"
     decoder = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else {}
     steps = list(_steps(decoder))  # each step could double a text
     if len(steps) > MAX_DECODERS or len(json.dumps(decoder, allow_nan=False)) > MAX_ENTRY or any(map(_grows, steps)):
-        yield "has a decoder that rewrites texts as no known one does"
+        yield "has an unsupported decoder, whose output could grow without limit"
 
 
 def _steps(decoder: Request) -> Iterator[Mapping[str, object]]:
@@ -121,11 +121,11 @@ def _main() -> None:
     try:
         answer = _handle(request)
     except MemoryError:
-        answer = {"error": "takes too much memory"}
+        answer = {"error": "needs too much memory"}
     except BaseException as error:  # a Rust panic is not an Exception
         lines = str(error).splitlines() or [type(error).__name__]
-        what = "this conversation" if "template" in request else "to work"
-        answer = {"error": f"refuses {what}: {lines[0][:200]}"}
+        what = "rejects this conversation" if "template" in request else "fails"
+        answer = {"error": f"{what}: {lines[0][:200]}"}
     print(json.dumps(answer, allow_nan=False))
 
 

@@ -23,7 +23,7 @@ SUMS = "SHA256SUMS"
 WEIGHTS = (".safetensors", ".pt", ".bin", ".pth")
 NO_GGUF = (
     "GGUF, which specdemo does not load itself; run the file with --engine llamacpp, or serve it with llama.cpp "
-    "(llama-server -m FILE.gguf --port 8080), LM Studio or Ollama and give the address with --server, or choose the "
+    "(llama-server -m FILE.gguf --port 8080), LM Studio or Ollama and pass the address with --server, or choose the "
     "original model with safetensors weights"
 )
 CONFIG_LIMITS = JsonLimits(64_000_000, 2_000_000, 600_000)  # twice the largest public tokenizer or weight index
@@ -60,12 +60,12 @@ def locate(name: str, pickled: Sequence[str] = ()) -> Path | hub.Repository:
     if is_gguf(name):
         raise ValueError(f"{name} is {NO_GGUF}")
     if folder.is_file():
-        raise ValueError(f"{name} is a file; give the folder it is in")
+        raise ValueError(f"{name} is a file; use the folder that contains it")
     if folder.is_dir():
         _check_not_gguf(name, [file.name for file in folder.iterdir()])
         return _check_files(folder)
     if _is_path(name):
-        raise ValueError(f"there is no folder {name}")
+        raise ValueError(f"the folder {name} does not exist")
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?", path):
         raise ValueError(f"{name!r} is neither a folder nor a Hugging Face id (organisation/model, or with @revision)")
     if hub.offline():
@@ -76,14 +76,14 @@ def locate(name: str, pickled: Sequence[str] = ()) -> Path | hub.Repository:
     if not pickled and "config.json" not in repository.files:
         raise ValueError(f"{name} has no config.json; it is not a transformers model")
     if not repository.weights:
-        raise ValueError(f"{name} holds no .safetensors weights; choose a model that does")
+        raise ValueError(f"{name} has no .safetensors weights; choose a model that has them")
     return repository
 
 
 def _check_not_gguf(name: str, files: Sequence[str]) -> None:
     """Raise ValueError where the only weights among the files are GGUF."""
     if any(map(is_gguf, files)) and not any(file.endswith(WEIGHTS) for file in files):
-        raise ValueError(f"{name} holds only {NO_GGUF}")
+        raise ValueError(f"{name} contains only {NO_GGUF}")
 
 
 def _check_files(folder: Path) -> Path:
@@ -118,7 +118,9 @@ def check_embedded(folder: Path) -> None:
         if file.parent.name == folder.resolve().name and file.is_file():
             info = file.stat()
             if _digest(file, info.st_size, info.st_mtime_ns) != digest:
-                raise ValueError(f"{file} is not the file that was shipped; fetch it again, or renew {SUMS} beside it")
+                raise ValueError(
+                    f"the checksum of {file} is not that in {SUMS}; fetch the file again, or update {SUMS} if the change is intended"
+                )
 
 
 @lru_cache(maxsize=256)
@@ -149,14 +151,14 @@ def check_folder(folder: Path, name: str) -> Path:
     if not (folder / "config.json").is_file():
         raise ValueError(f"{name} has no config.json; it is not a Hugging Face model folder")
     if not any(folder.glob("*.safetensors")):
-        raise ValueError(f"{name} holds no .safetensors weights; convert it with model.save_pretrained(folder)")
+        raise ValueError(f"{name} has no .safetensors weights; convert it with model.save_pretrained(folder)")
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         with load_errors(name):
             shards = set(map(str, read_json(index, CONFIG_LIMITS)["weight_map"].values()))
         absent = sorted(shard for shard in shards if not (folder / shard).is_file())
         if absent:
-            raise ValueError(f"{name} lacks {absent[0]} of {len(shards)} files of weights; fetch it again")
+            raise ValueError(f"{name} lacks {absent[0]}, one of {len(shards)} files of weights; fetch it again")
     return folder
 
 
@@ -174,7 +176,7 @@ def _explain(name: str, error: Exception) -> str:
         return f"{name} {TOO_LARGE}"
     line = next((s for s in str(error).splitlines() if s.strip()), "")
     if "trust_remote_code" in str(error):
-        return f"{name} needs code from its repository, which is never run here; choose a model transformers knows"
+        return f"{name} needs code from its repository, which specdemo never runs; choose a model that transformers supports"
     if isinstance(error, SafetensorError):
         return f"a file of {name} is damaged or cut short ({line}); delete it and fetch it again"
     return line if line.startswith(name) else f"{name} cannot be loaded: {line or type(error).__name__}"

@@ -42,7 +42,7 @@ class Runner:
         )
         if cache_argument is None:
             kind = model.config.model_type
-            raise ValueError(f"a {kind} model keeps its history where it cannot be rolled back; choose another model")
+            raise ValueError(f"a {kind} model stores its history where it cannot be rolled back; choose another model")
         self._cache_argument = cache_argument
         self._last_arguments = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self.takes_positions = "position_ids" in parameters

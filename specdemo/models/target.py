@@ -203,7 +203,9 @@ class HFTarget(Target):
 
     def _check_length(self, length: int) -> None:
         if length > self.max_length:
-            raise ValueError(f"{self.name} holds {self.max_length} tokens, not {length}; shorten the prompt")
+            raise ValueError(
+                f"the context of {self.name} is {self.max_length} tokens, not {length}; shorten the prompt"
+            )
 
     def _new_history(self, rows: int, columns: int) -> History:
         if not self.capabilities.trees:

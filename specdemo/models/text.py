@@ -37,7 +37,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Mapping[st
     if len(ids) > max_length:
         what = "prompt" if isinstance(prompt, str) or len(prompt) == 1 else "conversation"
         raise ValueError(
-            f"the {what} has {len(ids)} tokens, there is room for {max_length}; shorten it or ask for fewer new tokens"
+            f"the {what} has {len(ids)} tokens, the limit is {max_length}; shorten it or reduce max_new_tokens"
         )
     return ids
 
@@ -59,7 +59,7 @@ def _apply_template(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> str:
     try:
         return str(tokenizer.apply_chat_template(list(map(dict, chat)), add_generation_prompt=True, tokenize=False))
     except TemplateError as error:
-        raise ValueError(f"the model's chat template refuses this conversation: {error}") from None
+        raise ValueError(f"the model's chat template rejects this conversation: {error}") from None
 
 
 @lru_cache(maxsize=16)

@@ -81,7 +81,9 @@ class ToyTarget(Target):
         for history, slots, accepted in zip(self._history, self._slots.tolist(), path, strict=True):
             history += [slots[slot] for slot in accepted]
             if len(history) > self.max_length:
-                raise ValueError(f"{self.name} holds {self.max_length} tokens, not {len(history)}; shorten the prompt")
+                raise ValueError(
+                    f"the context of {self.name} is {self.max_length} tokens, not {len(history)}; shorten the prompt"
+                )
 
     def crop(self, lengths: list[int]) -> None:
         for history, length in zip(self._history, lengths, strict=True):

@@ -28,7 +28,7 @@ def test_a_full_disk_leaves_the_old_file_and_one_line_that_names_it(tmp_path):
     write_text(path, "old")
     with full_disk(100), pytest.raises(ValueError) as error:
         write_text(path, "new" * 100)
-    assert str(error.value) == f"cannot write {path}: File too large; make room there or name another place"
+    assert str(error.value) == f"cannot write {path}: File too large; free disk space or choose another path"
     assert path.read_text() == "old" and names(tmp_path) == ["a.json"]
 
 
@@ -125,7 +125,7 @@ def test_asking_whether_a_file_can_be_written_changes_nothing(tmp_path):
     check_writable("/dev/null")
     for odd, line in (
         (tmp_path, "is a folder"),
-        (tmp_path / "x" / "y", "there is no folder"),
+        (tmp_path / "x" / "y", "does not exist; create it first"),
         ("/proc/x", "cannot wr"),
     ):
         with pytest.raises(ValueError, match=line):

@@ -31,7 +31,7 @@ def refused(capsys, left, *arguments):
     with full_disk(left):
         assert main([str(argument) for argument in arguments]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith("specdemo: cannot write ") and line.endswith("; make room there or name another place")
+    assert line.startswith("specdemo: cannot write ") and line.endswith("; free disk space or choose another path")
     return line
 
 
@@ -96,4 +96,4 @@ def test_the_process_itself_ends_with_2_and_no_traceback(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(command, capture_output=True, text=True, preexec_fn=full, cwd=tmp_path, env=environment)
     assert done.returncode == 2 and not list(tmp_path.iterdir())
-    assert done.stderr == "specdemo: cannot write t.json: File too large; make room there or name another place\n"
+    assert done.stderr == "specdemo: cannot write t.json: File too large; free disk space or choose another path\n"

@@ -324,5 +324,5 @@ def test_a_huge_integer_in_free_fields_is_refused(place):
     document[place]["seed"] = 2**63 - 1
     from_json(json.dumps(document))
     document[place]["seed"] = 2**63
-    with pytest.raises(ValueError, match="config, environment or options hold an integer of more than 63 bits"):
+    with pytest.raises(ValueError, match="config, environment or options contain an integer of more than 63 bits"):
         from_json(json.dumps(document))

@@ -284,9 +284,9 @@ def attached(model):
 
 @pytest.mark.parametrize("config, message", [
     ({"embedding": torch.zeros(H), "mask_token_id": MASK + 1}, f"is for token {MASK + 1}, its config has {MASK}"),
-    ({"mask_token_id": MASK}, "holds no embedding of a mask token"),
-    ({"embedding": torch.zeros(H), "mask_token_id": "3"}, "holds no embedding of a mask token"),
-    ({"embedding": torch.zeros(H), "mask_token_id": 1 << 70}, "holds no embedding of a mask token"),
+    ({"mask_token_id": MASK}, "has no embedding of a mask token"),
+    ({"embedding": torch.zeros(H), "mask_token_id": "3"}, "has no embedding of a mask token"),
+    ({"embedding": torch.zeros(H), "mask_token_id": 1 << 70}, "has no embedding of a mask token"),
     (torch.zeros(H + 1), "mask_embedding"),
 ])  # fmt: skip
 def test_a_mask_embedding_that_is_not_of_these_weights_is_refused(target, tmp_path, config, message):

@@ -119,7 +119,7 @@ def test_hub_drafters_are_recognised_by_their_header(stories, monkeypatch, tmp_p
         ("org/none", None),
         ("org/pickled", None),
     ]
-    assert "download it to see its content" in pairs[2].reason
+    assert "download it to inspect them" in pairs[2].reason
 
 
 def test_the_command_line_prints_a_table(narrow, capsys):

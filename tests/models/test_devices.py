@@ -111,9 +111,9 @@ def test_free_memory(pretend):
 @pytest.mark.parametrize(
     ("device", "line"),
     [
-        ("xpu", "there is no device 'xpu' here; use device 'auto'"),
-        ("mps", "there is no device 'mps' here; use device 'auto'"),
-        ("meta", "nothing runs on device 'meta'; use auto, cpu, mps, cuda, cuda:N, xpu or xpu:N"),
+        ("xpu", "this machine has no device 'xpu'; use device 'auto'"),
+        ("mps", "this machine has no device 'mps'; use device 'auto'"),
+        ("meta", "device 'meta' is not supported; use auto, cpu, mps, cuda, cuda:N, xpu or xpu:N"),
     ],
 )
 def test_missing_devices(device, line):
@@ -124,7 +124,7 @@ def test_missing_devices(device, line):
 
 def test_devices_without_4_bit_kernels_are_rejected(pretend):
     pretend("mps")
-    with pytest.raises(ValueError, match="bitsandbytes has no kernels for mps; leave quantization '4bit' out"):
+    with pytest.raises(ValueError, match="bitsandbytes has no kernels for mps; omit quantization '4bit'"):
         resolve_placement(device="mps", quantization="4bit")
 
 
@@ -194,7 +194,7 @@ def test_missing_linear_attention_kernels_are_reported(monkeypatch):
 
     config = Qwen3_5TextConfig(num_hidden_layers=4)
     assert "linear_attention" in config.layer_types
-    note = "its linear attention runs without its own kernels; pip install flash-linear-attention makes it faster"
+    note = "linear attention runs without specialised kernels; for more speed run: pip install flash-linear-attention"
     assert missing_kernels(config, torch.device("cuda")) == note
     assert missing_kernels(config, torch.device("cpu")) == ""
     monkeypatch.setattr("specdemo.models.fused.find_spec", lambda package: package)

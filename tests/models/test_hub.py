@@ -107,9 +107,9 @@ def test_progress_reports_bytes_and_time_left(monkeypatch):
     ("name", "line"),
     [
         ("org/none", "unknown model 'org/none'; choose one of .*, or give a folder or a Hugging Face id"),
-        ("org/tiny@v2", "org/tiny has no revision 'v2'; name a branch, a tag or a commit, or leave @v2 out"),
+        ("org/tiny@v2", "org/tiny has no revision 'v2'; use a branch, a tag or a commit, or omit @v2"),
         ("org/gated", "org/gated is gated; accept its licence on huggingface.co/org/gated and log in with: hf auth"),
-        ("org/pickled", "org/pickled holds no .safetensors weights; choose a model that does"),
+        ("org/pickled", "org/pickled has no .safetensors weights; choose a model that has them"),
         (
             "org/gguf",
             r"org/gguf holds only GGUF, which specdemo does not load itself; run the file with --engine llamacpp",
@@ -129,7 +129,7 @@ def test_unavailable_model_is_one_line(server, repositories, name, line):
 
 def test_targets_and_heads_are_suggested_separately(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    models, _, heads = refused("Qwen/Qwen3-0.6B").partition(" (as a drafter also one of the heads ")
+    models, _, heads = refused("Qwen/Qwen3-0.6B").partition(" (or, as a drafter, one of the heads ")
     assert models.endswith("choose one of " + ", ".join(hub.embedded_models()))
     assert heads == ", ".join(hub.embedded_heads()) + ")"
     assert "stories-draft-wide" in hub.embedded_models() and "stories-medusa" in hub.embedded_heads()
@@ -148,7 +148,7 @@ def test_a_head_in_the_cache_is_named(server, repositories):
 
 def test_no_network_is_one_line(server, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    assert "'org/tiny' is not here and http://127.0.0.1:9 cannot be reached" in refused("org/tiny")
+    assert "'org/tiny' is not on this machine and http://127.0.0.1:9 cannot be reached" in refused("org/tiny")
 
 
 def test_oversized_model_is_rejected_before_the_download(server, monkeypatch):
@@ -170,7 +170,7 @@ def test_an_index_may_name_a_file_that_is_gone(server, repositories, files):
     del repositories["org/tiny"][weights(files)[1]]
     assert (
         refused("org/tiny")
-        == f"org/tiny lacks {weights(files)[1]} of {len(weights(files))} files of weights; fetch it again"
+        == f"org/tiny lacks {weights(files)[1]}, one of {len(weights(files))} files of weights; fetch it again"
     )
 
 

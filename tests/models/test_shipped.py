@@ -36,7 +36,7 @@ def test_every_file_of_weights_is_listed_and_is_what_was_listed():
 def test_a_flipped_byte_is_refused_in_one_line(shipped, load, name):
     assert load(name)
     flip(shipped / name / "model.safetensors")
-    with pytest.raises(ValueError, match=f"{name}/model.safetensors is not the file that was shipped; fetch") as error:
+    with pytest.raises(ValueError, match=f"{name}/model.safetensors is not that in SHA256SUMS; fetch") as error:
         load(name)
     assert "\n" not in str(error.value)
     (shipped / SUMS).unlink()

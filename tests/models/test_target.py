@@ -291,7 +291,7 @@ def test_a_padded_head_counts_its_rows():
 
 def test_histories_out_of_reach_are_refused():
     model = RwkvForCausalLM(RwkvConfig(vocab_size=32, hidden_size=16, attention_hidden_size=16, num_hidden_layers=2))
-    with pytest.raises(ValueError, match="rwkv model keeps its history where it cannot be rolled back"):
+    with pytest.raises(ValueError, match="rwkv model stores its history where it cannot be rolled back"):
         HFTarget(model)
 
 

@@ -122,14 +122,14 @@ def test_a_conversation_is_written_by_the_chat_template():
     assert ids == tokenizer.apply_chat_template(text, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert tokenizer.decode(ids) == "[user] A dog.\n[assistant] Yes?\n[user] A dog, I say.\n[assistant]"
     assert encode(tokenizer, "A dog.", 100)[0] == 0  # plain text does not use the template
-    with pytest.raises(ValueError, match=f"the conversation has {len(ids)} tokens, there is room for 9"):
+    with pytest.raises(ValueError, match=f"the conversation has {len(ids)} tokens, the limit is 9"):
         encode(tokenizer, text, 9)
 
 
 def test_a_conversation_that_the_template_does_not_take_is_one_line():
     tokenizer = byte_level()
     tokenizer.chat_template = "{{ raise_exception('system prompts are not supported') }}"
-    with pytest.raises(ValueError, match="refuses this conversation: system prompts are not supported"):
+    with pytest.raises(ValueError, match="rejects this conversation: system prompts are not supported"):
         encode(tokenizer, chat("A dog."), 100)
     with pytest.raises(ValueError, match="the prompt is empty"):
         encode(tokenizer, chat(" "), 100)
@@ -140,7 +140,7 @@ def test_encode_refuses_what_cannot_be_continued(tokenizer):
         encode(tokenizer, " \n", 100)
     length = len(encode(tokenizer, "A dog.", 100))
     assert len(encode(tokenizer, "A dog.", length)) == length
-    with pytest.raises(ValueError, match=f"has {length} tokens, there is room for {length - 1}; shorten it"):
+    with pytest.raises(ValueError, match=f"has {length} tokens, the limit is {length - 1}; shorten it"):
         encode(tokenizer, "A dog.", length - 1)
     with pytest.raises(ValueError, match="max_new_tokens fills the model's context; reduce it"):
         encode(tokenizer, "A dog.", -7)

@@ -78,7 +78,7 @@ def test_figures_that_no_device_has_are_refused(tmp_path, capsys, name, value):
     [
         ({str(n): 1 for n in range(9_000)}, "may hold 8,000 values at most"),
         ({"passes": [PASSES | {"ms": {str(n): {"1": 1.0} for n in range(1, 2_500)}}]}, "may hold 4,000 keys at most"),
-        ({"title": "x" * 300_000}, "bytes, the limit is 200,000"),
+        ({"title": "x" * 300_000}, "bytes; the limit is 200,000"),
     ],
 )
 def test_a_profile_is_bounded_before_it_is_parsed(tmp_path, monkeypatch, more, line):

@@ -80,7 +80,9 @@ def test_a_gguf_file_is_served_as_it_is():
     assert baseline.endswith("-m specdemo.servers.llamacpp a/model.gguf --host 127.0.0.1 --port 8000")
     assert drafting.endswith("--port 8001 --draft-model a/draft.GGUF --k 4")
     mixed = chosen.with_changes(model="stories-draft-wide")
-    assert "not served, target and draft must both be GGUF files or both be" in serve_commands(mixed, "llamacpp")[3]
+    assert (
+        "not served, one of target and draft is a GGUF file, the other is not" in serve_commands(mixed, "llamacpp")[3]
+    )
 
 
 def test_a_model_that_is_not_here_is_not_checked(monkeypatch):
@@ -131,7 +133,7 @@ def test_a_model_that_is_no_llama_is_one_line(monkeypatch):
 @installed
 def test_draft_with_another_vocabulary_is_one_line(capsys):
     assert main(["run", "embedded-other-vocabulary", "--engine", "llamacpp"]) == 2
-    assert "llama.cpp needs a draft with the target's vocabulary" in capsys.readouterr().err
+    assert "is not the target's, which llama.cpp requires" in capsys.readouterr().err
 
 
 @installed

@@ -195,7 +195,7 @@ def test_a_full_disk_leaves_the_checkpoint_and_one_line(tmp_path: Path) -> None:
     some = TrainRun(Bigram(), [], TrainHistory(step=1))
     some.save(path)
     some.history.step = 2
-    with full_disk(1000), pytest.raises(ValueError, match=f"cannot write {path}: File too large; make room"):
+    with full_disk(1000), pytest.raises(ValueError, match=f"cannot write {path}: File too large; free disk space"):
         some.save(path)
     some.resume(path)
     assert some.history.step == 1 and list(tmp_path.iterdir()) == [path]
