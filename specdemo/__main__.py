@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from specdemo.servers.process import Server
 
 app = typer.Typer(
-    add_completion=program() == "specdemo",  # a shell completes the names of programs, not `python -m specdemo`
+    add_completion=program() == "specdemo",  # shells complete program names, not `python -m`
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -50,17 +50,17 @@ app = typer.Typer(
 
 LIBRARIES = "torch transformers gradio accelerate bitsandbytes safetensors tokenizers plotly".split()
 CHECKOUT = (FOLDER.parent / "recipes").is_dir()
-INTERRUPTED = 130  # what a shell calls a program ended by Ctrl-C
+INTERRUPTED = 130  # exit code after Ctrl-C, as in a shell
 Work = Callable[..., object]
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite a file or folder that specdemo did not write.")]
-Gpus = Annotated[int, typer.Option(help="GPUs that each server spreads its model over.", min=1, max=1024)]
-Command = Annotated[str | None, typer.Option(help="The engine's program, where it is not on PATH.")]
+Gpus = Annotated[int, typer.Option(help="Number of GPUs per server.", min=1, max=1024)]
+Command = Annotated[str | None, typer.Option(help="Path of the engine's program, if it is not on PATH.")]
 PresetId = Annotated[
     str,
     typer.Argument(
         metavar="PRESET",
-        help=f"One of `{program()} presets`.",
+        help=f"Name of a preset; `{program()} presets` lists them.",
         autocompletion=lambda incomplete: [id for id in load_presets() if id.startswith(incomplete)],
     ),
 ]
@@ -69,7 +69,7 @@ PresetId = Annotated[
 def main(argv: Sequence[str] | None = None, prog: str = "specdemo") -> int:
     """Run a command; returns the exit code. told_by: what the line of a refusal begins with."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if isinstance(sys.stdout, TextIOWrapper):  # a terminal without a letter of the text still gets the rest
+    if isinstance(sys.stdout, TextIOWrapper):  # replace characters that the terminal cannot encode
         sys.stdout.reconfigure(errors="replace")
     try:
         with sigterm_as_exit():
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "specdemo") -> int:
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        print("specdemo: out of memory; choose smaller models or end other programs", file=sys.stderr)
+        print("specdemo: out of memory; choose smaller models or close other programs", file=sys.stderr)
         return 2
     except typer.Abort:
         code = INTERRUPTED
@@ -128,19 +128,19 @@ def _settings() -> Iterator[tuple[str, Any, OptionInfo]]:
 @_with_settings
 def run(
     preset_id: PresetId,
-    prompt_file: Annotated[Path | None, typer.Option(help="The prompt, from a UTF-8 file.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from this UTF-8 file.")] = None,
     option: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Option of the method, as `methods` lists them; repeatable."),
+        typer.Option(metavar="NAME=VALUE", help="Method option, as listed by `methods`; repeatable."),
     ] = None,
     server: Annotated[
         list[str] | None,
         typer.Option(
             metavar="URL",
-            help="OpenAI-compatible server of a lane; repeatable, the baseline's first if each lane has one.",
+            help="OpenAI-compatible server for a lane; repeatable, the baseline's first if every lane has one.",
         ),
     ] = None,
-    served_model: Annotated[str | None, typer.Option(metavar="NAME", help="The target's name on --server.")] = None,
+    served_model: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the target on the servers.")] = None,
     engine: Annotated[
         str | None, typer.Option(metavar="NAME", help="Serving engine to start for the run: vllm, sglang or llamacpp.")
     ] = None,
@@ -154,7 +154,7 @@ def run(
     changes = {**given, "prompt": _prompt(given["prompt"], prompt_file), "options": _options(option)}
     chosen = preset(preset_id).with_changes(**{name: value for name, value in changes.items() if value is not None})
     if served_model is not None and not server:
-        raise ValueError("--served-model is for a server; name one with --server")
+        raise ValueError("--served-model needs a server; add --server URL")
     allow(server or [])
     chosen = chosen.on_servers(server or [], served_model)
     if not engine:
@@ -165,7 +165,7 @@ def run(
     if out is not None:
         check_output(out, force)
     if engine and server:
-        raise ValueError("--engine starts servers and --server names some that run; give one of them")
+        raise ValueError("--engine and --server exclude each other; give one of them")
     with ExitStack() as running:
         if engine:
             chosen, _ = running.enter_context(_started(chosen, engine, command, gpus))
@@ -194,13 +194,13 @@ app.add_typer(bench, name="bench")
 @app.command()
 def profile(
     device: Annotated[str, typer.Option(help=f"{DEVICES}.")] = "auto",
-    name: Annotated[str | None, typer.Option(help="Name of the profile; by default the device's name.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the profile (JSON) there.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the profile; default: the device's name.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the profile (JSON) to this file.")] = None,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure this machine for `predict`. It takes a few minutes: memory bandwidth, matrix products, launches, and
-    forward passes by number of tokens and batch size."""
+    """Measure this machine for `predict`. Takes a few minutes; measures memory bandwidth, matrix products, kernel
+    launches, and forward passes by number of tokens and batch size."""
     from specdemo.bench.device import measure_profile, profile_report
     from specdemo.prediction.profiles import write_profile
 
@@ -217,30 +217,38 @@ def profile(
 def predict(
     target: Annotated[
         str,
-        typer.Argument(metavar="TARGET", help="A folder, an embedded model or a hub id; its config.json is enough."),
+        typer.Argument(metavar="TARGET", help="Folder, embedded model or hub id; only its config.json is read."),
     ],
-    method: Annotated[str, typer.Option(help="Drafting method; by default that of --model, else eagle.")] = "",
-    model: Annotated[str | None, typer.Option(help="The drafter; without, a head as is usual on the target.")] = None,
+    method: Annotated[str, typer.Option(help="Drafting method; default: that of --model, else eagle.")] = "",
+    model: Annotated[str | None, typer.Option(help="Drafter; default: a head of typical size for the target.")] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="A recorded run: acceptance, method and model of its first drafting lane.")
+        Path | None,
+        typer.Option(help="Recorded run; take acceptance, method and model from its first lane that drafts."),
     ] = None,
     acceptance: Annotated[
-        str | None, typer.Option(help="0.8,0.75,0.7: chance that each position is kept where those before it are.")
+        str | None,
+        typer.Option(help="Acceptance rate per position if the positions before it are accepted: 0.8,0.75,0.7."),
     ] = None,
     device: Annotated[
-        str, typer.Option(help="Profiles with commas between: h100-sxm,l4, or files that `profile --out` wrote.")
+        str, typer.Option(help="Device profiles, comma-separated: names (h100-sxm,l4) or files of `profile --out`.")
     ] = "h100-sxm",
-    dtype: Annotated[str, typer.Option(help="Of weights and cache; bfloat16, on a CPU float32.")] = "",
-    quantization: Annotated[str | None, typer.Option(help="4bit or 8bit, of the target's matrices.")] = None,
-    batch: Annotated[str, typer.Option(help="Texts at once, with commas between: 1,8,32.")] = "1",
-    context: Annotated[int, typer.Option(help="Tokens before the pass.")] = 1024,
-    nodes: Annotated[int, typer.Option(help="Of a draft tree; 0: chains.")] = 0,
-    engine: Annotated[str, typer.Option(help="recorded (CUDA graphs) or eager.")] = "recorded",
-    price: Annotated[float | None, typer.Option(help="Of an hour of the machine, for the cost of tokens.")] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Data type of weights and KV cache; default: bfloat16, on a CPU float32.")
+    ] = "",
+    quantization: Annotated[
+        str | None, typer.Option(help="Quantization of the target's matrices: 4bit or 8bit.")
+    ] = None,
+    batch: Annotated[str, typer.Option(help="Batch sizes, comma-separated: 1,8,32.")] = "1",
+    context: Annotated[int, typer.Option(help="Tokens in the KV cache.")] = 1024,
+    nodes: Annotated[int, typer.Option(help="Nodes of the draft tree; 0: chains.")] = 0,
+    engine: Annotated[str, typer.Option(help="How passes run: recorded (CUDA graphs) or eager.")] = "recorded",
+    price: Annotated[
+        float | None, typer.Option(help="Hourly price of the machine, to compute the cost of tokens.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Predict the speed-up on another machine. By draft length and batch size, with an interval and what limits it;
-    needs no torch."""
+    """Predict the speed-up on another machine. Reports every draft length and batch size, with an interval and the
+    bottleneck; needs no torch."""
     from specdemo.bench.report import what_if_report
     from specdemo.prediction.predict import predict as foresee
     from specdemo.prediction.roofline import known_engine as engine_of
@@ -282,27 +290,33 @@ class _Train(TyperCommand):
 
 @app.command(cls=_Train)
 def train(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="One of those below.")],
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="One of the recipes below.")],
     corpus: Annotated[
         Path | None,
         typer.Option(help="Folder of *.txt files, documents separated by <|endoftext|>; code collects its own."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the trained model.")] = None,
     force: Force = False,
-    minutes: Annotated[float | None, typer.Option(help="Training time.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Training time in minutes.")] = None,
     device: Annotated[str, typer.Option(help=f"{DEVICES}.")] = "auto",
     threads: Annotated[
         int | None, typer.Option(help="CPU threads; shipped models only.", min=1, max=1024, hidden=not CHECKOUT)
     ] = None,
-    target: Annotated[str | None, typer.Option(help="Of a draft or head; without it stories, or code.")] = None,
-    cache: Annotated[Path | None, typer.Option(help="Folder of what the target said, shared by its drafts.")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Target of the draft model or head; default: stories, or code for its recipes.")
+    ] = None,
+    cache: Annotated[
+        Path | None, typer.Option(help="Folder to store the target's outputs in, shared by its drafters.")
+    ] = None,
     start: Annotated[
         str | None, typer.Option(help="Trained model to continue from; shipped models only.", hidden=not CHECKOUT)
     ] = None,
     compile: Annotated[
         bool, typer.Option(help="Run the target through torch.compile; stories-target only.", hidden=not CHECKOUT)
     ] = False,
-    quantization: Annotated[str | None, typer.Option(help="4bit or 8bit, of the frozen target; heads only.")] = None,
+    quantization: Annotated[
+        str | None, typer.Option(help="Quantization of the frozen target: 4bit or 8bit; heads only.")
+    ] = None,
 ) -> None:
     """Train a speculation head. A run that was killed continues."""
     from specdemo.methods.recipes import HEAD_RECIPES, train_head_recipe
@@ -312,7 +326,7 @@ def train(
         return
     shipped = of_checkout("recipes.train")
     if shipped is None:
-        known = f"those of the shipped models come with specdemo's checkout; here {suggest(recipe, HEAD_RECIPES)}"
+        known = f"those of the embedded models need a checkout of specdemo; {suggest(recipe, HEAD_RECIPES)}"
         raise ValueError(f"unknown recipe {recipe!r}: {known}")
     print(shipped.train(recipe, corpus, out, minutes, device, threads, target, cache, start, compile, force))
 
@@ -321,7 +335,7 @@ def train(
 def presets(
     as_json: AsJson = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Ask the hub whether their models are what they say; fetches no weights.")
+        bool, typer.Option("--check", help="Compare the presets with their models on the hub; downloads no weights.")
     ] = False,
 ) -> int:
     """List the comparisons that are ready to run."""
@@ -340,7 +354,7 @@ def presets(
     print(table(("preset", "models", "title"), rows))
     reasons = {id: why_not(chosen) for id, chosen in load_presets().items()}
     if any(reasons.values()):
-        print("\nNot on this machine, and the nearest that runs on it:")
+        print("\nPresets that this machine cannot run, and the most similar one that it can:")
         rows = [(id, nearest_runnable(preset(id)).id, why) for id, why in reasons.items() if why]
         print(table(("preset", "nearest", "reason"), rows))
     return 0
@@ -359,7 +373,7 @@ def _check_presets(as_json: bool) -> int:
     if as_json:
         print(json_text([asdict(answer) for answer in found], indent=1))
     else:
-        print(f"{wrong} of {len(found)} wrong" if wrong else f"all {len(found)} are what the presets say")
+        print(f"{wrong} of {len(found)} are wrong" if wrong else f"all {len(found)} are as the presets state")
     return int(wrong > 0)
 
 
@@ -369,7 +383,7 @@ def serve_command(
     engine: Annotated[str, typer.Option("--for", help="vllm, sglang or llamacpp.")] = "vllm",
     gpus: Gpus = 1,
 ) -> None:
-    """Print the commands that start servers. One for each lane of a preset, to be raced with `run --server`."""
+    """Print the commands that start servers. Prints one per lane of a preset; race them with `run --server`."""
     from specdemo.presets.serve import serve_commands
 
     print("\n".join(serve_commands(preset(preset_id), known_engine(engine), gpus)))
@@ -382,7 +396,7 @@ def serve(
     gpus: Gpus = 1,
     command: Command = None,
 ) -> None:
-    """Start servers on this machine. One for each lane of a preset, until Ctrl-C."""
+    """Start servers on this machine. Starts one per lane of a preset; Ctrl-C stops them."""
     from specdemo.servers.process import watch
 
     with _started(preset(preset_id), engine, command, gpus) as (chosen, servers):
@@ -422,16 +436,20 @@ def methods(as_json: AsJson = False) -> None:
         for knob in knobs(name):
             default = str(knob.default).lower() if knob.type is bool else knob.default
             print(f"    --option {knob.name}={default}  {knob.range}  {knob.help}")
-    print("Exact holds for the default rule; --acceptance typical is lossy whatever the method.")
+    print("Exact refers to the default acceptance rule; with --acceptance typical every method is lossy.")
 
 
 @app.command()
 def doctor(
-    target: Annotated[str | None, typer.Argument(help="A target: its drafters are checked, not the machine.")] = None,
-    drafter: Annotated[str | None, typer.Argument(help="Only this one; exit code 2 if it does not fit.")] = None,
+    target: Annotated[
+        str | None, typer.Argument(help="Target whose drafters to check; default: check the machine.")
+    ] = None,
+    drafter: Annotated[
+        str | None, typer.Argument(help="Check only this drafter; exit code 2 if it does not fit.")
+    ] = None,
 ) -> int:
-    """Check the installation, or a target's drafters. Without a target: versions, devices, and what verification costs
-    here. With one: which drafters fit it, and why others do not."""
+    """Check the installation, or a target's drafters. Without a target: versions, devices, and the cost of
+    verification. With one: which drafters fit it, and why others do not."""
     if target is not None:
         return _pairs(target, drafter)
     found = {name: _version(name) for name in LIBRARIES}
@@ -442,7 +460,7 @@ def doctor(
     for name in PLUG_INS:
         print(f"{'plug-in':<16}{reasons.get(name, name)}")
     if CHECKOUT:
-        print(f"{'chromium':<16}{_chromium() or 'none (only the tests of the page need one)'}")
+        print(f"{'chromium':<16}{_chromium() or 'none (needed only for tests of the page)'}")
 
     from specdemo.engine.session import environment
     from specdemo.models.devices import DEVICE_KINDS, best_device
@@ -464,7 +482,7 @@ def doctor(
         if row.count():
             auto = f"{name} (auto)" if name == best_device().type else name
             print(f"{auto:<16}{row.count()}, {row.title}: {row.describe()}")
-    times = f"one token {cost.one_ms:.2f} ms, five at once {cost.verify_ms:.2f} ms"
+    times = f"one token {cost.one_ms:.2f} ms, five tokens {cost.verify_ms:.2f} ms"
     print(f"{'verify cost':<16}{times}: {cost.ratio.format()}")
     return 0
 
@@ -499,7 +517,7 @@ def _numbers(name: str, text: str | None, kind: Callable[[str], Number]) -> list
     try:
         return [kind(part) for part in text.split(",")] if text else []
     except ValueError:
-        raise ValueError(f"--{name} takes numbers with commas between, not {text!r:.60}") from None
+        raise ValueError(f"--{name} takes comma-separated numbers, not {text!r:.60}") from None
 
 
 def _options(pairs: list[str] | None) -> dict[str, str] | None:

@@ -118,7 +118,7 @@ def test_settings_reach_the_run(tmp_path, capsys):
         (["rum"], "No such command 'rum'."),
         (["ui", "--port", "99999"], "argument --port: '99999' is not from 1 to 65535; see --help"),
         (["ui", "--engines", "vlm"], "unknown engine 'vlm'; did you mean 'vllm'?"),
-        (["ui", "--engines", "vllm=/nowhere/vllm"], "/nowhere/vllm is not here; install it, or name its path"),
+        (["ui", "--engines", "vllm=/nowhere/vllm"], "there is no program /nowhere/vllm; install it or pass its path"),
         (["run", "embedded-draft", "--model=--port"], "the model must not begin with -; name a model or its folder"),
         (["ui", "--prt", "1"], "unrecognized arguments: --prt 1; see --help"),
         (["replay", "none.json"], "cannot read none.json: No such file or directory; record a trace with"),
@@ -323,7 +323,7 @@ def test_two_servers_are_needed(named, line, capsys, monkeypatch):
     monkeypatch.delenv("SPECDEMO_SERVERS", raising=False)
     assert main(["run", "two-servers", *(part for server in named for part in ("--server", server))]) == 2
     error = capsys.readouterr().err
-    assert error == f"specdemo: two-servers needs 2 servers, first the baseline's, then each lane's; {line}\n"
+    assert error == f"specdemo: two-servers needs 2 servers, the baseline's first, then one per lane; {line}\n"
 
 
 def output(capsys, *arguments):

@@ -88,7 +88,7 @@ def brief(of: type[Settings], name: str, value: object) -> str:
 @lru_cache
 def _schema(of: type[Settings]) -> dict[str, dict[str, Any]]:
     properties: dict[str, dict[str, Any]] = of.model_json_schema()["properties"]
-    # of an optional field the first alternative is its type
+    # for an optional field, the first alternative is the type
     return {name: field | field.get("anyOf", [{}])[0] for name, field in properties.items()}
 
 
@@ -114,7 +114,7 @@ def as_knob(of: type[Settings], name: str) -> Knob:
 def _printable(text: str, allowed: str = "\t\n\r") -> str:
     bad = next((c for c in text if (c < " " and c not in allowed) or "\x7f" <= c <= "\x9f"), None)
     if bad is not None:
-        raise ValueError(f"must not hold the control character U+{ord(bad):04X}; remove it")
+        raise ValueError(f"must not contain the control character U+{ord(bad):04X}; remove it")
     return text
 
 
@@ -169,7 +169,7 @@ class Lane(Settings):
     acceptance: Annotated[
         Literal["lossless", "block", "typical"],
         Setting(
-            "lossless; block: accepts more of a sampled chain, also lossless; or typical: lossy.",
+            "Acceptance rule: lossless; block (also lossless, accepts more of a sampled chain); typical (lossy).",
             label="Acceptance",
             words={"block": "block (lossless)", "typical": "typical (lossy)"},
         ),
@@ -213,28 +213,39 @@ class Comparison(Settings):
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         BeforeValidator(dtype_name),
-        Setting(f"{NAMES}.", link=False),
+        Setting(f"Data type: {NAMES}.", link=False),
     ] = "auto"
-    device: Annotated[str, AfterValidator(_device), Setting(f"{DEVICES}.", link=False)] = "auto"
-    quantization: Annotated[Literal["4bit", "8bit"] | None, Setting("4bit or 8bit, of the target.", link=False)] = None
+    device: Annotated[str, AfterValidator(_device), Setting(f"Device: {DEVICES}.", link=False)] = "auto"
+    quantization: Annotated[
+        Literal["4bit", "8bit"] | None, Setting("Quantization of the target: 4bit or 8bit.", link=False)
+    ] = None
     lanes: list[Lane] = Field(min_length=1, max_length=MAX_LANES)
     prompt: Annotated[Text, AfterValidator(_non_empty), Setting("Text to continue.")]
-    chat: Annotated[bool | None, Setting("Prompt as a message in the target's chat template, or as a text.")] = None
+    chat: Annotated[bool | None, Setting("Send the prompt as a chat message, or as plain text to continue.")] = None
     system: Annotated[Text, Setting("System prompt of the chat.")] = ""
     temperature: Annotated[
         float,
-        Setting("0 is greedy.", label="Temperature", step=0.05, brief=lambda t: f"temperature {t}" if t else "greedy"),
+        Setting(
+            "Sampling temperature; 0: greedy.",
+            label="Temperature",
+            step=0.05,
+            brief=lambda t: f"temperature {t}" if t else "greedy",
+        ),
     ] = Field(0.0, ge=0.0, le=5.0)
-    top_p: Annotated[float, Setting("1 is off.", label="Top-p", step=0.01)] = Field(1.0, gt=0.0, le=1.0)
-    top_k: Annotated[int, Setting("0 is off.", label="Top-k", step=1)] = Field(0, ge=0, le=1000)
-    min_p: Annotated[float, Setting("0 is off.", label="Min-p", step=0.01)] = Field(0.0, ge=0.0, lt=1.0)
+    top_p: Annotated[float, Setting("Nucleus sampling; 1: off.", label="Top-p", step=0.01)] = Field(1.0, gt=0.0, le=1.0)
+    top_k: Annotated[int, Setting("Sample from the k most likely tokens; 0: off.", label="Top-k", step=1)] = Field(
+        0, ge=0, le=1000
+    )
+    min_p: Annotated[
+        float, Setting("Smallest probability relative to the most likely token; 0: off.", label="Min-p", step=0.01)
+    ] = Field(0.0, ge=0.0, lt=1.0)
     seed: Annotated[int, Setting("Random seed.", label="Seed", info="the same in every lane")] = Field(
         0, ge=0, le=2**31 - 1
     )
     max_new_tokens: Annotated[
         int,
         Setting(
-            "Length limit.",
+            "Maximum number of new tokens.",
             label="New tokens",
             info="at most",
             step=1,
@@ -244,14 +255,14 @@ class Comparison(Settings):
     schedule: Annotated[
         Literal["race", "sequential"],
         Setting(
-            "race or sequential.",
+            "Order of the lanes: race (step by step in turn) or sequential.",
             label="Schedule",
-            info="in both, a lane's clock counts its own device time alone",
+            info="in both, a lane's clock counts only its own device time",
             words={"race": "race: step by step in turn", "sequential": "sequential: one after the other"},
             brief=lambda how: "lanes in turn" if how == "race" else "one lane after the other",
         ),
     ] = "race"
-    repeats: Annotated[int, Setting("Number of runs, which are pooled.", link=False)] = Field(1, ge=1, le=MAX_REPEATS)
+    repeats: Annotated[int, Setting("Number of runs to pool.", link=False)] = Field(1, ge=1, le=MAX_REPEATS)
     server: Annotated[Server | None, Setting(link=False)] = None
     served_model: Annotated[Model | None, Setting(link=False)] = None
     history: tuple[Messages, ...] = Field((), exclude=True)  # earlier messages of every lane, the baseline first

@@ -210,7 +210,7 @@ def explain(lane: Mapping[str, Any], speed: Estimate | None, advice: DraftLength
     """Explain a lane's speed-up in one sentence, from its summary (core.tally.summarise). With advice, also name the
     largest overhead and a faster draft length."""
     if speed is None or not lane["steps"]:
-        return "Too few tokens to say."
+        return "Too few tokens for an explanation."
     cost = round(lane["tokens_per_step"] / speed.value, 2)
     length = lane["tokens_per_step"]
     sentence = f"{_speed_phrase(speed)}: a step costs {cost:.2f}x a plain token and yields {length:.2f} tokens"
@@ -232,7 +232,7 @@ def _speed_phrase(speed: Estimate) -> str:
 
 def _remote_sentence(speed: Estimate, lane: Mapping[str, object]) -> str:
     """Return the sentence for a lane on a server, whose time cannot be split."""
-    opening = f"{_speed_phrase(speed)}: whole requests, timed from outside"
+    opening = f"{_speed_phrase(speed)}: whole requests, timed by the client"
     rate, length = lane["acceptance_rate"], lane["tokens_per_step"]
     acceptance = [] if rate is None else [f"{rate:.0%} of the draft tokens were accepted"]
     yielded = [] if length is None else [f"a pass yielded {length:.2f} tokens"]

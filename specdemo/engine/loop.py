@@ -198,7 +198,7 @@ def _check(target: Target, prompt_ids: Tensor, config: GenerationConfig) -> None
     if room < config.max_new_tokens:
         raise ValueError(
             f"a prompt of {prompt_ids.shape[1]} tokens leaves room for {room} of the {config.max_new_tokens} new "
-            f"tokens in a context of {target.max_length}; shorten it or ask for at most {room}"
+            f"tokens in a context of {target.max_length}; shorten it or reduce max_new_tokens to {room}"
         )
 
 

@@ -93,7 +93,7 @@ class Session:
 
         def report(share: float, what: str) -> None:
             if cancelled():
-                raise Cancelled(f"stopped while {what}; files that were complete are kept")
+                raise Cancelled(f"stopped while {what}; the next run reuses complete files")
             progress(share, what)
 
         with self.lock, self.state.run_scope():
@@ -118,7 +118,7 @@ class Session:
                 trace.environment["kernels"] = local_target.kernels
             gpu = GpuClock(local_target.device if local_target else torch.device("cpu"))
             for run in range(1, spec.repeats):
-                yield Note(f"run {run} of {spec.repeats} is not shown; all of them are pooled")
+                yield Note(f"run {run} of {spec.repeats} is not shown; the results pool all runs")
                 _repeat(spec.schedule, lanes, cancelled)
             for group in _groups(lanes):
                 yield from _play(group, trace, cancelled)
@@ -178,9 +178,11 @@ def follow_up(spec: Comparison, trace: RunTrace, message: str) -> Comparison:
     """Return the comparison that continues a finished one: every lane gets the message after its own answer. Raises
     ValueError if the run was not a chat."""
     if not all(lane.messages for lane in trace.lanes):
-        raise ValueError("this run went on with a text; only a chat, of a model with a chat template, has a next turn")
+        raise ValueError(
+            "this run continued a text; for a next turn, use a model with a chat template and turn chat on"
+        )
     if len(trace.lanes) != len(spec.lanes) + 1 or any(lane.finish not in ("stop", "length") for lane in trace.lanes):
-        raise ValueError("a lane has no whole answer to go on from; run the comparison again")
+        raise ValueError("a lane has no complete answer to continue from; run the comparison again")
     start = 1 if spec.system else 0
     histories = [(*lane.messages[start:], {"role": "assistant", "content": lane.text}) for lane in trace.lanes]
     return spec.model_copy(update={"prompt": message, "history": tuple(histories)})

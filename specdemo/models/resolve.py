@@ -119,7 +119,7 @@ def check_embedded(folder: Path) -> None:
             info = file.stat()
             if _digest(file, info.st_size, info.st_mtime_ns) != digest:
                 raise ValueError(
-                    f"the checksum of {file} is not that in {SUMS}; fetch the file again, or update {SUMS} if the change is intended"
+                    f"the checksum of {file} is not that in {SUMS}; fetch the file again, or update {SUMS}"
                 )
 
 
@@ -176,7 +176,7 @@ def _explain(name: str, error: Exception) -> str:
         return f"{name} {TOO_LARGE}"
     line = next((s for s in str(error).splitlines() if s.strip()), "")
     if "trust_remote_code" in str(error):
-        return f"{name} needs code from its repository, which specdemo never runs; choose a model that transformers supports"
+        return f"{name} needs code from its repository, which specdemo never runs; choose a model type of transformers"
     if isinstance(error, SafetensorError):
         return f"a file of {name} is damaged or cut short ({line}); delete it and fetch it again"
     return line if line.startswith(name) else f"{name} cannot be loaded: {line or type(error).__name__}"

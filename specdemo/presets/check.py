@@ -14,7 +14,7 @@ from specdemo.models import hub
 from specdemo.models.checkpoints import PICKLED
 from specdemo.presets.files import EMBEDDED, Preset
 
-UNNAMED = ("other", "unknown")  # what the hub calls a licence that it does not know
+UNNAMED = ("other", "unknown")  # the hub's names for an unknown licence
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class CheckResult:
     name: str
     text: str
     wrong: tuple[str, ...] = ()
-    weights: int = 0  # bytes, as they are loaded in half precision
+    weights: int = 0  # bytes when loaded in half precision
 
     def __str__(self) -> str:
         return f"{'WRONG' if self.wrong else 'ok':5}  {self.name}: {'; '.join((*self.wrong, self.text))}"
@@ -36,7 +36,7 @@ def answers(presets: Iterable[Preset]) -> Iterator[CheckResult]:
     Raises ValueError, one line, where the hub may not be asked or cannot be reached.
     """
     if hub.offline():
-        raise ValueError("HF_HUB_OFFLINE is set, and only the hub knows whether the presets are right; unset it")
+        raise ValueError("HF_HUB_OFFLINE is set, but the check needs the hub; unset it")
     users: dict[str, list[Preset]] = {}
     for preset in presets:
         for model in dict.fromkeys(preset.models):
@@ -54,12 +54,12 @@ def _query_hub(name: str, users: list[Preset]) -> CheckResult:
     try:
         info = hub.model_info(name)
     except hub.Unreachable:
-        raise ValueError(f"{constants.ENDPOINT} cannot be reached; try again when it can") from None
+        raise ValueError(f"{constants.ENDPOINT} cannot be reached; try again later") from None
     except ValueError as error:
         return CheckResult(name, f"presets {_ids(users)}", (str(error),))
     found = hub.select_files(name, info, PICKLED)
     size = sum(found.files[file] for file in found.weights)
-    licence, gate = _licence(info), "asks for a login" if info.gated else "open"
+    licence, gate = _licence(info), "gated" if info.gated else "open"
     facts = f"{size / 1e9:.1f} GB, licence {licence or 'not stated'}, {gate}, at {(info.sha or '')[:8]}"
     return CheckResult(
         name, facts, (*_files(found), *_terms(name, info, users)), size - 2 * found.numbers.get("F32", 0)
@@ -68,9 +68,9 @@ def _query_hub(name: str, users: list[Preset]) -> CheckResult:
 
 def _files(found: hub.Repository) -> Iterator[str]:
     if "config.json" not in found.files:
-        yield "holds no config.json"
+        yield "has no config.json"
     if not found.weights:
-        yield "holds no weights"
+        yield "has no weights"
     yield from (f"{file} is empty" for file in found.weights if not found.files[file])
 
 
@@ -78,16 +78,16 @@ def _terms(name: str, info: ModelInfo, users: list[Preset]) -> Iterator[str]:
     """Yield remarks about gating and licence. A preset has the licence of its target."""
     silent = [p for p in users if info.gated and not p.gated]
     if silent:
-        yield f"asks for a login, of which {_ids(silent)} says nothing"
+        yield f"is gated, which {_ids(silent)} does not state"
     open_again = [p for p in users if p.target == name and p.gated and not info.gated]
     if open_again:
-        yield f"is open, and {_ids(open_again)} says that it asks for a login"
+        yield f"is open, but {_ids(open_again)} states that it is gated"
     licence = _licence(info)
     other = [
         p for p in users if p.target == name and licence not in ("", *UNNAMED) and not _same_licence(licence, p.licence)
     ]
     if other:
-        yield f"is under {licence!r}, and {_ids(other)} says {other[0].licence!r}"
+        yield f"has licence {licence!r}, but {_ids(other)} states {other[0].licence!r}"
 
 
 def _cramped(presets: Mapping[str, Preset], sizes: Mapping[str, int]) -> Iterator[CheckResult]:

@@ -10,7 +10,7 @@ from specdemo.presets.serve import Program, Served, served
 from specdemo.servers.address import TITLES, check_listed, known_engine, startable
 from specdemo.servers.process import ReportFunction, Server, free_port
 
-Key = tuple[object, ...]  # the same for servers that are started alike
+Key = tuple[object, ...]  # equal for servers with the same command
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Engines:
         """End those that are not wanted, and forget those that have ended."""
         for key, (server, running) in [*self._up.items()]:
             if key not in needed or server.process.poll() is not None:
-                self._up.pop(key, None)  # a run that was stopped may be at it too
+                self._up.pop(key, None)  # a stopped run may remove it at the same time
                 running.close()
 
     def _server(self, want: _EngineRequest, report: ReportFunction) -> Server:

@@ -22,7 +22,7 @@ from specdemo.methods import model_method
 from specdemo.presets.reading import read_yaml
 from specdemo.servers.address import TITLES, listed
 
-INSTALLED = Path(__file__).parent / "installed"  # where a wheel has them
+INSTALLED = Path(__file__).parent / "installed"  # location of the presets in a wheel
 FOLDER = INSTALLED if INSTALLED.is_dir() else Path(__file__).parents[2] / "presets"
 DEFAULT = "embedded-draft"
 EMBEDDED = (
@@ -51,13 +51,13 @@ class About(Settings):
     """Purpose and requirements of a preset."""
 
     title: Name
-    chip: Name = ""  # its title among the few that the page shows first; without one it stands in the list behind them
+    chip: Name = ""  # short title on the page's button; presets without one are only in the list
     description: str = ""
-    # of presets whose models are downloaded
-    group: Literal["16 GB", "24 GB", "80 GB"] | None = None  # a card that holds it
-    memory_gb: float | None = Field(None, gt=0.0)  # weights and history, about
-    gated: bool = False  # the hub asks for a login and an accepted licence
-    licence: str = ""  # of the target, in a few words
+    # for presets whose models are downloaded
+    group: Literal["16 GB", "24 GB", "80 GB"] | None = None  # GPU memory that is sufficient
+    memory_gb: float | None = Field(None, gt=0.0)  # estimate for weights and KV caches
+    gated: bool = False  # the hub requires a login and an accepted licence
+    licence: str = ""  # of the target
 
 
 class Preset(Comparison, About):
@@ -97,7 +97,7 @@ class Preset(Comparison, About):
         Raises ValueError for more than that.
         """
         if len(servers) > len(self.lanes) + 1:
-            raise ValueError(f"{len(servers)} servers for {len(self.lanes)} lanes and the baseline; name fewer")
+            raise ValueError(f"{len(servers)} servers for {len(self.lanes)} lanes and the baseline; give fewer")
         first = list(servers[: -len(self.lanes)])
         named = dict(zip(range(len(self.lanes)), servers[len(first) :], strict=False))
         lanes = [
@@ -113,7 +113,7 @@ class Preset(Comparison, About):
         missing = [server for server in servers if server not in listed()]
         if not missing:
             return
-        order = "first the baseline's, then each lane's" if self.server else "each lane's, in their order"
+        order = "the baseline's first, then one per lane" if self.server else "one per lane, in order"
         line = " ".join(f"--server {server}" for server in [*named, *["http://HOST:PORT"] * len(missing)])
         raise ValueError(f"{self.id} needs {len(servers)} servers, {order}; {len(missing)} missing, give {line}")
 
@@ -125,7 +125,7 @@ def _change_lanes(lanes: list[Lane], changes: dict[str, object], target: str) ->
         lanes = [next((lane for lane in lanes if lane.method == name), None) or _usual_lane(name, target, lanes[0].k)]
     alone = [name for name in ("model", "options") if name in changes]
     if alone and len(lanes) > 1:
-        raise ValueError(f"{alone[0]} is for one lane and this preset has {len(lanes)}; name the method as well")
+        raise ValueError(f"{alone[0]} applies to one lane and this preset has {len(lanes)}; set the method as well")
     return [lane.model_dump() | changes for lane in lanes]
 
 
@@ -140,7 +140,7 @@ def of_checkout(name: str) -> ModuleType | None:
     checkout = FOLDER.parent
     if not (checkout / name.partition(".")[0]).is_dir():
         return None
-    if str(checkout) not in sys.path:  # installed with pip install -e
+    if str(checkout) not in sys.path:  # an editable install
         sys.path.insert(0, str(checkout))
     return import_module(name)
 
@@ -157,7 +157,7 @@ def read_preset(path: Path) -> Preset:
     """Raises ValueError naming the file."""
     data = read_yaml(path)
     if not isinstance(data, dict):
-        raise ValueError(f"{path.name} is not a preset: it must hold 'name: value' lines")
+        raise ValueError(f"{path.name} is not a preset: it must contain 'name: value' lines")
     try:
         return Preset.build({"id": path.stem, **data})
     except ValueError as error:
@@ -169,7 +169,7 @@ def load_presets() -> dict[str, Preset]:
     """Every preset by id: the default first, then the other embedded ones, then what is downloaded, by size of card."""
     presets = [read_preset(path) for path in FOLDER.glob("*.yaml")]
     if not presets:
-        raise ValueError(f"no presets in {FOLDER}; install specdemo again")
+        raise ValueError(f"no presets in {FOLDER}; reinstall specdemo")
     presets.sort(key=lambda p: (p.id != DEFAULT, not p.embedded, p.group or "", p.id))
     return {preset.id: preset for preset in presets}
 
@@ -177,7 +177,7 @@ def load_presets() -> dict[str, Preset]:
 def preset(id: str) -> Preset:
     """Return the preset of that id; - and _ are equal. Raises ValueError with a suggestion."""
     if not isinstance(id, str):
-        raise ValueError(f"a preset is named in text, not by {short_repr(id)}")
+        raise ValueError(f"the name of a preset must be text, not {short_repr(id)}")
     presets = load_presets()
     id = next((known for known in presets if known.replace("_", "-") == id.replace("_", "-")), id)
     if id not in presets:

@@ -14,10 +14,10 @@ from specdemo.engine.comparison import MAX_K, MAX_LANES, MAX_NEW_TOKENS, MAX_PRO
 from specdemo.presets.files import EMBEDDED, FOLDER, Preset, load_presets
 
 README = FOLDER.parent / "README.md"
-NODES = 64  # of a draft tree, so that the trace of the longest run opens here again
-SHARED = "remember"  # an option that shows one visitor what another wrote
-HOME = "for more, duplicate this Space or run python -m specdemo ui at home"
-PRIVATE = f"{SHARED} is off on this public page: it drafts from what other visitors were answered; {HOME}"
+NODES = 64  # largest draft tree; a public page can open the trace of the longest run with it
+SHARED = "remember"  # option with which drafts come from other visitors' text
+HOME = "for more, duplicate this Space or run python -m specdemo ui on your machine"
+PRIVATE = f"{SHARED} is off on this public page: it would draft from other visitors' answers; {HOME}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +66,20 @@ def admit(chosen: Preset) -> Preset:
         return chosen
     far = next((model for model in chosen.models if model not in (*EMBEDDED, *preloaded())), None)
     if far is not None:
-        raise ValueError(f"{far} is not on this public page; {HOME}")
+        raise ValueError(f"{far} is not available on this public page; {HOME}")
     if shares(chosen):
         raise ValueError(PRIVATE)
     values = {
         "new tokens": (chosen.max_new_tokens, PUBLIC.max_new_tokens),
         "lanes": (len(chosen.lanes) + 1, PUBLIC.lanes),
-        "characters of prompt": (len(chosen.prompt) + len(chosen.system), PUBLIC.prompt),
+        "prompt characters": (len(chosen.prompt) + len(chosen.system), PUBLIC.prompt),
         "runs to pool": (chosen.repeats, PUBLIC.sweep_repeats),
-        "tokens of draft": (max(lane.k for lane in chosen.lanes), PUBLIC.k),
-        "nodes of a draft tree": (max(int(lane.options.get("nodes", 0)) for lane in chosen.lanes), NODES),
+        "draft tokens": (max(lane.k for lane in chosen.lanes), PUBLIC.k),
+        "draft tree nodes": (max(int(lane.options.get("nodes", 0)) for lane in chosen.lanes), NODES),
     }
     for what, (value, most) in values.items():
         if value > most:
-            raise ValueError(f"this public page runs {most} {what} at most, not {value}; {HOME}")
+            raise ValueError(f"this public page allows {most} {what} at most, not {value}; {HOME}")
     return chosen
 
 

@@ -17,12 +17,12 @@ from specdemo.presets.files import Preset, allowed_models
 from specdemo.presets.limits import LIMITS
 from specdemo.servers.address import check_listed
 
-LONGEST = 20_000  # characters of a whole query string
+LONGEST = 20_000  # characters of a query string
 LONGEST_TEXT = 2000  # characters
-_OF_LANE = [name for name in linked(Lane) if name not in ("method", "options")]  # written as no other
+_OF_LANE = [name for name in linked(Lane) if name not in ("method", "options")]  # the two have their own syntax
 _NOTES = 6
-_OPTIONS = 32  # of one lane that are looked at; no method has as many
-FOREIGN = "a link may only name models that are embedded or in a preset"
+_OPTIONS = 32  # most options per lane that are read; no method has as many
+FOREIGN = "a link may name only embedded models and models of presets"
 
 
 Linkable = TypeVar("Linkable", bound=Settings)
@@ -54,7 +54,7 @@ def to_query(preset: Preset, base: Preset) -> str:
     for name, text in changed.items():
         if len(text) > LONGEST_TEXT:
             raise ValueError(
-                f"a link holds a {name} of {LONGEST_TEXT} characters, this one has {len(text)}; "
+                f"the {name} of a link can have {LONGEST_TEXT} characters, this one has {len(text)}; "
                 "shorten it or export the trace"
             )
     pairs = [("preset", base.id), *changed.items()]
@@ -170,7 +170,7 @@ class _Link:
         if name in ("target", "model") and self._models is not None and text not in self._models:
             raise ValueError(FOREIGN)
         if kind is str and len(text) > LONGEST_TEXT:
-            raise ValueError(f"a {name} in a link has {LONGEST_TEXT} characters at most, not {len(text)}")
+            raise ValueError(f"the {name} of a link can have {LONGEST_TEXT} characters, not {len(text)}")
         if name == "server":
             return check_listed(text) if text else None
         if kind is str:
@@ -205,14 +205,14 @@ def _pairs(query: Mapping[str, object] | str) -> tuple[dict[str, str], list[str]
     notes: list[str] = []
     if isinstance(query, str):
         if len(query) > LONGEST:
-            return {}, [f"ignored the link: it has {len(query)} characters, {LONGEST} at most are read"]
+            return {}, [f"ignored the link: it has {len(query)} characters; the limit is {LONGEST}"]
         items: Iterable[tuple[object, object]] = parse_qsl(query.removeprefix("?"), keep_blank_values=True)
     else:
         multi_items = getattr(query, "multi_items", query.items)  # starlette's QueryParams keeps every value
         items = multi_items()
     for key, value in items:
         if not isinstance(key, str) or not isinstance(value, str):
-            notes.append(f"ignored {short_repr(key)} from the link: its value is no text")
+            notes.append(f"ignored {short_repr(key)} from the link: its value is not text")
         elif key in values:
             notes.append(f"ignored a second {short_repr(key)} from the link")
         else:

@@ -9,7 +9,7 @@ from specdemo.core.safe_io import read_text
 YAML_BYTES = 1_000_000
 YAML_VALUES = 2000
 YAML_DEPTH = 16
-NUMBER = 40  # characters of whatever is no text: what YAML makes of a longer number takes time without measure
+NUMBER = 40  # characters of a value other than text; YAML takes very long to parse longer numbers
 
 
 class _Bounded(yaml.SafeLoader):
@@ -22,7 +22,7 @@ class _Bounded(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         self._values, self._depth = self._values + 1, self._depth + 1
         if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("aliases are not read; write the value out")
+            raise yaml.YAMLError("aliases are not supported; repeat the value")
         if self._values > YAML_VALUES or self._depth > YAML_DEPTH:
             raise yaml.YAMLError(f"more than {YAML_VALUES} values, or deeper than {YAML_DEPTH}; make it smaller")
         node = super().compose_node(parent, index)

@@ -35,9 +35,9 @@ def why_not(preset: Preset, machine: Machine | None = None) -> str:
         return ""
     machine = machine or this_machine()
     if not machine.gpu_gb:
-        return f"it needs a GPU with about {preset.memory_gb:g} GB and there is none"
+        return f"it needs a GPU with about {preset.memory_gb:g} GB, and this machine has none"
     if machine.gpu_gb < preset.memory_gb:
-        return f"it needs about {preset.memory_gb:g} GB of GPU memory and there are {machine.gpu_gb:.0f}"
+        return f"it needs about {preset.memory_gb:g} GB of GPU memory, and this machine has {machine.gpu_gb:.0f}"
     if preset.gated and not machine.logged_in:
         return (
             f"{preset.target.partition('@')[0]} is gated: accept its licence on huggingface.co, then run hf auth login"

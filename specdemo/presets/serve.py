@@ -21,11 +21,11 @@ from specdemo.servers.process import Installed, ReportFunction, Server, engine_p
 
 FIRST_PORT = 8000
 PARALLEL = {"vllm": "--tensor-parallel-size", "sglang": "--tp-size"}
-# every lane reads the same prompt: one that a server still has from the last run would cost it nothing
+# no prefix caching: all lanes read the same prompt, and a cached one costs nothing
 UNCACHED = {"vllm": "--no-enable-prefix-caching", "sglang": "--disable-radix-cache"}
 LLAMAS = "llama.cpp runs Llama models without bias and RoPE scaling, and GGUF files"
 CONFIG, ATTENTION = "--speculative-config", "--attention-backend"
-GPU_SHARE = 0.9  # of a GPU's memory for all servers on it, vLLM's own default for one
+GPU_SHARE = 0.9  # share of a GPU's memory for all servers on it; vLLM's default for one server
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def served(preset: Comparison, engine: Engine, gpus: int = 1) -> Iterator[Served
         model = None if lane.model == preset.target else _path(lane.model)  # heads inside the target
         try:
             if gpus > 1 and engine not in PARALLEL:
-                raise UnsupportedByEngine(f"{TITLES[engine]} is started on the CPU; leave --gpus out")
+                raise UnsupportedByEngine(f"specdemo starts {TITLES[engine]} on the CPU; omit --gpus")
             drafting = _drafting(engine, lane, model)
             note = _check_llamacpp(preset, lane.model) if engine == "llamacpp" else _needs(drafting)
         except UnsupportedByEngine as reason:
@@ -60,9 +60,9 @@ def served(preset: Comparison, engine: Engine, gpus: int = 1) -> Iterator[Served
 
 def serve_commands(preset: Preset, engine: Engine, gpus: int = 1) -> list[str]:
     """Shell lines: the baseline's, every lane's, then how to race them. A lane that cannot be served says why."""
-    lines = [f"# {preset.title}; with --gpus N each server is spread over N GPUs"]
+    lines = [f"# {preset.title}; with --gpus N each server uses N GPUs"]
     if preset.quantization and not _quantises(preset, engine):
-        lines.append(f"# {preset.quantization} is left out: serve a checkpoint that is quantised already")
+        lines.append(f"# {preset.quantization} is omitted: serve a checkpoint that is already quantised")
     lanes = list(served(preset, engine, gpus))
     for lane in lanes:
         if lane.refusal:
@@ -78,7 +78,7 @@ def serve_commands(preset: Preset, engine: Engine, gpus: int = 1) -> list[str]:
 def _start(preset: Comparison, engine: Engine, server: str) -> list[str]:
     where = urlsplit(server)
     at = ["--host", where.hostname or "127.0.0.1", "--port", str(where.port or FIRST_PORT)]
-    at = at if is_gguf(preset.target) else ["--dtype", preset.dtype, *at]  # such a file has its own
+    at = at if is_gguf(preset.target) else ["--dtype", preset.dtype, *at]  # a GGUF file has its own dtype
     if engine == "llamacpp":
         return [sys.executable, "-m", "specdemo.servers.llamacpp", preset.target, *at]
     name, _, revision = preset.target.partition(AT)
@@ -101,8 +101,8 @@ def _drafting(engine: Engine, lane: Lane, model: str | None) -> Flags:
         return []
     serves = class_of(lane.method).serves
     if engine not in serves:
-        able = "specdemo starts it with a draft model or prompt lookup only" if engine == "llamacpp" else ""
-        raise UnsupportedByEngine(able or f"{TITLES[engine]} has no such method")
+        able = "specdemo starts it only with a draft model or prompt lookup" if engine == "llamacpp" else ""
+        raise UnsupportedByEngine(able or f"{TITLES[engine]} does not support this method")
     return serves[engine](model, lane.k, validate_options(lane.method, lane.options))
 
 
@@ -126,7 +126,7 @@ def _check_llamacpp(preset: Comparison, draft: str | None) -> str:
             if name and not is_gguf(name):
                 config_folder(name)
         except ValueError:
-            return f"not checked, since the config of {name} is not here; {LLAMAS}"
+            return f"not checked, since the config of {name} is not on this machine; {LLAMAS}"
     try:
         check_pair(preset.target, draft, preset.dtype)
     except ValueError as error:
@@ -161,7 +161,7 @@ class Program:
     def check(self, lane: Served) -> None:
         """Raises ValueError, with the reason, for a lane that it cannot serve."""
         if reason := lane.refusal or self._unknown(lane.command):
-            raise ValueError(f"{lane.name} is not served: {reason}; choose another method, or race it here")
+            raise ValueError(f"{lane.name} is not served: {reason}; choose another method, or run it without a server")
 
     @contextmanager
     def serve(self, lane: Served, report: ReportFunction, place: int = 0, servers: int = 1) -> Iterator[Server]:

@@ -13,12 +13,12 @@ from specdemo.core.suggest import suggest
 
 LISTED = "SPECDEMO_SERVERS"
 _added: dict[str, None] = {}  # an ordered set
-_started: set[str] = set()  # by this process
+_started: set[str] = set()  # addresses of the servers that this process started
 
 Engine = Literal["vllm", "sglang", "llamacpp"]
 ENGINES: tuple[Engine, ...] = get_args(Engine)
 TITLES: dict[str, str] = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp"}
-startable: dict[str, str] = {}  # the engines that lanes may be started on, and their programs
+startable: dict[str, str] = {}  # engine -> its program, for engines that lanes may start
 
 
 def known_engine(name: str) -> Engine:
@@ -31,14 +31,14 @@ def known_engine(name: str) -> Engine:
 
 def address(text: str) -> str:
     """`host:port` or a URL, with or without /v1 -> `http://host:port`. Raises ValueError: `must ...`."""
-    wrong = ValueError(f"must be like http://host:port, not {text[:80]!r}")
+    wrong = ValueError(f"must have the form http://host:port, not {text[:80]!r}")
     try:
         parts = urlsplit(text if "://" in text else f"http://{text}")
         port = parts.port
     except ValueError:
         raise wrong from None
     if parts.username is not None or parts.password is not None:
-        raise ValueError("must hold no user and no password; put the key into SPECDEMO_API_KEY")
+        raise ValueError("must not contain a user or password; put the key into SPECDEMO_API_KEY")
     plain = not (parts.query or parts.fragment or any(c.isspace() for c in text))
     if parts.scheme not in ("http", "https") or not parts.hostname or not plain:
         raise wrong
@@ -89,11 +89,11 @@ def check_listed(server: str) -> str:
     if server in startable:
         return server
     if server in TITLES:
-        raise ValueError(f"{server} is not started here; whoever opens the page allows it with --engines {server}")
+        raise ValueError(f"this page does not start {server}; its operator can allow it with --engines {server}")
     requested = _checked(server)
     if requested not in listed() and requested not in _started:
         raise ValueError(
-            f"server {requested} is not listed; whoever runs specdemo lists it with --server {requested} or {LISTED}"
+            f"server {requested} is not allowed; the operator can allow it with --server {requested} or {LISTED}"
         )
     return requested
 

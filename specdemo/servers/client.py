@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import httpx
 
 CONNECT_S = 5.0
-SILENCE_S = 60.0  # the longest wait for the next bytes; a server may load its model before the first
+SILENCE_S = 60.0  # timeout for the next bytes; a server may load its model before the first
 DRAIN_S = 0.1
 METRICS_S = 3.0
 METRICS_BYTES = 4_000_000
-LINE_BYTES = 1_000_000  # one may hold the ids of a long prompt
-SPARE_BYTES = 2_000_000  # of an answer, on top of its tokens' events
-EVENT_BYTES = 4_000  # of a token's event, on average
+LINE_BYTES = 1_000_000  # longest line of a stream; it may contain the ids of a long prompt
+SPARE_BYTES = 2_000_000  # of a response, in addition to its token events
+EVENT_BYTES = 4_000  # average size of a token's event
 REFUSAL_BYTES = 4_000
 
 
@@ -36,7 +36,7 @@ class Client:
         """The whole answer. Raises StatusError, httpx.TransportError, and ValueError for more than `most` bytes."""
         try:
             return await self._read(path, most)
-        except httpx.RemoteProtocolError:  # it had closed the connection that was kept, as llama.cpp's does
+        except httpx.RemoteProtocolError:  # the server closed a kept-alive connection, as llama.cpp does
             return await self._read(path, most)
 
     async def _read(self, path: str, most: int) -> bytes:
@@ -48,7 +48,7 @@ class Client:
         try:
             async with asyncio.timeout(METRICS_S):
                 return (await self.read("/metrics", METRICS_BYTES)).decode(errors="replace")
-        except Exception:  # whatever it is, a server without metrics is one whose counters are unknown
+        except Exception:  # without metrics the counters are unknown
             return None
 
     async def events(
@@ -70,9 +70,9 @@ class Client:
                     return
                 yield json.loads(value.decode()), arrived
                 received = True
-            kind = answer.headers.get("content-type", "nothing it names")
+            kind = answer.headers.get("content-type", "no content type")
             if not received and "text/event-stream" not in kind:
-                raise ValueError(f"it sends {kind} in place of a stream of events")
+                raise ValueError(f"it sent {kind} instead of an event stream")
 
     @asynccontextmanager
     async def _answer(
@@ -96,7 +96,7 @@ async def connected(server: str, key: str | None) -> AsyncIterator[Client]:
     async with httpx.AsyncClient(
         headers={"Accept-Encoding": "identity", **({"Authorization": f"Bearer {key}"} if key else {})},
         timeout=httpx.Timeout(SILENCE_S, connect=CONNECT_S),
-        limits=httpx.Limits(),  # a load's requests go out at once
+        limits=httpx.Limits(),  # unlimited: the load suite sends its requests concurrently
         follow_redirects=False,
     ) as http:
         yield Client(server, http)
@@ -105,13 +105,13 @@ async def connected(server: str, key: str | None) -> AsyncIterator[Client]:
 async def _bounded(answer: httpx.Response, most: int) -> AsyncGenerator[tuple[bytes, float], None]:
     """Yield the received bytes with their arrival times, before any processing."""
     if answer.headers.get("content-encoding", "identity") != "identity":
-        raise ValueError("it compresses its answer, which was not asked for")
+        raise ValueError("it sent a compressed response, which was not requested")
     seen = 0
     async for part in answer.aiter_raw():
         arrived = time.perf_counter()
         seen += len(part)
         if seen > most:
-            raise ValueError(f"it sends more than {most:,} bytes")
+            raise ValueError(f"it sent more than {most:,} bytes")
         yield part, arrived
 
 
@@ -125,7 +125,7 @@ async def _lines(parts: AsyncIterator[tuple[bytes, float]]) -> AsyncGenerator[tu
             buffer.clear()
         buffer += rest
         if len(buffer) > LINE_BYTES:
-            raise ValueError(f"it sends a line of more than {LINE_BYTES:,} bytes")
+            raise ValueError(f"it sent a line of more than {LINE_BYTES:,} bytes")
     yield bytes(buffer), arrived
 
 

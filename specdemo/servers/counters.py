@@ -16,7 +16,7 @@ from pydantic import Field
 
 from specdemo.core.trace import MAX_DEPTH, Counter, Number, Span
 
-MAX_COUNT = 2**53  # no server has counted so far, and a browser's numbers hold no more
+MAX_COUNT = 2**53  # largest plausible count; browsers cannot represent larger integers exactly
 _BOUNDS = Field(ge=0, le=MAX_COUNT)
 _Count = Annotated[Number, _BOUNDS]
 _NAME = re.compile(r"(?:vllm|llamacpp|sglang):\w+")
@@ -35,7 +35,7 @@ _READ = {
     *(_SGLANG + name for name in ("spec_accept_rate", "spec_accept_length", "generation_tokens", "spec_verify_calls")),
 }
 
-Samples = dict[tuple[str, int | None], list[float]]  # name without _total, position -> a value per engine
+Samples = dict[tuple[str, int | None], list[float]]  # (name without _total, position) -> one value per engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,8 @@ class ServerStats:
     counters: dict[Counter, _Count] = field(default_factory=dict)
     accept_by_position: list[_Count] = field(default_factory=list)
     source: str = ""
-    times: dict[Span, Annotated[float, _BOUNDS]] = field(
-        default_factory=dict
-    )  # of one request, as the server measured them
+    # of one request, as measured by the server
+    times: dict[Span, Annotated[float, _BOUNDS]] = field(default_factory=dict)
 
 
 def parse(text: str) -> Samples:
@@ -59,7 +58,7 @@ def parse(text: str) -> Samples:
         if match is None or name not in _READ:
             continue
         position = _POSITION.search(line)
-        values = line[match.end() :].rpartition("}")[2].split(maxsplit=1)  # a label's value may hold braces
+        values = line[match.end() :].rpartition("}")[2].split(maxsplit=1)  # label values may contain braces
         samples[name, int(position[1]) if position else None].append(_number(values[0] if values else ""))
     return dict(samples)
 
@@ -116,7 +115,7 @@ def _counted(old: Samples, new: Samples, server: str, prefix: str) -> ServerStat
         },
         [None if n is None or n > drafts else round(n / drafts, 4) for n in accepted_at],
         f"{server}'s counters over the run: accepted / drafted tokens; 1 + accepted tokens / drafts; "
-        "other users of the server are counted in",
+        "requests of other users are included",
     )
 
 
@@ -127,7 +126,7 @@ def _sglang(old: Samples, new: Samples) -> ServerStats | None:
     if tokens and passes:
         length, means = tokens / passes, "generated tokens / verify calls over the run"
     else:
-        means = "tokens per pass a gauge over its last log interval"
+        means = "tokens per pass is a gauge over the last log interval"
     rate = None if rate and rate > 1 else rate
     if rate is None and length is None:
         return None
@@ -135,8 +134,8 @@ def _sglang(old: Samples, new: Samples) -> ServerStats | None:
     return ServerStats(
         {name: round(value, 4) for name, value in counters.items() if value is not None},
         [],
-        f"SGLang's metrics: acceptance a gauge over its last log interval, which some versions count with the bonus "
-        f"token; {means}; other users of the server are counted in",
+        "SGLang's metrics: the acceptance rate is a gauge over the last log interval, and some versions include the "
+        f"bonus token; {means}; requests of other users are included",
     )
 
 

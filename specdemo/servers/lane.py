@@ -31,21 +31,25 @@ if TYPE_CHECKING:
     from specdemo.core.protocol import GenerationConfig
 
 KEY = "SPECDEMO_API_KEY"
-TOKEN_S = 0.5  # that a lane may take for each token, on top of one silence
+TOKEN_S = 0.5  # timeout per token, in addition to SILENCE_S
 MODELS_BYTES = 1_000_000
-POLL_S = 0.05  # how soon a lane notices that it was stopped
-WARM_UP = "Count to ten: one, two, three,"  # not the run's prompt, which a server would then have in its cache
+POLL_S = 0.05  # how often a lane checks whether it was stopped
+WARM_UP = (
+    "Count to ten: one, two, three,"  # not the prompt of the run, which the server would then have in its prefix cache
+)
 WARM_UP_TOKENS = 8
 
 Form = Literal["completions", "chat/completions"]
-Text = str | list[dict[str, str]]  # or messages with role and content
-Prompt = Text | list[int]  # or the tokens of one
-TOKEN_IDS = "token-ids"  # a tag of a model whose server does not split text as the target does
+Text = str | list[dict[str, str]]  # text, or messages with role and content
+Prompt = Text | list[int]  # or its token ids
+TOKEN_IDS = (
+    "token-ids"  # tag of a served model whose tokenizer is not the target's, so that prompts are sent as token ids
+)
 
 
 class _ListedModel(BaseModel):
-    id: Annotated[str, Field(max_length=500, pattern=r"^\P{C}*$")]  # of characters that can be seen
-    tags: object = None  # llama.cpp's
+    id: Annotated[str, Field(max_length=500, pattern=r"^\P{C}*$")]  # printable characters only
+    tags: object = None  # sent by llama.cpp
 
 
 class _ModelList(BaseModel):
@@ -91,7 +95,7 @@ class RemoteLane:
                 self.trace.text += text
                 yield event, text
                 if cut:
-                    self._note(f"cut off at {MAX_TEXT:,} characters, as many as a trace can hold")
+                    self._note(f"cut off at {MAX_TEXT:,} characters, the limit of a trace")
                     self.trace.finish = "length"
                     return
         except TimeoutError:
@@ -133,7 +137,7 @@ class RemoteLane:
     async def _served(self, http: Client) -> str:
         try:
             listed = await http.read("/v1/models", MODELS_BYTES)
-        except StatusError:  # it does not list what it serves
+        except StatusError:  # the server does not list its models
             return self.target
         models = _ModelList.model_validate_json(listed).data
         if any(isinstance(model.tags, list) and TOKEN_IDS in model.tags for model in models):
@@ -141,8 +145,8 @@ class RemoteLane:
         names = [model.id for model in models]
         if self.target in names or len(names) == 1:
             return self.target if self.target in names else names[0]
-        shown = ", ".join(names[:5]) or "nothing it lists"
-        raise ValueError(f"it serves {shown}; say which one with served_model")
+        shown = ", ".join(names[:5]) or "no listed model"
+        raise ValueError(f"it serves {shown}; choose one with served_model")
 
     def _split(self) -> list[int]:
         """The prompt's tokens. Raises ValueError where they are too many, or the target's tokenizer is not here."""
@@ -151,7 +155,7 @@ class RemoteLane:
 
         known = load_meta_target(self.target)
         if known.tokenizer is None:
-            raise ValueError(f"it takes token ids, and {self.target} has no tokenizer here")
+            raise ValueError(f"it takes token ids, but this machine has no tokenizer of {self.target}")
         return encode(known.tokenizer, self.prompt, known.max_length - self.config.max_new_tokens)
 
     async def _warm_up(self, http: Client) -> tuple[Form, bool]:
@@ -160,7 +164,8 @@ class RemoteLane:
         -> the form, and whether standard settings are all that it takes. Raises the first refusal when all are refused.
         """
         limit = min(WARM_UP_TOKENS, self.config.max_new_tokens)
-        droppable = not self.config.sampling.top_k and not self.config.sampling.min_p  # it asks for the same without
+        # if both are off, a request without them is equivalent
+        droppable = not self.config.sampling.top_k and not self.config.sampling.min_p
         refusal: StatusError | None = None
 
         async def request(form: Form, standard: bool) -> None:
@@ -174,14 +179,14 @@ class RemoteLane:
                 except httpx.TransportError as error:
                     if refusal is None or isinstance(error, httpx.TimeoutException):
                         raise
-                    await request(form, standard)  # a refusal may have closed the connection it came on
+                    await request(form, standard)  # the server may have closed the connection after an error
             except StatusError as error:
                 refusal = refusal or error
                 continue
             if standard:
-                self._note("its server takes standard settings only, the others are at its own defaults")
+                self._note("its server accepts only standard settings; the others have its defaults")
             if form != self.forms[0]:
-                self._note(f"its server takes the prompt at /v1/{form} only")
+                self._note(f"its server accepts the prompt only at /v1/{form}")
             return form, standard
         assert refusal is not None
         raise refusal
@@ -269,11 +274,11 @@ def _reason(error: Exception, where: str, key: str | None, pieces: int) -> str:
     words = words.replace(key, "***") if key else words
     words = " ".join("".join(c if c.isprintable() else " " for c in words[:1000]).split())[:300]
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-        return f"{where} cannot be reached; start the server, or mend its address"
+        return f"{where} cannot be reached; start the server or correct its address"
     if isinstance(error, httpx.TimeoutException):
-        return f"{where} was silent for {client.SILENCE_S:g} seconds"
+        return f"{where} sent nothing for {client.SILENCE_S:g} seconds"
     if isinstance(error, StatusError):
         return f"{where} answered {words}"
     if isinstance(error, ValueError | RecursionError):
-        return f"{where} gave no usable answer: {words}"
-    return f"{where} broke off after {pieces} pieces of text"
+        return f"{where} sent an invalid response: {words}"
+    return f"{where} closed the connection after {pieces} pieces of text"

@@ -22,7 +22,7 @@ from specdemo.models.resolve import is_gguf
 from specdemo.servers.lane import TOKEN_IDS
 from specdemo.servers.process import check_installed
 
-CONTEXT = 4096  # tokens, at most
+CONTEXT = 4096  # largest context, in tokens
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -33,15 +33,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--draft-model")
-    parser.add_argument("--ngram", type=int, help="tokens that have to occur again")
-    parser.add_argument("--k", type=int, default=0, help="tokens that are drafted")
+    parser.add_argument("--ngram", type=int, help="length of the n-gram to match, in tokens")
+    parser.add_argument("--k", type=int, default=0, help="number of draft tokens")
     options = parser.parse_args(arguments)
     try:
         with sigterm_as_exit():
             check_installed("llamacpp")
             check_pair(options.model, options.draft_model, options.dtype)
             with TemporaryDirectory() as folder:
-                server = import_module("xllamacpp").Server(_settings(options, Path(folder)))  # in threads of its own
+                server = import_module("xllamacpp").Server(_settings(options, Path(folder)))  # starts its own threads
             print(f"llama.cpp answers at {server.listening_address}", flush=True)
             threading.Event().wait()
     except (ValueError, RuntimeError) as error:
@@ -65,7 +65,9 @@ def _settings(arguments: Namespace, folder: Path) -> object:
     settings.hostnames, settings.port, settings.ui = [arguments.host], arguments.port, False
     settings.model_alias, settings.model_tags = {arguments.model}, {TOKEN_IDS} if target.exported else set()
     settings.endpoint_metrics, settings.cache_prompt, settings.verbosity = True, False, -1
-    settings.load_mode = library.llama_load_mode.LLAMA_LOAD_MODE_NONE  # whole, so that the files can go
+    settings.load_mode = (
+        library.llama_load_mode.LLAMA_LOAD_MODE_NONE
+    )  # loads complete files, which are deleted afterwards
     settings.n_parallel, settings.n_gpu_layers = 1, 0
     settings.model.path = target.path
     settings.n_ctx = min(CONTEXT, target.context)
@@ -77,7 +79,7 @@ def _settings(arguments: Namespace, folder: Path) -> object:
     elif arguments.ngram:
         drafting.types = [library.common_speculative_type.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
         drafting.ngram_simple.size_n, drafting.ngram_simple.size_m = arguments.ngram, arguments.k
-    if target.in_float32:  # its caches are in half precision unless told, and over others this is slow
+    if target.in_float32:  # flash attention is slow with a float32 cache; the default cache is half precision
         settings.flash_attn_type = library.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     for part in (settings, drafting.draft):
         part.cpuparams.n_threads = part.cpuparams_batch.n_threads = torch.get_num_threads()

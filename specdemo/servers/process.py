@@ -27,13 +27,13 @@ import httpx
 from specdemo.servers import supervisor
 from specdemo.servers.address import TITLES, Engine, host
 
-LOADING_S = 1800.0  # the longest that a server may take, download included
+LOADING_S = 1800.0  # timeout for the start of a server, including downloads
 POLL_S = 0.25
-TAIL = 8  # lines of its log that say why it ended
+TAIL = 8  # last log lines to include in an error
 LOG_BYTES = 20_000
-SHOWN = 60  # characters of a line of it
-PROBE_S = 120.0  # the import of an engine takes half a minute on a slow disk
-# a server that is asked for two lanes of one text at a time needs little of a CPU's memory; and it is not to phone home
+SHOWN = 60  # longest log line to show
+PROBE_S = 120.0  # timeout; importing an engine takes half a minute on a slow disk
+# a small KV cache is enough, because a lane sends one request at a time; no usage statistics
 DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 PROBE = """
 import json, torch, typing
@@ -48,13 +48,13 @@ print(json.dumps({"version": version("vllm"), "methods": words(speculative.Specu
 """
 
 LLAMACPP = ("xllamacpp", "gguf")  # packages
-COMMANDS = {"vllm": "vllm", "sglang": "python", "llamacpp": sys.executable}  # where none is named
+COMMANDS = {"vllm": "vllm", "sglang": "python", "llamacpp": sys.executable}  # default programs
 GPU_ONLY = "on Linux with an NVIDIA GPU"
-INSTALL = {  # an environment of its own: it needs another torch
-    "vllm": f"python3 -m venv vllm && vllm/bin/pip install vllm ({GPU_ONLY}; docs/servers.md has the lines for a CPU), "
-    "then name it with --command vllm/bin/vllm, for the page --engines vllm=vllm/bin/vllm",
+INSTALL = {  # in a separate environment, because they need other versions of torch
+    "vllm": f"python3 -m venv vllm && vllm/bin/pip install vllm ({GPU_ONLY}; for a CPU see docs/servers.md), "
+    "then pass --command vllm/bin/vllm, for the page --engines vllm=vllm/bin/vllm",
     "sglang": f"python3 -m venv sglang && sglang/bin/pip install sglang ({GPU_ONLY}), "
-    "then name it with --command sglang/bin/python, for the page --engines sglang=sglang/bin/python",
+    "then pass --command sglang/bin/python, for the page --engines sglang=sglang/bin/python",
     "llamacpp": f"{shlex.quote(sys.executable)} -m pip install {' '.join(LLAMACPP)}",
 }
 
@@ -66,7 +66,7 @@ class Installed:
     """Facts about an installed vLLM."""
 
     version: str
-    methods: Sequence[str]  # of `--speculative-config`
+    methods: Sequence[str]  # accepted by `--speculative-config`
     gpus: int
 
 
@@ -75,7 +75,8 @@ def program(command: str) -> str:
     path = shutil.which(command)
     if path is None:
         raise ValueError(
-            f"{command} is not here; install it, or name its path: --command PATH, of a page --engines NAME=PATH"
+            f"there is no program {command}; install it or pass its path: --command PATH, for the page "
+            "--engines NAME=PATH"
         )
     return path
 
@@ -93,7 +94,7 @@ def engine_program(engine: Engine, command: str | None = None) -> str:
 def check_installed(engine: Engine) -> None:
     """Raise ValueError, with the command that installs it, if an engine is not installed."""
     if not _is_installed(engine):
-        raise ValueError(f"{TITLES[engine]} is not installed here: {INSTALL[engine]}")
+        raise ValueError(f"{TITLES[engine]} is not installed; run: {INSTALL[engine]}")
 
 
 def _is_installed(engine: Engine) -> bool:
@@ -137,7 +138,7 @@ def started(command: Sequence[str], address: str, environment: Mapping[str, str]
     with (
         TemporaryDirectory() as folder,
         _log(Path(folder) / "log") as log,
-        # in a session of its own: Ctrl-C reaches us alone, and the end of the pipe ends it in order
+        # in a separate session: Ctrl-C reaches only this process, and closing the pipe stops the server cleanly
         Popen(watched, stdin=PIPE, stdout=log, stderr=STDOUT, env=alone, start_new_session=True) as process,
     ):
         watcher = threading.Thread(target=_end_after, args=(process, mark), daemon=True, name="engine watcher")
@@ -145,7 +146,7 @@ def started(command: Sequence[str], address: str, environment: Mapping[str, str]
         try:
             yield Server(command[0], address, process, Path(folder) / "log")
         finally:
-            process.communicate()  # closes the pipe and waits, which after Ctrl-C Popen does for a moment alone
+            process.communicate()  # close the pipe and wait; after Ctrl-C, Popen itself waits only for a moment
             watcher.join()
 
 
@@ -179,18 +180,20 @@ class Server:
         start = time.monotonic()
         while (seconds := time.monotonic() - start) < LOADING_S:
             if self.process.poll() is not None:
-                raise ValueError(f"{self.program} ended while it loaded: {' / '.join(self._tail()) or 'no words'}")
+                raise ValueError(
+                    f"{self.program} exited while loading: {' / '.join(self._tail()) or 'its log is empty'}"
+                )
             if _answers(self.address):
                 return seconds
             report(f"{seconds:.0f} s: {_shortened(next(reversed(self._tail()), 'starting'))}")
             time.sleep(POLL_S)
-        raise ValueError(f"{host(self.address)} does not answer after {LOADING_S:g} s")
+        raise ValueError(f"{host(self.address)} did not answer within {LOADING_S:g} s")
 
     def check_runs(self) -> None:
         """Raise ValueError, with the end of the log, if the server has ended."""
         if self.process.poll() is not None:
-            lines = " / ".join(self._tail()) or "nothing"
-            raise ValueError(f"{self.program} at {host(self.address)} ended; the end of its log: {lines}")
+            lines = " / ".join(self._tail()) or "empty"
+            raise ValueError(f"{self.program} at {host(self.address)} exited; the end of its log: {lines}")
 
     def _tail(self) -> list[str]:
         """The last lines of its log that say something."""

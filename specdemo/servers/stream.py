@@ -15,7 +15,7 @@ from specdemo.core.trace import Span, StepEvent
 from specdemo.servers.client import Client
 from specdemo.servers.counters import MAX_COUNT, ServerStats
 
-TOKEN_CHARS = 64  # of a token's text, on average
+TOKEN_CHARS = 64  # average length of a token's text
 SPARE_CHARS = 4_000
 
 Piece = tuple[StepEvent, str]
@@ -79,14 +79,14 @@ class StreamParser:
         self._limit = limit
         self._room = SPARE_CHARS + TOKEN_CHARS * limit
         self.started_at = self._last = 0.0
-        self._steady = True  # no count has shrunk
+        self._steady = True  # no count has decreased
         self.pieces = 0
-        self.tokens = 0  # as many as are told, and where nothing is told one a piece
-        self.counted = False  # every piece so far came with the number of its tokens
-        self.reported_tokens: int | None = None  # tokens of the whole text so far, in the server's own count
+        self.tokens = 0  # as counted by the server; one per piece if it sends no counts
+        self.counted = False  # every piece so far came with its number of tokens
+        self.reported_tokens: int | None = None  # tokens of the text so far, as counted by the server
         self.finish: Literal["stop", "length"] | None = None
         self.drafted: ServerStats | None = None
-        self.times: dict[Span, float] = {}  # as the server measured them
+        self.times: dict[Span, float] = {}  # as measured by the server
 
     def begin(self) -> None:
         """Start the clock: the request goes out now."""
@@ -99,7 +99,7 @@ class StreamParser:
             async for chunk, arrived in events:
                 self.feed(chunk, arrived)
         if self.finish is None:
-            raise ConnectionError("an answer broke off")
+            raise ConnectionError("the response ended early")
 
     def feed(self, event: object, arrived: float) -> None:
         """One chunk, and when it arrived (`time.perf_counter`). Raises ValueError for what is none, and for more than
@@ -131,17 +131,17 @@ class StreamParser:
 
     def _check(self, tokens: int) -> None:
         if tokens > self._limit:
-            raise ValueError(f"it sends more than the {self._limit} tokens it was asked for")
+            raise ValueError(f"it sent more than the {self._limit} requested tokens")
 
     def _piece(self, text: str, ids: list[int], grown: int, arrived: float) -> None:
         self.tokens += len(ids) or grown or 1
         self._check(self.tokens)
         self._room -= len(text)
         if self._room < 0:
-            raise ValueError(f"it sends more text than {self._limit} tokens hold")
+            raise ValueError(f"it sent more text than fits into {self._limit} tokens")
         self.counted = bool(ids or grown) and (self.counted or not self.pieces)
         ms = {"stream" if self.pieces else "prefill": round((arrived - self._last) * 1000.0, 4)}
-        text_utf8 = text.encode("utf-8", "replace").decode()  # JSON can hold halves of characters that UTF-8 cannot
+        text_utf8 = text.encode("utf-8", "replace").decode()  # JSON can contain lone surrogates
         self._emit((StepEvent(self.pieces, [[]], [[]], [[]], [ids or [-1] * (grown or 1)], [[]], [[]], ms), text_utf8))
         self._last = arrived
         self.pieces += 1

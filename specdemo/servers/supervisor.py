@@ -57,7 +57,7 @@ def _start(command: Sequence[str]) -> "subprocess.Popen[bytes]":
 
     def die_with_supervisor() -> None:
         prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != supervisor:  # it died before the call
+        if os.getppid() != supervisor:  # the parent ended before the call
             os._exit(1)
 
     # no thread runs yet, so preexec_fn is safe
@@ -82,7 +82,7 @@ def _reap_orphans(engine: int) -> None:
 def _family() -> Processes:
     """Return all processes of the engine that this supervisor runs."""
     below = {process.pid: process for process in psutil.Process().children(recursive=True)}
-    own_session = os.getpid() if _session(0) == os.getpid() else 0  # else it is the session of the starter
+    own_session = os.getpid() if _session(0) == os.getpid() else 0  # 0: this process shares the session of its starter
     return below | _marked(os.environ.get(MARK, ""), own_session)
 
 

@@ -42,7 +42,7 @@ OPENINGS = (8, 16, 32, 64)  # prompt tokens of sampled rows, one length per shar
 class Plan:
     """Size of a cache."""
 
-    text_rows: int = 5120  # at most; of `context` tokens
+    text_rows: int = 5120  # maximum number of rows of `context` tokens
     sampled_rows: int = 1664
     rows_per_shard: int = 128  # of text; a shard of samples has half as many, because sampling is slower
     context: int = 512
@@ -154,7 +154,7 @@ def is_valid_shard(shard: Path) -> bool:
         with safe_open(shard, "pt"):  # checks the file size against the header
             return True
     except SafetensorError:
-        logger.warning("%s is damaged and is written again", shard)
+        logger.warning("%s is damaged and will be written again", shard)
         shard.unlink()
         return False
 
@@ -180,7 +180,9 @@ def claim_cache(folder: Path, model: PreTrainedModel, text: str | None, plan: Pl
         return plan
     cached_plan = Plan(**label["plan"] | {"taps": tuple(label["plan"]["taps"])})
     if any(label.get(name) != value for name, value in identity.items()):
-        raise ValueError(f"the cache {folder} is of another target or corpus: remove it or name another with --cache")
+        raise ValueError(
+            f"the cache {folder} belongs to another target or corpus: remove it or name another with --cache"
+        )
     if not set(plan.taps) <= set(cached_plan.taps):
         raise ValueError(f"the cache {folder} lacks taps {plan.taps}: remove it or name another with --cache")
     return cached_plan

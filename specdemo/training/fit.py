@@ -122,14 +122,14 @@ class TrainRun:
                 raise
             except Exception:  # torch and pickle raise any exception for an invalid file
                 aside = file.replace(file.with_name(f"{file.name}.unusable"))
-                logger.warning("%s is damaged or of another run; it was renamed to %s", file, aside.name)
+                logger.warning("%s is damaged or belongs to another run; renamed it to %s", file, aside.name)
 
     def load(self, path: Path) -> None:
         """Load a checkpoint. Raises for a file of another module, before anything is changed."""
         saved = torch.load(path, "cpu", weights_only=True)
         history = TrainHistory(**saved["history"])
         if _shapes(saved["module"]) != _shapes(self.module.state_dict()):
-            raise ValueError("it is of another model or head")
+            raise ValueError("it belongs to another model or head")
         for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(state)
         torch.set_rng_state(saved["rng"])

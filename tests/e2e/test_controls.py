@@ -89,7 +89,7 @@ def test_missing_link_shows_the_reason(visit_gated):
     page.locator("#prompt textarea").fill("<u>" * 1000)
     page.locator("#share").click()
     expect(link).to_contain_text("No link")
-    expect(message).to_have_value(re.compile("^a link holds a prompt of 2000 characters, this one has 3000"))
+    expect(message).to_have_value(re.compile("^the prompt of a link can have 2000 characters, this one has 3000"))
     expect(page.locator(".sd-status")).to_have_text(re.compile("^Recorded"))
     expect(page).to_have_url(shown)
     page.locator("#prompt textarea").fill("short")

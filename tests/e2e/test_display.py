@@ -161,8 +161,8 @@ def test_a_trace_that_is_opened_replaces_the_verdict_of_the_run_before(display):
 
 
 def test_status_explains_why_a_preset_cannot_run(display):
-    display.show(waiting(["Draft model"], "it needs a GPU with about 18 GB and there is none"))
-    words = "This machine cannot run this preset: it needs a GPU with about 18 GB and there is none."
+    display.show(waiting(["Draft model"], "it needs a GPU with about 18 GB, and this machine has none"))
+    words = "This machine cannot run this preset: it needs a GPU with about 18 GB, and this machine has none."
     assert display.read(".sd-status") == [words]
     display.show(waiting(["Draft model"]))
     assert display.read(".sd-status")[0].startswith("Ready. Press Run")

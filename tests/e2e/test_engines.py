@@ -71,6 +71,6 @@ def test_a_lane_is_started_on_an_engine_used_again_and_ended(chromium, page_with
 
 def test_no_engine_is_offered_or_linked_to_unless_allowed(visit):
     page = visit("?preset=embedded-draft&server=vllm")
-    expect(page.locator(".sd-notes")).to_contain_text("vllm is not started here; whoever opens the page allows it")
+    expect(page.locator(".sd-notes")).to_contain_text("this page does not start vllm; its operator can allow it")
     edit(page)
     expect(page.locator("#server-1")).to_be_hidden()

@@ -245,7 +245,7 @@ def test_unreported_server_values_are_unknown(visit, remote_file):
     assert value(page, "acceptance", 1) == "0.45" and value(page, "per-pass", 1) == "2.5"
     expect(page.locator('[data-tile="acceptance"]')).to_contain_text("9 of 20")
     expect(page.locator('[data-tile="output"] b')).to_have_text("✓ same text")
-    expect(page.locator(".sd-why")).to_contain_text("other users of the server are counted in")
+    expect(page.locator(".sd-why")).to_contain_text("requests of other users are included")
     expect(page.locator(".sd-histogram")).to_contain_text("How many drafts each pass kept is unknown.")
     expect(page.locator('.sd-run[data-of="1"]')).to_contain_text(f"{len(HOSTILE)} tok ")
     expect(page.locator(".sd-times")).to_contain_text("unknown")

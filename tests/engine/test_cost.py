@@ -154,7 +154,7 @@ def test_no_events_give_no_prediction():
             "predicted_speedup": None,
             "best_k": None,
             "best_speedup": None,
-            "sentence": "Too few tokens to say.",
+            "sentence": "Too few tokens for an explanation.",
         }
     ]
 

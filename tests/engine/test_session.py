@@ -295,11 +295,11 @@ def test_only_complete_chats_have_a_next_turn(runner, chatty, trace):
     raw = spec(target=chatty, chat=False, max_new_tokens=4)
     for done in (runner.run(raw), trace):
         assert not done.lanes[0].messages
-        with pytest.raises(ValueError, match="only a chat"):
+        with pytest.raises(ValueError, match="use a model with a chat template and turn chat on"):
             follow_up(raw, done, "And then?")
     stopped = runner.run(spec(target=chatty, max_new_tokens=4))
     stopped.lanes[1].finish = "cancelled"
-    with pytest.raises(ValueError, match="no whole answer"):
+    with pytest.raises(ValueError, match="no complete answer to continue from"):
         follow_up(spec(target=chatty), stopped, "And then?")
     with pytest.raises(ValueError, match="stories has no chat template, .* turn chat off"):
         runner.load(spec(chat=True))

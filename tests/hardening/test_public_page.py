@@ -87,7 +87,7 @@ def test_a_bad_call_is_one_line_of_the_log(visit, log):
 @pytest.mark.parametrize(
     ("values", "line"),
     [
-        (["k", "llama-3.1-8b", 1, 32], "is not on this public page"),
+        (["k", "llama-3.1-8b", 1, 32], "is not available on this public page"),
         (["methods", "qwen3-8b", 1, 32], "needs a GPU and there is none here"),
         (["k", "embedded-draft", 1, 512], "256"),
         (["k", "embedded-draft", 9, 32], "3"),

@@ -92,8 +92,8 @@ def in_chunks_of_one(body):
 
 
 HEAVY = {"endless", "a-bomb", "a-line-without-end", "a-piece-of-900-kb", "100000-ids", "deep", "a-million-names"}
-UNUSABLE = "gave no usable answer: "
-MORE = f"{UNUSABLE}it sends more than the {TOKENS} tokens it was asked for"
+UNUSABLE = "sent an invalid response: "
+MORE = f"{UNUSABLE}it sent more than the {TOKENS} requested tokens"
 UNKNOWN = {"acceptance_rate": None}
 UNCOUNTED = {"tokens": None, "tokens_per_s": None}
 KINDS = [
@@ -104,30 +104,50 @@ KINDS = [
     models("a-name-with-escapes", b'{"data": [{"id": "\\u001b[2J"}]}', "data.0.id: "),
     models("half-a-character", b'{"data": [{"id": "\\ud800"}]}', UNUSABLE),
     models("deep", DEEP, UNUSABLE),
-    models("a-bomb", BOMB, "it compresses its answer", Content_Encoding="gzip"),
-    models("too-short", b"{}", "broke off after 0 pieces", Content_Length=99),
-    Kind("models", "endless", lambda: (head(), *repeat(NUL, 5000)), "it sends more than 1,000,000 bytes"),
-    Kind("models", "reset", [Broken("reset")], "broke off after 0 pieces"),
-    Kind("models", "silent", [Broken("quiet")], "was silent for 0.3 seconds", QUICK),
+    models("a-bomb", BOMB, "it sent a compressed response", Content_Encoding="gzip"),
+    models("too-short", b"{}", "closed the connection after 0 pieces", Content_Length=99),
+    Kind("models", "endless", lambda: (head(), *repeat(NUL, 5000)), "it sent more than 1,000,000 bytes"),
+    Kind("models", "reset", [Broken("reset")], "closed the connection after 0 pieces"),
+    Kind("models", "silent", [Broken("quiet")], "sent nothing for 0.3 seconds", QUICK),
     Kind("models", "a-byte-at-a-time", lambda: drip(head(), b" "), "took longer than 1.04 seconds", SOON),
     Kind("models", "headers-without-end", lambda: drip(b"HTTP/1.1 200 X\r\nA: ", b"a"), "took longer", SOON),
     Kind("models", "interim-answers-without-end", lambda: drip(b"", b"HTTP/1.1 100 X\r\n\r\n"), "took longer", SOON),
     Kind("models", "elsewhere", [head(status=302, Location="http://127.0.0.1:9/v1/models")]),
-    Kind("warm-up", "reset", [Broken("reset")], "broke off after 0 pieces"),
-    Kind("warm-up", "no-http", [b"220 mail.example ESMTP\r\n"], "broke off after 0 pieces"),
-    Kind("warm-up", "a-flood-of-headers", [b"HTTP/1.1 200 X\r\n", b"A: a\r\n" * 50_000], "broke off after 0 pieces"),
+    Kind("warm-up", "reset", [Broken("reset")], "closed the connection after 0 pieces"),
+    Kind("warm-up", "no-http", [b"220 mail.example ESMTP\r\n"], "closed the connection after 0 pieces"),
+    Kind(
+        "warm-up",
+        "a-flood-of-headers",
+        [b"HTTP/1.1 200 X\r\n", b"A: a\r\n" * 50_000],
+        "closed the connection after 0 pieces",
+    ),
     Kind("warm-up", "elsewhere", [head(status=307, Location="http://127.0.0.1:9")], "answered Error code: 307"),
     Kind("warm-up", "an-endless-refusal", lambda: (head(status=500), *repeat(NUL, 5000)), "answered Error code: 500"),
     Kind("warm-up", "a-refusal-with-escapes", [head(status=400), b"\x1b]0;\xff\n\x1b[2J"], "answered Error code: 400"),
-    Kind("warm-up", "nothing-but-good-manners", [head(), DONE], "broke off after 0 pieces"),
-    Kind("answer", "a-page", [head("text/html"), b"<html>"], f"{UNUSABLE}it sends text/html in place of a stream"),
-    Kind("answer", "all-at-once", [head("application/json"), b'{"choices": []}'], "it sends application/json in place"),
-    Kind("answer", "empty", [head()], "broke off after 0 pieces"),
-    Kind("answer", "a-bomb", [head(Content_Encoding="gzip"), BOMB], "it compresses its answer"),
-    Kind("answer", "chunks-that-are-none", [head(Transfer_Encoding="chunked"), b"zz\r\n"], "broke off after 0 pieces"),
-    Kind("answer", "half-a-chunk", [head(Transfer_Encoding="chunked"), b"99\r\ndata:"], "broke off after 0 pieces"),
-    Kind("answer", "reset-in-a-piece", [head(), events(GOOD[0]), b"data: {", Broken("reset")], "broke off after"),
-    Kind("answer", "silent", [head(), events(GOOD[0]), Broken("quiet")], "was silent for 0.3 seconds", QUICK),
+    Kind("warm-up", "nothing-but-good-manners", [head(), DONE], "closed the connection after 0 pieces"),
+    Kind("answer", "a-page", [head("text/html"), b"<html>"], f"{UNUSABLE}it sent text/html instead of an event stream"),
+    Kind("answer", "all-at-once", [head("application/json"), b'{"choices": []}'], "it sent application/json instead"),
+    Kind("answer", "empty", [head()], "closed the connection after 0 pieces"),
+    Kind("answer", "a-bomb", [head(Content_Encoding="gzip"), BOMB], "it sent a compressed response"),
+    Kind(
+        "answer",
+        "chunks-that-are-none",
+        [head(Transfer_Encoding="chunked"), b"zz\r\n"],
+        "closed the connection after 0 pieces",
+    ),
+    Kind(
+        "answer",
+        "half-a-chunk",
+        [head(Transfer_Encoding="chunked"), b"99\r\ndata:"],
+        "closed the connection after 0 pieces",
+    ),
+    Kind(
+        "answer",
+        "reset-in-a-piece",
+        [head(), events(GOOD[0]), b"data: {", Broken("reset")],
+        "closed the connection after",
+    ),
+    Kind("answer", "silent", [head(), events(GOOD[0]), Broken("quiet")], "sent nothing for 0.3 seconds", QUICK),
     Kind("answer", "silent-at-its-end", [head(), events(*GOOD), Broken("quiet")], "was silent", QUICK),
     Kind("answer", "a-byte-at-a-time", lambda: drip(head() + b"data: ", b" "), "took longer than 1.04 seconds", SOON),
     Kind("answer", "comments-without-end", lambda: drip(head(), b": ping\n\n"), "took longer than", SOON),
@@ -153,7 +173,7 @@ KINDS = [
         "a-list-for-a-reason", choice(finish_reason=["stop"]), "choices.0.finish_reason: Input should be a valid str"
     ),
     faulty_chunk("an-unknown-reason", choice(finish_reason="x" * 9000), "it ended the text early: xxx"),
-    faulty_chunk("a-piece-of-900-kb", choice(text="x" * 900_000), f"it sends more text than {TOKENS} tokens hold"),
+    faulty_chunk("a-piece-of-900-kb", choice(text="x" * 900_000), f"it sent more text than fits into {TOKENS} tokens"),
     faulty_chunk("a-billion-tokens", choice() | {"usage": {"completion_tokens": 10**9}}, MORE),
     faulty_chunk("100000-ids", choice(token_ids=[5] * 100_000), MORE),
     slow_limits("usage-a-text", piece("Once"), ended(usage="3"), **UNCOUNTED),

@@ -172,7 +172,7 @@ def test_predicting_needs_no_torch():
         (["stories", "--price", "nan"], "price goes from 0 to 1,000,000,000 an hour, not nan"),
         (["stories", "--price", "inf", "--json"], "price goes from 0 to 1,000,000,000 an hour, not inf"),
         (["stories", "--price", "-1"], "price goes from 0 to 1,000,000,000 an hour, not -1"),
-        (["stories", "--acceptance", "high"], "--acceptance takes numbers with commas between"),
+        (["stories", "--acceptance", "high"], "--acceptance takes comma-separated numbers"),
         (["stories", "--acceptance", "1.2"], "acceptance is 1 to 64 chances between 0 and 1"),
         (["stories", "--trace", "nowhere.json"], "cannot read nowhere.json"),
     ],

@@ -48,10 +48,10 @@ def test_valid_presets_are_one_line_and_nothing_is_fetched(hub):
             lambda hub: hub.gated.add("org/target"),
             "org/target is gated; accept its licence on huggingface.co/org/target",
         ),
-        (lambda hub: hub.repositories["org/target"].pop("config.json"), "holds no config.json"),
-        (lambda hub: hub.repositories["org/target"].pop("model.safetensors"), "holds no weights"),
+        (lambda hub: hub.repositories["org/target"].pop("config.json"), "has no config.json"),
+        (lambda hub: hub.repositories["org/target"].pop("model.safetensors"), "has no weights"),
         (lambda hub: hub.repositories["org/target"].update({"model.safetensors": b""}), "model.safetensors is empty"),
-        (lambda hub: hub.cards["org/target"].update(gated="auto"), "asks for a login, of which mine says nothing"),
+        (lambda hub: hub.cards["org/target"].update(gated="auto"), "is gated, which mine does not state"),
         (
             lambda hub: hub.cards["org/target"].update(cardData={"license": "mit"}),
             "is under 'mit', and mine says 'Apache 2.0'",
@@ -72,7 +72,7 @@ def test_a_pin_that_is_gone_is_named(hub):
 def test_licence_and_gate_of_a_preset_are_the_targets(hub):
     hub.cards["org/draft"] = {"cardData": {"license": "gemma"}, "gated": False}
     assert not wrong(preset())
-    assert wrong(preset(gated=True)) == {"org/target": ["is open, and mine says that it asks for a login"]}
+    assert wrong(preset(gated=True)) == {"org/target": ["is open, but mine states that it is gated"]}
     hub.cards["org/target"] = {"cardData": {"license": "llama3.1"}, "gated": "manual"}
     assert not wrong(preset(gated=True, licence="Llama 3.1 Community License"))
     hub.cards["org/target"] = {"cardData": {"license": "other"}, "gated": "manual"}
@@ -90,7 +90,7 @@ def test_weights_that_do_not_fit_the_stated_memory_are_named(hub):
 def test_the_command_ends_with_1_where_something_is_wrong(hub, monkeypatch, capsys):
     monkeypatch.setattr(cli, "load_presets", lambda: {"mine": preset()})
     assert cli.main(["presets", "--check"]) == 0
-    assert capsys.readouterr().out.endswith("all 2 are what the presets say\n")
+    assert capsys.readouterr().out.endswith("all 2 are as the presets state\n")
     hub.repositories.pop("org/draft")
     assert cli.main(["presets", "--check"]) == 1
     out = capsys.readouterr().out
@@ -105,9 +105,9 @@ def test_the_command_ends_with_1_where_something_is_wrong(hub, monkeypatch, caps
         (
             "HF_HUB_OFFLINE",
             True,
-            "specdemo: HF_HUB_OFFLINE is set, and only the hub knows whether the presets are right",
+            "specdemo: HF_HUB_OFFLINE is set, but the check needs the hub",
         ),
-        ("ENDPOINT", "http://127.0.0.1:1", "specdemo: http://127.0.0.1:1 cannot be reached; try again when it can"),
+        ("ENDPOINT", "http://127.0.0.1:1", "specdemo: http://127.0.0.1:1 cannot be reached; try again later"),
     ],
 )
 def test_unreachable_hub_is_one_line(hub, monkeypatch, capsys, name, value, line):

@@ -80,7 +80,7 @@ def test_no_link_is_the_default_preset():
 
 
 def test_prompt_too_long_for_a_link_is_reported():
-    with pytest.raises(ValueError, match="a link holds a prompt of 2000 characters, this one has 2001"):
+    with pytest.raises(ValueError, match="the prompt of a link can have 2000 characters, this one has 2001"):
         to_query(BASE.with_changes(prompt="a" * 2001), BASE)
 
 
@@ -95,23 +95,26 @@ def test_prompt_too_long_for_a_link_is_reported():
         ({"k": "9" * 400}, "ignored k='9999"),
         ({"k": "4.5"}, "ignored k='4.5' from the link: k must be a number"),
         ({"k": ""}, "ignored k='' from the link: k must be a number"),
-        ({"k": 7}, "ignored 'k' from the link: its value is no text"),
-        ({"k": ["7"]}, "ignored 'k' from the link: its value is no text"),
-        ({"k": None}, "ignored 'k' from the link: its value is no text"),
-        ({7: "k"}, "ignored 7 from the link: its value is no text"),
+        ({"k": 7}, "ignored 'k' from the link: its value is not text"),
+        ({"k": ["7"]}, "ignored 'k' from the link: its value is not text"),
+        ({"k": None}, "ignored 'k' from the link: its value is not text"),
+        ({7: "k"}, "ignored 7 from the link: its value is not text"),
         ({"temperature": "nan"}, "ignored temperature='nan' from the link: temperature must be finite"),
         ({"temperature": "1e999"}, "ignored temperature='1e999' from the link: temperature must be finite"),
         ({"temperature": "-0.1"}, "ignored temperature='-0.1' from the link: temperature must be 0.0 or more"),
         ({"temperature": "hot"}, "ignored temperature='hot' from the link: temperature must be a number"),
         ({"method": "rm -rf"}, "ignored method='rm -rf' from the link: unknown method 'rm -rf'; choose one of"),
         ({"method": "m" * 100_000}, "ignored method='mmm"),
-        ({"model": "evil/model"}, "ignored model='evil/model' from the link: a link may only name models that are"),
-        ({"target": "/etc"}, "ignored target='/etc' from the link: a link may only name models that are"),
+        ({"model": "evil/model"}, "ignored model='evil/model' from the link: a link may name only embedded models"),
+        ({"target": "/etc"}, "ignored target='/etc' from the link: a link may name only embedded models"),
         ({"prompt": "p" * 100_000}, "ignored prompt='ppp"),
         ({"prompt": "  "}, "ignored prompt='  ' from the link: the prompt is empty"),
-        ({"prompt": "a\x1b[2Jb"}, "ignored prompt='a\\x1b[2Jb' from the link: the prompt must not hold the control"),
+        ({"prompt": "a\x1b[2Jb"}, "ignored prompt='a\\x1b[2Jb' from the link: the prompt must not contain the control"),
         ({"prompt": "\ud800"}, "ignored prompt='\\ud800' from the link: prompt must be valid text"),
-        ({"name": "a\x07"}, "ignored name='a\\x07' from the link: the name must not hold the control character U+0007"),
+        (
+            {"name": "a\x07"},
+            "ignored name='a\\x07' from the link: the name must not contain the control character U+0007",
+        ),
         (
             {"acceptance": "always"},
             "ignored acceptance='always' from the link: acceptance must be 'lossless', 'block' or",
@@ -169,7 +172,7 @@ def test_many_bad_settings_give_few_notes():
     assert len(from_query({f"x{i}": "1" for i in range(10_000)}, PRESETS)[1]) == 7
     chosen, notes = from_query("k=3&" * 10_000, PRESETS)
     assert chosen == BASE
-    assert notes == ["ignored the link: it has 40000 characters, 20000 at most are read"]
+    assert notes == ["ignored the link: it has 40000 characters; the limit is 20000"]
 
 
 def test_any_model_requires_the_owners_permission():

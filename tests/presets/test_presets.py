@@ -79,9 +79,9 @@ def test_changes_reach_the_lanes_they_are_for():
         ({"target": 3}, "target must be text, not 3"),
         ({"target": ""}, "target must not be empty"),
         ({"prompt": " \n"}, "the prompt is empty; write at least one word"),
-        ({"prompt": "a\x00b"}, "the prompt must not hold the control character U+0000; remove it"),
+        ({"prompt": "a\x00b"}, "the prompt must not contain the control character U+0000; remove it"),
         ({"prompt": "a" * 100_001}, "prompt must have 100000 characters at most"),
-        ({"model": "a\nb"}, "the model must not hold the control character U+000A; remove it"),
+        ({"model": "a\nb"}, "the model must not contain the control character U+000A; remove it"),
         ({"promt": "x"}, "unknown setting 'promt'; did you mean 'prompt'?"),
         ({"method": "ngrm"}, "unknown method 'ngrm'; did you mean 'ngram'?"),
         ({"method": 3}, f"unknown method '3'; choose one of {', '.join(METHODS)}"),
@@ -101,7 +101,7 @@ def test_changes_reach_the_lanes_they_are_for():
             "unknown setting 'depth'; choose one of method, model, k, options, acceptance, name, server, served_model",
         ),
         ({"lanes": 5}, "lanes must be a list, not 5"),
-        ({"server": "ftp://x"}, "the server must be like http://host:port, not 'ftp://x'"),
+        ({"server": "ftp://x"}, "the server must have the form http://host:port, not 'ftp://x'"),
     ],
 )
 def test_bad_settings_are_refused_in_one_line_with_the_fix(changes, line):
@@ -118,12 +118,12 @@ def test_servers_go_to_the_lanes_and_one_more_to_the_baseline():
     assert [lane.server for lane in every.all_lanes] == ["http://a:1", "https://b", "http://c:3"]
     assert {lane.served_model for lane in every.all_lanes} == {"m"} and every.all_remote
     assert three.on_servers([]) == three
-    with pytest.raises(ValueError, match="4 servers for 2 lanes and the baseline; name fewer"):
+    with pytest.raises(ValueError, match="4 servers for 2 lanes and the baseline; give fewer"):
         three.on_servers(["a:1"] * 4)
 
 
 def test_a_setting_of_one_lane_needs_one_lane():
-    with pytest.raises(ValueError, match="model is for one lane and this preset has 2; name the method as well"):
+    with pytest.raises(ValueError, match="model applies to one lane and this preset has 2; set the method as well"):
         preset("embedded-three-lanes").with_changes(model="stories-draft-deep")
 
 
@@ -136,7 +136,7 @@ def test_an_unknown_preset_gets_a_suggestion():
     ("text", "line"),
     [
         ("a: [1", "bad.yaml is not YAML: while parsing a flow sequence"),
-        ("- 1", "bad.yaml is not a preset: it must hold 'name: value' lines"),
+        ("- 1", "bad.yaml is not a preset: it must contain 'name: value' lines"),
         ("title: x\ntarget: y\nlanes: [{method: ngram}]", "bad.yaml: prompt is missing"),
         ("titel: x\ntarget: y\nlanes: [{method: ngram}]\nprompt: z\ntitle: x", "bad.yaml: unknown setting 'titel'"),
     ],

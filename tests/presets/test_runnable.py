@@ -28,8 +28,8 @@ def test_download_size_is_reported(chosen):
 
 def test_unrunnable_preset_reports_the_reason():
     assert why_not(PRESETS["embedded-draft"], NONE) == ""
-    assert why_not(PRESETS["qwen3-8b"], NONE) == "it needs a GPU with about 20 GB and there is none"
-    assert why_not(PRESETS["qwen3-8b"], SMALL) == "it needs about 20 GB of GPU memory and there are 16"
+    assert why_not(PRESETS["qwen3-8b"], NONE) == "it needs a GPU with about 20 GB, and this machine has none"
+    assert why_not(PRESETS["qwen3-8b"], SMALL) == "it needs about 20 GB of GPU memory, and this machine has 16"
     assert "meta-llama/Llama-3.1-8B-Instruct is gated: accept its licence" in why_not(
         PRESETS["llama-3.1-8b"], Machine(85, False)
     )
@@ -48,6 +48,6 @@ def test_page_reports_it(monkeypatch):
     assert "cannot run" not in about(PRESETS["embedded-draft"])
     text = about(PRESETS["llama-3.1-8b"])
     assert "about 20 GB, gated: needs a login, Llama 3.1 Community License" in text
-    assert text.endswith("and there is none.**")
+    assert text.endswith("and this machine has none.**")
     button = fill(PRESETS["llama-3.1-8b"], dict.fromkeys(DRAWN, 0))["nearest"]
     assert button["visible"] and button["value"] == f"Run the nearest that can: {PRESETS['embedded-draft'].title}"

@@ -129,7 +129,8 @@ def test_unsupported_server_feature_is_one_line():
         commands = {name: command(engine, method=name, **models.get(name, {})) for name in METHODS if name != "none"}
         assert {name for name, words in commands.items() if isinstance(words, list)} == able
         refused = [line for line in commands.values() if isinstance(line, str)]
-        reason = "specdemo starts it with a draft model" if engine == "llamacpp" else "has no such method"
+        only = "specdemo starts it only with a draft model"
+        reason = only if engine == "llamacpp" else "does not support this method"
         assert all(reason in line or "no longer have it" in line for line in refused)
 
 
@@ -154,7 +155,7 @@ def test_models_of_the_project_are_named_by_their_folder(capsys):
 def test_quantised_where_the_server_can():
     four = BASE.with_changes(quantization="4bit")
     assert "--quantization bitsandbytes" in serve_commands(four, "vllm")[2]
-    assert "serve a checkpoint that is quantised already" in serve_commands(four, "sglang")[1]
+    assert "serve a checkpoint that is already quantised" in serve_commands(four, "sglang")[1]
 
 
 def test_an_unknown_engine_is_one_line(capsys):

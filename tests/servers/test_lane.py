@@ -101,7 +101,7 @@ def test_the_text_of_a_real_server_is_the_baselines(real):
     assert trace.comparison[0]["verdict"] == "same text" and trace.comparison[0]["identical"] is True
     assert lane.summary["tokens"] == 40 and lane.summary["tokens_per_s"] > 0 and lane.summary["ttft_ms"] > 0
     assert lane.summary["acceptance_rate"] is None and {k for e in lane.events for k in token_kinds(e)} == {"unknown"}
-    assert lane.remote.endpoint == "/v1/completions" and "standard settings only" in lane.note
+    assert lane.remote.endpoint == "/v1/completions" and "accepts only standard settings" in lane.note
     assert "its software differs from the baseline's" in lane.note and baseline.note is None
     assert from_json(to_json(trace)) == trace
 
@@ -117,7 +117,7 @@ def test_a_real_server_killed_in_mid_run_fails_its_lane_alone(real, good):
         if isinstance(message, Finished):
             baseline, lane = message.trace.lanes
     assert baseline.finish == "length" and lane.finish == "error"
-    assert "broke off after" in lane.note and lane.text and len(lane.events) < 400
+    assert "closed the connection after" in lane.note and lane.text and len(lane.events) < 400
 
 
 def test_two_deployments_and_their_counters(good):
@@ -136,7 +136,7 @@ def test_two_deployments_and_their_counters(good):
     assert (numbers["steps"], numbers["drafted"], numbers["accepted"]) == (10, 20, 14)
     assert (numbers["acceptance_rate"], numbers["tokens_per_step"]) == (0.7, 2.4)
     assert numbers["accept_by_position"] == [0.9, 0.5]
-    assert "other users of the server are counted in" in lane.remote.source
+    assert "requests of other users are included" in lane.remote.source
     assert trace.comparison[0]["verdict"] == "text differs" and trace.comparison[0]["first_divergence"] is None
     assert trace.environment["device"] == "servers"
     report = race_report(from_json(to_json(trace)))
@@ -273,9 +273,9 @@ def test_a_server_with_one_interface_and_standard_settings_alone():
 @pytest.mark.parametrize(
     ("pieces", "reason"),
     [
-        ([Broken("reset")], "broke off after 0 pieces of text"),
-        ([GOOD[0], GOOD[1], Broken("close")], "broke off after 2 pieces of text"),
-        ([GOOD[0], Broken("quiet")], "was silent for 0.3 seconds"),
+        ([Broken("reset")], "closed the connection after 0 pieces of text"),
+        ([GOOD[0], GOOD[1], Broken("close")], "closed the connection after 2 pieces of text"),
+        ([GOOD[0], Broken("quiet")], "sent nothing for 0.3 seconds"),
         ([GOOD[0], {"error": {"message": "out of memory"}}], "out of memory"),
         ([GOOD[0], piece("", finish="abort")], "ended the text early: abort"),
         ([piece(" x") for _ in range(40)], "more than the 16 tokens"),
@@ -315,10 +315,10 @@ def test_a_redirect_is_not_followed(good):
 
 def test_a_server_that_is_not_there_or_not_known(good):
     trace = run(spec(good.address, DEAD), good.address, DEAD)
-    assert trace.lanes[1].note == "127.0.0.1:9 cannot be reached; start the server, or mend its address"
+    assert trace.lanes[1].note == "127.0.0.1:9 cannot be reached; start the server or correct its address"
     with completion_server(GOOD, models=("a", "b")) as several:
         note = run(spec(good.address, several.address), good.address, several.address).lanes[1].note
-    assert "it serves a, b; say which one with served_model" in note
+    assert "it serves a, b; choose one with served_model" in note
 
 
 def test_stop_reaches_a_silent_server(good):
@@ -333,7 +333,7 @@ def test_stop_reaches_a_silent_server(good):
 
 
 def test_only_listed_servers_are_contacted(good, monkeypatch):
-    with pytest.raises(ValueError, match=f"server {good.address} is not listed; whoever runs specdemo lists it"):
+    with pytest.raises(ValueError, match=f"server {good.address} is not allowed; the operator can allow it"):
         Session().load(spec(good.address, None))
     monkeypatch.setenv(LISTED, f" {good.address.removeprefix('http://')}/v1 ,https://gpu-box")
     assert listed() == (good.address, "https://gpu-box")
@@ -344,7 +344,7 @@ def test_only_listed_servers_are_contacted(good, monkeypatch):
 
 @pytest.mark.parametrize("text", ["", "ftp://a", "http://", "http://a:b", "http://a b", "http://a?x=1"])
 def test_invalid_addresses(text):
-    with pytest.raises(ValueError, match="must be like http://host:port"):
+    with pytest.raises(ValueError, match="must have the form http://host:port"):
         address(text)
 
 

@@ -49,9 +49,9 @@ def test_prompt_lookup_looks_for_one_length():
     [
         (
             ["embedded-medusa"],
-            "lane 1: medusa is not served: specdemo starts it with a draft model or prompt lookup only",
+            "lane 1: medusa is not served: specdemo starts it only with a draft model or prompt lookup",
         ),
-        (["embedded-draft", "--gpus", "2"], "llama.cpp is started on the CPU; leave --gpus out"),
+        (["embedded-draft", "--gpus", "2"], "specdemo starts llama.cpp on the CPU; omit --gpus"),
     ],
 )
 def test_unsupported_lane_is_rejected_before_start(arguments, reason, engine, capsys):
@@ -89,7 +89,9 @@ def test_a_model_that_is_not_here_is_not_checked(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     chosen = preset("two-servers").with_changes(target="nobody/absent")
     comment = serve_commands(chosen, "llamacpp")[1]
-    assert comment.startswith("# baseline; not checked, since the config of nobody/absent is not here; llama.cpp ")
+    assert comment.startswith(
+        "# baseline; not checked, since the config of nobody/absent is not on this machine; llama.cpp "
+    )
 
 
 @installed

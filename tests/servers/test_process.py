@@ -58,7 +58,10 @@ def test_cpu_has_one_attention_backend(engine):
     ("arguments", "reason"),
     [
         (["--engine", "vlm"], "unknown engine 'vlm'"),
-        (["--engine", "vllm", "--command", "/nowhere/vllm"], "/nowhere/vllm is not here; install it, or name its path"),
+        (
+            ["--engine", "vllm", "--command", "/nowhere/vllm"],
+            "there is no program /nowhere/vllm; install it or pass its path",
+        ),
         (["--engine", "vllm", "--server", "http://127.0.0.1:1"], "give one of them"),
     ],
 )
@@ -70,9 +73,9 @@ def test_bad_input_is_one_line(arguments, reason, capsys):
 @pytest.mark.parametrize(
     ("engine", "line"),
     [
-        ("vllm", "vLLM is not installed here: python3 -m venv vllm && vllm/bin/pip install vllm ("),
-        ("sglang", "SGLang is not installed here: python3 -m venv sglang && sglang/bin/pip install sglang ("),
-        ("llamacpp", f"llama.cpp is not installed here: {sys.executable} -m pip install xllamacpp gguf\n"),
+        ("vllm", "vLLM is not installed; run: python3 -m venv vllm && vllm/bin/pip install vllm ("),
+        ("sglang", "SGLang is not installed; run: python3 -m venv sglang && sglang/bin/pip install sglang ("),
+        ("llamacpp", f"llama.cpp is not installed; run: {sys.executable} -m pip install xllamacpp gguf\n"),
     ],
 )
 def test_an_engine_that_is_not_installed_is_named_with_its_install_command(engine, line, monkeypatch, tmp_path, capsys):
@@ -89,14 +92,14 @@ def test_sglang_is_looked_up_in_the_python_on_the_path(code, monkeypatch, tmp_pa
     (tmp_path / "python").write_text(f"#!/bin/sh\nexit {code}\n", encoding="utf-8")
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ValueError, match="SGLang is not installed here") if code else nullcontext():
+    with pytest.raises(ValueError, match="SGLang is not installed; run: ") if code else nullcontext():
         assert starting.engine_program("sglang") == str(tmp_path / "python")
 
 
 def test_an_engine_that_does_not_start_is_quoted(engine, monkeypatch, capsys):
     monkeypatch.setenv("BROKEN", "1")
     assert main(["run", "embedded-draft", "--engine", "vllm", "--command", str(engine)]) == 2
-    assert capsys.readouterr().err.endswith("ended while it loaded: no such architecture\n")
+    assert capsys.readouterr().err.endswith("exited while loading: no such architecture\n")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no such signals")

@@ -120,7 +120,7 @@ def test_the_parent_ends_what_a_killed_supervisor_leaves(engine):
         links = connections(listener, 4)
         server.process.kill()
         assert_ended(links)
-        with pytest.raises(ValueError, match=r"at 127\.0\.0\.1:1 ended; the end of its log: nothing"):
+        with pytest.raises(ValueError, match=r"at 127\.0\.0\.1:1 exited; the end of its log: empty"):
             server.check_runs()
 
 

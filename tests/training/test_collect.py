@@ -145,7 +145,7 @@ def test_a_shard_that_is_cut_short_is_gathered_again(
         shard.write_bytes(shard.read_bytes()[:length])
         caplog.clear()
         assert not is_complete(tmp_path)
-        assert caplog.messages == [f"{shard} is damaged and is written again"]
+        assert caplog.messages == [f"{shard} is damaged and will be written again"]
         collect(model, text, STORIES, tmp_path, PLAN)
         assert torch.equal(load_cache(tmp_path).indices, before.indices)
 

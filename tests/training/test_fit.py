@@ -181,7 +181,7 @@ def test_damaged_checkpoint_is_replaced_by_the_previous_one(
     again = TrainRun(Bigram(), [], TrainHistory())
     again.resume(path)
     assert again.history.step == 1 and len(caplog.records) == 1
-    assert caplog.messages == [f"{path} is damaged or of another run; it was renamed to checkpoint.pt.unusable"]
+    assert caplog.messages == [f"{path} is damaged or belongs to another run; renamed it to checkpoint.pt.unusable"]
     spoilt = TrainRun(Bigram(), [], TrainHistory())
     (tmp_path / "checkpoint.pt.previous").write_bytes(b"x")
     before = {name: value.clone() for name, value in spoilt.module.state_dict().items()}

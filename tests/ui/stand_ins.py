@@ -193,7 +193,7 @@ def remote_trace(hostile="<b>host</b>:8000") -> RunTrace:
         lane, name="Far away", events=events, token_ids=[-1] * len(HOSTILE), options={}, prompt_ids=[]
     )
     totals = {"steps": 6, "drafted": 20, "accepted": 9, "acceptance_rate": 0.45, "tokens_per_step": 2.5}
-    source = "accepted / drafted tokens; other users of the server are counted in"
+    source = "accepted / drafted tokens; requests of other users are included"
     trace.lanes[1].remote = Remote(hostile, "m", "/v1/completions", len(HOSTILE), True, totals, [0.9, 0.6], source)
     trace.lanes[1].summary = summarise(trace.lanes[1])
     trace.comparison = [{**compare(baseline, trace.lanes[1], greedy=True), "verdict": "same text"}]

@@ -172,7 +172,7 @@ def test_overrides_of_the_endpoints():
     for value in ([1, 2], "k", 5):
         with pytest.raises(ValueError, match="overrides must be an object of settings"):
             changed("embedded-draft", value, False)
-    with pytest.raises(ValueError, match="named in text, not by 5"):
+    with pytest.raises(ValueError, match="must be text, not 5"):
         changed(5, None, False)
     with pytest.raises(ValueError, match="did you mean 'temperature'"):
         changed("embedded-draft", {"temprature": 1}, False)

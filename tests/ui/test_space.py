@@ -99,13 +99,13 @@ def public(monkeypatch):
 @pytest.mark.parametrize(
     "changes, line",
     [
-        ({"target": "meta-llama/Llama-3.1-8B-Instruct"}, "is not on this public page"),
+        ({"target": "meta-llama/Llama-3.1-8B-Instruct"}, "is not available on this public page"),
         ({"target": "someone/else"}, "is not on this page's list"),
         ({"max_new_tokens": 257}, "256 new tokens at most, not 257; for more, duplicate this Space"),
         ({"lanes": [{"method": "ngram"}] * 3}, "3 lanes at most, not 4"),
-        ({"k": 11}, "10 tokens of draft at most"),
-        ({"lanes": [{"method": "lookahead", "options": {"nodes": 65}}]}, "64 nodes of a draft tree at most, not 65"),
-        ({"prompt": "word " * 1000}, "4000 characters of prompt at most"),
+        ({"k": 11}, "10 draft tokens at most"),
+        ({"lanes": [{"method": "lookahead", "options": {"nodes": 65}}]}, "64 draft tree nodes at most, not 65"),
+        ({"prompt": "word " * 1000}, "4000 prompt characters at most"),
     ],
 )
 def test_a_public_page_runs_listed_models_and_short_runs(public, monkeypatch, changes, line):
@@ -118,7 +118,7 @@ def test_a_public_page_runs_listed_models_and_short_runs(public, monkeypatch, ch
 @pytest.mark.parametrize(
     "changes, line",
     [
-        ({"preset": "llama-3.1-8b"}, "is not on this public page"),
+        ({"preset": "llama-3.1-8b"}, "is not available on this public page"),
         ({"new_tokens": 512}, "256 new tokens at most, not 512"),
         ({"repeats": 4}, "repeats a sweep 3 times at most, not 4"),
     ],
