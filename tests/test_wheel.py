@@ -71,7 +71,7 @@ def test_an_installed_copy_works_in_an_empty_folder(wheel, tmp_path):
     assert done.returncode == 0, done.stderr
     assert '"id": "qwen3-8b"' in done.stdout and "Draft model (stories-draft-wide)" in done.stdout
     suite, recipe = done.stderr.splitlines()[:2]
-    assert suite.startswith("specdemo: suite 'peers' measures specdemo itself and comes with its checkout")
+    assert suite.startswith("specdemo: suite 'peers' measures specdemo itself and needs a checkout of specdemo")
     assert recipe.startswith("specdemo: unknown recipe 'stories-target': those of the embedded models need a checkout")
     assert not list(empty.iterdir())
 

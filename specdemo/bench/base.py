@@ -14,13 +14,13 @@ from specdemo.core.suggest import DEVICES
 from specdemo.presets.files import DEFAULT
 from specdemo.presets.limits import LIMITS
 
-Report = Callable[[float, str], None]  # share done 0..1, what is being done
-Stop = Callable[[], bool]  # whether to end
+Report = Callable[[float, str], None]  # fraction done 0..1, current activity
+Stop = Callable[[], bool]  # returns True to stop
 
 NEW_TOKENS = 96
-REPEATS = 1000  # at most
-MINUTES = 600.0  # at most
-ROWS = 256  # of losslessness: continuations decoded at once, and so in a repeat
+REPEATS = 1000  # maximum
+MINUTES = 600.0  # maximum
+ROWS = 256  # batch size of the losslessness suite: continuations per repeat
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Axis:
     column: str
     title: str
     unit: str
-    doubling: bool = False  # the points double, so the axis is logarithmic
+    doubling: bool = False  # points double, so the axis is logarithmic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +43,8 @@ class Suite:
     name: ClassVar[str]
     title: ClassVar[str] = ""
     question: ClassVar[str] = ""
-    axis: ClassVar[Axis | None] = None  # None: the lanes themselves are compared
-    measured_by: ClassVar[str]  # module:function, which `run` imports, since it needs torch, and gives what it is given
+    axis: ClassVar[Axis | None] = None  # None: compare the lanes only
+    measured_by: ClassVar[str]  # module:function, imported by `run`, because it needs torch
     repeats: int = 5
 
     def __post_init__(self) -> None:
@@ -103,7 +103,7 @@ class Questioned(Prompted):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.prompts is not None and self.questions is not None:
-            raise ValueError("prompts and a question file exclude each other; give one of them")
+            raise ValueError("--prompt and --questions exclude each other; give one of them")
 
     @property
     def prompts_or_file(self) -> Sequence[str] | Path:
@@ -113,12 +113,12 @@ class Questioned(Prompted):
 
 def _repeats(value: int) -> None:
     if not 1 <= value <= REPEATS:
-        raise ValueError(f"repeats must be 1 or more, not {value}; {REPEATS} at most")
+        raise ValueError(f"repeats must be from 1 to {REPEATS}, not {value}")
 
 
 def _ks(value: Sequence[int]) -> None:
     if not (any(value) and all(0 <= k <= LIMITS.k for k in value)):
-        raise ValueError(f"draft lengths go from 1 to {LIMITS.k}, not {list(value)[:20]}")
+        raise ValueError(f"draft lengths must be from 1 to {LIMITS.k}, not {list(value)[:20]}")
 
 
 def _new_tokens(value: int) -> None:
@@ -133,17 +133,19 @@ def _prompts(value: Sequence[str]) -> None:
 
 def _minutes(value: float) -> None:
     if not 0.0 <= value <= MINUTES:
-        raise ValueError(f"minutes must be 0 to {MINUTES:.0f}, not {value:g}; 0 writes the report of what is there")
+        raise ValueError(
+            f"minutes must be 0 to {MINUTES:.0f}, not {value:g}; 0 writes a report of the existing results"
+        )
 
 
 def _at_most(value: Sequence[float]) -> None:
     if not (value and all(0 < one <= 1024 for one in value)):
-        raise ValueError(f"a load is above 0 and at most 1024, not {list(value)[:20]}")
+        raise ValueError(f"loads must be above 0 and at most 1024, not {list(value)[:20]}")
 
 
 def _above_zero(value: float) -> None:
     if not 0 < value < 1e9:
-        raise ValueError(f"a number above 0 is wanted, not {value}")
+        raise ValueError(f"expected a number above 0, not {value}")
 
 
 def _list(text: str, of: Callable[[str], object]) -> list[object]:
@@ -151,7 +153,7 @@ def _list(text: str, of: Callable[[str], object]) -> list[object]:
     try:
         return [of(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"a load is a number, or several like 1,2,4, not {text[:40]!r}") from None
+        raise ValueError(f"a load must be a number, or several like 1,2,4, not {text[:40]!r}") from None
 
 
 def _ranges(text: str) -> list[int]:
@@ -180,11 +182,11 @@ class Option:
     flag: str
     noun: str
     help: str
-    kind: Any = str  # as the command line takes it
-    read: Callable[[Any], object] = _same  # what the command line took -> the field
+    kind: Any = str  # type on the command line
+    read: Callable[[Any], object] = _same  # value from the command line -> value of the field
     check: Callable[[Any], object] = _same
     serialize: Callable[[Any], object] = _same
-    metavar: str | None = None  # of the help; None: the type
+    metavar: str | None = None  # shown in the help; None: the type
 
 
 OPTIONS: Mapping[str, Option] = {
@@ -202,7 +204,7 @@ OPTIONS: Mapping[str, Option] = {
     "prompts": Option(
         "--prompt",
         "prompt",
-        "Prompt to use in place of the suite's own; repeatable.",
+        "Prompt to use instead of the suite's; repeatable.",
         list[str],
         check=_prompts,
         serialize=len,
@@ -211,7 +213,7 @@ OPTIONS: Mapping[str, Option] = {
     "questions": Option(
         "--questions",
         "question file",
-        "File question.jsonl in the format of Spec-Bench; results by category too.",
+        "File question.jsonl in the format of Spec-Bench; adds results per category.",
         Path,
         serialize=lambda path: path.name,
     ),
@@ -237,7 +239,7 @@ OPTIONS: Mapping[str, Option] = {
     "rates": Option(
         "--rate",
         "arrival rate",
-        "Requests per second with Poisson arrivals, for example 0.5,2; in place of --concurrency.",
+        "Requests per second with Poisson arrivals, for example 0.5,2; instead of --concurrency.",
         read=partial(_list, of=float),
         check=_at_most,
         metavar="R",
@@ -245,14 +247,14 @@ OPTIONS: Mapping[str, Option] = {
     "requests": Option(
         "--requests",
         "number of requests",
-        "Requests per load and repeat; four rounds by default.",
+        "Requests per load and repeat; default: four times the concurrency.",
         int,
         check=_above_zero,
     ),
     "slo_ttft": Option(
         "--slo-ttft",
         "bound",
-        "Time to first token of a good request, in ms at most.",
+        "Largest time to first token of a good request, in ms.",
         float,
         check=_above_zero,
         metavar="MS",
@@ -260,7 +262,7 @@ OPTIONS: Mapping[str, Option] = {
     "slo_itl": Option(
         "--slo-itl",
         "bound",
-        "Mean time per output token of a good request, in ms at most.",
+        "Largest mean time per output token of a good request, in ms.",
         float,
         check=_above_zero,
         metavar="MS",
@@ -268,8 +270,10 @@ OPTIONS: Mapping[str, Option] = {
     "schedule": Option("--schedule", "schedule", "Measure the resulting schedule of draft lengths as well.", bool),
     "pair": Option("--pair", "model pair", "Pair of models: embedded, 8m, 98m, 342m or 8b.", metavar="NAME"),
     "folder": Option("--out", "folder", "Folder to write to.", Path, serialize=str),
-    "minutes": Option("--minutes", "time", "Minutes that this call may take.", float, check=_minutes),
-    "journal": Option("--out", "file", "Finished points, from which a killed run continues.", Path, serialize=str),
-    "device": Option("--device", "device", f"{DEVICES}.", metavar="NAME"),
-    "dtype": Option("--dtype", "dtype", f"{NAMES}.", read=dtype_name, metavar="NAME"),
+    "minutes": Option("--minutes", "time", "Time limit of this call in minutes.", float, check=_minutes),
+    "journal": Option(
+        "--out", "file", "File of finished points, from which an interrupted run continues.", Path, serialize=str
+    ),
+    "device": Option("--device", "device", f"Device: {DEVICES}.", metavar="NAME"),
+    "dtype": Option("--dtype", "dtype", f"Data type: {NAMES}.", read=dtype_name, metavar="NAME"),
 }

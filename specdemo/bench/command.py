@@ -19,7 +19,7 @@ from specdemo.core.outputs import check_output, check_output_folder
 from specdemo.core.suggest import suggest
 from specdemo.presets.files import require
 
-OUT = "--out"  # the numbers of a suite, or the folder of one that writes while it measures
+OUT = "--out"  # file of the results, or the folder of a suite that writes while it measures
 
 
 class SuiteGroup(TyperGroup):
@@ -35,7 +35,7 @@ class SuiteGroup(TyperGroup):
         return super().parse_args(ctx, _suite_first(args))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if not ctx.resilient_parsing:  # that is shell completion
+        if not ctx.resilient_parsing:  # true during shell completion
             known_suite(args[0])
         return super().resolve_command(ctx, args)
 
@@ -113,9 +113,9 @@ def _run(
     name: str, out: Path | None, html: Path | None, force: bool, as_json: bool, markdown: bool, **given: object
 ) -> None:
     journal = out and out.with_name(f"{out.name}.rounds")
-    if takes(name, "folder"):  # it writes while it measures
+    if takes(name, "folder"):  # the suite writes while it measures
         given, out = {**given, "folder": out}, None
-    if takes(name, "journal"):  # a run that is killed continues from it
+    if takes(name, "journal"):  # an interrupted run continues from it
         given = {**given, "journal": journal}
     if html is not None:
         require("page", "plotly")

@@ -38,10 +38,10 @@ CPU_WIDTHS, CPU_BATCHES = (1, 2, 3, 5, 9, 17), (1, 2, 4, 8, 16)  # of `specdemo 
 CONTEXT, FAR = 64, 256
 LINK_BYTES = 1 << 28
 STEP_K, STEP_KS, STEP_TOKENS, STEP_BATCH = 5, (2, 5), 96, 8
-ACCEPTANCE = 0.7  # the chance of a draft in a step
+ACCEPTANCE = 0.7  # acceptance rate of the measured steps
 COMMAND = "python -m specdemo profile"
 
-Milliseconds = dict[int, dict[int, float]]  # of passes, by batch and width
+Milliseconds = dict[int, dict[int, float]]  # of passes, by batch size and width
 
 
 def best_seconds(run: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
@@ -189,7 +189,7 @@ def measure_profile(device: str = "auto", name: str | None = None, report: Repor
     """Measure this machine in about a minute. name: of the profile. Raise ValueError with one line."""
     where = pick_device(device)
     if name is not None and not re.fullmatch(NAME, name):
-        raise ValueError(f"a profile's name has small letters, digits, - and ., not {name!r}")
+        raise ValueError(f"the name of a profile must have only lower-case letters, digits, - and ., not {name!r}")
     model, widths, batches = (
         ("llama-100m", CPU_WIDTHS, CPU_BATCHES) if where.type == "cpu" else ("llama-1b", WIDTHS, BATCHES)
     )
@@ -197,10 +197,10 @@ def measure_profile(device: str = "auto", name: str | None = None, report: Repor
         report(0.0, "memory and matrix products")
         found = basics(where, COMMAND)
         targets, dtype = {}, pick_dtype("auto", where)
-        while model:  # small models beside a large one tell starting operations from reading weights
+        while model:  # models of different sizes separate the launch cost from the cost of reading weights
             targets[model] = fast(random_model(model, where, dtype))
             model = DRAFTS.get(model, "")
-        starts = _parts(report, len(targets) * (2 * len(batches) + 2 + len(STEP_KS)))  # at most
+        starts = _parts(report, len(targets) * (2 * len(batches) + 2 + len(STEP_KS)))  # upper limit
         known = []
         for of, target in targets.items():
             even = passes(target, widths, batches, starts=starts)
@@ -284,7 +284,7 @@ def profile_report(profile: Profile) -> str:
         ]
         lines += [
             "",
-            f"{known.model}, {known.dtype}, {known.kernels}: a pass over n tokens of every text",
+            f"{known.model}, {known.dtype}, {known.kernels}: a pass over n tokens per row",
             table(header, rows),
         ]
     return "\n".join(lines)

@@ -39,7 +39,7 @@ def write_page(result: Result, out: Path) -> None:
 def _plot(result: Result) -> str:
     try:
         drawn = figure(result)
-    except ValueError:  # a suite without speed-ups has its table alone
+    except ValueError:  # a suite without speed-ups has only its table
         return ""
     html: str = drawn.to_html(full_html=False, include_plotlyjs=True)
     return html

@@ -26,16 +26,16 @@ from specdemo.presets.files import preset
 
 SHARES = (50, 99)
 GOODPUT = "good requests/s"
-BUNCHED = 0.1  # of the time of a token
+BUNCHED = 0.1  # share of the time per token
 NO_GAIN = (
-    "is clearly faster than plain decoding at any of these loads, so nothing is recommended: serve without speculation,"
-    f" or measure again with more repeats ({THOROUGH} or more have intervals)."
+    "is clearly faster than plain decoding at any of these loads: serve without speculation, or measure again with more"
+    f" repeats ({THOROUGH} or more give intervals)."
 )
 PLAIN, SCHEDULED = "Baseline", "schedule"
-Site = Here | Fleet  # where lanes are measured
+Site = Here | Fleet  # backends that run the lanes
 COUNTED = (
-    "Times in ms: to the first piece of text (TTFT), between pieces, which may hold several tokens (ITL), and of a"
-    " whole request over its tokens (ms/token)."
+    "Times in ms: TTFT until the first piece of text, ITL between pieces, which may contain several tokens, and"
+    " ms/token, the time of a request divided by its tokens."
 )
 
 
@@ -64,7 +64,7 @@ def load(suite: Load, report: Report, cancelled: Stop) -> Result:
         rows = sorted([*rows, *own], key=lambda row: float(row[suite.over.column]))
     remarks += advice
     if not site.together(len(ks)):
-        remarks.append("The servers were up one by one, each with all GPUs to itself, and did not take turns.")
+        remarks.append("The servers ran one after the other, each with all GPUs, so the lanes did not take turns.")
     remarks += [*bunched(rows), COUNTED]
     return Result(suite.name, done, config, site.environment(), rows, remarks, suite.over.column)
 
@@ -279,8 +279,8 @@ def _advice(rows: Sequence[Row], schedule: Schedule, site: Site) -> list[str]:
 
     loads, fixed = ", ".join(map(str, best)), _fixed(rows)
     return [
-        f"Schedule {json_text(schedule)}: goodput at {loads} at a time {against(0)} of {PLAIN}, {against(fixed)} of"
-        f" k = {fixed}, which is the best of one k.",
+        f"Schedule {json_text(schedule)}: goodput at concurrency {loads} is {against(0)} that of {PLAIN},"
+        f" {against(fixed)} that of k = {fixed}, the best single k.",
         *site.paste(schedule),
     ]
 
@@ -288,4 +288,8 @@ def _advice(rows: Sequence[Row], schedule: Schedule, site: Site) -> list[str]:
 def bunched(rows: Sequence[Row]) -> list[str]:
     """Return a note if most gaps are zero, because TTFT then includes decoding."""
     lanes = dict.fromkeys(row["lane"] for row in rows if (row["ITL p50"] or 0.0) < BUNCHED * row[LATENCY].value)
-    return [f"Text arrived in bunches ({', '.join(lanes)}): TTFT and ITL say little, ms/token holds."] if lanes else []
+    return (
+        [f"Text arrived in bunches ({', '.join(lanes)}): TTFT and ITL are not meaningful; ms/token is."]
+        if lanes
+        else []
+    )

@@ -38,7 +38,7 @@ class Here:
     lane: Lane
     plain: Way
     drafting: Way
-    prompts: Sequence[Sequence[Sequence[int]]]  # those of one length, by length
+    prompts: Sequence[Sequence[Sequence[int]]]  # grouped by length
 
     @classmethod
     def of(cls, suite: Load) -> "Here":
@@ -70,7 +70,7 @@ class Here:
 
     def paste(self, schedule: Schedule) -> list[str]:
         """Servers are others than this engine: theirs comes from a load on them."""
-        return ["For a server measure the server: bench load --engine vllm."]
+        return ["For a schedule for servers, measure a server: bench load --engine vllm."]
 
     def _way(self, k: int) -> Way:
         if not k:

@@ -9,23 +9,23 @@ from specdemo.bench.prompts import PROMPTS
 from specdemo.core.suggest import program
 from specdemo.presets.files import DEFAULT
 
-CONCURRENCY = Axis("concurrency", "concurrency", "requests at a time", doubling=True)
-RATE = Axis("rate", "arrival rate", "requests a second", doubling=True)
+CONCURRENCY = Axis("concurrency", "concurrency", "concurrent requests", doubling=True)
+RATE = Axis("rate", "arrival rate", "requests per second", doubling=True)
 HERE = "here"
-LENGTHS = (1, 2, 4)  # of the suite's texts, one behind the other
-ROUNDS = 4  # requests for each that is at work at a time, unless told
+LENGTHS = (1, 2, 4)  # number of texts that are concatenated for a prompt
+ROUNDS = 4  # default number of requests, in multiples of the concurrency
 FEWEST = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load(Prompted):
-    """The first lane of a preset under load at every draft length: throughput, latency, the schedule for servers."""
+    """Measures throughput and latency of a preset's first lane under load, and derives a schedule for servers."""
 
     name = "load"
     title = "Load"
     question = (
-        "Where does the gain die under load? Throughput against latency, from one request at a time to many: a curve "
-        "per draft length of the preset's first lane. Here requests at a time are the rows of a batch; "
+        "At which load does the gain end? Throughput against latency at increasing concurrency, with a curve per draft "
+        "length of the preset's first lane. In specdemo's engine, concurrent requests are the rows of a batch; "
         f"`{program()} bench load --engine vllm` measures the same on a server."
     )
     axis = CONCURRENCY
@@ -49,15 +49,15 @@ class Load(Prompted):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.servers and (self.engine or self.command or self.schedule):
-            raise ValueError("--server names servers that run already; leave --engine, --command and --schedule out")
+            raise ValueError("--server is for running servers; omit --engine, --command and --schedule")
         if self.here and (self.rates or self.command or self.schedule or self.gpus > 1):
-            raise ValueError(
-                "--rate, --schedule, --command and --gpus are for servers; name them, or start some with --engine vllm"
-            )
+            raise ValueError("--rate, --schedule, --command and --gpus need servers; add --server URL or --engine vllm")
         if not self.here and self.device != "auto":
-            raise ValueError("--device is for --engine here; a server is told its device where it is started")
+            raise ValueError(
+                "--device needs --engine here; choose the device of a server in the command that starts it"
+            )
         if self.schedule and (self.rates or self.engine not in (None, "vllm")):
-            raise ValueError("a schedule is vLLM's and by concurrency; leave --schedule out, or --engine and --rate")
+            raise ValueError("--schedule needs vLLM and --concurrency; omit --schedule, or --engine and --rate")
 
     @property
     def here(self) -> bool:

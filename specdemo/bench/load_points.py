@@ -11,13 +11,13 @@ from specdemo.core.files import append_line, json_text, write_text
 from specdemo.core.safe_io import read_text
 from specdemo.servers.counters import ServerStats
 
-Schedule = Sequence[Sequence[int]]  # [from, to, k]: of batch sizes
-Measure = Callable[[float, bool], "Point"]  # the load, and whether it is but the warm-up
-Round = Mapping[str, "Point"]  # one load, once: a point per lane
+Schedule = Sequence[Sequence[int]]  # entries [from, to, k]: k for a range of batch sizes
+Measure = Callable[[float, bool], "Point"]  # (load, warm-up) -> result
+Round = Mapping[str, "Point"]  # one load, one repeat: lane -> point
 
 
 JOURNAL_BYTES = 500_000_000
-# what a journal may hold
+# types of the values in a journal
 _Count = Annotated[int, Field(ge=0, le=10**9)]
 _Tokens = Annotated[int, Field(ge=1, le=10**9)]
 _Ms = Annotated[float, Field(ge=0.0, le=1e12)]
@@ -28,7 +28,7 @@ _Seconds = Annotated[float, Field(ge=1e-6, le=1e9)]
 class Answer:
     """One request's; times in ms."""
 
-    asked: _Count  # the prompt's place
+    asked: _Count  # index of the prompt
     text: str
     tokens: _Tokens
     ttft: _Ms
@@ -79,15 +79,17 @@ class Journal:
 
     def __init__(self, path: Path | None, settings: Mapping[str, object]) -> None:
         """Read the rounds of a run that was killed. Raises ValueError, one line, for any other file."""
-        self._path, self._rounds = path, dict[str, tuple[int, Round]]()  # with the line's number
+        self._path, self._rounds = path, dict[str, tuple[int, Round]]()  # key -> (line number, round)
         if path is None:
             return
         head = json_text(settings)
         text = read_text(path, JOURNAL_BYTES, "remove it, or choose another --out") if path.is_file() else ""
         first, *lines = text.split("\n")
         if text and first != head:
-            raise ValueError(f"{path} holds a run with other options; give those, remove it, or choose another --out")
-        complete_lines = lines[:-1]  # the line after the last line break is empty, or the kill cut it off
+            raise ValueError(
+                f"{path} contains a run with other options; use those options, remove the file, or choose another --out"
+            )
+        complete_lines = lines[:-1]  # the last line is empty or incomplete
         for number, line in enumerate(complete_lines, 2):
             key, found = self._parsed(number, line)
             self._rounds[key] = number, found
@@ -103,7 +105,7 @@ class Journal:
 
     def _damaged(self, number: int, reason: str) -> ValueError:
         reason = " ".join(reason.split())[:200]
-        return ValueError(f"{self._path}, line {number}: {reason}; remove that line, and the round is measured again")
+        return ValueError(f"{self._path}, line {number}: {reason}; remove that line to measure the round again")
 
     def get(self, key: str, lanes: Collection[str]) -> Round | None:
         """Return the round, None if it is not measured yet. Raises ValueError if its lanes are not these."""

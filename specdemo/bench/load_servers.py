@@ -35,13 +35,13 @@ from specdemo.servers.lane import KEY, Form, RemoteLane
 from specdemo.servers.process import ReportFunction
 from specdemo.servers.stream import Piece, StreamParser
 
-SCHEDULE = "num_speculative_tokens_per_batch_size"  # vLLM's name; config/speculative.py
-# SGLang's names; speculative/adaptive_spec_params.py and adaptive_step_router.py
+SCHEDULE = "num_speculative_tokens_per_batch_size"  # name in vLLM's config/speculative.py
+# names in SGLang's speculative/adaptive_spec_params.py and adaptive_step_router.py
 ALGORITHM, FOLLOW = "--speculative-algorithm", "--speculative-adaptive --speculative-adaptive-config"
 ADAPTIVE = ("EAGLE", "EAGLE3")
 
 T = TypeVar("T")
-RequestFunction = Callable[[int], Awaitable[Answer]]  # the number of the request
+RequestFunction = Callable[[int], Awaitable[Answer]]  # index of a request -> its answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,11 @@ class Fleet:
     already, one for every k."""
 
     suite: Load
-    chosen: Preset  # of one lane
+    chosen: Preset  # with one lane
     engine: Engine
     program: Program | None
     running: Mapping[int, str]
-    models: dict[str, str] = field(default_factory=dict)  # as the servers report them, by host and port
+    models: dict[str, str] = field(default_factory=dict)  # "host:port" -> model reported by the server
 
     @classmethod
     def of(cls, suite: Load, ks: Sequence[int]) -> "Fleet":
@@ -63,11 +63,11 @@ class Fleet:
         chosen = chosen.model_copy(update={"lanes": chosen.lanes[:1]})
         engine = known_engine(suite.engine or "vllm")
         if engine == "llamacpp":
-            raise ValueError("llama.cpp is started for one text at a time; load vllm or sglang")
+            raise ValueError("specdemo starts llama.cpp for one request at a time; use --engine vllm or sglang")
         if not suite.servers:
             return cls(suite, chosen, engine, Program.find(engine, suite.command, suite.gpus), {})
         if len(suite.servers) != len(ks):
-            raise ValueError(f"{len(suite.servers)} servers for k = {', '.join(map(str, ks))}; name one for each")
+            raise ValueError(f"{len(suite.servers)} servers for k = {', '.join(map(str, ks))}; give one --server per k")
         allow(suite.servers)
         return cls(suite, chosen, engine, None, dict(zip(ks, suite.servers, strict=True)))
 
@@ -113,7 +113,7 @@ class Fleet:
         """Return why no k can be recommended, an empty text if it can."""
         if self.program or self.suite.preset:
             return ""
-        return "Nothing is recommended: without --preset it is not known which draft these servers use."
+        return "No recommendation: without --preset the drafter of these servers is unknown."
 
     def paste(self, schedule: Schedule) -> list[str]:
         """Return vLLM's config with the schedule, and SGLang's flags; a schedule with one k is that k alone."""
@@ -152,10 +152,10 @@ class Fleet:
 def _measure(suite: Load, server: str, remote: Remote, place: float, warm_up: bool) -> Point:
     point = _point(suite, server, remote, place, warm_up)
     try:
-        with ThreadPoolExecutor(1) as alone:  # whoever asks may have a loop of its own, as notebooks do
+        with ThreadPoolExecutor(1) as alone:  # the caller may run an event loop, as notebooks do
             return alone.submit(asyncio.run, point).result()
     except (StatusError, ConnectionError, httpx.HTTPError, ValueError) as error:
-        message = str(error).replace(os.environ.get(KEY) or "\0", "***")  # a server may quote the key back
+        message = str(error).replace(os.environ.get(KEY) or "\0", "***")  # a server may repeat the key in its message
         reason = " ".join(message.split())[:300] or type(error).__name__
         raise ValueError(f"{host(server)} failed under load: {reason}") from None
 
@@ -215,6 +215,6 @@ async def _request(http: Client, remote: Remote, index: int, text: str, tokens: 
     parser = StreamParser(pieces.append, tokens)
     await parser.read_stream(http, remote.endpoint, {**put, **how, "stream_options": {"include_usage": True}})
     if not pieces:
-        raise ConnectionError("an answer broke off")
+        raise ConnectionError("the response ended early")
     first, *gaps = (step_ms(event) for event, _ in pieces)
     return Answer(index, "".join(piece for _, piece in pieces), parser.reported_tokens or parser.tokens, first, gaps)

@@ -29,10 +29,10 @@ from specdemo.methods.targets import load_target
 from specdemo.models.text import encode, token_text
 from specdemo.presets.files import Preset, preset
 
-PLACES = (2, 3, 4)  # tokens that are compared; the first is the prefill's, which speculates nothing
-SHOWN = 10  # the commonest tokens of a place
-MIN_COUNT = 10  # rarer tokens, of both samples together, are counted as one
-ALARM = 0.001  # a p-value below it calls the distributions different
+PLACES = (2, 3, 4)  # positions of the compared tokens; the first token comes from the prefill, without speculation
+SHOWN = 10  # most common tokens per position to show
+MIN_COUNT = 10  # tokens that occur less often in both samples together are pooled
+ALARM = 0.001  # significance level
 GREEDY_TOKENS = 64
 OTHERS = "(all others)"
 
@@ -107,7 +107,7 @@ def losslessness(suite: Losslessness, report: Report, cancelled: Stop) -> Result
     chosen = suite.preset if isinstance(suite.preset, Preset) else preset(suite.preset)
     drafting = chosen.lanes[0].method
     if not method(drafting).exact:
-        raise ValueError(f"method {drafting!r} does not write the target's text; choose a preset whose first lane does")
+        raise ValueError(f"method {drafting!r} is not exact; choose a preset whose first lane has an exact method")
     if chosen.temperature == 0.0:
         return _same_tokens(suite, chosen, report, cancelled)
     return _same_distribution(suite, chosen, report, cancelled)
@@ -117,7 +117,7 @@ def _same_distribution(suite: Losslessness, chosen: Preset, report: Report, canc
     spec = chosen.validated()
     lane = spec.lanes[0]
     target = load_target(chosen.target, suite.dtype, suite.device, chosen.quantization)
-    tokens = PLACES[-1] + 1  # one more, so that a draft may reach the last place
+    tokens = PLACES[-1] + 1  # one more, so that a draft can reach the last position
     plain = GenerationConfig(tokens, spec.sampling, stop_token_ids=())
     rule = accept_rule(lane.acceptance)
     ways = {
@@ -181,7 +181,7 @@ def _side_by_side(accepted: Mapping[str, Sequence[int]]) -> Sequence[str]:
     words = {name: name if rule().exact else f"{name} (lossy)" for name, rule in RULES.items()}
     every = ", ".join(f"{words[name]} {_interval(lengths)}" for name, lengths in accepted.items())
     more = _interval([b - a for a, b in zip(accepted["lossless"], accepted["block"], strict=True)])
-    return (f"Tokens kept of the first draft: {every}. Block less lossless: {more}.",)
+    return (f"Accepted tokens of the first draft: {every}. Block minus lossless: {more}.",)
 
 
 def _interval(values: Sequence[int]) -> str:
@@ -193,9 +193,9 @@ def _verdict(verdicts: Sequence[ChiSquare], draws: int, exact: bool) -> str:
     """All places in one sentence; the bar is divided among them."""
     least = min(verdict.p for verdict in verdicts)
     if least < ALARM / len(verdicts):
-        fault = "as expected of a lossy rule" if not exact else "which is a fault of the method or the engine"
+        fault = "as expected of a lossy rule" if not exact else "which is a bug in the method or the engine"
         rare = f"{1.0 / least:,.0f}" if least > 1e-9 else "more than a billion"
-        return f"The distributions differ, {fault}: equal ones give such samples once in {rare} times."
+        return f"The distributions differ, {fault}: with equal distributions, such samples occur once in {rare} times."
     words = "No difference was found" if exact else "No difference was found yet, though the rule is lossy,"
     return f"{words} between {draws} continuations of each."
 
@@ -227,7 +227,7 @@ def _same_tokens(suite: Losslessness, chosen: Preset, report: Report, cancelled:
 
     def once(number: int, tick: Tick) -> dict[str, object]:
         trace = run_complete(runner, spec.model_copy(update={"prompt": prompts[number]}), cancelled)
-        tick(0.0)  # a run that was cut short is not counted
+        tick(0.0)  # do not count an interrupted run
         found = trace.comparison[0]
         same = found["first_divergence"]
         tokens = len(trace.lanes[0].token_ids)

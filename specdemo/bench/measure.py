@@ -35,13 +35,13 @@ from specdemo.methods.base import Method
 from specdemo.models.hub import Cancelled
 from specdemo.models.machine import GpuClock
 
-Tick = Callable[[float], None]  # share of a repeat done; raises Stopped
+Tick = Callable[[float], None]  # takes the fraction of a repeat that is done; raises Stopped
 T = TypeVar("T")
 
 MAX_QUESTIONS = 2000
 QUESTIONS_BYTES = 16_000_000
-QUESTION = 100_000  # characters
-MACHINE = 3  # reasons for noise that come from the machine; a clock that wanders has another in every run
+QUESTION = 100_000  # maximum characters
+MACHINE = 3  # maximum number of noise reasons from the machine; they contain clock rates, which differ between runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def repeated(
             done.append(once(repeat, tick))
     except (Stopped, Cancelled):
         if not done:
-            raise ValueError(f"stopped before the first {noun} was complete: nothing was measured") from None
+            raise ValueError(f"stopped before the first {noun} was complete, so nothing was measured") from None
         return done, [f"stopped after {len(done)} of {count} {noun}s"]
     return done, []
 
@@ -155,9 +155,9 @@ class Compared:
     """Result of `compare_lanes`. Lane 0 is plain decoding."""
 
     names: list[str]
-    tallies: list[dict[str, list[Totals]]]  # per repeat: category -> a tally per lane
-    runs: list[list[list[StepEvent]]]  # per lane: the events of every run
-    verdicts: list[Counter[str]]  # per lane
+    tallies: list[dict[str, list[Totals]]]  # per repeat: category -> totals per lane
+    runs: list[list[list[StepEvent]]]  # [lane][run] events
+    verdicts: list[Counter[str]]  # verdict -> runs, per lane
     environment: dict[str, object]
     remarks: list[str]
     machine: Sequence[str] = ()  # see tally_row
@@ -197,7 +197,7 @@ def compare_lanes(
             traces.append(
                 (question.category, run_complete(runner, spec.model_copy(update={"prompt": question.text}), cancelled))
             )
-            tick((number + 1) / len(questions))  # a run that was cut short is not counted
+            tick((number + 1) / len(questions))  # do not count an interrupted run
         return traces
 
     done, remarks = repeated(repeats, report, cancelled, once)
@@ -217,7 +217,7 @@ def compare_lanes(
     known = [share for share in waited if share is not None]
     if known:
         remarks = [
-            f"The lanes waited for the processor in {min(known):.0%} to {max(known):.0%} of their time.",
+            f"The lanes waited for the CPU in {min(known):.0%} to {max(known):.0%} of their time.",
             *remarks,
         ]
     trace = done[-1][-1][1]
@@ -241,7 +241,7 @@ def run_complete(runner: Session, spec: Comparison, cancelled: Stop) -> RunTrace
         if lane.finish == "error":
             raise ValueError(f"lane {lane.name!r} failed: {lane.note}")
         if not lane.events and not cancelled():
-            raise ValueError(f"lane {lane.name!r} decoded nothing")
+            raise ValueError(f"lane {lane.name!r} generated no tokens")
     return trace
 
 
@@ -285,16 +285,16 @@ def along(
             for tally, way in zip(tallies[-1], lanes.values(), strict=True):
                 config = replace(way.config, sampling=place.sampling, seed=repeat)
                 run = partial(generate, target, way.drafter, accept=way.accept, cancelled=cancelled)
-                if not repeat:  # every shape once, off the clock
+                if not repeat:  # warm up every shape
                     tick(number / len(places))
                     longest = max(place.prompts, key=lambda prompt: prompt.shape[1])
                     warm_up(target, way.drafter, longest, config, way.accept, cancelled)
-                gpu = gpu or GpuClock(target.device)  # not before the GPU has left its idle clock
+                gpu = gpu or GpuClock(target.device)  # after the warm-up, when the GPU has left its idle clock
                 for prompt in place.prompts:
                     tick(number / len(places))
                     tally.add(list(run(prompt, config)))
             machine[number] |= dict.fromkeys(gpu.reasons() if gpu else ())
-        tick(1.0)  # the last run may have been cut short
+        tick(1.0)  # the last run may have been interrupted
         return tallies
 
     done, remarks = repeated(repeats, report, cancelled, once)
@@ -311,12 +311,12 @@ def along(
 def read_questions(path: Path) -> list[Question]:
     """Spec-Bench's question.jsonl: question_id, category, turns; the first turn is asked. Raises ValueError with one
     line."""
-    lines = read_text(path, QUESTIONS_BYTES, "name a question.jsonl with --questions").splitlines()
+    lines = read_text(path, QUESTIONS_BYTES, "choose a question.jsonl with --questions").splitlines()
     questions = [_question(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not questions:
-        raise ValueError(f"{path} holds no questions")
+        raise ValueError(f"{path} contains no questions")
     if len(questions) > MAX_QUESTIONS:
-        raise ValueError(f"{path} holds {len(questions)} questions; {MAX_QUESTIONS} at most")
+        raise ValueError(f"{path} contains {len(questions)} questions; the limit is {MAX_QUESTIONS}")
     return questions
 
 
@@ -330,7 +330,7 @@ def _question(path: Path, number: int, line: str) -> Question:
         form = '{"question_id": 1, "category": "...", "turns": ["..."]}'
         raise ValueError(f"{path}, line {number}: not a question; it has the form {form}")
     if len(text) > QUESTION:
-        raise ValueError(f"{path}, line {number}: a question of {len(text):,} characters; {QUESTION:,} at most")
+        raise ValueError(f"{path}, line {number}: a question of {len(text):,} characters; the limit is {QUESTION:,}")
     return Question(text, category.strip()[:80])
 
 

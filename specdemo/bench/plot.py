@@ -21,7 +21,7 @@ from specdemo.core.estimate import Estimate
 FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "Arial", "sans-serif"]
 GREY = "#7d8694"
 GRID = "rgba(125,134,148,.22)"
-LINES = (  # colour after Okabe and Ito, dash, marker; the first is plain decoding's
+LINES = (  # colour (Okabe and Ito), dash, marker; the first is for plain decoding
     (GREY, "dot", "circle"),
     ("#2f8fd0", "solid", "circle"),
     ("#d97f1e", "dash", "square"),
@@ -32,7 +32,7 @@ LINES = (  # colour after Okabe and Ito, dash, marker; the first is plain decodi
 )
 BELOW = {"orientation": "h", "x": 0, "y": -0.2, "yanchor": "top"}
 BARS = "lane"
-KIND = "text"  # of the suite that compares kinds of text
+KIND = "text"  # axis of the suite that compares kinds of text
 TIMES = "×"
 BASELINE = "plain decoding"
 
@@ -182,7 +182,7 @@ def _frontier(result: Result) -> go.Figure:
     rows = [row for row in result.rows if all(isinstance(row.get(name), Estimate) for name in columns)]
     rows = [row for row in rows if isinstance(row.get("lane"), str) and _is_number(row.get(over))]
     if not rows:
-        raise ValueError(f"suite {result.suite} holds no load; there is nothing to draw")
+        raise ValueError(f"suite {result.suite} has no load points; there is nothing to draw")
     drawn = go.Figure(layout=layout(height=460, margin={"l": 64, "r": 16, "t": 92, "b": 40}))
     for lane, (color, dash, marker) in zip(_lanes(rows), cycle(LINES), strict=False):
         points = [row for row in rows if row["lane"] == lane]
@@ -197,13 +197,13 @@ def _frontier(result: Result) -> go.Figure:
             line={"color": color, "width": 2.5, "dash": dash},
             marker={"symbol": marker, "size": 9},
             customdata=[(row["speed-up"].value,) for row in points],
-            hovertemplate=f"%{{text}} {over}: <b>%{{y:.0f}} tokens/s</b>, %{{x:.2f}} ms a token, "
+            hovertemplate=f"%{{text}} {over}: <b>%{{y:.0f}} tokens/s</b>, %{{x:.2f}} ms per token, "
             f"%{{customdata[0]:.2f}}{TIMES} of plain<extra>{_plain(lane)}</extra>",
         )
-    drawn.update_xaxes(axis(title={"text": "ms a token, of one request from its sending to its end"}))
-    drawn.update_yaxes(axis(title={"text": "tokens/s, all requests together"}))
+    drawn.update_xaxes(axis(title={"text": "ms per token of a request, from sending to end"}))
+    drawn.update_yaxes(axis(title={"text": "tokens/s over all requests"}))
     drawn.update_layout(legend=BELOW, showlegend=True)
-    drawn.update_layout(title=_title(result, f"Throughput over latency; at each point its {_plain(over)}"))
+    drawn.update_layout(title=_title(result, f"Throughput over latency; the label of a point is its {_plain(over)}"))
     return drawn
 
 
@@ -219,7 +219,7 @@ def _histograms(result: Result) -> go.Figure:
     rows = places.get(place, [])
     draws = result.config.get("draws")
     if not rows or not isinstance(draws, int) or draws < 1:
-        raise ValueError(f"suite {result.suite} holds no histogram; there is nothing to draw")
+        raise ValueError(f"suite {result.suite} has no histogram; there is nothing to draw")
     drawn = go.Figure(layout=layout(height=430, margin={"l": 8, "r": 16, "t": 92, "b": 44}))
     for name, (color, _, _) in zip((PLAIN, DRAFTED), LINES, strict=False):
         shares = [row[name] for row in rows]

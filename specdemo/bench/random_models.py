@@ -17,7 +17,7 @@ STD = 0.02
 CONTEXT = 8192
 
 
-DRAFTS = {  # the shape of a draft model beside one
+DRAFTS = {  # target -> shape of its draft model
     "llama-tiny": "qwen3-tiny",
     "qwen3-tiny": "qwen3-tiny",
     "llama-100m": "llama-7m",
@@ -44,7 +44,7 @@ def random_model(name: str, device: torch.device, dtype: torch.dtype, bits: int 
             if type(linear) is nn.Linear and linear is not head:
                 model.set_submodule(name, _quantised(linear, _drawn(linear.weight, device, name), bits, dtype))
     _fill(model, device)
-    with device:  # angles are no weights, so nothing above has filled them
+    with device:  # RoPE angles are buffers, which the code above did not fill
         decoder.rotary_emb = type(decoder.rotary_emb)(model.config)
     model.tie_weights()
     model.generation_config = HFGenerationConfig(pad_token_id=0)
@@ -70,9 +70,9 @@ def _drawn(like: Tensor, device: torch.device, name: str) -> Tensor:
 
 
 def _quantised(linear: nn.Linear, weight: Tensor, bits: int, dtype: torch.dtype) -> nn.Module:
-    bnb: Any = import_module("bitsandbytes.nn")  # some of it is typed, some not
+    bnb: Any = import_module("bitsandbytes.nn")  # partly untyped
 
-    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)  # at every product that it casts
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)  # it logs every product that casts
     made: nn.Module
     sizes = linear.in_features, linear.out_features
     with torch.device("meta"):
@@ -82,7 +82,7 @@ def _quantised(linear: nn.Linear, weight: Tensor, bits: int, dtype: torch.dtype)
             made = bnb.Linear8bitLt(*sizes, bias=False, has_fp16_weights=False, threshold=0.0)
     if bits == 4:
         packed = bnb.Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=True)
-    else:  # quantised on its way from main memory alone
+    else:  # only a move from main memory quantises
         packed = bnb.Int8Params(weight.cpu(), requires_grad=False, has_fp16_weights=False)
     made.weight = packed.to(weight.device)
     return made

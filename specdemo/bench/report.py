@@ -13,7 +13,12 @@ from specdemo.engine.cost import prediction
 from specdemo.prediction.predict import Prediction
 
 NONE = "-"
-README = ("lane", "tokens/s", "speed-up", "tokens/pass")  # columns of the README's table; acceptance may be missing
+README = (
+    "lane",
+    "tokens/s",
+    "speed-up",
+    "tokens/pass",
+)  # columns of the README's table besides the acceptance rate, which may be missing
 
 
 def race_report(trace: RunTrace) -> str:
@@ -33,7 +38,7 @@ def race_report(trace: RunTrace) -> str:
         if why := _why(one, predicted["sentence"] if settled(trace, one) else ""):
             sentences.append(f"{one.name}: {why}")
     noisy = [
-        f"Noisy machine, repeat ({lane.name}): {'; '.join(speed.reasons)}."
+        f"Noisy machine, run again ({lane.name}): {'; '.join(speed.reasons)}."
         for (lane, _), speed in zip(lanes, speeds, strict=True)
         if speed and speed.noisy
     ]
@@ -205,7 +210,10 @@ def what_if_report(predictions: Sequence[Prediction]) -> str:
         lines += ["", _lengths(predictions[0])]
     unmeasured = {one.scenario.device.profile.title for one in predictions if not one.scenario.device.profile.passes}
     if unmeasured:
-        lines += ["", f"By datasheet alone: {', '.join(sorted(unmeasured))}; `{program()} profile` measures one."]
+        lines += [
+            "",
+            f"From the datasheet only: {', '.join(sorted(unmeasured))}; `{program()} profile` measures a machine.",
+        ]
     return "\n".join(lines)
 
 

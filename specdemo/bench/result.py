@@ -15,11 +15,11 @@ from specdemo.core.safe_io import read_limited
 from specdemo.presets.files import FOLDER
 
 SCHEMA = 1
-THOROUGH = 3  # repeats; with fewer a result tells no interval
-ALL = "all"  # of the categories of a question file
-TOKEN = "token"  # the axis of histograms: rows hold a token's place and its share in either sample, PLAIN and DRAFTED
+THOROUGH = 3  # minimum number of repeats for an interval
+ALL = "all"  # pseudo-category: all questions of a file
+TOKEN = "token"  # axis of histograms; a row has a token's position and its share in both samples, PLAIN and DRAFTED
 PLAIN, DRAFTED = "plain", "speculative"
-LATENCY = "ms/token"  # of requests, in rows of a load
+LATENCY = "ms/token"  # column of load results, per request
 
 
 Row = dict[str, Any]  # column -> text, number, Estimate or None
@@ -28,12 +28,12 @@ Row = dict[str, Any]  # column -> text, number, Estimate or None
 @dataclass(frozen=True, slots=True)
 class Result:
     suite: str
-    repeats: int  # that were finished
+    repeats: int  # finished repeats
     config: dict[str, Any]
     environment: dict[str, Any]
     rows: list[Row]
     remarks: list[str] = field(default_factory=list)
-    axis: str | None = None  # the column of a plot's x axis
+    axis: str | None = None  # column of the x axis
 
 
 def to_json(result: Result) -> str:
@@ -127,7 +127,7 @@ def _parsed(content: str | bytes, bounds: JsonLimits) -> Result:
 def _cell(value: object) -> object:
     if isinstance(value, _Estimate):
         return Estimate(value.value, value.low, value.high, tuple(value.reasons))
-    if isinstance(value, _Quartiles):  # half of the repeats lie between quartiles, which is no 95 % interval
+    if isinstance(value, _Quartiles):  # quartiles are not a 95 % interval
         return Estimate(value.median)
     return value
 
@@ -142,10 +142,11 @@ def best(result: Result) -> str:
     if not rows:
         return ""
     if result.repeats < THOROUGH:
-        return f"measured {result.repeats} time{'s' * (result.repeats > 1)}; {THOROUGH} repeats say which is the best."
+        times = f"measured {result.repeats} time{'s' * (result.repeats > 1)}"
+        return f"{times}; {THOROUGH} repeats are needed to find the best."
     speeds: list[Estimate] = [row["speed-up"] for row in rows]
     if all(speed.low is None for speed in speeds):
-        return "this result has no 95 % intervals; measure again to see which is the best."
+        return "this result has no 95 % intervals; measure again to find the best."
     top, *tied = fastest(speeds)
     if speeds[top].label != "faster":
         return "nothing was clearly faster than plain decoding."
@@ -168,7 +169,7 @@ def noisy(result: Result) -> str:
         return ""
     first = rows[0]
     return (
-        f"Noisy machine, repeat: {len(rows)} of {len(result.rows)} rows may not be confirmed by a second run, such as "
+        f"Noisy machine, run again: a second run may not confirm {len(rows)} of {len(result.rows)} rows, such as "
         f"{_place(first, result.axis)}: {'; '.join(first['speed-up'].reasons)}."
     )
 

@@ -20,16 +20,16 @@ from specdemo.presets.limits import LIMITS
 from specdemo.presets.link import Linked
 
 STORIES = "stories"
-DRAFT_LENGTH = Axis("k", "draft length", "k, tokens drafted at once")
+DRAFT_LENGTH = Axis("k", "draft length", "k, draft tokens per step")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftLength(Questioned):
-    """The first lane of a preset at every draft length, and what its run at one of them predicts for the others."""
+    """Measures the first lane of a preset at every draft length, and predicts all from one of them."""
 
     name = "k"
     title = "Draft length k"
-    question = "How many tokens should a draft have? The preset's first lane, from short drafts to long ones."
+    question = "How many tokens should a draft have? Runs the preset's first lane with short to long drafts."
     axis = DRAFT_LENGTH
     preset: str = DEFAULT
     ks: Sequence[int] = range(1, 9)
@@ -44,11 +44,11 @@ class DraftLength(Questioned):
 
 @dataclass(frozen=True, kw_only=True)
 class Methods(Questioned):
-    """Every embedded preset of one greedy lane on one target, each as it ships, all on the same prompts."""
+    """Compares all embedded presets with one greedy lane on the same target and prompts."""
 
     name = "methods"
     title = "Methods"
-    question = "Which method wins? Every preset of one lane on the same target, as it ships, on the same prompts."
+    question = "Which method is fastest? Runs every embedded preset with one lane on the same target and prompts."
     preset: str = DEFAULT
 
     def run(self, report: Report, cancelled: Stop) -> Result:
@@ -60,47 +60,49 @@ class Methods(Questioned):
 
 @dataclass(frozen=True, kw_only=True)
 class Batch(Laned):
-    """The first lane of a preset at growing batch sizes, against plain decoding of the same batch."""
+    """Measures the first lane of a preset at increasing batch sizes, against plain decoding of the same batch."""
 
     name = "batch"
     title = "Batch size"
-    question = "Where does the gain end? The preset's first lane on one text, then on more and more at once."
-    axis = Axis("batch", "batch size", "texts decoded at once", doubling=True)
+    question = "Where does the gain end? Runs the preset's first lane at increasing batch sizes."
+    axis = Axis("batch", "batch size", "rows decoded together", doubling=True)
     measured_by = "specdemo.bench.sweeps:over_batches"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptLength(Laned):
-    """The first lane of a preset after prompts of increasing length, up to the context limit."""
+    """Measures the first lane of a preset after prompts of increasing length, up to the context limit."""
 
     name = "prompt"
     title = "Prompt length"
-    question = "What does a long prompt change? The preset's first lane behind shorter and longer prompts."
+    question = "What does a long prompt change? Runs the preset's first lane after prompts of increasing length."
     axis = Axis("prompt tokens", "prompt length", "tokens", doubling=True)
     measured_by = "specdemo.bench.sweeps:over_lengths"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Temperature(Laned):
-    """The first lane of a preset at growing temperatures, its drafts drawn as the target draws or the likeliest."""
+    """Measures the first lane of a preset at increasing temperatures, with sampled and with greedy drafts."""
 
     name = "temperature"
     title = "Temperature"
     question = (
-        "What does chance cost? The preset's first lane at growing temperatures, its drafts drawn or the likeliest."
+        "What does sampling cost? Runs the preset's first lane at increasing temperatures, with sampled and greedy"
+        " drafts."
     )
-    axis = Axis("temperature", "temperature", "temperature of target and drawn drafts")
+    axis = Axis("temperature", "temperature", "temperature of target and sampled drafts")
     measured_by = "specdemo.bench.sweeps:over_temperatures"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DepthWidth(Questioned):
-    """Two drafts of as many parameters, one layer against four, over the draft length (Yan et al. 2402.01528)."""
+    """Compares draft models with one and with four layers and the same number of parameters (Yan et al. 2402.01528)."""
 
     name = "depth-width"
     title = "Depth or width"
     question = (
-        "Which shape should a draft have? One layer against four, with as many parameters, at every draft length."
+        "Which shape should a draft model have? One layer against four, with the same number of parameters, at every"
+        " draft length."
     )
     axis = DRAFT_LENGTH
     ks: Sequence[int] = range(1, 9)
@@ -113,7 +115,7 @@ class DepthWidth(Questioned):
 
 @dataclass(frozen=True, kw_only=True)
 class Embedded(Questioned):
-    """Plain decoding against the wide draft, the deep draft and prompt lookup, greedy, on the shipped models."""
+    """Compares plain decoding with two draft models and prompt lookup, greedy, on the embedded models."""
 
     name = "embedded"
     axis = DRAFT_LENGTH
@@ -127,7 +129,7 @@ class Embedded(Questioned):
 
 @dataclass(frozen=True, kw_only=True)
 class Copying(Decoding):
-    """The methods without weights on prompts whose answer repeats the prompt."""
+    """Compares the methods without weights on prompts whose answer repeats the prompt."""
 
     name = "copying"
 
@@ -140,18 +142,20 @@ class Copying(Decoding):
 
 @dataclass(frozen=True, kw_only=True)
 class KindOfText(Decoding):
-    """Every embedded method that both families have, on stories, code, edits of code and text the model never saw."""
+    """Compares kinds of text: stories, code, edits of code, and text unlike the training data."""
 
     name = "text"
     title = "Kind of text"
-    question = "How much is it the text? The same methods on stories, on code, on edits, on what the model never saw."
+    question = (
+        "How much depends on the text? The same methods on stories, code, edits, and text unlike the training data."
+    )
     axis = Axis("text", "kind of text", "kind of text")
     measured_by = "specdemo.bench.sweeps:over_texts"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Losslessness(Suite):
-    """Is the first lane of a preset distributed as plain decoding? With the preset's own sampling and acceptance."""
+    """Tests whether the output of a preset's first lane has the same distribution as plain decoding."""
 
     name = "losslessness"
     axis = Axis(TOKEN, "token", "share of the continuations")
@@ -165,7 +169,7 @@ SHIPPED: tuple[type[Suite], ...] = (
     DraftLength, Methods, Batch, PromptLength, Temperature, DepthWidth, Embedded, Copying, KindOfText, Losslessness,
     Load,
 )  # fmt: skip
-# in the checkout's folder `benchmarks`
+# defined in the folder `benchmarks` of a checkout
 OF_THE_PROJECT = (
     "peers", "other-vocabulary", "floor", "race-fairness", "coverage", "noise", "paces", "gpu", "what-if", "published",
 )  # fmt: skip
@@ -182,7 +186,7 @@ def known_suite(name: str) -> type[Suite]:
     """Return the suite of that name. Raise ValueError with a suggestion if there is none."""
     if name not in suites():
         if name in OF_THE_PROJECT:
-            raise ValueError(f"suite {name!r} measures specdemo itself and comes with its checkout; run it there")
+            raise ValueError(f"suite {name!r} measures specdemo itself and needs a checkout of specdemo; run it there")
         raise ValueError(f"unknown suite {name!r}; {suggest(name, suites())}")
     return suites()[name]
 
@@ -193,7 +197,7 @@ def suite(name: str, **options: Any) -> Suite:
     for option in options:
         if not takes(name, option):
             option_spec = OPTIONS[option]
-            raise ValueError(f"suite {name!r} has no {option_spec.noun} to choose; leave {option_spec.flag} out")
+            raise ValueError(f"suite {name!r} has no option for the {option_spec.noun}; omit {option_spec.flag}")
     return chosen(**options)
 
 

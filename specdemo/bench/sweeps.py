@@ -30,8 +30,8 @@ from specdemo.presets.limits import LIMITS
 BATCHES = (1, 2, 4, 8, 16, 32)
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 TEMPERATURES = (0.0, 0.5, 0.75, 1.0, 1.5)
-PROBES = 15  # of each width, for v
-TEXTS = 3  # prompts of each length
+PROBES = 15  # repeats per width, to measure v
+TEXTS = 3  # prompts per length
 DRAFTS = {
     "wide draft": Lane(method="draft_model", model="stories-draft-wide"),
     "deep draft": Lane(method="draft_model", model="stories-draft-deep"),
@@ -49,7 +49,7 @@ def every_k(
     suite: Questioned, ks: Sequence[int], target: str, families: Mapping[str, Lane], report: Report, cancelled: Stop
 ) -> Result:
     """Every family at every k; what is predicted for a family comes from its run at one k, its own if it is there."""
-    ks = sorted({*ks} - {0})  # plain decoding is there anyway
+    ks = sorted({*ks} - {0})  # plain decoding is always measured
     lanes = [
         (name, lane.model_copy(update={"k": k, "name": f"{name}, k={k}"}))
         for name, lane in families.items()
@@ -87,7 +87,9 @@ def _predict(family: str, own: int, costs: CostModel, rows: list[Row]) -> str:
             off[row["k"]] = row["predicted"] / (row["speed-up"].value or 1.0) - 1.0
     worst = max(off, key=lambda k: abs(off[k]))
     best = costs.best_k(max(off))
-    advice = "off, nothing is predicted to pay" if not best else f"k = {best} with {costs.speedup(best):.2f}x"
+    advice = (
+        "off, because no k is predicted to be faster" if not best else f"k = {best} with {costs.speedup(best):.2f}x"
+    )
     return (
         f"{family}: predicted from its run at k = {own}, at most {abs(off[worst]):.1%} off the measurement "
         f"(k = {worst}); predicted best: {advice}."
@@ -134,7 +136,7 @@ KINDS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "stories": {"stories": PROMPTS},
     "code": {"code": CODE, "edits": EDITS, "unknown": PROMPTS},
 }
-OF_CODE: Mapping[str | None, str | None] = {  # a drafter of stories -> its counterpart
+OF_CODE: Mapping[str | None, str | None] = {  # drafter of stories -> drafter of code
     None: None,
     "stories-draft-wide": "code-draft",
     "stories-eagle-1": "code-eagle-1",
@@ -159,10 +161,10 @@ def _order(rows: list[Row]) -> str:
     best = [max((row for row in rows if row["text"] == kind), key=_times) for kind in kinds]
     best.sort(key=_times, reverse=True)
     words = "; ".join(
-        f"{row['text']} {row['speed-up'].format()} with {row['tokens/pass']:.1f} tokens a pass ({row['lane']})"
+        f"{row['text']} {row['speed-up'].format()} with {row['tokens/pass']:.1f} tokens per pass ({row['lane']})"
         for row in best
     )
-    return f"A pass costs the same whatever the text, so what gains is text of which more guesses come true: {words}."
+    return f"A pass costs the same for every text, so the gain depends on the acceptance rate: {words}."
 
 
 def _times(row: Row) -> float:
@@ -190,7 +192,7 @@ def over_lengths(suite: Laned, report: Report, cancelled: Stop) -> Result:
     lengths = [n for n in LENGTHS if n <= room(target, suite)]
     places = [Place(n, windows(text, n, TEXTS, target.device)) for n in lengths]
     found = _along(suite, target, lanes, places, report, cancelled)
-    remark = "The prompts are windows on the suite's texts, one behind the other and over again."
+    remark = "The prompts are windows of the concatenated texts of the suite, repeated if necessary."
     return replace(found, remarks=[remark, *found.remarks])
 
 
@@ -229,8 +231,8 @@ def _along(
 class Likeliest(Wrapper):
     """Drafts as if the target were greedy."""
 
-    title = "Likeliest tokens"
-    summary = "Drafts the likeliest tokens at every temperature."
+    title = "Most likely tokens"
+    summary = "Drafts the most likely tokens at every temperature."
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
         super().start(batch, Sampling(), rng)
@@ -240,7 +242,7 @@ def _spec(suite: Decoding, target: str, lanes: tuple[Lane, ...]) -> Comparison:
     settings = {"id": f"bench-{suite.name}", "target": target, "prompt": "-", "max_new_tokens": suite.new_tokens}
     how = {"schedule": "sequential", "dtype": suite.dtype, "device": suite.device}
     spec = Comparison.build({**settings, **how, "lanes": [*lanes[:1]]})
-    return spec.model_copy(update={"lanes": [*lanes]})  # as many as there are, which no page shows at once
+    return spec.model_copy(update={"lanes": [*lanes]})  # the page's limit of lanes does not apply
 
 
 def first_lane(suite: Decoding, preset_id: str) -> tuple[Target, dict[str, Way]]:
@@ -261,9 +263,9 @@ def _gain(rows: list[Row], axis: str, noun: str) -> str:
     drafting = [row for row in rows if row["lane"] != "Baseline"]
     lost = next((row for row in drafting if row["speed-up"].label == "slower"), None)
     if lost is not None:
-        return f"The gain is gone at {noun} {lost[axis]}: {lost['speed-up'].format()}."
+        return f"The gain ends at {noun} {lost[axis]}: {lost['speed-up'].format()}."
     last = drafting[-1]
-    words = "still pays" if last["speed-up"].label == "faster" else "is not clearly faster or slower"
+    words = "still gains" if last["speed-up"].label == "faster" else "is not clearly faster or slower"
     return f"Drafting {words} at {noun} {last[axis]}: {last['speed-up'].format()}."
 
 

@@ -24,15 +24,15 @@ from specdemo.core.trace import LaneTrace
 from specdemo.presets.recorded import load_trace
 
 LONGEST = 64
-BLOCKS = 8  # of the passes of a run, for the interval of a mean
-FEW = 4  # a position tried less often is not believed
+BLOCKS = 8  # per run, for the interval of a mean
+FEW = 4  # minimum number of trials of a position
 # Beyond the recorded positions the conditional acceptance starts at the smaller of two rates, that of the last position
 # and that of all positions pooled, and decays by this factor per position. The last position alone is unusable: it has
 # the fewest trials, and 12 of 12 accepted would continue as certainty. Without decay, prompt lookup and MTP at k = 16
 # are overestimated by 10 %. docs/what-if.md has the comparison with runs.
 DECAY = 0.97
 
-PassCounts = tuple[int, int]  # of a pass: tokens kept and drafted
+PassCounts = tuple[int, int]  # accepted and drafted tokens of a pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Acceptance:
 
     def __post_init__(self) -> None:
         if not self.rates or len(self.rates) > LONGEST or not all(0.0 <= rate <= 1.0 for rate in self.rates):
-            raise ValueError(f"acceptance is 1 to {LONGEST} chances between 0 and 1, one for each position")
+            raise ValueError(f"acceptance needs 1 to {LONGEST} numbers between 0 and 1, one per position")
 
     @property
     def longest(self) -> int | None:
@@ -134,11 +134,11 @@ def replayed(passes: Sequence[PassCounts], k: int, chance: float) -> tuple[float
     chance: probability that a draft token without recorded outcome is accepted. The three values are equal if there is
     none.
     """
-    guesses: list[bool | None] = []  # of every token: would the draft have guessed it? None: nobody knows
+    guesses: list[bool | None] = []  # per token: whether the draft would have been accepted; None: unknown
     for kept, drafted in passes:
         guesses += [True] * kept + [None if kept >= drafted else False]
     if not guesses:
-        raise ValueError("this run has no passes to replay; record one with drafts")
+        raise ValueError("this run has no passes to replay; record a run with a drafting lane")
     steps = _steps(guesses, k, chance)
     most, value, fewest = (len(guesses) / count for count in steps)
     return fewest, value, most
@@ -153,7 +153,7 @@ def _steps(guesses: Sequence[bool | None], k: int, chance: float) -> tuple[float
     found: list[tuple[float, float, float]] = [(0.0, 0.0, 0.0)] * (end + k + 1)
     for begin in reversed(range(end)):
         low, mean, high, alive = float(end), 0.0, 0.0, 1.0
-        for place in range(begin, begin + k + 1):  # the pass ends with the token here
+        for place in range(begin, begin + k + 1):  # the pass ends with this token
             guess = guesses[place] if place < min(end, begin + k) else False
             ends = 1.0 if guess is False else 0.0 if guess else 1.0 - chance
             few, some, many = found[place + 1]
@@ -171,7 +171,7 @@ def of_passes(passes: Iterable[PassCounts], exact: bool = False, nodes: int = 0)
     known = tuple(passes)
     deepest = max((drafted for _, drafted in known), default=0)
     if not deepest:
-        raise ValueError("this run drafted nothing, so it says nothing of acceptance; choose another lane")
+        raise ValueError("this run drafted nothing, so its acceptance is unknown; choose another lane")
     counts = [kept for kept, drafted in known if drafted == deepest] or [kept for kept, _ in known]
     kept = [sum(n >= position for n in counts) for position in range(deepest + 1)]
     tried = [i for i in range(1, deepest + 1) if kept[i - 1] >= FEW] or [1]
@@ -195,13 +195,13 @@ def of_lane(lane: LaneTrace) -> Acceptance:
     if lane.remote is not None:
         rates = [rate for rate in lane.remote.accept_by_position if rate]
         if not rates:
-            raise ValueError(f"lane {lane.name!r} ran on a server that did not tell what it kept; name --acceptance")
+            raise ValueError(f"lane {lane.name!r} ran on a server that reports no accepted tokens; pass --acceptance")
         conditional = tuple(min(b / a, 1.0) for a, b in zip([1.0, *rates], rates, strict=False))
         return Acceptance(conditional, recorded=True)
     rows = range(len(lane.events[0].path)) if lane.events else range(0)
     steps = [StepCounts.of(event, row) for row in rows for event in lane.events[1:] if event.emitted[row]]
     nodes = max((step.drafted for step in steps if step.drafted > step.depth), default=0)
-    greedy = lane.method == "draft_model"  # heads guess less well the further they are from the target's own states
+    greedy = lane.method == "draft_model"  # heads become less accurate with distance from the target's hidden states
     return of_passes(((step.accepted, step.depth) for step in steps), greedy and len(rows) == 1, nodes)
 
 

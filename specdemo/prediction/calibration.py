@@ -16,13 +16,13 @@ from specdemo.prediction.roofline import BYTES, CONSTANTS, EDGE, KINDS, NAMES, D
 from specdemo.prediction.shapes import known, shape, work
 from specdemo.prediction.steps import StepLoad, step_of
 
-NOISE = 0.04  # of a measured pass, as a share
+NOISE = 0.04  # relative error of a measured pass
 DISTURBED = 0.15
 ROUNDS = 16
-UNMEASURED = 0.12  # what such a roofline is off by in itself, as published results say (docs/what-if.md)
+UNMEASURED = 0.12  # error of an unfitted roofline, from published results (docs/what-if.md)
 LARGEST_STEP, LEAST, CLOSE = 1.0, 0.01, 1e-2
 LAPS = {"draft", "verify", "accept", "commit", "observe"}
-FITTED = ("none", "draft_model", "eagle")  # methods whose sizes in a profile are known
+FITTED = ("none", "draft_model", "eagle")  # methods whose sizes are known from a profile
 
 
 def device_of(profile: Profile, dtype: str, engine: Engine) -> Device:

@@ -20,12 +20,12 @@ from specdemo.prediction.shapes import (
     with_layers,
 )
 
-HEAD_OPERATIONS = 8  # of a head without attention, and of a pass's ends
-EAGLE_VOCABULARY = 32000  # tokens of a usual EAGLE-3 head on a target that has more
+HEAD_OPERATIONS = 8  # of a head without attention, and before and after the layers of a pass
+EAGLE_VOCABULARY = 32000  # vocabulary of a typical EAGLE-3 head on a target with a larger one
 TAPS = 3
 DFLASH_LAYERS, DFLASH_TAPS, DFLASH_BLOCK = 5, 5, 16
-LONGEST = 16  # tokens of the longest draft that is tried
-MOST_TRIED = 64  # the same, for a drafter whose config names its own length
+LONGEST = 16  # longest draft length to try
+MOST_TRIED = 64  # longest draft length to try if the drafter's config contains one
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ class Drafting:
     first: Shape | None = None
     further: Shape | None = None
     block: bool = False
-    reads_all: bool = False  # the first pass reads every token that was emitted, not just the last
+    reads_all: bool = False  # the first pass reads all tokens of the last step, not only the last one
     own: Shape | None = None
-    longest: int = LONGEST  # tokens that it can draft
+    longest: int = LONGEST  # largest draft length
     method: str = "none"
 
     @property
@@ -47,7 +47,7 @@ class Drafting:
         return bool(self.own and self.own.memory)
 
 
-MARKS = {  # what a config of each family says and no other does
+MARKS = {  # strings that only configs of this family contain
     "eagle": ("eagle3", "eagle_config", "draft_vocab_size"),
     "dflash": ("dflash", "dspark", "domino"),
     "medusa": ("medusa",),
@@ -63,14 +63,20 @@ def drafting(method: str, target: Shape, config: Config | None, options: Mapping
     if method not in MAKERS:
         from specdemo.methods import METHODS
 
-        known = f"method {method!r} decides while it runs" if method in METHODS else f"unknown method {method[:60]!r}"
+        known = (
+            f"method {method!r} drafts adaptively and cannot be predicted"
+            if method in METHODS
+            else f"unknown method {method[:60]!r}"
+        )
         raise ValueError(f"{known}; {suggest(method[:60], MAKERS)}")
     try:
         made = MAKERS[method](target, config or {}, options)
     except UNREADABLE as error:
         if type(error) is ValueError:
             raise
-        raise ValueError(f"this config.json says no sizes of a drafter for method {method!r}") from None
+        raise ValueError(
+            f"this config.json lacks the sizes of a drafter for method {method!r}; choose another --model"
+        ) from None
     return replace(made, method=method, longest=min(max(made.longest, 1), MOST_TRIED))
 
 
@@ -113,7 +119,7 @@ def _medusa(target: Shape, config: Config, options: Mapping[str, int]) -> Drafti
     layers = number(config, "medusa_num_layers", "num_hidden_layers", default=1)
     head = number(config, "truncated_vocab_size", default=target.vocabulary) * target.hidden
     one = _step(target, layers * target.hidden**2, head)
-    heads = max(number(config, "num_heads", "medusa_num_heads", default=4), 4)  # many a file says too few
+    heads = max(number(config, "num_heads", "medusa_num_heads", default=4), 4)  # many files contain too small a number
     return Drafting(one, one, own=_times(one, heads), longest=heads)
 
 
@@ -198,7 +204,7 @@ MAKERS: dict[str, Maker] = {
     "dflash": _dflash,
     "layer_skip": _layer_skip,
 }
-TITLES = {  # the methods' own, which without torch nobody can ask
+TITLES = {  # copies of the methods' titles, which need torch to import
     "draft_model": "Draft model",
     "ngram": "Prompt lookup",
     "suffix": "Suffix decoding",
@@ -211,4 +217,4 @@ TITLES = {  # the methods' own, which without torch nobody can ask
     "dflash": "DFlash",
     "layer_skip": "Layer skip",
 }
-USUAL = tuple(name for name in TITLES if name != "draft_model")  # where no drafter need be named
+USUAL = tuple(name for name in TITLES if name != "draft_model")  # methods with a default drafter

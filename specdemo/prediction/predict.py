@@ -23,11 +23,11 @@ from specdemo.prediction.shapes import Shape, config_of, shape
 from specdemo.prediction.steps import Step, StepLoad, step_of
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-MOST_EXPENSIVE = 1e9  # an hour, in any currency
-SURE = 1.96  # standard deviations of 95 %
-HEADROOM = 1.1  # of memory: activations and buffers
-ASSUMED = 0.75  # acceptance of every position, where nobody says
-CORRELATION = 0.5  # of the misfit, how much two passes of one model have in common
+MOST_EXPENSIVE = 1e9  # highest price per hour, in any currency
+SURE = 1.96  # standard deviations for 95 %
+HEADROOM = 1.1  # memory factor for activations and buffers
+ASSUMED = 0.75  # default acceptance rate of every position
+CORRELATION = 0.5  # correlation of the misfit between two passes of one model
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Scenario:
     batch: int = 1
     context: int = 1024
     nodes: int = 0
-    price: float | None = None  # of an hour of the machine, in any currency
+    price: float | None = None  # per hour of the machine, in any currency
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +49,15 @@ class Row:
     """One draft length."""
 
     k: int
-    tokens: Estimate  # that a pass of the target emits
+    tokens: Estimate  # output tokens per target pass
     draft_ms: float
     verify_ms: float
     other_ms: float
-    c: float  # drafting a token, in plain passes
-    v: float  # the pass that checks, in plain passes
+    c: float  # cost of a draft token, in plain passes
+    v: float  # cost of the verification pass, in plain passes
     speedup: Estimate
-    tokens_per_s: Estimate  # of all texts together
-    limit: str  # what more of which would bring most
+    tokens_per_s: Estimate  # over all rows
+    limit: str  # the bottleneck
     extrapolated: bool = False  # k is larger than the recorded one
 
     @property
@@ -114,14 +114,14 @@ class Prediction:
         best, scenario = self.best, self.scenario
         where = f"on {scenario.device.profile.title} at batch {scenario.batch}"
         if not self.best_k:
-            return f"No draft length gains {where}: k = {best.k} is {best.speedup.format()}; {best.limit} costs most."
+            return f"No draft length gains {where}: k = {best.k} is {best.speedup.format()}; bottleneck: {best.limit}."
         limit_text = (
             f"; the gain ends at batch {self.break_even_batch}"
             if self.break_even_batch and self.break_even_batch > scenario.batch
             else ""
         )
         how = f"{scenario.nodes} nodes" if scenario.nodes else f"k = {best.k}"
-        return f"{best.speedup.format()} {where} with {how}; {best.limit} limits it{limit_text}."
+        return f"{best.speedup.format()} {where} with {how}; bottleneck: {best.limit}{limit_text}."
 
     def extrapolation_note(self, row: Row) -> str:
         """Return the sentence that marks a row as extrapolated; empty for a recorded draft length."""
@@ -220,7 +220,7 @@ def predict(
         acceptance = acceptance or of_lane(lane)
     config = config_of(model) if isinstance(model, str) else model
     method = method or (method_in(config) if config else "eagle")
-    notes = [] if acceptance else [f"No acceptance was given: {ASSUMED} at every position is assumed."]
+    notes = [] if acceptance else [f"No acceptance rates were given: {ASSUMED} is assumed at every position."]
     acceptance_model = acceptance if isinstance(acceptance, Acceptance) else Acceptance(tuple(acceptance or (ASSUMED,)))
     _check(batch, context, nodes or acceptance_model.nodes, price)
     scenario = Scenario(
@@ -236,7 +236,7 @@ def predict(
     if acceptance_model.extrapolates(max(ks or _lengths(scenario))):
         notes.append(
             f"The run recorded k = {acceptance_model.longest}. Larger k are extrapolated with decaying acceptance; "
-            "their intervals go from no further draft token accepted to every one."
+            "their intervals span from no further draft token accepted to all of them."
         )
     return predicted(scenario, ks, tuple(notes))
 
@@ -271,14 +271,14 @@ def predicted(scenario: Scenario, ks: Sequence[int] = (), notes: tuple[str, ...]
 
 def _check(batch: int, context: int, nodes: int, price: float | None) -> None:
     if price is not None and not 0.0 <= price <= MOST_EXPENSIVE:
-        raise ValueError(f"price goes from 0 to {MOST_EXPENSIVE:,.0f} an hour, not {price:g}")
+        raise ValueError(f"price must be from 0 to {MOST_EXPENSIVE:,.0f} per hour, not {price:g}")
     for name, value, low, high in (
         ("batch", batch, 1, 4096),
         ("context", context, 1, 1 << 20),
         ("nodes", nodes, 0, 1024),
     ):
         if not low <= value <= high:
-            raise ValueError(f"{name} goes from {low} to {high:,}, not {value}")
+            raise ValueError(f"{name} must be from {low} to {high:,}, not {value}")
 
 
 def _lengths(scenario: Scenario) -> tuple[int, ...]:
@@ -339,10 +339,10 @@ def _limit(scenario: Scenario, k: int, tokens: float, step: Step, plain: Step) -
     wider_ms = step.check_ms(device) - plain.check_ms(device)
     more_ms = step.overhead_ms(device) - plain.overhead_ms(device)
     gains = {
-        "what drafting costs": all_ms / (all_ms - step.draft_ms(device)),
-        "what a wider pass costs": all_ms / (all_ms - max(wider_ms, 0.0)),
-        "what the engine does beside its passes": all_ms / (all_ms - max(more_ms, 0.0)),
-        "what is refused of the drafts": (k + 1.0) / tokens,
+        "drafting": all_ms / (all_ms - step.draft_ms(device)),
+        "the wider pass": all_ms / (all_ms - max(wider_ms, 0.0)),
+        "engine overhead": all_ms / (all_ms - max(more_ms, 0.0)),
+        "the acceptance rate": (k + 1.0) / tokens,
     }
     return max(gains, key=gains.__getitem__)
 

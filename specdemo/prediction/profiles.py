@@ -37,12 +37,12 @@ class Figure(_Strict):
 class Passes(_Strict):
     """Measured passes of one model: v(n, batch) is ms[batch][n] over ms[batch][1]."""
 
-    model: str  # of known.json
+    model: str  # a name in known.json
     dtype: str
     kernels: str
-    context: Count  # tokens before the pass, per text
-    ms: dict[Count, dict[Count, Positive]]  # texts at once -> slots per text -> milliseconds
-    uneven: dict[Count, dict[Count, Positive]] = {}  # the same, of texts of different lengths, as drafts leave them
+    context: Count  # tokens in the KV cache, per row
+    ms: dict[Count, dict[Count, Positive]]  # batch size -> slots per row -> milliseconds
+    uneven: dict[Count, dict[Count, Positive]] = {}  # the same for rows of different lengths, as after drafts
 
     def v(self, batch: int) -> dict[int, float]:
         """Slots -> time of a pass over them, in passes over one slot. Raises KeyError for a batch never measured."""
@@ -56,13 +56,13 @@ class MeasuredStep(_Strict):
     model: str
     method: str
     dtype: str
-    draft: str = ""  # the shape of its draft model
+    draft: str = ""  # name of the draft model's shape
     batch: Count = 1
-    context: Count = 80  # tokens before it, on the average
-    k: Annotated[int, Field(ge=0, le=64)] = 0  # of a chain that was drafted whole; 0: none, or not told
+    context: Count = 80  # mean number of tokens in the KV cache
+    k: Annotated[int, Field(ge=0, le=64)] = 0  # length of a complete chain; 0: none, or unknown
     ms: dict[str, Annotated[float, Field(ge=0.0, le=1e9)]]
-    drafted: Annotated[float, Field(ge=0.0, le=1e6)]  # tokens a step
-    kept: Annotated[float, Field(ge=0.0, le=1e6)] = 0.0  # of them
+    drafted: Annotated[float, Field(ge=0.0, le=1e6)]  # tokens per step
+    kept: Annotated[float, Field(ge=0.0, le=1e6)] = 0.0  # accepted draft tokens per step
 
 
 class Provenance(_Strict):
@@ -82,13 +82,13 @@ class Profile(_Strict):
     title: str = Field(min_length=1)
     kind: Literal["gpu", "cpu"]
     memory_gb: Figure
-    bandwidth_gb_per_s: Figure  # of its memory
-    compute_tflop_per_s: dict[str, Figure]  # by dtype, dense matrix products
-    launch_us: Figure | None = None  # starting one operation from Python
-    node_us: Figure | None = None  # one operation of a recorded pass
-    wait_us: Figure | None = None  # starting an operation and waiting for it
+    bandwidth_gb_per_s: Figure  # of the device's memory
+    compute_tflop_per_s: dict[str, Figure]  # dense matrix products, by dtype
+    launch_us: Figure | None = None  # launch of one operation from Python
+    node_us: Figure | None = None  # one operation of a CUDA graph
+    wait_us: Figure | None = None  # launch of an operation and waiting for it
     link_gb_per_s: Figure | None = None  # from main memory to the device
-    step_overhead: Figure | None = None  # an engine's step over its own forwards
+    step_overhead: Figure | None = None  # time of an engine's step / time of its forward passes
     passes: tuple[Passes, ...] = ()
     steps: tuple[MeasuredStep, ...] = ()
     measured: Provenance | None = None
@@ -111,14 +111,14 @@ def profile(name: str) -> Profile:
 
 def read_profile(path: Path) -> Profile:
     """Raises ValueError, one line that names the file."""
-    text = read_bytes(path, BOUNDS.bytes, "name a profile")
+    text = read_bytes(path, BOUNDS.bytes, "choose a profile")
     check_json_limits(text, BOUNDS, str(path))
     try:
         return Profile.model_validate_json(text)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         where = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{path} is no profile: {where or 'the file'}: {first['msg']}") from None
+        raise ValueError(f"{path} is not a profile: {where or 'the file'}: {first['msg']}") from None
 
 
 def write_profile(profile: Profile, path: Path) -> None:

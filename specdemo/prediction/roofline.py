@@ -20,34 +20,34 @@ Engine = Literal["recorded", "eager"]
 
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0}
 CACHED = 0.7
-EDGE = 1e-3  # for slopes
+EDGE = 1e-3  # step for numerical derivatives
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
     """Cost terms of a device."""
 
-    bandwidth: float  # share of the profile's that reading reaches
-    cache_mb: float  # weights that are still in the cache when the same network passes again
-    compute: float  # share of the profile's that multiplying reaches
-    attention: float  # share of both that attending reaches
-    overlap: float  # of reading and multiplying: 1 none, so that both count; the larger the more the slower alone does
-    operation_us: float  # starting one
-    row_us: float  # more of it for every token in it
-    text_us: float  # attention of one layer for one text beside the first
-    uneven_ns: float  # more for every number that is kept of texts of different lengths, each in its own place
-    step_ms: float  # what an engine does at every step beside passes
-    check_ms: float  # more at a step that checks drafts
-    check_text_ms: float  # of it, for every text beside the first: each keeps another number of tokens
-    cold_ms: float  # more of the target's pass behind those of another network
-    draft_ms: float  # a draft of what has a memory of its own: what became history is looked up and read
-    draft_text_ms: float  # of it, for every text beside the first
-    token_ms: float  # beside the pass that drafts a token
-    head_ms: float  # the same of a head with keys and values of its own
+    bandwidth: float  # achieved share of the profile's bandwidth
+    cache_mb: float  # weights still in the cache at the next pass of the same network
+    compute: float  # achieved share of the profile's matrix throughput
+    attention: float  # achieved share of both in attention
+    overlap: float  # of reads and products: 1: their times add up; large values: only the slower one counts
+    operation_us: float  # launch of an operation
+    row_us: float  # extra launch time per token
+    text_us: float  # attention of one layer, per row after the first
+    uneven_ns: float  # extra cost per cache entry that is written for rows of different lengths
+    step_ms: float  # engine overhead per step
+    check_ms: float  # extra overhead of a step that verifies drafts
+    check_text_ms: float  # extra verification overhead, per row after the first
+    cold_ms: float  # extra cost of a target pass after passes of another network
+    draft_ms: float  # extra cost of a draft with its own KV cache, which must read the committed tokens first
+    draft_text_ms: float  # the same, per row after the first
+    token_ms: float  # overhead per draft token
+    head_ms: float  # overhead per draft token of a head with its own KV cache
 
 
 KINDS = (("gpu", "recorded"), ("gpu", "eager"), ("cpu", "eager"))
-# what is taken where nobody measured, for each of KINDS, and the standard deviation of its logarithm
+# defaults for unmeasured devices, one per entry of KINDS: (value, standard deviation of its logarithm)
 CONSTANTS: dict[str, tuple[tuple[float, float], ...]] = {
     "bandwidth": ((0.8, 0.08), (0.75, 0.08), (0.9, 0.2)),
     "cache_mb": ((0.001, 0.1), (0.001, 0.1), (16.0, 0.5)),
@@ -79,7 +79,7 @@ class Device:
     engine: Engine
     costs: Terms
     errors: tuple[tuple[float, ...], ...]  # covariance of the logarithms of costs
-    misfit: float  # standard deviation of the logarithm of a pass's time about all this
+    misfit: float  # standard deviation of the residual of log(time of a pass)
 
     def ms(self, of: Work, batch: float = 1.0, uneven: bool = False, cold: bool = False) -> float:
         """Return the milliseconds of one pass. uneven: over rows of different lengths. cold: after another network's

@@ -15,14 +15,20 @@ from typing import Any
 from specdemo.core.suggest import suggest
 
 KNOWN = Path(__file__).with_name("known.json")
-CHAIN = 12  # operations of a dense layer whose projections are joined
-EXPERTS = 6  # more of a layer of experts
-ENDS = 6  # before the first layer and behind the last
+CHAIN = 12  # operations of a dense layer with fused projections
+EXPERTS = 6  # extra operations of a layer with experts
+ENDS = 6  # operations before the first layer and after the last
 PLAIN_MLP = ("opt", "gpt2", "gptj", "gpt_neox", "bloom", "falcon", "phi")  # two matrices where others have three
-STORED = {"gptq": 4.25, "awq": 4.25, "mxfp4": 4.25, "fp8": 8.0, "fbgemm_fp8": 8.0}  # bits with the scales of groups
+STORED = {
+    "gptq": 4.25,
+    "awq": 4.25,
+    "mxfp4": 4.25,
+    "fp8": 8.0,
+    "fbgemm_fp8": 8.0,
+}  # bits per weight, including group scales
 QUANTIZED_BITS = {"4bit": 4.13, "8bit": 8.03}
 
-LARGEST = 1 << 24  # no size of a model is larger
+LARGEST = 1 << 24  # upper limit of every size of a model
 MOST_BITS = 64
 # What reading a config.json raises if a value has another type than expected or sizes contradict each other.
 UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
@@ -35,10 +41,10 @@ class Memory:
     """Cache of some layers for one row."""
 
     layers: int
-    numbers: int  # per token and layer
-    operations: int  # per token that is read, token of the context and layer
-    window: int = 0  # tokens that are kept; 0: all
-    state: int = 0  # numbers that do not grow, per text and layer
+    numbers: int  # cache entries per token and layer
+    operations: int  # per input token, context token and layer
+    window: int = 0  # tokens in the cache; 0: all
+    state: int = 0  # entries that do not grow with the text, per row and layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +55,17 @@ class Shape:
     layers: int
     hidden: int
     vocabulary: int
-    dense: int  # matrices that every pass reads, without embedding and head
-    head: int  # the matrix over the vocabulary
-    embedding: int = 0  # apart from the head
-    expert: int = 0  # one expert of one layer
+    dense: int  # weights that every pass reads, without embedding and lm_head
+    head: int  # weights of lm_head
+    embedding: int = 0  # 0 if tied with lm_head
+    expert: int = 0  # weights of one expert of one layer
     experts: int = 0
-    chosen: int = 0  # by a token
+    chosen: int = 0  # experts per token
     expert_layers: int = 0
     memory: tuple[Memory, ...] = ()
     bits: float | None = None
-    operations: int = 0  # started by a pass
-    layer: Config = field(default_factory=dict, hash=False, compare=False)  # its config, for heads made of such layers
+    operations: int = 0  # launched by a pass
+    layer: Config = field(default_factory=dict, hash=False, compare=False)  # config, for heads with such layers
 
     def __post_init__(self) -> None:
         """Raise ValueError for sizes that contradict each other."""
@@ -96,11 +102,11 @@ class Work:
     """Work of a pass: bytes, operations and launches."""
 
     weight_bytes: float
-    flop: float  # of the matrices
-    kv_bytes: float  # keys, values and states
-    kv_flop: float  # with them
-    written: float  # numbers of them that are new
-    rows: float  # tokens that the matrices are multiplied with
+    flop: float  # of the matrix products
+    kv_bytes: float  # of keys, values and states
+    kv_flop: float  # of attention
+    written: float  # new cache entries
+    rows: float  # input tokens
     operations: float
     layers: int
 
@@ -138,7 +144,9 @@ def shape_of(config: Config, name: str = "", quantization: str | None = None) ->
         return _shape(config, part, name, QUANTIZED_BITS[quantization] if quantization else stored_bits(config, part))
     except UNREADABLE as error:
         why = f": {error}" if type(error) is ValueError else ""
-        raise ValueError(f"the config.json of {name or 'this model'} says no sizes of a language model{why}") from None
+        raise ValueError(
+            f"the config.json of {name or 'this model'} lacks the sizes of a language model{why}"
+        ) from None
 
 
 def number(config: Config, *names: str, default: int | None = None, low: int = 0) -> int:
@@ -161,7 +169,7 @@ def number(config: Config, *names: str, default: int | None = None, low: int = 0
 def _shortened(value: object) -> str:
     """Return a value for a message. Python refuses to print an integer of more than 4300 digits."""
     huge = isinstance(value, int) and value.bit_length() > 64
-    return "a larger one" if huge else f"{value!r:.40}"
+    return "a larger number" if huge else f"{value!r:.40}"
 
 
 def _shape(outer_config: Config, config: Config, name: str, bits: float | None) -> Shape:

@@ -9,7 +9,7 @@ from specdemo.prediction.drafts import Drafting
 from specdemo.prediction.roofline import Device
 from specdemo.prediction.shapes import Shape, Work, work
 
-BRANCHES = 10  # of a tree that grows by levels: nodes that a drafting pass goes on from
+BRANCHES = 10  # nodes per level that are expanded, in a tree that grows by levels
 
 
 class StepLoad(NamedTuple):
@@ -24,9 +24,9 @@ class Step(NamedTuple):
     """Texts of a batch come to have different lengths as soon as anything is drafted: each keeps what it can."""
 
     check: Work
-    drafts: tuple[tuple[Work, float], ...]  # passes and how many of them
+    drafts: tuple[tuple[Work, float], ...]  # passes, and the number of each
     draft: Drafting
-    rounds: int  # of drafting
+    rounds: int  # number of drafting rounds
     batch: int
 
     def draft_ms(self, device: Device) -> float:
@@ -36,7 +36,7 @@ class Step(NamedTuple):
             for number, (of, count) in enumerate(self.drafts)
         )
         costs = device.costs
-        catching_up = self.drafts and self.draft.remembers  # on what became history
+        catching_up = self.drafts and self.draft.remembers  # reading the committed tokens
         base_ms = costs.draft_ms + (self.batch - 1.0) * costs.draft_text_ms if catching_up else 0.0
         extra_ms = costs.token_ms + (costs.head_ms if self.draft.reads_all else 0.0)
         return passes + base_ms + self.rounds * extra_ms

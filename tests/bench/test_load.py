@@ -167,8 +167,12 @@ def fast(at):
 @pytest.mark.parametrize(
     ("named", "rows", "line"),
     [
-        ({}, fast(1), "Nothing is recommended: without --preset it is not known which draft these servers use."),
-        ({"preset": "embedded-draft"}, [row(1, 0, 1.0), row(1, 4, 1.05)], "so nothing is recommended: serve without"),
+        ({}, fast(1), "No recommendation: without --preset the drafter of these servers is unknown."),
+        (
+            {"preset": "embedded-draft"},
+            [row(1, 0, 1.0), row(1, 4, 1.05)],
+            "at any of these loads: serve without speculation",
+        ),
         ({}, [row(1, 0, 1.0), row(1, 4, 1.05)], "No k is clearly faster than plain decoding"),
     ],
 )
@@ -183,7 +187,7 @@ def test_a_preset_and_a_gain_make_a_configuration_with_one_k():
     urls = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
     fleet = Fleet.of(suite("load", servers=urls, ks=(4,), preset="embedded-eagle-1"), (0, 4))
     gain, vllm, sglang = _advice(fast(2), schedule_of(fast(2)), fleet)
-    assert gain.startswith("Schedule [[1, 2, 4]]: goodput at 2 at a time 2.00x of Baseline")
+    assert gain.startswith("Schedule [[1, 2, 4]]: goodput at concurrency 2 is 2.00x that of Baseline")
     assert '"num_speculative_tokens":4}' in vllm and "per_batch_size" not in vllm
     assert "--speculative-num-steps 4" in sglang and "adaptive" not in sglang
 
@@ -198,23 +202,23 @@ def test_servers_take_turns_unless_they_would_share_gpus(gpus, together):
 def test_a_server_that_bunches_its_text_is_named():
     lanes = {"Baseline": 2.0, "k = 4": 0.02}
     rows = [{"lane": lane, "ITL p50": gap, "ms/token": Estimate(1.5)} for lane, gap in lanes.items()]
-    assert bunched(rows) == ["Text arrived in bunches (k = 4): TTFT and ITL say little, ms/token holds."]
+    assert bunched(rows) == ["Text arrived in bunches (k = 4): TTFT and ITL are not meaningful; ms/token is."]
     assert bunched(rows[:1]) == []
 
 
 @pytest.mark.parametrize(
     ("options_given", "reason"),
     [
-        (["--k", "0"], "draft lengths go from 1 to 16, not [0]"),
-        (["--concurrency", "0"], "a load is above 0 and at most 1024, not [0]"),
-        (["--concurrency", "two"], "a load is a number, or several like 1,2,4, not 'two'"),
-        (["--rate", "nan"], "a load is above 0 and at most 1024, not [nan]"),
-        (["--server", "http://127.0.0.1:9", "--k", "4"], "1 servers for k = 0, 4; name one for each"),
-        (["--server", "http://127.0.0.1:9", "--engine", "vllm"], "leave --engine, --command and --schedule out"),
-        (["--schedule", "--rate", "2"], "a schedule is vLLM's and by concurrency"),
-        (["--command", "/nowhere/vllm"], "/nowhere/vllm is not here"),
-        (["--engine", "here", "--rate", "2"], "are for servers; name them, or start some with --engine vllm"),
-        (["--engine", "vllm", "--device", "cpu"], "--device is for --engine here"),
+        (["--k", "0"], "draft lengths must be from 1 to 16, not [0]"),
+        (["--concurrency", "0"], "loads must be above 0 and at most 1024, not [0]"),
+        (["--concurrency", "two"], "a load must be a number, or several like 1,2,4, not 'two'"),
+        (["--rate", "nan"], "loads must be above 0 and at most 1024, not [nan]"),
+        (["--server", "http://127.0.0.1:9", "--k", "4"], "1 servers for k = 0, 4; give one --server per k"),
+        (["--server", "http://127.0.0.1:9", "--engine", "vllm"], "omit --engine, --command and --schedule"),
+        (["--schedule", "--rate", "2"], "--schedule needs vLLM and --concurrency"),
+        (["--command", "/nowhere/vllm"], "there is no program /nowhere/vllm"),
+        (["--engine", "here", "--rate", "2"], "need servers; add --server URL or --engine vllm"),
+        (["--engine", "vllm", "--device", "cpu"], "--device needs --engine here"),
     ],
 )
 def test_bad_input_is_one_line(options_given, reason, capsys):
@@ -272,7 +276,9 @@ def test_killed_run_is_resumed(servers, tmp_path):
     assert len(plain.requests) - before == 2 + 3 + 12
     before = len(plain.requests)
     assert measured(servers, journal=journal).repeats == 2 and len(plain.requests) == before
-    with pytest.raises(ValueError, match="holds a run with other options; give those, remove it, or choose another"):
+    with pytest.raises(
+        ValueError, match="contains a run with other options; use those options, remove the file, or choose another"
+    ):
         measured(servers, journal=journal, new_tokens=5)
 
 

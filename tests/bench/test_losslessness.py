@@ -84,8 +84,9 @@ def test_a_sampled_result_has_both_histograms(few):
     assert result.remarks[0] == "No difference was found between 48 continuations of each."
     assert [remark.split(":")[0] for remark in result.remarks[1:4]] == ["Token 2", "Token 3", "Token 4"]
     matched = re.fullmatch(
-        r"Tokens kept of the first draft: lossless (\S+) \[.*\], block (\S+) \[.*\], typical \(lossy\) (\S+) \[.*\]. "
-        r"Block less lossless: (\S+) \[.*\].",
+        r"Accepted tokens of the first draft: "
+        r"lossless (\S+) \[.*\], block (\S+) \[.*\], typical \(lossy\) (\S+) \[.*\]. "
+        r"Block minus lossless: (\S+) \[.*\].",
         result.remarks[4],
     )
     single, block, _, more = map(float, matched.groups())
@@ -122,7 +123,7 @@ def test_invalid_histogram_of_a_foreign_result_is_rejected(row):
 
 def test_synthetic_lanes_are_not_tested():
     chosen = preset("embedded-sampling").with_changes(method="synthetic", model="stories-draft-wide")
-    with pytest.raises(ValueError, match="'synthetic' does not write the target's text; choose a preset"):
+    with pytest.raises(ValueError, match="'synthetic' is not exact; choose a preset"):
         Losslessness(preset=chosen, repeats=1).run(ignore, never_cancelled)
 
 

@@ -123,7 +123,7 @@ def test_results_by_category(tmp_path):
 @pytest.mark.parametrize(
     ("content", "line"),
     [
-        ("", "holds no questions"),
+        ("", "contains no questions"),
         ("{", "line 1: not a question; it has the form "),
         ('{"category": "a", "turns": []}', "line 1: not a question"),
         ('{"category": 1, "turns": ["x"]}', "line 1: not a question"),
@@ -194,7 +194,7 @@ def test_temperatures_grow_and_drafts_are_drawn_or_the_likeliest(monkeypatch):
 def test_a_stopped_suite_keeps_its_finished_repeats():
     done, remarks = repeated(3, silent, cancelled_after(3), lambda repeat, tick: tick(0.5) or repeat)
     assert (done, remarks) == ([0], ["stopped after 1 of 3 repeats"])
-    with pytest.raises(ValueError, match="stopped before the first repeat was complete: nothing was measured"):
+    with pytest.raises(ValueError, match="stopped before the first repeat was complete, so nothing was measured"):
         repeated(3, silent, cancelled_after(1), lambda repeat, tick: tick(0.5))
 
 
@@ -249,7 +249,10 @@ def test_a_noisy_run_marks_its_result_also_once_it_is_stored(monkeypatch):
     stored = read_result(to_json(result))
     assert "the GPU is throttled by heat" in stored.rows[1]["speed-up"].reasons
     for text in (bench_report(stored), markdown(stored)):
-        assert "Noisy machine, repeat: 1 of 2 rows" in text and "the GPU is throttled by heat" in text
+        assert (
+            "Noisy machine, run again: a second run may not confirm 1 of 2 rows" in text
+            and "the GPU is throttled by heat" in text
+        )
 
 
 def test_a_noisy_machine_marks_every_place_on_an_axis(monkeypatch):
@@ -317,14 +320,14 @@ def test_totals_count_rows_and_leave_the_prefill_out():
     ("name", "options", "line"),
     [
         ("embeded", {}, "unknown suite 'embeded'; did you mean 'embedded'?"),
-        ("k", {"repeats": 0}, "repeats must be 1 or more, not 0"),
-        ("k", {"ks": (0,)}, "draft lengths go from 1 to 16, not [0]"),
-        ("k", {"ks": ()}, "draft lengths go from 1 to 16, not []"),
+        ("k", {"repeats": 0}, "repeats must be from 1 to 1000, not 0"),
+        ("k", {"ks": (0,)}, "draft lengths must be from 1 to 16, not [0]"),
+        ("k", {"ks": ()}, "draft lengths must be from 1 to 16, not []"),
         ("k", {"preset": "nothing"}, "unknown preset 'nothing'; "),
         ("k", {"prompts": [" "]}, "a prompt is empty; write at least one word"),
         ("k", {"new_tokens": 1}, "new tokens must be 2 to 1024, not 1"),
-        ("peers", {"ks": (1,)}, "suite 'peers' has no draft length to choose; leave --k out"),
-        ("race-fairness", {"device": "cpu"}, "suite 'race-fairness' has no device to choose; leave --device out"),
+        ("peers", {"ks": (1,)}, "suite 'peers' has no option for the draft length; omit --k"),
+        ("race-fairness", {"device": "cpu"}, "suite 'race-fairness' has no option for the device; omit --device"),
         ("methods", {"preset": "qwen3-8b"}, "no embedded preset of one greedy lane runs on "),
     ],
 )
@@ -361,7 +364,7 @@ def test_a_suite_in_the_list_is_in_the_command_line_the_page_and_its_links(with_
     assert main(["bench", "coin", "--repeats", "2", "--dtype", "bf16"]) == 0
     assert capsys.readouterr().out.startswith("coin | a thumb, 1 thread(s), copper | 2 repeats")
     assert main(["bench", "coin", "--preset", "embedded-draft"]) == 2
-    assert "suite 'coin' has no preset to choose" in capsys.readouterr().err
+    assert "suite 'coin' has no option for the preset" in capsys.readouterr().err
     assert registry.swept()["coin"].title == "Coin"
     linked, refused = Sweep().from_query("sweep=coin&repeats=4")
     assert (linked.suite(), refused) == (Coin(repeats=4, new_tokens=96), [])
@@ -375,7 +378,7 @@ def test_the_list_needs_no_torch():
 def test_outside_a_checkout_the_projects_own_suites_are_one_line(monkeypatch, tmp_path):
     monkeypatch.setattr("specdemo.presets.files.FOLDER", tmp_path / "presets")
     suites.cache_clear()
-    with pytest.raises(ValueError, match="suite 'peers' measures specdemo itself and comes with its checkout"):
+    with pytest.raises(ValueError, match="suite 'peers' measures specdemo itself and needs a checkout of specdemo"):
         suite("peers", pair="8m")
     assert "peers" not in suites()
     suites.cache_clear()

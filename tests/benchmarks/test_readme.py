@@ -71,7 +71,7 @@ def test_noise_and_an_output_that_differs_are_in_both(checkout):
     rows = [RESULT.rows[0], RESULT.rows[1] | {"speed-up": speed, "output": "7 identical, 1 differs"}]
     recorded(replace(RESULT, rows=rows), checkout)
     text = " ".join((checkout / "README.md").read_text(encoding="utf-8").split())
-    assert f"Noisy machine, repeat: 1 of 2 rows may not be confirmed by a second run, such as fast: {NOISE[0]}." in text
+    assert f"Noisy machine, run again: a second run may not confirm 1 of 2 rows, such as fast: {NOISE[0]}." in text
     assert "Every output is identical" not in text
     stored = read_result(checkout / "presets" / "recorded" / "suites" / "methods.json")
     assert stored.rows[1]["speed-up"].reasons == NOISE

@@ -31,7 +31,7 @@ def test_run_stop_save_open_share(visit_gated, gates, tmp_path):
 
     gates.open.set()
     page.locator("#sweep-run").click()
-    wait_for_text(page, r"^Finished: measured 2 times; 3 repeats say which is the best\.")
+    wait_for_text(page, r"^Finished: measured 2 times; 3 repeats are needed to find the best\.")
     with page.expect_download() as download:
         page.locator("#sweep-save").click()
     path = tmp_path / download.value.suggested_filename

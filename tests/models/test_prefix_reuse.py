@@ -224,7 +224,7 @@ def test_short_memory_disables_the_prefix_cache(target, monkeypatch):
 
 def test_a_text_that_could_not_be_read_leaves_nothing(target):
     text = write_turn(target, texts(1, PROMPT))
-    with pytest.raises(ValueError, match="holds 96 tokens, not 97"):
+    with pytest.raises(ValueError, match="is 96 tokens, not 97"):
         target.start(torch.cat([text, texts(1, 97 - text.shape[1])], 1))
     target.release()
     assert target.history_bytes == 0

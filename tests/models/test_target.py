@@ -224,9 +224,9 @@ def test_the_context_is_never_exceeded():
     target.forward(texts(2, 4), chain(3, 2))  # slots beyond the context are unused
     check_next(target, rows)
     target.forward(texts(2, 2), chain(1, 2))
-    with pytest.raises(ValueError, match="holds 96 tokens, not 97"):
+    with pytest.raises(ValueError, match="is 96 tokens, not 97"):
         target.commit([[0, 1], [0]])
-    with pytest.raises(ValueError, match="holds 96 tokens, not 97"):
+    with pytest.raises(ValueError, match="is 96 tokens, not 97"):
         target.start(texts(1, 97))
 
 

@@ -65,7 +65,7 @@ def test_last_acceptance_probability_continues():
 
 @pytest.mark.parametrize("rates", [(), (1.5,), (float("nan"),), (0.5,) * 65])
 def test_invalid_probabilities(rates):
-    with pytest.raises(ValueError, match="acceptance is 1 to 64 chances"):
+    with pytest.raises(ValueError, match="acceptance needs 1 to 64 numbers between 0 and 1"):
         Acceptance(rates)
 
 

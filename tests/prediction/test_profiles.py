@@ -43,7 +43,7 @@ def test_invalid_profiles(tmp_path, change, line):
     path.write_text(json.dumps(LEAST | change))
     with pytest.raises(ValueError) as refused:
         read_profile(path)
-    assert str(refused.value).startswith(f"{path} is no profile: {line}")
+    assert str(refused.value).startswith(f"{path} is not a profile: {line}")
     assert "\n" not in str(refused.value)
 
 
@@ -70,7 +70,7 @@ def test_figures_that_no_device_has_are_refused(tmp_path, capsys, name, value):
     path.write_text(json.dumps(LEAST | {name: {"value": value, "source": "a test"}}))
     assert main(["predict", "stories", "--device", str(path), "--json"]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and f"{path} is no profile: {name}.value: Input should be" in err
+    assert out == "" and err.count("\n") == 1 and f"{path} is not a profile: {name}.value: Input should be" in err
 
 
 @pytest.mark.parametrize(

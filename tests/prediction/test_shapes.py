@@ -78,7 +78,7 @@ def test_weight_dtypes(config, bits):
 
 @pytest.mark.parametrize("config", [{}, {"num_hidden_layers": 2}, {**MOE, "hidden_size": "large"}])
 def test_config_without_sizes_is_refused_in_one_line(config):
-    with pytest.raises(ValueError, match=r"the config.json of x says no sizes"):
+    with pytest.raises(ValueError, match=r"the config.json of x lacks the sizes"):
         shape_of(config, "x")
 
 
@@ -106,7 +106,7 @@ QUANTISED = {"quant_method": "compressed-tensors"}
 def test_a_hostile_config_is_refused_in_one_line(change, line):
     with pytest.raises(ValueError) as refused:
         shape_of(MOE | change, "x")
-    assert str(refused.value).startswith(f"the config.json of x says no sizes of a language model{line}")
+    assert str(refused.value).startswith(f"the config.json of x lacks the sizes of a language model{line}")
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 200
 
 

@@ -54,7 +54,7 @@ def test_valid_presets_are_one_line_and_nothing_is_fetched(hub):
         (lambda hub: hub.cards["org/target"].update(gated="auto"), "is gated, which mine does not state"),
         (
             lambda hub: hub.cards["org/target"].update(cardData={"license": "mit"}),
-            "is under 'mit', and mine says 'Apache 2.0'",
+            "has licence 'mit', but mine states 'Apache 2.0'",
         ),
     ],
 )
@@ -94,7 +94,7 @@ def test_the_command_ends_with_1_where_something_is_wrong(hub, monkeypatch, caps
     hub.repositories.pop("org/draft")
     assert cli.main(["presets", "--check"]) == 1
     out = capsys.readouterr().out
-    assert "WRONG  org/draft@v1: unknown model" in out and out.endswith("1 of 2 wrong\n")
+    assert "WRONG  org/draft@v1: unknown model" in out and out.endswith("1 of 2 are wrong\n")
     assert cli.main(["presets", "--check", "--json"]) == 1
     assert [bool(row["wrong"]) for row in json.loads(capsys.readouterr().out)] == [False, True]
 

@@ -227,7 +227,7 @@ def test_a_link_may_name_the_servers_that_the_operator_listed(monkeypatch):
     assert query == "preset=embedded-draft&server=http%3A%2F%2F127.0.0.1%3A8001"
     monkeypatch.setenv("SPECDEMO_SERVERS", "")
     chosen, notes = from_query(query, PRESETS)
-    assert chosen == base and "server http://127.0.0.1:8001 is not listed" in notes[0]
+    assert chosen == base and "server http://127.0.0.1:8001 is not allowed" in notes[0]
     monkeypatch.setenv("SPECDEMO_SERVERS", "127.0.0.1:8001")
     assert from_query(query, PRESETS)[0].lanes[0].server == "http://127.0.0.1:8001"
     assert from_query("preset=two-servers&server=", PRESETS)[0].lanes[0].server is None

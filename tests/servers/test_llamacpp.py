@@ -116,7 +116,7 @@ def test_missing_packages_are_named_with_the_install_command(monkeypatch, capsys
 
 def test_a_load_is_not_for_one_text_at_a_time(capsys):
     assert main(["bench", "load", "--engine", "llamacpp"]) == 2
-    assert "llama.cpp is started for one text at a time" in capsys.readouterr().err
+    assert "specdemo starts llama.cpp for one request at a time" in capsys.readouterr().err
 
 
 @installed

@@ -47,10 +47,11 @@ def test_server_lane_shows_only_reported_values():
     assert {kind for line in steps for kind in line["kinds"]} == {"unknown"}
     assert "".join(text for line in steps for text in line["text"]) == "".join(HOSTILE)
     assert (
-        "counted in" in next(line for line in lines if line["type"] == "done" and line["lane"] == 1)["remote"]["source"]
+        "requests of other users are included"
+        in next(line for line in lines if line["type"] == "done" and line["lane"] == 1)["remote"]["source"]
     )
     why = lines[-1]["comparison"][0]["why"]
-    assert "45% of the draft tokens were accepted; a pass yielded 2.50 tokens" in why and why.endswith("counted in.")
+    assert "45% of the draft tokens were accepted; a pass yielded 2.50 tokens" in why and why.endswith("are included.")
     rows = [row for row in csv.DictReader(io.StringIO(tokens_csv(trace))) if row["lane"] == "1"]
     assert len(rows) == len(HOSTILE) and {(row["kind"], row["token_id"]) for row in rows} == {("unknown", "-1")}
 
