@@ -41,9 +41,8 @@ SHORT = 16  # tokens
 PATIENCE_S = 300.0
 LOCAL = "here"
 
-RequestFunction = Callable[
-    [Sequence[int], int], list[int]
-]  # a prompt's ids and a number of tokens -> the ids that follow
+# a prompt's ids and a number of tokens -> the ids that follow
+RequestFunction = Callable[[Sequence[int], int], list[int]]
 
 
 @dataclass(frozen=True, slots=True)

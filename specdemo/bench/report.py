@@ -13,12 +13,13 @@ from specdemo.engine.cost import prediction
 from specdemo.prediction.predict import Prediction
 
 NONE = "-"
+# columns of the README's table besides the acceptance rate, which may be missing
 README = (
     "lane",
     "tokens/s",
     "speed-up",
     "tokens/pass",
-)  # columns of the README's table besides the acceptance rate, which may be missing
+)
 
 
 def race_report(trace: RunTrace) -> str:

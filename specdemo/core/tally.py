@@ -128,9 +128,8 @@ class Tally:
 
     def numbers(self) -> Numbers:
         """Return the part of `summarise` that is known after every step."""
-        hits = accumulate(
-            reversed(self.accept_histogram[1:])
-        )  # a step that accepted at a depth accepted at every smaller one
+        # a step that accepted at a depth accepted at every smaller one
+        hits = accumulate(reversed(self.accept_histogram[1:]))
         by_position = zip(reversed([*hits]), self.reached, strict=True)
         return {
             "tokens": self.first + self.tokens,

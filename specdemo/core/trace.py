@@ -128,9 +128,8 @@ class LaneTrace:
     note: str | None = None  # why the lane failed or differs from its settings
     messages: Annotated[list[dict[str, str]], _FAST] = field(default_factory=list)  # chat so far; empty for plain text
     remote: Remote | None = None  # None: decoded locally
-    repeats: Annotated[list[Annotated[list[StepEvent], _FAST]], _SHORT] = field(
-        default_factory=list
-    )  # runs before, without probabilities
+    # runs before, without probabilities
+    repeats: Annotated[list[Annotated[list[StepEvent], _FAST]], _SHORT] = field(default_factory=list)
     defaults: Annotated[list[str], _FAST, _SHORT] = field(default_factory=list)  # options left at their default
 
 

@@ -22,13 +22,14 @@ from specdemo.models.hub import Repository, fetch_config
 
 HEADROOM = 1.1  # factor for activations, buffers and fragmentation
 STORED_BITS = {"I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F4": 4}
+# parts of names of matrices that bitsandbytes does not quantise
 UNQUANTISED = (
     "embed",
     "lm_head",
     "wte",
     "wpe",
     "experts",
-)  # parts of names of matrices that bitsandbytes does not quantise
+)
 ABSENT = 1.5  # config weights / stored weights; above it the files lack tensors, like those of heads
 NUMBERS_PER_ENTRY = 8  # 4-bit weights per stored entry
 BITS_PER_NUMBER = {4: 4.13, 8: 8.03}  # bits per weight, including its share of the scales (4: double quantisation)

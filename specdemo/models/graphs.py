@@ -105,9 +105,8 @@ class CudaGraphs:
     def _capture(self, run: Run, stream: torch.cuda.Stream) -> tuple[torch.cuda.CUDAGraph, Tensors]:
         """Return the graph of `run` and its outputs. If `run` fails, raise its error and not the capture's."""
         graph, last_graph, caller = torch.cuda.CUDAGraph(), self._last_graph(), torch.cuda.current_stream()
-        pool = (
-            last_graph.pool() if last_graph else torch.cuda.graph_pool_handle()
-        )  # a pool without graphs cannot be reused
+        # a pool without graphs cannot be reused
+        pool = last_graph.pool() if last_graph else torch.cuda.graph_pool_handle()
         try:
             # other threads, such as a server's, may use CUDA meanwhile
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):

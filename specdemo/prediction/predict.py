@@ -87,9 +87,8 @@ class Prediction:
     plain_tokens_per_s: Estimate
     rows: tuple[Row, ...]
     loads: tuple[Gain, ...]
-    break_even_batch: (
-        int | None
-    )  # the smallest batch at which no draft length gains; None: none up to the largest of `loads`
+    # the smallest batch at which no draft length gains; None: none up to the largest of `loads`
+    break_even_batch: int | None
     memory_gb: float
     fits: bool
     notes: tuple[str, ...] = ()

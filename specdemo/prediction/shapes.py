@@ -19,13 +19,14 @@ CHAIN = 12  # operations of a dense layer with fused projections
 EXPERTS = 6  # extra operations of a layer with experts
 ENDS = 6  # operations before the first layer and after the last
 PLAIN_MLP = ("opt", "gpt2", "gptj", "gpt_neox", "bloom", "falcon", "phi")  # two matrices where others have three
+# bits per weight, including group scales
 STORED = {
     "gptq": 4.25,
     "awq": 4.25,
     "mxfp4": 4.25,
     "fp8": 8.0,
     "fbgemm_fp8": 8.0,
-}  # bits per weight, including group scales
+}
 QUANTIZED_BITS = {"4bit": 4.13, "8bit": 8.03}
 
 LARGEST = 1 << 24  # upper limit of every size of a model

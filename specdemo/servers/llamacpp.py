@@ -65,9 +65,8 @@ def _settings(arguments: Namespace, folder: Path) -> object:
     settings.hostnames, settings.port, settings.ui = [arguments.host], arguments.port, False
     settings.model_alias, settings.model_tags = {arguments.model}, {TOKEN_IDS} if target.exported else set()
     settings.endpoint_metrics, settings.cache_prompt, settings.verbosity = True, False, -1
-    settings.load_mode = (
-        library.llama_load_mode.LLAMA_LOAD_MODE_NONE
-    )  # loads complete files, which are deleted afterwards
+    # loads complete files, which are deleted afterwards
+    settings.load_mode = library.llama_load_mode.LLAMA_LOAD_MODE_NONE
     settings.n_parallel, settings.n_gpu_layers = 1, 0
     settings.model.path = target.path
     settings.n_ctx = min(CONTEXT, target.context)

@@ -148,7 +148,7 @@ KINDS = [
         "closed the connection after",
     ),
     Kind("answer", "silent", [head(), events(GOOD[0]), Broken("quiet")], "sent nothing for 0.3 seconds", QUICK),
-    Kind("answer", "silent-at-its-end", [head(), events(*GOOD), Broken("quiet")], "was silent", QUICK),
+    Kind("answer", "silent-at-its-end", [head(), events(*GOOD), Broken("quiet")], "sent nothing", QUICK),
     Kind("answer", "a-byte-at-a-time", lambda: drip(head() + b"data: ", b" "), "took longer than 1.04 seconds", SOON),
     Kind("answer", "comments-without-end", lambda: drip(head(), b": ping\n\n"), "took longer than", SOON),
     Kind("answer", "a-flood-of-comments", lambda: (head(), *repeat(b": ping\n\n" * 500, 900)), "2,016,000 bytes"),

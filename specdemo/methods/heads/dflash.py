@@ -379,9 +379,8 @@ class DFlash(Head[DFlashDraftModel]):
             columns.run(self.head.cache_context, *columns.inputs)
         tokens = root.new_full((len(root), design.block_size), design.mask_token_id)
         tokens[:, 0] = root
-        end = design.first_slot + (
-            design.num_drafts if last_features else depth
-        )  # LiLiCorr needs the candidates of all slots
+        # LiLiCorr needs the candidates of all slots
+        end = design.first_slot + (design.num_drafts if last_features else depth)
         states = self.history.draft_columns(design.block_size).run(self._block, tokens)[:, design.first_slot : end]
         logits = self._logits(states)
         if nodes:  # all nodes share one block
@@ -442,9 +441,8 @@ class DFlash(Head[DFlashDraftModel]):
         design, columns = self.head.design, batch.inputs.shape[1]
         anchors = self._anchors(batch.inputs)
         states = self._block_states(batch, anchors)[:, :, design.first_slot :]
-        label_columns = anchors[..., None] + torch.arange(
-            design.num_drafts, device=anchors.device
-        )  # [B, N, D]: whose outputs
+        # [B, N, D]: whose outputs
+        label_columns = anchors[..., None] + torch.arange(design.num_drafts, device=anchors.device)
         in_range, label_columns = label_columns < columns, label_columns.clamp_max(columns - 1)
         rows = torch.arange(len(label_columns), device=label_columns.device)[:, None, None]
         logits = self._logits(states)

@@ -59,11 +59,12 @@ TAP_OFFSETS = {
     **dict.fromkeys(("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids", "layer_ids"), 0),
     **dict.fromkeys(("target_layer_ids", "dspark_target_layer_ids"), 1),
 }
+# other values are not supported
 REQUIRED_DEFAULTS = {
     "is_neox_style": True,
     "attention_value_scale": 1.0,
     "logit_scale": 1.0,
-}  # other values are not supported
+}
 KNOWN_FAMILIES = ("dflash", "dspark", "domino", "museglimmer", LATTICE)  # families with a documented slot convention
 UNUSED = ("embed_tokens.", "lm_head.", "t2d", "verifier_", "confidence_head.")
 
